@@ -1,0 +1,107 @@
+// Group: the ranks that take part in a collective, and the collectives. The only view of communication that the rest
+// of Tessera has; back ends are c10d_group.h (any torch process group), thread_group.h (ranks as threads of one
+// process) and single_group.h (one rank).
+//
+// Note [Order of summation]
+//   Every back end that adds on the CPU adds the ranks' contributions in rank order 0, 1, ..., n-1, in fp32 for fp32,
+//   bf16 and fp16 (double for double), and rounds once. The result of an element depends neither on its place in a
+//   buffer, on the bucket size, on timing, nor on whether it travelled by reduce_scatter or all_reduce: stages 0, 1
+//   and 2 get the same bits, and threads as ranks get those of processes. NCCL keeps its own order.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tessera::comm {
+
+enum class ReduceOp { Sum, Avg, Min, Max };
+
+// What a collective is for, e.g. "reduce gradients of unit 'blocks.3'". Becomes part of every error message.
+using Label = std::string_view;
+
+// A collective in flight. wait() makes the result usable by the caller (CPU: blocks; accelerator: orders the current
+// stream) and throws DistBackendError naming this rank, the operation and its label when the collective failed or
+// timed out. Dropping a Pending waits and swallows the error, so that buffers never outlive their use.
+class Pending {
+ public:
+  class Work {
+   public:
+    virtual ~Work() = default;
+    virtual void wait() = 0;
+  };
+
+  Pending() = default;  // already complete
+  explicit Pending(std::unique_ptr<Work> work) : work_(std::move(work)) {}
+  Pending(Pending&&) noexcept = default;
+  Pending& operator=(Pending&& other) noexcept;
+  ~Pending();
+
+  void wait();
+  bool done() const { return work_ == nullptr; }
+
+ private:
+  std::unique_ptr<Work> work_;
+};
+
+// Calls and payload bytes of this rank since the last reset. `bytes` counts what a rank must at least send:
+// all_gather and reduce_scatter (n-1)/n of the full buffer, all_reduce twice that, broadcast the buffer,
+// all_to_all (n-1)/n of the buffer.
+struct OpStats {
+  int64_t calls = 0;
+  int64_t bytes = 0;
+};
+struct CommStats {
+  OpStats all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, barrier;
+};
+
+// All calls are collective: every rank of the group makes the same calls in the same order. Tensors are contiguous,
+// on one device, and stay alive and untouched until wait(). A Group is used by one thread at a time.
+class Group {
+ public:
+  virtual ~Group() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual std::string name() const = 0;  // "gloo", "threads", "single", ...
+
+  // out: size() * in.numel() elements, rank r's part at offset r * in.numel(). `in` may be that very part of `out`.
+  Pending all_gather(at::Tensor out, at::Tensor in, Label label = {});
+  // in: size() * out.numel() elements; out gets the reduction of part rank(). `out` may be that very part of `in`;
+  // the other parts of `in` are undefined afterwards.
+  Pending reduce_scatter(at::Tensor out, at::Tensor in, ReduceOp op, Label label = {});
+  Pending all_reduce(at::Tensor tensor, ReduceOp op, Label label = {});  // in place
+  Pending broadcast(at::Tensor tensor, int root, Label label = {});      // in place
+  // Part r of `in` goes to rank r; part r of `out` comes from rank r. Empty splits: equal parts.
+  Pending all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits = {},
+                     std::vector<int64_t> in_splits = {}, Label label = {});
+  void barrier(Label label = {});
+
+  // Makes every pending and future collective of this group fail, on the other ranks too where the back end can tell
+  // them, with `reason` in their message. Local, never blocks.
+  virtual void abort(const std::string& reason) = 0;
+
+  const CommStats& stats() const { return stats_; }
+  void reset_stats() { stats_ = {}; }
+
+ protected:
+  virtual Pending do_all_gather(at::Tensor out, at::Tensor in, Label label) = 0;
+  virtual Pending do_reduce_scatter(at::Tensor out, at::Tensor in, ReduceOp op, Label label) = 0;
+  virtual Pending do_all_reduce(at::Tensor tensor, ReduceOp op, Label label) = 0;
+  virtual Pending do_broadcast(at::Tensor tensor, int root, Label label) = 0;
+  virtual Pending do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits,
+                                std::vector<int64_t> in_splits, Label label) = 0;
+  virtual void do_barrier(Label label) = 0;
+
+ private:
+  CommStats stats_;
+};
+
+using GroupPtr = std::shared_ptr<Group>;
+
+}  // namespace tessera::comm

@@ -1,0 +1,30 @@
+// Mesh: the groups of one rank, one per named axis. "axis" is for meshes; "dim" is for tensors.
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "tessera/comm/group.h"
+
+namespace tessera::comm {
+
+enum class Axis { DpReplicate, DpShard, Sp, Tp };
+const char* axis_name(Axis axis);
+
+// Groups are handed in; an axis that is not set has one rank. Immutable once built.
+class Mesh {
+ public:
+  Mesh() = default;
+  explicit Mesh(GroupPtr dp_shard) { groups_[Axis::DpShard] = std::move(dp_shard); }
+  Mesh& set(Axis axis, GroupPtr group);
+
+  // The group along `axis`; single_group() when it was not set.
+  const GroupPtr& group(Axis axis) const;
+  int size(Axis axis) const { return group(axis)->size(); }
+  int rank(Axis axis) const { return group(axis)->rank(); }
+
+ private:
+  std::map<Axis, GroupPtr> groups_;
+};
+
+}  // namespace tessera::comm

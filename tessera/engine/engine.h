@@ -1,0 +1,140 @@
+// Engine: builds the parts of one training engine and orders a step. Both front ends (tessera/nn and python/) drive
+// this class and nothing below it.
+//
+//   engine.pre_forward(); outputs = module(...); engine.post_forward(outputs);
+//   loss.backward();                  // any autograd call that reaches the parameters; hooks do the rest
+//   engine.step();                    // counts a micro-step; at a boundary: norm, clip, update, refresh
+//
+// One engine belongs to one rank. Calls marked collective must be made by all data-parallel ranks in the same order.
+// Calls come from one thread at a time, except that autograd may run the hooks on any thread.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/mesh.h"
+#include "tessera/optim/optimizer.h"
+#include "tessera/zero/options.h"
+
+namespace tessera::zero {
+class ShardedModel;
+}
+
+namespace tessera::engine {
+
+struct Options {
+  zero::Options zero;
+  optim::Rule rule = optim::Rule::Adam;
+  int64_t gradient_accumulation_steps = 1;
+  double gradient_clipping = 1.0;        // largest global L2 norm; 0 turns clipping off
+  bool managed_accumulation = true;      // false: every step() is a boundary
+};
+
+// A parameter as the front end hands it over. Order matters: it is the order of the flat space.
+struct ParamSpec {
+  std::string name;    // as in named_parameters()
+  at::Tensor tensor;   // a leaf; the engine moves its storage into a flat buffer (shard/storage.h)
+  int group = -1;      // index of its optimizer group; -1: not optimized (broadcast and cast only)
+  std::string unit;    // parameters with one unit name are gathered, reduced and freed together
+};
+
+enum class Quantity { Master, Gradient, State0, State1 };
+
+class Engine {
+ public:
+  // Collective: values of rank 0 are broadcast. Value error for a parameter given twice, a non-floating parameter with a
+  // group, a device without kernels, or a parameter that another live engine manages.
+  Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params, std::vector<optim::GroupOptions> groups);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // ---- forward
+  void pre_forward();
+  // Every tensor the module returned (any nesting, flattened by the front end). Never throws on odd outputs.
+  void post_forward(const std::vector<at::Tensor>& outputs);
+  // The forward threw: undoes pre_forward.
+  void abort_forward();
+
+  // ---- backward
+  // Brackets engine.backward(loss): checks the loss (value error: "loss must be a scalar tensor ..."), applies the loss
+  // scale, notes `scale_wrt_gas` for the backward that follows. Returns the tensor to call backward on.
+  at::Tensor begin_backward(const at::Tensor& loss, bool scale_wrt_gas = true);
+  // After it (also after an exception). Returns loss / gradient_accumulation_steps, or the loss for scale_wrt_gas=false.
+  at::Tensor end_backward(const at::Tensor& loss);
+  // begin_backward, loss.backward(), end_backward. For C++; Python calls the pieces around its own backward().
+  at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);
+  // Loss scaling for a direct backward; returns the loss itself where the mode needs none.
+  at::Tensor scale(const at::Tensor& loss);
+
+  // ---- step. Collective.
+  // Counts a micro-step. At a boundary: norm and finite check, agreed skip or fused update, refresh of the compute
+  // parameters, gradients dropped. Returns true when parameters were updated. `external` (Rule::External) is called
+  // between clipping and refresh with the master gradients in place (local_view(i, Gradient), fp32).
+  bool step(const std::function<void()>& external = {});
+  // Drops every accumulated gradient, also p.grad. Local.
+  void zero_grad();
+
+  // ---- accumulation
+  bool is_gradient_accumulation_boundary() const;
+  void set_gradient_accumulation_boundary(bool boundary);   // runtime error in unmanaged mode
+  void set_gradient_accumulation_steps(int64_t steps);
+  // no_sync: gradients accumulate locally, no collective; at stage >= 2 this holds one full gradient per unit.
+  void begin_no_sync();
+  void end_no_sync();
+  // coalesce: as no_sync, and end_coalesce() issues one reduction for all backwards inside. Collective at the end.
+  void begin_coalesce();
+  void end_coalesce();
+
+  // ---- what happened
+  std::optional<double> global_grad_norm() const;  // pre-clip, unscaled, of the last step that was not skipped
+  bool was_step_applied() const;
+  int64_t micro_steps() const;
+  int64_t global_steps() const;
+  int64_t skipped_steps() const;
+  void set_counters(int64_t micro_steps, int64_t global_steps, int64_t skipped_steps);
+  // The norm of the gradients as they are now, before a step. Collective.
+  double grad_norm();
+
+  // ---- optimizer
+  std::vector<optim::GroupOptions>& groups();      // edit lr and friends between steps
+  const Options& options() const;
+  const comm::Mesh& mesh() const;
+
+  // ---- state access. Parameters are indices into params(); only those with a group have states.
+  const std::vector<ParamSpec>& params() const;
+  int64_t param_step(int param) const;              // updates applied to it (torch's state["step"])
+  void set_param_step(int param, int64_t step);
+  // fp32, shape of the parameter; collective. Undefined tensor when there is none (no gradient, no such state).
+  at::Tensor get_full(int param, Quantity what);
+  void set_full(int param, Quantity what, const at::Tensor& value);
+  // View of what this rank holds: shaped like the parameter where the buffer is replicated, else 1-D; possibly empty.
+  at::Tensor local_view(int param, Quantity what);
+  // This rank's part of the parameter's flattened elements: [begin, end).
+  std::pair<int64_t, int64_t> local_range(int param) const;
+  // Writes masters back into the compute parameters (after masters were edited). Collective for sharded states.
+  void refresh_params();
+  // Takes the compute parameters' values as new masters (after the module was edited or loaded). Local.
+  void adopt_params();
+
+  // Bytes this engine holds, by kind; the terms of the memory formula.
+  struct Memory {
+    int64_t params = 0, grads = 0, master = 0, states = 0, buckets = 0;
+  };
+  Memory memory() const;
+
+  // Removes hooks and frees buffers; parameters keep their values. Safe to call twice; later calls throw.
+  void destroy();
+  bool destroyed() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tessera::engine

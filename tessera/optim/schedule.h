@@ -1,0 +1,65 @@
+// Learning-rate schedules as functions of the step count. The numbers are DeepSpeed's (docs/schedules.md).
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+namespace tessera::optim {
+
+enum class WarmupType { Log, Linear };
+
+// Per-group values may be given as one value for all groups or one each. Defaults as in the reference tables.
+struct WarmupLR {
+  std::vector<double> warmup_min_lr{0.0};
+  std::vector<double> warmup_max_lr{};  // empty: the optimizer's lr
+  int64_t warmup_num_steps = 1000;
+  WarmupType warmup_type = WarmupType::Log;
+};
+struct WarmupDecayLR {
+  int64_t total_num_steps = 0;  // required
+  std::vector<double> warmup_min_lr{0.0};
+  std::vector<double> warmup_max_lr{0.001};
+  int64_t warmup_num_steps = 1000;
+  WarmupType warmup_type = WarmupType::Log;
+};
+struct WarmupCosineLR {
+  int64_t total_num_steps = 0;  // required
+  double warmup_min_ratio = 0.0;
+  int64_t warmup_num_steps = 1000;
+  double cos_min_ratio = 1e-4;
+  WarmupType warmup_type = WarmupType::Log;
+};
+struct OneCycle {
+  double cycle_min_lr = 0, cycle_max_lr = 0;  // required
+  double decay_lr_rate = 0;
+  int64_t cycle_first_step_size = 2000;
+  std::optional<int64_t> cycle_second_step_size;
+  int64_t cycle_first_stair_count = 0;
+  std::optional<int64_t> cycle_second_stair_count;
+  int64_t decay_step_size = 0;
+  bool cycle_momentum = true;
+  double cycle_min_mom = 0.8, cycle_max_mom = 0.9;
+  double decay_mom_rate = 0;
+};
+struct LRRangeTest {
+  std::vector<double> lr_range_test_min_lr{1e-3};
+  int64_t lr_range_test_step_size = 2000;
+  double lr_range_test_step_rate = 1.0;
+  bool lr_range_test_staircase = false;
+};
+using ScheduleOptions = std::variant<WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest>;
+
+// What a schedule says for one iteration. Empty `momentum`: the schedule does not touch it.
+struct ScheduleValues {
+  std::vector<double> lr;        // one per param group
+  std::vector<double> momentum;  // first beta (Adam-likes) or momentum, one per param group
+};
+
+// Values at `iteration` (0 = before the first step, as the reference's last_batch_iteration). base_lrs: the optimizer's
+// lr per group when the schedule was made. Pure. Value error for invalid options (message names the key).
+ScheduleValues evaluate(const ScheduleOptions& options, int64_t iteration, const std::vector<double>& base_lrs);
+
+}  // namespace tessera::optim

@@ -1,0 +1,9 @@
+// The public C++ API of Tessera.
+#pragma once
+
+#include "tessera/comm/backends.h"
+#include "tessera/comm/mesh.h"
+#include "tessera/config/config.h"
+#include "tessera/engine/engine.h"
+#include "tessera/optim/optimizer.h"
+#include "tessera/optim/schedule.h"
