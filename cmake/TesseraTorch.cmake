@@ -14,7 +14,7 @@ if(NOT TESSERA_TORCH_DIR)
   set(TESSERA_TORCH_DIR ${_tessera_torch} CACHE PATH "Folder of the torch package" FORCE)
 endif()
 
-file(STRINGS ${TESSERA_TORCH_DIR}/include/torch/version.h _tessera_version REGEX "define TORCH_VERSION ")
+file(STRINGS ${TESSERA_TORCH_DIR}/version.py _tessera_version REGEX "^__version__ *=")
 string(REGEX MATCH "[0-9]+\\.[0-9]+" TESSERA_TORCH_VERSION "${_tessera_version}")
 if(TESSERA_TORCH_VERSION VERSION_LESS 2.11)
   message(FATAL_ERROR "Tessera needs torch >= 2.11; ${TESSERA_TORCH_DIR} is ${TESSERA_TORCH_VERSION}")
