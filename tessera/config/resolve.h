@@ -1,0 +1,32 @@
+// From the tree to the option structs of the layers below. All functions are pure and expect a
+// validated Config.
+#pragma once
+
+#include <optional>
+
+#include "tessera/amp/precision.h"
+#include "tessera/config/config.h"
+#include "tessera/optim/optimizer.h"
+#include "tessera/optim/schedule.h"
+#include "tessera/zero/options.h"
+
+namespace tessera::config {
+
+// bf16.enabled, data_types.grad_accum_dtype and bf16.check_grad_overflow as a policy; fp32
+// otherwise.
+amp::PrecisionPolicy precision(const Config& config);
+
+// Unset overlap_comm means true: results do not depend on it. With managed_gradient_accumulation
+// false the reduction waits for step() in stages 0 and 1.
+zero::Options zero_options(const Config& config);
+
+// The configured optimizer where a native rule serves it: Adam, AdamW, SGD, Adagrad, Lion in any
+// letter case. Empty when the configuration names none, or a class of torch.optim that only the
+// Python front end can build (also Adam with torch_adam and amsgrad).
+std::optional<optim::OptimizerOptions> native_optimizer(const Config& config);
+
+// The configured schedule where it is one of optim/schedule.h; empty when none is named or it is a
+// class of torch.optim.lr_scheduler.
+std::optional<optim::ScheduleOptions> native_schedule(const Config& config);
+
+}  // namespace tessera::config

@@ -1,0 +1,197 @@
+// Sections of the configuration other than zero_optimization. Members carry the JSON keys;
+// docs/config.md has the meaning and aliases of each. Defaults are those of a configuration that
+// does not mention the key.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/config/value.h"
+
+namespace tessera::config {
+
+struct Optimizer {
+  std::string type;  // empty: the configuration names no optimizer
+  Params params;     // config/resolve.h turns them into optim::OptimizerOptions
+  bool legacy_fusion = false;
+};
+
+struct Scheduler {
+  std::string type;  // empty: the configuration names no schedule
+  Params params;     // config/resolve.h turns them into optim::ScheduleOptions
+};
+
+struct Bf16 {
+  bool enabled = false;
+  bool immediate_grad_update = false;
+  bool check_grad_overflow = true;
+  bool bf16_master_weights_and_grads = false;
+  bool bf16_optimizer_states = false;
+};
+
+struct Fp16 {
+  bool enabled = false;
+  bool auto_cast = false;
+  double loss_scale = 0;  // 0: dynamic
+  int64_t initial_scale_power = 16;
+  int64_t loss_scale_window = 1000;
+  int64_t hysteresis = 2;
+  bool consecutive_hysteresis = false;
+  int64_t min_loss_scale = 1;
+  bool fp16_master_weights_and_grads = false;
+};
+
+struct TorchAutocast {
+  bool enabled = false;
+  std::optional<c10::ScalarType> dtype;
+  // Unset: Linear and the three convolutions of torch.nn.
+  std::optional<std::vector<std::string>> lower_precision_safe_modules;
+};
+
+// Unset: the dtype of the precision mode.
+struct DataTypes {
+  std::optional<c10::ScalarType> grad_accum_dtype;
+  std::optional<c10::ScalarType> param_dtype;
+  std::optional<c10::ScalarType> buffer_dtype;
+};
+
+struct TensorParallelGroup {
+  int64_t tp_size = 1;
+  int64_t tp_grain_size = 1;
+  Value mpu;  // objects: only from Python, read there
+  Value tp_group;
+};
+
+struct TensorParallel {
+  int64_t autotp_size = 0;  // 0 and 1: off
+  std::optional<std::string> preset_model;
+  Value partition_config;
+  TensorParallelGroup tp;
+  c10::ScalarType dtype = c10::ScalarType::Half;
+  bool tp_overlap_comm = false;
+  Value vocab_parallel_lm_head;
+  std::string vocab_parallel_ce_backend = "torch";
+  Value injection_policy_tuple;
+  bool keep_module_on_host = false;
+  bool replace_with_kernel_inject = false;
+};
+
+enum class TagValidation { Ignore, Warn, Fail };
+struct ParallelWrite {
+  bool pipeline_stage = false;
+};
+struct Checkpoint {
+  TagValidation tag_validation = TagValidation::Warn;
+  bool load_universal = false;
+  bool use_node_local_storage = false;
+  ParallelWrite parallel_write;
+  bool checkpoint_serialization = true;
+  Value writer;
+  Value async_io;
+};
+
+struct ActivationCheckpointing {
+  bool partition_activations = false;
+  bool contiguous_memory_optimization = false;
+  bool cpu_checkpointing = false;
+  std::optional<int64_t> number_checkpoints;
+  bool synchronize_checkpoint_boundary = false;
+  bool profile = false;
+};
+
+struct FlopsProfiler {
+  bool enabled = false;
+  double recompute_fwd_factor = 0.0;
+  int64_t profile_step = 1;
+  int64_t module_depth = -1;
+  int64_t top_modules = 1;
+  bool detailed = true;
+  std::optional<std::string> output_file;
+};
+
+struct FileMonitor {  // tensorboard, csv_monitor
+  bool enabled = false;
+  std::string output_path;
+  std::string job_name = "DeepSpeedJobName";
+};
+struct Wandb {
+  bool enabled = false;
+  std::optional<std::string> group;
+  std::optional<std::string> team;
+  std::string project = "deepspeed";
+};
+struct Comet {
+  bool enabled = false;
+  int64_t samples_log_interval = 100;
+  std::optional<std::string> project;
+  std::optional<std::string> workspace;
+  std::optional<std::string> api_key;
+  std::optional<std::string> experiment_name;
+  std::optional<std::string> experiment_key;
+  std::optional<bool> online;
+  std::optional<std::string> mode;
+};
+
+struct CommsLogger {
+  bool enabled = false;
+  bool verbose = false;
+  bool prof_all = true;
+  bool debug = false;
+  std::vector<std::string> prof_ops;
+};
+
+struct ThroughputTimer {
+  bool enabled = true;
+  bool synchronized = true;
+};
+struct Timers {
+  ThroughputTimer throughput;
+};
+
+struct Compile {
+  bool deepcompile = false;
+  bool autoep_non_moe = false;
+  bool free_activation = false;
+  int64_t free_activation_threshold = 10'485'760;
+  bool offload_activation = false;
+  bool offload_activation_pin_memory = true;
+  bool offload_opt_states = false;
+  bool double_buffer = true;
+  bool symmetric_memory = false;
+  bool debug_log = false;
+  bool offload_parameters = false;
+  bool sync_before_reduce = false;
+  bool sync_after_reduce = false;
+  bool sync_before_allgather = false;
+  bool sync_after_allgather = false;
+  bool keep_int_input_tensors = true;
+  bool keep_all_input_tensors = false;
+  std::vector<std::string> passes;
+};
+
+struct Elasticity {
+  bool enabled = false;
+  int64_t max_train_batch_size = 2000;
+  std::vector<int64_t> micro_batch_sizes{2, 4, 6};
+  int64_t min_gpus = 1;
+  int64_t max_gpus = 10000;
+  int64_t num_gpus_per_node = 1;
+  int64_t model_parallel_size = 1;
+  int64_t min_time = 0;  // minutes
+  bool prefer_larger_batch = true;
+  bool ignore_non_elastic_batch_info = false;
+  double version = 0.2;
+};
+
+// Keys of our own.
+struct Own {
+  int64_t min_unit_elements = 1 << 20;  // smaller neighbouring units are merged
+  std::optional<int64_t> state_bytes;
+  std::optional<std::string> rounding;
+};
+
+}  // namespace tessera::config
