@@ -1,5 +1,5 @@
-// Run-time choice of instruction set. One source (table.inc.h) is compiled once per set; a Table holds its entry
-// points. The reference table is plain scalar code, always present and last resort.
+// Run-time choice of instruction set. One source (table.inc.h) is compiled once per set; a Table
+// holds its entry points. The reference table is plain scalar code, always present and last resort.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,8 @@ struct Table {
 };
 
 const Table& reference_table();
-// Tables that run on this processor, reference first, best last. Tests and benchmarks go through all of them.
+// Tables that run on this processor, reference first, best last. Tests and benchmarks go through
+// all of them.
 const std::vector<const Table*>& available_tables();
 // The table that the free functions of update.h and elementwise.h use.
 const Table& best_table();

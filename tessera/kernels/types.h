@@ -1,4 +1,5 @@
-// Element types of the kernels. Kernels know pointers, counts and scalars: no tensors, no torch headers.
+// Element types of the kernels. Kernels know pointers, counts and scalars: no tensors, no torch
+// headers.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +9,8 @@ namespace tessera::kernels {
 
 enum class DType : uint8_t { F32, BF16, F16 };
 
-constexpr size_t size_of(DType dtype) { return dtype == DType::F32 ? 4 : 2; }
+constexpr size_t size_of(DType dtype) {
+  return dtype == DType::F32 ? 4 : 2;
+}
 
 }  // namespace tessera::kernels

@@ -1,0 +1,49 @@
+// Vectors of 8 floats by AVX2, FMA and F16C. Everything here has internal linkage: only
+// table_avx2.cpp may include it, and no function compiled with its flags may be merged with one of
+// the baseline (see table.inc.h).
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace tessera::kernels {
+namespace {
+
+constexpr int kWidth = 8;
+using F = __m256;                                     // floats
+using D = __m256d;                                    // half as many doubles
+using H = __m128i;                                    // 16-bit lanes
+using U = uint32_t __attribute__((vector_size(32)));  // the bits of F
+
+inline F splat(float x) {
+  return _mm256_set1_ps(x);
+}
+inline F fma(F a, F b, F c) {
+  return _mm256_fmadd_ps(a, b, c);
+}
+inline F square_root(F x) {
+  return _mm256_sqrt_ps(x);
+}
+inline F widen_f16(H x) {
+  return _mm256_cvtph_ps(x);
+}
+inline H narrow_f16(F x) {
+  return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
+}
+inline U widen_u16(H x) {
+  return (U)_mm256_cvtepu16_epi32(x);
+}
+inline H narrow_u16(U x) {
+  const __m256i v = (__m256i)x;
+  return _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+}
+inline D low_doubles(F x) {
+  return _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+}
+inline D high_doubles(F x) {
+  return _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+}
+
+}  // namespace
+}  // namespace tessera::kernels

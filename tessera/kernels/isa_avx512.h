@@ -1,0 +1,48 @@
+// Vectors of 16 floats by AVX-512. Everything here has internal linkage: only table_avx512.cpp may
+// include it, and no function compiled with its flags may be merged with one of the baseline (see
+// table.inc.h).
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace tessera::kernels {
+namespace {
+
+constexpr int kWidth = 16;
+using F = __m512;                                     // floats
+using D = __m512d;                                    // half as many doubles
+using H = __m256i;                                    // 16-bit lanes
+using U = uint32_t __attribute__((vector_size(64)));  // the bits of F
+
+inline F splat(float x) {
+  return _mm512_set1_ps(x);
+}
+inline F fma(F a, F b, F c) {
+  return _mm512_fmadd_ps(a, b, c);
+}
+inline F square_root(F x) {
+  return _mm512_sqrt_ps(x);
+}
+inline F widen_f16(H x) {
+  return _mm512_cvtph_ps(x);
+}
+inline H narrow_f16(F x) {
+  return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
+}
+inline U widen_u16(H x) {
+  return (U)_mm512_cvtepu16_epi32(x);
+}
+inline H narrow_u16(U x) {
+  return _mm512_cvtepi32_epi16((__m512i)x);
+}
+inline D low_doubles(F x) {
+  return _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+}
+inline D high_doubles(F x) {
+  return _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+}
+
+}  // namespace
+}  // namespace tessera::kernels

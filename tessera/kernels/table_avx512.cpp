@@ -1,0 +1,13 @@
+#include "tessera/kernels/isa_avx512.h"
+// The vectors come first.
+#include "tessera/kernels/table.inc.h"
+#include "tessera/kernels/tables.h"
+
+namespace tessera::kernels {
+
+const Table& avx512_table() {
+  static constexpr Table table = vector_table("avx512");
+  return table;
+}
+
+}  // namespace tessera::kernels
