@@ -1,0 +1,59 @@
+#include "tessera/shard/storage.h"
+
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/InferenceMode.h>
+
+#include "tessera/base/error.h"
+
+namespace tessera::shard {
+
+namespace {
+
+std::vector<int64_t> bound_strides(const at::Tensor& param) {
+  if (param.is_non_overlapping_and_dense()) return param.strides().vec();
+  std::vector<int64_t> strides(param.dim());
+  int64_t step = 1;
+  for (int64_t d = param.dim() - 1; d >= 0; --d) {
+    strides[d] = step;
+    step *= std::max<int64_t>(param.size(d), 1);
+  }
+  return strides;
+}
+
+char* address(const at::Tensor& flat, int64_t element) {
+  return static_cast<char*>(flat.data_ptr()) + element * flat.element_size();
+}
+
+}  // namespace
+
+void bind(at::Tensor& param, const at::Tensor& flat, Range range) {
+  TESSERA_ASSERT(param.numel() == range.size() && range.end <= flat.numel());
+  // A tensor made inside inference_mode could never be trained.
+  const c10::InferenceMode no_inference(false);
+  const auto keep_alive = [flat](void*) {};
+  at::Tensor alias = at::from_blob(address(flat, range.begin), param.sizes(), bound_strides(param), keep_alive,
+                                   flat.options().requires_grad(false));
+  param.set_data(alias);
+}
+
+bool is_bound(const at::Tensor& param, const at::Tensor& flat, Range range) {
+  if (param.scalar_type() != flat.scalar_type() || param.device() != flat.device()) return false;
+  return param.numel() == 0 || param.const_data_ptr() == address(flat, range.begin);
+}
+
+at::Tensor view_as_param(const at::Tensor& flat, Range range, const at::Tensor& param) {
+  return flat.as_strided(param.sizes(), bound_strides(param), flat.storage_offset() + range.begin);
+}
+
+at::Tensor flatten_like_param(const at::Tensor& tensor, const at::Tensor& param) {
+  TESSERA_ASSERT(tensor.sizes() == param.sizes());
+  const auto strides = bound_strides(param);
+  at::Tensor source = tensor.detach();
+  if (source.strides() != at::IntArrayRef(strides) && tensor.numel() > 1) {
+    source = at::empty_strided(param.sizes(), strides, tensor.options().requires_grad(false)).copy_(source);
+  }
+  return source.as_strided({tensor.numel()}, {1}, source.storage_offset());
+}
+
+}  // namespace tessera::shard

@@ -1,0 +1,106 @@
+// Hooks: the only door to autograd internals (gradient accumulators, graph tasks, engine callbacks).
+//
+// Note [Parameter side]
+//   All backward logic hangs on the gradient accumulators of the parameters and on one callback per graph task. So a loss
+//   term outside forward, a custom output class, a module called directly, or a graph through two engines need no
+//   special case. Hooks on outputs only mark their graph task early, so that a nested backward is known as nested.
+//
+// Note [Once]
+//   1/gradient_accumulation_steps is applied where a parameter gradient is accumulated, 1/data-parallel size where it is
+//   reduced (reducer.h), and nowhere else: gradients of inputs and torch.autograd.grad are plain PyTorch's.
+//
+// Note [Graph tasks]
+//   Autograd numbers its runs ("graph tasks"). A backward started inside another (re-entrant checkpointing) is a task of
+//   its own. A task is noted when one of our hooks runs in it; the note holds a token that lives in the task's callback,
+//   so a task that threw is known as gone because its token has died. The backward is done when the last noted task has
+//   ended, except inside a forward (a function that runs backward in its forward is no backward of the user's).
+//   Runs of torch.autograd.grad pass our output hooks too: they count only once a parameter hook has run.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "tessera/base/compat.h"
+
+namespace tessera::zero {
+
+// What the hooks report. Called with the hooks' mutex held, on whatever thread autograd uses.
+class HookSink {
+ public:
+  virtual ~HookSink() = default;
+  // An outermost backward reached this engine. Graph tasks inside a forward do not count.
+  virtual void backward_begun() = 0;
+  // p.grad is about to be accumulated into; may move an old value out of it.
+  virtual void before_accumulate(int slot, at::Tensor& grad) = 0;
+  // p.grad holds the gradient of this graph task for parameter `slot` (undefined: zero).
+  virtual void gradient_ready(int slot, at::Tensor& grad) = 0;
+  // The outermost backward is over.
+  virtual void backward_done() = 0;
+};
+
+class Hooks {
+ public:
+  explicit Hooks(HookSink& sink);
+  ~Hooks();
+  Hooks(const Hooks&) = delete;
+  Hooks& operator=(const Hooks&) = delete;
+
+  // Hooks the accumulator of `param` (requires grad). `stash`: also call before_accumulate. Value error when another
+  // live engine has hooked it.
+  void watch(const at::Tensor& param, int slot, bool stash);
+  bool watches(int slot) const { return accumulators_.count(slot) != 0; }
+  // Marks the graph tasks that will pass these outputs. Ignores tensors without a graph and functorch wrappers.
+  void watch_outputs(const std::vector<at::Tensor>& outputs);
+
+  void enter_forward();
+  void leave_forward();
+  // True between the first hook and the end of the outermost backward.
+  bool in_backward();
+  // A running backward belongs to a forward in progress (a function that runs backward in its forward).
+  bool in_forward_task() const { return in_forward_task_; }
+  // A nested backward ran inside the outermost one.
+  bool saw_nested() const { return saw_nested_; }
+
+  // Removes every hook; those in graphs still alive do nothing from now on. Safe to call twice.
+  void remove();
+
+  std::recursive_mutex& mutex() { return link_->mutex; }
+
+  // Shared with the hooks that autograd owns; `hooks` is null once removed.
+  struct Link {
+    std::recursive_mutex mutex;
+    Hooks* hooks = nullptr;
+  };
+
+ private:
+  friend struct HookAccess;
+  struct Token;
+  struct Accumulator {
+    compat::NodePtr node;
+    uintptr_t post_hook = 0;
+  };
+  struct Task {
+    std::weak_ptr<Token> token;
+    bool plain = false;  // .backward() without inputs=: done even if no parameter hook runs
+  };
+
+  void touch_task(bool from_parameter);
+  void end_task(int id);
+  void prune_dead_tasks();
+
+  HookSink& sink_;
+  std::shared_ptr<Link> link_;
+  std::unordered_map<int, Accumulator> accumulators_;
+  std::unordered_map<int, Task> tasks_;
+  int forward_depth_ = 0;
+  bool saw_nested_ = false;
+  bool counts_ = false;      // the running backward is one of the user's
+  bool in_forward_task_ = false;
+};
+
+}  // namespace tessera::zero

@@ -1,0 +1,30 @@
+// Which parameters form a unit. Pure arithmetic over names and sizes.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace tessera::zero {
+
+// The unit of everything that no repeated block owns (embeddings, heads). Never merged with others: its gradients
+// are complete last.
+inline constexpr const char* kRootUnit = "root";
+
+struct PlanItem {
+  std::string unit;   // unit the front end asks for; empty: root
+  int64_t numel = 0;
+  int group = 0;      // optimizer group
+};
+
+struct PlannedUnit {
+  std::string name;
+  std::vector<int> items;  // indices, in layout order: by optimizer group, then in the order given
+};
+
+// Units in forward order (order of first appearance, root last). Neighbouring units below `min_elements` are merged up
+// to `max_elements`; a unit above `max_elements` is split between parameters. Every item is in exactly one unit.
+// Ordering by group makes one fused update per group and unit, however the groups interleave in the model.
+std::vector<PlannedUnit> plan_units(const std::vector<PlanItem>& items, int64_t min_elements, int64_t max_elements);
+
+}  // namespace tessera::zero

@@ -1,0 +1,209 @@
+#include "tessera/zero/reducer.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "tessera/base/error.h"
+#include "tessera/shard/dtype.h"
+#include "tessera/shard/storage.h"
+
+namespace tessera::zero {
+
+namespace {
+constexpr size_t kMaxInFlight = 2;  // bounds buckets and receive buffers
+constexpr size_t kMaxKept = 2;      // free buckets kept for the next backward
+}  // namespace
+
+Reducer::Reducer(comm::GroupPtr group, std::vector<Unit*> units, bool average, bool overlap)
+    : group_(std::move(group)),
+      units_(std::move(units)),
+      op_(average ? comm::ReduceOp::Avg : comm::ReduceOp::Sum),
+      overlap_(overlap) {
+  begin_backward();
+}
+
+void Reducer::acquire_partial(Unit& unit) {
+  const bool persistent = unit.grads.numel() == unit.layout.size();
+  if (persistent && (one_rank() || !unit.reduced)) {
+    unit.partial = unit.grads;
+    unit.partial_pooled = false;
+  } else {
+    const int64_t need = unit.layout.size();
+    auto fit = std::find_if(pool_.begin(), pool_.end(), [&](const at::Tensor& t) { return t.numel() >= need; });
+    at::Tensor bucket;
+    if (fit != pool_.end()) {
+      bucket = *fit;
+      pool_.erase(fit);
+    } else {
+      bucket = at::empty({need}, unit.grads.options());
+      pooled_bytes_ += static_cast<int64_t>(bucket.nbytes());
+    }
+    unit.partial = bucket.narrow(0, 0, need);
+    unit.partial_pooled = true;
+    for (const shard::Range& gap : unit.layout.padding()) shard::fill_zero(unit.partial.narrow(0, gap.begin, gap.size()));
+  }
+  if (!(one_rank() && unit.reduced)) {
+    for (Param& p : unit.params) p.filled = false;
+  }
+}
+
+void Reducer::release_partial(Unit& unit) {
+  if (unit.partial_pooled) {
+    at::Tensor bucket = unit.partial.as_strided(
+        {static_cast<int64_t>(unit.partial.storage().nbytes() / unit.partial.element_size())}, {1}, 0);
+    pool_.push_back(bucket);
+    std::sort(pool_.begin(), pool_.end(), [](const auto& a, const auto& b) { return a.numel() < b.numel(); });
+    if (pool_.size() > kMaxKept) {
+      pooled_bytes_ -= static_cast<int64_t>(pool_.front().nbytes());
+      pool_.erase(pool_.begin());
+    }
+  }
+  unit.partial = {};
+  unit.partial_pooled = false;
+}
+
+void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale) {
+  if (unit.grad_state() == GradState::Reducing) {
+    while (unit.grad_state() == GradState::Reducing) finish_oldest();
+  }
+  if (unit.grad_state() != GradState::Accumulating) {
+    acquire_partial(unit);
+    unit.move_to(GradState::Accumulating);
+  }
+  at::Tensor source = shard::flatten_like_param(grad, param.tensor);
+  if (source.scalar_type() == at::kDouble) source = source.to(at::kFloat);
+  const at::Tensor slot = unit.partial.narrow(0, param.range.begin, param.range.size());
+  if (param.filled) {
+    shard::scaled_add(slot, source, scale);
+  } else {
+    shard::scaled_copy(slot, source, scale);
+  }
+  param.filled = true;
+  param.has_grad = true;
+}
+
+void Reducer::clear(Unit& unit, Param& param) {
+  if (unit.reduced && !one_rank()) {
+    const shard::Range r = unit.owned_slice(param);
+    shard::fill_zero(unit.owned_grads().narrow(0, r.begin, r.size()));
+  }
+  param.filled = false;
+  param.has_grad = false;
+}
+
+void Reducer::begin_backward() {
+  for (Unit* unit : units_) {
+    unit->fired = unit->expected = 0;
+    unit->launched = unit->refired = false;
+    for (Param& p : unit->params) {
+      p.fired = false;
+      if (p.tensor.requires_grad()) ++unit->expected;
+    }
+  }
+  next_ = 0;
+}
+
+void Reducer::fired(Unit& unit, Param& param, bool may_launch) {
+  if (unit.launched) unit.refired = true;
+  if (!param.fired) {
+    param.fired = true;
+    ++unit.fired;
+  }
+  if (may_launch && overlap_ && !one_rank()) launch_complete();
+}
+
+void Reducer::launch_complete() {
+  while (next_ < units_.size()) {
+    Unit& unit = *units_[next_];
+    if (unit.fired < unit.expected) return;
+    launch(unit);
+    ++next_;
+  }
+}
+
+void Reducer::zero_unfilled(Unit& unit) {
+  for (const Param& p : unit.params) {
+    if (!p.filled) shard::fill_zero(unit.partial.narrow(0, p.range.begin, p.range.size()));
+  }
+}
+
+void Reducer::launch(Unit& unit) {
+  while (unit.grad_state() == GradState::Reducing) finish_oldest();
+  if (unit.grad_state() != GradState::Accumulating) {
+    acquire_partial(unit);
+    unit.move_to(GradState::Accumulating);
+  }
+  zero_unfilled(unit);
+  unit.launched = true;
+  if (one_rank()) {
+    unit.move_to(GradState::Reduced);
+    unit.reduced = true;
+    unit.partial = {};
+    return;
+  }
+  while (in_flight_.size() >= kMaxInFlight) finish_oldest();
+  unit.move_to(GradState::Reducing);
+  const std::string label = "gradients of unit '" + unit.name + "'";
+  comm::Pending pending;
+  if (unit.grads_are_visible()) {
+    pending = group_->all_reduce(unit.partial, op_, label);
+  } else {
+    const bool direct = !unit.reduced && unit.partial_pooled;
+    const at::Tensor mine = unit.partial.narrow(0, unit.owned.begin, unit.owned.size());
+    pending = group_->reduce_scatter(direct ? unit.owned_grads() : mine, unit.partial, op_, label);
+  }
+  in_flight_.push_back({&unit, std::move(pending)});
+}
+
+void Reducer::finish_oldest() {
+  InFlight work = std::move(in_flight_.front());
+  in_flight_.pop_front();
+  Unit& unit = *work.unit;
+  // Whatever happens, the unit leaves Reducing: after an error only zero_grad() and destroy() remain.
+  unit.move_to(GradState::Reduced);
+  work.pending.wait();
+  if (unit.partial_pooled && unit.reduced) {
+    shard::scaled_add(unit.owned_grads(), unit.partial.narrow(0, unit.owned.begin, unit.owned.size()));
+  }
+  unit.reduced = true;
+  release_partial(unit);
+}
+
+void Reducer::relaunch_refired() {
+  at::Tensor mask = at::zeros({static_cast<int64_t>(units_.size())}, at::kInt);
+  for (size_t i = 0; i < units_.size(); ++i) mask.data_ptr<int>()[i] = units_[i]->refired ? 1 : 0;
+  group_->all_reduce(mask, comm::ReduceOp::Max, "units with late gradients").wait();
+  for (size_t i = 0; i < units_.size(); ++i) {
+    if (mask.data_ptr<int>()[i] != 0) launch(*units_[i]);
+  }
+}
+
+void Reducer::flush(bool agree_refired) {
+  for (; next_ < units_.size(); ++next_) launch(*units_[next_]);
+  if (agree_refired && !one_rank()) relaunch_refired();
+  while (!in_flight_.empty()) finish_oldest();
+  begin_backward();
+}
+
+void Reducer::drain() {
+  while (!in_flight_.empty()) finish_oldest();
+}
+
+void Reducer::abandon() { in_flight_.clear(); }
+
+int64_t Reducer::pool_bytes() const { return pooled_bytes_; }
+
+void Reducer::reset() {
+  drain();
+  for (Unit* unit : units_) {
+    if (unit->partial.defined()) release_partial(*unit);
+    unit->move_to(GradState::Empty);
+    unit->reduced = false;
+    for (Param& p : unit->params) p.filled = p.has_grad = false;
+  }
+  begin_backward();
+}
+
+}  // namespace tessera::zero

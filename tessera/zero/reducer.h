@@ -1,0 +1,79 @@
+// Reducer: local gradients into flat buffers, flat buffers into the sum over ranks.
+//
+// Note [Fixed order]
+//   Collectives are launched in unit order (last unit of the forward first, root last), never in the order in which
+//   gradients become ready, and every flush launches every unit: parameters without a gradient count as zero. So ranks
+//   whose graphs differ (unused parameters, experts) make the same calls in the same order and cannot deadlock.
+//
+// Note [Averaging]
+//   Local contributions carry 1/gradient_accumulation_steps; 1/data-parallel size is applied by the reduction itself, on
+//   the fp32 sum and before its one rounding. So a local gradient (no_sync, stage 0 before the boundary) is PyTorch's.
+//
+// Note [Gradients live once]
+//   The hook copies (first micro-batch) or adds (later ones) p.grad into the flat gradient, scaled and converted in that
+//   one pass, and drops p.grad. Nothing is zeroed between steps: `filled` says which slots are valid, and slots without
+//   a contribution are zeroed when their unit is reduced. Stage 0 gives p.grad back as a view of the flat gradient.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <vector>
+
+#include "tessera/comm/group.h"
+#include "tessera/zero/unit.h"
+
+namespace tessera::zero {
+
+class Reducer {
+ public:
+  // `units` in launch order; must outlive the reducer and not move.
+  Reducer(comm::GroupPtr group, std::vector<Unit*> units, bool average, bool overlap);
+
+  // Adds scale * grad (dense, shape of the parameter) to the parameter's slot.
+  void accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale);
+  // Forgets this rank's contribution to `param` since the last step (the user dropped p.grad).
+  void clear(Unit& unit, Param& param);
+
+  // A new outermost backward: nothing has fired in it yet.
+  void begin_backward();
+  // `param` fired; launches every unit that is complete and whose turn it is, when `launch` allows.
+  void fired(Unit& unit, Param& param, bool launch);
+  // Reduces all that is left, waits, and leaves every unit Reduced. Collective. `agree_refired`: a nested backward ran,
+  // so units may have got gradients after their launch; ranks first agree which.
+  void flush(bool agree_refired);
+  // Waits for collectives in flight (after a backward that threw).
+  void drain();
+  // Drops collectives in flight without throwing; only destroy may follow.
+  void abandon();
+
+  // Buffers of the pool, in bytes, in use and kept.
+  int64_t pool_bytes() const;
+  // Forgets all gradients: every unit Empty.
+  void reset();
+
+ private:
+  struct InFlight {
+    Unit* unit;
+    comm::Pending pending;
+  };
+
+  void acquire_partial(Unit& unit);
+  void release_partial(Unit& unit);
+  void zero_unfilled(Unit& unit);
+  void launch(Unit& unit);
+  void launch_complete();
+  void finish_oldest();
+  void relaunch_refired();
+  bool one_rank() const { return group_->size() == 1; }
+
+  comm::GroupPtr group_;
+  std::vector<Unit*> units_;
+  comm::ReduceOp op_;
+  bool overlap_;
+  size_t next_ = 0;  // units_[next_] is the next to launch
+  std::deque<InFlight> in_flight_;
+  std::vector<at::Tensor> pool_;  // free buckets
+  int64_t pooled_bytes_ = 0;      // free and lent
+};
+
+}  // namespace tessera::zero

@@ -1,0 +1,117 @@
+// ShardedModel: full and local views of masters, gradients and optimizer states.
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include "tessera/base/error.h"
+#include "tessera/shard/storage.h"
+#include "tessera/zero/sharded_model.h"
+
+namespace tessera::zero {
+
+at::Tensor ShardedModel::owned_buffer(const Slot& slot, Buffer what) const {
+  Unit& unit = *slot.unit;
+  switch (what) {
+    case Buffer::Master:
+      return unit.owned_master();
+    case Buffer::Gradient:
+      if (!external_grads_.empty()) {
+        for (size_t i = 0; i < units_.size(); ++i) {
+          if (units_[i].get() == &unit) return external_grads_[i];
+        }
+      }
+      return unit.owned_grads();
+    case Buffer::State0:
+      return unit.states[0];
+    case Buffer::State1:
+      return unit.states[1];
+  }
+  return {};
+}
+
+// Contributions of this rank that no collective has seen (no_sync, stages 0 and 1 before the boundary).
+bool ShardedModel::reads_local_gradient(const Slot& slot) const {
+  return slot.unit->grad_state() == GradState::Accumulating && slot.param->filled;
+}
+
+shard::Range ShardedModel::local_range(int index) const {
+  const Slot& slot = slots_[index];
+  const shard::Range mine = shard::intersect(slot.param->range, slot.unit->owned);
+  if (mine.empty()) return {};
+  return {mine.begin - slot.param->range.begin, mine.end - slot.param->range.begin};
+}
+
+at::Tensor ShardedModel::local_view(int index, Buffer what) {
+  const Slot& slot = slots_[index];
+  if (what == Buffer::Gradient && !slot.param->has_grad) return {};
+  const at::Tensor buffer = owned_buffer(slot, what);
+  if (!buffer.defined()) return {};
+  if (placements_.states == shard::Placement::Replicate) {
+    return shard::view_as_param(buffer, slot.param->range, slot.param->tensor);
+  }
+  const shard::Range r = slot.unit->owned_slice(*slot.param);
+  return buffer.narrow(0, r.begin, r.size());
+}
+
+at::Tensor ShardedModel::get_full(int index, Buffer what) {
+  const std::lock_guard lock(hooks_.mutex());
+  const c10::AutoGradMode no_grad(false);
+  const Slot& slot = slots_[index];
+  const Param& p = *slot.param;
+  if (what == Buffer::Gradient && reads_local_gradient(slot)) {
+    return shard::view_as_param(slot.unit->partial, p.range, p.tensor).to(at::kFloat, false, /*copy=*/true);
+  }
+  const bool sharded = placements_.states == shard::Placement::Shard && group_->size() > 1;
+  if (what == Buffer::Gradient) {
+    int have = p.has_grad ? 1 : 0;
+    if (sharded) {
+      at::Tensor any = at::zeros({1}, at::kInt).fill_(have);
+      group_->all_reduce(any, comm::ReduceOp::Max, "gradient of '" + p.name + "'").wait();
+      have = any.item<int>();
+    }
+    if (have == 0) return {};
+  }
+  const at::Tensor buffer = owned_buffer(slot, what);
+  if (!buffer.defined()) return {};
+  at::Tensor full = at::zeros({p.range.size()}, buffer.options().dtype(at::kFloat));
+  const shard::Range mine = local_range(index);
+  const shard::Range source = slot.unit->owned_slice(p);
+  full.narrow(0, mine.begin, mine.size()).copy_(buffer.narrow(0, source.begin, source.size()));
+  // Every element has one owner and zeros elsewhere: the sum is exact.
+  if (sharded) group_->all_reduce(full, comm::ReduceOp::Sum, "state of '" + p.name + "'").wait();
+  return shard::view_as_param(full, {0, p.range.size()}, p.tensor);
+}
+
+void ShardedModel::set_full(int index, Buffer what, const at::Tensor& value) {
+  const std::lock_guard lock(hooks_.mutex());
+  const c10::AutoGradMode no_grad(false);
+  const Slot& slot = slots_[index];
+  Param& p = *slot.param;
+  TESSERA_CHECK_VALUE(value.defined() && value.sizes() == p.tensor.sizes(), "engine.set_full", "parameter '", p.name,
+                      "' has shape ", p.tensor.sizes(), ", the value ",
+                      value.defined() ? value.sizes() : at::IntArrayRef{});
+  if (what == Buffer::Gradient) {
+    if (reads_local_gradient(slot)) {
+      shard::view_as_param(slot.unit->partial, p.range, p.tensor).copy_(value);
+      return;
+    }
+    if (slot.unit->grad_state() == GradState::Empty) {
+      for (Param& other : slot.unit->params) other.filled = false;
+      slot.unit->grads.zero_();
+      slot.unit->move_to(GradState::Reduced);
+      slot.unit->reduced = true;
+      flushed_ = true;
+    }
+    p.has_grad = p.filled = true;
+    if (slot.unit->grads_are_visible()) {
+      p.tensor.mutable_grad() = shard::view_as_param(slot.unit->grads, p.range, p.tensor);
+    }
+  }
+  const at::Tensor buffer = owned_buffer(slot, what);
+  TESSERA_CHECK_VALUE(buffer.defined(), "engine.set_full", "parameter '", p.name, "' has no such state");
+  const shard::Range mine = local_range(index);
+  const shard::Range target = slot.unit->owned_slice(p);
+  const at::Tensor flat = shard::flatten_like_param(value, p.tensor);
+  buffer.narrow(0, target.begin, target.size()).copy_(flat.narrow(0, mine.begin, mine.size()));
+}
+
+}  // namespace tessera::zero

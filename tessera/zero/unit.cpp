@@ -1,0 +1,101 @@
+#include "tessera/zero/unit.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include "tessera/base/error.h"
+#include "tessera/shard/dtype.h"
+#include "tessera/shard/storage.h"
+
+namespace tessera::zero {
+
+namespace {
+
+bool may_move(GradState from, GradState to) {
+  using enum GradState;
+  if (to == Empty) return from != Reducing;
+  switch (from) {
+    case Empty:
+      return to == Accumulating || to == Reduced;  // Reduced: gradients set by the user
+    case Accumulating:
+      return to == Reducing || to == Reduced;  // Reduced at once where there is one rank
+    case Reducing:
+      return to == Reduced;
+    case Reduced:
+      return to == Accumulating;
+  }
+  return false;
+}
+
+}  // namespace
+
+const char* grad_state_name(GradState state) {
+  constexpr std::array names{"Empty", "Accumulating", "Reducing", "Reduced"};
+  return names[static_cast<size_t>(state)];
+}
+
+Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options& options,
+           const shard::StagePlacements& placements, int rank, int size)
+    : name(std::move(unit_name)), params(std::move(unit_params)) {
+  using shard::Placement;
+  std::vector<int64_t> numels;
+  numels.reserve(params.size());
+  for (const Param& p : params) numels.push_back(p.tensor.numel());
+  layout = shard::Layout(numels, size);
+  const bool sharded = placements.states == Placement::Shard;
+  owned = sharded ? layout.shard(rank) : shard::Range{0, layout.size()};
+  grads_visible_ = placements.grads == Placement::Replicate;
+  const bool whole_grads = size == 1 || grads_visible_ || placements.reduce_at == shard::ReduceAt::Boundary;
+
+  const auto on_device = params.front().tensor.options().requires_grad(false);
+  const auto& policy = options.precision;
+  weights = at::zeros({layout.size()}, on_device.dtype(policy.param));
+  grads = at::zeros({whole_grads ? layout.size() : owned.size()}, on_device.dtype(policy.grad));
+  if (!policy.master_is_param()) master = at::zeros({owned.size()}, on_device.dtype(policy.master));
+  for (int i = 0; i < layout.count(); ++i) {
+    Param& p = params[i];
+    p.range = layout.param(i);
+    const at::Tensor original = p.tensor.detach();
+    shard::view_as_param(weights, p.range, p.tensor).copy_(original);
+    if (master.defined()) set_master_from(p, original);
+    shard::bind(p.tensor, weights, p.range);
+    p.version = p.tensor._version();
+  }
+}
+
+void Unit::move_to(GradState next) {
+  TORCH_INTERNAL_ASSERT(may_move(grad_state_, next), "unit '", name, "': gradients cannot go from ",
+                        grad_state_name(grad_state_), " to ", grad_state_name(next));
+  grad_state_ = next;
+}
+
+at::Tensor Unit::owned_grads() const {
+  return grads.numel() == owned.size() ? grads : grads.narrow(0, owned.begin, owned.size());
+}
+
+shard::Range Unit::owned_slice(const Param& param) const {
+  const shard::Range r = shard::intersect(param.range, owned);
+  if (r.empty()) return {};
+  return {r.begin - owned.begin, r.end - owned.begin};
+}
+
+void Unit::allocate_states(int count, const std::vector<optim::GroupOptions>& groups, optim::Rule rule) {
+  for (int s = 0; s < count; ++s) {
+    states[s] = at::zeros({owned.size()}, weights.options().dtype(at::kFloat));
+    if (rule != optim::Rule::Adagrad) continue;
+    for (const Param& p : params) {
+      const shard::Range r = owned_slice(p);
+      states[s].narrow(0, r.begin, r.size()).fill_(groups[p.group].initial_accumulator_value);
+    }
+  }
+}
+
+void Unit::set_master_from(const Param& param, const at::Tensor& values) {
+  const shard::Range mine = shard::intersect(param.range, owned);
+  if (mine.empty()) return;
+  const at::Tensor flat = shard::flatten_like_param(values, param.tensor);
+  master.narrow(0, mine.begin - owned.begin, mine.size())
+      .copy_(flat.narrow(0, mine.begin - param.range.begin, mine.size()));
+}
+
+}  // namespace tessera::zero

@@ -1,0 +1,85 @@
+// Unit: parameters that are reduced, updated and refreshed together, and the flat buffers that hold their states.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <string>
+#include <vector>
+
+#include "tessera/optim/optimizer.h"
+#include "tessera/shard/layout.h"
+#include "tessera/shard/placement.h"
+#include "tessera/zero/options.h"
+
+namespace tessera::zero {
+
+// Gradients of a unit within one optimizer step.
+enum class GradState : uint8_t {
+  Empty,         // nothing; persistent buffers hold old values that will be overwritten
+  Accumulating,  // local contributions of this rank in `partial`
+  Reducing,      // a collective reads `partial`
+  Reduced,       // the owned range holds the sum over ranks; more may be added (Accumulating again)
+};
+const char* grad_state_name(GradState state);
+
+struct Param {
+  std::string name;
+  at::Tensor tensor;     // the module's own leaf; bound to Unit::weights
+  int index = -1;        // in the engine's list
+  int group = 0;
+  shard::Range range;    // in the flat space
+  int64_t step = 0;      // updates applied
+  uint32_t version = 0;  // tensor version after our last write: a difference is a user's edit
+  bool has_grad = false;  // this rank saw a gradient since the last step
+  bool filled = false;    // its slot in `partial` holds a contribution
+  bool fired = false;     // its hook ran in the running backward
+};
+
+class Unit {
+ public:
+  Unit(std::string name, std::vector<Param> params, const Options& options, const shard::StagePlacements& placements,
+       int rank, int size);
+
+  // Moves on or throws: Empty -> Accumulating -> Reducing -> Reduced -> Accumulating ..., any -> Empty.
+  void move_to(GradState next);
+  GradState grad_state() const { return grad_state_; }
+
+  // Views of this rank's owned range.
+  at::Tensor owned_weights() const { return weights.narrow(0, owned.begin, owned.size()); }
+  at::Tensor owned_master() const { return master.defined() ? master : owned_weights(); }
+  at::Tensor owned_grads() const;
+  // The part of `param` that this rank owns, in the coordinates of the owned tensors above; empty if none.
+  shard::Range owned_slice(const Param& param) const;
+
+  // The compute dtype is the master's: weights are updated in place.
+  bool master_is_weight() const { return !master.defined(); }
+  // Gradients stay whole on every rank (stage 0), so that p.grad can be a view of them.
+  bool grads_are_visible() const { return grads_visible_; }
+
+  void allocate_states(int count, const std::vector<optim::GroupOptions>& groups, optim::Rule rule);
+  // Masters of the owned range from `param`'s present values (any dtype), shape of the parameter.
+  void set_master_from(const Param& param, const at::Tensor& values);
+
+  std::string name;
+  std::vector<Param> params;
+  shard::Layout layout;
+  shard::Range owned;       // range of the flat space whose states this rank keeps
+  at::Tensor weights;       // compute parameters, whole, param dtype
+  at::Tensor grads;         // whole (stages 0, 1, or one rank) or the owned range (stage 2); grad dtype
+  at::Tensor partial;       // local contributions, whole: `grads` itself or a pooled bucket; undefined while Empty
+  bool partial_pooled = false;
+  bool reduced = false;     // the owned range of `grads` holds a sum over ranks
+  int fired = 0;            // params whose hook ran in the running backward
+  int expected = 0;         // params that require gradients
+  bool launched = false;    // its reduction was launched in the running backward
+  bool refired = false;     // got gradients after that launch (nested backward)
+  at::Tensor master;        // owned range, fp32; undefined where the weight is the master
+  std::array<at::Tensor, 2> states;  // owned range, fp32
+
+ private:
+  GradState grad_state_ = GradState::Empty;
+  bool grads_visible_ = false;
+};
+
+}  // namespace tessera::zero

@@ -1,0 +1,183 @@
+// ShardedModel: from reduced gradients to refreshed compute parameters.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include <cmath>
+
+#include "tessera/base/error.h"
+#include "tessera/optim/norm.h"
+#include "tessera/shard/dtype.h"
+#include "tessera/shard/storage.h"
+#include "tessera/zero/sharded_model.h"
+
+namespace tessera::zero {
+
+namespace {
+
+// Consecutive parameters of an owned range that share group and step count; gaps between them hold zeros.
+struct Segment {
+  shard::Range range;  // in the coordinates of the owned range
+  int group = 0;
+  int64_t step = 0;
+};
+
+std::vector<Segment> segments_of(const Unit& unit, const std::vector<bool>& present) {
+  std::vector<Segment> segments;
+  bool open = false;
+  for (const Param& p : unit.params) {
+    const shard::Range mine = unit.owned_slice(p);
+    if (mine.empty()) continue;
+    if (!present[p.index]) {
+      open = false;
+      continue;
+    }
+    if (open && segments.back().group == p.group && segments.back().step == p.step + 1) {
+      segments.back().range.end = mine.end;
+    } else {
+      segments.push_back({mine, p.group, p.step + 1});
+      open = true;
+    }
+  }
+  return segments;
+}
+
+at::Tensor part(const at::Tensor& tensor, const shard::Range& range) {
+  return tensor.defined() ? tensor.narrow(0, range.begin, range.size()) : at::Tensor();
+}
+
+}  // namespace
+
+GradientSummary ShardedModel::summarize() {
+  const int ranks = group_->size();
+  const bool sharded = placements_.states == shard::Placement::Shard;
+  // One sum per slice and rank, added in rank order: the same bits whether a rank holds one slice or all.
+  at::Tensor sums = at::zeros({ranks, 2}, at::kDouble);
+  double* table = sums.data_ptr<double>();
+  for (const auto& unit : units_) {
+    for (int r = 0; r < ranks; ++r) {
+      if (sharded && r != group_->rank()) continue;
+      const shard::Range slice = unit->layout.shard(r);
+      const at::Tensor grads = unit->owned_grads().narrow(0, slice.begin - unit->owned.begin, slice.size());
+      table[2 * r] += optim::sum_of_squares(grads);
+    }
+  }
+  for (const Slot& slot : slots_) table[2 * group_->rank() + 1] += slot.param->has_grad ? 0 : 1;
+  const at::Tensor mine = sums.narrow(0, group_->rank(), 1).flatten();
+  group_->all_gather(sums.flatten(), mine, "gradient norm").wait();
+
+  GradientSummary summary;
+  double total = 0, missing = 0;
+  for (int r = 0; r < ranks; ++r) {
+    total += table[2 * r];
+    missing += table[2 * r + 1];
+  }
+  summary.norm = std::sqrt(total);
+  summary.finite = std::isfinite(total);
+  summary.present = agree_presence(static_cast<int64_t>(missing));
+  return summary;
+}
+
+std::vector<bool> ShardedModel::agree_presence(int64_t missing_anywhere) {
+  std::vector<bool> present(slots_.size(), true);
+  if (missing_anywhere == 0) return present;
+  at::Tensor seen = at::zeros({static_cast<int64_t>(slots_.size())}, at::kInt);
+  int* flags = seen.data_ptr<int>();
+  for (size_t i = 0; i < slots_.size(); ++i) flags[i] = slots_[i].param->has_grad ? 1 : 0;
+  group_->all_reduce(seen, comm::ReduceOp::Max, "parameters with gradients").wait();
+  for (size_t i = 0; i < slots_.size(); ++i) present[i] = flags[i] != 0;
+  return present;
+}
+
+void ShardedModel::gather_unit(Unit& unit, std::vector<comm::Pending>& pending) {
+  if (placements_.states == shard::Placement::Replicate || group_->size() == 1) return;
+  pending.push_back(group_->all_gather(unit.weights, unit.owned_weights(), "parameters of unit '" + unit.name + "'"));
+}
+
+void ShardedModel::update_unit(Unit& unit, const GradientSummary& summary, double scale) {
+  const at::Tensor master = unit.owned_master();
+  const at::Tensor weights = unit.master_is_weight() ? at::Tensor() : unit.owned_weights();
+  const at::Tensor grads = unit.owned_grads();
+  for (const Segment& s : segments_of(unit, summary.present)) {
+    optim::UpdateSlice slice{part(master, s.range), part(weights, s.range), part(grads, s.range), {}};
+    for (size_t i = 0; i < unit.states.size(); ++i) slice.state[i] = part(unit.states[i], s.range);
+    optim::update(rule_, groups_[s.group], s.step, slice, scale);
+  }
+}
+
+void ShardedModel::update(const GradientSummary& summary, double scale, const std::function<void()>& external) {
+  const std::lock_guard lock(hooks_.mutex());
+  const c10::AutoGradMode no_grad(false);
+  adopt_params(/*only_touched=*/true);
+  std::vector<comm::Pending> pending;
+  if (rule_ == optim::Rule::External) update_external(summary, scale, external);
+  for (const auto& unit : units_) {
+    if (rule_ != optim::Rule::External) update_unit(*unit, summary, scale);
+    gather_unit(*unit, pending);
+  }
+  for (comm::Pending& p : pending) p.wait();
+  for (const Slot& slot : slots_) {
+    Param& p = *slot.param;
+    if (!summary.present[p.index]) continue;
+    ++p.step;
+    // As an in-place update by torch would: a graph kept over the step cannot be used again silently.
+    p.tensor.unsafeGetTensorImpl()->bump_version();
+    p.version = p.tensor._version();
+  }
+}
+
+void ShardedModel::update_external(const GradientSummary& summary, double scale,
+                                   const std::function<void()>& external) {
+  TESSERA_CHECK_VALUE(external, "engine.step", "this engine was built for a client's optimizer; step() needs its update");
+  for (const auto& unit : units_) {
+    at::Tensor grads = unit->owned_grads();
+    if (grads.scalar_type() != at::kFloat) {
+      grads = at::empty({unit->owned.size()}, grads.options().dtype(at::kFloat));
+      shard::scaled_copy(grads, unit->owned_grads(), scale);
+    } else if (scale != 1.0) {
+      shard::scaled_copy(grads, grads, scale);
+    }
+    external_grads_.push_back(grads);
+  }
+  for (const Slot& slot : slots_) slot.param->has_grad = summary.present[slot.param->index];
+  try {
+    external();
+  } catch (...) {
+    external_grads_.clear();
+    throw;
+  }
+  external_grads_.clear();
+  for (const auto& unit : units_) {
+    if (!unit->master_is_weight()) shard::scaled_copy(unit->owned_weights(), unit->master);
+  }
+}
+
+void ShardedModel::refresh_params() {
+  const c10::AutoGradMode no_grad(false);
+  std::vector<comm::Pending> pending;
+  for (const auto& unit : units_) {
+    if (!unit->master_is_weight()) shard::scaled_copy(unit->owned_weights(), unit->master);
+    gather_unit(*unit, pending);
+  }
+  for (comm::Pending& p : pending) p.wait();
+}
+
+void ShardedModel::adopt_params(bool only_touched) {
+  const c10::AutoGradMode no_grad(false);
+  for (const Slot& slot : slots_) {
+    Param& p = *slot.param;
+    const bool bound = shard::is_bound(p.tensor, slot.unit->weights, p.range);
+    if (only_touched && bound && p.tensor._version() == p.version) continue;
+    TESSERA_CHECK(p.tensor.numel() == p.range.size(), "engine.step", "parameter '", p.name, "' changed its size to ",
+                  p.tensor.sizes(), "; build a new engine for a changed model");
+    if (slot.unit->master.defined()) slot.unit->set_master_from(p, p.tensor.detach());
+    if (!bound) {
+      shard::check_device(p.tensor.device());
+      shard::view_as_param(slot.unit->weights, p.range, p.tensor).copy_(p.tensor.detach());
+      shard::bind(p.tensor, slot.unit->weights, p.range);
+    }
+    p.version = p.tensor._version();
+  }
+}
+
+}  // namespace tessera::zero
