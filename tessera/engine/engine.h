@@ -21,10 +21,6 @@
 #include "tessera/optim/optimizer.h"
 #include "tessera/zero/options.h"
 
-namespace tessera::zero {
-class ShardedModel;
-}
-
 namespace tessera::engine {
 
 struct Options {

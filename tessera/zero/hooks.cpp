@@ -109,7 +109,8 @@ void Hooks::watch(const at::Tensor& param, int slot, bool stash) {
   TESSERA_ASSERT(accumulate != nullptr);
   if (stash) accumulate->add_pre_hook(std::make_unique<BeforeHook>(link_, slot, accumulate));
   const auto key = accumulate->add_post_hook(std::make_unique<ReadyHook>(link_, slot, accumulate));
-  accumulators_.emplace(slot, Accumulator{std::move(node), key});
+  if (accumulators_.size() <= static_cast<size_t>(slot)) accumulators_.resize(slot + 1);
+  accumulators_[slot] = {std::move(node), key};
 }
 
 void Hooks::watch_outputs(const std::vector<at::Tensor>& outputs) {
@@ -175,7 +176,9 @@ void Hooks::end_task(int id) {
 void Hooks::remove() {
   const std::lock_guard lock(link_->mutex);
   link_->hooks = nullptr;
-  for (auto& [slot, accumulator] : accumulators_) accumulator.node->del_post_hook(accumulator.post_hook);
+  for (const Accumulator& a : accumulators_) {
+    if (a.node) a.node->del_post_hook(a.post_hook);
+  }
   accumulators_.clear();
   tasks_.clear();
 }

@@ -53,7 +53,9 @@ class Hooks {
   // Hooks the accumulator of `param` (requires grad). `stash`: also call before_accumulate. Value error when another
   // live engine has hooked it.
   void watch(const at::Tensor& param, int slot, bool stash);
-  bool watches(int slot) const { return accumulators_.count(slot) != 0; }
+  bool watches(int slot) const {
+    return static_cast<size_t>(slot) < accumulators_.size() && accumulators_[slot].post_hook != 0;
+  }
   // Marks the graph tasks that will pass these outputs. Ignores tensors without a graph and functorch wrappers.
   void watch_outputs(const std::vector<at::Tensor>& outputs);
 
@@ -95,7 +97,7 @@ class Hooks {
 
   HookSink& sink_;
   std::shared_ptr<Link> link_;
-  std::unordered_map<int, Accumulator> accumulators_;
+  std::vector<Accumulator> accumulators_;  // by slot
   std::unordered_map<int, Task> tasks_;
   int forward_depth_ = 0;
   bool saw_nested_ = false;

@@ -60,7 +60,7 @@ void Reducer::release_partial(Unit& unit) {
       pool_.erase(pool_.begin());
     }
   }
-  unit.partial = {};
+  unit.partial.reset();
   unit.partial_pooled = false;
 }
 
@@ -140,7 +140,7 @@ void Reducer::launch(Unit& unit) {
   if (one_rank()) {
     unit.move_to(GradState::Reduced);
     unit.reduced = true;
-    unit.partial = {};
+    unit.partial.reset();
     return;
   }
   while (in_flight_.size() >= kMaxInFlight) finish_oldest();

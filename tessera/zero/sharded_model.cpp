@@ -184,6 +184,7 @@ void ShardedModel::adopt_visible_grads() {
     at::Tensor& grad = slot.param->tensor.mutable_grad();
     const at::Tensor view = shard::view_as_param(slot.unit->grads, slot.param->range, slot.param->tensor);
     if (!grad.defined()) {
+      if (slot.param->has_grad) view.zero_();  // the user dropped it
       slot.param->has_grad = false;
       continue;
     }
@@ -203,10 +204,10 @@ void ShardedModel::release() {
   hooks_.remove();
   if (reducer_) reducer_->abandon();
   for (auto& unit : units_) {
-    unit->grads = {};
-    unit->partial = {};
-    unit->master = {};
-    unit->states = {};
+    unit->grads.reset();
+    unit->partial.reset();
+    unit->master.reset();
+    for (at::Tensor& state : unit->states) state.reset();
   }
   units_.clear();
   slots_.clear();

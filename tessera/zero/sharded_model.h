@@ -98,6 +98,7 @@ class ShardedModel final : private HookSink {
   void update_external(const GradientSummary& summary, double scale, const std::function<void()>& external);
   void gather_unit(Unit& unit, std::vector<comm::Pending>& pending);
   at::Tensor owned_buffer(const Slot& slot, Buffer what) const;
+  void settle_empty_units();
   bool reads_local_gradient(const Slot& slot) const;
 
   Options options_;

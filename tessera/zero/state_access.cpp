@@ -81,6 +81,17 @@ at::Tensor ShardedModel::get_full(int index, Buffer what) {
   return shard::view_as_param(full, {0, p.range.size()}, p.tensor);
 }
 
+// The user sets gradients where no backward ran: what they do not set is zero.
+void ShardedModel::settle_empty_units() {
+  for (const auto& unit : units_) {
+    if (unit->grad_state() != GradState::Empty) continue;
+    unit->grads.zero_();
+    unit->move_to(GradState::Reduced);
+    unit->reduced = true;
+  }
+  flushed_ = true;
+}
+
 void ShardedModel::set_full(int index, Buffer what, const at::Tensor& value) {
   const std::lock_guard lock(hooks_.mutex());
   const c10::AutoGradMode no_grad(false);
@@ -95,11 +106,7 @@ void ShardedModel::set_full(int index, Buffer what, const at::Tensor& value) {
       return;
     }
     if (slot.unit->grad_state() == GradState::Empty) {
-      for (Param& other : slot.unit->params) other.filled = false;
-      slot.unit->grads.zero_();
-      slot.unit->move_to(GradState::Reduced);
-      slot.unit->reduced = true;
-      flushed_ = true;
+      settle_empty_units();
     }
     p.has_grad = p.filled = true;
     if (slot.unit->grads_are_visible()) {

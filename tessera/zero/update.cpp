@@ -168,8 +168,9 @@ void ShardedModel::adopt_params(bool only_touched) {
     Param& p = *slot.param;
     const bool bound = shard::is_bound(p.tensor, slot.unit->weights, p.range);
     if (only_touched && bound && p.tensor._version() == p.version) continue;
-    TESSERA_CHECK(p.tensor.numel() == p.range.size(), "engine.step", "parameter '", p.name, "' changed its size to ",
-                  p.tensor.sizes(), "; build a new engine for a changed model");
+    TESSERA_CHECK(p.tensor.numel() == p.range.size() && p.tensor.scalar_type() == slot.unit->weights.scalar_type(),
+                  "engine.step", "parameter '", p.name, "' became a tensor of shape ", p.tensor.sizes(), " and dtype ",
+                  p.tensor.scalar_type(), "; build a new engine for a changed model");
     if (slot.unit->master.defined()) slot.unit->set_master_from(p, p.tensor.detach());
     if (!bound) {
       shard::check_device(p.tensor.device());

@@ -1,0 +1,332 @@
+#include "tessera/engine/engine.h"
+
+#include <ATen/ops/cat.h>
+#include <c10/core/GradMode.h>
+
+#include "tessera/base/error.h"
+#include "tessera/optim/norm.h"
+#include "tessera/shard/dtype.h"
+#include "tessera/zero/sharded_model.h"
+
+namespace tessera::engine {
+
+namespace {
+
+using Buffer = zero::ShardedModel::Buffer;
+
+Buffer buffer_of(Quantity what) {
+  switch (what) {
+    case Quantity::Master:
+      return Buffer::Master;
+    case Quantity::Gradient:
+      return Buffer::Gradient;
+    case Quantity::State0:
+      return Buffer::State0;
+    case Quantity::State1:
+      return Buffer::State1;
+  }
+  return Buffer::Master;
+}
+
+// Parameters without an optimizer group: rank 0's values, the compute dtype, no states.
+void prepare_unmanaged(comm::Group& group, const std::vector<ParamSpec>& params, at::ScalarType dtype) {
+  const c10::AutoGradMode no_grad(false);
+  for (const ParamSpec& spec : params) {
+    if (spec.group >= 0) continue;
+    at::Tensor tensor = spec.tensor;
+    at::Tensor value = tensor.detach();
+    if (group.size() > 1) {
+      at::Tensor sent = value.contiguous();
+      group.broadcast(sent, 0, "initial value of '" + spec.name + "'").wait();
+      value.copy_(sent);
+    }
+    if (at::isFloatingType(value.scalar_type()) && value.scalar_type() != dtype) tensor.set_data(value.to(dtype));
+  }
+}
+
+}  // namespace
+
+struct Engine::Impl {
+  Options options;
+  comm::Mesh mesh;
+  std::vector<ParamSpec> params;
+  std::vector<int> slot_of;  // index in `params` -> slot of the model, -1 without a group
+  std::unique_ptr<zero::ShardedModel> model;
+
+  int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0;
+  std::optional<bool> boundary_override;
+  bool in_step = false, no_sync = false, coalesce = false, applied = false;
+  std::optional<double> norm;
+  bool scale_by_accumulation = true;  // for the engine.backward() in progress
+
+  zero::ShardedModel& live(const char* call) const {
+    TESSERA_CHECK(model != nullptr, "engine", call, ": the engine was destroyed; build a new one");
+    return *model;
+  }
+
+  bool boundary() const {
+    if (!options.managed_accumulation) return in_step;
+    if (boundary_override) return *boundary_override;
+    return (micro_steps + 1) % options.gradient_accumulation_steps == 0;
+  }
+
+  void publish_policy() { model->set_sync_policy({boundary(), no_sync || coalesce}); }
+
+  int slot(int param, const char* call) const {
+    TESSERA_CHECK_VALUE(param >= 0 && param < static_cast<int>(slot_of.size()), "engine", call, ": no parameter ", param);
+    TESSERA_CHECK_VALUE(slot_of[param] >= 0, "engine", call, ": parameter '", params[param].name,
+                        "' is not optimized and has no states");
+    return slot_of[param];
+  }
+};
+
+Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
+               std::vector<optim::GroupOptions> groups)
+    : impl_(std::make_unique<Impl>()) {
+  TESSERA_CHECK_VALUE(options.gradient_accumulation_steps >= 1, "engine",
+                      "gradient_accumulation_steps must be >= 1, got ", options.gradient_accumulation_steps);
+  TESSERA_CHECK_VALUE(options.gradient_clipping >= 0, "engine", "gradient_clipping must be >= 0, got ",
+                      options.gradient_clipping);
+  Impl& m = *impl_;
+  m.options = options;
+  // Without managed boundaries only step() knows where one is; stages that reduce after every backward need none.
+  const bool at_boundary = shard::placements_of_stage(options.zero.stage).reduce_at == shard::ReduceAt::Boundary;
+  m.options.zero.reduce_at_step = !options.managed_accumulation && at_boundary;
+  m.mesh = std::move(mesh);
+  m.params = std::move(params);
+  std::vector<zero::ModelParam> managed;
+  for (const ParamSpec& spec : m.params) {
+    m.slot_of.push_back(spec.group >= 0 ? static_cast<int>(managed.size()) : -1);
+    if (spec.group >= 0) managed.push_back({spec.name, spec.tensor, spec.group, spec.unit});
+  }
+  TESSERA_CHECK_VALUE(!managed.empty(), "engine", "there is no parameter to optimize");
+  const comm::GroupPtr group = m.mesh.group(comm::Axis::DpShard);
+  prepare_unmanaged(*group, m.params, m.options.zero.precision.param);
+  m.model = std::make_unique<zero::ShardedModel>(m.options.zero, group, std::move(managed), options.rule, groups);
+  m.model->set_gradient_scale(1.0 / static_cast<double>(options.gradient_accumulation_steps));
+  m.publish_policy();
+}
+
+Engine::~Engine() = default;
+
+// ---------------------------------------------------------------- forward
+
+void Engine::pre_forward() {
+  zero::ShardedModel& model = impl_->live("forward");
+  model.watch_new_params();
+  model.hooks().enter_forward();
+}
+
+void Engine::post_forward(const std::vector<at::Tensor>& outputs) {
+  zero::ShardedModel& model = impl_->live("forward");
+  model.hooks().leave_forward();
+  model.hooks().watch_outputs(outputs);
+}
+
+void Engine::abort_forward() {
+  if (impl_->model) impl_->model->hooks().leave_forward();
+}
+
+// ---------------------------------------------------------------- backward
+
+at::Tensor Engine::begin_backward(const at::Tensor& loss, bool scale_wrt_gas) {
+  zero::ShardedModel& model = impl_->live("backward");
+  TESSERA_CHECK_VALUE(loss.defined() && loss.numel() == 1 && loss.grad_fn(), "engine.backward",
+                      "loss must be a scalar tensor with a graph (one element and a grad_fn); call forward with "
+                      "gradients enabled, or use out.backward(gradient) for other shapes");
+  if (!scale_wrt_gas) model.set_gradient_scale(1.0);
+  impl_->scale_by_accumulation = scale_wrt_gas;
+  return loss;
+}
+
+at::Tensor Engine::end_backward(const at::Tensor& loss) {
+  const double scale = 1.0 / static_cast<double>(impl_->options.gradient_accumulation_steps);
+  if (impl_->model) impl_->model->set_gradient_scale(scale);
+  const bool scaled = std::exchange(impl_->scale_by_accumulation, true);
+  const at::Tensor value = loss.detach();
+  return scaled && scale != 1.0 ? value * scale : value;
+}
+
+at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
+  const at::Tensor scaled = begin_backward(loss, scale_wrt_gas);
+  try {
+    scaled.backward({}, retain_graph);
+  } catch (...) {
+    end_backward(loss);
+    throw;
+  }
+  return end_backward(loss);
+}
+
+at::Tensor Engine::scale(const at::Tensor& loss) {
+  impl_->live("scale");
+  TESSERA_CHECK_VALUE(loss.defined() && loss.numel() == 1 && loss.grad_fn(), "engine.scale",
+                      "scale() takes a scalar tensor with a graph (one element and a grad_fn)");
+  return loss;
+}
+
+// ---------------------------------------------------------------- step
+
+bool Engine::step(const std::function<void()>& external) {
+  Impl& m = *impl_;
+  zero::ShardedModel& model = m.live("step");
+  TESSERA_CHECK(!m.no_sync && !m.coalesce, "engine.step", "It is illegal to call Engine.step() inside ",
+                m.no_sync ? "no_sync" : "coalesce_grad_reduction", " context manager; leave it first");
+  m.in_step = true;
+  const bool boundary = m.boundary();
+  m.applied = false;
+  if (boundary) {
+    try {
+      model.ensure_reduced();
+      const zero::GradientSummary summary = model.summarize();
+      if (summary.finite || !m.options.zero.precision.skip_nonfinite) {
+        model.update(summary, optim::clip_coefficient(summary.norm, m.options.gradient_clipping), external);
+        m.norm = summary.norm;
+        m.applied = true;
+      } else {
+        ++m.skipped_steps;
+      }
+      model.drop_gradients();
+    } catch (...) {
+      m.in_step = false;
+      throw;
+    }
+    ++m.global_steps;
+  }
+  m.in_step = false;
+  ++m.micro_steps;
+  m.boundary_override.reset();
+  m.publish_policy();
+  return m.applied;
+}
+
+void Engine::zero_grad() { impl_->live("zero_grad").drop_gradients(); }
+
+double Engine::grad_norm() {
+  zero::ShardedModel& model = impl_->live("grad_norm");
+  model.ensure_reduced();
+  return model.summarize().norm;
+}
+
+// ---------------------------------------------------------------- accumulation
+
+bool Engine::is_gradient_accumulation_boundary() const { return impl_->boundary(); }
+
+void Engine::set_gradient_accumulation_boundary(bool boundary) {
+  impl_->live("set_gradient_accumulation_boundary");
+  TESSERA_CHECK(impl_->options.managed_accumulation, "engine.set_gradient_accumulation_boundary",
+                "with managed_gradient_accumulation false every step() is a boundary");
+  impl_->boundary_override = boundary;
+  impl_->publish_policy();
+}
+
+void Engine::set_gradient_accumulation_steps(int64_t steps) {
+  TESSERA_CHECK_VALUE(steps >= 1, "engine", "gradient_accumulation_steps must be >= 1, got ", steps);
+  impl_->options.gradient_accumulation_steps = steps;
+  impl_->live("set_gradient_accumulation_steps").set_gradient_scale(1.0 / static_cast<double>(steps));
+  impl_->publish_policy();
+}
+
+void Engine::begin_no_sync() {
+  impl_->live("no_sync");
+  TESSERA_CHECK(!impl_->no_sync, "engine.no_sync", "no_sync context manager reentry is unsupported");
+  TESSERA_CHECK(!impl_->coalesce, "engine.no_sync", "no_sync inside coalesce_grad_reduction: it is already local there");
+  impl_->no_sync = true;
+  impl_->publish_policy();
+}
+
+void Engine::end_no_sync() {
+  impl_->no_sync = false;
+  if (impl_->model) impl_->publish_policy();
+}
+
+void Engine::begin_coalesce() {
+  impl_->live("coalesce_grad_reduction");
+  TESSERA_CHECK(!impl_->no_sync && !impl_->coalesce, "engine.coalesce_grad_reduction",
+                "coalesce_grad_reduction nested in ", impl_->no_sync ? "no_sync" : "itself", " is unsupported");
+  TESSERA_CHECK_VALUE(impl_->options.managed_accumulation, "engine.coalesce_grad_reduction",
+                      "managed_gradient_accumulation false already reduces once a step");
+  impl_->coalesce = true;
+  impl_->publish_policy();
+}
+
+void Engine::end_coalesce() {
+  impl_->coalesce = false;
+  if (!impl_->model) return;
+  impl_->publish_policy();
+  impl_->model->reduce_now();
+}
+
+// ---------------------------------------------------------------- what happened
+
+std::optional<double> Engine::global_grad_norm() const { return impl_->norm; }
+bool Engine::was_step_applied() const { return impl_->applied; }
+int64_t Engine::micro_steps() const { return impl_->micro_steps; }
+int64_t Engine::global_steps() const { return impl_->global_steps; }
+int64_t Engine::skipped_steps() const { return impl_->skipped_steps; }
+
+void Engine::set_counters(int64_t micro_steps, int64_t global_steps, int64_t skipped_steps) {
+  impl_->micro_steps = micro_steps;
+  impl_->global_steps = global_steps;
+  impl_->skipped_steps = skipped_steps;
+  if (impl_->model) impl_->publish_policy();
+}
+
+// ---------------------------------------------------------------- optimizer and state access
+
+std::vector<optim::GroupOptions>& Engine::groups() { return impl_->live("groups").groups(); }
+const Options& Engine::options() const { return impl_->options; }
+const comm::Mesh& Engine::mesh() const { return impl_->mesh; }
+const std::vector<ParamSpec>& Engine::params() const { return impl_->params; }
+
+int64_t Engine::param_step(int param) const {
+  return impl_->live("param_step").param(impl_->slot(param, "param_step")).step;
+}
+
+void Engine::set_param_step(int param, int64_t step) {
+  impl_->live("set_param_step").param(impl_->slot(param, "set_param_step")).step = step;
+}
+
+at::Tensor Engine::get_full(int param, Quantity what) {
+  return impl_->live("get_full").get_full(impl_->slot(param, "get_full"), buffer_of(what));
+}
+
+void Engine::set_full(int param, Quantity what, const at::Tensor& value) {
+  impl_->live("set_full").set_full(impl_->slot(param, "set_full"), buffer_of(what), value);
+}
+
+at::Tensor Engine::local_view(int param, Quantity what) {
+  return impl_->live("local_view").local_view(impl_->slot(param, "local_view"), buffer_of(what));
+}
+
+std::pair<int64_t, int64_t> Engine::local_range(int param) const {
+  const shard::Range range = impl_->live("local_range").local_range(impl_->slot(param, "local_range"));
+  return {range.begin, range.end};
+}
+
+void Engine::refresh_params() { impl_->live("refresh_params").refresh_params(); }
+void Engine::adopt_params() { impl_->live("adopt_params").adopt_params(/*only_touched=*/false); }
+
+Engine::Memory Engine::memory() const {
+  Memory memory;
+  if (!impl_->model) return memory;
+  const auto bytes = [](const at::Tensor& t) { return t.defined() ? static_cast<int64_t>(t.nbytes()) : 0; };
+  for (const auto& unit : impl_->model->units()) {
+    memory.params += bytes(unit->weights);
+    memory.grads += bytes(unit->grads);
+    memory.master += bytes(unit->master);
+    for (const at::Tensor& state : unit->states) memory.states += bytes(state);
+  }
+  memory.buckets = impl_->model->pool_bytes();
+  return memory;
+}
+
+void Engine::destroy() {
+  if (!impl_->model) return;
+  impl_->model->release();
+  impl_->model.reset();
+}
+
+bool Engine::destroyed() const { return impl_->model == nullptr; }
+
+}  // namespace tessera::engine
