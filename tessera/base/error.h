@@ -8,11 +8,8 @@
 
 #include <c10/util/Exception.h>
 
-#define TESSERA_CHECK_VALUE(cond, origin, ...) \
-  TORCH_CHECK_VALUE(cond, "[" origin "] ", __VA_ARGS__)
+#define TESSERA_CHECK_VALUE(cond, origin, ...) TORCH_CHECK_VALUE(cond, "[" origin "] ", __VA_ARGS__)
 #define TESSERA_CHECK(cond, origin, ...) TORCH_CHECK(cond, "[" origin "] ", __VA_ARGS__)
-#define TESSERA_CHECK_BUILT(cond, origin, ...) \
-  TORCH_CHECK_NOT_IMPLEMENTED(cond, "[" origin "] ", __VA_ARGS__)
-#define TESSERA_CHECK_DIST(cond, origin, ...) \
-  TORCH_CHECK_WITH(DistBackendError, cond, "[" origin "] ", __VA_ARGS__)
+#define TESSERA_CHECK_BUILT(cond, origin, ...) TORCH_CHECK_NOT_IMPLEMENTED(cond, "[" origin "] ", __VA_ARGS__)
+#define TESSERA_CHECK_DIST(cond, origin, ...) TORCH_CHECK_WITH(DistBackendError, cond, "[" origin "] ", __VA_ARGS__)
 #define TESSERA_ASSERT(cond, ...) TORCH_INTERNAL_ASSERT(cond, __VA_ARGS__)

@@ -73,15 +73,15 @@ struct Engine::Impl {
   void publish_policy() { model->set_sync_policy({boundary(), no_sync || coalesce}); }
 
   int slot(int param, const char* call) const {
-    TESSERA_CHECK_VALUE(param >= 0 && param < static_cast<int>(slot_of.size()), "engine", call, ": no parameter ", param);
+    TESSERA_CHECK_VALUE(param >= 0 && param < static_cast<int>(slot_of.size()), "engine", call, ": no parameter ",
+                        param);
     TESSERA_CHECK_VALUE(slot_of[param] >= 0, "engine", call, ": parameter '", params[param].name,
                         "' is not optimized and has no states");
     return slot_of[param];
   }
 };
 
-Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
-               std::vector<optim::GroupOptions> groups)
+Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params, std::vector<optim::GroupOptions> groups)
     : impl_(std::make_unique<Impl>()) {
   TESSERA_CHECK_VALUE(options.gradient_accumulation_steps >= 1, "engine",
                       "gradient_accumulation_steps must be >= 1, got ", options.gradient_accumulation_steps);
@@ -200,7 +200,9 @@ bool Engine::step(const std::function<void()>& external) {
   return m.applied;
 }
 
-void Engine::zero_grad() { impl_->live("zero_grad").drop_gradients(); }
+void Engine::zero_grad() {
+  impl_->live("zero_grad").drop_gradients();
+}
 
 double Engine::grad_norm() {
   zero::ShardedModel& model = impl_->live("grad_norm");
@@ -210,7 +212,9 @@ double Engine::grad_norm() {
 
 // ---------------------------------------------------------------- accumulation
 
-bool Engine::is_gradient_accumulation_boundary() const { return impl_->boundary(); }
+bool Engine::is_gradient_accumulation_boundary() const {
+  return impl_->boundary();
+}
 
 void Engine::set_gradient_accumulation_boundary(bool boundary) {
   impl_->live("set_gradient_accumulation_boundary");
@@ -230,7 +234,8 @@ void Engine::set_gradient_accumulation_steps(int64_t steps) {
 void Engine::begin_no_sync() {
   impl_->live("no_sync");
   TESSERA_CHECK(!impl_->no_sync, "engine.no_sync", "no_sync context manager reentry is unsupported");
-  TESSERA_CHECK(!impl_->coalesce, "engine.no_sync", "no_sync inside coalesce_grad_reduction: it is already local there");
+  TESSERA_CHECK(!impl_->coalesce, "engine.no_sync",
+                "no_sync inside coalesce_grad_reduction: it is already local there");
   impl_->no_sync = true;
   impl_->publish_policy();
 }
@@ -259,11 +264,21 @@ void Engine::end_coalesce() {
 
 // ---------------------------------------------------------------- what happened
 
-std::optional<double> Engine::global_grad_norm() const { return impl_->norm; }
-bool Engine::was_step_applied() const { return impl_->applied; }
-int64_t Engine::micro_steps() const { return impl_->micro_steps; }
-int64_t Engine::global_steps() const { return impl_->global_steps; }
-int64_t Engine::skipped_steps() const { return impl_->skipped_steps; }
+std::optional<double> Engine::global_grad_norm() const {
+  return impl_->norm;
+}
+bool Engine::was_step_applied() const {
+  return impl_->applied;
+}
+int64_t Engine::micro_steps() const {
+  return impl_->micro_steps;
+}
+int64_t Engine::global_steps() const {
+  return impl_->global_steps;
+}
+int64_t Engine::skipped_steps() const {
+  return impl_->skipped_steps;
+}
 
 void Engine::set_counters(int64_t micro_steps, int64_t global_steps, int64_t skipped_steps) {
   impl_->micro_steps = micro_steps;
@@ -274,10 +289,18 @@ void Engine::set_counters(int64_t micro_steps, int64_t global_steps, int64_t ski
 
 // ---------------------------------------------------------------- optimizer and state access
 
-std::vector<optim::GroupOptions>& Engine::groups() { return impl_->live("groups").groups(); }
-const Options& Engine::options() const { return impl_->options; }
-const comm::Mesh& Engine::mesh() const { return impl_->mesh; }
-const std::vector<ParamSpec>& Engine::params() const { return impl_->params; }
+std::vector<optim::GroupOptions>& Engine::groups() {
+  return impl_->live("groups").groups();
+}
+const Options& Engine::options() const {
+  return impl_->options;
+}
+const comm::Mesh& Engine::mesh() const {
+  return impl_->mesh;
+}
+const std::vector<ParamSpec>& Engine::params() const {
+  return impl_->params;
+}
 
 int64_t Engine::param_step(int param) const {
   return impl_->live("param_step").param(impl_->slot(param, "param_step")).step;
@@ -304,8 +327,12 @@ std::pair<int64_t, int64_t> Engine::local_range(int param) const {
   return {range.begin, range.end};
 }
 
-void Engine::refresh_params() { impl_->live("refresh_params").refresh_params(); }
-void Engine::adopt_params() { impl_->live("adopt_params").adopt_params(/*only_touched=*/false); }
+void Engine::refresh_params() {
+  impl_->live("refresh_params").refresh_params();
+}
+void Engine::adopt_params() {
+  impl_->live("adopt_params").adopt_params(/*only_touched=*/false);
+}
 
 Engine::Memory Engine::memory() const {
   Memory memory;
@@ -315,7 +342,8 @@ Engine::Memory Engine::memory() const {
     memory.params += bytes(unit->weights);
     memory.grads += bytes(unit->grads);
     memory.master += bytes(unit->master);
-    for (const at::Tensor& state : unit->states) memory.states += bytes(state);
+    for (const at::Tensor& state : unit->states)
+      memory.states += bytes(state);
   }
   memory.buckets = impl_->model->pool_bytes();
   return memory;
@@ -327,6 +355,8 @@ void Engine::destroy() {
   impl_->model.reset();
 }
 
-bool Engine::destroyed() const { return impl_->model == nullptr; }
+bool Engine::destroyed() const {
+  return impl_->model == nullptr;
+}
 
 }  // namespace tessera::engine

@@ -27,16 +27,16 @@ struct Options {
   zero::Options zero;
   optim::Rule rule = optim::Rule::Adam;
   int64_t gradient_accumulation_steps = 1;
-  double gradient_clipping = 1.0;        // largest global L2 norm; 0 turns clipping off
-  bool managed_accumulation = true;      // false: every step() is a boundary
+  double gradient_clipping = 1.0;    // largest global L2 norm; 0 turns clipping off
+  bool managed_accumulation = true;  // false: every step() is a boundary
 };
 
 // A parameter as the front end hands it over. Order matters: it is the order of the flat space.
 struct ParamSpec {
-  std::string name;    // as in named_parameters()
-  at::Tensor tensor;   // a leaf; the engine moves its storage into a flat buffer (shard/storage.h)
-  int group = -1;      // index of its optimizer group; -1: not optimized (broadcast and cast only)
-  std::string unit;    // parameters with one unit name are gathered, reduced and freed together
+  std::string name;   // as in named_parameters()
+  at::Tensor tensor;  // a leaf; the engine moves its storage into a flat buffer (shard/storage.h)
+  int group = -1;     // index of its optimizer group; -1: not optimized (broadcast and cast only)
+  std::string unit;   // parameters with one unit name are gathered, reduced and freed together
 };
 
 enum class Quantity { Master, Gradient, State0, State1 };
@@ -78,7 +78,7 @@ class Engine {
 
   // ---- accumulation
   bool is_gradient_accumulation_boundary() const;
-  void set_gradient_accumulation_boundary(bool boundary);   // runtime error in unmanaged mode
+  void set_gradient_accumulation_boundary(bool boundary);  // runtime error in unmanaged mode
   void set_gradient_accumulation_steps(int64_t steps);
   // no_sync: gradients accumulate locally, no collective; at stage >= 2 this holds one full gradient per unit.
   void begin_no_sync();
@@ -98,13 +98,13 @@ class Engine {
   double grad_norm();
 
   // ---- optimizer
-  std::vector<optim::GroupOptions>& groups();      // edit lr and friends between steps
+  std::vector<optim::GroupOptions>& groups();  // edit lr and friends between steps
   const Options& options() const;
   const comm::Mesh& mesh() const;
 
   // ---- state access. Parameters are indices into params(); only those with a group have states.
   const std::vector<ParamSpec>& params() const;
-  int64_t param_step(int param) const;              // updates applied to it (torch's state["step"])
+  int64_t param_step(int param) const;  // updates applied to it (torch's state["step"])
   void set_param_step(int param, int64_t step);
   // fp32, shape of the parameter; collective. Undefined tensor when there is none (no gradient, no such state).
   at::Tensor get_full(int param, Quantity what);

@@ -11,7 +11,7 @@
 namespace tessera::optim {
 
 enum class Rule {
-  Adam,     // Adam and AdamW (GroupOptions::decoupled)
+  Adam,  // Adam and AdamW (GroupOptions::decoupled)
   Sgd,
   Lion,
   Adagrad,
@@ -24,11 +24,11 @@ struct GroupOptions {
   double beta1 = 0.9, beta2 = 0.999;  // Adam, Lion
   double eps = 1e-8;                  // Adam, Adagrad
   double weight_decay = 0;
-  bool decoupled = true;              // Adam: true is AdamW
-  bool bias_correction = true;        // Adam
-  double momentum = 0, dampening = 0; // SGD
-  bool nesterov = false;              // SGD
-  double lr_decay = 0;                // Adagrad
+  bool decoupled = true;                 // Adam: true is AdamW
+  bool bias_correction = true;           // Adam
+  double momentum = 0, dampening = 0;    // SGD
+  bool nesterov = false;                 // SGD
+  double lr_decay = 0;                   // Adagrad
   double initial_accumulator_value = 0;  // Adagrad
   bool maximize = false;
 };

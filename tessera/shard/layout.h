@@ -32,7 +32,7 @@ class Layout {
   // numels: elements of each parameter, >= 0, in order. shards >= 1. Value error otherwise.
   Layout(std::span<const int64_t> numels, int shards);
 
-  int64_t size() const { return size_; }              // elements of the flat space, padding included
+  int64_t size() const { return size_; }  // elements of the flat space, padding included
   int64_t shard_size() const { return size_ / shards_; }
   int shards() const { return shards_; }
   int count() const { return static_cast<int>(params_.size()); }

@@ -18,10 +18,10 @@ enum class ReduceAt : uint8_t {
 };
 
 struct StagePlacements {
-  Placement params;   // compute parameters between uses
-  Placement grads;    // gradients once reduced
+  Placement params;  // compute parameters between uses
+  Placement grads;   // gradients once reduced
   ReduceAt reduce_at;
-  Placement states;   // master weights and optimizer states
+  Placement states;  // master weights and optimizer states
 };
 
 // Stages 0 to 3 (ZeRO: Rajbhandari et al., arXiv:1910.02054). Value error for another stage.

@@ -91,9 +91,13 @@ bool is_functorch_wrapper(const at::Tensor& t) {
 
 }  // namespace
 
-Hooks::Hooks(HookSink& sink) : sink_(sink), link_(std::make_shared<Link>()) { link_->hooks = this; }
+Hooks::Hooks(HookSink& sink) : sink_(sink), link_(std::make_shared<Link>()) {
+  link_->hooks = this;
+}
 
-Hooks::~Hooks() { remove(); }
+Hooks::~Hooks() {
+  remove();
+}
 
 void Hooks::watch(const at::Tensor& param, int slot, bool stash) {
   // The accumulator of a leaf can only be made while grad mode is on.

@@ -101,7 +101,7 @@ class Hooks {
   std::unordered_map<int, Task> tasks_;
   int forward_depth_ = 0;
   bool saw_nested_ = false;
-  bool counts_ = false;      // the running backward is one of the user's
+  bool counts_ = false;  // the running backward is one of the user's
   bool in_forward_task_ = false;
 };
 

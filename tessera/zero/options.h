@@ -8,7 +8,7 @@
 namespace tessera::zero {
 
 struct Options {
-  int stage = 0;                           // row of shard/placement.h
+  int stage = 0;  // row of shard/placement.h
   amp::PrecisionPolicy precision;
   int64_t reduce_bucket_size = 500'000'000;  // elements; larger units are split at parameter boundaries
   int64_t min_unit_elements = 1 << 20;       // smaller neighbouring units are merged (one collective each)

@@ -29,7 +29,8 @@ std::vector<PlannedUnit> by_name(const std::vector<PlanItem>& items) {
 
 int64_t elements(const PlannedUnit& unit, const std::vector<PlanItem>& items) {
   int64_t sum = 0;
-  for (const int i : unit.items) sum += items[i].numel;
+  for (const int i : unit.items)
+    sum += items[i].numel;
   return sum;
 }
 

@@ -12,9 +12,9 @@ namespace tessera::zero {
 inline constexpr const char* kRootUnit = "root";
 
 struct PlanItem {
-  std::string unit;   // unit the front end asks for; empty: root
+  std::string unit;  // unit the front end asks for; empty: root
   int64_t numel = 0;
-  int group = 0;      // optimizer group
+  int group = 0;  // optimizer group
 };
 
 struct PlannedUnit {

@@ -42,10 +42,12 @@ void Reducer::acquire_partial(Unit& unit) {
     }
     unit.partial = bucket.narrow(0, 0, need);
     unit.partial_pooled = true;
-    for (const shard::Range& gap : unit.layout.padding()) shard::fill_zero(unit.partial.narrow(0, gap.begin, gap.size()));
+    for (const shard::Range& gap : unit.layout.padding())
+      shard::fill_zero(unit.partial.narrow(0, gap.begin, gap.size()));
   }
   if (!(one_rank() && unit.reduced)) {
-    for (Param& p : unit.params) p.filled = false;
+    for (Param& p : unit.params)
+      p.filled = false;
   }
 }
 
@@ -66,7 +68,8 @@ void Reducer::release_partial(Unit& unit) {
 
 void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale) {
   if (unit.grad_state() == GradState::Reducing) {
-    while (unit.grad_state() == GradState::Reducing) finish_oldest();
+    while (unit.grad_state() == GradState::Reducing)
+      finish_oldest();
   }
   if (unit.grad_state() != GradState::Accumulating) {
     acquire_partial(unit);
@@ -130,7 +133,8 @@ void Reducer::zero_unfilled(Unit& unit) {
 }
 
 void Reducer::launch(Unit& unit) {
-  while (unit.grad_state() == GradState::Reducing) finish_oldest();
+  while (unit.grad_state() == GradState::Reducing)
+    finish_oldest();
   if (unit.grad_state() != GradState::Accumulating) {
     acquire_partial(unit);
     unit.move_to(GradState::Accumulating);
@@ -143,7 +147,8 @@ void Reducer::launch(Unit& unit) {
     unit.partial.reset();
     return;
   }
-  while (in_flight_.size() >= kMaxInFlight) finish_oldest();
+  while (in_flight_.size() >= kMaxInFlight)
+    finish_oldest();
   unit.move_to(GradState::Reducing);
   const std::string label = "gradients of unit '" + unit.name + "'";
   comm::Pending pending;
@@ -173,7 +178,8 @@ void Reducer::finish_oldest() {
 
 void Reducer::relaunch_refired() {
   at::Tensor mask = at::zeros({static_cast<int64_t>(units_.size())}, at::kInt);
-  for (size_t i = 0; i < units_.size(); ++i) mask.data_ptr<int>()[i] = units_[i]->refired ? 1 : 0;
+  for (size_t i = 0; i < units_.size(); ++i)
+    mask.data_ptr<int>()[i] = units_[i]->refired ? 1 : 0;
   group_->all_reduce(mask, comm::ReduceOp::Max, "units with late gradients").wait();
   for (size_t i = 0; i < units_.size(); ++i) {
     if (mask.data_ptr<int>()[i] != 0) launch(*units_[i]);
@@ -181,19 +187,26 @@ void Reducer::relaunch_refired() {
 }
 
 void Reducer::flush(bool agree_refired) {
-  for (; next_ < units_.size(); ++next_) launch(*units_[next_]);
+  for (; next_ < units_.size(); ++next_)
+    launch(*units_[next_]);
   if (agree_refired && !one_rank()) relaunch_refired();
-  while (!in_flight_.empty()) finish_oldest();
+  while (!in_flight_.empty())
+    finish_oldest();
   begin_backward();
 }
 
 void Reducer::drain() {
-  while (!in_flight_.empty()) finish_oldest();
+  while (!in_flight_.empty())
+    finish_oldest();
 }
 
-void Reducer::abandon() { in_flight_.clear(); }
+void Reducer::abandon() {
+  in_flight_.clear();
+}
 
-int64_t Reducer::pool_bytes() const { return pooled_bytes_; }
+int64_t Reducer::pool_bytes() const {
+  return pooled_bytes_;
+}
 
 void Reducer::reset() {
   drain();
@@ -201,7 +214,8 @@ void Reducer::reset() {
     if (unit->partial.defined()) release_partial(*unit);
     unit->move_to(GradState::Empty);
     unit->reduced = false;
-    for (Param& p : unit->params) p.filled = p.has_grad = false;
+    for (Param& p : unit->params)
+      p.filled = p.has_grad = false;
   }
   begin_backward();
 }

@@ -70,12 +70,12 @@ ShardedModel::ShardedModel(const Options& options, comm::GroupPtr group, std::ve
   check_params(params, groups_);
   std::vector<PlanItem> items;
   items.reserve(params.size());
-  for (const ModelParam& p : params) items.push_back({p.unit, p.tensor.numel(), p.group});
+  for (const ModelParam& p : params)
+    items.push_back({p.unit, p.tensor.numel(), p.group});
   auto plan = plan_units(items, options.min_unit_elements, options.reduce_bucket_size);
   std::reverse(plan.begin(), plan.end());
   // Gradients of the root (embeddings) are complete last: it is launched last.
-  std::stable_partition(plan.begin(), plan.end(),
-                        [](const PlannedUnit& u) { return !u.name.starts_with(kRootUnit); });
+  std::stable_partition(plan.begin(), plan.end(), [](const PlannedUnit& u) { return !u.name.starts_with(kRootUnit); });
 
   slots_.resize(params.size());
   std::vector<Unit*> order;
@@ -91,10 +91,11 @@ ShardedModel::ShardedModel(const Options& options, comm::GroupPtr group, std::ve
       members.push_back(std::move(member));
     }
     broadcast_values(*group_, members, planned.name);
-    auto unit = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, group_->rank(),
-                                       group_->size());
+    auto unit =
+        std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, group_->rank(), group_->size());
     if (rule_ != optim::Rule::External) unit->allocate_states(names.count, groups_, rule_);
-    for (Param& p : unit->params) slots_[p.index] = {unit.get(), &p};
+    for (Param& p : unit->params)
+      slots_[p.index] = {unit.get(), &p};
     order.push_back(unit.get());
     units_.push_back(std::move(unit));
   }
@@ -102,13 +103,16 @@ ShardedModel::ShardedModel(const Options& options, comm::GroupPtr group, std::ve
   watch_new_params();
 }
 
-ShardedModel::~ShardedModel() { release(); }
+ShardedModel::~ShardedModel() {
+  release();
+}
 
 void ShardedModel::watch_new_params() {
   for (size_t i = 0; i < slots_.size(); ++i) {
     const at::Tensor& tensor = slots_[i].param->tensor;
     const int slot = static_cast<int>(i);
-    if (tensor.requires_grad() && !hooks_.watches(slot)) hooks_.watch(tensor, slot, slots_[i].unit->grads_are_visible());
+    if (tensor.requires_grad() && !hooks_.watches(slot))
+      hooks_.watch(tensor, slot, slots_[i].unit->grads_are_visible());
   }
 }
 
@@ -117,7 +121,9 @@ bool ShardedModel::may_reduce() const {
   return placements_.reduce_at == shard::ReduceAt::EveryBackward || policy_.boundary;
 }
 
-void ShardedModel::backward_begun() { reducer_->begin_backward(); }
+void ShardedModel::backward_begun() {
+  reducer_->begin_backward();
+}
 
 bool ShardedModel::is_visible_view(const Slot& slot, const at::Tensor& grad) const {
   return shard::is_bound(grad, slot.unit->grads, slot.param->range) &&
@@ -197,7 +203,8 @@ void ShardedModel::drop_gradients() {
   const std::lock_guard lock(hooks_.mutex());
   reducer_->reset();
   unreduced_ = flushed_ = false;
-  for (const Slot& slot : slots_) slot.param->tensor.mutable_grad().reset();
+  for (const Slot& slot : slots_)
+    slot.param->tensor.mutable_grad().reset();
 }
 
 void ShardedModel::release() {
@@ -207,7 +214,8 @@ void ShardedModel::release() {
     unit->grads.reset();
     unit->partial.reset();
     unit->master.reset();
-    for (at::Tensor& state : unit->states) state.reset();
+    for (at::Tensor& state : unit->states)
+      state.reset();
   }
   units_.clear();
   slots_.clear();

@@ -24,7 +24,7 @@ struct ModelParam {
 };
 
 struct GradientSummary {
-  double norm = 0;      // global L2 norm; not finite if a gradient is not
+  double norm = 0;  // global L2 norm; not finite if a gradient is not
   bool finite = true;
   std::vector<bool> present;  // per parameter: some rank has a gradient
 };

@@ -40,7 +40,8 @@ Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options&
   using shard::Placement;
   std::vector<int64_t> numels;
   numels.reserve(params.size());
-  for (const Param& p : params) numels.push_back(p.tensor.numel());
+  for (const Param& p : params)
+    numels.push_back(p.tensor.numel());
   layout = shard::Layout(numels, size);
   const bool sharded = placements.states == Placement::Shard;
   owned = sharded ? layout.shard(rank) : shard::Range{0, layout.size()};

@@ -25,12 +25,12 @@ const char* grad_state_name(GradState state);
 
 struct Param {
   std::string name;
-  at::Tensor tensor;     // the module's own leaf; bound to Unit::weights
-  int index = -1;        // in the engine's list
+  at::Tensor tensor;  // the module's own leaf; bound to Unit::weights
+  int index = -1;     // in the engine's list
   int group = 0;
-  shard::Range range;    // in the flat space
-  int64_t step = 0;      // updates applied
-  uint32_t version = 0;  // tensor version after our last write: a difference is a user's edit
+  shard::Range range;     // in the flat space
+  int64_t step = 0;       // updates applied
+  uint32_t version = 0;   // tensor version after our last write: a difference is a user's edit
   bool has_grad = false;  // this rank saw a gradient since the last step
   bool filled = false;    // its slot in `partial` holds a contribution
   bool fired = false;     // its hook ran in the running backward
@@ -64,17 +64,17 @@ class Unit {
   std::string name;
   std::vector<Param> params;
   shard::Layout layout;
-  shard::Range owned;       // range of the flat space whose states this rank keeps
-  at::Tensor weights;       // compute parameters, whole, param dtype
-  at::Tensor grads;         // whole (stages 0, 1, or one rank) or the owned range (stage 2); grad dtype
-  at::Tensor partial;       // local contributions, whole: `grads` itself or a pooled bucket; undefined while Empty
+  shard::Range owned;  // range of the flat space whose states this rank keeps
+  at::Tensor weights;  // compute parameters, whole, param dtype
+  at::Tensor grads;    // whole (stages 0, 1, or one rank) or the owned range (stage 2); grad dtype
+  at::Tensor partial;  // local contributions, whole: `grads` itself or a pooled bucket; undefined while Empty
   bool partial_pooled = false;
-  bool reduced = false;     // the owned range of `grads` holds a sum over ranks
-  int fired = 0;            // params whose hook ran in the running backward
-  int expected = 0;         // params that require gradients
-  bool launched = false;    // its reduction was launched in the running backward
-  bool refired = false;     // got gradients after that launch (nested backward)
-  at::Tensor master;        // owned range, fp32; undefined where the weight is the master
+  bool reduced = false;              // the owned range of `grads` holds a sum over ranks
+  int fired = 0;                     // params whose hook ran in the running backward
+  int expected = 0;                  // params that require gradients
+  bool launched = false;             // its reduction was launched in the running backward
+  bool refired = false;              // got gradients after that launch (nested backward)
+  at::Tensor master;                 // owned range, fp32; undefined where the weight is the master
   std::array<at::Tensor, 2> states;  // owned range, fp32
 
  private:

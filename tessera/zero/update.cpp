@@ -62,7 +62,8 @@ GradientSummary ShardedModel::summarize() {
       table[2 * r] += optim::sum_of_squares(grads);
     }
   }
-  for (const Slot& slot : slots_) table[2 * group_->rank() + 1] += slot.param->has_grad ? 0 : 1;
+  for (const Slot& slot : slots_)
+    table[2 * group_->rank() + 1] += slot.param->has_grad ? 0 : 1;
   const at::Tensor mine = sums.narrow(0, group_->rank(), 1).flatten();
   group_->all_gather(sums.flatten(), mine, "gradient norm").wait();
 
@@ -83,9 +84,11 @@ std::vector<bool> ShardedModel::agree_presence(int64_t missing_anywhere) {
   if (missing_anywhere == 0) return present;
   at::Tensor seen = at::zeros({static_cast<int64_t>(slots_.size())}, at::kInt);
   int* flags = seen.data_ptr<int>();
-  for (size_t i = 0; i < slots_.size(); ++i) flags[i] = slots_[i].param->has_grad ? 1 : 0;
+  for (size_t i = 0; i < slots_.size(); ++i)
+    flags[i] = slots_[i].param->has_grad ? 1 : 0;
   group_->all_reduce(seen, comm::ReduceOp::Max, "parameters with gradients").wait();
-  for (size_t i = 0; i < slots_.size(); ++i) present[i] = flags[i] != 0;
+  for (size_t i = 0; i < slots_.size(); ++i)
+    present[i] = flags[i] != 0;
   return present;
 }
 
@@ -100,7 +103,8 @@ void ShardedModel::update_unit(Unit& unit, const GradientSummary& summary, doubl
   const at::Tensor grads = unit.owned_grads();
   for (const Segment& s : segments_of(unit, summary.present)) {
     optim::UpdateSlice slice{part(master, s.range), part(weights, s.range), part(grads, s.range), {}};
-    for (size_t i = 0; i < unit.states.size(); ++i) slice.state[i] = part(unit.states[i], s.range);
+    for (size_t i = 0; i < unit.states.size(); ++i)
+      slice.state[i] = part(unit.states[i], s.range);
     optim::update(rule_, groups_[s.group], s.step, slice, scale);
   }
 }
@@ -115,7 +119,8 @@ void ShardedModel::update(const GradientSummary& summary, double scale, const st
     if (rule_ != optim::Rule::External) update_unit(*unit, summary, scale);
     gather_unit(*unit, pending);
   }
-  for (comm::Pending& p : pending) p.wait();
+  for (comm::Pending& p : pending)
+    p.wait();
   for (const Slot& slot : slots_) {
     Param& p = *slot.param;
     if (!summary.present[p.index]) continue;
@@ -128,7 +133,8 @@ void ShardedModel::update(const GradientSummary& summary, double scale, const st
 
 void ShardedModel::update_external(const GradientSummary& summary, double scale,
                                    const std::function<void()>& external) {
-  TESSERA_CHECK_VALUE(external, "engine.step", "this engine was built for a client's optimizer; step() needs its update");
+  TESSERA_CHECK_VALUE(external, "engine.step",
+                      "this engine was built for a client's optimizer; step() needs its update");
   for (const auto& unit : units_) {
     at::Tensor grads = unit->owned_grads();
     if (grads.scalar_type() != at::kFloat) {
@@ -139,7 +145,8 @@ void ShardedModel::update_external(const GradientSummary& summary, double scale,
     }
     external_grads_.push_back(grads);
   }
-  for (const Slot& slot : slots_) slot.param->has_grad = summary.present[slot.param->index];
+  for (const Slot& slot : slots_)
+    slot.param->has_grad = summary.present[slot.param->index];
   try {
     external();
   } catch (...) {
@@ -159,7 +166,8 @@ void ShardedModel::refresh_params() {
     if (!unit->master_is_weight()) shard::scaled_copy(unit->owned_weights(), unit->master);
     gather_unit(*unit, pending);
   }
-  for (comm::Pending& p : pending) p.wait();
+  for (comm::Pending& p : pending)
+    p.wait();
 }
 
 void ShardedModel::adopt_params(bool only_touched) {
