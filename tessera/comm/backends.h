@@ -17,20 +17,22 @@ namespace tessera::comm {
 // One rank; every collective is a copy at most.
 GroupPtr single_group();
 
-// `size` ranks that are threads of this process (tests, small experiments). Element r is for the thread of rank r.
-// A rank that throws calls abort(); the others then fail with its reason at once. `timeout`: longest wait for a peer.
+// `size` ranks that are threads of this process (tests, small experiments). Element r is for the
+// thread of rank r. A rank that throws calls abort(); the others then fail with its reason at once.
+// `timeout`: longest wait for a peer.
 std::vector<GroupPtr> thread_groups(int size,
                                     std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
-// Wraps a torch process group registered under `name` (the default group of torch.distributed is "0"; Python's
-// ProcessGroup.group_name gives it). Value error when no such group is registered.
+// Wraps a torch process group registered under `name` (the default group of torch.distributed is
+// "0"; Python's ProcessGroup.group_name gives it). Value error when no such group is registered.
 GroupPtr c10d_group(const std::string& name);
 // The same, for a process group at hand.
 GroupPtr c10d_group(std::shared_ptr<void> keep_alive, c10d::ProcessGroup& group);
 
-// The world group of this process from the usual environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (set by
-// torchrun --no-python or by hand). WORLD_SIZE unset or 1: single_group(). CPU: Gloo over TCPStore.
-// Collective: returns when all ranks have met, or throws DistBackendError after `timeout`.
+// The world group of this process from the usual environment: RANK, WORLD_SIZE, MASTER_ADDR,
+// MASTER_PORT (set by torchrun --no-python or by hand). WORLD_SIZE unset or 1: single_group(). CPU:
+// Gloo over TCPStore. Collective: returns when all ranks have met, or throws DistBackendError after
+// `timeout`.
 GroupPtr environment_group(std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
 }  // namespace tessera::comm

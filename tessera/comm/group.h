@@ -1,12 +1,13 @@
-// Group: the ranks that take part in a collective, and the collectives. The only view of communication that the rest
-// of Tessera has; back ends are c10d_group.h (any torch process group), thread_group.h (ranks as threads of one
-// process) and single_group.h (one rank).
+// Group: the ranks that take part in a collective, and the collectives. The only view of
+// communication that the rest of Tessera has; back ends are c10d_group.h (any torch process group),
+// thread_group.h (ranks as threads of one process) and single_group.h (one rank).
 //
 // Note [Order of summation]
-//   Every back end that adds on the CPU adds the ranks' contributions in rank order 0, 1, ..., n-1, in fp32 for fp32,
-//   bf16 and fp16 (double for double), and rounds once. The result of an element depends neither on its place in a
-//   buffer, on the bucket size, on timing, nor on whether it travelled by reduce_scatter or all_reduce: stages 0, 1
-//   and 2 get the same bits, and threads as ranks get those of processes. NCCL keeps its own order.
+//   Every back end that adds on the CPU adds the ranks' contributions in rank order 0, 1, ..., n-1,
+//   in fp32 for fp32, bf16 and fp16 (double for double), and rounds once. The result of an element
+//   depends neither on its place in a buffer, on the bucket size, on timing, nor on whether it
+//   travelled by reduce_scatter or all_reduce: stages 0, 1 and 2 get the same bits, and threads as
+//   ranks get those of processes. NCCL keeps its own order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,12 +23,14 @@ namespace tessera::comm {
 
 enum class ReduceOp { Sum, Avg, Min, Max };
 
-// What a collective is for, e.g. "reduce gradients of unit 'blocks.3'". Becomes part of every error message.
+// What a collective is for, e.g. "reduce gradients of unit 'blocks.3'". Becomes part of every error
+// message.
 using Label = std::string_view;
 
-// A collective in flight. wait() makes the result usable by the caller (CPU: blocks; accelerator: orders the current
-// stream) and throws DistBackendError naming this rank, the operation and its label when the collective failed or
-// timed out. Dropping a Pending waits and swallows the error, so that buffers never outlive their use.
+// A collective in flight. wait() makes the result usable by the caller (CPU: blocks; accelerator:
+// orders the current stream) and throws DistBackendError naming this rank, the operation and its
+// label when the collective failed or timed out. Dropping a Pending waits and swallows the error,
+// so that buffers never outlive their use.
 class Pending {
  public:
   class Work {
@@ -49,9 +52,9 @@ class Pending {
   std::unique_ptr<Work> work_;
 };
 
-// Calls and payload bytes of this rank since the last reset. `bytes` counts what a rank must at least send:
-// all_gather and reduce_scatter (n-1)/n of the full buffer, all_reduce twice that, broadcast the buffer,
-// all_to_all (n-1)/n of the buffer.
+// Calls and payload bytes of this rank since the last reset. `bytes` counts what a rank must at
+// least send: all_gather and reduce_scatter (n-1)/n of the full buffer, all_reduce twice that,
+// broadcast the buffer, all_to_all (n-1)/n of the buffer.
 struct OpStats {
   int64_t calls = 0;
   int64_t bytes = 0;
@@ -60,8 +63,13 @@ struct CommStats {
   OpStats all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, barrier;
 };
 
-// All calls are collective: every rank of the group makes the same calls in the same order. Tensors are contiguous,
-// on one device, and stay alive and untouched until wait(). A Group is used by one thread at a time.
+// All calls are collective: every rank of the group makes the same calls in the same order, and
+// calls wait() on several collectives in flight in one order. Tensors are contiguous, on one
+// device, and stay alive and untouched until wait(). A Group is used by one thread at a time
+// (abort() by any). Wrong arguments are value errors that name the operation and its label, thrown
+// before anything is sent. After the first failure every later collective fails at once with the
+// cause of that first one. Sum, Min and Max take floating and integer tensors (Min and Max bool
+// too; NaN wins), Avg floating ones.
 class Group {
  public:
   virtual ~Group() = default;
@@ -70,20 +78,23 @@ class Group {
   virtual int size() const = 0;
   virtual std::string name() const = 0;  // "gloo", "threads", "single", ...
 
-  // out: size() * in.numel() elements, rank r's part at offset r * in.numel(). `in` may be that very part of `out`.
+  // out: size() * in.numel() elements, rank r's part at offset r * in.numel(). `in` may be that
+  // very part of `out`.
   Pending all_gather(at::Tensor out, at::Tensor in, Label label = {});
-  // in: size() * out.numel() elements; out gets the reduction of part rank(). `out` may be that very part of `in`;
-  // the other parts of `in` are undefined afterwards.
+  // in: size() * out.numel() elements; out gets the reduction of part rank(). `out` may be that
+  // very part of `in`; the other parts of `in` are undefined afterwards.
   Pending reduce_scatter(at::Tensor out, at::Tensor in, ReduceOp op, Label label = {});
   Pending all_reduce(at::Tensor tensor, ReduceOp op, Label label = {});  // in place
   Pending broadcast(at::Tensor tensor, int root, Label label = {});      // in place
-  // Part r of `in` goes to rank r; part r of `out` comes from rank r. Empty splits: equal parts.
+  // Part r of `in` goes to rank r; part r of `out` comes from rank r. Splits count rows of dim 0
+  // (elements of a 1-d tensor), one number per rank; empty splits: equal parts of the flattened
+  // tensor. `in` and `out` must not overlap.
   Pending all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits = {},
                      std::vector<int64_t> in_splits = {}, Label label = {});
   void barrier(Label label = {});
 
-  // Makes every pending and future collective of this group fail, on the other ranks too where the back end can tell
-  // them, with `reason` in their message. Local, never blocks.
+  // Makes every pending and future collective of this group fail, on the other ranks too where the
+  // back end can tell them, with `reason` in their message. Local, never blocks.
   virtual void abort(const std::string& reason) = 0;
 
   const CommStats& stats() const { return stats_; }

@@ -14,11 +14,12 @@ const char* axis_name(Axis axis);
 // Groups are handed in; an axis that is not set has one rank. Immutable once built.
 class Mesh {
  public:
-  Mesh() = default;
-  explicit Mesh(GroupPtr dp_shard) { groups_[Axis::DpShard] = std::move(dp_shard); }
+  Mesh();
+  explicit Mesh(GroupPtr dp_shard);
+  // Value error when `group` is null.
   Mesh& set(Axis axis, GroupPtr group);
 
-  // The group along `axis`; single_group() when it was not set.
+  // The group along `axis`; a single_group() of this mesh when it was not set.
   const GroupPtr& group(Axis axis) const;
   int size(Axis axis) const { return group(axis)->size(); }
   int rank(Axis axis) const { return group(axis)->rank(); }

@@ -1,0 +1,197 @@
+#include "tessera/comm/reduce_rows.h"
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "tessera/base/error.h"
+#include "tessera/base/parallel.h"
+
+#if defined(__x86_64__)
+#define TESSERA_WIDE __attribute__((target("avx2"), flatten))
+#endif
+
+namespace tessera::comm {
+namespace {
+
+constexpr int64_t kBlock =
+    1024;  // elements; the fp32 sums of a block stay in the first-level cache
+constexpr int64_t kGrain = 1 << 18;  // elements per thread worth a thread
+
+// Element type -> type of the arithmetic. Integers add as unsigned: overflow wraps and is defined.
+template <class T>
+struct Arithmetic {
+  using type = T;
+};
+template <>
+struct Arithmetic<c10::BFloat16> {
+  using type = float;
+};
+template <>
+struct Arithmetic<c10::Half> {
+  using type = float;
+};
+
+template <class T>
+inline typename Arithmetic<T>::type widen(T x) {
+  return x;
+}
+inline float widen(c10::BFloat16 x) {
+  return std::bit_cast<float>(static_cast<uint32_t>(x.x) << 16);
+}
+
+template <class T>
+inline T narrow(typename Arithmetic<T>::type x) {
+  return static_cast<T>(x);
+}
+// Nearest, ties to even, without a branch so that the loop vectorises.
+template <>
+inline c10::BFloat16 narrow<c10::BFloat16>(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return c10::BFloat16(static_cast<uint16_t>(nan ? 0x7fc0u : rounded), c10::BFloat16::from_bits());
+}
+
+template <class A>
+inline A add(A a, A b) {
+  if constexpr (std::is_integral_v<A> && !std::is_same_v<A, bool>) {
+    using U = std::make_unsigned_t<A>;
+    return static_cast<A>(static_cast<U>(static_cast<U>(a) + static_cast<U>(b)));
+  } else {
+    return a + b;
+  }
+}
+
+template <ReduceOp op, class A>
+inline A combine(A a, A b) {
+  if constexpr (op == ReduceOp::Min) {
+    return (b < a || b != b)
+               ? b
+               : a;  // NaN wins; a NaN in `a` stays because comparisons with it are false
+  } else if constexpr (op == ReduceOp::Max) {
+    return (b > a || b != b) ? b : a;
+  } else {
+    return add(a, b);
+  }
+}
+
+template <class T, ReduceOp op>
+inline void reduce_block(T* out, const void* const* rows, int count, int64_t begin, int64_t n) {
+  using A = typename Arithmetic<T>::type;
+  alignas(64) A acc[kBlock];
+  const T* first = static_cast<const T*>(rows[0]) + begin;
+  for (int64_t i = 0; i < n; ++i)
+    acc[i] = widen(first[i]);
+  for (int r = 1; r < count; ++r) {
+    const T* row = static_cast<const T*>(rows[r]) + begin;
+    for (int64_t i = 0; i < n; ++i)
+      acc[i] = combine<op, A>(acc[i], widen(row[i]));
+  }
+  if constexpr (op == ReduceOp::Avg) {
+    const A divisor = static_cast<A>(count);
+    for (int64_t i = 0; i < n; ++i)
+      acc[i] = acc[i] / divisor;
+  }
+  for (int64_t i = 0; i < n; ++i)
+    out[begin + i] = narrow<T>(acc[i]);
+}
+
+using RangeFn = void (*)(void* out, const void* const* rows, int count, int64_t begin, int64_t end);
+
+template <class T, ReduceOp op>
+inline void reduce_blocks(void* out, const void* const* rows, int count, int64_t begin,
+                          int64_t end) {
+  for (int64_t at = begin; at < end; at += kBlock) {
+    reduce_block<T, op>(static_cast<T*>(out), rows, count, at, std::min(kBlock, end - at));
+  }
+}
+
+template <class T, ReduceOp op>
+void reduce_range(void* out, const void* const* rows, int count, int64_t begin, int64_t end) {
+  reduce_blocks<T, op>(out, rows, count, begin, end);
+}
+
+#ifdef TESSERA_WIDE
+// The same loops with wider registers: same bits, as nothing in them may be contracted or
+// reordered.
+template <class T, ReduceOp op>
+TESSERA_WIDE void reduce_range_wide(void* out, const void* const* rows, int count, int64_t begin,
+                                    int64_t end) {
+  reduce_blocks<T, op>(out, rows, count, begin, end);
+}
+#endif
+
+template <class T, ReduceOp op>
+RangeFn pick_width() {
+#ifdef TESSERA_WIDE
+  static const bool wide = __builtin_cpu_supports("avx2");
+  if (wide) return &reduce_range_wide<T, op>;
+#endif
+  return &reduce_range<T, op>;
+}
+
+template <class T>
+RangeFn pick_op(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::Sum:
+      return pick_width<T, ReduceOp::Sum>();
+    case ReduceOp::Min:
+      return pick_width<T, ReduceOp::Min>();
+    case ReduceOp::Max:
+      return pick_width<T, ReduceOp::Max>();
+    case ReduceOp::Avg:
+      if constexpr (!std::is_integral_v<T>) return pick_width<T, ReduceOp::Avg>();
+  }
+  return nullptr;
+}
+
+RangeFn pick(c10::ScalarType dtype, ReduceOp op) {
+  using S = c10::ScalarType;
+  switch (dtype) {
+    case S::Float:
+      return pick_op<float>(op);
+    case S::Double:
+      return pick_op<double>(op);
+    case S::BFloat16:
+      return pick_op<c10::BFloat16>(op);
+    case S::Half:
+      return pick_op<c10::Half>(op);
+    case S::Byte:
+      return pick_op<uint8_t>(op);
+    case S::Char:
+      return pick_op<int8_t>(op);
+    case S::Short:
+      return pick_op<int16_t>(op);
+    case S::Int:
+      return pick_op<int32_t>(op);
+    case S::Long:
+      return pick_op<int64_t>(op);
+    case S::Bool:
+      return op == ReduceOp::Min || op == ReduceOp::Max ? pick_op<uint8_t>(op) : nullptr;
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace
+
+bool can_reduce(c10::ScalarType dtype, ReduceOp op) {
+  return pick(dtype, op) != nullptr;
+}
+
+void reduce_rows(void* out, const void* const* rows, int count, int64_t n, c10::ScalarType dtype,
+                 ReduceOp op) {
+  const RangeFn range = pick(dtype, op);
+  TESSERA_ASSERT(range != nullptr && count >= 1);
+  if (n == 0) return;
+  parallel_ranges(n, kGrain, kBlock,
+                  [&](int64_t begin, int64_t end) { range(out, rows, count, begin, end); });
+}
+
+}  // namespace tessera::comm

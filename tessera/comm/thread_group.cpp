@@ -1,0 +1,370 @@
+// Ranks as threads. A call posts pointers and returns; the work is done in wait(), once all ranks
+// have posted. It is cut into one share per rank, and whoever waits takes the shares nobody has
+// begun, its own first: so a rank that does not wait yet never holds up the others, and two groups
+// used in crossed order cannot deadlock.
+//
+// Note [Shares]
+//   No share writes what another share of the same operation reads or writes, in the in-place forms
+//   too: a share of all_gather, broadcast and all_to_all fills the output of one rank (an in-place
+//   part is skipped), one of reduce_scatter fills one rank's part, and one of all_reduce reduces a
+//   segment and writes it into the tensors of all ranks. So shares need no barrier between them,
+//   and a result is the same whoever computes it.
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <optional>
+
+#include "tessera/base/error.h"
+#include "tessera/comm/backends.h"
+#include "tessera/comm/op_info.h"
+#include "tessera/comm/reduce_rows.h"
+
+namespace tessera::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// What one rank posts.
+struct Post {
+  OpInfo info;
+  char* out = nullptr;
+  const char* in = nullptr;
+  std::vector<int64_t> out_splits, in_splits;  // bytes, all_to_all only
+};
+
+// One collective: slots for the posts of all ranks. Guarded by World::mutex, but posts are constant
+// once all are there.
+struct Op {
+  explicit Op(int size) : posts(size), begun(size, false) {}
+
+  std::vector<std::optional<Post>> posts;
+  std::vector<bool> begun;  // shares taken
+  int posted = 0, running = 0, finished = 0;
+};
+
+void copy_bytes(char* to, const char* from, int64_t bytes) {
+  if (bytes > 0 && to != from) std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+
+// State shared by all ranks of one group.
+class World {
+ public:
+  World(int size, std::chrono::milliseconds timeout)
+      : size_(size), timeout_(timeout), next_(size, 0), gone_(size, false) {}
+
+  int size() const { return size_; }
+  std::shared_ptr<Op> post(int rank, Post post);
+  void wait(int rank, Op& op, Clock::time_point launched);
+  void abort(int rank, const std::string& reason);
+  void leave(int rank);
+
+ private:
+  void check_alive(int rank, const OpInfo& info, Clock::time_point since) const;
+  void fail(std::string cause);
+  void check_agreement(const Op& op);
+  std::string departed(const Op& op) const;
+  int pick_share(const Op& op, int rank) const;
+  void run_share(const Op& op, int share) const;
+  void all_to_all_share(const Op& op, int share) const;
+  void all_reduce_share(const Op& op, int share) const;
+  std::vector<int> missing(const Op& op) const;
+
+  const int size_;
+  const std::chrono::milliseconds timeout_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<Op>> open_;  // not yet posted by all; front is position `first_`
+  int64_t first_ = 0;
+  std::vector<int64_t> next_;  // position of a rank's next call
+  std::vector<bool> gone_;     // ranks whose Group object was destroyed
+  std::string cause_;          // first failure; empty while all is well
+};
+
+void World::check_alive(int rank, const OpInfo& info, Clock::time_point since) const {
+  if (cause_.empty()) return;
+  throw_failed(rank, size_, info, std::chrono::duration<double>(Clock::now() - since).count(),
+               cause_);
+}
+
+void World::fail(std::string cause) {
+  if (cause_.empty()) cause_ = std::move(cause);
+  changed_.notify_all();
+}
+
+std::shared_ptr<Op> World::post(int rank, Post post) {
+  const std::scoped_lock lock(mutex_);
+  check_alive(rank, post.info, Clock::now());
+  const int64_t position = next_[rank]++;
+  while (first_ + static_cast<int64_t>(open_.size()) <= position) {
+    open_.push_back(std::make_shared<Op>(size_));
+  }
+  const auto op = open_[position - first_];
+  op->posts[rank] = std::move(post);
+  op->posted += 1;
+  check_agreement(*op);
+  if (op->posted == size_) {
+    while (!open_.empty() && open_.front()->posted == size_) {
+      open_.pop_front();
+      ++first_;
+    }
+    changed_.notify_all();
+  }
+  check_alive(rank, op->posts[rank]->info, Clock::now());
+  return op;
+}
+
+void World::check_agreement(const Op& op) {
+  int reference = -1;
+  for (int r = 0; r < size_; ++r) {
+    if (!op.posts[r]) continue;
+    if (reference < 0) reference = r;
+    const OpInfo& a = op.posts[reference]->info;
+    const OpInfo& b = op.posts[r]->info;
+    if (same_call(a, b)) continue;
+    fail("the ranks disagree: rank " + std::to_string(reference) + " called " + describe_fully(a) +
+         ", rank " + std::to_string(r) + " called " + describe_fully(b));
+    return;
+  }
+  if (op.posted < size_ || std::string_view(op.posts[0]->info.name) != "all_to_all") return;
+  for (int from = 0; from < size_; ++from) {
+    for (int to = 0; to < size_; ++to) {
+      const int64_t sent = op.posts[from]->in_splits[to], expected = op.posts[to]->out_splits[from];
+      if (sent == expected) continue;
+      fail("the ranks disagree: in " + describe(op.posts[from]->info) + " rank " +
+           std::to_string(from) + " sends " + std::to_string(sent) + " B to rank " +
+           std::to_string(to) + ", which expects " + std::to_string(expected) + " B");
+      return;
+    }
+  }
+}
+
+std::vector<int> World::missing(const Op& op) const {
+  std::vector<int> ranks;
+  for (int r = 0; r < size_; ++r) {
+    if (!op.posts[r]) ranks.push_back(r);
+  }
+  return ranks;
+}
+
+// Why `op` can never start: a rank it waits for has destroyed its group.
+std::string World::departed(const Op& op) const {
+  for (int r = 0; r < size_; ++r) {
+    if (gone_[r] && !op.posts[r]) {
+      return "rank " + std::to_string(r) + " destroyed its group without making this call";
+    }
+  }
+  return {};
+}
+
+int World::pick_share(const Op& op, int rank) const {
+  for (int i = 0; i < size_; ++i) {
+    const int share = (rank + i) % size_;
+    if (!op.begun[share]) return share;
+  }
+  return -1;
+}
+
+void World::wait(int rank, Op& op, Clock::time_point launched) {
+  std::unique_lock lock(mutex_);
+  const OpInfo& info = op.posts[rank]->info;
+  const auto deadline = Clock::now() + timeout_;
+  while (op.finished < size_) {
+    if (!cause_.empty()) {
+      // Nobody may still touch our buffers when we return.
+      changed_.wait(lock, [&] { return op.running == 0; });
+      if (op.finished == size_) return;
+      check_alive(rank, info, launched);
+    }
+    if (op.posted < size_) {
+      if (auto cause = departed(op); !cause.empty()) {
+        fail(std::move(cause));
+      } else if (changed_.wait_until(lock, deadline) == std::cv_status::timeout &&
+                 op.posted < size_ && cause_.empty()) {
+        fail("timed out waiting for rank(s) " + join(missing(op)) + " in " + describe(info));
+      }
+      continue;
+    }
+    const int share = pick_share(op, rank);
+    if (share < 0) {
+      changed_.wait(lock);
+      continue;
+    }
+    op.begun[share] = true;
+    op.running += 1;
+    lock.unlock();
+    run_share(op, share);
+    lock.lock();
+    op.running -= 1;
+    op.finished += 1;
+    if (op.running == 0) changed_.notify_all();
+  }
+}
+
+void World::abort(int rank, const std::string& reason) {
+  const std::scoped_lock lock(mutex_);
+  fail("rank " + std::to_string(rank) + " aborted: " + reason);
+}
+
+void World::leave(int rank) {
+  const std::scoped_lock lock(mutex_);
+  gone_[rank] = true;
+  changed_.notify_all();
+}
+
+void World::run_share(const Op& op, int share) const {
+  const Post& mine = *op.posts[share];
+  const std::string_view name = mine.info.name;
+  const int64_t part = mine.info.bytes / size_;
+  if (name == "all_gather") {
+    for (int r = 0; r < size_; ++r)
+      copy_bytes(mine.out + r * part, op.posts[r]->in, part);
+  } else if (name == "reduce_scatter") {
+    std::vector<const void*> rows(size_);
+    for (int r = 0; r < size_; ++r)
+      rows[r] = op.posts[r]->in + share * part;
+    const int64_t count = part / static_cast<int64_t>(c10::elementSize(mine.info.dtype));
+    reduce_rows(mine.out, rows.data(), size_, count, mine.info.dtype, mine.info.op);
+  } else if (name == "all_reduce") {
+    all_reduce_share(op, share);
+  } else if (name == "broadcast") {
+    copy_bytes(mine.out, op.posts[mine.info.root]->in, mine.info.bytes);
+  } else if (name == "all_to_all") {
+    all_to_all_share(op, share);
+  }
+}
+
+void World::all_reduce_share(const Op& op, int share) const {
+  const OpInfo& info = op.posts[share]->info;
+  const auto width = static_cast<int64_t>(c10::elementSize(info.dtype));
+  const int64_t total = info.bytes / width;
+  const int64_t begin = total * share / size_, count = total * (share + 1) / size_ - begin;
+  std::vector<const void*> rows(size_);
+  for (int r = 0; r < size_; ++r)
+    rows[r] = op.posts[r]->in + begin * width;
+  char* first = op.posts[0]->out + begin * width;
+  reduce_rows(first, rows.data(), size_, count, info.dtype, info.op);
+  for (int r = 1; r < size_; ++r)
+    copy_bytes(op.posts[r]->out + begin * width, first, count * width);
+}
+
+void World::all_to_all_share(const Op& op, int share) const {
+  const Post& mine = *op.posts[share];
+  char* to = mine.out;
+  for (int r = 0; r < size_; ++r) {
+    const auto& splits = op.posts[r]->in_splits;
+    const char* from = op.posts[r]->in;
+    for (int before = 0; before < share; ++before)
+      from += splits[before];
+    copy_bytes(to, from, mine.out_splits[r]);
+    to += mine.out_splits[r];
+  }
+}
+
+class ThreadWork final : public Pending::Work {
+ public:
+  ThreadWork(std::shared_ptr<World> world, std::shared_ptr<Op> op, int rank, at::Tensor out,
+             at::Tensor in)
+      : world_(std::move(world)),
+        op_(std::move(op)),
+        rank_(rank),
+        out_(std::move(out)),
+        in_(std::move(in)) {}
+
+  void wait() override { world_->wait(rank_, *op_, launched_); }
+
+ private:
+  std::shared_ptr<World> world_;
+  std::shared_ptr<Op> op_;
+  int rank_;
+  at::Tensor out_, in_;  // keeps the memory alive that other ranks read
+  Clock::time_point launched_ = Clock::now();
+};
+
+class ThreadGroup final : public Group {
+ public:
+  ThreadGroup(std::shared_ptr<World> world, int rank) : world_(std::move(world)), rank_(rank) {}
+  ~ThreadGroup() override { world_->leave(rank_); }
+
+  int rank() const override { return rank_; }
+  int size() const override { return world_->size(); }
+  std::string name() const override { return "threads"; }
+  void abort(const std::string& reason) override { world_->abort(rank_, reason); }
+
+ protected:
+  Pending do_all_gather(at::Tensor out, at::Tensor in, Label label) override {
+    return launch("all_gather", out, in, out, label);
+  }
+  Pending do_reduce_scatter(at::Tensor out, at::Tensor in, ReduceOp op, Label label) override {
+    return launch("reduce_scatter", out, in, in, label, op);
+  }
+  Pending do_all_reduce(at::Tensor tensor, ReduceOp op, Label label) override {
+    return launch("all_reduce", tensor, tensor, tensor, label, op);
+  }
+  Pending do_broadcast(at::Tensor tensor, int root, Label label) override {
+    return launch("broadcast", tensor, tensor, tensor, label, ReduceOp::Sum, root);
+  }
+  Pending do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits,
+                        std::vector<int64_t> in_splits, Label label) override {
+    Post post = make_post("all_to_all", out, in, in, label);
+    const auto width = static_cast<int64_t>(in.element_size());
+    for (int64_t& split : out_splits)
+      split *= width;
+    for (int64_t& split : in_splits)
+      split *= width;
+    post.out_splits = std::move(out_splits);
+    post.in_splits = std::move(in_splits);
+    return send(std::move(post), out, in);
+  }
+  void do_barrier(Label label) override {
+    Post post;
+    post.info.name = "barrier";
+    post.info.label = label;
+    send(std::move(post), {}, {}).wait();
+  }
+
+ private:
+  Post make_post(const char* name, const at::Tensor& out, const at::Tensor& in,
+                 const at::Tensor& full, Label label) {
+    TESSERA_CHECK_VALUE(full.is_cpu(), "comm", name, " (", label,
+                        "): a group of threads takes CPU tensors, got ", full.device());
+    Post post;
+    post.info = {.name = name,
+                 .label = std::string(label),
+                 .bytes = static_cast<int64_t>(full.nbytes()),
+                 .dtype = full.scalar_type()};
+    post.out = static_cast<char*>(out.mutable_data_ptr());
+    post.in = static_cast<const char*>(in.const_data_ptr());
+    return post;
+  }
+
+  Pending launch(const char* name, const at::Tensor& out, const at::Tensor& in,
+                 const at::Tensor& full, Label label, ReduceOp op = ReduceOp::Sum, int root = -1) {
+    Post post = make_post(name, out, in, full, label);
+    post.info.op = op;
+    post.info.root = root;
+    return send(std::move(post), out, in);
+  }
+
+  Pending send(Post post, const at::Tensor& out, const at::Tensor& in) {
+    auto op = world_->post(rank_, std::move(post));
+    return Pending(std::make_unique<ThreadWork>(world_, std::move(op), rank_, out, in));
+  }
+
+  std::shared_ptr<World> world_;
+  const int rank_;
+};
+
+}  // namespace
+
+std::vector<GroupPtr> thread_groups(int size, std::chrono::milliseconds timeout) {
+  TESSERA_CHECK_VALUE(size >= 1, "comm", "thread_groups: size must be at least 1, got ", size);
+  auto world = std::make_shared<World>(size, timeout);
+  std::vector<GroupPtr> groups;
+  for (int r = 0; r < size; ++r)
+    groups.push_back(std::make_shared<ThreadGroup>(world, r));
+  return groups;
+}
+
+}  // namespace tessera::comm

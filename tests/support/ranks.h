@@ -1,0 +1,51 @@
+// Test support: ranks as threads of this process.
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tessera/comm/backends.h"
+
+namespace tessera::testing {
+
+// Runs fn(rank, group) on `size` threads and returns when all have ended. When one throws, its
+// group is aborted, so that the others end too, and the exception that came first is thrown again
+// here. Note that gtest's ASSERT_* only leave the function they are in: in a rank, prefer EXPECT_*
+// or throw.
+inline void run_ranks(int size, const std::function<void(int, comm::GroupPtr)>& fn,
+                      std::chrono::milliseconds timeout = std::chrono::minutes(2)) {
+  auto groups = comm::thread_groups(size, timeout);
+  std::mutex mutex;
+  std::exception_ptr first;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank, group = std::move(groups[rank])]() mutable {
+      try {
+        fn(rank, group);
+      } catch (...) {
+        std::string what = "unknown exception";
+        {
+          const std::scoped_lock lock(mutex);
+          if (!first) first = std::current_exception();
+        }
+        try {
+          throw;
+        } catch (const std::exception& error) {
+          what = error.what();
+        } catch (...) {
+        }
+        group->abort(what);
+      }
+    });
+  }
+  for (auto& thread : threads)
+    thread.join();
+  if (first) std::rethrow_exception(first);
+}
+
+}  // namespace tessera::testing
