@@ -7,7 +7,8 @@
 namespace tessera::comm {
 namespace {
 
-void copy(const at::Tensor& to, const at::Tensor& from) {
+void copy_flat(const at::Tensor& to, const at::Tensor& from) {
+  const at::NoGradGuard no_grad;
   if (to.numel() > 0 && to.const_data_ptr() != from.const_data_ptr())
     to.view(-1).copy_(from.view(-1));
 }
@@ -27,12 +28,12 @@ class SingleGroup final : public Group {
  protected:
   Pending do_all_gather(at::Tensor out, at::Tensor in, Label label) override {
     check("all_gather", out, label);
-    copy(out, in);
+    copy_flat(out, in);
     return {};
   }
   Pending do_reduce_scatter(at::Tensor out, at::Tensor in, ReduceOp, Label label) override {
     check("reduce_scatter", in, label);
-    copy(out, in);
+    copy_flat(out, in);
     return {};
   }
   Pending do_all_reduce(at::Tensor tensor, ReduceOp, Label label) override {
@@ -48,7 +49,7 @@ class SingleGroup final : public Group {
     check("all_to_all", in, label);
     TESSERA_CHECK_VALUE(out_splits == in_splits, "comm", "all_to_all (", label,
                         "): 'out' and 'in' differ in size");
-    copy(out, in);
+    copy_flat(out, in);
     return {};
   }
   void do_barrier(Label label) override { check("barrier", at::Tensor(), label); }

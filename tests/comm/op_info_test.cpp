@@ -1,0 +1,44 @@
+#include "tessera/comm/op_info.h"
+
+#include "tests/comm/collectives.h"
+
+namespace tessera::comm {
+namespace {
+
+TEST(OpInfo, IsDescribedWithLabelAndBytes) {
+  OpInfo info{.name = "all_gather", .label = "unit 'a'", .bytes = 4096, .dtype = at::kFloat};
+  EXPECT_EQ(describe(info), "all_gather (unit 'a', 4096 B)");
+  EXPECT_EQ(describe_fully(info), "all_gather (unit 'a', 4096 B, Float)");
+  info.name = "reduce_scatter";
+  info.label.clear();
+  info.op = ReduceOp::Max;
+  EXPECT_EQ(describe_fully(info), "reduce_scatter (4096 B, Float, max)");
+}
+
+TEST(OpInfo, CallsMustAgreeInEverythingThatTravels) {
+  const OpInfo a{.name = "all_reduce", .label = "x", .bytes = 8, .dtype = at::kFloat};
+  OpInfo b = a;
+  b.label = "another text";
+  EXPECT_TRUE(same_call(a, b));
+  b.op = ReduceOp::Avg;
+  EXPECT_FALSE(same_call(a, b));
+  b = a;
+  b.bytes = 16;
+  EXPECT_FALSE(same_call(a, b));
+  b = a;
+  b.dtype = at::kInt;
+  EXPECT_FALSE(same_call(a, b));
+  b = a;
+  b.name = "broadcast";
+  EXPECT_FALSE(same_call(a, b));
+}
+
+TEST(OpInfo, AFailureNamesRankOperationAndCause) {
+  const OpInfo info{.name = "barrier", .label = "end"};
+  const auto text =
+      testing::message_of<c10::DistBackendError>([&] { throw_failed(1, 4, info, 0.5, "gone"); });
+  EXPECT_EQ(text, "[comm] rank 1 of 4: barrier (end, 0 B) failed after 0.50 s: gone");
+}
+
+}  // namespace
+}  // namespace tessera::comm
