@@ -5,11 +5,13 @@
 
 namespace tessera::optim {
 
-// Sum of squares of a contiguous CPU tensor (fp32, bf16, fp16) in double; not finite if an element is not. Multi-threaded;
-// blocks of fixed size are added in order, so the bits do not depend on the number of threads.
+// Sum of squares of a contiguous CPU tensor (fp32, bf16, fp16) in double; not finite if an element
+// is not. Multi-threaded; blocks of fixed size are added in order, so the bits do not depend on the
+// number of threads.
 double sum_of_squares(const at::Tensor& tensor);
 
-// Factor of torch.nn.utils.clip_grad_norm_: min(1, max_norm / (norm + 1e-6)); 1 when max_norm is 0 (clipping off).
+// Factor of torch.nn.utils.clip_grad_norm_: min(1, max_norm / (norm + 1e-6)); 1 when max_norm is 0
+// (clipping off).
 double clip_coefficient(double norm, double max_norm);
 
 }  // namespace tessera::optim

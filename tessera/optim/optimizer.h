@@ -1,5 +1,5 @@
-// Optimizers over local flat shards: hyper-parameters per group, and one fused update per range. Knows no units,
-// modules or stages.
+// Optimizers over local flat shards: hyper-parameters per group, and one fused update per range.
+// Knows no units, modules or stages.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,8 @@ enum class Rule {
   External,  // a client's optimizer updates the master shards itself
 };
 
-// Hyper-parameters of one param group; a rule reads those it knows. Names and defaults are those of torch.optim.
+// Hyper-parameters of one param group; a rule reads those it knows. Names and defaults are those of
+// torch.optim.
 struct GroupOptions {
   double lr = 1e-3;
   double beta1 = 0.9, beta2 = 0.999;  // Adam, Lion
@@ -38,8 +39,8 @@ struct OptimizerOptions {
   GroupOptions defaults;
 };
 
-// "adam", "adamw", "sgd", "lion", "adagrad" in any letter case; value error listing them otherwise. "adam" gives
-// AdamW's arithmetic unless `adam_w_mode` is false (DeepSpeed's rule).
+// "adam", "adamw", "sgd", "lion", "adagrad" in any letter case; value error listing them otherwise.
+// "adam" gives AdamW's arithmetic unless `adam_w_mode` is false (DeepSpeed's rule).
 OptimizerOptions options_of_type(const std::string& type, bool adam_w_mode = true);
 
 // Names of the state tensors of a rule in torch's terms, e.g. {"exp_avg", "exp_avg_sq"}. At most 2.
@@ -49,16 +50,19 @@ struct StateNames {
 };
 StateNames state_names(Rule rule, const std::vector<GroupOptions>& groups);
 
-// A range of a shard that shares a group and a step count. Tensors are 1-D, contiguous, of equal length, on the CPU.
+// A range of a shard that shares a group and a step count. Tensors are 1-D, contiguous, of equal
+// length, on the CPU.
 struct UpdateSlice {
   at::Tensor master;  // fp32
-  at::Tensor weight;  // compute weights, bf16 or fp16; undefined where the master is the compute weight
-  at::Tensor grad;    // fp32, bf16 or fp16
+  at::Tensor
+      weight;  // compute weights, bf16 or fp16; undefined where the master is the compute weight
+  at::Tensor grad;  // fp32, bf16 or fp16
   std::array<at::Tensor, 2> state;
 };
 
-// One fused pass: g = grad * grad_scale, update master and state, write weight. `step` counts from 1.
-// Multi-threaded; the bits do not depend on the number of threads.
-void update(Rule rule, const GroupOptions& group, int64_t step, const UpdateSlice& slice, double grad_scale);
+// One fused pass: g = grad * grad_scale, update master and state, write weight. `step` counts
+// from 1. Multi-threaded; the bits do not depend on the number of threads.
+void update(Rule rule, const GroupOptions& group, int64_t step, const UpdateSlice& slice,
+            double grad_scale);
 
 }  // namespace tessera::optim

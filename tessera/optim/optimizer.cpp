@@ -1,0 +1,177 @@
+#include "tessera/optim/optimizer.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+
+#include "tessera/base/error.h"
+#include "tessera/base/parallel.h"
+#include "tessera/kernels/update.h"
+#include "tessera/optim/kernel_dtype.h"
+
+namespace tessera::optim {
+namespace {
+
+constexpr int64_t kGrain = 32768;  // elements per thread at least: about 30 us of work
+constexpr int64_t kAlign = 64;     // elements; keeps threads off each other's cache lines
+
+int states_of(Rule rule, const GroupOptions& group) {
+  switch (rule) {
+    case Rule::Adam:
+      return 2;
+    case Rule::Lion:
+    case Rule::Adagrad:
+      return 1;
+    case Rule::Sgd:
+      return group.momentum != 0 ? 1 : 0;
+    case Rule::External:
+      return 0;
+  }
+  TESSERA_ASSERT(false, "unknown rule");
+}
+
+void check_tensor(const at::Tensor& tensor, int64_t n, const char* name) {
+  TESSERA_CHECK_VALUE(tensor.defined(), "optim.update", name, " is missing");
+  TESSERA_CHECK_VALUE(tensor.is_cpu() && tensor.dim() == 1 && tensor.is_contiguous(),
+                      "optim.update", name, " must be a contiguous 1-D CPU tensor");
+  TESSERA_CHECK_VALUE(tensor.numel() == n, "optim.update", name, " has ", tensor.numel(),
+                      " elements, the master weights have ", n);
+}
+
+void check_float(const at::Tensor& tensor, const char* name) {
+  TESSERA_CHECK_VALUE(tensor.scalar_type() == at::kFloat, "optim.update", name,
+                      " must be float32, got ", tensor.scalar_type());
+}
+
+// Checks the slice and gives it as pointers.
+kernels::UpdateRange range_of(const UpdateSlice& slice, int states) {
+  kernels::UpdateRange range;
+  TESSERA_CHECK_VALUE(slice.master.defined(), "optim.update", "master is missing");
+  range.n = slice.master.numel();
+  check_tensor(slice.master, range.n, "master");
+  check_float(slice.master, "master");
+  range.master = static_cast<float*>(slice.master.mutable_data_ptr());
+  check_tensor(slice.grad, range.n, "grad");
+  range.grad = slice.grad.const_data_ptr();
+  range.grad_dtype = kernel_dtype(slice.grad.scalar_type());
+  if (slice.weight.defined()) {
+    check_tensor(slice.weight, range.n, "weight");
+    range.weight = slice.weight.mutable_data_ptr();
+    range.weight_dtype = kernel_dtype(slice.weight.scalar_type());
+    TESSERA_CHECK_VALUE(
+        range.weight_dtype != kernels::DType::F32, "optim.update",
+        "weight must be bfloat16 or float16; leave it undefined where the master is "
+        "the compute weight");
+  }
+  for (int s = 0; s < states; ++s) {
+    check_tensor(slice.state[s], range.n, "state");
+    check_float(slice.state[s], "state");
+    (s == 0 ? range.state0 : range.state1) = static_cast<float*>(slice.state[s].mutable_data_ptr());
+  }
+  return range;
+}
+
+kernels::UpdateRange part(const kernels::UpdateRange& range, int64_t begin, int64_t end) {
+  kernels::UpdateRange r = range;
+  const auto bytes = [&](kernels::DType dtype) {
+    return begin * static_cast<int64_t>(kernels::size_of(dtype));
+  };
+  r.n = end - begin;
+  r.master += begin;
+  r.grad = static_cast<const char*>(r.grad) + bytes(r.grad_dtype);
+  if (r.weight != nullptr) r.weight = static_cast<char*>(r.weight) + bytes(r.weight_dtype);
+  if (r.state0 != nullptr) r.state0 += begin;
+  if (r.state1 != nullptr) r.state1 += begin;
+  return r;
+}
+
+template <class KernelRule>
+void run(const KernelRule& rule, const kernels::UpdateRange& range, double grad_scale) {
+  parallel_ranges(range.n, kGrain, kAlign, [&](int64_t begin, int64_t end) {
+    kernels::update(rule, part(range, begin, end), static_cast<float>(grad_scale));
+  });
+}
+
+// Powers in double, as torch.optim computes them.
+kernels::AdamRule adam_rule(const GroupOptions& g, int64_t step) {
+  kernels::AdamRule rule{g.lr, g.beta1, g.beta2, g.eps, g.weight_decay, g.decoupled};
+  if (g.bias_correction) {
+    const auto t = static_cast<double>(step);
+    rule.bias1 = 1 - std::pow(g.beta1, t);
+    rule.sqrt_bias2 = std::sqrt(1 - std::pow(g.beta2, t));
+  }
+  return rule;
+}
+
+}  // namespace
+
+OptimizerOptions options_of_type(const std::string& type, bool adam_w_mode) {
+  std::string name = type;
+  std::transform(name.begin(), name.end(), name.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  OptimizerOptions options;
+  if (name == "adam" || name == "adamw") {
+    options.rule = Rule::Adam;
+    options.defaults.decoupled = adam_w_mode || name == "adamw";
+  } else if (name == "sgd") {
+    options.rule = Rule::Sgd;
+  } else if (name == "lion") {
+    options.rule = Rule::Lion;
+    options.defaults.beta2 = 0.99;
+  } else if (name == "adagrad") {
+    options.rule = Rule::Adagrad;
+    options.defaults.lr = 1e-2;
+    options.defaults.eps = 1e-10;
+  } else {
+    TESSERA_CHECK_VALUE(false, "optim", "unknown optimizer type '", type,
+                        "'; known are Adam, AdamW, SGD, Lion and Adagrad");
+  }
+  return options;
+}
+
+StateNames state_names(Rule rule, const std::vector<GroupOptions>& groups) {
+  switch (rule) {
+    case Rule::Adam:
+      return {{"exp_avg", "exp_avg_sq"}, 2};
+    case Rule::Lion:
+      return {{"exp_avg"}, 1};
+    case Rule::Adagrad:
+      return {{"sum"}, 1};
+    case Rule::Sgd:
+      for (const GroupOptions& group : groups) {
+        if (group.momentum != 0) return {{"momentum_buffer"}, 1};
+      }
+      return {};
+    case Rule::External:
+      return {};
+  }
+  TESSERA_ASSERT(false, "unknown rule");
+}
+
+void update(Rule rule, const GroupOptions& group, int64_t step, const UpdateSlice& slice,
+            double grad_scale) {
+  TESSERA_ASSERT(rule != Rule::External, "[optim.update] an external optimizer has no kernel");
+  TESSERA_CHECK_VALUE(step >= 1, "optim.update", "steps count from 1, got ", step);
+  const auto range = range_of(slice, states_of(rule, group));
+  if (range.n == 0) return;
+  const double scale = group.maximize ? -grad_scale : grad_scale;
+  switch (rule) {
+    case Rule::Adam:
+      return run(adam_rule(group, step), range, scale);
+    case Rule::Sgd:
+      return run(kernels::SgdRule{group.lr, group.momentum, group.dampening, group.weight_decay,
+                                  group.nesterov, step == 1},
+                 range, scale);
+    case Rule::Lion:
+      return run(kernels::LionRule{group.lr, group.beta1, group.beta2, group.weight_decay}, range,
+                 scale);
+    case Rule::Adagrad: {
+      const double clr = group.lr / (1 + static_cast<double>(step - 1) * group.lr_decay);
+      return run(kernels::AdagradRule{clr, group.eps, group.weight_decay}, range, scale);
+    }
+    case Rule::External:
+      return;
+  }
+}
+
+}  // namespace tessera::optim
