@@ -1,0 +1,100 @@
+# Every target prepares what it needs: system check, virtual environment, packages, build. A second run only does what
+# changed. Variables: PYTHON (interpreter that makes the environment), JOBS (parallel compile jobs), ARGS (passed on to
+# the demo, pytest or the benchmarks).
+PYTHON ?= python3
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+ARGS ?=
+
+ROOT := $(CURDIR)
+VENV := $(ROOT)/.venv
+PY := $(VENV)/bin/python
+CMAKE := $(VENV)/bin/cmake
+CTEST := $(VENV)/bin/ctest
+export PATH := $(VENV)/bin:$(PATH)
+export VIRTUAL_ENV := $(VENV)
+
+CMAKE_FILES := CMakeLists.txt CMakePresets.json $(wildcard cmake/*)
+PACKAGE_FILES := $(shell find tessera python -name '__pycache__' -prune -o -type f -print 2>/dev/null) pyproject.toml $(CMAKE_FILES)
+CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.inc' 2>/dev/null)
+
+.PHONY: help demo test test-cpp test-python bench lint tidy asan tsan format clean package
+.DELETE_ON_ERROR:
+help:
+	@echo "make demo    train a small GPT on 2 ranks and compare it with plain PyTorch (output in demo-out/)"
+	@echo "make test    build and run every test"
+	@echo "make bench   build and run the benchmarks"
+	@echo "make lint    layer rules, clang-format, ruff, mypy"
+	@echo "make tidy    clang-tidy over the C++ sources"
+	@echo "make asan    C++ tests under the address and undefined-behaviour sanitizers"
+	@echo "make tsan    C++ tests of comm and zero under the thread sanitizer"
+	@echo "make format  rewrite the sources in the house format"
+	@echo "make clean   remove build/ and demo-out/ (the environment .venv stays)"
+
+# ---- environment. One stamp per requirements file; a changed file installs again.
+$(VENV)/bin/python:
+	@bash tools/check_system.sh base
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/stamp-%: requirements/%.txt $(wildcard requirements/*.txt) | $(VENV)/bin/python
+	$(PY) -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+# ---- build. One build tree per preset; the Python package is installed from the release tree.
+build/release/stamp-configure: $(CMAKE_FILES) $(VENV)/stamp-build
+	$(CMAKE) --preset release -DPython3_EXECUTABLE=$(PY) -DPython_EXECUTABLE=$(PY)
+	@touch $@
+
+build/release/stamp-configure-tests: build/release/stamp-configure
+	@bash tools/check_system.sh tests
+	$(CMAKE) --preset release -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON
+	@touch $@
+
+$(VENV)/stamp-package: $(PACKAGE_FILES) build/release/stamp-configure
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+	  --no-deps --force-reinstall -C build-dir=build/release .
+	@touch $@
+
+package: $(VENV)/stamp-package
+
+# ---- what people call
+demo: $(VENV)/stamp-demo $(VENV)/stamp-package
+	$(PY) examples/python/demo.py $(ARGS)
+
+test: test-cpp test-python
+
+test-cpp: $(VENV)/stamp-test build/release/stamp-configure-tests
+	$(CMAKE) --build build/release -j $(JOBS)
+	$(CTEST) --test-dir build/release --output-on-failure
+
+test-python: $(VENV)/stamp-test test-cpp $(VENV)/stamp-package
+	$(PY) -m pytest tests/python tests/tools -q $(ARGS)
+
+bench: $(VENV)/stamp-test $(VENV)/stamp-package
+	$(CMAKE) --preset bench -DPython3_EXECUTABLE=$(PY) -DPython_EXECUTABLE=$(PY)
+	$(CMAKE) --build build/bench -j $(JOBS)
+	BUILD_DIR=build/bench PYTHON=$(PY) bash bench/run.sh $(ARGS)
+
+lint: $(VENV)/stamp-lint
+	$(PY) tools/check_layers.py
+	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+tidy: $(VENV)/stamp-tidy build/release/stamp-configure-tests
+	git ls-files "tessera/*.cpp" "python/src/*.cpp" | xargs -P $(JOBS) -n 1 $(VENV)/bin/clang-tidy -p build/release --quiet
+
+asan tsan: $(VENV)/stamp-build
+	@bash tools/check_system.sh tests
+	$(CMAKE) --preset $@ -DPython3_EXECUTABLE=$(PY)
+	$(CMAKE) --build --preset $@ -j $(JOBS)
+	$(CTEST) --preset $@
+
+format: $(VENV)/stamp-lint
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
+	$(VENV)/bin/ruff check --fix-only .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf build demo-out

@@ -1,0 +1,96 @@
+"""Every rule of tools/check_layers.py fires on a small example and stays quiet on its legal twin."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import check_layers  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def no_exceptions(monkeypatch):
+    monkeypatch.setattr(check_layers, "UNTESTED", {})
+
+
+def findings(files):
+    return [f"{path}: {message}" for path, message in check_layers.check_all(files)]
+
+
+@pytest.mark.parametrize(
+    ("path", "include", "legal"),
+    [
+        ("tessera/zero/a.h", "tessera/shard/layout.h", True),
+        ("tessera/zero/a.h", "tessera/zero/b.h", True),
+        ("tessera/shard/a.h", "tessera/zero/b.h", False),
+        ("tessera/comm/a.h", "tessera/kernels/b.h", False),  # peers
+        ("tessera/optim/a.h", "tessera/amp/b.h", False),  # peers
+        ("tessera/nn/a.h", "tessera/tessera.h", True),
+        ("tessera/engine/a.h", "tessera/tessera.h", False),
+        ("tessera/tessera.h", "tessera/engine/engine.h", True),
+        ("tessera/tessera.h", "tessera/nn/engine.h", False),
+        ("python/src/a.h", "tessera/nn/engine.h", False),
+        ("tests/shard/a.h", "tessera/nn/engine.h", True),
+    ],
+)
+def test_layers(path, include, legal):
+    assert bool(findings({path: f'#include "{include}"\n'})) == (not legal)
+
+
+@pytest.mark.parametrize(
+    ("text", "home", "elsewhere"),
+    [
+        ("c10d::ProcessGroup* g;", "tessera/comm/a.h", "tessera/zero/a.h"),
+        ("py::object o;", "python/src/a.h", "tessera/nn/a.h"),
+        ("auto a = impl::grad_accumulator(p);", "tessera/zero/hooks.h", "tessera/zero/unit.h"),
+        ("std::getenv(name);", "tessera/base/env.h", "tessera/comm/a.h"),
+    ],
+)
+def test_doors(text, home, elsewhere):
+    assert findings({home: text}) == []
+    (line,) = findings({elsewhere: text})
+    assert elsewhere in line
+    assert findings({elsewhere: f"// {text}\n"}) == []  # a comment may name it
+
+
+def test_length():
+    assert findings({"tessera/base/a.h": "\n" * 600}) == []
+    assert "601 lines" in findings({"tessera/base/a.h": "\n" * 601})[0]
+    assert "601 lines" in findings({"examples/a.py": "\n" * 601})[0]
+
+
+def test_every_source_has_a_test():
+    assert "tests/shard/layout_test.cpp" in findings({"tessera/shard/layout.cpp": ""})[0]
+    assert findings({"tessera/shard/layout.cpp": "", "tests/shard/layout_test.cpp": ""}) == []
+    assert "tests/tools/test_x.py" in findings({"tools/x.py": ""})[0]
+    assert "tests/python/test_engine.py" in findings({"python/tessera/engine.py": ""})[0]
+
+
+def test_exceptions_are_used_and_must_exist(monkeypatch):
+    monkeypatch.setattr(check_layers, "UNTESTED", {"tessera/shard/layout.cpp": "why"})
+    assert findings({"tessera/shard/layout.cpp": ""}) == []
+    assert "does not exist" in findings({})[0]
+
+
+def test_machine_paths():
+    bad = "/" + "home/someone/x"
+    assert "README.md:2" in findings({"README.md": f"a\n{bad}\n"})[0]
+    assert findings({"README.md": "/path/to/file and /usr/include\n"}) == []
+
+
+def test_conditional_code():
+    assert "two files" in findings({"tessera/io/a.h": "#ifdef TESSERA_URING\n#endif\n"})[0]
+    assert findings({"tessera/io/a.h": "#if defined(__x86_64__)\n#endif\n"}) == []
+
+
+def test_the_command(tmp_path):
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "tessera" / "base").mkdir(parents=True)
+    (tmp_path / "tessera" / "base" / "a.h").write_text('#include "tessera/zero/b.h"\n')
+    command = [sys.executable, str(ROOT / "tools" / "check_layers.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "layer 0 includes tessera/zero/b.h" in done.stdout

@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+"""Checks the house rules that a compiler does not: layers, doors, file length, a test for every source.
+
+usage: check_layers.py [ROOT]     exit status 1 and one line per finding when a rule is broken
+
+The rules, in the order of the functions below:
+  layers     a file includes its own folder or a lower layer only
+  doors      one folder or file each for c10d, pybind11, autograd internals and the environment
+  length     no source file is longer than MAX_LINES
+  tests      every source has a test with its stem
+  paths      no path of one particular machine in any tracked text file
+  optional   optional parts are two files chosen by the build, not #ifdef
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_LINES = 600
+
+# Folder -> layer number. Folders of one number never see each other.
+LAYERS = {
+    "tessera/base": 0,
+    "tessera/comm": 1,
+    "tessera/kernels": 1,
+    "tessera/io": 1,
+    "tessera/shard": 2,
+    "tessera/amp": 3,
+    "tessera/optim": 3,
+    "tessera/offload": 3,
+    "tessera/parallel": 3,
+    "tessera/checkpoint": 3,
+    "tessera/zero": 4,
+    "tessera/config": 5,
+    "tessera/engine": 6,
+    "tessera/nn": 7,
+    "python/src": 7,
+}
+UMBRELLA = "tessera/tessera.h"  # lists layers 0-6; only front ends, tests, benches and examples include it
+UMBRELLA_LAYER = 6
+
+# What a door is -> (pattern, prefixes of the files that may match it).
+DOORS = {
+    "c10d": (re.compile(r"\bc10d\b|torch/csrc/distributed"), ("tessera/comm/", "python/src/")),
+    "pybind11": (re.compile(r"\bpybind11\b|\bpy::"), ("python/src/",)),
+    "autograd internals": (
+        re.compile(
+            r"grad_accumulator|queue_callback|get_current_graph_task|add_post_hook|add_pre_hook"
+            r"|autograd/(engine|graph_task|function_hook)\.h|accumulate_grad\.h"
+        ),
+        ("tessera/zero/hooks", "tessera/base/compat.h"),
+    ),
+    "the environment": (
+        re.compile(r"\b(secure_)?getenv\b|\benviron\b"),
+        ("tessera/base/env.",),
+    ),
+}
+
+# Sources without a test of their stem, and why.
+UNTESTED = {
+    "tessera/kernels/table_avx2.cpp": "one list of variants: tests/kernels/table_test.cpp runs all",
+    "tessera/kernels/table_avx512.cpp": "one list of variants: tests/kernels/table_test.cpp runs all",
+    "tessera/kernels/table_reference.cpp": "one list of variants: tests/kernels/table_test.cpp",
+}
+
+# Folders of a person's or a machine's own; written in pieces so that this file passes its own check.
+MACHINE_PATH = re.compile("/" + r"(?:home|root|Users|work|tmp/(?:wt|tv))/" + r"[\w.]")
+TEXT_SUFFIXES = {".h", ".cpp", ".cu", ".py", ".pyi", ".md", ".txt", ".cmake", ".toml", ".json", ".sh", ".ini", ""}
+CXX_SUFFIXES = {".h", ".cpp", ".cu", ".inc"}
+INCLUDE = re.compile(r'^\s*#\s*include\s*["<]([^">]+)[">]', re.M)
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+CONDITIONAL = re.compile(r"^\s*#\s*(?:ifdef|ifndef|if|elif)\b.*\b(?:TESSERA|USE|WITH|HAVE)_[A-Z0-9_]+", re.M)
+
+Finding = tuple[str, str]
+
+
+def layer_of(path: str) -> tuple[str, int] | None:
+    """Folder and layer number of a file or include path, nothing for files outside the layers."""
+    folder = "/".join(path.split("/")[:2])
+    return (folder, LAYERS[folder]) if folder in LAYERS else None
+
+
+def check_layers(path: str, text: str) -> Iterator[Finding]:
+    here = layer_of(path)
+    if path == UMBRELLA:
+        here = (UMBRELLA, UMBRELLA_LAYER + 1)
+    if here is None:
+        return
+    for include in INCLUDE.findall(text):
+        if include == UMBRELLA:
+            if here[1] <= UMBRELLA_LAYER:
+                yield path, f"includes {UMBRELLA}; only front ends may"
+            continue
+        there = layer_of(include)
+        if there is None or there[0] == here[0]:
+            continue
+        if there[1] >= here[1]:
+            yield path, f"layer {here[1]} includes {include} of layer {there[1]}"
+
+
+def check_doors(path: str, text: str) -> Iterator[Finding]:
+    if layer_of(path) is None:
+        return
+    code = COMMENT.sub("", text)
+    for name, (pattern, allowed) in DOORS.items():
+        match = pattern.search(code)
+        if match and not path.startswith(allowed):
+            yield path, f"uses '{match.group(0)}': only {', '.join(allowed)} may name {name}"
+
+
+def check_length(path: str, text: str) -> Iterator[Finding]:
+    lines = text.count("\n")
+    if lines > MAX_LINES:
+        yield path, f"{lines} lines; the limit is {MAX_LINES}"
+
+
+def check_tests(files: dict[str, str]) -> Iterator[Finding]:
+    for path in files:
+        stem = Path(path).stem
+        if path in UNTESTED:
+            continue
+        if path.startswith("tessera/") and path.endswith(".cpp"):
+            wanted = f"tests/{path.split('/')[1]}/{stem}_test.cpp"
+        elif path.startswith("tools/") and path.endswith(".py"):
+            wanted = f"tests/tools/test_{stem}.py"
+        elif path.startswith("python/tessera/") and path.endswith(".py") and not stem.startswith("__"):
+            wanted = f"tests/python/test_{stem.lstrip('_')}.py"
+        else:
+            continue
+        if wanted not in files:
+            yield path, f"has no test {wanted}; add it, or a line with the reason in UNTESTED of this script"
+    for path in UNTESTED:
+        if path not in files:
+            yield path, "is listed in UNTESTED but does not exist"
+
+
+def check_paths(path: str, text: str) -> Iterator[Finding]:
+    for match in MACHINE_PATH.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        yield f"{path}:{line}", f"names a path of one machine: {match.group(0)}..."
+
+
+def check_optional(path: str, text: str) -> Iterator[Finding]:
+    if path.startswith(("tessera/", "python/src/")):
+        for match in CONDITIONAL.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            yield f"{path}:{line}", "conditional code for an optional part: use two files chosen by CMake"
+
+
+def tracked_files(root: Path) -> dict[str, str]:
+    """Text files git knows, tracked or new but not ignored: path relative to `root` -> content."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=root, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    files = {}
+    for name in listing.stdout.splitlines():
+        path = root / name
+        if path.suffix in TEXT_SUFFIXES and path.is_file():
+            try:
+                files[name] = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                continue
+    return files
+
+
+def check_all(files: dict[str, str]) -> list[Finding]:
+    findings: list[Finding] = []
+    for path, text in files.items():
+        findings += check_paths(path, text)
+        suffix = Path(path).suffix
+        if suffix in CXX_SUFFIXES:
+            findings += check_layers(path, text)
+            findings += check_doors(path, text)
+            findings += check_optional(path, text)
+        if suffix in CXX_SUFFIXES | {".py", ".pyi"}:
+            findings += check_length(path, text)
+    findings += check_tests(files)
+    return findings
+
+
+def main(argv: list[str]) -> int:
+    root = Path(argv[1] if len(argv) > 1 else Path(__file__).parents[1])
+    files = tracked_files(root)
+    findings = check_all(files)
+    for path, message in findings:
+        print(f"{path}: {message}")
+    print(f"check_layers: {len(files)} files, {len(findings)} findings")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Checks for the system packages that pip cannot provide; installs them with apt-get when run as root, else says what to
+# install. Usage: check_system.sh base|tests
+set -euo pipefail
+need=()
+python=${PYTHON:-python3}
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || {
+  echo "[setup] Tessera needs Python >= 3.10; set PYTHON=/path/to/python3" >&2
+  exit 1
+}
+"$python" -c 'import venv, ensurepip' 2>/dev/null || need+=(python3-venv)
+"$python" -c 'import os, sysconfig, sys
+sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || need+=(python3-dev)
+command -v g++ >/dev/null || need+=(g++)
+if [ "${1:-base}" = tests ]; then
+  echo '#include <gtest/gtest.h>' | g++ -x c++ -E - >/dev/null 2>&1 || need+=(libgtest-dev)
+fi
+
+if [ ${#need[@]} -gt 0 ]; then
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "[setup] installing ${need[*]}"
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${need[@]}" >/dev/null
+  elif [ "${need[*]}" = libgtest-dev ]; then
+    echo "[setup] GoogleTest is not installed (Debian, Ubuntu: libgtest-dev); CMake will try to fetch it" >&2
+  else
+    echo "[setup] missing system packages; as root run: apt-get install ${need[*]}" >&2
+    exit 1
+  fi
+fi
+
+version=$(g++ -dumpfullversion -dumpversion)
+if [ "${version%%.*}" -lt 12 ]; then
+  echo "[setup] Tessera needs g++ >= 12; found $version. Set CXX, or install a newer g++" >&2
+  exit 1
+fi
