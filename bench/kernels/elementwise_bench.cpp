@@ -1,0 +1,118 @@
+// Element-wise passes of every table, and a probe with the same streams.
+#include "bench/kernels/bench_util.h"
+#include "bench/kernels/probe.h"
+
+namespace tessera::bench {
+namespace {
+
+using namespace tessera::kernels;
+
+struct Pair {
+  DType to, from;
+};
+constexpr Pair kPairs[] = {{DType::F32, DType::F32},
+                           {DType::BF16, DType::BF16},
+                           {DType::F32, DType::BF16},
+                           {DType::BF16, DType::F32},
+                           {DType::F16, DType::F32}};
+
+const Block& block(int which) {
+  static const Block blocks[] = {{DType::F32, kElements},
+                                 {DType::F32, kElements},
+                                 {DType::F32, kElements},
+                                 {DType::F32, kElements}};
+  return blocks[which];
+}
+
+int64_t bytes(DType dtype) {
+  return static_cast<int64_t>(size_of(dtype));
+}
+
+template <class Body>
+void add(const std::string& name, int64_t bytes_per_element, const Streams& streams, Body body) {
+  for (int threads : {1, 2}) {
+    const std::string start = name + "/threads:" + std::to_string(threads) + "/";
+    for (int64_t ahead : {0, 512}) {
+      const std::string probe_name = start + (ahead ? "probe_prefetch" : "probe");
+      benchmark::RegisterBenchmark(probe_name.c_str(), [=](benchmark::State& s) {
+        measure(s, threads, bytes_per_element,
+                [&](int64_t begin, int64_t end) { probe(streams, begin, end, ahead); });
+      })->UseRealTime();
+    }
+    for (const Table* table : available_tables()) {
+      benchmark::RegisterBenchmark((start + table->name).c_str(), [=](benchmark::State& s) {
+        measure(s, threads, bytes_per_element,
+                [&](int64_t begin, int64_t end) { body(*table, begin, end); });
+      })->UseRealTime();
+    }
+  }
+}
+
+void read(Streams& s, DType dtype, int which, int slot) {
+  if (dtype == DType::F32) {
+    s.read32[slot] = block(which).as<uint32_t>();
+  } else {
+    s.read16[slot] = block(which).as<uint16_t>();
+  }
+}
+
+void add_pair(Pair pair) {
+  const std::string types = std::string(name_of(pair.from)) + "_to_" + name_of(pair.to);
+  Streams copy, accumulate;
+  read(copy, pair.from, 0, 0);
+  read(accumulate, pair.from, 0, 0);
+  if (pair.to == DType::F32) {
+    copy.write32 = block(1).as<uint32_t>();
+    accumulate.update32[0] = copy.write32;
+  } else {
+    copy.write16 = block(1).as<uint16_t>();
+    accumulate.update16 = copy.write16;
+  }
+  const int64_t once = bytes(pair.from) + bytes(pair.to);
+  for (float scale : {1.0f, 0.5f}) {
+    const std::string name = std::string(scale == 1.0f ? "copy/" : "scaled_copy/") + types;
+    add(name, once, copy, [=](const Table& table, int64_t begin, int64_t end) {
+      table.scaled_copy(block(1).as(begin * bytes(pair.to)), pair.to,
+                        block(0).as(begin * bytes(pair.from)), pair.from, scale, end - begin);
+    });
+  }
+  add("scaled_add/" + types, once + bytes(pair.to), accumulate,
+      [=](const Table& table, int64_t begin, int64_t end) {
+        table.scaled_add(block(1).as(begin * bytes(pair.to)), pair.to,
+                         block(0).as(begin * bytes(pair.from)), pair.from, 0.5f, end - begin);
+      });
+}
+
+void add_reductions(DType dtype) {
+  Streams one, rows;
+  read(one, dtype, 0, 0);
+  for (int r = 0; r < 3; ++r)
+    read(rows, dtype, r, r);
+  if (dtype == DType::F32) {
+    rows.write32 = block(3).as<uint32_t>();
+  } else {
+    rows.write16 = block(3).as<uint16_t>();
+  }
+  add(std::string("sum_of_squares/") + name_of(dtype), bytes(dtype), one,
+      [=](const Table& table, int64_t begin, int64_t end) {
+        benchmark::DoNotOptimize(
+            table.sum_of_squares(block(0).as(begin * bytes(dtype)), dtype, end - begin));
+      });
+  add(std::string("sum_3_rows/") + name_of(dtype), 4 * bytes(dtype), rows,
+      [=](const Table& table, int64_t begin, int64_t end) {
+        const int64_t at = begin * bytes(dtype);
+        const void* sources[] = {block(0).as(at), block(1).as(at), block(2).as(at)};
+        table.sum_rows(block(3).as(at), sources, 3, dtype, end - begin);
+      });
+}
+
+const bool kRegistered = [] {
+  for (const Pair& pair : kPairs)
+    add_pair(pair);
+  for (DType dtype : {DType::F32, DType::BF16})
+    add_reductions(dtype);
+  return true;
+}();
+
+}  // namespace
+}  // namespace tessera::bench
