@@ -23,8 +23,7 @@ inline const char* name_of(kernels::DType dtype) {
 class Block {
  public:
   Block(kernels::DType dtype, int64_t n)
-      : bytes_(static_cast<char*>(
-            std::aligned_alloc(4096, (n * kernels::size_of(dtype) + 8191) / 4096 * 4096))) {
+      : bytes_(static_cast<char*>(std::aligned_alloc(4096, (n * kernels::size_of(dtype) + 8191) / 4096 * 4096))) {
     const float value = 0.01f;
     for (int64_t i = 0; i < n; ++i) {
       if (dtype == kernels::DType::F32) std::memcpy(bytes_.get() + 4 * i, &value, 4);

@@ -17,10 +17,8 @@ constexpr Pair kPairs[] = {{DType::F32, DType::F32},
                            {DType::F16, DType::F32}};
 
 const Block& block(int which) {
-  static const Block blocks[] = {{DType::F32, kElements},
-                                 {DType::F32, kElements},
-                                 {DType::F32, kElements},
-                                 {DType::F32, kElements}};
+  static const Block blocks[] = {
+      {DType::F32, kElements}, {DType::F32, kElements}, {DType::F32, kElements}, {DType::F32, kElements}};
   return blocks[which];
 }
 
@@ -35,68 +33,54 @@ void add(const std::string& name, int64_t bytes_per_element, const Streams& stre
     for (int64_t ahead : {0, 512}) {
       const std::string probe_name = start + (ahead ? "probe_prefetch" : "probe");
       benchmark::RegisterBenchmark(probe_name.c_str(), [=](benchmark::State& s) {
-        measure(s, threads, bytes_per_element,
-                [&](int64_t begin, int64_t end) { probe(streams, begin, end, ahead); });
+        measure(s, threads, bytes_per_element, [&](int64_t begin, int64_t end) { probe(streams, begin, end, ahead); });
       })->UseRealTime();
     }
     for (const Table* table : available_tables()) {
       benchmark::RegisterBenchmark((start + table->name).c_str(), [=](benchmark::State& s) {
-        measure(s, threads, bytes_per_element,
-                [&](int64_t begin, int64_t end) { body(*table, begin, end); });
+        measure(s, threads, bytes_per_element, [&](int64_t begin, int64_t end) { body(*table, begin, end); });
       })->UseRealTime();
     }
   }
 }
 
-void read(Streams& s, DType dtype, int which, int slot) {
-  if (dtype == DType::F32) {
-    s.read32[slot] = block(which).as<uint32_t>();
-  } else {
-    s.read16[slot] = block(which).as<uint16_t>();
-  }
+void read(Streams& s, DType dtype, int which) {
+  (dtype == DType::F32 ? s.read4 : s.read2).push_back(block(which).as<char>());
+}
+void write(Streams& s, DType dtype, int which) {
+  (dtype == DType::F32 ? s.write4 : s.write2).push_back(block(which).as<char>());
 }
 
 void add_pair(Pair pair) {
   const std::string types = std::string(name_of(pair.from)) + "_to_" + name_of(pair.to);
   Streams copy, accumulate;
-  read(copy, pair.from, 0, 0);
-  read(accumulate, pair.from, 0, 0);
-  if (pair.to == DType::F32) {
-    copy.write32 = block(1).as<uint32_t>();
-    accumulate.update32[0] = copy.write32;
-  } else {
-    copy.write16 = block(1).as<uint16_t>();
-    accumulate.update16 = copy.write16;
-  }
+  read(copy, pair.from, 0);
+  read(accumulate, pair.from, 0);
+  write(copy, pair.to, 1);
+  (pair.to == DType::F32 ? accumulate.update4 : accumulate.update2) = {block(1).as<char>()};
   const int64_t once = bytes(pair.from) + bytes(pair.to);
   for (float scale : {1.0f, 0.5f}) {
     const std::string name = std::string(scale == 1.0f ? "copy/" : "scaled_copy/") + types;
     add(name, once, copy, [=](const Table& table, int64_t begin, int64_t end) {
-      table.scaled_copy(block(1).as(begin * bytes(pair.to)), pair.to,
-                        block(0).as(begin * bytes(pair.from)), pair.from, scale, end - begin);
+      table.scaled_copy(block(1).as(begin * bytes(pair.to)), pair.to, block(0).as(begin * bytes(pair.from)), pair.from,
+                        scale, end - begin);
     });
   }
-  add("scaled_add/" + types, once + bytes(pair.to), accumulate,
-      [=](const Table& table, int64_t begin, int64_t end) {
-        table.scaled_add(block(1).as(begin * bytes(pair.to)), pair.to,
-                         block(0).as(begin * bytes(pair.from)), pair.from, 0.5f, end - begin);
-      });
+  add("scaled_add/" + types, once + bytes(pair.to), accumulate, [=](const Table& table, int64_t begin, int64_t end) {
+    table.scaled_add(block(1).as(begin * bytes(pair.to)), pair.to, block(0).as(begin * bytes(pair.from)), pair.from,
+                     0.5f, end - begin);
+  });
 }
 
 void add_reductions(DType dtype) {
   Streams one, rows;
-  read(one, dtype, 0, 0);
+  read(one, dtype, 0);
   for (int r = 0; r < 3; ++r)
-    read(rows, dtype, r, r);
-  if (dtype == DType::F32) {
-    rows.write32 = block(3).as<uint32_t>();
-  } else {
-    rows.write16 = block(3).as<uint16_t>();
-  }
+    read(rows, dtype, r);
+  write(rows, dtype, 3);
   add(std::string("sum_of_squares/") + name_of(dtype), bytes(dtype), one,
       [=](const Table& table, int64_t begin, int64_t end) {
-        benchmark::DoNotOptimize(
-            table.sum_of_squares(block(0).as(begin * bytes(dtype)), dtype, end - begin));
+        benchmark::DoNotOptimize(table.sum_of_squares(block(0).as(begin * bytes(dtype)), dtype, end - begin));
       });
   add(std::string("sum_3_rows/") + name_of(dtype), 4 * bytes(dtype), rows,
       [=](const Table& table, int64_t begin, int64_t end) {

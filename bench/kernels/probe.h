@@ -1,21 +1,20 @@
-// What memory gives: streams of the kernels' sizes with an integer addition each, nothing else.
+// What memory gives: streams of the kernels' sizes with an addition each, nothing else.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace tessera::bench {
 
+// Streams of 4-byte and 2-byte elements. A probe leaves the data as it is.
 struct Streams {
-  uint32_t* update32[3] = {};  // 4-byte elements, read and written
-  const uint32_t* read32[5] = {};
-  const uint16_t* read16[5] = {};
-  uint16_t* update16 = nullptr;
-  uint32_t* write32 = nullptr;
-  uint16_t* write16 = nullptr;
+  std::vector<char*> update4, update2;  // read and written
+  std::vector<char*> read4, read2;
+  std::vector<char*> write4, write2;
 };
 
-// Touches elements [begin, end) of each stream that is there. `ahead`: elements of software
-// prefetch, 0 for none.
+// Touches elements [begin, end) of every stream; begin is a multiple of 32. `ahead`: elements of software prefetch, 0
+// for none. Throws std::invalid_argument for a combination that no kernel has.
 void probe(const Streams& streams, int64_t begin, int64_t end, int64_t ahead);
 
 }  // namespace tessera::bench

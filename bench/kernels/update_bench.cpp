@@ -13,9 +13,7 @@ struct Shape {
   DType grad;
   bool weight;
   int states;
-  int64_t bytes() const {
-    return 8 + 8 * states + static_cast<int64_t>(size_of(grad)) + (weight ? 2 : 0);
-  }
+  int64_t bytes() const { return 8 + 8 * states + static_cast<int64_t>(size_of(grad)) + (weight ? 2 : 0); }
 };
 
 struct Buffers {
@@ -44,29 +42,23 @@ UpdateRange range_of(const Shape& shape, int64_t begin, int64_t end) {
 void run_probe(benchmark::State& state, Shape shape, int threads, int64_t ahead) {
   const Buffers& b = buffers();
   Streams s;
-  s.update32[0] = b.master.as<uint32_t>();
-  if (shape.states > 0) s.update32[1] = b.state0.as<uint32_t>();
-  if (shape.states > 1) s.update32[2] = b.state1.as<uint32_t>();
-  if (shape.grad == DType::F32) {
-    s.read32[0] = b.grad.as<uint32_t>();
-  } else {
-    s.read16[0] = b.grad.as<uint16_t>();
-  }
-  if (shape.weight) s.write16 = b.weight.as<uint16_t>();
-  measure(state, threads, shape.bytes(),
-          [&](int64_t begin, int64_t end) { probe(s, begin, end, ahead); });
+  s.update4 = {b.master.as<char>()};
+  if (shape.states > 0) s.update4.push_back(b.state0.as<char>());
+  if (shape.states > 1) s.update4.push_back(b.state1.as<char>());
+  (shape.grad == DType::F32 ? s.read4 : s.read2) = {b.grad.as<char>()};
+  if (shape.weight) s.write2 = {b.weight.as<char>()};
+  measure(state, threads, shape.bytes(), [&](int64_t begin, int64_t end) { probe(s, begin, end, ahead); });
 }
 
 template <class Rule>
-void add(const std::string& rule_name, Rule rule,
-         void (*Table::*entry)(const Rule&, const UpdateRange&, float), int states) {
+void add(const std::string& rule_name, Rule rule, void (*Table::*entry)(const Rule&, const UpdateRange&, float),
+         int states) {
   const Shape shapes[] = {{"f32", DType::F32, false, states},
                           {"bf16_grad_and_weight", DType::BF16, true, states},
                           {"f32_grad_bf16_weight", DType::F32, true, states}};
   for (const Shape& shape : shapes) {
     for (int threads : {1, 2}) {
-      const std::string tail =
-          std::string("/") + shape.name + "/threads:" + std::to_string(threads);
+      const std::string tail = std::string("/") + shape.name + "/threads:" + std::to_string(threads);
       for (int64_t ahead : {0, 512}) {
         const std::string name = rule_name + tail + (ahead ? "/probe_prefetch" : "/probe");
         benchmark::RegisterBenchmark(name.c_str(), [=](benchmark::State& s) {
@@ -76,9 +68,8 @@ void add(const std::string& rule_name, Rule rule,
       for (const Table* table : available_tables()) {
         const std::string name = rule_name + tail + "/" + table->name;
         benchmark::RegisterBenchmark(name.c_str(), [=](benchmark::State& s) {
-          measure(s, threads, shape.bytes(), [&](int64_t begin, int64_t end) {
-            (table->*entry)(rule, range_of(shape, begin, end), 1.0f);
-          });
+          measure(s, threads, shape.bytes(),
+                  [&](int64_t begin, int64_t end) { (table->*entry)(rule, range_of(shape, begin, end), 1.0f); });
         })->UseRealTime();
       }
     }

@@ -5,7 +5,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/parallel.h"
 #include "tessera/kernels/elementwise.h"
-#include "tessera/optim/kernel_dtype.h"
+#include "tessera/shard/dtype.h"
 
 namespace tessera::optim {
 
@@ -14,11 +14,11 @@ constexpr int64_t kBlock = 65536;  // elements; fixes the order of summation
 }
 
 double sum_of_squares(const at::Tensor& tensor) {
-  TESSERA_CHECK_VALUE(tensor.defined() && tensor.is_cpu() && tensor.is_contiguous(),
-                      "optim.sum_of_squares", "expected a contiguous CPU tensor");
+  TESSERA_CHECK_VALUE(tensor.defined() && tensor.is_cpu() && tensor.is_contiguous(), "optim.sum_of_squares",
+                      "expected a contiguous CPU tensor");
   const int64_t n = tensor.numel();
   if (n == 0) return 0;
-  const auto dtype = kernel_dtype(tensor.scalar_type());
+  const auto dtype = shard::kernel_dtype(tensor.scalar_type());
   const char* data = static_cast<const char*>(tensor.const_data_ptr());
   const auto bytes = static_cast<int64_t>(kernels::size_of(dtype));
   const auto block_sum = [&](int64_t begin) {
@@ -37,8 +37,7 @@ double sum_of_squares(const at::Tensor& tensor) {
 }
 
 double clip_coefficient(double norm, double max_norm) {
-  TESSERA_CHECK_VALUE(max_norm >= 0, "optim.clip_coefficient",
-                      "max_norm must not be negative, got ", max_norm);
+  TESSERA_CHECK_VALUE(max_norm >= 0, "optim.clip_coefficient", "max_norm must not be negative, got ", max_norm);
   if (max_norm == 0) return 1;
   const double coefficient = max_norm / (norm + 1e-6);
   return coefficient > 1 ? 1 : coefficient;  // NaN stays NaN

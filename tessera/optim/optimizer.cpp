@@ -7,7 +7,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/parallel.h"
 #include "tessera/kernels/update.h"
-#include "tessera/optim/kernel_dtype.h"
+#include "tessera/shard/dtype.h"
 
 namespace tessera::optim {
 namespace {
@@ -32,15 +32,15 @@ int states_of(Rule rule, const GroupOptions& group) {
 
 void check_tensor(const at::Tensor& tensor, int64_t n, const char* name) {
   TESSERA_CHECK_VALUE(tensor.defined(), "optim.update", name, " is missing");
-  TESSERA_CHECK_VALUE(tensor.is_cpu() && tensor.dim() == 1 && tensor.is_contiguous(),
-                      "optim.update", name, " must be a contiguous 1-D CPU tensor");
+  TESSERA_CHECK_VALUE(tensor.is_cpu() && tensor.dim() == 1 && tensor.is_contiguous(), "optim.update", name,
+                      " must be a contiguous 1-D CPU tensor");
   TESSERA_CHECK_VALUE(tensor.numel() == n, "optim.update", name, " has ", tensor.numel(),
                       " elements, the master weights have ", n);
 }
 
 void check_float(const at::Tensor& tensor, const char* name) {
-  TESSERA_CHECK_VALUE(tensor.scalar_type() == at::kFloat, "optim.update", name,
-                      " must be float32, got ", tensor.scalar_type());
+  TESSERA_CHECK_VALUE(tensor.scalar_type() == at::kFloat, "optim.update", name, " must be float32, got ",
+                      tensor.scalar_type());
 }
 
 // Checks the slice and gives it as pointers.
@@ -53,15 +53,14 @@ kernels::UpdateRange range_of(const UpdateSlice& slice, int states) {
   range.master = static_cast<float*>(slice.master.mutable_data_ptr());
   check_tensor(slice.grad, range.n, "grad");
   range.grad = slice.grad.const_data_ptr();
-  range.grad_dtype = kernel_dtype(slice.grad.scalar_type());
+  range.grad_dtype = shard::kernel_dtype(slice.grad.scalar_type());
   if (slice.weight.defined()) {
     check_tensor(slice.weight, range.n, "weight");
     range.weight = slice.weight.mutable_data_ptr();
-    range.weight_dtype = kernel_dtype(slice.weight.scalar_type());
-    TESSERA_CHECK_VALUE(
-        range.weight_dtype != kernels::DType::F32, "optim.update",
-        "weight must be bfloat16 or float16; leave it undefined where the master is "
-        "the compute weight");
+    range.weight_dtype = shard::kernel_dtype(slice.weight.scalar_type());
+    TESSERA_CHECK_VALUE(range.weight_dtype != kernels::DType::F32, "optim.update",
+                        "weight must be bfloat16 or float16; leave it undefined where the master is "
+                        "the compute weight");
   }
   for (int s = 0; s < states; ++s) {
     check_tensor(slice.state[s], range.n, "state");
@@ -73,9 +72,7 @@ kernels::UpdateRange range_of(const UpdateSlice& slice, int states) {
 
 kernels::UpdateRange part(const kernels::UpdateRange& range, int64_t begin, int64_t end) {
   kernels::UpdateRange r = range;
-  const auto bytes = [&](kernels::DType dtype) {
-    return begin * static_cast<int64_t>(kernels::size_of(dtype));
-  };
+  const auto bytes = [&](kernels::DType dtype) { return begin * static_cast<int64_t>(kernels::size_of(dtype)); };
   r.n = end - begin;
   r.master += begin;
   r.grad = static_cast<const char*>(r.grad) + bytes(r.grad_dtype);
@@ -148,8 +145,7 @@ StateNames state_names(Rule rule, const std::vector<GroupOptions>& groups) {
   TESSERA_ASSERT(false, "unknown rule");
 }
 
-void update(Rule rule, const GroupOptions& group, int64_t step, const UpdateSlice& slice,
-            double grad_scale) {
+void update(Rule rule, const GroupOptions& group, int64_t step, const UpdateSlice& slice, double grad_scale) {
   TESSERA_ASSERT(rule != Rule::External, "[optim.update] an external optimizer has no kernel");
   TESSERA_CHECK_VALUE(step >= 1, "optim.update", "steps count from 1, got ", step);
   const auto range = range_of(slice, states_of(rule, group));
@@ -159,12 +155,11 @@ void update(Rule rule, const GroupOptions& group, int64_t step, const UpdateSlic
     case Rule::Adam:
       return run(adam_rule(group, step), range, scale);
     case Rule::Sgd:
-      return run(kernels::SgdRule{group.lr, group.momentum, group.dampening, group.weight_decay,
-                                  group.nesterov, step == 1},
-                 range, scale);
+      return run(
+          kernels::SgdRule{group.lr, group.momentum, group.dampening, group.weight_decay, group.nesterov, step == 1},
+          range, scale);
     case Rule::Lion:
-      return run(kernels::LionRule{group.lr, group.beta1, group.beta2, group.weight_decay}, range,
-                 scale);
+      return run(kernels::LionRule{group.lr, group.beta1, group.beta2, group.weight_decay}, range, scale);
     case Rule::Adagrad: {
       const double clr = group.lr / (1 + static_cast<double>(step - 1) * group.lr_decay);
       return run(kernels::AdagradRule{clr, group.eps, group.weight_decay}, range, scale);

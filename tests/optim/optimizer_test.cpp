@@ -36,8 +36,8 @@ std::vector<at::Tensor> gradients() {
   return list;
 }
 
-at::Tensor run(Rule rule, const GroupOptions& group, const at::Tensor& start,
-               const std::vector<at::Tensor>& grads, double scale = 1) {
+at::Tensor run(Rule rule, const GroupOptions& group, const at::Tensor& start, const std::vector<at::Tensor>& grads,
+               double scale = 1) {
   auto slice = slice_of(start, state_names(rule, {group}).count);
   for (int step = 1; step <= kSteps; ++step) {
     slice.grad = grads[step - 1] / scale;
@@ -48,8 +48,7 @@ at::Tensor run(Rule rule, const GroupOptions& group, const at::Tensor& start,
 
 // Runs a torch optimizer over a copy of `start`.
 template <class Optimizer, class Options>
-at::Tensor run_torch(const Options& options, const at::Tensor& start,
-                     const std::vector<at::Tensor>& grads) {
+at::Tensor run_torch(const Options& options, const at::Tensor& start, const std::vector<at::Tensor>& grads) {
   auto weight = start.clone().requires_grad_();
   Optimizer optimizer({weight}, options);
   for (const auto& grad : grads) {
@@ -86,8 +85,7 @@ TEST_F(Optimizers, AdamIsTorchs) {
   group.beta1 = 0.8;
   group.beta2 = 0.95;
   const auto options = torch::optim::AdamOptions(group.lr).weight_decay(0.1).betas({0.8, 0.95});
-  expect_close(run(Rule::Adam, group, start_, grads_),
-               run_torch<torch::optim::Adam>(options, start_, grads_));
+  expect_close(run(Rule::Adam, group, start_, grads_), run_torch<torch::optim::Adam>(options, start_, grads_));
 }
 
 TEST_F(Optimizers, AdamWIsTheFusedOperator) {
@@ -97,8 +95,8 @@ TEST_F(Optimizers, AdamWIsTheFusedOperator) {
   auto step = at::zeros({});
   for (const auto& grad : grads_) {
     step += 1;
-    at::_fused_adamw_({weight}, {grad}, {m}, {v}, {}, {step}, group.lr, group.beta1, group.beta2,
-                      group.weight_decay, group.eps, false, false);
+    at::_fused_adamw_({weight}, {grad}, {m}, {v}, {}, {step}, group.lr, group.beta1, group.beta2, group.weight_decay,
+                      group.eps, false, false);
   }
   expect_close(run(Rule::Adam, group, start_, grads_), weight);
 }
@@ -130,8 +128,7 @@ TEST_F(Optimizers, SgdIsTorchs) {
                                .dampening(group.dampening)
                                .weight_decay(0.01)
                                .nesterov(nesterov);
-      expect_close(run(Rule::Sgd, group, start_, grads_),
-                   run_torch<torch::optim::SGD>(options, start_, grads_));
+      expect_close(run(Rule::Sgd, group, start_, grads_), run_torch<torch::optim::SGD>(options, start_, grads_));
     }
   }
 }
@@ -140,10 +137,8 @@ TEST_F(Optimizers, AdagradIsTorchs) {
   GroupOptions group = options_of_type("adagrad").defaults;
   group.weight_decay = 0.01;
   group.lr_decay = 0.05;
-  const auto options =
-      torch::optim::AdagradOptions(group.lr).weight_decay(0.01).lr_decay(0.05).eps(group.eps);
-  expect_close(run(Rule::Adagrad, group, start_, grads_),
-               run_torch<torch::optim::Adagrad>(options, start_, grads_));
+  const auto options = torch::optim::AdagradOptions(group.lr).weight_decay(0.01).lr_decay(0.05).eps(group.eps);
+  expect_close(run(Rule::Adagrad, group, start_, grads_), run_torch<torch::optim::Adagrad>(options, start_, grads_));
 }
 
 TEST_F(Optimizers, LionIsThePapers) {
@@ -232,8 +227,7 @@ TEST(OptimizerOptions, StateNames) {
 }
 
 TEST(OptimizerErrors, SayWhatIsWrong) {
-  const auto expect_error = [](const char* text, const std::function<void(UpdateSlice&)>& spoil,
-                               int64_t step = 1) {
+  const auto expect_error = [](const char* text, const std::function<void(UpdateSlice&)>& spoil, int64_t step = 1) {
     UpdateSlice slice = slice_of(at::ones({8}), 2);
     slice.grad = at::ones({8});
     spoil(slice);
@@ -248,15 +242,18 @@ TEST(OptimizerErrors, SayWhatIsWrong) {
   expect_error("master is missing", [](UpdateSlice& s) { s.master = at::Tensor(); });
   expect_error("state is missing", [](UpdateSlice& s) { s.state[1] = at::Tensor(); });
   expect_error("grad has 7 elements", [](UpdateSlice& s) { s.grad = at::ones({7}); });
-  expect_error("contiguous 1-D",
-               [](UpdateSlice& s) { s.grad = at::ones({16}).slice(0, 0, 16, 2); });
+  expect_error("contiguous 1-D", [](UpdateSlice& s) { s.grad = at::ones({16}).slice(0, 0, 16, 2); });
   expect_error("contiguous 1-D", [](UpdateSlice& s) { s.master = at::ones({2, 4}); });
   expect_error("master must be float32", [](UpdateSlice& s) { s.master = s.master.to(at::kHalf); });
-  expect_error("state must be float32",
-               [](UpdateSlice& s) { s.state[0] = s.state[0].to(at::kHalf); });
+  expect_error("state must be float32", [](UpdateSlice& s) { s.state[0] = s.state[0].to(at::kHalf); });
   expect_error("weight must be bfloat16", [](UpdateSlice& s) { s.weight = at::ones({8}); });
-  expect_error("got Double", [](UpdateSlice& s) { s.grad = s.grad.to(at::kDouble); });
   expect_error("steps count from 1", [](UpdateSlice&) {}, 0);
+}
+
+TEST(OptimizerErrors, TypesWithoutKernels) {
+  UpdateSlice slice = slice_of(at::ones({8}), 2);
+  slice.grad = at::ones({8}, at::kDouble);
+  EXPECT_THROW(update(Rule::Adam, {}, 1, slice, 1), c10::NotImplementedError);
 }
 
 TEST(OptimizerErrors, ExternalHasNoKernel) {
