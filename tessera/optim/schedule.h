@@ -1,4 +1,5 @@
-// Learning-rate schedules as functions of the step count. The numbers are DeepSpeed's (docs/schedules.md).
+// Learning-rate schedules as functions of the step count. The numbers are DeepSpeed's
+// (docs/schedules.md).
 #pragma once
 
 #include <memory>
@@ -11,7 +12,8 @@ namespace tessera::optim {
 
 enum class WarmupType { Log, Linear };
 
-// Per-group values may be given as one value for all groups or one each. Defaults as in the reference tables.
+// Per-group values may be given as one value for all groups or one each. Defaults as in the
+// reference tables.
 struct WarmupLR {
   std::vector<double> warmup_min_lr{0.0};
   std::vector<double> warmup_max_lr{};  // empty: the optimizer's lr
@@ -33,12 +35,12 @@ struct WarmupCosineLR {
   WarmupType warmup_type = WarmupType::Log;
 };
 struct OneCycle {
-  double cycle_min_lr = 0, cycle_max_lr = 0;  // required
+  double cycle_min_lr = 0.0, cycle_max_lr = 0.0;  // required
   double decay_lr_rate = 0;
   int64_t cycle_first_step_size = 2000;
-  std::optional<int64_t> cycle_second_step_size;
+  std::optional<int64_t> cycle_second_step_size{};
   int64_t cycle_first_stair_count = 0;
-  std::optional<int64_t> cycle_second_stair_count;
+  std::optional<int64_t> cycle_second_stair_count{};
   int64_t decay_step_size = 0;
   bool cycle_momentum = true;
   double cycle_min_mom = 0.8, cycle_max_mom = 0.9;
@@ -50,16 +52,24 @@ struct LRRangeTest {
   double lr_range_test_step_rate = 1.0;
   bool lr_range_test_staircase = false;
 };
-using ScheduleOptions = std::variant<WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest>;
+using ScheduleOptions =
+    std::variant<WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest>;
 
 // What a schedule says for one iteration. Empty `momentum`: the schedule does not touch it.
 struct ScheduleValues {
   std::vector<double> lr;        // one per param group
-  std::vector<double> momentum;  // first beta (Adam-likes) or momentum, one per param group
+  std::vector<double> momentum;  // first beta, one per param group; for optimizers that have betas
 };
 
-// Values at `iteration` (0 = before the first step, as the reference's last_batch_iteration). base_lrs: the optimizer's
-// lr per group when the schedule was made. Pure. Value error for invalid options (message names the key).
-ScheduleValues evaluate(const ScheduleOptions& options, int64_t iteration, const std::vector<double>& base_lrs);
+// Value error for invalid options; the message lists every wrong key. `groups`: number of param
+// groups, 0 if unknown.
+void check(const ScheduleOptions& options, size_t groups = 0);
+
+// Values at `iteration` = number of steps the schedule has made, so optimizer step k (from 0) uses
+// evaluate(k) and iteration 0 is what construction sets. The reference's last_batch_iteration is
+// iteration - 1. base_lrs: the optimizer's lr per group when the schedule was made. Pure. Value
+// error as check().
+ScheduleValues evaluate(const ScheduleOptions& options, int64_t iteration,
+                        const std::vector<double>& base_lrs);
 
 }  // namespace tessera::optim
