@@ -1,0 +1,117 @@
+#include "tessera/config/config.h"
+
+#include <algorithm>
+#include <fstream>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "tessera/base/error.h"
+#include "tessera/config/json.h"
+#include "tessera/config/json_text.h"
+#include "tessera/config/lookup.h"
+#include "tessera/config/parse.h"
+#include "tessera/config/rules.h"
+
+namespace tessera::config {
+namespace {
+
+// Parses and validates in one pass, so that one error names everything.
+Config finish(const nlohmann::json& root, Report& report) {
+  Config config = parse(root, report);
+  check_limits(config, report);
+  check_rules(config, report);
+  report.raise();
+  config.warnings = report.warnings();
+  return config;
+}
+
+std::optional<int64_t> times(std::optional<int64_t> a, int64_t b) {
+  const bool fits = a && (b == 0 || *a <= std::numeric_limits<int64_t>::max() / b);
+  return fits ? std::optional(*a * b) : std::nullopt;
+}
+
+std::string shown(const std::optional<int64_t>& value) {
+  return value ? std::to_string(*value) : "?";
+}
+
+}  // namespace
+
+Config from_value(const nlohmann::json& value) {
+  Report report;
+  return finish(value, report);
+}
+
+Config Config::from_json(const std::string& text) {
+  Report report;
+  const nlohmann::json root = read_json(text, report);
+  return finish(root, report);
+}
+
+Config Config::from_file(const std::string& path) {
+  std::ifstream file(path);
+  TESSERA_CHECK_VALUE(file.good(), "config", "cannot read the configuration file ", path);
+  std::ostringstream text;
+  text << file.rdbuf();
+  TESSERA_CHECK_VALUE(file.good() || file.eof(), "config", "cannot read the configuration file ",
+                      path);
+  return from_json(text.str());
+}
+
+void Config::validate() const {
+  Report report;
+  check_limits(*this, report);
+  check_rules(*this, report);
+  report.raise();
+}
+
+Batch Config::resolve_batch(int64_t data_parallel_size) const {
+  const int64_t world = data_parallel_size;
+  TESSERA_CHECK_VALUE(world >= 1, "config", "the data-parallel size must be >= 1, got ", world);
+  const auto &total = train_batch_size, &micro = train_micro_batch_size_per_gpu,
+             &steps = gradient_accumulation_steps;
+  const std::string given =
+      "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * "
+      "data-parallel size: " +
+      shown(total) + " = " + shown(micro) + " * " + shown(steps) + " * " + std::to_string(world);
+  TESSERA_CHECK_VALUE(
+      total || micro, "config",
+      "the batch size is open; give train_batch_size or train_micro_batch_size_per_gpu. ", given);
+  TESSERA_CHECK_VALUE(total.value_or(1) > 0 && micro.value_or(1) > 0 && steps.value_or(1) > 0,
+                      "config", "batch sizes must be >= 1. ", given);
+  Batch out;
+  out.gradient_accumulation_steps = steps ? *steps : total && micro ? *total / *micro / world : 1;
+  const int64_t parts = std::max<int64_t>(1, out.gradient_accumulation_steps);
+  out.micro_batch_size = micro ? *micro : *total / world / parts;
+  const auto product = times(times(out.micro_batch_size, out.gradient_accumulation_steps), world);
+  out.train_batch_size = total ? *total : product.value_or(0);
+  // A quotient of zero makes the product zero too, so this also refuses batches smaller than the
+  // world.
+  TESSERA_CHECK_VALUE(out.train_batch_size > 0 && product == out.train_batch_size, "config",
+                      "the batch sizes do not fit. ", given, "; found ", out.train_batch_size,
+                      " != ", out.micro_batch_size, " * ", out.gradient_accumulation_steps, " * ",
+                      world);
+  return out;
+}
+
+std::string Config::describe(bool all) const {
+  const Config defaults;
+  std::string out;
+  for (const Key& key : keys()) {
+    const std::string value = value_text(key, *this);
+    const bool set = given.contains(key.path) || value != value_text(key, defaults);
+    if (set) {
+      const auto spelling = given.find(key.path);
+      const bool renamed = spelling != given.end() && spelling->second != key.path;
+      out +=
+          key.path + " = " + value + " (given" + (renamed ? " as " + spelling->second : "") + ")\n";
+    } else if (all) {
+      const bool batch = &key - keys().data() < 3;  // the triple comes first
+      out +=
+          key.path + " = " + value + (batch ? " (derived by resolve_batch)" : " (default)") + "\n";
+    }
+  }
+  return out;
+}
+
+}  // namespace tessera::config

@@ -1,0 +1,22 @@
+// One JSON value into one member. Internal to config/; needs nlohmann-json.
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+
+#include "tessera/config/keys.h"
+
+namespace tessera::config {
+
+// null and "auto": the key counts as absent.
+bool is_unset(const nlohmann::json& value);
+
+Value to_value(const nlohmann::json& value);
+
+// Lenient as clients are: integral floats for integers, 0/1 and "true" for bool, numbers as text,
+// true for a float (noted in `warning`). Returns "" when the member was set, else "must be ..., got
+// ...".
+std::string assign(const Key& key, const Field& field, const nlohmann::json& value,
+                   std::string& warning);
+
+}  // namespace tessera::config

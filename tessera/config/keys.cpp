@@ -1,0 +1,385 @@
+#include "tessera/config/keys.h"
+
+namespace tessera::config {
+namespace {
+
+// The path of a row is the spelling of its member, so the two cannot differ.
+#define FIELD(member) #member, [](Config& c) -> Field { return &c.member; }
+#define ENUM_FIELD(member, Type, ...)                                                          \
+  [](Config& c) -> Field {                                                                     \
+    auto* field = &c.member;                                                                   \
+    return EnumField{                                                                          \
+        {__VA_ARGS__}, [field] { return int(*field); }, [field](int v) { *field = Type(v); }}; \
+  }
+
+Limits any() {
+  return {};
+}
+Limits at_least(double min) {
+  return {.min = min};
+}
+Limits above(double min) {
+  return {.min = min, .above = true};
+}
+Limits between(double min, double max) {
+  return {.min = min, .max = max};
+}
+Limits one_of(std::vector<std::string> choices) {
+  return {.choices = std::move(choices)};
+}
+Limits one_is_list() {
+  return {.one_is_list = true};
+}
+Limits null_only() {
+  return {.null_only = true};
+}
+// Numbers that refuse bool; their range holds only while they are used.
+Limits by_rule() {
+  return {.no_bool = true, .checked_by_rule = true};
+}
+
+std::vector<Key> first_rows() {
+  return {
+      {FIELD(train_batch_size), "samples of one optimizer step over all ranks; derived when unset",
+       at_least(1)},
+      {FIELD(train_micro_batch_size_per_gpu),
+       "samples of one rank in one forward; derived when unset", at_least(1)},
+      {FIELD(gradient_accumulation_steps),
+       "micro-batches of one optimizer step; derived when unset", at_least(1)},
+      {FIELD(optimizer.type),
+       "native: Adam, AdamW, SGD, Adagrad, Lion (any letter case); else a class of torch.optim, "
+       "from Python"},
+      {FIELD(optimizer.params), "arguments of the optimizer, see \"Optimizers\""},
+      {FIELD(optimizer.legacy_fusion), "no effect"},
+      {FIELD(scheduler.type),
+       "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest; else a class of "
+       "torch.optim.lr_scheduler, from Python"},
+      {FIELD(scheduler.params), "arguments of the schedule, see docs/schedules.md"},
+      {FIELD(gradient_clipping), "largest global L2 norm of the gradient; 0 turns clipping off",
+       at_least(0)},
+      {FIELD(managed_gradient_accumulation),
+       "false: every step() is a boundary and the user counts micro-batches"},
+      {FIELD(prescale_gradients),
+       "divide before the sum instead of after it; the result stays the mean"},
+      {FIELD(gradient_predivide_factor),
+       "part of the division done before the sum; the result stays the mean", above(0)},
+      {"gradient_allreduce_op", ENUM_FIELD(gradient_allreduce_op, GradientOp, "mean", "sum"),
+       "mean or sum over the data-parallel ranks"},
+      {FIELD(sparse_gradients), "sparse embedding gradients"},
+      {FIELD(communication_data_type),
+       "dtype that travels in reductions; unset: the dtype of the gradients"},
+      {FIELD(seq_parallel_communication_data_type), "the same under sequence parallelism"},
+      {FIELD(bf16.enabled), "bfloat16 parameters and gradients with an fp32 master"},
+      {FIELD(bf16.immediate_grad_update), "accumulate as soon as a gradient is there; always done"},
+      {FIELD(bf16.check_grad_overflow), "skip a step whose gradients hold inf or NaN"},
+      {FIELD(bf16.bf16_master_weights_and_grads),
+       "bfloat16 master weights and gradients",
+       any(),
+       {"bf16_master_weights_and_gradients"}},
+      {FIELD(bf16.bf16_optimizer_states), "bfloat16 optimizer states"},
+      {FIELD(fp16.enabled), "float16 parameters and gradients with a loss scale"},
+      {FIELD(fp16.auto_cast), "cast inputs of forward to float16"},
+      {FIELD(fp16.loss_scale), "fixed loss scale; 0: dynamic", Limits{.min = 0, .no_bool = true}},
+      {FIELD(fp16.initial_scale_power), "dynamic scale starts at 2 to this power", at_least(0)},
+      {FIELD(fp16.loss_scale_window), "good steps before the scale doubles", by_rule()},
+      {FIELD(fp16.hysteresis), "overflows before the scale halves"},
+      {FIELD(fp16.consecutive_hysteresis), "a good step refills the hysteresis"},
+      {FIELD(fp16.min_loss_scale), "smallest dynamic scale", by_rule()},
+      {FIELD(fp16.fp16_master_weights_and_grads),
+       "float16 master weights and gradients",
+       any(),
+       {"fp16_master_weights_and_gradients"}},
+      {FIELD(torch_autocast.enabled), "run forward inside torch.autocast"},
+      {FIELD(torch_autocast.dtype), "dtype of autocast"},
+      {FIELD(torch_autocast.lower_precision_safe_modules),
+       "classes whose parameters travel in that dtype, as dotted names"},
+      {FIELD(data_types.grad_accum_dtype), "dtype in which gradients accumulate and are reduced"},
+      {FIELD(data_types.param_dtype), "may only restate the dtype of the precision mode"},
+      {FIELD(data_types.buffer_dtype), "dtype of module buffers; unset: kept as they are"},
+  };
+}
+
+std::vector<Key> zero_rows() {
+  return {
+      {FIELD(zero_optimization.stage),
+       "0 off, 1 optimizer states, 2 and gradients, 3 and parameters are sharded", between(0, 3)},
+      {FIELD(zero_optimization.contiguous_gradients), "no effect: gradients are always contiguous"},
+      {FIELD(zero_optimization.reduce_scatter), "no effect on the result"},
+      {FIELD(zero_optimization.reduce_bucket_size), "elements of one reduction", at_least(0)},
+      {FIELD(zero_optimization.use_multi_rank_bucket_allreduce), "no effect on the result"},
+      {FIELD(zero_optimization.allgather_partitions), "no effect on the result"},
+      {FIELD(zero_optimization.allgather_bucket_size),
+       "elements of one gather; even in stages 1 and 2", at_least(0)},
+      {FIELD(zero_optimization.overlap_comm), "reduce while the backward goes on; unset: yes"},
+      {FIELD(zero_optimization.compute_grad_norm), "no effect: the norm is always there"},
+      {FIELD(zero_optimization.load_from_fp32_weights),
+       "loading takes the master weights of the checkpoint"},
+      {FIELD(zero_optimization.elastic_checkpoint), "no effect"},
+      {"zero_optimization.offload_optimizer.device",
+       ENUM_FIELD(zero_optimization.offload_optimizer.device, OffloadDevice, "none", "cpu", "nvme"),
+       "where optimizer states live"},
+      {FIELD(zero_optimization.offload_optimizer.nvme_path), "folder for device nvme"},
+      {FIELD(zero_optimization.offload_optimizer.buffer_count), "buffers for NVMe transfers",
+       at_least(0)},
+      {FIELD(zero_optimization.offload_optimizer.pin_memory), "page-locked host memory"},
+      {FIELD(zero_optimization.offload_optimizer.pipeline_read), "read ahead of the update"},
+      {FIELD(zero_optimization.offload_optimizer.pipeline_write), "write behind the update"},
+      {FIELD(zero_optimization.offload_optimizer.fast_init), "no effect"},
+      {FIELD(zero_optimization.offload_optimizer.ratio),
+       "share of the update done on the host; below 1 only in stage 3", between(0, 1)},
+      {FIELD(zero_optimization.offload_optimizer.super_offload), "no effect"},
+      {FIELD(zero_optimization.offload_optimizer.cpuadam_cores_perc),
+       "share of the cores for the update", between(0, 1)},
+      {"zero_optimization.offload_param.device",
+       ENUM_FIELD(zero_optimization.offload_param.device, OffloadDevice, "none", "cpu", "nvme"),
+       "where parameters live in stage 3"},
+      {FIELD(zero_optimization.offload_param.nvme_path), "folder for device nvme"},
+      {FIELD(zero_optimization.offload_param.buffer_count), "buffers for NVMe transfers",
+       at_least(0)},
+      {FIELD(zero_optimization.offload_param.buffer_size), "elements of one buffer", at_least(0)},
+      {FIELD(zero_optimization.offload_param.max_in_cpu), "elements kept in host memory under nvme",
+       at_least(0)},
+      {FIELD(zero_optimization.offload_param.pin_memory), "page-locked host memory"},
+      {FIELD(zero_optimization.sub_group_size), "elements of one update tile in stage 3",
+       at_least(0)},
+      {FIELD(zero_optimization.stage3_prefetch_bucket_size),
+       "elements gathered ahead",
+       at_least(0),
+       {"prefetch_bucket_size"}},
+      {FIELD(zero_optimization.stage3_param_persistence_threshold),
+       "parameters up to this size stay gathered",
+       at_least(0),
+       {"param_persistence_threshold"}},
+      {FIELD(zero_optimization.stage3_model_persistence_threshold),
+       "cap on all that stay gathered",
+       at_least(0),
+       {"model_persistence_threshold"}},
+      {FIELD(zero_optimization.stage3_max_live_parameters),
+       "elements gathered at one time",
+       at_least(0),
+       {"max_live_parameters"}},
+      {FIELD(zero_optimization.stage3_max_reuse_distance),
+       "keep gathered what is used again within this many elements",
+       at_least(0),
+       {"max_reuse_distance"}},
+      {FIELD(zero_optimization.stage3_gather_16bit_weights_on_model_save),
+       "allow the 16-bit export in stage 3",
+       any(),
+       {"gather_16bit_weights_on_model_save"}},
+      {FIELD(zero_optimization.stage3_module_granularity_threshold),
+       "modules finer than this are gathered as one",
+       at_least(0),
+       {"module_granularity_threshold"}},
+      {FIELD(zero_optimization.stage3_use_all_reduce_for_fetch_params),
+       "no effect on the result",
+       any(),
+       {"use_all_reduce_for_fetch_params"}},
+      {FIELD(zero_optimization.stage3_allgather_sequential),
+       "no effect on the result",
+       any(),
+       {"allgather_sequential"}},
+      {FIELD(zero_optimization.ignore_unused_parameters),
+       "false: unused parameters are an error under offload"},
+      {FIELD(zero_optimization.legacy_stage1), "must be false"},
+      {FIELD(zero_optimization.round_robin_gradients), "no effect on the result"},
+      {FIELD(zero_optimization.parameter_alignment), "no effect: parameters are always aligned"},
+      {FIELD(zero_optimization.zero_hpz_partition_size), "ranks of the secondary shard group",
+       at_least(1)},
+      {FIELD(zero_optimization.zero_quantized_weights), "quantized gathers"},
+      {FIELD(zero_optimization.zero_quantized_nontrainable_weights),
+       "quantized gathers of frozen parameters"},
+      {FIELD(zero_optimization.zero_quantized_gradients), "quantized reductions"},
+      {FIELD(zero_optimization.mics_shard_size), "ranks of one shard group; -1: all", at_least(-1)},
+      {FIELD(zero_optimization.mics_hierarchical_params_gather), "gather in two levels"},
+      {FIELD(zero_optimization.memory_efficient_linear), "no effect"},
+      {FIELD(zero_optimization.pipeline_loading_checkpoint), "no effect"},
+      {FIELD(zero_optimization.override_module_apply),
+       "gather one module at a time in Module.apply"},
+      {FIELD(zero_optimization.log_trace_cache_warnings), "no effect"},
+      {FIELD(zero_optimization.enable_sanity_checks), "extra checks while parameters are gathered"},
+      {FIELD(zero_optimization.save_muon_momentum_buffer_in_memory), "no effect"},
+      {FIELD(zero_optimization.leaf_module.classes),
+       "classes gathered as one unit; a text is a list of one", one_is_list()},
+      {FIELD(zero_optimization.leaf_module.names), "module paths gathered as one unit",
+       one_is_list()},
+      {FIELD(zero_optimization.leaf_module.name_suffixes),
+       "ends of module paths gathered as one unit", one_is_list()},
+  };
+}
+
+std::vector<Key> later_rows() {
+  return {
+      {FIELD(zero_allow_untested_optimizer),
+       "allow optimizers without a native rule in stages 1 to 3"},
+      {FIELD(zero_force_ds_cpu_optimizer), "optimizer offload demands a native optimizer"},
+      {FIELD(tensor_parallel.autotp_size), "ranks of a tensor-parallel group; 0 and 1: off",
+       at_least(0)},
+      {FIELD(tensor_parallel.preset_model), "named set of partition rules",
+       one_of({"llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"})},
+      {FIELD(tensor_parallel.partition_config), "partition rules"},
+      {FIELD(tensor_parallel.tp.tp_size), "1 or autotp_size", at_least(1)},
+      {FIELD(tensor_parallel.tp.tp_grain_size), "unit of uneven cuts", at_least(1)},
+      {FIELD(tensor_parallel.tp.mpu), "only from Python", null_only()},
+      {FIELD(tensor_parallel.tp.tp_group), "only from Python", null_only()},
+      {FIELD(tensor_parallel.dtype), "dtype expected by the tensor-parallel set-up"},
+      {FIELD(tensor_parallel.tp_overlap_comm), "overlap the backward reduction"},
+      {FIELD(tensor_parallel.vocab_parallel_lm_head),
+       "cut the language-model head over the vocabulary"},
+      {FIELD(tensor_parallel.vocab_parallel_ce_backend),
+       "implementation of the loss over a cut vocabulary", one_of({"torch", "liger"})},
+      {FIELD(tensor_parallel.injection_policy_tuple), "no effect"},
+      {FIELD(tensor_parallel.keep_module_on_host), "no effect"},
+      {FIELD(tensor_parallel.replace_with_kernel_inject), "no effect", any(), {"kernel_inject"}},
+      {FIELD(data_parallel_size), "ranks of the data-parallel axis; 0: from the world size",
+       at_least(0)},
+      {FIELD(sequence_parallel_size), "ranks of the sequence-parallel axis", at_least(1)},
+      {FIELD(steps_per_print),
+       "optimizer steps between two progress lines; unset or infinite: never",
+       Limits{.min = 1, .inf_unsets = true}},
+      {FIELD(wall_clock_breakdown), "time the parts of a step; accepted without effect"},
+      {FIELD(memory_breakdown), "log memory; accepted without effect"},
+      {FIELD(dump_state), "log the state; accepted without effect"},
+      {FIELD(log_level), "smallest level that is logged",
+       one_of({"debug", "info", "warning", "error", "critical"})},
+      {FIELD(dataloader_drop_last), "the data loader drops the last incomplete batch"},
+      {FIELD(graph_harvesting), "capture and replay device graphs"},
+      {"checkpoint.tag_validation",
+       ENUM_FIELD(checkpoint.tag_validation, TagValidation, "ignore", "warn", "fail"),
+       "what to do when ranks save under different tags"},
+      {FIELD(checkpoint.load_universal), "load the universal format"},
+      {FIELD(checkpoint.use_node_local_storage), "every node writes to its own disk"},
+      {FIELD(checkpoint.parallel_write.pipeline_stage), "no effect"},
+      {FIELD(checkpoint.checkpoint_serialization), "no effect"},
+      {FIELD(checkpoint.writer), "no effect"},
+      {FIELD(checkpoint.async_io), "no effect"},
+      {FIELD(activation_checkpointing.partition_activations),
+       "shard saved activations over tensor-parallel ranks"},
+      {FIELD(activation_checkpointing.contiguous_memory_optimization), "no effect on the result"},
+      {FIELD(activation_checkpointing.cpu_checkpointing), "keep saved activations in host memory"},
+      {FIELD(activation_checkpointing.number_checkpoints), "no effect", at_least(1)},
+      {FIELD(activation_checkpointing.synchronize_checkpoint_boundary), "no effect on the result"},
+      {FIELD(activation_checkpointing.profile), "time the checkpointed parts"},
+      {FIELD(flops_profiler.enabled), "count operations of one step"},
+      {FIELD(flops_profiler.recompute_fwd_factor), "share of forward that is recomputed",
+       at_least(0)},
+      {FIELD(flops_profiler.profile_step), "step to profile", at_least(0)},
+      {FIELD(flops_profiler.module_depth), "depth of the report; -1: all", at_least(-1)},
+      {FIELD(flops_profiler.top_modules), "modules named per level", at_least(0)},
+      {FIELD(flops_profiler.detailed), "long report"},
+      {FIELD(flops_profiler.output_file), "file of the report"},
+      {FIELD(tensorboard.enabled), "write TensorBoard events"},
+      {FIELD(tensorboard.output_path), "folder"},
+      {FIELD(tensorboard.job_name), "name of the run"},
+      {FIELD(csv_monitor.enabled), "write CSV files"},
+      {FIELD(csv_monitor.output_path), "folder"},
+      {FIELD(csv_monitor.job_name), "name of the run"},
+      {FIELD(wandb.enabled), "log to Weights & Biases"},
+      {FIELD(wandb.group), "group of the run"},
+      {FIELD(wandb.team), "team"},
+      {FIELD(wandb.project), "project"},
+      {FIELD(comet.enabled), "log to Comet"},
+      {FIELD(comet.samples_log_interval), "samples between two points", at_least(1)},
+      {FIELD(comet.project), "project"},
+      {FIELD(comet.workspace), "workspace"},
+      {FIELD(comet.api_key), "key of the account"},
+      {FIELD(comet.experiment_name), "name of the run"},
+      {FIELD(comet.experiment_key), "key of the run"},
+      {FIELD(comet.online), "log online"},
+      {FIELD(comet.mode), "mode of the run"},
+      {FIELD(comms_logger.enabled), "log collectives"},
+      {FIELD(comms_logger.verbose), "log each call"},
+      {FIELD(comms_logger.prof_all), "log all operations"},
+      {FIELD(comms_logger.debug), "log callers"},
+      {FIELD(comms_logger.prof_ops), "operations to log"},
+      {FIELD(timers.throughput.enabled), "samples per second; accepted without effect"},
+      {FIELD(timers.throughput.synchronized),
+       "synchronize the device for it; accepted without effect"},
+      {FIELD(compile.deepcompile), "compiler passes over the engine"},
+      {FIELD(compile.autoep_non_moe), "part of deepcompile"},
+      {FIELD(compile.free_activation), "part of deepcompile"},
+      {FIELD(compile.free_activation_threshold), "part of deepcompile", at_least(0)},
+      {FIELD(compile.offload_activation), "part of deepcompile"},
+      {FIELD(compile.offload_activation_pin_memory), "part of deepcompile"},
+      {FIELD(compile.offload_opt_states), "part of deepcompile"},
+      {FIELD(compile.double_buffer), "part of deepcompile"},
+      {FIELD(compile.symmetric_memory), "part of deepcompile"},
+      {FIELD(compile.debug_log), "part of deepcompile"},
+      {FIELD(compile.offload_parameters), "part of deepcompile"},
+      {FIELD(compile.sync_before_reduce), "part of deepcompile"},
+      {FIELD(compile.sync_after_reduce), "part of deepcompile"},
+      {FIELD(compile.sync_before_allgather), "part of deepcompile"},
+      {FIELD(compile.sync_after_allgather), "part of deepcompile"},
+      {FIELD(compile.keep_int_input_tensors), "part of deepcompile"},
+      {FIELD(compile.keep_all_input_tensors), "part of deepcompile"},
+      {FIELD(compile.passes), "part of deepcompile"},
+      {FIELD(elasticity.enabled), "choose the batch triple for a range of world sizes"},
+      {FIELD(elasticity.max_train_batch_size), "largest train_batch_size", at_least(1)},
+      {FIELD(elasticity.micro_batch_sizes), "micro-batch sizes to choose from"},
+      {FIELD(elasticity.min_gpus), "smallest world", at_least(1)},
+      {FIELD(elasticity.max_gpus), "largest world", at_least(1)},
+      {FIELD(elasticity.num_gpus_per_node), "devices of a node", at_least(1)},
+      {FIELD(elasticity.model_parallel_size), "ranks of one model", at_least(1)},
+      {FIELD(elasticity.min_time), "minutes between two changes", at_least(0)},
+      {FIELD(elasticity.prefer_larger_batch), "of two choices take the larger batch"},
+      {FIELD(elasticity.ignore_non_elastic_batch_info), "ignore the batch triple"},
+      {FIELD(elasticity.version), "version of the rules", at_least(0)},
+      {FIELD(tessera.min_unit_elements),
+       "smaller neighbouring units are merged into one collective", at_least(0)},
+      {FIELD(tessera.state_bytes), "bytes of a parameter's state in the low-precision modes",
+       at_least(1)},
+      {FIELD(tessera.rounding), "rounding of low-precision states",
+       one_of({"nearest", "stochastic"})},
+  };
+}
+
+#undef FIELD
+#undef ENUM_FIELD
+
+}  // namespace
+
+const std::vector<Key>& keys() {
+  static const std::vector<Key> all = [] {
+    std::vector<Key> rows = first_rows();
+    for (auto part : {zero_rows(), later_rows()}) {
+      rows.insert(rows.end(), part.begin(), part.end());
+    }
+    return rows;
+  }();
+  return all;
+}
+
+const std::vector<Legacy>& legacy_keys() {
+  static const std::vector<Legacy> all{
+      {"zero_optimization.cpu_offload", "true: offload_optimizer.device cpu"},
+      {"zero_optimization.cpu_offload_param", "true: offload_param.device cpu"},
+      {"zero_optimization.cpu_offload_use_pin_memory",
+       "ignored; pin_memory of the offload sections"},
+      {"zero_optimization.stage3_gather_fp16_weights_on_model_save",
+       "stage3_gather_16bit_weights_on_model_save"},
+      {"zero_optimization.zeropp_loco_param", "refused unless null"},
+      {"zero_optimization.zenflow", "refused unless null"},
+  };
+  return all;
+}
+
+const std::vector<std::string>& foreign_names() {
+  static const std::vector<std::string> all{"aio",
+                                            "amp",
+                                            "autotuning",
+                                            "compression_training",
+                                            "data_efficiency",
+                                            "curriculum_learning",
+                                            "eigenvalue",
+                                            "expert_parallel",
+                                            "hybrid_engine",
+                                            "nebula",
+                                            "pipeline",
+                                            "progressive_layer_drop",
+                                            "quantize_training",
+                                            "sparse_attention",
+                                            "weight_quantization",
+                                            "zenflow"};
+  return all;
+}
+
+}  // namespace tessera::config

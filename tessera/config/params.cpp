@@ -1,0 +1,316 @@
+#include "tessera/config/params.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "tessera/base/error.h"
+
+namespace tessera::config {
+namespace {
+
+// Hands out the parameters one by one and reports what is left over.
+class Reader {
+ public:
+  Reader(std::string path, const Params& params, Report& report)
+      : path_(std::move(path)), params_(params), report_(report) {}
+
+  const Value* find(const std::string& name) {
+    known_.push_back(name);
+    const auto found = params_.find(name);
+    return found == params_.end() || found->second.is_unset() ? nullptr : &found->second;
+  }
+
+  void number(const std::string& name, double& out, double min = -INFINITY) {
+    if (const Value* value = find(name)) {
+      const auto got = as_number(*value);
+      if (got && *got >= min) {
+        out = *got;
+      } else {
+        bad(name, *value, std::isfinite(min) ? "a number >= " + number_text(min) : "a number");
+      }
+    }
+  }
+
+  void integer(const std::string& name, int64_t& out, int64_t min) {
+    if (const Value* value = find(name)) {
+      const auto got = as_number(*value);
+      const bool fits = got && *got == std::floor(*got) && *got >= double(min) && *got <= 1e12;
+      if (fits) {
+        out = int64_t(*got);
+      } else {
+        bad(name, *value, min == 1 ? "a positive integer" : "an integer >= " + std::to_string(min));
+      }
+    }
+  }
+
+  void integer(const std::string& name, std::optional<int64_t>& out, int64_t min) {
+    const auto found = params_.find(name);
+    if (found != params_.end() && !found->second.is_unset()) {
+      out = min;
+    }
+    int64_t value = min;
+    integer(name, value, min);
+    if (out) {
+      out = value;
+    }
+  }
+
+  void flag(const std::string& name, bool& out) {
+    if (const Value* value = find(name)) {
+      const auto* got = std::get_if<bool>(&value->data);
+      const auto number = as_number(*value);
+      if (got) {
+        out = *got;
+      } else if (number && (*number == 0 || *number == 1)) {
+        out = *number == 1;
+      } else {
+        bad(name, *value, "true or false");
+      }
+    }
+  }
+
+  // One number, or a list of numbers.
+  void numbers(const std::string& name, std::vector<double>& out) {
+    if (const Value* value = find(name)) {
+      const auto got = as_numbers(*value);
+      if (got.empty()) {
+        bad(name, *value, "a number or a list of numbers");
+      } else {
+        out = got;
+      }
+    }
+  }
+
+  void betas(double& beta1, double& beta2) {
+    if (const Value* value = find("betas")) {
+      const auto got = as_numbers(*value);
+      if (got.size() == 2 &&
+          std::all_of(got.begin(), got.end(), [](double b) { return b >= 0 && b < 1; })) {
+        beta1 = got[0];
+        beta2 = got[1];
+      } else {
+        bad("betas", *value, "two numbers from 0 to below 1");
+      }
+    }
+  }
+
+  void warmup_type(optim::WarmupType& out) {
+    if (const Value* value = find("warmup_type")) {
+      const auto* text = std::get_if<std::string>(&value->data);
+      if (text && (*text == "log" || *text == "linear")) {
+        out = *text == "log" ? optim::WarmupType::Log : optim::WarmupType::Linear;
+      } else {
+        bad("warmup_type", *value, "log or linear");
+      }
+    }
+  }
+
+  void required(const std::string& name) {
+    const auto found = params_.find(name);
+    if (found == params_.end() || found->second.is_unset()) {
+      report_.error(path_ + "." + name, "is required");
+    }
+  }
+
+  // Arguments of torch and of the reference that choose an implementation, not a result.
+  void ignored(const std::vector<std::string>& names) {
+    known_.insert(known_.end(), names.begin(), names.end());
+  }
+
+  void refuse(const std::string& name, const std::string& text) {
+    report_.error(path_ + "." + name, text);
+  }
+
+  void finish() {
+    for (const auto& [name, value] : params_) {
+      if (std::find(known_.begin(), known_.end(), name) == known_.end()) {
+        const std::string near = nearest(name, known_);
+        report_.error(path_ + "." + name,
+                      "unknown parameter; " + (near.empty() ? "allowed are " + join(known_, ", ")
+                                                            : "did you mean \"" + near + "\"?"));
+      }
+    }
+  }
+
+ private:
+  static std::optional<double> as_number(const Value& value) {
+    if (const auto* v = std::get_if<int64_t>(&value.data)) {
+      return double(*v);
+    }
+    const auto* v = std::get_if<double>(&value.data);
+    return v && std::isfinite(*v) ? std::optional(*v) : std::nullopt;
+  }
+
+  static std::vector<double> as_numbers(const Value& value) {
+    const auto* list = std::get_if<List>(&value.data);
+    std::vector<double> out;
+    for (const Value& one : list ? *list : List{value}) {
+      const auto number = as_number(one);
+      if (!number) {
+        return {};
+      }
+      out.push_back(*number);
+    }
+    return out;
+  }
+
+  void bad(const std::string& name, const Value& value, const std::string& wanted) {
+    report_.error(path_ + "." + name, "must be " + wanted + ", got " + value.text());
+  }
+
+  std::string path_;
+  const Params& params_;
+  Report& report_;
+  std::vector<std::string> known_;
+};
+
+void read_adam(Reader& in, bool torch_adam, optim::GroupOptions& group) {
+  if (torch_adam && group.decoupled) {
+    group.weight_decay = 0.01;  // the default of torch.optim.AdamW
+  }
+  in.betas(group.beta1, group.beta2);
+  in.number("eps", group.eps, 0);
+  in.flag("bias_correction", group.bias_correction);
+  bool amsgrad = false;
+  in.flag("amsgrad", amsgrad);
+  if (amsgrad) {
+    in.refuse("amsgrad", "the native Adam has no amsgrad; set torch_adam to true");
+  }
+  in.ignored({"adam_w_mode", "torch_adam", "fp32_optimizer_states"});
+}
+
+void read_sgd(Reader& in, optim::GroupOptions& group) {
+  in.number("momentum", group.momentum, 0);
+  in.number("dampening", group.dampening);
+  in.flag("nesterov", group.nesterov);
+  if (group.nesterov && (group.momentum <= 0 || group.dampening != 0)) {
+    in.refuse("nesterov", "needs momentum > 0 and dampening 0");
+  }
+}
+
+bool flag_of(const Params& params, const std::string& name, bool fallback) {
+  const auto found = params.find(name);
+  const bool* value = found == params.end() ? nullptr : std::get_if<bool>(&found->second.data);
+  return value ? *value : fallback;
+}
+
+optim::ScheduleOptions read_warmup(Reader& in) {
+  optim::WarmupLR o;
+  in.numbers("warmup_min_lr", o.warmup_min_lr);
+  in.numbers("warmup_max_lr", o.warmup_max_lr);
+  in.integer("warmup_num_steps", o.warmup_num_steps, 1);
+  in.warmup_type(o.warmup_type);
+  return o;
+}
+
+optim::ScheduleOptions read_warmup_decay(Reader& in) {
+  optim::WarmupDecayLR o;
+  in.required("total_num_steps");
+  in.integer("total_num_steps", o.total_num_steps, 1);
+  in.numbers("warmup_min_lr", o.warmup_min_lr);
+  in.numbers("warmup_max_lr", o.warmup_max_lr);
+  in.integer("warmup_num_steps", o.warmup_num_steps, 1);
+  in.warmup_type(o.warmup_type);
+  return o;
+}
+
+optim::ScheduleOptions read_warmup_cosine(Reader& in) {
+  optim::WarmupCosineLR o;
+  in.required("total_num_steps");
+  in.integer("total_num_steps", o.total_num_steps, 1);
+  in.number("warmup_min_ratio", o.warmup_min_ratio);
+  in.integer("warmup_num_steps", o.warmup_num_steps, 1);
+  in.number("cos_min_ratio", o.cos_min_ratio);
+  in.warmup_type(o.warmup_type);
+  return o;
+}
+
+optim::ScheduleOptions read_one_cycle(Reader& in) {
+  optim::OneCycle o;
+  in.required("cycle_min_lr");
+  in.required("cycle_max_lr");
+  in.number("cycle_min_lr", o.cycle_min_lr);
+  in.number("cycle_max_lr", o.cycle_max_lr);
+  in.number("decay_lr_rate", o.decay_lr_rate);
+  in.integer("cycle_first_step_size", o.cycle_first_step_size, 1);
+  in.integer("cycle_second_step_size", o.cycle_second_step_size, 1);
+  in.integer("cycle_first_stair_count", o.cycle_first_stair_count, 0);
+  in.integer("cycle_second_stair_count", o.cycle_second_stair_count, 0);
+  in.integer("decay_step_size", o.decay_step_size, 0);
+  in.flag("cycle_momentum", o.cycle_momentum);
+  in.number("cycle_min_mom", o.cycle_min_mom);
+  in.number("cycle_max_mom", o.cycle_max_mom);
+  in.number("decay_mom_rate", o.decay_mom_rate);
+  return o;
+}
+
+optim::ScheduleOptions read_range_test(Reader& in) {
+  optim::LRRangeTest o;
+  in.numbers("lr_range_test_min_lr", o.lr_range_test_min_lr);
+  in.integer("lr_range_test_step_size", o.lr_range_test_step_size, 1);
+  in.number("lr_range_test_step_rate", o.lr_range_test_step_rate);
+  in.flag("lr_range_test_staircase", o.lr_range_test_staircase);
+  return o;
+}
+
+}  // namespace
+
+bool is_native_optimizer(const std::string& type) {
+  const std::string name = lower(type);
+  return name == "adam" || name == "adamw" || name == "sgd" || name == "adagrad" || name == "lion";
+}
+
+std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer, Report& report) {
+  if (optimizer.params.contains("max_grad_norm")) {
+    report.error("optimizer.params.max_grad_norm",
+                 "is not a parameter here; use gradient_clipping");
+  }
+  const Params& params = optimizer.params;
+  const bool torch_adam = flag_of(params, "torch_adam", false);
+  if (!is_native_optimizer(optimizer.type) || (torch_adam && flag_of(params, "amsgrad", false))) {
+    return std::nullopt;
+  }
+  const std::string type = lower(optimizer.type);
+  const bool decoupled = type == "adamw" || flag_of(params, "adam_w_mode", true);
+  auto options = optim::options_of_type(type, decoupled);
+  Reader in("optimizer.params", params, report);
+  auto& group = options.defaults;
+  in.number("lr", group.lr, 0);
+  if (type == "adam" || type == "adamw") {
+    read_adam(in, torch_adam, group);
+  } else if (type == "sgd") {
+    read_sgd(in, group);
+  } else if (type == "adagrad") {
+    in.number("lr_decay", group.lr_decay, 0);
+    in.number("initial_accumulator_value", group.initial_accumulator_value, 0);
+    in.number("eps", group.eps, 0);
+  } else {
+    group.beta2 = 0.999;  // the reference's default; the paper's is 0.99
+    in.betas(group.beta1, group.beta2);
+  }
+  in.number("weight_decay", group.weight_decay, 0);
+  in.flag("maximize", group.maximize);
+  in.ignored({"foreach", "fused", "capturable", "set_grad_none", "max_grad_norm"});
+  in.finish();
+  return options;
+}
+
+std::optional<optim::ScheduleOptions> read_schedule(const Scheduler& scheduler, Report& report) {
+  using Read = optim::ScheduleOptions (*)(Reader&);
+  static const std::map<std::string, Read> readers{{"warmuplr", read_warmup},
+                                                   {"warmupdecaylr", read_warmup_decay},
+                                                   {"warmupcosinelr", read_warmup_cosine},
+                                                   {"onecycle", read_one_cycle},
+                                                   {"lrrangetest", read_range_test}};
+  const auto found = readers.find(lower(scheduler.type));
+  if (found == readers.end()) {
+    return std::nullopt;
+  }
+  Reader in("scheduler.params", scheduler.params, report);
+  auto options = found->second(in);
+  in.ignored({"last_batch_iteration"});
+  in.finish();
+  return options;
+}
+
+}  // namespace tessera::config

@@ -1,0 +1,24 @@
+// optimizer.params and scheduler.params into the option structs of optim/. Internal to config/.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "tessera/config/config.h"
+#include "tessera/config/text.h"
+#include "tessera/optim/optimizer.h"
+#include "tessera/optim/schedule.h"
+
+namespace tessera::config {
+
+// Adam, AdamW, SGD, Adagrad, Lion in any letter case.
+bool is_native_optimizer(const std::string& type);
+
+// Empty for no type, for a type of torch.optim and for what a native rule does not do (amsgrad with
+// torch_adam); the parameters of the latter are not looked at, except max_grad_norm.
+std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer, Report& report);
+
+// Empty for no type and for a type of torch.optim.lr_scheduler.
+std::optional<optim::ScheduleOptions> read_schedule(const Scheduler& scheduler, Report& report);
+
+}  // namespace tessera::config

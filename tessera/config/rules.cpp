@@ -1,0 +1,183 @@
+#include "tessera/config/rules.h"
+
+#include <algorithm>
+
+#include "tessera/config/lookup.h"
+#include "tessera/config/params.h"
+
+namespace tessera::config {
+namespace {
+
+bool has(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+void check_precision(const Config& c, Report& report) {
+  if (c.fp16.enabled && c.bf16.enabled) {
+    report.error("fp16.enabled", "fp16 and bf16 cannot be enabled together");
+  }
+  const bool amp = has(c.foreign_sections, "amp");
+  if (amp && c.zero_optimization.stage > 0) {
+    report.error("amp", "cannot be combined with zero_optimization");
+  }
+  if (amp && (c.fp16.enabled || c.bf16.enabled)) {
+    report.error("amp", "cannot be combined with fp16 or bf16");
+  }
+  const auto mode = c.fp16.enabled   ? c10::ScalarType::Half
+                    : c.bf16.enabled ? c10::ScalarType::BFloat16
+                                     : c10::ScalarType::Float;
+  if (c.data_types.param_dtype.value_or(mode) != mode) {
+    report.error("data_types.param_dtype", "may only restate the dtype of the precision mode, " +
+                                               dtype_name(mode) + "; enable bf16 or fp16 instead");
+  }
+}
+
+void check_loss_scale(const Config& c, Report& report) {
+  // Unused values are tolerated: clients write them out whatever the mode.
+  if (!c.fp16.enabled || c.fp16.loss_scale != 0) {
+    return;
+  }
+  for (const auto& [name, value] : {std::pair("loss_scale_window", c.fp16.loss_scale_window),
+                                    std::pair("min_loss_scale", c.fp16.min_loss_scale)}) {
+    if (value <= 0) {
+      report.error(
+          std::string("fp16.") + name,
+          "must be an integer >= 1 with a dynamic loss scale, got " + std::to_string(value));
+    }
+  }
+}
+
+// The allowed rows of the low-precision states; they hold whether or not the section is enabled.
+void check_low_precision_states(const Config& c, Report& report) {
+  const bool bf16_master = c.bf16.bf16_master_weights_and_grads;
+  const bool bf16_states = c.bf16.bf16_optimizer_states;
+  const bool fp16_master = c.fp16.fp16_master_weights_and_grads;
+  const bool on_cpu = c.zero_optimization.offload_optimizer.device == OffloadDevice::Cpu;
+  const auto check = [&](bool bad, const char* path, const char* text) {
+    if (bad) {
+      report.error(path, text);
+    }
+  };
+  const bool plain = c.zero_optimization.stage == 0;
+  check(bf16_master && plain, "bf16.bf16_master_weights_and_grads",
+        "needs zero_optimization.stage 1, 2 or 3");
+  check(bf16_states && plain, "bf16.bf16_optimizer_states",
+        "needs zero_optimization.stage 1, 2 or 3");
+  check(fp16_master && plain, "fp16.fp16_master_weights_and_grads",
+        "needs zero_optimization.stage 1, 2 or 3");
+  check(bf16_master && fp16_master, "fp16.fp16_master_weights_and_grads",
+        "cannot be combined with bf16.bf16_master_weights_and_grads");
+  check(bf16_states && !bf16_master, "bf16.bf16_optimizer_states",
+        "needs bf16_master_weights_and_grads");
+  check(bf16_master && !bf16_states && !on_cpu, "bf16.bf16_master_weights_and_grads",
+        "needs bf16_optimizer_states, or zero_optimization.offload_optimizer.device cpu");
+  check(fp16_master && !on_cpu, "fp16.fp16_master_weights_and_grads",
+        "needs zero_optimization.offload_optimizer.device cpu");
+}
+
+void check_zero(const Config& c, Report& report) {
+  const ZeroOptimization& zero = c.zero_optimization;
+  if (zero.legacy_stage1) {
+    report.error("zero_optimization.legacy_stage1", "is no longer there; remove it");
+  }
+  if ((zero.stage == 1 || zero.stage == 2) && zero.allgather_bucket_size % 2 != 0) {
+    report.error("zero_optimization.allgather_bucket_size",
+                 "must be a multiple of nccl_start_alignment_factor (2) in stages 1 and 2, got " +
+                     std::to_string(zero.allgather_bucket_size));
+  }
+  if (zero.offload_optimizer.ratio < 1 && zero.stage != 3) {
+    report.error("zero_optimization.offload_optimizer.ratio", "below 1 needs stage 3");
+  }
+  if (zero.stage >= 2 && zero.reduce_scatter) {
+    if (c.prescale_gradients) {
+      report.error("prescale_gradients",
+                   "needs zero_optimization.reduce_scatter false in stages 2 and 3");
+    }
+    if (c.gradient_predivide_factor != 1.0) {
+      report.error("gradient_predivide_factor",
+                   "other than 1.0 needs zero_optimization.reduce_scatter false in stages 2 and 3");
+    }
+  }
+  if (c.torch_autocast.enabled && zero.zero_quantized_weights) {
+    report.error("torch_autocast.enabled",
+                 "cannot be combined with zero_optimization.zero_quantized_weights");
+  }
+}
+
+void check_gradient_op(const Config& c, Report& report) {
+  if (c.gradient_allreduce_op != GradientOp::Sum) {
+    return;
+  }
+  const bool zenflow =
+      has(c.foreign_sections, "zenflow") || has(c.foreign_sections, "zero_optimization.zenflow");
+  if (c.zero_optimization.stage == 3 || zenflow || c.compile.deepcompile) {
+    report.error("gradient_allreduce_op",
+                 "sum cannot be combined with stage 3, zenflow or deepcompile; use mean");
+  }
+}
+
+void check_unmanaged(const Config& c, Report& report) {
+  if (c.managed_gradient_accumulation) {
+    return;
+  }
+  const auto refuse = [&](bool bad, const std::string& with) {
+    if (bad) {
+      report.error("managed_gradient_accumulation", "false cannot be combined with " + with);
+    }
+  };
+  refuse(c.zero_optimization.overlap_comm.value_or(false) && c.zero_optimization.stage < 2,
+         "zero_optimization.overlap_comm in stages 0 and 1");
+  refuse(c.compile.deepcompile, "compile.deepcompile");
+  refuse(has(c.foreign_sections, "amp"), "amp");
+}
+
+void check_optimizer(const Config& c, Report& report) {
+  read_optimizer(c.optimizer, report);
+  read_schedule(c.scheduler, report);
+  if (c.optimizer.type.empty() && !c.optimizer.params.empty()) {
+    report.error("optimizer.type", "is required beside optimizer.params");
+  }
+  if (c.scheduler.type.empty() && !c.scheduler.params.empty()) {
+    report.error("scheduler.type", "is required beside scheduler.params");
+  }
+  const int64_t stage = c.zero_optimization.stage;
+  const std::string type = lower(c.optimizer.type);
+  const bool one_bit = type.starts_with("onebit") || type.starts_with("zeroone");
+  if (stage > 0 && one_bit) {
+    report.error("optimizer.type", c.optimizer.type + " cannot be combined with zero_optimization");
+  } else if (stage > 0 && !type.empty() && type != "muon" && !is_native_optimizer(type) &&
+             !c.zero_allow_untested_optimizer) {
+    report.error("optimizer.type", c.optimizer.type +
+                                       " has no native rule; under zero_optimization set "
+                                       "zero_allow_untested_optimizer to true to use it");
+  }
+  if (type == "lamb" && c.fp16.enabled && c.fp16.loss_scale != 0) {
+    report.error("optimizer.type", "Lamb needs a dynamic loss scale (fp16.loss_scale 0)");
+  }
+  const bool offload = c.zero_optimization.offload_optimizer.device != OffloadDevice::None;
+  if (type == "muon" && c.zero_optimization.reduce_scatter &&
+      (stage == 3 || (stage > 0 && offload))) {
+    report.error("zero_optimization.reduce_scatter",
+                 "must be false for Muon in stage 3 or with offload");
+  }
+}
+
+void check_tensor_parallel(const Config& c, Report& report) {
+  const int64_t size = c.tensor_parallel.tp.tp_size;
+  if (size != 1 && size != c.tensor_parallel.autotp_size) {
+    report.error("tensor_parallel.tp.tp_size", "must be 1 or autotp_size (" +
+                                                   std::to_string(c.tensor_parallel.autotp_size) +
+                                                   "), got " + std::to_string(size));
+  }
+}
+
+}  // namespace
+
+void check_rules(const Config& config, Report& report) {
+  for (auto check : {check_precision, check_loss_scale, check_low_precision_states, check_zero,
+                     check_gradient_op, check_unmanaged, check_optimizer, check_tensor_parallel}) {
+    check(config, report);
+  }
+}
+
+}  // namespace tessera::config

@@ -1,0 +1,100 @@
+#include "tessera/config/served.h"
+
+#include "tessera/base/error.h"
+#include "tessera/config/resolve.h"
+#include "tessera/config/text.h"
+
+namespace tessera::config {
+namespace {
+
+bool unserved_type(const Config& c) {
+  const std::string type = lower(c.optimizer.type);
+  for (const char* prefix : {"lamb", "muon", "onebit", "zeroone", "mu"}) {
+    if (type.starts_with(prefix)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+const std::vector<Refusal>& refusals() {
+  using C = const Config&;
+  static const std::vector<Refusal> all{
+      {"zero_optimization.stage", "3", [](C c) { return c.zero_optimization.stage == 3; }},
+      {"zero_optimization.offload_optimizer.device", "cpu, nvme",
+       [](C c) { return c.zero_optimization.offload_optimizer.device != OffloadDevice::None; }},
+      {"zero_optimization.offload_param.device", "cpu, nvme in stage 3",
+       [](C c) {
+         return c.zero_optimization.stage == 3 &&
+                c.zero_optimization.offload_param.device != OffloadDevice::None;
+       }},
+      {"zero_optimization.zero_hpz_partition_size", "> 1",
+       [](C c) { return c.zero_optimization.zero_hpz_partition_size > 1; }},
+      {"zero_optimization.zero_quantized_weights", "true",
+       [](C c) { return c.zero_optimization.zero_quantized_weights; }},
+      {"zero_optimization.zero_quantized_nontrainable_weights", "true",
+       [](C c) { return c.zero_optimization.zero_quantized_nontrainable_weights; }},
+      {"zero_optimization.zero_quantized_gradients", "true",
+       [](C c) { return c.zero_optimization.zero_quantized_gradients; }},
+      {"zero_optimization.mics_shard_size", "> 0",
+       [](C c) { return c.zero_optimization.mics_shard_size > 0; }},
+      {"fp16.enabled", "true", [](C c) { return c.fp16.enabled; }},
+      {"fp16.fp16_master_weights_and_grads", "true",
+       [](C c) { return c.fp16.fp16_master_weights_and_grads; }},
+      {"bf16.bf16_master_weights_and_grads", "true",
+       [](C c) { return c.bf16.bf16_master_weights_and_grads; }},
+      {"bf16.bf16_optimizer_states", "true", [](C c) { return c.bf16.bf16_optimizer_states; }},
+      {"torch_autocast.enabled", "true", [](C c) { return c.torch_autocast.enabled; }},
+      {"data_types.grad_accum_dtype", "fp16, and bf16 without bf16.enabled",
+       [](C c) {
+         const auto dtype = c.data_types.grad_accum_dtype.value_or(c10::ScalarType::Float);
+         return dtype != c10::ScalarType::Float &&
+                !(dtype == c10::ScalarType::BFloat16 && c.bf16.enabled);
+       }},
+      {"data_types.buffer_dtype", "any dtype",
+       [](C c) { return c.data_types.buffer_dtype.has_value(); }},
+      {"communication_data_type", "other than the dtype of the gradients",
+       [](C c) {
+         return c.communication_data_type.value_or(precision(c).grad) != precision(c).grad;
+       }},
+      {"optimizer.type", "Lamb, Muon, MuAdam, MuAdamW, MuSGD, OneBit*, ZeroOneAdam", unserved_type},
+      {"tensor_parallel.autotp_size", "> 1", [](C c) { return c.tensor_parallel.autotp_size > 1; }},
+      {"sequence_parallel_size", "> 1", [](C c) { return c.sequence_parallel_size > 1; }},
+      {"sparse_gradients", "true", [](C c) { return c.sparse_gradients; }},
+      {"graph_harvesting", "true", [](C c) { return c.graph_harvesting; }},
+      {"checkpoint.load_universal", "true", [](C c) { return c.checkpoint.load_universal; }},
+      {"activation_checkpointing.partition_activations", "true",
+       [](C c) { return c.activation_checkpointing.partition_activations; }},
+      {"flops_profiler.enabled", "true", [](C c) { return c.flops_profiler.enabled; }},
+      {"tensorboard.enabled", "true", [](C c) { return c.tensorboard.enabled; }},
+      {"csv_monitor.enabled", "true", [](C c) { return c.csv_monitor.enabled; }},
+      {"wandb.enabled", "true", [](C c) { return c.wandb.enabled; }},
+      {"comet.enabled", "true", [](C c) { return c.comet.enabled; }},
+      {"comms_logger.enabled", "true", [](C c) { return c.comms_logger.enabled; }},
+      {"compile.deepcompile", "true", [](C c) { return c.compile.deepcompile; }},
+      {"elasticity.enabled", "true", [](C c) { return c.elasticity.enabled; }},
+      {"tessera.state_bytes", "any value", [](C c) { return c.tessera.state_bytes.has_value(); }},
+      {"tessera.rounding", "any value", [](C c) { return c.tessera.rounding.has_value(); }},
+  };
+  return all;
+}
+
+void check_served(const Config& config) {
+  std::vector<std::string> lines;
+  for (const Refusal& row : refusals()) {
+    if (row.refused(config)) {
+      lines.push_back(std::string(row.key) + " (" + row.when + ")");
+    }
+  }
+  for (const std::string& name : config.foreign_sections) {
+    lines.push_back(name + " (switched on)");
+  }
+  TESSERA_CHECK_BUILT(
+      lines.empty(), "config",
+      "the configuration is valid but asks for what this version does not serve:\n  ",
+      join(lines, "\n  "));
+}
+
+}  // namespace tessera::config

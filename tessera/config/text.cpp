@@ -1,0 +1,77 @@
+#include "tessera/config/text.h"
+
+#include <algorithm>
+#include <cctype>
+
+#include "tessera/base/error.h"
+
+namespace tessera::config {
+
+int edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::vector<int>> cost(a.size() + 1, std::vector<int>(b.size() + 1));
+  for (size_t i = 0; i <= a.size(); ++i) {
+    for (size_t j = 0; j <= b.size(); ++j) {
+      if (i == 0 || j == 0) {
+        cost[i][j] = int(i + j);
+        continue;
+      }
+      const int change = cost[i - 1][j - 1] + (a[i - 1] == b[j - 1] ? 0 : 1);
+      cost[i][j] = std::min({cost[i - 1][j] + 1, cost[i][j - 1] + 1, change});
+      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1]) {
+        cost[i][j] = std::min(cost[i][j], cost[i - 2][j - 2] + 1);
+      }
+    }
+  }
+  return cost[a.size()][b.size()];
+}
+
+std::string nearest(std::string_view word, const std::vector<std::string>& candidates) {
+  if (word.size() > 200) {
+    return "";
+  }
+  const std::string wanted = lower(word);
+  std::string best;
+  int best_cost = std::max<int>(1, int(word.size()) / 3) + 1;
+  for (const std::string& candidate : candidates) {
+    const int cost = edit_distance(wanted, lower(candidate));
+    if (cost < best_cost && cost < int(candidate.size())) {
+      best_cost = cost;
+      best = candidate;
+    }
+  }
+  return best;
+}
+
+std::string lower(std::string_view text) {
+  std::string out(text);
+  std::transform(out.begin(), out.end(), out.begin(),
+                 [](unsigned char c) { return std::tolower(c); });
+  return out;
+}
+
+std::string join(const std::vector<std::string>& parts, std::string_view separator) {
+  std::string out;
+  for (const std::string& part : parts) {
+    out += (out.empty() ? "" : std::string(separator)) + part;
+  }
+  return out;
+}
+
+void Report::error(const std::string& path, const std::string& text) {
+  errors_.push_back(path + ": " + text);
+}
+
+void Report::warning(const std::string& path, const std::string& text) {
+  warnings_.push_back(path + ": " + text);
+}
+
+void Report::raise() const {
+  if (errors_.empty()) {
+    return;
+  }
+  const std::string count =
+      errors_.size() == 1 ? "1 problem" : std::to_string(errors_.size()) + " problems";
+  TESSERA_CHECK_VALUE(false, "config", count, " in the configuration:\n  ", join(errors_, "\n  "));
+}
+
+}  // namespace tessera::config

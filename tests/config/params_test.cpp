@@ -1,0 +1,129 @@
+#include "tessera/config/params.h"
+
+#include "support.h"
+
+namespace tessera::config {
+namespace {
+
+std::optional<optim::OptimizerOptions> optimizer(const std::string& type, const Params& params) {
+  Report report;
+  auto options = read_optimizer({.type = type, .params = params}, report);
+  report.raise();
+  return options;
+}
+
+std::string optimizer_error(const std::string& type, const Params& params) {
+  return error_of([&] { optimizer(type, params); });
+}
+
+template <class Schedule>
+Schedule schedule(const std::string& type, const Params& params) {
+  Report report;
+  const auto options = read_schedule({.type = type, .params = params}, report);
+  report.raise();
+  return std::get<Schedule>(options.value());
+}
+
+std::string schedule_error(const std::string& type, const Params& params) {
+  Report report;
+  read_schedule({.type = type, .params = params}, report);
+  return error_of([&] { report.raise(); });
+}
+
+TEST(Params, AdamIsAdamWUnlessToldOtherwise) {
+  EXPECT_TRUE(optimizer("Adam", {})->defaults.decoupled);
+  EXPECT_FALSE(optimizer("adam", {{"adam_w_mode", false}})->defaults.decoupled);
+  EXPECT_TRUE(optimizer("AdamW", {{"adam_w_mode", false}})->defaults.decoupled);
+  EXPECT_EQ(optimizer("AdamW", {})->defaults.weight_decay, 0.0);
+  EXPECT_EQ(optimizer("AdamW", {{"torch_adam", true}})->defaults.weight_decay, 0.01);
+  EXPECT_EQ(
+      optimizer("Adam", {{"torch_adam", true}, {"adam_w_mode", false}})->defaults.weight_decay,
+      0.0);
+}
+
+TEST(Params, ReadsEveryNativeRule) {
+  const auto adam = optimizer("AdamW", {{"lr", 2},
+                                        {"betas", List{0.8, 0.9}},
+                                        {"eps", 1e-6},
+                                        {"weight_decay", 0.1},
+                                        {"bias_correction", false},
+                                        {"fused", true},
+                                        {"fp32_optimizer_states", true}});
+  EXPECT_EQ(adam->rule, optim::Rule::Adam);
+  EXPECT_EQ(adam->defaults.lr, 2.0);
+  EXPECT_EQ(adam->defaults.beta1, 0.8);
+  EXPECT_EQ(adam->defaults.beta2, 0.9);
+  EXPECT_EQ(adam->defaults.eps, 1e-6);
+  EXPECT_EQ(adam->defaults.weight_decay, 0.1);
+  EXPECT_FALSE(adam->defaults.bias_correction);
+  const auto sgd = optimizer("SGD", {{"momentum", 0.9}, {"nesterov", true}});
+  EXPECT_EQ(sgd->rule, optim::Rule::Sgd);
+  EXPECT_EQ(sgd->defaults.momentum, 0.9);
+  EXPECT_TRUE(sgd->defaults.nesterov);
+  EXPECT_EQ(optimizer("Adagrad", {{"lr_decay", 0.5}})->defaults.lr_decay, 0.5);
+  const auto lion = optimizer("Lion", {});
+  EXPECT_EQ(lion->rule, optim::Rule::Lion);
+  EXPECT_EQ(lion->defaults.beta2, 0.999);
+}
+
+TEST(Params, LeavesOtherOptimizersToPython) {
+  EXPECT_FALSE(optimizer("NAdam", {{"anything", 1}}));
+  EXPECT_FALSE(optimizer("Adam", {{"torch_adam", true}, {"amsgrad", true}, {"foreach", true}}));
+  EXPECT_FALSE(optimizer("", {}));
+}
+
+TEST(Params, RefusesWrongOptimizerParameters) {
+  EXPECT_HAS(optimizer_error("Adam", {{"weight_decai", 0}}), "did you mean \"weight_decay\"?");
+  EXPECT_HAS(optimizer_error("Adam", {{"momentum", 0.9}}),
+             "optimizer.params.momentum: unknown parameter");
+  EXPECT_HAS(optimizer_error("Adam", {{"betas", 0.9}}), "betas: must be two numbers");
+  EXPECT_HAS(optimizer_error("Adam", {{"amsgrad", true}}), "set torch_adam");
+  EXPECT_HAS(optimizer_error("Adam", {{"bias_correction", "x"}}),
+             "bias_correction: must be true or false");
+  EXPECT_HAS(optimizer_error("SGD", {{"nesterov", true}}), "needs momentum > 0");
+  EXPECT_HAS(optimizer_error("Lion", {{"max_grad_norm", 1.0}}), "use gradient_clipping");
+}
+
+TEST(Params, ReadsEverySchedule) {
+  const auto warmup = schedule<optim::WarmupLR>(
+      "WarmupLR",
+      {{"warmup_max_lr", List{0.1, 0.2}}, {"warmup_num_steps", 10.0}, {"warmup_type", "linear"}});
+  EXPECT_EQ(warmup.warmup_max_lr, (std::vector<double>{0.1, 0.2}));
+  EXPECT_EQ(warmup.warmup_num_steps, 10);
+  EXPECT_EQ(warmup.warmup_type, optim::WarmupType::Linear);
+  EXPECT_TRUE(
+      schedule<optim::WarmupLR>("WarmupLR", {{"warmup_max_lr", Value()}}).warmup_max_lr.empty());
+  const auto decay = schedule<optim::WarmupDecayLR>("WarmupDecayLR", {{"total_num_steps", 100}});
+  EXPECT_EQ(decay.total_num_steps, 100);
+  EXPECT_EQ(decay.warmup_max_lr, std::vector<double>{0.001});
+  EXPECT_EQ(schedule<optim::WarmupCosineLR>("WarmupCosineLR",
+                                            {{"total_num_steps", 9}, {"cos_min_ratio", 0.5}})
+                .cos_min_ratio,
+            0.5);
+  const auto cycle = schedule<optim::OneCycle>("OneCycle", {{"cycle_min_lr", 0.1},
+                                                            {"cycle_max_lr", 1},
+                                                            {"cycle_second_step_size", 7},
+                                                            {"cycle_momentum", false}});
+  EXPECT_EQ(cycle.cycle_max_lr, 1.0);
+  EXPECT_EQ(cycle.cycle_second_step_size, 7);
+  EXPECT_FALSE(cycle.cycle_second_stair_count);
+  EXPECT_FALSE(cycle.cycle_momentum);
+  EXPECT_TRUE(schedule<optim::LRRangeTest>("LRRangeTest", {{"lr_range_test_staircase", true}})
+                  .lr_range_test_staircase);
+}
+
+TEST(Params, RefusesWrongScheduleParameters) {
+  EXPECT_HAS(schedule_error("WarmupLR", {{"warmup_num_steps", 0}}),
+             "warmup_num_steps: must be a positive integer, got 0");
+  EXPECT_HAS(schedule_error("WarmupLR", {{"warmup_num_steps", 2.5}}),
+             "must be a positive integer, got 2.5");
+  EXPECT_HAS(schedule_error("WarmupLR", {{"warmup_type", "cosine"}}), "must be log or linear");
+  EXPECT_HAS(schedule_error("WarmupDecayLR", {{"total_num_steps", "auto"}}),
+             "total_num_steps: is required");
+  EXPECT_HAS(schedule_error("OneCycle", {}), "cycle_max_lr: is required");
+  EXPECT_HAS(schedule_error("WarmupLR", {{"warmup_steps", 5}}), "warmup_steps: unknown parameter");
+  EXPECT_EQ(schedule_error("StepLR", {{"step_size", 5}}), "");
+}
+
+}  // namespace
+}  // namespace tessera::config

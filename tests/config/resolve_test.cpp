@@ -1,0 +1,56 @@
+#include "tessera/config/resolve.h"
+
+#include "support.h"
+
+namespace tessera::config {
+namespace {
+
+TEST(Resolve, Precision) {
+  EXPECT_EQ(precision(Config{}).param, c10::ScalarType::Float);
+  EXPECT_FALSE(precision(Config{}).skip_nonfinite);
+  const auto bf16 = precision(Config::from_json(R"({"bf16": {"enabled": true}})"));
+  EXPECT_EQ(bf16.param, c10::ScalarType::BFloat16);
+  EXPECT_EQ(bf16.grad, c10::ScalarType::BFloat16);
+  EXPECT_EQ(bf16.master, c10::ScalarType::Float);
+  EXPECT_TRUE(bf16.skip_nonfinite);
+  const auto wide = precision(Config::from_json(
+      R"({"bf16": {"enabled": true, "check_grad_overflow": false}, "data_types": {"grad_accum_dtype": "fp32"}})"));
+  EXPECT_EQ(wide.grad, c10::ScalarType::Float);
+  EXPECT_FALSE(wide.skip_nonfinite);
+}
+
+TEST(Resolve, ZeroOptions) {
+  const auto plain = zero_options(Config{});
+  EXPECT_EQ(plain.stage, 0);
+  EXPECT_TRUE(plain.overlap);
+  EXPECT_TRUE(plain.average);
+  EXPECT_FALSE(plain.reduce_at_step);
+  EXPECT_EQ(plain.min_unit_elements, 1 << 20);
+  const auto options = zero_options(Config::from_json(R"({"gradient_allreduce_op": "sum",
+      "zero_optimization": {"stage": 2, "reduce_bucket_size": 100, "overlap_comm": false},
+      "tessera": {"min_unit_elements": 5}})"));
+  EXPECT_EQ(options.stage, 2);
+  EXPECT_FALSE(options.overlap);
+  EXPECT_FALSE(options.average);
+  EXPECT_EQ(options.reduce_bucket_size, 100);
+  EXPECT_EQ(options.min_unit_elements, 5);
+  const auto unmanaged =
+      zero_options(Config::from_json(R"({"managed_gradient_accumulation": false})"));
+  EXPECT_TRUE(unmanaged.reduce_at_step);
+  EXPECT_FALSE(unmanaged.overlap);
+}
+
+TEST(Resolve, NativeOptimizerAndSchedule) {
+  EXPECT_FALSE(native_optimizer(Config{}));
+  EXPECT_FALSE(native_schedule(Config{}));
+  const Config c = Config::from_json(
+      R"({"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}, "scheduler": {"type": "WarmupLR"}})");
+  EXPECT_EQ(native_optimizer(c)->defaults.lr, 0.5);
+  EXPECT_EQ(std::get<optim::WarmupLR>(*native_schedule(c)).warmup_num_steps, 1000);
+  Config bad;
+  bad.optimizer = {.type = "Adam", .params = {{"lr", "fast"}}};
+  EXPECT_HAS(error_of([&] { native_optimizer(bad); }), "optimizer.params.lr");
+}
+
+}  // namespace
+}  // namespace tessera::config

@@ -1,0 +1,79 @@
+#include "tessera/config/served.h"
+
+#include "support.h"
+#include "tessera/config/lookup.h"
+
+namespace tessera::config {
+namespace {
+
+std::string refusal(const std::string& json) {
+  const Config config = Config::from_json(json);
+  return error_of<c10::NotImplementedError>([&] { check_served(config); });
+}
+
+TEST(Served, AcceptsWhatThisVersionDoes) {
+  for (
+      const char* json :
+      {"{}", R"({"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}})",
+       R"({"bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}})",
+       R"({"bf16": {"enabled": true}, "communication_data_type": "bf16"})",
+       R"({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}, "offload_param": {"device": "cpu"}}})",
+       R"({"wall_clock_breakdown": true, "flops_profiler": {"enabled": false}, "amp": {"enabled": false}})",
+       R"({"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 1})",
+       R"({"optimizer": {"type": "NAdam"}, "scheduler": {"type": "StepLR", "params": {"step_size": 3}}})"}) {
+    EXPECT_EQ(refusal(json), "") << json;
+  }
+}
+
+TEST(Served, RefusesByName) {
+  const std::vector<std::pair<const char*, const char*>> rows{
+      {R"({"zero_optimization": {"stage": 3}})", "zero_optimization.stage"},
+      {R"({"fp16": {"enabled": true}})", "fp16.enabled"},
+      {R"({"torch_autocast": {"enabled": true}})", "torch_autocast.enabled"},
+      {R"({"bf16": {"bf16_master_weights_and_grads": true, "bf16_optimizer_states": true},
+           "zero_optimization": {"stage": 1}})",
+       "bf16.bf16_optimizer_states"},
+      {R"({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}})",
+       "zero_optimization.offload_optimizer.device"},
+      {R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})",
+       "zero_optimization.offload_param.device"},
+      {R"({"tensor_parallel": {"autotp_size": 2}})", "tensor_parallel.autotp_size"},
+      {R"({"sequence_parallel_size": 2})", "sequence_parallel_size"},
+      {R"({"sparse_gradients": true})", "sparse_gradients"},
+      {R"({"csv_monitor": {"enabled": true}})", "csv_monitor.enabled"},
+      {R"({"comms_logger": {"enabled": true}})", "comms_logger.enabled"},
+      {R"({"zero_optimization": {"zero_hpz_partition_size": 2}})",
+       "zero_optimization.zero_hpz_partition_size"},
+      {R"({"communication_data_type": "fp16"})", "communication_data_type"},
+      {R"({"data_types": {"grad_accum_dtype": "bf16"}})", "data_types.grad_accum_dtype"},
+      {R"({"optimizer": {"type": "MuAdam"}})", "optimizer.type"},
+      {R"({"optimizer": {"type": "OneBitLamb"}})", "optimizer.type"},
+      {R"({"tessera": {"state_bytes": 8}})", "tessera.state_bytes"},
+      {R"({"tessera": {"rounding": "nearest"}})", "tessera.rounding"},
+      {R"({"progressive_layer_drop": {"enabled": true}})", "progressive_layer_drop"},
+      {R"({"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8}}})",
+       "zero_optimization.zeropp_loco_param"},
+  };
+  for (const auto& [json, key] : rows) {
+    EXPECT_HAS(refusal(json), std::string("  ") + key + " (") << json;
+  }
+}
+
+TEST(Served, OneErrorNamesAll) {
+  const std::string text = refusal(
+      R"({"fp16": {"enabled": true}, "zero_optimization": {"stage": 3}, "nebula": {"enabled": true}})");
+  EXPECT_HAS(text, "[config]");
+  EXPECT_HAS(text, "fp16.enabled (true)");
+  EXPECT_HAS(text, "zero_optimization.stage (3)");
+  EXPECT_HAS(text, "nebula (switched on)");
+}
+
+TEST(Served, EveryRowNamesAKeyAndDefaultsAreServed) {
+  for (const Refusal& row : refusals()) {
+    EXPECT_NE(find_key(row.key), nullptr) << row.key;
+    EXPECT_FALSE(row.refused(Config{})) << row.key;
+  }
+}
+
+}  // namespace
+}  // namespace tessera::config

@@ -1,0 +1,37 @@
+#include "tessera/config/text.h"
+
+#include "support.h"
+
+namespace tessera::config {
+namespace {
+
+TEST(Text, CountsEdits) {
+  EXPECT_EQ(edit_distance("", "abc"), 3);
+  EXPECT_EQ(edit_distance("stage", "stage"), 0);
+  EXPECT_EQ(edit_distance("stge", "stage"), 1);
+  EXPECT_EQ(edit_distance("satge", "stage"), 1);
+  EXPECT_EQ(edit_distance("kitten", "sitting"), 3);
+}
+
+TEST(Text, FindsTheNearestWord) {
+  const std::vector<std::string> words{"stage", "overlap_comm", "ratio"};
+  EXPECT_EQ(nearest("Stgae", words), "stage");
+  EXPECT_EQ(nearest("overlapcomm", words), "overlap_comm");
+  EXPECT_EQ(nearest("something_else", words), "");
+  EXPECT_EQ(nearest(std::string(100'000, 'a'), words), "");
+}
+
+TEST(Text, ReportRaisesAllLinesAtOnce) {
+  Report report;
+  report.warning("x", "odd");
+  EXPECT_NO_THROW(report.raise());
+  report.error("a.b", "wrong");
+  EXPECT_HAS(error_of([&] { report.raise(); }),
+             "[config] 1 problem in the configuration:\n  a.b: wrong");
+  report.error("c", "also wrong");
+  EXPECT_HAS(error_of([&] { report.raise(); }),
+             "[config] 2 problems in the configuration:\n  a.b: wrong\n  c: also");
+}
+
+}  // namespace
+}  // namespace tessera::config
