@@ -53,8 +53,7 @@ Config Config::from_file(const std::string& path) {
   TESSERA_CHECK_VALUE(file.good(), "config", "cannot read the configuration file ", path);
   std::ostringstream text;
   text << file.rdbuf();
-  TESSERA_CHECK_VALUE(file.good() || file.eof(), "config", "cannot read the configuration file ",
-                      path);
+  TESSERA_CHECK_VALUE(file.good() || file.eof(), "config", "cannot read the configuration file ", path);
   return from_json(text.str());
 }
 
@@ -68,17 +67,15 @@ void Config::validate() const {
 Batch Config::resolve_batch(int64_t data_parallel_size) const {
   const int64_t world = data_parallel_size;
   TESSERA_CHECK_VALUE(world >= 1, "config", "the data-parallel size must be >= 1, got ", world);
-  const auto &total = train_batch_size, &micro = train_micro_batch_size_per_gpu,
-             &steps = gradient_accumulation_steps;
+  const auto &total = train_batch_size, &micro = train_micro_batch_size_per_gpu, &steps = gradient_accumulation_steps;
   const std::string given =
       "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * "
       "data-parallel size: " +
       shown(total) + " = " + shown(micro) + " * " + shown(steps) + " * " + std::to_string(world);
-  TESSERA_CHECK_VALUE(
-      total || micro, "config",
-      "the batch size is open; give train_batch_size or train_micro_batch_size_per_gpu. ", given);
-  TESSERA_CHECK_VALUE(total.value_or(1) > 0 && micro.value_or(1) > 0 && steps.value_or(1) > 0,
-                      "config", "batch sizes must be >= 1. ", given);
+  TESSERA_CHECK_VALUE(total || micro, "config",
+                      "the batch size is open; give train_batch_size or train_micro_batch_size_per_gpu. ", given);
+  TESSERA_CHECK_VALUE(total.value_or(1) > 0 && micro.value_or(1) > 0 && steps.value_or(1) > 0, "config",
+                      "batch sizes must be >= 1. ", given);
   Batch out;
   out.gradient_accumulation_steps = steps ? *steps : total && micro ? *total / *micro / world : 1;
   const int64_t parts = std::max<int64_t>(1, out.gradient_accumulation_steps);
@@ -89,8 +86,7 @@ Batch Config::resolve_batch(int64_t data_parallel_size) const {
   // world.
   TESSERA_CHECK_VALUE(out.train_batch_size > 0 && product == out.train_batch_size, "config",
                       "the batch sizes do not fit. ", given, "; found ", out.train_batch_size,
-                      " != ", out.micro_batch_size, " * ", out.gradient_accumulation_steps, " * ",
-                      world);
+                      " != ", out.micro_batch_size, " * ", out.gradient_accumulation_steps, " * ", world);
   return out;
 }
 
@@ -103,12 +99,10 @@ std::string Config::describe(bool all) const {
     if (set) {
       const auto spelling = given.find(key.path);
       const bool renamed = spelling != given.end() && spelling->second != key.path;
-      out +=
-          key.path + " = " + value + " (given" + (renamed ? " as " + spelling->second : "") + ")\n";
+      out += key.path + " = " + value + " (given" + (renamed ? " as " + spelling->second : "") + ")\n";
     } else if (all) {
       const bool batch = &key - keys().data() < 3;  // the triple comes first
-      out +=
-          key.path + " = " + value + (batch ? " (derived by resolve_batch)" : " (default)") + "\n";
+      out += key.path + " = " + value + (batch ? " (derived by resolve_batch)" : " (default)") + "\n";
     }
   }
   return out;

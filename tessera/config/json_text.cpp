@@ -31,9 +31,7 @@ class Cleaner {
   }
 
  private:
-  bool starts(const char* word) const {
-    return text_.compare(at_, std::char_traits<char>::length(word), word) == 0;
-  }
+  bool starts(const char* word) const { return text_.compare(at_, std::char_traits<char>::length(word), word) == 0; }
 
   void copy_string() {
     comma_ = std::string::npos;
@@ -97,7 +95,7 @@ class Cleaner {
   const std::string& text_;
   std::string out_;
   size_t at_ = 0;
-  char last_ = '[';  // last character that is neither space nor comment
+  char last_ = '[';                   // last character that is neither space nor comment
   size_t comma_ = std::string::npos;  // in out_: a comma followed by nothing but space so far
 };
 
@@ -142,8 +140,7 @@ nlohmann::json read_json(const std::string& text, Report& report) {
   Watcher watcher(report);
   try {
     return nlohmann::json::parse(
-        strict_json(text),
-        [&watcher](int depth, auto event, auto& parsed) { return watcher(depth, event, parsed); });
+        strict_json(text), [&watcher](int depth, auto event, auto& parsed) { return watcher(depth, event, parsed); });
   } catch (const nlohmann::json::exception& e) {
     const std::string what = e.what();
     const size_t end = what.find("] ");

@@ -49,9 +49,7 @@ const std::unordered_map<std::string, std::string>& alias_map() {
 std::string limits_text(const char* type, const Limits& limits) {
   std::string out = type;
   const bool low = std::isfinite(limits.min), high = std::isfinite(limits.max);
-  const auto number = [](double v) {
-    return v == std::floor(v) ? std::to_string(int64_t(v)) : number_text(v);
-  };
+  const auto number = [](double v) { return v == std::floor(v) ? std::to_string(int64_t(v)) : number_text(v); };
   if (low && high) {
     out += " from " + number(limits.min) + " to " + number(limits.max);
   } else if (low) {
@@ -82,9 +80,7 @@ struct AllowedText {
   std::string operator()(Value*) const { return limits.null_only ? "null" : "any JSON value"; }
   std::string operator()(Params*) const { return "object"; }
 
-  std::string text() const {
-    return limits.choices.empty() ? "text" : choices_text(limits.choices);
-  }
+  std::string text() const { return limits.choices.empty() ? "text" : choices_text(limits.choices); }
 };
 
 struct ValueText {
@@ -111,8 +107,7 @@ struct ValueText {
 };
 
 bool within(double value, const Limits& limits) {
-  return !std::isnan(value) && (limits.above ? value > limits.min : value >= limits.min) &&
-         value <= limits.max;
+  return !std::isnan(value) && (limits.above ? value > limits.min : value >= limits.min) && value <= limits.max;
 }
 
 bool chosen(const std::string& value, const Limits& limits) {
@@ -224,9 +219,8 @@ std::optional<c10::ScalarType> dtype_of(const std::string& name) {
     text = text.substr(6);
   }
   static const std::unordered_map<std::string, c10::ScalarType> all{
-      {"fp32", c10::ScalarType::Float},    {"float32", c10::ScalarType::Float},
-      {"float", c10::ScalarType::Float},   {"fp16", c10::ScalarType::Half},
-      {"float16", c10::ScalarType::Half},  {"half", c10::ScalarType::Half},
+      {"fp32", c10::ScalarType::Float},    {"float32", c10::ScalarType::Float},    {"float", c10::ScalarType::Float},
+      {"fp16", c10::ScalarType::Half},     {"float16", c10::ScalarType::Half},     {"half", c10::ScalarType::Half},
       {"bf16", c10::ScalarType::BFloat16}, {"bfloat16", c10::ScalarType::BFloat16}};
   const auto found = all.find(text);
   return found == all.end() ? std::nullopt : std::optional(found->second);
@@ -245,17 +239,17 @@ std::string reference_table() {
   std::string out = "| key | takes | default | meaning |\n|---|---|---|---|\n";
   const Config defaults;
   for (const Key& key : keys()) {
-    const std::string also =
-        key.aliases.empty() ? "" : " (also `" + join(key.aliases, "`, `") + "`)";
-    out += "| `" + key.path + "`" + also + " | " + allowed(key) + " | `" +
-           value_text(key, defaults) + "` | " + key.meaning + " |\n";
+    const std::string also = key.aliases.empty() ? "" : " (also `" + join(key.aliases, "`, `") + "`)";
+    out += "| `" + key.path + "`" + also + " | " + allowed(key) + " | `" + value_text(key, defaults) + "` | " +
+           key.meaning + " |\n";
   }
   for (const Legacy& key : legacy_keys()) {
-    out += "| `" + key.path + "` | deprecated | `unset` | " + key.meaning + " |\n";
+    out += "| `" + key.path + "` | - | `unset` | " + key.meaning + " |\n";
   }
   for (const std::string& name : foreign_names()) {
-    out +=
-        "| `" + name + "` | section of features outside Tessera | `unset` | only switched off |\n";
+    const bool harmless = name == "aio" || name == "pipeline";
+    out += "| `" + name + "` | object | `unset` | outside Tessera; " +
+           (harmless ? "a warning, no effect" : "refused when switched on") + " |\n";
   }
   return out;
 }

@@ -84,8 +84,7 @@ class Reader {
   void betas(double& beta1, double& beta2) {
     if (const Value* value = find("betas")) {
       const auto got = as_numbers(*value);
-      if (got.size() == 2 &&
-          std::all_of(got.begin(), got.end(), [](double b) { return b >= 0 && b < 1; })) {
+      if (got.size() == 2 && std::all_of(got.begin(), got.end(), [](double b) { return b >= 0 && b < 1; })) {
         beta1 = got[0];
         beta2 = got[1];
       } else {
@@ -113,21 +112,16 @@ class Reader {
   }
 
   // Arguments of torch and of the reference that choose an implementation, not a result.
-  void ignored(const std::vector<std::string>& names) {
-    known_.insert(known_.end(), names.begin(), names.end());
-  }
+  void ignored(const std::vector<std::string>& names) { known_.insert(known_.end(), names.begin(), names.end()); }
 
-  void refuse(const std::string& name, const std::string& text) {
-    report_.error(path_ + "." + name, text);
-  }
+  void refuse(const std::string& name, const std::string& text) { report_.error(path_ + "." + name, text); }
 
   void finish() {
     for (const auto& [name, value] : params_) {
       if (std::find(known_.begin(), known_.end(), name) == known_.end()) {
         const std::string near = nearest(name, known_);
-        report_.error(path_ + "." + name,
-                      "unknown parameter; " + (near.empty() ? "allowed are " + join(known_, ", ")
-                                                            : "did you mean \"" + near + "\"?"));
+        report_.error(path_ + "." + name, "unknown parameter; " + (near.empty() ? "allowed are " + join(known_, ", ")
+                                                                                : "did you mean \"" + near + "\"?"));
       }
     }
   }
@@ -262,8 +256,7 @@ bool is_native_optimizer(const std::string& type) {
 
 std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer, Report& report) {
   if (optimizer.params.contains("max_grad_norm")) {
-    report.error("optimizer.params.max_grad_norm",
-                 "is not a parameter here; use gradient_clipping");
+    report.error("optimizer.params.max_grad_norm", "is not a parameter here; use gradient_clipping");
   }
   const Params& params = optimizer.params;
   const bool torch_adam = flag_of(params, "torch_adam", false);

@@ -40,19 +40,23 @@ class Parser {
 
   void read(const Json& root) {
     if (!root.is_object()) {
-      report_.error("configuration",
-                    "must be an object with keys, got " + std::string(root.type_name()));
+      report_.error("configuration", "must be an object with keys, got " + std::string(root.type_name()));
       return;
     }
-    read_section(root, "");
+    read_section(root, "", "");
     apply_legacy();
   }
 
  private:
-  void read_section(const Json& object, const std::string& section) {
+  static std::string child(const std::string& section, const std::string& name) {
+    return section.empty() ? name : section + "." + name;
+  }
+
+  // `as`: the section as the user spells it.
+  void read_section(const Json& object, const std::string& section, const std::string& as) {
     for (const auto& [name, value] : object.items()) {
-      const std::string written = section.empty() ? name : section + "." + name;
-      const std::string path = canonical(written);
+      const std::string written = child(as, name);
+      const std::string path = canonical(child(section, name));
       if (const Key* key = name.find('.') == std::string::npos ? find_key(path) : nullptr) {
         read_key(*key, written, value);
       } else if (!name.empty() && contains(sections(), path)) {
@@ -83,8 +87,7 @@ class Parser {
     }
     const auto [earlier, first] = config_.given.emplace(key.path, written);
     if (!first && before != value_text(key, config_)) {
-      report_.error(written, "differs from " + earlier->second +
-                                 ", another spelling of the same key; keep one");
+      report_.error(written, "differs from " + earlier->second + ", another spelling of the same key; keep one");
     }
   }
 
@@ -96,8 +99,7 @@ class Parser {
     if (path == "zero_optimization" && value.is_boolean()) {
       config_.zero_optimization.stage = value.get<bool>() ? 1 : 0;
       config_.given["zero_optimization.stage"] = written;
-      report_.warning(written,
-                      "true and false are deprecated; write {\"stage\": 1} or {\"stage\": 0}");
+      report_.warning(written, "true and false are deprecated; write {\"stage\": 1} or {\"stage\": 0}");
       return;
     }
     if (!value.is_object()) {
@@ -107,7 +109,7 @@ class Parser {
     if (offload) {
       offload_given_.push_back(path);
     }
-    read_section(value, path);
+    read_section(value, path, written);
   }
 
   void read_foreign(const std::string& name, const Json& value) {
@@ -146,8 +148,7 @@ class Parser {
     for (const Key& key : keys()) {
       if (key.path == name || key.path.ends_with("." + name)) {
         const size_t dot = key.path.rfind('.');
-        return "; write \"" + key.path.substr(dot + 1) + "\" inside \"" + key.path.substr(0, dot) +
-               "\"";
+        return "; write \"" + key.path.substr(dot + 1) + "\" inside \"" + key.path.substr(0, dot) + "\"";
       }
     }
     return "";
@@ -159,10 +160,8 @@ class Parser {
   }
 
   void apply_legacy() {
-    legacy_offload("cpu_offload", "offload_optimizer",
-                   config_.zero_optimization.offload_optimizer.device);
-    legacy_offload("cpu_offload_param", "offload_param",
-                   config_.zero_optimization.offload_param.device);
+    legacy_offload("cpu_offload", "offload_optimizer", config_.zero_optimization.offload_optimizer.device);
+    legacy_offload("cpu_offload_param", "offload_param", config_.zero_optimization.offload_param.device);
     if (take_legacy("cpu_offload_use_pin_memory")) {
       report_.warning("zero_optimization.cpu_offload_use_pin_memory",
                       "deprecated and ignored; use pin_memory inside the offload sections");
@@ -170,8 +169,7 @@ class Parser {
     const std::string old = "zero_optimization.stage3_gather_fp16_weights_on_model_save";
     if (const Json* value = take_legacy("stage3_gather_fp16_weights_on_model_save")) {
       report_.warning(old, "deprecated; use stage3_gather_16bit_weights_on_model_save");
-      read_key(*find_key("zero_optimization.stage3_gather_16bit_weights_on_model_save"), old,
-               *value);
+      read_key(*find_key("zero_optimization.stage3_gather_16bit_weights_on_model_save"), old, *value);
     }
     for (const char* name : {"zenflow", "zeropp_loco_param"}) {
       const Json* value = take_legacy(name);

@@ -5,8 +5,8 @@
 namespace tessera::config {
 
 amp::PrecisionPolicy precision(const Config& config) {
-  auto policy = config.bf16.enabled ? amp::PrecisionPolicy::bf16(config.bf16.check_grad_overflow)
-                                    : amp::PrecisionPolicy::fp32();
+  auto policy =
+      config.bf16.enabled ? amp::PrecisionPolicy::bf16(config.bf16.check_grad_overflow) : amp::PrecisionPolicy::fp32();
   policy.grad = config.data_types.grad_accum_dtype.value_or(policy.grad);
   return policy;
 }

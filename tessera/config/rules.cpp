@@ -27,8 +27,8 @@ void check_precision(const Config& c, Report& report) {
                     : c.bf16.enabled ? c10::ScalarType::BFloat16
                                      : c10::ScalarType::Float;
   if (c.data_types.param_dtype.value_or(mode) != mode) {
-    report.error("data_types.param_dtype", "may only restate the dtype of the precision mode, " +
-                                               dtype_name(mode) + "; enable bf16 or fp16 instead");
+    report.error("data_types.param_dtype", "may only restate the dtype of the precision mode, " + dtype_name(mode) +
+                                               "; enable bf16 or fp16 instead");
   }
 }
 
@@ -37,12 +37,11 @@ void check_loss_scale(const Config& c, Report& report) {
   if (!c.fp16.enabled || c.fp16.loss_scale != 0) {
     return;
   }
-  for (const auto& [name, value] : {std::pair("loss_scale_window", c.fp16.loss_scale_window),
-                                    std::pair("min_loss_scale", c.fp16.min_loss_scale)}) {
+  for (const auto& [name, value] :
+       {std::pair("loss_scale_window", c.fp16.loss_scale_window), std::pair("min_loss_scale", c.fp16.min_loss_scale)}) {
     if (value <= 0) {
-      report.error(
-          std::string("fp16.") + name,
-          "must be an integer >= 1 with a dynamic loss scale, got " + std::to_string(value));
+      report.error(std::string("fp16.") + name,
+                   "must be an integer >= 1 with a dynamic loss scale, got " + std::to_string(value));
     }
   }
 }
@@ -59,16 +58,12 @@ void check_low_precision_states(const Config& c, Report& report) {
     }
   };
   const bool plain = c.zero_optimization.stage == 0;
-  check(bf16_master && plain, "bf16.bf16_master_weights_and_grads",
-        "needs zero_optimization.stage 1, 2 or 3");
-  check(bf16_states && plain, "bf16.bf16_optimizer_states",
-        "needs zero_optimization.stage 1, 2 or 3");
-  check(fp16_master && plain, "fp16.fp16_master_weights_and_grads",
-        "needs zero_optimization.stage 1, 2 or 3");
+  check(bf16_master && plain, "bf16.bf16_master_weights_and_grads", "needs zero_optimization.stage 1, 2 or 3");
+  check(bf16_states && plain, "bf16.bf16_optimizer_states", "needs zero_optimization.stage 1, 2 or 3");
+  check(fp16_master && plain, "fp16.fp16_master_weights_and_grads", "needs zero_optimization.stage 1, 2 or 3");
   check(bf16_master && fp16_master, "fp16.fp16_master_weights_and_grads",
         "cannot be combined with bf16.bf16_master_weights_and_grads");
-  check(bf16_states && !bf16_master, "bf16.bf16_optimizer_states",
-        "needs bf16_master_weights_and_grads");
+  check(bf16_states && !bf16_master, "bf16.bf16_optimizer_states", "needs bf16_master_weights_and_grads");
   check(bf16_master && !bf16_states && !on_cpu, "bf16.bf16_master_weights_and_grads",
         "needs bf16_optimizer_states, or zero_optimization.offload_optimizer.device cpu");
   check(fp16_master && !on_cpu, "fp16.fp16_master_weights_and_grads",
@@ -90,8 +85,7 @@ void check_zero(const Config& c, Report& report) {
   }
   if (zero.stage >= 2 && zero.reduce_scatter) {
     if (c.prescale_gradients) {
-      report.error("prescale_gradients",
-                   "needs zero_optimization.reduce_scatter false in stages 2 and 3");
+      report.error("prescale_gradients", "needs zero_optimization.reduce_scatter false in stages 2 and 3");
     }
     if (c.gradient_predivide_factor != 1.0) {
       report.error("gradient_predivide_factor",
@@ -99,8 +93,7 @@ void check_zero(const Config& c, Report& report) {
     }
   }
   if (c.torch_autocast.enabled && zero.zero_quantized_weights) {
-    report.error("torch_autocast.enabled",
-                 "cannot be combined with zero_optimization.zero_quantized_weights");
+    report.error("torch_autocast.enabled", "cannot be combined with zero_optimization.zero_quantized_weights");
   }
 }
 
@@ -108,11 +101,9 @@ void check_gradient_op(const Config& c, Report& report) {
   if (c.gradient_allreduce_op != GradientOp::Sum) {
     return;
   }
-  const bool zenflow =
-      has(c.foreign_sections, "zenflow") || has(c.foreign_sections, "zero_optimization.zenflow");
+  const bool zenflow = has(c.foreign_sections, "zenflow") || has(c.foreign_sections, "zero_optimization.zenflow");
   if (c.zero_optimization.stage == 3 || zenflow || c.compile.deepcompile) {
-    report.error("gradient_allreduce_op",
-                 "sum cannot be combined with stage 3, zenflow or deepcompile; use mean");
+    report.error("gradient_allreduce_op", "sum cannot be combined with stage 3, zenflow or deepcompile; use mean");
   }
 }
 
@@ -155,10 +146,8 @@ void check_optimizer(const Config& c, Report& report) {
     report.error("optimizer.type", "Lamb needs a dynamic loss scale (fp16.loss_scale 0)");
   }
   const bool offload = c.zero_optimization.offload_optimizer.device != OffloadDevice::None;
-  if (type == "muon" && c.zero_optimization.reduce_scatter &&
-      (stage == 3 || (stage > 0 && offload))) {
-    report.error("zero_optimization.reduce_scatter",
-                 "must be false for Muon in stage 3 or with offload");
+  if (type == "muon" && c.zero_optimization.reduce_scatter && (stage == 3 || (stage > 0 && offload))) {
+    report.error("zero_optimization.reduce_scatter", "must be false for Muon in stage 3 or with offload");
   }
 }
 
@@ -166,16 +155,16 @@ void check_tensor_parallel(const Config& c, Report& report) {
   const int64_t size = c.tensor_parallel.tp.tp_size;
   if (size != 1 && size != c.tensor_parallel.autotp_size) {
     report.error("tensor_parallel.tp.tp_size", "must be 1 or autotp_size (" +
-                                                   std::to_string(c.tensor_parallel.autotp_size) +
-                                                   "), got " + std::to_string(size));
+                                                   std::to_string(c.tensor_parallel.autotp_size) + "), got " +
+                                                   std::to_string(size));
   }
 }
 
 }  // namespace
 
 void check_rules(const Config& config, Report& report) {
-  for (auto check : {check_precision, check_loss_scale, check_low_precision_states, check_zero,
-                     check_gradient_op, check_unmanaged, check_optimizer, check_tensor_parallel}) {
+  for (auto check : {check_precision, check_loss_scale, check_low_precision_states, check_zero, check_gradient_op,
+                     check_unmanaged, check_optimizer, check_tensor_parallel}) {
     check(config, report);
   }
 }

@@ -27,8 +27,7 @@ const std::vector<Refusal>& refusals() {
        [](C c) { return c.zero_optimization.offload_optimizer.device != OffloadDevice::None; }},
       {"zero_optimization.offload_param.device", "cpu, nvme in stage 3",
        [](C c) {
-         return c.zero_optimization.stage == 3 &&
-                c.zero_optimization.offload_param.device != OffloadDevice::None;
+         return c.zero_optimization.stage == 3 && c.zero_optimization.offload_param.device != OffloadDevice::None;
        }},
       {"zero_optimization.zero_hpz_partition_size", "> 1",
        [](C c) { return c.zero_optimization.zero_hpz_partition_size > 1; }},
@@ -38,27 +37,20 @@ const std::vector<Refusal>& refusals() {
        [](C c) { return c.zero_optimization.zero_quantized_nontrainable_weights; }},
       {"zero_optimization.zero_quantized_gradients", "true",
        [](C c) { return c.zero_optimization.zero_quantized_gradients; }},
-      {"zero_optimization.mics_shard_size", "> 0",
-       [](C c) { return c.zero_optimization.mics_shard_size > 0; }},
+      {"zero_optimization.mics_shard_size", "> 0", [](C c) { return c.zero_optimization.mics_shard_size > 0; }},
       {"fp16.enabled", "true", [](C c) { return c.fp16.enabled; }},
-      {"fp16.fp16_master_weights_and_grads", "true",
-       [](C c) { return c.fp16.fp16_master_weights_and_grads; }},
-      {"bf16.bf16_master_weights_and_grads", "true",
-       [](C c) { return c.bf16.bf16_master_weights_and_grads; }},
+      {"fp16.fp16_master_weights_and_grads", "true", [](C c) { return c.fp16.fp16_master_weights_and_grads; }},
+      {"bf16.bf16_master_weights_and_grads", "true", [](C c) { return c.bf16.bf16_master_weights_and_grads; }},
       {"bf16.bf16_optimizer_states", "true", [](C c) { return c.bf16.bf16_optimizer_states; }},
       {"torch_autocast.enabled", "true", [](C c) { return c.torch_autocast.enabled; }},
       {"data_types.grad_accum_dtype", "fp16, and bf16 without bf16.enabled",
        [](C c) {
          const auto dtype = c.data_types.grad_accum_dtype.value_or(c10::ScalarType::Float);
-         return dtype != c10::ScalarType::Float &&
-                !(dtype == c10::ScalarType::BFloat16 && c.bf16.enabled);
+         return dtype != c10::ScalarType::Float && !(dtype == c10::ScalarType::BFloat16 && c.bf16.enabled);
        }},
-      {"data_types.buffer_dtype", "any dtype",
-       [](C c) { return c.data_types.buffer_dtype.has_value(); }},
+      {"data_types.buffer_dtype", "any dtype", [](C c) { return c.data_types.buffer_dtype.has_value(); }},
       {"communication_data_type", "other than the dtype of the gradients",
-       [](C c) {
-         return c.communication_data_type.value_or(precision(c).grad) != precision(c).grad;
-       }},
+       [](C c) { return c.communication_data_type.value_or(precision(c).grad) != precision(c).grad; }},
       {"optimizer.type", "Lamb, Muon, MuAdam, MuAdamW, MuSGD, OneBit*, ZeroOneAdam", unserved_type},
       {"tensor_parallel.autotp_size", "> 1", [](C c) { return c.tensor_parallel.autotp_size > 1; }},
       {"sequence_parallel_size", "> 1", [](C c) { return c.sequence_parallel_size > 1; }},
@@ -91,10 +83,9 @@ void check_served(const Config& config) {
   for (const std::string& name : config.foreign_sections) {
     lines.push_back(name + " (switched on)");
   }
-  TESSERA_CHECK_BUILT(
-      lines.empty(), "config",
-      "the configuration is valid but asks for what this version does not serve:\n  ",
-      join(lines, "\n  "));
+  TESSERA_CHECK_BUILT(lines.empty(), "config",
+                      "the configuration is valid but asks for what this version does not serve:\n  ",
+                      join(lines, "\n  "));
 }
 
 }  // namespace tessera::config

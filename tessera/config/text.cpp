@@ -44,8 +44,7 @@ std::string nearest(std::string_view word, const std::vector<std::string>& candi
 
 std::string lower(std::string_view text) {
   std::string out(text);
-  std::transform(out.begin(), out.end(), out.begin(),
-                 [](unsigned char c) { return std::tolower(c); });
+  std::transform(out.begin(), out.end(), out.begin(), [](unsigned char c) { return std::tolower(c); });
   return out;
 }
 
@@ -69,8 +68,7 @@ void Report::raise() const {
   if (errors_.empty()) {
     return;
   }
-  const std::string count =
-      errors_.size() == 1 ? "1 problem" : std::to_string(errors_.size()) + " problems";
+  const std::string count = errors_.size() == 1 ? "1 problem" : std::to_string(errors_.size()) + " problems";
   TESSERA_CHECK_VALUE(false, "config", count, " in the configuration:\n  ", join(errors_, "\n  "));
 }
 

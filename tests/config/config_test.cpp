@@ -45,8 +45,7 @@ TEST(Config, ReadsATypicalFileFromTextAndPath) {
 }
 
 TEST(Config, TakesAReadyValueWithInfinity) {
-  const Config c =
-      from_value({{"steps_per_print", INFINITY}, {"zero_optimization", {{"stage", 1.0}}}});
+  const Config c = from_value({{"steps_per_print", INFINITY}, {"zero_optimization", {{"stage", 1.0}}}});
   EXPECT_FALSE(c.steps_per_print);
   EXPECT_EQ(c.zero_optimization.stage, 1);
   EXPECT_HAS(error_of([] { from_value(nlohmann::json::array()); }), "must be an object");
@@ -101,8 +100,7 @@ TEST(Config, FileErrorsNameTheFile) {
   EXPECT_NE(error_of([] { Config::from_file("/"); }), "");
 }
 
-Config triple(std::optional<int64_t> total, std::optional<int64_t> micro,
-              std::optional<int64_t> steps) {
+Config triple(std::optional<int64_t> total, std::optional<int64_t> micro, std::optional<int64_t> steps) {
   Config c;
   c.train_batch_size = total;
   c.train_micro_batch_size_per_gpu = micro;
@@ -116,9 +114,8 @@ TEST(Config, ResolvesTheBatchTriple) {
     std::optional<int64_t> total, micro, steps;
     int64_t want_total, want_micro, want_steps;
   };
-  for (const Row& row :
-       {Row{24, 2, 3, 24, 2, 3}, Row{24, 2, none, 24, 2, 3}, Row{24, none, 3, 24, 2, 3},
-        Row{none, 2, 3, 24, 2, 3}, Row{24, none, none, 24, 6, 1}, Row{none, 2, none, 8, 2, 1}}) {
+  for (const Row& row : {Row{24, 2, 3, 24, 2, 3}, Row{24, 2, none, 24, 2, 3}, Row{24, none, 3, 24, 2, 3},
+                         Row{none, 2, 3, 24, 2, 3}, Row{24, none, none, 24, 6, 1}, Row{none, 2, none, 8, 2, 1}}) {
     const Batch got = triple(row.total, row.micro, row.steps).resolve_batch(4);
     EXPECT_EQ(got.train_batch_size, row.want_total);
     EXPECT_EQ(got.micro_batch_size, row.want_micro);
@@ -128,9 +125,7 @@ TEST(Config, ResolvesTheBatchTriple) {
 
 TEST(Config, RefusesABatchTripleThatDoesNotFit) {
   const auto none = std::nullopt;
-  const auto of = [](const Config& c, int64_t world) {
-    return error_of([&] { c.resolve_batch(world); });
-  };
+  const auto of = [](const Config& c, int64_t world) { return error_of([&] { c.resolve_batch(world); }); };
   EXPECT_HAS(of(triple(32, 4, 2), 3), "32 = 4 * 2 * 3");
   EXPECT_HAS(of(triple(none, none, 4), 2), "? = ? * 4 * 2");
   EXPECT_HAS(of(triple(none, none, none), 2), "train_micro_batch_size_per_gpu");

@@ -23,18 +23,13 @@ TEST(Convert, NumbersAreLenient) {
 }
 
 TEST(Convert, RefusesWhatIsNoNumber) {
-  for (const char* bad :
-       {"1.5", "true", "\"x\"", "[1]", "{}", "1e30", "Infinity", "18446744073709551615", "-1"}) {
-    const std::string text =
-        std::string(R"({"zero_optimization": {"reduce_bucket_size": )") + bad + "}}";
-    EXPECT_HAS(json_error(text), "zero_optimization.reduce_bucket_size: must be integer >= 0")
-        << bad;
+  for (const char* bad : {"1.5", "true", "\"x\"", "[1]", "{}", "1e30", "Infinity", "18446744073709551615", "-1"}) {
+    const std::string text = std::string(R"({"zero_optimization": {"reduce_bucket_size": )") + bad + "}}";
+    EXPECT_HAS(json_error(text), "zero_optimization.reduce_bucket_size: must be integer >= 0") << bad;
   }
   EXPECT_HAS(json_error(R"({"gradient_clipping": NaN})"), "gradient_clipping: must be number >= 0");
-  EXPECT_HAS(json_error(R"({"gradient_clipping": Infinity})"),
-             "gradient_clipping: must be number >= 0");
-  EXPECT_HAS(json_error(R"({"bf16": {"enabled": 2}})"),
-             "bf16.enabled: must be true or false, got 2");
+  EXPECT_HAS(json_error(R"({"gradient_clipping": Infinity})"), "gradient_clipping: must be number >= 0");
+  EXPECT_HAS(json_error(R"({"bf16": {"enabled": 2}})"), "bf16.enabled: must be true or false, got 2");
 }
 
 TEST(Convert, BoolForANumberWarns) {
@@ -63,8 +58,7 @@ TEST(Convert, NullAndAutoMeanAbsent) {
 TEST(Convert, ReadsDtypesInEverySpelling) {
   using c10::ScalarType;
   const auto read = [](const std::string& name) {
-    return Config::from_json(R"({"torch_autocast": {"dtype": ")" + name + "\"}}")
-        .torch_autocast.dtype;
+    return Config::from_json(R"({"torch_autocast": {"dtype": ")" + name + "\"}}").torch_autocast.dtype;
   };
   for (const char* name : {"fp16", "float16", "half", "torch.float16"}) {
     EXPECT_EQ(read(name), ScalarType::Half);
@@ -73,8 +67,7 @@ TEST(Convert, ReadsDtypesInEverySpelling) {
     EXPECT_EQ(read(name), ScalarType::BFloat16);
   }
   EXPECT_EQ(read("float32"), ScalarType::Float);
-  EXPECT_HAS(json_error(R"({"torch_autocast": {"dtype": "int8"}})"),
-             "must be fp32, fp16 or bf16, got \"int8\"");
+  EXPECT_HAS(json_error(R"({"torch_autocast": {"dtype": "int8"}})"), "must be fp32, fp16 or bf16, got \"int8\"");
 }
 
 TEST(Convert, ReadsListsChoicesAndOpenValues) {
@@ -93,17 +86,14 @@ TEST(Convert, ReadsListsChoicesAndOpenValues) {
   EXPECT_EQ(c.elasticity.micro_batch_sizes, (std::vector<int64_t>{2, 4}));
   EXPECT_HAS(json_error(R"({"gradient_allreduce_op": "max"})"), "one of mean, sum");
   EXPECT_HAS(json_error(R"({"tensor_parallel": {"preset_model": "gpt9"}})"), "one of llama, bloom");
-  EXPECT_HAS(json_error(R"({"torch_autocast": {"lower_precision_safe_modules": ["a", 1]}})"),
-             "list of texts");
+  EXPECT_HAS(json_error(R"({"torch_autocast": {"lower_precision_safe_modules": ["a", 1]}})"), "list of texts");
   EXPECT_HAS(json_error(R"({"tensor_parallel": {"tp": {"mpu": {}}}})"), "must be null");
 }
 
 TEST(Convert, KeepsParametersAsWritten) {
-  const auto value =
-      nlohmann::json::parse(R"({"a": 1, "b": 1.0, "c": [true, null], "d": {"e": "x"}})");
+  const auto value = nlohmann::json::parse(R"({"a": 1, "b": 1.0, "c": [true, null], "d": {"e": "x"}})");
   const Value got = to_value(value);
-  EXPECT_EQ(got, Value(Params{
-                     {"a", 1}, {"b", 1.0}, {"c", List{true, Value()}}, {"d", Params{{"e", "x"}}}}));
+  EXPECT_EQ(got, Value(Params{{"a", 1}, {"b", 1.0}, {"c", List{true, Value()}}, {"d", Params{{"e", "x"}}}}));
   EXPECT_FALSE(Value(1) == Value(1.0));
 }
 

@@ -31,8 +31,7 @@ TEST(JsonText, LeavesTextsAlone) {
 }
 
 TEST(JsonText, ReadsInfinity) {
-  EXPECT_EQ(read("[Infinity, -Infinity, NaN]"),
-            nlohmann::json::parse(R"(["Infinity", "-Infinity", "NaN"])"));
+  EXPECT_EQ(read("[Infinity, -Infinity, NaN]"), nlohmann::json::parse(R"(["Infinity", "-Infinity", "NaN"])"));
 }
 
 TEST(JsonText, NamesDuplicateKeysByPath) {

@@ -268,8 +268,7 @@ TEST(Keys, TheReferenceTableOfTheDocsIsUpToDate) {
   if (written != reference_table()) {
     std::ofstream(fresh) << reference_table();
   }
-  EXPECT_TRUE(written == reference_table())
-      << "the table of docs/config.md is old; the new one is in " << fresh;
+  EXPECT_TRUE(written == reference_table()) << "the table of docs/config.md is old; the new one is in " << fresh;
 }
 
 }  // namespace

@@ -15,8 +15,7 @@ TEST(Lookup, FindsKeysSectionsAndAliases) {
   ASSERT_NE(find_key("zero_optimization.stage"), nullptr);
   EXPECT_EQ(find_key("zero_optimization"), nullptr);
   EXPECT_EQ(find_key("zero_optimization.max_live_parameters"), nullptr);
-  EXPECT_EQ(canonical("zero_optimization.max_live_parameters"),
-            "zero_optimization.stage3_max_live_parameters");
+  EXPECT_EQ(canonical("zero_optimization.max_live_parameters"), "zero_optimization.stage3_max_live_parameters");
   EXPECT_EQ(canonical("bfloat16"), "bf16");
   EXPECT_EQ(canonical("something"), "something");
   for (const char* name : {"", "bf16", "zero_optimization.offload_param", "timers.throughput"}) {
@@ -27,8 +26,7 @@ TEST(Lookup, FindsKeysSectionsAndAliases) {
 TEST(Lookup, ListsTheNamesOfASection) {
   EXPECT_EQ(names_in("timers"), std::vector<std::string>{"throughput"});
   const auto zero = names_in("zero_optimization");
-  for (const char* name :
-       {"stage", "offload_param", "max_live_parameters", "cpu_offload", "zenflow"}) {
+  for (const char* name : {"stage", "offload_param", "max_live_parameters", "cpu_offload", "zenflow"}) {
     EXPECT_TRUE(has(zero, name)) << name;
   }
   EXPECT_FALSE(has(zero, "device"));

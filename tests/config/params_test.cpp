@@ -36,9 +36,7 @@ TEST(Params, AdamIsAdamWUnlessToldOtherwise) {
   EXPECT_TRUE(optimizer("AdamW", {{"adam_w_mode", false}})->defaults.decoupled);
   EXPECT_EQ(optimizer("AdamW", {})->defaults.weight_decay, 0.0);
   EXPECT_EQ(optimizer("AdamW", {{"torch_adam", true}})->defaults.weight_decay, 0.01);
-  EXPECT_EQ(
-      optimizer("Adam", {{"torch_adam", true}, {"adam_w_mode", false}})->defaults.weight_decay,
-      0.0);
+  EXPECT_EQ(optimizer("Adam", {{"torch_adam", true}, {"adam_w_mode", false}})->defaults.weight_decay, 0.0);
 }
 
 TEST(Params, ReadsEveryNativeRule) {
@@ -74,52 +72,43 @@ TEST(Params, LeavesOtherOptimizersToPython) {
 
 TEST(Params, RefusesWrongOptimizerParameters) {
   EXPECT_HAS(optimizer_error("Adam", {{"weight_decai", 0}}), "did you mean \"weight_decay\"?");
-  EXPECT_HAS(optimizer_error("Adam", {{"momentum", 0.9}}),
-             "optimizer.params.momentum: unknown parameter");
+  EXPECT_HAS(optimizer_error("Adam", {{"momentum", 0.9}}), "optimizer.params.momentum: unknown parameter");
   EXPECT_HAS(optimizer_error("Adam", {{"betas", 0.9}}), "betas: must be two numbers");
   EXPECT_HAS(optimizer_error("Adam", {{"amsgrad", true}}), "set torch_adam");
-  EXPECT_HAS(optimizer_error("Adam", {{"bias_correction", "x"}}),
-             "bias_correction: must be true or false");
+  EXPECT_HAS(optimizer_error("Adam", {{"bias_correction", "x"}}), "bias_correction: must be true or false");
   EXPECT_HAS(optimizer_error("SGD", {{"nesterov", true}}), "needs momentum > 0");
   EXPECT_HAS(optimizer_error("Lion", {{"max_grad_norm", 1.0}}), "use gradient_clipping");
 }
 
 TEST(Params, ReadsEverySchedule) {
   const auto warmup = schedule<optim::WarmupLR>(
-      "WarmupLR",
-      {{"warmup_max_lr", List{0.1, 0.2}}, {"warmup_num_steps", 10.0}, {"warmup_type", "linear"}});
+      "WarmupLR", {{"warmup_max_lr", List{0.1, 0.2}}, {"warmup_num_steps", 10.0}, {"warmup_type", "linear"}});
   EXPECT_EQ(warmup.warmup_max_lr, (std::vector<double>{0.1, 0.2}));
   EXPECT_EQ(warmup.warmup_num_steps, 10);
   EXPECT_EQ(warmup.warmup_type, optim::WarmupType::Linear);
-  EXPECT_TRUE(
-      schedule<optim::WarmupLR>("WarmupLR", {{"warmup_max_lr", Value()}}).warmup_max_lr.empty());
+  EXPECT_TRUE(schedule<optim::WarmupLR>("WarmupLR", {{"warmup_max_lr", Value()}}).warmup_max_lr.empty());
   const auto decay = schedule<optim::WarmupDecayLR>("WarmupDecayLR", {{"total_num_steps", 100}});
   EXPECT_EQ(decay.total_num_steps, 100);
   EXPECT_EQ(decay.warmup_max_lr, std::vector<double>{0.001});
-  EXPECT_EQ(schedule<optim::WarmupCosineLR>("WarmupCosineLR",
-                                            {{"total_num_steps", 9}, {"cos_min_ratio", 0.5}})
-                .cos_min_ratio,
-            0.5);
-  const auto cycle = schedule<optim::OneCycle>("OneCycle", {{"cycle_min_lr", 0.1},
-                                                            {"cycle_max_lr", 1},
-                                                            {"cycle_second_step_size", 7},
-                                                            {"cycle_momentum", false}});
+  EXPECT_EQ(
+      schedule<optim::WarmupCosineLR>("WarmupCosineLR", {{"total_num_steps", 9}, {"cos_min_ratio", 0.5}}).cos_min_ratio,
+      0.5);
+  const auto cycle = schedule<optim::OneCycle>(
+      "OneCycle",
+      {{"cycle_min_lr", 0.1}, {"cycle_max_lr", 1}, {"cycle_second_step_size", 7}, {"cycle_momentum", false}});
   EXPECT_EQ(cycle.cycle_max_lr, 1.0);
   EXPECT_EQ(cycle.cycle_second_step_size, 7);
   EXPECT_FALSE(cycle.cycle_second_stair_count);
   EXPECT_FALSE(cycle.cycle_momentum);
-  EXPECT_TRUE(schedule<optim::LRRangeTest>("LRRangeTest", {{"lr_range_test_staircase", true}})
-                  .lr_range_test_staircase);
+  EXPECT_TRUE(schedule<optim::LRRangeTest>("LRRangeTest", {{"lr_range_test_staircase", true}}).lr_range_test_staircase);
 }
 
 TEST(Params, RefusesWrongScheduleParameters) {
   EXPECT_HAS(schedule_error("WarmupLR", {{"warmup_num_steps", 0}}),
              "warmup_num_steps: must be a positive integer, got 0");
-  EXPECT_HAS(schedule_error("WarmupLR", {{"warmup_num_steps", 2.5}}),
-             "must be a positive integer, got 2.5");
+  EXPECT_HAS(schedule_error("WarmupLR", {{"warmup_num_steps", 2.5}}), "must be a positive integer, got 2.5");
   EXPECT_HAS(schedule_error("WarmupLR", {{"warmup_type", "cosine"}}), "must be log or linear");
-  EXPECT_HAS(schedule_error("WarmupDecayLR", {{"total_num_steps", "auto"}}),
-             "total_num_steps: is required");
+  EXPECT_HAS(schedule_error("WarmupDecayLR", {{"total_num_steps", "auto"}}), "total_num_steps: is required");
   EXPECT_HAS(schedule_error("OneCycle", {}), "cycle_max_lr: is required");
   EXPECT_HAS(schedule_error("WarmupLR", {{"warmup_steps", 5}}), "warmup_steps: unknown parameter");
   EXPECT_EQ(schedule_error("StepLR", {{"step_size", 5}}), "");

@@ -15,17 +15,13 @@ TEST(Parse, TakesAliases) {
   EXPECT_TRUE(c.tensor_parallel.replace_with_kernel_inject);
   EXPECT_EQ(c.zero_optimization.stage3_prefetch_bucket_size, 7);
   EXPECT_EQ(c.zero_optimization.stage3_max_reuse_distance, 8);
-  EXPECT_EQ(c.given.at("zero_optimization.stage3_prefetch_bucket_size"),
-            "zero_optimization.prefetch_bucket_size");
+  EXPECT_EQ(c.given.at("zero_optimization.stage3_prefetch_bucket_size"), "zero_optimization.prefetch_bucket_size");
 }
 
 TEST(Parse, TwoSpellingsMayAgreeButNotDiffer) {
-  EXPECT_EQ(
-      json_error(
-          R"({"zero_optimization": {"max_live_parameters": 5, "stage3_max_live_parameters": 5}})"),
-      "");
-  const std::string text = json_error(
-      R"({"zero_optimization": {"max_live_parameters": 5, "stage3_max_live_parameters": 6}})");
+  EXPECT_EQ(json_error(R"({"zero_optimization": {"max_live_parameters": 5, "stage3_max_live_parameters": 5}})"), "");
+  const std::string text =
+      json_error(R"({"zero_optimization": {"max_live_parameters": 5, "stage3_max_live_parameters": 6}})");
   EXPECT_HAS(text, "another spelling of the same key");
   EXPECT_HAS(text, "max_live_parameters");
 }
@@ -46,12 +42,10 @@ TEST(Parse, UnknownTopLevelKeysOnlyWarn) {
 }
 
 TEST(Parse, UnknownKeysInSectionsAreErrors) {
-  EXPECT_HAS(json_error(R"({"timers": {"throughput": {"on": true}}})"),
-             "allowed are enabled, synchronized");
+  EXPECT_HAS(json_error(R"({"timers": {"throughput": {"on": true}}})"), "allowed are enabled, synchronized");
   EXPECT_HAS(json_error(R"({"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}})"),
              "zero_optimization.offload_optimizer.devise: unknown key; did you mean \"device\"?");
-  EXPECT_HAS(json_error(R"({"zero_optimization": {"quite_different_thing": 1}})"),
-             "see docs/config.md");
+  EXPECT_HAS(json_error(R"({"zero_optimization": {"quite_different_thing": 1}})"), "see docs/config.md");
   EXPECT_HAS(json_error(R"({"bf16": {"initial_scale_power": 16}})"), "bf16 needs no loss scale");
   EXPECT_HAS(json_error(R"({"bf16": true})"), "bf16: must be an object");
 }
@@ -63,12 +57,9 @@ TEST(Parse, ReadsDeprecatedKeys) {
   EXPECT_EQ(c.zero_optimization.offload_param.device, OffloadDevice::Cpu);
   EXPECT_TRUE(c.zero_optimization.stage3_gather_16bit_weights_on_model_save);
   EXPECT_EQ(c.warnings.size(), 4u);
-  EXPECT_HAS(
-      json_error(
-          R"({"zero_optimization": {"cpu_offload": true, "offload_optimizer": {"device": "cpu"}}})"),
-      "cannot be combined with offload_optimizer");
-  EXPECT_HAS(json_error(R"({"zero_optimization": {"cpu_offload": "yes"}})"),
-             "must be true or false");
+  EXPECT_HAS(json_error(R"({"zero_optimization": {"cpu_offload": true, "offload_optimizer": {"device": "cpu"}}})"),
+             "cannot be combined with offload_optimizer");
+  EXPECT_HAS(json_error(R"({"zero_optimization": {"cpu_offload": "yes"}})"), "must be true or false");
 }
 
 TEST(Parse, ReadsTheLegacyBoolOfZero) {
@@ -82,18 +73,14 @@ TEST(Parse, NotesForeignSectionsThatAreOn) {
   const auto on = [](const std::string& text) { return Config::from_json(text).foreign_sections; };
   using Names = std::vector<std::string>;
   EXPECT_EQ(on(R"({"amp": {"enabled": true}})"), Names{"amp"});
-  EXPECT_EQ(
-      on(R"({"amp": {"enabled": false, "opt_level": "O1"}, "curriculum_learning": {}, "nebula": null})"),
-      Names{});
+  EXPECT_EQ(on(R"({"amp": {"enabled": false, "opt_level": "O1"}, "curriculum_learning": {}, "nebula": null})"),
+            Names{});
   EXPECT_EQ(on(R"({"compression_training": {"pruning": {"shared": {"enabled": true}}}})"),
             Names{"compression_training"});
-  EXPECT_EQ(on(R"({"compression_training": {"pruning": {"shared": {"enabled": false}}}})"),
-            Names{});
-  EXPECT_EQ(on(R"({"data_efficiency": {"enabled": false, "data_sampling": {"enabled": true}}})"),
-            Names{});
+  EXPECT_EQ(on(R"({"compression_training": {"pruning": {"shared": {"enabled": false}}}})"), Names{});
+  EXPECT_EQ(on(R"({"data_efficiency": {"enabled": false, "data_sampling": {"enabled": true}}})"), Names{});
   EXPECT_EQ(on(R"({"sparse_attention": {"mode": "fixed"}})"), Names{"sparse_attention"});
-  EXPECT_EQ(on(R"({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}})"),
-            Names{"zero_optimization.zenflow"});
+  EXPECT_EQ(on(R"({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}})"), Names{"zero_optimization.zenflow"});
   EXPECT_EQ(on(R"({"zero_optimization": {"zenflow": null}})"), Names{});
   const Config aio = Config::from_json(R"({"aio": {"block_size": 1048576}})");
   EXPECT_TRUE(aio.foreign_sections.empty());

@@ -34,8 +34,7 @@ TEST(Resolve, ZeroOptions) {
   EXPECT_FALSE(options.average);
   EXPECT_EQ(options.reduce_bucket_size, 100);
   EXPECT_EQ(options.min_unit_elements, 5);
-  const auto unmanaged =
-      zero_options(Config::from_json(R"({"managed_gradient_accumulation": false})"));
+  const auto unmanaged = zero_options(Config::from_json(R"({"managed_gradient_accumulation": false})"));
   EXPECT_TRUE(unmanaged.reduce_at_step);
   EXPECT_FALSE(unmanaged.overlap);
 }

@@ -25,13 +25,10 @@ TEST(Rules, Precision) {
   expect_rows({
       {R"({"fp16": {"enabled": true}, "bf16": {"enabled": true}})", "cannot be enabled together"},
       {R"({"bf16": {"enabled": true}, "data_types": {"param_dtype": "bf16"}})", nullptr},
-      {R"({"bf16": {"enabled": true}, "data_types": {"param_dtype": "fp32"}})",
-       "data_types.param_dtype"},
+      {R"({"bf16": {"enabled": true}, "data_types": {"param_dtype": "fp32"}})", "data_types.param_dtype"},
       {R"({"data_types": {"param_dtype": "fp32"}})", nullptr},
-      {R"({"amp": {"enabled": true}, "zero_optimization": {"stage": 1}})",
-       "amp: cannot be combined with zero"},
-      {R"({"amp": {"enabled": true}, "bf16": {"enabled": true}})",
-       "amp: cannot be combined with fp16 or bf16"},
+      {R"({"amp": {"enabled": true}, "zero_optimization": {"stage": 1}})", "amp: cannot be combined with zero"},
+      {R"({"amp": {"enabled": true}, "bf16": {"enabled": true}})", "amp: cannot be combined with fp16 or bf16"},
   });
 }
 
@@ -72,18 +69,13 @@ TEST(Rules, LowPrecisionStates) {
 TEST(Rules, Zero) {
   expect_rows({
       {R"({"zero_optimization": {"legacy_stage1": true}})", "legacy_stage1"},
-      {R"({"zero_optimization": {"stage": 2, "allgather_bucket_size": 101}})",
-       "nccl_start_alignment_factor"},
+      {R"({"zero_optimization": {"stage": 2, "allgather_bucket_size": 101}})", "nccl_start_alignment_factor"},
       {R"({"zero_optimization": {"stage": 0, "allgather_bucket_size": 101}})", nullptr},
-      {R"({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}})",
-       "ratio"},
+      {R"({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}})", "ratio"},
       {R"({"zero_optimization": {"stage": 2}, "prescale_gradients": true})", "prescale_gradients"},
-      {R"({"zero_optimization": {"stage": 2}, "gradient_predivide_factor": 2})",
-       "gradient_predivide_factor"},
-      {R"({"zero_optimization": {"stage": 2, "reduce_scatter": false}, "prescale_gradients": true})",
-       nullptr},
-      {R"({"zero_optimization": {"stage": 1}, "prescale_gradients": true, "gradient_predivide_factor": 2})",
-       nullptr},
+      {R"({"zero_optimization": {"stage": 2}, "gradient_predivide_factor": 2})", "gradient_predivide_factor"},
+      {R"({"zero_optimization": {"stage": 2, "reduce_scatter": false}, "prescale_gradients": true})", nullptr},
+      {R"({"zero_optimization": {"stage": 1}, "prescale_gradients": true, "gradient_predivide_factor": 2})", nullptr},
       {R"({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}})", nullptr},
       {R"({"torch_autocast": {"enabled": true}, "zero_optimization": {"zero_quantized_weights": true}})",
        "torch_autocast"},
@@ -92,18 +84,14 @@ TEST(Rules, Zero) {
 
 TEST(Rules, GradientOpAndUnmanagedAccumulation) {
   expect_rows({
-      {R"({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}})",
-       "gradient_allreduce_op"},
+      {R"({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}})", "gradient_allreduce_op"},
       {R"({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}})", nullptr},
-      {R"({"gradient_allreduce_op": "sum", "compile": {"deepcompile": true}})",
-       "gradient_allreduce_op"},
+      {R"({"gradient_allreduce_op": "sum", "compile": {"deepcompile": true}})", "gradient_allreduce_op"},
       {R"({"managed_gradient_accumulation": false, "zero_optimization": {"stage": 1, "overlap_comm": true}})",
        "overlap_comm in stages 0 and 1"},
-      {R"({"managed_gradient_accumulation": false, "zero_optimization": {"stage": 2, "overlap_comm": true}})",
-       nullptr},
+      {R"({"managed_gradient_accumulation": false, "zero_optimization": {"stage": 2, "overlap_comm": true}})", nullptr},
       {R"({"managed_gradient_accumulation": false, "zero_optimization": {"stage": 1}})", nullptr},
-      {R"({"managed_gradient_accumulation": false, "compile": {"deepcompile": true}})",
-       "compile.deepcompile"},
+      {R"({"managed_gradient_accumulation": false, "compile": {"deepcompile": true}})", "compile.deepcompile"},
   });
 }
 
@@ -111,27 +99,22 @@ TEST(Rules, Optimizer) {
   expect_rows({
       {R"({"optimizer": {"params": {"lr": 1}}})", "optimizer.type: is required"},
       {R"({"scheduler": {"params": {"a": 1}}})", "scheduler.type: is required"},
-      {R"({"optimizer": {"type": "NAdam"}, "zero_optimization": {"stage": 1}})",
-       "zero_allow_untested_optimizer"},
+      {R"({"optimizer": {"type": "NAdam"}, "zero_optimization": {"stage": 1}})", "zero_allow_untested_optimizer"},
       {R"({"optimizer": {"type": "NAdam"}, "zero_optimization": {"stage": 1},
            "zero_allow_untested_optimizer": true})",
        nullptr},
       {R"({"optimizer": {"type": "NAdam"}})", nullptr},
       {R"({"optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 2}})", nullptr},
-      {R"({"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": 1}})",
-       "OneBitAdam cannot be combined"},
-      {R"({"optimizer": {"type": "Lamb"}, "fp16": {"enabled": true, "loss_scale": 8}})",
-       "dynamic loss scale"},
+      {R"({"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": 1}})", "OneBitAdam cannot be combined"},
+      {R"({"optimizer": {"type": "Lamb"}, "fp16": {"enabled": true, "loss_scale": 8}})", "dynamic loss scale"},
       {R"({"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 3}})", "reduce_scatter"},
-      {R"({"optimizer": {"type": "NAdam", "params": {"max_grad_norm": 1}}})",
-       "use gradient_clipping"},
+      {R"({"optimizer": {"type": "NAdam", "params": {"max_grad_norm": 1}}})", "use gradient_clipping"},
   });
 }
 
 TEST(Rules, TensorParallel) {
   expect_rows({
-      {R"({"tensor_parallel": {"autotp_size": 4, "tp": {"tp_size": 2}}})",
-       "tensor_parallel.tp.tp_size"},
+      {R"({"tensor_parallel": {"autotp_size": 4, "tp": {"tp_size": 2}}})", "tensor_parallel.tp.tp_size"},
       {R"({"tensor_parallel": {"autotp_size": 4, "tp": {"tp_size": 4}}})", nullptr},
       {R"({"tensor_parallel": {"autotp_size": 4}})", nullptr},
   });

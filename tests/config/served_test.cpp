@@ -1,5 +1,9 @@
 #include "tessera/config/served.h"
 
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
 #include "support.h"
 #include "tessera/config/lookup.h"
 
@@ -42,8 +46,7 @@ TEST(Served, RefusesByName) {
       {R"({"sparse_gradients": true})", "sparse_gradients"},
       {R"({"csv_monitor": {"enabled": true}})", "csv_monitor.enabled"},
       {R"({"comms_logger": {"enabled": true}})", "comms_logger.enabled"},
-      {R"({"zero_optimization": {"zero_hpz_partition_size": 2}})",
-       "zero_optimization.zero_hpz_partition_size"},
+      {R"({"zero_optimization": {"zero_hpz_partition_size": 2}})", "zero_optimization.zero_hpz_partition_size"},
       {R"({"communication_data_type": "fp16"})", "communication_data_type"},
       {R"({"data_types": {"grad_accum_dtype": "bf16"}})", "data_types.grad_accum_dtype"},
       {R"({"optimizer": {"type": "MuAdam"}})", "optimizer.type"},
@@ -51,8 +54,7 @@ TEST(Served, RefusesByName) {
       {R"({"tessera": {"state_bytes": 8}})", "tessera.state_bytes"},
       {R"({"tessera": {"rounding": "nearest"}})", "tessera.rounding"},
       {R"({"progressive_layer_drop": {"enabled": true}})", "progressive_layer_drop"},
-      {R"({"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8}}})",
-       "zero_optimization.zeropp_loco_param"},
+      {R"({"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8}}})", "zero_optimization.zeropp_loco_param"},
   };
   for (const auto& [json, key] : rows) {
     EXPECT_HAS(refusal(json), std::string("  ") + key + " (") << json;
@@ -60,12 +62,22 @@ TEST(Served, RefusesByName) {
 }
 
 TEST(Served, OneErrorNamesAll) {
-  const std::string text = refusal(
-      R"({"fp16": {"enabled": true}, "zero_optimization": {"stage": 3}, "nebula": {"enabled": true}})");
+  const std::string text =
+      refusal(R"({"fp16": {"enabled": true}, "zero_optimization": {"stage": 3}, "nebula": {"enabled": true}})");
   EXPECT_HAS(text, "[config]");
   EXPECT_HAS(text, "fp16.enabled (true)");
   EXPECT_HAS(text, "zero_optimization.stage (3)");
   EXPECT_HAS(text, "nebula (switched on)");
+}
+
+TEST(Served, TheDocsListEveryRow) {
+  const auto root = std::filesystem::path(__FILE__).parent_path().parent_path().parent_path();
+  std::ifstream file(root / "docs" / "config.md");
+  std::ostringstream text;
+  text << file.rdbuf();
+  for (const Refusal& row : refusals()) {
+    EXPECT_HAS(text.str(), "| `" + std::string(row.key) + "` | " + row.when + " |\n") << "missing in docs/config.md";
+  }
 }
 
 TEST(Served, EveryRowNamesAKeyAndDefaultsAreServed) {

@@ -26,11 +26,9 @@ TEST(Text, ReportRaisesAllLinesAtOnce) {
   report.warning("x", "odd");
   EXPECT_NO_THROW(report.raise());
   report.error("a.b", "wrong");
-  EXPECT_HAS(error_of([&] { report.raise(); }),
-             "[config] 1 problem in the configuration:\n  a.b: wrong");
+  EXPECT_HAS(error_of([&] { report.raise(); }), "[config] 1 problem in the configuration:\n  a.b: wrong");
   report.error("c", "also wrong");
-  EXPECT_HAS(error_of([&] { report.raise(); }),
-             "[config] 2 problems in the configuration:\n  a.b: wrong\n  c: also");
+  EXPECT_HAS(error_of([&] { report.raise(); }), "[config] 2 problems in the configuration:\n  a.b: wrong\n  c: also");
 }
 
 }  // namespace
