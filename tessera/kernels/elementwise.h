@@ -12,10 +12,8 @@ namespace tessera::kernels {
 // dst = scale * src, or dst += scale * src. Arithmetic in fp32, one rounding (nearest even) into
 // dst's type. With scale == 1 and equal types a copy keeps every bit, NaN payloads included. dst
 // may be src.
-void scaled_copy(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale,
-                 int64_t n);
-void scaled_add(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale,
-                int64_t n);
+void scaled_copy(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n);
+void scaled_add(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n);
 
 // dst[i] = src[0][i] + src[1][i] + ... in that order, fp32 arithmetic, one rounding. dst may be one
 // of the sources.

@@ -22,6 +22,9 @@ inline F splat(float x) {
 inline F fma(F a, F b, F c) {
   return _mm512_fmadd_ps(a, b, c);
 }
+inline D fma(D a, D b, D c) {
+  return _mm512_fmadd_pd(a, b, c);
+}
 inline F square_root(F x) {
   return _mm512_sqrt_ps(x);
 }

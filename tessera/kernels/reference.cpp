@@ -87,8 +87,7 @@ void sgd(const SgdRule& rule, const UpdateRange& range, float grad_scale) {
     float g = load(range.grad, range.grad_dtype, i) * grad_scale;
     if (rule.weight_decay != 0) g = std::fma(weight_decay, w, g);
     if (rule.momentum != 0) {
-      const float buffer =
-          rule.first_step ? g : std::fma(undamped, g, load(range.state0, i) * momentum);
+      const float buffer = rule.first_step ? g : std::fma(undamped, g, load(range.state0, i) * momentum);
       store(range.state0, i, buffer);
       g = rule.nesterov ? std::fma(momentum, buffer, g) : buffer;
     }
@@ -128,8 +127,7 @@ void adagrad(const AdagradRule& rule, const UpdateRange& range, float grad_scale
   }
 }
 
-void scaled_copy(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale,
-                 int64_t n) {
+void scaled_copy(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n) {
   if (scale == 1.0f && dst_dtype == src_dtype) {
     if (n > 0) std::memmove(dst, src, static_cast<size_t>(n) * size_of(dst_dtype));
     return;
@@ -138,8 +136,7 @@ void scaled_copy(void* dst, DType dst_dtype, const void* src, DType src_dtype, f
     store(dst, dst_dtype, i, load(src, src_dtype, i) * scale);
 }
 
-void scaled_add(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale,
-                int64_t n) {
+void scaled_add(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     store(dst, dst_dtype, i, std::fma(scale, load(src, src_dtype, i), load(dst, dst_dtype, i)));
   }

@@ -32,12 +32,10 @@ void update(const AdagradRule& rule, const UpdateRange& range, float grad_scale)
   best_table().adagrad(rule, range, grad_scale);
 }
 
-void scaled_copy(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale,
-                 int64_t n) {
+void scaled_copy(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n) {
   best_table().scaled_copy(dst, dst_dtype, src, src_dtype, scale, n);
 }
-void scaled_add(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale,
-                int64_t n) {
+void scaled_add(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n) {
   best_table().scaled_add(dst, dst_dtype, src, src_dtype, scale, n);
 }
 void sum_rows(void* dst, const void* const* src, int rows, DType dtype, int64_t n) {

@@ -13,8 +13,8 @@ namespace tessera::kernels {
 // One range of a flat shard, n elements each. Any alignment.
 struct UpdateRange {
   int64_t n = 0;
-  float* master = nullptr;  // fp32 master weights, in and out
-  void* weight = nullptr;   // compute weights, out; null where the master is the compute weight
+  float* master = nullptr;           // fp32 master weights, in and out
+  void* weight = nullptr;            // compute weights, out; null where the master is the compute weight
   DType weight_dtype = DType::BF16;  // BF16 or F16, round to nearest even
   const void* grad = nullptr;        // in
   DType grad_dtype = DType::F32;

@@ -54,15 +54,13 @@ StateNames state_names(Rule rule, const std::vector<GroupOptions>& groups);
 // length, on the CPU.
 struct UpdateSlice {
   at::Tensor master;  // fp32
-  at::Tensor
-      weight;  // compute weights, bf16 or fp16; undefined where the master is the compute weight
-  at::Tensor grad;  // fp32, bf16 or fp16
+  at::Tensor weight;  // compute weights, bf16 or fp16; undefined where the master is the compute weight
+  at::Tensor grad;    // fp32, bf16 or fp16
   std::array<at::Tensor, 2> state;
 };
 
 // One fused pass: g = grad * grad_scale, update master and state, write weight. `step` counts
 // from 1. Multi-threaded; the bits do not depend on the number of threads.
-void update(Rule rule, const GroupOptions& group, int64_t step, const UpdateSlice& slice,
-            double grad_scale);
+void update(Rule rule, const GroupOptions& group, int64_t step, const UpdateSlice& slice, double grad_scale);
 
 }  // namespace tessera::optim

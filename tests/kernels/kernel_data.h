@@ -117,8 +117,7 @@ class Buffer {
       if (bytes_[b] == expected.bytes_[b]) continue;
       if (inside && !exact && std::isnan(at(i)) && std::isnan(expected.at(i))) continue;
       ASSERT_TRUE(inside) << "wrote outside of the range, byte " << b;
-      ADD_FAILURE() << "element " << i << " of " << n_ << ": " << at(i) << " is not "
-                    << expected.at(i);
+      ADD_FAILURE() << "element " << i << " of " << n_ << ": " << at(i) << " is not " << expected.at(i);
       return;
     }
   }

@@ -15,8 +15,7 @@ constexpr int64_t kCount = 10007;
 
 // torch fuses a product with a sum in its wide versions only, and its square root may be one unit
 // off; a few roundings of the largest operand cover both.
-void expect_close(const at::Tensor& actual, const at::Tensor& expected, const at::Tensor& operands,
-                  const char* what) {
+void expect_close(const at::Tensor& actual, const at::Tensor& expected, const at::Tensor& operands, const char* what) {
   const auto allowed = 4 * 0x1p-24 * at::maximum(expected.abs(), operands.abs());
   const auto off = (actual - expected).abs() - allowed;
   EXPECT_LE(off.max().item<float>(), 0.0f) << what;
@@ -27,8 +26,7 @@ TEST(Reference, WidensEveryHalf) {
   for (int i = 0; i < 65536; ++i)
     bits[i] = static_cast<int16_t>(i);
   const auto all = at::from_blob(bits.data(), {65536}, at::kShort);
-  for (const auto& [dtype, scalar] :
-       {std::pair{DType::BF16, at::kBFloat16}, {DType::F16, at::kHalf}}) {
+  for (const auto& [dtype, scalar] : {std::pair{DType::BF16, at::kBFloat16}, {DType::F16, at::kHalf}}) {
     const auto halves = all.view(scalar);
     auto actual = at::empty({65536});
     for (const Table* table : available_tables()) {
@@ -50,8 +48,7 @@ TEST(Reference, NarrowsLikeTorch) {
   }
   const auto n = static_cast<int64_t>(bits.size());
   const auto all = at::from_blob(bits.data(), {n}, at::kInt).view(at::kFloat);
-  for (const auto& [dtype, scalar] :
-       {std::pair{DType::BF16, at::kBFloat16}, {DType::F16, at::kHalf}}) {
+  for (const auto& [dtype, scalar] : {std::pair{DType::BF16, at::kBFloat16}, {DType::F16, at::kHalf}}) {
     const auto expected = all.to(scalar);
     for (const Table* table : available_tables()) {
       auto actual = at::empty({n}, scalar);
@@ -64,8 +61,8 @@ TEST(Reference, NarrowsLikeTorch) {
 }
 
 struct Tensors {
-  at::Tensor w = at::randn({kCount}), g = at::randn({kCount}) * 0.01,
-             m = at::randn({kCount}) * 0.01, v = at::randn({kCount}).square() * 1e-4;
+  at::Tensor w = at::randn({kCount}), g = at::randn({kCount}) * 0.01, m = at::randn({kCount}) * 0.01,
+             v = at::randn({kCount}).square() * 1e-4;
   Tensors() = default;
   Tensors(const Tensors& o) : w(o.w.clone()), g(o.g.clone()), m(o.m.clone()), v(o.v.clone()) {}
 
@@ -80,8 +77,7 @@ struct Tensors {
   }
   void expect_close_to(const Tensors& expected, const Tensors& before) const {
     expect_close(w, expected.w, before.w, "weights");
-    expect_close(m, expected.m, at::maximum(before.m.abs(), 0.02 * before.w.abs() + before.g.abs()),
-                 "state 0");
+    expect_close(m, expected.m, at::maximum(before.m.abs(), 0.02 * before.w.abs() + before.g.abs()), "state 0");
     expect_close(v, expected.v, before.v, "state 1");
   }
 };
@@ -181,8 +177,7 @@ TEST(Reference, ScaleActsOnTheGradientFirst) {
 }
 
 TEST(Reference, WeightsAreTheRoundedMaster) {
-  for (const auto& [dtype, scalar] :
-       {std::pair{DType::BF16, at::kBFloat16}, {DType::F16, at::kHalf}}) {
+  for (const auto& [dtype, scalar] : {std::pair{DType::BF16, at::kBFloat16}, {DType::F16, at::kHalf}}) {
     Tensors t;
     auto weight = at::zeros({kCount}, scalar);
     auto range = t.range();
@@ -197,8 +192,7 @@ TEST(Reference, ElementwiseIsTorchs) {
   at::manual_seed(5);
   const auto x = at::randn({kCount}), y = at::randn({kCount}), z = at::randn({kCount});
   auto out = at::empty({kCount}, at::kBFloat16);
-  reference_table().scaled_copy(out.data_ptr(), DType::BF16, x.data_ptr(), DType::F32, 0.3f,
-                                kCount);
+  reference_table().scaled_copy(out.data_ptr(), DType::BF16, x.data_ptr(), DType::F32, 0.3f, kCount);
   EXPECT_TRUE(at::equal(out, (x * 0.3f).to(at::kBFloat16)));
   auto sum = y.clone();
   reference_table().scaled_add(sum.data_ptr(), DType::F32, x.data_ptr(), DType::F32, 0.3f, kCount);

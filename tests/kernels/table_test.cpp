@@ -24,8 +24,7 @@ struct Case {
 
 std::vector<Case> cases() {
   const AdamRule adamw{1e-3, 0.9, 0.999, 1e-8, 0.1, true, 1 - 0.9, std::sqrt(1 - 0.999)};
-  const AdamRule l2{1e-3, 0.3,   0.95, 1e-6,
-                    0.1,  false, 1,    1};  // beta1 < 0.5: lerp from the other end
+  const AdamRule l2{1e-3, 0.3, 0.95, 1e-6, 0.1, false, 1, 1};  // beta1 < 0.5: lerp from the other end
   const AdamRule plain{1e-3, 0.9, 0.999, 0, 0, false, 0.5, 0.25};
   const auto adam = [](const AdamRule& rule) {
     return [rule](const Table& t, const UpdateRange& r, float s) { t.adam(rule, r, s); };
@@ -44,8 +43,7 @@ std::vector<Case> cases() {
           {"momentum, first step", sgd({0.1, 0.9, 0.1, 0, false, true})},
           {"nesterov", sgd({0.1, 0.9, 0, 0, true, false})},
           {"lion", [=](const Table& t, const UpdateRange& r, float s) { t.lion(lion, r, s); }},
-          {"adagrad",
-           [=](const Table& t, const UpdateRange& r, float s) { t.adagrad(adagrad, r, s); }}};
+          {"adagrad", [=](const Table& t, const UpdateRange& r, float s) { t.adagrad(adagrad, r, s); }}};
 }
 
 struct UpdateBuffers {
@@ -234,8 +232,7 @@ TEST(Table, FreeFunctionsRunTheBestTable) {
   best_table().scaled_add(expected.data(), DType::F32, src.data(), DType::BF16, 0.1f, n);
   scaled_add(actual.data(), DType::F32, src.data(), DType::BF16, 0.1f, n);
   actual.expect_same(expected);
-  EXPECT_EQ(sum_of_squares(src.data(), DType::BF16, n),
-            best_table().sum_of_squares(src.data(), DType::BF16, n));
+  EXPECT_EQ(sum_of_squares(src.data(), DType::BF16, n), best_table().sum_of_squares(src.data(), DType::BF16, n));
   const void* rows[] = {expected.data(), expected.data()};
   sum_rows(actual.data(), rows, 2, DType::F32, n);
   EXPECT_EQ(actual.at(5), 2 * expected.at(5));
