@@ -20,8 +20,7 @@ GroupPtr single_group();
 // `size` ranks that are threads of this process (tests, small experiments). Element r is for the
 // thread of rank r. A rank that throws calls abort(); the others then fail with its reason at once.
 // `timeout`: longest wait for a peer.
-std::vector<GroupPtr> thread_groups(int size,
-                                    std::chrono::milliseconds timeout = std::chrono::minutes(10));
+std::vector<GroupPtr> thread_groups(int size, std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
 // Wraps a torch process group registered under `name` (the default group of torch.distributed is
 // "0"; Python's ProcessGroup.group_name gives it). Value error when no such group is registered.

@@ -59,11 +59,10 @@ struct Call {
   }
 
   void same_kind(const at::Tensor& out, const at::Tensor& in) const {
-    TESSERA_CHECK_VALUE(out.scalar_type() == in.scalar_type(), "comm", text(), "'out' is ",
-                        out.scalar_type(), " and 'in' is ", in.scalar_type(),
-                        "; they must have one dtype");
-    TESSERA_CHECK_VALUE(out.device() == in.device(), "comm", text(), "'out' is on ", out.device(),
-                        " and 'in' on ", in.device(), "; they must be on one device");
+    TESSERA_CHECK_VALUE(out.scalar_type() == in.scalar_type(), "comm", text(), "'out' is ", out.scalar_type(),
+                        " and 'in' is ", in.scalar_type(), "; they must have one dtype");
+    TESSERA_CHECK_VALUE(out.device() == in.device(), "comm", text(), "'out' is on ", out.device(), " and 'in' on ",
+                        in.device(), "; they must be on one device");
   }
 
   // `part` must be part `rank` of `full` (parts of part.numel() elements), or lie wholly outside
@@ -72,36 +71,33 @@ struct Call {
     if (apart(full, part)) return;
     const ptrdiff_t offset = first_byte(part) - first_byte(full);
     const ptrdiff_t expected = rank * static_cast<ptrdiff_t>(part.nbytes());
-    TESSERA_CHECK_VALUE(offset == expected, "comm", text(),
-                        "the small tensor overlaps the large one at byte ", offset, "; only part ",
-                        rank, " of it (byte ", expected, ") may be used in place by this rank");
+    TESSERA_CHECK_VALUE(offset == expected, "comm", text(), "the small tensor overlaps the large one at byte ", offset,
+                        "; only part ", rank, " of it (byte ", expected, ") may be used in place by this rank");
   }
 
   void reduction(const at::Tensor& t, ReduceOp op) const {
-    TESSERA_CHECK_VALUE(can_reduce(t.scalar_type(), op), "comm", text(),
-                        "this reduction does not take dtype ", t.scalar_type(),
-                        op == ReduceOp::Avg ? "; Avg takes floating tensors" : "");
+    TESSERA_CHECK_VALUE(can_reduce(t.scalar_type(), op), "comm", text(), "this reduction does not take dtype ",
+                        t.scalar_type(), op == ReduceOp::Avg ? "; Avg takes floating tensors" : "");
   }
 };
 
 // Splits in rows of dim 0 -> splits in elements; empty -> equal parts.
-std::vector<int64_t> element_splits(const Call& call, const at::Tensor& t,
-                                    std::vector<int64_t> splits, int size, const char* what) {
+std::vector<int64_t> element_splits(const Call& call, const at::Tensor& t, std::vector<int64_t> splits, int size,
+                                    const char* what) {
   if (splits.empty()) {
     TESSERA_CHECK_VALUE(t.numel() % size == 0, "comm", call.text(), "'", what, "' has ", t.numel(),
                         " elements, not divisible by ", size, " ranks; give splits");
     return std::vector<int64_t>(size, t.numel() / size);
   }
-  TESSERA_CHECK_VALUE(t.dim() >= 1 && static_cast<int>(splits.size()) == size, "comm", call.text(),
-                      "'", what, "' has ", splits.size(), " splits for ", size, " ranks");
+  TESSERA_CHECK_VALUE(t.dim() >= 1 && static_cast<int>(splits.size()) == size, "comm", call.text(), "'", what, "' has ",
+                      splits.size(), " splits for ", size, " ranks");
   int64_t total = 0;
   for (const int64_t split : splits) {
-    TESSERA_CHECK_VALUE(split >= 0, "comm", call.text(), "split ", split, " of '", what,
-                        "' is negative");
+    TESSERA_CHECK_VALUE(split >= 0, "comm", call.text(), "split ", split, " of '", what, "' is negative");
     total += split;
   }
-  TESSERA_CHECK_VALUE(total == t.size(0), "comm", call.text(), "the splits of '", what,
-                      "' add up to ", total, " rows, the tensor has ", t.size(0));
+  TESSERA_CHECK_VALUE(total == t.size(0), "comm", call.text(), "the splits of '", what, "' add up to ", total,
+                      " rows, the tensor has ", t.size(0));
   const int64_t row = t.size(0) == 0 ? 0 : t.numel() / t.size(0);
   for (int64_t& split : splits)
     split *= row;
@@ -124,9 +120,8 @@ Pending Group::all_gather(at::Tensor out, at::Tensor in, Label label) {
   call.tensor(out, "out");
   call.tensor(in, "in");
   call.same_kind(out, in);
-  TESSERA_CHECK_VALUE(out.numel() == size() * in.numel(), "comm", call.text(), "'out' has ",
-                      out.numel(), " elements; ", size(), " ranks times ", in.numel(),
-                      " elements of 'in' are needed");
+  TESSERA_CHECK_VALUE(out.numel() == size() * in.numel(), "comm", call.text(), "'out' has ", out.numel(), " elements; ",
+                      size(), " ranks times ", in.numel(), " elements of 'in' are needed");
   call.in_place(out, in, rank());
   count(stats_.all_gather, shared_bytes(out, size()));
   return do_all_gather(std::move(out), std::move(in), label);
@@ -138,9 +133,8 @@ Pending Group::reduce_scatter(at::Tensor out, at::Tensor in, ReduceOp op, Label 
   call.tensor(in, "in");
   call.same_kind(out, in);
   call.reduction(in, op);
-  TESSERA_CHECK_VALUE(in.numel() == size() * out.numel(), "comm", call.text(), "'in' has ",
-                      in.numel(), " elements; ", size(), " ranks times ", out.numel(),
-                      " elements of 'out' are needed");
+  TESSERA_CHECK_VALUE(in.numel() == size() * out.numel(), "comm", call.text(), "'in' has ", in.numel(), " elements; ",
+                      size(), " ranks times ", out.numel(), " elements of 'out' are needed");
   call.in_place(in, out, rank());
   count(stats_.reduce_scatter, shared_bytes(in, size()));
   return do_reduce_scatter(std::move(out), std::move(in), op, label);
@@ -157,8 +151,8 @@ Pending Group::all_reduce(at::Tensor tensor, ReduceOp op, Label label) {
 Pending Group::broadcast(at::Tensor tensor, int root, Label label) {
   const Call call{"broadcast", label};
   call.tensor(tensor, "tensor");
-  TESSERA_CHECK_VALUE(root >= 0 && root < size(), "comm", call.text(), "root ", root,
-                      " is no rank of a group of ", size());
+  TESSERA_CHECK_VALUE(root >= 0 && root < size(), "comm", call.text(), "root ", root, " is no rank of a group of ",
+                      size());
   count(stats_.broadcast, size() == 1 ? 0 : static_cast<int64_t>(tensor.nbytes()));
   return do_broadcast(std::move(tensor), root, label);
 }
@@ -173,8 +167,7 @@ Pending Group::all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> ou
   in_splits = element_splits(call, in, std::move(in_splits), size(), "in");
   TESSERA_CHECK_VALUE(apart(out, in), "comm", call.text(), "'out' and 'in' overlap");
   count(stats_.all_to_all, shared_bytes(in, size()));
-  return do_all_to_all(std::move(out), std::move(in), std::move(out_splits), std::move(in_splits),
-                       label);
+  return do_all_to_all(std::move(out), std::move(in), std::move(out_splits), std::move(in_splits), label);
 }
 
 void Group::barrier(Label label) {

@@ -30,8 +30,7 @@ Mesh::Mesh(GroupPtr dp_shard) : Mesh() {
 }
 
 Mesh& Mesh::set(Axis axis, GroupPtr group) {
-  TESSERA_CHECK_VALUE(group != nullptr, "comm.mesh", "the group of axis '", axis_name(axis),
-                      "' is null");
+  TESSERA_CHECK_VALUE(group != nullptr, "comm.mesh", "the group of axis '", axis_name(axis), "' is null");
   groups_[axis] = std::move(group);
   return *this;
 }

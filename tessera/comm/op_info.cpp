@@ -41,8 +41,7 @@ std::string describe(const OpInfo& info) {
 
 std::string describe_fully(const OpInfo& info) {
   std::string text = head(info);
-  if (info.dtype != c10::ScalarType::Undefined)
-    text += std::string(", ") + c10::toString(info.dtype);
+  if (info.dtype != c10::ScalarType::Undefined) text += std::string(", ") + c10::toString(info.dtype);
   if (reduces(info)) text += std::string(", ") + reduce_op_name(info.op);
   if (info.root >= 0) text += ", root " + std::to_string(info.root);
   return text + ")";
@@ -50,8 +49,8 @@ std::string describe_fully(const OpInfo& info) {
 
 bool same_call(const OpInfo& a, const OpInfo& b) {
   const std::string_view name = a.name;
-  return name == b.name && a.dtype == b.dtype && a.root == b.root &&
-         (!reduces(a) || a.op == b.op) && (a.bytes == b.bytes || name == "all_to_all");
+  return name == b.name && a.dtype == b.dtype && a.root == b.root && (!reduces(a) || a.op == b.op) &&
+         (a.bytes == b.bytes || name == "all_to_all");
 }
 
 std::string join(const std::vector<int>& ranks) {
@@ -61,12 +60,11 @@ std::string join(const std::vector<int>& ranks) {
   return text;
 }
 
-void throw_failed(int rank, int size, const OpInfo& info, double seconds,
-                  const std::string& cause) {
+void throw_failed(int rank, int size, const OpInfo& info, double seconds, const std::string& cause) {
   char after[32];
   std::snprintf(after, sizeof(after), "%.2f s", seconds);
-  TESSERA_CHECK_DIST(false, "comm", "rank ", rank, " of ", size, ": ", describe(info),
-                     " failed after ", after, ": ", cause);
+  TESSERA_CHECK_DIST(false, "comm", "rank ", rank, " of ", size, ": ", describe(info), " failed after ", after, ": ",
+                     cause);
 }
 
 }  // namespace tessera::comm

@@ -19,8 +19,7 @@
 namespace tessera::comm {
 namespace {
 
-constexpr int64_t kBlock =
-    1024;  // elements; the fp32 sums of a block stay in the first-level cache
+constexpr int64_t kBlock = 1024;     // elements; the fp32 sums of a block stay in the first-level cache
 constexpr int64_t kGrain = 1 << 18;  // elements per thread worth a thread
 
 // Element type -> type of the arithmetic. Integers add as unsigned: overflow wraps and is defined.
@@ -71,9 +70,7 @@ inline A add(A a, A b) {
 template <ReduceOp op, class A>
 inline A combine(A a, A b) {
   if constexpr (op == ReduceOp::Min) {
-    return (b < a || b != b)
-               ? b
-               : a;  // NaN wins; a NaN in `a` stays because comparisons with it are false
+    return (b < a || b != b) ? b : a;  // NaN wins; a NaN in `a` stays because comparisons with it are false
   } else if constexpr (op == ReduceOp::Max) {
     return (b > a || b != b) ? b : a;
   } else {
@@ -105,8 +102,7 @@ inline void reduce_block(T* out, const void* const* rows, int count, int64_t beg
 using RangeFn = void (*)(void* out, const void* const* rows, int count, int64_t begin, int64_t end);
 
 template <class T, ReduceOp op>
-inline void reduce_blocks(void* out, const void* const* rows, int count, int64_t begin,
-                          int64_t end) {
+inline void reduce_blocks(void* out, const void* const* rows, int count, int64_t begin, int64_t end) {
   for (int64_t at = begin; at < end; at += kBlock) {
     reduce_block<T, op>(static_cast<T*>(out), rows, count, at, std::min(kBlock, end - at));
   }
@@ -121,8 +117,7 @@ void reduce_range(void* out, const void* const* rows, int count, int64_t begin, 
 // The same loops with wider registers: same bits, as nothing in them may be contracted or
 // reordered.
 template <class T, ReduceOp op>
-TESSERA_WIDE void reduce_range_wide(void* out, const void* const* rows, int count, int64_t begin,
-                                    int64_t end) {
+TESSERA_WIDE void reduce_range_wide(void* out, const void* const* rows, int count, int64_t begin, int64_t end) {
   reduce_blocks<T, op>(out, rows, count, begin, end);
 }
 #endif
@@ -185,13 +180,11 @@ bool can_reduce(c10::ScalarType dtype, ReduceOp op) {
   return pick(dtype, op) != nullptr;
 }
 
-void reduce_rows(void* out, const void* const* rows, int count, int64_t n, c10::ScalarType dtype,
-                 ReduceOp op) {
+void reduce_rows(void* out, const void* const* rows, int count, int64_t n, c10::ScalarType dtype, ReduceOp op) {
   const RangeFn range = pick(dtype, op);
   TESSERA_ASSERT(range != nullptr && count >= 1);
   if (n == 0) return;
-  parallel_ranges(n, kGrain, kBlock,
-                  [&](int64_t begin, int64_t end) { range(out, rows, count, begin, end); });
+  parallel_ranges(n, kGrain, kBlock, [&](int64_t begin, int64_t end) { range(out, rows, count, begin, end); });
 }
 
 }  // namespace tessera::comm

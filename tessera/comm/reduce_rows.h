@@ -15,7 +15,6 @@ bool can_reduce(c10::ScalarType dtype, ReduceOp op);
 
 // out[i] = op over r = 0..count-1 of rows[r][i], for i in [0, n). `out` may be one of the rows; a
 // partial overlap is not allowed. count >= 1. Uses ATen's threads for large n.
-void reduce_rows(void* out, const void* const* rows, int count, int64_t n, c10::ScalarType dtype,
-                 ReduceOp op);
+void reduce_rows(void* out, const void* const* rows, int count, int64_t n, c10::ScalarType dtype, ReduceOp op);
 
 }  // namespace tessera::comm

@@ -9,8 +9,7 @@ namespace {
 
 void copy_flat(const at::Tensor& to, const at::Tensor& from) {
   const at::NoGradGuard no_grad;
-  if (to.numel() > 0 && to.const_data_ptr() != from.const_data_ptr())
-    to.view(-1).copy_(from.view(-1));
+  if (to.numel() > 0 && to.const_data_ptr() != from.const_data_ptr()) to.view(-1).copy_(from.view(-1));
 }
 
 // Every reduction over one rank is a copy, the average too.
@@ -44,11 +43,10 @@ class SingleGroup final : public Group {
     check("broadcast", tensor, label);
     return {};
   }
-  Pending do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits,
-                        std::vector<int64_t> in_splits, Label label) override {
+  Pending do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits, std::vector<int64_t> in_splits,
+                        Label label) override {
     check("all_to_all", in, label);
-    TESSERA_CHECK_VALUE(out_splits == in_splits, "comm", "all_to_all (", label,
-                        "): 'out' and 'in' differ in size");
+    TESSERA_CHECK_VALUE(out_splits == in_splits, "comm", "all_to_all (", label, "): 'out' and 'in' differ in size");
     copy_flat(out, in);
     return {};
   }

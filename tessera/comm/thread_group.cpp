@@ -84,8 +84,7 @@ class World {
 
 void World::check_alive(int rank, const OpInfo& info, Clock::time_point since) const {
   if (cause_.empty()) return;
-  throw_failed(rank, size_, info, std::chrono::duration<double>(Clock::now() - since).count(),
-               cause_);
+  throw_failed(rank, size_, info, std::chrono::duration<double>(Clock::now() - since).count(), cause_);
 }
 
 void World::fail(std::string cause) {
@@ -123,8 +122,8 @@ void World::check_agreement(const Op& op) {
     const OpInfo& a = op.posts[reference]->info;
     const OpInfo& b = op.posts[r]->info;
     if (same_call(a, b)) continue;
-    fail("the ranks disagree: rank " + std::to_string(reference) + " called " + describe_fully(a) +
-         ", rank " + std::to_string(r) + " called " + describe_fully(b));
+    fail("the ranks disagree: rank " + std::to_string(reference) + " called " + describe_fully(a) + ", rank " +
+         std::to_string(r) + " called " + describe_fully(b));
     return;
   }
   if (op.posted < size_ || std::string_view(op.posts[0]->info.name) != "all_to_all") return;
@@ -132,9 +131,9 @@ void World::check_agreement(const Op& op) {
     for (int to = 0; to < size_; ++to) {
       const int64_t sent = op.posts[from]->in_splits[to], expected = op.posts[to]->out_splits[from];
       if (sent == expected) continue;
-      fail("the ranks disagree: in " + describe(op.posts[from]->info) + " rank " +
-           std::to_string(from) + " sends " + std::to_string(sent) + " B to rank " +
-           std::to_string(to) + ", which expects " + std::to_string(expected) + " B");
+      fail("the ranks disagree: in " + describe(op.posts[from]->info) + " rank " + std::to_string(from) + " sends " +
+           std::to_string(sent) + " B to rank " + std::to_string(to) + ", which expects " + std::to_string(expected) +
+           " B");
       return;
     }
   }
@@ -180,8 +179,8 @@ void World::wait(int rank, Op& op, Clock::time_point launched) {
     if (op.posted < size_) {
       if (auto cause = departed(op); !cause.empty()) {
         fail(std::move(cause));
-      } else if (changed_.wait_until(lock, deadline) == std::cv_status::timeout &&
-                 op.posted < size_ && cause_.empty()) {
+      } else if (changed_.wait_until(lock, deadline) == std::cv_status::timeout && op.posted < size_ &&
+                 cause_.empty()) {
         fail("timed out waiting for rank(s) " + join(missing(op)) + " in " + describe(info));
       }
       continue;
@@ -264,13 +263,8 @@ void World::all_to_all_share(const Op& op, int share) const {
 
 class ThreadWork final : public Pending::Work {
  public:
-  ThreadWork(std::shared_ptr<World> world, std::shared_ptr<Op> op, int rank, at::Tensor out,
-             at::Tensor in)
-      : world_(std::move(world)),
-        op_(std::move(op)),
-        rank_(rank),
-        out_(std::move(out)),
-        in_(std::move(in)) {}
+  ThreadWork(std::shared_ptr<World> world, std::shared_ptr<Op> op, int rank, at::Tensor out, at::Tensor in)
+      : world_(std::move(world)), op_(std::move(op)), rank_(rank), out_(std::move(out)), in_(std::move(in)) {}
 
   void wait() override { world_->wait(rank_, *op_, launched_); }
 
@@ -305,8 +299,8 @@ class ThreadGroup final : public Group {
   Pending do_broadcast(at::Tensor tensor, int root, Label label) override {
     return launch("broadcast", tensor, tensor, tensor, label, ReduceOp::Sum, root);
   }
-  Pending do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits,
-                        std::vector<int64_t> in_splits, Label label) override {
+  Pending do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits, std::vector<int64_t> in_splits,
+                        Label label) override {
     Post post = make_post("all_to_all", out, in, in, label);
     const auto width = static_cast<int64_t>(in.element_size());
     for (int64_t& split : out_splits)
@@ -325,10 +319,9 @@ class ThreadGroup final : public Group {
   }
 
  private:
-  Post make_post(const char* name, const at::Tensor& out, const at::Tensor& in,
-                 const at::Tensor& full, Label label) {
-    TESSERA_CHECK_VALUE(full.is_cpu(), "comm", name, " (", label,
-                        "): a group of threads takes CPU tensors, got ", full.device());
+  Post make_post(const char* name, const at::Tensor& out, const at::Tensor& in, const at::Tensor& full, Label label) {
+    TESSERA_CHECK_VALUE(full.is_cpu(), "comm", name, " (", label, "): a group of threads takes CPU tensors, got ",
+                        full.device());
     Post post;
     post.info = {.name = name,
                  .label = std::string(label),
@@ -339,8 +332,8 @@ class ThreadGroup final : public Group {
     return post;
   }
 
-  Pending launch(const char* name, const at::Tensor& out, const at::Tensor& in,
-                 const at::Tensor& full, Label label, ReduceOp op = ReduceOp::Sum, int root = -1) {
+  Pending launch(const char* name, const at::Tensor& out, const at::Tensor& in, const at::Tensor& full, Label label,
+                 ReduceOp op = ReduceOp::Sum, int root = -1) {
     Post post = make_post(name, out, in, full, label);
     post.info.op = op;
     post.info.root = root;

@@ -60,8 +60,8 @@ struct Launched {
   at::Tensor held;  // input buffer
 };
 
-inline Launched launch_call(comm::Group& group, int call, int kind, int64_t n, at::ScalarType dtype,
-                            ReduceOp op, bool in_place) {
+inline Launched launch_call(comm::Group& group, int call, int kind, int64_t n, at::ScalarType dtype, ReduceOp op,
+                            bool in_place) {
   const int size = group.size(), rank = group.rank();
   Launched l;
   const auto part = [&](const at::Tensor& t, int r) { return t.narrow(0, r * n, n); };
@@ -119,10 +119,8 @@ inline Launched launch_call(comm::Group& group, int call, int kind, int64_t n, a
 
 // The same `calls` random collectives on every rank, up to four in flight, each compared bit for
 // bit.
-inline void random_collectives(comm::Group& group, int calls, uint64_t seed,
-                               int64_t largest = 5000) {
-  const std::vector<at::ScalarType> dtypes = {at::kFloat,  at::kBFloat16, at::kHalf,
-                                              at::kDouble, at::kLong,     at::kInt};
+inline void random_collectives(comm::Group& group, int calls, uint64_t seed, int64_t largest = 5000) {
+  const std::vector<at::ScalarType> dtypes = {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kLong, at::kInt};
   const std::vector<int64_t> sizes = {0, 1, 3, 17, 255, 4096, largest};
   std::mt19937_64 random(seed);
   std::vector<Launched> flying;

@@ -16,8 +16,7 @@ struct GroupArguments : ::testing::Test {
 };
 
 TEST_F(GroupArguments, SizesMustFit) {
-  const auto gather = message_of<c10::ValueError>(
-      [&] { group.all_gather(at::zeros({7}), at::zeros({3}), "unit a"); });
+  const auto gather = message_of<c10::ValueError>([&] { group.all_gather(at::zeros({7}), at::zeros({3}), "unit a"); });
   EXPECT_HAS(gather, "[comm] all_gather (unit a): 'out' has 7 elements");
   const auto scatter = message_of<c10::ValueError>(
       [&] { group.reduce_scatter(at::zeros({3}), at::zeros({7}), ReduceOp::Sum, "unit b"); });
@@ -25,29 +24,24 @@ TEST_F(GroupArguments, SizesMustFit) {
 }
 
 TEST_F(GroupArguments, DtypesMustFit) {
-  EXPECT_HAS(message_of<c10::ValueError>(
-                 [&] { group.all_gather(at::zeros({6}, at::kInt), at::zeros({3})); }),
+  EXPECT_HAS(message_of<c10::ValueError>([&] { group.all_gather(at::zeros({6}, at::kInt), at::zeros({3})); }),
              "one dtype");
-  EXPECT_HAS(message_of<c10::ValueError>(
-                 [&] { group.all_reduce(at::zeros({6}, at::kInt), ReduceOp::Avg); }),
+  EXPECT_HAS(message_of<c10::ValueError>([&] { group.all_reduce(at::zeros({6}, at::kInt), ReduceOp::Avg); }),
              "Avg takes floating tensors");
-  EXPECT_HAS(message_of<c10::ValueError>(
-                 [&] { group.all_reduce(at::zeros({6}, at::kComplexFloat), ReduceOp::Sum); }),
+  EXPECT_HAS(message_of<c10::ValueError>([&] { group.all_reduce(at::zeros({6}, at::kComplexFloat), ReduceOp::Sum); }),
              "does not take dtype");
 }
 
 TEST_F(GroupArguments, TensorsMustBeContiguousAndDefined) {
-  EXPECT_HAS(message_of<c10::ValueError>(
-                 [&] { group.all_reduce(at::zeros({4, 4}).t(), ReduceOp::Sum, "w"); }),
+  EXPECT_HAS(message_of<c10::ValueError>([&] { group.all_reduce(at::zeros({4, 4}).t(), ReduceOp::Sum, "w"); }),
              "all_reduce (w): 'tensor' must be contiguous");
   EXPECT_HAS(message_of<c10::ValueError>([&] { group.broadcast(at::Tensor(), 0); }), "undefined");
 }
 
 TEST_F(GroupArguments, DevicesMustFit) {
   const auto meta = at::zeros({6}, at::TensorOptions(at::kMeta));
-  EXPECT_HAS(
-      message_of<c10::ValueError>([&] { group.all_gather(at::zeros({6}), meta.narrow(0, 0, 3)); }),
-      "one device");
+  EXPECT_HAS(message_of<c10::ValueError>([&] { group.all_gather(at::zeros({6}), meta.narrow(0, 0, 3)); }),
+             "one device");
   EXPECT_HAS(message_of<c10::ValueError>([&] { group.broadcast(meta, 0, "m"); }), "CPU tensors");
 }
 
@@ -56,22 +50,16 @@ TEST_F(GroupArguments, RootAndSplitsAreChecked) {
   EXPECT_HAS(message_of<c10::ValueError>([&] { group.broadcast(at::zeros({1}), -1); }), "root -1");
   const auto t = at::zeros({3, 2});
   const auto u = at::zeros({3, 2});
-  EXPECT_HAS(message_of<c10::ValueError>([&] { group.all_to_all(at::zeros({3}), at::zeros({3})); }),
-             "not divisible");
-  EXPECT_HAS(message_of<c10::ValueError>([&] { group.all_to_all(t, u, {1, 2}, {1, 1}); }),
-             "add up to 2 rows");
-  EXPECT_HAS(message_of<c10::ValueError>([&] { group.all_to_all(t, u, {1, 2}, {3}); }),
-             "1 splits for 2 ranks");
-  EXPECT_HAS(message_of<c10::ValueError>([&] { group.all_to_all(t, u, {1, 2}, {4, -1}); }),
-             "negative");
+  EXPECT_HAS(message_of<c10::ValueError>([&] { group.all_to_all(at::zeros({3}), at::zeros({3})); }), "not divisible");
+  EXPECT_HAS(message_of<c10::ValueError>([&] { group.all_to_all(t, u, {1, 2}, {1, 1}); }), "add up to 2 rows");
+  EXPECT_HAS(message_of<c10::ValueError>([&] { group.all_to_all(t, u, {1, 2}, {3}); }), "1 splits for 2 ranks");
+  EXPECT_HAS(message_of<c10::ValueError>([&] { group.all_to_all(t, u, {1, 2}, {4, -1}); }), "negative");
 }
 
 TEST_F(GroupArguments, OnlyTheOwnPartMayBeUsedInPlace) {
   const auto full = at::zeros({8});
-  EXPECT_HAS(message_of<c10::ValueError>([&] { group.all_gather(full, full.narrow(0, 0, 4)); }),
-             "only part 1");
-  EXPECT_HAS(message_of<c10::ValueError>(
-                 [&] { group.reduce_scatter(full.narrow(0, 2, 4), full, ReduceOp::Sum); }),
+  EXPECT_HAS(message_of<c10::ValueError>([&] { group.all_gather(full, full.narrow(0, 0, 4)); }), "only part 1");
+  EXPECT_HAS(message_of<c10::ValueError>([&] { group.reduce_scatter(full.narrow(0, 2, 4), full, ReduceOp::Sum); }),
              "overlaps the large one at byte 8");
   EXPECT_HAS(message_of<c10::ValueError>([&] { group.all_to_all(full, full); }), "overlap");
 }

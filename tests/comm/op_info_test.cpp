@@ -35,8 +35,7 @@ TEST(OpInfo, CallsMustAgreeInEverythingThatTravels) {
 
 TEST(OpInfo, AFailureNamesRankOperationAndCause) {
   const OpInfo info{.name = "barrier", .label = "end"};
-  const auto text =
-      testing::message_of<c10::DistBackendError>([&] { throw_failed(1, 4, info, 0.5, "gone"); });
+  const auto text = testing::message_of<c10::DistBackendError>([&] { throw_failed(1, 4, info, 0.5, "gone"); });
   EXPECT_EQ(text, "[comm] rank 1 of 4: barrier (end, 0 B) failed after 0.50 s: gone");
 }
 

@@ -22,14 +22,13 @@ std::vector<const void*> pointers(const std::vector<at::Tensor>& rows) {
 
 at::Tensor reduce(const std::vector<at::Tensor>& rows, ReduceOp op) {
   at::Tensor out = at::empty_like(rows[0]);
-  reduce_rows(out.mutable_data_ptr(), pointers(rows).data(), static_cast<int>(rows.size()),
-              out.numel(), out.scalar_type(), op);
+  reduce_rows(out.mutable_data_ptr(), pointers(rows).data(), static_cast<int>(rows.size()), out.numel(),
+              out.scalar_type(), op);
   return out;
 }
 
 const std::vector<at::ScalarType> kFloats = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf};
-const std::vector<at::ScalarType> kIntegers = {at::kByte, at::kChar, at::kShort, at::kInt,
-                                               at::kLong};
+const std::vector<at::ScalarType> kIntegers = {at::kByte, at::kChar, at::kShort, at::kInt, at::kLong};
 
 TEST(ReduceRows, AgreesWithTheReferenceForEveryDtypeOpAndSize) {
   auto dtypes = kFloats;
@@ -61,15 +60,13 @@ TEST(ReduceRows, AResultDependsNeitherOnPositionNorLength) {
 
 TEST(ReduceRows, SixteenBitSumsAreRoundedOnce) {
   // 256 + 1 + 1 is 258, a bf16 number; rounding after each addition would stay at 256.
-  const std::vector<at::Tensor> rows = {at::full({1}, 256, at::kBFloat16),
-                                        at::full({1}, 1, at::kBFloat16),
+  const std::vector<at::Tensor> rows = {at::full({1}, 256, at::kBFloat16), at::full({1}, 1, at::kBFloat16),
                                         at::full({1}, 1, at::kBFloat16)};
   EXPECT_EQ(reduce(rows, ReduceOp::Sum).item<float>(), 258.0f);
 }
 
 TEST(ReduceRows, TheOrderIsThatOfTheRanks) {
-  const std::vector<at::Tensor> rows = {at::full({1}, 1e8f), at::full({1}, -1e8f),
-                                        at::full({1}, 1.0f)};
+  const std::vector<at::Tensor> rows = {at::full({1}, 1e8f), at::full({1}, -1e8f), at::full({1}, 1.0f)};
   EXPECT_EQ(reduce(rows, ReduceOp::Sum).item<float>(), 1.0f);
   EXPECT_EQ(reduce({rows[0], rows[2], rows[1]}, ReduceOp::Sum).item<float>(), 0.0f);
 }
@@ -78,22 +75,19 @@ TEST(ReduceRows, OutMayBeAnyRow) {
   for (int target = 0; target < 3; ++target) {
     auto rows = inputs(2, 3, 2500, at::kFloat);
     const auto want = reference_reduce(rows, ReduceOp::Avg);
-    reduce_rows(rows[target].mutable_data_ptr(), pointers(rows).data(), 3, 2500, at::kFloat,
-                ReduceOp::Avg);
+    reduce_rows(rows[target].mutable_data_ptr(), pointers(rows).data(), 3, 2500, at::kFloat, ReduceOp::Avg);
     EXPECT_TRUE(same_bits(rows[target], want));
   }
 }
 
 TEST(ReduceRows, NanAndInfinityTravel) {
-  const float nan = std::numeric_limits<float>::quiet_NaN(),
-              inf = std::numeric_limits<float>::infinity();
+  const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
   for (const auto dtype : kFloats) {
     for (const auto op : {ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max}) {
       for (const int where : {0, 1, 2}) {
         std::vector<at::Tensor> rows(3, at::ones({40}, dtype));
         rows[where] = at::full({40}, nan, dtype);
-        EXPECT_TRUE(reduce(rows, op).isnan().all().item<bool>())
-            << dtype << static_cast<int>(op) << where;
+        EXPECT_TRUE(reduce(rows, op).isnan().all().item<bool>()) << dtype << static_cast<int>(op) << where;
       }
     }
     std::vector<at::Tensor> rows = {at::ones({40}, dtype), at::full({40}, inf, dtype)};
@@ -102,8 +96,7 @@ TEST(ReduceRows, NanAndInfinityTravel) {
 }
 
 TEST(ReduceRows, IntegersWrap) {
-  const std::vector<at::Tensor> rows(2,
-                                     at::full({3}, std::numeric_limits<int32_t>::max(), at::kInt));
+  const std::vector<at::Tensor> rows(2, at::full({3}, std::numeric_limits<int32_t>::max(), at::kInt));
   EXPECT_EQ(reduce(rows, ReduceOp::Sum)[0].item<int32_t>(), -2);
 }
 

@@ -32,14 +32,12 @@ TEST(SingleGroup, FailsAfterAbort) {
   const auto group = single_group();
   group->abort("stop");
   const auto text = testing::message_of<c10::DistBackendError>([&] { group->barrier("end"); });
-  EXPECT_EQ(text,
-            "[comm] rank 0 of 1: barrier (end, 0 B) failed after 0.00 s: rank 0 aborted: stop");
+  EXPECT_EQ(text, "[comm] rank 0 of 1: barrier (end, 0 B) failed after 0.00 s: rank 0 aborted: stop");
 }
 
 TEST(SingleGroup, AllToAllNeedsEqualSizes) {
-  EXPECT_HAS(testing::message_of<c10::ValueError>([] {
-               single_group()->all_to_all(at::zeros({2}), at::zeros({3}), {}, {}, "x").wait();
-             }),
+  EXPECT_HAS(testing::message_of<c10::ValueError>(
+                 [] { single_group()->all_to_all(at::zeros({2}), at::zeros({3}), {}, {}, "x").wait(); }),
              "differ in size");
 }
 

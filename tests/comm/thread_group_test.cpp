@@ -20,8 +20,7 @@ TEST_P(ThreadGroup, EveryCollectiveOverSizesAndDtypes) {
   run_ranks(GetParam(), [](int, GroupPtr group) {
     int call = 0;
     for (const int64_t n : {0, 1, 3, 17, 4096}) {
-      for (const auto dtype :
-           {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kLong, at::kByte}) {
+      for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kLong, at::kByte}) {
         for (int kind = 0; kind < 5; ++kind) {
           ++call;
           auto l = launch_call(*group, call, kind, n, dtype, ReduceOp::Sum, call % 2 == 0);
@@ -41,8 +40,7 @@ TEST_P(ThreadGroup, EveryReduction) {
         for (const bool in_place : {false, true}) {
           auto l = launch_call(*group, ++call, kind, 1030, at::kBFloat16, op, in_place);
           l.pending.wait();
-          EXPECT_TRUE(same_bits(l.got, l.want))
-              << kind << " " << static_cast<int>(op) << " " << in_place;
+          EXPECT_TRUE(same_bits(l.got, l.want)) << kind << " " << static_cast<int>(op) << " " << in_place;
         }
       }
     }
@@ -50,8 +48,7 @@ TEST_P(ThreadGroup, EveryReduction) {
 }
 
 TEST_P(ThreadGroup, RandomCollectivesInFlight) {
-  run_ranks(GetParam(),
-            [](int, GroupPtr group) { testing::random_collectives(*group, 1000, 11, 1500); });
+  run_ranks(GetParam(), [](int, GroupPtr group) { testing::random_collectives(*group, 1000, 11, 1500); });
 }
 
 TEST_P(ThreadGroup, ReduceScatterAndAllReduceGiveTheSameBits) {
@@ -106,8 +103,7 @@ TEST(ThreadGroups, AbortReachesTheOthersAtOnceWithItsReason) {
     auto t = at::ones({8});
     auto pending = group->all_reduce(t, ReduceOp::Sum, "gradients of 'b'");
     const auto text = message_of<c10::DistBackendError>([&] { pending.wait(); });
-    EXPECT_HAS(text, "[comm] rank " + std::to_string(rank) +
-                         " of 3: all_reduce (gradients of 'b', 32 B) failed");
+    EXPECT_HAS(text, "[comm] rank " + std::to_string(rank) + " of 3: all_reduce (gradients of 'b', 32 B) failed");
     EXPECT_HAS(text, "rank 2 aborted: disk on fire");
     const auto later = message_of<c10::DistBackendError>([&] { group->barrier("later"); });
     EXPECT_HAS(later, "barrier (later, 0 B) failed");
@@ -120,8 +116,7 @@ TEST(ThreadGroups, TheFirstCauseStays) {
   const auto groups = thread_groups(2);
   groups[0]->abort("first");
   groups[1]->abort("second");
-  EXPECT_HAS(message_of<c10::DistBackendError>([&] { groups[1]->barrier(); }),
-             "rank 0 aborted: first");
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { groups[1]->barrier(); }), "rank 0 aborted: first");
 }
 
 TEST(ThreadGroups, ADestroyedGroupFailsThoseWhoWaitForIt) {
@@ -150,8 +145,8 @@ TEST(ThreadGroups, DifferentCallsAreNamed) {
   run_ranks(2, [](int rank, GroupPtr group) {
     auto t = at::ones({1024}), part = at::ones({512});
     const auto text = message_of<c10::DistBackendError>([&] {
-      auto pending = rank == 0 ? group->all_gather(t, part, "unit x")
-                               : group->reduce_scatter(part, t, ReduceOp::Sum, "unit y");
+      auto pending =
+          rank == 0 ? group->all_gather(t, part, "unit x") : group->reduce_scatter(part, t, ReduceOp::Sum, "unit y");
       pending.wait();
     });
     EXPECT_HAS(text,
@@ -164,8 +159,7 @@ TEST(ThreadGroups, DifferentCallsAreNamed) {
 TEST(ThreadGroups, DifferentSizesDtypesAndSplitsAreNamed) {
   run_ranks(2, [](int rank, GroupPtr group) {
     auto t = at::ones({rank == 0 ? 8 : 9});
-    const auto text =
-        message_of<c10::DistBackendError>([&] { group->all_reduce(t, ReduceOp::Sum, "w").wait(); });
+    const auto text = message_of<c10::DistBackendError>([&] { group->all_reduce(t, ReduceOp::Sum, "w").wait(); });
     EXPECT_HAS(text,
                "rank 0 called all_reduce (w, 32 B, Float, sum), rank 1 called all_reduce (w, 36 B, "
                "Float, sum)");
@@ -173,10 +167,7 @@ TEST(ThreadGroups, DifferentSizesDtypesAndSplitsAreNamed) {
   run_ranks(2, [](int rank, GroupPtr group) {
     auto t = at::ones({4}), u = at::ones({4});
     const auto text = message_of<c10::DistBackendError>([&] {
-      group
-          ->all_to_all(t, u, {2, 2},
-                       rank == 0 ? std::vector<int64_t>{1, 3} : std::vector<int64_t>{2, 2})
-          .wait();
+      group->all_to_all(t, u, {2, 2}, rank == 0 ? std::vector<int64_t>{1, 3} : std::vector<int64_t>{2, 2}).wait();
     });
     EXPECT_HAS(text, "rank 0 sends 4 B to rank 0, which expects 8 B");
   });
@@ -191,8 +182,7 @@ TEST(ThreadGroups, ALateRankIsNamedAfterTheTimeout) {
       [&](int rank, GroupPtr group) {
         if (rank == 1) {
           wait_done.wait();
-          EXPECT_HAS(message_of<c10::DistBackendError>([&] { group->barrier("mine"); }),
-                     "timed out");
+          EXPECT_HAS(message_of<c10::DistBackendError>([&] { group->barrier("mine"); }), "timed out");
           return;
         }
         const auto text = message_of<c10::DistBackendError>([&] { group->barrier("step"); });

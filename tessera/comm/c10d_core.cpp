@@ -1,0 +1,149 @@
+#include "tessera/comm/c10d_core.h"
+
+#include <algorithm>
+
+namespace tessera::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kTick = std::chrono::milliseconds(200);  // how soon a blocked wait hears of another rank's failure
+constexpr auto kRollCall = std::chrono::milliseconds(2000);
+constexpr size_t kBuffersKept = 2;
+
+std::string first_line(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find('\n'));
+}
+
+}  // namespace
+
+C10dCore::C10dCore(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::ProcessGroup> group)
+    : keep_alive_(std::move(keep_alive)),
+      group_(std::move(group)),
+      rank_(group_->getRank()),
+      size_(group_->getSize()),
+      board_(group_->getStore(), rank_, size_, group_->getGroupName()) {
+  if (size_ > 1) watcher_ = std::thread([this] { watch(); });
+}
+
+C10dCore::~C10dCore() {
+  {
+    const std::scoped_lock lock(mutex_);
+    stopping_ = true;
+  }
+  stop_.notify_all();
+  if (watcher_.joinable()) watcher_.join();
+}
+
+void C10dCore::watch() {
+  std::unique_lock lock(mutex_);
+  while (!stop_.wait_for(lock, kTick, [&] { return stopping_; })) {
+    if (current_ == nullptr || Clock::now() - waiting_since_ < kTick) continue;
+    const auto* const before = current_;
+    const auto since = waiting_since_;
+    lock.unlock();
+    auto cause = board_.posted();
+    lock.lock();
+    if (!cause) continue;
+    if (cause_.empty()) cause_ = std::move(*cause);
+    if (current_ == before && waiting_since_ == since) interrupt();
+  }
+}
+
+void C10dCore::interrupt() {
+  if (current_ == nullptr) return;
+  for (const Transfer& transfer : *current_) {
+    try {
+      if (transfer.work) transfer.work->abort();
+    } catch (const std::exception&) {
+      // This back end cannot interrupt a wait: its own timeout ends it.
+    }
+  }
+}
+
+std::string C10dCore::cause() {
+  const std::scoped_lock lock(mutex_);
+  return cause_;
+}
+
+void C10dCore::check_alive(const OpInfo& info) {
+  if (auto text = cause(); !text.empty()) throw_failed(rank_, size_, info, 0.0, text);
+}
+
+void C10dCore::finish(std::vector<Transfer>& transfers, const OpInfo& info, Clock::time_point launched) {
+  bool failed_before = false;
+  {
+    const std::scoped_lock lock(mutex_);
+    current_ = &transfers;
+    waiting_since_ = Clock::now();
+    failed_before = !cause_.empty();
+  }
+  int peer = -1;
+  std::string failure;
+  for (const Transfer& transfer : transfers) {
+    peer = transfer.peer;
+    if (failed_before && peer >= 0) {
+      failure = "interrupted";
+      break;
+    }
+    try {
+      if (!transfer.work->wait()) failure = "interrupted";
+    } catch (const std::exception& error) {
+      failure = first_line(error);
+    }
+    if (!failure.empty()) break;
+  }
+  {
+    const std::scoped_lock lock(mutex_);
+    current_ = nullptr;
+  }
+  transfers.clear();  // a work that has not ended lets go of its buffer here
+  if (!failure.empty()) fail(info, launched, peer, failure);
+}
+
+void C10dCore::fail(const OpInfo& info, Clock::time_point launched, int peer, const std::string& what) {
+  const double seconds = std::chrono::duration<double>(Clock::now() - launched).count();
+  std::string text = cause();
+  if (text.empty()) {
+    text = "rank " + std::to_string(rank_) + " in " + describe(info);
+    text += peer < 0 ? ": " + what : " lost rank " + std::to_string(peer) + ": " + what;
+    text = board_.post(text);
+    const std::string silent = board_.roll_call(kRollCall);
+    if (!silent.empty()) text += "; " + silent;
+    const std::scoped_lock lock(mutex_);
+    cause_ = text;
+  } else {
+    board_.roll_call(std::chrono::milliseconds(0));
+  }
+  throw_failed(rank_, size_, info, seconds, text);
+}
+
+void C10dCore::abort(const std::string& reason) {
+  const std::string text = board_.post("rank " + std::to_string(rank_) + " aborted: " + reason);
+  const std::scoped_lock lock(mutex_);
+  if (cause_.empty()) cause_ = text;
+  interrupt();
+}
+
+at::Tensor C10dCore::take_buffer(int64_t bytes) {
+  {
+    const std::scoped_lock lock(mutex_);
+    for (auto it = buffers_.begin(); it != buffers_.end(); ++it) {
+      if (it->numel() < bytes) continue;
+      at::Tensor buffer = std::move(*it);
+      buffers_.erase(it);
+      return buffer;
+    }
+  }
+  return at::empty({bytes}, at::TensorOptions(at::kByte));
+}
+
+void C10dCore::give_buffer(at::Tensor buffer) {
+  const std::scoped_lock lock(mutex_);
+  buffers_.push_back(std::move(buffer));
+  std::sort(buffers_.begin(), buffers_.end(), [](const auto& a, const auto& b) { return a.numel() < b.numel(); });
+  if (buffers_.size() > kBuffersKept) buffers_.erase(buffers_.begin());
+}
+
+}  // namespace tessera::comm

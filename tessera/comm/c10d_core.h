@@ -1,0 +1,67 @@
+// The part of a c10d group that its pending works share: the process group, receive buffers, the state of failure, and
+// the watcher that lets a blocked wait end when another rank reports a failure.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tessera/comm/fault_board.h"
+#include "tessera/comm/op_info.h"
+
+namespace tessera::comm {
+
+// One message from or to a peer; peer < 0: a native collective of the back end.
+struct Transfer {
+  c10::intrusive_ptr<c10d::Work> work;
+  int peer = -1;
+};
+
+class C10dCore {
+ public:
+  C10dCore(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::ProcessGroup> group);
+  ~C10dCore();
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  c10d::ProcessGroup& group() { return *group_; }
+
+  // Throws when the group has failed before.
+  void check_alive(const OpInfo& info);
+  // Waits for all of them, and releases them. On a failure: settles the cause with the other ranks and throws.
+  void finish(std::vector<Transfer>& transfers, const OpInfo& info, std::chrono::steady_clock::time_point launched);
+  // Fails the group from this rank's side with `what` and throws: for errors while launching.
+  [[noreturn]] void fail(const OpInfo& info, std::chrono::steady_clock::time_point launched, int peer,
+                         const std::string& what);
+  void abort(const std::string& reason);
+
+  // A byte tensor of at least `bytes`, from the cache where possible; give it back when done. At most two are kept.
+  at::Tensor take_buffer(int64_t bytes);
+  void give_buffer(at::Tensor buffer);
+
+ private:
+  void watch();
+  void interrupt();  // ends the current wait; mutex_ is held
+  std::string cause();
+
+  const std::shared_ptr<void> keep_alive_;
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const int rank_, size_;
+  FaultBoard board_;
+
+  std::mutex mutex_;
+  std::condition_variable stop_;
+  bool stopping_ = false;
+  std::string cause_;                         // first failure; empty while all is well
+  std::vector<Transfer>* current_ = nullptr;  // what a wait blocks on
+  std::chrono::steady_clock::time_point waiting_since_;
+  std::vector<at::Tensor> buffers_;
+  std::thread watcher_;
+};
+
+}  // namespace tessera::comm

@@ -1,0 +1,19 @@
+// c10d_group() with the choice of path left open; users call those of backends.h.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <memory>
+
+#include "tessera/comm/group.h"
+
+namespace tessera::comm {
+
+enum class C10dPath {
+  ByDevice,  // messages between pairs of ranks and our own sums for CPU tensors, native collectives for others
+  Native,    // always the native collectives (their order of summation and rounding)
+};
+
+GroupPtr make_c10d_group(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::ProcessGroup> group, C10dPath path);
+
+}  // namespace tessera::comm

@@ -1,0 +1,106 @@
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <sstream>
+
+#include "tessera/base/env.h"
+#include "tessera/base/error.h"
+#include "tessera/comm/backends.h"
+#include "tessera/comm/c10d_group.h"
+
+namespace tessera::comm {
+namespace {
+
+struct Place {
+  int rank = 0, size = 1, port = 0, attempt = 0;
+  std::string address;
+  bool agent_hosts_store = false;
+};
+
+Place read_place() {
+  Place place;
+  place.size = env::get_int("WORLD_SIZE").value_or(1);
+  TESSERA_CHECK_VALUE(place.size >= 1, "comm", "WORLD_SIZE must be at least 1, got ", place.size);
+  if (place.size == 1) return place;
+  const auto rank = env::get_int("RANK");
+  const auto address = env::get("MASTER_ADDR");
+  const auto port = env::get_int("MASTER_PORT");
+  TESSERA_CHECK_VALUE(
+      rank && address && port, "comm", "WORLD_SIZE is ", place.size,
+      ", so RANK, MASTER_ADDR and MASTER_PORT must be set too (torchrun --no-python sets them); missing:",
+      rank ? "" : " RANK", address ? "" : " MASTER_ADDR", port ? "" : " MASTER_PORT");
+  TESSERA_CHECK_VALUE(*rank >= 0 && *rank < place.size, "comm", "RANK is ", *rank, ", but WORLD_SIZE is ", place.size);
+  TESSERA_CHECK_VALUE(*port > 0 && *port < 65536, "comm", "MASTER_PORT is ", *port, ", not a port");
+  place.rank = *rank;
+  place.address = *address;
+  place.port = *port;
+  place.agent_hosts_store = env::get("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
+  place.attempt = env::get_int("TORCHELASTIC_RESTART_COUNT").value_or(0);
+  return place;
+}
+
+bool is_loopback(const std::string& address) {
+  return address == "localhost" || address == "::1" || address.starts_with("127.");
+}
+
+// The network that Gloo uses: the interfaces named by the user, the loopback for a run on one host, else the one that
+// the host name resolves to.
+void add_devices(c10d::ProcessGroupGloo::Options& options, const Place& place) {
+  if (const auto names = env::get("GLOO_SOCKET_IFNAME")) {
+    std::istringstream list(*names);
+    for (std::string name; std::getline(list, name, ',');) {
+      options.devices.push_back(c10d::ProcessGroupGloo::createDeviceForInterface(name));
+    }
+  } else if (is_loopback(place.address)) {
+    options.devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
+  } else {
+    options.devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());
+  }
+}
+
+c10::intrusive_ptr<c10d::Store> open_store(const Place& place, std::chrono::milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(place.port);
+  options.isServer = place.rank == 0 && !place.agent_hosts_store;
+  options.waitWorkers = false;  // Gloo's own meeting follows
+  options.timeout = timeout;
+  options.multiTenant = true;
+  auto store = c10::make_intrusive<c10d::TCPStore>(place.address, options);
+  // A torchrun agent keeps its store over restarts, and a process may make several groups: none may see another's keys.
+  const std::string prefix = "tessera/attempt_" + std::to_string(place.attempt);
+  const int64_t count = store->add(prefix + "/groups_of_rank_" + std::to_string(place.rank), 1);
+  return c10::make_intrusive<c10d::PrefixStore>(prefix + "/" + std::to_string(count), store);
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> meet(const Place& place, std::chrono::milliseconds timeout) {
+  using Group = c10d::ProcessGroup;
+  const auto store = open_store(place, timeout);
+  auto options = c10d::ProcessGroupGloo::Options::create(timeout);
+  add_devices(*options, place);
+  auto gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(c10::make_intrusive<c10d::PrefixStore>("gloo", store),
+                                                          place.rank, place.size, options);
+  auto group = c10::make_intrusive<Group>(store, place.rank, place.size);
+  group->setBackend(c10::DeviceType::CPU, Group::BackendType::GLOO, gloo);
+  group->setDefaultBackend(Group::BackendType::GLOO);
+  group->setGroupName("tessera_world");
+  return group;
+}
+
+}  // namespace
+
+GroupPtr environment_group(std::chrono::milliseconds timeout) {
+  const Place place = read_place();
+  if (place.size == 1) return single_group();
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  try {
+    group = meet(place, timeout);
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    TESSERA_CHECK_DIST(false, "comm", "rank ", place.rank, " of ", place.size, " could not meet the others at ",
+                       place.address, ":", place.port, ": ", text.substr(0, text.find('\n')));
+  }
+  return make_c10d_group(nullptr, std::move(group), C10dPath::ByDevice);
+}
+
+}  // namespace tessera::comm

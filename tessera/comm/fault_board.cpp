@@ -1,0 +1,61 @@
+#include "tessera/comm/fault_board.h"
+
+#include <cstdio>
+#include <thread>
+#include <vector>
+
+#include "tessera/comm/op_info.h"
+
+namespace tessera::comm {
+
+FaultBoard::FaultBoard(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string group)
+    : store_(std::move(store)), rank_(rank), size_(size), group_(std::move(group)) {}
+
+std::string FaultBoard::key(const std::string& what) const {
+  return "tessera/fault/" + group_ + "/" + what;
+}
+
+std::string FaultBoard::post(const std::string& cause) {
+  if (!store_) return cause;
+  try {
+    return store_->compareSet(key("cause"), std::string(), cause);
+  } catch (const std::exception&) {
+    return cause;  // the roll call reports the store
+  }
+}
+
+std::optional<std::string> FaultBoard::posted() {
+  if (!store_) return std::nullopt;
+  try {
+    if (!store_->check({key("cause")})) return std::nullopt;
+    return store_->get_to_str(key("cause"));
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+}
+
+std::string FaultBoard::roll_call(std::chrono::milliseconds limit) {
+  if (!store_) return {};
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  std::vector<int> missing;
+  try {
+    store_->set(key("alive/" + std::to_string(rank_)), std::string("1"));
+    for (int r = 0; r < size_; ++r) {
+      if (r != rank_) missing.push_back(r);
+    }
+    while (true) {
+      std::erase_if(missing, [&](int r) { return store_->check({key("alive/" + std::to_string(r))}); });
+      if (missing.empty()) return {};
+      if (std::chrono::steady_clock::now() >= deadline) break;
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    }
+  } catch (const std::exception&) {
+    return "the group's store cannot be reached: the process that hosts it (usually rank 0) may be dead";
+  }
+  char seconds[16];
+  std::snprintf(seconds, sizeof(seconds), "%.1f s", std::chrono::duration<double>(limit).count());
+  return std::string("no answer within ") + seconds + " from rank(s) " + join(missing) +
+         " (dead, or busy outside of any collective)";
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,35 @@
+// What the ranks of a failed group tell each other through the group's store: the first cause, and who is still there.
+// All calls are local, bounded in time while the store answers, and never throw; a store that cannot be reached (its
+// host may be the process that died) is part of the report.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <optional>
+#include <string>
+
+namespace tessera::comm {
+
+class FaultBoard {
+ public:
+  // `store` may be null: then nothing is posted and nothing is known of the others.
+  FaultBoard(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string group);
+
+  // Posts `cause` unless somebody has posted already; returns the cause that came first.
+  std::string post(const std::string& cause);
+  // The first cause, if any rank has posted one.
+  std::optional<std::string> posted();
+  // Marks this rank as alive, waits up to `limit` for the same mark of the others, and describes those without one:
+  // "no answer within 2.0 s from rank(s) 2 (dead, or busy outside of any collective)". Empty when all answered.
+  std::string roll_call(std::chrono::milliseconds limit);
+
+ private:
+  std::string key(const std::string& what) const;
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  int rank_, size_;
+  std::string group_;
+};
+
+}  // namespace tessera::comm

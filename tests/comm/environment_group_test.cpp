@@ -1,0 +1,205 @@
+// Ranks as processes over Gloo. Tests named DISABLED_* are what a single rank runs; the others start them.
+#include <csignal>
+
+#include "tests/comm/collectives.h"
+#include "tests/support/processes.h"
+#include "tests/support/ranks.h"
+
+namespace tessera::comm {
+namespace {
+
+using namespace std::chrono_literals;
+using testing::message_of;
+using testing::run_processes;
+
+void expect_success(const std::vector<testing::ProcessResult>& results) {
+  for (const auto& result : results)
+    EXPECT_EQ(result.exit_code, 0) << result.output;
+}
+
+struct Environment {
+  explicit Environment(std::map<const char*, const char*> values) : values_(std::move(values)) {
+    for (const auto& [name, value] : values_)
+      setenv(name, value, 1);
+  }
+  ~Environment() {
+    for (const auto& [name, value] : values_)
+      unsetenv(name);
+  }
+  std::map<const char*, const char*> values_;
+};
+
+TEST(EnvironmentGroup, IsSingleWithoutVariables) {
+  EXPECT_EQ(environment_group()->name(), "single");
+  const Environment env({{"WORLD_SIZE", "1"}, {"RANK", "0"}});
+  EXPECT_EQ(environment_group()->size(), 1);
+}
+
+TEST(EnvironmentGroup, NamesWhatIsMissingOrWrong) {
+  {
+    const Environment env({{"WORLD_SIZE", "2"}, {"RANK", "0"}});
+    EXPECT_HAS(message_of<c10::ValueError>([] { environment_group(); }), "missing: MASTER_ADDR MASTER_PORT");
+  }
+  {
+    const Environment env({{"WORLD_SIZE", "2"}, {"RANK", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "1"}});
+    EXPECT_HAS(message_of<c10::ValueError>([] { environment_group(); }), "RANK is 2, but WORLD_SIZE is 2");
+  }
+  const Environment env({{"WORLD_SIZE", "two"}});
+  EXPECT_HAS(message_of<c10::ValueError>([] { environment_group(); }), "must be an integer");
+}
+
+TEST(EnvironmentGroup, NobodyThereIsADistributedErrorWithinTheTimeout) {
+  const auto port = std::to_string(testing::free_port());
+  const Environment env(
+      {{"WORLD_SIZE", "2"}, {"RANK", "1"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port.c_str()}});
+  const auto text = message_of<c10::DistBackendError>([] { environment_group(1500ms); });
+  EXPECT_HAS(text, "[comm] rank 1 of 2 could not meet the others at 127.0.0.1:" + port);
+}
+
+TEST(Processes, DISABLED_AllCollectives) {
+  const auto group = environment_group(60s);
+  EXPECT_EQ(group->name(), "gloo");
+  testing::random_collectives(*group, 150, 21, 40001);
+  for (const auto op : {ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max}) {
+    for (const int kind : {0, 1, 2, 3, 4}) {
+      auto l = testing::launch_call(*group, 900 + kind, kind, 300007, at::kBFloat16, op, true);
+      l.pending.wait();
+      EXPECT_TRUE(testing::same_bits(l.got, l.want)) << kind;
+    }
+  }
+  group->barrier();
+}
+
+TEST(EnvironmentGroup, ProcessesGetTheBitsOfTheReference) {
+  for (const int size : {2, 4})
+    expect_success(run_processes(size, "Processes.DISABLED_AllCollectives"));
+}
+
+TEST(Processes, DISABLED_TwoGroups) {
+  const auto a = environment_group(60s), b = environment_group(60s);
+  auto x = at::ones({50000}), y = at::ones({50000});
+  auto first = a->all_reduce(x, ReduceOp::Sum), second = b->all_reduce(y, ReduceOp::Sum);
+  second.wait();
+  first.wait();
+  EXPECT_EQ(x.sum().item<float>(), 50000.0f * a->size());
+  EXPECT_EQ(y.sum().item<float>(), 50000.0f * a->size());
+  a->barrier();
+}
+
+TEST(EnvironmentGroup, AProcessMayHaveSeveral) {
+  expect_success(run_processes(2, "Processes.DISABLED_TwoGroups"));
+  expect_success(run_processes(2, "Processes.DISABLED_TwoGroups", {{"GLOO_SOCKET_IFNAME", "lo"}}));
+}
+
+// What the survivors of a killed peer must say.
+void expect_killed_peer(const std::function<void()>& call, int rank, const std::string& operation) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto text = message_of<c10::DistBackendError>(call);
+  EXPECT_HAS(text, "[comm] rank " + std::to_string(rank) + " of 3: " + operation);
+  EXPECT_HAS(text, "lost rank 2");
+  EXPECT_HAS(text, "no answer within 2.0 s from rank(s) 2 (dead");
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
+}
+
+TEST(Processes, DISABLED_KilledBefore) {
+  const auto group = environment_group(60s);
+  group->barrier();
+  if (group->rank() == 2) raise(SIGKILL);
+  auto t = at::ones({100000});
+  expect_killed_peer([&] { group->all_reduce(t, ReduceOp::Sum, "unit 'a'").wait(); }, group->rank(),
+                     "all_reduce (unit 'a', 400000 B) failed");
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { group->barrier("later"); }), "lost rank 2");
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 1s);
+  std::this_thread::sleep_for(2s);  // rank 0 hosts the store that the other survivor asks
+}
+
+TEST(EnvironmentGroup, SurvivorsNameARankKilledBeforeACollective) {
+  const auto results = run_processes(3, "Processes.DISABLED_KilledBefore");
+  EXPECT_EQ(results[2].exit_code, -SIGKILL);
+  expect_success({results[0], results[1]});
+}
+
+TEST(Processes, DISABLED_KilledInside) {
+  const auto group = environment_group(60s);
+  auto big = at::ones({6 << 20});
+  group->barrier();
+  auto pending = group->all_reduce(big, ReduceOp::Sum, "unit 'b'");
+  if (group->rank() == 2) raise(SIGKILL);
+  expect_killed_peer([&] { pending.wait(); }, group->rank(), "all_reduce (unit 'b', 25165824 B) failed");
+  std::this_thread::sleep_for(2s);
+}
+
+TEST(EnvironmentGroup, SurvivorsNameARankKilledInsideACollective) {
+  const auto results = run_processes(3, "Processes.DISABLED_KilledInside");
+  EXPECT_EQ(results[2].exit_code, -SIGKILL);
+  expect_success({results[0], results[1]});
+}
+
+TEST(Processes, DISABLED_OneAborts) {
+  const auto group = environment_group(60s);
+  group->barrier();
+  const auto start = std::chrono::steady_clock::now();
+  if (group->rank() == 1) {
+    group->abort("the loss is NaN");
+    EXPECT_HAS(message_of<c10::DistBackendError>([&] { group->barrier(); }), "rank 1 aborted: the loss is NaN");
+    std::this_thread::sleep_for(5s);  // alive, with open connections: only the store can tell the others
+    return;
+  }
+  auto t = at::ones({1000});
+  const auto text = message_of<c10::DistBackendError>([&] { group->all_reduce(t, ReduceOp::Avg, "loss").wait(); });
+  EXPECT_HAS(text, "all_reduce (loss, 4000 B) failed");
+  EXPECT_HAS(text, "rank 1 aborted: the loss is NaN");
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 4s);
+}
+
+TEST(EnvironmentGroup, AnAbortReachesBlockedRanksWithItsReason) {
+  expect_success(run_processes(3, "Processes.DISABLED_OneAborts"));
+}
+
+TEST(Processes, DISABLED_OneThrows) {
+  try {
+    const auto group = environment_group(60s);
+    group->barrier();
+    try {
+      if (group->rank() == 1) throw std::runtime_error("shape mismatch in batch 7");
+      auto t = at::ones({1000});
+      group->all_reduce(t, ReduceOp::Avg, "loss").wait();
+    } catch (const std::exception& error) {
+      group->abort(error.what());
+      throw;
+    }
+  } catch (const c10::DistBackendError& error) {
+    EXPECT_HAS(std::string(error.what()), "rank 1 aborted: shape mismatch in batch 7");
+    std::this_thread::sleep_for(500ms);
+  } catch (const std::runtime_error& error) {
+    EXPECT_STREQ(error.what(), "shape mismatch in batch 7");
+  }
+}
+
+TEST(EnvironmentGroup, ARankThatThrowsAndEndsIsQuoted) {
+  expect_success(run_processes(2, "Processes.DISABLED_OneThrows"));
+}
+
+TEST(Processes, DISABLED_OneIsLate) {
+  const auto group = environment_group(2s);
+  group->barrier();
+  const auto start = std::chrono::steady_clock::now();
+  if (group->rank() == 1) std::this_thread::sleep_for(6s);
+  auto part = at::ones({10}), full = at::ones({20});
+  const auto text = message_of<c10::DistBackendError>([&] { group->all_gather(full, part, "weights").wait(); });
+  EXPECT_HAS(text, "all_gather (weights, 80 B) failed");
+  EXPECT_HAS(text, "rank 0 in all_gather (weights, 80 B) lost rank 1");
+  if (group->rank() == 0) {
+    EXPECT_HAS(text, "no answer within 2.0 s from rank(s) 1");
+    EXPECT_LT(std::chrono::steady_clock::now() - start, 7s);
+    std::this_thread::sleep_for(4s);
+  }
+}
+
+TEST(EnvironmentGroup, ALateRankFailsTheOthersAtTheTimeoutAndItselfWithTheFirstCause) {
+  expect_success(run_processes(2, "Processes.DISABLED_OneIsLate"));
+}
+
+}  // namespace
+}  // namespace tessera::comm

@@ -1,0 +1,60 @@
+#include "tessera/comm/fault_board.h"
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <thread>
+
+#include "tests/comm/collectives.h"
+
+namespace tessera::comm {
+namespace {
+
+using namespace std::chrono_literals;
+
+struct FaultBoards : ::testing::Test {
+  c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  FaultBoard a{store, 0, 3, "g"}, b{store, 1, 3, "g"};
+};
+
+TEST_F(FaultBoards, TheFirstCauseWins) {
+  EXPECT_FALSE(a.posted().has_value());
+  EXPECT_EQ(a.post("first"), "first");
+  EXPECT_EQ(b.post("second"), "first");
+  EXPECT_EQ(b.posted().value(), "first");
+  EXPECT_FALSE(FaultBoard(store, 0, 3, "another group").posted().has_value());
+}
+
+TEST_F(FaultBoards, TheRollCallNamesTheSilent) {
+  std::string said;
+  std::thread other([&] { said = b.roll_call(300ms); });
+  EXPECT_EQ(a.roll_call(300ms), "no answer within 0.3 s from rank(s) 2 (dead, or busy outside of any collective)");
+  other.join();
+  EXPECT_HAS(said, "rank(s) 2 ");
+  FaultBoard(store, 2, 3, "g").roll_call(0ms);
+  EXPECT_EQ(a.roll_call(300ms), "");
+}
+
+TEST(FaultBoard, AStoreThatIsGoneIsReportedAndNotThrown) {
+  struct Broken : c10d::HashStore {
+    void set(const std::string&, const std::vector<uint8_t>&) override { throw std::runtime_error("reset by peer"); }
+    std::vector<uint8_t> compareSet(const std::string&, const std::vector<uint8_t>&,
+                                    const std::vector<uint8_t>&) override {
+      throw std::runtime_error("reset by peer");
+    }
+    bool check(const std::vector<std::string>&) override { throw std::runtime_error("reset by peer"); }
+  };
+  FaultBoard board(c10::make_intrusive<Broken>(), 1, 2, "g");
+  EXPECT_EQ(board.post("mine"), "mine");
+  EXPECT_FALSE(board.posted().has_value());
+  EXPECT_HAS(board.roll_call(100ms), "store cannot be reached");
+}
+
+TEST(FaultBoard, WorksWithoutAStore) {
+  FaultBoard board(nullptr, 0, 2, "g");
+  EXPECT_EQ(board.post("mine"), "mine");
+  EXPECT_FALSE(board.posted().has_value());
+  EXPECT_EQ(board.roll_call(100ms), "");
+}
+
+}  // namespace
+}  // namespace tessera::comm
