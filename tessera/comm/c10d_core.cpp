@@ -1,6 +1,7 @@
 #include "tessera/comm/c10d_core.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace tessera::comm {
 namespace {
@@ -10,10 +11,13 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kTick = std::chrono::milliseconds(200);  // how soon a blocked wait hears of another rank's failure
 constexpr auto kRollCall = std::chrono::milliseconds(2000);
 constexpr size_t kBuffersKept = 2;
+constexpr auto kAborted = " aborted: ";
 
-std::string first_line(const std::exception& error) {
-  const std::string text = error.what();
-  return text.substr(0, text.find('\n'));
+// The first line of an error of the back end, without the place in its sources.
+std::string plain(const std::string& error) {
+  std::string text = error.substr(0, error.find('\n'));
+  if (const auto end = text.find("] "); text.starts_with("[/") && end != std::string::npos) text.erase(0, end + 2);
+  return text.substr(0, text.find(". This is typically"));
 }
 
 }  // namespace
@@ -90,7 +94,7 @@ void C10dCore::finish(std::vector<Transfer>& transfers, const OpInfo& info, Cloc
     try {
       if (!transfer.work->wait()) failure = "interrupted";
     } catch (const std::exception& error) {
-      failure = first_line(error);
+      failure = error.what();
     }
     if (!failure.empty()) break;
   }
@@ -104,23 +108,30 @@ void C10dCore::finish(std::vector<Transfer>& transfers, const OpInfo& info, Cloc
 
 void C10dCore::fail(const OpInfo& info, Clock::time_point launched, int peer, const std::string& what) {
   const double seconds = std::chrono::duration<double>(Clock::now() - launched).count();
-  std::string text = cause();
+  std::string text;
+  bool asked = false;
+  {
+    const std::scoped_lock lock(mutex_);
+    text = cause_;
+    asked = std::exchange(asked_, true);
+  }
   if (text.empty()) {
     text = "rank " + std::to_string(rank_) + " in " + describe(info);
-    text += peer < 0 ? ": " + what : " lost rank " + std::to_string(peer) + ": " + what;
-    text = board_.post(text);
-    const std::string silent = board_.roll_call(kRollCall);
-    if (!silent.empty()) text += "; " + silent;
+    text += peer < 0 ? ": " : " lost rank " + std::to_string(peer) + ": ";
+    text = board_.post(text + plain(what));
+  }
+  if (!asked) {  // other collectives in flight fail too; one of them asks who is still there
+    const bool aborted = text.find(kAborted) != std::string::npos;
+    const std::string silent = board_.roll_call(aborted ? std::chrono::milliseconds(0) : kRollCall);
+    if (!aborted && !silent.empty()) text += "; " + silent;
     const std::scoped_lock lock(mutex_);
     cause_ = text;
-  } else {
-    board_.roll_call(std::chrono::milliseconds(0));
   }
   throw_failed(rank_, size_, info, seconds, text);
 }
 
 void C10dCore::abort(const std::string& reason) {
-  const std::string text = board_.post("rank " + std::to_string(rank_) + " aborted: " + reason);
+  const std::string text = board_.post("rank " + std::to_string(rank_) + kAborted + reason);
   const std::scoped_lock lock(mutex_);
   if (cause_.empty()) cause_ = text;
   interrupt();

@@ -58,6 +58,7 @@ class C10dCore {
   std::condition_variable stop_;
   bool stopping_ = false;
   std::string cause_;                         // first failure; empty while all is well
+  bool asked_ = false;                        // whether a failure has asked the other ranks who is still there
   std::vector<Transfer>* current_ = nullptr;  // what a wait blocks on
   std::chrono::steady_clock::time_point waiting_since_;
   std::vector<at::Tensor> buffers_;

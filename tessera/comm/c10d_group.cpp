@@ -6,6 +6,9 @@
 //   buffer, and its all_gather copies through a temporary. It also keeps Note [Order of summation], and a wait on a
 //   message can be interrupted when another rank fails. Every call has its own tags, so messages of several calls in
 //   flight cannot be mixed up. all_reduce and a large broadcast have a second round of messages that is sent in wait().
+// Note [Marks]
+//   When a peer dies, Gloo fails the messages that are posted but not the one that is just arriving: waiting for that one
+//   would take until the timeout. So a long message is followed by a mark of one byte, and marks are waited for first.
 #include "tessera/comm/c10d_group.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -24,8 +27,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kFirstTag = 0x40000000;  // clear of the small tags that people use
-constexpr int64_t kTags = 0x3ffffffe;
-constexpr int64_t kSmallBytes = 64 * 1024;  // up to here one round of whole tensors beats two rounds of parts
+constexpr int kMarkTag = 0x20000000;   // added for the mark after a message
+constexpr int64_t kTags = 0x1ffffffe;
+constexpr int64_t kMarkedBytes = 64 * 1024;  // messages from here on are followed by a mark
+constexpr int64_t kSmallBytes = 64 * 1024;   // up to here one round of whole tensors beats two rounds of parts
 
 // The elements [begin, begin + count) of a flat tensor.
 struct Span {
@@ -89,26 +94,37 @@ class Messages {
  public:
   Messages(C10dCore& core, const OpInfo& info, int tag) : core_(core), info_(info), tag_(tag) {}
 
-  void receive(at::Tensor flat, Span span, int peer) { post(flat, span, peer, false); }
+  void receive(const at::Tensor& flat, Span span, int peer) { post(flat, span, peer, false); }
   void send(const at::Tensor& flat, Span span, int peer) { post(flat, span, peer, true); }
-  std::vector<Transfer> take() { return std::move(transfers_); }
+  // In the order in which to wait.
+  std::vector<Transfer> take() {
+    marks_.insert(marks_.end(), transfers_.begin(), transfers_.end());
+    return std::move(marks_);
+  }
 
  private:
   void post(const at::Tensor& flat, Span span, int peer, bool out) {
     if (span.count == 0) return;
     try {
       const at::AutoDispatchBelowADInplaceOrView guard;
-      std::vector<at::Tensor> one = {flat.narrow(0, span.begin, span.count)};
-      transfers_.push_back({out ? core_.group().send(one, peer, tag_) : core_.group().recv(one, peer, tag_), peer});
+      transfers_.push_back(start(flat.narrow(0, span.begin, span.count), peer, out, tag_));
+      if (span.count * static_cast<int64_t>(flat.element_size()) < kMarkedBytes) return;
+      const at::Tensor mark = at::empty({1}, at::TensorOptions(at::kByte));
+      (out ? transfers_ : marks_).push_back(start(mark, peer, out, tag_ + kMarkTag));
     } catch (const std::exception& error) {
       core_.fail(info_, Clock::now(), peer, error.what());
     }
   }
 
+  Transfer start(const at::Tensor& tensor, int peer, bool out, int tag) {
+    std::vector<at::Tensor> one = {tensor};
+    return {out ? core_.group().send(one, peer, tag) : core_.group().recv(one, peer, tag), peer};
+  }
+
   C10dCore& core_;
   const OpInfo& info_;
   const int tag_;
-  std::vector<Transfer> transfers_;
+  std::vector<Transfer> transfers_, marks_;
 };
 
 class C10dGroup final : public Group {
