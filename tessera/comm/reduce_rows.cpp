@@ -12,12 +12,21 @@
 #include "tessera/base/error.h"
 #include "tessera/base/parallel.h"
 
-#if defined(__x86_64__)
-#define TESSERA_WIDE __attribute__((target("avx2"), flatten))
-#endif
-
 namespace tessera::comm {
 namespace {
+
+// Compiled once more for wider registers where the compiler can.
+#if defined(__x86_64__)
+#define TESSERA_WIDE __attribute__((target("avx2"), flatten))
+bool has_wide() {
+  return __builtin_cpu_supports("avx2") != 0;
+}
+#else
+#define TESSERA_WIDE
+bool has_wide() {
+  return false;
+}
+#endif
 
 constexpr int64_t kBlock = 1024;     // elements; the fp32 sums of a block stay in the first-level cache
 constexpr int64_t kGrain = 1 << 18;  // elements per thread worth a thread
@@ -113,22 +122,16 @@ void reduce_range(void* out, const void* const* rows, int count, int64_t begin, 
   reduce_blocks<T, op>(out, rows, count, begin, end);
 }
 
-#ifdef TESSERA_WIDE
-// The same loops with wider registers: same bits, as nothing in them may be contracted or
-// reordered.
+// The same loops with wider registers: same bits, as nothing in them may be contracted or reordered.
 template <class T, ReduceOp op>
 TESSERA_WIDE void reduce_range_wide(void* out, const void* const* rows, int count, int64_t begin, int64_t end) {
   reduce_blocks<T, op>(out, rows, count, begin, end);
 }
-#endif
 
 template <class T, ReduceOp op>
 RangeFn pick_width() {
-#ifdef TESSERA_WIDE
-  static const bool wide = __builtin_cpu_supports("avx2");
-  if (wide) return &reduce_range_wide<T, op>;
-#endif
-  return &reduce_range<T, op>;
+  static const bool wide = has_wide();
+  return wide ? &reduce_range_wide<T, op> : &reduce_range<T, op>;
 }
 
 template <class T>
