@@ -1,0 +1,23 @@
+// The binding functions, one per public header of the core. They convert and forward; rules live in the core or in
+// python/tessera.
+//
+// Note [GIL]
+//   Every call that may wait (collectives, autograd, thread joins) releases the GIL, so that ranks which are Python
+//   threads of one process can meet. Engines are destroyed without the GIL for the same reason. A Python callable
+//   handed to the core is held by pybind11's std::function wrapper, which takes the GIL to call and to drop it.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace tessera::python {
+
+namespace py = pybind11;
+
+void bind_comm(py::module_& m);       // comm/backends.h, comm/mesh.h
+void bind_config(py::module_& m);     // config/config.h, config/resolve.h, config/served.h
+void bind_engine(py::module_& m);     // engine/engine.h
+void bind_optimizer(py::module_& m);  // optim/optimizer.h
+void bind_options(py::module_& m);    // amp/precision.h, zero/options.h
+void bind_schedule(py::module_& m);   // optim/schedule.h
+
+}  // namespace tessera::python

@@ -1,0 +1,51 @@
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include "bindings.h"
+#include "tessera/comm/backends.h"
+#include "tessera/comm/mesh.h"
+
+namespace tessera::python {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+void bind_comm(py::module_& m) {
+  using namespace comm;
+
+  py::class_<OpStats>(m, "OpStats").def_readonly("calls", &OpStats::calls).def_readonly("bytes", &OpStats::bytes);
+  py::class_<CommStats>(m, "CommStats")
+      .def_readonly("all_gather", &CommStats::all_gather)
+      .def_readonly("reduce_scatter", &CommStats::reduce_scatter)
+      .def_readonly("all_reduce", &CommStats::all_reduce)
+      .def_readonly("broadcast", &CommStats::broadcast)
+      .def_readonly("all_to_all", &CommStats::all_to_all)
+      .def_readonly("barrier", &CommStats::barrier);
+
+  py::class_<Group, GroupPtr>(m, "Group")
+      .def_property_readonly("rank", &Group::rank)
+      .def_property_readonly("size", &Group::size)
+      .def_property_readonly("name", &Group::name)
+      .def("barrier", [](Group& group) { group.barrier("barrier"); }, NoGil())
+      .def("abort", &Group::abort, py::arg("reason"), NoGil())
+      .def("stats", [](const Group& group) { return group.stats(); })
+      .def("reset_stats", &Group::reset_stats);
+
+  m.def("single_group", &single_group);
+  m.def("thread_groups", &thread_groups, py::arg("size"), py::arg("timeout") = std::chrono::minutes(10));
+  m.def("c10d_group", py::overload_cast<const std::string&>(&c10d_group), py::arg("name"), NoGil());
+
+  py::enum_<Axis>(m, "Axis")
+      .value("DpReplicate", Axis::DpReplicate)
+      .value("DpShard", Axis::DpShard)
+      .value("Sp", Axis::Sp)
+      .value("Tp", Axis::Tp);
+  py::class_<Mesh>(m, "Mesh")
+      .def(py::init<>())
+      .def(py::init<GroupPtr>(), py::arg("dp_shard"))
+      .def("set", &Mesh::set, py::arg("axis"), py::arg("group"), py::return_value_policy::reference_internal)
+      .def("group", &Mesh::group, py::arg("axis"))
+      .def("size", &Mesh::size, py::arg("axis"))
+      .def("rank", &Mesh::rank, py::arg("axis"));
+}
+
+}  // namespace tessera::python

@@ -1,0 +1,135 @@
+#include "tessera/engine/engine.h"
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include "bindings.h"
+
+namespace tessera::python {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using engine::Engine;
+
+namespace {
+
+// See Note [GIL]: freeing an engine may wait for its collectives.
+struct ReleaseAndDelete {
+  void operator()(Engine* engine) const {
+    py::gil_scoped_release no_gil;
+    delete engine;
+  }
+};
+
+std::shared_ptr<Engine> make_engine(engine::Options options, comm::Mesh mesh, std::vector<engine::ParamSpec> params,
+                                    std::vector<optim::GroupOptions> groups) {
+  py::gil_scoped_release no_gil;
+  auto engine = std::make_unique<Engine>(std::move(options), std::move(mesh), std::move(params), std::move(groups));
+  return std::shared_ptr<Engine>(engine.release(), ReleaseAndDelete{});
+}
+
+// None in Python where the core has no tensor.
+std::optional<at::Tensor> optional_tensor(at::Tensor tensor) {
+  if (!tensor.defined()) return std::nullopt;
+  return tensor;
+}
+
+void bind_structs(py::module_& m) {
+  using namespace engine;
+  py::class_<Options>(m, "EngineOptions")
+      .def(py::init<>())
+      .def_readwrite("zero", &Options::zero)
+      .def_readwrite("rule", &Options::rule)
+      .def_readwrite("gradient_accumulation_steps", &Options::gradient_accumulation_steps)
+      .def_readwrite("gradient_clipping", &Options::gradient_clipping)
+      .def_readwrite("managed_accumulation", &Options::managed_accumulation);
+
+  py::class_<ParamSpec>(m, "ParamSpec")
+      .def(py::init([](std::string name, at::Tensor tensor, int group, std::string unit) {
+             return ParamSpec{std::move(name), std::move(tensor), group, std::move(unit)};
+           }),
+           py::arg("name"), py::arg("tensor"), py::arg("group"), py::arg("unit"))
+      .def_readonly("name", &ParamSpec::name)
+      .def_readonly("tensor", &ParamSpec::tensor)
+      .def_readonly("group", &ParamSpec::group)
+      .def_readonly("unit", &ParamSpec::unit);
+
+  py::enum_<Quantity>(m, "Quantity")
+      .value("Master", Quantity::Master)
+      .value("Gradient", Quantity::Gradient)
+      .value("State0", Quantity::State0)
+      .value("State1", Quantity::State1);
+
+  py::class_<Engine::Memory>(m, "Memory")
+      .def_readonly("params", &Engine::Memory::params)
+      .def_readonly("grads", &Engine::Memory::grads)
+      .def_readonly("master", &Engine::Memory::master)
+      .def_readonly("states", &Engine::Memory::states)
+      .def_readonly("buckets", &Engine::Memory::buckets);
+}
+
+using EngineClass = py::class_<Engine, std::shared_ptr<Engine>>;
+
+void bind_training(EngineClass& c) {
+  c.def("pre_forward", &Engine::pre_forward, NoGil())
+      .def("post_forward", &Engine::post_forward, py::arg("outputs"), NoGil())
+      .def("abort_forward", &Engine::abort_forward, NoGil())
+      .def("begin_backward", &Engine::begin_backward, py::arg("loss"), py::arg("scale_wrt_gas") = true, NoGil())
+      .def("end_backward", &Engine::end_backward, py::arg("loss"), NoGil())
+      .def("scale", &Engine::scale, py::arg("loss"), NoGil())
+      .def("step", &Engine::step, py::arg("external") = py::none(), NoGil())
+      .def("zero_grad", &Engine::zero_grad, NoGil())
+      .def("is_gradient_accumulation_boundary", &Engine::is_gradient_accumulation_boundary)
+      .def("set_gradient_accumulation_boundary", &Engine::set_gradient_accumulation_boundary, py::arg("boundary"))
+      .def("set_gradient_accumulation_steps", &Engine::set_gradient_accumulation_steps, py::arg("steps"))
+      .def("begin_no_sync", &Engine::begin_no_sync, NoGil())
+      .def("end_no_sync", &Engine::end_no_sync, NoGil())
+      .def("begin_coalesce", &Engine::begin_coalesce, NoGil())
+      .def("end_coalesce", &Engine::end_coalesce, NoGil());
+}
+
+void bind_counters(EngineClass& c) {
+  c.def("global_grad_norm", &Engine::global_grad_norm)
+      .def("grad_norm", &Engine::grad_norm, NoGil())
+      .def("was_step_applied", &Engine::was_step_applied)
+      .def("micro_steps", &Engine::micro_steps)
+      .def("global_steps", &Engine::global_steps)
+      .def("skipped_steps", &Engine::skipped_steps)
+      .def("set_counters", &Engine::set_counters, py::arg("micro_steps"), py::arg("global_steps"),
+           py::arg("skipped_steps"))
+      .def("groups", &Engine::groups, py::return_value_policy::reference_internal)
+      .def("options", &Engine::options, py::return_value_policy::reference_internal)
+      .def("mesh", &Engine::mesh, py::return_value_policy::reference_internal)
+      .def("memory", &Engine::memory);
+}
+
+void bind_state(EngineClass& c) {
+  c.def("params", &Engine::params, py::return_value_policy::reference_internal)
+      .def("param_step", &Engine::param_step, py::arg("param"))
+      .def("set_param_step", &Engine::set_param_step, py::arg("param"), py::arg("step"))
+      .def(
+          "get_full", [](Engine& e, int param, engine::Quantity what) { return optional_tensor(e.get_full(param, what)); },
+          py::arg("param"), py::arg("what"), NoGil())
+      .def("set_full", &Engine::set_full, py::arg("param"), py::arg("what"), py::arg("value"), NoGil())
+      .def(
+          "local_view",
+          [](Engine& e, int param, engine::Quantity what) { return optional_tensor(e.local_view(param, what)); },
+          py::arg("param"), py::arg("what"), NoGil())
+      .def("local_range", &Engine::local_range, py::arg("param"))
+      .def("refresh_params", &Engine::refresh_params, NoGil())
+      .def("adopt_params", &Engine::adopt_params, NoGil())
+      .def("destroy", &Engine::destroy, NoGil())
+      .def("destroyed", &Engine::destroyed);
+}
+
+}  // namespace
+
+void bind_engine(py::module_& m) {
+  bind_structs(m);
+  EngineClass c(m, "Engine");
+  c.def(py::init(&make_engine), py::arg("options"), py::arg("mesh"), py::arg("params"), py::arg("groups"));
+  bind_training(c);
+  bind_counters(c);
+  bind_state(c);
+}
+
+}  // namespace tessera::python

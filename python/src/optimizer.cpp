@@ -1,0 +1,60 @@
+#include "tessera/optim/optimizer.h"
+
+#include <pybind11/stl.h>
+
+#include "bindings.h"
+
+namespace tessera::python {
+
+void bind_optimizer(py::module_& m) {
+  using namespace optim;
+
+  py::enum_<Rule>(m, "Rule")
+      .value("Adam", Rule::Adam)
+      .value("Sgd", Rule::Sgd)
+      .value("Lion", Rule::Lion)
+      .value("Adagrad", Rule::Adagrad)
+      .value("External", Rule::External);
+
+  py::class_<GroupOptions>(m, "GroupOptions")
+      .def(py::init<>())
+      .def_readwrite("lr", &GroupOptions::lr)
+      .def_readwrite("beta1", &GroupOptions::beta1)
+      .def_readwrite("beta2", &GroupOptions::beta2)
+      .def_readwrite("eps", &GroupOptions::eps)
+      .def_readwrite("weight_decay", &GroupOptions::weight_decay)
+      .def_readwrite("decoupled", &GroupOptions::decoupled)
+      .def_readwrite("bias_correction", &GroupOptions::bias_correction)
+      .def_readwrite("momentum", &GroupOptions::momentum)
+      .def_readwrite("dampening", &GroupOptions::dampening)
+      .def_readwrite("nesterov", &GroupOptions::nesterov)
+      .def_readwrite("lr_decay", &GroupOptions::lr_decay)
+      .def_readwrite("initial_accumulator_value", &GroupOptions::initial_accumulator_value)
+      .def_readwrite("maximize", &GroupOptions::maximize);
+
+  py::class_<OptimizerOptions>(m, "OptimizerOptions")
+      .def(py::init<>())
+      .def_readwrite("rule", &OptimizerOptions::rule)
+      .def_readwrite("defaults", &OptimizerOptions::defaults);
+  m.def("options_of_type", &options_of_type, py::arg("type"), py::arg("adam_w_mode") = true);
+  m.def(
+      "state_names",
+      [](Rule rule, const std::vector<GroupOptions>& groups) {
+        const StateNames names = state_names(rule, groups);
+        return std::vector<std::string>(names.name.begin(), names.name.begin() + names.count);
+      },
+      py::arg("rule"), py::arg("groups"));
+  m.def(
+      "update",
+      [](Rule rule, const GroupOptions& group, int64_t step, at::Tensor master, at::Tensor grad,
+         std::vector<at::Tensor> states, double grad_scale) {
+        UpdateSlice slice{std::move(master), {}, std::move(grad), {}};
+        std::move(states.begin(), states.end(), slice.state.begin());
+        py::gil_scoped_release no_gil;
+        update(rule, group, step, slice, grad_scale);
+      },
+      py::arg("rule"), py::arg("group"), py::arg("step"), py::arg("master"), py::arg("grad"), py::arg("states"),
+      py::arg("grad_scale") = 1.0);
+}
+
+}  // namespace tessera::python

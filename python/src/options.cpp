@@ -1,0 +1,30 @@
+#include "bindings.h"
+#include "tessera/amp/precision.h"
+#include "tessera/zero/options.h"
+
+namespace tessera::python {
+
+void bind_options(py::module_& m) {
+  using amp::PrecisionPolicy;
+  py::class_<PrecisionPolicy>(m, "PrecisionPolicy")
+      .def(py::init<>())
+      .def_static("fp32", &PrecisionPolicy::fp32)
+      .def_static("bf16", &PrecisionPolicy::bf16, py::arg("check_overflow") = true)
+      .def_readwrite("param", &PrecisionPolicy::param)
+      .def_readwrite("grad", &PrecisionPolicy::grad)
+      .def_readwrite("master", &PrecisionPolicy::master)
+      .def_readwrite("skip_nonfinite", &PrecisionPolicy::skip_nonfinite)
+      .def("master_is_param", &PrecisionPolicy::master_is_param);
+
+  py::class_<zero::Options>(m, "ZeroOptions")
+      .def(py::init<>())
+      .def_readwrite("stage", &zero::Options::stage)
+      .def_readwrite("precision", &zero::Options::precision)
+      .def_readwrite("reduce_bucket_size", &zero::Options::reduce_bucket_size)
+      .def_readwrite("min_unit_elements", &zero::Options::min_unit_elements)
+      .def_readwrite("overlap", &zero::Options::overlap)
+      .def_readwrite("average", &zero::Options::average)
+      .def_readwrite("reduce_at_step", &zero::Options::reduce_at_step);
+}
+
+}  // namespace tessera::python

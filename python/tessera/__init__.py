@@ -1,0 +1,54 @@
+"""Tessera: trains PyTorch models with sharded model states, driven by a DeepSpeed-style configuration.
+
+    engine, optimizer, loader, schedule = tessera.initialize(model=model, config="config.json")
+    for x, y in loader:
+        loss = engine(x, y)
+        loss.backward()
+        engine.step()
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tessera._version import check_torch
+
+check_torch(torch.__version__)
+
+from tessera import data, lr_schedules, optim, state  # noqa: E402
+from tessera._core import (  # noqa: E402
+    Config,
+    Group,
+    Mesh,
+    c10d_group,
+    single_group,
+    thread_groups,
+)
+from tessera._core import version as __version__  # noqa: E402
+from tessera.distributed import init_distributed  # noqa: E402
+from tessera.engine import Engine  # noqa: E402
+from tessera.errors import ConfigError, UsageError  # noqa: E402
+from tessera.initialize import initialize  # noqa: E402
+from tessera.optimizer import Optimizer  # noqa: E402
+from tessera.units import default_unit_policy  # noqa: E402
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Engine",
+    "Group",
+    "Mesh",
+    "Optimizer",
+    "UsageError",
+    "__version__",
+    "c10d_group",
+    "data",
+    "default_unit_policy",
+    "init_distributed",
+    "initialize",
+    "lr_schedules",
+    "optim",
+    "single_group",
+    "state",
+    "thread_groups",
+]

@@ -1,0 +1,184 @@
+"""Optimizers and schedules from arguments and configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from tessera import _core, lr_schedules, optim
+from tessera.errors import ConfigError
+from tessera.native import is_tested
+from tessera.optimizer import Optimizer
+
+ParamGroups = list[dict[str, Any]]
+
+_UNSERVED = ("Lamb", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
+
+
+def build_optimizer(
+    config: _core.Config, model: nn.Module, optimizer: Any, model_parameters: Any
+) -> torch.optim.Optimizer | None:
+    """The torch optimizer that rules: the client's, one its callable builds, or the configured one; None without any.
+
+    ConfigError for anything else, and for a client's class that is not known to work on slices of parameters."""
+    if isinstance(optimizer, Optimizer):
+        optimizer = optimizer.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        built = optimizer
+    elif optimizer is not None and not callable(optimizer):
+        raise ConfigError(
+            "[initialize] optimizer must be a torch.optim.Optimizer or a callable that builds one, got "
+            f"{type(optimizer).__name__}"
+        )
+    else:
+        maybe = _build(config, optimizer, trainable_groups(model, model_parameters))
+        if maybe is None:
+            return None
+        built = maybe
+    if isinstance(built, torch.optim.LBFGS):
+        raise NotImplementedError("[initialize] torch.optim.LBFGS needs a closure, which engine.step() does not take")
+    stage = config.zero_optimization.stage
+    if stage >= 1 and not is_tested(built) and not config.zero_allow_untested_optimizer:
+        raise ConfigError(
+            f"[initialize] {type(built).__name__} is not known to work on slices of parameters, as stage {stage} gives "
+            'them; set "zero_allow_untested_optimizer": true if it updates element by element, or use stage 0'
+        )
+    return built
+
+
+def trainable_groups(model: nn.Module, model_parameters: Any) -> ParamGroups:
+    """Param groups of what is to be trained: frozen parameters and empty groups are left out."""
+    if model_parameters is None:
+        model_parameters = model.parameters()
+    items = list(model_parameters)
+    groups: ParamGroups
+    if items and isinstance(items[0], dict):
+        groups = [{**group, "params": _as_list(group["params"])} for group in items]
+    else:
+        groups = [{"params": items}]
+    seen: set[int] = set()
+    for group in groups:
+        for item in group["params"]:
+            param = item[1] if isinstance(item, tuple) else item
+            if id(param) in seen:
+                raise ConfigError("[initialize] model_parameters holds a parameter more than once")
+            seen.add(id(param))
+        group["params"] = [
+            item for item in group["params"] if (item[1] if isinstance(item, tuple) else item).requires_grad
+        ]
+    return [group for group in groups if group["params"]]
+
+
+def _as_list(params: Any) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def _build(
+    config: _core.Config, factory: Callable[[ParamGroups], Any] | None, groups: ParamGroups
+) -> torch.optim.Optimizer | None:
+    if factory is not None:
+        if not groups:
+            return None
+        built = factory(groups)
+        if not isinstance(built, torch.optim.Optimizer):
+            raise ConfigError(
+                f"[initialize] the optimizer callable returned {type(built).__name__}, not a torch.optim.Optimizer"
+            )
+        return built
+    if not config.optimizer.type or not groups:
+        return None
+    return _from_config(config.optimizer.type, _given(config.optimizer.params), groups)
+
+
+def _given(params: dict[str, Any]) -> dict[str, Any]:
+    """Without what the configuration leaves open."""
+    return {name: value for name, value in params.items() if value is not None and value != "auto"}
+
+
+def _from_config(kind: str, params: dict[str, Any], groups: ParamGroups) -> torch.optim.Optimizer:
+    if "max_grad_norm" in params:
+        raise ConfigError('[config] optimizer.params.max_grad_norm is not served; use the key "gradient_clipping"')
+    lower = kind.lower()
+    if lower in {name.lower() for name in _UNSERVED}:
+        raise NotImplementedError(f"[config] optimizer.type {kind} is not served by this version")
+    cls: type[torch.optim.Optimizer]
+    if lower in ("adam", "adamw"):
+        cls, params = _adam(lower, params)
+    elif lower == "lion":
+        cls = optim.Lion
+    elif lower == "adagrad":
+        cls = torch.optim.Adagrad
+    elif lower == "sgd":
+        cls = torch.optim.SGD
+    else:
+        found = getattr(torch.optim, kind, None)
+        if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+            raise ConfigError(
+                f"[config] optimizer.type {kind!r} is neither Adam, AdamW, Adagrad, Lion, SGD nor a class of "
+                "torch.optim (exact spelling)"
+            )
+        cls = found
+    return _construct(f"optimizer.params of {kind}", cls, groups, params)
+
+
+def _adam(lower: str, params: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    params = dict(params)
+    decoupled = bool(params.pop("adam_w_mode", True)) or lower == "adamw"
+    use_torch = params.pop("torch_adam", False)
+    if not params.pop("fp32_optimizer_states", True):
+        raise NotImplementedError("[config] optimizer.params.fp32_optimizer_states false is not served by this version")
+    if use_torch:
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam), params
+    return optim.FusedAdam, {**params, "adam_w_mode": decoupled}
+
+
+def _construct(what: str, cls: Callable[..., Any], first: Any, params: dict[str, Any]) -> Any:
+    params = {name: tuple(value) if name == "betas" else value for name, value in params.items()}
+    try:
+        return cls(first, **params)
+    except TypeError as error:  # an unknown or missing argument
+        raise ConfigError(f"[config] {what}: {error}") from error
+
+
+def build_schedule(config: _core.Config, optimizer: Any, base: torch.optim.Optimizer | None, lr_scheduler: Any) -> Any:
+    """The schedule that engine.step() advances: the client's object, what its callable builds on `base`, the
+    configured one, or None. `optimizer` is the client's argument."""
+    if lr_scheduler is None:
+        if base is None or not config.scheduler.type:
+            return None
+        return _schedule_from_config(config.scheduler.type, _given(config.scheduler.params), base)
+    if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            "[initialize] an lr_scheduler object needs the optimizer object it was made for: pass optimizer= too, or "
+            "an lr_scheduler callable"
+        )
+    if not hasattr(lr_scheduler, "step"):
+        if not callable(lr_scheduler):
+            raise ConfigError(
+                "[initialize] lr_scheduler must be a scheduler or a callable that builds one, got "
+                f"{type(lr_scheduler).__name__}"
+            )
+        return None if base is None else lr_scheduler(base)
+    return lr_scheduler
+
+
+def _schedule_from_config(kind: str, params: dict[str, Any], base: torch.optim.Optimizer) -> Any:
+    if kind in lr_schedules.VALID_LR_SCHEDULES:
+        found = getattr(lr_schedules, kind)
+    else:
+        found = getattr(torch.optim.lr_scheduler, kind, None)
+        if not isinstance(found, type):
+            raise ConfigError(
+                f"[config] scheduler.type {kind!r} is neither one of {', '.join(lr_schedules.VALID_LR_SCHEDULES)} nor a "
+                "class of torch.optim.lr_scheduler"
+            )
+    return _construct(f"scheduler.params of {kind}", found, base, params)
+
+
+def params_of(groups: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
+    """All tensors of param groups, in order."""
+    return [param for group in groups for param in group["params"]]

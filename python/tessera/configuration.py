@@ -1,0 +1,97 @@
+"""From what users pass as configuration to the core's Config."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import enum
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tessera import _core
+from tessera.errors import ConfigError
+
+logger = logging.getLogger("tessera")
+
+
+def load_config(config: Any) -> _core.Config:
+    """A dict (left untouched), a path, text in url-safe base64 holding JSON, or a ready Config. ConfigError lists
+    everything that is wrong."""
+    try:
+        loaded = _parse(config)
+        _core.check_served(loaded)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    for line in loaded.warnings:
+        logger.warning(line)
+    return loaded
+
+
+def _parse(config: Any) -> _core.Config:
+    if isinstance(config, _core.Config):
+        return config
+    if isinstance(config, Mapping):
+        return _core.Config.from_dict(_plain(config))
+    if isinstance(config, os.PathLike):
+        return _core.Config.from_file(os.fspath(config))
+    if isinstance(config, str):
+        if os.path.exists(config):
+            return _core.Config.from_file(config)
+        return _core.Config.from_json(_decode(config))
+    raise ConfigError(
+        f"[initialize] config must be a dict, a path or base64 text, got {type(config).__module__}."
+        f"{type(config).__qualname__}"
+    )
+
+
+def _decode(text: str) -> str:
+    try:
+        return base64.urlsafe_b64decode(text).decode()
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        raise ConfigError(
+            f"[initialize] config is neither a file that exists nor url-safe base64 of a JSON document: {text!r:.200}"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """The values that programs put into a configuration, as JSON has them."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, enum.Enum):
+        return _plain(value.value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value
+
+
+def choose_config(args: Any, config: Any, config_params: Any) -> Any:
+    """The one configuration among `config`, its alias `config_params` and `args.deepspeed_config`."""
+    from_args = _argument(args, "deepspeed_config")
+    old_name = _argument(args, "deepscale_config")
+    if from_args is not None and old_name is not None:
+        raise ConfigError("[initialize] args has both deepspeed_config and its old name deepscale_config; keep one")
+    from_args = from_args if from_args is not None else old_name
+    if config is not None and config_params is not None and config is not config_params:
+        raise ConfigError("[initialize] config and config_params are two names of one argument; pass one of them")
+    config = config if config is not None else config_params
+    if config is not None and from_args is not None:
+        raise ConfigError("[initialize] both config and args.deepspeed_config are given; pass one of them")
+    if config is None and from_args is None:
+        raise ConfigError("[initialize] no configuration: pass config= (a dict or a path) or args.deepspeed_config")
+    return config if config is not None else from_args
+
+
+def _argument(args: Any, name: str) -> Any:
+    if isinstance(args, Mapping):
+        return args.get(name)
+    return getattr(args, name, None)

@@ -1,0 +1,103 @@
+"""Process groups: the environment, torch.distributed, and what the core gets of them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tessera import _core
+from tessera.errors import ConfigError
+
+_DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: datetime.timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Creates the default process group of torch.distributed; does nothing when there is one.
+
+    Ranks come from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them, or from the arguments. Without
+    either the process is a world of its own and opens no port. `dist_backend` None: nccl where CUDA runs, else gloo.
+    """
+    if not dist.is_available():
+        raise RuntimeError("[init_distributed] this torch has no torch.distributed")
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise RuntimeError(
+            "[init_distributed] dist_init_required is False, but there is no process group yet; call "
+            "torch.distributed.init_process_group first"
+        )
+    environment = _environment(auto_mpi_discovery)
+    rank = rank if rank >= 0 else environment.get("RANK", 0)
+    world_size = world_size if world_size > 0 else environment.get("WORLD_SIZE", 1)
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    timeout = timeout or _DEFAULT_TIMEOUT
+    if init_method is None and world_size == 1 and "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    if init_method is None:
+        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        port = os.environ.get("MASTER_PORT", str(distributed_port))
+        init_method = f"tcp://{address}:{port}"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE"):
+            init_method = "env://"  # the launcher's own store listens there
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _environment(auto_mpi_discovery: bool) -> dict[str, int]:
+    names = {"RANK": ["RANK"], "WORLD_SIZE": ["WORLD_SIZE"], "LOCAL_RANK": ["LOCAL_RANK"]}
+    if auto_mpi_discovery:
+        names["RANK"].append("OMPI_COMM_WORLD_RANK")
+        names["WORLD_SIZE"].append("OMPI_COMM_WORLD_SIZE")
+        names["LOCAL_RANK"].append("OMPI_COMM_WORLD_LOCAL_RANK")
+    found: dict[str, int] = {}
+    for name, spellings in names.items():
+        for spelling in spellings:
+            text = os.environ.get(spelling)
+            if text:
+                try:
+                    found.setdefault(name, int(text))
+                except ValueError:
+                    raise ConfigError(f"[init_distributed] {spelling} must be an integer, got {text!r}") from None
+    return found
+
+
+def local_rank() -> int:
+    """LOCAL_RANK, or 0 where no launcher set it."""
+    return _environment(True).get("LOCAL_RANK", 0)
+
+
+def prepare(dist_init_required: bool | None, distributed_port: int) -> None:
+    """What initialize() does about the default process group: nothing for a lone process nobody asked a group for."""
+    if dist.is_available() and dist.is_initialized():
+        return
+    several = _environment(True).get("WORLD_SIZE", 1) > 1
+    if dist_init_required is False or dist_init_required or several:
+        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+
+
+def core_group(group: Any = None) -> _core.Group:
+    """The core's view of `group`: a group of the core, a torch ProcessGroup, or None for all processes."""
+    if isinstance(group, _core.Group):
+        return group
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return _core.single_group()
+        group = dist.group.WORLD
+    if dist.get_world_size(group) == 1:
+        return _core.single_group()
+    return _core.c10d_group(group.group_name)

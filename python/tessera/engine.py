@@ -1,0 +1,416 @@
+"""Engine: an nn.Module around the user's model. The core does the work; this class converts, orders the calls around
+forward, backward and step, and keeps what only Python has (schedules, loaders, the client's objects)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from tessera import _core, distributed
+from tessera.builders import build_optimizer, build_schedule, params_of
+from tessera.configuration import load_config
+from tessera.data import Loader, make_loader
+from tessera.errors import ConfigError, UsageError
+from tessera.getters import EngineGetters
+from tessera.native import native_rule, read_group
+from tessera.optimizer import Optimizer
+from tessera.outputs import tensors_in
+from tessera.runners import ExternalRunner, NativeRunner, Runner
+from tessera.units import ROOT, UnitPolicy, default_unit_policy
+
+logger = logging.getLogger("tessera")
+
+
+class Engine(EngineGetters):
+    """Trains `model` as `config` says. tessera.initialize() builds one from the usual arguments.
+
+    `group`: the data-parallel ranks (a torch ProcessGroup or a group of tessera; default: all processes).
+    `unit_policy`: which parameters travel together, see tessera.units.
+    Collective: every rank builds its engine at the same time; parameters start with rank 0's values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Any,
+        *,
+        optimizer: Any = None,
+        model_parameters: Any = None,
+        lr_scheduler: Any = None,
+        training_data: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        group: Any = None,
+        unit_policy: UnitPolicy | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = load_config(config)
+        self._group = distributed.core_group(group)
+        self._resolve_batch()
+        base = build_optimizer(self.config, model, optimizer, model_parameters)
+        stage = self.config.zero_optimization.stage
+        if base is None and stage in (1, 2):
+            raise ConfigError(f"[initialize] zero_optimization.stage {stage} requires an optimizer; pass one or use stage 0")
+        self.module = model
+        self.local_rank = distributed.local_rank()
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.client_optimizer = optimizer
+        self.client_lr_scheduler = lr_scheduler
+        self.num_local_io_workers = 0
+        self.global_samples = 0
+        self._forwards = 0
+        self._lent: dict[str, Any] = {}
+        self._cast_buffers()
+        self._build_core(base, unit_policy or default_unit_policy)
+        self.lr_scheduler = build_schedule(self.config, optimizer, base, lr_scheduler)
+        self.collate_fn = collate_fn
+        self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
+
+    # ---------------------------------------------------------------- construction
+
+    def _resolve_batch(self) -> None:
+        try:
+            batch = self.config.resolve_batch(self._group.size)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self._micro_batch = batch.micro_batch_size
+        self._accumulation = batch.gradient_accumulation_steps
+
+    def _cast_buffers(self) -> None:
+        dtype = self.config.data_types.buffer_dtype
+        if dtype is None:
+            return
+        for buffer in self.module.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
+
+    def _build_core(self, base: torch.optim.Optimizer | None, policy: UnitPolicy) -> None:
+        rule = None if base is None else native_rule(base)
+        options = _core.EngineOptions()
+        options.zero = _core.zero_options(self.config)
+        options.rule = rule.rule if rule is not None else _core.Rule.External
+        options.gradient_accumulation_steps = self._accumulation
+        options.gradient_clipping = self.config.gradient_clipping
+        options.managed_accumulation = self.config.managed_gradient_accumulation
+
+        specs, index = self._specs(base, policy)
+        groups = [_core.GroupOptions() for _ in base.param_groups] if base is not None else []
+        if base is not None and rule is not None:
+            for number, group in enumerate(groups):
+                read_group(rule, base, number, group)
+        self._core = _core.Engine(options, _core.Mesh(self._group), specs, groups)
+        self._index = {id(spec.tensor): number for number, spec in enumerate(specs)}
+        self._frozen = [spec.tensor for spec in specs if spec.group < 0 and not spec.tensor.requires_grad]
+        self._runner = self._make_runner(base, rule, index)
+        self.basic_optimizer = base
+        self.optimizer = self._visible_optimizer(options)
+
+    def _specs(
+        self, base: torch.optim.Optimizer | None, policy: UnitPolicy
+    ) -> tuple[list[_core.ParamSpec], dict[int, int]]:
+        """All parameters, and where the optimized ones are: id(parameter) -> number."""
+        group_of: dict[int, int] = {}
+        for number, group in enumerate(base.param_groups if base is not None else []):
+            group_of.update((id(param), number) for param in group["params"] if param.requires_grad)
+        units = policy(self.module)
+        named = list(self.module.named_parameters())
+        known = {id(param) for _, param in named}
+        strangers = [p for p in params_of(base.param_groups if base is not None else []) if id(p) not in known]
+        named += [(f"optimizer.{number}", param) for number, param in enumerate(strangers)]
+        specs = [
+            _core.ParamSpec(name, param, group_of.get(id(param), -1), units.get(name, ROOT)) for name, param in named
+        ]
+        index = {id(spec.tensor): number for number, spec in enumerate(specs) if spec.group >= 0}
+        return specs, index
+
+    def _make_runner(self, base: torch.optim.Optimizer | None, rule: Any, index: dict[int, int]) -> Runner | None:
+        if base is None:
+            return None
+        if rule is not None:
+            return NativeRunner(self._core, base, rule, index)
+        return ExternalRunner(self._core, base, index, on_params=self._params_are_masters())
+
+    def _params_are_masters(self) -> bool:
+        zero = self._core.options().zero
+        return zero.stage == 0 and zero.precision.master_is_param()
+
+    def _visible_optimizer(self, options: _core.EngineOptions) -> torch.optim.Optimizer | None:
+        """The client's own object where its states can be what it expects (stage 0, fp32), else a wrapper."""
+        if self._runner is None:
+            return None
+        if not self._params_are_masters():
+            return Optimizer(self, self._runner)
+        base = self._runner.base
+        self._lent = {name: base.__dict__.get(name) for name in ("step",)}
+        base.step = types.MethodType(_step_of(weakref.ref(self)), base)  # type: ignore[method-assign]
+        return base
+
+    # ---------------------------------------------------------------- training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        core = self._core
+        if self._frozen:
+            self._warn_of_thawed()
+        if torch.is_grad_enabled():
+            self._forwards += 1
+        core.pre_forward()
+        try:
+            outputs = self.module(*args, **kwargs)
+            core.post_forward(tensors_in(outputs))
+        except BaseException:
+            core.abort_forward()
+            raise
+        return outputs
+
+    def _warn_of_thawed(self) -> None:
+        if any(param.requires_grad for param in self._frozen):
+            self._frozen = []
+            warnings.warn(
+                "[engine] a parameter that was frozen when the engine was built requires gradients now; this engine "
+                "does not train it: build a new one",
+                stacklevel=3,
+            )
+
+    def _trainable(self, call: str) -> Runner:
+        if self._runner is None:
+            raise UsageError(f"[engine.{call}] there is no optimizer; pass one to tessera.initialize or configure one")
+        return self._runner
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """loss.backward(); returns loss / accumulation steps, or the loss with scale_wrt_gas=False. With that neither
+        gradients nor the result are divided by the accumulation steps, for this call only."""
+        self._trainable("backward")
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(f"[engine.backward] loss must be a scalar tensor, got {type(loss).__name__}")
+        scaled = self._core.begin_backward(loss, scale_wrt_gas)
+        try:
+            scaled.backward(retain_graph=retain_graph)
+        finally:
+            result = self._core.end_backward(loss)
+        return result
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call backward() on directly; the loss itself where the precision needs no scaling."""
+        self._trainable("scale")
+        return self._core.scale(loss)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Counts a micro-step; at an accumulation boundary clips, updates, advances the schedule and drops gradients.
+        Collective."""
+        runner = self._trainable("step")
+        core = self._core
+        steps = core.global_steps()
+        managed = self.config.managed_gradient_accumulation
+        if not managed or core.is_gradient_accumulation_boundary():
+            runner.before_step()
+        applied = core.step(runner.external)
+        if core.global_steps() == steps:
+            return
+        runner.after_step(applied)
+        if isinstance(self.optimizer, Optimizer):
+            self.optimizer.overflow = not applied
+            self.optimizer._opt_called = True
+        backwards = self._accumulation if managed else self._forwards
+        self.global_samples += self._micro_batch * self.dp_world_size * backwards
+        self._forwards = 0
+        if applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self._report()
+
+    def _report(self) -> None:
+        every = self.config.steps_per_print
+        if every and self.global_rank == 0 and self.global_steps % every == 0:
+            logger.info(
+                "step=%d, skipped=%d, lr=%s, mom=%s", self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom()
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops every accumulated gradient, in the engine and in p.grad."""
+        self._core.zero_grad()
+        super().zero_grad(set_to_none=True)
+
+    def grad_norm(self) -> float:
+        """Global L2 norm of the gradients as they are now, before a step. Collective."""
+        self._trainable("grad_norm")
+        return self._core.grad_norm()
+
+    # ---------------------------------------------------------------- accumulation
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True when the next step() will update parameters."""
+        return self._core.is_gradient_accumulation_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Overrides the count for the present micro-batch; call it before its forward and backward."""
+        if not self.config.managed_gradient_accumulation:
+            raise UsageError(
+                "[engine.set_gradient_accumulation_boundary] with managed_gradient_accumulation false every step() is "
+                "a boundary"
+            )
+        self._core.set_gradient_accumulation_boundary(is_boundary)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients accumulate on this rank, without communication. Any stage; at stage 2 this holds one full
+        gradient of the model."""
+        self._core.begin_no_sync()
+        try:
+            yield
+        finally:
+            self._core.end_no_sync()
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """As no_sync, and one reduction for everything inside when it ends. Collective at the end."""
+        self._core.begin_coalesce()
+        try:
+            yield
+        finally:
+            self._core.end_coalesce()
+
+    # ---------------------------------------------------------------- data, weights, life
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Loader:
+        """A loader of this rank's part of `dataset`; the micro batch is the default batch size."""
+        return make_loader(
+            dataset,
+            batch_size=batch_size or self._micro_batch,
+            rank=self._group.rank,
+            world_size=self._group.size,
+            route=route,
+            pin_memory=pin_memory,
+            data_sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            num_workers=self.num_local_io_workers if num_local_io_workers is None else num_local_io_workers,
+            drop_last=self.config.dataloader_drop_last,
+        )
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """module.state_dict(), on request without frozen parameters."""
+        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[[dict[str, Any], nn.Module], None] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """module.load_state_dict(); the fp32 masters follow. Every rank loads the same values."""
+        if custom_load_fn is not None:
+            custom_load_fn(checkpoint, self.module)
+        else:
+            self.module.load_state_dict(checkpoint, strict=strict)
+        self._core.adopt_params()
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Rank 0 writes the module's state dict in the compute dtype, for torch.load. Collective."""
+        if self.global_rank == 0:
+            os.makedirs(save_dir, exist_ok=True)
+            state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+            copies: dict[int, torch.Tensor] = {}  # tied weights stay tied
+
+            def tight(value: Any) -> Any:
+                if not isinstance(value, torch.Tensor):
+                    return value
+                return copies.setdefault(value.data_ptr() if value.numel() else id(value), value.detach().clone())
+
+            torch.save({name: tight(value) for name, value in state.items()}, os.path.join(save_dir, save_filename))
+        self._group.barrier()
+        return True
+
+    def compile(  # type: ignore[override]
+        self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
+        """torch.compile of the module in place; a second call does nothing."""
+        if not self.is_compiled:
+            self.module.compile(backend=backend, **(compile_kwargs or {}))
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.module._compiled_call_impl is not None
+
+    def destroy(self) -> None:
+        """Removes hooks, frees buffers and gives the client's optimizer back with its states. Parameters keep their
+        values. Safe to call twice; afterwards the module can get a new engine."""
+        if self._core.destroyed():
+            return
+        if self._runner is not None:
+            self._runner.release()
+            base = self._runner.base
+            for name, value in self._lent.items():
+                if value is None:
+                    base.__dict__.pop(name, None)
+                else:
+                    setattr(base, name, value)
+        self._core.destroy()
+
+    def _not_served(self, call: str, instead: str) -> NoReturn:
+        raise NotImplementedError(f"[engine.{call}] is not served by this version; {instead}")
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._not_served(
+            "save_checkpoint",
+            "save engine.module_state_dict() on rank 0 and engine.optimizer.state_dict() on every rank with torch.save",
+        )
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._not_served(
+            "load_checkpoint", "use engine.load_module_state_dict() and engine.optimizer.load_state_dict() on every rank"
+        )
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._not_served("offload_states", "destroy() the engine to free its states")
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._not_served("reload_states", "nothing is offloaded")
+
+
+def _step_of(engine: weakref.ref[Engine]) -> Callable[..., Any]:
+    """optimizer.step() of a client's optimizer in the care of an engine: a complete step."""
+
+    @functools.wraps(torch.optim.Optimizer.step)
+    def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        live = engine()
+        if live is None:
+            return type(optimizer).step(optimizer)  # the engine is gone: torch's own
+        live.step()
+        return loss
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # NativeRunner.after_step tells schedulers
+    return step

@@ -1,0 +1,216 @@
+"""What an engine tells about its configuration, its place in the world and its progress."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tessera import _core
+from tessera.errors import ConfigError
+from tessera.runners import Runner
+
+
+class EngineGetters(nn.Module):
+    """The state of an Engine and its read-only surface."""
+
+    module: nn.Module
+    config: _core.Config
+    optimizer: torch.optim.Optimizer | None
+    basic_optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any
+    client_optimizer: Any
+    client_lr_scheduler: Any
+    training_dataloader: Any
+    global_samples: int
+    device: torch.device
+    local_rank: int
+    _core: _core.Engine
+    _runner: Runner | None
+    _group: _core.Group
+    _micro_batch: int
+    _accumulation: int
+
+    # ---- batch
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return self._micro_batch * self._accumulation * self.dp_world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train batch, micro batch, accumulation steps)."""
+        return self.train_batch_size(), self._micro_batch, self._accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the accumulation steps so that a step takes this many samples. ConfigError when it cannot."""
+        samples = self._micro_batch * self.dp_world_size
+        if train_batch_size <= 0 or train_batch_size % samples:
+            raise ConfigError(
+                f"[engine.set_train_batch_size] {train_batch_size} is not divisible by micro batch * ranks = "
+                f"{self._micro_batch} * {self.dp_world_size} = {samples}"
+            )
+        self._core.set_gradient_accumulation_steps(train_batch_size // samples)
+        self._accumulation = train_batch_size // samples
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the micro batch; the train batch follows, the accumulation steps stay."""
+        if micro_batch_size <= 0:
+            raise ConfigError(f"[engine.set_train_micro_batch_size] must be positive, got {micro_batch_size}")
+        self._micro_batch = micro_batch_size
+
+    # ---- progress
+    @property
+    def micro_steps(self) -> int:
+        return self._core.micro_steps()
+
+    @property
+    def global_steps(self) -> int:
+        return self._core.global_steps()
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._core.skipped_steps()
+
+    def was_step_applied(self) -> bool:
+        """True when the last step() updated parameters."""
+        return self._core.was_step_applied()
+
+    def get_global_grad_norm(self) -> float | None:
+        """Global L2 norm before clipping of the last applied step; None before the first."""
+        return self._core.global_grad_norm()
+
+    # ---- optimizer
+    def _of_groups(self, name: str) -> list[Any]:
+        groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
+        return [group.get(name, 0.0) for group in groups]
+
+    def get_lr(self) -> list[Any]:
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """Betas of Adam-likes, else momentum, one per param group."""
+        groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
+        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+    def get_type(self) -> list[Any]:
+        return self._of_groups("type")
+
+    def optimizer_name(self) -> str | None:
+        """The configured type, or the class of the client's optimizer."""
+        if self.client_optimizer is not None and self.basic_optimizer is not None:
+            return type(self.basic_optimizer).__name__
+        return self.config.optimizer.type or None
+
+    def scheduler_name(self) -> str | None:
+        if self.client_lr_scheduler is not None:
+            return type(self.lr_scheduler).__name__
+        return self.config.scheduler.type or None
+
+    # ---- the world
+    @property
+    def world_size(self) -> int:
+        return self._group.size
+
+    @property
+    def global_rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def dp_world_size(self) -> int:
+        return self._group.size
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        return self._group.size
+
+    @property
+    def mp_world_size(self) -> int:
+        return 1
+
+    def get_data_parallel_rank(self) -> int:
+        return self._group.rank
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_tensor_parallel_rank(self) -> int:
+        return 0
+
+    # ---- configuration
+    def zero_optimization(self) -> bool:
+        return self.config.zero_optimization.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero_optimization.stage
+
+    def zero_allow_untested_optimizer(self) -> bool:
+        return self.config.zero_allow_untested_optimizer
+
+    def zero_reduce_scatter(self) -> bool:
+        return self.config.zero_optimization.reduce_scatter
+
+    def zero_reduce_bucket_size(self) -> int:
+        return self.config.zero_optimization.reduce_bucket_size
+
+    def zero_allgather_bucket_size(self) -> int:
+        return self.config.zero_optimization.allgather_bucket_size
+
+    def zero_overlap_comm(self) -> bool:
+        return self._core.options().zero.overlap
+
+    def zero_contiguous_gradients(self) -> bool:
+        return self.config.zero_optimization.contiguous_gradients
+
+    def zero_load_from_fp32_weights(self) -> bool:
+        return self.config.zero_optimization.load_from_fp32_weights
+
+    def zero_ignore_unused_parameters(self) -> bool:
+        return self.config.zero_optimization.ignore_unused_parameters
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        return self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+    def fp16_enabled(self) -> bool:
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.bf16.enabled
+
+    def torch_autocast_enabled(self) -> bool:
+        return self.config.torch_autocast.enabled
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        return self.config.torch_autocast.dtype
+
+    def autotp_size(self) -> int:
+        return self.config.tensor_parallel.autotp_size
+
+    def managed_gradient_accumulation(self) -> bool:
+        return self.config.managed_gradient_accumulation
+
+    def gradient_clipping(self) -> float:
+        return self.config.gradient_clipping
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.config.fp16.enabled and self.config.fp16.loss_scale == 0
+
+    def loss_scale(self) -> float:
+        """The configured static scale; 0 means dynamic."""
+        return self.config.fp16.loss_scale
+
+    def steps_per_print(self) -> int | None:
+        return self.config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        return self.config.wall_clock_breakdown
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """dtype of the gradients that travel."""
+        return self.config.communication_data_type or self._core.options().zero.precision.grad

@@ -1,0 +1,219 @@
+"""Learning-rate schedules of the configuration. The numbers come from the core (optim/schedule.h); these classes set
+them in an optimizer's param_groups. Any scheduler of torch.optim.lr_scheduler works with an engine too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tessera import _core
+from tessera.errors import ConfigError
+
+WARMUP_LR = "WarmupLR"
+WARMUP_DECAY_LR = "WarmupDecayLR"
+WARMUP_COSINE_LR = "WarmupCosineLR"
+ONE_CYCLE = "OneCycle"
+LR_RANGE_TEST = "LRRangeTest"
+VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
+
+WARMUP_LOG_RATE = "log"
+WARMUP_LINEAR_RATE = "linear"
+
+PerGroup = float | Sequence[float]
+
+
+class Schedule:
+    """Base of the schedules. `last_batch_iteration` is -1 until the first step()."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, options: Any, last_batch_iteration: int) -> None:
+        self.optimizer = optimizer
+        self.last_batch_iteration = last_batch_iteration
+        self._options = options
+        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        values = self._values()  # wrong options show here, before training starts
+        if last_batch_iteration == -1:
+            self._apply(values)
+        self._last_lr = list(values.lr)
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Moves to the next iteration, or to the one given, and sets the rates."""
+        if last_batch_iteration is None:
+            last_batch_iteration = self.last_batch_iteration + 1
+        self.last_batch_iteration = last_batch_iteration
+        values = self._values()
+        self._apply(values)
+        self._last_lr = list(values.lr)
+
+    def get_lr(self) -> list[float]:
+        """The rates of the current iteration, one per param group."""
+        return list(self._values().lr)
+
+    def get_last_lr(self) -> list[float]:
+        """The rates that were set last."""
+        return list(self._last_lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_batch_iteration = state_dict["last_batch_iteration"]
+        self._last_lr = self.get_lr()
+
+    def _values(self) -> _core.ScheduleValues:
+        return _core.evaluate(self._options, max(self.last_batch_iteration, -1) + 1, self._base_lrs)
+
+    def _apply(self, values: _core.ScheduleValues) -> None:
+        groups = self.optimizer.param_groups
+        for group, lr in zip(groups, values.lr, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        for group, momentum in zip(groups, values.momentum, strict=False):
+            if "betas" in group:
+                group["betas"] = (momentum, *tuple(group["betas"])[1:])
+            elif "momentum" in group:
+                group["momentum"] = momentum
+
+
+def _per_group(value: PerGroup) -> list[float]:
+    return [float(item) for item in value] if isinstance(value, Sequence) else [float(value)]
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or int(value) != value:
+        raise ConfigError(f"[lr_schedules] {name} must be an integer, got {value!r}")
+    return int(value)
+
+
+def _warmup_type(value: str) -> _core.WarmupType:
+    types = {WARMUP_LOG_RATE: _core.WarmupType.Log, WARMUP_LINEAR_RATE: _core.WarmupType.Linear}
+    if value not in types:
+        raise ConfigError(f"[lr_schedules] warmup_type must be one of {', '.join(types)}, got {value!r}")
+    return types[value]
+
+
+class WarmupLR(Schedule):
+    """From warmup_min_lr up to warmup_max_lr (default: the optimizer's lr) in warmup_num_steps, then constant."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        options = _core.WarmupLR()
+        options.warmup_min_lr = _per_group(warmup_min_lr)
+        options.warmup_max_lr = [] if warmup_max_lr is None else _per_group(warmup_max_lr)
+        options.warmup_num_steps = _count("warmup_num_steps", warmup_num_steps)
+        options.warmup_type = _warmup_type(warmup_type)
+        super().__init__(optimizer, options, last_batch_iteration)
+
+
+class WarmupDecayLR(Schedule):
+    """Warm-up, then linearly to 0 at total_num_steps."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        options = _core.WarmupDecayLR()
+        options.total_num_steps = _count("total_num_steps", total_num_steps)
+        options.warmup_min_lr = _per_group(warmup_min_lr)
+        options.warmup_max_lr = _per_group(warmup_max_lr)
+        options.warmup_num_steps = _count("warmup_num_steps", warmup_num_steps)
+        options.warmup_type = _warmup_type(warmup_type)
+        super().__init__(optimizer, options, last_batch_iteration)
+
+
+class WarmupCosineLR(Schedule):
+    """Warm-up from warmup_min_ratio to 1 times the optimizer's lr, then a cosine down to cos_min_ratio."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        options = _core.WarmupCosineLR()
+        options.total_num_steps = _count("total_num_steps", total_num_steps)
+        options.warmup_min_ratio = warmup_min_ratio
+        options.warmup_num_steps = _count("warmup_num_steps", warmup_num_steps)
+        options.cos_min_ratio = cos_min_ratio
+        options.warmup_type = _warmup_type(warmup_type)
+        super().__init__(optimizer, options, last_batch_iteration)
+
+
+class OneCycle(Schedule):
+    """cycle_min_lr up to cycle_max_lr and back, then decay; momentum runs the other way."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        cycle_min_lr: float,
+        cycle_max_lr: float,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float = 0.8,
+        cycle_max_mom: float = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        options = _core.OneCycle()
+        options.cycle_min_lr, options.cycle_max_lr = cycle_min_lr, cycle_max_lr
+        options.decay_lr_rate = decay_lr_rate
+        options.cycle_first_step_size = _count("cycle_first_step_size", cycle_first_step_size)
+        if cycle_second_step_size is not None:
+            options.cycle_second_step_size = _count("cycle_second_step_size", cycle_second_step_size)
+        options.cycle_first_stair_count = _count("cycle_first_stair_count", cycle_first_stair_count)
+        if cycle_second_stair_count is not None:
+            options.cycle_second_stair_count = _count("cycle_second_stair_count", cycle_second_stair_count)
+        options.decay_step_size = _count("decay_step_size", decay_step_size)
+        options.cycle_momentum = cycle_momentum
+        options.cycle_min_mom, options.cycle_max_mom = cycle_min_mom, cycle_max_mom
+        options.decay_mom_rate = decay_mom_rate
+        super().__init__(optimizer, options, last_batch_iteration)
+
+    def get_mom(self) -> list[float]:
+        """The momentum of the current iteration, one per param group; empty when it is not cycled."""
+        return list(self._values().momentum)
+
+
+class LRRangeTest(Schedule):
+    """Grows the rate from lr_range_test_min_lr, to find the largest that still trains."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        options = _core.LRRangeTest()
+        options.lr_range_test_min_lr = _per_group(lr_range_test_min_lr)
+        options.lr_range_test_step_size = _count("lr_range_test_step_size", lr_range_test_step_size)
+        options.lr_range_test_step_rate = lr_range_test_step_rate
+        options.lr_range_test_staircase = lr_range_test_staircase
+        super().__init__(optimizer, options, last_batch_iteration)

@@ -1,0 +1,112 @@
+"""Which optimizers of torch run on the core's kernels, and their hyper-parameters in the core's terms."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tessera import _core
+from tessera.optim import FusedAdam, Lion
+
+Group = dict[str, Any]
+
+
+def _adam(optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOptions) -> None:
+    options.lr = group["lr"]
+    options.beta1, options.beta2 = group["betas"]
+    options.eps = group["eps"]
+    options.weight_decay = group["weight_decay"]
+    options.maximize = group.get("maximize", False)
+    if isinstance(optimizer, FusedAdam):
+        options.decoupled = optimizer.adam_w_mode
+        options.bias_correction = group["bias_correction"]
+    else:
+        options.decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
+
+
+def _sgd(optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOptions) -> None:
+    options.lr = group["lr"]
+    options.momentum = group["momentum"]
+    options.dampening = group["dampening"]
+    options.weight_decay = group["weight_decay"]
+    options.nesterov = group["nesterov"]
+    options.maximize = group["maximize"]
+
+
+def _lion(optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOptions) -> None:
+    options.lr = group["lr"]
+    options.beta1, options.beta2 = group["betas"]
+    options.weight_decay = group["weight_decay"]
+
+
+def _adagrad(optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOptions) -> None:
+    options.lr = group["lr"]
+    options.lr_decay = group["lr_decay"]
+    options.weight_decay = group["weight_decay"]
+    options.initial_accumulator_value = group["initial_accumulator_value"]
+    options.eps = group["eps"]
+    options.maximize = group["maximize"]
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeRule:
+    """How one optimizer class runs natively."""
+
+    rule: _core.Rule
+    read: Callable[[torch.optim.Optimizer, Group, _core.GroupOptions], None]
+    counts_steps: bool  # its state has "step"
+    state_from_start: bool = False  # its state exists before the first update
+
+
+_RULES: dict[type, NativeRule] = {
+    torch.optim.Adam: NativeRule(_core.Rule.Adam, _adam, True),
+    torch.optim.AdamW: NativeRule(_core.Rule.Adam, _adam, True),
+    FusedAdam: NativeRule(_core.Rule.Adam, _adam, True),
+    torch.optim.SGD: NativeRule(_core.Rule.Sgd, _sgd, False),
+    torch.optim.Adagrad: NativeRule(_core.Rule.Adagrad, _adagrad, True, True),
+    Lion: NativeRule(_core.Rule.Lion, _lion, True),
+}
+
+# Options that ask for something else than the kernels compute.
+_FOREIGN_FLAGS = ("amsgrad", "differentiable", "capturable")
+
+# Classes whose step is element by element: as external optimizers they may work on flat shards.
+_ELEMENTWISE = frozenset(_RULES)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
+def _runs_natively(group: Group) -> bool:
+    if any(group.get(flag) for flag in _FOREIGN_FLAGS):
+        return False
+    numbers = [group[name] for name in ("lr", "eps", "weight_decay", "momentum", "dampening") if name in group]
+    return all(map(_is_number, numbers)) and all(map(_is_number, group.get("betas", ())))
+
+
+def native_rule(optimizer: torch.optim.Optimizer) -> NativeRule | None:
+    """The rule for an optimizer, by exact class; None when it has to run itself."""
+    rule = _RULES.get(type(optimizer))
+    if rule is None or not all(map(_runs_natively, optimizer.param_groups)):
+        return None
+    return rule
+
+
+def is_tested(optimizer: torch.optim.Optimizer) -> bool:
+    """True for classes that are known to work on slices of parameters."""
+    return type(optimizer) in _ELEMENTWISE
+
+
+def read_group(rule: NativeRule, optimizer: torch.optim.Optimizer, index: int, options: _core.GroupOptions) -> None:
+    """Copies the present hyper-parameters of a param group. ValueError when they left what the kernels compute."""
+    group = optimizer.param_groups[index]
+    if not _runs_natively(group):
+        raise ValueError(
+            f"[engine.step] param group {index} asks for what this engine was not built for (a tensor as a rate, "
+            f"{', '.join(_FOREIGN_FLAGS)}); set it before tessera.initialize"
+        )
+    rule.read(optimizer, group, options)

@@ -1,0 +1,102 @@
+"""tessera.Optimizer: what training code sees of an optimizer whose states the engine keeps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tessera.errors import UsageError
+from tessera.runners import Runner
+
+if TYPE_CHECKING:
+    from tessera.engine import Engine
+
+
+class Optimizer(torch.optim.Optimizer):
+    """A torch optimizer over sharded or mixed-precision states. `optimizer` is the one it stands for: they share
+    param_groups, so changed learning rates act in the next step. state_dict() holds this rank's part."""
+
+    def __init__(self, engine: Engine, runner: Runner) -> None:
+        # torch's own __init__ would make groups and states of its own; both belong to the base.
+        self.optimizer = runner.base
+        self._engine = weakref.ref(engine)
+        self.overflow = False
+        self._opt_called = False
+
+    def _live_engine(self) -> Engine:
+        engine = self._engine()
+        if engine is None:
+            raise UsageError("[Optimizer] its engine is gone; keep the engine that tessera.initialize returned")
+        return engine
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """What engine.step() does, after the closure if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._live_engine().step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops every gradient, as engine.zero_grad() does."""
+        self._live_engine().zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what state_dict() gave on this rank of an equally large world."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise NotImplementedError(
+            "[Optimizer] add_param_group: the parameters of an engine are fixed; destroy() it and call "
+            "tessera.initialize again with all groups"
+        )
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0
+
+    cur_scale = loss_scale
+    dynamic_loss_scale = False
+
+    def needs_scaler(self) -> bool:
+        return False
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self.optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self.optimizer.register_step_post_hook(hook)
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optimizer.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optimizer.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError("[Optimizer] cannot be pickled or copied; use state_dict()")

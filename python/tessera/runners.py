@@ -1,0 +1,254 @@
+"""How an engine runs an optimizer: on the core's kernels (NativeRunner), or by calling the client's own step() on the
+master weights (ExternalRunner)."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from tessera import _core
+from tessera.native import NativeRule, read_group
+
+_STATES = (_core.Quantity.State0, _core.Quantity.State1)
+
+
+class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
+    """`optimizer.state` over the buffers of the core: {param: {"step": tensor, "exp_avg": view, ...}}.
+
+    Tensors are views: changing them in place changes the training state. They have the shape of the parameter where
+    every rank holds all of it (stage 0), else they are this rank's 1-D part. Assigning a dict copies it in.
+    """
+
+    def __init__(
+        self, core: _core.Engine, params: list[torch.Tensor], index: Mapping[int, int], names: list[str], rule: NativeRule
+    ) -> None:
+        self._core = core
+        self._params = params
+        self._index = index
+        self._names = names
+        self._rule = rule
+
+    def manages(self, param: object) -> bool:
+        return id(param) in self._index
+
+    def _present(self, param: torch.Tensor) -> bool:
+        index = self._index.get(id(param))
+        return index is not None and (self._rule.state_from_start or self._core.param_step(index) > 0)
+
+    def __contains__(self, param: object) -> bool:
+        return isinstance(param, torch.Tensor) and self._present(param)
+
+    def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
+        if not self._present(param):
+            if self.manages(param):
+                return {}  # as torch's defaultdict before the first step
+            raise KeyError("this tensor is not optimized here")
+        index = self._index[id(param)]
+        state: dict[str, Any] = {}
+        if self._rule.counts_steps:
+            state["step"] = torch.tensor(float(self._core.param_step(index)))
+        for name, quantity in zip(self._names, _STATES, strict=False):
+            state[name] = self._core.local_view(index, quantity)
+        return state
+
+    def __setitem__(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
+        index = self._index[id(param)]
+        found = False
+        for name, quantity in zip(self._names, _STATES, strict=False):
+            value = state.get(name)
+            if value is not None:
+                self._write(index, quantity, value)
+                found = True
+        if "step" in state:
+            self._core.set_param_step(index, int(state["step"]))
+        elif found and not self._rule.counts_steps:
+            self._core.set_param_step(index, max(1, self._core.param_step(index)))
+
+    def _write(self, index: int, quantity: _core.Quantity, value: torch.Tensor) -> None:
+        view = self._core.local_view(index, quantity)
+        if view is None:
+            return
+        if value.shape == view.shape:
+            view.copy_(value)
+        else:
+            self._core.set_full(index, quantity, value.detach().to(view.device))
+
+    def __delitem__(self, param: torch.Tensor) -> None:
+        index = self._index[id(param)]
+        for quantity in _STATES[: len(self._names)]:
+            view = self._core.local_view(index, quantity)
+            if view is not None:
+                view.zero_()
+        self._core.set_param_step(index, 0)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (param for param in self._params if self._present(param))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def copied(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """Plain dicts with copies, to live without the engine."""
+        return {
+            param: {name: value.clone() for name, value in self[param].items() if value is not None} for param in self
+        }
+
+
+class Runner:
+    """What Engine.step() needs of an optimizer. `base` is the torch optimizer whose param_groups rule."""
+
+    base: torch.optim.Optimizer
+
+    @property
+    def external(self) -> Callable[[], None] | None:
+        """What the core calls in place of its own update; None: the core updates."""
+        return None
+
+    def before_step(self) -> None:
+        """Called before every step at a boundary."""
+
+    def after_step(self, applied: bool) -> None:
+        """Called after it."""
+
+    def release(self) -> None:
+        """Gives the optimizer back to its owner."""
+
+
+class NativeRunner(Runner):
+    """The core updates; base.param_groups gives the hyper-parameters and base.state shows the states."""
+
+    def __init__(
+        self,
+        core: _core.Engine,
+        base: torch.optim.Optimizer,
+        rule: NativeRule,
+        index: Mapping[int, int],
+    ) -> None:
+        self.base = base
+        self._core = core
+        self._rule = rule
+        self._groups = core.groups()
+        params = [p for group in base.param_groups for p in group["params"] if id(p) in index]
+        self.state_names = names = _core.state_names(rule.rule, self._groups)
+        self._view = StateView(core, params, index, names, rule)
+        self._loading: Mapping[str, Any] | None = None
+        self._adopt(base.state)
+        this = weakref.ref(self)
+        self._hooks = [
+            base.register_load_state_dict_pre_hook(lambda _, loaded: _call(this, "_before_load", loaded)),
+            base.register_load_state_dict_post_hook(lambda _: _call(this, "_after_load")),
+        ]
+
+    def _adopt(self, state: Mapping[Any, Any]) -> None:
+        """Takes states from plain dicts, and shows its own in their place."""
+        for param in list(state):
+            if self._view.manages(param) and state[param]:
+                self._view[param] = state[param]
+        self.base.state = self._view  # type: ignore[assignment]
+
+    def _before_load(self, loaded: Mapping[str, Any]) -> None:
+        self._loading = loaded
+
+    def _after_load(self) -> None:
+        """torch has made copies in the dtype of the parameters; the exact values are in what was loaded."""
+        loaded, self._loading = self._loading, None
+        if loaded is None:
+            return
+        saved = [key for group in loaded["param_groups"] for key in group["params"]]
+        params = [param for group in self.base.param_groups for param in group["params"]]
+        states = {param: loaded["state"][key] for key, param in zip(saved, params, strict=True) if key in loaded["state"]}
+        for param in list(self._view):
+            if param not in states:
+                del self._view[param]
+        self._adopt(states)
+
+    def before_step(self) -> None:
+        if self.base.state is not self._view:  # the client put another one there
+            self._adopt(self.base.state)
+        for index, options in enumerate(self._groups):
+            read_group(self._rule, self.base, index, options)
+        for hook in self.base._optimizer_step_pre_hooks.values():
+            hook(self.base, (), {})
+
+    def after_step(self, applied: bool) -> None:
+        if applied:
+            self.base._opt_called = True  # type: ignore[attr-defined]  # schedulers of torch look at it
+            for hook in self.base._optimizer_step_post_hooks.values():
+                hook(self.base, (), {})
+
+    def release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self.base.state is self._view:
+            self.base.state = defaultdict(dict, self._view.copied())
+
+
+def _call(reference: weakref.ref[NativeRunner], method: str, *args: Any) -> None:
+    runner = reference()
+    if runner is not None:
+        getattr(runner, method)(*args)
+
+
+class ExternalRunner(Runner):
+    """The client's optimizer updates: the module's own parameters where they are the masters and whole, else fp32
+    masters that take the parameters' places in param_groups (this rank's slices, empty ones left out)."""
+
+    def __init__(
+        self, core: _core.Engine, base: torch.optim.Optimizer, index: Mapping[int, int], on_params: bool
+    ) -> None:
+        self.base = base
+        self._core = core
+        self._originals = [list(group["params"]) for group in base.param_groups]
+        self._masters: list[tuple[int, torch.Tensor]] = []  # (parameter of the core, tensor that is updated)
+        self._on_params = on_params
+        self._step = base.step  # the owner's, before Engine puts its own there
+        for group in base.param_groups:
+            group["params"] = [
+                target for param in group["params"] if (target := self._target(param, index)) is not None
+            ]
+
+    @property
+    def external(self) -> Callable[[], None]:
+        return self.run
+
+    def _target(self, param: torch.Tensor, index: Mapping[int, int]) -> torch.Tensor | None:
+        number = index.get(id(param))
+        if number is None or self._on_params:
+            if number is not None:
+                self._masters.append((number, param))
+            return param
+        begin, end = self._core.local_range(number)
+        view = self._core.local_view(number, _core.Quantity.Master)
+        if view is None or view.numel() == 0:
+            return None
+        master = view.detach().requires_grad_(True)
+        self._masters.append((number, master))
+        state = self.base.state.pop(param, None)
+        if state:
+            self.base.state[master] = {
+                name: _slice_like(value, param, master, begin, end) for name, value in state.items()
+            }
+        return master
+
+    def run(self) -> None:
+        for number, master in self._masters:
+            master.grad = self._core.local_view(number, _core.Quantity.Gradient)
+        self._step()
+        for _, master in self._masters:
+            if not self._on_params:
+                master.grad = None
+
+    def release(self) -> None:
+        for group, params in zip(self.base.param_groups, self._originals, strict=True):
+            group["params"] = params
+
+
+def _slice_like(value: Any, param: torch.Tensor, master: torch.Tensor, begin: int, end: int) -> Any:
+    if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim() > 0:
+        return value.detach().reshape(-1)[begin:end].float().view(master.shape).clone()
+    return value
+

@@ -1,0 +1,116 @@
+"""Full and local values of what an engine keeps: fp32 masters, gradients, optimizer states.
+
+Full values are fp32 and have the shape of the parameter; reading and writing them is collective. Local ones are
+views of what this rank holds: shaped like the parameter at stage 0, else 1-D and possibly empty. Everything is None
+for parameters that are not optimized, and for gradients outside the time between a backward and its step.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tessera import _core
+from tessera.engine import Engine
+from tessera.errors import ConfigError
+from tessera.runners import NativeRunner
+
+_STATES = (_core.Quantity.State0, _core.Quantity.State1)
+
+
+def get_full_fp32_param(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
+    return _get_full(engine, param, _core.Quantity.Master)
+
+
+def get_full_grad(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
+    """The gradient as step() will use it, before clipping; before its reduction this rank's own."""
+    return _get_full(engine, param, _core.Quantity.Gradient)
+
+
+def get_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str) -> torch.Tensor | None:
+    """`key` as in torch's optimizer state: "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", ..."""
+    return _get_full(engine, param, _quantity(engine, key))
+
+
+def set_full_fp32_param(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> None:
+    """Sets the master and the parameter itself."""
+    engine._core.set_full(_number(engine, param), _core.Quantity.Master, value)
+    engine._core.refresh_params()
+
+
+def set_full_grad(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> None:
+    engine._core.set_full(_number(engine, param), _core.Quantity.Gradient, value)
+
+
+def set_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str, value: torch.Tensor) -> None:
+    engine._core.set_full(_number(engine, param), _quantity(engine, key), value)
+
+
+def get_local_fp32_param(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
+    return _get_local(engine, param, _core.Quantity.Master)
+
+
+def get_local_grad(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
+    return _get_local(engine, param, _core.Quantity.Gradient)
+
+
+def get_local_optimizer_state(engine: Engine, param: torch.Tensor, key: str) -> torch.Tensor | None:
+    return _get_local(engine, param, _quantity(engine, key))
+
+
+def local_range(engine: Engine, param: torch.Tensor) -> tuple[int, int]:
+    """This rank's part of the flattened parameter, [begin, end)."""
+    return engine._core.local_range(_number(engine, param))
+
+
+def set_local_fp32_param(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> None:
+    """Sets this rank's part of the master. Collective: the parameter is refreshed on all ranks."""
+    _set_local(engine, param, _core.Quantity.Master, value)
+    engine._core.refresh_params()
+
+
+def set_local_grad(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> None:
+    _set_local(engine, param, _core.Quantity.Gradient, value)
+
+
+def set_local_optimizer_state(engine: Engine, param: torch.Tensor, key: str, value: torch.Tensor) -> None:
+    _set_local(engine, param, _quantity(engine, key), value)
+
+
+def _number(engine: Engine, param: torch.Tensor) -> int:
+    number = engine._index.get(id(param))
+    if number is None:
+        raise ConfigError("[state] this tensor is not a parameter of the engine")
+    return number
+
+
+def _is_optimized(engine: Engine, number: int) -> bool:
+    return engine._core.params()[number].group >= 0
+
+
+def _get_full(engine: Engine, param: torch.Tensor, what: _core.Quantity) -> torch.Tensor | None:
+    number = _number(engine, param)
+    return engine._core.get_full(number, what) if _is_optimized(engine, number) else None
+
+
+def _get_local(engine: Engine, param: torch.Tensor, what: _core.Quantity) -> torch.Tensor | None:
+    number = _number(engine, param)
+    return engine._core.local_view(number, what) if _is_optimized(engine, number) else None
+
+
+def _set_local(engine: Engine, param: torch.Tensor, what: _core.Quantity, value: torch.Tensor) -> None:
+    view = _get_local(engine, param, what)
+    if view is None:
+        raise ConfigError("[state] there is nothing of this kind for the parameter now")
+    view.copy_(value.view(view.shape))
+
+
+def _quantity(engine: Engine, key: str) -> _core.Quantity:
+    runner = engine._runner
+    names = runner.state_names if isinstance(runner, NativeRunner) else []
+    if key not in names:
+        if not isinstance(runner, NativeRunner):
+            raise NotImplementedError(
+                f"[state] the states of {type(engine.basic_optimizer).__name__} are its own: read optimizer.state"
+            )
+        raise ConfigError(f"[state] no optimizer state {key!r}; there are {', '.join(names) or 'none'}")
+    return _STATES[names.index(key)]
