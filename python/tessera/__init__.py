@@ -1,10 +1,10 @@
 """Tessera: trains PyTorch models with sharded model states, driven by a DeepSpeed-style configuration.
 
-    engine, optimizer, loader, schedule = tessera.initialize(model=model, config="config.json")
-    for x, y in loader:
-        loss = engine(x, y)
-        loss.backward()
-        engine.step()
+engine, optimizer, loader, schedule = tessera.initialize(model=model, config="config.json")
+for x, y in loader:
+    loss = engine(x, y)
+    loss.backward()
+    engine.step()
 """
 
 from __future__ import annotations

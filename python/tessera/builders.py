@@ -173,8 +173,8 @@ def _schedule_from_config(kind: str, params: dict[str, Any], base: torch.optim.O
         found = getattr(torch.optim.lr_scheduler, kind, None)
         if not isinstance(found, type):
             raise ConfigError(
-                f"[config] scheduler.type {kind!r} is neither one of {', '.join(lr_schedules.VALID_LR_SCHEDULES)} nor a "
-                "class of torch.optim.lr_scheduler"
+                f"[config] scheduler.type {kind!r} is neither one of {', '.join(lr_schedules.VALID_LR_SCHEDULES)} nor "
+                "a class of torch.optim.lr_scheduler"
             )
     return _construct(f"scheduler.params of {kind}", found, base, params)
 

@@ -47,7 +47,9 @@ def init_distributed(
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     timeout = timeout or _DEFAULT_TIMEOUT
     if init_method is None and world_size == 1 and "MASTER_ADDR" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
         return
     if init_method is None:
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")

@@ -59,7 +59,9 @@ class Engine(EngineGetters):
         base = build_optimizer(self.config, model, optimizer, model_parameters)
         stage = self.config.zero_optimization.stage
         if base is None and stage in (1, 2):
-            raise ConfigError(f"[initialize] zero_optimization.stage {stage} requires an optimizer; pass one or use stage 0")
+            raise ConfigError(
+                f"[initialize] zero_optimization.stage {stage} requires an optimizer; pass one or use stage 0"
+            )
         self.module = model
         self.local_rank = distributed.local_rank()
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -107,7 +109,7 @@ class Engine(EngineGetters):
         if base is not None and rule is not None:
             for number, group in enumerate(groups):
                 read_group(rule, base, number, group)
-        self._core = _core.Engine(options, _core.Mesh(self._group), specs, groups)
+        self.core = _core.Engine(options, _core.Mesh(self._group), specs, groups)
         self._index = {id(spec.tensor): number for number, spec in enumerate(specs)}
         self._frozen = [spec.tensor for spec in specs if spec.group < 0 and not spec.tensor.requires_grad]
         self._runner = self._make_runner(base, rule, index)
@@ -122,7 +124,7 @@ class Engine(EngineGetters):
         for number, group in enumerate(base.param_groups if base is not None else []):
             group_of.update((id(param), number) for param in group["params"] if param.requires_grad)
         units = policy(self.module)
-        named = list(self.module.named_parameters())
+        named: list[tuple[str, torch.Tensor]] = list(self.module.named_parameters())
         known = {id(param) for _, param in named}
         strangers = [p for p in params_of(base.param_groups if base is not None else []) if id(p) not in known]
         named += [(f"optimizer.{number}", param) for number, param in enumerate(strangers)]
@@ -136,11 +138,11 @@ class Engine(EngineGetters):
         if base is None:
             return None
         if rule is not None:
-            return NativeRunner(self._core, base, rule, index)
-        return ExternalRunner(self._core, base, index, on_params=self._params_are_masters())
+            return NativeRunner(self.core, base, rule, index)
+        return ExternalRunner(self.core, base, index, on_params=self._params_are_masters())
 
     def _params_are_masters(self) -> bool:
-        zero = self._core.options().zero
+        zero = self.core.options().zero
         return zero.stage == 0 and zero.precision.master_is_param()
 
     def _visible_optimizer(self, options: _core.EngineOptions) -> torch.optim.Optimizer | None:
@@ -157,7 +159,7 @@ class Engine(EngineGetters):
     # ---------------------------------------------------------------- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        core = self._core
+        core = self.core
         if self._frozen:
             self._warn_of_thawed()
         if torch.is_grad_enabled():
@@ -191,23 +193,23 @@ class Engine(EngineGetters):
         self._trainable("backward")
         if not isinstance(loss, torch.Tensor):
             raise ConfigError(f"[engine.backward] loss must be a scalar tensor, got {type(loss).__name__}")
-        scaled = self._core.begin_backward(loss, scale_wrt_gas)
+        scaled = self.core.begin_backward(loss, scale_wrt_gas)
         try:
             scaled.backward(retain_graph=retain_graph)
         finally:
-            result = self._core.end_backward(loss)
+            result = self.core.end_backward(loss)
         return result
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call backward() on directly; the loss itself where the precision needs no scaling."""
         self._trainable("scale")
-        return self._core.scale(loss)
+        return self.core.scale(loss)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Counts a micro-step; at an accumulation boundary clips, updates, advances the schedule and drops gradients.
         Collective."""
         runner = self._trainable("step")
-        core = self._core
+        core = self.core
         steps = core.global_steps()
         managed = self.config.managed_gradient_accumulation
         if not managed or core.is_gradient_accumulation_boundary():
@@ -230,24 +232,28 @@ class Engine(EngineGetters):
         every = self.config.steps_per_print
         if every and self.global_rank == 0 and self.global_steps % every == 0:
             logger.info(
-                "step=%d, skipped=%d, lr=%s, mom=%s", self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom()
+                "step=%d, skipped=%d, lr=%s, mom=%s",
+                self.global_steps,
+                self.skipped_steps,
+                self.get_lr(),
+                self.get_mom(),
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops every accumulated gradient, in the engine and in p.grad."""
-        self._core.zero_grad()
+        self.core.zero_grad()
         super().zero_grad(set_to_none=True)
 
     def grad_norm(self) -> float:
         """Global L2 norm of the gradients as they are now, before a step. Collective."""
         self._trainable("grad_norm")
-        return self._core.grad_norm()
+        return self.core.grad_norm()
 
     # ---------------------------------------------------------------- accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True when the next step() will update parameters."""
-        return self._core.is_gradient_accumulation_boundary()
+        return self.core.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Overrides the count for the present micro-batch; call it before its forward and backward."""
@@ -256,26 +262,26 @@ class Engine(EngineGetters):
                 "[engine.set_gradient_accumulation_boundary] with managed_gradient_accumulation false every step() is "
                 "a boundary"
             )
-        self._core.set_gradient_accumulation_boundary(is_boundary)
+        self.core.set_gradient_accumulation_boundary(is_boundary)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients accumulate on this rank, without communication. Any stage; at stage 2 this holds one full
         gradient of the model."""
-        self._core.begin_no_sync()
+        self.core.begin_no_sync()
         try:
             yield
         finally:
-            self._core.end_no_sync()
+            self.core.end_no_sync()
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """As no_sync, and one reduction for everything inside when it ends. Collective at the end."""
-        self._core.begin_coalesce()
+        self.core.begin_coalesce()
         try:
             yield
         finally:
-            self._core.end_coalesce()
+            self.core.end_coalesce()
 
     # ---------------------------------------------------------------- data, weights, life
 
@@ -330,7 +336,7 @@ class Engine(EngineGetters):
             custom_load_fn(checkpoint, self.module)
         else:
             self.module.load_state_dict(checkpoint, strict=strict)
-        self._core.adopt_params()
+        self.core.adopt_params()
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -350,9 +356,7 @@ class Engine(EngineGetters):
         self._group.barrier()
         return True
 
-    def compile(  # type: ignore[override]
-        self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any
-    ) -> None:
+    def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
         """torch.compile of the module in place; a second call does nothing."""
         if not self.is_compiled:
             self.module.compile(backend=backend, **(compile_kwargs or {}))
@@ -364,7 +368,7 @@ class Engine(EngineGetters):
     def destroy(self) -> None:
         """Removes hooks, frees buffers and gives the client's optimizer back with its states. Parameters keep their
         values. Safe to call twice; afterwards the module can get a new engine."""
-        if self._core.destroyed():
+        if self.core.destroyed():
             return
         if self._runner is not None:
             self._runner.release()
@@ -374,7 +378,7 @@ class Engine(EngineGetters):
                     base.__dict__.pop(name, None)
                 else:
                     setattr(base, name, value)
-        self._core.destroy()
+        self.core.destroy()
 
     def _not_served(self, call: str, instead: str) -> NoReturn:
         raise NotImplementedError(f"[engine.{call}] is not served by this version; {instead}")
@@ -387,7 +391,8 @@ class Engine(EngineGetters):
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._not_served(
-            "load_checkpoint", "use engine.load_module_state_dict() and engine.optimizer.load_state_dict() on every rank"
+            "load_checkpoint",
+            "use engine.load_module_state_dict() and engine.optimizer.load_state_dict() on every rank",
         )
 
     def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:

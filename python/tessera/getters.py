@@ -26,7 +26,7 @@ class EngineGetters(nn.Module):
     global_samples: int
     device: torch.device
     local_rank: int
-    _core: _core.Engine
+    core: _core.Engine  # the compiled engine
     _runner: Runner | None
     _group: _core.Group
     _micro_batch: int
@@ -55,7 +55,7 @@ class EngineGetters(nn.Module):
                 f"[engine.set_train_batch_size] {train_batch_size} is not divisible by micro batch * ranks = "
                 f"{self._micro_batch} * {self.dp_world_size} = {samples}"
             )
-        self._core.set_gradient_accumulation_steps(train_batch_size // samples)
+        self.core.set_gradient_accumulation_steps(train_batch_size // samples)
         self._accumulation = train_batch_size // samples
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -67,23 +67,23 @@ class EngineGetters(nn.Module):
     # ---- progress
     @property
     def micro_steps(self) -> int:
-        return self._core.micro_steps()
+        return self.core.micro_steps()
 
     @property
     def global_steps(self) -> int:
-        return self._core.global_steps()
+        return self.core.global_steps()
 
     @property
     def skipped_steps(self) -> int:
-        return self._core.skipped_steps()
+        return self.core.skipped_steps()
 
     def was_step_applied(self) -> bool:
         """True when the last step() updated parameters."""
-        return self._core.was_step_applied()
+        return self.core.was_step_applied()
 
     def get_global_grad_norm(self) -> float | None:
         """Global L2 norm before clipping of the last applied step; None before the first."""
-        return self._core.global_grad_norm()
+        return self.core.global_grad_norm()
 
     # ---- optimizer
     def _of_groups(self, name: str) -> list[Any]:
@@ -162,7 +162,7 @@ class EngineGetters(nn.Module):
         return self.config.zero_optimization.allgather_bucket_size
 
     def zero_overlap_comm(self) -> bool:
-        return self._core.options().zero.overlap
+        return self.core.options().zero.overlap
 
     def zero_contiguous_gradients(self) -> bool:
         return self.config.zero_optimization.contiguous_gradients
@@ -213,4 +213,4 @@ class EngineGetters(nn.Module):
     @property
     def communication_data_type(self) -> torch.dtype:
         """dtype of the gradients that travel."""
-        return self.config.communication_data_type or self._core.options().zero.precision.grad
+        return self.config.communication_data_type or self.core.options().zero.precision.grad

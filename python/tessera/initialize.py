@@ -41,8 +41,9 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            "[initialize] model is required" if model is None else f"[initialize] model must be a torch.nn.Module, got "
-            f"{type(model).__name__}"
+            "[initialize] model is required"
+            if model is None
+            else f"[initialize] model must be a torch.nn.Module, got {type(model).__name__}"
         )
     chosen = choose_config(args, config, config_params)
     _check_local_rank(args)
@@ -75,7 +76,8 @@ def _check_local_rank(args: Any) -> None:
 def _data_parallel_group(mpu: Any, mesh_param: tuple[int, int] | None) -> Any:
     if mesh_param is not None and mesh_param[1] != 1:
         raise NotImplementedError(
-            f"[initialize] mesh_param {tuple(mesh_param)}: sequence parallelism is not served by this version; use (ranks, 1)"
+            f"[initialize] mesh_param {tuple(mesh_param)}: sequence parallelism is not served by this "
+            "version; use (ranks, 1)"
         )
     group = None
     if mpu is not None:

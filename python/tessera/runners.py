@@ -24,7 +24,12 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     """
 
     def __init__(
-        self, core: _core.Engine, params: list[torch.Tensor], index: Mapping[int, int], names: list[str], rule: NativeRule
+        self,
+        core: _core.Engine,
+        params: list[torch.Tensor],
+        index: Mapping[int, int],
+        names: list[str],
+        rule: NativeRule,
     ) -> None:
         self._core = core
         self._params = params
@@ -160,7 +165,9 @@ class NativeRunner(Runner):
             return
         saved = [key for group in loaded["param_groups"] for key in group["params"]]
         params = [param for group in self.base.param_groups for param in group["params"]]
-        states = {param: loaded["state"][key] for key, param in zip(saved, params, strict=True) if key in loaded["state"]}
+        states = {
+            param: loaded["state"][key] for key, param in zip(saved, params, strict=True) if key in loaded["state"]
+        }
         for param in list(self._view):
             if param not in states:
                 del self._view[param]
@@ -251,4 +258,3 @@ def _slice_like(value: Any, param: torch.Tensor, master: torch.Tensor, begin: in
     if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim() > 0:
         return value.detach().reshape(-1)[begin:end].float().view(master.shape).clone()
     return value
-

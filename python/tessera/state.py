@@ -33,16 +33,16 @@ def get_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str) -> t
 
 def set_full_fp32_param(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> None:
     """Sets the master and the parameter itself."""
-    engine._core.set_full(_number(engine, param), _core.Quantity.Master, value)
-    engine._core.refresh_params()
+    engine.core.set_full(_number(engine, param), _core.Quantity.Master, value)
+    engine.core.refresh_params()
 
 
 def set_full_grad(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> None:
-    engine._core.set_full(_number(engine, param), _core.Quantity.Gradient, value)
+    engine.core.set_full(_number(engine, param), _core.Quantity.Gradient, value)
 
 
 def set_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str, value: torch.Tensor) -> None:
-    engine._core.set_full(_number(engine, param), _quantity(engine, key), value)
+    engine.core.set_full(_number(engine, param), _quantity(engine, key), value)
 
 
 def get_local_fp32_param(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
@@ -59,13 +59,13 @@ def get_local_optimizer_state(engine: Engine, param: torch.Tensor, key: str) -> 
 
 def local_range(engine: Engine, param: torch.Tensor) -> tuple[int, int]:
     """This rank's part of the flattened parameter, [begin, end)."""
-    return engine._core.local_range(_number(engine, param))
+    return engine.core.local_range(_number(engine, param))
 
 
 def set_local_fp32_param(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> None:
     """Sets this rank's part of the master. Collective: the parameter is refreshed on all ranks."""
     _set_local(engine, param, _core.Quantity.Master, value)
-    engine._core.refresh_params()
+    engine.core.refresh_params()
 
 
 def set_local_grad(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> None:
@@ -84,17 +84,17 @@ def _number(engine: Engine, param: torch.Tensor) -> int:
 
 
 def _is_optimized(engine: Engine, number: int) -> bool:
-    return engine._core.params()[number].group >= 0
+    return engine.core.params()[number].group >= 0
 
 
 def _get_full(engine: Engine, param: torch.Tensor, what: _core.Quantity) -> torch.Tensor | None:
     number = _number(engine, param)
-    return engine._core.get_full(number, what) if _is_optimized(engine, number) else None
+    return engine.core.get_full(number, what) if _is_optimized(engine, number) else None
 
 
 def _get_local(engine: Engine, param: torch.Tensor, what: _core.Quantity) -> torch.Tensor | None:
     number = _number(engine, param)
-    return engine._core.local_view(number, what) if _is_optimized(engine, number) else None
+    return engine.core.local_view(number, what) if _is_optimized(engine, number) else None
 
 
 def _set_local(engine: Engine, param: torch.Tensor, what: _core.Quantity, value: torch.Tensor) -> None:

@@ -1,0 +1,159 @@
+"""Models, data and ranks for the tests."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+import tessera
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Net(nn.Module):
+    """Repeated blocks, odd sizes, a parameter of one element. With `y` it returns the loss."""
+
+    def __init__(self, width: int = 7, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 3)
+        self.gain = nn.Parameter(torch.tensor([1.5]))
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x.to(self.embed.weight.dtype))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        out = self.head(self.features(x)) * self.gain
+        return out if y is None else mse(out, y)
+
+
+def mse(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((out.float() - y) ** 2).mean()
+
+
+def make(cls: Callable[..., nn.Module] = Net, *args: Any, seed: int = 0, **kwargs: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    return cls(*args, **kwargs)
+
+
+def batch(seed: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randn(rows, 5, generator=generator), torch.randn(rows, 3, generator=generator)
+
+
+def config(stage: int = 0, accumulation: int = 1, bf16: bool = False, **more: Any) -> dict[str, Any]:
+    """Without clipping, so that plain PyTorch is easy to write beside it."""
+    result: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    if bf16:
+        result["bf16"] = {"enabled": True}
+    result.update(more)
+    return result
+
+
+def run_ranks(world: int, body: Callable[[int, tessera.Group], Any], timeout: float = 60) -> list[Any]:
+    """Runs body(rank, group) on `world` threads; the results in rank order. The first error stops all and is raised."""
+    groups = tessera.thread_groups(world, timedelta(seconds=timeout))
+    results: list[Any] = [None] * world
+    errors: list[tuple[int, BaseException]] = []
+    lock = threading.Lock()
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(rank, groups[rank])
+        except BaseException as error:
+            with lock:
+                errors.append((rank, error))
+            groups[rank].abort(f"rank {rank} failed: {error}")
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout + 30)
+        assert not thread.is_alive(), "a rank hangs"
+    if errors:
+        raise errors[0][1]
+    return results
+
+
+def engines(
+    model: nn.Module, world: int, cfg: dict[str, Any], body: Callable[[tessera.Engine, int], Any], **kwargs: Any
+) -> list[Any]:
+    """body(engine, rank) on every rank, each with its own copy of `model`."""
+    copies = [copy.deepcopy(model) for _ in range(world)]
+
+    def run(rank: int, group: tessera.Group) -> Any:
+        engine = tessera.Engine(copies[rank], cfg, group=group, **kwargs)
+        try:
+            return body(engine, rank)
+        finally:
+            engine.destroy()
+
+    return run_ranks(world, run)
+
+
+def full_grads(engine: tessera.Engine) -> dict[str, torch.Tensor | None]:
+    """Collective: the reduced gradients by name, None where there is none."""
+    grads = {}
+    for name, param in engine.module.named_parameters():
+        value = tessera.state.get_full_grad(engine, param)
+        grads[name] = None if value is None else value.clone()
+    return grads
+
+
+def plain_grads(
+    model: nn.Module, world: int, body: Callable[[nn.Module, int], Any], scale: float = 1.0
+) -> dict[str, torch.Tensor | None]:
+    """Mean over ranks of what body(model, rank) leaves in p.grad of plain PyTorch, times `scale`."""
+    sums: dict[str, torch.Tensor | None] = {name: None for name, _ in model.named_parameters()}
+    for rank in range(world):
+        copied = copy.deepcopy(model)
+        body(copied, rank)
+        for name, param in copied.named_parameters():
+            if param.grad is not None:
+                part = param.grad.float() * (scale / world)
+                before = sums[name]
+                sums[name] = part if before is None else before + part
+    return sums
+
+
+def assert_close(
+    actual: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None], bf16: bool = False
+) -> None:
+    tolerance = {"rtol": 0.05, "atol": 0.02} if bf16 else {"rtol": 1e-4, "atol": 1e-6}
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        got = actual[name]
+        if value is None:
+            assert got is None or not got.any(), name
+        else:
+            assert got is not None, name
+            torch.testing.assert_close(got.float(), value.float(), msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
