@@ -1,0 +1,73 @@
+"""Loaders."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from support import batch, config, engines, make
+from tessera.data import RepeatingLoader, make_loader
+from torch.utils.data import Dataset
+
+import tessera
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        if index >= self.size:
+            raise IndexError
+        return index
+
+
+def test_ranks_share_a_dataset() -> None:
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        loader = engine.deepspeed_io(Numbers(32))
+        assert loader.batch_size == 4 and len(loader) == 4
+        first, second = [b.tolist() for b in loader], [b.tolist() for b in loader]
+        assert first != second, "a new order every epoch"
+        return [number for numbers in first for number in numbers]
+
+    parts = engines(make(), 2, config(), body)
+    assert sorted(parts[0] + parts[1]) == list(range(32))
+
+
+def test_training_data_and_collate() -> None:
+    data = [tuple(t[0] for t in batch(k)) for k in range(8)]
+    engine, _, loader, _ = tessera.initialize(
+        model=make(),
+        config=config(),
+        training_data=data,
+        collate_fn=lambda rows: [torch.stack(c) for c in zip(*rows, strict=True)],
+    )
+    assert loader is engine.training_dataloader and len(loader) == 2
+    for x, y in loader:
+        engine(x, y).backward()
+        engine.step()
+    assert engine.global_steps == 2
+    engine.destroy()
+
+
+def test_routes_and_options() -> None:
+    engine = tessera.Engine(make(), config(dataloader_drop_last=True))
+    ordered = engine.deepspeed_io(Numbers(10), batch_size=3, route="eval")
+    assert [b.tolist() for b in ordered] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    for wrong in (3, {1, 2}):
+        with pytest.raises(ValueError, match="Dataset"):
+            engine.deepspeed_io(wrong)
+    with pytest.raises(ValueError, match="route"):
+        engine.deepspeed_io(Numbers(3), route="nowhere")
+    engine.destroy()
+
+
+def test_repeating_loader() -> None:
+    loader = make_loader(Numbers(4), batch_size=2, rank=0, world_size=1, route="eval")
+    numbers = [b.tolist() for b in itertools.islice(RepeatingLoader(loader), 5)]
+    assert numbers == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]

@@ -1,0 +1,492 @@
+"""The engine's surface: accumulation, boundaries, counters, life."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import (
+    Net,
+    assert_close,
+    batch,
+    config,
+    engines,
+    full_grads,
+    make,
+    mse,
+    plain_grads,
+    run_ranks,
+    weights,
+)
+from torch import nn
+
+import tessera
+
+STAGES = [0, 1, 2]
+
+
+def micro(engine: Any, seed: int) -> None:
+    engine(*batch(seed)).backward()
+    engine.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_accumulation_and_counters(stage: int) -> None:
+    model = make()
+    before = weights(model)
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        assert engine.get_batch_info() == (4 * 3 * 2, 4, 3)
+        assert not engine.was_step_applied() and engine.get_global_grad_norm() is None
+        for k in range(6):
+            assert engine.is_gradient_accumulation_boundary() == (k % 3 == 2)
+            micro(engine, 10 * rank + k)
+            assert engine.was_step_applied() == (k % 3 == 2)
+            if k < 2:
+                assert_close(weights(engine.module), before)
+            assert (engine.micro_steps, engine.global_steps) == (k + 1, (k + 1) // 3)
+        assert engine.global_samples == 2 * 24 and engine.skipped_steps == 0
+        assert engine.get_global_grad_norm() > 0
+        return weights(engine.module)
+
+    plain = copy.deepcopy(model)
+    for step in range(2):
+        grads = plain_grads(
+            plain, 2, lambda m, rank, s=step: [m(*batch(10 * rank + 3 * s + k)).backward() for k in range(3)], 1 / 3
+        )
+        with torch.no_grad():
+            for name, param in plain.named_parameters():
+                param -= 0.1 * grads[name]
+    for got in engines(model, 2, config(stage, accumulation=3), body):
+        assert_close(got, weights(plain))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_manual_boundary(stage: int) -> None:
+    model = make()
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        for k in range(4):
+            engine.set_gradient_accumulation_boundary(k == 3)
+            assert engine.is_gradient_accumulation_boundary() == (k == 3)
+            engine(*batch(10 * rank + k)).backward()
+            if k == 3:
+                grads = full_grads(engine)
+            engine.step()
+            assert engine.was_step_applied() == (k == 3)
+        return grads
+
+    expected = plain_grads(model, 2, lambda m, rank: [m(*batch(10 * rank + k)).backward() for k in range(4)])
+    for grads in engines(model, 2, config(stage), body):
+        assert_close(grads, expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_unmanaged_accumulation_equals_managed(stage: int) -> None:
+    """Every step() is a boundary, however many backwards came before; averaging divides by the configured steps."""
+
+    def managed(engine: tessera.Engine, rank: int) -> Any:
+        for k in range(6):
+            micro(engine, 10 * rank + k)
+        return weights(engine.module)
+
+    def unmanaged(engine: tessera.Engine, rank: int) -> Any:
+        with pytest.raises(tessera.UsageError, match="boundary"):
+            engine.set_gradient_accumulation_boundary(True)
+        for step in range(2):
+            for k in range(3):
+                engine(*batch(10 * rank + 3 * step + k)).backward()
+            engine.step()
+            assert engine.was_step_applied()
+        assert engine.global_samples == 4 * 2 * 6
+        return weights(engine.module)
+
+    model = make()
+    want = engines(model, 2, config(stage, accumulation=3), managed)[0]
+    cfg = config(stage, accumulation=3, managed_gradient_accumulation=False)
+    for got in engines(model, 2, cfg, unmanaged):
+        assert_close(got, want)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_is_local(stage: int) -> None:
+    model = make()
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        engine._group.reset_stats()
+        with engine.no_sync():
+            engine(*batch(rank)).backward()
+            stats = engine._group.stats()
+            assert stats.all_reduce.calls + stats.reduce_scatter.calls + stats.all_gather.calls == 0
+            local = {name: tessera.state.get_full_grad(engine, p) for name, p in engine.module.named_parameters()}
+            assert_close(local, plain_grads(model, 1, lambda m, _: m(*batch(rank)).backward()))
+            with pytest.raises(RuntimeError, match="step"):
+                engine.step()
+            with pytest.raises(RuntimeError, match="no_sync"), engine.no_sync():
+                pass
+        engine(*batch(rank + 10)).backward()
+        return full_grads(engine)
+
+    def plain(m: nn.Module, rank: int) -> None:
+        m(*batch(rank)).backward()
+        m(*batch(rank + 10)).backward()
+
+    for grads in engines(model, 2, config(stage), body):
+        assert_close(grads, plain_grads(model, 2, plain))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_coalesced_reduction(stage: int) -> None:
+    model = make()
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        engine._group.reset_stats()
+        with engine.coalesce_grad_reduction():
+            for k in range(3):
+                engine(*batch(10 * rank + k)).backward()
+            stats = engine._group.stats()
+            assert stats.all_reduce.calls + stats.reduce_scatter.calls == 0
+            with pytest.raises(RuntimeError, match="coalesce_grad_reduction"):
+                engine.step()
+            with pytest.raises(RuntimeError, match="no_sync"), engine.no_sync():
+                pass
+        grads = full_grads(engine)
+        engine.step()
+        assert engine.was_step_applied()
+        return grads
+
+    expected = plain_grads(model, 2, lambda m, rank: [m(*batch(10 * rank + k)).backward() for k in range(3)])
+    for grads in engines(model, 2, config(stage), body):
+        assert_close(grads, expected)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_grad_makes_a_replay_bit_equal(stage: int, bf16: bool) -> None:
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        engine(*batch(rank + 50)).backward()
+        engine.zero_grad()
+        assert all(p.grad is None for p in engine.module.parameters())
+        engine(*batch(rank)).backward()
+        engine.step()
+        return weights(engine.module)
+
+    def direct(engine: tessera.Engine, rank: int) -> Any:
+        micro(engine, rank)
+        return weights(engine.module)
+
+    model = make()
+    cfg = config(stage, bf16=bf16)
+    for got, want in zip(engines(model, 2, cfg, body), engines(model, 2, cfg, direct), strict=True):
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_and_norms(stage: int) -> None:
+    model = make()
+    expected = plain_grads(model, 2, lambda m, rank: m(*batch(rank)).backward())
+    norm = torch.cat([g.flatten() for g in expected.values()]).norm().item()
+    limit = norm / 3
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        engine(*batch(rank)).backward()
+        assert engine.grad_norm() == pytest.approx(norm, rel=1e-5)
+        assert engine.get_global_grad_norm() is None
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+        return weights(engine.module)
+
+    want = {n: p - 0.1 * expected[n] * limit / (norm + 1e-6) for n, p in weights(model).items()}
+    for got in engines(model, 2, config(stage, gradient_clipping=limit), body):
+        assert_close(got, want)
+
+
+def test_clipping_is_on_by_default() -> None:
+    cfg = config()
+    del cfg["gradient_clipping"]
+    engine = tessera.initialize(model=make(), config=cfg)[0]
+    assert engine.gradient_clipping() == 1.0
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nan_gradients_skip_the_step_in_bf16(stage: int) -> None:
+    model = make()
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        before = weights(engine.module)
+        x, y = batch(rank)
+        if rank == 1:  # one rank's NaN stops all
+            x = x * float("nan")
+        engine(x, y).backward()
+        engine.step()
+        assert not engine.was_step_applied()
+        assert (engine.skipped_steps, engine.global_steps) == (1, 1)
+        assert engine.lr_scheduler.last_batch_iteration == -1
+        assert engine.optimizer.overflow
+        after = weights(engine.module)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        micro(engine, rank)
+        assert engine.was_step_applied() and not engine.optimizer.overflow
+        assert engine.lr_scheduler.last_batch_iteration == 0
+        return None
+
+    cfg = config(stage, bf16=True, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}})
+    engines(model, 2, cfg, body)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradient_is_none_after_backward(stage: int) -> None:
+    engine = tessera.Engine(make(), config(stage))
+    engine(*batch(0)).backward()
+    assert all(p.grad is None for p in engine.module.parameters())
+    engine.destroy()
+
+
+def test_gradient_is_live_at_stage_0() -> None:
+    """The mean over ranks, and what the user sets there counts."""
+    model = make()
+    expected = plain_grads(model, 2, lambda m, rank: m(*batch(rank)).backward())
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        engine(*batch(rank)).backward()
+        seen = {name: p.grad for name, p in engine.module.named_parameters()}
+        assert_close(seen, expected)
+        engine.module.gain.grad.mul_(10)
+        engine.module.head.bias.grad = torch.full_like(engine.module.head.bias, 2.0)
+        engine.module.embed.bias.grad = None
+        engine.step()
+        return weights(engine.module)
+
+    want = {n: p - 0.1 * expected[n] for n, p in weights(model).items()}
+    want["gain"] = model.gain - expected["gain"]
+    want["head.bias"] = model.head.bias - 0.2
+    want["embed.bias"] = model.embed.bias
+    for got in engines(model, 2, config(0), body):
+        assert_close(got, want)
+
+
+def test_gradients_filled_by_hand_at_stage_0() -> None:
+    """A script may fill p.grad itself and never call backward."""
+    model = make()
+    before = weights(model)
+    engine = tessera.Engine(model, config(0))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    engine.step()
+    assert_close(weights(model), {n: p - 0.1 for n, p in before.items()})
+    engine.destroy()
+
+
+def test_batch_setters() -> None:
+    engine = tessera.Engine(make(), config(accumulation=2))
+    engine.set_train_batch_size(16)
+    assert engine.get_batch_info() == (16, 4, 4)
+    with pytest.raises(ValueError, match="not divisible"):
+        engine.set_train_batch_size(10)
+    engine.set_train_micro_batch_size(3)
+    assert engine.get_batch_info() == (12, 3, 4)
+    for k in range(4):
+        micro(engine, k)
+    assert engine.global_steps == 1 and engine.global_samples == 12
+    engine.destroy()
+
+
+def test_getters() -> None:
+    cfg = config(2, bf16=True, steps_per_print=5, gradient_clipping=0.5)
+    engine = tessera.Engine(make(), cfg)
+    assert engine.zero_optimization() and engine.zero_optimization_stage() == 2
+    assert engine.bfloat16_enabled() and not engine.fp16_enabled() and not engine.torch_autocast_enabled()
+    assert engine.steps_per_print() == 5 and engine.gradient_clipping() == 0.5
+    assert engine.optimizer_name() == "SGD" and engine.scheduler_name() is None
+    assert engine.communication_data_type == torch.bfloat16 and engine.device == torch.device("cpu")
+    assert (engine.mp_world_size, engine.dp_world_size, engine.seq_dp_world_size) == (1, 1, 1)
+    assert engine.get_mom() == [0] and engine.managed_gradient_accumulation()
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    "loss", [3.0, torch.ones(2, requires_grad=True) * 2, torch.tensor(1.0)], ids=["number", "vector", "no graph"]
+)
+def test_wrong_losses(loss: Any) -> None:
+    engine = tessera.Engine(make(), config())
+    for call in (engine.backward, engine.scale) if isinstance(loss, torch.Tensor) else (engine.backward,):
+        with pytest.raises(ValueError, match="scalar tensor"):
+            call(loss)
+    with torch.no_grad():
+        out = engine(*batch(0))
+    with pytest.raises(ValueError, match="loss must be a scalar tensor"):
+        engine.backward(out)
+    loss = engine(*batch(0))
+    assert engine.scale(loss).item() == loss.item()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_destroy_and_build_again(stage: int, bf16: bool) -> None:
+    model = make()
+    engine = tessera.Engine(model, config(stage, bf16=bf16))
+    micro(engine, 0)
+    with pytest.raises(ValueError, match="engine"):
+        tessera.Engine(model, config(stage, bf16=bf16))  # one engine at a time
+    values = weights(model)
+    engine.destroy()
+    engine.destroy()
+    assert all(torch.equal(value, p) for value, p in zip(values.values(), model.parameters(), strict=True))
+    with pytest.raises(RuntimeError, match="destroyed"):
+        engine(*batch(0))
+    mse(model(batch(0)[0]), batch(0)[1]).backward()  # a plain module again
+    assert all(p.grad is not None for p in model.parameters())
+    model.zero_grad()
+    other = tessera.Engine(model, config((stage + 1) % 3, bf16=bf16))
+    micro(other, 1)
+    assert other.was_step_applied()
+    other.destroy()
+
+
+def test_an_engine_without_owner_lets_go_of_its_module() -> None:
+    model = make()
+    for stage in STAGES:
+        engine = tessera.initialize(model=model, config=config(stage))[0]
+        micro(engine, stage)
+        del engine
+    tessera.Engine(model, config()).destroy()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", ["module", "engine", "submodule"])
+def test_loading_weights_after_initialize(stage: int, bf16: bool, way: str) -> None:
+    """What was loaded is what is trained: masters follow."""
+    source = make(Net, seed=5)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        micro(engine, rank)
+        state = {name: value.clone() for name, value in source.state_dict().items()}
+        if way == "module":
+            engine.module.load_state_dict(state)
+        elif way == "engine":
+            engine.load_module_state_dict(state)
+        else:
+            for name in ("embed", "blocks", "head"):
+                getattr(engine.module, name).load_state_dict(getattr(source, name).state_dict())
+            with torch.no_grad():
+                engine.module.gain.copy_(source.gain)
+        engine(*batch(rank)).backward()
+        grads = full_grads(engine)
+        engine.step()
+        for name, param in engine.module.named_parameters():
+            want = source.get_parameter(name).to(dtype).float() - 0.1 * grads[name]
+            torch.testing.assert_close(param.float(), want.to(dtype).float(), rtol=1e-2 if bf16 else 1e-5, atol=1e-5)
+
+    engines(make(), 2, config(stage, bf16=bf16), body)
+
+
+def test_ranks_start_with_the_values_of_rank_0() -> None:
+    def body(rank: int, group: tessera.Group) -> Any:
+        torch_lock_free = models[rank]
+        torch_lock_free.head.bias.requires_grad_(False)
+        engine = tessera.Engine(torch_lock_free, config(1), group=group)
+        values = weights(engine.module)
+        engine.destroy()
+        return values
+
+    models = [make(Net, seed=rank) for rank in range(3)]
+    want = weights(models[0])
+    for values in run_ranks(3, body):
+        assert all(torch.equal(values[name], want[name]) for name in want)
+
+
+def test_save_16bit_model(tmp_path: Path) -> None:
+    class Tied(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.again = self.head
+            self.head.bias.requires_grad_(False)
+
+    engine = tessera.Engine(make(Tied), config(2, bf16=True))
+    micro(engine, 0)
+    assert engine.save_16bit_model(tmp_path / "out")
+    loaded = torch.load(tmp_path / "out" / "pytorch_model.bin")
+    assert loaded.keys() == engine.module.state_dict().keys()
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(loaded[name], value)
+        assert loaded[name].untyped_storage().nbytes() == value.nbytes, "no more than the tensor itself"
+    assert loaded["head.weight"].data_ptr() == loaded["again.weight"].data_ptr()
+    engine.save_16bit_model(tmp_path, "small.bin", exclude_frozen_parameters=True)
+    assert "head.bias" not in torch.load(tmp_path / "small.bin")
+    engine.destroy()
+
+
+@pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint", "offload_states", "reload_states"])
+def test_what_is_not_served_says_what_to_use(call: str) -> None:
+    engine = tessera.Engine(make(), config())
+    with pytest.raises(NotImplementedError, match=call):
+        getattr(engine, call)("somewhere")
+    engine.destroy()
+
+
+def test_thawed_parameters_warn() -> None:
+    model = make()
+    model.head.bias.requires_grad_(False)
+    engine = tessera.Engine(model, config(1))
+    model.head.bias.requires_grad_(True)
+    with pytest.warns(UserWarning, match="frozen"):
+        engine(*batch(0))
+    engine.destroy()
+
+
+def test_custom_unit_policy_and_default() -> None:
+    model = make(Net, 7, 3)
+    units = tessera.default_unit_policy(model)
+    assert set(units.values()) == {"blocks.0", "blocks.1", "blocks.2"}
+    assert "embed.weight" not in units and units["blocks.1.norm.bias"] == "blocks.1"
+    assert set(tessera.default_unit_policy(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))).values()) == {
+        "0",
+        "2",
+    }
+    nested = nn.Sequential(nn.Linear(2, 2), nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2)))
+    assert set(tessera.default_unit_policy(nested).values()) == {"1.0", "1.1"}
+    own = {name: "all" for name, _ in model.named_parameters()}
+    engine = tessera.Engine(model, config(2), unit_policy=lambda _: own)
+    assert {spec.unit for spec in engine.core.params()} == {"all"}
+    micro(engine, 0)
+    engine.destroy()
+
+
+def test_outputs_of_any_form() -> None:
+    import dataclasses
+    from collections import OrderedDict
+    from types import SimpleNamespace
+
+    from tessera.outputs import tensors_in
+
+    a, b = torch.ones(1), torch.zeros(2)
+
+    @dataclasses.dataclass
+    class Output:
+        loss: Any
+        rest: Any = None
+
+    class Fancy(OrderedDict):
+        pass
+
+    forms = [(a, [b]), {"x": a, "y": (b, None, 3)}, Output(a, {"z": b}), Fancy(x=a, y=b), SimpleNamespace(p=a, q=[b])]
+    for form in forms:
+        assert [t.data_ptr() for t in tensors_in(form)] == [a.data_ptr(), b.data_ptr()]
+    assert tensors_in(None) == [] and tensors_in(object()) == []
+
+
+def test_progress_line(caplog: pytest.LogCaptureFixture) -> None:
+    engine = tessera.Engine(make(), config(steps_per_print=2))
+    with caplog.at_level("INFO", logger="tessera"):
+        for k in range(4):
+            micro(engine, k)
+    lines = [r.message for r in caplog.records if r.message.startswith("step=")]
+    assert len(lines) == 2 and lines[1].startswith("step=4, skipped=0, lr=[0.1]")
+    engine.destroy()

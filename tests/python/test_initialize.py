@@ -1,0 +1,249 @@
+"""tessera.initialize: arguments, results and errors."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import Net, batch, config, make, mse
+from torch import nn
+
+import tessera
+
+
+def test_four_results_and_a_module() -> None:
+    model = make()
+    engine, optimizer, loader, schedule = tessera.initialize(model=model, config=config())
+    assert isinstance(engine, nn.Module) and engine.module is model
+    assert optimizer is engine.optimizer and loader is None and schedule is None
+    assert [name for name, _ in engine.named_parameters()] == [f"module.{name}" for name, _ in model.named_parameters()]
+    assert set(engine.state_dict()) == {f"module.{name}" for name in model.state_dict()}
+    assert engine.train().training and not engine.eval().module.training
+    engine.destroy()
+
+
+def test_arguments_by_position_and_all_names() -> None:
+    import inspect
+
+    names = list(inspect.signature(tessera.initialize).parameters)
+    assert names == [
+        "args",
+        "model",
+        "optimizer",
+        "model_parameters",
+        "training_data",
+        "lr_scheduler",
+        "distributed_port",
+        "mpu",
+        "dist_init_required",
+        "collate_fn",
+        "config",
+        "mesh_param",
+        "config_params",
+    ]
+    with pytest.raises(AttributeError):
+        _ = tessera.initialize(None, make(), config=config())[0].no_such_attribute
+
+
+def encoded(value: Any) -> str:
+    return base64.urlsafe_b64encode(json.dumps(value).encode()).decode()
+
+
+@pytest.mark.parametrize("form", ["dict", "path", "str", "base64", "config_params", "args", "args dict", "old args"])
+def test_forms_of_configuration(form: str, tmp_path: Path) -> None:
+    cfg = config(stage=1)
+    path = tmp_path / "config.json"
+    path.write_text("// comments are fine\n" + json.dumps(cfg))
+    kwargs: dict[str, Any] = {
+        "dict": {"config": cfg},
+        "path": {"config": path},
+        "str": {"config": str(path)},
+        "base64": {"config": encoded(cfg)},
+        "config_params": {"config_params": cfg},
+        "args": {"args": argparse.Namespace(deepspeed_config=str(path), local_rank=0)},
+        "args dict": {"args": {"deepspeed_config": str(path)}},
+        "old args": {"args": argparse.Namespace(deepscale_config=str(path))},
+    }[form]
+    before = copy.deepcopy(cfg)
+    engine = tessera.initialize(model=make(), **kwargs)[0]
+    assert engine.zero_optimization_stage() == 1
+    assert cfg == before, "the caller's dict is never changed"
+    engine.destroy()
+
+
+def wrong_arguments() -> list[Any]:
+    cfg = config()
+    model = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=1), 1)
+    param = model.gain
+    return [
+        pytest.param({"config": cfg}, "model", id="no model"),
+        pytest.param({"model": 3, "config": cfg}, "Module", id="model of another type"),
+        pytest.param({"model": model}, "no configuration", id="no config"),
+        pytest.param(
+            {"model": model, "config": cfg, "args": argparse.Namespace(deepspeed_config="x")}, "both", id="two configs"
+        ),
+        pytest.param(
+            {"model": model, "args": argparse.Namespace(deepspeed_config="x", deepscale_config="x")},
+            "deepscale_config",
+            id="both names in args",
+        ),
+        pytest.param({"model": model, "config": 3}, "dict", id="config of another type"),
+        pytest.param({"model": model, "config": "no such file"}, "base64", id="neither file nor base64"),
+        pytest.param({"model": model, "config": cfg, "optimizer": 3}, "optimizer", id="optimizer of another type"),
+        pytest.param(
+            {"model": model, "config": cfg, "optimizer": lambda groups: 3}, "callable returned", id="callable's result"
+        ),
+        pytest.param({"model": model, "config": cfg, "lr_scheduler": scheduler}, "lr_scheduler", id="lonely scheduler"),
+        pytest.param(
+            {"model": model, "config": cfg, "lr_scheduler": 3}, "lr_scheduler", id="scheduler of another type"
+        ),
+        pytest.param({"model": model, "config": cfg, "model_parameters": [param, param]}, "more than once", id="twice"),
+        pytest.param(
+            {"model": model, "config": cfg, "args": argparse.Namespace(local_rank="0")}, "local_rank", id="rank as text"
+        ),
+        pytest.param(
+            {"model": model, "config": {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}},
+            "train_batch_size",
+            id="batch triple",
+        ),
+        pytest.param({"model": model, "config": {"gradient_accumulation_steps": 2}}, "batch", id="no batch size"),
+        pytest.param(
+            {"model": model, "config": config(optimizer={"type": "Adam", "params": {"max_grad_norm": 1.0}})},
+            "gradient_clipping",
+            id="max_grad_norm",
+        ),
+        pytest.param(
+            {"model": model, "config": config(optimizer={"type": "Nonsense"})}, "Nonsense", id="unknown optimizer"
+        ),
+        pytest.param(
+            {"model": model, "config": config(optimizer={"type": "Adam", "params": {"lrr": 1.0}})},
+            "lrr",
+            id="unknown optimizer argument",
+        ),
+        pytest.param(
+            {"model": model, "config": config(scheduler={"type": "Nonsense"})}, "Nonsense", id="unknown scheduler"
+        ),
+        pytest.param({"model": model, "config": config(), "mesh_param": (2, 1)}, "mesh_param", id="mesh size"),
+        pytest.param(
+            {"model": model, "config": config(zero_optimization={"stage": 1, "stagee": 2})}, "stagee", id="unknown key"
+        ),
+        pytest.param({"model": model, "config": config(zero_optimization={"stage": 7})}, "stage", id="stage 7"),
+    ]
+
+
+@pytest.mark.parametrize(("kwargs", "text"), wrong_arguments())
+def test_wrong_arguments(kwargs: dict[str, Any], text: str) -> None:
+    with pytest.raises(tessera.ConfigError, match=text) as caught:
+        tessera.initialize(**kwargs)
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, AssertionError)
+    assert str(caught.value).startswith("[")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_sharded_stages_require_an_optimizer(stage: int) -> None:
+    cfg = config(stage)
+    del cfg["optimizer"]
+    with pytest.raises(tessera.ConfigError, match="requires an optimizer"):
+        tessera.initialize(model=make(), config=cfg)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_without_optimizer_forward_only(bf16: bool) -> None:
+    cfg = config(bf16=bf16)
+    del cfg["optimizer"]
+    plain = make()
+    engine, optimizer, _, _ = tessera.initialize(model=copy.deepcopy(plain), config=cfg, model_parameters=[])
+    assert optimizer is None and engine.get_lr() == []
+    x, y = batch(0)
+    with torch.no_grad():
+        torch.testing.assert_close(engine(x, y), plain(x, y), rtol=0.05 if bf16 else 1e-5, atol=0.05 if bf16 else 1e-6)
+    assert engine.module.gain.dtype == (torch.bfloat16 if bf16 else torch.float32)
+    loss = engine(x, y)
+    for call in (lambda: engine.backward(loss), engine.step, lambda: engine.scale(loss), engine.grad_norm):
+        with pytest.raises(tessera.UsageError, match="no optimizer"):
+            call()
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"fp16": {"enabled": True}},
+        {"zero_optimization": {"stage": 3}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        {"optimizer": {"type": "Lamb"}},
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(more: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=r"fp16|stage|offload_optimizer|Lamb"):
+        tessera.initialize(model=make(), config=config(**more))
+
+
+def test_parameter_forms() -> None:
+    model = make()
+    groups = [
+        {"params": model.embed.parameters(), "lr": 0.5},
+        {"params": []},
+        {"params": [model.gain, model.head.weight]},
+    ]
+    engine = tessera.initialize(model=model, model_parameters=iter(groups), config=config(1))[0]
+    assert engine.get_lr() == [0.5, 0.1]
+    frozen = model.head.bias.detach().clone()
+    mse(engine(batch(0)[0]), batch(0)[1]).backward()
+    engine.step()
+    assert torch.equal(model.head.bias, frozen), "not among model_parameters"
+    engine.destroy()
+
+
+def test_optimizer_callable_wins_over_config() -> None:
+    engine, optimizer, _, _ = tessera.initialize(
+        model=make(), optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.7), config=config(2)
+    )
+    assert engine.get_lr() == [0.7] and isinstance(optimizer, tessera.Optimizer)
+    assert type(engine.basic_optimizer) is torch.optim.AdamW and optimizer.optimizer is engine.basic_optimizer
+    engine.destroy()
+
+
+def test_buffers_keep_their_dtype_and_parameters_do_not() -> None:
+    class WithBuffers(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.ones(3))
+            self.register_buffer("count", torch.zeros(2, dtype=torch.long))
+
+    engine = tessera.initialize(model=make(WithBuffers), config=config(1, bf16=True))[0]
+    assert engine.module.table.dtype == torch.float32 and engine.module.count.dtype == torch.long
+    assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
+    engine.destroy()
+    cfg = config(1, bf16=True, data_types={"buffer_dtype": "bf16"})
+    engine = tessera.initialize(model=make(WithBuffers), config=cfg)[0]
+    assert engine.module.table.dtype == torch.bfloat16 and engine.module.count.dtype == torch.long
+    engine.destroy()
+
+
+def test_process_group_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not torch.distributed.is_initialized()
+    engine = tessera.initialize(model=make(), config=config())[0]
+    assert not torch.distributed.is_initialized(), "a lone process gets no process group it did not ask for"
+    engine.destroy()
+    with pytest.raises(RuntimeError, match="dist_init_required"):
+        tessera.initialize(model=make(), config=config(), dist_init_required=False)
+    tessera.init_distributed()
+    try:
+        tessera.init_distributed("nccl")  # a second call does nothing, whatever it names
+        assert torch.distributed.get_world_size() == 1
+        engine = tessera.initialize(model=make(), config=config(), dist_init_required=True)[0]
+        assert (engine.world_size, engine.global_rank, engine.local_rank) == (1, 0, 0)
+        engine.destroy()
+    finally:
+        torch.distributed.destroy_process_group()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(tessera.ConfigError, match="LOCAL_RANK"):
+        tessera.initialize(args=argparse.Namespace(local_rank=0), model=make(), config=config())

@@ -1,0 +1,84 @@
+"""The package itself: import time, no side effects, version check, types."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tessera
+from tessera import _core, _version
+
+IMPORT = """
+import time, sys, os, threading
+import torch, torch.distributed, torch.utils.data
+before = (dict(os.environ), torch.get_num_threads(), torch.get_rng_state(), threading.active_count())
+start = time.perf_counter()
+import tessera
+spent = time.perf_counter() - start
+assert dict(os.environ) == before[0]
+assert torch.get_num_threads() == before[1]
+assert torch.equal(torch.get_rng_state(), before[2])
+assert threading.active_count() == before[3]
+assert not torch.distributed.is_initialized()
+import logging
+assert not logging.getLogger().handlers and not logging.getLogger("tessera").handlers
+print(spent)
+"""
+
+
+def test_import_is_quick_and_has_no_side_effects() -> None:
+    spent = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        spent.append(float(done.stdout))
+        if spent[-1] < 0.3:
+            return
+    pytest.fail(f"import tessera took {min(spent):.2f} s beyond torch")
+
+
+def test_another_minor_version_of_torch_is_refused() -> None:
+    _version.check_torch(torch.__version__)
+    _version.check_torch(_core.torch_version.split("+")[0] + "+other")
+    with pytest.raises(ImportError, match=r"torch 1\.2\.3"):
+        _version.check_torch("1.2.3")
+
+
+def test_public_names_have_types_and_docs() -> None:
+    assert (Path(tessera.__file__).parent / "py.typed").exists()
+    for name in tessera.__all__:
+        assert hasattr(tessera, name)
+    for cls in (tessera.Engine, tessera.Optimizer):
+        for name, member in inspect.getmembers(cls, inspect.isfunction):
+            if not name.startswith("_") and member.__module__.startswith("tessera"):
+                assert "return" in member.__annotations__, f"{cls.__name__}.{name}"
+
+
+def test_stub_matches_the_compiled_module() -> None:
+    """Every name in the stub exists, and every compiled name is in the stub."""
+    import ast
+
+    tree = ast.parse((Path(inspect.getfile(tessera)).parent / "_core.pyi").read_text())
+    stub: dict[str, set[str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            members = {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
+            members |= {n.target.id for n in node.body if isinstance(n, ast.AnnAssign)}  # type: ignore[union-attr]
+            members |= {t.id for n in node.body if isinstance(n, ast.Assign) for t in n.targets}  # type: ignore[attr-defined]
+            stub[node.name] = members
+        elif isinstance(node, ast.FunctionDef):
+            stub[node.name] = set()
+        elif isinstance(node, ast.AnnAssign):
+            stub[node.target.id] = set()  # type: ignore[union-attr]
+    compiled = {name for name in dir(_core) if not name.startswith("_")}
+    assert compiled == set(stub)
+    for name, members in stub.items():
+        if inspect.isclass(getattr(_core, name)):
+            real = {m for m in dir(getattr(_core, name)) if not m.startswith("_")} - {"name", "value"}
+            assert real == {m for m in members if not m.startswith("_")} - {"name", "value"}, name

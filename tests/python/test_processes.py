@@ -1,0 +1,93 @@
+"""Real processes over Gloo: a slice of what the other tests do with threads."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from support import assert_close, batch, config, engines, make, weights
+
+import tessera
+
+CASES = [(stage, bf16, accumulation) for stage in (0, 1, 2) for bf16 in (False, True) for accumulation in (1, 3)]
+
+
+def train(engine: tessera.Engine, rank: int, accumulation: int) -> dict[str, Any]:
+    for k in range(2 * accumulation):
+        engine(*batch(10 * rank + k)).backward()
+        engine.step()
+    return weights(engine.module)
+
+
+def adam(stage: int, accumulation: int, bf16: bool) -> dict[str, Any]:
+    return config(stage, accumulation, bf16, optimizer={"type": "AdamW", "params": {"lr": 0.01}})
+
+
+def worker(rank: int, world: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    results = {}
+    for case in CASES:
+        stage, bf16, accumulation = case
+        engine = tessera.initialize(model=make(seed=rank), config=adam(stage, accumulation, bf16))[0]
+        assert (engine.world_size, engine.global_rank, engine.local_rank) == (world, rank, rank)
+        results[case] = train(engine, rank, accumulation)
+        engine.save_16bit_model(os.path.join(folder, str(stage)))
+        engine.destroy()
+    half = torch.distributed.new_group(list(range(world // 2)))
+    rest = torch.distributed.new_group(list(range(world // 2, world)))
+    mine = half if rank < world // 2 else rest
+    engine = tessera.Engine(make(), adam(1, 1, False), group=mine)
+    assert engine.world_size == world // 2
+    train(engine, rank, 1)
+    engine.destroy()
+    torch.save(results, os.path.join(folder, f"{rank}.pt"))
+    torch.distributed.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_equal_threads(world: int, tmp_path: Path) -> None:
+    """The same bits as ranks that are threads, so everything tested with threads holds for processes."""
+    mp.spawn(worker, (world, free_port(), str(tmp_path)), nprocs=world)
+    for case in CASES:
+        stage, bf16, accumulation = case
+        want = engines(
+            make(seed=0), world, adam(stage, accumulation, bf16), lambda e, r, a=accumulation: train(e, r, a)
+        )
+        for rank in range(world):
+            got = torch.load(tmp_path / f"{rank}.pt")[case]
+            assert all(torch.equal(got[name], want[rank][name]) for name in got), case
+            assert_close(got, want[0])
+
+
+def dying(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    engine = tessera.initialize(model=make(), config=config(2))[0]
+    engine(*batch(rank)).backward()
+    engine.step()
+    if rank == 1:
+        os._exit(0)  # killed without a word
+    with pytest.raises(RuntimeError, match=r"rank 0|[Cc]onnection"):
+        engine(*batch(rank)).backward()
+        engine.step()
+    os._exit(0)
+
+
+def test_a_lost_rank_is_an_error_not_a_hang() -> None:
+    mp.spawn(dying, (free_port(),), nprocs=2)

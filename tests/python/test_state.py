@@ -1,0 +1,103 @@
+"""Reading and writing masters, gradients and states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import assert_close, batch, config, engines, full_grads, make, plain_grads, weights
+
+import tessera
+from tessera import state
+
+ADAM = {"type": "AdamW", "params": {"lr": 0.01}}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_full_values_round_trip(stage: int, bf16: bool) -> None:
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        engine(*batch(rank)).backward()
+        engine.step()
+        for param in engine.module.parameters():
+            shape = param.shape
+            value = torch.arange(param.numel(), dtype=torch.float32).view(shape) / 8
+            state.set_full_fp32_param(engine, param, value)
+            assert torch.equal(state.get_full_fp32_param(engine, param), value)
+            assert torch.equal(param.float(), value.to(param.dtype).float()), "the parameter follows its master"
+            for key in ("exp_avg", "exp_avg_sq"):
+                state.set_full_optimizer_state(engine, param, key, value + 1)
+                got = state.get_full_optimizer_state(engine, param, key)
+                assert got.shape == shape and torch.equal(got, value + 1)
+            begin, end = state.local_range(engine, param)
+            local = state.get_local_optimizer_state(engine, param, "exp_avg")
+            assert torch.equal(local.reshape(-1), (value + 1).view(-1)[begin:end])
+        with pytest.raises(ValueError, match="exp_avg"):
+            state.get_full_optimizer_state(engine, param, "nothing")
+
+    engines(make(), 2, config(stage, bf16=bf16, optimizer=ADAM), body)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_set_between_backward_and_step(stage: int) -> None:
+    model = make()
+    before = weights(model)
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        engine(*batch(rank)).backward()
+        for param in engine.module.parameters():
+            assert state.get_full_grad(engine, param).shape == param.shape
+            state.set_full_grad(engine, param, torch.full(param.shape, 2.0))
+        engine.step()
+        assert state.get_full_grad(engine, engine.module.gain) is None, "only between backward and step"
+        return weights(engine.module)
+
+    for got in engines(model, 2, config(stage), body):
+        assert_close(got, {name: p - 0.2 for name, p in before.items()})
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_local_values(stage: int) -> None:
+    model = make()
+    before = weights(model)
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        engine(*batch(rank)).backward()
+        for param in engine.module.parameters():
+            local = state.get_local_grad(engine, param)
+            state.set_local_grad(engine, param, torch.full_like(local, 3.0))
+        engine.step()
+        for param in engine.module.parameters():
+            local = state.get_local_fp32_param(engine, param)
+            state.set_local_fp32_param(engine, param, local + 1)
+        return weights(engine.module)
+
+    for got in engines(model, 2, config(stage), body):
+        assert_close(got, {name: p - 0.3 + 1 for name, p in before.items()})
+
+
+def test_frozen_and_foreign_parameters() -> None:
+    model = make()
+    model.head.bias.requires_grad_(False)
+    engine = tessera.Engine(model, config(1, optimizer=ADAM))
+    engine(*batch(0)).backward()
+    assert state.get_full_fp32_param(engine, model.head.bias) is None
+    assert state.get_full_grad(engine, model.head.bias) is None
+    assert state.get_full_optimizer_state(engine, model.head.bias, "exp_avg") is None
+    with pytest.raises(ValueError, match="not a parameter"):
+        state.get_full_grad(engine, torch.ones(1))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_before_the_boundary_are_local(stage: int) -> None:
+    model = make()
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        engine(*batch(rank)).backward()
+        engine.step()  # not a boundary
+        return full_grads(engine)
+
+    for rank, grads in enumerate(engines(model, 2, config(stage, accumulation=2), body)):
+        assert_close(grads, plain_grads(model, 1, lambda m, _, r=rank: m(*batch(r)).backward(), scale=0.5))
