@@ -9,6 +9,8 @@ for x, y in loader:
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from tessera._version import check_torch
@@ -32,6 +34,9 @@ from tessera.initialize import initialize  # noqa: E402
 from tessera.optimizer import Optimizer  # noqa: E402
 from tessera.units import default_unit_policy  # noqa: E402
 
+cmake_prefix_path = os.path.dirname(os.path.abspath(__file__))
+"""The prefix where CMake's find_package(Tessera) finds this package's library and headers."""
+
 __all__ = [
     "Config",
     "ConfigError",
@@ -42,6 +47,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "c10d_group",
+    "cmake_prefix_path",
     "data",
     "default_unit_policy",
     "init_distributed",
