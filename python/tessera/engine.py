@@ -71,11 +71,14 @@ class Engine(EngineGetters):
         self.global_samples = 0
         self._forwards = 0
         self._lent: dict[str, Any] = {}
-        self._cast_buffers()
         self._build_core(base, unit_policy or default_unit_policy)
-        self.lr_scheduler = build_schedule(self.config, optimizer, base, lr_scheduler)
         self.collate_fn = collate_fn
-        self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
+        try:
+            self.lr_scheduler = build_schedule(self.config, optimizer, base, lr_scheduler)
+            self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
+        except BaseException:
+            self.destroy()  # the module and the client's optimizer are their owner's again
+            raise
 
     # ---------------------------------------------------------------- construction
 
@@ -86,14 +89,6 @@ class Engine(EngineGetters):
             raise ConfigError(str(error)) from None
         self._micro_batch = batch.micro_batch_size
         self._accumulation = batch.gradient_accumulation_steps
-
-    def _cast_buffers(self) -> None:
-        dtype = self.config.data_types.buffer_dtype
-        if dtype is None:
-            return
-        for buffer in self.module.buffers():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.to(dtype)
 
     def _build_core(self, base: torch.optim.Optimizer | None, policy: UnitPolicy) -> None:
         rule = None if base is None else native_rule(base)
@@ -109,8 +104,12 @@ class Engine(EngineGetters):
         if base is not None and rule is not None:
             for number, group in enumerate(groups):
                 read_group(rule, base, number, group)
-        self.core = _core.Engine(options, _core.Mesh(self._group), specs, groups)
+        try:
+            self.core = _core.Engine(options, _core.Mesh(self._group), specs, groups)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         self._index = {id(spec.tensor): number for number, spec in enumerate(specs)}
+        self._optimized = frozenset(index.values())
         self._frozen = [spec.tensor for spec in specs if spec.group < 0 and not spec.tensor.requires_grad]
         self._runner = self._make_runner(base, rule, index)
         self.basic_optimizer = base
@@ -379,6 +378,10 @@ class Engine(EngineGetters):
                 else:
                     setattr(base, name, value)
         self.core.destroy()
+
+    def __del__(self) -> None:
+        if "core" in self.__dict__:
+            self.destroy()
 
     def _not_served(self, call: str, instead: str) -> NoReturn:
         raise NotImplementedError(f"[engine.{call}] is not served by this version; {instead}")

@@ -83,18 +83,14 @@ def _number(engine: Engine, param: torch.Tensor) -> int:
     return number
 
 
-def _is_optimized(engine: Engine, number: int) -> bool:
-    return engine.core.params()[number].group >= 0
-
-
 def _get_full(engine: Engine, param: torch.Tensor, what: _core.Quantity) -> torch.Tensor | None:
     number = _number(engine, param)
-    return engine.core.get_full(number, what) if _is_optimized(engine, number) else None
+    return engine.core.get_full(number, what) if number in engine._optimized else None
 
 
 def _get_local(engine: Engine, param: torch.Tensor, what: _core.Quantity) -> torch.Tensor | None:
     number = _number(engine, param)
-    return engine.core.local_view(number, what) if _is_optimized(engine, number) else None
+    return engine.core.local_view(number, what) if number in engine._optimized else None
 
 
 def _set_local(engine: Engine, param: torch.Tensor, what: _core.Quantity, value: torch.Tensor) -> None:

@@ -99,7 +99,6 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params, 
     m.slot_of.push_back(spec.group >= 0 ? static_cast<int>(managed.size()) : -1);
     if (spec.group >= 0) managed.push_back({spec.name, spec.tensor, spec.group, spec.unit});
   }
-  TESSERA_CHECK_VALUE(!managed.empty(), "engine", "there is no parameter to optimize");
   const comm::GroupPtr group = m.mesh.group(comm::Axis::DpShard);
   prepare_unmanaged(*group, m.params, m.options.zero.precision.param);
   m.model = std::make_unique<zero::ShardedModel>(m.options.zero, group, std::move(managed), options.rule, groups);

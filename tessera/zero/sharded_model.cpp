@@ -151,9 +151,10 @@ void ShardedModel::gradient_ready(int index, at::Tensor& grad) {
     TESSERA_CHECK(dense.sizes() == slot.param->tensor.sizes(), "zero", "gradient of '", slot.param->name,
                   "' has shape ", dense.sizes(), ", the parameter ", slot.param->tensor.sizes());
     reducer_->accumulate(*slot.unit, *slot.param, dense, gradient_scale_);
-    if (slot.unit->grads_are_visible()) {
-      grad = shard::view_as_param(slot.unit->grads, slot.param->range, slot.param->tensor);
-    }
+  }
+  // Also where this graph task brought nothing: before_accumulate took away what earlier ones left.
+  if (slot.unit->grads_are_visible() && slot.param->has_grad) {
+    grad = shard::view_as_param(slot.unit->grads, slot.param->range, slot.param->tensor);
   }
   if (!hooks_.in_forward_task()) reducer_->fired(*slot.unit, *slot.param, may_reduce());
 }

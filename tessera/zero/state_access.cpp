@@ -57,13 +57,14 @@ at::Tensor ShardedModel::get_full(int index, Buffer what) {
   const c10::AutoGradMode no_grad(false);
   const Slot& slot = slots_[index];
   const Param& p = *slot.param;
-  if (what == Buffer::Gradient && reads_local_gradient(slot)) {
+  if (what == Buffer::Gradient && unreduced_) {  // on all ranks alike: nothing collective may follow
+    if (!reads_local_gradient(slot)) return {};
     return shard::view_as_param(slot.unit->partial, p.range, p.tensor).to(at::kFloat, false, /*copy=*/true);
   }
   const bool sharded = placements_.states == shard::Placement::Shard && group_->size() > 1;
   if (what == Buffer::Gradient) {
     int have = p.has_grad ? 1 : 0;
-    if (sharded) {
+    if (group_->size() > 1) {
       at::Tensor any = at::zeros({1}, at::kInt).fill_(have);
       group_->all_reduce(any, comm::ReduceOp::Max, "gradient of '" + p.name + "'").wait();
       have = any.item<int>();

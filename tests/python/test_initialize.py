@@ -222,10 +222,6 @@ def test_buffers_keep_their_dtype_and_parameters_do_not() -> None:
     assert engine.module.table.dtype == torch.float32 and engine.module.count.dtype == torch.long
     assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
     engine.destroy()
-    cfg = config(1, bf16=True, data_types={"buffer_dtype": "bf16"})
-    engine = tessera.initialize(model=make(WithBuffers), config=cfg)[0]
-    assert engine.module.table.dtype == torch.bfloat16 and engine.module.count.dtype == torch.long
-    engine.destroy()
 
 
 def test_process_group_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
