@@ -25,7 +25,8 @@ void bind_comm(py::module_& m) {
       .def_property_readonly("rank", &Group::rank)
       .def_property_readonly("size", &Group::size)
       .def_property_readonly("name", &Group::name)
-      .def("barrier", [](Group& group) { group.barrier("barrier"); }, NoGil())
+      .def(
+          "barrier", [](Group& group) { group.barrier("barrier"); }, NoGil())
       .def("abort", &Group::abort, py::arg("reason"), NoGil())
       .def("stats", [](const Group& group) { return group.stats(); })
       .def("reset_stats", &Group::reset_stats);

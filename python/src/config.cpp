@@ -23,12 +23,14 @@ nlohmann::json to_json(py::handle value) {
   if (py::isinstance<py::str>(value)) return value.cast<std::string>();
   if (py::isinstance<py::dict>(value)) {
     nlohmann::json object = nlohmann::json::object();
-    for (const auto& [key, item] : value.cast<py::dict>()) object[py::str(key).cast<std::string>()] = to_json(item);
+    for (const auto& [key, item] : value.cast<py::dict>())
+      object[py::str(key).cast<std::string>()] = to_json(item);
     return object;
   }
   if (py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value)) {
     nlohmann::json array = nlohmann::json::array();
-    for (const auto& item : value) array.push_back(to_json(item));
+    for (const auto& item : value)
+      array.push_back(to_json(item));
     return array;
   }
   TESSERA_CHECK_VALUE(false, "config", "cannot read a value of type ", py::str(py::type::of(value)).cast<std::string>(),
@@ -39,13 +41,15 @@ py::object to_python(const Value& value);
 
 py::object to_python(const Params& params) {
   py::dict result;
-  for (const auto& [key, item] : params) result[py::str(key)] = to_python(item);
+  for (const auto& [key, item] : params)
+    result[py::str(key)] = to_python(item);
   return result;
 }
 
 py::object to_python(const List& list) {
   py::list result;
-  for (const auto& item : list) result.append(to_python(item));
+  for (const auto& item : list)
+    result.append(to_python(item));
   return result;
 }
 

@@ -107,7 +107,8 @@ void bind_state(EngineClass& c) {
       .def("param_step", &Engine::param_step, py::arg("param"))
       .def("set_param_step", &Engine::set_param_step, py::arg("param"), py::arg("step"))
       .def(
-          "get_full", [](Engine& e, int param, engine::Quantity what) { return optional_tensor(e.get_full(param, what)); },
+          "get_full",
+          [](Engine& e, int param, engine::Quantity what) { return optional_tensor(e.get_full(param, what)); },
           py::arg("param"), py::arg("what"), NoGil())
       .def("set_full", &Engine::set_full, py::arg("param"), py::arg("what"), py::arg("value"), NoGil())
       .def(

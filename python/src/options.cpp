@@ -1,6 +1,6 @@
+#include "tessera/zero/options.h"
 #include "bindings.h"
 #include "tessera/amp/precision.h"
-#include "tessera/zero/options.h"
 
 namespace tessera::python {
 
