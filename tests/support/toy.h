@@ -1,0 +1,173 @@
+// Test support: a small model with odd parameter sizes, its data, and what plain single-process PyTorch makes of it.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/generated/variable_factories.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "tessera/engine/engine.h"
+
+namespace tessera::testing {
+
+// y = (tanh((x * c) W1) W2 + b) * a, with parameters of 1, 3, 17, 15 and 85 elements in two blocks and the root.
+struct Toy {
+  std::vector<at::Tensor> tensors;
+  inline static const std::vector<std::string> kNames{"a", "b", "c", "w1", "w2"};
+
+  explicit Toy(uint64_t seed = 1) {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+    const std::vector<std::vector<int64_t>> shapes{{1}, {3}, {17}, {17, 5}, {5, 3}};
+    for (const auto& shape : shapes) {
+      tensors.push_back(at::randn(shape, generator, at::kFloat).requires_grad_(true));
+    }
+  }
+
+  std::vector<engine::ParamSpec> specs() const {
+    const std::vector<std::string> units{"root", "blocks.1", "blocks.0", "blocks.0", "blocks.1"};
+    std::vector<engine::ParamSpec> specs;
+    for (size_t i = 0; i < tensors.size(); ++i) specs.push_back({kNames[i], tensors[i], 0, units[i]});
+    return specs;
+  }
+
+  at::Tensor outputs(const at::Tensor& x) const {
+    const at::Tensor input = x.to(tensors[0].scalar_type());
+    const at::Tensor h = at::tanh(at::matmul(input * tensors[2], tensors[3]));
+    return (at::matmul(h, tensors[4]) + tensors[1]) * tensors[0];
+  }
+  at::Tensor loss(const at::Tensor& x) const { return outputs(x).to(at::kFloat).square().mean(); }
+};
+
+// The batch of one rank and micro-step: [4, 17], the same wherever it is asked for.
+inline at::Tensor toy_batch(int rank, int micro_step) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(1000 + 17 * micro_step + rank);
+  return at::randn({4, 17}, generator, at::kFloat);
+}
+
+inline optim::GroupOptions toy_adamw() {
+  optim::GroupOptions group;
+  group.lr = 0.02;
+  group.weight_decay = 0.1;
+  return group;
+}
+
+// Plain PyTorch in one process: the gradients of every rank and micro-batch, their mean, clipping and AdamW, with an
+// fp32 master of weights in `dtype`.
+class ToyReference {
+ public:
+  ToyReference(at::ScalarType dtype, int world, int accumulation, double clip)
+      : dtype_(dtype), world_(world), accumulation_(accumulation), clip_(clip) {
+    for (at::Tensor& t : model_.tensors) {
+      masters_.push_back(t.detach().clone());
+      m_.push_back(at::zeros_like(masters_.back()));
+      v_.push_back(at::zeros_like(masters_.back()));
+      t = t.detach().to(dtype).requires_grad_(true);
+    }
+  }
+
+  // Mean gradients, fp32, in the arithmetic of a flat gradient of `dtype`: one rounding for each micro-batch that is
+  // added, one for the mean over ranks.
+  void step() {
+    std::vector<at::Tensor> sums;
+    for (int rank = 0; rank < world_; ++rank) {
+      std::vector<at::Tensor> local;
+      for (int micro = 0; micro < accumulation_; ++micro) {
+        model_.loss(toy_batch(rank, micro_ + micro)).backward();
+        for (size_t i = 0; i < model_.tensors.size(); ++i) {
+          at::Tensor& grad = model_.tensors[i].mutable_grad();
+          const at::Tensor scaled = grad.to(at::kFloat) * (1.0F / static_cast<float>(accumulation_));
+          if (micro == 0) {
+            local.push_back(scaled.to(dtype_));
+          } else {
+            local[i] = (local[i].to(at::kFloat) + scaled).to(dtype_);
+          }
+          grad.reset();
+        }
+      }
+      for (size_t i = 0; i < local.size(); ++i) {
+        if (rank == 0) {
+          sums.push_back(local[i].to(at::kFloat));
+        } else {
+          sums[i] = sums[i] + local[i].to(at::kFloat);
+        }
+      }
+    }
+    micro_ += accumulation_;
+    grads.clear();
+    double squares = 0;
+    for (const at::Tensor& sum : sums) {
+      grads.push_back((sum / world_).to(dtype_).to(at::kFloat));
+      squares += grads.back().to(at::kDouble).square().sum().item<double>();
+    }
+    norm = std::sqrt(squares);
+    const double coefficient = clip_ > 0 ? std::min(1.0, clip_ / (norm + 1e-6)) : 1.0;
+    ++steps_;
+    const auto group = toy_adamw();
+    const double bias1 = 1 - std::pow(group.beta1, steps_), bias2 = 1 - std::pow(group.beta2, steps_);
+    for (size_t i = 0; i < grads.size(); ++i) {
+      const at::Tensor g = grads[i] * coefficient;
+      masters_[i].mul_(1 - group.lr * group.weight_decay);
+      m_[i].lerp_(g, 1 - group.beta1);
+      v_[i].mul_(group.beta2).addcmul_(g, g, 1 - group.beta2);
+      const at::Tensor denominator = (v_[i].sqrt() / std::sqrt(bias2)).add_(group.eps);
+      masters_[i].addcdiv_(m_[i], denominator, -group.lr / bias1);
+      const at::NoGradGuard no_grad;
+      model_.tensors[i].copy_(masters_[i]);
+    }
+  }
+
+  const std::vector<at::Tensor>& masters() const { return masters_; }
+  std::vector<at::Tensor> grads;
+  double norm = 0;
+
+ private:
+  Toy model_;
+  at::ScalarType dtype_;
+  int world_, accumulation_;
+  double clip_;
+  int micro_ = 0;
+  int64_t steps_ = 0;
+  std::vector<at::Tensor> masters_, m_, v_;
+};
+
+struct ToyRun {
+  int stage = 0;
+  bool bf16 = false;
+  int accumulation = 1;
+  double clip = 1.0;
+  int64_t bucket = 500'000'000;
+  int64_t min_unit = 0;
+};
+
+inline engine::Options toy_options(const ToyRun& run) {
+  engine::Options options;
+  options.zero.stage = run.stage;
+  options.zero.precision = run.bf16 ? amp::PrecisionPolicy::bf16() : amp::PrecisionPolicy::fp32();
+  options.zero.reduce_bucket_size = run.bucket;
+  options.zero.min_unit_elements = run.min_unit;
+  options.gradient_accumulation_steps = run.accumulation;
+  options.gradient_clipping = run.clip;
+  return options;
+}
+
+inline engine::Engine toy_engine(const ToyRun& run, const Toy& toy, const comm::GroupPtr& group) {
+  return engine::Engine(toy_options(run), comm::Mesh(group), toy.specs(), {toy_adamw()});
+}
+
+// One engine forward in C++: what a front end does.
+inline at::Tensor toy_forward(engine::Engine& engine, const Toy& toy, const at::Tensor& x) {
+  engine.pre_forward();
+  at::Tensor loss;
+  try {
+    loss = toy.loss(x);
+  } catch (...) {
+    engine.abort_forward();
+    throw;
+  }
+  engine.post_forward({loss});
+  return loss;
+}
+
+}  // namespace tessera::testing
