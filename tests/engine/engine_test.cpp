@@ -30,11 +30,17 @@ Outcome train(const ToyRun& run, int world, int steps, bool check_reference = fa
     const Toy toy(rank == 0 ? 1 : 99 + rank);
     Engine engine = toy_engine(run, toy, group);
     ToyReference reference(run.bf16 ? at::kBFloat16 : at::kFloat, world, run.accumulation, run.clip);
-    const double tolerance = run.bf16 ? 0 : 2e-6;  // fp32: order of summation inside matmul and the fused update
+    // One micro-batch: the arithmetic is the reference's, but for the last bit of Adam's fp32 result. Several in bf16: every
+    // addition rounds to 8 bits; a flipped last bit near zero can turn the sign of one element's Adam step, so masters
+    // are compared as vectors.
+    const bool rounds_often = run.bf16 && run.accumulation > 1;
+    const double ulp = rounds_often ? std::ldexp(1.0, -7) : 1e-5;
     for (int step = 0; step < steps; ++step) {
       for (int micro = 0; micro < run.accumulation; ++micro) {
         toy_forward(engine, toy, toy_batch(rank, step * run.accumulation + micro)).backward();
-        if (micro + 1 < run.accumulation) EXPECT_FALSE(engine.step());
+        if (micro + 1 < run.accumulation) {
+          EXPECT_FALSE(engine.step());
+        }
       }
       std::vector<at::Tensor> grads;
       for (size_t i = 0; i < toy.tensors.size(); ++i) grads.push_back(engine.get_full(i, Quantity::Gradient));
@@ -42,12 +48,14 @@ Outcome train(const ToyRun& run, int world, int steps, bool check_reference = fa
       if (check_reference) {
         reference.step();
         for (size_t i = 0; i < grads.size(); ++i) {
-          EXPECT_TRUE(at::allclose(grads[i], reference.grads[i], 1e-5 + tolerance, 1e-6 + tolerance))
+          const double largest = reference.grads[i].abs().max().item<double>();
+          EXPECT_TRUE(at::allclose(grads[i], reference.grads[i], ulp, ulp * largest))
               << "gradient of " << Toy::kNames[i] << " in step " << step;
-          EXPECT_TRUE(at::allclose(engine.get_full(i, Quantity::Master), reference.masters()[i], 1e-5, 1e-5))
-              << "master of " << Toy::kNames[i] << " in step " << step;
+          const at::Tensor master = engine.get_full(i, Quantity::Master), expected = reference.masters()[i];
+          const double apart = (master - expected).norm().item<double>() / expected.norm().item<double>();
+          EXPECT_LE(apart, rounds_often ? ulp : 1e-6) << "master of " << Toy::kNames[i] << " in step " << step;
         }
-        EXPECT_NEAR(*engine.global_grad_norm(), reference.norm, 1e-5 * reference.norm);
+        EXPECT_NEAR(*engine.global_grad_norm(), reference.norm, ulp * reference.norm);
       }
       if (step + 1 == steps) {
         std::vector<at::Tensor> masters, weights;

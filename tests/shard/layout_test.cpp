@@ -30,7 +30,9 @@ TEST(Layout, SlicesCoverEveryParameterOnceForOddSizes) {
       int64_t covered = 0;
       for (int r = 0; r < shards; ++r) covered += layout.owned(i, r).size();
       EXPECT_EQ(covered, numels[i]) << "parameter " << i << " over " << shards;
-      if (i > 0) EXPECT_GE(layout.param(i).begin, layout.param(i - 1).end);
+      if (i > 0) {
+        EXPECT_GE(layout.param(i).begin, layout.param(i - 1).end);
+      }
     }
     int64_t gaps = 0, used = 0;
     for (const Range& gap : layout.padding()) gaps += gap.size();

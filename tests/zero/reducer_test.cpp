@@ -1,0 +1,134 @@
+// Order, counts and bytes of the collectives, and the buckets they use.
+#include "tessera/zero/reducer.h"
+
+#include <gtest/gtest.h>
+
+#include <mutex>
+
+#include "tests/support/ranks.h"
+#include "tests/support/toy.h"
+
+namespace tessera::testing {
+
+namespace {
+
+// Passes everything on and notes the labels in order.
+class Recorder final : public comm::Group {
+ public:
+  explicit Recorder(comm::GroupPtr inner) : inner_(std::move(inner)) {}
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  std::string name() const override { return inner_->name(); }
+  void abort(const std::string& reason) override { inner_->abort(reason); }
+  std::vector<std::string> labels;
+
+ protected:
+  comm::Pending do_all_gather(at::Tensor out, at::Tensor in, comm::Label label) override {
+    return labels.emplace_back("all_gather " + std::string(label)), inner_->all_gather(out, in, label);
+  }
+  comm::Pending do_reduce_scatter(at::Tensor out, at::Tensor in, comm::ReduceOp op, comm::Label label) override {
+    return labels.emplace_back("reduce_scatter " + std::string(label)), inner_->reduce_scatter(out, in, op, label);
+  }
+  comm::Pending do_all_reduce(at::Tensor t, comm::ReduceOp op, comm::Label label) override {
+    return labels.emplace_back("all_reduce " + std::string(label)), inner_->all_reduce(t, op, label);
+  }
+  comm::Pending do_broadcast(at::Tensor t, int root, comm::Label label) override {
+    return inner_->broadcast(t, root, label);
+  }
+  comm::Pending do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> o, std::vector<int64_t> i,
+                              comm::Label label) override {
+    return inner_->all_to_all(out, in, std::move(o), std::move(i), label);
+  }
+  void do_barrier(comm::Label label) override { inner_->barrier(label); }
+
+ private:
+  comm::GroupPtr inner_;
+};
+
+std::vector<std::string> labels_of_step(const ToyRun& run) {
+  std::vector<std::string> labels;
+  std::mutex mutex;
+  run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    auto recorder = std::make_shared<Recorder>(group);
+    const Toy toy;
+    auto engine = toy_engine(run, toy, recorder);
+    for (int micro = 0; micro < run.accumulation; ++micro) {
+      toy_forward(engine, toy, toy_batch(rank, micro)).backward();
+      engine.step();
+    }
+    const std::lock_guard lock(mutex);
+    if (labels.empty()) labels = recorder->labels;
+    EXPECT_EQ(labels, recorder->labels) << "ranks differ";
+  });
+  return labels;
+}
+
+}  // namespace
+
+TEST(Reducer, CollectivesInUnitOrderRootLast) {
+  ToyRun run;
+  run.stage = 1;
+  EXPECT_EQ(labels_of_step(run),
+            (std::vector<std::string>{"reduce_scatter gradients of unit 'blocks.0'",
+                                      "reduce_scatter gradients of unit 'blocks.1'",
+                                      "reduce_scatter gradients of unit 'root'", "all_gather gradient norm",
+                                      "all_gather parameters of unit 'blocks.0'",
+                                      "all_gather parameters of unit 'blocks.1'",
+                                      "all_gather parameters of unit 'root'"}));
+  run.stage = 0;
+  EXPECT_EQ(labels_of_step(run),
+            (std::vector<std::string>{"all_reduce gradients of unit 'blocks.0'",
+                                      "all_reduce gradients of unit 'blocks.1'",
+                                      "all_reduce gradients of unit 'root'", "all_gather gradient norm"}));
+}
+
+TEST(Reducer, Stage2ReducesEveryMicroBatchAndStages0And1OnlyAtTheBoundary) {
+  ToyRun run;
+  run.accumulation = 3;
+  const auto reductions = [&](int stage) {
+    run.stage = stage;
+    int count = 0;
+    for (const std::string& label : labels_of_step(run)) count += label.find("gradients of unit") != std::string::npos;
+    return count;
+  };
+  EXPECT_EQ(reductions(0), 3);
+  EXPECT_EQ(reductions(1), 3);
+  EXPECT_EQ(reductions(2), 9);
+}
+
+TEST(Reducer, VolumeIsTwoUnitsOfTheModel) {
+  for (const int stage : {1, 2}) {
+    run_ranks(4, [&](int rank, const comm::GroupPtr& group) {
+      ToyRun run;
+      run.stage = stage;
+      const Toy toy;
+      auto engine = toy_engine(run, toy, group);
+      group->reset_stats();
+      toy_forward(engine, toy, toy_batch(rank, 0)).backward();
+      engine.step();
+      const int64_t flat = engine.memory().params;  // bytes of the padded flat space, fp32
+      EXPECT_EQ(group->stats().reduce_scatter.bytes, flat * 3 / 4);
+      EXPECT_EQ(group->stats().all_gather.bytes, flat * 3 / 4 + 3 * 2 * 8) << "parameters, and two doubles for the norm";
+      EXPECT_EQ(group->stats().all_reduce.calls, 0);
+    });
+  }
+}
+
+TEST(Reducer, BucketsAreReusedNotGrown) {
+  run_ranks(2, [](int rank, const comm::GroupPtr& group) {
+    ToyRun run;
+    run.stage = 2;
+    const Toy toy;
+    auto engine = toy_engine(run, toy, group);
+    // Two in flight and one filling, each at most as large as the largest unit ('blocks.0': 85 + 17 elements, padded).
+    const int64_t limit = 3 * 128 * 4;
+    for (int step = 0; step < 10; ++step) {
+      toy_forward(engine, toy, toy_batch(rank, step)).backward();
+      engine.step();
+      EXPECT_LE(engine.memory().buckets, limit);
+      EXPECT_GT(engine.memory().buckets, 0);
+    }
+  });
+}
+
+}  // namespace tessera::testing

@@ -1,0 +1,88 @@
+#include <gtest/gtest.h>
+
+#include "tests/support/ranks.h"
+#include "tests/support/toy.h"
+
+namespace tessera::testing {
+
+using engine::Engine;
+using engine::Quantity;
+
+namespace {
+void over_stages(const std::function<void(Engine&, const Toy&, int rank, int stage)>& body) {
+  for (const int world : {1, 3}) {
+    for (int stage = 0; stage <= 2; ++stage) {
+      run_ranks(world, [&](int rank, const comm::GroupPtr& group) {
+        ToyRun run;
+        run.stage = stage;
+        run.bf16 = true;
+        const Toy toy;
+        Engine engine = toy_engine(run, toy, group);
+        body(engine, toy, rank, stage);
+      });
+    }
+  }
+}
+}  // namespace
+
+TEST(StateAccess, WhatIsSetIsRead) {
+  over_stages([](Engine& engine, const Toy& toy, int, int) {
+    for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1, Quantity::Gradient}) {
+      for (int i = 0; i < 5; ++i) {
+        const at::Tensor value = at::arange(toy.tensors[i].numel(), at::kFloat).view(toy.tensors[i].sizes()) + i;
+        engine.set_full(i, what, value);
+        EXPECT_TRUE(engine.get_full(i, what).equal(value));
+      }
+    }
+    EXPECT_THROW(engine.set_full(0, Quantity::Master, at::zeros({2})), c10::ValueError);
+    EXPECT_THROW(engine.get_full(17, Quantity::Master), c10::ValueError);
+  });
+}
+
+TEST(StateAccess, MastersReachTheModuleWhenRefreshed) {
+  over_stages([](Engine& engine, const Toy& toy, int, int) {
+    engine.set_full(3, Quantity::Master, at::full({17, 5}, 0.75));
+    EXPECT_FALSE(toy.tensors[3].detach().equal(at::full({17, 5}, 0.75, at::kBFloat16)));
+    engine.refresh_params();
+    EXPECT_TRUE(toy.tensors[3].detach().equal(at::full({17, 5}, 0.75, at::kBFloat16)));
+  });
+}
+
+TEST(StateAccess, LocalViewsAreTheRanksPartOfTheFullTensor) {
+  over_stages([](Engine& engine, const Toy& toy, int rank, int stage) {
+    toy_forward(engine, toy, toy_batch(rank, 0)).backward();
+    engine.step();
+    for (int i = 0; i < 5; ++i) {
+      const auto [begin, end] = engine.local_range(i);
+      const at::Tensor full = engine.get_full(i, Quantity::State0);
+      const at::Tensor local = engine.local_view(i, Quantity::State0);
+      EXPECT_EQ(local.numel(), end - begin);
+      EXPECT_TRUE(local.flatten().equal(full.flatten().narrow(0, begin, end - begin)));
+      if (stage == 0) {
+        EXPECT_EQ(local.sizes(), toy.tensors[i].sizes());
+      }
+    }
+  });
+}
+
+TEST(StateAccess, GradientsSetBetweenBackwardAndStepAreHonoured) {
+  over_stages([](Engine& engine, const Toy& toy, int rank, int) {
+    toy_forward(engine, toy, toy_batch(rank, 0)).backward();
+    for (int i = 0; i < 5; ++i) engine.set_full(i, Quantity::Gradient, at::zeros_like(toy.tensors[i], at::kFloat));
+    engine.set_full(1, Quantity::Gradient, at::full({3}, 2.0));
+    engine.step();
+    EXPECT_NEAR(*engine.global_grad_norm(), std::sqrt(12.0), 1e-6);
+  });
+}
+
+TEST(StateAccess, ThereIsNoGradientBeforeABackwardAndAfterAStep) {
+  over_stages([](Engine& engine, const Toy& toy, int rank, int) {
+    EXPECT_FALSE(engine.get_full(0, Quantity::Gradient).defined());
+    toy_forward(engine, toy, toy_batch(rank, 0)).backward();
+    EXPECT_TRUE(engine.get_full(0, Quantity::Gradient).defined());
+    engine.step();
+    EXPECT_FALSE(engine.get_full(0, Quantity::Gradient).defined());
+  });
+}
+
+}  // namespace tessera::testing

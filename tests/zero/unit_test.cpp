@@ -1,0 +1,80 @@
+#include "tessera/zero/unit.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "tessera/shard/storage.h"
+
+namespace tessera::zero {
+
+namespace {
+
+std::vector<Param> two_params(const std::vector<at::Tensor>& tensors) {
+  std::vector<Param> params(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    params[i].name = "p" + std::to_string(i);
+    params[i].tensor = tensors[i];
+    params[i].index = static_cast<int>(i);
+  }
+  return params;
+}
+
+Unit make_unit(const std::vector<at::Tensor>& tensors, int stage, bool bf16, int rank, int size) {
+  Options options;
+  options.stage = stage;
+  options.precision = bf16 ? amp::PrecisionPolicy::bf16() : amp::PrecisionPolicy::fp32();
+  return Unit("u", two_params(tensors), options, shard::placements_of_stage(stage), rank, size);
+}
+
+}  // namespace
+
+TEST(Unit, BuffersFollowTheStageTable) {
+  for (int stage = 0; stage <= 2; ++stage) {
+    std::vector<at::Tensor> tensors{at::randn({40}), at::randn({3})};
+    const Unit unit = make_unit(tensors, stage, /*bf16=*/true, 1, 2);
+    EXPECT_EQ(unit.weights.numel(), 128);
+    EXPECT_EQ(unit.grads.numel(), stage == 2 ? 64 : 128);
+    EXPECT_EQ(unit.master.numel(), stage == 0 ? 128 : 64);
+    EXPECT_EQ(unit.grads_are_visible(), stage == 0);
+  }
+}
+
+TEST(Unit, Fp32KeepsNoSecondCopyOfTheWeights) {
+  std::vector<at::Tensor> tensors{at::randn({40}), at::randn({3})};
+  Unit unit = make_unit(tensors, 1, /*bf16=*/false, 1, 2);
+  EXPECT_TRUE(unit.master_is_weight());
+  EXPECT_EQ(unit.owned_master().data_ptr(), unit.weights.narrow(0, 64, 64).data_ptr());
+}
+
+TEST(Unit, MastersAreTheExactOriginals) {
+  const at::Tensor original = at::randn({7, 5});
+  std::vector<at::Tensor> tensors{original.clone(), at::randn({3})};
+  Unit unit = make_unit(tensors, 0, /*bf16=*/true, 0, 1);
+  EXPECT_TRUE(unit.master.narrow(0, 0, 35).equal(original.flatten()));
+  EXPECT_TRUE(unit.params[0].tensor.equal(original.to(at::kBFloat16)));
+  EXPECT_TRUE(shard::is_bound(unit.params[0].tensor, unit.weights, unit.params[0].range));
+}
+
+TEST(Unit, StatesMoveOnlyAlongTheTable) {
+  std::vector<at::Tensor> tensors{at::randn({4})};
+  Unit unit = make_unit(tensors, 0, false, 0, 1);
+  unit.move_to(GradState::Accumulating);
+  unit.move_to(GradState::Reducing);
+  EXPECT_ANY_THROW(unit.move_to(GradState::Accumulating));
+  EXPECT_ANY_THROW(unit.move_to(GradState::Empty));
+  unit.move_to(GradState::Reduced);
+  unit.move_to(GradState::Accumulating);
+  unit.move_to(GradState::Empty);
+  EXPECT_ANY_THROW(unit.move_to(GradState::Reducing));
+}
+
+TEST(Unit, AdagradStartsAtItsInitialValueAndPaddingAtZero) {
+  std::vector<at::Tensor> tensors{at::randn({5}), at::randn({3})};
+  Unit unit = make_unit(tensors, 0, false, 0, 1);
+  optim::GroupOptions group;
+  group.initial_accumulator_value = 0.5;
+  unit.allocate_states(1, {group}, optim::Rule::Adagrad);
+  EXPECT_EQ(unit.states[0].sum().item<float>(), 8 * 0.5F);
+}
+
+}  // namespace tessera::zero
