@@ -14,9 +14,11 @@ TEST(ParallelRanges, CoversEverythingOnceAtAlignedStarts) {
     parallel_ranges(n, 128, 64, [&](int64_t begin, int64_t end) {
       const std::lock_guard lock(mutex);
       EXPECT_EQ(begin % 64, 0);
-      for (int64_t i = begin; i < end; ++i) ++seen[i];
+      for (int64_t i = begin; i < end; ++i)
+        ++seen[i];
     });
-    for (int64_t i = 0; i < n; ++i) ASSERT_EQ(seen[i], 1) << i << " of " << n;
+    for (int64_t i = 0; i < n; ++i)
+      ASSERT_EQ(seen[i], 1) << i << " of " << n;
   }
 }
 

@@ -43,14 +43,20 @@ Outcome train(const ToyRun& run, int world, int steps, bool check_reference = fa
         }
       }
       std::vector<at::Tensor> grads;
-      for (size_t i = 0; i < toy.tensors.size(); ++i) grads.push_back(engine.get_full(i, Quantity::Gradient));
+      for (size_t i = 0; i < toy.tensors.size(); ++i)
+        grads.push_back(engine.get_full(i, Quantity::Gradient));
       EXPECT_TRUE(engine.step());
       if (check_reference) {
         reference.step();
         for (size_t i = 0; i < grads.size(); ++i) {
-          const double largest = reference.grads[i].abs().max().item<double>();
-          EXPECT_TRUE(at::allclose(grads[i], reference.grads[i], ulp, ulp * largest))
-              << "gradient of " << Toy::kNames[i] << " in step " << step;
+          const at::Tensor gap = grads[i] - reference.grads[i];
+          if (rounds_often) {  // later steps start from weights whose last bits differ
+            EXPECT_LE(gap.norm().item<double>(), (step == 0 ? 1 : 4) * ulp * reference.grads[i].norm().item<double>())
+                << "gradient of " << Toy::kNames[i] << " in step " << step;
+          } else {
+            EXPECT_LE(gap.abs().max().item<double>(), ulp * reference.grads[i].abs().max().item<double>())
+                << "gradient of " << Toy::kNames[i] << " in step " << step;
+          }
           const at::Tensor master = engine.get_full(i, Quantity::Master), expected = reference.masters()[i];
           const double apart = (master - expected).norm().item<double>() / expected.norm().item<double>();
           EXPECT_LE(apart, rounds_often ? ulp : 1e-6) << "master of " << Toy::kNames[i] << " in step " << step;
@@ -99,8 +105,8 @@ TEST_P(Parity, GradientsAndWeightsArePlainPytorchs) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Grid, Parity,
-                         ::testing::Combine(::testing::Values(0, 1, 2), ::testing::Bool(), ::testing::Values(1, 2, 3, 4),
-                                            ::testing::Values(1, 3)));
+                         ::testing::Combine(::testing::Values(0, 1, 2), ::testing::Bool(),
+                                            ::testing::Values(1, 2, 3, 4), ::testing::Values(1, 3)));
 
 // Sums run in rank order wherever they run, so stages share their bits (Note [Order of summation]). With accumulation,
 // stage 2 adds ranks before micro-batches and stages 0 and 1 the other way round: only those two stay equal.
@@ -139,18 +145,21 @@ TEST(SameBits, AnyBucketSizeAndUnitMerging) {
   run.bucket = 500'000'000;
   run.min_unit = 1 << 20;
   const Outcome merged = train(run, 3, 3);
-  for (size_t i = 0; i < whole.weights.size(); ++i) EXPECT_TRUE(whole.grads[i].equal(merged.grads[i]));
+  for (size_t i = 0; i < whole.weights.size(); ++i)
+    EXPECT_TRUE(whole.grads[i].equal(merged.grads[i]));
 }
 
 TEST(OddSizes, MoreRanksThanElements) {
   ToyRun run;
-  for (run.stage = 0; run.stage <= 2; ++run.stage) train(run, 8, 2, /*check_reference=*/true);
+  for (run.stage = 0; run.stage <= 2; ++run.stage)
+    train(run, 8, 2, /*check_reference=*/true);
 }
 
 TEST(Engine, ClippingOffLeavesGradientsAlone) {
   ToyRun run;
   run.clip = 0;
-  for (run.stage = 0; run.stage <= 2; ++run.stage) train(run, 2, 2, /*check_reference=*/true);
+  for (run.stage = 0; run.stage <= 2; ++run.stage)
+    train(run, 2, 2, /*check_reference=*/true);
 }
 
 }  // namespace tessera::testing

@@ -28,15 +28,18 @@ TEST(Layout, SlicesCoverEveryParameterOnceForOddSizes) {
     for (int i = 0; i < layout.count(); ++i) {
       EXPECT_EQ(layout.param(i).begin % kAlignment, 0);
       int64_t covered = 0;
-      for (int r = 0; r < shards; ++r) covered += layout.owned(i, r).size();
+      for (int r = 0; r < shards; ++r)
+        covered += layout.owned(i, r).size();
       EXPECT_EQ(covered, numels[i]) << "parameter " << i << " over " << shards;
       if (i > 0) {
         EXPECT_GE(layout.param(i).begin, layout.param(i - 1).end);
       }
     }
     int64_t gaps = 0, used = 0;
-    for (const Range& gap : layout.padding()) gaps += gap.size();
-    for (const int64_t n : numels) used += n;
+    for (const Range& gap : layout.padding())
+      gaps += gap.size();
+    for (const int64_t n : numels)
+      used += n;
     EXPECT_EQ(gaps + used, layout.size());
   }
 }

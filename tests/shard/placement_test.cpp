@@ -14,7 +14,8 @@ TEST(Placement, StagesAreTheRowsOfZero) {
   EXPECT_EQ(row(1).states, Shard);
   EXPECT_EQ(row(1).reduce_at, ReduceAt::Boundary);
   EXPECT_EQ(row(2).reduce_at, ReduceAt::EveryBackward);
-  for (int stage = 0; stage < 3; ++stage) EXPECT_EQ(row(stage).params, Replicate);
+  for (int stage = 0; stage < 3; ++stage)
+    EXPECT_EQ(row(stage).params, Replicate);
   EXPECT_EQ(row(3).params, Shard);
 }
 

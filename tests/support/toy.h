@@ -28,7 +28,8 @@ struct Toy {
   std::vector<engine::ParamSpec> specs() const {
     const std::vector<std::string> units{"root", "blocks.1", "blocks.0", "blocks.0", "blocks.1"};
     std::vector<engine::ParamSpec> specs;
-    for (size_t i = 0; i < tensors.size(); ++i) specs.push_back({kNames[i], tensors[i], 0, units[i]});
+    for (size_t i = 0; i < tensors.size(); ++i)
+      specs.push_back({kNames[i], tensors[i], 0, units[i]});
     return specs;
   }
 

@@ -19,7 +19,8 @@ std::vector<at::Tensor> plain_grads(const std::function<at::Tensor(const Toy&)>&
   const Toy toy;
   loss(toy).backward();
   std::vector<at::Tensor> grads;
-  for (const at::Tensor& t : toy.tensors) grads.push_back(t.grad().defined() ? t.grad() : at::zeros_like(t));
+  for (const at::Tensor& t : toy.tensors)
+    grads.push_back(t.grad().defined() ? t.grad() : at::zeros_like(t));
   return grads;
 }
 
@@ -56,7 +57,8 @@ const at::Tensor& data() {
 TEST(Hooks, GradientsLeavePGradExceptInStage0) {
   every_stage([](Engine& engine, const Toy& toy, int stage) {
     toy_forward(engine, toy, data()).backward();
-    for (const at::Tensor& t : toy.tensors) EXPECT_EQ(t.grad().defined(), stage == 0);
+    for (const at::Tensor& t : toy.tensors)
+      EXPECT_EQ(t.grad().defined(), stage == 0);
   });
 }
 

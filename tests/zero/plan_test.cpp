@@ -13,7 +13,8 @@ constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 std::vector<std::string> names(const std::vector<PlannedUnit>& units) {
   std::vector<std::string> result;
-  for (const PlannedUnit& u : units) result.push_back(u.name);
+  for (const PlannedUnit& u : units)
+    result.push_back(u.name);
   return result;
 }
 }  // namespace
@@ -42,13 +43,16 @@ TEST(Plan, SplitsLargeUnitsBetweenParameters) {
 
 TEST(Plan, EveryItemOnceForAnyLimits) {
   std::vector<PlanItem> items;
-  for (int i = 0; i < 40; ++i) items.push_back({i % 7 == 0 ? "" : "b" + std::to_string(i % 5), i % 11, i % 3});
+  for (int i = 0; i < 40; ++i)
+    items.push_back({i % 7 == 0 ? "" : "b" + std::to_string(i % 5), i % 11, i % 3});
   for (const int64_t lower : {0, 1, 30, 1000}) {
     for (const int64_t upper : {0, 1, 30, 1000}) {
       std::multiset<int> seen;
-      for (const auto& unit : plan_units(items, lower, upper)) seen.insert(unit.items.begin(), unit.items.end());
+      for (const auto& unit : plan_units(items, lower, upper))
+        seen.insert(unit.items.begin(), unit.items.end());
       EXPECT_EQ(seen.size(), items.size());
-      for (int i = 0; i < 40; ++i) EXPECT_EQ(seen.count(i), 1U);
+      for (int i = 0; i < 40; ++i)
+        EXPECT_EQ(seen.count(i), 1U);
     }
   }
 }
@@ -58,6 +62,8 @@ TEST(Plan, OptimizerGroupsAreContiguousInAUnit) {
   EXPECT_EQ(plan_units(items, 0, kNoLimit)[0].items, (std::vector<int>{1, 3, 0, 2}));
 }
 
-TEST(Plan, NegativeLimitsAreValueErrors) { EXPECT_THROW(plan_units({}, -1, 1), c10::ValueError); }
+TEST(Plan, NegativeLimitsAreValueErrors) {
+  EXPECT_THROW(plan_units({}, -1, 1), c10::ValueError);
+}
 
 }  // namespace tessera::zero

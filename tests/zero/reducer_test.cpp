@@ -69,17 +69,16 @@ TEST(Reducer, CollectivesInUnitOrderRootLast) {
   ToyRun run;
   run.stage = 1;
   EXPECT_EQ(labels_of_step(run),
-            (std::vector<std::string>{"reduce_scatter gradients of unit 'blocks.0'",
-                                      "reduce_scatter gradients of unit 'blocks.1'",
-                                      "reduce_scatter gradients of unit 'root'", "all_gather gradient norm",
-                                      "all_gather parameters of unit 'blocks.0'",
-                                      "all_gather parameters of unit 'blocks.1'",
-                                      "all_gather parameters of unit 'root'"}));
+            (std::vector<std::string>{
+                "reduce_scatter gradients of unit 'blocks.0'", "reduce_scatter gradients of unit 'blocks.1'",
+                "reduce_scatter gradients of unit 'root'", "all_gather gradient norm",
+                "all_gather parameters of unit 'blocks.0'", "all_gather parameters of unit 'blocks.1'",
+                "all_gather parameters of unit 'root'"}));
   run.stage = 0;
-  EXPECT_EQ(labels_of_step(run),
-            (std::vector<std::string>{"all_reduce gradients of unit 'blocks.0'",
-                                      "all_reduce gradients of unit 'blocks.1'",
-                                      "all_reduce gradients of unit 'root'", "all_gather gradient norm"}));
+  EXPECT_EQ(
+      labels_of_step(run),
+      (std::vector<std::string>{"all_reduce gradients of unit 'blocks.0'", "all_reduce gradients of unit 'blocks.1'",
+                                "all_reduce gradients of unit 'root'", "all_gather gradient norm"}));
 }
 
 TEST(Reducer, Stage2ReducesEveryMicroBatchAndStages0And1OnlyAtTheBoundary) {
@@ -88,7 +87,8 @@ TEST(Reducer, Stage2ReducesEveryMicroBatchAndStages0And1OnlyAtTheBoundary) {
   const auto reductions = [&](int stage) {
     run.stage = stage;
     int count = 0;
-    for (const std::string& label : labels_of_step(run)) count += label.find("gradients of unit") != std::string::npos;
+    for (const std::string& label : labels_of_step(run))
+      count += label.find("gradients of unit") != std::string::npos;
     return count;
   };
   EXPECT_EQ(reductions(0), 3);
@@ -108,7 +108,8 @@ TEST(Reducer, VolumeIsTwoUnitsOfTheModel) {
       engine.step();
       const int64_t flat = engine.memory().params;  // bytes of the padded flat space, fp32
       EXPECT_EQ(group->stats().reduce_scatter.bytes, flat * 3 / 4);
-      EXPECT_EQ(group->stats().all_gather.bytes, flat * 3 / 4 + 3 * 2 * 8) << "parameters, and two doubles for the norm";
+      EXPECT_EQ(group->stats().all_gather.bytes, flat * 3 / 4 + 3 * 2 * 8)
+          << "parameters, and two doubles for the norm";
       EXPECT_EQ(group->stats().all_reduce.calls, 0);
     });
   }

@@ -83,13 +83,13 @@ TEST(ShardedModel, Stage0HonoursGradientsTheUserSets) {
   const Toy toy;
   Engine engine = toy_engine({}, toy, comm::single_group());
   toy_forward(engine, toy, toy_batch(0, 0)).backward();
-  toy.tensors[0].mutable_grad() = at::full({1}, 3.0);      // replaced
-  toy.tensors[1].mutable_grad().mul_(0);                   // edited in place
-  toy.tensors[2].mutable_grad().reset();                   // dropped
+  toy.tensors[0].mutable_grad() = at::full({1}, 3.0);  // replaced
+  toy.tensors[1].mutable_grad().mul_(0);               // edited in place
+  toy.tensors[2].mutable_grad().reset();               // dropped
   const at::Tensor untouched = toy.tensors[2].detach().clone();
   EXPECT_EQ(engine.get_full(0, Quantity::Gradient).defined(), true);
-  const double rest = toy.tensors[3].grad().square().sum().item<double>() +
-                      toy.tensors[4].grad().square().sum().item<double>();
+  const double rest =
+      toy.tensors[3].grad().square().sum().item<double>() + toy.tensors[4].grad().square().sum().item<double>();
   EXPECT_TRUE(engine.step());
   EXPECT_NEAR(*engine.global_grad_norm(), std::sqrt(9.0 + rest), 1e-5);
   EXPECT_TRUE(untouched.equal(toy.tensors[2].detach()));
@@ -141,7 +141,8 @@ TEST(ShardedModel, CoalesceIssuesOneReductionForAllBackwardsInside) {
       group->reset_stats();
       engine.begin_coalesce();
       EXPECT_THROW(engine.begin_no_sync(), c10::Error);
-      for (int i = 0; i < 3; ++i) toy_forward(engine, toy, toy_batch(rank, i)).backward();
+      for (int i = 0; i < 3; ++i)
+        toy_forward(engine, toy, toy_batch(rank, i)).backward();
       engine.end_coalesce();
       const auto& stats = group->stats();
       EXPECT_EQ(stats.all_reduce.calls + stats.reduce_scatter.calls, 3) << "one for each unit";

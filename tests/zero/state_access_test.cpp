@@ -68,7 +68,8 @@ TEST(StateAccess, LocalViewsAreTheRanksPartOfTheFullTensor) {
 TEST(StateAccess, GradientsSetBetweenBackwardAndStepAreHonoured) {
   over_stages([](Engine& engine, const Toy& toy, int rank, int) {
     toy_forward(engine, toy, toy_batch(rank, 0)).backward();
-    for (int i = 0; i < 5; ++i) engine.set_full(i, Quantity::Gradient, at::zeros_like(toy.tensors[i], at::kFloat));
+    for (int i = 0; i < 5; ++i)
+      engine.set_full(i, Quantity::Gradient, at::zeros_like(toy.tensors[i], at::kFloat));
     engine.set_full(1, Quantity::Gradient, at::full({3}, 2.0));
     engine.step();
     EXPECT_NEAR(*engine.global_grad_norm(), std::sqrt(12.0), 1e-6);

@@ -52,9 +52,9 @@ TEST(Update, AUsersEditOfAComputeParameterReachesTheMaster) {
       {
         const at::NoGradGuard no_grad;
         at::Tensor edited = toy.tensors[4];
-        edited.fill_(2.0);                                                     // in place
+        edited.fill_(2.0);  // in place
         at::Tensor replaced = toy.tensors[1];
-        replaced.set_data(at::full({3}, -1.0, at::kBFloat16));                 // p.data = t
+        replaced.set_data(at::full({3}, -1.0, at::kBFloat16));  // p.data = t
       }
       engine.groups()[0].lr = 0;
       toy_forward(engine, toy, toy_batch(rank, 0)).backward();
@@ -137,8 +137,10 @@ TEST(Update, ExternalOptimizersUpdateTheMasterShards) {
         });
         for (int i = 0; i < 5; ++i) {
           EXPECT_TRUE(at::allclose(expected[i], engine.get_full(i, Quantity::Master), 1e-6, 1e-7));
-          EXPECT_TRUE(toy.tensors[i].detach().to(at::kFloat).equal(
-              engine.get_full(i, Quantity::Master).to(toy.tensors[i].scalar_type()).to(at::kFloat)));
+          EXPECT_TRUE(toy.tensors[i]
+                          .detach()
+                          .to(at::kFloat)
+                          .equal(engine.get_full(i, Quantity::Master).to(toy.tensors[i].scalar_type()).to(at::kFloat)));
         }
       });
     }
