@@ -16,7 +16,6 @@ Value to_value(const nlohmann::json& value);
 // Lenient as clients are: integral floats for integers, 0/1 and "true" for bool, numbers as text,
 // true for a float (noted in `warning`). Returns "" when the member was set, else "must be ..., got
 // ...".
-std::string assign(const Key& key, const Field& field, const nlohmann::json& value,
-                   std::string& warning);
+std::string assign(const Key& key, const Field& field, const nlohmann::json& value, std::string& warning);
 
 }  // namespace tessera::config

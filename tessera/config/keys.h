@@ -21,10 +21,9 @@ struct EnumField {
 };
 
 using Field =
-    std::variant<bool*, int64_t*, double*, std::string*, std::optional<bool>*,
-                 std::optional<int64_t>*, std::optional<std::string>*, std::vector<std::string>*,
-                 std::optional<std::vector<std::string>>*, std::vector<int64_t>*, c10::ScalarType*,
-                 std::optional<c10::ScalarType>*, EnumField, Value*, Params*>;
+    std::variant<bool*, int64_t*, double*, std::string*, std::optional<bool>*, std::optional<int64_t>*,
+                 std::optional<std::string>*, std::vector<std::string>*, std::optional<std::vector<std::string>>*,
+                 std::vector<int64_t>*, c10::ScalarType*, std::optional<c10::ScalarType>*, EnumField, Value*, Params*>;
 
 struct Limits {
   double min = -std::numeric_limits<double>::infinity();

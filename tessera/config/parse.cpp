@@ -133,6 +133,8 @@ class Parser {
     const std::string hint = near.empty() ? "" : "; did you mean \"" + near + "\"?";
     if (section.empty()) {
       report_.warning(written, "unknown key, ignored" + (hint.empty() ? elsewhere(name) : hint));
+    } else if (section == "optimizer" || section == "scheduler") {
+      report_.warning(written, "unknown key, ignored" + hint);  // as in the reference: parameters go into params
     } else if (section == "bf16" && contains(names_in("fp16"), name)) {
       report_.error(written, "unknown key; it belongs to fp16, bf16 needs no loss scale");
     } else {

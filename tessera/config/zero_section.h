@@ -36,10 +36,9 @@ struct OffloadParam {
 };
 
 struct LeafModule {
-  std::vector<std::string> classes{
-      "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
-      "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
-      "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock"};
+  std::vector<std::string> classes{"transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+                                   "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+                                   "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock"};
   std::vector<std::string> names;
   std::vector<std::string> name_suffixes;
 };

@@ -19,8 +19,7 @@ class Problems {
   }
   void positive(const char* key, int64_t value) {
     require(value > 0 && value <= 1'000'000'000'000,
-            std::string(key) + " must be a positive integer (at most 1e12), got " +
-                std::to_string(value));
+            std::string(key) + " must be a positive integer (at most 1e12), got " + std::to_string(value));
   }
   void stairs(const char* key, int64_t value) {
     require(value >= 0 && value <= 1'000'000,
@@ -32,15 +31,13 @@ class Problems {
   void per_group(const char* key, const std::vector<double>& values, size_t groups, bool required) {
     require(!required || !values.empty(), std::string(key) + " must not be empty");
     require(groups == 0 || values.size() <= 1 || values.size() == groups,
-            std::string(key) + " must be one number or one for each of the " +
-                std::to_string(groups) + " param groups, got " + std::to_string(values.size()));
+            std::string(key) + " must be one number or one for each of the " + std::to_string(groups) +
+                " param groups, got " + std::to_string(values.size()));
     for (double value : values) {
       finite(key, value);
     }
   }
-  void raise() const {
-    TESSERA_CHECK_VALUE(text_.empty(), "optim.schedule", "wrong schedule options:", text_);
-  }
+  void raise() const { TESSERA_CHECK_VALUE(text_.empty(), "optim.schedule", "wrong schedule options:", text_); }
 
  private:
   std::string text_;
@@ -110,16 +107,13 @@ ScheduleValues values_of(const WarmupLR& o, int64_t iteration, const std::vector
   for (size_t g = 0; g < base.size(); ++g) {
     const double low = of_group(o.warmup_min_lr, g);
     const double high = o.warmup_max_lr.empty() ? base[g] : of_group(o.warmup_max_lr, g);
-    const double share = last < 0       ? 0
-                         : last < steps ? warmup_share(o.warmup_type, last, steps)
-                                        : 1.0;
+    const double share = last < 0 ? 0 : last < steps ? warmup_share(o.warmup_type, last, steps) : 1.0;
     out.lr.push_back(low + (high - low) * share);
   }
   return out;
 }
 
-ScheduleValues values_of(const WarmupDecayLR& o, int64_t iteration,
-                         const std::vector<double>& base) {
+ScheduleValues values_of(const WarmupDecayLR& o, int64_t iteration, const std::vector<double>& base) {
   const int64_t steps = warmup_steps(o.warmup_num_steps);
   const int64_t last = iteration - 1;
   double share = 0;
@@ -137,8 +131,7 @@ ScheduleValues values_of(const WarmupDecayLR& o, int64_t iteration,
   return out;
 }
 
-ScheduleValues values_of(const WarmupCosineLR& o, int64_t iteration,
-                         const std::vector<double>& base) {
+ScheduleValues values_of(const WarmupCosineLR& o, int64_t iteration, const std::vector<double>& base) {
   const int64_t steps = warmup_steps(o.warmup_num_steps);
   const int64_t last = iteration - 1;
   double ratio = 0;
@@ -148,8 +141,7 @@ ScheduleValues values_of(const WarmupCosineLR& o, int64_t iteration,
     const double cosine = done < length ? (1 + std::cos(std::numbers::pi * done / length)) / 2 : 0;
     ratio = std::max(0.0, o.cos_min_ratio + (1.0 - o.cos_min_ratio) * cosine);
   } else if (last >= 0) {
-    ratio =
-        o.warmup_min_ratio + (1.0 - o.warmup_min_ratio) * warmup_share(o.warmup_type, last, steps);
+    ratio = o.warmup_min_ratio + (1.0 - o.warmup_min_ratio) * warmup_share(o.warmup_type, last, steps);
   }
   ScheduleValues out;
   for (double lr : base) {
@@ -163,8 +155,8 @@ ScheduleValues values_of(const WarmupCosineLR& o, int64_t iteration,
 double triangle(const OneCycle& o, int64_t iteration, int64_t first, int64_t second) {
   const int64_t total = first + second;
   const bool rising = iteration <= first;
-  const int64_t stairs = rising ? o.cycle_first_stair_count
-                                : o.cycle_second_stair_count.value_or(o.cycle_first_stair_count);
+  const int64_t stairs =
+      rising ? o.cycle_first_stair_count : o.cycle_second_stair_count.value_or(o.cycle_first_stair_count);
   const int64_t done = rising ? iteration : total - iteration;
   const int64_t length = rising ? first : second;
   if (stairs > 0) {  // whole numbers: rounding must not move an iteration to the stair below
@@ -177,8 +169,7 @@ ScheduleValues values_of(const OneCycle& o, int64_t iteration, const std::vector
   const int64_t first = o.cycle_first_step_size;
   const int64_t second = o.cycle_second_step_size.value_or(first);
   double lr = o.cycle_min_lr;
-  double momentum =
-      o.cycle_min_mom;  // what construction sets; the first step goes to the upper end
+  double momentum = o.cycle_min_mom;  // what construction sets; the first step goes to the upper end
   if (iteration > first + second) {
     const double past = double(iteration - first - second);
     const double periods = o.decay_step_size > 0 ? past / double(o.decay_step_size) : 0;
@@ -204,8 +195,7 @@ ScheduleValues values_of(const LRRangeTest& o, int64_t iteration, const std::vec
   }
   ScheduleValues out;
   for (size_t g = 0; g < base.size(); ++g) {
-    out.lr.push_back(of_group(o.lr_range_test_min_lr, g) *
-                     (1 + o.lr_range_test_step_rate * periods));
+    out.lr.push_back(of_group(o.lr_range_test_min_lr, g) * (1 + o.lr_range_test_step_rate * periods));
   }
   return out;
 }
@@ -218,8 +208,7 @@ void check(const ScheduleOptions& options, size_t groups) {
   problems.raise();
 }
 
-ScheduleValues evaluate(const ScheduleOptions& options, int64_t iteration,
-                        const std::vector<double>& base_lrs) {
+ScheduleValues evaluate(const ScheduleOptions& options, int64_t iteration, const std::vector<double>& base_lrs) {
   check(options, base_lrs.size());
   TESSERA_CHECK_VALUE(iteration >= 0, "optim.schedule", "iteration must be >= 0, got ", iteration);
   return std::visit([&](const auto& o) { return values_of(o, iteration, base_lrs); }, options);

@@ -52,8 +52,7 @@ struct LRRangeTest {
   double lr_range_test_step_rate = 1.0;
   bool lr_range_test_staircase = false;
 };
-using ScheduleOptions =
-    std::variant<WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest>;
+using ScheduleOptions = std::variant<WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest>;
 
 // What a schedule says for one iteration. Empty `momentum`: the schedule does not touch it.
 struct ScheduleValues {
@@ -69,7 +68,6 @@ void check(const ScheduleOptions& options, size_t groups = 0);
 // evaluate(k) and iteration 0 is what construction sets. The reference's last_batch_iteration is
 // iteration - 1. base_lrs: the optimizer's lr per group when the schedule was made. Pure. Value
 // error as check().
-ScheduleValues evaluate(const ScheduleOptions& options, int64_t iteration,
-                        const std::vector<double>& base_lrs);
+ScheduleValues evaluate(const ScheduleOptions& options, int64_t iteration, const std::vector<double>& base_lrs);
 
 }  // namespace tessera::optim

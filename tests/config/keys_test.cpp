@@ -255,7 +255,7 @@ TEST(Keys, EnumRowsReadAndWriteTheirMember) {
 }
 
 TEST(Keys, TheReferenceTableOfTheDocsIsUpToDate) {
-  const auto root = std::filesystem::path(__FILE__).parent_path().parent_path().parent_path();
+  const std::filesystem::path root = TESSERA_SOURCE_DIR;
   std::ifstream file(root / "docs" / "config.md");
   ASSERT_TRUE(file.good()) << "docs/config.md is missing";
   std::ostringstream text;

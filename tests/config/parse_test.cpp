@@ -50,6 +50,13 @@ TEST(Parse, UnknownKeysInSectionsAreErrors) {
   EXPECT_HAS(json_error(R"({"bf16": true})"), "bf16: must be an object");
 }
 
+TEST(Parse, ExtraKeysBesideATypeOnlyWarn) {
+  const Config c = Config::from_json(R"({"optimizer": {"type": "Adam", "lr": 1}, "scheduler": {"parms": {}}})");
+  ASSERT_EQ(c.warnings.size(), 2u);
+  EXPECT_HAS(c.warnings[0], "optimizer.lr: unknown key, ignored");
+  EXPECT_HAS(c.warnings[1], "did you mean \"params\"?");
+}
+
 TEST(Parse, ReadsDeprecatedKeys) {
   const Config c = Config::from_json(R"({"zero_optimization": {"stage": 2, "cpu_offload": true,
     "cpu_offload_param": true, "cpu_offload_use_pin_memory": true, "stage3_gather_fp16_weights_on_model_save": true}})");

@@ -71,7 +71,7 @@ TEST(Served, OneErrorNamesAll) {
 }
 
 TEST(Served, TheDocsListEveryRow) {
-  const auto root = std::filesystem::path(__FILE__).parent_path().parent_path().parent_path();
+  const std::filesystem::path root = TESSERA_SOURCE_DIR;
   std::ifstream file(root / "docs" / "config.md");
   std::ostringstream text;
   text << file.rdbuf();

@@ -28,5 +28,4 @@ inline std::string json_error(const std::string& text) {
 }  // namespace tessera::config
 
 #define EXPECT_HAS(text, part) EXPECT_NE(std::string(text).find(part), std::string::npos) << (text)
-#define EXPECT_HAS_NOT(text, part) \
-  EXPECT_EQ(std::string(text).find(part), std::string::npos) << (text)
+#define EXPECT_HAS_NOT(text, part) EXPECT_EQ(std::string(text).find(part), std::string::npos) << (text)

@@ -31,10 +31,8 @@ const std::vector<Case>& cases() {
         {0.01},
         {0.01}},
        {}},
-      {WarmupLR{.warmup_min_lr = {0.001},
-                .warmup_max_lr = {0.01},
-                .warmup_num_steps = 5,
-                .warmup_type = WarmupType::Linear},
+      {WarmupLR{
+           .warmup_min_lr = {0.001}, .warmup_max_lr = {0.01}, .warmup_num_steps = 5, .warmup_type = WarmupType::Linear},
        {0.1},
        {{0.001},
         {0.001},
@@ -46,10 +44,7 @@ const std::vector<Case>& cases() {
         {0.010000000000000002},
         {0.010000000000000002}},
        {}},
-      {WarmupLR{.warmup_max_lr = {0.01}, .warmup_num_steps = 1},
-       {0.1},
-       {{0.0}, {0.0}, {0.01}, {0.01}, {0.01}},
-       {}},
+      {WarmupLR{.warmup_max_lr = {0.01}, .warmup_num_steps = 1}, {0.1}, {{0.0}, {0.0}, {0.01}, {0.01}, {0.01}}, {}},
       {WarmupLR{.warmup_max_lr = {0.01}, .warmup_num_steps = 1, .warmup_type = WarmupType::Linear},
        {0.1},
        {{0.0}, {0.0}, {0.005}, {0.01}, {0.01}},
@@ -166,10 +161,7 @@ const std::vector<Case>& cases() {
        {0.1},
        {{0.0}, {0.0}, {0.05}, {0.07924812503605783}, {0.1}, {1e-05}, {1e-05}},
        {}},
-      {WarmupCosineLR{.total_num_steps = 2, .warmup_num_steps = 2},
-       {0.1},
-       {{0.0}, {0.0}, {0.1}, {1e-05}, {1e-05}},
-       {}},
+      {WarmupCosineLR{.total_num_steps = 2, .warmup_num_steps = 2}, {0.1}, {{0.0}, {0.0}, {0.1}, {1e-05}, {1e-05}}, {}},
       {OneCycle{.cycle_min_lr = 0.01, .cycle_max_lr = 0.1, .cycle_first_step_size = 4},
        {0.1},
        {{0.01},
@@ -280,10 +272,7 @@ const std::vector<Case>& cases() {
         {0.9},
         {0.9},
         {0.9}}},
-      {OneCycle{.cycle_min_lr = 0.01,
-                .cycle_max_lr = 0.1,
-                .cycle_first_step_size = 6,
-                .cycle_first_stair_count = 2},
+      {OneCycle{.cycle_min_lr = 0.01, .cycle_max_lr = 0.1, .cycle_first_step_size = 6, .cycle_first_stair_count = 2},
        {0.1},
        {{0.01},
         {0.01},
@@ -369,17 +358,9 @@ const std::vector<Case>& cases() {
         {0.11, 0.11},
         {0.16, 0.16}},
        {}},
-      {LRRangeTest{.lr_range_test_min_lr = {0.01, 0.02},
-                   .lr_range_test_step_size = 4,
-                   .lr_range_test_step_rate = 2.0},
+      {LRRangeTest{.lr_range_test_min_lr = {0.01, 0.02}, .lr_range_test_step_size = 4, .lr_range_test_step_rate = 2.0},
        {0.1, 0.2},
-       {{0.01, 0.02},
-        {0.015, 0.03},
-        {0.02, 0.04},
-        {0.025, 0.05},
-        {0.03, 0.06},
-        {0.035, 0.07},
-        {0.04, 0.08}},
+       {{0.01, 0.02}, {0.015, 0.03}, {0.02, 0.04}, {0.025, 0.05}, {0.03, 0.06}, {0.035, 0.07}, {0.04, 0.08}},
        {}}};
   return all;
 }
@@ -428,18 +409,13 @@ TEST(Schedule, RefusesWrongOptionsAllAtOnceAndNamesThem) {
   EXPECT_NE(text.find("total_num_steps must be a positive integer"), std::string::npos) << text;
   EXPECT_NE(text.find("warmup_num_steps must be a positive integer"), std::string::npos) << text;
   EXPECT_EQ(error_of(WarmupLR{}, 1), "");
-  EXPECT_NE(error_of(WarmupLR{.warmup_num_steps = 0}, 1).find("warmup_num_steps"),
-            std::string::npos);
-  EXPECT_NE(error_of(WarmupLR{.warmup_max_lr = {0.1, 0.2}}, 3).find("warmup_max_lr"),
-            std::string::npos);
+  EXPECT_NE(error_of(WarmupLR{.warmup_num_steps = 0}, 1).find("warmup_num_steps"), std::string::npos);
+  EXPECT_NE(error_of(WarmupLR{.warmup_max_lr = {0.1, 0.2}}, 3).find("warmup_max_lr"), std::string::npos);
   EXPECT_NE(error_of(WarmupLR{.warmup_min_lr = {}}, 1).find("warmup_min_lr"), std::string::npos);
   EXPECT_NE(error_of(WarmupLR{.warmup_min_lr = {NAN}}, 1).find("warmup_min_lr"), std::string::npos);
-  EXPECT_NE(error_of(OneCycle{.cycle_first_step_size = 0}, 1).find("cycle_first_step_size"),
-            std::string::npos);
-  EXPECT_NE(error_of(OneCycle{.cycle_first_stair_count = -1}, 1).find("cycle_first_stair_count"),
-            std::string::npos);
-  EXPECT_NE(error_of(LRRangeTest{.lr_range_test_step_size = 0}, 1).find("lr_range_test_step_size"),
-            std::string::npos);
+  EXPECT_NE(error_of(OneCycle{.cycle_first_step_size = 0}, 1).find("cycle_first_step_size"), std::string::npos);
+  EXPECT_NE(error_of(OneCycle{.cycle_first_stair_count = -1}, 1).find("cycle_first_stair_count"), std::string::npos);
+  EXPECT_NE(error_of(LRRangeTest{.lr_range_test_step_size = 0}, 1).find("lr_range_test_step_size"), std::string::npos);
   EXPECT_THROW(evaluate(WarmupLR{}, -1, {0.1}), c10::ValueError);
 }
 
