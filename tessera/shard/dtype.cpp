@@ -14,16 +14,18 @@ constexpr int64_t kGrain = 1 << 16;  // elements a thread should at least get
 constexpr int64_t kAlign = 64;
 
 template <class Kernel>
-void over_threads(Kernel kernel, const at::Tensor& dst, const at::Tensor& src, double scale) {
-  TESSERA_ASSERT(dst.numel() == src.numel() && dst.is_contiguous() && src.is_contiguous());
-  const auto dst_type = kernel_dtype(dst.scalar_type());
-  const auto src_type = kernel_dtype(src.scalar_type());
-  char* out = static_cast<char*>(dst.data_ptr());
-  const char* in = static_cast<const char*>(src.const_data_ptr());
-  parallel_ranges(dst.numel(), kGrain, kAlign, [&](int64_t begin, int64_t end) {
-    kernel(out + begin * kernels::size_of(dst_type), dst_type, in + begin * kernels::size_of(src_type), src_type,
-           static_cast<float>(scale), end - begin);
+void over_threads(Kernel kernel, Memory dst, Memory src, double scale, int64_t n) {
+  char* out = static_cast<char*>(dst.data);
+  const char* in = static_cast<const char*>(src.data);
+  const auto out_size = static_cast<int64_t>(kernels::size_of(dst.dtype));
+  const auto in_size = static_cast<int64_t>(kernels::size_of(src.dtype));
+  parallel_ranges(n, kGrain, kAlign, [&](int64_t begin, int64_t end) {
+    kernel(out + begin * out_size, dst.dtype, in + begin * in_size, src.dtype, static_cast<float>(scale), end - begin);
   });
+}
+
+void check_pair(const at::Tensor& dst, const at::Tensor& src) {
+  TESSERA_ASSERT(dst.numel() == src.numel() && dst.is_contiguous() && src.is_contiguous());
 }
 
 }  // namespace
@@ -47,12 +49,28 @@ void check_device(c10::Device device) {
                       "': this build has kernels for CPU tensors only; move the model to the CPU");
 }
 
+Memory memory_of(const at::Tensor& tensor, int64_t offset) {
+  const auto dtype = kernel_dtype(tensor.scalar_type());
+  const int64_t bytes = offset * static_cast<int64_t>(kernels::size_of(dtype));
+  return {static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())) + bytes, dtype};
+}
+
+void scaled_copy(Memory dst, Memory src, double scale, int64_t n) {
+  over_threads(kernels::scaled_copy, dst, src, scale, n);
+}
+
+void scaled_add(Memory dst, Memory src, double scale, int64_t n) {
+  over_threads(kernels::scaled_add, dst, src, scale, n);
+}
+
 void scaled_copy(const at::Tensor& dst, const at::Tensor& src, double scale) {
-  over_threads(kernels::scaled_copy, dst, src, scale);
+  check_pair(dst, src);
+  scaled_copy(memory_of(dst), memory_of(src), scale, dst.numel());
 }
 
 void scaled_add(const at::Tensor& dst, const at::Tensor& src, double scale) {
-  over_threads(kernels::scaled_add, dst, src, scale);
+  check_pair(dst, src);
+  scaled_add(memory_of(dst), memory_of(src), scale, dst.numel());
 }
 
 void fill_zero(const at::Tensor& dst) {

@@ -12,6 +12,7 @@
 namespace tessera::zero {
 
 namespace {
+using AccumulateFn = void(shard::Memory, shard::Memory, double, int64_t);
 constexpr size_t kMaxInFlight = 2;  // bounds buckets and receive buffers
 constexpr size_t kMaxKept = 2;      // free buckets kept for the next backward
 }  // namespace
@@ -75,14 +76,14 @@ void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, doubl
     acquire_partial(unit);
     unit.move_to(GradState::Accumulating);
   }
-  at::Tensor source = shard::flatten_like_param(grad, param.tensor);
+  // A bound parameter is dense, so equal strides mean equal order in memory.
+  at::Tensor source = grad;
+  if (grad.strides() != param.tensor.strides()) source = shard::flatten_like_param(grad, param.tensor);
   if (source.scalar_type() == at::kDouble) source = source.to(at::kFloat);
-  const at::Tensor slot = unit.partial.narrow(0, param.range.begin, param.range.size());
-  if (param.filled) {
-    shard::scaled_add(slot, source, scale);
-  } else {
-    shard::scaled_copy(slot, source, scale);
-  }
+  const shard::Memory slot = shard::memory_of(unit.partial, param.range.begin);
+  const auto add_or_copy =
+      param.filled ? static_cast<AccumulateFn*>(shard::scaled_add) : static_cast<AccumulateFn*>(shard::scaled_copy);
+  add_or_copy(slot, shard::memory_of(source), scale, param.range.size());
   param.filled = true;
   param.has_grad = true;
 }
