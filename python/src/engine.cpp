@@ -96,7 +96,11 @@ void bind_counters(EngineClass& c) {
       .def("skipped_steps", &Engine::skipped_steps)
       .def("set_counters", &Engine::set_counters, py::arg("micro_steps"), py::arg("global_steps"),
            py::arg("skipped_steps"))
-      .def("groups", &Engine::groups, py::return_value_policy::reference_internal)
+      // By value: destroy() frees the core's own.
+      .def("groups", &Engine::groups, py::return_value_policy::copy)
+      .def(
+          "set_group", [](Engine& e, size_t index, const optim::GroupOptions& group) { e.groups().at(index) = group; },
+          py::arg("index"), py::arg("group"))
       .def("options", &Engine::options, py::return_value_policy::reference_internal)
       .def("mesh", &Engine::mesh, py::return_value_policy::reference_internal)
       .def("memory", &Engine::memory);

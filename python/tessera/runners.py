@@ -178,6 +178,7 @@ class NativeRunner(Runner):
             self._adopt(self.base.state)
         for index, options in enumerate(self._groups):
             read_group(self._rule, self.base, index, options)
+            self._core.set_group(index, options)
         for hook in self.base._optimizer_step_pre_hooks.values():
             hook(self.base, (), {})
 

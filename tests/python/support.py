@@ -157,3 +157,55 @@ def assert_close(
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+Factory = Callable[[Any], torch.optim.Optimizer]
+
+
+def train_plain(model: nn.Module, factory: Factory, world: int, steps: int) -> torch.optim.Optimizer:
+    optimizer = factory(model.parameters())
+    for k in range(steps):
+        grads = plain_grads(model, world, lambda m, rank, k=k: m(*batch(10 * rank + k)).backward())
+        for name, param in model.named_parameters():
+            param.grad = grads[name]
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def run(engine: Any, rank: int, steps: int) -> None:
+    for k in range(steps):
+        engine(*batch(10 * rank + k)).backward()
+        engine.step()
+
+
+def with_client(
+    model: nn.Module, world: int, cfg: dict[str, Any], factory: Factory, body: Callable[[Any, Any, int], Any]
+) -> list[Any]:
+    copies = [copy.deepcopy(model) for _ in range(world)]
+
+    def on_rank(rank: int, group: tessera.Group) -> Any:
+        client = factory(copies[rank].parameters())
+        engine = tessera.Engine(copies[rank], cfg, optimizer=client, group=group)
+        try:
+            return body(engine, client, rank)
+        finally:
+            engine.destroy()
+
+    return run_ranks(world, on_rank)
+
+
+OPTIMIZERS: dict[str, Factory] = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.8, 0.95), eps=1e-6),
+    "adam maximize": lambda p: torch.optim.Adam(p, lr=0.01, maximize=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.1),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.1, initial_accumulator_value=0.2),
+    # Run by themselves on the masters:
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+}

@@ -281,33 +281,6 @@ def test_gradients_filled_by_hand_at_stage_0() -> None:
     engine.destroy()
 
 
-def test_batch_setters() -> None:
-    engine = tessera.Engine(make(), config(accumulation=2))
-    engine.set_train_batch_size(16)
-    assert engine.get_batch_info() == (16, 4, 4)
-    with pytest.raises(ValueError, match="not divisible"):
-        engine.set_train_batch_size(10)
-    engine.set_train_micro_batch_size(3)
-    assert engine.get_batch_info() == (12, 3, 4)
-    for k in range(4):
-        micro(engine, k)
-    assert engine.global_steps == 1 and engine.global_samples == 12
-    engine.destroy()
-
-
-def test_getters() -> None:
-    cfg = config(2, bf16=True, steps_per_print=5, gradient_clipping=0.5)
-    engine = tessera.Engine(make(), cfg)
-    assert engine.zero_optimization() and engine.zero_optimization_stage() == 2
-    assert engine.bfloat16_enabled() and not engine.fp16_enabled() and not engine.torch_autocast_enabled()
-    assert engine.steps_per_print() == 5 and engine.gradient_clipping() == 0.5
-    assert engine.optimizer_name() == "SGD" and engine.scheduler_name() is None
-    assert engine.communication_data_type == torch.bfloat16 and engine.device == torch.device("cpu")
-    assert (engine.mp_world_size, engine.dp_world_size, engine.seq_dp_world_size) == (1, 1, 1)
-    assert engine.get_mom() == [0] and engine.managed_gradient_accumulation()
-    engine.destroy()
-
-
 @pytest.mark.parametrize(
     "loss", [3.0, torch.ones(2, requires_grad=True) * 2, torch.tensor(1.0)], ids=["number", "vector", "no graph"]
 )
@@ -439,47 +412,6 @@ def test_thawed_parameters_warn() -> None:
     with pytest.warns(UserWarning, match="frozen"):
         engine(*batch(0))
     engine.destroy()
-
-
-def test_custom_unit_policy_and_default() -> None:
-    model = make(Net, 7, 3)
-    units = tessera.default_unit_policy(model)
-    assert set(units.values()) == {"blocks.0", "blocks.1", "blocks.2"}
-    assert "embed.weight" not in units and units["blocks.1.norm.bias"] == "blocks.1"
-    assert set(tessera.default_unit_policy(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))).values()) == {
-        "0",
-        "2",
-    }
-    nested = nn.Sequential(nn.Linear(2, 2), nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2)))
-    assert set(tessera.default_unit_policy(nested).values()) == {"1.0", "1.1"}
-    own = {name: "all" for name, _ in model.named_parameters()}
-    engine = tessera.Engine(model, config(2), unit_policy=lambda _: own)
-    assert {spec.unit for spec in engine.core.params()} == {"all"}
-    micro(engine, 0)
-    engine.destroy()
-
-
-def test_outputs_of_any_form() -> None:
-    import dataclasses
-    from collections import OrderedDict
-    from types import SimpleNamespace
-
-    from tessera.outputs import tensors_in
-
-    a, b = torch.ones(1), torch.zeros(2)
-
-    @dataclasses.dataclass
-    class Output:
-        loss: Any
-        rest: Any = None
-
-    class Fancy(OrderedDict):
-        pass
-
-    forms = [(a, [b]), {"x": a, "y": (b, None, 3)}, Output(a, {"z": b}), Fancy(x=a, y=b), SimpleNamespace(p=a, q=[b])]
-    for form in forms:
-        assert [t.data_ptr() for t in tensors_in(form)] == [a.data_ptr(), b.data_ptr()]
-    assert tensors_in(None) == [] and tensors_in(object()) == []
 
 
 def test_progress_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import Net, batch, config, make, mse
+from support import Net, batch, config, make
 from torch import nn
 
 import tessera
@@ -49,32 +46,6 @@ def test_arguments_by_position_and_all_names() -> None:
     ]
     with pytest.raises(AttributeError):
         _ = tessera.initialize(None, make(), config=config())[0].no_such_attribute
-
-
-def encoded(value: Any) -> str:
-    return base64.urlsafe_b64encode(json.dumps(value).encode()).decode()
-
-
-@pytest.mark.parametrize("form", ["dict", "path", "str", "base64", "config_params", "args", "args dict", "old args"])
-def test_forms_of_configuration(form: str, tmp_path: Path) -> None:
-    cfg = config(stage=1)
-    path = tmp_path / "config.json"
-    path.write_text("// comments are fine\n" + json.dumps(cfg))
-    kwargs: dict[str, Any] = {
-        "dict": {"config": cfg},
-        "path": {"config": path},
-        "str": {"config": str(path)},
-        "base64": {"config": encoded(cfg)},
-        "config_params": {"config_params": cfg},
-        "args": {"args": argparse.Namespace(deepspeed_config=str(path), local_rank=0)},
-        "args dict": {"args": {"deepspeed_config": str(path)}},
-        "old args": {"args": argparse.Namespace(deepscale_config=str(path))},
-    }[form]
-    before = copy.deepcopy(cfg)
-    engine = tessera.initialize(model=make(), **kwargs)[0]
-    assert engine.zero_optimization_stage() == 1
-    assert cfg == before, "the caller's dict is never changed"
-    engine.destroy()
 
 
 def wrong_arguments() -> list[Any]:
@@ -146,14 +117,6 @@ def test_wrong_arguments(kwargs: dict[str, Any], text: str) -> None:
     assert str(caught.value).startswith("[")
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_sharded_stages_require_an_optimizer(stage: int) -> None:
-    cfg = config(stage)
-    del cfg["optimizer"]
-    with pytest.raises(tessera.ConfigError, match="requires an optimizer"):
-        tessera.initialize(model=make(), config=cfg)
-
-
 @pytest.mark.parametrize("bf16", [False, True])
 def test_without_optimizer_forward_only(bf16: bool) -> None:
     cfg = config(bf16=bf16)
@@ -186,31 +149,6 @@ def test_what_is_not_served_is_refused_by_name(more: dict[str, Any]) -> None:
         tessera.initialize(model=make(), config=config(**more))
 
 
-def test_parameter_forms() -> None:
-    model = make()
-    groups = [
-        {"params": model.embed.parameters(), "lr": 0.5},
-        {"params": []},
-        {"params": [model.gain, model.head.weight]},
-    ]
-    engine = tessera.initialize(model=model, model_parameters=iter(groups), config=config(1))[0]
-    assert engine.get_lr() == [0.5, 0.1]
-    frozen = model.head.bias.detach().clone()
-    mse(engine(batch(0)[0]), batch(0)[1]).backward()
-    engine.step()
-    assert torch.equal(model.head.bias, frozen), "not among model_parameters"
-    engine.destroy()
-
-
-def test_optimizer_callable_wins_over_config() -> None:
-    engine, optimizer, _, _ = tessera.initialize(
-        model=make(), optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.7), config=config(2)
-    )
-    assert engine.get_lr() == [0.7] and isinstance(optimizer, tessera.Optimizer)
-    assert type(engine.basic_optimizer) is torch.optim.AdamW and optimizer.optimizer is engine.basic_optimizer
-    engine.destroy()
-
-
 def test_buffers_keep_their_dtype_and_parameters_do_not() -> None:
     class WithBuffers(Net):
         def __init__(self) -> None:
@@ -222,24 +160,3 @@ def test_buffers_keep_their_dtype_and_parameters_do_not() -> None:
     assert engine.module.table.dtype == torch.float32 and engine.module.count.dtype == torch.long
     assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
     engine.destroy()
-
-
-def test_process_group_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not torch.distributed.is_initialized()
-    engine = tessera.initialize(model=make(), config=config())[0]
-    assert not torch.distributed.is_initialized(), "a lone process gets no process group it did not ask for"
-    engine.destroy()
-    with pytest.raises(RuntimeError, match="dist_init_required"):
-        tessera.initialize(model=make(), config=config(), dist_init_required=False)
-    tessera.init_distributed()
-    try:
-        tessera.init_distributed("nccl")  # a second call does nothing, whatever it names
-        assert torch.distributed.get_world_size() == 1
-        engine = tessera.initialize(model=make(), config=config(), dist_init_required=True)[0]
-        assert (engine.world_size, engine.global_rank, engine.local_rank) == (1, 0, 0)
-        engine.destroy()
-    finally:
-        torch.distributed.destroy_process_group()
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(tessera.ConfigError, match="LOCAL_RANK"):
-        tessera.initialize(args=argparse.Namespace(local_rank=0), model=make(), config=config())

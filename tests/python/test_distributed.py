@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 from pathlib import Path
@@ -91,3 +92,24 @@ def dying(rank: int, port: int) -> None:
 
 def test_a_lost_rank_is_an_error_not_a_hang() -> None:
     mp.spawn(dying, (free_port(),), nprocs=2)
+
+
+def test_process_group_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not torch.distributed.is_initialized()
+    engine = tessera.initialize(model=make(), config=config())[0]
+    assert not torch.distributed.is_initialized(), "a lone process gets no process group it did not ask for"
+    engine.destroy()
+    with pytest.raises(RuntimeError, match="dist_init_required"):
+        tessera.initialize(model=make(), config=config(), dist_init_required=False)
+    tessera.init_distributed()
+    try:
+        tessera.init_distributed("nccl")  # a second call does nothing, whatever it names
+        assert torch.distributed.get_world_size() == 1
+        engine = tessera.initialize(model=make(), config=config(), dist_init_required=True)[0]
+        assert (engine.world_size, engine.global_rank, engine.local_rank) == (1, 0, 0)
+        engine.destroy()
+    finally:
+        torch.distributed.destroy_process_group()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(tessera.ConfigError, match="LOCAL_RANK"):
+        tessera.initialize(args=argparse.Namespace(local_rank=0), model=make(), config=config())

@@ -1,0 +1,105 @@
+"""Optimizers from arguments and configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import (
+    Factory,
+    assert_close,
+    batch,
+    config,
+    make,
+    mse,
+    run,
+    train_plain,
+    weights,
+)
+
+import tessera
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_sharded_stages_require_an_optimizer(stage: int) -> None:
+    cfg = config(stage)
+    del cfg["optimizer"]
+    with pytest.raises(tessera.ConfigError, match="requires an optimizer"):
+        tessera.initialize(model=make(), config=cfg)
+
+
+def test_parameter_forms() -> None:
+    model = make()
+    groups = [
+        {"params": model.embed.parameters(), "lr": 0.5},
+        {"params": []},
+        {"params": [model.gain, model.head.weight]},
+    ]
+    engine = tessera.initialize(model=model, model_parameters=iter(groups), config=config(1))[0]
+    assert engine.get_lr() == [0.5, 0.1]
+    frozen = model.head.bias.detach().clone()
+    mse(engine(batch(0)[0]), batch(0)[1]).backward()
+    engine.step()
+    assert torch.equal(model.head.bias, frozen), "not among model_parameters"
+    engine.destroy()
+
+
+def test_optimizer_callable_wins_over_config() -> None:
+    engine, optimizer, _, _ = tessera.initialize(
+        model=make(), optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.7), config=config(2)
+    )
+    assert engine.get_lr() == [0.7] and isinstance(optimizer, tessera.Optimizer)
+    assert type(engine.basic_optimizer) is torch.optim.AdamW and optimizer.optimizer is engine.basic_optimizer
+    engine.destroy()
+
+
+CONFIGURED = [
+    (
+        {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
+    ),
+    (
+        {"type": "adam", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
+    ),
+    (
+        {"type": "Adam", "params": {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": False, "betas": [0.8, 0.9]}},
+        lambda p: torch.optim.Adam(p, 0.01, betas=(0.8, 0.9), weight_decay=0.1),
+    ),
+    (
+        {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True, "amsgrad": True}},
+        lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0, amsgrad=True),
+    ),
+    ({"type": "Adagrad", "params": {"lr": 0.01}}, lambda p: torch.optim.Adagrad(p, 0.01)),
+    ({"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}, lambda p: torch.optim.SGD(p, 0.01, momentum=0.9)),
+    ({"type": "NAdam", "params": {"lr": 0.01}}, lambda p: torch.optim.NAdam(p, 0.01)),
+]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(("section", "factory"), CONFIGURED, ids=lambda v: v["type"] if isinstance(v, dict) else "")
+def test_configured_optimizers(section: dict[str, Any], factory: Factory, stage: int) -> None:
+    model, plain = make(), make()
+    if "weight_decay" not in section["params"] and section["params"].get("torch_adam"):
+        section = {**section, "params": {**section["params"], "weight_decay": 0}}
+    train_plain(plain, factory, 1, 3)
+    cfg = config(stage, optimizer=section, zero_allow_untested_optimizer=True)
+    engine = tessera.initialize(model=model, config=cfg)[0]
+    run(engine, 0, 3)
+    assert_close(weights(model), weights(plain))
+    assert engine.optimizer_name() == section["type"]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_untested_optimizers_are_gated(stage: int) -> None:
+    factory: Factory = lambda p: torch.optim.RMSprop(p)  # noqa: E731
+    for optimizer in (factory(make().parameters()), factory):
+        with pytest.raises(tessera.ConfigError, match="zero_allow_untested_optimizer"):
+            tessera.Engine(make(), config(stage), optimizer=optimizer)
+    with pytest.raises(tessera.ConfigError, match="zero_allow_untested_optimizer"):
+        tessera.Engine(make(), config(stage, optimizer={"type": "RMSprop"}))
+    model = make()
+    with pytest.raises(NotImplementedError, match="LBFGS"):
+        tessera.Engine(model, config(0), optimizer=torch.optim.LBFGS(model.parameters()))

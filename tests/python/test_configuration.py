@@ -1,0 +1,41 @@
+"""What users may pass as configuration."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import config, make
+
+import tessera
+
+
+def encoded(value: Any) -> str:
+    return base64.urlsafe_b64encode(json.dumps(value).encode()).decode()
+
+
+@pytest.mark.parametrize("form", ["dict", "path", "str", "base64", "config_params", "args", "args dict", "old args"])
+def test_forms_of_configuration(form: str, tmp_path: Path) -> None:
+    cfg = config(stage=1)
+    path = tmp_path / "config.json"
+    path.write_text("// comments are fine\n" + json.dumps(cfg))
+    kwargs: dict[str, Any] = {
+        "dict": {"config": cfg},
+        "path": {"config": path},
+        "str": {"config": str(path)},
+        "base64": {"config": encoded(cfg)},
+        "config_params": {"config_params": cfg},
+        "args": {"args": argparse.Namespace(deepspeed_config=str(path), local_rank=0)},
+        "args dict": {"args": {"deepspeed_config": str(path)}},
+        "old args": {"args": argparse.Namespace(deepscale_config=str(path))},
+    }[form]
+    before = copy.deepcopy(cfg)
+    engine = tessera.initialize(model=make(), **kwargs)[0]
+    assert engine.zero_optimization_stage() == 1
+    assert cfg == before, "the caller's dict is never changed"
+    engine.destroy()

@@ -1,0 +1,47 @@
+"""What an engine tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import (
+    batch,
+    config,
+    make,
+)
+
+import tessera
+
+
+def micro(engine: Any, seed: int) -> None:
+    engine(*batch(seed)).backward()
+    engine.step()
+
+
+def test_batch_setters() -> None:
+    engine = tessera.Engine(make(), config(accumulation=2))
+    engine.set_train_batch_size(16)
+    assert engine.get_batch_info() == (16, 4, 4)
+    with pytest.raises(ValueError, match="not divisible"):
+        engine.set_train_batch_size(10)
+    engine.set_train_micro_batch_size(3)
+    assert engine.get_batch_info() == (12, 3, 4)
+    for k in range(4):
+        micro(engine, k)
+    assert engine.global_steps == 1 and engine.global_samples == 12
+    engine.destroy()
+
+
+def test_getters() -> None:
+    cfg = config(2, bf16=True, steps_per_print=5, gradient_clipping=0.5)
+    engine = tessera.Engine(make(), cfg)
+    assert engine.zero_optimization() and engine.zero_optimization_stage() == 2
+    assert engine.bfloat16_enabled() and not engine.fp16_enabled() and not engine.torch_autocast_enabled()
+    assert engine.steps_per_print() == 5 and engine.gradient_clipping() == 0.5
+    assert engine.optimizer_name() == "SGD" and engine.scheduler_name() is None
+    assert engine.communication_data_type == torch.bfloat16 and engine.device == torch.device("cpu")
+    assert (engine.mp_world_size, engine.dp_world_size, engine.seq_dp_world_size) == (1, 1, 1)
+    assert engine.get_mom() == [0] and engine.managed_gradient_accumulation()
+    engine.destroy()

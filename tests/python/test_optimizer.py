@@ -1,0 +1,66 @@
+"""The optimizer that training code sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import assert_close, batch, config, engines, make, plain_grads, run, weights
+from torch import nn
+
+import tessera
+
+STAGES = [0, 1, 2]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_optimizer_step_is_a_complete_step(stage: int) -> None:
+    """Loops that call optimizer.step() and optimizer.zero_grad() train the same."""
+    model, other = make(), make()
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        for k in range(3):
+            engine(*batch(10 * rank + k)).backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        assert engine.global_steps == 3
+        return weights(engine.module)
+
+    def usual(engine: tessera.Engine, rank: int) -> Any:
+        run(engine, rank, 3)
+        return weights(engine.module)
+
+    for got, want in zip(engines(model, 2, config(stage), body), engines(other, 2, config(stage), usual), strict=True):
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_optimizer_zero_grad_drops_gradients(stage: int) -> None:
+    model = make()
+    engine, optimizer, _, _ = tessera.initialize(model=model, config=config(stage))
+    engine(*batch(3)).backward()
+    optimizer.zero_grad()
+    before = weights(model)
+    engine(*batch(0)).backward()
+    engine.step()
+    grads = plain_grads(make(), 1, lambda m, _: m(*batch(0)).backward())
+    assert_close(weights(model), {n: before[n] - 0.1 * grads[n] for n in before})
+    engine.destroy()
+
+
+def test_wrapper_surface() -> None:
+    engine, optimizer, _, _ = tessera.initialize(model=make(), config=config(1))
+    assert isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer, tessera.Optimizer)
+    assert optimizer.loss_scale == 1.0 and optimizer.overflow is False and not optimizer.needs_scaler()
+    assert optimizer.defaults["lr"] == 0.1 and "Parameter Group 0" in repr(optimizer)
+    with pytest.raises(NotImplementedError, match="add_param_group"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    run(engine, 0, 1)
+    assert calls == ["pre", "post"]
+    assert optimizer.step(lambda: engine(*batch(0)).backward() or 7) == 7
+    assert engine.global_steps == 2
+    engine.destroy()

@@ -1,0 +1,201 @@
+"""The states of optimizers: who keeps them, how they are seen, saved and loaded; clients that run themselves."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support import (
+    OPTIMIZERS,
+    Factory,
+    assert_close,
+    batch,
+    config,
+    engines,
+    make,
+    run,
+    train_plain,
+    weights,
+    with_client,
+)
+from torch import nn
+
+import tessera
+
+STAGES = [0, 1, 2]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", ["adamw", "momentum", "rmsprop"])
+def test_bf16_masters(kind: str, stage: int) -> None:
+    """The masters start exact and are updated in fp32: small steps that bf16 cannot hold add up."""
+    model = make()
+    factory: Factory = {
+        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-5, weight_decay=0.0),
+        "momentum": lambda p: torch.optim.SGD(p, lr=1e-5, momentum=0.9),
+        "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-5),
+    }[kind]
+
+    def body(engine: tessera.Engine, client: Any, rank: int) -> Any:
+        first = {
+            name: tessera.state.get_full_fp32_param(engine, p).clone() for name, p in engine.module.named_parameters()
+        }
+        assert all(torch.equal(first[name], p) for name, p in weights(model).items())
+        run(engine, rank, 5)
+        for name, param in engine.module.named_parameters():
+            master = tessera.state.get_full_fp32_param(engine, param)
+            assert torch.equal(master.bfloat16(), param), name
+            assert not torch.equal(master, first[name]), name
+        return None
+
+    cfg = config(stage, bf16=True, zero_allow_untested_optimizer=True)
+    with_client(model, 2, cfg, factory, body)
+
+
+def test_client_identity_and_live_state_at_stage_0() -> None:
+    model, plain = make(), make()
+    client = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine, optimizer, _, _ = tessera.initialize(model=model, optimizer=client, config=config(0))
+    assert optimizer is client and engine.client_optimizer is client
+    assert len(client.state) == 0
+    run(engine, 0, 3)
+    reference = train_plain(plain, lambda p: torch.optim.AdamW(p, lr=0.01), 1, 3)
+    assert set(client.state) == set(model.parameters())
+    for param, twin in zip(model.parameters(), plain.parameters(), strict=True):
+        for key, want in reference.state[twin].items():
+            got = client.state[param][key]
+            assert got.shape == want.shape
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7)
+    client.state[model.gain]["exp_avg"].zero_()
+    assert client.state[model.gain]["exp_avg"].item() == 0, "a view, not a copy"
+
+    copied = copy.deepcopy(client.state_dict())
+    assert copied["state"][0]["step"].item() == 3
+    engine.destroy()
+    assert client.state[model.gain]["step"].item() == 3, "states stay with the client"
+    model(*batch(0)).backward()
+    client.step()
+    assert client.state[model.gain]["step"].item() == 4, "and it is a plain optimizer again"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", ["adamw", "momentum", "adagrad"])
+def test_a_client_brings_its_states(stage: int, kind: str) -> None:
+    """An optimizer that trained before initialize goes on where it was."""
+    plain = make()
+    train_plain(plain, OPTIMIZERS[kind], 1, 0)
+    model = copy.deepcopy(plain)
+    reference, client = OPTIMIZERS[kind](plain.parameters()), OPTIMIZERS[kind](model.parameters())
+    for k in range(2):
+        for m, optimizer in ((plain, reference), (model, client)):
+            m(*batch(k)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    engine = tessera.Engine(model, config(stage), optimizer=client)
+    engine(*batch(5)).backward()
+    engine.step()
+    plain(*batch(5)).backward()
+    reference.step()
+    assert_close(weights(model), weights(plain))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", ["adamw", "nesterov", "rmsprop"])
+def test_state_dict_round_trip(stage: int, kind: str, bf16: bool) -> None:
+    """Weights and states saved on each rank continue in a new engine, bit for bit."""
+    model = make()
+    cfg = config(stage, bf16=bf16, zero_allow_untested_optimizer=True)
+    saved: dict[int, Any] = {}
+
+    def first(engine: tessera.Engine, client: Any, rank: int) -> Any:
+        run(engine, rank, 3)
+        masters = {n: tessera.state.get_full_fp32_param(engine, p).clone() for n, p in engine.module.named_parameters()}
+        saved[rank] = (masters, copy.deepcopy(engine.optimizer.state_dict()))
+        run(engine, rank + 5, 2)
+        return weights(engine.module)
+
+    def second(engine: tessera.Engine, client: Any, rank: int) -> Any:
+        masters, state = saved[rank]
+        for name, param in engine.module.named_parameters():
+            tessera.state.set_full_fp32_param(engine, param, masters[name])
+        engine.optimizer.load_state_dict(state)
+        run(engine, rank + 5, 2)
+        return weights(engine.module)
+
+    want = with_client(model, 2, cfg, OPTIMIZERS[kind], first)
+    got = with_client(model, 2, cfg, OPTIMIZERS[kind], second)
+    for a, b in zip(got, want, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+def test_sharded_states_are_this_ranks_part() -> None:
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        run(engine, rank, 1)
+        sizes = 0
+        for param in engine.module.parameters():
+            begin, end = tessera.state.local_range(engine, param)
+            moment = engine.optimizer.state[param]["exp_avg"]
+            assert moment.dim() == 1 and moment.numel() == end - begin and moment.dtype == torch.float32
+            sizes += moment.numel()
+        return sizes
+
+    cfg = config(2, optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
+    model = make()
+    sizes = engines(model, 3, cfg, body)
+    assert sum(sizes) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_outside_the_model(stage: int) -> None:
+    """A client's optimizer may also train a criterion's parameters."""
+    model, temperature = make(), nn.Parameter(torch.tensor(2.0))
+    client = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+    engine = tessera.Engine(model, config(stage), optimizer=client)
+    (engine(*batch(0)) * temperature).backward()
+    engine.step()
+    assert temperature.item() == pytest.approx(2.0 - 0.1 * make()(*batch(0)).item(), rel=1e-5)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_external_optimizer_that_raises(stage: int) -> None:
+    class Raises(torch.optim.RMSprop):
+        fail = True
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fail:
+                raise OSError("boom")
+            return super().step(closure)
+
+    model = make()
+    client = Raises(model.parameters())
+    engine = tessera.Engine(model, config(stage, zero_allow_untested_optimizer=True), optimizer=client)
+    engine(*batch(0)).backward()
+    with pytest.raises(OSError, match="boom"):
+        engine.step()
+    client.fail = False
+    engine.zero_grad()
+    engine(*batch(0)).backward()
+    engine.step()
+    assert engine.was_step_applied()
+    engine.destroy()
+
+
+def test_load_state_dict_on_the_client_keeps_exact_states() -> None:
+    """torch rounds loaded states to the dtype of the parameters; an engine does not."""
+    cfg = config(1, bf16=True)
+    model = make()
+    client = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = tessera.Engine(model, cfg, optimizer=client)
+    run(engine, 0, 3)
+    saved = copy.deepcopy(client.state_dict())
+    run(engine, 0, 2)
+    client.load_state_dict(saved)
+    for number, param in enumerate(model.parameters()):
+        assert torch.equal(client.state[param]["exp_avg"], saved["state"][number]["exp_avg"])
+        assert client.state[param]["step"].item() == 3
+    engine.destroy()
