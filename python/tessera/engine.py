@@ -182,6 +182,8 @@ class Engine(EngineGetters):
             )
 
     def _trainable(self, call: str) -> Runner:
+        if self.core.destroyed():
+            raise UsageError(f"[engine.{call}] the engine was destroyed; build a new one")
         if self._runner is None:
             raise UsageError(f"[engine.{call}] there is no optimizer; pass one to tessera.initialize or configure one")
         return self._runner
