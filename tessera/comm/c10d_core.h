@@ -29,6 +29,9 @@ class C10dCore {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  // Counts this rank's Groups over the process group, from 1: each has tags and fault reports of its own. Ranks make
+  // their groups in one order.
+  int64_t instance() const { return instance_; }
   c10d::ProcessGroup& group() { return *group_; }
 
   // Throws when the group has failed before.
@@ -52,6 +55,7 @@ class C10dCore {
   const std::shared_ptr<void> keep_alive_;
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const int rank_, size_;
+  const int64_t instance_;
   FaultBoard board_;
 
   std::mutex mutex_;

@@ -26,9 +26,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kFirstTag = 0x40000000;  // clear of the small tags that people use
-constexpr int kMarkTag = 0x20000000;   // added for the mark after a message
-constexpr int64_t kTags = 0x1ffffffe;
+constexpr int kFirstTag = 0x40000000;        // clear of the small tags that people use
+constexpr int kMarkTag = 0x20000000;         // added for the mark after a message
+constexpr int64_t kCallTags = 1 << 22;       // calls of one group before tags repeat
+constexpr int64_t kInstances = 64;           // groups over one process group before tags repeat
 constexpr int64_t kMarkedBytes = 64 * 1024;  // messages from here on are followed by a mark
 constexpr int64_t kSmallBytes = 64 * 1024;   // up to here one round of whole tensors beats two rounds of parts
 
@@ -148,7 +149,10 @@ class C10dGroup final : public Group {
  private:
   OpInfo begin(const char* name, const at::Tensor& full, Label label);
   bool native(const at::Tensor& t) const { return path_ == C10dPath::Native || !t.is_cpu(); }
-  int next_tag() { return kFirstTag + static_cast<int>(calls_++ % kTags); }
+  int next_tag() {
+    const int64_t block = core_->instance() % kInstances * kCallTags;
+    return kFirstTag + static_cast<int>(block + calls_++ % kCallTags);
+  }
   Pending native_work(const OpInfo& info, std::vector<at::Tensor> held,
                       const std::function<c10::intrusive_ptr<c10d::Work>()>& launch);
   Pending small_all_reduce(const at::Tensor& flat, ReduceOp op, OpInfo info);

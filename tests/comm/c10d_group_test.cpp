@@ -65,6 +65,24 @@ TEST(C10dGroup, TheNativePathUsesTheCollectivesOfTheBackEnd) {
   });
 }
 
+TEST(C10dGroup, GroupsOverOneProcessGroupDoNotMixWhateverTheOrder) {
+  run_gloo_threads(2, [](int rank, testing::TorchGroup torch) {
+    const auto first = c10d_group(nullptr, *torch);
+    const auto second = c10d_group(nullptr, *torch);
+    at::Tensor a = at::full({100000}, 1.0 + rank), b = at::full({100000}, 10.0 + rank);
+    // Two engines whose units become ready in another order on the other rank.
+    auto one = rank == 0 ? first->all_reduce(a, ReduceOp::Sum) : second->all_reduce(b, ReduceOp::Sum);
+    auto other = rank == 0 ? second->all_reduce(b, ReduceOp::Sum) : first->all_reduce(a, ReduceOp::Sum);
+    auto& pending_a = rank == 0 ? one : other;
+    auto& pending_b = rank == 0 ? other : one;
+    pending_a.wait();
+    pending_b.wait();
+    EXPECT_TRUE(a.equal(at::full({100000}, 3.0)));
+    EXPECT_TRUE(b.equal(at::full({100000}, 21.0)));
+    first->barrier();
+  });
+}
+
 TEST(C10dGroup, IsFoundByName) {
   run_gloo_threads(2, [](int rank, testing::TorchGroup torch) {
     const std::string name = "tessera_test_" + std::to_string(rank);
