@@ -1,0 +1,86 @@
+// Text for the example: bytes, a held-out part, and the batch order of examples/python/text.py.
+#pragma once
+
+#include <torch/types.h>
+
+#include <cstdint>
+#include <fstream>
+#include <iterator>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace example {
+
+inline std::string read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) {
+    throw std::runtime_error("cannot read " + path);
+  }
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// SplitMix64: a counter in, 64 well mixed bits out.
+inline uint64_t mix(uint64_t x) {
+  x += 0x9E3779B97F4A7C15;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
+  return x ^ (x >> 31);
+}
+
+struct Batch {
+  at::Tensor x, y;  // (rows, context), int64
+};
+
+// The first nine tenths train, the last tenth is held out.
+class Text {
+ public:
+  Text(std::string data, int64_t context) : data_(std::move(data)), context_(context) {
+    size_ = static_cast<int64_t>(data_.size());
+    cut_ = size_ - size_ / 10;
+    if (size_ - cut_ <= context + 1) {
+      throw std::runtime_error("the text is too short for this context");
+    }
+  }
+
+  // One rank's batch. The ranks' batches together do not depend on their number.
+  Batch batch(int64_t step, int64_t rank, int64_t ranks, int64_t rows) const {
+    const auto first = static_cast<uint64_t>((step * ranks + rank) * rows);
+    const auto places = static_cast<uint64_t>(cut_ - context_);
+    std::vector<int64_t> starts;
+    for (int64_t row = 0; row < rows; ++row) {
+      starts.push_back(static_cast<int64_t>(mix(first + row) % places));
+    }
+    return cut(starts);
+  }
+
+  // Batch `index` of `count` fixed ones, evenly spread over the held-out part.
+  Batch held_out(int64_t rows, int64_t count, int64_t index) const {
+    const int64_t places = size_ - cut_ - context_;
+    std::vector<int64_t> starts;
+    for (int64_t i = index * rows; i < (index + 1) * rows; ++i) {
+      starts.push_back(cut_ + i * places / (rows * count));
+    }
+    return cut(starts);
+  }
+
+ private:
+  Batch cut(const std::vector<int64_t>& starts) const {
+    const auto rows = static_cast<int64_t>(starts.size());
+    auto x = torch::empty({rows, context_}, torch::kInt64);
+    auto y = torch::empty({rows, context_}, torch::kInt64);
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t i = 0; i < context_; ++i) {
+        x.data_ptr<int64_t>()[row * context_ + i] = static_cast<uint8_t>(data_[starts[row] + i]);
+        y.data_ptr<int64_t>()[row * context_ + i] = static_cast<uint8_t>(data_[starts[row] + i + 1]);
+      }
+    }
+    return {x, y};
+  }
+
+  std::string data_;
+  int64_t context_, size_ = 0, cut_ = 0;
+};
+
+}  // namespace example

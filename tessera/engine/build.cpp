@@ -1,0 +1,20 @@
+#include "tessera/engine/build.h"
+
+#include "tessera/config/resolve.h"
+#include "tessera/config/served.h"
+
+namespace tessera::engine {
+
+Options options_from(const config::Config& config, int data_parallel_size) {
+  config::check_served(config);
+  Options options;
+  options.zero = config::zero_options(config);
+  const auto native = config::native_optimizer(config);
+  options.rule = native ? native->rule : optim::Rule::External;
+  options.gradient_accumulation_steps = config.resolve_batch(data_parallel_size).gradient_accumulation_steps;
+  options.gradient_clipping = config.gradient_clipping;
+  options.managed_accumulation = config.managed_gradient_accumulation;
+  return options;
+}
+
+}  // namespace tessera::engine

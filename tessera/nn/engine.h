@@ -1,0 +1,99 @@
+// The C++ front end.
+//
+//   auto model  = std::make_shared<Gpt>(options);           // any torch::nn module, Sequential included
+//   auto engine = tessera::initialize(model, tessera::Config::from_file("config.json"));
+//   auto loss   = engine.forward(x, y);                     // the module's own forward
+//   loss.backward();
+//   engine.step();
+#pragma once
+
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "tessera/nn/outputs.h"
+#include "tessera/nn/session.h"
+
+namespace tessera::nn {
+
+template <class M>
+class Engine : public Session {
+ public:
+  Engine(std::shared_ptr<M> module, const Config& config, comm::Mesh mesh)
+      : Session(module, config, std::move(mesh)), module_(std::move(module)) {}
+
+  // module->forward(args...) of this rank's micro-batch. Local in stages 0 to 2. An exception of the module passes
+  // through and leaves the engine usable.
+  template <class... A>
+  auto forward(A&&... args) {
+    Scope scope(core());
+    if constexpr (std::is_void_v<decltype(module_->forward(std::forward<A>(args)...))>) {
+      module_->forward(std::forward<A>(args)...);
+      scope.finish({});
+    } else {
+      auto result = module_->forward(std::forward<A>(args)...);
+      std::vector<at::Tensor> tensors;
+      append_tensors(result, tensors);
+      scope.finish(tensors);
+      return result;
+    }
+  }
+  template <class... A>
+  auto operator()(A&&... args) {
+    return forward(std::forward<A>(args)...);
+  }
+
+  M& module() { return *module_; }
+  const std::shared_ptr<M>& module_ptr() const { return module_; }
+
+ private:
+  // pre_forward now, then either finish() or, when the module throws, abort_forward.
+  class Scope {
+   public:
+    explicit Scope(engine::Engine& core) : core_(core) { core_.pre_forward(); }
+    ~Scope() {
+      if (!finished_) {
+        core_.abort_forward();
+      }
+    }
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+    void finish(const std::vector<at::Tensor>& outputs) {
+      finished_ = true;
+      core_.post_forward(outputs);
+    }
+
+   private:
+    engine::Engine& core_;
+    bool finished_ = false;
+  };
+
+  std::shared_ptr<M> module_;
+};
+
+}  // namespace tessera::nn
+
+namespace tessera {
+
+// Collective. Takes over the storage of the module's parameters; `mesh` defaults to the ranks of the environment
+// (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them; one rank without them).
+template <class M>
+nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, comm::Mesh mesh) {
+  return nn::Engine<M>(std::move(module), config, std::move(mesh));
+}
+template <class M>
+nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config) {
+  return initialize(std::move(module), config, comm::Mesh(comm::environment_group()));
+}
+// Module holders (TORCH_MODULE), torch::nn::Sequential among them.
+template <class M>
+nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config& config, comm::Mesh mesh) {
+  return initialize(module.ptr(), config, std::move(mesh));
+}
+template <class M>
+nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config& config) {
+  return initialize(module.ptr(), config);
+}
+
+}  // namespace tessera

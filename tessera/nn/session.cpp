@@ -1,0 +1,69 @@
+#include "tessera/nn/session.h"
+
+#include "tessera/base/error.h"
+#include "tessera/config/resolve.h"
+#include "tessera/engine/build.h"
+#include "tessera/nn/units.h"
+
+namespace tessera::nn {
+
+Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh)
+    : module_(std::move(module)) {
+  TESSERA_CHECK_VALUE(module_ != nullptr, "initialize", "the module is null");
+  config.validate();
+  const auto optimizer = config::native_optimizer(config);
+  TESSERA_CHECK_VALUE(optimizer, "initialize",
+                      "the configuration names no optimizer that runs in C++; set optimizer.type to Adam, AdamW, SGD, "
+                      "Lion or Adagrad");
+  schedule_ = config::native_schedule(config);
+  TESSERA_CHECK_VALUE(schedule_ || config.scheduler.type.empty(), "initialize", "scheduler.type '",
+                      config.scheduler.type, "' exists in Python only");
+  auto options = engine::options_from(config, mesh.size(comm::Axis::DpShard));
+  std::vector<optim::GroupOptions> groups{optimizer->defaults};
+  base_lrs_ = {optimizer->defaults.lr};
+  if (schedule_) {
+    optim::check(*schedule_, groups.size());
+  }
+  convert_buffers(*module_, config.data_types.buffer_dtype.value_or(options.zero.precision.param));
+  core_ = std::make_unique<engine::Engine>(options, std::move(mesh), param_specs(*module_), std::move(groups));
+  apply_schedule();
+}
+
+at::Tensor Session::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
+  return core_->backward(loss, retain_graph, scale_wrt_gas);
+}
+
+bool Session::step() {
+  const bool applied = core_->step();
+  if (applied) {
+    ++schedule_steps_;
+    apply_schedule();
+  }
+  return applied;
+}
+
+std::vector<double> Session::lr() const {
+  std::vector<double> rates;
+  for (const auto& group : const_cast<engine::Engine&>(*core_).groups()) {
+    rates.push_back(group.lr);
+  }
+  return rates;
+}
+
+void Session::apply_schedule() {
+  if (!schedule_) {
+    return;
+  }
+  const auto values = optim::evaluate(*schedule_, schedule_steps_, base_lrs_);
+  auto& groups = core_->groups();
+  const auto rule = core_->options().rule;
+  const bool has_betas = rule == optim::Rule::Adam || rule == optim::Rule::Lion;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    groups[i].lr = values.lr[i];
+    if (has_betas && !values.momentum.empty()) {
+      groups[i].beta1 = values.momentum[i];
+    }
+  }
+}
+
+}  // namespace tessera::nn

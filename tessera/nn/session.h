@@ -1,0 +1,47 @@
+// Session: what nn::Engine does that does not depend on the module's type. Owns the core engine and the schedule.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "tessera/tessera.h"
+
+namespace tessera::nn {
+
+class Session {
+ public:
+  // Collective: the parameters of rank 0 are broadcast. Value error when the configuration names no native optimizer
+  // or is wrong; not-implemented error for keys that are not served.
+  Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh);
+
+  // backward of loss, with the loss scale where the mode has one; `loss.backward()` is as good in fp32 and bf16.
+  // Returns loss / gradient_accumulation_steps, or the loss for scale_wrt_gas = false.
+  at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);
+
+  // Collective. Counts a micro-step; at a boundary: clip, update, next learning rate. True when weights were updated.
+  bool step();
+
+  // Learning rates that the next update uses, one per param group.
+  std::vector<double> lr() const;
+
+  int rank() const { return core_->mesh().rank(comm::Axis::DpShard); }
+  int size() const { return core_->mesh().size(comm::Axis::DpShard); }
+
+  // Everything else an engine can do: accumulation, norms, state access, counters.
+  engine::Engine& core() { return *core_; }
+  const engine::Engine& core() const { return *core_; }
+
+ private:
+  void apply_schedule();
+
+  std::shared_ptr<torch::nn::Module> module_;
+  std::unique_ptr<engine::Engine> core_;
+  std::optional<optim::ScheduleOptions> schedule_;
+  std::vector<double> base_lrs_;
+  int64_t schedule_steps_ = 0;
+};
+
+}  // namespace tessera::nn
