@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,13 @@ class GptOptions:
     heads: int = 6
     context: int = 256
     vocabulary: int = 256
+
+
+def has_bf16_instructions() -> bool:
+    try:
+        return "bf16" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True
 
 
 class WideLinear(torch.autograd.Function):
@@ -40,7 +48,7 @@ class WideLinear(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    wide = False  # set where bf16 has no instructions of its own
+    wide = not has_bf16_instructions()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.wide and x.dtype == torch.bfloat16:
@@ -63,7 +71,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        if Linear.wide:
+        if Linear.wide:  # as in WideLinear
             q, k, v = q.float(), k.float(), v.float()
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).to(x.dtype)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))

@@ -1,0 +1,271 @@
+"""The demo: a byte-level GPT learns real text on two ranks with Tessera, beside the same training in plain PyTorch.
+
+Starts one process a rank (gloo, one thread each), first for Tessera, then for PyTorch's DistributedDataParallel with
+bf16 weights and fp32 master weights. Writes losses.csv, losses.png and sample.txt to demo-out/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+DEFAULT_STEPS = 300
+EVAL_ROWS, EVAL_BATCHES = 8, 8
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", help="any text file; default: the language reference of this Python")
+    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS)
+    parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
+    parser.add_argument("--rows", type=int, default=4, help="samples of one rank in one step")
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--sample", type=int, default=300, help="bytes of text to generate")
+    parser.add_argument("--out", default="demo-out")
+    parser.add_argument("--worker", choices=("tessera", "plain"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def configuration(args: argparse.Namespace) -> dict:
+    """The DeepSpeed-style configuration; the plain trainer reads its numbers too."""
+    return {
+        "train_micro_batch_size_per_gpu": args.rows,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.01}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {
+                "total_num_steps": max(args.steps, 3),
+                "warmup_num_steps": max(2, args.steps // 15),
+                "warmup_type": "linear",
+            },
+        },
+        "bf16": {"enabled": args.dtype == "bf16"},
+        "zero_optimization": {"stage": args.stage},
+    }
+
+
+# ---- one rank
+
+
+class Progress:
+    """One line of step, loss, tokens/s and memory: live on a terminal, now and then elsewhere. Rank 0 only."""
+
+    def __init__(self, name: str, steps: int, active: bool) -> None:
+        from tqdm import tqdm
+
+        self.steps, self.active, self.name = steps, active, name
+        self.every = max(1, steps // 10)
+        self.bar = tqdm(total=steps, desc=name) if active and sys.stderr.isatty() else None
+
+    def show(self, step: int, loss: float, speed: float, memory: float) -> None:
+        if not self.active:
+            return
+        text = f"loss {loss:.3f}, {speed:,.0f} tokens/s, {memory:,.0f} MB"
+        if self.bar is not None:
+            self.bar.set_postfix_str(text)
+            self.bar.update()
+        elif step % self.every == 0 or step == self.steps:
+            print(f"{self.name}: step {step:4d}/{self.steps}, {text}", flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def make_step(args, model, config):
+    """A function (x, y) -> loss that does one whole training step."""
+    import torch
+    from plain import PlainTrainer
+
+    if args.worker == "plain":
+        return PlainTrainer(model, config, torch.bfloat16 if args.dtype == "bf16" else torch.float32).train_step
+    import tessera
+
+    engine, *_ = tessera.initialize(model=model, config=config)
+
+    def train_step(x, y):
+        loss = engine(x, y)
+        loss.backward()
+        engine.step()
+        return loss
+
+    return train_step
+
+
+def work(args: argparse.Namespace) -> None:
+    import memory
+    import torch
+    import torch.distributed as dist
+    from gpt import Gpt, GptOptions
+    from text import Text, load_text
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    text = Text(load_text(args.data), args.context)
+    if args.worker == "tessera":
+        import tessera  # noqa: F401  (code is not model memory: load it before the baseline)
+    dist.barrier()
+
+    memory.reset_peak()
+    baseline = memory.now()
+    torch.manual_seed(0)
+    model = Gpt(GptOptions(layers=args.layers, width=args.width, context=args.context))
+    train_step = make_step(args, model, configuration(args))
+    name = f"Tessera ZeRO-{args.stage}" if args.worker == "tessera" else "plain PyTorch"
+    progress = Progress(name, args.steps, rank == 0)
+    losses, tokens = [], args.rows * args.context * ranks
+    start = warm = time.perf_counter()
+    for step in range(args.steps):
+        loss = train_step(*text.batch(step, rank, ranks, args.rows)).detach().float()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / ranks)
+        if step == min(4, args.steps - 2):
+            warm = time.perf_counter()
+        speed = tokens * (step + 1) / (time.perf_counter() - start)
+        progress.show(step + 1, losses[-1], speed, (memory.now() - baseline) / 1e6)
+    steady = max(1, args.steps - 1 - min(4, args.steps - 2))
+    speed = tokens * steady / (time.perf_counter() - warm)
+    progress.close()
+    peaks = [0.0] * ranks
+    dist.all_gather_object(peaks, (memory.peak() - baseline) / 1e6)
+    if rank == 0:
+        finish(args, model, text, {"name": name, "losses": losses, "speed": speed, "peaks": peaks})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def finish(args, model, text, result: dict) -> None:
+    """Held-out loss and a sample, on rank 0 with all cores; results go to the parent as a file."""
+    import torch
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    with torch.no_grad():
+        batches = text.held_out_batches(EVAL_ROWS, EVAL_BATCHES)
+        result["held_out"] = sum(model(x, y).item() for x, y in batches) / EVAL_BATCHES
+    result["parameters"] = sum(p.numel() for p in model.parameters())
+    if args.worker == "tessera":
+        prompt = bytes(text.held_out[:64].tolist())
+        result["prompt"] = prompt.decode(errors="replace")
+        result["sample"] = model.generate(prompt, args.sample, temperature=0.6).decode(errors="replace")
+    Path(args.out, f"{args.worker}.json").write_text(json.dumps(result))
+
+
+# ---- the parent
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def launch(args: argparse.Namespace, worker: str) -> dict:
+    """Runs all ranks of one trainer and returns what rank 0 wrote. A rank that fails ends the others."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(args.ranks),
+    }
+    command = [sys.executable, __file__, *sys.argv[1:], "--worker", worker]
+    ranks = [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(args.ranks)
+    ]
+    try:
+        while any(rank.poll() is None for rank in ranks):
+            if any(rank.returncode for rank in ranks):
+                break
+            time.sleep(0.1)
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.terminate()
+            rank.wait()
+    failed = [i for i, rank in enumerate(ranks) if rank.returncode]
+    if failed:
+        raise SystemExit(f"demo: {worker} rank {failed[0]} failed")
+    return json.loads(Path(args.out, f"{worker}.json").read_text())
+
+
+def print_table(args, results: list[dict]) -> None:
+    rows = [
+        ("held-out loss (nats per byte)", [f"{r['held_out']:.3f}" for r in results]),
+        ("tokens/s, all ranks", [f"{r['speed']:,.0f}" for r in results]),
+        ("peak memory per rank (MB)", [" ".join(f"{p:,.0f}" for p in r["peaks"]) for r in results]),
+    ]
+    tokens = args.steps * args.ranks * args.rows * args.context
+    print(
+        f"\n{results[0]['parameters'] / 1e6:.1f} M parameters, {args.ranks} ranks, {args.dtype}, {args.steps} steps, "
+        f"{tokens:,} bytes of text"
+    )
+    print(f"{'':32}{results[0]['name']:>18}{'plain PyTorch*':>18}")
+    for label, cells in rows:
+        print(f"{label:32}" + "".join(f"{cell:>18}" for cell in cells))
+    masters = "bf16 weights with fp32 masters, " if args.dtype == "bf16" else ""
+    print(f"* DistributedDataParallel on the same ranks and batches, {masters}clip_grad_norm_, fused AdamW")
+    print("  peak memory: largest resident size of a rank above its size before the model was made")
+
+
+def smooth(values: list[float], width: int) -> list[float]:
+    return [sum(values[max(0, i - width) : i + 1]) / (i + 1 - max(0, i - width)) for i in range(len(values))]
+
+
+def draw(args, results: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.8), dpi=120, layout="constrained")
+    styles = [("#1f6fb4", "-", 2.2), ("#e07b1a", "--", 1.6)]
+    steps = range(1, args.steps + 1)
+    for result, (color, line, width) in zip(results, styles, strict=True):
+        axes.plot(steps, result["losses"], color=color, alpha=0.18, linewidth=0.8)
+        label = f"{result['name']}: {result['held_out']:.3f} held out, {result['speed']:,.0f} tokens/s"
+        axes.plot(steps, smooth(result["losses"], max(1, args.steps // 30)), line, color=color, lw=width, label=label)
+    axes.set_title(f"GPT of {results[0]['parameters'] / 1e6:.1f} M parameters, {args.ranks} ranks, {args.dtype}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss (nats per byte)")
+    axes.set_xlim(1, max(2, args.steps))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def main() -> None:
+    args = parse()
+    if args.worker:
+        work(args)
+        return
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    results = [launch(args, "tessera"), launch(args, "plain")]
+    lines = ["step,tessera,plain"]
+    losses = zip(results[0]["losses"], results[1]["losses"], strict=True)
+    lines += [f"{step},{a:.6f},{b:.6f}" for step, (a, b) in enumerate(losses, 1)]
+    (out / "losses.csv").write_text("\n".join(lines) + "\n")
+    (out / "sample.txt").write_text(results[0]["prompt"] + results[0]["sample"] + "\n")
+    draw(args, results, out / "losses.png")
+    print_table(args, results)
+    print(f"\nsample ({len(results[0]['prompt'])} bytes of held-out text, then the model's own):")
+    print("  " + (results[0]["prompt"] + "|" + results[0]["sample"]).replace("\n", "\n  "))
+    print(f"\nwritten: {out}/losses.png, {out}/losses.csv, {out}/sample.txt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Resident memory of this process, in bytes (Linux; elsewhere only the peak since the start)."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+
+def _status(field: str) -> int | None:
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def now() -> int:
+    return _status("VmRSS") or 0
+
+
+def peak() -> int:
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak() -> None:
+    """Starts a new peak where the kernel allows it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass

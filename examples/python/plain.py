@@ -1,0 +1,49 @@
+"""The same training in plain PyTorch: DistributedDataParallel, bf16 weights with fp32 masters, fused AdamW."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class PlainTrainer:
+    def __init__(self, model: nn.Module, config: dict, dtype: torch.dtype) -> None:
+        self.model = DistributedDataParallel(model.to(dtype))
+        self.params = list(model.parameters())
+        self.masters = [p.detach().float() for p in self.params] if dtype != torch.float32 else self.params
+        options = config["optimizer"]["params"]
+        self.optimizer = torch.optim.AdamW(self.masters, **options, fused=True)
+        self.base_lr = options["lr"]
+        self.schedule = config["scheduler"]["params"]
+        self.clip = config["gradient_clipping"]
+        self.steps = 0
+
+    def train_step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.model(x, y)
+        loss.backward()
+        if self.masters is not self.params:
+            for master, param in zip(self.masters, self.params, strict=True):
+                master.grad = param.grad.float()
+                param.grad = None
+        nn.utils.clip_grad_norm_(self.masters, self.clip)
+        self._set_lr()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.masters is not self.params:
+            with torch.no_grad():
+                torch._foreach_copy_(self.params, self.masters)
+        self.steps += 1
+        return loss
+
+    def _set_lr(self) -> None:
+        """Linear warm-up, then a cosine down to zero: WarmupCosineLR."""
+        warmup, total = self.schedule["warmup_num_steps"], self.schedule["total_num_steps"]
+        if self.steps < warmup:
+            ratio = self.steps / warmup
+        else:
+            ratio = 0.5 * (1 + math.cos(math.pi * (self.steps - warmup) / (total - warmup)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.base_lr * ratio

@@ -1,0 +1,123 @@
+#include "tessera/nn/engine.h"
+
+#include <gtest/gtest.h>
+#include <torch/nn.h>
+#include <torch/optim/adamw.h>
+
+#include <thread>
+
+namespace tessera::nn {
+namespace {
+
+struct Net : torch::nn::Module {
+  Net() {
+    blocks = register_module("blocks", torch::nn::Sequential(torch::nn::Linear(5, 7), torch::nn::Tanh()));
+    head = register_module("head", torch::nn::Linear(7, 3));
+  }
+  // loss, hidden values
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const at::Tensor& y) {
+    if (fail) {
+      throw std::runtime_error("no luck");
+    }
+    const auto hidden = blocks->forward(x);
+    return {torch::mse_loss(head(hidden), y), hidden};
+  }
+  torch::nn::Sequential blocks{nullptr};
+  torch::nn::Linear head{nullptr};
+  bool fail = false;
+};
+
+Config config(int stage, int ranks) {
+  return Config::from_json(R"({"gradient_clipping": 0, "train_micro_batch_size_per_gpu": 4, "train_batch_size": )" +
+                           std::to_string(4 * ranks) + R"(,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+    "zero_optimization": {"stage": )" +
+                           std::to_string(stage) + "}}");
+}
+
+struct Data {
+  at::Tensor x = torch::randn({8, 5}), y = torch::randn({8, 3});
+};
+
+// Weights after 5 steps of plain PyTorch on the whole batch.
+std::vector<at::Tensor> plain(Net& net, const Data& data) {
+  torch::optim::AdamW optimizer(net.parameters(), torch::optim::AdamWOptions(0.01).weight_decay(0.1));
+  for (int i = 0; i < 5; ++i) {
+    optimizer.zero_grad();
+    std::get<0>(net.forward(data.x, data.y)).backward();
+    optimizer.step();
+  }
+  return net.parameters();
+}
+
+void copy(Net& to, const Net& from) {
+  const torch::NoGradGuard no_grad;
+  for (const auto& item : from.named_parameters()) {
+    to.named_parameters()[item.key()].copy_(item.value());
+  }
+}
+
+TEST(Engine, TrainsAsPlainPyTorchOnOneAndTwoRanks) {
+  torch::manual_seed(1);
+  const Data data;
+  Net start;
+  Net reference;
+  copy(reference, start);
+  const auto expected = plain(reference, data);
+  for (int stage = 0; stage <= 2; ++stage) {
+    const int ranks = 2;
+    auto groups = comm::thread_groups(ranks);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < ranks; ++rank) {
+      threads.emplace_back([&, rank] {
+        auto net = std::make_shared<Net>();
+        copy(*net, start);
+        auto engine = initialize(net, config(stage, ranks), comm::Mesh(groups[rank]));
+        EXPECT_EQ(engine.rank(), rank);
+        EXPECT_EQ(engine.size(), ranks);
+        for (int i = 0; i < 5; ++i) {
+          const auto x = data.x.narrow(0, 4 * rank, 4), y = data.y.narrow(0, 4 * rank, 4);
+          std::get<0>(engine.forward(x, y)).backward();
+          EXPECT_TRUE(engine.step());
+        }
+        for (size_t i = 0; i < expected.size(); ++i) {
+          EXPECT_TRUE(at::allclose(net->parameters()[i], expected[i], 1e-5, 1e-6)) << "stage " << stage;
+        }
+      });
+    }
+    for (auto& thread : threads) {
+      thread.join();
+    }
+  }
+}
+
+TEST(Engine, SequentialAndTheCallOperator) {
+  torch::nn::Sequential net(torch::nn::Linear(5, 4), torch::nn::ReLU(), torch::nn::Linear(4, 1));
+  auto engine = initialize(net, config(2, 1), comm::Mesh());
+  const at::Tensor before = net->parameters()[0].clone();
+  engine(torch::ones({4, 5})).sum().backward();
+  EXPECT_TRUE(engine.step());
+  EXPECT_FALSE(at::equal(before, engine.module().parameters()[0]));
+}
+
+TEST(Engine, AForwardThatThrowsLeavesTheEngineUsable) {
+  auto net = std::make_shared<Net>();
+  auto engine = initialize(net, config(1, 1), comm::Mesh());
+  net->fail = true;
+  EXPECT_THROW(engine.forward(torch::ones({4, 5}), torch::ones({4, 3})), std::runtime_error);
+  net->fail = false;
+  std::get<0>(engine.forward(torch::ones({4, 5}), torch::ones({4, 3}))).backward();
+  EXPECT_TRUE(engine.step());
+}
+
+TEST(Engine, EngineBackwardIsBackward) {
+  auto net = std::make_shared<Net>();
+  auto engine = initialize(net, config(0, 1), comm::Mesh());
+  const auto loss = std::get<0>(engine.forward(torch::ones({4, 5}), torch::ones({4, 3})));
+  EXPECT_TRUE(at::equal(engine.backward(loss), loss));
+  EXPECT_TRUE(engine.step());
+  EXPECT_EQ(engine.core().global_steps(), 1);
+}
+
+}  // namespace
+}  // namespace tessera::nn

@@ -1,0 +1,80 @@
+#include "tessera/nn/session.h"
+
+#include <gtest/gtest.h>
+#include <torch/nn.h>
+
+namespace tessera::nn {
+namespace {
+
+Session session(const std::string& json) {
+  return Session(torch::nn::Linear(2, 2).ptr(), Config::from_json(json), comm::Mesh());
+}
+
+void expect_value_error(const std::string& json, const std::string& text) {
+  try {
+    session(json);
+    FAIL() << "no error";
+  } catch (const c10::ValueError& error) {
+    EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+  }
+}
+
+void train_step(Session& s) {
+  s.core().pre_forward();
+  at::Tensor loss = s.core().params()[0].tensor.sum();
+  s.core().post_forward({loss});
+  loss.backward();
+  EXPECT_TRUE(s.step());
+}
+
+TEST(Session, TheScheduleMovesTheLearningRateAtEveryAppliedStep) {
+  auto s = session(R"({"train_batch_size": 1,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.4, "warmup_num_steps": 4,
+                                                 "warmup_type": "linear"}}})");
+  const auto at = [](int64_t i) {
+    optim::WarmupLR options;
+    options.warmup_max_lr = {0.4};
+    options.warmup_num_steps = 4;
+    options.warmup_type = optim::WarmupType::Linear;
+    return optim::evaluate(options, i, {0.5}).lr;
+  };
+  for (int64_t step = 0; step < 6; ++step) {
+    EXPECT_EQ(s.lr(), at(step)) << step;
+    train_step(s);
+  }
+}
+
+TEST(Session, TheScheduleWaitsForTheBoundary) {
+  auto s = session(R"({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}})");
+  const auto before = s.lr();
+  EXPECT_FALSE(s.step());
+  EXPECT_EQ(s.lr(), before);
+}
+
+TEST(Session, WithoutAScheduleTheLearningRateStays) {
+  auto s = session(R"({"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}})");
+  train_step(s);
+  EXPECT_EQ(s.lr(), std::vector<double>{0.5});
+}
+
+TEST(Session, AConfigurationMustNameANativeOptimizerAndSchedule) {
+  expect_value_error(R"({"train_batch_size": 1})", "names no optimizer that runs in C++");
+  expect_value_error(R"({"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+    "scheduler": {"type": "StepLR", "params": {"step_size": 1}}})",
+                     "StepLR");
+}
+
+TEST(Session, Bf16ConvertsParametersAndBuffers) {
+  torch::nn::BatchNorm1d net(3);
+  Session s(net.ptr(), Config::from_json(R"({"train_batch_size": 1, "bf16": {"enabled": true},
+    "optimizer": {"type": "Adam"}})"),
+            comm::Mesh());
+  EXPECT_EQ(net->weight.scalar_type(), at::kBFloat16);
+  EXPECT_EQ(net->running_mean.scalar_type(), at::kBFloat16);
+}
+
+}  // namespace
+}  // namespace tessera::nn

@@ -1,0 +1,93 @@
+#include "tessera/nn/units.h"
+
+#include <gtest/gtest.h>
+#include <torch/nn.h>
+
+#include <string>
+#include <vector>
+
+namespace tessera::nn {
+namespace {
+
+using Strings = std::vector<std::string>;
+
+Strings names(const std::vector<engine::ParamSpec>& specs) {
+  Strings out;
+  for (const auto& spec : specs) {
+    out.push_back(spec.name);
+  }
+  return out;
+}
+
+Strings units(const std::vector<engine::ParamSpec>& specs) {
+  Strings out;
+  for (const auto& spec : specs) {
+    out.push_back(spec.unit);
+  }
+  return out;
+}
+
+struct Net : torch::nn::Module {
+  Net() {
+    first = register_module("first", torch::nn::Linear(2, 3));
+    blocks = register_module("blocks", torch::nn::ModuleList());
+    for (int i = 0; i < 2; ++i) {
+      blocks->push_back(torch::nn::Sequential(torch::nn::Linear(3, 3), torch::nn::ReLU()));
+    }
+  }
+  torch::nn::Linear first{nullptr};
+  torch::nn::ModuleList blocks{nullptr};
+};
+
+TEST(Units, ChildrenOfTheOutermostContainerAreUnits) {
+  Net net;
+  const auto specs = param_specs(net);
+  EXPECT_EQ(names(specs), (Strings{"first.weight", "first.bias", "blocks.0.0.weight", "blocks.0.0.bias",
+                                   "blocks.1.0.weight", "blocks.1.0.bias"}));
+  EXPECT_EQ(units(specs), (Strings{"root", "root", "blocks.0", "blocks.0", "blocks.1", "blocks.1"}));
+}
+
+TEST(Units, ASequentialAtTheTop) {
+  torch::nn::Sequential net(torch::nn::Linear(2, 2), torch::nn::Linear(2, 1));
+  EXPECT_EQ(units(param_specs(*net)), (Strings{"0", "0", "1", "1"}));
+}
+
+TEST(Units, NamesAndOrderAreThoseOfNamedParameters) {
+  Net net;
+  Strings expected;
+  for (const auto& item : net.named_parameters()) {
+    expected.push_back(item.key());
+  }
+  EXPECT_EQ(names(param_specs(net)), expected);
+}
+
+TEST(Units, ATiedParameterIsListedOnce) {
+  struct Tied : torch::nn::Module {
+    Tied() {
+      const auto weight = register_parameter("in", torch::ones({2, 2}));
+      register_parameter("out", weight);
+    }
+  };
+  Tied net;
+  EXPECT_EQ(names(param_specs(net)), (Strings{"in"}));
+}
+
+TEST(Units, FrozenParametersHaveNoGroup) {
+  torch::nn::Linear net(2, 2);
+  net->bias.requires_grad_(false);
+  const auto specs = param_specs(*net);
+  EXPECT_EQ(specs[0].group, 0);
+  EXPECT_EQ(specs[1].group, -1);
+}
+
+TEST(Units, FloatingBuffersAreConvertedInPlace) {
+  torch::nn::BatchNorm1d net(3);
+  const at::Tensor mean = net->running_mean;
+  convert_buffers(*net, at::kBFloat16);
+  EXPECT_EQ(mean.scalar_type(), at::kBFloat16);
+  EXPECT_EQ(net->running_var.scalar_type(), at::kBFloat16);
+  EXPECT_EQ(net->num_batches_tracked.scalar_type(), at::kLong);
+}
+
+}  // namespace
+}  // namespace tessera::nn
