@@ -18,9 +18,8 @@ namespace {
 using Arguments = std::map<std::string, std::string>;
 
 Arguments parse(int argc, char** argv) {
-  Arguments arguments{{"--config", ""}, {"--data", ""}, {"--weights", ""}, {"--steps", "100"},
-                      {"--rows", "4"},  {"--layers", "6"}, {"--width", "384"}, {"--heads", "6"},
-                      {"--context", "128"}};
+  Arguments arguments{{"--config", ""},  {"--data", ""},     {"--weights", ""}, {"--steps", "100"},  {"--rows", "4"},
+                      {"--layers", "6"}, {"--width", "384"}, {"--heads", "6"},  {"--context", "128"}};
   for (int i = 1; i < argc; i += 2) {
     const auto found = arguments.find(argv[i]);
     if (found == arguments.end() || i + 1 == argc) {
@@ -50,20 +49,22 @@ void train(const Arguments& arguments) {
   options.heads = number("--heads");
   options.context = number("--context");
   const example::Text text(example::read_file(arguments.at("--data")), options.context);
-
-  // README begin
   auto model = std::make_shared<example::Gpt>(options);
   if (!arguments.at("--weights").empty()) {
     load_weights(*model, arguments.at("--weights"));
   }
-  auto engine = tessera::initialize(model, tessera::Config::from_file(arguments.at("--config")));
-  for (int64_t step = 0; step < number("--steps"); ++step) {
-    const auto batch = text.batch(step, engine.rank(), engine.size(), number("--rows"));
-    const auto loss = engine.forward(batch.x, batch.y);
+  const int64_t steps = number("--steps"), rows = number("--rows");
+  const auto config = tessera::Config::from_file(arguments.at("--config"));
+
+  // README begin
+  auto engine = tessera::initialize(model, config);  // model: std::shared_ptr to any torch::nn::Module
+  for (int64_t step = 0; step < steps; ++step) {
+    const auto [x, y] = text.batch(step, engine.rank(), engine.size(), rows);
+    const at::Tensor loss = engine.forward(x, y);
     loss.backward();
     engine.step();
     if (engine.rank() == 0) {
-      std::printf("step %lld loss %.6f\n", static_cast<long long>(step), loss.item<double>());
+      std::printf("step %ld loss %.6f\n", static_cast<long>(step), loss.item<double>());
     }
   }
   // README end

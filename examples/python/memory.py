@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from pathlib import Path
 
 
 def _status(field: str) -> int | None:
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(field + ":"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass
     return None
 
 
@@ -26,7 +25,5 @@ def peak() -> int:
 
 def reset_peak() -> None:
     """Starts a new peak where the kernel allows it."""
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass

@@ -37,7 +37,7 @@ class Text:
     def __init__(self, data: bytes, context: int) -> None:
         cut = len(data) - len(data) // 10
         if len(data) - cut <= context + 1:
-            raise ValueError(f"the text has {len(data)} bytes; a context of {context} needs {10 * (context + 2)} or more")
+            raise ValueError(f"a context of {context} needs a text of {10 * (context + 2)} bytes; it has {len(data)}")
         tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self.train, self.held_out, self.context = tokens[:cut], tokens[cut:], context
 

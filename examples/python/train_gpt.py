@@ -31,14 +31,14 @@ def main() -> None:
     args = parse()
     torch.manual_seed(0)
     text = Text(load_text(args.data), args.context)
-
-    # README begin
     model = Gpt(GptOptions(args.layers, args.width, args.heads, args.context))
     if args.weights:
         model.load_state_dict(torch.load(args.weights))
     if args.save_weights:
         torch.save(dict(model.state_dict()), args.save_weights)
         return
+
+    # README begin
     tessera.init_distributed()
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     engine, *_ = tessera.initialize(model=model, config=args.config)

@@ -50,7 +50,8 @@ void append_tensors(const T& value, std::vector<at::Tensor>& out) {
       append_tensors(item, out);
     }
   } else {
-    static_assert(detail::kUnknown<T>, "write collect_tensors(const T&, std::vector<at::Tensor>&) for this output type");
+    static_assert(detail::kUnknown<T>,
+                  "write collect_tensors(const T&, std::vector<at::Tensor>&) for this output type");
   }
 }
 

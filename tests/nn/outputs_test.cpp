@@ -29,7 +29,9 @@ std::vector<double> values(const T& output) {
   return result;
 }
 
-at::Tensor t(double value) { return at::scalar_tensor(value, at::kDouble); }
+at::Tensor t(double value) {
+  return at::scalar_tensor(value, at::kDouble);
+}
 using Values = std::vector<double>;
 
 TEST(Outputs, EveryKindOfOutput) {

@@ -1,0 +1,154 @@
+"""The examples: the GPT in C++ is the twin of the one in Python, and the README shows code that runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TRAIN_PY = ROOT / "examples" / "python" / "train_gpt.py"
+TRAIN_CPP = Path(os.environ.get("TESSERA_BUILD_DIR", ROOT / "build" / "release")) / "examples" / "train_gpt"
+STEPS = 6
+SIZES = ["--layers", "2", "--width", "48", "--heads", "3", "--context", "24", "--rows", "3"]
+
+needs_cpp = pytest.mark.skipif(not TRAIN_CPP.exists(), reason="C++ examples are not built (TESSERA_BUILD_EXAMPLES)")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Text, initial weights and one configuration a case."""
+    folder = tmp_path_factory.mktemp("examples")
+    subprocess.run([sys.executable, TRAIN_PY.with_name("text.py"), folder / "text.txt"], check=True)
+    return folder
+
+
+def config_file(folder: Path, stage: int, dtype: str) -> Path:
+    path = folder / f"config-{stage}-{dtype}.json"
+    config = json.loads((ROOT / "examples" / "config.json").read_text())
+    config["train_micro_batch_size_per_gpu"] = 3
+    config["zero_optimization"]["stage"] = stage
+    config["bf16"]["enabled"] = dtype == "bf16"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def free_port() -> str:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def losses_of(output: str) -> list[float]:
+    return [float(x) for x in re.findall(r"loss (\d+\.\d+)", output)]
+
+
+def train(program: list, folder: Path, config: Path, ranks: int) -> list[float]:
+    """Losses of every step on rank 0 and the held-out loss."""
+    command = [*program, "--config", config, "--data", folder / "text.txt", "--weights", folder / "weights.pt"]
+    command += ["--steps", str(STEPS), *SIZES]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    processes = [
+        subprocess.Popen(
+            command,
+            env=environment | {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=300) for process in processes]
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors
+    losses = losses_of(outputs[0][0])
+    assert len(losses) == STEPS + 1
+    return losses
+
+
+@pytest.fixture(scope="module")
+def weights(files):
+    config = config_file(files, 0, "fp32")
+    command = [sys.executable, TRAIN_PY, "--config", config, "--save-weights", files / "weights.pt", *SIZES]
+    subprocess.run(command, check=True)
+    return files / "weights.pt"
+
+
+@needs_cpp
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (2, "bf16")])
+def test_cpp_and_python_twins_have_the_same_losses(files, weights, stage, dtype, ranks):
+    config = config_file(files, stage, dtype)
+    python = train([sys.executable, TRAIN_PY], files, config, ranks)
+    cpp = train([TRAIN_CPP], files, config, ranks)
+    # fp32: the same operations in the same order. bf16: products may be summed in another order before rounding.
+    tolerance = {"fp32": 1e-5, "bf16": 2e-2}[dtype]
+    assert cpp == pytest.approx(python, abs=tolerance)
+    assert python[STEPS - 1] < python[0]
+
+
+@needs_cpp
+def test_torchrun_starts_the_cpp_program(files, weights):
+    config = config_file(files, 2, "fp32")
+    by_hand = train([TRAIN_CPP], files, config, 2)
+    command = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", "2"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", free_port(), TRAIN_CPP, "--config", config]
+    command += ["--data", files / "text.txt", "--weights", weights, "--steps", str(STEPS), *SIZES]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert losses_of(done.stdout) == by_hand
+
+
+@needs_cpp
+def test_cpp_example_reports_a_bad_option(files):
+    done = subprocess.run([TRAIN_CPP, "--stepz", "3"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "--stepz" in done.stderr
+
+
+def test_ranks_together_see_the_same_batches(files):
+    sys.path.insert(0, str(TRAIN_PY.parent))
+    from text import Text
+
+    text = Text((files / "text.txt").read_bytes(), 24)
+    whole = text.batch(5, 0, 1, 6)[0]
+    parts = torch.cat([text.batch(5, rank, 2, 3)[0] for rank in range(2)])
+    assert torch.equal(whole, parts)
+    assert len(text.held_out) == (len(text.train) + len(text.held_out)) // 10
+
+
+def test_demo_writes_its_results(tmp_path):
+    command = [sys.executable, TRAIN_PY.with_name("demo.py"), "--out", tmp_path / "out", "--steps", "6"]
+    command += ["--layers", "1", "--width", "48", "--context", "24", "--rows", "2", "--sample", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for text in ("Tessera ZeRO-2: step", "held-out loss", "tokens/s", "peak memory per rank", "sample"):
+        assert text in done.stdout
+    rows = (tmp_path / "out" / "losses.csv").read_text().splitlines()
+    assert rows[0] == "step,tessera,plain"
+    assert len(rows) == 7
+    for row in rows[1:]:
+        _, tessera_loss, plain_loss = map(float, row.split(","))
+        assert tessera_loss == pytest.approx(plain_loss, abs=0.02)
+    assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def marked(path: Path, comment: str) -> str:
+    """The part of an example between its README marks, without indentation."""
+    body = path.read_text().split(f"{comment} README begin\n")[1].split(f"{comment} README end")[0]
+    return textwrap.dedent(body.rsplit("\n", 1)[0]).strip()
+
+
+@pytest.mark.parametrize(
+    ("language", "path", "comment"),
+    [("python", TRAIN_PY, "#"), ("cpp", ROOT / "examples" / "cpp" / "train_gpt.cpp", "//")],
+)
+def test_readme_shows_the_examples(language, path, comment):
+    blocks = re.findall(rf"```{language}\n(.*?)\n```", (ROOT / "README.md").read_text(), re.S)
+    assert marked(path, comment) in [block.strip() for block in blocks]
