@@ -104,10 +104,20 @@ def make_step(args, model, config):
     return train_step
 
 
+def warm_up(args: argparse.Namespace, batch: tuple) -> None:
+    """A few steps of a tiny model: code pages and imports are not model memory, so load them before the baseline."""
+    from gpt import Gpt, GptOptions
+
+    train_step = make_step(args, Gpt(GptOptions(layers=1, width=48, context=args.context)), configuration(args))
+    for _ in range(2):
+        train_step(*batch)
+
+
 def work(args: argparse.Namespace) -> None:
     import memory
     import torch
     import torch.distributed as dist
+    import tqdm  # noqa: F401
     from gpt import Gpt, GptOptions
     from text import Text, load_text
 
@@ -115,8 +125,7 @@ def work(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     text = Text(load_text(args.data), args.context)
-    if args.worker == "tessera":
-        import tessera  # noqa: F401  (code is not model memory: load it before the baseline)
+    warm_up(args, text.batch(0, rank, ranks, args.rows))
     dist.barrier()
 
     memory.reset_peak()

@@ -13,7 +13,7 @@ import check_layers  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def no_exceptions(monkeypatch):
-    monkeypatch.setattr(check_layers, "UNTESTED", {})
+    monkeypatch.setattr(check_layers, "COVERED_BY", {})
 
 
 def findings(files):
@@ -70,9 +70,12 @@ def test_every_source_has_a_test():
 
 
 def test_exceptions_are_used_and_must_exist(monkeypatch):
-    monkeypatch.setattr(check_layers, "UNTESTED", {"tessera/shard/layout.cpp": "why"})
-    assert findings({"tessera/shard/layout.cpp": ""}) == []
-    assert "does not exist" in findings({})[0]
+    source, test = "tessera/shard/layout.cpp", "tests/shard/other_test.cpp"
+    monkeypatch.setattr(check_layers, "COVERED_BY", {source: (test, "why")})
+    assert findings({source: "", test: ""}) == []
+    assert "does not exist" in findings({source: ""})[0]
+    assert "does not exist" in findings({test: ""})[0]
+    assert "drop its line" in findings({source: "", test: "", "tests/shard/layout_test.cpp": ""})[0]
 
 
 def test_machine_paths():

@@ -1,0 +1,38 @@
+"""Links in the documentation lead somewhere, and every environment variable that is read is documented."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def tracked(*patterns: str) -> list[Path]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
+    listing = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return [ROOT / name for name in listing.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("page", tracked("*.md"), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links(page):
+    missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    assert missing == []
+
+
+def test_environment_variables_are_documented():
+    page = (ROOT / "docs" / "environment.md").read_text()
+    read = set()
+    for source in tracked("tessera/*.cpp", "tessera/*.h"):
+        read |= set(re.findall(r'env::get(?:_int)?\("(\w+)"\)', source.read_text()))
+    for source in tracked("python/tessera/*.py"):
+        read |= set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"', source.read_text()))
+    assert [name for name in sorted(read) if f"`{name}`" not in page] == []
+
+
+def test_pages_are_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = [page.name for page in tracked("docs/*.md") if page.name != "README.md"]
+    assert [name for name in pages if f"({name})" not in index] == []
