@@ -70,10 +70,13 @@ test-cpp: $(VENV)/stamp-test build/release/stamp-configure-tests
 test-python: $(VENV)/stamp-test test-cpp $(VENV)/stamp-package
 	$(PY) -m pytest tests/python tests/tools -q $(ARGS)
 
-bench: $(VENV)/stamp-test $(VENV)/stamp-package
-	$(CMAKE) --preset bench -DPython3_EXECUTABLE=$(PY) -DPython_EXECUTABLE=$(PY)
+bench: $(VENV)/stamp-build
+	@bash tools/check_system.sh bench
+	$(CMAKE) --preset bench -DPython3_EXECUTABLE=$(PY)
 	$(CMAKE) --build build/bench -j $(JOBS)
-	BUILD_DIR=build/bench PYTHON=$(PY) bash bench/run.sh $(ARGS)
+	@set -e; for program in $$(find build/bench/bench -name '*_bench' -type f -executable | sort); do \
+	  echo "== $$program"; "$$program" $(ARGS); \
+	done
 
 lint: $(VENV)/stamp-lint
 	$(PY) tools/check_layers.py

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks for the system packages that pip cannot provide; installs them with apt-get when run as root, else says what to
-# install. Usage: check_system.sh base|tests
+# install. Usage: check_system.sh base|tests|bench
 set -euo pipefail
 need=()
 python=${PYTHON:-python3}
@@ -17,13 +17,17 @@ if [ "${1:-base}" = tests ]; then
   echo '#include <gtest/gtest.h>' | g++ -x c++ -E - >/dev/null 2>&1 || need+=(libgtest-dev)
 fi
 
+if [ "${1:-base}" = bench ]; then
+  echo '#include <benchmark/benchmark.h>' | g++ -x c++ -E - >/dev/null 2>&1 || need+=(libbenchmark-dev)
+fi
+
 if [ ${#need[@]} -gt 0 ]; then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "[setup] installing ${need[*]}"
     apt-get update -qq
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${need[@]}" >/dev/null
-  elif [ "${need[*]}" = libgtest-dev ]; then
-    echo "[setup] GoogleTest is not installed (Debian, Ubuntu: libgtest-dev); CMake will try to fetch it" >&2
+  elif [ "${need[*]}" = libgtest-dev ] || [ "${need[*]}" = libbenchmark-dev ]; then
+    echo "[setup] ${need[*]} is not installed and apt-get needs root; CMake will try to fetch the sources" >&2
   else
     echo "[setup] missing system packages; as root run: apt-get install ${need[*]}" >&2
     exit 1

@@ -87,6 +87,7 @@ def test_machine_paths():
 def test_conditional_code():
     assert "two files" in findings({"tessera/io/a.h": "#ifdef TESSERA_URING\n#endif\n"})[0]
     assert findings({"tessera/io/a.h": "#if defined(__x86_64__)\n#endif\n"}) == []
+    assert findings({"tessera/io/a.h": "#define TESSERA_WIDE\n#ifdef TESSERA_WIDE\n#endif\n"}) == []
 
 
 def test_the_command(tmp_path):
