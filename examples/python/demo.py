@@ -214,7 +214,7 @@ def print_table(args, results: list[dict]) -> None:
     rows = [
         ("held-out loss (nats per byte)", [f"{r['held_out']:.3f}" for r in results]),
         ("tokens/s, all ranks", [f"{r['speed']:,.0f}" for r in results]),
-        ("peak memory per rank (MB)", [" ".join(f"{p:,.0f}" for p in r["peaks"]) for r in results]),
+        ("peak memory per rank (MB)", [" / ".join(f"{p:,.0f}" for p in r["peaks"]) for r in results]),
     ]
     tokens = args.steps * args.ranks * args.rows * args.context
     print(

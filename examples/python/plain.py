@@ -39,11 +39,13 @@ class PlainTrainer:
         return loss
 
     def _set_lr(self) -> None:
-        """Linear warm-up, then a cosine down to zero: WarmupCosineLR."""
+        """WarmupCosineLR of the configuration: linear warm-up, then a cosine down to 1e-4 of the rate."""
         warmup, total = self.schedule["warmup_num_steps"], self.schedule["total_num_steps"]
-        if self.steps < warmup:
-            ratio = self.steps / warmup
+        last = self.steps - 1  # the schedule's first iteration counts as the one before the first step
+        if last < warmup:
+            ratio = max(last, 0) / warmup
         else:
-            ratio = 0.5 * (1 + math.cos(math.pi * (self.steps - warmup) / (total - warmup)))
+            cosine = (1 + math.cos(math.pi * min(1.0, (last - warmup + 1) / (total - warmup)))) / 2
+            ratio = 1e-4 + (1 - 1e-4) * cosine
         for group in self.optimizer.param_groups:
             group["lr"] = self.base_lr * ratio
