@@ -69,25 +69,6 @@ COVERED_BY = {
         )
         for name in ("avx2", "avx512", "portable", "x86")
     },
-    # The Python package is tested by what a user calls, not by file.
-    **{
-        f"python/tessera/{name}.py": (f"tests/python/test_{test}.py", "tested through the public calls")
-        for name, test in {
-            "_version": "package",
-            "builders": "initialize",
-            "configuration": "initialize",
-            "distributed": "processes",
-            "errors": "initialize",
-            "getters": "engine",
-            "lr_schedules": "schedules",
-            "native": "optimizers",
-            "optim": "optimizers",
-            "optimizer": "optimizers",
-            "outputs": "engine",
-            "runners": "optimizers",
-            "units": "engine",
-        }.items()
-    },
 }
 
 # Folders of a person's or a machine's own; written in pieces so that this file passes its own check.
