@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,24 +77,49 @@ def test_processes_equal_threads(world: int, tmp_path: Path) -> None:
             assert_close(got, want[0])
 
 
-def dying(rank: int, port: int) -> None:
+def dying(rank: int, port: int, moment: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     engine = tessera.initialize(model=make(), config=config(2))[0]
     engine(*batch(rank)).backward()
     engine.step()
-    if rank == 1:
-        os._exit(0)  # killed without a word
-    with pytest.raises(RuntimeError, match=r"rank 0|[Cc]onnection"):
+
+    def die(*_: Any) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "forward":
+        engine.module.register_forward_hook(die)
+    elif moment == "backward":
+        next(engine.module.parameters()).register_hook(die)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
         engine(*batch(rank)).backward()
+        if moment == "step":
+            die()
         engine.step()
+    message = str(caught.value)
+    assert f"rank {rank} of 3" in message and "rank(s) 1" in message, message
+    assert (re.search("reduce_scatter|all_gather", message) and "unit" in message) or "norm" in message, message
+    assert time.monotonic() - start < 30
+    with pytest.raises(RuntimeError):  # finished for good, and it says so at once
+        engine.step()
+    engine.destroy()
     os._exit(0)
 
 
-def test_a_lost_rank_is_an_error_not_a_hang() -> None:
-    mp.spawn(dying, (free_port(),), nprocs=2)
+@pytest.mark.parametrize("moment", ["forward", "backward", "step"])
+def test_a_killed_rank_ends_the_others_with_an_error_that_names_it(moment: str) -> None:
+    context = mp.get_context("spawn")
+    port = free_port()
+    ranks = [context.Process(target=dying, args=(rank, port, moment)) for rank in range(3)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL, 0]
 
 
 def test_process_group_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
