@@ -70,13 +70,23 @@ test-cpp: $(VENV)/stamp-test build/release/stamp-configure-tests
 test-python: $(VENV)/stamp-test test-cpp $(VENV)/stamp-package
 	$(PY) -m pytest tests/python tests/tools -q $(ARGS)
 
-bench: $(VENV)/stamp-build
+# DeepSpeed compiles against the installed torch, so it cannot be installed in isolation.
+$(VENV)/stamp-bench: requirements/bench.txt $(VENV)/stamp-demo
+	$(PY) -m pip install --quiet --disable-pip-version-check setuptools wheel
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -r $<
+	@touch $@
+
+# Kernels against probes with the same streams, then the engine against its peers; reports in bench/reports/.
+bench: $(VENV)/stamp-bench $(VENV)/stamp-package
 	@bash tools/check_system.sh bench
 	$(CMAKE) --preset bench -DPython3_EXECUTABLE=$(PY)
 	$(CMAKE) --build build/bench -j $(JOBS)
 	@set -e; for program in $$(find build/bench/bench -name '*_bench' -type f -executable | sort); do \
-	  echo "== $$program"; "$$program" $(ARGS); \
+	  echo "== $$program"; "$$program"; \
 	done
+	@set -e; for name in step tensors gpt memory; do for ranks in 1 2; do \
+	  echo "== $$name, $$ranks rank(s)"; $(PY) bench/run.py $$name --ranks $$ranks $(ARGS); \
+	done; done
 
 lint: $(VENV)/stamp-lint
 	$(PY) tools/check_layers.py

@@ -86,18 +86,20 @@ def bench_tensors(args: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
             entry.close()
         del entries
         gc.collect()
+
+    def slope(name: str) -> float:
+        """Milliseconds a tensor, between the largest and the smallest count that were measured."""
+        measured = [c for c in counts if name in results[str(c)]]
+        first, last = (results[str(c)][name]["median"] for c in (measured[0], measured[-1]))
+        return (last - first) / (measured[-1] - measured[0])
+
     rows = []
     for name in results[str(counts[0])]:
-        row = [name]
-        for count in counts:
-            mine = results[str(count)].get(name)
-            if mine is None:
-                row.append("-")
-                continue
-            extra = (mine["median"] - results[str(count)]["bare loop"]["median"]) * 1e3 / count
-            row.append(f"{cell(mine)} ms; {extra:+.1f} us")
-        rows.append(row)
-    header = ["engine", *[f"{c} tensors: step; over bare a tensor" for c in counts]]
+        steps = [cell(results[str(c)][name]) if name in results[str(c)] else "-" for c in counts]
+        own = slope(name) * 1e3
+        base = slope("bare loop") * 1e3 if "bare loop" in results[str(counts[0])] else None
+        rows.append([name, *steps, f"{own:.1f}", "-" if base is None else f"{own - base:+.1f}"])
+    header = ["engine", *[f"{c} tensors, ms" for c in counts], "us a tensor (slope)", "over the bare loop"]
     return [table(header, rows)], {"tensors": results}
 
 
