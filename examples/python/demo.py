@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-DEFAULT_STEPS = 300
+DEFAULT_STEPS = 260
 EVAL_ROWS, EVAL_BATCHES = 8, 8
 
 
@@ -26,7 +26,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
-    parser.add_argument("--rows", type=int, default=4, help="samples of one rank in one step")
+    parser.add_argument("--rows", type=int, default=2, help="samples of one rank in one step")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
@@ -47,7 +47,7 @@ def configuration(args: argparse.Namespace) -> dict:
             "type": "WarmupCosineLR",
             "params": {
                 "total_num_steps": max(args.steps, 3),
-                "warmup_num_steps": max(2, args.steps // 15),
+                "warmup_num_steps": max(2, args.steps // 8),
                 "warmup_type": "linear",
             },
         },
