@@ -101,12 +101,13 @@ def dying(rank: int, port: int, moment: str) -> None:
             die()
         engine.step()
     message = str(caught.value)
-    assert f"rank {rank} of 3" in message and "rank(s) 1" in message, message
+    assert f"rank {rank} of 3" in message and re.search(r"lost rank 1|rank\(s\) 1", message), message
     assert (re.search("reduce_scatter|all_gather", message) and "unit" in message) or "norm" in message, message
     assert time.monotonic() - start < 30
     with pytest.raises(RuntimeError):  # finished for good, and it says so at once
         engine.step()
     engine.destroy()
+    time.sleep(4)  # rank 0 hosts the store: the other survivor may still be asking who is there
     os._exit(0)
 
 
