@@ -68,7 +68,7 @@ test-cpp: $(VENV)/stamp-test build/release/stamp-configure-tests
 	$(CTEST) --test-dir build/release --output-on-failure
 
 test-python: $(VENV)/stamp-test test-cpp $(VENV)/stamp-package
-	$(PY) -m pytest tests/python tests/tools -q $(ARGS)
+	$(PY) -m pytest tests/python tests/tools $(ARGS)
 
 # DeepSpeed compiles against the installed torch, so it cannot be installed in isolation.
 $(VENV)/stamp-bench: requirements/bench.txt $(VENV)/stamp-demo
