@@ -101,7 +101,7 @@ class Lion(_KernelOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-4,
+        lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:

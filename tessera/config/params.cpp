@@ -278,7 +278,6 @@ std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer
     in.number("initial_accumulator_value", group.initial_accumulator_value, 0);
     in.number("eps", group.eps, 0);
   } else {
-    group.beta2 = 0.999;  // the reference's default; the paper's is 0.99
     in.betas(group.beta1, group.beta2);
   }
   in.number("weight_decay", group.weight_decay, 0);

@@ -61,7 +61,8 @@ TEST(Params, ReadsEveryNativeRule) {
   EXPECT_EQ(optimizer("Adagrad", {{"lr_decay", 0.5}})->defaults.lr_decay, 0.5);
   const auto lion = optimizer("Lion", {});
   EXPECT_EQ(lion->rule, optim::Rule::Lion);
-  EXPECT_EQ(lion->defaults.beta2, 0.999);
+  EXPECT_EQ(lion->defaults.lr, 1e-3);
+  EXPECT_EQ(lion->defaults.beta2, 0.99);
 }
 
 TEST(Params, LeavesOtherOptimizersToPython) {

@@ -92,6 +92,16 @@ def test_configured_optimizers(section: dict[str, Any], factory: Factory, stage:
     engine.destroy()
 
 
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad", "Lion"])
+def test_defaults_are_those_of_the_cpp_front_end(kind: str) -> None:
+    engine = tessera.initialize(model=make(), config=config(1, optimizer={"type": kind, "params": {}}))[0]
+    got, want = engine.core.groups()[0], tessera._core.options_of_type(kind).defaults
+    names = [name for name in dir(want) if not name.startswith("_")]
+    assert "weight_decay" in names
+    assert {n: getattr(got, n) for n in names} == {n: getattr(want, n) for n in names}
+    engine.destroy()
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_untested_optimizers_are_gated(stage: int) -> None:
     factory: Factory = lambda p: torch.optim.RMSprop(p)  # noqa: E731
