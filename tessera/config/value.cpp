@@ -20,6 +20,14 @@ std::string quoted(const std::string& text) {
   return out + "\"";
 }
 
+// Not '"[" + text + "]"': g++ 12 takes the insertion in front for an overlapping copy.
+std::string enclosed(char open, const std::string& text, char close) {
+  std::string out(1, open);
+  out += text;
+  out += close;
+  return out;
+}
+
 struct Printer {
   std::string operator()(std::monostate) const { return "null"; }
   std::string operator()(bool v) const { return v ? "true" : "false"; }
@@ -31,14 +39,14 @@ struct Printer {
     for (const Value& v : list) {
       parts.push_back(v.text());
     }
-    return "[" + join(parts, ", ") + "]";
+    return enclosed('[', join(parts, ", "), ']');
   }
   std::string operator()(const Params& params) const {
     std::vector<std::string> parts;
     for (const auto& [name, v] : params) {
       parts.push_back(quoted(name) + ": " + v.text());
     }
-    return "{" + join(parts, ", ") + "}";
+    return enclosed('{', join(parts, ", "), '}');
   }
 };
 

@@ -12,7 +12,7 @@ namespace {
 std::vector<Param> two_params(const std::vector<at::Tensor>& tensors) {
   std::vector<Param> params(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    params[i].name = "p" + std::to_string(i);
+    params[i].name = i == 0 ? "p0" : "p1";
     params[i].tensor = tensors[i];
     params[i].index = static_cast<int>(i);
   }
