@@ -330,7 +330,7 @@ void Engine::refresh_params() {
   impl_->live("refresh_params").refresh_params();
 }
 void Engine::adopt_params() {
-  impl_->live("adopt_params").adopt_params(/*only_touched=*/false);
+  impl_->live("adopt_params").adopt_params(/*compare=*/true);
 }
 
 Engine::Memory Engine::memory() const {

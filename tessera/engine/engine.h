@@ -115,7 +115,8 @@ class Engine {
   std::pair<int64_t, int64_t> local_range(int param) const;
   // Writes masters back into the compute parameters (after masters were edited). Collective for sharded states.
   void refresh_params();
-  // Takes the compute parameters' values as new masters (after the module was edited or loaded). Local.
+  // Takes the values of compute parameters that were edited or loaded as new masters; untouched ones keep the bits of
+  // theirs. step() and reading a master do so too, except for edits that torch does not count (p.data.copy_()). Local.
   void adopt_params();
 
   // Bytes this engine holds, by kind; the terms of the memory formula.

@@ -172,6 +172,20 @@ void ShardedModel::flush(bool agree_refired) {
   reducer_->flush(agree_refired);
   unreduced_ = false;
   flushed_ = true;
+  if (placements_.grads == shard::Placement::Replicate && group_->size() > 1) show_remote_grads();
+}
+
+// Stage 0: a parameter without a gradient on this rank has one when other ranks do. They need not tell: a slot that is
+// not zero after the reduction says so, and where it is zero (their gradients were) p.grad None means the same.
+void ShardedModel::show_remote_grads() {
+  for (const Slot& slot : slots_) {
+    Param& p = *slot.param;
+    if (p.has_grad || !p.tensor.requires_grad()) continue;
+    const at::Tensor sum = shard::view_as_param(slot.unit->grads, p.range, p.tensor);
+    if (!sum.any().item<bool>()) continue;
+    p.has_grad = true;
+    p.tensor.mutable_grad() = sum;
+  }
 }
 
 void ShardedModel::reduce_now() {

@@ -62,8 +62,9 @@ class ShardedModel final : private HookSink {
   void update(const GradientSummary& summary, double scale, const std::function<void()>& external);
   std::vector<optim::GroupOptions>& groups() { return groups_; }
   void refresh_params();
-  // Masters from the compute parameters' present values: all, or only those the user touched since our last write.
-  void adopt_params(bool only_touched);
+  // Masters from the compute parameters that were edited since our last write. Edits are known by the tensor's version
+  // or its storage; `compare` also finds those that leave both alone (p.data.copy_()), for a read of all values. Local.
+  void adopt_params(bool compare);
 
   // ---- access (state_access.cpp); `slot` is the index in the constructor's list
   enum class Buffer { Master, Gradient, State0, State1 };
@@ -92,6 +93,7 @@ class ShardedModel final : private HookSink {
   bool may_reduce() const;
   void flush(bool agree_refired);
   void adopt_visible_grads();
+  void show_remote_grads();
   bool is_visible_view(const Slot& slot, const at::Tensor& grad) const;
   std::vector<bool> agree_presence(int64_t missing_anywhere);
   void update_unit(Unit& unit, const GradientSummary& summary, double scale);
@@ -100,6 +102,7 @@ class ShardedModel final : private HookSink {
   at::Tensor owned_buffer(const Slot& slot, Buffer what) const;
   void settle_empty_units();
   bool reads_local_gradient(const Slot& slot) const;
+  void adopt_param(const Slot& slot, bool compare);
 
   Options options_;
   shard::StagePlacements placements_;

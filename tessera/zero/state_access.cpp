@@ -42,6 +42,7 @@ shard::Range ShardedModel::local_range(int index) const {
 
 at::Tensor ShardedModel::local_view(int index, Buffer what) {
   const Slot& slot = slots_[index];
+  if (what == Buffer::Master) adopt_param(slot, /*compare=*/false);
   if (what == Buffer::Gradient && !slot.param->has_grad) return {};
   const at::Tensor buffer = owned_buffer(slot, what);
   if (!buffer.defined()) return {};
@@ -57,6 +58,7 @@ at::Tensor ShardedModel::get_full(int index, Buffer what) {
   const c10::AutoGradMode no_grad(false);
   const Slot& slot = slots_[index];
   const Param& p = *slot.param;
+  if (what == Buffer::Master) adopt_param(slot, /*compare=*/false);
   if (what == Buffer::Gradient && unreduced_) {  // on all ranks alike: nothing collective may follow
     if (!reads_local_gradient(slot)) return {};
     return shard::view_as_param(slot.unit->partial, p.range, p.tensor).to(at::kFloat, false, /*copy=*/true);
@@ -101,6 +103,7 @@ void ShardedModel::set_full(int index, Buffer what, const at::Tensor& value) {
   TESSERA_CHECK_VALUE(value.defined() && value.sizes() == p.tensor.sizes(), "engine.set_full", "parameter '", p.name,
                       "' has shape ", p.tensor.sizes(), ", the value ",
                       value.defined() ? value.sizes() : at::IntArrayRef{});
+  if (what == Buffer::Master) adopt_param(slot, /*compare=*/false);
   if (what == Buffer::Gradient) {
     if (reads_local_gradient(slot)) {
       shard::view_as_param(slot.unit->partial, p.range, p.tensor).copy_(value);

@@ -91,6 +91,13 @@ void Unit::allocate_states(int count, const std::vector<optim::GroupOptions>& gr
   }
 }
 
+bool Unit::differs_from_master(const Param& param) const {
+  const shard::Range r = owned_slice(param);
+  if (!master.defined() || r.empty()) return false;
+  const at::Tensor mine = owned_weights().narrow(0, r.begin, r.size());
+  return !mine.equal(master.narrow(0, r.begin, r.size()).to(mine.scalar_type()));
+}
+
 void Unit::set_master_from(const Param& param, const at::Tensor& values) {
   const shard::Range mine = shard::intersect(param.range, owned);
   if (mine.empty()) return;

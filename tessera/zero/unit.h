@@ -58,6 +58,8 @@ class Unit {
   bool grads_are_visible() const { return grads_visible_; }
 
   void allocate_states(int count, const std::vector<optim::GroupOptions>& groups, optim::Rule rule);
+  // A weight of `param` that this rank owns is not its master's rounding.
+  bool differs_from_master(const Param& param) const;
   // Masters of the owned range from `param`'s present values (any dtype), shape of the parameter.
   void set_master_from(const Param& param, const at::Tensor& values);
 

@@ -112,7 +112,7 @@ void ShardedModel::update_unit(Unit& unit, const GradientSummary& summary, doubl
 void ShardedModel::update(const GradientSummary& summary, double scale, const std::function<void()>& external) {
   const std::lock_guard lock(hooks_.mutex());
   const c10::AutoGradMode no_grad(false);
-  adopt_params(/*only_touched=*/true);
+  adopt_params(/*compare=*/false);
   std::vector<comm::Pending> pending;
   if (rule_ == optim::Rule::External) update_external(summary, scale, external);
   for (const auto& unit : units_) {
@@ -161,6 +161,7 @@ void ShardedModel::update_external(const GradientSummary& summary, double scale,
 
 void ShardedModel::refresh_params() {
   const c10::AutoGradMode no_grad(false);
+  adopt_params(/*compare=*/false);
   std::vector<comm::Pending> pending;
   for (const auto& unit : units_) {
     if (!unit->master_is_weight()) shard::scaled_copy(unit->owned_weights(), unit->master);
@@ -170,23 +171,27 @@ void ShardedModel::refresh_params() {
     p.wait();
 }
 
-void ShardedModel::adopt_params(bool only_touched) {
+void ShardedModel::adopt_param(const Slot& slot, bool compare) {
   const c10::AutoGradMode no_grad(false);
-  for (const Slot& slot : slots_) {
-    Param& p = *slot.param;
-    const bool bound = shard::is_bound(p.tensor, slot.unit->weights, p.range);
-    if (only_touched && bound && p.tensor._version() == p.version) continue;
-    TESSERA_CHECK(p.tensor.numel() == p.range.size() && p.tensor.scalar_type() == slot.unit->weights.scalar_type(),
-                  "engine.step", "parameter '", p.name, "' became a tensor of shape ", p.tensor.sizes(), " and dtype ",
-                  p.tensor.scalar_type(), "; build a new engine for a changed model");
-    if (slot.unit->master.defined()) slot.unit->set_master_from(p, p.tensor.detach());
-    if (!bound) {
-      shard::check_device(p.tensor.device());
-      shard::view_as_param(slot.unit->weights, p.range, p.tensor).copy_(p.tensor.detach());
-      shard::bind(p.tensor, slot.unit->weights, p.range);
-    }
-    p.version = p.tensor._version();
+  Param& p = *slot.param;
+  Unit& unit = *slot.unit;
+  const bool bound = shard::is_bound(p.tensor, unit.weights, p.range);
+  if (bound && p.tensor._version() == p.version && !(compare && unit.differs_from_master(p))) return;
+  TESSERA_CHECK(p.tensor.numel() == p.range.size() && p.tensor.scalar_type() == unit.weights.scalar_type(), "engine",
+                "parameter '", p.name, "' became a tensor of shape ", p.tensor.sizes(), " and dtype ",
+                p.tensor.scalar_type(), "; build a new engine for a changed model");
+  if (unit.master.defined()) unit.set_master_from(p, p.tensor.detach());
+  if (!bound) {
+    shard::check_device(p.tensor.device());
+    shard::view_as_param(unit.weights, p.range, p.tensor).copy_(p.tensor.detach());
+    shard::bind(p.tensor, unit.weights, p.range);
   }
+  p.version = p.tensor._version();
+}
+
+void ShardedModel::adopt_params(bool compare) {
+  for (const Slot& slot : slots_)
+    adopt_param(slot, compare);
 }
 
 }  // namespace tessera::zero

@@ -422,6 +422,23 @@ def test_parameters_used_on_some_ranks_only(stage: int, same: bool) -> None:
     check(pattern, make(Choice), stage, 3)
 
 
+def test_gradients_of_other_ranks_are_live_at_stage_0() -> None:
+    """As with DistributedDataParallel: p.grad is the mean on every rank, also where the rank had none of its own."""
+    model = make(Choice)
+
+    def use(model: Any, rank: int) -> None:
+        model(*batch(rank), 2 * (rank % 2)).backward()
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        use(engine, rank)
+        return {name: None if p.grad is None else p.grad.clone() for name, p in engine.module.named_parameters()}
+
+    expected = plain_grads(model, 2, use)
+    for grads in engines(model, 2, config(0), body):
+        assert {n for n, g in grads.items() if g is None} == {n for n, g in expected.items() if g is None}
+        assert_close(grads, expected)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_toggled_requires_grad(stage: int) -> None:
     """A parameter that is frozen for one step keeps its value and its place in the next."""

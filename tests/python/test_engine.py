@@ -360,6 +360,29 @@ def test_loading_weights_after_initialize(stage: int, bf16: bool, way: str) -> N
     engines(make(), 2, config(stage, bf16=bf16), body)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", ["strict=False", "custom_load_fn"])
+def test_a_partial_load_leaves_other_masters_exact(stage: int, way: str) -> None:
+    """bf16: parameters that were not loaded keep the bits of their fp32 masters."""
+    loaded = make(Net, seed=5).head.weight.detach()
+
+    def write(state: dict[str, Any], module: nn.Module) -> None:
+        module.head.weight.data.copy_(state["head.weight"])  # .data: torch counts no version
+
+    def body(engine: tessera.Engine, rank: int) -> None:
+        micro(engine, rank)
+        read = lambda: {n: tessera.state.get_full_fp32_param(engine, p) for n, p in engine.module.named_parameters()}  # noqa: E731
+        before = read()
+        assert any(not torch.equal(v, v.bfloat16().float()) for v in before.values()), "masters hold more than bf16"
+        fn = {"custom_load_fn": write} if way == "custom_load_fn" else {}
+        engine.load_module_state_dict({"head.weight": loaded}, strict=False, **fn)
+        after = read()
+        assert torch.equal(after.pop("head.weight"), loaded.bfloat16().float())
+        assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+    engines(make(), 2, config(stage, bf16=True), body)
+
+
 def test_ranks_start_with_the_values_of_rank_0() -> None:
     def body(rank: int, group: tessera.Group) -> Any:
         torch_lock_free = models[rank]

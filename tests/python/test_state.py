@@ -77,6 +77,34 @@ def test_local_values(stage: int) -> None:
         assert_close(got, {name: p - 0.3 + 1 for name, p in before.items()})
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_edits_of_parameters_are_read_back(stage: int, bf16: bool) -> None:
+    """Without a step in between: loaded, edited in place, replaced through .data; and a refresh keeps them."""
+    source = make(seed=5)
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        engine(*batch(rank)).backward()
+        engine.step()
+        model = engine.module
+        model.load_state_dict(source.state_dict())
+        with torch.no_grad():
+            model.gain.mul_(2)
+        model.head.bias.data = torch.full_like(model.head.bias, 0.25)
+        want = {name: param.detach().float().clone() for name, param in model.named_parameters()}
+        assert torch.equal(want["embed.weight"], source.embed.weight.to(model.gain.dtype).float())
+        begin, end = state.local_range(engine, model.head.weight)
+        local = state.get_local_fp32_param(engine, model.head.weight)
+        assert torch.equal(local.reshape(-1), want["head.weight"].view(-1)[begin:end])
+        state.set_full_fp32_param(engine, model.embed.bias, torch.full(model.embed.bias.shape, 1 / 3))
+        want["embed.bias"] = torch.full_like(want["embed.bias"], 1 / 3)
+        for name, param in model.named_parameters():
+            assert torch.equal(state.get_full_fp32_param(engine, param), want[name]), name
+            assert torch.equal(param.float(), want[name].to(param.dtype).float()), name
+
+    engines(make(), 2, config(stage, bf16=bf16), body)
+
+
 def test_frozen_and_foreign_parameters() -> None:
     model = make()
     model.head.bias.requires_grad_(False)

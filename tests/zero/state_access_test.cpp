@@ -48,6 +48,23 @@ TEST(StateAccess, MastersReachTheModuleWhenRefreshed) {
   });
 }
 
+TEST(StateAccess, EditedParametersAreReadBackAndOthersKeepTheirMasters) {
+  over_stages([](Engine& engine, const Toy& toy, int rank, int) {
+    toy_forward(engine, toy, toy_batch(rank, 0)).backward();
+    engine.step();
+    const at::Tensor untouched = engine.get_full(3, Quantity::Master);
+    {
+      const at::NoGradGuard no_grad;
+      at::Tensor(toy.tensors[4]).fill_(2.0);
+    }
+    EXPECT_TRUE(engine.get_full(4, Quantity::Master).equal(at::full({5, 3}, 2.0)));
+    toy.tensors[2].variable_data().fill_(3.0);  // as p.data.fill_(): torch counts no version
+    engine.adopt_params();
+    EXPECT_TRUE(engine.get_full(2, Quantity::Master).equal(at::full({17}, 3.0)));
+    EXPECT_TRUE(engine.get_full(3, Quantity::Master).equal(untouched));
+  });
+}
+
 TEST(StateAccess, LocalViewsAreTheRanksPartOfTheFullTensor) {
   over_stages([](Engine& engine, const Toy& toy, int rank, int stage) {
     toy_forward(engine, toy, toy_batch(rank, 0)).backward();
