@@ -513,6 +513,41 @@ def test_an_exception_leaves_the_engine_usable(stage: int, call: str, where: str
         assert_close(grads, expected)
 
 
+class FailingBetween(Failing):
+    """Throws between the blocks: the reduction of the last block is on its way."""
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.embed(x.to(self.embed.weight.dtype)))
+        return self.blocks[1](self.Boom.apply(x) if self.fail_in == "between" else x)
+
+
+@pytest.mark.parametrize("unit", [0, 1 << 20])
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_exception_in_backward_keeps_what_had_accumulated(stage: int, unit: int) -> None:
+    """As in PyTorch: gradients from before the exception stay until zero_grad()."""
+    model = make(FailingBetween)
+
+    def use(m: Any, module: nn.Module, rank: int) -> None:
+        m(*batch(rank + 8)).backward()
+        module.fail_in = "between"
+        with pytest.raises(OSError, match="boom"):
+            m(*batch(rank + 4)).backward()
+        module.fail_in = ""
+        m(*batch(rank)).backward()
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        use(engine, engine.module, rank)
+        grads = full_grads(engine)
+        engine.step()
+        assert engine.was_step_applied()
+        return grads
+
+    cfg = config(stage, tessera={"min_unit_elements": unit})
+    expected = plain_grads(model, 2, lambda m, rank: use(m, m, rank))
+    for grads in engines(model, 2, cfg, body):
+        assert_close(grads, expected)
+
+
 def test_double_backward_does_not_corrupt() -> None:
     model = make()
     plain = copy.deepcopy(model)
