@@ -41,7 +41,8 @@ TEST(JsonText, NamesDuplicateKeysByPath) {
 
 TEST(JsonText, ReportsSyntaxErrorsWithTheirLine) {
   EXPECT_HAS(first_error("{\n\"a\": 1\n\"b\": 2}"), "JSON: parse error at line 3");
-  for (const char* bad : {"", "{", "{\"a\": }", "\"", "/*", "{\"a\": 1} x", "\"\\", "{,}", "[,]"}) {
+  for (const char* bad : {"", "{", "{\"a\": }", "\"", "/*", "{\"a\": 1} x", "\"\\", "{,}", "[,]", "{a: 1}", "{'a': 1}",
+                          "{\"a\": b}", "{\"a\": '''b'''}", "\"a\": 1"}) {
     EXPECT_HAS(first_error(bad), "JSON: ") << bad;
   }
 }
