@@ -92,6 +92,7 @@ void bind_counters(EngineClass& c) {
       .def("grad_norm", &Engine::grad_norm, NoGil())
       .def("was_step_applied", &Engine::was_step_applied)
       .def("micro_steps", &Engine::micro_steps)
+      .def("backwards", &Engine::backwards)
       .def("global_steps", &Engine::global_steps)
       .def("skipped_steps", &Engine::skipped_steps)
       .def("set_counters", &Engine::set_counters, py::arg("micro_steps"), py::arg("global_steps"),

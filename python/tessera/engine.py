@@ -69,7 +69,7 @@ class Engine(EngineGetters):
         self.client_lr_scheduler = lr_scheduler
         self.num_local_io_workers = 0
         self.global_samples = 0
-        self._forwards = 0
+        self._backwards = 0  # that earlier steps have counted
         self._lent: dict[str, Any] = {}
         self._build_core(base, unit_policy or default_unit_policy)
         self.collate_fn = collate_fn
@@ -110,7 +110,7 @@ class Engine(EngineGetters):
             raise ConfigError(str(error)) from None
         self._index = {id(spec.tensor): number for number, spec in enumerate(specs)}
         self._optimized = frozenset(index.values())
-        self._frozen = [spec.tensor for spec in specs if spec.group < 0 and not spec.tensor.requires_grad]
+        self._frozen = {s.name: s.tensor for s in specs if s.group < 0 and not s.tensor.requires_grad}
         self._runner = self._make_runner(base, rule, index)
         self.basic_optimizer = base
         self.optimizer = self._visible_optimizer(options)
@@ -161,8 +161,6 @@ class Engine(EngineGetters):
         core = self.core
         if self._frozen:
             self._warn_of_thawed()
-        if torch.is_grad_enabled():
-            self._forwards += 1
         core.pre_forward()
         try:
             outputs = self.module(*args, **kwargs)
@@ -173,11 +171,12 @@ class Engine(EngineGetters):
         return outputs
 
     def _warn_of_thawed(self) -> None:
-        if any(param.requires_grad for param in self._frozen):
-            self._frozen = []
+        thawed = [name for name, param in self._frozen.items() if param.requires_grad]
+        if thawed:
+            self._frozen = {}
             warnings.warn(
-                "[engine] a parameter that was frozen when the engine was built requires gradients now; this engine "
-                "does not train it: build a new one",
+                f"[engine] {', '.join(thawed)}: frozen when the engine was built, requires gradients now; this engine "
+                "neither reduces its gradients nor updates it: destroy() the engine and build a new one to train it",
                 stacklevel=3,
             )
 
@@ -222,9 +221,9 @@ class Engine(EngineGetters):
         if isinstance(self.optimizer, Optimizer):
             self.optimizer.overflow = not applied
             self.optimizer._opt_called = True
-        backwards = self._accumulation if managed else self._forwards
+        backwards = self._accumulation if managed else core.backwards() - self._backwards
+        self._backwards = core.backwards()
         self.global_samples += self._micro_batch * self.dp_world_size * backwards
-        self._forwards = 0
         if applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._report()

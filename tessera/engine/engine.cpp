@@ -272,6 +272,9 @@ bool Engine::was_step_applied() const {
 int64_t Engine::micro_steps() const {
   return impl_->micro_steps;
 }
+int64_t Engine::backwards() const {
+  return impl_->live("backwards").backwards();
+}
 int64_t Engine::global_steps() const {
   return impl_->global_steps;
 }

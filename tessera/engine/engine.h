@@ -91,6 +91,8 @@ class Engine {
   std::optional<double> global_grad_norm() const;  // pre-clip, unscaled, of the last step that was not skipped
   bool was_step_applied() const;
   int64_t micro_steps() const;
+  // Backwards that reached this engine's parameters and ended, whoever started them.
+  int64_t backwards() const;
   int64_t global_steps() const;
   int64_t skipped_steps() const;
   void set_counters(int64_t micro_steps, int64_t global_steps, int64_t skipped_steps);

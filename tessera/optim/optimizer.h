@@ -18,8 +18,8 @@ enum class Rule {
   External,  // a client's optimizer updates the master shards itself
 };
 
-// Hyper-parameters of one param group; a rule reads those it knows. Names and defaults are those of
-// torch.optim.
+// Hyper-parameters of one param group; a rule reads those it knows. Names are torch's; defaults those of configurations
+// (docs/config.md), where AdamW decays nothing unless told to.
 struct GroupOptions {
   double lr = 1e-3;
   double beta1 = 0.9, beta2 = 0.999;  // Adam, Lion

@@ -160,6 +160,7 @@ void ShardedModel::gradient_ready(int index, at::Tensor& grad) {
 }
 
 void ShardedModel::backward_done() {
+  ++backwards_;
   if (may_reduce()) {
     flush(hooks_.saw_nested());
   } else {

@@ -45,6 +45,8 @@ class ShardedModel final : private HookSink {
   Hooks& hooks() { return hooks_; }
   void set_sync_policy(SyncPolicy policy) { policy_ = policy; }
   void set_gradient_scale(double scale) { gradient_scale_ = scale; }
+  // Backwards of the user's that ended, since the beginning.
+  int64_t backwards() const { return backwards_; }
   // Hooks parameters that began to require gradients since the last call.
   void watch_new_params();
 
@@ -115,6 +117,7 @@ class ShardedModel final : private HookSink {
   std::vector<at::Tensor> external_grads_;  // per unit, fp32, only inside an external update
   SyncPolicy policy_;
   double gradient_scale_ = 1;
+  int64_t backwards_ = 0;
   bool unreduced_ = false;  // a backward ended without a flush: the same on all ranks
   bool flushed_ = false;    // flushed since the last step
   Hooks hooks_;             // last: removed first
