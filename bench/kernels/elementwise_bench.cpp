@@ -17,8 +17,7 @@ constexpr Pair kPairs[] = {{DType::F32, DType::F32},
                            {DType::F16, DType::F32}};
 
 const Block& block(int which) {
-  static const Block blocks[] = {
-      {DType::F32, kElements}, {DType::F32, kElements}, {DType::F32, kElements}, {DType::F32, kElements}};
+  static const Block blocks[] = {{DType::F32, kElements}, {DType::F32, kElements}};
   return blocks[which];
 }
 
@@ -72,21 +71,12 @@ void add_pair(Pair pair) {
   });
 }
 
-void add_reductions(DType dtype) {
-  Streams one, rows;
+void add_sum_of_squares(DType dtype) {
+  Streams one;
   read(one, dtype, 0);
-  for (int r = 0; r < 3; ++r)
-    read(rows, dtype, r);
-  write(rows, dtype, 3);
   add(std::string("sum_of_squares/") + name_of(dtype), bytes(dtype), one,
       [=](const Table& table, int64_t begin, int64_t end) {
         benchmark::DoNotOptimize(table.sum_of_squares(block(0).as(begin * bytes(dtype)), dtype, end - begin));
-      });
-  add(std::string("sum_3_rows/") + name_of(dtype), 4 * bytes(dtype), rows,
-      [=](const Table& table, int64_t begin, int64_t end) {
-        const int64_t at = begin * bytes(dtype);
-        const void* sources[] = {block(0).as(at), block(1).as(at), block(2).as(at)};
-        table.sum_rows(block(3).as(at), sources, 3, dtype, end - begin);
       });
 }
 
@@ -94,7 +84,7 @@ const bool kRegistered = [] {
   for (const Pair& pair : kPairs)
     add_pair(pair);
   for (DType dtype : {DType::F32, DType::BF16})
-    add_reductions(dtype);
+    add_sum_of_squares(dtype);
   return true;
 }();
 

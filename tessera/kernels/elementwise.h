@@ -15,10 +15,6 @@ namespace tessera::kernels {
 void scaled_copy(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n);
 void scaled_add(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n);
 
-// dst[i] = src[0][i] + src[1][i] + ... in that order, fp32 arithmetic, one rounding. dst may be one
-// of the sources.
-void sum_rows(void* dst, const void* const* src, int rows, DType dtype, int64_t n);
-
 // Sum of squares in double; not finite if an element is not. Element i adds to lane i % 16 and the
 // lanes are added in a fixed order, so the bits depend on the elements only, not on alignment or
 // instruction set.

@@ -62,25 +62,6 @@ void scaled_add_any(void* dst, DType dst_dtype, const void* src, DType src_dtype
   });
 }
 
-template <class Type>
-void sum_rows_typed(void* dst, const void* const* src, int rows, int64_t n) {
-  const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
-    for (int r = 0; r < rows; ++r)
-      Type::prefetch(src[r], i);
-    Type::prefetch(dst, i);
-  };
-  for_each_vector(n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
-    F sum = Type::load(src[0], i, lanes);
-    for (int r = 1; r < rows; ++r)
-      sum = sum + Type::load(src[r], i, lanes);
-    Type::store(dst, i, lanes, sum);
-  });
-}
-
-void sum_rows_any(void* dst, const void* const* src, int rows, DType dtype, int64_t n) {
-  with_type(dtype, [&](auto type) { sum_rows_typed<decltype(type)>(dst, src, rows, n); });
-}
-
 // Lane l of the contract is lane l % (kWidth / 2) of sums[l / (kWidth / 2)].
 template <class Type>
 double sum_of_squares_typed(const void* src, int64_t n) {

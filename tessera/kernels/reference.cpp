@@ -142,15 +142,6 @@ void scaled_add(void* dst, DType dst_dtype, const void* src, DType src_dtype, fl
   }
 }
 
-void sum_rows(void* dst, const void* const* src, int rows, DType dtype, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    float sum = load(src[0], dtype, i);
-    for (int r = 1; r < rows; ++r)
-      sum += load(src[r], dtype, i);
-    store(dst, dtype, i, sum);
-  }
-}
-
 double sum_of_squares(const void* src, DType dtype, int64_t n) {
   double lane[16] = {};
   for (int64_t i = 0; i < n; ++i) {
@@ -167,8 +158,7 @@ double sum_of_squares(const void* src, DType dtype, int64_t n) {
 }  // namespace
 
 const Table& reference_table() {
-  static constexpr Table table{"reference", adam,       sgd,      lion,          adagrad,
-                               scaled_copy, scaled_add, sum_rows, sum_of_squares};
+  static constexpr Table table{"reference", adam, sgd, lion, adagrad, scaled_copy, scaled_add, sum_of_squares};
   return table;
 }
 

@@ -38,9 +38,6 @@ void scaled_copy(void* dst, DType dst_dtype, const void* src, DType src_dtype, f
 void scaled_add(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n) {
   best_table().scaled_add(dst, dst_dtype, src, src_dtype, scale, n);
 }
-void sum_rows(void* dst, const void* const* src, int rows, DType dtype, int64_t n) {
-  best_table().sum_rows(dst, src, rows, dtype, n);
-}
 double sum_of_squares(const void* src, DType dtype, int64_t n) {
   return best_table().sum_of_squares(src, dtype, n);
 }

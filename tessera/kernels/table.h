@@ -18,7 +18,6 @@ struct Table {
   void (*adagrad)(const AdagradRule&, const UpdateRange&, float grad_scale);
   void (*scaled_copy)(void*, DType, const void*, DType, float, int64_t);
   void (*scaled_add)(void*, DType, const void*, DType, float, int64_t);
-  void (*sum_rows)(void*, const void* const*, int, DType, int64_t);
   double (*sum_of_squares)(const void*, DType, int64_t);
 };
 

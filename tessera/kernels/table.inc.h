@@ -15,7 +15,7 @@ namespace tessera::kernels {
 namespace {
 
 constexpr Table vector_table(const char* name) {
-  return {name, adam, sgd, lion, adagrad, scaled_copy_any, scaled_add_any, sum_rows_any, sum_of_squares_any};
+  return {name, adam, sgd, lion, adagrad, scaled_copy_any, scaled_add_any, sum_of_squares_any};
 }
 
 }  // namespace

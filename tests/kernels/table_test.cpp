@@ -173,34 +173,6 @@ TEST(Table, InPlace) {
   }
 }
 
-TEST(Table, SumRowsGivesTheBitsOfTheReference) {
-  for (const Table* table : available_tables()) {
-    for (DType dtype : kDTypes) {
-      for (int rows = 1; rows <= 5; ++rows) {
-        for (int64_t n : sizes()) {
-          SCOPED_TRACE(std::string(table->name) + ", n " + std::to_string(n));
-          std::vector<Buffer> sources(rows, Buffer(dtype, n, static_cast<int>(n % 4)));
-          std::vector<const void*> pointers;
-          for (int r = 0; r < rows; ++r) {
-            sources[r].fill_random(10 + r).sprinkle(20 + r);
-            pointers.push_back(sources[r].data());
-          }
-          Buffer expected(dtype, n, 1), actual(dtype, n, 1);
-          reference_table().sum_rows(expected.data(), pointers.data(), rows, dtype, n);
-          table->sum_rows(actual.data(), pointers.data(), rows, dtype, n);
-          actual.expect_same(expected);
-          Buffer& row = sources[rows - 1];  // into one of the sources
-          table->sum_rows(row.data(), pointers.data(), rows, dtype, n);
-          for (int64_t i = 0; i < n; ++i) {
-            const float a = row.at(i), b = expected.at(i);
-            ASSERT_TRUE(a == b || (std::isnan(a) && std::isnan(b))) << i;
-          }
-        }
-      }
-    }
-  }
-}
-
 TEST(Table, SumOfSquaresGivesTheBitsOfTheReference) {
   for (const Table* table : available_tables()) {
     for (DType dtype : kDTypes) {
@@ -233,9 +205,6 @@ TEST(Table, FreeFunctionsRunTheBestTable) {
   scaled_add(actual.data(), DType::F32, src.data(), DType::BF16, 0.1f, n);
   actual.expect_same(expected);
   EXPECT_EQ(sum_of_squares(src.data(), DType::BF16, n), best_table().sum_of_squares(src.data(), DType::BF16, n));
-  const void* rows[] = {expected.data(), expected.data()};
-  sum_rows(actual.data(), rows, 2, DType::F32, n);
-  EXPECT_EQ(actual.at(5), 2 * expected.at(5));
 
   const auto check = [&](auto rule, auto entry) {
     UpdateBuffers a(DType::BF16, DType::BF16, n, 0, false), b = a;
