@@ -5,10 +5,12 @@
 #include <torch/csrc/autograd/generated/variable_factories.h>
 
 #include <cmath>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "tessera/engine/engine.h"
+#include "tests/support/ranks.h"
 
 namespace tessera::testing {
 
@@ -155,6 +157,31 @@ inline engine::Options toy_options(const ToyRun& run) {
 
 inline engine::Engine toy_engine(const ToyRun& run, const Toy& toy, const comm::GroupPtr& group) {
   return engine::Engine(toy_options(run), comm::Mesh(group), toy.specs(), {toy_adamw()});
+}
+
+// One rank of over_stages().
+struct ToyRank {
+  engine::Engine& engine;
+  const Toy& toy;
+  int rank;
+  int stage;
+  const comm::GroupPtr& group;
+};
+
+// body on every rank of each world, once for every stage; `run` says the rest.
+inline void over_stages(const std::vector<int>& worlds, const ToyRun& run,
+                        const std::function<void(const ToyRank&)>& body) {
+  for (const int world : worlds) {
+    for (int stage = 0; stage <= 2; ++stage) {
+      run_ranks(world, [&](int rank, const comm::GroupPtr& group) {
+        ToyRun staged = run;
+        staged.stage = stage;
+        const Toy toy;
+        engine::Engine engine = toy_engine(staged, toy, group);
+        body({engine, toy, rank, stage, group});
+      });
+    }
+  }
 }
 
 // One engine forward in C++: what a front end does.

@@ -34,17 +34,7 @@ void expect_grads(Engine& engine, const std::vector<at::Tensor>& expected, const
 
 // Every stage at one and two ranks; both ranks see the same data, so the mean is the plain gradient.
 void every_stage(const std::function<void(Engine&, const Toy&, int stage)>& body) {
-  for (const int world : {1, 2}) {
-    for (int stage = 0; stage <= 2; ++stage) {
-      run_ranks(world, [&](int, const comm::GroupPtr& group) {
-        ToyRun run;
-        run.stage = stage;
-        const Toy toy;
-        Engine engine = toy_engine(run, toy, group);
-        body(engine, toy, stage);
-      });
-    }
-  }
+  over_stages({1, 2}, {}, [&](const ToyRank& on) { body(on.engine, on.toy, on.stage); });
 }
 
 const at::Tensor& data() {
@@ -156,50 +146,38 @@ TEST(Hooks, ABackwardInsideAForwardIsNotTheUsers) {
     const at::Tensor h = at::tanh(at::matmul(data() * toy.tensors[2], toy.tensors[3]));
     return at::matmul(h, toy.tensors[4]).square().mean();
   });
-  for (const int world : {1, 2}) {
-    for (int stage = 0; stage <= 2; ++stage) {
-      run_ranks(world, [&](int, const comm::GroupPtr& group) {
-        ToyRun run;
-        run.stage = stage;
-        const Toy toy;
-        Engine engine = toy_engine(run, toy, group);
-        group->reset_stats();
-        engine.pre_forward();
-        const at::Tensor h = at::tanh(at::matmul(data() * toy.tensors[2], toy.tensors[3]));
-        const at::Tensor loss = TiledLoss::apply(h, toy.tensors[4]);
-        engine.post_forward({loss});
-        const auto calls = group->stats().reduce_scatter.calls + group->stats().all_reduce.calls;
-        EXPECT_EQ(calls, 0) << "the inner backward must not reduce";
-        loss.backward();
-        expect_grads(engine, expected, "tiled loss");
-      });
-    }
-  }
+  over_stages({1, 2}, {}, [&](const ToyRank& on) {
+    const auto& [engine, toy, rank, stage, group] = on;
+    group->reset_stats();
+    engine.pre_forward();
+    const at::Tensor h = at::tanh(at::matmul(data() * toy.tensors[2], toy.tensors[3]));
+    const at::Tensor loss = TiledLoss::apply(h, toy.tensors[4]);
+    engine.post_forward({loss});
+    const auto calls = group->stats().reduce_scatter.calls + group->stats().all_reduce.calls;
+    EXPECT_EQ(calls, 0) << "the inner backward must not reduce";
+    loss.backward();
+    expect_grads(engine, expected, "tiled loss");
+  });
 }
 
 TEST(Hooks, ReentrantCheckpointingReducesEveryUnitOnce) {
   const auto expected = plain_grads([](const Toy& toy) { return toy.outputs(data()).square().mean(); });
-  for (int stage = 0; stage <= 2; ++stage) {
-    run_ranks(2, [&](int, const comm::GroupPtr& group) {
-      ToyRun run;
-      run.stage = stage;
-      const Toy toy;
-      Engine engine = toy_engine(run, toy, group);
+  over_stages({2}, {}, [&](const ToyRank& on) {
+    const auto& [engine, toy, rank, stage, group] = on;
+    group->reset_stats();
+    for (int round = 0; round < 2; ++round) {
+      engine.pre_forward();
+      const at::Tensor x = data().clone().requires_grad_(true);
+      const at::Tensor loss = Reentrant::apply(x, &toy).square().mean();
+      engine.post_forward({loss});
+      loss.backward();
+      const auto& stats = group->stats();
+      EXPECT_EQ(stage == 0 ? stats.all_reduce.calls - 1 : stats.reduce_scatter.calls, 3);
+      expect_grads(engine, expected, "re-entrant");
+      engine.zero_grad();
       group->reset_stats();
-      for (int round = 0; round < 2; ++round) {
-        engine.pre_forward();
-        const at::Tensor x = data().clone().requires_grad_(true);
-        const at::Tensor loss = Reentrant::apply(x, &toy).square().mean();
-        engine.post_forward({loss});
-        loss.backward();
-        const auto& stats = group->stats();
-        EXPECT_EQ(stage == 0 ? stats.all_reduce.calls - 1 : stats.reduce_scatter.calls, 3);
-        expect_grads(engine, expected, "re-entrant");
-        engine.zero_grad();
-        group->reset_stats();
-      }
-    });
-  }
+    }
+  });
 }
 
 namespace {
@@ -227,35 +205,30 @@ TEST(Hooks, AnExceptionInsideABackwardLeavesTheEngineUsable) {
 }
 
 TEST(Hooks, ParametersUsedOnSomeRanksOnlyCountAsZeroElsewhere) {
-  for (int stage = 0; stage <= 2; ++stage) {
-    run_ranks(3, [&](int rank, const comm::GroupPtr& group) {
-      ToyRun run;
-      run.stage = stage;
-      const Toy toy;
-      Engine engine = toy_engine(run, toy, group);
-      for (int step = 0; step < 3; ++step) {
-        // Rank r uses tensors r and 3 only; rank 2 in step 1 uses nothing of blocks.1.
-        const at::Tensor loss = toy.tensors[rank].sum() + toy.tensors[3].sum();
-        engine.pre_forward();
-        engine.post_forward({loss});
-        loss.backward();
-        for (int i = 0; i < 5; ++i) {
-          const at::Tensor grad = engine.get_full(i, Quantity::Gradient);
-          const double expected = i < 3 ? 1.0 / 3 : 1.0;
-          if (i == 4) {
-            EXPECT_FALSE(grad.defined());
-          } else if (stage > 0 || i == rank || i == 3) {
-            EXPECT_TRUE(at::allclose(grad, at::full_like(grad, expected)));
-          }
+  over_stages({3}, {}, [](const ToyRank& on) {
+    const auto& [engine, toy, rank, stage, group] = on;
+    for (int step = 0; step < 3; ++step) {
+      // Rank r uses tensors r and 3 only; rank 2 in step 1 uses nothing of blocks.1.
+      const at::Tensor loss = toy.tensors[rank].sum() + toy.tensors[3].sum();
+      engine.pre_forward();
+      engine.post_forward({loss});
+      loss.backward();
+      for (int i = 0; i < 5; ++i) {
+        const at::Tensor grad = engine.get_full(i, Quantity::Gradient);
+        const double expected = i < 3 ? 1.0 / 3 : 1.0;
+        if (i == 4) {
+          EXPECT_FALSE(grad.defined());
+        } else if (stage > 0 || i == rank || i == 3) {
+          EXPECT_TRUE(at::allclose(grad, at::full_like(grad, expected)));
         }
-        const at::Tensor untouched = toy.tensors[4].detach().clone();
-        EXPECT_TRUE(engine.step());
-        EXPECT_TRUE(untouched.equal(toy.tensors[4].detach())) << "no gradient anywhere: no weight decay either";
       }
-      EXPECT_EQ(engine.param_step(0), 3);
-      EXPECT_EQ(engine.param_step(4), 0);
-    });
-  }
+      const at::Tensor untouched = toy.tensors[4].detach().clone();
+      EXPECT_TRUE(engine.step());
+      EXPECT_TRUE(untouched.equal(toy.tensors[4].detach())) << "no gradient anywhere: no weight decay either";
+    }
+    EXPECT_EQ(engine.param_step(0), 3);
+    EXPECT_EQ(engine.param_step(4), 0);
+  });
 }
 
 TEST(Hooks, ASecondLiveEngineOnTheSameParametersIsRefused) {

@@ -44,7 +44,7 @@ TEST(Plan, SplitsLargeUnitsBetweenParameters) {
 TEST(Plan, EveryItemOnceForAnyLimits) {
   std::vector<PlanItem> items;
   for (int i = 0; i < 40; ++i)
-    items.push_back({i % 7 == 0 ? "" : "b" + std::to_string(i % 5), i % 11, i % 3});
+    items.push_back({i % 7 == 0 ? std::string() : std::string("b").append(std::to_string(i % 5)), i % 11, i % 3});
   for (const int64_t lower : {0, 1, 30, 1000}) {
     for (const int64_t upper : {0, 1, 30, 1000}) {
       std::multiset<int> seen;

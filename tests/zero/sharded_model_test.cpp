@@ -109,45 +109,35 @@ TEST(ShardedModel, Stage0StepsOnGradientsSetWithoutABackward) {
 }
 
 TEST(ShardedModel, NoSyncAccumulatesLocallyAndTheNextBackwardReducesAll) {
-  for (int stage = 0; stage <= 2; ++stage) {
-    run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
-      ToyRun run;
-      run.stage = stage;
-      const Toy toy;
-      Engine engine = toy_engine(run, toy, group);
-      group->reset_stats();
-      engine.begin_no_sync();
-      EXPECT_THROW(engine.begin_no_sync(), c10::Error);
-      EXPECT_THROW(engine.step(), c10::Error);
-      toy.tensors[1].sum().backward();
-      const auto& stats = group->stats();
-      EXPECT_EQ(stats.all_reduce.calls + stats.reduce_scatter.calls, 0);
-      EXPECT_TRUE(engine.get_full(1, Quantity::Gradient).equal(at::ones({3}))) << "the local gradient";
-      engine.end_no_sync();
-      (toy.tensors[1].sum() * (rank == 0 ? 2 : 4)).backward();
-      EXPECT_TRUE(at::allclose(engine.get_full(1, Quantity::Gradient), at::full({3}, 4.0))) << "1 + mean(2, 4)";
-    });
-  }
+  over_stages({2}, {}, [](const ToyRank& on) {
+    const auto& [engine, toy, rank, stage, group] = on;
+    group->reset_stats();
+    engine.begin_no_sync();
+    EXPECT_THROW(engine.begin_no_sync(), c10::Error);
+    EXPECT_THROW(engine.step(), c10::Error);
+    toy.tensors[1].sum().backward();
+    const auto& stats = group->stats();
+    EXPECT_EQ(stats.all_reduce.calls + stats.reduce_scatter.calls, 0);
+    EXPECT_TRUE(engine.get_full(1, Quantity::Gradient).equal(at::ones({3}))) << "the local gradient";
+    engine.end_no_sync();
+    (toy.tensors[1].sum() * (rank == 0 ? 2 : 4)).backward();
+    EXPECT_TRUE(at::allclose(engine.get_full(1, Quantity::Gradient), at::full({3}, 4.0))) << "1 + mean(2, 4)";
+  });
 }
 
 TEST(ShardedModel, CoalesceIssuesOneReductionForAllBackwardsInside) {
-  for (int stage = 0; stage <= 2; ++stage) {
-    run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
-      ToyRun run;
-      run.stage = stage;
-      const Toy toy;
-      Engine engine = toy_engine(run, toy, group);
-      group->reset_stats();
-      engine.begin_coalesce();
-      EXPECT_THROW(engine.begin_no_sync(), c10::Error);
-      for (int i = 0; i < 3; ++i)
-        toy_forward(engine, toy, toy_batch(rank, i)).backward();
-      engine.end_coalesce();
-      const auto& stats = group->stats();
-      EXPECT_EQ(stats.all_reduce.calls + stats.reduce_scatter.calls, 3) << "one for each unit";
-      EXPECT_TRUE(engine.step());
-    });
-  }
+  over_stages({2}, {}, [](const ToyRank& on) {
+    const auto& [engine, toy, rank, stage, group] = on;
+    group->reset_stats();
+    engine.begin_coalesce();
+    EXPECT_THROW(engine.begin_no_sync(), c10::Error);
+    for (int i = 0; i < 3; ++i)
+      toy_forward(engine, toy, toy_batch(rank, i)).backward();
+    engine.end_coalesce();
+    const auto& stats = group->stats();
+    EXPECT_EQ(stats.all_reduce.calls + stats.reduce_scatter.calls, 3) << "one for each unit";
+    EXPECT_TRUE(engine.step());
+  });
 }
 
 TEST(ShardedModel, AThrowingRankEndsTheOthersWithItsReason) {

@@ -5,28 +5,13 @@
 
 namespace tessera::testing {
 
-using engine::Engine;
 using engine::Quantity;
 
-namespace {
-void over_stages(const std::function<void(Engine&, const Toy&, int rank, int stage)>& body) {
-  for (const int world : {1, 3}) {
-    for (int stage = 0; stage <= 2; ++stage) {
-      run_ranks(world, [&](int rank, const comm::GroupPtr& group) {
-        ToyRun run;
-        run.stage = stage;
-        run.bf16 = true;
-        const Toy toy;
-        Engine engine = toy_engine(run, toy, group);
-        body(engine, toy, rank, stage);
-      });
-    }
-  }
-}
-}  // namespace
+constexpr ToyRun kBf16{.bf16 = true};
 
 TEST(StateAccess, WhatIsSetIsRead) {
-  over_stages([](Engine& engine, const Toy& toy, int, int) {
+  over_stages({1, 3}, kBf16, [](const ToyRank& on) {
+    const auto& [engine, toy, rank, stage, group] = on;
     for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1, Quantity::Gradient}) {
       for (int i = 0; i < 5; ++i) {
         const at::Tensor value = at::arange(toy.tensors[i].numel(), at::kFloat).view(toy.tensors[i].sizes()) + i;
@@ -40,7 +25,8 @@ TEST(StateAccess, WhatIsSetIsRead) {
 }
 
 TEST(StateAccess, MastersReachTheModuleWhenRefreshed) {
-  over_stages([](Engine& engine, const Toy& toy, int, int) {
+  over_stages({1, 3}, kBf16, [](const ToyRank& on) {
+    const auto& [engine, toy, rank, stage, group] = on;
     engine.set_full(3, Quantity::Master, at::full({17, 5}, 0.75));
     EXPECT_FALSE(toy.tensors[3].detach().equal(at::full({17, 5}, 0.75, at::kBFloat16)));
     engine.refresh_params();
@@ -49,7 +35,8 @@ TEST(StateAccess, MastersReachTheModuleWhenRefreshed) {
 }
 
 TEST(StateAccess, EditedParametersAreReadBackAndOthersKeepTheirMasters) {
-  over_stages([](Engine& engine, const Toy& toy, int rank, int) {
+  over_stages({1, 3}, kBf16, [](const ToyRank& on) {
+    const auto& [engine, toy, rank, stage, group] = on;
     toy_forward(engine, toy, toy_batch(rank, 0)).backward();
     engine.step();
     const at::Tensor untouched = engine.get_full(3, Quantity::Master);
@@ -66,7 +53,8 @@ TEST(StateAccess, EditedParametersAreReadBackAndOthersKeepTheirMasters) {
 }
 
 TEST(StateAccess, LocalViewsAreTheRanksPartOfTheFullTensor) {
-  over_stages([](Engine& engine, const Toy& toy, int rank, int stage) {
+  over_stages({1, 3}, kBf16, [](const ToyRank& on) {
+    const auto& [engine, toy, rank, stage, group] = on;
     toy_forward(engine, toy, toy_batch(rank, 0)).backward();
     engine.step();
     for (int i = 0; i < 5; ++i) {
@@ -83,7 +71,8 @@ TEST(StateAccess, LocalViewsAreTheRanksPartOfTheFullTensor) {
 }
 
 TEST(StateAccess, GradientsSetBetweenBackwardAndStepAreHonoured) {
-  over_stages([](Engine& engine, const Toy& toy, int rank, int) {
+  over_stages({1, 3}, kBf16, [](const ToyRank& on) {
+    const auto& [engine, toy, rank, stage, group] = on;
     toy_forward(engine, toy, toy_batch(rank, 0)).backward();
     for (int i = 0; i < 5; ++i)
       engine.set_full(i, Quantity::Gradient, at::zeros_like(toy.tensors[i], at::kFloat));
@@ -94,7 +83,8 @@ TEST(StateAccess, GradientsSetBetweenBackwardAndStepAreHonoured) {
 }
 
 TEST(StateAccess, ThereIsNoGradientBeforeABackwardAndAfterAStep) {
-  over_stages([](Engine& engine, const Toy& toy, int rank, int) {
+  over_stages({1, 3}, kBf16, [](const ToyRank& on) {
+    const auto& [engine, toy, rank, stage, group] = on;
     EXPECT_FALSE(engine.get_full(0, Quantity::Gradient).defined());
     toy_forward(engine, toy, toy_batch(rank, 0)).backward();
     EXPECT_TRUE(engine.get_full(0, Quantity::Gradient).defined());

@@ -10,27 +10,21 @@ using engine::Engine;
 using engine::Quantity;
 
 TEST(Update, NonFiniteGradientsSkipTheStepOnEveryRank) {
-  for (int stage = 0; stage <= 2; ++stage) {
-    run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
-      ToyRun run;
-      run.stage = stage;
-      run.bf16 = true;
-      const Toy toy;
-      Engine engine = toy_engine(run, toy, group);
-      const at::Tensor before = toy.tensors[3].detach().clone();
-      const double factor = rank == 1 ? std::numeric_limits<double>::quiet_NaN() : 1.0;
-      (toy_forward(engine, toy, toy_batch(rank, 0)) * factor).backward();
-      EXPECT_FALSE(engine.step());
-      EXPECT_FALSE(engine.was_step_applied());
-      EXPECT_EQ(engine.skipped_steps(), 1);
-      EXPECT_EQ(engine.global_steps(), 1);
-      EXPECT_TRUE(before.equal(toy.tensors[3].detach()));
-      EXPECT_FALSE(engine.global_grad_norm());
-      toy_forward(engine, toy, toy_batch(rank, 0)).backward();
-      EXPECT_TRUE(engine.step());
-      EXPECT_EQ(engine.param_step(0), 1) << "a skipped step is no update";
-    });
-  }
+  over_stages({2}, {.bf16 = true}, [](const ToyRank& on) {
+    const auto& [engine, toy, rank, stage, group] = on;
+    const at::Tensor before = toy.tensors[3].detach().clone();
+    const double factor = rank == 1 ? std::numeric_limits<double>::quiet_NaN() : 1.0;
+    (toy_forward(engine, toy, toy_batch(rank, 0)) * factor).backward();
+    EXPECT_FALSE(engine.step());
+    EXPECT_FALSE(engine.was_step_applied());
+    EXPECT_EQ(engine.skipped_steps(), 1);
+    EXPECT_EQ(engine.global_steps(), 1);
+    EXPECT_TRUE(before.equal(toy.tensors[3].detach()));
+    EXPECT_FALSE(engine.global_grad_norm());
+    toy_forward(engine, toy, toy_batch(rank, 0)).backward();
+    EXPECT_TRUE(engine.step());
+    EXPECT_EQ(engine.param_step(0), 1) << "a skipped step is no update";
+  });
 }
 
 TEST(Update, Fp32TakesNanGradientsAsPlainPytorchDoes) {
@@ -42,28 +36,22 @@ TEST(Update, Fp32TakesNanGradientsAsPlainPytorchDoes) {
 }
 
 TEST(Update, AUsersEditOfAComputeParameterReachesTheMaster) {
-  for (int stage = 0; stage <= 2; ++stage) {
-    run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
-      ToyRun run;
-      run.stage = stage;
-      run.bf16 = true;
-      const Toy toy;
-      Engine engine = toy_engine(run, toy, group);
-      {
-        const at::NoGradGuard no_grad;
-        at::Tensor edited = toy.tensors[4];
-        edited.fill_(2.0);  // in place
-        at::Tensor replaced = toy.tensors[1];
-        replaced.set_data(at::full({3}, -1.0, at::kBFloat16));  // p.data = t
-      }
-      engine.groups()[0].lr = 0;
-      toy_forward(engine, toy, toy_batch(rank, 0)).backward();
-      engine.step();
-      EXPECT_TRUE(engine.get_full(4, Quantity::Master).equal(at::full({5, 3}, 2.0)));
-      EXPECT_TRUE(engine.get_full(1, Quantity::Master).equal(at::full({3}, -1.0)));
-      EXPECT_TRUE(toy.tensors[1].detach().equal(at::full({3}, -1.0, at::kBFloat16)));
-    });
-  }
+  over_stages({2}, {.bf16 = true}, [](const ToyRank& on) {
+    const auto& [engine, toy, rank, stage, group] = on;
+    {
+      const at::NoGradGuard no_grad;
+      at::Tensor edited = toy.tensors[4];
+      edited.fill_(2.0);  // in place
+      at::Tensor replaced = toy.tensors[1];
+      replaced.set_data(at::full({3}, -1.0, at::kBFloat16));  // p.data = t
+    }
+    engine.groups()[0].lr = 0;
+    toy_forward(engine, toy, toy_batch(rank, 0)).backward();
+    engine.step();
+    EXPECT_TRUE(engine.get_full(4, Quantity::Master).equal(at::full({5, 3}, 2.0)));
+    EXPECT_TRUE(engine.get_full(1, Quantity::Master).equal(at::full({3}, -1.0)));
+    EXPECT_TRUE(toy.tensors[1].detach().equal(at::full({3}, -1.0, at::kBFloat16)));
+  });
 }
 
 TEST(Update, AChangedDtypeIsAnErrorThatNamesTheParameter) {
