@@ -3,7 +3,7 @@ them in an optimizer's param_groups. Any scheduler of torch.optim.lr_scheduler w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ class Schedule:
                 group["momentum"] = momentum
 
 
-def _per_group(value: PerGroup) -> list[float]:
+def _per_group(_: str, value: PerGroup) -> list[float]:
     return [float(item) for item in value] if isinstance(value, Sequence) else [float(value)]
 
 
@@ -88,11 +88,40 @@ def _count(name: str, value: Any) -> int:
     return int(value)
 
 
-def _warmup_type(value: str) -> _core.WarmupType:
+def _warmup_type(name: str, value: str) -> _core.WarmupType:
     types = {WARMUP_LOG_RATE: _core.WarmupType.Log, WARMUP_LINEAR_RATE: _core.WarmupType.Linear}
     if value not in types:
-        raise ConfigError(f"[lr_schedules] warmup_type must be one of {', '.join(types)}, got {value!r}")
+        raise ConfigError(f"[lr_schedules] {name} must be one of {', '.join(types)}, got {value!r}")
     return types[value]
+
+
+# What turns an argument into the core's value; the others are passed on as they are.
+_CONVERT: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr"), _per_group),
+    **dict.fromkeys(
+        (
+            "warmup_num_steps",
+            "total_num_steps",
+            "cycle_first_step_size",
+            "cycle_second_step_size",
+            "cycle_first_stair_count",
+            "cycle_second_stair_count",
+            "decay_step_size",
+            "lr_range_test_step_size",
+        ),
+        _count,
+    ),
+    "warmup_type": _warmup_type,
+}
+_NOT_OPTIONS = frozenset({"self", "__class__", "optimizer", "last_batch_iteration"})
+
+
+def _filled(options: Any, arguments: dict[str, Any]) -> Any:
+    """`options` with the arguments of a constructor (its locals()); None leaves what the core has by default."""
+    for name, value in arguments.items():
+        if name not in _NOT_OPTIONS and value is not None:
+            setattr(options, name, _CONVERT[name](name, value) if name in _CONVERT else value)
+    return options
 
 
 class WarmupLR(Schedule):
@@ -107,12 +136,7 @@ class WarmupLR(Schedule):
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
-        options = _core.WarmupLR()
-        options.warmup_min_lr = _per_group(warmup_min_lr)
-        options.warmup_max_lr = [] if warmup_max_lr is None else _per_group(warmup_max_lr)
-        options.warmup_num_steps = _count("warmup_num_steps", warmup_num_steps)
-        options.warmup_type = _warmup_type(warmup_type)
-        super().__init__(optimizer, options, last_batch_iteration)
+        super().__init__(optimizer, _filled(_core.WarmupLR(), locals()), last_batch_iteration)
 
 
 class WarmupDecayLR(Schedule):
@@ -128,13 +152,7 @@ class WarmupDecayLR(Schedule):
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
-        options = _core.WarmupDecayLR()
-        options.total_num_steps = _count("total_num_steps", total_num_steps)
-        options.warmup_min_lr = _per_group(warmup_min_lr)
-        options.warmup_max_lr = _per_group(warmup_max_lr)
-        options.warmup_num_steps = _count("warmup_num_steps", warmup_num_steps)
-        options.warmup_type = _warmup_type(warmup_type)
-        super().__init__(optimizer, options, last_batch_iteration)
+        super().__init__(optimizer, _filled(_core.WarmupDecayLR(), locals()), last_batch_iteration)
 
 
 class WarmupCosineLR(Schedule):
@@ -150,13 +168,7 @@ class WarmupCosineLR(Schedule):
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
-        options = _core.WarmupCosineLR()
-        options.total_num_steps = _count("total_num_steps", total_num_steps)
-        options.warmup_min_ratio = warmup_min_ratio
-        options.warmup_num_steps = _count("warmup_num_steps", warmup_num_steps)
-        options.cos_min_ratio = cos_min_ratio
-        options.warmup_type = _warmup_type(warmup_type)
-        super().__init__(optimizer, options, last_batch_iteration)
+        super().__init__(optimizer, _filled(_core.WarmupCosineLR(), locals()), last_batch_iteration)
 
 
 class OneCycle(Schedule):
@@ -179,20 +191,7 @@ class OneCycle(Schedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        options = _core.OneCycle()
-        options.cycle_min_lr, options.cycle_max_lr = cycle_min_lr, cycle_max_lr
-        options.decay_lr_rate = decay_lr_rate
-        options.cycle_first_step_size = _count("cycle_first_step_size", cycle_first_step_size)
-        if cycle_second_step_size is not None:
-            options.cycle_second_step_size = _count("cycle_second_step_size", cycle_second_step_size)
-        options.cycle_first_stair_count = _count("cycle_first_stair_count", cycle_first_stair_count)
-        if cycle_second_stair_count is not None:
-            options.cycle_second_stair_count = _count("cycle_second_stair_count", cycle_second_stair_count)
-        options.decay_step_size = _count("decay_step_size", decay_step_size)
-        options.cycle_momentum = cycle_momentum
-        options.cycle_min_mom, options.cycle_max_mom = cycle_min_mom, cycle_max_mom
-        options.decay_mom_rate = decay_mom_rate
-        super().__init__(optimizer, options, last_batch_iteration)
+        super().__init__(optimizer, _filled(_core.OneCycle(), locals()), last_batch_iteration)
 
     def get_mom(self) -> list[float]:
         """The momentum of the current iteration, one per param group; empty when it is not cycled."""
@@ -211,9 +210,4 @@ class LRRangeTest(Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        options = _core.LRRangeTest()
-        options.lr_range_test_min_lr = _per_group(lr_range_test_min_lr)
-        options.lr_range_test_step_size = _count("lr_range_test_step_size", lr_range_test_step_size)
-        options.lr_range_test_step_rate = lr_range_test_step_rate
-        options.lr_range_test_staircase = lr_range_test_staircase
-        super().__init__(optimizer, options, last_batch_iteration)
+        super().__init__(optimizer, _filled(_core.LRRangeTest(), locals()), last_batch_iteration)
