@@ -155,7 +155,7 @@ class C10dGroup final : public Group {
   }
   Pending native_work(const OpInfo& info, std::vector<at::Tensor> held,
                       const std::function<c10::intrusive_ptr<c10d::Work>()>& launch);
-  Pending small_all_reduce(const at::Tensor& flat, ReduceOp op, OpInfo info);
+  Pending small_all_reduce(const at::Tensor& flat, ReduceOp op, const OpInfo& info);
   // Sends our chunk of `flat` to all others and receives theirs.
   static std::vector<Transfer> share_chunks(C10dCore& core, const OpInfo& info, const at::Tensor& flat, int tag);
   // calls f(peer) for the other ranks, nearest first, so that not all ranks begin with the same one.
@@ -265,7 +265,7 @@ std::vector<Transfer> C10dGroup::share_chunks(C10dCore& core, const OpInfo& info
   return messages.take();
 }
 
-Pending C10dGroup::small_all_reduce(const at::Tensor& flat, ReduceOp op, OpInfo info) {
+Pending C10dGroup::small_all_reduce(const at::Tensor& flat, ReduceOp op, const OpInfo& info) {
   const int64_t n = flat.numel(), width = static_cast<int64_t>(flat.element_size());
   const int me = rank(), count = size();
   at::Tensor buffer = core_->take_buffer(n * width * count);

@@ -355,6 +355,7 @@ std::vector<GroupPtr> thread_groups(int size, std::chrono::milliseconds timeout)
   TESSERA_CHECK_VALUE(size >= 1, "comm", "thread_groups: size must be at least 1, got ", size);
   auto world = std::make_shared<World>(size, timeout);
   std::vector<GroupPtr> groups;
+  groups.reserve(size);
   for (int r = 0; r < size; ++r)
     groups.push_back(std::make_shared<ThreadGroup>(world, r));
   return groups;

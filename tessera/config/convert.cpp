@@ -21,7 +21,7 @@ std::optional<double> number_of(const Json& value) {
     return std::nullopt;
   }
   std::string text = lower(value.get<std::string>());
-  const bool negative = text.starts_with("-");
+  const bool negative = text.starts_with('-');
   if (text == "infinity" || text == "-infinity" || text == "inf" || text == "-inf") {
     return negative ? -INFINITY : INFINITY;
   }
@@ -79,6 +79,13 @@ struct Setter {
     }
     return got.has_value();
   }
+  template <class T>
+  static bool put(std::optional<T>* member, const std::optional<T>& got) {
+    if (got) {
+      *member = got;
+    }
+    return got.has_value();
+  }
   bool operator()(bool* m) const { return put(m, bool_of(value)); }
   bool operator()(std::optional<bool>* m) const { return put(m, bool_of(value)); }
   bool operator()(int64_t* m) const { return put(m, integer_of(value)); }
@@ -112,7 +119,7 @@ struct Setter {
       }
       out.push_back(*number);
     }
-    *m = out;
+    *m = std::move(out);
     return value.is_array();
   }
   bool operator()(const EnumField& field) const {
