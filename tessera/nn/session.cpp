@@ -19,13 +19,12 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   TESSERA_CHECK_VALUE(schedule_ || config.scheduler.type.empty(), "initialize", "scheduler.type '",
                       config.scheduler.type, "' exists in Python only");
   auto options = engine::options_from(config, mesh.size(comm::Axis::DpShard));
-  std::vector<optim::GroupOptions> groups{optimizer->defaults};
+  const std::vector<optim::GroupOptions> groups{optimizer->defaults};
   base_lrs_ = {optimizer->defaults.lr};
   if (schedule_) {
     optim::check(*schedule_, groups.size());
   }
-  convert_buffers(*module_, config.data_types.buffer_dtype.value_or(options.zero.precision.param));
-  core_ = std::make_unique<engine::Engine>(options, std::move(mesh), param_specs(*module_), std::move(groups));
+  core_ = std::make_unique<engine::Engine>(options, std::move(mesh), param_specs(*module_), groups);
   apply_schedule();
 }
 

@@ -50,12 +50,4 @@ std::vector<engine::ParamSpec> param_specs(const torch::nn::Module& module) {
   return std::move(collector.specs);
 }
 
-void convert_buffers(torch::nn::Module& module, at::ScalarType dtype) {
-  for (at::Tensor buffer : module.buffers()) {
-    if (buffer.defined() && buffer.is_floating_point() && buffer.scalar_type() != dtype) {
-      buffer.set_data(buffer.to(dtype));
-    }
-  }
-}
-
 }  // namespace tessera::nn

@@ -14,7 +14,4 @@ namespace tessera::nn {
 // torch::nn::ModuleList is a unit named by its path; everything else is the unit "root". Local.
 std::vector<engine::ParamSpec> param_specs(const torch::nn::Module& module);
 
-// Converts the floating buffers of `module` (running statistics, tables) to `dtype`. Local.
-void convert_buffers(torch::nn::Module& module, at::ScalarType dtype);
-
 }  // namespace tessera::nn
