@@ -21,9 +21,10 @@ struct ReleaseAndDelete {
 };
 
 std::shared_ptr<Engine> make_engine(const engine::Options& options, comm::Mesh mesh,
-                                    std::vector<engine::ParamSpec> params, std::vector<optim::GroupOptions> groups) {
+                                    std::vector<engine::ParamSpec> params,
+                                    const std::vector<optim::GroupOptions>& groups) {
   py::gil_scoped_release no_gil;
-  auto engine = std::make_unique<Engine>(options, std::move(mesh), std::move(params), std::move(groups));
+  auto engine = std::make_unique<Engine>(options, std::move(mesh), std::move(params), groups);
   return std::shared_ptr<Engine>(engine.release(), ReleaseAndDelete{});
 }
 

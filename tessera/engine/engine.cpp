@@ -81,7 +81,8 @@ struct Engine::Impl {
   }
 };
 
-Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params, std::vector<optim::GroupOptions> groups)
+Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
+               const std::vector<optim::GroupOptions>& groups)
     : impl_(std::make_unique<Impl>()) {
   TESSERA_CHECK_VALUE(options.gradient_accumulation_steps >= 1, "engine",
                       "gradient_accumulation_steps must be >= 1, got ", options.gradient_accumulation_steps);

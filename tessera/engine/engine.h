@@ -45,7 +45,8 @@ class Engine {
  public:
   // Collective: values of rank 0 are broadcast. Value error for a parameter given twice, a non-floating parameter with a
   // group, a device without kernels, or a parameter that another live engine manages.
-  Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params, std::vector<optim::GroupOptions> groups);
+  Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
+         const std::vector<optim::GroupOptions>& groups);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;

@@ -20,7 +20,7 @@ inline uint16_t bf16_from_float(float value) {
 
 inline float float_from_f16(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
-  const uint32_t exponent = (half >> 10) & 0x1fu;
+  const uint32_t exponent = (uint32_t{half} >> 10) & 0x1fu;
   const uint32_t fraction = half & 0x3ffu;
   if (exponent == 0) {  // zero or denormal: fraction * 2^-24 is exact
     const float magnitude = static_cast<float>(fraction) * 0x1p-24f;

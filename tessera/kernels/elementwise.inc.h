@@ -65,9 +65,9 @@ void scaled_add_any(void* dst, DType dst_dtype, const void* src, DType src_dtype
 // Lane l of the contract is lane l % (kWidth / 2) of sums[l / (kWidth / 2)].
 template <class Type>
 double sum_of_squares_typed(const void* src, int64_t n) {
-  constexpr int kLanes = 16, kVectors = kLanes / kWidth;
+  constexpr int64_t kLanes = 16, kVectors = kLanes / kWidth;
   D sums[2 * kVectors] = {};
-  const auto add = [&](int v, F x) __attribute__((always_inline)) {
+  const auto add = [&](int64_t v, F x) __attribute__((always_inline)) {
     const D low = low_doubles(x), high = high_doubles(x);
     sums[2 * v] = fma(low, low, sums[2 * v]);  // the product is exact either way
     sums[2 * v + 1] = fma(high, high, sums[2 * v + 1]);
@@ -76,17 +76,17 @@ double sum_of_squares_typed(const void* src, int64_t n) {
   for (; i + kLanes <= n; i += kLanes) {
     if (i % kChunk == 0) Type::prefetch(src, i + kAhead);
 #pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v)
+    for (int64_t v = 0; v < kVectors; ++v)
       add(v, Type::load(src, i + v * kWidth, All{}));
   }
-  for (int v = 0; i < n; ++v, i += kWidth) {  // missing lanes add zero
+  for (int64_t v = 0; i < n; ++v, i += kWidth) {  // missing lanes add zero
     const int64_t left = n - i < kWidth ? n - i : kWidth;
     add(v, Type::load(src, i, First{static_cast<size_t>(left)}));
   }
   double lane[kLanes];
   memcpy(lane, sums, sizeof lane);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int l = 0; l < half; ++l)
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t l = 0; l < half; ++l)
       lane[l] += lane[l + half];
   }
   return lane[0];

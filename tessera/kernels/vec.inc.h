@@ -44,6 +44,7 @@ struct Element {
   static TESSERA_INLINE void prefetch(const void* p, int64_t i) {
     const auto address = reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(i * bytes);
     for (int64_t line = 0; line < kChunk * bytes; line += kLine) {
+      // NOLINTNEXTLINE(performance-no-int-to-ptr): as a pointer it may not leave its array
       __builtin_prefetch(reinterpret_cast<const void*>(address + static_cast<uintptr_t>(line)));
     }
   }

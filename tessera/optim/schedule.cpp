@@ -160,7 +160,8 @@ double triangle(const OneCycle& o, int64_t iteration, int64_t first, int64_t sec
   const int64_t done = rising ? iteration : total - iteration;
   const int64_t length = rising ? first : second;
   if (stairs > 0) {  // whole numbers: rounding must not move an iteration to the stair below
-    return double(done * stairs / length) / double(stairs);
+    const int64_t stair = done * stairs / length;
+    return double(stair) / double(stairs);
   }
   return double(done) / double(length);
 }

@@ -53,25 +53,25 @@ GradientSummary ShardedModel::summarize() {
   const bool sharded = placements_.states == shard::Placement::Shard;
   // One sum per slice and rank, added in rank order: the same bits whether a rank holds one slice or all.
   at::Tensor sums = at::zeros({ranks, 2}, at::kDouble);
-  double* table = sums.data_ptr<double>();
+  auto table = sums.accessor<double, 2>();  // rank: squares, parameters without a gradient
   for (const auto& unit : units_) {
     for (int r = 0; r < ranks; ++r) {
       if (sharded && r != group_->rank()) continue;
       const shard::Range slice = unit->layout.shard(r);
       const at::Tensor grads = unit->owned_grads().narrow(0, slice.begin - unit->owned.begin, slice.size());
-      table[2 * r] += optim::sum_of_squares(grads);
+      table[r][0] += optim::sum_of_squares(grads);
     }
   }
   for (const Slot& slot : slots_)
-    table[2 * group_->rank() + 1] += slot.param->has_grad ? 0 : 1;
+    table[group_->rank()][1] += slot.param->has_grad ? 0 : 1;
   const at::Tensor mine = sums.narrow(0, group_->rank(), 1).flatten();
   group_->all_gather(sums.flatten(), mine, "gradient norm").wait();
 
   GradientSummary summary;
   double total = 0, missing = 0;
   for (int r = 0; r < ranks; ++r) {
-    total += table[2 * r];
-    missing += table[2 * r + 1];
+    total += table[r][0];
+    missing += table[r][1];
   }
   summary.norm = std::sqrt(total);
   summary.finite = std::isfinite(total);
