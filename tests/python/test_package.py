@@ -74,3 +74,13 @@ def test_stub_matches_the_compiled_module() -> None:
         if inspect.isclass(getattr(_core, name)):
             real = {m for m in dir(getattr(_core, name)) if not m.startswith("_")} - {"name", "value"}
             assert real == {m for m in members if not m.startswith("_")} - {"name", "value"}, name
+
+
+def test_cmake_finds_the_package_inside_this_one(tmp_path: Path) -> None:
+    """README: find_package(Tessera) with CMAKE_PREFIX_PATH from tessera.cmake_prefix_path."""
+    if not list(Path(tessera.cmake_prefix_path).glob("**/TesseraConfig.cmake")):
+        pytest.skip("tessera runs from a build tree, not from an installed package")
+    consumer = Path(__file__).parents[1] / "consumer"
+    command = ["cmake", "-S", str(consumer), "-B", str(tmp_path), f"-DCMAKE_PREFIX_PATH={tessera.cmake_prefix_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
