@@ -90,6 +90,11 @@ void bind_sections(py::module_& m) {
       .def_readonly("param_dtype", &DataTypes::param_dtype)
       .def_readonly("buffer_dtype", &DataTypes::buffer_dtype);
   py::class_<TensorParallel>(m, "TensorParallelConfig").def_readonly("autotp_size", &TensorParallel::autotp_size);
+  py::class_<LeafModule>(m, "LeafModule")
+      .def(py::init<>())
+      .def_readonly("classes", &LeafModule::classes)
+      .def_readonly("names", &LeafModule::names)
+      .def_readonly("name_suffixes", &LeafModule::name_suffixes);
   py::class_<ZeroOptimization>(m, "ZeroConfig")
       .def_readonly("stage", &ZeroOptimization::stage)
       .def_readonly("contiguous_gradients", &ZeroOptimization::contiguous_gradients)
@@ -101,7 +106,8 @@ void bind_sections(py::module_& m) {
       .def_readonly("load_from_fp32_weights", &ZeroOptimization::load_from_fp32_weights)
       .def_readonly("ignore_unused_parameters", &ZeroOptimization::ignore_unused_parameters)
       .def_readonly("stage3_gather_16bit_weights_on_model_save",
-                    &ZeroOptimization::stage3_gather_16bit_weights_on_model_save);
+                    &ZeroOptimization::stage3_gather_16bit_weights_on_model_save)
+      .def_readonly("leaf_module", &ZeroOptimization::leaf_module);
 }
 
 void bind_tree(py::module_& m) {

@@ -68,6 +68,13 @@ void bind_structs(py::module_& m) {
       .def_readonly("buckets", &Engine::Memory::buckets);
 }
 
+void bind_writes(py::module_& m) {
+  py::enum_<Engine::Writes>(m, "Writes")
+      .value("None_", Engine::Writes::None)
+      .value("FromRank", Engine::Writes::FromRank)
+      .value("Own", Engine::Writes::Own);
+}
+
 using EngineClass = py::class_<Engine, std::shared_ptr<Engine>>;
 
 void bind_training(EngineClass& c) {
@@ -86,6 +93,19 @@ void bind_training(EngineClass& c) {
       .def("end_no_sync", &Engine::end_no_sync, NoGil())
       .def("begin_coalesce", &Engine::begin_coalesce, NoGil())
       .def("end_coalesce", &Engine::end_coalesce, NoGil());
+}
+
+void bind_modules(EngineClass& c) {
+  c.def("add_module", &Engine::add_module, py::arg("params"))
+      .def("enter_module", &Engine::enter_module, py::arg("module"), NoGil())
+      .def("note_inputs", &Engine::note_inputs, py::arg("inputs"), NoGil())
+      .def("leave_module", &Engine::leave_module, py::arg("module"), py::arg("outputs"), NoGil())
+      .def("inside_module", &Engine::inside_module)
+      .def("use_elsewhere", &Engine::use_elsewhere, py::arg("param"), NoGil())
+      .def("register_external", &Engine::register_external, py::arg("module"), py::arg("param"), NoGil())
+      .def("is_gathered", &Engine::is_gathered, py::arg("param"))
+      .def("gather", &Engine::gather, py::arg("params"), NoGil())
+      .def("release", &Engine::release, py::arg("params"), py::arg("writes"), py::arg("writer"), NoGil());
 }
 
 void bind_counters(EngineClass& c) {
@@ -132,9 +152,11 @@ void bind_state(EngineClass& c) {
 
 void bind_engine(py::module_& m) {
   bind_structs(m);
+  bind_writes(m);
   EngineClass c(m, "Engine");
   c.def(py::init(&make_engine), py::arg("options"), py::arg("mesh"), py::arg("params"), py::arg("groups"));
   bind_training(c);
+  bind_modules(c);
   bind_counters(c);
   bind_state(c);
 }

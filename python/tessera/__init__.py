@@ -17,7 +17,7 @@ from tessera._version import check_torch
 
 check_torch(torch.__version__)
 
-from tessera import data, lr_schedules, optim, state  # noqa: E402
+from tessera import data, lr_schedules, optim, state, zero  # noqa: E402
 from tessera._core import (  # noqa: E402
     Config,
     Group,
@@ -57,4 +57,5 @@ __all__ = [
     "single_group",
     "state",
     "thread_groups",
+    "zero",
 ]

@@ -20,13 +20,15 @@ from tessera import _core, distributed
 from tessera.builders import build_optimizer, build_schedule, params_of
 from tessera.configuration import load_config
 from tessera.data import Loader, make_loader
+from tessera.leaf import apply_config, leaf_paths, z3_leaf_module
 from tessera.errors import ConfigError, UsageError
 from tessera.getters import EngineGetters
 from tessera.native import native_rule, read_group
 from tessera.optimizer import Optimizer
 from tessera.outputs import tensors_in
+from tessera.partition import Partition, gathered
 from tessera.runners import ExternalRunner, NativeRunner, Runner
-from tessera.units import ROOT, UnitPolicy, default_unit_policy
+from tessera.units import ROOT, UnitPolicy, default_unit_policy, partition_units
 
 logger = logging.getLogger("tessera")
 
@@ -99,7 +101,8 @@ class Engine(EngineGetters):
         options.gradient_clipping = self.config.gradient_clipping
         options.managed_accumulation = self.config.managed_gradient_accumulation
 
-        specs, index = self._specs(base, policy)
+        units = self._units(policy)
+        specs, index = self._specs(base, units)
         groups = [_core.GroupOptions() for _ in base.param_groups] if base is not None else []
         if base is not None and rule is not None:
             for number, group in enumerate(groups):
@@ -111,18 +114,31 @@ class Engine(EngineGetters):
         self._index = {id(spec.tensor): number for number, spec in enumerate(specs)}
         self._optimized = frozenset(index.values())
         self._frozen = {s.name: s.tensor for s in specs if s.group < 0 and not s.tensor.requires_grad}
+        leaves = leaf_paths(self.module) if options.zero.stage == 3 else []
+        self._partition = Partition(self.core, self.module, self._index, set(units.values()), leaves)
         self._runner = self._make_runner(base, rule, index)
         self.basic_optimizer = base
         self.optimizer = self._visible_optimizer(options)
 
+    def _units(self, policy: UnitPolicy) -> dict[str, str]:
+        units = policy(self.module)
+        zero = self.config.zero_optimization
+        if zero.stage != 3:
+            return units
+        apply_config(self.module, zero.leaf_module)
+        for module in self.module.modules():
+            if z3_leaf_module(module):
+                for param in module.parameters():
+                    param._z3_leaf = True  # type: ignore[attr-defined]
+        return partition_units(self.module, units, leaf_paths(self.module))
+
     def _specs(
-        self, base: torch.optim.Optimizer | None, policy: UnitPolicy
+        self, base: torch.optim.Optimizer | None, units: dict[str, str]
     ) -> tuple[list[_core.ParamSpec], dict[int, int]]:
         """All parameters, and where the optimized ones are: id(parameter) -> number."""
         group_of: dict[int, int] = {}
         for number, group in enumerate(base.param_groups if base is not None else []):
             group_of.update((id(param), number) for param in group["params"] if param.requires_grad)
-        units = policy(self.module)
         named: list[tuple[str, torch.Tensor]] = list(self.module.named_parameters())
         known = {id(param) for _, param in named}
         strangers = [p for p in params_of(base.param_groups if base is not None else []) if id(p) not in known]
@@ -316,8 +332,14 @@ class Engine(EngineGetters):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """module.state_dict(), on request without frozen parameters."""
-        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        """module.state_dict(), on request without frozen parameters. Stage 3: whole values, copied; collective."""
+        with self._whole() as partitioned:
+            state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+            if partitioned:
+                copies: dict[int, torch.Tensor] = {}  # tied weights stay tied
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        state[name] = copies.setdefault(value.data_ptr() or id(value), value.detach().clone())
         if exclude_frozen_parameters:
             for name, param in self.module.named_parameters(remove_duplicate=False):
                 if not param.requires_grad:
@@ -332,19 +354,43 @@ class Engine(EngineGetters):
         fetch_z3_params: bool = False,
     ) -> None:
         """module.load_state_dict(); the fp32 masters follow. Every rank loads the same values."""
-        if custom_load_fn is not None:
-            custom_load_fn(checkpoint, self.module)
-        else:
-            self.module.load_state_dict(checkpoint, strict=strict)
+        with self._whole(_core.Writes.Own):
+            if custom_load_fn is not None:
+                custom_load_fn(checkpoint, self.module)
+            else:
+                self.module.load_state_dict(checkpoint, strict=strict)
         self.core.adopt_params()
+
+    @contextlib.contextmanager
+    def _whole(self, writes: _core.Writes = _core.Writes.None_) -> Iterator[bool]:
+        """A region in which all parameters are whole. Collective in stage 3; True where it gathers any."""
+        if self.core.destroyed() or self.config.zero_optimization.stage != 3:
+            yield False
+            return
+        groups = gathered(self.module.parameters(), lambda core, numbers: core.gather(numbers))
+        try:
+            yield True
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                for core, numbers in groups:
+                    core.release(numbers, _core.Writes.None_, 0)
+            raise
+        for core, numbers in groups:
+            core.release(numbers, writes, 0)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Rank 0 writes the module's state dict in the compute dtype, for torch.load. Collective."""
+        zero = self.config.zero_optimization
+        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+            raise UsageError(
+                "[engine.save_16bit_model] parameters are partitioned; set "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save to gather them for the file"
+            )
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         if self.global_rank == 0:
             os.makedirs(save_dir, exist_ok=True)
-            state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
             copies: dict[int, torch.Tensor] = {}  # tied weights stay tied
 
             def tight(value: Any) -> Any:
@@ -378,6 +424,8 @@ class Engine(EngineGetters):
                     base.__dict__.pop(name, None)
                 else:
                     setattr(base, name, value)
+        if "_partition" in self.__dict__:
+            self._partition.remove()
         self.core.destroy()
 
     def __del__(self) -> None:

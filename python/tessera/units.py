@@ -37,3 +37,14 @@ def _visit(module: nn.Module, prefix: str, units: dict[str, str]) -> None:
 def _repeats(container: nn.Module) -> bool:
     kinds = Counter(type(child) for child in container.children() if next(child.parameters(), None) is not None)
     return any(count > 1 for count in kinds.values())
+
+
+def partition_units(model: nn.Module, units: dict[str, str], leaves: list[str]) -> dict[str, str]:
+    """For partitioned parameters: a leaf module is one unit, and what belongs to no unit is one with its module, so that
+    it is whole only while that module runs. Parameters of the model itself stay in the root."""
+    result: dict[str, str] = {}
+    for name, _ in model.named_parameters():
+        leaf = next((path for path in leaves if name.startswith(f"{path}.") or path == ""), None)
+        owner = name.rpartition(".")[0]
+        result[name] = leaf if leaf is not None else units.get(name, owner or ROOT)
+    return result

@@ -21,7 +21,7 @@ std::string plain(const std::string& error) {
 }
 
 // The count lives in the group's store, under a key of this rank: nothing global in the process.
-int64_t count_instance(c10d::ProcessGroup& group) {
+int64_t next_instance(c10d::ProcessGroup& group) {
   const auto store = group.getStore();
   if (!store) return 1;
   return store->add("tessera/groups/" + group.getGroupName() + "/" + std::to_string(group.getRank()), 1);
@@ -34,9 +34,13 @@ C10dCore::C10dCore(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::Pr
       group_(std::move(group)),
       rank_(group_->getRank()),
       size_(group_->getSize()),
-      instance_(count_instance(*group_)),
+      instance_(next_instance(*group_)),
       board_(group_->getStore(), rank_, size_, group_->getGroupName() + "/" + std::to_string(instance_)) {
   if (size_ > 1) watcher_ = std::thread([this] { watch(); });
+}
+
+int64_t C10dCore::count_instance() {
+  return next_instance(*group_);
 }
 
 C10dCore::~C10dCore() {

@@ -32,6 +32,8 @@ class C10dCore {
   // Counts this rank's Groups over the process group, from 1: each has tags and fault reports of its own. Ranks make
   // their groups in one order.
   int64_t instance() const { return instance_; }
+  // The number of a further Group on this core.
+  int64_t count_instance();
   c10d::ProcessGroup& group() { return *group_; }
 
   // Throws when the group has failed before.

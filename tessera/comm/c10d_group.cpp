@@ -130,7 +130,8 @@ class Messages {
 
 class C10dGroup final : public Group {
  public:
-  C10dGroup(std::shared_ptr<C10dCore> core, C10dPath path) : core_(std::move(core)), path_(path) {}
+  C10dGroup(std::shared_ptr<C10dCore> core, C10dPath path, int64_t instance)
+      : core_(std::move(core)), path_(path), instance_(instance) {}
 
   int rank() const override { return core_->rank(); }
   int size() const override { return core_->size(); }
@@ -145,12 +146,14 @@ class C10dGroup final : public Group {
   Pending do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits, std::vector<int64_t> in_splits,
                         Label label) override;
   void do_barrier(Label label) override;
+  // One core: what fails one group fails both.
+  GroupPtr do_sibling() override { return std::make_shared<C10dGroup>(core_, path_, core_->count_instance()); }
 
  private:
   OpInfo begin(const char* name, const at::Tensor& full, Label label);
   bool native(const at::Tensor& t) const { return path_ == C10dPath::Native || !t.is_cpu(); }
   int next_tag() {
-    const int64_t block = core_->instance() % kInstances * kCallTags;
+    const int64_t block = instance_ % kInstances * kCallTags;
     return kFirstTag + static_cast<int>(block + calls_++ % kCallTags);
   }
   Pending native_work(const OpInfo& info, std::vector<at::Tensor> held,
@@ -167,6 +170,7 @@ class C10dGroup final : public Group {
 
   std::shared_ptr<C10dCore> core_;
   const C10dPath path_;
+  const int64_t instance_;
   int64_t calls_ = 0;
 };
 
@@ -395,7 +399,9 @@ void C10dGroup::do_barrier(Label label) {
 
 GroupPtr make_c10d_group(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::ProcessGroup> group,
                          C10dPath path) {
-  return std::make_shared<C10dGroup>(std::make_shared<C10dCore>(std::move(keep_alive), std::move(group)), path);
+  auto core = std::make_shared<C10dCore>(std::move(keep_alive), std::move(group));
+  const int64_t instance = core->instance();
+  return std::make_shared<C10dGroup>(std::move(core), path, instance);
 }
 
 GroupPtr c10d_group(std::shared_ptr<void> keep_alive, c10d::ProcessGroup& group) {

@@ -70,6 +70,9 @@ struct CommStats {
 // before anything is sent. After the first failure every later collective fails at once with the
 // cause of that first one. Sum, Min and Max take floating and integer tensors (Min and Max bool
 // too; NaN wins), Avg floating ones.
+class Group;
+using GroupPtr = std::shared_ptr<Group>;
+
 class Group {
  public:
   virtual ~Group() = default;
@@ -93,12 +96,17 @@ class Group {
                      std::vector<int64_t> in_splits = {}, Label label = {});
   void barrier(Label label = {});
 
+  // A group of the same ranks whose calls are ordered on their own, so that work of two kinds need not agree on one
+  // order. Counts into this group's stats and fails with it. Collective in the sense of order: every rank makes its
+  // siblings in the same order.
+  GroupPtr sibling();
+
   // Makes every pending and future collective of this group fail, on the other ranks too where the
   // back end can tell them, with `reason` in their message. Local, never blocks.
   virtual void abort(const std::string& reason) = 0;
 
-  const CommStats& stats() const { return stats_; }
-  void reset_stats() { stats_ = {}; }
+  const CommStats& stats() const { return *stats_; }
+  void reset_stats() { *stats_ = {}; }
 
  protected:
   virtual Pending do_all_gather(at::Tensor out, at::Tensor in, Label label) = 0;
@@ -108,11 +116,10 @@ class Group {
   virtual Pending do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits,
                                 std::vector<int64_t> in_splits, Label label) = 0;
   virtual void do_barrier(Label label) = 0;
+  virtual GroupPtr do_sibling() = 0;
 
  private:
-  CommStats stats_;
+  std::shared_ptr<CommStats> stats_ = std::make_shared<CommStats>();
 };
-
-using GroupPtr = std::shared_ptr<Group>;
 
 }  // namespace tessera::comm

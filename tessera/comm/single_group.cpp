@@ -51,6 +51,7 @@ class SingleGroup final : public Group {
     return {};
   }
   void do_barrier(Label label) override { check("barrier", at::Tensor(), label); }
+  GroupPtr do_sibling() override { return single_group(); }
 
  private:
   void check(const char* name, const at::Tensor& t, Label label) {

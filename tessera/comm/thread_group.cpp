@@ -41,6 +41,7 @@ struct Op {
 
   std::vector<std::optional<Post>> posts;
   std::vector<bool> begun;  // shares taken
+  int channel = 0;
   int posted = 0, running = 0, finished = 0;
 };
 
@@ -48,17 +49,28 @@ void copy_bytes(char* to, const char* from, int64_t bytes) {
   if (bytes > 0 && to != from) std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
-// State shared by all ranks of one group.
+// The calls of one group and of each of its siblings, in the order of each rank.
+struct Channel {
+  explicit Channel(int size) : next(size, 0), gone(size, false) {}
+
+  std::deque<std::shared_ptr<Op>> open;  // not yet posted by all; front is position `first`
+  int64_t first = 0;
+  std::vector<int64_t> next;  // position of a rank's next call
+  std::vector<bool> gone;     // ranks whose Group object was destroyed
+};
+
+// State shared by all ranks of one group and its siblings.
 class World {
  public:
   World(int size, std::chrono::milliseconds timeout)
-      : size_(size), timeout_(timeout), next_(size, 0), gone_(size, false) {}
+      : size_(size), timeout_(timeout), channels_(1, Channel(size)), siblings_(size, 0) {}
 
   int size() const { return size_; }
-  std::shared_ptr<Op> post(int rank, Post post);
+  std::shared_ptr<Op> post(int channel, int rank, Post post);
   void wait(int rank, Op& op, Clock::time_point launched);
   void abort(int rank, const std::string& reason);
-  void leave(int rank);
+  void leave(int channel, int rank);
+  int add_channel(int rank);  // the rank's next sibling
 
  private:
   void check_alive(int rank, const OpInfo& info, Clock::time_point since) const;
@@ -75,10 +87,8 @@ class World {
   const std::chrono::milliseconds timeout_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::shared_ptr<Op>> open_;  // not yet posted by all; front is position `first_`
-  int64_t first_ = 0;
-  std::vector<int64_t> next_;  // position of a rank's next call
-  std::vector<bool> gone_;     // ranks whose Group object was destroyed
+  std::vector<Channel> channels_;
+  std::vector<int> siblings_;  // made by each rank
   std::string cause_;          // first failure; empty while all is well
 };
 
@@ -92,26 +102,35 @@ void World::fail(std::string cause) {
   changed_.notify_all();
 }
 
-std::shared_ptr<Op> World::post(int rank, Post post) {
+std::shared_ptr<Op> World::post(int channel, int rank, Post post) {
   const std::scoped_lock lock(mutex_);
   check_alive(rank, post.info, Clock::now());
-  const int64_t position = next_[rank]++;
-  while (first_ + static_cast<int64_t>(open_.size()) <= position) {
-    open_.push_back(std::make_shared<Op>(size_));
+  Channel& c = channels_[channel];
+  const int64_t position = c.next[rank]++;
+  while (c.first + static_cast<int64_t>(c.open.size()) <= position) {
+    c.open.push_back(std::make_shared<Op>(size_));
+    c.open.back()->channel = channel;
   }
-  const auto op = open_[position - first_];
+  const auto op = c.open[position - c.first];
   op->posts[rank] = std::move(post);
   op->posted += 1;
   check_agreement(*op);
   if (op->posted == size_) {
-    while (!open_.empty() && open_.front()->posted == size_) {
-      open_.pop_front();
-      ++first_;
+    while (!c.open.empty() && c.open.front()->posted == size_) {
+      c.open.pop_front();
+      ++c.first;
     }
     changed_.notify_all();
   }
   check_alive(rank, op->posts[rank]->info, Clock::now());
   return op;
+}
+
+int World::add_channel(int rank) {
+  const std::scoped_lock lock(mutex_);
+  const int channel = ++siblings_[rank];
+  if (static_cast<size_t>(channel) == channels_.size()) channels_.emplace_back(size_);
+  return channel;
 }
 
 void World::check_agreement(const Op& op) {
@@ -150,7 +169,7 @@ std::vector<int> World::missing(const Op& op) const {
 // Why `op` can never start: a rank it waits for has destroyed its group.
 std::string World::departed(const Op& op) const {
   for (int r = 0; r < size_; ++r) {
-    if (gone_[r] && !op.posts[r]) {
+    if (channels_[op.channel].gone[r] && !op.posts[r]) {
       return "rank " + std::to_string(r) + " destroyed its group without making this call";
     }
   }
@@ -206,9 +225,9 @@ void World::abort(int rank, const std::string& reason) {
   fail("rank " + std::to_string(rank) + " aborted: " + reason);
 }
 
-void World::leave(int rank) {
+void World::leave(int channel, int rank) {
   const std::scoped_lock lock(mutex_);
-  gone_[rank] = true;
+  channels_[channel].gone[rank] = true;
   changed_.notify_all();
 }
 
@@ -278,8 +297,9 @@ class ThreadWork final : public Pending::Work {
 
 class ThreadGroup final : public Group {
  public:
-  ThreadGroup(std::shared_ptr<World> world, int rank) : world_(std::move(world)), rank_(rank) {}
-  ~ThreadGroup() override { world_->leave(rank_); }
+  ThreadGroup(std::shared_ptr<World> world, int rank, int channel = 0)
+      : world_(std::move(world)), rank_(rank), channel_(channel) {}
+  ~ThreadGroup() override { world_->leave(channel_, rank_); }
 
   int rank() const override { return rank_; }
   int size() const override { return world_->size(); }
@@ -317,6 +337,7 @@ class ThreadGroup final : public Group {
     post.info.label = label;
     send(std::move(post), {}, {}).wait();
   }
+  GroupPtr do_sibling() override { return std::make_shared<ThreadGroup>(world_, rank_, world_->add_channel(rank_)); }
 
  private:
   Post make_post(const char* name, const at::Tensor& out, const at::Tensor& in, const at::Tensor& full, Label label) {
@@ -341,12 +362,13 @@ class ThreadGroup final : public Group {
   }
 
   Pending send(Post post, const at::Tensor& out, const at::Tensor& in) {
-    auto op = world_->post(rank_, std::move(post));
+    auto op = world_->post(channel_, rank_, std::move(post));
     return Pending(std::make_unique<ThreadWork>(world_, std::move(op), rank_, out, in));
   }
 
   std::shared_ptr<World> world_;
   const int rank_;
+  const int channel_;
 };
 
 }  // namespace

@@ -19,6 +19,14 @@ zero::Options zero_options(const Config& config) {
   options.reduce_bucket_size = zero.reduce_bucket_size;
   options.min_unit_elements = config.tessera.min_unit_elements;
   options.average = config.gradient_allreduce_op == GradientOp::Mean;
+  options.gather.prefetch = zero.stage3_prefetch_bucket_size;
+  options.gather.max_live = zero.stage3_max_live_parameters;
+  options.gather.persistence_threshold = zero.stage3_param_persistence_threshold;
+  options.gather.model_persistence = zero.stage3_model_persistence_threshold;
+  // DeepSpeed's default keeps models of up to 1e9 parameters gathered from forward to backward: only where asked for.
+  if (config.given.contains("zero_optimization.stage3_max_reuse_distance")) {
+    options.gather.reuse_distance = zero.stage3_max_reuse_distance;
+  }
   options.reduce_at_step = !config.managed_gradient_accumulation;
   const bool possible = config.managed_gradient_accumulation || zero.stage >= 2;
   options.overlap = possible && zero.overlap_comm.value_or(true);

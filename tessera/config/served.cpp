@@ -22,7 +22,6 @@ bool unserved_type(const Config& c) {
 const std::vector<Refusal>& refusals() {
   using C = const Config&;
   static const std::vector<Refusal> all{
-      {"zero_optimization.stage", "3", [](C c) { return c.zero_optimization.stage == 3; }},
       {"zero_optimization.offload_optimizer.device", "cpu, nvme",
        [](C c) { return c.zero_optimization.offload_optimizer.device != OffloadDevice::None; }},
       {"zero_optimization.offload_param.device", "cpu, nvme in stage 3",

@@ -3,6 +3,8 @@
 #include <ATen/ops/cat.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+
 #include "tessera/base/error.h"
 #include "tessera/optim/norm.h"
 #include "tessera/shard/dtype.h"
@@ -29,10 +31,12 @@ Buffer buffer_of(Quantity what) {
 }
 
 // Parameters without an optimizer group: rank 0's values, the compute dtype, no states.
-void prepare_unmanaged(comm::Group& group, const std::vector<ParamSpec>& params, at::ScalarType dtype) {
+void prepare_unmanaged(comm::Group& group, const std::vector<ParamSpec>& params, const std::vector<int>& place_of,
+                       at::ScalarType dtype) {
   const c10::AutoGradMode no_grad(false);
-  for (const ParamSpec& spec : params) {
-    if (spec.group >= 0) continue;
+  for (size_t i = 0; i < params.size(); ++i) {
+    const ParamSpec& spec = params[i];
+    if (place_of[i] >= 0) continue;
     at::Tensor tensor = spec.tensor;
     at::Tensor value = tensor.detach();
     if (group.size() > 1) {
@@ -44,13 +48,19 @@ void prepare_unmanaged(comm::Group& group, const std::vector<ParamSpec>& params,
   }
 }
 
+bool partitions_frozen(const zero::Options& options, const at::Tensor& tensor) {
+  return shard::placements_of_stage(options.stage).params == shard::Placement::Shard &&
+         at::isFloatingType(tensor.scalar_type()) && tensor.numel() > options.gather.persistence_threshold;
+}
+
 }  // namespace
 
 struct Engine::Impl {
   Options options;
   comm::Mesh mesh;
   std::vector<ParamSpec> params;
-  std::vector<int> slot_of;  // index in `params` -> slot of the model, -1 without a group
+  std::vector<int> slot_of;   // index in `params` -> slot of the model, -1 without a group
+  std::vector<int> place_of;  // the same for all that the model holds: also partitioned parameters without a group
   std::unique_ptr<zero::ShardedModel> model;
 
   int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0;
@@ -95,14 +105,20 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   m.options.zero.reduce_at_step = !options.managed_accumulation && at_boundary;
   m.mesh = std::move(mesh);
   m.params = std::move(params);
-  std::vector<zero::ModelParam> managed;
+  std::vector<zero::ModelParam> managed, frozen;
+  const auto trained = std::count_if(m.params.begin(), m.params.end(), [](const auto& s) { return s.group >= 0; });
   for (const ParamSpec& spec : m.params) {
-    m.slot_of.push_back(spec.group >= 0 ? static_cast<int>(managed.size()) : -1);
-    if (spec.group >= 0) managed.push_back({spec.name, spec.tensor, spec.group, spec.unit});
+    auto& list = spec.group >= 0 ? managed : frozen;
+    const bool held = spec.group >= 0 || partitions_frozen(m.options.zero, spec.tensor);
+    const auto first = spec.group >= 0 ? 0 : trained;
+    m.place_of.push_back(held ? static_cast<int>(first + static_cast<std::ptrdiff_t>(list.size())) : -1);
+    m.slot_of.push_back(spec.group >= 0 ? m.place_of.back() : -1);
+    if (held) list.push_back({spec.name, spec.tensor, spec.group, spec.unit});
   }
   const comm::GroupPtr group = m.mesh.group(comm::Axis::DpShard);
-  prepare_unmanaged(*group, m.params, m.options.zero.precision.param);
-  m.model = std::make_unique<zero::ShardedModel>(m.options.zero, group, std::move(managed), options.rule, groups);
+  prepare_unmanaged(*group, m.params, m.place_of, m.options.zero.precision.param);
+  m.model = std::make_unique<zero::ShardedModel>(m.options.zero, group, std::move(managed), std::move(frozen),
+                                                 options.rule, groups);
   m.model->set_gradient_scale(1.0 / static_cast<double>(options.gradient_accumulation_steps));
   m.publish_policy();
 }
@@ -114,6 +130,7 @@ Engine::~Engine() = default;
 void Engine::pre_forward() {
   zero::ShardedModel& model = impl_->live("forward");
   model.watch_new_params();
+  if (!model.hooks().in_forward()) model.end_stray_scopes();
   model.hooks().enter_forward();
 }
 
@@ -125,6 +142,74 @@ void Engine::post_forward(const std::vector<at::Tensor>& outputs) {
 
 void Engine::abort_forward() {
   if (impl_->model) impl_->model->hooks().leave_forward();
+}
+
+// ---------------------------------------------------------------- modules and regions
+
+namespace {
+
+std::vector<int> held_places(const std::vector<int>& place_of, const std::vector<int>& params, const char* call) {
+  std::vector<int> places;
+  for (const int param : params) {
+    TESSERA_CHECK_VALUE(param >= 0 && param < static_cast<int>(place_of.size()), "engine", call, ": no parameter ",
+                        param);
+    if (place_of[param] >= 0) places.push_back(place_of[param]);
+  }
+  return places;
+}
+
+}  // namespace
+
+int Engine::add_module(const std::vector<int>& params) {
+  zero::ShardedModel& model = impl_->live("add_module");
+  if (!model.partitions_params()) return -1;
+  return model.add_scope(held_places(impl_->place_of, params, "add_module"));
+}
+
+bool Engine::enter_module(int module) {
+  return impl_->live("forward").enter_scope(module);
+}
+void Engine::note_inputs(const std::vector<at::Tensor>& inputs) {
+  impl_->live("forward").note_inputs(inputs);
+}
+void Engine::leave_module(int module, const std::vector<at::Tensor>& outputs) {
+  impl_->live("forward").leave_scope(module, outputs);
+}
+void Engine::abort_module(int module) {
+  if (impl_->model) impl_->model->abort_scope(module);
+}
+
+bool Engine::inside_module() const {
+  return impl_->model && impl_->model->inside_scope();
+}
+
+void Engine::use_elsewhere(int param) {
+  for (const int place : held_places(impl_->place_of, {param}, "use_elsewhere"))
+    impl_->live("use_elsewhere").use_elsewhere(place);
+}
+void Engine::register_external(int module, int param) {
+  for (const int place : held_places(impl_->place_of, {param}, "register_external"))
+    impl_->live("register_external").extend_scope(module, place);
+}
+
+bool Engine::is_gathered(int param) const {
+  for (const int place : held_places(impl_->place_of, {param}, "is_gathered"))
+    return impl_->live("is_gathered").is_gathered(place);
+  return true;
+}
+
+void Engine::gather(const std::vector<int>& params) {
+  impl_->live("gather").open_region(held_places(impl_->place_of, params, "gather"));
+}
+
+void Engine::release(const std::vector<int>& params, Writes writes, int writer) {
+  zero::ShardedModel& model = impl_->live("release");
+  TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < impl_->mesh.size(comm::Axis::DpShard)),
+                      "zero.GatheredParameters", "modifier_rank ", writer, " is no rank of a group of ",
+                      impl_->mesh.size(comm::Axis::DpShard));
+  using Mode = zero::ShardedModel::Writes;
+  const Mode mode = writes == Writes::None ? Mode::None : writes == Writes::Own ? Mode::Own : Mode::FromRank;
+  model.close_region(held_places(impl_->place_of, params, "release"), mode, writer);
 }
 
 // ---------------------------------------------------------------- backward
@@ -342,12 +427,14 @@ Engine::Memory Engine::memory() const {
   if (!impl_->model) return memory;
   const auto bytes = [](const at::Tensor& t) { return t.defined() ? static_cast<int64_t>(t.nbytes()) : 0; };
   for (const auto& unit : impl_->model->units()) {
-    memory.params += bytes(unit->weights);
+    memory.params += unit->flat->bytes();
     memory.grads += bytes(unit->grads);
     memory.master += bytes(unit->master);
     for (const at::Tensor& state : unit->states)
       memory.states += bytes(state);
   }
+  for (const auto& flat : impl_->model->frozen())
+    memory.params += flat->bytes();
   memory.buckets = impl_->model->pool_bytes();
   return memory;
 }

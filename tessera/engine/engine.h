@@ -58,6 +58,33 @@ class Engine {
   // The forward threw: undoes pre_forward.
   void abort_forward();
 
+  // ---- modules: what stage 3 needs to know of a forward. Front ends call these around the forward of every module that
+  // owns parameters; a module inside another one that covers its parameters costs next to nothing.
+  // Registers a module that reads `params`; its number, or -1 where nothing is partitioned (and nothing is to be called).
+  int add_module(const std::vector<int>& params);
+  // Gathers. Collective. True: tell note_inputs() and leave_module() the tensors; false: they are not needed.
+  bool enter_module(int module);
+  void note_inputs(const std::vector<at::Tensor>& inputs);
+  void leave_module(int module, const std::vector<at::Tensor>& outputs);
+  void abort_module(int module);  // its forward threw
+  bool inside_module() const;
+  // A partitioned parameter is read by the module that is running, or by `module`, which does not own it: from now on
+  // it is gathered with that module's. Collective when such a module is running.
+  void use_elsewhere(int param);
+  void register_external(int module, int param);
+
+  // ---- regions in which parameters are whole. Collective, all ranks with the same `params`. Parameters that are not
+  // partitioned pass through.
+  bool is_gathered(int param) const;
+  // State error for a parameter that is in an open region.
+  void gather(const std::vector<int>& params);
+  enum class Writes {
+    None,      // in-place edits are a state error
+    FromRank,  // the edits of rank `writer` hold for all ranks
+    Own,       // every rank made the same edits
+  };
+  void release(const std::vector<int>& params, Writes writes = Writes::None, int writer = 0);
+
   // ---- backward
   // Brackets engine.backward(loss): checks the loss (value error: "loss must be a scalar tensor ..."), applies the loss
   // scale, notes `scale_wrt_gas` for the backward that follows. Returns the tensor to call backward on.

@@ -23,18 +23,26 @@ class Engine : public Session {
   Engine(std::shared_ptr<M> module, const Config& config, comm::Mesh mesh)
       : Session(module, config, std::move(mesh)), module_(std::move(module)) {}
 
-  // module->forward(args...) of this rank's micro-batch. Local in stages 0 to 2. An exception of the module passes
+  // module->forward(args...) of this rank's micro-batch. Local in stages 0 to 2, collective in stage 3 (hooked.h). An exception of the module passes
   // through and leaves the engine usable.
   template <class... A>
   auto forward(A&&... args) {
     Scope scope(core());
+    ModuleScope rest(this->rest());
+    if (rest.wants_tensors()) {
+      std::vector<at::Tensor> inputs;
+      (append_inputs(args, inputs), ...);
+      rest.note_inputs(inputs);
+    }
     if constexpr (std::is_void_v<decltype(module_->forward(std::forward<A>(args)...))>) {
       module_->forward(std::forward<A>(args)...);
+      rest.finish({});
       scope.finish({});
     } else {
       auto result = module_->forward(std::forward<A>(args)...);
       std::vector<at::Tensor> tensors;
       append_tensors(result, tensors);
+      rest.finish(tensors);
       scope.finish(tensors);
       return result;
     }
@@ -48,6 +56,12 @@ class Engine : public Session {
   const std::shared_ptr<M>& module_ptr() const { return module_; }
 
  private:
+  // Arguments of types that append_tensors does not know hold no tensors that matter here.
+  template <class T>
+  static void append_inputs(const T& argument, std::vector<at::Tensor>& inputs) {
+    if constexpr (std::is_convertible_v<const T&, at::Tensor>) inputs.push_back(argument);
+  }
+
   // pre_forward now, then either finish() or, when the module throws, abort_forward.
   class Scope {
    public:

@@ -24,7 +24,8 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   if (schedule_) {
     optim::check(*schedule_, groups.size());
   }
-  core_ = std::make_unique<engine::Engine>(options, std::move(mesh), param_specs(*module_), groups);
+  core_ = std::make_shared<engine::Engine>(options, std::move(mesh), param_specs(*module_), groups);
+  rest_ = connect_scopes(*module_, core_);
   apply_schedule();
 }
 

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "tessera/nn/scope.h"
 #include "tessera/tessera.h"
 
 namespace tessera::nn {
@@ -34,11 +35,16 @@ class Session {
   engine::Engine& core() { return *core_; }
   const engine::Engine& core() const { return *core_; }
 
+ protected:
+  // The scope of parameters that belong to no Hooked module.
+  const ScopeLink& rest() const { return rest_; }
+
  private:
   void apply_schedule();
 
   std::shared_ptr<torch::nn::Module> module_;
-  std::unique_ptr<engine::Engine> core_;
+  std::shared_ptr<engine::Engine> core_;
+  ScopeLink rest_;
   std::optional<optim::ScheduleOptions> schedule_;
   std::vector<double> base_lrs_;
   int64_t schedule_steps_ = 0;

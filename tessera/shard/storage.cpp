@@ -56,4 +56,29 @@ at::Tensor flatten_like_param(const at::Tensor& tensor, const at::Tensor& param)
   return source.as_strided({tensor.numel()}, {1}, source.storage_offset());
 }
 
+c10::StorageImpl* storage_of(const at::Tensor& param) {
+  return param.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+void point(c10::StorageImpl& storage, void* data) {
+  storage.clear_data_ptr_access_error_msg_();
+  storage.set_data_ptr_noswap(c10::DataPtr(data, storage.device()));
+}
+
+void release(c10::StorageImpl& storage, const std::string& message) {
+  storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+}
+
+c10::StorageImpl* make_released(at::Tensor& param, const at::TensorOptions& flat_options, const std::string& message) {
+  const c10::InferenceMode no_inference(false);
+  // One byte of somebody's memory: from_blob wants an address, release() takes it away again.
+  char nothing = 0;
+  at::Tensor alias = at::from_blob(&nothing, param.sizes(), bound_strides(param), [](void*) {},
+                                   flat_options.requires_grad(false));
+  release(*storage_of(alias), message);
+  param.set_data(alias);
+  return storage_of(param);
+}
+
 }  // namespace tessera::shard

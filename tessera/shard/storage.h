@@ -9,6 +9,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
+
 #include "tessera/shard/layout.h"
 
 namespace tessera::shard {
@@ -25,5 +27,19 @@ at::Tensor view_as_param(const at::Tensor& flat, Range range, const at::Tensor& 
 
 // `tensor` as contiguous memory in the order a bound parameter would have it (1-D view if possible, else a copy).
 at::Tensor flatten_like_param(const at::Tensor& tensor, const at::Tensor& param);
+
+// Note [Released parameters]
+//   Between uses a parameter of stage 3 keeps shape, dtype and StorageImpl; only the data pointer is null, and torch's
+//   own flag makes every access to the data throw `message`. So an alias that autograd saved (W.t(), a view) becomes
+//   readable again with the parameter itself, and nothing is copied out of the bucket.
+
+// Gives `param` a StorageImpl of its own with the dtype of `flat_options` and no data. Returns it; it lives as long as
+// the parameter, unless the user replaces it (p.data = t).
+c10::StorageImpl* make_released(at::Tensor& param, const at::TensorOptions& flat_options, const std::string& message);
+// Points the storage at `data`, which the caller keeps alive until released.
+void point(c10::StorageImpl& storage, void* data);
+void release(c10::StorageImpl& storage, const std::string& message);
+// The storage a parameter has now.
+c10::StorageImpl* storage_of(const at::Tensor& param);
 
 }  // namespace tessera::shard

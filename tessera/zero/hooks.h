@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "tessera/base/compat.h"
+#include "tessera/zero/scope_call.h"
 
 namespace tessera::zero {
 
@@ -41,6 +42,13 @@ class HookSink {
   virtual void gradient_ready(int slot, at::Tensor& grad) = 0;
   // The outermost backward is over.
   virtual void backward_done() = 0;
+  // No graph task is left, after backward_done() where it was one of the user's, after torch.autograd.grad, and after a
+  // backward that threw (then it must not throw itself).
+  virtual void tasks_ended() = 0;
+  // A watched module call: its backward begins; one of its inputs has its gradient; its graph is gone (must not throw).
+  virtual void call_opened(ScopeCall& call) = 0;
+  virtual void call_closed(ScopeCall& call) = 0;
+  virtual void call_gone(ScopeCall& call) = 0;
 };
 
 class Hooks {
@@ -59,8 +67,20 @@ class Hooks {
   // Marks the graph tasks that will pass these outputs. Ignores tensors without a graph and functorch wrappers.
   void watch_outputs(const std::vector<at::Tensor>& outputs);
 
+  // Nodes that made a module's inputs, as they are before its forward (which may change the inputs in place). Leaves
+  // that this engine or another one trains do not count.
+  static std::vector<compat::NodePtr> producers_of(const std::vector<at::Tensor>& inputs);
+  // Reports the backward of a module call: opened before the first node behind `outputs` runs, closed for each of
+  // `producers`: before it runs or, for an input that is a leaf, at the end of its graph task (until then gradients of
+  // parameters may still be on their way). Sets call->producers. False when no output has a graph: nothing is watched.
+  bool watch_call(std::shared_ptr<ScopeCall> call, const std::vector<at::Tensor>& outputs,
+                  const std::vector<compat::NodePtr>& producers);
+  // The calling thread runs a node of a backward: a forward is a recomputation.
+  static bool inside_task();
+
   void enter_forward();
   void leave_forward();
+  bool in_forward() const { return forward_depth_ > 0; }
   // True between the first hook and the end of the outermost backward.
   bool in_backward();
   // A running backward belongs to a forward in progress (a function that runs backward in its forward).
@@ -86,6 +106,10 @@ class Hooks {
     compat::NodePtr node;
     uintptr_t post_hook = 0;
   };
+  struct Deferred {
+    int task;
+    std::shared_ptr<ScopeCall> call;
+  };
   struct Task {
     std::weak_ptr<Token> token;
     bool plain = false;  // .backward() without inputs=: done even if no parameter hook runs
@@ -93,12 +117,14 @@ class Hooks {
 
   void touch_task(bool from_parameter);
   void end_task(int id);
+  void task_gone(int id);
   void prune_dead_tasks();
 
   HookSink& sink_;
   std::shared_ptr<Link> link_;
   std::vector<Accumulator> accumulators_;  // by slot
   std::unordered_map<int, Task> tasks_;
+  std::vector<Deferred> deferred_;  // closings of calls
   int forward_depth_ = 0;
   bool saw_nested_ = false;
   bool counts_ = false;  // the running backward is one of the user's

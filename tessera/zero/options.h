@@ -2,10 +2,20 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "tessera/amp/precision.h"
 
 namespace tessera::zero {
+
+// Stage 3. Sizes in elements.
+struct GatherOptions {
+  int64_t prefetch = 50'000'000;            // the next unit is gathered early if it is not larger; 0: never early
+  int64_t max_live = 1'000'000'000;         // no early gather and no keeping beyond this
+  int64_t reuse_distance = 0;               // keep a unit whose next use is this near; 0: only if it is the very next
+  int64_t persistence_threshold = 100'000;  // parameters up to this size stay whole on every rank
+  int64_t model_persistence = std::numeric_limits<int64_t>::max();  // of which no more than this in all
+};
 
 struct Options {
   int stage = 0;  // row of shard/placement.h
@@ -14,6 +24,7 @@ struct Options {
   int64_t min_unit_elements = 1 << 20;       // smaller neighbouring units are merged (one collective each)
   bool overlap = true;                       // start a unit's reduction while the backward goes on
   bool average = true;                       // divide the summed gradients by the data-parallel size
+  GatherOptions gather;
   bool reduce_at_step = false;               // unmanaged accumulation: reduce once, inside step()
 };
 

@@ -1,6 +1,7 @@
 #include "tessera/zero/plan.h"
 
 #include <algorithm>
+#include <array>
 #include <unordered_map>
 
 #include "tessera/base/error.h"
@@ -9,21 +10,25 @@ namespace tessera::zero {
 
 namespace {
 
+bool is_root(const PlannedUnit& unit) {
+  return unit.name.starts_with(kRootUnit);
+}
+
+std::string name_of(const std::string& asked, int kind) {
+  constexpr std::array suffixes{"", " (resident)", " (frozen)"};
+  return (asked.empty() ? kRootUnit : asked) + suffixes.at(static_cast<size_t>(kind));
+}
+
 std::vector<PlannedUnit> by_name(const std::vector<PlanItem>& items) {
   std::vector<PlannedUnit> units;
-  PlannedUnit root{kRootUnit, {}};
   std::unordered_map<std::string, size_t> index;
   for (size_t i = 0; i < items.size(); ++i) {
-    const std::string& name = items[i].unit;
-    if (name.empty() || name == kRootUnit) {
-      root.items.push_back(static_cast<int>(i));
-      continue;
-    }
+    const std::string name = name_of(items[i].unit, items[i].kind);
     const auto [at, added] = index.emplace(name, units.size());
-    if (added) units.push_back({name, {}});
+    if (added) units.push_back({name, items[i].kind, {}});
     units[at->second].items.push_back(static_cast<int>(i));
   }
-  if (!root.items.empty()) units.push_back(std::move(root));
+  std::stable_partition(units.begin(), units.end(), [](const PlannedUnit& u) { return !is_root(u); });
   return units;
 }
 
@@ -34,24 +39,30 @@ int64_t elements(const PlannedUnit& unit, const std::vector<PlanItem>& items) {
   return sum;
 }
 
+// Neighbours are the units next to each other among those of one kind.
 std::vector<PlannedUnit> merge_small(std::vector<PlannedUnit> units, const std::vector<PlanItem>& items,
                                      int64_t min_elements, int64_t max_elements) {
+  struct Open {
+    size_t at = 0;
+    std::string first;
+    int64_t size = 0;
+  };
   std::vector<PlannedUnit> merged;
-  std::string first;
-  int64_t size = 0;
+  std::unordered_map<int, Open> last;  // by kind
   for (PlannedUnit& unit : units) {
     const int64_t more = elements(unit, items);
-    const bool joins = !merged.empty() && size < min_elements && size + more <= max_elements && unit.name != kRootUnit;
-    if (!joins) {
-      first = unit.name;
-      size = more;
+    const auto found = last.find(unit.kind);
+    if (found == last.end() || found->second.size >= min_elements || found->second.size + more > max_elements ||
+        is_root(unit)) {
+      last[unit.kind] = {merged.size(), unit.name, more};
       merged.push_back(std::move(unit));
       continue;
     }
-    PlannedUnit& last = merged.back();
-    last.items.insert(last.items.end(), unit.items.begin(), unit.items.end());
-    last.name = first + ".." + unit.name;
-    size += more;
+    Open& open = found->second;
+    PlannedUnit& target = merged[open.at];
+    target.items.insert(target.items.end(), unit.items.begin(), unit.items.end());
+    target.name = open.first + ".." + unit.name;
+    open.size += more;
   }
   return merged;
 }
@@ -68,7 +79,7 @@ std::vector<PlannedUnit> split_large(std::vector<PlannedUnit> units, const std::
     int part = 0;
     for (const int i : unit.items) {
       if (part == 0 || size + items[i].numel > max_elements) {
-        result.push_back({unit.name + "#" + std::to_string(part++), {}});
+        result.push_back({unit.name + "#" + std::to_string(part++), unit.kind, {}});
         size = 0;
       }
       result.back().items.push_back(i);

@@ -15,10 +15,12 @@ struct PlanItem {
   std::string unit;  // unit the front end asks for; empty: root
   int64_t numel = 0;
   int group = 0;  // optimizer group
+  int kind = 0;   // 0, 1, ...: parameters of different kinds (partitioned, resident, frozen) never share a unit
 };
 
 struct PlannedUnit {
   std::string name;
+  int kind = 0;
   std::vector<int> items;  // indices, in layout order: by optimizer group, then in the order given
 };
 

@@ -1,6 +1,5 @@
 #include "tessera/zero/reducer.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -14,7 +13,6 @@ namespace tessera::zero {
 namespace {
 using AccumulateFn = void(shard::Memory, shard::Memory, double, int64_t);
 constexpr size_t kMaxInFlight = 2;  // bounds buckets and receive buffers
-constexpr size_t kMaxKept = 2;      // free buckets kept for the next backward
 }  // namespace
 
 Reducer::Reducer(comm::GroupPtr group, std::vector<Unit*> units, bool average, bool overlap)
@@ -31,17 +29,7 @@ void Reducer::acquire_partial(Unit& unit) {
     unit.partial = unit.grads;
     unit.partial_pooled = false;
   } else {
-    const int64_t need = unit.layout.size();
-    auto fit = std::find_if(pool_.begin(), pool_.end(), [&](const at::Tensor& t) { return t.numel() >= need; });
-    at::Tensor bucket;
-    if (fit != pool_.end()) {
-      bucket = *fit;
-      pool_.erase(fit);
-    } else {
-      bucket = at::empty({need}, unit.grads.options());
-      pooled_bytes_ += static_cast<int64_t>(bucket.nbytes());
-    }
-    unit.partial = bucket.narrow(0, 0, need);
+    unit.partial = pool_.acquire(unit.layout.size(), unit.grads.options());
     unit.partial_pooled = true;
     for (const shard::Range& gap : unit.layout.padding())
       shard::fill_zero(unit.partial.narrow(0, gap.begin, gap.size()));
@@ -53,16 +41,7 @@ void Reducer::acquire_partial(Unit& unit) {
 }
 
 void Reducer::release_partial(Unit& unit) {
-  if (unit.partial_pooled) {
-    at::Tensor bucket = unit.partial.as_strided(
-        {static_cast<int64_t>(unit.partial.storage().nbytes() / unit.partial.element_size())}, {1}, 0);
-    pool_.push_back(bucket);
-    std::sort(pool_.begin(), pool_.end(), [](const auto& a, const auto& b) { return a.numel() < b.numel(); });
-    if (pool_.size() > kMaxKept) {
-      pooled_bytes_ -= static_cast<int64_t>(pool_.front().nbytes());
-      pool_.erase(pool_.begin());
-    }
-  }
+  if (unit.partial_pooled) pool_.give_back(unit.partial);
   unit.partial.reset();
   unit.partial_pooled = false;
 }
@@ -100,7 +79,8 @@ void Reducer::clear(Unit& unit, Param& param) {
 void Reducer::begin_backward() {
   for (Unit* unit : units_) {
     unit->fired = unit->expected = 0;
-    unit->launched = unit->refired = false;
+    unit->launched = unit->over = false;
+    if (unit->grad_state() != GradState::Accumulating) unit->refired = false;
     for (Param& p : unit->params) {
       p.fired = false;
       if (p.tensor.requires_grad()) ++unit->expected;
@@ -118,10 +98,17 @@ void Reducer::fired(Unit& unit, Param& param, bool may_launch) {
   if (may_launch && overlap_ && !one_rank()) launch_complete();
 }
 
+void Reducer::over(Unit& unit, bool may_launch) {
+  unit.over = true;
+  if (may_launch && overlap_ && !one_rank()) launch_complete();
+}
+
 void Reducer::launch_complete() {
   while (next_ < units_.size()) {
     Unit& unit = *units_[next_];
-    if (unit.fired < unit.expected) return;
+    const bool ready = unit.launch_at() == LaunchAt::Complete ? unit.fired >= unit.expected
+                                                              : unit.launch_at() == LaunchAt::Over && unit.over;
+    if (!ready) return;
     launch(unit);
     ++next_;
   }
@@ -142,6 +129,7 @@ void Reducer::launch(Unit& unit) {
   }
   zero_unfilled(unit);
   unit.launched = true;
+  unit.refired = false;
   if (one_rank()) {
     unit.move_to(GradState::Reduced);
     unit.reduced = true;
@@ -196,6 +184,18 @@ void Reducer::flush(bool agree_refired) {
   begin_backward();
 }
 
+bool Reducer::has_late() const {
+  return std::any_of(units_.begin(), units_.end(),
+                     [](const Unit* u) { return u->refired && u->grad_state() == GradState::Accumulating; });
+}
+
+void Reducer::reduce_late() {
+  if (one_rank()) return;
+  relaunch_refired();
+  drain();
+  begin_backward();
+}
+
 void Reducer::drain() {
   while (!in_flight_.empty())
     finish_oldest();
@@ -206,7 +206,7 @@ void Reducer::abandon() {
 }
 
 int64_t Reducer::pool_bytes() const {
-  return pooled_bytes_;
+  return pool_.bytes();
 }
 
 void Reducer::reset() {

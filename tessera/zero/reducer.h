@@ -4,6 +4,10 @@
 //   Collectives are launched in unit order (last unit of the forward first, root last), never in the order in which
 //   gradients become ready, and every flush launches every unit: parameters without a gradient count as zero. So ranks
 //   whose graphs differ (unused parameters, experts) make the same calls in the same order and cannot deadlock.
+//   With partitioned parameters a launch must also stand at the same place among the gathers: a rank that waits for a
+//   free bucket here would hold up the others' gathers. So there a unit is launched when the backward of its modules is
+//   over, which all ranks see at the same place, not when its parameters have their gradients, which experts or unused
+//   parameters make different; units for which no such moment is known wait for the flush.
 //
 // Note [Averaging]
 //   Local contributions carry 1/gradient_accumulation_steps; 1/data-parallel size is applied by the reduction itself, on
@@ -20,6 +24,7 @@
 #include <vector>
 
 #include "tessera/comm/group.h"
+#include "tessera/zero/bucket_pool.h"
 #include "tessera/zero/unit.h"
 
 namespace tessera::zero {
@@ -38,9 +43,16 @@ class Reducer {
   void begin_backward();
   // `param` fired; launches every unit that is complete and whose turn it is, when `launch` allows.
   void fired(Unit& unit, Param& param, bool launch);
+  // All module calls that used `unit` are through; launches as fired() does.
+  void over(Unit& unit, bool launch);
   // Reduces all that is left, waits, and leaves every unit Reduced. Collective. `agree_refired`: a nested backward ran,
   // so units may have got gradients after their launch; ranks first agree which.
   void flush(bool agree_refired);
+  // A unit of this rank got gradients after its launch, outside nested backwards: from a use outside of the modules
+  // that own the parameter. The unit's next reduction takes them in.
+  bool has_late() const;
+  // Reduces late gradients now; collective, when any rank has_late().
+  void reduce_late();
   // Waits for collectives in flight (after a backward that threw).
   void drain();
   // Drops collectives in flight without throwing; only destroy may follow.
@@ -72,8 +84,7 @@ class Reducer {
   bool overlap_;
   size_t next_ = 0;  // units_[next_] is the next to launch
   std::deque<InFlight> in_flight_;
-  std::vector<at::Tensor> pool_;  // free buckets
-  int64_t pooled_bytes_ = 0;      // free and lent
+  BucketPool pool_{2};
 };
 
 }  // namespace tessera::zero

@@ -15,6 +15,9 @@ namespace tessera::zero {
 
 namespace {
 
+// Kinds of parameters, see PlanItem.
+constexpr int kPartitioned = 0, kResident = 1, kFrozen = 2;
+
 void check_params(const std::vector<ModelParam>& params, const std::vector<optim::GroupOptions>& groups) {
   std::unordered_set<const void*> seen;
   for (const ModelParam& p : params) {
@@ -30,18 +33,18 @@ void check_params(const std::vector<ModelParam>& params, const std::vector<optim
 }
 
 // Rank 0's values into every rank's originals, one collective for all of them.
-void broadcast_values(comm::Group& group, const std::vector<Param>& params, const std::string& unit) {
+void broadcast_values(comm::Group& group, const std::vector<FlatParams::Item>& params, const std::string& unit) {
   if (group.size() == 1) return;
   std::vector<at::Tensor> flat;
   flat.reserve(params.size());
-  for (const Param& p : params) {
+  for (const FlatParams::Item& p : params) {
     flat.push_back(shard::flatten_like_param(p.tensor, p.tensor).to(at::kFloat));
   }
   const at::Tensor all = at::cat(flat);
   flat.clear();
   group.broadcast(all, 0, "initial values of unit '" + unit + "'").wait();
   int64_t begin = 0;
-  for (const Param& p : params) {
+  for (const FlatParams::Item& p : params) {
     const int64_t n = p.tensor.numel();
     const at::Tensor value = all.narrow(0, begin, n);
     const at::Tensor mine = p.tensor.detach();
@@ -57,50 +60,98 @@ void broadcast_values(comm::Group& group, const std::vector<Param>& params, cons
 }  // namespace
 
 ShardedModel::ShardedModel(const Options& options, comm::GroupPtr group, std::vector<ModelParam> params,
-                           optim::Rule rule, const std::vector<optim::GroupOptions>& groups)
+                           std::vector<ModelParam> frozen, optim::Rule rule,
+                           const std::vector<optim::GroupOptions>& groups)
     : options_(options),
       placements_(shard::placements_of_stage(options.stage)),
       group_(std::move(group)),
       rule_(rule),
       groups_(groups),
       hooks_(*this) {
-  TESSERA_CHECK_BUILT(placements_.params == shard::Placement::Replicate, "zero",
-                      "zero_optimization.stage 3 is not served by this version; use stage 0, 1 or 2");
   const c10::AutoGradMode no_grad(false);
   check_params(params, groups_);
-  std::vector<PlanItem> items;
-  items.reserve(params.size());
-  for (const ModelParam& p : params)
-    items.push_back({p.unit, p.tensor.numel(), p.group});
-  auto plan = plan_units(items, options.min_unit_elements, options.reduce_bucket_size);
-  std::reverse(plan.begin(), plan.end());
-  // Gradients of the root (embeddings) are complete last: it is launched last.
-  std::stable_partition(plan.begin(), plan.end(), [](const PlannedUnit& u) { return !u.name.starts_with(kRootUnit); });
-
+  const bool partition = placements_.params == shard::Placement::Shard && group_->size() > 1;
+  unsharder_ = std::make_unique<Unsharder>(partition ? group_->sibling() : group_, options_.gather);
   slots_.resize(params.size());
-  std::vector<Unit*> order;
-  const auto names = optim::state_names(rule_, groups_);
-  for (const PlannedUnit& planned : plan) {
-    std::vector<Param> members;
-    for (const int i : planned.items) {
-      Param member;
-      member.name = params[i].name;
-      member.tensor = params[i].tensor;
-      member.index = i;
-      member.group = params[i].group;
-      members.push_back(std::move(member));
+  places_.resize(params.size() + frozen.size());
+  for (const PlannedUnit& planned : plan(params, frozen)) {
+    if (planned.kind == kFrozen) {
+      build_frozen(planned, frozen, params.size());
+    } else {
+      build_unit(planned, params);
     }
-    broadcast_values(*group_, members, planned.name);
-    auto unit =
-        std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, group_->rank(), group_->size());
-    if (rule_ != optim::Rule::External) unit->allocate_states(names.count, groups_, rule_);
-    for (Param& p : unit->params)
-      slots_[p.index] = {unit.get(), &p};
-    order.push_back(unit.get());
-    units_.push_back(std::move(unit));
   }
+  // Gradients are complete from the last unit of the forward to the first; those of the root (embeddings) and of
+  // resident units, which modules all over the model use, last.
+  std::reverse(units_.begin(), units_.end());
+  std::stable_partition(units_.begin(), units_.end(), [](const auto& u) { return !u->name.starts_with(kRootUnit); });
+  std::stable_partition(units_.begin(), units_.end(), [](const auto& u) { return u->launch_at() != LaunchAt::Flush; });
+  std::vector<Unit*> order;
+  for (const auto& unit : units_)
+    order.push_back(unit.get());
   reducer_ = std::make_unique<Reducer>(group_, std::move(order), options_.average, options_.overlap);
   watch_new_params();
+}
+
+std::vector<PlannedUnit> ShardedModel::plan(const std::vector<ModelParam>& params,
+                                            const std::vector<ModelParam>& frozen) const {
+  const bool partition = placements_.params == shard::Placement::Shard && group_->size() > 1;
+  int64_t resident = 0;
+  std::vector<PlanItem> items;
+  items.reserve(params.size() + frozen.size());
+  for (const ModelParam& p : params) {
+    const int64_t n = p.tensor.numel();
+    const bool stays = partition && n <= options_.gather.persistence_threshold &&
+                       n <= options_.gather.model_persistence - resident;
+    if (stays) resident += n;
+    items.push_back({p.unit, n, p.group, stays ? kResident : kPartitioned});
+  }
+  for (const ModelParam& p : frozen)
+    items.push_back({p.unit, p.tensor.numel(), 0, kFrozen});
+  return plan_units(items, options_.min_unit_elements, options_.reduce_bucket_size);
+}
+
+void ShardedModel::build_unit(const PlannedUnit& planned, const std::vector<ModelParam>& params) {
+  std::vector<Param> members;
+  for (const int i : planned.items) {
+    Param member;
+    member.name = params[i].name;
+    member.tensor = params[i].tensor;
+    member.index = i;
+    member.group = params[i].group;
+    members.push_back(std::move(member));
+  }
+  std::vector<FlatParams::Item> originals;
+  for (const Param& p : members)
+    originals.push_back({p.name, p.tensor, {}});
+  broadcast_values(*group_, originals, planned.name);
+  auto unit = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_,
+                                     planned.kind == kResident, group_->rank(), group_->size());
+  const auto names = optim::state_names(rule_, groups_);
+  if (rule_ != optim::Rule::External) unit->allocate_states(names.count, groups_, rule_);
+  unit->number = unsharder_->add(unit->flat.get());
+  unit_of_number_.push_back(unit.get());
+  for (size_t i = 0; i < unit->params.size(); ++i) {
+    Param& p = unit->params[i];
+    slots_[p.index] = {unit.get(), &p};
+    places_[p.index] = {unit->number, static_cast<int>(i), unit->flat.get()};
+  }
+  units_.push_back(std::move(unit));
+}
+
+void ShardedModel::build_frozen(const PlannedUnit& planned, const std::vector<ModelParam>& frozen, size_t trained) {
+  std::vector<FlatParams::Item> items;
+  for (const int i : planned.items)
+    items.push_back({frozen[i - trained].name, frozen[i - trained].tensor, {}});
+  broadcast_values(*group_, items, planned.name);
+  const bool sharded = placements_.params == shard::Placement::Shard;
+  auto flat = std::make_unique<FlatParams>(planned.name, std::move(items), options_.precision.param, group_->rank(),
+                                           group_->size(), sharded);
+  const int number = unsharder_->add(flat.get());
+  unit_of_number_.push_back(nullptr);
+  for (size_t i = 0; i < planned.items.size(); ++i)
+    places_[planned.items[i]] = {number, static_cast<int>(i), flat.get()};
+  frozen_.push_back(std::move(flat));
 }
 
 ShardedModel::~ShardedModel() {
@@ -123,6 +174,7 @@ bool ShardedModel::may_reduce() const {
 
 void ShardedModel::backward_begun() {
   reducer_->begin_backward();
+  unsharder_->begin_backward();
 }
 
 bool ShardedModel::is_visible_view(const Slot& slot, const at::Tensor& grad) const {
@@ -156,6 +208,7 @@ void ShardedModel::gradient_ready(int index, at::Tensor& grad) {
   if (slot.unit->grads_are_visible() && slot.param->has_grad) {
     grad = shard::view_as_param(slot.unit->grads, slot.param->range, slot.param->tensor);
   }
+  unsharder_->gradient_arrived(places_[index].unit, places_[index].item);
   if (!hooks_.in_forward_task()) reducer_->fired(*slot.unit, *slot.param, may_reduce());
 }
 
@@ -226,6 +279,7 @@ void ShardedModel::drop_gradients() {
 void ShardedModel::release() {
   hooks_.remove();
   if (reducer_) reducer_->abandon();
+  if (unsharder_) unsharder_->abandon("its engine was destroyed; gather it before, or save a checkpoint");
   for (auto& unit : units_) {
     unit->grads.reset();
     unit->partial.reset();
@@ -234,7 +288,9 @@ void ShardedModel::release() {
       state.reset();
   }
   units_.clear();
+  frozen_.clear();
   slots_.clear();
+  places_.clear();
 }
 
 }  // namespace tessera::zero

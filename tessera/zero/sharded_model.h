@@ -11,8 +11,10 @@
 #include "tessera/optim/optimizer.h"
 #include "tessera/zero/hooks.h"
 #include "tessera/zero/options.h"
+#include "tessera/zero/plan.h"
 #include "tessera/zero/reducer.h"
 #include "tessera/zero/unit.h"
+#include "tessera/zero/unsharder.h"
 
 namespace tessera::zero {
 
@@ -37,9 +39,10 @@ struct SyncPolicy {
 
 class ShardedModel final : private HookSink {
  public:
-  // Collective: rank 0's values are broadcast. `params` become views of flat buffers.
-  ShardedModel(const Options& options, comm::GroupPtr group, std::vector<ModelParam> params, optim::Rule rule,
-               const std::vector<optim::GroupOptions>& groups);
+  // Collective: rank 0's values are broadcast. `params` become views of flat buffers. `frozen`: partitioned where the
+  // stage partitions parameters, without gradients and states; their slots follow those of `params`.
+  ShardedModel(const Options& options, comm::GroupPtr group, std::vector<ModelParam> params,
+               std::vector<ModelParam> frozen, optim::Rule rule, const std::vector<optim::GroupOptions>& groups);
   ~ShardedModel() override;
 
   Hooks& hooks() { return hooks_; }
@@ -49,6 +52,34 @@ class ShardedModel final : private HookSink {
   int64_t backwards() const { return backwards_; }
   // Hooks parameters that began to require gradients since the last call.
   void watch_new_params();
+
+  // ---- modules (module_scopes.cpp); nothing happens where no parameter is partitioned
+  bool partitions_params() const { return unsharder_->any_sharded(); }
+  // A module whose forward and backward read the parameters `slots`.
+  int add_scope(const std::vector<int>& slots);
+  // `slot` is read by the innermost module that is running, from now on.
+  void use_elsewhere(int slot);
+  void extend_scope(int scope, int slot);
+  // Around a module's forward. enter: gathers; collective; true when leave() wants inputs and outputs (a module around
+  // it does not already take care of its parameters). abort: after an exception.
+  bool enter_scope(int scope);
+  void note_inputs(const std::vector<at::Tensor>& inputs);
+  void leave_scope(int scope, const std::vector<at::Tensor>& outputs);
+  void abort_scope(int scope);
+  bool inside_scope() const { return unsharder_->inside_scope(); }
+  // Ends scopes whose end was never told, before a new outermost forward.
+  void end_stray_scopes();
+
+  // ---- regions in which parameters are whole (module_scopes.cpp). Collective.
+  enum class Writes {
+    None,      // state error when a parameter was written to
+    FromRank,  // what one rank wrote holds for all
+    Own,       // all ranks wrote the same
+  };
+  // State error when a parameter is in an open region already.
+  void open_region(const std::vector<int>& slots);
+  void close_region(const std::vector<int>& slots, Writes writes, int writer);
+  bool is_gathered(int slot) const;
 
   // ---- gradients
   // Everything accumulated so far is reduced on return. Collective where something is left to reduce.
@@ -76,7 +107,8 @@ class ShardedModel final : private HookSink {
   shard::Range local_range(int slot) const;
   Param& param(int slot) { return *slots_[slot].param; }
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
-  int64_t pool_bytes() const { return reducer_->pool_bytes(); }
+  const std::vector<std::unique_ptr<FlatParams>>& frozen() const { return frozen_; }
+  int64_t pool_bytes() const { return reducer_->pool_bytes() + unsharder_->bytes(); }
 
   // Removes hooks and frees gradients and states; parameters keep their values.
   void release();
@@ -86,12 +118,29 @@ class ShardedModel final : private HookSink {
     Unit* unit = nullptr;
     Param* param = nullptr;
   };
+  // Any parameter, frozen ones too: its place among the flat parameters.
+  struct Place {
+    int unit = -1;  // in the unsharder
+    int item = -1;
+    FlatParams* flat = nullptr;
+    bool open = false;  // in a region
+  };
 
   void backward_begun() override;
   void before_accumulate(int slot, at::Tensor& grad) override;
   void gradient_ready(int slot, at::Tensor& grad) override;
   void backward_done() override;
+  void tasks_ended() override;
+  void call_opened(ScopeCall& call) override;
+  void call_closed(ScopeCall& call) override;
+  void call_gone(ScopeCall& call) override;
 
+  std::vector<PlannedUnit> plan(const std::vector<ModelParam>& params, const std::vector<ModelParam>& frozen) const;
+  void build_unit(const PlannedUnit& planned, const std::vector<ModelParam>& params);
+  void build_frozen(const PlannedUnit& planned, const std::vector<ModelParam>& frozen, size_t trained);
+  void watch_call_of(std::vector<int> units, const std::vector<at::Tensor>& outputs,
+                     const std::vector<compat::NodePtr>& producers, bool open_now);
+  void take_writes(const std::vector<int>& slots, Writes writes, int writer);
   bool may_reduce() const;
   void flush(bool agree_refired);
   void adopt_visible_grads();
@@ -112,8 +161,14 @@ class ShardedModel final : private HookSink {
   optim::Rule rule_;
   std::vector<optim::GroupOptions> groups_;
   std::vector<std::unique_ptr<Unit>> units_;  // launch order
+  std::vector<std::unique_ptr<FlatParams>> frozen_;
   std::vector<Slot> slots_;
+  std::vector<Place> places_;
+  std::vector<Unit*> unit_of_number_;  // by number in the unsharder; null: frozen
+  std::unique_ptr<Unsharder> unsharder_;
   std::unique_ptr<Reducer> reducer_;
+  // Producers of the inputs of module calls under way, innermost last.
+  std::vector<std::vector<compat::NodePtr>> producers_;
   std::vector<at::Tensor> external_grads_;  // per unit, fp32, only inside an external update
   SyncPolicy policy_;
   double gradient_scale_ = 1;

@@ -35,7 +35,7 @@ const char* grad_state_name(GradState state) {
 }
 
 Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options& options,
-           const shard::StagePlacements& placements, int rank, int size)
+           const shard::StagePlacements& placements, bool resident, int rank, int size)
     : name(std::move(unit_name)), params(std::move(unit_params)) {
   using shard::Placement;
   std::vector<int64_t> numels;
@@ -48,20 +48,23 @@ Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options&
   grads_visible_ = placements.grads == Placement::Replicate;
   const bool whole_grads = size == 1 || grads_visible_ || placements.reduce_at == shard::ReduceAt::Boundary;
 
+  const bool partitioned = placements.params == Placement::Shard && size > 1;
+  if (partitioned) launch_at_ = resident ? LaunchAt::Flush : LaunchAt::Over;
+
   const auto on_device = params.front().tensor.options().requires_grad(false);
   const auto& policy = options.precision;
-  weights = at::zeros({layout.size()}, on_device.dtype(policy.param));
   grads = at::zeros({whole_grads ? layout.size() : owned.size()}, on_device.dtype(policy.grad));
   if (!policy.master_is_param()) master = at::zeros({owned.size()}, on_device.dtype(policy.master));
+  std::vector<FlatParams::Item> items;
   for (int i = 0; i < layout.count(); ++i) {
     Param& p = params[i];
     p.range = layout.param(i);
-    const at::Tensor original = p.tensor.detach();
-    shard::view_as_param(weights, p.range, p.tensor).copy_(original);
-    if (master.defined()) set_master_from(p, original);
-    shard::bind(p.tensor, weights, p.range);
-    p.version = p.tensor._version();
+    if (master.defined()) set_master_from(p, p.tensor.detach());
+    items.push_back({p.name, p.tensor, p.range});
   }
+  flat = std::make_unique<FlatParams>(name, std::move(items), policy.param, rank, size, partitioned && !resident);
+  for (Param& p : params)
+    p.version = p.tensor._version();
 }
 
 void Unit::move_to(GradState next) {
@@ -82,7 +85,7 @@ shard::Range Unit::owned_slice(const Param& param) const {
 
 void Unit::allocate_states(int count, const std::vector<optim::GroupOptions>& groups, optim::Rule rule) {
   for (int s = 0; s < count; ++s) {
-    states[s] = at::zeros({owned.size()}, weights.options().dtype(at::kFloat));
+    states[s] = at::zeros({owned.size()}, grads.options().dtype(at::kFloat));
     if (rule != optim::Rule::Adagrad) continue;
     for (const Param& p : params) {
       const shard::Range r = owned_slice(p);

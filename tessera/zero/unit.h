@@ -4,12 +4,14 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "tessera/optim/optimizer.h"
 #include "tessera/shard/layout.h"
 #include "tessera/shard/placement.h"
+#include "tessera/zero/flat_params.h"
 #include "tessera/zero/options.h"
 
 namespace tessera::zero {
@@ -23,9 +25,17 @@ enum class GradState : uint8_t {
 };
 const char* grad_state_name(GradState state);
 
+// When a unit's reduction may start before the backward is done. It must be the same moment, between the same gathers,
+// on all ranks: see Note [Fixed order] in reducer.h.
+enum class LaunchAt : uint8_t {
+  Complete,  // all its parameters got gradients
+  Over,      // all module calls that used it are through (partitioned parameters)
+  Flush,     // not before
+};
+
 struct Param {
   std::string name;
-  at::Tensor tensor;  // the module's own leaf; bound to Unit::weights
+  at::Tensor tensor;  // the module's own leaf; bound to Unit::flat
   int index = -1;     // in the engine's list
   int group = 0;
   shard::Range range;     // in the flat space
@@ -38,15 +48,16 @@ struct Param {
 
 class Unit {
  public:
+  // `resident`: its parameters stay whole on every rank whatever the stage.
   Unit(std::string name, std::vector<Param> params, const Options& options, const shard::StagePlacements& placements,
-       int rank, int size);
+       bool resident, int rank, int size);
 
   // Moves on or throws: Empty -> Accumulating -> Reducing -> Reduced -> Accumulating ..., any -> Empty.
   void move_to(GradState next);
   GradState grad_state() const { return grad_state_; }
 
   // Views of this rank's owned range.
-  at::Tensor owned_weights() const { return weights.narrow(0, owned.begin, owned.size()); }
+  at::Tensor owned_weights() const { return owned == flat->slice() ? flat->slice_values() : flat->whole(); }
   at::Tensor owned_master() const { return master.defined() ? master : owned_weights(); }
   at::Tensor owned_grads() const;
   // The part of `param` that this rank owns, in the coordinates of the owned tensors above; empty if none.
@@ -54,6 +65,7 @@ class Unit {
 
   // The compute dtype is the master's: weights are updated in place.
   bool master_is_weight() const { return !master.defined(); }
+  LaunchAt launch_at() const { return launch_at_; }
   // Gradients stay whole on every rank (stage 0), so that p.grad can be a view of them.
   bool grads_are_visible() const { return grads_visible_; }
 
@@ -67,13 +79,15 @@ class Unit {
   std::vector<Param> params;
   shard::Layout layout;
   shard::Range owned;  // range of the flat space whose states this rank keeps
-  at::Tensor weights;  // compute parameters, whole, param dtype
+  std::unique_ptr<FlatParams> flat;  // compute parameters, param dtype
+  int number = -1;                   // in the unsharder
   at::Tensor grads;    // whole (stages 0, 1, or one rank) or the owned range (stage 2); grad dtype
   at::Tensor partial;  // local contributions, whole: `grads` itself or a pooled bucket; undefined while Empty
   bool partial_pooled = false;
   bool reduced = false;              // the owned range of `grads` holds a sum over ranks
   int fired = 0;                     // params whose hook ran in the running backward
   int expected = 0;                  // params that require gradients
+  bool over = false;                 // all module calls that used it are through the running backward
   bool launched = false;             // its reduction was launched in the running backward
   bool refired = false;              // got gradients after that launch (nested backward)
   at::Tensor master;                 // owned range, fp32; undefined where the weight is the master
@@ -82,6 +96,7 @@ class Unit {
  private:
   GradState grad_state_ = GradState::Empty;
   bool grads_visible_ = false;
+  LaunchAt launch_at_ = LaunchAt::Complete;
 };
 
 }  // namespace tessera::zero

@@ -52,8 +52,8 @@ GradientSummary ShardedModel::summarize() {
   const int ranks = group_->size();
   const bool sharded = placements_.states == shard::Placement::Shard;
   // One sum per slice and rank, added in rank order: the same bits whether a rank holds one slice or all.
-  at::Tensor sums = at::zeros({ranks, 2}, at::kDouble);
-  auto table = sums.accessor<double, 2>();  // rank: squares, parameters without a gradient
+  at::Tensor sums = at::zeros({ranks, 3}, at::kDouble);
+  auto table = sums.accessor<double, 2>();  // rank: squares, parameters without a gradient, late gradients
   for (const auto& unit : units_) {
     for (int r = 0; r < ranks; ++r) {
       if (sharded && r != group_->rank()) continue;
@@ -64,14 +64,20 @@ GradientSummary ShardedModel::summarize() {
   }
   for (const Slot& slot : slots_)
     table[group_->rank()][1] += slot.param->has_grad ? 0 : 1;
+  table[group_->rank()][2] = reducer_->has_late() ? 1 : 0;
   const at::Tensor mine = sums.narrow(0, group_->rank(), 1).flatten();
   group_->all_gather(sums.flatten(), mine, "gradient norm").wait();
 
   GradientSummary summary;
-  double total = 0, missing = 0;
+  double total = 0, missing = 0, late = 0;
   for (int r = 0; r < ranks; ++r) {
     total += table[r][0];
     missing += table[r][1];
+    late += table[r][2];
+  }
+  if (late > 0) {  // on all ranks alike
+    reducer_->reduce_late();
+    return summarize();
   }
   summary.norm = std::sqrt(total);
   summary.finite = std::isfinite(total);
@@ -93,8 +99,8 @@ std::vector<bool> ShardedModel::agree_presence(int64_t missing_anywhere) {
 }
 
 void ShardedModel::gather_unit(Unit& unit, std::vector<comm::Pending>& pending) {
-  if (placements_.states == shard::Placement::Replicate || group_->size() == 1) return;
-  pending.push_back(group_->all_gather(unit.weights, unit.owned_weights(), "parameters of unit '" + unit.name + "'"));
+  if (placements_.states == shard::Placement::Replicate || group_->size() == 1 || unit.flat->sharded()) return;
+  pending.push_back(group_->all_gather(unit.flat->whole(), unit.owned_weights(), "parameters of unit '" + unit.name + "'"));
 }
 
 void ShardedModel::update_unit(Unit& unit, const GradientSummary& summary, double scale) {
@@ -112,6 +118,7 @@ void ShardedModel::update_unit(Unit& unit, const GradientSummary& summary, doubl
 void ShardedModel::update(const GradientSummary& summary, double scale, const std::function<void()>& external) {
   const std::lock_guard lock(hooks_.mutex());
   const c10::AutoGradMode no_grad(false);
+  unsharder_->settle_before_update();
   adopt_params(/*compare=*/false);
   std::vector<comm::Pending> pending;
   if (rule_ == optim::Rule::External) update_external(summary, scale, external);
@@ -161,6 +168,7 @@ void ShardedModel::update_external(const GradientSummary& summary, double scale,
 
 void ShardedModel::refresh_params() {
   const c10::AutoGradMode no_grad(false);
+  unsharder_->settle_before_update();
   adopt_params(/*compare=*/false);
   std::vector<comm::Pending> pending;
   for (const auto& unit : units_) {
@@ -175,16 +183,18 @@ void ShardedModel::adopt_param(const Slot& slot, bool compare) {
   const c10::AutoGradMode no_grad(false);
   Param& p = *slot.param;
   Unit& unit = *slot.unit;
-  const bool bound = shard::is_bound(p.tensor, unit.weights, p.range);
+  if (unit.flat->sharded()) return;  // written to in regions only, which take the values along
+  const at::Tensor& weights = unit.flat->whole();
+  const bool bound = shard::is_bound(p.tensor, weights, p.range);
   if (bound && p.tensor._version() == p.version && !(compare && unit.differs_from_master(p))) return;
-  TESSERA_CHECK(p.tensor.numel() == p.range.size() && p.tensor.scalar_type() == unit.weights.scalar_type(), "engine",
+  TESSERA_CHECK(p.tensor.numel() == p.range.size() && p.tensor.scalar_type() == weights.scalar_type(), "engine",
                 "parameter '", p.name, "' became a tensor of shape ", p.tensor.sizes(), " and dtype ",
                 p.tensor.scalar_type(), "; build a new engine for a changed model");
   if (unit.master.defined()) unit.set_master_from(p, p.tensor.detach());
   if (!bound) {
     shard::check_device(p.tensor.device());
-    shard::view_as_param(unit.weights, p.range, p.tensor).copy_(p.tensor.detach());
-    shard::bind(p.tensor, unit.weights, p.range);
+    shard::view_as_param(weights, p.range, p.tensor).copy_(p.tensor.detach());
+    shard::bind(p.tensor, weights, p.range);
   }
   p.version = p.tensor._version();
 }

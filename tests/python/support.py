@@ -60,12 +60,12 @@ def batch(seed: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def config(stage: int = 0, accumulation: int = 1, bf16: bool = False, **more: Any) -> dict[str, Any]:
-    """Without clipping, so that plain PyTorch is easy to write beside it."""
+    """Without clipping, so that plain PyTorch is easy to write beside it. Stage 3: every parameter is partitioned."""
     result: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     }
     if bf16:
@@ -156,7 +156,8 @@ def assert_close(
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+    with tessera.zero.GatheredParameters(model.parameters()):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
 Factory = Callable[[Any], torch.optim.Optimizer]

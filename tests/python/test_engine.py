@@ -25,7 +25,7 @@ from torch import nn
 
 import tessera
 
-STAGES = [0, 1, 2]
+STAGES = [0, 1, 2, 3]
 
 
 def micro(engine: Any, seed: int) -> None:

@@ -84,7 +84,7 @@ def ours(model: nn.Module, stage: int, world: int, accumulation: int, bf16: bool
 def test_grid(world: int, bf16: bool, accumulation: int) -> None:
     model = Odd()
     want = plain(model, world, accumulation)
-    stages = [ours(model, stage, world, accumulation, bf16) for stage in (0, 1, 2)]
+    stages = [ours(model, stage, world, accumulation, bf16) for stage in (0, 1, 2, 3)]
     for results in stages:
         for rank in range(world):
             assert all(torch.equal(results[rank][name], results[0][name]) for name in results[0]), "ranks agree"
@@ -99,10 +99,11 @@ def test_grid(world: int, bf16: bool, accumulation: int) -> None:
     same = [stages[1]] if accumulation > 1 and world > 1 else stages[1:]
     for results in same:
         assert all(torch.equal(results[0][name], stages[0][0][name]) for name in want)
+    assert all(torch.equal(stages[3][0][name], stages[2][0][name]) for name in want)
 
 
 @pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bucket_size_does_not_change_a_bit(stage: int, world: int) -> None:
     def run(**zero: Any) -> Any:
         def body(engine: tessera.Engine, rank: int) -> Any:
@@ -154,10 +155,10 @@ def test_memory_is_the_formula() -> None:
         return engine.core.memory()
 
     adam = {"type": "AdamW", "params": {"lr": 1e-3}}
-    for stage, share in ((0, 1), (1, 2), (2, 2)):
+    for stage, share in ((0, 1), (1, 2), (2, 2), (3, 2)):
         for memory in engines(model, 2, config(stage, bf16=True, optimizer=adam), body):
-            assert memory.params == pytest.approx(2 * elements, rel=0.05)
+            assert memory.params == pytest.approx(2 * elements / (share if stage == 3 else 1), rel=0.05)
             assert memory.master == pytest.approx(4 * elements / share, rel=0.05)
             assert memory.states == pytest.approx(8 * elements / share, rel=0.05)
-            if stage == 2:
+            if stage >= 2:
                 assert memory.grads == pytest.approx(2 * elements / share, rel=0.05)

@@ -35,12 +35,39 @@ struct Toy {
     return specs;
   }
 
-  at::Tensor outputs(const at::Tensor& x) const {
+  // `engine`: its blocks run as modules, for partitioned parameters.
+  at::Tensor outputs(const at::Tensor& x, engine::Engine* engine = nullptr) const {
     const at::Tensor input = x.to(tensors[0].scalar_type());
-    const at::Tensor h = at::tanh(at::matmul(input * tensors[2], tensors[3]));
-    return (at::matmul(h, tensors[4]) + tensors[1]) * tensors[0];
+    const at::Tensor h =
+        module(engine, 0, input, [&] { return at::tanh(at::matmul(input * tensors[2], tensors[3])); });
+    const at::Tensor y = module(engine, 1, h, [&] { return at::matmul(h, tensors[4]) + tensors[1]; });
+    return module(engine, 2, y, [&] { return y * tensors[0]; });
   }
-  at::Tensor loss(const at::Tensor& x) const { return outputs(x).to(at::kFloat).square().mean(); }
+  at::Tensor loss(const at::Tensor& x, engine::Engine* engine = nullptr) const {
+    return outputs(x, engine).to(at::kFloat).square().mean();
+  }
+
+  template <class F>
+  at::Tensor module(engine::Engine* engine, int number, const at::Tensor& input, F&& body) const {
+    if (engine == nullptr) return body();
+    if (modules.empty()) {
+      for (const auto& params : std::vector<std::vector<int>>{{2, 3}, {1, 4}, {0}})
+        modules.push_back(engine->add_module(params));
+    }
+    const int id = modules[number];
+    if (id < 0) return body();
+    if (engine->enter_module(id)) engine->note_inputs({input});
+    at::Tensor output;
+    try {
+      output = body();
+    } catch (...) {
+      engine->abort_module(id);
+      throw;
+    }
+    engine->leave_module(id, {output});
+    return output;
+  }
+  mutable std::vector<int> modules;  // numbers in the engine, once registered
 };
 
 // The batch of one rank and micro-step: [4, 17], the same wherever it is asked for.
@@ -142,6 +169,8 @@ struct ToyRun {
   double clip = 1.0;
   int64_t bucket = 500'000'000;
   int64_t min_unit = 0;
+  int64_t persistence = 4;  // stage 3: "a" and "b" stay resident
+  int last_stage = 3;       // of over_stages()
 };
 
 inline engine::Options toy_options(const ToyRun& run) {
@@ -150,6 +179,7 @@ inline engine::Options toy_options(const ToyRun& run) {
   options.zero.precision = run.bf16 ? amp::PrecisionPolicy::bf16() : amp::PrecisionPolicy::fp32();
   options.zero.reduce_bucket_size = run.bucket;
   options.zero.min_unit_elements = run.min_unit;
+  options.zero.gather.persistence_threshold = run.persistence;
   options.gradient_accumulation_steps = run.accumulation;
   options.gradient_clipping = run.clip;
   return options;
@@ -168,11 +198,11 @@ struct ToyRank {
   const comm::GroupPtr& group;
 };
 
-// body on every rank of each world, once for every stage; `run` says the rest.
+// body on every rank of each world, once for every stage up to the last; `run` says the rest.
 inline void over_stages(const std::vector<int>& worlds, const ToyRun& run,
                         const std::function<void(const ToyRank&)>& body) {
   for (const int world : worlds) {
-    for (int stage = 0; stage <= 2; ++stage) {
+    for (int stage = 0; stage <= run.last_stage; ++stage) {
       run_ranks(world, [&](int rank, const comm::GroupPtr& group) {
         ToyRun staged = run;
         staged.stage = stage;
@@ -189,7 +219,7 @@ inline at::Tensor toy_forward(engine::Engine& engine, const Toy& toy, const at::
   engine.pre_forward();
   at::Tensor loss;
   try {
-    loss = toy.loss(x);
+    loss = toy.loss(x, &engine);
   } catch (...) {
     engine.abort_forward();
     throw;

@@ -34,7 +34,7 @@ void expect_grads(Engine& engine, const std::vector<at::Tensor>& expected, const
 
 // Every stage at one and two ranks; both ranks see the same data, so the mean is the plain gradient.
 void every_stage(const std::function<void(Engine&, const Toy&, int stage)>& body) {
-  over_stages({1, 2}, {}, [&](const ToyRank& on) { body(on.engine, on.toy, on.stage); });
+  over_stages({1, 2}, {.last_stage = 2}, [&](const ToyRank& on) { body(on.engine, on.toy, on.stage); });
 }
 
 const at::Tensor& data() {
@@ -57,7 +57,7 @@ TEST(Hooks, NonScalarOutputWithAGradient) {
   const auto expected = plain_grads([&](const Toy& toy) { return (toy.outputs(data()) * g).sum(); });
   every_stage([&](Engine& engine, const Toy& toy, int) {
     engine.pre_forward();
-    const at::Tensor out = toy.outputs(data());
+    const at::Tensor out = toy.outputs(data(), &engine);
     engine.post_forward({out});
     out.backward(g);
     expect_grads(engine, expected, "out.backward(g)");
@@ -68,7 +68,9 @@ TEST(Hooks, ModuleCalledDirectlyAndLossTermsOutsideForward) {
   const auto loss = [](const Toy& toy) { return toy.loss(data()) + toy.tensors[3].square().sum(); };
   const auto expected = plain_grads(loss);
   every_stage([&](Engine& engine, const Toy& toy, int) {
-    loss(toy).backward();  // the engine saw no forward at all
+    engine.gather({0, 1, 2, 3, 4});  // where parameters are partitioned
+    loss(toy).backward();            // the engine saw no forward at all
+    engine.release({0, 1, 2, 3, 4});
     expect_grads(engine, expected, "direct call");
   });
 }
@@ -88,11 +90,13 @@ TEST(Hooks, SeveralBackwardsOfOneStepAddUp) {
 }
 
 TEST(Hooks, AutogradGradHasNoSideEffect) {
-  every_stage([](Engine& engine, const Toy& toy, int) {
+  every_stage([](Engine& engine, const Toy& toy, int stage) {
     const at::Tensor x = data().clone().requires_grad_(true);
     const at::Tensor loss = toy_forward(engine, toy, x);
     const auto grads = torch::autograd::grad({loss}, {x, toy.tensors[3]}, {}, /*retain_graph=*/true);
     EXPECT_EQ(grads.size(), 2U);
+    EXPECT_TRUE(engine.is_gathered(0));
+    EXPECT_EQ(engine.is_gathered(3), stage < 3 || engine.mesh().size(comm::Axis::DpShard) == 1);
     EXPECT_FALSE(engine.get_full(3, Quantity::Gradient).defined());
     loss.backward();
     EXPECT_TRUE(at::allclose(engine.get_full(3, Quantity::Gradient), grads[1], 1e-5, 1e-7));
@@ -123,19 +127,22 @@ struct TiledLoss : torch::autograd::Function<TiledLoss> {
 
 // Re-entrant checkpointing: the backward runs a backward of its own.
 struct Reentrant : torch::autograd::Function<Reentrant> {
-  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x, const Toy* toy) {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x, const Toy* toy,
+                            Engine* engine) {
     ctx->save_for_backward({x});
     ctx->saved_data["toy"] = reinterpret_cast<int64_t>(toy);
+    ctx->saved_data["engine"] = reinterpret_cast<int64_t>(engine);
     const at::NoGradGuard no_grad;
-    return toy->outputs(x);
+    return toy->outputs(x, engine);
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list& grads) {
     const auto* toy = reinterpret_cast<const Toy*>(ctx->saved_data["toy"].toInt());
+    auto* engine = reinterpret_cast<Engine*>(ctx->saved_data["engine"].toInt());
     const at::AutoGradMode with_grad(true);
     at::Tensor x = ctx->get_saved_variables()[0].detach().requires_grad_(true);
-    toy->outputs(x).backward(grads[0]);
-    return {x.grad(), at::Tensor()};
+    toy->outputs(x, engine).backward(grads[0]);
+    return {x.grad(), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -146,7 +153,7 @@ TEST(Hooks, ABackwardInsideAForwardIsNotTheUsers) {
     const at::Tensor h = at::tanh(at::matmul(data() * toy.tensors[2], toy.tensors[3]));
     return at::matmul(h, toy.tensors[4]).square().mean();
   });
-  over_stages({1, 2}, {}, [&](const ToyRank& on) {
+  over_stages({1, 2}, {.last_stage = 2}, [&](const ToyRank& on) {
     const auto& [engine, toy, rank, stage, group] = on;
     group->reset_stats();
     engine.pre_forward();
@@ -168,11 +175,11 @@ TEST(Hooks, ReentrantCheckpointingReducesEveryUnitOnce) {
     for (int round = 0; round < 2; ++round) {
       engine.pre_forward();
       const at::Tensor x = data().clone().requires_grad_(true);
-      const at::Tensor loss = Reentrant::apply(x, &toy).square().mean();
+      const at::Tensor loss = Reentrant::apply(x, &toy, &engine).square().mean();
       engine.post_forward({loss});
       loss.backward();
       const auto& stats = group->stats();
-      EXPECT_EQ(stage == 0 ? stats.all_reduce.calls - 1 : stats.reduce_scatter.calls, 3);
+      EXPECT_EQ(stage == 0 ? stats.all_reduce.calls - 1 : stats.reduce_scatter.calls, stage == 3 ? 4 : 3);
       expect_grads(engine, expected, "re-entrant");
       engine.zero_grad();
       group->reset_stats();
@@ -193,8 +200,10 @@ TEST(Hooks, AnExceptionInsideABackwardLeavesTheEngineUsable) {
   const auto expected = plain_grads([](const Toy& toy) { return toy.loss(data()); });
   every_stage([&](Engine& engine, const Toy& toy, int) {
     engine.pre_forward();
-    const at::Tensor h = Throws::apply(at::tanh(at::matmul(data() * toy.tensors[2], toy.tensors[3])));
-    const at::Tensor loss = at::matmul(h, toy.tensors[4]).square().mean();
+    const at::Tensor h = toy.module(&engine, 0, data(), [&] {
+      return Throws::apply(at::tanh(at::matmul(data() * toy.tensors[2], toy.tensors[3])));
+    });
+    const at::Tensor loss = toy.module(&engine, 1, h, [&] { return at::matmul(h, toy.tensors[4]).square().mean(); });
     engine.post_forward({loss});
     EXPECT_THROW(loss.backward(), std::exception);
     engine.zero_grad();
@@ -205,7 +214,7 @@ TEST(Hooks, AnExceptionInsideABackwardLeavesTheEngineUsable) {
 }
 
 TEST(Hooks, ParametersUsedOnSomeRanksOnlyCountAsZeroElsewhere) {
-  over_stages({3}, {}, [](const ToyRank& on) {
+  over_stages({3}, {.last_stage = 2}, [](const ToyRank& on) {
     const auto& [engine, toy, rank, stage, group] = on;
     for (int step = 0; step < 3; ++step) {
       // Rank r uses tensors r and 3 only; rank 2 in step 1 uses nothing of blocks.1.

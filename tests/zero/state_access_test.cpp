@@ -28,14 +28,20 @@ TEST(StateAccess, MastersReachTheModuleWhenRefreshed) {
   over_stages({1, 3}, kBf16, [](const ToyRank& on) {
     const auto& [engine, toy, rank, stage, group] = on;
     engine.set_full(3, Quantity::Master, at::full({17, 5}, 0.75));
-    EXPECT_FALSE(toy.tensors[3].detach().equal(at::full({17, 5}, 0.75, at::kBFloat16)));
+    const auto reached = [&] {
+      engine.gather({3});
+      const bool equal = toy.tensors[3].detach().equal(at::full({17, 5}, 0.75, at::kBFloat16));
+      engine.release({3});
+      return equal;
+    };
+    EXPECT_FALSE(reached());
     engine.refresh_params();
-    EXPECT_TRUE(toy.tensors[3].detach().equal(at::full({17, 5}, 0.75, at::kBFloat16)));
+    EXPECT_TRUE(reached());
   });
 }
 
 TEST(StateAccess, EditedParametersAreReadBackAndOthersKeepTheirMasters) {
-  over_stages({1, 3}, kBf16, [](const ToyRank& on) {
+  over_stages({1, 3}, {.bf16 = true, .last_stage = 2}, [](const ToyRank& on) {
     const auto& [engine, toy, rank, stage, group] = on;
     toy_forward(engine, toy, toy_batch(rank, 0)).backward();
     engine.step();

@@ -23,7 +23,7 @@ Unit make_unit(const std::vector<at::Tensor>& tensors, int stage, bool bf16, int
   Options options;
   options.stage = stage;
   options.precision = bf16 ? amp::PrecisionPolicy::bf16() : amp::PrecisionPolicy::fp32();
-  return Unit("u", two_params(tensors), options, shard::placements_of_stage(stage), rank, size);
+  return Unit("u", two_params(tensors), options, shard::placements_of_stage(stage), /*resident=*/false, rank, size);
 }
 
 }  // namespace
@@ -32,7 +32,7 @@ TEST(Unit, BuffersFollowTheStageTable) {
   for (int stage = 0; stage <= 2; ++stage) {
     std::vector<at::Tensor> tensors{at::randn({40}), at::randn({3})};
     const Unit unit = make_unit(tensors, stage, /*bf16=*/true, 1, 2);
-    EXPECT_EQ(unit.weights.numel(), 128);
+    EXPECT_EQ(unit.flat->whole().numel(), 128);
     EXPECT_EQ(unit.grads.numel(), stage == 2 ? 64 : 128);
     EXPECT_EQ(unit.master.numel(), stage == 0 ? 128 : 64);
     EXPECT_EQ(unit.grads_are_visible(), stage == 0);
@@ -43,7 +43,7 @@ TEST(Unit, Fp32KeepsNoSecondCopyOfTheWeights) {
   std::vector<at::Tensor> tensors{at::randn({40}), at::randn({3})};
   Unit unit = make_unit(tensors, 1, /*bf16=*/false, 1, 2);
   EXPECT_TRUE(unit.master_is_weight());
-  EXPECT_EQ(unit.owned_master().data_ptr(), unit.weights.narrow(0, 64, 64).data_ptr());
+  EXPECT_EQ(unit.owned_master().data_ptr(), unit.flat->whole().narrow(0, 64, 64).data_ptr());
 }
 
 TEST(Unit, MastersAreTheExactOriginals) {
@@ -52,7 +52,7 @@ TEST(Unit, MastersAreTheExactOriginals) {
   Unit unit = make_unit(tensors, 0, /*bf16=*/true, 0, 1);
   EXPECT_TRUE(unit.master.narrow(0, 0, 35).equal(original.flatten()));
   EXPECT_TRUE(unit.params[0].tensor.equal(original.to(at::kBFloat16)));
-  EXPECT_TRUE(shard::is_bound(unit.params[0].tensor, unit.weights, unit.params[0].range));
+  EXPECT_TRUE(shard::is_bound(unit.params[0].tensor, unit.flat->whole(), unit.params[0].range));
 }
 
 TEST(Unit, StatesMoveOnlyAlongTheTable) {

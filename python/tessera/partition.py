@@ -1,0 +1,166 @@
+"""Partitioned parameters (stage 3) and the modules that use them: hooks that tell the core which module runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tessera import _core
+from tessera.outputs import tensors_in
+
+_HOME = "_tessera_home"  # of parameters: Home
+_SCOPE = "_tessera_scope"  # of modules: the core's number
+EXTERNAL = "_tessera_external"  # of modules: parameters of others that their forward reads
+
+
+class Home:
+    """Where a parameter lives: the engine's core, and its number there. Attribute of parameters an engine holds."""
+
+    __slots__ = ("core", "number")
+
+    def __init__(self, core: _core.Engine, number: int) -> None:
+        self.core = weakref.ref(core)
+        self.number = number
+
+
+def home_of(param: torch.Tensor) -> tuple[_core.Engine, int] | None:
+    """The live core that holds `param`, and the parameter's number there."""
+    home = getattr(param, _HOME, None)
+    core = home.core() if home is not None else None
+    return None if core is None or core.destroyed() else (core, home.number)
+
+
+def scope_of(module: nn.Module) -> int | None:
+    """The core's number of a module that an engine hooked."""
+    scope: int | None = module.__dict__.get(_SCOPE)
+    return scope
+
+
+class _Parameters(dict[str, Any]):
+    """A module's _parameters. A partitioned parameter that is read while its module does not run (a tied weight, a
+    bias used by the parent) is gathered with the module that runs, from then on."""
+
+    running = 0
+
+    def __getitem__(self, name: str) -> Any:
+        param = super().__getitem__(name)
+        if not self.running and param is not None:
+            _read_elsewhere(param)
+        return param
+
+
+def _read_elsewhere(param: torch.Tensor) -> None:
+    home = home_of(param)
+    if home is not None:
+        core, number = home
+        if core.inside_module() and not core.is_gathered(number):
+            core.use_elsewhere(number)
+
+
+class _Scope:
+    """The hooks of one module."""
+
+    def __init__(self, core: _core.Engine, number: int, owned: list[_Parameters]) -> None:
+        self.core = core
+        self.number = number
+        self.owned = owned
+        self.outer: list[bool] = []  # of calls under way: whether the core wants their tensors
+
+    def before(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        outer = self.core.enter_module(self.number)
+        self.outer.append(outer)
+        for params in self.owned:
+            params.running += 1
+        if outer and torch.is_grad_enabled():
+            self.core.note_inputs(tensors_in((args, kwargs)) if kwargs else tensors_in(args))
+
+    def after(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if not self.outer:  # gathering failed
+            return
+        outer = self.outer.pop()
+        for params in self.owned:
+            params.running -= 1
+        if self.core.destroyed():
+            return
+        outputs = tensors_in(output) if outer else []
+        self.core.leave_module(self.number, outputs)
+        for tensor in outputs:  # a parameter handed to the parent
+            if isinstance(tensor, nn.Parameter):
+                _read_elsewhere(tensor)
+
+
+class Partition:
+    """Installs the hooks of an engine. `covers`: paths of modules whose parameters are all gathered at once (units and
+    leaf modules); `leaves`: paths of modules below which nothing is hooked."""
+
+    def __init__(
+        self,
+        core: _core.Engine,
+        model: nn.Module,
+        index: dict[int, int],
+        covers: Iterable[str],
+        leaves: Iterable[str],
+    ) -> None:
+        self._handles: list[Any] = []
+        self._wrapped: list[nn.Module] = []
+        self._hooked: list[nn.Module] = []
+        covered, leaf_paths = set(covers), tuple(leaves)
+        for path, module in model.named_modules():
+            if any(path != leaf and path.startswith(f"{leaf}.") for leaf in leaf_paths):
+                continue
+            whole = path in covered or path in leaf_paths
+            used = [*module.parameters(recurse=whole), *module.__dict__.get(EXTERNAL, [])]
+            numbers = [index[id(p)] for p in used if id(p) in index]
+            if not numbers and module is not model:
+                continue
+            number = core.add_module(numbers)
+            if number < 0:
+                return  # nothing is partitioned
+            self._hook(core, module, number, path in leaf_paths)
+        for param in model.parameters():
+            if id(param) in index:
+                setattr(param, _HOME, Home(core, index[id(param)]))
+
+    def _hook(self, core: _core.Engine, module: nn.Module, number: int, leaf: bool) -> None:
+        owned = [self._wrap(part) for part in (module.modules() if leaf else [module]) if part._parameters]
+        scope = _Scope(core, number, owned)
+        module.__dict__[_SCOPE] = number
+        self._hooked.append(module)
+        self._handles.append(module.register_forward_pre_hook(scope.before, prepend=True, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(scope.after, always_call=True))
+
+    def _wrap(self, module: nn.Module) -> _Parameters:
+        params = module._parameters
+        if not isinstance(params, _Parameters):
+            params = _Parameters(params)
+            module.__dict__["_parameters"] = params
+            self._wrapped.append(module)
+        return params
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module in self._wrapped:
+            module.__dict__["_parameters"] = dict(module._parameters)
+        for module in self._hooked:
+            module.__dict__.pop(_SCOPE, None)
+        self._handles, self._wrapped, self._hooked = [], [], []
+
+
+def gathered(
+    params: Iterable[torch.Tensor], action: Callable[[_core.Engine, list[int]], None]
+) -> list[tuple[_core.Engine, list[int]]]:
+    """Calls `action` for the parameters of each engine among `params`; returns what it was called with."""
+    numbers: dict[int, tuple[_core.Engine, list[int]]] = {}
+    for param in params:
+        home = home_of(param)
+        if home is not None:
+            numbers.setdefault(id(home[0]), (home[0], []))[1].append(home[1])
+    groups = list(numbers.values())
+    for core, wanted in groups:
+        action(core, wanted)
+    return groups

@@ -1,0 +1,105 @@
+"""Partitioned parameters for users: regions in which they are whole, parameters used by other modules, leaf modules,
+and construction of models that do not fit one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tessera import _core
+from tessera.errors import UsageError
+from tessera.leaf import (
+    DEFAULT_LEAF_MODULE_CLASSES,
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
+from tessera.partition import EXTERNAL, gathered, home_of, scope_of
+
+__all__ = [
+    "DEFAULT_LEAF_MODULE_CLASSES",
+    "GatheredParameters",
+    "get_z3_leaf_modules",
+    "register_external_parameter",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unregister_external_parameter",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
+]
+
+
+class GatheredParameters:
+    """Inside the `with`, `params` (one parameter, a list or any iterable) are whole; afterwards partitioned again.
+
+    Collective: every rank opens and closes the region with the same parameters. Parameters that no engine partitions
+    pass through. `modifier_rank`: what that rank (of the data-parallel group) writes holds on all ranks; None: writing
+    is an error (UsageError, when the region ends). `fwd_module`: also registers the parameters as external to that
+    module. Regions must not overlap. A whole unit is gathered, also for one parameter of it.
+    """
+
+    def __init__(
+        self,
+        params: torch.Tensor | Iterable[torch.Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if isinstance(params, torch.Tensor):
+            params = [params]
+        self._params = list(params) if enabled else []
+        self._rank = modifier_rank
+        self._open: list[tuple[_core.Engine, list[int]]] = []
+        if fwd_module is not None:
+            for param in self._params:
+                register_external_parameter(fwd_module, param)
+
+    def __enter__(self) -> None:
+        unique = {id(param): param for param in self._params}
+        self._open = gathered(unique.values(), lambda core, numbers: core.gather(numbers))
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        groups, self._open = self._open, []
+        writes = _core.Writes.None_ if self._rank is None or error is not None else _core.Writes.FromRank
+        for core, numbers in groups:
+            if core.destroyed():
+                continue
+            try:
+                core.release(numbers, writes, self._rank or 0)
+            except RuntimeError as failure:
+                if error is None:
+                    raise UsageError(str(failure)) from None
+
+
+def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
+    """`module`, which does not own `parameter`, uses it in its forward: it is gathered there too. Before or after
+    tessera.initialize. A parameter that is read as an attribute in a forward registers itself."""
+    if not isinstance(parameter, nn.Parameter):
+        raise UsageError(f"[zero] register_external_parameter takes a Parameter, got {type(parameter).__name__}")
+    known = module.__dict__.setdefault(EXTERNAL, [])
+    if not any(parameter is other for other in known):
+        known.append(parameter)
+    home, scope = home_of(parameter), scope_of(module)
+    if home is not None and scope is not None:
+        home[0].register_external(scope, home[1])
+
+
+def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
+    """Undoes register_external_parameter for engines built from now on."""
+    known = module.__dict__.get(EXTERNAL, [])
+    kept = [other for other in known if other is not parameter]
+    if not isinstance(parameter, nn.Parameter) or len(kept) == len(known):
+        raise UsageError("[zero] unregister_external_parameter: the parameter is not registered for this module")
+    module.__dict__[EXTERNAL] = kept
+

@@ -1,0 +1,90 @@
+#include "tessera/nn/scope.h"
+
+#include <torch/nn/module.h>
+
+#include <unordered_map>
+#include <unordered_set>
+
+#include "tessera/base/error.h"
+
+namespace tessera::nn {
+
+ModuleScope::ModuleScope(const ScopeLink& link) : module_(link.module) {
+  if (module_ < 0) return;
+  engine_ = link.engine.lock();
+  if (engine_ == nullptr || engine_->destroyed()) {
+    engine_.reset();
+    return;
+  }
+  wants_ = engine_->enter_module(module_);
+}
+
+ModuleScope::~ModuleScope() {
+  if (engine_ == nullptr) return;
+  try {
+    engine_->abort_module(module_);
+  } catch (const std::exception&) {
+    // The exception that ends the forward says more.
+  }
+}
+
+void ModuleScope::note_inputs(const std::vector<at::Tensor>& inputs) {
+  engine_->note_inputs(inputs);
+}
+
+void ModuleScope::finish(const std::vector<at::Tensor>& outputs) {
+  const auto engine = std::move(engine_);
+  if (engine != nullptr) engine->leave_module(module_, outputs);
+}
+
+ScopeLink connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine::Engine>& engine) {
+  std::unordered_map<const void*, int> index;
+  const auto& specs = engine->params();
+  for (size_t i = 0; i < specs.size(); ++i)
+    index[specs[i].tensor.unsafeGetTensorImpl()] = static_cast<int>(i);
+  std::unordered_set<int> covered;
+  for (const auto& part : module.modules()) {
+    auto* holder = dynamic_cast<ScopeHolder*>(part.get());
+    if (holder == nullptr) continue;
+    std::vector<int> params;
+    for (const at::Tensor& p : part->parameters()) {
+      params.push_back(index.at(p.unsafeGetTensorImpl()));
+      covered.insert(params.back());
+    }
+    holder->connect({engine, engine->add_module(params)});
+  }
+  std::vector<int> rest;
+  for (size_t i = 0; i < specs.size(); ++i) {
+    if (!covered.contains(static_cast<int>(i))) rest.push_back(static_cast<int>(i));
+  }
+  return {engine, engine->add_module(rest)};
+}
+
+GatheredParameters::GatheredParameters(engine::Engine& engine, const std::vector<at::Tensor>& params, int writer)
+    : engine_(engine), writer_(writer) {
+  std::unordered_set<const void*> wanted;
+  for (const at::Tensor& p : params)
+    wanted.insert(p.unsafeGetTensorImpl());
+  const auto& specs = engine.params();
+  for (size_t i = 0; i < specs.size(); ++i) {
+    if (wanted.contains(specs[i].tensor.unsafeGetTensorImpl())) params_.push_back(static_cast<int>(i));
+  }
+  engine_.gather(params_);
+  open_ = true;
+}
+
+GatheredParameters::~GatheredParameters() {
+  try {
+    close();
+  } catch (const std::exception&) {
+    // close() is there for whoever wants to know.
+  }
+}
+
+void GatheredParameters::close() {
+  if (!std::exchange(open_, false) || engine_.destroyed()) return;
+  using Writes = engine::Engine::Writes;
+  engine_.release(params_, writer_ < 0 ? Writes::None : Writes::FromRank, std::max(writer_, 0));
+}
+
+}  // namespace tessera::nn

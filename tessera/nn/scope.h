@@ -1,0 +1,74 @@
+// What connects a module to the engine that holds its parameters.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "tessera/engine/engine.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace tessera::nn {
+
+// A module's number in an engine. Modules without an engine, or without partitioned parameters, have none.
+struct ScopeLink {
+  std::weak_ptr<engine::Engine> engine;
+  int module = -1;
+};
+
+// Base of modules that tell an engine when they run.
+class ScopeHolder {
+ public:
+  virtual ~ScopeHolder() = default;
+  const ScopeLink& scope() const { return link_; }
+  void connect(ScopeLink link) { link_ = std::move(link); }
+
+ private:
+  ScopeLink link_;
+};
+
+// One call of a module: gathers its parameters now; ends with finish(), or as a call that threw.
+class ModuleScope {
+ public:
+  explicit ModuleScope(const ScopeLink& link);
+  ~ModuleScope();
+  ModuleScope(const ModuleScope&) = delete;
+  ModuleScope& operator=(const ModuleScope&) = delete;
+
+  bool wants_tensors() const { return wants_; }
+  void note_inputs(const std::vector<at::Tensor>& inputs);
+  void finish(const std::vector<at::Tensor>& outputs);
+
+ private:
+  std::shared_ptr<engine::Engine> engine_;
+  int module_ = -1;
+  bool wants_ = false;
+};
+
+// Connects every ScopeHolder in `module` with `engine`, whose parameters are those of param_specs(). Returns the scope
+// of the parameters that belong to no ScopeHolder.
+ScopeLink connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine::Engine>& engine);
+
+// Inside the lifetime of a GatheredParameters these parameters are whole: for reading, or, with `writer` >= 0, for
+// writing on that rank of the data-parallel group. Collective, at the begin and at the end. Tensors that the engine does
+// not partition pass through. close() ends it and reports errors; the destructor ends it silently.
+class GatheredParameters {
+ public:
+  GatheredParameters(engine::Engine& engine, const std::vector<at::Tensor>& params, int writer = -1);
+  ~GatheredParameters();
+  GatheredParameters(const GatheredParameters&) = delete;
+  GatheredParameters& operator=(const GatheredParameters&) = delete;
+  void close();
+
+ private:
+  engine::Engine& engine_;
+  std::vector<int> params_;
+  int writer_;
+  bool open_ = false;
+};
+
+}  // namespace tessera::nn

@@ -1,0 +1,35 @@
+#include "tessera/zero/bucket_pool.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+
+namespace tessera::zero {
+
+at::Tensor BucketPool::acquire(int64_t numel, const at::TensorOptions& options) {
+  // A bucket made in inference_mode could not be written to outside of it.
+  const c10::InferenceMode no_inference(false);
+  const auto fit = std::find_if(free_.begin(), free_.end(), [&](const at::Tensor& t) { return t.numel() >= numel; });
+  at::Tensor bucket;
+  if (fit != free_.end()) {
+    bucket = *fit;
+    free_.erase(fit);
+  } else {
+    bucket = at::empty({numel}, options);
+    bytes_ += static_cast<int64_t>(bucket.nbytes());
+  }
+  return bucket.narrow(0, 0, numel);
+}
+
+void BucketPool::give_back(const at::Tensor& bucket) {
+  const c10::InferenceMode no_inference(false);
+  const auto whole = static_cast<int64_t>(bucket.storage().nbytes() / bucket.element_size());
+  free_.push_back(bucket.as_strided({whole}, {1}, 0));
+  std::sort(free_.begin(), free_.end(), [](const auto& a, const auto& b) { return a.numel() < b.numel(); });
+  if (free_.size() <= max_kept_) return;
+  bytes_ -= static_cast<int64_t>(free_.front().nbytes());
+  free_.erase(free_.begin());
+}
+
+}  // namespace tessera::zero

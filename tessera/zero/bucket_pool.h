@@ -1,0 +1,29 @@
+// BucketPool: flat buffers that are lent for a while, for gathered parameters and for gradients on their way.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace tessera::zero {
+
+class BucketPool {
+ public:
+  // Keeps at most `max_kept` free buckets, the largest ones.
+  explicit BucketPool(size_t max_kept) : max_kept_(max_kept) {}
+
+  // A 1-D tensor of `numel` elements, contents undefined. `options`: the same at every call.
+  at::Tensor acquire(int64_t numel, const at::TensorOptions& options);
+  // Takes back what acquire() gave; nothing may use it any more.
+  void give_back(const at::Tensor& bucket);
+
+  // Free and lent.
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  size_t max_kept_;
+  std::vector<at::Tensor> free_;  // by size
+  int64_t bytes_ = 0;
+};
+
+}  // namespace tessera::zero

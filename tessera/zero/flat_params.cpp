@@ -1,0 +1,129 @@
+#include "tessera/zero/flat_params.h"
+
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+
+#include "tessera/base/error.h"
+#include "tessera/shard/storage.h"
+
+namespace tessera::zero {
+
+FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType dtype, int shard_rank, int shards,
+                       bool sharded)
+    : name_(std::move(name)), items_(std::move(items)), sharded_(sharded && shards > 1) {
+  std::vector<int64_t> numels;
+  numels.reserve(items_.size());
+  for (const Item& item : items_)
+    numels.push_back(item.tensor.numel());
+  layout_ = shard::Layout(numels, shards);
+  slice_ = layout_.shard(shard_rank);
+  const auto options = items_.front().tensor.options().requires_grad(false).dtype(dtype);
+  at::Tensor whole = at::zeros({layout_.size()}, options);
+  for (size_t i = 0; i < items_.size(); ++i) {
+    Item& item = items_[i];
+    item.range = layout_.param(static_cast<int>(i));
+    shard::view_as_param(whole, item.range, item.tensor).copy_(item.tensor.detach());
+    if (sharded_) {
+      storages_.push_back(shard::make_released(item.tensor, options, message(item)));
+    } else {
+      shard::bind(item.tensor, whole, item.range);
+    }
+    versions_.push_back(item.tensor._version());
+  }
+  buffer_ = sharded_ ? whole.narrow(0, slice_.begin, slice_.size()).clone() : whole;
+  if (sharded_) state_ = ParamState::Sharded;
+}
+
+std::string FlatParams::message(const Item& item) const {
+  return "[zero] parameter '" + item.name +
+         "' is partitioned over the ranks and not gathered now; read or edit it inside GatheredParameters, or use it in "
+         "the forward of the module that owns it (register_external_parameter for another module)";
+}
+
+at::Tensor FlatParams::slice_values() const {
+  return sharded_ ? buffer_ : buffer_.narrow(0, slice_.begin, slice_.size());
+}
+
+const at::Tensor& FlatParams::whole() const {
+  TESSERA_ASSERT(state_ == ParamState::Ready);
+  return sharded_ ? bucket_ : buffer_;
+}
+
+at::Tensor FlatParams::view(int index) const {
+  return shard::view_as_param(whole(), items_[index].range, items_[index].tensor);
+}
+
+void FlatParams::begin_gather(comm::Group& group, at::Tensor bucket) {
+  TESSERA_ASSERT(state_ == ParamState::Sharded && bucket.numel() >= layout_.size());
+  bucket_ = bucket.numel() == layout_.size() ? std::move(bucket) : bucket.narrow(0, 0, layout_.size());
+  pending_ = group.all_gather(bucket_, buffer_, "parameters of unit '" + name_ + "'");
+  state_ = ParamState::Gathering;
+}
+
+void FlatParams::finish_gather() {
+  TESSERA_ASSERT(state_ == ParamState::Gathering);
+  state_ = ParamState::Sharded;
+  pending_.wait();
+  for (size_t i = 0; i < items_.size(); ++i) {
+    TESSERA_CHECK(shard::storage_of(items_[i].tensor) == storages_[i], "zero", "the data of parameter '",
+                  items_[i].name,
+                  "' was replaced (p.data = ..., module.to(...)) while it was partitioned; write to it inside "
+                  "GatheredParameters(..., modifier_rank=0) instead");
+  }
+  point_items();
+  state_ = ParamState::Ready;
+}
+
+void FlatParams::point_items() {
+  char* base = static_cast<char*>(bucket_.mutable_data_ptr());
+  const auto width = static_cast<int64_t>(bucket_.element_size());
+  for (size_t i = 0; i < items_.size(); ++i) {
+    shard::point(*storages_[i], base + items_[i].range.begin * width);
+    versions_[i] = items_[i].tensor._version();
+  }
+}
+
+void FlatParams::release_items() {
+  for (size_t i = 0; i < items_.size(); ++i) {
+    if (shard::storage_of(items_[i].tensor) == storages_[i]) shard::release(*storages_[i], message(items_[i]));
+  }
+}
+
+at::Tensor FlatParams::release(std::string* edited) {
+  TESSERA_ASSERT(sharded_ && state_ != ParamState::Sharded);
+  if (state_ == ParamState::Gathering) {
+    state_ = ParamState::Sharded;
+    pending_.wait();
+    return std::move(bucket_);
+  }
+  if (edited != nullptr) {
+    for (size_t i = 0; i < items_.size(); ++i) {
+      if (was_written(static_cast<int>(i))) *edited = items_[i].name;
+    }
+  }
+  release_items();
+  state_ = ParamState::Sharded;
+  return std::move(bucket_);
+}
+
+void FlatParams::keep_write(int index) {
+  TESSERA_ASSERT(state_ == ParamState::Ready);
+  mark(index);
+  if (!sharded_) return;
+  const shard::Range mine = shard::intersect(items_[index].range, slice_);
+  if (mine.empty()) return;
+  buffer_.narrow(0, mine.begin - slice_.begin, mine.size()).copy_(bucket_.narrow(0, mine.begin, mine.size()));
+}
+
+void FlatParams::abandon(const std::string& message) {
+  if (!sharded_) return;
+  pending_ = {};
+  for (size_t i = 0; i < items_.size(); ++i) {
+    if (shard::storage_of(items_[i].tensor) != storages_[i]) continue;
+    shard::release(*storages_[i], "[zero] parameter '" + items_[i].name + "' is partitioned: " + message);
+  }
+  state_ = ParamState::Sharded;
+  bucket_.reset();
+}
+
+}  // namespace tessera::zero

@@ -1,0 +1,192 @@
+// ShardedModel: partitioned parameters around modules and in regions.
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+#include "tessera/base/error.h"
+#include "tessera/zero/sharded_model.h"
+
+namespace tessera::zero {
+
+// ---------------------------------------------------------------- scopes
+
+int ShardedModel::add_scope(const std::vector<int>& slots) {
+  std::vector<int> units;
+  for (const int slot : slots)
+    units.push_back(places_[slot].unit);
+  return unsharder_->add_scope(std::move(units));
+}
+
+void ShardedModel::extend_scope(int scope, int slot) {
+  const std::lock_guard lock(hooks_.mutex());
+  unsharder_->extend_scope(scope, places_[slot].unit, Hooks::inside_task());
+}
+
+void ShardedModel::use_elsewhere(int slot) {
+  const std::lock_guard lock(hooks_.mutex());
+  const int scope = unsharder_->holding_scope();
+  TESSERA_CHECK(scope >= 0, "zero", "parameter '", places_[slot].flat->items()[places_[slot].item].name,
+                "' is partitioned and no module of the engine is running; use GatheredParameters");
+  unsharder_->extend_scope(scope, places_[slot].unit, Hooks::inside_task());
+}
+
+bool ShardedModel::enter_scope(int scope) {
+  const std::lock_guard lock(hooks_.mutex());
+  const bool outer = unsharder_->enter(scope, Hooks::inside_task());
+  if (outer) producers_.emplace_back();
+  return outer;
+}
+
+void ShardedModel::note_inputs(const std::vector<at::Tensor>& inputs) {
+  const std::lock_guard lock(hooks_.mutex());
+  if (!producers_.empty()) producers_.back() = Hooks::producers_of(inputs);
+}
+
+void ShardedModel::watch_call_of(std::vector<int> units, const std::vector<at::Tensor>& outputs,
+                                 const std::vector<compat::NodePtr>& producers, bool open_now) {
+  if (units.empty()) return;
+  const auto call = std::make_shared<ScopeCall>();
+  call->units = std::move(units);
+  if (!hooks_.watch_call(call, outputs, producers)) return;
+  unsharder_->call_made(*call);
+  if (open_now) unsharder_->call_opened(*call);
+}
+
+void ShardedModel::leave_scope(int scope, const std::vector<at::Tensor>& outputs) {
+  const std::lock_guard lock(hooks_.mutex());
+  const bool in_backward = Hooks::inside_task();
+  const std::vector<int> units = unsharder_->watched(scope);
+  const auto recorded = [](const at::Tensor& t) { return t.defined() && t.requires_grad() && t.grad_fn(); };
+  const bool any = c10::GradMode::is_enabled() && std::any_of(outputs.begin(), outputs.end(), recorded);
+  std::vector<compat::NodePtr> producers;
+  if (!producers_.empty()) {
+    producers = std::move(producers_.back());
+    producers_.pop_back();
+  }
+  if (any) {
+    // What a recomputation gathered is needed at once by the backward of the same nodes. Frozen units have no gradient
+    // that would tell when they are done with, so they are gathered again when their backward comes.
+    std::vector<int> now, later;
+    for (const int unit : units)
+      (in_backward && unit_of_number_[unit] != nullptr ? now : later).push_back(unit);
+    watch_call_of(std::move(now), outputs, producers, /*open_now=*/true);
+    watch_call_of(std::move(later), outputs, producers, /*open_now=*/false);
+  }
+  unsharder_->leave(scope, in_backward, any);
+}
+
+void ShardedModel::abort_scope(int scope) {
+  const std::lock_guard lock(hooks_.mutex());
+  if (!producers_.empty()) producers_.pop_back();
+  unsharder_->abort(scope, Hooks::inside_task());
+  if (!unsharder_->inside_scope()) producers_.clear();
+}
+
+void ShardedModel::end_stray_scopes() {
+  const std::lock_guard lock(hooks_.mutex());
+  if (!unsharder_->inside_scope() || Hooks::inside_task()) return;
+  unsharder_->abort_all();
+  producers_.clear();
+}
+
+void ShardedModel::call_opened(ScopeCall& call) {
+  unsharder_->call_opened(call);
+}
+
+void ShardedModel::call_closed(ScopeCall& call) {
+  for (const int number : unsharder_->call_closed(call)) {
+    Unit* unit = unit_of_number_[number];
+    if (unit != nullptr && !hooks_.in_forward_task()) reducer_->over(*unit, may_reduce());
+  }
+}
+
+void ShardedModel::call_gone(ScopeCall& call) {
+  try {
+    unsharder_->call_gone(call);
+  } catch (const std::exception&) {
+    // A lost peer: the next collective says so.
+  }
+}
+
+void ShardedModel::tasks_ended() {
+  try {
+    unsharder_->end_backward();
+  } catch (const std::exception&) {
+    // As above; and this may run while another exception passes.
+  }
+}
+
+// ---------------------------------------------------------------- regions
+
+bool ShardedModel::is_gathered(int slot) const {
+  return places_[slot].flat->state() == ParamState::Ready;
+}
+
+void ShardedModel::open_region(const std::vector<int>& slots) {
+  const std::lock_guard lock(hooks_.mutex());
+  for (const int slot : slots) {
+    TESSERA_CHECK(!places_[slot].open, "zero.GatheredParameters", "parameter '",
+                  places_[slot].flat->items()[places_[slot].item].name,
+                  "' is in an open GatheredParameters region already; regions must not overlap");
+  }
+  size_t done = 0;
+  try {
+    for (; done < slots.size(); ++done)
+      unsharder_->hold(places_[slots[done]].unit);
+  } catch (...) {
+    while (done > 0)
+      unsharder_->unhold(places_[slots[--done]].unit);
+    throw;
+  }
+  for (const int slot : slots) {
+    Place& place = places_[slot];
+    place.open = true;
+    if (!place.flat->sharded()) place.flat->mark(place.item);  // updates write to it too
+  }
+}
+
+void ShardedModel::take_writes(const std::vector<int>& slots, Writes writes, int writer) {
+  const c10::AutoGradMode no_grad(false);
+  at::Tensor written = at::zeros({static_cast<int64_t>(slots.size())}, at::kInt);
+  int* flags = written.data_ptr<int>();
+  for (size_t i = 0; i < slots.size(); ++i)
+    flags[i] = places_[slots[i]].flat->was_written(places_[slots[i]].item) ? 1 : 0;
+  if (writes == Writes::FromRank) group_->broadcast(written, writer, "which parameters were written to").wait();
+  for (size_t i = 0; i < slots.size(); ++i) {
+    const Place& place = places_[slots[i]];
+    place.flat->mark(place.item);  // what other ranks wrote does not count
+    if (flags[i] == 0) continue;
+    const FlatParams::Item& item = place.flat->items()[place.item];
+    if (writes == Writes::FromRank) {
+      const at::Tensor values = place.flat->whole().narrow(0, item.range.begin, item.range.size());
+      group_->broadcast(values, writer, "new values of '" + item.name + "'").wait();
+    }
+    place.flat->keep_write(place.item);
+    Unit* unit = unit_of_number_[place.unit];
+    if (unit != nullptr && unit->master.defined()) {
+      unit->set_master_from(unit->params[place.item], place.flat->view(place.item));
+    }
+  }
+}
+
+void ShardedModel::close_region(const std::vector<int>& slots, Writes writes, int writer) {
+  const std::lock_guard lock(hooks_.mutex());
+  std::exception_ptr failure;
+  try {
+    if (writes != Writes::None) take_writes(slots, writes, writer);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  for (const int slot : slots) {
+    places_[slot].open = false;
+    try {
+      unsharder_->unhold(places_[slot].unit);
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+}  // namespace tessera::zero

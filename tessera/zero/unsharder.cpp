@@ -1,0 +1,322 @@
+#include "tessera/zero/unsharder.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "tessera/base/error.h"
+
+namespace tessera::zero {
+
+void Unsharder::Trace::begin() {
+  if (!now.empty()) last = std::move(now);
+  now.clear();
+  position = 0;
+}
+
+void Unsharder::Trace::use(int unit) {
+  constexpr size_t kLongest = 1 << 16;  // module calls outside any pass must not grow without end
+  if (now.size() < kLongest) now.push_back(unit);
+  const auto from = last.begin() + static_cast<std::ptrdiff_t>(position);
+  const auto found = std::find(from, last.end(), unit);
+  if (found != last.end()) position = static_cast<size_t>(found - last.begin()) + 1;
+}
+
+Unsharder::Unsharder(comm::GroupPtr group, const GatherOptions& options)
+    : group_(std::move(group)), options_(options) {}
+
+int Unsharder::add(FlatParams* flat) {
+  entries_.emplace_back();
+  entries_.back().flat = flat;
+  entries_.back().seen.resize(flat->items().size());
+  any_sharded_ = any_sharded_ || flat->sharded();
+  return static_cast<int>(entries_.size()) - 1;
+}
+
+int Unsharder::add_scope(std::vector<int> units) {
+  std::sort(units.begin(), units.end());
+  units.erase(std::unique(units.begin(), units.end()), units.end());
+  std::erase_if(units, [&](int unit) { return !entries_[unit].flat->sharded(); });
+  scopes_.push_back(std::move(units));
+  return static_cast<int>(scopes_.size()) - 1;
+}
+
+void Unsharder::extend_scope(int scope, int unit, bool in_backward) {
+  std::vector<int>& units = scopes_[scope];
+  if (!entries_[unit].flat->sharded() || std::find(units.begin(), units.end(), unit) != units.end()) return;
+  // Calls under way hold the new unit too; one inside another scope must hold all by itself from now on.
+  for (Active& active : stack_) {
+    if (active.scope != scope) continue;
+    if (std::exchange(active.nested, false)) {
+      for (const int old : units)
+        ++entries_[old].holds;
+    }
+    ++entries_[unit].holds;
+  }
+  units.push_back(unit);
+  if (under_way(scope)) use(unit, in_backward);
+}
+
+int Unsharder::holding_scope() const {
+  const auto found = std::find_if(stack_.rbegin(), stack_.rend(), [](const Active& a) { return !a.nested; });
+  return found == stack_.rend() ? -1 : found->scope;
+}
+
+bool Unsharder::under_way(int scope) const {
+  return std::any_of(stack_.begin(), stack_.end(), [&](const Active& a) { return a.scope == scope; });
+}
+
+// ---------------------------------------------------------------- forward
+
+bool Unsharder::enter(int scope, bool in_backward) {
+  if (stack_.empty() && !in_backward) forward_.begin();
+  const std::vector<int>& units = scopes_[scope];
+  const bool nested =
+      !stack_.empty() && std::all_of(units.begin(), units.end(), [&](int u) { return entries_[u].holds > 0; });
+  stack_.push_back({scope, nested});
+  if (nested) return false;
+  for (const int unit : units)
+    ++entries_[unit].holds;
+  try {
+    for (const int unit : units)
+      use(unit, in_backward);
+  } catch (...) {
+    for (const int unit : units)
+      --entries_[unit].holds;
+    stack_.pop_back();
+    throw;
+  }
+  return true;
+}
+
+std::vector<int> Unsharder::watched(int scope) const {
+  if (stack_.empty() || stack_.back().scope != scope || stack_.back().nested) return {};
+  return scopes_[scope];
+}
+
+void Unsharder::leave(int scope, bool in_backward, bool recorded) {
+  if (!under_way(scope)) return;
+  // A scope whose end was never told (an exception past its hooks) ends with the one around it.
+  while (stack_.back().scope != scope)
+    abort(stack_.back().scope, in_backward);
+  const Active active = stack_.back();
+  stack_.pop_back();
+  if (!active.nested) {
+    for (const int unit : scopes_[scope]) {
+      Entry& entry = entries_[unit];
+      --entry.holds;
+      entry.kept = recorded && !in_backward && worth_keeping(unit);
+      settle(unit);
+    }
+  }
+  if (stack_.empty() && !in_backward) release_unused(/*kept_too=*/false);
+}
+
+void Unsharder::abort(int scope, bool in_backward) {
+  if (!under_way(scope)) return;
+  while (!stack_.empty()) {
+    const Active active = stack_.back();
+    stack_.pop_back();
+    if (!active.nested) {
+      for (const int unit : scopes_[active.scope]) {
+        --entries_[unit].holds;
+        settle(unit);
+      }
+    }
+    if (active.scope == scope) break;
+  }
+  if (stack_.empty() && !in_backward) release_unused(/*kept_too=*/true);
+}
+
+void Unsharder::abort_all() {
+  while (!stack_.empty())
+    abort(stack_.front().scope, false);
+}
+
+// ---------------------------------------------------------------- backward
+
+void Unsharder::begin_backward() {
+  ++number_;
+  backward_.begin();
+  for (Entry& entry : entries_)
+    entry.pending = entry.alive;
+}
+
+void Unsharder::call_made(ScopeCall& call) {
+  for (const int unit : call.units) {
+    ++entries_[unit].alive;
+    ++entries_[unit].pending;
+  }
+}
+
+void Unsharder::call_opened(ScopeCall& call) {
+  if (call.number == number_) return;
+  call.number = number_;
+  call.arrived = 0;
+  for (const int unit : call.units) {
+    entries_[unit].calls.push_back(&call);
+    use(unit, true);
+  }
+}
+
+std::vector<int> Unsharder::call_closed(ScopeCall& call) {
+  std::vector<int> over;
+  if (call.number != number_ || ++call.arrived != call.producers) return over;
+  for (const int unit : call.units) {
+    Entry& entry = entries_[unit];
+    std::erase(entry.calls, &call);
+    settle(unit);
+    if (--entry.pending == 0) over.push_back(unit);
+  }
+  return over;
+}
+
+void Unsharder::call_gone(ScopeCall& call) {
+  const bool closed = call.number == number_ && call.producers > 0 && call.arrived >= call.producers;
+  for (const int unit : call.units) {
+    Entry& entry = entries_[unit];
+    --entry.alive;
+    if (!closed) --entry.pending;
+    if (std::erase(entry.calls, &call) > 0) settle(unit);
+  }
+}
+
+void Unsharder::gradient_arrived(int unit, int item) {
+  Entry& entry = entries_[unit];
+  if (entry.flat->state() != ParamState::Ready || !entry.flat->sharded() || entry.seen[item]) return;
+  entry.seen[item] = true;
+  if (--entry.missing > 0) return;
+  entry.calls.clear();
+  settle(unit);
+}
+
+void Unsharder::end_backward() {
+  for (Entry& entry : entries_)
+    entry.calls.clear();
+  release_unused(/*kept_too=*/true);
+}
+
+// ---------------------------------------------------------------- gathering
+
+void Unsharder::use(int unit, bool in_backward) {
+  Trace& trace = in_backward ? backward_ : forward_;
+  trace.use(unit);
+  Entry& entry = entries_[unit];
+  if (entry.flat->state() == ParamState::Ready) {
+    entry.kept = false;
+  } else {
+    make_ready(entry);
+  }
+  prefetch(trace);
+}
+
+void Unsharder::start(Entry& entry) {
+  const FlatParams& flat = *entry.flat;
+  const int64_t size = flat.layout().size();
+  const auto options = at::TensorOptions().dtype(flat.dtype()).device(flat.slice_values().device());
+  const at::Tensor bucket = pool_.acquire(size, options);
+  try {
+    entry.flat->begin_gather(*group_, bucket);
+  } catch (...) {
+    pool_.give_back(bucket);
+    throw;
+  }
+  live_ += size;
+}
+
+void Unsharder::make_ready(Entry& entry) {
+  if (entry.flat->state() == ParamState::Sharded) start(entry);
+  try {
+    entry.flat->finish_gather();
+  } catch (...) {
+    live_ -= entry.flat->layout().size();
+    throw;
+  }
+  entry.missing = 0;
+  const auto& items = entry.flat->items();
+  for (size_t i = 0; i < items.size(); ++i) {
+    entry.seen[i] = false;
+    if (items[i].tensor.requires_grad()) ++entry.missing;
+  }
+}
+
+// The one unit that the last pass used next. Looking further ahead would cost memory and gain nothing: one gather at
+// a time fills the network.
+void Unsharder::prefetch(const Trace& trace) {
+  const int next = trace.next();
+  if (next < 0) return;
+  Entry& entry = entries_[next];
+  const int64_t size = entry.flat->layout().size();
+  if (entry.flat->state() != ParamState::Sharded || size > options_.prefetch || live_ + size > options_.max_live) return;
+  start(entry);
+}
+
+// Elements that other units need until this one is used again, going by the last pass; -1: not foreseeable.
+bool Unsharder::worth_keeping(int unit) const {
+  if (live_ > options_.max_live) return false;
+  int64_t distance = 0;
+  const auto reached = [&](const std::vector<int>& uses, size_t from, bool& found) {
+    for (size_t i = from; i < uses.size() && !found && distance <= options_.reuse_distance; ++i) {
+      found = uses[i] == unit;
+      if (!found) distance += entries_[uses[i]].flat->layout().size();
+    }
+  };
+  bool found = false;
+  reached(forward_.last, forward_.position, found);
+  reached(backward_.now.empty() ? backward_.last : backward_.now, 0, found);
+  return found && distance <= options_.reuse_distance;
+}
+
+void Unsharder::settle(int unit) {
+  Entry& entry = entries_[unit];
+  if (in_use(entry) || entry.kept) return;
+  release(entry);
+}
+
+void Unsharder::release(Entry& entry) {
+  FlatParams& flat = *entry.flat;
+  entry.kept = false;
+  if (!flat.sharded() || flat.state() == ParamState::Sharded) return;
+  live_ -= flat.layout().size();
+  std::string edited;
+  pool_.give_back(flat.release(&edited));
+  TESSERA_CHECK(edited.empty(), "zero", "in-place modification of parameter '", edited,
+                "' while it was gathered for reading is lost; edit it inside GatheredParameters(..., modifier_rank=0)");
+}
+
+void Unsharder::release_unused(bool kept_too) {
+  for (Entry& entry : entries_) {
+    if (in_use(entry) || (entry.kept && !kept_too)) continue;
+    release(entry);
+  }
+}
+
+void Unsharder::hold(int unit) {
+  Entry& entry = entries_[unit];
+  if (!entry.flat->sharded()) return;
+  if (entry.flat->state() != ParamState::Ready) make_ready(entry);
+  ++entry.regions;
+}
+
+void Unsharder::unhold(int unit) {
+  if (!entries_[unit].flat->sharded()) return;
+  --entries_[unit].regions;
+  settle(unit);
+}
+
+void Unsharder::settle_before_update() {
+  for (Entry& entry : entries_) {
+    TESSERA_CHECK(entry.holds + entry.regions == 0, "zero", "parameters of unit '", entry.flat->name(),
+                  "' are in use (inside GatheredParameters or a forward); leave that before they change");
+    entry.calls.clear();
+  }
+  release_unused(/*kept_too=*/true);
+}
+
+void Unsharder::abandon(const std::string& message) {
+  for (Entry& entry : entries_)
+    entry.flat->abandon(message);
+  entries_.clear();
+  stack_.clear();
+}
+
+}  // namespace tessera::zero

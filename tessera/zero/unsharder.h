@@ -1,0 +1,124 @@
+// Unsharder: which units have their parameters gathered, and when: stage 3.
+//
+// Note [Who keeps a unit gathered]
+//   holds   a module scope in its forward, or a GatheredParameters region; counted
+//   calls   module calls whose backward has begun and is not over. Over means: gradients reached the nodes that made the
+//           call's inputs, so nothing behind the outputs is left to run; or every parameter of the unit that requires a
+//           gradient got it. What is left at the end of the outermost backward is over too.
+//   kept    its next use comes before any other unit's, or within the reuse distance that the configuration asks for
+//   A unit nobody keeps is released at once; buckets are lent to the next unit.
+//
+// Note [Order of gathers]
+//   Gathers follow the order in which modules run, which must be the same on all ranks; what they do inside a unit
+//   (which experts of a leaf module, which parameters) may differ. Gathers have a group of their own (comm::Group::
+//   sibling), so that they need no common order with reductions. Prefetching looks at the order of the last pass, which
+//   is the same on all ranks because the passes were.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "tessera/zero/bucket_pool.h"
+#include "tessera/zero/flat_params.h"
+#include "tessera/zero/scope_call.h"
+#include "tessera/zero/options.h"
+
+namespace tessera::zero {
+
+class Unsharder {
+ public:
+  // `group`: for gathers alone.
+  Unsharder(comm::GroupPtr group, const GatherOptions& options);
+
+  // Registers a unit, in forward order; returns its number. Units that are not sharded are always there.
+  int add(FlatParams* flat);
+  bool any_sharded() const { return any_sharded_; }
+
+  // ---- forward. A scope is a module: the units its forward and backward read.
+  int add_scope(std::vector<int> units);
+  // The scope reads one more unit, from now on: a parameter of another module.
+  void extend_scope(int scope, int unit, bool in_backward);
+  // The innermost scope under way that holds its units itself; -1 outside.
+  int holding_scope() const;
+  // Gathers, waits, holds. Collective. `in_backward`: a recomputation. False when scopes around it hold all its units.
+  bool enter(int scope, bool in_backward);
+  // The units a ScopeCall should watch for the innermost call, of `scope`.
+  std::vector<int> watched(int scope) const;
+  // Ends the innermost call of `scope`. `recorded`: it left a graph behind.
+  void leave(int scope, bool in_backward, bool recorded);
+  // Ends a forward that threw, and scopes that never ended inside it.
+  void abort(int scope, bool in_backward);
+  void abort_all();
+  bool inside_scope() const { return !stack_.empty(); }
+
+  // ---- backward
+  void begin_backward();
+  void call_made(ScopeCall& call);      // a graph holds it now
+  void call_opened(ScopeCall& call);    // its backward begins: gathers. Collective.
+  // Its inputs' gradients are complete. Returns units whose last open call this was.
+  std::vector<int> call_closed(ScopeCall& call);
+  void call_gone(ScopeCall& call);      // its graph was freed
+  // Parameter `item` got its gradient.
+  void gradient_arrived(int unit, int item);
+  void end_backward();
+
+  // ---- regions and values
+  void hold(int unit);    // gathers, waits. Collective.
+  void unhold(int unit);
+  // Releases all that is only kept. State error when a scope or region is open: parameters are about to change.
+  void settle_before_update();
+  int64_t bytes() const { return pool_.bytes(); }
+  // Frees everything, without communication.
+  void abandon(const std::string& message);
+
+ private:
+  struct Entry {
+    FlatParams* flat = nullptr;
+    int holds = 0;    // by scopes
+    int regions = 0;  // by regions
+    std::vector<const ScopeCall*> calls;  // open ones
+    bool kept = false;
+    int alive = 0;    // calls of graphs that exist
+    int pending = 0;  // of them, not over in the running backward
+    std::vector<bool> seen;  // items that got a gradient since the last gather
+    int missing = 0;         // items that have not
+  };
+  struct Active {
+    int scope;
+    bool nested;  // a scope around it holds all its units
+  };
+  // The uses of units in the order of one pass, to foretell the next pass.
+  struct Trace {
+    std::vector<int> last, now;
+    size_t position = 0;  // in `last`, behind the present use
+    void begin();
+    void use(int unit);
+    int next() const { return position < last.size() ? last[position] : -1; }
+  };
+
+  bool under_way(int scope) const;
+  void use(int unit, bool in_backward);
+  void make_ready(Entry& entry);
+  void prefetch(const Trace& trace);
+  void start(Entry& entry);
+  static bool in_use(const Entry& entry) { return entry.holds + entry.regions > 0 || !entry.calls.empty(); }
+  void settle(int unit);
+  bool worth_keeping(int unit) const;
+  void release(Entry& entry);
+  void release_unused(bool kept_too);
+
+  comm::GroupPtr group_;
+  GatherOptions options_;
+  std::vector<Entry> entries_;
+  std::vector<std::vector<int>> scopes_;
+  std::vector<Active> stack_;
+  Trace forward_, backward_;
+  int64_t number_ = 0;  // backwards begun
+  int64_t live_ = 0;    // elements gathered or on their way
+  bool any_sharded_ = false;
+  BucketPool pool_{3};
+};
+
+}  // namespace tessera::zero
