@@ -18,7 +18,8 @@ void Unsharder::Trace::use(int unit) {
   if (now.size() < kLongest) now.push_back(unit);
   const auto from = last.begin() + static_cast<std::ptrdiff_t>(position);
   const auto found = std::find(from, last.end(), unit);
-  if (found != last.end()) position = static_cast<size_t>(found - last.begin()) + 1;
+  followed = found != last.end();
+  if (followed) position = static_cast<size_t>(found - last.begin()) + 1;
 }
 
 Unsharder::Unsharder(comm::GroupPtr group, const GatherOptions& options)

@@ -92,10 +92,11 @@ class Unsharder {
   // The uses of units in the order of one pass, to foretell the next pass.
   struct Trace {
     std::vector<int> last, now;
-    size_t position = 0;  // in `last`, behind the present use
+    size_t position = 0;   // in `last`, behind the present use
+    bool followed = false;  // the present use was foreseen
     void begin();
     void use(int unit);
-    int next() const { return position < last.size() ? last[position] : -1; }
+    int next() const { return followed && position < last.size() ? last[position] : -1; }
   };
 
   bool under_way(int scope) const;

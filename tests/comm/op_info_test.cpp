@@ -18,8 +18,10 @@ TEST(OpInfo, IsDescribedWithLabelAndBytes) {
 TEST(OpInfo, CallsMustAgreeInEverythingThatTravels) {
   const OpInfo a{.name = "all_reduce", .label = "x", .bytes = 8, .dtype = at::kFloat};
   OpInfo b = a;
-  b.label = "another text";
   EXPECT_TRUE(same_call(a, b));
+  b.label = "another purpose";
+  EXPECT_FALSE(same_call(a, b));
+  b = a;
   b.op = ReduceOp::Avg;
   EXPECT_FALSE(same_call(a, b));
   b = a;

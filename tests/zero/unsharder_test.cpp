@@ -23,6 +23,7 @@ struct Chain {
     }
     for (int i = 0; i < units; ++i)
       unsharder.add_scope({i});
+    root = unsharder.add_scope({});
   }
 
   // Which units are there, as "10-": gathered, sharded, on its way.
@@ -34,11 +35,13 @@ struct Chain {
   }
   std::string forward(const std::vector<int>& order, bool recorded = true) {
     std::string seen;
+    unsharder.enter(root, false);
     for (const int i : order) {
       unsharder.enter(i, false);
       seen += (seen.empty() ? "" : " ") + states();
       unsharder.leave(i, false, recorded);
     }
+    unsharder.leave(root, false, recorded);
     return seen;
   }
   std::string backward(const std::vector<int>& order) {
@@ -60,6 +63,7 @@ struct Chain {
   std::vector<std::unique_ptr<FlatParams>> flats;
   std::vector<std::unique_ptr<ScopeCall>> calls;
   Unsharder unsharder;
+  int root = -1;  // the scope of the model, around all others
 };
 
 void on_two_ranks(GatherOptions options, const std::function<void(Chain&, const comm::GroupPtr&)>& body,
