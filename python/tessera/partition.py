@@ -18,13 +18,14 @@ EXTERNAL = "_tessera_external"  # of modules: parameters of others that their fo
 
 
 class Home:
-    """Where a parameter lives: the engine's core, and its number there. Attribute of parameters an engine holds."""
+    """Where a parameter lives: the engine's core, its number there, and the hooks around it."""
 
-    __slots__ = ("core", "number")
+    __slots__ = ("core", "number", "partition")
 
-    def __init__(self, core: _core.Engine, number: int) -> None:
+    def __init__(self, core: _core.Engine, number: int, partition: Partition) -> None:
         self.core = weakref.ref(core)
         self.number = number
+        self.partition = weakref.ref(partition)
 
 
 def home_of(param: torch.Tensor) -> tuple[_core.Engine, int] | None:
@@ -34,10 +35,17 @@ def home_of(param: torch.Tensor) -> tuple[_core.Engine, int] | None:
     return None if core is None or core.destroyed() else (core, home.number)
 
 
-def scope_of(module: nn.Module) -> int | None:
-    """The core's number of a module that an engine hooked."""
-    scope: int | None = module.__dict__.get(_SCOPE)
-    return scope
+def use_in(module: nn.Module, param: torch.Tensor) -> None:
+    """From now on `param`, when an engine partitions it, is gathered with `module` too."""
+    home = home_of(param)
+    partition = getattr(param, _HOME).partition() if home is not None else None
+    if home is None or partition is None:
+        return
+    scope = module.__dict__.get(_SCOPE)
+    if scope is None:  # a module without parameters of its own
+        partition.hook(module, home[0].add_module([home[1]]))
+    else:
+        home[0].register_external(scope, home[1])
 
 
 class _Parameters(dict[str, Any]):
@@ -105,6 +113,7 @@ class Partition:
         covers: Iterable[str],
         leaves: Iterable[str],
     ) -> None:
+        self._core = core
         self._handles: list[Any] = []
         self._wrapped: list[nn.Module] = []
         self._hooked: list[nn.Module] = []
@@ -120,14 +129,15 @@ class Partition:
             number = core.add_module(numbers)
             if number < 0:
                 return  # nothing is partitioned
-            self._hook(core, module, number, path in leaf_paths)
+            self.hook(module, number, path in leaf_paths)
         for param in model.parameters():
             if id(param) in index:
-                setattr(param, _HOME, Home(core, index[id(param)]))
+                setattr(param, _HOME, Home(core, index[id(param)], self))
 
-    def _hook(self, core: _core.Engine, module: nn.Module, number: int, leaf: bool) -> None:
+    def hook(self, module: nn.Module, number: int, leaf: bool = False) -> None:
+        """Tells the core when `module` runs, as its module `number`."""
         owned = [self._wrap(part) for part in (module.modules() if leaf else [module]) if part._parameters]
-        scope = _Scope(core, number, owned)
+        scope = _Scope(self._core, number, owned)
         module.__dict__[_SCOPE] = number
         self._hooked.append(module)
         self._handles.append(module.register_forward_pre_hook(scope.before, prepend=True, with_kwargs=True))

@@ -22,7 +22,7 @@ from tessera.leaf import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
-from tessera.partition import EXTERNAL, gathered, home_of, scope_of
+from tessera.partition import EXTERNAL, gathered, use_in
 
 __all__ = [
     "DEFAULT_LEAF_MODULE_CLASSES",
@@ -90,9 +90,7 @@ def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> N
     known = module.__dict__.setdefault(EXTERNAL, [])
     if not any(parameter is other for other in known):
         known.append(parameter)
-    home, scope = home_of(parameter), scope_of(module)
-    if home is not None and scope is not None:
-        home[0].register_external(scope, home[1])
+    use_in(module, parameter)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:

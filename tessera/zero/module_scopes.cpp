@@ -1,5 +1,4 @@
 // ShardedModel: partitioned parameters around modules and in regions.
-#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -146,17 +145,12 @@ void ShardedModel::open_region(const std::vector<int>& slots) {
   }
 }
 
+// Not every write can be seen (p.data.copy_() leaves no trace), so all parameters of the region are taken; masters that
+// still round to the parameter's values keep their bits.
 void ShardedModel::take_writes(const std::vector<int>& slots, Writes writes, int writer) {
   const c10::AutoGradMode no_grad(false);
-  at::Tensor written = at::zeros({static_cast<int64_t>(slots.size())}, at::kInt);
-  int* flags = written.data_ptr<int>();
-  for (size_t i = 0; i < slots.size(); ++i)
-    flags[i] = places_[slots[i]].flat->was_written(places_[slots[i]].item) ? 1 : 0;
-  if (writes == Writes::FromRank) group_->broadcast(written, writer, "which parameters were written to").wait();
-  for (size_t i = 0; i < slots.size(); ++i) {
-    const Place& place = places_[slots[i]];
-    place.flat->mark(place.item);  // what other ranks wrote does not count
-    if (flags[i] == 0) continue;
+  for (const int slot : slots) {
+    const Place& place = places_[slot];
     const FlatParams::Item& item = place.flat->items()[place.item];
     if (writes == Writes::FromRank) {
       const at::Tensor values = place.flat->whole().narrow(0, item.range.begin, item.range.size());
@@ -164,9 +158,10 @@ void ShardedModel::take_writes(const std::vector<int>& slots, Writes writes, int
     }
     place.flat->keep_write(place.item);
     Unit* unit = unit_of_number_[place.unit];
-    if (unit != nullptr && unit->master.defined()) {
-      unit->set_master_from(unit->params[place.item], place.flat->view(place.item));
-    }
+    if (unit == nullptr || !unit->master.defined()) continue;
+    Param& param = unit->params[place.item];
+    if (unit->differs_from_master(param)) unit->set_master_from(param, place.flat->view(place.item));
+    param.version = param.tensor._version();
   }
 }
 
