@@ -23,7 +23,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", help="any text file; default: the language reference of this Python")
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS)
-    parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2))
+    parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2, 3))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
     parser.add_argument("--rows", type=int, default=2, help="samples of one rank in one step")

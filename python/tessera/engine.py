@@ -20,9 +20,9 @@ from tessera import _core, distributed
 from tessera.builders import build_optimizer, build_schedule, params_of
 from tessera.configuration import load_config
 from tessera.data import Loader, make_loader
-from tessera.leaf import apply_config, leaf_paths, z3_leaf_module
 from tessera.errors import ConfigError, UsageError
 from tessera.getters import EngineGetters
+from tessera.leaf import apply_config, leaf_paths, z3_leaf_module
 from tessera.native import native_rule, read_group
 from tessera.optimizer import Optimizer
 from tessera.outputs import tensors_in

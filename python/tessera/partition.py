@@ -30,9 +30,9 @@ class Home:
 
 def home_of(param: torch.Tensor) -> tuple[_core.Engine, int] | None:
     """The live core that holds `param`, and the parameter's number there."""
-    home = getattr(param, _HOME, None)
-    core = home.core() if home is not None else None
-    return None if core is None or core.destroyed() else (core, home.number)
+    home: Home | None = getattr(param, _HOME, None)
+    core = None if home is None else home.core()
+    return None if home is None or core is None or core.destroyed() else (core, home.number)
 
 
 def use_in(module: nn.Module, param: torch.Tensor) -> None:

@@ -40,8 +40,8 @@ def _repeats(container: nn.Module) -> bool:
 
 
 def partition_units(model: nn.Module, units: dict[str, str], leaves: list[str]) -> dict[str, str]:
-    """For partitioned parameters: a leaf module is one unit, and what belongs to no unit is one with its module, so that
-    it is whole only while that module runs. Parameters of the model itself stay in the root."""
+    """For partitioned parameters: a leaf module is one unit, and what belongs to no unit is one with its module, so
+    that it is whole only while that module runs. Parameters of the model itself stay in the root."""
     result: dict[str, str] = {}
     for name, _ in model.named_parameters():
         leaf = next((path for path in leaves if name.startswith(f"{path}.") or path == ""), None)

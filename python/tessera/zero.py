@@ -100,4 +100,3 @@ def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) ->
     if not isinstance(parameter, nn.Parameter) or len(kept) == len(known):
         raise UsageError("[zero] unregister_external_parameter: the parameter is not registered for this module")
     module.__dict__[EXTERNAL] = kept
-

@@ -49,8 +49,8 @@ std::string describe_fully(const OpInfo& info) {
 
 bool same_call(const OpInfo& a, const OpInfo& b) {
   const std::string_view name = a.name;
-  return name == b.name && a.label == b.label && a.dtype == b.dtype && a.root == b.root && (!reduces(a) || a.op == b.op) &&
-         (a.bytes == b.bytes || name == "all_to_all");
+  return name == b.name && a.label == b.label && a.dtype == b.dtype && a.root == b.root &&
+         (!reduces(a) || a.op == b.op) && (a.bytes == b.bytes || name == "all_to_all");
 }
 
 std::string join(const std::vector<int>& ranks) {

@@ -4,7 +4,8 @@
 //   struct BlockImpl : tessera::nn::Hooked<BlockImpl, at::Tensor(at::Tensor)> {
 //     at::Tensor forward_impl(at::Tensor x);            // what forward would have been
 //   };
-//   TORCH_MODULE(Block);                                // works in Sequential, ModuleList, AnyModule, holders
+//   TORCH_MODULE(Block);                                // works in Sequential, ModuleList, AnyModule, holders; of
+//                                                       // those, at<BlockImpl>(i) alone does not compile: use ptr(i)
 //
 // The parameters below a Hooked module are gathered around its forward and its backward. Parameters that are below none
 // are gathered for the whole of Engine::forward. A module of another library goes into a Hooked one of yours.

@@ -74,8 +74,8 @@ c10::StorageImpl* make_released(at::Tensor& param, const at::TensorOptions& flat
   const c10::InferenceMode no_inference(false);
   // One byte of somebody's memory: from_blob wants an address, release() takes it away again.
   char nothing = 0;
-  at::Tensor alias = at::from_blob(&nothing, param.sizes(), bound_strides(param), [](void*) {},
-                                   flat_options.requires_grad(false));
+  at::Tensor alias =
+      at::from_blob(&nothing, param.sizes(), bound_strides(param), [](void*) {}, flat_options.requires_grad(false));
   release(*storage_of(alias), message);
   param.set_data(alias);
   return storage_of(param);

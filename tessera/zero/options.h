@@ -25,7 +25,7 @@ struct Options {
   bool overlap = true;                       // start a unit's reduction while the backward goes on
   bool average = true;                       // divide the summed gradients by the data-parallel size
   GatherOptions gather;
-  bool reduce_at_step = false;               // unmanaged accumulation: reduce once, inside step()
+  bool reduce_at_step = false;  // unmanaged accumulation: reduce once, inside step()
 };
 
 }  // namespace tessera::zero

@@ -101,8 +101,8 @@ std::vector<PlannedUnit> ShardedModel::plan(const std::vector<ModelParam>& param
   items.reserve(params.size() + frozen.size());
   for (const ModelParam& p : params) {
     const int64_t n = p.tensor.numel();
-    const bool stays = partition && n <= options_.gather.persistence_threshold &&
-                       n <= options_.gather.model_persistence - resident;
+    const bool stays =
+        partition && n <= options_.gather.persistence_threshold && n <= options_.gather.model_persistence - resident;
     if (stays) resident += n;
     items.push_back({p.unit, n, p.group, stays ? kResident : kPartitioned});
   }
@@ -125,8 +125,8 @@ void ShardedModel::build_unit(const PlannedUnit& planned, const std::vector<Mode
   for (const Param& p : members)
     originals.push_back({p.name, p.tensor, {}});
   broadcast_values(*group_, originals, planned.name);
-  auto unit = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_,
-                                     planned.kind == kResident, group_->rank(), group_->size());
+  auto unit = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
+                                     group_->rank(), group_->size());
   const auto names = optim::state_names(rule_, groups_);
   if (rule_ != optim::Rule::External) unit->allocate_states(names.count, groups_, rule_);
   unit->number = unsharder_->add(unit->flat.get());

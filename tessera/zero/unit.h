@@ -78,10 +78,10 @@ class Unit {
   std::string name;
   std::vector<Param> params;
   shard::Layout layout;
-  shard::Range owned;  // range of the flat space whose states this rank keeps
+  shard::Range owned;                // range of the flat space whose states this rank keeps
   std::unique_ptr<FlatParams> flat;  // compute parameters, param dtype
   int number = -1;                   // in the unsharder
-  at::Tensor grads;    // whole (stages 0, 1, or one rank) or the owned range (stage 2); grad dtype
+  at::Tensor grads;                  // whole (stages 0, 1, or one rank) or the owned range (stage 2); grad dtype
   at::Tensor partial;  // local contributions, whole: `grads` itself or a pooled bucket; undefined while Empty
   bool partial_pooled = false;
   bool reduced = false;              // the owned range of `grads` holds a sum over ranks

@@ -247,7 +247,8 @@ void Unsharder::prefetch(const Trace& trace) {
   if (next < 0) return;
   Entry& entry = entries_[next];
   const int64_t size = entry.flat->layout().size();
-  if (entry.flat->state() != ParamState::Sharded || size > options_.prefetch || live_ + size > options_.max_live) return;
+  if (entry.flat->state() != ParamState::Sharded || size > options_.prefetch || live_ + size > options_.max_live)
+    return;
   start(entry);
 }
 

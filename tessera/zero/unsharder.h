@@ -22,8 +22,8 @@
 
 #include "tessera/zero/bucket_pool.h"
 #include "tessera/zero/flat_params.h"
-#include "tessera/zero/scope_call.h"
 #include "tessera/zero/options.h"
+#include "tessera/zero/scope_call.h"
 
 namespace tessera::zero {
 
@@ -55,17 +55,17 @@ class Unsharder {
 
   // ---- backward
   void begin_backward();
-  void call_made(ScopeCall& call);      // a graph holds it now
-  void call_opened(ScopeCall& call);    // its backward begins: gathers. Collective.
+  void call_made(ScopeCall& call);    // a graph holds it now
+  void call_opened(ScopeCall& call);  // its backward begins: gathers. Collective.
   // Its inputs' gradients are complete. Returns units whose last open call this was.
   std::vector<int> call_closed(ScopeCall& call);
-  void call_gone(ScopeCall& call);      // its graph was freed
+  void call_gone(ScopeCall& call);  // its graph was freed
   // Parameter `item` got its gradient.
   void gradient_arrived(int unit, int item);
   void end_backward();
 
   // ---- regions and values
-  void hold(int unit);    // gathers, waits. Collective.
+  void hold(int unit);  // gathers, waits. Collective.
   void unhold(int unit);
   // Releases all that is only kept. State error when a scope or region is open: parameters are about to change.
   void settle_before_update();
@@ -76,12 +76,12 @@ class Unsharder {
  private:
   struct Entry {
     FlatParams* flat = nullptr;
-    int holds = 0;    // by scopes
-    int regions = 0;  // by regions
+    int holds = 0;                        // by scopes
+    int regions = 0;                      // by regions
     std::vector<const ScopeCall*> calls;  // open ones
     bool kept = false;
-    int alive = 0;    // calls of graphs that exist
-    int pending = 0;  // of them, not over in the running backward
+    int alive = 0;           // calls of graphs that exist
+    int pending = 0;         // of them, not over in the running backward
     std::vector<bool> seen;  // items that got a gradient since the last gather
     int missing = 0;         // items that have not
   };
@@ -92,7 +92,7 @@ class Unsharder {
   // The uses of units in the order of one pass, to foretell the next pass.
   struct Trace {
     std::vector<int> last, now;
-    size_t position = 0;   // in `last`, behind the present use
+    size_t position = 0;    // in `last`, behind the present use
     bool followed = false;  // the present use was foreseen
     void begin();
     void use(int unit);

@@ -100,7 +100,8 @@ std::vector<bool> ShardedModel::agree_presence(int64_t missing_anywhere) {
 
 void ShardedModel::gather_unit(Unit& unit, std::vector<comm::Pending>& pending) {
   if (placements_.states == shard::Placement::Replicate || group_->size() == 1 || unit.flat->sharded()) return;
-  pending.push_back(group_->all_gather(unit.flat->whole(), unit.owned_weights(), "parameters of unit '" + unit.name + "'"));
+  pending.push_back(
+      group_->all_gather(unit.flat->whole(), unit.owned_weights(), "parameters of unit '" + unit.name + "'"));
 }
 
 void ShardedModel::update_unit(Unit& unit, const GradientSummary& summary, double scale) {

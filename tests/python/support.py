@@ -125,6 +125,12 @@ def full_grads(engine: tessera.Engine) -> dict[str, torch.Tensor | None]:
     return grads
 
 
+def gathered(engine: tessera.Engine) -> list[str]:
+    """Names of the parameters that are whole now."""
+    names = [name for name, _ in engine.module.named_parameters()]
+    return [name for number, name in enumerate(names) if engine.core.is_gathered(number)]
+
+
 def plain_grads(
     model: nn.Module, world: int, body: Callable[[nn.Module, int], Any], scale: float = 1.0
 ) -> dict[str, torch.Tensor | None]:

@@ -12,7 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from support import Block, Net, assert_close, batch, config, engines, full_grads, make, mse, plain_grads, run_ranks, weights
+from support import (
+    Block,
+    Net,
+    assert_close,
+    batch,
+    config,
+    engines,
+    full_grads,
+    make,
+    mse,
+    plain_grads,
+    run_ranks,
+    weights,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -38,8 +38,7 @@ struct Toy {
   // `engine`: its blocks run as modules, for partitioned parameters.
   at::Tensor outputs(const at::Tensor& x, engine::Engine* engine = nullptr) const {
     const at::Tensor input = x.to(tensors[0].scalar_type());
-    const at::Tensor h =
-        module(engine, 0, input, [&] { return at::tanh(at::matmul(input * tensors[2], tensors[3])); });
+    const at::Tensor h = module(engine, 0, input, [&] { return at::tanh(at::matmul(input * tensors[2], tensors[3])); });
     const at::Tensor y = module(engine, 1, h, [&] { return at::matmul(h, tensors[4]) + tensors[1]; });
     return module(engine, 2, y, [&] { return y * tensors[0]; });
   }

@@ -36,8 +36,8 @@ TEST(FlatParams, AReleasedParameterKeepsItsShapeAndNamesItselfWhenRead) {
     EXPECT_EQ(w.sizes(), (at::IntArrayRef{17, 5}));
     EXPECT_EQ(w.storage().nbytes(), 85U * 4);
     EXPECT_TRUE(w.is_leaf() && w.requires_grad());
-    for (const auto& read : std::vector<std::function<void()>>{
-             [&] { (void)w.sum(); }, [&] { (void)w.data_ptr(); }, [&] { (void)at::matmul(w, at::ones({5, 2})); }}) {
+    for (const auto& read : std::vector<std::function<void()>>{[&] { (void)w.sum(); }, [&] { (void)w.data_ptr(); },
+                                                               [&] { (void)at::matmul(w, at::ones({5, 2})); }}) {
       EXPECT_NE(error_of(read).find("parameter 'w' is partitioned"), std::string::npos) << error_of(read);
     }
     EXPECT_EQ(flat.bytes(), 4 * flat.layout().size() / 2);

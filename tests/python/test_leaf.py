@@ -1,0 +1,108 @@
+"""Leaf modules: marks, and experts that differ between ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from support import (
+    assert_close,
+    batch,
+    config,
+    engines,
+    full_grads,
+    gathered,
+    make,
+    mse,
+    plain_grads,
+    weights,
+)
+from torch import nn
+
+import tessera
+
+
+class Experts(nn.Module):
+    """Each rank takes experts of its own; some get no input at all."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(7, 7) for _ in range(count))
+
+    def forward(self, x: torch.Tensor, chosen: list[int]) -> tuple[torch.Tensor, int]:
+        return x + sum(torch.tanh(self.experts[i](x)) for i in chosen), len(chosen)
+
+
+class Mixture(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 7)
+        self.layers = nn.ModuleList(Experts() for _ in range(layers))
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, rank: int, k: int) -> torch.Tensor:
+        hidden = self.embed(x.to(self.embed.weight.dtype))
+        for number, layer in enumerate(self.layers):
+            # Rank 0 uses all experts of some layers, the others one: gradients complete at different places.
+            chosen = [0, 1, 2, 3] if rank == 0 and (number + k) % 2 else [(rank + number + k) % 4]
+            hidden, _ = layer(hidden, chosen)
+        return mse(self.head(hidden), y)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("min_unit", [1, 1 << 20])
+def test_leaf_modules_with_different_experts_do_not_hang(world: int, min_unit: int) -> None:
+    model = make(Mixture)
+
+    def pattern(m: Any, rank: int) -> None:
+        for k in range(3):  # several backwards of one step
+            m(*batch(rank + k), rank, k).backward()
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        pattern(engine, rank)
+        assert gathered(engine) == []
+        grads = full_grads(engine)
+        engine.step()
+        return grads, weights(engine.module)
+
+    cfg = config(3)
+    cfg["zero_optimization"]["leaf_module"] = {"classes": ["Experts"]}
+    cfg["tessera"] = {"min_unit_elements": min_unit}
+    for grads, _ in engines(model, world, cfg, body):
+        assert_close(grads, plain_grads(model, world, pattern))
+
+
+def test_leaf_marks() -> None:
+    model = make(Mixture)
+    zero = tessera.zero
+    layers = list(model.layers)
+    assert zero.get_z3_leaf_modules(model) == []
+    assert zero.set_z3_leaf_modules(model, [Experts]) == layers
+    assert zero.get_z3_leaf_modules(model) == layers and zero.z3_leaf_module(layers[0])
+    assert zero.unset_z3_leaf_modules(model, "Experts") == layers
+    assert zero.set_z3_leaf_modules(model, f"{Experts.__module__}.Experts") == layers
+    zero.set_z3_leaf_module(layers[1], False)
+    assert zero.get_z3_leaf_modules(model) == [layers[0], layers[2]]
+    assert zero.set_z3_leaf_modules_by_name(model, ["layers.1", "none"], raise_if_not_found=False) == (
+        [layers[1]],
+        ["none"],
+    )
+    assert zero.set_z3_leaf_modules_by_suffix(model, ["ers.2"], flag=False)[0][0] is layers[2]
+    assert not zero.z3_leaf_module(layers[2])
+    with pytest.raises(ValueError, match="Nothing"):
+        zero.set_z3_leaf_modules(model, ["Nothing"])
+    with pytest.raises(ValueError, match=r"layers\.9"):
+        zero.set_z3_leaf_modules_by_name(model, ["layers.9"])
+    with pytest.raises(AssertionError, match="int"):
+        zero.set_z3_leaf_modules(model, [3])  # type: ignore[list-item]
+
+
+def test_a_leaf_of_the_configuration_that_matches_nothing_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    cfg = config(3)
+    cfg["zero_optimization"]["leaf_module"] = {"classes": ["Missing"], "names": "nowhere"}
+    with caplog.at_level(logging.WARNING, logger="tessera"):
+        tessera.Engine(make(), cfg).destroy()
+    text = caplog.text
+    assert "Missing" in text and "nowhere" in text and "Mixtral" not in text

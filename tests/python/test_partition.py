@@ -1,0 +1,293 @@
+"""Stage 3: which parameters are whole when, in ordinary and unusual models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import (
+    Block,
+    Net,
+    assert_close,
+    batch,
+    config,
+    engines,
+    full_grads,
+    gathered,
+    make,
+    mse,
+    plain_grads,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import tessera
+
+
+def test_parameters_are_whole_only_in_their_modules() -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        seen: list[list[str]] = []
+        for block in engine.module.blocks:
+            block.linear.register_forward_hook(lambda *_: seen.append(gathered(engine)))
+        for step in range(3):
+            engine(*batch(rank + step)).backward()
+            assert gathered(engine) == []
+            engine.step()
+            assert gathered(engine) == []
+        with torch.no_grad():
+            for _ in range(2):
+                engine(batch(rank)[0])
+        assert gathered(engine) == []
+        for names in seen:
+            assert {name.split(".")[1] for name in names if name.startswith("blocks")} in ({"0"}, {"1"})
+
+    cfg = config(3)
+    cfg["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
+    cfg["tessera"] = {"min_unit_elements": 1}
+    engines(make(), 2, cfg, body)
+
+
+def test_small_parameters_stay() -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        assert set(gathered(engine)) == {name for name, param in engine.module.named_parameters() if param.numel() <= 7}
+        engine(*batch(rank)).backward()
+        engine.step()
+
+    cfg = config(3)
+    cfg["zero_optimization"]["stage3_param_persistence_threshold"] = 7
+    engines(make(), 2, cfg, body)
+
+
+class Tied(nn.Module):
+    """The head is the transposed embedding, used by the model itself; the bias comes from a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 6, bias=False)
+        self.blocks = nn.ModuleList(Block(6) for _ in range(2))
+        self.bias = Bias()
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(x.to(self.embed.weight.dtype))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return mse(self.out(hidden @ self.embed.weight + self.bias()), y)
+
+
+class Bias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.linspace(-1, 1, 5))
+
+    def forward(self) -> torch.Tensor:
+        return self.value
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_parameters_of_other_modules_are_gathered_with_their_user(accumulation: int) -> None:
+    model = make(Tied)
+
+    def pattern(m: Any, rank: int) -> None:
+        for k in range(2):
+            m(*batch(rank + k)).backward()
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        pattern(engine, rank)
+        assert gathered(engine) == []
+        return full_grads(engine)
+
+    for grads in engines(model, 2, config(3, accumulation), body):
+        assert_close(grads, plain_grads(model, 2, pattern, scale=1 / accumulation))
+
+
+def test_registered_external_parameters() -> None:
+    class Reader(nn.Module):
+        def __init__(self, source: nn.Linear) -> None:
+            super().__init__()
+            self.hidden = [source]  # not a submodule
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.hidden[0]._parameters.get("weight")  # passes by every hook
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(5, 3)
+            self.reader = Reader(self.first)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return mse(self.reader(self.first(x)) @ torch.ones(5, 3), y)
+
+    model = make(Model)
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        module = engine.module
+        with pytest.raises(RuntimeError, match="register_external_parameter"):
+            engine(*batch(rank))
+        assert gathered(engine) == []
+        tessera.zero.register_external_parameter(module.reader, module.first.weight)
+        engine(*batch(rank)).backward()
+        return full_grads(engine)
+
+    for grads in engines(model, 2, config(3), body):
+        assert_close(grads, plain_grads(model, 2, lambda m, rank: m(*batch(rank)).backward()))
+    with pytest.raises(tessera.UsageError, match="Parameter"):
+        tessera.zero.register_external_parameter(model.reader, torch.ones(1))  # type: ignore[arg-type]
+    with pytest.raises(tessera.UsageError, match="not registered"):
+        tessera.zero.unregister_external_parameter(model.reader, model.first.bias)
+
+
+def test_lora_style_frozen_weights() -> None:
+    """Frozen weights are partitioned too, and released after every backward, with and without checkpointing."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = Block(7)
+            self.base.requires_grad_(False)
+            self.down, self.up = nn.Linear(7, 2, bias=False), nn.Linear(2, 7, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.up(self.down(x))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(5, 7).requires_grad_(False)
+            self.layers = nn.ModuleList(Adapted() for _ in range(3))
+            self.mode = 0
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            hidden = self.embed(x)
+            for layer in self.layers:
+                if self.mode:
+                    hidden = checkpoint(layer, hidden.requires_grad_(), use_reentrant=self.mode == 2)
+                else:
+                    hidden = layer(hidden)
+            return mse(hidden[:, :3], y)
+
+    model = make(Model)
+    for mode in range(3):
+        model.mode = mode
+
+        def body(engine: tessera.Engine, rank: int) -> Any:
+            for _ in range(2):
+                engine(*batch(rank)).backward()
+                assert gathered(engine) == []
+            assert engine.core.memory().states < 4 * 3 * 28 * 8
+            return full_grads(engine)
+
+        def pattern(m: nn.Module, rank: int) -> None:
+            for _ in range(2):
+                m(*batch(rank)).backward()
+
+        adam = {"type": "AdamW", "params": {"lr": 0.01}}
+        want = plain_grads(model, 2, pattern)
+        for grads in engines(model, 2, config(3, optimizer=adam), body):
+            assert_close(grads, want)
+
+
+@pytest.mark.parametrize("early_stop", [False, True])
+def test_a_recomputation_that_fails_leaves_nothing_behind(early_stop: bool) -> None:
+    class Shaky(Block):
+        fail = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.linear(self.norm(x))
+            if Shaky.fail and torch._C._current_graph_task_id() != -1:
+                raise RuntimeError("recompute failed")
+            return x + torch.tanh(hidden)
+
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Shaky(7) for _ in range(2))
+
+        def features(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    model = make(Model)
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        with set_checkpoint_early_stop(early_stop):
+            Shaky.fail = True
+            loss = engine(*batch(rank))
+            with pytest.raises(RuntimeError, match="recompute failed"):
+                loss.backward()
+            assert gathered(engine) == []
+            engine.zero_grad()
+            engine._group.barrier()
+            Shaky.fail = False
+            engine._group.barrier()
+            engine(*batch(rank)).backward()
+        assert gathered(engine) == []
+        return full_grads(engine)
+
+    for grads in engines(model, 2, config(3), body):
+        assert_close(grads, plain_grads(model, 2, lambda m, rank: m(*batch(rank)).backward()))
+
+
+def test_dynamic_models_and_evaluation_between_steps() -> None:
+    class Skipping(Net):
+        def forward(self, x: torch.Tensor, y: torch.Tensor | None = None, order: Any = (0, 1)) -> torch.Tensor:
+            hidden = self.embed(x)
+            for number in order:
+                hidden = self.blocks[number](hidden)
+            out = self.head(hidden) * self.gain
+            return out if y is None else mse(out, y)
+
+    model = make(Skipping)
+    orders: list[Any] = [(0, 1), (1, 0), (0,), (1, 1, 0), (), (0, 1)]
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        results = []
+        for k, order in enumerate(orders):
+            engine.eval()
+            with torch.no_grad():
+                engine(batch(k)[0], order=order[::-1])
+            engine.train()
+            engine(*batch(rank + k), order).backward()
+            assert gathered(engine) == []
+            results.append(full_grads(engine))
+            engine.zero_grad()
+        return results
+
+    for results in engines(model, 2, config(3), body):
+        for k, order in enumerate(orders):
+            assert_close(results[k], plain_grads(model, 2, lambda m, r, k=k, o=order: m(*batch(r + k), o).backward()))
+
+
+def test_inference_without_an_optimizer() -> None:
+    model = make()
+    want = model(batch(0)[0])
+    cfg = config(3)
+    del cfg["optimizer"]
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        with torch.inference_mode():
+            for _ in range(3):
+                out = engine(batch(0)[0])
+        assert gathered(engine) == []
+        return out
+
+    for out in engines(model, 2, cfg, body):
+        torch.testing.assert_close(out, want)
+
+
+def test_peak_does_not_grow_over_steps() -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        sizes = []
+        for k in range(50):
+            engine(*batch(rank + k)).backward()
+            engine.step()
+            sizes.append(engine.core.memory().buckets)
+        assert sizes[-1] == sizes[3]
+
+    cfg = config(3)
+    cfg["tessera"] = {"min_unit_elements": 1}
+    engines(make(Net, 16, 4), 2, cfg, body)
