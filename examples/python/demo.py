@@ -7,6 +7,7 @@ bf16 weights and fp32 master weights. Writes losses.csv, losses.png and sample.t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ from pathlib import Path
 
 DEFAULT_STEPS = 260
 EVAL_ROWS, EVAL_BATCHES = 8, 8
+MEMORY_STEPS = 5  # of the short runs that show the memory of the other stages
 
 
 def parse() -> argparse.Namespace:
@@ -33,7 +35,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--sample", type=int, default=300, help="bytes of text to generate")
     parser.add_argument("--out", default="demo-out")
-    parser.add_argument("--worker", choices=("tessera", "plain"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=("tessera", "plain", "memory"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -133,8 +135,8 @@ def work(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = Gpt(GptOptions(layers=args.layers, width=args.width, context=args.context))
     train_step = make_step(args, model, configuration(args))
-    name = f"Tessera ZeRO-{args.stage}" if args.worker == "tessera" else "plain PyTorch"
-    progress = Progress(name, args.steps, rank == 0)
+    name = "plain PyTorch" if args.worker == "plain" else f"Tessera ZeRO-{args.stage}"
+    progress = Progress(name, args.steps, rank == 0 and args.worker != "memory")
     losses, tokens = [], args.rows * args.context * ranks
     start = warm = time.perf_counter()
     for step in range(args.steps):
@@ -150,16 +152,30 @@ def work(args: argparse.Namespace) -> None:
     progress.close()
     peaks = [0.0] * ranks
     dist.all_gather_object(peaks, (memory.peak() - baseline) / 1e6)
-    if rank == 0:
-        finish(args, model, text, {"name": name, "losses": losses, "speed": speed, "peaks": peaks})
-    dist.barrier()
+    result = {"name": name, "losses": losses, "speed": speed, "peaks": peaks}
+    with whole(args, model):
+        if rank == 0:
+            finish(args, model, text, result)
+        dist.barrier()
     dist.destroy_process_group()
+
+
+def whole(args, model):
+    """Rank 0 evaluates alone: in stage 3 that needs its parameters whole."""
+    if args.worker == "plain":
+        return contextlib.nullcontext()
+    import tessera
+
+    return tessera.zero.GatheredParameters(model.parameters())
 
 
 def finish(args, model, text, result: dict) -> None:
     """Held-out loss and a sample, on rank 0 with all cores; results go to the parent as a file."""
     import torch
 
+    if args.worker == "memory":
+        Path(args.out, "memory.json").write_text(json.dumps(result))
+        return
     torch.set_num_threads(os.cpu_count() or 1)
     with torch.no_grad():
         batches = text.held_out_batches(EVAL_ROWS, EVAL_BATCHES)
@@ -181,7 +197,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def launch(args: argparse.Namespace, worker: str) -> dict:
+def launch(args: argparse.Namespace, worker: str, *more: str) -> dict:
     """Runs all ranks of one trainer and returns what rank 0 wrote. A rank that fails ends the others."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -189,7 +205,7 @@ def launch(args: argparse.Namespace, worker: str) -> dict:
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(args.ranks),
     }
-    command = [sys.executable, __file__, *sys.argv[1:], "--worker", worker]
+    command = [sys.executable, __file__, *sys.argv[1:], "--worker", worker, *more]
     ranks = [
         subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(args.ranks)
@@ -227,6 +243,15 @@ def print_table(args, results: list[dict]) -> None:
     masters = "bf16 weights with fp32 masters, " if args.dtype == "bf16" else ""
     print(f"* DistributedDataParallel on the same ranks and batches, {masters}clip_grad_norm_, fused AdamW")
     print("  peak memory: largest resident size of a rank above its size before the model was made")
+
+
+def print_memory(args, result: dict) -> None:
+    """The peak of every stage: the run above, and a few steps in each of the others."""
+    print(f"\npeak memory per rank (MB) by stage, {args.ranks} ranks, {args.dtype}")
+    for stage in range(4):
+        short = ("--stage", str(stage), "--steps", str(MEMORY_STEPS))
+        peaks = (result if stage == args.stage else launch(args, "memory", *short))["peaks"]
+        print(f"  ZeRO-{stage}  " + " / ".join(f"{peak:,.0f}" for peak in peaks), flush=True)
 
 
 def smooth(values: list[float], width: int) -> list[float]:
@@ -271,6 +296,7 @@ def main() -> None:
     (out / "sample.txt").write_text(results[0]["prompt"] + results[0]["sample"] + "\n")
     draw(args, results, out / "losses.png")
     print_table(args, results)
+    print_memory(args, results[0])
     print(f"\nsample ({len(results[0]['prompt'])} bytes of held-out text, then the model's own):")
     print("  " + (results[0]["prompt"] + "|" + results[0]["sample"]).replace("\n", "\n  "))
     print(f"\nwritten: {out}/losses.png, {out}/losses.csv, {out}/sample.txt")
