@@ -56,7 +56,7 @@ class _Parameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
-        if not self.running and param is not None:
+        if not self.running and param is not None and not torch.compiler.is_compiling():
             _read_elsewhere(param)
         return param
 
@@ -72,13 +72,16 @@ def _read_elsewhere(param: torch.Tensor) -> None:
 class _Scope:
     """The hooks of one module."""
 
-    def __init__(self, core: _core.Engine, number: int, owned: list[_Parameters]) -> None:
+    def __init__(self, core: _core.Engine, number: int, owned: list[_Parameters], inner: bool) -> None:
         self.core = core
+        self.inner = inner  # below a module that covers it: nothing to do inside a compiled block
         self.number = number
         self.owned = owned
         self.outer: list[bool] = []  # of calls under way: whether the core wants their tensors
 
     def before(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.inner and torch.compiler.is_compiling():
+            return
         outer = self.core.enter_module(self.number)
         self.outer.append(outer)
         for params in self.owned:
@@ -87,6 +90,8 @@ class _Scope:
             self.core.note_inputs(tensors_in((args, kwargs)) if kwargs else tensors_in(args))
 
     def after(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if self.inner and torch.compiler.is_compiling():
+            return
         if not self.outer:  # gathering failed
             return
         outer = self.outer.pop()
@@ -129,15 +134,16 @@ class Partition:
             number = core.add_module(numbers)
             if number < 0:
                 return  # nothing is partitioned
-            self.hook(module, number, path in leaf_paths)
+            inner = any(path.startswith(f"{cover}.") for cover in covered)
+            self.hook(module, number, path in leaf_paths, inner)
         for param in model.parameters():
             if id(param) in index:
                 setattr(param, _HOME, Home(core, index[id(param)], self))
 
-    def hook(self, module: nn.Module, number: int, leaf: bool = False) -> None:
+    def hook(self, module: nn.Module, number: int, leaf: bool = False, inner: bool = False) -> None:
         """Tells the core when `module` runs, as its module `number`."""
         owned = [self._wrap(part) for part in (module.modules() if leaf else [module]) if part._parameters]
-        scope = _Scope(self._core, number, owned)
+        scope = _Scope(self._core, number, owned, inner)
         module.__dict__[_SCOPE] = number
         self._hooked.append(module)
         self._handles.append(module.register_forward_pre_hook(scope.before, prepend=True, with_kwargs=True))

@@ -291,3 +291,31 @@ def test_peak_does_not_grow_over_steps() -> None:
     cfg = config(3)
     cfg["tessera"] = {"min_unit_elements": 1}
     engines(make(Net, 16, 4), 2, cfg, body)
+
+
+def test_compiled_blocks_are_compiled_once() -> None:
+    """Whole graphs, the gradients of plain PyTorch, and no recompilation in later steps."""
+    model = make(Net, 8, 2)
+    frames: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        frames.append(1)
+        return graph.forward
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        if rank == 0:
+            for block in engine.module.blocks:
+                block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+        counts = []
+        for _ in range(3):
+            engine.zero_grad()
+            engine(*batch(rank)).backward()
+            assert gathered(engine) == []
+            counts.append(len(frames))
+        assert rank == 1 or counts[0] == counts[-1] > 0
+        return full_grads(engine)
+
+    cfg = config(3)
+    cfg["tessera"] = {"min_unit_elements": 1}
+    for grads in engines(model, 2, cfg, body):
+        assert_close(grads, plain_grads(model, 2, lambda m, rank: m(*batch(rank)).backward()))
