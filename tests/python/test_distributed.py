@@ -18,7 +18,7 @@ from support import assert_close, batch, config, engines, make, weights
 
 import tessera
 
-CASES = [(stage, bf16, accumulation) for stage in (0, 1, 2) for bf16 in (False, True) for accumulation in (1, 3)]
+CASES = [(stage, bf16, accumulation) for stage in (0, 1, 2, 3) for bf16 in (False, True) for accumulation in (1, 3)]
 
 
 def train(engine: tessera.Engine, rank: int, accumulation: int) -> dict[str, Any]:
@@ -29,7 +29,9 @@ def train(engine: tessera.Engine, rank: int, accumulation: int) -> dict[str, Any
 
 
 def adam(stage: int, accumulation: int, bf16: bool) -> dict[str, Any]:
-    return config(stage, accumulation, bf16, optimizer={"type": "AdamW", "params": {"lr": 0.01}})
+    result = config(stage, accumulation, bf16, optimizer={"type": "AdamW", "params": {"lr": 0.01}})
+    result["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    return result
 
 
 def worker(rank: int, world: int, port: int, folder: str) -> None:
@@ -77,12 +79,12 @@ def test_processes_equal_threads(world: int, tmp_path: Path) -> None:
             assert_close(got, want[0])
 
 
-def dying(rank: int, port: int, moment: str) -> None:
+def dying(rank: int, port: int, moment: str, stage: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    engine = tessera.initialize(model=make(), config=config(2))[0]
+    engine = tessera.initialize(model=make(), config=config(stage))[0]
     engine(*batch(rank)).backward()
     engine.step()
 
@@ -111,11 +113,12 @@ def dying(rank: int, port: int, moment: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("moment", ["forward", "backward", "step"])
-def test_a_killed_rank_ends_the_others_with_an_error_that_names_it(moment: str) -> None:
+def test_a_killed_rank_ends_the_others_with_an_error_that_names_it(moment: str, stage: int) -> None:
     context = mp.get_context("spawn")
     port = free_port()
-    ranks = [context.Process(target=dying, args=(rank, port, moment)) for rank in range(3)]
+    ranks = [context.Process(target=dying, args=(rank, port, moment, stage)) for rank in range(3)]
     for process in ranks:
         process.start()
     for process in ranks:
