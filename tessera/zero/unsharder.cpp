@@ -1,6 +1,7 @@
 #include "tessera/zero/unsharder.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "tessera/base/error.h"
@@ -106,8 +107,8 @@ void Unsharder::leave(int scope, bool in_backward, bool recorded) {
       Entry& entry = entries_[unit];
       --entry.holds;
       entry.kept = recorded && !in_backward && worth_keeping(unit);
-      settle(unit);
     }
+    settle_all(scopes_[scope]);
   }
   if (stack_.empty() && !in_backward) release_unused(/*kept_too=*/false);
 }
@@ -118,10 +119,9 @@ void Unsharder::abort(int scope, bool in_backward) {
     const Active active = stack_.back();
     stack_.pop_back();
     if (!active.nested) {
-      for (const int unit : scopes_[active.scope]) {
+      for (const int unit : scopes_[active.scope])
         --entries_[unit].holds;
-        settle(unit);
-      }
+      settle_all(scopes_[active.scope]);
     }
     if (active.scope == scope) break;
   }
@@ -272,6 +272,19 @@ void Unsharder::settle(int unit) {
   Entry& entry = entries_[unit];
   if (in_use(entry) || entry.kept) return;
   release(entry);
+}
+
+// All of them, also when one reports an error.
+void Unsharder::settle_all(const std::vector<int>& units) {
+  std::exception_ptr failure;
+  for (const int unit : units) {
+    try {
+      settle(unit);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
 }
 
 void Unsharder::release(Entry& entry) {

@@ -106,6 +106,7 @@ class Unsharder {
   void start(Entry& entry);
   static bool in_use(const Entry& entry) { return entry.holds + entry.regions > 0 || !entry.calls.empty(); }
   void settle(int unit);
+  void settle_all(const std::vector<int>& units);
   bool worth_keeping(int unit) const;
   void release(Entry& entry);
   void release_unused(bool kept_too);

@@ -263,6 +263,20 @@ TEST(Unsharder, AnEditOutsideARegionIsAnError) {
   });
 }
 
+TEST(Unsharder, AnErrorOfOneUnitReleasesTheOthersAllTheSame) {
+  on_two_ranks(no_prefetch(), [](Chain& chain, const comm::GroupPtr&) {
+    const int scope = chain.unsharder.add_scope({0, 1, 2});
+    chain.unsharder.enter(scope, false);
+    {
+      const at::NoGradGuard no_grad;
+      at::Tensor param = chain.flats[0]->items()[0].tensor;
+      param.add_(1);
+    }
+    EXPECT_THROW(chain.unsharder.leave(scope, false, false), c10::Error);
+    EXPECT_EQ(chain.states(), "000");
+  });
+}
+
 TEST(Unsharder, RanksThatGatherInDifferentOrdersGetANamedError) {
   std::string what;
   try {
