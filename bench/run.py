@@ -52,6 +52,28 @@ class ManyTensors(nn.Module):
         return total.float()
 
 
+class Layer(nn.Module):
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(elements))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight[:1].sum().to(x.dtype) * x
+
+
+class ManyLayers(nn.Module):
+    """As ManyTensors, with a module for every parameter, so that engines can partition them."""
+
+    def __init__(self, count: int, elements: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer(elements // count) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float()
+
+
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     found: Any = getattr(model, "blocks", [])
     return [b for b in found if not isinstance(b, nn.ParameterList)]
@@ -156,7 +178,7 @@ def _memory_worker(rank: int, args: argparse.Namespace, port: int, name: str, qu
     elements = 60_000_000
     torch.manual_seed(0)
     before = peak_memory()
-    entry = contenders([name], lambda: ManyTensors(60, elements), True, 1, blocks_of)
+    entry = contenders([name], lambda: ManyLayers(60, elements), True, 1, blocks_of)
     if entry:
         for _ in range(3):
             entry[0].train(torch.ones((), dtype=torch.bfloat16))
