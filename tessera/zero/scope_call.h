@@ -1,3 +1,4 @@
+// What the hooks on one module call tell the unsharder.
 #pragma once
 
 #include <cstdint>

@@ -252,7 +252,7 @@ void Unsharder::prefetch(const Trace& trace) {
   start(entry);
 }
 
-// Elements that other units need until this one is used again, going by the last pass; -1: not foreseeable.
+// Going by the last pass, other units need no more than the reuse distance until this one is used again.
 bool Unsharder::worth_keeping(int unit) const {
   if (live_ > options_.max_live) return false;
   int64_t distance = 0;

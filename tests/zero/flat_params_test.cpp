@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 
 namespace tessera::testing {
@@ -15,15 +16,6 @@ namespace {
 std::vector<FlatParams::Item> two_items() {
   return {{"w", at::arange(85, at::kFloat).view({17, 5}).t().clone().t().requires_grad_(true), {}},
           {"b", at::full({3}, 7.0).requires_grad_(true), {}}};
-}
-
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const std::exception& e) {
-    return e.what();
-  }
-  return "";
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/autograd/autograd.h>
 
+#include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 #include "tests/support/toy.h"
 
@@ -32,15 +33,6 @@ std::string gathered(const Engine& engine) {
   for (const int i : kAll)
     text += engine.is_gathered(i) ? Toy::kNames[i] + " " : "";
   return text;
-}
-
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const std::exception& e) {
-    return e.what();
-  }
-  return "";
 }
 
 }  // namespace
