@@ -165,9 +165,9 @@ std::vector<int> Unsharder::call_closed(ScopeCall& call) {
   for (const int unit : call.units) {
     Entry& entry = entries_[unit];
     std::erase(entry.calls, &call);
-    settle(unit);
     if (--entry.pending == 0) over.push_back(unit);
   }
+  settle_all(call.units);
   return over;
 }
 
