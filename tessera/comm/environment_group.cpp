@@ -2,6 +2,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <csignal>
 #include <sstream>
 
 #include "tessera/base/env.h"
@@ -87,11 +88,19 @@ c10::intrusive_ptr<c10d::ProcessGroup> meet(const Place& place, std::chrono::mil
   return group;
 }
 
+// Gloo and the store write to sockets whose peer may have died; unless the program has a handler of its own, that must
+// be an error of the call and not the end of this process too. (Python ignores the signal from the start.)
+void survive_closed_sockets() {
+  struct sigaction now{};
+  if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
+}
+
 }  // namespace
 
 GroupPtr environment_group(std::chrono::milliseconds timeout) {
   const Place place = read_place();
   if (place.size == 1) return single_group();
+  survive_closed_sockets();
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   try {
     group = meet(place, timeout);

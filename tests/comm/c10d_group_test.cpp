@@ -2,6 +2,8 @@
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <latch>
+
 #include "tessera/comm/backends.h"
 #include "tests/comm/collectives.h"
 #include "tests/comm/gloo_threads.h"
@@ -133,13 +135,11 @@ TEST(C10dGroup, HandlesMayOutliveTheGroup) {
 }
 
 TEST(C10dGroup, AnAbortFromAnotherThreadEndsAWait) {
-  run_gloo_threads(2, [](int rank, testing::TorchGroup torch) {
+  std::latch over(1);
+  run_gloo_threads(2, [&](int rank, testing::TorchGroup torch) {
     const auto group = c10d_group(nullptr, *torch);
     group->barrier();
-    if (rank == 1) {
-      std::this_thread::sleep_for(std::chrono::seconds(2));
-      return;
-    }
+    if (rank == 1) return over.wait();
     auto t = at::ones({8});
     auto pending = group->all_reduce(t, ReduceOp::Sum, "stuck");
     std::thread other([&] {
@@ -150,6 +150,7 @@ TEST(C10dGroup, AnAbortFromAnotherThreadEndsAWait) {
     EXPECT_HAS(message_of<c10::DistBackendError>([&] { group->all_reduce(t, ReduceOp::Sum, "next"); }),
                "all_reduce (next, 32 B) failed");
     other.join();
+    over.count_down();
   });
 }
 

@@ -1,4 +1,5 @@
 #include <atomic>
+#include <barrier>
 #include <future>
 
 #include "tests/comm/collectives.h"
@@ -93,7 +94,6 @@ TEST(ThreadGroups, ARankThatHasPostedNeedNotWaitForTheOthersToFinish) {
 }
 
 TEST(ThreadGroups, AbortReachesTheOthersAtOnceWithItsReason) {
-  const auto start = std::chrono::steady_clock::now();
   run_ranks(3, [](int rank, GroupPtr group) {
     if (rank == 2) {
       std::this_thread::sleep_for(50ms);
@@ -109,7 +109,6 @@ TEST(ThreadGroups, AbortReachesTheOthersAtOnceWithItsReason) {
     EXPECT_HAS(later, "barrier (later, 0 B) failed");
     EXPECT_HAS(later, "rank 2 aborted: disk on fire");
   });
-  EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
 }
 
 TEST(ThreadGroups, TheFirstCauseStays) {
@@ -177,6 +176,7 @@ TEST(ThreadGroups, ALateRankIsNamedAfterTheTimeout) {
   std::promise<void> done;
   auto wait_done = done.get_future().share();
   std::atomic<int> failed = 0;
+  std::barrier both(2);
   run_ranks(
       3,
       [&](int rank, GroupPtr group) {
@@ -185,11 +185,12 @@ TEST(ThreadGroups, ALateRankIsNamedAfterTheTimeout) {
           EXPECT_HAS(message_of<c10::DistBackendError>([&] { group->barrier("mine"); }), "timed out");
           return;
         }
+        both.arrive_and_wait();
         const auto text = message_of<c10::DistBackendError>([&] { group->barrier("step"); });
         EXPECT_HAS(text, "timed out waiting for rank(s) 1 in barrier (step, 0 B)");
         if (++failed == 2) done.set_value();
       },
-      200ms);
+      1s);
 }
 
 TEST(ThreadGroups, DroppedHandlesStillComplete) {
@@ -207,7 +208,6 @@ TEST(ThreadGroups, RefuseAnEmptyGroup) {
 }
 
 TEST(RunRanks, RethrowsTheFirstOriginalErrorAndEndsTheOthers) {
-  const auto start = std::chrono::steady_clock::now();
   try {
     run_ranks(4, [](int rank, GroupPtr group) {
       if (rank == 2) throw std::out_of_range("the original");
@@ -217,7 +217,6 @@ TEST(RunRanks, RethrowsTheFirstOriginalErrorAndEndsTheOthers) {
   } catch (const std::out_of_range& error) {
     EXPECT_STREQ(error.what(), "the original");
   }
-  EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
 }
 
 }  // namespace

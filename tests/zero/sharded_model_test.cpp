@@ -3,8 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <chrono>
-
 #include "tests/support/ranks.h"
 #include "tests/support/toy.h"
 
@@ -139,7 +137,6 @@ TEST(ShardedModel, CoalesceIssuesOneReductionForAllBackwardsInside) {
 
 TEST(ShardedModel, AThrowingRankEndsTheOthersWithItsReason) {
   for (const char* where : {"forward", "backward", "step"}) {
-    const auto start = std::chrono::steady_clock::now();
     std::string survivor;
     try {
       run_ranks(3, [&](int rank, const comm::GroupPtr& group) {
@@ -165,7 +162,6 @@ TEST(ShardedModel, AThrowingRankEndsTheOthersWithItsReason) {
     }
     EXPECT_NE(survivor.find("rank 1"), std::string::npos) << survivor;
     EXPECT_NE(survivor.find("bad batch"), std::string::npos) << survivor;
-    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
   }
 }
 
