@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "tessera/zero/early_params.h"
 
 namespace tessera::python {
 
@@ -45,10 +46,14 @@ void bind_structs(py::module_& m) {
       .def_readwrite("managed_accumulation", &Options::managed_accumulation);
 
   py::class_<ParamSpec>(m, "ParamSpec")
-      .def(py::init([](std::string name, at::Tensor tensor, int group, std::string unit) {
-             return ParamSpec{std::move(name), std::move(tensor), group, std::move(unit)};
+      .def(py::init([](std::string name, at::Tensor tensor, int group, std::string unit,
+                       const std::shared_ptr<zero::EarlyParams>& early, int number) {
+             ParamSpec spec{std::move(name), std::move(tensor), group, std::move(unit)};
+             if (early) spec.restore = [early, number] { early->restore(number); };
+             return spec;
            }),
-           py::arg("name"), py::arg("tensor"), py::arg("group"), py::arg("unit"))
+           py::arg("name"), py::arg("tensor"), py::arg("group"), py::arg("unit"), py::arg("early") = py::none(),
+           py::arg("number") = -1)
       .def_readonly("name", &ParamSpec::name)
       .def_readonly("tensor", &ParamSpec::tensor)
       .def_readonly("group", &ParamSpec::group)
@@ -69,10 +74,23 @@ void bind_structs(py::module_& m) {
 }
 
 void bind_writes(py::module_& m) {
-  py::enum_<Engine::Writes>(m, "Writes")
-      .value("None_", Engine::Writes::None)
-      .value("FromRank", Engine::Writes::FromRank)
-      .value("Own", Engine::Writes::Own);
+  py::enum_<zero::Writes>(m, "Writes")
+      .value("None_", zero::Writes::None)
+      .value("FromRank", zero::Writes::FromRank)
+      .value("Own", zero::Writes::Own);
+}
+
+void bind_early(py::module_& m) {
+  using zero::EarlyParams;
+  py::class_<EarlyParams, std::shared_ptr<EarlyParams>>(m, "EarlyParams")
+      .def(py::init<comm::GroupPtr>(), py::arg("group"))
+      .def("add", &EarlyParams::add, py::arg("name"), py::arg("tensor"), py::arg("dtype"), NoGil())
+      .def("gather", &EarlyParams::gather, py::arg("numbers"), NoGil())
+      .def("release", &EarlyParams::release, py::arg("numbers"), py::arg("writes"), py::arg("writer"), NoGil())
+      .def("is_gathered", &EarlyParams::is_gathered, py::arg("number"))
+      .def("restore", &EarlyParams::restore, py::arg("number"), NoGil())
+      .def("prune", &EarlyParams::prune)
+      .def("bytes", &EarlyParams::bytes);
 }
 
 using EngineClass = py::class_<Engine, std::shared_ptr<Engine>>;
@@ -151,8 +169,9 @@ void bind_state(EngineClass& c) {
 }  // namespace
 
 void bind_engine(py::module_& m) {
-  bind_structs(m);
   bind_writes(m);
+  bind_early(m);
+  bind_structs(m);
   EngineClass c(m, "Engine");
   c.def(py::init(&make_engine), py::arg("options"), py::arg("mesh"), py::arg("params"), py::arg("groups"));
   bind_training(c);

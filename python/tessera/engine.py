@@ -19,6 +19,7 @@ from torch import nn
 from tessera import _core, distributed
 from tessera.builders import build_optimizer, build_schedule, params_of
 from tessera.configuration import load_config
+from tessera.construction import early_of, taken_over
 from tessera.data import Loader, make_loader
 from tessera.errors import ConfigError, UsageError
 from tessera.getters import EngineGetters
@@ -111,6 +112,7 @@ class Engine(EngineGetters):
             self.core = _core.Engine(options, _core.Mesh(self._group), specs, groups)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        taken_over(self.module)
         self._index = {id(spec.tensor): number for number, spec in enumerate(specs)}
         self._optimized = frozenset(index.values())
         self._frozen = {s.name: s.tensor for s in specs if s.group < 0 and not s.tensor.requires_grad}
@@ -144,7 +146,8 @@ class Engine(EngineGetters):
         strangers = [p for p in params_of(base.param_groups if base is not None else []) if id(p) not in known]
         named += [(f"optimizer.{number}", param) for number, param in enumerate(strangers)]
         specs = [
-            _core.ParamSpec(name, param, group_of.get(id(param), -1), units.get(name, ROOT)) for name, param in named
+            _core.ParamSpec(name, param, group_of.get(id(param), -1), units.get(name, ROOT), *early_of(param))
+            for name, param in named
         ]
         index = {id(spec.tensor): number for number, spec in enumerate(specs) if spec.group >= 0}
         return specs, index
@@ -367,7 +370,7 @@ class Engine(EngineGetters):
         if self.core.destroyed() or self.config.zero_optimization.stage != 3:
             yield False
             return
-        groups = gathered(self.module.parameters(), lambda core, numbers: core.gather(numbers))
+        groups = gathered(self.module.parameters())
         try:
             yield True
         except BaseException:

@@ -11,6 +11,7 @@ from torch import nn
 
 from tessera import distributed
 from tessera.configuration import choose_config
+from tessera.construction import suspended
 from tessera.engine import Engine
 from tessera.errors import ConfigError
 
@@ -32,7 +33,7 @@ def initialize(
 ) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
     """Builds the engine. Returns (engine, optimizer, dataloader, lr_scheduler); the last three may be None.
 
-    model: any nn.Module; it is changed in place (dtype, storage of its parameters).
+    model: any nn.Module; it is changed in place (dtype, storage of its parameters). May be built inside zero.Init.
     optimizer: an Optimizer, or a callable that gets param groups; wins over config["optimizer"].
     model_parameters: what a configured or called optimizer trains; default: all that require gradients.
     config: dict, path or base64 text; also as args.deepspeed_config or config_params.
@@ -48,16 +49,17 @@ def initialize(
     chosen = choose_config(args, config, config_params)
     _check_local_rank(args)
     distributed.prepare(dist_init_required, distributed_port)
-    engine = Engine(
-        model,
-        chosen,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        lr_scheduler=lr_scheduler,
-        training_data=training_data,
-        collate_fn=collate_fn,
-        group=_data_parallel_group(mpu, mesh_param),
-    )
+    with suspended():
+        engine = Engine(
+            model,
+            chosen,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler,
+            training_data=training_data,
+            collate_fn=collate_fn,
+            group=_data_parallel_group(mpu, mesh_param),
+        )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,28 +17,49 @@ _SCOPE = "_tessera_scope"  # of modules: the core's number
 EXTERNAL = "_tessera_external"  # of modules: parameters of others that their forward reads
 
 
+class Holder(Protocol):
+    """Who holds partitioned parameters: an engine's core, or EarlyParameters before there is one."""
+
+    def gather(self, numbers: list[int], /) -> None: ...
+    def release(self, numbers: list[int], writes: _core.Writes, writer: int, /) -> None: ...
+    def is_gathered(self, number: int, /) -> bool: ...
+    def destroyed(self) -> bool: ...
+    def inside_module(self) -> bool: ...
+
+
 class Home:
-    """Where a parameter lives: the engine's core, its number there, and the hooks around it."""
+    """Where a parameter lives: its holder, its number there, and, with an engine, the hooks around it."""
 
-    __slots__ = ("core", "number", "partition")
+    __slots__ = ("holder", "number", "partition")
 
-    def __init__(self, core: _core.Engine, number: int, partition: Partition) -> None:
-        self.core = weakref.ref(core)
+    def __init__(self, holder: Holder, number: int, partition: Partition | None = None) -> None:
+        self.holder = weakref.ref(holder)
         self.number = number
-        self.partition = weakref.ref(partition)
+        self.partition = None if partition is None else weakref.ref(partition)
+
+
+def set_home(param: torch.Tensor, home: Home) -> None:
+    setattr(param, _HOME, home)
+
+
+def holder_of(param: torch.Tensor) -> tuple[Holder, int] | None:
+    """Who holds `param` now, and the parameter's number there."""
+    home: Home | None = getattr(param, _HOME, None)
+    holder = None if home is None else home.holder()
+    return None if home is None or holder is None or holder.destroyed() else (holder, home.number)
 
 
 def home_of(param: torch.Tensor) -> tuple[_core.Engine, int] | None:
     """The live core that holds `param`, and the parameter's number there."""
-    home: Home | None = getattr(param, _HOME, None)
-    core = None if home is None else home.core()
-    return None if home is None or core is None or core.destroyed() else (core, home.number)
+    found = holder_of(param)
+    return (found[0], found[1]) if found is not None and isinstance(found[0], _core.Engine) else None
 
 
 def use_in(module: nn.Module, param: torch.Tensor) -> None:
     """From now on `param`, when an engine partitions it, is gathered with `module` too."""
     home = home_of(param)
-    partition = getattr(param, _HOME).partition() if home is not None else None
+    reference = getattr(param, _HOME).partition if home is not None else None
+    partition = None if reference is None else reference()
     if home is None or partition is None:
         return
     scope = module.__dict__.get(_SCOPE)
@@ -138,7 +159,7 @@ class Partition:
             self.hook(module, number, path in leaf_paths, inner)
         for param in model.parameters():
             if id(param) in index:
-                setattr(param, _HOME, Home(core, index[id(param)], self))
+                set_home(param, Home(core, index[id(param)], self))
 
     def hook(self, module: nn.Module, number: int, leaf: bool = False, inner: bool = False) -> None:
         """Tells the core when `module` runs, as its module `number`."""
@@ -168,15 +189,15 @@ class Partition:
 
 
 def gathered(
-    params: Iterable[torch.Tensor], action: Callable[[_core.Engine, list[int]], None]
-) -> list[tuple[_core.Engine, list[int]]]:
-    """Calls `action` for the parameters of each engine among `params`; returns what it was called with."""
-    numbers: dict[int, tuple[_core.Engine, list[int]]] = {}
+    params: Iterable[torch.Tensor],
+) -> list[tuple[Holder, list[int]]]:
+    """Gathers `params`; returns what is to be released: the holders with the numbers of theirs."""
+    numbers: dict[int, tuple[Holder, list[int]]] = {}
     for param in params:
-        home = home_of(param)
-        if home is not None:
-            numbers.setdefault(id(home[0]), (home[0], []))[1].append(home[1])
+        found = holder_of(param)
+        if found is not None:
+            numbers.setdefault(id(found[0]), (found[0], []))[1].append(found[1])
     groups = list(numbers.values())
-    for core, wanted in groups:
-        action(core, wanted)
+    for holder, wanted in groups:
+        holder.gather(wanted)
     return groups

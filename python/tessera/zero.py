@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tessera import _core
+from tessera.construction import Init
 from tessera.errors import UsageError
 from tessera.leaf import (
     DEFAULT_LEAF_MODULE_CLASSES,
@@ -22,11 +23,12 @@ from tessera.leaf import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
-from tessera.partition import EXTERNAL, gathered, use_in
+from tessera.partition import EXTERNAL, Holder, gathered, use_in
 
 __all__ = [
     "DEFAULT_LEAF_MODULE_CLASSES",
     "GatheredParameters",
+    "Init",
     "get_z3_leaf_modules",
     "register_external_parameter",
     "set_z3_leaf_module",
@@ -43,10 +45,11 @@ __all__ = [
 class GatheredParameters:
     """Inside the `with`, `params` (one parameter, a list or any iterable) are whole; afterwards partitioned again.
 
-    Collective: every rank opens and closes the region with the same parameters. Parameters that no engine partitions
-    pass through. `modifier_rank`: what that rank (of the data-parallel group) writes holds on all ranks; None: writing
-    is an error (UsageError, when the region ends). `fwd_module`: also registers the parameters as external to that
-    module. Regions must not overlap. A whole unit is gathered, also for one parameter of it.
+    Collective: every rank opens and closes the region with the same parameters. Parameters that are not partitioned
+    pass through; those of a model that zero.Init built need no engine. `modifier_rank`: what that rank (of the
+    data-parallel group) writes holds on all ranks; None: writing is an error (UsageError, when the region ends).
+    `fwd_module`: also registers the parameters as external to that module. Regions must not overlap. A whole unit is
+    gathered, also for one parameter of it.
     """
 
     def __init__(
@@ -60,23 +63,23 @@ class GatheredParameters:
             params = [params]
         self._params = list(params) if enabled else []
         self._rank = modifier_rank
-        self._open: list[tuple[_core.Engine, list[int]]] = []
+        self._open: list[tuple[Holder, list[int]]] = []
         if fwd_module is not None:
             for param in self._params:
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
         unique = {id(param): param for param in self._params}
-        self._open = gathered(unique.values(), lambda core, numbers: core.gather(numbers))
+        self._open = gathered(unique.values())
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         groups, self._open = self._open, []
         writes = _core.Writes.None_ if self._rank is None or error is not None else _core.Writes.FromRank
-        for core, numbers in groups:
-            if core.destroyed():
+        for holder, numbers in groups:
+            if holder.destroyed():
                 continue
             try:
-                core.release(numbers, writes, self._rank or 0)
+                holder.release(numbers, writes, self._rank or 0)
             except RuntimeError as failure:
                 if error is None:
                     raise UsageError(str(failure)) from None

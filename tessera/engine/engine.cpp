@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "tessera/base/error.h"
+#include "tessera/base/heap.h"
 #include "tessera/optim/norm.h"
 #include "tessera/shard/dtype.h"
 #include "tessera/zero/sharded_model.h"
@@ -37,6 +38,7 @@ void prepare_unmanaged(comm::Group& group, const std::vector<ParamSpec>& params,
   for (size_t i = 0; i < params.size(); ++i) {
     const ParamSpec& spec = params[i];
     if (place_of[i] >= 0) continue;
+    if (spec.restore) spec.restore();
     at::Tensor tensor = spec.tensor;
     at::Tensor value = tensor.detach();
     if (group.size() > 1) {
@@ -108,17 +110,23 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   std::vector<zero::ModelParam> managed, frozen;
   const auto trained = std::count_if(m.params.begin(), m.params.end(), [](const auto& s) { return s.group >= 0; });
   for (const ParamSpec& spec : m.params) {
+    TESSERA_CHECK_VALUE(!spec.tensor.is_meta(), "engine", "parameter '", spec.name,
+                        "' is on the meta device and has no values; materialize the module first (to_empty(), then its "
+                        "initialization), inside zero.Init where it is too large for one rank");
     auto& list = spec.group >= 0 ? managed : frozen;
     const bool held = spec.group >= 0 || partitions_frozen(m.options.zero, spec.tensor);
     const auto first = spec.group >= 0 ? 0 : trained;
     m.place_of.push_back(held ? static_cast<int>(first + static_cast<std::ptrdiff_t>(list.size())) : -1);
     m.slot_of.push_back(spec.group >= 0 ? m.place_of.back() : -1);
-    if (held) list.push_back({spec.name, spec.tensor, spec.group, spec.unit});
+    if (held) list.push_back({spec.name, spec.tensor, spec.group, spec.unit, spec.restore});
   }
   const comm::GroupPtr group = m.mesh.group(comm::Axis::DpShard);
   prepare_unmanaged(*group, m.params, m.place_of, m.options.zero.precision.param);
   m.model = std::make_unique<zero::ShardedModel>(m.options.zero, group, std::move(managed), std::move(frozen),
                                                  options.rule, groups);
+  for (ParamSpec& spec : m.params)
+    spec.restore = nullptr;
+  heap::return_free_pages();  // the storages that the parameters had
   m.model->set_gradient_scale(1.0 / static_cast<double>(options.gradient_accumulation_steps));
   m.publish_policy();
 }
@@ -207,9 +215,7 @@ void Engine::release(const std::vector<int>& params, Writes writes, int writer) 
   TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < impl_->mesh.size(comm::Axis::DpShard)),
                       "zero.GatheredParameters", "modifier_rank ", writer, " is no rank of a group of ",
                       impl_->mesh.size(comm::Axis::DpShard));
-  using Mode = zero::ShardedModel::Writes;
-  const Mode mode = writes == Writes::None ? Mode::None : writes == Writes::Own ? Mode::Own : Mode::FromRank;
-  model.close_region(held_places(impl_->place_of, params, "release"), mode, writer);
+  model.close_region(held_places(impl_->place_of, params, "release"), writes, writer);
 }
 
 // ---------------------------------------------------------------- backward

@@ -37,6 +37,7 @@ struct ParamSpec {
   at::Tensor tensor;  // a leaf; the engine moves its storage into a flat buffer (shard/storage.h)
   int group = -1;     // index of its optimizer group; -1: not optimized (broadcast and cast only)
   std::string unit;   // parameters with one unit name are gathered, reduced and freed together
+  std::function<void()> restore = {};  // see zero::ModelParam; for a tensor that was partitioned before there was an engine
 };
 
 enum class Quantity { Master, Gradient, State0, State1 };
@@ -78,11 +79,7 @@ class Engine {
   bool is_gathered(int param) const;
   // State error for a parameter that is in an open region.
   void gather(const std::vector<int>& params);
-  enum class Writes {
-    None,      // in-place edits are a state error
-    FromRank,  // the edits of rank `writer` hold for all ranks
-    Own,       // every rank made the same edits
-  };
+  using Writes = zero::Writes;
   void release(const std::vector<int>& params, Writes writes = Writes::None, int writer = 0);
 
   // ---- backward

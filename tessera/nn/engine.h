@@ -20,11 +20,11 @@ namespace tessera::nn {
 template <class M>
 class Engine : public Session {
  public:
-  Engine(std::shared_ptr<M> module, const Config& config, comm::Mesh mesh)
-      : Session(module, config, std::move(mesh)), module_(std::move(module)) {}
+  Engine(std::shared_ptr<M> module, const Config& config, comm::Mesh mesh, const Construction* building = nullptr)
+      : Session(module, config, std::move(mesh), building), module_(std::move(module)) {}
 
-  // module->forward(args...) of this rank's micro-batch. Local in stages 0 to 2, collective in stage 3 (hooked.h). An exception of the module passes
-  // through and leaves the engine usable.
+  // module->forward(args...) of this rank's micro-batch. Local in stages 0 to 2, collective in stage 3 (hooked.h). An
+  // exception of the module passes through and leaves the engine usable.
   template <class... A>
   auto forward(A&&... args) {
     Scope scope(core());
@@ -100,6 +100,11 @@ template <class M>
 nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config) {
   return initialize(std::move(module), config, comm::Mesh(comm::environment_group()));
 }
+// A module that was built in partitions; over the ranks of `building`.
+template <class M>
+nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, const nn::Construction& building) {
+  return nn::Engine<M>(std::move(module), config, building.mesh(), &building);
+}
 // Module holders (TORCH_MODULE), torch::nn::Sequential among them.
 template <class M>
 nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config& config, comm::Mesh mesh) {
@@ -108,6 +113,11 @@ nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config&
 template <class M>
 nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config& config) {
   return initialize(module.ptr(), config);
+}
+template <class M>
+nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config& config,
+                         const nn::Construction& building) {
+  return initialize(module.ptr(), config, building);
 }
 
 }  // namespace tessera

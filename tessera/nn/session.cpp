@@ -7,7 +7,8 @@
 
 namespace tessera::nn {
 
-Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh)
+Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
+                 const Construction* building)
     : module_(std::move(module)) {
   TESSERA_CHECK_VALUE(module_ != nullptr, "initialize", "the module is null");
   config.validate();
@@ -24,7 +25,9 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   if (schedule_) {
     optim::check(*schedule_, groups.size());
   }
-  core_ = std::make_shared<engine::Engine>(options, std::move(mesh), param_specs(*module_), groups);
+  auto specs = param_specs(*module_);
+  if (building != nullptr) building->hand_over(specs);
+  core_ = std::make_shared<engine::Engine>(options, std::move(mesh), std::move(specs), groups);
   rest_ = connect_scopes(*module_, core_);
   apply_schedule();
 }

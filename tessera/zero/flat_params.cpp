@@ -1,5 +1,6 @@
 #include "tessera/zero/flat_params.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 
@@ -18,19 +19,24 @@ FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType
   layout_ = shard::Layout(numels, shards);
   slice_ = layout_.shard(shard_rank);
   const auto options = items_.front().tensor.options().requires_grad(false).dtype(dtype);
-  at::Tensor whole = at::zeros({layout_.size()}, options);
+  buffer_ = at::zeros({sharded_ ? slice_.size() : layout_.size()}, options);
+  const int64_t origin = sharded_ ? slice_.begin : 0;
   for (size_t i = 0; i < items_.size(); ++i) {
     Item& item = items_[i];
     item.range = layout_.param(static_cast<int>(i));
-    shard::view_as_param(whole, item.range, item.tensor).copy_(item.tensor.detach());
+    const shard::Range held = sharded_ ? shard::intersect(item.range, slice_) : item.range;
+    if (!held.empty()) {
+      buffer_.narrow(0, held.begin - origin, held.size())
+          .copy_(shard::flatten_like_param(item.tensor, item.tensor)
+                     .narrow(0, held.begin - item.range.begin, held.size()));
+    }
     if (sharded_) {
       storages_.push_back(shard::make_released(item.tensor, options, message(item)));
     } else {
-      shard::bind(item.tensor, whole, item.range);
+      shard::bind(item.tensor, buffer_, item.range);
     }
     versions_.push_back(item.tensor._version());
   }
-  buffer_ = sharded_ ? whole.narrow(0, slice_.begin, slice_.size()).clone() : whole;
   if (sharded_) state_ = ParamState::Sharded;
 }
 
@@ -125,6 +131,30 @@ void FlatParams::abandon(const std::string& message) {
   }
   state_ = ParamState::Sharded;
   bucket_.reset();
+}
+
+void broadcast_values(comm::Group& group, const std::vector<FlatParams::Item>& items, const std::string& what) {
+  if (group.size() == 1 || items.empty()) return;
+  std::vector<at::Tensor> flat;
+  flat.reserve(items.size());
+  for (const FlatParams::Item& item : items) {
+    flat.push_back(shard::flatten_like_param(item.tensor, item.tensor).to(at::kFloat));
+  }
+  const at::Tensor all = flat.size() == 1 ? flat.front().contiguous() : at::cat(flat);
+  flat.clear();
+  group.broadcast(all, 0, "initial values of " + what).wait();
+  int64_t begin = 0;
+  for (const FlatParams::Item& item : items) {
+    const int64_t n = item.tensor.numel();
+    const at::Tensor value = all.narrow(0, begin, n);
+    const at::Tensor mine = item.tensor.detach();
+    if (mine.is_non_overlapping_and_dense()) {
+      mine.copy_(value.as_strided(mine.sizes(), mine.strides(), value.storage_offset()));
+    } else {
+      mine.copy_(value.view(mine.sizes()));
+    }
+    begin += n;
+  }
 }
 
 }  // namespace tessera::zero

@@ -86,4 +86,7 @@ class FlatParams {
   comm::Pending pending_;
 };
 
+// Rank 0's values into every rank's tensors (whole ones), one collective for all of them. `what` is for messages.
+void broadcast_values(comm::Group& group, const std::vector<FlatParams::Item>& items, const std::string& what);
+
 }  // namespace tessera::zero

@@ -28,4 +28,11 @@ struct Options {
   bool reduce_at_step = false;  // unmanaged accumulation: reduce once, inside step()
 };
 
+// What becomes of in-place edits of parameters that were gathered on request, when they are released.
+enum class Writes {
+  None,      // they are a state error
+  FromRank,  // those of one rank hold for all
+  Own,       // every rank made the same
+};
+
 }  // namespace tessera::zero

@@ -32,29 +32,20 @@ void check_params(const std::vector<ModelParam>& params, const std::vector<optim
   }
 }
 
-// Rank 0's values into every rank's originals, one collective for all of them.
-void broadcast_values(comm::Group& group, const std::vector<FlatParams::Item>& params, const std::string& unit) {
-  if (group.size() == 1) return;
-  std::vector<at::Tensor> flat;
-  flat.reserve(params.size());
-  for (const FlatParams::Item& p : params) {
-    flat.push_back(shard::flatten_like_param(p.tensor, p.tensor).to(at::kFloat));
-  }
-  const at::Tensor all = at::cat(flat);
-  flat.clear();
-  group.broadcast(all, 0, "initial values of unit '" + unit + "'").wait();
-  int64_t begin = 0;
-  for (const FlatParams::Item& p : params) {
-    const int64_t n = p.tensor.numel();
-    const at::Tensor value = all.narrow(0, begin, n);
-    const at::Tensor mine = p.tensor.detach();
-    if (mine.is_non_overlapping_and_dense()) {
-      mine.copy_(value.as_strided(mine.sizes(), mine.strides(), value.storage_offset()));
+// Gives every parameter of a unit its values, equal on all ranks.
+std::vector<FlatParams::Item> settle_values(comm::Group& group, const std::string& unit,
+                                            const std::vector<const ModelParam*>& members) {
+  std::vector<FlatParams::Item> all, fresh;
+  for (const ModelParam* p : members) {
+    all.push_back({p->name, p->tensor, {}});
+    if (p->restore) {
+      p->restore();
     } else {
-      mine.copy_(value.view(mine.sizes()));
+      fresh.push_back(all.back());
     }
-    begin += n;
   }
+  broadcast_values(group, fresh, "unit '" + unit + "'");
+  return all;
 }
 
 }  // namespace
@@ -113,6 +104,7 @@ std::vector<PlannedUnit> ShardedModel::plan(const std::vector<ModelParam>& param
 
 void ShardedModel::build_unit(const PlannedUnit& planned, const std::vector<ModelParam>& params) {
   std::vector<Param> members;
+  std::vector<const ModelParam*> originals;
   for (const int i : planned.items) {
     Param member;
     member.name = params[i].name;
@@ -120,11 +112,9 @@ void ShardedModel::build_unit(const PlannedUnit& planned, const std::vector<Mode
     member.index = i;
     member.group = params[i].group;
     members.push_back(std::move(member));
+    originals.push_back(&params[i]);
   }
-  std::vector<FlatParams::Item> originals;
-  for (const Param& p : members)
-    originals.push_back({p.name, p.tensor, {}});
-  broadcast_values(*group_, originals, planned.name);
+  settle_values(*group_, planned.name, originals);
   auto unit = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
                                      group_->rank(), group_->size());
   const auto names = optim::state_names(rule_, groups_);
@@ -140,10 +130,10 @@ void ShardedModel::build_unit(const PlannedUnit& planned, const std::vector<Mode
 }
 
 void ShardedModel::build_frozen(const PlannedUnit& planned, const std::vector<ModelParam>& frozen, size_t trained) {
-  std::vector<FlatParams::Item> items;
+  std::vector<const ModelParam*> originals;
   for (const int i : planned.items)
-    items.push_back({frozen[i - trained].name, frozen[i - trained].tensor, {}});
-  broadcast_values(*group_, items, planned.name);
+    originals.push_back(&frozen[i - trained]);
+  std::vector<FlatParams::Item> items = settle_values(*group_, planned.name, originals);
   const bool sharded = placements_.params == shard::Placement::Shard;
   auto flat = std::make_unique<FlatParams>(planned.name, std::move(items), options_.precision.param, group_->rank(),
                                            group_->size(), sharded);

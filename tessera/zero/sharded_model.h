@@ -23,6 +23,9 @@ struct ModelParam {
   at::Tensor tensor;
   int group = 0;
   std::string unit;
+  // Collective, called once before its unit is built: gives a tensor that was partitioned before (early_params.h) its
+  // values, equal on all ranks. Empty: the tensor has values; rank 0's hold.
+  std::function<void()> restore;
 };
 
 struct GradientSummary {
@@ -71,11 +74,6 @@ class ShardedModel final : private HookSink {
   void end_stray_scopes();
 
   // ---- regions in which parameters are whole (module_scopes.cpp). Collective.
-  enum class Writes {
-    None,      // state error when a parameter was written to
-    FromRank,  // what one rank wrote holds for all
-    Own,       // all ranks wrote the same
-  };
   // State error when a parameter is in an open region already.
   void open_region(const std::vector<int>& slots);
   void close_region(const std::vector<int>& slots, Writes writes, int writer);

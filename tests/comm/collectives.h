@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tessera/comm/group.h"
+#include "tests/support/errors.h"
 
 namespace tessera::testing {
 
@@ -162,7 +163,5 @@ std::string message_of(const F& call) {
   ADD_FAILURE() << "nothing was thrown";
   return {};
 }
-
-#define EXPECT_HAS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
 
 }  // namespace tessera::testing

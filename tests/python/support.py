@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -57,6 +58,12 @@ def make(cls: Callable[..., nn.Module] = Net, *args: Any, seed: int = 0, **kwarg
 def batch(seed: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randn(rows, 5, generator=generator), torch.randn(rows, 3, generator=generator)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
 
 
 def config(stage: int = 0, accumulation: int = 1, bf16: bool = False, **more: Any) -> dict[str, Any]:

@@ -6,14 +6,13 @@ import argparse
 import os
 import re
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-from support import assert_close, batch, config, engines, make, weights
+from support import assert_close, batch, config, engines, free_port, make, weights
 
 import tessera
 
@@ -55,12 +54,6 @@ def worker(rank: int, world: int, port: int, folder: str) -> None:
     engine.destroy()
     torch.save(results, os.path.join(folder, f"{rank}.pt"))
     torch.distributed.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -1,9 +1,14 @@
 // Test support: what an error says.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <exception>
 #include <functional>
 #include <string>
+
+// `text` contains `part`.
+#define EXPECT_HAS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
 
 namespace tessera::testing {
 

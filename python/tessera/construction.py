@@ -1,0 +1,334 @@
+"""zero.Init: models whose parameters are partitioned while they are built.
+
+Note [Building a partitioned model]
+  Inside the context every module class's __init__ is wrapped: when the outermost __init__ of a module returns, what it
+  registered is broadcast from rank 0, cast and partitioned (_core.EarlyParams). Code that still initializes a module
+  afterwards (the parent's __init__, apply(), loops over parameters) reads parameters through the module's _parameters,
+  which is a dict that gathers what is read; those few are partitioned again when others are read or the context ends,
+  with what rank 0 wrote. The modules own the early parameters, so a model that is dropped frees its shards;
+  tessera.initialize takes them over unit by unit.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from tessera import _core, distributed
+from tessera.configuration import choose_config, load_config
+from tessera.errors import ConfigError
+from tessera.partition import Home, holder_of, set_home
+
+_EARLY = "_tessera_early"  # of modules: the EarlyParameters that hold what the module owns
+
+
+class EarlyParameters:
+    """The partitioned parameters of one construction; what GatheredParameters asks before there is an engine."""
+
+    OPEN_ELEMENTS = 1 << 21  # that code which reads parameters while a model is built keeps whole at most
+
+    def __init__(self, group: _core.Group) -> None:
+        self.core = _core.EarlyParams(group)
+        self._read: dict[int, int] = {}  # open because they were read: number -> elements, oldest first
+
+    def __deepcopy__(self, memo: Any) -> EarlyParameters:
+        return self  # a copied module's parameters are whole; its owner here is as good as any
+
+    def add(self, name: str, param: nn.Parameter, dtype: torch.dtype) -> None:
+        set_home(param, Home(self, self.core.add(name, param, dtype)))
+
+    def read(self, number: int, elements: int) -> None:
+        """Collective, unless the parameter is whole."""
+        if self.core.is_gathered(number):
+            return
+        self.core.gather([number])
+        self._read[number] = elements
+        while len(self._read) > 1 and sum(self._read.values()) > self.OPEN_ELEMENTS:
+            self._close([next(iter(self._read))])
+
+    def settle(self) -> None:
+        """Ends what read() began. Collective."""
+        self._close(list(self._read))
+
+    def _close(self, numbers: list[int]) -> None:
+        for number in numbers:
+            del self._read[number]
+        self.core.release(numbers, _core.Writes.FromRank, 0)
+
+    def gather(self, numbers: list[int]) -> None:
+        self._close([number for number in numbers if number in self._read])
+        self.core.gather(numbers)
+
+    def release(self, numbers: list[int], writes: _core.Writes, writer: int) -> None:
+        self.core.release(numbers, writes, writer)
+
+    def is_gathered(self, number: int) -> bool:
+        return self.core.is_gathered(number)
+
+    def destroyed(self) -> bool:
+        return False
+
+    def inside_module(self) -> bool:
+        return False
+
+
+class _Watched(dict[str, Any]):
+    """A module's _parameters while a model is built, see Note [Building a partitioned model]."""
+
+    def __getitem__(self, name: str) -> Any:
+        return _whole(super().__getitem__(name))
+
+    def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+        for name, param in super().items():
+            yield name, _whole(param)
+
+    def values(self) -> Iterator[Any]:  # type: ignore[override]
+        for param in super().values():
+            yield _whole(param)
+
+
+def _whole(param: Any) -> Any:
+    holder = None if param is None else holder_of(param)
+    if holder is not None and isinstance(holder[0], EarlyParameters):
+        holder[0].read(holder[1], param.numel())
+    return param
+
+
+def early_of(param: torch.Tensor) -> tuple[_core.EarlyParams | None, int]:
+    """For a ParamSpec: who holds `param`, when it was partitioned before there was an engine."""
+    holder = holder_of(param)
+    if holder is None or not isinstance(holder[0], EarlyParameters):
+        return None, -1
+    return holder[0].core, holder[1]
+
+
+def taken_over(model: nn.Module) -> None:
+    """An engine holds the parameters of `model` now."""
+    for module in model.modules():
+        module.__dict__.pop(_EARLY, None)
+
+
+_active: ContextVar[Init | None] = ContextVar("tessera_active_init", default=None)
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Modules that are built inside are left alone."""
+    active = _active.get()
+    if active is not None:
+        active.settle()
+    token = _active.set(None)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+class Init:
+    """Inside the `with`, models are built with partitioned parameters: each rank keeps 1/N of what is built, and only
+    the module under construction is whole. `module`: partitions the parameters of a module that exists already.
+
+    Rank 0's values hold. dtype: `dtype`, else that of the configuration's precision (bf16, fp16 or fp32), else fp16;
+    parameters that are not floating point, buffers, and parameters on the meta device are left alone (the latter until
+    they get values inside the context, as with torch.nn.utils.skip_init). Parameters are read and written inside
+    GatheredParameters, also before there is an engine; while the model is built, reading them as attributes or from
+    named_parameters() is enough, and what rank 0 writes holds. A context inside another one does nothing;
+    tessera.initialize may be called inside.
+    Collective: all ranks build the same modules in the same order. With one rank parameters are only cast.
+    `data_parallel_group` (or `zero_param_parallel_group`, or that of `mpu`): the ranks that share the parameters.
+    ConfigError for arguments that make no sense, NotImplementedError for what is not served, RuntimeError when
+    WORLD_SIZE says that there are more ranks than the process group has.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: bool = True,
+    ) -> None:
+        self._enabled = enabled
+        if not enabled:
+            return
+        refused = {
+            "remote_device": remote_device not in (None, "none", "cpu"),
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+            "param_swapper": param_swapper is not None,
+        }
+        if any(refused.values()):
+            names = ", ".join(name for name, value in refused.items() if value)
+            raise NotImplementedError(f"[zero.Init] not served by this version: {names}")
+        self._dtype = _dtype(dtype, config_dict_or_path, config)
+        group = data_parallel_group or zero_param_parallel_group or sequence_data_parallel_group
+        if group is None and mpu is not None:
+            group = mpu.get_data_parallel_group()
+        self._early = EarlyParameters(_group(group))
+        self._building: set[int] = set()  # ids of modules whose __init__ runs
+        self._built: list[weakref.ref[nn.Module]] = []
+        self._token: Any = None
+        if module is not None:
+            for part in module.modules():
+                self._partition(part)
+
+    def __enter__(self) -> Init:
+        if self._enabled and _active.get() is None:
+            self._token = _active.set(self)
+            _constructors.enter()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not self._enabled or self._token is None:
+            return
+        _active.reset(self._token)
+        self._token = None
+        _constructors.exit()
+        modules = [module for reference in self._built if (module := reference()) is not None]
+        self._built.clear()
+        try:
+            if error is None:
+                for module in modules:
+                    self._partition(module)
+                self.settle()
+        finally:
+            for module in modules:
+                for part in module.modules():
+                    if isinstance(part._parameters, _Watched):
+                        part.__dict__["_parameters"] = dict(dict.items(part._parameters))
+            self._early.core.prune()
+
+    def settle(self) -> None:
+        """Parameters that construction code has read are partitioned again. Collective."""
+        self._early.settle()
+
+    def build(self, module: nn.Module, init: Callable[..., None], args: Any, kwargs: Any) -> None:
+        """Runs one `init` of the chain of `module`."""
+        if id(module) in self._building:
+            init(module, *args, **kwargs)
+            return
+        self._building.add(id(module))
+        try:
+            init(module, *args, **kwargs)
+        finally:
+            self._building.discard(id(module))
+        if "_parameters" not in module.__dict__:
+            return  # no nn.Module.__init__: the class is not one in earnest
+        module.__dict__["_parameters"] = _Watched(module._parameters)
+        self._built.append(weakref.ref(module))
+        for part in module.modules():  # copies and materialized modules too, which ran no __init__ of their own here
+            if isinstance(part._parameters, _Watched) and id(part) not in self._building:
+                self._partition(part)
+
+    def _partition(self, module: nn.Module) -> None:
+        for name, param in dict.items(module._parameters):
+            if param is None or holder_of(param) is not None or is_lazy(param):
+                continue
+            if param.is_meta or not param.is_floating_point():
+                continue
+            self._early.add(f"{type(module).__name__}.{name}", param, self._dtype)
+            module.__dict__[_EARLY] = self._early
+
+
+def _dtype(dtype: torch.dtype | None, config_dict_or_path: Any, config: Any) -> torch.dtype:
+    if config_dict_or_path is not None and config is not None:
+        raise ConfigError("[zero.Init] config is the old name of config_dict_or_path; pass one of them")
+    if dtype is not None:
+        if not dtype.is_floating_point:
+            raise ConfigError(f"[zero.Init] dtype must be a floating-point dtype, got {dtype}")
+        return dtype
+    if config_dict_or_path is None and config is None:
+        return torch.float16
+    loaded = load_config(choose_config(None, config, config_dict_or_path))
+    if loaded.fp16.enabled:
+        return torch.float16
+    return torch.bfloat16 if loaded.bf16.enabled else torch.float32
+
+
+def _group(group: Any) -> _core.Group:
+    if group is None:
+        distributed.prepare(None, 29500)
+    found = distributed.core_group(group)
+    expected = int(os.environ.get("WORLD_SIZE", "1"))
+    if group is None and found.size == 1 and expected > 1:
+        raise RuntimeError(
+            f"[zero.Init] the process group has 1 rank, but WORLD_SIZE is {expected}: call init_distributed() (or "
+            "torch.distributed.init_process_group) with all ranks first, or pass data_parallel_group"
+        )
+    return found
+
+
+class _Constructors:
+    """The wrapped __init__ of all module classes, while any thread is inside an Init."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._originals: dict[type, Callable[..., None]] = {}
+
+    def enter(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._wrap_tree(nn.Module)
+                nn.Module.__init_subclass__ = classmethod(_init_subclass)  # type: ignore[assignment]
+
+    def exit(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                del nn.Module.__init_subclass__
+                for cls, init in self._originals.items():
+                    cls.__init__ = init  # type: ignore[misc]
+                self._originals.clear()
+
+    def _wrap_tree(self, root: type) -> None:
+        cls: type
+        for cls in root.__subclasses__():
+            self.wrap(cls)
+            self._wrap_tree(cls)
+
+    def wrap(self, cls: type) -> None:
+        init = cls.__dict__.get("__init__")
+        if init is None or cls in self._originals or isinstance(cls, torch.jit._script.ScriptMeta):
+            return
+        self._originals[cls] = init
+
+        @functools.wraps(init)
+        def build(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            active = _active.get()
+            if active is None:
+                init(module, *args, **kwargs)
+            else:
+                active.build(module, init, args, kwargs)
+
+        cls.__init__ = build  # type: ignore[misc]
+
+
+_constructors = _Constructors()
+
+
+def _init_subclass(cls: type[nn.Module], /, **kwargs: Any) -> None:
+    super(nn.Module, cls).__init_subclass__(**kwargs)
+    _constructors.wrap(cls)

@@ -1,0 +1,46 @@
+#include "tessera/nn/construction.h"
+
+#include "tessera/config/resolve.h"
+
+namespace tessera::nn {
+
+Construction::Construction(const Config& config, comm::Mesh mesh)
+    : mesh_(std::move(mesh)),
+      dtype_(config::zero_options(config).precision.param),
+      early_(std::make_shared<zero::EarlyParams>(mesh_.group(comm::Axis::DpShard))) {}
+
+void Construction::partition_parameters(const torch::nn::Module& module) {
+  for (const auto& item : module.named_parameters()) {
+    const at::Tensor& tensor = item.value();
+    if (numbers_.contains(tensor.unsafeGetTensorImpl())) continue;
+    if (tensor.is_meta() || !at::isFloatingType(tensor.scalar_type())) continue;
+    numbers_[tensor.unsafeGetTensorImpl()] = early_->add(item.key(), tensor, dtype_);
+  }
+}
+
+std::vector<int> Construction::numbers_of(const std::vector<at::Tensor>& params) const {
+  std::vector<int> numbers;
+  for (const at::Tensor& param : params) {
+    const auto found = numbers_.find(param.unsafeGetTensorImpl());
+    if (found != numbers_.end()) numbers.push_back(found->second);
+  }
+  return numbers;
+}
+
+void Construction::gather(const std::vector<at::Tensor>& params) {
+  early_->gather(numbers_of(params));
+}
+
+void Construction::release(const std::vector<at::Tensor>& params, int writer) {
+  early_->release(numbers_of(params), writer < 0 ? zero::Writes::None : zero::Writes::FromRank, std::max(writer, 0));
+}
+
+void Construction::hand_over(std::vector<engine::ParamSpec>& specs) const {
+  for (engine::ParamSpec& spec : specs) {
+    const auto found = numbers_.find(spec.tensor.unsafeGetTensorImpl());
+    if (found == numbers_.end()) continue;
+    spec.restore = [early = early_, number = found->second] { early->restore(number); };
+  }
+}
+
+}  // namespace tessera::nn

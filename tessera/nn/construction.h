@@ -1,0 +1,58 @@
+// Building models that are larger than one rank's memory, for stage 3.
+//
+//   tessera::nn::Construction building(config, mesh);
+//   for (int i = 0; i < layers; ++i)
+//     model->blocks->push_back(building.partition(Block(options)));  // whole only until here
+//   auto engine = tessera::initialize(model, config, building);
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "tessera/comm/mesh.h"
+#include "tessera/engine/engine.h"
+#include "tessera/tessera.h"
+#include "tessera/zero/early_params.h"
+
+namespace tessera::nn {
+
+// Calls marked collective are made by all data-parallel ranks in one order. Parameters that were partitioned are read
+// and written in a region of gather() and release(), and belong to the engine once there is one.
+class Construction {
+ public:
+  // The parameters' dtype is that of the configuration's precision.
+  Construction(const Config& config, comm::Mesh mesh);
+
+  // Broadcasts rank 0's values of every parameter of `module` that is not partitioned yet, and keeps this rank's slice.
+  // Collective. Returns the module. Parameters that are not floating point or on the meta device are left alone.
+  template <class M>
+  M partition(M module) {
+    partition_parameters(*module);
+    return module;
+  }
+
+  // Between the two these parameters are whole; `writer`: the rank whose writes hold, -1: writing is a state error.
+  // Collective. Others pass through.
+  void gather(const std::vector<at::Tensor>& params);
+  void release(const std::vector<at::Tensor>& params, int writer = -1);
+
+  // Lets an engine built from `specs` take over what is partitioned here. Local.
+  void hand_over(std::vector<engine::ParamSpec>& specs) const;
+  const comm::Mesh& mesh() const { return mesh_; }
+  // Bytes of this rank's slices.
+  int64_t bytes() const { return early_->bytes(); }
+
+ private:
+  void partition_parameters(const torch::nn::Module& module);
+  std::vector<int> numbers_of(const std::vector<at::Tensor>& params) const;
+
+  comm::Mesh mesh_;
+  at::ScalarType dtype_;
+  std::shared_ptr<zero::EarlyParams> early_;
+  std::unordered_map<const void*, int> numbers_;  // by TensorImpl; early_ keeps the tensors
+};
+
+}  // namespace tessera::nn

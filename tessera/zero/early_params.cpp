@@ -1,0 +1,125 @@
+#include "tessera/zero/early_params.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+
+#include <utility>
+
+#include "tessera/base/error.h"
+#include "tessera/base/heap.h"
+#include "tessera/shard/dtype.h"
+#include "tessera/shard/storage.h"
+
+namespace tessera::zero {
+
+namespace {
+constexpr int64_t kTrimAfter = 32 << 20;  // bytes freed between two calls of heap::return_free_pages()
+}
+
+EarlyParams::EarlyParams(comm::GroupPtr group) : group_(std::move(group)) {
+  TESSERA_CHECK_VALUE(group_ != nullptr, "zero", "the group of early parameters is null");
+}
+
+// Those that still are partitioned, or would be with more ranks.
+std::vector<EarlyParams::Entry*> EarlyParams::held(const std::vector<int>& numbers) {
+  std::vector<Entry*> found;
+  for (const int number : numbers) {
+    if (entries_.at(number).flat != nullptr) found.push_back(&entries_[number]);
+  }
+  return found;
+}
+
+int EarlyParams::add(std::string name, at::Tensor tensor, at::ScalarType dtype) {
+  const c10::AutoGradMode no_grad(false);
+  TESSERA_CHECK_VALUE(!tensor.is_meta(), "zero", "parameter '", name, "' is on the meta device and has no values");
+  TESSERA_CHECK_VALUE(tensor.is_leaf() && at::isFloatingType(tensor.scalar_type()), "zero", "parameter '", name,
+                      "' cannot be partitioned: it is not a leaf of floating-point values");
+  shard::check_device(tensor.device());
+  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+  std::vector<FlatParams::Item> items{{std::move(name), std::move(tensor), {}}};
+  broadcast_values(*group_, items, "parameter '" + items.front().name + "'");
+  const std::string title = items.front().name;
+  auto flat = std::make_unique<FlatParams>(title, std::move(items), dtype, group_->rank(), group_->size(), true);
+  entries_.push_back({std::move(flat)});
+  freed_ += bytes;
+  if (freed_ >= kTrimAfter) {
+    heap::return_free_pages();
+    freed_ = 0;
+  }
+  return static_cast<int>(entries_.size()) - 1;
+}
+
+void EarlyParams::gather(const std::vector<int>& numbers) {
+  const std::vector<Entry*> entries = held(numbers);
+  for (const Entry* e : entries) {
+    TESSERA_CHECK(!e->open, "zero.GatheredParameters", "parameter '", e->flat->name(),
+                  "' is in an open GatheredParameters region already; regions must not overlap");
+  }
+  std::vector<FlatParams*> begun;
+  for (Entry* e : entries) {
+    FlatParams& flat = *e->flat;
+    e->open = true;
+    if (!flat.sharded()) {
+      flat.mark(0);
+      continue;
+    }
+    const auto options = flat.items().front().tensor.options().requires_grad(false).dtype(flat.dtype());
+    flat.begin_gather(*group_, at::empty({flat.layout().size()}, options));
+    begun.push_back(&flat);
+  }
+  for (FlatParams* flat : begun)
+    flat->finish_gather();
+}
+
+void EarlyParams::release(const std::vector<int>& numbers, Writes writes, int writer) {
+  const c10::AutoGradMode no_grad(false);
+  TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < group_->size()), "zero.GatheredParameters",
+                      "modifier_rank ", writer, " is no rank of a group of ", group_->size());
+  std::string edited;
+  for (Entry* e : held(numbers)) {
+    if (!std::exchange(e->open, false)) continue;
+    FlatParams& flat = *e->flat;
+    if (writes == Writes::None) {
+      if (flat.was_written(0)) edited = flat.name();
+    } else {
+      if (writes == Writes::FromRank) {
+        group_->broadcast(flat.whole(), writer, "new values of '" + flat.name() + "'").wait();
+      }
+      flat.keep_write(0);
+    }
+    if (flat.sharded()) flat.release();
+  }
+  TESSERA_CHECK(edited.empty(), "zero", "in-place modification of parameter '", edited,
+                "' while it was gathered for reading is lost; edit it inside GatheredParameters(..., modifier_rank=0)");
+}
+
+bool EarlyParams::is_gathered(int number) const {
+  return entries_.at(number).flat == nullptr || entries_[number].flat->state() == ParamState::Ready;
+}
+
+void EarlyParams::restore(int number) {
+  if (entries_.at(number).flat == nullptr) return;
+  Entry& e = entries_[number];
+  FlatParams& flat = *e.flat;
+  if (flat.sharded()) {
+    if (!e.open) gather({number});
+    at::Tensor tensor = flat.items().front().tensor;
+    shard::bind(tensor, flat.whole(), flat.items().front().range);
+  }
+  e = {};
+}
+
+void EarlyParams::prune() {
+  for (Entry& e : entries_) {
+    if (e.flat != nullptr && e.flat->items().front().tensor.use_count() == 1) e = {};
+  }
+}
+
+int64_t EarlyParams::bytes() const {
+  int64_t sum = 0;
+  for (const Entry& e : entries_)
+    sum += e.flat == nullptr ? 0 : e.flat->bytes();
+  return sum;
+}
+
+}  // namespace tessera::zero
