@@ -10,6 +10,11 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto kTick = std::chrono::milliseconds(200);  // how soon a blocked wait hears of another rank's failure
 constexpr auto kRollCall = std::chrono::milliseconds(2000);
+constexpr auto kCompareAfter =
+    std::chrono::seconds(3);  // a wait of this length compares calls, see Note [Different calls]
+constexpr auto kCompareEvery = std::chrono::seconds(1);
+constexpr int kPeersCompared = 32;  // those that follow this rank: bounds the load on the store, and every pair of
+                                    // neighbours is compared by one of them
 constexpr size_t kBuffersKept = 2;
 constexpr auto kAborted = " aborted: ";
 
@@ -35,7 +40,8 @@ C10dCore::C10dCore(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::Pr
       rank_(group_->getRank()),
       size_(group_->getSize()),
       instance_(next_instance(*group_)),
-      board_(group_->getStore(), rank_, size_, group_->getGroupName() + "/" + std::to_string(instance_)) {
+      board_(group_->getStore(), rank_, size_, group_->getGroupName() + "/" + std::to_string(instance_)),
+      calls_(rank_) {
   if (size_ > 1) watcher_ = std::thread([this] { watch(); });
 }
 
@@ -52,14 +58,32 @@ C10dCore::~C10dCore() {
   if (watcher_.joinable()) watcher_.join();
 }
 
+// Shows this rank's calls to the others and looks at theirs. The cause that all ranks end with, if there is one.
+std::optional<std::string> C10dCore::compare_calls() {
+  if (auto text = calls_.text(); text != shown_calls_) {
+    board_.show_calls(text);
+    shown_calls_ = std::move(text);
+  }
+  for (int d = 1; d < size_ && d <= kPeersCompared; ++d) {
+    const int peer = (rank_ + d) % size_;
+    if (const auto difference = calls_.difference(peer, board_.shown_calls(peer))) return board_.post(*difference);
+  }
+  return std::nullopt;
+}
+
 void C10dCore::watch() {
   std::unique_lock lock(mutex_);
+  auto compared = Clock::now();
   while (!stop_.wait_for(lock, kTick, [&] { return stopping_; })) {
     if (current_ == nullptr || Clock::now() - waiting_since_ < kTick) continue;
     const auto* const before = current_;
     const auto since = waiting_since_;
     lock.unlock();
     auto cause = board_.posted();
+    if (const auto now = Clock::now(); !cause && now - since >= kCompareAfter && now - compared >= kCompareEvery) {
+      cause = compare_calls();
+      compared = now;
+    }
     lock.lock();
     if (!cause) continue;
     if (cause_.empty()) cause_ = std::move(*cause);
@@ -133,9 +157,9 @@ void C10dCore::fail(const OpInfo& info, Clock::time_point launched, int peer, co
     text = board_.post(text + plain(what));
   }
   if (!asked) {  // other collectives in flight fail too; one of them asks who is still there
-    const bool aborted = text.find(kAborted) != std::string::npos;
-    const std::string silent = board_.roll_call(aborted ? std::chrono::milliseconds(0) : kRollCall);
-    if (!aborted && !silent.empty()) text += "; " + silent;
+    const bool nobody_lost = text.find(kAborted) != std::string::npos || text.starts_with(kDisagreement);
+    const std::string silent = board_.roll_call(nobody_lost ? std::chrono::milliseconds(0) : kRollCall);
+    if (!nobody_lost && !silent.empty()) text += "; " + silent;
     const std::scoped_lock lock(mutex_);
     cause_ = text;
   }

@@ -1,5 +1,5 @@
 // The part of a c10d group that its pending works share: the process group, receive buffers, the state of failure, and
-// the watcher that lets a blocked wait end when another rank reports a failure.
+// the watcher that lets a blocked wait end when another rank reports a failure or has made another call.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "tessera/comm/call_log.h"
 #include "tessera/comm/fault_board.h"
 #include "tessera/comm/op_info.h"
 
@@ -35,6 +36,8 @@ class C10dCore {
   // The number of a further Group on this core.
   int64_t count_instance();
   c10d::ProcessGroup& group() { return *group_; }
+  // Every call is added before its messages are posted.
+  CallLog& calls() { return calls_; }
 
   // Throws when the group has failed before.
   void check_alive(const OpInfo& info);
@@ -51,6 +54,7 @@ class C10dCore {
 
  private:
   void watch();
+  std::optional<std::string> compare_calls();
   void interrupt();  // ends the current wait; mutex_ is held
   std::string cause();
 
@@ -59,6 +63,8 @@ class C10dCore {
   const int rank_, size_;
   const int64_t instance_;
   FaultBoard board_;
+  CallLog calls_;
+  std::string shown_calls_;  // the watcher's
 
   std::mutex mutex_;
   std::condition_variable stop_;

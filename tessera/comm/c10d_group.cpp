@@ -4,8 +4,13 @@
 //   For CPU tensors every collective is made of send and recv. Measured against the native ones of Gloo (docs/comm.md)
 //   this is as fast or faster, because data goes from tensor to tensor: Gloo's reduce_scatter all-reduces the whole
 //   buffer, and its all_gather copies through a temporary. It also keeps Note [Order of summation], and a wait on a
-//   message can be interrupted when another rank fails. Every call has its own tags, so messages of several calls in
-//   flight cannot be mixed up. all_reduce and a large broadcast have a second round of messages that is sent in wait().
+//   message can be interrupted when another rank fails. all_reduce and a large broadcast have a second round of messages
+//   that is sent in wait().
+// Note [Tags]
+//   The tag of a message says which group it belongs to, which round, what call it is part of (its number there, and a
+//   hash of what ranks must agree on) and how long it is. So messages of several calls in flight cannot be mixed up, and
+//   those of different calls never meet: see Note [Different calls] in call_log.h. Numbers repeat after kCallTags calls;
+//   messages with one tag between two ranks arrive in the order in which they were sent.
 // Note [Marks]
 //   When a peer dies, Gloo fails the messages that are posted but not the one that is just arriving: waiting for that one
 //   would take until the timeout. So a long message is followed by a mark of one byte, and marks are waited for first.
@@ -26,10 +31,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kFirstTag = 0x40000000;        // clear of the small tags that people use
-constexpr int kMarkTag = 0x20000000;         // added for the mark after a message
-constexpr int64_t kCallTags = 1 << 22;       // calls of one group before tags repeat
-constexpr int64_t kInstances = 64;           // groups over one process group before tags repeat
+constexpr int kFirstTag = 0x40000000;     // clear of the small tags that people use
+constexpr int kMarkTag = 0x20000000;      // added for the mark after a message
+constexpr int kSecondRound = 0x10000000;  // added for the second round of a call
+constexpr int64_t kInstances = 64;        // groups over one process group before tags repeat
+constexpr int64_t kCallTags = 64;         // calls of one group before tags repeat
+constexpr int kHashBits = 16;
 constexpr int64_t kMarkedBytes = 64 * 1024;  // messages from here on are followed by a mark
 constexpr int64_t kSmallBytes = 64 * 1024;   // up to here one round of whole tensors beats two rounds of parts
 
@@ -41,6 +48,17 @@ struct Span {
 Span chunk(int64_t total, int index, int parts) {
   const int64_t begin = total * index / parts;
   return {begin, total * (index + 1) / parts - begin};
+}
+
+// One after the other.
+std::vector<Span> spans(const std::vector<int64_t>& counts) {
+  std::vector<Span> result;
+  int64_t begin = 0;
+  for (const int64_t count : counts) {
+    result.push_back({begin, count});
+    begin += count;
+  }
+  return result;
 }
 
 c10d::ReduceOp native_op(ReduceOp op) {
@@ -57,32 +75,39 @@ c10d::ReduceOp native_op(ReduceOp op) {
   return c10d::ReduceOp::SUM;
 }
 
+// One call of a group, as its log knows it.
+struct Call {
+  OpInfo info;
+  int64_t instance = 0, number = 0;
+};
+
 // Turns `then` (may be empty) once the first messages are through; it may post a second round.
 class C10dWork final : public Pending::Work {
  public:
   using Then = std::function<std::vector<Transfer>()>;
 
-  C10dWork(std::shared_ptr<C10dCore> core, OpInfo info, std::vector<Transfer> transfers, std::vector<at::Tensor> held,
+  C10dWork(std::shared_ptr<C10dCore> core, Call call, std::vector<Transfer> transfers, std::vector<at::Tensor> held,
            Then then, at::Tensor buffer)
       : core_(std::move(core)),
-        info_(std::move(info)),
+        call_(std::move(call)),
         held_(std::move(held)),
         buffer_(std::move(buffer)),
         transfers_(std::move(transfers)),
         then_(std::move(then)) {}
 
   void wait() override {
-    core_->finish(transfers_, info_, launched_);
+    core_->finish(transfers_, call_.info, launched_);
     if (then_) {
       transfers_ = then_();
-      core_->finish(transfers_, info_, launched_);
+      core_->finish(transfers_, call_.info, launched_);
     }
+    core_->calls().done(call_.instance, call_.number);
     if (buffer_.defined()) core_->give_buffer(std::move(buffer_));
   }
 
  private:
   std::shared_ptr<C10dCore> core_;
-  OpInfo info_;
+  Call call_;
   std::vector<at::Tensor> held_;
   at::Tensor buffer_;
   std::vector<Transfer> transfers_;  // destroyed before the memory they use
@@ -93,7 +118,12 @@ class C10dWork final : public Pending::Work {
 // The messages of one call to and from the peers.
 class Messages {
  public:
-  Messages(C10dCore& core, const OpInfo& info, int tag) : core_(core), info_(info), tag_(tag) {}
+  Messages(C10dCore& core, const Call& call, bool second_round = false)
+      : core_(core),
+        info_(call.info),
+        tag_(kFirstTag + (second_round ? kSecondRound : 0) +
+             static_cast<int>((call.instance % kInstances * kCallTags + call.number % kCallTags) << kHashBits)),
+        hash_(agreement_hash(call.info)) {}
 
   void receive(const at::Tensor& flat, Span span, int peer) { post(flat, span, peer, false); }
   void send(const at::Tensor& flat, Span span, int peer) { post(flat, span, peer, true); }
@@ -108,13 +138,20 @@ class Messages {
     if (span.count == 0) return;
     try {
       const at::AutoDispatchBelowADInplaceOrView guard;
-      transfers_.push_back(start(flat.narrow(0, span.begin, span.count), peer, out, tag_));
-      if (span.count * static_cast<int64_t>(flat.element_size()) < kMarkedBytes) return;
+      const int64_t bytes = span.count * static_cast<int64_t>(flat.element_size());
+      const int tag = tag_of(bytes);
+      transfers_.push_back(start(flat.narrow(0, span.begin, span.count), peer, out, tag));
+      if (bytes < kMarkedBytes) return;
       const at::Tensor mark = at::empty({1}, at::TensorOptions(at::kByte));
-      (out ? transfers_ : marks_).push_back(start(mark, peer, out, tag_ + kMarkTag));
+      (out ? transfers_ : marks_).push_back(start(mark, peer, out, tag + kMarkTag));
     } catch (const std::exception& error) {
       core_.fail(info_, Clock::now(), peer, error.what());
     }
+  }
+
+  int tag_of(int64_t bytes) const {
+    const uint64_t mixed = (hash_ ^ static_cast<uint64_t>(bytes)) * 0x9e3779b97f4a7c15u;  // its top bits depend on all
+    return tag_ + static_cast<int>(mixed >> (64 - kHashBits));
   }
 
   Transfer start(const at::Tensor& tensor, int peer, bool out, int tag) {
@@ -125,6 +162,7 @@ class Messages {
   C10dCore& core_;
   const OpInfo& info_;
   const int tag_;
+  const uint64_t hash_;
   std::vector<Transfer> transfers_, marks_;
 };
 
@@ -150,17 +188,13 @@ class C10dGroup final : public Group {
   GroupPtr do_sibling() override { return std::make_shared<C10dGroup>(core_, path_, core_->count_instance()); }
 
  private:
-  OpInfo begin(const char* name, const at::Tensor& full, Label label);
+  Call begin(OpInfo info, Splits splits = {});
   bool native(const at::Tensor& t) const { return path_ == C10dPath::Native || !t.is_cpu(); }
-  int next_tag() {
-    const int64_t block = instance_ % kInstances * kCallTags;
-    return kFirstTag + static_cast<int>(block + calls_++ % kCallTags);
-  }
-  Pending native_work(const OpInfo& info, std::vector<at::Tensor> held,
+  Pending native_work(const Call& call, std::vector<at::Tensor> held,
                       const std::function<c10::intrusive_ptr<c10d::Work>()>& launch);
-  Pending small_all_reduce(const at::Tensor& flat, ReduceOp op, const OpInfo& info);
-  // Sends our chunk of `flat` to all others and receives theirs.
-  static std::vector<Transfer> share_chunks(C10dCore& core, const OpInfo& info, const at::Tensor& flat, int tag);
+  Pending small_all_reduce(const at::Tensor& flat, const Call& call);
+  // Second round: sends our chunk of `flat` to all others and receives theirs.
+  static std::vector<Transfer> share_chunks(C10dCore& core, const Call& call, const at::Tensor& flat);
   // calls f(peer) for the other ranks, nearest first, so that not all ranks begin with the same one.
   template <class F>
   void others(const F& f) const {
@@ -171,7 +205,6 @@ class C10dGroup final : public Group {
   std::shared_ptr<C10dCore> core_;
   const C10dPath path_;
   const int64_t instance_;
-  int64_t calls_ = 0;
 };
 
 at::Tensor flat_view(const at::Tensor& t) {
@@ -189,49 +222,55 @@ void copy_span(const at::Tensor& to, int64_t to_begin, const at::Tensor& from, S
   if (span.count > 0 && target != source) std::memcpy(target, source, span.count * from.element_size());
 }
 
-OpInfo C10dGroup::begin(const char* name, const at::Tensor& full, Label label) {
-  OpInfo info{.name = name, .label = std::string(label)};
-  if (full.defined()) {
-    info.bytes = static_cast<int64_t>(full.nbytes());
-    info.dtype = full.scalar_type();
-  }
-  core_->check_alive(info);
-  return info;
+OpInfo describe_call(const char* name, const at::Tensor& full, Label label, ReduceOp op = ReduceOp::Sum,
+                     int root = -1) {
+  return {.name = name,
+          .label = std::string(label),
+          .bytes = static_cast<int64_t>(full.nbytes()),
+          .dtype = full.scalar_type(),
+          .op = op,
+          .root = root};
 }
 
-Pending C10dGroup::native_work(const OpInfo& info, std::vector<at::Tensor> held,
+Call C10dGroup::begin(OpInfo info, Splits splits) {
+  core_->check_alive(info);
+  const int64_t number = core_->calls().add(instance_, info, std::move(splits));
+  return {std::move(info), instance_, number};
+}
+
+Pending C10dGroup::native_work(const Call& call, std::vector<at::Tensor> held,
                                const std::function<c10::intrusive_ptr<c10d::Work>()>& launch) {
   std::vector<Transfer> transfers;
   try {
     const at::AutoDispatchBelowADInplaceOrView guard;
     transfers.push_back({launch(), -1});
   } catch (const std::exception& error) {
-    core_->fail(info, Clock::now(), -1, error.what());
+    core_->fail(call.info, Clock::now(), -1, error.what());
   }
-  return Pending(std::make_unique<C10dWork>(core_, info, std::move(transfers), std::move(held), nullptr, at::Tensor()));
+  return Pending(std::make_unique<C10dWork>(core_, call, std::move(transfers), std::move(held), nullptr, at::Tensor()));
 }
 
 Pending C10dGroup::do_all_gather(at::Tensor out, at::Tensor in, Label label) {
-  const OpInfo info = begin("all_gather", out, label);
+  const Call call = begin(describe_call("all_gather", out, label));
   if (native(out)) {
-    return native_work(info, {out, in}, [&] {
+    return native_work(call, {out, in}, [&] {
       auto to = flat_view(out), from = flat_view(in);
       return core_->group()._allgather_base(to, from);
     });
   }
   const at::Tensor to = flat_view(out), from = flat_view(in);
   const int64_t n = from.numel();
-  Messages messages(*core_, info, next_tag());
+  Messages messages(*core_, call);
   others([&](int peer) { messages.receive(to, {peer * n, n}, peer); });
   others([&](int peer) { messages.send(from, {0, n}, peer); });
   copy_span(to, rank() * n, from, {0, n});
-  return Pending(std::make_unique<C10dWork>(core_, info, messages.take(), std::vector{out, in}, nullptr, at::Tensor()));
+  return Pending(std::make_unique<C10dWork>(core_, call, messages.take(), std::vector{out, in}, nullptr, at::Tensor()));
 }
 
 Pending C10dGroup::do_reduce_scatter(at::Tensor out, at::Tensor in, ReduceOp op, Label label) {
-  const OpInfo info = begin("reduce_scatter", in, label);
+  const Call call = begin(describe_call("reduce_scatter", in, label, op));
   if (native(in)) {
-    return native_work(info, {out, in}, [&] {
+    return native_work(call, {out, in}, [&] {
       auto to = flat_view(out), from = flat_view(in);
       c10d::ReduceScatterOptions options;
       options.reduceOp = native_op(op);
@@ -243,7 +282,7 @@ Pending C10dGroup::do_reduce_scatter(at::Tensor out, at::Tensor in, ReduceOp op,
   const int me = rank(), count = size();
   at::Tensor buffer = core_->take_buffer(n * width * count);
   const at::Tensor rows = buffer.narrow(0, 0, n * width * count).view(from.scalar_type());
-  Messages messages(*core_, info, next_tag());
+  Messages messages(*core_, call);
   others([&](int peer) { messages.receive(rows, {peer * n, n}, peer); });
   others([&](int peer) { messages.send(from, {peer * n, n}, peer); });
   const auto sum = [=]() -> std::vector<Transfer> {
@@ -253,13 +292,13 @@ Pending C10dGroup::do_reduce_scatter(at::Tensor out, at::Tensor in, ReduceOp op,
     reduce_rows(to.mutable_data_ptr(), pointers.data(), count, n, to.scalar_type(), op);
     return {};
   };
-  return Pending(std::make_unique<C10dWork>(core_, info, messages.take(), std::vector{out, in}, sum, buffer));
+  return Pending(std::make_unique<C10dWork>(core_, call, messages.take(), std::vector{out, in}, sum, buffer));
 }
 
-std::vector<Transfer> C10dGroup::share_chunks(C10dCore& core, const OpInfo& info, const at::Tensor& flat, int tag) {
+std::vector<Transfer> C10dGroup::share_chunks(C10dCore& core, const Call& call, const at::Tensor& flat) {
   const int me = core.rank(), count = core.size();
   const int64_t total = flat.numel();
-  Messages messages(core, info, tag);
+  Messages messages(core, call, true);
   for (int d = 1; d < count; ++d) {
     const int peer = (me + d) % count;
     messages.receive(flat, chunk(total, peer, count), peer);
@@ -269,12 +308,13 @@ std::vector<Transfer> C10dGroup::share_chunks(C10dCore& core, const OpInfo& info
   return messages.take();
 }
 
-Pending C10dGroup::small_all_reduce(const at::Tensor& flat, ReduceOp op, const OpInfo& info) {
+Pending C10dGroup::small_all_reduce(const at::Tensor& flat, const Call& call) {
   const int64_t n = flat.numel(), width = static_cast<int64_t>(flat.element_size());
   const int me = rank(), count = size();
+  const ReduceOp op = call.info.op;
   at::Tensor buffer = core_->take_buffer(n * width * count);
   const at::Tensor rows = buffer.narrow(0, 0, n * width * count).view(flat.scalar_type());
-  Messages messages(*core_, info, next_tag());
+  Messages messages(*core_, call);
   others([&](int peer) { messages.receive(rows, {peer * n, n}, peer); });
   others([&](int peer) { messages.send(flat, {0, n}, peer); });
   const auto sum = [=]() -> std::vector<Transfer> {
@@ -284,13 +324,13 @@ Pending C10dGroup::small_all_reduce(const at::Tensor& flat, ReduceOp op, const O
     reduce_rows(flat.mutable_data_ptr(), pointers.data(), count, n, flat.scalar_type(), op);
     return {};
   };
-  return Pending(std::make_unique<C10dWork>(core_, info, messages.take(), std::vector{flat}, sum, buffer));
+  return Pending(std::make_unique<C10dWork>(core_, call, messages.take(), std::vector{flat}, sum, buffer));
 }
 
 Pending C10dGroup::do_all_reduce(at::Tensor tensor, ReduceOp op, Label label) {
-  const OpInfo info = begin("all_reduce", tensor, label);
+  const Call call = begin(describe_call("all_reduce", tensor, label, op));
   if (native(tensor)) {
-    return native_work(info, {tensor}, [&] {
+    return native_work(call, {tensor}, [&] {
       std::vector<at::Tensor> one = {flat_view(tensor)};
       c10d::AllreduceOptions options;
       options.reduceOp = native_op(op);
@@ -299,30 +339,29 @@ Pending C10dGroup::do_all_reduce(at::Tensor tensor, ReduceOp op, Label label) {
   }
   const at::Tensor flat = flat_view(tensor);
   const int me = rank(), count = size();
-  if (info.bytes * count <= kSmallBytes) return small_all_reduce(flat, op, info);
+  if (call.info.bytes * count <= kSmallBytes) return small_all_reduce(flat, call);
   const int64_t total = flat.numel(), width = static_cast<int64_t>(flat.element_size());
   const Span mine = chunk(total, me, count);
   at::Tensor buffer = core_->take_buffer(mine.count * width * count);
   const at::Tensor rows = buffer.narrow(0, 0, mine.count * width * count).view(flat.scalar_type());
-  Messages messages(*core_, info, next_tag());
+  Messages messages(*core_, call);
   others([&](int peer) { messages.receive(rows, {peer * mine.count, mine.count}, peer); });
   others([&](int peer) { messages.send(flat, chunk(total, peer, count), peer); });
-  const auto sum_and_share = [=, core = core_, tag = next_tag()] {
+  const auto sum_and_share = [=, core = core_] {
     std::vector<const void*> pointers(count);
     for (int r = 0; r < count; ++r) {
       pointers[r] = r == me ? bytes_of(flat, mine.begin) : bytes_of(rows, r * mine.count);
     }
     reduce_rows(bytes_of(flat, mine.begin), pointers.data(), count, mine.count, flat.scalar_type(), op);
-    return share_chunks(*core, info, flat, tag);
+    return share_chunks(*core, call, flat);
   };
-  return Pending(std::make_unique<C10dWork>(core_, info, messages.take(), std::vector{tensor}, sum_and_share, buffer));
+  return Pending(std::make_unique<C10dWork>(core_, call, messages.take(), std::vector{tensor}, sum_and_share, buffer));
 }
 
 Pending C10dGroup::do_broadcast(at::Tensor tensor, int root, Label label) {
-  OpInfo info = begin("broadcast", tensor, label);
-  info.root = root;
+  const Call call = begin(describe_call("broadcast", tensor, label, ReduceOp::Sum, root));
   if (native(tensor)) {
-    return native_work(info, {tensor}, [&] {
+    return native_work(call, {tensor}, [&] {
       std::vector<at::Tensor> one = {flat_view(tensor)};
       c10d::BroadcastOptions options;
       options.rootRank = root;
@@ -333,9 +372,9 @@ Pending C10dGroup::do_broadcast(at::Tensor tensor, int root, Label label) {
   const int64_t total = flat.numel();
   const int me = rank(), count = size();
   // Large tensors: every rank gets its chunk from the root, then all share chunks: no rank sends more than twice.
-  const bool chunks = count > 2 && info.bytes > kSmallBytes;
+  const bool chunks = count > 2 && call.info.bytes > kSmallBytes;
   const auto span = [&](int r) { return chunks ? chunk(total, r, count) : Span{0, total}; };
-  Messages messages(*core_, info, next_tag());
+  Messages messages(*core_, call);
   if (me == root) {
     others([&](int peer) { messages.send(flat, span(peer), peer); });
   } else {
@@ -343,56 +382,55 @@ Pending C10dGroup::do_broadcast(at::Tensor tensor, int root, Label label) {
   }
   C10dWork::Then then;
   if (chunks) {
-    then = [=, core = core_, tag = next_tag()] { return share_chunks(*core, info, flat, tag); };
+    then = [=, core = core_] { return share_chunks(*core, call, flat); };
   }
-  return Pending(std::make_unique<C10dWork>(core_, info, messages.take(), std::vector{tensor}, then, at::Tensor()));
+  return Pending(std::make_unique<C10dWork>(core_, call, messages.take(), std::vector{tensor}, then, at::Tensor()));
 }
 
 Pending C10dGroup::do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits,
                                  std::vector<int64_t> in_splits, Label label) {
-  const OpInfo info = begin("all_to_all", in, label);
+  const OpInfo info = describe_call("all_to_all", in, label);
+  TESSERA_CHECK_VALUE(out_splits[rank()] == in_splits[rank()], "comm", describe(info), ": rank ", rank(), " sends ",
+                      in_splits[rank()], " elements to itself and expects ", out_splits[rank()]);
+  const auto bytes = [&](std::vector<int64_t> splits) {
+    for (int64_t& split : splits)
+      split *= static_cast<int64_t>(in.element_size());
+    return splits;
+  };
+  const Call call = begin(info, {.sent = bytes(in_splits), .received = bytes(out_splits)});
   const at::Tensor to = flat_view(out), from = flat_view(in);
   if (native(in)) {
-    return native_work(info, {out, in}, [&] {
+    return native_work(call, {out, in}, [&] {
       auto target = to, source = from;
       return core_->group().alltoall_base(target, source, out_splits, in_splits);
     });
   }
-  std::vector<Span> received(size()), sent(size());
-  int64_t out_at = 0, in_at = 0;
-  for (int r = 0; r < size(); ++r) {
-    received[r] = {out_at, out_splits[r]};
-    sent[r] = {in_at, in_splits[r]};
-    out_at += out_splits[r];
-    in_at += in_splits[r];
-  }
-  TESSERA_CHECK_VALUE(received[rank()].count == sent[rank()].count, "comm", describe(info), ": rank ", rank(),
-                      " sends ", sent[rank()].count, " elements to itself and expects ", received[rank()].count);
-  Messages messages(*core_, info, next_tag());
+  const std::vector<Span> received = spans(out_splits), sent = spans(in_splits);
+  Messages messages(*core_, call);
   others([&](int peer) { messages.receive(to, received[peer], peer); });
   others([&](int peer) { messages.send(from, sent[peer], peer); });
   copy_span(to, received[rank()].begin, from, sent[rank()]);
-  return Pending(std::make_unique<C10dWork>(core_, info, messages.take(), std::vector{out, in}, nullptr, at::Tensor()));
+  return Pending(std::make_unique<C10dWork>(core_, call, messages.take(), std::vector{out, in}, nullptr, at::Tensor()));
 }
 
 // Round k: tell the rank 2^k further, hear from the one 2^k before; after log2(n) rounds all have heard of all.
 void C10dGroup::do_barrier(Label label) {
-  const OpInfo info = begin("barrier", at::Tensor(), label);
+  const Call call = begin({.name = "barrier", .label = std::string(label)});
   if (path_ == C10dPath::Native || !core_->group().hasBackends() ||
       core_->group().getDeviceTypes().front().type() != at::kCPU) {
-    native_work(info, {}, [&] { return core_->group().barrier(); }).wait();
+    native_work(call, {}, [&] { return core_->group().barrier(); }).wait();
     return;
   }
   const auto launched = Clock::now();
   const at::Tensor token = at::zeros({2}, at::TensorOptions(at::kByte));
-  const int tag = next_tag();
   for (int distance = 1; distance < size(); distance *= 2) {
-    Messages messages(*core_, info, tag);
+    Messages messages(*core_, call);
     messages.receive(token, {1, 1}, (rank() - distance + size()) % size());
     messages.send(token, {0, 1}, (rank() + distance) % size());
     auto transfers = messages.take();
-    core_->finish(transfers, info, launched);
+    core_->finish(transfers, call.info, launched);
   }
+  core_->calls().done(call.instance, call.number);
 }
 
 }  // namespace

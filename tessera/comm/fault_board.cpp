@@ -34,6 +34,24 @@ std::optional<std::string> FaultBoard::posted() {
   }
 }
 
+void FaultBoard::show_calls(const std::string& calls) {
+  if (!store_) return;
+  try {
+    store_->set(key("calls/" + std::to_string(rank_)), calls);
+  } catch (const std::exception&) {
+    // The wait that goes on notices what is wrong with the store's host.
+  }
+}
+
+std::string FaultBoard::shown_calls(int rank) {
+  const std::string name = key("calls/" + std::to_string(rank));
+  try {
+    return store_ && store_->check({name}) ? store_->get_to_str(name) : std::string();
+  } catch (const std::exception&) {
+    return {};
+  }
+}
+
 std::string FaultBoard::roll_call(std::chrono::milliseconds limit) {
   if (!store_) return {};
   const auto deadline = std::chrono::steady_clock::now() + limit;

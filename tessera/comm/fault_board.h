@@ -1,4 +1,5 @@
-// What the ranks of a failed group tell each other through the group's store: the first cause, and who is still there.
+// What the ranks of a group in trouble tell each other through the group's store: the first cause of a failure, who is
+// still there, and what they have called.
 // All calls are local, bounded in time while the store answers, and never throw; a store that cannot be reached (its
 // host may be the process that died) is part of the report.
 #pragma once
@@ -20,6 +21,10 @@ class FaultBoard {
   std::string post(const std::string& cause);
   // The first cause, if any rank has posted one.
   std::optional<std::string> posted();
+  // Shows `calls` to the other ranks, in place of what this rank showed before.
+  void show_calls(const std::string& calls);
+  // What rank `rank` has shown last; empty when nothing.
+  std::string shown_calls(int rank);
   // Marks this rank as alive, waits up to `limit` for the same mark of the others, and describes those without one:
   // "no answer within 2.0 s from rank(s) 2 (dead, or busy outside of any collective)". Empty when all answered.
   std::string roll_call(std::chrono::milliseconds limit);

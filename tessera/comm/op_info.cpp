@@ -27,11 +27,39 @@ bool reduces(const OpInfo& info) {
   return name == "reduce_scatter" || name == "all_reduce";
 }
 
+bool any_size(const OpInfo& info) {
+  return std::string_view(info.name) == "all_to_all";
+}
+
 std::string head(const OpInfo& info) {
   std::string text = std::string(info.name) + " (";
   if (!info.label.empty()) text += info.label + ", ";
   return text + std::to_string(info.bytes) + " B";
 }
+
+std::string tail(const OpInfo& info) {
+  std::string text;
+  if (info.dtype != c10::ScalarType::Undefined) text += std::string(", ") + c10::toString(info.dtype);
+  if (reduces(info)) text += std::string(", ") + reduce_op_name(info.op);
+  if (info.root >= 0) text += ", root " + std::to_string(info.root);
+  return text + ")";
+}
+
+// FNV-1a over the bytes of a text and over those of a number, lowest first.
+struct Hash {
+  uint64_t value = 0xcbf29ce484222325u;
+
+  void add(unsigned char byte) { value = (value ^ byte) * 0x100000001b3u; }
+  void add(std::string_view text) {
+    for (const char c : text)
+      add(static_cast<unsigned char>(c));
+    add(static_cast<unsigned char>(0));
+  }
+  void add(int64_t number) {
+    for (int i = 0; i < 8; ++i)
+      add(static_cast<unsigned char>(static_cast<uint64_t>(number) >> (8 * i)));
+  }
+};
 
 }  // namespace
 
@@ -40,17 +68,45 @@ std::string describe(const OpInfo& info) {
 }
 
 std::string describe_fully(const OpInfo& info) {
-  std::string text = head(info);
-  if (info.dtype != c10::ScalarType::Undefined) text += std::string(", ") + c10::toString(info.dtype);
-  if (reduces(info)) text += std::string(", ") + reduce_op_name(info.op);
-  if (info.root >= 0) text += ", root " + std::to_string(info.root);
-  return text + ")";
+  return head(info) + tail(info);
 }
 
 bool same_call(const OpInfo& a, const OpInfo& b) {
   const std::string_view name = a.name;
   return name == b.name && a.label == b.label && a.dtype == b.dtype && a.root == b.root &&
-         (!reduces(a) || a.op == b.op) && (a.bytes == b.bytes || name == "all_to_all");
+         (!reduces(a) || a.op == b.op) && (a.bytes == b.bytes || any_size(a));
+}
+
+std::string agreement(const OpInfo& info) {
+  OpInfo part = info;
+  if (any_size(info)) part.bytes = 0;
+  return describe_fully(part);
+}
+
+uint64_t agreement_hash(const OpInfo& info) {
+  Hash hash;
+  hash.add(std::string_view(info.name));
+  hash.add(std::string_view(info.label));
+  hash.add(any_size(info) ? int64_t{0} : info.bytes);
+  hash.add(static_cast<int64_t>(info.dtype));
+  hash.add(reduces(info) ? static_cast<int64_t>(info.op) : int64_t{0});
+  hash.add(static_cast<int64_t>(info.root));
+  return hash.value;
+}
+
+std::string disagreement(int rank_a, std::string_view a, int rank_b, std::string_view b) {
+  std::string text = std::string(kDisagreement) + ": rank " + std::to_string(rank_a) + " called ";
+  text += a;
+  text += ", rank " + std::to_string(rank_b) + " called ";
+  text += b;
+  return text;
+}
+
+std::string split_disagreement(std::string_view call, int from, int64_t sent, int to, int64_t expected) {
+  std::string text = std::string(kDisagreement) + ": in ";
+  text += call;
+  return text + " rank " + std::to_string(from) + " sends " + std::to_string(sent) + " B to rank " +
+         std::to_string(to) + ", which expects " + std::to_string(expected) + " B";
 }
 
 std::string join(const std::vector<int>& ranks) {

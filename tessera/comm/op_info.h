@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "tessera/comm/group.h"
@@ -31,6 +32,17 @@ std::string describe_fully(const OpInfo& info);
 // Whether two ranks may call these at the same position. Sizes of all_to_all are compared by their
 // splits instead.
 bool same_call(const OpInfo& a, const OpInfo& b);
+// Two calls that are the same have equal ones of these, others different ones: as text, and as a
+// number that is the same in every process (hashes may collide).
+std::string agreement(const OpInfo& info);
+uint64_t agreement_hash(const OpInfo& info);
+
+// How the messages of the two below begin.
+inline constexpr std::string_view kDisagreement = "the ranks disagree";
+// "the ranks disagree: rank 0 called <a>, rank 1 called <b>", from describe_fully() of both.
+std::string disagreement(int rank_a, std::string_view a, int rank_b, std::string_view b);
+// "the ranks disagree: in <call> rank 0 sends 4 B to rank 1, which expects 8 B", from describe() of the sender's call.
+std::string split_disagreement(std::string_view call, int from, int64_t sent, int to, int64_t expected);
 
 // "0, 2, 3".
 std::string join(const std::vector<int>& ranks);

@@ -141,8 +141,7 @@ void World::check_agreement(const Op& op) {
     const OpInfo& a = op.posts[reference]->info;
     const OpInfo& b = op.posts[r]->info;
     if (same_call(a, b)) continue;
-    fail("the ranks disagree: rank " + std::to_string(reference) + " called " + describe_fully(a) + ", rank " +
-         std::to_string(r) + " called " + describe_fully(b));
+    fail(disagreement(reference, describe_fully(a), r, describe_fully(b)));
     return;
   }
   if (op.posted < size_ || std::string_view(op.posts[0]->info.name) != "all_to_all") return;
@@ -150,9 +149,7 @@ void World::check_agreement(const Op& op) {
     for (int to = 0; to < size_; ++to) {
       const int64_t sent = op.posts[from]->in_splits[to], expected = op.posts[to]->out_splits[from];
       if (sent == expected) continue;
-      fail("the ranks disagree: in " + describe(op.posts[from]->info) + " rank " + std::to_string(from) + " sends " +
-           std::to_string(sent) + " B to rank " + std::to_string(to) + ", which expects " + std::to_string(expected) +
-           " B");
+      fail(split_disagreement(describe(op.posts[from]->info), from, sent, to, expected));
       return;
     }
   }

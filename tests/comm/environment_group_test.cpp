@@ -239,5 +239,27 @@ TEST(EnvironmentGroup, ALateRankFailsTheOthersAtTheTimeoutAndItselfWithTheFirstC
   expect_success(run_processes(2, "Processes.DISABLED_OneIsLate"));
 }
 
+// Two units of one size whose gathers two processes begin in different orders.
+TEST(Processes, DISABLED_UnitsInAnotherOrder) {
+  const auto group = environment_group(60s);
+  group->barrier("start");
+  at::Tensor a = at::zeros({200000}), b = at::zeros({200000}), mine = at::ones({100000});
+  auto first = group->rank() == 0 ? group->all_gather(a, mine, "parameters of unit 'a'")
+                                  : group->all_gather(b, mine, "parameters of unit 'b'");
+  auto second = group->rank() == 0 ? group->all_gather(b, mine, "parameters of unit 'b'")
+                                   : group->all_gather(a, mine, "parameters of unit 'a'");
+  const auto text = message_of<c10::DistBackendError>([&] { first.wait(); });
+  EXPECT_HAS(text,
+             "the ranks disagree: rank 0 called all_gather (parameters of unit 'a', 800000 B, Float), rank 1 called "
+             "all_gather (parameters of unit 'b', 800000 B, Float)");
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { group->barrier("later"); }), "the ranks disagree");
+  leave_mark("told");
+  EXPECT_TRUE(await_marks("told", {0, 1}));
+}
+
+TEST(EnvironmentGroup, UnitsGatheredInDifferentOrdersAreNamed) {
+  expect_success(run_processes(2, "Processes.DISABLED_UnitsInAnotherOrder"));
+}
+
 }  // namespace
 }  // namespace tessera::comm

@@ -34,6 +34,14 @@ TEST_F(FaultBoards, TheRollCallNamesTheSilent) {
   EXPECT_EQ(a.roll_call(1s), "");
 }
 
+TEST_F(FaultBoards, RanksShowEachOtherTheirCalls) {
+  EXPECT_EQ(a.shown_calls(1), "");
+  b.show_calls("first");
+  b.show_calls("second");
+  EXPECT_EQ(a.shown_calls(1), "second");
+  EXPECT_EQ(a.shown_calls(0), "");
+}
+
 TEST(FaultBoard, AStoreThatIsGoneIsReportedAndNotThrown) {
   struct Broken : c10d::HashStore {
     void set(const std::string&, const std::vector<uint8_t>&) override { throw std::runtime_error("reset by peer"); }
@@ -46,6 +54,8 @@ TEST(FaultBoard, AStoreThatIsGoneIsReportedAndNotThrown) {
   FaultBoard board(c10::make_intrusive<Broken>(), 1, 2, "g");
   EXPECT_EQ(board.post("mine"), "mine");
   EXPECT_FALSE(board.posted().has_value());
+  board.show_calls("mine");
+  EXPECT_EQ(board.shown_calls(1), "");
   EXPECT_HAS(board.roll_call(100ms), "store cannot be reached");
 }
 
@@ -54,6 +64,8 @@ TEST(FaultBoard, WorksWithoutAStore) {
   EXPECT_EQ(board.post("mine"), "mine");
   EXPECT_FALSE(board.posted().has_value());
   EXPECT_EQ(board.roll_call(100ms), "");
+  board.show_calls("mine");
+  EXPECT_EQ(board.shown_calls(0), "");
 }
 
 }  // namespace

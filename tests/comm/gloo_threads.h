@@ -28,7 +28,7 @@ inline void run_gloo_threads(int size, const std::function<void(int, TorchGroup)
         auto group = c10::make_intrusive<Group>(store, rank, size);
         group->setBackend(c10::DeviceType::CPU, Group::BackendType::GLOO, gloo);
         group->setDefaultBackend(Group::BackendType::GLOO);
-        group->setGroupName("threads_" + std::to_string(rank));
+        group->setGroupName("threads");
         fn(rank, group);
       } catch (...) {
         errors[rank] = std::current_exception();

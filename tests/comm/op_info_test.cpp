@@ -35,6 +35,28 @@ TEST(OpInfo, CallsMustAgreeInEverythingThatTravels) {
   EXPECT_FALSE(same_call(a, b));
 }
 
+TEST(OpInfo, AgreementIsWhatTheSameCallsHaveInCommon) {
+  std::vector<OpInfo> calls;
+  for (const char* name : {"all_reduce", "all_gather", "all_to_all"}) {
+    for (const auto op : {ReduceOp::Sum, ReduceOp::Max}) {
+      for (const auto dtype : {at::kFloat, at::kInt}) {
+        for (const int64_t bytes : {8, 1 << 20}) {
+          for (const char* label : {"", "x", "y"})
+            calls.push_back({.name = name, .label = label, .bytes = bytes, .dtype = dtype, .op = op});
+        }
+      }
+    }
+  }
+  for (const int root : {0, 1})
+    calls.push_back({.name = "broadcast", .bytes = 8, .dtype = at::kFloat, .root = root});
+  for (const OpInfo& a : calls) {
+    for (const OpInfo& b : calls) {
+      EXPECT_EQ(agreement(a) == agreement(b), same_call(a, b)) << describe_fully(a) << " and " << describe_fully(b);
+      EXPECT_EQ(agreement_hash(a) == agreement_hash(b), same_call(a, b)) << describe_fully(a) << describe_fully(b);
+    }
+  }
+}
+
 TEST(OpInfo, AFailureNamesRankOperationAndCause) {
   const OpInfo info{.name = "barrier", .label = "end"};
   const auto text = testing::message_of<c10::DistBackendError>([&] { throw_failed(1, 4, info, 0.5, "gone"); });
