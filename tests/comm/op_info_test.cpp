@@ -48,7 +48,7 @@ TEST(OpInfo, AgreementIsWhatTheSameCallsHaveInCommon) {
     }
   }
   for (const int root : {0, 1})
-    calls.push_back({.name = "broadcast", .bytes = 8, .dtype = at::kFloat, .root = root});
+    calls.push_back({.name = "broadcast", .label = "", .bytes = 8, .dtype = at::kFloat, .root = root});
   for (const OpInfo& a : calls) {
     for (const OpInfo& b : calls) {
       EXPECT_EQ(agreement(a) == agreement(b), same_call(a, b)) << describe_fully(a) << " and " << describe_fully(b);
