@@ -76,17 +76,18 @@ $(VENV)/stamp-bench: requirements/bench.txt $(VENV)/stamp-demo
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -r $<
 	@touch $@
 
-# Kernels against probes with the same streams, then the engine against its peers; reports in bench/reports/.
+# Kernels against probes with the same streams, then the engine against its peers; reports in bench/reports/ (docs/bench.md).
 bench: $(VENV)/stamp-bench $(VENV)/stamp-package
 	@bash tools/check_system.sh bench
 	$(CMAKE) --preset bench -DPython3_EXECUTABLE=$(PY)
 	$(CMAKE) --build build/bench -j $(JOBS)
 	@set -e; for program in $$(find build/bench/bench -name '*_bench' -type f -executable | sort); do \
-	  echo "== $$program"; "$$program"; \
+	  echo "== $$program"; "$$program" $(if $(filter --quick,$(ARGS)),--benchmark_min_time=0.02); \
 	done
-	@set -e; for name in step tensors gpt memory; do for ranks in 1 2; do \
-	  echo "== $$name, $$ranks rank(s)"; $(PY) bench/run.py $$name --ranks $$ranks $(ARGS); \
-	done; done
+	@failed=; run() { echo "== $$*"; $(PY) bench/run.py "$$@" $(ARGS) || failed=1; }; \
+	for ranks in 1 2; do for name in step tensors layers gpt memory; do run $$name --ranks $$ranks; done; done; \
+	run backward; $(if $(filter --quick,$(ARGS)),,run step --allocator tuned;) \
+	test -z "$$failed"
 
 lint: $(VENV)/stamp-lint
 	$(PY) tools/check_layers.py

@@ -1,7 +1,6 @@
 """One training loop behind one face: Tessera, and the engines and hand-written loops it is measured against.
 
-A contender owns a copy of the model. train(*batch) is one optimizer step (forward, backward, clip, update) and returns
-the loss; compute(*batch) is forward and backward alone, gradients dropped.
+A contender owns a model. A step is forward(*batch), backward(loss), step(): three calls, so that each can be timed.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from models import blocks_of
 from torch import nn
 
 LR, BETAS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 0.01, 1.0
@@ -20,9 +20,24 @@ LR, BETAS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 0.01, 1.0
 
 class Contender:
     name = ""
+    trains = True  # False: the loss does not change
+    model: Any
+
+    def forward(self, *batch: Any) -> torch.Tensor:
+        return self.model(*batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        """Everything between the backward and updated weights, gradients dropped."""
+        raise NotImplementedError
 
     def train(self, *batch: Any) -> float:
-        raise NotImplementedError
+        loss = self.forward(*batch)
+        self.backward(loss)
+        self.step()
+        return loss.item()
 
     def close(self) -> None:
         pass
@@ -30,6 +45,20 @@ class Contender:
 
 def _adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+class Autograd(Contender):
+    """Forward and backward of plain PyTorch; the gradients are dropped. What no engine can go below."""
+
+    name, trains = "autograd alone", False
+
+    def __init__(self, model: nn.Module, bf16: bool) -> None:
+        self.model = model.bfloat16() if bf16 else model
+        self.params = list(model.parameters())
+
+    def step(self) -> None:
+        for param in self.params:
+            param.grad = None
 
 
 class Bare(Contender):
@@ -46,9 +75,7 @@ class Bare(Contender):
         self.model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if ddp else model
         self.optimizer = _adamw(self.masters)
 
-    def train(self, *batch: Any) -> float:
-        loss = self.model(*batch)
-        loss.backward()
+    def step(self) -> None:
         if self.bf16:
             for master, param in zip(self.masters, self.params, strict=True):
                 assert param.grad is not None
@@ -60,56 +87,49 @@ class Bare(Contender):
         if self.bf16:
             with torch.no_grad():
                 torch._foreach_copy_(self.params, self.masters)
-        return loss.item()
 
 
 class Fsdp2(Contender):
     """fully_shard of every block and the root; fp32 parameters, bf16 compute where asked."""
 
-    def __init__(self, model: nn.Module, bf16: bool, blocks: list[nn.Module], reshard: bool) -> None:
+    def __init__(self, model: nn.Module, bf16: bool, reshard: bool) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         self.name = f"FSDP2 as ZeRO-{3 if reshard else 2}"
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16) if bf16 else None
         options: dict[str, Any] = {"reshard_after_forward": reshard}
-        if policy is not None:
-            options["mp_policy"] = policy
-        for block in blocks:
+        if bf16:
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        for block in blocks_of(model):
             fully_shard(block, **options)
         self.model = fully_shard(model, **options)
         self.optimizer = _adamw(model.parameters())
 
-    def train(self, *batch: Any) -> float:
-        loss = self.model(*batch)
-        loss.backward()
+    def step(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.item()
 
 
-def _json(stage: int, bf16: bool, rows: int) -> dict[str, Any]:
+def _json(stage: int, bf16: bool, zero: dict[str, Any]) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": rows,
+        "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage} | (zero if stage == 3 else {}),
         "bf16": {"enabled": bf16},
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY}},
     }
 
 
 class Tessera(Contender):
-    def __init__(self, model: nn.Module, bf16: bool, stage: int, rows: int) -> None:
+    def __init__(self, model: nn.Module, bf16: bool, stage: int, zero: dict[str, Any]) -> None:
         import tessera
 
         self.name = f"Tessera {stage}"
-        self.engine, *_ = tessera.initialize(model=model, config=_json(stage, bf16, rows))
+        self.engine, *_ = tessera.initialize(model=model, config=_json(stage, bf16, zero))
+        self.model = self.engine
 
-    def train(self, *batch: Any) -> float:
-        loss = self.engine(*batch)
-        loss.backward()
+    def step(self) -> None:
         self.engine.step()
-        return loss.item()
 
     def close(self) -> None:
         self.engine.destroy()
@@ -118,11 +138,11 @@ class Tessera(Contender):
 class DeepSpeed(Contender):
     """DeepSpeed with the settings that were best here: no overflow check, buckets of the model's size."""
 
-    def __init__(self, model: nn.Module, bf16: bool, stage: int, rows: int) -> None:
+    def __init__(self, model: nn.Module, bf16: bool, stage: int, zero: dict[str, Any]) -> None:
         import deepspeed
 
         self.name = f"DeepSpeed {stage}"
-        config = _json(stage, bf16, rows)
+        config = _json(stage, bf16, zero)
         size = sum(p.numel() for p in model.parameters())
         config["zero_optimization"].update(reduce_bucket_size=size, allgather_bucket_size=size + size % 2)
         if stage in (1, 2):
@@ -130,38 +150,44 @@ class DeepSpeed(Contender):
         if bf16:
             config["bf16"]["check_grad_overflow"] = False
         self.engine, *_ = deepspeed.initialize(model=model, config=config)
+        self.model = self.engine
 
-    def train(self, *batch: Any) -> float:
-        loss = self.engine(*batch)
+    def backward(self, loss: torch.Tensor) -> None:
         self.engine.backward(loss)
+
+    def step(self) -> None:
         self.engine.step()
-        return loss.item()
 
     def close(self) -> None:
         self.engine.destroy()
 
 
+def available(name: str) -> bool:
+    """Whether the contender can be built: peers that are not installed are left out."""
+    kind = name.partition(":")[0]
+    if kind == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        return False
+    return kind not in ("ddp", "fsdp2", "deepspeed") or dist.is_initialized()
+
+
+def build(name: str, model: nn.Module, bf16: bool, zero: dict[str, Any] | None = None) -> Contender:
+    """`name`: autograd, bare, ddp, tessera:STAGE, fsdp2:2, fsdp2:3, deepspeed:STAGE. Takes over `model`. `zero`: more
+    of the section zero_optimization in stage 3."""
+    kind, _, stage = name.partition(":")
+    if kind == "autograd":
+        return Autograd(model, bf16)
+    if kind in ("bare", "ddp"):
+        return Bare(model, bf16, ddp=kind == "ddp")
+    if kind == "fsdp2":
+        return Fsdp2(model, bf16, reshard=stage == "3")
+    if kind in ("tessera", "deepspeed"):
+        return (Tessera if kind == "tessera" else DeepSpeed)(model, bf16, int(stage), zero or {})
+    raise SystemExit(f"no contender is called '{name}'")
+
+
 def contenders(
-    names: list[str], make: Callable[[], nn.Module], bf16: bool, rows: int, blocks: Callable[[nn.Module], list[Any]]
+    names: list[str], make: Callable[[], nn.Module], bf16: bool, zero: dict[str, Any] | None = None
 ) -> list[Contender]:
-    """Builds the named contenders on copies of one model. Peers that are not installed are left out."""
+    """The named contenders, as far as they are available, on copies of one model."""
     original = make()
-    result: list[Contender] = []
-    for name in names:
-        kind, _, stage = name.partition(":")
-        if kind == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-            continue
-        if kind in ("ddp", "fsdp2", "deepspeed") and not dist.is_initialized():
-            continue
-        model = copy.deepcopy(original)
-        if kind == "bare":
-            result.append(Bare(model, bf16))
-        elif kind == "ddp":
-            result.append(Bare(model, bf16, ddp=True))
-        elif kind == "fsdp2":
-            result.append(Fsdp2(model, bf16, blocks(model), reshard=stage == "3"))
-        elif kind == "deepspeed":
-            result.append(DeepSpeed(model, bf16, int(stage), rows))
-        else:
-            result.append(Tessera(model, bf16, int(stage), rows))
-    return result
+    return [build(name, copy.deepcopy(original), bf16, zero) for name in names if available(name)]

@@ -1,101 +1,127 @@
-"""Measuring: interleaved rounds, medians with spread, a memory-bandwidth probe, one JSON file a run."""
+"""Measuring: rounds in which every contender takes its turn, medians with spread, a memory-bandwidth probe."""
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
-import platform
-import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from contenders import Contender
 
-REPORTS = pathlib.Path(__file__).parent / "reports"
+GATE_STEPS = 5
+PHASES = ("forward", "backward", "step")
+
+
+@dataclass
+class Times:
+    """Seconds of each round."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    step: list[float] = field(default_factory=list)
+
+    @property
+    def whole(self) -> list[float]:
+        return [sum(parts) for parts in zip(self.forward, self.backward, self.step, strict=True)]
+
+
+def median(seconds: list[float]) -> float:
+    return statistics.median(seconds)
+
+
+def summary(values: list[float], scale: float = 1e3) -> dict[str, float]:
+    """Milliseconds, with the default scale."""
+    return {"median": median(values) * scale, "min": min(values) * scale, "max": max(values) * scale}
+
+
+def summaries(times: dict[str, Times]) -> dict[str, Any]:
+    """For the JSON file, milliseconds."""
+    return {
+        name: {"whole": summary(t.whole)} | {phase: summary(getattr(t, phase)) for phase in PHASES}
+        for name, t in times.items()
+    }
+
+
+def ratio(own: list[float], other: list[float]) -> dict[str, float]:
+    """The ratio of the medians, and the least and the greatest ratio within one round."""
+    rounds = [a / b for a, b in zip(own, other, strict=True)]
+    return {"median": median(own) / median(other), "min": min(rounds), "max": max(rounds)}
+
+
+def difference(own: list[float], other: list[float], scale: float) -> dict[str, float]:
+    rounds = [(a - b) * scale for a, b in zip(own, other, strict=True)]
+    return {"median": (median(own) - median(other)) * scale, "min": min(rounds), "max": max(rounds)}
+
+
+def together() -> None:
+    """Waits until all ranks are here."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
 
 
 def bandwidth() -> float:
-    """GB/s of y = a*x + y over 64 MiB arrays (read 2, write 1), best of 5: the roof of an optimizer pass."""
+    """GB/s of y = a*x + y over 64 MiB arrays (read 2, write 1), best of 10: the roof of an optimizer pass. All ranks at
+    once."""
     n = 16 << 20
     x, y = torch.ones(n), torch.ones(n)
     best = 0.0
-    for _ in range(5):
+    together()
+    for _ in range(10):
         start = time.perf_counter()
         y.add_(x, alpha=0.5)
         best = max(best, 12 * n / (time.perf_counter() - start) / 1e9)
+    together()
     return best
 
 
-def interleaved(runs: dict[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Seconds of each run in each round: A B C A B C ..., after `warmup` rounds that are not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+def gate(entries: list[Contender], batch: tuple[Any, ...], tolerance: float) -> None:
+    """Losses of the first steps: every contender must agree with the first one that trains, or there is no number."""
+    losses = {entry.name: [entry.train(*batch) for _ in range(GATE_STEPS)] for entry in entries}
+    same_losses(losses, {e.name for e in entries if e.trains}, tolerance)
+
+
+def same_losses(losses: dict[str, list[float]], trains: set[str], tolerance: float) -> None:
+    reference = next(name for name in losses if name in trains)
+    for name, mine in losses.items():
+        steps = len(mine) if name in trains else 1
+        pairs = list(zip(mine, losses[reference], strict=True))[:steps]
+        if max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs) > tolerance:
+            raise RuntimeError(f"{name} trains to other losses than {reference}: {mine} and {losses[reference]}")
+
+
+def interleaved(entries: list[Contender], batch: tuple[Any, ...], rounds: int, warmup: int = 1) -> dict[str, Times]:
+    """One step of each contender, then one of each again, ...; after `warmup` rounds that are not counted."""
+    times = {entry.name: Times() for entry in entries}
     for number in range(warmup + rounds):
-        for name, run in runs.items():
+        for entry in entries:
+            together()
             start = time.perf_counter()
-            run()
-            if number >= warmup:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+            loss = entry.forward(*batch)
+            forward = time.perf_counter()
+            entry.backward(loss)
+            backward = time.perf_counter()
+            entry.step()
+            end = time.perf_counter()
+            if number < warmup:
+                continue
+            mine = times[entry.name]
+            mine.forward.append(forward - start)
+            mine.backward.append(backward - forward)
+            mine.step.append(end - backward)
+    return times
 
 
-def summary(seconds: list[float], scale: float = 1e3) -> dict[str, float]:
-    return {
-        "median": statistics.median(seconds) * scale,
-        "min": min(seconds) * scale,
-        "max": max(seconds) * scale,
-    }
-
-
-def peak_memory() -> int:
-    """Largest resident size of this process so far, bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def machine() -> dict[str, Any]:
-    cpu = platform.processor()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as file:
-            cpu = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), cpu)
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    deepspeed = sys.modules.get("deepspeed")
-    if deepspeed is not None:
-        versions["deepspeed"] = deepspeed.__version__
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "versions": versions,
-        "revision": revision.stdout.strip(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def write_report(name: str, title: str, command: str, tables: list[str], data: dict[str, Any]) -> pathlib.Path:
-    """reports/<name>.json with everything, reports/<name>.md with the tables made from it."""
-    REPORTS.mkdir(exist_ok=True)
-    where = machine()
-    (REPORTS / f"{name}.json").write_text(json.dumps({"machine": where, "command": command, **data}, indent=1) + "\n")
-    versions = ", ".join(f"{key} {value}" for key, value in where["versions"].items())
-    head = (
-        f"# {title}\n\n`{command}` on {where['date']}, revision {where['revision']}. {where['cpu']}, "
-        f"{where['cores']} cores, {where['threads']} thread(s) a rank; {versions}. Medians of interleaved rounds "
-        f"(min-max). Bandwidth probe (a*x+y): {data['probe'][0]:.1f} GB/s before, {data['probe'][1]:.1f} after.\n"
-    )
-    path = REPORTS / f"{name}.md"
-    path.write_text(head + "\n" + "\n\n".join(tables) + "\n")
-    return path
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
-def cell(value: dict[str, float], digits: int = 1) -> str:
-    return f"{value['median']:.{digits}f} ({value['min']:.{digits}f}-{value['max']:.{digits}f})"
+def each_call(prepare: Callable[[], Callable[[], object]], finish: Callable[[], object], calls: int) -> float:
+    """Median seconds of what prepare() returns; finish() runs after each, not timed."""
+    seconds = []
+    for _ in range(calls):
+        run = prepare()
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+        finish()
+    return median(seconds)

@@ -1,0 +1,80 @@
+"""Models of the benchmarks. Those named Many... cost next to nothing to compute: what is left is the engine."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from gpt import Gpt, GptOptions
+from torch import nn
+
+PER_BLOCK = 10
+GPT_SIZES = {
+    "1M": GptOptions(layers=4, width=128, heads=4, context=64),  # to try the scripts
+    "10M": GptOptions(),
+    "30M": GptOptions(layers=6, width=640, heads=10),
+}
+
+
+def sizes(count: int, elements: int) -> int:
+    return max(1, elements // count)
+
+
+class ManyTensors(nn.Module):
+    """`count` parameters of equal size, `elements` together."""
+
+    def __init__(self, count: int, elements: int) -> None:
+        super().__init__()
+        size = sizes(count, elements)
+        self.blocks = nn.ModuleList(
+            nn.ParameterList(torch.randn(size) for _ in range(min(PER_BLOCK, count - start)))
+            for start in range(0, count, PER_BLOCK)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.new_zeros(())
+        for block in self.blocks:
+            for param in block:
+                total = total + param[:1].sum().to(x.dtype) * x
+        return total.float()
+
+
+class Layer(nn.Module):
+    def __init__(self, size: int, scale: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size).mul_(scale))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight[:1].sum().to(x.dtype) * x
+
+
+class ManyLayers(nn.Module):
+    """As ManyTensors, with a module for every parameter and blocks of `per_block`, so that engines can partition."""
+
+    def __init__(self, count: int, elements: int, per_block: int = PER_BLOCK) -> None:
+        super().__init__()
+        size, scale = sizes(count, elements), 1 / math.sqrt(count)  # the product over all layers stays near 1
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(Layer(size, scale) for _ in range(min(per_block, count - start))))
+            for start in range(0, count, per_block)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float()
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that FSDP2 shards one by one."""
+    found: Any = getattr(model, "blocks", [])
+    return [b for b in found if not isinstance(b, nn.ParameterList)]
+
+
+def gpt(size: str) -> Gpt:
+    return Gpt(GPT_SIZES[size])
+
+
+def elements_of(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,110 @@
+"""Reports: NAME.json with every figure and the machine, NAME.md with the tables made from it, NAME.png where there is a
+picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+ROOT = pathlib.Path(__file__).parents[1]
+QUIET = 0.15  # the bandwidth probe may move by this much while a benchmark runs
+
+
+@dataclass
+class Goal:
+    text: str
+    value: float
+    limit: float
+    at_least: bool = False
+
+    def row(self) -> list[str]:
+        reached = self.value >= self.limit if self.at_least else self.value <= self.limit
+        sign = ">=" if self.at_least else "<="
+        return [self.text, f"{sign} {self.limit:g}", f"{self.value:.3g}", "yes" if reached else "no"]
+
+
+@dataclass
+class Result:
+    """What a benchmark hands over. `text`: paragraphs and tables in order."""
+
+    text: list[str]
+    data: dict[str, Any]
+    goals: list[Goal] = field(default_factory=list)
+    plot: Any = None  # plot(path) writes a picture
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def cell(value: dict[str, float], digits: int = 1, sign: str = "") -> str:
+    """median (min-max)"""
+    low, high = (f"{value[key]:{sign}.{digits}f}" for key in ("min", "max"))
+    return f"{value['median']:{sign}.{digits}f} ({low}{' to ' if sign else '-'}{high})"
+
+
+def machine() -> dict[str, Any]:
+    cpu = platform.processor()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as file:
+            cpu = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), cpu)
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    revision = subprocess.run(git, capture_output=True, text=True, check=False)
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is not None:
+        versions["deepspeed"] = deepspeed.__version__
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "versions": versions,
+        "revision": revision.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def moved(probe: list[list[float]]) -> float:
+    """How much the probe of [before, after] of any rank moved."""
+    return max(abs(before - after) / ((before + after) / 2) for before, after in probe)
+
+
+def write(folder: pathlib.Path, name: str, title: str, args: Any, result: Result, probe: list[list[float]]) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    where = machine()
+    everything = {"machine": where, "command": args.command, "rounds": args.rounds, "probe": probe, **result.data}
+    (folder / f"{name}.json").write_text(json.dumps(everything, indent=1) + "\n")
+    versions = ", ".join(f"{key} {value}" for key, value in where["versions"].items())
+    shown = "; ".join(f"{before:.1f} GB/s before, {after:.1f} after" for before, after in probe)
+    head = (
+        f"`{args.command}` on {where['date']}, revision {where['revision']}. {where['cpu']}, {where['cores']} cores, "
+        f"{where['threads']} thread(s) a rank; {versions}. Bandwidth probe (a*x+y) of each rank: {shown}. Medians of "
+        f"{args.rounds} rounds in which every engine takes its turn (min-max)."
+    )
+    if args.allocator != "default":
+        head += " Allocator that keeps freed memory."
+    parts = [f"# {title}", head]
+    if moved(probe) > QUIET:
+        parts.insert(1, f"**Noisy machine: the bandwidth probe moved by {moved(probe):.0%}. Read ratios only.**")
+    if args.quick:
+        parts.insert(1, "Quick mode: few rounds, to see that everything works.")
+    parts += result.text
+    if result.plot is not None:
+        result.plot(folder / f"{name}.png")
+        parts.append(f"![{title}]({name}.png)")
+    if result.goals:
+        parts.append("Goals:")
+        parts.append(table(["goal", "", "measured", "reached"], [goal.row() for goal in result.goals]))
+    text = "\n\n".join(parts) + "\n"
+    (folder / f"{name}.md").write_text(text)
+    return text

@@ -1,0 +1,108 @@
+"""GPTs end to end: the time of a step, and where it goes."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from contenders import contenders
+from measure import PHASES, Times, gate, interleaved, median, ratio, summaries, summary
+from models import GPT_SIZES, gpt
+from report import Goal, Result, cell, table
+
+from suites.common import AUTOGRAD, base_of, close
+
+
+def measure(args: argparse.Namespace, size: str, bf16: bool) -> dict[str, Times]:
+    torch.manual_seed(0)
+    entries = contenders(args.peers, lambda: gpt(size), bf16)
+    # Every rank has data of its own, so that the losses show that gradients are averaged over the ranks.
+    generator = torch.Generator().manual_seed(1 + args.rank)
+    text = torch.randint(0, 256, (args.rows, GPT_SIZES[size].context + 1), generator=generator)
+    batch = (text[:, :-1].contiguous(), text[:, 1:].contiguous())
+    gate(entries, batch, 0.05 if bf16 else 1e-3)
+    times = interleaved(entries, batch, args.rounds)
+    close(entries)
+    return times
+
+
+def tables(args: argparse.Namespace, title: str, times: dict[str, Times], tokens: int) -> list[str]:
+    base = base_of(times)
+    rows = [
+        [
+            name,
+            f"{cell(summary(t.whole))} ms",
+            f"{tokens / median(t.whole):.0f}",
+            cell(ratio(t.whole, times[base].whole), 3),
+        ]
+        for name, t in times.items()
+    ]
+    where = [
+        [name, *(cell(summary(getattr(t, phase))) for phase in PHASES), f"{median(t.whole) * 1e3:.1f}"]
+        for name, t in times.items()
+    ]
+    return [
+        f"## {title}",
+        table(["engine", "step", "tokens/s", f"time over {base}"], rows),
+        "Where the time goes, ms:",
+        table(["engine", "forward", "backward", "step", "together"], where),
+    ]
+
+
+def goals_of(args: argparse.Namespace, title: str, times: dict[str, Times]) -> list[Goal]:
+    limits: list[tuple[str, str, float]]  # engine, compared with, the engine's time at most this times the other's
+    if args.ranks == 1:
+        limits = [("Tessera 0", "bare loop", 1.02), ("Tessera 1", "bare loop", 1.02), ("Tessera 3", "bare loop", 1.08)]
+        peers = [("Tessera 3", "FSDP2 as ZeRO-3", 1.25), ("Tessera 3", "DeepSpeed 3", 1.6)]
+    else:
+        limits = [("Tessera 2", "DDP", 0.8)]
+        peers = [
+            ("Tessera 2", "DeepSpeed 1", 1.5),
+            ("Tessera 3", "FSDP2 as ZeRO-3", 1.9),
+            ("Tessera 3", "DeepSpeed 3", 2.5),
+        ]
+    goals = []
+    for name, other, limit in limits:
+        if {name, other} <= times.keys():
+            goals.append(Goal(f"{title}: time of {name} over {other}", over(times, name, other), limit))
+    for name, other, limit in peers:
+        if {name, other} <= times.keys():
+            goals.append(Goal(f"{title}: time of {other} over {name}", over(times, other, name), limit, True))
+    return goals
+
+
+def over(times: dict[str, Times], name: str, other: str) -> float:
+    return ratio(times[name].whole, times[other].whole)["median"]
+
+
+def bench_gpt(args: argparse.Namespace) -> Result:
+    text = [
+        f"'{AUTOGRAD}' is forward and backward in plain PyTorch with the gradients dropped. "
+        + ("" if args.ranks == 1 else "Ranks talk over Gloo. ")
+        + "Where gradients are reduced during the backward, that is in its time; so are the "
+        "gathers of stage 3 in forward and backward."
+    ]
+    goals: list[Goal] = []
+    data: dict[str, Any] = {}
+    bars: dict[str, dict[str, dict[str, float]]] = {}
+    base = ""
+    for size in args.sizes:
+        for precision in args.precisions:
+            times = measure(args, size, precision == "bf16")
+            context = GPT_SIZES[size].context
+            title = f"{size}, {precision}"
+            text += tables(
+                args, f"{title}, {args.rows} x {context} tokens a rank", times, args.rows * context * args.ranks
+            )
+            goals += goals_of(args, title, times)
+            data[title] = summaries(times)
+            base = base_of(times)
+            bars[title] = {name: ratio(t.whole, times[base].whole) for name, t in times.items() if name != AUTOGRAD}
+
+    def plot(path: Any) -> None:
+        from plots import gpt_bars
+
+        gpt_bars(path, bars, base, args.ranks)
+
+    return Result(text, {"gpt": data}, goals, plot)
