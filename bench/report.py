@@ -50,7 +50,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 def cell(value: dict[str, float], digits: int = 1, sign: str = "") -> str:
     """median (min-max)"""
     low, high = (f"{value[key]:{sign}.{digits}f}" for key in ("min", "max"))
-    return f"{value['median']:{sign}.{digits}f} ({low}{' to ' if sign else '-'}{high})"
+    return f"{value['median']:{sign}.{digits}f} ({low}{' to ' if sign or value['min'] < 0 else '-'}{high})"
 
 
 def machine() -> dict[str, Any]:

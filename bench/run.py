@@ -40,6 +40,7 @@ OWN, PEERS = ["tessera:0", "tessera:1", "tessera:2", "tessera:3"], ["fsdp2:2", "
 DEEPSPEED = ["deepspeed:1", "deepspeed:2", "deepspeed:3"]
 PLAIN = ["autograd", "bare", "ddp"]
 NOT_QUICK = ["tessera:0", "tessera:2", "deepspeed:2"]
+MEMORY_NOT_QUICK = ["bare", "fsdp2:2", "deepspeed:1", *NOT_QUICK]  # a process for each contender takes its time
 BENCHES: dict[str, tuple[str, Any, list[str]]] = {  # title, function, contenders
     "step": ("Local step: gradient to updated weights", bench_step, PLAIN + OWN + PEERS[:1] + DEEPSPEED),
     "tensors": ("Engine cost per tensor", bench_tensors, PLAIN + OWN[:3] + PEERS[:1] + DEEPSPEED[:2]),
@@ -120,7 +121,8 @@ def options() -> argparse.Namespace:
     args.out = args.out or (ROOT / "build" / "bench-quick" if args.quick else HERE / "reports")
     args.sizes = args.sizes or (["10M"] if args.quick else ["10M", "30M"])
     args.precisions = args.precisions or (["bf16"] if args.quick else ["fp32", "bf16"])
-    default = [p for p in BENCHES[args.bench][2] if not (args.quick and p in NOT_QUICK)]
+    skipped = [] if not args.quick else MEMORY_NOT_QUICK if args.bench == "memory" else NOT_QUICK
+    default = [p for p in BENCHES[args.bench][2] if p not in skipped]
     args.peers = [p for p in args.peers or default if args.ranks == 1 or p != "bare"]
     if args.quick:
         args.rounds = min(args.rounds, 3)

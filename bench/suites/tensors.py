@@ -96,13 +96,13 @@ def shared_note(args: argparse.Namespace) -> str:
 
 
 def bench_tensors(args: argparse.Namespace) -> Result:
-    counts = args.counts or ([10, 100] if args.quick else [10, 100, 1000, 10000])
+    counts = args.counts or ([10, 300] if args.quick else [10, 100, 1000, 10000])
     measured = measure(args, counts, lambda c: ManyTensors(c, args.parameters), 1000, {})
     return finish(args, measured, shared_note(args), {"Tessera 1": 5, "Tessera 2": 5})
 
 
 def bench_layers(args: argparse.Namespace) -> Result:
-    counts = args.counts or ([10, 100] if args.quick else [10, 100, 1000])
+    counts = args.counts or ([10, 300] if args.quick else [10, 100, 1000])
     zero = {"stage3_param_persistence_threshold": 0}  # else tensors up to 100,000 elements are not partitioned at all
     measured = measure(args, counts, lambda c: ManyLayers(c, args.parameters), 1000, zero)
     note = shared_note(args) + (
