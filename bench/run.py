@@ -3,7 +3,7 @@
   python bench/run.py step      gradient to updated weights: 10 M parameters in 50 tensors, bf16
   python bench/run.py tensors   engine cost per tensor: 10 M parameters in 10 to 10,000 tensors
   python bench/run.py layers    the same with a module for every tensor, for stage 3: 10 to 1,000 tensors
-  python bench/run.py gpt       GPTs of 10 M and 30 M parameters end to end, fp32 and bf16, and where the time goes
+  python bench/run.py gpt       GPTs of 10 M (fp32, bf16) and 30 M (bf16) parameters end to end, and where the time goes
   python bench/run.py backward  what an engine adds to loss.backward() and its relatives
   python bench/run.py memory    bytes a parameter, resident and peak, 60 M parameters in bf16
 Add --ranks 2 for two Gloo processes, --quick to see that everything works. A report is refused when the machine was not
@@ -88,8 +88,9 @@ def worker(rank: int, args: argparse.Namespace, port: int, queue: Any) -> None:
 def report(args: argparse.Namespace, result: Result, probe: list[list[float]]) -> str:
     """Writes the report, or says why not."""
     if moved(probe) > QUIET and not (args.noisy or args.quick):
+        shown = ", ".join(f"{before:.1f} and {after:.1f}" for before, after in probe)
         return (
-            f"no report: the bandwidth probe moved by {moved(probe):.0%} while the benchmark ran ({probe}, GB/s before "
+            f"no report: the bandwidth probe moved by {moved(probe):.0%} while the benchmark ran ({shown}, GB/s before "
             "and after on each rank), so the machine was not quiet; run it again, or with --noisy"
         )
     ranks = f"{args.ranks} rank" + ("s" if args.ranks > 1 else "")
@@ -105,12 +106,17 @@ def options() -> argparse.Namespace:
     add = parser.add_argument
     add("bench", choices=BENCHES)
     add("--ranks", type=int, default=1)
-    add("--rounds", type=int, default=9, help="rounds that are counted, at least 7 without --quick")
+    add("--rounds", type=int, default=7, help="rounds that are counted, at least 7 without --quick")
     add("--peers", nargs="+", help="contenders, e.g. autograd bare ddp tessera:1 fsdp2:3 deepspeed:2")
     add("--parameters", type=int, default=10_000_000, help="of step, tensors and layers")
     add("--counts", type=int, nargs="+", help="numbers of tensors, of tensors and layers")
     add("--sizes", nargs="+", choices=GPT_SIZES, help="of gpt")
-    add("--precisions", nargs="+", choices=["fp32", "bf16"], help="of gpt")
+    add(
+        "--precisions",
+        nargs="+",
+        choices=["fp32", "bf16"],
+        help="of gpt; default: both, for 30M and in quick mode bf16 only",
+    )
     add("--rows", type=int, default=1, help="sequences a rank and step, of gpt")
     add("--allocator", choices=["default", "tuned"], default="default", help="tuned: freed memory is kept")
     add("--out", type=pathlib.Path, help="folder of the report")
@@ -120,7 +126,6 @@ def options() -> argparse.Namespace:
     args.command = " ".join(["python bench/run.py", *sys.argv[1:]])
     args.out = args.out or (ROOT / "build" / "bench-quick" if args.quick else HERE / "reports")
     args.sizes = args.sizes or (["10M"] if args.quick else ["10M", "30M"])
-    args.precisions = args.precisions or (["bf16"] if args.quick else ["fp32", "bf16"])
     skipped = [] if not args.quick else MEMORY_NOT_QUICK if args.bench == "memory" else NOT_QUICK
     default = [p for p in BENCHES[args.bench][2] if p not in skipped]
     args.peers = [p for p in args.peers or default if args.ranks == 1 or p != "bare"]

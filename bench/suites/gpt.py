@@ -88,7 +88,7 @@ def bench_gpt(args: argparse.Namespace) -> Result:
     bars: dict[str, dict[str, dict[str, float]]] = {}
     base = ""
     for size in args.sizes:
-        for precision in args.precisions:
+        for precision in args.precisions or (["bf16"] if args.quick or size == "30M" else ["fp32", "bf16"]):
             times = measure(args, size, precision == "bf16")
             context = GPT_SIZES[size].context
             title = f"{size}, {precision}"
