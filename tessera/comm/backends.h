@@ -30,7 +30,7 @@ GroupPtr c10d_group(std::shared_ptr<void> keep_alive, c10d::ProcessGroup& group)
 
 // The world group of this process from the usual environment: RANK, WORLD_SIZE, MASTER_ADDR,
 // MASTER_PORT (set by torchrun --no-python or by hand). WORLD_SIZE unset or 1: single_group(). CPU:
-// Gloo over TCPStore. Collective: returns when all ranks have met, or throws DistBackendError after
+// Gloo over TCPStore, or shared memory where TESSERA_TRANSPORT is "shared_memory" (ranks of one host). Collective: returns when all ranks have met, or throws DistBackendError after
 // `timeout`. With several ranks SIGPIPE is ignored from here on, unless the program handles it.
 GroupPtr environment_group(std::chrono::milliseconds timeout = std::chrono::minutes(10));
 

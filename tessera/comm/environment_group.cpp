@@ -9,6 +9,7 @@
 #include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
 #include "tessera/comm/c10d_group.h"
+#include "tessera/comm/shm_group.h"
 
 namespace tessera::comm {
 namespace {
@@ -16,13 +17,22 @@ namespace {
 struct Place {
   int rank = 0, size = 1, port = 0, attempt = 0;
   std::string address;
-  bool agent_hosts_store = false;
+  bool agent_hosts_store = false, shared_memory = false;
 };
+
+// Whether the ranks, all on this host, shall talk through shared memory.
+bool read_transport() {
+  const std::string name = env::get("TESSERA_TRANSPORT").value_or("gloo");
+  TESSERA_CHECK_VALUE(name == "gloo" || name == "shared_memory", "comm", "TESSERA_TRANSPORT is '", name,
+                      "'; it may be gloo or shared_memory");
+  return name == "shared_memory";
+}
 
 Place read_place() {
   Place place;
   place.size = env::get_int("WORLD_SIZE").value_or(1);
   TESSERA_CHECK_VALUE(place.size >= 1, "comm", "WORLD_SIZE must be at least 1, got ", place.size);
+  place.shared_memory = read_transport();
   if (place.size == 1) return place;
   const auto rank = env::get_int("RANK");
   const auto address = env::get("MASTER_ADDR");
@@ -74,9 +84,10 @@ c10::intrusive_ptr<c10d::Store> open_store(const Place& place, std::chrono::mill
   return c10::make_intrusive<c10d::PrefixStore>(prefix + "/" + std::to_string(count), store);
 }
 
-c10::intrusive_ptr<c10d::ProcessGroup> meet(const Place& place, std::chrono::milliseconds timeout) {
+GroupPtr meet(const Place& place, std::chrono::milliseconds timeout) {
   using Group = c10d::ProcessGroup;
   const auto store = open_store(place, timeout);
+  if (place.shared_memory) return shm_group(*store, place.rank, place.size, timeout);
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
   add_devices(*options, place);
   auto gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(c10::make_intrusive<c10d::PrefixStore>("gloo", store),
@@ -85,7 +96,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> meet(const Place& place, std::chrono::mil
   group->setBackend(c10::DeviceType::CPU, Group::BackendType::GLOO, gloo);
   group->setDefaultBackend(Group::BackendType::GLOO);
   group->setGroupName("tessera_world");
-  return group;
+  return make_c10d_group(nullptr, std::move(group), C10dPath::ByDevice);
 }
 
 // Gloo and the store write to sockets whose peer may have died; unless the program has a handler of its own, that must
@@ -101,15 +112,13 @@ GroupPtr environment_group(std::chrono::milliseconds timeout) {
   const Place place = read_place();
   if (place.size == 1) return single_group();
   survive_closed_sockets();
-  c10::intrusive_ptr<c10d::ProcessGroup> group;
   try {
-    group = meet(place, timeout);
+    return meet(place, timeout);
   } catch (const std::exception& error) {
     const std::string text = error.what();
     TESSERA_CHECK_DIST(false, "comm", "rank ", place.rank, " of ", place.size, " could not meet the others at ",
                        place.address, ":", place.port, ": ", text.substr(0, text.find('\n')));
   }
-  return make_c10d_group(nullptr, std::move(group), C10dPath::ByDevice);
 }
 
 }  // namespace tessera::comm

@@ -13,17 +13,15 @@
 
 namespace tessera::testing {
 
-// Runs fn(rank, group) on `size` threads and returns when all have ended. When one throws, its
+// Runs fn(rank, groups[rank]) on a thread for each rank and returns when all have ended. When one throws, its
 // group is aborted, so that the others end too, and the exception that came first is thrown again
 // here. Note that gtest's ASSERT_* only leave the function they are in: in a rank, prefer EXPECT_*
 // or throw.
-inline void run_ranks(int size, const std::function<void(int, comm::GroupPtr)>& fn,
-                      std::chrono::milliseconds timeout = std::chrono::minutes(2)) {
-  auto groups = comm::thread_groups(size, timeout);
+inline void run_threads(std::vector<comm::GroupPtr> groups, const std::function<void(int, comm::GroupPtr)>& fn) {
   std::mutex mutex;
   std::exception_ptr first;
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
+  for (int rank = 0; rank < static_cast<int>(groups.size()); ++rank) {
     threads.emplace_back([&, rank, group = std::move(groups[rank])]() mutable {
       try {
         fn(rank, group);
@@ -46,6 +44,12 @@ inline void run_ranks(int size, const std::function<void(int, comm::GroupPtr)>& 
   for (auto& thread : threads)
     thread.join();
   if (first) std::rethrow_exception(first);
+}
+
+// The same over a thread group of `size` ranks.
+inline void run_ranks(int size, const std::function<void(int, comm::GroupPtr)>& fn,
+                      std::chrono::milliseconds timeout = std::chrono::minutes(2)) {
+  run_threads(comm::thread_groups(size, timeout), fn);
 }
 
 }  // namespace tessera::testing

@@ -1,0 +1,56 @@
+// The calls of one Group over shared memory, in flight and in order: moves records through the rings as far as that is
+// possible without waiting.
+#pragma once
+
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/shm_layout.h"
+#include "tessera/comm/shm_op.h"
+
+namespace tessera::comm {
+
+// Used by one thread at a time.
+class ShmChannel {
+ public:
+  // `base`: start of the segment. The ring of this rank has memory.
+  ShmChannel(char* base, int channel, int rank, int size);
+
+  void add(ShmOpPtr op);
+  // Moves what can be moved and tells the other ranks; whether there was anything.
+  bool progress();
+  // What the ranks disagree about; progress ends with it. Empty while all is well.
+  const std::string& disagreement() const { return disagreement_; }
+  // Ranks without which nothing moves.
+  std::vector<int> missing();
+  // Whether a ring with no free slot is in the way.
+  bool wants_space();
+  // This rank makes no more calls; whether another one does not.
+  void leave() { counters_[rank_].left.store(1); }
+  bool has_left(int rank) const { return counters_[rank].left.load() != 0; }
+
+ private:
+  ShmOp* next_to_send();
+  bool send_next();
+  bool receive_next();
+  void describe_in(SlotHead& head, const ShmOp& op) const;
+  void compare(const ShmOp& op, int peer, const SlotHead& head);
+  SlotHead& slot(int rank, int64_t place) const;
+  bool arrived(int rank, int64_t place);
+  bool has_space(int64_t place);
+  void tell_others(bool space_only);
+
+  const int rank_, size_;
+  ShmRank* const ranks_;
+  ShmCounters* const counters_;  // by rank
+  std::vector<char*> rings_;
+  std::deque<ShmOpPtr> sending_, receiving_;
+  int64_t next_place_ = 0;                   // of the next call's first step; -1 while that depends on `open_`
+  const ShmOp* open_ = nullptr;              // a call whose number of steps is not known yet
+  std::vector<int64_t> written_, consumed_;  // the counters as last seen
+  std::vector<const char*> records_;
+  std::string disagreement_;
+};
+
+}  // namespace tessera::comm

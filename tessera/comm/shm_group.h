@@ -1,0 +1,34 @@
+// Ranks of one host over shared memory; users call environment_group() of backends.h.
+//
+// Note [Shared memory]
+//   A Group of its own rather than a torch back end under the c10d group: a call of a few KiB costs about a microsecond
+//   here, and c10d's dispatch, its Work and the messages between pairs would each cost more than that. Data goes through
+//   rings in a segment (shm_segment.h) as records of up to 256 KiB that stay in the caches between the writer and its
+//   readers (shm_op.h, shm_channel.h); sums are added straight from the others' rings in rank order, so the bits are
+//   those of Note [Order of summation]. Every record says which call it belongs to: different calls are named at once.
+//   shm_world.h has the waits and what happens when a rank is lost.
+//
+//     shm_group      the Group, and how ranks meet        shm_op        collectives as scripts of steps
+//     shm_world      one rank: waits, faults              shm_layout    what lies where
+//     shm_channel    calls in flight, records             shm_signal    futex, life of a process
+//                                                         shm_segment   the memory
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <vector>
+
+#include "tessera/comm/group.h"
+
+namespace tessera::comm {
+
+// The group of `size` >= 2 processes of one host and user that meet at `store`. Collective. DistBackendError on all
+// ranks when one cannot take part (another host, no memory) or has not come after `timeout`, which is also the longest
+// wait for a rank later.
+GroupPtr shm_group(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout);
+
+// The same with threads of this process as ranks: element r is for the thread of rank r. For tests.
+std::vector<GroupPtr> shm_thread_groups(int size, std::chrono::milliseconds timeout);
+
+}  // namespace tessera::comm

@@ -1,0 +1,83 @@
+#include "tessera/comm/shm_segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <string>
+
+#include "tessera/base/error.h"
+
+namespace tessera::comm {
+namespace {
+
+// Memory of this host that is free or can be freed, in bytes; where that is not known, more than anybody asks for.
+size_t available_memory() {
+  std::ifstream file("/proc/meminfo");
+  for (std::string name; file >> name;) {
+    size_t kilobytes = 0;
+    if (name == "MemAvailable:" && file >> kilobytes) return kilobytes * 1024;
+    file.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
+  }
+  return std::numeric_limits<size_t>::max();
+}
+
+}  // namespace
+
+ShmSegment::ShmSegment(int fd, size_t bytes) : fd_(fd), size_(bytes) {
+  void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (data == MAP_FAILED) {
+    const int error = errno;
+    close(fd);
+    TESSERA_CHECK_DIST(false, "comm", "shared memory: cannot map ", bytes, " B: ", std::strerror(error));
+  }
+  data_ = static_cast<char*>(data);
+}
+
+ShmSegment::~ShmSegment() {
+  munmap(data_, size_);
+  close(fd_);
+}
+
+std::shared_ptr<ShmSegment> ShmSegment::create(size_t bytes) {
+  const int fd = memfd_create("tessera", MFD_CLOEXEC);
+  TESSERA_CHECK_DIST(fd >= 0, "comm", "shared memory: cannot create a segment: ", std::strerror(errno));
+  if (fchmod(fd, 0600) != 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
+    const int error = errno;
+    close(fd);
+    TESSERA_CHECK_DIST(false, "comm", "shared memory: cannot make a segment of ", bytes, " B: ", std::strerror(error));
+  }
+  return std::shared_ptr<ShmSegment>(new ShmSegment(fd, bytes));
+}
+
+std::shared_ptr<ShmSegment> ShmSegment::attach(int pid, int fd, size_t bytes) {
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  const int own = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  TESSERA_CHECK_DIST(own >= 0, "comm", "shared memory: cannot open ", path, ": ", std::strerror(errno),
+                     "; all ranks must run on one host, under one user, and see each other's processes");
+  struct stat status{};
+  if (fstat(own, &status) != 0 || static_cast<size_t>(status.st_size) != bytes) {
+    close(own);
+    TESSERA_CHECK_DIST(false, "comm", "shared memory: ", path, " is not a segment of ", bytes, " B");
+  }
+  return std::shared_ptr<ShmSegment>(new ShmSegment(own, bytes));
+}
+
+void ShmSegment::reserve(size_t offset, size_t bytes) const {
+  // An anonymous file has no limit of its own: asked for too much, the system would end processes instead of refusing.
+  const size_t available = available_memory();
+  TESSERA_CHECK_DIST(bytes <= available, "comm", "shared memory: ", bytes, " B are needed, ", available,
+                     " B are available");
+  int result = 0;
+  do {
+    result = fallocate(fd_, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes));
+  } while (result != 0 && errno == EINTR);
+  TESSERA_CHECK_DIST(result == 0, "comm", "shared memory: ", bytes, " B are needed: ", std::strerror(errno));
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,41 @@
+// Memory that the processes of one host share.
+//
+// Note [No name]
+//   A segment is an anonymous file (memfd) that other processes open through /proc/<pid>/fd/<fd>. So there is nothing in
+//   /dev/shm that a crash could leave behind or a later run could join by mistake, its size limit (64 MB in many
+//   containers) does not apply, and only processes of the same user can open it.
+// Note [Reserved before use]
+//   Touching a page that the system cannot provide ends a process with SIGBUS. So creating a segment takes address space
+//   only, and every part is reserved before its first use, which fails with an error instead.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+namespace tessera::comm {
+
+class ShmSegment {
+ public:
+  // A zeroed segment of `bytes`, a multiple of the page size. Errors of all calls: DistBackendError.
+  static std::shared_ptr<ShmSegment> create(size_t bytes);
+  // The segment that the running process `pid` has open as `fd`.
+  static std::shared_ptr<ShmSegment> attach(int pid, int fd, size_t bytes);
+  ~ShmSegment();
+  ShmSegment(const ShmSegment&) = delete;
+  ShmSegment& operator=(const ShmSegment&) = delete;
+
+  char* data() const { return data_; }
+  size_t size() const { return size_; }
+  int fd() const { return fd_; }
+  // Makes sure that [offset, offset + bytes) has memory.
+  void reserve(size_t offset, size_t bytes) const;
+
+ private:
+  ShmSegment(int fd, size_t bytes);
+
+  const int fd_;
+  const size_t size_;
+  char* data_ = nullptr;
+};
+
+}  // namespace tessera::comm

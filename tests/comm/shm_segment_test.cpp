@@ -1,0 +1,56 @@
+#include "tessera/comm/shm_segment.h"
+
+#include <unistd.h>
+
+#include <filesystem>
+
+#include "tests/comm/collectives.h"
+
+namespace tessera::comm {
+namespace {
+
+using testing::message_of;
+
+int shared_files() {
+  const std::filesystem::directory_iterator files("/dev/shm");
+  return static_cast<int>(std::distance(begin(files), end(files)));
+}
+
+TEST(ShmSegment, IsOneMemoryForAllWhoAttach) {
+  const int before = shared_files();
+  const auto segment = ShmSegment::create(1 << 20);
+  segment->reserve(0, 1 << 20);
+  const auto same = ShmSegment::attach(getpid(), segment->fd(), 1 << 20);
+  EXPECT_NE(segment->data(), same->data());
+  segment->data()[4097] = 'x';
+  EXPECT_EQ(same->data()[4097], 'x');
+  EXPECT_EQ(same->data()[0], 0);
+  EXPECT_EQ(shared_files(), before);  // nothing that a crash could leave behind
+}
+
+TEST(ShmSegment, OutlivesItsCreator) {
+  auto segment = ShmSegment::create(4096);
+  const auto same = ShmSegment::attach(getpid(), segment->fd(), 4096);
+  segment->data()[0] = 'x';
+  segment.reset();
+  EXPECT_EQ(same->data()[0], 'x');
+}
+
+TEST(ShmSegment, SaysWhatIsNeededWhenThereIsNoMemory) {
+  const auto segment = ShmSegment::create(4096);
+  const size_t huge = size_t{1} << 62;
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { segment->reserve(0, huge); }),
+             "[comm] shared memory: 4611686018427387904 B are needed, ");
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { ShmSegment::create(size_t{1} << 60); }), "1152921504606846976 B");
+}
+
+TEST(ShmSegment, RefusesWhatIsNone) {
+  EXPECT_HAS(message_of<c10::DistBackendError>([] { ShmSegment::attach(getpid(), 12345, 4096); }),
+             "all ranks must run on one host");
+  const auto segment = ShmSegment::create(4096);
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { ShmSegment::attach(getpid(), segment->fd(), 8192); }),
+             "is not a segment of 8192 B");
+}
+
+}  // namespace
+}  // namespace tessera::comm

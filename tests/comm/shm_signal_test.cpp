@@ -1,0 +1,67 @@
+#include "tessera/comm/shm_signal.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <thread>
+
+namespace tessera::comm {
+namespace {
+
+using namespace std::chrono_literals;
+
+TEST(Bell, WakesWhoSleeps) {
+  Bell bell{};
+  std::atomic<bool> said = false;
+  std::thread other([&] {
+    while (bell.sleepers.load() == 0)
+      std::this_thread::yield();
+    said = true;
+    ring(bell);
+  });
+  while (!said.load()) {
+    const uint32_t count = bell.count.load();
+    bell.sleepers.fetch_add(1);
+    if (!said.load()) sleep_at(bell, count, 60s);
+    bell.sleepers.fetch_sub(1);
+  }
+  other.join();
+}
+
+TEST(Bell, ARingAfterTheCountWasReadIsNotMissed) {
+  Bell bell{};
+  const uint32_t count = bell.count.load();
+  bell.sleepers.fetch_add(1);
+  ring(bell);
+  sleep_at(bell, count, 1h);  // returns at once
+  EXPECT_NE(bell.count.load(), count);
+}
+
+TEST(Bell, ASleepEndsWithItsLimit) {
+  Bell bell{};
+  sleep_at(bell, 0, 1ms);
+  EXPECT_EQ(bell.count.load(), 0u);
+}
+
+TEST(StartOfProcess, TellsTheLivingFromTheDead) {
+  const uint64_t mine = start_of_process(getpid());
+  EXPECT_GT(mine, 0u);
+  EXPECT_EQ(start_of_process(getpid()), mine);
+  const pid_t child = fork();
+  if (child == 0) {
+    pause();
+    _exit(0);
+  }
+  EXPECT_GE(start_of_process(child), mine);
+  kill(child, SIGKILL);
+  siginfo_t info;
+  waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT);
+  EXPECT_EQ(start_of_process(child), 0u);  // a zombie
+  waitpid(child, nullptr, 0);
+  EXPECT_EQ(start_of_process(child), 0u);
+}
+
+}  // namespace
+}  // namespace tessera::comm
