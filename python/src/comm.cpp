@@ -46,7 +46,9 @@ void bind_comm(py::module_& m) {
       .def("set", &Mesh::set, py::arg("axis"), py::arg("group"), py::return_value_policy::reference_internal)
       .def("group", &Mesh::group, py::arg("axis"))
       .def("size", &Mesh::size, py::arg("axis"))
-      .def("rank", &Mesh::rank, py::arg("axis"));
+      .def("rank", &Mesh::rank, py::arg("axis"))
+      .def("dp_size", &Mesh::dp_size)
+      .def("dp_rank", &Mesh::dp_rank);
 }
 
 }  // namespace tessera::python

@@ -82,12 +82,24 @@ void bind_writes(py::module_& m) {
 
 void bind_early(py::module_& m) {
   using zero::EarlyParams;
+  using zero::ParamPartition;
+  py::enum_<zero::ParamState>(m, "ParamState")
+      .value("Sharded", zero::ParamState::Sharded)
+      .value("Gathering", zero::ParamState::Gathering)
+      .value("Ready", zero::ParamState::Ready);
+  py::class_<ParamPartition>(m, "ParamPartition")
+      .def_readonly("state", &ParamPartition::state)
+      .def_readonly("partitioned", &ParamPartition::partitioned)
+      .def_property_readonly("held", [](const ParamPartition& p) { return std::pair(p.held.begin, p.held.end); })
+      .def_readonly("values", &ParamPartition::values);
   py::class_<EarlyParams, std::shared_ptr<EarlyParams>>(m, "EarlyParams")
-      .def(py::init<comm::GroupPtr>(), py::arg("group"))
+      .def(py::init([](const comm::Mesh& mesh) { return std::make_shared<EarlyParams>(zero::DataParallel(mesh)); }),
+           py::arg("mesh"))
       .def("add", &EarlyParams::add, py::arg("name"), py::arg("tensor"), py::arg("dtype"), NoGil())
       .def("gather", &EarlyParams::gather, py::arg("numbers"), NoGil())
       .def("release", &EarlyParams::release, py::arg("numbers"), py::arg("writes"), py::arg("writer"), NoGil())
       .def("is_gathered", &EarlyParams::is_gathered, py::arg("number"))
+      .def("partition_of", &EarlyParams::partition_of, py::arg("number"))
       .def("restore", &EarlyParams::restore, py::arg("number"), NoGil())
       .def("prune", &EarlyParams::prune)
       .def("bytes", &EarlyParams::bytes);
@@ -122,6 +134,7 @@ void bind_modules(EngineClass& c) {
       .def("use_elsewhere", &Engine::use_elsewhere, py::arg("param"), NoGil())
       .def("register_external", &Engine::register_external, py::arg("module"), py::arg("param"), NoGil())
       .def("is_gathered", &Engine::is_gathered, py::arg("param"))
+      .def("partition_of", &Engine::partition_of, py::arg("param"))
       .def("gather", &Engine::gather, py::arg("params"), NoGil())
       .def("release", &Engine::release, py::arg("params"), py::arg("writes"), py::arg("writer"), NoGil());
 }

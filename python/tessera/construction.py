@@ -37,8 +37,8 @@ class EarlyParameters:
 
     OPEN_ELEMENTS = 1 << 21  # that code which reads parameters while a model is built keeps whole at most
 
-    def __init__(self, group: _core.Group) -> None:
-        self.core = _core.EarlyParams(group)
+    def __init__(self, mesh: _core.Mesh) -> None:
+        self.core = _core.EarlyParams(mesh)
         self._read: dict[int, int] = {}  # open because they were read: number -> elements, oldest first
 
     def __deepcopy__(self, memo: Any) -> EarlyParameters:
@@ -74,6 +74,9 @@ class EarlyParameters:
 
     def is_gathered(self, number: int) -> bool:
         return self.core.is_gathered(number)
+
+    def partition_of(self, number: int) -> _core.ParamPartition:
+        return self.core.partition_of(number)
 
     def destroyed(self) -> bool:
         return False
@@ -181,11 +184,12 @@ class Init:
         if any(refused.values()):
             names = ", ".join(name for name, value in refused.items() if value)
             raise NotImplementedError(f"[zero.Init] not served by this version: {names}")
-        self._dtype = _dtype(dtype, config_dict_or_path, config)
+        loaded = _load(config_dict_or_path, config)
+        self._dtype = _dtype(dtype, loaded)
         group = data_parallel_group or zero_param_parallel_group or sequence_data_parallel_group
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
-        self._early = EarlyParameters(_group(group))
+        self._early = EarlyParameters(_mesh(group, loaded))
         self._building: set[int] = set()  # ids of modules whose __init__ runs
         self._built: list[weakref.ref[nn.Module]] = []
         self._token: Any = None
@@ -251,32 +255,35 @@ class Init:
             module.__dict__[_EARLY] = self._early
 
 
-def _dtype(dtype: torch.dtype | None, config_dict_or_path: Any, config: Any) -> torch.dtype:
+def _load(config_dict_or_path: Any, config: Any) -> _core.Config | None:
     if config_dict_or_path is not None and config is not None:
         raise ConfigError("[zero.Init] config is the old name of config_dict_or_path; pass one of them")
+    if config_dict_or_path is None and config is None:
+        return None
+    return load_config(choose_config(None, config, config_dict_or_path))
+
+
+def _dtype(dtype: torch.dtype | None, config: _core.Config | None) -> torch.dtype:
     if dtype is not None:
         if not dtype.is_floating_point:
             raise ConfigError(f"[zero.Init] dtype must be a floating-point dtype, got {dtype}")
         return dtype
-    if config_dict_or_path is None and config is None:
+    if config is None or config.fp16.enabled:
         return torch.float16
-    loaded = load_config(choose_config(None, config, config_dict_or_path))
-    if loaded.fp16.enabled:
-        return torch.float16
-    return torch.bfloat16 if loaded.bf16.enabled else torch.float32
+    return torch.bfloat16 if config.bf16.enabled else torch.float32
 
 
-def _group(group: Any) -> _core.Group:
+def _mesh(group: Any, config: _core.Config | None) -> _core.Mesh:
     if group is None:
         distributed.prepare(None, 29500)
-    found = distributed.core_group(group)
+    mesh, _ = distributed.core_mesh(group, -1 if config is None else config.zero_optimization.mics_shard_size)
     expected = int(os.environ.get("WORLD_SIZE", "1"))
-    if group is None and found.size == 1 and expected > 1:
+    if group is None and mesh.dp_size() == 1 and expected > 1:
         raise RuntimeError(
             f"[zero.Init] the process group has 1 rank, but WORLD_SIZE is {expected}: call init_distributed() (or "
             "torch.distributed.init_process_group) with all ranks first, or pass data_parallel_group"
         )
-    return found
+    return mesh
 
 
 class _Constructors:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tessera import _core
 from tessera.errors import ConfigError
@@ -103,3 +104,54 @@ def core_group(group: Any = None) -> _core.Group:
     if dist.get_world_size(group) == 1:
         return _core.single_group()
     return _core.c10d_group(group.group_name)
+
+
+def core_mesh(group: Any = None, shards: int = -1) -> tuple[_core.Mesh, list[Any]]:
+    """The data-parallel ranks on the core's two axes, and the process groups that were created for it.
+
+    `group`: as in core_group(), on dp_shard; or a DeviceMesh of one dimension (dp_shard) or two (dp_replicate,
+    dp_shard); or a mesh of the core. `shards` > 0: so many consecutive ranks share model states, the others replicate
+    them; where that needs new process groups, the call is collective over all processes of torch.distributed."""
+    if isinstance(group, _core.Mesh):
+        return group, []
+    if isinstance(group, DeviceMesh):
+        return _from_device_mesh(group), []
+    whole = core_group(group)
+    if shards <= 0 or shards == whole.size:
+        return _core.Mesh(whole), []
+    if whole.size % shards != 0:
+        raise ConfigError(
+            f"[config] zero_optimization.mics_shard_size {shards} does not divide the {whole.size} data-parallel ranks"
+        )
+    if isinstance(group, _core.Group):
+        raise ConfigError(
+            "[config] zero_optimization.mics_shard_size needs torch process groups; with groups of tessera pass a Mesh "
+            "with both axes"
+        )
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    rows = [ranks[begin : begin + shards] for begin in range(0, len(ranks), shards)]
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    made = [dist.new_subgroups_by_enumeration(axis)[0] for axis in (rows, columns)]
+    mesh = _core.Mesh(core_group(made[0]))
+    mesh.set(_core.Axis.DpReplicate, core_group(made[1]))
+    return mesh, made
+
+
+def discard(groups: list[Any]) -> None:
+    """Destroys process groups that core_mesh() created; the list is empty afterwards."""
+    while groups:
+        group = groups.pop()
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def _from_device_mesh(mesh: DeviceMesh) -> _core.Mesh:
+    if mesh.ndim > 2:
+        raise ConfigError(
+            f"[initialize] the DeviceMesh has {mesh.ndim} dimensions; pass its data-parallel ones: one (dp_shard) or "
+            "two (dp_replicate, dp_shard)"
+        )
+    result = _core.Mesh(core_group(mesh.get_group(mesh.ndim - 1)))
+    if mesh.ndim == 2:
+        result.set(_core.Axis.DpReplicate, core_group(mesh.get_group(0)))
+    return result

@@ -37,7 +37,8 @@ logger = logging.getLogger("tessera")
 class Engine(EngineGetters):
     """Trains `model` as `config` says. tessera.initialize() builds one from the usual arguments.
 
-    `group`: the data-parallel ranks (a torch ProcessGroup or a group of tessera; default: all processes).
+    `group`: the data-parallel ranks (a torch ProcessGroup or a group of tessera; default: all processes), or two axes
+    of them for hybrid sharding (a DeviceMesh or a mesh of tessera: dp_replicate, dp_shard).
     `unit_policy`: which parameters travel together, see tessera.units.
     Collective: every rank builds its engine at the same time; parameters start with rank 0's values.
     """
@@ -57,7 +58,7 @@ class Engine(EngineGetters):
     ) -> None:
         super().__init__()
         self.config = load_config(config)
-        self._group = distributed.core_group(group)
+        self._mesh, self._own_groups = distributed.core_mesh(group, self.config.zero_optimization.mics_shard_size)
         self._resolve_batch()
         base = build_optimizer(self.config, model, optimizer, model_parameters)
         stage = self.config.zero_optimization.stage
@@ -87,7 +88,7 @@ class Engine(EngineGetters):
 
     def _resolve_batch(self) -> None:
         try:
-            batch = self.config.resolve_batch(self._group.size)
+            batch = self.config.resolve_batch(self._mesh.dp_size())
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self._micro_batch = batch.micro_batch_size
@@ -109,7 +110,7 @@ class Engine(EngineGetters):
             for number, group in enumerate(groups):
                 read_group(rule, base, number, group)
         try:
-            self.core = _core.Engine(options, _core.Mesh(self._group), specs, groups)
+            self.core = _core.Engine(options, self._mesh, specs, groups)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         taken_over(self.module)
@@ -318,8 +319,8 @@ class Engine(EngineGetters):
         return make_loader(
             dataset,
             batch_size=batch_size or self._micro_batch,
-            rank=self._group.rank,
-            world_size=self._group.size,
+            rank=self._mesh.dp_rank(),
+            world_size=self._mesh.dp_size(),
             route=route,
             pin_memory=pin_memory,
             data_sampler=data_sampler,
@@ -402,7 +403,8 @@ class Engine(EngineGetters):
                 return copies.setdefault(value.data_ptr() if value.numel() else id(value), value.detach().clone())
 
             torch.save({name: tight(value) for name, value in state.items()}, os.path.join(save_dir, save_filename))
-        self._group.barrier()
+        for axis in (_core.Axis.DpShard, _core.Axis.DpReplicate):
+            self._mesh.group(axis).barrier()
         return True
 
     def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
@@ -430,6 +432,7 @@ class Engine(EngineGetters):
         if "_partition" in self.__dict__:
             self._partition.remove()
         self.core.destroy()
+        distributed.discard(self._own_groups)
 
     def __del__(self) -> None:
         if "core" in self.__dict__:

@@ -28,7 +28,7 @@ class EngineGetters(nn.Module):
     local_rank: int
     core: _core.Engine  # the compiled engine
     _runner: Runner | None
-    _group: _core.Group
+    _mesh: _core.Mesh
     _micro_batch: int
     _accumulation: int
 
@@ -115,26 +115,26 @@ class EngineGetters(nn.Module):
     # ---- the world
     @property
     def world_size(self) -> int:
-        return self._group.size
+        return self._mesh.dp_size()
 
     @property
     def global_rank(self) -> int:
-        return self._group.rank
+        return self._mesh.dp_rank()
 
     @property
     def dp_world_size(self) -> int:
-        return self._group.size
+        return self._mesh.dp_size()
 
     @property
     def seq_dp_world_size(self) -> int:
-        return self._group.size
+        return self._mesh.dp_size()
 
     @property
     def mp_world_size(self) -> int:
         return 1
 
     def get_data_parallel_rank(self) -> int:
-        return self._group.rank
+        return self._mesh.dp_rank()
 
     def get_model_parallel_rank(self) -> int:
         return 0

@@ -23,12 +23,13 @@ class Holder(Protocol):
     def gather(self, numbers: list[int], /) -> None: ...
     def release(self, numbers: list[int], writes: _core.Writes, writer: int, /) -> None: ...
     def is_gathered(self, number: int, /) -> bool: ...
+    def partition_of(self, number: int, /) -> _core.ParamPartition: ...
     def destroyed(self) -> bool: ...
     def inside_module(self) -> bool: ...
 
 
 class Home:
-    """Where a parameter lives: its holder, its number there, and, with an engine, the hooks around it."""
+    """Where a parameter lives: its holder, its number there, and, where an engine partitions, the hooks around it."""
 
     __slots__ = ("holder", "number", "partition")
 
@@ -50,9 +51,11 @@ def holder_of(param: torch.Tensor) -> tuple[Holder, int] | None:
 
 
 def home_of(param: torch.Tensor) -> tuple[_core.Engine, int] | None:
-    """The live core that holds `param`, and the parameter's number there."""
+    """The live core that partitions parameters, `param` among them, and the parameter's number there."""
     found = holder_of(param)
-    return (found[0], found[1]) if found is not None and isinstance(found[0], _core.Engine) else None
+    if found is None or not isinstance(found[0], _core.Engine) or getattr(param, _HOME).partition is None:
+        return None
+    return found[0], found[1]
 
 
 def use_in(module: nn.Module, param: torch.Tensor) -> None:
@@ -143,6 +146,7 @@ class Partition:
         self._handles: list[Any] = []
         self._wrapped: list[nn.Module] = []
         self._hooked: list[nn.Module] = []
+        self._set_homes(model, index, None)
         covered, leaf_paths = set(covers), tuple(leaves)
         for path, module in model.named_modules():
             if any(path != leaf and path.startswith(f"{leaf}.") for leaf in leaf_paths):
@@ -157,9 +161,12 @@ class Partition:
                 return  # nothing is partitioned
             inner = any(path.startswith(f"{cover}.") for cover in covered)
             self.hook(module, number, path in leaf_paths, inner)
+        self._set_homes(model, index, self)
+
+    def _set_homes(self, model: nn.Module, index: dict[int, int], partition: Partition | None) -> None:
         for param in model.parameters():
             if id(param) in index:
-                set_home(param, Home(core, index[id(param)], self))
+                set_home(param, Home(self._core, index[id(param)], partition))
 
     def hook(self, module: nn.Module, number: int, leaf: bool = False, inner: bool = False) -> None:
         """Tells the core when `module` runs, as its module `number`."""
@@ -195,7 +202,7 @@ def gathered(
     numbers: dict[int, tuple[Holder, list[int]]] = {}
     for param in params:
         found = holder_of(param)
-        if found is not None:
+        if found is not None and (home_of(param) or not isinstance(found[0], _core.Engine)):
             numbers.setdefault(id(found[0]), (found[0], []))[1].append(found[1])
     groups = list(numbers.values())
     for holder, wanted in groups:

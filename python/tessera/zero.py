@@ -3,6 +3,8 @@ and construction of models that do not fit one rank."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,13 +25,16 @@ from tessera.leaf import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
-from tessera.partition import EXTERNAL, Holder, gathered, use_in
+from tessera.partition import EXTERNAL, Holder, gathered, holder_of, use_in
 
 __all__ = [
     "DEFAULT_LEAF_MODULE_CLASSES",
     "GatheredParameters",
     "Init",
+    "ParamStatus",
+    "PartitionInfo",
     "get_z3_leaf_modules",
+    "partition_info",
     "register_external_parameter",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
@@ -40,6 +45,40 @@ __all__ = [
     "z3_leaf_module",
     "z3_leaf_parameter",
 ]
+
+
+class ParamStatus(enum.Enum):
+    AVAILABLE = 1  # whole
+    NOT_AVAILABLE = 2  # partitioned
+    INFLIGHT = 3  # being gathered
+
+
+_STATUS = {
+    _core.ParamState.Ready: ParamStatus.AVAILABLE,
+    _core.ParamState.Sharded: ParamStatus.NOT_AVAILABLE,
+    _core.ParamState.Gathering: ParamStatus.INFLIGHT,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionInfo:
+    """How a parameter is held now on this rank."""
+
+    status: ParamStatus
+    partitioned: bool  # False: whole on every rank at all times (small parameters, other stages, one rank)
+    begin: int  # this rank's elements of the flattened parameter: [begin, end); slices of ranks need not be equal
+    end: int
+    local: torch.Tensor  # theirs, 1-D; a view, for reading
+
+
+def partition_info(param: torch.Tensor) -> PartitionInfo | None:
+    """What an engine, or zero.Init, knows of `param`; None where neither holds it. Local."""
+    found = holder_of(param)
+    if found is None:
+        return None
+    holder, number = found
+    core = holder.partition_of(number)
+    return PartitionInfo(_STATUS[core.state], core.partitioned, *core.held, core.values)
 
 
 class GatheredParameters:

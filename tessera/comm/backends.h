@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/group.h"
+#include "tessera/comm/mesh.h"
 
 namespace c10d {
 class ProcessGroup;
@@ -33,5 +33,9 @@ GroupPtr c10d_group(std::shared_ptr<void> keep_alive, c10d::ProcessGroup& group)
 // Gloo over TCPStore, or shared memory where TESSERA_TRANSPORT is "shared_memory" (ranks of one host). Collective: returns when all ranks have met, or throws DistBackendError after
 // `timeout`. With several ranks SIGPIPE is ignored from here on, unless the program handles it.
 GroupPtr environment_group(std::chrono::milliseconds timeout = std::chrono::minutes(10));
+
+// The same ranks on two axes: consecutive ones share model states (dp_shard, `shards` of them), the others replicate
+// them. `shards` <= 0: all share. Collective. Value error when WORLD_SIZE is no multiple of it.
+Mesh environment_mesh(int shards, std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
 }  // namespace tessera::comm

@@ -84,18 +84,22 @@ c10::intrusive_ptr<c10d::Store> open_store(const Place& place, std::chrono::mill
   return c10::make_intrusive<c10d::PrefixStore>(prefix + "/" + std::to_string(count), store);
 }
 
-GroupPtr meet(const Place& place, std::chrono::milliseconds timeout) {
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+// The group of `size` ranks that use `store`, of which this process is number `rank`.
+GroupPtr meet(const Place& place, const StorePtr& store, int rank, int size, const std::string& name,
+              std::chrono::milliseconds timeout) {
   using Group = c10d::ProcessGroup;
-  const auto store = open_store(place, timeout);
-  if (place.shared_memory) return shm_group(*store, place.rank, place.size, timeout);
+  if (size == 1) return single_group();
+  if (place.shared_memory) return shm_group(*store, rank, size, timeout);
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
   add_devices(*options, place);
-  auto gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(c10::make_intrusive<c10d::PrefixStore>("gloo", store),
-                                                          place.rank, place.size, options);
-  auto group = c10::make_intrusive<Group>(store, place.rank, place.size);
+  auto gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(c10::make_intrusive<c10d::PrefixStore>("gloo", store), rank,
+                                                          size, options);
+  auto group = c10::make_intrusive<Group>(store, rank, size);
   group->setBackend(c10::DeviceType::CPU, Group::BackendType::GLOO, gloo);
   group->setDefaultBackend(Group::BackendType::GLOO);
-  group->setGroupName("tessera_world");
+  group->setGroupName(name);
   return make_c10d_group(nullptr, std::move(group), C10dPath::ByDevice);
 }
 
@@ -106,19 +110,44 @@ void survive_closed_sockets() {
   if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
 }
 
+// body(store): meets the others there.
+template <class F>
+auto among_others(const Place& place, std::chrono::milliseconds timeout, const F& body) {
+  survive_closed_sockets();
+  std::string text;
+  try {
+    return body(StorePtr(open_store(place, timeout)));
+  } catch (const std::exception& error) {
+    text = error.what();
+  }
+  TESSERA_CHECK_DIST(false, "comm", "rank ", place.rank, " of ", place.size, " could not meet the others at ",
+                     place.address, ":", place.port, ": ", text.substr(0, text.find('\n')));
+}
+
 }  // namespace
 
 GroupPtr environment_group(std::chrono::milliseconds timeout) {
   const Place place = read_place();
   if (place.size == 1) return single_group();
-  survive_closed_sockets();
-  try {
-    return meet(place, timeout);
-  } catch (const std::exception& error) {
-    const std::string text = error.what();
-    TESSERA_CHECK_DIST(false, "comm", "rank ", place.rank, " of ", place.size, " could not meet the others at ",
-                       place.address, ":", place.port, ": ", text.substr(0, text.find('\n')));
-  }
+  return among_others(place, timeout, [&](const StorePtr& store) {
+    return meet(place, store, place.rank, place.size, "tessera_world", timeout);
+  });
+}
+
+Mesh environment_mesh(int shards, std::chrono::milliseconds timeout) {
+  const Place place = read_place();
+  if (shards <= 0 || shards == place.size) return Mesh(environment_group(timeout));
+  TESSERA_CHECK_VALUE(place.size % shards == 0, "comm", "WORLD_SIZE ", place.size,
+                      " is not a multiple of the ranks of a shard group, ", shards);
+  return among_others(place, timeout, [&](const StorePtr& store) {
+    const int replica = place.rank / shards, number = place.rank % shards;
+    const auto join = [&](const std::string& name, int rank, int size) {
+      return meet(place, c10::make_intrusive<c10d::PrefixStore>(name, store), rank, size, name, timeout);
+    };
+    Mesh mesh(join("tessera_replica_" + std::to_string(replica), number, shards));
+    mesh.set(Axis::DpReplicate, join("tessera_shard_" + std::to_string(number), replica, place.size / shards));
+    return mesh;
+  });
 }
 
 }  // namespace tessera::comm

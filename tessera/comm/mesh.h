@@ -23,6 +23,9 @@ class Mesh {
   const GroupPtr& group(Axis axis) const;
   int size(Axis axis) const { return group(axis)->size(); }
   int rank(Axis axis) const { return group(axis)->rank(); }
+  // Data-parallel ranks over both axes, and this one among them: replica by replica.
+  int dp_size() const { return size(Axis::DpReplicate) * size(Axis::DpShard); }
+  int dp_rank() const { return rank(Axis::DpReplicate) * size(Axis::DpShard) + rank(Axis::DpShard); }
 
  private:
   std::map<Axis, GroupPtr> groups_;

@@ -36,7 +36,6 @@ const std::vector<Refusal>& refusals() {
        [](C c) { return c.zero_optimization.zero_quantized_nontrainable_weights; }},
       {"zero_optimization.zero_quantized_gradients", "true",
        [](C c) { return c.zero_optimization.zero_quantized_gradients; }},
-      {"zero_optimization.mics_shard_size", "> 0", [](C c) { return c.zero_optimization.mics_shard_size > 0; }},
       {"fp16.enabled", "true", [](C c) { return c.fp16.enabled; }},
       {"fp16.fp16_master_weights_and_grads", "true", [](C c) { return c.fp16.fp16_master_weights_and_grads; }},
       {"bf16.bf16_master_weights_and_grads", "true", [](C c) { return c.bf16.bf16_master_weights_and_grads; }},

@@ -9,6 +9,7 @@
 #include "tessera/base/heap.h"
 #include "tessera/optim/norm.h"
 #include "tessera/shard/dtype.h"
+#include "tessera/shard/storage.h"
 #include "tessera/zero/sharded_model.h"
 
 namespace tessera::engine {
@@ -32,8 +33,8 @@ Buffer buffer_of(Quantity what) {
 }
 
 // Parameters without an optimizer group: rank 0's values, the compute dtype, no states.
-void prepare_unmanaged(comm::Group& group, const std::vector<ParamSpec>& params, const std::vector<int>& place_of,
-                       at::ScalarType dtype) {
+void prepare_unmanaged(const zero::DataParallel& ranks, const std::vector<ParamSpec>& params,
+                       const std::vector<int>& place_of, at::ScalarType dtype) {
   const c10::AutoGradMode no_grad(false);
   for (size_t i = 0; i < params.size(); ++i) {
     const ParamSpec& spec = params[i];
@@ -41,9 +42,9 @@ void prepare_unmanaged(comm::Group& group, const std::vector<ParamSpec>& params,
     if (spec.restore) spec.restore();
     at::Tensor tensor = spec.tensor;
     at::Tensor value = tensor.detach();
-    if (group.size() > 1) {
+    if (ranks.size() > 1) {
       at::Tensor sent = value.contiguous();
-      group.broadcast(sent, 0, "initial value of '" + spec.name + "'").wait();
+      ranks.broadcast(sent, 0, "initial value of '" + spec.name + "'");
       value.copy_(sent);
     }
     if (at::isFloatingType(value.scalar_type()) && value.scalar_type() != dtype) tensor.set_data(value.to(dtype));
@@ -120,9 +121,9 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
     m.slot_of.push_back(spec.group >= 0 ? m.place_of.back() : -1);
     if (held) list.push_back({spec.name, spec.tensor, spec.group, spec.unit, spec.restore});
   }
-  const comm::GroupPtr group = m.mesh.group(comm::Axis::DpShard);
-  prepare_unmanaged(*group, m.params, m.place_of, m.options.zero.precision.param);
-  m.model = std::make_unique<zero::ShardedModel>(m.options.zero, group, std::move(managed), std::move(frozen),
+  const zero::DataParallel ranks(m.mesh);
+  prepare_unmanaged(ranks, m.params, m.place_of, m.options.zero.precision.param);
+  m.model = std::make_unique<zero::ShardedModel>(m.options.zero, ranks, std::move(managed), std::move(frozen),
                                                  options.rule, groups);
   for (ParamSpec& spec : m.params)
     spec.restore = nullptr;
@@ -206,15 +207,22 @@ bool Engine::is_gathered(int param) const {
   return true;
 }
 
+zero::ParamPartition Engine::partition_of(int param) const {
+  for (const int place : held_places(impl_->place_of, {param}, "partition_of"))
+    return impl_->live("partition_of").partition_of(place);
+  const at::Tensor& tensor = impl_->params[param].tensor;
+  return {zero::ParamState::Ready, false, {0, tensor.numel()}, shard::flatten_like_param(tensor, tensor)};
+}
+
 void Engine::gather(const std::vector<int>& params) {
   impl_->live("gather").open_region(held_places(impl_->place_of, params, "gather"));
 }
 
 void Engine::release(const std::vector<int>& params, Writes writes, int writer) {
   zero::ShardedModel& model = impl_->live("release");
-  TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < impl_->mesh.size(comm::Axis::DpShard)),
+  TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < impl_->mesh.dp_size()),
                       "zero.GatheredParameters", "modifier_rank ", writer, " is no rank of a group of ",
-                      impl_->mesh.size(comm::Axis::DpShard));
+                      impl_->mesh.dp_size());
   model.close_region(held_places(impl_->place_of, params, "release"), writes, writer);
 }
 

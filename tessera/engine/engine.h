@@ -21,6 +21,10 @@
 #include "tessera/optim/optimizer.h"
 #include "tessera/zero/options.h"
 
+namespace tessera::zero {
+struct ParamPartition;
+}
+
 namespace tessera::engine {
 
 struct Options {
@@ -37,7 +41,8 @@ struct ParamSpec {
   at::Tensor tensor;  // a leaf; the engine moves its storage into a flat buffer (shard/storage.h)
   int group = -1;     // index of its optimizer group; -1: not optimized (broadcast and cast only)
   std::string unit;   // parameters with one unit name are gathered, reduced and freed together
-  std::function<void()> restore = {};  // see zero::ModelParam; for a tensor that was partitioned before there was an engine
+  std::function<void()> restore =
+      {};  // see zero::ModelParam; for a tensor that was partitioned before there was an engine
 };
 
 enum class Quantity { Master, Gradient, State0, State1 };
@@ -77,6 +82,7 @@ class Engine {
   // ---- regions in which parameters are whole. Collective, all ranks with the same `params`. Parameters that are not
   // partitioned pass through.
   bool is_gathered(int param) const;
+  zero::ParamPartition partition_of(int param) const;
   // State error for a parameter that is in an open region.
   void gather(const std::vector<int>& params);
   using Writes = zero::Writes;

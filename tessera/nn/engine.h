@@ -91,14 +91,16 @@ class Engine : public Session {
 namespace tessera {
 
 // Collective. Takes over the storage of the module's parameters; `mesh` defaults to the ranks of the environment
-// (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them; one rank without them).
+// (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them; one rank without them), those of a shard group of
+// zero_optimization.mics_shard_size on dp_shard.
 template <class M>
 nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, comm::Mesh mesh) {
   return nn::Engine<M>(std::move(module), config, std::move(mesh));
 }
 template <class M>
 nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config) {
-  return initialize(std::move(module), config, comm::Mesh(comm::environment_group()));
+  const auto shards = static_cast<int>(config.zero_optimization.mics_shard_size);
+  return initialize(std::move(module), config, comm::environment_mesh(shards));
 }
 // A module that was built in partitions; over the ranks of `building`.
 template <class M>

@@ -19,7 +19,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   schedule_ = config::native_schedule(config);
   TESSERA_CHECK_VALUE(schedule_ || config.scheduler.type.empty(), "initialize", "scheduler.type '",
                       config.scheduler.type, "' exists in Python only");
-  auto options = engine::options_from(config, mesh.size(comm::Axis::DpShard));
+  auto options = engine::options_from(config, mesh.dp_size());
   const std::vector<optim::GroupOptions> groups{optimizer->defaults};
   base_lrs_ = {optimizer->defaults.lr};
   if (schedule_) {

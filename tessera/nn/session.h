@@ -31,8 +31,8 @@ class Session {
   // Learning rates that the next update uses, one per param group.
   std::vector<double> lr() const;
 
-  int rank() const { return core_->mesh().rank(comm::Axis::DpShard); }
-  int size() const { return core_->mesh().size(comm::Axis::DpShard); }
+  int rank() const { return core_->mesh().dp_rank(); }
+  int size() const { return core_->mesh().dp_size(); }
 
   // Everything else an engine can do: accumulation, norms, state access, counters.
   engine::Engine& core() { return *core_; }

@@ -16,9 +16,7 @@ namespace {
 constexpr int64_t kTrimAfter = 32 << 20;  // bytes freed between two calls of heap::return_free_pages()
 }
 
-EarlyParams::EarlyParams(comm::GroupPtr group) : group_(std::move(group)) {
-  TESSERA_CHECK_VALUE(group_ != nullptr, "zero", "the group of early parameters is null");
-}
+EarlyParams::EarlyParams(DataParallel ranks) : ranks_(std::move(ranks)) {}
 
 // Those that still are partitioned, or would be with more ranks.
 std::vector<EarlyParams::Entry*> EarlyParams::held(const std::vector<int>& numbers) {
@@ -37,9 +35,10 @@ int EarlyParams::add(std::string name, at::Tensor tensor, at::ScalarType dtype) 
   shard::check_device(tensor.device());
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
   std::vector<FlatParams::Item> items{{std::move(name), std::move(tensor), {}}};
-  broadcast_values(*group_, items, "parameter '" + items.front().name + "'");
+  broadcast_values(ranks_, items, "parameter '" + items.front().name + "'");
   const std::string title = items.front().name;
-  auto flat = std::make_unique<FlatParams>(title, std::move(items), dtype, group_->rank(), group_->size(), true);
+  auto flat =
+      std::make_unique<FlatParams>(title, std::move(items), dtype, ranks_.shard->rank(), ranks_.shard->size(), true);
   entries_.push_back({std::move(flat)});
   freed_ += bytes;
   if (freed_ >= kTrimAfter) {
@@ -64,7 +63,7 @@ void EarlyParams::gather(const std::vector<int>& numbers) {
       continue;
     }
     const auto options = flat.items().front().tensor.options().requires_grad(false).dtype(flat.dtype());
-    flat.begin_gather(*group_, at::empty({flat.layout().size()}, options));
+    flat.begin_gather(*ranks_.shard, at::empty({flat.layout().size()}, options));
     begun.push_back(&flat);
   }
   for (FlatParams* flat : begun)
@@ -73,8 +72,8 @@ void EarlyParams::gather(const std::vector<int>& numbers) {
 
 void EarlyParams::release(const std::vector<int>& numbers, Writes writes, int writer) {
   const c10::AutoGradMode no_grad(false);
-  TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < group_->size()), "zero.GatheredParameters",
-                      "modifier_rank ", writer, " is no rank of a group of ", group_->size());
+  TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < ranks_.size()), "zero.GatheredParameters",
+                      "modifier_rank ", writer, " is no rank of a group of ", ranks_.size());
   std::string edited;
   for (Entry* e : held(numbers)) {
     if (!std::exchange(e->open, false)) continue;
@@ -83,7 +82,7 @@ void EarlyParams::release(const std::vector<int>& numbers, Writes writes, int wr
       if (flat.was_written(0)) edited = flat.name();
     } else {
       if (writes == Writes::FromRank) {
-        group_->broadcast(flat.whole(), writer, "new values of '" + flat.name() + "'").wait();
+        ranks_.broadcast(flat.whole(), writer, "new values of '" + flat.name() + "'");
       }
       flat.keep_write(0);
     }
@@ -95,6 +94,11 @@ void EarlyParams::release(const std::vector<int>& numbers, Writes writes, int wr
 
 bool EarlyParams::is_gathered(int number) const {
   return entries_.at(number).flat == nullptr || entries_[number].flat->state() == ParamState::Ready;
+}
+
+ParamPartition EarlyParams::partition_of(int number) const {
+  TESSERA_CHECK(entries_.at(number).flat != nullptr, "zero", "early parameter ", number, " is held no more");
+  return entries_[number].flat->partition_of(0);
 }
 
 void EarlyParams::restore(int number) {

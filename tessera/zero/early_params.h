@@ -11,10 +11,10 @@
 
 namespace tessera::zero {
 
-// Calls marked collective are made by all ranks of the group in one order, with the same numbers.
+// Calls marked collective are made by all ranks in one order, with the same numbers.
 class EarlyParams {
  public:
-  explicit EarlyParams(comm::GroupPtr group);
+  explicit EarlyParams(DataParallel ranks);
 
   // Partitions `tensor`, whose values of rank 0, rounded to `dtype`, hold; returns its number. With one rank it stays
   // whole. Collective. Value error unless it is a floating-point leaf with data on a device that this build serves.
@@ -25,6 +25,8 @@ class EarlyParams {
   void gather(const std::vector<int>& numbers);
   void release(const std::vector<int>& numbers, Writes writes, int writer);
   bool is_gathered(int number) const;
+  // State error for a restored parameter.
+  ParamPartition partition_of(int number) const;
 
   // Makes the tensor whole for good, in memory of its own. Collective. Doing it again does nothing.
   void restore(int number);
@@ -32,7 +34,7 @@ class EarlyParams {
   void prune();
   // Bytes of this rank's slices.
   int64_t bytes() const;
-  int size() const { return group_->size(); }
+  int size() const { return ranks_.size(); }
 
  private:
   struct Entry {
@@ -41,7 +43,7 @@ class EarlyParams {
   };
   std::vector<Entry*> held(const std::vector<int>& numbers);
 
-  comm::GroupPtr group_;
+  DataParallel ranks_;
   std::vector<Entry> entries_;
   int64_t freed_ = 0;  // bytes of whole parameters since the heap was trimmed
 };

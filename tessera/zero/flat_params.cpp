@@ -60,6 +60,17 @@ at::Tensor FlatParams::view(int index) const {
   return shard::view_as_param(whole(), items_[index].range, items_[index].tensor);
 }
 
+ParamPartition FlatParams::partition_of(int index) const {
+  const shard::Range range = items_[index].range;
+  const shard::Range mine = sharded_ ? shard::intersect(range, slice_) : range;
+  const int64_t origin = sharded_ ? slice_.begin : 0;
+  if (mine.empty()) return {state_, sharded_, {}, buffer_.narrow(0, 0, 0)};
+  return {state_,
+          sharded_,
+          {mine.begin - range.begin, mine.end - range.begin},
+          buffer_.narrow(0, mine.begin - origin, mine.size())};
+}
+
 void FlatParams::begin_gather(comm::Group& group, at::Tensor bucket) {
   TESSERA_ASSERT(state_ == ParamState::Sharded && bucket.numel() >= layout_.size());
   bucket_ = bucket.numel() == layout_.size() ? std::move(bucket) : bucket.narrow(0, 0, layout_.size());
@@ -133,8 +144,8 @@ void FlatParams::abandon(const std::string& message) {
   bucket_.reset();
 }
 
-void broadcast_values(comm::Group& group, const std::vector<FlatParams::Item>& items, const std::string& what) {
-  if (group.size() == 1 || items.empty()) return;
+void broadcast_values(const DataParallel& ranks, const std::vector<FlatParams::Item>& items, const std::string& what) {
+  if (ranks.size() == 1 || items.empty()) return;
   std::vector<at::Tensor> flat;
   flat.reserve(items.size());
   for (const FlatParams::Item& item : items) {
@@ -142,7 +153,7 @@ void broadcast_values(comm::Group& group, const std::vector<FlatParams::Item>& i
   }
   const at::Tensor all = flat.size() == 1 ? flat.front().contiguous() : at::cat(flat);
   flat.clear();
-  group.broadcast(all, 0, "initial values of " + what).wait();
+  ranks.broadcast(all, 0, "initial values of " + what);
   int64_t begin = 0;
   for (const FlatParams::Item& item : items) {
     const int64_t n = item.tensor.numel();

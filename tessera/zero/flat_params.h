@@ -9,6 +9,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/shard/layout.h"
+#include "tessera/zero/data_parallel.h"
 
 namespace c10 {
 struct StorageImpl;
@@ -20,6 +21,14 @@ enum class ParamState : uint8_t {
   Sharded,    // this rank holds its slice; the parameters have no data
   Gathering,  // a collective fills the bucket
   Ready,      // the parameters point into the bucket (or into the whole buffer, always)
+};
+
+// How one parameter is held now, on this rank.
+struct ParamPartition {
+  ParamState state = ParamState::Ready;
+  bool partitioned = false;  // false: whole on every rank, always
+  shard::Range held;         // this rank's elements of the flattened parameter
+  at::Tensor values;         // theirs, 1-D view
 };
 
 class FlatParams {
@@ -62,6 +71,7 @@ class FlatParams {
   void mark(int index) { versions_[index] = items_[index].tensor._version(); }
   bool was_written(int item) const { return items_[item].tensor._version() != versions_[item]; }
 
+  ParamPartition partition_of(int index) const;
   // Item `index` in this flat space with the parameter's shape. Only while Ready.
   at::Tensor view(int index) const;
 
@@ -87,6 +97,6 @@ class FlatParams {
 };
 
 // Rank 0's values into every rank's tensors (whole ones), one collective for all of them. `what` is for messages.
-void broadcast_values(comm::Group& group, const std::vector<FlatParams::Item>& items, const std::string& what);
+void broadcast_values(const DataParallel& ranks, const std::vector<FlatParams::Item>& items, const std::string& what);
 
 }  // namespace tessera::zero

@@ -33,7 +33,7 @@ void ShardedModel::use_elsewhere(int slot) {
 bool ShardedModel::enter_scope(int scope) {
   const std::lock_guard lock(hooks_.mutex());
   const bool outer = unsharder_->enter(scope, Hooks::inside_task());
-  if (outer) producers_.emplace_back();
+  producers_.resize(unsharder_->depth());
   return outer;
 }
 
@@ -59,10 +59,7 @@ void ShardedModel::leave_scope(int scope, const std::vector<at::Tensor>& outputs
   const auto recorded = [](const at::Tensor& t) { return t.defined() && t.requires_grad() && t.grad_fn(); };
   const bool any = c10::GradMode::is_enabled() && std::any_of(outputs.begin(), outputs.end(), recorded);
   std::vector<compat::NodePtr> producers;
-  if (!producers_.empty()) {
-    producers = std::move(producers_.back());
-    producers_.pop_back();
-  }
+  if (!units.empty()) producers = std::move(producers_.back());
   if (any) {
     // What a recomputation gathered is needed at once by the backward of the same nodes. Frozen units have no gradient
     // that would tell when they are done with, so they are gathered again when their backward comes.
@@ -73,13 +70,13 @@ void ShardedModel::leave_scope(int scope, const std::vector<at::Tensor>& outputs
     watch_call_of(std::move(later), outputs, producers, /*open_now=*/false);
   }
   unsharder_->leave(scope, in_backward, any);
+  producers_.resize(unsharder_->depth());
 }
 
 void ShardedModel::abort_scope(int scope) {
   const std::lock_guard lock(hooks_.mutex());
-  if (!producers_.empty()) producers_.pop_back();
   unsharder_->abort(scope, Hooks::inside_task());
-  if (!unsharder_->inside_scope()) producers_.clear();
+  producers_.resize(unsharder_->depth());
 }
 
 void ShardedModel::end_stray_scopes() {
@@ -122,6 +119,10 @@ bool ShardedModel::is_gathered(int slot) const {
   return places_[slot].flat->state() == ParamState::Ready;
 }
 
+ParamPartition ShardedModel::partition_of(int slot) const {
+  return places_[slot].flat->partition_of(places_[slot].item);
+}
+
 void ShardedModel::open_region(const std::vector<int>& slots) {
   const std::lock_guard lock(hooks_.mutex());
   for (const int slot : slots) {
@@ -154,7 +155,7 @@ void ShardedModel::take_writes(const std::vector<int>& slots, Writes writes, int
     const FlatParams::Item& item = place.flat->items()[place.item];
     if (writes == Writes::FromRank) {
       const at::Tensor values = place.flat->whole().narrow(0, item.range.begin, item.range.size());
-      group_->broadcast(values, writer, "new values of '" + item.name + "'").wait();
+      ranks_.broadcast(values, writer, "new values of '" + item.name + "'");
     }
     place.flat->keep_write(place.item);
     Unit* unit = unit_of_number_[place.unit];

@@ -15,8 +15,8 @@ using AccumulateFn = void(shard::Memory, shard::Memory, double, int64_t);
 constexpr size_t kMaxInFlight = 2;  // bounds buckets and receive buffers
 }  // namespace
 
-Reducer::Reducer(comm::GroupPtr group, std::vector<Unit*> units, bool average, bool overlap)
-    : group_(std::move(group)),
+Reducer::Reducer(DataParallel ranks, std::vector<Unit*> units, bool average, bool overlap)
+    : ranks_(std::move(ranks)),
       units_(std::move(units)),
       op_(average ? comm::ReduceOp::Avg : comm::ReduceOp::Sum),
       overlap_(overlap) {
@@ -120,7 +120,36 @@ void Reducer::zero_unfilled(Unit& unit) {
   }
 }
 
+void Reducer::reduce_replicas() {
+  if (replicas_agree_ || ranks_.replicate->size() == 1) return;
+  std::deque<comm::Pending> pending;
+  for (Unit* unit : units_) {
+    if (!unit->reduced) continue;
+    const std::string label = "gradients of unit '" + unit->name + "' over replicas";
+    pending.push_back(ranks_.replicate->all_reduce(unit->owned_grads(), op_, label));
+    if (pending.size() > kMaxInFlight) {
+      pending.front().wait();
+      pending.pop_front();
+    }
+  }
+  for (comm::Pending& p : pending)
+    p.wait();
+  replicas_agree_ = true;
+}
+
+// More gradients after reduce_replicas(): what is there must count once in the next one. The mean of equal values is
+// that value; of a sum one replica keeps it.
+void Reducer::reopen_replicas() {
+  if (!replicas_agree_) return;
+  replicas_agree_ = false;
+  if (op_ == comm::ReduceOp::Avg || ranks_.replicate->rank() == 0) return;
+  for (Unit* unit : units_) {
+    if (unit->reduced) shard::fill_zero(unit->owned_grads());
+  }
+}
+
 void Reducer::launch(Unit& unit) {
+  reopen_replicas();
   while (unit.grad_state() == GradState::Reducing)
     finish_oldest();
   if (unit.grad_state() != GradState::Accumulating) {
@@ -142,11 +171,11 @@ void Reducer::launch(Unit& unit) {
   const std::string label = "gradients of unit '" + unit.name + "'";
   comm::Pending pending;
   if (unit.grads_are_visible()) {
-    pending = group_->all_reduce(unit.partial, op_, label);
+    pending = ranks_.shard->all_reduce(unit.partial, op_, label);
   } else {
     const bool direct = !unit.reduced && unit.partial_pooled;
     const at::Tensor mine = unit.partial.narrow(0, unit.owned.begin, unit.owned.size());
-    pending = group_->reduce_scatter(direct ? unit.owned_grads() : mine, unit.partial, op_, label);
+    pending = ranks_.shard->reduce_scatter(direct ? unit.owned_grads() : mine, unit.partial, op_, label);
   }
   in_flight_.push_back({&unit, std::move(pending)});
 }
@@ -169,7 +198,7 @@ void Reducer::relaunch_refired() {
   at::Tensor mask = at::zeros({static_cast<int64_t>(units_.size())}, at::kInt);
   for (size_t i = 0; i < units_.size(); ++i)
     mask.data_ptr<int>()[i] = units_[i]->refired ? 1 : 0;
-  group_->all_reduce(mask, comm::ReduceOp::Max, "units with late gradients").wait();
+  ranks_.all_reduce(mask, comm::ReduceOp::Max, "units with late gradients");
   for (size_t i = 0; i < units_.size(); ++i) {
     if (mask.data_ptr<int>()[i] != 0) launch(*units_[i]);
   }
@@ -218,6 +247,7 @@ void Reducer::reset() {
     for (Param& p : unit->params)
       p.filled = p.has_grad = false;
   }
+  replicas_agree_ = false;
   begin_backward();
 }
 

@@ -13,6 +13,12 @@
 //   Local contributions carry 1/gradient_accumulation_steps; 1/data-parallel size is applied by the reduction itself, on
 //   the fp32 sum and before its one rounding. So a local gradient (no_sync, stage 0 before the boundary) is PyTorch's.
 //
+// Note [Hybrid sharding]
+//   Along dp_shard a unit is reduced like in any other engine, into slices that add up over micro-batches. Along
+//   dp_replicate slices stay partial until the boundary and are reduced once, in place: 1/dp_shard of the bytes, once per
+//   optimizer step. Nothing of it happens inside a backward, where ranks of different replicas need not be at the same
+//   place.
+//
 // Note [Gradients live once]
 //   The hook copies (first micro-batch) or adds (later ones) p.grad into the flat gradient, scaled and converted in that
 //   one pass, and drops p.grad. Nothing is zeroed between steps: `filled` says which slots are valid, and slots without
@@ -23,8 +29,8 @@
 #include <functional>
 #include <vector>
 
-#include "tessera/comm/group.h"
 #include "tessera/zero/bucket_pool.h"
+#include "tessera/zero/data_parallel.h"
 #include "tessera/zero/unit.h"
 
 namespace tessera::zero {
@@ -32,7 +38,7 @@ namespace tessera::zero {
 class Reducer {
  public:
   // `units` in launch order; must outlive the reducer and not move.
-  Reducer(comm::GroupPtr group, std::vector<Unit*> units, bool average, bool overlap);
+  Reducer(DataParallel ranks, std::vector<Unit*> units, bool average, bool overlap);
 
   // Adds scale * grad (dense, shape of the parameter) to the parameter's slot.
   void accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale);
@@ -53,6 +59,10 @@ class Reducer {
   bool has_late() const;
   // Reduces late gradients now; collective, when any rank has_late().
   void reduce_late();
+  // Hybrid sharding: what flush() left is the sum within a replica; from here on it is that over all. Collective.
+  void reduce_replicas();
+  // Whether owned gradients are the sum over all ranks: the same on all of them.
+  bool replicas_agree() const { return replicas_agree_ || ranks_.replicate->size() == 1; }
   // Waits for collectives in flight (after a backward that threw).
   void drain();
   // Drops collectives in flight without throwing; only destroy may follow.
@@ -75,14 +85,16 @@ class Reducer {
   void launch(Unit& unit);
   void launch_complete();
   void finish_oldest();
+  void reopen_replicas();
   void relaunch_refired();
-  bool one_rank() const { return group_->size() == 1; }
+  bool one_rank() const { return ranks_.size() == 1; }
 
-  comm::GroupPtr group_;
+  DataParallel ranks_;
   std::vector<Unit*> units_;
   comm::ReduceOp op_;
   bool overlap_;
   size_t next_ = 0;  // units_[next_] is the next to launch
+  bool replicas_agree_ = false;
   std::deque<InFlight> in_flight_;
   BucketPool pool_{2};
 };

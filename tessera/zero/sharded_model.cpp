@@ -33,7 +33,7 @@ void check_params(const std::vector<ModelParam>& params, const std::vector<optim
 }
 
 // Gives every parameter of a unit its values, equal on all ranks.
-std::vector<FlatParams::Item> settle_values(comm::Group& group, const std::string& unit,
+std::vector<FlatParams::Item> settle_values(const DataParallel& ranks, const std::string& unit,
                                             const std::vector<const ModelParam*>& members) {
   std::vector<FlatParams::Item> all, fresh;
   for (const ModelParam* p : members) {
@@ -44,25 +44,25 @@ std::vector<FlatParams::Item> settle_values(comm::Group& group, const std::strin
       fresh.push_back(all.back());
     }
   }
-  broadcast_values(group, fresh, "unit '" + unit + "'");
+  broadcast_values(ranks, fresh, "unit '" + unit + "'");
   return all;
 }
 
 }  // namespace
 
-ShardedModel::ShardedModel(const Options& options, comm::GroupPtr group, std::vector<ModelParam> params,
+ShardedModel::ShardedModel(const Options& options, DataParallel ranks, std::vector<ModelParam> params,
                            std::vector<ModelParam> frozen, optim::Rule rule,
                            const std::vector<optim::GroupOptions>& groups)
     : options_(options),
       placements_(shard::placements_of_stage(options.stage)),
-      group_(std::move(group)),
+      ranks_(std::move(ranks)),
       rule_(rule),
       groups_(groups),
       hooks_(*this) {
   const c10::AutoGradMode no_grad(false);
   check_params(params, groups_);
-  const bool partition = placements_.params == shard::Placement::Shard && group_->size() > 1;
-  unsharder_ = std::make_unique<Unsharder>(partition ? group_->sibling() : group_, options_.gather);
+  const bool partition = placements_.params == shard::Placement::Shard && ranks_.shard->size() > 1;
+  unsharder_ = std::make_unique<Unsharder>(partition ? ranks_.shard->sibling() : ranks_.shard, options_.gather);
   slots_.resize(params.size());
   places_.resize(params.size() + frozen.size());
   for (const PlannedUnit& planned : plan(params, frozen)) {
@@ -80,13 +80,13 @@ ShardedModel::ShardedModel(const Options& options, comm::GroupPtr group, std::ve
   std::vector<Unit*> order;
   for (const auto& unit : units_)
     order.push_back(unit.get());
-  reducer_ = std::make_unique<Reducer>(group_, std::move(order), options_.average, options_.overlap);
+  reducer_ = std::make_unique<Reducer>(ranks_, std::move(order), options_.average, options_.overlap);
   watch_new_params();
 }
 
 std::vector<PlannedUnit> ShardedModel::plan(const std::vector<ModelParam>& params,
                                             const std::vector<ModelParam>& frozen) const {
-  const bool partition = placements_.params == shard::Placement::Shard && group_->size() > 1;
+  const bool partition = placements_.params == shard::Placement::Shard && ranks_.shard->size() > 1;
   int64_t resident = 0;
   std::vector<PlanItem> items;
   items.reserve(params.size() + frozen.size());
@@ -114,9 +114,9 @@ void ShardedModel::build_unit(const PlannedUnit& planned, const std::vector<Mode
     members.push_back(std::move(member));
     originals.push_back(&params[i]);
   }
-  settle_values(*group_, planned.name, originals);
+  settle_values(ranks_, planned.name, originals);
   auto unit = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
-                                     group_->rank(), group_->size());
+                                     ranks_.shard->rank(), ranks_.shard->size());
   const auto names = optim::state_names(rule_, groups_);
   if (rule_ != optim::Rule::External) unit->allocate_states(names.count, groups_, rule_);
   unit->number = unsharder_->add(unit->flat.get());
@@ -133,10 +133,10 @@ void ShardedModel::build_frozen(const PlannedUnit& planned, const std::vector<Mo
   std::vector<const ModelParam*> originals;
   for (const int i : planned.items)
     originals.push_back(&frozen[i - trained]);
-  std::vector<FlatParams::Item> items = settle_values(*group_, planned.name, originals);
+  std::vector<FlatParams::Item> items = settle_values(ranks_, planned.name, originals);
   const bool sharded = placements_.params == shard::Placement::Shard;
-  auto flat = std::make_unique<FlatParams>(planned.name, std::move(items), options_.precision.param, group_->rank(),
-                                           group_->size(), sharded);
+  auto flat = std::make_unique<FlatParams>(planned.name, std::move(items), options_.precision.param,
+                                           ranks_.shard->rank(), ranks_.shard->size(), sharded);
   const int number = unsharder_->add(flat.get());
   unit_of_number_.push_back(nullptr);
   for (size_t i = 0; i < planned.items.size(); ++i)
@@ -214,9 +214,10 @@ void ShardedModel::backward_done() {
 void ShardedModel::flush(bool agree_refired) {
   const c10::AutoGradMode no_grad(false);
   reducer_->flush(agree_refired);
+  if (policy_.boundary) reducer_->reduce_replicas();
   unreduced_ = false;
   flushed_ = true;
-  if (placements_.grads == shard::Placement::Replicate && group_->size() > 1) show_remote_grads();
+  if (placements_.grads == shard::Placement::Replicate && ranks_.size() > 1) show_remote_grads();
 }
 
 // Stage 0: a parameter without a gradient on this rank has one when other ranks do. They need not tell: a slot that is
@@ -240,6 +241,7 @@ void ShardedModel::reduce_now() {
 void ShardedModel::ensure_reduced() {
   const std::lock_guard lock(hooks_.mutex());
   if (unreduced_ || !flushed_) flush(false);
+  reducer_->reduce_replicas();
   if (placements_.grads == shard::Placement::Replicate) adopt_visible_grads();
 }
 

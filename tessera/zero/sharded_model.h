@@ -9,6 +9,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/optim/optimizer.h"
+#include "tessera/zero/data_parallel.h"
 #include "tessera/zero/hooks.h"
 #include "tessera/zero/options.h"
 #include "tessera/zero/plan.h"
@@ -44,7 +45,7 @@ class ShardedModel final : private HookSink {
  public:
   // Collective: rank 0's values are broadcast. `params` become views of flat buffers. `frozen`: partitioned where the
   // stage partitions parameters, without gradients and states; their slots follow those of `params`.
-  ShardedModel(const Options& options, comm::GroupPtr group, std::vector<ModelParam> params,
+  ShardedModel(const Options& options, DataParallel ranks, std::vector<ModelParam> params,
                std::vector<ModelParam> frozen, optim::Rule rule, const std::vector<optim::GroupOptions>& groups);
   ~ShardedModel() override;
 
@@ -78,6 +79,7 @@ class ShardedModel final : private HookSink {
   void open_region(const std::vector<int>& slots);
   void close_region(const std::vector<int>& slots, Writes writes, int writer);
   bool is_gathered(int slot) const;
+  ParamPartition partition_of(int slot) const;
 
   // ---- gradients
   // Everything accumulated so far is reduced on return. Collective where something is left to reduce.
@@ -155,7 +157,7 @@ class ShardedModel final : private HookSink {
 
   Options options_;
   shard::StagePlacements placements_;
-  comm::GroupPtr group_;
+  DataParallel ranks_;
   optim::Rule rule_;
   std::vector<optim::GroupOptions> groups_;
   std::vector<std::unique_ptr<Unit>> units_;  // launch order
@@ -165,7 +167,7 @@ class ShardedModel final : private HookSink {
   std::vector<Unit*> unit_of_number_;  // by number in the unsharder; null: frozen
   std::unique_ptr<Unsharder> unsharder_;
   std::unique_ptr<Reducer> reducer_;
-  // Producers of the inputs of module calls under way, innermost last.
+  // Producers of the inputs of module calls under way, innermost last; empty for those inside others.
   std::vector<std::vector<compat::NodePtr>> producers_;
   std::vector<at::Tensor> external_grads_;  // per unit, fp32, only inside an external update
   SyncPolicy policy_;

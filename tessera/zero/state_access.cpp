@@ -63,12 +63,12 @@ at::Tensor ShardedModel::get_full(int index, Buffer what) {
     if (!reads_local_gradient(slot)) return {};
     return shard::view_as_param(slot.unit->partial, p.range, p.tensor).to(at::kFloat, false, /*copy=*/true);
   }
-  const bool sharded = placements_.states == shard::Placement::Shard && group_->size() > 1;
+  const bool sharded = placements_.states == shard::Placement::Shard && ranks_.shard->size() > 1;
   if (what == Buffer::Gradient) {
     int have = p.has_grad ? 1 : 0;
-    if (group_->size() > 1) {
+    if (ranks_.size() > 1) {
       at::Tensor any = at::zeros({1}, at::kInt).fill_(have);
-      group_->all_reduce(any, comm::ReduceOp::Max, "gradient of '" + p.name + "'").wait();
+      ranks_.all_reduce(any, comm::ReduceOp::Max, "gradient of '" + p.name + "'");
       have = any.item<int>();
     }
     if (have == 0) return {};
@@ -80,7 +80,11 @@ at::Tensor ShardedModel::get_full(int index, Buffer what) {
   const shard::Range source = slot.unit->owned_slice(p);
   full.narrow(0, mine.begin, mine.size()).copy_(buffer.narrow(0, source.begin, source.size()));
   // Every element has one owner and zeros elsewhere: the sum is exact.
-  if (sharded) group_->all_reduce(full, comm::ReduceOp::Sum, "state of '" + p.name + "'").wait();
+  if (sharded) ranks_.shard->all_reduce(full, comm::ReduceOp::Sum, "state of '" + p.name + "'").wait();
+  if (what == Buffer::Gradient && !reducer_->replicas_agree()) {
+    const auto op = options_.average ? comm::ReduceOp::Avg : comm::ReduceOp::Sum;
+    ranks_.replicate->all_reduce(full, op, "gradient of '" + p.name + "'").wait();
+  }
   return shard::view_as_param(full, {0, p.range.size()}, p.tensor);
 }
 
@@ -112,6 +116,7 @@ void ShardedModel::set_full(int index, Buffer what, const at::Tensor& value) {
     if (slot.unit->grad_state() == GradState::Empty) {
       settle_empty_units();
     }
+    reducer_->reduce_replicas();
     p.has_grad = p.filled = true;
     if (slot.unit->grads_are_visible()) {
       p.tensor.mutable_grad() = shard::view_as_param(slot.unit->grads, p.range, p.tensor);

@@ -52,6 +52,7 @@ class Unsharder {
   void abort(int scope, bool in_backward);
   void abort_all();
   bool inside_scope() const { return !stack_.empty(); }
+  size_t depth() const { return stack_.size(); }  // calls under way
 
   // ---- backward
   void begin_backward();

@@ -49,24 +49,28 @@ at::Tensor part(const at::Tensor& tensor, const shard::Range& range) {
 }  // namespace
 
 GradientSummary ShardedModel::summarize() {
-  const int ranks = group_->size();
+  const int ranks = ranks_.shard->size(), me = ranks_.shard->rank();
   const bool sharded = placements_.states == shard::Placement::Shard;
   // One sum per slice and rank, added in rank order: the same bits whether a rank holds one slice or all.
   at::Tensor sums = at::zeros({ranks, 3}, at::kDouble);
   auto table = sums.accessor<double, 2>();  // rank: squares, parameters without a gradient, late gradients
   for (const auto& unit : units_) {
     for (int r = 0; r < ranks; ++r) {
-      if (sharded && r != group_->rank()) continue;
+      if (sharded && r != me) continue;
       const shard::Range slice = unit->layout.shard(r);
       const at::Tensor grads = unit->owned_grads().narrow(0, slice.begin - unit->owned.begin, slice.size());
       table[r][0] += optim::sum_of_squares(grads);
     }
   }
   for (const Slot& slot : slots_)
-    table[group_->rank()][1] += slot.param->has_grad ? 0 : 1;
-  table[group_->rank()][2] = reducer_->has_late() ? 1 : 0;
-  const at::Tensor mine = sums.narrow(0, group_->rank(), 1).flatten();
-  group_->all_gather(sums.flatten(), mine, "gradient norm").wait();
+    table[me][1] += slot.param->has_grad ? 0 : 1;
+  table[me][2] = reducer_->has_late() ? 1 : 0;
+  const at::Tensor mine = sums.narrow(0, me, 1).flatten();
+  ranks_.shard->all_gather(sums.flatten(), mine, "gradient norm").wait();
+  // Reduced gradients, and with them the squares, are the same in all replicas; the counts are of local gradients.
+  if (ranks_.replicate->size() > 1) {
+    ranks_.replicate->all_reduce(sums.flatten(), comm::ReduceOp::Max, "gradient norm").wait();
+  }
 
   GradientSummary summary;
   double total = 0, missing = 0, late = 0;
@@ -77,6 +81,7 @@ GradientSummary ShardedModel::summarize() {
   }
   if (late > 0) {  // on all ranks alike
     reducer_->reduce_late();
+    reducer_->reduce_replicas();
     return summarize();
   }
   summary.norm = std::sqrt(total);
@@ -92,16 +97,16 @@ std::vector<bool> ShardedModel::agree_presence(int64_t missing_anywhere) {
   int* flags = seen.data_ptr<int>();
   for (size_t i = 0; i < slots_.size(); ++i)
     flags[i] = slots_[i].param->has_grad ? 1 : 0;
-  group_->all_reduce(seen, comm::ReduceOp::Max, "parameters with gradients").wait();
+  ranks_.all_reduce(seen, comm::ReduceOp::Max, "parameters with gradients");
   for (size_t i = 0; i < slots_.size(); ++i)
     present[i] = flags[i] != 0;
   return present;
 }
 
 void ShardedModel::gather_unit(Unit& unit, std::vector<comm::Pending>& pending) {
-  if (placements_.states == shard::Placement::Replicate || group_->size() == 1 || unit.flat->sharded()) return;
+  if (placements_.states == shard::Placement::Replicate || ranks_.shard->size() == 1 || unit.flat->sharded()) return;
   pending.push_back(
-      group_->all_gather(unit.flat->whole(), unit.owned_weights(), "parameters of unit '" + unit.name + "'"));
+      ranks_.shard->all_gather(unit.flat->whole(), unit.owned_weights(), "parameters of unit '" + unit.name + "'"));
 }
 
 void ShardedModel::update_unit(Unit& unit, const GradientSummary& summary, double scale) {

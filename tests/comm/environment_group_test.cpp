@@ -109,6 +109,27 @@ void die_once_all_have_met() {
   raise(SIGKILL);
 }
 
+TEST(Processes, DISABLED_Mesh) {
+  const auto mesh = environment_mesh(2, 60s);
+  const int rank = std::stoi(std::getenv("RANK"));
+  EXPECT_EQ(mesh.dp_size(), 4);
+  EXPECT_EQ(mesh.dp_rank(), rank);
+  auto replica = at::full({1}, rank), across = at::full({1}, rank);
+  mesh.group(Axis::DpShard)->all_reduce(replica, ReduceOp::Sum).wait();
+  mesh.group(Axis::DpReplicate)->all_reduce(across, ReduceOp::Sum).wait();
+  EXPECT_EQ(replica.item<int>(), rank < 2 ? 0 + 1 : 2 + 3);
+  EXPECT_EQ(across.item<int>(), rank % 2 == 0 ? 0 + 2 : 1 + 3);
+  mesh.group(Axis::DpShard)->barrier();
+  mesh.group(Axis::DpReplicate)->barrier();
+}
+
+TEST(EnvironmentMesh, ConsecutiveRanksShareAndTheOthersReplicate) {
+  expect_success(run_processes(4, "Processes.DISABLED_Mesh"));
+  EXPECT_EQ(environment_mesh(-1).dp_size(), 1);
+  const Environment env({{"WORLD_SIZE", "3"}, {"RANK", "0"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "1"}});
+  EXPECT_HAS(message_of<c10::ValueError>([] { environment_mesh(2); }), "3 is not a multiple");
+}
+
 TEST(Processes, DISABLED_WriteToAClosedPipe) {
   const auto group = environment_group(60s);
   int ends[2];

@@ -62,10 +62,10 @@ TEST(Served, RefusesByName) {
 
 TEST(Served, OneErrorNamesAll) {
   const std::string text = refusal(
-      R"({"fp16": {"enabled": true}, "zero_optimization": {"mics_shard_size": 2}, "nebula": {"enabled": true}})");
+      R"({"fp16": {"enabled": true}, "zero_optimization": {"zero_hpz_partition_size": 2}, "nebula": {"enabled": true}})");
   EXPECT_HAS(text, "[config]");
   EXPECT_HAS(text, "fp16.enabled (true)");
-  EXPECT_HAS(text, "zero_optimization.mics_shard_size (> 0)");
+  EXPECT_HAS(text, "zero_optimization.zero_hpz_partition_size (> 1)");
   EXPECT_HAS(text, "nebula (switched on)");
 }
 

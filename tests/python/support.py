@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import tessera
+from tessera import _core
 
 
 class Block(nn.Module):
@@ -121,6 +122,11 @@ def engines(
             engine.destroy()
 
     return run_ranks(world, run)
+
+
+def shard_group(engine: tessera.Engine) -> tessera.Group:
+    """The ranks that share the engine's model states."""
+    return engine.core.mesh().group(_core.Axis.DpShard)
 
 
 def full_grads(engine: tessera.Engine) -> dict[str, torch.Tensor | None]:

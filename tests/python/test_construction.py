@@ -68,6 +68,8 @@ def test_an_engine_trains_what_was_built_in_partitions(stage: int) -> None:
         with zero.Init(data_parallel_group=group, dtype=torch.float32):
             model = Numbered(rank)
         assert all(is_partitioned(p) for p in model.parameters())
+        info = zero.partition_info(model.head.weight)
+        assert info is not None and info.status == zero.ParamStatus.NOT_AVAILABLE and info.partitioned
         assert [p.shape for p in model.parameters()] == [p.shape for p in Net().parameters()]
         got, want = values(model), values(Numbered(0))
         assert all(torch.equal(got[name], want[name]) for name in want), "rank 0's values hold"

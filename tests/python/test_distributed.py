@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from support import assert_close, batch, config, engines, free_port, make, weights
+from torch.distributed.device_mesh import init_device_mesh
 
 import tessera
 
@@ -37,13 +38,26 @@ def worker(rank: int, world: int, port: int, folder: str) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    results = {}
+    results: dict[Any, Any] = {}
     for case in CASES:
         stage, bf16, accumulation = case
         engine = tessera.initialize(model=make(seed=rank), config=adam(stage, accumulation, bf16))[0]
         assert (engine.world_size, engine.global_rank, engine.local_rank) == (world, rank, rank)
         results[case] = train(engine, rank, accumulation)
         engine.save_16bit_model(os.path.join(folder, str(stage)))
+        engine.destroy()
+    if world == 4:  # hybrid sharding from the configuration and from a DeviceMesh: alike, and as sharding over all
+        options = adam(3, 1, False)
+        options["zero_optimization"]["mics_shard_size"] = 2
+        with tessera.zero.Init(config_dict_or_path=options):
+            model = make(seed=rank)
+        engine = tessera.initialize(model=model, config=options)[0]
+        assert engine.world_size == 4 and engine.global_rank == rank
+        results["hybrid"] = train(engine, rank, 1)
+        engine.destroy()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        engine = tessera.Engine(make(seed=rank), adam(2, 1, False), group=mesh)
+        results["mesh"] = train(engine, rank, 1)
         engine.destroy()
     half = torch.distributed.new_group(list(range(world // 2)))
     rest = torch.distributed.new_group(list(range(world // 2, world)))
@@ -69,6 +83,12 @@ def test_processes_equal_threads(world: int, tmp_path: Path) -> None:
             got = torch.load(tmp_path / f"{rank}.pt")[case]
             assert all(torch.equal(got[name], want[rank][name]) for name in got), case
             assert_close(got, want[0])
+    if world == 4:
+        want = torch.load(tmp_path / "0.pt")[3, False, 1]
+        for rank in range(world):
+            got = torch.load(tmp_path / f"{rank}.pt")
+            assert_close(got["hybrid"], want)
+            assert all(torch.equal(got["hybrid"][name], got["mesh"][name]) for name in want)
 
 
 def dying(rank: int, port: int, moment: str, stage: int, over: Any) -> None:

@@ -19,6 +19,7 @@ from support import (
     mse,
     plain_grads,
     run_ranks,
+    shard_group,
     weights,
 )
 from torch import nn
@@ -117,10 +118,10 @@ def test_no_sync_is_local(stage: int) -> None:
     model = make()
 
     def body(engine: tessera.Engine, rank: int) -> Any:
-        engine._group.reset_stats()
+        shard_group(engine).reset_stats()
         with engine.no_sync():
             engine(*batch(rank)).backward()
-            stats = engine._group.stats()
+            stats = shard_group(engine).stats()
             assert stats.all_reduce.calls + stats.reduce_scatter.calls == 0
             assert stage == 3 or stats.all_gather.calls == 0
             local = {name: tessera.state.get_full_grad(engine, p) for name, p in engine.module.named_parameters()}
@@ -145,11 +146,11 @@ def test_coalesced_reduction(stage: int) -> None:
     model = make()
 
     def body(engine: tessera.Engine, rank: int) -> Any:
-        engine._group.reset_stats()
+        shard_group(engine).reset_stats()
         with engine.coalesce_grad_reduction():
             for k in range(3):
                 engine(*batch(10 * rank + k)).backward()
-            stats = engine._group.stats()
+            stats = shard_group(engine).stats()
             assert stats.all_reduce.calls + stats.reduce_scatter.calls == 0
             with pytest.raises(RuntimeError, match="coalesce_grad_reduction"):
                 engine.step()

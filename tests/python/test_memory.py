@@ -172,7 +172,6 @@ def test_peaks_are_the_formula_at_every_moment(case: Case, measured: dict[Case, 
     check(case, measured[case])
 
 
-@pytest.mark.xfail(strict=True, reason="the gradients of all units are held until the backward ends")
 @pytest.mark.parametrize("case", NESTED, ids=str)
 def test_peaks_are_the_formula_where_blocks_have_modules_inside(case: Case, measured: dict[Case, Steps]) -> None:
     check(case, measured[case])

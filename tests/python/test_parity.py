@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, config, engines, mse, plain_grads, weights
+from support import assert_close, config, engines, mse, plain_grads, shard_group, weights
 from torch import nn
 
 import tessera
@@ -130,11 +130,11 @@ def test_collectives_of_a_step() -> None:
     elements = sum(p.numel() for p in model.parameters())
 
     def body(engine: tessera.Engine, rank: int) -> Any:
-        engine._group.reset_stats()
+        shard_group(engine).reset_stats()
         engine(torch.ones(2, 64)).sum().backward()
-        after_backward = engine._group.stats()
+        after_backward = shard_group(engine).stats()
         engine.step()
-        after_step = engine._group.stats()
+        after_step = shard_group(engine).stats()
         return after_backward, after_step
 
     for before, after in engines(model, 2, config(2), body):

@@ -18,6 +18,7 @@ from support import (
 from torch import nn
 
 import tessera
+from tessera import zero
 from tessera.zero import GatheredParameters
 
 
@@ -72,6 +73,30 @@ def test_regions_read_and_write() -> None:
         engine.step()
 
     engines(model, 2, config(3), body)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_partition_info(stage: int) -> None:
+    def body(engine: tessera.Engine, rank: int) -> tuple[int, int, torch.Tensor]:
+        weight = engine.module.head.weight
+        info = zero.partition_info(weight)
+        assert info is not None and info.partitioned == (stage == 3)
+        whole = zero.ParamStatus.AVAILABLE
+        assert info.status == (zero.ParamStatus.NOT_AVAILABLE if stage == 3 else whole)
+        with GatheredParameters(weight):
+            inside = zero.partition_info(weight)
+            assert inside is not None and inside.status == whole
+            assert torch.equal(info.local, weight.detach().flatten()[info.begin : info.end])
+        return info.begin, info.end, info.local.clone()
+
+    model = make()
+    got = engines(model, 2, config(stage), body)
+    if stage == 3:
+        assert got[0][0] == 0 and got[0][1] == got[1][0] and got[1][1] == 21
+        assert torch.equal(torch.cat([g[2] for g in got]), model.head.weight.detach().flatten())
+    else:
+        assert [g[:2] for g in got] == [(0, 21)] * 2
+    assert zero.partition_info(model.head.weight) is None
 
 
 def test_ordinary_parameters_pass_through() -> None:

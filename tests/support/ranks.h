@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "tessera/comm/backends.h"
+#include "tessera/comm/mesh.h"
 
 namespace tessera::testing {
 
@@ -50,6 +51,28 @@ inline void run_threads(std::vector<comm::GroupPtr> groups, const std::function<
 inline void run_ranks(int size, const std::function<void(int, comm::GroupPtr)>& fn,
                       std::chrono::milliseconds timeout = std::chrono::minutes(2)) {
   run_threads(comm::thread_groups(size, timeout), fn);
+}
+
+// Ranks as threads on a mesh of `replicas` x `shards`; the rank that fn gets counts replica by replica.
+inline void run_meshes(int replicas, int shards, const std::function<void(int, const comm::Mesh&)>& fn) {
+  std::vector<std::vector<comm::GroupPtr>> rows, columns;
+  for (int r = 0; r < replicas; ++r)
+    rows.push_back(comm::thread_groups(shards, std::chrono::minutes(2)));
+  for (int s = 0; s < shards; ++s)
+    columns.push_back(comm::thread_groups(replicas, std::chrono::minutes(2)));
+  run_ranks(replicas * shards, [&](int rank, const comm::GroupPtr&) {
+    const auto row = std::move(rows[rank / shards][rank % shards]);
+    const auto column = std::move(columns[rank % shards][rank / shards]);
+    comm::Mesh mesh(row);
+    mesh.set(comm::Axis::DpReplicate, column);
+    try {
+      fn(rank, mesh);
+    } catch (const std::exception& error) {
+      row->abort(error.what());
+      column->abort(error.what());
+      throw;
+    }
+  });
 }
 
 }  // namespace tessera::testing
