@@ -166,6 +166,31 @@ class Messages {
   std::vector<Transfer> transfers_, marks_;
 };
 
+char* bytes_of(const at::Tensor& flat, int64_t element) {
+  return static_cast<char*>(flat.mutable_data_ptr()) + element * static_cast<int64_t>(flat.element_size());
+}
+
+// The summands of one call, `n` elements a rank: this rank's where they are, the others' in a buffer.
+struct Rows {
+  Rows(C10dCore& core, const at::Tensor& like, int64_t elements) : me(core.rank()), count(core.size()), n(elements) {
+    const int64_t bytes = n * static_cast<int64_t>(like.element_size()) * (count - 1);
+    buffer = core.take_buffer(bytes);
+    others = buffer.narrow(0, 0, bytes).view(like.scalar_type());
+  }
+  Span of(int peer) const { return {(peer < me ? peer : peer - 1) * n, n}; }
+  // `out` may be `own`.
+  void sum(void* out, const void* own, ReduceOp op) const {
+    std::vector<const void*> pointers(count);
+    for (int r = 0; r < count; ++r)
+      pointers[r] = r == me ? own : bytes_of(others, of(r).begin);
+    reduce_rows(out, pointers.data(), count, n, others.scalar_type(), op);
+  }
+
+  int me, count;
+  int64_t n;
+  at::Tensor buffer, others;
+};
+
 class C10dGroup final : public Group {
  public:
   C10dGroup(std::shared_ptr<C10dCore> core, C10dPath path, int64_t instance)
@@ -210,10 +235,6 @@ class C10dGroup final : public Group {
 at::Tensor flat_view(const at::Tensor& t) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   return t.view(-1);
-}
-
-char* bytes_of(const at::Tensor& flat, int64_t element) {
-  return static_cast<char*>(flat.mutable_data_ptr()) + element * static_cast<int64_t>(flat.element_size());
 }
 
 void copy_span(const at::Tensor& to, int64_t to_begin, const at::Tensor& from, Span span) {
@@ -278,21 +299,16 @@ Pending C10dGroup::do_reduce_scatter(at::Tensor out, at::Tensor in, ReduceOp op,
     });
   }
   const at::Tensor to = flat_view(out), from = flat_view(in);
-  const int64_t n = to.numel(), width = static_cast<int64_t>(to.element_size());
-  const int me = rank(), count = size();
-  at::Tensor buffer = core_->take_buffer(n * width * count);
-  const at::Tensor rows = buffer.narrow(0, 0, n * width * count).view(from.scalar_type());
+  const int64_t n = to.numel();
+  const Rows rows(*core_, from, n);
   Messages messages(*core_, call);
-  others([&](int peer) { messages.receive(rows, {peer * n, n}, peer); });
+  others([&](int peer) { messages.receive(rows.others, rows.of(peer), peer); });
   others([&](int peer) { messages.send(from, {peer * n, n}, peer); });
   const auto sum = [=]() -> std::vector<Transfer> {
-    std::vector<const void*> pointers(count);
-    for (int r = 0; r < count; ++r)
-      pointers[r] = bytes_of(r == me ? from : rows, r * n);
-    reduce_rows(to.mutable_data_ptr(), pointers.data(), count, n, to.scalar_type(), op);
+    rows.sum(to.mutable_data_ptr(), bytes_of(from, rows.me * n), op);
     return {};
   };
-  return Pending(std::make_unique<C10dWork>(core_, call, messages.take(), std::vector{out, in}, sum, buffer));
+  return Pending(std::make_unique<C10dWork>(core_, call, messages.take(), std::vector{out, in}, sum, rows.buffer));
 }
 
 std::vector<Transfer> C10dGroup::share_chunks(C10dCore& core, const Call& call, const at::Tensor& flat) {
@@ -309,22 +325,17 @@ std::vector<Transfer> C10dGroup::share_chunks(C10dCore& core, const Call& call, 
 }
 
 Pending C10dGroup::small_all_reduce(const at::Tensor& flat, const Call& call) {
-  const int64_t n = flat.numel(), width = static_cast<int64_t>(flat.element_size());
-  const int me = rank(), count = size();
+  const int64_t n = flat.numel();
   const ReduceOp op = call.info.op;
-  at::Tensor buffer = core_->take_buffer(n * width * count);
-  const at::Tensor rows = buffer.narrow(0, 0, n * width * count).view(flat.scalar_type());
+  const Rows rows(*core_, flat, n);
   Messages messages(*core_, call);
-  others([&](int peer) { messages.receive(rows, {peer * n, n}, peer); });
+  others([&](int peer) { messages.receive(rows.others, rows.of(peer), peer); });
   others([&](int peer) { messages.send(flat, {0, n}, peer); });
   const auto sum = [=]() -> std::vector<Transfer> {
-    std::vector<const void*> pointers(count);
-    for (int r = 0; r < count; ++r)
-      pointers[r] = r == me ? bytes_of(flat, 0) : bytes_of(rows, r * n);
-    reduce_rows(flat.mutable_data_ptr(), pointers.data(), count, n, flat.scalar_type(), op);
+    rows.sum(flat.mutable_data_ptr(), flat.const_data_ptr(), op);
     return {};
   };
-  return Pending(std::make_unique<C10dWork>(core_, call, messages.take(), std::vector{flat}, sum, buffer));
+  return Pending(std::make_unique<C10dWork>(core_, call, messages.take(), std::vector{flat}, sum, rows.buffer));
 }
 
 Pending C10dGroup::do_all_reduce(at::Tensor tensor, ReduceOp op, Label label) {
@@ -340,22 +351,19 @@ Pending C10dGroup::do_all_reduce(at::Tensor tensor, ReduceOp op, Label label) {
   const at::Tensor flat = flat_view(tensor);
   const int me = rank(), count = size();
   if (call.info.bytes * count <= kSmallBytes) return small_all_reduce(flat, call);
-  const int64_t total = flat.numel(), width = static_cast<int64_t>(flat.element_size());
+  const int64_t total = flat.numel();
   const Span mine = chunk(total, me, count);
-  at::Tensor buffer = core_->take_buffer(mine.count * width * count);
-  const at::Tensor rows = buffer.narrow(0, 0, mine.count * width * count).view(flat.scalar_type());
+  const Rows rows(*core_, flat, mine.count);
   Messages messages(*core_, call);
-  others([&](int peer) { messages.receive(rows, {peer * mine.count, mine.count}, peer); });
+  others([&](int peer) { messages.receive(rows.others, rows.of(peer), peer); });
   others([&](int peer) { messages.send(flat, chunk(total, peer, count), peer); });
   const auto sum_and_share = [=, core = core_] {
-    std::vector<const void*> pointers(count);
-    for (int r = 0; r < count; ++r) {
-      pointers[r] = r == me ? bytes_of(flat, mine.begin) : bytes_of(rows, r * mine.count);
-    }
-    reduce_rows(bytes_of(flat, mine.begin), pointers.data(), count, mine.count, flat.scalar_type(), op);
+    char* own = bytes_of(flat, mine.begin);
+    rows.sum(own, own, op);
     return share_chunks(*core, call, flat);
   };
-  return Pending(std::make_unique<C10dWork>(core_, call, messages.take(), std::vector{tensor}, sum_and_share, buffer));
+  return Pending(
+      std::make_unique<C10dWork>(core_, call, messages.take(), std::vector{tensor}, sum_and_share, rows.buffer));
 }
 
 Pending C10dGroup::do_broadcast(at::Tensor tensor, int root, Label label) {
