@@ -3,7 +3,7 @@
 // Note [Shared memory]
 //   A Group of its own rather than a torch back end under the c10d group: a call of a few KiB costs about a microsecond
 //   here, and c10d's dispatch, its Work and the messages between pairs would each cost more than that. Data goes through
-//   rings in a segment (shm_segment.h) as records of up to 256 KiB that stay in the caches between the writer and its
+//   rings in a segment (shm_segment.h) as records of up to 64 KiB that stay in the caches between the writer and its
 //   readers (shm_op.h, shm_channel.h); sums are added straight from the others' rings in rank order, so the bits are
 //   those of Note [Order of summation]. Every record says which call it belongs to: different calls are named at once.
 //   shm_world.h has the waits and what happens when a rank is lost.

@@ -19,7 +19,7 @@
 
 namespace tessera::comm {
 
-inline constexpr int64_t kRecordBytes = 256 * 1024;  // payload of a record
+inline constexpr int64_t kRecordBytes = 64 * 1024;  // payload of a record; a ring of them stays in the caches
 
 class ShmOp {
  public:

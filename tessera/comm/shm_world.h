@@ -1,7 +1,7 @@
 // One rank's view of a group over shared memory and its siblings: channels, the first cause of failure, and the waits.
 //
 // Note [Who moves the data]
-//   There is no thread behind the scenes. Launching a call writes as many of its records as the ring holds (8 MiB), and
+//   There is no thread behind the scenes. Launching a call writes as many of its records as the ring holds (2 MiB), and
 //   every wait moves all calls in flight, of siblings too, as far as possible. So a rank that has launched does not hold
 //   up the others with what fits, waits of two siblings may be in any order, and no core is burned: a wait spins for some
 //   microseconds and then sleeps until another rank rings.
