@@ -166,12 +166,18 @@ std::string ShmWorld::trouble(int channel, const OpInfo& info, Clock::time_point
   ShmChannel& calls = *channels_[channel];
   const std::vector<int> missing = calls.missing();
   const std::string here = "rank " + std::to_string(rank_) + " in " + describe(info);
+  // What a rank wrote last may arrive between the look at its records and the one at its life: look at them again.
+  const auto still_missing = [&](int r) {
+    const std::vector<int> now = calls.missing();
+    return std::find(now.begin(), now.end(), r) != now.end();
+  };
   for (const int r : missing) {
     const int pid = ranks_[r].pid.load();
-    if (const uint64_t start = start_of_process(pid); start == 0 || start != ranks_[r].start.load()) {
-      return here + " lost rank " + std::to_string(r) + ": its process " + std::to_string(pid) + " has ended";
-    }
-    if (calls.has_left(r)) return "rank " + std::to_string(r) + " destroyed its group without making this call";
+    const uint64_t start = start_of_process(pid);
+    const bool ended = start == 0 || start != ranks_[r].start.load();
+    if ((!ended && !calls.has_left(r)) || !still_missing(r)) continue;
+    if (!ended) return "rank " + std::to_string(r) + " destroyed its group without making this call";
+    return here + " lost rank " + std::to_string(r) + ": its process " + std::to_string(pid) + " has ended";
   }
   if (Clock::now() - since < timeout_) return {};
   return here + " timed out after " + seconds_text(timeout_) + " waiting for rank(s) " + join(missing) +
