@@ -143,6 +143,7 @@ void bind_counters(EngineClass& c) {
   c.def("global_grad_norm", &Engine::global_grad_norm)
       .def("grad_norm", &Engine::grad_norm, NoGil())
       .def("was_step_applied", &Engine::was_step_applied)
+      .def("has_gradients", &Engine::has_gradients)
       .def("micro_steps", &Engine::micro_steps)
       .def("backwards", &Engine::backwards)
       .def("global_steps", &Engine::global_steps)

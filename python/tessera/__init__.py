@@ -17,7 +17,7 @@ from tessera._version import check_torch
 
 check_torch(torch.__version__)
 
-from tessera import data, lr_schedules, optim, state, zero  # noqa: E402
+from tessera import data, lr_schedules, optim, state, utils, zero  # noqa: E402
 from tessera._core import (  # noqa: E402
     Config,
     Group,
@@ -57,5 +57,6 @@ __all__ = [
     "single_group",
     "state",
     "thread_groups",
+    "utils",
     "zero",
 ]

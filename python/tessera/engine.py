@@ -118,7 +118,7 @@ class Engine(EngineGetters):
         self._optimized = frozenset(index.values())
         self._frozen = {s.name: s.tensor for s in specs if s.group < 0 and not s.tensor.requires_grad}
         leaves = leaf_paths(self.module) if options.zero.stage == 3 else []
-        self._partition = Partition(self.core, self.module, self._index, set(units.values()), leaves)
+        self._partition = Partition(self, self.core, self.module, self._index, set(units.values()), leaves)
         self._runner = self._make_runner(base, rule, index)
         self.basic_optimizer = base
         self.optimizer = self._visible_optimizer(options)
@@ -159,6 +159,9 @@ class Engine(EngineGetters):
         if rule is not None:
             return NativeRunner(self.core, base, rule, index)
         return ExternalRunner(self.core, base, index, on_params=self._params_are_masters())
+
+    def _optimizes(self, param: torch.Tensor) -> bool:
+        return self._index.get(id(param)) in self._optimized
 
     def _params_are_masters(self) -> bool:
         zero = self.core.options().zero

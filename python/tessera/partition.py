@@ -29,13 +29,15 @@ class Holder(Protocol):
 
 
 class Home:
-    """Where a parameter lives: its holder, its number there, and, where an engine partitions, the hooks around it."""
+    """Where a parameter lives: its holder, its number there, with an engine that engine, and, where it partitions, the
+    hooks around it."""
 
-    __slots__ = ("holder", "number", "partition")
+    __slots__ = ("engine", "holder", "number", "partition")
 
-    def __init__(self, holder: Holder, number: int, partition: Partition | None = None) -> None:
+    def __init__(self, holder: Holder, number: int, engine: Any = None, partition: Partition | None = None) -> None:
         self.holder = weakref.ref(holder)
         self.number = number
+        self.engine = None if engine is None else weakref.ref(engine)
         self.partition = None if partition is None else weakref.ref(partition)
 
 
@@ -48,6 +50,14 @@ def holder_of(param: torch.Tensor) -> tuple[Holder, int] | None:
     home: Home | None = getattr(param, _HOME, None)
     holder = None if home is None else home.holder()
     return None if home is None or holder is None or holder.destroyed() else (holder, home.number)
+
+
+def engine_of(param: torch.Tensor) -> Any:
+    """The live engine of the front end that holds `param`, in any stage; None without one."""
+    home: Home | None = getattr(param, _HOME, None)
+    if home is None or home.engine is None or holder_of(param) is None:
+        return None
+    return home.engine()
 
 
 def home_of(param: torch.Tensor) -> tuple[_core.Engine, int] | None:
@@ -131,17 +141,19 @@ class _Scope:
 
 
 class Partition:
-    """Installs the hooks of an engine. `covers`: paths of modules whose parameters are all gathered at once (units and
-    leaf modules); `leaves`: paths of modules below which nothing is hooked."""
+    """Installs the hooks of `engine`, whose core is `core`. `covers`: paths of modules whose parameters are all
+    gathered at once (units and leaf modules); `leaves`: paths of modules below which nothing is hooked."""
 
     def __init__(
         self,
+        engine: Any,
         core: _core.Engine,
         model: nn.Module,
         index: dict[int, int],
         covers: Iterable[str],
         leaves: Iterable[str],
     ) -> None:
+        self._engine = weakref.ref(engine)
         self._core = core
         self._handles: list[Any] = []
         self._wrapped: list[nn.Module] = []
@@ -166,7 +178,7 @@ class Partition:
     def _set_homes(self, model: nn.Module, index: dict[int, int], partition: Partition | None) -> None:
         for param in model.parameters():
             if id(param) in index:
-                set_home(param, Home(self._core, index[id(param)], partition))
+                set_home(param, Home(self._core, index[id(param)], self._engine(), partition))
 
     def hook(self, module: nn.Module, number: int, leaf: bool = False, inner: bool = False) -> None:
         """Tells the core when `module` runs, as its module `number`."""

@@ -366,6 +366,9 @@ void Engine::end_coalesce() {
 std::optional<double> Engine::global_grad_norm() const {
   return impl_->norm;
 }
+bool Engine::has_gradients() const {
+  return impl_->model != nullptr && impl_->model->has_gradients();
+}
 bool Engine::was_step_applied() const {
   return impl_->applied;
 }

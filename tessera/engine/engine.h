@@ -120,6 +120,8 @@ class Engine {
 
   // ---- what happened
   std::optional<double> global_grad_norm() const;  // pre-clip, unscaled, of the last step that was not skipped
+  // A backward has ended since the last optimizer step or zero_grad(). The same on all ranks.
+  bool has_gradients() const;
   bool was_step_applied() const;
   int64_t micro_steps() const;
   // Backwards that reached this engine's parameters and ended, whoever started them.

@@ -89,6 +89,7 @@ class ShardedModel final : private HookSink {
   // Norm, finite check and presence, agreed on all ranks. Collective. Gradients must be reduced.
   GradientSummary summarize();
   void drop_gradients();
+  bool has_gradients() const { return unreduced_ || flushed_; }
 
   // ---- update. Collective (refresh of the compute parameters).
   // Gradients are multiplied by `scale` (unscale and clip). Parameters without a gradient on any rank are left alone.
