@@ -58,8 +58,11 @@ def machine() -> dict[str, Any]:
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as file:
             cpu = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), cpu)
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    revision = subprocess.run(git, capture_output=True, text=True, check=False)
+    git = ["git", "-C", str(ROOT)]
+    revision = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    # Reports that earlier benchmarks of the same run wrote do not count.
+    changes = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/reports"]
+    changed = subprocess.run(changes, capture_output=True, text=True, check=False).stdout.strip()
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None:
@@ -69,7 +72,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "versions": versions,
-        "revision": revision.stdout.strip(),
+        "revision": revision.stdout.strip() + ("-dirty" if changed else ""),
         "date": time.strftime("%Y-%m-%d"),
     }
 
