@@ -90,7 +90,7 @@ class _Parameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
-        if not self.running and param is not None and not torch.compiler.is_compiling():
+        if not self.running and param is not None and not torch.compiler.is_dynamo_compiling():
             _read_elsewhere(param)
         return param
 
@@ -114,7 +114,7 @@ class _Scope:
         self.outer: list[bool] = []  # of calls under way: whether the core wants their tensors
 
     def before(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.inner and torch.compiler.is_compiling():
+        if self.inner and torch.compiler.is_dynamo_compiling():
             return
         outer = self.core.enter_module(self.number)
         self.outer.append(outer)
@@ -124,7 +124,7 @@ class _Scope:
             self.core.note_inputs(tensors_in((args, kwargs)) if kwargs else tensors_in(args))
 
     def after(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if self.inner and torch.compiler.is_compiling():
+        if self.inner and torch.compiler.is_dynamo_compiling():
             return
         if not self.outer:  # gathering failed
             return

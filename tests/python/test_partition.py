@@ -294,6 +294,27 @@ def test_peak_does_not_grow_over_steps() -> None:
     engines(make(Net, 16, 4), 2, cfg, body)
 
 
+def test_a_compilation_on_another_thread_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compiler.is_compiling() is one flag for all threads; here it goes up while a module inside a block runs."""
+
+    def flag(value: bool) -> Any:
+        return lambda *_: monkeypatch.setattr(torch.compiler, "_is_compiling_flag", value)
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        for block in engine.module.blocks:
+            block.linear.register_forward_pre_hook(flag(True))
+            block.register_forward_hook(flag(False))
+        engine(*batch(rank)).backward()
+        assert gathered(engine) == []
+        return full_grads(engine)
+
+    cfg = config(3)
+    cfg["tessera"] = {"min_unit_elements": 1}
+    model = make()
+    for grads in engines(model, 2, cfg, body):
+        assert_close(grads, plain_grads(model, 2, lambda m, r: m(*batch(r)).backward()))
+
+
 def test_compiled_blocks_are_compiled_once() -> None:
     """Whole graphs, the gradients of plain PyTorch, and no recompilation in later steps."""
     model = make(Net, 8, 2)
