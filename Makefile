@@ -81,9 +81,10 @@ bench: $(VENV)/stamp-bench $(VENV)/stamp-package
 	@bash tools/check_system.sh bench
 	$(CMAKE) --preset bench -DPython3_EXECUTABLE=$(PY)
 	$(CMAKE) --build build/bench -j $(JOBS)
-	@set -e; for program in $$(find build/bench/bench -name '*_bench' -type f -executable | sort); do \
+	@set -e; for program in $$(find build/bench/bench/kernels -name '*_bench' -type f -executable | sort); do \
 	  echo "== $$program"; "$$program" $(if $(filter --quick,$(ARGS)),--benchmark_min_time=0.02); \
 	done
+	@echo "== transport_bench, 2 ranks"; build/bench/bench/comm/transport_bench 2
 	@failed=; run() { echo "== $$*"; $(PY) bench/run.py "$$@" $(ARGS) || failed=1; }; \
 	for ranks in 1 2; do for name in step tensors layers gpt memory; do run $$name --ranks $$ranks; done; done; \
 	run backward; $(if $(filter --quick,$(ARGS)),,run step --allocator tuned;) \
