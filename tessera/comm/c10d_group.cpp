@@ -243,16 +243,6 @@ void copy_span(const at::Tensor& to, int64_t to_begin, const at::Tensor& from, S
   if (span.count > 0 && target != source) std::memcpy(target, source, span.count * from.element_size());
 }
 
-OpInfo describe_call(const char* name, const at::Tensor& full, Label label, ReduceOp op = ReduceOp::Sum,
-                     int root = -1) {
-  return {.name = name,
-          .label = std::string(label),
-          .bytes = static_cast<int64_t>(full.nbytes()),
-          .dtype = full.scalar_type(),
-          .op = op,
-          .root = root};
-}
-
 Call C10dGroup::begin(OpInfo info, Splits splits) {
   core_->check_alive(info);
   const int64_t number = core_->calls().add(instance_, info, std::move(splits));

@@ -6,6 +6,15 @@
 
 namespace tessera::comm {
 
+OpInfo describe_call(const char* name, const at::Tensor& full, Label label, ReduceOp op, int root) {
+  return {.name = name,
+          .label = std::string(label),
+          .bytes = static_cast<int64_t>(full.nbytes()),
+          .dtype = full.scalar_type(),
+          .op = op,
+          .root = root};
+}
+
 const char* reduce_op_name(ReduceOp op) {
   switch (op) {
     case ReduceOp::Sum:

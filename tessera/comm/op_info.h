@@ -23,6 +23,9 @@ struct OpInfo {
   int root = -1;
 };
 
+// `full`: the buffer whose size counts.
+OpInfo describe_call(const char* name, const at::Tensor& full, Label label, ReduceOp op = ReduceOp::Sum, int root = -1);
+
 const char* reduce_op_name(ReduceOp op);
 
 // "reduce_scatter (unit 'a', 4096 B)".

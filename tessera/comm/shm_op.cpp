@@ -15,12 +15,7 @@ constexpr int64_t kOneRound = 64 * 1024;  // all_reduce up to this size over all
 OpInfo info_of(const char* name, const at::Tensor& full, Label label, ReduceOp op = ReduceOp::Sum, int root = -1) {
   TESSERA_CHECK_VALUE(full.is_cpu(), "comm", name, " (", label, "): a group over shared memory takes CPU tensors, got ",
                       full.device());
-  return {.name = name,
-          .label = std::string(label),
-          .bytes = static_cast<int64_t>(full.nbytes()),
-          .dtype = full.scalar_type(),
-          .op = op,
-          .root = root};
+  return describe_call(name, full, label, op, root);
 }
 
 char* bytes_of(const at::Tensor& t) {

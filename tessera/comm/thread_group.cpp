@@ -341,10 +341,7 @@ class ThreadGroup final : public Group {
     TESSERA_CHECK_VALUE(full.is_cpu(), "comm", name, " (", label, "): a group of threads takes CPU tensors, got ",
                         full.device());
     Post post;
-    post.info = {.name = name,
-                 .label = std::string(label),
-                 .bytes = static_cast<int64_t>(full.nbytes()),
-                 .dtype = full.scalar_type()};
+    post.info = describe_call(name, full, label);
     post.out = static_cast<char*>(out.mutable_data_ptr());
     post.in = static_cast<const char*>(in.const_data_ptr());
     return post;

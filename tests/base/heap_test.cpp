@@ -22,7 +22,7 @@ int64_t resident_bytes() {
 
 TEST(Heap, FreedPagesBetweenBlocksInUseGoBackToTheSystem) {
 #if !defined(__GLIBC__) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "another allocator";
+  GTEST_SKIP() << "malloc is not glibc's: another C library, or a sanitizer";
 #endif
   constexpr size_t kBlock = 100'000;  // below the size from which malloc maps blocks of their own
   std::vector<void*> blocks;

@@ -2,7 +2,7 @@
 #include <csignal>
 
 #include "tests/comm/collectives.h"
-#include "tests/support/processes.h"
+#include "tests/comm/process_ranks.h"
 #include "tests/support/ranks.h"
 
 namespace tessera::comm {
@@ -10,14 +10,11 @@ namespace {
 
 using namespace std::chrono_literals;
 using testing::await_marks;
+using testing::die_once_all_have_met;
+using testing::expect_success;
 using testing::leave_mark;
 using testing::message_of;
 using testing::run_processes;
-
-void expect_success(const std::vector<testing::ProcessResult>& results) {
-  for (const auto& result : results)
-    EXPECT_EQ(result.exit_code, 0) << result.output;
-}
 
 struct Environment {
   explicit Environment(std::vector<std::pair<const char*, const char*>> values) : values_(std::move(values)) {
@@ -78,14 +75,7 @@ TEST(EnvironmentGroup, ProcessesGetTheBitsOfTheReference) {
 }
 
 TEST(Processes, DISABLED_TwoGroups) {
-  const auto a = environment_group(60s), b = environment_group(60s);
-  auto x = at::ones({50000}), y = at::ones({50000});
-  auto first = a->all_reduce(x, ReduceOp::Sum), second = b->all_reduce(y, ReduceOp::Sum);
-  second.wait();
-  first.wait();
-  EXPECT_EQ(x.sum().item<float>(), 50000.0f * a->size());
-  EXPECT_EQ(y.sum().item<float>(), 50000.0f * a->size());
-  a->barrier();
+  testing::use_two_groups(/*meet=*/true);
 }
 
 TEST(EnvironmentGroup, AProcessMayHaveSeveral) {
@@ -101,12 +91,6 @@ void expect_killed_peer(const std::function<void()>& call, int rank, const std::
   EXPECT_HAS(text, "no answer within 2.0 s from rank(s) 2 (dead");
   leave_mark("told");
   EXPECT_TRUE(await_marks("told", {0, 1}));  // long before the group's timeout
-}
-
-// A rank that is killed while others still read what it sent would take that with it.
-void die_once_all_have_met() {
-  EXPECT_TRUE(await_marks("met", {0, 1}));
-  raise(SIGKILL);
 }
 
 TEST(Processes, DISABLED_Mesh) {

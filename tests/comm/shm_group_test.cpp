@@ -6,7 +6,7 @@
 
 #include "tessera/comm/backends.h"
 #include "tests/comm/collectives.h"
-#include "tests/support/processes.h"
+#include "tests/comm/process_ranks.h"
 #include "tests/support/ranks.h"
 
 namespace tessera::comm {
@@ -14,6 +14,8 @@ namespace {
 
 using namespace std::chrono_literals;
 using testing::await_marks;
+using testing::die_once_all_have_met;
+using testing::expect_success;
 using testing::leave_mark;
 using testing::message_of;
 using testing::run_processes;
@@ -165,11 +167,6 @@ TEST(ShmGroups, RefuseASingleRank) {
 
 const std::map<std::string, std::string> kShared = {{"TESSERA_TRANSPORT", "shared_memory"}};
 
-void expect_success(const std::vector<testing::ProcessResult>& results) {
-  for (const auto& result : results)
-    EXPECT_EQ(result.exit_code, 0) << result.output;
-}
-
 int shared_files() {
   const std::filesystem::directory_iterator files("/dev/shm");
   return static_cast<int>(std::distance(begin(files), end(files)));
@@ -198,13 +195,7 @@ TEST(ShmGroups, ProcessesGetTheBitsOfTheReference) {
 }
 
 TEST(ShmProcesses, DISABLED_TwoGroups) {
-  const auto a = environment_group(60s), b = environment_group(60s);
-  auto x = at::ones({50000}), y = at::ones({50000});
-  auto first = a->all_reduce(x, ReduceOp::Sum), second = b->all_reduce(y, ReduceOp::Sum);
-  second.wait();
-  first.wait();
-  EXPECT_EQ(x.sum().item<float>(), 50000.0f * a->size());
-  EXPECT_EQ(y.sum().item<float>(), 50000.0f * a->size());
+  testing::use_two_groups(/*meet=*/false);
 }
 
 TEST(ShmGroups, AProcessMayHaveSeveral) {
@@ -217,12 +208,6 @@ void expect_killed_peer(const std::function<void()>& call, const std::string& op
   EXPECT_HAS(text, "lost rank 2: its process ");
   leave_mark("told");
   EXPECT_TRUE(await_marks("told", {0, 1}));
-}
-
-// What has failed fails for all: nobody may still be in the barrier before.
-void die_once_all_have_met() {
-  EXPECT_TRUE(await_marks("met", {0, 1}));
-  raise(SIGKILL);
 }
 
 void expect_survivors(const std::string& test) {
@@ -304,13 +289,15 @@ TEST(ShmGroups, AnAbortReachesOtherProcesses) {
 }
 
 TEST(ShmProcesses, DISABLED_OneIsLate) {
-  const auto group = environment_group(3s);
+  leave_mark("started");
+  EXPECT_TRUE(await_marks("started", {0, 1}));
+  const auto group = environment_group(5s);
   group->barrier();
   if (group->rank() == 1) {
     EXPECT_TRUE(await_marks("told", {0}));
   }
   const auto text = message_of<c10::DistBackendError>([&] { group->barrier("step"); });
-  EXPECT_HAS(text, "rank 0 in barrier (step, 0 B) timed out after 3.0 s waiting for rank(s) 1 (alive");
+  EXPECT_HAS(text, "rank 0 in barrier (step, 0 B) timed out after 5.0 s waiting for rank(s) 1 (alive");
   leave_mark("told");
 }
 

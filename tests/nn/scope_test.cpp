@@ -1,6 +1,7 @@
 // Partitioned parameters in C++: Hooked modules, parameters below none, regions.
 #include "tessera/nn/scope.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 #include <torch/nn.h>
 
@@ -24,9 +25,13 @@ TORCH_MODULE(Block);
 
 struct Net : torch::nn::Module {
   Net() {
-    torch::manual_seed(3);
     blocks = register_module("blocks", torch::nn::Sequential(Block(), Block(), Block()));
     head = register_module("head", torch::nn::Linear(6, 2));
+    // Of its own: ranks that are threads share the default generator.
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+    const torch::NoGradGuard no_grad;
+    for (at::Tensor& p : parameters())
+      p.uniform_(-0.4, 0.4, generator);
   }
   at::Tensor forward(const at::Tensor& x) { return head(blocks->forward(x)).square().mean(); }
   torch::nn::Sequential blocks{nullptr};
