@@ -10,6 +10,7 @@ void bind_options(py::module_& m) {
       .def(py::init<>())
       .def_static("fp32", &PrecisionPolicy::fp32)
       .def_static("bf16", &PrecisionPolicy::bf16, py::arg("check_overflow") = true)
+      .def_static("fp16", &PrecisionPolicy::fp16)
       .def_readwrite("param", &PrecisionPolicy::param)
       .def_readwrite("grad", &PrecisionPolicy::grad)
       .def_readwrite("master", &PrecisionPolicy::master)

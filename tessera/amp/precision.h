@@ -15,11 +15,12 @@ struct PrecisionPolicy {
   // True where the compute parameter itself is the master: nothing extra is stored.
   bool master_is_param() const { return param == master; }
 
-  // fp32: 4 + 4 + 0 bytes a parameter besides the moments. bf16: 2 + 2 + 4.
+  // fp32: 4 + 4 + 0 bytes a parameter besides the moments. bf16 and fp16: 2 + 2 + 4.
   static PrecisionPolicy fp32() { return {}; }
   static PrecisionPolicy bf16(bool check_overflow = true) {
     return {at::kBFloat16, at::kBFloat16, at::kFloat, check_overflow};
   }
+  static PrecisionPolicy fp16() { return {at::kHalf, at::kHalf, at::kFloat, true}; }
 };
 
 }  // namespace tessera::amp
