@@ -87,10 +87,13 @@ class _Parameters(dict[str, Any]):
     bias used by the parent) is gathered with the module that runs, from then on."""
 
     running = 0
+    cover: _Scope | None = None
 
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
-        if not self.running and param is not None and not torch.compiler.is_dynamo_compiling():
+        if self.running or (self.cover is not None and self.cover.outer):
+            return param
+        if param is not None and not torch.compiler.is_dynamo_compiling():
             _read_elsewhere(param)
         return param
 
@@ -104,18 +107,26 @@ def _read_elsewhere(param: torch.Tensor) -> None:
 
 
 class _Scope:
-    """The hooks of one module."""
+    """The hooks of one module. `cover`: the nearest module around it that gathers all below it. While that runs there is
+    nothing to do, and nothing is done: a call into the core for every small module would cost more than the module."""
 
-    def __init__(self, core: _core.Engine, number: int, owned: list[_Parameters], inner: bool) -> None:
+    def __init__(self, core: _core.Engine, number: int, owned: list[_Parameters], cover: _Scope | None) -> None:
         self.core = core
-        self.inner = inner  # below a module that covers it: nothing to do inside a compiled block
+        self.cover = cover
         self.number = number
         self.owned = owned
-        self.outer: list[bool] = []  # of calls under way: whether the core wants their tensors
+        # Of calls under way: whether the core wants their tensors; None: it does not know of the call.
+        self.outer: list[bool | None] = []
+        for params in owned:
+            params.cover = cover
 
     def before(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.inner and torch.compiler.is_dynamo_compiling():
-            return
+        if self.cover is not None:
+            if torch.compiler.is_dynamo_compiling():
+                return
+            if self.cover.outer:
+                self.outer.append(None)
+                return
         outer = self.core.enter_module(self.number)
         self.outer.append(outer)
         for params in self.owned:
@@ -124,11 +135,13 @@ class _Scope:
             self.core.note_inputs(tensors_in((args, kwargs)) if kwargs else tensors_in(args))
 
     def after(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if self.inner and torch.compiler.is_dynamo_compiling():
+        if self.cover is not None and torch.compiler.is_dynamo_compiling():
             return
         if not self.outer:  # gathering failed
             return
         outer = self.outer.pop()
+        if outer is None:
+            return
         for params in self.owned:
             params.running -= 1
         if self.core.destroyed():
@@ -160,6 +173,7 @@ class Partition:
         self._hooked: list[nn.Module] = []
         self._set_homes(model, index, None)
         covered, leaf_paths = set(covers), tuple(leaves)
+        scopes: dict[str, _Scope] = {}  # of modules that cover others
         for path, module in model.named_modules():
             if any(path != leaf and path.startswith(f"{leaf}.") for leaf in leaf_paths):
                 continue
@@ -171,8 +185,9 @@ class Partition:
             number = core.add_module(numbers)
             if number < 0:
                 return  # nothing is partitioned
-            inner = any(path.startswith(f"{cover}.") for cover in covered)
-            self.hook(module, number, path in leaf_paths, inner)
+            scope = self.hook(module, number, path in leaf_paths, _nearest(scopes, path))
+            if path in covered:
+                scopes[path] = scope
         self._set_homes(model, index, self)
 
     def _set_homes(self, model: nn.Module, index: dict[int, int], partition: Partition | None) -> None:
@@ -180,14 +195,15 @@ class Partition:
             if id(param) in index:
                 set_home(param, Home(self._core, index[id(param)], self._engine(), partition))
 
-    def hook(self, module: nn.Module, number: int, leaf: bool = False, inner: bool = False) -> None:
+    def hook(self, module: nn.Module, number: int, leaf: bool = False, cover: _Scope | None = None) -> _Scope:
         """Tells the core when `module` runs, as its module `number`."""
         owned = [self._wrap(part) for part in (module.modules() if leaf else [module]) if part._parameters]
-        scope = _Scope(self._core, number, owned, inner)
+        scope = _Scope(self._core, number, owned, cover)
         module.__dict__[_SCOPE] = number
         self._hooked.append(module)
         self._handles.append(module.register_forward_pre_hook(scope.before, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(scope.after, always_call=True))
+        return scope
 
     def _wrap(self, module: nn.Module) -> _Parameters:
         params = module._parameters
@@ -205,6 +221,14 @@ class Partition:
         for module in self._hooked:
             module.__dict__.pop(_SCOPE, None)
         self._handles, self._wrapped, self._hooked = [], [], []
+
+
+def _nearest(scopes: dict[str, _Scope], path: str) -> _Scope | None:
+    while "." in path:
+        path = path.rpartition(".")[0]
+        if path in scopes:
+            return scopes[path]
+    return None
 
 
 def gathered(
