@@ -48,7 +48,9 @@ void bind_optimizer(py::module_& m) {
       "update",
       [](Rule rule, const GroupOptions& group, int64_t step, at::Tensor master, at::Tensor grad,
          std::vector<at::Tensor> states, double grad_scale) {
-        UpdateSlice slice{std::move(master), {}, std::move(grad), {}};
+        UpdateSlice slice;
+        slice.master = std::move(master);
+        slice.grad = std::move(grad);
         std::move(states.begin(), states.end(), slice.state.begin());
         py::gil_scoped_release no_gil;
         update(rule, group, step, slice, grad_scale);

@@ -5,20 +5,22 @@
 #include <bit>
 #include <cstdint>
 
+#include "tessera/kernels/types.h"
+
 namespace tessera::kernels {
 
-inline float float_from_bf16(uint16_t half) {
+TESSERA_ELEMENT float float_from_bf16(uint16_t half) {
   return std::bit_cast<float>(static_cast<uint32_t>(half) << 16);
 }
 
 // Nearest even. A NaN stays a NaN (its quiet bit is set).
-inline uint16_t bf16_from_float(float value) {
+TESSERA_ELEMENT uint16_t bf16_from_float(float value) {
   const auto bits = std::bit_cast<uint32_t>(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-inline float float_from_f16(uint16_t half) {
+TESSERA_ELEMENT float float_from_f16(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const uint32_t exponent = (uint32_t{half} >> 10) & 0x1fu;
   const uint32_t fraction = half & 0x3ffu;
@@ -34,7 +36,7 @@ inline float float_from_f16(uint16_t half) {
 }
 
 // Nearest even, infinity from 65520 on. A NaN stays a NaN (its quiet bit is set).
-inline uint16_t f16_from_float(float value) {
+TESSERA_ELEMENT uint16_t f16_from_float(float value) {
   const auto bits = std::bit_cast<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -55,6 +57,54 @@ inline uint16_t f16_from_float(float value) {
   const uint32_t half = 1u << (shift - 1);
   const bool up = rest > half || (rest == half && (kept & 1u) != 0);
   return static_cast<uint16_t>(sign | (kept + (up ? 1u : 0u)));
+}
+
+// Note [Stochastic rounding]
+// `random` holds 16 random bits. They are added to the bits that rounding drops, so the magnitude goes up with the
+// probability that the dropped part is of one unit: the mean is the value. A value that the type holds is never
+// changed. Above the largest finite value there is no unit to weigh against, and rounding is to nearest: a finite value
+// becomes infinite exactly where it does by nearest rounding. NaN as by nearest rounding.
+// All 16 bits that bf16 drops take part. fp16 drops 13 (the lowest 3 random bits are not used), and more among
+// denormals: there the part below 2^-40 (2^-16 units) is cut off.
+TESSERA_ELEMENT uint16_t bf16_stochastic(float value, uint32_t random) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  if ((bits & 0x7fffffffu) > 0x7f7f0000u) return bf16_from_float(value);
+  return static_cast<uint16_t>((bits + random) >> 16);
+}
+
+TESSERA_ELEMENT uint16_t f16_stochastic(float value, uint32_t random) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x477fe000u) return f16_from_float(value);
+  if (magnitude >= 0x38800000u) {  // normal
+    return static_cast<uint16_t>(sign | ((magnitude - 0x38000000u + (random >> 3)) >> 13));
+  }
+  const auto scaled = static_cast<uint32_t>(std::bit_cast<float>(magnitude) * 0x1p40f);  // 2^16 a unit
+  return static_cast<uint16_t>(sign | ((scaled + random) >> 16));
+}
+
+// Note [Split master]
+// An fp32 value as a bf16 weight and a 16-bit residual, exact for every finite value: `residual` is the low half and
+// `weight` the upper half, rounded half-up (by magnitude), so a residual below zero (low half >= 0x8000) means "was
+// rounded up", and adding it with its sign gives the bits back. By nearest even a tie could mean either. The weight is
+// the nearest bf16 value; it differs from nearest even on exact ties only. Above the largest bf16 value the weight is
+// infinite while both together are still finite. NaN keeps its upper half, quiet, with residual 0, so that the weight
+// alone is NaN too.
+struct SplitFloat {
+  uint16_t weight;
+  uint16_t residual;
+};
+
+TESSERA_ELEMENT SplitFloat split_float(float value) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((bits >> 16) | 0x40u), 0};
+  return {static_cast<uint16_t>((bits + 0x8000u) >> 16), static_cast<uint16_t>(bits)};
+}
+
+TESSERA_ELEMENT float join_float(SplitFloat halves) {
+  const uint32_t low = halves.residual - ((halves.residual & 0x8000u) << 1);  // with its sign
+  return std::bit_cast<float>((static_cast<uint32_t>(halves.weight) << 16) + low);
 }
 
 }  // namespace tessera::kernels

@@ -15,6 +15,14 @@ namespace tessera::kernels {
 void scaled_copy(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n);
 void scaled_add(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n);
 
+// The same with stochastic rounding into a 16-bit dst (Note [Stochastic rounding] in convert.h): sums of many small
+// values are right in the mean, where nearest rounding would lose them. Bits of the gradient's stream; give every call
+// of a step another `random.step`. fp32 dst: as above, nothing is drawn.
+void scaled_copy_stochastic(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
+                            const RandomKey& random);
+void scaled_add_stochastic(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
+                           const RandomKey& random);
+
 // Sum of squares in double; not finite if an element is not. Element i adds to lane i % 16 and the
 // lanes are added in a fixed order, so the bits depend on the elements only, not on alignment or
 // instruction set.

@@ -1,6 +1,7 @@
 #include "tessera/kernels/table.h"
 
 #include "tessera/kernels/elementwise.h"
+#include "tessera/kernels/split.h"
 #include "tessera/kernels/tables.h"
 
 namespace tessera::kernels {
@@ -37,6 +38,20 @@ void scaled_copy(void* dst, DType dst_dtype, const void* src, DType src_dtype, f
 }
 void scaled_add(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n) {
   best_table().scaled_add(dst, dst_dtype, src, src_dtype, scale, n);
+}
+void scaled_copy_stochastic(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
+                            const RandomKey& random) {
+  best_table().scaled_copy_stochastic(dst, dst_dtype, src, src_dtype, scale, n, random);
+}
+void scaled_add_stochastic(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
+                           const RandomKey& random) {
+  best_table().scaled_add_stochastic(dst, dst_dtype, src, src_dtype, scale, n, random);
+}
+void split(void* weight_bf16, void* residual, const float* src, int64_t n) {
+  best_table().split(weight_bf16, residual, src, n);
+}
+void join(float* dst, const void* weight_bf16, const void* residual, int64_t n) {
+  best_table().join(dst, weight_bf16, residual, n);
 }
 double sum_of_squares(const void* src, DType dtype, int64_t n) {
   return best_table().sum_of_squares(src, dtype, n);

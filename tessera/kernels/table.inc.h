@@ -15,7 +15,22 @@ namespace tessera::kernels {
 namespace {
 
 constexpr Table vector_table(const char* name) {
-  return {name, adam, sgd, lion, adagrad, scaled_copy_any, scaled_add_any, sum_of_squares_any};
+  return {name,
+          adam,
+          sgd,
+          lion,
+          adagrad,
+          scaled_copy_any,
+          scaled_add_any,
+          [](void* d, DType dt, const void* s, DType st, float f, int64_t n, const RandomKey& k) {
+            reference_table().scaled_copy_stochastic(d, dt, s, st, f, n, k);
+          },
+          [](void* d, DType dt, const void* s, DType st, float f, int64_t n, const RandomKey& k) {
+            reference_table().scaled_add_stochastic(d, dt, s, st, f, n, k);
+          },
+          [](void* w, void* r, const float* s, int64_t n) { reference_table().split(w, r, s, n); },
+          [](float* d, const void* w, const void* r, int64_t n) { reference_table().join(d, w, r, n); },
+          sum_of_squares_any};
 }
 
 }  // namespace

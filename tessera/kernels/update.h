@@ -10,17 +10,43 @@
 
 namespace tessera::kernels {
 
-// One range of a flat shard, n elements each. Any alignment.
+// One range of a flat shard, n elements each. Any alignment. The master weights are, in and out, one of
+//   master               fp32, which is the compute weight too
+//   master, and weight   fp32, and a 16-bit copy of it for compute (out, nearest even)
+//   weight and residual  a bf16 weight and 16 bits that together are the exact fp32 value (Note [Split master], convert.h)
+//   weight               16 bits, rounded as `rounding` says
 struct UpdateRange {
   int64_t n = 0;
-  float* master = nullptr;           // fp32 master weights, in and out
-  void* weight = nullptr;            // compute weights, out; null where the master is the compute weight
-  DType weight_dtype = DType::BF16;  // BF16 or F16, round to nearest even
+  float* master = nullptr;
+  void* residual = nullptr;
+  void* weight = nullptr;
+  DType weight_dtype = DType::BF16;  // BF16 or F16
   const void* grad = nullptr;        // in
   DType grad_dtype = DType::F32;
-  float* state0 = nullptr;  // Adam, Lion: exp_avg. SGD: momentum_buffer. Adagrad: sum
-  float* state1 = nullptr;  // Adam: exp_avg_sq
+  void* state0 = nullptr;          // Adam, Lion: exp_avg. SGD: momentum_buffer. Adagrad: sum
+  void* state1 = nullptr;          // Adam: exp_avg_sq
+  DType state_dtype = DType::F32;  // F32, or BF16 rounded as `rounding` says
+  Rounding rounding = Rounding::Nearest;
+  RandomKey random;  // where rounding is Stochastic
 };
+
+// Elements [begin, end) of a range.
+TESSERA_ELEMENT UpdateRange part(const UpdateRange& range, int64_t begin, int64_t end) {
+  const auto at = [=](const void* p, DType dtype) {
+    const auto offset = begin * static_cast<int64_t>(size_of(dtype));
+    return p == nullptr ? nullptr : const_cast<char*>(static_cast<const char*>(p)) + offset;
+  };
+  UpdateRange r = range;
+  r.n = end - begin;
+  if (r.master != nullptr) r.master += begin;
+  r.residual = at(r.residual, DType::BF16);
+  r.weight = at(r.weight, r.weight_dtype);
+  r.grad = at(r.grad, r.grad_dtype);
+  r.state0 = at(r.state0, r.state_dtype);
+  r.state1 = at(r.state1, r.state_dtype);
+  r.random.first += static_cast<uint64_t>(begin);
+  return r;
+}
 
 // Every rule first forms g = grad * grad_scale in fp32 (1/loss scale, clip coefficient; negative to
 // maximize).

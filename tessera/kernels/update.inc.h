@@ -2,6 +2,7 @@
 // are too.
 #pragma once
 
+#include "tessera/kernels/table.h"
 #include "tessera/kernels/update.h"
 #include "tessera/kernels/vec.inc.h"
 
@@ -22,7 +23,7 @@ struct AdamStep {
         sqrt_bias2(splat(static_cast<float>(r.sqrt_bias2))),
         eps(splat(static_cast<float>(r.eps))),
         minus_step_size(splat(static_cast<float>(-(r.lr / r.bias1)))),
-        add_l2(!r.decoupled && r.weight_decay != 0) {
+        add_l2(!r.decoupled && static_cast<float>(r.weight_decay) != 0) {
     const float rest1 = static_cast<float>(1 - r.beta1);
     mix_from_grad = !(rest1 < 0.5f);
     mix = splat(mix_from_grad ? rest1 - 1.0f : rest1);
@@ -44,7 +45,7 @@ struct SgdStep {
   explicit SgdStep(const SgdRule& r)
       : l2(splat(static_cast<float>(r.weight_decay))),
         minus_lr(splat(static_cast<float>(-r.lr))),
-        add_l2(r.weight_decay != 0) {}
+        add_l2(static_cast<float>(r.weight_decay) != 0) {}
   TESSERA_INLINE void apply(F& w, F g, F&, F&) const {
     if (add_l2) g = fma(l2, w, g);
     w = fma(minus_lr, g, w);
@@ -61,7 +62,7 @@ struct MomentumStep {
         minus_lr(splat(static_cast<float>(-r.lr))),
         momentum(splat(static_cast<float>(r.momentum))),
         undamped(splat(static_cast<float>(1 - r.dampening))),
-        add_l2(r.weight_decay != 0),
+        add_l2(static_cast<float>(r.weight_decay) != 0),
         nesterov(r.nesterov),
         first(r.first_step) {}
   TESSERA_INLINE void apply(F& w, F g, F& buf, F&) const {
@@ -99,7 +100,7 @@ struct AdagradStep {
       : l2(splat(static_cast<float>(r.weight_decay))),
         minus_clr(splat(static_cast<float>(-r.clr))),
         eps(splat(static_cast<float>(r.eps))),
-        add_l2(r.weight_decay != 0) {}
+        add_l2(static_cast<float>(r.weight_decay) != 0) {}
   TESSERA_INLINE void apply(F& w, F g, F& sum, F&) const {
     if (add_l2) g = fma(l2, w, g);
     sum = fma(g, g, sum);
@@ -116,8 +117,8 @@ void update_typed(const Step& rule, const UpdateRange& range, float grad_scale) 
   float* const master = range.master;
   void* const weight = range.weight;
   const void* const grad = range.grad;
-  float* const state0 = range.state0;
-  float* const state1 = range.state1;
+  void* const state0 = range.state0;
+  void* const state1 = range.state1;
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
     F32::prefetch(master, i);
     Grad::prefetch(grad, i);
@@ -149,16 +150,23 @@ void update_any(const Step& step, const UpdateRange& range, float grad_scale) {
 }
 
 void adam(const AdamRule& rule, const UpdateRange& range, float grad_scale) {
+  if (range.master == nullptr || range.state_dtype != DType::F32)
+    return reference_table().adam(rule, range, grad_scale);
   update_any(AdamStep(rule), range, grad_scale);
 }
 void sgd(const SgdRule& rule, const UpdateRange& range, float grad_scale) {
+  if (range.master == nullptr || range.state_dtype != DType::F32) return reference_table().sgd(rule, range, grad_scale);
   if (rule.momentum == 0) return update_any(SgdStep(rule), range, grad_scale);
   update_any(MomentumStep(rule), range, grad_scale);
 }
 void lion(const LionRule& rule, const UpdateRange& range, float grad_scale) {
+  if (range.master == nullptr || range.state_dtype != DType::F32)
+    return reference_table().lion(rule, range, grad_scale);
   update_any(LionStep(rule), range, grad_scale);
 }
 void adagrad(const AdagradRule& rule, const UpdateRange& range, float grad_scale) {
+  if (range.master == nullptr || range.state_dtype != DType::F32)
+    return reference_table().adagrad(rule, range, grad_scale);
   update_any(AdagradStep(rule), range, grad_scale);
 }
 

@@ -38,54 +38,61 @@ void check_tensor(const at::Tensor& tensor, int64_t n, const char* name) {
                       " elements, the master weights have ", n);
 }
 
-void check_float(const at::Tensor& tensor, const char* name) {
-  TESSERA_CHECK_VALUE(tensor.scalar_type() == at::kFloat, "optim.update", name, " must be float32, got ",
+void check_dtype(const at::Tensor& tensor, at::ScalarType dtype, const char* name) {
+  TESSERA_CHECK_VALUE(tensor.scalar_type() == dtype, "optim.update", name, " must be ", dtype, ", got ",
                       tensor.scalar_type());
 }
 
-// Checks the slice and gives it as pointers.
-kernels::UpdateRange range_of(const UpdateSlice& slice, int states) {
-  kernels::UpdateRange range;
-  TESSERA_CHECK_VALUE(slice.master.defined(), "optim.update", "master is missing");
-  range.n = slice.master.numel();
-  check_tensor(slice.master, range.n, "master");
-  check_float(slice.master, "master");
-  range.master = static_cast<float*>(slice.master.mutable_data_ptr());
-  check_tensor(slice.grad, range.n, "grad");
-  range.grad = slice.grad.const_data_ptr();
-  range.grad_dtype = shard::kernel_dtype(slice.grad.scalar_type());
+// The tensors that hold the master weights, and a copy for compute.
+void add_weights(const UpdateSlice& slice, kernels::UpdateRange& range) {
+  TESSERA_CHECK_VALUE(slice.master.defined() || slice.weight.defined(), "optim.update", "master is missing");
+  range.n = slice.master.defined() ? slice.master.numel() : slice.weight.numel();
+  if (slice.master.defined()) {
+    check_tensor(slice.master, range.n, "master");
+    check_dtype(slice.master, at::kFloat, "master");
+    TESSERA_CHECK_VALUE(!slice.residual.defined(), "optim.update", "a residual goes without a master");
+    range.master = static_cast<float*>(slice.master.mutable_data_ptr());
+  }
   if (slice.weight.defined()) {
     check_tensor(slice.weight, range.n, "weight");
     range.weight = slice.weight.mutable_data_ptr();
     range.weight_dtype = shard::kernel_dtype(slice.weight.scalar_type());
     TESSERA_CHECK_VALUE(range.weight_dtype != kernels::DType::F32, "optim.update",
-                        "weight must be bfloat16 or float16; leave it undefined where the master is "
-                        "the compute weight");
+                        "weight must be bfloat16 or float16; an fp32 compute weight is the master");
   }
-  for (int s = 0; s < states; ++s) {
-    check_tensor(slice.state[s], range.n, "state");
-    check_float(slice.state[s], "state");
-    (s == 0 ? range.state0 : range.state1) = static_cast<float*>(slice.state[s].mutable_data_ptr());
+  if (slice.residual.defined()) {
+    check_tensor(slice.residual, range.n, "residual");
+    check_dtype(slice.residual, at::kShort, "residual");
+    check_dtype(slice.weight, at::kBFloat16, "the weight beside a residual");
+    range.residual = slice.residual.mutable_data_ptr();
   }
-  return range;
 }
 
-kernels::UpdateRange part(const kernels::UpdateRange& range, int64_t begin, int64_t end) {
-  kernels::UpdateRange r = range;
-  const auto bytes = [&](kernels::DType dtype) { return begin * static_cast<int64_t>(kernels::size_of(dtype)); };
-  r.n = end - begin;
-  r.master += begin;
-  r.grad = static_cast<const char*>(r.grad) + bytes(r.grad_dtype);
-  if (r.weight != nullptr) r.weight = static_cast<char*>(r.weight) + bytes(r.weight_dtype);
-  if (r.state0 != nullptr) r.state0 += begin;
-  if (r.state1 != nullptr) r.state1 += begin;
-  return r;
+// Checks the slice and gives it as pointers.
+kernels::UpdateRange range_of(const UpdateSlice& slice, int states) {
+  kernels::UpdateRange range;
+  add_weights(slice, range);
+  check_tensor(slice.grad, range.n, "grad");
+  range.grad = slice.grad.const_data_ptr();
+  range.grad_dtype = shard::kernel_dtype(slice.grad.scalar_type());
+  for (int s = 0; s < states; ++s) {
+    check_tensor(slice.state[s], range.n, "state");
+    const auto dtype = slice.state[s].scalar_type();
+    TESSERA_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16, "optim.update",
+                        "state must be float32 or bfloat16, got ", dtype);
+    TESSERA_CHECK_VALUE(dtype == slice.state[0].scalar_type(), "optim.update", "states must have one dtype");
+    range.state_dtype = shard::kernel_dtype(dtype);
+    (s == 0 ? range.state0 : range.state1) = slice.state[s].mutable_data_ptr();
+  }
+  range.rounding = slice.rounding;
+  range.random = slice.random;
+  return range;
 }
 
 template <class KernelRule>
 void run(const KernelRule& rule, const kernels::UpdateRange& range, double grad_scale) {
   parallel_ranges(range.n, kGrain, kAlign, [&](int64_t begin, int64_t end) {
-    kernels::update(rule, part(range, begin, end), static_cast<float>(grad_scale));
+    kernels::update(rule, kernels::part(range, begin, end), static_cast<float>(grad_scale));
   });
 }
 

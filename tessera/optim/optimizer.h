@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "tessera/kernels/types.h"
+
 namespace tessera::optim {
 
 enum class Rule {
@@ -51,16 +53,25 @@ struct StateNames {
 StateNames state_names(Rule rule, const std::vector<GroupOptions>& groups);
 
 // A range of a shard that shares a group and a step count. Tensors are 1-D, contiguous, of equal
-// length, on the CPU.
+// length, on the CPU. Which are there says where the master weights are (kernels/update.h):
+//   master                fp32, the compute weights too
+//   master, weight        fp32, and a 16-bit copy for compute, rounded to nearest
+//   weight, residual      split: together the exact fp32 master
+//   weight                16 bits are the master
 struct UpdateSlice {
-  at::Tensor master;  // fp32
-  at::Tensor weight;  // compute weights, bf16 or fp16; undefined where the master is the compute weight
-  at::Tensor grad;    // fp32, bf16 or fp16
-  std::array<at::Tensor, 2> state;
+  at::Tensor master;                // fp32
+  at::Tensor residual;              // int16, beside a bf16 weight
+  at::Tensor weight;                // bf16 or fp16
+  at::Tensor grad;                  // fp32, bf16 or fp16
+  std::array<at::Tensor, 2> state;  // all fp32 or all bf16
+  // How a weight that is its own master and bf16 states are rounded; Stochastic by the bits of `random`, whose `first`
+  // is the global index of the slice's element 0.
+  kernels::Rounding rounding = kernels::Rounding::Nearest;
+  kernels::RandomKey random;
 };
 
-// One fused pass: g = grad * grad_scale, update master and state, write weight. `step` counts
-// from 1. Multi-threaded; the bits do not depend on the number of threads.
+// One fused pass: g = grad * grad_scale, update weights and state. `step` counts from 1. Multi-threaded; the
+// bits do not depend on the number of threads, nor on how a shard is cut into slices.
 void update(Rule rule, const GroupOptions& group, int64_t step, const UpdateSlice& slice, double grad_scale);
 
 }  // namespace tessera::optim

@@ -5,6 +5,8 @@
 #include "tessera/base/error.h"
 #include "tessera/base/parallel.h"
 #include "tessera/kernels/elementwise.h"
+#include "tessera/kernels/random.h"
+#include "tessera/kernels/split.h"
 
 namespace tessera::shard {
 
@@ -13,19 +15,28 @@ namespace {
 constexpr int64_t kGrain = 1 << 16;  // elements a thread should at least get
 constexpr int64_t kAlign = 64;
 
+// kernel(dst, src, begin, n) for every thread's elements.
 template <class Kernel>
-void over_threads(Kernel kernel, Memory dst, Memory src, double scale, int64_t n) {
-  char* out = static_cast<char*>(dst.data);
-  const char* in = static_cast<const char*>(src.data);
+void over_threads(Memory dst, Memory src, int64_t n, const Kernel& kernel) {
   const auto out_size = static_cast<int64_t>(kernels::size_of(dst.dtype));
   const auto in_size = static_cast<int64_t>(kernels::size_of(src.dtype));
   parallel_ranges(n, kGrain, kAlign, [&](int64_t begin, int64_t end) {
-    kernel(out + begin * out_size, dst.dtype, in + begin * in_size, src.dtype, static_cast<float>(scale), end - begin);
+    kernel(static_cast<char*>(dst.data) + begin * out_size, static_cast<const char*>(src.data) + begin * in_size, begin,
+           end - begin);
   });
 }
 
 void check_pair(const at::Tensor& dst, const at::Tensor& src) {
   TESSERA_ASSERT(dst.numel() == src.numel() && dst.is_contiguous() && src.is_contiguous());
+}
+
+void check_split(const at::Tensor& whole, const at::Tensor& weight, const at::Tensor& residual) {
+  check_pair(whole, weight);
+  check_pair(whole, residual);
+  TESSERA_CHECK_VALUE(whole.scalar_type() == at::kFloat && weight.scalar_type() == at::kBFloat16 &&
+                          residual.scalar_type() == at::kShort,
+                      "shard.split", "a split master is float32 as bfloat16 and int16, got ", whole.scalar_type(),
+                      " as ", weight.scalar_type(), " and ", residual.scalar_type());
 }
 
 }  // namespace
@@ -56,11 +67,29 @@ Memory memory_of(const at::Tensor& tensor, int64_t offset) {
 }
 
 void scaled_copy(Memory dst, Memory src, double scale, int64_t n) {
-  over_threads(kernels::scaled_copy, dst, src, scale, n);
+  over_threads(dst, src, n, [&](void* to, const void* from, int64_t, int64_t count) {
+    kernels::scaled_copy(to, dst.dtype, from, src.dtype, static_cast<float>(scale), count);
+  });
 }
 
 void scaled_add(Memory dst, Memory src, double scale, int64_t n) {
-  over_threads(kernels::scaled_add, dst, src, scale, n);
+  over_threads(dst, src, n, [&](void* to, const void* from, int64_t, int64_t count) {
+    kernels::scaled_add(to, dst.dtype, from, src.dtype, static_cast<float>(scale), count);
+  });
+}
+
+void scaled_copy(Memory dst, Memory src, double scale, int64_t n, const kernels::RandomKey& random) {
+  over_threads(dst, src, n, [&](void* to, const void* from, int64_t begin, int64_t count) {
+    kernels::scaled_copy_stochastic(to, dst.dtype, from, src.dtype, static_cast<float>(scale), count,
+                                    kernels::advanced(random, begin));
+  });
+}
+
+void scaled_add(Memory dst, Memory src, double scale, int64_t n, const kernels::RandomKey& random) {
+  over_threads(dst, src, n, [&](void* to, const void* from, int64_t begin, int64_t count) {
+    kernels::scaled_add_stochastic(to, dst.dtype, from, src.dtype, static_cast<float>(scale), count,
+                                   kernels::advanced(random, begin));
+  });
 }
 
 void scaled_copy(const at::Tensor& dst, const at::Tensor& src, double scale) {
@@ -71,6 +100,36 @@ void scaled_copy(const at::Tensor& dst, const at::Tensor& src, double scale) {
 void scaled_add(const at::Tensor& dst, const at::Tensor& src, double scale) {
   check_pair(dst, src);
   scaled_add(memory_of(dst), memory_of(src), scale, dst.numel());
+}
+
+void scaled_copy(const at::Tensor& dst, const at::Tensor& src, double scale, const kernels::RandomKey& random) {
+  check_pair(dst, src);
+  scaled_copy(memory_of(dst), memory_of(src), scale, dst.numel(), random);
+}
+
+void scaled_add(const at::Tensor& dst, const at::Tensor& src, double scale, const kernels::RandomKey& random) {
+  check_pair(dst, src);
+  scaled_add(memory_of(dst), memory_of(src), scale, dst.numel(), random);
+}
+
+void split_master(const at::Tensor& weight, const at::Tensor& residual, const at::Tensor& from) {
+  check_split(from, weight, residual);
+  const auto* in = static_cast<const float*>(from.const_data_ptr());
+  auto* upper = static_cast<uint16_t*>(weight.data_ptr());
+  auto* low = static_cast<uint16_t*>(residual.data_ptr());
+  parallel_ranges(from.numel(), kGrain, kAlign, [&](int64_t begin, int64_t end) {
+    kernels::split(upper + begin, low + begin, in + begin, end - begin);
+  });
+}
+
+void join_master(const at::Tensor& to, const at::Tensor& weight, const at::Tensor& residual) {
+  check_split(to, weight, residual);
+  auto* out = static_cast<float*>(to.data_ptr());
+  const auto* upper = static_cast<const uint16_t*>(weight.const_data_ptr());
+  const auto* low = static_cast<const uint16_t*>(residual.const_data_ptr());
+  parallel_ranges(to.numel(), kGrain, kAlign, [&](int64_t begin, int64_t end) {
+    kernels::join(out + begin, upper + begin, low + begin, end - begin);
+  });
 }
 
 void fill_zero(const at::Tensor& dst) {

@@ -14,13 +14,22 @@ void check_device(c10::Device device);
 // dst = scale * src and dst += scale * src over contiguous CPU tensors of equal length (kernels/elementwise.h).
 void scaled_copy(const at::Tensor& dst, const at::Tensor& src, double scale = 1.0);
 void scaled_add(const at::Tensor& dst, const at::Tensor& src, double scale = 1.0);
-// The same on raw memory: no tensor is made (a view costs more than the work on a small parameter).
+// The same with stochastic rounding into a 16-bit dst; `random.first`: global index of its element 0.
+void scaled_copy(const at::Tensor& dst, const at::Tensor& src, double scale, const kernels::RandomKey& random);
+void scaled_add(const at::Tensor& dst, const at::Tensor& src, double scale, const kernels::RandomKey& random);
+// fp32 `from` as a bf16 weight and an int16 residual, and back (kernels/split.h). Contiguous CPU tensors of equal
+// length; value error for other dtypes.
+void split_master(const at::Tensor& weight, const at::Tensor& residual, const at::Tensor& from);
+void join_master(const at::Tensor& to, const at::Tensor& weight, const at::Tensor& residual);
+// scaled_copy and scaled_add on raw memory: no tensor is made (a view costs more than the work on a small parameter).
 struct Memory {
   void* data = nullptr;
   kernels::DType dtype = kernels::DType::F32;
 };
 void scaled_copy(Memory dst, Memory src, double scale, int64_t n);
 void scaled_add(Memory dst, Memory src, double scale, int64_t n);
+void scaled_copy(Memory dst, Memory src, double scale, int64_t n, const kernels::RandomKey& random);
+void scaled_add(Memory dst, Memory src, double scale, int64_t n, const kernels::RandomKey& random);
 // Element `offset` of a contiguous tensor and what follows.
 Memory memory_of(const at::Tensor& tensor, int64_t offset = 0);
 void fill_zero(const at::Tensor& dst);

@@ -114,7 +114,10 @@ void ShardedModel::update_unit(Unit& unit, const GradientSummary& summary, doubl
   const at::Tensor weights = unit.master_is_weight() ? at::Tensor() : unit.owned_weights();
   const at::Tensor grads = unit.owned_grads();
   for (const Segment& s : segments_of(unit, summary.present)) {
-    optim::UpdateSlice slice{part(master, s.range), part(weights, s.range), part(grads, s.range), {}};
+    optim::UpdateSlice slice;
+    slice.master = part(master, s.range);
+    slice.weight = part(weights, s.range);
+    slice.grad = part(grads, s.range);
     for (size_t i = 0; i < unit.states.size(); ++i)
       slice.state[i] = part(unit.states[i], s.range);
     optim::update(rule_, groups_[s.group], s.step, slice, scale);

@@ -69,14 +69,16 @@ struct UpdateBuffers {
     grad.sprinkle(9);
   }
   UpdateRange range(int64_t n, bool with_weight, DType weight_dtype) {
-    return {n,
-            master.floats(),
-            with_weight ? weight.data() : nullptr,
-            weight_dtype,
-            grad.data(),
-            grad_dtype,
-            state0.floats(),
-            state1.floats()};
+    UpdateRange r;
+    r.n = n;
+    r.master = master.floats();
+    r.weight = with_weight ? weight.data() : nullptr;
+    r.weight_dtype = weight_dtype;
+    r.grad = grad.data();
+    r.grad_dtype = grad_dtype;
+    r.state0 = state0.data();
+    r.state1 = state1.data();
+    return r;
   }
 };
 

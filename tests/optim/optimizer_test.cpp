@@ -244,8 +244,8 @@ TEST(OptimizerErrors, SayWhatIsWrong) {
   expect_error("grad has 7 elements", [](UpdateSlice& s) { s.grad = at::ones({7}); });
   expect_error("contiguous 1-D", [](UpdateSlice& s) { s.grad = at::ones({16}).slice(0, 0, 16, 2); });
   expect_error("contiguous 1-D", [](UpdateSlice& s) { s.master = at::ones({2, 4}); });
-  expect_error("master must be float32", [](UpdateSlice& s) { s.master = s.master.to(at::kHalf); });
-  expect_error("state must be float32", [](UpdateSlice& s) { s.state[0] = s.state[0].to(at::kHalf); });
+  expect_error("master must be Float", [](UpdateSlice& s) { s.master = s.master.to(at::kHalf); });
+  expect_error("state must be float32 or bfloat16", [](UpdateSlice& s) { s.state[0] = s.state[0].to(at::kHalf); });
   expect_error("weight must be bfloat16", [](UpdateSlice& s) { s.weight = at::ones({8}); });
   expect_error("steps count from 1", [](UpdateSlice&) {}, 0);
 }

@@ -1,0 +1,95 @@
+// One element of every pass: how it is loaded, rounded and stored. Shared by the reference and by CUDA.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "tessera/kernels/convert.h"
+#include "tessera/kernels/random.h"
+#include "tessera/kernels/update.h"
+
+namespace tessera::kernels {
+
+template <class T>
+TESSERA_ELEMENT T read(const void* p, int64_t i) {
+  T value;
+  memcpy(&value, static_cast<const char*>(p) + i * static_cast<int64_t>(sizeof value), sizeof value);
+  return value;
+}
+template <class T>
+TESSERA_ELEMENT void write(void* p, int64_t i, T value) {
+  memcpy(static_cast<char*>(p) + i * static_cast<int64_t>(sizeof value), &value, sizeof value);
+}
+
+TESSERA_ELEMENT float load(const void* p, DType dtype, int64_t i) {
+  if (dtype == DType::F32) return read<float>(p, i);
+  const auto half = read<uint16_t>(p, i);
+  return dtype == DType::BF16 ? float_from_bf16(half) : float_from_f16(half);
+}
+
+// Nearest even.
+TESSERA_ELEMENT void store(void* p, DType dtype, int64_t i, float value) {
+  if (dtype == DType::F32) return write(p, i, value);
+  write(p, i, dtype == DType::BF16 ? bf16_from_float(value) : f16_from_float(value));
+}
+
+// By 16 random bits; fp32 is stored as it is.
+TESSERA_ELEMENT void store_stochastic(void* p, DType dtype, int64_t i, float value, uint32_t random) {
+  if (dtype == DType::F32) return write(p, i, value);
+  write(p, i, dtype == DType::BF16 ? bf16_stochastic(value, random) : f16_stochastic(value, random));
+}
+
+TESSERA_ELEMENT float load_master(const UpdateRange& range, int64_t i) {
+  if (range.master != nullptr) return read<float>(range.master, i);
+  if (range.residual == nullptr) return load(range.weight, range.weight_dtype, i);
+  return join_float({read<uint16_t>(range.weight, i), read<uint16_t>(range.residual, i)});
+}
+
+TESSERA_ELEMENT void store_master(const UpdateRange& range, int64_t i, float w, uint32_t random) {
+  if (range.master != nullptr) {
+    write(range.master, i, w);
+    if (range.weight != nullptr) store(range.weight, range.weight_dtype, i, w);
+  } else if (range.residual != nullptr) {
+    const SplitFloat halves = split_float(w);
+    write(range.weight, i, halves.weight);
+    write(range.residual, i, halves.residual);
+  } else if (range.rounding == Rounding::Stochastic) {
+    store_stochastic(range.weight, range.weight_dtype, i, w, random);
+  } else {
+    store(range.weight, range.weight_dtype, i, w);
+  }
+}
+
+TESSERA_ELEMENT void store_state(const UpdateRange& range, void* state, int64_t i, float value, uint32_t random) {
+  if (range.rounding == Rounding::Stochastic) {
+    store_stochastic(state, range.state_dtype, i, value, random);
+  } else {
+    store(state, range.state_dtype, i, value);
+  }
+}
+
+// Element i of an update. `streams`: those of element 0 of the range, and of element i (same_streams, random.h).
+template <class Element>
+TESSERA_ELEMENT void update_element(const Element& rule, const UpdateRange& range, float grad_scale,
+                                    const RandomStreams& streams, int64_t i) {
+  float w = load_master(range, i), s0 = 0, s1 = 0;
+  if (Element::states > 0) s0 = load(range.state0, range.state_dtype, i);
+  if (Element::states > 1) s1 = load(range.state1, range.state_dtype, i);
+  rule.apply(w, load(range.grad, range.grad_dtype, i) * grad_scale, s0, s1);
+  uint32_t states = 0, weights = 0;
+  if (range.rounding == Rounding::Stochastic) {
+    const auto element = static_cast<uint32_t>(range.random.first + static_cast<uint64_t>(i));
+    states = random_word(streams.states, element);
+    weights = random_word(streams.weights, element);
+  }
+  if (Element::states > 0) store_state(range, range.state0, i, s0, low_stream(states));
+  if (Element::states > 1) store_state(range, range.state1, i, s1, upper_stream(states));
+  store_master(range, i, w, low_stream(weights));
+}
+
+// Random bits of element i of a gradient whose element 0 is `first` and has these streams.
+TESSERA_ELEMENT uint32_t gradient_bits(const RandomStreams& streams, uint64_t first, int64_t i) {
+  return upper_stream(random_word(streams.weights, static_cast<uint32_t>(first + static_cast<uint64_t>(i))));
+}
+
+}  // namespace tessera::kernels
