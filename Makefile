@@ -17,10 +17,11 @@ CMAKE_FILES := CMakeLists.txt CMakePresets.json $(wildcard cmake/*)
 PACKAGE_FILES := $(shell find tessera python -name '__pycache__' -prune -o -type f -print 2>/dev/null) pyproject.toml $(CMAKE_FILES)
 CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.inc' 2>/dev/null)
 
-.PHONY: help demo test test-cpp test-python bench lint tidy asan tsan format clean package
+.PHONY: help demo tables test test-cpp test-python bench lint tidy asan tsan format clean package
 .DELETE_ON_ERROR:
 help:
 	@echo "make demo    train a small GPT on 2 ranks and compare it with plain PyTorch (output in demo-out/)"
+	@echo "make tables  memory, time and loss of the low-precision modes beside plain PyTorch (about 30 min; ARGS=--quick)"
 	@echo "make test    build and run every test"
 	@echo "make bench   build and run the benchmarks"
 	@echo "make lint    layer rules, clang-format, ruff, mypy"
@@ -60,6 +61,10 @@ package: $(VENV)/stamp-package
 # ---- what people call
 demo: $(VENV)/stamp-demo $(VENV)/stamp-package
 	$(PY) examples/python/demo.py $(ARGS)
+
+# DeepSpeed takes part where `make bench` has installed it.
+tables: $(VENV)/stamp-demo $(VENV)/stamp-package
+	$(PY) bench/tables $(ARGS)
 
 test: test-cpp test-python
 

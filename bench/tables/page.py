@@ -1,0 +1,244 @@
+"""The report: figures from the runs' results, the two tables, what they say about the goals."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from measure import ratio
+from report import QUIET, Goal, cell, machine, moved, table
+
+from tables.modes import BASELINE, MODES, PARTNERS, formula
+from tables.settings import SIZES, Experiment, Settings
+
+LAST = 20  # steps whose mean is the final loss
+POINTS = 40  # of a loss curve in the JSON file
+MB = 1e6
+
+
+@dataclass
+class Results:
+    """What the tasks gave. train: by row and seed, then experiment."""
+
+    train: dict[str, dict[int, dict[str, Any]]]
+    memory: dict[str, dict[str, Any]]
+    times: dict[str, Any]
+
+    @property
+    def keys(self) -> list[str]:
+        return list(self.train)
+
+
+def final(losses: list[float]) -> float:
+    return statistics.fmean(losses[-LAST:])
+
+
+def over_seeds(values: list[float]) -> dict[str, float]:
+    """Mean and range."""
+    return {"median": statistics.fmean(values), "min": min(values), "max": max(values)}
+
+
+def differences(results: Results, key: str, experiment: str) -> dict[str, float]:
+    """Held-out loss over that of the baseline with the same seed: mean and range over seeds."""
+    base = results.train[BASELINE]
+    mine = results.train[key]
+    return over_seeds([mine[s][experiment]["held_out"] - base[s][experiment]["held_out"] for s in mine])
+
+
+def same_bits(results: Results, key: str) -> tuple[int, int]:
+    """Trainings in which every loss, the held-out loss and the last masters equal those of the partner; all."""
+    partner = results.train[PARTNERS[key]]
+    runs = [(run, partner[seed][name]) for seed, found in results.train[key].items() for name, run in found.items()]
+    return sum(mine == other for mine, other in runs), len(runs)
+
+
+def comparable(results: Results, settings: Settings) -> list[str]:
+    """Rows with a partner in the run. With several ranks the sums over ranks are another library's."""
+    return [k for k, p in PARTNERS.items() if settings.ranks == 1 and k in results.train and p in results.train]
+
+
+# ---- the tables
+
+
+def state_table(results: Results, settings: Settings) -> str:
+    rows = []
+    for key, sizes in results.memory.items():
+        count, phases = sizes["parameters"], results.times["phases"][key]
+        held, peak = sizes["allocated"], sizes["peak"]
+        over = ratio(results.times["whole"][key], results.times["whole"][BASELINE])
+        rows.append(
+            [
+                MODES[key].label,
+                f"{formula(MODES[key], settings.stage, settings.ranks):.1f}",
+                f"{held / MB:,.0f} MB ({held / count:.1f})",
+                f"{peak / MB:,.0f} MB ({peak / count:.1f})",
+                cell(phases["whole"], 0),
+                cell(over, 2),
+                cell(phases["step"]),
+            ]
+        )
+    header = ["configuration", "formula", "allocated", "peak", "step time, ms", "over PyTorch", "of it update, ms"]
+    return table(header, rows)
+
+
+def loss_table(results: Results, experiment: Experiment) -> str:
+    rows = []
+    for key, seeds in results.train.items():
+        runs = [found[experiment.name] for found in seeds.values()]
+        ends = over_seeds([final(run["losses"]) for run in runs])
+        means = over_seeds([statistics.fmean(run["losses"]) for run in runs])
+        held_out = over_seeds([run["held_out"] for run in runs])
+        apart = "-" if key == BASELINE else cell(differences(results, key, experiment.name), 4, "+")
+        rows.append([MODES[key].label, *(f"{v['median']:.4f}" for v in (ends, means)), cell(held_out, 4), apart])
+    header = ["configuration", "final loss", "mean loss", "held-out loss", "difference to fp32 master, held out"]
+    return table(header, rows)
+
+
+def bits_text(results: Results, settings: Settings) -> str:
+    lines = []
+    for key in comparable(results, settings):
+        equal, count = same_bits(results, key)
+        verdict = "bit for bit the same" if equal == count else f"**the same in {equal} of {count} trainings only**"
+        lines.append(
+            f"* {MODES[key].label} and {MODES[PARTNERS[key]].label}: {verdict} (every loss of {count} trainings, the "
+            "held-out losses, and all fp32 masters at the end)."
+        )
+    return "\n".join(lines)
+
+
+def goals_of(results: Results, settings: Settings) -> list[Goal]:
+    goals = []
+    for key in comparable(results, settings):
+        equal, count = same_bits(results, key)
+        partner = MODES[PARTNERS[key]].label
+        goals.append(Goal(f"{MODES[key].label}: trainings with the bits of {partner}", equal, count, at_least=True))
+    for key in ("tessera-10", "tessera-8"):
+        for experiment in settings.experiments if key in results.train else ():
+            apart = abs(differences(results, key, experiment.name)["median"])
+            goals.append(Goal(f"{MODES[key].label}: {experiment.name}, held-out loss from fp32 master's", apart, 0.01))
+    for key in results.memory:
+        if MODES[key].kind == "tessera":
+            sizes = results.memory[key]
+            held = sizes["allocated"] / sizes["parameters"] / formula(MODES[key], settings.stage, settings.ranks)
+            over = ratio(results.times["whole"][key], results.times["whole"][BASELINE])["median"]
+            goals.append(Goal(f"{MODES[key].label}: allocated over formula", held, 1.05))
+            goals.append(Goal(f"{MODES[key].label}: step time over {MODES[BASELINE].label}", over, 1.0))
+    return goals
+
+
+# ---- the page
+
+
+def state_text(results: Results, settings: Settings) -> str:
+    count = next(iter(results.memory.values()))["parameters"]
+    return (
+        f"A GPT of {count / 1e6:.1f} M parameters ({settings.state_size}), one sequence of "
+        f"{SIZES[settings.state_size].context} bytes a rank. Memory: what construction and training add to the "
+        "resident memory of a process of its own, after the steps and at the peak, activations included; in brackets, "
+        "and in the formula (weight + gradient + master + moments), bytes a parameter. The plain loops and DeepSpeed "
+        "hold no gradients between steps. Step time: medians (min-max) of "
+        f"{settings.rounds} rounds in which all rows take turns; update: clipping, optimizer and new weights. PyTorch "
+        "here is clip_grad_norm_ and fused AdamW."
+    )
+
+
+def experiment_text(experiment: Experiment, settings: Settings, results: Results) -> str:
+    tokens = settings.rows * settings.ranks * SIZES[settings.size].context
+    begin = "from random weights"
+    if experiment.from_start:
+        before = [seeds[experiment.name]["before"] for seeds in results.train[BASELINE].values()]
+        begin = (
+            f"from weights that were trained in fp32 on {settings.start.text} ({settings.start.steps} steps), held-out "
+            f"loss {statistics.fmean(before):.3f} before"
+        )
+    return (
+        f"On {experiment.text}, {begin}: {experiment.steps} steps of {tokens} bytes, AdamW with lr {experiment.lr:g}, "
+        f"betas {experiment.betas[0]:g} and {experiment.betas[1]:g}, {experiment.warmup} steps of warm-up, then a "
+        f"cosine to a tenth. Losses in nats per byte, means over {len(settings.seeds)} seeds; brackets: range over "
+        f"the seeds. Final: mean of the last {min(LAST, experiment.steps)} steps."
+    )
+
+
+def setup_text(settings: Settings, results: Results) -> str:
+    rows = [[MODES[k].label, f"`{json.dumps(MODES[k].config)}`"] for k in results.keys if MODES[k].config]
+    exact = (
+        "In the loss tables the plain loops have AdamW, clipping and rounding written out (bench/tables/reference.py), "
+        "so that their bits are defined: Tessera's kernels have the same. Ties up: the loop whose bf16 weights round "
+        "ties away from zero, as the exact mode must; otherwise ties go to even."
+    )
+    return table(["configuration", f"precision in the JSON, ZeRO-{settings.stage}"], rows) + "\n\n" + exact
+
+
+def head_text(command: str, settings: Settings, where: dict[str, Any], probe: list[list[float]]) -> str:
+    versions = ", ".join(f"{key} {value}" for key, value in where["versions"].items())
+    shown = "; ".join(f"{before:.1f} GB/s before, {after:.1f} after" for before, after in probe)
+    ranks = f"{settings.ranks} rank" + ("s" if settings.ranks > 1 else "")
+    return (
+        f"`{command}` on {where['date']}, revision {where['revision']}. {where['cpu']}, {where['cores']} cores, "
+        f"{ranks}, 1 thread a rank; {versions}. Bandwidth probe (a*x+y) of each rank around the times: {shown}."
+    )
+
+
+def report_text(command: str, settings: Settings, results: Results, quick: bool, where: dict[str, Any]) -> list[str]:
+    probe = results.times["probe"]
+    parts = ["# Low-precision model states: memory, time and loss"]
+    if quick:
+        parts.append("Quick mode: few steps of a small model, to see that everything works.")
+    if moved(probe) > QUIET:
+        parts.append(
+            f"**Noisy machine: the bandwidth probe moved by {moved(probe):.0%}. The times are rough; losses and bytes "
+            "do not depend on it.**"
+        )
+    parts += [head_text(command, settings, where, probe), setup_text(settings, results)]
+    parts += ["## What the states cost", state_text(results, settings), state_table(results, settings)]
+    for experiment in settings.experiments:
+        parts += [f"## {experiment.name.capitalize()}", experiment_text(experiment, settings, results)]
+        parts.append(loss_table(results, experiment))
+    bits = bits_text(results, settings)
+    return parts + (["## Bits", bits] if bits else [])
+
+
+def data_of(settings: Settings, results: Results) -> dict[str, Any]:
+    def short(run: dict[str, Any]) -> dict[str, Any]:
+        losses = run["losses"]
+        width = max(1, len(losses) // POINTS)
+        curve = [round(statistics.fmean(losses[i : i + width]), 4) for i in range(0, len(losses), width)]
+        ends = {"final": final(losses), "mean": statistics.fmean(losses)}
+        return {k: v for k, v in run.items() if k != "losses"} | ends | {"curve_width": width, "curve": curve}
+
+    trained = {
+        key: {seed: {name: short(run) for name, run in found.items()} for seed, found in seeds.items()}
+        for key, seeds in results.train.items()
+    }
+    return {
+        "settings": json.loads(settings.dump()),
+        "train": trained,
+        "memory": results.memory,
+        "times": results.times,
+    }
+
+
+def write(folder: Path, name: str, command: str, settings: Settings, results: Results, quick: bool) -> str:
+    """NAME.md, NAME.json and, where matplotlib is installed, NAME.png; returns the text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    where = machine()
+    if any(MODES[key].kind == "deepspeed" for key in results.keys):
+        where["versions"]["deepspeed"] = importlib.metadata.version("deepspeed")
+    everything = {"machine": where, "command": command, **data_of(settings, results)}
+    (folder / f"{name}.json").write_text(json.dumps(everything, indent=1) + "\n")
+    parts = report_text(command, settings, results, quick, where)
+    try:
+        from tables.picture import draw
+    except ImportError as error:
+        parts.append(f"No picture: {error.name} is not installed.")
+    else:
+        draw(folder / f"{name}.png", settings, results)
+        parts.append(f"![Loss curves]({name}.png)")
+    goals = table(["goal", "", "measured", "reached"], [goal.row() for goal in goals_of(results, settings)])
+    text = "\n\n".join([*parts, "Goals:", goals]) + "\n"
+    (folder / f"{name}.md").write_text(text)
+    return text

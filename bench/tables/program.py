@@ -1,0 +1,138 @@
+"""make tables: the two tables of low-precision training on real text, for plain PyTorch, each mode of Tessera and,
+where it is installed, DeepSpeed.
+
+The first table is memory and step time, the second the loss, in two experiments: pre-training at a large learning rate,
+and fine-tuning on another text at lr 2e-5. Every row starts from the same weights and sees the same data, for each of
+several seeds. The report goes to bench/reports/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from report import ROOT
+
+from tables import page, worker
+from tables.jobs import JobError, Progress, run_all
+from tables.modes import BASELINE, MODES, PARTNERS, available
+from tables.settings import LIBRARY, REFERENCE, SIZES, Experiment, Settings
+from tables.worker import Task
+
+SETTING = ("steps", "tune_steps", "start_steps", "seeds", "size", "state_size", "rounds")
+FULL = (500, 300, 600, 3, "3M", "30M", 7)
+QUICK = (40, 30, 60, 1, "1M", "10M", 3)
+DEFAULT = [key for key in MODES if key != "fp32"]
+
+
+def options(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python bench/tables", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--data", default=REFERENCE, help="text of the pre-training and of the start weights: a file, or a folder with "
+        "train.txt and valid.txt; default: %(default)s")  # fmt: skip
+    add("--tune-data", default=LIBRARY, help="text of the fine-tuning; default: %(default)s")
+    add("--steps", type=int, help="of the pre-training")
+    add("--tune-steps", type=int, help="of the fine-tuning")
+    add("--start-steps", type=int, help="of the pre-training in fp32 that makes the start weights of the fine-tuning")
+    add("--seeds", type=int, help="number of seeds; default 3")
+    add("--contenders", nargs="+", choices=MODES, metavar="ROW", default=DEFAULT, help=f"of {', '.join(MODES)}")
+    add("--size", choices=SIZES, help="of the GPT that is trained, default 3M")
+    add("--state-size", choices=SIZES, help="of the GPT whose memory and times are measured, default 30M")
+    add("--rows", type=int, default=4, help="sequences of a rank and step, default %(default)s")
+    add("--stage", type=int, default=1, choices=(0, 1, 2, 3), help="of ZeRO, default %(default)s")
+    add("--ranks", type=int, default=1)
+    add("--rounds", type=int, help="of the times, default 7")
+    add("--jobs", type=int, help="trainings at a time; default: as many as the cores can take")
+    add("--out", type=Path, help="folder of the report")
+    add("--quick", action="store_true", help="a look in a minute or two; the report goes to build/bench-quick")
+    args = parser.parse_args(arguments)
+    for name, value in zip(SETTING, QUICK if args.quick else FULL, strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.out = args.out or (ROOT / "build" / "bench-quick" if args.quick else ROOT / "bench" / "reports")
+    args.jobs = args.jobs or max(1, (os.cpu_count() or 1) // args.ranks)
+    args.command = " ".join(["python bench/tables", *map(shlex.quote, arguments)])
+    return args
+
+
+def rows_of(wanted: list[str]) -> list[str]:
+    """In the order of MODES: the wanted rows that are available, the baseline, and the partners of what is there."""
+    missing = [key for key in wanted if not available(key)]
+    if missing:
+        print(f"left out, because deepspeed is not installed: {', '.join(missing)}", file=sys.stderr)
+    present = {BASELINE, *wanted} - set(missing)
+    partners = {PARTNERS[key] for key in present if key in PARTNERS}
+    return [key for key in MODES if key in present | partners]
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    def experiment(name: str, text: str, steps: int, lr: float, beta2: float, from_start: bool) -> Experiment:
+        source = text if text in (REFERENCE, LIBRARY) else str(Path(text).resolve())
+        return Experiment(name, source, steps, lr, (0.9, beta2), max(1, steps // 10), from_start)
+
+    pre = experiment("pre-training", args.data, args.steps, 1e-3, 0.999, False)
+    tune = experiment("fine-tuning", args.tune_data, args.tune_steps, 2e-5, 0.95, True)
+    start = experiment("start", args.data, args.start_steps, 1e-3, 0.999, False)
+    return Settings(
+        experiments=(pre, tune),
+        start=start,
+        keys=tuple(rows_of(args.contenders)),
+        seeds=tuple(range(args.seeds)),
+        size=args.size,
+        state_size=args.state_size,
+        rows=args.rows,
+        eval_batches=8 if args.quick else 32,
+        stage=args.stage,
+        ranks=args.ranks,
+        rounds=args.rounds,
+    )
+
+
+def run(settings: Settings, jobs: int, folder: str) -> page.Results:
+    """Start weights first; then trainings and memory side by side; the times last, alone on the machine."""
+    text = settings.dump()
+
+    def tasks(kind: str, keys: tuple[str, ...], seeds: tuple[int, ...]) -> list[Task]:
+        return [Task(kind, key, seed, folder, text) for seed in seeds for key in keys]
+
+    measured = tuple(key for key in settings.keys if key != "plain-ties-up")
+    starts = tasks("start", (BASELINE,), settings.seeds)
+    trainings = tasks("train", settings.keys, settings.seeds)
+    memories = tasks("memory", measured, (0,))
+    times = tasks("times", ("all",), (0,))
+    progress = Progress(sum(map(len, (starts, trainings, memories, times))))
+
+    def ranks(task: Task) -> int:
+        return 1 if task.kind == "start" else settings.ranks
+
+    run_all(starts, ranks, jobs, progress)
+    found = run_all(trainings + memories, ranks, jobs, progress)
+    found |= run_all(times, ranks, 1, progress)
+    return page.Results(
+        train={k: {t.seed: found[t] for t in trainings if t.key == k} for k in settings.keys},
+        memory={task.key: found[task] for task in memories},
+        times=found[times[0]],
+    )
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["--worker"]:
+        worker.main(arguments[1])
+        return
+    args = options(arguments)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="tessera-tables-") as folder:
+        try:
+            settings = settings_of(args)
+            results = run(settings, args.jobs, folder)
+        except JobError as error:
+            sys.exit(f"tables: {error}")
+    print(page.write(args.out, f"tables-{settings.ranks}", args.command, settings, results, args.quick))
