@@ -68,7 +68,7 @@ TESSERA_ELEMENT void store_state(const UpdateRange& range, void* state, int64_t 
   }
 }
 
-// Element i of an update. `streams`: those of element 0 of the range, and of element i (same_streams, random.h).
+// Element i of an update; `streams` are its own (for_each_streams).
 template <class Element>
 TESSERA_ELEMENT void update_element(const Element& rule, const UpdateRange& range, float grad_scale,
                                     const RandomStreams& streams, int64_t i) {
@@ -87,9 +87,9 @@ TESSERA_ELEMENT void update_element(const Element& rule, const UpdateRange& rang
   store_master(range, i, w, low_stream(weights));
 }
 
-// Random bits of element i of a gradient whose element 0 is `first` and has these streams.
-TESSERA_ELEMENT uint32_t gradient_bits(const RandomStreams& streams, uint64_t first, int64_t i) {
-  return upper_stream(random_word(streams.weights, static_cast<uint32_t>(first + static_cast<uint64_t>(i))));
+// Random bits of element i of a gradient; `streams` are its own.
+TESSERA_ELEMENT uint32_t gradient_bits(const RandomStreams& streams, const RandomKey& random, int64_t i) {
+  return upper_stream(random_word(streams.weights, static_cast<uint32_t>(random.first + static_cast<uint64_t>(i))));
 }
 
 }  // namespace tessera::kernels

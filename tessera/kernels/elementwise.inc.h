@@ -8,27 +8,39 @@
 namespace tessera::kernels {
 namespace {
 
-template <class Dst, class Src>
-void copy_typed(void* dst, const void* src, float factor, int64_t n) {
+struct NoBits {
+  TESSERA_INLINE U operator()(int64_t) const { return U{}; }
+};
+
+struct GradientBits {
+  PairKey key;
+  uint32_t first;
+  TESSERA_INLINE U operator()(int64_t i) const {
+    return upper_streams(random_words(key, first + static_cast<uint32_t>(i)));
+  }
+};
+
+template <class Dst, class Src, class Bits>
+void copy_typed(void* dst, const void* src, float factor, int64_t n, const Bits& bits) {
   const F scale = splat(factor);
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
     Src::prefetch(src, i);
     Dst::prefetch(dst, i);
   };
   for_each_vector(n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
-    Dst::store(dst, i, lanes, Src::load(src, i, lanes) * scale);
+    put<Dst>(dst, i, lanes, Src::load(src, i, lanes) * scale, bits(i));
   });
 }
 
-template <class Dst, class Src>
-void add_typed(void* dst, const void* src, float factor, int64_t n) {
+template <class Dst, class Src, class Bits>
+void add_typed(void* dst, const void* src, float factor, int64_t n, const Bits& bits) {
   const F scale = splat(factor);
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
     Src::prefetch(src, i);
     Dst::prefetch(dst, i);
   };
   for_each_vector(n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
-    Dst::store(dst, i, lanes, fma(scale, Src::load(src, i, lanes), Dst::load(dst, i, lanes)));
+    put<Dst>(dst, i, lanes, fma(scale, Src::load(src, i, lanes), Dst::load(dst, i, lanes)), bits(i));
   });
 }
 
@@ -52,14 +64,48 @@ void scaled_copy_any(void* dst, DType dst_dtype, const void* src, DType src_dtyp
     return;
   }
   with_type(dst_dtype, [&](auto to) {
-    with_type(src_dtype, [&](auto from) { copy_typed<decltype(to), decltype(from)>(dst, src, scale, n); });
+    with_type(src_dtype, [&](auto from) { copy_typed<decltype(to), decltype(from)>(dst, src, scale, n, NoBits{}); });
   });
 }
 
 void scaled_add_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n) {
   with_type(dst_dtype, [&](auto to) {
-    with_type(src_dtype, [&](auto from) { add_typed<decltype(to), decltype(from)>(dst, src, scale, n); });
+    with_type(src_dtype, [&](auto from) { add_typed<decltype(to), decltype(from)>(dst, src, scale, n, NoBits{}); });
   });
+}
+
+// call(to, from, begin, end, bits) for the parts of [0, n) that share their streams, with the stochastic type of dst.
+template <class Call>
+TESSERA_INLINE void with_stochastic(DType dst, DType src, int64_t n, const RandomKey& random, const Call& call) {
+  for_each_streams(random, n, [&](int64_t begin, int64_t end, const RandomStreams& streams) {
+    const GradientBits bits{streams.weights, static_cast<uint32_t>(random.first + static_cast<uint64_t>(begin))};
+    with_type(src, [&](auto from) {
+      if (dst == DType::BF16) return call(Bf16Stochastic{}, from, begin, end, bits);
+      call(F16Stochastic{}, from, begin, end, bits);
+    });
+  });
+}
+
+void scaled_copy_stochastic_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
+                                const RandomKey& random) {
+  if (dst_dtype == DType::F32) return scaled_copy_any(dst, dst_dtype, src, src_dtype, scale, n);
+  with_stochastic(dst_dtype, src_dtype, n, random,
+                  [&](auto to, auto from, int64_t begin, int64_t end, const GradientBits& bits) {
+                    using To = decltype(to);
+                    using From = decltype(from);
+                    copy_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, end - begin, bits);
+                  });
+}
+
+void scaled_add_stochastic_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
+                               const RandomKey& random) {
+  if (dst_dtype == DType::F32) return scaled_add_any(dst, dst_dtype, src, src_dtype, scale, n);
+  with_stochastic(dst_dtype, src_dtype, n, random,
+                  [&](auto to, auto from, int64_t begin, int64_t end, const GradientBits& bits) {
+                    using To = decltype(to);
+                    using From = decltype(from);
+                    add_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, end - begin, bits);
+                  });
 }
 
 // Lane l of the contract is lane l % (kWidth / 2) of sums[l / (kWidth / 2)].

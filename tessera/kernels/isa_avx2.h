@@ -19,6 +19,12 @@ using U = uint32_t __attribute__((vector_size(32)));  // the bits of F
 inline F splat(float x) {
   return _mm256_set1_ps(x);
 }
+inline U count_from(uint32_t first) {
+  return U{0, 1, 2, 3, 4, 5, 6, 7} + first;
+}
+inline U truncate(F x) {  // from [0, 2^31)
+  return (U)_mm256_cvttps_epi32(x);
+}
 inline F fma(F a, F b, F c) {
   return _mm256_fmadd_ps(a, b, c);
 }

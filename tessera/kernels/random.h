@@ -9,12 +9,13 @@ namespace tessera::kernels {
 
 // Note [Random bits]
 // The word of element e for a pair of streams is, in 32-bit arithmetic with a = low half of e,
-//   x = a + key.before;  x ^= x >> 16;  x *= 0x21f0aaad;  x ^= x >> 15;  x += key.between;  x *= 0xd35a2d97;
-//   x ^= x >> 15
-// and feeds two streams of 16 bits. Shifts and factors are a mixer that was searched for low bias (hash-prospector,
-// public domain); each key sits in front of one of its two rounds, so that the sequences of two keys are not shifts of
-// each other. The 64 key bits come from (seed, step, pair, upper half of e) by three rounds of the finalizer of
-// SplitMix64 (Steele, Lea & Flood, OOPSLA 2014; constants of Stafford's Mix13).
+//   x = a + key.before;   x ^= x >> 17;  x *= 0xed5ad4bb;  x ^= x >> 11;
+//   x += key.between;     x *= 0xac4c1b51;  x ^= x >> 15;  x *= 0x31848bab;  x ^= x >> 14
+// and feeds two streams of 16 bits. Shifts and factors are triple32, a mixer that was searched for low bias
+// (hash-prospector, public domain); one with two multiplications showed correlations between elements at distances that
+// are powers of two. The second key inside keeps the sequences of two steps from being shifts of each other. The 64 key
+// bits come from (seed, step, pair, upper half of e) by three rounds of the finalizer of SplitMix64 (Steele, Lea &
+// Flood, OOPSLA 2014; constants of Stafford's Mix13).
 // Good for rounding, where a bias would have to line up with the data over many steps; not for secrets.
 struct PairKey {
   uint32_t before = 0;
@@ -47,12 +48,14 @@ TESSERA_ELEMENT RandomStreams random_streams(const RandomKey& key) {
 
 TESSERA_ELEMENT uint32_t random_word(PairKey key, uint32_t element) {
   uint32_t x = element + key.before;
-  x ^= x >> 16;
-  x *= 0x21f0aaadu;
-  x ^= x >> 15;
+  x ^= x >> 17;
+  x *= 0xed5ad4bbu;
+  x ^= x >> 11;
   x += key.between;
-  x *= 0xd35a2d97u;
+  x *= 0xac4c1b51u;
   x ^= x >> 15;
+  x *= 0x31848babu;
+  x ^= x >> 14;
   return x;
 }
 
@@ -63,16 +66,17 @@ TESSERA_ELEMENT uint32_t upper_stream(uint32_t word) {
   return word >> 16;
 }
 
-// Elements of a range of `n` that share the streams of its first element: up to where the upper half of their index
-// changes.
-TESSERA_ELEMENT int64_t same_streams(const RandomKey& key, int64_t n) {
-  const uint64_t left = (uint64_t{1} << 32) - (key.first & 0xffffffffu);
-  return static_cast<uint64_t>(n) < left ? n : static_cast<int64_t>(left);
-}
-
-TESSERA_ELEMENT RandomKey advanced(RandomKey key, int64_t elements) {
-  key.first += static_cast<uint64_t>(elements);
-  return key;
+// call(begin, end, streams) for the parts of [0, n) whose elements share their streams.
+template <class Call>
+TESSERA_ELEMENT void for_each_streams(const RandomKey& random, int64_t n, const Call& call) {
+  for (int64_t begin = 0; begin < n;) {
+    RandomKey here = random;
+    here.first += static_cast<uint64_t>(begin);
+    const uint64_t left = (uint64_t{1} << 32) - (here.first & 0xffffffffu);
+    const int64_t end = left < static_cast<uint64_t>(n - begin) ? begin + static_cast<int64_t>(left) : n;
+    call(begin, end, random_streams(here));
+    begin = end;
+  }
 }
 
 }  // namespace tessera::kernels

@@ -8,14 +8,11 @@ namespace tessera::kernels {
 namespace {
 
 template <class Element>
-void update_all(const Element& rule, UpdateRange range, float grad_scale) {
-  while (range.n > 0) {
-    const int64_t n = same_streams(range.random, range.n);
-    const RandomStreams streams = random_streams(range.random);
-    for (int64_t i = 0; i < n; ++i)
+void update_all(const Element& rule, const UpdateRange& range, float grad_scale) {
+  for_each_streams(range.random, range.n, [&](int64_t begin, int64_t end, const RandomStreams& streams) {
+    for (int64_t i = begin; i < end; ++i)
       update_element(rule, range, grad_scale, streams, i);
-    range = part(range, n, range.n);
-  }
+  });
 }
 
 void adam(const AdamRule& rule, const UpdateRange& range, float grad_scale) {
@@ -47,25 +44,24 @@ void scaled_add(void* dst, DType dst_dtype, const void* src, DType src_dtype, fl
   }
 }
 
-RandomStreams streams_at(const RandomKey& random, int64_t i) {
-  return random_streams(advanced(random, i));
-}
-
 void scaled_copy_stochastic(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
                             const RandomKey& random) {
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t bits = gradient_bits(streams_at(random, i), random.first, i);
-    store_stochastic(dst, dst_dtype, i, load(src, src_dtype, i) * scale, bits);
-  }
+  for_each_streams(random, n, [&](int64_t begin, int64_t end, const RandomStreams& streams) {
+    for (int64_t i = begin; i < end; ++i) {
+      const float value = load(src, src_dtype, i) * scale;
+      store_stochastic(dst, dst_dtype, i, value, gradient_bits(streams, random, i));
+    }
+  });
 }
 
 void scaled_add_stochastic(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
                            const RandomKey& random) {
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t bits = gradient_bits(streams_at(random, i), random.first, i);
-    const float sum = std::fma(scale, load(src, src_dtype, i), load(dst, dst_dtype, i));
-    store_stochastic(dst, dst_dtype, i, sum, bits);
-  }
+  for_each_streams(random, n, [&](int64_t begin, int64_t end, const RandomStreams& streams) {
+    for (int64_t i = begin; i < end; ++i) {
+      const float sum = std::fma(scale, load(src, src_dtype, i), load(dst, dst_dtype, i));
+      store_stochastic(dst, dst_dtype, i, sum, gradient_bits(streams, random, i));
+    }
+  });
 }
 
 void split(void* weight, void* residual, const float* src, int64_t n) {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "tessera/kernels/elementwise.inc.h"
+#include "tessera/kernels/split.inc.h"
 #include "tessera/kernels/table.h"
 #include "tessera/kernels/update.inc.h"
 
@@ -22,14 +23,10 @@ constexpr Table vector_table(const char* name) {
           adagrad,
           scaled_copy_any,
           scaled_add_any,
-          [](void* d, DType dt, const void* s, DType st, float f, int64_t n, const RandomKey& k) {
-            reference_table().scaled_copy_stochastic(d, dt, s, st, f, n, k);
-          },
-          [](void* d, DType dt, const void* s, DType st, float f, int64_t n, const RandomKey& k) {
-            reference_table().scaled_add_stochastic(d, dt, s, st, f, n, k);
-          },
-          [](void* w, void* r, const float* s, int64_t n) { reference_table().split(w, r, s, n); },
-          [](float* d, const void* w, const void* r, int64_t n) { reference_table().join(d, w, r, n); },
+          scaled_copy_stochastic_any,
+          scaled_add_stochastic_any,
+          split_any,
+          join_any,
           sum_of_squares_any};
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "tessera/kernels/random.h"
 #include "tessera/kernels/types.h"
 
 #define TESSERA_INLINE inline __attribute__((always_inline))
@@ -29,6 +30,8 @@ template <int Bytes>
 struct Element {
   static constexpr int bytes = Bytes;
 
+  static TESSERA_INLINE void* at(void* p, int64_t i) { return static_cast<char*>(p) + i * bytes; }
+  static TESSERA_INLINE const void* at(const void* p, int64_t i) { return static_cast<const char*>(p) + i * bytes; }
   template <class Raw, class Lanes>
   static TESSERA_INLINE Raw read(const void* p, int64_t i, Lanes lanes) {
     Raw raw{};
@@ -51,6 +54,7 @@ struct Element {
 };
 
 struct F32 : Element<4> {
+  static constexpr bool stochastic = false;
   template <class Lanes>
   static TESSERA_INLINE F load(const void* p, int64_t i, Lanes lanes) {
     return read<F>(p, i, lanes);
@@ -61,7 +65,9 @@ struct F32 : Element<4> {
   }
 };
 
+// The 16-bit conversions give the bits of their namesakes in convert.h.
 struct Bf16 : Element<2> {
+  static constexpr bool stochastic = false;
   template <class Lanes>
   static TESSERA_INLINE F load(const void* p, int64_t i, Lanes lanes) {
     return (F)(widen_u16(read<H>(p, i, lanes)) << 16);
@@ -70,13 +76,30 @@ struct Bf16 : Element<2> {
   template <class Lanes>
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, F x) {
     const U bits = (U)x;
-    const U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    store_sum(p, i, lanes, bits, 0x7fffu + ((bits >> 16) & 1u));
+  }
+
+ protected:
+  template <class Lanes>
+  static TESSERA_INLINE void store_sum(void* p, int64_t i, Lanes lanes, U bits, U added) {
     const U quiet = (bits >> 16) | 0x40u;
-    write(p, i, lanes, narrow_u16((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded));
+    write(p, i, lanes, narrow_u16((bits & 0x7fffffffu) > 0x7f800000u ? quiet : (bits + added) >> 16));
+  }
+};
+
+struct Bf16Stochastic : Bf16 {
+  static constexpr bool stochastic = true;
+  // Above the largest finite value, half a unit is added: to nearest, where the only tie goes to infinity.
+  template <class Lanes>
+  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, F x, U random) {
+    const U bits = (U)x;
+    const U half = random - random + 0x8000u;
+    store_sum(p, i, lanes, bits, (bits & 0x7fffffffu) > 0x7f7f0000u ? half : random);
   }
 };
 
 struct F16 : Element<2> {
+  static constexpr bool stochastic = false;
   template <class Lanes>
   static TESSERA_INLINE F load(const void* p, int64_t i, Lanes lanes) {
     return widen_f16(read<H>(p, i, lanes));
@@ -86,6 +109,49 @@ struct F16 : Element<2> {
     write(p, i, lanes, narrow_f16(x));
   }
 };
+
+struct F16Stochastic : F16 {
+  static constexpr bool stochastic = true;
+  template <class Lanes>
+  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, F x, U random) {
+    const U bits = (U)x, sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+    const U normal = sign | ((magnitude - 0x38000000u + (random >> 3)) >> 13);
+    const U denormal = sign | ((truncate((F)magnitude * splat(0x1p40f)) + random) >> 16);
+    const U nearest = widen_u16(narrow_f16(x));
+    const U finite = magnitude < 0x38800000u ? denormal : normal;
+    write(p, i, lanes, narrow_u16(magnitude > 0x477fe000u ? nearest : finite));
+  }
+};
+
+// Stores by the rounding of the type; `random` is not looked at by the nearest ones.
+template <class Type, class Lanes>
+TESSERA_INLINE void put(void* p, int64_t i, Lanes lanes, F x, U random) {
+  if constexpr (Type::stochastic) {
+    Type::store(p, i, lanes, x, random);
+  } else {
+    Type::store(p, i, lanes, x);
+  }
+}
+
+// random_word() of the elements from `element` on (Note [Random bits] in random.h).
+TESSERA_INLINE U random_words(PairKey key, uint32_t element) {
+  U x = count_from(element + key.before);
+  x ^= x >> 17;
+  x *= 0xed5ad4bbu;
+  x ^= x >> 11;
+  x += key.between;
+  x *= 0xac4c1b51u;
+  x ^= x >> 15;
+  x *= 0x31848babu;
+  x ^= x >> 14;
+  return x;
+}
+TESSERA_INLINE U low_streams(U words) {
+  return words & 0xffffu;
+}
+TESSERA_INLINE U upper_streams(U words) {
+  return words >> 16;
+}
 
 // A stream that is not there.
 struct None {

@@ -5,7 +5,6 @@
 #include "tessera/base/error.h"
 #include "tessera/base/parallel.h"
 #include "tessera/kernels/elementwise.h"
-#include "tessera/kernels/random.h"
 #include "tessera/kernels/split.h"
 
 namespace tessera::shard {
@@ -24,6 +23,11 @@ void over_threads(Memory dst, Memory src, int64_t n, const Kernel& kernel) {
     kernel(static_cast<char*>(dst.data) + begin * out_size, static_cast<const char*>(src.data) + begin * in_size, begin,
            end - begin);
   });
+}
+
+kernels::RandomKey advanced(kernels::RandomKey random, int64_t elements) {
+  random.first += static_cast<uint64_t>(elements);
+  return random;
 }
 
 void check_pair(const at::Tensor& dst, const at::Tensor& src) {
@@ -81,14 +85,14 @@ void scaled_add(Memory dst, Memory src, double scale, int64_t n) {
 void scaled_copy(Memory dst, Memory src, double scale, int64_t n, const kernels::RandomKey& random) {
   over_threads(dst, src, n, [&](void* to, const void* from, int64_t begin, int64_t count) {
     kernels::scaled_copy_stochastic(to, dst.dtype, from, src.dtype, static_cast<float>(scale), count,
-                                    kernels::advanced(random, begin));
+                                    advanced(random, begin));
   });
 }
 
 void scaled_add(Memory dst, Memory src, double scale, int64_t n, const kernels::RandomKey& random) {
   over_threads(dst, src, n, [&](void* to, const void* from, int64_t begin, int64_t count) {
     kernels::scaled_add_stochastic(to, dst.dtype, from, src.dtype, static_cast<float>(scale), count,
-                                   kernels::advanced(random, begin));
+                                   advanced(random, begin));
   });
 }
 

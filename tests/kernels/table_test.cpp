@@ -8,12 +8,16 @@
 #include <string>
 
 #include "tessera/kernels/elementwise.h"
+#include "tessera/kernels/split.h"
+#include "tests/kernels/forms.h"
 #include "tests/kernels/kernel_data.h"
 
 namespace tessera::kernels {
 namespace {
 
 using testing::Buffer;
+using testing::Form;
+using testing::forms;
 using testing::kDTypes;
 using testing::sizes;
 
@@ -47,47 +51,59 @@ std::vector<Case> cases() {
 }
 
 struct UpdateBuffers {
-  Buffer master, state0, state1, grad, weight;
+  Form form;
+  Buffer master, residual, weight, state0, state1, grad;
   DType grad_dtype;
 
-  UpdateBuffers(DType grad_dtype, DType weight_dtype, int64_t n, int offset, bool hard)
-      : master(DType::F32, n, offset),
-        state0(DType::F32, n, 3 * offset),
-        state1(DType::F32, n, 5 * offset),
+  UpdateBuffers(const Form& form, DType grad_dtype, int64_t n, int offset, bool hard)
+      : form(form),
+        master(DType::F32, n, offset),
+        residual(DType::BF16, n, 3 * offset),
+        weight(form.master.weight_dtype, n, offset),
+        state0(form.state_dtype, n, 3 * offset),
+        state1(form.state_dtype, n, 5 * offset),
         grad(grad_dtype, n, 7 * offset),
-        weight(weight_dtype, n, offset),
         grad_dtype(grad_dtype) {
     master.fill_random(1);
     state0.fill_random(2, true);
     state1.fill_random(3, true);
     grad.fill_random(4);
     weight.fill_random(5);
-    if (!hard) return;
-    master.sprinkle(6);
-    state0.sprinkle(7);
-    state1.sprinkle(8);
-    grad.sprinkle(9);
+    if (hard) {
+      master.sprinkle(6);
+      state0.sprinkle(7);
+      state1.sprinkle(8);
+      grad.sprinkle(9);
+      weight.sprinkle(10);
+    }
+    if (form.master.residual) reference_table().split(weight.data(), residual.data(), master.floats(), n);
   }
-  UpdateRange range(int64_t n, bool with_weight, DType weight_dtype) {
+  UpdateRange range(int64_t n) {
     UpdateRange r;
     r.n = n;
-    r.master = master.floats();
-    r.weight = with_weight ? weight.data() : nullptr;
-    r.weight_dtype = weight_dtype;
+    if (form.master.master) r.master = master.floats();
+    if (form.master.residual) r.residual = residual.data();
+    if (form.master.weight) r.weight = weight.data();
+    r.weight_dtype = form.master.weight_dtype;
     r.grad = grad.data();
     r.grad_dtype = grad_dtype;
     r.state0 = state0.data();
     r.state1 = state1.data();
+    r.state_dtype = form.state_dtype;
+    r.rounding = form.rounding;
+    // Every third range has elements on both sides of index 2^32.
+    r.random = {11, 3, n % 3 == 0 ? (uint64_t{1} << 32) - static_cast<uint64_t>(n / 2) : 77};
     return r;
   }
+  void expect_same(const UpdateBuffers& expected) const {
+    master.expect_same(expected.master);
+    residual.expect_same(expected.residual, true);
+    weight.expect_same(expected.weight);
+    state0.expect_same(expected.state0);
+    state1.expect_same(expected.state1);
+    grad.expect_same(expected.grad, true);
+  }
 };
-
-// No weights, or weights of a type.
-struct Weights {
-  bool present;
-  DType dtype;
-};
-constexpr Weights kWeights[] = {{false, DType::BF16}, {true, DType::BF16}, {true, DType::F16}};
 
 TEST(Table, ReferenceFirstBestLast) {
   EXPECT_EQ(available_tables().front(), &reference_table());
@@ -102,27 +118,92 @@ TEST(Table, ReferenceFirstBestLast) {
 }
 
 TEST(Table, UpdatesGiveTheBitsOfTheReference) {
-  for (const Table* table : available_tables()) {
-    for (const Case& rule : cases()) {
-      for (DType grad : kDTypes) {
-        for (const Weights& weights : kWeights) {
-          for (int64_t n : sizes()) {
-            const int offset = n % 3 == 0 ? 0 : static_cast<int>(n % 4);
-            const float scale = n % 2 == 0 ? 1.0f : -0.37f;
-            UpdateBuffers expected(grad, weights.dtype, n, offset, n % 2 == 0);
-            UpdateBuffers actual = expected;
-            rule.run(reference_table(), expected.range(n, weights.present, weights.dtype), scale);
-            rule.run(*table, actual.range(n, weights.present, weights.dtype), scale);
-            SCOPED_TRACE(std::string(table->name) + ", " + rule.name + ", n " + std::to_string(n));
-            actual.master.expect_same(expected.master);
-            actual.state0.expect_same(expected.state0);
-            actual.state1.expect_same(expected.state1);
-            actual.weight.expect_same(expected.weight);
-            actual.grad.expect_same(expected.grad, true);
-            if (HasFailure()) return;
-          }
+  for (const Case& rule : cases()) {
+    for (const Form& form : forms()) {
+      for (int64_t n : sizes()) {
+        const DType grad = kDTypes[n / 2 % 3];
+        const int offset = n % 3 == 0 ? 0 : static_cast<int>(n % 4);
+        const float scale = n % 2 == 0 ? 1.0f : -0.37f;
+        const UpdateBuffers before(form, grad, n, offset, n % 2 == 0);
+        UpdateBuffers expected = before;
+        rule.run(reference_table(), expected.range(n), scale);
+        for (const Table* table : available_tables()) {
+          if (table == &reference_table()) continue;
+          SCOPED_TRACE(std::string(table->name) + ", " + rule.name + ", " + form.name() + ", n " + std::to_string(n));
+          UpdateBuffers actual = before;
+          rule.run(*table, actual.range(n), scale);
+          actual.expect_same(expected);
+          if (HasFailure()) return;
         }
       }
+    }
+  }
+}
+
+TEST(Table, BitsDoNotDependOnHowARangeIsCut) {
+  constexpr int64_t n = 301;
+  for (const Table* table : available_tables()) {
+    for (const Case& rule : cases()) {
+      for (const Form& form : forms()) {
+        SCOPED_TRACE(std::string(table->name) + ", " + rule.name + ", " + form.name());
+        UpdateBuffers whole(form, DType::BF16, n, 2, true), cut = whole;
+        UpdateRange range = whole.range(n);
+        range.random.first = (uint64_t{1} << 32) - 150;
+        rule.run(*table, range, 0.5f);
+        range = cut.range(n);
+        range.random.first = (uint64_t{1} << 32) - 150;
+        for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 97}, {97, 98}, {98, 230}, {230, n}})
+          rule.run(*table, part(range, begin, end), 0.5f);
+        cut.expect_same(whole);
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+TEST(Table, StochasticElementwiseGivesTheBitsOfTheReference) {
+  for (const Table* table : available_tables()) {
+    for (DType to : kDTypes) {
+      for (DType from : kDTypes) {
+        for (int64_t n : sizes()) {
+          SCOPED_TRACE(std::string(table->name) + ", n " + std::to_string(n));
+          const RandomKey random{5, 8, n % 2 == 0 ? 3 : (uint64_t{1} << 33) - static_cast<uint64_t>(n / 2)};
+          const int offset = static_cast<int>(n % 4);
+          Buffer src(from, n, offset), expected(to, n, 3 * offset);
+          src.fill_random(1).sprinkle(2);
+          expected.fill_random(3).sprinkle(4);
+          Buffer actual = expected;
+          for (float scale : {1.0f, 0.3f}) {
+            reference_table().scaled_add_stochastic(expected.data(), to, src.data(), from, scale, n, random);
+            table->scaled_add_stochastic(actual.data(), to, src.data(), from, scale, n, random);
+            actual.expect_same(expected);
+            reference_table().scaled_copy_stochastic(expected.data(), to, src.data(), from, scale, n, random);
+            table->scaled_copy_stochastic(actual.data(), to, src.data(), from, scale, n, random);
+            actual.expect_same(expected);
+          }
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST(Table, SplitAndJoinGiveTheBitsOfTheReference) {
+  for (const Table* table : available_tables()) {
+    for (int64_t n : sizes()) {
+      SCOPED_TRACE(std::string(table->name) + ", n " + std::to_string(n));
+      const int offset = static_cast<int>(n % 4);
+      Buffer whole(DType::F32, n, offset), weight(DType::BF16, n, 3 * offset), residual(DType::BF16, n, offset);
+      whole.fill_random(1).sprinkle(2);
+      Buffer weight2 = weight, residual2 = residual, joined = whole, joined2 = whole;
+      reference_table().split(weight.data(), residual.data(), whole.floats(), n);
+      table->split(weight2.data(), residual2.data(), whole.floats(), n);
+      weight2.expect_same(weight, true);
+      residual2.expect_same(residual, true);
+      reference_table().join(joined.floats(), weight.data(), residual.data(), n);
+      table->join(joined2.floats(), weight.data(), residual.data(), n);
+      joined2.expect_same(joined, true);
+      joined2.expect_same(whole);
     }
   }
 }
@@ -206,17 +287,28 @@ TEST(Table, FreeFunctionsRunTheBestTable) {
   best_table().scaled_add(expected.data(), DType::F32, src.data(), DType::BF16, 0.1f, n);
   scaled_add(actual.data(), DType::F32, src.data(), DType::BF16, 0.1f, n);
   actual.expect_same(expected);
+  const RandomKey random{1, 2, 3};
+  Buffer halves(DType::BF16, n), expected_halves(DType::BF16, n);
+  best_table().scaled_copy_stochastic(expected_halves.data(), DType::BF16, actual.data(), DType::F32, 0.1f, n, random);
+  scaled_copy_stochastic(halves.data(), DType::BF16, actual.data(), DType::F32, 0.1f, n, random);
+  halves.expect_same(expected_halves);
+  best_table().scaled_add_stochastic(expected_halves.data(), DType::BF16, actual.data(), DType::F32, 0.1f, n, random);
+  scaled_add_stochastic(halves.data(), DType::BF16, actual.data(), DType::F32, 0.1f, n, random);
+  halves.expect_same(expected_halves);
+  Buffer residual(DType::BF16, n);
+  split(halves.data(), residual.data(), actual.floats(), n);
+  join(expected.floats(), halves.data(), residual.data(), n);
+  expected.expect_same(actual);
   EXPECT_EQ(sum_of_squares(src.data(), DType::BF16, n), best_table().sum_of_squares(src.data(), DType::BF16, n));
 
   const auto check = [&](auto rule, auto entry) {
-    UpdateBuffers a(DType::BF16, DType::BF16, n, 0, false), b = a;
-    update(rule, a.range(n, true, DType::BF16), 0.5f);
-    (best_table().*entry)(rule, b.range(n, true, DType::BF16), 0.5f);
-    a.master.expect_same(b.master);
-    a.weight.expect_same(b.weight);
-    a.state0.expect_same(b.state0);
-    UpdateBuffers untouched(DType::BF16, DType::BF16, n, 0, false);
-    EXPECT_NE(a.master.at(0), untouched.master.at(0));
+    const Form form{testing::kMasterForms[3], DType::BF16, Rounding::Stochastic};
+    const UpdateBuffers before(form, DType::BF16, n, 0, false);
+    UpdateBuffers a = before, b = before;
+    update(rule, a.range(n), 0.5f);
+    (best_table().*entry)(rule, b.range(n), 0.5f);
+    a.expect_same(b);
+    EXPECT_NE(a.residual.at(0), before.residual.at(0));
   };
   check(AdamRule{1e-3, 0.9, 0.999, 1e-8, 0.1}, &Table::adam);
   check(SgdRule{0.1, 0.9, 0, 0}, &Table::sgd);

@@ -9,6 +9,8 @@
 #include <functional>
 #include <string>
 
+#include "tessera/shard/dtype.h"
+
 namespace tessera::optim {
 namespace {
 
@@ -176,6 +178,132 @@ TEST_F(Optimizers, ComputeWeightsAreTheRoundedMaster) {
   }
 }
 
+// ---- low-precision model states
+
+struct RuleCase {
+  Rule rule;
+  GroupOptions group;
+};
+std::vector<RuleCase> rule_cases() {
+  GroupOptions adam, l2, momentum, lion = options_of_type("lion").defaults,
+                                   adagrad = options_of_type("adagrad").defaults;
+  adam.weight_decay = l2.weight_decay = momentum.weight_decay = lion.weight_decay = 0.1;
+  l2.decoupled = false;
+  momentum.momentum = 0.9;
+  return {{Rule::Adam, adam},    {Rule::Adam, l2},   {Rule::Sgd, {}},
+          {Rule::Sgd, momentum}, {Rule::Lion, lion}, {Rule::Adagrad, adagrad}};
+}
+
+UpdateSlice low_slice(const at::Tensor& start, at::ScalarType state, kernels::Rounding rounding) {
+  UpdateSlice slice;
+  for (at::Tensor& s : slice.state)
+    s = at::zeros({start.numel()}, state);
+  slice.rounding = rounding;
+  return slice;
+}
+
+UpdateSlice split_slice(const at::Tensor& start, at::ScalarType state, kernels::Rounding rounding) {
+  UpdateSlice slice = low_slice(start, state, rounding);
+  slice.weight = at::empty({start.numel()}, at::kBFloat16);
+  slice.residual = at::empty({start.numel()}, at::kShort);
+  shard::split_master(slice.weight, slice.residual, start);
+  return slice;
+}
+
+// fp32 states: the exact mode. bf16 states: the same split beside an fp32 master with the same states.
+TEST_F(Optimizers, SplitMasterIsTheFp32MasterBitForBit) {
+  for (const RuleCase& c : rule_cases()) {
+    for (const auto state : {at::kFloat, at::kBFloat16}) {
+      UpdateSlice split = split_slice(start_, state, kernels::Rounding::Stochastic);
+      UpdateSlice whole = low_slice(start_, state, kernels::Rounding::Stochastic);
+      whole.master = start_.clone();
+      whole.weight = start_.to(at::kBFloat16);
+      at::Tensor joined = at::empty_like(start_);
+      for (int step = 1; step <= 100; ++step) {
+        split.grad = whole.grad = (at::randn({kCount}) * 0.1).to(at::kBFloat16);
+        split.random = whole.random = {5, static_cast<uint64_t>(step), 1000};
+        update(c.rule, c.group, step, split, 0.5);
+        update(c.rule, c.group, step, whole, 0.5);
+        shard::join_master(joined, split.weight, split.residual);
+        ASSERT_TRUE(at::equal(joined, whole.master)) << "rule " << static_cast<int>(c.rule) << ", step " << step;
+        ASSERT_TRUE(at::equal(split.state[0], whole.state[0]));
+        const auto tie = joined.view(at::kInt).bitwise_and(0xffff) == 0x8000;
+        ASSERT_TRUE((split.weight == whole.weight).logical_or(tie).all().item<bool>());
+      }
+      EXPECT_FALSE(at::equal(joined, start_));
+    }
+  }
+}
+
+// A 16-bit weight as its own master: nearest loses updates below half a unit, stochastic keeps them in the mean.
+TEST_F(Optimizers, StochasticWeightsMoveWhereNearestOnesStand) {
+  GroupOptions group;
+  group.lr = 1e-5;
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    const auto run_alone = [&](kernels::Rounding rounding) {
+      UpdateSlice slice = low_slice(start_, at::kBFloat16, rounding);
+      slice.weight = at::ones({kCount}, dtype);
+      slice.grad = at::ones({kCount});
+      for (int step = 1; step <= 50; ++step) {
+        slice.random = {1, static_cast<uint64_t>(step), 0};
+        update(Rule::Adam, group, step, slice, 1);
+      }
+      return slice.weight.to(at::kDouble).mean().item<double>();
+    };
+    EXPECT_EQ(run_alone(kernels::Rounding::Nearest), 1.0);
+    EXPECT_NEAR(run_alone(kernels::Rounding::Stochastic), 1 - 50 * group.lr, 1e-4);
+  }
+}
+
+// A second moment of bf16 that cannot fall by nearest rounding follows the gradients stochastically.
+TEST_F(Optimizers, StochasticStatesDecay) {
+  GroupOptions group;
+  const auto mean_square = [&](kernels::Rounding rounding) {
+    UpdateSlice slice = low_slice(start_, at::kBFloat16, rounding);
+    slice.master = start_.clone();
+    slice.state[1].fill_(1.0);
+    slice.grad = at::zeros({kCount});
+    for (int step = 1; step <= 500; ++step) {
+      slice.random = {1, static_cast<uint64_t>(step), 0};
+      update(Rule::Adam, group, step, slice, 1);
+    }
+    return slice.state[1].to(at::kDouble).mean().item<double>();
+  };
+  EXPECT_EQ(mean_square(kernels::Rounding::Nearest), 1.0);
+  EXPECT_NEAR(mean_square(kernels::Rounding::Stochastic), std::pow(0.999, 500), 0.01);
+}
+
+TEST(OptimizerThreads, StochasticBitsDoNotDependOnThreadsOrSlices) {
+  at::manual_seed(4);
+  constexpr int64_t n = 200007;
+  const auto start = at::randn({n}), grad = at::randn({n});
+  const int before = at::get_num_threads();
+  const auto step = [&](int threads, const std::vector<int64_t>& cuts) {
+    at::set_num_threads(threads);
+    UpdateSlice all = low_slice(start, at::kBFloat16, kernels::Rounding::Stochastic);
+    all.weight = start.to(at::kBFloat16);
+    all.grad = grad;
+    int64_t begin = 0;
+    for (const int64_t end : cuts) {
+      UpdateSlice slice = all;
+      for (at::Tensor* tensor : {&slice.weight, &slice.grad, &slice.state[0], &slice.state[1]})
+        *tensor = tensor->narrow(0, begin, end - begin);
+      slice.random = {3, 1, 50 + static_cast<uint64_t>(begin)};
+      update(Rule::Adam, {}, 1, slice, 0.5);
+      begin = end;
+    }
+    return all;
+  };
+  const auto expected = step(1, {n});
+  EXPECT_FALSE(at::equal(expected.weight, start.to(at::kBFloat16)));
+  for (const auto& actual : {step(3, {n}), step(2, {1, 70001, n})}) {
+    EXPECT_TRUE(at::equal(actual.weight, expected.weight));
+    EXPECT_TRUE(at::equal(actual.state[0], expected.state[0]));
+    EXPECT_TRUE(at::equal(actual.state[1], expected.state[1]));
+  }
+  at::set_num_threads(before);
+}
+
 TEST(OptimizerThreads, SameBitsForEveryCount) {
   at::manual_seed(3);
   constexpr int64_t n = 300007;
@@ -247,6 +375,28 @@ TEST(OptimizerErrors, SayWhatIsWrong) {
   expect_error("master must be Float", [](UpdateSlice& s) { s.master = s.master.to(at::kHalf); });
   expect_error("state must be float32 or bfloat16", [](UpdateSlice& s) { s.state[0] = s.state[0].to(at::kHalf); });
   expect_error("weight must be bfloat16", [](UpdateSlice& s) { s.weight = at::ones({8}); });
+  expect_error("states must have one dtype", [](UpdateSlice& s) { s.state[1] = s.state[1].to(at::kBFloat16); });
+  const auto split = [](UpdateSlice& s) {
+    s.weight = s.master.to(at::kBFloat16);
+    s.residual = s.master.to(at::kShort);
+    s.master = at::Tensor();
+  };
+  expect_error("a residual goes without a master", [](UpdateSlice& s) {
+    s.weight = s.master.to(at::kBFloat16);
+    s.residual = s.master.to(at::kShort);
+  });
+  expect_error("beside a residual must be BFloat16", [&](UpdateSlice& s) {
+    split(s);
+    s.weight = s.weight.to(at::kHalf);
+  });
+  expect_error("residual must be Short", [&](UpdateSlice& s) {
+    split(s);
+    s.residual = s.residual.to(at::kInt);
+  });
+  expect_error("residual has 7 elements", [&](UpdateSlice& s) {
+    split(s);
+    s.residual = s.residual.narrow(0, 0, 7);
+  });
   expect_error("steps count from 1", [](UpdateSlice&) {}, 0);
 }
 
