@@ -18,6 +18,7 @@ void bind_config(py::module_& m);     // config/config.h, config/resolve.h, conf
 void bind_engine(py::module_& m);     // engine/engine.h
 void bind_optimizer(py::module_& m);  // optim/optimizer.h
 void bind_options(py::module_& m);    // amp/precision.h, zero/options.h
+void bind_scaler(py::module_& m);     // amp/grad_scaler.h
 void bind_schedule(py::module_& m);   // optim/schedule.h
 
 }  // namespace tessera::python

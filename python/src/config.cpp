@@ -81,6 +81,7 @@ void bind_sections(py::module_& m) {
       .def_readonly("check_grad_overflow", &Bf16::check_grad_overflow);
   py::class_<Fp16>(m, "Fp16Config")
       .def_readonly("enabled", &Fp16::enabled)
+      .def_readonly("auto_cast", &Fp16::auto_cast)
       .def_readonly("loss_scale", &Fp16::loss_scale);
   py::class_<TorchAutocast>(m, "TorchAutocastConfig")
       .def_readonly("enabled", &TorchAutocast::enabled)
@@ -156,6 +157,7 @@ void bind_config(py::module_& m) {
   bind_tree(m);
   m.def("check_served", &check_served, py::arg("config"));
   m.def("precision", &precision, py::arg("config"));
+  m.def("scaler_options", &scaler_options, py::arg("config"));
   m.def("zero_options", &zero_options, py::arg("config"));
 }
 

@@ -43,7 +43,8 @@ void bind_structs(py::module_& m) {
       .def_readwrite("rule", &Options::rule)
       .def_readwrite("gradient_accumulation_steps", &Options::gradient_accumulation_steps)
       .def_readwrite("gradient_clipping", &Options::gradient_clipping)
-      .def_readwrite("managed_accumulation", &Options::managed_accumulation);
+      .def_readwrite("managed_accumulation", &Options::managed_accumulation)
+      .def_readwrite("scaler", &Options::scaler);
 
   py::class_<ParamSpec>(m, "ParamSpec")
       .def(py::init([](std::string name, at::Tensor tensor, int group, std::string unit,
@@ -114,6 +115,11 @@ void bind_training(EngineClass& c) {
       .def("begin_backward", &Engine::begin_backward, py::arg("loss"), py::arg("scale_wrt_gas") = true, NoGil())
       .def("end_backward", &Engine::end_backward, py::arg("loss"), NoGil())
       .def("scale", &Engine::scale, py::arg("loss"), NoGil())
+      .def("scaler", &Engine::scaler, py::return_value_policy::copy)
+      .def("set_loss_scale", &Engine::set_loss_scale, py::arg("scale"))
+      .def("override_loss_scale", &Engine::override_loss_scale, py::arg("scale"))
+      .def("restore_scaler", &Engine::restore_scaler, py::arg("state"))
+      .def("gradient_loss_scale", &Engine::gradient_loss_scale)
       .def("step", &Engine::step, py::arg("external") = py::none(), NoGil())
       .def("zero_grad", &Engine::zero_grad, NoGil())
       .def("is_gradient_accumulation_boundary", &Engine::is_gradient_accumulation_boundary)

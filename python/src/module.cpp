@@ -11,6 +11,7 @@ PYBIND11_MODULE(_core, m) {
   py::module_::import("torch");
   bind_comm(m);
   bind_options(m);
+  bind_scaler(m);
   bind_optimizer(m);
   bind_schedule(m);
   bind_config(m);

@@ -24,6 +24,7 @@ from tessera.data import Loader, make_loader
 from tessera.errors import ConfigError, UsageError
 from tessera.getters import EngineGetters
 from tessera.leaf import apply_config, leaf_paths, z3_leaf_module
+from tessera.loss_scale import LossScaler
 from tessera.native import native_rule, read_group
 from tessera.optimizer import Optimizer
 from tessera.outputs import tensors_in
@@ -102,6 +103,7 @@ class Engine(EngineGetters):
         options.gradient_accumulation_steps = self._accumulation
         options.gradient_clipping = self.config.gradient_clipping
         options.managed_accumulation = self.config.managed_gradient_accumulation
+        options.scaler = _core.scaler_options(self.config)
 
         units = self._units(policy)
         specs, index = self._specs(base, units)
@@ -216,7 +218,10 @@ class Engine(EngineGetters):
         self._trainable("backward")
         if not isinstance(loss, torch.Tensor):
             raise ConfigError(f"[engine.backward] loss must be a scalar tensor, got {type(loss).__name__}")
-        scaled = self.core.begin_backward(loss, scale_wrt_gas)
+        try:
+            scaled = self.core.begin_backward(loss, scale_wrt_gas)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         try:
             scaled.backward(retain_graph=retain_graph)
         finally:
@@ -224,9 +229,21 @@ class Engine(EngineGetters):
         return result
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward() on directly; the loss itself where the precision needs no scaling."""
+        """The loss to call backward() on directly; the loss itself where the precision needs no scaling. Once for each
+        backward. An output of any shape will do: engine.scale(output).backward(gradient). Several engines of one loss:
+        a.scale(b.scale(loss)), see docs/loss_scaling.md."""
         self._trainable("scale")
-        return self.core.scale(loss)
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(f"[engine.scale] takes a scalar tensor (a loss) or an output, got {type(loss).__name__}")
+        try:
+            return self.core.scale(loss)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """The present loss scale, how it changes, and its counters."""
+        return LossScaler(self.core)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Counts a micro-step; at an accumulation boundary clips, updates, advances the schedule and drops gradients.
@@ -237,12 +254,15 @@ class Engine(EngineGetters):
         managed = self.config.managed_gradient_accumulation
         if not managed or core.is_gradient_accumulation_boundary():
             runner.before_step()
-        applied = core.step(runner.external)
+        try:
+            applied = core.step(runner.external)
+        finally:
+            if isinstance(self.optimizer, Optimizer) and core.global_steps() != steps:
+                self.optimizer.overflow = not core.was_step_applied()
         if core.global_steps() == steps:
             return
         runner.after_step(applied)
         if isinstance(self.optimizer, Optimizer):
-            self.optimizer.overflow = not applied
             self.optimizer._opt_called = True
         backwards = self._accumulation if managed else core.backwards() - self._backwards
         self._backwards = core.backwards()

@@ -201,7 +201,7 @@ class EngineGetters(nn.Module):
         return self.config.fp16.enabled and self.config.fp16.loss_scale == 0
 
     def loss_scale(self) -> float:
-        """The configured static scale; 0 means dynamic."""
+        """The configured static scale; 0 means dynamic. The present one: engine.loss_scaler.loss_scale."""
         return self.config.fp16.loss_scale
 
     def steps_per_print(self) -> int | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tessera.errors import UsageError
+from tessera.loss_scale import LossScaler
 from tessera.runners import Runner
 
 if TYPE_CHECKING:
@@ -58,11 +59,19 @@ class Optimizer(torch.optim.Optimizer):
         self._live_engine().zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
+        """This rank's part of the states, and under "loss_scaler" the loss scale where the mode has one."""
+        state = self.optimizer.state_dict()
+        if self.needs_scaler():
+            state["loss_scaler"] = self.loss_scaler.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what state_dict() gave on this rank of an equally large world."""
-        self.optimizer.load_state_dict(state_dict)
+        states = dict(state_dict)
+        scaler = states.pop("loss_scaler", None)
+        self.optimizer.load_state_dict(states)
+        if scaler is not None:
+            self.loss_scaler.load_state_dict(scaler)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise NotImplementedError(
@@ -71,14 +80,34 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     @property
+    def loss_scaler(self) -> LossScaler:
+        """The loss scale with all its counters."""
+        return self._live_engine().loss_scaler
+
+    loss_scale_config = loss_scaler
+
+    @property
     def loss_scale(self) -> float:
-        return 1.0
+        """The present loss scale. Can be set between steps, on all ranks alike."""
+        return self.loss_scaler.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self.loss_scaler.loss_scale = scale
 
     cur_scale = loss_scale
-    dynamic_loss_scale = False
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.loss_scaler.dynamic
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """A scale of your own: fixed from here on, and needs_scaler() is true."""
+        self.loss_scaler.override(loss_scale)
 
     def needs_scaler(self) -> bool:
-        return False
+        """Direct backwards need engine.scale()."""
+        return self.loss_scaler.needed
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         return self.optimizer.register_step_pre_hook(hook)

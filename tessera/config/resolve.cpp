@@ -1,14 +1,35 @@
 #include "tessera/config/resolve.h"
 
+#include <algorithm>
+#include <cmath>
+
 #include "tessera/config/params.h"
 
 namespace tessera::config {
 
 amp::PrecisionPolicy precision(const Config& config) {
-  auto policy =
-      config.bf16.enabled ? amp::PrecisionPolicy::bf16(config.bf16.check_grad_overflow) : amp::PrecisionPolicy::fp32();
+  auto policy = config.fp16.enabled   ? amp::PrecisionPolicy::fp16()
+                : config.bf16.enabled ? amp::PrecisionPolicy::bf16(config.bf16.check_grad_overflow)
+                                      : amp::PrecisionPolicy::fp32();
   policy.grad = config.data_types.grad_accum_dtype.value_or(policy.grad);
   return policy;
+}
+
+amp::ScalerOptions scaler_options(const Config& config) {
+  const Fp16& fp16 = config.fp16;
+  if (!fp16.enabled) {
+    const bool autocast = config.torch_autocast.enabled && config.torch_autocast.dtype == c10::ScalarType::Half;
+    return autocast ? amp::ScalerOptions::autocast() : amp::ScalerOptions::off();
+  }
+  if (fp16.loss_scale > 0) return amp::ScalerOptions::fixed(fp16.loss_scale);
+  const bool zero = config.zero_optimization.stage > 0;
+  return {.dynamic = true,
+          .initial = std::exp2(static_cast<double>(fp16.initial_scale_power)),
+          .window = fp16.loss_scale_window,
+          .hysteresis = zero ? std::max<int64_t>(1, fp16.hysteresis) : 1,
+          .refill_on_good = zero && fp16.consecutive_hysteresis,
+          .minimum = static_cast<double>(fp16.min_loss_scale),
+          .error_at_minimum = zero};
 }
 
 zero::Options zero_options(const Config& config) {

@@ -36,15 +36,15 @@ const std::vector<Refusal>& refusals() {
        [](C c) { return c.zero_optimization.zero_quantized_nontrainable_weights; }},
       {"zero_optimization.zero_quantized_gradients", "true",
        [](C c) { return c.zero_optimization.zero_quantized_gradients; }},
-      {"fp16.enabled", "true", [](C c) { return c.fp16.enabled; }},
       {"fp16.fp16_master_weights_and_grads", "true", [](C c) { return c.fp16.fp16_master_weights_and_grads; }},
       {"bf16.bf16_master_weights_and_grads", "true", [](C c) { return c.bf16.bf16_master_weights_and_grads; }},
       {"bf16.bf16_optimizer_states", "true", [](C c) { return c.bf16.bf16_optimizer_states; }},
       {"torch_autocast.enabled", "true", [](C c) { return c.torch_autocast.enabled; }},
-      {"data_types.grad_accum_dtype", "fp16, and bf16 without bf16.enabled",
+      {"data_types.grad_accum_dtype", "fp16 without fp16.enabled, bf16 without bf16.enabled",
        [](C c) {
          const auto dtype = c.data_types.grad_accum_dtype.value_or(c10::ScalarType::Float);
-         return dtype != c10::ScalarType::Float && !(dtype == c10::ScalarType::BFloat16 && c.bf16.enabled);
+         return dtype != c10::ScalarType::Float && !(dtype == c10::ScalarType::BFloat16 && c.bf16.enabled) &&
+                !(dtype == c10::ScalarType::Half && c.fp16.enabled);
        }},
       {"data_types.buffer_dtype", "any dtype", [](C c) { return c.data_types.buffer_dtype.has_value(); }},
       {"communication_data_type", "other than the dtype of the gradients",

@@ -14,6 +14,7 @@ Options options_from(const config::Config& config, int data_parallel_size) {
   options.gradient_accumulation_steps = config.resolve_batch(data_parallel_size).gradient_accumulation_steps;
   options.gradient_clipping = config.gradient_clipping;
   options.managed_accumulation = config.managed_gradient_accumulation;
+  options.scaler = config::scaler_options(config);
   return options;
 }
 

@@ -71,6 +71,8 @@ struct Engine::Impl {
   bool in_step = false, no_sync = false, coalesce = false, applied = false;
   std::optional<double> norm;
   bool scale_by_accumulation = true;  // for the engine.backward() in progress
+  amp::GradScaler scaler;
+  double gradient_scale = 1;  // the loss scale of the gradients since the last step
 
   zero::ShardedModel& live(const char* call) const {
     TESSERA_CHECK(model != nullptr, "engine", call, ": the engine was destroyed; build a new one");
@@ -83,7 +85,17 @@ struct Engine::Impl {
     return (micro_steps + 1) % options.gradient_accumulation_steps == 0;
   }
 
+  // Gradients that are there keep their scale.
+  void publish_scale() {
+    model->hooks().guard(scaler.needed());
+    if (model->has_gradients()) return;
+    gradient_scale = scaler.scale();
+    model->set_loss_scale(gradient_scale);
+  }
+
   void publish_policy() { model->set_sync_policy({boundary(), no_sync || coalesce}); }
+
+  bool apply(const std::function<void()>& external);
 
   int slot(int param, const char* call) const {
     TESSERA_CHECK_VALUE(param >= 0 && param < static_cast<int>(slot_of.size()), "engine", call, ": no parameter ",
@@ -103,6 +115,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
                       options.gradient_clipping);
   Impl& m = *impl_;
   m.options = options;
+  m.scaler = amp::GradScaler(options.scaler);
   // Without managed boundaries only step() knows where one is; stages that reduce after every backward need none.
   const bool at_boundary = shard::placements_of_stage(options.zero.stage).reduce_at == shard::ReduceAt::Boundary;
   m.options.zero.reduce_at_step = !options.managed_accumulation && at_boundary;
@@ -130,6 +143,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   heap::return_free_pages();  // the storages that the parameters had
   m.model->set_gradient_scale(1.0 / static_cast<double>(options.gradient_accumulation_steps));
   m.publish_policy();
+  m.publish_scale();
 }
 
 Engine::~Engine() = default;
@@ -235,7 +249,7 @@ at::Tensor Engine::begin_backward(const at::Tensor& loss, bool scale_wrt_gas) {
                       "gradients enabled, or use out.backward(gradient) for other shapes");
   if (!scale_wrt_gas) model.set_gradient_scale(1.0);
   impl_->scale_by_accumulation = scale_wrt_gas;
-  return loss;
+  return impl_->scaler.needed() ? model.hooks().scale(loss, impl_->scaler.scale()) : loss;
 }
 
 at::Tensor Engine::end_backward(const at::Tensor& loss) {
@@ -257,35 +271,56 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
   return end_backward(loss);
 }
 
-at::Tensor Engine::scale(const at::Tensor& loss) {
-  impl_->live("scale");
-  TESSERA_CHECK_VALUE(loss.defined() && loss.numel() == 1 && loss.grad_fn(), "engine.scale",
-                      "scale() takes a scalar tensor with a graph (one element and a grad_fn)");
-  return loss;
+// ---------------------------------------------------------------- loss scaling
+
+at::Tensor Engine::scale(const at::Tensor& x) {
+  zero::ShardedModel& model = impl_->live("scale");
+  TESSERA_CHECK_VALUE(x.defined() && at::isFloatingType(x.scalar_type()) && x.grad_fn(), "engine.scale",
+                      "scale() takes a scalar tensor with a graph (a loss), or any other floating tensor with a graph; "
+                      "call forward with gradients enabled");
+  return impl_->scaler.needed() ? model.hooks().scale(x, impl_->scaler.scale()) : x;
+}
+
+const amp::GradScaler& Engine::scaler() const {
+  return impl_->scaler;
+}
+
+void Engine::set_loss_scale(double scale) {
+  impl_->live("set_loss_scale");
+  impl_->scaler.set_scale(scale);
+  impl_->publish_scale();
+}
+
+void Engine::override_loss_scale(double scale) {
+  impl_->live("override_loss_scale");
+  impl_->scaler.override_scale(scale);
+  impl_->publish_scale();
+}
+
+void Engine::restore_scaler(const amp::GradScaler::State& state) {
+  impl_->live("restore_scaler");
+  impl_->scaler.restore(state);
+  impl_->publish_scale();
+}
+
+double Engine::gradient_loss_scale() const {
+  return impl_->gradient_scale;
 }
 
 // ---------------------------------------------------------------- step
 
 bool Engine::step(const std::function<void()>& external) {
   Impl& m = *impl_;
-  zero::ShardedModel& model = m.live("step");
+  m.live("step");
   TESSERA_CHECK(!m.no_sync && !m.coalesce, "engine.step", "It is illegal to call Engine.step() inside ",
                 m.no_sync ? "no_sync" : "coalesce_grad_reduction", " context manager; leave it first");
   m.in_step = true;
   const bool boundary = m.boundary();
+  bool finite = true;
   m.applied = false;
   if (boundary) {
     try {
-      model.ensure_reduced();
-      const zero::GradientSummary summary = model.summarize();
-      if (summary.finite || !m.options.zero.precision.skip_nonfinite) {
-        model.update(summary, optim::clip_coefficient(summary.norm, m.options.gradient_clipping), external);
-        m.norm = summary.norm;
-        m.applied = true;
-      } else {
-        ++m.skipped_steps;
-      }
-      model.drop_gradients();
+      finite = m.apply(external);
     } catch (...) {
       m.in_step = false;
       throw;
@@ -296,17 +331,39 @@ bool Engine::step(const std::function<void()>& external) {
   ++m.micro_steps;
   m.boundary_override.reset();
   m.publish_policy();
+  if (boundary) {
+    m.scaler.update(!finite);  // last: it may have an error to report
+    m.publish_scale();
+  }
   return m.applied;
+}
+
+// The boundary's part of a step. False when gradients had inf or NaN.
+bool Engine::Impl::apply(const std::function<void()>& external) {
+  model->ensure_reduced();
+  const zero::GradientSummary summary = model->summarize();
+  const bool skips = options.zero.precision.skip_nonfinite || scaler.needed() || summary.scaled;
+  if (summary.finite || !skips) {
+    const double unscaled = summary.norm / gradient_scale;
+    model->update(summary, optim::clip_coefficient(unscaled, options.gradient_clipping) / gradient_scale, external);
+    norm = unscaled;
+    applied = true;
+  } else {
+    ++skipped_steps;
+  }
+  model->drop_gradients();
+  return summary.finite;
 }
 
 void Engine::zero_grad() {
   impl_->live("zero_grad").drop_gradients();
+  impl_->publish_scale();
 }
 
 double Engine::grad_norm() {
   zero::ShardedModel& model = impl_->live("grad_norm");
   model.ensure_reduced();
-  return model.summarize().norm;
+  return model.summarize().norm / impl_->gradient_scale;
 }
 
 // ---------------------------------------------------------------- accumulation

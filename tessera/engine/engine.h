@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/amp/grad_scaler.h"
 #include "tessera/comm/mesh.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/zero/options.h"
@@ -33,6 +34,7 @@ struct Options {
   int64_t gradient_accumulation_steps = 1;
   double gradient_clipping = 1.0;    // largest global L2 norm; 0 turns clipping off
   bool managed_accumulation = true;  // false: every step() is a boundary
+  amp::ScalerOptions scaler;         // loss scaling
 };
 
 // A parameter as the front end hands it over. Order matters: it is the order of the flat space.
@@ -96,8 +98,21 @@ class Engine {
   at::Tensor end_backward(const at::Tensor& loss);
   // begin_backward, loss.backward(), end_backward. For C++; Python calls the pieces around its own backward().
   at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);
-  // Loss scaling for a direct backward; returns the loss itself where the mode needs none.
-  at::Tensor scale(const at::Tensor& loss);
+
+  // ---- loss scaling; see Note [Loss scaling] in zero/hooks.h
+  // For a direct backward: `x` (a loss, or an output to call backward(gradient) on) times the loss scale; `x` itself
+  // where none is needed. Allows one backward. Where one is needed, a backward through outputs of this engine without it
+  // is a runtime error of that backward ("Loss scaling is required"), on every rank; the engine stays usable.
+  // Value error for a tensor without a graph.
+  at::Tensor scale(const at::Tensor& x);
+  // The scaler, its scale and its counters. Accumulated gradients (get_full, p.grad) keep the scale that held when the
+  // optimizer step began, whatever is set meanwhile; step() divides by it. All ranks set the same.
+  const amp::GradScaler& scaler() const;
+  void set_loss_scale(double scale);
+  void override_loss_scale(double scale);  // fixed and guarded from here on, in every mode
+  void restore_scaler(const amp::GradScaler::State& state);
+  // What accumulated gradients are multiplied by now.
+  double gradient_loss_scale() const;
 
   // ---- step. Collective.
   // Counts a micro-step. At a boundary: norm and finite check, agreed skip or fused update, refresh of the compute

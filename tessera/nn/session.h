@@ -25,6 +25,12 @@ class Session {
   // Returns loss / gradient_accumulation_steps, or the loss for scale_wrt_gas = false.
   at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);
 
+  // For a direct backward where the mode scales losses (fp16): engine.scale(loss).backward(), once for each backward;
+  // also outputs: engine.scale(output).backward(gradient). The tensor itself in other modes.
+  at::Tensor scale(const at::Tensor& loss) { return core_->scale(loss); }
+  // What step() divides gradients by; 1 in modes without loss scaling.
+  double loss_scale() const { return core_->scaler().scale(); }
+
   // Collective. Counts a micro-step; at a boundary: clip, update, next learning rate. True when weights were updated.
   bool step();
 

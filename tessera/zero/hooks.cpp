@@ -6,7 +6,10 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <ATen/ops/mul.h>
+
 #include <algorithm>
+#include <unordered_set>
 
 #include "tessera/base/error.h"
 
@@ -31,6 +34,18 @@ namespace {
 enum class CallEvent : uint8_t { Open, Close, CloseLater };
 }  // namespace
 
+// What one scale() left in a graph.
+struct ScaleMark {
+  std::weak_ptr<Hooks::Link> owner;
+  double value;                                  // gradients behind it are multiplied by this
+  std::vector<std::weak_ptr<Hooks::Link>> ends;  // engines with parameters behind it, the owner among them
+  std::vector<std::weak_ptr<ScaleMark>> around;  // marks of later calls of scale() over the same tensor
+  int task = -1;                                 // that ran it last
+  bool spent = false;                            // a backward used it
+
+  void run(const std::shared_ptr<ScaleMark>& self);
+};
+
 // The hook objects that autograd owns reach the private parts of Hooks through here.
 struct HookAccess {
   using LinkPtr = std::shared_ptr<Hooks::Link>;
@@ -40,6 +55,7 @@ struct HookAccess {
     if (link->hooks == nullptr) return;
     link->hooks->touch_task(true);
     const torch::autograd::AutoGradMode no_grad(false);
+    if (link->hooks->refuses_parameter()) refuse_unscaled();
     link->hooks->sink_.before_accumulate(slot, param.mutable_grad());
   }
 
@@ -48,12 +64,26 @@ struct HookAccess {
     if (link->hooks == nullptr) return;
     link->hooks->touch_task(true);
     const torch::autograd::AutoGradMode no_grad(false);
+    if (link->hooks->refuses_parameter()) {
+      param.mutable_grad().reset();
+      refuse_unscaled();
+    }
     link->hooks->sink_.gradient_ready(slot, param.mutable_grad());
   }
 
   static void output(const LinkPtr& link) {
     const std::lock_guard lock(link->mutex);
-    if (link->hooks != nullptr) link->hooks->touch_task(false);
+    if (link->hooks == nullptr) return;
+    link->hooks->touch_task(false);
+    link->hooks->check_output();
+  }
+
+  [[noreturn]] static void refuse_unscaled() {
+    TESSERA_CHECK(
+        false, "engine",
+        "Loss scaling is required: this backward reaches parameters of an engine with a loss scale through its "
+        "outputs, unscaled. Call engine.scale(loss).backward() (or engine.scale(output).backward(gradient)), "
+        "once for every backward, or engine.backward(loss); nothing of this backward was kept");
   }
 
   static void call(const LinkPtr& link, const std::shared_ptr<ScopeCall>& scope_call, CallEvent event) {
@@ -141,6 +171,24 @@ struct CallHook final : torch::autograd::FunctionPreHook {
   CallEvent event;
 };
 
+struct ScaleHook final : torch::autograd::FunctionPreHook {
+  explicit ScaleHook(std::shared_ptr<ScaleMark> m) : mark(std::move(m)) {}
+  variable_list operator()(const variable_list& grads) override {
+    mark->run(mark);
+    return grads;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
+  std::shared_ptr<ScaleMark> mark;
+};
+
+template <class H, class List>
+const H* find_hook(const List& hooks) {
+  for (const auto& hook : hooks) {
+    if (const auto* found = dynamic_cast<const H*>(hook.get())) return found;
+  }
+  return nullptr;
+}
+
 bool is_functorch_wrapper(const at::Tensor& t) {
   const auto keys = t.unsafeGetTensorImpl()->key_set();
   return keys.has(c10::DispatchKey::FuncTorchBatched) || keys.has(c10::DispatchKey::FuncTorchGradWrapper);
@@ -178,7 +226,8 @@ void Hooks::watch_outputs(const std::vector<at::Tensor>& outputs) {
   for (const at::Tensor& t : outputs) {
     if (!t.defined() || is_functorch_wrapper(t) || !t.requires_grad()) continue;
     const auto& node = t.grad_fn();
-    if (node) node->add_pre_hook(std::make_unique<OutputHook>(link_));
+    // First of its node's: a refused backward must not have gathered anything.
+    if (node) node->pre_hooks().insert(node->pre_hooks().begin(), std::make_unique<OutputHook>(link_));
   }
 }
 
@@ -245,8 +294,7 @@ void Hooks::prune_dead_tasks() {
 
 void Hooks::touch_task(bool from_parameter) {
   const int id = torch::autograd::get_current_graph_task_id();
-  const auto known = tasks_.find(id);
-  if (known == tasks_.end()) {
+  if (!tasks_.contains(id)) {
     prune_dead_tasks();
     const bool outermost = tasks_.empty();
     auto token = std::make_shared<Token>(link_, id);
@@ -260,6 +308,10 @@ void Hooks::touch_task(bool from_parameter) {
       in_forward_task_ = forward_depth_ > 0;
       saw_nested_ = false;
       counts_ = false;
+      task_scale_.reset();
+      marks_.clear();
+      allowed_ = passed_outputs_ = false;
+      searched_task_ = -1;
       if (!in_forward_task_) sink_.backward_begun();
     } else {
       saw_nested_ = true;
@@ -276,6 +328,10 @@ void Hooks::end_task(int id) {
   tasks_.erase(id);
   prune_dead_tasks();
   if (!tasks_.empty()) return;
+  if (counts_) {
+    for (const auto& mark : marks_)
+      mark->spent = true;
+  }
   if (counts_ && !in_forward_task_) sink_.backward_done();
   sink_.tasks_ended();
 }
@@ -285,6 +341,153 @@ void Hooks::task_gone(int id) {
   if (tasks_.erase(id) == 0) return;  // it ended well
   prune_dead_tasks();
   if (tasks_.empty()) sink_.tasks_ended();
+}
+
+// ---------------------------------------------------------------- loss scaling
+
+void ScaleMark::run(const std::shared_ptr<ScaleMark>& self) {
+  TESSERA_CHECK(!spent, "engine.scale",
+                "one scale() allows one backward, and this one was used. Loss scaling is required again: call "
+                "engine.scale(loss) for every backward");
+  task = torch::autograd::get_current_graph_task_id();
+  // A mark around this one, run before it, has told everyone the value of both.
+  const bool told = std::any_of(around.begin(), around.end(), [&](const auto& other) {
+    const auto mark = other.lock();
+    return mark && mark->task == task;
+  });
+  const auto asked = owner.lock();
+  for (const auto& end : ends) {
+    const auto link = end.lock();
+    if (!link) continue;
+    const std::lock_guard lock(link->mutex);
+    if (link->hooks == nullptr) continue;
+    link->hooks->touch_task(false);
+    if (!told) link->hooks->note_scale(value);
+    if (link == asked) {
+      link->hooks->allowed_ = true;
+      link->hooks->marks_.push_back(self);
+    }
+  }
+}
+
+void Hooks::note_scale(double value) {
+  TESSERA_CHECK(task_scale_.value_or(value) == value, "engine.scale",
+                "one backward reaches an engine with two scales, ", *task_scale_, " and ", value,
+                ": scale the sum of the losses, or call backward() on each; several engines scale one loss as "
+                "a.scale(b.scale(loss))");
+  task_scale_ = value;
+}
+
+namespace {
+
+// The part of a graph behind some nodes.
+struct Behind {
+  std::unordered_set<torch::autograd::Node*> seen;
+  std::vector<std::shared_ptr<ScaleMark>> marks;
+  std::vector<LinkPtr> ends;  // engines whose parameters are there
+
+  // Does not go beyond marks unless `through`. Nodes of earlier calls are not visited again.
+  void visit(const std::vector<torch::autograd::Node*>& from, bool through) {
+    std::vector<torch::autograd::Node*> stack = from;
+    while (!stack.empty()) {
+      torch::autograd::Node* node = stack.back();
+      stack.pop_back();
+      if (const auto* hook = find_hook<ScaleHook>(node->pre_hooks())) {
+        if (std::find(marks.begin(), marks.end(), hook->mark) == marks.end()) {
+          marks.push_back(hook->mark);
+          if (!through) held.push_back(node);
+        }
+        if (!through) continue;
+      }
+      if (const auto* end = find_hook<ReadyHook>(node->post_hooks())) {
+        if (std::find(ends.begin(), ends.end(), end->link) == ends.end()) ends.push_back(end->link);
+      }
+      for (const auto& edge : node->next_edges()) {
+        if (edge.function && seen.insert(&*edge.function).second) stack.push_back(&*edge.function);
+      }
+    }
+  }
+  std::vector<torch::autograd::Node*> held;  // marked nodes that were not gone beyond
+};
+
+}  // namespace
+
+at::Tensor Hooks::scale(const at::Tensor& x, double scale) {
+  Behind behind;
+  behind.visit({&*x.grad_fn()}, /*through=*/false);
+  double value = scale, carried = 1;
+  if (!behind.marks.empty()) {
+    carried = behind.marks.front()->value;
+    const bool alike = behind.ends.empty() && std::all_of(behind.marks.begin(), behind.marks.end(),
+                                                          [&](const auto& mark) { return mark->value == carried; });
+    TESSERA_CHECK_VALUE(alike, "engine.scale",
+                        "parts of this tensor carry a loss scale already and others another one or none; scale the sum "
+                        "of the losses");
+    value = std::min(scale, carried);
+    behind.visit(std::exchange(behind.held, {}), /*through=*/true);
+  }
+  const torch::autograd::AutoGradMode with_grad(true);
+  const bool narrow = x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16;
+  at::Tensor scaled = (narrow ? x.to(at::kFloat) : x).mul(value / carried);
+  const auto mark = std::make_shared<ScaleMark>();
+  mark->owner = link_;
+  mark->value = value;
+  mark->ends.assign(behind.ends.begin(), behind.ends.end());
+  if (std::find(behind.ends.begin(), behind.ends.end(), link_) == behind.ends.end()) mark->ends.push_back(link_);
+  for (const auto& inner : behind.marks)
+    inner->around.push_back(mark);
+  scaled.grad_fn()->add_pre_hook(std::make_unique<ScaleHook>(mark));
+  return scaled;
+}
+
+namespace {
+
+// Does the running graph task run a node that `wanted` is true for?
+template <class F>
+bool task_runs(F wanted) {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  return nodes != nullptr && std::any_of(nodes->begin(), nodes->end(), [&](torch::autograd::Node* node) {
+           if (!wanted(*node)) return false;
+           if (chosen == nullptr || chosen->empty()) return true;
+           const auto entry = chosen->find(node);
+           return entry != chosen->end() && entry->second.should_execute();
+         });
+}
+
+}  // namespace
+
+void Hooks::check_output() {
+  if (excused()) return;
+  passed_outputs_ = true;
+  const auto task = tasks_.find(torch::autograd::get_current_graph_task_id());
+  if (task == tasks_.end() || !task->second.plain) return;  // torch.autograd.grad: the parameters will tell
+  const bool trained = task_runs([&](torch::autograd::Node& node) {
+    const auto* hook = find_hook<ReadyHook>(node.post_hooks());
+    return hook != nullptr && hook->link == link_;
+  });
+  if (trained) HookAccess::refuse_unscaled();
+}
+
+// A gradient came that no mark has announced. It may only be early: parameters beside the outputs are not ordered.
+bool Hooks::refuses_parameter() {
+  if (excused()) return false;
+  if (passed_outputs_) return true;
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (searched_task_ == task) return false;
+  searched_task_ = task;
+  const bool marked = task_runs([&](torch::autograd::Node& node) {
+    const auto* hook = find_hook<ScaleHook>(node.pre_hooks());
+    return hook != nullptr && hook->mark->owner.lock() == link_;
+  });
+  if (marked) return false;
+  return task_runs([&](torch::autograd::Node& node) {
+    const auto& hooks = node.pre_hooks();
+    return std::any_of(hooks.begin(), hooks.end(), [&](const auto& hook) {
+      const auto* output = dynamic_cast<const OutputHook*>(hook.get());
+      return output != nullptr && output->link == link_;
+    });
+  });
 }
 
 void Hooks::remove() {

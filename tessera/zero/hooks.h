@@ -15,6 +15,15 @@
 //   so a task that threw is known as gone because its token has died. The backward is done when the last noted task has
 //   ended, except inside a forward (a function that runs backward in its forward is no backward of the user's).
 //   Runs of torch.autograd.grad pass our output hooks too: they count only once a parameter hook has run.
+//
+// Note [Loss scaling]
+//   scale() multiplies a tensor and marks the node that does it. In a backward the mark runs before every node behind it;
+//   it tells all engines whose parameters are behind it (not only the one that was asked) what their gradients are
+//   multiplied by, so each can bring them to its own scale, and it allows this backward for the engine that was asked.
+//   A mark serves one backward. Several engines may scale one loss: scales do not multiply, the smallest holds.
+//   A guarded engine refuses a backward through its outputs without its mark, before anything is accumulated or
+//   gathered. Gradients of parameters that are in the graph beside the outputs (a penalty) are refused with them; a graph
+//   that passed no output of the engine (its module called directly) is not guarded and counts as unscaled.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,6 +31,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -51,6 +61,8 @@ class HookSink {
   virtual void call_gone(ScopeCall& call) = 0;
 };
 
+struct ScaleMark;
+
 class Hooks {
  public:
   explicit Hooks(HookSink& sink);
@@ -78,6 +90,14 @@ class Hooks {
   // The calling thread runs a node of a backward: a forward is a recomputation.
   static bool inside_task();
 
+  // ---- loss scaling, see Note [Loss scaling]
+  // Backwards through the engine's outputs need scale() from now on, or no longer.
+  void guard(bool guarded) { guarded_ = guarded; }
+  // x * scale (16-bit tensors as fp32), marked. Value error when parts of x carry a scale already and others do not.
+  at::Tensor scale(const at::Tensor& x, double scale);
+  // What the gradients of the running backward are multiplied by: 1 without a mark.
+  double loss_scale() const { return task_scale_.value_or(1.0); }
+
   void enter_forward();
   void leave_forward();
   bool in_forward() const { return forward_depth_ > 0; }
@@ -101,6 +121,7 @@ class Hooks {
 
  private:
   friend struct HookAccess;
+  friend struct ScaleMark;
   struct Token;
   struct Accumulator {
     compat::NodePtr node;
@@ -116,6 +137,10 @@ class Hooks {
   };
 
   void touch_task(bool from_parameter);
+  void note_scale(double value);
+  bool excused() const { return !guarded_ || allowed_ || in_forward_task_; }
+  void check_output();
+  bool refuses_parameter();
   void end_task(int id);
   void task_gone(int id);
   void prune_dead_tasks();
@@ -129,6 +154,14 @@ class Hooks {
   bool saw_nested_ = false;
   bool counts_ = false;  // the running backward is one of the user's
   bool in_forward_task_ = false;
+
+  bool guarded_ = false;
+  // Of the outermost backward:
+  std::optional<double> task_scale_;
+  std::vector<std::shared_ptr<ScaleMark>> marks_;  // that allow it
+  bool allowed_ = false;
+  bool passed_outputs_ = false;  // though it may be one of torch.autograd.grad
+  int searched_task_ = -1;       // known to pass no output
 };
 
 }  // namespace tessera::zero

@@ -192,7 +192,9 @@ void ShardedModel::gradient_ready(int index, at::Tensor& grad) {
     grad.reset();
     TESSERA_CHECK(dense.sizes() == slot.param->tensor.sizes(), "zero", "gradient of '", slot.param->name,
                   "' has shape ", dense.sizes(), ", the parameter ", slot.param->tensor.sizes());
-    reducer_->accumulate(*slot.unit, *slot.param, dense, gradient_scale_);
+    const double carried = hooks_.loss_scale();
+    scaled_ = scaled_ || carried != 1;
+    reducer_->accumulate(*slot.unit, *slot.param, dense, gradient_scale_ * (loss_scale_ / carried));
   }
   // Also where this graph task brought nothing: before_accumulate took away what earlier ones left.
   if (slot.unit->grads_are_visible() && slot.param->has_grad) {
@@ -263,7 +265,7 @@ void ShardedModel::adopt_visible_grads() {
 void ShardedModel::drop_gradients() {
   const std::lock_guard lock(hooks_.mutex());
   reducer_->reset();
-  unreduced_ = flushed_ = false;
+  unreduced_ = flushed_ = scaled_ = false;
   for (const Slot& slot : slots_)
     slot.param->tensor.mutable_grad().reset();
 }

@@ -32,6 +32,7 @@ struct ModelParam {
 struct GradientSummary {
   double norm = 0;  // global L2 norm; not finite if a gradient is not
   bool finite = true;
+  bool scaled = false;        // some backward on some rank carried a loss scale
   std::vector<bool> present;  // per parameter: some rank has a gradient
 };
 
@@ -52,6 +53,9 @@ class ShardedModel final : private HookSink {
   Hooks& hooks() { return hooks_; }
   void set_sync_policy(SyncPolicy policy) { policy_ = policy; }
   void set_gradient_scale(double scale) { gradient_scale_ = scale; }
+  // What accumulated gradients are multiplied by, until the next call. Those of a backward with another scale (that of
+  // another engine in a joint loss, or 1 where the engine's outputs were bypassed) are brought to it.
+  void set_loss_scale(double scale) { loss_scale_ = scale; }
   // Backwards of the user's that ended, since the beginning.
   int64_t backwards() const { return backwards_; }
   // Hooks parameters that began to require gradients since the last call.
@@ -173,6 +177,8 @@ class ShardedModel final : private HookSink {
   std::vector<at::Tensor> external_grads_;  // per unit, fp32, only inside an external update
   SyncPolicy policy_;
   double gradient_scale_ = 1;
+  double loss_scale_ = 1;
+  bool scaled_ = false;  // a loss scale came since the last step
   int64_t backwards_ = 0;
   bool unreduced_ = false;  // a backward ended without a flush: the same on all ranks
   bool flushed_ = false;    // flushed since the last step

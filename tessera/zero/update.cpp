@@ -52,8 +52,8 @@ GradientSummary ShardedModel::summarize() {
   const int ranks = ranks_.shard->size(), me = ranks_.shard->rank();
   const bool sharded = placements_.states == shard::Placement::Shard;
   // One sum per slice and rank, added in rank order: the same bits whether a rank holds one slice or all.
-  at::Tensor sums = at::zeros({ranks, 3}, at::kDouble);
-  auto table = sums.accessor<double, 2>();  // rank: squares, parameters without a gradient, late gradients
+  at::Tensor sums = at::zeros({ranks, 4}, at::kDouble);
+  auto table = sums.accessor<double, 2>();  // rank: squares, parameters without a gradient, late gradients, scaled
   for (const auto& unit : units_) {
     for (int r = 0; r < ranks; ++r) {
       if (sharded && r != me) continue;
@@ -65,6 +65,7 @@ GradientSummary ShardedModel::summarize() {
   for (const Slot& slot : slots_)
     table[me][1] += slot.param->has_grad ? 0 : 1;
   table[me][2] = reducer_->has_late() ? 1 : 0;
+  table[me][3] = scaled_ ? 1 : 0;
   const at::Tensor mine = sums.narrow(0, me, 1).flatten();
   ranks_.shard->all_gather(sums.flatten(), mine, "gradient norm").wait();
   // Reduced gradients, and with them the squares, are the same in all replicas; the counts are of local gradients.
@@ -78,6 +79,7 @@ GradientSummary ShardedModel::summarize() {
     total += table[r][0];
     missing += table[r][1];
     late += table[r][2];
+    summary.scaled = summary.scaled || table[r][3] > 0;
   }
   if (late > 0) {  // on all ranks alike
     reducer_->reduce_late();

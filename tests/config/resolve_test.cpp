@@ -19,6 +19,41 @@ TEST(Resolve, Precision) {
   EXPECT_FALSE(wide.skip_nonfinite);
 }
 
+TEST(Resolve, LossScale) {
+  EXPECT_FALSE(amp::GradScaler(scaler_options(Config{})).needed());
+  EXPECT_FALSE(amp::GradScaler(scaler_options(Config::from_json(R"({"bf16": {"enabled": true}})"))).needed());
+  EXPECT_FALSE(amp::GradScaler(scaler_options(Config::from_json(R"({"fp16": {"loss_scale": 8}})"))).needed());
+  const Config fp16 = Config::from_json(R"({"fp16": {"enabled": true, "initial_scale_power": 4, "loss_scale_window": 7,
+      "hysteresis": 3, "consecutive_hysteresis": true, "min_loss_scale": 2}})");
+  EXPECT_EQ(precision(fp16).param, c10::ScalarType::Half);
+  EXPECT_EQ(precision(fp16).master, c10::ScalarType::Float);
+  EXPECT_TRUE(precision(fp16).skip_nonfinite);
+  auto options = scaler_options(fp16);
+  EXPECT_TRUE(options.dynamic);
+  EXPECT_EQ(options.initial, 16);
+  EXPECT_EQ(options.window, 7);
+  EXPECT_EQ(options.minimum, 2);
+  EXPECT_EQ(options.hysteresis, 1) << "stage 0 has none";
+  EXPECT_FALSE(options.refill_on_good);
+  EXPECT_FALSE(options.error_at_minimum);
+  Config sharded = fp16;
+  sharded.zero_optimization.stage = 2;
+  options = scaler_options(sharded);
+  EXPECT_EQ(options.hysteresis, 3);
+  EXPECT_TRUE(options.refill_on_good);
+  EXPECT_TRUE(options.error_at_minimum);
+  options = scaler_options(Config::from_json(R"({"fp16": {"enabled": true, "loss_scale": 128}})"));
+  EXPECT_FALSE(options.dynamic);
+  EXPECT_EQ(options.initial, 128);
+  options = scaler_options(Config::from_json(R"({"torch_autocast": {"enabled": true, "dtype": "fp16"}})"));
+  EXPECT_TRUE(options.dynamic);
+  EXPECT_EQ(options.initial, 65536);
+  EXPECT_EQ(options.window, 2000);
+  options = scaler_options(Config::from_json(R"({"torch_autocast": {"enabled": true, "dtype": "bf16"}})"));
+  EXPECT_FALSE(options.dynamic);
+  EXPECT_EQ(options.initial, 1);
+}
+
 TEST(Resolve, ZeroOptions) {
   const auto plain = zero_options(Config{});
   EXPECT_EQ(plain.stage, 0);

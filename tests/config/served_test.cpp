@@ -20,7 +20,8 @@ TEST(Served, AcceptsWhatThisVersionDoes) {
       const char* json :
       {"{}", R"({"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}})",
        R"({"bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}})",
-       R"({"bf16": {"enabled": true}, "communication_data_type": "bf16"})",
+       R"({"bf16": {"enabled": true}, "communication_data_type": "bf16"})", R"({"fp16": {"enabled": true}})",
+       R"({"fp16": {"enabled": true, "loss_scale": 128}, "data_types": {"grad_accum_dtype": "fp16"}})",
        R"({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}, "offload_param": {"device": "cpu"}}})",
        R"({"wall_clock_breakdown": true, "flops_profiler": {"enabled": false}, "amp": {"enabled": false}})",
        R"({"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 1})",
@@ -31,7 +32,7 @@ TEST(Served, AcceptsWhatThisVersionDoes) {
 
 TEST(Served, RefusesByName) {
   const std::vector<std::pair<const char*, const char*>> rows{
-      {R"({"fp16": {"enabled": true}})", "fp16.enabled"},
+      {R"({"data_types": {"grad_accum_dtype": "fp16"}})", "data_types.grad_accum_dtype"},
       {R"({"torch_autocast": {"enabled": true}})", "torch_autocast.enabled"},
       {R"({"bf16": {"bf16_master_weights_and_grads": true, "bf16_optimizer_states": true},
            "zero_optimization": {"stage": 1}})",
@@ -62,9 +63,9 @@ TEST(Served, RefusesByName) {
 
 TEST(Served, OneErrorNamesAll) {
   const std::string text = refusal(
-      R"({"fp16": {"enabled": true}, "zero_optimization": {"zero_hpz_partition_size": 2}, "nebula": {"enabled": true}})");
+      R"({"sparse_gradients": true, "zero_optimization": {"zero_hpz_partition_size": 2}, "nebula": {"enabled": true}})");
   EXPECT_HAS(text, "[config]");
-  EXPECT_HAS(text, "fp16.enabled (true)");
+  EXPECT_HAS(text, "sparse_gradients (true)");
   EXPECT_HAS(text, "zero_optimization.zero_hpz_partition_size (> 1)");
   EXPECT_HAS(text, "nebula (switched on)");
 }

@@ -19,6 +19,14 @@ TEST(Build, TakesEveryOptionFromTheConfiguration) {
   EXPECT_TRUE(options.managed_accumulation);
 }
 
+TEST(Build, TakesTheLossScale) {
+  const auto config = Config::from_json(R"({"train_batch_size": 1, "fp16": {"enabled": true, "loss_scale": 64}})");
+  const Options options = options_from(config, 1);
+  EXPECT_EQ(options.zero.precision.param, at::kHalf);
+  EXPECT_EQ(options.scaler.initial, 64);
+  EXPECT_FALSE(options.scaler.dynamic);
+}
+
 TEST(Build, WithoutANativeOptimizerTheClientUpdates) {
   EXPECT_EQ(options_from(Config::from_json(R"({"train_batch_size": 1})"), 1).rule, optim::Rule::External);
 }
@@ -30,7 +38,7 @@ TEST(Build, BatchSizesMustFitTheRanks) {
 }
 
 TEST(Build, RefusesWhatIsNotServed) {
-  const auto config = Config::from_json(R"({"train_batch_size": 1, "fp16": {"enabled": true}})");
+  const auto config = Config::from_json(R"({"train_batch_size": 1, "sparse_gradients": true})");
   EXPECT_THROW(options_from(config, 1), c10::NotImplementedError);
 }
 

@@ -86,8 +86,9 @@ inline optim::GroupOptions toy_adamw() {
 // fp32 master of weights in `dtype`.
 class ToyReference {
  public:
-  ToyReference(at::ScalarType dtype, int world, int accumulation, double clip)
-      : dtype_(dtype), world_(world), accumulation_(accumulation), clip_(clip) {
+  // `scale`: of the loss; gradients are divided by it before clipping.
+  ToyReference(at::ScalarType dtype, int world, int accumulation, double clip, double scale = 1)
+      : dtype_(dtype), world_(world), accumulation_(accumulation), clip_(clip), scale_(scale) {
     for (at::Tensor& t : model_.tensors) {
       masters_.push_back(t.detach().clone());
       m_.push_back(at::zeros_like(masters_.back()));
@@ -103,7 +104,7 @@ class ToyReference {
     for (int rank = 0; rank < world_; ++rank) {
       std::vector<at::Tensor> local;
       for (int micro = 0; micro < accumulation_; ++micro) {
-        model_.loss(toy_batch(rank, micro_ + micro)).backward();
+        (model_.loss(toy_batch(rank, micro_ + micro)) * scale_).backward();
         for (size_t i = 0; i < model_.tensors.size(); ++i) {
           at::Tensor& grad = model_.tensors[i].mutable_grad();
           const at::Tensor scaled = grad.to(at::kFloat) * (1.0F / static_cast<float>(accumulation_));
@@ -127,7 +128,7 @@ class ToyReference {
     grads.clear();
     double squares = 0;
     for (const at::Tensor& sum : sums) {
-      grads.push_back((sum / world_).to(dtype_).to(at::kFloat));
+      grads.push_back((sum / world_).to(dtype_).to(at::kFloat) / scale_);
       squares += grads.back().to(at::kDouble).square().sum().item<double>();
     }
     norm = std::sqrt(squares);
@@ -155,7 +156,7 @@ class ToyReference {
   Toy model_;
   at::ScalarType dtype_;
   int world_, accumulation_;
-  double clip_;
+  double clip_, scale_;
   int micro_ = 0;
   int64_t steps_ = 0;
   std::vector<at::Tensor> masters_, m_, v_;
@@ -170,12 +171,17 @@ struct ToyRun {
   int64_t min_unit = 0;
   int64_t persistence = 4;  // stage 3: "a" and "b" stay resident
   int last_stage = 3;       // of over_stages()
+  bool fp16 = false;
+  amp::ScalerOptions scaler = {};
 };
 
 inline engine::Options toy_options(const ToyRun& run) {
   engine::Options options;
   options.zero.stage = run.stage;
-  options.zero.precision = run.bf16 ? amp::PrecisionPolicy::bf16() : amp::PrecisionPolicy::fp32();
+  options.zero.precision = run.fp16   ? amp::PrecisionPolicy::fp16()
+                           : run.bf16 ? amp::PrecisionPolicy::bf16()
+                                      : amp::PrecisionPolicy::fp32();
+  options.scaler = run.scaler;
   options.zero.reduce_bucket_size = run.bucket;
   options.zero.min_unit_elements = run.min_unit;
   options.zero.gather.persistence_threshold = run.persistence;

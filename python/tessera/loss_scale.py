@@ -1,0 +1,112 @@
+"""The loss scaler of an engine, as training code sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tessera import _core
+from tessera.errors import ConfigError
+
+_COUNTERS = ("steps", "good_steps", "budget", "overridden")
+
+
+class LossScaler:
+    """By how much losses are multiplied. Every engine has one; in modes without loss scaling it is the number 1.
+
+    `loss_scale` can be set between steps, on all ranks alike; a dynamic scale goes on from there. `override` fixes it.
+    """
+
+    def __init__(self, core: _core.Engine) -> None:
+        self._core = core
+
+    @property
+    def _scaler(self) -> _core.GradScaler:
+        return self._core.scaler()
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scaler.scale()
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        try:
+            self._core.set_loss_scale(float(scale))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    @property
+    def cur_scale(self) -> float:
+        return self.loss_scale
+
+    @cur_scale.setter
+    def cur_scale(self, scale: float) -> None:
+        self.loss_scale = scale
+
+    def override(self, scale: float) -> None:
+        """A scale of your own: fixed from here on, and guarded in every mode."""
+        try:
+            self._core.override_loss_scale(float(scale))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    @property
+    def gradient_scale(self) -> float:
+        """What the gradients accumulated now are multiplied by; step() divides by it."""
+        return self._core.gradient_loss_scale()
+
+    @property
+    def needed(self) -> bool:
+        """Direct backwards need engine.scale()."""
+        return self._scaler.needed()
+
+    @property
+    def dynamic(self) -> bool:
+        return self._scaler.dynamic()
+
+    dynamic_loss_scale = dynamic
+
+    @property
+    def cur_iter(self) -> int:
+        """Optimizer steps seen, skipped ones too."""
+        return self._scaler.state().steps
+
+    @property
+    def scale_window(self) -> int:
+        return self._scaler.options().window
+
+    @property
+    def scale_factor(self) -> float:
+        return self._scaler.options().factor
+
+    @property
+    def min_scale(self) -> float:
+        return self._scaler.options().minimum
+
+    @property
+    def cur_hysteresis(self) -> int:
+        return self._scaler.state().budget
+
+    def get_scale(self) -> float:
+        return self.loss_scale
+
+    def is_enabled(self) -> bool:
+        return self.needed
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._scaler.state()
+        return {"loss_scale": state.scale} | {name: getattr(state, name) for name in _COUNTERS}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Goes on from what state_dict() gave."""
+        state = _core.ScalerState()
+        state.scale = float(saved["loss_scale"])
+        for name in _COUNTERS:
+            setattr(state, name, saved[name])
+        try:
+            self._core.restore_scaler(state)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    def __repr__(self) -> str:
+        kind = "dynamic" if self.dynamic else "fixed"
+        return f"LossScaler({kind}, {self.loss_scale:g})"

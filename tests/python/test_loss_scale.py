@@ -1,0 +1,407 @@
+"""fp16: scale(), the guard of unscaled backwards, overflow schedules, and the plain loop they stand for."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from support import Net, batch, config, engines, free_port, make, mse, weights
+from tessera.loss_scale import LossScaler
+
+import tessera
+
+STAGES = [0, 1, 2, 3]
+ADAM = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
+REQUIRED = "Loss scaling is required"
+
+
+def fp16(stage: int = 0, accumulation: int = 1, section: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    return config(stage, accumulation, fp16={"enabled": True, "initial_scale_power": 8} | (section or {}), **more)
+
+
+def poisoned(loss: torch.Tensor, here: bool) -> torch.Tensor:
+    return loss * float("inf") if here else loss
+
+
+def equal(a: Any, b: Any) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_unscaled_backward_raises_on_every_rank_and_the_engine_goes_on(stage: int, world: int) -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        assert engine.optimizer.needs_scaler() and engine.fp16_enabled()
+        before = weights(engine.module)
+        for iteration in range(2):
+            with pytest.raises(RuntimeError, match=REQUIRED):
+                engine(*batch(rank)).backward()
+            x, y = batch(rank)
+            with pytest.raises(RuntimeError, match=REQUIRED):
+                mse(engine(x), y).backward()
+            out = engine(x)
+            with pytest.raises(RuntimeError, match=REQUIRED):
+                out.backward(torch.ones_like(out))
+            with pytest.raises(RuntimeError, match=REQUIRED):
+                torch.autograd.backward([engine(x), engine(x)], [torch.ones_like(out)] * 2)
+            assert all(param.grad is None for param in engine.module.parameters())
+            assert not engine.core.has_gradients()
+            assert equal(weights(engine.module), before)
+            engine.scale(mse(engine(x), y)).backward()
+            engine.step()
+            assert engine.was_step_applied() and engine.global_steps == iteration + 1
+            after = weights(engine.module)
+            assert not equal(after, before)
+            before = after
+
+    engines(make(), world, fp16(stage), body)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ways_to_scale_agree(stage: int) -> None:
+    x, y = batch(1)
+
+    def gradients(way: str) -> Any:
+        def body(engine: tessera.Engine, rank: int) -> Any:
+            if way == "backward":
+                returned = engine.backward(engine(x, y))
+                with tessera.zero.GatheredParameters(engine.module.parameters()), torch.no_grad():
+                    loss = engine.module(x, y)
+                assert torch.equal(returned, loss), "the loss, not the scaled one"
+            elif way == "scale":
+                engine.scale(engine(x, y)).backward()
+            elif way == "output":
+                out = engine(x)
+                gradient = torch.autograd.grad(mse(out, y), out, retain_graph=True)[0]
+                engine.scale(out).backward(gradient)
+            else:
+                out = engine(x)
+                torch.autograd.backward([engine.scale(mse(out, y))])
+            return [tessera.state.get_full_grad(engine, p) for p in engine.module.parameters()]
+
+        return engines(make(), 2, fp16(stage), body)[0]
+
+    want = gradients("backward")
+    for way in ("scale", "roots"):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(way), want, strict=True)), way
+    for got, grad in zip(gradients("output"), want, strict=True):
+        torch.testing.assert_close(got, grad, rtol=0.02, atol=1e-2 * float(grad.abs().max()))
+
+
+def test_what_scale_refuses() -> None:
+    engine = tessera.Engine(make(), fp16())
+    x, y = batch(0)
+    for bad in (torch.ones(1), torch.ones(3), 7, torch.ones(2, dtype=torch.long)):
+        with pytest.raises(AssertionError, match="scalar tensor"):
+            engine.scale(bad)
+        with pytest.raises(AssertionError, match="loss must be a scalar tensor"):
+            engine.backward(bad)
+    scaled = engine.scale(engine(x, y))
+    scaled.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=REQUIRED):
+        scaled.backward()
+    engine.destroy()
+    plain = tessera.Engine(make(), config())
+    loss = plain(x, y)
+    assert plain.scale(loss) is loss and not plain.loss_scaler.needed
+    loss.backward()
+    plain.step()
+    plain.destroy()
+
+
+def test_autograd_grad_and_frozen_engines_need_no_scale() -> None:
+    engine = tessera.Engine(make(), fp16())
+    x, y = batch(0)
+    x.requires_grad_()
+    assert torch.autograd.grad(engine(x, y), x)[0].shape == x.shape
+    assert torch.func.grad(lambda z: engine(z, y))(x.detach()).shape == x.shape
+    # An engine that only passes gradients on (a discriminator in the generator's turn).
+    engine.module.requires_grad_(False)
+    engine(x, y).backward()
+    assert x.grad is not None
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_legacy_pattern_without_the_engine_is_not_refused(stage: int) -> None:
+    """losses of engine.module(...), no scaling: an update of the usual size."""
+
+    def body(engine: tessera.Engine, rank: int) -> None:
+        before = weights(engine.module)
+        engine.module(*batch(rank)).backward()
+        engine.step()
+        assert engine.was_step_applied()
+        assert not equal(weights(engine.module), before)
+
+    engines(make(), 2, fp16(stage), body)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_overflow_schedule(stage: int) -> None:
+    """On one rank only; all agree. ZeRO has a hysteresis, stage 0 none."""
+    section = {"initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 2}
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_min_lr": 0.02, "warmup_max_lr": 0.1}}
+    steps = "x.x...x"
+    expected = [16, 16, 8, 8, 16, 16, 16] if stage else [8, 8, 4, 4, 8, 8, 4]
+
+    def body(engine: tessera.Engine, rank: int) -> None:
+        skipped = 0
+        for number, (step, scale) in enumerate(zip(steps, expected, strict=True)):
+            bad = step == "x"
+            skipped += bad
+            before, done = weights(engine.module), engine.lr_scheduler.last_batch_iteration
+            engine.backward(poisoned(engine(*batch(rank)), bad and rank == 1))
+            engine.step()
+            assert engine.was_step_applied() is not bad and engine.optimizer.overflow is bad
+            assert equal(weights(engine.module), before) is bad
+            assert engine.lr_scheduler.last_batch_iteration == done + (not bad)
+            assert (engine.global_steps, engine.skipped_steps) == (number + 1, skipped)
+            assert engine.optimizer.cur_scale == engine.optimizer.loss_scale == scale, number
+            assert engine.optimizer.loss_scaler.cur_iter == number + 1
+            assert all(param.grad is None for param in engine.module.parameters())
+
+    engines(make(), 2, fp16(stage, section=section, scheduler=schedule), body)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_overflow_at_the_minimum(stage: int) -> None:
+    section = {"initial_scale_power": 1, "hysteresis": 1}
+
+    def body(engine: tessera.Engine, rank: int) -> None:
+        for _ in range(2):
+            engine.backward(poisoned(engine(*batch(rank)), True))
+            if engine.optimizer.cur_scale == 1 and stage:
+                with pytest.raises(RuntimeError, match="already at minimum"):
+                    engine.step()
+            else:
+                engine.step()
+            assert engine.optimizer.overflow
+        assert engine.optimizer.cur_scale == 1 and engine.skipped_steps == 2
+        engine.backward(engine(*batch(rank)))
+        engine.step()
+        assert engine.was_step_applied()
+
+    engines(make(), 2, fp16(stage, section=section), body)
+
+
+def plain_fp16(model: Net, world: int, accumulation: int, scale: float, steps: int) -> dict[str, torch.Tensor]:
+    """A loop as people write it: fp16 model, fp32 masters, one scale."""
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    model.half()
+    optimizer = torch.optim.AdamW(masters, lr=0.01, weight_decay=0.1)
+    for step in range(steps):
+        sums = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
+        for rank in range(world):
+            local: list[torch.Tensor] = []
+            for micro in range(accumulation):
+                model.zero_grad()
+                (model(*batch(10 * rank + step * accumulation + micro)) * scale).backward()
+                for number, param in enumerate(model.parameters()):
+                    part = param.grad.float() / accumulation
+                    if micro == 0:
+                        local.append(part.half())
+                    else:
+                        local[number] = (local[number].float() + part).half()
+            for total, mine in zip(sums, local, strict=True):
+                total += mine.float()
+        for master, total in zip(masters, sums, strict=True):
+            master.grad = (total / world).half().float() / scale
+        torch.nn.utils.clip_grad_norm_(masters, 0.5)
+        optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(model.parameters(), masters, strict=True):
+                param.copy_(master)
+    return {name: m.detach() for (name, _), m in zip(model.named_parameters(), masters, strict=True)}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_parity_with_a_loop_by_hand(stage: int, world: int, accumulation: int) -> None:
+    model = make()
+    want = plain_fp16(copy.deepcopy(model), world, accumulation, 256.0, 3)
+
+    def body(engine: tessera.Engine, rank: int) -> None:
+        for micro in range(3 * accumulation):
+            loss = engine(*batch(10 * rank + micro))
+            if micro % 2:
+                engine.backward(loss)
+            else:
+                engine.scale(loss).backward()
+            engine.step()
+        for name, param in engine.module.named_parameters():
+            got = tessera.state.get_full_fp32_param(engine, param)
+            # Ranks and micro-batches are added in another order in stages 2 and 3; fp16 rounds there.
+            gap = float((got - want[name]).norm() / want[name].norm())
+            assert gap < (1e-6 if accumulation == 1 else 1e-3), (name, gap)
+
+    engines(model, world, fp16(stage, accumulation, optimizer=ADAM, gradient_clipping=0.5), body)
+
+
+def test_gradients_stay_scaled_until_the_step() -> None:
+    for stage in STAGES:
+
+        def body(engine: tessera.Engine, rank: int, stage: int = stage) -> None:
+            head = engine.module.head.weight
+            engine.backward(engine(*batch(0)))
+            scaled = tessera.utils.safe_get_full_grad(head)
+            norm = engine.grad_norm()
+            engine.zero_grad()
+            engine.optimizer.loss_scale = 1024
+            engine.backward(engine(*batch(0)))
+            torch.testing.assert_close(tessera.utils.safe_get_full_grad(head), 4 * scaled, rtol=2e-3, atol=1e-2)
+            engine.optimizer.loss_scale = 2  # for the next step; these gradients keep 1024
+            assert engine.loss_scaler.gradient_scale == 1024
+            engine.step()
+            assert engine.get_global_grad_norm() == pytest.approx(norm, rel=2e-3)
+            assert engine.loss_scaler.gradient_scale == 2
+
+        engines(make(), 2, fp16(stage), body)
+
+
+def test_gradients_that_the_user_puts_there_are_scaled_ones() -> None:
+    """Stage 0: a script may fill p.grad itself and never call backward."""
+    model = make()
+    engine = tessera.Engine(model, fp16(optimizer={"type": "SGD", "params": {"lr": 1.0}}))
+    before = weights(model)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 256.0)
+    engine.step()
+    for name, value in weights(model).items():
+        torch.testing.assert_close(value.float(), before[name].float() - 1, rtol=1e-3, atol=1e-3)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, float("inf"))
+    engine.step()
+    assert engine.optimizer.overflow and engine.optimizer.cur_scale == 128
+    engine.destroy()
+
+
+def test_surface() -> None:
+    engine, optimizer, _, _ = tessera.initialize(model=make(), config=fp16(2, section={"loss_scale_window": 7}))
+    assert engine.dynamic_loss_scale() and engine.loss_scale() == 0
+    assert optimizer.dynamic_loss_scale and optimizer.loss_scale == optimizer.cur_scale == 256
+    scaler = optimizer.loss_scaler
+    assert isinstance(scaler, LossScaler) and scaler.get_scale() == 256 and scaler.is_enabled()
+    assert (scaler.scale_window, scaler.scale_factor, scaler.min_scale, scaler.cur_hysteresis) == (7, 2, 1, 2)
+    assert optimizer.loss_scale_config.cur_iter == 0 and repr(scaler) == "LossScaler(dynamic, 256)"
+    optimizer.cur_scale = 64
+    assert optimizer.loss_scale == 64 and optimizer.dynamic_loss_scale
+    for bad in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(tessera.ConfigError):
+            optimizer.loss_scale = bad
+    optimizer.override_loss_scale(32)
+    assert optimizer.needs_scaler() and not optimizer.dynamic_loss_scale
+    for _ in range(3):
+        engine.backward(poisoned(engine(*batch(0)), True))
+        engine.step()
+    assert optimizer.loss_scale == 32 and engine.skipped_steps == 3
+    engine.destroy()
+
+    engine = tessera.Engine(make(), config(1, bf16=True))
+    assert not engine.optimizer.needs_scaler() and engine.optimizer.loss_scale == 1
+    engine.optimizer.override_loss_scale(4)
+    with pytest.raises(RuntimeError, match=REQUIRED):
+        engine(*batch(0)).backward()
+    engine.scale(engine(*batch(0))).backward()
+    engine.step()
+    engine.destroy()
+
+    engine = tessera.Engine(make(), fp16(1, section={"loss_scale": 128}))
+    assert not engine.dynamic_loss_scale() and engine.loss_scale() == engine.optimizer.loss_scale == 128
+    with pytest.raises(RuntimeError, match=REQUIRED):
+        engine(*batch(0)).backward()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_saved_scale_goes_on(stage: int) -> None:
+    section = {"loss_scale_window": 3}
+    first = tessera.Engine(make(), fp16(stage, section=section))
+    for step in range(5):
+        first.backward(poisoned(first(*batch(0)), step == 0))
+        first.step()
+    state = first.optimizer.state_dict()
+    scale = first.optimizer.loss_scale
+    first.destroy()
+    second = tessera.Engine(make(), fp16(stage, section=section))
+    second.optimizer.load_state_dict(state)
+    assert second.optimizer.loss_scale == scale and second.optimizer.loss_scaler.cur_iter == 5
+    for _ in range(2):
+        second.backward(second(*batch(0)))
+        second.step()
+    assert second.optimizer.loss_scale == 2 * scale, "the sixth good step"
+    second.destroy()
+
+
+def test_bf16_check_grad_overflow() -> None:
+    for stage in STAGES:
+        for check in (True, False):
+
+            def body(engine: tessera.Engine, rank: int, check: bool = check) -> None:
+                engine.backward(poisoned(engine(*batch(rank)), rank == 0))
+                engine.step()
+                assert engine.was_step_applied() is not check
+                assert engine.skipped_steps == int(check)
+
+            section = {"enabled": True, "check_grad_overflow": check}
+            engines(make(), 2, config(stage) | {"bf16": section}, body)
+
+
+@pytest.mark.parametrize("other", ["bf16", "fp32", "fp16"])
+def test_a_joint_loss_of_two_modes(other: str) -> None:
+    """first.scale(loss) is enough where only the first has a scale; both keep the sizes of their gradients."""
+    cfg = {"bf16": config(1, bf16=True), "fp32": config(1), "fp16": fp16(1, section={"initial_scale_power": 4})}[other]
+    first, second = tessera.Engine(make(), fp16(2)), tessera.Engine(make(seed=1), cfg)
+    x, y = batch(0)
+    alone = []
+    for engine in (first, second):
+        engine.backward(engine(x, y))
+        alone.append(engine.grad_norm())
+        engine.zero_grad()
+    loss = first(x, y) + second(x, y)
+    if other == "fp16":
+        with pytest.raises(RuntimeError, match=REQUIRED):
+            first.scale(loss).backward()
+        first.zero_grad()
+        second.zero_grad()
+        loss = second.scale(first(x, y) + second(x, y))
+    first.scale(loss).backward()
+    for engine, norm in zip((first, second), alone, strict=True):
+        assert engine.grad_norm() == pytest.approx(norm, rel=5e-3)
+        engine.step()
+        assert engine.was_step_applied()
+        engine.destroy()
+
+
+def worker(rank: int, world: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    for stage in STAGES:
+        engine = tessera.initialize(model=make(), config=fp16(stage, section={"hysteresis": 1}))[0]
+        with pytest.raises(RuntimeError, match=REQUIRED):
+            engine(*batch(rank)).backward()
+        for step in range(3):
+            engine.scale(poisoned(engine(*batch(rank)), step == 1 and rank == 1)).backward()
+            engine.step()
+            assert engine.was_step_applied() is (step != 1)
+        assert engine.optimizer.loss_scale == 128
+        with pytest.raises(RuntimeError, match=REQUIRED):
+            engine(*batch(rank)).backward()
+        torch.save(weights(engine.module), os.path.join(folder, f"{stage}-{rank}.pt"))
+        engine.destroy()
+    torch.distributed.destroy_process_group()
+
+
+def test_processes(tmp_path: Path) -> None:
+    mp.spawn(worker, (2, free_port(), str(tmp_path)), nprocs=2)
+    first = torch.load(tmp_path / "0-0.pt")
+    for stage in STAGES:
+        for rank in range(2):
+            assert equal(torch.load(tmp_path / f"{stage}-{rank}.pt"), first)
