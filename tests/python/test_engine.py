@@ -289,9 +289,13 @@ def test_gradients_filled_by_hand_at_stage_0() -> None:
 )
 def test_wrong_losses(loss: Any) -> None:
     engine = tessera.Engine(make(), config())
-    for call in (engine.backward, engine.scale) if isinstance(loss, torch.Tensor) else (engine.backward,):
+    with pytest.raises(ValueError, match="scalar tensor"):
+        engine.backward(loss)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        assert engine.scale(loss) is loss, "outputs of any shape may be scaled"
+    else:
         with pytest.raises(ValueError, match="scalar tensor"):
-            call(loss)
+            engine.scale(loss)
     with torch.no_grad():
         out = engine(*batch(0))
     with pytest.raises(ValueError, match="loss must be a scalar tensor"):
