@@ -1,13 +1,18 @@
-// Buffers and threads shared by the kernel benchmarks.
+// Buffers, threads and timing shared by the kernel benchmarks.
 #pragma once
 
 #include <benchmark/benchmark.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
+#include "bench/kernels/probe.h"
 #include "tessera/base/parallel.h"
 #include "tessera/kernels/table.h"
 
@@ -42,16 +47,47 @@ class Block {
   std::unique_ptr<char, Free> bytes_;
 };
 
-// Runs f(begin, end) over all elements on `threads` threads, once per iteration, and reports bytes
-// per second.
+// All but the reference, which is there to be right; it alone where nothing else runs.
+inline std::vector<const kernels::Table*> measured_tables() {
+  auto list = kernels::available_tables();
+  if (list.size() > 1) list.erase(list.begin());
+  return list;
+}
+
+inline double seconds_of(const std::function<void()>& f) {
+  const auto start = std::chrono::steady_clock::now();
+  f();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+inline double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + static_cast<int64_t>(values.size() / 2), values.end());
+  return values[values.size() / 2];
+}
+
+// Times f(begin, end) over all elements on `threads` threads, in turns with probes of the same streams, so that a busy
+// neighbour slows both. Reports bytes per second, picoseconds an element (median), and the median time of the better
+// probe (with or without prefetch) as a share of f's.
 template <class F>
-void measure(benchmark::State& state, int threads, int64_t bytes_per_element, const F& f) {
+void measure(benchmark::State& state, int threads, const Streams& streams, const F& f) {
   at::set_num_threads(threads);
+  std::vector<double> times, plain, prefetched;
+  const auto pass = [&](const auto& body) {
+    return seconds_of([&] {
+      parallel_ranges(kElements, 32768, 64, body);
+      benchmark::ClobberMemory();
+    });
+  };
   for (auto _ : state) {
-    parallel_ranges(kElements, 32768, 64, f);
-    benchmark::ClobberMemory();
+    times.push_back(pass(f));
+    state.SetIterationTime(times.back());
+    plain.push_back(pass([&](int64_t begin, int64_t end) { probe(streams, begin, end, 0); }));
+    prefetched.push_back(pass([&](int64_t begin, int64_t end) { probe(streams, begin, end, 512); }));
   }
-  state.SetBytesProcessed(state.iterations() * kElements * bytes_per_element);
+  const double time = median(times);
+  state.SetBytesProcessed(state.iterations() * kElements * streams.bytes());
+  state.counters["ps_per_element"] = time / kElements * 1e12;
+  state.counters["%_of_probe"] = 100 * std::min(median(plain), median(prefetched)) / time;
 }
 
 }  // namespace tessera::bench

@@ -1,6 +1,5 @@
 // Element-wise passes of every table, and a probe with the same streams.
 #include "bench/kernels/bench_util.h"
-#include "bench/kernels/probe.h"
 
 namespace tessera::bench {
 namespace {
@@ -26,19 +25,17 @@ int64_t bytes(DType dtype) {
 }
 
 template <class Body>
-void add(const std::string& name, int64_t bytes_per_element, const Streams& streams, Body body) {
+void add(const std::string& name, const Streams& streams, Body body) {
   for (int threads : {1, 2}) {
-    const std::string start = name + "/threads:" + std::to_string(threads) + "/";
-    for (int64_t ahead : {0, 512}) {
-      const std::string probe_name = start + (ahead ? "probe_prefetch" : "probe");
-      benchmark::RegisterBenchmark(probe_name.c_str(), [=](benchmark::State& s) {
-        measure(s, threads, bytes_per_element, [&](int64_t begin, int64_t end) { probe(streams, begin, end, ahead); });
-      })->UseRealTime();
-    }
-    for (const Table* table : available_tables()) {
-      benchmark::RegisterBenchmark((start + table->name).c_str(), [=](benchmark::State& s) {
-        measure(s, threads, bytes_per_element, [&](int64_t begin, int64_t end) { body(*table, begin, end); });
-      })->UseRealTime();
+    for (const Table* table : measured_tables()) {
+      const std::string full = name + "/threads:" + std::to_string(threads) + "/" + table->name;
+      benchmark::RegisterBenchmark(full.c_str(),
+                                   [=](benchmark::State& s) {
+                                     measure(s, threads, streams,
+                                             [&](int64_t begin, int64_t end) { body(*table, begin, end); });
+                                   })
+          ->UseManualTime()
+          ->MinTime(0.2);
     }
   }
 }
@@ -57,27 +54,44 @@ void add_pair(Pair pair) {
   read(accumulate, pair.from, 0);
   write(copy, pair.to, 1);
   (pair.to == DType::F32 ? accumulate.update4 : accumulate.update2) = {block(1).as<char>()};
-  const int64_t once = bytes(pair.from) + bytes(pair.to);
   for (float scale : {1.0f, 0.5f}) {
     const std::string name = std::string(scale == 1.0f ? "copy/" : "scaled_copy/") + types;
-    add(name, once, copy, [=](const Table& table, int64_t begin, int64_t end) {
+    add(name, copy, [=](const Table& table, int64_t begin, int64_t end) {
       table.scaled_copy(block(1).as(begin * bytes(pair.to)), pair.to, block(0).as(begin * bytes(pair.from)), pair.from,
                         scale, end - begin);
     });
   }
-  add("scaled_add/" + types, once + bytes(pair.to), accumulate, [=](const Table& table, int64_t begin, int64_t end) {
+  add("scaled_add/" + types, accumulate, [=](const Table& table, int64_t begin, int64_t end) {
     table.scaled_add(block(1).as(begin * bytes(pair.to)), pair.to, block(0).as(begin * bytes(pair.from)), pair.from,
                      0.5f, end - begin);
+  });
+  if (pair.to == DType::F32) return;
+  add("scaled_add_stochastic/" + types, accumulate, [=](const Table& table, int64_t begin, int64_t end) {
+    table.scaled_add_stochastic(block(1).as(begin * bytes(pair.to)), pair.to, block(0).as(begin * bytes(pair.from)),
+                                pair.from, 0.5f, end - begin, {1, 2, static_cast<uint64_t>(begin)});
+  });
+}
+
+void add_split() {
+  Streams split, join;
+  split.read4 = join.write4 = {block(0).as<char>()};
+  split.write2 = join.read2 = {block(1).as<char>(), block(1).as<char>(2 * kElements)};
+  add("split", split, [](const Table& table, int64_t begin, int64_t end) {
+    table.split(block(1).as(2 * begin), block(1).as(2 * (kElements + begin)), block(0).as<float>(4 * begin),
+                end - begin);
+  });
+  add("join", join, [](const Table& table, int64_t begin, int64_t end) {
+    table.join(block(0).as<float>(4 * begin), block(1).as(2 * begin), block(1).as(2 * (kElements + begin)),
+               end - begin);
   });
 }
 
 void add_sum_of_squares(DType dtype) {
   Streams one;
   read(one, dtype, 0);
-  add(std::string("sum_of_squares/") + name_of(dtype), bytes(dtype), one,
-      [=](const Table& table, int64_t begin, int64_t end) {
-        benchmark::DoNotOptimize(table.sum_of_squares(block(0).as(begin * bytes(dtype)), dtype, end - begin));
-      });
+  add(std::string("sum_of_squares/") + name_of(dtype), one, [=](const Table& table, int64_t begin, int64_t end) {
+    benchmark::DoNotOptimize(table.sum_of_squares(block(0).as(begin * bytes(dtype)), dtype, end - begin));
+  });
 }
 
 const bool kRegistered = [] {
@@ -85,6 +99,7 @@ const bool kRegistered = [] {
     add_pair(pair);
   for (DType dtype : {DType::F32, DType::BF16})
     add_sum_of_squares(dtype);
+  add_split();
   return true;
 }();
 

@@ -1,7 +1,9 @@
 #include "bench/kernels/probe.h"
 
+#include <array>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 namespace tessera::bench {
 namespace {
@@ -94,15 +96,30 @@ constexpr Entry entry() {
   return {{Counts...}, run<Counts...>};
 }
 
-constexpr Entry kEntries[] = {// Updates with no, one or two states.
-                              entry<1, 0, 1, 0, 0, 0>(), entry<1, 0, 0, 1, 0, 1>(), entry<1, 0, 1, 0, 0, 1>(),
-                              entry<2, 0, 1, 0, 0, 0>(), entry<2, 0, 0, 1, 0, 1>(), entry<2, 0, 1, 0, 0, 1>(),
-                              entry<3, 0, 1, 0, 0, 0>(), entry<3, 0, 0, 1, 0, 1>(), entry<3, 0, 1, 0, 0, 1>(),
-                              // Copies, additions, reductions.
-                              entry<0, 0, 1, 0, 1, 0>(), entry<0, 0, 1, 0, 0, 1>(), entry<0, 0, 0, 1, 1, 0>(),
-                              entry<0, 0, 0, 1, 0, 1>(), entry<1, 0, 0, 1, 0, 0>(), entry<0, 1, 1, 0, 0, 0>(),
-                              entry<0, 1, 0, 1, 0, 0>(), entry<0, 0, 1, 0, 0, 0>(), entry<0, 0, 0, 1, 0, 0>(),
-                              entry<0, 0, 3, 0, 1, 0>(), entry<0, 0, 0, 3, 0, 1>()};
+// Copies, additions, reductions; splitting and joining a master.
+constexpr Entry kElementwise[] = {entry<0, 0, 1, 0, 1, 0>(), entry<0, 0, 1, 0, 0, 1>(), entry<0, 0, 0, 1, 1, 0>(),
+                                  entry<0, 0, 0, 1, 0, 1>(), entry<1, 0, 0, 1, 0, 0>(), entry<0, 1, 1, 0, 0, 0>(),
+                                  entry<0, 1, 0, 1, 0, 0>(), entry<1, 0, 1, 0, 0, 0>(), entry<0, 0, 1, 0, 0, 0>(),
+                                  entry<0, 0, 0, 1, 0, 0>(), entry<0, 0, 3, 0, 1, 0>(), entry<0, 0, 0, 3, 0, 1>(),
+                                  entry<0, 0, 1, 0, 0, 2>(), entry<0, 0, 0, 2, 1, 0>()};
+
+// Updates: 0-3 streams of 4 bytes and 0-4 of 2 that are read and written, a gradient, and maybe a copy of the weights.
+template <size_t... I>
+constexpr auto update_entries(std::index_sequence<I...>) {
+  return std::array{entry<I / 20, I / 4 % 5, I % 2, 1 - I % 2, 0, I / 2 % 2>()...};
+}
+constexpr auto kUpdates = update_entries(std::make_index_sequence<80>());
+
+const Entry* find(const size_t (&counts)[6]) {
+  const auto same = [&](const Entry& entry) { return std::memcmp(entry.counts, counts, sizeof counts) == 0; };
+  for (const Entry& entry : kElementwise) {
+    if (same(entry)) return &entry;
+  }
+  for (const Entry& entry : kUpdates) {
+    if (same(entry)) return &entry;
+  }
+  throw std::invalid_argument("[bench.probe] no probe with these streams");
+}
 
 }  // namespace
 
@@ -110,12 +127,7 @@ void probe(const Streams& s, int64_t begin, int64_t end, int64_t ahead) {
   const size_t counts[] = {s.update4.size(), s.update2.size(), s.read4.size(),
                            s.read2.size(),   s.write4.size(),  s.write2.size()};
   static volatile uint64_t zero = 0;
-  for (const Entry& entry : kEntries) {
-    if (std::memcmp(entry.counts, counts, sizeof counts) == 0) {
-      return entry.run(s, begin, end, ahead, zero);
-    }
-  }
-  throw std::invalid_argument("[bench.probe] no probe with these streams");
+  find(counts)->run(s, begin, end, ahead, zero);
 }
 
 }  // namespace tessera::bench

@@ -11,6 +11,12 @@ struct Streams {
   std::vector<char*> update4, update2;  // read and written
   std::vector<char*> read4, read2;
   std::vector<char*> write4, write2;
+
+  // Moved per element.
+  int64_t bytes() const {
+    return static_cast<int64_t>(8 * update4.size() + 4 * update2.size() + 4 * read4.size() + 2 * read2.size() +
+                                4 * write4.size() + 2 * write2.size());
+  }
 };
 
 // Touches elements [begin, end) of every stream; begin is a multiple of 32. `ahead`: elements of software prefetch, 0

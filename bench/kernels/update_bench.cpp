@@ -1,24 +1,26 @@
-// Update rules of every table, and a probe with the same streams (README of the numbers: bytes read
-// + bytes written).
+// Update rules over all forms of model states, in every table, beside a probe with the same streams.
 #include "bench/kernels/bench_util.h"
-#include "bench/kernels/probe.h"
+#include "tests/kernels/forms.h"
 
 namespace tessera::bench {
 namespace {
 
 using namespace tessera::kernels;
+using kernels::testing::Form;
+using kernels::testing::MasterForm;
 
+// A form with the gradients that go with it.
 struct Shape {
-  const char* name;
+  Form form;
   DType grad;
-  bool weight;
   int states;
-  int64_t bytes() const { return 8 + 8 * states + static_cast<int64_t>(size_of(grad)) + (weight ? 2 : 0); }
+
+  std::string name() const { return form.name() + "/" + name_of(grad) + "_grad"; }
 };
 
 struct Buffers {
   Block master{DType::F32, kElements}, state0{DType::F32, kElements}, state1{DType::F32, kElements},
-      grad{DType::F32, kElements}, weight{DType::BF16, kElements};
+      grad{DType::F32, kElements}, weight{DType::BF16, kElements}, residual{DType::BF16, kElements};
 };
 
 const Buffers& buffers() {
@@ -26,58 +28,100 @@ const Buffers& buffers() {
   return all;
 }
 
-UpdateRange range_of(const Shape& shape, int64_t begin, int64_t end) {
+// Small positive values of the shape's types.
+void fill(const Shape& shape) {
+  const Buffers& b = buffers();
+  const std::vector<float> values(kElements, 0.01f);
+  const auto put = [&](const Block& block, DType dtype) {
+    reference_table().scaled_copy(block.as(), dtype, values.data(), DType::F32, 1.0f, kElements);
+  };
+  put(b.master, DType::F32);
+  put(b.weight, shape.form.master.weight_dtype);
+  put(b.grad, shape.grad);
+  put(b.state0, shape.form.state_dtype);
+  put(b.state1, shape.form.state_dtype);
+  if (shape.form.master.residual) reference_table().split(b.weight.as(), b.residual.as(), values.data(), kElements);
+}
+
+UpdateRange range_of(const Shape& shape) {
   const Buffers& b = buffers();
   UpdateRange r;
-  r.n = end - begin;
-  r.master = b.master.as<float>(4 * begin);
-  r.weight = shape.weight ? b.weight.as(2 * begin) : nullptr;
-  r.grad = b.grad.as(static_cast<int64_t>(size_of(shape.grad)) * begin);
+  r.n = kElements;
+  if (shape.form.master.master) r.master = b.master.as<float>();
+  if (shape.form.master.residual) r.residual = b.residual.as();
+  if (shape.form.master.weight) r.weight = b.weight.as();
+  r.weight_dtype = shape.form.master.weight_dtype;
+  r.grad = b.grad.as();
   r.grad_dtype = shape.grad;
-  r.state0 = b.state0.as<float>(4 * begin);
-  r.state1 = b.state1.as<float>(4 * begin);
+  r.state0 = b.state0.as();
+  r.state1 = b.state1.as();
+  r.state_dtype = shape.form.state_dtype;
+  r.rounding = shape.form.rounding;
+  r.random = {1, 2, 0};
   return r;
 }
 
-void run_probe(benchmark::State& state, Shape shape, int threads, int64_t ahead) {
+Streams streams_of(const Shape& shape) {
   const Buffers& b = buffers();
+  const MasterForm& master = shape.form.master;
   Streams s;
-  s.update4 = {b.master.as<char>()};
-  if (shape.states > 0) s.update4.push_back(b.state0.as<char>());
-  if (shape.states > 1) s.update4.push_back(b.state1.as<char>());
+  if (master.master) s.update4 = {b.master.as<char>()};
+  if (master.residual) s.update2 = {b.residual.as<char>()};
+  if (master.weight) (master.master ? s.write2 : s.update2).push_back(b.weight.as<char>());
+  auto& states = shape.form.state_dtype == DType::F32 ? s.update4 : s.update2;
+  if (shape.states > 0) states.push_back(b.state0.as<char>());
+  if (shape.states > 1) states.push_back(b.state1.as<char>());
   (shape.grad == DType::F32 ? s.read4 : s.read2) = {b.grad.as<char>()};
-  if (shape.weight) s.write2 = {b.weight.as<char>()};
-  measure(state, threads, shape.bytes(), [&](int64_t begin, int64_t end) { probe(s, begin, end, ahead); });
+  return s;
+}
+
+// Adam in all forms; the other rules in those of the precision modes that people choose, and one by nearest rounding.
+std::vector<Shape> shapes(int states) {
+  const auto chosen = [&](const Form& form) {
+    const std::string name = form.name();
+    return states == 2 || name == "fp32/fp32_states" || name == "fp32+bf16/fp32_states" ||
+           (states == 0 ? name == "split/fp32_states" : name == "split/bf16_states/stochastic") ||
+           name == (states == 0 ? "bf16_alone/fp32_states" : "bf16_alone/bf16_states") ||
+           name == (states == 0 ? "bf16_alone/fp32_states/stochastic" : "bf16_alone/bf16_states/stochastic");
+  };
+  std::vector<Shape> list;
+  for (const Form& form : kernels::testing::forms()) {
+    if (states == 0 && form.state_dtype != DType::F32) continue;
+    if (form.rounding == Rounding::Stochastic && !form.draws(states)) continue;
+    if (!chosen(form)) continue;
+    const bool fp16 = form.master.weight && form.master.weight_dtype == DType::F16;
+    const DType half = fp16 ? DType::F16 : DType::BF16;
+    if (form.master.weight) list.push_back({form, half, states});
+    if (form.master.master && !fp16 && form.state_dtype == DType::F32) list.push_back({form, DType::F32, states});
+  }
+  return list;
 }
 
 template <class Rule>
 void add(const std::string& rule_name, Rule rule, void (*Table::*entry)(const Rule&, const UpdateRange&, float),
          int states) {
-  const Shape shapes[] = {{"f32", DType::F32, false, states},
-                          {"bf16_grad_and_weight", DType::BF16, true, states},
-                          {"f32_grad_bf16_weight", DType::F32, true, states}};
-  for (const Shape& shape : shapes) {
+  for (const Shape& shape : shapes(states)) {
     for (int threads : {1, 2}) {
-      const std::string tail = std::string("/") + shape.name + "/threads:" + std::to_string(threads);
-      for (int64_t ahead : {0, 512}) {
-        const std::string name = rule_name + tail + (ahead ? "/probe_prefetch" : "/probe");
-        benchmark::RegisterBenchmark(name.c_str(), [=](benchmark::State& s) {
-          run_probe(s, shape, threads, ahead);
-        })->UseRealTime();
-      }
-      for (const Table* table : available_tables()) {
-        const std::string name = rule_name + tail + "/" + table->name;
-        benchmark::RegisterBenchmark(name.c_str(), [=](benchmark::State& s) {
-          measure(s, threads, shape.bytes(),
-                  [&](int64_t begin, int64_t end) { (table->*entry)(rule, range_of(shape, begin, end), 1.0f); });
-        })->UseRealTime();
+      for (const Table* table : measured_tables()) {
+        const std::string name =
+            rule_name + "/" + shape.name() + "/threads:" + std::to_string(threads) + "/" + table->name;
+        benchmark::RegisterBenchmark(name.c_str(),
+                                     [=](benchmark::State& s) {
+                                       fill(shape);
+                                       const UpdateRange all = range_of(shape);
+                                       measure(s, threads, streams_of(shape), [&](int64_t begin, int64_t end) {
+                                         (table->*entry)(rule, part(all, begin, end), 1.0f);
+                                       });
+                                     })
+            ->UseManualTime()
+            ->MinTime(0.2);
       }
     }
   }
 }
 
 const bool kRegistered = [] {
-  add("adam", AdamRule{1e-3, 0.9, 0.999, 1e-8, 0.1}, &Table::adam, 2);
+  add("adam", AdamRule{1e-6, 0.9, 0.999, 1e-8, 0.1}, &Table::adam, 2);
   add("sgd", SgdRule{1e-6, 0, 0, 0}, &Table::sgd, 0);
   add("momentum", SgdRule{1e-6, 0.9, 0, 0}, &Table::sgd, 1);
   add("lion", LionRule{1e-6, 0.9, 0.99, 0.1}, &Table::lion, 1);

@@ -76,20 +76,11 @@ TESSERA_ELEMENT void update_element(const Element& rule, const UpdateRange& rang
   if (Element::states > 0) s0 = load(range.state0, range.state_dtype, i);
   if (Element::states > 1) s1 = load(range.state1, range.state_dtype, i);
   rule.apply(w, load(range.grad, range.grad_dtype, i) * grad_scale, s0, s1);
-  uint32_t states = 0, weights = 0;
-  if (range.rounding == Rounding::Stochastic) {
-    const auto element = static_cast<uint32_t>(range.random.first + static_cast<uint64_t>(i));
-    states = random_word(streams.states, element);
-    weights = random_word(streams.weights, element);
-  }
-  if (Element::states > 0) store_state(range, range.state0, i, s0, low_stream(states));
-  if (Element::states > 1) store_state(range, range.state1, i, s1, upper_stream(states));
-  store_master(range, i, w, low_stream(weights));
-}
-
-// Random bits of element i of a gradient; `streams` are its own.
-TESSERA_ELEMENT uint32_t gradient_bits(const RandomStreams& streams, const RandomKey& random, int64_t i) {
-  return upper_stream(random_word(streams.weights, static_cast<uint32_t>(random.first + static_cast<uint64_t>(i))));
+  const uint64_t element = range.random.first + static_cast<uint64_t>(i);
+  const bool draw = range.rounding == Rounding::Stochastic;
+  if (Element::states > 0) store_state(range, range.state0, i, s0, draw ? random_bits(streams.state0, element) : 0);
+  if (Element::states > 1) store_state(range, range.state1, i, s1, draw ? random_bits(streams.state1, element) : 0);
+  store_master(range, i, w, draw ? random_bits(streams.weight, element) : 0);
 }
 
 }  // namespace tessera::kernels

@@ -8,39 +8,33 @@
 namespace tessera::kernels {
 namespace {
 
-struct NoBits {
-  TESSERA_INLINE U operator()(int64_t) const { return U{}; }
-};
-
-struct GradientBits {
-  PairKey key;
-  uint32_t first;
-  TESSERA_INLINE U operator()(int64_t i) const {
-    return upper_streams(random_words(key, first + static_cast<uint32_t>(i)));
-  }
-};
-
-template <class Dst, class Src, class Bits>
-void copy_typed(void* dst, const void* src, float factor, int64_t n, const Bits& bits) {
+// `key` and `first` are for stochastic types of dst.
+template <class Dst, class Src>
+void copy_typed(void* dst, const void* src, float factor, int64_t n, StreamKey key = {}, uint64_t first = 0) {
+  constexpr Order order = Dst::bytes == 2 ? Order::EvenOdd : Order::Natural;
   const F scale = splat(factor);
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
     Src::prefetch(src, i);
     Dst::prefetch(dst, i);
   };
-  for_each_vector(n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
-    put<Dst>(dst, i, lanes, Src::load(src, i, lanes) * scale, bits(i));
+  for_each_pair(n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+    const Pair x = Src::template load<order>(src, i, lanes);
+    put<order, Dst>(dst, i, lanes, {x.a * scale, x.b * scale}, key, first + static_cast<uint64_t>(i));
   });
 }
 
-template <class Dst, class Src, class Bits>
-void add_typed(void* dst, const void* src, float factor, int64_t n, const Bits& bits) {
+template <class Dst, class Src>
+void add_typed(void* dst, const void* src, float factor, int64_t n, StreamKey key = {}, uint64_t first = 0) {
+  constexpr Order order = Dst::bytes == 2 ? Order::EvenOdd : Order::Natural;
   const F scale = splat(factor);
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
     Src::prefetch(src, i);
     Dst::prefetch(dst, i);
   };
-  for_each_vector(n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
-    put<Dst>(dst, i, lanes, fma(scale, Src::load(src, i, lanes), Dst::load(dst, i, lanes)), bits(i));
+  for_each_pair(n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+    const Pair x = Src::template load<order>(src, i, lanes), y = Dst::template load<order>(dst, i, lanes);
+    const Pair sum{fma(scale, x.a, y.a), fma(scale, x.b, y.b)};
+    put<order, Dst>(dst, i, lanes, sum, key, first + static_cast<uint64_t>(i));
   });
 }
 
@@ -50,8 +44,8 @@ void copy_bits(void* dst, const void* src, int64_t bytes) {
     F32::prefetch(src, i);
     F32::prefetch(dst, i);
   };
-  for_each_vector(bytes / 4, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
-    F32::store(dst, i, lanes, F32::load(src, i, lanes));
+  for_each_pair(bytes / 4, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+    F32::store<Order::Natural>(dst, i, lanes, F32::load<Order::Natural>(src, i, lanes));
   });
   if (bytes % 4 == 0) return;
   const int64_t done = bytes / 4 * 4;
@@ -64,71 +58,33 @@ void scaled_copy_any(void* dst, DType dst_dtype, const void* src, DType src_dtyp
     return;
   }
   with_type(dst_dtype, [&](auto to) {
-    with_type(src_dtype, [&](auto from) { copy_typed<decltype(to), decltype(from)>(dst, src, scale, n, NoBits{}); });
+    with_type(src_dtype, [&](auto from) { copy_typed<decltype(to), decltype(from)>(dst, src, scale, n); });
   });
 }
 
 void scaled_add_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n) {
   with_type(dst_dtype, [&](auto to) {
-    with_type(src_dtype, [&](auto from) { add_typed<decltype(to), decltype(from)>(dst, src, scale, n, NoBits{}); });
+    with_type(src_dtype, [&](auto from) { add_typed<decltype(to), decltype(from)>(dst, src, scale, n); });
   });
 }
 
-// call(to, from, begin, end, bits) for the parts of [0, n) that share their streams, with the stochastic type of dst.
-template <class Call>
-TESSERA_INLINE void with_stochastic(DType dst, DType src, int64_t n, const RandomKey& random, const Call& call) {
-  for_each_streams(random, n, [&](int64_t begin, int64_t end, const RandomStreams& streams) {
-    const GradientBits bits{streams.weights, static_cast<uint32_t>(random.first + static_cast<uint64_t>(begin))};
-    with_type(src, [&](auto from) {
-      if (dst == DType::BF16) return call(Bf16Stochastic{}, from, begin, end, bits);
-      call(F16Stochastic{}, from, begin, end, bits);
-    });
-  });
-}
-
-void scaled_copy_stochastic_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
-                                const RandomKey& random) {
-  if (dst_dtype == DType::F32) return scaled_copy_any(dst, dst_dtype, src, src_dtype, scale, n);
-  with_stochastic(dst_dtype, src_dtype, n, random,
-                  [&](auto to, auto from, int64_t begin, int64_t end, const GradientBits& bits) {
-                    using To = decltype(to);
-                    using From = decltype(from);
-                    copy_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, end - begin, bits);
-                  });
-}
-
-void scaled_add_stochastic_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
-                               const RandomKey& random) {
-  if (dst_dtype == DType::F32) return scaled_add_any(dst, dst_dtype, src, src_dtype, scale, n);
-  with_stochastic(dst_dtype, src_dtype, n, random,
-                  [&](auto to, auto from, int64_t begin, int64_t end, const GradientBits& bits) {
-                    using To = decltype(to);
-                    using From = decltype(from);
-                    add_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, end - begin, bits);
-                  });
-}
-
-// Lane l of the contract is lane l % (kWidth / 2) of sums[l / (kWidth / 2)].
+// Lane l of the contract (element % 16) is lane l % (kWidth / 2) of sums[l / (kWidth / 2)].
 template <class Type>
 double sum_of_squares_typed(const void* src, int64_t n) {
-  constexpr int64_t kLanes = 16, kVectors = kLanes / kWidth;
-  D sums[2 * kVectors] = {};
+  constexpr int64_t kLanes = 16;
+  static_assert(kStride % kLanes == 0);
+  D sums[kLanes / (kWidth / 2)] = {};
   const auto add = [&](int64_t v, F x) __attribute__((always_inline)) {
     const D low = low_doubles(x), high = high_doubles(x);
     sums[2 * v] = fma(low, low, sums[2 * v]);  // the product is exact either way
     sums[2 * v + 1] = fma(high, high, sums[2 * v + 1]);
   };
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    if (i % kChunk == 0) Type::prefetch(src, i + kAhead);
-#pragma GCC unroll 2
-    for (int64_t v = 0; v < kVectors; ++v)
-      add(v, Type::load(src, i + v * kWidth, All{}));
-  }
-  for (int64_t v = 0; i < n; ++v, i += kWidth) {  // missing lanes add zero
-    const int64_t left = n - i < kWidth ? n - i : kWidth;
-    add(v, Type::load(src, i, First{static_cast<size_t>(left)}));
-  }
+  const auto prefetch = [=](int64_t i) __attribute__((always_inline)) { Type::prefetch(src, i); };
+  for_each_pair(n, prefetch, [&](int64_t i, auto lanes) __attribute__((always_inline)) {
+    const Pair x = Type::template load<Order::Natural>(src, i, lanes);  // missing elements are zero
+    add(0, x.a);
+    add(kLanes / kWidth - 1, x.b);
+  });
   double lane[kLanes];
   memcpy(lane, sums, sizeof lane);
   for (int64_t half = kLanes / 2; half > 0; half /= 2) {
@@ -142,6 +98,39 @@ double sum_of_squares_any(const void* src, DType dtype, int64_t n) {
   double sum = 0;
   with_type(dtype, [&](auto type) { sum = sum_of_squares_typed<decltype(type)>(src, n); });
   return sum;
+}
+
+// call(to, from, begin, end, key) for the parts of [0, n) that share their streams, with the stochastic type of dst.
+template <class Call>
+TESSERA_INLINE void with_stochastic(DType dst, DType src, int64_t n, const RandomKey& random, const Call& call) {
+  for_each_streams(random, n, [&](int64_t begin, int64_t end, const RandomStreams& streams) {
+    with_type(src, [&](auto from) {
+      if (dst == DType::BF16) return call(Bf16Stochastic{}, from, begin, end, streams.gradient);
+      call(F16Stochastic{}, from, begin, end, streams.gradient);
+    });
+  });
+}
+
+void scaled_copy_stochastic_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
+                                const RandomKey& random) {
+  if (dst_dtype == DType::F32) return scaled_copy_any(dst, dst_dtype, src, src_dtype, scale, n);
+  with_stochastic(dst_dtype, src_dtype, n, random, [&](auto to, auto from, int64_t begin, int64_t end, StreamKey key) {
+    using To = decltype(to);
+    using From = decltype(from);
+    copy_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, end - begin, key,
+                         random.first + static_cast<uint64_t>(begin));
+  });
+}
+
+void scaled_add_stochastic_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
+                               const RandomKey& random) {
+  if (dst_dtype == DType::F32) return scaled_add_any(dst, dst_dtype, src, src_dtype, scale, n);
+  with_stochastic(dst_dtype, src_dtype, n, random, [&](auto to, auto from, int64_t begin, int64_t end, StreamKey key) {
+    using To = decltype(to);
+    using From = decltype(from);
+    add_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, end - begin, key,
+                        random.first + static_cast<uint64_t>(begin));
+  });
 }
 
 }  // namespace

@@ -8,24 +8,24 @@
 namespace tessera::kernels {
 
 // Note [Random bits]
-// The word of element e for a pair of streams is, in 32-bit arithmetic with a = low half of e,
+// A stream has 16 bits for every element e: of the word of e / 2, the low half for even e, the upper half for odd e.
+// The word of index a is, in 32-bit arithmetic,
 //   x = a + key.before;   x ^= x >> 17;  x *= 0xed5ad4bb;  x ^= x >> 11;
 //   x += key.between;     x *= 0xac4c1b51;  x ^= x >> 15;  x *= 0x31848bab;  x ^= x >> 14
-// and feeds two streams of 16 bits. Shifts and factors are triple32, a mixer that was searched for low bias
-// (hash-prospector, public domain); one with two multiplications showed correlations between elements at distances that
-// are powers of two. The second key inside keeps the sequences of two steps from being shifts of each other. The 64 key
-// bits come from (seed, step, pair, upper half of e) by three rounds of the finalizer of SplitMix64 (Steele, Lea &
-// Flood, OOPSLA 2014; constants of Stafford's Mix13).
+// Shifts and factors are triple32, a mixer that was searched for low bias (hash-prospector, public domain); one with
+// two multiplications showed correlations between elements at distances that are powers of two. The second key inside
+// keeps the sequences of two steps from being shifts of each other. The 64 key bits come from seed, step, and stream
+// with the upper half of a, by three rounds of the finalizer of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014; constants
+// of Stafford's Mix13).
 // Good for rounding, where a bias would have to line up with the data over many steps; not for secrets.
-struct PairKey {
+struct StreamKey {
   uint32_t before = 0;
   uint32_t between = 0;
 };
 
-// The keys of 2^32 elements, those whose indices share their upper half.
+// The keys of 2^33 elements, those whose words share the upper half of their index.
 struct RandomStreams {
-  PairKey states;   // low half of a word: state 0; upper half: state 1
-  PairKey weights;  // low half: weight; upper half: gradient
+  StreamKey state0, state1, weight, gradient;
 };
 
 TESSERA_ELEMENT uint64_t mix64(uint64_t x) {
@@ -34,20 +34,20 @@ TESSERA_ELEMENT uint64_t mix64(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-TESSERA_ELEMENT PairKey pair_key(const RandomKey& key, uint64_t pair, uint64_t element) {
+TESSERA_ELEMENT StreamKey stream_key(const RandomKey& key, uint64_t stream) {
   constexpr uint64_t kGolden = 0x9e3779b97f4a7c15u;
   uint64_t x = mix64(key.seed + kGolden);
   x = mix64(x + key.step + kGolden);
-  x = mix64(x + ((element >> 32) * 2 + pair) + kGolden);
+  x = mix64(x + (key.first >> 33) * 4 + stream + kGolden);
   return {static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32)};
 }
 
 TESSERA_ELEMENT RandomStreams random_streams(const RandomKey& key) {
-  return {pair_key(key, 0, key.first), pair_key(key, 1, key.first)};
+  return {stream_key(key, 0), stream_key(key, 1), stream_key(key, 2), stream_key(key, 3)};
 }
 
-TESSERA_ELEMENT uint32_t random_word(PairKey key, uint32_t element) {
-  uint32_t x = element + key.before;
+TESSERA_ELEMENT uint32_t random_word(StreamKey key, uint32_t index) {
+  uint32_t x = index + key.before;
   x ^= x >> 17;
   x *= 0xed5ad4bbu;
   x ^= x >> 11;
@@ -59,11 +59,10 @@ TESSERA_ELEMENT uint32_t random_word(PairKey key, uint32_t element) {
   return x;
 }
 
-TESSERA_ELEMENT uint32_t low_stream(uint32_t word) {
-  return word & 0xffffu;
-}
-TESSERA_ELEMENT uint32_t upper_stream(uint32_t word) {
-  return word >> 16;
+// The 16 bits of an element.
+TESSERA_ELEMENT uint32_t random_bits(StreamKey key, uint64_t element) {
+  const uint32_t word = random_word(key, static_cast<uint32_t>(element >> 1));
+  return (element & 1) != 0 ? word >> 16 : word & 0xffffu;
 }
 
 // call(begin, end, streams) for the parts of [0, n) whose elements share their streams.
@@ -72,7 +71,7 @@ TESSERA_ELEMENT void for_each_streams(const RandomKey& random, int64_t n, const 
   for (int64_t begin = 0; begin < n;) {
     RandomKey here = random;
     here.first += static_cast<uint64_t>(begin);
-    const uint64_t left = (uint64_t{1} << 32) - (here.first & 0xffffffffu);
+    const uint64_t left = (uint64_t{1} << 33) - (here.first & 0x1ffffffffu);
     const int64_t end = left < static_cast<uint64_t>(n - begin) ? begin + static_cast<int64_t>(left) : n;
     call(begin, end, random_streams(here));
     begin = end;

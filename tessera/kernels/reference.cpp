@@ -49,7 +49,7 @@ void scaled_copy_stochastic(void* dst, DType dst_dtype, const void* src, DType s
   for_each_streams(random, n, [&](int64_t begin, int64_t end, const RandomStreams& streams) {
     for (int64_t i = begin; i < end; ++i) {
       const float value = load(src, src_dtype, i) * scale;
-      store_stochastic(dst, dst_dtype, i, value, gradient_bits(streams, random, i));
+      store_stochastic(dst, dst_dtype, i, value, random_bits(streams.gradient, random.first + i));
     }
   });
 }
@@ -59,7 +59,7 @@ void scaled_add_stochastic(void* dst, DType dst_dtype, const void* src, DType sr
   for_each_streams(random, n, [&](int64_t begin, int64_t end, const RandomStreams& streams) {
     for (int64_t i = begin; i < end; ++i) {
       const float sum = std::fma(scale, load(src, src_dtype, i), load(dst, dst_dtype, i));
-      store_stochastic(dst, dst_dtype, i, sum, gradient_bits(streams, random, i));
+      store_stochastic(dst, dst_dtype, i, sum, random_bits(streams.gradient, random.first + i));
     }
   });
 }

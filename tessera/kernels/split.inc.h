@@ -7,41 +7,50 @@
 namespace tessera::kernels {
 namespace {
 
-template <class Lanes>
-TESSERA_INLINE F join_vector(const void* weight, const void* residual, int64_t i, Lanes lanes) {
-  const U upper = widen_u16(Bf16::read<H>(weight, i, lanes));
-  const U low = widen_u16(Bf16::read<H>(residual, i, lanes));
-  return (F)((upper << 16) + (low - ((low & 0x8000u) << 1)));
-}
+struct SplitHalves {
+  // The low half with its sign is added to the upper one.
+  template <Order order, class Lanes>
+  static TESSERA_INLINE Pair load(const void* weight, const void* residual, int64_t i, Lanes lanes) {
+    const Pair upper = Bf16::load<order>(weight, i, lanes);
+    const Bits low = Halves::load_upper<order>(residual, i, lanes);
+    return {(F)((U)upper.a + (U)((Places)low.a >> 16)), (F)((U)upper.b + (U)((Places)low.b >> 16))};
+  }
+  template <Order order, class Lanes>
+  static TESSERA_INLINE void store(void* weight, void* residual, int64_t i, Lanes lanes, const Pair& x) {
+    Halves::store_upper<order>(weight, i, lanes, upper_of(x.a), upper_of(x.b));
+    Halves::store_upper<order>(residual, i, lanes, low_of(x.a), low_of(x.b));
+  }
 
-template <class Lanes>
-TESSERA_INLINE void split_vector(void* weight, void* residual, int64_t i, Lanes lanes, F x) {
-  const U bits = (U)x, zero{};
-  const auto nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  const U quiet = (bits >> 16) | 0x40u;
-  Bf16::write(weight, i, lanes, narrow_u16(nan ? quiet : (bits + 0x8000u) >> 16));
-  Bf16::write(residual, i, lanes, narrow_u16(nan ? zero : bits & 0xffffu));
-}
+ private:
+  static TESSERA_INLINE U upper_of(F x) {
+    const U bits = (U)x;
+    return x == x ? bits + 0x8000u : bits | 0x400000u;
+  }
+  static TESSERA_INLINE U low_of(F x) {
+    const U zero{};
+    return x == x ? (U)x << 16 : zero;
+  }
+};
 
 void split_any(void* weight, void* residual, const float* src, int64_t n) {
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
     F32::prefetch(src, i);
-    Bf16::prefetch(weight, i);
-    Bf16::prefetch(residual, i);
+    Halves::prefetch(weight, i);
+    Halves::prefetch(residual, i);
   };
-  for_each_vector(n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
-    split_vector(weight, residual, i, lanes, F32::load(src, i, lanes));
+  for_each_pair(n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+    SplitHalves::store<Order::EvenOdd>(weight, residual, i, lanes, F32::load<Order::EvenOdd>(src, i, lanes));
   });
 }
 
 void join_any(float* dst, const void* weight, const void* residual, int64_t n) {
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
-    Bf16::prefetch(weight, i);
-    Bf16::prefetch(residual, i);
+    Halves::prefetch(weight, i);
+    Halves::prefetch(residual, i);
     F32::prefetch(dst, i);
   };
-  for_each_vector(n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
-    F32::store(dst, i, lanes, join_vector(weight, residual, i, lanes));
+  for_each_pair(n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+    F32::store<Order::EvenOdd>(dst, i, lanes, SplitHalves::load<Order::EvenOdd>(weight, residual, i, lanes));
   });
 }
 

@@ -108,10 +108,10 @@ struct AdagradStep {
   }
 };
 
-// Where the master weights are (UpdateRange): load and store them.
+// Where the master weights are (UpdateRange): load and store them. `natural`: the fp32 streams are most.
 template <class Weight>
 struct Fp32Master {  // and a copy of type Weight, or None
-  static constexpr bool stochastic = false;
+  static constexpr bool stochastic = false, natural = true;
   float* master;
   void* weight;
   explicit Fp32Master(const UpdateRange& r) : master(r.master), weight(r.weight) {}
@@ -119,49 +119,49 @@ struct Fp32Master {  // and a copy of type Weight, or None
     F32::prefetch(master, i);
     Weight::prefetch(weight, i);
   }
-  template <class Lanes>
-  TESSERA_INLINE F load(int64_t i, Lanes lanes) const {
-    return F32::load(master, i, lanes);
+  template <Order order, class Lanes>
+  TESSERA_INLINE Pair load(int64_t i, Lanes lanes) const {
+    return F32::load<order>(master, i, lanes);
   }
-  template <class Lanes>
-  TESSERA_INLINE void store(int64_t i, Lanes lanes, F w, U) const {
-    F32::store(master, i, lanes, w);
-    Weight::store(weight, i, lanes, w);
+  template <Order order, class Lanes>
+  TESSERA_INLINE void store(int64_t i, Lanes lanes, const Pair& w, StreamKey, uint64_t) const {
+    F32::store<order>(master, i, lanes, w);
+    Weight::template store<order>(weight, i, lanes, w);
   }
 };
 
 struct SplitMaster {
-  static constexpr bool stochastic = false;
+  static constexpr bool stochastic = false, natural = false;
   void* weight;
   void* residual;
   explicit SplitMaster(const UpdateRange& r) : weight(r.weight), residual(r.residual) {}
   TESSERA_INLINE void prefetch(int64_t i) const {
-    Bf16::prefetch(weight, i);
-    Bf16::prefetch(residual, i);
+    Halves::prefetch(weight, i);
+    Halves::prefetch(residual, i);
   }
-  template <class Lanes>
-  TESSERA_INLINE F load(int64_t i, Lanes lanes) const {
-    return join_vector(weight, residual, i, lanes);
+  template <Order order, class Lanes>
+  TESSERA_INLINE Pair load(int64_t i, Lanes lanes) const {
+    return SplitHalves::load<order>(weight, residual, i, lanes);
   }
-  template <class Lanes>
-  TESSERA_INLINE void store(int64_t i, Lanes lanes, F w, U) const {
-    split_vector(weight, residual, i, lanes, w);
+  template <Order order, class Lanes>
+  TESSERA_INLINE void store(int64_t i, Lanes lanes, const Pair& w, StreamKey, uint64_t) const {
+    SplitHalves::store<order>(weight, residual, i, lanes, w);
   }
 };
 
 template <class Type>
 struct WeightMaster {
-  static constexpr bool stochastic = Type::stochastic;
+  static constexpr bool stochastic = Type::stochastic, natural = false;
   void* weight;
   explicit WeightMaster(const UpdateRange& r) : weight(r.weight) {}
   TESSERA_INLINE void prefetch(int64_t i) const { Type::prefetch(weight, i); }
-  template <class Lanes>
-  TESSERA_INLINE F load(int64_t i, Lanes lanes) const {
-    return Type::load(weight, i, lanes);
+  template <Order order, class Lanes>
+  TESSERA_INLINE Pair load(int64_t i, Lanes lanes) const {
+    return Type::template load<order>(weight, i, lanes);
   }
-  template <class Lanes>
-  TESSERA_INLINE void store(int64_t i, Lanes lanes, F w, U random) const {
-    put<Type>(weight, i, lanes, w, random);
+  template <Order order, class Lanes>
+  TESSERA_INLINE void store(int64_t i, Lanes lanes, const Pair& w, StreamKey key, uint64_t element) const {
+    put<order, Type>(weight, i, lanes, w, key, element);
   }
 };
 
@@ -171,18 +171,19 @@ struct Gradient {
   DType dtype;
   TESSERA_INLINE void prefetch(int64_t i) const {
     if (dtype == DType::F32) return F32::prefetch(grad, i);
-    Bf16::prefetch(grad, i);
+    Halves::prefetch(grad, i);
   }
-  template <class Lanes>
-  TESSERA_INLINE F load(int64_t i, Lanes lanes) const {
-    if (dtype == DType::F32) return F32::load(grad, i, lanes);
-    if (dtype == DType::BF16) return Bf16::load(grad, i, lanes);
-    return F16::load(grad, i, lanes);
+  template <Order order, class Lanes>
+  TESSERA_INLINE Pair load(int64_t i, Lanes lanes) const {
+    if (dtype == DType::F32) return F32::load<order>(grad, i, lanes);
+    if (dtype == DType::BF16) return Bf16::load<order>(grad, i, lanes);
+    return F16::load<order>(grad, i, lanes);
   }
 };
 
 template <class Master, class State, class Step>
 void update_typed(const Step& rule, const UpdateRange& range, const RandomStreams& keys, float grad_scale) {
+  constexpr Order order = Master::natural && State::bytes == 4 ? Order::Natural : Order::EvenOdd;
   // Local copies: a store through a char pointer could change the originals for all the compiler
   // knows.
   const Step step = rule;
@@ -192,26 +193,24 @@ void update_typed(const Step& rule, const UpdateRange& range, const RandomStream
   void* const state0 = range.state0;
   void* const state1 = range.state1;
   const RandomStreams streams = keys;
-  const auto first = static_cast<uint32_t>(range.random.first);
+  const uint64_t first = range.random.first;
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
     master.prefetch(i);
     grad.prefetch(i);
     if constexpr (Step::states > 0) State::prefetch(state0, i);
     if constexpr (Step::states > 1) State::prefetch(state1, i);
   };
-  for_each_vector(range.n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
-    F w = master.load(i, lanes), s0{}, s1{};
-    const F g = grad.load(i, lanes) * scale;
-    if constexpr (Step::states > 0) s0 = State::load(state0, i, lanes);
-    if constexpr (Step::states > 1) s1 = State::load(state1, i, lanes);
-    step.apply(w, g, s0, s1);
-    const uint32_t element = first + static_cast<uint32_t>(i);
-    U states{}, weights{};
-    if constexpr (State::stochastic) states = random_words(streams.states, element);
-    if constexpr (Master::stochastic) weights = low_streams(random_words(streams.weights, element));
-    if constexpr (Step::states > 0) put<State>(state0, i, lanes, s0, low_streams(states));
-    if constexpr (Step::states > 1) put<State>(state1, i, lanes, s1, upper_streams(states));
-    master.store(i, lanes, w, weights);
+  for_each_pair(range.n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+    Pair w = master.template load<order>(i, lanes), s0{}, s1{};
+    const Pair g = grad.load<order>(i, lanes);
+    if constexpr (Step::states > 0) s0 = State::template load<order>(state0, i, lanes);
+    if constexpr (Step::states > 1) s1 = State::template load<order>(state1, i, lanes);
+    step.apply(w.a, g.a * scale, s0.a, s1.a);
+    step.apply(w.b, g.b * scale, s0.b, s1.b);
+    const uint64_t element = first + static_cast<uint64_t>(i);
+    if constexpr (Step::states > 0) put<order, State>(state0, i, lanes, s0, streams.state0, element);
+    if constexpr (Step::states > 1) put<order, State>(state1, i, lanes, s1, streams.state1, element);
+    master.template store<order>(i, lanes, w, streams.weight, element);
   });
 }
 

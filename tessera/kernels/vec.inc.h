@@ -12,18 +12,29 @@
 namespace tessera::kernels {
 namespace {
 
-constexpr int64_t kChunk = 32;   // elements per prefetch: whole cache lines of every type
-constexpr int64_t kAhead = 512;  // elements between use and prefetch
-constexpr int64_t kLine = 64;
+constexpr int64_t kChunk = 32;           // elements per prefetch: whole cache lines of every type
+constexpr int64_t kAhead = 512;          // elements between use and prefetch
+constexpr int64_t kLine = 64;            // bytes
+constexpr int64_t kStride = 2 * kWidth;  // elements of a step of the loop: a Pair
 
-// How many lanes of a vector a step uses. All is known to the compiler, so its loads and stores are
-// single instructions.
+// A step's elements. Natural: the first kWidth and the others. EvenOdd: those at even places and those at odd places;
+// then 16-bit elements are taken apart and put together by a shift and a mask, where Natural order takes several times
+// as many instructions, but fp32 elements have to be shuffled.
+struct Pair {
+  F a, b;
+};
+struct Bits {  // of a Pair, or random
+  U a, b;
+};
+enum class Order { Natural, EvenOdd };
+
+// How many elements of a step are there. All is known to the compiler, so its loads and stores are single instructions.
 struct All {
-  static constexpr size_t count() { return kWidth; }
+  static constexpr size_t count() { return kStride; }
 };
 struct First {
-  size_t lanes;
-  size_t count() const { return lanes; }
+  size_t elements;
+  size_t count() const { return elements; }
 };
 
 template <int Bytes>
@@ -32,15 +43,16 @@ struct Element {
 
   static TESSERA_INLINE void* at(void* p, int64_t i) { return static_cast<char*>(p) + i * bytes; }
   static TESSERA_INLINE const void* at(const void* p, int64_t i) { return static_cast<const char*>(p) + i * bytes; }
+
   template <class Raw, class Lanes>
   static TESSERA_INLINE Raw read(const void* p, int64_t i, Lanes lanes) {
     Raw raw{};
-    memcpy(&raw, static_cast<const char*>(p) + i * bytes, lanes.count() * bytes);
+    memcpy(&raw, at(p, i), lanes.count() * bytes);
     return raw;
   }
   template <class Raw, class Lanes>
   static TESSERA_INLINE void write(void* p, int64_t i, Lanes lanes, const Raw& raw) {
-    memcpy(static_cast<char*>(p) + i * bytes, &raw, lanes.count() * bytes);
+    memcpy(at(p, i), &raw, lanes.count() * bytes);
   }
   // Asks for the lines that hold elements [i, i + kChunk). May lie behind the end: a prefetch never
   // faults.
@@ -55,87 +67,126 @@ struct Element {
 
 struct F32 : Element<4> {
   static constexpr bool stochastic = false;
-  template <class Lanes>
-  static TESSERA_INLINE F load(const void* p, int64_t i, Lanes lanes) {
-    return read<F>(p, i, lanes);
+  template <Order order, class Lanes>
+  static TESSERA_INLINE Pair load(const void* p, int64_t i, Lanes lanes) {
+    const auto raw = read<Pair>(p, i, lanes);
+    return order == Order::Natural ? raw : Pair{even_of(raw.a, raw.b), odd_of(raw.a, raw.b)};
   }
-  template <class Lanes>
-  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, F x) {
-    write(p, i, lanes, x);
+  template <Order order, class Lanes>
+  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x) {
+    write(p, i, lanes, order == Order::Natural ? x : Pair{low_mix(x.a, x.b), high_mix(x.a, x.b)});
   }
 };
 
-// The 16-bit conversions give the bits of their namesakes in convert.h.
-struct Bf16 : Element<2> {
-  static constexpr bool stochastic = false;
-  template <class Lanes>
-  static TESSERA_INLINE F load(const void* p, int64_t i, Lanes lanes) {
-    return (F)(widen_u16(read<H>(p, i, lanes)) << 16);
+// Two vectors of 16-bit elements in the upper or low halves of their lanes, in memory.
+struct Halves : Element<2> {
+  struct Two {
+    H a, b;
+  };
+  // The halves, in the upper halves of lanes; what the low ones hold is of no meaning.
+  template <Order order, class Lanes>
+  static TESSERA_INLINE Bits load_upper(const void* p, int64_t i, Lanes lanes) {
+    if constexpr (order == Order::Natural) {
+      const auto raw = read<Two>(p, i, lanes);
+      return {widen_u16(raw.a) << 16, widen_u16(raw.b) << 16};
+    } else {
+      const auto raw = read<U>(p, i, lanes);
+      return {raw << 16, raw};
+    }
   }
-  // Nearest even; a NaN stays one because its quiet bit is set instead of a rounding carry.
-  template <class Lanes>
-  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, F x) {
-    const U bits = (U)x;
-    store_sum(p, i, lanes, bits, 0x7fffu + ((bits >> 16) & 1u));
+  template <Order order, class Lanes>
+  static TESSERA_INLINE void store_upper(void* p, int64_t i, Lanes lanes, U a, U b) {
+    if constexpr (order == Order::Natural) {
+      write(p, i, lanes, Two{narrow_u16(a >> 16), narrow_u16(b >> 16)});
+    } else {
+      write(p, i, lanes, (a >> 16) | (b & 0xffff0000u));
+    }
+  }
+};
+
+// The 16-bit conversions give the bits of their namesakes in convert.h; a NaN's payload may differ. What is stored comes
+// out of arithmetic, so that a NaN is quiet: its upper half is one without rounding.
+struct Bf16 : Halves {
+  static constexpr bool stochastic = false;
+  template <Order order, class Lanes>
+  static TESSERA_INLINE Pair load(const void* p, int64_t i, Lanes lanes) {
+    const Bits bits = load_upper<order>(p, i, lanes);
+    if constexpr (order == Order::Natural) return {(F)bits.a, (F)bits.b};
+    return {(F)bits.a, (F)(bits.b & 0xffff0000u)};
+  }
+  template <Order order, class Lanes>
+  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x) {
+    store_upper<order>(p, i, lanes, nearest(x.a), nearest(x.b));
   }
 
- protected:
-  template <class Lanes>
-  static TESSERA_INLINE void store_sum(void* p, int64_t i, Lanes lanes, U bits, U added) {
-    const U quiet = (bits >> 16) | 0x40u;
-    write(p, i, lanes, narrow_u16((bits & 0x7fffffffu) > 0x7f800000u ? quiet : (bits + added) >> 16));
+ private:
+  // The rounded value in the upper half.
+  static TESSERA_INLINE U nearest(F x) {
+    const U bits = (U)x;
+    return x == x ? bits + (0x7fffu + ((bits >> 16) & 1u)) : bits;
   }
 };
 
 struct Bf16Stochastic : Bf16 {
   static constexpr bool stochastic = true;
+  template <Order order, class Lanes>
+  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, const Bits& random) {
+    store_upper<order>(p, i, lanes, rounded(x.a, random.a), rounded(x.b, random.b));
+  }
+
+ private:
   // Above the largest finite value, half a unit is added: to nearest, where the only tie goes to infinity.
-  template <class Lanes>
-  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, F x, U random) {
-    const U bits = (U)x;
-    const U half = random - random + 0x8000u;
-    store_sum(p, i, lanes, bits, (bits & 0x7fffffffu) > 0x7f7f0000u ? half : random);
+  static TESSERA_INLINE U rounded(F x, U random) {
+    const U bits = (U)x, half = U{} + 0x8000u;
+    const U added = (bits & 0x7fffffffu) > 0x7f7f0000u ? half : random;
+    return x == x ? bits + added : bits;
   }
 };
 
-struct F16 : Element<2> {
+struct F16 : Halves {
   static constexpr bool stochastic = false;
-  template <class Lanes>
-  static TESSERA_INLINE F load(const void* p, int64_t i, Lanes lanes) {
-    return widen_f16(read<H>(p, i, lanes));
+  template <Order order, class Lanes>
+  static TESSERA_INLINE Pair load(const void* p, int64_t i, Lanes lanes) {
+    const auto raw = read<Two>(p, i, lanes);
+    const F a = widen_f16(raw.a), b = widen_f16(raw.b);
+    return order == Order::Natural ? Pair{a, b} : Pair{even_of(a, b), odd_of(a, b)};
   }
-  template <class Lanes>
-  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, F x) {
-    write(p, i, lanes, narrow_f16(x));
+  template <Order order, class Lanes>
+  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x) {
+    const Pair y = order == Order::Natural ? x : Pair{low_mix(x.a, x.b), high_mix(x.a, x.b)};
+    write(p, i, lanes, Two{narrow_f16(y.a), narrow_f16(y.b)});
   }
 };
 
 struct F16Stochastic : F16 {
   static constexpr bool stochastic = true;
-  template <class Lanes>
-  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, F x, U random) {
-    const U bits = (U)x, sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
-    const U normal = sign | ((magnitude - 0x38000000u + (random >> 3)) >> 13);
-    const U denormal = sign | ((truncate((F)magnitude * splat(0x1p40f)) + random) >> 16);
-    const U nearest = widen_u16(narrow_f16(x));
+  template <Order order, class Lanes>
+  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, const Bits& random) {
+    store_upper<order>(p, i, lanes, rounded(x.a, random.a) << 16, rounded(x.b, random.b) << 16);
+  }
+
+ private:
+  static TESSERA_INLINE U rounded(F x, U random) {
+    const U bits = (U)x, magnitude = bits & 0x7fffffffu;
+    const U normal = (magnitude - 0x38000000u + (random >> 3)) >> 13;
+    const U denormal = (truncate((F)magnitude * splat(0x1p40f)) + random) >> 16;
     const U finite = magnitude < 0x38800000u ? denormal : normal;
-    write(p, i, lanes, narrow_u16(magnitude > 0x477fe000u ? nearest : finite));
+    const U largest = U{} + 0x7bffu, infinity = U{} + 0x7c00u, nan = U{} + 0x7e00u;
+    const U above = magnitude > 0x7f800000u ? nan : (magnitude >= 0x477ff000u ? infinity : largest);
+    return ((bits >> 16) & 0x8000u) | (magnitude > 0x477fe000u ? above : finite);
   }
 };
 
-// Stores by the rounding of the type; `random` is not looked at by the nearest ones.
-template <class Type, class Lanes>
-TESSERA_INLINE void put(void* p, int64_t i, Lanes lanes, F x, U random) {
-  if constexpr (Type::stochastic) {
-    Type::store(p, i, lanes, x, random);
-  } else {
-    Type::store(p, i, lanes, x);
-  }
-}
+// A stream that is not there.
+struct None {
+  template <Order order, class Lanes>
+  static TESSERA_INLINE void store(void*, int64_t, Lanes, const Pair&) {}
+  static TESSERA_INLINE void prefetch(const void*, int64_t) {}
+};
 
-// random_word() of the elements from `element` on (Note [Random bits] in random.h).
-TESSERA_INLINE U random_words(PairKey key, uint32_t element) {
-  U x = count_from(element + key.before);
+// Random bits of a Pair of elements in EvenOdd order (Note [Random bits] in random.h).
+TESSERA_INLINE U random_words(StreamKey key, uint64_t element) {
+  U x = count_from(static_cast<uint32_t>(element >> 1) + key.before);
   x ^= x >> 17;
   x *= 0xed5ad4bbu;
   x ^= x >> 11;
@@ -146,19 +197,22 @@ TESSERA_INLINE U random_words(PairKey key, uint32_t element) {
   x ^= x >> 14;
   return x;
 }
-TESSERA_INLINE U low_streams(U words) {
-  return words & 0xffffu;
-}
-TESSERA_INLINE U upper_streams(U words) {
-  return words >> 16;
+TESSERA_INLINE Bits random_pair(StreamKey key, uint64_t element) {
+  const U words = random_words(key, element);
+  if ((element & 1) == 0) return {words & 0xffffu, words >> 16};
+  return {words >> 16, random_words(key, element + 1) & 0xffffu};
 }
 
-// A stream that is not there.
-struct None {
-  template <class Lanes>
-  static TESSERA_INLINE void store(void*, int64_t, Lanes, F) {}
-  static TESSERA_INLINE void prefetch(const void*, int64_t) {}
-};
+// Stores by the rounding of the type. `element`: global index of the first one; the nearest types draw nothing.
+template <Order order, class Type, class Lanes>
+TESSERA_INLINE void put(void* p, int64_t i, Lanes lanes, const Pair& x, StreamKey key, uint64_t element) {
+  if constexpr (Type::stochastic) {
+    static_assert(order == Order::EvenOdd);
+    Type::template store<order>(p, i, lanes, x, random_pair(key, element));
+  } else {
+    Type::template store<order>(p, i, lanes, x);
+  }
+}
 
 template <class Call>
 TESSERA_INLINE void with_type(DType dtype, const Call& call) {
@@ -172,18 +226,20 @@ TESSERA_INLINE void with_type(DType dtype, const Call& call) {
   }
 }
 
-// step(i, lanes) for every vector of [0, n); prefetch(i) once per chunk.
+// step(i, lanes) for every Pair of [0, n); prefetch(i) once per chunk.
 template <class Prefetch, class Step>
-TESSERA_INLINE void for_each_vector(int64_t n, const Prefetch& prefetch, const Step& step) {
+TESSERA_INLINE void for_each_pair(int64_t n, const Prefetch& prefetch, const Step& step) {
   int64_t i = 0;
   for (; i + kChunk <= n; i += kChunk) {
     prefetch(i + kAhead);
-#pragma GCC unroll 4
-    for (int64_t k = 0; k < kChunk; k += kWidth)
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < kChunk; k += kStride)
       step(i + k, All{});
   }
-  for (; i + kWidth <= n; i += kWidth)
-    step(i, All{});
+  if constexpr (kStride < kChunk) {
+    for (; i + kStride <= n; i += kStride)
+      step(i, All{});
+  }
   if (i < n) step(i, First{static_cast<size_t>(n - i)});
 }
 

@@ -16,40 +16,47 @@ namespace {
 constexpr int kDraws = 1 << 20;
 const double kSigma = std::sqrt(static_cast<double>(kDraws));
 
-uint32_t word(const RandomKey& key, uint64_t pair, uint64_t element) {
-  return random_word(pair_key(key, pair, element), static_cast<uint32_t>(element));
+StreamKey key_at(RandomKey key, uint64_t stream, uint64_t element) {
+  key.first = element;
+  return stream_key(key, stream);
+}
+// The word of elements 2 * index and 2 * index + 1.
+uint32_t word(const RandomKey& key, uint64_t stream, uint64_t index) {
+  return random_word(key_at(key, stream, 2 * index), static_cast<uint32_t>(index));
 }
 
 const RandomKey kKeys[] = {{0, 0, 0}, {0, 1, 0}, {1, 0, 0}, {42, 1000, 0}, {0xffffffffffffffffu, 12345, 0}};
 
 // A run that is repeated has to give the same weights, whatever the version or device.
-TEST(Random, PinnedWords) {
-  EXPECT_EQ(word({0, 0, 0}, 0, 0), 0x0c6de78bu);
-  EXPECT_EQ(word({0, 0, 0}, 1, 0), 0xab9234beu);
-  EXPECT_EQ(word({42, 7, 0}, 0, 123456789), 0xf136b132u);
-  EXPECT_EQ(word({42, 7, 0}, 1, (uint64_t{3} << 32) + 5), 0x531686acu);
+TEST(Random, PinnedBits) {
+  EXPECT_EQ(random_bits(key_at({0, 0, 0}, 0, 0), 0), 0xe78bu);
+  EXPECT_EQ(random_bits(key_at({0, 0, 0}, 0, 1), 1), 0x0c6du);
+  EXPECT_EQ(random_bits(key_at({0, 0, 0}, 3, 1), 1), 0xe296u);
+  EXPECT_EQ(random_bits(key_at({42, 7, 0}, 1, 123456789), 123456789), 0x288du);
+  EXPECT_EQ(random_bits(key_at({42, 7, 0}, 2, (uint64_t{3} << 33) + 6), (uint64_t{3} << 33) + 6), 0x2e06u);
 }
 
-TEST(Random, KeysOfAStepHoldForAllItsElements) {
-  const RandomKey key{9, 4, (uint64_t{1} << 32) - 2};
+TEST(Random, KeysHoldForAllElementsOfAPart) {
+  const RandomKey key{9, 4, (uint64_t{1} << 33) - 3};
   std::string parts;
-  for_each_streams(key, 5, [&](int64_t begin, int64_t end, const RandomStreams& streams) {
+  for_each_streams(key, 6, [&](int64_t begin, int64_t end, const RandomStreams& streams) {
     parts += std::to_string(begin) + "-" + std::to_string(end) + " ";
     for (int64_t i = begin; i < end; ++i) {
       const uint64_t element = key.first + static_cast<uint64_t>(i);
-      EXPECT_EQ(random_word(streams.states, static_cast<uint32_t>(element)), word(key, 0, element));
-      EXPECT_EQ(random_word(streams.weights, static_cast<uint32_t>(element)), word(key, 1, element));
+      const StreamKey keys[] = {streams.state0, streams.state1, streams.weight, streams.gradient};
+      for (uint64_t stream = 0; stream < 4; ++stream)
+        EXPECT_EQ(random_bits(keys[stream], element), random_bits(key_at(key, stream, element), element));
     }
   });
-  EXPECT_EQ(parts, "0-2 2-5 ");
+  EXPECT_EQ(parts, "0-3 3-6 ");
 }
 
 TEST(Random, EveryBitIsBalanced) {
   for (const RandomKey& key : kKeys) {
-    for (uint64_t pair : {0, 1}) {
+    for (uint64_t stream : {0, 3}) {
       std::array<int, 32> ones{};
       for (int e = 0; e < kDraws; ++e) {
-        const uint32_t w = word(key, pair, e);
+        const uint32_t w = word(key, stream, e);
         for (int bit = 0; bit < 32; ++bit)
           ones[bit] += (w >> bit) & 1;
       }
@@ -59,7 +66,7 @@ TEST(Random, EveryBitIsBalanced) {
   }
 }
 
-TEST(Random, StreamsAreUniform) {
+TEST(Random, BitsAreUniform) {
   for (const RandomKey& key : kKeys) {
     for (int shift : {0, 8, 16, 24}) {
       std::array<double, 256> counts{};
@@ -79,7 +86,7 @@ void expect_independent(const char* what, const std::function<uint32_t(int)>& a,
   constexpr int kShifts[] = {0, 1, 7, 16, 25};
   std::array<std::array<int, 32>, std::size(kShifts)> equal{};
   double low = 0, upper = 0, crossed = 0;
-  const auto centred = [](uint32_t stream) { return (stream - 32767.5) / 65536 * std::sqrt(12.0); };
+  const auto centred = [](uint32_t bits) { return (bits - 32767.5) / 65536 * std::sqrt(12.0); };
   for (int e = 0; e < kDraws; ++e) {
     const uint32_t x = a(e), y = b(e);
     for (size_t s = 0; s < std::size(kShifts); ++s) {
@@ -87,9 +94,9 @@ void expect_independent(const char* what, const std::function<uint32_t(int)>& a,
       for (int bit = 0; bit < 32; ++bit)
         equal[s][bit] += static_cast<int>((same >> bit) & 1);
     }
-    low += centred(low_stream(x)) * centred(low_stream(y));
-    upper += centred(upper_stream(x)) * centred(upper_stream(y));
-    crossed += centred(low_stream(x)) * centred(upper_stream(y));
+    low += centred(x & 0xffff) * centred(y & 0xffff);
+    upper += centred(x >> 16) * centred(y >> 16);
+    crossed += centred(x & 0xffff) * centred(y >> 16);
   }
   for (const auto& row : equal) {
     for (int count : row)
@@ -107,7 +114,8 @@ TEST(Random, NeighboursAreIndependent) {
     expect_independent("elements", plain, [&](int e) { return word(key, 0, e + distance); });
   expect_independent("steps", plain, [&](int e) { return word(next_step, 0, e); });
   expect_independent("seeds", plain, [&](int e) { return word(next_seed, 0, e); });
-  expect_independent("pairs", plain, [&](int e) { return word(key, 1, e); });
+  for (uint64_t stream : {1, 2, 3})
+    expect_independent("streams", plain, [&](int e) { return word(key, stream, e); });
   // One element over the steps, beside its neighbour.
   expect_independent(
       "an element's steps", [](int e) { return word({1, static_cast<uint64_t>(e), 0}, 0, 5); },
@@ -117,11 +125,11 @@ TEST(Random, NeighboursAreIndependent) {
       [](int e) { return word({1, static_cast<uint64_t>(e) + 1, 0}, 0, 5); });
 }
 
-TEST(Random, TheStreamsOfAWordAreIndependent) {
+TEST(Random, TheElementsOfAWordAreIndependent) {
   double sum = 0;
   for (int e = 0; e < kDraws; ++e) {
     const uint32_t w = word({3, 1, 0}, 0, e);
-    sum += (low_stream(w) - 32767.5) * (upper_stream(w) - 32767.5) * 12 / 65536 / 65536;
+    sum += ((w & 0xffff) - 32767.5) * ((w >> 16) - 32767.5) * 12 / 65536 / 65536;
   }
   EXPECT_LT(std::fabs(sum), 5 * kSigma);
 }
