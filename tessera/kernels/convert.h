@@ -62,14 +62,16 @@ TESSERA_ELEMENT uint16_t f16_from_float(float value) {
 // Note [Stochastic rounding]
 // `random` holds 16 random bits. They are added to the bits that rounding drops, so the magnitude goes up with the
 // probability that the dropped part is of one unit: the mean is the value. A value that the type holds is never
-// changed. Above the largest finite value there is no unit to weigh against, and rounding is to nearest: a finite value
-// becomes infinite exactly where it does by nearest rounding. NaN as by nearest rounding.
+// changed, and no finite value becomes infinite that nearest rounding keeps: above the largest finite value bf16 stays
+// at that value, whose range is fp32's, and fp16, whose overflows loss scaling has to see, rounds to nearest. A NaN
+// stays one.
 // All 16 bits that bf16 drops take part. fp16 drops 13 (the lowest 3 random bits are not used), and more among
 // denormals: there the part below 2^-40 (2^-16 units) is cut off.
 TESSERA_ELEMENT uint16_t bf16_stochastic(float value, uint32_t random) {
   const auto bits = std::bit_cast<uint32_t>(value);
-  if ((bits & 0x7fffffffu) > 0x7f7f0000u) return bf16_from_float(value);
-  return static_cast<uint16_t>((bits + random) >> 16);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return bf16_from_float(value);
+  return static_cast<uint16_t>((magnitude > 0x7f7f0000u ? bits : bits + random) >> 16);
 }
 
 TESSERA_ELEMENT uint16_t f16_stochastic(float value, uint32_t random) {

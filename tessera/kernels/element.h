@@ -68,19 +68,19 @@ TESSERA_ELEMENT void store_state(const UpdateRange& range, void* state, int64_t 
   }
 }
 
-// Element i of an update; `streams` are its own (for_each_streams).
+// Element i of an update; `key` is of its block (for_each_block).
 template <class Element>
-TESSERA_ELEMENT void update_element(const Element& rule, const UpdateRange& range, float grad_scale,
-                                    const RandomStreams& streams, int64_t i) {
+TESSERA_ELEMENT void update_element(const Element& rule, const UpdateRange& range, float grad_scale, BlockKey key,
+                                    int64_t i) {
   float w = load_master(range, i), s0 = 0, s1 = 0;
   if (Element::states > 0) s0 = load(range.state0, range.state_dtype, i);
   if (Element::states > 1) s1 = load(range.state1, range.state_dtype, i);
   rule.apply(w, load(range.grad, range.grad_dtype, i) * grad_scale, s0, s1);
   const uint64_t element = range.random.first + static_cast<uint64_t>(i);
   const bool draw = range.rounding == Rounding::Stochastic;
-  if (Element::states > 0) store_state(range, range.state0, i, s0, draw ? random_bits(streams.state0, element) : 0);
-  if (Element::states > 1) store_state(range, range.state1, i, s1, draw ? random_bits(streams.state1, element) : 0);
-  store_master(range, i, w, draw ? random_bits(streams.weight, element) : 0);
+  if (Element::states > 0) store_state(range, range.state0, i, s0, draw ? random_bits(key, kState0, element) : 0);
+  if (Element::states > 1) store_state(range, range.state1, i, s1, draw ? random_bits(key, kState1, element) : 0);
+  store_master(range, i, w, draw ? random_bits(key, kWeight, element) : 0);
 }
 
 }  // namespace tessera::kernels

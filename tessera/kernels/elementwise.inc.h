@@ -10,7 +10,7 @@ namespace {
 
 // `key` and `first` are for stochastic types of dst.
 template <class Dst, class Src>
-void copy_typed(void* dst, const void* src, float factor, int64_t n, StreamKey key = {}, uint64_t first = 0) {
+void copy_typed(void* dst, const void* src, float factor, int64_t n, BlockKey key = {}, uint64_t first = 0) {
   constexpr Order order = Dst::bytes == 2 ? Order::EvenOdd : Order::Natural;
   const F scale = splat(factor);
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
@@ -19,12 +19,13 @@ void copy_typed(void* dst, const void* src, float factor, int64_t n, StreamKey k
   };
   for_each_pair(n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
     const Pair x = Src::template load<order>(src, i, lanes);
-    put<order, Dst>(dst, i, lanes, {x.a * scale, x.b * scale}, key, first + static_cast<uint64_t>(i));
+    put<order, Dst>(dst, i, lanes, {x.a * scale, x.b * scale},
+                    Random<Dst::stochastic>(key, first + static_cast<uint64_t>(i)), kGradient);
   });
 }
 
 template <class Dst, class Src>
-void add_typed(void* dst, const void* src, float factor, int64_t n, StreamKey key = {}, uint64_t first = 0) {
+void add_typed(void* dst, const void* src, float factor, int64_t n, BlockKey key = {}, uint64_t first = 0) {
   constexpr Order order = Dst::bytes == 2 ? Order::EvenOdd : Order::Natural;
   const F scale = splat(factor);
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
@@ -34,7 +35,7 @@ void add_typed(void* dst, const void* src, float factor, int64_t n, StreamKey ke
   for_each_pair(n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
     const Pair x = Src::template load<order>(src, i, lanes), y = Dst::template load<order>(dst, i, lanes);
     const Pair sum{fma(scale, x.a, y.a), fma(scale, x.b, y.b)};
-    put<order, Dst>(dst, i, lanes, sum, key, first + static_cast<uint64_t>(i));
+    put<order, Dst>(dst, i, lanes, sum, Random<Dst::stochastic>(key, first + static_cast<uint64_t>(i)), kGradient);
   });
 }
 
@@ -100,13 +101,13 @@ double sum_of_squares_any(const void* src, DType dtype, int64_t n) {
   return sum;
 }
 
-// call(to, from, begin, end, key) for the parts of [0, n) that share their streams, with the stochastic type of dst.
+// call(to, from, begin, end, key) for the parts of [0, n) that share their key, with the stochastic type of dst.
 template <class Call>
 TESSERA_INLINE void with_stochastic(DType dst, DType src, int64_t n, const RandomKey& random, const Call& call) {
-  for_each_streams(random, n, [&](int64_t begin, int64_t end, const RandomStreams& streams) {
+  for_each_block(random, n, [&](int64_t begin, int64_t end, BlockKey key) {
     with_type(src, [&](auto from) {
-      if (dst == DType::BF16) return call(Bf16Stochastic{}, from, begin, end, streams.gradient);
-      call(F16Stochastic{}, from, begin, end, streams.gradient);
+      if (dst == DType::BF16) return call(Bf16Stochastic{}, from, begin, end, key);
+      call(F16Stochastic{}, from, begin, end, key);
     });
   });
 }
@@ -114,7 +115,7 @@ TESSERA_INLINE void with_stochastic(DType dst, DType src, int64_t n, const Rando
 void scaled_copy_stochastic_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
                                 const RandomKey& random) {
   if (dst_dtype == DType::F32) return scaled_copy_any(dst, dst_dtype, src, src_dtype, scale, n);
-  with_stochastic(dst_dtype, src_dtype, n, random, [&](auto to, auto from, int64_t begin, int64_t end, StreamKey key) {
+  with_stochastic(dst_dtype, src_dtype, n, random, [&](auto to, auto from, int64_t begin, int64_t end, BlockKey key) {
     using To = decltype(to);
     using From = decltype(from);
     copy_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, end - begin, key,
@@ -125,7 +126,7 @@ void scaled_copy_stochastic_any(void* dst, DType dst_dtype, const void* src, DTy
 void scaled_add_stochastic_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
                                const RandomKey& random) {
   if (dst_dtype == DType::F32) return scaled_add_any(dst, dst_dtype, src, src_dtype, scale, n);
-  with_stochastic(dst_dtype, src_dtype, n, random, [&](auto to, auto from, int64_t begin, int64_t end, StreamKey key) {
+  with_stochastic(dst_dtype, src_dtype, n, random, [&](auto to, auto from, int64_t begin, int64_t end, BlockKey key) {
     using To = decltype(to);
     using From = decltype(from);
     add_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, end - begin, key,

@@ -123,8 +123,8 @@ struct Fp32Master {  // and a copy of type Weight, or None
   TESSERA_INLINE Pair load(int64_t i, Lanes lanes) const {
     return F32::load<order>(master, i, lanes);
   }
-  template <Order order, class Lanes>
-  TESSERA_INLINE void store(int64_t i, Lanes lanes, const Pair& w, StreamKey, uint64_t) const {
+  template <Order order, class Lanes, class Random>
+  TESSERA_INLINE void store(int64_t i, Lanes lanes, const Pair& w, const Random&) const {
     F32::store<order>(master, i, lanes, w);
     Weight::template store<order>(weight, i, lanes, w);
   }
@@ -143,8 +143,8 @@ struct SplitMaster {
   TESSERA_INLINE Pair load(int64_t i, Lanes lanes) const {
     return SplitHalves::load<order>(weight, residual, i, lanes);
   }
-  template <Order order, class Lanes>
-  TESSERA_INLINE void store(int64_t i, Lanes lanes, const Pair& w, StreamKey, uint64_t) const {
+  template <Order order, class Lanes, class Random>
+  TESSERA_INLINE void store(int64_t i, Lanes lanes, const Pair& w, const Random&) const {
     SplitHalves::store<order>(weight, residual, i, lanes, w);
   }
 };
@@ -159,9 +159,9 @@ struct WeightMaster {
   TESSERA_INLINE Pair load(int64_t i, Lanes lanes) const {
     return Type::template load<order>(weight, i, lanes);
   }
-  template <Order order, class Lanes>
-  TESSERA_INLINE void store(int64_t i, Lanes lanes, const Pair& w, StreamKey key, uint64_t element) const {
-    put<order, Type>(weight, i, lanes, w, key, element);
+  template <Order order, class Lanes, class Random>
+  TESSERA_INLINE void store(int64_t i, Lanes lanes, const Pair& w, const Random& random) const {
+    put<order, Type>(weight, i, lanes, w, random, kWeight);
   }
 };
 
@@ -182,7 +182,7 @@ struct Gradient {
 };
 
 template <class Master, class State, class Step>
-void update_typed(const Step& rule, const UpdateRange& range, const RandomStreams& keys, float grad_scale) {
+void update_typed(const Step& rule, const UpdateRange& range, BlockKey block, float grad_scale) {
   constexpr Order order = Master::natural && State::bytes == 4 ? Order::Natural : Order::EvenOdd;
   // Local copies: a store through a char pointer could change the originals for all the compiler
   // knows.
@@ -192,7 +192,7 @@ void update_typed(const Step& rule, const UpdateRange& range, const RandomStream
   const Gradient grad{range.grad, range.grad_dtype};
   void* const state0 = range.state0;
   void* const state1 = range.state1;
-  const RandomStreams streams = keys;
+  const BlockKey key = block;
   const uint64_t first = range.random.first;
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
     master.prefetch(i);
@@ -207,10 +207,10 @@ void update_typed(const Step& rule, const UpdateRange& range, const RandomStream
     if constexpr (Step::states > 1) s1 = State::template load<order>(state1, i, lanes);
     step.apply(w.a, g.a * scale, s0.a, s1.a);
     step.apply(w.b, g.b * scale, s0.b, s1.b);
-    const uint64_t element = first + static_cast<uint64_t>(i);
-    if constexpr (Step::states > 0) put<order, State>(state0, i, lanes, s0, streams.state0, element);
-    if constexpr (Step::states > 1) put<order, State>(state1, i, lanes, s1, streams.state1, element);
-    master.template store<order>(i, lanes, w, streams.weight, element);
+    const Random<State::stochastic || Master::stochastic> random(key, first + static_cast<uint64_t>(i));
+    if constexpr (Step::states > 0) put<order, State>(state0, i, lanes, s0, random, kState0);
+    if constexpr (Step::states > 1) put<order, State>(state1, i, lanes, s1, random, kState1);
+    master.template store<order>(i, lanes, w, random);
   });
 }
 
@@ -219,8 +219,8 @@ void update_streams(const Step& step, const UpdateRange& range, float grad_scale
   if (!State::stochastic && !Master::stochastic) {
     return update_typed<Master, State>(step, range, {}, grad_scale);
   }
-  for_each_streams(range.random, range.n, [&](int64_t begin, int64_t end, const RandomStreams& streams) {
-    update_typed<Master, State>(step, part(range, begin, end), streams, grad_scale);
+  for_each_block(range.random, range.n, [&](int64_t begin, int64_t end, BlockKey key) {
+    update_typed<Master, State>(step, part(range, begin, end), key, grad_scale);
   });
 }
 

@@ -135,11 +135,10 @@ struct Bf16Stochastic : Bf16 {
   }
 
  private:
-  // Above the largest finite value, half a unit is added: to nearest, where the only tie goes to infinity.
+  // Above the largest finite value, and NaN: cut off.
   static TESSERA_INLINE U rounded(F x, U random) {
-    const U bits = (U)x, half = U{} + 0x8000u;
-    const U added = (bits & 0x7fffffffu) > 0x7f7f0000u ? half : random;
-    return x == x ? bits + added : bits;
+    const U bits = (U)x;
+    return (F)(bits & 0x7fffffffu) <= splat(0x1.fep127f) ? bits + random : bits;
   }
 };
 
@@ -184,31 +183,48 @@ struct None {
   static TESSERA_INLINE void prefetch(const void*, int64_t) {}
 };
 
-// Random bits of a Pair of elements in EvenOdd order (Note [Random bits] in random.h).
-TESSERA_INLINE U random_words(StreamKey key, uint64_t element) {
+TESSERA_INLINE U root_words(BlockKey key, uint64_t element) {
   U x = count_from(static_cast<uint32_t>(element >> 1) + key.before);
   x ^= x >> 17;
   x *= 0xed5ad4bbu;
   x ^= x >> 11;
   x += key.between;
   x *= 0xac4c1b51u;
-  x ^= x >> 15;
-  x *= 0x31848babu;
-  x ^= x >> 14;
-  return x;
-}
-TESSERA_INLINE Bits random_pair(StreamKey key, uint64_t element) {
-  const U words = random_words(key, element);
-  if ((element & 1) == 0) return {words & 0xffffu, words >> 16};
-  return {words >> 16, random_words(key, element + 1) & 0xffffu};
+  return x ^ (x >> 15);
 }
 
-// Stores by the rounding of the type. `element`: global index of the first one; the nearest types draw nothing.
-template <Order order, class Type, class Lanes>
-TESSERA_INLINE void put(void* p, int64_t i, Lanes lanes, const Pair& x, StreamKey key, uint64_t element) {
+// Random bits of a Pair in EvenOdd order whose first element is `element` (Note [Random bits] in random.h); what the
+// streams share is computed once. Random<false>: nothing is drawn.
+template <bool drawn>
+struct Random {
+  U own{}, next{};
+  bool odd = false;
+  TESSERA_INLINE Random(BlockKey key, uint64_t element) {
+    if constexpr (drawn) {
+      odd = (element & 1) != 0;
+      own = root_words(key, element);
+      if (odd) next = root_words(key, element + 1);
+    }
+  }
+  TESSERA_INLINE Bits bits(Stream stream) const {
+    const U words = word(own, stream);
+    if (!odd) return {words & 0xffffu, words >> 16};
+    return {words >> 16, word(next, stream) & 0xffffu};
+  }
+
+ private:
+  static TESSERA_INLINE U word(U root, Stream stream) {
+    const U x = root * static_cast<uint32_t>(stream);
+    return x ^ (x >> 14);
+  }
+};
+
+// Stores by the rounding of the type.
+template <Order order, class Type, class Lanes, class Random>
+TESSERA_INLINE void put(void* p, int64_t i, Lanes lanes, const Pair& x, const Random& random, Stream stream) {
   if constexpr (Type::stochastic) {
     static_assert(order == Order::EvenOdd);
-    Type::template store<order>(p, i, lanes, x, random_pair(key, element));
+    Type::template store<order>(p, i, lanes, x, random.bits(stream));
   } else {
     Type::template store<order>(p, i, lanes, x);
   }

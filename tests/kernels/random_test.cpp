@@ -8,7 +8,7 @@
 #include <bit>
 #include <cmath>
 #include <functional>
-#include <string>
+#include <vector>
 
 namespace tessera::kernels {
 namespace {
@@ -16,44 +16,42 @@ namespace {
 constexpr int kDraws = 1 << 20;
 const double kSigma = std::sqrt(static_cast<double>(kDraws));
 
-StreamKey key_at(RandomKey key, uint64_t stream, uint64_t element) {
+BlockKey key_at(RandomKey key, uint64_t element) {
   key.first = element;
-  return stream_key(key, stream);
+  return block_key(key);
 }
 // The word of elements 2 * index and 2 * index + 1.
-uint32_t word(const RandomKey& key, uint64_t stream, uint64_t index) {
-  return random_word(key_at(key, stream, 2 * index), static_cast<uint32_t>(index));
+uint32_t word(const RandomKey& key, Stream stream, uint64_t index) {
+  return stream_word(root_word(key_at(key, 2 * index), static_cast<uint32_t>(index)), stream);
 }
 
 const RandomKey kKeys[] = {{0, 0, 0}, {0, 1, 0}, {1, 0, 0}, {42, 1000, 0}, {0xffffffffffffffffu, 12345, 0}};
 
 // A run that is repeated has to give the same weights, whatever the version or device.
 TEST(Random, PinnedBits) {
-  EXPECT_EQ(random_bits(key_at({0, 0, 0}, 0, 0), 0), 0xe78bu);
-  EXPECT_EQ(random_bits(key_at({0, 0, 0}, 0, 1), 1), 0x0c6du);
-  EXPECT_EQ(random_bits(key_at({0, 0, 0}, 3, 1), 1), 0xe296u);
-  EXPECT_EQ(random_bits(key_at({42, 7, 0}, 1, 123456789), 123456789), 0x288du);
-  EXPECT_EQ(random_bits(key_at({42, 7, 0}, 2, (uint64_t{3} << 33) + 6), (uint64_t{3} << 33) + 6), 0x2e06u);
+  EXPECT_EQ(random_bits(key_at({0, 0, 0}, 0), kState0, 0), 0xe78bu);
+  EXPECT_EQ(random_bits(key_at({0, 0, 0}, 1), kState0, 1), 0x0c6du);
+  EXPECT_EQ(random_bits(key_at({0, 0, 0}, 1), kGradient, 1), 0x7378u);
+  EXPECT_EQ(random_bits(key_at({42, 7, 0}, 123456789), kState1, 123456789), 0x70d4u);
+  EXPECT_EQ(random_bits(key_at({42, 7, 0}, (uint64_t{3} << 33) + 6), kWeight, (uint64_t{3} << 33) + 6), 0x185au);
 }
 
-TEST(Random, KeysHoldForAllElementsOfAPart) {
+TEST(Random, KeysHoldForAllElementsOfABlock) {
   const RandomKey key{9, 4, (uint64_t{1} << 33) - 3};
-  std::string parts;
-  for_each_streams(key, 6, [&](int64_t begin, int64_t end, const RandomStreams& streams) {
-    parts += std::to_string(begin) + "-" + std::to_string(end) + " ";
+  std::vector<int64_t> bounds;
+  for_each_block(key, 6, [&](int64_t begin, int64_t end, BlockKey block) {
+    bounds.insert(bounds.end(), {begin, end});
     for (int64_t i = begin; i < end; ++i) {
       const uint64_t element = key.first + static_cast<uint64_t>(i);
-      const StreamKey keys[] = {streams.state0, streams.state1, streams.weight, streams.gradient};
-      for (uint64_t stream = 0; stream < 4; ++stream)
-        EXPECT_EQ(random_bits(keys[stream], element), random_bits(key_at(key, stream, element), element));
+      EXPECT_EQ(random_bits(block, kWeight, element), random_bits(key_at(key, element), kWeight, element));
     }
   });
-  EXPECT_EQ(parts, "0-3 3-6 ");
+  EXPECT_EQ(bounds, (std::vector<int64_t>{0, 3, 3, 6}));
 }
 
 TEST(Random, EveryBitIsBalanced) {
   for (const RandomKey& key : kKeys) {
-    for (uint64_t stream : {0, 3}) {
+    for (Stream stream : {kState0, kState1, kWeight, kGradient}) {
       std::array<int, 32> ones{};
       for (int e = 0; e < kDraws; ++e) {
         const uint32_t w = word(key, stream, e);
@@ -71,7 +69,7 @@ TEST(Random, BitsAreUniform) {
     for (int shift : {0, 8, 16, 24}) {
       std::array<double, 256> counts{};
       for (int e = 0; e < kDraws; ++e)
-        ++counts[(word(key, 0, e) >> shift) & 0xff];
+        ++counts[(word(key, kState1, e) >> shift) & 0xff];
       double chi = 0;
       for (double count : counts)
         chi += (count - kDraws / 256.0) * (count - kDraws / 256.0) / (kDraws / 256.0);
@@ -108,27 +106,36 @@ void expect_independent(const char* what, const std::function<uint32_t(int)>& a,
 
 TEST(Random, NeighboursAreIndependent) {
   const RandomKey key{7, 100, 0}, next_step{7, 101, 0}, next_seed{8, 100, 0};
-  const auto plain = [&](int e) { return word(key, 0, e); };
+  const auto plain = [&](int e) { return word(key, kState0, e); };
   for (uint64_t distance :
        {uint64_t{1}, uint64_t{2}, uint64_t{16}, uint64_t{4096}, uint64_t{1} << 31, uint64_t{1} << 32})
-    expect_independent("elements", plain, [&](int e) { return word(key, 0, e + distance); });
-  expect_independent("steps", plain, [&](int e) { return word(next_step, 0, e); });
-  expect_independent("seeds", plain, [&](int e) { return word(next_seed, 0, e); });
-  for (uint64_t stream : {1, 2, 3})
-    expect_independent("streams", plain, [&](int e) { return word(key, stream, e); });
-  // One element over the steps, beside its neighbour.
-  expect_independent(
-      "an element's steps", [](int e) { return word({1, static_cast<uint64_t>(e), 0}, 0, 5); },
-      [](int e) { return word({1, static_cast<uint64_t>(e), 0}, 0, 6); });
-  expect_independent(
-      "an element's next step", [](int e) { return word({1, static_cast<uint64_t>(e), 0}, 0, 5); },
-      [](int e) { return word({1, static_cast<uint64_t>(e) + 1, 0}, 0, 5); });
+    expect_independent("elements", plain, [&](int e) { return word(key, kState0, e + distance); });
+  expect_independent("steps", plain, [&](int e) { return word(next_step, kState0, e); });
+  expect_independent("seeds", plain, [&](int e) { return word(next_seed, kState0, e); });
+  // One element over the steps, beside its neighbour and its own next step.
+  const auto at = [](uint64_t step, uint64_t index) { return word({1, step, 0}, kWeight, index); };
+  expect_independent("an element's steps", [&](int e) { return at(e, 5); }, [&](int e) { return at(e, 6); });
+  expect_independent("an element's next step", [&](int e) { return at(e, 5); }, [&](int e) { return at(e + 1, 5); });
+}
+
+TEST(Random, StreamsAreIndependent) {
+  const RandomKey key{7, 100, 0};
+  const Stream streams[] = {kState0, kState1, kWeight, kGradient};
+  for (int a = 0; a < 4; ++a) {
+    for (int b = a + 1; b < 4; ++b) {
+      for (int distance : {0, 1}) {
+        expect_independent(
+            "streams", [&](int e) { return word(key, streams[a], e); },
+            [&](int e) { return word(key, streams[b], e + distance); });
+      }
+    }
+  }
 }
 
 TEST(Random, TheElementsOfAWordAreIndependent) {
   double sum = 0;
   for (int e = 0; e < kDraws; ++e) {
-    const uint32_t w = word({3, 1, 0}, 0, e);
+    const uint32_t w = word({3, 1, 0}, kWeight, e);
     sum += ((w & 0xffff) - 32767.5) * ((w >> 16) - 32767.5) * 12 / 65536 / 65536;
   }
   EXPECT_LT(std::fabs(sum), 5 * kSigma);
