@@ -7,6 +7,7 @@
 #include "bindings.h"
 #include "tessera/base/error.h"
 #include "tessera/config/json.h"
+#include "tessera/config/precision.h"
 #include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
 

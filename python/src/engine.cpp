@@ -179,6 +179,7 @@ void bind_state(EngineClass& c) {
           "local_view",
           [](Engine& e, int param, engine::Quantity what) { return optional_tensor(e.local_view(param, what)); },
           py::arg("param"), py::arg("what"), NoGil())
+      .def("set_local", &Engine::set_local, py::arg("param"), py::arg("what"), py::arg("value"), NoGil())
       .def("local_range", &Engine::local_range, py::arg("param"))
       .def("refresh_params", &Engine::refresh_params, NoGil())
       .def("adopt_params", &Engine::adopt_params, NoGil())

@@ -6,6 +6,13 @@ namespace tessera::python {
 
 void bind_options(py::module_& m) {
   using amp::PrecisionPolicy;
+  py::enum_<amp::Master>(m, "Master")
+      .value("Weight", amp::Master::Weight)
+      .value("Fp32", amp::Master::Fp32)
+      .value("Split", amp::Master::Split);
+  py::enum_<kernels::Rounding>(m, "Rounding")
+      .value("Nearest", kernels::Rounding::Nearest)
+      .value("Stochastic", kernels::Rounding::Stochastic);
   py::class_<PrecisionPolicy>(m, "PrecisionPolicy")
       .def(py::init<>())
       .def_static("fp32", &PrecisionPolicy::fp32)
@@ -14,8 +21,11 @@ void bind_options(py::module_& m) {
       .def_readwrite("param", &PrecisionPolicy::param)
       .def_readwrite("grad", &PrecisionPolicy::grad)
       .def_readwrite("master", &PrecisionPolicy::master)
+      .def_readwrite("state", &PrecisionPolicy::state)
+      .def_readwrite("rounding", &PrecisionPolicy::rounding)
       .def_readwrite("skip_nonfinite", &PrecisionPolicy::skip_nonfinite)
-      .def("master_is_param", &PrecisionPolicy::master_is_param);
+      .def("master_is_param", &PrecisionPolicy::master_is_param)
+      .def("bytes_per_parameter", &PrecisionPolicy::bytes_per_parameter);
 
   py::class_<zero::Options>(m, "ZeroOptions")
       .def(py::init<>())
@@ -25,6 +35,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("min_unit_elements", &zero::Options::min_unit_elements)
       .def_readwrite("overlap", &zero::Options::overlap)
       .def_readwrite("average", &zero::Options::average)
+      .def_readwrite("seed", &zero::Options::seed)
       .def_readwrite("reduce_at_step", &zero::Options::reduce_at_step);
 }
 

@@ -380,16 +380,24 @@ class Engine(EngineGetters):
         custom_load_fn: Callable[[dict[str, Any], nn.Module], None] | None = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """module.load_state_dict(); the fp32 masters follow. Every rank loads the same values."""
-        with self._whole(_core.Writes.Own):
+        """module.load_state_dict(); the masters follow. Every rank loads the same values. Collective in stage 3."""
+        # A region in any stage: it sees what a custom function writes to p.data, too.
+        numbers = list(range(len(self.core.params())))
+        self.core.gather(numbers)
+        writes = _core.Writes.None_
+        try:
             if custom_load_fn is not None:
                 custom_load_fn(checkpoint, self.module)
             else:
                 self.module.load_state_dict(checkpoint, strict=strict)
+            writes = _core.Writes.Own
+        finally:
+            with contextlib.suppress(RuntimeError) if writes == _core.Writes.None_ else contextlib.nullcontext():
+                self.core.release(numbers, writes, 0)
         self.core.adopt_params()
 
     @contextlib.contextmanager
-    def _whole(self, writes: _core.Writes = _core.Writes.None_) -> Iterator[bool]:
+    def _whole(self) -> Iterator[bool]:
         """A region in which all parameters are whole. Collective in stage 3; True where it gathers any."""
         if self.core.destroyed() or self.config.zero_optimization.stage != 3:
             yield False
@@ -403,7 +411,7 @@ class Engine(EngineGetters):
                     core.release(numbers, _core.Writes.None_, 0)
             raise
         for core, numbers in groups:
-            core.release(numbers, writes, 0)
+            core.release(numbers, _core.Writes.None_, 0)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

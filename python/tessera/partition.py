@@ -107,8 +107,8 @@ def _read_elsewhere(param: torch.Tensor) -> None:
 
 
 class _Scope:
-    """The hooks of one module. `cover`: the nearest module around it that gathers all below it. While that runs there is
-    nothing to do, and nothing is done: a call into the core for every small module would cost more than the module."""
+    """The hooks of one module. `cover`: the nearest module around it that gathers all below it. While that runs
+    there is nothing to do, and nothing is done: a call into the core would cost more than many a small module."""
 
     def __init__(self, core: _core.Engine, number: int, owned: list[_Parameters], cover: _Scope | None) -> None:
         self.core = core

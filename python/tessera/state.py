@@ -1,8 +1,9 @@
 """Full and local values of what an engine keeps: fp32 masters, gradients, optimizer states.
 
-Full values are fp32 and have the shape of the parameter; reading and writing them is collective. Local ones are
-views of what this rank holds: shaped like the parameter at stage 0, else 1-D and possibly empty. Everything is None
-for parameters that are not optimized, and for gradients outside the time between a backward and its step.
+Full values are fp32 and have the shape of the parameter; reading and writing them is collective. Local ones are what
+this rank holds, fp32 too (views where it is held so): shaped like the parameter at stage 0, else 1-D and possibly
+empty. Everything is None for parameters that are not optimized, and for gradients outside the time between a backward
+and its step.
 """
 
 from __future__ import annotations
@@ -90,14 +91,15 @@ def _get_full(engine: Engine, param: torch.Tensor, what: _core.Quantity) -> torc
 
 def _get_local(engine: Engine, param: torch.Tensor, what: _core.Quantity) -> torch.Tensor | None:
     number = _number(engine, param)
-    return engine.core.local_view(number, what) if number in engine._optimized else None
+    view = engine.core.local_view(number, what) if number in engine._optimized else None
+    return None if view is None else view.float()
 
 
 def _set_local(engine: Engine, param: torch.Tensor, what: _core.Quantity, value: torch.Tensor) -> None:
-    view = _get_local(engine, param, what)
-    if view is None:
-        raise ConfigError("[state] there is nothing of this kind for the parameter now")
-    view.copy_(value.view(view.shape))
+    number = _number(engine, param)
+    if number not in engine._optimized:
+        raise ConfigError("[state] there is nothing of this kind for the parameter: it is not optimized")
+    engine.core.set_local(number, what, value)
 
 
 def _quantity(engine: Engine, key: str) -> _core.Quantity:

@@ -1,26 +1,61 @@
-// PrecisionPolicy: which dtype each representation of a parameter has. One validated record; nothing else in the
-// engine asks which precision mode is on.
+// PrecisionPolicy: which dtype each representation of a parameter has, and how values are rounded into it. One
+// validated record; nothing else in the engine asks which precision mode is on.
 #pragma once
 
 #include <c10/core/ScalarType.h>
 
+#include <cstdint>
+
+#include "tessera/kernels/types.h"
+
 namespace tessera::amp {
 
+// Where the value lives that the optimizer updates.
+enum class Master : uint8_t {
+  Weight,  // in the compute parameter itself
+  Fp32,    // in an fp32 copy; the compute parameter is its nearest value
+  Split,   // bf16 compute parameter and 16-bit residual together are an exact fp32 value (kernels/split.h)
+};
+
 struct PrecisionPolicy {
-  at::ScalarType param = at::kFloat;   // compute parameters: what the module computes with
-  at::ScalarType grad = at::kFloat;    // flat gradient: where micro-batches accumulate, and what is reduced
-  at::ScalarType master = at::kFloat;  // what the optimizer updates
-  bool skip_nonfinite = false;         // a step with inf or NaN gradients is skipped (agreed on all ranks)
+  at::ScalarType param = at::kFloat;  // compute parameters: what the module computes with
+  at::ScalarType grad = at::kFloat;   // flat gradient: where micro-batches accumulate, and what is reduced
+  Master master = Master::Weight;
+  at::ScalarType state = at::kFloat;  // moments
+  // Into 16-bit weights that are their own master, 16-bit states, and 16-bit gradients that accumulate. The copy of an
+  // fp32 master is the nearest value in any mode, and a split master is exact.
+  kernels::Rounding rounding = kernels::Rounding::Nearest;
+  bool skip_nonfinite = false;  // a step with inf or NaN gradients is skipped (agreed on all ranks)
 
-  // True where the compute parameter itself is the master: nothing extra is stored.
-  bool master_is_param() const { return param == master; }
-
-  // fp32: 4 + 4 + 0 bytes a parameter besides the moments. bf16 and fp16: 2 + 2 + 4.
-  static PrecisionPolicy fp32() { return {}; }
-  static PrecisionPolicy bf16(bool check_overflow = true) {
-    return {at::kBFloat16, at::kBFloat16, at::kFloat, check_overflow};
+  // The compute parameter itself is the master: nothing extra is stored.
+  bool master_is_param() const { return master == Master::Weight; }
+  // Updates take random bits: what they write is rounded stochastically.
+  bool update_is_random() const {
+    const bool rounds = at::elementSize(state) == 2 || (master_is_param() && at::elementSize(param) == 2);
+    return rounding == kernels::Rounding::Stochastic && rounds;
   }
-  static PrecisionPolicy fp16() { return {at::kHalf, at::kHalf, at::kFloat, true}; }
+  // Of weight, gradient, master and two states together, in bytes.
+  int64_t bytes_per_parameter() const {
+    const auto size = [](at::ScalarType dtype) { return static_cast<int64_t>(at::elementSize(dtype)); };
+    const int64_t extra = master == Master::Fp32 ? 4 : (master == Master::Split ? 2 : 0);
+    return size(param) + size(grad) + extra + 2 * size(state);
+  }
+
+  static PrecisionPolicy fp32() { return {}; }
+  // bf16 weights and gradients; the exact mode, 14 bytes a parameter.
+  static PrecisionPolicy bf16(bool check_overflow = true) {
+    PrecisionPolicy policy{at::kBFloat16, at::kBFloat16, Master::Split};
+    policy.rounding = kernels::Rounding::Stochastic;
+    policy.skip_nonfinite = check_overflow;
+    return policy;
+  }
+  // fp16 weights and gradients with an fp32 master (fp16 values cannot be split), 16 bytes; needs a loss scale.
+  static PrecisionPolicy fp16() {
+    PrecisionPolicy policy{at::kHalf, at::kHalf, Master::Fp32};
+    policy.rounding = kernels::Rounding::Stochastic;
+    policy.skip_nonfinite = true;
+    return policy;
+  }
 };
 
 }  // namespace tessera::amp

@@ -294,8 +294,11 @@ std::vector<Key> later_rows() {
       {FIELD(elasticity.ignore_non_elastic_batch_info), "ignore the batch triple"},
       {FIELD(elasticity.version), "version of the rules", at_least(0)},
       {FIELD(tessera.min_unit_elements), "smaller neighbouring units are merged into one collective", at_least(0)},
-      {FIELD(tessera.state_bytes), "bytes of a parameter's state in the low-precision modes", at_least(1)},
-      {FIELD(tessera.rounding), "rounding of low-precision states", one_of({"nearest", "stochastic"})},
+      {FIELD(tessera.state_bytes),
+       "bytes a parameter of weight, gradient, master and moments; chooses the precision mode", at_least(1)},
+      {FIELD(tessera.rounding), "rounding into 16-bit masters, moments and accumulated gradients; unset: stochastic",
+       one_of({"nearest", "stochastic"})},
+      {FIELD(tessera.seed), "seed of stochastic rounding", at_least(0)},
   };
 }
 

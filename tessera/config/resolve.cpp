@@ -4,16 +4,9 @@
 #include <cmath>
 
 #include "tessera/config/params.h"
+#include "tessera/config/precision.h"
 
 namespace tessera::config {
-
-amp::PrecisionPolicy precision(const Config& config) {
-  auto policy = config.fp16.enabled   ? amp::PrecisionPolicy::fp16()
-                : config.bf16.enabled ? amp::PrecisionPolicy::bf16(config.bf16.check_grad_overflow)
-                                      : amp::PrecisionPolicy::fp32();
-  policy.grad = config.data_types.grad_accum_dtype.value_or(policy.grad);
-  return policy;
-}
 
 amp::ScalerOptions scaler_options(const Config& config) {
   const Fp16& fp16 = config.fp16;
@@ -37,6 +30,7 @@ zero::Options zero_options(const Config& config) {
   zero::Options options;
   options.stage = int(zero.stage);
   options.precision = precision(config);
+  options.seed = static_cast<uint64_t>(config.tessera.seed);
   options.reduce_bucket_size = zero.reduce_bucket_size;
   options.min_unit_elements = config.tessera.min_unit_elements;
   options.average = config.gradient_allreduce_op == GradientOp::Mean;

@@ -5,17 +5,12 @@
 #include <optional>
 
 #include "tessera/amp/grad_scaler.h"
-#include "tessera/amp/precision.h"
 #include "tessera/config/config.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/optim/schedule.h"
 #include "tessera/zero/options.h"
 
 namespace tessera::config {
-
-// bf16.enabled, fp16.enabled, data_types.grad_accum_dtype and bf16.check_grad_overflow as a policy;
-// fp32 otherwise.
-amp::PrecisionPolicy precision(const Config& config);
 
 // How losses are scaled: section fp16; in ZeRO (stages 1 to 3) with hysteresis and an error at the minimum, in stage 0
 // without. torch_autocast in fp16 without the section: torch.amp's rules. No scaling otherwise.

@@ -4,6 +4,7 @@
 
 #include "tessera/config/lookup.h"
 #include "tessera/config/params.h"
+#include "tessera/config/precision.h"
 
 namespace tessera::config {
 namespace {
@@ -12,23 +13,13 @@ bool has(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-void check_precision(const Config& c, Report& report) {
-  if (c.fp16.enabled && c.bf16.enabled) {
-    report.error("fp16.enabled", "fp16 and bf16 cannot be enabled together");
-  }
+void check_amp(const Config& c, Report& report) {
   const bool amp = has(c.foreign_sections, "amp");
   if (amp && c.zero_optimization.stage > 0) {
     report.error("amp", "cannot be combined with zero_optimization");
   }
   if (amp && (c.fp16.enabled || c.bf16.enabled)) {
     report.error("amp", "cannot be combined with fp16 or bf16");
-  }
-  const auto mode = c.fp16.enabled   ? c10::ScalarType::Half
-                    : c.bf16.enabled ? c10::ScalarType::BFloat16
-                                     : c10::ScalarType::Float;
-  if (c.data_types.param_dtype.value_or(mode) != mode) {
-    report.error("data_types.param_dtype", "may only restate the dtype of the precision mode, " + dtype_name(mode) +
-                                               "; enable bf16 or fp16 instead");
   }
 }
 
@@ -64,10 +55,14 @@ void check_low_precision_states(const Config& c, Report& report) {
   check(bf16_master && fp16_master, "fp16.fp16_master_weights_and_grads",
         "cannot be combined with bf16.bf16_master_weights_and_grads");
   check(bf16_states && !bf16_master, "bf16.bf16_optimizer_states", "needs bf16_master_weights_and_grads");
-  check(bf16_master && !bf16_states && !on_cpu, "bf16.bf16_master_weights_and_grads",
-        "needs bf16_optimizer_states, or zero_optimization.offload_optimizer.device cpu");
-  check(fp16_master && !on_cpu, "fp16.fp16_master_weights_and_grads",
-        "needs zero_optimization.offload_optimizer.device cpu");
+  // Fp32 moments beside 16-bit masters on the device: only for who asks for it by its bytes.
+  const bool on_device = c.tessera.state_bytes.value_or(0) == 12;
+  check(bf16_master && !bf16_states && !on_cpu && !on_device, "bf16.bf16_master_weights_and_grads",
+        "needs bf16_optimizer_states, zero_optimization.offload_optimizer.device cpu, or tessera.state_bytes 12 (fp32 "
+        "moments on the device)");
+  check(fp16_master && !on_cpu && !on_device, "fp16.fp16_master_weights_and_grads",
+        "needs zero_optimization.offload_optimizer.device cpu, or tessera.state_bytes 12 (fp32 moments on the "
+        "device)");
 }
 
 void check_zero(const Config& c, Report& report) {
@@ -163,8 +158,8 @@ void check_tensor_parallel(const Config& c, Report& report) {
 }  // namespace
 
 void check_rules(const Config& config, Report& report) {
-  for (auto check : {check_precision, check_loss_scale, check_low_precision_states, check_zero, check_gradient_op,
-                     check_unmanaged, check_optimizer, check_tensor_parallel}) {
+  for (auto check : {check_precision, check_amp, check_loss_scale, check_low_precision_states, check_zero,
+                     check_gradient_op, check_unmanaged, check_optimizer, check_tensor_parallel}) {
     check(config, report);
   }
 }

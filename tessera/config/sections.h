@@ -190,8 +190,9 @@ struct Elasticity {
 // Keys of our own.
 struct Own {
   int64_t min_unit_elements = 1 << 20;  // smaller neighbouring units are merged
-  std::optional<int64_t> state_bytes;
-  std::optional<std::string> rounding;
+  std::optional<int64_t> state_bytes;   // config/precision.cpp
+  std::optional<std::string> rounding;  // "nearest", "stochastic"
+  int64_t seed = 0;                     // of stochastic rounding
 };
 
 }  // namespace tessera::config

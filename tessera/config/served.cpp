@@ -1,7 +1,7 @@
 #include "tessera/config/served.h"
 
 #include "tessera/base/error.h"
-#include "tessera/config/resolve.h"
+#include "tessera/config/precision.h"
 #include "tessera/config/text.h"
 
 namespace tessera::config {
@@ -36,15 +36,11 @@ const std::vector<Refusal>& refusals() {
        [](C c) { return c.zero_optimization.zero_quantized_nontrainable_weights; }},
       {"zero_optimization.zero_quantized_gradients", "true",
        [](C c) { return c.zero_optimization.zero_quantized_gradients; }},
-      {"fp16.fp16_master_weights_and_grads", "true", [](C c) { return c.fp16.fp16_master_weights_and_grads; }},
-      {"bf16.bf16_master_weights_and_grads", "true", [](C c) { return c.bf16.bf16_master_weights_and_grads; }},
-      {"bf16.bf16_optimizer_states", "true", [](C c) { return c.bf16.bf16_optimizer_states; }},
       {"torch_autocast.enabled", "true", [](C c) { return c.torch_autocast.enabled; }},
-      {"data_types.grad_accum_dtype", "fp16 without fp16.enabled, bf16 without bf16.enabled",
+      {"data_types.grad_accum_dtype", "other than fp32 and the dtype of the parameters",
        [](C c) {
          const auto dtype = c.data_types.grad_accum_dtype.value_or(c10::ScalarType::Float);
-         return dtype != c10::ScalarType::Float && !(dtype == c10::ScalarType::BFloat16 && c.bf16.enabled) &&
-                !(dtype == c10::ScalarType::Half && c.fp16.enabled);
+         return dtype != c10::ScalarType::Float && dtype != precision(c).param;
        }},
       {"data_types.buffer_dtype", "any dtype", [](C c) { return c.data_types.buffer_dtype.has_value(); }},
       {"communication_data_type", "other than the dtype of the gradients",
@@ -65,8 +61,6 @@ const std::vector<Refusal>& refusals() {
       {"comms_logger.enabled", "true", [](C c) { return c.comms_logger.enabled; }},
       {"compile.deepcompile", "true", [](C c) { return c.compile.deepcompile; }},
       {"elasticity.enabled", "true", [](C c) { return c.elasticity.enabled; }},
-      {"tessera.state_bytes", "any value", [](C c) { return c.tessera.state_bytes.has_value(); }},
-      {"tessera.rounding", "any value", [](C c) { return c.tessera.rounding.has_value(); }},
   };
   return all;
 }

@@ -119,6 +119,10 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   // Without managed boundaries only step() knows where one is; stages that reduce after every backward need none.
   const bool at_boundary = shard::placements_of_stage(options.zero.stage).reduce_at == shard::ReduceAt::Boundary;
   m.options.zero.reduce_at_step = !options.managed_accumulation && at_boundary;
+  // A client's optimizer updates tensors: a split master is none.
+  auto& precision = m.options.zero.precision;
+  if (options.rule == optim::Rule::External && precision.master == amp::Master::Split)
+    precision.master = amp::Master::Fp32;
   m.mesh = std::move(mesh);
   m.params = std::move(params);
   std::vector<zero::ModelParam> managed, frozen;
@@ -484,6 +488,10 @@ at::Tensor Engine::local_view(int param, Quantity what) {
   return impl_->live("local_view").local_view(impl_->slot(param, "local_view"), buffer_of(what));
 }
 
+void Engine::set_local(int param, Quantity what, const at::Tensor& value) {
+  impl_->live("set_local").set_local(impl_->slot(param, "set_local"), buffer_of(what), value);
+}
+
 std::pair<int64_t, int64_t> Engine::local_range(int param) const {
   const shard::Range range = impl_->live("local_range").local_range(impl_->slot(param, "local_range"));
   return {range.begin, range.end};
@@ -503,7 +511,7 @@ Engine::Memory Engine::memory() const {
   for (const auto& unit : impl_->model->units()) {
     memory.params += unit->flat->bytes();
     memory.grads += bytes(unit->grads);
-    memory.master += bytes(unit->master);
+    memory.master += bytes(unit->master) + bytes(unit->residual);
     for (const at::Tensor& state : unit->states)
       memory.states += bytes(state);
   }

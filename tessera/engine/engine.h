@@ -159,8 +159,11 @@ class Engine {
   // fp32, shape of the parameter; collective. Undefined tensor when there is none (no gradient, no such state).
   at::Tensor get_full(int param, Quantity what);
   void set_full(int param, Quantity what, const at::Tensor& value);
-  // View of what this rank holds: shaped like the parameter where the buffer is replicated, else 1-D; possibly empty.
+  // What this rank holds: shaped like the parameter where the buffer is replicated, else 1-D; possibly empty. A view, in
+  // the buffer's own dtype; a copy for masters that are split (amp/precision.h).
   at::Tensor local_view(int param, Quantity what);
+  // Writes it, whether or not there is a view. Value error when there is nothing of this kind, or another size. Local.
+  void set_local(int param, Quantity what, const at::Tensor& value);
   // This rank's part of the parameter's flattened elements: [begin, end).
   std::pair<int64_t, int64_t> local_range(int param) const;
   // Writes masters back into the compute parameters (after masters were edited). Collective for sharded states.

@@ -1,16 +1,31 @@
 #include "tessera/zero/flat_params.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 
 #include "tessera/base/error.h"
+#include "tessera/shard/dtype.h"
 #include "tessera/shard/storage.h"
 
 namespace tessera::zero {
 
+namespace {
+
+void copy_values(const at::Tensor& to, const at::Tensor& from, Cast cast) {
+  if (cast == Cast::HalfUp && from.scalar_type() != to.scalar_type()) {
+    const at::Tensor residual = at::empty({from.numel()}, to.options().dtype(at::kShort));
+    shard::split_master(to, residual, from.to(at::kFloat).contiguous());
+  } else {
+    to.copy_(from);
+  }
+}
+
+}  // namespace
+
 FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType dtype, int shard_rank, int shards,
-                       bool sharded)
+                       bool sharded, Cast cast)
     : name_(std::move(name)), items_(std::move(items)), sharded_(sharded && shards > 1) {
   std::vector<int64_t> numels;
   numels.reserve(items_.size());
@@ -26,9 +41,9 @@ FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType
     item.range = layout_.param(static_cast<int>(i));
     const shard::Range held = sharded_ ? shard::intersect(item.range, slice_) : item.range;
     if (!held.empty()) {
-      buffer_.narrow(0, held.begin - origin, held.size())
-          .copy_(shard::flatten_like_param(item.tensor, item.tensor)
-                     .narrow(0, held.begin - item.range.begin, held.size()));
+      const at::Tensor values = shard::flatten_like_param(item.tensor, item.tensor);
+      copy_values(buffer_.narrow(0, held.begin - origin, held.size()),
+                  values.narrow(0, held.begin - item.range.begin, held.size()), cast);
     }
     if (sharded_) {
       storages_.push_back(shard::make_released(item.tensor, options, message(item)));

@@ -23,6 +23,12 @@ enum class ParamState : uint8_t {
   Ready,      // the parameters point into the bucket (or into the whole buffer, always)
 };
 
+// How fp32 values become bf16 weights.
+enum class Cast : uint8_t {
+  Nearest,  // as torch casts: ties to even
+  HalfUp,   // ties away from zero: the upper half of a split master (kernels/split.h)
+};
+
 // How one parameter is held now, on this rank.
 struct ParamPartition {
   ParamState state = ParamState::Ready;
@@ -41,7 +47,8 @@ class FlatParams {
 
   // Takes over the storage of the items' tensors, whose values it keeps, rounded to `dtype`. Local: all ranks bring the
   // same values. `shard_rank` of `shards` ranks; whole on every rank unless `sharded` and shards > 1.
-  FlatParams(std::string name, std::vector<Item> items, at::ScalarType dtype, int shard_rank, int shards, bool sharded);
+  FlatParams(std::string name, std::vector<Item> items, at::ScalarType dtype, int shard_rank, int shards, bool sharded,
+             Cast cast = Cast::Nearest);
 
   const std::string& name() const { return name_; }
   const std::vector<Item>& items() const { return items_; }

@@ -142,7 +142,10 @@ void ShardedModel::open_region(const std::vector<int>& slots) {
   for (const int slot : slots) {
     Place& place = places_[slot];
     place.open = true;
-    if (!place.flat->sharded()) place.flat->mark(place.item);  // updates write to it too
+    if (place.flat->sharded()) continue;
+    place.flat->mark(place.item);  // updates write to it too
+    const Unit* unit = unit_of_number_[place.unit];
+    if (unit != nullptr && unit->residual.defined()) place.before = unit->owned_values(place.item).clone();
   }
 }
 
@@ -157,11 +160,14 @@ void ShardedModel::take_writes(const std::vector<int>& slots, Writes writes, int
       const at::Tensor values = place.flat->whole().narrow(0, item.range.begin, item.range.size());
       ranks_.broadcast(values, writer, "new values of '" + item.name + "'");
     }
-    place.flat->keep_write(place.item);
     Unit* unit = unit_of_number_[place.unit];
-    if (unit == nullptr || !unit->master.defined()) continue;
+    const bool split = unit != nullptr && unit->residual.defined();
+    const at::Tensor before = split && place.flat->sharded() ? unit->owned_values(place.item).clone() : place.before;
+    place.flat->keep_write(place.item);
+    if (unit == nullptr || unit->master_is_weight()) continue;
     Param& param = unit->params[place.item];
-    if (unit->differs_from_master(param)) unit->set_master_from(param, place.flat->view(place.item));
+    const bool changed = split ? !unit->owned_values(place.item).equal(before) : unit->differs_from_master(param);
+    if (changed) unit->set_master_from(param, place.flat->view(place.item));
     param.version = param.tensor._version();
   }
 }
@@ -176,6 +182,7 @@ void ShardedModel::close_region(const std::vector<int>& slots, Writes writes, in
   }
   for (const int slot : slots) {
     places_[slot].open = false;
+    places_[slot].before.reset();
     try {
       unsharder_->unhold(places_[slot].unit);
     } catch (...) {

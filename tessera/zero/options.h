@@ -25,6 +25,7 @@ struct Options {
   bool overlap = true;                       // start a unit's reduction while the backward goes on
   bool average = true;                       // divide the summed gradients by the data-parallel size
   GatherOptions gather;
+  uint64_t seed = 0;            // of stochastic rounding
   bool reduce_at_step = false;  // unmanaged accumulation: reduce once, inside step()
 };
 

@@ -11,15 +11,19 @@
 namespace tessera::zero {
 
 namespace {
-using AccumulateFn = void(shard::Memory, shard::Memory, double, int64_t);
 constexpr size_t kMaxInFlight = 2;  // bounds buckets and receive buffers
+constexpr int kRankShift = 48;      // local contributions: random bits of rank r are those of elements from r << 48
+constexpr int kStepShift = 16;      // additions of one step are numbered from step << 16
 }  // namespace
 
-Reducer::Reducer(DataParallel ranks, std::vector<Unit*> units, bool average, bool overlap)
+Reducer::Reducer(DataParallel ranks, std::vector<Unit*> units, const Options& options)
     : ranks_(std::move(ranks)),
       units_(std::move(units)),
-      op_(average ? comm::ReduceOp::Avg : comm::ReduceOp::Sum),
-      overlap_(overlap) {
+      op_(options.average ? comm::ReduceOp::Avg : comm::ReduceOp::Sum),
+      overlap_(options.overlap),
+      stochastic_(options.precision.rounding == kernels::Rounding::Stochastic &&
+                  at::elementSize(options.precision.grad) == 2),
+      seed_(options.seed) {
   begin_backward();
 }
 
@@ -60,11 +64,38 @@ void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, doubl
   if (grad.strides() != param.tensor.strides()) source = shard::flatten_like_param(grad, param.tensor);
   if (source.scalar_type() == at::kDouble) source = source.to(at::kFloat);
   const shard::Memory slot = shard::memory_of(unit.partial, param.range.begin);
-  const auto add_or_copy =
-      param.filled ? static_cast<AccumulateFn*>(shard::scaled_add) : static_cast<AccumulateFn*>(shard::scaled_copy);
-  add_or_copy(slot, shard::memory_of(source), scale, param.range.size());
+  const int64_t n = param.range.size();
+  if (!param.filled) {
+    shard::scaled_copy(slot, shard::memory_of(source), scale, n);
+  } else if (stochastic_) {
+    const auto rank = static_cast<uint64_t>(ranks_.rank());
+    shard::scaled_add(slot, shard::memory_of(source), scale, n, next_key(param, rank << kRankShift));
+  } else {
+    shard::scaled_add(slot, shard::memory_of(source), scale, n);
+  }
   param.filled = true;
   param.has_grad = true;
+}
+
+// Random bits for the next addition to `param`, from its element `first` on.
+kernels::RandomKey Reducer::next_key(Param& param, uint64_t first) {
+  const uint64_t number = (static_cast<uint64_t>(param.step) << kStepShift) + param.additions++;
+  return {seed_, number, param.first + first};
+}
+
+void Reducer::add_sum(Unit& unit) {
+  const at::Tensor to = unit.owned_grads(), from = unit.partial.narrow(0, unit.owned.begin, unit.owned.size());
+  if (!stochastic_) {
+    shard::scaled_add(to, from);
+    return;
+  }
+  for (Param& p : unit.params) {
+    const shard::Range r = unit.owned_slice(p);
+    if (r.empty()) continue;
+    const auto skipped = static_cast<uint64_t>(unit.owned.begin + r.begin - p.range.begin);
+    shard::scaled_add(shard::memory_of(to, r.begin), shard::memory_of(from, r.begin), 1.0, r.size(),
+                      next_key(p, skipped));
+  }
 }
 
 void Reducer::clear(Unit& unit, Param& param) {
@@ -188,7 +219,7 @@ void Reducer::finish_oldest() {
   unit.move_to(GradState::Reduced);
   work.pending.wait();
   if (unit.partial_pooled && unit.reduced) {
-    shard::scaled_add(unit.owned_grads(), unit.partial.narrow(0, unit.owned.begin, unit.owned.size()));
+    add_sum(unit);
   }
   unit.reduced = true;
   release_partial(unit);
@@ -244,8 +275,10 @@ void Reducer::reset() {
     if (unit->partial.defined()) release_partial(*unit);
     unit->move_to(GradState::Empty);
     unit->reduced = false;
-    for (Param& p : unit->params)
+    for (Param& p : unit->params) {
       p.filled = p.has_grad = false;
+      p.additions = 0;
+    }
   }
   replicas_agree_ = false;
   begin_backward();

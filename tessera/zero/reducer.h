@@ -23,6 +23,12 @@
 //   The hook copies (first micro-batch) or adds (later ones) p.grad into the flat gradient, scaled and converted in that
 //   one pass, and drops p.grad. Nothing is zeroed between steps: `filled` says which slots are valid, and slots without
 //   a contribution are zeroed when their unit is reduced. Stage 0 gives p.grad back as a view of the flat gradient.
+//
+// Note [Accumulation in 16 bits]
+//   What is added to a 16-bit gradient is rounded stochastically unless the policy says nearest: the mean of many small
+//   contributions is kept, where nearest rounding drops those below 0.4% of the sum. The random bits of a local
+//   contribution depend on the rank too (ranks err independently), those of a sum over ranks do not: they are the same in
+//   any world.
 #pragma once
 
 #include <deque>
@@ -38,7 +44,7 @@ namespace tessera::zero {
 class Reducer {
  public:
   // `units` in launch order; must outlive the reducer and not move.
-  Reducer(DataParallel ranks, std::vector<Unit*> units, bool average, bool overlap);
+  Reducer(DataParallel ranks, std::vector<Unit*> units, const Options& options);
 
   // Adds scale * grad (dense, shape of the parameter) to the parameter's slot.
   void accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale);
@@ -87,12 +93,16 @@ class Reducer {
   void finish_oldest();
   void reopen_replicas();
   void relaunch_refired();
+  void add_sum(Unit& unit);
+  kernels::RandomKey next_key(Param& param, uint64_t first);
   bool one_rank() const { return ranks_.size() == 1; }
 
   DataParallel ranks_;
   std::vector<Unit*> units_;
   comm::ReduceOp op_;
   bool overlap_;
+  bool stochastic_;  // Note [Accumulation in 16 bits]
+  uint64_t seed_;
   size_t next_ = 0;  // units_[next_] is the next to launch
   bool replicas_agree_ = false;
   std::deque<InFlight> in_flight_;

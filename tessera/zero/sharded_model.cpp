@@ -72,6 +72,11 @@ ShardedModel::ShardedModel(const Options& options, DataParallel ranks, std::vect
       build_unit(planned, params);
     }
   }
+  uint64_t first = 0;
+  for (const Slot& slot : slots_) {
+    slot.param->first = first;
+    first += static_cast<uint64_t>(slot.param->tensor.numel());
+  }
   // Gradients are complete from the last unit of the forward to the first; those of the root (embeddings) and of
   // resident units, which modules all over the model use, last.
   std::reverse(units_.begin(), units_.end());
@@ -80,7 +85,7 @@ ShardedModel::ShardedModel(const Options& options, DataParallel ranks, std::vect
   std::vector<Unit*> order;
   for (const auto& unit : units_)
     order.push_back(unit.get());
-  reducer_ = std::make_unique<Reducer>(ranks_, std::move(order), options_.average, options_.overlap);
+  reducer_ = std::make_unique<Reducer>(ranks_, std::move(order), options_);
   watch_new_params();
 }
 
@@ -278,6 +283,7 @@ void ShardedModel::release() {
     unit->grads.reset();
     unit->partial.reset();
     unit->master.reset();
+    unit->residual.reset();
     for (at::Tensor& state : unit->states)
       state.reset();
   }

@@ -109,6 +109,7 @@ class ShardedModel final : private HookSink {
   at::Tensor get_full(int slot, Buffer what);
   void set_full(int slot, Buffer what, const at::Tensor& value);
   at::Tensor local_view(int slot, Buffer what);
+  void set_local(int slot, Buffer what, const at::Tensor& value);
   shard::Range local_range(int slot) const;
   Param& param(int slot) { return *slots_[slot].param; }
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
@@ -129,6 +130,7 @@ class ShardedModel final : private HookSink {
     int item = -1;
     FlatParams* flat = nullptr;
     bool open = false;  // in a region
+    at::Tensor before;  // in a region, of whole parameters with a split master: their owned values at its begin
   };
 
   void backward_begun() override;

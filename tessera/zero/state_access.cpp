@@ -12,7 +12,7 @@ at::Tensor ShardedModel::owned_buffer(const Slot& slot, Buffer what) const {
   Unit& unit = *slot.unit;
   switch (what) {
     case Buffer::Master:
-      return unit.owned_master();
+      break;  // Unit::read_master: not always a buffer
     case Buffer::Gradient:
       if (!external_grads_.empty()) {
         for (size_t i = 0; i < units_.size(); ++i) {
@@ -44,13 +44,35 @@ at::Tensor ShardedModel::local_view(int index, Buffer what) {
   const Slot& slot = slots_[index];
   if (what == Buffer::Master) adopt_param(slot, /*compare=*/false);
   if (what == Buffer::Gradient && !slot.param->has_grad) return {};
-  const at::Tensor buffer = owned_buffer(slot, what);
-  if (!buffer.defined()) return {};
-  if (placements_.states == shard::Placement::Replicate) {
-    return shard::view_as_param(buffer, slot.param->range, slot.param->tensor);
-  }
+  const bool replicated = placements_.states == shard::Placement::Replicate;
   const shard::Range r = slot.unit->owned_slice(*slot.param);
-  return buffer.narrow(0, r.begin, r.size());
+  at::Tensor part;
+  if (what == Buffer::Master) {
+    part = slot.unit->read_master(r);
+  } else {
+    const at::Tensor buffer = owned_buffer(slot, what);
+    if (!buffer.defined()) return {};
+    part = buffer.narrow(0, r.begin, r.size());
+  }
+  return replicated ? shard::view_as_param(part, {0, r.size()}, slot.param->tensor) : part;
+}
+
+void ShardedModel::set_local(int index, Buffer what, const at::Tensor& value) {
+  const c10::AutoGradMode no_grad(false);
+  const Slot& slot = slots_[index];
+  const at::Tensor mine = local_view(index, what);
+  TESSERA_CHECK_VALUE(mine.defined(), "engine.set_local", "there is nothing of this kind for parameter '",
+                      slot.param->name, "' now");
+  TESSERA_CHECK_VALUE(value.numel() == mine.numel(), "engine.set_local", "this rank holds ", mine.numel(),
+                      " elements of parameter '", slot.param->name, "', the value has ", value.numel());
+  if (what != Buffer::Master) {
+    mine.copy_(value.view(mine.sizes()));
+    return;
+  }
+  const bool replicated = placements_.states == shard::Placement::Replicate;
+  const at::Tensor flat =
+      replicated ? shard::flatten_like_param(value.view(mine.sizes()), slot.param->tensor) : value.flatten();
+  slot.unit->write_master(slot.unit->owned_slice(*slot.param), flat);
 }
 
 at::Tensor ShardedModel::get_full(int index, Buffer what) {
@@ -73,12 +95,13 @@ at::Tensor ShardedModel::get_full(int index, Buffer what) {
     }
     if (have == 0) return {};
   }
-  const at::Tensor buffer = owned_buffer(slot, what);
+  const shard::Range source = slot.unit->owned_slice(p);
+  const at::Tensor buffer = what == Buffer::Master ? slot.unit->owned_weights() : owned_buffer(slot, what);
   if (!buffer.defined()) return {};
   at::Tensor full = at::zeros({p.range.size()}, buffer.options().dtype(at::kFloat));
   const shard::Range mine = local_range(index);
-  const shard::Range source = slot.unit->owned_slice(p);
-  full.narrow(0, mine.begin, mine.size()).copy_(buffer.narrow(0, source.begin, source.size()));
+  full.narrow(0, mine.begin, mine.size())
+      .copy_(what == Buffer::Master ? slot.unit->read_master(source) : buffer.narrow(0, source.begin, source.size()));
   // Every element has one owner and zeros elsewhere: the sum is exact.
   if (sharded) ranks_.shard->all_reduce(full, comm::ReduceOp::Sum, "state of '" + p.name + "'").wait();
   if (what == Buffer::Gradient && !reducer_->replicas_agree()) {
@@ -122,12 +145,16 @@ void ShardedModel::set_full(int index, Buffer what, const at::Tensor& value) {
       p.tensor.mutable_grad() = shard::view_as_param(slot.unit->grads, p.range, p.tensor);
     }
   }
-  const at::Tensor buffer = owned_buffer(slot, what);
-  TESSERA_CHECK_VALUE(buffer.defined(), "engine.set_full", "parameter '", p.name, "' has no such state");
   const shard::Range mine = local_range(index);
   const shard::Range target = slot.unit->owned_slice(p);
-  const at::Tensor flat = shard::flatten_like_param(value, p.tensor);
-  buffer.narrow(0, target.begin, target.size()).copy_(flat.narrow(0, mine.begin, mine.size()));
+  const at::Tensor values = shard::flatten_like_param(value, p.tensor).narrow(0, mine.begin, mine.size());
+  if (what == Buffer::Master) {
+    slot.unit->write_master(target, values);
+    return;
+  }
+  const at::Tensor buffer = owned_buffer(slot, what);
+  TESSERA_CHECK_VALUE(buffer.defined(), "engine.set_full", "parameter '", p.name, "' has no such state");
+  buffer.narrow(0, target.begin, target.size()).copy_(values);
 }
 
 }  // namespace tessera::zero

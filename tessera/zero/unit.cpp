@@ -54,15 +54,18 @@ Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options&
   const auto on_device = params.front().tensor.options().requires_grad(false);
   const auto& policy = options.precision;
   grads = at::zeros({whole_grads ? layout.size() : owned.size()}, on_device.dtype(policy.grad));
-  if (!policy.master_is_param()) master = at::zeros({owned.size()}, on_device.dtype(policy.master));
+  state_dtype_ = policy.state;
+  if (policy.master == amp::Master::Fp32) master = at::zeros({owned.size()}, on_device.dtype(at::kFloat));
+  if (policy.master == amp::Master::Split) residual = at::zeros({owned.size()}, on_device.dtype(at::kShort));
   std::vector<FlatParams::Item> items;
   for (int i = 0; i < layout.count(); ++i) {
     Param& p = params[i];
     p.range = layout.param(i);
-    if (master.defined()) set_master_from(p, p.tensor.detach());
+    if (!master_is_weight()) set_master_from(p, p.tensor.detach());
     items.push_back({p.name, p.tensor, p.range});
   }
-  flat = std::make_unique<FlatParams>(name, std::move(items), policy.param, rank, size, partitioned && !resident);
+  flat = std::make_unique<FlatParams>(name, std::move(items), policy.param, rank, size, partitioned && !resident,
+                                      residual.defined() ? Cast::HalfUp : Cast::Nearest);
   for (Param& p : params)
     p.version = p.tensor._version();
 }
@@ -77,6 +80,11 @@ at::Tensor Unit::owned_grads() const {
   return grads.numel() == owned.size() ? grads : grads.narrow(0, owned.begin, owned.size());
 }
 
+at::Tensor Unit::owned_values(int item) const {
+  const shard::Range r = owned_slice(params[item]);
+  return owned_weights().narrow(0, r.begin, r.size());
+}
+
 shard::Range Unit::owned_slice(const Param& param) const {
   const shard::Range r = shard::intersect(param.range, owned);
   if (r.empty()) return {};
@@ -85,7 +93,7 @@ shard::Range Unit::owned_slice(const Param& param) const {
 
 void Unit::allocate_states(int count, const std::vector<optim::GroupOptions>& groups, optim::Rule rule) {
   for (int s = 0; s < count; ++s) {
-    states[s] = at::zeros({owned.size()}, grads.options().dtype(at::kFloat));
+    states[s] = at::zeros({owned.size()}, grads.options().dtype(state_dtype_));
     if (rule != optim::Rule::Adagrad) continue;
     for (const Param& p : params) {
       const shard::Range r = owned_slice(p);
@@ -104,9 +112,33 @@ bool Unit::differs_from_master(const Param& param) const {
 void Unit::set_master_from(const Param& param, const at::Tensor& values) {
   const shard::Range mine = shard::intersect(param.range, owned);
   if (mine.empty()) return;
-  const at::Tensor flat = shard::flatten_like_param(values, param.tensor);
-  master.narrow(0, mine.begin - owned.begin, mine.size())
-      .copy_(flat.narrow(0, mine.begin - param.range.begin, mine.size()));
+  const shard::Range r{mine.begin - owned.begin, mine.end - owned.begin};
+  const at::Tensor flat_values = shard::flatten_like_param(values, param.tensor);
+  write_master(r, flat_values.narrow(0, mine.begin - param.range.begin, mine.size()));
+}
+
+at::Tensor Unit::read_master(shard::Range range) const {
+  if (master.defined()) return master.narrow(0, range.begin, range.size());
+  const at::Tensor weights = owned_weights().narrow(0, range.begin, range.size());
+  if (!residual.defined()) return weights;
+  at::Tensor joined = at::empty({range.size()}, weights.options().dtype(at::kFloat));
+  shard::join_master(joined, weights, residual.narrow(0, range.begin, range.size()));
+  return joined;
+}
+
+void Unit::write_master(shard::Range range, const at::Tensor& values) {
+  if (!residual.defined()) {
+    (master.defined() ? master : owned_weights()).narrow(0, range.begin, range.size()).copy_(values);
+    return;
+  }
+  // Before there are flat parameters: their constructor makes the weights.
+  const at::Tensor weights = flat ? owned_weights().narrow(0, range.begin, range.size())
+                                  : at::empty({range.size()}, residual.options().dtype(at::kBFloat16));
+  shard::split_master(weights, residual.narrow(0, range.begin, range.size()), values.to(at::kFloat).contiguous());
+}
+
+void Unit::refresh_weights() {
+  if (master.defined()) shard::scaled_copy(owned_weights(), master);
 }
 
 }  // namespace tessera::zero

@@ -38,12 +38,14 @@ struct Param {
   at::Tensor tensor;  // the module's own leaf; bound to Unit::flat
   int index = -1;     // in the engine's list
   int group = 0;
-  shard::Range range;     // in the flat space
-  int64_t step = 0;       // updates applied
-  uint32_t version = 0;   // tensor version after our last write: a difference is a user's edit
-  bool has_grad = false;  // this rank saw a gradient since the last step
-  bool filled = false;    // its slot in `partial` holds a contribution
-  bool fired = false;     // its hook ran in the running backward
+  shard::Range range;      // in the flat space
+  uint64_t first = 0;      // number of its first element among all of the model: the key of random bits
+  int64_t step = 0;        // updates applied
+  uint32_t version = 0;    // tensor version after our last write: a difference is a user's edit
+  uint64_t additions = 0;  // to its gradient since the last step, as far as they were rounded stochastically
+  bool has_grad = false;   // this rank saw a gradient since the last step
+  bool filled = false;     // its slot in `partial` holds a contribution
+  bool fired = false;      // its hook ran in the running backward
 };
 
 class Unit {
@@ -58,22 +60,29 @@ class Unit {
 
   // Views of this rank's owned range.
   at::Tensor owned_weights() const { return owned == flat->slice() ? flat->slice_values() : flat->whole(); }
-  at::Tensor owned_master() const { return master.defined() ? master : owned_weights(); }
   at::Tensor owned_grads() const;
+  // The weights of parameter `item` that this rank owns.
+  at::Tensor owned_values(int item) const;
   // The part of `param` that this rank owns, in the coordinates of the owned tensors above; empty if none.
   shard::Range owned_slice(const Param& param) const;
 
-  // The compute dtype is the master's: weights are updated in place.
-  bool master_is_weight() const { return !master.defined(); }
+  // The compute parameter itself is the master: nothing extra is stored.
+  bool master_is_weight() const { return !master.defined() && !residual.defined(); }
   LaunchAt launch_at() const { return launch_at_; }
   // Gradients stay whole on every rank (stage 0), so that p.grad can be a view of them.
   bool grads_are_visible() const { return grads_visible_; }
 
   void allocate_states(int count, const std::vector<optim::GroupOptions>& groups, optim::Rule rule);
-  // A weight of `param` that this rank owns is not its master's rounding.
+  // A weight of `param` that this rank owns is not its master's rounding. Never so without an fp32 master.
   bool differs_from_master(const Param& param) const;
   // Masters of the owned range from `param`'s present values (any dtype), shape of the parameter.
   void set_master_from(const Param& param, const at::Tensor& values);
+  // Masters of `range` of the owned range: a view where they are a buffer, else a copy, fp32.
+  at::Tensor read_master(shard::Range range) const;
+  // Copies `values` into them. The weights follow where they are part of the master, else in refresh_weights().
+  void write_master(shard::Range range, const at::Tensor& values);
+  // The owned weights from an fp32 master; nothing to do in the other forms.
+  void refresh_weights();
 
   std::string name;
   std::vector<Param> params;
@@ -90,10 +99,12 @@ class Unit {
   bool over = false;                 // all module calls that used it are through the running backward
   bool launched = false;             // its reduction was launched in the running backward
   bool refired = false;              // got gradients after that launch (nested backward)
-  at::Tensor master;                 // owned range, fp32; undefined where the weight is the master
-  std::array<at::Tensor, 2> states;  // owned range, fp32
+  at::Tensor master;                 // owned range, fp32; amp::Master::Fp32 only
+  at::Tensor residual;               // owned range, int16; amp::Master::Split only
+  std::array<at::Tensor, 2> states;  // owned range
 
  private:
+  at::ScalarType state_dtype_ = at::kFloat;
   GradState grad_state_ = GradState::Empty;
   bool grads_visible_ = false;
   LaunchAt launch_at_ = LaunchAt::Complete;

@@ -20,9 +20,11 @@ struct Segment {
   shard::Range range;  // in the coordinates of the owned range
   int group = 0;
   int64_t step = 0;
+  uint64_t first = 0;  // number of the first element in the model
 };
 
-std::vector<Segment> segments_of(const Unit& unit, const std::vector<bool>& present) {
+// `each`: parameters are not joined, so that elements of a segment are numbered one after the other.
+std::vector<Segment> segments_of(const Unit& unit, const std::vector<bool>& present, bool each) {
   std::vector<Segment> segments;
   bool open = false;
   for (const Param& p : unit.params) {
@@ -32,10 +34,11 @@ std::vector<Segment> segments_of(const Unit& unit, const std::vector<bool>& pres
       open = false;
       continue;
     }
-    if (open && segments.back().group == p.group && segments.back().step == p.step + 1) {
+    if (open && !each && segments.back().group == p.group && segments.back().step == p.step + 1) {
       segments.back().range.end = mine.end;
     } else {
-      segments.push_back({mine, p.group, p.step + 1});
+      const int64_t skipped = unit.owned.begin + mine.begin - p.range.begin;
+      segments.push_back({mine, p.group, p.step + 1, p.first + static_cast<uint64_t>(skipped)});
       open = true;
     }
   }
@@ -112,16 +115,20 @@ void ShardedModel::gather_unit(Unit& unit, std::vector<comm::Pending>& pending) 
 }
 
 void ShardedModel::update_unit(Unit& unit, const GradientSummary& summary, double scale) {
-  const at::Tensor master = unit.owned_master();
-  const at::Tensor weights = unit.master_is_weight() ? at::Tensor() : unit.owned_weights();
-  const at::Tensor grads = unit.owned_grads();
-  for (const Segment& s : segments_of(unit, summary.present)) {
+  const at::Tensor all = unit.owned_weights(), grads = unit.owned_grads();
+  const bool fp32_weights = all.scalar_type() == at::kFloat;  // then they are the master
+  const at::Tensor master = fp32_weights ? all : unit.master;
+  const at::Tensor weights = fp32_weights ? at::Tensor() : all;
+  for (const Segment& s : segments_of(unit, summary.present, options_.precision.update_is_random())) {
     optim::UpdateSlice slice;
     slice.master = part(master, s.range);
+    slice.residual = part(unit.residual, s.range);
     slice.weight = part(weights, s.range);
     slice.grad = part(grads, s.range);
     for (size_t i = 0; i < unit.states.size(); ++i)
       slice.state[i] = part(unit.states[i], s.range);
+    slice.rounding = options_.precision.rounding;
+    slice.random = {options_.seed, static_cast<uint64_t>(s.step), s.first};
     optim::update(rule_, groups_[s.group], s.step, slice, scale);
   }
 }
@@ -155,8 +162,9 @@ void ShardedModel::update_external(const GradientSummary& summary, double scale,
                       "this engine was built for a client's optimizer; step() needs its update");
   for (const auto& unit : units_) {
     at::Tensor grads = unit->owned_grads();
-    if (grads.scalar_type() != at::kFloat) {
-      grads = at::empty({unit->owned.size()}, grads.options().dtype(at::kFloat));
+    const auto dtype = unit->master_is_weight() ? unit->flat->dtype() : at::kFloat;  // torch wants the parameter's
+    if (grads.scalar_type() != dtype) {
+      grads = at::empty({unit->owned.size()}, grads.options().dtype(dtype));
       shard::scaled_copy(grads, unit->owned_grads(), scale);
     } else if (scale != 1.0) {
       shard::scaled_copy(grads, grads, scale);
@@ -172,9 +180,8 @@ void ShardedModel::update_external(const GradientSummary& summary, double scale,
     throw;
   }
   external_grads_.clear();
-  for (const auto& unit : units_) {
-    if (!unit->master_is_weight()) shard::scaled_copy(unit->owned_weights(), unit->master);
-  }
+  for (const auto& unit : units_)
+    unit->refresh_weights();
 }
 
 void ShardedModel::refresh_params() {
@@ -183,7 +190,7 @@ void ShardedModel::refresh_params() {
   adopt_params(/*compare=*/false);
   std::vector<comm::Pending> pending;
   for (const auto& unit : units_) {
-    if (!unit->master_is_weight()) shard::scaled_copy(unit->owned_weights(), unit->master);
+    unit->refresh_weights();
     gather_unit(*unit, pending);
   }
   for (comm::Pending& p : pending)
@@ -201,12 +208,12 @@ void ShardedModel::adopt_param(const Slot& slot, bool compare) {
   TESSERA_CHECK(p.tensor.numel() == p.range.size() && p.tensor.scalar_type() == weights.scalar_type(), "engine",
                 "parameter '", p.name, "' became a tensor of shape ", p.tensor.sizes(), " and dtype ",
                 p.tensor.scalar_type(), "; build a new engine for a changed model");
-  if (unit.master.defined()) unit.set_master_from(p, p.tensor.detach());
   if (!bound) {
     shard::check_device(p.tensor.device());
     shard::view_as_param(weights, p.range, p.tensor).copy_(p.tensor.detach());
-    shard::bind(p.tensor, weights, p.range);
   }
+  if (!unit.master_is_weight()) unit.set_master_from(p, p.tensor.detach());
+  if (!bound) shard::bind(p.tensor, weights, p.range);
   p.version = p.tensor._version();
 }
 

@@ -139,6 +139,7 @@ const std::vector<std::string>& frozen_keys() {
       "tensorboard.output_path",
       "tessera.min_unit_elements",
       "tessera.rounding",
+      "tessera.seed",
       "tessera.state_bytes",
       "timers.throughput.enabled",
       "timers.throughput.synchronized",

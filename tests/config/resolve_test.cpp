@@ -5,29 +5,12 @@
 namespace tessera::config {
 namespace {
 
-TEST(Resolve, Precision) {
-  EXPECT_EQ(precision(Config{}).param, c10::ScalarType::Float);
-  EXPECT_FALSE(precision(Config{}).skip_nonfinite);
-  const auto bf16 = precision(Config::from_json(R"({"bf16": {"enabled": true}})"));
-  EXPECT_EQ(bf16.param, c10::ScalarType::BFloat16);
-  EXPECT_EQ(bf16.grad, c10::ScalarType::BFloat16);
-  EXPECT_EQ(bf16.master, c10::ScalarType::Float);
-  EXPECT_TRUE(bf16.skip_nonfinite);
-  const auto wide = precision(Config::from_json(
-      R"({"bf16": {"enabled": true, "check_grad_overflow": false}, "data_types": {"grad_accum_dtype": "fp32"}})"));
-  EXPECT_EQ(wide.grad, c10::ScalarType::Float);
-  EXPECT_FALSE(wide.skip_nonfinite);
-}
-
 TEST(Resolve, LossScale) {
   EXPECT_FALSE(amp::GradScaler(scaler_options(Config{})).needed());
   EXPECT_FALSE(amp::GradScaler(scaler_options(Config::from_json(R"({"bf16": {"enabled": true}})"))).needed());
   EXPECT_FALSE(amp::GradScaler(scaler_options(Config::from_json(R"({"fp16": {"loss_scale": 8}})"))).needed());
   const Config fp16 = Config::from_json(R"({"fp16": {"enabled": true, "initial_scale_power": 4, "loss_scale_window": 7,
       "hysteresis": 3, "consecutive_hysteresis": true, "min_loss_scale": 2}})");
-  EXPECT_EQ(precision(fp16).param, c10::ScalarType::Half);
-  EXPECT_EQ(precision(fp16).master, c10::ScalarType::Float);
-  EXPECT_TRUE(precision(fp16).skip_nonfinite);
   auto options = scaler_options(fp16);
   EXPECT_TRUE(options.dynamic);
   EXPECT_EQ(options.initial, 16);
@@ -63,12 +46,14 @@ TEST(Resolve, ZeroOptions) {
   EXPECT_EQ(plain.min_unit_elements, 1 << 20);
   const auto options = zero_options(Config::from_json(R"({"gradient_allreduce_op": "sum",
       "zero_optimization": {"stage": 2, "reduce_bucket_size": 100, "overlap_comm": false},
-      "tessera": {"min_unit_elements": 5}})"));
+      "bf16": {"enabled": true}, "tessera": {"min_unit_elements": 5, "seed": 7}})"));
   EXPECT_EQ(options.stage, 2);
   EXPECT_FALSE(options.overlap);
   EXPECT_FALSE(options.average);
   EXPECT_EQ(options.reduce_bucket_size, 100);
   EXPECT_EQ(options.min_unit_elements, 5);
+  EXPECT_EQ(options.precision.param, c10::ScalarType::BFloat16);
+  EXPECT_EQ(options.seed, 7);
   const auto unmanaged = zero_options(Config::from_json(R"({"managed_gradient_accumulation": false})"));
   EXPECT_TRUE(unmanaged.reduce_at_step);
   EXPECT_FALSE(unmanaged.overlap);

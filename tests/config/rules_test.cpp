@@ -21,12 +21,8 @@ void expect_rows(const std::vector<Row>& rows) {
   }
 }
 
-TEST(Rules, Precision) {
+TEST(Rules, Amp) {
   expect_rows({
-      {R"({"fp16": {"enabled": true}, "bf16": {"enabled": true}})", "cannot be enabled together"},
-      {R"({"bf16": {"enabled": true}, "data_types": {"param_dtype": "bf16"}})", nullptr},
-      {R"({"bf16": {"enabled": true}, "data_types": {"param_dtype": "fp32"}})", "data_types.param_dtype"},
-      {R"({"data_types": {"param_dtype": "fp32"}})", nullptr},
       {R"({"amp": {"enabled": true}, "zero_optimization": {"stage": 1}})", "amp: cannot be combined with zero"},
       {R"({"amp": {"enabled": true}, "bf16": {"enabled": true}})", "amp: cannot be combined with fp16 or bf16"},
   });
@@ -60,6 +56,15 @@ TEST(Rules, LowPrecisionStates) {
        nullptr},
       {R"({"fp16": {"fp16_master_weights_and_gradients": true}, "zero_optimization": {"stage": 1}})",
        "fp16.fp16_master_weights_and_grads: needs zero_optimization.offload_optimizer"},
+      {R"({"fp16": {"fp16_master_weights_and_grads": true}, "zero_optimization": {"stage": 1},
+           "tessera": {"state_bytes": 16}})",
+       "or tessera.state_bytes 12"},
+      {R"({"bf16": {"enabled": true, "bf16_master_weights_and_grads": true}, "zero_optimization": {"stage": 1},
+           "tessera": {"state_bytes": 12}})",
+       nullptr},
+      {R"({"fp16": {"enabled": true, "fp16_master_weights_and_grads": true}, "zero_optimization": {"stage": 1},
+           "tessera": {"state_bytes": 12}})",
+       nullptr},
       {R"({"fp16": {"fp16_master_weights_and_grads": true}, "bf16": {"bf16_master_weights_and_grads": true},
            "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}})",
        "cannot be combined with bf16"},

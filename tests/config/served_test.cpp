@@ -34,9 +34,6 @@ TEST(Served, RefusesByName) {
   const std::vector<std::pair<const char*, const char*>> rows{
       {R"({"data_types": {"grad_accum_dtype": "fp16"}})", "data_types.grad_accum_dtype"},
       {R"({"torch_autocast": {"enabled": true}})", "torch_autocast.enabled"},
-      {R"({"bf16": {"bf16_master_weights_and_grads": true, "bf16_optimizer_states": true},
-           "zero_optimization": {"stage": 1}})",
-       "bf16.bf16_optimizer_states"},
       {R"({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}})",
        "zero_optimization.offload_optimizer.device"},
       {R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})",
@@ -49,10 +46,9 @@ TEST(Served, RefusesByName) {
       {R"({"zero_optimization": {"zero_hpz_partition_size": 2}})", "zero_optimization.zero_hpz_partition_size"},
       {R"({"communication_data_type": "fp16"})", "communication_data_type"},
       {R"({"data_types": {"grad_accum_dtype": "bf16"}})", "data_types.grad_accum_dtype"},
+      {R"({"bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp16"}})", "data_types.grad_accum_dtype"},
       {R"({"optimizer": {"type": "MuAdam"}})", "optimizer.type"},
       {R"({"optimizer": {"type": "OneBitLamb"}})", "optimizer.type"},
-      {R"({"tessera": {"state_bytes": 8}})", "tessera.state_bytes"},
-      {R"({"tessera": {"rounding": "nearest"}})", "tessera.rounding"},
       {R"({"progressive_layer_drop": {"enabled": true}})", "progressive_layer_drop"},
       {R"({"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8}}})", "zero_optimization.zeropp_loco_param"},
   };

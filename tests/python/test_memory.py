@@ -26,16 +26,20 @@ WITHIN = 0.05
 @dataclass(frozen=True)
 class Case:
     stage: int
-    bf16: bool
+    state_bytes: int  # of the precision mode: 16 is fp32, the others are bf16
     nested: bool = False  # blocks have modules inside
     steps: int = 4
     copies: bool = False  # hooks keep copies of gathered parameters
 
+    @property
+    def bf16(self) -> bool:
+        return self.state_bytes < 16
 
-CASES = [Case(stage, bf16) for stage in (1, 2, 3) for bf16 in (False, True)]
-NESTED = [Case(3, bf16, nested=True) for bf16 in (False, True)]
-LONG = [Case(2, True, steps=50), Case(3, True, steps=50)]
-COPIES = Case(3, True, copies=True)
+
+CASES = [Case(stage, state_bytes) for stage in (1, 2, 3) for state_bytes in (16, 14, 10, 8)]
+NESTED = [Case(3, state_bytes, nested=True) for state_bytes in (16, 14)]
+LONG = [Case(2, 14, steps=50), Case(3, 10, steps=50)]
+COPIES = Case(3, 14, copies=True)
 
 
 class Chain(nn.Module):
@@ -97,7 +101,7 @@ def measure(case: Case) -> Steps:
         "bf16": {"enabled": case.bf16},
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "tessera": {"min_unit_elements": 0},
+        "tessera": {"min_unit_elements": 0, "state_bytes": case.state_bytes},
     }
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         engine = tessera.initialize(model=Chain(case.nested), config=config)[0]
@@ -147,7 +151,7 @@ def measured() -> dict[Case, Steps]:
 def formula(case: Case) -> dict[str, float]:
     """Bytes at the peak of each phase: states, units in flight, activations."""
     weights, grads = (2, 2) if case.bf16 else (4, 4)
-    optimizer = 12 if case.bf16 else 8  # fp32 moments, and the fp32 master of bf16 weights
+    optimizer = case.state_bytes - weights - grads  # moments, and what the master adds to the weights
     divided = [WORLD if case.stage >= stage else 1 for stage in (3, 2, 1)]
     states = LAYERS * sum(size / n for size, n in zip((weights, grads, optimizer), divided, strict=True))
     # Two units are gathered, the one in use and the next; the gradients of two are on their way, with what is received

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -82,6 +83,11 @@ inline optim::GroupOptions toy_adamw() {
   return group;
 }
 
+// fp32 to bf16 as a split master does it: ties go up, where torch's cast takes them to the even neighbour.
+inline at::Tensor bf16_half_up(const at::Tensor& x) {
+  return x.contiguous().view(at::kInt).add(0x8000).bitwise_and(-0x10000).view(at::kFloat).to(at::kBFloat16);
+}
+
 // Plain PyTorch in one process: the gradients of every rank and micro-batch, their mean, clipping and AdamW, with an
 // fp32 master of weights in `dtype`.
 class ToyReference {
@@ -93,7 +99,7 @@ class ToyReference {
       masters_.push_back(t.detach().clone());
       m_.push_back(at::zeros_like(masters_.back()));
       v_.push_back(at::zeros_like(masters_.back()));
-      t = t.detach().to(dtype).requires_grad_(true);
+      t = cast(t.detach()).requires_grad_(true);
     }
   }
 
@@ -144,7 +150,7 @@ class ToyReference {
       const at::Tensor denominator = (v_[i].sqrt() / std::sqrt(bias2)).add_(group.eps);
       masters_[i].addcdiv_(m_[i], denominator, -group.lr / bias1);
       const at::NoGradGuard no_grad;
-      model_.tensors[i].copy_(masters_[i]);
+      model_.tensors[i].copy_(cast(masters_[i]));
     }
   }
 
@@ -153,6 +159,10 @@ class ToyReference {
   double norm = 0;
 
  private:
+  at::Tensor cast(const at::Tensor& master) const {
+    return dtype_ == at::kBFloat16 ? bf16_half_up(master) : master.to(dtype_);
+  }
+
   Toy model_;
   at::ScalarType dtype_;
   int world_, accumulation_;
@@ -169,8 +179,9 @@ struct ToyRun {
   double clip = 1.0;
   int64_t bucket = 500'000'000;
   int64_t min_unit = 0;
-  int64_t persistence = 4;  // stage 3: "a" and "b" stay resident
-  int last_stage = 3;       // of over_stages()
+  int64_t persistence = 4;                             // stage 3: "a" and "b" stay resident
+  int last_stage = 3;                                  // of over_stages()
+  std::optional<amp::PrecisionPolicy> precision = {};  // else fp32 or bf16 with the rounding of the reference
   bool fp16 = false;
   amp::ScalerOptions scaler = {};
 };
@@ -178,9 +189,11 @@ struct ToyRun {
 inline engine::Options toy_options(const ToyRun& run) {
   engine::Options options;
   options.zero.stage = run.stage;
-  options.zero.precision = run.fp16   ? amp::PrecisionPolicy::fp16()
-                           : run.bf16 ? amp::PrecisionPolicy::bf16()
-                                      : amp::PrecisionPolicy::fp32();
+  auto policy = run.fp16   ? amp::PrecisionPolicy::fp16()
+                : run.bf16 ? amp::PrecisionPolicy::bf16()
+                           : amp::PrecisionPolicy::fp32();
+  policy.rounding = kernels::Rounding::Nearest;  // as ToyReference accumulates
+  options.zero.precision = run.precision.value_or(policy);
   options.scaler = run.scaler;
   options.zero.reduce_bucket_size = run.bucket;
   options.zero.min_unit_elements = run.min_unit;

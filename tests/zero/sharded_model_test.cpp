@@ -62,7 +62,7 @@ TEST(ShardedModel, MemoryIsTheFormula) {
           const auto memory = engine.memory();
           EXPECT_NEAR(memory.params, width * y, 0.01 * width * y);
           EXPECT_NEAR(memory.grads, width * y * grad_share, 0.01 * width * y);
-          EXPECT_NEAR(memory.master, bf16 ? 4 * y * state_share : 0, 0.01 * 4 * y);
+          EXPECT_NEAR(memory.master, bf16 ? 2 * y * state_share : 0, 0.01 * 4 * y);
           EXPECT_NEAR(memory.states, 8 * y * state_share, 0.01 * 8 * y);
           big.sum().backward();
           const double bucket = stage == 2 && world > 1 ? width * y : 0;
