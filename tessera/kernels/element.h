@@ -10,15 +10,24 @@
 
 namespace tessera::kernels {
 
+// Any alignment on the host; on a device, where a memcpy of unknown alignment goes byte by byte, that of T.
 template <class T>
 TESSERA_ELEMENT T read(const void* p, int64_t i) {
+#ifdef __CUDA_ARCH__
+  return static_cast<const T*>(p)[i];
+#else
   T value;
   memcpy(&value, static_cast<const char*>(p) + i * static_cast<int64_t>(sizeof value), sizeof value);
   return value;
+#endif
 }
 template <class T>
 TESSERA_ELEMENT void write(void* p, int64_t i, T value) {
+#ifdef __CUDA_ARCH__
+  static_cast<T*>(p)[i] = value;
+#else
   memcpy(static_cast<char*>(p) + i * static_cast<int64_t>(sizeof value), &value, sizeof value);
+#endif
 }
 
 TESSERA_ELEMENT float load(const void* p, DType dtype, int64_t i) {
