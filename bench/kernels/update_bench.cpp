@@ -75,7 +75,8 @@ Streams streams_of(const Shape& shape) {
   return s;
 }
 
-// Adam in all forms; the other rules in those of the precision modes that people choose, and one by nearest rounding.
+// Adam in all forms and tables; the other rules in the best table, in the forms of the precision modes that people
+// choose and one by nearest rounding.
 std::vector<Shape> shapes(int states) {
   const auto chosen = [&](const Form& form) {
     const std::string name = form.name();
@@ -103,6 +104,7 @@ void add(const std::string& rule_name, Rule rule, void (*Table::*entry)(const Ru
   for (const Shape& shape : shapes(states)) {
     for (int threads : {1, 2}) {
       for (const Table* table : measured_tables()) {
+        if (states != 2 && table != &best_table()) continue;
         const std::string name =
             rule_name + "/" + shape.name() + "/threads:" + std::to_string(threads) + "/" + table->name;
         benchmark::RegisterBenchmark(name.c_str(),
