@@ -45,7 +45,7 @@ def options(arguments: list[str]) -> argparse.Namespace:
     add("--contenders", nargs="+", choices=MODES, metavar="ROW", default=DEFAULT, help=f"of {', '.join(MODES)}")
     add("--size", choices=SIZES, help="of the GPT that is trained, default 3M")
     add("--state-size", choices=SIZES, help="of the GPT whose memory and times are measured, default 30M")
-    add("--rows", type=int, default=4, help="sequences of a rank and step, default %(default)s")
+    add("--rows", type=int, default=2, help="sequences of a rank and step, default %(default)s")
     add("--stage", type=int, default=1, choices=(0, 1, 2, 3), help="of ZeRO, default %(default)s")
     add("--ranks", type=int, default=1)
     add("--rounds", type=int, help="of the times, default 7")
@@ -88,7 +88,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         size=args.size,
         state_size=args.state_size,
         rows=args.rows,
-        eval_batches=8 if args.quick else 32,
+        eval_batches=8 if args.quick else 16,
         stage=args.stage,
         ranks=args.ranks,
         rounds=args.rounds,

@@ -1,0 +1,87 @@
+"""bench/tables, the program of `make tables`: a tiny run end to end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "bench" / "tables"
+TINY = ["--size", "tiny", "--state-size", "tiny", "--steps", "12", "--tune-steps", "8", "--start-steps", "6"]
+TINY += ["--seeds", "1", "--rounds", "1", "--rows", "2"]
+
+
+def run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, PROGRAM, *TINY, "--out", out, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The page and the figures of one run; fine-tuning on a folder of texts."""
+    folder = tmp_path_factory.mktemp("tables")
+    for name in ("train.txt", "valid.txt"):
+        (folder / name).write_text("Stars are far away. " * 60)
+    rows = ["plain", "tessera-14", "tessera-10"]
+    done = run(folder / "out", "--contenders", *rows, "--tune-data", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr  # progress is for terminals
+    page = (folder / "out" / "tables-1.md").read_text()
+    assert done.stdout.strip() == page.strip()
+    return page, json.loads((folder / "out" / "tables-1.json").read_text()), folder / "out"
+
+
+def section(page: str, title: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its two first lines."""
+    lines = page.split(f"## {title}\n")[1].split("\n## ")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")][2:]
+
+
+def test_report_has_both_tables(report):
+    page, _, _ = report
+    labels = ["PyTorch, fp32 master", "Tessera, exact", "Tessera, 10 bytes"]
+    states = section(page, "What the states cost")
+    assert [row[0] for row in states] == labels
+    assert [row[1] for row in states] == ["16.0", "14.0", "10.0"]
+    labels.insert(1, "PyTorch, fp32 master, ties up")
+    for title in ("Pre-training", "Fine-tuning"):
+        losses = section(page, title)
+        assert [row[0] for row in losses] == labels
+        assert all(float(value) > 0 for row in losses for value in row[1:3])
+    assert page.index("## Bits") < page.index("Goals:")
+
+
+def test_exact_mode_has_the_bits_of_its_partner(report):
+    page, data, _ = report
+    for name in ("pre-training", "fine-tuning"):
+        exact, partner = (data["train"][key]["0"][name] for key in ("tessera-14", "plain-ties-up"))
+        assert exact == partner
+        assert len(exact["masters"]) == 64
+    assert "bit for bit the same (every loss of 2 trainings" in page
+
+
+def test_rows_differ_and_learn(report):
+    _, data, _ = report
+    runs = {key: data["train"][key]["0"] for key in data["train"]}
+    assert runs["tessera-14"]["fine-tuning"]["masters"] != runs["tessera-10"]["fine-tuning"]["masters"]
+    for run in runs.values():
+        assert run["pre-training"]["held_out"] < run["pre-training"]["before"]
+        assert run["fine-tuning"]["held_out"] == pytest.approx(runs["plain"]["fine-tuning"]["held_out"], abs=0.02)
+
+
+def test_picture(report):
+    page, _, folder = report
+    assert "tables-1.png" in page
+    assert (folder / "tables-1.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_failed_run_ends_with_its_message(tmp_path):
+    done = run(tmp_path / "out", "--contenders", "plain", "--data", str(tmp_path / "missing.txt"))
+    assert done.returncode == 1
+    assert "tables: start of plain, seed 0, rank 0 failed" in done.stderr
+    assert "missing.txt" in done.stderr
+    assert not (tmp_path / "out").exists()
