@@ -94,8 +94,17 @@ def loss_table(results: Results, experiment: Experiment) -> str:
         held_out = over_seeds([run["held_out"] for run in runs])
         apart = "-" if key == BASELINE else cell(differences(results, key, experiment.name), 4, "+")
         rows.append([MODES[key].label, *(f"{v['median']:.4f}" for v in (ends, means)), cell(held_out, 4), apart])
+        if experiment.from_start:
+            rows[-1].append(f"{gain(results, key, experiment.name) / gain(results, BASELINE, experiment.name):.0%}")
     header = ["configuration", "final loss", "mean loss", "held-out loss", "difference to fp32 master, held out"]
-    return table(header, rows)
+    return table(header + ["share of its gain"] * experiment.from_start, rows)
+
+
+def gain(results: Results, key: str, experiment: str) -> float:
+    """By how much training lowered the held-out loss, from that of the shared start weights; mean over seeds."""
+    base = results.train[BASELINE]
+    values = [base[s][experiment]["before"] - run[experiment]["held_out"] for s, run in results.train[key].items()]
+    return statistics.fmean(values)
 
 
 def bits_text(results: Results, settings: Settings) -> str:

@@ -22,7 +22,7 @@ STYLES: dict[str, tuple[str, str]] = {
     "tessera-14": ("#1b6ca8", "-"),
     "tessera-10": ("#2aa198", "-"),
     "tessera-8": ("#6a9a1f", "-"),
-    "tessera-8-nearest": ("#d9902f", "--"),
+    "tessera-8-nearest": ("#f2c14e", "--"),
     "deepspeed": ("#8a8a8a", ":"),
     "deepspeed-low": ("#c0392b", "-"),
 }
@@ -46,13 +46,15 @@ def draw(path: Path, settings: Settings, results: Results) -> None:
     )
     for column, experiment in enumerate(settings.experiments):
         upper, lower = grid[0][column], grid[1][column]
-        width = max(1, experiment.steps // 20)
+        width = max(1, experiment.steps // 10)
         base = mean_curve(results.train[BASELINE], experiment.name)
         for key in (k for k in results.keys if k in STYLES):
             color, line = STYLES[key]
             curve = mean_curve(results.train[key], experiment.name)
             steps = range(1, len(curve) + 1)
-            style: dict[str, Any] = {"color": color, "linestyle": line, "linewidth": 1.4}
+            style: dict[str, Any] = {"color": color, "linestyle": line, "linewidth": 2.4 if key == BASELINE else 1.4}
+            if line != "-":  # above the lines that it may run along
+                style["zorder"] = 3
             upper.plot(steps, smooth(curve, width), label=MODES[key].label, **style)
             if key != BASELINE:
                 lower.plot(steps, smooth([a - b for a, b in zip(curve, base, strict=True)], width), **style)
@@ -64,6 +66,6 @@ def draw(path: Path, settings: Settings, results: Results) -> None:
             axes.spines[["top", "right"]].set_visible(False)
     grid[0][0].set_ylabel("training loss (nats per byte)")
     grid[1][0].set_ylabel(f"difference to {MODES[BASELINE].label}")
-    grid[0][-1].legend(frameon=False, fontsize=8)
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path)
     plt.close(figure)
