@@ -95,7 +95,8 @@ def loss_table(results: Results, experiment: Experiment) -> str:
         apart = "-" if key == BASELINE else cell(differences(results, key, experiment.name), 4, "+")
         rows.append([MODES[key].label, *(f"{v['median']:.4f}" for v in (ends, means)), cell(held_out, 4), apart])
         if experiment.from_start:
-            rows[-1].append(f"{gain(results, key, experiment.name) / gain(results, BASELINE, experiment.name):.0%}")
+            own, whole = (gain(results, k, experiment.name) for k in (key, BASELINE))
+            rows[-1].append(f"{own / whole:.0%}" if whole > 0 else "-")
     header = ["configuration", "final loss", "mean loss", "held-out loss", "difference to fp32 master, held out"]
     return table(header + ["share of its gain"] * experiment.from_start, rows)
 

@@ -25,7 +25,7 @@ from tables.settings import LIBRARY, REFERENCE, SIZES, Experiment, Settings
 from tables.worker import Task
 
 SETTING = ("steps", "tune_steps", "start_steps", "seeds", "size", "state_size", "rounds")
-FULL = (500, 300, 600, 3, "3M", "30M", 7)
+FULL = (400, 250, 500, 3, "3M", "30M", 7)
 QUICK = (40, 30, 60, 1, "1M", "10M", 3)
 DEFAULT = [key for key in MODES if key != "fp32"]
 
@@ -56,6 +56,8 @@ def options(arguments: list[str]) -> argparse.Namespace:
     for name, value in zip(SETTING, QUICK if args.quick else FULL, strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if min(getattr(args, name) for name in SETTING if name not in ("size", "state_size")) < 1:
+        parser.error("steps, seeds and rounds must be at least 1")
     args.out = args.out or (ROOT / "build" / "bench-quick" if args.quick else ROOT / "bench" / "reports")
     args.jobs = args.jobs or max(1, (os.cpu_count() or 1) // args.ranks)
     args.command = " ".join(["python bench/tables", *map(shlex.quote, arguments)])
@@ -96,7 +98,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def run(settings: Settings, jobs: int, folder: str) -> page.Results:
-    """Start weights first; then trainings and memory side by side; the times last, alone on the machine."""
+    """The times first, alone on the machine; then start weights; then trainings and memory side by side."""
     text = settings.dump()
 
     def tasks(kind: str, keys: tuple[str, ...], seeds: tuple[int, ...]) -> list[Task]:
@@ -112,9 +114,9 @@ def run(settings: Settings, jobs: int, folder: str) -> page.Results:
     def ranks(task: Task) -> int:
         return 1 if task.kind == "start" else settings.ranks
 
+    found = run_all(times, ranks, 1, progress)
     run_all(starts, ranks, jobs, progress)
-    found = run_all(trainings + memories, ranks, jobs, progress)
-    found |= run_all(times, ranks, 1, progress)
+    found |= run_all(trainings + memories, ranks, jobs, progress)
     return page.Results(
         train={k: {t.seed: found[t] for t in trainings if t.key == k} for k in settings.keys},
         memory={task.key: found[task] for task in memories},
