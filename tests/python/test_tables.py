@@ -82,6 +82,6 @@ def test_picture(report):
 def test_a_failed_run_ends_with_its_message(tmp_path):
     done = run(tmp_path / "out", "--contenders", "plain", "--data", str(tmp_path / "missing.txt"))
     assert done.returncode == 1
-    assert "tables: start of plain, seed 0, rank 0 failed" in done.stderr
+    assert "tables: times of all, seed 0, rank 0 failed" in done.stderr
     assert "missing.txt" in done.stderr
     assert not (tmp_path / "out").exists()
