@@ -1,9 +1,12 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bindings.h"
 #include "tessera/comm/backends.h"
 #include "tessera/comm/mesh.h"
+#include "tessera/comm/transport.h"
 
 namespace tessera::python {
 
@@ -34,6 +37,9 @@ void bind_comm(py::module_& m) {
   m.def("single_group", &single_group);
   m.def("thread_groups", &thread_groups, py::arg("size"), py::arg("timeout") = std::chrono::minutes(10));
   m.def("c10d_group", py::overload_cast<const std::string&>(&c10d_group), py::arg("name"), NoGil());
+
+  m.def("tessera_backend", &tessera_backend, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+        NoGil());
 
   py::enum_<Axis>(m, "Axis")
       .value("DpReplicate", Axis::DpReplicate)

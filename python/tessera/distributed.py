@@ -16,6 +16,17 @@ from tessera.errors import ConfigError
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 
 
+def register_backend() -> None:
+    """Makes the back end "tessera" known to torch.distributed in this process; a second call does nothing.
+
+    After it, `torch.distributed.init_process_group("tessera")` (or "cpu:tessera,cuda:nccl") gives process groups whose
+    CPU collectives go through shared memory where their ranks share a host, and through Gloo where not.
+    init_distributed(dist_backend="tessera") calls it itself.
+    """
+    if "tessera" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("tessera", _core.tessera_backend, devices=["cpu"])
+
+
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
@@ -31,7 +42,8 @@ def init_distributed(
     """Creates the default process group of torch.distributed; does nothing when there is one.
 
     Ranks come from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them, or from the arguments. Without
-    either the process is a world of its own and opens no port. `dist_backend` None: nccl where CUDA runs, else gloo.
+    either the process is a world of its own and opens no port. `dist_backend` None: nccl where CUDA runs, else gloo;
+    "tessera" is that of register_backend().
     """
     if not dist.is_available():
         raise RuntimeError("[init_distributed] this torch has no torch.distributed")
@@ -46,6 +58,8 @@ def init_distributed(
     rank = rank if rank >= 0 else environment.get("RANK", 0)
     world_size = world_size if world_size > 0 else environment.get("WORLD_SIZE", 1)
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if "tessera" in backend:
+        register_backend()
     timeout = timeout or _DEFAULT_TIMEOUT
     if init_method is None and world_size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(

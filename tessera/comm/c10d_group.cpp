@@ -16,6 +16,7 @@
 //   would take until the timeout. So a long message is followed by a mark of one byte, and marks are waited for first.
 #include "tessera/comm/c10d_group.h"
 
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
@@ -25,6 +26,7 @@
 #include "tessera/comm/backends.h"
 #include "tessera/comm/c10d_core.h"
 #include "tessera/comm/reduce_rows.h"
+#include "tessera/comm/transport.h"
 
 namespace tessera::comm {
 namespace {
@@ -69,6 +71,14 @@ c10d::ReduceOp native_op(ReduceOp op) {
       return c10d::ReduceOp::MIN;
     case ReduceOp::Max:
       return c10d::ReduceOp::MAX;
+    case ReduceOp::Product:
+      return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::BitAnd:
+      return c10d::ReduceOp::BAND;
+    case ReduceOp::BitOr:
+      return c10d::ReduceOp::BOR;
+    case ReduceOp::BitXor:
+      return c10d::ReduceOp::BXOR;
     case ReduceOp::Sum:
       break;
   }
@@ -440,10 +450,36 @@ GroupPtr make_c10d_group(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c1
   return std::make_shared<C10dGroup>(std::move(core), path, instance);
 }
 
+namespace {
+
+// Whether the tensors of the group can only be CPU tensors that Gloo, or we ourselves, would carry.
+bool only_cpu(c10d::ProcessGroup& group) {
+  if (!group.hasBackendForDeviceType(c10::DeviceType::CPU)) return false;
+  const std::string name = group.getBackend(c10::DeviceType::CPU)->getBackendName();
+  const bool accelerator = at::accelerator::getAccelerator() && at::accelerator::deviceCount() > 0;
+  return (name == "gloo" || name == "tessera") && (!accelerator || group.getDeviceTypes().size() == 1);
+}
+
+std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
+  try {
+    return group.getBackend(c10::DeviceType::CPU)->getBackendOptions()->timeout;
+  } catch (const c10::Error&) {
+    return kBackendDefaultTimeout;  // a wrapper for debugging does not tell
+  }
+}
+
+GroupPtr best_group(const std::shared_ptr<void>& keep_alive, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  const auto over_group = [&] { return make_c10d_group(keep_alive, group, C10dPath::ByDevice); };
+  const auto store = group->getStore();
+  if (!store || group->getSize() == 1 || !only_cpu(*group)) return over_group();
+  return choose_transport(fresh_store(store, "transport/" + group->getGroupName(), group->getRank()), group->getRank(),
+                          group->getSize(), timeout_of(*group), over_group);
+}
+
+}  // namespace
+
 GroupPtr c10d_group(std::shared_ptr<void> keep_alive, c10d::ProcessGroup& group) {
-  return make_c10d_group(std::move(keep_alive),
-                         c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(&group),
-                         C10dPath::ByDevice);
+  return best_group(keep_alive, c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(&group));
 }
 
 GroupPtr c10d_group(const std::string& name) {
@@ -455,7 +491,7 @@ GroupPtr c10d_group(const std::string& name) {
     TESSERA_CHECK_VALUE(false, "comm", "no torch process group is registered under '", name,
                         "'; call torch.distributed.init_process_group first (", text.substr(0, text.find('\n')), ")");
   }
-  return make_c10d_group(nullptr, std::move(group), C10dPath::ByDevice);
+  return best_group(nullptr, group);
 }
 
 }  // namespace tessera::comm

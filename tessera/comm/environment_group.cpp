@@ -1,15 +1,15 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <csignal>
-#include <sstream>
 
 #include "tessera/base/env.h"
 #include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
 #include "tessera/comm/c10d_group.h"
-#include "tessera/comm/shm_group.h"
+#include "tessera/comm/gloo.h"
+#include "tessera/comm/transport.h"
 
 namespace tessera::comm {
 namespace {
@@ -17,22 +17,14 @@ namespace {
 struct Place {
   int rank = 0, size = 1, port = 0, attempt = 0;
   std::string address;
-  bool agent_hosts_store = false, shared_memory = false;
+  bool agent_hosts_store = false;
 };
-
-// Whether the ranks, all on this host, shall talk through shared memory.
-bool read_transport() {
-  const std::string name = env::get("TESSERA_TRANSPORT").value_or("gloo");
-  TESSERA_CHECK_VALUE(name == "gloo" || name == "shared_memory", "comm", "TESSERA_TRANSPORT is '", name,
-                      "'; it may be gloo or shared_memory");
-  return name == "shared_memory";
-}
 
 Place read_place() {
   Place place;
   place.size = env::get_int("WORLD_SIZE").value_or(1);
   TESSERA_CHECK_VALUE(place.size >= 1, "comm", "WORLD_SIZE must be at least 1, got ", place.size);
-  place.shared_memory = read_transport();
+  check_transport();
   if (place.size == 1) return place;
   const auto rank = env::get_int("RANK");
   const auto address = env::get("MASTER_ADDR");
@@ -53,21 +45,6 @@ Place read_place() {
 
 bool is_loopback(const std::string& address) {
   return address == "localhost" || address == "::1" || address.starts_with("127.");
-}
-
-// The network that Gloo uses: the interfaces named by the user, the loopback for a run on one host, else the one that
-// the host name resolves to.
-void add_devices(c10d::ProcessGroupGloo::Options& options, const Place& place) {
-  if (const auto names = env::get("GLOO_SOCKET_IFNAME")) {
-    std::istringstream list(*names);
-    for (std::string name; std::getline(list, name, ',');) {
-      options.devices.push_back(c10d::ProcessGroupGloo::createDeviceForInterface(name));
-    }
-  } else if (is_loopback(place.address)) {
-    options.devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
-  } else {
-    options.devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());
-  }
 }
 
 c10::intrusive_ptr<c10d::Store> open_store(const Place& place, std::chrono::milliseconds timeout) {
@@ -91,16 +68,16 @@ GroupPtr meet(const Place& place, const StorePtr& store, int rank, int size, con
               std::chrono::milliseconds timeout) {
   using Group = c10d::ProcessGroup;
   if (size == 1) return single_group();
-  if (place.shared_memory) return shm_group(*store, rank, size, timeout);
-  auto options = c10d::ProcessGroupGloo::Options::create(timeout);
-  add_devices(*options, place);
-  auto gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(c10::make_intrusive<c10d::PrefixStore>("gloo", store), rank,
-                                                          size, options);
-  auto group = c10::make_intrusive<Group>(store, rank, size);
-  group->setBackend(c10::DeviceType::CPU, Group::BackendType::GLOO, gloo);
-  group->setDefaultBackend(Group::BackendType::GLOO);
-  group->setGroupName(name);
-  return make_c10d_group(nullptr, std::move(group), C10dPath::ByDevice);
+  const auto gloo_group = [&] {
+    auto group = c10::make_intrusive<Group>(store, rank, size);
+    group->setBackend(c10::DeviceType::CPU, Group::BackendType::GLOO,
+                      gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store), rank, size, timeout,
+                                   is_loopback(place.address)));
+    group->setDefaultBackend(Group::BackendType::GLOO);
+    group->setGroupName(name);
+    return make_c10d_group(nullptr, std::move(group), C10dPath::ByDevice);
+  };
+  return choose_transport(c10::make_intrusive<c10d::PrefixStore>("transport", store), rank, size, timeout, gloo_group);
 }
 
 // Gloo and the store write to sockets whose peer may have died; unless the program has a handler of its own, that must

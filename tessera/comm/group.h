@@ -21,7 +21,7 @@
 
 namespace tessera::comm {
 
-enum class ReduceOp { Sum, Avg, Min, Max };
+enum class ReduceOp { Sum, Avg, Min, Max, Product, BitAnd, BitOr, BitXor };
 
 // What a collective is for, e.g. "reduce gradients of unit 'blocks.3'". Becomes part of every error
 // message.
@@ -68,8 +68,8 @@ struct CommStats {
 // device, and stay alive and untouched until wait(). A Group is used by one thread at a time
 // (abort() by any). Wrong arguments are value errors that name the operation and its label, thrown
 // before anything is sent. After the first failure every later collective fails at once with the
-// cause of that first one. Sum, Min and Max take floating and integer tensors (Min and Max bool
-// too; NaN wins), Avg floating ones.
+// cause of that first one. Sum, Product, Min and Max take floating and integer tensors (Min and Max bool
+// too; NaN wins), Avg floating ones, bit operations integers and bool.
 class Group;
 using GroupPtr = std::shared_ptr<Group>;
 

@@ -25,6 +25,14 @@ const char* reduce_op_name(ReduceOp op) {
       return "min";
     case ReduceOp::Max:
       return "max";
+    case ReduceOp::Product:
+      return "product";
+    case ReduceOp::BitAnd:
+      return "bitwise and";
+    case ReduceOp::BitOr:
+      return "bitwise or";
+    case ReduceOp::BitXor:
+      return "bitwise xor";
   }
   return "?";
 }
@@ -33,7 +41,7 @@ namespace {
 
 bool reduces(const OpInfo& info) {
   const std::string_view name = info.name;
-  return name == "reduce_scatter" || name == "all_reduce";
+  return name == "reduce_scatter" || name == "all_reduce" || name == "reduce";
 }
 
 bool any_size(const OpInfo& info) {

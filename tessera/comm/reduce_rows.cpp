@@ -68,11 +68,20 @@ inline c10::BFloat16 narrow<c10::BFloat16>(float x) {
 
 template <class A>
 inline A add(A a, A b) {
-  if constexpr (std::is_integral_v<A> && !std::is_same_v<A, bool>) {
+  if constexpr (std::is_integral_v<A>) {
     using U = std::make_unsigned_t<A>;
     return static_cast<A>(static_cast<U>(static_cast<U>(a) + static_cast<U>(b)));
   } else {
     return a + b;
+  }
+}
+
+template <class A>
+inline A multiply(A a, A b) {
+  if constexpr (std::is_integral_v<A>) {
+    return static_cast<A>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
+  } else {
+    return a * b;
   }
 }
 
@@ -82,6 +91,14 @@ inline A combine(A a, A b) {
     return (b < a || b != b) ? b : a;  // NaN wins; a NaN in `a` stays because comparisons with it are false
   } else if constexpr (op == ReduceOp::Max) {
     return (b > a || b != b) ? b : a;
+  } else if constexpr (op == ReduceOp::Product) {
+    return multiply(a, b);
+  } else if constexpr (op == ReduceOp::BitAnd) {
+    return static_cast<A>(a & b);
+  } else if constexpr (op == ReduceOp::BitOr) {
+    return static_cast<A>(a | b);
+  } else if constexpr (op == ReduceOp::BitXor) {
+    return static_cast<A>(a ^ b);
   } else {
     return add(a, b);
   }
@@ -135,6 +152,16 @@ RangeFn pick_width() {
 }
 
 template <class T>
+RangeFn pick_bits(ReduceOp op) {
+  if constexpr (std::is_integral_v<T>) {
+    if (op == ReduceOp::BitAnd) return pick_width<T, ReduceOp::BitAnd>();
+    if (op == ReduceOp::BitOr) return pick_width<T, ReduceOp::BitOr>();
+    if (op == ReduceOp::BitXor) return pick_width<T, ReduceOp::BitXor>();
+  }
+  return nullptr;
+}
+
+template <class T>
 RangeFn pick_op(ReduceOp op) {
   switch (op) {
     case ReduceOp::Sum:
@@ -143,10 +170,14 @@ RangeFn pick_op(ReduceOp op) {
       return pick_width<T, ReduceOp::Min>();
     case ReduceOp::Max:
       return pick_width<T, ReduceOp::Max>();
+    case ReduceOp::Product:
+      return pick_width<T, ReduceOp::Product>();
     case ReduceOp::Avg:
       if constexpr (!std::is_integral_v<T>) return pick_width<T, ReduceOp::Avg>();
+      return nullptr;
+    default:
+      return pick_bits<T>(op);
   }
-  return nullptr;
 }
 
 RangeFn pick(c10::ScalarType dtype, ReduceOp op) {
@@ -171,7 +202,7 @@ RangeFn pick(c10::ScalarType dtype, ReduceOp op) {
     case S::Long:
       return pick_op<int64_t>(op);
     case S::Bool:
-      return op == ReduceOp::Min || op == ReduceOp::Max ? pick_op<uint8_t>(op) : nullptr;
+      return op == ReduceOp::Sum || op == ReduceOp::Product ? nullptr : pick_op<uint8_t>(op);
     default:
       return nullptr;
   }

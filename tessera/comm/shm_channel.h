@@ -18,7 +18,7 @@ class ShmChannel {
   ShmChannel(char* base, int channel, int rank, int size);
 
   void add(ShmOpPtr op);
-  // Moves what can be moved and tells the other ranks; whether there was anything.
+  // Moves what can be moved, up to some MiB, and tells the other ranks; whether there was anything.
   bool progress();
   // What the ranks disagree about; progress ends with it. Empty while all is well.
   const std::string& disagreement() const { return disagreement_; }

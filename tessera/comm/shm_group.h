@@ -8,10 +8,12 @@
 //   those of Note [Order of summation]. Every record says which call it belongs to: different calls are named at once.
 //   shm_world.h has the waits and what happens when a rank is lost.
 //
-//     shm_group      the Group, and how ranks meet        shm_op        collectives as scripts of steps
-//     shm_world      one rank: waits, faults              shm_layout    what lies where
-//     shm_channel    calls in flight, records             shm_signal    futex, life of a process
-//                                                         shm_segment   the memory
+//     shm_group      the Group                            shm_op, shm_sum   collectives as scripts of steps
+//     shm_backend    the same for torch.distributed       shm_pieces        how tensors are cut into records
+//     shm_meeting    how ranks come together              shm_layout        what lies where
+//     shm_world      one rank: waits, faults              shm_signal        futex, life of a process
+//     shm_channel    calls in flight, records             shm_segment       the memory
+//     shm_mail       messages between two ranks
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -23,7 +25,7 @@
 
 namespace tessera::comm {
 
-// The group of `size` >= 2 processes of one host and user that meet at `store`. Collective. DistBackendError on all
+// The group of `size` processes of one host and user that meet at `store`. Collective. DistBackendError on all
 // ranks when one cannot take part (another host, no memory) or has not come after `timeout`, which is also the longest
 // wait for a rank later.
 GroupPtr shm_group(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout);

@@ -1,10 +1,14 @@
-// What lies where in a segment: a header, a block for each rank, counters and a ring of slots for each channel and rank.
+// What lies where in a segment: a header, a block for each rank, counters and a ring of slots for each channel and rank,
+// and a ring for the messages from each rank to each other one.
 // A channel is the calls of one Group; siblings have channels of their own, so that none waits behind another's data.
 // Everything is zero at first.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstring>
+#include <string_view>
 
 #include "tessera/comm/shm_op.h"
 #include "tessera/comm/shm_signal.h"
@@ -13,6 +17,7 @@ namespace tessera::comm {
 
 inline constexpr int64_t kChannels = 64;  // address space only, but for the first and those of siblings
 inline constexpr int64_t kSlots = 32;     // records that a rank may be ahead of the slowest reader
+inline constexpr int64_t kMailSlots = 8;  // the same for messages between two ranks
 inline constexpr int64_t kPage = 4096;
 
 struct ShmHeader {
@@ -34,9 +39,15 @@ struct alignas(128) ShmCounters {
   std::atomic<uint32_t> left;                 // 1: its Group and all its handles are gone
 };
 
+// Of the messages from one rank to another.
+struct alignas(128) MailCounters {
+  std::atomic<int64_t> written;               // records, by the sender
+  alignas(64) std::atomic<int64_t> consumed;  // by the receiver
+};
+
 // Head of a record. The call is described in its first record only.
 struct SlotHead {
-  uint64_t hash;  // agreement_hash() of the call
+  uint64_t hash;  // agreement_hash() of the call; the tag of a message
   int64_t bytes;
   int32_t dtype, op, root;
   char name[20];
@@ -44,9 +55,17 @@ struct SlotHead {
 };
 static_assert(sizeof(SlotHead) == 256);
 
+template <size_t N>
+void put_text(char (&to)[N], std::string_view text) {
+  const size_t length = std::min(text.size(), N - 1);
+  std::memcpy(to, text.data(), length);
+  to[length] = '\0';
+}
+
 inline constexpr int64_t kSlotBytes = static_cast<int64_t>(sizeof(SlotHead)) + kRecordBytes;
 inline constexpr int64_t kRingBytes = kSlots * kSlotBytes;
-static_assert(kRingBytes % kPage == 0);
+inline constexpr int64_t kMailRingBytes = kMailSlots * kSlotBytes + (kPage - kMailSlots * kSlotBytes % kPage) % kPage;
+static_assert(kRingBytes % kPage == 0 && kMailRingBytes % kPage == 0);
 
 // Offsets of the parts for `size` ranks.
 struct ShmLayout {
@@ -54,12 +73,15 @@ struct ShmLayout {
 
   int64_t ranks() const { return sizeof(ShmHeader); }
   int64_t counters() const { return ranks() + size * static_cast<int64_t>(sizeof(ShmRank)); }
+  // The parts before have memory from the start.
   int64_t control() const {
-    const int64_t end = counters() + kChannels * size * static_cast<int64_t>(sizeof(ShmCounters));
+    const int64_t end = mail_counters() + size * size * static_cast<int64_t>(sizeof(MailCounters));
     return (end + kPage - 1) / kPage * kPage;
   }
+  int64_t mail_counters() const { return counters() + kChannels * size * static_cast<int64_t>(sizeof(ShmCounters)); }
   int64_t ring(int64_t channel, int64_t rank) const { return control() + (channel * size + rank) * kRingBytes; }
-  int64_t total() const { return ring(kChannels, 0); }
+  int64_t mail_ring(int64_t from, int64_t to) const { return ring(kChannels, 0) + (from * size + to) * kMailRingBytes; }
+  int64_t total() const { return mail_ring(size, 0); }
 };
 
 }  // namespace tessera::comm

@@ -1,229 +1,66 @@
 #include "tessera/comm/shm_op.h"
 
-#include <algorithm>
-#include <cstring>
-
-#include "tessera/base/error.h"
-#include "tessera/comm/reduce_rows.h"
+#include "tessera/comm/shm_pieces.h"
 
 namespace tessera::comm {
+
+OpInfo info_of_list(const char* name, int size, const ShmTensors& list, Label label, ReduceOp op) {
+  TESSERA_CHECK_VALUE(static_cast<int>(list.size()) == size, "comm", name, " (", label, "): ", list.size(),
+                      " tensors for ", size, " ranks");
+  OpInfo info = info_of(name, list[0], label, op);
+  bool equal = true;
+  info.bytes = 0;
+  for (const at::Tensor& t : list) {
+    TESSERA_CHECK_VALUE(t.is_cpu() && t.scalar_type() == list[0].scalar_type(), "comm", name, " (", label,
+                        "): the tensors of a list must be CPU tensors of one dtype, got ", t.scalar_type(), " on ",
+                        t.device(), " beside ", list[0].scalar_type());
+    info.bytes += static_cast<int64_t>(t.nbytes());
+    equal = equal && t.nbytes() == list[0].nbytes();
+  }
+  if (!equal) {
+    for (const at::Tensor& t : list)
+      info.label += (info.label.empty() ? "" : " ") + std::to_string(t.nbytes());
+  }
+  return info;
+}
+
 namespace {
 
-constexpr int64_t kLine = 64;
-constexpr int64_t kOneRound = 64 * 1024;  // all_reduce up to this size over all ranks: everybody adds everything
-
-OpInfo info_of(const char* name, const at::Tensor& full, Label label, ReduceOp op = ReduceOp::Sum, int root = -1) {
-  TESSERA_CHECK_VALUE(full.is_cpu(), "comm", name, " (", label, "): a group over shared memory takes CPU tensors, got ",
-                      full.device());
-  return describe_call(name, full, label, op, root);
-}
-
-char* bytes_of(const at::Tensor& t) {
-  return static_cast<char*>(t.mutable_data_ptr());
-}
-
-void copy(char* to, const char* from, int64_t bytes) {
-  if (bytes > 0 && to != from) std::memcpy(to, from, static_cast<size_t>(bytes));
-}
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
-// The part of `total` that step `step` covers when a step covers `each`.
-struct Piece {
-  int64_t begin = 0, count = 0;
-};
-Piece piece(int64_t total, int64_t each, int64_t step) {
-  const int64_t begin = std::min(total, step * each);
-  return {begin, std::min(each, total - begin)};
-}
-
-// Elements of `width` bytes in one of `rows` rows of a record, each row on a cache line of its own.
-int64_t row_elements(int64_t rows, int64_t width) {
-  return kRecordBytes / rows / kLine * kLine / width;
-}
-
-// Rows for all ranks but the writer: the place of that for rank `reader`.
-int row_of(int reader, int writer) {
-  return reader < writer ? reader : reader - 1;
-}
-
+// Part r of `parts` comes from rank r.
 class AllGather final : public ShmOp {
  public:
-  AllGather(int rank, int size, const at::Tensor& out, const at::Tensor& in, Label label)
-      : ShmOp(info_of("all_gather", out, label), rank, size),
-        out_(out),
-        in_(in),
-        to_(bytes_of(out)),
-        from_(bytes_of(in)),
-        part_(static_cast<int64_t>(in.nbytes())) {
-    copy(to_ + rank * part_, from_, part_);
+  AllGather(int rank, int size, OpInfo info, std::vector<Piece> parts, ShmTensors out, const at::Tensor& in)
+      : ShmOp(std::move(info), rank, size), parts_(std::move(parts)), out_(std::move(out)), in_(in) {
+    for (int r = 0; r < size; ++r) {
+      const bool list = out_.size() > 1;
+      to_.push_back(bytes_of(out_[list ? r : 0]) + parts_[r].begin);
+      largest_ = std::max(largest_, parts_[r].count);
+    }
+    from_ = bytes_of(in);
+    copy_bytes(to_[rank], from_, parts_[rank].count);
   }
 
-  std::optional<int64_t> steps() const override { return std::max<int64_t>(1, ceil_div(part_, kRecordBytes)); }
+  std::optional<int64_t> steps() const override { return steps_for(largest_, kRecordBytes); }
   void write(int64_t step, char* record) override {
-    const auto [begin, count] = piece(part_, kRecordBytes, step);
-    copy(record, from_ + begin, count);
+    const auto [begin, count] = piece(parts_[rank_].count, kRecordBytes, step);
+    copy_bytes(record, from_ + begin, count);
   }
   std::string read(int64_t step, const char* const* records) override {
-    const auto [begin, count] = piece(part_, kRecordBytes, step);
     for (int r = 0; r < size_; ++r) {
-      if (r != rank_) copy(to_ + r * part_ + begin, records[r], count);
+      if (r == rank_) continue;
+      const auto [begin, count] = piece(parts_[r].count, kRecordBytes, step);
+      copy_bytes(to_[r] + begin, records[r], count);
     }
     return {};
   }
 
  private:
-  at::Tensor out_, in_;
-  char* to_;
+  std::vector<Piece> parts_;
+  ShmTensors out_;
+  at::Tensor in_;
+  std::vector<char*> to_;
   const char* from_;
-  int64_t part_;
-};
-
-class ReduceScatter final : public ShmOp {
- public:
-  ReduceScatter(int rank, int size, const at::Tensor& out, const at::Tensor& in, ReduceOp op, Label label)
-      : ShmOp(info_of("reduce_scatter", in, label, op), rank, size),
-        out_(out),
-        in_(in),
-        to_(bytes_of(out)),
-        from_(bytes_of(in)),
-        width_(static_cast<int64_t>(in.element_size())),
-        part_(out.numel()),
-        each_(row_elements(size - 1, width_)),
-        rows_(size) {}
-
-  std::optional<int64_t> steps() const override { return std::max<int64_t>(1, ceil_div(part_, each_)); }
-  void write(int64_t step, char* record) override {
-    const auto [begin, count] = piece(part_, each_, step);
-    for (int r = 0; r < size_; ++r) {
-      if (r == rank_) continue;
-      copy(record + row_of(r, rank_) * each_ * width_, from_ + (r * part_ + begin) * width_, count * width_);
-    }
-  }
-  std::string read(int64_t step, const char* const* records) override {
-    const auto [begin, count] = piece(part_, each_, step);
-    for (int r = 0; r < size_; ++r) {
-      rows_[r] = r == rank_ ? from_ + (rank_ * part_ + begin) * width_ : records[r] + row_of(rank_, r) * each_ * width_;
-    }
-    reduce_rows(to_ + begin * width_, rows_.data(), size_, count, info_.dtype, info_.op);
-    return {};
-  }
-
- private:
-  at::Tensor out_, in_;
-  char* to_;
-  const char* from_;
-  int64_t width_, part_, each_;
-  std::vector<const void*> rows_;
-};
-
-// One round: everybody sends everything and adds everything.
-class AllReduceOnce final : public ShmOp {
- public:
-  AllReduceOnce(int rank, int size, const at::Tensor& tensor, ReduceOp op, Label label)
-      : ShmOp(info_of("all_reduce", tensor, label, op), rank, size),
-        tensor_(tensor),
-        data_(bytes_of(tensor)),
-        width_(static_cast<int64_t>(tensor.element_size())),
-        total_(tensor.numel()),
-        each_(row_elements(1, width_)),
-        rows_(size) {}
-
-  std::optional<int64_t> steps() const override { return std::max<int64_t>(1, ceil_div(total_, each_)); }
-  void write(int64_t step, char* record) override {
-    const auto [begin, count] = piece(total_, each_, step);
-    copy(record, data_ + begin * width_, count * width_);
-  }
-  std::string read(int64_t step, const char* const* records) override {
-    const auto [begin, count] = piece(total_, each_, step);
-    char* const mine = data_ + begin * width_;
-    for (int r = 0; r < size_; ++r)
-      rows_[r] = r == rank_ ? mine : records[r];
-    reduce_rows(mine, rows_.data(), size_, count, info_.dtype, info_.op);
-    return {};
-  }
-
- private:
-  at::Tensor tensor_;
-  char* data_;
-  int64_t width_, total_, each_;
-  std::vector<const void*> rows_;
-};
-
-// Two rounds per window of the tensor: every rank adds its row of the window, then the rows are shared. The script of
-// m windows is add 0, add 1, share 0, add 2, share 1, ..., add m-1, share m-2, share m-1: one window of lead, so that
-// nobody waits for a sum that was only just begun.
-class AllReduceTwice final : public ShmOp {
- public:
-  AllReduceTwice(int rank, int size, const at::Tensor& tensor, ReduceOp op, Label label)
-      : ShmOp(info_of("all_reduce", tensor, label, op), rank, size),
-        tensor_(tensor),
-        data_(bytes_of(tensor)),
-        width_(static_cast<int64_t>(tensor.element_size())),
-        total_(tensor.numel()),
-        each_(row_elements(size - 1, width_)),
-        windows_(std::max<int64_t>(1, ceil_div(total_, each_ * size))),
-        rows_(size) {}
-
-  std::optional<int64_t> steps() const override { return 2 * windows_; }
-  bool ready(int64_t step, int64_t received) const override {
-    const Round round = round_of(step);
-    return round.adds || received > (round.window == 0 ? 0 : 2 * round.window - 1);
-  }
-  void write(int64_t step, char* record) override {
-    const Round round = round_of(step);
-    if (!round.adds) {
-      const auto [begin, count] = row(round.window, rank_);
-      copy(record, data_ + begin * width_, count * width_);
-      return;
-    }
-    for (int r = 0; r < size_; ++r) {
-      if (r == rank_) continue;
-      const auto [begin, count] = row(round.window, r);
-      copy(record + row_of(r, rank_) * each_ * width_, data_ + begin * width_, count * width_);
-    }
-  }
-  std::string read(int64_t step, const char* const* records) override {
-    const Round round = round_of(step);
-    if (round.adds) {
-      const auto [begin, count] = row(round.window, rank_);
-      char* const mine = data_ + begin * width_;
-      for (int r = 0; r < size_; ++r)
-        rows_[r] = r == rank_ ? mine : records[r] + row_of(rank_, r) * each_ * width_;
-      reduce_rows(mine, rows_.data(), size_, count, info_.dtype, info_.op);
-      return {};
-    }
-    for (int r = 0; r < size_; ++r) {
-      if (r == rank_) continue;
-      const auto [begin, count] = row(round.window, r);
-      copy(data_ + begin * width_, records[r], count * width_);
-    }
-    return {};
-  }
-
- private:
-  struct Round {
-    bool adds = false;
-    int64_t window = 0;
-  };
-  Round round_of(int64_t step) const {
-    if (step == 0) return {true, 0};
-    if (step == 2 * windows_ - 1) return {false, windows_ - 1};
-    return step % 2 == 1 ? Round{true, (step + 1) / 2} : Round{false, step / 2 - 1};
-  }
-  // What rank r adds of a window. The last one is cut into smaller rows.
-  Piece row(int64_t window, int r) const {
-    const auto [begin, count] = piece(total_, each_ * size_, window);
-    const int64_t from = count * r / size_;
-    return {begin + from, count * (r + 1) / size_ - from};
-  }
-
-  at::Tensor tensor_;
-  char* data_;
-  int64_t width_, total_, each_, windows_;
-  std::vector<const void*> rows_;
+  int64_t largest_ = 0;
 };
 
 class Broadcast final : public ShmOp {
@@ -233,14 +70,14 @@ class Broadcast final : public ShmOp {
         tensor_(tensor),
         data_(bytes_of(tensor)) {}
 
-  std::optional<int64_t> steps() const override { return std::max<int64_t>(1, ceil_div(info_.bytes, kRecordBytes)); }
+  std::optional<int64_t> steps() const override { return steps_for(info_.bytes, kRecordBytes); }
   void write(int64_t step, char* record) override {
     const auto [begin, count] = piece(info_.bytes, kRecordBytes, step);
-    if (rank_ == info_.root) copy(record, data_ + begin, count);
+    if (rank_ == info_.root) copy_bytes(record, data_ + begin, count);
   }
   std::string read(int64_t step, const char* const* records) override {
     const auto [begin, count] = piece(info_.bytes, kRecordBytes, step);
-    if (rank_ != info_.root) copy(data_ + begin, records[info_.root], count);
+    if (rank_ != info_.root) copy_bytes(data_ + begin, records[info_.root], count);
     return {};
   }
 
@@ -249,33 +86,95 @@ class Broadcast final : public ShmOp {
   char* data_;
 };
 
+class Gather final : public ShmOp {
+ public:
+  Gather(int rank, int size, const ShmTensors& out, const at::Tensor& in, int root, Label label)
+      : ShmOp(info_of("gather", in, label, ReduceOp::Sum, root), rank, size), out_(out), in_(in) {
+    if (rank == root) copy_bytes(bytes_of(out[rank]), bytes_of(in), info_.bytes);
+  }
+
+  std::optional<int64_t> steps() const override { return steps_for(info_.bytes, kRecordBytes); }
+  void write(int64_t step, char* record) override {
+    const auto [begin, count] = piece(info_.bytes, kRecordBytes, step);
+    if (rank_ != info_.root) copy_bytes(record, bytes_of(in_) + begin, count);
+  }
+  std::string read(int64_t step, const char* const* records) override {
+    const auto [begin, count] = piece(info_.bytes, kRecordBytes, step);
+    for (int r = 0; r < size_ && rank_ == info_.root; ++r) {
+      if (r != rank_) copy_bytes(bytes_of(out_[r]) + begin, records[r], count);
+    }
+    return {};
+  }
+
+ private:
+  ShmTensors out_;
+  at::Tensor in_;
+};
+
+// A record of the root has a row for each other rank.
+class Scatter final : public ShmOp {
+ public:
+  Scatter(int rank, int size, const at::Tensor& out, const ShmTensors& in, int root, Label label)
+      : ShmOp(info_of("scatter", out, label, ReduceOp::Sum, root), rank, size),
+        out_(out),
+        in_(in),
+        each_(row_elements(size - 1, 1)) {
+    if (rank == root) copy_bytes(bytes_of(out), bytes_of(in[rank]), info_.bytes);
+  }
+
+  std::optional<int64_t> steps() const override { return steps_for(info_.bytes, each_); }
+  void write(int64_t step, char* record) override {
+    const auto [begin, count] = piece(info_.bytes, each_, step);
+    for (int r = 0; r < size_ && rank_ == info_.root; ++r) {
+      if (r != rank_) copy_bytes(record + row_of(r, rank_) * each_, bytes_of(in_[r]) + begin, count);
+    }
+  }
+  std::string read(int64_t step, const char* const* records) override {
+    const auto [begin, count] = piece(info_.bytes, each_, step);
+    const int root = info_.root;
+    if (rank_ != root) copy_bytes(bytes_of(out_) + begin, records[root] + row_of(rank_, root) * each_, count);
+    return {};
+  }
+
+ private:
+  at::Tensor out_;
+  ShmTensors in_;
+  int64_t each_;
+};
+
+// One tensor's place in a call.
+struct Place {
+  char* data = nullptr;
+  int64_t bytes = 0;
+};
+
 // A record begins with what its writer sends to each rank in all, in bytes: so everybody knows after step 0 how many
 // steps there are.
 class AllToAll final : public ShmOp {
  public:
-  AllToAll(int rank, int size, const at::Tensor& out, const at::Tensor& in, std::vector<int64_t> out_splits,
-           std::vector<int64_t> in_splits, Label label)
-      : ShmOp(info_of("all_to_all", in, label), rank, size),
-        out_(out),
-        in_(in),
-        received_(places(out_splits, static_cast<int64_t>(out.element_size()))),
-        sent_(places(in_splits, static_cast<int64_t>(in.element_size()))),
+  AllToAll(int rank, int size, OpInfo info, std::vector<Place> out, std::vector<Place> in, ShmTensors held)
+      : ShmOp(std::move(info), rank, size),
+        held_(std::move(held)),
+        received_(std::move(out)),
+        sent_(std::move(in)),
         head_(ceil_div(size * static_cast<int64_t>(sizeof(int64_t)), kLine) * kLine),
-        each_((kRecordBytes - head_) / (size - 1) / kLine * kLine) {
-    TESSERA_CHECK_VALUE(received_[rank].count == sent_[rank].count, "comm", describe(info_), ": rank ", rank, " sends ",
-                        in_splits[rank], " elements to itself and expects ", out_splits[rank]);
-    copy(bytes_of(out) + received_[rank].begin, bytes_of(in) + sent_[rank].begin, sent_[rank].count);
-    at_least_ = needed(largest(sent_));
+        each_((kRecordBytes - head_) / std::max(1, size - 1) / kLine * kLine) {
+    copy_bytes(received_[rank].data, sent_[rank].data, sent_[rank].bytes);
+    int64_t largest = 0;
+    for (int r = 0; r < size_; ++r) {
+      if (r != rank_) largest = std::max(largest, sent_[r].bytes);
+    }
+    at_least_ = steps_for(largest, each_);
   }
 
   std::optional<int64_t> steps() const override { return steps_; }
   int64_t steps_at_least() const override { return at_least_; }
   void write(int64_t step, char* record) override {
     for (int r = 0; r < size_; ++r) {
-      std::memcpy(record + r * sizeof(int64_t), &sent_[r].count, sizeof(int64_t));
+      std::memcpy(record + r * sizeof(int64_t), &sent_[r].bytes, sizeof(int64_t));
       if (r == rank_) continue;
-      const auto [begin, count] = piece(sent_[r].count, each_, step);
-      copy(record + head_ + row_of(r, rank_) * each_, bytes_of(in_) + sent_[r].begin + begin, count);
+      const auto [begin, count] = piece(sent_[r].bytes, each_, step);
+      copy_bytes(record + head_ + row_of(r, rank_) * each_, sent_[r].data + begin, count);
     }
   }
   std::string read(int64_t step, const char* const* records) override {
@@ -284,30 +183,13 @@ class AllToAll final : public ShmOp {
     }
     for (int r = 0; r < size_; ++r) {
       if (r == rank_) continue;
-      const auto [begin, count] = piece(received_[r].count, each_, step);
-      copy(bytes_of(out_) + received_[r].begin + begin, records[r] + head_ + row_of(rank_, r) * each_, count);
+      const auto [begin, count] = piece(received_[r].bytes, each_, step);
+      copy_bytes(received_[r].data + begin, records[r] + head_ + row_of(rank_, r) * each_, count);
     }
     return {};
   }
 
  private:
-  static std::vector<Piece> places(const std::vector<int64_t>& splits, int64_t width) {
-    std::vector<Piece> result;
-    int64_t begin = 0;
-    for (const int64_t split : splits) {
-      result.push_back({begin, split * width});
-      begin += split * width;
-    }
-    return result;
-  }
-  int64_t needed(int64_t bytes) const { return std::max<int64_t>(1, ceil_div(bytes, each_)); }
-  int64_t largest(const std::vector<Piece>& sent) const {
-    int64_t bytes = 0;
-    for (int r = 0; r < size_; ++r) {
-      if (r != rank_) bytes = std::max(bytes, sent[r].count);
-    }
-    return bytes;
-  }
   std::string learn_steps(const char* const* records) {
     int64_t steps = at_least_;
     for (int from = 0; from < size_; ++from) {
@@ -315,22 +197,40 @@ class AllToAll final : public ShmOp {
       for (int to = 0; to < size_; ++to) {
         int64_t bytes = 0;
         std::memcpy(&bytes, records[from] + to * sizeof(int64_t), sizeof(int64_t));
-        if (to == rank_ && bytes != received_[from].count) {
-          return split_disagreement(describe(info_), from, bytes, rank_, received_[from].count);
+        if (to == rank_ && bytes != received_[from].bytes) {
+          return split_disagreement(describe(info_), from, bytes, rank_, received_[from].bytes);
         }
-        if (to != from) steps = std::max(steps, needed(bytes));
+        if (to != from) steps = std::max(steps, steps_for(bytes, each_));
       }
     }
     steps_ = steps;
     return {};
   }
 
-  at::Tensor out_, in_;
-  std::vector<Piece> received_, sent_;  // bytes
+  ShmTensors held_;
+  std::vector<Place> received_, sent_;
   int64_t head_, each_;
   int64_t at_least_ = 1;
   std::optional<int64_t> steps_;
 };
+
+std::vector<Place> places_of(const at::Tensor& t, const std::vector<int64_t>& splits) {
+  std::vector<Place> result;
+  char* data = bytes_of(t);
+  for (const int64_t split : splits) {
+    const int64_t bytes = split * static_cast<int64_t>(t.element_size());
+    result.push_back({data, bytes});
+    data += bytes;
+  }
+  return result;
+}
+
+std::vector<Place> places_of(const ShmTensors& list) {
+  std::vector<Place> result;
+  for (const at::Tensor& t : list)
+    result.push_back({bytes_of(t), static_cast<int64_t>(t.nbytes())});
+  return result;
+}
 
 class Barrier final : public ShmOp {
  public:
@@ -343,28 +243,71 @@ class Barrier final : public ShmOp {
 }  // namespace
 
 ShmOpPtr shm_all_gather(int rank, int size, const at::Tensor& out, const at::Tensor& in, Label label) {
-  return std::make_shared<AllGather>(rank, size, out, in, label);
+  const auto bytes = static_cast<int64_t>(in.nbytes());
+  std::vector<Piece> parts;
+  for (int r = 0; r < size; ++r)
+    parts.push_back({r * bytes, bytes});
+  return std::make_shared<AllGather>(rank, size, info_of("all_gather", out, label), parts, ShmTensors{out}, in);
 }
 
-ShmOpPtr shm_reduce_scatter(int rank, int size, const at::Tensor& out, const at::Tensor& in, ReduceOp op, Label label) {
-  return std::make_shared<ReduceScatter>(rank, size, out, in, op, label);
-}
-
-ShmOpPtr shm_all_reduce(int rank, int size, const at::Tensor& tensor, ReduceOp op, Label label) {
-  // Over two ranks the sums of two rounds would save nothing.
-  if (size == 2 || static_cast<int64_t>(tensor.nbytes()) * size <= kOneRound) {
-    return std::make_shared<AllReduceOnce>(rank, size, tensor, op, label);
-  }
-  return std::make_shared<AllReduceTwice>(rank, size, tensor, op, label);
+ShmOpPtr shm_all_gather(int rank, int size, const ShmTensors& out, const at::Tensor& in, Label label) {
+  OpInfo info = info_of_list("all_gather", size, out, label);
+  TESSERA_CHECK_VALUE(in.nbytes() == out[rank].nbytes() && in.scalar_type() == info.dtype, "comm", describe(info),
+                      ": the input has ", in.nbytes(), " B, its place in the output ", out[rank].nbytes(), " B");
+  std::vector<Piece> parts;
+  for (const at::Tensor& t : out)
+    parts.push_back({0, static_cast<int64_t>(t.nbytes())});
+  return std::make_shared<AllGather>(rank, size, std::move(info), parts, out, in);
 }
 
 ShmOpPtr shm_broadcast(int rank, int size, const at::Tensor& tensor, int root, Label label) {
   return std::make_shared<Broadcast>(rank, size, tensor, root, label);
 }
 
+namespace {
+
+// The list that only the root of a gather or scatter has.
+void check_root_list(const char* name, int size, const ShmTensors& list, const at::Tensor& own, Label label) {
+  const OpInfo info = info_of_list(name, size, list, label);
+  for (const at::Tensor& t : list) {
+    TESSERA_CHECK_VALUE(t.nbytes() == own.nbytes() && t.scalar_type() == own.scalar_type(), "comm", describe(info),
+                        ": the list has a tensor of ", t.nbytes(), " B (", t.scalar_type(), "), this rank's own has ",
+                        own.nbytes(), " B (", own.scalar_type(), ")");
+  }
+}
+
+}  // namespace
+
+ShmOpPtr shm_gather(int rank, int size, const ShmTensors& out, const at::Tensor& in, int root, Label label) {
+  if (rank == root) check_root_list("gather", size, out, in, label);
+  return std::make_shared<Gather>(rank, size, out, in, root, label);
+}
+
+ShmOpPtr shm_scatter(int rank, int size, const at::Tensor& out, const ShmTensors& in, int root, Label label) {
+  if (rank == root) check_root_list("scatter", size, in, out, label);
+  return std::make_shared<Scatter>(rank, size, out, in, root, label);
+}
+
 ShmOpPtr shm_all_to_all(int rank, int size, const at::Tensor& out, const at::Tensor& in,
                         std::vector<int64_t> out_splits, std::vector<int64_t> in_splits, Label label) {
-  return std::make_shared<AllToAll>(rank, size, out, in, std::move(out_splits), std::move(in_splits), label);
+  OpInfo info = info_of("all_to_all", in, label);
+  TESSERA_CHECK_VALUE(out_splits[rank] == in_splits[rank], "comm", describe(info), ": rank ", rank, " sends ",
+                      in_splits[rank], " elements to itself and expects ", out_splits[rank]);
+  return std::make_shared<AllToAll>(rank, size, std::move(info), places_of(out, out_splits), places_of(in, in_splits),
+                                    ShmTensors{out, in});
+}
+
+ShmOpPtr shm_all_to_all(int rank, int size, const ShmTensors& out, const ShmTensors& in, Label label) {
+  const OpInfo wanted = info_of_list("all_to_all", size, out, label);
+  OpInfo info = info_of_list("all_to_all", size, in, label);
+  info.label = std::string(label);  // sizes are between two ranks here
+  TESSERA_CHECK_VALUE(wanted.dtype == info.dtype, "comm", describe(info), ": outputs are ", wanted.dtype,
+                      " and inputs are ", info.dtype);
+  TESSERA_CHECK_VALUE(out[rank].numel() == in[rank].numel(), "comm", describe(info), ": rank ", rank, " sends ",
+                      in[rank].numel(), " elements to itself and expects ", out[rank].numel());
+  ShmTensors held = out;
+  held.insert(held.end(), in.begin(), in.end());
+  return std::make_shared<AllToAll>(rank, size, std::move(info), places_of(out), places_of(in), std::move(held));
 }
 
 ShmOpPtr shm_barrier(int rank, int size, Label label) {

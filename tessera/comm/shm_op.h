@@ -9,6 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -21,13 +22,27 @@ namespace tessera::comm {
 
 inline constexpr int64_t kRecordBytes = 64 * 1024;  // payload of a record; a ring of them stays in the caches
 
-class ShmOp {
+// What a rank can wait for: a collective, or a message to or from another rank.
+class ShmCall {
  public:
-  ShmOp(OpInfo info, int rank, int size)
-      : info_(std::move(info)), rank_(rank), size_(size), hash_(agreement_hash(info_)) {}
-  virtual ~ShmOp() = default;
+  explicit ShmCall(OpInfo info) : info_(std::move(info)) {}
+  virtual ~ShmCall() = default;
+  ShmCall(const ShmCall&) = delete;
+  ShmCall& operator=(const ShmCall&) = delete;
 
   const OpInfo& info() const { return info_; }
+  // Set when all is through: results are there, and buffers may be used again.
+  std::atomic<bool> done = false;
+
+ protected:
+  const OpInfo info_;
+};
+
+class ShmOp : public ShmCall {
+ public:
+  ShmOp(OpInfo info, int rank, int size)
+      : ShmCall(std::move(info)), rank_(rank), size_(size), hash_(agreement_hash(info_)) {}
+
   uint64_t hash() const { return hash_; }  // agreement_hash(info())
   // Number of steps; nothing while it depends on what others will say in step 0.
   virtual std::optional<int64_t> steps() const = 0;
@@ -42,25 +57,38 @@ class ShmOp {
   // Progress, kept by the channel.
   int64_t first = -1;  // place of step 0 among all steps of the channel
   int64_t written = 0, received = 0;
-  bool done = false;
 
  protected:
-  const OpInfo info_;
   const int rank_, size_;
 
  private:
   const uint64_t hash_;
 };
 
+using ShmCallPtr = std::shared_ptr<ShmCall>;
 using ShmOpPtr = std::shared_ptr<ShmOp>;
+using ShmTensors = std::vector<at::Tensor>;
 
-// Tensors as Group's protected calls get them; splits in elements. They are kept alive.
+// Tensors are contiguous, as for Group's calls, and are kept alive. Lists have a tensor for each rank; their sizes may
+// differ from rank to rank, but all ranks know them alike. Value error when a tensor is not on the CPU or sizes of one
+// rank do not fit together. Splits in elements.
 ShmOpPtr shm_all_gather(int rank, int size, const at::Tensor& out, const at::Tensor& in, Label label);
-ShmOpPtr shm_reduce_scatter(int rank, int size, const at::Tensor& out, const at::Tensor& in, ReduceOp op, Label label);
-ShmOpPtr shm_all_reduce(int rank, int size, const at::Tensor& tensor, ReduceOp op, Label label);
+ShmOpPtr shm_all_gather(int rank, int size, const ShmTensors& out, const at::Tensor& in, Label label);
 ShmOpPtr shm_broadcast(int rank, int size, const at::Tensor& tensor, int root, Label label);
+// `out` is empty but on the root; all inputs have one size.
+ShmOpPtr shm_gather(int rank, int size, const ShmTensors& out, const at::Tensor& in, int root, Label label);
+// `in` is empty but on the root; all outputs have one size.
+ShmOpPtr shm_scatter(int rank, int size, const at::Tensor& out, const ShmTensors& in, int root, Label label);
 ShmOpPtr shm_all_to_all(int rank, int size, const at::Tensor& out, const at::Tensor& in,
                         std::vector<int64_t> out_splits, std::vector<int64_t> in_splits, Label label);
+// Here only sender and receiver need to know a size.
+ShmOpPtr shm_all_to_all(int rank, int size, const ShmTensors& out, const ShmTensors& in, Label label);
 ShmOpPtr shm_barrier(int rank, int size, Label label);
+
+// Those that add: shm_sum.cpp.
+ShmOpPtr shm_reduce_scatter(int rank, int size, const at::Tensor& out, const at::Tensor& in, ReduceOp op, Label label);
+ShmOpPtr shm_reduce_scatter(int rank, int size, const at::Tensor& out, const ShmTensors& in, ReduceOp op, Label label);
+ShmOpPtr shm_all_reduce(int rank, int size, const at::Tensor& tensor, ReduceOp op, Label label);
+ShmOpPtr shm_reduce(int rank, int size, const at::Tensor& tensor, ReduceOp op, int root, Label label);
 
 }  // namespace tessera::comm

@@ -14,6 +14,7 @@ namespace tessera::comm {
 namespace {
 
 constexpr auto kLook = std::chrono::milliseconds(100);  // how long a sleep is before a look at the others
+constexpr auto kShortly = std::chrono::milliseconds(1);
 
 // Spinning is faster than a sleep while every rank has a core, and in the way where not.
 std::chrono::microseconds spin_time(int ranks) {
@@ -35,10 +36,11 @@ ShmWorld::ShmWorld(std::shared_ptr<ShmSegment> segment, int rank, int size, std:
     : segment_(std::move(segment)),
       rank_(rank),
       size_(size),
-      timeout_(timeout),
+      timeout_(timeout.count()),
       header_(*reinterpret_cast<ShmHeader*>(segment_->data())),
       ranks_(reinterpret_cast<ShmRank*>(segment_->data() + ShmLayout{size}.ranks())),
-      spin_(spin_time(size)) {
+      spin_(spin_time(size)),
+      mail_(segment_, rank, size) {
   ranks_[rank].pid.store(getpid());
   ranks_[rank].start.store(start_of_process(getpid()));
 }
@@ -52,8 +54,21 @@ std::vector<int> ShmWorld::unseen() const {
   return ranks;
 }
 
+// The mutex for a moment, ahead of those who move data.
+struct ShmWorld::Turn {
+  explicit Turn(ShmWorld& world) : world_(world) {
+    world.launching_.fetch_add(1);
+    world.mutex_.lock();
+    world.launching_.fetch_sub(1);
+  }
+  ~Turn() { world_.mutex_.unlock(); }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+  ShmWorld& world_;
+};
+
 int ShmWorld::add_channel() {
-  const std::scoped_lock lock(mutex_);
+  const Turn turn(*this);
   const int channel = static_cast<int>(channels_.size());
   TESSERA_CHECK_VALUE(channel < kChannels, "comm", "a group over shared memory has at most ", kChannels - 1,
                       " siblings");
@@ -64,7 +79,7 @@ int ShmWorld::add_channel() {
 
 void ShmWorld::leave(int channel) {
   {
-    const std::scoped_lock lock(mutex_);
+    const Turn turn(*this);
     channels_[channel]->leave();
   }
   for (int r = 0; r < size_; ++r)
@@ -101,10 +116,11 @@ void ShmWorld::check_alive(const OpInfo& info, Clock::time_point since) const {
   throw_failed(rank_, size_, info, std::chrono::duration<double>(Clock::now() - since).count(), cause());
 }
 
-// Moves all calls in flight; nothing once the group has failed.
+// Moves all calls in flight; nothing once the group has failed. The mutex is held.
 bool ShmWorld::progress() {
   if (header_.cause_state.load() != 0) return false;
-  bool moved = false;
+  bool moved = mail_.progress();
+  if (!mail_.disagreement().empty()) fail(mail_.disagreement());
   for (const auto& channel : channels_) {
     moved = channel->progress() || moved;
     if (!channel->disagreement().empty()) fail(channel->disagreement());
@@ -112,12 +128,54 @@ bool ShmWorld::progress() {
   return moved;
 }
 
+// The same, unless another thread is at it.
+bool ShmWorld::try_progress() {
+  while (launching_.load() != 0)
+    std::this_thread::yield();
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock || !progress()) return false;
+  moved_ = Clock::now().time_since_epoch().count();
+  return true;
+}
+
+// When any thread of this rank has moved anything, but not before `since`.
+ShmWorld::Clock::time_point ShmWorld::last_moved(Clock::time_point since) const {
+  return std::max(since, Clock::time_point(Clock::duration(moved_.load())));
+}
+
+template <class F>
+void ShmWorld::begin(const OpInfo& info, const F& body) {
+  const Turn turn(*this);
+  check_alive(info, Clock::now());
+  body();
+}
+
 void ShmWorld::launch(int channel, const ShmOpPtr& op) {
-  const std::scoped_lock lock(mutex_);
-  check_alive(op->info(), Clock::now());
-  channels_[channel]->add(op);
-  channels_[channel]->progress();
-  if (const auto& text = channels_[channel]->disagreement(); !text.empty()) fail(text);
+  begin(op->info(), [&] {
+    channels_[channel]->add(op);
+    channels_[channel]->progress();
+    if (const auto& text = channels_[channel]->disagreement(); !text.empty()) fail(text);
+  });
+}
+
+void ShmWorld::send(const ShmLetterPtr& letter) {
+  begin(letter->info(), [&] {
+    mail_.send(letter);
+    mail_.progress();
+  });
+}
+
+void ShmWorld::receive(const ShmLetterPtr& letter) {
+  begin(letter->info(), [&] {
+    mail_.receive(letter);
+    mail_.progress();
+  });
+}
+
+void ShmWorld::poll(const ShmCall& call) {
+  if (call.done) return;
+  check_alive(call.info(), Clock::now());
+  try_progress();
 }
 
 // Says that a thread of this rank is about to sleep.
@@ -134,53 +192,76 @@ struct ShmWorld::Sleep {
   const bool wants_space_;
 };
 
-void ShmWorld::wait(int channel, ShmOp& op, Clock::time_point launched) {
-  auto moved = Clock::now();  // when anything last did
+// Sleeps until there may be something to do. `done()`: whether there is no need to.
+template <class F>
+bool ShmWorld::sleep(const F& done) {
   Bell& bell = ranks_[rank_].bell;
-  std::unique_lock lock(mutex_);
-  while (true) {
-    if (progress()) moved = Clock::now();
-    if (op.done) return;
-    check_alive(op.info(), launched);
+  const uint32_t count = bell.count.load();
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock) {  // another thread moves the data; it may leave at any time, so this is a short sleep
+    const Sleep asleep(bell, false);
+    if (!done()) sleep_at(bell, count, kShortly);
+    return false;
+  }
+  const bool space =
+      mail_.wants_space() || std::any_of(channels_.begin(), channels_.end(), [](auto& c) { return c->wants_space(); });
+  const Sleep asleep(bell, space);
+  if (done()) return true;
+  if (progress()) {
+    moved_ = Clock::now().time_since_epoch().count();
+    return true;
+  }
+  lock.unlock();
+  sleep_at(bell, count, kLook);
+  return false;
+}
+
+void ShmWorld::wait(int channel, const ShmCall& call, const Wait& how) {
+  const auto done = [&] { return call.done || header_.cause_state.load() != 0 || (how.until && how.until()); };
+  const auto idle = [&] { return Clock::now() - last_moved(how.since); };
+  while (!call.done) {
+    if (how.until && how.until()) return;
+    check_alive(call.info(), how.launched);
+    if (try_progress() || done()) continue;
     for (int i = 0; i < 32; ++i)
       spin_pause();
-    if (Clock::now() - moved < spin_) continue;
-    const uint32_t count = bell.count.load();
-    const bool space = std::any_of(channels_.begin(), channels_.end(), [](auto& c) { return c->wants_space(); });
-    const Sleep asleep(bell, space);
-    if (progress() || op.done || header_.cause_state.load() != 0) continue;
-    lock.unlock();
-    sleep_at(bell, count, kLook);
-    lock.lock();
-    if (op.done || header_.cause_state.load() != 0 || Clock::now() - moved < kLook) continue;
-    if (progress()) {
-      moved = Clock::now();
-    } else if (const auto text = trouble(channel, op.info(), moved); !text.empty()) {
-      fail(text);
-    }
+    if (idle() < spin_ || sleep(done) || done() || idle() < kLook || try_progress()) continue;
+    if (const auto text = trouble(channel, call, idle(), how.limit.value_or(timeout())); !text.empty()) fail(text);
   }
 }
 
+void ShmWorld::wake() {
+  ring(ranks_[rank_].bell);
+}
+
+std::vector<int> ShmWorld::missing(int channel, const ShmCall& call) {
+  const Turn turn(*this);
+  return channel == kMail ? mail_.missing(static_cast<const ShmLetter&>(call)) : channels_[channel]->missing();
+}
+
 // Why a call that does not move never will; empty when it may.
-std::string ShmWorld::trouble(int channel, const OpInfo& info, Clock::time_point since) {
-  ShmChannel& calls = *channels_[channel];
-  const std::vector<int> missing = calls.missing();
-  const std::string here = "rank " + std::to_string(rank_) + " in " + describe(info);
-  // What a rank wrote last may arrive between the look at its records and the one at its life: look at them again.
-  const auto still_missing = [&](int r) {
-    const std::vector<int> now = calls.missing();
-    return std::find(now.begin(), now.end(), r) != now.end();
-  };
-  for (const int r : missing) {
+std::string ShmWorld::trouble(int channel, const ShmCall& call, Clock::duration idle, std::chrono::milliseconds limit) {
+  const std::vector<int> waited_for = missing(channel, call);
+  const std::string here = "rank " + std::to_string(rank_) + " in " + describe(call.info());
+  const bool any = channel == kMail && static_cast<const ShmLetter&>(call).peer < 0;
+  const ShmChannel& calls = *channels_[std::max(0, channel)];
+  std::string text;
+  size_t gone = 0;
+  for (const int r : waited_for) {
     const int pid = ranks_[r].pid.load();
     const uint64_t start = start_of_process(pid);
     const bool ended = start == 0 || start != ranks_[r].start.load();
-    if ((!ended && !calls.has_left(r)) || !still_missing(r)) continue;
-    if (!ended) return "rank " + std::to_string(r) + " destroyed its group without making this call";
-    return here + " lost rank " + std::to_string(r) + ": its process " + std::to_string(pid) + " has ended";
+    if (!ended && !calls.has_left(r)) continue;
+    // What a rank wrote last may arrive between the look at its records and the one at its life: look at them again.
+    const std::vector<int> now = missing(channel, call);
+    if (std::find(now.begin(), now.end(), r) == now.end()) continue;
+    gone += 1;
+    text = ended ? here + " lost rank " + std::to_string(r) + ": its process " + std::to_string(pid) + " has ended"
+                 : "rank " + std::to_string(r) + " destroyed its group without making this call";
+    if (!any || gone == waited_for.size()) return text;
   }
-  if (Clock::now() - since < timeout_) return {};
-  return here + " timed out after " + seconds_text(timeout_) + " waiting for rank(s) " + join(missing) +
+  if (idle < limit) return {};
+  return here + " timed out after " + seconds_text(limit) + " waiting for rank(s) " + join(waited_for) +
          " (alive, but not in this call)";
 }
 

@@ -1,66 +1,99 @@
-// One rank's view of a group over shared memory and its siblings: channels, the first cause of failure, and the waits.
+// One rank's view of a group over shared memory and its siblings: channels, messages, the first cause of failure, and
+// the waits.
 //
 // Note [Who moves the data]
 //   There is no thread behind the scenes. Launching a call writes as many of its records as the ring holds (2 MiB), and
 //   every wait moves all calls in flight, of siblings too, as far as possible. So a rank that has launched does not hold
 //   up the others with what fits, waits of two siblings may be in any order, and no core is burned: a wait spins for some
-//   microseconds and then sleeps until another rank rings.
+//   microseconds and then sleeps until another rank rings. Several threads of a rank may launch and wait: whoever gets
+//   hold of the channels moves the data of all of them.
 // Note [Lost ranks over shared memory]
 //   A sleeping rank looks up every 0.1 s whether the processes it waits for still run (id and start time, so a reused id
 //   is no life). What a dead rank has written stays readable: only a rank that is really missing is an error. The first
 //   cause is kept in the segment, and all ranks are woken by it.
 #pragma once
 
+#include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "tessera/comm/shm_channel.h"
+#include "tessera/comm/shm_mail.h"
 #include "tessera/comm/shm_segment.h"
 
 namespace tessera::comm {
 
+// Any thread may make any call.
 class ShmWorld {
  public:
   using Clock = std::chrono::steady_clock;
+  static constexpr int kMail = -1;  // the channel of messages
 
   // The segment has at least ShmLayout{size}.total() bytes, its control part has memory.
   ShmWorld(std::shared_ptr<ShmSegment> segment, int rank, int size, std::chrono::milliseconds timeout);
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  // Longest wait for a rank during which nothing moves.
+  std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_.load()); }
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout.count(); }
   // Ranks whose process cannot be seen from here; all must have made their world.
   std::vector<int> unseen() const;
 
   // This rank's next channel, with memory for its ring. Ranks add channels in one order.
   int add_channel();
   void leave(int channel);
-  // Throws when the group has failed before. Moves what can be moved, does not wait.
+  // All of these: throw when the group has failed before; move what can be moved, do not wait.
   void launch(int channel, const ShmOpPtr& op);
-  void wait(int channel, ShmOp& op, Clock::time_point launched);
-  void abort(const std::string& reason);  // any thread
+  void send(const ShmLetterPtr& letter);
+  void receive(const ShmLetterPtr& letter);
+  void poll(const ShmCall& call);
+
+  struct Wait {
+    Clock::time_point launched = Clock::now();         // for messages
+    Clock::time_point since = Clock::now();            // when the wait began
+    std::optional<std::chrono::milliseconds> limit{};  // in place of timeout()
+    std::function<bool()> until{};  // returns early, with the call in flight; asked after each wake()
+  };
+  // `channel`: that of a collective, kMail for a letter.
+  void wait(int channel, const ShmCall& call, const Wait& how);
+  void wake();
+  void abort(const std::string& reason);
 
  private:
+  struct Turn;
   struct Sleep;
 
   std::string cause() const;
   void fail(const std::string& text);
   void check_alive(const OpInfo& info, Clock::time_point since) const;
+  template <class F>
+  void begin(const OpInfo& info, const F& body);
   bool progress();
-  void sleep(int channel);
-  std::string trouble(int channel, const OpInfo& info, Clock::time_point since);
+  bool try_progress();
+  Clock::time_point last_moved(Clock::time_point since) const;
+  template <class F>
+  bool sleep(const F& done);
+  std::vector<int> missing(int channel, const ShmCall& call);
+  std::string trouble(int channel, const ShmCall& call, Clock::duration idle, std::chrono::milliseconds limit);
 
   const std::shared_ptr<ShmSegment> segment_;
   const int rank_, size_;
-  const std::chrono::milliseconds timeout_;
+  std::atomic<int64_t> timeout_;  // milliseconds
   ShmHeader& header_;
   ShmRank* const ranks_;
   const std::chrono::microseconds spin_;
 
-  std::mutex mutex_;  // channels_ and what they move
+  std::atomic<int64_t> moved_ = 0;  // when anything last was, on Clock
+  std::atomic<int> launching_ = 0;  // threads that want the mutex for a moment
+  std::mutex mutex_;                // what follows
   std::vector<std::unique_ptr<ShmChannel>> channels_;
+  ShmMail mail_;
 };
 
 }  // namespace tessera::comm

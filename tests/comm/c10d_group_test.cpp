@@ -19,7 +19,7 @@ using testing::same_bits;
 TEST(C10dGroup, RandomCollectivesOverEveryNumberOfRanks) {
   for (const int size : {1, 2, 3, 5}) {
     run_gloo_threads(size, [](int, testing::TorchGroup torch) {
-      const auto group = c10d_group(nullptr, *torch);
+      const auto group = make_c10d_group(nullptr, torch, C10dPath::ByDevice);
       testing::random_collectives(*group, 120, 31, 20011);
       group->barrier();
     });
@@ -35,7 +35,7 @@ TEST(C10dGroup, GivesTheBitsOfTheThreadGroup) {
     group->all_reduce(expected[rank], ReduceOp::Avg).wait();
   });
   run_gloo_threads(size, [&](int rank, testing::TorchGroup torch) {
-    const auto group = c10d_group(nullptr, *torch);
+    const auto group = make_c10d_group(nullptr, torch, C10dPath::ByDevice);
     got[rank] = testing::input(1, rank, n, at::kBFloat16);
     group->all_reduce(got[rank], ReduceOp::Avg).wait();
     // Large and small all_reduce and reduce_scatter: one result.
@@ -69,8 +69,8 @@ TEST(C10dGroup, TheNativePathUsesTheCollectivesOfTheBackEnd) {
 
 TEST(C10dGroup, GroupsOverOneProcessGroupDoNotMixWhateverTheOrder) {
   run_gloo_threads(2, [](int rank, testing::TorchGroup torch) {
-    const auto first = c10d_group(nullptr, *torch);
-    const auto second = c10d_group(nullptr, *torch);
+    const auto first = make_c10d_group(nullptr, torch, C10dPath::ByDevice);
+    const auto second = make_c10d_group(nullptr, torch, C10dPath::ByDevice);
     at::Tensor a = at::full({100000}, 1.0 + rank), b = at::full({100000}, 10.0 + rank);
     // Two engines whose units become ready in another order on the other rank.
     auto one = rank == 0 ? first->all_reduce(a, ReduceOp::Sum) : second->all_reduce(b, ReduceOp::Sum);
@@ -90,7 +90,7 @@ TEST(C10dGroup, IsFoundByName) {
     const std::string name = "tessera_test_" + std::to_string(rank);
     c10d::register_process_group(name, torch);
     const auto group = c10d_group(name);
-    EXPECT_EQ(group->name(), "gloo");
+    EXPECT_EQ(group->name(), "shared memory");  // the ranks share a host
     EXPECT_EQ(group->rank(), rank);
     EXPECT_EQ(group->size(), 2);
     group->barrier();
@@ -102,7 +102,7 @@ TEST(C10dGroup, IsFoundByName) {
 
 TEST(C10dGroup, TakesParametersThatRequireGrad) {
   run_gloo_threads(2, [](int rank, testing::TorchGroup torch) {
-    const auto group = c10d_group(nullptr, *torch);
+    const auto group = make_c10d_group(nullptr, torch, C10dPath::ByDevice);
     auto parameter = at::full({30000}, static_cast<float>(rank)).requires_grad_();
     const auto version = parameter._version();
     group->broadcast(parameter, 1).wait();
@@ -114,7 +114,7 @@ TEST(C10dGroup, TakesParametersThatRequireGrad) {
 
 TEST(C10dGroup, CountsLikeEveryOtherGroup) {
   run_gloo_threads(2, [](int, testing::TorchGroup torch) {
-    const auto group = c10d_group(nullptr, *torch);
+    const auto group = make_c10d_group(nullptr, torch, C10dPath::ByDevice);
     auto t = at::ones({1000});
     group->all_reduce(t, ReduceOp::Sum).wait();
     group->barrier();
@@ -125,7 +125,7 @@ TEST(C10dGroup, CountsLikeEveryOtherGroup) {
 
 TEST(C10dGroup, HandlesMayOutliveTheGroup) {
   run_gloo_threads(2, [](int, testing::TorchGroup torch) {
-    auto group = c10d_group(nullptr, *torch);
+    auto group = make_c10d_group(nullptr, torch, C10dPath::ByDevice);
     auto t = at::ones({50000});
     auto pending = group->all_reduce(t, ReduceOp::Sum);
     group.reset();
@@ -137,7 +137,7 @@ TEST(C10dGroup, HandlesMayOutliveTheGroup) {
 TEST(C10dGroup, AnAbortFromAnotherThreadEndsAWait) {
   std::latch over(1);
   run_gloo_threads(2, [&](int rank, testing::TorchGroup torch) {
-    const auto group = c10d_group(nullptr, *torch);
+    const auto group = make_c10d_group(nullptr, torch, C10dPath::ByDevice);
     group->barrier();
     if (rank == 1) return over.wait();
     auto t = at::ones({8});

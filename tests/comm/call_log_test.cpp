@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "tessera/comm/backends.h"
+#include "tessera/comm/c10d_group.h"
 #include "tests/comm/collectives.h"
 #include "tests/comm/gloo_threads.h"
 #include "tests/support/errors.h"
@@ -106,7 +107,7 @@ std::vector<std::string> errors_of(int size, const Body& body) {
   std::vector<std::string> said(size);
   std::latch ended(size);
   run_gloo_threads(size, [&](int rank, testing::TorchGroup torch) {
-    const auto group = c10d_group(nullptr, *torch);
+    const auto group = make_c10d_group(nullptr, torch, C10dPath::ByDevice);
     said[rank] = error_of([&] { body(rank, group); });
     ended.arrive_and_wait();
   });

@@ -30,6 +30,9 @@ inline at::Tensor input(int call, int rank, int64_t n, at::ScalarType dtype) {
   return dtype == at::kByte || dtype == at::kBool ? values.gt(0).to(dtype) : values.to(dtype);
 }
 
+inline constexpr ReduceOp kReductions[] = {ReduceOp::Sum,     ReduceOp::Avg,    ReduceOp::Min,   ReduceOp::Max,
+                                           ReduceOp::Product, ReduceOp::BitAnd, ReduceOp::BitOr, ReduceOp::BitXor};
+
 // Rank order, fp32 (double for double, the own type for integers), rounded once.
 inline at::Tensor reference_reduce(const std::vector<at::Tensor>& rows, ReduceOp op) {
   const auto dtype = rows[0].scalar_type();
@@ -41,6 +44,10 @@ inline at::Tensor reference_reduce(const std::vector<at::Tensor>& rows, ReduceOp
     if (op == ReduceOp::Min) sum = at::minimum(sum, row);
     if (op == ReduceOp::Max) sum = at::maximum(sum, row);
     if (op == ReduceOp::Sum || op == ReduceOp::Avg) sum = sum + row;
+    if (op == ReduceOp::Product) sum = sum * row;
+    if (op == ReduceOp::BitAnd) sum = at::bitwise_and(sum, row);
+    if (op == ReduceOp::BitOr) sum = at::bitwise_or(sum, row);
+    if (op == ReduceOp::BitXor) sum = at::bitwise_xor(sum, row);
   }
   if (op == ReduceOp::Avg) sum = sum / static_cast<double>(rows.size());
   return sum.to(dtype);

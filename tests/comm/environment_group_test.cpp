@@ -16,6 +16,12 @@ using testing::leave_mark;
 using testing::message_of;
 using testing::run_processes;
 
+std::vector<testing::ProcessResult> over_gloo(int size, const std::string& test,
+                                              std::map<std::string, std::string> env = {}) {
+  env["TESSERA_TRANSPORT"] = "gloo";
+  return run_processes(size, test, std::move(env));
+}
+
 struct Environment {
   explicit Environment(std::vector<std::pair<const char*, const char*>> values) : values_(std::move(values)) {
     for (const auto& [name, value] : values_)
@@ -71,7 +77,15 @@ TEST(Processes, DISABLED_AllCollectives) {
 
 TEST(EnvironmentGroup, ProcessesGetTheBitsOfTheReference) {
   for (const int size : {2, 4})
-    expect_success(run_processes(size, "Processes.DISABLED_AllCollectives"));
+    expect_success(over_gloo(size, "Processes.DISABLED_AllCollectives"));
+}
+
+TEST(Processes, DISABLED_SharesMemory) {
+  EXPECT_EQ(environment_group(60s)->name(), "shared memory");
+}
+
+TEST(EnvironmentGroup, SharesMemoryOnOneHostUnlessToldOtherwise) {
+  expect_success(run_processes(2, "Processes.DISABLED_SharesMemory"));
 }
 
 TEST(Processes, DISABLED_TwoGroups) {
@@ -79,8 +93,8 @@ TEST(Processes, DISABLED_TwoGroups) {
 }
 
 TEST(EnvironmentGroup, AProcessMayHaveSeveral) {
-  expect_success(run_processes(2, "Processes.DISABLED_TwoGroups"));
-  expect_success(run_processes(2, "Processes.DISABLED_TwoGroups", {{"GLOO_SOCKET_IFNAME", "lo"}}));
+  expect_success(over_gloo(2, "Processes.DISABLED_TwoGroups"));
+  expect_success(over_gloo(2, "Processes.DISABLED_TwoGroups", {{"GLOO_SOCKET_IFNAME", "lo"}}));
 }
 
 // What the survivors of a killed peer must say. Rank 0 hosts the store that the other survivor asks: both stay.
@@ -108,7 +122,7 @@ TEST(Processes, DISABLED_Mesh) {
 }
 
 TEST(EnvironmentMesh, ConsecutiveRanksShareAndTheOthersReplicate) {
-  expect_success(run_processes(4, "Processes.DISABLED_Mesh"));
+  expect_success(over_gloo(4, "Processes.DISABLED_Mesh"));
   EXPECT_EQ(environment_mesh(-1).dp_size(), 1);
   const Environment env({{"WORLD_SIZE", "3"}, {"RANK", "0"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "1"}});
   EXPECT_HAS(message_of<c10::ValueError>([] { environment_mesh(2); }), "3 is not a multiple");
@@ -126,7 +140,7 @@ TEST(Processes, DISABLED_WriteToAClosedPipe) {
 }
 
 TEST(EnvironmentGroup, WritingToADeadPeerIsNoSignal) {
-  expect_success(run_processes(2, "Processes.DISABLED_WriteToAClosedPipe"));
+  expect_success(over_gloo(2, "Processes.DISABLED_WriteToAClosedPipe"));
 }
 
 TEST(Processes, DISABLED_OwnHandler) {
@@ -138,7 +152,7 @@ TEST(Processes, DISABLED_OwnHandler) {
 }
 
 TEST(EnvironmentGroup, AHandlerOfTheProgramStays) {
-  expect_success(run_processes(2, "Processes.DISABLED_OwnHandler"));
+  expect_success(over_gloo(2, "Processes.DISABLED_OwnHandler"));
 }
 
 TEST(Processes, DISABLED_KilledBefore) {
@@ -153,7 +167,7 @@ TEST(Processes, DISABLED_KilledBefore) {
 }
 
 TEST(EnvironmentGroup, SurvivorsNameARankKilledBeforeACollective) {
-  const auto results = run_processes(3, "Processes.DISABLED_KilledBefore");
+  const auto results = over_gloo(3, "Processes.DISABLED_KilledBefore");
   EXPECT_EQ(results[2].exit_code, -SIGKILL);
   expect_success({results[0], results[1]});
 }
@@ -172,7 +186,7 @@ TEST(Processes, DISABLED_KilledInside) {
 }
 
 TEST(EnvironmentGroup, SurvivorsNameARankKilledInsideACollective) {
-  const auto results = run_processes(3, "Processes.DISABLED_KilledInside");
+  const auto results = over_gloo(3, "Processes.DISABLED_KilledInside");
   EXPECT_EQ(results[2].exit_code, -SIGKILL);
   expect_success({results[0], results[1]});
 }
@@ -195,7 +209,7 @@ TEST(Processes, DISABLED_OneAborts) {
 }
 
 TEST(EnvironmentGroup, AnAbortReachesBlockedRanksWithItsReason) {
-  expect_success(run_processes(3, "Processes.DISABLED_OneAborts"));
+  expect_success(over_gloo(3, "Processes.DISABLED_OneAborts"));
 }
 
 TEST(Processes, DISABLED_OneThrows) {
@@ -218,7 +232,7 @@ TEST(Processes, DISABLED_OneThrows) {
 }
 
 TEST(EnvironmentGroup, ARankThatThrowsAndEndsIsQuoted) {
-  expect_success(run_processes(2, "Processes.DISABLED_OneThrows"));
+  expect_success(over_gloo(2, "Processes.DISABLED_OneThrows"));
 }
 
 TEST(Processes, DISABLED_OneIsLate) {
@@ -241,7 +255,7 @@ TEST(Processes, DISABLED_OneIsLate) {
 }
 
 TEST(EnvironmentGroup, ALateRankFailsTheOthersAtTheTimeoutAndItselfWithTheFirstCause) {
-  expect_success(run_processes(2, "Processes.DISABLED_OneIsLate"));
+  expect_success(over_gloo(2, "Processes.DISABLED_OneIsLate"));
 }
 
 // Two units of one size whose gathers two processes begin in different orders.
@@ -263,7 +277,7 @@ TEST(Processes, DISABLED_UnitsInAnotherOrder) {
 }
 
 TEST(EnvironmentGroup, UnitsGatheredInDifferentOrdersAreNamed) {
-  expect_success(run_processes(2, "Processes.DISABLED_UnitsInAnotherOrder"));
+  expect_success(over_gloo(2, "Processes.DISABLED_UnitsInAnotherOrder"));
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ TEST(ReduceRows, AgreesWithTheReferenceForEveryDtypeOpAndSize) {
   auto dtypes = kFloats;
   dtypes.insert(dtypes.end(), kIntegers.begin(), kIntegers.end());
   for (const auto dtype : dtypes) {
-    for (const auto op : {ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max}) {
+    for (const auto op : testing::kReductions) {
       if (!can_reduce(dtype, op)) continue;
       for (const int count : {1, 2, 3, 8}) {
         for (const int64_t n : {0, 1, 3, 17, 1023, 1025, 4096}) {

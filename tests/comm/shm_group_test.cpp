@@ -159,8 +159,10 @@ TEST(ShmGroups, TakeParametersThatRequireGrad) {
   });
 }
 
-TEST(ShmGroups, RefuseASingleRank) {
-  EXPECT_THROW(shm_thread_groups(1, 1s), c10::ValueError);
+TEST(ShmGroups, MayHaveOneRankOrMany) {
+  EXPECT_THROW(shm_thread_groups(0, 1s), c10::ValueError);
+  for (const int size : {1, 16})
+    run_shm(size, [](int, GroupPtr group) { testing::random_collectives(*group, 40, 12, 5000); });
 }
 
 // ---- processes
@@ -175,7 +177,7 @@ int shared_files() {
 TEST(ShmGroups, AnUnknownTransportIsRefused) {
   setenv("TESSERA_TRANSPORT", "pigeon", 1);
   EXPECT_HAS(message_of<c10::ValueError>([] { environment_group(); }),
-             "[comm] TESSERA_TRANSPORT is 'pigeon'; it may be gloo or shared_memory");
+             "[comm] TESSERA_TRANSPORT is 'pigeon'; it may be auto, gloo or shared_memory");
   unsetenv("TESSERA_TRANSPORT");
 }
 

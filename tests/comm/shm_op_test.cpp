@@ -1,63 +1,15 @@
 #include "tessera/comm/shm_op.h"
 
-#include <functional>
-
-#include "tests/comm/collectives.h"
+#include "tests/comm/shm_play.h"
 
 namespace tessera::comm {
 namespace {
 
 using testing::input;
 using testing::inputs;
-using testing::reference_reduce;
+using testing::over_sizes;
+using testing::play;
 using testing::same_bits;
-
-// Plays the script of one call on all ranks. Writers go first wherever they are ready, then a rank drawn by chance reads.
-std::string play(const std::vector<ShmOpPtr>& ops, uint64_t seed) {
-  const int size = static_cast<int>(ops.size());
-  std::vector<std::vector<std::vector<char>>> records(size);  // [rank][step]
-  std::mt19937_64 random(seed);
-  while (true) {
-    bool all_done = true;
-    for (int r = 0; r < size; ++r) {
-      ShmOp& op = *ops[r];
-      while (op.written < op.steps().value_or(op.steps_at_least()) && op.ready(op.written, op.received)) {
-        records[r].emplace_back(kRecordBytes, '\x7f');
-        op.write(op.written++, records[r].back().data());
-      }
-      all_done = all_done && op.steps() && op.received == *op.steps();
-    }
-    if (all_done) return {};
-    bool moved = false;
-    const int start = static_cast<int>(random() % size);
-    for (int i = 0; i < size && !moved; ++i) {
-      const int r = (start + i) % size;
-      ShmOp& op = *ops[r];
-      if (op.received >= op.written) continue;
-      std::vector<const char*> from(size, nullptr);
-      bool there = true;
-      for (int p = 0; p < size; ++p) {
-        if (p == r) continue;
-        there = there && static_cast<int64_t>(records[p].size()) > op.received;
-        if (there) from[p] = records[p][op.received].data();
-      }
-      if (!there) continue;
-      if (auto text = op.read(op.received, from.data()); !text.empty()) return text;
-      op.received += 1;
-      moved = true;
-    }
-    if (!moved) return "nothing moves";
-  }
-}
-
-const std::vector<int64_t> kSizes = {0, 1, 5, 1000, 65536, 65537, 200003};
-
-void over_sizes(const std::function<void(int, int64_t)>& body) {
-  for (const int size : {2, 3, 5}) {
-    for (const int64_t n : kSizes)
-      body(size, n);
-  }
-}
 
 TEST(ShmOp, AllGather) {
   over_sizes([](int size, int64_t n) {
@@ -71,37 +23,6 @@ TEST(ShmOp, AllGather) {
     EXPECT_EQ(play(ops, n), "");
     for (int r = 0; r < size; ++r)
       EXPECT_TRUE(same_bits(out[r], at::cat(in))) << size << " ranks, " << n;
-  });
-}
-
-TEST(ShmOp, ReduceScatterInPlaceAndNot) {
-  over_sizes([](int size, int64_t n) {
-    for (const bool in_place : {false, true}) {
-      auto in = inputs(2, size, size * n, at::kBFloat16);
-      const auto want = reference_reduce(in, ReduceOp::Avg);
-      std::vector<ShmOpPtr> ops;
-      std::vector<at::Tensor> out;
-      for (int r = 0; r < size; ++r) {
-        out.push_back(in_place ? in[r].narrow(0, r * n, n) : at::zeros({n}, at::kBFloat16));
-        ops.push_back(shm_reduce_scatter(r, size, out[r], in[r], ReduceOp::Avg, "x"));
-      }
-      EXPECT_EQ(play(ops, n), "");
-      for (int r = 0; r < size; ++r)
-        EXPECT_TRUE(same_bits(out[r].clone(), want.narrow(0, r * n, n).clone())) << size << " ranks, " << n;
-    }
-  });
-}
-
-TEST(ShmOp, AllReduce) {
-  over_sizes([](int size, int64_t n) {
-    auto data = inputs(3, size, n, at::kFloat);
-    const auto want = reference_reduce(data, ReduceOp::Sum);
-    std::vector<ShmOpPtr> ops;
-    for (int r = 0; r < size; ++r)
-      ops.push_back(shm_all_reduce(r, size, data[r], ReduceOp::Sum, "x"));
-    EXPECT_EQ(play(ops, n), "");
-    for (int r = 0; r < size; ++r)
-      EXPECT_TRUE(same_bits(data[r], want)) << size << " ranks, " << n;
   });
 }
 
@@ -159,6 +80,85 @@ TEST(ShmOp, AllToAllNamesSplitsThatDiffer) {
   const std::vector<ShmOpPtr> ops = {shm_all_to_all(0, 2, a, b, {1, 3}, {1, 3}, "x"),
                                      shm_all_to_all(1, 2, c, d, {2, 2}, {2, 2}, "x")};
   EXPECT_HAS(play(ops, 1), "the ranks disagree: in all_to_all (x, 16 B) rank ");
+}
+
+// Part r has n + 3 * r elements.
+TEST(ShmOp, AllGatherIntoAListOfDifferentSizes) {
+  over_sizes([](int size, int64_t n) {
+    std::vector<ShmOpPtr> ops;
+    std::vector<ShmTensors> out(size);
+    for (int r = 0; r < size; ++r) {
+      for (int p = 0; p < size; ++p)
+        out[r].push_back(at::zeros({n + 3 * p}));
+      ops.push_back(shm_all_gather(r, size, out[r], input(6, r, n + 3 * r, at::kFloat), "x"));
+    }
+    EXPECT_EQ(play(ops, n), "");
+    for (int r = 0; r < size; ++r) {
+      for (int p = 0; p < size; ++p)
+        EXPECT_TRUE(same_bits(out[r][p], input(6, p, n + 3 * p, at::kFloat)));
+    }
+  });
+}
+
+TEST(ShmOp, GatherAndScatter) {
+  over_sizes([](int size, int64_t n) {
+    const int root = size - 1;
+    ShmTensors gathered;
+    for (int p = 0; p < size; ++p)
+      gathered.push_back(at::zeros({n}, at::kDouble));
+    const auto in = inputs(7, size, n, at::kDouble);
+    std::vector<ShmOpPtr> gather, scatter;
+    std::vector<at::Tensor> out;
+    for (int r = 0; r < size; ++r) {
+      gather.push_back(shm_gather(r, size, r == root ? gathered : ShmTensors{}, in[r], root, "x"));
+      out.push_back(at::zeros({n}, at::kDouble));
+      scatter.push_back(shm_scatter(r, size, out[r], r == root ? in : ShmTensors{}, root, "x"));
+    }
+    EXPECT_EQ(play(gather, n), "");
+    EXPECT_EQ(play(scatter, n), "");
+    for (int r = 0; r < size; ++r) {
+      EXPECT_TRUE(same_bits(gathered[r], in[r]));
+      EXPECT_TRUE(same_bits(out[r], in[r]));
+    }
+  });
+}
+
+TEST(ShmOp, AllToAllOfLists) {
+  over_sizes([](int size, int64_t n) {
+    const auto length = [&](int from, int to) { return (from + 2 * to) % 3 * n; };
+    std::vector<ShmOpPtr> ops;
+    std::vector<ShmTensors> in(size), out(size);
+    for (int r = 0; r < size; ++r) {
+      for (int p = 0; p < size; ++p) {
+        in[r].push_back(input(r * 10 + p, 0, length(r, p), at::kHalf));
+        out[r].push_back(at::zeros({length(p, r)}, at::kHalf));
+      }
+      ops.push_back(shm_all_to_all(r, size, out[r], in[r], "x"));
+    }
+    EXPECT_EQ(play(ops, n), "");
+    for (int r = 0; r < size; ++r) {
+      for (int p = 0; p < size; ++p)
+        EXPECT_TRUE(same_bits(out[r][p], in[p][r]));
+    }
+  });
+}
+
+TEST(ShmOp, ListsThatDifferBetweenRanksAreDifferentCalls) {
+  const auto list = [](int64_t a, int64_t b) { return ShmTensors{at::ones({a}), at::ones({b})}; };
+  const auto one = shm_all_gather(0, 2, list(1, 3), at::ones({1}), "x");
+  const auto other = shm_all_gather(1, 2, list(2, 2), at::ones({2}), "x");
+  EXPECT_EQ(one->info().bytes, other->info().bytes);
+  EXPECT_NE(one->hash(), other->hash());
+}
+
+TEST(ShmOp, ListsMustFitTheirRanks) {
+  const ShmTensors two = {at::ones({3}), at::ones({3})};
+  const auto text = [](const auto& call) { return testing::message_of<c10::ValueError>(call); };
+  EXPECT_HAS(text([&] { shm_all_gather(0, 3, two, at::ones({3}), "x"); }), "2 tensors for 3 ranks");
+  EXPECT_HAS(text([&] { shm_all_gather(0, 2, two, at::ones({4}), "x"); }), "the input has 16 B");
+  EXPECT_HAS(text([&] { shm_gather(0, 2, two, at::ones({4}), 0, "x"); }), "this rank's own has 16 B");
+  EXPECT_HAS(text([&] { shm_scatter(0, 2, at::ones({2}), two, 0, "x"); }), "this rank's own has 8 B");
+  EXPECT_HAS(text([&] { shm_all_to_all(0, 2, two, {at::ones({2}), at::ones({3})}, "x"); }), "elements to itself");
 }
 
 TEST(ShmOp, RefusesWhatItCannotDo) {

@@ -38,8 +38,8 @@ struct TwoRanks : ::testing::Test {
 TEST_F(TwoRanks, MeetInAWait) {
   EXPECT_TRUE(a.unseen().empty());
   const auto mine = launch(a, "x");
-  std::thread other([&] { b.wait(0, *launch(b, "x"), ShmWorld::Clock::now()); });
-  a.wait(0, *mine, ShmWorld::Clock::now());
+  std::thread other([&] { b.wait(0, *launch(b, "x"), {}); });
+  a.wait(0, *mine, {});
   other.join();
   EXPECT_TRUE(mine->done);
 }
@@ -56,8 +56,7 @@ TEST_F(TwoRanks, KeepTheFirstCause) {
 TEST_F(TwoRanks, AreWokenByAFailure) {
   const auto mine = launch(a, "x");
   std::thread other([&] { b.abort("stop"); });
-  EXPECT_HAS(message_of<c10::DistBackendError>([&] { a.wait(0, *mine, ShmWorld::Clock::now()); }),
-             "rank 1 aborted: stop");
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { a.wait(0, *mine, {}); }), "rank 1 aborted: stop");
   other.join();
 }
 
@@ -69,7 +68,7 @@ TEST_F(TwoRanks, ACauseMayBeLongerThanItsPlace) {
 TEST_F(TwoRanks, ThoseWhoLeaveAreNamed) {
   const auto mine = launch(a, "x");
   b.leave(0);
-  EXPECT_HAS(message_of<c10::DistBackendError>([&] { a.wait(0, *mine, ShmWorld::Clock::now()); }),
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { a.wait(0, *mine, {}); }),
              "rank 1 destroyed its group without making this call");
 }
 
@@ -83,7 +82,7 @@ struct TwoHurriedRanks : TwoRanks {
 
 TEST_F(TwoHurriedRanks, NameWhoDoesNotCome) {
   const auto mine = launch(a, "x");
-  EXPECT_HAS(message_of<c10::DistBackendError>([&] { a.wait(0, *mine, ShmWorld::Clock::now()); }),
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { a.wait(0, *mine, {}); }),
              "rank 0 in barrier (x, 0 B) timed out after 0.3 s waiting for rank(s) 1");
 }
 
@@ -101,7 +100,7 @@ TEST(ShmWorld, ADeadProcessIsNamedLongBeforeTheTimeout) {
   world.add_channel();
   const auto mine = shm_barrier(0, 2, "x");
   world.launch(0, mine);
-  EXPECT_HAS(message_of<c10::DistBackendError>([&] { world.wait(0, *mine, ShmWorld::Clock::now()); }),
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { world.wait(0, *mine, {}); }),
              "rank 0 in barrier (x, 0 B) lost rank 1: its process " + std::to_string(child) + " has ended");
   waitpid(child, nullptr, 0);
 }

@@ -1,4 +1,4 @@
-"""Real processes over Gloo: a slice of what the other tests do with threads."""
+"""Real processes: a slice of what the other tests do with threads."""
 
 from __future__ import annotations
 
@@ -33,11 +33,16 @@ def adam(stage: int, accumulation: int, bf16: bool) -> dict[str, Any]:
     return result
 
 
-def worker(rank: int, world: int, port: int, folder: str) -> None:
+def enter(rank: int, world: int, port: int, transport: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
+    os.environ["TESSERA_TRANSPORT"] = transport
+
+
+def worker(rank: int, world: int, port: int, transport: str, folder: str) -> None:
+    enter(rank, world, port, transport)
     results: dict[Any, Any] = {}
     for case in CASES:
         stage, bf16, accumulation = case
@@ -70,10 +75,10 @@ def worker(rank: int, world: int, port: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes_equal_threads(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world", "transport"), [(2, "auto"), (4, "auto"), (2, "gloo")])
+def test_processes_equal_threads(world: int, transport: str, tmp_path: Path) -> None:
     """The same bits as ranks that are threads, so everything tested with threads holds for processes."""
-    mp.spawn(worker, (world, free_port(), str(tmp_path)), nprocs=world)
+    mp.spawn(worker, (world, free_port(), transport, str(tmp_path)), nprocs=world)
     for case in CASES:
         stage, bf16, accumulation = case
         want = engines(
@@ -91,11 +96,8 @@ def test_processes_equal_threads(world: int, tmp_path: Path) -> None:
             assert all(torch.equal(got["hybrid"][name], got["mesh"][name]) for name in want)
 
 
-def dying(rank: int, port: int, moment: str, stage: int, over: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+def dying(rank: int, port: int, moment: str, stage: int, transport: str, over: Any) -> None:
+    enter(rank, 3, port, transport)
     engine = tessera.initialize(model=make(), config=config(stage))[0]
     engine(*batch(rank)).backward()
     engine.step()
@@ -123,13 +125,15 @@ def dying(rank: int, port: int, moment: str, stage: int, over: Any) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("moment", ["forward", "backward", "step"])
-def test_a_killed_rank_ends_the_others_with_an_error_that_names_it(moment: str, stage: int) -> None:
+KILLED = [(moment, stage, "auto") for moment in ("forward", "backward", "step") for stage in (2, 3)]
+
+
+@pytest.mark.parametrize(("moment", "stage", "transport"), [*KILLED, ("backward", 2, "gloo"), ("step", 3, "gloo")])
+def test_a_killed_rank_ends_the_others_with_an_error_that_names_it(moment: str, stage: int, transport: str) -> None:
     context = mp.get_context("spawn")
     port = free_port()
     over = context.Barrier(2)
-    ranks = [context.Process(target=dying, args=(rank, port, moment, stage, over)) for rank in range(3)]
+    ranks = [context.Process(target=dying, args=(rank, port, moment, stage, transport, over)) for rank in range(3)]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -1,0 +1,31 @@
+// Which ranks of a group share a host, so that they can share memory.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <string>
+#include <vector>
+
+namespace tessera::comm {
+
+// Equal for two processes that can map each other's memory: one boot of one machine, one process namespace, one user.
+// TESSERA_HOST_ID takes its place where it is set.
+std::string host_id();
+
+struct Hosts {
+  std::vector<int> of_rank;  // hosts are numbered in the order of their first ranks
+
+  int count() const;
+  // Ascending.
+  std::vector<int> ranks_on(int host) const;
+};
+
+// `ids[r]`: host_id() of rank r.
+Hosts group_by_host(const std::vector<std::string>& ids);
+
+// What every rank says about `topic`, by rank. Collective over those who meet at `store`; an error of the store when one
+// does not come within its timeout.
+std::vector<std::string> exchange(c10d::Store& store, int rank, int size, const std::string& topic,
+                                  const std::string& said);
+
+}  // namespace tessera::comm

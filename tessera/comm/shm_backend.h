@@ -1,0 +1,16 @@
+// Shared memory as a back end of torch.distributed, so that DDP, FSDP2 and every other user of a process group may have
+// it: the same records and sums as those of Tessera's own group (Note [Shared memory] in shm_group.h).
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "tessera/comm/shm_meeting.h"
+
+namespace tessera::comm {
+
+// CPU tensors of any dtype and layout; reductions over the floating, integer and bool ones, added in rank order, bf16
+// and fp16 in fp32. Sum and product of bool are or and and. All ranks make the same collectives in one order; messages
+// (send, recv) need no order among them. Errors of arguments are value errors, others DistBackendError.
+c10::intrusive_ptr<c10d::Backend> shm_backend(ShmSharePtr share);
+
+}  // namespace tessera::comm

@@ -1,0 +1,93 @@
+#include "tessera/comm/shm_meeting.h"
+
+#include <unistd.h>
+
+#include <random>
+#include <sstream>
+
+#include "tessera/base/error.h"
+
+namespace tessera::comm {
+namespace {
+
+constexpr auto kSegmentKey = "tessera/shm/segment";
+constexpr auto kWell = "ok";
+
+std::shared_ptr<ShmSegment> create_segment(int size, uint64_t nonce) {
+  const ShmLayout layout{size};
+  auto segment = ShmSegment::create(layout.total());
+  segment->reserve(0, layout.control());
+  reinterpret_cast<ShmHeader*>(segment->data())->nonce = nonce;
+  return segment;
+}
+
+// Rank 0 makes the segment and says where it is; the others open it.
+std::shared_ptr<ShmSegment> meet_in_segment(c10d::Store& store, int rank, int size) {
+  if (rank == 0) {
+    std::random_device random;
+    const uint64_t nonce = static_cast<uint64_t>(random()) << 32 | random();
+    auto segment = create_segment(size, nonce);
+    store.set(kSegmentKey,
+              std::to_string(getpid()) + " " + std::to_string(segment->fd()) + " " + std::to_string(nonce));
+    return segment;
+  }
+  std::istringstream place(store.get_to_str(kSegmentKey));
+  int pid = 0, fd = -1;
+  uint64_t nonce = 0;
+  place >> pid >> fd >> nonce;
+  TESSERA_CHECK_DIST(place, "comm", "shared memory: rank 0 could not make a segment");
+  auto segment = ShmSegment::attach(pid, fd, ShmLayout{size}.total());
+  TESSERA_CHECK_DIST(reinterpret_cast<ShmHeader*>(segment->data())->nonce == nonce, "comm", "shared memory: process ",
+                     pid, " has another segment than rank 0's; do all ranks run on one host?");
+  return segment;
+}
+
+std::string first_line(const std::exception& error) {
+  std::string text = error.what();
+  text = text.substr(0, text.find('\n'));
+  return text.starts_with("[comm] ") ? text.substr(7) : text;
+}
+
+// Everybody says how it went before anybody goes on, so that all end alike.
+void agree(c10d::Store& store, int rank, int size, const std::string& what, const std::string& trouble) {
+  const auto key = [&](int r) { return "tessera/shm/" + what + "_" + std::to_string(r); };
+  store.set(key(rank), trouble.empty() ? std::string(kWell) : trouble);
+  for (int r = 0; r < size; ++r) {
+    const std::string said = store.get_to_str(key(r));
+    TESSERA_CHECK_DIST(said == kWell, "comm", "rank ", r, " of ", size, " cannot share memory: ", said);
+  }
+}
+
+}  // namespace
+
+ShmSharePtr shm_meet(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout) {
+  ShmSharePtr share;
+  std::string trouble;
+  try {
+    share =
+        std::make_shared<ShmShare>(std::make_shared<ShmWorld>(meet_in_segment(store, rank, size), rank, size, timeout));
+  } catch (const std::exception& error) {
+    trouble = first_line(error);
+    if (rank == 0) store.set(kSegmentKey, std::string("none"));
+  }
+  agree(store, rank, size, "joined", trouble);
+  const auto unseen = share->world->unseen();
+  if (!unseen.empty()) {
+    trouble = "it does not see the process(es) of rank(s) " + join(unseen) +
+              "; all ranks must run on one host in one process namespace";
+  }
+  agree(store, rank, size, "seen", trouble);
+  return share;
+}
+
+std::vector<ShmSharePtr> shm_thread_shares(int size, std::chrono::milliseconds timeout) {
+  TESSERA_CHECK_VALUE(size >= 1, "comm", "shared memory: a group has at least 1 rank, got ", size);
+  const auto segment = create_segment(size, 0);
+  std::vector<ShmSharePtr> shares;
+  shares.reserve(size);
+  for (int r = 0; r < size; ++r)
+    shares.push_back(std::make_shared<ShmShare>(std::make_shared<ShmWorld>(segment, r, size, timeout)));
+  return shares;
+}
+
+}  // namespace tessera::comm

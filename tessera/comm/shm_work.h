@@ -1,0 +1,86 @@
+// Handles of torch.distributed for calls over shared memory, and the thread that moves what nobody waits for.
+//
+// Note [Mover]
+//   The handles of Tessera's own Group are waited for, and every wait moves the data. A handle of torch.distributed may
+//   instead be asked for a future, polled, or forgotten. Each backend therefore has a thread, started when it is first
+//   needed, that waits for such calls beside the program: they overlap with computation, and their futures complete.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <memory>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "tessera/comm/shm_meeting.h"
+
+namespace tessera::comm {
+
+class ShmMover;
+
+class ShmWork final : public c10d::Work {
+ public:
+  struct Call {
+    int channel;
+    ShmCallPtr call;
+  };
+  struct Result {
+    std::vector<at::Tensor> tensors;                        // of the future
+    std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // (to, from) once all calls are through
+  };
+
+  // The calls are launched. `limit`: in place of the world's timeout.
+  ShmWork(ShmSharePtr share, std::weak_ptr<ShmMover> mover, std::vector<Call> calls, Result result,
+          std::optional<std::chrono::milliseconds> limit, c10d::OpType type, uint64_t number);
+
+  // DistBackendError when the group has failed. `timeout` 0: the operation's own.
+  bool wait(std::chrono::milliseconds timeout) override;
+  bool isCompleted() override;
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override { return result_.tensors; }
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override { return number_; }
+
+  // For the mover: whether all calls are through; settles the handle if so, or if they have failed.
+  bool settle_if_over();
+  // Waits for the calls until they are through, or until() says so. Throws nothing; errors are kept.
+  void drive(ShmWorld::Clock::time_point since, const std::function<bool()>& until);
+  void fail(const std::string& reason);
+  bool over() const;
+
+ private:
+  void wait_for_calls(const ShmWorld::Wait& how);
+  void settle(std::exception_ptr error);
+  void ask_mover();
+
+  const ShmSharePtr share_;
+  const std::weak_ptr<ShmMover> mover_;
+  const std::vector<Call> calls_;
+  Result result_;
+  const std::optional<std::chrono::milliseconds> limit_;
+  const uint64_t number_;
+  const ShmWorld::Clock::time_point launched_ = ShmWorld::Clock::now();
+  bool asked_ = false;  // guarded by mutex_ of the base, as is what follows
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+using ShmWorkPtr = c10::intrusive_ptr<ShmWork>;
+
+class ShmMover {
+ public:
+  explicit ShmMover(std::shared_ptr<ShmWorld> world);
+  // Handles that are still in flight fail: their group is gone.
+  ~ShmMover();
+  void add(ShmWorkPtr work);
+
+ private:
+  struct State;
+  static void run(State& state);
+
+  const std::shared_ptr<State> state_;  // the thread's too
+  std::thread thread_;
+};
+
+}  // namespace tessera::comm

@@ -1,0 +1,88 @@
+#include "tessera/comm/transport.h"
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "tessera/base/env.h"
+#include "tessera/base/error.h"
+#include "tessera/comm/gloo.h"
+#include "tessera/comm/hosts.h"
+#include "tessera/comm/shm_backend.h"
+#include "tessera/comm/shm_group.h"
+
+namespace tessera::comm {
+namespace {
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+constexpr auto kAtHand = "gloo";
+constexpr auto kShared = "shared_memory";
+constexpr auto kAuto = "auto";
+
+std::string read_transport() {
+  const std::string name = env::get("TESSERA_TRANSPORT").value_or(kAuto);
+  TESSERA_CHECK_VALUE(name == kAtHand || name == kShared || name == kAuto, "comm", "TESSERA_TRANSPORT is '", name,
+                      "'; it may be auto, gloo or shared_memory");
+  return name;
+}
+
+// Where the ranks are, if memory may be shared; nothing when it shall not.
+std::optional<Hosts> find_hosts(c10d::Store& store, int rank, int size) {
+  const std::string mine = read_transport();
+  std::vector<std::string> ids = exchange(store, rank, size, "host", mine + "\n" + host_id());
+  for (int r = 0; r < size; ++r) {
+    const std::string theirs = ids[r].substr(0, ids[r].find('\n'));
+    TESSERA_CHECK_VALUE(theirs == mine, "comm", "TESSERA_TRANSPORT is '", mine, "' on rank ", rank, " and '", theirs,
+                        "' on rank ", r, "; it must be the same everywhere");
+  }
+  if (mine == kAtHand) return std::nullopt;
+  const Hosts hosts = group_by_host(ids);
+  TESSERA_CHECK_DIST(mine == kAuto || hosts.count() == 1, "comm", "TESSERA_TRANSPORT is ", kShared, ", but the ", size,
+                     " ranks are on ", hosts.count(), " hosts");
+  return hosts;
+}
+
+// make(): shares memory among all ranks, or fails on all of them. Null when it is not to be had and need not be.
+template <class F>
+auto try_sharing(int rank, const F& make) -> decltype(make()) {
+  if (read_transport() == kShared) return make();
+  try {
+    return make();
+  } catch (const c10::DistBackendError& error) {
+    const std::string text = error.what_without_backtrace();
+    if (rank == 0) TORCH_WARN(text, "; the ranks talk through the network instead");
+    return nullptr;
+  }
+}
+
+}  // namespace
+
+StorePtr fresh_store(const StorePtr& store, const std::string& name, int rank) {
+  const std::string prefix = "tessera/" + name;
+  const int64_t count = store->add(prefix + "/" + std::to_string(rank), 1);
+  return c10::make_intrusive<c10d::PrefixStore>(prefix + "_" + std::to_string(count), store);
+}
+
+void check_transport() {
+  read_transport();
+}
+
+GroupPtr choose_transport(const StorePtr& store, int rank, int size, std::chrono::milliseconds timeout,
+                          const std::function<GroupPtr()>& at_hand) {
+  const auto hosts = find_hosts(*store, rank, size);
+  GroupPtr group;
+  if (hosts && hosts->count() == 1) group = try_sharing(rank, [&] { return shm_group(*store, rank, size, timeout); });
+  return group ? group : at_hand();
+}
+
+c10::intrusive_ptr<c10d::Backend> tessera_backend(const StorePtr& given, int rank, int size,
+                                                  std::chrono::milliseconds timeout) {
+  const StorePtr store = fresh_store(given, "backend", rank);
+  const auto hosts = find_hosts(*store, rank, size);
+  ShmSharePtr share;
+  if (hosts && hosts->count() == 1) share = try_sharing(rank, [&] { return shm_meet(*store, rank, size, timeout); });
+  if (share) return shm_backend(std::move(share));
+  return gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store), rank, size, timeout,
+                      hosts && hosts->count() == 1);
+}
+
+}  // namespace tessera::comm
