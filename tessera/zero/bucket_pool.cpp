@@ -10,7 +10,9 @@ namespace tessera::zero {
 at::Tensor BucketPool::acquire(int64_t numel, const at::TensorOptions& options) {
   // A bucket made in inference_mode could not be written to outside of it.
   const c10::InferenceMode no_inference(false);
-  const auto fit = std::find_if(free_.begin(), free_.end(), [&](const at::Tensor& t) { return t.numel() >= numel; });
+  const auto fit = std::find_if(free_.begin(), free_.end(), [&](const at::Tensor& t) {
+    return t.numel() >= numel && t.dtype() == options.dtype();
+  });
   at::Tensor bucket;
   if (fit != free_.end()) {
     bucket = *fit;

@@ -12,7 +12,7 @@ class BucketPool {
   // Keeps at most `max_kept` free buckets, the largest ones.
   explicit BucketPool(size_t max_kept) : max_kept_(max_kept) {}
 
-  // A 1-D tensor of `numel` elements, contents undefined. `options`: the same at every call.
+  // A 1-D tensor of `numel` elements, contents undefined. Only buckets of the same dtype are lent again.
   at::Tensor acquire(int64_t numel, const at::TensorOptions& options);
   // Takes back what acquire() gave; nothing may use it any more.
   void give_back(const at::Tensor& bucket);

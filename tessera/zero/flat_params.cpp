@@ -35,6 +35,7 @@ FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType
   slice_ = layout_.shard(shard_rank);
   const auto options = items_.front().tensor.options().requires_grad(false).dtype(dtype);
   buffer_ = at::zeros({sharded_ ? slice_.size() : layout_.size()}, options);
+  gather_dtype_ = dtype;
   const int64_t origin = sharded_ ? slice_.begin : 0;
   for (size_t i = 0; i < items_.size(); ++i) {
     Item& item = items_[i];
@@ -86,17 +87,34 @@ ParamPartition FlatParams::partition_of(int index) const {
           buffer_.narrow(0, mine.begin - origin, mine.size())};
 }
 
-void FlatParams::begin_gather(comm::Group& group, at::Tensor bucket) {
+void FlatParams::begin_gather(comm::Group& group, at::Tensor bucket, at::Tensor staging) {
   TESSERA_ASSERT(state_ == ParamState::Sharded && bucket.numel() >= layout_.size());
   bucket_ = bucket.numel() == layout_.size() ? std::move(bucket) : bucket.narrow(0, 0, layout_.size());
-  pending_ = group.all_gather(bucket_, buffer_, "parameters of unit '" + name_ + "'");
+  const std::string label = "parameters of unit '" + name_ + "'";
+  rounded_ = staging.defined();
+  if (rounded_) {
+    const at::Tensor mine = staging.narrow(0, slice_.begin, slice_.size());
+    shard::scaled_copy(mine, buffer_);
+    pending_ = group.all_gather(staging, mine, label);
+    staging_ = std::move(staging);
+  } else {
+    pending_ = group.all_gather(bucket_, buffer_, label);
+  }
   state_ = ParamState::Gathering;
+}
+
+void FlatParams::make_exact(comm::Group& group) {
+  TESSERA_ASSERT(sharded_ && state_ == ParamState::Ready);
+  if (!rounded_) return;
+  group.all_gather(bucket_, buffer_, "exact parameters of unit '" + name_ + "'").wait();
+  rounded_ = false;
 }
 
 void FlatParams::finish_gather() {
   TESSERA_ASSERT(state_ == ParamState::Gathering);
   state_ = ParamState::Sharded;
   pending_.wait();
+  if (rounded_) shard::scaled_copy(bucket_, staging_);
   for (size_t i = 0; i < items_.size(); ++i) {
     TESSERA_CHECK(shard::storage_of(items_[i].tensor) == storages_[i], "zero", "the data of parameter '",
                   items_[i].name,
@@ -157,6 +175,7 @@ void FlatParams::abandon(const std::string& message) {
   }
   state_ = ParamState::Sharded;
   bucket_.reset();
+  staging_.reset();
 }
 
 void broadcast_values(const DataParallel& ranks, const std::vector<FlatParams::Item>& items, const std::string& what) {

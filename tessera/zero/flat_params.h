@@ -65,8 +65,18 @@ class FlatParams {
   // The whole flat space. Only while Ready.
   const at::Tensor& whole() const;
 
-  // Sharded -> Gathering: collective. `bucket`: at least layout().size() elements of dtype(). Undone when it throws.
-  void begin_gather(comm::Group& group, at::Tensor bucket);
+  // Gathered values travel in `dtype` and are cast back: rounded, except in a gather that asks for exact ones.
+  void gather_in(at::ScalarType dtype) { gather_dtype_ = dtype; }
+  bool gathers_rounded() const { return gather_dtype_ != dtype(); }
+  at::ScalarType gather_dtype() const { return gather_dtype_; }
+  // Sharded -> Gathering: collective. `bucket`: at least layout().size() elements of dtype(). `staging`: as many of
+  // gather_dtype(), for rounded values, or undefined. Undone when it throws.
+  void begin_gather(comm::Group& group, at::Tensor bucket, at::Tensor staging = {});
+  // Ready with rounded values -> with exact ones, in place. Collective.
+  void make_exact(comm::Group& group);
+  bool is_rounded() const { return rounded_; }
+  // The staging buffer of the last gather, once it is over; undefined without one.
+  at::Tensor take_staging() { return std::move(staging_); }
   // Gathering -> Ready. When it throws (a lost peer, a replaced parameter) the state is Sharded and the bucket free.
   void finish_gather();
   // Ready or Gathering -> Sharded; returns the bucket. Nothing may read the parameters any more. `edited` gets the name
@@ -100,6 +110,9 @@ class FlatParams {
   ParamState state_ = ParamState::Ready;
   at::Tensor buffer_;  // the whole space, or this rank's slice where sharded
   at::Tensor bucket_;  // sharded: the gathered space, exactly layout().size() elements
+  at::Tensor staging_;
+  at::ScalarType gather_dtype_;
+  bool rounded_ = false;  // the bucket holds values that were cast on the way
   comm::Pending pending_;
 };
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
 
 #include "tessera/amp/precision.h"
 
@@ -25,7 +26,9 @@ struct Options {
   bool overlap = true;                       // start a unit's reduction while the backward goes on
   bool average = true;                       // divide the summed gradients by the data-parallel size
   GatherOptions gather;
-  uint64_t seed = 0;            // of stochastic rounding
+  uint64_t seed = 0;  // of stochastic rounding
+  // What gradients travel in where a parameter does not say (ModelParam::comm); unset: their own dtype.
+  std::optional<at::ScalarType> communication;
   bool reduce_at_step = false;  // unmanaged accumulation: reduce once, inside step()
 };
 

@@ -14,18 +14,19 @@ bool is_root(const PlannedUnit& unit) {
   return unit.name.starts_with(kRootUnit);
 }
 
-std::string name_of(const std::string& asked, int kind) {
+std::string name_of(const PlanItem& item) {
   constexpr std::array suffixes{"", " (resident)", " (frozen)"};
-  return (asked.empty() ? kRootUnit : asked) + suffixes.at(static_cast<size_t>(kind));
+  const std::string name = item.unit.empty() ? kRootUnit : item.unit;
+  return name + suffixes.at(static_cast<size_t>(item.kind)) + item.travels;
 }
 
 std::vector<PlannedUnit> by_name(const std::vector<PlanItem>& items) {
   std::vector<PlannedUnit> units;
   std::unordered_map<std::string, size_t> index;
   for (size_t i = 0; i < items.size(); ++i) {
-    const std::string name = name_of(items[i].unit, items[i].kind);
+    const std::string name = name_of(items[i]);
     const auto [at, added] = index.emplace(name, units.size());
-    if (added) units.push_back({name, items[i].kind, {}});
+    if (added) units.push_back({name, items[i].kind, items[i].travels, {}});
     units[at->second].items.push_back(static_cast<int>(i));
   }
   std::stable_partition(units.begin(), units.end(), [](const PlannedUnit& u) { return !is_root(u); });
@@ -48,13 +49,14 @@ std::vector<PlannedUnit> merge_small(std::vector<PlannedUnit> units, const std::
     int64_t size = 0;
   };
   std::vector<PlannedUnit> merged;
-  std::unordered_map<int, Open> last;  // by kind
+  std::unordered_map<std::string, Open> last;  // by kind
   for (PlannedUnit& unit : units) {
     const int64_t more = elements(unit, items);
-    const auto found = last.find(unit.kind);
+    const std::string kind = std::to_string(unit.kind) + unit.travels;
+    const auto found = last.find(kind);
     if (found == last.end() || found->second.size >= min_elements || found->second.size + more > max_elements ||
         is_root(unit)) {
-      last[unit.kind] = {merged.size(), unit.name, more};
+      last[kind] = {merged.size(), unit.name, more};
       merged.push_back(std::move(unit));
       continue;
     }
@@ -79,7 +81,7 @@ std::vector<PlannedUnit> split_large(std::vector<PlannedUnit> units, const std::
     int part = 0;
     for (const int i : unit.items) {
       if (part == 0 || size + items[i].numel > max_elements) {
-        result.push_back({unit.name + "#" + std::to_string(part++), unit.kind, {}});
+        result.push_back({unit.name + "#" + std::to_string(part++), unit.kind, unit.travels, {}});
         size = 0;
       }
       result.back().items.push_back(i);

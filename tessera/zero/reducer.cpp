@@ -83,8 +83,8 @@ kernels::RandomKey Reducer::next_key(Param& param, uint64_t first) {
   return {seed_, number, param.first + first};
 }
 
-void Reducer::add_sum(Unit& unit) {
-  const at::Tensor to = unit.owned_grads(), from = unit.partial.narrow(0, unit.owned.begin, unit.owned.size());
+void Reducer::add_sum(Unit& unit, const at::Tensor& from) {
+  const at::Tensor to = unit.owned_grads();
   if (!stochastic_) {
     shard::scaled_add(to, from);
     return;
@@ -153,18 +153,25 @@ void Reducer::zero_unfilled(Unit& unit) {
 
 void Reducer::reduce_replicas() {
   if (replicas_agree_ || ranks_.replicate->size() == 1) return;
-  std::deque<comm::Pending> pending;
+  std::deque<InFlight> in_flight;
+  const auto finish = [&] {
+    InFlight work = std::move(in_flight.front());
+    in_flight.pop_front();
+    work.pending.wait();
+    if (!work.sent.defined()) return;
+    shard::scaled_copy(work.unit->owned_grads(), work.sent);
+    travel_pool_.give_back(work.sent);
+  };
   for (Unit* unit : units_) {
     if (!unit->reduced) continue;
     const std::string label = "gradients of unit '" + unit->name + "' over replicas";
-    pending.push_back(ranks_.replicate->all_reduce(unit->owned_grads(), op_, label));
-    if (pending.size() > kMaxInFlight) {
-      pending.front().wait();
-      pending.pop_front();
-    }
+    const at::Tensor sent = cast_to_travel(*unit, unit->owned_grads());
+    const at::Tensor& sum = sent.defined() ? sent : unit->owned_grads();
+    in_flight.push_back({unit, ranks_.replicate->all_reduce(sum, op_, label), sent});
+    if (in_flight.size() > kMaxInFlight) finish();
   }
-  for (comm::Pending& p : pending)
-    p.wait();
+  while (!in_flight.empty())
+    finish();
   replicas_agree_ = true;
 }
 
@@ -177,6 +184,14 @@ void Reducer::reopen_replicas() {
   for (Unit* unit : units_) {
     if (unit->reduced) shard::fill_zero(unit->owned_grads());
   }
+}
+
+// Undefined where the unit travels as it is.
+at::Tensor Reducer::cast_to_travel(const Unit& unit, const at::Tensor& values) {
+  if (unit.travel == values.scalar_type()) return {};
+  at::Tensor sent = travel_pool_.acquire(values.numel(), values.options().dtype(unit.travel));
+  shard::scaled_copy(sent, values);
+  return sent;
 }
 
 void Reducer::launch(Unit& unit) {
@@ -200,15 +215,17 @@ void Reducer::launch(Unit& unit) {
     finish_oldest();
   unit.move_to(GradState::Reducing);
   const std::string label = "gradients of unit '" + unit.name + "'";
+  const at::Tensor sent = cast_to_travel(unit, unit.partial);
+  const at::Tensor& source = sent.defined() ? sent : unit.partial;
   comm::Pending pending;
   if (unit.grads_are_visible()) {
-    pending = ranks_.shard->all_reduce(unit.partial, op_, label);
+    pending = ranks_.shard->all_reduce(source, op_, label);
   } else {
-    const bool direct = !unit.reduced && unit.partial_pooled;
-    const at::Tensor mine = unit.partial.narrow(0, unit.owned.begin, unit.owned.size());
-    pending = ranks_.shard->reduce_scatter(direct ? unit.owned_grads() : mine, unit.partial, op_, label);
+    const bool direct = !unit.reduced && unit.partial_pooled && !sent.defined();
+    const at::Tensor mine = source.narrow(0, unit.owned.begin, unit.owned.size());
+    pending = ranks_.shard->reduce_scatter(direct ? unit.owned_grads() : mine, source, op_, label);
   }
-  in_flight_.push_back({&unit, std::move(pending)});
+  in_flight_.push_back({&unit, std::move(pending), sent});
 }
 
 void Reducer::finish_oldest() {
@@ -218,9 +235,14 @@ void Reducer::finish_oldest() {
   // Whatever happens, the unit leaves Reducing: after an error only zero_grad() and destroy() remain.
   unit.move_to(GradState::Reduced);
   work.pending.wait();
+  const at::Tensor& source = work.sent.defined() ? work.sent : unit.partial;
+  const at::Tensor mine = source.narrow(0, unit.owned.begin, unit.owned.size());
   if (unit.partial_pooled && unit.reduced) {
-    add_sum(unit);
+    add_sum(unit, mine);
+  } else if (work.sent.defined()) {
+    shard::scaled_copy(unit.owned_grads(), mine);
   }
+  if (work.sent.defined()) travel_pool_.give_back(work.sent);
   unit.reduced = true;
   release_partial(unit);
 }
@@ -266,7 +288,7 @@ void Reducer::abandon() {
 }
 
 int64_t Reducer::pool_bytes() const {
-  return pool_.bytes();
+  return pool_.bytes() + travel_pool_.bytes();
 }
 
 void Reducer::reset() {

@@ -13,6 +13,11 @@
 //   Local contributions carry 1/gradient_accumulation_steps; 1/data-parallel size is applied by the reduction itself, on
 //   the fp32 sum and before its one rounding. So a local gradient (no_sync, stage 0 before the boundary) is PyTorch's.
 //
+// Note [Communication dtype]
+//   Contributions may travel in another dtype than they accumulate in (torch_autocast, communication_data_type): cast
+//   once into a bucket, summed in fp32, rounded once, cast back into or added to the flat gradient. Ranks' own
+//   accumulation, norms and updates do not change.
+//
 // Note [Hybrid sharding]
 //   Along dp_shard a unit is reduced like in any other engine, into slices that add up over micro-batches. Along
 //   dp_replicate slices stay partial until the boundary and are reduced once, in place: 1/dp_shard of the bytes, once per
@@ -83,17 +88,19 @@ class Reducer {
   struct InFlight {
     Unit* unit;
     comm::Pending pending;
+    at::Tensor sent;  // where the unit travels in another dtype: its contributions, then the sum
   };
 
   void acquire_partial(Unit& unit);
   void release_partial(Unit& unit);
   void zero_unfilled(Unit& unit);
   void launch(Unit& unit);
+  at::Tensor cast_to_travel(const Unit& unit, const at::Tensor& values);
   void launch_complete();
   void finish_oldest();
   void reopen_replicas();
   void relaunch_refired();
-  void add_sum(Unit& unit);
+  void add_sum(Unit& unit, const at::Tensor& from);
   kernels::RandomKey next_key(Param& param, uint64_t first);
   bool one_rank() const { return ranks_.size() == 1; }
 
@@ -107,6 +114,7 @@ class Reducer {
   bool replicas_agree_ = false;
   std::deque<InFlight> in_flight_;
   BucketPool pool_{2};
+  BucketPool travel_pool_{2};
 };
 
 }  // namespace tessera::zero

@@ -89,6 +89,31 @@ ShardedModel::ShardedModel(const Options& options, DataParallel ranks, std::vect
   watch_new_params();
 }
 
+at::ScalarType ShardedModel::travel_of(const ModelParam& param) const {
+  if (ranks_.size() == 1) return options_.precision.grad;
+  return param.comm.value_or(options_.communication.value_or(options_.precision.grad));
+}
+
+// Never wider than the parameter: there is nothing to gain.
+at::ScalarType ShardedModel::gather_dtype_of(const ModelParam& param) const {
+  const at::ScalarType own = options_.precision.param;
+  if (ranks_.size() == 1 || !param.comm) return own;
+  return c10::elementSize(*param.comm) < c10::elementSize(own) ? *param.comm : own;
+}
+
+// See PlanItem.
+std::string ShardedModel::travels_of(int kind, const ModelParam& param) const {
+  std::string text;
+  const at::ScalarType gathered = gather_dtype_of(param), travel = travel_of(param);
+  if (placements_.params == shard::Placement::Shard && kind != kResident && gathered != options_.precision.param) {
+    text += std::string(" (gathered in ") + c10::toString(gathered) + ")";
+  }
+  if (kind != kFrozen && travel != options_.precision.grad) {
+    text += std::string(" (reduced in ") + c10::toString(travel) + ")";
+  }
+  return text;
+}
+
 std::vector<PlannedUnit> ShardedModel::plan(const std::vector<ModelParam>& params,
                                             const std::vector<ModelParam>& frozen) const {
   const bool partition = placements_.params == shard::Placement::Shard && ranks_.shard->size() > 1;
@@ -100,10 +125,11 @@ std::vector<PlannedUnit> ShardedModel::plan(const std::vector<ModelParam>& param
     const bool stays =
         partition && n <= options_.gather.persistence_threshold && n <= options_.gather.model_persistence - resident;
     if (stays) resident += n;
-    items.push_back({p.unit, n, p.group, stays ? kResident : kPartitioned});
+    const int kind = stays ? kResident : kPartitioned;
+    items.push_back({p.unit, n, p.group, kind, travels_of(kind, p)});
   }
   for (const ModelParam& p : frozen)
-    items.push_back({p.unit, p.tensor.numel(), 0, kFrozen});
+    items.push_back({p.unit, p.tensor.numel(), 0, kFrozen, travels_of(kFrozen, p)});
   return plan_units(items, options_.min_unit_elements, options_.reduce_bucket_size);
 }
 
@@ -122,6 +148,8 @@ void ShardedModel::build_unit(const PlannedUnit& planned, const std::vector<Mode
   settle_values(ranks_, planned.name, originals);
   auto unit = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
                                      ranks_.shard->rank(), ranks_.shard->size());
+  unit->travel = travel_of(*originals.front());
+  unit->flat->gather_in(gather_dtype_of(*originals.front()));
   const auto names = optim::state_names(rule_, groups_);
   if (rule_ != optim::Rule::External) unit->allocate_states(names.count, groups_, rule_);
   unit->number = unsharder_->add(unit->flat.get());
@@ -142,6 +170,7 @@ void ShardedModel::build_frozen(const PlannedUnit& planned, const std::vector<Mo
   const bool sharded = placements_.params == shard::Placement::Shard;
   auto flat = std::make_unique<FlatParams>(planned.name, std::move(items), options_.precision.param,
                                            ranks_.shard->rank(), ranks_.shard->size(), sharded);
+  flat->gather_in(gather_dtype_of(*originals.front()));
   const int number = unsharder_->add(flat.get());
   unit_of_number_.push_back(nullptr);
   for (size_t i = 0; i < planned.items.size(); ++i)

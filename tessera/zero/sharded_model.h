@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,9 @@ struct ModelParam {
   // Collective, called once before its unit is built: gives a tensor that was partitioned before (early_params.h) its
   // values, equal on all ranks. Empty: the tensor has values; rank 0's hold.
   std::function<void()> restore;
+  // What its gradient and, where partitioned, its gathered values travel in; unset: Options::communication, and the
+  // parameter's own dtype.
+  std::optional<at::ScalarType> comm;
 };
 
 struct GradientSummary {
@@ -142,6 +146,9 @@ class ShardedModel final : private HookSink {
   void call_closed(ScopeCall& call) override;
   void call_gone(ScopeCall& call) override;
 
+  at::ScalarType travel_of(const ModelParam& param) const;
+  at::ScalarType gather_dtype_of(const ModelParam& param) const;
+  std::string travels_of(int kind, const ModelParam& param) const;
   std::vector<PlannedUnit> plan(const std::vector<ModelParam>& params, const std::vector<ModelParam>& frozen) const;
   void build_unit(const PlannedUnit& planned, const std::vector<ModelParam>& params);
   void build_frozen(const PlannedUnit& planned, const std::vector<ModelParam>& frozen, size_t trained);

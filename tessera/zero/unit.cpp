@@ -57,6 +57,7 @@ Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options&
   state_dtype_ = policy.state;
   if (policy.master == amp::Master::Fp32) master = at::zeros({owned.size()}, on_device.dtype(at::kFloat));
   if (policy.master == amp::Master::Split) residual = at::zeros({owned.size()}, on_device.dtype(at::kShort));
+  travel = policy.grad;
   std::vector<FlatParams::Item> items;
   for (int i = 0; i < layout.count(); ++i) {
     Param& p = params[i];

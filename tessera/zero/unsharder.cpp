@@ -210,28 +210,32 @@ void Unsharder::use(int unit, bool in_backward) {
   prefetch(trace);
 }
 
-void Unsharder::start(Entry& entry) {
+void Unsharder::start(Entry& entry, bool exact) {
   const FlatParams& flat = *entry.flat;
   const int64_t size = flat.layout().size();
   const auto options = at::TensorOptions().dtype(flat.dtype()).device(flat.slice_values().device());
   const at::Tensor bucket = pool_.acquire(size, options);
+  at::Tensor staging;
+  if (flat.gathers_rounded() && !exact) staging = staging_.acquire(size, options.dtype(flat.gather_dtype()));
   try {
-    entry.flat->begin_gather(*group_, bucket);
+    entry.flat->begin_gather(*group_, bucket, staging);
   } catch (...) {
     pool_.give_back(bucket);
+    if (staging.defined()) staging_.give_back(staging);
     throw;
   }
   live_ += size;
 }
 
-void Unsharder::make_ready(Entry& entry) {
-  if (entry.flat->state() == ParamState::Sharded) start(entry);
+void Unsharder::make_ready(Entry& entry, bool exact) {
+  if (entry.flat->state() == ParamState::Sharded) start(entry, exact);
   try {
     entry.flat->finish_gather();
   } catch (...) {
     live_ -= entry.flat->layout().size();
     throw;
   }
+  if (const at::Tensor staging = entry.flat->take_staging(); staging.defined()) staging_.give_back(staging);
   entry.missing = 0;
   const auto& items = entry.flat->items();
   for (size_t i = 0; i < items.size(); ++i) {
@@ -294,6 +298,7 @@ void Unsharder::release(Entry& entry) {
   live_ -= flat.layout().size();
   std::string edited;
   pool_.give_back(flat.release(&edited));
+  if (const at::Tensor staging = flat.take_staging(); staging.defined()) staging_.give_back(staging);
   TESSERA_CHECK(edited.empty(), "zero", "in-place modification of parameter '", edited,
                 "' while it was gathered for reading is lost; edit it inside GatheredParameters(..., modifier_rank=0)");
 }
@@ -308,7 +313,8 @@ void Unsharder::release_unused(bool kept_too) {
 void Unsharder::hold(int unit) {
   Entry& entry = entries_[unit];
   if (!entry.flat->sharded()) return;
-  if (entry.flat->state() != ParamState::Ready) make_ready(entry);
+  if (entry.flat->state() != ParamState::Ready) make_ready(entry, /*exact=*/true);
+  entry.flat->make_exact(*group_);
   ++entry.regions;
 }
 

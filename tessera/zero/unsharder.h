@@ -66,11 +66,11 @@ class Unsharder {
   void end_backward();
 
   // ---- regions and values
-  void hold(int unit);  // gathers, waits. Collective.
+  void hold(int unit);  // gathers exact values, waits. Collective.
   void unhold(int unit);
   // Releases all that is only kept. State error when a scope or region is open: parameters are about to change.
   void settle_before_update();
-  int64_t bytes() const { return pool_.bytes(); }
+  int64_t bytes() const { return pool_.bytes() + staging_.bytes(); }
   // Frees everything, without communication.
   void abandon(const std::string& message);
 
@@ -102,9 +102,9 @@ class Unsharder {
 
   bool under_way(int scope) const;
   void use(int unit, bool in_backward);
-  void make_ready(Entry& entry);
+  void make_ready(Entry& entry, bool exact = false);
   void prefetch(const Trace& trace);
-  void start(Entry& entry);
+  void start(Entry& entry, bool exact = false);
   static bool in_use(const Entry& entry) { return entry.holds + entry.regions > 0 || !entry.calls.empty(); }
   void settle(int unit);
   void settle_all(const std::vector<int>& units);
@@ -122,6 +122,7 @@ class Unsharder {
   int64_t live_ = 0;    // elements gathered or on their way
   bool any_sharded_ = false;
   BucketPool pool_{3};
+  BucketPool staging_{2};  // for gathers in another dtype
 };
 
 }  // namespace tessera::zero

@@ -22,6 +22,14 @@ TEST(BucketPool, LendsTheSmallestThatFitsAndKeepsTheLargest) {
   EXPECT_EQ(pool.bytes(), 4 * 50);
 }
 
+TEST(BucketPool, LendsBucketsOfTheDtypeAskedFor) {
+  BucketPool pool(2);
+  pool.give_back(pool.acquire(10, at::kBFloat16));
+  EXPECT_EQ(pool.acquire(10, at::kFloat).scalar_type(), at::kFloat);
+  EXPECT_EQ(pool.acquire(10, at::kBFloat16).scalar_type(), at::kBFloat16);
+  EXPECT_EQ(pool.bytes(), 60);
+}
+
 TEST(BucketPool, BucketsOfInferenceModeCanBeWrittenToOutside) {
   BucketPool pool(1);
   at::Tensor bucket;
