@@ -86,7 +86,8 @@ void bind_sections(py::module_& m) {
       .def_readonly("loss_scale", &Fp16::loss_scale);
   py::class_<TorchAutocast>(m, "TorchAutocastConfig")
       .def_readonly("enabled", &TorchAutocast::enabled)
-      .def_readonly("dtype", &TorchAutocast::dtype);
+      .def_readonly("dtype", &TorchAutocast::dtype)
+      .def_readonly("lower_precision_safe_modules", &TorchAutocast::lower_precision_safe_modules);
   py::class_<DataTypes>(m, "DataTypesConfig")
       .def_readonly("grad_accum_dtype", &DataTypes::grad_accum_dtype)
       .def_readonly("param_dtype", &DataTypes::param_dtype)
@@ -158,6 +159,7 @@ void bind_config(py::module_& m) {
   bind_tree(m);
   m.def("check_served", &check_served, py::arg("config"));
   m.def("precision", &precision, py::arg("config"));
+  m.def("autocast_options", &autocast_options, py::arg("config"));
   m.def("scaler_options", &scaler_options, py::arg("config"));
   m.def("zero_options", &zero_options, py::arg("config"));
 }

@@ -44,21 +44,25 @@ void bind_structs(py::module_& m) {
       .def_readwrite("gradient_accumulation_steps", &Options::gradient_accumulation_steps)
       .def_readwrite("gradient_clipping", &Options::gradient_clipping)
       .def_readwrite("managed_accumulation", &Options::managed_accumulation)
-      .def_readwrite("scaler", &Options::scaler);
+      .def_readwrite("scaler", &Options::scaler)
+      .def_readwrite("autocast", &Options::autocast);
 
   py::class_<ParamSpec>(m, "ParamSpec")
-      .def(py::init([](std::string name, at::Tensor tensor, int group, std::string unit,
-                       const std::shared_ptr<zero::EarlyParams>& early, int number) {
-             ParamSpec spec{std::move(name), std::move(tensor), group, std::move(unit)};
-             if (early) spec.restore = [early, number] { early->restore(number); };
-             return spec;
-           }),
-           py::arg("name"), py::arg("tensor"), py::arg("group"), py::arg("unit"), py::arg("early") = py::none(),
-           py::arg("number") = -1)
+      .def(
+          py::init([](std::string name, at::Tensor tensor, int group, std::string unit,
+                      const std::shared_ptr<zero::EarlyParams>& early, int number, std::optional<at::ScalarType> comm) {
+            ParamSpec spec{std::move(name), std::move(tensor), group, std::move(unit)};
+            spec.comm = comm;
+            if (early) spec.restore = [early, number] { early->restore(number); };
+            return spec;
+          }),
+          py::arg("name"), py::arg("tensor"), py::arg("group"), py::arg("unit"), py::arg("early") = py::none(),
+          py::arg("number") = -1, py::arg("comm") = py::none())
       .def_readonly("name", &ParamSpec::name)
       .def_readonly("tensor", &ParamSpec::tensor)
       .def_readonly("group", &ParamSpec::group)
-      .def_readonly("unit", &ParamSpec::unit);
+      .def_readonly("unit", &ParamSpec::unit)
+      .def_readonly("comm", &ParamSpec::comm);
 
   py::enum_<Quantity>(m, "Quantity")
       .value("Master", Quantity::Master)

@@ -1,5 +1,8 @@
 #include "tessera/zero/options.h"
+#include <pybind11/stl.h>
+
 #include "bindings.h"
+#include "tessera/amp/autocast.h"
 #include "tessera/amp/precision.h"
 
 namespace tessera::python {
@@ -27,6 +30,11 @@ void bind_options(py::module_& m) {
       .def("master_is_param", &PrecisionPolicy::master_is_param)
       .def("bytes_per_parameter", &PrecisionPolicy::bytes_per_parameter);
 
+  py::class_<amp::AutocastOptions>(m, "AutocastOptions")
+      .def(py::init<>())
+      .def_readwrite("enabled", &amp::AutocastOptions::enabled)
+      .def_readwrite("dtype", &amp::AutocastOptions::dtype);
+
   py::class_<zero::Options>(m, "ZeroOptions")
       .def(py::init<>())
       .def_readwrite("stage", &zero::Options::stage)
@@ -36,6 +44,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("overlap", &zero::Options::overlap)
       .def_readwrite("average", &zero::Options::average)
       .def_readwrite("seed", &zero::Options::seed)
+      .def_readwrite("communication", &zero::Options::communication)
       .def_readwrite("reduce_at_step", &zero::Options::reduce_at_step);
 }
 

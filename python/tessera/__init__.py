@@ -17,7 +17,7 @@ from tessera._version import check_torch
 
 check_torch(torch.__version__)
 
-from tessera import data, lr_schedules, optim, state, utils, zero  # noqa: E402
+from tessera import autocast, data, lr_schedules, optim, state, utils, zero  # noqa: E402
 from tessera._core import (  # noqa: E402
     Config,
     Group,
@@ -46,6 +46,7 @@ __all__ = [
     "Optimizer",
     "UsageError",
     "__version__",
+    "autocast",
     "c10d_group",
     "cmake_prefix_path",
     "data",

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tessera import _core, distributed
+from tessera.autocast import cast_floating, get_comm_dtype, has_comm_dtype, init_autocast_params, remove_marks
 from tessera.builders import build_optimizer, build_schedule, params_of
 from tessera.configuration import load_config
 from tessera.construction import early_of, taken_over
@@ -76,6 +77,7 @@ class Engine(EngineGetters):
         self.global_samples = 0
         self._backwards = 0  # that earlier steps have counted
         self._lent: dict[str, Any] = {}
+        self._marked: list[torch.Tensor] = []
         self._build_core(base, unit_policy or default_unit_policy)
         self.collate_fn = collate_fn
         try:
@@ -104,9 +106,14 @@ class Engine(EngineGetters):
         options.gradient_clipping = self.config.gradient_clipping
         options.managed_accumulation = self.config.managed_gradient_accumulation
         options.scaler = _core.scaler_options(self.config)
+        options.autocast = _core.autocast_options(self.config)
+        self._input_dtype = torch.float16 if self.config.fp16.enabled and self.config.fp16.auto_cast else None
+        if options.autocast.enabled:
+            modules = self.config.torch_autocast.lower_precision_safe_modules
+            self._marked = init_autocast_params(self.module, options.autocast.dtype, modules)
 
         units = self._units(policy)
-        specs, index = self._specs(base, units)
+        specs, index = self._specs(base, units, options.autocast.enabled)
         groups = [_core.GroupOptions() for _ in base.param_groups] if base is not None else []
         if base is not None and rule is not None:
             for number, group in enumerate(groups):
@@ -138,7 +145,7 @@ class Engine(EngineGetters):
         return partition_units(self.module, units, leaf_paths(self.module))
 
     def _specs(
-        self, base: torch.optim.Optimizer | None, units: dict[str, str]
+        self, base: torch.optim.Optimizer | None, units: dict[str, str], marked: bool
     ) -> tuple[list[_core.ParamSpec], dict[int, int]]:
         """All parameters, and where the optimized ones are: id(parameter) -> number."""
         group_of: dict[int, int] = {}
@@ -149,7 +156,14 @@ class Engine(EngineGetters):
         strangers = [p for p in params_of(base.param_groups if base is not None else []) if id(p) not in known]
         named += [(f"optimizer.{number}", param) for number, param in enumerate(strangers)]
         specs = [
-            _core.ParamSpec(name, param, group_of.get(id(param), -1), units.get(name, ROOT), *early_of(param))
+            _core.ParamSpec(
+                name,
+                param,
+                group_of.get(id(param), -1),
+                units.get(name, ROOT),
+                *early_of(param),
+                comm=get_comm_dtype(param) if marked and has_comm_dtype(param) else None,
+            )
             for name, param in named
         ]
         index = {id(spec.tensor): number for number, spec in enumerate(specs) if spec.group >= 0}
@@ -186,8 +200,15 @@ class Engine(EngineGetters):
         core = self.core
         if self._frozen:
             self._warn_of_thawed()
-        core.pre_forward()
+        if self._input_dtype is not None:
+            args, kwargs = cast_floating((args, kwargs), self._input_dtype)
+        switched_off = core.pre_forward()
         try:
+            if switched_off and self.global_rank == 0:
+                logger.warning(
+                    "[engine] forward runs without autocast: its configuration does not enable torch_autocast, so the "
+                    "torch.autocast region around it is switched off inside"
+                )
             outputs = self.module(*args, **kwargs)
             core.post_forward(tensors_in(outputs))
         except BaseException:
@@ -463,6 +484,7 @@ class Engine(EngineGetters):
         if "_partition" in self.__dict__:
             self._partition.remove()
         self.core.destroy()
+        remove_marks(self._marked)
         distributed.discard(self._own_groups)
 
     def __del__(self) -> None:

@@ -25,6 +25,10 @@ amp::ScalerOptions scaler_options(const Config& config) {
           .error_at_minimum = zero};
 }
 
+amp::AutocastOptions autocast_options(const Config& config) {
+  return {config.torch_autocast.enabled, config.torch_autocast.dtype.value_or(c10::ScalarType::BFloat16)};
+}
+
 zero::Options zero_options(const Config& config) {
   const ZeroOptimization& zero = config.zero_optimization;
   zero::Options options;
@@ -34,6 +38,7 @@ zero::Options zero_options(const Config& config) {
   options.reduce_bucket_size = zero.reduce_bucket_size;
   options.min_unit_elements = config.tessera.min_unit_elements;
   options.average = config.gradient_allreduce_op == GradientOp::Mean;
+  options.communication = config.communication_data_type;
   options.gather.prefetch = zero.stage3_prefetch_bucket_size;
   options.gather.max_live = zero.stage3_max_live_parameters;
   options.gather.persistence_threshold = zero.stage3_param_persistence_threshold;

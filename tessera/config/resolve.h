@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "tessera/amp/autocast.h"
 #include "tessera/amp/grad_scaler.h"
 #include "tessera/config/config.h"
 #include "tessera/optim/optimizer.h"
@@ -15,6 +16,9 @@ namespace tessera::config {
 // How losses are scaled: section fp16; in ZeRO (stages 1 to 3) with hysteresis and an error at the minimum, in stage 0
 // without. torch_autocast in fp16 without the section: torch.amp's rules. No scaling otherwise.
 amp::ScalerOptions scaler_options(const Config& config);
+
+// Section torch_autocast; bf16 where it names no dtype.
+amp::AutocastOptions autocast_options(const Config& config);
 
 // Unset overlap_comm means true: results do not depend on it. With managed_gradient_accumulation
 // false the reduction waits for step() in stages 0 and 1.

@@ -36,15 +36,12 @@ const std::vector<Refusal>& refusals() {
        [](C c) { return c.zero_optimization.zero_quantized_nontrainable_weights; }},
       {"zero_optimization.zero_quantized_gradients", "true",
        [](C c) { return c.zero_optimization.zero_quantized_gradients; }},
-      {"torch_autocast.enabled", "true", [](C c) { return c.torch_autocast.enabled; }},
       {"data_types.grad_accum_dtype", "other than fp32 and the dtype of the parameters",
        [](C c) {
          const auto dtype = c.data_types.grad_accum_dtype.value_or(c10::ScalarType::Float);
          return dtype != c10::ScalarType::Float && dtype != precision(c).param;
        }},
       {"data_types.buffer_dtype", "any dtype", [](C c) { return c.data_types.buffer_dtype.has_value(); }},
-      {"communication_data_type", "other than the dtype of the gradients",
-       [](C c) { return c.communication_data_type.value_or(precision(c).grad) != precision(c).grad; }},
       {"optimizer.type", "Lamb, Muon, MuAdam, MuAdamW, MuSGD, OneBit*, ZeroOneAdam", unserved_type},
       {"tensor_parallel.autotp_size", "> 1", [](C c) { return c.tensor_parallel.autotp_size > 1; }},
       {"sequence_parallel_size", "> 1", [](C c) { return c.sequence_parallel_size > 1; }},

@@ -15,6 +15,7 @@ Options options_from(const config::Config& config, int data_parallel_size) {
   options.gradient_clipping = config.gradient_clipping;
   options.managed_accumulation = config.managed_gradient_accumulation;
   options.scaler = config::scaler_options(config);
+  options.autocast = config::autocast_options(config);
   return options;
 }
 

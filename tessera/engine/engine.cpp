@@ -73,6 +73,9 @@ struct Engine::Impl {
   bool scale_by_accumulation = true;  // for the engine.backward() in progress
   amp::GradScaler scaler;
   double gradient_scale = 1;  // the loss scale of the gradients since the last step
+  c10::DeviceType device = at::kCPU;
+  std::vector<amp::AutocastRegion> regions;  // of the forwards under way
+  bool told_of_region = false;
 
   zero::ShardedModel& live(const char* call) const {
     TESSERA_CHECK(model != nullptr, "engine", call, ": the engine was destroyed; build a new one");
@@ -97,6 +100,12 @@ struct Engine::Impl {
 
   bool apply(const std::function<void()>& external);
 
+  void leave_region() {
+    if (regions.empty()) return;
+    regions.back().leave();
+    regions.pop_back();
+  }
+
   int slot(int param, const char* call) const {
     TESSERA_CHECK_VALUE(param >= 0 && param < static_cast<int>(slot_of.size()), "engine", call, ": no parameter ",
                         param);
@@ -116,6 +125,8 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   Impl& m = *impl_;
   m.options = options;
   m.scaler = amp::GradScaler(options.scaler);
+  if (!params.empty()) m.device = params.front().tensor.device().type();
+  amp::check(options.autocast, m.device);
   // Without managed boundaries only step() knows where one is; stages that reduce after every backward need none.
   const bool at_boundary = shard::placements_of_stage(options.zero.stage).reduce_at == shard::ReduceAt::Boundary;
   m.options.zero.reduce_at_step = !options.managed_accumulation && at_boundary;
@@ -136,7 +147,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
     const auto first = spec.group >= 0 ? 0 : trained;
     m.place_of.push_back(held ? static_cast<int>(first + static_cast<std::ptrdiff_t>(list.size())) : -1);
     m.slot_of.push_back(spec.group >= 0 ? m.place_of.back() : -1);
-    if (held) list.push_back({spec.name, spec.tensor, spec.group, spec.unit, spec.restore});
+    if (held) list.push_back({spec.name, spec.tensor, spec.group, spec.unit, spec.restore, spec.comm});
   }
   const zero::DataParallel ranks(m.mesh);
   prepare_unmanaged(ranks, m.params, m.place_of, m.options.zero.precision.param);
@@ -154,20 +165,26 @@ Engine::~Engine() = default;
 
 // ---------------------------------------------------------------- forward
 
-void Engine::pre_forward() {
+bool Engine::pre_forward() {
   zero::ShardedModel& model = impl_->live("forward");
   model.watch_new_params();
   if (!model.hooks().in_forward()) model.end_stray_scopes();
   model.hooks().enter_forward();
+  impl_->regions.emplace_back(impl_->options.autocast, impl_->device);
+  const bool first = impl_->regions.back().switched_off() && !impl_->told_of_region;
+  impl_->told_of_region = impl_->told_of_region || first;
+  return first;
 }
 
 void Engine::post_forward(const std::vector<at::Tensor>& outputs) {
   zero::ShardedModel& model = impl_->live("forward");
+  impl_->leave_region();
   model.hooks().leave_forward();
   model.hooks().watch_outputs(outputs);
 }
 
 void Engine::abort_forward() {
+  impl_->leave_region();
   if (impl_->model) impl_->model->hooks().leave_forward();
 }
 

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/amp/autocast.h"
 #include "tessera/amp/grad_scaler.h"
 #include "tessera/comm/mesh.h"
 #include "tessera/optim/optimizer.h"
@@ -35,6 +36,7 @@ struct Options {
   double gradient_clipping = 1.0;    // largest global L2 norm; 0 turns clipping off
   bool managed_accumulation = true;  // false: every step() is a boundary
   amp::ScalerOptions scaler;         // loss scaling
+  amp::AutocastOptions autocast;     // what forward computes in
 };
 
 // A parameter as the front end hands it over. Order matters: it is the order of the flat space.
@@ -45,6 +47,7 @@ struct ParamSpec {
   std::string unit;   // parameters with one unit name are gathered, reduced and freed together
   std::function<void()> restore =
       {};  // see zero::ModelParam; for a tensor that was partitioned before there was an engine
+  std::optional<at::ScalarType> comm = {};  // dtype that it travels in; see zero::ModelParam
 };
 
 enum class Quantity { Master, Gradient, State0, State1 };
@@ -60,7 +63,9 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // ---- forward
-  void pre_forward();
+  // From here to the end of the forward, on this thread, autocast is as the options say: on in their dtype, or off even
+  // inside a region of the caller's. True when it first switches such a region off: tell the user.
+  bool pre_forward();
   // Every tensor the module returned (any nesting, flattened by the front end). Never throws on odd outputs.
   void post_forward(const std::vector<at::Tensor>& outputs);
   // The forward threw: undoes pre_forward.

@@ -28,6 +28,7 @@ class Engine : public Session {
   template <class... A>
   auto forward(A&&... args) {
     Scope scope(core());
+    if (scope.switched_off()) warn_of_region();
     ModuleScope rest(this->rest());
     if (rest.wants_tensors()) {
       std::vector<at::Tensor> inputs;
@@ -65,7 +66,7 @@ class Engine : public Session {
   // pre_forward now, then either finish() or, when the module throws, abort_forward.
   class Scope {
    public:
-    explicit Scope(engine::Engine& core) : core_(core) { core_.pre_forward(); }
+    explicit Scope(engine::Engine& core) : core_(core), switched_off_(core.pre_forward()) {}
     ~Scope() {
       if (!finished_) {
         core_.abort_forward();
@@ -77,9 +78,12 @@ class Engine : public Session {
       finished_ = true;
       core_.post_forward(outputs);
     }
+    // See engine::Engine::pre_forward.
+    bool switched_off() const { return switched_off_; }
 
    private:
     engine::Engine& core_;
+    bool switched_off_;
     bool finished_ = false;
   };
 

@@ -25,11 +25,24 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   if (schedule_) {
     optim::check(*schedule_, groups.size());
   }
+  TESSERA_CHECK_BUILT(!(config.fp16.enabled && config.fp16.auto_cast), "initialize",
+                      "fp16.auto_cast casts inputs in Python only; cast them to at::kHalf yourself");
   auto specs = param_specs(*module_);
+  if (options.autocast.enabled) {
+    mark_autocast(*module_, config.torch_autocast.lower_precision_safe_modules.value_or(default_autocast_modules()),
+                  options.autocast.dtype, specs);
+  }
   if (building != nullptr) building->hand_over(specs);
   core_ = std::make_shared<engine::Engine>(options, std::move(mesh), std::move(specs), groups);
   rest_ = connect_scopes(*module_, core_);
   apply_schedule();
+}
+
+void Session::warn_of_region() const {
+  if (core_->mesh().dp_rank() != 0) return;
+  TORCH_WARN(
+      "[engine] forward runs without autocast: its configuration does not enable torch_autocast, so the autocast "
+      "region around it is switched off inside");
 }
 
 at::Tensor Session::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {

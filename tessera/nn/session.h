@@ -45,6 +45,8 @@ class Session {
   const engine::Engine& core() const { return *core_; }
 
  protected:
+  // A forward has switched an autocast region of the caller's off. Rank 0 says so.
+  void warn_of_region() const;
   // The scope of parameters that belong to no Hooked module.
   const ScopeLink& rest() const { return rest_; }
 

@@ -3,8 +3,12 @@
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
 
+#include <algorithm>
+#include <array>
 #include <string>
 #include <unordered_set>
+
+#include "tessera/base/error.h"
 
 namespace tessera::nn {
 namespace {
@@ -48,6 +52,65 @@ std::vector<engine::ParamSpec> param_specs(const torch::nn::Module& module) {
   Collector collector;
   collector.visit(module, "", "");
   return std::move(collector.specs);
+}
+
+std::vector<std::string> default_autocast_modules() {
+  return {"torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"};
+}
+
+namespace {
+
+// Module::name() of a class of torch with this Python name; empty for other names.
+std::string name_in_torch(const std::string& python_name) {
+  constexpr std::array known{"Linear",
+                             "Bilinear",
+                             "Conv1d",
+                             "Conv2d",
+                             "Conv3d",
+                             "ConvTranspose1d",
+                             "ConvTranspose2d",
+                             "ConvTranspose3d",
+                             "Embedding",
+                             "EmbeddingBag",
+                             "LayerNorm",
+                             "GroupNorm",
+                             "BatchNorm1d",
+                             "BatchNorm2d",
+                             "BatchNorm3d",
+                             "PReLU",
+                             "MultiheadAttention",
+                             "RNN",
+                             "LSTM",
+                             "GRU"};
+  if (!python_name.starts_with("torch.nn.")) return {};
+  const std::string last = python_name.substr(python_name.rfind('.') + 1);
+  const bool found = std::any_of(known.begin(), known.end(), [&](const char* name) { return last == name; });
+  return found ? "torch::nn::" + last + "Impl" : "";
+}
+
+}  // namespace
+
+void mark_autocast(const torch::nn::Module& module, const std::vector<std::string>& names, at::ScalarType dtype,
+                   std::vector<engine::ParamSpec>& specs) {
+  std::unordered_set<std::string> present, wanted;
+  module.apply([&](const torch::nn::Module& m) { present.insert(m.name()); });
+  for (const std::string& name : names) {
+    const std::string in_torch = name_in_torch(name);
+    TESSERA_CHECK_VALUE(!in_torch.empty() || present.contains(name), "initialize",
+                        "Failed to import lower precision safe module '", name,
+                        "': it is no module of torch.nn with parameters, and no class of this model; in C++ a class of "
+                        "your own is named as Module::name() says");
+    wanted.insert(in_torch.empty() ? name : in_torch);
+  }
+  std::unordered_set<const void*> marked;
+  module.apply([&](const torch::nn::Module& m) {
+    if (!wanted.contains(m.name())) return;
+    for (const at::Tensor& p : m.parameters(/*recurse=*/false))
+      marked.insert(p.unsafeGetTensorImpl());
+  });
+  for (engine::ParamSpec& spec : specs) {
+    if (marked.contains(spec.tensor.unsafeGetTensorImpl())) spec.comm = dtype;
+  }
 }
 
 }  // namespace tessera::nn

@@ -3,6 +3,7 @@
 
 #include <torch/nn/module.h>
 
+#include <string>
 #include <vector>
 
 #include "tessera/engine/engine.h"
@@ -13,5 +14,13 @@ namespace tessera::nn {
 // require a gradient get optimizer group 0, the others -1. Every child of an outermost torch::nn::Sequential or
 // torch::nn::ModuleList is a unit named by its path; everything else is the unit "root". Local.
 std::vector<engine::ParamSpec> param_specs(const torch::nn::Module& module);
+
+// Marks in `specs` (from param_specs of the same module) the parameters that modules of exactly these classes own: they
+// travel in `dtype`. Names: "torch.nn.Linear" (or "torch.nn.modules.linear.Linear") and the other modules of torch with
+// parameters, or what Module::name() says of a class of your own. Value error for a name that is neither.
+void mark_autocast(const torch::nn::Module& module, const std::vector<std::string>& names, at::ScalarType dtype,
+                   std::vector<engine::ParamSpec>& specs);
+// The classes where the configuration names none.
+std::vector<std::string> default_autocast_modules();
 
 }  // namespace tessera::nn

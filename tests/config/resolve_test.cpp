@@ -37,6 +37,18 @@ TEST(Resolve, LossScale) {
   EXPECT_EQ(options.initial, 1);
 }
 
+TEST(Resolve, Autocast) {
+  EXPECT_FALSE(autocast_options(Config{}).enabled);
+  const auto options = autocast_options(Config::from_json(R"({"torch_autocast": {"enabled": true, "dtype": "fp16"}})"));
+  EXPECT_TRUE(options.enabled);
+  EXPECT_EQ(options.dtype, c10::ScalarType::Half);
+  EXPECT_EQ(autocast_options(Config::from_json(R"({"torch_autocast": {"enabled": true}})")).dtype,
+            c10::ScalarType::BFloat16);
+  EXPECT_FALSE(zero_options(Config{}).communication);
+  EXPECT_EQ(zero_options(Config::from_json(R"({"communication_data_type": "fp32"})")).communication,
+            c10::ScalarType::Float);
+}
+
 TEST(Resolve, ZeroOptions) {
   const auto plain = zero_options(Config{});
   EXPECT_EQ(plain.stage, 0);

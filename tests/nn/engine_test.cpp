@@ -1,8 +1,10 @@
 #include "tessera/nn/engine.h"
 
+#include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/nn.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
 
 #include <thread>
 
@@ -108,6 +110,82 @@ TEST(Engine, AForwardThatThrowsLeavesTheEngineUsable) {
   net->fail = false;
   std::get<0>(engine.forward(torch::ones({4, 5}), torch::ones({4, 3}))).backward();
   EXPECT_TRUE(engine.step());
+}
+
+// Both ranks have the same batch, in values whose gradients' mean needs no rounding: a loop by hand has the same bits.
+TEST(Engine, AutocastAsByHand) {
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    for (int stage = 0; stage <= 3; ++stage) {
+      torch::manual_seed(1);
+      const Data data;
+      Net start;
+      Net reference;
+      copy(reference, start);
+      const double scale = dtype == at::kHalf ? 1024 : 1;
+      torch::optim::SGD optimizer(reference.parameters(), torch::optim::SGDOptions(0.125));
+      for (int i = 0; i < 3; ++i) {
+        optimizer.zero_grad();
+        const amp::AutocastRegion region({true, dtype}, at::kCPU);
+        const at::Tensor loss = std::get<0>(reference.forward(data.x, data.y));
+        region.leave();
+        (loss * scale).backward();
+        for (const auto& item : reference.named_parameters())
+          item.value().mutable_grad() = item.value().grad().to(dtype).to(at::kFloat) / scale;
+        optimizer.step();
+      }
+      const auto config = Config::from_json(
+          R"({"gradient_clipping": 0, "train_micro_batch_size_per_gpu": 8, "train_batch_size": 16,
+              "optimizer": {"type": "SGD", "params": {"lr": 0.125}}, "torch_autocast": {"enabled": true, "dtype": ")" +
+          std::string(dtype == at::kHalf ? "fp16" : "bf16") +
+          R"("}, "zero_optimization": {"stage3_param_persistence_threshold": 0, "stage": )" + std::to_string(stage) +
+          "}}");
+      auto groups = comm::thread_groups(2);
+      std::vector<std::thread> threads;
+      for (int rank = 0; rank < 2; ++rank) {
+        threads.emplace_back([&, rank] {
+          auto net = std::make_shared<Net>();
+          copy(*net, start);
+          auto engine = initialize(net, config, comm::Mesh(groups[rank]));
+          if (dtype == at::kHalf) {
+            EXPECT_EQ(engine.loss_scale(), 65536);
+            EXPECT_THROW(std::get<0>(engine.forward(data.x, data.y)).backward(), std::exception);
+            engine.core().set_loss_scale(scale);
+          }
+          for (int i = 0; i < 3; ++i) {
+            const auto [loss, hidden] = engine.forward(data.x, data.y);
+            EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+            EXPECT_EQ(hidden.scalar_type(), dtype);
+            engine.scale(loss).backward();
+            EXPECT_TRUE(engine.step());
+          }
+          int number = 0;
+          for (const auto& item : reference.named_parameters()) {
+            EXPECT_TRUE(engine.core().get_full(number++, engine::Quantity::Master).equal(item.value()))
+                << item.key() << " in stage " << stage;
+          }
+        });
+      }
+      for (auto& thread : threads)
+        thread.join();
+    }
+  }
+}
+
+TEST(Engine, RegionsOfTheCallerAreSwitchedOff) {
+  auto net = std::make_shared<Net>();
+  auto engine = initialize(net, config(1, 1), comm::Mesh());
+  const amp::AutocastRegion region({true, at::kBFloat16}, at::kCPU);
+  for (int i = 0; i < 2; ++i) {
+    testing::internal::CaptureStderr();
+    EXPECT_EQ(std::get<1>(engine.forward(torch::ones({4, 5}), torch::ones({4, 3}))).scalar_type(), at::kFloat);
+    const std::string said = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(said.find("torch_autocast") != std::string::npos, i == 0) << said;
+    EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU));
+  }
+  net->fail = true;
+  EXPECT_THROW(engine.forward(torch::ones({4, 5}), torch::ones({4, 3})), std::runtime_error);
+  EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU));
+  region.leave();
 }
 
 TEST(Engine, EngineBackwardIsBackward) {

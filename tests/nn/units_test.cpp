@@ -80,5 +80,56 @@ TEST(Units, FrozenParametersHaveNoGroup) {
   EXPECT_EQ(specs[1].group, -1);
 }
 
+struct Wide : torch::nn::LinearImpl {
+  using LinearImpl::LinearImpl;
+};
+
+struct Kinds : torch::nn::Module {
+  Kinds() {
+    gain = register_parameter("gain", torch::ones({1}));
+    conv = register_module("conv", torch::nn::Conv2d(1, 1, 3));
+    linear = register_module("linear", torch::nn::Linear(2, 2));
+    norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({2})));
+    wide = register_module("wide", std::make_shared<Wide>(2, 2));
+  }
+  at::Tensor gain;
+  torch::nn::Conv2d conv{nullptr};
+  torch::nn::Linear linear{nullptr};
+  torch::nn::LayerNorm norm{nullptr};
+  std::shared_ptr<Wide> wide;
+};
+
+TEST(Units, AutocastMarksParametersOfExactClasses) {
+  const Kinds net;
+  const auto marked = [&](const Strings& classes) {
+    auto specs = param_specs(net);
+    mark_autocast(net, classes, at::kBFloat16, specs);
+    Strings out;
+    for (const auto& spec : specs) {
+      if (!spec.comm) continue;
+      EXPECT_EQ(*spec.comm, at::kBFloat16);
+      out.push_back(spec.name);
+    }
+    return out;
+  };
+  EXPECT_EQ(marked(default_autocast_modules()), (Strings{"conv.weight", "conv.bias", "linear.weight", "linear.bias"}));
+  EXPECT_EQ(marked({"torch.nn.modules.linear.Linear"}), (Strings{"linear.weight", "linear.bias"}));
+  EXPECT_EQ(marked({"torch.nn.LayerNorm", net.wide->name()}),
+            (Strings{"norm.weight", "norm.bias", "wide.weight", "wide.bias"}));
+  EXPECT_EQ(marked({net.name()}), (Strings{"gain"}));
+  EXPECT_EQ(marked({}), Strings{});
+  EXPECT_EQ(marked({"torch.nn.GRU"}), Strings{}) << "a class of torch that this model has none of";
+  for (const char* unknown : {"Linear", "torch.nn.Lineal", "my.Block", ""}) {
+    try {
+      marked({"torch.nn.Linear", unknown});
+      FAIL() << "no error";
+    } catch (const c10::ValueError& error) {
+      EXPECT_NE(std::string(error.what()).find("Failed to import lower precision safe module '" + std::string(unknown)),
+                std::string::npos)
+          << error.what();
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera::nn
