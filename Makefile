@@ -92,7 +92,7 @@ bench: $(VENV)/stamp-bench $(VENV)/stamp-package
 	@echo "== transport_bench, 2 ranks"; build/bench/bench/comm/transport_bench 2
 	@failed=; run() { echo "== $$*"; $(PY) bench/run.py "$$@" $(ARGS) || failed=1; }; \
 	for ranks in 1 2; do for name in step tensors layers gpt memory; do run $$name --ranks $$ranks; done; done; \
-	run backward; $(if $(filter --quick,$(ARGS)),,run step --allocator tuned;) \
+	run backward; run transport --ranks 2; run transport --ranks 4; $(if $(filter --quick,$(ARGS)),,run step --allocator tuned;) \
 	test -z "$$failed"
 
 lint: $(VENV)/stamp-lint

@@ -5,8 +5,9 @@
   python bench/run.py layers    the same with a module for every tensor, for stage 3: 10 to 1,000 tensors
   python bench/run.py gpt       GPTs of 10 M (fp32, bf16) and 30 M (bf16) parameters end to end, and where the time goes
   python bench/run.py backward  what an engine adds to loss.backward() and its relatives
+  python bench/run.py transport collectives between ranks of one host, beside Gloo; with --ranks
   python bench/run.py memory    bytes a parameter, resident and peak, 60 M parameters in bf16
-Add --ranks 2 for two Gloo processes, --quick to see that everything works. A report is refused when the machine was not
+Add --ranks 2 for two processes, --quick to see that everything works. A report is refused when the machine was not
 quiet (a bandwidth probe before and after), unless --noisy is given.
 """
 
@@ -35,6 +36,7 @@ from suites.gpt import bench_gpt  # noqa: E402
 from suites.memory import bench_memory  # noqa: E402
 from suites.step import bench_step  # noqa: E402
 from suites.tensors import bench_layers, bench_tensors  # noqa: E402
+from suites.transport import bench_transport  # noqa: E402
 
 OWN, PEERS = ["tessera:0", "tessera:1", "tessera:2", "tessera:3"], ["fsdp2:2", "fsdp2:3"]
 DEEPSPEED = ["deepspeed:1", "deepspeed:2", "deepspeed:3"]
@@ -51,6 +53,7 @@ BENCHES: dict[str, tuple[str, Any, list[str]]] = {  # title, function, contender
         bench_backward,
         [*PLAIN[:1], *PLAIN[2:], *OWN, *PEERS, *DEEPSPEED],
     ),
+    "transport": ("Collectives between ranks of one host", bench_transport, ["gloo", "tessera"]),
     "memory": ("Memory of model states", bench_memory, PLAIN[1:] + OWN + PEERS + DEEPSPEED),
 }
 

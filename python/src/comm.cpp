@@ -1,7 +1,12 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <memory>
+#include <optional>
 
 #include "bindings.h"
 #include "tessera/comm/backends.h"
@@ -11,6 +16,32 @@
 namespace tessera::python {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
+
+namespace {
+
+using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// A process group waits, when it goes, for its threads, and those may wait for the interpreter's lock: to let go of tensors
+// that Python knows. Where ours is the last hold on it, it goes without the lock.
+std::shared_ptr<void> hold(ProcessGroupPtr group) {
+  return {new ProcessGroupPtr(std::move(group)), [](ProcessGroupPtr* held) {
+            std::optional<py::gil_scoped_release> unlocked;
+            if (PyGILState_Check() != 0) unlocked.emplace();
+            delete held;
+          }};
+}
+
+comm::GroupPtr group_by_name(const std::string& name) {
+  ProcessGroupPtr group;
+  try {
+    group = c10d::resolve_process_group(name);
+  } catch (const std::exception&) {
+    return comm::c10d_group(name);  // says what is wrong
+  }
+  return comm::c10d_group(hold(group), *group);
+}
+
+}  // namespace
 
 void bind_comm(py::module_& m) {
   using namespace comm;
@@ -36,7 +67,7 @@ void bind_comm(py::module_& m) {
 
   m.def("single_group", &single_group);
   m.def("thread_groups", &thread_groups, py::arg("size"), py::arg("timeout") = std::chrono::minutes(10));
-  m.def("c10d_group", py::overload_cast<const std::string&>(&c10d_group), py::arg("name"), NoGil());
+  m.def("c10d_group", &group_by_name, py::arg("name"), NoGil());
 
   m.def("tessera_backend", &tessera_backend, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
         NoGil());

@@ -469,7 +469,11 @@ std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
 }
 
 GroupPtr best_group(const std::shared_ptr<void>& keep_alive, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  const auto over_group = [&] { return make_c10d_group(keep_alive, group, C10dPath::ByDevice); };
+  struct {  // let go in this order: what keeps alive has the last word
+    std::shared_ptr<void> keep_alive;
+    c10::intrusive_ptr<c10d::ProcessGroup> group;
+  } const both{keep_alive, group};
+  const auto over_group = [both] { return make_c10d_group(both.keep_alive, both.group, C10dPath::ByDevice); };
   const auto store = group->getStore();
   if (!store || group->getSize() == 1 || !only_cpu(*group)) return over_group();
   return choose_transport(fresh_store(store, "transport/" + group->getGroupName(), group->getRank()), group->getRank(),

@@ -68,14 +68,17 @@ GroupPtr meet(const Place& place, const StorePtr& store, int rank, int size, con
               std::chrono::milliseconds timeout) {
   using Group = c10d::ProcessGroup;
   if (size == 1) return single_group();
-  const auto gloo_group = [&] {
-    auto group = c10::make_intrusive<Group>(store, rank, size);
-    group->setBackend(c10::DeviceType::CPU, Group::BackendType::GLOO,
-                      gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store), rank, size, timeout,
-                                   is_loopback(place.address)));
+  const auto made = std::make_shared<c10::intrusive_ptr<Group>>();
+  const auto gloo_group = [=, loopback = is_loopback(place.address)] {
+    auto& group = *made;
+    if (group) return make_c10d_group(nullptr, group, C10dPath::ByDevice);
+    group = c10::make_intrusive<Group>(store, rank, size);
+    group->setBackend(
+        c10::DeviceType::CPU, Group::BackendType::GLOO,
+        gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store), rank, size, timeout, loopback));
     group->setDefaultBackend(Group::BackendType::GLOO);
     group->setGroupName(name);
-    return make_c10d_group(nullptr, std::move(group), C10dPath::ByDevice);
+    return make_c10d_group(nullptr, group, C10dPath::ByDevice);
   };
   return choose_transport(c10::make_intrusive<c10d::PrefixStore>("transport", store), rank, size, timeout, gloo_group);
 }

@@ -1,13 +1,14 @@
 // Group: the ranks that take part in a collective, and the collectives. The only view of
-// communication that the rest of Tessera has; back ends are c10d_group.h (any torch process group),
-// thread_group.h (ranks as threads of one process) and single_group.h (one rank).
+// communication that the rest of Tessera has; backends.h has the factories: any torch process group,
+// shared memory, ranks as threads of one process, one rank.
 //
 // Note [Order of summation]
 //   Every back end that adds on the CPU adds the ranks' contributions in rank order 0, 1, ..., n-1,
 //   in fp32 for fp32, bf16 and fp16 (double for double), and rounds once. The result of an element
 //   depends neither on its place in a buffer, on the bucket size, on timing, nor on whether it
 //   travelled by reduce_scatter or all_reduce: stages 0, 1 and 2 get the same bits, and threads as
-//   ranks get those of processes. NCCL keeps its own order.
+//   ranks get those of processes. NCCL keeps its own order; so do ranks of several hosts that share memory
+//   within each (Note [Order of summation over hosts] in hosts_group.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>

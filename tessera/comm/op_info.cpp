@@ -1,5 +1,6 @@
 #include "tessera/comm/op_info.h"
 
+#include <algorithm>
 #include <cstdio>
 
 #include "tessera/base/error.h"
@@ -138,6 +139,15 @@ void throw_failed(int rank, int size, const OpInfo& info, double seconds, const 
   std::snprintf(after, sizeof(after), "%.2f s", seconds);
   TESSERA_CHECK_DIST(false, "comm", "rank ", rank, " of ", size, ": ", describe(info), " failed after ", after, ": ",
                      cause);
+}
+
+std::string cause_of(const std::exception& error) {
+  std::string text = error.what();
+  text.resize(std::min(text.find('\n'), text.size()));
+  const auto after = text.find(" failed after ");
+  const auto end = after == std::string::npos ? after : text.find(" s: ", after);
+  if (text.starts_with("[comm] rank ") && end != std::string::npos) text.erase(0, end + 4);
+  return text;
 }
 
 }  // namespace tessera::comm

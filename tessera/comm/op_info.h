@@ -53,5 +53,7 @@ std::string join(const std::vector<int>& ranks);
 // Throws DistBackendError "[comm] rank 1 of 4: reduce_scatter (unit 'a', 4096 B) failed after 0.52
 // s: <cause>".
 [[noreturn]] void throw_failed(int rank, int size, const OpInfo& info, double seconds, const std::string& cause);
+// The cause that throw_failed() was given, from the text of its error; the first line of another error.
+std::string cause_of(const std::exception& error);
 
 }  // namespace tessera::comm

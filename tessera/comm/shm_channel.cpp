@@ -13,9 +13,10 @@ const char* payload(const SlotHead& head) {
 
 }  // namespace
 
-ShmChannel::ShmChannel(char* base, int channel, int rank, int size)
+ShmChannel::ShmChannel(char* base, int channel, int rank, int size, std::vector<int> numbers)
     : rank_(rank),
       size_(size),
+      numbers_(std::move(numbers)),
       ranks_(reinterpret_cast<ShmRank*>(base + ShmLayout{size}.ranks())),
       counters_(reinterpret_cast<ShmCounters*>(base + ShmLayout{size}.counters()) + channel * size),
       written_(size, 0),
@@ -26,6 +27,7 @@ ShmChannel::ShmChannel(char* base, int channel, int rank, int size)
 }
 
 void ShmChannel::add(ShmOpPtr op) {
+  op->numbers = &numbers_;
   sending_.push_back(op);
   receiving_.push_back(std::move(op));
 }
@@ -109,8 +111,9 @@ void ShmChannel::compare(const ShmOp& op, int peer, const SlotHead& head) {
                       .op = static_cast<ReduceOp>(head.op),
                       .root = head.root};
   const std::string mine_text = describe_fully(op.info()), their_text = describe_fully(theirs);
-  disagreement_ = rank_ < peer ? tessera::comm::disagreement(rank_, mine_text, peer, their_text)
-                               : tessera::comm::disagreement(peer, their_text, rank_, mine_text);
+  const int mine = numbers_[rank_], its = numbers_[peer];
+  disagreement_ = mine < its ? tessera::comm::disagreement(mine, mine_text, its, their_text)
+                             : tessera::comm::disagreement(its, their_text, mine, mine_text);
 }
 
 bool ShmChannel::receive_next() {

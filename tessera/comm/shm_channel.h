@@ -14,8 +14,8 @@ namespace tessera::comm {
 // Used by one thread at a time.
 class ShmChannel {
  public:
-  // `base`: start of the segment. The ring of this rank has memory.
-  ShmChannel(char* base, int channel, int rank, int size);
+  // `base`: start of the segment. The ring of this rank has memory. `numbers[r]`: what rank r is called in messages.
+  ShmChannel(char* base, int channel, int rank, int size, std::vector<int> numbers);
 
   void add(ShmOpPtr op);
   // Moves what can be moved, up to some MiB, and tells the other ranks; whether there was anything.
@@ -42,6 +42,7 @@ class ShmChannel {
   void tell_others(bool space_only);
 
   const int rank_, size_;
+  const std::vector<int> numbers_;
   ShmRank* const ranks_;
   ShmCounters* const counters_;  // by rank
   std::vector<char*> rings_;

@@ -60,12 +60,13 @@ void agree(c10d::Store& store, int rank, int size, const std::string& what, cons
 
 }  // namespace
 
-ShmSharePtr shm_meet(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout) {
+ShmSharePtr shm_meet(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
+                     std::vector<int> numbers) {
   ShmSharePtr share;
   std::string trouble;
   try {
-    share =
-        std::make_shared<ShmShare>(std::make_shared<ShmWorld>(meet_in_segment(store, rank, size), rank, size, timeout));
+    share = std::make_shared<ShmShare>(
+        std::make_shared<ShmWorld>(meet_in_segment(store, rank, size), rank, size, timeout, std::move(numbers)));
   } catch (const std::exception& error) {
     trouble = first_line(error);
     if (rank == 0) store.set(kSegmentKey, std::string("none"));
@@ -80,13 +81,13 @@ ShmSharePtr shm_meet(c10d::Store& store, int rank, int size, std::chrono::millis
   return share;
 }
 
-std::vector<ShmSharePtr> shm_thread_shares(int size, std::chrono::milliseconds timeout) {
+std::vector<ShmSharePtr> shm_thread_shares(int size, std::chrono::milliseconds timeout, std::vector<int> numbers) {
   TESSERA_CHECK_VALUE(size >= 1, "comm", "shared memory: a group has at least 1 rank, got ", size);
   const auto segment = create_segment(size, 0);
   std::vector<ShmSharePtr> shares;
   shares.reserve(size);
   for (int r = 0; r < size; ++r)
-    shares.push_back(std::make_shared<ShmShare>(std::make_shared<ShmWorld>(segment, r, size, timeout)));
+    shares.push_back(std::make_shared<ShmShare>(std::make_shared<ShmWorld>(segment, r, size, timeout, numbers)));
   return shares;
 }
 

@@ -198,7 +198,7 @@ class AllToAll final : public ShmOp {
         int64_t bytes = 0;
         std::memcpy(&bytes, records[from] + to * sizeof(int64_t), sizeof(int64_t));
         if (to == rank_ && bytes != received_[from].bytes) {
-          return split_disagreement(describe(info_), from, bytes, rank_, received_[from].bytes);
+          return split_disagreement(describe(info_), number(from), bytes, number(rank_), received_[from].bytes);
         }
         if (to != from) steps = std::max(steps, steps_for(bytes, each_));
       }

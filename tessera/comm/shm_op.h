@@ -57,8 +57,11 @@ class ShmOp : public ShmCall {
   // Progress, kept by the channel.
   int64_t first = -1;  // place of step 0 among all steps of the channel
   int64_t written = 0, received = 0;
+  const std::vector<int>* numbers = nullptr;  // what ranks are called in messages; null: as they are numbered here
 
  protected:
+  int number(int rank) const { return numbers != nullptr ? (*numbers)[rank] : rank; }
+
   const int rank_, size_;
 
  private:

@@ -183,12 +183,9 @@ ShmMover::ShmMover(std::shared_ptr<ShmWorld> world) : state_(std::make_shared<St
 
 ShmMover::~ShmMover() {
   state_->tell([&] { state_->stopping = true; });
-  if (!thread_.joinable()) return;
-  if (thread_.get_id() == std::this_thread::get_id()) {
-    thread_.detach();  // dropped by a callback of a future
-  } else {
-    thread_.join();
-  }
+  // It ends by itself, and soon. Waiting for it could take forever: it may be letting go of a tensor that Python knows,
+  // which needs the interpreter's lock, and whoever destroys a process group may hold that.
+  if (thread_.joinable()) thread_.detach();
 }
 
 void ShmMover::add(ShmWorkPtr work) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <numeric>
 #include <thread>
 
 #include "tessera/base/error.h"
@@ -30,12 +31,20 @@ std::string seconds_text(std::chrono::milliseconds time) {
   return text;
 }
 
+std::vector<int> plain_numbers(int size) {
+  std::vector<int> numbers(size);
+  std::iota(numbers.begin(), numbers.end(), 0);
+  return numbers;
+}
+
 }  // namespace
 
-ShmWorld::ShmWorld(std::shared_ptr<ShmSegment> segment, int rank, int size, std::chrono::milliseconds timeout)
+ShmWorld::ShmWorld(std::shared_ptr<ShmSegment> segment, int rank, int size, std::chrono::milliseconds timeout,
+                   std::vector<int> numbers)
     : segment_(std::move(segment)),
       rank_(rank),
       size_(size),
+      numbers_(numbers.empty() ? plain_numbers(size) : std::move(numbers)),
       timeout_(timeout.count()),
       header_(*reinterpret_cast<ShmHeader*>(segment_->data())),
       ranks_(reinterpret_cast<ShmRank*>(segment_->data() + ShmLayout{size}.ranks())),
@@ -73,7 +82,7 @@ int ShmWorld::add_channel() {
   TESSERA_CHECK_VALUE(channel < kChannels, "comm", "a group over shared memory has at most ", kChannels - 1,
                       " siblings");
   segment_->reserve(ShmLayout{size_}.ring(channel, rank_), kRingBytes);
-  channels_.push_back(std::make_unique<ShmChannel>(segment_->data(), channel, rank_, size_));
+  channels_.push_back(std::make_unique<ShmChannel>(segment_->data(), channel, rank_, size_, numbers_));
   return channel;
 }
 
@@ -108,7 +117,7 @@ void ShmWorld::fail(const std::string& text) {
 }
 
 void ShmWorld::abort(const std::string& reason) {
-  fail("rank " + std::to_string(rank_) + " aborted: " + reason);
+  fail("rank " + std::to_string(numbers_[rank_]) + " aborted: " + reason);
 }
 
 void ShmWorld::check_alive(const OpInfo& info, Clock::time_point since) const {
@@ -230,6 +239,12 @@ void ShmWorld::wait(int channel, const ShmCall& call, const Wait& how) {
   }
 }
 
+std::string ShmWorld::join_numbers(std::vector<int> ranks) const {
+  for (int& r : ranks)
+    r = numbers_[r];
+  return join(ranks);
+}
+
 void ShmWorld::wake() {
   ring(ranks_[rank_].bell);
 }
@@ -242,7 +257,7 @@ std::vector<int> ShmWorld::missing(int channel, const ShmCall& call) {
 // Why a call that does not move never will; empty when it may.
 std::string ShmWorld::trouble(int channel, const ShmCall& call, Clock::duration idle, std::chrono::milliseconds limit) {
   const std::vector<int> waited_for = missing(channel, call);
-  const std::string here = "rank " + std::to_string(rank_) + " in " + describe(call.info());
+  const std::string here = "rank " + std::to_string(numbers_[rank_]) + " in " + describe(call.info());
   const bool any = channel == kMail && static_cast<const ShmLetter&>(call).peer < 0;
   const ShmChannel& calls = *channels_[std::max(0, channel)];
   std::string text;
@@ -256,12 +271,13 @@ std::string ShmWorld::trouble(int channel, const ShmCall& call, Clock::duration 
     const std::vector<int> now = missing(channel, call);
     if (std::find(now.begin(), now.end(), r) == now.end()) continue;
     gone += 1;
-    text = ended ? here + " lost rank " + std::to_string(r) + ": its process " + std::to_string(pid) + " has ended"
-                 : "rank " + std::to_string(r) + " destroyed its group without making this call";
+    text = ended ? here + " lost rank " + std::to_string(numbers_[r]) + ": its process " + std::to_string(pid) +
+                       " has ended"
+                 : "rank " + std::to_string(numbers_[r]) + " destroyed its group without making this call";
     if (!any || gone == waited_for.size()) return text;
   }
   if (idle < limit) return {};
-  return here + " timed out after " + seconds_text(limit) + " waiting for rank(s) " + join(waited_for) +
+  return here + " timed out after " + seconds_text(limit) + " waiting for rank(s) " + join_numbers(waited_for) +
          " (alive, but not in this call)";
 }
 

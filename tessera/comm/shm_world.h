@@ -34,8 +34,10 @@ class ShmWorld {
   using Clock = std::chrono::steady_clock;
   static constexpr int kMail = -1;  // the channel of messages
 
-  // The segment has at least ShmLayout{size}.total() bytes, its control part has memory.
-  ShmWorld(std::shared_ptr<ShmSegment> segment, int rank, int size, std::chrono::milliseconds timeout);
+  // The segment has at least ShmLayout{size}.total() bytes, its control part has memory. `numbers[r]`: what rank r is called
+  // in messages, ascending; none: r.
+  ShmWorld(std::shared_ptr<ShmSegment> segment, int rank, int size, std::chrono::milliseconds timeout,
+           std::vector<int> numbers = {});
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -64,13 +66,15 @@ class ShmWorld {
   void wait(int channel, const ShmCall& call, const Wait& how);
   void wake();
   void abort(const std::string& reason);
+  // The same with a cause that names a rank itself.
+  void fail(const std::string& text);
 
  private:
   struct Turn;
   struct Sleep;
 
   std::string cause() const;
-  void fail(const std::string& text);
+  std::string join_numbers(std::vector<int> ranks) const;
   void check_alive(const OpInfo& info, Clock::time_point since) const;
   template <class F>
   void begin(const OpInfo& info, const F& body);
@@ -84,6 +88,7 @@ class ShmWorld {
 
   const std::shared_ptr<ShmSegment> segment_;
   const int rank_, size_;
+  const std::vector<int> numbers_;
   std::atomic<int64_t> timeout_;  // milliseconds
   ShmHeader& header_;
   ShmRank* const ranks_;

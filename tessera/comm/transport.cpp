@@ -5,7 +5,8 @@
 #include "tessera/base/env.h"
 #include "tessera/base/error.h"
 #include "tessera/comm/gloo.h"
-#include "tessera/comm/hosts.h"
+#include "tessera/comm/hosts_group.h"
+#include "tessera/comm/op_info.h"
 #include "tessera/comm/shm_backend.h"
 #include "tessera/comm/shm_group.h"
 
@@ -17,6 +18,9 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 constexpr auto kAtHand = "gloo";
 constexpr auto kShared = "shared_memory";
 constexpr auto kAuto = "auto";
+constexpr auto kWell = "ok";
+// The network has the word when ranks of several hosts do not come: it knows who.
+constexpr auto kLonger = std::chrono::seconds(10);
 
 std::string read_transport() {
   const std::string name = env::get("TESSERA_TRANSPORT").value_or(kAuto);
@@ -41,6 +45,10 @@ std::optional<Hosts> find_hosts(c10d::Store& store, int rank, int size) {
   return hosts;
 }
 
+void warn(int rank, const std::string& text) {
+  if (rank == 0) TORCH_WARN(text, "; the ranks talk through the network instead");
+}
+
 // make(): shares memory among all ranks, or fails on all of them. Null when it is not to be had and need not be.
 template <class F>
 auto try_sharing(int rank, const F& make) -> decltype(make()) {
@@ -48,10 +56,32 @@ auto try_sharing(int rank, const F& make) -> decltype(make()) {
   try {
     return make();
   } catch (const c10::DistBackendError& error) {
-    const std::string text = error.what_without_backtrace();
-    if (rank == 0) TORCH_WARN(text, "; the ranks talk through the network instead");
+    warn(rank, error.what_without_backtrace());
     return nullptr;
   }
+}
+
+// Memory within each host. Null when one of them cannot share it.
+GroupPtr share_within_hosts(const StorePtr& store, const Hosts& hosts, int rank, std::chrono::milliseconds timeout,
+                            const std::function<GroupPtr()>& at_hand) {
+  const int host = hosts.of_rank[rank];
+  const std::vector<int> ranks = hosts.ranks_on(host);
+  const auto place = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+  ShmSharePtr here;
+  std::string said = kWell;
+  try {
+    c10d::PrefixStore of_host("host_" + std::to_string(host), store);
+    here = ranks.size() == 1 ? shm_thread_shares(1, timeout + kLonger, ranks)[0]
+                             : shm_meet(of_host, place, static_cast<int>(ranks.size()), timeout + kLonger, ranks);
+  } catch (const c10::DistBackendError& error) {
+    said = cause_of(error);
+  }
+  for (const std::string& text : exchange(*store, rank, static_cast<int>(hosts.of_rank.size()), "shares", said)) {
+    if (text == kWell) continue;
+    warn(rank, text);
+    return nullptr;
+  }
+  return hosts_group(hosts, rank, std::move(here), at_hand);
 }
 
 }  // namespace
@@ -71,6 +101,8 @@ GroupPtr choose_transport(const StorePtr& store, int rank, int size, std::chrono
   const auto hosts = find_hosts(*store, rank, size);
   GroupPtr group;
   if (hosts && hosts->count() == 1) group = try_sharing(rank, [&] { return shm_group(*store, rank, size, timeout); });
+  if (hosts && hosts->count() > 1 && hosts->count() < size)
+    group = share_within_hosts(store, *hosts, rank, timeout, at_hand);
   return group ? group : at_hand();
 }
 

@@ -2,8 +2,8 @@
 //
 // Note [Choice of transport]
 //   TESSERA_TRANSPORT says it: "gloo" the back end at hand, "shared_memory" shared memory or an error, "auto" (the default)
-//   shared memory where all ranks are on one host, else the back end at hand. Ranks tell each other through the group's
-//   store where they are and what they were told, and end alike. Whether memory can really be shared is found out by
+//   shared memory between ranks of one host and the back end at hand between hosts. Ranks tell each other through the
+//   group's store where they are and what they were told, and end alike. Whether memory can really be shared is found out by
 //   sharing it: when a rank cannot, "auto" warns and stays with the back end at hand.
 #pragma once
 
@@ -22,8 +22,8 @@ namespace tessera::comm {
 c10::intrusive_ptr<c10d::Store> fresh_store(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name,
                                             int rank);
 
-// Collective over the `size` ranks that meet at `store`, which has no other use. `at_hand` makes the group over the back
-// end at hand; `timeout`: longest wait for a rank later. Value error when TESSERA_TRANSPORT is wrong or not the same on
+// Collective over the `size` ranks that meet at `store`, which has no other use. `at_hand` makes a group over the back
+// end at hand, may be called several times and later, when siblings are made; `timeout`: longest wait for a rank later. Value error when TESSERA_TRANSPORT is wrong or not the same on
 // all ranks; DistBackendError when memory must be shared and cannot.
 GroupPtr choose_transport(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                           std::chrono::milliseconds timeout, const std::function<GroupPtr()>& at_hand);

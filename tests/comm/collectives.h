@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tessera/comm/group.h"
+#include "tessera/comm/reduce_rows.h"
 #include "tests/support/errors.h"
 
 namespace tessera::testing {
@@ -125,11 +126,12 @@ inline Launched launch_call(comm::Group& group, int call, int kind, int64_t n, a
   return l;
 }
 
-// The same `calls` random collectives on every rank, up to four in flight, each compared bit for
-// bit.
-inline void random_collectives(comm::Group& group, int calls, uint64_t seed, int64_t largest = 5000) {
-  const std::vector<at::ScalarType> dtypes = {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kLong, at::kInt};
-  const std::vector<int64_t> sizes = {0, 1, 3, 17, 255, 4096, largest};
+// The same `calls` random collectives on every rank, up to four in flight, each compared bit for bit; one in `one_in` has
+// `largest` elements.
+inline void random_collectives(comm::Group& group, int calls, uint64_t seed, int64_t largest = 5000, int one_in = 7) {
+  const std::vector<at::ScalarType> dtypes = {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kLong,
+                                              at::kInt,   at::kShort,    at::kChar, at::kByte,   at::kBool};
+  const std::vector<int64_t> sizes = {0, 1, 3, 17, 255, 4096};
   std::mt19937_64 random(seed);
   std::vector<Launched> flying;
   const auto finish = [&](size_t keep) {
@@ -142,9 +144,10 @@ inline void random_collectives(comm::Group& group, int calls, uint64_t seed, int
   for (int call = 0; call < calls; ++call) {
     const int kind = static_cast<int>(random() % 6);
     const auto dtype = dtypes[random() % dtypes.size()];
-    const int64_t n = sizes[random() % sizes.size()];
-    auto op = static_cast<ReduceOp>(random() % 4);
-    if (op == ReduceOp::Avg && !at::isFloatingType(dtype)) op = ReduceOp::Sum;
+    const int64_t n = random() % one_in == 0 ? largest : sizes[random() % sizes.size()];
+    auto op = kReductions[random() % std::size(kReductions)];
+    if (op == ReduceOp::Product && at::isFloatingType(dtype)) op = ReduceOp::Max;  // not exact
+    if (!comm::can_reduce(dtype, op)) op = at::isFloatingType(dtype) ? ReduceOp::Sum : ReduceOp::BitXor;
     const bool in_place = random() % 2 == 0;
     if (kind == 5) {
       group.barrier("barrier");

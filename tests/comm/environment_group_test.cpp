@@ -88,6 +88,50 @@ TEST(EnvironmentGroup, SharesMemoryOnOneHostUnlessToldOtherwise) {
   expect_success(run_processes(2, "Processes.DISABLED_SharesMemory"));
 }
 
+GroupPtr group_on_two_hosts() {
+  setenv("TESSERA_HOST_ID", std::stoi(std::getenv("RANK")) < 2 ? "a" : "b", 1);
+  auto group = environment_group(60s);
+  EXPECT_EQ(group->name(), "shared memory and gloo");
+  return group;
+}
+
+TEST(Processes, DISABLED_OnTwoHosts) {
+  const auto group = group_on_two_hosts();
+  testing::random_collectives(*group, 100, 23, 20011);
+  const auto sibling = group->sibling();
+  testing::random_collectives(*sibling, 20, 24, 20011);
+  group->barrier();
+}
+
+TEST(EnvironmentGroup, SharesMemoryWithinHostsAndTalksBetweenThem) {
+  for (const int size : {3, 4})
+    expect_success(run_processes(size, "Processes.DISABLED_OnTwoHosts"));
+}
+
+// Rank 3 shares a host with rank 2 only.
+TEST(Processes, DISABLED_KilledOnTheOtherHost) {
+  const auto group = group_on_two_hosts();
+  group->barrier();
+  leave_mark("met");
+  if (group->rank() == 3) {
+    EXPECT_TRUE(await_marks("met", {0, 1, 2}));
+    raise(SIGKILL);
+  }
+  auto t = at::ones({100000});
+  const auto text = message_of<c10::DistBackendError>([&] { group->all_reduce(t, ReduceOp::Sum, "unit 'a'").wait(); });
+  EXPECT_HAS(text, "[comm] rank " + std::to_string(group->rank()) + " of 4: all_reduce (unit 'a', 400000 B) failed");
+  EXPECT_HAS(text, "lost rank 3");
+  leave_mark("told");
+  EXPECT_TRUE(await_marks("told", {0, 1, 2}));
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { group->barrier("later"); }), "lost rank 3");
+}
+
+TEST(EnvironmentGroup, SurvivorsOfAllHostsNameAKilledRank) {
+  const auto results = run_processes(4, "Processes.DISABLED_KilledOnTheOtherHost");
+  EXPECT_EQ(results[3].exit_code, -SIGKILL);
+  expect_success({results[0], results[1], results[2]});
+}
+
 TEST(Processes, DISABLED_TwoGroups) {
   testing::use_two_groups(/*meet=*/true);
 }

@@ -61,6 +61,17 @@ TEST(OpInfo, AFailureNamesRankOperationAndCause) {
   const OpInfo info{.name = "barrier", .label = "end"};
   const auto text = testing::message_of<c10::DistBackendError>([&] { throw_failed(1, 4, info, 0.5, "gone"); });
   EXPECT_EQ(text, "[comm] rank 1 of 4: barrier (end, 0 B) failed after 0.50 s: gone");
+  const auto cause = [](const auto& call) {
+    try {
+      call();
+    } catch (const std::exception& error) {
+      return cause_of(error);
+    }
+    return std::string();
+  };
+  EXPECT_EQ(cause([&] { throw_failed(1, 4, info, 0.5, "rank 2 failed after 3.0 s: gone"); }),
+            "rank 2 failed after 3.0 s: gone");
+  EXPECT_EQ(cause([] { throw std::runtime_error("more\nthan one line"); }), "more");
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 #include "tessera/comm/shm_channel.h"
 
+#include <numeric>
+
 #include "tessera/comm/shm_segment.h"
 #include "tests/comm/collectives.h"
 
@@ -12,9 +14,12 @@ using testing::same_bits;
 // The channels of all ranks in one thread: nothing may ever need a wait.
 struct Channels {
   explicit Channels(int size) : segment(ShmSegment::create(ShmLayout{size}.total())) {
+    std::vector<int> numbers(size);
+    std::iota(numbers.begin(), numbers.end(), kFirstNumber);
     for (int r = 0; r < size; ++r)
-      ranks.emplace_back(segment->data(), 0, r, size);
+      ranks.emplace_back(segment->data(), 0, r, size, numbers);
   }
+  static constexpr int kFirstNumber = 10;
   // Lets ranks progress until nothing moves.
   void run() {
     bool moved = true;
@@ -98,7 +103,7 @@ TEST(ShmChannel, StopsAtDifferentCallsAndNamesThem) {
   channels.run();
   for (ShmChannel& channel : channels.ranks) {
     EXPECT_EQ(channel.disagreement(),
-              "the ranks disagree: rank 0 called all_reduce (gradients, 16 B, Float, sum), rank 1 called broadcast "
+              "the ranks disagree: rank 10 called all_reduce (gradients, 16 B, Float, sum), rank 11 called broadcast "
               "(weights, 16 B, Float, root 0)");
   }
   EXPECT_TRUE(a.equal(at::ones({4})));

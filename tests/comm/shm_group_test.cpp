@@ -34,6 +34,20 @@ TEST_P(ShmGroup, RandomCollectivesInFlight) {
   run_shm(GetParam(), [](int, GroupPtr group) { testing::random_collectives(*group, 300, 11, 20011); });
 }
 
+// Three groups at once, from a thread each: all ranks, all ranks again, pairs of them. 10,000 calls in all.
+TEST(ShmGroups, TenThousandRandomCollectivesInSeveralGroups) {
+  const int size = 4;
+  std::vector<std::vector<GroupPtr>> pairs = {shm_thread_groups(2, 2min), shm_thread_groups(2, 2min)};
+  run_shm(size, [&](int rank, GroupPtr group) {
+    const GroupPtr pair = std::move(pairs[rank / 2][rank % 2]), sibling = group->sibling();
+    std::thread second([&] { testing::random_collectives(*sibling, 3000, 52, 300007, 300); });
+    std::thread third([&] { testing::random_collectives(*pair, 4000, 53, 600011, 300); });
+    testing::random_collectives(*group, 3000, 51, 500009, 300);
+    second.join();
+    third.join();
+  });
+}
+
 TEST_P(ShmGroup, GivesTheBitsOfTheThreadGroup) {
   const int size = GetParam();
   for (const int64_t n : {300, 40000, 1300000}) {

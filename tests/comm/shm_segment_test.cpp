@@ -1,5 +1,6 @@
 #include "tessera/comm/shm_segment.h"
 
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -42,6 +43,26 @@ TEST(ShmSegment, SaysWhatIsNeededWhenThereIsNoMemory) {
   EXPECT_HAS(message_of<c10::DistBackendError>([&] { segment->reserve(0, huge); }),
              "[comm] shared memory: 4611686018427387904 B are needed, ");
   EXPECT_HAS(message_of<c10::DistBackendError>([&] { ShmSegment::create(size_t{1} << 60); }), "1152921504606846976 B");
+}
+
+TEST(ShmSegment, IsClosedToProcessesOfOtherUsers) {
+  if (geteuid() != 0) GTEST_SKIP() << "only root can become another user";
+  const auto segment = ShmSegment::create(4096);
+  const pid_t owner = getpid();
+  const pid_t child = fork();
+  if (child == 0) {
+    constexpr uid_t kNobody = 65534;
+    if (setresgid(kNobody, kNobody, kNobody) != 0 || setresuid(kNobody, kNobody, kNobody) != 0) _exit(2);
+    try {
+      ShmSegment::attach(owner, segment->fd(), 4096);
+    } catch (const c10::DistBackendError&) {
+      _exit(0);
+    }
+    _exit(1);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(WIFEXITED(status) ? WEXITSTATUS(status) : -1, 0);
 }
 
 TEST(ShmSegment, RefusesWhatIsNone) {

@@ -65,6 +65,15 @@ TEST_F(TwoRanks, ACauseMayBeLongerThanItsPlace) {
   EXPECT_HAS(message_of<c10::DistBackendError>([&] { launch(b, "x"); }), "rank 0 aborted: xxx");
 }
 
+TEST_F(TwoRanks, AreCalledAsTheirNumbersSay) {
+  ShmWorld other(segment, 1, 2, 300ms, {4, 7});
+  other.add_channel();
+  const auto op = shm_barrier(1, 2, "x");
+  other.launch(0, op);
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { other.wait(0, *op, {}); }),
+             "rank 7 in barrier (x, 0 B) timed out after 0.3 s waiting for rank(s) 4 (");
+}
+
 TEST_F(TwoRanks, ThoseWhoLeaveAreNamed) {
   const auto mine = launch(a, "x");
   b.leave(0);
@@ -103,6 +112,51 @@ TEST(ShmWorld, ADeadProcessIsNamedLongBeforeTheTimeout) {
   EXPECT_HAS(message_of<c10::DistBackendError>([&] { world.wait(0, *mine, {}); }),
              "rank 0 in barrier (x, 0 B) lost rank 1: its process " + std::to_string(child) + " has ended");
   waitpid(child, nullptr, 0);
+}
+
+// A rank that makes its last call and ends. What it wrote is there whatever becomes of it; the next call names it.
+pid_t start_rank_that_ends(const std::shared_ptr<ShmSegment>& segment, std::chrono::milliseconds after) {
+  const pid_t child = fork();
+  if (child != 0) return child;
+  ShmWorld world(segment, 1, 2, 1min);
+  world.add_channel();
+  std::this_thread::sleep_for(after);
+  world.launch(0, shm_barrier(1, 2, "x"));
+  _exit(0);
+}
+
+TEST(ShmWorld, ARankMayEndRightAfterItsLastRecord) {
+  const auto segment = segment_for(2);
+  const pid_t child = start_rank_that_ends(segment, 0ms);
+  siginfo_t info;
+  waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT);
+  ShmWorld world(segment, 0, 2, 1h);
+  world.add_channel();
+  const auto mine = shm_barrier(0, 2, "x"), next = shm_barrier(0, 2, "y");
+  world.launch(0, mine);
+  world.wait(0, *mine, {});
+  EXPECT_TRUE(mine->done);
+  world.launch(0, next);
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { world.wait(0, *next, {}); }), "barrier (y, 0 B) lost rank 1");
+  waitpid(child, nullptr, 0);
+}
+
+// The same while rank 0 sleeps and looks, 0.1 s after it began, at the records and at who still runs.
+TEST(ShmWorld, ARankMayEndWhileTheOtherLooks) {
+  std::vector<pid_t> children;
+  for (int i = 0; i < 40; ++i) {
+    const auto segment = segment_for(2);
+    ShmWorld world(segment, 0, 2, 1h);
+    world.add_channel();
+    children.push_back(start_rank_that_ends(segment, std::chrono::milliseconds(90 + i / 2)));
+    while (!world.unseen().empty())
+      std::this_thread::yield();
+    const auto mine = shm_barrier(0, 2, "x");
+    world.launch(0, mine);
+    EXPECT_NO_THROW(world.wait(0, *mine, {}));
+  }
+  for (const pid_t child : children)
+    waitpid(child, nullptr, 0);
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from support import batch, config, free_port, make, weights
+from support import batch, config, make, weights
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -58,33 +58,33 @@ def values(call: int, rank: int, shape: Any, dtype: torch.dtype) -> torch.Tensor
     return numbers > 0 if dtype == torch.bool else (numbers / (8 if dtype.is_floating_point else 1)).to(dtype)
 
 
-def start(rank: int, world: int, port: int, timeout: float = 120.0, backend: str = "tessera") -> None:
+Meeting = tuple[int, str]  # port of the test's store, and a prefix of its own for each body
+
+
+def start(rank: int, world: int, meeting: Meeting, timeout: float = 120.0, backend: str = "tessera") -> None:
+    port, number = meeting
     torch.set_num_threads(1)
     tessera.distributed.register_backend()
     tessera.distributed.register_backend()
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
+    store = dist.PrefixStore(number, dist.TCPStore("127.0.0.1", port, is_master=False))
+    limit = datetime.timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
 
 
 Body = Callable[..., None]
 
 
-def one_after_the_other(rank: int, world: int, ports: list[int], bodies: list[tuple[Any, ...]]) -> None:
-    for port, (body, *args) in zip(ports, bodies, strict=True):
-        body(rank, world, port, *args)
+def one_after_the_other(rank: int, world: int, port: int, bodies: list[tuple[Any, ...]]) -> None:
+    for number, (body, *args) in enumerate(bodies):
+        body(rank, world, (port, str(number)), *args)
 
 
 def run(world: int, *bodies: Body | tuple[Any, ...]) -> None:
     """Each body, with its arguments, in the same `world` processes. Nothing may stay behind in /dev/shm."""
     before = set(os.listdir("/dev/shm"))
     calls = [body if isinstance(body, tuple) else (body,) for body in bodies]
-    ports = [free_port() for _ in calls]
-    mp.spawn(one_after_the_other, (world, ports, calls), nprocs=world)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(one_after_the_other, (world, store.port, calls), nprocs=world)
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "tessera" in name]
 
 
@@ -145,8 +145,8 @@ def every_collective(group: Any, rank: int, world: int) -> None:
                 assert same(got, reduced([w[rank] for w in wholes], op))
 
 
-def collectives(rank: int, world: int, port: int) -> None:
-    start(rank, world, port)
+def collectives(rank: int, world: int, meeting: Meeting) -> None:
+    start(rank, world, meeting)
     assert dist.get_backend() == "tessera"
     every_collective(None, rank, world)
     finish()
@@ -157,9 +157,9 @@ def test_every_collective_of_every_dtype(world: int) -> None:
     run(world, collectives)
 
 
-def forms(rank: int, world: int, port: int) -> None:
+def forms(rank: int, world: int, meeting: Meeting) -> None:
     """Shapes, layouts and kinds of call that are less common."""
-    start(rank, world, port)
+    start(rank, world, meeting)
     # channels last, transposed, a slice with gaps: results land in the tensor itself
     for view in (
         lambda: torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
@@ -224,8 +224,8 @@ def forms(rank: int, world: int, port: int) -> None:
     finish()
 
 
-def handles(rank: int, world: int, port: int) -> None:
-    start(rank, world, port)
+def handles(rank: int, world: int, meeting: Meeting) -> None:
+    start(rank, world, meeting)
     # many in flight, waited for in any order, polled, by future, and forgotten
     tensors = [torch.full((n,), float(rank + 1)) for n in (10, 200_000, 3, 1_000_000, 50)]
     works = [dist.all_reduce(t, async_op=True) for t in tensors]
@@ -265,8 +265,8 @@ def test_less_common_forms_and_handles() -> None:
     run(2, forms, handles)
 
 
-def messages(rank: int, world: int, port: int) -> None:
-    start(rank, world, port)
+def messages(rank: int, world: int, meeting: Meeting) -> None:
+    start(rank, world, meeting)
     right, left = (rank + 1) % world, (rank - 1) % world
     for n in (0, 1, 1000, 1_000_000):  # the last is more than a ring holds
         sent, got = torch.full((n,), float(rank)), torch.empty(n)
@@ -332,8 +332,8 @@ def test_messages_between_two_ranks() -> None:
     run(3, messages)
 
 
-def groups(rank: int, world: int, port: int) -> None:
-    start(rank, world, port)
+def groups(rank: int, world: int, meeting: Meeting) -> None:
+    start(rank, world, meeting)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     rows, columns = mesh.get_group("a"), mesh.get_group("b")
     odd = dist.new_group([1, 3])
@@ -368,8 +368,8 @@ def plain(world: int, steps: int) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def engines_of_others(rank: int, world: int, port: int) -> None:
-    start(rank, world, port)
+def engines_of_others(rank: int, world: int, meeting: Meeting) -> None:
+    start(rank, world, meeting)
     want = plain(world, 3)
     for kind in ("ddp", "fsdp", "compiled"):
         model: Any = make()
@@ -416,10 +416,10 @@ def test_ddp_fsdp_and_functional_collectives() -> None:
 # ---- the choice
 
 
-def chosen(rank: int, world: int, port: int, backend: str, transport: str, hosts: int, want: str) -> None:
+def chosen(rank: int, world: int, meeting: Meeting, backend: str, transport: str, hosts: int, want: str) -> None:
     os.environ["TESSERA_TRANSPORT"] = transport
     os.environ["TESSERA_HOST_ID"] = str(rank % hosts)
-    start(rank, world, port, backend=backend)
+    start(rank, world, meeting, backend=backend)
     group = tessera.c10d_group("0")
     assert group.name == want, group.name
     group.barrier()
@@ -429,13 +429,41 @@ def chosen(rank: int, world: int, port: int, backend: str, transport: str, hosts
     finish()
 
 
-def refused(rank: int, world: int, port: int, transports: list[str], hosts: int, text: str) -> None:
+def refused(rank: int, world: int, meeting: Meeting, transports: list[str], hosts: int, text: str) -> None:
     os.environ["TESSERA_TRANSPORT"] = transports[rank]
     os.environ["TESSERA_HOST_ID"] = str(rank % hosts)
-    start(rank, world, port, backend="gloo")
+    start(rank, world, meeting, backend="gloo")
     with pytest.raises((RuntimeError, ValueError), match=text):
         tessera.c10d_group("0")
     finish()
+
+
+def across_hosts(rank: int, world: int, meeting: Meeting) -> None:
+    """Engines over memory within two hosts and Gloo between them: all stages alike, and as plain PyTorch."""
+    os.environ["TESSERA_TRANSPORT"] = "auto"
+    os.environ["TESSERA_HOST_ID"] = str(rank // 2)
+    start(rank, world, meeting, backend="gloo")
+    assert tessera.c10d_group("0").name == "shared memory and gloo"
+    want = plain(world, 3)
+    first: dict[str, torch.Tensor] = {}
+    for stage in (0, 1, 2, 3):
+        engine = tessera.Engine(
+            make(), config(stage, optimizer={"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}})
+        )
+        for k in range(3):
+            engine(*batch(10 * rank + k)).backward()
+            engine.step()
+        got = weights(engine.module)
+        first = first or got
+        for name, value in got.items():
+            assert torch.equal(value, first[name]), (stage, name)
+            torch.testing.assert_close(value, want[name], rtol=1e-4, atol=1e-5)
+        engine.destroy()
+    finish()
+
+
+def test_engines_on_several_hosts() -> None:
+    run(3, across_hosts)
 
 
 def test_the_choice_of_transport() -> None:
@@ -465,8 +493,8 @@ def error_of(rank: int, world: int) -> Iterator[list[str]]:
     assert f"rank {rank} of {world}" in caught[0], caught
 
 
-def losing(rank: int, port: int, moment: str) -> None:
-    start(rank, 3, port, timeout=300)
+def losing(rank: int, meeting: Meeting, moment: str) -> None:
+    start(rank, 3, meeting, timeout=300)
     dist.barrier()
     big = torch.ones(8_000_000)
     if rank == 1:
@@ -496,8 +524,8 @@ def losing(rank: int, port: int, moment: str) -> None:
 @pytest.mark.parametrize("moment", ["barrier", "future", "message"])
 def test_a_killed_rank_is_named(moment: str) -> None:
     context = mp.get_context("spawn")
-    port = free_port()
-    ranks = [context.Process(target=losing, args=(rank, port, moment)) for rank in range(3)]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [context.Process(target=losing, args=(rank, (store.port, "0"), moment)) for rank in range(3)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -505,8 +533,8 @@ def test_a_killed_rank_is_named(moment: str) -> None:
     assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL, 0]
 
 
-def late(rank: int, world: int, port: int) -> None:
-    start(rank, world, port, timeout=2)
+def late(rank: int, world: int, meeting: Meeting) -> None:
+    start(rank, world, meeting, timeout=2)
     dist.barrier()
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
@@ -522,16 +550,16 @@ def late(rank: int, world: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def different(rank: int, world: int, port: int) -> None:
-    start(rank, world, port)
+def different(rank: int, world: int, meeting: Meeting) -> None:
+    start(rank, world, meeting)
     with error_of(rank, 2) as text:
         dist.all_reduce(torch.ones(4 if rank == 0 else 5))
     assert "rank 0 called all_reduce (16 B, Float, sum), rank 1 called all_reduce (20 B, Float, sum)" in text[0]
     dist.destroy_process_group()
 
 
-def different_sizes(rank: int, world: int, port: int) -> None:
-    start(rank, world, port)
+def different_sizes(rank: int, world: int, meeting: Meeting) -> None:
+    start(rank, world, meeting)
     sizes = ([1, 2], [2, 2])[rank]
     with error_of(rank, 2) as text:
         dist.all_gather([torch.ones(n) for n in sizes], torch.ones(sizes[rank]))

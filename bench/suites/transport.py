@@ -1,0 +1,158 @@
+"""Collectives of torch.distributed between ranks of one host: the back end "tessera" beside Gloo."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import median, ratio, summary, together
+from report import Goal, Result, cell, table
+
+import tessera
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = [4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
+LARGE = 64 * MIB  # from here on data comes from memory
+SMALL = 4 * MIB
+NAMES = {"gloo": "Gloo", "tessera": "Tessera"}
+
+
+class Buffers:
+    """Of `size` bytes in all; a rank's part is one of as many as there are ranks."""
+
+    def __init__(self, size: int, ranks: int, rank: int) -> None:
+        n = size // 4 // ranks * ranks
+        self.whole = torch.arange(n, dtype=torch.float32).remainder_(13).add_(rank)
+        self.other = torch.empty(n)
+        self.part = torch.full((n // ranks,), float(rank))
+
+
+Call = Callable[[Buffers, Any], object]
+# What is called, and the seconds that copying alone would take, for N ranks and S bytes when each rank copies C bytes a
+# second: the machine then reads and writes 2 N C bytes a second.
+CALLS: dict[str, tuple[Call, Callable[[int, int, float], float]]] = {
+    "all_reduce": (
+        lambda b, g: dist.all_reduce(b.whole, group=g),
+        lambda n, s, c: (n + 1) * s / (2 * n * c) + s / c,
+    ),
+    "reduce_scatter": (
+        lambda b, g: dist.reduce_scatter_tensor(b.part, b.whole, group=g),
+        lambda n, s, c: (n + 1) * s / (2 * n * c),
+    ),
+    "all_gather": (lambda b, g: dist.all_gather_into_tensor(b.other, b.part, group=g), lambda n, s, c: s / c),
+    "all_to_all": (lambda b, g: dist.all_to_all_single(b.other, b.whole, group=g), lambda n, s, c: s / c),
+}
+
+
+def copy_speed() -> float:
+    """Bytes a second that a rank copies while all do, best of 5."""
+    x, y = torch.ones(16 * MIB), torch.ones(16 * MIB)
+    best = 0.0
+    for _ in range(5):
+        together()
+        start = time.perf_counter()
+        y.copy_(x)
+        best = max(best, y.nbytes / (time.perf_counter() - start))
+    return best
+
+
+def results_of(name: str, group: Any, args: argparse.Namespace) -> list[torch.Tensor]:
+    found = []
+    for call, _ in CALLS.values():
+        buffers = Buffers(64 * KIB, args.ranks, args.rank)
+        buffers.other.zero_()
+        call(buffers, group)
+        found += [buffers.whole, buffers.other, buffers.part]
+    return found
+
+
+def gate(groups: dict[str, Any], args: argparse.Namespace) -> None:
+    """Whole numbers, so every order of summation has one result."""
+    found = {name: results_of(name, group, args) for name, group in groups.items()}
+    first = next(iter(found))
+    for name, mine in found.items():
+        # What reduce_scatter leaves of its input is its own affair.
+        pairs = [pair for i, pair in enumerate(zip(mine, found[first], strict=True)) if i != 3]
+        if not all(torch.equal(a, b) for a, b in pairs):
+            raise RuntimeError(f"{name} and {first} have other results")
+
+
+def timed(call: Call, buffers: Buffers, group: Any, calls: int) -> float:
+    together()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call(buffers, group)
+    return (time.perf_counter() - start) / calls
+
+
+def bench_transport(args: argparse.Namespace) -> Result:
+    tessera.distributed.register_backend()
+    groups = {name: dist.new_group(backend=name) for name in args.peers}
+    gate(groups, args)
+    sizes = [s for s in SIZES if s <= MIB] if args.quick else SIZES
+    speed = copy_speed()
+    times: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for size in sizes:
+        buffers = Buffers(size, args.ranks, args.rank)
+        calls = min(100, max(1, 16 * MIB // size))
+        for kind, (call, _) in CALLS.items():
+            mine = times.setdefault((kind, size), {name: [] for name in groups})
+            for number in range(1 + args.rounds):
+                for name, group in groups.items():
+                    buffers.whole.fill_(1.0)
+                    seconds = timed(call, buffers, group, calls)
+                    if number > 0:
+                        mine[name].append(seconds)
+    return finish(args, times, min(speed, copy_speed()))
+
+
+def size_text(size: int) -> str:
+    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+
+
+def finish(args: argparse.Namespace, times: dict[tuple[str, int], dict[str, list[float]]], speed: float) -> Result:
+    rows, data = [], {}
+    ratios: dict[str, list[float]] = {"small": [], "large": []}
+    shares = []
+    both = all(name in args.peers for name in NAMES)
+    for (kind, size), mine in times.items():
+        cells = {name: summary(seconds) for name, seconds in mine.items()}
+        row = [kind, size_text(size), *(cell(c, 2 if size >= SMALL else 3) for c in cells.values())]
+        entry: dict[str, Any] = {"ms": cells}
+        limit = CALLS[kind][1](args.ranks, size, speed)
+        if both:
+            entry["ratio"] = ratio(mine["gloo"], mine["tessera"])
+            row.append(cell(entry["ratio"]))
+            if size <= SMALL:
+                ratios["small"].append(entry["ratio"]["median"])
+            if size >= LARGE:
+                ratios["large"].append(entry["ratio"]["median"])
+        if "tessera" in mine:
+            entry["of_limit"] = limit / median(mine["tessera"])
+            row.append(f"{entry['of_limit']:.0%}" if size >= LARGE else "-")
+            if size >= LARGE:
+                shares.append(entry["of_limit"])
+        rows.append(row)
+        data[f"{kind} {size_text(size)}"] = entry
+    goals = []
+    if ratios["small"]:
+        goals.append(Goal("Gloo over Tessera, 4 KiB to 4 MiB, least of all rows", min(ratios["small"]), 10, True))
+    if ratios["large"]:
+        goals.append(Goal("Gloo over Tessera, 64 and 256 MiB, least of all rows", min(ratios["large"]), 3, True))
+    if shares:
+        goals.append(Goal("share of the copy limit, 64 and 256 MiB, least of all rows", min(shares), 0.4, True))
+    header = ["call", "buffer", *(f"{NAMES.get(name, name)}, ms" for name in args.peers)]
+    header += ["Gloo / Tessera"] if both else []
+    header += ["of the copy limit"] if "tessera" in args.peers else []
+    text = [
+        "Collectives of torch.distributed on fp32 tensors, called one after the other and waited for; the buffer is "
+        "the large one of a call. Results are compared first.",
+        f"Copy limit: what reading and writing the data takes at {speed / 1e9:.1f} GB/s, the copying speed of a rank "
+        "while all copy; each input read once by whoever needs it, each output written once.",
+        table(header, rows),
+    ]
+    return Result(text, {"copy_bytes_per_second": speed, "transport": data}, goals)
