@@ -164,11 +164,11 @@ void Reducer::reduce_replicas() {
   };
   for (Unit* unit : units_) {
     if (!unit->reduced) continue;
+    if (in_flight.size() == kMaxInFlight) finish();
     const std::string label = "gradients of unit '" + unit->name + "' over replicas";
     const at::Tensor sent = cast_to_travel(*unit, unit->owned_grads());
     const at::Tensor& sum = sent.defined() ? sent : unit->owned_grads();
     in_flight.push_back({unit, ranks_.replicate->all_reduce(sum, op_, label), sent});
-    if (in_flight.size() > kMaxInFlight) finish();
   }
   while (!in_flight.empty())
     finish();

@@ -103,6 +103,9 @@ at::ScalarType ShardedModel::gather_dtype_of(const ModelParam& param) const {
 
 // See PlanItem.
 std::string ShardedModel::travels_of(int kind, const ModelParam& param) const {
+  const at::ScalarType asked = param.comm.value_or(options_.communication.value_or(at::kFloat));
+  TESSERA_CHECK_VALUE(asked == at::kFloat || asked == at::kHalf || asked == at::kBFloat16, "zero", "parameter '",
+                      param.name, "' cannot travel in ", asked, "; choose Float, Half or BFloat16");
   std::string text;
   const at::ScalarType gathered = gather_dtype_of(param), travel = travel_of(param);
   if (placements_.params == shard::Placement::Shard && kind != kResident && gathered != options_.precision.param) {

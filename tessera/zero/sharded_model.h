@@ -29,7 +29,7 @@ struct ModelParam {
   // values, equal on all ranks. Empty: the tensor has values; rank 0's hold.
   std::function<void()> restore;
   // What its gradient and, where partitioned, its gathered values travel in; unset: Options::communication, and the
-  // parameter's own dtype.
+  // parameter's own dtype. Float, Half or BFloat16.
   std::optional<at::ScalarType> comm;
 };
 

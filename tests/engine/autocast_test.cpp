@@ -207,6 +207,12 @@ TEST(EngineAutocast, GatheredValuesAreRoundedForModulesOnly) {
   });
 }
 
+TEST(EngineAutocast, RefusesWhatCannotTravel) {
+  const Toy toy;
+  EXPECT_THROW(marked_engine({}, toy, comm::Mesh(), at::kInt), c10::ValueError);
+  EXPECT_THROW(marked_engine({}, toy, comm::Mesh(), std::nullopt, at::kDouble), c10::ValueError);
+}
+
 TEST(EngineAutocast, OneRankCastsNothing) {
   ToyRun run;
   run.stage = 3;

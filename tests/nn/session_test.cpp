@@ -67,6 +67,16 @@ TEST(Session, AConfigurationMustNameANativeOptimizerAndSchedule) {
                      "StepLR");
 }
 
+TEST(Session, InputsAreCastInPythonOnly) {
+  const auto json = [](const char* on) {
+    return R"({"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+      "fp16": {"auto_cast": true, "enabled": )" +
+           std::string(on) + "}}";
+  };
+  EXPECT_THROW(session(json("true")), c10::NotImplementedError);
+  EXPECT_NO_THROW(session(json("false")));
+}
+
 TEST(Session, Bf16ConvertsParametersAndKeepsBuffers) {
   torch::nn::BatchNorm1d net(3);
   Session s(net.ptr(), Config::from_json(R"({"train_batch_size": 1, "bf16": {"enabled": true},
