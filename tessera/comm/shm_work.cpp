@@ -46,7 +46,7 @@ void ShmWork::settle(std::exception_ptr error) {
     }
     result_.copies.clear();
     exception_ = error;
-    completed_ = true;
+    completed_ = settled_ = true;
     if (recordFunctionEndCallback_) {
       recordFunctionEndCallback_();
       recordFunctionEndCallback_ = nullptr;
@@ -74,7 +74,9 @@ void ShmWork::wait_for_calls(const ShmWorld::Wait& how) {
 
 bool ShmWork::wait(std::chrono::milliseconds timeout) {
   const auto limit = timeout > kNoTimeout ? std::optional(timeout) : limit_;
-  if (!settle_if_over()) wait_for_calls({.launched = launched_, .limit = limit});
+  // The mover may settle it meanwhile: with an error, when the process group goes.
+  const auto settled = [this] { return settled_.load(); };
+  if (!settle_if_over()) wait_for_calls({.launched = launched_, .limit = limit, .until = settled});
   if (const auto error = exception()) std::rethrow_exception(error);
   return true;
 }
@@ -95,6 +97,7 @@ void ShmWork::fail(const std::string& reason) {
   } catch (const std::exception&) {
     settle(std::current_exception());
   }
+  share_->world->wake();
 }
 
 bool ShmWork::isCompleted() {

@@ -8,6 +8,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -63,7 +64,8 @@ class ShmWork final : public c10d::Work {
   const std::optional<std::chrono::milliseconds> limit_;
   const uint64_t number_;
   const ShmWorld::Clock::time_point launched_ = ShmWorld::Clock::now();
-  bool asked_ = false;  // guarded by mutex_ of the base, as is what follows
+  std::atomic<bool> settled_ = false;  // completed_, for those who do not hold the mutex
+  bool asked_ = false;                 // guarded by mutex_ of the base, as is what follows
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 using ShmWorkPtr = c10::intrusive_ptr<ShmWork>;

@@ -68,7 +68,10 @@ TEST_F(Handles, FuturesDoNotWaitForOlderOnes) {
   launch(1, b)->wait(kNoTimeout);
   future->wait();
   EXPECT_FALSE(last->completed());
+  std::thread waiting([&] { EXPECT_ANY_THROW(never->wait(kNoTimeout)); });
   movers[0].reset();
+  waiting.join();
+  last->wait();
   EXPECT_TRUE(last->hasError());
   EXPECT_HAS(message_of<c10::DistBackendError>([&] { never->wait(kNoTimeout); }), "its process group was destroyed");
 }
