@@ -79,7 +79,7 @@ def over(times: dict[str, Times], name: str, other: str) -> float:
 def bench_gpt(args: argparse.Namespace) -> Result:
     text = [
         f"'{AUTOGRAD}' is forward and backward in plain PyTorch with the gradients dropped. "
-        + ("" if args.ranks == 1 else "Ranks talk over Gloo. ")
+        + ("" if args.ranks == 1 else "Tessera's ranks talk through shared memory, those of the others over Gloo. ")
         + "Where gradients are reduced during the backward, that is in its time; so are the "
         "gathers of stage 3 in forward and backward."
     ]
