@@ -49,17 +49,38 @@ class ReduceScatter final : public ShmOp {
   std::vector<const void*> rows_;
 };
 
-// One round: everybody sends everything and adds everything.
-class AllReduceOnce final : public ShmOp {
- public:
-  AllReduceOnce(int rank, int size, const at::Tensor& tensor, ReduceOp op, Label label)
+// What both ways of summing a whole tensor know. A record has `rows` rows of `each_` elements.
+class AllReduce : public ShmOp {
+ protected:
+  AllReduce(int rank, int size, const at::Tensor& tensor, ReduceOp op, Label label, int rows)
       : ShmOp(info_of("all_reduce", tensor, label, op), rank, size),
         tensor_(tensor),
         data_(bytes_of(tensor)),
         width_(static_cast<int64_t>(tensor.element_size())),
         total_(tensor.numel()),
-        each_(row_elements(1, width_)),
+        each_(row_elements(rows, width_)),
         rows_(size) {}
+
+  // Adds the ranks' rows to this rank's one: `row_of(r)` of the others.
+  template <class F>
+  void add_rows(const Piece& mine, const F& row_of) {
+    char* const to = data_ + mine.begin * width_;
+    for (int r = 0; r < size_; ++r)
+      rows_[r] = r == rank_ ? to : row_of(r);
+    reduce_rows(to, rows_.data(), size_, mine.count, info_.dtype, info_.op);
+  }
+
+  at::Tensor tensor_;
+  char* data_;
+  int64_t width_, total_, each_;
+  std::vector<const void*> rows_;
+};
+
+// One round: everybody sends everything and adds everything.
+class AllReduceOnce final : public AllReduce {
+ public:
+  AllReduceOnce(int rank, int size, const at::Tensor& tensor, ReduceOp op, Label label)
+      : AllReduce(rank, size, tensor, op, label, 1) {}
 
   std::optional<int64_t> steps() const override { return steps_for(total_, each_); }
   void write(int64_t step, char* record) override {
@@ -67,35 +88,18 @@ class AllReduceOnce final : public ShmOp {
     copy_bytes(record, data_ + begin * width_, count * width_);
   }
   std::string read(int64_t step, const char* const* records) override {
-    const auto [begin, count] = piece(total_, each_, step);
-    char* const mine = data_ + begin * width_;
-    for (int r = 0; r < size_; ++r)
-      rows_[r] = r == rank_ ? mine : records[r];
-    reduce_rows(mine, rows_.data(), size_, count, info_.dtype, info_.op);
+    add_rows(piece(total_, each_, step), [&](int r) { return records[r]; });
     return {};
   }
-
- private:
-  at::Tensor tensor_;
-  char* data_;
-  int64_t width_, total_, each_;
-  std::vector<const void*> rows_;
 };
 
 // Two rounds per window of the tensor: every rank adds its row of the window, then the rows are shared. The script of
 // m windows is add 0, add 1, share 0, add 2, share 1, ..., add m-1, share m-2, share m-1: one window of lead, so that
 // nobody waits for a sum that was only just begun.
-class AllReduceTwice final : public ShmOp {
+class AllReduceTwice final : public AllReduce {
  public:
   AllReduceTwice(int rank, int size, const at::Tensor& tensor, ReduceOp op, Label label)
-      : ShmOp(info_of("all_reduce", tensor, label, op), rank, size),
-        tensor_(tensor),
-        data_(bytes_of(tensor)),
-        width_(static_cast<int64_t>(tensor.element_size())),
-        total_(tensor.numel()),
-        each_(row_elements(size - 1, width_)),
-        windows_(steps_for(total_, each_ * size)),
-        rows_(size) {}
+      : AllReduce(rank, size, tensor, op, label, size - 1), windows_(steps_for(total_, each_ * size)) {}
 
   std::optional<int64_t> steps() const override { return 2 * windows_; }
   bool ready(int64_t step, int64_t received) const override {
@@ -118,11 +122,7 @@ class AllReduceTwice final : public ShmOp {
   std::string read(int64_t step, const char* const* records) override {
     const Round round = round_of(step);
     if (round.adds) {
-      const auto [begin, count] = row(round.window, rank_);
-      char* const mine = data_ + begin * width_;
-      for (int r = 0; r < size_; ++r)
-        rows_[r] = r == rank_ ? mine : records[r] + row_of(rank_, r) * each_ * width_;
-      reduce_rows(mine, rows_.data(), size_, count, info_.dtype, info_.op);
+      add_rows(row(round.window, rank_), [&](int r) { return records[r] + row_of(rank_, r) * each_ * width_; });
       return {};
     }
     for (int r = 0; r < size_; ++r) {
@@ -150,10 +150,7 @@ class AllReduceTwice final : public ShmOp {
     return {begin + from, count * (r + 1) / size_ - from};
   }
 
-  at::Tensor tensor_;
-  char* data_;
-  int64_t width_, total_, each_, windows_;
-  std::vector<const void*> rows_;
+  const int64_t windows_;
 };
 
 // Everybody sends everything to the root.

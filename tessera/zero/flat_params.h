@@ -77,7 +77,9 @@ class FlatParams {
   bool is_rounded() const { return rounded_; }
   // The staging buffer of the last gather, once it is over; undefined without one.
   at::Tensor take_staging() { return std::move(staging_); }
-  // Gathering -> Ready. When it throws (a lost peer, a replaced parameter) the state is Sharded and the bucket free.
+  at::Tensor take_bucket() { return std::move(bucket_); }
+  // Gathering -> Ready. When it throws (a lost peer, a replaced parameter) the state is Sharded; take_bucket() and
+  // take_staging() give the buffers back.
   void finish_gather();
   // Ready or Gathering -> Sharded; returns the bucket. Nothing may read the parameters any more. `edited` gets the name
   // of a parameter that was written to since it was gathered and not kept by keep_write.

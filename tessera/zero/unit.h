@@ -93,12 +93,11 @@ class Unit {
   at::Tensor grads;                  // whole (stages 0, 1, or one rank) or the owned range (stage 2); grad dtype
   at::Tensor partial;  // local contributions, whole: `grads` itself or a pooled bucket; undefined while Empty
   bool partial_pooled = false;
-  at::ScalarType
-      travel;            // what contributions are sent in and sums arrive in; cast where it is not the gradients' dtype
-  bool reduced = false;  // the owned range of `grads` holds a sum over ranks
-  int fired = 0;         // params whose hook ran in the running backward
-  int expected = 0;      // params that require gradients
-  bool over = false;     // all module calls that used it are through the running backward
+  at::ScalarType travel;             // dtype of contributions and sums on their way; cast where it is not that of grads
+  bool reduced = false;              // the owned range of `grads` holds a sum over ranks
+  int fired = 0;                     // params whose hook ran in the running backward
+  int expected = 0;                  // params that require gradients
+  bool over = false;                 // all module calls that used it are through the running backward
   bool launched = false;             // its reduction was launched in the running backward
   bool refired = false;              // got gradients after that launch (nested backward)
   at::Tensor master;                 // owned range, fp32; amp::Master::Fp32 only

@@ -227,15 +227,21 @@ void Unsharder::start(Entry& entry, bool exact) {
   live_ += size;
 }
 
+void Unsharder::take_staging(FlatParams& flat) {
+  if (const at::Tensor staging = flat.take_staging(); staging.defined()) staging_.give_back(staging);
+}
+
 void Unsharder::make_ready(Entry& entry, bool exact) {
   if (entry.flat->state() == ParamState::Sharded) start(entry, exact);
   try {
     entry.flat->finish_gather();
   } catch (...) {
     live_ -= entry.flat->layout().size();
+    pool_.give_back(entry.flat->take_bucket());
+    take_staging(*entry.flat);
     throw;
   }
-  if (const at::Tensor staging = entry.flat->take_staging(); staging.defined()) staging_.give_back(staging);
+  take_staging(*entry.flat);
   entry.missing = 0;
   const auto& items = entry.flat->items();
   for (size_t i = 0; i < items.size(); ++i) {
@@ -298,7 +304,7 @@ void Unsharder::release(Entry& entry) {
   live_ -= flat.layout().size();
   std::string edited;
   pool_.give_back(flat.release(&edited));
-  if (const at::Tensor staging = flat.take_staging(); staging.defined()) staging_.give_back(staging);
+  take_staging(flat);
   TESSERA_CHECK(edited.empty(), "zero", "in-place modification of parameter '", edited,
                 "' while it was gathered for reading is lost; edit it inside GatheredParameters(..., modifier_rank=0)");
 }

@@ -103,6 +103,7 @@ class Unsharder {
   bool under_way(int scope) const;
   void use(int unit, bool in_backward);
   void make_ready(Entry& entry, bool exact = false);
+  void take_staging(FlatParams& flat);
   void prefetch(const Trace& trace);
   void start(Entry& entry, bool exact = false);
   static bool in_use(const Entry& entry) { return entry.holds + entry.regions > 0 || !entry.calls.empty(); }

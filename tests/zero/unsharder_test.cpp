@@ -83,6 +83,24 @@ GatherOptions no_prefetch() {
 
 }  // namespace
 
+// A gather that fails in its last moment keeps no bucket.
+TEST(Unsharder, FailedGathersGiveTheirBucketsBack) {
+  for (const auto travel : {at::kFloat, at::kBFloat16}) {
+    run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+      Chain chain(1, rank, group, {});
+      chain.flats[0]->gather_in(travel);
+      at::Tensor parameter = chain.flats[0]->items()[0].tensor;
+      parameter.set_data(at::zeros({64}));
+      EXPECT_ANY_THROW(chain.unsharder.enter(0, false));
+      const int64_t bytes = chain.unsharder.bytes();
+      for (int again = 0; again < 3; ++again)
+        EXPECT_ANY_THROW(chain.unsharder.enter(0, false));
+      EXPECT_EQ(chain.unsharder.bytes(), bytes);
+      EXPECT_FALSE(chain.unsharder.inside_scope());
+    });
+  }
+}
+
 TEST(Unsharder, AUnitIsWholeOnlyWhileItIsUsed) {
   on_two_ranks(no_prefetch(), [](Chain& chain, const comm::GroupPtr& group) {
     EXPECT_EQ(chain.states(), "000");
