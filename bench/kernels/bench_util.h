@@ -18,7 +18,14 @@
 
 namespace tessera::bench {
 
-constexpr int64_t kElements = 10'000'000;
+// What the command line chooses beside Google Benchmark's own flags.
+struct Settings {
+  int64_t elements = 10'000'000;
+  bool best_only = false;  // the table that the library would choose, alone
+};
+
+void add_updates(const Settings& settings);
+void add_elementwise(const Settings& settings);
 
 inline const char* name_of(kernels::DType dtype) {
   return dtype == kernels::DType::F32 ? "f32" : dtype == kernels::DType::BF16 ? "bf16" : "f16";
@@ -48,7 +55,8 @@ class Block {
 };
 
 // All but the reference, which is there to be right; it alone where nothing else runs.
-inline std::vector<const kernels::Table*> measured_tables() {
+inline std::vector<const kernels::Table*> measured_tables(const Settings& settings) {
+  if (settings.best_only) return {&kernels::best_table()};
   auto list = kernels::available_tables();
   if (list.size() > 1) list.erase(list.begin());
   return list;
@@ -65,16 +73,16 @@ inline double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// Times f(begin, end) over all elements on `threads` threads, in turns with probes of the same streams, so that a busy
-// neighbour slows both. Reports bytes per second, picoseconds an element (median), and the median time of the better
-// probe (with or without prefetch) as a share of f's.
+// Times f(begin, end) over `elements` elements on `threads` threads, in turns with probes of the same streams, so that a busy
+// neighbour slows both. Reports bytes and picoseconds an element (median), and the median time of the better probe (with
+// or without prefetch) as a share of f's.
 template <class F>
-void measure(benchmark::State& state, int threads, const Streams& streams, const F& f) {
+void measure(benchmark::State& state, int64_t elements, int threads, const Streams& streams, const F& f) {
   at::set_num_threads(threads);
   std::vector<double> times, plain, prefetched;
   const auto pass = [&](const auto& body) {
     return seconds_of([&] {
-      parallel_ranges(kElements, 32768, 64, body);
+      parallel_ranges(elements, 32768, 64, body);
       benchmark::ClobberMemory();
     });
   };
@@ -85,8 +93,9 @@ void measure(benchmark::State& state, int threads, const Streams& streams, const
     prefetched.push_back(pass([&](int64_t begin, int64_t end) { probe(streams, begin, end, 512); }));
   }
   const double time = median(times);
-  state.SetBytesProcessed(state.iterations() * kElements * streams.bytes());
-  state.counters["ps_per_element"] = time / kElements * 1e12;
+  state.SetBytesProcessed(state.iterations() * elements * streams.bytes());
+  state.counters["bytes_per_element"] = static_cast<double>(streams.bytes());
+  state.counters["ps_per_element"] = time / static_cast<double>(elements) * 1e12;
   state.counters["%_of_probe"] = 100 * std::min(median(plain), median(prefetched)) / time;
 }
 

@@ -18,35 +18,39 @@ struct Shape {
   std::string name() const { return form.name() + "/" + name_of(grad) + "_grad"; }
 };
 
+// Shared by all benchmarks, as large as the largest form.
 struct Buffers {
-  Block master{DType::F32, kElements}, state0{DType::F32, kElements}, state1{DType::F32, kElements},
-      grad{DType::F32, kElements}, weight{DType::BF16, kElements}, residual{DType::BF16, kElements};
+  explicit Buffers(int64_t n)
+      : elements(n),
+        master(DType::F32, n),
+        state0(DType::F32, n),
+        state1(DType::F32, n),
+        grad(DType::F32, n),
+        weight(DType::BF16, n),
+        residual(DType::BF16, n) {}
+
+  int64_t elements;
+  Block master, state0, state1, grad, weight, residual;
 };
 
-const Buffers& buffers() {
-  static const Buffers all;
-  return all;
-}
-
 // Small positive values of the shape's types.
-void fill(const Shape& shape) {
-  const Buffers& b = buffers();
-  const std::vector<float> values(kElements, 0.01f);
+void fill(const Buffers& b, const Shape& shape) {
+  const int64_t n = b.elements;
+  const std::vector<float> values(static_cast<size_t>(n), 0.01f);
   const auto put = [&](const Block& block, DType dtype) {
-    reference_table().scaled_copy(block.as(), dtype, values.data(), DType::F32, 1.0f, kElements);
+    best_table().scaled_copy(block.as(), dtype, values.data(), DType::F32, 1.0f, n);
   };
   put(b.master, DType::F32);
   put(b.weight, shape.form.master.weight_dtype);
   put(b.grad, shape.grad);
   put(b.state0, shape.form.state_dtype);
   put(b.state1, shape.form.state_dtype);
-  if (shape.form.master.residual) reference_table().split(b.weight.as(), b.residual.as(), values.data(), kElements);
+  if (shape.form.master.residual) best_table().split(b.weight.as(), b.residual.as(), values.data(), n);
 }
 
-UpdateRange range_of(const Shape& shape) {
-  const Buffers& b = buffers();
+UpdateRange range_of(const Buffers& b, const Shape& shape) {
   UpdateRange r;
-  r.n = kElements;
+  r.n = b.elements;
   if (shape.form.master.master) r.master = b.master.as<float>();
   if (shape.form.master.residual) r.residual = b.residual.as();
   if (shape.form.master.weight) r.weight = b.weight.as();
@@ -61,8 +65,7 @@ UpdateRange range_of(const Shape& shape) {
   return r;
 }
 
-Streams streams_of(const Shape& shape) {
-  const Buffers& b = buffers();
+Streams streams_of(const Buffers& b, const Shape& shape) {
   const MasterForm& master = shape.form.master;
   Streams s;
   if (master.master) s.update4 = {b.master.as<char>()};
@@ -74,6 +77,8 @@ Streams streams_of(const Shape& shape) {
   (shape.grad == DType::F32 ? s.read4 : s.read2) = {b.grad.as<char>()};
   return s;
 }
+
+using Shared = std::shared_ptr<const Buffers>;
 
 // Adam in all forms and tables; the other rules in the best table, in the forms of the precision modes that people
 // choose and one by nearest rounding.
@@ -99,37 +104,35 @@ std::vector<Shape> shapes(int states) {
 }
 
 template <class Rule>
-void add(const std::string& rule_name, Rule rule, void (*Table::*entry)(const Rule&, const UpdateRange&, float),
-         int states) {
+void add(const Settings& settings, const Shared& buffers, const std::string& rule_name, Rule rule,
+         void (*Table::*entry)(const Rule&, const UpdateRange&, float), int states) {
   for (const Shape& shape : shapes(states)) {
     for (int threads : {1, 2}) {
-      for (const Table* table : measured_tables()) {
+      for (const Table* table : measured_tables(settings)) {
         if (states != 2 && table != &best_table()) continue;
         const std::string name =
             rule_name + "/" + shape.name() + "/threads:" + std::to_string(threads) + "/" + table->name;
-        benchmark::RegisterBenchmark(name.c_str(),
-                                     [=](benchmark::State& s) {
-                                       fill(shape);
-                                       const UpdateRange all = range_of(shape);
-                                       measure(s, threads, streams_of(shape), [&](int64_t begin, int64_t end) {
-                                         (table->*entry)(rule, part(all, begin, end), 1.0f);
-                                       });
-                                     })
-            ->UseManualTime()
-            ->MinTime(0.2);
+        benchmark::RegisterBenchmark(name.c_str(), [=](benchmark::State& s) {
+          const Buffers& b = *buffers;
+          fill(b, shape);
+          const UpdateRange all = range_of(b, shape);
+          measure(s, b.elements, threads, streams_of(b, shape),
+                  [&](int64_t begin, int64_t end) { (table->*entry)(rule, part(all, begin, end), 1.0f); });
+        })->UseManualTime();
       }
     }
   }
 }
 
-const bool kRegistered = [] {
-  add("adam", AdamRule{1e-6, 0.9, 0.999, 1e-8, 0.1}, &Table::adam, 2);
-  add("sgd", SgdRule{1e-6, 0, 0, 0}, &Table::sgd, 0);
-  add("momentum", SgdRule{1e-6, 0.9, 0, 0}, &Table::sgd, 1);
-  add("lion", LionRule{1e-6, 0.9, 0.99, 0.1}, &Table::lion, 1);
-  add("adagrad", AdagradRule{1e-6, 1e-10, 0}, &Table::adagrad, 1);
-  return true;
-}();
-
 }  // namespace
+
+void add_updates(const Settings& settings) {
+  const auto buffers = std::make_shared<const Buffers>(settings.elements);
+  add(settings, buffers, "adam", AdamRule{1e-6, 0.9, 0.999, 1e-8, 0.1}, &Table::adam, 2);
+  add(settings, buffers, "sgd", SgdRule{1e-6, 0, 0, 0}, &Table::sgd, 0);
+  add(settings, buffers, "momentum", SgdRule{1e-6, 0.9, 0, 0}, &Table::sgd, 1);
+  add(settings, buffers, "lion", LionRule{1e-6, 0.9, 0.99, 0.1}, &Table::lion, 1);
+  add(settings, buffers, "adagrad", AdagradRule{1e-6, 1e-10, 0}, &Table::adagrad, 1);
+}
+
 }  // namespace tessera::bench
