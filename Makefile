@@ -81,19 +81,16 @@ $(VENV)/stamp-bench: requirements/bench.txt $(VENV)/stamp-demo
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -r $<
 	@touch $@
 
-# Kernels against probes with the same streams, then the engine against its peers; reports in bench/reports/ (docs/bench.md).
-bench: $(VENV)/stamp-bench $(VENV)/stamp-package
+$(VENV)/stamp-peers: $(VENV)/stamp-bench bench/peers.py
+	$(PY) bench/peers.py
+	@touch $@
+
+# Kernels against probes with the same streams, the engine against its peers; reports in bench/reports/ (docs/bench.md).
+bench: $(VENV)/stamp-peers $(VENV)/stamp-package
 	@bash tools/check_system.sh bench
 	$(CMAKE) --preset bench -DPython3_EXECUTABLE=$(PY)
 	$(CMAKE) --build build/bench -j $(JOBS)
-	@set -e; for program in $$(find build/bench/bench/kernels -name '*_bench' -type f -executable | sort); do \
-	  echo "== $$program"; "$$program" $(if $(filter --quick,$(ARGS)),--benchmark_min_time=0.02); \
-	done
-	@echo "== transport_bench, 2 ranks"; build/bench/bench/comm/transport_bench 2
-	@failed=; run() { echo "== $$*"; $(PY) bench/run.py "$$@" $(ARGS) || failed=1; }; \
-	for ranks in 1 2; do for name in step tensors layers gpt memory; do run $$name --ranks $$ranks; done; done; \
-	run backward; run transport --ranks 2; run transport --ranks 4; $(if $(filter --quick,$(ARGS)),,run step --allocator tuned;) \
-	test -z "$$failed"
+	$(PY) bench/run.py all $(ARGS)
 
 lint: $(VENV)/stamp-lint
 	$(PY) tools/check_layers.py

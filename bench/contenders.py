@@ -1,13 +1,18 @@
 """One training loop behind one face: Tessera, and the engines and hand-written loops it is measured against.
 
-A contender owns a model. A step is forward(*batch), backward(loss), step(): three calls, so that each can be timed.
+A contender owns a model. A step is forward(*batch), backward(loss), step(): three calls, so that each can be timed. A
+cycle is several micro-steps and one update.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
 import importlib.util
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +21,55 @@ from models import blocks_of
 from torch import nn
 
 LR, BETAS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 0.01, 1.0
+LOW_PRECISION = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+# Kinds of contenders, and the bytes a parameter (weight, gradient, master, moments) that may be asked for instead of
+# those that bf16 has by default.
+STATES: dict[str, tuple[int, ...]] = {
+    "autograd": (),
+    "bare": (),
+    "ddp": (),
+    "tessera": (16, 14, 10, 8),
+    "fsdp2": (8,),
+    "deepspeed": (10,),
+}
+STAGES = {"tessera": (0, 1, 2, 3), "fsdp2": (2, 3), "deepspeed": (0, 1, 2, 3)}
+LIBRARIES = {"fsdp2": "torch.distributed.fsdp", "tessera": "tessera", "deepspeed": "deepspeed"}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a contender's name says: KIND[:STAGE][+STATES]."""
+
+    kind: str
+    stage: int = 0
+    states: int | None = None  # None: what the precision has by default
+
+    @property
+    def suffix(self) -> str:
+        return "" if self.states is None else f", {self.states} bytes"
+
+
+def parse(name: str) -> Spec:
+    """`tessera:1+10` is stage 1 with 10 bytes of states a parameter, `fsdp2:3` is FSDP2 as ZeRO-3, `bare` is `bare`."""
+    front, *more = name.split("+")
+    kind, _, stage = front.partition(":")
+    if kind not in STATES or (kind in STAGES) != bool(stage):
+        raise SystemExit(f"no contender is called '{name}'; {', '.join(STATES)}, with a stage: {', '.join(STAGES)}")
+    if stage and stage not in map(str, STAGES[kind]):
+        raise SystemExit(f"contender '{name}': the stages of {kind} are {', '.join(map(str, STAGES[kind]))}")
+    if len(more) > 1 or any(m not in map(str, STATES[kind]) for m in more):
+        known = ", ".join(f"+{n}" for n in STATES[kind]) or "nothing"
+        raise SystemExit(f"contender '{name}': {kind} takes {known} after its name")
+    return Spec(kind, int(stage or 0), int(more[0]) if more else None)
 
 
 class Contender:
     name = ""
     trains = True  # False: the loss does not change
     model: Any
+    micro_steps = 1
+    construction = 0.0  # seconds
+    first_step: float | None = None
 
     def forward(self, *batch: Any) -> torch.Tensor:
         return self.model(*batch)
@@ -33,11 +81,25 @@ class Contender:
         """Everything between the backward and updated weights, gradients dropped."""
         raise NotImplementedError
 
-    def train(self, *batch: Any) -> float:
+    def micro_step(self, last: bool, *batch: Any) -> torch.Tensor:
+        """One of `micro_steps` forwards and backwards; the update after the last."""
         loss = self.forward(*batch)
-        self.backward(loss)
-        self.step()
-        return loss.item()
+        self.backward(loss if self.micro_steps == 1 else loss / self.micro_steps)
+        if last:
+            self.step()
+        return loss
+
+    def cycle(self, batches: Sequence[tuple[Any, ...]]) -> float:
+        """One update, from as many batches as there are micro-steps; their mean loss."""
+        start = time.perf_counter()
+        losses = [self.micro_step(number + 1 == len(batches), *batch) for number, batch in enumerate(batches)]
+        loss = sum(loss.item() for loss in losses) / len(losses)
+        if self.first_step is None:
+            self.first_step = time.perf_counter() - start
+        return loss
+
+    def train(self, *batch: Any) -> float:
+        return self.cycle([batch])
 
     def close(self) -> None:
         pass
@@ -75,6 +137,11 @@ class Bare(Contender):
         self.model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if ddp else model
         self.optimizer = _adamw(self.masters)
 
+    def micro_step(self, last: bool, *batch: Any) -> torch.Tensor:
+        several = isinstance(self.model, nn.parallel.DistributedDataParallel) and not last
+        with self.model.no_sync() if several else contextlib.nullcontext():
+            return super().micro_step(last, *batch)
+
     def step(self) -> None:
         if self.bf16:
             for master, param in zip(self.masters, self.params, strict=True):
@@ -90,19 +157,27 @@ class Bare(Contender):
 
 
 class Fsdp2(Contender):
-    """fully_shard of every block and the root; fp32 parameters, bf16 compute where asked."""
+    """fully_shard of every block and the root; fp32 parameters, bf16 compute where asked; with 8 bytes a parameter all
+    in bf16, rounded to nearest."""
 
-    def __init__(self, model: nn.Module, bf16: bool, reshard: bool) -> None:
+    def __init__(self, model: nn.Module, bf16: bool, spec: Spec) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        self.name = f"FSDP2 as ZeRO-{3 if reshard else 2}"
-        options: dict[str, Any] = {"reshard_after_forward": reshard}
-        if bf16:
+        self.name = f"FSDP2 as ZeRO-{spec.stage}{spec.suffix}"
+        options: dict[str, Any] = {"reshard_after_forward": spec.stage == 3}
+        if spec.states is not None:
+            model.bfloat16()
+        elif bf16:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         for block in blocks_of(model):
             fully_shard(block, **options)
         self.model = fully_shard(model, **options)
         self.optimizer = _adamw(model.parameters())
+
+    def micro_step(self, last: bool, *batch: Any) -> torch.Tensor:
+        if self.micro_steps > 1:
+            self.model.set_requires_gradient_sync(last)
+        return super().micro_step(last, *batch)
 
     def step(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -110,23 +185,31 @@ class Fsdp2(Contender):
         self.optimizer.zero_grad()
 
 
-def _json(stage: int, bf16: bool, zero: dict[str, Any]) -> dict[str, Any]:
-    return {
+def _json(spec: Spec, bf16: bool, micro_steps: int, zero: dict[str, Any]) -> dict[str, Any]:
+    low = spec.states in (8, 10)
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": micro_steps,
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage} | (zero if stage == 3 else {}),
-        "bf16": {"enabled": bf16},
+        "zero_optimization": {"stage": spec.stage} | (zero if spec.stage == 3 else {}),
+        "bf16": dict(LOW_PRECISION) if low else {"enabled": bf16 or spec.states is not None},
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY}},
     }
+    if spec.kind == "tessera" and spec.states is not None:
+        config["tessera"] = {"state_bytes": spec.states}
+    return config
 
 
-class Tessera(Contender):
-    def __init__(self, model: nn.Module, bf16: bool, stage: int, zero: dict[str, Any]) -> None:
-        import tessera
+class Engine(Contender):
+    """Divides by the number of micro-steps itself, and is told of each."""
 
-        self.name = f"Tessera {stage}"
-        self.engine, *_ = tessera.initialize(model=model, config=_json(stage, bf16, zero))
-        self.model = self.engine
+    engine: Any
+
+    def micro_step(self, last: bool, *batch: Any) -> torch.Tensor:
+        loss = self.forward(*batch)
+        self.backward(loss)
+        self.step()
+        return loss
 
     def step(self) -> None:
         self.engine.step()
@@ -135,19 +218,27 @@ class Tessera(Contender):
         self.engine.destroy()
 
 
-class DeepSpeed(Contender):
+class Tessera(Engine):
+    def __init__(self, model: nn.Module, config: dict[str, Any], spec: Spec) -> None:
+        import tessera
+
+        self.name = f"Tessera {spec.stage}{spec.suffix}"
+        self.engine, *_ = tessera.initialize(model=model, config=config)
+        self.model = self.engine
+
+
+class DeepSpeed(Engine):
     """DeepSpeed with the settings that were best here: no overflow check, buckets of the model's size."""
 
-    def __init__(self, model: nn.Module, bf16: bool, stage: int, zero: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, config: dict[str, Any], spec: Spec) -> None:
         import deepspeed
 
-        self.name = f"DeepSpeed {stage}"
-        config = _json(stage, bf16, zero)
+        self.name = f"DeepSpeed {spec.stage}{spec.suffix}"
         size = sum(p.numel() for p in model.parameters())
         config["zero_optimization"].update(reduce_bucket_size=size, allgather_bucket_size=size + size % 2)
-        if stage in (1, 2):
+        if spec.stage in (1, 2):
             config["zero_optimization"]["use_multi_rank_bucket_allreduce"] = False
-        if bf16:
+        if config["bf16"]["enabled"]:
             config["bf16"]["check_grad_overflow"] = False
         self.engine, *_ = deepspeed.initialize(model=model, config=config)
         self.model = self.engine
@@ -155,39 +246,48 @@ class DeepSpeed(Contender):
     def backward(self, loss: torch.Tensor) -> None:
         self.engine.backward(loss)
 
-    def step(self) -> None:
-        self.engine.step()
-
-    def close(self) -> None:
-        self.engine.destroy()
-
 
 def available(name: str) -> bool:
     """Whether the contender can be built: peers that are not installed are left out."""
-    kind = name.partition(":")[0]
+    kind = parse(name).kind
     if kind == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         return False
     return kind not in ("ddp", "fsdp2", "deepspeed") or dist.is_initialized()
 
 
-def build(name: str, model: nn.Module, bf16: bool, zero: dict[str, Any] | None = None) -> Contender:
-    """`name`: autograd, bare, ddp, tessera:STAGE, fsdp2:2, fsdp2:3, deepspeed:STAGE. Takes over `model`. `zero`: more
-    of the section zero_optimization in stage 3."""
-    kind, _, stage = name.partition(":")
-    if kind == "autograd":
+def _build(spec: Spec, model: nn.Module, bf16: bool, zero: dict[str, Any], micro_steps: int) -> Contender:
+    if spec.kind == "autograd":
         return Autograd(model, bf16)
-    if kind in ("bare", "ddp"):
-        return Bare(model, bf16, ddp=kind == "ddp")
-    if kind == "fsdp2":
-        return Fsdp2(model, bf16, reshard=stage == "3")
-    if kind in ("tessera", "deepspeed"):
-        return (Tessera if kind == "tessera" else DeepSpeed)(model, bf16, int(stage), zero or {})
-    raise SystemExit(f"no contender is called '{name}'")
+    if spec.kind in ("bare", "ddp"):
+        return Bare(model, bf16, ddp=spec.kind == "ddp")
+    if spec.kind == "fsdp2":
+        return Fsdp2(model, bf16, spec)
+    return (Tessera if spec.kind == "tessera" else DeepSpeed)(model, _json(spec, bf16, micro_steps, zero), spec)
+
+
+def build(
+    name: str, model: nn.Module, bf16: bool, zero: dict[str, Any] | None = None, micro_steps: int = 1
+) -> Contender:
+    """`name`: see parse. Takes over `model`. `zero`: more of the section zero_optimization in stage 3. The time of the
+    construction is without that of importing the library."""
+    spec = parse(name)
+    if spec.kind in LIBRARIES:
+        importlib.import_module(LIBRARIES[spec.kind])
+    _adamw([nn.Parameter(torch.zeros(1))])  # the first optimizer of a process loads much of torch
+    start = time.perf_counter()
+    entry = _build(spec, model, bf16, zero or {}, micro_steps)
+    entry.construction = time.perf_counter() - start
+    entry.micro_steps = micro_steps
+    return entry
 
 
 def contenders(
-    names: list[str], make: Callable[[], nn.Module], bf16: bool, zero: dict[str, Any] | None = None
+    names: list[str],
+    make: Callable[[], nn.Module],
+    bf16: bool,
+    zero: dict[str, Any] | None = None,
+    micro_steps: int = 1,
 ) -> list[Contender]:
     """The named contenders, as far as they are available, on copies of one model."""
     original = make()
-    return [build(name, copy.deepcopy(original), bf16, zero) for name in names if available(name)]
+    return [build(name, copy.deepcopy(original), bf16, zero, micro_steps) for name in names if available(name)]

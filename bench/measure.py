@@ -18,11 +18,13 @@ PHASES = ("forward", "backward", "step")
 
 @dataclass
 class Times:
-    """Seconds of each round."""
+    """Seconds of each round; of the construction and the first step, once."""
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     step: list[float] = field(default_factory=list)
+    construction: float = 0.0
+    first_step: float = 0.0
 
     @property
     def whole(self) -> list[float]:
@@ -41,7 +43,9 @@ def summary(values: list[float], scale: float = 1e3) -> dict[str, float]:
 def summaries(times: dict[str, Times]) -> dict[str, Any]:
     """For the JSON file, milliseconds."""
     return {
-        name: {"whole": summary(t.whole)} | {phase: summary(getattr(t, phase)) for phase in PHASES}
+        name: {"whole": summary(t.whole)}
+        | {phase: summary(getattr(t, phase)) for phase in PHASES}
+        | {"construction": t.construction * 1e3, "first_step": t.first_step * 1e3}
         for name, t in times.items()
     }
 
@@ -80,8 +84,7 @@ def bandwidth() -> float:
 
 def gate(entries: list[Contender], batch: tuple[Any, ...], tolerance: float) -> None:
     """Losses of the first steps: every contender must agree with the first one that trains, or there is no number."""
-    losses = {entry.name: [entry.train(*batch) for _ in range(GATE_STEPS)] for entry in entries}
-    same_losses(losses, {e.name for e in entries if e.trains}, tolerance)
+    gate_cycles(entries, [batch], tolerance)
 
 
 def same_losses(losses: dict[str, list[float]], trains: set[str], tolerance: float) -> None:
@@ -93,9 +96,13 @@ def same_losses(losses: dict[str, list[float]], trains: set[str], tolerance: flo
             raise RuntimeError(f"{name} trains to other losses than {reference}: {mine} and {losses[reference]}")
 
 
+def new_times(entry: Contender) -> Times:
+    return Times(construction=entry.construction, first_step=entry.first_step or 0.0)
+
+
 def interleaved(entries: list[Contender], batch: tuple[Any, ...], rounds: int, warmup: int = 1) -> dict[str, Times]:
     """One step of each contender, then one of each again, ...; after `warmup` rounds that are not counted."""
-    times = {entry.name: Times() for entry in entries}
+    times = {entry.name: new_times(entry) for entry in entries}
     for number in range(warmup + rounds):
         for entry in entries:
             together()
@@ -113,6 +120,27 @@ def interleaved(entries: list[Contender], batch: tuple[Any, ...], rounds: int, w
             mine.backward.append(backward - forward)
             mine.step.append(end - backward)
     return times
+
+
+def gate_cycles(entries: list[Contender], batches: list[tuple[Any, ...]], tolerance: float) -> None:
+    """As gate, with an update from several batches."""
+    losses = {entry.name: [entry.cycle(batches) for _ in range(GATE_STEPS)] for entry in entries}
+    same_losses(losses, {e.name for e in entries if e.trains}, tolerance)
+
+
+def interleaved_cycles(
+    entries: list[Contender], batches: list[tuple[Any, ...]], rounds: int, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of whole cycles: one of each contender, then one of each again, ..."""
+    seconds: dict[str, list[float]] = {entry.name: [] for entry in entries}
+    for number in range(warmup + rounds):
+        for entry in entries:
+            together()
+            start = time.perf_counter()
+            entry.cycle(batches)
+            if number >= warmup:
+                seconds[entry.name].append(time.perf_counter() - start)
+    return seconds
 
 
 def each_call(prepare: Callable[[], Callable[[], object]], finish: Callable[[], object], calls: int) -> float:

@@ -11,9 +11,12 @@ from torch import nn
 
 PER_BLOCK = 10
 GPT_SIZES = {
+    "tiny": GptOptions(layers=1, width=64, heads=1, context=64),
     "1M": GptOptions(layers=4, width=128, heads=4, context=64),  # to try the scripts
     "10M": GptOptions(),
     "30M": GptOptions(layers=6, width=640, heads=10),
+    "125M": GptOptions(layers=16, width=800, heads=10),
+    "350M": GptOptions(layers=28, width=1024, heads=16),
 }
 
 

@@ -58,7 +58,9 @@ def gpt_bars(path: Path, panels: dict[str, dict[str, dict[str, float]]], base: s
     save(figure, path, f"GPT, {ranks} rank{'s' if ranks > 1 else ''}: shorter is faster")
 
 
-def memory_bars(path: Path, found: dict[str, list[float]], formulas: dict[str, float | None], ranks: int) -> None:
+def memory_bars(
+    path: Path, title: str, found: dict[str, list[float]], formulas: dict[str, float | None], ranks: int
+) -> None:
     """Resident and peak bytes a parameter; a mark where the formula puts the model states."""
     names = list(found)
     figure, axes = plt.subplots(figsize=(7, 1.2 + 0.36 * len(names)))
@@ -72,7 +74,7 @@ def memory_bars(path: Path, found: dict[str, list[float]], formulas: dict[str, f
     marks = [(formulas[n], i) for i, n in enumerate(names) if formulas[n] is not None]
     if marks:
         xs, ys = zip(*marks, strict=True)
-        axes.scatter(xs, ys, marker="|", s=260, color="#c0392b", zorder=3, label="formula of the model states")
+        axes.scatter(xs, ys, marker="|", s=260, color="#c0392b", zorder=3, label="formula")
     for number, value in enumerate(first):
         axes.text(value + 0.01 * max(first), number, f"{resident[number]:.1f} / {value:.1f}", va="center", fontsize=8)
     axes.set_xlim(0, max(first) * 1.18)
@@ -81,7 +83,7 @@ def memory_bars(path: Path, found: dict[str, list[float]], formulas: dict[str, f
     axes.legend(
         fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16 if len(names) > 6 else -0.3), ncol=2, frameon=False
     )
-    save(figure, path, f"Memory of model states, bf16 with fp32 master, {ranks} rank{'s' if ranks > 1 else ''}")
+    save(figure, path, f"Memory, GPT {title}, {ranks} rank{'s' if ranks > 1 else ''}")
 
 
 def save(figure: Any, path: Path, title: str) -> None:

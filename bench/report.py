@@ -3,14 +3,15 @@ picture."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
 import platform
 import subprocess
-import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -26,20 +27,26 @@ class Goal:
     limit: float
     at_least: bool = False
 
+    @property
+    def reached(self) -> bool:
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
     def row(self) -> list[str]:
-        reached = self.value >= self.limit if self.at_least else self.value <= self.limit
         sign = ">=" if self.at_least else "<="
-        return [self.text, f"{sign} {self.limit:g}", f"{self.value:.3g}", "yes" if reached else "no"]
+        return [self.text, f"{sign} {self.limit:g}", f"{self.value:.3g}", "yes" if self.reached else "no"]
 
 
 @dataclass
 class Result:
-    """What a benchmark hands over. `text`: paragraphs and tables in order."""
+    """What a benchmark hands over. `text`: paragraphs and tables in order. `headline`: its most important figures, for
+    the index."""
 
     text: list[str]
     data: dict[str, Any]
     goals: list[Goal] = field(default_factory=list)
     plot: Any = None  # plot(path) writes a picture
+    headline: list[str] = field(default_factory=list)
+    how: str = ""  # how the figures were taken, where it is not in rounds of all
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -64,9 +71,6 @@ def machine() -> dict[str, Any]:
     changes = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/reports"]
     changed = subprocess.run(changes, capture_output=True, text=True, check=False).stdout.strip()
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    deepspeed = sys.modules.get("deepspeed")
-    if deepspeed is not None:
-        versions["deepspeed"] = deepspeed.__version__
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
@@ -82,17 +86,39 @@ def moved(probe: list[list[float]]) -> float:
     return max(abs(before - after) / ((before + after) / 2) for before, after in probe)
 
 
+def data_of(title: str, args: Any, result: Result, probe: list[list[float]], where: dict[str, Any]) -> dict[str, Any]:
+    """What the JSON file holds."""
+    return {
+        "title": title,
+        "benchmark": args.bench,
+        "ranks": args.ranks,
+        "quick": args.quick,
+        "noisy": moved(probe) > QUIET,
+        "machine": where,
+        "command": args.command,
+        "rounds": args.rounds,
+        "seconds": round(time.time() - args.started),
+        "probe": probe,
+        "headline": result.headline,
+        "goals": [asdict(goal) | {"reached": goal.reached} for goal in result.goals],
+        **result.data,
+    }
+
+
 def write(folder: pathlib.Path, name: str, title: str, args: Any, result: Result, probe: list[list[float]]) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     where = machine()
-    everything = {"machine": where, "command": args.command, "rounds": args.rounds, "probe": probe, **result.data}
+    if any(peer.startswith("deepspeed") for peer in args.peers) and importlib.util.find_spec("deepspeed"):
+        where["versions"]["deepspeed"] = importlib.metadata.version("deepspeed")  # it may have run in other processes
+    everything = data_of(title, args, result, probe, where)
     (folder / f"{name}.json").write_text(json.dumps(everything, indent=1) + "\n")
     versions = ", ".join(f"{key} {value}" for key, value in where["versions"].items())
     shown = "; ".join(f"{before:.1f} GB/s before, {after:.1f} after" for before, after in probe)
     head = (
         f"`{args.command}` on {where['date']}, revision {where['revision']}. {where['cpu']}, {where['cores']} cores, "
-        f"{where['threads']} thread(s) a rank; {versions}. Bandwidth probe (a*x+y) of each rank: {shown}. Medians of "
-        f"{args.rounds} rounds in which every engine takes its turn (min-max)."
+        f"{where['threads']} thread(s) a rank; {versions}. Bandwidth probe (a*x+y) of each rank: {shown}. "
+        + (result.how or f"Medians of {args.rounds} rounds in which every engine takes its turn (min-max).")
+        + f" The run took {everything['seconds'] / 60:.1f} minutes."
     )
     if args.allocator != "default":
         head += " Allocator that keeps freed memory."

@@ -1,12 +1,17 @@
 """Benchmarks of the engine against its peers, which take turns in one run.
 
-  python bench/run.py step      gradient to updated weights: 10 M parameters in 50 tensors, bf16
-  python bench/run.py tensors   engine cost per tensor: 10 M parameters in 10 to 10,000 tensors
-  python bench/run.py layers    the same with a module for every tensor, for stage 3: 10 to 1,000 tensors
-  python bench/run.py gpt       GPTs of 10 M (fp32, bf16) and 30 M (bf16) parameters end to end, and where the time goes
-  python bench/run.py backward  what an engine adds to loss.backward() and its relatives
-  python bench/run.py transport collectives between ranks of one host, beside Gloo; with --ranks
-  python bench/run.py memory    bytes a parameter, resident and peak, 60 M parameters in bf16
+  python bench/run.py kernels    update rules and elementwise passes beside the memory bandwidth, and peers' Adam
+  python bench/run.py step       gradient to updated weights: 10 M parameters in 50 tensors, bf16
+  python bench/run.py tensors    engine cost per tensor: 10 M parameters in 10 to 10,000 tensors
+  python bench/run.py layers     the same with a module for every tensor, for stage 3: 10 to 1,000 tensors
+  python bench/run.py gpt        GPTs of 10 M (fp32, bf16) and 30 M (bf16) parameters, and where the time goes
+  python bench/run.py accumulate 1, 4 and 16 micro-steps an update
+  python bench/run.py overhead   stage 0 beside the loop by hand
+  python bench/run.py backward   what an engine adds to loss.backward() and its relatives
+  python bench/run.py transport  collectives between ranks of one host, beside Gloo; with --ranks
+  python bench/run.py memory     bytes a parameter, resident and peak
+  python bench/run.py all        all of them, each as often as `make bench` does
+  python bench/run.py index      README.md of the folder of reports, which each report also renews
 Add --ranks 2 for two processes, --quick to see that everything works. A report is refused when the machine was not
 quiet (a bandwidth probe before and after), unless --noisy is given.
 """
@@ -18,6 +23,7 @@ import os
 import pathlib
 import socket
 import sys
+import time
 import warnings
 from typing import Any
 
@@ -28,34 +34,14 @@ import torch.multiprocessing as mp
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "examples" / "python")]
 
+from catalog import BENCHES  # noqa: E402
+from index import write_index  # noqa: E402
 from measure import bandwidth  # noqa: E402
 from models import GPT_SIZES  # noqa: E402
+from plan import run_all  # noqa: E402
 from report import QUIET, ROOT, Result, moved, write  # noqa: E402
-from suites.backward import bench_backward  # noqa: E402
-from suites.gpt import bench_gpt  # noqa: E402
-from suites.memory import bench_memory  # noqa: E402
-from suites.step import bench_step  # noqa: E402
-from suites.tensors import bench_layers, bench_tensors  # noqa: E402
-from suites.transport import bench_transport  # noqa: E402
 
-OWN, PEERS = ["tessera:0", "tessera:1", "tessera:2", "tessera:3"], ["fsdp2:2", "fsdp2:3"]
-DEEPSPEED = ["deepspeed:1", "deepspeed:2", "deepspeed:3"]
-PLAIN = ["autograd", "bare", "ddp"]
-NOT_QUICK = ["tessera:0", "tessera:2", "deepspeed:2"]
-MEMORY_NOT_QUICK = ["bare", "fsdp2:2", "deepspeed:1", *NOT_QUICK]  # a process for each contender takes its time
-BENCHES: dict[str, tuple[str, Any, list[str]]] = {  # title, function, contenders
-    "step": ("Local step: gradient to updated weights", bench_step, PLAIN + OWN + PEERS[:1] + DEEPSPEED),
-    "tensors": ("Engine cost per tensor", bench_tensors, PLAIN + OWN[:3] + PEERS[:1] + DEEPSPEED[:2]),
-    "layers": ("Engine cost per tensor, stage 3", bench_layers, [*PLAIN, "tessera:3", "fsdp2:3", "deepspeed:3"]),
-    "gpt": ("GPT end to end", bench_gpt, PLAIN + OWN + PEERS + DEEPSPEED),
-    "backward": (
-        "What an engine adds to a backward",
-        bench_backward,
-        [*PLAIN[:1], *PLAIN[2:], *OWN, *PEERS, *DEEPSPEED],
-    ),
-    "transport": ("Collectives between ranks of one host", bench_transport, ["gloo", "tessera"]),
-    "memory": ("Memory of model states", bench_memory, PLAIN[1:] + OWN + PEERS + DEEPSPEED),
-}
+ALL, INDEX = "all", "index"
 
 
 def free_port() -> int:
@@ -77,7 +63,7 @@ def setup(rank: int, args: argparse.Namespace, port: int) -> None:
 def worker(rank: int, args: argparse.Namespace, port: int, queue: Any) -> None:
     setup(rank, args, port)
     before = bandwidth()
-    result: Result = BENCHES[args.bench][1](args)
+    result: Result = BENCHES[args.bench].run(args)
     mine = [before, bandwidth()]
     probe: list[Any] = [None] * args.ranks
     dist.all_gather_object(probe, mine)
@@ -97,56 +83,76 @@ def report(args: argparse.Namespace, result: Result, probe: list[list[float]]) -
             "and after on each rank), so the machine was not quiet; run it again, or with --noisy"
         )
     ranks = f"{args.ranks} rank" + ("s" if args.ranks > 1 else "")
-    tuned = "" if args.allocator == "default" else f"-{args.allocator}"
-    print(
-        write(args.out, f"{args.bench}-{args.ranks}{tuned}", f"{BENCHES[args.bench][0]}, {ranks}", args, result, probe)
-    )
+    allocator = "" if args.allocator == "default" else args.allocator
+    name = "-".join(filter(None, [args.bench, str(args.ranks), allocator, args.tag]))
+    print(write(args.out, name, f"{BENCHES[args.bench].title}, {ranks}", args, result, probe))
+    write_index(args.out)
     return ""
 
 
-def options() -> argparse.Namespace:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("bench", choices=BENCHES)
+    add("bench", choices=[*BENCHES, ALL, INDEX])
     add("--ranks", type=int, default=1)
-    add("--rounds", type=int, default=7, help="rounds that are counted, at least 7 without --quick")
-    add("--peers", nargs="+", help="contenders, e.g. autograd bare ddp tessera:1 fsdp2:3 deepspeed:2")
+    add("--rounds", type=int, help="rounds that are counted, at least 7 without --quick")
+    add("--peers", nargs="+", help="contenders, e.g. autograd bare ddp tessera:1 tessera:3+10 fsdp2:3 deepspeed:2")
     add("--parameters", type=int, default=10_000_000, help="of step, tensors and layers")
     add("--counts", type=int, nargs="+", help="numbers of tensors, of tensors and layers")
-    add("--sizes", nargs="+", choices=GPT_SIZES, help="of gpt")
+    add("--sizes", nargs="+", choices=GPT_SIZES, help="of gpt, accumulate, overhead and memory")
+    add("--elements", type=int, nargs="+", help="of kernels")
+    add("--micro-steps", type=int, nargs="+", help="of accumulate; default: 1 4 16")
     add(
         "--precisions",
         nargs="+",
         choices=["fp32", "bf16"],
-        help="of gpt; default: both, for 30M and in quick mode bf16 only",
+        help="of gpt, accumulate and memory; default of gpt and memory: both, for 30M and in quick mode bf16 only",
     )
-    add("--rows", type=int, default=1, help="sequences a rank and step, of gpt")
+    add("--rows", type=int, default=1, help="sequences a rank and step, of gpt, accumulate and overhead")
     add("--allocator", choices=["default", "tuned"], default="default", help="tuned: freed memory is kept")
-    add("--out", type=pathlib.Path, help="folder of the report")
+    add("--tag", help="ends the report's name, so that it does not replace that with the default options")
+    add("--out", dest="folder", type=pathlib.Path, help="folder of the report")
     add("--quick", action="store_true", help="few rounds, small sizes; the report goes to build/bench-quick")
     add("--noisy", action="store_true", help="report although the machine is not quiet")
-    args = parser.parse_args()
-    args.command = " ".join(["python bench/run.py", *sys.argv[1:]])
-    args.out = args.out or (ROOT / "build" / "bench-quick" if args.quick else HERE / "reports")
-    args.sizes = args.sizes or (["10M"] if args.quick else ["10M", "30M"])
-    skipped = [] if not args.quick else MEMORY_NOT_QUICK if args.bench == "memory" else NOT_QUICK
-    default = [p for p in BENCHES[args.bench][2] if p not in skipped]
+    return parser
+
+
+def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Defaults that depend on the benchmark."""
+    bench = BENCHES[args.bench]
+    args.sizes = args.sizes or bench.sizes[1 if args.quick else 0]
+    args.micro_steps = args.micro_steps or ([1, 4] if args.quick else [1, 4, 16])
+    default = [p for p in bench.peers if p not in (bench.not_quick if args.quick else [])]
     args.peers = [p for p in args.peers or default if args.ranks == 1 or p != "bare"]
-    if args.quick:
-        args.rounds = min(args.rounds, 3)
-    elif args.rounds < 7:
+    args.rounds = args.rounds or (3 if args.quick else bench.rounds)
+    if args.rounds < 7 and not args.quick:
         parser.error("a report needs at least 7 rounds; fewer with --quick")
+
+
+def options() -> argparse.Namespace:
+    parser = arguments()
+    args = parser.parse_args()
+    args.started = time.time()
+    args.command = " ".join(["python bench/run.py", *sys.argv[1:]])
+    args.out = args.folder or (ROOT / "build" / "bench-quick" if args.quick else HERE / "reports")
+    if args.bench in BENCHES:
+        complete(args, parser)
     return args
 
 
 def main() -> None:
     args = options()
+    if args.bench == INDEX:
+        print(write_index(args.out))
+        return
+    if args.bench == ALL:
+        sys.exit(run_all(args))
     if args.allocator == "tuned":  # read by glibc when the ranks start
         os.environ.update(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(1 << 40), MALLOC_TOP_PAD_=str(64 << 20))
-    if args.bench == "memory":
+    if BENCHES[args.bench].alone:
         torch.set_num_threads(1)
         before = bandwidth()
-        result = bench_memory(args, setup, free_port)
+        result = BENCHES[args.bench].run(args, setup, free_port)
         refused = report(args, result, [[before, bandwidth()]])
     else:
         queue = mp.get_context("spawn").SimpleQueue()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import copy
+import time
 from collections.abc import Callable
 
 import torch
 from contenders import Contender, available, build
-from measure import GATE_STEPS, difference, each_call, same_losses, together
+from measure import GATE_STEPS, difference, each_call, new_times, same_losses, together
 from report import Goal, Result, cell, table
 from torch import nn
+
+from suites.common import starts
 
 WIDTH = 8
 LOSS, CALL, TENSOR, JOINT = "loss.backward()", "engine.backward(loss)", "out.backward(g)", "two engines, one loss"
@@ -53,10 +56,12 @@ def gate(entries: list[Entry], x: torch.Tensor) -> None:
     for entry in entries:
         mine = losses.setdefault(entry[0].name, [])
         for _ in range(GATE_STEPS):
+            start = time.perf_counter()
             loss = loss_of(entry[0].forward(x))
             entry[0].backward(loss)
             entry[0].step()
             mine.append(loss.item())
+            entry[0].first_step = entry[0].first_step or time.perf_counter() - start
     same_losses(losses, {e[0].name for e in entries if e[0].trains}, 1e-3)
 
 
@@ -102,7 +107,9 @@ def bench_backward(args: argparse.Namespace) -> Result:
                     continue
                 if number > 0:
                     seconds[pattern].setdefault(name, []).append(taken)
-    return finish(args, seconds, failures, calls)
+    result = finish(args, seconds, failures, calls)
+    result.text.append(starts({entry[0].name: new_times(entry[0]) for entry in entries}))
+    return result
 
 
 def finish(
@@ -130,8 +137,8 @@ def finish(
         rows.append([name, *cells])
     text = [
         f"Microseconds that the backward of a Linear({WIDTH}, {WIDTH}) takes in plain PyTorch (first row), and what "
-        f"each engine adds; median of {calls} calls a round. Every backward is followed by a step that is not timed. "
-        + ("" if args.ranks == 1 else "With several ranks the reductions are in it."),
+        f"each engine adds (the limit is 0); median of {calls} calls a round. Every backward is followed by a step "
+        "that is not timed. " + ("" if args.ranks == 1 else "With several ranks the reductions are in it."),
         table(["engine", *PATTERNS], rows),
     ]
     if failures:
@@ -147,4 +154,5 @@ def finish(
                 True,
             )
         )
-    return Result(text, {"backward_us": data}, goals)
+    added = [f"{n} {data[f'{n}: {LOSS}']['median']:+.0f}" for n in names if n != plain and f"{n}: {LOSS}" in data]
+    return Result(text, {"backward_us": data}, goals, headline=[f"us that {LOSS} adds: " + ", ".join(added)])

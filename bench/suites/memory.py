@@ -5,132 +5,187 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import gpt as gpt_model
 import memory
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from contenders import available, build
+from contenders import available, build, parse
+from limits import state_bytes
 from measure import same_losses
-from models import ManyLayers
-from report import Goal, Result, table
+from models import GPT_SIZES, elements_of, gpt
+from report import Result, table
+
+from suites.memory_goals import Figures, goals_of, headline_of
 
 STEPS = 5
-LAYERS = 60
-BATCH = (torch.ones((), dtype=torch.bfloat16),)
+TOKENS = 16  # so that model states are nearly everything
 # Freed memory goes back to the system at once, so that resident memory is what is really held. glibc's default keeps
 # what was freed below its own, moving threshold.
 EXACT, DEFAULT = {"MALLOC_MMAP_THRESHOLD_": "65536"}, {}
-RESIDENT, LATER, FIRST = 0, 1, 2
+WORST = 28  # bytes a parameter of the hungriest peer that holds everything, while it is built
 
 
-def train(name: str, elements: int) -> tuple[Any, list[float], int]:
+@dataclass(frozen=True)
+class Job:
+    peer: str
+    size: str
+    bf16: bool
+
+
+def batch_of(size: str) -> tuple[torch.Tensor, torch.Tensor]:
+    text = torch.randint(
+        0, 256, (1, min(TOKENS, GPT_SIZES[size].context) + 1), generator=torch.Generator().manual_seed(1)
+    )
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def activations(size: str, bf16: bool) -> int:
+    """Bytes that autograd keeps for the backward beside weights."""
+    model = gpt(size).to(torch.bfloat16 if bf16 else torch.float32)
+    own = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(*batch_of(size))
+    del loss
+    return sum(size for pointer, size in saved.items() if pointer not in own)
+
+
+def train(job: Job, size: str) -> tuple[Any, list[float], int]:
     """A few steps of a fresh model; the peak of its construction and first step too."""
     torch.manual_seed(0)
     memory.reset_peak()
-    entry = build(name, ManyLayers(LAYERS, elements, per_block=1), True)
-    losses = [entry.train(*BATCH)]
+    entry = build(job.peer, gpt(size), job.bf16)
+    losses = [entry.train(*batch_of(size))]
     early = memory.peak()
     memory.reset_peak()
-    losses += [entry.train(*BATCH) for _ in range(STEPS - 1)]
+    losses += [entry.train(*batch_of(size)) for _ in range(STEPS - 1)]
     return entry, losses, early
 
 
-def _worker(rank: int, setup: Callable[..., None], args: argparse.Namespace, port: int, name: str, queue: Any) -> None:
+def _worker(rank: int, setup: Callable[..., None], args: argparse.Namespace, port: int, job: Job, queue: Any) -> None:
     setup(rank, args, port)
-    if available(name):
-        train(name, 60_000)[0].close()  # what an engine loads and keeps whatever the model
+    gpt_model.Linear.wide = False  # no fp32 copies of weights
+    if available(job.peer):
+        train(job, "tiny")[0].close()  # what an engine loads and keeps whatever the model
         before = memory.now()
-        entry, losses, early = train(name, args.elements)
-        sizes = [(value - before) / args.elements for value in (memory.now(), memory.peak(), early)]
-        queue.put((entry.name, losses, sizes))
+        entry, losses, early = train(job, job.size)
+        sizes = [memory.now() - before, memory.peak() - before, early - before]
+        own = parse(job.peer).kind == "tessera"
+        queue.put((entry.name, losses, sizes, entry.engine.core.memory().buckets if own else 0))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def formula(name: str, ranks: int) -> float | None:
-    """Model states in bytes a parameter: bf16 weights and gradients, fp32 master and two moments."""
-    stage = name.removeprefix("Tessera ")
-    weights, grads, states = 2.0, 2.0, 12.0
-    if not stage.isdigit():
-        return None
-    if int(stage) >= 1:
-        states /= ranks
-    if int(stage) >= 2:
-        grads /= ranks
-    if int(stage) >= 3:
-        weights /= ranks
-    return weights + grads + states
+def needed(job: Job, elements: int, ranks: int) -> int:
+    """Bytes on the host, roughly."""
+    spec = parse(job.peer)
+    sharded = spec.kind == "fsdp2" or (spec.kind in ("tessera", "deepspeed") and spec.stage > 0)
+    return elements * (WORST + 8 * ranks if sharded else WORST * ranks)
+
+
+def fits(job: Job, elements: int, ranks: int) -> bool:
+    return needed(job, elements, ranks) < 0.8 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def run(
-    args: argparse.Namespace, setup: Callable[..., None], free_port: Callable[[], int], environment: dict[str, str]
-) -> dict[str, list[float]]:
-    """Resident after the steps, peak of later steps, peak of construction and first step, by engine; largest rank."""
+    args: argparse.Namespace,
+    setup: Callable[..., None],
+    free_port: Callable[[], int],
+    environment: dict[str, str],
+    jobs: list[Job],
+    elements: int,
+) -> dict[str, Figures]:
+    """By engine; of the rank with the most, in bytes a parameter."""
     context = mp.get_context("spawn")
-    found: dict[str, list[float]] = {}
+    found: dict[str, Figures] = {}
     losses: dict[str, list[float]] = {}
     os.environ.update(environment)  # read by glibc when the ranks start
-    for name in args.peers:
+    for job in jobs:
         queue = context.SimpleQueue()
-        mp.spawn(_worker, (setup, args, free_port(), name, queue), nprocs=args.ranks)
+        mp.spawn(_worker, (setup, args, free_port(), job, queue), nprocs=args.ranks)
         while not queue.empty():
-            engine, mine, sizes = queue.get()
+            engine, mine, sizes, buckets = queue.get()
             losses[engine] = mine
-            found[engine] = [max(pair) for pair in zip(sizes, found.get(engine, sizes), strict=True)]
+            figures = Figures(*(size / elements for size in (*sizes, buckets)))
+            found[engine] = figures.most(found[engine]) if engine in found else figures
+            found[engine].peer = job.peer
     for name in environment:
         os.environ.pop(name)
-    same_losses(losses, set(losses), 0.05)
+    if losses:
+        same_losses(losses, set(losses), 0.05)
     return found
 
 
-def bench_memory(args: argparse.Namespace, setup: Callable[..., None], free_port: Callable[[], int]) -> Result:
-    args.elements = 12_000_000 if args.quick else 60_000_000
-    exact = run(args, setup, free_port, EXACT)
-    default = exact if args.quick else run(args, setup, free_port, DEFAULT)
-    formulas = {name: formula(name, args.ranks) for name in exact}
+def rows_of(found: dict[str, Figures], default: dict[str, Figures]) -> list[list[str]]:
     rows = []
-    for name, sizes in exact.items():
-        expected = formulas[name]
-        cells = [*sizes, default[name][RESIDENT], max(default[name])]
-        rows.append([name, "-" if expected is None else f"{expected:.1f}", *(f"{value:.1f}" for value in cells)])
-    header = ["engine", "formula", f"after {STEPS} steps", "peak of later steps", "peak of construction and first step"]
-    text = [
-        f"{args.elements / 1e6:g} M parameters in {LAYERS} layers, bf16 with fp32 master: resident memory beyond that "
-        "of the same process after it trained a model of 60,000 parameters, largest rank, in bytes a parameter. The "
-        "formula counts weights, gradients and optimizer states; buckets on their way come on top. Measured with an "
-        "allocator that returns freed memory to the system at once (MALLOC_MMAP_THRESHOLD_=65536), and with glibc's "
-        "default, which keeps part of it (the last two columns"
-        + ("; not measured in quick mode)." if args.quick else ")."),
-        table([*header, f"default: after {STEPS} steps", "default: peak"], rows),
-    ]
-    names = ("resident", "peak", "first_peak")
-    data = {
-        kind: {name: dict(zip(names, sizes, strict=True)) for name, sizes in found.items()}
-        for kind, found in (("memory", exact), ("memory_default_allocator", default))
-    }
+    for name, f in found.items():
+        cells = [f"{f.states:.2f}", f"{f.buckets:.2f}", f"{f.formula:.2f}"] if f.formula else ["-"] * 3
+        cells += [f"{value:.2f}" for value in (f.resident, f.later, f.first)]
+        cells.append(f"{f.later / f.formula:.3f}" if f.formula else "-")
+        other = default.get(name)
+        rows.append([name, *cells, *([f"{other.resident:.1f}", f"{other.peak:.1f}"] if other else ["-", "-"])])
+    return rows
+
+
+def intro(args: argparse.Namespace) -> str:
+    return (
+        f"GPTs on one row of {TOKENS} tokens: resident memory beyond that of the same process after it trained a "
+        "small model, largest rank, in bytes a parameter. Where no number is given, bf16 means 14 bytes of "
+        "states (exact) for Tessera and fp32 masters for the others; FSDP2 with 8 bytes and DeepSpeed with 10 round to "
+        "nearest. Formula: states (weights, gradients, master, moments, as the stage divides them), the buckets that "
+        "the engine has for what is on its way, and activations. The peers have no gradients between steps. Measured "
+        "with an allocator that returns freed memory to the system at once (MALLOC_MMAP_THRESHOLD_=65536); the last "
+        "two columns with glibc's default, which keeps part of it"
+        + (" (not measured in quick mode)." if args.quick else " (in bf16).")
+    )
+
+
+def bench_memory(args: argparse.Namespace, setup: Callable[..., None], free_port: Callable[[], int]) -> Result:
+    header = ["engine", "states", "buckets", "formula", f"after {STEPS} steps", "peak of later steps"]
+    header += ["peak of construction and first step", "later peak / formula", "default: after", "default: peak"]
+    result = Result([intro(args)], {"memory": {}, "memory_default_allocator": {}}, how="One run of each engine.")
+    pictures: dict[str, dict[str, Figures]] = {}
+    for size in args.sizes:
+        elements = elements_of(gpt(size))
+        for precision in args.precisions or (["bf16"] if args.quick else ["fp32", "bf16"]):
+            bf16, title = precision == "bf16", f"{size}, {precision}"
+            jobs = [Job(peer, size, bf16) for peer in args.peers if bf16 or parse(peer).states is None]
+            fitting = [job for job in jobs if fits(job, elements, args.ranks)]
+            found = run(args, setup, free_port, EXACT, fitting, elements)
+            plain = [job for job in fitting if bf16 and not args.quick and parse(job.peer).states is None]
+            default = run(args, setup, free_port, DEFAULT, plain, elements)
+            extra = activations(size, bf16) / elements
+            for figures in found.values():
+                spec = parse(figures.peer)
+                if spec.kind == "tessera":
+                    figures.states = state_bytes(bf16, spec.states, spec.stage, args.ranks)
+                    figures.formula = figures.states + figures.buckets + extra
+            result.text.append(f"## {title}, {elements / 1e6:.1f} M parameters, activations {extra:.2f}")
+            result.text.append(table(header, rows_of(found, default)))
+            if len(fitting) < len(jobs):
+                left = ", ".join(job.peer for job in jobs if job not in fitting)
+                result.text.append(f"Left out, because this machine has not enough memory: {left}.")
+            result.goals += goals_of(title, found, default)
+            result.headline += headline_of(title, found)
+            for key, of in (("memory", found), ("memory_default_allocator", default)):
+                result.data[key][title] = {name: f.data() for name, f in of.items()}
+            pictures[title] = found
 
     def plot(path: Any) -> None:
         from plots import memory_bars
 
-        memory_bars(path, exact, formulas, args.ranks)
+        title, of = list(pictures.items())[-1]
+        bars = {name: [f.resident, f.later, f.first] for name, f in of.items()}
+        memory_bars(path, title, bars, {name: f.formula or None for name, f in of.items()}, args.ranks)
 
-    return Result(text, data, goals_of(exact, default, formulas), plot)
-
-
-def goals_of(
-    exact: dict[str, list[float]], default: dict[str, list[float]], formulas: dict[str, float | None]
-) -> list[Goal]:
-    """Peers with the allocator that suits them better."""
-    goals = []
-    for name, expected in formulas.items():
-        if expected is not None:
-            goals.append(Goal(f"{name}: after {STEPS} steps, over formula", exact[name][RESIDENT] / expected, 1.05))
-            goals.append(Goal(f"{name}: peak of later steps over formula", exact[name][LATER] / expected, 1.05))
-        stage = name.removeprefix("Tessera ")
-        for peer, limit in ((f"DeepSpeed {stage}", 0.65), (f"FSDP2 as ZeRO-{stage}", 0.8)):
-            if name.startswith("Tessera") and peer in exact:
-                own, other = (min(max(exact[n]), max(default[n])) for n in (name, peer))
-                goals.append(Goal(f"{name}: peak over that of {peer}", own / other, limit))
-    return goals
+    result.plot = plot
+    return result

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from contenders import contenders
-from measure import Times, gate, interleaved, median, summaries
+from limits import update_seconds
+from measure import Times, bandwidth, gate, interleaved, median, summaries
 from models import ManyLayers, ManyTensors
 from report import Goal, Result, cell, table
 from torch import nn
 
-from suites.common import AUTOGRAD, close
+from suites.common import AUTOGRAD, close, own_specs, starts
 
 Slope = dict[str, float]
 Measured = dict[int, dict[str, Times]]
@@ -69,6 +70,21 @@ def tables(measured: Measured, spans: list[tuple[int, int]]) -> list[str]:
     return text
 
 
+def limit_table(args: argparse.Namespace, measured: Measured) -> str:
+    """Shares of forward and backward of plain PyTorch and the least that an update adds."""
+    speed, rows = bandwidth() * 1e9, []
+    for name, spec in own_specs(args.peers).items():
+        row = [name]
+        for times in measured.values():
+            if not {name, AUTOGRAD} <= times.keys():
+                row.append("-")
+                continue
+            least = update_seconds(False, None, args.parameters, spec.stage, args.ranks, speed)
+            row.append(f"{(median(times[AUTOGRAD].whole) + least) / median(times[name].whole):.0%}")
+        rows.append(row)
+    return table(["whole step, of limit", *(f"{count} tensors" for count in measured)], rows)
+
+
 def spans_of(counts: list[int]) -> list[tuple[int, int]]:
     """Up to 1,000 tensors (all contenders), and from there on."""
     middle = max(c for c in counts if c <= 1000)
@@ -84,14 +100,31 @@ def finish(args: argparse.Namespace, measured: Measured, note: str, limits: dict
                 value = slope(measured, first, last, name, AUTOGRAD)["median"]
                 goals.append(Goal(f"{name}, {first} to {last} tensors: us a tensor over {AUTOGRAD}", value, limit))
     data = {"tensors": {str(c): summaries(t) for c, t in measured.items()}, "parameters": args.parameters}
-    return Result([note, *tables(measured, spans)], data, goals)
+    text = [note, *tables(measured, spans), limit_table(args, measured)]
+    most = max(measured)
+    text += [f"With {most} tensors:", starts(measured[most])]
+    return Result(text, data, goals, headline=headline_of(measured, spans[0]))
+
+
+def headline_of(measured: Measured, span: tuple[int, int]) -> list[str]:
+    first, last = span
+    if AUTOGRAD not in measured[last]:
+        return []
+    found = [
+        f"{name} {slope(measured, first, last, name, AUTOGRAD)['median']:+.0f}"
+        for name in measured[last]
+        if name not in (AUTOGRAD, "bare loop")
+    ]
+    return [f"us a tensor over {AUTOGRAD}, {first} to {last} tensors: " + ", ".join(found)]
 
 
 def shared_note(args: argparse.Namespace) -> str:
     clip = "norm, clip and update of every tensor" + ("" if args.ranks == 1 else ", and communication")
     return (
         f"{args.parameters / 1e6:g} M parameters in fp32. '{AUTOGRAD}' is forward and backward of the same model in "
-        f"plain PyTorch with the gradients dropped: what is above it is hand-over of gradients, {clip}."
+        f"plain PyTorch with the gradients dropped: what is above it is hand-over of gradients, {clip}. Limit: "
+        f"'{AUTOGRAD}', norm and update at the probed bandwidth"
+        + ("." if args.ranks == 1 else ", and what the collectives must copy, with nothing hidden.")
     )
 
 

@@ -155,4 +155,9 @@ def finish(args: argparse.Namespace, times: dict[tuple[str, int], dict[str, list
         "while all copy; each input read once by whoever needs it, each output written once.",
         table(header, rows),
     ]
-    return Result(text, {"copy_bytes_per_second": speed, "transport": data}, goals)
+    headline = []
+    for key, where in (("small", "4 KiB to 4 MiB"), ("large", "64 and 256 MiB")):
+        if ratios[key]:
+            least, most = min(ratios[key]), max(ratios[key])
+            headline.append(f"Gloo's time over Tessera's, {where}: {least:.1f} to {most:.1f}")
+    return Result(text, {"copy_bytes_per_second": speed, "transport": data}, goals, headline=headline)

@@ -1,0 +1,87 @@
+"""The benchmarks: what each is called, runs, and compares by default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from suites.accumulate import bench_accumulate
+from suites.backward import bench_backward
+from suites.gpt import bench_gpt
+from suites.kernels import bench_kernels
+from suites.memory import bench_memory
+from suites.overhead import bench_overhead
+from suites.step import bench_step
+from suites.tensors import bench_layers, bench_tensors
+from suites.transport import bench_transport
+
+OWN, PEERS = ["tessera:0", "tessera:1", "tessera:2", "tessera:3"], ["fsdp2:2", "fsdp2:3"]
+DEEPSPEED = ["deepspeed:1", "deepspeed:2", "deepspeed:3"]
+PLAIN = ["autograd", "bare", "ddp"]
+LOW = ["tessera:1+10", "tessera:1+8", "deepspeed:1+10"]
+MEMORY_LOW = [
+    "tessera:3+10",
+    *(f"{own}+10" for own in OWN[:3]),
+    *(f"{own}+8" for own in OWN),
+    *(f"{peer}+8" for peer in PEERS),
+    "deepspeed:1+10",
+    "deepspeed:3+10",
+]
+NOT_QUICK = ["tessera:0", "tessera:2", "deepspeed:2"]
+
+
+@dataclass(frozen=True)
+class Bench:
+    title: str
+    run: Callable[..., Any]
+    peers: list[str]
+    not_quick: list[str]  # contenders that quick mode leaves out
+    sizes: tuple[list[str], list[str]] = (["10M", "30M"], ["10M"])  # of GPTs, and in quick mode
+    rounds: int = 7
+    alone: bool = False  # starts processes of its own
+
+
+BENCHES: dict[str, Bench] = {
+    "kernels": Bench(
+        "Kernels beside the memory bandwidth", bench_kernels, ["tessera", "deepspeed", "torch"], [], alone=True
+    ),
+    "step": Bench(
+        "Local step: gradient to updated weights", bench_step, PLAIN + OWN + PEERS[:1] + DEEPSPEED + LOW, NOT_QUICK
+    ),
+    "tensors": Bench("Engine cost per tensor", bench_tensors, PLAIN + OWN[:3] + PEERS[:1] + DEEPSPEED[:2], NOT_QUICK),
+    "layers": Bench(
+        "Engine cost per tensor, stage 3", bench_layers, [*PLAIN, "tessera:3", "fsdp2:3", "deepspeed:3"], []
+    ),
+    "gpt": Bench("GPT end to end", bench_gpt, PLAIN + OWN + PEERS + DEEPSPEED, NOT_QUICK),
+    "accumulate": Bench(
+        "Gradient accumulation",
+        bench_accumulate,
+        PLAIN + OWN[1:] + PEERS[1:] + DEEPSPEED,
+        [*NOT_QUICK, "ddp"],
+        (["10M"], ["1M"]),
+    ),
+    "overhead": Bench(
+        "Overhead of stage 0",
+        bench_overhead,
+        ["bare", "ddp", "tessera:0", "deepspeed:0"],
+        [],
+        (["1M", "10M"], ["1M"]),
+        rounds=31,
+    ),
+    "backward": Bench(
+        "What an engine adds to a backward",
+        bench_backward,
+        [*PLAIN[:1], *PLAIN[2:], *OWN, *PEERS, *DEEPSPEED],
+        NOT_QUICK,
+    ),
+    "transport": Bench("Collectives between ranks of one host", bench_transport, ["gloo", "tessera"], []),
+    "memory": Bench(
+        "Memory of model states",
+        bench_memory,
+        PLAIN[1:] + OWN + PEERS + DEEPSPEED + MEMORY_LOW,
+        ["bare", "ddp", "tessera:1", "fsdp2:2", "deepspeed:1", *NOT_QUICK, *MEMORY_LOW[1:]],
+        (["125M"], ["10M"]),
+        alone=True,
+    ),
+}

@@ -1,0 +1,104 @@
+"""What the C++ benchmark of the kernels prints, as rows, and what is asked of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from report import Goal
+
+RULES = ("sgd", "momentum", "lion", "adagrad")
+STOCHASTIC = "/stochastic"
+FULL = "adam/fp32+bf16/fp32_states/bf16_grad"  # fp32 master and moments beside a bf16 weight
+FP32 = "adam/fp32/fp32_states/f32_grad"
+SMALLEST = "adam/bf16_alone/bf16_states/stochastic/bf16_grad"
+LOW = ("adam/split/fp32_states/bf16_grad", "adam/split/bf16_states/stochastic/bf16_grad", SMALLEST)
+
+
+@dataclass(frozen=True)
+class Row:
+    form: str
+    threads: int
+    table: str  # instruction set
+    ns: float  # an element
+    size: float  # bytes an element
+    share: float  # of the probe's bandwidth
+
+    @property
+    def group(self) -> str:
+        rule = self.form.partition("/")[0]
+        return rule if rule == "adam" else "rules" if rule in RULES else "elementwise"
+
+    def data(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def parse(printed: dict[str, Any]) -> list[Row]:
+    """`printed`: the JSON of Google Benchmark; a name is FORM/threads:N/TABLE/manual_time."""
+    rows = []
+    for entry in printed["benchmarks"]:
+        if entry.get("run_type", "iteration") != "iteration":
+            continue
+        form, _, rest = entry["name"].partition("/threads:")
+        threads, name = rest.split("/")[:2]
+        size, share = entry["bytes_per_element"], entry["%_of_probe"] / 100
+        rows.append(Row(form, int(threads), name, entry["ps_per_element"] / 1e3, size, share))
+    if not rows:
+        raise ValueError("the benchmark of the kernels measured nothing")
+    return rows
+
+
+def rounding_pairs(rows: list[Row]) -> list[tuple[Row, Row]]:
+    """A form with stochastic rounding, and the same to nearest."""
+    known = {(row.form, row.threads): row for row in rows}
+    pairs = [
+        (row, known.get((row.form.replace(STOCHASTIC, ""), row.threads))) for row in rows if STOCHASTIC in row.form
+    ]
+    pairs += [
+        (row, known.get((row.form.replace("scaled_add_stochastic", "scaled_add"), row.threads)))
+        for row in rows
+        if row.form.startswith("scaled_add_stochastic/")
+    ]
+    return [(row, other) for row, other in pairs if other is not None]
+
+
+def goals_of(title: str, rows: list[Row]) -> tuple[list[Goal], list[str]]:
+    goals, headline = [], []
+    for threads in sorted({row.threads for row in rows}):
+        mine = [row for row in rows if row.threads == threads]
+        where = f"{title}, {threads} thread{'s' if threads > 1 else ''}"
+        shares = []
+        for group in ("adam", "rules", "elementwise"):
+            of = [row for row in mine if row.group == group]
+            if of:
+                least = min(of, key=lambda row: row.share)
+                goals.append(Goal(f"{where}: least share of the probe, {group} ({least.form})", least.share, 0.8, True))
+                shares.append(f"{group} {least.share:.0%}")
+        headline.append(f"{where}, least share of the probe: {', '.join(shares)}")
+        goals += rounding_goals(where, mine) + byte_goals(where, mine)
+    return goals, headline
+
+
+def rounding_goals(where: str, rows: list[Row]) -> list[Goal]:
+    """Each beside the probe that took turns with it, which has the same streams for both."""
+    costs = {row.form: other.share / row.share for row, other in rounding_pairs(rows)}
+    if not costs:
+        return []
+    worst = max(costs, key=lambda form: costs[form])
+    return [Goal(f"{where}: time of stochastic over nearest rounding ({worst})", costs[worst], 1.1)]
+
+
+def byte_goals(where: str, rows: list[Row]) -> list[Goal]:
+    """Forms of fewer bytes are faster in proportion."""
+    known, goals = {row.form: row for row in rows}, []
+    full = known.get(FULL)
+    if full is not None:
+        excess = {f: (known[f].ns / full.ns) / (known[f].size / full.size) for f in LOW if f in known}
+        if excess:
+            worst = max(excess, key=lambda form: excess[form])
+            text = f"{where}: time a byte of a low-precision form over that of fp32 states ({worst})"
+            goals.append(Goal(text, excess[worst], 1.1))
+    if {FP32, SMALLEST} <= known.keys():
+        gain = known[FP32].ns / known[SMALLEST].ns
+        goals.append(Goal(f"{where}: time of Adam in fp32 over all bf16 with stochastic rounding", gain, 1.8, True))
+    return goals

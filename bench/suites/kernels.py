@@ -1,0 +1,109 @@
+"""The C++ benchmark of the kernels (bench/kernels) as a report, and peers' Adam beside the library's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from typing import Any
+
+from report import ROOT, Result, table
+
+from suites import adam
+from suites.kernel_rows import Row, goals_of, parse
+
+PROGRAM = ROOT / "build" / "bench" / "bench" / "kernels" / "kernels_bench"
+THREADS = (1, 2)
+MIN_SECONDS = {
+    True: 0.02,
+    False: 0.5,
+}  # measured of each form at least, by quick; with probes in turns three times that
+LARGE = 50_000_000  # from here on Adam only, and longer
+TITLES = {
+    "adam": "Adam, all forms of states",
+    "rules": "The other rules",
+    "elementwise": "Elementwise passes",
+}
+
+
+def command(elements: int, quick: bool) -> list[str]:
+    seconds = MIN_SECONDS[quick] * (3 if elements >= LARGE else 1)
+    words = [str(PROGRAM), "--best_only", f"--elements={elements}", "--benchmark_format=json"]
+    words.append(f"--benchmark_min_time={seconds}")
+    if quick or elements >= LARGE:
+        words.append("--benchmark_filter=^adam/")
+    return words
+
+
+def measure(elements: int, quick: bool) -> list[Row]:
+    if not PROGRAM.exists():
+        raise SystemExit(
+            f"{PROGRAM.relative_to(ROOT)} is not built; `make bench` builds it, or: cmake --preset bench "
+            "-DPython3_EXECUTABLE=$(pwd)/.venv/bin/python && cmake --build build/bench --target kernels_bench"
+        )
+    done = subprocess.run(command(elements, quick), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"kernels_bench failed with code {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return parse(json.loads(done.stdout))
+
+
+def group_table(rows: list[Row]) -> str:
+    forms: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        forms.setdefault(row.form, {})[row.threads] = row
+    header = ["form", "B/element"]
+    for threads in THREADS:
+        header += [f"{threads} thread{'s' if threads > 1 else ''}: ns/element", "GB/s", "of probe"]
+    lines = []
+    for form, of in forms.items():
+        line = [form, f"{next(iter(of.values())).size:g}"]
+        for threads in THREADS:
+            row = of.get(threads)
+            line += [f"{row.ns:.3f}", f"{row.size / row.ns:.1f}", f"{row.share:.0%}"] if row else ["-"] * 3
+        lines.append(line)
+    return table(header, lines)
+
+
+def shown(elements: int) -> str:
+    return f"{elements / 1e6:g} M elements"
+
+
+def bench_kernels(args: argparse.Namespace, *_: Any) -> Result:
+    sizes = args.elements or ([1_000_000] if args.quick else [10_000_000, 100_000_000])
+    result = Result(
+        [
+            "Each kernel takes turns with a probe that moves the same streams (read, written, or both) and does "
+            "nothing else; 'of probe' is the time of the better probe, with or without prefetch, over the kernel's, "
+            "medians of both. Form: rule / where the master weights are / dtype of the moments / rounding of what is "
+            "stored in 16 bits / dtype of the gradient."
+        ],
+        {"kernels": {}, "adam": {}},
+        how=f"Kernels: medians over at least {MIN_SECONDS[args.quick]:g} s of each. Adam of peers: medians of "
+        f"{args.rounds} rounds in which all take turns (min-max).",
+    )
+    for elements in sizes:
+        rows = measure(elements, args.quick)
+        result.text.append(f"## {shown(elements)}")
+        for group, title in TITLES.items():
+            mine = [row for row in rows if row.group == group]
+            if mine:
+                result.text += [f"{title} ({mine[0].table}):", group_table(mine)]
+        goals, headline = goals_of(shown(elements), rows)
+        result.goals += goals
+        result.headline += headline
+        result.data["kernels"][str(elements)] = [row.data() for row in rows]
+    result.text.append("## Adam as users call it")
+    result.text.append(adam.INTRO)
+    for elements in sizes:
+        for threads in THREADS:
+            add_peers(args, result, elements, threads)
+    return result
+
+
+def add_peers(args: argparse.Namespace, result: Result, elements: int, threads: int) -> None:
+    found = adam.run(args.peers, elements, threads, args.rounds)
+    title = f"{shown(elements)}, {threads} thread{'s' if threads > 1 else ''}"
+    result.text += [f"{title}:", *adam.tables(found, elements)]
+    result.goals += adam.goals_of(title, found)
+    result.data["adam"][title] = adam.data_of(found)
+    result.headline += adam.headline_of(title, found)

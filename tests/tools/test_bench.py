@@ -1,0 +1,364 @@
+"""bench/: the arithmetic behind reports, goals and the index, and the programs end to end on models of a moment."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / "bench"
+sys.path[:0] = [str(BENCH), str(ROOT / "examples" / "python")]
+
+import limits  # noqa: E402
+import measure  # noqa: E402
+import plan  # noqa: E402
+import report  # noqa: E402
+import torch  # noqa: E402
+from catalog import BENCHES  # noqa: E402
+from contenders import build, parse  # noqa: E402
+from index import index_text  # noqa: E402
+from models import gpt  # noqa: E402
+from report import Goal, Result  # noqa: E402
+from suites import adam, kernel_rows, kernels, memory, memory_goals, overhead  # noqa: E402
+from suites.memory_goals import Figures  # noqa: E402
+
+
+def summary(low, median, high):
+    return {"median": median, "min": low, "max": high}
+
+
+# ---- figures
+
+
+def test_ratio_is_of_medians_and_its_range_of_rounds():
+    own, other = [2.0, 4.0, 9.0], [1.0, 4.0, 3.0]
+    assert measure.ratio(own, other) == pytest.approx(summary(1.0, 4 / 3, 3.0))
+    assert measure.difference(own, other, 10) == pytest.approx(summary(0.0, 10.0, 60.0))
+    assert overhead.percent(own, other) == pytest.approx(summary(0.0, 100 / 3, 200.0))
+
+
+def test_cells_show_the_spread():
+    assert report.cell(summary(1.25, 2.0, 3.5), 2) == "2.00 (1.25-3.50)"
+    assert report.cell(summary(-1.0, 0.5, 2.0), 1, "+") == "+0.5 (-1.0 to +2.0)"
+
+
+def test_other_losses_are_refused():
+    losses = {"a": [3.0, 2.0], "b": [3.0, 2.001], "forward": [3.0, 3.0]}
+    measure.same_losses(losses, {"a", "b"}, 1e-3)  # what does not train is compared at the first step
+    with pytest.raises(RuntimeError, match="b trains to other losses than a"):
+        measure.same_losses(losses, {"a", "b"}, 1e-4)
+    with pytest.raises(RuntimeError, match="forward"):
+        measure.same_losses(losses | {"forward": [3.1, 3.0]}, {"a", "b"}, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("goal", "row", "reached"),
+    [
+        (Goal("t", 1.02, 1.02), ["t", "<= 1.02", "1.02", "yes"], True),
+        (Goal("t", 1.03, 1.02), ["t", "<= 1.02", "1.03", "no"], False),
+        (Goal("t", 3.0, 3, True), ["t", ">= 3", "3", "yes"], True),
+        (Goal("t", 2.99, 3, True), ["t", ">= 3", "2.99", "no"], False),
+    ],
+)
+def test_goals(goal, row, reached):
+    assert goal.row() == row
+    assert goal.reached is reached
+
+
+def test_a_probe_that_moved():
+    assert report.moved([[10.0, 10.0], [8.0, 12.0]]) == pytest.approx(0.4)
+    assert report.moved([[10.0, 10.5]]) < report.QUIET
+
+
+# ---- limits
+
+
+def test_bytes_of_a_step():
+    assert [limits.step_bytes(True, states) for states in (16, None, 14, 10, 8)] == [30, 28, 28, 20, 16]
+    assert limits.step_bytes(False, None) == 32
+    one, four = (limits.step_seconds(True, 10, 1000, 1, ranks, 1e6) for ranks in (1, 4))
+    assert (one, four) == pytest.approx((0.02, 0.005))
+    assert limits.step_seconds(True, 10, 1000, 0, 4, 1e6) == one  # nothing is divided
+
+
+def test_bytes_of_collectives():
+    assert limits.collective_bytes(3, 100, 1) == 0
+    reduce, gather = 300, 400  # two ranks
+    assert [limits.collective_bytes(stage, 100, 2) for stage in (0, 1, 2, 3)] == [700, 700, 700, reduce + 2 * gather]
+    assert [limits.collective_bytes(stage, 100, 2, 4) for stage in (1, 2, 3)] == [700, 4 * reduce + gather, 4 * 1100]
+
+
+def test_update_limit_adds_both():
+    only_step = limits.step_seconds(False, None, 1000, 2, 2, 1e6)
+    assert limits.update_seconds(False, None, 1000, 2, 2, 1e6) == pytest.approx(only_step + 28_000 / 2e6)
+
+
+@pytest.mark.parametrize(
+    ("bf16", "states", "expected"),
+    [
+        (False, None, [16, 4 + 4 + 4, 4 + 2 + 4, 8]),
+        (True, None, [14, 4 + 5, 2 + 6, 7]),
+        (True, 16, [16, 10, 9, 8]),
+        (True, 10, [10, 7, 6, 5]),
+        (True, 8, [8, 6, 5, 4]),
+    ],
+)
+def test_bytes_of_states(bf16, states, expected):
+    assert [limits.state_bytes(bf16, states, stage, 2) for stage in (0, 1, 2, 3)] == expected
+    assert limits.state_bytes(bf16, states, 3, 1) == expected[0]
+
+
+# ---- contenders
+
+
+def test_names_of_contenders():
+    spec = parse("tessera:1+10")
+    assert (spec.kind, spec.stage, spec.states, spec.suffix) == ("tessera", 1, 10, ", 10 bytes")
+    assert parse("fsdp2:3").suffix == ""
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_default_contenders_exist(name):
+    bench = BENCHES[name]
+    if name not in ("kernels", "transport"):  # theirs are optimizers and back ends
+        for peer in bench.peers:
+            parse(peer)
+    assert set(bench.peers) - set(bench.not_quick)
+
+
+@pytest.mark.parametrize(
+    "name", ["tessera", "bare:1", "fsdp2:1", "tessera:4", "tessera:1+9", "ddp+8", "deepspeed:1+8", "x"]
+)
+def test_unknown_contenders_are_named(name):
+    with pytest.raises(SystemExit, match=name.replace("+", r"\+")):
+        parse(name)
+
+
+def test_a_cycle_is_one_update_with_the_mean_gradient():
+    """One update from two batches: that of both in one, in a loop by hand and in an engine."""
+    torch.manual_seed(0)
+    x, y = torch.randint(0, 256, (2, 2, 1, 64))
+    entries = {}
+    for name, micro_steps in (("bare", 1), ("bare", 2), ("tessera:1", 2)):
+        torch.manual_seed(1)
+        entries[name, micro_steps] = build(name, gpt("tiny"), False, micro_steps=micro_steps)
+    whole = entries.pop(("bare", 1))
+    expected = [whole.train(x.flatten(0, 1), y.flatten(0, 1)) for _ in range(3)]
+    for entry in entries.values():
+        assert [entry.cycle(list(zip(x, y, strict=True))) for _ in range(3)] == pytest.approx(expected, rel=1e-5)
+        assert entry.construction > 0
+        assert entry.first_step > 0
+        entry.close()
+
+
+# ---- kernels
+
+
+def printed(name, ps, size, share, run_type="iteration"):
+    """An entry of Google Benchmark's JSON."""
+    counters = {"ps_per_element": ps, "bytes_per_element": size, "%_of_probe": share}
+    return {"name": f"{name}/threads:2/avx512/manual_time", "run_type": run_type, **counters}
+
+
+FORMS = [
+    printed(kernel_rows.FULL, 280.0, 28.0, 90.0),
+    printed(kernel_rows.FP32, 300.0, 28.0, 95.0),
+    printed(kernel_rows.SMALLEST, 160.0, 14.0, 81.0),
+    printed(kernel_rows.SMALLEST.replace("/stochastic", ""), 150.0, 14.0, 90.0),
+    printed("scaled_add/bf16_to_bf16", 60.0, 6.0, 84.0),
+    printed("scaled_add_stochastic/bf16_to_bf16", 70.0, 6.0, 70.0),
+    printed("lion/fp32/fp32_states/f32_grad", 200.0, 20.0, 97.0),
+    printed("adam/mean", 1.0, 1.0, 1.0, "aggregate"),
+]
+
+
+def test_rows_of_the_kernels():
+    rows = kernel_rows.parse({"benchmarks": FORMS})
+    assert len(rows) == 7
+    assert rows[0] == kernel_rows.Row(kernel_rows.FULL, 2, "avx512", 0.28, 28.0, 0.9)
+    assert [row.group for row in rows] == ["adam"] * 4 + ["elementwise"] * 2 + ["rules"]
+    with pytest.raises(ValueError, match="nothing"):
+        kernel_rows.parse({"benchmarks": FORMS[-1:]})
+
+
+def test_goals_of_the_kernels():
+    goals, headline = kernel_rows.goals_of("10 M", kernel_rows.parse({"benchmarks": FORMS}))
+    found = {goal.text.removeprefix("10 M, 2 threads: "): (goal.value, goal.reached) for goal in goals}
+    assert found == {
+        f"least share of the probe, adam ({kernel_rows.SMALLEST})": (0.81, True),
+        "least share of the probe, rules (lion/fp32/fp32_states/f32_grad)": (0.97, True),
+        "least share of the probe, elementwise (scaled_add_stochastic/bf16_to_bf16)": (0.7, False),
+        "time of stochastic over nearest rounding (scaled_add_stochastic/bf16_to_bf16)": (pytest.approx(1.2), False),
+        f"time a byte of a low-precision form over that of fp32 states ({kernel_rows.SMALLEST})": (
+            pytest.approx(160 / 280 * 2),
+            False,
+        ),
+        "time of Adam in fp32 over all bf16 with stochastic rounding": (pytest.approx(1.875), True),
+    }
+    assert headline == ["10 M, 2 threads, least share of the probe: adam 81%, rules 97%, elementwise 70%"]
+
+
+def test_a_missing_program_is_named(monkeypatch):
+    monkeypatch.setattr(kernels, "PROGRAM", ROOT / "build" / "nowhere" / "kernels_bench")
+    with pytest.raises(SystemExit, match="build/nowhere/kernels_bench is not built"):
+        kernels.measure(1000, True)
+
+
+def test_adam_of_peers():
+    found = adam.run(["tessera", "torch"], 100_000, 1, 3)
+    assert set(found["fp32"]) == {"Tessera", "torch fused AdamW"}
+    assert set(found["bf16"]) == {"torch fused AdamW"}
+    (goal,) = adam.goals_of("x", found)
+    assert goal.text == "x, fp32: time of torch fused AdamW over Tessera"
+    params = {"a": torch.nn.Parameter(torch.ones(3)), "b": torch.nn.Parameter(torch.ones(3) + 1e-3)}
+    with pytest.raises(RuntimeError, match="b updates to other weights than a"):
+        adam.gate(params, torch.float32)
+
+
+# ---- memory
+
+
+def figures(peer, resident, later, first, formula=0.0):
+    return Figures(resident, later, first, 0.0, formula=formula, peer=peer)
+
+
+def test_goals_of_memory():
+    found = {
+        "Tessera 1": figures("tessera:1", 10.0, 10.4, 10.1, 10.0),
+        "Tessera 3": figures("tessera:3", 8.0, 8.8, 8.0, 8.0),
+        "Tessera 3, 8 bytes": figures("tessera:3+8", 4.0, 4.0, 4.0, 4.0),
+        "DeepSpeed 3": figures("deepspeed:3", 10.0, 14.0, 11.0),
+        "FSDP2 as ZeRO-3, 8 bytes": figures("fsdp2:3+8", 3.0, 5.0, 4.0),
+    }
+    default = {"DeepSpeed 3": figures("deepspeed:3", 10.0, 12.0, 20.0)}
+    goals = {goal.text: goal.value for goal in memory_goals.goals_of("125M", found, default)}
+    assert goals == pytest.approx(
+        {
+            "125M: after the steps over formula (stage 1)": 1.0,
+            "125M: peak of later steps over formula (stage 3)": 1.1,
+            "125M, 8 bytes: after the steps over formula (stage 3)": 1.0,
+            "125M, 8 bytes: peak of later steps over formula (stage 3)": 1.0,
+            "125M: peak of Tessera 3 over that of DeepSpeed 3": 8.8 / 14,  # the better allocator
+            "125M: peak of Tessera 3, 8 bytes over that of FSDP2 as ZeRO-3, 8 bytes": 0.8,
+        }
+    )
+
+
+def test_the_rank_with_the_most_counts():
+    most = figures("a", 1.0, 5.0, 2.0).most(figures("a", 3.0, 4.0, 1.0))
+    assert (most.resident, most.later, most.first) == (3.0, 5.0, 2.0)
+
+
+def test_activations_are_what_autograd_keeps(monkeypatch):
+    """fp32 of two linear layers: input, and what lies between them; not the weights."""
+
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 4, bias=False)
+
+        def forward(self, x, _):
+            return self.b(self.a(x)).sum()
+
+    x = torch.ones(3, 8)
+    monkeypatch.setattr(memory, "gpt", lambda size: Two())
+    monkeypatch.setattr(memory, "batch_of", lambda size: (x, x))
+    assert memory.activations("any", False) == 4 * (x.numel() + 3 * 16)
+
+
+# ---- index and plan
+
+
+def test_index(tmp_path):
+    args = argparse.Namespace(
+        bench="gpt",
+        ranks=2,
+        quick=True,
+        command="c",
+        rounds=7,
+        started=report.time.time() - 90,
+        allocator="default",
+        peers=[],
+    )
+    goals = [Goal("fast", 1.5, 1), Goal("small", 1, 2)]
+    result = Result(["text"], {"gpt": {}}, goals, headline=["a 1.0", "b 2.0"])
+    report.write(tmp_path, "gpt-2", "GPT, 2 ranks", args, result, [[10.0, 20.0]])
+    (tmp_path / "other-1.json").write_text(json.dumps({"machine": {"revision": "abc"}}))
+    lines = [line for line in index_text(tmp_path).splitlines() if line.startswith("| [")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0][:4] == ["[gpt-2](gpt-2.md)", "GPT, 2 ranks (quick mode, noisy machine)", "2", "a 1.0; b 2.0"]
+    assert cells[0][4:7] == ["1 of 2", "fast: 1.5 (<= 1)", "1.5 min"]
+    assert cells[1] == ["[other-1](other-1.json)", *["-"] * 6, "abc"]
+
+
+def test_the_plan_runs_every_benchmark():
+    for lines in (plan.FULL, plan.QUICK):
+        assert {line.split()[0] for line in lines} == set(BENCHES)
+        assert len(lines) == len(set(lines))
+
+
+def test_a_failed_benchmark_does_not_stop_the_others(monkeypatch, capfd, tmp_path):
+    seen = []
+
+    def run(command, check):
+        seen.append(command[2:])
+        return subprocess.CompletedProcess(command, 1 if command[2] == "step" else 0)
+
+    monkeypatch.setattr(plan.subprocess, "run", run)
+    args = argparse.Namespace(quick=True, noisy=False, rounds=None, folder=None, out=tmp_path)
+    assert plan.run_all(args) == "no report: step"
+    assert [" ".join(words[:-1]) for words in seen] == plan.QUICK
+    assert all(words[-1] == "--quick" for words in seen)
+
+
+# ---- the program
+
+
+def run_program(out, *arguments):
+    command = [sys.executable, BENCH / "run.py", *arguments, "--quick", "--noisy", "--out", out]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_overhead_end_to_end(tmp_path):
+    done = run_program(tmp_path, "overhead", "--sizes", "tiny", "--peers", "bare", "tessera:0", "--tag", "try")
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "overhead-1-try.json").read_text())
+    assert set(data["overhead"]["tiny"]) == {"bare loop", "Tessera 0", "bare loop again"}
+    assert data["overhead"]["tiny"]["Tessera 0"]["construction"] > 0
+    assert len(data["probe"][0]) == 2
+    (goal,) = data["goals"]
+    assert goal["reached"] == (goal["value"] <= 2)
+    assert "[overhead-1-try](overhead-1-try.md)" in (tmp_path / "README.md").read_text()
+
+
+def test_accumulate_end_to_end(tmp_path):
+    peers = ["autograd", "ddp", "tessera:1", "tessera:2+10", "tessera:3"]
+    arguments = ["accumulate", "--ranks", "2", "--sizes", "tiny", "--micro-steps", "1", "3", "--peers", *peers]
+    done = run_program(tmp_path, *arguments)
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "accumulate-2.json").read_text())
+    assert set(data["accumulate_ms"]["tiny, bf16"]) == {"1", "3"}
+    assert "Tessera 2, 10 bytes" in data["accumulate_ms"]["tiny, bf16"]["3"]
+    assert "of limit" in (tmp_path / "accumulate-2.md").read_text()
+
+
+def test_memory_end_to_end(tmp_path):
+    done = run_program(tmp_path, "memory", "--sizes", "1M", "--peers", "tessera:0", "tessera:1+8")
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "memory-1.json").read_text())
+    found = data["memory"]["1M, bf16"]
+    assert found["Tessera 0"]["formula"] >= 14
+    assert found["Tessera 0"]["resident"] > found["Tessera 1, 8 bytes"]["resident"] > 8
+    assert (tmp_path / "memory-1.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_too_few_rounds_are_refused():
+    command = [sys.executable, BENCH / "run.py", "overhead", "--rounds", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "at least 7 rounds" in done.stderr
