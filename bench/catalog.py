@@ -20,15 +20,10 @@ OWN, PEERS = ["tessera:0", "tessera:1", "tessera:2", "tessera:3"], ["fsdp2:2", "
 DEEPSPEED = ["deepspeed:1", "deepspeed:2", "deepspeed:3"]
 PLAIN = ["autograd", "bare", "ddp"]
 LOW = ["tessera:1+10", "tessera:1+8", "deepspeed:1+10"]
-MEMORY_LOW = [
-    "tessera:3+10",
-    *(f"{own}+10" for own in OWN[:3]),
-    *(f"{own}+8" for own in OWN),
-    *(f"{peer}+8" for peer in PEERS),
-    "deepspeed:1+10",
-    "deepspeed:3+10",
-]
+MEMORY_LOW = [f"{own}+{states}" for states in (10, 8) for own in OWN]
+MEMORY_LOW += [*(f"{peer}+8" for peer in PEERS), "deepspeed:1+10", "deepspeed:3+10"]
 NOT_QUICK = ["tessera:0", "tessera:2", "deepspeed:2"]
+QUICK_OWN = ["tessera:0", "tessera:2", *DEEPSPEED]  # to import DeepSpeed takes longer than the rest
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,7 @@ class Bench:
     run: Callable[..., Any]
     peers: list[str]
     not_quick: list[str]  # contenders that quick mode leaves out
-    sizes: tuple[list[str], list[str]] = (["10M", "30M"], ["10M"])  # of GPTs, and in quick mode
+    sizes: tuple[list[str], list[str]] = (["10M", "30M"], ["1M"])  # of GPTs, and in quick mode
     rounds: int = 7
     alone: bool = False  # starts processes of its own
 
@@ -49,9 +44,9 @@ BENCHES: dict[str, Bench] = {
     "step": Bench(
         "Local step: gradient to updated weights", bench_step, PLAIN + OWN + PEERS[:1] + DEEPSPEED + LOW, NOT_QUICK
     ),
-    "tensors": Bench("Engine cost per tensor", bench_tensors, PLAIN + OWN[:3] + PEERS[:1] + DEEPSPEED[:2], NOT_QUICK),
+    "tensors": Bench("Engine cost per tensor", bench_tensors, PLAIN + OWN[:3] + PEERS[:1] + DEEPSPEED[:2], QUICK_OWN),
     "layers": Bench(
-        "Engine cost per tensor, stage 3", bench_layers, [*PLAIN, "tessera:3", "fsdp2:3", "deepspeed:3"], []
+        "Engine cost per tensor, stage 3", bench_layers, [*PLAIN, "tessera:3", "fsdp2:3", "deepspeed:3"], QUICK_OWN
     ),
     "gpt": Bench("GPT end to end", bench_gpt, PLAIN + OWN + PEERS + DEEPSPEED, NOT_QUICK),
     "accumulate": Bench(
@@ -59,7 +54,6 @@ BENCHES: dict[str, Bench] = {
         bench_accumulate,
         PLAIN + OWN[1:] + PEERS[1:] + DEEPSPEED,
         [*NOT_QUICK, "ddp"],
-        (["10M"], ["1M"]),
     ),
     "overhead": Bench(
         "Overhead of stage 0",
@@ -80,7 +74,7 @@ BENCHES: dict[str, Bench] = {
         "Memory of model states",
         bench_memory,
         PLAIN[1:] + OWN + PEERS + DEEPSPEED + MEMORY_LOW,
-        ["bare", "ddp", "tessera:1", "fsdp2:2", "deepspeed:1", *NOT_QUICK, *MEMORY_LOW[1:]],
+        ["bare", "ddp", "tessera:1", "fsdp2:2", *QUICK_OWN, *MEMORY_LOW[:3], *MEMORY_LOW[4:]],
         (["125M"], ["10M"]),
         alone=True,
     ),

@@ -86,6 +86,10 @@ def moved(probe: list[list[float]]) -> float:
     return max(abs(before - after) / ((before + after) / 2) for before, after in probe)
 
 
+def goals_data(goals: list[Goal]) -> list[dict[str, Any]]:
+    return [asdict(goal) | {"reached": goal.reached} for goal in goals]
+
+
 def data_of(title: str, args: Any, result: Result, probe: list[list[float]], where: dict[str, Any]) -> dict[str, Any]:
     """What the JSON file holds."""
     return {
@@ -100,7 +104,7 @@ def data_of(title: str, args: Any, result: Result, probe: list[list[float]], whe
         "seconds": round(time.time() - args.started),
         "probe": probe,
         "headline": result.headline,
-        "goals": [asdict(goal) | {"reached": goal.reached} for goal in result.goals],
+        "goals": goals_data(result.goals),
         **result.data,
     }
 

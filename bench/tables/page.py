@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from index import write_index
 from measure import ratio
-from report import QUIET, Goal, cell, machine, moved, table
+from report import QUIET, Goal, cell, goals_data, machine, moved, table
 
 from tables.modes import BASELINE, MODES, PARTNERS, formula
 from tables.settings import SIZES, Experiment, Settings
 
+TITLE = "Low-precision model states: memory, time and loss"
 LAST = 20  # steps whose mean is the final loss
 POINTS = 40  # of a loss curve in the JSON file
 MB = 1e6
@@ -195,7 +197,7 @@ def head_text(command: str, settings: Settings, where: dict[str, Any], probe: li
 
 def report_text(command: str, settings: Settings, results: Results, quick: bool, where: dict[str, Any]) -> list[str]:
     probe = results.times["probe"]
-    parts = ["# Low-precision model states: memory, time and loss"]
+    parts = [f"# {TITLE}"]
     if quick:
         parts.append("Quick mode: few steps of a small model, to see that everything works.")
     if moved(probe) > QUIET:
@@ -232,13 +234,35 @@ def data_of(settings: Settings, results: Results) -> dict[str, Any]:
     }
 
 
+def index_data(settings: Settings, results: Results, goals: list[Goal], quick: bool) -> dict[str, Any]:
+    """What the index of reports shows."""
+    headline = []
+    for experiment in settings.experiments:
+        apart = [
+            f"{MODES[key].label} {differences(results, key, experiment.name)['median']:+.4f}"
+            for key in results.keys
+            if key not in (BASELINE, "plain-ties-up")
+        ]
+        headline.append(f"{experiment.name}, held-out loss from fp32 master's: {', '.join(apart)}")
+    return {
+        "title": TITLE,
+        "ranks": settings.ranks,
+        "quick": quick,
+        "noisy": moved(results.times["probe"]) > QUIET,
+        "headline": headline,
+        "goals": goals_data(goals),
+    }
+
+
 def write(folder: Path, name: str, command: str, settings: Settings, results: Results, quick: bool) -> str:
     """NAME.md, NAME.json and, where matplotlib is installed, NAME.png; returns the text."""
     folder.mkdir(parents=True, exist_ok=True)
     where = machine()
     if any(MODES[key].kind == "deepspeed" for key in results.keys):
         where["versions"]["deepspeed"] = importlib.metadata.version("deepspeed")
-    everything = {"machine": where, "command": command, **data_of(settings, results)}
+    goals = goals_of(results, settings)
+    everything = {"machine": where, "command": command, **index_data(settings, results, goals, quick)}
+    everything |= data_of(settings, results)
     (folder / f"{name}.json").write_text(json.dumps(everything, indent=1) + "\n")
     parts = report_text(command, settings, results, quick, where)
     try:
@@ -248,7 +272,8 @@ def write(folder: Path, name: str, command: str, settings: Settings, results: Re
     else:
         draw(folder / f"{name}.png", settings, results)
         parts.append(f"![Loss curves]({name}.png)")
-    goals = table(["goal", "", "measured", "reached"], [goal.row() for goal in goals_of(results, settings)])
-    text = "\n\n".join([*parts, "Goals:", goals]) + "\n"
+    reached = table(["goal", "", "measured", "reached"], [goal.row() for goal in goals])
+    text = "\n\n".join([*parts, "Goals:", reached]) + "\n"
     (folder / f"{name}.md").write_text(text)
+    write_index(folder)
     return text

@@ -55,6 +55,12 @@ def test_report_has_both_tables(report):
     assert page.index("## Bits") < page.index("Goals:")
 
 
+def test_index_has_its_goals(report):
+    page, data, folder = report
+    assert len(data["goals"]) == page.split("Goals:")[1].count("| yes |") + page.split("Goals:")[1].count("| no |")
+    assert "[tables-1](tables-1.md)" in (folder / "README.md").read_text()
+
+
 def test_exact_mode_has_the_bits_of_its_partner(report):
     page, data, _ = report
     for name in ("pre-training", "fine-tuning"):

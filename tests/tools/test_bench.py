@@ -156,6 +156,17 @@ def test_a_cycle_is_one_update_with_the_mean_gradient():
         entry.close()
 
 
+def test_gradients_of_a_cycle_are_the_mean():
+    x, y = torch.randint(0, 256, (2, 2, 1, 64), generator=torch.Generator().manual_seed(0))
+    found = []
+    for batches in ([(x.flatten(0, 1), y.flatten(0, 1))], list(zip(x, y, strict=True))):
+        torch.manual_seed(1)
+        entry = build("bare", gpt("tiny"), False, micro_steps=len(batches))
+        entry.step = lambda entry=entry: found.append([param.grad.clone() for param in entry.params])
+        entry.cycle(batches)
+    torch.testing.assert_close(found[0], found[1])
+
+
 # ---- kernels
 
 
