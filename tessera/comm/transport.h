@@ -23,8 +23,9 @@ c10::intrusive_ptr<c10d::Store> fresh_store(const c10::intrusive_ptr<c10d::Store
                                             int rank);
 
 // Collective over the `size` ranks that meet at `store`, which has no other use. `at_hand` makes a group over the back
-// end at hand, may be called several times and later, when siblings are made; `timeout`: longest wait for a rank later. Value error when TESSERA_TRANSPORT is wrong or not the same on
-// all ranks; DistBackendError when memory must be shared and cannot.
+// end at hand, may be called several times and later, when siblings are made; `timeout`: longest wait for a rank later.
+// Value error when TESSERA_TRANSPORT is wrong or not the same on all ranks; DistBackendError when memory must be shared
+// and cannot.
 GroupPtr choose_transport(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                           std::chrono::milliseconds timeout, const std::function<GroupPtr()>& at_hand);
 

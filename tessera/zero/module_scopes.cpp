@@ -55,6 +55,8 @@ void ShardedModel::watch_call_of(std::vector<int> units, const std::vector<at::T
 void ShardedModel::leave_scope(int scope, const std::vector<at::Tensor>& outputs) {
   const std::lock_guard lock(hooks_.mutex());
   const bool in_backward = Hooks::inside_task();
+  unsharder_->end_inner(scope, in_backward);
+  producers_.resize(unsharder_->depth());
   const std::vector<int> units = unsharder_->watched(scope);
   const auto recorded = [](const at::Tensor& t) { return t.defined() && t.requires_grad() && t.grad_fn(); };
   const bool any = c10::GradMode::is_enabled() && std::any_of(outputs.begin(), outputs.end(), recorded);

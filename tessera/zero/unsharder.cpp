@@ -90,6 +90,12 @@ bool Unsharder::enter(int scope, bool in_backward) {
   return true;
 }
 
+void Unsharder::end_inner(int scope, bool in_backward) {
+  if (!under_way(scope)) return;
+  while (stack_.back().scope != scope)
+    abort(stack_.back().scope, in_backward);
+}
+
 std::vector<int> Unsharder::watched(int scope) const {
   if (stack_.empty() || stack_.back().scope != scope || stack_.back().nested) return {};
   return scopes_[scope];
@@ -97,9 +103,7 @@ std::vector<int> Unsharder::watched(int scope) const {
 
 void Unsharder::leave(int scope, bool in_backward, bool recorded) {
   if (!under_way(scope)) return;
-  // A scope whose end was never told (an exception past its hooks) ends with the one around it.
-  while (stack_.back().scope != scope)
-    abort(stack_.back().scope, in_backward);
+  end_inner(scope, in_backward);
   const Active active = stack_.back();
   stack_.pop_back();
   if (!active.nested) {

@@ -44,6 +44,8 @@ class Unsharder {
   int holding_scope() const;
   // Gathers, waits, holds. Collective. `in_backward`: a recomputation. False when scopes around it hold all its units.
   bool enter(int scope, bool in_backward);
+  // Scopes inside the innermost call of `scope` that never ended (an exception past their hooks) end here.
+  void end_inner(int scope, bool in_backward);
   // The units a ScopeCall should watch for the innermost call, of `scope`.
   std::vector<int> watched(int scope) const;
   // Ends the innermost call of `scope`. `recorded`: it left a graph behind.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -230,6 +231,37 @@ def test_a_recomputation_that_fails_leaves_nothing_behind(early_stop: bool) -> N
         return full_grads(engine)
 
     for grads in engines(model, 2, config(3), body):
+        assert_close(grads, plain_grads(model, 2, lambda m, rank: m(*batch(rank)).backward()))
+
+
+def test_a_child_that_stops_past_its_hooks_does_not_unwatch_its_parent() -> None:
+    class Stop(BaseException):  # torch runs a module's hooks for Exceptions only
+        pass
+
+    class Child(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise Stop
+
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(7, 7))
+            self.child = Child(7, 7)
+
+        def features(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x) @ self.weight
+            with contextlib.suppress(Stop):
+                self.child(x)
+            return torch.tanh(x @ self.weight)
+
+    model = make(Model)
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        engine(*batch(rank)).backward()
+        assert gathered(engine) == []
+        return full_grads(engine)
+
+    for grads in engines(model, 2, config(3, tessera={"min_unit_elements": 1}), body):
         assert_close(grads, plain_grads(model, 2, lambda m, rank: m(*batch(rank)).backward()))
 
 
