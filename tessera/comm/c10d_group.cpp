@@ -33,12 +33,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kFirstTag = 0x40000000;     // clear of the small tags that people use
-constexpr int kMarkTag = 0x20000000;      // added for the mark after a message
-constexpr int kSecondRound = 0x10000000;  // added for the second round of a call
-constexpr int64_t kInstances = 64;        // groups over one process group before tags repeat
-constexpr int64_t kCallTags = 64;         // calls of one group before tags repeat
-constexpr int kHashBits = 16;
+constexpr int kFirstTag = 0x40000000;        // clear of the small tags that people use
+constexpr int kMarkTag = 0x20000000;         // added for the mark after a message
+constexpr int kSecondRound = 0x10000000;     // added for the second round of a call
+constexpr int64_t kInstances = 64;           // groups over one process group before tags repeat
+constexpr int64_t kCallTags = 64;            // calls of one group before tags repeat
+constexpr int64_t kHashes = 1 << 16;         // that tags tell apart
 constexpr int64_t kMarkedBytes = 64 * 1024;  // messages from here on are followed by a mark
 constexpr int64_t kSmallBytes = 64 * 1024;   // up to here one round of whole tensors beats two rounds of parts
 
@@ -132,7 +132,7 @@ class Messages {
       : core_(core),
         info_(call.info),
         tag_(kFirstTag + (second_round ? kSecondRound : 0) +
-             static_cast<int>((call.instance % kInstances * kCallTags + call.number % kCallTags) << kHashBits)),
+             static_cast<int>((call.instance % kInstances * kCallTags + call.number % kCallTags) * kHashes)),
         hash_(agreement_hash(call.info)) {}
 
   void receive(const at::Tensor& flat, Span span, int peer) { post(flat, span, peer, false); }
@@ -161,7 +161,7 @@ class Messages {
 
   int tag_of(int64_t bytes) const {
     const uint64_t mixed = (hash_ ^ static_cast<uint64_t>(bytes)) * 0x9e3779b97f4a7c15u;  // its top bits depend on all
-    return tag_ + static_cast<int>(mixed >> (64 - kHashBits));
+    return tag_ + static_cast<int>(mixed / (UINT64_MAX / uint64_t{kHashes} + 1));
   }
 
   Transfer start(const at::Tensor& tensor, int peer, bool out, int tag) {
@@ -468,11 +468,11 @@ std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
   }
 }
 
-GroupPtr best_group(const std::shared_ptr<void>& keep_alive, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+GroupPtr best_group(std::shared_ptr<void> keep_alive, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   struct {  // let go in this order: what keeps alive has the last word
     std::shared_ptr<void> keep_alive;
     c10::intrusive_ptr<c10d::ProcessGroup> group;
-  } const both{keep_alive, group};
+  } const both{std::move(keep_alive), group};
   const auto over_group = [both] { return make_c10d_group(both.keep_alive, both.group, C10dPath::ByDevice); };
   const auto store = group->getStore();
   if (!store || group->getSize() == 1 || !only_cpu(*group)) return over_group();
@@ -483,7 +483,8 @@ GroupPtr best_group(const std::shared_ptr<void>& keep_alive, const c10::intrusiv
 }  // namespace
 
 GroupPtr c10d_group(std::shared_ptr<void> keep_alive, c10d::ProcessGroup& group) {
-  return best_group(keep_alive, c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(&group));
+  return best_group(std::move(keep_alive),
+                    c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(&group));
 }
 
 GroupPtr c10d_group(const std::string& name) {

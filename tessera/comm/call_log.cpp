@@ -24,11 +24,10 @@ std::string numbers(const std::vector<int64_t>& values) {
 
 std::optional<int64_t> read_number(std::string_view& text, char end) {
   const size_t at = text.find(end);
+  if (at == std::string_view::npos || at == 0) return std::nullopt;
+  const std::string_view digits = text.substr(0, at);
   int64_t value = 0;
-  if (at == std::string_view::npos || std::from_chars(text.data(), text.data() + at, value).ptr != text.data() + at ||
-      at == 0) {
-    return std::nullopt;
-  }
+  if (std::from_chars(digits.begin(), digits.end(), value).ptr != digits.end()) return std::nullopt;
   text.remove_prefix(at + 1);
   return value;
 }
