@@ -104,11 +104,6 @@ std::vector<int64_t> element_splits(const Call& call, const at::Tensor& t, std::
   return splits;
 }
 
-void count(OpStats& stats, int64_t bytes) {
-  stats.calls += 1;
-  stats.bytes += bytes;
-}
-
 int64_t shared_bytes(const at::Tensor& full, int size) {
   return static_cast<int64_t>(full.nbytes()) / size * (size - 1);
 }
@@ -123,7 +118,7 @@ Pending Group::all_gather(at::Tensor out, at::Tensor in, Label label) {
   TESSERA_CHECK_VALUE(out.numel() == size() * in.numel(), "comm", call.text(), "'out' has ", out.numel(), " elements; ",
                       size(), " ranks times ", in.numel(), " elements of 'in' are needed");
   call.in_place(out, in, rank());
-  count(stats_->all_gather, shared_bytes(out, size()));
+  count(&CommStats::all_gather, shared_bytes(out, size()));
   return do_all_gather(std::move(out), std::move(in), label);
 }
 
@@ -136,7 +131,7 @@ Pending Group::reduce_scatter(at::Tensor out, at::Tensor in, ReduceOp op, Label 
   TESSERA_CHECK_VALUE(in.numel() == size() * out.numel(), "comm", call.text(), "'in' has ", in.numel(), " elements; ",
                       size(), " ranks times ", out.numel(), " elements of 'out' are needed");
   call.in_place(in, out, rank());
-  count(stats_->reduce_scatter, shared_bytes(in, size()));
+  count(&CommStats::reduce_scatter, shared_bytes(in, size()));
   return do_reduce_scatter(std::move(out), std::move(in), op, label);
 }
 
@@ -144,7 +139,7 @@ Pending Group::all_reduce(at::Tensor tensor, ReduceOp op, Label label) {
   const Call call{"all_reduce", label};
   call.tensor(tensor, "tensor");
   call.reduction(tensor, op);
-  count(stats_->all_reduce, 2 * static_cast<int64_t>(tensor.nbytes()) * (size() - 1) / size());
+  count(&CommStats::all_reduce, 2 * static_cast<int64_t>(tensor.nbytes()) * (size() - 1) / size());
   return do_all_reduce(std::move(tensor), op, label);
 }
 
@@ -153,7 +148,7 @@ Pending Group::broadcast(at::Tensor tensor, int root, Label label) {
   call.tensor(tensor, "tensor");
   TESSERA_CHECK_VALUE(root >= 0 && root < size(), "comm", call.text(), "root ", root, " is no rank of a group of ",
                       size());
-  count(stats_->broadcast, size() == 1 ? 0 : static_cast<int64_t>(tensor.nbytes()));
+  count(&CommStats::broadcast, size() == 1 ? 0 : static_cast<int64_t>(tensor.nbytes()));
   return do_broadcast(std::move(tensor), root, label);
 }
 
@@ -166,18 +161,35 @@ Pending Group::all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> ou
   out_splits = element_splits(call, out, std::move(out_splits), size(), "out");
   in_splits = element_splits(call, in, std::move(in_splits), size(), "in");
   TESSERA_CHECK_VALUE(apart(out, in), "comm", call.text(), "'out' and 'in' overlap");
-  count(stats_->all_to_all, shared_bytes(in, size()));
+  count(&CommStats::all_to_all, shared_bytes(in, size()));
   return do_all_to_all(std::move(out), std::move(in), std::move(out_splits), std::move(in_splits), label);
 }
 
 GroupPtr Group::sibling() {
   GroupPtr group = do_sibling();
-  group->stats_ = stats_;
+  group->counts_ = counts_;
   return group;
 }
 
+CommStats Group::stats() const {
+  const std::scoped_lock lock(counts_->mutex);
+  return counts_->stats;
+}
+
+void Group::reset_stats() {
+  const std::scoped_lock lock(counts_->mutex);
+  counts_->stats = {};
+}
+
+void Group::count(OpStats CommStats::* op, int64_t bytes) {
+  const std::scoped_lock lock(counts_->mutex);
+  OpStats& of_op = counts_->stats.*op;
+  of_op.calls += 1;
+  of_op.bytes += bytes;
+}
+
 void Group::barrier(Label label) {
-  count(stats_->barrier, 0);
+  count(&CommStats::barrier, 0);
   do_barrier(label);
 }
 

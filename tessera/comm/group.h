@@ -16,6 +16,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -106,8 +107,9 @@ class Group {
   // back end can tell them, with `reason` in their message. Local, never blocks.
   virtual void abort(const std::string& reason) = 0;
 
-  const CommStats& stats() const { return *stats_; }
-  void reset_stats() { *stats_ = {}; }
+  // Also by another thread than the group's.
+  CommStats stats() const;
+  void reset_stats();
 
  protected:
   virtual Pending do_all_gather(at::Tensor out, at::Tensor in, Label label) = 0;
@@ -120,7 +122,13 @@ class Group {
   virtual GroupPtr do_sibling() = 0;
 
  private:
-  std::shared_ptr<CommStats> stats_ = std::make_shared<CommStats>();
+  struct Counts {  // of a group and its siblings, which may have threads of their own
+    std::mutex mutex;
+    CommStats stats;
+  };
+  void count(OpStats CommStats::* op, int64_t bytes);
+
+  std::shared_ptr<Counts> counts_ = std::make_shared<Counts>();
 };
 
 }  // namespace tessera::comm

@@ -47,6 +47,7 @@ std::vector<std::string> exchange(c10d::Store& store, int rank, int size, const 
   const auto key = [&](int r) { return "tessera/" + topic + "/" + std::to_string(r); };
   store.set(key(rank), said);
   std::vector<std::string> all;
+  all.reserve(size);
   for (int r = 0; r < size; ++r)
     all.push_back(store.get_to_str(key(r)));
   return all;

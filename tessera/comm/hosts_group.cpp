@@ -190,7 +190,7 @@ class HostsGroup final : public Group {
     OpInfo info = describe_call("all_to_all", in, label);
     TESSERA_CHECK_VALUE(out_splits[rank()] == in_splits[rank()], "comm", describe(info), ": rank ", rank(), " sends ",
                         in_splits[rank()], " elements to itself and expects ", out_splits[rank()]);
-    return launch(std::move(info), [=, this_place = &place()](const std::string& text) {
+    return launch(info, [=, this_place = &place()](const std::string& text) {
       hosts_all_to_all(*this_place, out, in, out_splits, in_splits, text);
     });
   }
@@ -209,7 +209,7 @@ class HostsGroup final : public Group {
  private:
   const HostsPlace& place() const { return lane_->place(); }
   // `go` gets what the stages of the call are called; it is the whole call, so that different ones never meet.
-  Pending launch(OpInfo info, std::function<void(const std::string&)> go) {
+  Pending launch(const OpInfo& info, std::function<void(const std::string&)> go) {
     auto trip = lane_->launch(info, [go = std::move(go), text = agreement(info)] { go(text); });
     return Pending(std::make_unique<HostsPending>(lane_, std::move(trip)));
   }

@@ -129,6 +129,7 @@ at::Tensor sum_between(const HostsPlace& place, const Plan& plan, const at::Tens
   place.between->all_to_all(sums, summed, received, sent, text).wait();
   const Counts at = begins(received);
   std::vector<const void*> rows;
+  rows.reserve(plan.hosts());
   for (int h = 0; h < plan.hosts(); ++h)
     rows.push_back(bytes_of(sums) + at[plan.partner(place.rank, h)] * static_cast<int64_t>(sums.element_size()));
   at::Tensor result = room(mine, from.scalar_type());
@@ -168,7 +169,7 @@ void share(const HostsPlace& place, const Plan& plan, const at::Tensor& out, con
   }
 }
 
-at::Tensor rounded(at::Tensor sum, c10::ScalarType dtype, ReduceOp op, int ranks) {
+at::Tensor rounded(const at::Tensor& sum, c10::ScalarType dtype, ReduceOp op, int ranks) {
   if (op == ReduceOp::Avg) sum.div_(ranks);
   return sum.to(dtype);
 }

@@ -74,7 +74,7 @@ struct Hash {
     add(static_cast<unsigned char>(0));
   }
   void add(int64_t number) {
-    for (int i = 0; i < 8; ++i)
+    for (unsigned i = 0; i < 8; ++i)
       add(static_cast<unsigned char>(static_cast<uint64_t>(number) >> (8 * i)));
   }
 };

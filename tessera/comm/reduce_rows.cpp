@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <type_traits>
 
@@ -94,11 +95,11 @@ inline A combine(A a, A b) {
   } else if constexpr (op == ReduceOp::Product) {
     return multiply(a, b);
   } else if constexpr (op == ReduceOp::BitAnd) {
-    return static_cast<A>(a & b);
+    return static_cast<A>(std::bit_and<>()(a, b));
   } else if constexpr (op == ReduceOp::BitOr) {
-    return static_cast<A>(a | b);
+    return static_cast<A>(std::bit_or<>()(a, b));
   } else if constexpr (op == ReduceOp::BitXor) {
-    return static_cast<A>(a ^ b);
+    return static_cast<A>(std::bit_xor<>()(a, b));
   } else {
     return add(a, b);
   }

@@ -172,6 +172,7 @@ class ShmBackend final : public c10d::Backend {
   template <class Options>
   WorkPtr launch(const std::vector<ShmOpPtr>& ops, Draft&& draft, const Options& options, OpType type) {
     std::vector<ShmWork::Call> calls;
+    calls.reserve(ops.size());
     for (const ShmOpPtr& op : ops)
       calls.push_back({share_->channel, op});
     const auto work = handle(std::move(calls), std::move(draft), options.timeout, type);

@@ -18,7 +18,8 @@ ShmChannel::ShmChannel(char* base, int channel, int rank, int size, std::vector<
       size_(size),
       numbers_(std::move(numbers)),
       ranks_(reinterpret_cast<ShmRank*>(base + ShmLayout{size}.ranks())),
-      counters_(reinterpret_cast<ShmCounters*>(base + ShmLayout{size}.counters()) + channel * size),
+      counters_(reinterpret_cast<ShmCounters*>(base + ShmLayout{size}.counters()) +
+                static_cast<ptrdiff_t>(channel) * size),
       written_(size, 0),
       consumed_(size, 0),
       records_(size, nullptr) {

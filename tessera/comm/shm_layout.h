@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstring>
 #include <string_view>
 
 #include "tessera/comm/shm_op.h"
@@ -58,7 +57,7 @@ static_assert(sizeof(SlotHead) == 256);
 template <size_t N>
 void put_text(char (&to)[N], std::string_view text) {
   const size_t length = std::min(text.size(), N - 1);
-  std::memcpy(to, text.data(), length);
+  text.copy(to, length);
   to[length] = '\0';
 }
 

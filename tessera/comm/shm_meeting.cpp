@@ -81,7 +81,8 @@ ShmSharePtr shm_meet(c10d::Store& store, int rank, int size, std::chrono::millis
   return share;
 }
 
-std::vector<ShmSharePtr> shm_thread_shares(int size, std::chrono::milliseconds timeout, std::vector<int> numbers) {
+std::vector<ShmSharePtr> shm_thread_shares(int size, std::chrono::milliseconds timeout,
+                                           const std::vector<int>& numbers) {
   TESSERA_CHECK_VALUE(size >= 1, "comm", "shared memory: a group has at least 1 rank, got ", size);
   const auto segment = create_segment(size, 0);
   std::vector<ShmSharePtr> shares;

@@ -31,6 +31,7 @@ ShmSharePtr shm_meet(c10d::Store& store, int rank, int size, std::chrono::millis
                      std::vector<int> numbers = {});
 
 // The same with threads of this process as ranks: element r is for the thread of rank r.
-std::vector<ShmSharePtr> shm_thread_shares(int size, std::chrono::milliseconds timeout, std::vector<int> numbers = {});
+std::vector<ShmSharePtr> shm_thread_shares(int size, std::chrono::milliseconds timeout,
+                                           const std::vector<int>& numbers = {});
 
 }  // namespace tessera::comm

@@ -245,6 +245,7 @@ class Barrier final : public ShmOp {
 ShmOpPtr shm_all_gather(int rank, int size, const at::Tensor& out, const at::Tensor& in, Label label) {
   const auto bytes = static_cast<int64_t>(in.nbytes());
   std::vector<Piece> parts;
+  parts.reserve(size);
   for (int r = 0; r < size; ++r)
     parts.push_back({r * bytes, bytes});
   return std::make_shared<AllGather>(rank, size, info_of("all_gather", out, label), parts, ShmTensors{out}, in);

@@ -195,6 +195,7 @@ ShmOpPtr shm_reduce_scatter(int rank, int size, const at::Tensor& out, const at:
   OpInfo info = info_of("reduce_scatter", in, label, op);
   check_reduction(info);
   std::vector<const char*> from;
+  from.reserve(size);
   for (int r = 0; r < size; ++r)
     from.push_back(bytes_of(in) + r * static_cast<int64_t>(out.nbytes()));
   return std::make_shared<ReduceScatter>(rank, size, std::move(info), out, std::move(from),

@@ -74,7 +74,7 @@ TEST(GroupStats, CountCallsAndPayload) {
     group->broadcast(full, 0).wait();
     group->all_to_all(full, at::ones({400})).wait();
     group->barrier();
-    const auto& stats = group->stats();
+    const auto stats = group->stats();
     EXPECT_EQ(stats.all_gather.calls, 2);
     EXPECT_EQ(stats.all_gather.bytes, 2 * 1200);
     EXPECT_EQ(stats.reduce_scatter.calls, 1);
