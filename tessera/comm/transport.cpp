@@ -39,14 +39,16 @@ std::optional<Hosts> find_hosts(c10d::Store& store, int rank, int size) {
                         "' on rank ", r, "; it must be the same everywhere");
   }
   if (mine == kAtHand) return std::nullopt;
-  const Hosts hosts = group_by_host(ids);
+  Hosts hosts = group_by_host(ids);
   TESSERA_CHECK_DIST(mine == kAuto || hosts.count() == 1, "comm", "TESSERA_TRANSPORT is ", kShared, ", but the ", size,
                      " ranks are on ", hosts.count(), " hosts");
   return hosts;
 }
 
 void warn(int rank, const std::string& text) {
-  if (rank == 0) TORCH_WARN(text, "; the ranks talk through the network instead");
+  if (rank == 0) {
+    TORCH_WARN(text, "; the ranks talk through the network instead");
+  }
 }
 
 // make(): shares memory among all ranks, or fails on all of them. Null when it is not to be had and need not be.

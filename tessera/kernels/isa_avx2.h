@@ -15,6 +15,7 @@ using F = __m256;                                     // floats
 using D = __m256d;                                    // half as many doubles
 using H = __m128i;                                    // 16-bit lanes
 using U = uint32_t __attribute__((vector_size(32)));  // the bits of F
+using I = int32_t __attribute__((vector_size(32)));   // the same, signed
 
 inline F splat(float x) {
   return _mm256_set1_ps(x);
@@ -48,18 +49,17 @@ inline H narrow_u16(U x) {
   return _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
 }
 // Between two vectors of consecutive elements and those at even and at odd places.
-using Places = int32_t __attribute__((vector_size(32)));
 inline F even_of(F a, F b) {
-  return __builtin_shuffle(a, b, Places{0, 2, 4, 6, 8, 10, 12, 14});
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
 }
 inline F odd_of(F a, F b) {
-  return __builtin_shuffle(a, b, Places{1, 3, 5, 7, 9, 11, 13, 15});
+  return __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
 }
 inline F low_mix(F even, F odd) {
-  return __builtin_shuffle(even, odd, Places{0, 8, 1, 9, 2, 10, 3, 11});
+  return __builtin_shufflevector(even, odd, 0, 8, 1, 9, 2, 10, 3, 11);
 }
 inline F high_mix(F even, F odd) {
-  return __builtin_shuffle(even, odd, Places{4, 12, 5, 13, 6, 14, 7, 15});
+  return __builtin_shufflevector(even, odd, 4, 12, 5, 13, 6, 14, 7, 15);
 }
 inline D low_doubles(F x) {
   return _mm256_cvtps_pd(_mm256_castps256_ps128(x));

@@ -15,6 +15,7 @@ using F = __m512;                                     // floats
 using D = __m512d;                                    // half as many doubles
 using H = __m256i;                                    // 16-bit lanes
 using U = uint32_t __attribute__((vector_size(64)));  // the bits of F
+using I = int32_t __attribute__((vector_size(64)));   // the same, signed
 
 inline F splat(float x) {
   return _mm512_set1_ps(x);
@@ -47,18 +48,17 @@ inline H narrow_u16(U x) {
   return _mm512_cvtepi32_epi16((__m512i)x);
 }
 // Between two vectors of consecutive elements and those at even and at odd places.
-using Places = int32_t __attribute__((vector_size(64)));
 inline F even_of(F a, F b) {
-  return __builtin_shuffle(a, b, Places{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30});
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
 }
 inline F odd_of(F a, F b) {
-  return __builtin_shuffle(a, b, Places{1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31});
+  return __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
 inline F low_mix(F even, F odd) {
-  return __builtin_shuffle(even, odd, Places{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+  return __builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }
 inline F high_mix(F even, F odd) {
-  return __builtin_shuffle(even, odd, Places{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+  return __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 inline D low_doubles(F x) {
   return _mm512_cvtps_pd(_mm512_castps512_ps256(x));

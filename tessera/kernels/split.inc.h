@@ -13,7 +13,7 @@ struct SplitHalves {
   static TESSERA_INLINE Pair load(const void* weight, const void* residual, int64_t i, Lanes lanes) {
     const Pair upper = Bf16::load<order>(weight, i, lanes);
     const Bits low = Halves::load_upper<order>(residual, i, lanes);
-    return {(F)((U)upper.a + (U)((Places)low.a >> 16)), (F)((U)upper.b + (U)((Places)low.b >> 16))};
+    return {(F)((U)upper.a + (U)((I)low.a >> 16)), (F)((U)upper.b + (U)((I)low.b >> 16))};
   }
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* weight, void* residual, int64_t i, Lanes lanes, const Pair& x) {
