@@ -38,29 +38,35 @@ LIBRARIES = {"fsdp2": "torch.distributed.fsdp", "tessera": "tessera", "deepspeed
 
 @dataclass(frozen=True)
 class Spec:
-    """What a contender's name says: KIND[:STAGE][+STATES]."""
+    """What a contender's name says: KIND[:STAGE][+STATES][+shared]."""
 
     kind: str
     stage: int = 0
     states: int | None = None  # None: what the precision has by default
+    shared: bool = False  # one copy of the parameters for all ranks of the host
 
     @property
     def suffix(self) -> str:
-        return "" if self.states is None else f", {self.states} bytes"
+        states = "" if self.states is None else f", {self.states} bytes"
+        return states + (", shared" if self.shared else "")
 
 
 def parse(name: str) -> Spec:
-    """`tessera:1+10` is stage 1 with 10 bytes of states a parameter, `fsdp2:3` is FSDP2 as ZeRO-3, `bare` is `bare`."""
+    """`tessera:1+10` is stage 1 with 10 bytes of states a parameter, `tessera:3+shared` has parameters that all ranks
+    share, `fsdp2:3` is FSDP2 as ZeRO-3, `bare` is `bare`."""
     front, *more = name.split("+")
     kind, _, stage = front.partition(":")
     if kind not in STATES or (kind in STAGES) != bool(stage):
         raise SystemExit(f"no contender is called '{name}'; {', '.join(STATES)}, with a stage: {', '.join(STAGES)}")
     if stage and stage not in map(str, STAGES[kind]):
         raise SystemExit(f"contender '{name}': the stages of {kind} are {', '.join(map(str, STAGES[kind]))}")
+    shared = kind == "tessera" and more[-1:] == ["shared"]
+    if shared:
+        more.pop()
     if len(more) > 1 or any(m not in map(str, STATES[kind]) for m in more):
         known = ", ".join(f"+{n}" for n in STATES[kind]) or "nothing"
         raise SystemExit(f"contender '{name}': {kind} takes {known} after its name")
-    return Spec(kind, int(stage or 0), int(more[0]) if more else None)
+    return Spec(kind, int(stage or 0), int(more[0]) if more else None, shared)
 
 
 class Contender:
@@ -197,6 +203,8 @@ def _json(spec: Spec, bf16: bool, micro_steps: int, zero: dict[str, Any]) -> dic
     }
     if spec.kind == "tessera" and spec.states is not None:
         config["tessera"] = {"state_bytes": spec.states}
+    if spec.shared:
+        config.setdefault("tessera", {})["shared_parameters"] = True
     return config
 
 

@@ -71,16 +71,25 @@ def train(job: Job, size: str) -> tuple[Any, list[float], int]:
     return entry, losses, early
 
 
+def together() -> int:
+    """This rank's part of what all ranks hold, at a moment when all of them hold it."""
+    dist.barrier()
+    part = memory.proportional()
+    dist.barrier()
+    return part
+
+
 def _worker(rank: int, setup: Callable[..., None], args: argparse.Namespace, port: int, job: Job, queue: Any) -> None:
     setup(rank, args, port)
     gpt_model.Linear.wide = False  # no fp32 copies of weights
     if available(job.peer):
         train(job, "tiny")[0].close()  # what an engine loads and keeps whatever the model
-        before = memory.now()
+        before, part = memory.now(), together()
         entry, losses, early = train(job, job.size)
         sizes = [memory.now() - before, memory.peak() - before, early - before]
         own = parse(job.peer).kind == "tessera"
-        queue.put((entry.name, losses, sizes, entry.engine.core.memory().buckets if own else 0))
+        buckets = entry.engine.core.memory().buckets if own else 0
+        queue.put((entry.name, losses, [*sizes, buckets, together() - part]))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -113,9 +122,9 @@ def run(
         queue = context.SimpleQueue()
         mp.spawn(_worker, (setup, args, free_port(), job, queue), nprocs=args.ranks)
         while not queue.empty():
-            engine, mine, sizes, buckets = queue.get()
+            engine, mine, sizes = queue.get()
             losses[engine] = mine
-            figures = Figures(*(size / elements for size in (*sizes, buckets)))
+            figures = Figures(*(size / elements for size in sizes))
             found[engine] = figures.most(found[engine]) if engine in found else figures
             found[engine].peer = job.peer
     for name in environment:
@@ -130,7 +139,7 @@ def rows_of(found: dict[str, Figures], default: dict[str, Figures]) -> list[list
     for name, f in found.items():
         cells = [f"{f.states:.2f}", f"{f.buckets:.2f}", f"{f.formula:.2f}"] if f.formula else ["-"] * 3
         cells += [f"{value:.2f}" for value in (f.resident, f.later, f.first)]
-        cells.append(f"{f.later / f.formula:.3f}" if f.formula else "-")
+        cells += [f"{f.later / f.formula:.3f}" if f.formula else "-", f"{f.host:.2f}"]
         other = default.get(name)
         rows.append([name, *cells, *([f"{other.resident:.1f}", f"{other.peak:.1f}"] if other else ["-", "-"])])
     return rows
@@ -142,7 +151,8 @@ def intro(args: argparse.Namespace) -> str:
         "small model, largest rank, in bytes a parameter. Where no number is given, bf16 means 14 bytes of "
         "states (exact) for Tessera and fp32 masters for the others; FSDP2 with 8 bytes and DeepSpeed with 10 round to "
         "nearest. Formula: states (weights, gradients, master, moments, as the stage divides them), the buckets that "
-        "the engine has for what is on its way, and activations. The peers have no gradients between steps. Measured "
+        "the engine has for what is on its way, and activations. The peers have no gradients between steps. All ranks "
+        "together: memory that they share counts once (Pss). Measured "
         "with an allocator that returns freed memory to the system at once (MALLOC_MMAP_THRESHOLD_=65536); the last "
         "two columns with glibc's default, which keeps part of it"
         + (" (not measured in quick mode)." if args.quick else " (in bf16).")
@@ -151,7 +161,8 @@ def intro(args: argparse.Namespace) -> str:
 
 def bench_memory(args: argparse.Namespace, setup: Callable[..., None], free_port: Callable[[], int]) -> Result:
     header = ["engine", "states", "buckets", "formula", f"after {STEPS} steps", "peak of later steps"]
-    header += ["peak of construction and first step", "later peak / formula", "default: after", "default: peak"]
+    header += ["peak of construction and first step", "later peak / formula", "all ranks: after"]
+    header += ["default: after", "default: peak"]
     result = Result([intro(args)], {"memory": {}, "memory_default_allocator": {}}, how="One run of each engine.")
     pictures: dict[str, dict[str, Figures]] = {}
     for size in args.sizes:
@@ -166,7 +177,7 @@ def bench_memory(args: argparse.Namespace, setup: Callable[..., None], free_port
             extra = activations(size, bf16) / elements
             for figures in found.values():
                 spec = parse(figures.peer)
-                if spec.kind == "tessera":
+                if spec.kind == "tessera" and not spec.shared:  # shared: whole in every rank's figures
                     figures.states = state_bytes(bf16, spec.states, spec.stage, args.ranks)
                     figures.formula = figures.states + figures.buckets + extra
             result.text.append(f"## {title}, {elements / 1e6:.1f} M parameters, activations {extra:.2f}")

@@ -17,6 +17,7 @@ class Figures:
     later: float  # peak of all steps but the first
     first: float  # peak of construction and first step
     buckets: float
+    host: float = 0.0  # after the steps, all ranks together; what they share counts once
     states: float = 0.0
     formula: float = 0.0
     peer: str = ""
@@ -31,10 +32,10 @@ class Figures:
 
     def most(self, other: Figures) -> Figures:
         pairs = ((self.resident, other.resident), (self.later, other.later), (self.first, other.first))
-        return Figures(*(max(pair) for pair in pairs), max(self.buckets, other.buckets))
+        return Figures(*(max(pair) for pair in pairs), max(self.buckets, other.buckets), self.host + other.host)
 
     def data(self) -> dict[str, Any]:
-        found = {"resident": self.resident, "peak": self.later, "first_peak": self.first}
+        found = {"resident": self.resident, "peak": self.later, "first_peak": self.first, "host": self.host}
         return found | ({"formula": self.formula, "buckets": self.buckets} if self.formula else {})
 
 
@@ -72,7 +73,7 @@ def formula_goals(title: str, found: dict[str, Figures]) -> list[Goal]:
 
 def goals_of(title: str, found: dict[str, Figures], default: dict[str, Figures]) -> list[Goal]:
     goals = formula_goals(title, found)
-    names = {(f.spec.kind, f.spec.stage, f.spec.states): name for name, f in found.items()}
+    names = {(f.spec.kind, f.spec.stage, f.spec.states): name for name, f in found.items() if not f.spec.shared}
     for states, kind, of, limit in COMPARED:
         for stage in (1, 2, 3):
             own, peer = names.get(("tessera", stage, states)), names.get((kind, stage, of))

@@ -75,7 +75,8 @@ void bind_structs(py::module_& m) {
       .def_readonly("grads", &Engine::Memory::grads)
       .def_readonly("master", &Engine::Memory::master)
       .def_readonly("states", &Engine::Memory::states)
-      .def_readonly("buckets", &Engine::Memory::buckets);
+      .def_readonly("buckets", &Engine::Memory::buckets)
+      .def_readonly("shared", &Engine::Memory::shared);
 }
 
 void bind_writes(py::module_& m) {
@@ -145,7 +146,7 @@ void bind_modules(EngineClass& c) {
       .def("register_external", &Engine::register_external, py::arg("module"), py::arg("param"), NoGil())
       .def("is_gathered", &Engine::is_gathered, py::arg("param"))
       .def("partition_of", &Engine::partition_of, py::arg("param"))
-      .def("gather", &Engine::gather, py::arg("params"), NoGil())
+      .def("gather", &Engine::gather, py::arg("params"), py::arg("writable") = true, NoGil())
       .def("release", &Engine::release, py::arg("params"), py::arg("writes"), py::arg("writer"), NoGil());
 }
 

@@ -41,6 +41,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("precision", &zero::Options::precision)
       .def_readwrite("reduce_bucket_size", &zero::Options::reduce_bucket_size)
       .def_readwrite("min_unit_elements", &zero::Options::min_unit_elements)
+      .def_readwrite("share_params", &zero::Options::share_params)
       .def_readwrite("overlap", &zero::Options::overlap)
       .def_readwrite("average", &zero::Options::average)
       .def_readwrite("seed", &zero::Options::seed)

@@ -65,7 +65,7 @@ class EarlyParameters:
             del self._read[number]
         self.core.release(numbers, _core.Writes.FromRank, 0)
 
-    def gather(self, numbers: list[int]) -> None:
+    def gather(self, numbers: list[int], writable: bool = True) -> None:
         self._close([number for number in numbers if number in self._read])
         self.core.gather(numbers)
 

@@ -423,7 +423,7 @@ class Engine(EngineGetters):
         if self.core.destroyed() or self.config.zero_optimization.stage != 3:
             yield False
             return
-        groups = gathered(self.module.parameters())
+        groups = gathered(self.module.parameters(), writable=False)
         try:
             yield True
         except BaseException:

@@ -20,7 +20,7 @@ EXTERNAL = "_tessera_external"  # of modules: parameters of others that their fo
 class Holder(Protocol):
     """Who holds partitioned parameters: an engine's core, or EarlyParameters before there is one."""
 
-    def gather(self, numbers: list[int], /) -> None: ...
+    def gather(self, numbers: list[int], writable: bool, /) -> None: ...
     def release(self, numbers: list[int], writes: _core.Writes, writer: int, /) -> None: ...
     def is_gathered(self, number: int, /) -> bool: ...
     def partition_of(self, number: int, /) -> _core.ParamPartition: ...
@@ -231,10 +231,9 @@ def _nearest(scopes: dict[str, _Scope], path: str) -> _Scope | None:
     return None
 
 
-def gathered(
-    params: Iterable[torch.Tensor],
-) -> list[tuple[Holder, list[int]]]:
-    """Gathers `params`; returns what is to be released: the holders with the numbers of theirs."""
+def gathered(params: Iterable[torch.Tensor], writable: bool) -> list[tuple[Holder, list[int]]]:
+    """Gathers `params`; returns what is to be released: the holders with the numbers of theirs. `writable`: some rank's
+    values may hold in the end."""
     numbers: dict[int, tuple[Holder, list[int]]] = {}
     for param in params:
         found = holder_of(param)
@@ -242,5 +241,5 @@ def gathered(
             numbers.setdefault(id(found[0]), (found[0], []))[1].append(found[1])
     groups = list(numbers.values())
     for holder, wanted in groups:
-        holder.gather(wanted)
+        holder.gather(wanted, writable)
     return groups

@@ -109,7 +109,7 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         unique = {id(param): param for param in self._params}
-        self._open = gathered(unique.values())
+        self._open = gathered(unique.values(), writable=self._rank is not None)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         groups, self._open = self._open, []

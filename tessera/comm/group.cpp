@@ -188,6 +188,11 @@ void Group::count(OpStats CommStats::* op, int64_t bytes) {
   of_op.bytes += bytes;
 }
 
+at::Tensor Group::shared_memory(int64_t bytes, Label label) {
+  TESSERA_CHECK_VALUE(bytes >= 0, "comm", Call{"shared_memory", label}.text(), bytes, " bytes");
+  return do_shared_memory(bytes, label);
+}
+
 void Group::barrier(Label label) {
   count(&CommStats::barrier, 0);
   do_barrier(label);

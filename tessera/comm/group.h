@@ -98,6 +98,12 @@ class Group {
                      std::vector<int64_t> in_splits = {}, Label label = {});
   void barrier(Label label = {});
 
+  // `bytes` zero bytes (a 1-D uint8 tensor) that are the same memory on all ranks, for as long as any rank keeps the
+  // tensor. All of it is reserved. Undefined on all ranks where the group cannot: ranks of several hosts, or talking
+  // through a torch process group. DistBackendError on all ranks, after which the group is well, when one of them cannot
+  // have that much. Nothing orders accesses but collectives: what was written before one is seen after it.
+  at::Tensor shared_memory(int64_t bytes, Label label = {});
+
   // A group of the same ranks whose calls are ordered on their own, so that work of two kinds need not agree on one
   // order. Counts into this group's stats and fails with it. Collective in the sense of order: every rank makes its
   // siblings in the same order.
@@ -120,6 +126,7 @@ class Group {
                                 std::vector<int64_t> in_splits, Label label) = 0;
   virtual void do_barrier(Label label) = 0;
   virtual GroupPtr do_sibling() = 0;
+  virtual at::Tensor do_shared_memory(int64_t, Label) { return {}; }
 
  private:
   struct Counts {  // of a group and its siblings, which may have threads of their own

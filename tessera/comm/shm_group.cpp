@@ -1,6 +1,7 @@
 #include "tessera/comm/shm_group.h"
 
 #include "tessera/comm/shm_meeting.h"
+#include "tessera/comm/shm_memory.h"
 
 namespace tessera::comm {
 namespace {
@@ -44,6 +45,7 @@ class ShmGroup final : public Group {
                         Label label) override {
     return launch(shm_all_to_all(rank(), size(), out, in, std::move(out_splits), std::move(in_splits), label));
   }
+  at::Tensor do_shared_memory(int64_t bytes, Label label) override { return shm_memory(*this, bytes, label); }
   void do_barrier(Label label) override { launch(shm_barrier(rank(), size(), label)).wait(); }
   // One world: what fails one group fails both.
   GroupPtr do_sibling() override { return std::make_shared<ShmGroup>(std::make_shared<ShmShare>(share_->world)); }

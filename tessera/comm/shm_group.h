@@ -13,7 +13,7 @@
 //     shm_meeting    how ranks come together              shm_layout        what lies where
 //     shm_world      one rank: waits, faults              shm_signal        futex, life of a process
 //     shm_channel    calls in flight, records             shm_segment       the memory
-//     shm_mail       messages between two ranks
+//     shm_mail       messages between two ranks           shm_memory   memory for tensors of all ranks
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>

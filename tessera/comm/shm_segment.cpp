@@ -41,7 +41,12 @@ ShmSegment::ShmSegment(int fd, size_t bytes) : fd_(fd), size_(bytes) {
 
 ShmSegment::~ShmSegment() {
   munmap(data_, size_);
-  close(fd_);
+  close_file();
+}
+
+void ShmSegment::close_file() {
+  if (fd_ >= 0) close(fd_);
+  fd_ = -1;
 }
 
 std::shared_ptr<ShmSegment> ShmSegment::create(size_t bytes) {

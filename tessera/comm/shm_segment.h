@@ -27,13 +27,15 @@ class ShmSegment {
   char* data() const { return data_; }
   size_t size() const { return size_; }
   int fd() const { return fd_; }
+  // Nobody can attach from here on; those who have keep the memory.
+  void close_file();
   // Makes sure that [offset, offset + bytes) has memory.
   void reserve(size_t offset, size_t bytes) const;
 
  private:
   ShmSegment(int fd, size_t bytes);
 
-  const int fd_;
+  int fd_;
   const size_t size_;
   char* data_ = nullptr;
 };

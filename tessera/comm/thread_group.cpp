@@ -9,11 +9,15 @@
 //   part is skipped), one of reduce_scatter fills one rank's part, and one of all_reduce reduces a
 //   segment and writes it into the tensors of all ranks. So shares need no barrier between them,
 //   and a result is the same whoever computes it.
+#include <ATen/ops/from_blob.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <mutex>
+#include <new>
 #include <optional>
 
 #include "tessera/base/error.h"
@@ -51,12 +55,14 @@ void copy_bytes(char* to, const char* from, int64_t bytes) {
 
 // The calls of one group and of each of its siblings, in the order of each rank.
 struct Channel {
-  explicit Channel(int size) : next(size, 0), gone(size, false) {}
+  explicit Channel(int size) : next(size, 0), gone(size, false), next_memory(size, 0) {}
 
   std::deque<std::shared_ptr<Op>> open;  // not yet posted by all; front is position `first`
   int64_t first = 0;
   std::vector<int64_t> next;  // position of a rank's next call
   std::vector<bool> gone;     // ranks whose Group object was destroyed
+  std::vector<int64_t> next_memory;
+  std::map<int64_t, std::pair<std::shared_ptr<char[]>, int>> memories;  // not yet taken by all
 };
 
 // State shared by all ranks of one group and its siblings.
@@ -71,6 +77,8 @@ class World {
   void abort(int rank, const std::string& reason);
   void leave(int channel, int rank);
   int add_channel(int rank);  // the rank's next sibling
+  // The memory that the rank's next call is about: made by the first rank that comes.
+  std::shared_ptr<char[]> memory(int channel, int rank, int64_t bytes);
 
  private:
   void check_alive(int rank, const OpInfo& info, Clock::time_point since) const;
@@ -124,6 +132,23 @@ std::shared_ptr<Op> World::post(int channel, int rank, Post post) {
   }
   check_alive(rank, op->posts[rank]->info, Clock::now());
   return op;
+}
+
+std::shared_ptr<char[]> World::memory(int channel, int rank, int64_t bytes) {
+  const std::scoped_lock lock(mutex_);
+  Channel& c = channels_[channel];
+  const int64_t position = c.next_memory[rank]++;
+  auto& [memory, taken] = c.memories[position];
+  if (!memory) {
+    constexpr std::align_val_t kAligned{64};
+    const auto data = static_cast<char*>(::operator new(static_cast<size_t>(bytes), kAligned, std::nothrow));
+    TESSERA_CHECK_DIST(data != nullptr, "comm", "shared memory: ", bytes, " B are needed");  // the same on every rank
+    memory.reset(data, [](char* p) { ::operator delete(p, kAligned); });
+    std::memset(data, 0, static_cast<size_t>(bytes));
+  }
+  const auto mine = memory;
+  if (++taken == size_) c.memories.erase(position);
+  return mine;
 }
 
 int World::add_channel(int rank) {
@@ -327,6 +352,13 @@ class ThreadGroup final : public Group {
     post.out_splits = std::move(out_splits);
     post.in_splits = std::move(in_splits);
     return send(std::move(post), out, in);
+  }
+  at::Tensor do_shared_memory(int64_t bytes, Label label) override {
+    Post post;
+    post.info = {.name = "shared_memory", .label = std::string(label), .bytes = bytes};
+    send(std::move(post), {}, {}).wait();
+    const auto memory = world_->memory(channel_, rank_, bytes);
+    return at::from_blob(memory.get(), {bytes}, [memory](void*) {}, at::kByte);
   }
   void do_barrier(Label label) override {
     Post post;

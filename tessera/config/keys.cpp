@@ -299,6 +299,8 @@ std::vector<Key> later_rows() {
       {FIELD(tessera.rounding), "rounding into 16-bit masters, moments and accumulated gradients; unset: stochastic",
        one_of({"nearest", "stochastic"})},
       {FIELD(tessera.seed), "seed of stochastic rounding", at_least(0)},
+      {FIELD(tessera.shared_parameters),
+       "CPU ranks of one host keep one copy of the compute parameters, see docs/shared_parameters.md"},
   };
 }
 

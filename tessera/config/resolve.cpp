@@ -37,6 +37,7 @@ zero::Options zero_options(const Config& config) {
   options.seed = static_cast<uint64_t>(config.tessera.seed);
   options.reduce_bucket_size = zero.reduce_bucket_size;
   options.min_unit_elements = config.tessera.min_unit_elements;
+  options.share_params = config.tessera.shared_parameters;
   options.average = config.gradient_allreduce_op == GradientOp::Mean;
   options.communication = config.communication_data_type;
   options.gather.prefetch = zero.stage3_prefetch_bucket_size;

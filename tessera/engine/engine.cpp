@@ -249,8 +249,8 @@ zero::ParamPartition Engine::partition_of(int param) const {
   return {zero::ParamState::Ready, false, {0, tensor.numel()}, shard::flatten_like_param(tensor, tensor)};
 }
 
-void Engine::gather(const std::vector<int>& params) {
-  impl_->live("gather").open_region(held_places(impl_->place_of, params, "gather"));
+void Engine::gather(const std::vector<int>& params, bool writable) {
+  impl_->live("gather").open_region(held_places(impl_->place_of, params, "gather"), writable);
 }
 
 void Engine::release(const std::vector<int>& params, Writes writes, int writer) {
@@ -535,6 +535,7 @@ Engine::Memory Engine::memory() const {
   for (const auto& flat : impl_->model->frozen())
     memory.params += flat->bytes();
   memory.buckets = impl_->model->pool_bytes();
+  memory.shared = impl_->model->shared_bytes();
   return memory;
 }
 

@@ -90,8 +90,9 @@ class Engine {
   // partitioned pass through.
   bool is_gathered(int param) const;
   zero::ParamPartition partition_of(int param) const;
-  // State error for a parameter that is in an open region.
-  void gather(const std::vector<int>& params);
+  // State error for a parameter that is in an open region. `writable` false: for reading, and release() without a writer;
+  // it spares shared parameters a private copy.
+  void gather(const std::vector<int>& params, bool writable = true);
   using Writes = zero::Writes;
   void release(const std::vector<int>& params, Writes writes = Writes::None, int writer = 0);
 
@@ -167,7 +168,8 @@ class Engine {
   // What this rank holds: shaped like the parameter where the buffer is replicated, else 1-D; possibly empty. A view, in
   // the buffer's own dtype; a copy for masters that are split (amp/precision.h).
   at::Tensor local_view(int param, Quantity what);
-  // Writes it, whether or not there is a view. Value error when there is nothing of this kind, or another size. Local.
+  // Writes it, whether or not there is a view. Value error when there is nothing of this kind, or another size. Local,
+  // but for masters where parameters are shared: collective then.
   void set_local(int param, Quantity what, const at::Tensor& value);
   // This rank's part of the parameter's flattened elements: [begin, end).
   std::pair<int64_t, int64_t> local_range(int param) const;
@@ -180,6 +182,7 @@ class Engine {
   // Bytes this engine holds, by kind; the terms of the memory formula.
   struct Memory {
     int64_t params = 0, grads = 0, master = 0, states = 0, buckets = 0;
+    int64_t shared = 0;  // compute parameters that all ranks of the host have together: once, not once a rank
   };
   Memory memory() const;
 

@@ -69,7 +69,7 @@ GatheredParameters::GatheredParameters(engine::Engine& engine, const std::vector
   for (size_t i = 0; i < specs.size(); ++i) {
     if (wanted.contains(specs[i].tensor.unsafeGetTensorImpl())) params_.push_back(static_cast<int>(i));
   }
-  engine_.gather(params_);
+  engine_.gather(params_, /*writable=*/writer >= 0);
   open_ = true;
 }
 

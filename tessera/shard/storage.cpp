@@ -65,6 +65,13 @@ void point(c10::StorageImpl& storage, void* data) {
   storage.set_data_ptr_noswap(c10::DataPtr(data, storage.device()));
 }
 
+void rebind(const at::Tensor& param, const at::Tensor& flat, Range range) {
+  const auto drop = [](void* kept) { delete static_cast<at::Tensor*>(kept); };
+  auto kept = std::make_unique<at::Tensor>(flat);
+  c10::DataPtr data(address(flat, range.begin), kept.release(), drop, flat.device());
+  storage_of(param)->set_data_ptr_noswap(std::move(data));
+}
+
 void release(c10::StorageImpl& storage, const std::string& message) {
   storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);

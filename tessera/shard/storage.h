@@ -38,6 +38,8 @@ at::Tensor flatten_like_param(const at::Tensor& tensor, const at::Tensor& param)
 c10::StorageImpl* make_released(at::Tensor& param, const at::TensorOptions& flat_options, const std::string& message);
 // Points the storage at `data`, which the caller keeps alive until released.
 void point(c10::StorageImpl& storage, void* data);
+// Points the storage of `param` at flat[range.begin], which it keeps alive from here on. Aliases follow.
+void rebind(const at::Tensor& param, const at::Tensor& flat, Range range);
 void release(c10::StorageImpl& storage, const std::string& message);
 // The storage a parameter has now.
 c10::StorageImpl* storage_of(const at::Tensor& param);

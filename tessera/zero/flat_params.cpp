@@ -1,9 +1,13 @@
 #include "tessera/zero/flat_params.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <utility>
 
 #include "tessera/base/error.h"
 #include "tessera/shard/dtype.h"
@@ -25,8 +29,8 @@ void copy_values(const at::Tensor& to, const at::Tensor& from, Cast cast) {
 }  // namespace
 
 FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType dtype, int shard_rank, int shards,
-                       bool sharded, Cast cast)
-    : name_(std::move(name)), items_(std::move(items)), sharded_(sharded && shards > 1) {
+                       bool sharded, Cast cast, at::Tensor space)
+    : name_(std::move(name)), items_(std::move(items)), sharded_(sharded && shards > 1), space_(std::move(space)) {
   std::vector<int64_t> numels;
   numels.reserve(items_.size());
   for (const Item& item : items_)
@@ -34,13 +38,19 @@ FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType
   layout_ = shard::Layout(numels, shards);
   slice_ = layout_.shard(shard_rank);
   const auto options = items_.front().tensor.options().requires_grad(false).dtype(dtype);
-  buffer_ = at::zeros({sharded_ ? slice_.size() : layout_.size()}, options);
+  TESSERA_ASSERT(!shares() || (space_.numel() == layout_.size() && space_.scalar_type() == dtype));
+  if (shares()) {
+    buffer_ = sharded_ ? space_.narrow(0, slice_.begin, slice_.size()) : space_;
+    lent_.resize(items_.size());
+  } else {
+    buffer_ = at::zeros({sharded_ ? slice_.size() : layout_.size()}, options);
+  }
   gather_dtype_ = dtype;
   const int64_t origin = sharded_ ? slice_.begin : 0;
   for (size_t i = 0; i < items_.size(); ++i) {
     Item& item = items_[i];
     item.range = layout_.param(static_cast<int>(i));
-    const shard::Range held = sharded_ ? shard::intersect(item.range, slice_) : item.range;
+    const shard::Range held = sharded_ || shares() ? shard::intersect(item.range, slice_) : item.range;
     if (!held.empty()) {
       const at::Tensor values = shard::flatten_like_param(item.tensor, item.tensor);
       copy_values(buffer_.narrow(0, held.begin - origin, held.size()),
@@ -72,8 +82,13 @@ const at::Tensor& FlatParams::whole() const {
   return sharded_ ? bucket_ : buffer_;
 }
 
+at::Tensor FlatParams::values(int index) const {
+  const shard::Range range = items_[index].range;
+  return is_lent(index) ? lent_[index] : whole().narrow(0, range.begin, range.size());
+}
+
 at::Tensor FlatParams::view(int index) const {
-  return shard::view_as_param(whole(), items_[index].range, items_[index].tensor);
+  return shard::view_as_param(values(index), {0, items_[index].range.size()}, items_[index].tensor);
 }
 
 ParamPartition FlatParams::partition_of(int index) const {
@@ -88,10 +103,22 @@ ParamPartition FlatParams::partition_of(int index) const {
 }
 
 void FlatParams::begin_gather(comm::Group& group, at::Tensor bucket, at::Tensor staging) {
-  TESSERA_ASSERT(state_ == ParamState::Sharded && bucket.numel() >= layout_.size());
+  TESSERA_ASSERT(state_ == ParamState::Sharded);
+  rounded_ = staging.defined();
+  if (shares()) {
+    if (bucket.defined()) {
+      bucket_ = bucket.narrow(0, 0, layout_.size());
+      fill_from_space(bucket_, staging);
+      staging_ = std::move(staging);
+    } else {
+      bucket_ = space_;
+    }
+    state_ = ParamState::Gathering;
+    return;
+  }
+  TESSERA_ASSERT(bucket.numel() >= layout_.size());
   bucket_ = bucket.numel() == layout_.size() ? std::move(bucket) : bucket.narrow(0, 0, layout_.size());
   const std::string label = "parameters of unit '" + name_ + "'";
-  rounded_ = staging.defined();
   if (rounded_) {
     const at::Tensor mine = staging.narrow(0, slice_.begin, slice_.size());
     shard::scaled_copy(mine, buffer_);
@@ -106,15 +133,46 @@ void FlatParams::begin_gather(comm::Group& group, at::Tensor bucket, at::Tensor 
 void FlatParams::make_exact(comm::Group& group) {
   TESSERA_ASSERT(sharded_ && state_ == ParamState::Ready);
   if (!rounded_) return;
-  group.all_gather(bucket_, buffer_, "exact parameters of unit '" + name_ + "'").wait();
+  if (shares()) {
+    bucket_.copy_(space_);
+  } else {
+    group.all_gather(bucket_, buffer_, "exact parameters of unit '" + name_ + "'").wait();
+  }
   rounded_ = false;
+}
+
+// Rounded values go through the staging buffer a piece at a time.
+void FlatParams::fill_from_space(const at::Tensor& bucket, const at::Tensor& staging) const {
+  if (!staging.defined()) {
+    bucket.copy_(space_);
+    return;
+  }
+  for (int64_t begin = 0; begin < space_.numel(); begin += staging.numel()) {
+    const int64_t n = std::min(staging.numel(), space_.numel() - begin);
+    const at::Tensor piece = staging.narrow(0, 0, n);
+    shard::scaled_copy(piece, space_.narrow(0, begin, n));
+    shard::scaled_copy(bucket.narrow(0, begin, n), piece);
+  }
+}
+
+void FlatParams::make_private(at::Tensor bucket) {
+  TESSERA_ASSERT(sharded_ && state_ == ParamState::Ready && is_in_space());
+  bucket_ = bucket.narrow(0, 0, layout_.size());
+  bucket_.copy_(space_);
+  point_items();
+}
+
+at::Tensor FlatParams::take_bucket() {
+  const bool borrowed = is_in_space();
+  const at::Tensor bucket = std::exchange(bucket_, at::Tensor());
+  return borrowed ? at::Tensor() : bucket;
 }
 
 void FlatParams::finish_gather() {
   TESSERA_ASSERT(state_ == ParamState::Gathering);
   state_ = ParamState::Sharded;
   pending_.wait();
-  if (rounded_) shard::scaled_copy(bucket_, staging_);
+  if (rounded_ && !shares()) shard::scaled_copy(bucket_, staging_);
   for (size_t i = 0; i < items_.size(); ++i) {
     TESSERA_CHECK(shard::storage_of(items_[i].tensor) == storages_[i], "zero", "the data of parameter '",
                   items_[i].name,
@@ -145,7 +203,7 @@ at::Tensor FlatParams::release(std::string* edited) {
   if (state_ == ParamState::Gathering) {
     state_ = ParamState::Sharded;
     pending_.wait();
-    return std::move(bucket_);
+    return take_bucket();
   }
   if (edited != nullptr) {
     for (size_t i = 0; i < items_.size(); ++i) {
@@ -154,20 +212,63 @@ at::Tensor FlatParams::release(std::string* edited) {
   }
   release_items();
   state_ = ParamState::Sharded;
-  return std::move(bucket_);
+  return take_bucket();
 }
 
 void FlatParams::keep_write(int index) {
   TESSERA_ASSERT(state_ == ParamState::Ready);
   mark(index);
-  if (!sharded_) return;
-  const shard::Range mine = shard::intersect(items_[index].range, slice_);
+  if (!sharded_ && !is_lent(index)) return;
+  const Item& item = items_[index];
+  if (is_lent(index) && !shard::is_bound(item.tensor, lent_[index], {0, item.range.size()})) {
+    TESSERA_CHECK(item.tensor.numel() == item.range.size(), "zero", "the data of parameter '", item.name,
+                  "' was replaced by a tensor of another size");
+    lent_[index].copy_(shard::flatten_like_param(item.tensor, item.tensor));
+  }
+  const shard::Range range = item.range, mine = shard::intersect(range, slice_);
   if (mine.empty()) return;
-  buffer_.narrow(0, mine.begin - slice_.begin, mine.size()).copy_(bucket_.narrow(0, mine.begin, mine.size()));
+  const int64_t origin = sharded_ ? slice_.begin : 0;
+  buffer_.narrow(0, mine.begin - origin, mine.size())
+      .copy_(values(index).narrow(0, mine.begin - range.begin, mine.size()));
+}
+
+void FlatParams::lend(int index) {
+  TESSERA_ASSERT(shares() && !sharded_ && !is_lent(index));
+  const c10::InferenceMode no_inference(false);
+  const Item& item = items_[index];
+  lent_[index] = space_.narrow(0, item.range.begin, item.range.size()).clone();
+  shard::rebind(item.tensor, lent_[index], {0, item.range.size()});
+}
+
+void FlatParams::give_back(int index) {
+  if (!is_lent(index)) return;
+  Item& item = items_[index];
+  const at::Tensor own = std::exchange(lent_[index], at::Tensor());
+  if (shard::is_bound(item.tensor, own, {0, item.range.size()})) {
+    shard::rebind(item.tensor, space_, item.range);
+  } else {
+    shard::bind(item.tensor, space_, item.range);  // its data was replaced
+  }
+}
+
+// A model that goes on without its engine must not change that of the other ranks.
+void FlatParams::leave_space() {
+  const c10::InferenceMode no_inference(false);
+  const at::Tensor own = space_.clone();
+  for (size_t i = 0; i < items_.size(); ++i) {
+    const Item& item = items_[i];
+    lent_[i].reset();  // the parameter keeps its copy
+    if (shard::is_bound(item.tensor, space_, item.range)) shard::rebind(item.tensor, own, item.range);
+  }
+  buffer_ = own;
+  space_.reset();
 }
 
 void FlatParams::abandon(const std::string& message) {
-  if (!sharded_) return;
+  if (!sharded_) {
+    if (shares()) leave_space();
+    return;
+  }
   pending_ = {};
   for (size_t i = 0; i < items_.size(); ++i) {
     if (shard::storage_of(items_[i].tensor) != storages_[i]) continue;

@@ -1,5 +1,12 @@
 // FlatParams: the compute parameters of one unit in one flat space: whole on every rank, or sharded and gathered into a
 // bucket while they are used.
+//
+// Note [Shared parameters]
+//   With `space`, a memory that all ranks of the shard group have mapped, there is one copy of the parameters for all of
+//   them. Every rank owns the slice it owns otherwise, and is the only one that writes there. Whole parameters (stages 1, 2)
+//   lie in the space always; gathering sharded ones moves their pointers there, and copies nothing. Private copies are made
+//   of what is to be written to on one rank (regions with a writer) and of values that are rounded on the way.
+//   Note [Phases of shared parameters] in shared_params.h says why nobody writes while another rank reads.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -46,9 +53,11 @@ class FlatParams {
   };
 
   // Takes over the storage of the items' tensors, whose values it keeps, rounded to `dtype`. Local: all ranks bring the
-  // same values. `shard_rank` of `shards` ranks; whole on every rank unless `sharded` and shards > 1.
+  // same values. `shard_rank` of `shards` ranks; whole on every rank unless `sharded` and shards > 1. `space`: zeroed memory
+  // of all shard ranks for layout().size() elements of `dtype`; each writes its slice, so the others must wait before they
+  // read. Undefined: memory of this rank's own.
   FlatParams(std::string name, std::vector<Item> items, at::ScalarType dtype, int shard_rank, int shards, bool sharded,
-             Cast cast = Cast::Nearest);
+             Cast cast = Cast::Nearest, at::Tensor space = {});
 
   const std::string& name() const { return name_; }
   const std::vector<Item>& items() const { return items_; }
@@ -56,13 +65,16 @@ class FlatParams {
   ParamState state() const { return state_; }
   bool sharded() const { return sharded_; }
   at::ScalarType dtype() const { return buffer_.scalar_type(); }
-  int64_t bytes() const { return static_cast<int64_t>(buffer_.nbytes()); }
+  // In memory of this rank's own, and in memory that all shard ranks have.
+  int64_t bytes() const { return shares() ? 0 : static_cast<int64_t>(buffer_.nbytes()); }
+  int64_t shared_bytes() const { return shares() ? static_cast<int64_t>(space_.nbytes()) : 0; }
+  bool shares() const { return space_.defined(); }
 
   // This rank's slice of the flat space.
   shard::Range slice() const { return slice_; }
   // The values of `range`, whole buffers only, or the slice of them.
   at::Tensor slice_values() const;
-  // The whole flat space. Only while Ready.
+  // The whole flat space, without private copies of single parameters. Only while Ready.
   const at::Tensor& whole() const;
 
   // Gathered values travel in `dtype` and are cast back: rounded, except in a gather that asks for exact ones.
@@ -70,14 +82,19 @@ class FlatParams {
   bool gathers_rounded() const { return gather_dtype_ != dtype(); }
   at::ScalarType gather_dtype() const { return gather_dtype_; }
   // Sharded -> Gathering: collective. `bucket`: at least layout().size() elements of dtype(). `staging`: as many of
-  // gather_dtype(), for rounded values, or undefined. Undone when it throws.
+  // gather_dtype(), for rounded values, or undefined. Undone when it throws. Shared parameters: local; without a bucket
+  // the parameters will point into the shared space; a staging buffer may have any size.
   void begin_gather(comm::Group& group, at::Tensor bucket, at::Tensor staging = {});
-  // Ready with rounded values -> with exact ones, in place. Collective.
+  // Ready with rounded values -> with exact ones, in place. Collective (shared parameters: local).
   void make_exact(comm::Group& group);
+  // Shared and Ready in the shared space -> in `bucket`, with a copy of the values.
+  bool is_in_space() const { return shares() && bucket_.is_same(space_); }
+  void make_private(at::Tensor bucket);
   bool is_rounded() const { return rounded_; }
   // The staging buffer of the last gather, once it is over; undefined without one.
   at::Tensor take_staging() { return std::move(staging_); }
-  at::Tensor take_bucket() { return std::move(bucket_); }
+  // Undefined where the parameters were in the shared space; so for release().
+  at::Tensor take_bucket();
   // Gathering -> Ready. When it throws (a lost peer, a replaced parameter) the state is Sharded; take_bucket() and
   // take_staging() give the buffers back.
   void finish_gather();
@@ -91,16 +108,25 @@ class FlatParams {
   bool was_written(int item) const { return items_[item].tensor._version() != versions_[item]; }
 
   ParamPartition partition_of(int index) const;
-  // Item `index` in this flat space with the parameter's shape. Only while Ready.
+  // What item `index` shows: its elements in the order of the flat space, and with the parameter's shape. Only while Ready.
+  at::Tensor values(int index) const;
   at::Tensor view(int index) const;
 
-  // For good: parameters without data say `message`. Local.
+  // Shared parameters that are whole always: item `index` is a private copy from here on, until give_back(), which forgets
+  // it. keep_write() between the two makes this rank's slice of it hold.
+  void lend(int index);
+  void give_back(int index);
+  bool is_lent(int index) const { return !lent_.empty() && lent_[index].defined(); }
+
+  // For good: parameters without data say `message`; shared ones that are whole get memory of their own. Local.
   void abandon(const std::string& message);
 
  private:
   void point_items();
   void release_items();
   std::string message(const Item& item) const;
+  void fill_from_space(const at::Tensor& bucket, const at::Tensor& staging) const;
+  void leave_space();
 
   std::string name_;
   std::vector<Item> items_;
@@ -111,7 +137,9 @@ class FlatParams {
   bool sharded_ = false;
   ParamState state_ = ParamState::Ready;
   at::Tensor buffer_;  // the whole space, or this rank's slice where sharded
-  at::Tensor bucket_;  // sharded: the gathered space, exactly layout().size() elements
+  at::Tensor bucket_;  // sharded: the gathered space, exactly layout().size() elements; the shared one or private
+  at::Tensor space_;   // shared: of all ranks; buffer_ is part of it
+  std::vector<at::Tensor> lent_;  // private copies of items, or undefined
   at::Tensor staging_;
   at::ScalarType gather_dtype_;
   bool rounded_ = false;  // the bucket holds values that were cast on the way

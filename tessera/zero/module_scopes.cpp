@@ -125,7 +125,7 @@ ParamPartition ShardedModel::partition_of(int slot) const {
   return places_[slot].flat->partition_of(places_[slot].item);
 }
 
-void ShardedModel::open_region(const std::vector<int>& slots) {
+void ShardedModel::open_region(const std::vector<int>& slots, bool writable) {
   const std::lock_guard lock(hooks_.mutex());
   for (const int slot : slots) {
     TESSERA_CHECK(!places_[slot].open, "zero.GatheredParameters", "parameter '",
@@ -135,7 +135,7 @@ void ShardedModel::open_region(const std::vector<int>& slots) {
   size_t done = 0;
   try {
     for (; done < slots.size(); ++done)
-      unsharder_->hold(places_[slots[done]].unit);
+      unsharder_->hold(places_[slots[done]].unit, writable);
   } catch (...) {
     while (done > 0)
       unsharder_->unhold(places_[slots[--done]].unit);
@@ -144,7 +144,9 @@ void ShardedModel::open_region(const std::vector<int>& slots) {
   for (const int slot : slots) {
     Place& place = places_[slot];
     place.open = true;
+    place.writable = writable;
     if (place.flat->sharded()) continue;
+    if (writable && place.flat->shares()) place.flat->lend(place.item);
     place.flat->mark(place.item);  // updates write to it too
     const Unit* unit = unit_of_number_[place.unit];
     if (unit != nullptr && unit->residual.defined()) place.before = unit->owned_values(place.item).clone();
@@ -156,15 +158,24 @@ void ShardedModel::open_region(const std::vector<int>& slots) {
 void ShardedModel::take_writes(const std::vector<int>& slots, Writes writes, int writer) {
   const c10::AutoGradMode no_grad(false);
   for (const int slot : slots) {
-    const Place& place = places_[slot];
-    const FlatParams::Item& item = place.flat->items()[place.item];
-    if (writes == Writes::FromRank) {
-      const at::Tensor values = place.flat->whole().narrow(0, item.range.begin, item.range.size());
-      ranks_.broadcast(values, writer, "new values of '" + item.name + "'");
+    TESSERA_CHECK(places_[slot].writable, "zero.GatheredParameters", "parameter '",
+                  places_[slot].flat->items()[places_[slot].item].name,
+                  "' was gathered for reading only; gather it for writing where a rank's values shall hold");
+  }
+  if (writes == Writes::FromRank) {
+    for (const int slot : slots) {
+      const Place& place = places_[slot];
+      ranks_.broadcast(place.flat->values(place.item), writer,
+                       "new values of '" + place.flat->items()[place.item].name + "'");
     }
+  }
+  shared_.readers_done("the writes of a region");
+  for (const int slot : slots) {
+    const Place& place = places_[slot];
     Unit* unit = unit_of_number_[place.unit];
     const bool split = unit != nullptr && unit->residual.defined();
-    const at::Tensor before = split && place.flat->sharded() ? unit->owned_values(place.item).clone() : place.before;
+    const bool apart = place.flat->sharded() || place.flat->is_lent(place.item);
+    const at::Tensor before = split && apart ? unit->owned_values(place.item).clone() : place.before;
     place.flat->keep_write(place.item);
     if (unit == nullptr || unit->master_is_weight()) continue;
     Param& param = unit->params[place.item];
@@ -172,6 +183,7 @@ void ShardedModel::take_writes(const std::vector<int>& slots, Writes writes, int
     if (changed) unit->set_master_from(param, place.flat->view(place.item));
     param.version = param.tensor._version();
   }
+  shared_.written("the writes of a region");
 }
 
 void ShardedModel::close_region(const std::vector<int>& slots, Writes writes, int writer) {
@@ -183,8 +195,10 @@ void ShardedModel::close_region(const std::vector<int>& slots, Writes writes, in
     failure = std::current_exception();
   }
   for (const int slot : slots) {
-    places_[slot].open = false;
-    places_[slot].before.reset();
+    Place& place = places_[slot];
+    place.open = false;
+    place.before.reset();
+    if (!place.flat->sharded()) place.flat->give_back(place.item);
     try {
       unsharder_->unhold(places_[slot].unit);
     } catch (...) {

@@ -29,6 +29,9 @@ struct Options {
   uint64_t seed = 0;  // of stochastic rounding
   // What gradients travel in where a parameter does not say (ModelParam::comm); unset: their own dtype.
   std::optional<at::ScalarType> communication;
+  // Ranks of one host keep one copy of the compute parameters (Note [Shared parameters]). Nothing happens where they are
+  // not sharded: one rank, or stage 0.
+  bool share_params = false;
   bool reduce_at_step = false;  // unmanaged accumulation: reduce once, inside step()
 };
 

@@ -62,16 +62,20 @@ ShardedModel::ShardedModel(const Options& options, DataParallel ranks, std::vect
   const c10::AutoGradMode no_grad(false);
   check_params(params, groups_);
   const bool partition = placements_.params == shard::Placement::Shard && ranks_.shard->size() > 1;
-  unsharder_ = std::make_unique<Unsharder>(partition ? ranks_.shard->sibling() : ranks_.shard, options_.gather);
+  gathers_ = partition ? ranks_.shard->sibling() : ranks_.shard;
+  unsharder_ = std::make_unique<Unsharder>(gathers_, options_.gather);
   slots_.resize(params.size());
   places_.resize(params.size() + frozen.size());
-  for (const PlannedUnit& planned : plan(params, frozen)) {
+  const std::vector<PlannedUnit> planned_units = plan(params, frozen);
+  shared_ = share(planned_units, params, frozen);
+  for (const PlannedUnit& planned : planned_units) {
     if (planned.kind == kFrozen) {
       build_frozen(planned, frozen, params.size());
     } else {
       build_unit(planned, params);
     }
   }
+  shared_.written("the initial values");
   uint64_t first = 0;
   for (const Slot& slot : slots_) {
     slot.param->first = first;
@@ -136,6 +140,34 @@ std::vector<PlannedUnit> ShardedModel::plan(const std::vector<ModelParam>& param
   return plan_units(items, options_.min_unit_elements, options_.reduce_bucket_size);
 }
 
+SharedParams ShardedModel::share(const std::vector<PlannedUnit>& units, const std::vector<ModelParam>& params,
+                                 const std::vector<ModelParam>& frozen) const {
+  const int size = ranks_.shard->size();
+  if (!options_.share_params || size == 1 || placements_.states == shard::Placement::Replicate) return {};
+  int64_t bytes = 0;
+  std::vector<int64_t> numels;
+  for (const PlannedUnit& unit : units) {
+    numels.clear();
+    for (const int i : unit.items) {
+      const auto at = static_cast<size_t>(i);
+      const ModelParam& p = at < params.size() ? params[at] : frozen[at - params.size()];
+      TESSERA_CHECK_VALUE(p.tensor.is_cpu(), "zero", "tessera.shared_parameters is for ranks on the CPU; parameter '",
+                          p.name, "' is on ", p.tensor.device());
+      numels.push_back(p.tensor.numel());
+    }
+    bytes += SharedParams::bytes_of(shard::Layout(numels, size), options_.precision.param);
+  }
+  return {gathers_, bytes};
+}
+
+// Undefined where nothing is shared.
+at::Tensor ShardedModel::space_of(const std::vector<const ModelParam*>& members) {
+  std::vector<int64_t> numels;
+  for (const ModelParam* p : members)
+    numels.push_back(p->tensor.numel());
+  return shared_.take(shard::Layout(numels, ranks_.shard->size()), options_.precision.param);
+}
+
 void ShardedModel::build_unit(const PlannedUnit& planned, const std::vector<ModelParam>& params) {
   std::vector<Param> members;
   std::vector<const ModelParam*> originals;
@@ -150,7 +182,7 @@ void ShardedModel::build_unit(const PlannedUnit& planned, const std::vector<Mode
   }
   settle_values(ranks_, planned.name, originals);
   auto unit = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
-                                     ranks_.shard->rank(), ranks_.shard->size());
+                                     ranks_.shard->rank(), ranks_.shard->size(), space_of(originals));
   unit->travel = travel_of(*originals.front());
   unit->flat->gather_in(gather_dtype_of(*originals.front()));
   const auto names = optim::state_names(rule_, groups_);
@@ -171,8 +203,9 @@ void ShardedModel::build_frozen(const PlannedUnit& planned, const std::vector<Mo
     originals.push_back(&frozen[i - trained]);
   std::vector<FlatParams::Item> items = settle_values(ranks_, planned.name, originals);
   const bool sharded = placements_.params == shard::Placement::Shard;
-  auto flat = std::make_unique<FlatParams>(planned.name, std::move(items), options_.precision.param,
-                                           ranks_.shard->rank(), ranks_.shard->size(), sharded);
+  auto flat =
+      std::make_unique<FlatParams>(planned.name, std::move(items), options_.precision.param, ranks_.shard->rank(),
+                                   ranks_.shard->size(), sharded, Cast::Nearest, space_of(originals));
   flat->gather_in(gather_dtype_of(*originals.front()));
   const int number = unsharder_->add(flat.get());
   unit_of_number_.push_back(nullptr);

@@ -15,6 +15,7 @@
 #include "tessera/zero/options.h"
 #include "tessera/zero/plan.h"
 #include "tessera/zero/reducer.h"
+#include "tessera/zero/shared_params.h"
 #include "tessera/zero/unit.h"
 #include "tessera/zero/unsharder.h"
 
@@ -83,8 +84,8 @@ class ShardedModel final : private HookSink {
   void end_stray_scopes();
 
   // ---- regions in which parameters are whole (module_scopes.cpp). Collective.
-  // State error when a parameter is in an open region already.
-  void open_region(const std::vector<int>& slots);
+  // State error when a parameter is in an open region already. `writable` false: it is closed with Writes::None.
+  void open_region(const std::vector<int>& slots, bool writable);
   void close_region(const std::vector<int>& slots, Writes writes, int writer);
   bool is_gathered(int slot) const;
   ParamPartition partition_of(int slot) const;
@@ -113,11 +114,12 @@ class ShardedModel final : private HookSink {
   at::Tensor get_full(int slot, Buffer what);
   void set_full(int slot, Buffer what, const at::Tensor& value);
   at::Tensor local_view(int slot, Buffer what);
-  void set_local(int slot, Buffer what, const at::Tensor& value);
+  void set_local(int slot, Buffer what, const at::Tensor& value);  // collective for shared parameters' masters
   shard::Range local_range(int slot) const;
   Param& param(int slot) { return *slots_[slot].param; }
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   const std::vector<std::unique_ptr<FlatParams>>& frozen() const { return frozen_; }
+  int64_t shared_bytes() const { return shared_.bytes(); }
   int64_t pool_bytes() const { return reducer_->pool_bytes() + unsharder_->bytes(); }
 
   // Removes hooks and frees gradients and states; parameters keep their values.
@@ -133,8 +135,9 @@ class ShardedModel final : private HookSink {
     int unit = -1;  // in the unsharder
     int item = -1;
     FlatParams* flat = nullptr;
-    bool open = false;  // in a region
-    at::Tensor before;  // in a region, of whole parameters with a split master: their owned values at its begin
+    bool open = false;      // in a region
+    bool writable = false;  // in one that may write
+    at::Tensor before;      // in a region, of whole parameters with a split master: their owned values at its begin
   };
 
   void backward_begun() override;
@@ -150,6 +153,9 @@ class ShardedModel final : private HookSink {
   at::ScalarType gather_dtype_of(const ModelParam& param) const;
   std::string travels_of(int kind, const ModelParam& param) const;
   std::vector<PlannedUnit> plan(const std::vector<ModelParam>& params, const std::vector<ModelParam>& frozen) const;
+  SharedParams share(const std::vector<PlannedUnit>& units, const std::vector<ModelParam>& params,
+                     const std::vector<ModelParam>& frozen) const;
+  at::Tensor space_of(const std::vector<const ModelParam*>& members);
   void build_unit(const PlannedUnit& planned, const std::vector<ModelParam>& params);
   void build_frozen(const PlannedUnit& planned, const std::vector<ModelParam>& frozen, size_t trained);
   void watch_call_of(std::vector<int> units, const std::vector<at::Tensor>& outputs,
@@ -168,17 +174,20 @@ class ShardedModel final : private HookSink {
   void settle_empty_units();
   bool reads_local_gradient(const Slot& slot) const;
   void adopt_param(const Slot& slot, bool compare);
+  void check_no_region_writes() const;
 
   Options options_;
   shard::StagePlacements placements_;
   DataParallel ranks_;
   optim::Rule rule_;
   std::vector<optim::GroupOptions> groups_;
+  SharedParams shared_;
   std::vector<std::unique_ptr<Unit>> units_;  // launch order
   std::vector<std::unique_ptr<FlatParams>> frozen_;
   std::vector<Slot> slots_;
   std::vector<Place> places_;
   std::vector<Unit*> unit_of_number_;  // by number in the unsharder; null: frozen
+  comm::GroupPtr gathers_;             // what is not ordered with reductions
   std::unique_ptr<Unsharder> unsharder_;
   std::unique_ptr<Reducer> reducer_;
   // Producers of the inputs of module calls under way, innermost last; empty for those inside others.

@@ -72,7 +72,9 @@ void ShardedModel::set_local(int index, Buffer what, const at::Tensor& value) {
   const bool replicated = placements_.states == shard::Placement::Replicate;
   const at::Tensor flat =
       replicated ? shard::flatten_like_param(value.view(mine.sizes()), slot.param->tensor) : value.flatten();
+  shared_.readers_done("new masters");
   slot.unit->write_master(slot.unit->owned_slice(*slot.param), flat);
+  shared_.written("new masters");
 }
 
 at::Tensor ShardedModel::get_full(int index, Buffer what) {
@@ -149,7 +151,9 @@ void ShardedModel::set_full(int index, Buffer what, const at::Tensor& value) {
   const shard::Range target = slot.unit->owned_slice(p);
   const at::Tensor values = shard::flatten_like_param(value, p.tensor).narrow(0, mine.begin, mine.size());
   if (what == Buffer::Master) {
+    shared_.readers_done("new masters");
     slot.unit->write_master(target, values);
+    shared_.written("new masters");
     return;
   }
   const at::Tensor buffer = owned_buffer(slot, what);

@@ -35,7 +35,7 @@ const char* grad_state_name(GradState state) {
 }
 
 Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options& options,
-           const shard::StagePlacements& placements, bool resident, int rank, int size)
+           const shard::StagePlacements& placements, bool resident, int rank, int size, at::Tensor space)
     : name(std::move(unit_name)), params(std::move(unit_params)) {
   using shard::Placement;
   std::vector<int64_t> numels;
@@ -66,7 +66,7 @@ Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options&
     items.push_back({p.name, p.tensor, p.range});
   }
   flat = std::make_unique<FlatParams>(name, std::move(items), policy.param, rank, size, partitioned && !resident,
-                                      residual.defined() ? Cast::HalfUp : Cast::Nearest);
+                                      residual.defined() ? Cast::HalfUp : Cast::Nearest, std::move(space));
   for (Param& p : params)
     p.version = p.tensor._version();
 }

@@ -50,9 +50,9 @@ struct Param {
 
 class Unit {
  public:
-  // `resident`: its parameters stay whole on every rank whatever the stage.
+  // `resident`: its parameters stay whole on every rank whatever the stage. `space`: see FlatParams.
   Unit(std::string name, std::vector<Param> params, const Options& options, const shard::StagePlacements& placements,
-       bool resident, int rank, int size);
+       bool resident, int rank, int size, at::Tensor space = {});
 
   // Moves on or throws: Empty -> Accumulating -> Reducing -> Reduced -> Accumulating ..., any -> Empty.
   void move_to(GradState next);

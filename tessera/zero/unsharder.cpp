@@ -23,6 +23,10 @@ void Unsharder::Trace::use(int unit) {
   if (followed) position = static_cast<size_t>(found - last.begin()) + 1;
 }
 
+namespace {
+constexpr int64_t kPiece = 1 << 16;  // elements of shared parameters that are rounded at a time
+}
+
 Unsharder::Unsharder(comm::GroupPtr group, const GatherOptions& options)
     : group_(std::move(group)), options_(options) {}
 
@@ -218,17 +222,28 @@ void Unsharder::start(Entry& entry, bool exact) {
   const FlatParams& flat = *entry.flat;
   const int64_t size = flat.layout().size();
   const auto options = at::TensorOptions().dtype(flat.dtype()).device(flat.slice_values().device());
-  const at::Tensor bucket = pool_.acquire(size, options);
-  at::Tensor staging;
-  if (flat.gathers_rounded() && !exact) staging = staging_.acquire(size, options.dtype(flat.gather_dtype()));
+  const bool rounded = flat.gathers_rounded() && !exact;
+  at::Tensor bucket, staging;
+  if (!flat.shares() || rounded) bucket = pool_.acquire(size, options);
+  if (rounded) {
+    const int64_t staged = flat.shares() ? std::min(size, kPiece) : size;
+    staging = staging_.acquire(staged, options.dtype(flat.gather_dtype()));
+  }
   try {
     entry.flat->begin_gather(*group_, bucket, staging);
   } catch (...) {
-    pool_.give_back(bucket);
+    if (bucket.defined()) pool_.give_back(bucket);
     if (staging.defined()) staging_.give_back(staging);
     throw;
   }
-  live_ += size;
+  if (bucket.defined()) live_ += size;
+}
+
+// Back from a gather. Undefined: none was used.
+void Unsharder::give_back(const FlatParams& flat, const at::Tensor& bucket) {
+  if (!bucket.defined()) return;
+  live_ -= flat.layout().size();
+  pool_.give_back(bucket);
 }
 
 void Unsharder::take_staging(FlatParams& flat) {
@@ -240,8 +255,7 @@ void Unsharder::make_ready(Entry& entry, bool exact) {
   try {
     entry.flat->finish_gather();
   } catch (...) {
-    live_ -= entry.flat->layout().size();
-    pool_.give_back(entry.flat->take_bucket());
+    give_back(*entry.flat, entry.flat->take_bucket());
     take_staging(*entry.flat);
     throw;
   }
@@ -260,6 +274,7 @@ void Unsharder::prefetch(const Trace& trace) {
   const int next = trace.next();
   if (next < 0) return;
   Entry& entry = entries_[next];
+  if (entry.flat->shares()) return;  // nothing has to travel
   const int64_t size = entry.flat->layout().size();
   if (entry.flat->state() != ParamState::Sharded || size > options_.prefetch || live_ + size > options_.max_live)
     return;
@@ -305,12 +320,13 @@ void Unsharder::release(Entry& entry) {
   FlatParams& flat = *entry.flat;
   entry.kept = false;
   if (!flat.sharded() || flat.state() == ParamState::Sharded) return;
-  live_ -= flat.layout().size();
+  const char* const fate = flat.is_in_space() ? "reached the other ranks at an unknown moment" : "is lost";
   std::string edited;
-  pool_.give_back(flat.release(&edited));
+  give_back(flat, flat.release(&edited));
   take_staging(flat);
   TESSERA_CHECK(edited.empty(), "zero", "in-place modification of parameter '", edited,
-                "' while it was gathered for reading is lost; edit it inside GatheredParameters(..., modifier_rank=0)");
+                "' while it was gathered for reading ", fate,
+                "; edit it inside GatheredParameters(..., modifier_rank=0)");
 }
 
 void Unsharder::release_unused(bool kept_too) {
@@ -320,11 +336,18 @@ void Unsharder::release_unused(bool kept_too) {
   }
 }
 
-void Unsharder::hold(int unit) {
+void Unsharder::hold(int unit, bool writable) {
   Entry& entry = entries_[unit];
-  if (!entry.flat->sharded()) return;
-  if (entry.flat->state() != ParamState::Ready) make_ready(entry, /*exact=*/true);
-  entry.flat->make_exact(*group_);
+  FlatParams& flat = *entry.flat;
+  if (!flat.sharded()) return;
+  if (flat.state() != ParamState::Ready) make_ready(entry, /*exact=*/true);
+  flat.make_exact(*group_);
+  if (writable && flat.is_in_space()) {
+    const int64_t size = flat.layout().size();
+    flat.make_private(
+        pool_.acquire(size, at::TensorOptions().dtype(flat.dtype()).device(flat.slice_values().device())));
+    live_ += size;
+  }
   ++entry.regions;
 }
 

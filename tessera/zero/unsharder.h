@@ -12,7 +12,8 @@
 //   Gathers follow the order in which modules run, which must be the same on all ranks; what they do inside a unit
 //   (which experts of a leaf module, which parameters) may differ. Gathers have a group of their own (comm::Group::
 //   sibling), so that they need no common order with reductions. Prefetching looks at the order of the last pass, which
-//   is the same on all ranks because the passes were.
+//   is the same on all ranks because the passes were. Shared parameters (flat_params.h) are gathered without communication:
+//   calls marked collective are local for them, nothing is gathered early and nothing counts as live but private copies.
 #pragma once
 
 #include <cstdint>
@@ -68,7 +69,8 @@ class Unsharder {
   void end_backward();
 
   // ---- regions and values
-  void hold(int unit);  // gathers exact values, waits. Collective.
+  // Gathers exact values, waits. Collective. `writable`: in memory of this rank's own, also where parameters are shared.
+  void hold(int unit, bool writable);
   void unhold(int unit);
   // Releases all that is only kept. State error when a scope or region is open: parameters are about to change.
   void settle_before_update();
@@ -108,6 +110,7 @@ class Unsharder {
   void take_staging(FlatParams& flat);
   void prefetch(const Trace& trace);
   void start(Entry& entry, bool exact = false);
+  void give_back(const FlatParams& flat, const at::Tensor& bucket);
   static bool in_use(const Entry& entry) { return entry.holds + entry.regions > 0 || !entry.calls.empty(); }
   void settle(int unit);
   void settle_all(const std::vector<int>& units);

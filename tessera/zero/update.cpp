@@ -109,7 +109,8 @@ std::vector<bool> ShardedModel::agree_presence(int64_t missing_anywhere) {
 }
 
 void ShardedModel::gather_unit(Unit& unit, std::vector<comm::Pending>& pending) {
-  if (placements_.states == shard::Placement::Replicate || ranks_.shard->size() == 1 || unit.flat->sharded()) return;
+  if (placements_.states == shard::Placement::Replicate || ranks_.shard->size() == 1) return;
+  if (unit.flat->sharded() || unit.flat->shares()) return;
   pending.push_back(
       ranks_.shard->all_gather(unit.flat->whole(), unit.owned_weights(), "parameters of unit '" + unit.name + "'"));
 }
@@ -137,6 +138,7 @@ void ShardedModel::update(const GradientSummary& summary, double scale, const st
   const std::lock_guard lock(hooks_.mutex());
   const c10::AutoGradMode no_grad(false);
   unsharder_->settle_before_update();
+  check_no_region_writes();
   adopt_params(/*compare=*/false);
   std::vector<comm::Pending> pending;
   if (rule_ == optim::Rule::External) update_external(summary, scale, external);
@@ -146,6 +148,7 @@ void ShardedModel::update(const GradientSummary& summary, double scale, const st
   }
   for (comm::Pending& p : pending)
     p.wait();
+  shared_.written("an update");
   for (const Slot& slot : slots_) {
     Param& p = *slot.param;
     if (!summary.present[p.index]) continue;
@@ -187,7 +190,9 @@ void ShardedModel::update_external(const GradientSummary& summary, double scale,
 void ShardedModel::refresh_params() {
   const c10::AutoGradMode no_grad(false);
   unsharder_->settle_before_update();
+  check_no_region_writes();
   adopt_params(/*compare=*/false);
+  shared_.readers_done("a refresh");
   std::vector<comm::Pending> pending;
   for (const auto& unit : units_) {
     unit->refresh_weights();
@@ -195,19 +200,33 @@ void ShardedModel::refresh_params() {
   }
   for (comm::Pending& p : pending)
     p.wait();
+  shared_.written("a refresh");
+}
+
+// Shared parameters that are whole always: a region's private copies would undo what is written meanwhile.
+void ShardedModel::check_no_region_writes() const {
+  for (const Place& place : places_) {
+    TESSERA_CHECK(!place.flat->is_lent(place.item), "zero", "parameter '", place.flat->items()[place.item].name,
+                  "' is in use (inside GatheredParameters); leave that before it changes");
+  }
 }
 
 void ShardedModel::adopt_param(const Slot& slot, bool compare) {
   const c10::AutoGradMode no_grad(false);
   Param& p = *slot.param;
   Unit& unit = *slot.unit;
-  if (unit.flat->sharded()) return;  // written to in regions only, which take the values along
+  // Written to in regions only, which take the values along.
+  if (unit.flat->sharded() || unit.flat->is_lent(places_[p.index].item)) return;
   const at::Tensor& weights = unit.flat->whole();
   const bool bound = shard::is_bound(p.tensor, weights, p.range);
   if (bound && p.tensor._version() == p.version && !(compare && unit.differs_from_master(p))) return;
   TESSERA_CHECK(p.tensor.numel() == p.range.size() && p.tensor.scalar_type() == weights.scalar_type(), "engine",
                 "parameter '", p.name, "' became a tensor of shape ", p.tensor.sizes(), " and dtype ",
                 p.tensor.scalar_type(), "; build a new engine for a changed model");
+  TESSERA_CHECK(
+      bound || !unit.flat->shares(), "zero", "the data of parameter '", p.name,
+      "' was replaced (p.data = ..., module.to(...)), but all ranks share it (tessera.shared_parameters); write "
+      "to it inside GatheredParameters(..., modifier_rank=0) instead");
   if (!bound) {
     shard::check_device(p.tensor.device());
     shard::view_as_param(weights, p.range, p.tensor).copy_(p.tensor.detach());

@@ -140,6 +140,7 @@ const std::vector<std::string>& frozen_keys() {
       "tessera.min_unit_elements",
       "tessera.rounding",
       "tessera.seed",
+      "tessera.shared_parameters",
       "tessera.state_bytes",
       "timers.throughput.enabled",
       "timers.throughput.synchronized",

@@ -56,14 +56,16 @@ TEST(Resolve, ZeroOptions) {
   EXPECT_TRUE(plain.average);
   EXPECT_FALSE(plain.reduce_at_step);
   EXPECT_EQ(plain.min_unit_elements, 1 << 20);
+  EXPECT_FALSE(plain.share_params);
   const auto options = zero_options(Config::from_json(R"({"gradient_allreduce_op": "sum",
       "zero_optimization": {"stage": 2, "reduce_bucket_size": 100, "overlap_comm": false},
-      "bf16": {"enabled": true}, "tessera": {"min_unit_elements": 5, "seed": 7}})"));
+      "bf16": {"enabled": true}, "tessera": {"min_unit_elements": 5, "seed": 7, "shared_parameters": true}})"));
   EXPECT_EQ(options.stage, 2);
   EXPECT_FALSE(options.overlap);
   EXPECT_FALSE(options.average);
   EXPECT_EQ(options.reduce_bucket_size, 100);
   EXPECT_EQ(options.min_unit_elements, 5);
+  EXPECT_TRUE(options.share_params);
   EXPECT_EQ(options.precision.param, c10::ScalarType::BFloat16);
   EXPECT_EQ(options.seed, 7);
   const auto unmanaged = zero_options(Config::from_json(R"({"managed_gradient_accumulation": false})"));

@@ -184,6 +184,7 @@ struct ToyRun {
   std::optional<amp::PrecisionPolicy> precision = {};  // else fp32 or bf16 with the rounding of the reference
   bool fp16 = false;
   amp::ScalerOptions scaler = {};
+  bool share = false;  // parameters
 };
 
 inline engine::Options toy_options(const ToyRun& run) {
@@ -198,6 +199,7 @@ inline engine::Options toy_options(const ToyRun& run) {
   options.zero.reduce_bucket_size = run.bucket;
   options.zero.min_unit_elements = run.min_unit;
   options.zero.gather.persistence_threshold = run.persistence;
+  options.zero.share_params = run.share;
   options.gradient_accumulation_steps = run.accumulation;
   options.gradient_clipping = run.clip;
   return options;

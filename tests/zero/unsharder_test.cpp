@@ -258,7 +258,7 @@ TEST(Unsharder, AUnitIsOverWithTheLastOfItsCalls) {
 
 TEST(Unsharder, RegionsHoldAndUpdatesRefuseThem) {
   on_two_ranks(no_prefetch(), [](Chain& chain, const comm::GroupPtr&) {
-    chain.unsharder.hold(0);
+    chain.unsharder.hold(0, true);
     chain.forward({0, 1}, false);
     EXPECT_EQ(chain.states(), "100");
     EXPECT_THROW(chain.unsharder.settle_before_update(), c10::Error);
