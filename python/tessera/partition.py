@@ -235,10 +235,19 @@ def gathered(params: Iterable[torch.Tensor], writable: bool) -> list[tuple[Holde
     """Gathers `params`; returns what is to be released: the holders with the numbers of theirs. `writable`: some rank's
     values may hold in the end."""
     numbers: dict[int, tuple[Holder, list[int]]] = {}
+    shares: dict[int, bool] = {}  # engines, where it matters
     for param in params:
         found = holder_of(param)
-        if found is not None and (home_of(param) or not isinstance(found[0], _core.Engine)):
-            numbers.setdefault(id(found[0]), (found[0], []))[1].append(found[1])
+        if found is None:
+            continue
+        holder, number = found
+        if isinstance(holder, _core.Engine) and not home_of(param):
+            # Whole on every rank. One rank's values could hold only after writes to memory that all ranks have.
+            if id(holder) not in shares:
+                shares[id(holder)] = writable and holder.memory().shared > 0
+            if not shares[id(holder)]:
+                continue
+        numbers.setdefault(id(holder), (holder, []))[1].append(number)
     groups = list(numbers.values())
     for holder, wanted in groups:
         holder.gather(wanted, writable)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -45,6 +46,12 @@ def values_of(engine: tessera.Engine) -> list[torch.Tensor]:
         return [param.detach().clone() for param in params]
 
 
+def random_values(params: Iterable[torch.Tensor], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        nn.init.normal_(param, std=0.3, generator=generator)
+
+
 def life(engine: tessera.Engine, rank: int) -> tuple[list[float], list[torch.Tensor]]:
     """Training, evaluation, regions, a state dict and setters."""
     losses = steps_of(engine, rank)
@@ -52,9 +59,7 @@ def life(engine: tessera.Engine, rank: int) -> tuple[list[float], list[torch.Ten
         losses.append(engine(*batch(99)).item())
     model: Any = engine.module
     with tessera.zero.GatheredParameters(model.parameters(), modifier_rank=1):
-        torch.manual_seed(rank)  # every rank writes, rank 1 counts
-        for param in model.parameters():
-            nn.init.normal_(param, std=0.3)
+        random_values(model.parameters(), 7)  # without sharing, stages 1 and 2 take every rank's own values
     losses += steps_of(engine, rank, 10)
     state = engine.module_state_dict()
     engine.load_module_state_dict({name: value * 0.5 for name, value in state.items()})
@@ -100,6 +105,21 @@ def test_a_client_optimizer(stage: int) -> None:
     for (losses, values), (other_losses, other_values) in zip(*results, strict=True):
         assert losses == other_losses
         assert all(torch.equal(a, b) for a, b in zip(values, other_values, strict=True))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_ranks_writes_hold(stage: int) -> None:
+    def body(engine: tessera.Engine, rank: int) -> list[torch.Tensor]:
+        steps_of(engine, rank)
+        params = list(engine.module.parameters())
+        with tessera.zero.GatheredParameters(params, modifier_rank=1):
+            random_values(params, rank)
+        return values_of(engine)
+
+    want = make()
+    random_values(want.parameters(), 1)
+    for values in engines(make(), 3, shared(stage), body):
+        assert all(torch.equal(a, b) for a, b in zip(values, want.parameters(), strict=True))
 
 
 def test_evaluation_needs_no_company() -> None:
