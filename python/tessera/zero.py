@@ -87,6 +87,7 @@ class GatheredParameters:
     Collective: every rank opens and closes the region with the same parameters. Parameters that are not partitioned
     pass through; those of a model that zero.Init built need no engine. `modifier_rank`: what that rank (of the
     data-parallel group) writes holds on all ranks; None: writing is an error (UsageError, when the region ends).
+    With tessera.shared_parameters `modifier_rank` counts for parameters that are not partitioned, too.
     `fwd_module`: also registers the parameters as external to that module. Regions must not overlap. A whole unit is
     gathered, also for one parameter of it.
     """
