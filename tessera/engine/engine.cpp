@@ -151,8 +151,9 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   }
   const zero::DataParallel ranks(m.mesh);
   prepare_unmanaged(ranks, m.params, m.place_of, m.options.zero.precision.param);
-  m.model = std::make_unique<zero::ShardedModel>(m.options.zero, ranks, std::move(managed), std::move(frozen),
-                                                 options.rule, groups);
+  m.model = std::make_unique<zero::ShardedModel>(m.options.zero, ranks, managed, frozen, options.rule, groups);
+  managed.clear();  // they hold what restores initial values
+  frozen.clear();
   for (ParamSpec& spec : m.params)
     spec.restore = nullptr;
   heap::return_free_pages();  // the storages that the parameters had

@@ -9,6 +9,7 @@
 #include <ATen/ops/mul.h>
 
 #include <algorithm>
+#include <iterator>
 #include <unordered_set>
 
 #include "tessera/base/error.h"
@@ -321,10 +322,12 @@ void Hooks::touch_task(bool from_parameter) {
 }
 
 void Hooks::end_task(int id) {
-  for (size_t i = 0; i < deferred_.size(); ++i) {
-    if (deferred_[i].task == id) sink_.call_closed(*deferred_[i].call);
-  }
-  std::erase_if(deferred_, [&](const Deferred& d) { return d.task == id; });
+  const auto of_task = [&](const Deferred& d) { return d.task == id; };
+  std::vector<Deferred> due;
+  std::copy_if(deferred_.begin(), deferred_.end(), std::back_inserter(due), of_task);
+  std::erase_if(deferred_, of_task);
+  for (const Deferred& deferred : due)
+    sink_.call_closed(*deferred.call);
   tasks_.erase(id);
   prune_dead_tasks();
   if (!tasks_.empty()) return;

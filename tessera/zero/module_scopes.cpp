@@ -12,6 +12,7 @@ namespace tessera::zero {
 
 int ShardedModel::add_scope(const std::vector<int>& slots) {
   std::vector<int> units;
+  units.reserve(slots.size());
   for (const int slot : slots)
     units.push_back(places_[slot].unit);
   return unsharder_->add_scope(std::move(units));

@@ -11,9 +11,9 @@
 namespace tessera::zero {
 
 namespace {
-constexpr size_t kMaxInFlight = 2;  // bounds buckets and receive buffers
-constexpr int kRankShift = 48;      // local contributions: random bits of rank r are those of elements from r << 48
-constexpr int kStepShift = 16;      // additions of one step are numbered from step << 16
+constexpr size_t kMaxInFlight = 2;   // bounds buckets and receive buffers
+constexpr unsigned kRankShift = 48;  // local contributions: random bits of rank r are those of elements from r << 48
+constexpr unsigned kStepShift = 16;  // additions of one step are numbered from step << 16
 }  // namespace
 
 Reducer::Reducer(DataParallel ranks, std::vector<Unit*> units, const Options& options)

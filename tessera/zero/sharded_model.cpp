@@ -50,8 +50,8 @@ std::vector<FlatParams::Item> settle_values(const DataParallel& ranks, const std
 
 }  // namespace
 
-ShardedModel::ShardedModel(const Options& options, DataParallel ranks, std::vector<ModelParam> params,
-                           std::vector<ModelParam> frozen, optim::Rule rule,
+ShardedModel::ShardedModel(const Options& options, DataParallel ranks, const std::vector<ModelParam>& params,
+                           const std::vector<ModelParam>& frozen, optim::Rule rule,
                            const std::vector<optim::GroupOptions>& groups)
     : options_(options),
       placements_(shard::placements_of_stage(options.stage)),
@@ -87,6 +87,7 @@ ShardedModel::ShardedModel(const Options& options, DataParallel ranks, std::vect
   std::stable_partition(units_.begin(), units_.end(), [](const auto& u) { return !u->name.starts_with(kRootUnit); });
   std::stable_partition(units_.begin(), units_.end(), [](const auto& u) { return u->launch_at() != LaunchAt::Flush; });
   std::vector<Unit*> order;
+  order.reserve(units_.size());
   for (const auto& unit : units_)
     order.push_back(unit.get());
   reducer_ = std::make_unique<Reducer>(ranks_, std::move(order), options_);
@@ -199,6 +200,7 @@ void ShardedModel::build_unit(const PlannedUnit& planned, const std::vector<Mode
 
 void ShardedModel::build_frozen(const PlannedUnit& planned, const std::vector<ModelParam>& frozen, size_t trained) {
   std::vector<const ModelParam*> originals;
+  originals.reserve(planned.items.size());
   for (const int i : planned.items)
     originals.push_back(&frozen[i - trained]);
   std::vector<FlatParams::Item> items = settle_values(ranks_, planned.name, originals);

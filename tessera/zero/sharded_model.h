@@ -51,8 +51,8 @@ class ShardedModel final : private HookSink {
  public:
   // Collective: rank 0's values are broadcast. `params` become views of flat buffers. `frozen`: partitioned where the
   // stage partitions parameters, without gradients and states; their slots follow those of `params`.
-  ShardedModel(const Options& options, DataParallel ranks, std::vector<ModelParam> params,
-               std::vector<ModelParam> frozen, optim::Rule rule, const std::vector<optim::GroupOptions>& groups);
+  ShardedModel(const Options& options, DataParallel ranks, const std::vector<ModelParam>& params,
+               const std::vector<ModelParam>& frozen, optim::Rule rule, const std::vector<optim::GroupOptions>& groups);
   ~ShardedModel() override;
 
   Hooks& hooks() { return hooks_; }

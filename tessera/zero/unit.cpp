@@ -120,7 +120,7 @@ void Unit::set_master_from(const Param& param, const at::Tensor& values) {
 
 at::Tensor Unit::read_master(shard::Range range) const {
   if (master.defined()) return master.narrow(0, range.begin, range.size());
-  const at::Tensor weights = owned_weights().narrow(0, range.begin, range.size());
+  at::Tensor weights = owned_weights().narrow(0, range.begin, range.size());
   if (!residual.defined()) return weights;
   at::Tensor joined = at::empty({range.size()}, weights.options().dtype(at::kFloat));
   shard::join_master(joined, weights, residual.narrow(0, range.begin, range.size()));
