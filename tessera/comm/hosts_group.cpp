@@ -56,8 +56,8 @@ struct Trip {
   OpInfo info;
   std::function<void()> go;
   Clock::time_point launched = Clock::now();
-  bool over = false;  // guarded by the lane's mutex, as is the rest
-  std::string cause;  // why it failed; empty when it did not
+  bool over = false;    // guarded by the lane's mutex, as is the rest
+  std::string cause{};  // why it failed; empty when it did not
 };
 using TripPtr = std::shared_ptr<Trip>;
 

@@ -137,7 +137,7 @@ class ShardedModel final : private HookSink {
     FlatParams* flat = nullptr;
     bool open = false;      // in a region
     bool writable = false;  // in one that may write
-    at::Tensor before;      // in a region, of whole parameters with a split master: their owned values at its begin
+    at::Tensor before{};    // in a region, of whole parameters with a split master: their owned values at its begin
   };
 
   void backward_begun() override;
