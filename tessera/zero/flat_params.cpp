@@ -155,7 +155,7 @@ void FlatParams::fill_from_space(const at::Tensor& bucket, const at::Tensor& sta
   }
 }
 
-void FlatParams::make_private(at::Tensor bucket) {
+void FlatParams::make_private(const at::Tensor& bucket) {
   TESSERA_ASSERT(sharded_ && state_ == ParamState::Ready && is_in_space());
   bucket_ = bucket.narrow(0, 0, layout_.size());
   bucket_.copy_(space_);

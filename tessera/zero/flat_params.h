@@ -89,7 +89,7 @@ class FlatParams {
   void make_exact(comm::Group& group);
   // Shared and Ready in the shared space -> in `bucket`, with a copy of the values.
   bool is_in_space() const { return shares() && bucket_.is_same(space_); }
-  void make_private(at::Tensor bucket);
+  void make_private(const at::Tensor& bucket);
   bool is_rounded() const { return rounded_; }
   // The staging buffer of the last gather, once it is over; undefined without one.
   at::Tensor take_staging() { return std::move(staging_); }

@@ -164,6 +164,7 @@ SharedParams ShardedModel::share(const std::vector<PlannedUnit>& units, const st
 // Undefined where nothing is shared.
 at::Tensor ShardedModel::space_of(const std::vector<const ModelParam*>& members) {
   std::vector<int64_t> numels;
+  numels.reserve(members.size());
   for (const ModelParam* p : members)
     numels.push_back(p->tensor.numel());
   return shared_.take(shard::Layout(numels, ranks_.shard->size()), options_.precision.param);
