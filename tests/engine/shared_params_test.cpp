@@ -232,6 +232,17 @@ TEST(SharedEngine, FastRanksWaitForSlowOnes) {
         seen.push_back(toy.tensors[4].detach().clone());
         fill(toy.tensors[4], 0.1 * (step + 1));
         engine.release({4}, Engine::Writes::FromRank, writer);
+        lag(other);  // late to its forward, while the other has written a region of its own
+        evaluate(75);
+        engine.gather({0});
+        fill(toy.tensors[0], 0.2 * (step + 1));
+        engine.release({0}, Engine::Writes::Own);
+        lag(other);  // late to its forward, while the other refreshes what it wrote to its masters
+        evaluate(76);
+        fill(engine.local_view(1, Quantity::Master), 0.03 * (step + 1));
+        lag(other);
+        evaluate(76);
+        engine.refresh_params();
         lag(other);  // late to its forward, while the other goes on to the setters
         evaluate(77);
         engine.set_full(3, Quantity::Master, at::full({17, 5}, 0.01 * (step + 1)));
@@ -248,7 +259,8 @@ TEST(SharedEngine, FastRanksWaitForSlowOnes) {
       }
       return seen;
     };
-    ToyRun run{.stage = stage, .persistence = 0};
+    const PrecisionPolicy masters_apart{at::kBFloat16, at::kBFloat16, Master::Fp32};
+    ToyRun run{.stage = stage, .persistence = 0, .precision = masters_apart};
     const auto apart = on_ranks(Over::Threads, 2, run, body);
     run.share = true;
     expect_same(on_ranks(Over::Segments, 2, run, body), apart, "stage " + std::to_string(stage));
