@@ -21,7 +21,7 @@ CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.inc' 2>/dev/null)
 .DELETE_ON_ERROR:
 help:
 	@echo "make demo    train a small GPT on 2 ranks and compare it with plain PyTorch (output in demo-out/)"
-	@echo "make tables  memory, time and loss of the low-precision modes beside plain PyTorch (about 25 min; ARGS=--quick)"
+	@echo "make tables  memory, time and loss of the low-precision modes beside plain PyTorch (long; a look: ARGS=--quick)"
 	@echo "make test    build and run every test"
 	@echo "make bench   build and run the benchmarks"
 	@echo "make lint    layer rules, clang-format, ruff, mypy"

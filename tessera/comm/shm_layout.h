@@ -20,7 +20,7 @@ inline constexpr int64_t kMailSlots = 8;  // the same for messages between two r
 inline constexpr int64_t kPage = 4096;
 
 struct ShmHeader {
-  uint64_t nonce;                     // the creator's, so that nobody takes another segment for this one
+  int64_t secret;                     // ShmSegment::offer()
   std::atomic<uint32_t> cause_state;  // 0: all is well, 1: somebody is writing the cause, 2: it is there
   char cause[kPage - 16];
 };

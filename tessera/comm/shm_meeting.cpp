@@ -1,8 +1,5 @@
 #include "tessera/comm/shm_meeting.h"
 
-#include <unistd.h>
-
-#include <random>
 #include <sstream>
 
 #include "tessera/base/error.h"
@@ -13,33 +10,27 @@ namespace {
 constexpr auto kSegmentKey = "tessera/shm/segment";
 constexpr auto kWell = "ok";
 
-std::shared_ptr<ShmSegment> create_segment(int size, uint64_t nonce) {
+std::shared_ptr<ShmSegment> create_segment(int size) {
   const ShmLayout layout{size};
   auto segment = ShmSegment::create(layout.total());
   segment->reserve(0, layout.control());
-  reinterpret_cast<ShmHeader*>(segment->data())->nonce = nonce;
   return segment;
 }
 
 // Rank 0 makes the segment and says where it is; the others open it.
 std::shared_ptr<ShmSegment> meet_in_segment(c10d::Store& store, int rank, int size) {
   if (rank == 0) {
-    std::random_device random;
-    const uint64_t nonce = static_cast<uint64_t>(random()) << 32 | random();
-    auto segment = create_segment(size, nonce);
+    auto segment = create_segment(size);
+    const ShmPlace place = segment->offer();
     store.set(kSegmentKey,
-              std::to_string(getpid()) + " " + std::to_string(segment->fd()) + " " + std::to_string(nonce));
+              std::to_string(place.pid) + " " + std::to_string(place.fd) + " " + std::to_string(place.secret));
     return segment;
   }
-  std::istringstream place(store.get_to_str(kSegmentKey));
-  int pid = 0, fd = -1;
-  uint64_t nonce = 0;
-  place >> pid >> fd >> nonce;
-  TESSERA_CHECK_DIST(place, "comm", "shared memory: rank 0 could not make a segment");
-  auto segment = ShmSegment::attach(pid, fd, ShmLayout{size}.total());
-  TESSERA_CHECK_DIST(reinterpret_cast<ShmHeader*>(segment->data())->nonce == nonce, "comm", "shared memory: process ",
-                     pid, " has another segment than rank 0's; do all ranks run on one host?");
-  return segment;
+  std::istringstream text(store.get_to_str(kSegmentKey));
+  ShmPlace place;
+  text >> place.pid >> place.fd >> place.secret;
+  TESSERA_CHECK_DIST(text, "comm", "shared memory: rank 0 could not make a segment");
+  return ShmSegment::attach(place, ShmLayout{size}.total());
 }
 
 std::string first_line(const std::exception& error) {
@@ -84,7 +75,7 @@ ShmSharePtr shm_meet(c10d::Store& store, int rank, int size, std::chrono::millis
 std::vector<ShmSharePtr> shm_thread_shares(int size, std::chrono::milliseconds timeout,
                                            const std::vector<int>& numbers) {
   TESSERA_CHECK_VALUE(size >= 1, "comm", "shared memory: a group has at least 1 rank, got ", size);
-  const auto segment = create_segment(size, 0);
+  const auto segment = create_segment(size);
   std::vector<ShmSharePtr> shares;
   shares.reserve(size);
   for (int r = 0; r < size; ++r)

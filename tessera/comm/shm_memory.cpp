@@ -2,11 +2,8 @@
 
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
-#include <unistd.h>
 
-#include <array>
 #include <cstring>
-#include <random>
 
 #include "tessera/base/error.h"
 #include "tessera/comm/op_info.h"
@@ -15,34 +12,8 @@
 namespace tessera::comm {
 namespace {
 
-constexpr size_t kHead = 4096;  // before the tensor: the secret number that proves it is rank 0's segment
+constexpr size_t kHead = 4096;  // before the tensor: the segment's secret
 constexpr int64_t kText = 256;  // bytes of what went wrong that a rank tells the others
-
-// Where rank 0's segment is.
-struct Place {
-  int64_t pid = 0, fd = -1, secret = 0;
-};
-
-int64_t& secret_of(const ShmSegment& segment) {
-  return *reinterpret_cast<int64_t*>(segment.data());
-}
-
-std::shared_ptr<ShmSegment> create(size_t size, Place& place) {
-  auto segment = ShmSegment::create(size);
-  segment->reserve(0, size);
-  std::random_device random;
-  place = {getpid(), segment->fd(), static_cast<int64_t>(static_cast<uint64_t>(random()) << 32 | random())};
-  secret_of(*segment) = place.secret;
-  return segment;
-}
-
-std::shared_ptr<ShmSegment> attach(size_t size, const Place& place) {
-  if (place.pid == 0) return nullptr;  // rank 0 says why
-  auto segment = ShmSegment::attach(static_cast<int>(place.pid), static_cast<int>(place.fd), size);
-  TESSERA_CHECK_DIST(secret_of(*segment) == place.secret, "comm", "shared memory: process ", place.pid,
-                     " has another segment than rank 0's");
-  return segment;
-}
 
 // Everybody says how it went before anybody goes on, so that all end alike.
 void agree(Group& group, const std::string& trouble, const std::string& what) {
@@ -72,11 +43,19 @@ at::Tensor shm_memory(Group& group, int64_t bytes, Label label) {
       if (constexpr std::string_view origin = "[comm] "; trouble.starts_with(origin)) trouble.erase(0, origin.size());
     }
   };
-  Place place;
-  if (group.rank() == 0) attempt([&] { return create(size, place); });
+  ShmPlace place;
+  if (group.rank() == 0) {
+    attempt([&] {
+      auto made = ShmSegment::create(size);
+      made->reserve(0, size);
+      place = made->offer();
+      return made;
+    });
+  }
   const at::Tensor sent = at::from_blob(&place, {static_cast<int64_t>(sizeof(place))}, at::kByte);
   group.broadcast(sent, 0, what).wait();
-  if (group.rank() != 0) attempt([&] { return attach(size, place); });
+  // Where rank 0 has none, it says why.
+  if (group.rank() != 0 && place.pid != 0) attempt([&] { return ShmSegment::attach(place, size); });
   agree(group, trouble, what);
   segment->close_file();
   char* const data = segment->data() + kHead;

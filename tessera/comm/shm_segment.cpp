@@ -9,6 +9,7 @@
 #include <cstring>
 #include <fstream>
 #include <limits>
+#include <random>
 #include <string>
 
 #include "tessera/base/error.h"
@@ -71,6 +72,22 @@ std::shared_ptr<ShmSegment> ShmSegment::attach(int pid, int fd, size_t bytes) {
     TESSERA_CHECK_DIST(false, "comm", "shared memory: ", path, " is not a segment of ", bytes, " B");
   }
   return std::shared_ptr<ShmSegment>(new ShmSegment(own, bytes));
+}
+
+ShmPlace ShmSegment::offer() const {
+  std::random_device random;
+  const auto secret = static_cast<int64_t>(static_cast<uint64_t>(random()) << 32 | random());
+  std::memcpy(data_, &secret, sizeof(secret));
+  return {getpid(), fd_, secret};
+}
+
+std::shared_ptr<ShmSegment> ShmSegment::attach(const ShmPlace& place, size_t bytes) {
+  auto segment = attach(static_cast<int>(place.pid), static_cast<int>(place.fd), bytes);
+  int64_t secret = 0;
+  std::memcpy(&secret, segment->data(), sizeof(secret));
+  TESSERA_CHECK_DIST(secret == place.secret, "comm", "shared memory: process ", place.pid,
+                     " has another segment than rank 0's; do all ranks run on one host?");
+  return segment;
 }
 
 void ShmSegment::reserve(size_t offset, size_t bytes) const {

@@ -10,9 +10,15 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 
 namespace tessera::comm {
+
+// Where a segment is, and a random number that proves that it is this one.
+struct ShmPlace {
+  int64_t pid = 0, fd = -1, secret = 0;
+};
 
 class ShmSegment {
  public:
@@ -20,6 +26,8 @@ class ShmSegment {
   static std::shared_ptr<ShmSegment> create(size_t bytes);
   // The segment that the running process `pid` has open as `fd`.
   static std::shared_ptr<ShmSegment> attach(int pid, int fd, size_t bytes);
+  // The same for a segment that its creator has offered.
+  static std::shared_ptr<ShmSegment> attach(const ShmPlace& place, size_t bytes);
   ~ShmSegment();
   ShmSegment(const ShmSegment&) = delete;
   ShmSegment& operator=(const ShmSegment&) = delete;
@@ -27,6 +35,8 @@ class ShmSegment {
   char* data() const { return data_; }
   size_t size() const { return size_; }
   int fd() const { return fd_; }
+  // Writes the secret to the first 8 bytes, which have memory.
+  ShmPlace offer() const;
   // Nobody can attach from here on; those who have keep the memory.
   void close_file();
   // Makes sure that [offset, offset + bytes) has memory.

@@ -8,6 +8,12 @@
 
 namespace tessera::zero {
 
+namespace {
+
+constexpr int64_t kPiece = 1 << 16;  // elements of shared parameters that are rounded at a time
+
+}  // namespace
+
 void Unsharder::Trace::begin() {
   if (!now.empty()) last = std::move(now);
   now.clear();
@@ -21,10 +27,6 @@ void Unsharder::Trace::use(int unit) {
   const auto found = std::find(from, last.end(), unit);
   followed = found != last.end();
   if (followed) position = static_cast<size_t>(found - last.begin()) + 1;
-}
-
-namespace {
-constexpr int64_t kPiece = 1 << 16;  // elements of shared parameters that are rounded at a time
 }
 
 Unsharder::Unsharder(comm::GroupPtr group, const GatherOptions& options)

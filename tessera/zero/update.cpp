@@ -205,6 +205,7 @@ void ShardedModel::refresh_params() {
 
 // Shared parameters that are whole always: a region's private copies would undo what is written meanwhile.
 void ShardedModel::check_no_region_writes() const {
+  if (!shared_.on()) return;
   for (const Place& place : places_) {
     TESSERA_CHECK(!place.flat->is_lent(place.item), "zero", "parameter '", place.flat->items()[place.item].name,
                   "' is in use (inside GatheredParameters); leave that before it changes");

@@ -53,7 +53,7 @@ TEST_F(Meeting, FailsOnAllRanksWhenOneCannotShare) {
 TEST_F(Meeting, NeverJoinsAnotherSegmentThanThatOfRank0) {
   const auto stale = ShmSegment::create(ShmLayout{2}.total());
   stale->reserve(0, ShmLayout{2}.control());
-  reinterpret_cast<ShmHeader*>(stale->data())->nonce = 17;
+  reinterpret_cast<ShmHeader*>(stale->data())->secret = 17;
   store.set("tessera/shm/segment", std::to_string(getpid()) + " " + std::to_string(stale->fd()) + " 18");
   store.set("tessera/shm/joined_0", std::string("ok"));
   EXPECT_HAS(message_of<c10::DistBackendError>([&] { shm_meet(store, 1, 2, 1min); }),

@@ -29,6 +29,16 @@ TEST(ShmSegment, IsOneMemoryForAllWhoAttach) {
   EXPECT_EQ(shared_files(), before);  // nothing that a crash could leave behind
 }
 
+TEST(ShmSegment, IsTakenForNoOtherThanTheOneOffered) {
+  const auto segment = ShmSegment::create(4096);
+  segment->reserve(0, 4096);
+  ShmPlace place = segment->offer();
+  ShmSegment::attach(place, 4096)->data()[8] = 'x';
+  EXPECT_EQ(segment->data()[8], 'x');
+  EXPECT_NE(segment->offer().secret, place.secret);
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { ShmSegment::attach(place, 4096); }), "another segment");
+}
+
 TEST(ShmSegment, OutlivesItsCreator) {
   auto segment = ShmSegment::create(4096);
   const auto same = ShmSegment::attach(getpid(), segment->fd(), 4096);
