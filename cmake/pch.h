@@ -1,7 +1,12 @@
-// Precompiled for every file that includes torch; not a header of the project.
+// Precompiled for files that see tensors only; not a header of the project.
 #pragma once
-#include <ATen/ATen.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>

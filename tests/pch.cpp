@@ -1,0 +1,1 @@
+// What CMake compiles the precompiled header of the tests with.
