@@ -1,6 +1,8 @@
 #include "tessera/comm/hosts_stages.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 

@@ -1,6 +1,7 @@
 #include "tessera/zero/flat_params.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include "tests/support/errors.h"

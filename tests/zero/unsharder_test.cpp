@@ -2,6 +2,7 @@
 #include "tessera/zero/unsharder.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include "tests/support/ranks.h"
