@@ -88,7 +88,7 @@ def _worker(rank: int, setup: Callable[..., None], args: argparse.Namespace, por
         entry, losses, early = train(job, job.size)
         sizes = [memory.now() - before, memory.peak() - before, early - before]
         own = parse(job.peer).kind == "tessera"
-        buckets = entry.engine.core.memory().buckets if own else 0
+        buckets = entry.engine.core.memory().peak_buckets if own else 0
         queue.put((entry.name, losses, [*sizes, buckets, together() - part]))
     dist.barrier()
     dist.destroy_process_group()
@@ -150,8 +150,8 @@ def intro(args: argparse.Namespace) -> str:
         f"GPTs on one row of {TOKENS} tokens: resident memory beyond that of the same process after it trained a "
         "small model, largest rank, in bytes a parameter. Where no number is given, bf16 means 14 bytes of "
         "states (exact) for Tessera and fp32 masters for the others; FSDP2 with 8 bytes and DeepSpeed with 10 round to "
-        "nearest. Formula: states (weights, gradients, master, moments, as the stage divides them), the buckets that "
-        "the engine has for what is on its way, and activations. The peers have no gradients between steps. All ranks "
+        "nearest. Formula: states (weights, gradients, master, moments, as the stage divides them), the most "
+        "buckets that the engine had for what is on its way, and activations. The peers have no gradients between steps. All ranks "
         "together: memory that they share counts once (Pss). Measured "
         "with an allocator that returns freed memory to the system at once (MALLOC_MMAP_THRESHOLD_=65536); the last "
         "two columns with glibc's default, which keeps part of it"

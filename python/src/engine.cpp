@@ -76,6 +76,7 @@ void bind_structs(py::module_& m) {
       .def_readonly("master", &Engine::Memory::master)
       .def_readonly("states", &Engine::Memory::states)
       .def_readonly("buckets", &Engine::Memory::buckets)
+      .def_readonly("peak_buckets", &Engine::Memory::peak_buckets)
       .def_readonly("shared", &Engine::Memory::shared);
 }
 

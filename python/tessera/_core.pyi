@@ -363,6 +363,7 @@ class Memory:
     master: int
     states: int
     buckets: int
+    peak_buckets: int
     shared: int
 
 class Writes(Enum):

@@ -536,6 +536,7 @@ Engine::Memory Engine::memory() const {
   for (const auto& flat : impl_->model->frozen())
     memory.params += flat->bytes();
   memory.buckets = impl_->model->pool_bytes();
+  memory.peak_buckets = impl_->model->peak_pool_bytes();
   memory.shared = impl_->model->shared_bytes();
   return memory;
 }

@@ -20,6 +20,7 @@ at::Tensor BucketPool::acquire(int64_t numel, const at::TensorOptions& options) 
   } else {
     bucket = at::empty({numel}, options);
     bytes_ += static_cast<int64_t>(bucket.nbytes());
+    peak_bytes_ = std::max(peak_bytes_, bytes_);
   }
   return bucket.narrow(0, 0, numel);
 }

@@ -19,11 +19,13 @@ class BucketPool {
 
   // Free and lent.
   int64_t bytes() const { return bytes_; }
+  // The most that bytes() ever was.
+  int64_t peak_bytes() const { return peak_bytes_; }
 
  private:
   size_t max_kept_;
   std::vector<at::Tensor> free_;  // by size
-  int64_t bytes_ = 0;
+  int64_t bytes_ = 0, peak_bytes_ = 0;
 };
 
 }  // namespace tessera::zero

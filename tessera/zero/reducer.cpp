@@ -287,10 +287,6 @@ void Reducer::abandon() {
   in_flight_.clear();
 }
 
-int64_t Reducer::pool_bytes() const {
-  return pool_.bytes() + travel_pool_.bytes();
-}
-
 void Reducer::reset() {
   drain();
   for (Unit* unit : units_) {

@@ -80,7 +80,8 @@ class Reducer {
   void abandon();
 
   // Buffers of the pool, in bytes, in use and kept.
-  int64_t pool_bytes() const;
+  int64_t pool_bytes() const { return pool_.bytes() + travel_pool_.bytes(); }
+  int64_t peak_pool_bytes() const { return pool_.peak_bytes() + travel_pool_.peak_bytes(); }  // of each pool by itself
   // Forgets all gradients: every unit Empty.
   void reset();
 

@@ -121,6 +121,7 @@ class ShardedModel final : private HookSink {
   const std::vector<std::unique_ptr<FlatParams>>& frozen() const { return frozen_; }
   int64_t shared_bytes() const { return shared_.bytes(); }
   int64_t pool_bytes() const { return reducer_->pool_bytes() + unsharder_->bytes(); }
+  int64_t peak_pool_bytes() const { return reducer_->peak_pool_bytes() + unsharder_->peak_bytes(); }
 
   // Removes hooks and frees gradients and states; parameters keep their values.
   void release();

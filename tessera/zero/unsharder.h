@@ -75,6 +75,7 @@ class Unsharder {
   // Releases all that is only kept. State error when a scope or region is open: parameters are about to change.
   void settle_before_update();
   int64_t bytes() const { return pool_.bytes() + staging_.bytes(); }
+  int64_t peak_bytes() const { return pool_.peak_bytes() + staging_.peak_bytes(); }  // of each pool by itself
   // Frees everything, without communication.
   void abandon(const std::string& message);
 

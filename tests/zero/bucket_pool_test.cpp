@@ -20,6 +20,7 @@ TEST(BucketPool, LendsTheSmallestThatFitsAndKeepsTheLargest) {
   pool.give_back(again);
   EXPECT_EQ(pool.acquire(25, fp32).data_ptr(), at_c);
   EXPECT_EQ(pool.bytes(), 4 * 50);
+  EXPECT_EQ(pool.peak_bytes(), 4 * 60);
 }
 
 TEST(BucketPool, LendsBucketsOfTheDtypeAskedFor) {
