@@ -56,8 +56,8 @@ def passed_on(args: argparse.Namespace) -> list[str]:
     return words
 
 
-def run_all(args: argparse.Namespace) -> str:
-    """Empty, or which benchmarks failed or were refused; the others have their reports."""
+def run_all(args: argparse.Namespace) -> str | None:
+    """Which benchmarks failed or were refused, None if none; the others have their reports."""
     failed, start = [], time.monotonic()
     for line in QUICK if args.quick else FULL:
         print(f"== {line}", flush=True)
@@ -67,4 +67,4 @@ def run_all(args: argparse.Namespace) -> str:
         if done.returncode != 0:
             failed.append(line)
     print(f"== {(time.monotonic() - start) / 60:.1f} minutes; index: {args.out / 'README.md'}", flush=True)
-    return "" if not failed else f"no report: {'; '.join(failed)}"
+    return f"no report: {'; '.join(failed)}" if failed else None

@@ -151,9 +151,9 @@ def intro(args: argparse.Namespace) -> str:
         "small model, largest rank, in bytes a parameter. Where no number is given, bf16 means 14 bytes of "
         "states (exact) for Tessera and fp32 masters for the others; FSDP2 with 8 bytes and DeepSpeed with 10 round to "
         "nearest. Formula: states (weights, gradients, master, moments, as the stage divides them), the most "
-        "buckets that the engine had for what is on its way, and activations. The peers have no gradients between steps. All ranks "
-        "together: memory that they share counts once (Pss). Measured "
-        "with an allocator that returns freed memory to the system at once (MALLOC_MMAP_THRESHOLD_=65536); the last "
+        "buckets that the engine had for what is on its way, and activations. The peers have no gradients between "
+        "steps. All ranks together: memory that they share counts once (Pss). Measured with an allocator that "
+        "returns freed memory to the system at once (MALLOC_MMAP_THRESHOLD_=65536); the last "
         "two columns with glibc's default, which keeps part of it"
         + (" (not measured in quick mode)." if args.quick else " (in bf16).")
     )

@@ -314,17 +314,19 @@ def test_the_plan_runs_every_benchmark():
 
 
 def test_a_failed_benchmark_does_not_stop_the_others(monkeypatch, capfd, tmp_path):
-    seen = []
+    seen, failing = [], ["step"]
 
     def run(command, check):
         seen.append(command[2:])
-        return subprocess.CompletedProcess(command, 1 if command[2] == "step" else 0)
+        return subprocess.CompletedProcess(command, 1 if command[2] in failing else 0)
 
     monkeypatch.setattr(plan.subprocess, "run", run)
     args = argparse.Namespace(quick=True, noisy=False, rounds=None, folder=None, out=tmp_path)
     assert plan.run_all(args) == "no report: step"
     assert [" ".join(words[:-1]) for words in seen] == plan.QUICK
     assert all(words[-1] == "--quick" for words in seen)
+    failing.clear()
+    assert plan.run_all(args) is None, "the exit status is then 0; sys.exit('') means 1"
 
 
 # ---- the program
