@@ -14,9 +14,9 @@ inline constexpr const char* kRootUnit = "root";
 struct PlanItem {
   std::string unit;  // unit the front end asks for; empty: root
   int64_t numel = 0;
-  int group = 0;        // optimizer group
-  int kind = 0;         // 0, 1, ...: parameters of different kinds (partitioned, resident, frozen) never share a unit
-  std::string travels;  // nor those that travel in different dtypes; a note for names, empty for the usual ones
+  int group = 0;          // optimizer group
+  int kind = 0;           // 0, 1, ...: parameters of different kinds (partitioned, resident, frozen) never share a unit
+  std::string travels{};  // nor those that travel in different dtypes; a note for names, empty for the usual ones
 };
 
 struct PlannedUnit {
