@@ -106,7 +106,7 @@ inline std::vector<ProcessResult> run_processes(int size, const std::string& tes
   env.try_emplace("MASTER_ADDR", "127.0.0.1");
   env.try_emplace("MASTER_PORT", std::to_string(free_port()));
   env.try_emplace("OMP_NUM_THREADS", "1");
-  std::string marks = (std::filesystem::temp_directory_path() / "tessera_marks_XXXXXX").string();
+  std::string marks = (std::filesystem::temp_directory_path() / ("tessera_marks_" + std::string(6, 'X'))).string();
   if (mkdtemp(marks.data()) == nullptr) throw std::runtime_error("no folder for marks");
   env["TESSERA_TEST_MARKS"] = marks;
   const auto start = std::chrono::steady_clock::now();
