@@ -41,12 +41,35 @@ inline F widen_f16(H x) {
 inline H narrow_f16(F x) {
   return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
 }
+inline H narrow_f16_down(F x) {  // to zero
+  return _mm256_cvtps_ph(x, _MM_FROUND_TO_ZERO);
+}
+inline bool each_zero_or_between(U a, U b, uint32_t first, uint32_t last) {
+  const __m256i base = _mm256_set1_epi32(static_cast<int>(first)),
+                most = _mm256_set1_epi32(static_cast<int>(last - first));
+  const auto fits = [=](U x) __attribute__((always_inline)) {
+    const __m256i from = _mm256_sub_epi32((__m256i)x, base);
+    const __m256i between = _mm256_cmpeq_epi32(_mm256_min_epu32(from, most), from);
+    return _mm256_or_si256(between, _mm256_cmpeq_epi32((__m256i)x, _mm256_setzero_si256()));
+  };
+  return _mm256_movemask_epi8(_mm256_and_si256(fits(a), fits(b))) == -1;
+}
 inline U widen_u16(H x) {
   return (U)_mm256_cvtepu16_epi32(x);
 }
 inline H narrow_u16(U x) {
   const __m256i v = (__m256i)x;
   return _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+}
+// ~((a & 0xffff) | b)
+inline U not_joined(U a, U b) {
+  return ~((a & 0xffffu) | b);
+}
+// Of 16-bit lanes: upper + 1 where added > not_low and the magnitude of `upper` is below `limit`, else upper.
+inline U carry_halves(U upper, U not_low, U added, U limit) {
+  const __m256i less = _mm256_cmpeq_epi16(_mm256_min_epu16((__m256i)added, (__m256i)not_low), (__m256i)added);
+  const __m256i below = _mm256_cmpgt_epi16((__m256i)limit, (__m256i)(upper & 0x7fff7fffu));
+  return (U)_mm256_sub_epi16((__m256i)upper, _mm256_andnot_si256(less, below));
 }
 // Between two vectors of consecutive elements and those at even and at odd places.
 inline F even_of(F a, F b) {

@@ -41,11 +41,33 @@ inline F widen_f16(H x) {
 inline H narrow_f16(F x) {
   return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
 }
+inline H narrow_f16_down(F x) {  // to zero
+  return _mm512_cvtps_ph(x, _MM_FROUND_TO_ZERO);
+}
+inline bool each_zero_or_between(U a, U b, uint32_t first, uint32_t last) {
+  const __m512i base = _mm512_set1_epi32(static_cast<int>(first)),
+                most = _mm512_set1_epi32(static_cast<int>(last - first));
+  const auto other = [=](U x) __attribute__((always_inline)) {
+    const __mmask16 set = _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
+    return _mm512_mask_cmpgt_epu32_mask(set, _mm512_sub_epi32((__m512i)x, base), most);
+  };
+  return _kortestz_mask16_u8(other(a), other(b)) != 0;
+}
 inline U widen_u16(H x) {
   return (U)_mm512_cvtepu16_epi32(x);
 }
 inline H narrow_u16(U x) {
   return _mm512_cvtepi32_epi16((__m512i)x);
+}
+// ~((a & 0xffff) | b)
+inline U not_joined(U a, U b) {
+  return (U)_mm512_ternarylogic_epi32((__m512i)a, _mm512_set1_epi32(0xffff), (__m512i)b, 0x15);
+}
+// Of 16-bit lanes: upper + 1 where added > not_low and the magnitude of `upper` is below `limit`, else upper.
+inline U carry_halves(U upper, U not_low, U added, U limit) {
+  const __mmask32 carries = _mm512_cmpgt_epu16_mask((__m512i)added, (__m512i)not_low);
+  const __mmask32 steps = _mm512_mask_cmplt_epu16_mask(carries, (__m512i)(upper & 0x7fff7fffu), (__m512i)limit);
+  return (U)_mm512_mask_sub_epi16((__m512i)upper, steps, (__m512i)upper, _mm512_set1_epi16(-1));
 }
 // Between two vectors of consecutive elements and those at even and at odd places.
 inline F even_of(F a, F b) {

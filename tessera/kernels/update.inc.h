@@ -3,16 +3,45 @@
 #pragma once
 
 #include "tessera/kernels/split.inc.h"
+#include "tessera/kernels/table.h"
 #include "tessera/kernels/update.h"
 #include "tessera/kernels/vec.inc.h"
 
 namespace tessera::kernels {
 namespace {
 
-// Each rule holds its constants and maps (w, g, state) of one vector to their new values.
+// Note [Division by a constant]
+// x / b, correctly rounded, by a product and two fused operations: with y = 1/b rounded, q = x*y and r = x - b*q, it is
+// q + r*y (Markstein, IBM J. R&D 34, 1990; Brisebarre, Muller & Raina, IEEE TC 53, 2004). The divider, which Adam needs
+// twice besides, would take several times as long. Nothing may underflow or overflow on the way: b is ordinary() and x
+// is 0, of at least 2^-80, infinite or NaN.
+struct Divisor {
+  F b, y;
+
+  explicit Divisor(float divisor) : b(splat(divisor)), y(splat(1.0f / divisor)) {}
+  static bool ordinary(float b) { return b >= 0x1p-20f && b <= 0x1p20f; }
+  TESSERA_INLINE F divide(F x) const {
+    const F q = x * y;
+    const F exact = fma(fma(-b, q, x), y, q);
+    return x < splat(__builtin_inff()) ? exact : q;
+  }
+};
+
+// Note [Two halves of an update]
+// The square root and the quotient of Adam and Adagrad take longer than the processor looks ahead, so that it would wait
+// for them. Hence every rule has two halves: begin() maps (w, g, state) of one vector to new states and a first part of
+// the new w, end() adds what was still on its way; the loop ends a step only after it has begun the next one. Between them
+// vectors go by themselves (Late), as compilers keep structures of them in memory.
+
+// Each rule holds its constants.
+
+// `common`: neither an L2 term nor beta1 <= 0.5, which takes the branches out of the loop that nearly everybody runs.
+template <bool common_>
 struct AdamStep {
   static constexpr int states = 2;
-  F decay, l2, mix, beta2, rest2, sqrt_bias2, eps, minus_step_size;
+  static constexpr bool common = common_;
+  F decay, l2, mix, beta2, rest2, eps, minus_step_size;
+  Divisor sqrt_bias2;
   bool add_l2, mix_from_grad;
 
   explicit AdamStep(const AdamRule& r)
@@ -20,25 +49,28 @@ struct AdamStep {
         l2(splat(static_cast<float>(r.weight_decay))),
         beta2(splat(static_cast<float>(r.beta2))),
         rest2(splat(static_cast<float>(1 - r.beta2))),
-        sqrt_bias2(splat(static_cast<float>(r.sqrt_bias2))),
         eps(splat(static_cast<float>(r.eps))),
         minus_step_size(splat(static_cast<float>(-(r.lr / r.bias1)))),
+        sqrt_bias2(static_cast<float>(r.sqrt_bias2)),
         add_l2(!r.decoupled && static_cast<float>(r.weight_decay) != 0) {
     const float rest1 = static_cast<float>(1 - r.beta1);
     mix_from_grad = !(rest1 < 0.5f);
     mix = splat(mix_from_grad ? rest1 - 1.0f : rest1);
   }
-  TESSERA_INLINE void apply(F& w, F g, F& m, F& v) const {
+  TESSERA_INLINE void begin(F& w, F g, F& m, F& v, F& numerator, F& root) const {
     w = w * decay;
-    if (add_l2) g = fma(l2, w, g);
-    m = fma(mix, g - m, mix_from_grad ? g : m);
+    if (!common && add_l2) g = fma(l2, w, g);
+    m = fma(mix, g - m, !common && mix_from_grad ? g : m);
     v = fma(rest2 * g, g, v * beta2);
-    w = w + (minus_step_size * m) / (square_root(v) / sqrt_bias2 + eps);
+    numerator = minus_step_size * m;
+    root = square_root(v);
   }
+  TESSERA_INLINE F end(F w, F numerator, F root) const { return w + numerator / (sqrt_bias2.divide(root) + eps); }
 };
 
 struct SgdStep {
   static constexpr int states = 0;
+  static constexpr bool common = false;
   F l2, minus_lr;
   bool add_l2;
 
@@ -46,14 +78,16 @@ struct SgdStep {
       : l2(splat(static_cast<float>(r.weight_decay))),
         minus_lr(splat(static_cast<float>(-r.lr))),
         add_l2(static_cast<float>(r.weight_decay) != 0) {}
-  TESSERA_INLINE void apply(F& w, F g, F&, F&) const {
+  TESSERA_INLINE void begin(F& w, F g, F&, F&, F&, F&) const {
     if (add_l2) g = fma(l2, w, g);
     w = fma(minus_lr, g, w);
   }
+  TESSERA_INLINE F end(F w, F, F) const { return w; }
 };
 
 struct MomentumStep {
   static constexpr int states = 1;
+  static constexpr bool common = false;
   F l2, minus_lr, momentum, undamped;
   bool add_l2, nesterov, first;
 
@@ -65,15 +99,17 @@ struct MomentumStep {
         add_l2(static_cast<float>(r.weight_decay) != 0),
         nesterov(r.nesterov),
         first(r.first_step) {}
-  TESSERA_INLINE void apply(F& w, F g, F& buf, F&) const {
+  TESSERA_INLINE void begin(F& w, F g, F& buf, F&, F&, F&) const {
     if (add_l2) g = fma(l2, w, g);
     buf = first ? g : fma(undamped, g, buf * momentum);
     w = fma(minus_lr, nesterov ? fma(momentum, buf, g) : buf, w);
   }
+  TESSERA_INLINE F end(F w, F, F) const { return w; }
 };
 
 struct LionStep {
   static constexpr int states = 1;
+  static constexpr bool common = false;
   F decay, beta1, rest1, beta2, rest2, lr;
 
   explicit LionStep(const LionRule& r)
@@ -83,16 +119,18 @@ struct LionStep {
         beta2(splat(static_cast<float>(r.beta2))),
         rest2(splat(static_cast<float>(1 - r.beta2))),
         lr(splat(static_cast<float>(r.lr))) {}
-  TESSERA_INLINE void apply(F& w, F g, F& m, F&) const {
+  TESSERA_INLINE void begin(F& w, F g, F& m, F&, F&, F&) const {
     const F zero = splat(0.0f);
     const F blend = fma(rest1, g, m * beta1);
     w = w * decay - (blend > zero ? lr : (blend < zero ? -lr : zero));
     m = fma(rest2, g, m * beta2);
   }
+  TESSERA_INLINE F end(F w, F, F) const { return w; }
 };
 
 struct AdagradStep {
   static constexpr int states = 1;
+  static constexpr bool common = false;
   F l2, minus_clr, eps;
   bool add_l2;
 
@@ -101,11 +139,13 @@ struct AdagradStep {
         minus_clr(splat(static_cast<float>(-r.clr))),
         eps(splat(static_cast<float>(r.eps))),
         add_l2(static_cast<float>(r.weight_decay) != 0) {}
-  TESSERA_INLINE void apply(F& w, F g, F& sum, F&) const {
+  TESSERA_INLINE void begin(F& w, F g, F& sum, F&, F& numerator, F& root) const {
     if (add_l2) g = fma(l2, w, g);
     sum = fma(g, g, sum);
-    w = w + (minus_clr * g) / (square_root(sum) + eps);
+    numerator = minus_clr * g;
+    root = square_root(sum);
   }
+  TESSERA_INLINE F end(F w, F numerator, F root) const { return w + numerator / (root + eps); }
 };
 
 // Where the master weights are (UpdateRange): load and store them. `natural`: the fp32 streams are most.
@@ -165,8 +205,7 @@ struct WeightMaster {
   }
 };
 
-// Its type is looked at in the loop, a branch that is always predicted: a third of the code, in the same time.
-struct Gradient {
+struct AnyGradient {  // its type is looked at in the loop, a branch that is always predicted: a third of the code
   const void* grad;
   DType dtype;
   TESSERA_INLINE void prefetch(int64_t i) const {
@@ -181,15 +220,38 @@ struct Gradient {
   }
 };
 
-template <class Master, class State, class Step>
-void update_typed(const Step& rule, const UpdateRange& range, BlockKey block, float grad_scale) {
+template <class Type>
+struct Gradient {
+  const void* grad;
+  TESSERA_INLINE void prefetch(int64_t i) const { Type::prefetch(grad, i); }
+  template <Order order, class Lanes>
+  TESSERA_INLINE Pair load(int64_t i, Lanes lanes) const {
+    return Type::template load<order>(grad, i, lanes);
+  }
+};
+
+// A step of the loop between its halves.
+struct Late {
+  F w_a, w_b, numerator_a, numerator_b, root_a, root_b;
+  U random;
+  TESSERA_INLINE Late& operator=(const Late& x) {
+    w_a = x.w_a, w_b = x.w_b;
+    numerator_a = x.numerator_a, numerator_b = x.numerator_b;
+    root_a = x.root_a, root_b = x.root_b;
+    random = x.random;
+    return *this;
+  }
+};
+
+template <class Master, class State, class Step, class Grad>
+void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradient, BlockKey block, float grad_scale) {
   constexpr Order order = Master::natural && State::bytes == 4 ? Order::Natural : Order::EvenOdd;
   // Local copies: a store through a char pointer could change the originals for all the compiler
   // knows.
   const Step step = rule;
   const F scale = splat(grad_scale);
   const Master master(range);
-  const Gradient grad{range.grad, range.grad_dtype};
+  const Grad grad = gradient;
   void* const state0 = range.state0;
   void* const state1 = range.state1;
   const BlockKey key = block;
@@ -200,27 +262,46 @@ void update_typed(const Step& rule, const UpdateRange& range, BlockKey block, fl
     if constexpr (Step::states > 0) State::prefetch(state0, i);
     if constexpr (Step::states > 1) State::prefetch(state1, i);
   };
-  for_each_pair(range.n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+  using Drawn = Random<State::stochastic || Master::stochastic>;
+  const auto begin = [=](Late& late, int64_t i, auto lanes) __attribute__((always_inline)) {
     Pair w = master.template load<order>(i, lanes), s0{}, s1{};
-    const Pair g = grad.load<order>(i, lanes);
+    const Pair g = grad.template load<order>(i, lanes);
     if constexpr (Step::states > 0) s0 = State::template load<order>(state0, i, lanes);
     if constexpr (Step::states > 1) s1 = State::template load<order>(state1, i, lanes);
-    step.apply(w.a, g.a * scale, s0.a, s1.a);
-    step.apply(w.b, g.b * scale, s0.b, s1.b);
-    const Random<State::stochastic || Master::stochastic> random(key, first + static_cast<uint64_t>(i));
+    step.begin(w.a, g.a * scale, s0.a, s1.a, late.numerator_a, late.root_a);
+    step.begin(w.b, g.b * scale, s0.b, s1.b, late.numerator_b, late.root_b);
+    late.w_a = w.a;
+    late.w_b = w.b;
+    const Drawn random(key, first + static_cast<uint64_t>(i));
+    if constexpr (Master::stochastic) late.random = random.root;
     if constexpr (Step::states > 0) put<order, State>(state0, i, lanes, s0, random, kState0);
     if constexpr (Step::states > 1) put<order, State>(state1, i, lanes, s1, random, kState1);
-    master.template store<order>(i, lanes, w, random);
-  });
+  };
+  const auto end = [=](const Late& late, int64_t i, auto lanes) __attribute__((always_inline)) {
+    const Pair w{step.end(late.w_a, late.numerator_a, late.root_a), step.end(late.w_b, late.numerator_b, late.root_b)};
+    master.template store<order>(i, lanes, w, Random<Master::stochastic>(late.random));
+  };
+  for_each_pair<Late>(range.n, prefetch, begin, end);
+}
+
+template <class Master, class State, class Step>
+void update_block(const Step& step, const UpdateRange& range, BlockKey key, float grad_scale) {
+  if constexpr (Step::common) {
+    with_type(range.grad_dtype, [&](auto type) {
+      update_typed<Master, State>(step, range, Gradient<decltype(type)>{range.grad}, key, grad_scale);
+    });
+  } else {
+    update_typed<Master, State>(step, range, AnyGradient{range.grad, range.grad_dtype}, key, grad_scale);
+  }
 }
 
 template <class Master, class State, class Step>
 void update_streams(const Step& step, const UpdateRange& range, float grad_scale) {
   if (!State::stochastic && !Master::stochastic) {
-    return update_typed<Master, State>(step, range, {}, grad_scale);
+    return update_block<Master, State>(step, range, {}, grad_scale);
   }
   for_each_block(range.random, range.n, [&](int64_t begin, int64_t end, BlockKey key) {
-    update_typed<Master, State>(step, part(range, begin, end), key, grad_scale);
+    update_block<Master, State>(step, part(range, begin, end), key, grad_scale);
   });
 }
 
@@ -258,18 +339,32 @@ void update_any(const Step& step, const UpdateRange& range, float grad_scale) {
   update_masters<F32>(step, range, grad_scale);
 }
 
-void adam(const AdamRule& rule, const UpdateRange& range, float grad_scale) {
-  update_any(AdamStep(rule), range, grad_scale);
+// What is left to the vectors once the reference has updated an element that begins inside a random word.
+template <class Rule>
+UpdateRange whole_words(const Rule& rule, const UpdateRange& range, float grad_scale,
+                        void (*reference)(const Rule&, const UpdateRange&, float)) {
+  if (range.rounding != Rounding::Stochastic || !begins_inside_word(range.random, range.n)) return range;
+  reference(rule, part(range, 0, 1), grad_scale);
+  return part(range, 1, range.n);
 }
-void sgd(const SgdRule& rule, const UpdateRange& range, float grad_scale) {
+
+void adam(const AdamRule& rule, const UpdateRange& all, float grad_scale) {
+  if (!Divisor::ordinary(static_cast<float>(rule.sqrt_bias2))) return reference_table().adam(rule, all, grad_scale);
+  const UpdateRange range = whole_words(rule, all, grad_scale, reference_table().adam);
+  const AdamStep<true> common(rule);
+  if (!common.add_l2 && !common.mix_from_grad) return update_any(common, range, grad_scale);
+  update_any(AdamStep<false>(rule), range, grad_scale);
+}
+void sgd(const SgdRule& rule, const UpdateRange& all, float grad_scale) {
+  const UpdateRange range = whole_words(rule, all, grad_scale, reference_table().sgd);
   if (rule.momentum == 0) return update_any(SgdStep(rule), range, grad_scale);
   update_any(MomentumStep(rule), range, grad_scale);
 }
 void lion(const LionRule& rule, const UpdateRange& range, float grad_scale) {
-  update_any(LionStep(rule), range, grad_scale);
+  update_any(LionStep(rule), whole_words(rule, range, grad_scale, reference_table().lion), grad_scale);
 }
 void adagrad(const AdagradRule& rule, const UpdateRange& range, float grad_scale) {
-  update_any(AdagradStep(rule), range, grad_scale);
+  update_any(AdagradStep(rule), whole_words(rule, range, grad_scale, reference_table().adagrad), grad_scale);
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ namespace tessera::kernels {
 namespace {
 
 constexpr int64_t kChunk = 32;           // elements per prefetch: whole cache lines of every type
-constexpr int64_t kAhead = 512;          // elements between use and prefetch
+constexpr int64_t kAhead = 1024;         // elements between use and prefetch
 constexpr int64_t kLine = 64;            // bytes
 constexpr int64_t kStride = 2 * kWidth;  // elements of a step of the loop: a Pair
 
@@ -23,7 +23,7 @@ constexpr int64_t kStride = 2 * kWidth;  // elements of a step of the loop: a Pa
 struct Pair {
   F a, b;
 };
-struct Bits {  // of a Pair, or random
+struct Bits {  // of a Pair
   U a, b;
 };
 enum class Order { Natural, EvenOdd };
@@ -116,7 +116,21 @@ struct Bf16 : Halves {
   }
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x) {
-    store_upper<order>(p, i, lanes, nearest(x.a), nearest(x.b));
+    if constexpr (order == Order::EvenOdd) {
+      const U upper = uppers(x);
+      write(p, i, lanes, carry(upper, x, (upper & 0x00010001u) + 0x7fff7fffu, 0x7f80u));  // not to a NaN
+    } else {
+      store_upper<order>(p, i, lanes, nearest(x.a), nearest(x.b));
+    }
+  }
+
+ protected:
+  // In EvenOdd order: what both vectors have in the upper halves of their lanes, as it lies in memory.
+  static TESSERA_INLINE U uppers(const Pair& x) { return ((U)x.a >> 16) | ((U)x.b & 0xffff0000u); }
+  // Rounds them all at once: `added` is added to what the low halves hold, and the carry to `upper` where that is below
+  // `limit`, without the sign.
+  static TESSERA_INLINE U carry(U upper, const Pair& x, U added, uint32_t limit) {
+    return carry_halves(upper, not_joined((U)x.a, (U)x.b << 16), added, U{} + limit * 0x10001u);
   }
 
  private:
@@ -129,16 +143,11 @@ struct Bf16 : Halves {
 
 struct Bf16Stochastic : Bf16 {
   static constexpr bool stochastic = true;
-  template <Order order, class Lanes>
-  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, const Bits& random) {
-    store_upper<order>(p, i, lanes, rounded(x.a, random.a), rounded(x.b, random.b));
-  }
-
- private:
   // Above the largest finite value, and NaN: cut off.
-  static TESSERA_INLINE U rounded(F x, U random) {
-    const U bits = (U)x;
-    return (F)(bits & 0x7fffffffu) <= splat(0x1.fep127f) ? bits + random : bits;
+  template <Order order, class Lanes>
+  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, U random) {
+    const U upper = uppers(x);
+    write(p, i, lanes, carry(upper, x, random, 0x7f7fu));
   }
 };
 
@@ -159,9 +168,16 @@ struct F16 : Halves {
 
 struct F16Stochastic : F16 {
   static constexpr bool stochastic = true;
+  // Where all values become normal numbers, or are 0, the random bits are added below what fp16 keeps, and cut off.
   template <Order order, class Lanes>
-  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, const Bits& random) {
-    store_upper<order>(p, i, lanes, rounded(x.a, random.a) << 16, rounded(x.b, random.b) << 16);
+  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, U random) {
+    static_assert(order == Order::EvenOdd);
+    const U a = random & 0xffffu, b = random >> 16;
+    if (each_zero_or_between((U)x.a & 0x7fffffffu, (U)x.b & 0x7fffffffu, 0x38800000u, 0x477fe000u)) {
+      const F even = (F)((U)x.a + (a >> 3)), odd = (F)((U)x.b + (b >> 3));
+      return write(p, i, lanes, Two{narrow_f16_down(low_mix(even, odd)), narrow_f16_down(high_mix(even, odd))});
+    }
+    store_upper<order>(p, i, lanes, rounded(x.a, a) << 16, rounded(x.b, b) << 16);
   }
 
  private:
@@ -193,38 +209,35 @@ TESSERA_INLINE U root_words(BlockKey key, uint64_t element) {
   return x ^ (x >> 15);
 }
 
-// Random bits of a Pair in EvenOdd order whose first element is `element` (Note [Random bits] in random.h); what the
-// streams share is computed once. Random<false>: nothing is drawn.
+// Random words of a Pair in EvenOdd order whose first element is `element`, an even number (Note [Random bits] in
+// random.h): the bits of both elements of a lane. What the streams share is computed once. Random<false>: nothing is drawn.
 template <bool drawn>
 struct Random {
-  U own{}, next{};
-  bool odd = false;
-  TESSERA_INLINE Random(BlockKey key, uint64_t element) {
-    if constexpr (drawn) {
-      odd = (element & 1) != 0;
-      own = root_words(key, element);
-      if (odd) next = root_words(key, element + 1);
-    }
-  }
-  TESSERA_INLINE Bits bits(Stream stream) const {
-    const U words = word(own, stream);
-    if (!odd) return {words & 0xffffu, words >> 16};
-    return {words >> 16, word(next, stream) & 0xffffu};
-  }
-
- private:
-  static TESSERA_INLINE U word(U root, Stream stream) {
+  TESSERA_INLINE Random(BlockKey, uint64_t) {}
+  TESSERA_INLINE explicit Random(U) {}
+};
+template <>
+struct Random<true> {
+  U root;
+  TESSERA_INLINE explicit Random(U its_root) : root(its_root) {}
+  TESSERA_INLINE Random(BlockKey key, uint64_t element) : root(root_words(key, element)) {}
+  TESSERA_INLINE U words(Stream stream) const {
     const U x = root * static_cast<uint32_t>(stream);
     return x ^ (x >> 14);
   }
 };
+
+// Whether a range begins in the middle of a word: its first element is then left to the reference.
+TESSERA_INLINE bool begins_inside_word(const RandomKey& random, int64_t n) {
+  return n > 0 && (random.first & 1) != 0;
+}
 
 // Stores by the rounding of the type.
 template <Order order, class Type, class Lanes, class Random>
 TESSERA_INLINE void put(void* p, int64_t i, Lanes lanes, const Pair& x, const Random& random, Stream stream) {
   if constexpr (Type::stochastic) {
     static_assert(order == Order::EvenOdd);
-    Type::template store<order>(p, i, lanes, x, random.bits(stream));
+    Type::template store<order>(p, i, lanes, x, random.words(stream));
   } else {
     Type::template store<order>(p, i, lanes, x);
   }
@@ -257,6 +270,28 @@ TESSERA_INLINE void for_each_pair(int64_t n, const Prefetch& prefetch, const Ste
       step(i, All{});
   }
   if (i < n) step(i, First{static_cast<size_t>(n - i)});
+}
+
+// The same in two halves, begin(late, i, lanes) and end(late, i, lanes): a step ends after the next one has begun.
+template <class Late, class Prefetch, class Begin, class End>
+TESSERA_INLINE void for_each_pair(int64_t n, const Prefetch& prefetch, const Begin& begin, const End& end) {
+  int64_t i = 0;
+  Late late{}, next{};
+  if (n >= kStride) {
+    begin(late, 0, All{});
+    for (i = kStride; i + kStride <= n; i += kStride) {
+      if (kStride == kChunk || i % kChunk == 0) prefetch(i + kAhead);
+      begin(next, i, All{});
+      end(late, i - kStride, All{});
+      late = next;
+    }
+    end(late, i - kStride, All{});
+  }
+  if (i < n) {
+    const First rest{static_cast<size_t>(n - i)};
+    begin(next, i, rest);
+    end(next, i, rest);
+  }
 }
 
 }  // namespace

@@ -141,6 +141,30 @@ TEST(Table, UpdatesGiveTheBitsOfTheReference) {
   }
 }
 
+// The vector versions divide by a constant without dividing, where it is an ordinary one.
+TEST(Table, AdamGivesTheBitsOfTheReferenceForEveryBiasCorrection) {
+  constexpr int64_t n = 4096;
+  const Form form{testing::kMasterForms[0], DType::F32, Rounding::Nearest};
+  const UpdateBuffers before(form, DType::F32, n, 0, true);
+  std::vector<double> corrections = {0, 1e-30, 1e-7, 0x1p-20, 1 - 0x1p-24, 1, 0x1p20, 3e6, 1e30};
+  for (const double beta2 : {0.9, 0.95, 0.999, 0.99999}) {
+    for (int step = 1; step <= 60; ++step)
+      corrections.push_back(std::sqrt(1 - std::pow(beta2, step)));
+  }
+  for (const double correction : corrections) {
+    SCOPED_TRACE(correction);
+    const AdamRule rule{1e-3, 0.9, 0.999, 1e-8, 0.1, true, 0.5, correction};
+    UpdateBuffers expected = before;
+    reference_table().adam(rule, expected.range(n), 1.0f);
+    for (const Table* table : available_tables()) {
+      UpdateBuffers actual = before;
+      table->adam(rule, actual.range(n), 1.0f);
+      actual.expect_same(expected);
+      if (HasFailure()) return;
+    }
+  }
+}
+
 TEST(Table, BitsDoNotDependOnHowARangeIsCut) {
   constexpr int64_t n = 301;
   for (const Table* table : available_tables()) {
