@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <type_traits>
@@ -105,25 +106,36 @@ inline A combine(A a, A b) {
   }
 }
 
+template <class T, ReduceOp op, class A>
+inline T finish(A sum, int count) {
+  if constexpr (op == ReduceOp::Avg) sum = sum / static_cast<A>(count);
+  return narrow<T>(sum);
+}
+
+// Two rows, the common case of two ranks, take one pass. The result goes through a block of its own, because `out` may
+// be one of the rows, which would keep the loops from being vectorised.
 template <class T, ReduceOp op>
 inline void reduce_block(T* out, const void* const* rows, int count, int64_t begin, int64_t n) {
   using A = typename Arithmetic<T>::type;
-  alignas(64) A acc[kBlock];
+  alignas(64) T result[kBlock];
   const T* first = static_cast<const T*>(rows[0]) + begin;
-  for (int64_t i = 0; i < n; ++i)
-    acc[i] = widen(first[i]);
-  for (int r = 1; r < count; ++r) {
-    const T* row = static_cast<const T*>(rows[r]) + begin;
+  if (count == 2) {
+    const T* second = static_cast<const T*>(rows[1]) + begin;
     for (int64_t i = 0; i < n; ++i)
-      acc[i] = combine<op, A>(acc[i], widen(row[i]));
-  }
-  if constexpr (op == ReduceOp::Avg) {
-    const A divisor = static_cast<A>(count);
+      result[i] = finish<T, op, A>(combine<op, A>(widen(first[i]), widen(second[i])), count);
+  } else {
+    alignas(64) A acc[kBlock];
     for (int64_t i = 0; i < n; ++i)
-      acc[i] = acc[i] / divisor;
+      acc[i] = widen(first[i]);
+    for (int r = 1; r < count; ++r) {
+      const T* row = static_cast<const T*>(rows[r]) + begin;
+      for (int64_t i = 0; i < n; ++i)
+        acc[i] = combine<op, A>(acc[i], widen(row[i]));
+    }
+    for (int64_t i = 0; i < n; ++i)
+      result[i] = finish<T, op, A>(acc[i], count);
   }
-  for (int64_t i = 0; i < n; ++i)
-    out[begin + i] = narrow<T>(acc[i]);
+  std::memcpy(out + begin, result, static_cast<size_t>(n) * sizeof(T));
 }
 
 using RangeFn = void (*)(void* out, const void* const* rows, int count, int64_t begin, int64_t end);

@@ -37,13 +37,14 @@ class AllGather final : public ShmOp {
       largest_ = std::max(largest_, parts_[r].count);
     }
     from_ = bytes_of(in);
-    copy_bytes(to_[rank], from_, parts_[rank].count);
+    if (size == 1) copy_bytes(to_[rank], from_, parts_[rank].count);  // nothing is written
   }
 
   std::optional<int64_t> steps() const override { return steps_for(largest_, kRecordBytes); }
   void write(int64_t step, char* record) override {
     const auto [begin, count] = piece(parts_[rank_].count, kRecordBytes, step);
     copy_bytes(record, from_ + begin, count);
+    copy_bytes(to_[rank_] + begin, from_ + begin, count);  // while it is in the cache
   }
   std::string read(int64_t step, const char* const* records) override {
     for (int r = 0; r < size_; ++r) {

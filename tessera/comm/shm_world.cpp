@@ -17,12 +17,15 @@ namespace {
 constexpr auto kLook = std::chrono::milliseconds(100);  // how long a sleep is before a look at the others
 constexpr auto kShortly = std::chrono::milliseconds(1);
 
-// Spinning is faster than a sleep while every rank has a core, and in the way where not.
+// Waiting is spinning first, then spinning that offers the core to others, then sleep. To be woken takes longer than most
+// waits, and two ranks that sleep by turns keep each other doing so: hence the long middle part. When ranks outnumber cores,
+// spinning is in the way.
+constexpr auto kSelfish = std::chrono::microseconds(10);
 std::chrono::microseconds spin_time(int ranks) {
   cpu_set_t set;
   CPU_ZERO(&set);
   const int cores = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
-  return std::chrono::microseconds(ranks <= cores ? 50 : 2);
+  return std::chrono::microseconds(ranks <= cores ? 300 : 2);
 }
 
 std::string seconds_text(std::chrono::milliseconds time) {
@@ -234,6 +237,7 @@ void ShmWorld::wait(int channel, const ShmCall& call, const Wait& how) {
     if (try_progress() || done()) continue;
     for (int i = 0; i < 32; ++i)
       spin_pause();
+    if (idle() > kSelfish) std::this_thread::yield();
     if (idle() < spin_ || sleep(done) || done() || idle() < kLook || try_progress()) continue;
     if (const auto text = trouble(channel, call, idle(), how.limit.value_or(timeout())); !text.empty()) fail(text);
   }
