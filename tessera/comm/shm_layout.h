@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <string_view>
 
@@ -20,11 +21,11 @@ inline constexpr int64_t kMailSlots = 8;  // the same for messages between two r
 inline constexpr int64_t kPage = 4096;
 
 struct ShmHeader {
-  int64_t secret;                     // ShmSegment::offer()
+  int64_t secret;                     // first, where ShmSegment::offer() puts it
   std::atomic<uint32_t> cause_state;  // 0: all is well, 1: somebody is writing the cause, 2: it is there
   char cause[kPage - 16];
 };
-static_assert(sizeof(ShmHeader) == kPage);
+static_assert(sizeof(ShmHeader) == kPage && offsetof(ShmHeader, secret) == 0);
 
 struct alignas(128) ShmRank {
   std::atomic<int> pid;

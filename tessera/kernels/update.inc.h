@@ -33,9 +33,8 @@ struct Divisor {
 // the new w, end() adds what was still on its way; the loop ends a step only after it has begun the next one. Between them
 // vectors go by themselves (Late), as compilers keep structures of them in memory.
 
-// Each rule holds its constants.
-
-// `common`: neither an L2 term nor beta1 <= 0.5, which takes the branches out of the loop that nearly everybody runs.
+// Each rule holds its constants. `common`: the rule has nothing to choose in the loop, which is then compiled for each
+// type of gradient, so that nothing is left to choose there at all. For Adam that is: no L2 term, beta1 above 0.5.
 template <bool common_>
 struct AdamStep {
   static constexpr int states = 2;
