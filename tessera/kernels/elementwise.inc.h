@@ -102,21 +102,18 @@ double sum_of_squares_any(const void* src, DType dtype, int64_t n) {
   return sum;
 }
 
-TESSERA_INLINE void* after(void* p, DType dtype) {
-  return static_cast<char*>(p) + size_of(dtype);
-}
-TESSERA_INLINE const void* after(const void* p, DType dtype) {
-  return static_cast<const char*>(p) + size_of(dtype);
-}
-
-// call(to, from, begin, end, key) for the parts of [0, n) that share their key, with the stochastic type of dst. The first
-// element is an even one.
-template <class Call>
-TESSERA_INLINE void with_stochastic(DType dst, DType src, int64_t n, const RandomKey& random, const Call& call) {
-  for_each_block(random, n, [&](int64_t begin, int64_t end, BlockKey key) {
+// call(to, from, begin, end, key) for the parts of [0, n) that share their key, with the stochastic type of dst. Parts begin
+// with whole random words: lead() is called where element 0 is left to the reference.
+template <class Lead, class Call>
+TESSERA_INLINE void with_stochastic(DType dst, DType src, int64_t n, RandomKey random, const Lead& lead,
+                                    const Call& call) {
+  const int64_t done = begins_inside_word(random, n) ? 1 : 0;
+  if (done != 0) lead();
+  random.first += static_cast<uint64_t>(done);
+  for_each_block(random, n - done, [&](int64_t begin, int64_t end, BlockKey key) {
     with_type(src, [&](auto from) {
-      if (dst == DType::BF16) return call(Bf16Stochastic{}, from, begin, end, key);
-      call(F16Stochastic{}, from, begin, end, key);
+      if (dst == DType::BF16) return call(Bf16Stochastic{}, from, begin + done, end + done, key);
+      call(F16Stochastic{}, from, begin + done, end + done, key);
     });
   });
 }
@@ -124,33 +121,27 @@ TESSERA_INLINE void with_stochastic(DType dst, DType src, int64_t n, const Rando
 void scaled_copy_stochastic_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
                                 const RandomKey& random) {
   if (dst_dtype == DType::F32) return scaled_copy_any(dst, dst_dtype, src, src_dtype, scale, n);
-  if (begins_inside_word(random, n)) {
-    reference_table().scaled_copy_stochastic(dst, dst_dtype, src, src_dtype, scale, 1, random);
-    return scaled_copy_stochastic_any(after(dst, dst_dtype), dst_dtype, after(src, src_dtype), src_dtype, scale, n - 1,
-                                      {random.seed, random.step, random.first + 1});
-  }
-  with_stochastic(dst_dtype, src_dtype, n, random, [&](auto to, auto from, int64_t begin, int64_t end, BlockKey key) {
-    using To = decltype(to);
-    using From = decltype(from);
-    copy_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, end - begin, key,
-                         random.first + static_cast<uint64_t>(begin));
-  });
+  const auto one = [&] { reference_table().scaled_copy_stochastic(dst, dst_dtype, src, src_dtype, scale, 1, random); };
+  with_stochastic(dst_dtype, src_dtype, n, random, one,
+                  [&](auto to, auto from, int64_t begin, int64_t end, BlockKey key) {
+                    using To = decltype(to);
+                    using From = decltype(from);
+                    copy_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, end - begin, key,
+                                         random.first + static_cast<uint64_t>(begin));
+                  });
 }
 
 void scaled_add_stochastic_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
                                const RandomKey& random) {
   if (dst_dtype == DType::F32) return scaled_add_any(dst, dst_dtype, src, src_dtype, scale, n);
-  if (begins_inside_word(random, n)) {
-    reference_table().scaled_add_stochastic(dst, dst_dtype, src, src_dtype, scale, 1, random);
-    return scaled_add_stochastic_any(after(dst, dst_dtype), dst_dtype, after(src, src_dtype), src_dtype, scale, n - 1,
-                                     {random.seed, random.step, random.first + 1});
-  }
-  with_stochastic(dst_dtype, src_dtype, n, random, [&](auto to, auto from, int64_t begin, int64_t end, BlockKey key) {
-    using To = decltype(to);
-    using From = decltype(from);
-    add_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, end - begin, key,
-                        random.first + static_cast<uint64_t>(begin));
-  });
+  const auto one = [&] { reference_table().scaled_add_stochastic(dst, dst_dtype, src, src_dtype, scale, 1, random); };
+  with_stochastic(dst_dtype, src_dtype, n, random, one,
+                  [&](auto to, auto from, int64_t begin, int64_t end, BlockKey key) {
+                    using To = decltype(to);
+                    using From = decltype(from);
+                    add_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, end - begin, key,
+                                        random.first + static_cast<uint64_t>(begin));
+                  });
 }
 
 }  // namespace

@@ -44,15 +44,12 @@ inline H narrow_f16(F x) {
 inline H narrow_f16_down(F x) {  // to zero
   return _mm256_cvtps_ph(x, _MM_FROUND_TO_ZERO);
 }
-inline bool each_zero_or_between(U a, U b, uint32_t first, uint32_t last) {
-  const __m256i base = _mm256_set1_epi32(static_cast<int>(first)),
-                most = _mm256_set1_epi32(static_cast<int>(last - first));
-  const auto fits = [=](U x) __attribute__((always_inline)) {
-    const __m256i from = _mm256_sub_epi32((__m256i)x, base);
-    const __m256i between = _mm256_cmpeq_epi32(_mm256_min_epu32(from, most), from);
-    return _mm256_or_si256(between, _mm256_cmpeq_epi32((__m256i)x, _mm256_setzero_si256()));
-  };
-  return _mm256_movemask_epi8(_mm256_and_si256(fits(a), fits(b))) == -1;
+// Whether every lane has x == 0 or x_from <= most, and the same of y.
+inline bool each_zero_or_at_most(U x, U x_from, U y, U y_from, U most) {
+  const U x_below = (U)_mm256_min_epu32((__m256i)x_from, (__m256i)most);
+  const U y_below = (U)_mm256_min_epu32((__m256i)y_from, (__m256i)most);
+  const I fits = ((x_below == x_from) | (x == 0u)) & ((y_below == y_from) | (y == 0u));
+  return _mm256_movemask_epi8((__m256i)fits) == -1;
 }
 inline U widen_u16(H x) {
   return (U)_mm256_cvtepu16_epi32(x);

@@ -44,14 +44,12 @@ inline H narrow_f16(F x) {
 inline H narrow_f16_down(F x) {  // to zero
   return _mm512_cvtps_ph(x, _MM_FROUND_TO_ZERO);
 }
-inline bool each_zero_or_between(U a, U b, uint32_t first, uint32_t last) {
-  const __m512i base = _mm512_set1_epi32(static_cast<int>(first)),
-                most = _mm512_set1_epi32(static_cast<int>(last - first));
-  const auto other = [=](U x) __attribute__((always_inline)) {
-    const __mmask16 set = _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
-    return _mm512_mask_cmpgt_epu32_mask(set, _mm512_sub_epi32((__m512i)x, base), most);
-  };
-  return _kortestz_mask16_u8(other(a), other(b)) != 0;
+// Whether every lane has x == 0 or x_from <= most, and the same of y.
+inline bool each_zero_or_at_most(U x, U x_from, U y, U y_from, U most) {
+  const __mmask16 x_set = _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
+  const __mmask16 y_set = _mm512_test_epi32_mask((__m512i)y, (__m512i)y);
+  return _kortestz_mask16_u8(_mm512_mask_cmpgt_epu32_mask(x_set, (__m512i)x_from, (__m512i)most),
+                             _mm512_mask_cmpgt_epu32_mask(y_set, (__m512i)y_from, (__m512i)most)) != 0;
 }
 inline U widen_u16(H x) {
   return (U)_mm512_cvtepu16_epi32(x);

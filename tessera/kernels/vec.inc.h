@@ -173,7 +173,9 @@ struct F16Stochastic : F16 {
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, U random) {
     static_assert(order == Order::EvenOdd);
     const U a = random & 0xffffu, b = random >> 16;
-    if (each_zero_or_between((U)x.a & 0x7fffffffu, (U)x.b & 0x7fffffffu, 0x38800000u, 0x477fe000u)) {
+    const U least = U{} + 0x38800000u, most = U{} + 0x477fe000u;  // of normal numbers
+    const U even_size = (U)x.a & 0x7fffffffu, odd_size = (U)x.b & 0x7fffffffu;
+    if (each_zero_or_at_most(even_size, even_size - least, odd_size, odd_size - least, most - least)) {
       const F even = (F)((U)x.a + (a >> 3)), odd = (F)((U)x.b + (b >> 3));
       return write(p, i, lanes, Two{narrow_f16_down(low_mix(even, odd)), narrow_f16_down(high_mix(even, odd))});
     }
