@@ -20,7 +20,8 @@ import torch.distributed as dist
 from models import blocks_of
 from torch import nn
 
-LR, BETAS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 0.01, 1.0
+# So small a rate that the first steps of a large model do not magnify differences in rounding.
+LR, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.01, 1.0
 LOW_PRECISION = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 # Kinds of contenders, and the bytes a parameter (weight, gradient, master, moments) that may be asked for instead of
 # those that bf16 has by default.
