@@ -1,4 +1,4 @@
-"""Measuring: rounds in which every contender takes its turn, medians with spread, a memory-bandwidth probe."""
+"""Measuring: rounds in which every contender takes its turn, medians with spread, probes of the machine."""
 
 from __future__ import annotations
 
@@ -80,6 +80,28 @@ def bandwidth() -> float:
         best = max(best, 12 * n / (time.perf_counter() - start) / 1e9)
     together()
     return best
+
+
+def arithmetic() -> float:
+    """GFLOP/s of a product of fp32 matrices that stay in the cache, best of 10. All ranks at once. A neighbour that
+    computes takes this from us and leaves the bandwidth as it is."""
+    n, calls = 128, 50
+    x = torch.ones(n, n)
+    y = torch.empty(n, n)
+    best = 0.0
+    together()
+    for _ in range(10):
+        start = time.perf_counter()
+        for _ in range(calls):
+            torch.mm(x, x, out=y)
+        best = max(best, 2 * n**3 * calls / (time.perf_counter() - start) / 1e9)
+    together()
+    return best
+
+
+def probe() -> dict[str, float]:
+    """By the names in report.PROBES."""
+    return {"bandwidth": bandwidth(), "arithmetic": arithmetic()}
 
 
 def gate(entries: list[Contender], batch: tuple[Any, ...], tolerance: float) -> None:

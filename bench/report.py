@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 ROOT = pathlib.Path(__file__).parents[1]
-QUIET = 0.15  # the bandwidth probe may move by this much while a benchmark runs
+QUIET = 0.15  # a probe may move by this much while a benchmark runs
+PROBES = {"bandwidth": "GB/s (a*x+y)", "arithmetic": "GFLOP/s (matrices in the cache)"}  # measure.probe(): units
+Probe = list[list[dict[str, float]]]  # [before, after] of each rank
 
 
 @dataclass
@@ -81,16 +83,25 @@ def machine() -> dict[str, Any]:
     }
 
 
-def moved(probe: list[list[float]]) -> float:
-    """How much the probe of [before, after] of any rank moved."""
-    return max(abs(before - after) / ((before + after) / 2) for before, after in probe)
+def moved(probe: Probe) -> float:
+    """How much any probe of any rank moved, as a share."""
+    pairs = [(before[kind], after[kind]) for before, after in probe for kind in before]
+    return max(abs(before - after) / ((before + after) / 2) for before, after in pairs)
+
+
+def probe_text(probe: Probe) -> str:
+    parts = []
+    for kind in probe[0][0]:
+        found = "; ".join(f"{before[kind]:.1f} and {after[kind]:.1f}" for before, after in probe)
+        parts.append(f"{kind} {found} {PROBES[kind]}")
+    return f"before and after on each rank: {', '.join(parts)}"
 
 
 def goals_data(goals: list[Goal]) -> list[dict[str, Any]]:
     return [asdict(goal) | {"reached": goal.reached} for goal in goals]
 
 
-def data_of(title: str, args: Any, result: Result, probe: list[list[float]], where: dict[str, Any]) -> dict[str, Any]:
+def data_of(title: str, args: Any, result: Result, probe: Probe, where: dict[str, Any]) -> dict[str, Any]:
     """What the JSON file holds."""
     return {
         "title": title,
@@ -109,7 +120,7 @@ def data_of(title: str, args: Any, result: Result, probe: list[list[float]], whe
     }
 
 
-def write(folder: pathlib.Path, name: str, title: str, args: Any, result: Result, probe: list[list[float]]) -> str:
+def write(folder: pathlib.Path, name: str, title: str, args: Any, result: Result, probe: Probe) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     where = machine()
     if any(peer.startswith("deepspeed") for peer in args.peers) and importlib.util.find_spec("deepspeed"):
@@ -117,10 +128,9 @@ def write(folder: pathlib.Path, name: str, title: str, args: Any, result: Result
     everything = data_of(title, args, result, probe, where)
     (folder / f"{name}.json").write_text(json.dumps(everything, indent=1) + "\n")
     versions = ", ".join(f"{key} {value}" for key, value in where["versions"].items())
-    shown = "; ".join(f"{before:.1f} GB/s before, {after:.1f} after" for before, after in probe)
     head = (
         f"`{args.command}` on {where['date']}, revision {where['revision']}. {where['cpu']}, {where['cores']} cores, "
-        f"{where['threads']} thread(s) a rank; {versions}. Bandwidth probe (a*x+y) of each rank: {shown}. "
+        f"{where['threads']} thread(s) a rank; {versions}. Probes {probe_text(probe)}. "
         + (result.how or f"Medians of {args.rounds} rounds in which every engine takes its turn (min-max).")
         + f" The run took {everything['seconds'] / 60:.1f} minutes."
     )
@@ -128,7 +138,7 @@ def write(folder: pathlib.Path, name: str, title: str, args: Any, result: Result
         head += " Allocator that keeps freed memory."
     parts = [f"# {title}", head]
     if moved(probe) > QUIET:
-        parts.insert(1, f"**Noisy machine: the bandwidth probe moved by {moved(probe):.0%}. Read ratios only.**")
+        parts.insert(1, f"**Noisy machine: a probe moved by {moved(probe):.0%}. Read ratios only.**")
     if args.quick:
         parts.insert(1, "Quick mode: few rounds, to see that everything works.")
     parts += result.text

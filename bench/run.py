@@ -13,7 +13,7 @@
   python bench/run.py all        all of them, each as often as `make bench` does
   python bench/run.py index      README.md of the folder of reports, which each report also renews
 Add --ranks 2 for two processes, --quick to see that everything works. A report is refused when the machine was not
-quiet (a bandwidth probe before and after), unless --noisy is given.
+quiet (probes of bandwidth and arithmetic before and after), unless --noisy is given.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "examples" / "python")]
 
 from catalog import BENCHES  # noqa: E402
 from index import write_index  # noqa: E402
-from measure import bandwidth  # noqa: E402
+from measure import probe as probe_machine  # noqa: E402
 from models import GPT_SIZES  # noqa: E402
 from plan import run_all  # noqa: E402
-from report import QUIET, ROOT, Result, moved, write  # noqa: E402
+from report import QUIET, ROOT, Probe, Result, moved, probe_text, write  # noqa: E402
 
 ALL, INDEX = "all", "index"
 
@@ -62,9 +62,9 @@ def setup(rank: int, args: argparse.Namespace, port: int) -> None:
 
 def worker(rank: int, args: argparse.Namespace, port: int, queue: Any) -> None:
     setup(rank, args, port)
-    before = bandwidth()
+    before = probe_machine()
     result: Result = BENCHES[args.bench].run(args)
-    mine = [before, bandwidth()]
+    mine = [before, probe_machine()]
     probe: list[Any] = [None] * args.ranks
     dist.all_gather_object(probe, mine)
     if rank == 0:
@@ -74,13 +74,12 @@ def worker(rank: int, args: argparse.Namespace, port: int, queue: Any) -> None:
     os._exit(0)  # peers leave threads behind
 
 
-def report(args: argparse.Namespace, result: Result, probe: list[list[float]]) -> str:
+def report(args: argparse.Namespace, result: Result, probe: Probe) -> str:
     """Writes the report, or says why not."""
     if moved(probe) > QUIET and not (args.noisy or args.quick):
-        shown = ", ".join(f"{before:.1f} and {after:.1f}" for before, after in probe)
         return (
-            f"no report: the bandwidth probe moved by {moved(probe):.0%} while the benchmark ran ({shown}, GB/s before "
-            "and after on each rank), so the machine was not quiet; run it again, or with --noisy"
+            f"no report: a probe moved by {moved(probe):.0%} while the benchmark ran ({probe_text(probe)}), so the "
+            "machine was not quiet; run it again, or with --noisy"
         )
     ranks = f"{args.ranks} rank" + ("s" if args.ranks > 1 else "")
     allocator = "" if args.allocator == "default" else args.allocator
@@ -151,9 +150,9 @@ def main() -> None:
         os.environ.update(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(1 << 40), MALLOC_TOP_PAD_=str(64 << 20))
     if BENCHES[args.bench].alone:
         torch.set_num_threads(1)
-        before = bandwidth()
+        before = probe_machine()
         result = BENCHES[args.bench].run(args, setup, free_port)
-        refused = report(args, result, [[before, bandwidth()]])
+        refused = report(args, result, [[before, probe_machine()]])
     else:
         queue = mp.get_context("spawn").SimpleQueue()
         mp.spawn(worker, (args, free_port(), queue), nprocs=args.ranks)

@@ -11,7 +11,7 @@ from typing import Any
 
 from index import write_index
 from measure import ratio
-from report import QUIET, Goal, cell, goals_data, machine, moved, table
+from report import QUIET, Goal, Probe, cell, goals_data, machine, moved, probe_text, table
 
 from tables.modes import BASELINE, MODES, PARTNERS, formula
 from tables.settings import SIZES, Experiment, Settings
@@ -185,13 +185,12 @@ def setup_text(settings: Settings, results: Results) -> str:
     return table(["configuration", f"precision in the JSON, ZeRO-{settings.stage}"], rows) + "\n\n" + exact
 
 
-def head_text(command: str, settings: Settings, where: dict[str, Any], probe: list[list[float]]) -> str:
+def head_text(command: str, settings: Settings, where: dict[str, Any], probe: Probe) -> str:
     versions = ", ".join(f"{key} {value}" for key, value in where["versions"].items())
-    shown = "; ".join(f"{before:.1f} GB/s before, {after:.1f} after" for before, after in probe)
     ranks = f"{settings.ranks} rank" + ("s" if settings.ranks > 1 else "")
     return (
         f"`{command}` on {where['date']}, revision {where['revision']}. {where['cpu']}, {where['cores']} cores, "
-        f"{ranks}, 1 thread a rank; {versions}. Bandwidth probe (a*x+y) of each rank around the times: {shown}."
+        f"{ranks}, 1 thread a rank; {versions}. Probes of the machine around the times, {probe_text(probe)}."
     )
 
 
@@ -202,7 +201,7 @@ def report_text(command: str, settings: Settings, results: Results, quick: bool,
         parts.append("Quick mode: few steps of a small model, to see that everything works.")
     if moved(probe) > QUIET:
         parts.append(
-            f"**Noisy machine: the bandwidth probe moved by {moved(probe):.0%}. The times are rough; losses and bytes "
+            f"**Noisy machine: a probe moved by {moved(probe):.0%}. The times are rough; losses and bytes "
             "do not depend on it.**"
         )
     parts += [head_text(command, settings, where, probe), setup_text(settings, results)]

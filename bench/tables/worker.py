@@ -14,7 +14,8 @@ from typing import Any
 import memory
 import torch
 import torch.distributed as dist
-from measure import bandwidth, gate, interleaved, summaries
+from measure import gate, interleaved, summaries
+from measure import probe as probe_machine
 from text import Text
 from torch import Tensor
 
@@ -153,12 +154,12 @@ def run_times(task: Task, settings: Settings) -> dict[str, Any]:
     """All rows take turns in one process a rank. They must train alike first, or there is no number."""
     keys = [key for key in settings.keys if key != "plain-ties-up" and available(key)]
     batch = state_batch(settings, settings.state_size)
-    before = bandwidth()
+    before = probe_machine()
     rows = [build(key, model_of(settings.state_size, 0), state_recipe(settings)) for key in keys]
     gate(list(rows), batch, TOLERANCE)
     times = interleaved(list(rows), batch, settings.rounds)
     probe: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(probe, [before, bandwidth()])
+    dist.all_gather_object(probe, [before, probe_machine()])
     whole = {key: times[row.name].whole for key, row in zip(keys, rows, strict=True)}
     named = summaries(times)
     phases = {key: named[row.name] for key, row in zip(keys, rows, strict=True)}

@@ -77,9 +77,9 @@ TESSERA_ELEMENT void store_state(const UpdateRange& range, void* state, int64_t 
   }
 }
 
-// Element i of an update; `key` is of its block (for_each_block).
+// Element i of an update; `key` is that of range.random (step_key).
 template <class Element>
-TESSERA_ELEMENT void update_element(const Element& rule, const UpdateRange& range, float grad_scale, BlockKey key,
+TESSERA_ELEMENT void update_element(const Element& rule, const UpdateRange& range, float grad_scale, StepKey key,
                                     int64_t i) {
   float w = load_master(range, i), s0 = 0, s1 = 0;
   if (Element::states > 0) s0 = load(range.state0, range.state_dtype, i);

@@ -9,26 +9,30 @@
 namespace tessera::kernels {
 namespace {
 
-// `key` and `first` are for stochastic types of dst.
+// `random` is for stochastic types of dst.
 template <class Dst, class Src>
-void copy_typed(void* dst, const void* src, float factor, int64_t n, BlockKey key = {}, uint64_t first = 0) {
+void copy_typed(void* dst, const void* src, float factor, int64_t n, const RandomKey& random = {}) {
   constexpr Order order = Dst::bytes == 2 ? Order::EvenOdd : Order::Natural;
   const F scale = splat(factor);
+  const StepKey key = step_key(random);
+  const uint64_t first = random.first;
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
     Src::prefetch(src, i);
     Dst::prefetch(dst, i);
   };
   for_each_pair(n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
     const Pair x = Src::template load<order>(src, i, lanes);
-    put<order, Dst>(dst, i, lanes, {x.a * scale, x.b * scale},
-                    Random<Dst::stochastic>(key, first + static_cast<uint64_t>(i)), kGradient);
+    put<order, Dst, kGradient>(dst, i, lanes, {x.a * scale, x.b * scale},
+                               Random<Dst::stochastic>(key, first + static_cast<uint64_t>(i)));
   });
 }
 
 template <class Dst, class Src>
-void add_typed(void* dst, const void* src, float factor, int64_t n, BlockKey key = {}, uint64_t first = 0) {
+void add_typed(void* dst, const void* src, float factor, int64_t n, const RandomKey& random = {}) {
   constexpr Order order = Dst::bytes == 2 ? Order::EvenOdd : Order::Natural;
   const F scale = splat(factor);
+  const StepKey key = step_key(random);
+  const uint64_t first = random.first;
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
     Src::prefetch(src, i);
     Dst::prefetch(dst, i);
@@ -36,7 +40,7 @@ void add_typed(void* dst, const void* src, float factor, int64_t n, BlockKey key
   for_each_pair(n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
     const Pair x = Src::template load<order>(src, i, lanes), y = Dst::template load<order>(dst, i, lanes);
     const Pair sum{fma(scale, x.a, y.a), fma(scale, x.b, y.b)};
-    put<order, Dst>(dst, i, lanes, sum, Random<Dst::stochastic>(key, first + static_cast<uint64_t>(i)), kGradient);
+    put<order, Dst, kGradient>(dst, i, lanes, sum, Random<Dst::stochastic>(key, first + static_cast<uint64_t>(i)));
   });
 }
 
@@ -102,46 +106,48 @@ double sum_of_squares_any(const void* src, DType dtype, int64_t n) {
   return sum;
 }
 
-// call(to, from, begin, end, key) for the parts of [0, n) that share their key, with the stochastic type of dst. Parts begin
-// with whole random words: lead() is called where element 0 is left to the reference.
+// lead(n) for the elements of a random word that begins before the range, which are left to the reference; call(to, from,
+// begin) for the others, from `begin` on, with the stochastic type of dst.
 template <class Lead, class Call>
-TESSERA_INLINE void with_stochastic(DType dst, DType src, int64_t n, RandomKey random, const Lead& lead,
+TESSERA_INLINE void with_stochastic(DType dst, DType src, int64_t n, const RandomKey& random, const Lead& lead,
                                     const Call& call) {
-  const int64_t done = begins_inside_word(random, n) ? 1 : 0;
-  if (done != 0) lead();
-  random.first += static_cast<uint64_t>(done);
-  for_each_block(random, n - done, [&](int64_t begin, int64_t end, BlockKey key) {
-    with_type(src, [&](auto from) {
-      if (dst == DType::BF16) return call(Bf16Stochastic{}, from, begin + done, end + done, key);
-      call(F16Stochastic{}, from, begin + done, end + done, key);
-    });
+  const int64_t begin = inside_word(random, n);
+  if (begin != 0) lead(begin);
+  with_type(src, [&](auto from) {
+    if (dst == DType::BF16) return call(Bf16Stochastic{}, from, begin);
+    call(F16Stochastic{}, from, begin);
   });
+}
+
+RandomKey from_element(RandomKey random, int64_t begin) {
+  random.first += static_cast<uint64_t>(begin);
+  return random;
 }
 
 void scaled_copy_stochastic_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
                                 const RandomKey& random) {
   if (dst_dtype == DType::F32) return scaled_copy_any(dst, dst_dtype, src, src_dtype, scale, n);
-  const auto one = [&] { reference_table().scaled_copy_stochastic(dst, dst_dtype, src, src_dtype, scale, 1, random); };
-  with_stochastic(dst_dtype, src_dtype, n, random, one,
-                  [&](auto to, auto from, int64_t begin, int64_t end, BlockKey key) {
-                    using To = decltype(to);
-                    using From = decltype(from);
-                    copy_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, end - begin, key,
-                                         random.first + static_cast<uint64_t>(begin));
-                  });
+  const auto lead = [&](int64_t count) {
+    reference_table().scaled_copy_stochastic(dst, dst_dtype, src, src_dtype, scale, count, random);
+  };
+  with_stochastic(dst_dtype, src_dtype, n, random, lead, [&](auto to, auto from, int64_t begin) {
+    using To = decltype(to);
+    using From = decltype(from);
+    copy_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, n - begin, from_element(random, begin));
+  });
 }
 
 void scaled_add_stochastic_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
                                const RandomKey& random) {
   if (dst_dtype == DType::F32) return scaled_add_any(dst, dst_dtype, src, src_dtype, scale, n);
-  const auto one = [&] { reference_table().scaled_add_stochastic(dst, dst_dtype, src, src_dtype, scale, 1, random); };
-  with_stochastic(dst_dtype, src_dtype, n, random, one,
-                  [&](auto to, auto from, int64_t begin, int64_t end, BlockKey key) {
-                    using To = decltype(to);
-                    using From = decltype(from);
-                    add_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, end - begin, key,
-                                        random.first + static_cast<uint64_t>(begin));
-                  });
+  const auto lead = [&](int64_t count) {
+    reference_table().scaled_add_stochastic(dst, dst_dtype, src, src_dtype, scale, count, random);
+  };
+  with_stochastic(dst_dtype, src_dtype, n, random, lead, [&](auto to, auto from, int64_t begin) {
+    using To = decltype(to);
+    using From = decltype(from);
+    add_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, n - begin, from_element(random, begin));
+  });
 }
 
 }  // namespace

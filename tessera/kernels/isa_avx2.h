@@ -15,13 +15,26 @@ using F = __m256;                                     // floats
 using D = __m256d;                                    // half as many doubles
 using H = __m128i;                                    // 16-bit lanes
 using U = uint32_t __attribute__((vector_size(32)));  // the bits of F
-using I = int32_t __attribute__((vector_size(32)));   // the same, signed
+using W = uint64_t __attribute__((vector_size(32)));
+using I = int32_t __attribute__((vector_size(32)));  // the same, signed
 
 inline F splat(float x) {
   return _mm256_set1_ps(x);
 }
-inline U count_from(uint32_t first) {
-  return U{0, 1, 2, 3, 4, 5, 6, 7} + first;
+// As 64-bit lanes: first + lane * step; the products of the low halves; x rotated to the right by whole bytes.
+inline U count_from(uint64_t first, uint64_t step) {
+  return (U)(W{0, 1, 2, 3} * step + first);
+}
+inline U product(U x, U y) {
+  return (U)_mm256_mul_epu32((__m256i)x, (__m256i)y);
+}
+template <int bits>
+inline U rotated(U x) {
+  using Bytes = uint8_t __attribute__((vector_size(32)));
+  Bytes from;
+  for (int i = 0; i < 32; ++i)
+    from[i] = static_cast<uint8_t>(i / 8 * 8 + (i + bits / 8) % 8);
+  return (U)_mm256_shuffle_epi8((__m256i)x, (__m256i)from);
 }
 inline U truncate(F x) {  // from [0, 2^31)
   return (U)_mm256_cvttps_epi32(x);
@@ -51,6 +64,15 @@ inline bool each_zero_or_at_most(U x, U x_from, U y, U y_from, U most) {
   const I fits = ((x_below == x_from) | (x == 0u)) & ((y_below == y_from) | (y == 0u));
   return _mm256_movemask_epi8((__m256i)fits) == -1;
 }
+// Whether every 16-bit lane is `least` to `most`, without its sign.
+inline bool each_half_within(U x, uint16_t least, uint16_t most) {
+  const __m256i above = _mm256_sub_epi16((__m256i)(x & 0x7fff7fffu), _mm256_set1_epi16(static_cast<int16_t>(least)));
+  const __m256i below = _mm256_min_epu16(above, _mm256_set1_epi16(static_cast<int16_t>(most - least)));
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi16(above, below)) == -1;
+}
+inline U joined(H low, H high) {
+  return (U)_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
 inline U widen_u16(H x) {
   return (U)_mm256_cvtepu16_epi32(x);
 }
@@ -58,13 +80,16 @@ inline H narrow_u16(U x) {
   const __m256i v = (__m256i)x;
   return _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
 }
-// ~((a & 0xffff) | b)
-inline U not_joined(U a, U b) {
-  return ~((a & 0xffffu) | b);
+// The upper halves of the lanes of `even` and `odd`, in turns, or the low ones.
+inline U join_uppers(U even, U odd) {
+  return (U)_mm256_blend_epi16((__m256i)(even >> 16), (__m256i)odd, 0xaa);
 }
-// Of 16-bit lanes: upper + 1 where added > not_low and the magnitude of `upper` is below `limit`, else upper.
-inline U carry_halves(U upper, U not_low, U added, U limit) {
-  const __m256i less = _mm256_cmpeq_epi16(_mm256_min_epu16((__m256i)added, (__m256i)not_low), (__m256i)added);
+inline U join_lows(U even, U odd) {
+  return (U)_mm256_blend_epi16((__m256i)even, (__m256i)(odd << 16), 0xaa);
+}
+// Of 16-bit lanes: upper + 1 where low > least and the magnitude of `upper` is below `limit`, else upper.
+inline U carry_halves(U upper, U low, U least, U limit) {
+  const __m256i less = _mm256_cmpeq_epi16(_mm256_min_epu16((__m256i)low, (__m256i)least), (__m256i)low);
   const __m256i below = _mm256_cmpgt_epi16((__m256i)limit, (__m256i)(upper & 0x7fff7fffu));
   return (U)_mm256_sub_epi16((__m256i)upper, _mm256_andnot_si256(less, below));
 }

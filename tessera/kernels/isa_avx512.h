@@ -15,13 +15,22 @@ using F = __m512;                                     // floats
 using D = __m512d;                                    // half as many doubles
 using H = __m256i;                                    // 16-bit lanes
 using U = uint32_t __attribute__((vector_size(64)));  // the bits of F
-using I = int32_t __attribute__((vector_size(64)));   // the same, signed
+using W = uint64_t __attribute__((vector_size(64)));
+using I = int32_t __attribute__((vector_size(64)));  // the same, signed
 
 inline F splat(float x) {
   return _mm512_set1_ps(x);
 }
-inline U count_from(uint32_t first) {
-  return U{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first;
+// As 64-bit lanes: first + lane * step; the products of the low halves; x rotated to the right by whole bytes.
+inline U count_from(uint64_t first, uint64_t step) {
+  return (U)(W{0, 1, 2, 3, 4, 5, 6, 7} * step + first);
+}
+inline U product(U x, U y) {
+  return (U)_mm512_mul_epu32((__m512i)x, (__m512i)y);
+}
+template <int bits>
+inline U rotated(U x) {
+  return (U)_mm512_ror_epi64((__m512i)x, bits);
 }
 inline U truncate(F x) {  // from [0, 2^31)
   return (U)_mm512_cvttps_epi32(x);
@@ -51,19 +60,30 @@ inline bool each_zero_or_at_most(U x, U x_from, U y, U y_from, U most) {
   return _kortestz_mask16_u8(_mm512_mask_cmpgt_epu32_mask(x_set, (__m512i)x_from, (__m512i)most),
                              _mm512_mask_cmpgt_epu32_mask(y_set, (__m512i)y_from, (__m512i)most)) != 0;
 }
+// Whether every 16-bit lane is `least` to `most`, without its sign.
+inline bool each_half_within(U x, uint16_t least, uint16_t most) {
+  const __m512i above = _mm512_sub_epi16((__m512i)(x & 0x7fff7fffu), _mm512_set1_epi16(static_cast<int16_t>(least)));
+  return _mm512_cmpgt_epu16_mask(above, _mm512_set1_epi16(static_cast<int16_t>(most - least))) == 0;
+}
+inline U joined(H low, H high) {
+  return (U)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
 inline U widen_u16(H x) {
   return (U)_mm512_cvtepu16_epi32(x);
 }
 inline H narrow_u16(U x) {
   return _mm512_cvtepi32_epi16((__m512i)x);
 }
-// ~((a & 0xffff) | b)
-inline U not_joined(U a, U b) {
-  return (U)_mm512_ternarylogic_epi32((__m512i)a, _mm512_set1_epi32(0xffff), (__m512i)b, 0x15);
+// The upper halves of the lanes of `even` and `odd`, in turns, or the low ones.
+inline U join_uppers(U even, U odd) {
+  return (U)_mm512_mask_alignr_epi8((__m512i)odd, 0x3333333333333333u, (__m512i)even, (__m512i)even, 2);
 }
-// Of 16-bit lanes: upper + 1 where added > not_low and the magnitude of `upper` is below `limit`, else upper.
-inline U carry_halves(U upper, U not_low, U added, U limit) {
-  const __mmask32 carries = _mm512_cmpgt_epu16_mask((__m512i)added, (__m512i)not_low);
+inline U join_lows(U even, U odd) {
+  return (U)_mm512_mask_alignr_epi8((__m512i)even, 0xccccccccccccccccu, (__m512i)odd, (__m512i)odd, 14);
+}
+// Of 16-bit lanes: upper + 1 where low > least and the magnitude of `upper` is below `limit`, else upper.
+inline U carry_halves(U upper, U low, U least, U limit) {
+  const __mmask32 carries = _mm512_cmpgt_epu16_mask((__m512i)low, (__m512i)least);
   const __mmask32 steps = _mm512_mask_cmplt_epu16_mask(carries, (__m512i)(upper & 0x7fff7fffu), (__m512i)limit);
   return (U)_mm512_mask_sub_epi16((__m512i)upper, steps, (__m512i)upper, _mm512_set1_epi16(-1));
 }

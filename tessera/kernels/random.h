@@ -8,77 +8,67 @@
 namespace tessera::kernels {
 
 // Note [Random bits]
-// A stream has 16 bits for every element e: of the word of e / 2, the low half for even e, the upper half for odd e.
-// The word of index a is, in 32-bit arithmetic,
-//   x = a + key.before;   x ^= x >> 17;  x *= 0xed5ad4bb;  x ^= x >> 11;
-//   x += key.between;     x *= 0xac4c1b51;  x ^= x >> 15;       (root_word, for all streams)
-//   x *= stream's factor;  x ^= x >> 14                          (stream_word)
-// Shifts and factors are triple32, a mixer that was searched for low bias (hash-prospector, public domain); each stream
-// has a last factor of its own. One with two multiplications in all showed correlations between elements at distances
-// that are powers of two. The second key inside keeps the sequences of two steps from being shifts of each other. The 64
-// key bits come from seed, step and the upper half of a, by three rounds of the finalizer of SplitMix64 (Steele, Lea &
-// Flood, OOPSLA 2014; constants of Stafford's Mix13).
+// Every stream has 16 bits for element e: those from 16 * (e % 4) on of the 64-bit word of index a = e / 4, which is
+//   x = key.offset + a * kWeyl                        low(x), high(x): its halves, x >>> n: rotated
+//   x = low(x) * high(x) ^ (x >>> 32) ^ key.mask
+//   x = low(x) * high(x) ^ (x >>> 16)                 (root_word, for all streams)
+//   x = low(x) * factor ^ (x >>> turn)                (stream_word; each stream has a factor and a turn of its own)
+// All products are of 32 by 32 bits to 64, one instruction on vectors. Multiplying a number by itself, in part, is what
+// makes a Weyl sequence random (B. Widynski, Middle-Square Weyl Sequence RNG, arXiv 1704.00358; Squares, arXiv
+// 2004.06278). The rotated number makes up for the lowest and highest bits of products, which are not balanced; in the last
+// two lines not by 32 or 0, which would put bits on those that they were made of. The key has 128 bits, so that the sequences
+// of two steps are not shifts of each other.
 // Good for rounding, where a bias would have to line up with the data over many steps; not for secrets.
-enum Stream : uint32_t {  // last factors
-  kState0 = 0x31848babu,
-  kState1 = 0x19c89935u,
-  kWeight = 0x3e06b66bu,
-  kGradient = 0x9d48a33bu,
+enum Stream : uint8_t { kState0, kState1, kWeight, kGradient };
+
+TESSERA_ELEMENT constexpr uint32_t factor_of(Stream stream) {
+  return stream == kState0   ? 0xb1848babu
+         : stream == kState1 ? 0x99c89935u
+         : stream == kWeight ? 0xbe06b66bu
+                             : 0x9d48a333u;
+}
+TESSERA_ELEMENT constexpr int turn_of(Stream stream) {  // whole bytes
+  return stream == kState0 ? 16 : stream == kState1 ? 24 : stream == kWeight ? 40 : 48;
+}
+
+constexpr uint64_t kWeyl = 0x9e3779b97f4a7c15u;  // 2^64 over the golden ratio
+
+// The key of a seed and step.
+struct StepKey {
+  uint64_t offset = 0;
+  uint64_t mask = 0;
 };
 
-// The key of 2^33 elements, those whose words share the upper half of their index.
-struct BlockKey {
-  uint32_t before = 0;
-  uint32_t between = 0;
-};
-
+// The finalizer of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014; constants of Stafford's Mix13).
 TESSERA_ELEMENT uint64_t mix64(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   return x ^ (x >> 31);
 }
 
-// The key of element key.first.
-TESSERA_ELEMENT BlockKey block_key(const RandomKey& key) {
-  constexpr uint64_t kGolden = 0x9e3779b97f4a7c15u;
-  uint64_t x = mix64(key.seed + kGolden);
-  x = mix64(x + key.step + kGolden);
-  x = mix64(x + (key.first >> 33) + kGolden);
-  return {static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32)};
+TESSERA_ELEMENT StepKey step_key(const RandomKey& key) {
+  const uint64_t x = mix64(mix64(key.seed + kWeyl) + key.step + kWeyl);
+  return {x, mix64(x + kWeyl)};
 }
 
-TESSERA_ELEMENT uint32_t root_word(BlockKey key, uint32_t index) {
-  uint32_t x = index + key.before;
-  x ^= x >> 17;
-  x *= 0xed5ad4bbu;
-  x ^= x >> 11;
-  x += key.between;
-  x *= 0xac4c1b51u;
-  return x ^ (x >> 15);
+TESSERA_ELEMENT uint64_t rotated(uint64_t x, int bits) {  // to the right, by 1 to 63
+  return (x >> bits) | (x << (64 - bits));
 }
 
-TESSERA_ELEMENT uint32_t stream_word(uint32_t root, Stream stream) {
-  const uint32_t x = root * static_cast<uint32_t>(stream);
-  return x ^ (x >> 14);
+TESSERA_ELEMENT uint64_t root_word(StepKey key, uint64_t index) {
+  uint64_t x = key.offset + index * kWeyl;
+  x = (x & 0xffffffffu) * (x >> 32) ^ rotated(x, 32) ^ key.mask;
+  return (x & 0xffffffffu) * (x >> 32) ^ rotated(x, 16);
+}
+
+TESSERA_ELEMENT uint64_t stream_word(uint64_t root, Stream stream) {
+  return (root & 0xffffffffu) * factor_of(stream) ^ rotated(root, turn_of(stream));
 }
 
 // The 16 bits of an element.
-TESSERA_ELEMENT uint32_t random_bits(BlockKey key, Stream stream, uint64_t element) {
-  const uint32_t word = stream_word(root_word(key, static_cast<uint32_t>(element >> 1)), stream);
-  return (element & 1) != 0 ? word >> 16 : word & 0xffffu;
-}
-
-// call(begin, end, key) for the parts of [0, n) whose elements share their key.
-template <class Call>
-TESSERA_ELEMENT void for_each_block(const RandomKey& random, int64_t n, const Call& call) {
-  for (int64_t begin = 0; begin < n;) {
-    RandomKey here = random;
-    here.first += static_cast<uint64_t>(begin);
-    const uint64_t left = (uint64_t{1} << 33) - (here.first & 0x1ffffffffu);
-    const int64_t end = left < static_cast<uint64_t>(n - begin) ? begin + static_cast<int64_t>(left) : n;
-    call(begin, end, block_key(here));
-    begin = end;
-  }
+TESSERA_ELEMENT uint32_t random_bits(StepKey key, Stream stream, uint64_t element) {
+  const uint64_t word = stream_word(root_word(key, element >> 2), stream);
+  return static_cast<uint32_t>(word >> (16 * (element & 3))) & 0xffffu;
 }
 
 }  // namespace tessera::kernels

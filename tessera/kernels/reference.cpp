@@ -9,10 +9,9 @@ namespace {
 
 template <class Element>
 void update_all(const Element& rule, const UpdateRange& range, float grad_scale) {
-  for_each_block(range.random, range.n, [&](int64_t begin, int64_t end, BlockKey key) {
-    for (int64_t i = begin; i < end; ++i)
-      update_element(rule, range, grad_scale, key, i);
-  });
+  const StepKey key = step_key(range.random);
+  for (int64_t i = 0; i < range.n; ++i)
+    update_element(rule, range, grad_scale, key, i);
 }
 
 void adam(const AdamRule& rule, const UpdateRange& range, float grad_scale) {
@@ -46,22 +45,20 @@ void scaled_add(void* dst, DType dst_dtype, const void* src, DType src_dtype, fl
 
 void scaled_copy_stochastic(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
                             const RandomKey& random) {
-  for_each_block(random, n, [&](int64_t begin, int64_t end, BlockKey key) {
-    for (int64_t i = begin; i < end; ++i) {
-      const float value = load(src, src_dtype, i) * scale;
-      store_stochastic(dst, dst_dtype, i, value, random_bits(key, kGradient, random.first + i));
-    }
-  });
+  const StepKey key = step_key(random);
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = load(src, src_dtype, i) * scale;
+    store_stochastic(dst, dst_dtype, i, value, random_bits(key, kGradient, random.first + i));
+  }
 }
 
 void scaled_add_stochastic(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
                            const RandomKey& random) {
-  for_each_block(random, n, [&](int64_t begin, int64_t end, BlockKey key) {
-    for (int64_t i = begin; i < end; ++i) {
-      const float sum = std::fma(scale, load(src, src_dtype, i), load(dst, dst_dtype, i));
-      store_stochastic(dst, dst_dtype, i, sum, random_bits(key, kGradient, random.first + i));
-    }
-  });
+  const StepKey key = step_key(random);
+  for (int64_t i = 0; i < n; ++i) {
+    const float sum = std::fma(scale, load(src, src_dtype, i), load(dst, dst_dtype, i));
+    store_stochastic(dst, dst_dtype, i, sum, random_bits(key, kGradient, random.first + i));
+  }
 }
 
 void split(void* weight, void* residual, const float* src, int64_t n) {

@@ -200,7 +200,7 @@ struct WeightMaster {
   }
   template <Order order, class Lanes, class Random>
   TESSERA_INLINE void store(int64_t i, Lanes lanes, const Pair& w, const Random& random) const {
-    put<order, Type>(weight, i, lanes, w, random, kWeight);
+    put<order, Type, kWeight>(weight, i, lanes, w, random);
   }
 };
 
@@ -243,7 +243,7 @@ struct Late {
 };
 
 template <class Master, class State, class Step, class Grad>
-void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradient, BlockKey block, float grad_scale) {
+void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradient, float grad_scale) {
   constexpr Order order = Master::natural && State::bytes == 4 ? Order::Natural : Order::EvenOdd;
   // Local copies: a store through a char pointer could change the originals for all the compiler
   // knows.
@@ -253,7 +253,7 @@ void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradie
   const Grad grad = gradient;
   void* const state0 = range.state0;
   void* const state1 = range.state1;
-  const BlockKey key = block;
+  const StepKey key = step_key(range.random);
   const uint64_t first = range.random.first;
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
     master.prefetch(i);
@@ -273,8 +273,8 @@ void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradie
     late.w_b = w.b;
     const Drawn random(key, first + static_cast<uint64_t>(i));
     if constexpr (Master::stochastic) late.random = random.root;
-    if constexpr (Step::states > 0) put<order, State>(state0, i, lanes, s0, random, kState0);
-    if constexpr (Step::states > 1) put<order, State>(state1, i, lanes, s1, random, kState1);
+    if constexpr (Step::states > 0) put<order, State, kState0>(state0, i, lanes, s0, random);
+    if constexpr (Step::states > 1) put<order, State, kState1>(state1, i, lanes, s1, random);
   };
   const auto end = [=](const Late& late, int64_t i, auto lanes) __attribute__((always_inline)) {
     const Pair w{step.end(late.w_a, late.numerator_a, late.root_a), step.end(late.w_b, late.numerator_b, late.root_b)};
@@ -284,24 +284,14 @@ void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradie
 }
 
 template <class Master, class State, class Step>
-void update_block(const Step& step, const UpdateRange& range, BlockKey key, float grad_scale) {
+void update_streams(const Step& step, const UpdateRange& range, float grad_scale) {
   if constexpr (Step::common) {
     with_type(range.grad_dtype, [&](auto type) {
-      update_typed<Master, State>(step, range, Gradient<decltype(type)>{range.grad}, key, grad_scale);
+      update_typed<Master, State>(step, range, Gradient<decltype(type)>{range.grad}, grad_scale);
     });
   } else {
-    update_typed<Master, State>(step, range, AnyGradient{range.grad, range.grad_dtype}, key, grad_scale);
+    update_typed<Master, State>(step, range, AnyGradient{range.grad, range.grad_dtype}, grad_scale);
   }
-}
-
-template <class Master, class State, class Step>
-void update_streams(const Step& step, const UpdateRange& range, float grad_scale) {
-  if (!State::stochastic && !Master::stochastic) {
-    return update_block<Master, State>(step, range, {}, grad_scale);
-  }
-  for_each_block(range.random, range.n, [&](int64_t begin, int64_t end, BlockKey key) {
-    update_block<Master, State>(step, part(range, begin, end), key, grad_scale);
-  });
 }
 
 template <class State, class Step>
@@ -338,13 +328,14 @@ void update_any(const Step& step, const UpdateRange& range, float grad_scale) {
   update_masters<F32>(step, range, grad_scale);
 }
 
-// What is left to the vectors once the reference has updated an element that begins inside a random word.
+// What is left to the vectors once the reference has updated the elements of a random word that begins before them.
 template <class Rule>
 UpdateRange whole_words(const Rule& rule, const UpdateRange& range, float grad_scale,
                         void (*reference)(const Rule&, const UpdateRange&, float)) {
-  if (range.rounding != Rounding::Stochastic || !begins_inside_word(range.random, range.n)) return range;
-  reference(rule, part(range, 0, 1), grad_scale);
-  return part(range, 1, range.n);
+  const int64_t first = range.rounding == Rounding::Stochastic ? inside_word(range.random, range.n) : 0;
+  if (first == 0) return range;
+  reference(rule, part(range, 0, first), grad_scale);
+  return part(range, first, range.n);
 }
 
 void adam(const AdamRule& rule, const UpdateRange& all, float grad_scale) {

@@ -99,7 +99,7 @@ struct Halves : Element<2> {
     if constexpr (order == Order::Natural) {
       write(p, i, lanes, Two{narrow_u16(a >> 16), narrow_u16(b >> 16)});
     } else {
-      write(p, i, lanes, (a >> 16) | (b & 0xffff0000u));
+      write(p, i, lanes, join_uppers(a, b));
     }
   }
 };
@@ -118,7 +118,7 @@ struct Bf16 : Halves {
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x) {
     if constexpr (order == Order::EvenOdd) {
       const U upper = uppers(x);
-      write(p, i, lanes, carry(upper, x, (upper & 0x00010001u) + 0x7fff7fffu, 0x7f80u));  // not to a NaN
+      write(p, i, lanes, carry(upper, x, 0x80008000u - (upper & 0x00010001u), 0x7f80u));  // not to a NaN
     } else {
       store_upper<order>(p, i, lanes, nearest(x.a), nearest(x.b));
     }
@@ -126,11 +126,11 @@ struct Bf16 : Halves {
 
  protected:
   // In EvenOdd order: what both vectors have in the upper halves of their lanes, as it lies in memory.
-  static TESSERA_INLINE U uppers(const Pair& x) { return ((U)x.a >> 16) | ((U)x.b & 0xffff0000u); }
-  // Rounds them all at once: `added` is added to what the low halves hold, and the carry to `upper` where that is below
-  // `limit`, without the sign.
-  static TESSERA_INLINE U carry(U upper, const Pair& x, U added, uint32_t limit) {
-    return carry_halves(upper, not_joined((U)x.a, (U)x.b << 16), added, U{} + limit * 0x10001u);
+  static TESSERA_INLINE U uppers(const Pair& x) { return join_uppers((U)x.a, (U)x.b); }
+  // Rounds them all at once: up where what the low halves hold is more than `least`, and `upper` below `limit`, without the
+  // sign.
+  static TESSERA_INLINE U carry(U upper, const Pair& x, U least, uint32_t limit) {
+    return carry_halves(upper, join_lows((U)x.a, (U)x.b), least, U{} + limit * 0x10001u);
   }
 
  private:
@@ -147,7 +147,7 @@ struct Bf16Stochastic : Bf16 {
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, U random) {
     const U upper = uppers(x);
-    write(p, i, lanes, carry(upper, x, random, 0x7f7fu));
+    write(p, i, lanes, carry(upper, x, ~random, 0x7f7fu));  // where low + random >= 2^16
   }
 };
 
@@ -168,21 +168,24 @@ struct F16 : Halves {
 
 struct F16Stochastic : F16 {
   static constexpr bool stochastic = true;
-  // Where all values become normal numbers, or are 0, the random bits are added below what fp16 keeps, and cut off.
+  // Where all values are normal numbers of fp16, or 0, the random bits are added below what it keeps, and cut off. Results
+  // above the least of those numbers and below the greatest come from nothing else.
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, U random) {
     static_assert(order == Order::EvenOdd);
     const U a = random & 0xffffu, b = random >> 16;
-    const U least = U{} + 0x38800000u, most = U{} + 0x477fe000u;  // of normal numbers
-    const U even_size = (U)x.a & 0x7fffffffu, odd_size = (U)x.b & 0x7fffffffu;
-    if (each_zero_or_at_most(even_size, even_size - least, odd_size, odd_size - least, most - least)) {
-      const F even = (F)((U)x.a + (a >> 3)), odd = (F)((U)x.b + (b >> 3));
-      return write(p, i, lanes, Two{narrow_f16_down(low_mix(even, odd)), narrow_f16_down(high_mix(even, odd))});
-    }
+    const F even = (F)((U)x.a + (a >> 3)), odd = (F)((U)x.b + (b >> 3));
+    const U cut = joined(narrow_f16_down(low_mix(even, odd)), narrow_f16_down(high_mix(even, odd)));
+    if (each_half_within(cut, 0x401, 0x7bfe) || normal_or_zero(x)) return write(p, i, lanes, cut);
     store_upper<order>(p, i, lanes, rounded(x.a, a) << 16, rounded(x.b, b) << 16);
   }
 
  private:
+  static TESSERA_INLINE bool normal_or_zero(const Pair& x) {
+    const U least = U{} + 0x38800000u, most = U{} + 0x477fe000u;
+    const U even_size = (U)x.a & 0x7fffffffu, odd_size = (U)x.b & 0x7fffffffu;
+    return each_zero_or_at_most(even_size, even_size - least, odd_size, odd_size - least, most - least);
+  }
   static TESSERA_INLINE U rounded(F x, U random) {
     const U bits = (U)x, magnitude = bits & 0x7fffffffu;
     const U normal = (magnitude - 0x38000000u + (random >> 3)) >> 13;
@@ -201,45 +204,44 @@ struct None {
   static TESSERA_INLINE void prefetch(const void*, int64_t) {}
 };
 
-TESSERA_INLINE U root_words(BlockKey key, uint64_t element) {
-  U x = count_from(static_cast<uint32_t>(element >> 1) + key.before);
-  x ^= x >> 17;
-  x *= 0xed5ad4bbu;
-  x ^= x >> 11;
-  x += key.between;
-  x *= 0xac4c1b51u;
-  return x ^ (x >> 15);
+TESSERA_INLINE U root_words(StepKey key, uint64_t element) {
+  const U mask = (U)(W{} + key.mask);
+  U x = count_from(key.offset + (element >> 2) * kWeyl, kWeyl);
+  const U turned = rotated<32>(x);
+  x = product(x, turned) ^ turned ^ mask;
+  return product(x, rotated<32>(x)) ^ rotated<16>(x);
 }
 
-// Random words of a Pair in EvenOdd order whose first element is `element`, an even number (Note [Random bits] in
+// Random words of a Pair in EvenOdd order whose first element is `element`, the first of a word (Note [Random bits] in
 // random.h): the bits of both elements of a lane. What the streams share is computed once. Random<false>: nothing is drawn.
 template <bool drawn>
 struct Random {
-  TESSERA_INLINE Random(BlockKey, uint64_t) {}
+  TESSERA_INLINE Random(StepKey, uint64_t) {}
   TESSERA_INLINE explicit Random(U) {}
 };
 template <>
 struct Random<true> {
   U root;
   TESSERA_INLINE explicit Random(U its_root) : root(its_root) {}
-  TESSERA_INLINE Random(BlockKey key, uint64_t element) : root(root_words(key, element)) {}
-  TESSERA_INLINE U words(Stream stream) const {
-    const U x = root * static_cast<uint32_t>(stream);
-    return x ^ (x >> 14);
+  TESSERA_INLINE Random(StepKey key, uint64_t element) : root(root_words(key, element)) {}
+  template <Stream stream>
+  TESSERA_INLINE U words() const {
+    return product(root, U{} + factor_of(stream)) ^ rotated<turn_of(stream)>(root);
   }
 };
 
-// Whether a range begins in the middle of a word: its first element is then left to the reference.
-TESSERA_INLINE bool begins_inside_word(const RandomKey& random, int64_t n) {
-  return n > 0 && (random.first & 1) != 0;
+// How many elements of a range are of a word that begins before it: they are left to the reference.
+TESSERA_INLINE int64_t inside_word(const RandomKey& random, int64_t n) {
+  const auto left = static_cast<int64_t>(-random.first & 3);
+  return left < n ? left : n;
 }
 
 // Stores by the rounding of the type.
-template <Order order, class Type, class Lanes, class Random>
-TESSERA_INLINE void put(void* p, int64_t i, Lanes lanes, const Pair& x, const Random& random, Stream stream) {
+template <Order order, class Type, Stream stream, class Lanes, class Random>
+TESSERA_INLINE void put(void* p, int64_t i, Lanes lanes, const Pair& x, const Random& random) {
   if constexpr (Type::stochastic) {
     static_assert(order == Order::EvenOdd);
-    Type::template store<order>(p, i, lanes, x, random.words(stream));
+    Type::template store<order>(p, i, lanes, x, random.template words<stream>());
   } else {
     Type::template store<order>(p, i, lanes, x);
   }

@@ -112,7 +112,7 @@ TEST_F(Cuda, UpdatesGiveTheBitsOfTheReference) {
             r.grad = grads;
             r.grad_dtype = grad_dtype;
             r.rounding = form.rounding;
-            r.random = {5, 6, (uint64_t{1} << 33) - static_cast<uint64_t>(n / 2)};
+            r.random = {5, 6, (uint64_t{1} << 34) - static_cast<uint64_t>(n / 2)};
             return r;
           };
           rule.reference(range([&](int k) { return buffers[k]->data(); }, grad.data()));
@@ -129,7 +129,7 @@ TEST_F(Cuda, UpdatesGiveTheBitsOfTheReference) {
 }
 
 TEST_F(Cuda, ElementwiseGivesTheBitsOfTheReference) {
-  const RandomKey random{1, 2, (uint64_t{1} << 33) - 100};
+  const RandomKey random{1, 2, (uint64_t{1} << 34) - 100};
   for (DType to : kDTypes) {
     for (DType from : kDTypes) {
       for (int64_t n : kSizes) {

@@ -91,9 +91,9 @@ struct UpdateBuffers {
     r.state1 = state1.data();
     r.state_dtype = form.state_dtype;
     r.rounding = form.rounding;
-    // Odd and even places, and elements on both sides of index 2^33, where the keys change.
+    // All places in a random word, and elements on both sides of index 2^34, where the index of a word has more than 32 bits.
     r.random = {11, 3,
-                n % 3 == 0 ? (uint64_t{1} << 33) - static_cast<uint64_t>(n / 2) : 76 + static_cast<uint64_t>(n % 2)};
+                n % 3 == 0 ? (uint64_t{1} << 34) - static_cast<uint64_t>(n / 2) : 76 + static_cast<uint64_t>(n % 4)};
     return r;
   }
   void expect_same(const UpdateBuffers& expected) const {
@@ -173,10 +173,10 @@ TEST(Table, BitsDoNotDependOnHowARangeIsCut) {
         SCOPED_TRACE(std::string(table->name) + ", " + rule.name + ", " + form.name());
         UpdateBuffers whole(form, DType::BF16, n, 2, true), cut = whole;
         UpdateRange range = whole.range(n);
-        range.random.first = (uint64_t{1} << 33) - 150;
+        range.random.first = (uint64_t{1} << 34) - 150;
         rule.run(*table, range, 0.5f);
         range = cut.range(n);
-        range.random.first = (uint64_t{1} << 33) - 150;
+        range.random.first = (uint64_t{1} << 34) - 150;
         for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 97}, {97, 98}, {98, 230}, {230, n}})
           rule.run(*table, part(range, begin, end), 0.5f);
         cut.expect_same(whole);
@@ -192,7 +192,7 @@ TEST(Table, StochasticElementwiseGivesTheBitsOfTheReference) {
       for (DType from : kDTypes) {
         for (int64_t n : sizes()) {
           SCOPED_TRACE(std::string(table->name) + ", n " + std::to_string(n));
-          const RandomKey random{5, 8, n % 2 == 0 ? 3 : (uint64_t{1} << 33) - static_cast<uint64_t>(n / 2)};
+          const RandomKey random{5, 8, n % 2 == 0 ? 3 : (uint64_t{1} << 34) - static_cast<uint64_t>(n / 2)};
           const int offset = static_cast<int>(n % 4);
           Buffer src(from, n, offset), expected(to, n, 3 * offset);
           src.fill_random(1).sprinkle(2);

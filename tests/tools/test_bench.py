@@ -71,8 +71,13 @@ def test_goals(goal, row, reached):
 
 
 def test_a_probe_that_moved():
-    assert report.moved([[10.0, 10.0], [8.0, 12.0]]) == pytest.approx(0.4)
-    assert report.moved([[10.0, 10.5]]) < report.QUIET
+    def found(*figures):
+        return [{"bandwidth": bandwidth, "arithmetic": arithmetic} for bandwidth, arithmetic in figures]
+
+    assert report.moved([found((10.0, 1.0), (10.0, 1.0)), found((8.0, 1.0), (12.0, 1.0))]) == pytest.approx(0.4)
+    assert report.moved([found((10.0, 80.0), (10.0, 120.0))]) == pytest.approx(0.4), "whichever moved most"
+    assert report.moved([found((10.0, 80.0), (10.5, 81.0))]) < report.QUIET
+    assert "bandwidth 10.0 and 10.5 GB/s" in report.probe_text([found((10.0, 80.0), (10.5, 81.0))])
 
 
 # ---- limits
@@ -298,7 +303,7 @@ def test_index(tmp_path):
     )
     goals = [Goal("fast", 1.5, 1), Goal("small", 1, 2)]
     result = Result(["text"], {"gpt": {}}, goals, headline=["a 1.0", "b 2.0"])
-    report.write(tmp_path, "gpt-2", "GPT, 2 ranks", args, result, [[10.0, 20.0]])
+    report.write(tmp_path, "gpt-2", "GPT, 2 ranks", args, result, [[{"bandwidth": 10.0}, {"bandwidth": 20.0}]])
     (tmp_path / "other-1.json").write_text(json.dumps({"machine": {"revision": "abc"}}))
     lines = [line for line in index_text(tmp_path).splitlines() if line.startswith("| [")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -343,7 +348,8 @@ def test_overhead_end_to_end(tmp_path):
     data = json.loads((tmp_path / "overhead-1-try.json").read_text())
     assert set(data["overhead"]["tiny"]) == {"bare loop", "Tessera 0", "bare loop again"}
     assert data["overhead"]["tiny"]["Tessera 0"]["construction"] > 0
-    assert len(data["probe"][0]) == 2
+    ((before, after),) = data["probe"]
+    assert before.keys() == after.keys() == {"bandwidth", "arithmetic"}
     (goal,) = data["goals"]
     assert goal["reached"] == (goal["value"] <= 2)
     assert "[overhead-1-try](overhead-1-try.md)" in (tmp_path / "README.md").read_text()

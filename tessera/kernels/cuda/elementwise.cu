@@ -13,7 +13,7 @@ struct Scaled {
   DType dst_dtype, src_dtype;
   float scale;
   uint64_t first;
-  BlockKey key;
+  StepKey key;
 
   __device__ void operator()(int64_t i) const {
     const float x = load(src, src_dtype, i);
@@ -68,33 +68,31 @@ void scaled_copy(void* dst, DType dst_dtype, const void* src, DType src_dtype, f
     }
     return;
   }
-  launch(0, n, stream, Scaled<false, false>{dst, src, dst_dtype, src_dtype, scale, 0, {}});
+  launch(n, stream, Scaled<false, false>{dst, src, dst_dtype, src_dtype, scale, 0, {}});
 }
 
 void scaled_add(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n, void* stream) {
-  launch(0, n, stream, Scaled<true, false>{dst, src, dst_dtype, src_dtype, scale, 0, {}});
+  launch(n, stream, Scaled<true, false>{dst, src, dst_dtype, src_dtype, scale, 0, {}});
 }
 
 void scaled_copy_stochastic(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
                             const RandomKey& random, void* stream) {
-  for_each_block(random, n, [&](int64_t begin, int64_t end, BlockKey key) {
-    launch(begin, end, stream, Scaled<false, true>{dst, src, dst_dtype, src_dtype, scale, random.first, key});
-  });
+  const StepKey key = step_key(random);
+  launch(n, stream, Scaled<false, true>{dst, src, dst_dtype, src_dtype, scale, random.first, key});
 }
 
 void scaled_add_stochastic(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
                            const RandomKey& random, void* stream) {
-  for_each_block(random, n, [&](int64_t begin, int64_t end, BlockKey key) {
-    launch(begin, end, stream, Scaled<true, true>{dst, src, dst_dtype, src_dtype, scale, random.first, key});
-  });
+  const StepKey key = step_key(random);
+  launch(n, stream, Scaled<true, true>{dst, src, dst_dtype, src_dtype, scale, random.first, key});
 }
 
 void split(void* weight_bf16, void* residual, const float* src, int64_t n, void* stream) {
-  launch(0, n, stream, Split{weight_bf16, residual, src});
+  launch(n, stream, Split{weight_bf16, residual, src});
 }
 
 void join(float* dst, const void* weight_bf16, const void* residual, int64_t n, void* stream) {
-  launch(0, n, stream, Join{dst, weight_bf16, residual});
+  launch(n, stream, Join{dst, weight_bf16, residual});
 }
 
 }  // namespace tessera::kernels::cuda

@@ -15,7 +15,7 @@ struct Update {
   Rule rule;
   UpdateRange range;
   float grad_scale;
-  BlockKey key;
+  StepKey key;
 
   __device__ void operator()(int64_t i) const {
     UpdateRange r = range;
@@ -31,9 +31,7 @@ struct Update {
 
 template <Master master, DType state, Rounding rounding, class Rule>
 void launch_typed(const Rule& rule, const UpdateRange& range, float grad_scale, void* stream) {
-  for_each_block(range.random, range.n, [&](int64_t begin, int64_t end, BlockKey key) {
-    launch(begin, end, stream, Update<Rule, master, state, rounding>{rule, range, grad_scale, key});
-  });
+  launch(range.n, stream, Update<Rule, master, state, rounding>{rule, range, grad_scale, step_key(range.random)});
 }
 
 template <Master master, class Rule>
