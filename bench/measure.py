@@ -68,8 +68,8 @@ def together() -> None:
 
 
 def bandwidth() -> float:
-    """GB/s of y = a*x + y over arrays of 256 MiB (read 2, write 1), best of 10: the roof of an optimizer pass. All ranks at
-    once. Smaller arrays stay in the last cache of large processors, more or less of them from one run to the next."""
+    """GB/s of y = a*x + y over arrays of 256 MiB (read 2, write 1), best of 10: the roof of an optimizer pass. All
+    ranks at once. Smaller arrays stay in the last cache of large processors, more or less from run to run."""
     n = 64 << 20
     x, y = torch.ones(n), torch.ones(n)
     best = 0.0
