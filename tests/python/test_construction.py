@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import resource
@@ -262,6 +263,9 @@ class Big(nn.Module):
         return self.layers(x)
 
 
+M_MMAP_THRESHOLD = -3  # of malloc.h
+
+
 def build_in_process(rank: int, port: int, folder: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -270,6 +274,8 @@ def build_in_process(rank: int, port: int, folder: str) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     tessera.init_distributed()
+    # Freed memory goes back to the system at once; how much of it glibc keeps otherwise is chance.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # noqa: E731
     with zero.Init(dtype=torch.float32):
         nn.Linear(1024, 1024)  # what is allocated once
@@ -301,5 +307,5 @@ def test_processes_build_models_larger_than_their_share(tmp_path: Path) -> None:
     mp.spawn(build_in_process, (free_port(), str(tmp_path)), nprocs=2)
     for rank in range(2):
         grown, partitioned, same, close = torch.load(tmp_path / f"{rank}.pt")
-        assert grown < 0.7, "half of the model, what is being built, and what construction code has open"
+        assert grown < 0.6, "half of the model, what is being built, and what construction code has open"
         assert partitioned and same and close
