@@ -74,7 +74,7 @@ BENCHES: dict[str, Bench] = {
         "Memory of model states",
         bench_memory,
         PLAIN[1:] + OWN + PEERS + DEEPSPEED + MEMORY_LOW,
-        ["bare", "ddp", "tessera:1", "fsdp2:2", *QUICK_OWN, *MEMORY_LOW[:2], *MEMORY_LOW[3:]],
+        ["bare", "ddp", "tessera:1", "fsdp2:2", *QUICK_OWN, *(peer for peer in MEMORY_LOW if peer != "tessera:3+10")],
         (["125M"], ["10M"]),
         alone=True,
     ),

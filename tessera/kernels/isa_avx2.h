@@ -87,9 +87,9 @@ inline U join_uppers(U even, U odd) {
 inline U join_lows(U even, U odd) {
   return (U)_mm256_blend_epi16((__m256i)even, (__m256i)(odd << 16), 0xaa);
 }
-// Of 16-bit lanes: upper + 1 where low > least and the magnitude of `upper` is below `limit`, else upper.
-inline U carry_halves(U upper, U low, U least, U limit) {
-  const __m256i less = _mm256_cmpeq_epi16(_mm256_min_epu16((__m256i)low, (__m256i)least), (__m256i)low);
+// Of 16-bit lanes: upper + 1 where low > bound and the magnitude of `upper` is below `limit`, else upper.
+inline U carry_halves(U upper, U low, U bound, U limit) {
+  const __m256i less = _mm256_cmpeq_epi16(_mm256_min_epu16((__m256i)low, (__m256i)bound), (__m256i)low);
   const __m256i below = _mm256_cmpgt_epi16((__m256i)limit, (__m256i)(upper & 0x7fff7fffu));
   return (U)_mm256_sub_epi16((__m256i)upper, _mm256_andnot_si256(less, below));
 }

@@ -81,9 +81,9 @@ inline U join_uppers(U even, U odd) {
 inline U join_lows(U even, U odd) {
   return (U)_mm512_mask_alignr_epi8((__m512i)even, 0xccccccccccccccccu, (__m512i)odd, (__m512i)odd, 14);
 }
-// Of 16-bit lanes: upper + 1 where low > least and the magnitude of `upper` is below `limit`, else upper.
-inline U carry_halves(U upper, U low, U least, U limit) {
-  const __mmask32 carries = _mm512_cmpgt_epu16_mask((__m512i)low, (__m512i)least);
+// Of 16-bit lanes: upper + 1 where low > bound and the magnitude of `upper` is below `limit`, else upper.
+inline U carry_halves(U upper, U low, U bound, U limit) {
+  const __mmask32 carries = _mm512_cmpgt_epu16_mask((__m512i)low, (__m512i)bound);
   const __mmask32 steps = _mm512_mask_cmplt_epu16_mask(carries, (__m512i)(upper & 0x7fff7fffu), (__m512i)limit);
   return (U)_mm512_mask_sub_epi16((__m512i)upper, steps, (__m512i)upper, _mm512_set1_epi16(-1));
 }

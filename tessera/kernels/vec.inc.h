@@ -127,10 +127,10 @@ struct Bf16 : Halves {
  protected:
   // In EvenOdd order: what both vectors have in the upper halves of their lanes, as it lies in memory.
   static TESSERA_INLINE U uppers(const Pair& x) { return join_uppers((U)x.a, (U)x.b); }
-  // Rounds them all at once: up where what the low halves hold is more than `least`, and `upper` below `limit`, without the
+  // Rounds them all at once: up where what the low halves hold is more than `bound`, and `upper` below `limit`, without the
   // sign.
-  static TESSERA_INLINE U carry(U upper, const Pair& x, U least, uint32_t limit) {
-    return carry_halves(upper, join_lows((U)x.a, (U)x.b), least, U{} + limit * 0x10001u);
+  static TESSERA_INLINE U carry(U upper, const Pair& x, U bound, uint32_t limit) {
+    return carry_halves(upper, join_lows((U)x.a, (U)x.b), bound, U{} + limit * 0x10001u);
   }
 
  private:

@@ -1,5 +1,5 @@
-// The random bits: pinned values, and the statistics that rounding relies on. Bounds are five standard deviations or,
-// where many are tested, half of one more; keys are fixed, so a pass is a pass.
+// The random bits: pinned values, and the statistics that rounding relies on. Bounds are five standard deviations, and
+// keys are fixed, so a pass is a pass.
 #include "tessera/kernels/random.h"
 
 #include <gtest/gtest.h>
@@ -132,13 +132,13 @@ void expect_independent(const char* what, const std::function<uint64_t(int)>& a,
     }
   }
   for (BitCounts& counts : equal)
-    EXPECT_LT(counts.worst(kDraws), 5.5) << what;
+    EXPECT_LT(counts.worst(kDraws), 5) << what;
   for (int i = 0; i < 4; ++i) {
-    EXPECT_LT(unevenness(low[i]), 5.5) << what;
-    EXPECT_LT(unevenness(high[i]), 5.5) << what;
-    EXPECT_LT(unevenness(difference[i]), 5.5) << what;
+    EXPECT_LT(unevenness(low[i]), 5) << what;
+    EXPECT_LT(unevenness(high[i]), 5) << what;
+    EXPECT_LT(unevenness(difference[i]), 5) << what;
     for (double sum : products[i])
-      EXPECT_LT(std::fabs(sum), 5.5 * kSigma) << what;
+      EXPECT_LT(std::fabs(sum), 5 * kSigma) << what;
   }
 }
 
@@ -177,7 +177,7 @@ TEST(Random, TheBitsOfAWordAreIndependent) {
         equal[turn].add(x ^ std::rotl(x, turn));
     }
     for (int turn = 1; turn <= 32; ++turn)
-      EXPECT_LT(equal[turn].worst(kDraws), 5.5) << turn;
+      EXPECT_LT(equal[turn].worst(kDraws), 5) << turn;
   }
 }
 
