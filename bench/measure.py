@@ -104,6 +104,12 @@ def probe() -> dict[str, float]:
     return {"bandwidth": bandwidth(), "arithmetic": arithmetic()}
 
 
+def warm_products(model: torch.nn.Module, batch: tuple[Any, ...]) -> None:
+    """A backward of a plain model of the size that follows: for products of that size the matrix library keeps buffers
+    (14 MB where the processor has AMX), which belong to no engine and its states."""
+    model(*batch).backward()
+
+
 def gate(entries: list[Contender], batch: tuple[Any, ...], tolerance: float) -> None:
     """Losses of the first steps: every contender must agree with the first one that trains, or there is no number."""
     gate_cycles(entries, [batch], tolerance)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from contenders import available, build, parse
 from limits import state_bytes
-from measure import same_losses
+from measure import same_losses, warm_products
 from models import GPT_SIZES, elements_of, gpt
 from report import Result, table
 
@@ -84,6 +84,7 @@ def _worker(rank: int, setup: Callable[..., None], args: argparse.Namespace, por
     gpt_model.Linear.wide = False  # no fp32 copies of weights
     if available(job.peer):
         train(job, "tiny")[0].close()  # what an engine loads and keeps whatever the model
+        warm_products(gpt(job.size).to(torch.bfloat16 if job.bf16 else torch.float32), batch_of(job.size))
         before, part = memory.now(), together()
         entry, losses, early = train(job, job.size)
         sizes = [memory.now() - before, memory.peak() - before, early - before]

@@ -150,9 +150,10 @@ def state_text(results: Results, settings: Settings) -> str:
     return (
         f"A GPT of {count / 1e6:.1f} M parameters ({settings.state_size}), one sequence of "
         f"{SIZES[settings.state_size].context} bytes a rank. Memory: what construction and training add to the "
-        "resident memory of a process of its own, after the steps and at the peak, activations included; in brackets, "
-        "and in the formula (weight + gradient + master + moments), bytes a parameter. The plain loops and DeepSpeed "
-        "hold no gradients between steps. Step time: medians (min-max) of "
+        "resident memory of a process of its own, after the steps and at the peak; activations are in it, what the "
+        "matrix library keeps for a plain model of that size is not; in brackets, and in the formula (weight + "
+        "gradient + master + moments), bytes a parameter. The plain loops and DeepSpeed hold no gradients between "
+        "steps. Step time: medians (min-max) of "
         f"{settings.rounds} rounds in which all rows take turns; update: clipping, optimizer and new weights. PyTorch "
         "here is clip_grad_norm_ and fused AdamW."
     )
