@@ -3,6 +3,8 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <csignal>
+#include <map>
+#include <mutex>
 
 #include "tessera/base/env.h"
 #include "tessera/base/error.h"
@@ -47,6 +49,15 @@ bool is_loopback(const std::string& address) {
   return address == "localhost" || address == "::1" || address.starts_with("127.");
 }
 
+// A store that this process hosts stays until the process ends. When its last group here goes, a peer may just have come to
+// it for the next group, or be about to read what made the last one.
+void keep(int port, const c10::intrusive_ptr<c10d::Store>& store) {
+  static std::mutex mutex;
+  static std::map<int, c10::intrusive_ptr<c10d::Store>> by_port;
+  const std::scoped_lock lock(mutex);
+  by_port.try_emplace(port, store);
+}
+
 c10::intrusive_ptr<c10d::Store> open_store(const Place& place, std::chrono::milliseconds timeout) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(place.port);
@@ -55,6 +66,7 @@ c10::intrusive_ptr<c10d::Store> open_store(const Place& place, std::chrono::mill
   options.timeout = timeout;
   options.multiTenant = true;
   auto store = c10::make_intrusive<c10d::TCPStore>(place.address, options);
+  if (options.isServer) keep(place.port, store);
   // A torchrun agent keeps its store over restarts, and a process may make several groups: none may see another's keys.
   const std::string prefix = "tessera/attempt_" + std::to_string(place.attempt);
   const int64_t count = store->add(prefix + "/groups_of_rank_" + std::to_string(place.rank), 1);

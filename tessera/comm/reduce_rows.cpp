@@ -6,13 +6,13 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstring>
 #include <functional>
 #include <limits>
 #include <type_traits>
 
 #include "tessera/base/error.h"
 #include "tessera/base/parallel.h"
+#include "tessera/comm/copy_bytes.h"
 
 namespace tessera::comm {
 namespace {
@@ -115,7 +115,7 @@ inline T finish(A sum, int count) {
 // Two rows, the common case of two ranks, take one pass. The result goes through a block of its own, because `out` may
 // be one of the rows, which would keep the loops from being vectorised.
 template <class T, ReduceOp op>
-inline void reduce_block(T* out, const void* const* rows, int count, int64_t begin, int64_t n) {
+inline void reduce_block(T* out, const void* const* rows, int count, int64_t begin, int64_t n, int64_t total) {
   using A = typename Arithmetic<T>::type;
   alignas(64) T result[kBlock];
   const T* first = static_cast<const T*>(rows[0]) + begin;
@@ -135,27 +135,29 @@ inline void reduce_block(T* out, const void* const* rows, int count, int64_t beg
     for (int64_t i = 0; i < n; ++i)
       result[i] = finish<T, op, A>(acc[i], count);
   }
-  std::memcpy(out + begin, result, static_cast<size_t>(n) * sizeof(T));
+  copy_result(reinterpret_cast<char*>(out + begin), reinterpret_cast<const char*>(result),
+              n * static_cast<int64_t>(sizeof(T)), total);
 }
 
-using RangeFn = void (*)(void* out, const void* const* rows, int count, int64_t begin, int64_t end);
+using RangeFn = void (*)(void* out, const void* const* rows, int count, int64_t begin, int64_t end, int64_t total);
 
 template <class T, ReduceOp op>
-inline void reduce_blocks(void* out, const void* const* rows, int count, int64_t begin, int64_t end) {
+inline void reduce_blocks(void* out, const void* const* rows, int count, int64_t begin, int64_t end, int64_t total) {
   for (int64_t at = begin; at < end; at += kBlock) {
-    reduce_block<T, op>(static_cast<T*>(out), rows, count, at, std::min(kBlock, end - at));
+    reduce_block<T, op>(static_cast<T*>(out), rows, count, at, std::min(kBlock, end - at), total);
   }
 }
 
 template <class T, ReduceOp op>
-void reduce_range(void* out, const void* const* rows, int count, int64_t begin, int64_t end) {
-  reduce_blocks<T, op>(out, rows, count, begin, end);
+void reduce_range(void* out, const void* const* rows, int count, int64_t begin, int64_t end, int64_t total) {
+  reduce_blocks<T, op>(out, rows, count, begin, end, total);
 }
 
 // The same loops with wider registers: same bits, as nothing in them may be contracted or reordered.
 template <class T, ReduceOp op>
-TESSERA_WIDE void reduce_range_wide(void* out, const void* const* rows, int count, int64_t begin, int64_t end) {
-  reduce_blocks<T, op>(out, rows, count, begin, end);
+TESSERA_WIDE void reduce_range_wide(void* out, const void* const* rows, int count, int64_t begin, int64_t end,
+                                    int64_t total) {
+  reduce_blocks<T, op>(out, rows, count, begin, end, total);
 }
 
 template <class T, ReduceOp op>
@@ -227,11 +229,12 @@ bool can_reduce(c10::ScalarType dtype, ReduceOp op) {
   return pick(dtype, op) != nullptr;
 }
 
-void reduce_rows(void* out, const void* const* rows, int count, int64_t n, c10::ScalarType dtype, ReduceOp op) {
+void reduce_rows(void* out, const void* const* rows, int count, int64_t n, c10::ScalarType dtype, ReduceOp op,
+                 int64_t total) {
   const RangeFn range = pick(dtype, op);
   TESSERA_ASSERT(range != nullptr && count >= 1);
   if (n == 0) return;
-  parallel_ranges(n, kGrain, kBlock, [&](int64_t begin, int64_t end) { range(out, rows, count, begin, end); });
+  parallel_ranges(n, kGrain, kBlock, [&](int64_t begin, int64_t end) { range(out, rows, count, begin, end, total); });
 }
 
 }  // namespace tessera::comm

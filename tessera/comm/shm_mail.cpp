@@ -163,7 +163,7 @@ bool ShmMail::receive_from(int rank) {
     if (!incoming.letter && incoming.aside == nullptr && !begin_message(rank, head)) break;
     char* const to = incoming.letter ? incoming.letter->data : incoming.aside->data.data();
     const int64_t count = std::min(kRecordBytes, incoming.bytes - incoming.moved);
-    copy_bytes(to + incoming.moved, reinterpret_cast<const char*>(&head + 1), count);
+    copy_result(to + incoming.moved, reinterpret_cast<const char*>(&head + 1), count, incoming.bytes);
     incoming.moved += count;
     places.consumed.store(place + 1);
     if (ranks_[rank].bell.wants_space.load() != 0) ring(ranks_[rank].bell);

@@ -1,5 +1,7 @@
 #include "tessera/comm/shm_op.h"
 
+#include <cstring>
+
 #include "tessera/comm/shm_pieces.h"
 
 namespace tessera::comm {
@@ -37,20 +39,20 @@ class AllGather final : public ShmOp {
       largest_ = std::max(largest_, parts_[r].count);
     }
     from_ = bytes_of(in);
-    if (size == 1) copy_bytes(to_[rank], from_, parts_[rank].count);  // nothing is written
+    if (size == 1) copy_result(to_[rank], from_, parts_[rank].count, info_.bytes);  // nothing is written
   }
 
   std::optional<int64_t> steps() const override { return steps_for(largest_, kRecordBytes); }
   void write(int64_t step, char* record) override {
     const auto [begin, count] = piece(parts_[rank_].count, kRecordBytes, step);
     copy_bytes(record, from_ + begin, count);
-    copy_bytes(to_[rank_] + begin, from_ + begin, count);  // while it is in the cache
+    copy_result(to_[rank_] + begin, from_ + begin, count, info_.bytes);  // while it is in the cache
   }
   std::string read(int64_t step, const char* const* records) override {
     for (int r = 0; r < size_; ++r) {
       if (r == rank_) continue;
       const auto [begin, count] = piece(parts_[r].count, kRecordBytes, step);
-      copy_bytes(to_[r] + begin, records[r], count);
+      copy_result(to_[r] + begin, records[r], count, info_.bytes);
     }
     return {};
   }
@@ -78,7 +80,7 @@ class Broadcast final : public ShmOp {
   }
   std::string read(int64_t step, const char* const* records) override {
     const auto [begin, count] = piece(info_.bytes, kRecordBytes, step);
-    if (rank_ != info_.root) copy_bytes(data_ + begin, records[info_.root], count);
+    if (rank_ != info_.root) copy_result(data_ + begin, records[info_.root], count, info_.bytes);
     return {};
   }
 
@@ -91,7 +93,7 @@ class Gather final : public ShmOp {
  public:
   Gather(int rank, int size, const ShmTensors& out, const at::Tensor& in, int root, Label label)
       : ShmOp(info_of("gather", in, label, ReduceOp::Sum, root), rank, size), out_(out), in_(in) {
-    if (rank == root) copy_bytes(bytes_of(out[rank]), bytes_of(in), info_.bytes);
+    if (rank == root) copy_result(bytes_of(out[rank]), bytes_of(in), info_.bytes, info_.bytes * size);
   }
 
   std::optional<int64_t> steps() const override { return steps_for(info_.bytes, kRecordBytes); }
@@ -102,7 +104,7 @@ class Gather final : public ShmOp {
   std::string read(int64_t step, const char* const* records) override {
     const auto [begin, count] = piece(info_.bytes, kRecordBytes, step);
     for (int r = 0; r < size_ && rank_ == info_.root; ++r) {
-      if (r != rank_) copy_bytes(bytes_of(out_[r]) + begin, records[r], count);
+      if (r != rank_) copy_result(bytes_of(out_[r]) + begin, records[r], count, info_.bytes * size_);
     }
     return {};
   }
@@ -120,7 +122,7 @@ class Scatter final : public ShmOp {
         out_(out),
         in_(in),
         each_(row_elements(size - 1, 1)) {
-    if (rank == root) copy_bytes(bytes_of(out), bytes_of(in[rank]), info_.bytes);
+    if (rank == root) copy_result(bytes_of(out), bytes_of(in[rank]), info_.bytes, info_.bytes);
   }
 
   std::optional<int64_t> steps() const override { return steps_for(info_.bytes, each_); }
@@ -133,7 +135,8 @@ class Scatter final : public ShmOp {
   std::string read(int64_t step, const char* const* records) override {
     const auto [begin, count] = piece(info_.bytes, each_, step);
     const int root = info_.root;
-    if (rank_ != root) copy_bytes(bytes_of(out_) + begin, records[root] + row_of(rank_, root) * each_, count);
+    if (rank_ == root) return {};
+    copy_result(bytes_of(out_) + begin, records[root] + row_of(rank_, root) * each_, count, info_.bytes);
     return {};
   }
 
@@ -160,7 +163,7 @@ class AllToAll final : public ShmOp {
         sent_(std::move(in)),
         head_(ceil_div(size * static_cast<int64_t>(sizeof(int64_t)), kLine) * kLine),
         each_((kRecordBytes - head_) / std::max(1, size - 1) / kLine * kLine) {
-    copy_bytes(received_[rank].data, sent_[rank].data, sent_[rank].bytes);
+    copy_result(received_[rank].data, sent_[rank].data, sent_[rank].bytes, info_.bytes);
     int64_t largest = 0;
     for (int r = 0; r < size_; ++r) {
       if (r != rank_) largest = std::max(largest, sent_[r].bytes);
@@ -185,7 +188,7 @@ class AllToAll final : public ShmOp {
     for (int r = 0; r < size_; ++r) {
       if (r == rank_) continue;
       const auto [begin, count] = piece(received_[r].bytes, each_, step);
-      copy_bytes(received_[r].data + begin, records[r] + head_ + row_of(rank_, r) * each_, count);
+      copy_result(received_[r].data + begin, records[r] + head_ + row_of(rank_, r) * each_, count, info_.bytes);
     }
     return {};
   }

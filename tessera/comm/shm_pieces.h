@@ -2,9 +2,9 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 
 #include "tessera/base/error.h"
+#include "tessera/comm/copy_bytes.h"
 #include "tessera/comm/shm_op.h"
 
 namespace tessera::comm {
@@ -13,10 +13,6 @@ inline constexpr int64_t kLine = 64;  // bytes of a cache line
 
 inline char* bytes_of(const at::Tensor& t) {
   return static_cast<char*>(t.mutable_data_ptr());
-}
-
-inline void copy_bytes(char* to, const char* from, int64_t bytes) {
-  if (bytes > 0 && to != from) std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) {

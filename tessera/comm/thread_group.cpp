@@ -22,6 +22,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
+#include "tessera/comm/copy_bytes.h"
 #include "tessera/comm/op_info.h"
 #include "tessera/comm/reduce_rows.h"
 
@@ -48,10 +49,6 @@ struct Op {
   int channel = 0;
   int posted = 0, running = 0, finished = 0;
 };
-
-void copy_bytes(char* to, const char* from, int64_t bytes) {
-  if (bytes > 0 && to != from) std::memcpy(to, from, static_cast<size_t>(bytes));
-}
 
 // The calls of one group and of each of its siblings, in the order of each rank.
 struct Channel {

@@ -1,5 +1,6 @@
 // Ranks as processes over Gloo. Tests named DISABLED_* are what a single rank runs; the others start them.
 #include <csignal>
+#include <thread>
 
 #include "tests/comm/collectives.h"
 #include "tests/comm/process_ranks.h"
@@ -139,6 +140,27 @@ TEST(Processes, DISABLED_TwoGroups) {
 TEST(EnvironmentGroup, AProcessMayHaveSeveral) {
   expect_success(over_gloo(2, "Processes.DISABLED_TwoGroups"));
   expect_success(over_gloo(2, "Processes.DISABLED_TwoGroups", {{"GLOO_SOCKET_IFNAME", "lo"}}));
+}
+
+// Rank 1 comes to rank 0's store for the second group while rank 0 still has the first, its only user until then.
+TEST(Processes, DISABLED_GroupsInTurn) {
+  auto group = environment_group(10s);
+  const int rank = group->rank();
+  group->barrier();
+  if (rank == 0) std::this_thread::sleep_for(300ms);
+  for (int i = 0; i < 5; ++i) {
+    group.reset();
+    group = environment_group(10s);
+    auto t = at::ones({3});
+    group->all_reduce(t, ReduceOp::Sum).wait();
+    EXPECT_EQ(t.sum().item<float>(), 6.0F);
+  }
+  group->barrier();
+}
+
+TEST(EnvironmentGroup, AProcessMayHaveOneAfterAnother) {
+  expect_success(over_gloo(2, "Processes.DISABLED_GroupsInTurn"));
+  expect_success(run_processes(2, "Processes.DISABLED_GroupsInTurn", {{"TESSERA_TRANSPORT", "shared_memory"}}));
 }
 
 // What the survivors of a killed peer must say. Rank 0 hosts the store that the other survivor asks: both stay.

@@ -1,0 +1,54 @@
+#include "tessera/comm/copy_bytes.h"
+
+#include <algorithm>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace tessera::comm {
+namespace {
+
+constexpr int64_t kLarge = int64_t{8} << 20;  // bytes: more than a core's share of the caches
+
+}  // namespace
+
+void copy_bytes(char* to, const char* from, int64_t bytes) {
+  if (bytes > 0 && to != from) std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+
+#if defined(__SSE2__)
+void copy_past_caches(char* to, const char* from, int64_t bytes) {
+  constexpr int64_t kLine = 64;
+  constexpr int64_t kAhead = 2048;  // the processor's own prefetching ends with each page
+  if (to == from) return;
+  const auto over = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) % kLine);
+  const int64_t head = std::min(bytes, (kLine - over) % kLine);
+  const int64_t whole = (bytes - head) / kLine * kLine;
+  copy_bytes(to, from, head);
+  for (int64_t i = head; i < head + whole; i += kLine) {
+    _mm_prefetch(from + i + kAhead, _MM_HINT_T0);
+    auto* const line = reinterpret_cast<__m128i*>(to + i);
+    const auto* const source = reinterpret_cast<const __m128i*>(from + i);
+    for (int word = 0; word < 4; ++word)
+      _mm_stream_si128(line + word, _mm_loadu_si128(source + word));
+  }
+  copy_bytes(to + head + whole, from + head + whole, bytes - head - whole);
+  _mm_sfence();  // such stores have no order among others: whoever is told of them next shall see them
+}
+#else
+void copy_past_caches(char* to, const char* from, int64_t bytes) {
+  copy_bytes(to, from, bytes);
+}
+#endif
+
+void copy_result(char* to, const char* from, int64_t bytes, int64_t total) {
+  if (total < kLarge) {
+    copy_bytes(to, from, bytes);
+  } else {
+    copy_past_caches(to, from, bytes);
+  }
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,21 @@
+// Copies of bytes on the host.
+//
+// Note [Past the caches]
+//   A store to a line that is in no cache reads that line first, and pushes another one out. Into a result that is larger
+//   than the caches a copy goes faster past them, where the processor can do that (x86), and leaves them to the rings that
+//   carry the data. memcpy does so too, but from a size on that follows from the last cache of the whole processor, and
+//   the pieces of a result that arrive one by one never reach it.
+#pragma once
+
+#include <cstdint>
+
+namespace tessera::comm {
+
+// Any alignment. The ranges do not overlap, or are the same: then nothing happens.
+void copy_bytes(char* to, const char* from, int64_t bytes);
+void copy_past_caches(char* to, const char* from, int64_t bytes);
+
+// `to` is part of a result of `total` bytes, and this is the last that is written there.
+void copy_result(char* to, const char* from, int64_t bytes, int64_t total);
+
+}  // namespace tessera::comm
