@@ -1,6 +1,9 @@
 // Test support: ranks as threads of this process.
 #pragma once
 
+#include <ATen/ops/ones.h>
+#include <ATen/ops/tanh.h>
+
 #include <chrono>
 #include <exception>
 #include <functional>
@@ -14,11 +17,18 @@
 
 namespace tessera::testing {
 
+// MKL chooses the kernel of a vector function in its first call. Two threads that both make that call may get one of lower
+// accuracy: tanh was wrong by up to 1e-4 so, for that one call, in 1 of 60 processes.
+inline void choose_vector_kernels() {
+  static const at::Tensor once = at::tanh(at::ones({64}));
+}
+
 // Runs fn(rank, groups[rank]) on a thread for each rank and returns when all have ended. When one throws, its
 // group is aborted, so that the others end too, and the exception that came first is thrown again
 // here. Note that gtest's ASSERT_* only leave the function they are in: in a rank, prefer EXPECT_*
 // or throw.
 inline void run_threads(std::vector<comm::GroupPtr> groups, const std::function<void(int, comm::GroupPtr)>& fn) {
+  choose_vector_kernels();
   std::mutex mutex;
   std::exception_ptr first;
   std::vector<std::thread> threads;
