@@ -18,7 +18,7 @@
 namespace tessera::testing {
 
 // MKL chooses the kernel of a vector function in its first call. Two threads that both make that call may get one of lower
-// accuracy: tanh was wrong by up to 1e-4 so, for that one call, in 1 of 60 processes.
+// accuracy: gradients behind a tanh were off by 1e-4 so, in one of 60 processes.
 inline void choose_vector_kernels() {
   static const at::Tensor once = at::tanh(at::ones({64}));
 }
