@@ -20,7 +20,6 @@ void copy_bytes(char* to, const char* from, int64_t bytes) {
 
 #if defined(__SSE2__)
 void copy_past_caches(char* to, const char* from, int64_t bytes) {
-  constexpr int64_t kLine = 64;
   constexpr int64_t kAhead = 2048;  // the processor's own prefetching ends with each page
   if (to == from) return;
   const auto over = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) % kLine);

@@ -11,6 +11,8 @@
 
 namespace tessera::comm {
 
+inline constexpr int64_t kLine = 64;  // bytes of a cache line
+
 // Any alignment. The ranges do not overlap, or are the same: then nothing happens.
 void copy_bytes(char* to, const char* from, int64_t bytes);
 void copy_past_caches(char* to, const char* from, int64_t bytes);

@@ -14,8 +14,8 @@ namespace tessera::comm {
 bool can_reduce(c10::ScalarType dtype, ReduceOp op);
 
 // out[i] = op over r = 0..count-1 of rows[r][i], for i in [0, n). `out` may be one of the rows; a
-// partial overlap is not allowed. count >= 1. Uses ATen's threads for large n. `total`: bytes of the result that `out`, no
-// row then, is part of, see Note [Past the caches].
+// partial overlap is not allowed. count >= 1. Uses ATen's threads for large n. `total`: bytes of the result that
+// `out` is part of, where it is not read again soon; see Note [Past the caches].
 void reduce_rows(void* out, const void* const* rows, int count, int64_t n, c10::ScalarType dtype, ReduceOp op,
                  int64_t total = 0);
 

@@ -9,8 +9,6 @@
 
 namespace tessera::comm {
 
-inline constexpr int64_t kLine = 64;  // bytes of a cache line
-
 inline char* bytes_of(const at::Tensor& t) {
   return static_cast<char*>(t.mutable_data_ptr());
 }

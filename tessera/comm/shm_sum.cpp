@@ -35,7 +35,8 @@ class ReduceScatter final : public ShmOp {
     const auto [begin, count] = piece(counts_[rank_], each_, step);
     for (int r = 0; r < size_; ++r)
       rows_[r] = r == rank_ ? from_[r] + begin * width_ : records[r] + row_of(rank_, r) * each_ * width_;
-    reduce_rows(to_ + begin * width_, rows_.data(), size_, count, info_.dtype, info_.op, info_.bytes);
+    reduce_rows(to_ + begin * width_, rows_.data(), size_, count, info_.dtype, info_.op,
+                static_cast<int64_t>(out_.nbytes()));
     return {};
   }
 

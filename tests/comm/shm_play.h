@@ -57,6 +57,7 @@ inline void over_sizes(const std::function<void(int, int64_t)>& body) {
     for (const int64_t n : kSizes)
       body(size, n);
   }
+  body(2, (4 << 20) + 5);  // results that are written past the caches
 }
 
 }  // namespace tessera::testing

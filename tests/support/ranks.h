@@ -17,8 +17,8 @@
 
 namespace tessera::testing {
 
-// MKL chooses the kernel of a vector function in its first call. Two threads that both make that call may get one of lower
-// accuracy: gradients behind a tanh were off by 1e-4 so, in one of 60 processes.
+// The first forward of a process on two threads at once came out wrong by 1e-4 in one of 60 processes, and no more since a
+// tanh is made before. It seems that MKL chooses the kernel in the first call, and not for several callers.
 inline void choose_vector_kernels() {
   static const at::Tensor once = at::tanh(at::ones({64}));
 }
