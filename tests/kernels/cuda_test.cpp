@@ -1,4 +1,5 @@
-// The CUDA kernels give the bits of the reference. Skipped where no device can be used.
+// The CUDA kernels give the bits of the reference. Linked twice: with CUDA's runtime, skipped where no device can be
+// used, and with that of ptx/, whose device is a machine for their PTX.
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
