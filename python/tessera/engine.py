@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import types
 import warnings
 import weakref
@@ -488,7 +489,8 @@ class Engine(EngineGetters):
         distributed.discard(self._own_groups)
 
     def __del__(self) -> None:
-        if "core" in self.__dict__:
+        # At the interpreter's end nobody is left to give anything back to, and torch may be half gone.
+        if "core" in self.__dict__ and not sys.is_finalizing():
             self.destroy()
 
     def _not_served(self, call: str, instead: str) -> NoReturn:

@@ -163,7 +163,9 @@ class AllToAll final : public ShmOp {
         sent_(std::move(in)),
         head_(ceil_div(size * static_cast<int64_t>(sizeof(int64_t)), kLine) * kLine),
         each_((kRecordBytes - head_) / std::max(1, size - 1) / kLine * kLine) {
-    copy_result(received_[rank].data, sent_[rank].data, sent_[rank].bytes, info_.bytes);
+    for (const Place& place : received_)
+      total_ += place.bytes;
+    copy_result(received_[rank].data, sent_[rank].data, sent_[rank].bytes, total_);
     int64_t largest = 0;
     for (int r = 0; r < size_; ++r) {
       if (r != rank_) largest = std::max(largest, sent_[r].bytes);
@@ -188,7 +190,7 @@ class AllToAll final : public ShmOp {
     for (int r = 0; r < size_; ++r) {
       if (r == rank_) continue;
       const auto [begin, count] = piece(received_[r].bytes, each_, step);
-      copy_result(received_[r].data + begin, records[r] + head_ + row_of(rank_, r) * each_, count, info_.bytes);
+      copy_result(received_[r].data + begin, records[r] + head_ + row_of(rank_, r) * each_, count, total_);
     }
     return {};
   }
@@ -213,6 +215,7 @@ class AllToAll final : public ShmOp {
 
   ShmTensors held_;
   std::vector<Place> received_, sent_;
+  int64_t total_ = 0;  // bytes of all that is received
   int64_t head_, each_;
   int64_t at_least_ = 1;
   std::optional<int64_t> steps_;

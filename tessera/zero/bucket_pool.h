@@ -12,7 +12,8 @@ class BucketPool {
   // Keeps at most `max_kept` free buckets, the largest ones.
   explicit BucketPool(size_t max_kept) : max_kept_(max_kept) {}
 
-  // A 1-D tensor of `numel` elements, contents undefined. Only buckets of the same dtype are lent again.
+  // A 1-D tensor of `numel` elements, contents undefined. Only buckets of the same dtype and at most
+  // twice the size are lent again.
   at::Tensor acquire(int64_t numel, const at::TensorOptions& options);
   // Takes back what acquire() gave; nothing may use it any more.
   void give_back(const at::Tensor& bucket);
@@ -23,6 +24,8 @@ class BucketPool {
   int64_t peak_bytes() const { return peak_bytes_; }
 
  private:
+  void drop_nearly_fitting(int64_t numel, const at::TensorOptions& options);
+
   size_t max_kept_;
   std::vector<at::Tensor> free_;  // by size
   int64_t bytes_ = 0, peak_bytes_ = 0;

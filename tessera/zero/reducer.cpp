@@ -11,7 +11,9 @@
 namespace tessera::zero {
 
 namespace {
-constexpr size_t kMaxInFlight = 2;   // bounds buckets and receive buffers
+// While backward fills the bucket of one unit, that of the unit before travels: more would be memory without gain.
+constexpr size_t kUnitsInFlight = 1;
+constexpr size_t kReplicasInFlight = 2;
 constexpr unsigned kRankShift = 48;  // local contributions: random bits of rank r are those of elements from r << 48
 constexpr unsigned kStepShift = 16;  // additions of one step are numbered from step << 16
 }  // namespace
@@ -164,7 +166,7 @@ void Reducer::reduce_replicas() {
   };
   for (Unit* unit : units_) {
     if (!unit->reduced) continue;
-    if (in_flight.size() == kMaxInFlight) finish();
+    if (in_flight.size() == kReplicasInFlight) finish();
     const std::string label = "gradients of unit '" + unit->name + "' over replicas";
     const at::Tensor sent = cast_to_travel(*unit, unit->owned_grads());
     const at::Tensor& sum = sent.defined() ? sent : unit->owned_grads();
@@ -211,7 +213,7 @@ void Reducer::launch(Unit& unit) {
     unit.partial.reset();
     return;
   }
-  while (in_flight_.size() >= kMaxInFlight)
+  while (in_flight_.size() >= kUnitsInFlight)
     finish_oldest();
   unit.move_to(GradState::Reducing);
   const std::string label = "gradients of unit '" + unit.name + "'";

@@ -175,7 +175,11 @@ std::vector<int> Unsharder::call_closed(ScopeCall& call) {
   for (const int unit : call.units) {
     Entry& entry = entries_[unit];
     std::erase(entry.calls, &call);
-    if (--entry.pending == 0) over.push_back(unit);
+    if (--entry.pending == 0) {
+      over.push_back(unit);
+    } else if (backward_.next() == unit) {
+      entry.kept = true;
+    }
   }
   settle_all(call.units);
   return over;

@@ -42,6 +42,21 @@ def test_import_is_quick_and_has_no_side_effects() -> None:
     pytest.fail(f"import tessera took {min(spent):.2f} s beyond torch")
 
 
+PROGRAM = """
+import torch, tessera
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+engine, *_ = tessera.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 2})
+engine.backward(engine(torch.ones(2, 4)).sum())
+engine.step()
+"""
+
+
+def test_a_program_that_keeps_its_engine_ends_quietly() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_public_names_have_types_and_docs() -> None:
     assert (Path(tessera.__file__).parent / "py.typed").exists()
     for name in tessera.__all__:

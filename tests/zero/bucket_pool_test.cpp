@@ -23,6 +23,25 @@ TEST(BucketPool, LendsTheSmallestThatFitsAndKeepsTheLargest) {
   EXPECT_EQ(pool.peak_bytes(), 4 * 60);
 }
 
+TEST(BucketPool, LendsNoLargeOneToASmallUnit) {
+  BucketPool pool(2);
+  pool.give_back(pool.acquire(100, at::kFloat));
+  const at::Tensor small = pool.acquire(10, at::kFloat);
+  EXPECT_EQ(pool.bytes(), 4 * 110);
+  EXPECT_EQ(pool.acquire(50, at::kFloat).storage().nbytes(), 4 * 100);
+  EXPECT_EQ(pool.bytes(), 4 * 110);
+}
+
+TEST(BucketPool, ALargerOneReplacesOneOfNearlyItsSize) {
+  BucketPool pool(2);
+  pool.give_back(pool.acquire(90, at::kFloat));
+  pool.give_back(pool.acquire(10, at::kFloat));
+  EXPECT_EQ(pool.bytes(), 4 * 100);
+  pool.acquire(100, at::kFloat);
+  EXPECT_EQ(pool.bytes(), 4 * 110);
+  EXPECT_EQ(pool.peak_bytes(), 4 * 110);
+}
+
 TEST(BucketPool, LendsBucketsOfTheDtypeAskedFor) {
   BucketPool pool(2);
   pool.give_back(pool.acquire(10, at::kBFloat16));

@@ -257,6 +257,31 @@ TEST(Unsharder, AUnitIsOverWithTheLastOfItsCalls) {
   });
 }
 
+// Two modules of one unit, one after the other: a first layer and the embedding before it.
+TEST(Unsharder, AUnitThatTheBackwardUsesTwiceInARowIsGatheredOnce) {
+  on_two_ranks(no_prefetch(), [](Chain& chain, const comm::GroupPtr& group) {
+    for (int round = 0; round < 2; ++round) {
+      group->reset_stats();
+      ScopeCall first, second;
+      for (ScopeCall* call : {&first, &second}) {
+        call->units = {1};
+        call->producers = 1;
+        chain.unsharder.call_made(*call);
+      }
+      chain.unsharder.begin_backward();
+      for (ScopeCall* call : {&second, &first}) {
+        chain.unsharder.call_opened(*call);
+        chain.unsharder.call_closed(*call);
+      }
+      EXPECT_EQ(chain.states(), "000");
+      chain.unsharder.end_backward();
+      chain.unsharder.call_gone(first);
+      chain.unsharder.call_gone(second);
+      EXPECT_EQ(group->stats().all_gather.calls, round == 0 ? 2 : 1) << "the second backward knows the order";
+    }
+  });
+}
+
 TEST(Unsharder, RegionsHoldAndUpdatesRefuseThem) {
   on_two_ranks(no_prefetch(), [](Chain& chain, const comm::GroupPtr&) {
     chain.unsharder.hold(0, true);
