@@ -49,8 +49,8 @@ CALLS: dict[str, tuple[Call, Callable[[int, int, float], float]]] = {
 
 
 def copy_speed() -> float:
-    """Bytes a second that a rank copies while all do, best of 5. The clock stops when all are through: where ranks share
-    cores, one that has a core for itself for a while says nothing."""
+    """Bytes a second that a rank copies while all do, best of 5. The clock stops when all are through: where ranks
+    share cores, one that has a core for itself for a while says nothing."""
     x, y = torch.ones(16 * MIB), torch.ones(16 * MIB)
     copies = 8  # a meeting of the ranks takes little beside them
     best = 0.0

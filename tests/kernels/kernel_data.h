@@ -99,6 +99,9 @@ class Buffer {
                           6.1e-5f,
                           1.00390625f,
                           1.01171875f,
+                          std::bit_cast<float>(0x3f801000u),  // half way between two values of fp16
+                          std::bit_cast<float>(0x3f803000u),
+                          std::bit_cast<float>(0x477fefffu),  // the last that fp16 rounds down to its largest
                           std::bit_cast<float>(0x7f800001u),
                           std::bit_cast<float>(0xffffffffu)};
     std::mt19937 bits(seed);
