@@ -2,6 +2,9 @@
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <bit>
@@ -21,7 +24,7 @@ namespace {
 #if defined(__x86_64__)
 #define TESSERA_WIDE __attribute__((target("avx2"), flatten))
 bool has_wide() {
-  return __builtin_cpu_supports("avx2") != 0;
+  return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("f16c") != 0;
 }
 #else
 #define TESSERA_WIDE
@@ -68,6 +71,38 @@ inline c10::BFloat16 narrow<c10::BFloat16>(float x) {
   return c10::BFloat16(static_cast<uint16_t>(nan ? 0x7fc0u : rounded), c10::BFloat16::from_bits());
 }
 
+// Eight at a time where the processor can.
+#if defined(__x86_64__)
+__attribute__((target("avx2,f16c"))) void widen_eights(float* to, const c10::Half* from, int64_t n) {
+  for (int64_t i = 0; i < n; i += 8)
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+}
+__attribute__((target("avx2,f16c"))) void narrow_eights(c10::Half* to, const float* from, int64_t n) {
+  for (int64_t i = 0; i < n; i += 8) {
+    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), halves);
+  }
+}
+#else
+void widen_eights(float*, const c10::Half*, int64_t) {}
+void narrow_eights(c10::Half*, const float*, int64_t) {}
+#endif
+
+template <bool wide>
+inline void widen_halves(float* to, const c10::Half* from, int64_t n) {
+  const int64_t eights = wide ? n / 8 * 8 : 0;
+  widen_eights(to, from, eights);
+  for (int64_t i = eights; i < n; ++i)
+    to[i] = from[i];
+}
+template <bool wide>
+inline void narrow_halves(c10::Half* to, const float* from, int64_t n) {
+  const int64_t eights = wide ? n / 8 * 8 : 0;
+  narrow_eights(to, from, eights);
+  for (int64_t i = eights; i < n; ++i)
+    to[i] = from[i];
+}
+
 template <class A>
 inline A add(A a, A b) {
   if constexpr (std::is_integral_v<A>) {
@@ -106,34 +141,92 @@ inline A combine(A a, A b) {
   }
 }
 
-template <class T, ReduceOp op, class A>
-inline T finish(A sum, int count) {
+template <ReduceOp op, class A>
+inline A averaged(A sum, int count) {
   if constexpr (op == ReduceOp::Avg) sum = sum / static_cast<A>(count);
-  return narrow<T>(sum);
+  return sum;
 }
 
-// Two rows, the common case of two ranks, take one pass. The result goes through a block of its own, because `out` may
-// be one of the rows, which would keep the loops from being vectorised.
-template <class T, ReduceOp op>
-inline void reduce_block(T* out, const void* const* rows, int count, int64_t begin, int64_t n, int64_t total) {
+// Elements [begin, begin + n) of `many` rows.
+template <class T, int many>
+struct Rows {
+  const T* at[many];
+  Rows(const void* const* rows, int64_t begin) {
+    for (int r = 0; r < many; ++r)
+      at[r] = static_cast<const T*>(rows[r]) + begin;
+  }
+};
+
+// Added to `sums` or, where they are the first ones, put there.
+template <class T, ReduceOp op, int many, bool first, class A>
+inline void add_rows(A* sums, const Rows<T, many>& rows, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    A sum = first ? widen(rows.at[0][i]) : combine<op, A>(sums[i], widen(rows.at[0][i]));
+    for (int r = 1; r < many; ++r)
+      sum = combine<op, A>(sum, widen(rows.at[r][i]));
+    sums[i] = sum;
+  }
+}
+
+// All rows, in one pass.
+template <class T, ReduceOp op, int many>
+inline void reduce_together(T* result, const Rows<T, many>& rows, int64_t n) {
   using A = typename Arithmetic<T>::type;
-  alignas(64) T result[kBlock];
-  const T* first = static_cast<const T*>(rows[0]) + begin;
-  if (count == 2) {
-    const T* second = static_cast<const T*>(rows[1]) + begin;
-    for (int64_t i = 0; i < n; ++i)
-      result[i] = finish<T, op, A>(combine<op, A>(widen(first[i]), widen(second[i])), count);
+  for (int64_t i = 0; i < n; ++i) {
+    A sum = widen(rows.at[0][i]);
+    for (int r = 1; r < many; ++r)
+      sum = combine<op, A>(sum, widen(rows.at[r][i]));
+    result[i] = narrow<T>(averaged<op>(sum, many));
+  }
+}
+
+template <class T, ReduceOp op>
+inline void reduce_in_turn(T* result, const void* const* rows, int count, int64_t begin, int64_t n) {
+  using A = typename Arithmetic<T>::type;
+  alignas(64) A sums[kBlock];
+  int done = count > 4 ? 4 : 1;
+  if (count > 4) {
+    add_rows<T, op, 4, true>(sums, {rows, begin}, n);
   } else {
-    alignas(64) A acc[kBlock];
-    for (int64_t i = 0; i < n; ++i)
-      acc[i] = widen(first[i]);
-    for (int r = 1; r < count; ++r) {
-      const T* row = static_cast<const T*>(rows[r]) + begin;
-      for (int64_t i = 0; i < n; ++i)
-        acc[i] = combine<op, A>(acc[i], widen(row[i]));
-    }
-    for (int64_t i = 0; i < n; ++i)
-      result[i] = finish<T, op, A>(acc[i], count);
+    add_rows<T, op, 1, true>(sums, {rows, begin}, n);
+  }
+  for (; done + 4 <= count; done += 4)
+    add_rows<T, op, 4, false>(sums, {rows + done, begin}, n);
+  for (; done < count; ++done)
+    add_rows<T, op, 1, false>(sums, {rows + done, begin}, n);
+  for (int64_t i = 0; i < n; ++i)
+    result[i] = narrow<T>(averaged<op>(sums[i], count));
+}
+
+// fp16, which compilers convert one by one.
+template <ReduceOp op, bool wide>
+inline void reduce_halves(c10::Half* result, const void* const* rows, int count, int64_t begin, int64_t n) {
+  alignas(64) float sums[kBlock], row[kBlock];
+  const void* const next = row;
+  for (int r = 0; r < count; ++r) {
+    widen_halves<wide>(r == 0 ? sums : row, static_cast<const c10::Half*>(rows[r]) + begin, n);
+    if (r > 0) add_rows<float, op, 1, false>(sums, {&next, 0}, n);
+  }
+  for (int64_t i = 0; i < n; ++i)
+    sums[i] = averaged<op>(sums[i], count);
+  narrow_halves<wide>(result, sums, n);
+}
+
+// The result goes through a block of its own, because `out` may be one of the rows, which would keep the loops from being
+// vectorised. Up to four rows take one pass.
+template <class T, ReduceOp op, bool wide>
+inline void reduce_block(T* out, const void* const* rows, int count, int64_t begin, int64_t n, int64_t total) {
+  alignas(64) T result[kBlock];
+  if constexpr (std::is_same_v<T, c10::Half>) {
+    reduce_halves<op, wide>(result, rows, count, begin, n);
+  } else if (count == 2) {
+    reduce_together<T, op, 2>(result, {rows, begin}, n);
+  } else if (count == 3) {
+    reduce_together<T, op, 3>(result, {rows, begin}, n);
+  } else if (count == 4) {
+    reduce_together<T, op, 4>(result, {rows, begin}, n);
+  } else {
+    reduce_in_turn<T, op>(result, rows, count, begin, n);
   }
   copy_result(reinterpret_cast<char*>(out + begin), reinterpret_cast<const char*>(result),
               n * static_cast<int64_t>(sizeof(T)), total);
@@ -141,23 +234,23 @@ inline void reduce_block(T* out, const void* const* rows, int count, int64_t beg
 
 using RangeFn = void (*)(void* out, const void* const* rows, int count, int64_t begin, int64_t end, int64_t total);
 
-template <class T, ReduceOp op>
+template <class T, ReduceOp op, bool wide>
 inline void reduce_blocks(void* out, const void* const* rows, int count, int64_t begin, int64_t end, int64_t total) {
   for (int64_t at = begin; at < end; at += kBlock) {
-    reduce_block<T, op>(static_cast<T*>(out), rows, count, at, std::min(kBlock, end - at), total);
+    reduce_block<T, op, wide>(static_cast<T*>(out), rows, count, at, std::min(kBlock, end - at), total);
   }
 }
 
 template <class T, ReduceOp op>
 void reduce_range(void* out, const void* const* rows, int count, int64_t begin, int64_t end, int64_t total) {
-  reduce_blocks<T, op>(out, rows, count, begin, end, total);
+  reduce_blocks<T, op, false>(out, rows, count, begin, end, total);
 }
 
 // The same loops with wider registers: same bits, as nothing in them may be contracted or reordered.
 template <class T, ReduceOp op>
 TESSERA_WIDE void reduce_range_wide(void* out, const void* const* rows, int count, int64_t begin, int64_t end,
                                     int64_t total) {
-  reduce_blocks<T, op>(out, rows, count, begin, end, total);
+  reduce_blocks<T, op, true>(out, rows, count, begin, end, total);
 }
 
 template <class T, ReduceOp op>

@@ -36,7 +36,7 @@ TEST(ReduceRows, AgreesWithTheReferenceForEveryDtypeOpAndSize) {
   for (const auto dtype : dtypes) {
     for (const auto op : testing::kReductions) {
       if (!can_reduce(dtype, op)) continue;
-      for (const int count : {1, 2, 3, 8}) {
+      for (const int count : {1, 2, 3, 4, 5, 8, 10}) {
         for (const int64_t n : {0, 1, 3, 17, 1023, 1025, 4096}) {
           const auto rows = inputs(static_cast<int>(n), count, n, dtype);
           EXPECT_TRUE(same_bits(reduce(rows, op), reference_reduce(rows, op)))
@@ -65,18 +65,36 @@ TEST(ReduceRows, SixteenBitSumsAreRoundedOnce) {
   EXPECT_EQ(reduce(rows, ReduceOp::Sum).item<float>(), 258.0f);
 }
 
+// All values of fp16, each beside each of a few others: subnormals, halves of steps, overflow.
+TEST(ReduceRows, EveryHalfIsConvertedExactlyAndRoundedToNearest) {
+  const at::Tensor all = at::arange(-32768, 32768, at::kShort).view(at::kHalf);
+  const at::Tensor number = all.where(all.isfinite(), at::zeros_like(all));
+  EXPECT_TRUE(same_bits(reduce({number}, ReduceOp::Sum), number));
+  for (const double other : {6e-8, 3e-5, 0.00024414, 1.0, 2049.0, 65504.0, -65504.0}) {
+    const std::vector<at::Tensor> rows = {number, at::full_like(number, other)};
+    EXPECT_TRUE(same_bits(reduce(rows, ReduceOp::Sum), reference_reduce(rows, ReduceOp::Sum))) << other;
+    EXPECT_TRUE(same_bits(reduce(rows, ReduceOp::Avg), reference_reduce(rows, ReduceOp::Avg))) << other;
+  }
+}
+
 TEST(ReduceRows, TheOrderIsThatOfTheRanks) {
-  const std::vector<at::Tensor> rows = {at::full({1}, 1e8f), at::full({1}, -1e8f), at::full({1}, 1.0f)};
-  EXPECT_EQ(reduce(rows, ReduceOp::Sum).item<float>(), 1.0f);
-  EXPECT_EQ(reduce({rows[0], rows[2], rows[1]}, ReduceOp::Sum).item<float>(), 0.0f);
+  const at::Tensor large = at::full({1}, 1e8f), minus = at::full({1}, -1e8f), one = at::ones({1});
+  for (int between = 0; between < 8; ++between) {
+    std::vector<at::Tensor> rows(between, one);  // lost in the large one, if they come behind it
+    rows.insert(rows.begin(), large);
+    rows.insert(rows.end(), {minus, one});
+    EXPECT_EQ(reduce(rows, ReduceOp::Sum).item<float>(), 1.0f) << rows.size();
+  }
 }
 
 TEST(ReduceRows, OutMayBeAnyRow) {
-  for (int target = 0; target < 3; ++target) {
-    auto rows = inputs(2, 3, 2500, at::kFloat);
-    const auto want = reference_reduce(rows, ReduceOp::Avg);
-    reduce_rows(rows[target].mutable_data_ptr(), pointers(rows).data(), 3, 2500, at::kFloat, ReduceOp::Avg);
-    EXPECT_TRUE(same_bits(rows[target], want));
+  for (const int count : {2, 3, 4, 7}) {
+    for (int target = 0; target < count; ++target) {
+      auto rows = inputs(2, count, 2500, at::kFloat);
+      const auto want = reference_reduce(rows, ReduceOp::Avg);
+      reduce_rows(rows[target].mutable_data_ptr(), pointers(rows).data(), count, 2500, at::kFloat, ReduceOp::Avg);
+      EXPECT_TRUE(same_bits(rows[target], want));
+    }
   }
 }
 
