@@ -54,6 +54,28 @@ struct Element {
   static TESSERA_INLINE void write(void* p, int64_t i, Lanes lanes, const Raw& raw) {
     memcpy(at(p, i), &raw, lanes.count() * bytes);
   }
+  // Two vectors, a and b, that lie one after the other. Whole ones go by themselves, as compilers may take a structure of
+  // them to pieces on its way.
+  template <class Two>
+  static TESSERA_INLINE Two read_two(const void* p, int64_t i, All) {
+    Two two;
+    memcpy(&two.a, at(p, i), sizeof two.a);
+    memcpy(&two.b, at(p, i + kWidth), sizeof two.b);
+    return two;
+  }
+  template <class Two>
+  static TESSERA_INLINE Two read_two(const void* p, int64_t i, First lanes) {
+    return read<Two>(p, i, lanes);
+  }
+  template <class Two>
+  static TESSERA_INLINE void write_two(void* p, int64_t i, All, const Two& two) {
+    memcpy(at(p, i), &two.a, sizeof two.a);
+    memcpy(at(p, i + kWidth), &two.b, sizeof two.b);
+  }
+  template <class Two>
+  static TESSERA_INLINE void write_two(void* p, int64_t i, First lanes, const Two& two) {
+    write(p, i, lanes, two);
+  }
   // Asks for the lines that hold elements [i, i + kChunk). May lie behind the end: a prefetch never
   // faults.
   static TESSERA_INLINE void prefetch(const void* p, int64_t i) {
@@ -69,12 +91,12 @@ struct F32 : Element<4> {
   static constexpr bool stochastic = false;
   template <Order order, class Lanes>
   static TESSERA_INLINE Pair load(const void* p, int64_t i, Lanes lanes) {
-    const auto raw = read<Pair>(p, i, lanes);
+    const auto raw = read_two<Pair>(p, i, lanes);
     return order == Order::Natural ? raw : Pair{even_of(raw.a, raw.b), odd_of(raw.a, raw.b)};
   }
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x) {
-    write(p, i, lanes, order == Order::Natural ? x : Pair{low_mix(x.a, x.b), high_mix(x.a, x.b)});
+    write_two(p, i, lanes, order == Order::Natural ? x : Pair{low_mix(x.a, x.b), high_mix(x.a, x.b)});
   }
 };
 
@@ -87,7 +109,7 @@ struct Halves : Element<2> {
   template <Order order, class Lanes>
   static TESSERA_INLINE Bits load_upper(const void* p, int64_t i, Lanes lanes) {
     if constexpr (order == Order::Natural) {
-      const auto raw = read<Two>(p, i, lanes);
+      const auto raw = read_two<Two>(p, i, lanes);
       return {widen_u16(raw.a) << 16, widen_u16(raw.b) << 16};
     } else {
       const auto raw = read<U>(p, i, lanes);
@@ -97,7 +119,7 @@ struct Halves : Element<2> {
   template <Order order, class Lanes>
   static TESSERA_INLINE void store_upper(void* p, int64_t i, Lanes lanes, U a, U b) {
     if constexpr (order == Order::Natural) {
-      write(p, i, lanes, Two{narrow_u16(a >> 16), narrow_u16(b >> 16)});
+      write_two(p, i, lanes, Two{narrow_u16(a >> 16), narrow_u16(b >> 16)});
     } else {
       write(p, i, lanes, join_uppers(a, b));
     }
@@ -155,14 +177,14 @@ struct F16 : Halves {
   static constexpr bool stochastic = false;
   template <Order order, class Lanes>
   static TESSERA_INLINE Pair load(const void* p, int64_t i, Lanes lanes) {
-    const auto raw = read<Two>(p, i, lanes);
+    const auto raw = read_two<Two>(p, i, lanes);
     const F a = widen_f16(raw.a), b = widen_f16(raw.b);
     return order == Order::Natural ? Pair{a, b} : Pair{even_of(a, b), odd_of(a, b)};
   }
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x) {
     const Pair y = order == Order::Natural ? x : Pair{low_mix(x.a, x.b), high_mix(x.a, x.b)};
-    write(p, i, lanes, Two{narrow_f16(y.a), narrow_f16(y.b)});
+    write_two(p, i, lanes, Two{narrow_f16(y.a), narrow_f16(y.b)});
   }
 };
 
