@@ -54,9 +54,6 @@ inline F widen_f16(H x) {
 inline H narrow_f16(F x) {
   return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
 }
-inline H narrow_f16_down(F x) {  // to zero
-  return _mm256_cvtps_ph(x, _MM_FROUND_TO_ZERO);
-}
 // Whether every lane has x == 0 or x_from <= most, and the same of y.
 inline bool each_zero_or_at_most(U x, U x_from, U y, U y_from, U most) {
   const U x_below = (U)_mm256_min_epu32((__m256i)x_from, (__m256i)most);
@@ -69,9 +66,6 @@ inline bool each_half_within(U x, uint16_t least, uint16_t most) {
   const __m256i above = _mm256_sub_epi16((__m256i)(x & 0x7fff7fffu), _mm256_set1_epi16(static_cast<int16_t>(least)));
   const __m256i below = _mm256_min_epu16(above, _mm256_set1_epi16(static_cast<int16_t>(most - least)));
   return _mm256_movemask_epi8(_mm256_cmpeq_epi16(above, below)) == -1;
-}
-inline U joined(H low, H high) {
-  return (U)_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 }
 inline U widen_u16(H x) {
   return (U)_mm256_cvtepu16_epi32(x);
@@ -87,7 +81,16 @@ inline U join_uppers(U even, U odd) {
 inline U join_lows(U even, U odd) {
   return (U)_mm256_blend_epi16((__m256i)even, (__m256i)(odd << 16), 0xaa);
 }
-// Of 16-bit lanes: upper + 1 where low > bound and the magnitude of `upper` is below `limit`, else upper.
+// The bits of x where `mask` has ones, else those of y.
+inline U select_bits(U mask, U x, U y) {
+  return (x & mask) | (y & ~mask);
+}
+// Of 16-bit lanes: upper + 1 where low > bound, else upper.
+inline U carry_halves(U upper, U low, U bound) {
+  const __m256i less = _mm256_cmpeq_epi16(_mm256_min_epu16((__m256i)low, (__m256i)bound), (__m256i)low);
+  return (U)_mm256_add_epi16(_mm256_sub_epi16((__m256i)upper, _mm256_set1_epi16(-1)), less);
+}
+// The same, but + 1 only where the magnitude of `upper` is below `limit` besides.
 inline U carry_halves(U upper, U low, U bound, U limit) {
   const __m256i less = _mm256_cmpeq_epi16(_mm256_min_epu16((__m256i)low, (__m256i)bound), (__m256i)low);
   const __m256i below = _mm256_cmpgt_epi16((__m256i)limit, (__m256i)(upper & 0x7fff7fffu));

@@ -50,9 +50,6 @@ inline F widen_f16(H x) {
 inline H narrow_f16(F x) {
   return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
 }
-inline H narrow_f16_down(F x) {  // to zero
-  return _mm512_cvtps_ph(x, _MM_FROUND_TO_ZERO);
-}
 // Whether every lane has x == 0 or x_from <= most, and the same of y.
 inline bool each_zero_or_at_most(U x, U x_from, U y, U y_from, U most) {
   const __mmask16 x_set = _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
@@ -64,9 +61,6 @@ inline bool each_zero_or_at_most(U x, U x_from, U y, U y_from, U most) {
 inline bool each_half_within(U x, uint16_t least, uint16_t most) {
   const __m512i above = _mm512_sub_epi16((__m512i)(x & 0x7fff7fffu), _mm512_set1_epi16(static_cast<int16_t>(least)));
   return _mm512_cmpgt_epu16_mask(above, _mm512_set1_epi16(static_cast<int16_t>(most - least))) == 0;
-}
-inline U joined(H low, H high) {
-  return (U)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 inline U widen_u16(H x) {
   return (U)_mm512_cvtepu16_epi32(x);
@@ -81,7 +75,16 @@ inline U join_uppers(U even, U odd) {
 inline U join_lows(U even, U odd) {
   return (U)_mm512_mask_alignr_epi8((__m512i)even, 0xccccccccccccccccu, (__m512i)odd, (__m512i)odd, 14);
 }
-// Of 16-bit lanes: upper + 1 where low > bound and the magnitude of `upper` is below `limit`, else upper.
+// The bits of x where `mask` has ones, else those of y.
+inline U select_bits(U mask, U x, U y) {
+  return (U)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)x, (__m512i)y, 0xca);
+}
+// Of 16-bit lanes: upper + 1 where low > bound, else upper.
+inline U carry_halves(U upper, U low, U bound) {
+  const __mmask32 carries = _mm512_cmpgt_epu16_mask((__m512i)low, (__m512i)bound);
+  return (U)_mm512_mask_sub_epi16((__m512i)upper, carries, (__m512i)upper, _mm512_set1_epi16(-1));
+}
+// The same, but + 1 only where the magnitude of `upper` is below `limit` besides.
 inline U carry_halves(U upper, U low, U bound, U limit) {
   const __mmask32 carries = _mm512_cmpgt_epu16_mask((__m512i)low, (__m512i)bound);
   const __mmask32 steps = _mm512_mask_cmplt_epu16_mask(carries, (__m512i)(upper & 0x7fff7fffu), (__m512i)limit);

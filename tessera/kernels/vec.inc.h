@@ -190,16 +190,16 @@ struct F16 : Halves {
 
 struct F16Stochastic : F16 {
   static constexpr bool stochastic = true;
-  // Where all values are normal numbers of fp16, or 0, the random bits are added below what it keeps, and cut off. Results
-  // above the least of those numbers and below the greatest come from nothing else.
+  // Where all values are normal numbers of fp16, or 0: behind the sign and the first bit of the exponent, their bits are
+  // those of fp32 three places to the left, and rounded as bf16 is.
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, U random) {
     static_assert(order == Order::EvenOdd);
-    const U a = random & 0xffffu, b = random >> 16;
-    const F even = (F)((U)x.a + (a >> 3)), odd = (F)((U)x.b + (b >> 3));
-    const U cut = joined(narrow_f16_down(low_mix(even, odd)), narrow_f16_down(high_mix(even, odd)));
-    if (each_half_within(cut, 0x401, 0x7bfe) || normal_or_zero(x)) return write(p, i, lanes, cut);
-    store_upper<order>(p, i, lanes, rounded(x.a, a) << 16, rounded(x.b, b) << 16);
+    const U upper = join_uppers((U)x.a, (U)x.b), a = (U)x.a << 3, b = (U)x.b << 3;
+    const U cut = select_bits(U{} + 0xc000c000u, upper, join_uppers(a, b));
+    const U normal = carry_halves(cut, join_lows(a, b), ~random);
+    if (each_half_within(upper, 0x3880, 0x477e) || normal_or_zero(x)) return write(p, i, lanes, normal);
+    store_upper<order>(p, i, lanes, rounded(x.a, random & 0xffffu) << 16, rounded(x.b, random >> 16) << 16);
   }
 
  private:
