@@ -36,6 +36,9 @@ inline U rotated(U x) {
     from[i] = static_cast<uint8_t>(i / 8 * 8 + (i + bits / 8) % 8);
   return (U)_mm256_shuffle_epi8((__m256i)x, (__m256i)from);
 }
+inline U xnor(U x, U y) {
+  return ~(x ^ y);
+}
 inline U truncate(F x) {  // from [0, 2^31)
   return (U)_mm256_cvttps_epi32(x);
 }

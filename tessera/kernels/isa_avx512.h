@@ -32,6 +32,9 @@ template <int bits>
 inline U rotated(U x) {
   return (U)_mm512_ror_epi64((__m512i)x, bits);
 }
+inline U xnor(U x, U y) {  // one instruction, where compilers make two of ~(x ^ y)
+  return (U)_mm512_ternarylogic_epi32((__m512i)x, (__m512i)y, (__m512i)y, 0xc3);
+}
 inline U truncate(F x) {  // from [0, 2^31)
   return (U)_mm512_cvttps_epi32(x);
 }

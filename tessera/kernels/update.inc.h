@@ -263,6 +263,7 @@ void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradie
   };
   using Drawn = Random<State::stochastic || Master::stochastic>;
   const auto begin = [=](Late& late, int64_t i, auto lanes) __attribute__((always_inline)) {
+    const Drawn random(key, first + static_cast<uint64_t>(i));  // takes long, so that it comes first
     Pair w = master.template load<order>(i, lanes), s0{}, s1{};
     const Pair g = grad.template load<order>(i, lanes);
     if constexpr (Step::states > 0) s0 = State::template load<order>(state0, i, lanes);
@@ -271,7 +272,6 @@ void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradie
     step.begin(w.b, g.b * scale, s0.b, s1.b, late.numerator_b, late.root_b);
     late.w_a = w.a;
     late.w_b = w.b;
-    const Drawn random(key, first + static_cast<uint64_t>(i));
     if constexpr (Master::stochastic) late.random = random.root;
     if constexpr (Step::states > 0) put<order, State, kState0>(state0, i, lanes, s0, random);
     if constexpr (Step::states > 1) put<order, State, kState1>(state1, i, lanes, s1, random);

@@ -167,9 +167,8 @@ struct Bf16Stochastic : Bf16 {
   static constexpr bool stochastic = true;
   // Above the largest finite value, and NaN: cut off.
   template <Order order, class Lanes>
-  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, U random) {
-    const U upper = uppers(x);
-    write(p, i, lanes, carry(upper, x, ~random, 0x7f7fu));  // where low + random >= 2^16
+  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, U bound) {
+    write(p, i, lanes, carry(uppers(x), x, bound, 0x7f7fu));
   }
 };
 
@@ -193,12 +192,13 @@ struct F16Stochastic : F16 {
   // Where all values are normal numbers of fp16, or 0: behind the sign and the first bit of the exponent, their bits are
   // those of fp32 three places to the left, and rounded as bf16 is.
   template <Order order, class Lanes>
-  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, U random) {
+  static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, U bound) {
     static_assert(order == Order::EvenOdd);
     const U upper = join_uppers((U)x.a, (U)x.b), a = (U)x.a << 3, b = (U)x.b << 3;
     const U cut = select_bits(U{} + 0xc000c000u, upper, join_uppers(a, b));
-    const U normal = carry_halves(cut, join_lows(a, b), ~random);
+    const U normal = carry_halves(cut, join_lows(a, b), bound);
     if (each_half_within(upper, 0x3880, 0x477e) || normal_or_zero(x)) return write(p, i, lanes, normal);
+    const U random = ~bound;
     store_upper<order>(p, i, lanes, rounded(x.a, random & 0xffffu) << 16, rounded(x.b, random >> 16) << 16);
   }
 
@@ -236,6 +236,7 @@ TESSERA_INLINE U root_words(StepKey key, uint64_t element) {
 
 // Random words of a Pair in EvenOdd order whose first element is `element`, the first of a word (Note [Random bits] in
 // random.h): the bits of both elements of a lane. What the streams share is computed once. Random<false>: nothing is drawn.
+// They come as bounds, their complements: a 16-bit rest + random is 2^16 or more where the rest is above the bound.
 template <bool drawn>
 struct Random {
   TESSERA_INLINE Random(StepKey, uint64_t) {}
@@ -247,8 +248,8 @@ struct Random<true> {
   TESSERA_INLINE explicit Random(U its_root) : root(its_root) {}
   TESSERA_INLINE Random(StepKey key, uint64_t element) : root(root_words(key, element)) {}
   template <Stream stream>
-  TESSERA_INLINE U words() const {
-    return product(root, U{} + factor_of(stream)) ^ rotated<turn_of(stream)>(root);
+  TESSERA_INLINE U bounds() const {
+    return xnor(product(root, U{} + factor_of(stream)), rotated<turn_of(stream)>(root));
   }
 };
 
@@ -263,7 +264,7 @@ template <Order order, class Type, Stream stream, class Lanes, class Random>
 TESSERA_INLINE void put(void* p, int64_t i, Lanes lanes, const Pair& x, const Random& random) {
   if constexpr (Type::stochastic) {
     static_assert(order == Order::EvenOdd);
-    Type::template store<order>(p, i, lanes, x, random.template words<stream>());
+    Type::template store<order>(p, i, lanes, x, random.template bounds<stream>());
   } else {
     Type::template store<order>(p, i, lanes, x);
   }
