@@ -253,8 +253,7 @@ void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradie
   const Grad grad = gradient;
   void* const state0 = range.state0;
   void* const state1 = range.state1;
-  const StepKey key = step_key(range.random);
-  const uint64_t first = range.random.first;
+  RootWords words(range.random);
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
     master.prefetch(i);
     grad.prefetch(i);
@@ -262,8 +261,8 @@ void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradie
     if constexpr (Step::states > 1) State::prefetch(state1, i);
   };
   using Drawn = Random<State::stochastic || Master::stochastic>;
-  const auto begin = [=](Late& late, int64_t i, auto lanes) __attribute__((always_inline)) {
-    const Drawn random(key, first + static_cast<uint64_t>(i));  // takes long, so that it comes first
+  const auto begin = [=, &words](Late& late, int64_t i, auto lanes) __attribute__((always_inline)) {
+    const Drawn random(words);  // takes long, so that it comes first
     Pair w = master.template load<order>(i, lanes), s0{}, s1{};
     const Pair g = grad.template load<order>(i, lanes);
     if constexpr (Step::states > 0) s0 = State::template load<order>(state0, i, lanes);

@@ -189,17 +189,17 @@ struct F16 : Halves {
 
 struct F16Stochastic : F16 {
   static constexpr bool stochastic = true;
-  // Where all values are normal numbers of fp16, or 0: behind the sign and the first bit of the exponent, their bits are
-  // those of fp32 three places to the left, and rounded as bf16 is.
+  // Where all values are normal numbers of fp16, or 0, fp32 has the bits of fp16 in it: the sign and the first bit of the
+  // exponent in front, the others three places further down. Moved up they are in the upper half, and rounded as bf16 is.
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, U bound) {
     static_assert(order == Order::EvenOdd);
     const U upper = join_uppers((U)x.a, (U)x.b), a = (U)x.a << 3, b = (U)x.b << 3;
     const U cut = select_bits(U{} + 0xc000c000u, upper, join_uppers(a, b));
-    const U normal = carry_halves(cut, join_lows(a, b), bound);
-    if (each_half_within(upper, 0x3880, 0x477e) || normal_or_zero(x)) return write(p, i, lanes, normal);
-    const U random = ~bound;
-    store_upper<order>(p, i, lanes, rounded(x.a, random & 0xffffu) << 16, rounded(x.b, random >> 16) << 16);
+    U halves = carry_halves(cut, join_lows(a, b), bound);
+    if (!each_half_within(upper, 0x3880, 0x477e) && !normal_or_zero(x)) [[unlikely]]
+      halves = join_uppers(rounded(x.a, ~bound & 0xffffu) << 16, rounded(x.b, ~bound >> 16) << 16);
+    write(p, i, lanes, halves);
   }
 
  private:
@@ -226,27 +226,40 @@ struct None {
   static TESSERA_INLINE void prefetch(const void*, int64_t) {}
 };
 
-TESSERA_INLINE U root_words(StepKey key, uint64_t element) {
-  const U mask = (U)(W{} + key.mask);
-  U x = count_from(key.offset + (element >> 2) * kWeyl, kWeyl);
-  const U turned = rotated<32>(x);
-  x = product(x, turned) ^ turned ^ mask;
-  return product(x, rotated<32>(x)) ^ rotated<16>(x);
-}
+// The root words of a range, one Pair of elements after the other, from its first element on: the first of a word.
+class RootWords {
+ public:
+  explicit RootWords(const RandomKey& random) {
+    const StepKey key = step_key(random);
+    count_ = (W)count_from(key.offset + (random.first >> 2) * kWeyl, kWeyl);
+    mask_ = (U)(W{} + key.mask);
+  }
+  TESSERA_INLINE U next() {
+    U x = (U)count_;
+    count_ += kStride / 4 * kWeyl;
+    const U turned = rotated<32>(x);
+    x = product(x, turned) ^ turned ^ mask_;
+    return product(x, rotated<32>(x)) ^ rotated<16>(x);
+  }
 
-// Random words of a Pair in EvenOdd order whose first element is `element`, the first of a word (Note [Random bits] in
-// random.h): the bits of both elements of a lane. What the streams share is computed once. Random<false>: nothing is drawn.
-// They come as bounds, their complements: a 16-bit rest + random is 2^16 or more where the rest is above the bound.
+ private:
+  W count_;
+  U mask_;
+};
+
+// Random words of a Pair in EvenOdd order (Note [Random bits] in random.h): the bits of both elements of a lane. What the
+// streams share is computed once. Random<false>: nothing is drawn. They come as bounds, their complements: 16 dropped bits
+// and the random ones carry where the dropped ones are above the bound.
 template <bool drawn>
 struct Random {
-  TESSERA_INLINE Random(StepKey, uint64_t) {}
+  TESSERA_INLINE explicit Random(RootWords&) {}
   TESSERA_INLINE explicit Random(U) {}
 };
 template <>
 struct Random<true> {
   U root;
   TESSERA_INLINE explicit Random(U its_root) : root(its_root) {}
-  TESSERA_INLINE Random(StepKey key, uint64_t element) : root(root_words(key, element)) {}
+  TESSERA_INLINE explicit Random(RootWords& words) : root(words.next()) {}
   template <Stream stream>
   TESSERA_INLINE U bounds() const {
     return xnor(product(root, U{} + factor_of(stream)), rotated<turn_of(stream)>(root));
