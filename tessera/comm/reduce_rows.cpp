@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <type_traits>
@@ -71,11 +72,16 @@ inline c10::BFloat16 narrow<c10::BFloat16>(float x) {
   return c10::BFloat16(static_cast<uint16_t>(nan ? 0x7fc0u : rounded), c10::BFloat16::from_bits());
 }
 
-// Eight at a time where the processor can.
+// fp16 to fp32 and back, for n up to kBlock. The blocks of fp32, and the result, have room for whole eights.
 #if defined(__x86_64__)
 __attribute__((target("avx2,f16c"))) void widen_eights(float* to, const c10::Half* from, int64_t n) {
-  for (int64_t i = 0; i < n; i += 8)
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
     _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+  if (i == n) return;
+  __m128i rest{};
+  std::memcpy(&rest, from + i, static_cast<size_t>(n - i) * sizeof(c10::Half));
+  _mm256_storeu_ps(to + i, _mm256_cvtph_ps(rest));
 }
 __attribute__((target("avx2,f16c"))) void narrow_eights(c10::Half* to, const float* from, int64_t n) {
   for (int64_t i = 0; i < n; i += 8) {
@@ -90,17 +96,19 @@ void narrow_eights(c10::Half*, const float*, int64_t) {}
 
 template <bool wide>
 inline void widen_halves(float* to, const c10::Half* from, int64_t n) {
-  const int64_t eights = wide ? n / 8 * 8 : 0;
-  widen_eights(to, from, eights);
-  for (int64_t i = eights; i < n; ++i)
-    to[i] = from[i];
+  if constexpr (wide) {
+    widen_eights(to, from, n);
+  } else {
+    std::copy(from, from + n, to);
+  }
 }
 template <bool wide>
 inline void narrow_halves(c10::Half* to, const float* from, int64_t n) {
-  const int64_t eights = wide ? n / 8 * 8 : 0;
-  narrow_eights(to, from, eights);
-  for (int64_t i = eights; i < n; ++i)
-    to[i] = from[i];
+  if constexpr (wide) {
+    narrow_eights(to, from, n);
+  } else {
+    std::copy(from, from + n, to);
+  }
 }
 
 template <class A>
@@ -147,6 +155,10 @@ inline A averaged(A sum, int count) {
   return sum;
 }
 
+// What gradients take is worth more code.
+template <class A, ReduceOp op>
+constexpr bool kOften = std::is_floating_point_v<A> && (op == ReduceOp::Sum || op == ReduceOp::Avg);
+
 // Elements [begin, begin + n) of `many` rows.
 template <class T, int many>
 struct Rows {
@@ -184,14 +196,12 @@ template <class T, ReduceOp op>
 inline void reduce_in_turn(T* result, const void* const* rows, int count, int64_t begin, int64_t n) {
   using A = typename Arithmetic<T>::type;
   alignas(64) A sums[kBlock];
-  int done = count > 4 ? 4 : 1;
-  if (count > 4) {
-    add_rows<T, op, 4, true>(sums, {rows, begin}, n);
-  } else {
-    add_rows<T, op, 1, true>(sums, {rows, begin}, n);
+  add_rows<T, op, 1, true>(sums, {rows, begin}, n);
+  int done = 1;
+  if constexpr (kOften<A, op>) {
+    for (; done + 4 <= count; done += 4)
+      add_rows<T, op, 4, false>(sums, {rows + done, begin}, n);
   }
-  for (; done + 4 <= count; done += 4)
-    add_rows<T, op, 4, false>(sums, {rows + done, begin}, n);
   for (; done < count; ++done)
     add_rows<T, op, 1, false>(sums, {rows + done, begin}, n);
   for (int64_t i = 0; i < n; ++i)
@@ -213,7 +223,7 @@ inline void reduce_halves(c10::Half* result, const void* const* rows, int count,
 }
 
 // The result goes through a block of its own, because `out` may be one of the rows, which would keep the loops from being
-// vectorised. Up to four rows take one pass.
+// vectorised. Two rows, often up to four, take one pass.
 template <class T, ReduceOp op, bool wide>
 inline void reduce_block(T* out, const void* const* rows, int count, int64_t begin, int64_t n, int64_t total) {
   alignas(64) T result[kBlock];
@@ -221,9 +231,9 @@ inline void reduce_block(T* out, const void* const* rows, int count, int64_t beg
     reduce_halves<op, wide>(result, rows, count, begin, n);
   } else if (count == 2) {
     reduce_together<T, op, 2>(result, {rows, begin}, n);
-  } else if (count == 3) {
+  } else if (kOften<typename Arithmetic<T>::type, op> && count == 3) {
     reduce_together<T, op, 3>(result, {rows, begin}, n);
-  } else if (count == 4) {
+  } else if (kOften<typename Arithmetic<T>::type, op> && count == 4) {
     reduce_together<T, op, 4>(result, {rows, begin}, n);
   } else {
     reduce_in_turn<T, op>(result, rows, count, begin, n);
@@ -246,7 +256,7 @@ void reduce_range(void* out, const void* const* rows, int count, int64_t begin, 
   reduce_blocks<T, op, false>(out, rows, count, begin, end, total);
 }
 
-// The same loops with wider registers: same bits, as nothing in them may be contracted or reordered.
+// The same loops with wider registers: same bits (but a NaN's payload), as nothing in them may be contracted or reordered.
 template <class T, ReduceOp op>
 TESSERA_WIDE void reduce_range_wide(void* out, const void* const* rows, int count, int64_t begin, int64_t end,
                                     int64_t total) {

@@ -190,6 +190,20 @@ const H* find_hook(const List& hooks) {
   return nullptr;
 }
 
+// Does the running graph task run a node that `wanted` is true for?
+template <class F>
+bool task_runs(F wanted) {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  const auto runs = [&](torch::autograd::Node* node) {
+    if (chosen == nullptr || chosen->empty()) return true;
+    const auto entry = chosen->find(node);
+    return entry != chosen->end() && entry->second.should_execute();
+  };
+  return nodes != nullptr && std::any_of(nodes->begin(), nodes->end(),
+                                         [&](torch::autograd::Node* node) { return runs(node) && wanted(*node); });
+}
+
 bool is_functorch_wrapper(const at::Tensor& t) {
   const auto keys = t.unsafeGetTensorImpl()->key_set();
   return keys.has(c10::DispatchKey::FuncTorchBatched) || keys.has(c10::DispatchKey::FuncTorchGradWrapper);
@@ -254,6 +268,7 @@ bool Hooks::watch_call(std::shared_ptr<ScopeCall> call, const std::vector<at::Te
     if (node && std::find(ends.begin(), ends.end(), &*node) == ends.end()) ends.push_back(&*node);
   }
   if (ends.empty()) return false;
+  watches_calls_ = true;
   ScopeCall& scope_call = *call;
   const auto watched = std::make_shared<WatchedCall>(link_, std::move(call));
   for (torch::autograd::Node* node : ends)
@@ -313,12 +328,27 @@ void Hooks::touch_task(bool from_parameter) {
       marks_.clear();
       allowed_ = passed_outputs_ = false;
       searched_task_ = -1;
-      if (!in_forward_task_) sink_.backward_begun();
+      if (!in_forward_task_) sink_.backward_begun(calls_to_run());
     } else {
       saw_nested_ = true;
     }
   }
   if (from_parameter || tasks_[id].plain) counts_ = true;
+}
+
+// The watched calls in the graph that the running task goes through. One may be there several times.
+std::vector<ScopeCall*> Hooks::calls_to_run() const {
+  std::vector<ScopeCall*> calls;
+  if (!watches_calls_) return calls;
+  task_runs([&](torch::autograd::Node& node) {
+    for (const auto& hook : node.pre_hooks()) {
+      const auto* found = dynamic_cast<const CallHook*>(hook.get());
+      if (found != nullptr && found->event == CallEvent::Open && found->watched->link == link_)
+        calls.push_back(found->watched->call.get());
+    }
+    return false;  // on to the next one
+  });
+  return calls;
 }
 
 void Hooks::end_task(int id) {
@@ -442,23 +472,6 @@ at::Tensor Hooks::scale(const at::Tensor& x, double scale) {
   scaled.grad_fn()->add_pre_hook(std::make_unique<ScaleHook>(mark));
   return scaled;
 }
-
-namespace {
-
-// Does the running graph task run a node that `wanted` is true for?
-template <class F>
-bool task_runs(F wanted) {
-  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
-  return nodes != nullptr && std::any_of(nodes->begin(), nodes->end(), [&](torch::autograd::Node* node) {
-           if (!wanted(*node)) return false;
-           if (chosen == nullptr || chosen->empty()) return true;
-           const auto entry = chosen->find(node);
-           return entry != chosen->end() && entry->second.should_execute();
-         });
-}
-
-}  // namespace
 
 void Hooks::check_output() {
   if (excused()) return;

@@ -44,8 +44,9 @@ namespace tessera::zero {
 class HookSink {
  public:
   virtual ~HookSink() = default;
-  // An outermost backward reached this engine. Graph tasks inside a forward do not count.
-  virtual void backward_begun() = 0;
+  // An outermost backward reached this engine, which goes through these watched calls (some of them named twice). Graph
+  // tasks inside a forward do not count.
+  virtual void backward_begun(const std::vector<ScopeCall*>& calls) = 0;
   // p.grad is about to be accumulated into; may move an old value out of it.
   virtual void before_accumulate(int slot, at::Tensor& grad) = 0;
   // p.grad holds the gradient of this graph task for parameter `slot` (undefined: zero).
@@ -137,6 +138,7 @@ class Hooks {
   };
 
   void touch_task(bool from_parameter);
+  std::vector<ScopeCall*> calls_to_run() const;
   void note_scale(double value);
   bool excused() const { return !guarded_ || allowed_ || in_forward_task_; }
   void check_output();
@@ -156,6 +158,7 @@ class Hooks {
   bool in_forward_task_ = false;
 
   bool guarded_ = false;
+  bool watches_calls_ = false;
   // Of the outermost backward:
   std::optional<double> task_scale_;
   std::vector<std::shared_ptr<ScaleMark>> marks_;  // that allow it

@@ -235,9 +235,9 @@ bool ShardedModel::may_reduce() const {
   return placements_.reduce_at == shard::ReduceAt::EveryBackward || policy_.boundary;
 }
 
-void ShardedModel::backward_begun() {
+void ShardedModel::backward_begun(const std::vector<ScopeCall*>& calls) {
   reducer_->begin_backward();
-  unsharder_->begin_backward();
+  unsharder_->begin_backward(calls);
 }
 
 bool ShardedModel::is_visible_view(const Slot& slot, const at::Tensor& grad) const {

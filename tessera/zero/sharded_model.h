@@ -141,7 +141,7 @@ class ShardedModel final : private HookSink {
     at::Tensor before{};    // in a region, of whole parameters with a split master: their owned values at its begin
   };
 
-  void backward_begun() override;
+  void backward_begun(const std::vector<ScopeCall*>& calls) override;
   void before_accumulate(int slot, at::Tensor& grad) override;
   void gradient_ready(int slot, at::Tensor& grad) override;
   void backward_done() override;

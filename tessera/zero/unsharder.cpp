@@ -145,22 +145,29 @@ void Unsharder::abort_all() {
 
 // ---------------------------------------------------------------- backward
 
-void Unsharder::begin_backward() {
+// Other calls that exist do not count: how long a graph lives is each rank's own affair.
+void Unsharder::begin_backward(const std::vector<ScopeCall*>& calls) {
   ++number_;
   backward_.begin();
   for (Entry& entry : entries_)
-    entry.pending = entry.alive;
+    entry.pending = 0;
+  for (ScopeCall* call : calls)
+    await_end(*call);
+}
+
+void Unsharder::await_end(ScopeCall& call) {
+  if (std::exchange(call.awaited, number_) == number_) return;
+  for (const int unit : call.units)
+    ++entries_[unit].pending;
 }
 
 void Unsharder::call_made(ScopeCall& call) {
-  for (const int unit : call.units) {
-    ++entries_[unit].alive;
-    ++entries_[unit].pending;
-  }
+  await_end(call);
 }
 
 void Unsharder::call_opened(ScopeCall& call) {
   if (call.number == number_) return;
+  await_end(call);
   call.number = number_;
   call.arrived = 0;
   for (const int unit : call.units) {
@@ -175,11 +182,7 @@ std::vector<int> Unsharder::call_closed(ScopeCall& call) {
   for (const int unit : call.units) {
     Entry& entry = entries_[unit];
     std::erase(entry.calls, &call);
-    if (--entry.pending == 0) {
-      over.push_back(unit);
-    } else if (backward_.next() == unit) {
-      entry.kept = true;
-    }
+    if (--entry.pending == 0) over.push_back(unit);
   }
   settle_all(call.units);
   return over;
@@ -189,8 +192,7 @@ void Unsharder::call_gone(ScopeCall& call) {
   const bool closed = call.number == number_ && call.producers > 0 && call.arrived >= call.producers;
   for (const int unit : call.units) {
     Entry& entry = entries_[unit];
-    --entry.alive;
-    if (!closed) --entry.pending;
+    if (!closed && call.awaited == number_) --entry.pending;
     if (std::erase(entry.calls, &call) > 0) settle(unit);
   }
 }

@@ -58,7 +58,8 @@ class Unsharder {
   size_t depth() const { return stack_.size(); }  // calls under way
 
   // ---- backward
-  void begin_backward();
+  // `calls`: those the backward goes through; more may be made, or opened by a backward inside it.
+  void begin_backward(const std::vector<ScopeCall*>& calls);
   void call_made(ScopeCall& call);    // a graph holds it now
   void call_opened(ScopeCall& call);  // its backward begins: gathers. Collective.
   // Its inputs' gradients are complete. Returns units whose last open call this was.
@@ -86,8 +87,7 @@ class Unsharder {
     int regions = 0;                      // by regions
     std::vector<const ScopeCall*> calls;  // open ones
     bool kept = false;
-    int alive = 0;           // calls of graphs that exist
-    int pending = 0;         // of them, not over in the running backward
+    int pending = 0;         // calls that the running backward goes through, not over
     std::vector<bool> seen;  // items that got a gradient since the last gather
     int missing = 0;         // items that have not
   };
@@ -107,6 +107,7 @@ class Unsharder {
 
   bool under_way(int scope) const;
   void use(int unit, bool in_backward);
+  void await_end(ScopeCall& call);
   void make_ready(Entry& entry, bool exact = false);
   void take_staging(FlatParams& flat);
   void prefetch(const Trace& trace);

@@ -49,12 +49,16 @@ TEST(ReduceRows, AgreesWithTheReferenceForEveryDtypeOpAndSize) {
 
 TEST(ReduceRows, AResultDependsNeitherOnPositionNorLength) {
   const auto rows = inputs(1, 5, 3000, at::kBFloat16);
-  const auto whole = reduce(rows, ReduceOp::Sum);
-  for (const int64_t begin : {0, 1, 7, 1024, 2999}) {
-    std::vector<at::Tensor> parts;
-    for (const auto& row : rows)
-      parts.push_back(row.narrow(0, begin, 3000 - begin));
-    EXPECT_TRUE(same_bits(reduce(parts, ReduceOp::Sum), whole.narrow(0, begin, 3000 - begin)));
+  std::vector<at::Tensor> halves = inputs(1, 2, 3000, at::kHalf);
+  halves[0] = at::arange(-3000, 0, at::kShort).view(at::kHalf);  // NaNs of many payloads
+  for (const auto& all : {rows, halves}) {
+    const auto whole = reduce(all, ReduceOp::Sum);
+    for (const int64_t begin : {0, 1, 7, 1024, 2999}) {
+      std::vector<at::Tensor> parts;
+      for (const auto& row : all)
+        parts.push_back(row.narrow(0, begin, 3000 - begin));
+      EXPECT_TRUE(same_bits(reduce(parts, ReduceOp::Sum), whole.narrow(0, begin, 3000 - begin)));
+    }
   }
 }
 

@@ -125,3 +125,23 @@ def test_state_dict_and_file_have_whole_values(tmp_path: Any) -> None:
             engine.save_16bit_model(str(tmp_path))
 
     engines(model, 2, config(3), refused)
+
+
+@pytest.mark.parametrize("keepers", [{0}, {0, 1}])
+def test_ranks_may_keep_their_losses(keepers: set[int]) -> None:
+    """A graph that lives on is none that a backward has yet to go through."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(8)])
+    cfg = config(3, tessera={"min_unit_elements": 0})
+
+    def train(engine: tessera.Engine, keeps: bool) -> int:
+        kept = []
+        for _ in range(3):
+            loss = engine(torch.ones(4, 7)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            if keeps:
+                kept.append(loss)
+        return engine.core.memory().peak_buckets
+
+    plain = engines(model, 2, cfg, lambda engine, rank: train(engine, False))
+    assert engines(model, 2, cfg, lambda engine, rank: train(engine, rank in keepers)) == plain

@@ -48,7 +48,7 @@ struct Chain {
   }
   std::string backward(const std::vector<int>& order) {
     std::string seen;
-    unsharder.begin_backward();
+    unsharder.begin_backward({});
     for (const int i : order) {
       auto& call = calls.emplace_back(std::make_unique<ScopeCall>());
       call->units = {i};
@@ -224,7 +224,7 @@ TEST(Unsharder, AllGradientsOfAUnitReleaseIt) {
     ScopeCall call;  // its inputs carry no gradient
     call.units = {1};
     chain.unsharder.call_made(call);
-    chain.unsharder.begin_backward();
+    chain.unsharder.begin_backward({&call});
     chain.unsharder.call_opened(call);
     EXPECT_EQ(chain.states(), "010");
     chain.unsharder.gradient_arrived(1, 0);
@@ -237,13 +237,14 @@ TEST(Unsharder, AllGradientsOfAUnitReleaseIt) {
 TEST(Unsharder, AUnitIsOverWithTheLastOfItsCalls) {
   on_two_ranks(no_prefetch(), [](Chain& chain, const comm::GroupPtr&) {
     ScopeCall first, second;  // one module, called twice
-    for (ScopeCall* call : {&first, &second}) {
+    ScopeCall other;          // of a graph that this rank keeps, and another one does not
+    for (ScopeCall* call : {&other, &first, &second}) {
       call->units = {1};
       call->producers = 1;
       chain.unsharder.call_made(*call);
     }
     for (int round = 0; round < 2; ++round) {  // the graph is kept
-      chain.unsharder.begin_backward();
+      chain.unsharder.begin_backward({&second, &first, &second});
       chain.unsharder.call_opened(second);
       chain.unsharder.call_opened(first);  // the node that made second's input is first's output
       EXPECT_TRUE(chain.unsharder.call_closed(second).empty());
@@ -252,33 +253,8 @@ TEST(Unsharder, AUnitIsOverWithTheLastOfItsCalls) {
       EXPECT_EQ(chain.states(), "000");
       chain.unsharder.end_backward();
     }
-    chain.unsharder.call_gone(first);
-    chain.unsharder.call_gone(second);
-  });
-}
-
-// Two modules of one unit, one after the other: a first layer and the embedding before it.
-TEST(Unsharder, AUnitThatTheBackwardUsesTwiceInARowIsGatheredOnce) {
-  on_two_ranks(no_prefetch(), [](Chain& chain, const comm::GroupPtr& group) {
-    for (int round = 0; round < 2; ++round) {
-      group->reset_stats();
-      ScopeCall first, second;
-      for (ScopeCall* call : {&first, &second}) {
-        call->units = {1};
-        call->producers = 1;
-        chain.unsharder.call_made(*call);
-      }
-      chain.unsharder.begin_backward();
-      for (ScopeCall* call : {&second, &first}) {
-        chain.unsharder.call_opened(*call);
-        chain.unsharder.call_closed(*call);
-      }
-      EXPECT_EQ(chain.states(), "000");
-      chain.unsharder.end_backward();
-      chain.unsharder.call_gone(first);
-      chain.unsharder.call_gone(second);
-      EXPECT_EQ(group->stats().all_gather.calls, round == 0 ? 2 : 1) << "the second backward knows the order";
-    }
+    for (ScopeCall* call : {&first, &other, &second})
+      chain.unsharder.call_gone(*call);
   });
 }
 
