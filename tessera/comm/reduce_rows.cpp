@@ -222,8 +222,8 @@ inline void reduce_halves(c10::Half* result, const void* const* rows, int count,
   narrow_halves<wide>(result, sums, n);
 }
 
-// The result goes through a block of its own, because `out` may be one of the rows, which would keep the loops from being
-// vectorised. Two rows, often up to four, take one pass.
+// The result goes through a block of its own, because `out` may be one of the rows, which would keep the loops from
+// being vectorised. Two rows, often up to four, take one pass.
 template <class T, ReduceOp op, bool wide>
 inline void reduce_block(T* out, const void* const* rows, int count, int64_t begin, int64_t n, int64_t total) {
   alignas(64) T result[kBlock];
@@ -256,7 +256,7 @@ void reduce_range(void* out, const void* const* rows, int count, int64_t begin, 
   reduce_blocks<T, op, false>(out, rows, count, begin, end, total);
 }
 
-// The same loops with wider registers: same bits (but a NaN's payload), as nothing in them may be contracted or reordered.
+// The same loops with wider registers. Same bits, but a NaN's payload: nothing may be contracted or reordered.
 template <class T, ReduceOp op>
 TESSERA_WIDE void reduce_range_wide(void* out, const void* const* rows, int count, int64_t begin, int64_t end,
                                     int64_t total) {

@@ -1,4 +1,5 @@
-// BucketPool: flat buffers that are lent for a while, for gathered parameters and for gradients on their way.
+// BucketPool: flat buffers that are lent for a while, for gathered parameters and for gradients on their way. The
+// largest stay for the next ones, also while smaller ones are lent beside them; small ones are made anew each time.
 #pragma once
 
 #include <ATen/core/Tensor.h>

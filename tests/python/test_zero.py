@@ -127,6 +127,21 @@ def test_state_dict_and_file_have_whole_values(tmp_path: Any) -> None:
     engines(model, 2, config(3), refused)
 
 
+@pytest.mark.parametrize(("stage", "units"), [(2, 2), (3, 4)])
+def test_how_many_units_are_on_their_way(stage: int, units: int) -> None:
+    """Gradients: one fills, one travels. Parameters in stage 3: one is used, one is gathered early."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(8)])
+
+    def train(engine: tessera.Engine, rank: int) -> int:
+        for _ in range(3):
+            engine.backward(engine(torch.ones(4, 64)).square().mean())
+            engine.step()
+        return engine.core.memory().peak_buckets
+
+    cfg = config(stage, tessera={"min_unit_elements": 0})
+    assert engines(model, 2, cfg, train) == [units * 64 * 64 * 4] * 2
+
+
 @pytest.mark.parametrize("keepers", [{0}, {0, 1}])
 def test_ranks_may_keep_their_losses(keepers: set[int]) -> None:
     """A graph that lives on is none that a backward has yet to go through."""
