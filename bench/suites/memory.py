@@ -85,9 +85,9 @@ def _worker(rank: int, setup: Callable[..., None], args: argparse.Namespace, por
     if available(job.peer):
         train(job, "tiny")[0].close()  # what an engine loads and keeps whatever the model
         warm_products(gpt(job.size).to(torch.bfloat16 if job.bf16 else torch.float32), batch_of(job.size))
-        before, part = memory.now(), together()
+        before, held, part = memory.now(), memory.held(), together()
         entry, losses, early = train(job, job.size)
-        sizes = [memory.now() - before, memory.peak() - before, early - before]
+        sizes = [memory.held() - held, memory.peak() - before, early - before]
         own = parse(job.peer).kind == "tessera"
         buckets = entry.engine.core.memory().peak_buckets if own else 0
         queue.put((entry.name, losses, [*sizes, buckets, together() - part]))

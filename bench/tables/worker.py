@@ -131,22 +131,22 @@ def state_batch(settings: Settings, size: str) -> tuple[Tensor, Tensor]:
 def run_memory(task: Task, settings: Settings) -> dict[str, Any]:
     """Bytes that construction and a few steps of a fresh model add; of the rank with the most."""
 
-    def steps(size: str) -> tuple[Row, int, int]:
+    def steps(size: str) -> tuple[Row, int]:
         batch = state_batch(settings, size)
-        memory.reset_peak()
-        before = memory.now()
         model = model_of(size, 0)
         elements = sum(p.numel() for p in model.parameters())
         row = build(task.key, model, state_recipe(settings))
         for _ in range(STATE_STEPS):
             row.train(*batch)
-        return row, before, elements
+        return row, elements
 
     steps("tiny")[0].close()  # what an engine loads and keeps whatever the model
     size = settings.state_size
     warm_products(model_of(size, 0).to(torch.bfloat16), state_batch(settings, size))
-    row, before, elements = steps(size)
-    sizes = torch.tensor([memory.now() - before, memory.peak() - before])
+    memory.reset_peak()
+    before, held = memory.now(), memory.held()
+    row, elements = steps(size)
+    sizes = torch.tensor([memory.held() - held, memory.peak() - before])
     dist.all_reduce(sizes, dist.ReduceOp.MAX)
     row.close()
     return {"allocated": int(sizes[0]), "peak": int(sizes[1]), "parameters": elements}

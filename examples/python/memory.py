@@ -19,6 +19,12 @@ def now() -> int:
     return _status("VmRSS") or 0
 
 
+def held() -> int:
+    """Without pages of files, which the system drops and reads again as it likes."""
+    parts = _status("RssAnon"), _status("RssShmem")
+    return now() if None in parts else sum(part or 0 for part in parts)
+
+
 def proportional() -> int:
     """Pages that several processes have are divided among them: the sum over processes is what they hold together."""
     with contextlib.suppress(OSError):

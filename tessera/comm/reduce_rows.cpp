@@ -73,6 +73,7 @@ inline c10::BFloat16 narrow<c10::BFloat16>(float x) {
 }
 
 // fp16 to fp32 and back, for n up to kBlock. The blocks of fp32, and the result, have room for whole eights.
+static_assert(kBlock % 8 == 0);
 #if defined(__x86_64__)
 __attribute__((target("avx2,f16c"))) void widen_eights(float* to, const c10::Half* from, int64_t n) {
   int64_t i = 0;
@@ -169,41 +170,42 @@ struct Rows {
   }
 };
 
-// Added to `sums` or, where they are the first ones, put there.
-template <class T, ReduceOp op, int many, bool first, class A>
+// `sum` and element i of the rows from `first` on, in their order.
+template <ReduceOp op, int first, class A, class T, int many>
+inline A with_rows(A sum, const Rows<T, many>& rows, int64_t i) {
+  for (int r = first; r < many; ++r)
+    sum = combine<op, A>(sum, widen(rows.at[r][i]));
+  return sum;
+}
+
+template <class T, ReduceOp op, int many, class A>
 inline void add_rows(A* sums, const Rows<T, many>& rows, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    A sum = first ? widen(rows.at[0][i]) : combine<op, A>(sums[i], widen(rows.at[0][i]));
-    for (int r = 1; r < many; ++r)
-      sum = combine<op, A>(sum, widen(rows.at[r][i]));
-    sums[i] = sum;
-  }
+  for (int64_t i = 0; i < n; ++i)
+    sums[i] = with_rows<op, 0>(sums[i], rows, i);
 }
 
 // All rows, in one pass.
 template <class T, ReduceOp op, int many>
 inline void reduce_together(T* result, const Rows<T, many>& rows, int64_t n) {
   using A = typename Arithmetic<T>::type;
-  for (int64_t i = 0; i < n; ++i) {
-    A sum = widen(rows.at[0][i]);
-    for (int r = 1; r < many; ++r)
-      sum = combine<op, A>(sum, widen(rows.at[r][i]));
-    result[i] = narrow<T>(averaged<op>(sum, many));
-  }
+  for (int64_t i = 0; i < n; ++i)
+    result[i] = narrow<T>(averaged<op>(with_rows<op, 1, A>(widen(rows.at[0][i]), rows, i), many));
 }
 
 template <class T, ReduceOp op>
 inline void reduce_in_turn(T* result, const void* const* rows, int count, int64_t begin, int64_t n) {
   using A = typename Arithmetic<T>::type;
   alignas(64) A sums[kBlock];
-  add_rows<T, op, 1, true>(sums, {rows, begin}, n);
+  const T* const row = static_cast<const T*>(rows[0]) + begin;
+  for (int64_t i = 0; i < n; ++i)
+    sums[i] = widen(row[i]);
   int done = 1;
   if constexpr (kOften<A, op>) {
     for (; done + 4 <= count; done += 4)
-      add_rows<T, op, 4, false>(sums, {rows + done, begin}, n);
+      add_rows<T, op, 4>(sums, {rows + done, begin}, n);
   }
   for (; done < count; ++done)
-    add_rows<T, op, 1, false>(sums, {rows + done, begin}, n);
+    add_rows<T, op, 1>(sums, {rows + done, begin}, n);
   for (int64_t i = 0; i < n; ++i)
     result[i] = narrow<T>(averaged<op>(sums[i], count));
 }
@@ -215,7 +217,7 @@ inline void reduce_halves(c10::Half* result, const void* const* rows, int count,
   const void* const next = row;
   for (int r = 0; r < count; ++r) {
     widen_halves<wide>(r == 0 ? sums : row, static_cast<const c10::Half*>(rows[r]) + begin, n);
-    if (r > 0) add_rows<float, op, 1, false>(sums, {&next, 0}, n);
+    if (r > 0) add_rows<float, op, 1>(sums, {&next, 0}, n);
   }
   for (int64_t i = 0; i < n; ++i)
     sums[i] = averaged<op>(sums[i], count);

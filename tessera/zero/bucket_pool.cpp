@@ -9,7 +9,9 @@ namespace tessera::zero {
 namespace {
 
 // A small unit that keeps its bucket for a whole pass, such as a model's own parameters, must not keep a layer's.
-constexpr int64_t kLoosest = 2;
+bool serves(int64_t bucket, int64_t numel) {
+  return bucket >= numel && bucket <= 2 * numel;
+}
 
 }  // namespace
 
@@ -17,7 +19,7 @@ at::Tensor BucketPool::acquire(int64_t numel, const at::TensorOptions& options) 
   // A bucket made in inference_mode could not be written to outside of it.
   const c10::InferenceMode no_inference(false);
   const auto fit = std::find_if(free_.begin(), free_.end(), [&](const at::Tensor& t) {
-    return t.numel() >= numel && t.numel() <= kLoosest * numel && t.dtype() == options.dtype();
+    return serves(t.numel(), numel) && t.dtype() == options.dtype();
   });
   at::Tensor bucket;
   if (fit != free_.end()) {
@@ -35,7 +37,7 @@ at::Tensor BucketPool::acquire(int64_t numel, const at::TensorOptions& options) 
 // The one that the new bucket can stand in for.
 void BucketPool::drop_nearly_fitting(int64_t numel, const at::TensorOptions& options) {
   const auto found = std::find_if(free_.begin(), free_.end(), [&](const at::Tensor& t) {
-    return t.numel() < numel && numel <= kLoosest * t.numel() && t.dtype() == options.dtype();
+    return serves(numel, t.numel()) && t.dtype() == options.dtype();
   });
   if (found == free_.end()) return;
   bytes_ -= static_cast<int64_t>(found->nbytes());

@@ -12,7 +12,7 @@ struct ScopeCall {
   int producers = 0;       // nodes that made its inputs; 0: the end of its backward cannot be seen
   int arrived = 0;         // of them, in backward number `number`
   int64_t number = -1;     // the backward it was opened in
-  int64_t awaited = -1;    // the backward whose end of its units waits for it
+  int64_t awaited = -1;    // the backward in which the end of its units waits for it
 };
 
 }  // namespace tessera::zero

@@ -282,10 +282,22 @@ std::string error_of(const std::function<void()>& call) {
   return "";
 }
 
+struct Refused {
+  const char *code, *why;
+};
+
+// What the error says, behind the place.
+void expect_refused(const std::vector<Refused>& snippets) {
+  for (const auto& [code, why] : snippets) {
+    const std::string error = error_of([&] { result(code, "rd"); });
+    EXPECT_NE(error.find(why), std::string::npos) << code << " gave: " << error;
+    EXPECT_EQ(error.rfind("snippet:", 0), 0u) << error;
+    EXPECT_NE(error.find(code), std::string::npos) << error;
+  }
+}
+
 TEST(PtxMachine, RefusesAccessesOutsideOfMemory) {
-  const struct {
-    const char *code, *why;
-  } accesses[] = {
+  expect_refused({
       {"ld.global.u32 %r7, [%rd0+8];", "outside of the memory"},
       {"ld.global.u64 %rd7, [%rd0+-8];", "outside of the memory"},
       {"st.global.u8 [%rd0+8], 0;", "outside of the memory"},
@@ -294,13 +306,7 @@ TEST(PtxMachine, RefusesAccessesOutsideOfMemory) {
       {"st.global.v2.f32 [%rd0+4], {%f1, %f2};", "not aligned to 8"},
       {"ld.param.u64 %rd7, [c+8];", "outside of the parameters"},
       {"div.u32 %r7, %r1, 0;", "divides by zero"},
-  };
-  for (const auto& [code, why] : accesses) {
-    const std::string error = error_of([&] { result(code, "rd"); });
-    EXPECT_NE(error.find(why), std::string::npos) << code << " gave: " << error;
-    EXPECT_NE(error.find("snippet:"), std::string::npos) << error;
-    EXPECT_NE(error.find(code), std::string::npos) << error;
-  }
+  });
 }
 
 TEST(PtxMachine, MemoryEndsWhenReleased) {
@@ -314,9 +320,7 @@ TEST(PtxMachine, MemoryEndsWhenReleased) {
 }
 
 TEST(PtxMachine, RefusesWhatItDoesNotKnow) {
-  const struct {
-    const char *code, *why;
-  } unknown[] = {
+  expect_refused({
       {"frob.b32 %r7, %r1;", "unknown instruction frob.b32"},
       {"add.f32 %f7, %f1, %f2;", "unknown instruction add.f32"},  // may be fused
       {"add.rn.ftz.f32 %f7, %f1, %f2;", "unknown instruction add.rn.ftz.f32"},
@@ -330,12 +334,7 @@ TEST(PtxMachine, RefusesWhatItDoesNotKnow) {
       {"mov.u32 %r7, 12z;", "no number: 12z"},
       {"bra $nowhere;", "'bra $nowhere;': no label $nowhere"},
       {".shared .b32 tile;", "unknown instruction .shared"},
-  };
-  for (const auto& [code, why] : unknown) {
-    const std::string error = error_of([&] { result(code, "rd"); });
-    EXPECT_NE(error.find(why), std::string::npos) << code << " gave: " << error;
-    EXPECT_EQ(error.rfind("snippet:", 0), 0u) << error;
-  }
+  });
   EXPECT_NE(error_of([] { parse(".entry k()\n{\n}\n", "empty"); }).find("runs on"), std::string::npos);
   EXPECT_NE(error_of([] { parse(".global .b32 x;\n", "global"); }).find("unknown directive .global"),
             std::string::npos);
