@@ -85,6 +85,7 @@ def _worker(rank: int, setup: Callable[..., None], args: argparse.Namespace, por
     if available(job.peer):
         train(job, "tiny")[0].close()  # what an engine loads and keeps whatever the model
         warm_products(gpt(job.size).to(torch.bfloat16 if job.bf16 else torch.float32), batch_of(job.size))
+        memory.trim()
         before, held, part = memory.now(), memory.held(), together()
         entry, losses, early = train(job, job.size)
         sizes = [memory.held() - held, memory.peak() - before, early - before]

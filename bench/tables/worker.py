@@ -143,6 +143,7 @@ def run_memory(task: Task, settings: Settings) -> dict[str, Any]:
     steps("tiny")[0].close()  # what an engine loads and keeps whatever the model
     size = settings.state_size
     warm_products(model_of(size, 0).to(torch.bfloat16), state_batch(settings, size))
+    memory.trim()
     memory.reset_peak()
     before, held = memory.now(), memory.held()
     row, elements = steps(size)
