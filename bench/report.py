@@ -62,6 +62,12 @@ def cell(value: dict[str, float], digits: int = 1, sign: str = "") -> str:
     return f"{value['median']:{sign}.{digits}f} ({low}{' to ' if sign or value['min'] < 0 else '-'}{high})"
 
 
+def last_level_cache() -> int | None:
+    """In MiB, where Linux says."""
+    sizes = pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return max((int(size.read_text().strip().removesuffix("K")) // 1024 for size in sizes), default=None)
+
+
 def machine() -> dict[str, Any]:
     cpu = platform.processor()
     if os.path.exists("/proc/cpuinfo"):
@@ -76,6 +82,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
+        "cache": last_level_cache(),
         "threads": torch.get_num_threads(),
         "versions": versions,
         "revision": revision.stdout.strip() + ("-dirty" if changed else ""),
@@ -128,8 +135,9 @@ def write(folder: pathlib.Path, name: str, title: str, args: Any, result: Result
     everything = data_of(title, args, result, probe, where)
     (folder / f"{name}.json").write_text(json.dumps(everything, indent=1) + "\n")
     versions = ", ".join(f"{key} {value}" for key, value in where["versions"].items())
+    cores = f"{where['cores']} cores, " + (f"{where['cache']} MiB of cache, " if where["cache"] else "")
     head = (
-        f"`{args.command}` on {where['date']}, revision {where['revision']}. {where['cpu']}, {where['cores']} cores, "
+        f"`{args.command}` on {where['date']}, revision {where['revision']}. {where['cpu']}, {cores}"
         f"{where['threads']} thread(s) a rank; {versions}. Probes {probe_text(probe)}. "
         + (result.how or f"Medians of {args.rounds} rounds in which every engine takes its turn (min-max).")
         + f" The run took {everything['seconds'] / 60:.1f} minutes."

@@ -62,6 +62,11 @@ def rounding_pairs(rows: list[Row]) -> list[tuple[Row, Row]]:
     return [(row, other) for row, other in pairs if other is not None]
 
 
+def in_no_mode(form: str) -> bool:
+    """What no configuration asks for: bf16 moments beside fp16 weights."""
+    return "fp16" in form and "bf16_states" in form
+
+
 def goals_of(title: str, rows: list[Row]) -> tuple[list[Goal], list[str]]:
     goals, headline = [], []
     for threads in sorted({row.threads for row in rows}):
@@ -82,10 +87,15 @@ def goals_of(title: str, rows: list[Row]) -> tuple[list[Goal], list[str]]:
 def rounding_goals(where: str, rows: list[Row]) -> list[Goal]:
     """Each beside the probe that took turns with it, which has the same streams for both."""
     costs = {row.form: other.share / row.share for row, other in rounding_pairs(rows)}
-    if not costs:
-        return []
-    worst = max(costs, key=lambda form: costs[form])
-    return [Goal(f"{where}: time of stochastic over nearest rounding ({worst})", costs[worst], 1.1)]
+    goals = []
+    for of, forms in (
+        ("forms of modes", [form for form in costs if not in_no_mode(form)]),
+        ("forms of no mode", [form for form in costs if in_no_mode(form)]),
+    ):
+        if forms:
+            worst = max(forms, key=lambda form: costs[form])
+            goals.append(Goal(f"{where}: time of stochastic over nearest rounding, {of} ({worst})", costs[worst], 1.1))
+    return goals
 
 
 def byte_goals(where: str, rows: list[Row]) -> list[Goal]:
