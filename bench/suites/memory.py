@@ -71,12 +71,12 @@ def train(job: Job, size: str) -> tuple[Any, list[float], int]:
     return entry, losses, early
 
 
-def together() -> int:
-    """This rank's part of what all ranks hold, at a moment when all of them hold it."""
+def together() -> tuple[int, int]:
+    """This rank's part of what all ranks hold, and what it has of others' parts, when all of them hold it."""
     dist.barrier()
-    part = memory.proportional()
+    parts = memory.proportional(), memory.of_others()
     dist.barrier()
-    return part
+    return parts
 
 
 def _worker(rank: int, setup: Callable[..., None], args: argparse.Namespace, port: int, job: Job, queue: Any) -> None:
@@ -86,12 +86,14 @@ def _worker(rank: int, setup: Callable[..., None], args: argparse.Namespace, por
         train(job, "tiny")[0].close()  # what an engine loads and keeps whatever the model
         warm_products(gpt(job.size).to(torch.bfloat16 if job.bf16 else torch.float32), batch_of(job.size))
         memory.trim()
-        before, held, part = memory.now(), memory.held(), together()
+        before, held, (part, others) = memory.now(), memory.held(), together()
         entry, losses, early = train(job, job.size)
         sizes = [memory.held() - held, memory.peak() - before, early - before]
         own = parse(job.peer).kind == "tessera"
         buckets = entry.engine.core.memory().peak_buckets if own else 0
-        queue.put((entry.name, losses, [*sizes, buckets, together() - part]))
+        last_part, last_others = together()
+        sizes = [size - (last_others - others) for size in sizes]
+        queue.put((entry.name, losses, [*sizes, buckets, last_part - part]))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -150,14 +152,13 @@ def rows_of(found: dict[str, Figures], default: dict[str, Figures]) -> list[list
 def intro(args: argparse.Namespace) -> str:
     return (
         f"GPTs on one row of {TOKENS} tokens: resident memory beyond that of the same process after it trained a "
-        "small model, largest rank, in bytes a parameter. Where no number is given, bf16 means 14 bytes of "
-        "states (exact) for Tessera and fp32 masters for the others; FSDP2 with 8 bytes and DeepSpeed with 10 round to "
-        "nearest. Formula: states (weights, gradients, master, moments, as the stage divides them), the most "
-        "buckets that the engine had for what is on its way, and activations. The peers have no gradients between "
-        "steps. All ranks together: memory that they share counts once (Pss). Measured with an allocator that "
-        "returns freed memory to the system at once (MALLOC_MMAP_THRESHOLD_=65536); the last "
-        "two columns with glibc's default, which keeps part of it"
-        + (" (not measured in quick mode)." if args.quick else " (in bf16).")
+        "small model, largest rank, in bytes a parameter; shared memory is divided among the ranks that have it. "
+        "Where no number is given, bf16 means 14 bytes of states (exact) for Tessera and fp32 masters for the others; "
+        "FSDP2 with 8 bytes and DeepSpeed with 10 round to nearest. Formula: states (weights, gradients, master, "
+        "moments, as the stage divides them), the most buckets that the engine had for what is on its way, and "
+        "activations. The peers have no gradients between steps. All ranks together: Pss. Measured with an allocator "
+        "that returns freed memory to the system at once (MALLOC_MMAP_THRESHOLD_=65536); the last two columns with "
+        "glibc's default, which keeps part of it" + (" (not measured in quick mode)." if args.quick else " (in bf16).")
     )
 
 
@@ -179,7 +180,7 @@ def bench_memory(args: argparse.Namespace, setup: Callable[..., None], free_port
             extra = activations(size, bf16) / elements
             for figures in found.values():
                 spec = parse(figures.peer)
-                if spec.kind == "tessera" and not spec.shared:  # shared: whole in every rank's figures
+                if spec.kind == "tessera" and not spec.shared:
                     figures.states = state_bytes(bf16, spec.states, spec.stage, args.ranks)
                     figures.formula = figures.states + figures.buckets + extra
             result.text.append(f"## {title}, {elements / 1e6:.1f} M parameters, activations {extra:.2f}")

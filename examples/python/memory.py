@@ -8,9 +8,9 @@ import resource
 from pathlib import Path
 
 
-def _status(field: str) -> int | None:
+def _status(field: str, file: str = "status") -> int | None:
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
+        for line in Path("/proc/self", file).read_text().splitlines():
             if line.startswith(field + ":"):
                 return int(line.split()[1]) * 1024
     return None
@@ -34,11 +34,13 @@ def trim() -> None:
 
 def proportional() -> int:
     """Pages that several processes have are divided among them: the sum over processes is what they hold together."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    return now()
+    return _status("Pss", "smaps_rollup") or now()
+
+
+def of_others() -> int:
+    """Of the shared memory in now(), what is beyond this process's part: pages that N processes have count 1/N each."""
+    resident, part = _status("RssShmem"), _status("Pss_Shmem", "smaps_rollup")
+    return 0 if resident is None or part is None else resident - part
 
 
 def peak() -> int:

@@ -399,6 +399,29 @@ assert min(now, held) > 7 << 20, (now, held)
     assert done.returncode == 0, done.stderr
 
 
+def test_memory_of_others_is_their_part_of_shared_memory():
+    script = f"""
+import mmap, os, sys
+sys.path.insert(0, {str(BENCH.parent / "examples" / "python")!r})
+import memory
+shared = mmap.mmap(-1, 8 << 20)
+shared.write(bytes(8 << 20))
+assert memory.of_others() == 0, memory.of_others()
+(ready, tell), (wait, done) = os.pipe(), os.pipe()
+if os.fork() == 0:
+    for page in range(0, 8 << 20, 4096):
+        shared[page]
+    os.write(tell, b"x")
+    os.read(wait, 1)
+    os._exit(0)
+os.read(ready, 1)
+assert memory.of_others() == 4 << 20, memory.of_others()
+os.write(done, b"x")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_memory_end_to_end(tmp_path):
     done = run_program(tmp_path, "memory", "--sizes", "1M", "--peers", "tessera:0", "tessera:1+8")
     assert done.returncode == 0, done.stderr
