@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <mutex>
+#include <thread>
 
 #include "tessera/base/error.h"
 
@@ -55,6 +56,7 @@ void ShmWork::settle(std::exception_ptr error) {
   }
   cv_.notify_all();
   if (!future) return;
+  if (const auto mover = mover_.lock()) mover->step_down();
   if (error) {
     future->setErrorIfNeeded(error);
   } else {
@@ -154,73 +156,116 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
   return future;
 }
 
-struct ShmMover::State {
+struct ShmMover::State : std::enable_shared_from_this<ShmMover::State> {
   struct Item {
     ShmWorkPtr work;
     ShmWorld::Clock::time_point since;
   };
 
-  // Tells the thread: there is something new, or it is time to stop.
-  template <class F>
-  void tell(const F& change) {
-    {
-      const std::scoped_lock lock(mutex);
-      change();
-      news = true;
-    }
-    wake.notify_all();
-    world->wake();
-  }
+  void take_over();
+  void run();
+  void lead(std::unique_lock<std::mutex>& lock);
+  std::vector<Item> take_settled();
 
   std::shared_ptr<ShmWorld> world;
+  std::atomic<bool> news = false;  // for the leader: look at what follows
   std::mutex mutex;
   std::condition_variable wake;
-  std::vector<Item> arrived;
-  std::atomic<bool> news = false;
+  std::vector<Item> items;  // in flight
+  std::thread::id leader;   // of the thread that moves; none: nobody's
+  int idle = 0;             // threads that wait for their turn
   bool stopping = false;
 };
+
+// Somebody shall lead, or clear up. The mutex is held.
+void ShmMover::State::take_over() {
+  if (idle == 0) std::thread([state = shared_from_this()] { state->run(); }).detach();
+  wake.notify_all();
+}
+
+void ShmMover::State::run() {
+  std::unique_lock lock(mutex);
+  while (!stopping) {
+    idle += 1;
+    wake.wait(lock, [&] { return stopping || (leader == std::thread::id() && !items.empty()); });
+    idle -= 1;
+    if (!stopping) lead(lock);
+  }
+  const auto rest = std::exchange(items, {});
+  lock.unlock();
+  for (const auto& item : rest)
+    item.work->fail("its process group was destroyed");
+}
+
+// Until there is nothing to move, or callbacks had to be run.
+void ShmMover::State::lead(std::unique_lock<std::mutex>& lock) {
+  const auto me = leader = std::this_thread::get_id();
+  while (leader == me && !stopping && !items.empty()) {
+    {
+      const auto mine = items;
+      news = false;
+      lock.unlock();
+      const auto slice = ShmWorld::Clock::now() + kSlice;
+      mine.front().work->drive(mine.front().since, [&] {
+        return news.load() || ShmWorld::Clock::now() > slice ||
+               std::any_of(mine.begin(), mine.end(), [](const auto& item) { return item.work->over(); });
+      });
+      for (const auto& item : mine)
+        item.work->settle_if_over();
+    }
+    lock.lock();
+    if (leader != me) return;
+    auto settled = take_settled();
+    if (!items.empty()) std::rotate(items.begin(), items.begin() + 1, items.end());
+    lock.unlock();
+    settled.clear();
+    lock.lock();
+  }
+  if (leader == me) leader = {};
+}
+
+// The mutex is held. It must not be when the handles go: see ~ShmMover().
+std::vector<ShmMover::State::Item> ShmMover::State::take_settled() {
+  const auto first =
+      std::stable_partition(items.begin(), items.end(), [](auto& item) { return !item.work->settled(); });
+  std::vector<Item> settled(std::make_move_iterator(first), std::make_move_iterator(items.end()));
+  items.erase(first, items.end());
+  return settled;
+}
 
 ShmMover::ShmMover(std::shared_ptr<ShmWorld> world) : state_(std::make_shared<State>()) {
   state_->world = std::move(world);
 }
 
 ShmMover::~ShmMover() {
-  state_->tell([&] { state_->stopping = true; });
-  // It ends by itself, and soon. Waiting for it could take forever: it may be letting go of a tensor that Python knows,
-  // which needs the interpreter's lock, and whoever destroys a process group may hold that.
-  if (thread_.joinable()) thread_.detach();
+  {
+    const std::scoped_lock lock(state_->mutex);
+    state_->stopping = state_->news = true;
+    // The threads end by themselves, and soon. Waiting for them could take forever: they may be letting go of a tensor
+    // that Python knows, which needs the interpreter's lock, and whoever destroys a process group may hold that.
+    if (state_->leader == std::thread::id() && !state_->items.empty()) state_->take_over();
+    state_->wake.notify_all();
+  }
+  state_->world->wake();
 }
 
 void ShmMover::add(ShmWorkPtr work) {
-  state_->tell([&] {
-    state_->arrived.push_back({std::move(work), ShmWorld::Clock::now()});
-    if (!thread_.joinable()) thread_ = std::thread([state = state_] { run(*state); });
-  });
+  {
+    const std::scoped_lock lock(state_->mutex);
+    state_->items.push_back({std::move(work), ShmWorld::Clock::now()});
+    state_->news = true;
+    if (state_->leader == std::thread::id()) state_->take_over();
+  }
+  state_->world->wake();
 }
 
-void ShmMover::run(State& state) {
-  std::vector<State::Item> items;
-  while (true) {
-    {
-      std::unique_lock lock(state.mutex);
-      state.wake.wait(lock, [&] { return state.news.load() || !items.empty(); });
-      state.news = false;
-      std::move(state.arrived.begin(), state.arrived.end(), std::back_inserter(items));
-      state.arrived.clear();
-      if (state.stopping) break;
-    }
-    if (items.empty()) continue;
-    const auto slice = ShmWorld::Clock::now() + kSlice;
-    const auto until = [&] {
-      return state.news.load() || ShmWorld::Clock::now() > slice ||
-             std::any_of(items.begin(), items.end(), [](const auto& item) { return item.work->over(); });
-    };
-    items.front().work->drive(items.front().since, until);
-    std::erase_if(items, [](const auto& item) { return item.work->settle_if_over(); });
-    if (!items.empty()) std::rotate(items.begin(), items.begin() + 1, items.end());
-  }
-  for (const auto& item : items)
-    item.work->fail("its process group was destroyed");
+void ShmMover::step_down() {
+  std::vector<State::Item> settled;  // goes when the mutex is free
+  const std::scoped_lock lock(state_->mutex);
+  if (state_->leader != std::this_thread::get_id()) return;
+  settled = state_->take_settled();
+  state_->leader = {};
+  if (!state_->items.empty()) state_->take_over();
 }
 
 }  // namespace tessera::comm

@@ -4,6 +4,8 @@
 //   The handles of Tessera's own Group are waited for, and every wait moves the data. A handle of torch.distributed may
 //   instead be asked for a future, polled, or forgotten. Each backend therefore has a thread, started when it is first
 //   needed, that waits for such calls beside the program: they overlap with computation, and their futures complete.
+//   A callback of a future may wait for the future of another call, as that of PowerSGD does. So whoever runs callbacks moves
+//   nothing meanwhile, and a further thread takes its place if there is something to move; later it waits for its turn.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -11,7 +13,6 @@
 #include <atomic>
 #include <memory>
 #include <optional>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -51,6 +52,7 @@ class ShmWork final : public c10d::Work {
   void drive(ShmWorld::Clock::time_point since, const std::function<bool()>& until);
   void fail(const std::string& reason);
   bool over() const;
+  bool settled() const { return settled_; }
 
  private:
   void wait_for_calls(const ShmWorld::Wait& how);
@@ -76,13 +78,14 @@ class ShmMover {
   // Handles that are still in flight fail: their group is gone.
   ~ShmMover();
   void add(ShmWorkPtr work);
+  // The calling thread is about to run callbacks, which may wait for other handles: if it is the one that moves them,
+  // another takes over.
+  void step_down();
 
  private:
   struct State;
-  static void run(State& state);
 
-  const std::shared_ptr<State> state_;  // the thread's too
-  std::thread thread_;
+  const std::shared_ptr<State> state_;  // the threads' too
 };
 
 }  // namespace tessera::comm

@@ -55,6 +55,32 @@ TEST_F(Handles, FuturesCompleteWithoutAWait) {
   EXPECT_TRUE(again->getFuture()->completed());
 }
 
+// Callbacks run on the threads of movers: what they wait for must move all the same, whether it is launched by them or was
+// in flight before.
+TEST_F(Handles, CallbacksMayWaitForFutures) {
+  using Future = c10::ivalue::Future;
+  std::vector<at::Tensor> tensors;
+  std::vector<c10::intrusive_ptr<Future>> ends;
+  for (int rank = 0; rank < 2; ++rank) {
+    for (int i = 0; i < 3; ++i)
+      tensors.push_back(at::ones({kLong}));
+    const auto second = tensors[3 * rank + 1], third = tensors[3 * rank + 2];
+    const auto first = launch(rank, tensors[3 * rank])->getFuture();
+    const auto before = launch(rank, second)->getFuture();
+    const auto wait_for_both = [this, rank, before, third](Future&) {
+      before->wait();
+      launch(rank, third)->getFuture()->wait();
+      return c10::IValue(rank);
+    };
+    ends.push_back(first->then(wait_for_both, c10::IntType::get()));
+  }
+  for (int i = 0; i < 3000 && !(ends[0]->completed() && ends[1]->completed()); ++i)
+    std::this_thread::sleep_for(10ms);
+  ASSERT_TRUE(ends[0]->completed() && ends[1]->completed());
+  for (const at::Tensor& t : tensors)
+    EXPECT_TRUE(t.eq(2).all().item<bool>());
+}
+
 // The oldest handle never ends; those behind it must.
 TEST_F(Handles, FuturesDoNotWaitForOlderOnes) {
   const auto letter = shm_receive(at::zeros({1}), 1, 5);
