@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <atomic>
+#include <cstring>
 
 #include "tessera/base/error.h"
 #include "tessera/comm/shm_work.h"
@@ -16,6 +17,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using c10d::OpType;
 
 constexpr auto kName = "tessera";
+constexpr auto kPrefix = "tessera:";  // of the titles that profilers show, as those of other back ends
 
 ReduceOp reduction(const c10d::ReduceOp& op, c10::ScalarType dtype) {
   const bool boolean = dtype == c10::ScalarType::Bool;
@@ -44,13 +46,14 @@ ReduceOp reduction(const c10d::ReduceOp& op, c10::ScalarType dtype) {
 // The tensors of one call in the form that the scripts of steps need: contiguous ones as they are, others by a copy.
 class Draft {
  public:
-  explicit Draft(const char* name) : name_(name) {}
+  explicit Draft(const char* title) : label{.title = title, .inputs = {}}, name_(title + std::strlen(kPrefix)) {}
 
-  Tensor in(const Tensor& t) const {
+  Tensor in(const Tensor& t) {
     check(t);
+    label.inputs.push_back(t);
     return plain(t) ? t : t.resolve_conj().resolve_neg().contiguous();
   }
-  Tensors in(const Tensors& list) const {
+  Tensors in(const Tensors& list) {
     Tensors result;
     for (const Tensor& t : list)
       result.push_back(in(t));
@@ -71,6 +74,7 @@ class Draft {
   }
   Tensor inout(const Tensor& t) {
     const Tensor prepared = out(t);
+    label.inputs.push_back(t);
     const at::NoGradGuard guard;
     if (!prepared.is_same(t)) prepared.copy_(t);
     return prepared;
@@ -90,6 +94,7 @@ class Draft {
     TESSERA_CHECK_VALUE(outputs == inputs, "comm", name_, ": ", outputs, " outputs and ", inputs, " inputs");
   }
 
+  ShmWork::Label label;
   ShmWork::Result result;
 
  private:
@@ -98,7 +103,7 @@ class Draft {
   }
   static bool plain(const Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
 
-  const char* name_;
+  const char* name_;  // in messages
 };
 
 void check_parts(const char* name, const Tensor& whole, const Tensor& part, int size) {
@@ -138,6 +143,7 @@ class ShmBackend final : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override { world().set_timeout(timeout); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return number_; }
+  void enableCollectivesTiming() override {}  // it always tells profilers
   void abort() override { world().abort("the process group was aborted"); }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
@@ -188,8 +194,8 @@ class ShmBackend final : public c10d::Backend {
   WorkPtr receive_from(Tensors& tensors, int from, int tag, OpType type);
   ShmWorkPtr handle(std::vector<ShmWork::Call> calls, Draft&& draft, std::chrono::milliseconds timeout, OpType type) {
     const auto limit = timeout > kNoTimeout ? std::optional(timeout) : std::nullopt;
-    return c10::make_intrusive<ShmWork>(share_, mover_, std::move(calls), std::move(draft.result), limit, type,
-                                        number_++);
+    return c10::make_intrusive<ShmWork>(share_, mover_, std::move(calls), std::move(draft.result), draft.label, limit,
+                                        type, number_++);
   }
 
   const ShmSharePtr share_;
@@ -198,14 +204,14 @@ class ShmBackend final : public c10d::Backend {
 };
 
 WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  Draft draft("all_reduce");
+  Draft draft("tessera:all_reduce");
   const Tensor t = draft.inout(draft.only(tensors, "tensors"));
   const auto op = shm_all_reduce(rank_, size_, t, reduction(options.reduceOp, t.scalar_type()), {});
   return launch({op}, std::move(draft), options, OpType::ALLREDUCE);
 }
 
 WorkPtr ShmBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  Draft draft("all_reduce");
+  Draft draft("tessera:all_reduce");
   std::vector<ShmOpPtr> ops;
   for (const Tensor& t : draft.inout(tensors))
     ops.push_back(shm_all_reduce(rank_, size_, t, reduction(options.reduceOp, t.scalar_type()), {}));
@@ -213,7 +219,7 @@ WorkPtr ShmBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceC
 }
 
 WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  Draft draft("reduce");
+  Draft draft("tessera:reduce");
   check_rank("reduce", options.rootRank);
   const Tensor& tensor = draft.only(tensors, "tensors");
   const Tensor t = rank_ == options.rootRank ? draft.inout(tensor) : draft.in(tensor);
@@ -223,7 +229,7 @@ WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options)
 }
 
 WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  Draft draft("broadcast");
+  Draft draft("tessera:broadcast");
   check_rank("broadcast", options.rootRank);
   const Tensor t = draft.inout(draft.only(tensors, "tensors"));
   const auto op = shm_broadcast(rank_, size_, t, static_cast<int>(options.rootRank), {});
@@ -231,14 +237,14 @@ WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& op
 }
 
 WorkPtr ShmBackend::allgather(std::vector<Tensors>& out, Tensors& in, const c10d::AllgatherOptions& options) {
-  Draft draft("all_gather");
+  Draft draft("tessera:all_gather");
   const Tensor from = draft.in(draft.only(in, "inputs"));
   const auto op = shm_all_gather(rank_, size_, draft.out(draft.only(out, "outputs")), from, {});
   return launch({op}, std::move(draft), options, OpType::ALLGATHER);
 }
 
 WorkPtr ShmBackend::_allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& options) {
-  Draft draft("all_gather");
+  Draft draft("tessera:all_gather");
   check_parts("all_gather", out, in, size_);
   const Tensor from = draft.in(in);
   const auto op = shm_all_gather(rank_, size_, draft.out(out), from, {});
@@ -247,7 +253,7 @@ WorkPtr ShmBackend::_allgather_base(Tensor& out, Tensor& in, const c10d::Allgath
 
 // out[r][i] is tensor i of rank r.
 WorkPtr ShmBackend::allgather_coalesced(std::vector<Tensors>& out, Tensors& in, const c10d::AllgatherOptions& options) {
-  Draft draft("all_gather");
+  Draft draft("tessera:all_gather");
   std::vector<ShmOpPtr> ops;
   for (size_t i = 0; i < in.size(); ++i) {
     Tensors to;
@@ -261,7 +267,7 @@ WorkPtr ShmBackend::allgather_coalesced(std::vector<Tensors>& out, Tensors& in, 
 }
 
 WorkPtr ShmBackend::allgather_into_tensor_coalesced(Tensors& out, Tensors& in, const c10d::AllgatherOptions& options) {
-  Draft draft("all_gather");
+  Draft draft("tessera:all_gather");
   draft.same_length(out.size(), in.size());
   std::vector<ShmOpPtr> ops;
   for (size_t i = 0; i < in.size(); ++i) {
@@ -272,7 +278,7 @@ WorkPtr ShmBackend::allgather_into_tensor_coalesced(Tensors& out, Tensors& in, c
 }
 
 WorkPtr ShmBackend::gather(std::vector<Tensors>& out, Tensors& in, const c10d::GatherOptions& options) {
-  Draft draft("gather");
+  Draft draft("tessera:gather");
   check_rank("gather", options.rootRank);
   const Tensor from = draft.in(draft.only(in, "inputs"));
   Tensors to;
@@ -282,7 +288,7 @@ WorkPtr ShmBackend::gather(std::vector<Tensors>& out, Tensors& in, const c10d::G
 }
 
 WorkPtr ShmBackend::scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ScatterOptions& options) {
-  Draft draft("scatter");
+  Draft draft("tessera:scatter");
   check_rank("scatter", options.rootRank);
   Tensors from;
   if (rank_ == options.rootRank) from = draft.in(draft.only(in, "inputs"));
@@ -292,7 +298,7 @@ WorkPtr ShmBackend::scatter(Tensors& out, std::vector<Tensors>& in, const c10d::
 }
 
 WorkPtr ShmBackend::reduce_scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ReduceScatterOptions& options) {
-  Draft draft("reduce_scatter");
+  Draft draft("tessera:reduce_scatter");
   const Tensors from = draft.in(draft.only(in, "inputs"));
   const Tensor to = draft.out(draft.only(out, "outputs"));
   const auto op = shm_reduce_scatter(rank_, size_, to, from, reduction(options.reduceOp, to.scalar_type()), {});
@@ -300,7 +306,7 @@ WorkPtr ShmBackend::reduce_scatter(Tensors& out, std::vector<Tensors>& in, const
 }
 
 WorkPtr ShmBackend::_reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& options) {
-  Draft draft("reduce_scatter");
+  Draft draft("tessera:reduce_scatter");
   check_parts("reduce_scatter", in, out, size_);
   const Tensor from = draft.in(in), to = draft.out(out);
   const auto op = shm_reduce_scatter(rank_, size_, to, from, reduction(options.reduceOp, to.scalar_type()), {});
@@ -309,7 +315,7 @@ WorkPtr ShmBackend::_reduce_scatter_base(Tensor& out, Tensor& in, const c10d::Re
 
 WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,
                                                     const c10d::ReduceScatterOptions& options) {
-  Draft draft("reduce_scatter");
+  Draft draft("tessera:reduce_scatter");
   draft.same_length(out.size(), in.size());
   std::vector<ShmOpPtr> ops;
   for (size_t i = 0; i < in.size(); ++i) {
@@ -322,7 +328,7 @@ WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,
 
 WorkPtr ShmBackend::alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_splits,
                                   std::vector<int64_t>& in_splits, const c10d::AllToAllOptions& options) {
-  Draft draft("all_to_all");
+  Draft draft("tessera:all_to_all");
   TESSERA_CHECK_VALUE(out.scalar_type() == in.scalar_type(), "comm", "all_to_all: the output is ", out.scalar_type(),
                       " and the input ", in.scalar_type());
   const Tensor from = draft.in(in), to = draft.out(out);
@@ -332,13 +338,13 @@ WorkPtr ShmBackend::alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>&
 }
 
 WorkPtr ShmBackend::alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions& options) {
-  Draft draft("all_to_all");
+  Draft draft("tessera:all_to_all");
   const Tensors from = draft.in(in), to = draft.out(out);
   return launch({shm_all_to_all(rank_, size_, to, from, {})}, std::move(draft), options, OpType::ALLTOALL);
 }
 
 WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  return launch({shm_barrier(rank_, size_, {})}, Draft("barrier"), options, OpType::BARRIER);
+  return launch({shm_barrier(rank_, size_, {})}, Draft("tessera:barrier"), options, OpType::BARRIER);
 }
 
 void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
@@ -346,7 +352,7 @@ void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
 }
 
 WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {
-  Draft draft("send");
+  Draft draft("tessera:send");
   check_rank("send", to);
   const auto letter = shm_send(draft.in(draft.only(tensors, "tensors")), to, tag);
   const auto work = handle({{ShmWorld::kMail, letter}}, std::move(draft), c10d::kUnsetTimeout, OpType::SEND);
@@ -356,8 +362,9 @@ WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {
 }
 
 WorkPtr ShmBackend::receive_from(Tensors& tensors, int from, int tag, OpType type) {
-  Draft draft("recv");
+  Draft draft("tessera:recv");
   const auto letter = shm_receive(draft.out(draft.only(tensors, "tensors")), from, tag);
+  draft.label.inputs = tensors;
   const auto work = handle({{ShmWorld::kMail, letter}}, std::move(draft), c10d::kUnsetTimeout, type);
   world().receive(letter);
   work->settle_if_over();

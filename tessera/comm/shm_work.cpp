@@ -14,13 +14,12 @@ namespace tessera::comm {
 namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(500);  // then the mover looks after another handle
-constexpr auto kTitle = "tessera";
 
 }  // namespace
 
 ShmWork::ShmWork(ShmSharePtr share, std::weak_ptr<ShmMover> mover, std::vector<Call> calls, Result result,
-                 std::optional<std::chrono::milliseconds> limit, c10d::OpType type, uint64_t number)
-    : Work(share->world->rank(), type, kTitle),
+                 const Label& label, std::optional<std::chrono::milliseconds> limit, c10d::OpType type, uint64_t number)
+    : Work(share->world->rank(), type, label.title, label.inputs),
       share_(std::move(share)),
       mover_(std::move(mover)),
       calls_(std::move(calls)),

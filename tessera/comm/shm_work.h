@@ -32,9 +32,14 @@ class ShmWork final : public c10d::Work {
     std::vector<at::Tensor> tensors;                        // of the future
     std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // (to, from) once all calls are through
   };
+  // What profilers show.
+  struct Label {
+    const char* title;  // "tessera:all_reduce", for ever
+    std::vector<at::Tensor> inputs;
+  };
 
   // The calls are launched. `limit`: in place of the world's timeout.
-  ShmWork(ShmSharePtr share, std::weak_ptr<ShmMover> mover, std::vector<Call> calls, Result result,
+  ShmWork(ShmSharePtr share, std::weak_ptr<ShmMover> mover, std::vector<Call> calls, Result result, const Label& label,
           std::optional<std::chrono::milliseconds> limit, c10d::OpType type, uint64_t number);
 
   // DistBackendError when the group has failed. `timeout` 0: the operation's own.

@@ -20,7 +20,8 @@ struct Handles : ::testing::Test {
     const auto op = shm_all_reduce(rank, 2, tensor, ReduceOp::Sum, "x");
     result.tensors.push_back(tensor);
     const std::vector<ShmWork::Call> calls = {{0, op}};
-    auto work = c10::make_intrusive<ShmWork>(shares[rank], movers[rank], calls, std::move(result), std::nullopt,
+    auto work = c10::make_intrusive<ShmWork>(shares[rank], movers[rank], calls, std::move(result),
+                                             ShmWork::Label{"tessera:all_reduce", {tensor}}, std::nullopt,
                                              c10d::OpType::ALLREDUCE, 7);
     shares[rank]->world->launch(0, op);
     return work;
@@ -87,7 +88,8 @@ TEST_F(Handles, FuturesDoNotWaitForOlderOnes) {
   shares[0]->world->receive(letter);
   const std::vector<ShmWork::Call> calls = {{ShmWorld::kMail, letter}};
   const auto never =
-      c10::make_intrusive<ShmWork>(shares[0], movers[0], calls, ShmWork::Result{}, std::nullopt, c10d::OpType::RECV, 1);
+      c10::make_intrusive<ShmWork>(shares[0], movers[0], calls, ShmWork::Result{}, ShmWork::Label{"tessera:recv", {}},
+                                   std::nullopt, c10d::OpType::RECV, 1);
   const auto last = never->getFuture();
   at::Tensor a = at::ones({kLong}), b = at::ones({kLong});
   const auto future = launch(0, a)->getFuture();
