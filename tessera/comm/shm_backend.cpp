@@ -193,7 +193,7 @@ class ShmBackend final : public c10d::Backend {
   }
   WorkPtr receive_from(Tensors& tensors, int from, int tag, OpType type);
   ShmWorkPtr handle(std::vector<ShmWork::Call> calls, Draft&& draft, std::chrono::milliseconds timeout, OpType type) {
-    const auto limit = timeout > kNoTimeout ? std::optional(timeout) : std::nullopt;
+    const auto limit = timeout < kNoTimeout ? std::nullopt : std::optional(timeout);
     return c10::make_intrusive<ShmWork>(share_, mover_, std::move(calls), std::move(draft.result), draft.label, limit,
                                         type, number_++);
   }

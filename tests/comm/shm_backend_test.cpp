@@ -100,6 +100,17 @@ TEST(ShmBackend, RefusesWrongArgumentsWithoutHarm) {
   });
 }
 
+// 0 is a time like others: only a negative one means that of the group.
+TEST(ShmBackend, WaitsNoTimeWhereToldSo) {
+  run(2, [](int rank, const BackendPtr& backend) {
+    if (rank == 1) return std::this_thread::sleep_for(500ms);
+    c10d::BarrierOptions options;
+    options.timeout = 0ms;
+    EXPECT_HAS(message_of<c10::DistBackendError>([&] { backend->monitoredBarrier(options); }),
+               "timed out after 0.0 s waiting for rank(s) 1");
+  });
+}
+
 TEST(ShmBackend, AnAbortReachesTheOthers) {
   run(2, [](int rank, const BackendPtr& backend) {
     if (rank == 1) return backend->abort();
