@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "tessera/base/error.h"
+#include "tessera/comm/shm_sparse.h"
 #include "tessera/comm/shm_work.h"
 
 namespace tessera::comm {
@@ -84,6 +85,11 @@ class Draft {
     for (const Tensor& t : list)
       prepared.push_back(inout(t));
     return prepared;
+  }
+  void sparse(const Tensor& t, std::function<void()> finish) {
+    label.inputs.push_back(t);
+    result.tensors.push_back(t);
+    result.finish = std::move(finish);
   }
   template <class T>
   const T& only(const std::vector<T>& list, const char* what) const {
@@ -205,7 +211,15 @@ class ShmBackend final : public c10d::Backend {
 
 WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   Draft draft("tessera:all_reduce");
-  const Tensor t = draft.inout(draft.only(tensors, "tensors"));
+  const Tensor& tensor = draft.only(tensors, "tensors");
+  if (tensor.defined() && tensor.is_sparse()) {
+    TESSERA_CHECK_VALUE(options.reduceOp == c10d::ReduceOp::SUM, "comm",
+                        "all_reduce: sparse tensors can only be added, with SUM");
+    const auto op = std::make_shared<ShmSparseSum>(rank_, size_, tensor, Label());
+    draft.sparse(tensor, [tensor, op] { tensor.copy_(op->sum()); });
+    return launch({op}, std::move(draft), options, OpType::_ALLREDUCE_SPARSE);
+  }
+  const Tensor t = draft.inout(tensor);
   const auto op = shm_all_reduce(rank_, size_, t, reduction(options.reduceOp, t.scalar_type()), {});
   return launch({op}, std::move(draft), options, OpType::ALLREDUCE);
 }

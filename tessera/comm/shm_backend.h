@@ -10,7 +10,8 @@ namespace tessera::comm {
 
 // CPU tensors of any dtype and layout; reductions over the floating, integer and bool ones, added in rank order, bf16
 // and fp16 in fp32. Sum and product of bool are or and and. All ranks make the same collectives in one order; messages
-// (send, recv) need no order among them. Errors of arguments are value errors, others DistBackendError.
+// (send, recv) need no order among them. Sparse tensors can be summed by allreduce. Errors of arguments are value errors,
+// others DistBackendError.
 c10::intrusive_ptr<c10d::Backend> shm_backend(ShmSharePtr share);
 
 }  // namespace tessera::comm

@@ -41,10 +41,12 @@ void ShmWork::settle(std::exception_ptr error) {
       const at::NoGradGuard guard;
       for (size_t i = 0; i < result_.copies.size() && !error; ++i)
         result_.copies[i].first.copy_(result_.copies[i].second);
+      if (result_.finish && !error) result_.finish();
     } catch (...) {
       error = std::current_exception();
     }
     result_.copies.clear();
+    result_.finish = nullptr;
     exception_ = error;
     completed_ = settled_ = true;
     if (recordFunctionEndCallback_) {

@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -31,6 +32,7 @@ class ShmWork final : public c10d::Work {
   struct Result {
     std::vector<at::Tensor> tensors;                        // of the future
     std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // (to, from) once all calls are through
+    std::function<void()> finish;                           // then; none: nothing is left to do
   };
   // What profilers show.
   struct Label {

@@ -78,10 +78,14 @@ TEST(ShmBackend, RefusesWrongArgumentsWithoutHarm) {
   run(2, [](int rank, const BackendPtr& backend) {
     const auto text = [](const auto& call) { return message_of<c10::ValueError>(call); };
     std::vector<at::Tensor> two = {at::ones({1}), at::ones({1})}, one = {at::ones({1})};
-    std::vector<at::Tensor> sparse = {at::ones({3, 3}).to_sparse()};
+    std::vector<at::Tensor> sparse = {at::ones({3, 3}).to_sparse()}, rows = {at::ones({3, 3}).to_sparse_csr()};
     std::vector<at::Tensor> meta = {at::empty({3}, at::TensorOptions(at::kMeta))};
     EXPECT_HAS(text([&] { backend->allreduce(two); }), "must be a list of one, got 2");
-    EXPECT_HAS(text([&] { backend->allreduce(sparse); }), "takes dense tensors");
+    EXPECT_HAS(text([&] { backend->broadcast(sparse); }), "takes dense tensors");
+    EXPECT_HAS(text([&] { backend->allreduce(rows); }), "takes dense tensors");
+    c10d::AllreduceOptions largest;
+    largest.reduceOp = c10d::ReduceOp::MAX;
+    EXPECT_HAS(text([&] { backend->allreduce(sparse, largest); }), "sparse tensors can only be added");
     EXPECT_HAS(text([&] { backend->allreduce(meta); }), "takes CPU tensors");
     EXPECT_HAS(text([&] { backend->send(one, 2, 0); }), "there is no rank 2 in a group of 2");
     c10d::BroadcastOptions options;

@@ -116,11 +116,14 @@ TEST_F(Handles, MayBePolledAndDropped) {
 
 TEST_F(Handles, PutResultsWhereTheyBelong) {
   const at::Tensor grid = at::zeros({30, 20}).t(), packed = at::ones({20, 30}), b = at::ones({20, 30});
-  const auto work = launch(0, packed, {.tensors = {}, .copies = {{grid, packed}}});
+  at::Tensor after;
+  const auto finish = [&] { after = grid.clone(); };
+  const auto work = launch(0, packed, {.tensors = {}, .copies = {{grid, packed}}, .finish = finish});
   launch(1, b)->wait(kNoTimeout);
   work->wait(kNoTimeout);
   work->wait(kNoTimeout);
   EXPECT_TRUE(grid.eq(2).all().item<bool>());
+  EXPECT_TRUE(after.eq(2).all().item<bool>());
 }
 
 TEST_F(Handles, AFailureReachesWaitsPollsAndFutures) {

@@ -1,10 +1,51 @@
-"""What programs for Gloo also use of a process group: callbacks that wait, profiles."""
+"""What programs for Gloo also use of a process group: sparse sums, profiles, callbacks that wait."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from test_transport import Meeting, finish, run, start
+from torch.nn.parallel import DistributedDataParallel
+
+
+def sparse(rank: int, entries: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Some of its entries lie at one place."""
+    generator = torch.Generator().manual_seed(10 * rank + entries)
+    places = torch.randint(0, 50, (1, entries), generator=generator)
+    return torch.sparse_coo_tensor(places, torch.randn(entries, 8, generator=generator).to(dtype), (50, 8))
+
+
+def sparse_sums(rank: int, world: int, meeting: Meeting) -> None:
+    start(rank, world, meeting)
+    for entries in (0, 1, 30, 5000):
+        want = torch.zeros(50, 8)
+        for r in range(world):
+            want += sparse(r, entries * r).to_dense()
+        tensor = sparse(rank, entries * rank)
+        dist.all_reduce(tensor)
+        assert tensor.is_coalesced()
+        torch.testing.assert_close(tensor.to_dense(), want)
+        tensor = sparse(rank, entries * rank)
+        (result,) = dist.all_reduce(tensor, async_op=True).get_future().wait()
+        torch.testing.assert_close(result.to_dense(), want)
+        assert torch.equal(result.to_dense(), tensor.to_dense())
+    with pytest.raises(ValueError, match="sparse tensors can only be added"):
+        dist.all_reduce(sparse(rank, 3), dist.ReduceOp.MAX)
+    # gradients of an embedding
+    torch.manual_seed(1)
+    plain = torch.nn.EmbeddingBag(20, 4, sparse=True)
+    model = DistributedDataParallel(torch.nn.EmbeddingBag(20, 4, sparse=True))
+    model.module.load_state_dict(plain.state_dict())
+    rows = [torch.tensor([[r, 7, 7 + r]]) for r in range(world)]
+    for _ in range(2):
+        for net, mine in ((plain, rows), (model, [rows[rank]])):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            (sum(net(row).square().sum() for row in mine) / len(mine)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.module.weight, plain.weight)
+    finish()
 
 
 def profiles(rank: int, world: int, meeting: Meeting) -> None:
@@ -43,5 +84,5 @@ def chains(rank: int, world: int, meeting: Meeting) -> None:
     finish()
 
 
-def test_profiles_and_chains() -> None:
-    run(2, profiles, chains)
+def test_sparse_sums_profiles_and_chains() -> None:
+    run(2, sparse_sums, profiles, chains)
