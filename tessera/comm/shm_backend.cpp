@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -15,6 +16,9 @@ namespace {
 using at::Tensor;
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using OptionsPtr = c10::intrusive_ptr<c10d::Backend::Options>;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using c10d::OpType;
 
 constexpr auto kName = "tessera";
@@ -137,10 +141,11 @@ std::vector<int64_t> elements(const Tensor& t, std::vector<int64_t> rows, int si
 
 class ShmBackend final : public c10d::Backend {
  public:
-  explicit ShmBackend(ShmSharePtr share)
+  ShmBackend(ShmSharePtr share, MakeBackend make)
       : Backend(share->world->rank(), share->world->size()),
         share_(std::move(share)),
-        mover_(std::make_shared<ShmMover>(share_->world)) {}
+        mover_(std::make_shared<ShmMover>(share_->world)),
+        make_(std::move(make)) {}
 
   const std::string getBackendName() const override { return kName; }
   c10::intrusive_ptr<Options> getBackendOptions() override {
@@ -151,6 +156,18 @@ class ShmBackend final : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return number_; }
   void enableCollectivesTiming() override {}  // it always tells profilers
   void abort() override { world().abort("the process group was aborted"); }
+
+  // Groups of some of these ranks, and with others: made as this one was, each over memory of its own.
+  bool supportsSplitting() const override { return make_ != nullptr; }
+  BackendPtr split(const StorePtr& store, const std::vector<int>& ranks, const OptionsPtr& options) override {
+    const auto place = std::find(ranks.begin(), ranks.end(), rank_);
+    if (place == ranks.end()) return {};
+    return merge(store, options, static_cast<int>(place - ranks.begin()), static_cast<int>(ranks.size()));
+  }
+  BackendPtr merge(const StorePtr& store, const OptionsPtr& options, const int& rank, const int& size) override {
+    TESSERA_CHECK_VALUE(make_ != nullptr, "comm", "this group cannot be split or merged");
+    return make_(store, rank, size, options ? options->timeout : world().timeout());
+  }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
@@ -206,6 +223,7 @@ class ShmBackend final : public c10d::Backend {
 
   const ShmSharePtr share_;
   const std::shared_ptr<ShmMover> mover_;
+  const MakeBackend make_;
   std::atomic<uint64_t> number_ = 0;
 };
 
@@ -396,8 +414,8 @@ WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> shm_backend(ShmSharePtr share) {
-  return c10::make_intrusive<ShmBackend>(std::move(share));
+c10::intrusive_ptr<c10d::Backend> shm_backend(ShmSharePtr share, MakeBackend make) {
+  return c10::make_intrusive<ShmBackend>(std::move(share), std::move(make));
 }
 
 }  // namespace tessera::comm

@@ -4,14 +4,20 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <functional>
+
 #include "tessera/comm/shm_meeting.h"
 
 namespace tessera::comm {
 
+// Makes the back end of another group, of ranks that meet at `store`: see tessera_backend().
+using MakeBackend = std::function<c10::intrusive_ptr<c10d::Backend>(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout)>;
+
 // CPU tensors of any dtype and layout; reductions over the floating, integer and bool ones, added in rank order, bf16
 // and fp16 in fp32. Sum and product of bool are or and and. All ranks make the same collectives in one order; messages
 // (send, recv) need no order among them. Sparse tensors can be summed by allreduce. Errors of arguments are value errors,
-// others DistBackendError.
-c10::intrusive_ptr<c10d::Backend> shm_backend(ShmSharePtr share);
+// others DistBackendError. `make`: for split() and merge(); none: there are none.
+c10::intrusive_ptr<c10d::Backend> shm_backend(ShmSharePtr share, MakeBackend make = nullptr);
 
 }  // namespace tessera::comm

@@ -114,7 +114,7 @@ c10::intrusive_ptr<c10d::Backend> tessera_backend(const StorePtr& given, int ran
   const auto hosts = find_hosts(*store, rank, size);
   ShmSharePtr share;
   if (hosts && hosts->count() == 1) share = try_sharing(rank, [&] { return shm_meet(*store, rank, size, timeout); });
-  if (share) return shm_backend(std::move(share));
+  if (share) return shm_backend(std::move(share), tessera_backend);
   return gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store), rank, size, timeout,
                       hosts && hosts->count() == 1);
 }

@@ -1,6 +1,8 @@
 // What Python's tests of the back end do not reach; tests/python/test_transport.py has every call in real processes.
 #include "tessera/comm/shm_backend.h"
 
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
 #include <thread>
 
 #include "tests/comm/collectives.h"
@@ -113,6 +115,26 @@ TEST(ShmBackend, WaitsNoTimeWhereToldSo) {
     EXPECT_HAS(message_of<c10::DistBackendError>([&] { backend->monitoredBarrier(options); }),
                "timed out after 0.0 s waiting for rank(s) 1");
   });
+}
+
+// In ranks as threads a group of one stands for what tessera_backend() would make.
+TEST(ShmBackend, SplitsAndMergesByMakingGroups) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const MakeBackend make = [&](const c10::intrusive_ptr<c10d::Store>& at, int rank, int size, auto timeout) {
+    at->set("asked", std::to_string(rank) + " of " + std::to_string(size));
+    return shm_backend(shm_thread_shares(1, timeout)[0]);
+  };
+  const auto backend = shm_backend(shm_thread_shares(2, 2min)[1], make);
+  const auto options = backend->getBackendOptions();
+  options->timeout = 7s;
+  EXPECT_TRUE(backend->supportsSplitting());
+  const auto part = backend->split(store, {0, 1}, options);
+  EXPECT_EQ(store->get_to_str("asked"), "1 of 2");
+  EXPECT_EQ(part->getBackendOptions()->timeout, 7s);
+  EXPECT_FALSE(backend->split(store, {0}, options));
+  backend->merge(store, options, 3, 4);
+  EXPECT_EQ(store->get_to_str("asked"), "3 of 4");
+  EXPECT_FALSE(part->supportsSplitting());
 }
 
 TEST(ShmBackend, AnAbortReachesTheOthers) {

@@ -1,6 +1,8 @@
-"""What programs for Gloo also use of a process group: sparse sums, profiles, callbacks that wait."""
+"""What programs for Gloo also use of a process group: sparse sums, profiles, callbacks that wait, splits."""
 
 from __future__ import annotations
+
+import datetime
 
 import pytest
 import torch
@@ -86,3 +88,24 @@ def chains(rank: int, world: int, meeting: Meeting) -> None:
 
 def test_sparse_sums_profiles_and_chains() -> None:
     run(2, sparse_sums, profiles, chains)
+
+
+def splits(rank: int, world: int, meeting: Meeting) -> None:
+    """Ranks 1 and 3 leave the whole together, then a group of all is made of both halves."""
+    start(rank, world, meeting)
+    limit = datetime.timedelta(seconds=50)
+    whole = dist.group.WORLD
+    odd = whole.split_group([1, 3], timeout=limit, group_name="odd")
+    assert (odd is None) == (rank % 2 == 0)
+    half = whole.split_group([0, 1] if rank < 2 else [2, 3], timeout=limit, group_name=f"half {rank // 2}")
+    merged = half.merge_remote_group(dist.PrefixStore("merged", dist.distributed_c10d._get_default_store()), world)
+    for group, want in ((odd, 4.0), (half, [1.0, 5.0][rank // 2]), (merged, 6.0)):
+        if group is not None:
+            tensor = torch.full((3,), float(rank))
+            group.allreduce(tensor).wait()
+            assert tensor.eq(want).all()
+    finish()
+
+
+def test_groups_that_are_split_and_merged() -> None:
+    run(4, splits)
