@@ -255,6 +255,7 @@ WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options)
   check_rank("reduce", options.rootRank);
   const Tensor& tensor = draft.only(tensors, "tensors");
   const Tensor t = rank_ == options.rootRank ? draft.inout(tensor) : draft.in(tensor);
+  if (rank_ != options.rootRank) draft.result.tensors.push_back(tensor);
   const auto op =
       shm_reduce(rank_, size_, t, reduction(options.reduceOp, t.scalar_type()), static_cast<int>(options.rootRank), {});
   return launch({op}, std::move(draft), options, OpType::REDUCE);

@@ -60,6 +60,18 @@ TEST(ShmBackend, TellsItsNameOptionsAndNumbers) {
   });
 }
 
+// A callback of the future is the same program on all ranks.
+TEST(ShmBackend, AReductionToOneRankHasAResultOnAll) {
+  run(2, [](int rank, const BackendPtr& backend) {
+    std::vector<at::Tensor> tensors = {at::ones({3})};
+    const auto work = backend->reduce(tensors, {});
+    work->wait();
+    ASSERT_EQ(work->result().size(), 1u);
+    EXPECT_TRUE(work->result()[0].is_same(tensors[0]));
+    EXPECT_TRUE(tensors[0].eq(rank == 0 ? 2 : 1).all().item<bool>());
+  });
+}
+
 TEST(ShmBackend, CoalescedListsByRank) {
   run(2, [](int rank, const BackendPtr& backend) {
     std::vector<at::Tensor> in = {at::full({3}, rank, at::kFloat), at::full({5}, 10 + rank, at::kFloat)};
