@@ -184,6 +184,26 @@ class Engine(EngineGetters):
         zero = self.core.options().zero
         return zero.stage == 0 and zero.precision.master_is_param()
 
+    def _masters(self) -> dict[str, torch.Tensor]:
+        """This rank's part of the fp32 masters by name; empty where the parameters are the masters."""
+        if self.core.options().zero.precision.master_is_param():
+            return {}
+        return {name: self.core.local_view(number, _core.Quantity.Master) for name, number in self._numbers().items()}
+
+    def _load_masters(self, masters: dict[str, torch.Tensor]) -> None:
+        numbers = self._numbers()
+        if numbers.keys() != masters.keys():
+            names = ", ".join(sorted(numbers.keys() ^ masters.keys()))
+            raise ConfigError(f"[optimizer.load_state_dict] the masters are of another model; only one has {names}")
+        for name, number in numbers.items():
+            self.core.set_local(number, _core.Quantity.Master, masters[name])
+        self.core.refresh_params()
+
+    def _numbers(self) -> dict[str, int]:
+        """Of what is optimized, in the order of the core."""
+        params = self.core.params()
+        return {params[number].name: number for number in sorted(self._optimized)}
+
     def _visible_optimizer(self, options: _core.EngineOptions) -> torch.optim.Optimizer | None:
         """The client's own object where its states can be what it expects (stage 0, fp32), else a wrapper."""
         if self._runner is None:
@@ -505,7 +525,7 @@ class Engine(EngineGetters):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._not_served(
             "load_checkpoint",
-            "use engine.load_module_state_dict() and engine.optimizer.load_state_dict() on every rank",
+            "use engine.load_module_state_dict() and then engine.optimizer.load_state_dict() on every rank",
         )
 
     def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -59,17 +59,24 @@ class Optimizer(torch.optim.Optimizer):
         self._live_engine().zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the states, and under "loss_scaler" the loss scale where the mode has one."""
+        """This rank's part of the states; under "masters" that of the fp32 masters, by name, where parameters are only
+        their 16-bit copies; under "loss_scaler" the loss scale where the mode has one."""
         state = self.optimizer.state_dict()
+        masters = self._live_engine()._masters()
+        if masters:
+            state["masters"] = masters
         if self.needs_scaler():
             state["loss_scaler"] = self.loss_scaler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what state_dict() gave on this rank of an equally large world."""
+        """Takes what state_dict() gave on this rank of an equally large world. Collective; weights that are loaded too
+        come before, for masters become what is written to the weights."""
         states = dict(state_dict)
-        scaler = states.pop("loss_scaler", None)
+        scaler, masters = states.pop("loss_scaler", None), states.pop("masters", None)
         self.optimizer.load_state_dict(states)
+        if masters is not None:
+            self._live_engine()._load_masters(masters)
         if scaler is not None:
             self.loss_scaler.load_state_dict(scaler)
 

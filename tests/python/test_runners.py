@@ -199,3 +199,52 @@ def test_load_state_dict_on_the_client_keeps_exact_states() -> None:
         assert torch.equal(client.state[param]["exp_avg"], saved["state"][number]["exp_avg"])
         assert client.state[param]["step"].item() == 3
     engine.destroy()
+
+
+@pytest.mark.parametrize("mode", ["bf16", "balanced", "fp16"])
+@pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_and_states_are_all_of_a_run(stage: int, kind: str, mode: str) -> None:
+    """What the module holds in 16 bits comes back exact: state_dict() has the masters."""
+    sections: dict[str, dict[str, Any]] = {
+        "bf16": {"bf16": True},
+        "balanced": {"bf16": True, "tessera": {"state_bytes": 10}},
+        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 6}},
+    }
+    cfg = config(stage, zero_allow_untested_optimizer=True, **sections[mode])
+    saved: dict[int, Any] = {}
+
+    def steps(engine: tessera.Engine, first: int, last: int, rank: int) -> None:
+        for k in range(first, last):
+            engine.backward(engine(*batch(10 * rank + k)))
+            engine.step()
+
+    def masters(engine: tessera.Engine) -> dict[str, torch.Tensor | None]:
+        return {n: tessera.state.get_full_fp32_param(engine, p) for n, p in engine.module.named_parameters()}
+
+    def first(engine: tessera.Engine, client: Any, rank: int) -> Any:
+        steps(engine, 0, 3, rank)
+        saved[rank] = copy.deepcopy((engine.module_state_dict(), engine.optimizer.state_dict()))
+        steps(engine, 3, 5, rank)
+        return masters(engine)
+
+    def second(engine: tessera.Engine, client: Any, rank: int) -> Any:
+        module, optimizer = saved[rank]
+        engine.load_module_state_dict(module)
+        engine.optimizer.load_state_dict(optimizer)
+        steps(engine, 3, 5, rank)
+        return masters(engine)
+
+    want = with_client(make(), 2, cfg, OPTIMIZERS[kind], first)
+    got = with_client(make(seed=9), 2, cfg, OPTIMIZERS[kind], second)
+    for a, b in zip(got, want, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+def test_masters_of_another_model_are_refused() -> None:
+    engine = tessera.Engine(make(), config(1, bf16=True))
+    state = engine.optimizer.state_dict()
+    state["masters"]["other"] = state["masters"].pop("gain")
+    with pytest.raises(ValueError, match="gain, other"):
+        engine.optimizer.load_state_dict(state)
+    engine.destroy()
