@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tessera import _core
+from tessera.errors import UsageError
 from tessera.native import NativeRule, read_group
 
 _STATES = (_core.Quantity.State0, _core.Quantity.State1)
@@ -99,7 +100,10 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     def copied(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Plain dicts with copies, to live without the engine."""
         return {
-            param: {name: value.clone() for name, value in self[param].items() if value is not None} for param in self
+            param: {
+                name: _shaped_like(value, param).clone() for name, value in self[param].items() if value is not None
+            }
+            for param in self
         }
 
 
@@ -107,6 +111,7 @@ class Runner:
     """What Engine.step() needs of an optimizer. `base` is the torch optimizer whose param_groups rule."""
 
     base: torch.optim.Optimizer
+    _sizes: list[int]  # of the param groups, as the engine was built with them
 
     @property
     def external(self) -> Callable[[], None] | None:
@@ -115,6 +120,11 @@ class Runner:
 
     def before_step(self) -> None:
         """Called before every step at a boundary."""
+        if _sizes_of(self.base) != self._sizes:
+            raise UsageError(
+                "[engine.step] the optimizer's param groups, or parameters in them, were added or removed after the "
+                "engine was built and would train without it; destroy() it and call tessera.initialize again with all"
+            )
 
     def after_step(self, applied: bool) -> None:
         """Called after it."""
@@ -136,6 +146,7 @@ class NativeRunner(Runner):
         self.base = base
         self._core = core
         self._rule = rule
+        self._sizes = _sizes_of(base)
         self._groups = core.groups()
         params = [p for group in base.param_groups for p in group["params"] if id(p) in index]
         self.state_names = names = _core.state_names(rule.rule, self._groups)
@@ -174,6 +185,7 @@ class NativeRunner(Runner):
         self._adopt(states)
 
     def before_step(self) -> None:
+        super().before_step()
         if self.base.state is not self._view:  # the client put another one there
             self._adopt(self.base.state)
         for index, options in enumerate(self._groups):
@@ -212,12 +224,14 @@ class ExternalRunner(Runner):
         self._core = core
         self._originals = [list(group["params"]) for group in base.param_groups]
         self._masters: list[tuple[int, torch.Tensor]] = []  # (parameter of the core, tensor that is updated)
+        self._params: list[torch.Tensor] = []  # whose masters these are
         self._on_params = on_params
         self._step = base.step  # the owner's, before Engine puts its own there
         for group in base.param_groups:
             group["params"] = [
                 target for param in group["params"] if (target := self._target(param, index)) is not None
             ]
+        self._sizes = _sizes_of(base)
 
     @property
     def external(self) -> Callable[[], None]:
@@ -228,6 +242,7 @@ class ExternalRunner(Runner):
         if number is None or self._on_params:
             if number is not None:
                 self._masters.append((number, param))
+                self._params.append(param)
             return param
         begin, end = self._core.local_range(number)
         view = self._core.local_view(number, _core.Quantity.Master)
@@ -235,6 +250,7 @@ class ExternalRunner(Runner):
             return None
         master = view.detach().requires_grad_(True)
         self._masters.append((number, master))
+        self._params.append(param)
         state = self.base.state.pop(param, None)
         if state:
             self.base.state[master] = {
@@ -251,8 +267,34 @@ class ExternalRunner(Runner):
                 master.grad = None
 
     def release(self) -> None:
-        for group, params in zip(self.base.param_groups, self._originals, strict=True):
-            group["params"] = params
+        groups = self.base.param_groups
+        if _sizes_of(self.base) == self._sizes:
+            for group, params in zip(groups, self._originals, strict=True):
+                group["params"] = params
+        else:  # the client changed them
+            param_of = {id(master): param for (_, master), param in zip(self._masters, self._params, strict=True)}
+            for group in groups:
+                group["params"] = [param_of.get(id(param), param) for param in group["params"]]
+        for (_, master), param in zip(self._masters, self._params, strict=True):
+            state = None if self._on_params else self.base.state.pop(master, None)
+            if state:
+                self.base.state[param] = {name: _shaped_like(value, param) for name, value in state.items()}
+
+
+def _sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def _shaped_like(value: Any, param: torch.Tensor) -> Any:
+    """A 1-D part that is all of the parameter, in the parameter's shape."""
+    if (
+        isinstance(value, torch.Tensor)
+        and value.dim() == 1
+        and value.numel() == param.numel()
+        and value.shape != param.shape
+    ):
+        return value.as_strided(param.shape, param.stride())
+    return value
 
 
 def _slice_like(value: Any, param: torch.Tensor, master: torch.Tensor, begin: int, end: int) -> Any:

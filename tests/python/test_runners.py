@@ -248,3 +248,53 @@ def test_masters_of_another_model_are_refused() -> None:
     with pytest.raises(ValueError, match="gain, other"):
         engine.optimizer.load_state_dict(state)
     engine.destroy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", ["adamw", "momentum", "rmsprop"])
+def test_a_client_takes_its_states_along(stage: int, kind: str) -> None:
+    """One rank holds all of every state: the optimizer goes on without the engine, and in the next one."""
+    plain = make()
+    reference = train_plain(plain, OPTIMIZERS[kind], 1, 2)
+    model = make()
+    client = OPTIMIZERS[kind](model.parameters())
+    cfg = config(stage, zero_allow_untested_optimizer=True)
+    for k in range(4):
+        engine = tessera.Engine(model, cfg, optimizer=client) if k in (0, 3) else None
+        if k in (0, 3):
+            run(engine, k, 2 if k == 0 else 1)
+            engine.destroy()
+        elif k == 2:
+            model(*batch(7)).backward()
+            client.step()
+            client.zero_grad()
+    for seed in (7, 30):
+        plain(*batch(seed)).backward()
+        reference.step()
+        reference.zero_grad()
+    assert_close(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", ["sgd", "rmsprop"])
+def test_param_groups_are_fixed(stage: int, kind: str) -> None:
+    """A group that nobody would train or reduce is an error."""
+    cfg = config(stage, zero_allow_untested_optimizer=True)
+    for change in ("add", "remove"):
+        model = make()
+        client = OPTIMIZERS[kind](model.parameters())
+        engine = tessera.Engine(model, cfg, optimizer=client)
+        run(engine, 0, 1)
+        if change == "add":
+            client.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+        else:
+            client.param_groups[0]["params"].pop()
+        before = weights(model)
+        engine(*batch(0)).backward()
+        with pytest.raises(RuntimeError, match=r"initialize again"):
+            engine.step()
+        assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+        engine.destroy()
+        owned = [param for group in client.param_groups for param in group["params"]]
+        known = {id(param) for param in model.parameters()}
+        assert sum(id(param) in known for param in owned) == len(known) - (change == "remove")
