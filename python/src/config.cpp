@@ -19,7 +19,11 @@ using namespace config;
 nlohmann::json to_json(py::handle value) {
   if (value.is_none()) return nullptr;
   if (py::isinstance<py::bool_>(value)) return value.cast<bool>();
-  if (py::isinstance<py::int_>(value)) return value.cast<int64_t>();
+  if (py::isinstance<py::int_>(value)) {
+    // As a JSON parser does: what an integer of the core cannot hold is a float, and refused where it has to be one.
+    const bool fits = py::detail::make_caster<int64_t>().load(value, /*convert=*/false);
+    return fits ? nlohmann::json(value.cast<int64_t>()) : nlohmann::json(value.cast<double>());
+  }
   if (py::isinstance<py::float_>(value)) return value.cast<double>();
   if (py::isinstance<py::str>(value)) return value.cast<std::string>();
   if (py::isinstance<py::dict>(value)) {

@@ -1,6 +1,7 @@
 #include "tessera/config/rules.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "tessera/config/lookup.h"
 #include "tessera/config/params.h"
@@ -23,7 +24,23 @@ void check_amp(const Config& c, Report& report) {
   }
 }
 
+// Gradients are divided in fp32.
+void check_loss_scale_fits(const Config& c, Report& report) {
+  if (!c.fp16.enabled) {
+    return;
+  }
+  if (c.fp16.loss_scale > std::numeric_limits<float>::max()) {
+    report.error("fp16.loss_scale", "must fit fp32");
+  }
+  constexpr int64_t largest = std::numeric_limits<float>::max_exponent - 1;
+  if (c.fp16.loss_scale == 0 && c.fp16.initial_scale_power > largest) {
+    report.error("fp16.initial_scale_power",
+                 "must be at most " + std::to_string(largest) + ", got " + std::to_string(c.fp16.initial_scale_power));
+  }
+}
+
 void check_loss_scale(const Config& c, Report& report) {
+  check_loss_scale_fits(c, report);
   // Unused values are tolerated: clients write them out whatever the mode.
   if (!c.fp16.enabled || c.fp16.loss_scale != 0) {
     return;

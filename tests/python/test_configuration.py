@@ -39,3 +39,18 @@ def test_forms_of_configuration(form: str, tmp_path: Path) -> None:
     assert engine.zero_optimization_stage() == 1
     assert cfg == before, "the caller's dict is never changed"
     engine.destroy()
+
+
+def test_integers_beyond_64_bits_name_their_key() -> None:
+    """What a config dict says about them is what a file says: the key, not a failed cast."""
+    for key, section in (("seed", "tessera"), ("reduce_bucket_size", "zero_optimization")):
+        cfg = config(stage=1)
+        cfg.setdefault(section, {})[key] = 2**64
+        with pytest.raises(ValueError, match=f"{section}.{key}"):
+            tessera.initialize(model=make(), config=cfg)
+
+
+def test_scales_that_are_too_large_name_their_key() -> None:
+    for key, value in (("initial_scale_power", 128), ("loss_scale", 1e39)):
+        with pytest.raises(ValueError, match=f"fp16.{key}"):
+            tessera.initialize(model=make(), config=config(1, fp16={"enabled": True, key: value}))
