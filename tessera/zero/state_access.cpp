@@ -1,4 +1,5 @@
 // ShardedModel: full and local views of masters, gradients and optimizer states.
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
@@ -100,11 +101,11 @@ at::Tensor ShardedModel::get_full(int index, Buffer what) {
   const shard::Range source = slot.unit->owned_slice(p);
   const at::Tensor buffer = what == Buffer::Master ? slot.unit->owned_weights() : owned_buffer(slot, what);
   if (!buffer.defined()) return {};
-  at::Tensor full = at::zeros({p.range.size()}, buffer.options().dtype(at::kFloat));
+  // Every element has one owner and -0.0 elsewhere: the sum is exact, also where the value is -0.0.
+  at::Tensor full = at::full({p.range.size()}, -0.0, buffer.options().dtype(at::kFloat));
   const shard::Range mine = local_range(index);
   full.narrow(0, mine.begin, mine.size())
       .copy_(what == Buffer::Master ? slot.unit->read_master(source) : buffer.narrow(0, source.begin, source.size()));
-  // Every element has one owner and zeros elsewhere: the sum is exact.
   if (sharded) ranks_.shard->all_reduce(full, comm::ReduceOp::Sum, "state of '" + p.name + "'").wait();
   if (what == Buffer::Gradient && !reducer_->replicas_agree()) {
     const auto op = options_.average ? comm::ReduceOp::Avg : comm::ReduceOp::Sum;

@@ -130,3 +130,20 @@ def test_gradients_before_the_boundary_are_local(stage: int) -> None:
 
     for rank, grads in enumerate(engines(model, 2, config(stage, accumulation=2), body)):
         assert_close(grads, plain_grads(model, 1, lambda m, _, r=rank: m(*batch(r)).backward(), scale=0.5))
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_full_values_have_every_bit(stage: int, bf16: bool) -> None:
+    """Also the sign of a zero."""
+
+    def body(engine: tessera.Engine, rank: int) -> None:
+        engine(*batch(rank)).backward()
+        engine.step()
+        param = engine.module.embed.weight
+        value = torch.tensor([-0.0, 0.0, 1.0 + 2**-20, -(2.0**-140), float("inf")]).repeat(7, 1)
+        tessera.state.set_full_fp32_param(engine, param, value)
+        got = tessera.state.get_full_fp32_param(engine, param)
+        assert torch.equal(got.view(torch.int32), value.view(torch.int32))
+
+    engines(make(), 2, config(stage, bf16=bf16), body)
