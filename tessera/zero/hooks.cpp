@@ -38,11 +38,12 @@ enum class CallEvent : uint8_t { Open, Close, CloseLater };
 // What one scale() left in a graph.
 struct ScaleMark {
   std::weak_ptr<Hooks::Link> owner;
-  double value;                                  // gradients behind it are multiplied by this
-  std::vector<std::weak_ptr<Hooks::Link>> ends;  // engines with parameters behind it, the owner among them
-  std::vector<std::weak_ptr<ScaleMark>> around;  // marks of later calls of scale() over the same tensor
-  int task = -1;                                 // that ran it last
-  bool spent = false;                            // a backward used it
+  double value;                                        // gradients behind it are multiplied by this
+  std::vector<std::weak_ptr<Hooks::Link>> ends;        // engines with parameters behind it, the owner among them
+  std::vector<std::weak_ptr<ScaleMark>> around;        // marks of later calls of scale() over the same tensor
+  std::unordered_set<torch::autograd::Node*> outputs;  // of engines, behind it
+  int task = -1;                                       // that ran it last
+  bool spent = false;                                  // a backward used it
 
   void run(const std::shared_ptr<ScaleMark>& self);
 };
@@ -397,8 +398,9 @@ void ScaleMark::run(const std::shared_ptr<ScaleMark>& self) {
     link->hooks->touch_task(false);
     if (!told) link->hooks->note_scale(value);
     if (link == asked) {
-      link->hooks->allowed_ = true;
       link->hooks->marks_.push_back(self);
+      if (!link->hooks->allowed_) link->hooks->check_all_scaled();
+      link->hooks->allowed_ = true;
     }
   }
 }
@@ -412,6 +414,14 @@ void Hooks::note_scale(double value) {
 }
 
 namespace {
+
+bool is_output_of(torch::autograd::Node& node, const LinkPtr& link) {
+  const auto& hooks = node.pre_hooks();
+  return std::any_of(hooks.begin(), hooks.end(), [&](const auto& hook) {
+    const auto* output = dynamic_cast<const OutputHook*>(hook.get());
+    return output != nullptr && output->link == link;
+  });
+}
 
 // The part of a graph behind some nodes.
 struct Behind {
@@ -432,6 +442,7 @@ struct Behind {
         }
         if (!through) continue;
       }
+      if (find_hook<OutputHook>(node->pre_hooks()) != nullptr) outputs.push_back(node);
       if (const auto* end = find_hook<ReadyHook>(node->post_hooks())) {
         if (std::find(ends.begin(), ends.end(), end->link) == ends.end()) ends.push_back(end->link);
       }
@@ -440,7 +451,8 @@ struct Behind {
       }
     }
   }
-  std::vector<torch::autograd::Node*> held;  // marked nodes that were not gone beyond
+  std::vector<torch::autograd::Node*> outputs;  // of engines
+  std::vector<torch::autograd::Node*> held;     // marked nodes that were not gone beyond
 };
 
 }  // namespace
@@ -467,6 +479,7 @@ at::Tensor Hooks::scale(const at::Tensor& x, double scale) {
   mark->value = value;
   mark->ends.assign(behind.ends.begin(), behind.ends.end());
   if (std::find(behind.ends.begin(), behind.ends.end(), link_) == behind.ends.end()) mark->ends.push_back(link_);
+  mark->outputs.insert(behind.outputs.begin(), behind.outputs.end());
   for (const auto& inner : behind.marks)
     inner->around.push_back(mark);
   scaled.grad_fn()->add_pre_hook(std::make_unique<ScaleHook>(mark));
@@ -497,13 +510,27 @@ bool Hooks::refuses_parameter() {
     return hook != nullptr && hook->mark->owner.lock() == link_;
   });
   if (marked) return false;
-  return task_runs([&](torch::autograd::Node& node) {
-    const auto& hooks = node.pre_hooks();
-    return std::any_of(hooks.begin(), hooks.end(), [&](const auto& hook) {
-      const auto* output = dynamic_cast<const OutputHook*>(hook.get());
-      return output != nullptr && output->link == link_;
-    });
+  return task_runs([&](torch::autograd::Node& node) { return is_output_of(node, link_); });
+}
+
+// A mark was met first. An output with parameters behind it that no mark covers is a forgotten part of the loss: its
+// gradients would count as scaled.
+void Hooks::check_all_scaled() {
+  if (!guarded_ || in_forward_task_) return;
+  std::vector<torch::autograd::Node*> outputs;
+  std::vector<std::shared_ptr<ScaleMark>> marks = marks_;  // autograd does not list the root, which may be a mark
+  task_runs([&](torch::autograd::Node& node) {
+    if (is_output_of(node, link_)) outputs.push_back(&node);
+    if (const auto* hook = find_hook<ScaleHook>(node.pre_hooks())) marks.push_back(hook->mark);
+    return false;  // on to the next one
   });
+  for (torch::autograd::Node* node : outputs) {
+    if (std::any_of(marks.begin(), marks.end(), [&](const auto& mark) { return mark->outputs.contains(node); }))
+      continue;
+    Behind behind;
+    behind.visit({node}, /*through=*/true);
+    if (std::find(behind.ends.begin(), behind.ends.end(), link_) != behind.ends.end()) HookAccess::refuse_unscaled();
+  }
 }
 
 void Hooks::remove() {

@@ -21,8 +21,8 @@
 //   it tells all engines whose parameters are behind it (not only the one that was asked) what their gradients are
 //   multiplied by, so each can bring them to its own scale, and it allows this backward for the engine that was asked.
 //   A mark serves one backward. Several engines may scale one loss: scales do not multiply, the smallest holds.
-//   A guarded engine refuses a backward through its outputs without its mark, before anything is accumulated or
-//   gathered. Gradients of parameters that are in the graph beside the outputs (a penalty) are refused with them; a graph
+//   A guarded engine refuses a backward through its outputs without its mark, all of them or a part of the loss, before
+//   anything is accumulated or gathered. Gradients of parameters that are in the graph beside the outputs (a penalty) are refused with them; a graph
 //   that passed no output of the engine (its module called directly) is not guarded and counts as unscaled.
 #pragma once
 
@@ -142,6 +142,7 @@ class Hooks {
   void note_scale(double value);
   bool excused() const { return !guarded_ || allowed_ || in_forward_task_; }
   void check_output();
+  void check_all_scaled();
   bool refuses_parameter();
   void end_task(int id);
   void task_gone(int id);

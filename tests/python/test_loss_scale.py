@@ -62,6 +62,48 @@ def test_unscaled_backward_raises_on_every_rank_and_the_engine_goes_on(stage: in
     engines(make(), world, fp16(stage), body)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_part_of_the_loss_without_scale_is_refused(stage: int, world: int) -> None:
+    """Whatever the order in which the parts were made; its gradients would vanish in the scaled ones."""
+
+    def body(engine: tessera.Engine, rank: int) -> None:
+        x, y = batch(rank)
+        for scaled_first in (True, False):
+            first, second = engine(x, y), engine(x, y)
+            scaled, plain = (engine.scale(first), second) if scaled_first else (engine.scale(second), first)
+            with pytest.raises(RuntimeError, match=REQUIRED):
+                (scaled + plain).backward()
+            assert not engine.core.has_gradients()
+            scaled = engine.scale(engine(x, y))
+            with pytest.raises(RuntimeError, match=REQUIRED):
+                (scaled + engine(x, y)).backward()
+            assert not engine.core.has_gradients()
+        (engine.scale(engine(x, y)) + engine.scale(engine(x, y))).backward()
+        engine.step()
+        leaf = x.clone().requires_grad_()
+        (engine.scale(engine(x, y)) + engine(leaf, y).detach() + leaf.sum()).backward()
+        engine.step()
+        assert engine.was_step_applied() and engine.global_steps == 2
+
+    engines(make(), world, fp16(stage), body)
+
+
+def test_an_output_that_only_hands_inputs_through_needs_no_scale() -> None:
+    class HandsThrough(Net):
+        def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+            return super().forward(x, y), x * 2
+
+    engine = tessera.Engine(make(HandsThrough), fp16(1))
+    x, y = batch(0)
+    x.requires_grad_()
+    loss, same = engine(x, y)
+    (engine.scale(loss) + same.sum()).backward()
+    engine.step()
+    assert engine.was_step_applied()
+    engine.destroy()
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_ways_to_scale_agree(stage: int) -> None:
     x, y = batch(1)
