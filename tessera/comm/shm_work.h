@@ -4,8 +4,9 @@
 //   The handles of Tessera's own Group are waited for, and every wait moves the data. A handle of torch.distributed may
 //   instead be asked for a future, polled, or forgotten. Each backend therefore has a thread, started when it is first
 //   needed, that waits for such calls beside the program: they overlap with computation, and their futures complete.
-//   A callback of a future may wait for the future of another call, as that of PowerSGD does. So whoever runs callbacks moves
-//   nothing meanwhile, and a further thread takes its place if there is something to move; later it waits for its turn.
+//   A callback of a future may wait for the future of another call, as that of PowerSGD does. So whoever runs callbacks
+//   moves nothing meanwhile, and a further thread takes its place if there is something to move; later it waits for its
+//   turn.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>

@@ -22,8 +22,9 @@
 //   multiplied by, so each can bring them to its own scale, and it allows this backward for the engine that was asked.
 //   A mark serves one backward. Several engines may scale one loss: scales do not multiply, the smallest holds.
 //   A guarded engine refuses a backward through its outputs without its mark, all of them or a part of the loss, before
-//   anything is accumulated or gathered. Gradients of parameters that are in the graph beside the outputs (a penalty) are refused with them; a graph
-//   that passed no output of the engine (its module called directly) is not guarded and counts as unscaled.
+//   anything is accumulated or gathered. Gradients of parameters that are in the graph beside the outputs (a penalty) are
+//   refused with them; a graph that passed no output of the engine (its module called directly) is not guarded and counts
+//   as unscaled.
 #pragma once
 
 #include <ATen/core/Tensor.h>
