@@ -10,7 +10,7 @@
 namespace tessera::comm {
 namespace {
 
-constexpr int64_t kLarge = int64_t{8} << 20;  // bytes: more than a core's share of the caches
+constexpr int64_t kLarge = 8 << 20;  // bytes: more than a core's share of the caches
 
 }  // namespace
 
