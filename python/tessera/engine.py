@@ -188,7 +188,8 @@ class Engine(EngineGetters):
         """This rank's part of the fp32 masters by name; empty where the parameters are the masters."""
         if self.core.options().zero.precision.master_is_param():
             return {}
-        return {name: self.core.local_view(number, _core.Quantity.Master) for name, number in self._numbers().items()}
+        views = {name: self.core.local_view(number, _core.Quantity.Master) for name, number in self._numbers().items()}
+        return {name: view for name, view in views.items() if view is not None}
 
     def _load_masters(self, masters: dict[str, torch.Tensor]) -> None:
         numbers = self._numbers()

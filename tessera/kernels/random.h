@@ -27,7 +27,7 @@ TESSERA_ELEMENT constexpr uint32_t factor_of(Stream stream) {
          : stream == kWeight ? 0xbe06b66bu
                              : 0x9d48a333u;
 }
-TESSERA_ELEMENT constexpr int turn_of(Stream stream) {  // whole bytes
+TESSERA_ELEMENT constexpr unsigned turn_of(Stream stream) {  // whole bytes
   return stream == kState0 ? 16 : stream == kState1 ? 24 : stream == kWeight ? 40 : 48;
 }
 
@@ -51,7 +51,7 @@ TESSERA_ELEMENT StepKey step_key(const RandomKey& key) {
   return {x, mix64(x + kWeyl)};
 }
 
-TESSERA_ELEMENT uint64_t rotated(uint64_t x, int bits) {  // to the right, by 1 to 63
+TESSERA_ELEMENT uint64_t rotated(uint64_t x, unsigned bits) {  // to the right, by 1 to 63
   return (x >> bits) | (x << (64 - bits));
 }
 
