@@ -21,8 +21,9 @@ nlohmann::json to_json(py::handle value) {
   if (py::isinstance<py::bool_>(value)) return value.cast<bool>();
   if (py::isinstance<py::int_>(value)) {
     // As a JSON parser does: what an integer of the core cannot hold is a float, and refused where it has to be one.
-    const bool fits = py::detail::make_caster<int64_t>().load(value, /*convert=*/false);
-    return fits ? nlohmann::json(value.cast<int64_t>()) : nlohmann::json(value.cast<double>());
+    int overflow = 0;
+    const int64_t integer = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+    return overflow == 0 ? nlohmann::json(integer) : nlohmann::json(value.cast<double>());
   }
   if (py::isinstance<py::float_>(value)) return value.cast<double>();
   if (py::isinstance<py::str>(value)) return value.cast<std::string>();

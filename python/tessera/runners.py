@@ -223,8 +223,8 @@ class ExternalRunner(Runner):
         self.base = base
         self._core = core
         self._originals = [list(group["params"]) for group in base.param_groups]
-        self._masters: list[tuple[int, torch.Tensor]] = []  # (parameter of the core, tensor that is updated)
-        self._params: list[torch.Tensor] = []  # whose masters these are
+        # (number in the core, the parameter, the tensor that is updated)
+        self._masters: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._on_params = on_params
         self._step = base.step  # the owner's, before Engine puts its own there
         for group in base.param_groups:
@@ -241,16 +241,14 @@ class ExternalRunner(Runner):
         number = index.get(id(param))
         if number is None or self._on_params:
             if number is not None:
-                self._masters.append((number, param))
-                self._params.append(param)
+                self._masters.append((number, param, param))
             return param
         begin, end = self._core.local_range(number)
         view = self._core.local_view(number, _core.Quantity.Master)
         if view is None or view.numel() == 0:
             return None
         master = view.detach().requires_grad_(True)
-        self._masters.append((number, master))
-        self._params.append(param)
+        self._masters.append((number, param, master))
         state = self.base.state.pop(param, None)
         if state:
             self.base.state[master] = {
@@ -259,10 +257,10 @@ class ExternalRunner(Runner):
         return master
 
     def run(self) -> None:
-        for number, master in self._masters:
+        for number, _, master in self._masters:
             master.grad = self._core.local_view(number, _core.Quantity.Gradient)
         self._step()
-        for _, master in self._masters:
+        for _, _, master in self._masters:
             if not self._on_params:
                 master.grad = None
 
@@ -272,10 +270,10 @@ class ExternalRunner(Runner):
             for group, params in zip(groups, self._originals, strict=True):
                 group["params"] = params
         else:  # the client changed them
-            param_of = {id(master): param for (_, master), param in zip(self._masters, self._params, strict=True)}
+            param_of = {id(master): param for _, param, master in self._masters}
             for group in groups:
                 group["params"] = [param_of.get(id(param), param) for param in group["params"]]
-        for (_, master), param in zip(self._masters, self._params, strict=True):
+        for _, param, master in self._masters:
             state = None if self._on_params else self.base.state.pop(master, None)
             if state:
                 self.base.state[param] = {name: _shaped_like(value, param) for name, value in state.items()}
@@ -287,12 +285,7 @@ def _sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:
 
 def _shaped_like(value: Any, param: torch.Tensor) -> Any:
     """A 1-D part that is all of the parameter, in the parameter's shape."""
-    if (
-        isinstance(value, torch.Tensor)
-        and value.dim() == 1
-        and value.numel() == param.numel()
-        and value.shape != param.shape
-    ):
+    if isinstance(value, torch.Tensor) and value.shape == (param.numel(),):
         return value.as_strided(param.shape, param.stride())
     return value
 

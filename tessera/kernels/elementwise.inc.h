@@ -83,9 +83,8 @@ double sum_of_squares_typed(const void* src, int64_t n) {
     sums[2 * v + 1] = fma(high, high, sums[2 * v + 1]);
   };
   constexpr int64_t kAheadAlone = 2048 / Type::bytes;  // a stream alone comes fastest so, whatever its type
-  const auto prefetch = [=](int64_t i)
-                            __attribute__((always_inline)) { Type::prefetch(src, i - kAhead + kAheadAlone); };
-  for_each_pair(n, prefetch, [&](int64_t i, auto lanes) __attribute__((always_inline)) {
+  const auto prefetch = [=](int64_t i) __attribute__((always_inline)) { Type::prefetch(src, i); };
+  for_each_pair<kAheadAlone>(n, prefetch, [&](int64_t i, auto lanes) __attribute__((always_inline)) {
     const Pair x = Type::template load<Order::Natural>(src, i, lanes);  // missing elements are zero
     add(0, x.a);
     add(kLanes / kWidth - 1, x.b);

@@ -13,7 +13,7 @@ namespace tessera::kernels {
 namespace {
 
 constexpr int64_t kChunk = 32;           // elements per prefetch: whole cache lines of every type
-constexpr int64_t kAhead = 1024;         // elements between use and prefetch
+constexpr int64_t kAhead = 1024;         // elements between use and prefetch, of several streams
 constexpr int64_t kLine = 64;            // bytes
 constexpr int64_t kStride = 2 * kWidth;  // elements of a step of the loop: a Pair
 
@@ -296,11 +296,11 @@ TESSERA_INLINE void with_type(DType dtype, const Call& call) {
 }
 
 // step(i, lanes) for every Pair of [0, n); prefetch(i) once per chunk.
-template <class Prefetch, class Step>
+template <int64_t ahead = kAhead, class Prefetch, class Step>
 TESSERA_INLINE void for_each_pair(int64_t n, const Prefetch& prefetch, const Step& step) {
   int64_t i = 0;
   for (; i + kChunk <= n; i += kChunk) {
-    prefetch(i + kAhead);
+    prefetch(i + ahead);
 #pragma GCC unroll 2
     for (int64_t k = 0; k < kChunk; k += kStride)
       step(i + k, All{});

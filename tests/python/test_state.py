@@ -142,8 +142,8 @@ def test_full_values_have_every_bit(stage: int, bf16: bool) -> None:
         engine.step()
         param = engine.module.embed.weight
         value = torch.tensor([-0.0, 0.0, 1.0 + 2**-20, -(2.0**-140), float("inf")]).repeat(7, 1)
-        tessera.state.set_full_fp32_param(engine, param, value)
-        got = tessera.state.get_full_fp32_param(engine, param)
+        state.set_full_fp32_param(engine, param, value)
+        got = state.get_full_fp32_param(engine, param)
         assert torch.equal(got.view(torch.int32), value.view(torch.int32))
 
     engines(make(), 2, config(stage, bf16=bf16), body)

@@ -373,11 +373,16 @@ def test_accumulate_end_to_end(tmp_path):
     assert "of limit" in (tmp_path / "accumulate-2.md").read_text()
 
 
+def run_with_memory(script: str) -> None:
+    """In a process of its own, which knows the module `memory`."""
+    start = f"import sys; sys.path.insert(0, {str(BENCH.parent / 'examples' / 'python')!r}); import memory\n"
+    done = subprocess.run([sys.executable, "-c", start + script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_memory_held_is_without_files(tmp_path):
     script = f"""
-import mmap, sys
-sys.path.insert(0, {str(BENCH.parent / "examples" / "python")!r})
-import memory
+import mmap
 def grown(call):
     before = memory.now(), memory.held()
     keep = call()
@@ -395,15 +400,12 @@ assert now > 6 << 20 > 2 << 20 > held, (now, held)
 (now, held), more = grown(lambda: bytearray(b"x") * (8 << 20))
 assert min(now, held) > 7 << 20, (now, held)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_with_memory(script)
 
 
 def test_memory_of_others_is_their_part_of_shared_memory():
-    script = f"""
-import mmap, os, sys
-sys.path.insert(0, {str(BENCH.parent / "examples" / "python")!r})
-import memory
+    script = """
+import mmap, os
 shared = mmap.mmap(-1, 8 << 20)
 shared.write(bytes(8 << 20))
 assert memory.of_others() == 0, memory.of_others()
@@ -418,8 +420,7 @@ os.read(ready, 1)
 assert memory.of_others() == 4 << 20, memory.of_others()
 os.write(done, b"x")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_with_memory(script)
 
 
 def test_memory_end_to_end(tmp_path):
