@@ -15,6 +15,8 @@ constexpr auto kCompareAfter =
 constexpr auto kCompareEvery = std::chrono::seconds(1);
 constexpr int kPeersCompared = 32;  // those that follow this rank: bounds the load on the store, and every pair of
                                     // neighbours is compared by one of them
+// What an ended process has sent may still be on its way: so long may a wait go on after its end was seen.
+constexpr auto kEndedFor = std::chrono::seconds(5);
 constexpr size_t kBuffersKept = 2;
 constexpr auto kAborted = " aborted: ";
 
@@ -42,7 +44,9 @@ C10dCore::C10dCore(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::Pr
       instance_(next_instance(*group_)),
       board_(group_->getStore(), rank_, size_, group_->getGroupName() + "/" + std::to_string(instance_)),
       calls_(rank_) {
-  if (size_ > 1) watcher_ = std::thread([this] { watch(); });
+  if (size_ == 1) return;
+  board_.show_process();
+  watcher_ = std::thread([this] { watch(); });
 }
 
 int64_t C10dCore::count_instance() {
@@ -71,6 +75,23 @@ std::optional<std::string> C10dCore::compare_calls() {
   return std::nullopt;
 }
 
+// Gloo does not always end a wait when the peer dies amid a message, and none that waits for another peer: a process of
+// this host that has ended is found by its id. The cause that all ranks end with, if there is one.
+std::optional<std::string> C10dCore::look_for_ended(Clock::time_point waiting_since) {
+  const auto now = Clock::now();
+  for (int d = 1; d < size_; ++d) {
+    if (std::min(d, size_ - d) > kPeersCompared) continue;
+    const int peer = (rank_ + d) % size_;
+    const auto pid = board_.ended_process(peer);
+    if (!pid) continue;
+    if (!ended_at_) ended_at_ = now;
+    if (now - std::max(*ended_at_, waiting_since) < kEndedFor) return std::nullopt;
+    return board_.post("rank " + std::to_string(rank_) + " lost rank " + std::to_string(peer) + ": its process " +
+                       std::to_string(*pid) + " has ended");
+  }
+  return std::nullopt;
+}
+
 void C10dCore::watch() {
   std::unique_lock lock(mutex_);
   auto compared = Clock::now();
@@ -82,6 +103,7 @@ void C10dCore::watch() {
     auto cause = board_.posted();
     if (const auto now = Clock::now(); !cause && now - since >= kCompareAfter && now - compared >= kCompareEvery) {
       cause = compare_calls();
+      if (!cause) cause = look_for_ended(since);
       compared = now;
     }
     lock.lock();

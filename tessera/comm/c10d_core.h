@@ -1,5 +1,6 @@
 // The part of a c10d group that its pending works share: the process group, receive buffers, the state of failure, and
-// the watcher that lets a blocked wait end when another rank reports a failure or has made another call.
+// the watcher that lets a blocked wait end when another rank reports a failure, has made another call or is
+// no more.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -7,6 +8,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -55,6 +57,7 @@ class C10dCore {
  private:
   void watch();
   std::optional<std::string> compare_calls();
+  std::optional<std::string> look_for_ended(std::chrono::steady_clock::time_point waiting_since);
   void interrupt();  // ends the current wait; mutex_ is held
   std::string cause();
 
@@ -64,7 +67,8 @@ class C10dCore {
   const int64_t instance_;
   FaultBoard board_;
   CallLog calls_;
-  std::string shown_calls_;  // the watcher's
+  std::string shown_calls_;                                        // the watcher's, as is ended_at_
+  std::optional<std::chrono::steady_clock::time_point> ended_at_;  // when it saw that a peer's process had ended
 
   std::mutex mutex_;
   std::condition_variable stop_;

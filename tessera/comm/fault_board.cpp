@@ -1,9 +1,13 @@
 #include "tessera/comm/fault_board.h"
 
+#include <unistd.h>
+
 #include <cstdio>
+#include <sstream>
 #include <thread>
 #include <vector>
 
+#include "tessera/comm/hosts.h"
 #include "tessera/comm/op_info.h"
 
 namespace tessera::comm {
@@ -50,6 +54,39 @@ std::string FaultBoard::shown_calls(int rank) {
   } catch (const std::exception&) {
     return {};
   }
+}
+
+void FaultBoard::show_process() {
+  if (!store_) return;
+  const int pid = getpid();
+  try {
+    store_->set(key("process/" + std::to_string(rank_)),
+                std::to_string(pid) + " " + std::to_string(start_of_process(pid)) + " " + host_id());
+  } catch (const std::exception&) {
+    // The first collective notices what is wrong with the store's host.
+  }
+}
+
+std::optional<FaultBoard::Process> FaultBoard::process_of(int rank) {
+  if (const auto known = processes_.find(rank); known != processes_.end()) return known->second;
+  const std::string name = key("process/" + std::to_string(rank));
+  try {
+    if (!store_ || !store_->check({name})) return std::nullopt;
+    std::istringstream text(store_->get_to_str(name));
+    Process process;
+    std::string host;
+    std::getline(text >> process.pid >> process.start >> std::ws, host);
+    if (host != host_id()) process.start = 0;
+    return processes_[rank] = process;
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+}
+
+std::optional<int> FaultBoard::ended_process(int rank) {
+  const auto process = process_of(rank);
+  if (!process || process->start == 0 || start_of_process(process->pid) == process->start) return std::nullopt;
+  return process->pid;
 }
 
 std::string FaultBoard::roll_call(std::chrono::milliseconds limit) {

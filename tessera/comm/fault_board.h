@@ -1,5 +1,5 @@
 // What the ranks of a group in trouble tell each other through the group's store: the first cause of a failure, who is
-// still there, and what they have called.
+// still there, which processes they are, and what they have called.
 // All calls are local, bounded in time while the store answers, and never throw; a store that cannot be reached (its
 // host may be the process that died) is part of the report.
 #pragma once
@@ -7,6 +7,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 
@@ -25,16 +27,28 @@ class FaultBoard {
   void show_calls(const std::string& calls);
   // What rank `rank` has shown last; empty when nothing.
   std::string shown_calls(int rank);
+  // Tells the ranks of this host which process this rank is.
+  void show_process();
+  // The id of the process that rank `rank` was, where it was one of this host and has ended. What is known of a rank is kept:
+  // for one thread.
+  std::optional<int> ended_process(int rank);
   // Marks this rank as alive, waits up to `limit` for the same mark of the others, and describes those without one:
   // "no answer within 2.0 s from rank(s) 2 (dead, or busy outside of any collective)". Empty when all answered.
   std::string roll_call(std::chrono::milliseconds limit);
 
  private:
+  struct Process {
+    int pid = 0;
+    uint64_t start = 0;  // 0: of another host
+  };
+
   std::string key(const std::string& what) const;
+  std::optional<Process> process_of(int rank);
 
   c10::intrusive_ptr<c10d::Store> store_;
   int rank_, size_;
   std::string group_;
+  std::map<int, Process> processes_;  // by rank
 };
 
 }  // namespace tessera::comm

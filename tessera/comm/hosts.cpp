@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <fstream>
 #include <map>
+#include <sstream>
 
 #include "tessera/base/env.h"
 
@@ -20,6 +21,26 @@ std::string host_id() {
     return "process " + std::to_string(getpid());  // nothing is known: shares with nobody
   }
   return boot + " " + std::to_string(processes.st_ino) + " " + std::to_string(geteuid());
+}
+
+// The fields of /proc/<pid>/stat: id, name in parentheses (may hold anything), state, then numbers; the start is the
+// twentieth after the state.
+uint64_t start_of_process(int pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  if (!std::getline(file, line)) return 0;
+  const auto end = line.rfind(')');
+  if (end == std::string::npos) return 0;
+  std::istringstream fields(line.substr(end + 1));
+  char state = 0;
+  std::string skipped;
+  fields >> state;
+  if (state == 'Z' || state == 'X') return 0;
+  for (int i = 0; i < 18; ++i)
+    fields >> skipped;
+  uint64_t start = 0;
+  fields >> start;
+  return fields ? start : 0;
 }
 
 int Hosts::count() const {

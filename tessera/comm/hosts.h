@@ -1,8 +1,9 @@
-// Which ranks of a group share a host, so that they can share memory.
+// Which ranks of a group share a host, so that they can share memory, and whether a process of this host still runs.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,10 @@ namespace tessera::comm {
 // Equal for two processes that can map each other's memory: one boot of one machine, one process namespace, one user.
 // TESSERA_HOST_ID takes its place where it is set.
 std::string host_id();
+
+// When the process with this id began, in ticks since the machine did; 0 when there is none or it has ended (a zombie
+// too). Together with the id it names one process for good.
+uint64_t start_of_process(int pid);
 
 struct Hosts {
   std::vector<int> of_rank;  // hosts are numbered in the order of their first ranks

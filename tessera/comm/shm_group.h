@@ -11,7 +11,7 @@
 //     shm_group      the Group                            shm_op, shm_sum   collectives as scripts of steps
 //     shm_backend    the same for torch.distributed       shm_pieces        how tensors are cut into records
 //     shm_meeting    how ranks come together              shm_layout        what lies where
-//     shm_world      one rank: waits, faults              shm_signal        futex, life of a process
+//     shm_world      one rank: waits, faults              shm_signal        futex
 //     shm_channel    calls in flight, records             shm_segment       the memory
 //     shm_mail       messages between two ranks           shm_memory   memory for tensors of all ranks
 #pragma once

@@ -29,7 +29,7 @@ static_assert(sizeof(ShmHeader) == kPage && offsetof(ShmHeader, secret) == 0);
 
 struct alignas(128) ShmRank {
   std::atomic<int> pid;
-  std::atomic<uint64_t> start;  // start_of_process()
+  std::atomic<uint64_t> start;  // start_of_process() of hosts.h
   Bell bell;
 };
 

@@ -1,4 +1,4 @@
-// How a rank sleeps until another one has done something, and how to know whether that one still runs.
+// How a rank sleeps until another one has done something.
 //
 // Note [Bell]
 //   Every rank has one bell. A sleeper (1) reads the count, (2) says that it sleeps, (3) looks once more whether there is
@@ -24,10 +24,6 @@ struct Bell {
 void ring(Bell& bell);
 // Sleeps until the bell rings, unless it has since `count` was read, or `limit` has passed.
 void sleep_at(Bell& bell, uint32_t count, std::chrono::milliseconds limit);
-
-// When the process with this id began, in ticks since the machine did; 0 when there is none or it has ended (a zombie
-// too). Together with the id it names one process for good.
-uint64_t start_of_process(int pid);
 
 // A short pause inside a spinning loop.
 inline void spin_pause() {

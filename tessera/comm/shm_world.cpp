@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "tessera/base/error.h"
+#include "tessera/comm/hosts.h"
 
 namespace tessera::comm {
 namespace {

@@ -257,6 +257,31 @@ TEST(EnvironmentGroup, SurvivorsNameARankKilledInsideACollective) {
   expect_success({results[0], results[1]});
 }
 
+// Rank 2's end is no error on a connection that rank 0 waits on.
+TEST(Processes, DISABLED_KilledUnseen) {
+  const auto group = environment_group(10min);
+  group->barrier();
+  leave_mark("met");
+  if (group->rank() == 2) die_once_all_have_met();
+  const bool waits = group->rank() == 0;
+  if (!waits) {
+    EXPECT_TRUE(await_marks("told", {0}));
+  }
+  auto t = at::ones({1000});
+  const auto text = message_of<c10::DistBackendError>([&] { group->broadcast(t, 1, "unit 'c'").wait(); });
+  EXPECT_HAS(text, "broadcast (unit 'c', 4000 B) failed");
+  EXPECT_HAS(text, "lost rank 2: its process ");
+  EXPECT_HAS(text, " has ended");
+  leave_mark("told");
+  EXPECT_TRUE(await_marks("told", {0, 1}));
+}
+
+TEST(EnvironmentGroup, ARankWhoseProcessHasEndedIsMissedByThoseWhoWait) {
+  const auto results = over_gloo(3, "Processes.DISABLED_KilledUnseen");
+  EXPECT_EQ(results[2].exit_code, -SIGKILL);
+  expect_success({results[0], results[1]});
+}
+
 TEST(Processes, DISABLED_OneAborts) {
   const auto group = environment_group(60s);
   group->barrier();

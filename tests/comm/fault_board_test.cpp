@@ -1,9 +1,13 @@
 #include "tessera/comm/fault_board.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <thread>
 
+#include "tessera/comm/hosts.h"
 #include "tests/comm/collectives.h"
 
 namespace tessera::comm {
@@ -42,6 +46,24 @@ TEST_F(FaultBoards, RanksShowEachOtherTheirCalls) {
   EXPECT_EQ(a.shown_calls(0), "");
 }
 
+TEST_F(FaultBoards, AnEndedProcessOfThisHostIsFound) {
+  EXPECT_EQ(a.ended_process(1), std::nullopt);  // has not said which it is
+  b.show_process();
+  EXPECT_EQ(a.ended_process(1), std::nullopt);  // this one
+  const pid_t child = fork();
+  if (child == 0) _exit(0);
+  siginfo_t info;
+  waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT);
+  const auto say = [&](int pid, uint64_t start, const std::string& host) {
+    store->set("tessera/fault/g/process/1", std::to_string(pid) + " " + std::to_string(start) + " " + host);
+    return FaultBoard(store, 0, 3, "g").ended_process(1);
+  };
+  EXPECT_EQ(say(child, 1, host_id()), child);
+  EXPECT_EQ(say(getpid(), 1, host_id()), getpid());  // another process has its id now
+  EXPECT_EQ(say(child, 1, "elsewhere"), std::nullopt);
+  waitpid(child, nullptr, 0);
+}
+
 TEST(FaultBoard, AStoreThatIsGoneIsReportedAndNotThrown) {
   struct Broken : c10d::HashStore {
     void set(const std::string&, const std::vector<uint8_t>&) override { throw std::runtime_error("reset by peer"); }
@@ -56,6 +78,8 @@ TEST(FaultBoard, AStoreThatIsGoneIsReportedAndNotThrown) {
   EXPECT_FALSE(board.posted().has_value());
   board.show_calls("mine");
   EXPECT_EQ(board.shown_calls(1), "");
+  board.show_process();
+  EXPECT_EQ(board.ended_process(1), std::nullopt);
   EXPECT_HAS(board.roll_call(100ms), "store cannot be reached");
 }
 

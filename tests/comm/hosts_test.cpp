@@ -1,6 +1,8 @@
 #include "tessera/comm/hosts.h"
 
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -38,6 +40,24 @@ TEST(Exchange, TellsEverybodyWhatEverybodySays) {
     rank.join();
   for (const auto& list : heard)
     EXPECT_EQ(list, (std::vector<std::string>{"c0", "c1", "c2"}));
+}
+
+TEST(StartOfProcess, TellsTheLivingFromTheDead) {
+  const uint64_t mine = start_of_process(getpid());
+  EXPECT_GT(mine, 0u);
+  EXPECT_EQ(start_of_process(getpid()), mine);
+  const pid_t child = fork();
+  if (child == 0) {
+    pause();
+    _exit(0);
+  }
+  EXPECT_GE(start_of_process(child), mine);
+  kill(child, SIGKILL);
+  siginfo_t info;
+  waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT);
+  EXPECT_EQ(start_of_process(child), 0u);  // a zombie
+  waitpid(child, nullptr, 0);
+  EXPECT_EQ(start_of_process(child), 0u);
 }
 
 }  // namespace

@@ -1,9 +1,6 @@
 #include "tessera/comm/shm_signal.h"
 
 #include <gtest/gtest.h>
-#include <signal.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <thread>
 
@@ -43,24 +40,6 @@ TEST(Bell, ASleepEndsWithItsLimit) {
   Bell bell{};
   sleep_at(bell, 0, 1ms);
   EXPECT_EQ(bell.count.load(), 0u);
-}
-
-TEST(StartOfProcess, TellsTheLivingFromTheDead) {
-  const uint64_t mine = start_of_process(getpid());
-  EXPECT_GT(mine, 0u);
-  EXPECT_EQ(start_of_process(getpid()), mine);
-  const pid_t child = fork();
-  if (child == 0) {
-    pause();
-    _exit(0);
-  }
-  EXPECT_GE(start_of_process(child), mine);
-  kill(child, SIGKILL);
-  siginfo_t info;
-  waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT);
-  EXPECT_EQ(start_of_process(child), 0u);  // a zombie
-  waitpid(child, nullptr, 0);
-  EXPECT_EQ(start_of_process(child), 0u);
 }
 
 }  // namespace

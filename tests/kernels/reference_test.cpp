@@ -5,6 +5,7 @@
 
 #include "tessera/kernels/table.h"
 #include "tests/kernels/kernel_data.h"
+#include "tests/support/vector_kernels.h"
 
 namespace tessera::kernels {
 namespace {
@@ -63,7 +64,7 @@ TEST(Reference, NarrowsLikeTorch) {
 struct Tensors {
   at::Tensor w = at::randn({kCount}), g = at::randn({kCount}) * 0.01, m = at::randn({kCount}) * 0.01,
              v = at::randn({kCount}).square() * 1e-4;
-  Tensors() = default;
+  Tensors() { tessera::testing::choose_vector_kernels(); }
   Tensors(const Tensors& o) : w(o.w.clone()), g(o.g.clone()), m(o.m.clone()), v(o.v.clone()) {}
 
   UpdateRange range() {

@@ -1,9 +1,6 @@
 // Test support: ranks as threads of this process.
 #pragma once
 
-#include <ATen/ops/ones.h>
-#include <ATen/ops/tanh.h>
-
 #include <chrono>
 #include <exception>
 #include <functional>
@@ -14,14 +11,9 @@
 
 #include "tessera/comm/backends.h"
 #include "tessera/comm/mesh.h"
+#include "tests/support/vector_kernels.h"
 
 namespace tessera::testing {
-
-// The first forward of a process on two threads at once came out wrong by 1e-4 in one of 60 processes, and no more since a
-// tanh is made before. It seems that MKL chooses the kernel in the first call, and not for several callers.
-inline void choose_vector_kernels() {
-  static const at::Tensor once = at::tanh(at::ones({64}));
-}
 
 // Runs fn(rank, groups[rank]) on a thread for each rank and returns when all have ended. When one throws, its
 // group is aborted, so that the others end too, and the exception that came first is thrown again
