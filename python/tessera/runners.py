@@ -232,6 +232,7 @@ class ExternalRunner(Runner):
                 target for param in group["params"] if (target := self._target(param, index)) is not None
             ]
         self._sizes = _sizes_of(base)
+        self._targets = {number: target for number, _, target in self._masters}
 
     @property
     def external(self) -> Callable[[], None]:
@@ -243,7 +244,6 @@ class ExternalRunner(Runner):
             if number is not None:
                 self._masters.append((number, param, param))
             return param
-        begin, end = self._core.local_range(number)
         view = self._core.local_view(number, _core.Quantity.Master)
         if view is None or view.numel() == 0:
             return None
@@ -252,9 +252,21 @@ class ExternalRunner(Runner):
         state = self.base.state.pop(param, None)
         if state:
             self.base.state[master] = {
-                name: _slice_like(value, param, master, begin, end) for name, value in state.items()
+                name: self._slice_like(value, param, master, number) for name, value in state.items()
             }
         return master
+
+    def target_of(self, number: int) -> torch.Tensor:
+        """What is updated for parameter `number` of the core; KeyError where this rank has no part of it."""
+        return self._targets[number]
+
+    def state_of(self, number: int) -> dict[str, Any]:
+        """Its states; empty where this rank has no part of it, or there was no step."""
+        target = self._targets.get(number)
+        return {} if target is None or target not in self.base.state else self.base.state[target]
+
+    def has_states(self) -> bool:
+        return any(self.state_of(number) for number in self._targets)
 
     def run(self) -> None:
         for number, _, master in self._masters:
@@ -263,6 +275,11 @@ class ExternalRunner(Runner):
         for _, _, master in self._masters:
             if not self._on_params:
                 master.grad = None
+
+    def _slice_like(self, value: Any, param: torch.Tensor, master: torch.Tensor, number: int) -> Any:
+        if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim() > 0:
+            return self._core.local_part(number, value.detach()).float().view(master.shape).clone()
+        return value
 
     def release(self) -> None:
         groups = self.base.param_groups
@@ -287,10 +304,4 @@ def _shaped_like(value: Any, param: torch.Tensor) -> Any:
     """A 1-D part that is all of the parameter, in the parameter's shape."""
     if isinstance(value, torch.Tensor) and value.shape == (param.numel(),):
         return value.as_strided(param.shape, param.stride())
-    return value
-
-
-def _slice_like(value: Any, param: torch.Tensor, master: torch.Tensor, begin: int, end: int) -> Any:
-    if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim() > 0:
-        return value.detach().reshape(-1)[begin:end].float().view(master.shape).clone()
     return value

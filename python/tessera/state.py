@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from tessera import _core
+from tessera import _core, own_states
 from tessera.engine import Engine
 from tessera.errors import ConfigError
-from tessera.runners import NativeRunner
+from tessera.runners import ExternalRunner, NativeRunner
 
 _STATES = (_core.Quantity.State0, _core.Quantity.State1)
 
@@ -28,7 +28,11 @@ def get_full_grad(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
 
 
 def get_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str) -> torch.Tensor | None:
-    """`key` as in torch's optimizer state: "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", ..."""
+    """`key` as in torch's optimizer state: "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", ... Of an optimizer that
+    runs itself, any that has one value for each element, or one for all ("step"); None before its first step."""
+    if runner := _own(engine):
+        number = _number(engine, param)
+        return own_states.get_full(engine, runner, number, key) if number in engine._optimized else None
     return _get_full(engine, param, _quantity(engine, key))
 
 
@@ -43,7 +47,11 @@ def set_full_grad(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> N
 
 
 def set_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str, value: torch.Tensor) -> None:
-    engine.core.set_full(_number(engine, param), _quantity(engine, key), value)
+    number = _number(engine, param)
+    if runner := _own(engine):
+        own_states.set_full(engine, runner, _optimized(engine, number), key, value)
+    else:
+        engine.core.set_full(number, _quantity(engine, key), value)
 
 
 def get_local_fp32_param(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
@@ -55,6 +63,9 @@ def get_local_grad(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
 
 
 def get_local_optimizer_state(engine: Engine, param: torch.Tensor, key: str) -> torch.Tensor | None:
+    if runner := _own(engine):
+        number = _number(engine, param)
+        return own_states.get_local(engine, runner, number, key) if number in engine._optimized else None
     return _get_local(engine, param, _quantity(engine, key))
 
 
@@ -74,7 +85,10 @@ def set_local_grad(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> 
 
 
 def set_local_optimizer_state(engine: Engine, param: torch.Tensor, key: str, value: torch.Tensor) -> None:
-    _set_local(engine, param, _quantity(engine, key), value)
+    if runner := _own(engine):
+        own_states.set_local(runner, _optimized(engine, _number(engine, param)), key, value)
+    else:
+        _set_local(engine, param, _quantity(engine, key), value)
 
 
 def _number(engine: Engine, param: torch.Tensor) -> int:
@@ -96,19 +110,22 @@ def _get_local(engine: Engine, param: torch.Tensor, what: _core.Quantity) -> tor
 
 
 def _set_local(engine: Engine, param: torch.Tensor, what: _core.Quantity, value: torch.Tensor) -> None:
-    number = _number(engine, param)
+    engine.core.set_local(_optimized(engine, _number(engine, param)), what, value)
+
+
+def _optimized(engine: Engine, number: int) -> int:
     if number not in engine._optimized:
         raise ConfigError("[state] there is nothing of this kind for the parameter: it is not optimized")
-    engine.core.set_local(number, what, value)
+    return number
+
+
+def _own(engine: Engine) -> ExternalRunner | None:
+    return engine._runner if isinstance(engine._runner, ExternalRunner) else None
 
 
 def _quantity(engine: Engine, key: str) -> _core.Quantity:
     runner = engine._runner
     names = runner.state_names if isinstance(runner, NativeRunner) else []
     if key not in names:
-        if not isinstance(runner, NativeRunner):
-            raise NotImplementedError(
-                f"[state] the states of {type(engine.basic_optimizer).__name__} are its own: read optimizer.state"
-            )
         raise ConfigError(f"[state] no optimizer state {key!r}; there are {', '.join(names) or 'none'}")
     return _STATES[names.index(key)]

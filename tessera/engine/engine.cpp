@@ -515,6 +515,18 @@ std::pair<int64_t, int64_t> Engine::local_range(int param) const {
   return {range.begin, range.end};
 }
 
+at::Tensor Engine::gather_full(int param, const at::Tensor& part) {
+  return impl_->live("gather_full").gather_full(impl_->slot(param, "gather_full"), part);
+}
+
+at::Tensor Engine::local_part(int param, const at::Tensor& full) {
+  return impl_->live("local_part").local_part(impl_->slot(param, "local_part"), full);
+}
+
+double Engine::agree_max(double value) {
+  return impl_->live("agree_max").agree_max(value);
+}
+
 void Engine::refresh_params() {
   impl_->live("refresh_params").refresh_params();
 }

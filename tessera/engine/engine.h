@@ -173,6 +173,13 @@ class Engine {
   void set_local(int param, Quantity what, const at::Tensor& value);
   // This rank's part of the parameter's flattened elements: [begin, end).
   std::pair<int64_t, int64_t> local_range(int param) const;
+  // The same for values that the client keeps, such as the states of an optimizer that runs itself. `part`: one value for
+  // each element of local_range(), shaped as local_view() is. fp32, shape of the parameter; collective.
+  at::Tensor gather_full(int param, const at::Tensor& part);
+  // This rank's part of `full`, which has the shape of the parameter; shaped as local_view() is, in the dtype of `full`.
+  at::Tensor local_part(int param, const at::Tensor& full);
+  // The largest of all ranks' values. Collective.
+  double agree_max(double value);
   // Writes masters back into the compute parameters (after masters were edited). Collective for sharded states.
   void refresh_params();
   // Takes the values of compute parameters that were edited or loaded as new masters; untouched ones keep the bits of

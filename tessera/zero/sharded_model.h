@@ -116,6 +116,10 @@ class ShardedModel final : private HookSink {
   at::Tensor local_view(int slot, Buffer what);
   void set_local(int slot, Buffer what, const at::Tensor& value);  // collective for shared parameters' masters
   shard::Range local_range(int slot) const;
+  // For values of which the client keeps the parts: see engine.h.
+  at::Tensor gather_full(int slot, const at::Tensor& part);
+  at::Tensor local_part(int slot, const at::Tensor& full);
+  double agree_max(double value);
   Param& param(int slot) { return *slots_[slot].param; }
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   const std::vector<std::unique_ptr<FlatParams>>& frozen() const { return frozen_; }
@@ -172,6 +176,8 @@ class ShardedModel final : private HookSink {
   void update_external(const GradientSummary& summary, double scale, const std::function<void()>& external);
   void gather_unit(Unit& unit, std::vector<comm::Pending>& pending);
   at::Tensor owned_buffer(const Slot& slot, Buffer what) const;
+  at::Tensor gather_flat(const Slot& slot, const at::Tensor& part);
+  shard::Range local_range_of(const Slot& slot) const;
   void settle_empty_units();
   bool reads_local_gradient(const Slot& slot) const;
   void adopt_param(const Slot& slot, bool compare);

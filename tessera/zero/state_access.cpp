@@ -1,6 +1,5 @@
 // ShardedModel: full and local views of masters, gradients and optimizer states.
 #include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
 #include "tessera/base/error.h"
@@ -35,7 +34,10 @@ bool ShardedModel::reads_local_gradient(const Slot& slot) const {
 }
 
 shard::Range ShardedModel::local_range(int index) const {
-  const Slot& slot = slots_[index];
+  return local_range_of(slots_[index]);
+}
+
+shard::Range ShardedModel::local_range_of(const Slot& slot) const {
   const shard::Range mine = shard::intersect(slot.param->range, slot.unit->owned);
   if (mine.empty()) return {};
   return {mine.begin - slot.param->range.begin, mine.end - slot.param->range.begin};
@@ -78,6 +80,49 @@ void ShardedModel::set_local(int index, Buffer what, const at::Tensor& value) {
   shared_.written("new masters");
 }
 
+// The parameter's elements in the order of its memory, of which `part` is this rank's.
+at::Tensor ShardedModel::gather_flat(const Slot& slot, const at::Tensor& part) {
+  const Param& p = *slot.param;
+  // Every element has one owner and -0.0 elsewhere: the sum is exact, also where the value is -0.0.
+  at::Tensor full = at::full({p.range.size()}, -0.0, part.options().dtype(at::kFloat));
+  const shard::Range mine = local_range_of(slot);
+  full.narrow(0, mine.begin, mine.size()).copy_(part);
+  const bool sharded = placements_.states == shard::Placement::Shard && ranks_.shard->size() > 1;
+  if (sharded) ranks_.shard->all_reduce(full, comm::ReduceOp::Sum, "state of '" + p.name + "'").wait();
+  return full;
+}
+
+at::Tensor ShardedModel::gather_full(int index, const at::Tensor& part) {
+  const std::lock_guard lock(hooks_.mutex());
+  const c10::AutoGradMode no_grad(false);
+  const Slot& slot = slots_[index];
+  const Param& p = *slot.param;
+  const int64_t mine = local_range_of(slot).size();
+  TESSERA_CHECK_VALUE(part.defined() && part.numel() == mine, "engine.gather_full", "this rank holds ", mine,
+                      " elements of parameter '", p.name, "', the part has ", part.defined() ? part.numel() : 0);
+  const bool shaped = part.sizes() == p.tensor.sizes();
+  return shard::view_as_param(gather_flat(slot, shaped ? shard::flatten_like_param(part, p.tensor) : part.flatten()),
+                              {0, p.range.size()}, p.tensor);
+}
+
+at::Tensor ShardedModel::local_part(int index, const at::Tensor& full) {
+  const Slot& slot = slots_[index];
+  const Param& p = *slot.param;
+  TESSERA_CHECK_VALUE(full.defined() && full.sizes() == p.tensor.sizes(), "engine.local_part", "parameter '", p.name,
+                      "' has shape ", p.tensor.sizes(), ", the value ",
+                      full.defined() ? full.sizes() : at::IntArrayRef{});
+  if (placements_.states == shard::Placement::Replicate) return full;
+  const shard::Range mine = local_range_of(slot);
+  return shard::flatten_like_param(full, p.tensor).narrow(0, mine.begin, mine.size());
+}
+
+double ShardedModel::agree_max(double value) {
+  if (ranks_.size() == 1) return value;
+  at::Tensor all = at::full({1}, value, at::kDouble);
+  ranks_.all_reduce(all, comm::ReduceOp::Max, "agreement");
+  return all.item<double>();
+}
+
 at::Tensor ShardedModel::get_full(int index, Buffer what) {
   const std::lock_guard lock(hooks_.mutex());
   const c10::AutoGradMode no_grad(false);
@@ -88,25 +133,12 @@ at::Tensor ShardedModel::get_full(int index, Buffer what) {
     if (!reads_local_gradient(slot)) return {};
     return shard::view_as_param(slot.unit->partial, p.range, p.tensor).to(at::kFloat, false, /*copy=*/true);
   }
-  const bool sharded = placements_.states == shard::Placement::Shard && ranks_.shard->size() > 1;
-  if (what == Buffer::Gradient) {
-    int have = p.has_grad ? 1 : 0;
-    if (ranks_.size() > 1) {
-      at::Tensor any = at::zeros({1}, at::kInt).fill_(have);
-      ranks_.all_reduce(any, comm::ReduceOp::Max, "gradient of '" + p.name + "'");
-      have = any.item<int>();
-    }
-    if (have == 0) return {};
-  }
+  if (what == Buffer::Gradient && agree_max(p.has_grad ? 1 : 0) == 0) return {};
   const shard::Range source = slot.unit->owned_slice(p);
   const at::Tensor buffer = what == Buffer::Master ? slot.unit->owned_weights() : owned_buffer(slot, what);
   if (!buffer.defined()) return {};
-  // Every element has one owner and -0.0 elsewhere: the sum is exact, also where the value is -0.0.
-  at::Tensor full = at::full({p.range.size()}, -0.0, buffer.options().dtype(at::kFloat));
-  const shard::Range mine = local_range(index);
-  full.narrow(0, mine.begin, mine.size())
-      .copy_(what == Buffer::Master ? slot.unit->read_master(source) : buffer.narrow(0, source.begin, source.size()));
-  if (sharded) ranks_.shard->all_reduce(full, comm::ReduceOp::Sum, "state of '" + p.name + "'").wait();
+  const at::Tensor full = gather_flat(
+      slot, what == Buffer::Master ? slot.unit->read_master(source) : buffer.narrow(0, source.begin, source.size()));
   if (what == Buffer::Gradient && !reducer_->replicas_agree()) {
     const auto op = options_.average ? comm::ReduceOp::Avg : comm::ReduceOp::Sum;
     ranks_.replicate->all_reduce(full, op, "gradient of '" + p.name + "'").wait();

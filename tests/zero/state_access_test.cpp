@@ -78,6 +78,22 @@ TEST(StateAccess, LocalViewsAreTheRanksPartOfTheFullTensor) {
   });
 }
 
+TEST(StateAccess, PartsThatTheClientKeepsAreGatheredAlike) {
+  over_stages({1, 3}, kBf16, [](const ToyRank& on) {
+    const auto& [engine, toy, rank, stage, group] = on;
+    for (int i = 0; i < 5; ++i) {
+      const at::Tensor full = engine.get_full(i, Quantity::Master);
+      const at::Tensor part = engine.local_part(i, full);
+      EXPECT_EQ(part.sizes(), engine.local_view(i, Quantity::Master).sizes());
+      EXPECT_TRUE(part.equal(engine.local_view(i, Quantity::Master)));
+      EXPECT_TRUE(engine.gather_full(i, part).equal(full));
+      EXPECT_THROW(engine.gather_full(i, at::zeros({part.numel() + 1})), c10::ValueError);
+      EXPECT_THROW(engine.local_part(i, at::zeros({2})), c10::ValueError);
+    }
+    EXPECT_EQ(engine.agree_max(-1.0 - rank), -1.0);
+  });
+}
+
 TEST(StateAccess, GradientsSetBetweenBackwardAndStepAreHonoured) {
   over_stages({1, 3}, kBf16, [](const ToyRank& on) {
     const auto& [engine, toy, rank, stage, group] = on;
