@@ -11,7 +11,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-torch.tanh(torch.ones(64))  # see tests/support/vector_kernels.h: the first such call may not come from two ranks at once
+torch.tanh(torch.ones(64))  # not from two ranks at once for the first time: tests/support/vector_kernels.h
 
 
 @pytest.fixture(autouse=True)
