@@ -150,6 +150,7 @@ class NativeRunner(Runner):
         self._groups = core.groups()
         params = [p for group in base.param_groups for p in group["params"] if id(p) in index]
         self.state_names = names = _core.state_names(rule.rule, self._groups)
+        self.counts_steps = rule.counts_steps
         self._view = StateView(core, params, index, names, rule)
         self._loading: Mapping[str, Any] | None = None
         self._adopt(base.state)

@@ -28,11 +28,14 @@ def get_full_grad(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
 
 
 def get_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str) -> torch.Tensor | None:
-    """`key` as in torch's optimizer state: "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", ... Of an optimizer that
-    runs itself, any that has one value for each element, or one for all ("step"); None before its first step."""
+    """`key` as in torch's optimizer state: "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", ..., and "step", a tensor
+    without dimensions. Of an optimizer that runs itself, any that has one value for each element, or one for all; None
+    before its first step."""
     if runner := _own(engine):
         number = _number(engine, param)
         return own_states.get_full(engine, runner, number, key) if number in engine._optimized else None
+    if _is_step(engine, key):
+        return _get_step(engine, param)
     return _get_full(engine, param, _quantity(engine, key))
 
 
@@ -50,6 +53,8 @@ def set_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str, valu
     number = _number(engine, param)
     if runner := _own(engine):
         own_states.set_full(engine, runner, _optimized(engine, number), key, value)
+    elif _is_step(engine, key):
+        engine.core.set_param_step(_optimized(engine, number), int(value))
     else:
         engine.core.set_full(number, _quantity(engine, key), value)
 
@@ -66,6 +71,8 @@ def get_local_optimizer_state(engine: Engine, param: torch.Tensor, key: str) -> 
     if runner := _own(engine):
         number = _number(engine, param)
         return own_states.get_local(engine, runner, number, key) if number in engine._optimized else None
+    if _is_step(engine, key):
+        return _get_step(engine, param)
     return _get_local(engine, param, _quantity(engine, key))
 
 
@@ -87,6 +94,8 @@ def set_local_grad(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> 
 def set_local_optimizer_state(engine: Engine, param: torch.Tensor, key: str, value: torch.Tensor) -> None:
     if runner := _own(engine):
         own_states.set_local(runner, _optimized(engine, _number(engine, param)), key, value)
+    elif _is_step(engine, key):
+        engine.core.set_param_step(_optimized(engine, _number(engine, param)), int(value))
     else:
         _set_local(engine, param, _quantity(engine, key), value)
 
@@ -121,6 +130,16 @@ def _optimized(engine: Engine, number: int) -> int:
 
 def _own(engine: Engine) -> ExternalRunner | None:
     return engine._runner if isinstance(engine._runner, ExternalRunner) else None
+
+
+def _is_step(engine: Engine, key: str) -> bool:
+    runner = engine._runner
+    return key == "step" and isinstance(runner, NativeRunner) and runner.counts_steps
+
+
+def _get_step(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
+    number = _number(engine, param)
+    return torch.tensor(float(engine.core.param_step(number))) if number in engine._optimized else None
 
 
 def _quantity(engine: Engine, key: str) -> _core.Quantity:

@@ -31,6 +31,10 @@ def test_full_values_round_trip(stage: int, bf16: bool) -> None:
                 state.set_full_optimizer_state(engine, param, key, value + 1)
                 got = state.get_full_optimizer_state(engine, param, key)
                 assert got.shape == shape and torch.equal(got, value + 1)
+            assert state.get_full_optimizer_state(engine, param, "step").item() == 1
+            state.set_full_optimizer_state(engine, param, "step", torch.tensor(5.0))
+            assert state.get_local_optimizer_state(engine, param, "step").item() == 5
+            assert engine.optimizer.state[param]["step"].item() == 5
             begin, end = state.local_range(engine, param)
             local = state.get_local_optimizer_state(engine, param, "exp_avg")
             assert torch.equal(local.reshape(-1), (value + 1).view(-1)[begin:end])
