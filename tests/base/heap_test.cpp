@@ -3,9 +3,11 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <thread>
 #include <vector>
 
 namespace tessera::testing {
@@ -37,6 +39,22 @@ TEST(Heap, FreedPagesBetweenBlocksInUseGoBackToTheSystem) {
   EXPECT_LT(resident_bytes(), full - 25'000'000);
   for (size_t i = 1; i < blocks.size(); i += 2)
     std::free(blocks[i]);
+}
+
+// Under the address sanitizer, as with any other allocator in malloc's place, glibc's own is set up by the first call.
+TEST(Heap, IsTrimmedBySeveralThreadsAtOnce) {
+  std::vector<std::thread> threads;
+  std::atomic<int> waiting = 8;
+  for (int i = 0; i < 8; ++i) {
+    threads.emplace_back([&] {
+      waiting -= 1;
+      while (waiting > 0)
+        std::this_thread::yield();
+      heap::return_free_pages();
+    });
+  }
+  for (std::thread& thread : threads)
+    thread.join();
 }
 
 }  // namespace tessera::testing
