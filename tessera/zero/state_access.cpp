@@ -84,7 +84,7 @@ void ShardedModel::set_local(int index, Buffer what, const at::Tensor& value) {
 at::Tensor ShardedModel::gather_flat(const Slot& slot, const at::Tensor& part) {
   const Param& p = *slot.param;
   // Every element has one owner and -0.0 elsewhere: the sum is exact, also where the value is -0.0.
-  at::Tensor full = at::full({p.range.size()}, -0.0, part.options().dtype(at::kFloat));
+  at::Tensor full = at::full({p.range.size()}, -0.0, slot.unit->owned_weights().options().dtype(at::kFloat));
   const shard::Range mine = local_range_of(slot);
   full.narrow(0, mine.begin, mine.size()).copy_(part);
   const bool sharded = placements_.states == shard::Placement::Shard && ranks_.shard->size() > 1;
