@@ -13,8 +13,7 @@ import torch
 from tessera import _core
 from tessera.errors import UsageError
 from tessera.native import NativeRule, read_group
-
-_STATES = (_core.Quantity.State0, _core.Quantity.State1)
+from tessera.optimizer_states import QUANTITIES, CoreStates, OptimizerStates, OwnStates
 
 
 class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
@@ -57,14 +56,14 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         state: dict[str, Any] = {}
         if self._rule.counts_steps:
             state["step"] = torch.tensor(float(self._core.param_step(index)))
-        for name, quantity in zip(self._names, _STATES, strict=False):
+        for name, quantity in zip(self._names, QUANTITIES, strict=False):
             state[name] = self._core.local_view(index, quantity)
         return state
 
     def __setitem__(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
         index = self._index[id(param)]
         found = False
-        for name, quantity in zip(self._names, _STATES, strict=False):
+        for name, quantity in zip(self._names, QUANTITIES, strict=False):
             value = state.get(name)
             if value is not None:
                 self._write(index, quantity, value)
@@ -85,7 +84,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __delitem__(self, param: torch.Tensor) -> None:
         index = self._index[id(param)]
-        for quantity in _STATES[: len(self._names)]:
+        for quantity in QUANTITIES[: len(self._names)]:
             view = self._core.local_view(index, quantity)
             if view is not None:
                 view.zero_()
@@ -111,6 +110,7 @@ class Runner:
     """What Engine.step() needs of an optimizer. `base` is the torch optimizer whose param_groups rule."""
 
     base: torch.optim.Optimizer
+    states: OptimizerStates
     _sizes: list[int]  # of the param groups, as the engine was built with them
 
     @property
@@ -149,8 +149,8 @@ class NativeRunner(Runner):
         self._sizes = _sizes_of(base)
         self._groups = core.groups()
         params = [p for group in base.param_groups for p in group["params"] if id(p) in index]
-        self.state_names = names = _core.state_names(rule.rule, self._groups)
-        self.counts_steps = rule.counts_steps
+        names = _core.state_names(rule.rule, self._groups)
+        self.states = CoreStates(core, names, rule.counts_steps)
         self._view = StateView(core, params, index, names, rule)
         self._loading: Mapping[str, Any] | None = None
         self._adopt(base.state)
@@ -233,7 +233,7 @@ class ExternalRunner(Runner):
                 target for param in group["params"] if (target := self._target(param, index)) is not None
             ]
         self._sizes = _sizes_of(base)
-        self._targets = {number: target for number, _, target in self._masters}
+        self.states = OwnStates(core, base, {number: target for number, _, target in self._masters})
 
     @property
     def external(self) -> Callable[[], None]:
@@ -256,18 +256,6 @@ class ExternalRunner(Runner):
                 name: self._slice_like(value, param, master, number) for name, value in state.items()
             }
         return master
-
-    def target_of(self, number: int) -> torch.Tensor:
-        """What is updated for parameter `number` of the core; KeyError where this rank has no part of it."""
-        return self._targets[number]
-
-    def state_of(self, number: int) -> dict[str, Any]:
-        """Its states; empty where this rank has no part of it, or there was no step."""
-        target = self._targets.get(number)
-        return {} if target is None or target not in self.base.state else self.base.state[target]
-
-    def has_states(self) -> bool:
-        return any(self.state_of(number) for number in self._targets)
 
     def run(self) -> None:
         for number, _, master in self._masters:

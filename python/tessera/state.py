@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from tessera import _core, own_states
+from tessera import _core
 from tessera.engine import Engine
 from tessera.errors import ConfigError
-from tessera.runners import ExternalRunner, NativeRunner
-
-_STATES = (_core.Quantity.State0, _core.Quantity.State1)
+from tessera.optimizer_states import OptimizerStates
 
 
 def get_full_fp32_param(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
@@ -31,12 +29,8 @@ def get_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str) -> t
     """`key` as in torch's optimizer state: "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", ..., and "step", a tensor
     without dimensions. Of an optimizer that runs itself, any that has one value for each element, or one for all; None
     before its first step."""
-    if runner := _own(engine):
-        number = _number(engine, param)
-        return own_states.get_full(engine, runner, number, key) if number in engine._optimized else None
-    if _is_step(engine, key):
-        return _get_step(engine, param)
-    return _get_full(engine, param, _quantity(engine, key))
+    number = _number(engine, param)
+    return _states(engine, number).get_full(number, key) if number in engine._optimized else None
 
 
 def set_full_fp32_param(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> None:
@@ -51,12 +45,7 @@ def set_full_grad(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> N
 
 def set_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str, value: torch.Tensor) -> None:
     number = _number(engine, param)
-    if runner := _own(engine):
-        own_states.set_full(engine, runner, _optimized(engine, number), key, value)
-    elif _is_step(engine, key):
-        engine.core.set_param_step(_optimized(engine, number), int(value))
-    else:
-        engine.core.set_full(number, _quantity(engine, key), value)
+    _states(engine, number).set_full(number, key, value)
 
 
 def get_local_fp32_param(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
@@ -68,12 +57,8 @@ def get_local_grad(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
 
 
 def get_local_optimizer_state(engine: Engine, param: torch.Tensor, key: str) -> torch.Tensor | None:
-    if runner := _own(engine):
-        number = _number(engine, param)
-        return own_states.get_local(engine, runner, number, key) if number in engine._optimized else None
-    if _is_step(engine, key):
-        return _get_step(engine, param)
-    return _get_local(engine, param, _quantity(engine, key))
+    number = _number(engine, param)
+    return _states(engine, number).get_local(number, key) if number in engine._optimized else None
 
 
 def local_range(engine: Engine, param: torch.Tensor) -> tuple[int, int]:
@@ -92,12 +77,8 @@ def set_local_grad(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> 
 
 
 def set_local_optimizer_state(engine: Engine, param: torch.Tensor, key: str, value: torch.Tensor) -> None:
-    if runner := _own(engine):
-        own_states.set_local(runner, _optimized(engine, _number(engine, param)), key, value)
-    elif _is_step(engine, key):
-        engine.core.set_param_step(_optimized(engine, _number(engine, param)), int(value))
-    else:
-        _set_local(engine, param, _quantity(engine, key), value)
+    number = _number(engine, param)
+    _states(engine, number).set_local(number, key, value)
 
 
 def _number(engine: Engine, param: torch.Tensor) -> int:
@@ -128,23 +109,7 @@ def _optimized(engine: Engine, number: int) -> int:
     return number
 
 
-def _own(engine: Engine) -> ExternalRunner | None:
-    return engine._runner if isinstance(engine._runner, ExternalRunner) else None
-
-
-def _is_step(engine: Engine, key: str) -> bool:
-    runner = engine._runner
-    return key == "step" and isinstance(runner, NativeRunner) and runner.counts_steps
-
-
-def _get_step(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
-    number = _number(engine, param)
-    return torch.tensor(float(engine.core.param_step(number))) if number in engine._optimized else None
-
-
-def _quantity(engine: Engine, key: str) -> _core.Quantity:
-    runner = engine._runner
-    names = runner.state_names if isinstance(runner, NativeRunner) else []
-    if key not in names:
-        raise ConfigError(f"[state] no optimizer state {key!r}; there are {', '.join(names) or 'none'}")
-    return _STATES[names.index(key)]
+def _states(engine: Engine, number: int) -> OptimizerStates:
+    _optimized(engine, number)
+    assert engine._runner is not None  # else nothing is optimized
+    return engine._runner.states

@@ -1,0 +1,176 @@
+"""Full and local values of what an optimizer keeps of a parameter, whoever keeps it: the core (CoreStates), or an
+optimizer that runs itself (OwnStates). A runner has the one that is its own.
+
+Parameters go by their number in the core, states by their key as in torch's optimizer state. Values are fp32, full ones
+in the shape of the parameter; a number of its own ("step") is a tensor without dimensions. get_full and set_full are
+collective. ConfigError for a key that there is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any, Protocol
+
+import torch
+
+from tessera import _core
+from tessera.errors import ConfigError
+
+QUANTITIES = (_core.Quantity.State0, _core.Quantity.State1)  # of the core, in the order of its state names
+
+
+class OptimizerStates(Protocol):
+    def get_full(self, number: int, key: str) -> torch.Tensor | None:
+        """None before there is one."""
+
+    def set_full(self, number: int, key: str, full: torch.Tensor) -> None: ...
+
+    def get_local(self, number: int, key: str) -> torch.Tensor | None:
+        """Of this rank's part; empty where that is."""
+
+    def set_local(self, number: int, key: str, part: torch.Tensor) -> None: ...
+
+
+class CoreStates:
+    def __init__(self, core: _core.Engine, names: list[str], counts_steps: bool) -> None:
+        self._core = core
+        self._quantities = dict(zip(names, QUANTITIES, strict=False))
+        self._counts_steps = counts_steps
+
+    def get_full(self, number: int, key: str) -> torch.Tensor | None:
+        return self._step(number) if self._is_step(key) else self._core.get_full(number, self._quantity(key))
+
+    def set_full(self, number: int, key: str, full: torch.Tensor) -> None:
+        if self._is_step(key):
+            self._core.set_param_step(number, int(full))
+        else:
+            self._core.set_full(number, self._quantity(key), full)
+
+    def get_local(self, number: int, key: str) -> torch.Tensor | None:
+        if self._is_step(key):
+            return self._step(number)
+        view = self._core.local_view(number, self._quantity(key))
+        return None if view is None else view.float()
+
+    def set_local(self, number: int, key: str, part: torch.Tensor) -> None:
+        if self._is_step(key):
+            self._core.set_param_step(number, int(part))
+        else:
+            self._core.set_local(number, self._quantity(key), part)
+
+    def _is_step(self, key: str) -> bool:
+        return key == "step" and self._counts_steps
+
+    def _step(self, number: int) -> torch.Tensor:
+        return torch.tensor(float(self._core.param_step(number)))
+
+    def _quantity(self, key: str) -> _core.Quantity:
+        if key not in self._quantities:
+            there = ", ".join([*self._quantities, *(["step"] if self._counts_steps else [])]) or "none"
+            raise ConfigError(f"[state] no optimizer state {key!r}; there are {there}")
+        return self._quantities[key]
+
+
+class _Kind(IntEnum):
+    """What a rank has for a key; the largest of all ranks is what the state is."""
+
+    NOTHING = 0  # no part of the parameter, or no step yet
+    NUMBER = 1  # one for the whole parameter, such as "step"
+    PART = 2  # a value for each element of this rank's part
+    OTHER = 3  # such as Adafactor's rows and columns
+    UNKNOWN = 4  # it has states, and none of this name
+
+
+class OwnStates:
+    """The optimizer keeps states for this rank's part of a parameter, and nothing where that is empty: what a state is
+    has to be agreed upon before values are gathered. `targets`: what it updates, by number, where there is a part."""
+
+    def __init__(self, core: _core.Engine, base: torch.optim.Optimizer, targets: Mapping[int, torch.Tensor]) -> None:
+        self._core = core
+        self._base = base
+        self._targets = targets
+
+    def get_full(self, number: int, key: str) -> torch.Tensor | None:
+        value, kind = self._look(number, key)
+        if kind == _Kind.NOTHING:
+            return None
+        if kind == _Kind.NUMBER:
+            return torch.tensor(self._core.agree_max(-torch.inf if value is None else float(value)))
+        return self._core.gather_full(number, torch.empty(0) if value is None else value.detach())
+
+    def set_full(self, number: int, key: str, full: torch.Tensor) -> None:
+        value, kind = self._look(number, key)
+        if kind == _Kind.NOTHING:
+            raise ConfigError(f"[state] {self._name} has no state {key!r} of this parameter yet: it makes it in a step")
+        part = full if kind == _Kind.NUMBER else self._core.local_part(number, full)
+        if value is not None:
+            self._write(number, key, part)
+
+    def get_local(self, number: int, key: str) -> torch.Tensor | None:
+        state = self._of(number)
+        kind = self._kind(number, state, key)
+        if kind == _Kind.NOTHING:
+            begin, end = self._core.local_range(number)
+            made = any(self._of(other) for other in self._targets)
+            return torch.empty(0) if begin == end and made else None
+        self._refuse(kind, key, state)
+        return torch.as_tensor(state[key]).detach().float()
+
+    def set_local(self, number: int, key: str, part: torch.Tensor) -> None:
+        state = self._of(number)
+        kind = self._kind(number, state, key)
+        self._refuse(kind, key, state)
+        if kind == _Kind.NOTHING:
+            if part.numel() > 0:
+                raise ConfigError(f"[state] this rank has no state {key!r} of this parameter")
+            return
+        size = torch.as_tensor(state[key]).numel()
+        if part.numel() != size:
+            raise ConfigError(f"[state] state {key!r} has {size} values here, not {part.numel()}")
+        self._write(number, key, part)
+
+    @property
+    def _name(self) -> str:
+        return type(self._base).__name__
+
+    def _of(self, number: int) -> dict[str, Any]:
+        """Empty where this rank has no part of it, or there was no step."""
+        target = self._targets.get(number)
+        return {} if target is None or target not in self._base.state else self._base.state[target]
+
+    def _look(self, number: int, key: str) -> tuple[Any, _Kind]:
+        """This rank's value, and what the state is on all ranks alike."""
+        state = self._of(number)
+        kind = _Kind(int(self._core.agree_max(float(self._kind(number, state, key)))))
+        self._refuse(kind, key, state)
+        return state.get(key), kind
+
+    def _kind(self, number: int, state: dict[str, Any], key: str) -> _Kind:
+        if not state:
+            return _Kind.NOTHING
+        if key not in state:
+            return _Kind.UNKNOWN
+        value = state[key]
+        if isinstance(value, torch.Tensor) and value.shape == self._targets[number].shape:
+            return _Kind.PART
+        if isinstance(value, bool | int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0):
+            return _Kind.NUMBER
+        return _Kind.OTHER
+
+    def _refuse(self, kind: _Kind, key: str, state: dict[str, Any]) -> None:
+        if kind == _Kind.UNKNOWN:
+            there = f"; there are {', '.join(map(str, state))}" if state else ""
+            raise ConfigError(f"[state] {self._name} has no state {key!r} of this parameter{there}")
+        if kind == _Kind.OTHER:
+            raise ConfigError(
+                f"[state] {self._name}'s state {key!r} is not one value for each element: read optimizer.state"
+            )
+
+    def _write(self, number: int, key: str, part: torch.Tensor) -> None:
+        state = self._of(number)
+        value = state[key]
+        if isinstance(value, torch.Tensor):
+            value.copy_(part.detach().reshape(value.shape))
+        else:
+            state[key] = type(value)(part.item())
