@@ -9,6 +9,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -31,16 +32,12 @@ inline const char* name_of(kernels::DType dtype) {
   return dtype == kernels::DType::F32 ? "f32" : dtype == kernels::DType::BF16 ? "bf16" : "f16";
 }
 
-// Page-aligned, touched, filled with a small positive value of the type.
+// Page-aligned and touched.
 class Block {
  public:
   Block(kernels::DType dtype, int64_t n)
       : bytes_(static_cast<char*>(std::aligned_alloc(4096, (n * kernels::size_of(dtype) + 8191) / 4096 * 4096))) {
-    const float value = 0.01f;
-    for (int64_t i = 0; i < n; ++i) {
-      if (dtype == kernels::DType::F32) std::memcpy(bytes_.get() + 4 * i, &value, 4);
-    }
-    if (dtype != kernels::DType::F32) std::memset(bytes_.get(), 0x2c, 2 * n);
+    std::memset(bytes_.get(), 0, static_cast<size_t>(n * kernels::size_of(dtype)));
   }
   template <class T = void>
   T* as(int64_t byte_offset = 0) const {
@@ -60,6 +57,24 @@ inline std::vector<const kernels::Table*> measured_tables(const Settings& settin
   auto list = kernels::available_tables();
   if (list.size() > 1) list.erase(list.begin());
   return list;
+}
+
+// Standard normal.
+inline std::vector<float> normal_values() {
+  std::vector<float> values(1 << 16);
+  std::mt19937 bits(1);
+  std::normal_distribution<float> normal;
+  for (float& value : values)
+    value = normal(bits);
+  return values;
+}
+
+// values * scale, again and again, as n elements of a type.
+inline void fill(const Block& block, kernels::DType dtype, int64_t n, const std::vector<float>& values, float scale) {
+  const auto period = static_cast<int64_t>(values.size());
+  for (int64_t i = 0; i < n; i += period)
+    kernels::best_table().scaled_copy(block.as(i * static_cast<int64_t>(kernels::size_of(dtype))), dtype, values.data(),
+                                      kernels::DType::F32, scale, std::min(period, n - i));
 }
 
 inline double seconds_of(const std::function<void()>& f) {

@@ -27,7 +27,7 @@ int64_t bytes(DType dtype) {
   return static_cast<int64_t>(size_of(dtype));
 }
 
-// Registers body(table, begin, end) over the blocks.
+// Registers body(table, begin, end) over the blocks, which hold `types` before.
 class Passes {
  public:
   explicit Passes(const Settings& settings)
@@ -36,12 +36,14 @@ class Passes {
   const Shared& blocks() const { return blocks_; }
 
   template <class Body>
-  void add(const std::string& name, const Streams& streams, Body body) const {
+  void add(const std::string& name, Pair types, const Streams& streams, Body body) const {
     for (int threads : {1, 2}) {
       for (const Table* table : measured_tables(settings_)) {
         const std::string full = name + "/threads:" + std::to_string(threads) + "/" + table->name;
         const int64_t n = settings_.elements;
-        benchmark::RegisterBenchmark(full.c_str(), [=](benchmark::State& s) {
+        benchmark::RegisterBenchmark(full.c_str(), [=, blocks = blocks_](benchmark::State& s) {
+          fill(blocks->from, types.from, n, normal_values(), 1e-3f);
+          fill(blocks->to, types.to, n, normal_values(), 1e-3f);
           measure(s, n, threads, streams, [&](int64_t begin, int64_t end) { body(*table, begin, end); });
         })->UseManualTime();
       }
@@ -70,17 +72,17 @@ void add_pair(const Passes& passes, Pair pair) {
   (pair.to == DType::F32 ? accumulate.update4 : accumulate.update2) = {b->to.as<char>()};
   for (float scale : {1.0f, 0.5f}) {
     const std::string name = std::string(scale == 1.0f ? "copy/" : "scaled_copy/") + types;
-    passes.add(name, copy, [=](const Table& table, int64_t begin, int64_t end) {
+    passes.add(name, pair, copy, [=](const Table& table, int64_t begin, int64_t end) {
       table.scaled_copy(b->to.as(begin * bytes(pair.to)), pair.to, b->from.as(begin * bytes(pair.from)), pair.from,
                         scale, end - begin);
     });
   }
-  passes.add("scaled_add/" + types, accumulate, [=](const Table& table, int64_t begin, int64_t end) {
+  passes.add("scaled_add/" + types, pair, accumulate, [=](const Table& table, int64_t begin, int64_t end) {
     table.scaled_add(b->to.as(begin * bytes(pair.to)), pair.to, b->from.as(begin * bytes(pair.from)), pair.from, 0.5f,
                      end - begin);
   });
   if (pair.to == DType::F32) return;
-  passes.add("scaled_add_stochastic/" + types, accumulate, [=](const Table& table, int64_t begin, int64_t end) {
+  passes.add("scaled_add_stochastic/" + types, pair, accumulate, [=](const Table& table, int64_t begin, int64_t end) {
     table.scaled_add_stochastic(b->to.as(begin * bytes(pair.to)), pair.to, b->from.as(begin * bytes(pair.from)),
                                 pair.from, 0.5f, end - begin, {1, 2, static_cast<uint64_t>(begin)});
   });
@@ -92,10 +94,11 @@ void add_split(const Passes& passes) {
   Streams split, join;
   split.read4 = join.write4 = {b->from.as<char>()};
   split.write2 = join.read2 = {b->to.as<char>(), b->to.as<char>(residual)};
-  passes.add("split", split, [=](const Table& table, int64_t begin, int64_t end) {
+  const Pair types{DType::F32, DType::F32};
+  passes.add("split", types, split, [=](const Table& table, int64_t begin, int64_t end) {
     table.split(b->to.as(2 * begin), b->to.as(residual + 2 * begin), b->from.as<float>(4 * begin), end - begin);
   });
-  passes.add("join", join, [=](const Table& table, int64_t begin, int64_t end) {
+  passes.add("join", types, join, [=](const Table& table, int64_t begin, int64_t end) {
     table.join(b->from.as<float>(4 * begin), b->to.as(2 * begin), b->to.as(residual + 2 * begin), end - begin);
   });
 }
@@ -104,9 +107,10 @@ void add_sum_of_squares(const Passes& passes, DType dtype) {
   const Shared b = passes.blocks();
   Streams one;
   read(one, dtype, b->from);
-  passes.add(std::string("sum_of_squares/") + name_of(dtype), one, [=](const Table& table, int64_t begin, int64_t end) {
-    benchmark::DoNotOptimize(table.sum_of_squares(b->from.as(begin * bytes(dtype)), dtype, end - begin));
-  });
+  passes.add(std::string("sum_of_squares/") + name_of(dtype), {dtype, dtype}, one,
+             [=](const Table& table, int64_t begin, int64_t end) {
+               benchmark::DoNotOptimize(table.sum_of_squares(b->from.as(begin * bytes(dtype)), dtype, end - begin));
+             });
 }
 
 }  // namespace

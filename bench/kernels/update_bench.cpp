@@ -33,19 +33,21 @@ struct Buffers {
   Block master, state0, state1, grad, weight, residual;
 };
 
-// Small positive values of the shape's types.
-void fill(const Buffers& b, const Shape& shape) {
-  const int64_t n = b.elements;
-  const std::vector<float> values(static_cast<size_t>(n), 0.01f);
-  const auto put = [&](const Block& block, DType dtype) {
-    best_table().scaled_copy(block.as(), dtype, values.data(), DType::F32, 1.0f, n);
+// Values as in training; a few weights and gradients are denormal numbers in fp16.
+void fill_all(const Buffers& b, const Shape& shape) {
+  const std::vector<float> normal = normal_values();
+  std::vector<float> squares(normal);
+  for (float& x : squares)
+    x *= x;
+  const auto put = [&](const Block& block, DType dtype, const std::vector<float>& values, float scale) {
+    fill(block, dtype, b.elements, values, scale);
   };
-  put(b.master, DType::F32);
-  put(b.weight, shape.form.master.weight_dtype);
-  put(b.grad, shape.grad);
-  put(b.state0, shape.form.state_dtype);
-  put(b.state1, shape.form.state_dtype);
-  if (shape.form.master.residual) best_table().split(b.weight.as(), b.residual.as(), values.data(), n);
+  put(b.master, DType::F32, normal, 0.02f);
+  put(b.weight, shape.form.master.weight_dtype, normal, 0.02f);
+  put(b.grad, shape.grad, normal, 1e-3f);
+  put(b.state0, shape.form.state_dtype, normal, 1e-3f);
+  put(b.state1, shape.form.state_dtype, squares, 1e-6f);
+  if (shape.form.master.residual) best_table().split(b.weight.as(), b.residual.as(), b.master.as<float>(), b.elements);
 }
 
 UpdateRange range_of(const Buffers& b, const Shape& shape) {
@@ -114,7 +116,7 @@ void add(const Settings& settings, const Shared& buffers, const std::string& rul
             rule_name + "/" + shape.name() + "/threads:" + std::to_string(threads) + "/" + table->name;
         benchmark::RegisterBenchmark(name.c_str(), [=](benchmark::State& s) {
           const Buffers& b = *buffers;
-          fill(b, shape);
+          fill_all(b, shape);
           const UpdateRange all = range_of(b, shape);
           measure(s, b.elements, threads, streams_of(b, shape),
                   [&](int64_t begin, int64_t end) { (table->*entry)(rule, part(all, begin, end), 1.0f); });

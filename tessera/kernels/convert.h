@@ -65,8 +65,9 @@ TESSERA_ELEMENT uint16_t f16_from_float(float value) {
 // changed, and no finite value becomes infinite that nearest rounding keeps: above the largest finite value bf16 stays
 // at that value, whose range is fp32's, and fp16, whose overflows loss scaling has to see, rounds to nearest. A NaN
 // stays one.
-// All 16 bits that bf16 drops take part. fp16 drops 13 (the lowest 3 random bits are not used), and more among
-// denormals: there the part below 2^-40 (2^-16 units) is cut off.
+// All 16 bits that bf16 drops take part. fp16 drops 13 (the lowest 3 random bits are not used), and more among denormals:
+// there the value is first rounded to the nearest multiple of 2^-37 (2^-13 units), which 13 bits are left of. The smallest
+// normal number is added for that, whose last place it is in fp32.
 TESSERA_ELEMENT uint16_t bf16_stochastic(float value, uint32_t random) {
   const auto bits = std::bit_cast<uint32_t>(value);
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -82,8 +83,8 @@ TESSERA_ELEMENT uint16_t f16_stochastic(float value, uint32_t random) {
   if (magnitude >= 0x38800000u) {  // normal
     return static_cast<uint16_t>(sign | ((magnitude - 0x38000000u + (random >> 3)) >> 13));
   }
-  const auto scaled = static_cast<uint32_t>(std::bit_cast<float>(magnitude) * 0x1p40f);  // 2^16 a unit
-  return static_cast<uint16_t>(sign | ((scaled + random) >> 16));
+  const auto sum = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0x1p-14f);
+  return static_cast<uint16_t>(sign | ((sum - 0x38800000u + (random >> 3)) >> 13));
 }
 
 // Note [Split master]

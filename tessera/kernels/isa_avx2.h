@@ -21,6 +21,9 @@ using I = int32_t __attribute__((vector_size(32)));  // the same, signed
 inline F splat(float x) {
   return _mm256_set1_ps(x);
 }
+inline U constant(uint32_t x) {
+  return U{} + x;
+}
 // As 64-bit lanes: first + lane * step; the products of the low halves; x rotated to the right by whole bytes.
 inline U count_from(uint64_t first, uint64_t step) {
   return (U)(W{0, 1, 2, 3} * step + first);
@@ -39,9 +42,6 @@ inline U rotated(U x) {
 inline U xnor(U x, U y) {
   return ~(x ^ y);
 }
-inline U truncate(F x) {  // from [0, 2^31)
-  return (U)_mm256_cvttps_epi32(x);
-}
 inline F fma(F a, F b, F c) {
   return _mm256_fmadd_ps(a, b, c);
 }
@@ -56,13 +56,6 @@ inline F widen_f16(H x) {
 }
 inline H narrow_f16(F x) {
   return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
-}
-// Whether every lane has x == 0 or x_from <= most, and the same of y.
-inline bool each_zero_or_at_most(U x, U x_from, U y, U y_from, U most) {
-  const U x_below = (U)_mm256_min_epu32((__m256i)x_from, (__m256i)most);
-  const U y_below = (U)_mm256_min_epu32((__m256i)y_from, (__m256i)most);
-  const I fits = ((x_below == x_from) | (x == 0u)) & ((y_below == y_from) | (y == 0u));
-  return _mm256_movemask_epi8((__m256i)fits) == -1;
 }
 // Whether every 16-bit lane is `least` to `most`, without its sign.
 inline bool each_half_within(U x, uint16_t least, uint16_t most) {

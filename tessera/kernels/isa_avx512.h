@@ -21,6 +21,18 @@ using I = int32_t __attribute__((vector_size(64)));  // the same, signed
 inline F splat(float x) {
   return _mm512_set1_ps(x);
 }
+// Constants that stay where they are in a loop, in registers or memory: of what it knows, the compiler makes a new one each
+// time, which takes one of the two units that shuffles, comparisons and half of the arithmetic wait for.
+inline U constant(uint32_t x) {
+  auto all = _mm512_set1_epi32(static_cast<int>(x));
+  asm("" : "+v"(all));
+  return (U)all;
+}
+inline __mmask64 constant_mask(uint64_t bits) {
+  __mmask64 mask = bits;
+  asm("" : "+k"(mask));
+  return mask;
+}
 // As 64-bit lanes: first + lane * step; the products of the low halves; x rotated to the right by whole bytes.
 inline U count_from(uint64_t first, uint64_t step) {
   return (U)(W{0, 1, 2, 3, 4, 5, 6, 7} * step + first);
@@ -34,9 +46,6 @@ inline U rotated(U x) {
 }
 inline U xnor(U x, U y) {  // one instruction, where compilers make two of ~(x ^ y)
   return (U)_mm512_ternarylogic_epi32((__m512i)x, (__m512i)y, (__m512i)y, 0xc3);
-}
-inline U truncate(F x) {  // from [0, 2^31)
-  return (U)_mm512_cvttps_epi32(x);
 }
 inline F fma(F a, F b, F c) {
   return _mm512_fmadd_ps(a, b, c);
@@ -53,17 +62,10 @@ inline F widen_f16(H x) {
 inline H narrow_f16(F x) {
   return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
 }
-// Whether every lane has x == 0 or x_from <= most, and the same of y.
-inline bool each_zero_or_at_most(U x, U x_from, U y, U y_from, U most) {
-  const __mmask16 x_set = _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
-  const __mmask16 y_set = _mm512_test_epi32_mask((__m512i)y, (__m512i)y);
-  return _kortestz_mask16_u8(_mm512_mask_cmpgt_epu32_mask(x_set, (__m512i)x_from, (__m512i)most),
-                             _mm512_mask_cmpgt_epu32_mask(y_set, (__m512i)y_from, (__m512i)most)) != 0;
-}
 // Whether every 16-bit lane is `least` to `most`, without its sign.
 inline bool each_half_within(U x, uint16_t least, uint16_t most) {
-  const __m512i above = _mm512_sub_epi16((__m512i)(x & 0x7fff7fffu), _mm512_set1_epi16(static_cast<int16_t>(least)));
-  return _mm512_cmpgt_epu16_mask(above, _mm512_set1_epi16(static_cast<int16_t>(most - least))) == 0;
+  const __m512i above = _mm512_sub_epi16((__m512i)(x & 0x7fff7fffu), (__m512i)constant(least * 0x10001u));
+  return _mm512_cmpgt_epu16_mask(above, (__m512i)constant((most - least) * 0x10001u)) == 0;
 }
 inline U widen_u16(H x) {
   return (U)_mm512_cvtepu16_epi32(x);
@@ -73,10 +75,10 @@ inline H narrow_u16(U x) {
 }
 // The upper halves of the lanes of `even` and `odd`, in turns, or the low ones.
 inline U join_uppers(U even, U odd) {
-  return (U)_mm512_mask_alignr_epi8((__m512i)odd, 0x3333333333333333u, (__m512i)even, (__m512i)even, 2);
+  return (U)_mm512_mask_alignr_epi8((__m512i)odd, constant_mask(0x3333333333333333u), (__m512i)even, (__m512i)even, 2);
 }
 inline U join_lows(U even, U odd) {
-  return (U)_mm512_mask_alignr_epi8((__m512i)even, 0xccccccccccccccccu, (__m512i)odd, (__m512i)odd, 14);
+  return (U)_mm512_mask_alignr_epi8((__m512i)even, constant_mask(0xccccccccccccccccu), (__m512i)odd, (__m512i)odd, 14);
 }
 // The bits of x where `mask` has ones, else those of y.
 inline U select_bits(U mask, U x, U y) {
@@ -85,13 +87,13 @@ inline U select_bits(U mask, U x, U y) {
 // Of 16-bit lanes: upper + 1 where low > bound, else upper.
 inline U carry_halves(U upper, U low, U bound) {
   const __mmask32 carries = _mm512_cmpgt_epu16_mask((__m512i)low, (__m512i)bound);
-  return (U)_mm512_mask_sub_epi16((__m512i)upper, carries, (__m512i)upper, _mm512_set1_epi16(-1));
+  return (U)_mm512_mask_sub_epi16((__m512i)upper, carries, (__m512i)upper, (__m512i)constant(~0u));
 }
 // The same, but + 1 only where the magnitude of `upper` is below `limit` besides.
 inline U carry_halves(U upper, U low, U bound, U limit) {
   const __mmask32 carries = _mm512_cmpgt_epu16_mask((__m512i)low, (__m512i)bound);
   const __mmask32 steps = _mm512_mask_cmplt_epu16_mask(carries, (__m512i)(upper & 0x7fff7fffu), (__m512i)limit);
-  return (U)_mm512_mask_sub_epi16((__m512i)upper, steps, (__m512i)upper, _mm512_set1_epi16(-1));
+  return (U)_mm512_mask_sub_epi16((__m512i)upper, steps, (__m512i)upper, (__m512i)constant(~0u));
 }
 // Between two vectors of consecutive elements and those at even and at odd places.
 inline F even_of(F a, F b) {

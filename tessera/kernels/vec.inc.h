@@ -13,7 +13,7 @@ namespace tessera::kernels {
 namespace {
 
 constexpr int64_t kChunk = 32;           // elements per prefetch: whole cache lines of every type
-constexpr int64_t kAhead = 1024;         // elements between use and prefetch, of several streams
+constexpr int64_t kAhead = 512;          // elements between use and prefetch, of several streams
 constexpr int64_t kLine = 64;            // bytes
 constexpr int64_t kStride = 2 * kWidth;  // elements of a step of the loop: a Pair
 
@@ -152,7 +152,7 @@ struct Bf16 : Halves {
   // Rounds them all at once: up where what the low halves hold is more than `bound`, and `upper` below `limit`, without the
   // sign.
   static TESSERA_INLINE U carry(U upper, const Pair& x, U bound, uint32_t limit) {
-    return carry_halves(upper, join_lows((U)x.a, (U)x.b), bound, U{} + limit * 0x10001u);
+    return carry_halves(upper, join_lows((U)x.a, (U)x.b), bound, constant(limit * 0x10001u));
   }
 
  private:
@@ -189,29 +189,38 @@ struct F16 : Halves {
 
 struct F16Stochastic : F16 {
   static constexpr bool stochastic = true;
-  // Where all values are normal numbers of fp16, or 0, fp32 has the bits of fp16 in it: the sign and the first bit of the
-  // exponent in front, the others three places further down. Moved up they are in the upper half, and rounded as bf16 is.
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, U bound) {
     static_assert(order == Order::EvenOdd);
-    const U upper = join_uppers((U)x.a, (U)x.b), a = (U)x.a << 3, b = (U)x.b << 3;
-    const U cut = select_bits(U{} + 0xc000c000u, upper, join_uppers(a, b));
-    U halves = carry_halves(cut, join_lows(a, b), bound);
-    if (!each_half_within(upper, 0x3880, 0x477e) && !normal_or_zero(x)) [[unlikely]]
-      halves = join_uppers(rounded(x.a, ~bound & 0xffffu) << 16, rounded(x.b, ~bound >> 16) << 16);
+    const U upper = join_uppers((U)x.a, (U)x.b);
+    U halves = joined(upper, (U)x.a << 3, (U)x.b << 3, bound);
+    if (!each_half_within(upper, 0x3880, 0x477e)) [[unlikely]] {
+      if (each_half_within(upper, 0, 0x477e)) {
+        halves = joined(upper, moved(x.a), moved(x.b), bound);
+      } else {
+        halves = join_uppers(rounded(x.a, ~bound & 0xffffu) << 16, rounded(x.b, ~bound >> 16) << 16);
+      }
+    }
     write(p, i, lanes, halves);
   }
 
  private:
-  static TESSERA_INLINE bool normal_or_zero(const Pair& x) {
-    const U least = U{} + 0x38800000u, most = U{} + 0x477fe000u;
-    const U even_size = (U)x.a & 0x7fffffffu, odd_size = (U)x.b & 0x7fffffffu;
-    return each_zero_or_at_most(even_size, even_size - least, odd_size, odd_size - least, most - least);
+  // A normal number of fp16 has its bits in those of fp32: the sign and the first bit of the exponent in front, the others
+  // three places further down. Moved up (a and b) they are in the upper half, and rounded as bf16 is.
+  static TESSERA_INLINE U joined(U upper, U a, U b, U bound) {
+    const U cut = select_bits(constant(0xc000c000u), upper, join_uppers(a, b));
+    return carry_halves(cut, join_lows(a, b), bound);
+  }
+  // Bits as for joined(), also of denormals: those of the sum in convert.h.
+  static TESSERA_INLINE U moved(F x) {
+    const U magnitude = (U)x & 0x7fffffffu;
+    const U sum = (U)((F)magnitude + splat(0x1p-14f));
+    return magnitude < 0x38800000u ? (sum << 3) - 0x04000000u : (U)x << 3;
   }
   static TESSERA_INLINE U rounded(F x, U random) {
     const U bits = (U)x, magnitude = bits & 0x7fffffffu;
     const U normal = (magnitude - 0x38000000u + (random >> 3)) >> 13;
-    const U denormal = (truncate((F)magnitude * splat(0x1p40f)) + random) >> 16;
+    const U denormal = ((U)((F)magnitude + splat(0x1p-14f)) - 0x38800000u + (random >> 3)) >> 13;
     const U finite = magnitude < 0x38800000u ? denormal : normal;
     const U largest = U{} + 0x7bffu, infinity = U{} + 0x7c00u, nan = U{} + 0x7e00u;
     const U above = magnitude > 0x7f800000u ? nan : (magnitude >= 0x477ff000u ? infinity : largest);
@@ -262,7 +271,7 @@ struct Random<true> {
   TESSERA_INLINE explicit Random(RootWords& words) : root(words.next()) {}
   template <Stream stream>
   TESSERA_INLINE U bounds() const {
-    return xnor(product(root, U{} + factor_of(stream)), rotated<turn_of(stream)>(root));
+    return xnor(product(root, constant(factor_of(stream))), rotated<turn_of(stream)>(root));
   }
 };
 
