@@ -129,6 +129,8 @@ class Engine(EngineGetters):
         self._frozen = {s.name: s.tensor for s in specs if s.group < 0 and not s.tensor.requires_grad}
         leaves = leaf_paths(self.module) if options.zero.stage == 3 else []
         self._partition = Partition(self, self.core, self.module, self._index, set(units.values()), leaves)
+        if self.config.data_types.buffer_dtype is not None:
+            _cast_buffers(self.module, self.config.data_types.buffer_dtype)
         self._runner = self._make_runner(base, rule, index)
         self.basic_optimizer = base
         self.optimizer = self._visible_optimizer(options)
@@ -534,6 +536,13 @@ class Engine(EngineGetters):
 
     def reload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._not_served("reload_states", "nothing is offloaded")
+
+
+def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    """In place: who holds a buffer sees it."""
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
 
 
 def _step_of(engine: weakref.ref[Engine]) -> Callable[..., Any]:

@@ -41,7 +41,6 @@ const std::vector<Refusal>& refusals() {
          const auto dtype = c.data_types.grad_accum_dtype.value_or(c10::ScalarType::Float);
          return dtype != c10::ScalarType::Float && dtype != precision(c).param;
        }},
-      {"data_types.buffer_dtype", "any dtype", [](C c) { return c.data_types.buffer_dtype.has_value(); }},
       {"optimizer.type", "Lamb, Muon, MuAdam, MuAdamW, MuSGD, OneBit*, ZeroOneAdam", unserved_type},
       {"tensor_parallel.autotp_size", "> 1", [](C c) { return c.tensor_parallel.autotp_size > 1; }},
       {"sequence_parallel_size", "> 1", [](C c) { return c.sequence_parallel_size > 1; }},

@@ -23,4 +23,7 @@ void mark_autocast(const torch::nn::Module& module, const std::vector<std::strin
 // The classes where the configuration names none.
 std::vector<std::string> default_autocast_modules();
 
+// Floating-point buffers of `module` (running means and the like) become `dtype`, in place: who holds one sees it. Local.
+void cast_buffers(const torch::nn::Module& module, at::ScalarType dtype);
+
 }  // namespace tessera::nn

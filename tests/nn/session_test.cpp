@@ -77,13 +77,19 @@ TEST(Session, InputsAreCastInPythonOnly) {
   EXPECT_NO_THROW(session(json("false")));
 }
 
-TEST(Session, Bf16ConvertsParametersAndKeepsBuffers) {
-  torch::nn::BatchNorm1d net(3);
-  Session s(net.ptr(), Config::from_json(R"({"train_batch_size": 1, "bf16": {"enabled": true},
-    "optimizer": {"type": "Adam"}})"),
-            comm::Mesh());
-  EXPECT_EQ(net->weight.scalar_type(), at::kBFloat16);
-  EXPECT_EQ(net->running_mean.scalar_type(), at::kFloat) << "as in Python";
+TEST(Session, Bf16ConvertsParametersAndKeepsBuffersUnlessTheyAreAskedFor) {
+  for (const auto& [keys, dtype] :
+       {std::pair("", at::kFloat), {R"(, "data_types": {"buffer_dtype": "bf16"})", at::kBFloat16}}) {
+    torch::nn::BatchNorm1d net(3);
+    Session s(net.ptr(),
+              Config::from_json(std::string(R"({"train_batch_size": 1, "bf16": {"enabled": true},
+      "optimizer": {"type": "Adam"})") +
+                                keys + "}"),
+              comm::Mesh());
+    EXPECT_EQ(net->weight.scalar_type(), at::kBFloat16);
+    EXPECT_EQ(net->running_mean.scalar_type(), dtype) << "as in Python";
+    EXPECT_EQ(net->num_batches_tracked.scalar_type(), at::kLong);
+  }
 }
 
 }  // namespace

@@ -162,3 +162,25 @@ def test_weights_loaded_after_initialize_become_exact_masters() -> None:
             assert full.equal(other[name].float())
 
     engines(make(), 2, config(2, bf16=True), body)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(None, torch.float32), ("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)],
+)
+def test_buffers_keep_their_dtype_unless_the_configuration_names_one(
+    stage: int, name: str | None, dtype: torch.dtype
+) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    norm, held = model[1], model[1].running_mean
+    types = {} if name is None else {"data_types": {"buffer_dtype": name}}
+    engine = tessera.Engine(model, config(stage, bf16=True) | types | {"optimizer": ADAM})
+    assert norm.running_mean is held  # who holds it sees the change
+    assert norm.running_mean.dtype == norm.running_var.dtype == dtype
+    assert norm.num_batches_tracked.dtype == torch.int64
+    if dtype != torch.float16:  # torch's batch norm takes no fp16 statistics beside bf16
+        engine(torch.randn(8, 5).bfloat16()).float().square().mean().backward()
+        engine.step()
+        assert norm.running_mean.abs().sum() > 0
+    engine.destroy()
