@@ -114,7 +114,7 @@ void mark_autocast(const torch::nn::Module& module, const std::vector<std::strin
 }
 
 void cast_buffers(const torch::nn::Module& module, at::ScalarType dtype) {
-  for (at::Tensor buffer : module.buffers()) {
+  for (const at::Tensor& buffer : module.buffers()) {
     if (buffer.is_floating_point()) buffer.set_data(buffer.to(dtype));
   }
 }
