@@ -68,7 +68,6 @@ def in_no_mode(form: str) -> bool:
 
 
 def goals_of(title: str, rows: list[Row]) -> tuple[list[Goal], list[str]]:
-    """Of rows whose streams come from memory: out of a cache, arithmetic is measured."""
     goals, headline = [], []
     for threads in sorted({row.threads for row in rows}):
         mine = [row for row in rows if row.threads == threads]

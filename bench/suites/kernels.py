@@ -7,7 +7,7 @@ import json
 import subprocess
 from typing import Any
 
-from report import ROOT, Result, last_level_cache, table
+from report import ROOT, Result, table
 
 from suites import adam
 from suites.kernel_rows import Row, goals_of, parse
@@ -72,8 +72,8 @@ def bench_kernels(args: argparse.Namespace, *_: Any) -> Result:
         [
             "Each kernel takes turns with a probe that moves the same streams (read, written, or both) and does "
             "nothing else; 'of probe' is the time of the better probe, with or without prefetch, over the kernel's, "
-            "medians of both. What fits into the processor's cache is bound by arithmetic, not by memory: the goals "
-            "are for what does not. Values are normal numbers of the sizes of training. Form: rule / "
+            "medians of both. What fits into the processor's cache is bound by arithmetic, not by memory. Values are "
+            "normal numbers of the sizes of training. Form: rule / "
             "where the master weights are / dtype of the moments / rounding of what is stored in 16 bits / dtype of "
             "the gradient."
         ],
@@ -81,7 +81,6 @@ def bench_kernels(args: argparse.Namespace, *_: Any) -> Result:
         how=f"Kernels: medians over at least {MIN_SECONDS[args.quick]:g} s of each. Adam of peers: medians of "
         f"{args.rounds} rounds in which all take turns (min-max).",
     )
-    cache = (last_level_cache() or 0) << 20
     for elements in sizes:
         rows = measure(elements, args.quick)
         result.text.append(f"## {shown(elements)}")
@@ -89,8 +88,7 @@ def bench_kernels(args: argparse.Namespace, *_: Any) -> Result:
             mine = [row for row in rows if row.group == group]
             if mine:
                 result.text += [f"{title} ({mine[0].table}):", group_table(mine)]
-        beyond = [row for row in rows if row.size * elements > cache]
-        goals, headline = goals_of(shown(elements), beyond)
+        goals, headline = goals_of(shown(elements), rows)
         result.goals += goals
         result.headline += headline
         result.data["kernels"][str(elements)] = [row.data() for row in rows]

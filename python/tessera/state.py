@@ -30,7 +30,7 @@ def get_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str) -> t
     without dimensions. Of an optimizer that runs itself, any that has one value for each element, or one for all; None
     before its first step."""
     number = _number(engine, param)
-    return _states(engine, number).get_full(number, key) if number in engine._optimized else None
+    return _states(engine).get_full(number, key) if number in engine._optimized else None
 
 
 def set_full_fp32_param(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> None:
@@ -44,8 +44,8 @@ def set_full_grad(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> N
 
 
 def set_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str, value: torch.Tensor) -> None:
-    number = _number(engine, param)
-    _states(engine, number).set_full(number, key, value)
+    number = _optimized(engine, _number(engine, param))
+    _states(engine).set_full(number, key, value)
 
 
 def get_local_fp32_param(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
@@ -58,7 +58,7 @@ def get_local_grad(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
 
 def get_local_optimizer_state(engine: Engine, param: torch.Tensor, key: str) -> torch.Tensor | None:
     number = _number(engine, param)
-    return _states(engine, number).get_local(number, key) if number in engine._optimized else None
+    return _states(engine).get_local(number, key) if number in engine._optimized else None
 
 
 def local_range(engine: Engine, param: torch.Tensor) -> tuple[int, int]:
@@ -77,8 +77,8 @@ def set_local_grad(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> 
 
 
 def set_local_optimizer_state(engine: Engine, param: torch.Tensor, key: str, value: torch.Tensor) -> None:
-    number = _number(engine, param)
-    _states(engine, number).set_local(number, key, value)
+    number = _optimized(engine, _number(engine, param))
+    _states(engine).set_local(number, key, value)
 
 
 def _number(engine: Engine, param: torch.Tensor) -> int:
@@ -109,7 +109,6 @@ def _optimized(engine: Engine, number: int) -> int:
     return number
 
 
-def _states(engine: Engine, number: int) -> OptimizerStates:
-    _optimized(engine, number)
+def _states(engine: Engine) -> OptimizerStates:
     assert engine._runner is not None  # else nothing is optimized
     return engine._runner.states
