@@ -84,6 +84,18 @@ def goals_of(title: str, rows: list[Row]) -> tuple[list[Goal], list[str]]:
     return goals, headline
 
 
+def memory_goals(title: str, rows: list[Row], largest: list[Row]) -> list[Goal]:
+    """A kernel's limit is its bytes over the bandwidth of memory: the probe of `largest`, which fits into no cache."""
+    limits = {(row.form, row.threads): row.share * row.ns for row in largest}
+    goals = []
+    for threads in sorted({row.threads for row in rows}):
+        shares = {row.form: limits[row.form, threads] / row.ns for row in rows if row.threads == threads}
+        least = min(shares, key=lambda form: shares[form])
+        text = f"{title}, {threads} thread{'s' if threads > 1 else ''}: least share of memory's limit ({least})"
+        goals.append(Goal(text, shares[least], 0.8, True))
+    return goals
+
+
 def rounding_goals(where: str, rows: list[Row]) -> list[Goal]:
     """Each beside the probe that took turns with it, which has the same streams for both."""
     costs = {row.form: other.share / row.share for row, other in rounding_pairs(rows)}

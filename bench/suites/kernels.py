@@ -10,7 +10,7 @@ from typing import Any
 from report import ROOT, Result, table
 
 from suites import adam
-from suites.kernel_rows import Row, goals_of, parse
+from suites.kernel_rows import Row, goals_of, memory_goals, parse
 
 PROGRAM = ROOT / "build" / "bench" / "bench" / "kernels" / "kernels_bench"
 THREADS = (1, 2)
@@ -72,7 +72,9 @@ def bench_kernels(args: argparse.Namespace, *_: Any) -> Result:
         [
             "Each kernel takes turns with a probe that moves the same streams (read, written, or both) and does "
             "nothing else; 'of probe' is the time of the better probe, with or without prefetch, over the kernel's, "
-            "medians of both. What fits into the processor's cache is bound by arithmetic, not by memory. Values are "
+            "medians of both. What fits into the processor's cache is bound by arithmetic there (Adam's square "
+            "root and quotient alone keep the divider busy), not by memory; for such sizes the goals "
+            "have the share of memory's limit besides, that of the probe at the largest size. Values are "
             "normal numbers of the sizes of training. Form: rule / "
             "where the master weights are / dtype of the moments / rounding of what is stored in 16 bits / dtype of "
             "the gradient."
@@ -81,14 +83,17 @@ def bench_kernels(args: argparse.Namespace, *_: Any) -> Result:
         how=f"Kernels: medians over at least {MIN_SECONDS[args.quick]:g} s of each. Adam of peers: medians of "
         f"{args.rounds} rounds in which all take turns (min-max).",
     )
-    for elements in sizes:
-        rows = measure(elements, args.quick)
+    measured = {elements: measure(elements, args.quick) for elements in sizes}
+    largest = max(sizes)
+    for elements, rows in measured.items():
         result.text.append(f"## {shown(elements)}")
         for group, title in TITLES.items():
             mine = [row for row in rows if row.group == group]
             if mine:
                 result.text += [f"{title} ({mine[0].table}):", group_table(mine)]
         goals, headline = goals_of(shown(elements), rows)
+        if elements != largest:
+            goals += memory_goals(shown(elements), rows, measured[largest])
         result.goals += goals
         result.headline += headline
         result.data["kernels"][str(elements)] = [row.data() for row in rows]

@@ -14,14 +14,14 @@ template <class Dst, class Src>
 void copy_typed(void* dst, const void* src, float factor, int64_t n, const RandomKey& random = {}) {
   constexpr Order order = Dst::bytes == 2 ? Order::EvenOdd : Order::Natural;
   const F scale = splat(factor);
-  RootWords words(random);
+  Roots roots(random);
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
     Src::prefetch(src, i);
     Dst::prefetch(dst, i);
   };
-  for_each_pair(n, prefetch, [=, &words](int64_t i, auto lanes) __attribute__((always_inline)) {
+  for_each_pair(n, prefetch, [=, &roots](int64_t i, auto lanes) __attribute__((always_inline)) {
     const Pair x = Src::template load<order>(src, i, lanes);
-    put<order, Dst, kGradient>(dst, i, lanes, {x.a * scale, x.b * scale}, Random<Dst::stochastic>(words));
+    put<order, Dst, kGradient>(dst, i, lanes, {x.a * scale, x.b * scale}, Random<Dst::stochastic>(roots));
   });
 }
 
@@ -29,15 +29,15 @@ template <class Dst, class Src>
 void add_typed(void* dst, const void* src, float factor, int64_t n, const RandomKey& random = {}) {
   constexpr Order order = Dst::bytes == 2 ? Order::EvenOdd : Order::Natural;
   const F scale = splat(factor);
-  RootWords words(random);
+  Roots roots(random);
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
     Src::prefetch(src, i);
     Dst::prefetch(dst, i);
   };
-  for_each_pair(n, prefetch, [=, &words](int64_t i, auto lanes) __attribute__((always_inline)) {
+  for_each_pair(n, prefetch, [=, &roots](int64_t i, auto lanes) __attribute__((always_inline)) {
     const Pair x = Src::template load<order>(src, i, lanes), y = Dst::template load<order>(dst, i, lanes);
     const Pair sum{fma(scale, x.a, y.a), fma(scale, x.b, y.b)};
-    put<order, Dst, kGradient>(dst, i, lanes, sum, Random<Dst::stochastic>(words));
+    put<order, Dst, kGradient>(dst, i, lanes, sum, Random<Dst::stochastic>(roots));
   });
 }
 

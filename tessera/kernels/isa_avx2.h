@@ -24,12 +24,16 @@ inline F splat(float x) {
 inline U constant(uint32_t x) {
   return U{} + x;
 }
-// As 64-bit lanes: first + lane * step; the products of the low halves; x rotated to the right by whole bytes.
+// As 64-bit lanes: first + lane * step; the products of the low halves, also of signed ones; x rotated to the right by
+// whole bytes.
 inline U count_from(uint64_t first, uint64_t step) {
   return (U)(W{0, 1, 2, 3} * step + first);
 }
 inline U product(U x, U y) {
   return (U)_mm256_mul_epu32((__m256i)x, (__m256i)y);
+}
+inline U signed_product(U x, U y) {
+  return (U)_mm256_mul_epi32((__m256i)x, (__m256i)y);
 }
 template <int bits>
 inline U rotated(U x) {
@@ -39,9 +43,6 @@ inline U rotated(U x) {
     from[i] = static_cast<uint8_t>(i / 8 * 8 + (i + bits / 8) % 8);
   return (U)_mm256_shuffle_epi8((__m256i)x, (__m256i)from);
 }
-inline U xnor(U x, U y) {
-  return ~(x ^ y);
-}
 inline F fma(F a, F b, F c) {
   return _mm256_fmadd_ps(a, b, c);
 }
@@ -50,6 +51,11 @@ inline D fma(D a, D b, D c) {
 }
 inline F square_root(F x) {
   return _mm256_sqrt_ps(x);
+}
+// y with the sign of x times its own; 0 where x is 0 or NaN.
+inline F times_sign(F y, F x) {
+  const F signs = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_OQ);
+  return _mm256_and_ps(signs, _mm256_xor_ps(y, _mm256_and_ps(x, splat(-0.0f))));
 }
 inline F widen_f16(H x) {
   return _mm256_cvtph_ps(x);

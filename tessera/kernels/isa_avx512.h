@@ -33,19 +33,20 @@ inline __mmask64 constant_mask(uint64_t bits) {
   asm("" : "+k"(mask));
   return mask;
 }
-// As 64-bit lanes: first + lane * step; the products of the low halves; x rotated to the right by whole bytes.
+// As 64-bit lanes: first + lane * step; the products of the low halves, also of signed ones; x rotated to the right by
+// whole bytes.
 inline U count_from(uint64_t first, uint64_t step) {
   return (U)(W{0, 1, 2, 3, 4, 5, 6, 7} * step + first);
 }
 inline U product(U x, U y) {
   return (U)_mm512_mul_epu32((__m512i)x, (__m512i)y);
 }
+inline U signed_product(U x, U y) {
+  return (U)_mm512_mul_epi32((__m512i)x, (__m512i)y);
+}
 template <int bits>
 inline U rotated(U x) {
   return (U)_mm512_ror_epi64((__m512i)x, bits);
-}
-inline U xnor(U x, U y) {  // one instruction, where compilers make two of ~(x ^ y)
-  return (U)_mm512_ternarylogic_epi32((__m512i)x, (__m512i)y, (__m512i)y, 0xc3);
 }
 inline F fma(F a, F b, F c) {
   return _mm512_fmadd_ps(a, b, c);
@@ -55,6 +56,11 @@ inline D fma(D a, D b, D c) {
 }
 inline F square_root(F x) {
   return _mm512_sqrt_ps(x);
+}
+// y with the sign of x times its own; 0 where x is 0 or NaN.
+inline F times_sign(F y, F x) {
+  const __mmask16 signs = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_OQ);
+  return (F)_mm512_maskz_ternarylogic_epi32(signs, (__m512i)x, (__m512i)constant(0x80000000u), (__m512i)y, 0x6a);
 }
 inline F widen_f16(H x) {
   return _mm512_cvtph_ps(x);

@@ -8,27 +8,29 @@
 namespace tessera::kernels {
 
 // Note [Random bits]
-// Every stream has 16 bits for element e: those from 16 * (e % 4) on of the 64-bit word of index a = e / 4, which is
-//   x = key.offset + a * kWeyl                        low(x), high(x): its halves, x >>> n: rotated
+// Every stream has 16 bits for element e: the complement of those from 16 * (e % 4) on of its word of index a = e / 4
+// (which makes the word the bound that vectors compare dropped bits with). Of 64-bit x, low(x) and high(x) are the halves
+// and x >>> n is x rotated to the right:
+//   x = key.offset + a * kWeyl
 //   x = low(x) * high(x) ^ (x >>> 32) ^ key.mask
-//   x = low(x) * high(x) ^ (x >>> 16)                 (root_word, for all streams)
-//   x = low(x) * factor ^ (x >>> turn)                (stream_word; each stream has a factor and a turn of its own)
+//   s = low(x) * high(x) ^ (x >>> 16)            word of kState0
+//       low(x) * high(x) ^ (x >>> 48)            word of kWeight
+//       low(s) * factor ^ (s >>> turn)           words of kState1 and kGradient, by a signed product
 // All products are of 32 by 32 bits to 64, one instruction on vectors. Multiplying a number by itself, in part, is what
 // makes a Weyl sequence random (B. Widynski, Middle-Square Weyl Sequence RNG, arXiv 1704.00358; Squares, arXiv
 // 2004.06278). The rotated number makes up for the lowest and highest bits of products, which are not balanced; in the last
-// two lines not by 32 or 0, which would put bits on those that they were made of. The key has 128 bits, so that the sequences
-// of two steps are not shifts of each other.
+// lines not by 32 or 0, which would put bits on those that they were made of. A product with a constant is signed since
+// its highest bits are balanced then, so that even beside s itself it shows nothing. The key has 128 bits, so that the
+// sequences of two steps are not shifts of each other.
 // Good for rounding, where a bias would have to line up with the data over many steps; not for secrets.
 enum Stream : uint8_t { kState0, kState1, kWeight, kGradient };
 
-TESSERA_ELEMENT constexpr uint32_t factor_of(Stream stream) {
-  return stream == kState0   ? 0xb1848babu
-         : stream == kState1 ? 0x99c89935u
-         : stream == kWeight ? 0xbe06b66bu
-                             : 0x9d48a333u;
+// Of the streams that are made of kState0's word.
+TESSERA_ELEMENT constexpr int32_t factor_of(Stream stream) {
+  return stream == kState1 ? -0x663766cb : -0x62b75ccd;
 }
-TESSERA_ELEMENT constexpr unsigned turn_of(Stream stream) {  // whole bytes
-  return stream == kState0 ? 16 : stream == kState1 ? 24 : stream == kWeight ? 40 : 48;
+TESSERA_ELEMENT constexpr unsigned turn_of(Stream stream) {
+  return stream == kState1 ? 16 : 48;
 }
 
 constexpr uint64_t kWeyl = 0x9e3779b97f4a7c15u;  // 2^64 over the golden ratio
@@ -55,20 +57,33 @@ TESSERA_ELEMENT uint64_t rotated(uint64_t x, unsigned bits) {  // to the right, 
   return (x >> bits) | (x << (64 - bits));
 }
 
-TESSERA_ELEMENT uint64_t root_word(StepKey key, uint64_t index) {
-  uint64_t x = key.offset + index * kWeyl;
-  x = (x & 0xffffffffu) * (x >> 32) ^ rotated(x, 32) ^ key.mask;
-  return (x & 0xffffffffu) * (x >> 32) ^ rotated(x, 16);
+TESSERA_ELEMENT uint64_t product_of_halves(uint64_t x) {
+  return (x & 0xffffffffu) * (x >> 32);
 }
 
-TESSERA_ELEMENT uint64_t stream_word(uint64_t root, Stream stream) {
-  return (root & 0xffffffffu) * factor_of(stream) ^ rotated(root, turn_of(stream));
+// What the words of all streams are made of.
+struct Root {
+  uint64_t x, product;
+};
+
+TESSERA_ELEMENT Root root_of(StepKey key, uint64_t index) {
+  uint64_t x = key.offset + index * kWeyl;
+  x = product_of_halves(x) ^ rotated(x, 32) ^ key.mask;
+  return {x, product_of_halves(x)};
+}
+
+TESSERA_ELEMENT uint64_t stream_word(Root root, Stream stream) {
+  if (stream == kWeight) return root.product ^ rotated(root.x, 48);
+  const uint64_t word = root.product ^ rotated(root.x, 16);
+  if (stream == kState0) return word;
+  const int64_t low = static_cast<int32_t>(word);
+  return static_cast<uint64_t>(low * factor_of(stream)) ^ rotated(word, turn_of(stream));
 }
 
 // The 16 bits of an element.
 TESSERA_ELEMENT uint32_t random_bits(StepKey key, Stream stream, uint64_t element) {
-  const uint64_t word = stream_word(root_word(key, element >> 2), stream);
-  return static_cast<uint32_t>(word >> (16 * (element & 3))) & 0xffffu;
+  const uint64_t word = stream_word(root_of(key, element >> 2), stream);
+  return static_cast<uint32_t>(~word >> (16 * (element & 3))) & 0xffffu;
 }
 
 }  // namespace tessera::kernels

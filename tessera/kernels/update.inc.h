@@ -119,9 +119,7 @@ struct LionStep {
         rest2(splat(static_cast<float>(1 - r.beta2))),
         lr(splat(static_cast<float>(r.lr))) {}
   TESSERA_INLINE void begin(F& w, F g, F& m, F&, F&, F&) const {
-    const F zero = splat(0.0f);
-    const F blend = fma(rest1, g, m * beta1);
-    w = w * decay - (blend > zero ? lr : (blend < zero ? -lr : zero));
+    w = w * decay - times_sign(lr, fma(rest1, g, m * beta1));
     m = fma(rest2, g, m * beta2);
   }
   TESSERA_INLINE F end(F w, F, F) const { return w; }
@@ -147,7 +145,8 @@ struct AdagradStep {
   TESSERA_INLINE F end(F w, F numerator, F root) const { return w + numerator / (root + eps); }
 };
 
-// Where the master weights are (UpdateRange): load and store them. `natural`: the fp32 streams are most.
+// Where the master weights are (UpdateRange): load and store them, by bounds as of Random if `stochastic`. `natural`: the
+// fp32 streams are most.
 template <class Weight>
 struct Fp32Master {  // and a copy of type Weight, or None
   static constexpr bool stochastic = false, natural = true;
@@ -162,8 +161,8 @@ struct Fp32Master {  // and a copy of type Weight, or None
   TESSERA_INLINE Pair load(int64_t i, Lanes lanes) const {
     return F32::load<order>(master, i, lanes);
   }
-  template <Order order, class Lanes, class Random>
-  TESSERA_INLINE void store(int64_t i, Lanes lanes, const Pair& w, const Random&) const {
+  template <Order order, class Lanes>
+  TESSERA_INLINE void store(int64_t i, Lanes lanes, const Pair& w, U) const {
     F32::store<order>(master, i, lanes, w);
     Weight::template store<order>(weight, i, lanes, w);
   }
@@ -182,8 +181,8 @@ struct SplitMaster {
   TESSERA_INLINE Pair load(int64_t i, Lanes lanes) const {
     return SplitHalves::load<order>(weight, residual, i, lanes);
   }
-  template <Order order, class Lanes, class Random>
-  TESSERA_INLINE void store(int64_t i, Lanes lanes, const Pair& w, const Random&) const {
+  template <Order order, class Lanes>
+  TESSERA_INLINE void store(int64_t i, Lanes lanes, const Pair& w, U) const {
     SplitHalves::store<order>(weight, residual, i, lanes, w);
   }
 };
@@ -198,9 +197,13 @@ struct WeightMaster {
   TESSERA_INLINE Pair load(int64_t i, Lanes lanes) const {
     return Type::template load<order>(weight, i, lanes);
   }
-  template <Order order, class Lanes, class Random>
-  TESSERA_INLINE void store(int64_t i, Lanes lanes, const Pair& w, const Random& random) const {
-    put<order, Type, kWeight>(weight, i, lanes, w, random);
+  template <Order order, class Lanes>
+  TESSERA_INLINE void store(int64_t i, Lanes lanes, const Pair& w, U bound) const {
+    if constexpr (stochastic) {
+      Type::template store<order>(weight, i, lanes, w, bound);
+    } else {
+      Type::template store<order>(weight, i, lanes, w);
+    }
   }
 };
 
@@ -232,12 +235,12 @@ struct Gradient {
 // A step of the loop between its halves.
 struct Late {
   F w_a, w_b, numerator_a, numerator_b, root_a, root_b;
-  U random;
+  U bound;  // of the weights
   TESSERA_INLINE Late& operator=(const Late& x) {
     w_a = x.w_a, w_b = x.w_b;
     numerator_a = x.numerator_a, numerator_b = x.numerator_b;
     root_a = x.root_a, root_b = x.root_b;
-    random = x.random;
+    bound = x.bound;
     return *this;
   }
 };
@@ -253,7 +256,7 @@ void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradie
   const Grad grad = gradient;
   void* const state0 = range.state0;
   void* const state1 = range.state1;
-  RootWords words(range.random);
+  Roots roots(range.random);
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
     master.prefetch(i);
     grad.prefetch(i);
@@ -261,8 +264,8 @@ void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradie
     if constexpr (Step::states > 1) State::prefetch(state1, i);
   };
   using Drawn = Random<State::stochastic || Master::stochastic>;
-  const auto begin = [=, &words](Late& late, int64_t i, auto lanes) __attribute__((always_inline)) {
-    const Drawn random(words);  // takes long, so that it comes first
+  const auto begin = [=, &roots](Late& late, int64_t i, auto lanes) __attribute__((always_inline)) {
+    const Drawn random(roots);  // takes long, so that it comes first
     Pair w = master.template load<order>(i, lanes), s0{}, s1{};
     const Pair g = grad.template load<order>(i, lanes);
     if constexpr (Step::states > 0) s0 = State::template load<order>(state0, i, lanes);
@@ -271,13 +274,13 @@ void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradie
     step.begin(w.b, g.b * scale, s0.b, s1.b, late.numerator_b, late.root_b);
     late.w_a = w.a;
     late.w_b = w.b;
-    if constexpr (Master::stochastic) late.random = random.root;
+    if constexpr (Master::stochastic) late.bound = random.template bounds<kWeight>();
     if constexpr (Step::states > 0) put<order, State, kState0>(state0, i, lanes, s0, random);
     if constexpr (Step::states > 1) put<order, State, kState1>(state1, i, lanes, s1, random);
   };
   const auto end = [=](const Late& late, int64_t i, auto lanes) __attribute__((always_inline)) {
     const Pair w{step.end(late.w_a, late.numerator_a, late.root_a), step.end(late.w_b, late.numerator_b, late.root_b)};
-    master.template store<order>(i, lanes, w, Random<Master::stochastic>(late.random));
+    master.template store<order>(i, lanes, w, late.bound);
   };
   for_each_pair<Late>(range.n, prefetch, begin, end);
 }

@@ -235,20 +235,20 @@ struct None {
   static TESSERA_INLINE void prefetch(const void*, int64_t) {}
 };
 
-// The root words of a range, one Pair of elements after the other, from its first element on: the first of a word.
-class RootWords {
+// The roots of a range's words, one Pair of elements after the other, from its first element on: the first of a word.
+class Roots {
  public:
-  explicit RootWords(const RandomKey& random) {
+  explicit Roots(const RandomKey& random) {
     const StepKey key = step_key(random);
     count_ = (W)count_from(key.offset + (random.first >> 2) * kWeyl, kWeyl);
     mask_ = (U)(W{} + key.mask);
   }
-  TESSERA_INLINE U next() {
-    U x = (U)count_;
+  TESSERA_INLINE void next(U& x, U& product_of_it) {
+    x = (U)count_;
     count_ += kStride / 4 * kWeyl;
     const U turned = rotated<32>(x);
     x = product(x, turned) ^ turned ^ mask_;
-    return product(x, rotated<32>(x)) ^ rotated<16>(x);
+    product_of_it = product(x, rotated<32>(x));
   }
 
  private:
@@ -257,21 +257,22 @@ class RootWords {
 };
 
 // Random words of a Pair in EvenOdd order (Note [Random bits] in random.h): the bits of both elements of a lane. What the
-// streams share is computed once. Random<false>: nothing is drawn. They come as bounds, their complements: 16 dropped bits
-// and the random ones carry where the dropped ones are above the bound.
+// streams share is computed once. Random<false>: nothing is drawn. They are used as bounds, the complements of the random
+// bits: 16 dropped bits and the random ones carry where the dropped ones are above the bound.
 template <bool drawn>
 struct Random {
-  TESSERA_INLINE explicit Random(RootWords&) {}
-  TESSERA_INLINE explicit Random(U) {}
+  TESSERA_INLINE explicit Random(Roots&) {}
 };
 template <>
 struct Random<true> {
-  U root;
-  TESSERA_INLINE explicit Random(U its_root) : root(its_root) {}
-  TESSERA_INLINE explicit Random(RootWords& words) : root(words.next()) {}
+  U x, product_of_it;
+  TESSERA_INLINE explicit Random(Roots& roots) { roots.next(x, product_of_it); }
   template <Stream stream>
   TESSERA_INLINE U bounds() const {
-    return xnor(product(root, constant(factor_of(stream))), rotated<turn_of(stream)>(root));
+    if constexpr (stream == kWeight) return product_of_it ^ rotated<48>(x);
+    const U word = product_of_it ^ rotated<16>(x);
+    if constexpr (stream == kState0) return word;
+    return signed_product(word, constant(static_cast<uint32_t>(factor_of(stream)))) ^ rotated<turn_of(stream)>(word);
   }
 };
 

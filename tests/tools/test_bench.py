@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -224,6 +225,14 @@ def test_goals_of_the_kernels():
         "time of Adam in fp32 over all bf16 with stochastic rounding": (pytest.approx(1.875), True),
     }
     assert headline == ["10 M, 2 threads, least share of the probe: adam 80%, rules 97%, elementwise 70%"]
+
+
+def test_the_limit_of_memory():
+    large = kernel_rows.parse({"benchmarks": FORMS})
+    small = [replace(row, ns=row.ns * (0.5 if row.form == kernel_rows.SMALLEST else 0.25), share=0.4) for row in large]
+    (goal,) = kernel_rows.memory_goals("1 M", small, large)
+    assert goal.text == f"1 M, 2 threads: least share of memory's limit ({kernel_rows.SMALLEST})"
+    assert goal.value == pytest.approx(0.81 / 0.5)
 
 
 def test_a_missing_program_is_named(monkeypatch):

@@ -196,6 +196,8 @@ TEST(PtxMachine, Conversions) {
       {"cvt.u16.u32 %rs7, %r1;", "rs", 0x12345, 0, 0, 0x2345},
       {"cvt.u64.u32 %rd7, %r1;", "rd", 0xffffffff, 0, 0, 0xffffffff},
       {"cvt.s64.s32 %rd7, %r1;", "rd", 0xffffffff, 0, 0, ~uint64_t{0}},
+      {"cvt.s64.s32 %rd7, %rd1;", "rd", 0x1fffffffe, 0, 0, ~uint64_t{1}},
+      {"cvt.u32.u16 %r7, %r1;", "r", 0x12345, 0, 0, 0x2345},
       {"cvt.u32.u64 %r7, %rd1;", "r", 0x100000002, 0, 0, 2},
       {"cvt.rn.f32.u16 %f7, %rs1;", "f", 1023, 0, 0, bits(1023.0f)},
       {"cvt.rn.f32.u32 %f7, %r1;", "f", 0x1000001, 0, 0, bits(0x1p24f)},  // a tie, to even
@@ -327,7 +329,8 @@ TEST(PtxMachine, RefusesWhatItDoesNotKnow) {
       {"div.approx.f32 %f7, %f1, %f2;", "unknown instruction div.approx.f32"},
       {"ld.volatile.global.u32 %r7, [%rd0];", "unknown instruction ld.volatile.global.u32"},
       {"add.s32 %r7, %rs1, %r2;", "%rs1 has another width"},
-      {"cvt.u32.u16 %r7, %r1;", "%r1 has another width"},
+      {"cvt.u64.u32 %rd7, %rs1;", "%rs1 has another width"},
+      {"cvt.s64.s32 %r7, %r1;", "%r7 has another width"},
       {"add.s32 %r7, %r1, %r99;", "no register %r99"},
       {"add.s32 %r7, %r1;", "expected ,"},
       {"mov.u32 %r7, %laneid;", "no register %laneid"},

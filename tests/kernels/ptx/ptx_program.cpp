@@ -234,7 +234,8 @@ class Parser {
     const Braces braces = find_braces(name);
     instruction.operation = find_operation(name, braces);
     if (instruction.operation == nullptr) fail("unknown instruction " + name);
-    parse_operands(instruction, braces);
+    // A conversion takes what it needs of a wider register (PTX ISA, Operand Size Exceeding Instruction-Type Size).
+    parse_operands(instruction, braces, name.starts_with("cvt."));
     expect(";");
     entry_.code.push_back(instruction);
   }
@@ -249,7 +250,7 @@ class Parser {
     return Braces::None;
   }
 
-  void parse_operands(Instruction& instruction, Braces braces) {
+  void parse_operands(Instruction& instruction, Braces braces, bool from_wider) {
     const Operation& operation = *instruction.operation;
     switch (operation.kind) {
       case Kind::Return:
@@ -276,7 +277,7 @@ class Parser {
       if (k > 0) expect(",");
       if (braces != Braces::None && k == first) expect("{");
       const int bits = operation.bits[k];
-      instruction.slots[k] = k < operation.results ? register_operand(bits, false) : source(bits);
+      instruction.slots[k] = k < operation.results ? register_operand(bits, false) : source(bits, from_wider);
       if (braces != Braces::None && k == last) expect("}");
     }
   }
