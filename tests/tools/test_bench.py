@@ -25,7 +25,7 @@ from contenders import build, parse  # noqa: E402
 from index import index_text  # noqa: E402
 from models import gpt  # noqa: E402
 from report import Goal, Result  # noqa: E402
-from suites import adam, kernel_rows, kernels, memory, memory_goals, overhead  # noqa: E402
+from suites import adam, kernel_rows, kernels, memory, memory_goals, overhead, transport, transport_limits  # noqa: E402
 from suites.memory_goals import Figures  # noqa: E402
 
 
@@ -233,6 +233,36 @@ def test_the_limit_of_memory():
     (goal,) = kernel_rows.memory_goals("1 M", small, large)
     assert goal.text == f"1 M, 2 threads: least share of memory's limit ({kernel_rows.SMALLEST})"
     assert goal.value == pytest.approx(0.81 / 0.5)
+
+
+def test_limits_of_the_transport():
+    # Two ranks: half of the buffer stays, half goes into shared memory, half comes out of it.
+    assert transport_limits.floor("all_to_all", 2, 8, one_copy=1.0, crossing=4.0) == 2.0
+    assert transport_limits.floor("all_gather", 2, 8, one_copy=1.0, crossing=4.0) == 2.0
+    assert transport_limits.floor("reduce_scatter", 2, 8, one_copy=1.0, crossing=4.0) == 1.5
+    assert transport_limits.floor("all_reduce", 2, 8, one_copy=1.0, crossing=4.0) == 2.75  # the result twice, too
+    # A buffer of 8 bytes read and written by who needs it, 4 bytes copied a second.
+    assert transport_limits.copy_limit("all_gather", 4, 8, 4.0) == 2.0
+    assert transport_limits.copy_limit("all_reduce", 2, 8, 4.0) == 3.5
+
+
+def test_rows_of_the_transport():
+    args = argparse.Namespace(peers=["gloo", "tessera"], ranks=2)
+    mib = transport_limits.MIB
+    small = {"gloo": [0.8, 0.9, 1.0], "tessera": [0.1, 0.1, 0.1], "copy": [0.04, 0.05, 0.06]}
+    large = {"gloo": [8.0] * 3, "tessera": [2.0] * 3, "copy": [1.0] * 3}
+    speeds = transport_limits.Speeds(copy=64 * mib, crossing=10 * mib)
+    found = transport.finish(args, {("all_to_all", mib): small, ("all_to_all", 64 * mib): large}, speeds)
+    entry = found.data["transport"]["all_to_all 1 MiB"]
+    assert entry["limit"] == pytest.approx(100)  # 50 ms of own copies, 50 ms from the other
+    assert (entry["of_limit"], entry["possible"]) == (pytest.approx(1), pytest.approx(9))
+    assert found.data["transport"]["all_to_all 64 MiB"]["of_limit"] == pytest.approx(0.5)
+    assert found.text[-1] == "At the limit itself the goal beside Gloo would be missed in: all_to_all 1 MiB (9.0)."
+    assert [(goal.value, goal.reached) for goal in found.goals] == [
+        (pytest.approx(9), False),
+        (pytest.approx(4), True),
+        (pytest.approx(0.5), True),
+    ]
 
 
 def test_a_missing_program_is_named(monkeypatch):
