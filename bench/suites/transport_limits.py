@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,14 +17,6 @@ from measure import together
 KIB, MIB = 1 << 10, 1 << 20
 SHARED = "/dev/shm"  # files there are memory
 CHUNK = 256 * KIB  # fits into a core's own cache, as what ranks hand each other does
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Bytes a second of a rank while all ranks are at it."""
-
-    copy: float  # from memory to memory
-    crossing: float  # what another rank has just written, to its own memory
 
 
 @dataclass(frozen=True)
@@ -44,13 +37,13 @@ WORK = {
 }
 
 
-def copy_limit(kind: str, ranks: int, size: int, copy: float) -> float:
-    """Seconds, at `copy` bytes a second."""
-    return WORK[kind].copies(ranks) * size / copy
+def copy_limit(kind: str, ranks: int, one_copy: float) -> float:
+    """Seconds; `one_copy` of the buffer takes that many."""
+    return WORK[kind].copies(ranks) * one_copy
 
 
 def floor(kind: str, ranks: int, size: int, one_copy: float, crossing: float) -> float:
-    """Seconds; `one_copy` of the buffer takes that many."""
+    """Seconds through shared memory, where `crossing` bytes a second come from another rank."""
     return WORK[kind].own(ranks) * one_copy + WORK[kind].crossing(ranks) * size / crossing
 
 
@@ -63,22 +56,6 @@ def libc_copy(to: torch.Tensor, of: torch.Tensor) -> None:
 
 
 COPIES = (torch_copy, libc_copy)
-
-
-def copy_speed() -> float:
-    """Best of 5. The clock stops when all are through: where ranks share cores, one that has a core for itself for a
-    while says nothing."""
-    x, y = torch.ones(16 * MIB), torch.ones(16 * MIB)
-    copies = 8  # a meeting of the ranks takes little beside them
-    best = 0.0
-    for _ in range(5):
-        together()
-        start = time.perf_counter()
-        for _ in range(copies):
-            y.copy_(x)
-        together()
-        best = max(best, copies * y.nbytes / (time.perf_counter() - start))
-    return best
 
 
 def shared_bytes(size: int, rank: int) -> torch.Tensor:
@@ -97,7 +74,8 @@ def shared_bytes(size: int, rank: int) -> torch.Tensor:
 
 
 def crossing_speed(ranks: int, rank: int) -> float:
-    """Each rank writes a chunk and copies that of the next one; best of 100, of both ways to copy."""
+    """Bytes a second at which a rank copies what the next one has just written, while all do; best of 100, of both ways
+    to copy. Ranks that share a core take turns."""
     places = shared_bytes(ranks * CHUNK, rank).view(ranks, CHUNK)
     source, own = torch.ones(CHUNK, dtype=torch.uint8), torch.zeros(CHUNK, dtype=torch.uint8)
     best = 0.0
@@ -109,4 +87,4 @@ def crossing_speed(ranks: int, rank: int) -> float:
             copy(own, places[(rank + 1) % ranks])
             best = max(best, CHUNK / (time.perf_counter() - start))
             together()
-    return best
+    return best / max(1.0, ranks / (os.cpu_count() or 1))

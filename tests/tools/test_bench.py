@@ -241,9 +241,9 @@ def test_limits_of_the_transport():
     assert transport_limits.floor("all_gather", 2, 8, one_copy=1.0, crossing=4.0) == 2.0
     assert transport_limits.floor("reduce_scatter", 2, 8, one_copy=1.0, crossing=4.0) == 1.5
     assert transport_limits.floor("all_reduce", 2, 8, one_copy=1.0, crossing=4.0) == 2.75  # the result twice, too
-    # A buffer of 8 bytes read and written by who needs it, 4 bytes copied a second.
-    assert transport_limits.copy_limit("all_gather", 4, 8, 4.0) == 2.0
-    assert transport_limits.copy_limit("all_reduce", 2, 8, 4.0) == 3.5
+    # Read and written by who needs it.
+    assert transport_limits.copy_limit("all_gather", 4, one_copy=2.0) == 2.0
+    assert transport_limits.copy_limit("all_reduce", 2, one_copy=2.0) == 3.5
 
 
 def test_rows_of_the_transport():
@@ -251,8 +251,7 @@ def test_rows_of_the_transport():
     mib = transport_limits.MIB
     small = {"gloo": [0.8, 0.9, 1.0], "tessera": [0.1, 0.1, 0.1], "copy": [0.04, 0.05, 0.06]}
     large = {"gloo": [8.0] * 3, "tessera": [2.0] * 3, "copy": [1.0] * 3}
-    speeds = transport_limits.Speeds(copy=64 * mib, crossing=10 * mib)
-    found = transport.finish(args, {("all_to_all", mib): small, ("all_to_all", 64 * mib): large}, speeds)
+    found = transport.finish(args, {("all_to_all", mib): small, ("all_to_all", 64 * mib): large}, 10.0 * mib)
     entry = found.data["transport"]["all_to_all 1 MiB"]
     assert entry["limit"] == pytest.approx(100)  # 50 ms of own copies, 50 ms from the other
     assert (entry["of_limit"], entry["possible"]) == (pytest.approx(1), pytest.approx(9))
