@@ -68,6 +68,9 @@ inline F widen_f16(H x) {
 inline H narrow_f16(F x) {
   return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
 }
+inline H cut_f16(F x) {  // towards zero
+  return _mm512_cvtps_ph(x, _MM_FROUND_TO_ZERO);
+}
 // Whether every 16-bit lane is `least` to `most`, without its sign.
 inline bool each_half_within(U x, uint16_t least, uint16_t most) {
   const __m512i above = _mm512_sub_epi16((__m512i)(x & 0x7fff7fffu), (__m512i)constant(least * 0x10001u));

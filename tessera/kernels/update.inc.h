@@ -145,8 +145,8 @@ struct AdagradStep {
   TESSERA_INLINE F end(F w, F numerator, F root) const { return w + numerator / (root + eps); }
 };
 
-// Where the master weights are (UpdateRange): load and store them, by bounds as of Random if `stochastic`. `natural`: the
-// fp32 streams are most.
+// Where the master weights are (UpdateRange): load and store them, by bounds as of Random if `stochastic`. `natural`: this
+// order is the faster one where the states are fp32, too.
 template <class Weight>
 struct Fp32Master {  // and a copy of type Weight, or None
   static constexpr bool stochastic = false, natural = true;
@@ -189,7 +189,7 @@ struct SplitMaster {
 
 template <class Type>
 struct WeightMaster {
-  static constexpr bool stochastic = Type::stochastic, natural = false;
+  static constexpr bool stochastic = Type::stochastic, natural = Type::natural;
   void* weight;
   explicit WeightMaster(const UpdateRange& r) : weight(r.weight) {}
   TESSERA_INLINE void prefetch(int64_t i) const { Type::prefetch(weight, i); }

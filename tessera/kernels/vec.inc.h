@@ -129,7 +129,7 @@ struct Halves : Element<2> {
 // The 16-bit conversions give the bits of their namesakes in convert.h; a NaN's payload may differ. What is stored comes
 // out of arithmetic, so that a NaN is quiet: its upper half is one without rounding.
 struct Bf16 : Halves {
-  static constexpr bool stochastic = false;
+  static constexpr bool stochastic = false, natural = false;
   template <Order order, class Lanes>
   static TESSERA_INLINE Pair load(const void* p, int64_t i, Lanes lanes) {
     const Bits bits = load_upper<order>(p, i, lanes);
@@ -173,7 +173,7 @@ struct Bf16Stochastic : Bf16 {
 };
 
 struct F16 : Halves {
-  static constexpr bool stochastic = false;
+  static constexpr bool stochastic = false, natural = true;  // converted by an instruction that knows no other order
   template <Order order, class Lanes>
   static TESSERA_INLINE Pair load(const void* p, int64_t i, Lanes lanes) {
     const auto raw = read_two<Two>(p, i, lanes);
@@ -191,10 +191,19 @@ struct F16Stochastic : F16 {
   static constexpr bool stochastic = true;
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, U bound) {
-    static_assert(order == Order::EvenOdd);
+    if constexpr (order == Order::EvenOdd) {
+      store_even_odd(p, i, lanes, x, bound);
+    } else {
+      store_natural(p, i, lanes, x, bound);
+    }
+  }
+
+ private:
+  template <class Lanes>
+  static TESSERA_INLINE void store_even_odd(void* p, int64_t i, Lanes lanes, const Pair& x, U bound) {
     const U upper = join_uppers((U)x.a, (U)x.b);
     U halves = joined(upper, (U)x.a << 3, (U)x.b << 3, bound);
-    if (!each_half_within(upper, 0x3880, 0x477e)) [[unlikely]] {
+    if (!normal(upper)) [[unlikely]] {
       if (each_half_within(upper, 0, 0x477e)) {
         halves = joined(upper, moved(x.a), moved(x.b), bound);
       } else {
@@ -203,8 +212,19 @@ struct F16Stochastic : F16 {
     }
     write(p, i, lanes, halves);
   }
-
- private:
+  // The random bits are added to those that the processor then cuts off.
+  template <class Lanes>
+  static TESSERA_INLINE void store_natural(void* p, int64_t i, Lanes lanes, const Pair& x, U bound) {
+    if (!normal(join_uppers((U)x.a, (U)x.b))) [[unlikely]] {
+      return store_even_odd(p, i, lanes, Pair{even_of(x.a, x.b), odd_of(x.a, x.b)}, bound);
+    }
+    const U random = ~(bound >> 3) & 0x1fff1fffu;
+    Two of;
+    memcpy(&of, &random, sizeof random);
+    write_two(p, i, lanes, Two{cut_f16((F)((U)x.a + widen_u16(of.a))), cut_f16((F)((U)x.b + widen_u16(of.b)))});
+  }
+  // Whether all are normal numbers, and none is so large that rounding could end above the largest.
+  static TESSERA_INLINE bool normal(U uppers) { return each_half_within(uppers, 0x3880, 0x477e); }
   // A normal number of fp16 has its bits in those of fp32: the sign and the first bit of the exponent in front, the others
   // three places further down. Moved up (a and b) they are in the upper half, and rounded as bf16 is.
   static TESSERA_INLINE U joined(U upper, U a, U b, U bound) {
@@ -256,7 +276,7 @@ class Roots {
   U mask_;
 };
 
-// Random words of a Pair in EvenOdd order (Note [Random bits] in random.h): the bits of both elements of a lane. What the
+// Random words of a Pair (Note [Random bits] in random.h): in EvenOdd order, the bits of both elements of a lane. What the
 // streams share is computed once. Random<false>: nothing is drawn. They are used as bounds, the complements of the random
 // bits: 16 dropped bits and the random ones carry where the dropped ones are above the bound.
 template <bool drawn>
@@ -286,7 +306,6 @@ TESSERA_INLINE int64_t inside_word(const RandomKey& random, int64_t n) {
 template <Order order, class Type, Stream stream, class Lanes, class Random>
 TESSERA_INLINE void put(void* p, int64_t i, Lanes lanes, const Pair& x, const Random& random) {
   if constexpr (Type::stochastic) {
-    static_assert(order == Order::EvenOdd);
     Type::template store<order>(p, i, lanes, x, random.template bounds<stream>());
   } else {
     Type::template store<order>(p, i, lanes, x);
