@@ -67,11 +67,15 @@ def in_no_mode(form: str) -> bool:
     return "fp16" in form and "bf16_states" in form
 
 
+def counted(threads: int) -> str:
+    return f"{threads} thread{'s' if threads > 1 else ''}"
+
+
 def goals_of(title: str, rows: list[Row]) -> tuple[list[Goal], list[str]]:
     goals, headline = [], []
     for threads in sorted({row.threads for row in rows}):
         mine = [row for row in rows if row.threads == threads]
-        where = f"{title}, {threads} thread{'s' if threads > 1 else ''}"
+        where = f"{title}, {counted(threads)}"
         shares = []
         for group in ("adam", "rules", "elementwise"):
             of = [row for row in mine if row.group == group]
@@ -84,14 +88,14 @@ def goals_of(title: str, rows: list[Row]) -> tuple[list[Goal], list[str]]:
     return goals, headline
 
 
-def memory_goals(title: str, rows: list[Row], largest: list[Row]) -> list[Goal]:
-    """A kernel's limit is its bytes over the bandwidth of memory: the probe of `largest`, which fits into no cache."""
+def limit_goals(title: str, rows: list[Row], largest: list[Row]) -> list[Goal]:
+    """A kernel's limit is its bytes over the bandwidth of memory: the probe of `largest`, larger than caches."""
     limits = {(row.form, row.threads): row.share * row.ns for row in largest}
     goals = []
     for threads in sorted({row.threads for row in rows}):
         shares = {row.form: limits[row.form, threads] / row.ns for row in rows if row.threads == threads}
         least = min(shares, key=lambda form: shares[form])
-        text = f"{title}, {threads} thread{'s' if threads > 1 else ''}: least share of memory's limit ({least})"
+        text = f"{title}, {counted(threads)}: least share of memory's limit ({least})"
         goals.append(Goal(text, shares[least], 0.8, True))
     return goals
 

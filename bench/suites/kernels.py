@@ -10,7 +10,7 @@ from typing import Any
 from report import ROOT, Result, table
 
 from suites import adam
-from suites.kernel_rows import Row, goals_of, memory_goals, parse
+from suites.kernel_rows import Row, counted, goals_of, limit_goals, parse
 
 PROGRAM = ROOT / "build" / "bench" / "bench" / "kernels" / "kernels_bench"
 THREADS = (1, 2)
@@ -51,7 +51,7 @@ def group_table(rows: list[Row]) -> str:
         forms.setdefault(row.form, {})[row.threads] = row
     header = ["form", "B/element"]
     for threads in THREADS:
-        header += [f"{threads} thread{'s' if threads > 1 else ''}: ns/element", "GB/s", "of probe"]
+        header += [f"{counted(threads)}: ns/element", "GB/s", "of probe"]
     lines = []
     for form, of in forms.items():
         line = [form, f"{next(iter(of.values())).size:g}"]
@@ -93,7 +93,7 @@ def bench_kernels(args: argparse.Namespace, *_: Any) -> Result:
                 result.text += [f"{title} ({mine[0].table}):", group_table(mine)]
         goals, headline = goals_of(shown(elements), rows)
         if elements != largest:
-            goals += memory_goals(shown(elements), rows, measured[largest])
+            goals += limit_goals(shown(elements), rows, measured[largest])
         result.goals += goals
         result.headline += headline
         result.data["kernels"][str(elements)] = [row.data() for row in rows]
@@ -107,7 +107,7 @@ def bench_kernels(args: argparse.Namespace, *_: Any) -> Result:
 
 def add_peers(args: argparse.Namespace, result: Result, elements: int, threads: int) -> None:
     found = adam.run(args.peers, elements, threads, args.rounds)
-    title = f"{shown(elements)}, {threads} thread{'s' if threads > 1 else ''}"
+    title = f"{shown(elements)}, {counted(threads)}"
     result.text += [f"{title}:", *adam.tables(found, elements)]
     result.goals += adam.goals_of(title, found)
     result.data["adam"][title] = adam.data_of(found)

@@ -25,12 +25,14 @@ namespace tessera::kernels {
 // Good for rounding, where a bias would have to line up with the data over many steps; not for secrets.
 enum Stream : uint8_t { kState0, kState1, kWeight, kGradient };
 
-// Of the streams that are made of kState0's word.
-TESSERA_ELEMENT constexpr int32_t factor_of(Stream stream) {
+TESSERA_ELEMENT constexpr bool is_first(Stream stream) {  // its word is not made of another one
+  return stream == kState0 || stream == kWeight;
+}
+TESSERA_ELEMENT constexpr int32_t factor_of(Stream stream) {  // of the others
   return stream == kState1 ? -0x663766cb : -0x62b75ccd;
 }
 TESSERA_ELEMENT constexpr unsigned turn_of(Stream stream) {
-  return stream == kState1 ? 16 : 48;
+  return stream == kState0 || stream == kState1 ? 16 : 48;
 }
 
 constexpr uint64_t kWeyl = 0x9e3779b97f4a7c15u;  // 2^64 over the golden ratio
@@ -73,9 +75,8 @@ TESSERA_ELEMENT Root root_of(StepKey key, uint64_t index) {
 }
 
 TESSERA_ELEMENT uint64_t stream_word(Root root, Stream stream) {
-  if (stream == kWeight) return root.product ^ rotated(root.x, 48);
-  const uint64_t word = root.product ^ rotated(root.x, 16);
-  if (stream == kState0) return word;
+  if (is_first(stream)) return root.product ^ rotated(root.x, turn_of(stream));
+  const uint64_t word = root.product ^ rotated(root.x, turn_of(kState0));
   const int64_t low = static_cast<int32_t>(word);
   return static_cast<uint64_t>(low * factor_of(stream)) ^ rotated(word, turn_of(stream));
 }

@@ -289,9 +289,8 @@ struct Random<true> {
   TESSERA_INLINE explicit Random(Roots& roots) { roots.next(x, product_of_it); }
   template <Stream stream>
   TESSERA_INLINE U bounds() const {
-    if constexpr (stream == kWeight) return product_of_it ^ rotated<48>(x);
-    const U word = product_of_it ^ rotated<16>(x);
-    if constexpr (stream == kState0) return word;
+    if constexpr (is_first(stream)) return product_of_it ^ rotated<turn_of(stream)>(x);
+    const U word = product_of_it ^ rotated<turn_of(kState0)>(x);
     return signed_product(word, constant(static_cast<uint32_t>(factor_of(stream)))) ^ rotated<turn_of(stream)>(word);
   }
 };

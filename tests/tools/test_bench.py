@@ -230,7 +230,7 @@ def test_goals_of_the_kernels():
 def test_the_limit_of_memory():
     large = kernel_rows.parse({"benchmarks": FORMS})
     small = [replace(row, ns=row.ns * (0.5 if row.form == kernel_rows.SMALLEST else 0.25), share=0.4) for row in large]
-    (goal,) = kernel_rows.memory_goals("1 M", small, large)
+    (goal,) = kernel_rows.limit_goals("1 M", small, large)
     assert goal.text == f"1 M, 2 threads: least share of memory's limit ({kernel_rows.SMALLEST})"
     assert goal.value == pytest.approx(0.81 / 0.5)
 
