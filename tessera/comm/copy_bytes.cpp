@@ -19,6 +19,20 @@ void copy_bytes(char* to, const char* from, int64_t bytes) {
 }
 
 #if defined(__SSE2__)
+void copy_ahead(char* to, const char* from, int64_t bytes) {
+  constexpr int64_t kRead = 4096, kWrite = 1024;  // chosen with transport_bench
+  const int64_t whole = bytes / kLine * kLine;
+  for (int64_t i = 0; i < whole; i += kLine) {
+    _mm_prefetch(from + i + kRead, _MM_HINT_T0);
+    _mm_prefetch(to + i + kWrite, _MM_HINT_T0);
+    auto* const line = reinterpret_cast<__m128i*>(to + i);
+    const auto* const source = reinterpret_cast<const __m128i*>(from + i);
+    for (int word = 0; word < 4; ++word)
+      _mm_storeu_si128(line + word, _mm_loadu_si128(source + word));
+  }
+  copy_bytes(to + whole, from + whole, bytes - whole);
+}
+
 void copy_past_caches(char* to, const char* from, int64_t bytes) {
   constexpr int64_t kAhead = 2048;  // the processor's own prefetching ends with each page
   if (to == from) return;
@@ -37,10 +51,21 @@ void copy_past_caches(char* to, const char* from, int64_t bytes) {
   _mm_sfence();  // such stores have no order among others: whoever is told of them next shall see them
 }
 #else
+void copy_ahead(char* to, const char* from, int64_t bytes) {
+  copy_bytes(to, from, bytes);
+}
 void copy_past_caches(char* to, const char* from, int64_t bytes) {
   copy_bytes(to, from, bytes);
 }
 #endif
+
+void copy_to_ring(char* to, const char* from, int64_t bytes, int64_t total) {
+  if (total < kLarge) {
+    copy_bytes(to, from, bytes);
+  } else {
+    copy_ahead(to, from, bytes);
+  }
+}
 
 void copy_result(char* to, const char* from, int64_t bytes, int64_t total) {
   if (total < kLarge) {

@@ -30,6 +30,7 @@ static_assert(sizeof(ShmHeader) == kPage && offsetof(ShmHeader, secret) == 0);
 struct alignas(128) ShmRank {
   std::atomic<int> pid;
   std::atomic<uint64_t> start;  // start_of_process() of hosts.h
+  std::atomic<int> core;        // one more than that on which it last waited; 0: it has not
   Bell bell;
 };
 

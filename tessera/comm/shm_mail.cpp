@@ -75,7 +75,7 @@ bool ShmMail::send_to(int rank) {
       head.bytes = letter.bytes;
     }
     const int64_t count = std::min(kRecordBytes, letter.bytes - letter.moved);
-    copy_bytes(reinterpret_cast<char*>(&head + 1), letter.data + letter.moved, count);
+    copy_to_ring(reinterpret_cast<char*>(&head + 1), letter.data + letter.moved, count, letter.bytes);
     letter.moved += count;
     places.written.store(place + 1);
     ring(ranks_[rank].bell);

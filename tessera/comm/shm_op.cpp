@@ -45,7 +45,7 @@ class AllGather final : public ShmOp {
   std::optional<int64_t> steps() const override { return steps_for(largest_, kRecordBytes); }
   void write(int64_t step, char* record) override {
     const auto [begin, count] = piece(parts_[rank_].count, kRecordBytes, step);
-    copy_bytes(record, from_ + begin, count);
+    copy_to_ring(record, from_ + begin, count, info_.bytes);
     copy_result(to_[rank_] + begin, from_ + begin, count, info_.bytes);  // while it is in the cache
   }
   std::string read(int64_t step, const char* const* records) override {
@@ -76,7 +76,7 @@ class Broadcast final : public ShmOp {
   std::optional<int64_t> steps() const override { return steps_for(info_.bytes, kRecordBytes); }
   void write(int64_t step, char* record) override {
     const auto [begin, count] = piece(info_.bytes, kRecordBytes, step);
-    if (rank_ == info_.root) copy_bytes(record, data_ + begin, count);
+    if (rank_ == info_.root) copy_to_ring(record, data_ + begin, count, info_.bytes);
   }
   std::string read(int64_t step, const char* const* records) override {
     const auto [begin, count] = piece(info_.bytes, kRecordBytes, step);
@@ -99,7 +99,7 @@ class Gather final : public ShmOp {
   std::optional<int64_t> steps() const override { return steps_for(info_.bytes, kRecordBytes); }
   void write(int64_t step, char* record) override {
     const auto [begin, count] = piece(info_.bytes, kRecordBytes, step);
-    if (rank_ != info_.root) copy_bytes(record, bytes_of(in_) + begin, count);
+    if (rank_ != info_.root) copy_to_ring(record, bytes_of(in_) + begin, count, info_.bytes);
   }
   std::string read(int64_t step, const char* const* records) override {
     const auto [begin, count] = piece(info_.bytes, kRecordBytes, step);
@@ -129,7 +129,7 @@ class Scatter final : public ShmOp {
   void write(int64_t step, char* record) override {
     const auto [begin, count] = piece(info_.bytes, each_, step);
     for (int r = 0; r < size_ && rank_ == info_.root; ++r) {
-      if (r != rank_) copy_bytes(record + row_of(r, rank_) * each_, bytes_of(in_[r]) + begin, count);
+      if (r != rank_) copy_to_ring(record + row_of(r, rank_) * each_, bytes_of(in_[r]) + begin, count, info_.bytes);
     }
   }
   std::string read(int64_t step, const char* const* records) override {
@@ -180,7 +180,7 @@ class AllToAll final : public ShmOp {
       std::memcpy(record + r * sizeof(int64_t), &sent_[r].bytes, sizeof(int64_t));
       if (r == rank_) continue;
       const auto [begin, count] = piece(sent_[r].bytes, each_, step);
-      copy_bytes(record + head_ + row_of(r, rank_) * each_, sent_[r].data + begin, count);
+      copy_to_ring(record + head_ + row_of(r, rank_) * each_, sent_[r].data + begin, count, info_.bytes);
     }
   }
   std::string read(int64_t step, const char* const* records) override {

@@ -28,7 +28,7 @@ class ReduceScatter final : public ShmOp {
     for (int r = 0; r < size_; ++r) {
       if (r == rank_) continue;
       const auto [begin, count] = piece(counts_[r], each_, step);
-      copy_bytes(record + row_of(r, rank_) * each_ * width_, from_[r] + begin * width_, count * width_);
+      copy_to_ring(record + row_of(r, rank_) * each_ * width_, from_[r] + begin * width_, count * width_, info_.bytes);
     }
   }
   std::string read(int64_t step, const char* const* records) override {
@@ -86,7 +86,7 @@ class AllReduceOnce final : public AllReduce {
   std::optional<int64_t> steps() const override { return steps_for(total_, each_); }
   void write(int64_t step, char* record) override {
     const auto [begin, count] = piece(total_, each_, step);
-    copy_bytes(record, data_ + begin * width_, count * width_);
+    copy_to_ring(record, data_ + begin * width_, count * width_, info_.bytes);
   }
   std::string read(int64_t step, const char* const* records) override {
     add_rows(piece(total_, each_, step), [&](int r) { return records[r]; });
@@ -117,7 +117,7 @@ class AllReduceTwice final : public AllReduce {
     for (int r = 0; r < size_; ++r) {
       if (r == rank_) continue;
       const auto [begin, count] = row(round.window, r);
-      copy_bytes(record + row_of(r, rank_) * each_ * width_, data_ + begin * width_, count * width_);
+      copy_to_ring(record + row_of(r, rank_) * each_ * width_, data_ + begin * width_, count * width_, info_.bytes);
     }
   }
   std::string read(int64_t step, const char* const* records) override {
@@ -167,7 +167,7 @@ class Reduce final : public ShmOp {
   std::optional<int64_t> steps() const override { return steps_for(tensor_.numel(), each_); }
   void write(int64_t step, char* record) override {
     const auto [begin, count] = piece(tensor_.numel(), each_, step);
-    if (rank_ != info_.root) copy_bytes(record, bytes_of(tensor_) + begin * width_, count * width_);
+    if (rank_ != info_.root) copy_to_ring(record, bytes_of(tensor_) + begin * width_, count * width_, info_.bytes);
   }
   std::string read(int64_t step, const char* const* records) override {
     if (rank_ != info_.root) return {};

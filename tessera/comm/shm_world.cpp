@@ -19,15 +19,9 @@ constexpr auto kLook = std::chrono::milliseconds(100);  // how long a sleep is b
 constexpr auto kShortly = std::chrono::milliseconds(1);
 
 // Waiting is spinning first, then spinning that offers the core to others, then sleep. To be woken takes longer than most
-// waits, and two ranks that sleep by turns keep each other doing so: hence the long middle part. When ranks outnumber cores,
-// spinning is in the way.
+// waits, and two ranks that sleep by turns keep each other doing so: hence the long middle part.
 constexpr auto kSelfish = std::chrono::microseconds(10);
-std::chrono::microseconds spin_time(int ranks) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  const int cores = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
-  return std::chrono::microseconds(ranks <= cores ? 300 : 2);
-}
+constexpr auto kSpin = std::chrono::microseconds(300);
 
 std::string seconds_text(std::chrono::milliseconds time) {
   char text[32];
@@ -52,7 +46,6 @@ ShmWorld::ShmWorld(std::shared_ptr<ShmSegment> segment, int rank, int size, std:
       timeout_(timeout.count()),
       header_(*reinterpret_cast<ShmHeader*>(segment_->data())),
       ranks_(reinterpret_cast<ShmRank*>(segment_->data() + ShmLayout{size}.ranks())),
-      spin_(spin_time(size)),
       mail_(segment_, rank, size) {
   ranks_[rank].pid.store(getpid());
   ranks_[rank].start.store(start_of_process(getpid()));
@@ -229,6 +222,17 @@ bool ShmWorld::sleep(const F& done) {
   return false;
 }
 
+// Whether another rank may need this very core to go on: it waited here last.
+bool ShmWorld::crowded() {
+  const int core = sched_getcpu() + 1;
+  std::atomic<int>& mine = ranks_[rank_].core;
+  if (mine.load() != core) mine.store(core);
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_ && ranks_[r].core.load() == core) return true;
+  }
+  return false;
+}
+
 void ShmWorld::wait(int channel, const ShmCall& call, const Wait& how) {
   const auto done = [&] { return call.done || header_.cause_state.load() != 0 || (how.until && how.until()); };
   const auto idle = [&] { return Clock::now() - last_moved(how.since); };
@@ -236,10 +240,11 @@ void ShmWorld::wait(int channel, const ShmCall& call, const Wait& how) {
     if (how.until && how.until()) return;
     check_alive(call.info(), how.launched);
     if (try_progress() || done()) continue;
-    for (int i = 0; i < 32; ++i)
+    const bool shared = crowded();
+    for (int i = 0; i < 32 && !shared; ++i)
       spin_pause();
-    if (idle() > kSelfish) std::this_thread::yield();
-    if (idle() < spin_ || sleep(done) || done() || idle() < kLook || try_progress()) continue;
+    if (shared || idle() > kSelfish) std::this_thread::yield();
+    if (idle() < kSpin || sleep(done) || done() || idle() < kLook || try_progress()) continue;
     if (const auto text = trouble(channel, call, idle(), how.limit.value_or(timeout())); !text.empty()) fail(text);
   }
 }

@@ -81,6 +81,7 @@ class ShmWorld {
   bool progress();
   bool try_progress();
   Clock::time_point last_moved(Clock::time_point since) const;
+  bool crowded();
   template <class F>
   bool sleep(const F& done);
   std::vector<int> missing(int channel, const ShmCall& call);
@@ -92,7 +93,6 @@ class ShmWorld {
   std::atomic<int64_t> timeout_;  // milliseconds
   ShmHeader& header_;
   ShmRank* const ranks_;
-  const std::chrono::microseconds spin_;
 
   std::atomic<int64_t> moved_ = 0;  // when anything last was, on Clock
   std::atomic<int> launching_ = 0;  // threads that want the mutex for a moment

@@ -24,7 +24,7 @@ void expect_copies(Copy copy, int64_t bytes, int64_t to, int64_t from) {
 }
 
 TEST(CopyBytes, CopiesAnyNumberOfBytesFromAnyPlaceToAny) {
-  for (const Copy copy : {copy_bytes, copy_past_caches}) {
+  for (const Copy copy : {copy_bytes, copy_ahead, copy_past_caches}) {
     for (const int64_t bytes : {0, 1, 15, 16, 63, 64, 65, 127, 128, 191, 1000, 70000}) {
       for (const int64_t to : {0, 1, 16, 63, 64, 65}) {
         for (const int64_t from : {0, 3, 16, 64})
@@ -39,6 +39,9 @@ TEST(CopyBytes, TakesResultsOfEverySize) {
     std::vector<char> source(1000, 'a'), result(1000, 'b');
     copy_result(result.data(), source.data(), 1000, total);
     EXPECT_EQ(result, source) << total;
+    std::vector<char> ring(1000, 'b');
+    copy_to_ring(ring.data(), source.data(), 1000, total);
+    EXPECT_EQ(ring, source) << total;
   }
 }
 
