@@ -11,6 +11,7 @@
 #include "bindings.h"
 #include "tessera/comm/backends.h"
 #include "tessera/comm/mesh.h"
+#include "tessera/comm/side_threads.h"
 #include "tessera/comm/transport.h"
 
 namespace tessera::python {
@@ -41,6 +42,19 @@ comm::GroupPtr group_by_name(const std::string& name) {
   return comm::c10d_group(hold(group), *group);
 }
 
+// The back end "tessera"; its threads end before Python does: Note [Python's end].
+void bind_backend(py::module_& m) {
+  const auto threads = std::make_shared<comm::SideThreads>();
+  m.def(
+      "tessera_backend",
+      [threads](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout) {
+        return comm::tessera_backend(store, rank, size, timeout, threads);
+      },
+      py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), NoGil());
+  py::module_::import("atexit").attr("register")(
+      py::cpp_function([threads] { threads->stop(std::chrono::seconds(5)); }, NoGil()));
+}
+
 }  // namespace
 
 void bind_comm(py::module_& m) {
@@ -69,8 +83,7 @@ void bind_comm(py::module_& m) {
   m.def("thread_groups", &thread_groups, py::arg("size"), py::arg("timeout") = std::chrono::minutes(10));
   m.def("c10d_group", &group_by_name, py::arg("name"), NoGil());
 
-  m.def("tessera_backend", &tessera_backend, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
-        NoGil());
+  bind_backend(m);
 
   py::enum_<Axis>(m, "Axis")
       .value("DpReplicate", Axis::DpReplicate)

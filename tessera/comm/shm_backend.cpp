@@ -141,10 +141,10 @@ std::vector<int64_t> elements(const Tensor& t, std::vector<int64_t> rows, int si
 
 class ShmBackend final : public c10d::Backend {
  public:
-  ShmBackend(ShmSharePtr share, MakeBackend make)
+  ShmBackend(ShmSharePtr share, MakeBackend make, SideThreadsPtr threads)
       : Backend(share->world->rank(), share->world->size()),
         share_(std::move(share)),
-        mover_(std::make_shared<ShmMover>(share_->world)),
+        mover_(std::make_shared<ShmMover>(share_->world, std::move(threads))),
         make_(std::move(make)) {}
 
   const std::string getBackendName() const override { return kName; }
@@ -415,8 +415,8 @@ WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> shm_backend(ShmSharePtr share, MakeBackend make) {
-  return c10::make_intrusive<ShmBackend>(std::move(share), std::move(make));
+c10::intrusive_ptr<c10d::Backend> shm_backend(ShmSharePtr share, MakeBackend make, SideThreadsPtr threads) {
+  return c10::make_intrusive<ShmBackend>(std::move(share), std::move(make), std::move(threads));
 }
 
 }  // namespace tessera::comm

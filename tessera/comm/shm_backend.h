@@ -7,6 +7,7 @@
 #include <functional>
 
 #include "tessera/comm/shm_meeting.h"
+#include "tessera/comm/side_threads.h"
 
 namespace tessera::comm {
 
@@ -17,7 +18,8 @@ using MakeBackend = std::function<c10::intrusive_ptr<c10d::Backend>(
 // CPU tensors of any dtype and layout; reductions over the floating, integer and bool ones, added in rank order, bf16
 // and fp16 in fp32. Sum and product of bool are or and and. All ranks make the same collectives in one order; messages
 // (send, recv) need no order among them. Sparse tensors can be summed by allreduce. Errors of arguments are value errors,
-// others DistBackendError. `make`: for split() and merge(); none: there are none.
-c10::intrusive_ptr<c10d::Backend> shm_backend(ShmSharePtr share, MakeBackend make = nullptr);
+// others DistBackendError. `make`: for split() and merge(); none: there are none. `threads`: may be shared by many.
+c10::intrusive_ptr<c10d::Backend> shm_backend(ShmSharePtr share, MakeBackend make = nullptr,
+                                              SideThreadsPtr threads = std::make_shared<SideThreads>());
 
 }  // namespace tessera::comm

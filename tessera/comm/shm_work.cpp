@@ -14,6 +14,7 @@ namespace tessera::comm {
 namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(500);  // then the mover looks after another handle
+constexpr auto kGroupGone = "its process group was destroyed";
 
 }  // namespace
 
@@ -134,7 +135,7 @@ void ShmWork::ask_mover() {
   if (const auto mover = mover_.lock()) {
     mover->add(ShmWorkPtr::unsafe_reclaim_from_nonowning(this));
   } else {
-    fail("its process group was destroyed");
+    fail(kGroupGone);
   }
 }
 
@@ -157,51 +158,70 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
   return future;
 }
 
-struct ShmMover::State : std::enable_shared_from_this<ShmMover::State> {
+struct ShmMover::State final : SideThreads::Owner, std::enable_shared_from_this<ShmMover::State> {
   struct Item {
     ShmWorkPtr work;
     ShmWorld::Clock::time_point since;
   };
 
-  void take_over();
+  void end_threads() override;
+  bool take_over();
   void run();
   void lead(std::unique_lock<std::mutex>& lock);
+  static void fail(const std::vector<Item>& items);
   std::vector<Item> take_settled();
 
   std::shared_ptr<ShmWorld> world;
+  SideThreadsPtr threads;
   std::atomic<bool> news = false;  // for the leader: look at what follows
   std::mutex mutex;
   std::condition_variable wake;
   std::vector<Item> items;  // in flight
   std::thread::id leader;   // of the thread that moves; none: nobody's
   int idle = 0;             // threads that wait for their turn
-  bool stopping = false;
+  bool stopping = false;    // the group is gone
+  bool ending = false;      // the program ends: no more threads
 };
 
-// Somebody shall lead, or clear up. The mutex is held.
-void ShmMover::State::take_over() {
-  if (idle == 0) std::thread([state = shared_from_this()] { state->run(); }).detach();
+// Somebody shall lead, or clear up: false when there is nobody. The mutex is held.
+bool ShmMover::State::take_over() {
+  if (idle == 0 && !threads->start([state = shared_from_this()] { state->run(); })) return false;
   wake.notify_all();
+  return true;
+}
+
+void ShmMover::State::end_threads() {
+  {
+    const std::scoped_lock lock(mutex);
+    ending = news = true;
+    wake.notify_all();
+  }
+  world->wake();
 }
 
 void ShmMover::State::run() {
   std::unique_lock lock(mutex);
-  while (!stopping) {
+  while (!stopping && !ending) {
     idle += 1;
-    wake.wait(lock, [&] { return stopping || (leader == std::thread::id() && !items.empty()); });
+    wake.wait(lock, [&] { return stopping || ending || (leader == std::thread::id() && !items.empty()); });
     idle -= 1;
-    if (!stopping) lead(lock);
+    if (!stopping && !ending) lead(lock);
   }
+  if (!stopping) return;  // what is in flight stays for ~ShmMover()
   const auto rest = std::exchange(items, {});
   lock.unlock();
-  for (const auto& item : rest)
-    item.work->fail("its process group was destroyed");
+  fail(rest);
+}
+
+void ShmMover::State::fail(const std::vector<Item>& items) {
+  for (const auto& item : items)
+    item.work->fail(kGroupGone);
 }
 
 // Until there is nothing to move, or callbacks had to be run.
 void ShmMover::State::lead(std::unique_lock<std::mutex>& lock) {
   const auto me = leader = std::this_thread::get_id();
-  while (leader == me && !stopping && !items.empty()) {
+  while (leader == me && !stopping && !ending && !items.empty()) {
     {
       const auto mine = items;
       news = false;
@@ -234,30 +254,38 @@ std::vector<ShmMover::State::Item> ShmMover::State::take_settled() {
   return settled;
 }
 
-ShmMover::ShmMover(std::shared_ptr<ShmWorld> world) : state_(std::make_shared<State>()) {
+ShmMover::ShmMover(std::shared_ptr<ShmWorld> world, SideThreadsPtr threads) : state_(std::make_shared<State>()) {
   state_->world = std::move(world);
+  state_->threads = std::move(threads);
+  state_->threads->add(state_);
 }
 
 ShmMover::~ShmMover() {
+  std::vector<State::Item> rest;
   {
     const std::scoped_lock lock(state_->mutex);
     state_->stopping = state_->news = true;
     // The threads end by themselves, and soon. Waiting for them could take forever: they may be letting go of a tensor
     // that Python knows, which needs the interpreter's lock, and whoever destroys a process group may hold that.
-    if (state_->leader == std::thread::id() && !state_->items.empty()) state_->take_over();
+    if (state_->leader == std::thread::id() && !state_->items.empty() && !state_->take_over())
+      rest = std::exchange(state_->items, {});
     state_->wake.notify_all();
   }
   state_->world->wake();
+  State::fail(rest);
 }
 
 void ShmMover::add(ShmWorkPtr work) {
+  const auto since = ShmWorld::Clock::now();
   {
     const std::scoped_lock lock(state_->mutex);
-    state_->items.push_back({std::move(work), ShmWorld::Clock::now()});
-    state_->news = true;
-    if (state_->leader == std::thread::id()) state_->take_over();
+    if (!state_->ending && (state_->leader != std::thread::id() || state_->take_over())) {
+      state_->items.push_back({std::exchange(work, {}), since});
+      state_->news = true;
+    }
   }
   state_->world->wake();
+  if (work) work->drive(since, [] { return false; });
 }
 
 void ShmMover::step_down() {

@@ -6,7 +6,8 @@
 //   needed, that waits for such calls beside the program: they overlap with computation, and their futures complete.
 //   A callback of a future may wait for the future of another call, as that of PowerSGD does. So whoever runs callbacks
 //   moves nothing meanwhile, and a further thread takes its place if there is something to move; later it waits for its
-//   turn.
+//   turn. At the end of the program there are no threads any more, see Note [Python's end]: then whoever asks for a future
+//   waits for the call first.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "tessera/comm/shm_meeting.h"
+#include "tessera/comm/side_threads.h"
 
 namespace tessera::comm {
 
@@ -82,7 +84,7 @@ using ShmWorkPtr = c10::intrusive_ptr<ShmWork>;
 
 class ShmMover {
  public:
-  explicit ShmMover(std::shared_ptr<ShmWorld> world);
+  ShmMover(std::shared_ptr<ShmWorld> world, SideThreadsPtr threads);
   // Handles that are still in flight fail: their group is gone.
   ~ShmMover();
   void add(ShmWorkPtr work);

@@ -109,12 +109,15 @@ GroupPtr choose_transport(const StorePtr& store, int rank, int size, std::chrono
 }
 
 c10::intrusive_ptr<c10d::Backend> tessera_backend(const StorePtr& given, int rank, int size,
-                                                  std::chrono::milliseconds timeout) {
+                                                  std::chrono::milliseconds timeout, const SideThreadsPtr& threads) {
   const StorePtr store = fresh_store(given, "backend", rank);
   const auto hosts = find_hosts(*store, rank, size);
   ShmSharePtr share;
   if (hosts && hosts->count() == 1) share = try_sharing(rank, [&] { return shm_meet(*store, rank, size, timeout); });
-  if (share) return shm_backend(std::move(share), tessera_backend);
+  const MakeBackend make = [threads](const StorePtr& at, int place, int count, std::chrono::milliseconds limit) {
+    return tessera_backend(at, place, count, limit, threads);
+  };
+  if (share) return shm_backend(std::move(share), make, threads);
   return gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store), rank, size, timeout,
                       hosts && hosts->count() == 1);
 }

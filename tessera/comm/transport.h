@@ -14,6 +14,7 @@
 #include <functional>
 
 #include "tessera/comm/group.h"
+#include "tessera/comm/side_threads.h"
 
 namespace tessera::comm {
 
@@ -30,9 +31,10 @@ GroupPtr choose_transport(const c10::intrusive_ptr<c10d::Store>& store, int rank
                           std::chrono::milliseconds timeout, const std::function<GroupPtr()>& at_hand);
 
 // The back end "tessera" of torch.distributed: shared memory, or Gloo where that is the choice. Collective; `store` may
-// have been used before.
+// have been used before. `threads`: those of this back end and of what is split off it.
 c10::intrusive_ptr<c10d::Backend> tessera_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                                  std::chrono::milliseconds timeout);
+                                                  std::chrono::milliseconds timeout,
+                                                  const SideThreadsPtr& threads = std::make_shared<SideThreads>());
 
 // Value error when TESSERA_TRANSPORT is none of the three.
 void check_transport();

@@ -13,7 +13,7 @@ using testing::message_of;
 struct Handles : ::testing::Test {
   explicit Handles(std::chrono::milliseconds timeout = 1min) : shares(shm_thread_shares(2, timeout)) {
     for (const auto& share : shares)
-      movers.push_back(std::make_shared<ShmMover>(share->world));
+      movers.push_back(std::make_shared<ShmMover>(share->world, threads));
   }
   // A sum of `tensor` over both ranks.
   ShmWorkPtr launch(int rank, const at::Tensor& tensor, ShmWork::Result result = {}) {
@@ -27,6 +27,7 @@ struct Handles : ::testing::Test {
     return work;
   }
   std::vector<ShmSharePtr> shares;
+  const SideThreadsPtr threads = std::make_shared<SideThreads>();
   std::vector<std::shared_ptr<ShmMover>> movers;
 };
 
@@ -54,6 +55,25 @@ TEST_F(Handles, FuturesCompleteWithoutAWait) {
   movers[1]->add(launch(1, b));
   again->wait(kNoTimeout);
   EXPECT_TRUE(again->getFuture()->completed());
+}
+
+// What Python's end needs: the threads let go of all handles, whether they were idle or waiting for a late rank.
+TEST_F(Handles, MoveWithoutThreadsAfterTheirEnd) {
+  at::Tensor a = at::ones({4}), b = at::ones({4}), late = at::ones({4});
+  const auto first = launch(0, a)->getFuture(), second = launch(1, b)->getFuture();
+  first->wait();
+  const auto waiting = launch(0, late)->getFuture();
+  EXPECT_TRUE(threads->stop(1min));
+  EXPECT_EQ(late.use_count(), 3);  // here, in the result of the handle, in its operation
+  EXPECT_FALSE(waiting->completed());
+  launch(1, at::ones({4}));
+  const auto rest = launch(0, a);
+  std::thread other([&] { launch(1, b)->wait(kNoTimeout); });
+  EXPECT_TRUE(rest->getFuture()->completed());
+  other.join();
+  EXPECT_TRUE(a.eq(4).all().item<bool>());
+  movers.clear();
+  EXPECT_TRUE(waiting->completed());
 }
 
 // Callbacks run on the threads of movers: what they wait for must move all the same, whether it is launched by them or was

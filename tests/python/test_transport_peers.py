@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import sys
+import time
 
 import pytest
 import torch
@@ -109,3 +112,32 @@ def splits(rank: int, world: int, meeting: Meeting) -> None:
 
 def test_groups_that_are_split_and_merged() -> None:
     run(4, splits)
+
+
+def last_future() -> None:
+    """A thread lets go of the tensor while this one holds the interpreter's lock, as it will until Python's end."""
+    sys.setswitchinterval(1000.0)
+    dist.all_reduce(torch.ones(4), async_op=True).get_future()
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        pass
+
+
+def ends_at_once(rank: int, world: int, meeting: Meeting, destroy: bool) -> None:
+    start(rank, world, meeting)
+    dist.barrier()
+    last_future()
+    if destroy:
+        dist.destroy_process_group()
+
+
+def ends_in_a_handler(rank: int, world: int, meeting: Meeting) -> None:
+    atexit.register(last_future)
+    start(rank, world, meeting)
+    dist.barrier()
+
+
+def test_futures_at_the_end_of_python() -> None:
+    for body in ((ends_at_once, False), (ends_at_once, True), ends_in_a_handler):
+        for _ in range(2):
+            run(2, body)
