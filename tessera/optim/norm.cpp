@@ -1,21 +1,29 @@
 #include "tessera/optim/norm.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/sum.h>
+
 #include <vector>
 
 #include "tessera/base/error.h"
 #include "tessera/base/parallel.h"
 #include "tessera/kernels/elementwise.h"
+#include "tessera/shard/device.h"
 #include "tessera/shard/dtype.h"
 
 namespace tessera::optim {
 
 namespace {
-constexpr int64_t kBlock = 65536;  // elements; fixes the order of summation
+
+constexpr int64_t kBlock = 65536;  // elements; fixes the order of summation on the CPU
+
+void check(const at::Tensor& tensor) {
+  TESSERA_CHECK_VALUE(tensor.defined() && tensor.is_contiguous(), "optim.sum_of_squares",
+                      "expected a contiguous tensor");
 }
 
-double sum_of_squares(const at::Tensor& tensor) {
-  TESSERA_CHECK_VALUE(tensor.defined() && tensor.is_cpu() && tensor.is_contiguous(), "optim.sum_of_squares",
-                      "expected a contiguous CPU tensor");
+double sum_on_cpu(const at::Tensor& tensor) {
   const int64_t n = tensor.numel();
   if (n == 0) return 0;
   const auto dtype = shard::kernel_dtype(tensor.scalar_type());
@@ -34,6 +42,45 @@ double sum_of_squares(const at::Tensor& tensor) {
   for (double part : partial)
     sum += part;
   return sum;
+}
+
+// A number on the tensor's device, once its stream is there.
+at::Tensor sum_on_device(const at::Tensor& tensor) {
+  const auto dtype = shard::kernel_dtype(tensor.scalar_type());
+  const int64_t n = tensor.numel(), blocks = kernels::sum_blocks(n);
+  const auto options = tensor.options().dtype(at::kDouble);
+  const at::Tensor sums = at::empty({blocks}, options), lanes = at::empty({blocks * kernels::kSumLanes}, options);
+  shard::on_device(tensor.device(), [&](const kernels::DeviceTable& table, void* stream) {
+    table.sum_of_squares(tensor.const_data_ptr(), dtype, n, lanes.mutable_data_ptr<double>(),
+                         sums.mutable_data_ptr<double>(), stream);
+  });
+  return sums.sum();
+}
+
+}  // namespace
+
+double sum_of_squares(const at::Tensor& tensor) {
+  return sums_of_squares({tensor})[0];
+}
+
+std::vector<double> sums_of_squares(const std::vector<at::Tensor>& tensors) {
+  std::vector<double> sums(tensors.size());
+  std::vector<at::Tensor> on_device;
+  std::vector<size_t> places;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    check(tensors[i]);
+    if (tensors[i].is_cpu()) {
+      sums[i] = sum_on_cpu(tensors[i]);
+    } else {
+      on_device.push_back(sum_on_device(tensors[i]));
+      places.push_back(i);
+    }
+  }
+  if (on_device.empty()) return sums;
+  const at::Tensor read = at::stack(on_device).cpu();
+  for (size_t i = 0; i < places.size(); ++i)
+    sums[places[i]] = read.const_data_ptr<double>()[i];
+  return sums;
 }
 
 double clip_coefficient(double norm, double max_norm) {

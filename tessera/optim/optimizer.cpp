@@ -7,6 +7,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/parallel.h"
 #include "tessera/kernels/update.h"
+#include "tessera/shard/device.h"
 #include "tessera/shard/dtype.h"
 
 namespace tessera::optim {
@@ -30,12 +31,14 @@ int states_of(Rule rule, const GroupOptions& group) {
   TESSERA_ASSERT(false, "unknown rule");
 }
 
-void check_tensor(const at::Tensor& tensor, int64_t n, const char* name) {
+void check_tensor(const UpdateSlice& slice, const at::Tensor& tensor, int64_t n, const char* name) {
   TESSERA_CHECK_VALUE(tensor.defined(), "optim.update", name, " is missing");
-  TESSERA_CHECK_VALUE(tensor.is_cpu() && tensor.dim() == 1 && tensor.is_contiguous(), "optim.update", name,
-                      " must be a contiguous 1-D CPU tensor");
+  TESSERA_CHECK_VALUE(tensor.dim() == 1 && tensor.is_contiguous(), "optim.update", name,
+                      " must be a contiguous 1-D tensor");
   TESSERA_CHECK_VALUE(tensor.numel() == n, "optim.update", name, " has ", tensor.numel(),
                       " elements, the master weights have ", n);
+  TESSERA_CHECK_VALUE(tensor.device() == slice.grad.device(), "optim.update", name, " is on device ", tensor.device(),
+                      ", the gradient on ", slice.grad.device());
 }
 
 void check_dtype(const at::Tensor& tensor, at::ScalarType dtype, const char* name) {
@@ -48,20 +51,20 @@ void add_weights(const UpdateSlice& slice, kernels::UpdateRange& range) {
   TESSERA_CHECK_VALUE(slice.master.defined() || slice.weight.defined(), "optim.update", "master is missing");
   range.n = slice.master.defined() ? slice.master.numel() : slice.weight.numel();
   if (slice.master.defined()) {
-    check_tensor(slice.master, range.n, "master");
+    check_tensor(slice, slice.master, range.n, "master");
     check_dtype(slice.master, at::kFloat, "master");
     TESSERA_CHECK_VALUE(!slice.residual.defined(), "optim.update", "a residual goes without a master");
     range.master = static_cast<float*>(slice.master.mutable_data_ptr());
   }
   if (slice.weight.defined()) {
-    check_tensor(slice.weight, range.n, "weight");
+    check_tensor(slice, slice.weight, range.n, "weight");
     range.weight = slice.weight.mutable_data_ptr();
     range.weight_dtype = shard::kernel_dtype(slice.weight.scalar_type());
     TESSERA_CHECK_VALUE(range.weight_dtype != kernels::DType::F32, "optim.update",
                         "weight must be bfloat16 or float16; an fp32 compute weight is the master");
   }
   if (slice.residual.defined()) {
-    check_tensor(slice.residual, range.n, "residual");
+    check_tensor(slice, slice.residual, range.n, "residual");
     check_dtype(slice.residual, at::kShort, "residual");
     check_dtype(slice.weight, at::kBFloat16, "the weight beside a residual");
     range.residual = slice.residual.mutable_data_ptr();
@@ -71,12 +74,13 @@ void add_weights(const UpdateSlice& slice, kernels::UpdateRange& range) {
 // Checks the slice and gives it as pointers.
 kernels::UpdateRange range_of(const UpdateSlice& slice, int states) {
   kernels::UpdateRange range;
+  TESSERA_CHECK_VALUE(slice.grad.defined(), "optim.update", "grad is missing");
   add_weights(slice, range);
-  check_tensor(slice.grad, range.n, "grad");
+  check_tensor(slice, slice.grad, range.n, "grad");
   range.grad = slice.grad.const_data_ptr();
   range.grad_dtype = shard::kernel_dtype(slice.grad.scalar_type());
   for (int s = 0; s < states; ++s) {
-    check_tensor(slice.state[s], range.n, "state");
+    check_tensor(slice, slice.state[s], range.n, "state");
     const auto dtype = slice.state[s].scalar_type();
     TESSERA_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16, "optim.update",
                         "state must be float32 or bfloat16, got ", dtype);
@@ -89,11 +93,29 @@ kernels::UpdateRange range_of(const UpdateSlice& slice, int states) {
   return range;
 }
 
+auto entry(const kernels::DeviceTable& table, const kernels::AdamRule&) {
+  return table.adam;
+}
+auto entry(const kernels::DeviceTable& table, const kernels::SgdRule&) {
+  return table.sgd;
+}
+auto entry(const kernels::DeviceTable& table, const kernels::LionRule&) {
+  return table.lion;
+}
+auto entry(const kernels::DeviceTable& table, const kernels::AdagradRule&) {
+  return table.adagrad;
+}
+
 template <class KernelRule>
-void run(const KernelRule& rule, const kernels::UpdateRange& range, double grad_scale) {
-  parallel_ranges(range.n, kGrain, kAlign, [&](int64_t begin, int64_t end) {
-    kernels::update(rule, kernels::part(range, begin, end), static_cast<float>(grad_scale));
-  });
+void run(const KernelRule& rule, const UpdateSlice& slice, const kernels::UpdateRange& range, double grad_scale) {
+  const auto scale = static_cast<float>(grad_scale);
+  if (!slice.grad.is_cpu()) {
+    return shard::on_device(slice.grad.device(), [&](const kernels::DeviceTable& table, void* stream) {
+      entry(table, rule)(rule, range, scale, stream);
+    });
+  }
+  parallel_ranges(range.n, kGrain, kAlign,
+                  [&](int64_t begin, int64_t end) { kernels::update(rule, kernels::part(range, begin, end), scale); });
 }
 
 // Powers in double, as torch.optim computes them.
@@ -160,16 +182,16 @@ void update(Rule rule, const GroupOptions& group, int64_t step, const UpdateSlic
   const double scale = group.maximize ? -grad_scale : grad_scale;
   switch (rule) {
     case Rule::Adam:
-      return run(adam_rule(group, step), range, scale);
+      return run(adam_rule(group, step), slice, range, scale);
     case Rule::Sgd:
       return run(
           kernels::SgdRule{group.lr, group.momentum, group.dampening, group.weight_decay, group.nesterov, step == 1},
-          range, scale);
+          slice, range, scale);
     case Rule::Lion:
-      return run(kernels::LionRule{group.lr, group.beta1, group.beta2, group.weight_decay}, range, scale);
+      return run(kernels::LionRule{group.lr, group.beta1, group.beta2, group.weight_decay}, slice, range, scale);
     case Rule::Adagrad: {
       const double clr = group.lr / (1 + static_cast<double>(step - 1) * group.lr_decay);
-      return run(kernels::AdagradRule{clr, group.eps, group.weight_decay}, range, scale);
+      return run(kernels::AdagradRule{clr, group.eps, group.weight_decay}, slice, range, scale);
     }
     case Rule::External:
       return;

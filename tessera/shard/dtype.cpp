@@ -1,11 +1,15 @@
 #include "tessera/shard/dtype.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/zero.h>
+
 #include <cstring>
 
 #include "tessera/base/error.h"
 #include "tessera/base/parallel.h"
 #include "tessera/kernels/elementwise.h"
 #include "tessera/kernels/split.h"
+#include "tessera/shard/device.h"
 
 namespace tessera::shard {
 
@@ -31,7 +35,19 @@ kernels::RandomKey advanced(kernels::RandomKey random, int64_t elements) {
 }
 
 void check_pair(const at::Tensor& dst, const at::Tensor& src) {
-  TESSERA_ASSERT(dst.numel() == src.numel() && dst.is_contiguous() && src.is_contiguous());
+  TESSERA_ASSERT(dst.numel() == src.numel() && dst.is_contiguous() && src.is_contiguous() &&
+                 dst.device() == src.device());
+}
+
+// device(table, stream) where the memory is a device's, host(to, from, begin, count) for every thread's elements else.
+template <class OnDevice, class OnHost>
+void run(Memory dst, Memory src, int64_t n, const OnDevice& device, const OnHost& host) {
+  TESSERA_ASSERT(dst.device == src.device);
+  if (dst.device.is_cpu()) {
+    over_threads(dst, src, n, host);
+  } else {
+    on_device(dst.device, device);
+  }
 }
 
 void check_split(const at::Tensor& whole, const at::Tensor& weight, const at::Tensor& residual) {
@@ -59,41 +75,58 @@ kernels::DType kernel_dtype(at::ScalarType dtype) {
   }
 }
 
-void check_device(c10::Device device) {
-  TESSERA_CHECK_BUILT(device.is_cpu(), "shard.dtype", "parameters on device '", device,
-                      "': this build has kernels for CPU tensors only; move the model to the CPU");
-}
-
 Memory memory_of(const at::Tensor& tensor, int64_t offset) {
   const auto dtype = kernel_dtype(tensor.scalar_type());
   const int64_t bytes = offset * static_cast<int64_t>(kernels::size_of(dtype));
-  return {static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())) + bytes, dtype};
+  return {static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())) + bytes, dtype, tensor.device()};
 }
 
 void scaled_copy(Memory dst, Memory src, double scale, int64_t n) {
-  over_threads(dst, src, n, [&](void* to, const void* from, int64_t, int64_t count) {
-    kernels::scaled_copy(to, dst.dtype, from, src.dtype, static_cast<float>(scale), count);
-  });
+  const auto factor = static_cast<float>(scale);
+  run(
+      dst, src, n,
+      [&](const kernels::DeviceTable& table, void* stream) {
+        table.scaled_copy(dst.data, dst.dtype, src.data, src.dtype, factor, n, stream);
+      },
+      [&](void* to, const void* from, int64_t, int64_t count) {
+        kernels::scaled_copy(to, dst.dtype, from, src.dtype, factor, count);
+      });
 }
 
 void scaled_add(Memory dst, Memory src, double scale, int64_t n) {
-  over_threads(dst, src, n, [&](void* to, const void* from, int64_t, int64_t count) {
-    kernels::scaled_add(to, dst.dtype, from, src.dtype, static_cast<float>(scale), count);
-  });
+  const auto factor = static_cast<float>(scale);
+  run(
+      dst, src, n,
+      [&](const kernels::DeviceTable& table, void* stream) {
+        table.scaled_add(dst.data, dst.dtype, src.data, src.dtype, factor, n, stream);
+      },
+      [&](void* to, const void* from, int64_t, int64_t count) {
+        kernels::scaled_add(to, dst.dtype, from, src.dtype, factor, count);
+      });
 }
 
 void scaled_copy(Memory dst, Memory src, double scale, int64_t n, const kernels::RandomKey& random) {
-  over_threads(dst, src, n, [&](void* to, const void* from, int64_t begin, int64_t count) {
-    kernels::scaled_copy_stochastic(to, dst.dtype, from, src.dtype, static_cast<float>(scale), count,
-                                    advanced(random, begin));
-  });
+  const auto factor = static_cast<float>(scale);
+  run(
+      dst, src, n,
+      [&](const kernels::DeviceTable& table, void* stream) {
+        table.scaled_copy_stochastic(dst.data, dst.dtype, src.data, src.dtype, factor, n, random, stream);
+      },
+      [&](void* to, const void* from, int64_t begin, int64_t count) {
+        kernels::scaled_copy_stochastic(to, dst.dtype, from, src.dtype, factor, count, advanced(random, begin));
+      });
 }
 
 void scaled_add(Memory dst, Memory src, double scale, int64_t n, const kernels::RandomKey& random) {
-  over_threads(dst, src, n, [&](void* to, const void* from, int64_t begin, int64_t count) {
-    kernels::scaled_add_stochastic(to, dst.dtype, from, src.dtype, static_cast<float>(scale), count,
-                                   advanced(random, begin));
-  });
+  const auto factor = static_cast<float>(scale);
+  run(
+      dst, src, n,
+      [&](const kernels::DeviceTable& table, void* stream) {
+        table.scaled_add_stochastic(dst.data, dst.dtype, src.data, src.dtype, factor, n, random, stream);
+      },
+      [&](void* to, const void* from, int64_t begin, int64_t count) {
+        kernels::scaled_add_stochastic(to, dst.dtype, from, src.dtype, factor, count, advanced(random, begin));
+      });
 }
 
 void scaled_copy(const at::Tensor& dst, const at::Tensor& src, double scale) {
@@ -121,6 +154,11 @@ void split_master(const at::Tensor& weight, const at::Tensor& residual, const at
   const auto* in = static_cast<const float*>(from.const_data_ptr());
   auto* upper = static_cast<uint16_t*>(weight.data_ptr());
   auto* low = static_cast<uint16_t*>(residual.data_ptr());
+  if (!from.is_cpu()) {
+    return on_device(from.device(), [&](const kernels::DeviceTable& table, void* stream) {
+      table.split(upper, low, in, from.numel(), stream);
+    });
+  }
   parallel_ranges(from.numel(), kGrain, kAlign, [&](int64_t begin, int64_t end) {
     kernels::split(upper + begin, low + begin, in + begin, end - begin);
   });
@@ -131,13 +169,23 @@ void join_master(const at::Tensor& to, const at::Tensor& weight, const at::Tenso
   auto* out = static_cast<float*>(to.data_ptr());
   const auto* upper = static_cast<const uint16_t*>(weight.const_data_ptr());
   const auto* low = static_cast<const uint16_t*>(residual.const_data_ptr());
+  if (!to.is_cpu()) {
+    return on_device(to.device(), [&](const kernels::DeviceTable& table, void* stream) {
+      table.join(out, upper, low, to.numel(), stream);
+    });
+  }
   parallel_ranges(to.numel(), kGrain, kAlign, [&](int64_t begin, int64_t end) {
     kernels::join(out + begin, upper + begin, low + begin, end - begin);
   });
 }
 
 void fill_zero(const at::Tensor& dst) {
-  if (dst.numel() > 0) std::memset(dst.data_ptr(), 0, dst.nbytes());
+  if (!dst.is_cpu()) {
+    at::AutoDispatchBelowADInplaceOrView below;  // as a memset: no version counts it
+    dst.zero_();
+  } else if (dst.numel() > 0) {
+    std::memset(dst.data_ptr(), 0, dst.nbytes());
+  }
 }
 
 }  // namespace tessera::shard

@@ -1,4 +1,5 @@
-// Torch dtypes as kernel dtypes, and the element-wise kernels on contiguous tensors, split over threads.
+// Torch dtypes as kernel dtypes, and the element-wise kernels on contiguous tensors: split over threads on the CPU, in order
+// of the current stream on a device (device.h). All tensors of a call are on one device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,17 +8,16 @@
 
 namespace tessera::shard {
 
-// Not-implemented error for a dtype or device without kernels.
+// Not-implemented error for a dtype without kernels.
 kernels::DType kernel_dtype(at::ScalarType dtype);
-void check_device(c10::Device device);
 
-// dst = scale * src and dst += scale * src over contiguous CPU tensors of equal length (kernels/elementwise.h).
+// dst = scale * src and dst += scale * src over contiguous tensors of equal length (kernels/elementwise.h).
 void scaled_copy(const at::Tensor& dst, const at::Tensor& src, double scale = 1.0);
 void scaled_add(const at::Tensor& dst, const at::Tensor& src, double scale = 1.0);
 // The same with stochastic rounding into a 16-bit dst; `random.first`: global index of its element 0.
 void scaled_copy(const at::Tensor& dst, const at::Tensor& src, double scale, const kernels::RandomKey& random);
 void scaled_add(const at::Tensor& dst, const at::Tensor& src, double scale, const kernels::RandomKey& random);
-// fp32 `from` as a bf16 weight and an int16 residual, and back (kernels/split.h). Contiguous CPU tensors of equal
+// fp32 `from` as a bf16 weight and an int16 residual, and back (kernels/split.h). Contiguous tensors of equal
 // length; value error for other dtypes.
 void split_master(const at::Tensor& weight, const at::Tensor& residual, const at::Tensor& from);
 void join_master(const at::Tensor& to, const at::Tensor& weight, const at::Tensor& residual);
@@ -25,6 +25,7 @@ void join_master(const at::Tensor& to, const at::Tensor& weight, const at::Tenso
 struct Memory {
   void* data = nullptr;
   kernels::DType dtype = kernels::DType::F32;
+  c10::Device device = at::kCPU;
 };
 void scaled_copy(Memory dst, Memory src, double scale, int64_t n);
 void scaled_add(Memory dst, Memory src, double scale, int64_t n);

@@ -33,7 +33,7 @@ void bind(at::Tensor& param, const at::Tensor& flat, Range range) {
   const c10::InferenceMode no_inference(false);
   const auto keep_alive = [flat](void*) {};
   at::Tensor alias = at::from_blob(address(flat, range.begin), param.sizes(), bound_strides(param), keep_alive,
-                                   flat.options().requires_grad(false));
+                                   flat.options().requires_grad(false), flat.device());
   param.set_data(alias);
 }
 
@@ -81,8 +81,9 @@ c10::StorageImpl* make_released(at::Tensor& param, const at::TensorOptions& flat
   const c10::InferenceMode no_inference(false);
   // One byte of somebody's memory: from_blob wants an address, release() takes it away again.
   char nothing = 0;
-  at::Tensor alias =
-      at::from_blob(&nothing, param.sizes(), bound_strides(param), [](void*) {}, flat_options.requires_grad(false));
+  at::Tensor alias = at::from_blob(
+      &nothing, param.sizes(), bound_strides(param), [](void*) {}, flat_options.requires_grad(false),
+      flat_options.device());
   release(*storage_of(alias), message);
   param.set_data(alias);
   return storage_of(param);

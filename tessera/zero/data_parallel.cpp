@@ -22,4 +22,17 @@ void DataParallel::broadcast(const at::Tensor& tensor, int root, comm::Label lab
   replicate->broadcast(tensor, root / shard->size(), label).wait();
 }
 
+void DataParallel::agree(const at::Tensor& numbers, comm::ReduceOp op, comm::Label label) const {
+  const at::Tensor travelling = numbers.to(device);
+  all_reduce(travelling, op, label);
+  if (!device.is_cpu()) numbers.copy_(travelling);
+}
+
+void DataParallel::collect(const at::Tensor& rows, comm::Label label) const {
+  const at::Tensor travelling = rows.to(device);
+  shard->all_gather(travelling.flatten(), travelling[shard->rank()].flatten(), label).wait();
+  if (replicate->size() > 1) replicate->all_reduce(travelling.flatten(), comm::ReduceOp::Max, label).wait();
+  if (!device.is_cpu()) rows.copy_(travelling);
+}
+
 }  // namespace tessera::zero

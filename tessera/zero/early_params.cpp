@@ -7,7 +7,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/heap.h"
-#include "tessera/shard/dtype.h"
+#include "tessera/shard/device.h"
 #include "tessera/shard/storage.h"
 
 namespace tessera::zero {

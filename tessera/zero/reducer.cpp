@@ -253,7 +253,7 @@ void Reducer::relaunch_refired() {
   at::Tensor mask = at::zeros({static_cast<int64_t>(units_.size())}, at::kInt);
   for (size_t i = 0; i < units_.size(); ++i)
     mask.data_ptr<int>()[i] = units_[i]->refired ? 1 : 0;
-  ranks_.all_reduce(mask, comm::ReduceOp::Max, "units with late gradients");
+  ranks_.agree(mask, comm::ReduceOp::Max, "units with late gradients");
   for (size_t i = 0; i < units_.size(); ++i) {
     if (mask.data_ptr<int>()[i] != 0) launch(*units_[i]);
   }

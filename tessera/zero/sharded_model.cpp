@@ -7,7 +7,7 @@
 #include <unordered_set>
 
 #include "tessera/base/error.h"
-#include "tessera/shard/dtype.h"
+#include "tessera/shard/device.h"
 #include "tessera/shard/storage.h"
 #include "tessera/zero/plan.h"
 
@@ -29,6 +29,9 @@ void check_params(const std::vector<ModelParam>& params, const std::vector<optim
     TESSERA_CHECK_VALUE(seen.insert(p.tensor.unsafeGetTensorImpl()).second, "zero", "parameter '", p.name,
                         "' is given more than once");
     shard::check_device(p.tensor.device());
+    TESSERA_CHECK_VALUE(p.tensor.device() == params.front().tensor.device(), "zero", "parameter '", p.name,
+                        "' is on device '", p.tensor.device(), "', parameter '", params.front().name, "' on '",
+                        params.front().tensor.device(), "'; an engine trains a model on one device");
   }
 }
 
@@ -61,6 +64,7 @@ ShardedModel::ShardedModel(const Options& options, DataParallel ranks, const std
       hooks_(*this) {
   const c10::AutoGradMode no_grad(false);
   check_params(params, groups_);
+  if (!params.empty()) ranks_.device = params.front().tensor.device();
   const bool partition = placements_.params == shard::Placement::Shard && ranks_.shard->size() > 1;
   gathers_ = partition ? ranks_.shard->sibling() : ranks_.shard;
   unsharder_ = std::make_unique<Unsharder>(gathers_, options_.gather);

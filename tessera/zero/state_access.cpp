@@ -119,7 +119,7 @@ at::Tensor ShardedModel::local_part(int index, const at::Tensor& full) {
 double ShardedModel::agree_max(double value) {
   if (ranks_.size() == 1) return value;
   at::Tensor all = at::full({1}, value, at::kDouble);
-  ranks_.all_reduce(all, comm::ReduceOp::Max, "agreement");
+  ranks_.agree(all, comm::ReduceOp::Max, "agreement");
   return all.item<double>();
 }
 

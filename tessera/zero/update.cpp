@@ -7,6 +7,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/optim/norm.h"
+#include "tessera/shard/device.h"
 #include "tessera/shard/dtype.h"
 #include "tessera/shard/storage.h"
 #include "tessera/zero/sharded_model.h"
@@ -57,24 +58,25 @@ GradientSummary ShardedModel::summarize() {
   // One sum per slice and rank, added in rank order: the same bits whether a rank holds one slice or all.
   at::Tensor sums = at::zeros({ranks, 4}, at::kDouble);
   auto table = sums.accessor<double, 2>();  // rank: squares, parameters without a gradient, late gradients, scaled
+  std::vector<at::Tensor> slices;
+  std::vector<int> rank_of;
   for (const auto& unit : units_) {
     for (int r = 0; r < ranks; ++r) {
       if (sharded && r != me) continue;
       const shard::Range slice = unit->layout.shard(r);
-      const at::Tensor grads = unit->owned_grads().narrow(0, slice.begin - unit->owned.begin, slice.size());
-      table[r][0] += optim::sum_of_squares(grads);
+      slices.push_back(unit->owned_grads().narrow(0, slice.begin - unit->owned.begin, slice.size()));
+      rank_of.push_back(r);
     }
   }
+  const std::vector<double> squares = optim::sums_of_squares(slices);
+  for (size_t i = 0; i < squares.size(); ++i)
+    table[rank_of[i]][0] += squares[i];
   for (const Slot& slot : slots_)
     table[me][1] += slot.param->has_grad ? 0 : 1;
   table[me][2] = reducer_->has_late() ? 1 : 0;
   table[me][3] = scaled_ ? 1 : 0;
-  const at::Tensor mine = sums.narrow(0, me, 1).flatten();
-  ranks_.shard->all_gather(sums.flatten(), mine, "gradient norm").wait();
   // Reduced gradients, and with them the squares, are the same in all replicas; the counts are of local gradients.
-  if (ranks_.replicate->size() > 1) {
-    ranks_.replicate->all_reduce(sums.flatten(), comm::ReduceOp::Max, "gradient norm").wait();
-  }
+  ranks_.collect(sums, "gradient norm");
 
   GradientSummary summary;
   double total = 0, missing = 0, late = 0;
@@ -102,7 +104,7 @@ std::vector<bool> ShardedModel::agree_presence(int64_t missing_anywhere) {
   int* flags = seen.data_ptr<int>();
   for (size_t i = 0; i < slots_.size(); ++i)
     flags[i] = slots_[i].param->has_grad ? 1 : 0;
-  ranks_.all_reduce(seen, comm::ReduceOp::Max, "parameters with gradients");
+  ranks_.agree(seen, comm::ReduceOp::Max, "parameters with gradients");
   for (size_t i = 0; i < slots_.size(); ++i)
     present[i] = flags[i] != 0;
   return present;
