@@ -72,17 +72,24 @@ def shared_cores() -> bool:
     return dist.is_initialized() and dist.get_world_size() > (os.cpu_count() or 1)
 
 
-def bandwidth() -> float:
+def nothing() -> None:
+    pass
+
+
+def bandwidth(device: str = "cpu", finish: Callable[[], None] = nothing) -> float:
     """GB/s of y = a*x + y over arrays of 256 MiB (read 2, write 1), best of 10: the roof of an optimizer pass. All
     ranks at once; where they share cores, until all are through: one that has a core for itself for a while says
-    nothing. Smaller arrays stay in the last cache of large processors, more or less from run to run."""
+    nothing. Smaller arrays stay in the last cache of large processors, more or less from run to run. `finish` waits
+    for the device."""
     n = 64 << 20
-    x, y = torch.ones(n), torch.ones(n)
+    x, y = torch.ones(n, device=device), torch.ones(n, device=device)
     best = 0.0
     together()
     for _ in range(10):
+        finish()
         start = time.perf_counter()
         y.add_(x, alpha=0.5)
+        finish()
         if shared_cores():
             together()
         best = max(best, 12 * n / (time.perf_counter() - start) / 1e9)
@@ -90,26 +97,28 @@ def bandwidth() -> float:
     return best
 
 
-def arithmetic() -> float:
-    """GFLOP/s of a product of fp32 matrices that stay in the cache, best of 10. All ranks at once. A neighbour that
-    computes takes this from us and leaves the bandwidth as it is."""
-    n, calls = 128, 50
-    x = torch.ones(n, n)
-    y = torch.empty(n, n)
+def arithmetic(device: str = "cpu", finish: Callable[[], None] = nothing) -> float:
+    """GFLOP/s of a product of fp32 matrices that stay in the cache (on a device: that fill it), best of 10. All ranks
+    at once. A neighbour that computes takes this from us and leaves the bandwidth as it is."""
+    n, calls = (128, 50) if device == "cpu" else (4096, 5)
+    x = torch.ones(n, n, device=device)
+    y = torch.empty(n, n, device=device)
     best = 0.0
     together()
     for _ in range(10):
+        finish()
         start = time.perf_counter()
         for _ in range(calls):
             torch.mm(x, x, out=y)
+        finish()
         best = max(best, 2 * n**3 * calls / (time.perf_counter() - start) / 1e9)
     together()
     return best
 
 
-def probe() -> dict[str, float]:
+def probe(device: str = "cpu", finish: Callable[[], None] = nothing) -> dict[str, float]:
     """By the names in report.PROBES."""
-    return {"bandwidth": bandwidth(), "arithmetic": arithmetic()}
+    return {"bandwidth": bandwidth(device, finish), "arithmetic": arithmetic(device, finish)}
 
 
 def warm_products(model: torch.nn.Module, batch: tuple[Any, ...]) -> None:
@@ -136,18 +145,29 @@ def new_times(entry: Contender) -> Times:
     return Times(construction=entry.construction, first_step=entry.first_step or 0.0)
 
 
-def interleaved(entries: list[Contender], batch: tuple[Any, ...], rounds: int, warmup: int = 1) -> dict[str, Times]:
-    """One step of each contender, then one of each again, ...; after `warmup` rounds that are not counted."""
+def interleaved(
+    entries: list[Contender],
+    batch: tuple[Any, ...],
+    rounds: int,
+    warmup: int = 1,
+    finish: Callable[[], None] = nothing,
+) -> dict[str, Times]:
+    """One step of each contender, then one of each again, ...; after `warmup` rounds that are not counted. `finish`
+    waits for the device that computes."""
     times = {entry.name: new_times(entry) for entry in entries}
     for number in range(warmup + rounds):
         for entry in entries:
+            finish()
             together()
             start = time.perf_counter()
             loss = entry.forward(*batch)
+            finish()
             forward = time.perf_counter()
             entry.backward(loss)
+            finish()
             backward = time.perf_counter()
             entry.step()
+            finish()
             end = time.perf_counter()
             if number < warmup:
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,11 @@ from index import write_index
 from measure import ratio
 from report import QUIET, Goal, Probe, cell, goals_data, machine, moved, probe_text, table
 
+from tables import place
 from tables.modes import BASELINE, MODES, PARTNERS, formula
+from tables.place import CPU
 from tables.settings import SIZES, Experiment, Settings
+from tables.worker import FULL
 
 TITLE = "Low-precision model states: memory, time and loss"
 LAST = 20  # steps whose mean is the final loss
@@ -23,12 +26,44 @@ MB = 1e6
 
 
 @dataclass
+class States:
+    """Memory by row; times of one process a rank that has all rows, or of one for each row. A row that the device had
+    no room for is missing in the times, and says so in the memory."""
+
+    parameters: int
+    memory: dict[str, dict[str, Any]]
+    times: list[dict[str, Any]]
+
+    @property
+    def took_turns(self) -> bool:
+        return len(self.times) == 1
+
+    def whole(self, key: str) -> list[float] | None:
+        return next((found["whole"][key] for found in self.times if key in found.get("whole", {})), None)
+
+    def phases(self, key: str) -> dict[str, Any]:
+        phases: dict[str, Any] = next(found["phases"][key] for found in self.times if key in found.get("phases", {}))
+        return phases
+
+    def over(self, key: str, base: str) -> dict[str, float] | None:
+        mine, other = self.whole(key), self.whole(base)
+        return ratio(mine, other) if mine and other else None
+
+    @property
+    def probes(self) -> list[Any]:
+        return [probe for found in self.times for probe in found.get("probe", ())]
+
+
+@dataclass
 class Results:
-    """What the tasks gave. train: by row and seed, then experiment."""
+    """What the tasks gave. train: by row and seed, then experiment. states: by size."""
 
     train: dict[str, dict[int, dict[str, Any]]]
-    memory: dict[str, dict[str, Any]]
-    times: dict[str, Any]
+    states: dict[str, States]
+
+    @property
+    def probes(self) -> list[Any]:
+        return [probe for states in self.states.values() for probe in states.probes]
 
     @property
     def keys(self) -> list[str]:
@@ -59,32 +94,32 @@ def same_bits(results: Results, key: str) -> tuple[int, int]:
 
 
 def comparable(results: Results, settings: Settings) -> list[str]:
-    """Rows with a partner in the run. With several ranks the sums over ranks are another library's."""
-    return [k for k, p in PARTNERS.items() if settings.ranks == 1 and k in results.train and p in results.train]
+    """Rows with a partner in the run. With several ranks the sums over ranks are another library's, and on a device
+    torch's own operators are free to fuse what the partner writes out."""
+    if settings.ranks > 1 or settings.device != CPU:
+        return []
+    return [k for k, p in PARTNERS.items() if k in results.train and p in results.train]
 
 
 # ---- the tables
 
 
-def state_table(results: Results, settings: Settings) -> str:
-    rows = []
-    for key, sizes in results.memory.items():
-        count, phases = sizes["parameters"], results.times["phases"][key]
-        held, peak = sizes["allocated"], sizes["peak"]
-        over = ratio(results.times["whole"][key], results.times["whole"][BASELINE])
-        rows.append(
-            [
-                MODES[key].label,
-                f"{formula(MODES[key], settings.stage, settings.ranks):.1f}",
-                f"{held / MB:,.0f} MB ({held / count:.1f})",
-                f"{peak / MB:,.0f} MB ({peak / count:.1f})",
-                cell(phases["whole"], 0),
-                cell(over, 2),
-                cell(phases["step"]),
-            ]
-        )
+def state_row(key: str, states: States, settings: Settings) -> list[str]:
+    named = [MODES[key].label, f"{formula(MODES[key], settings.stage, settings.ranks):.1f}"]
+    found, count = states.memory[key], states.parameters
+    whole, over = states.whole(key), states.over(key, BASELINE)
+    named += ["does not fit"] * 2 if FULL in found else [
+        f"{found[what] / MB:,.0f} MB ({found[what] / count:.1f})" for what in ("allocated", "peak")
+    ]  # fmt: skip
+    if whole is None:
+        return named + ["-"] * 3
+    phases = states.phases(key)
+    return [*named, cell(phases["whole"], 0), cell(over, 2) if over else "-", cell(phases["step"])]
+
+
+def state_table(states: States, settings: Settings) -> str:
     header = ["configuration", "formula", "allocated", "peak", "step time, ms", "over PyTorch", "of it update, ms"]
-    return table(header, rows)
+    return table(header, [state_row(key, states, settings) for key in states.memory])
 
 
 def loss_table(results: Results, experiment: Experiment) -> str:
@@ -122,6 +157,21 @@ def bits_text(results: Results, settings: Settings) -> str:
     return "\n".join(lines)
 
 
+def state_goals(size: str, states: States, settings: Settings) -> list[Goal]:
+    goals = []
+    several = f" ({size})" if len(settings.state_sizes) > 1 else ""
+    for key, found in states.memory.items():
+        if MODES[key].kind != "tessera" or FULL in found:
+            continue
+        held = found["allocated"] / states.parameters / formula(MODES[key], settings.stage, settings.ranks)
+        goals.append(Goal(f"{MODES[key].label}: allocated over formula{several}", held, 1.05))
+        over = states.over(key, BASELINE)
+        if over:
+            title = f"{MODES[key].label}: step time over {MODES[BASELINE].label}{several}"
+            goals.append(Goal(title, over["median"], 1.0))
+    return goals
+
+
 def goals_of(results: Results, settings: Settings) -> list[Goal]:
     goals = []
     for key in comparable(results, settings):
@@ -132,30 +182,31 @@ def goals_of(results: Results, settings: Settings) -> list[Goal]:
         for experiment in settings.experiments if key in results.train else ():
             apart = abs(differences(results, key, experiment.name)["median"])
             goals.append(Goal(f"{MODES[key].label}: {experiment.name}, held-out loss from fp32 master's", apart, 0.01))
-    for key in results.memory:
-        if MODES[key].kind == "tessera":
-            sizes = results.memory[key]
-            held = sizes["allocated"] / sizes["parameters"] / formula(MODES[key], settings.stage, settings.ranks)
-            over = ratio(results.times["whole"][key], results.times["whole"][BASELINE])["median"]
-            goals.append(Goal(f"{MODES[key].label}: allocated over formula", held, 1.05))
-            goals.append(Goal(f"{MODES[key].label}: step time over {MODES[BASELINE].label}", over, 1.0))
+    for size, states in results.states.items():
+        goals += state_goals(size, states, settings)
     return goals
 
 
 # ---- the page
 
 
-def state_text(results: Results, settings: Settings) -> str:
-    count = next(iter(results.memory.values()))["parameters"]
+def memory_text(settings: Settings) -> str:
+    if settings.device != CPU:
+        return "what construction and training add to torch's allocations on the device"
+    return "what construction and training add to the resident memory of a process of its own"
+
+
+def state_text(size: str, states: States, settings: Settings) -> str:
+    left_out = ", what the matrix library keeps for a plain model of that size is not" if settings.device == CPU else ""
+    rounds = f"of {settings.rounds} rounds in which all rows take turns"
+    if not states.took_turns:
+        rounds = f"of {settings.rounds} rounds, every row in a process of its own because not all fit at once"
     return (
-        f"A GPT of {count / 1e6:.1f} M parameters ({settings.state_size}), one sequence of "
-        f"{SIZES[settings.state_size].context} bytes a rank. Memory: what construction and training add to the "
-        "resident memory of a process of its own, after the steps and at the peak; activations are in it, what the "
-        "matrix library keeps for a plain model of that size is not; in brackets, and in the formula (weight + "
-        "gradient + master + moments), bytes a parameter. The plain loops and DeepSpeed hold no gradients between "
-        "steps. Step time: medians (min-max) of "
-        f"{settings.rounds} rounds in which all rows take turns; update: clipping, optimizer and new weights. PyTorch "
-        "here is clip_grad_norm_ and fused AdamW."
+        f"A GPT of {states.parameters / 1e6:,.1f} M parameters ({size}), one sequence of {SIZES[size].context} bytes a "
+        f"rank. Memory: {memory_text(settings)}, after the steps and at the peak; activations are in it{left_out}; in "
+        "brackets, and in the formula (weight + gradient + master + moments), bytes a parameter. The plain loops and "
+        f"DeepSpeed hold no gradients between steps. Step time: medians (min-max) {rounds}; update: clipping, "
+        "optimizer and new weights. PyTorch here is clip_grad_norm_ and fused AdamW."
     )
 
 
@@ -189,14 +240,15 @@ def setup_text(settings: Settings, results: Results) -> str:
 def head_text(command: str, settings: Settings, where: dict[str, Any], probe: Probe) -> str:
     versions = ", ".join(f"{key} {value}" for key, value in where["versions"].items())
     ranks = f"{settings.ranks} rank" + ("s" if settings.ranks > 1 else "")
+    device = "" if settings.device == CPU else f", models on {place.title(settings.device)}"
     return (
         f"`{command}` on {where['date']}, revision {where['revision']}. {where['cpu']}, {where['cores']} cores, "
-        f"{ranks}, 1 thread a rank; {versions}. Probes of the machine around the times, {probe_text(probe)}."
+        f"{ranks}, 1 thread a rank{device}; {versions}. Probes of the machine around the times, {probe_text(probe)}."
     )
 
 
 def report_text(command: str, settings: Settings, results: Results, quick: bool, where: dict[str, Any]) -> list[str]:
-    probe = results.times["probe"]
+    probe = results.probes
     parts = [f"# {TITLE}"]
     if quick:
         parts.append("Quick mode: few steps of a small model, to see that everything works.")
@@ -206,7 +258,9 @@ def report_text(command: str, settings: Settings, results: Results, quick: bool,
             "do not depend on it.**"
         )
     parts += [head_text(command, settings, where, probe), setup_text(settings, results)]
-    parts += ["## What the states cost", state_text(results, settings), state_table(results, settings)]
+    parts.append("## What the states cost")
+    for size, states in results.states.items():
+        parts += [state_text(size, states, settings), state_table(states, settings)]
     for experiment in settings.experiments:
         parts += [f"## {experiment.name.capitalize()}", experiment_text(experiment, settings, results)]
         parts.append(loss_table(results, experiment))
@@ -229,8 +283,7 @@ def data_of(settings: Settings, results: Results) -> dict[str, Any]:
     return {
         "settings": json.loads(settings.dump()),
         "train": trained,
-        "memory": results.memory,
-        "times": results.times,
+        "states": {size: asdict(states) for size, states in results.states.items()},
     }
 
 
@@ -248,10 +301,14 @@ def index_data(settings: Settings, results: Results, goals: list[Goal], quick: b
         "title": TITLE,
         "ranks": settings.ranks,
         "quick": quick,
-        "noisy": moved(results.times["probe"]) > QUIET,
+        "noisy": moved(results.probes) > QUIET,
         "headline": headline,
         "goals": goals_data(goals),
     }
+
+
+def name_of(settings: Settings) -> str:
+    return f"tables-{settings.ranks}" + ("" if settings.device == CPU else f"-{settings.device}")
 
 
 def write(folder: Path, name: str, command: str, settings: Settings, results: Results, quick: bool) -> str:

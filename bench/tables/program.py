@@ -18,15 +18,20 @@ from pathlib import Path
 import torch
 from report import ROOT
 
-from tables import page, worker
+from tables import page, place, worker
 from tables.jobs import JobError, Progress, run_all
-from tables.modes import BASELINE, MODES, PARTNERS, available
-from tables.settings import LIBRARY, REFERENCE, SIZES, Experiment, Settings
+from tables.modes import BASELINE, MODES, PARTNERS, available, formula
+from tables.settings import LIBRARY, REFERENCE, SIZES, Experiment, Settings, parameters_of
 from tables.worker import Task
 
-SETTING = ("steps", "tune_steps", "start_steps", "seeds", "size", "state_size", "rounds")
-FULL = (400, 250, 500, 3, "3M", "30M", 7)
-QUICK = (40, 30, 60, 1, "1M", "10M", 3)
+SETTING = ("steps", "tune_steps", "start_steps", "seeds", "size", "rounds")
+FULL = (400, 250, 500, 3, "3M", 7)
+QUICK = (40, 30, 60, 1, "1M", 3)
+STATE_SIZES = {  # on the CPU, on an accelerator
+    "full": (("30M",), ("254M", "7B")),
+    "quick": (("10M",), ("30M",)),
+}
+SHARE = 0.8  # of an accelerator's free memory, that the states of rows which take turns may have
 DEFAULT = [key for key in MODES if key != "fp32"]
 
 
@@ -44,7 +49,10 @@ def options(arguments: list[str]) -> argparse.Namespace:
     add("--seeds", type=int, help="number of seeds; default 3")
     add("--contenders", nargs="+", choices=MODES, metavar="ROW", default=DEFAULT, help=f"of {', '.join(MODES)}")
     add("--size", choices=SIZES, help="of the GPT that is trained, default 3M")
-    add("--state-size", choices=SIZES, help="of the GPT whose memory and times are measured, default 30M")
+    add("--state-size", nargs="+", choices=SIZES, metavar="SIZE", help="of the GPTs whose memory and times are "
+        "measured; default 30M, on an accelerator 254M and 7B, the models of DeepSpeed's own tables")  # fmt: skip
+    add("--device", default=place.default(), help="where the models are: cpu, or an accelerator of torch such as cuda; "
+        "default: the accelerator, if there is one")  # fmt: skip
     add("--rows", type=int, default=2, help="sequences of a rank and step, default %(default)s")
     add("--stage", type=int, default=1, choices=(0, 1, 2, 3), help="of ZeRO, default %(default)s")
     add("--ranks", type=int, default=1)
@@ -56,10 +64,17 @@ def options(arguments: list[str]) -> argparse.Namespace:
     for name, value in zip(SETTING, QUICK if args.quick else FULL, strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if min(getattr(args, name) for name in SETTING if name not in ("size", "state_size")) < 1:
+    if min(getattr(args, name) for name in SETTING if name != "size") < 1:
         parser.error("steps, seeds and rounds must be at least 1")
+    if args.device not in (place.CPU, place.default()):
+        parser.error(f"--device {args.device}: this torch finds no such accelerator here")
+    if args.device != place.CPU and args.ranks > 1:
+        parser.error("--device: several ranks are for the CPU; on an accelerator there is one")
+    sizes = STATE_SIZES["quick" if args.quick else "full"]
+    args.state_size = args.state_size or sizes[args.device != place.CPU]
     args.out = args.out or (ROOT / "build" / "bench-quick" if args.quick else ROOT / "bench" / "reports")
-    args.jobs = args.jobs or max(1, (os.cpu_count() or 1) // args.ranks)
+    side_by_side = (os.cpu_count() or 1) // args.ranks if args.device == place.CPU else 1
+    args.jobs = args.jobs or max(1, side_by_side)
     args.command = " ".join(["python bench/tables", *map(shlex.quote, arguments)])
     return args
 
@@ -88,27 +103,36 @@ def settings_of(args: argparse.Namespace) -> Settings:
         keys=tuple(rows_of(args.contenders)),
         seeds=tuple(range(args.seeds)),
         size=args.size,
-        state_size=args.state_size,
+        state_sizes=tuple(args.state_size),
         rows=args.rows,
         eval_batches=8 if args.quick else 16,
         stage=args.stage,
         ranks=args.ranks,
         rounds=args.rounds,
+        device=args.device,
     )
+
+
+def take_turns(size: str, settings: Settings) -> bool:
+    """Whether all rows of a model fit at once."""
+    states = sum(formula(MODES[key], settings.stage, settings.ranks) for key in worker.measured(settings.keys))
+    return states * parameters_of(size) <= SHARE * place.room(settings.device)
 
 
 def run(settings: Settings, jobs: int, folder: str) -> page.Results:
     """The times first, alone on the machine; then start weights; then trainings and memory side by side."""
     text = settings.dump()
+    measured = worker.measured(settings.keys)
 
-    def tasks(kind: str, keys: tuple[str, ...], seeds: tuple[int, ...]) -> list[Task]:
-        return [Task(kind, key, seed, folder, text) for seed in seeds for key in keys]
+    def tasks(kind: str, keys: tuple[str, ...], seeds: tuple[int, ...], size: str = "") -> list[Task]:
+        return [Task(kind, key, seed, folder, text, size) for seed in seeds for key in keys]
 
-    measured = tuple(key for key in settings.keys if key != "plain-ties-up")
     starts = tasks("start", (BASELINE,), settings.seeds)
     trainings = tasks("train", settings.keys, settings.seeds)
-    memories = tasks("memory", measured, (0,))
-    times = tasks("times", ("all",), (0,))
+    times, memories = [], []
+    for size in settings.state_sizes:
+        times += tasks("times", (worker.TOGETHER,) if take_turns(size, settings) else measured, (0,), size)
+        memories += tasks("memory", measured, (0,), size)
     progress = Progress(sum(map(len, (starts, trainings, memories, times))))
 
     def ranks(task: Task) -> int:
@@ -119,8 +143,14 @@ def run(settings: Settings, jobs: int, folder: str) -> page.Results:
     found |= run_all(trainings + memories, ranks, jobs, progress)
     return page.Results(
         train={k: {t.seed: found[t] for t in trainings if t.key == k} for k in settings.keys},
-        memory={task.key: found[task] for task in memories},
-        times=found[times[0]],
+        states={
+            size: page.States(
+                parameters=parameters_of(size),
+                memory={task.key: found[task] for task in memories if task.size == size},
+                times=[found[task] for task in times if task.size == size],
+            )
+            for size in settings.state_sizes
+        },
     )
 
 
@@ -137,4 +167,4 @@ def main() -> None:
             results = run(settings, args.jobs, folder)
         except JobError as error:
             sys.exit(f"tables: {error}")
-    print(page.write(args.out, f"tables-{settings.ranks}", args.command, settings, results, args.quick))
+    print(page.write(args.out, page.name_of(settings), args.command, settings, results, args.quick))

@@ -19,6 +19,9 @@ SIZES = {
     "3M": GptOptions(layers=4, width=256, heads=4, context=128),
     "10M": GptOptions(context=128),
     "30M": GptOptions(layers=6, width=640, heads=10, context=128),
+    # The models of DeepSpeed's own tables: as many parameters, sequences of 512.
+    "254M": GptOptions(layers=12, width=1024, heads=16, context=512, vocabulary=50257),
+    "7B": GptOptions(layers=32, width=4096, heads=32, context=512, vocabulary=50257),
 }
 REFERENCE, LIBRARY = "the language reference of this Python", "the sources of this Python's library"
 
@@ -49,12 +52,13 @@ class Settings:
     keys: tuple[str, ...]
     seeds: tuple[int, ...]
     size: str
-    state_size: str  # of the model whose memory and times are measured
+    state_sizes: tuple[str, ...]  # of the models whose memory and times are measured
     rows: int  # sequences of a rank and step
     eval_batches: int
     stage: int
     ranks: int
     rounds: int
+    device: str
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -68,12 +72,20 @@ class Settings:
 
         values["experiments"] = tuple(map(experiment, values["experiments"]))
         values["start"] = experiment(values["start"])
-        return Settings(**values | {"keys": tuple(values["keys"]), "seeds": tuple(values["seeds"])})
+        lists = {name: tuple(values[name]) for name in ("keys", "seeds", "state_sizes")}
+        return Settings(**values | lists)
 
 
-def model_of(size: str, seed: int) -> Gpt:
+def model_of(size: str, seed: int, device: str) -> Gpt:
+    """Built where it is used: on the host a large one would take minutes, and four bytes a parameter."""
     torch.manual_seed(seed)
-    return Gpt(SIZES[size])
+    with torch.device(device):
+        return Gpt(SIZES[size])
+
+
+def parameters_of(size: str) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in Gpt(SIZES[size]).parameters())
 
 
 def read_text(source: str, context: int) -> Text:

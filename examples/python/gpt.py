@@ -51,7 +51,7 @@ class Linear(nn.Linear):
     wide = not has_bf16_instructions()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.wide and x.dtype == torch.bfloat16:
+        if self.wide and x.is_cpu and x.dtype == torch.bfloat16:
             return WideLinear.apply(x, self.weight, self.bias)
         return super().forward(x)
 
@@ -71,7 +71,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        if Linear.wide:  # as in WideLinear
+        if Linear.wide and x.is_cpu:  # as in WideLinear
             q, k, v = q.float(), k.float(), v.float()
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).to(x.dtype)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "bench" / "tables"
 TINY = ["--size", "tiny", "--state-size", "tiny", "--steps", "12", "--tune-steps", "8", "--start-steps", "6"]
-TINY += ["--seeds", "1", "--rounds", "1", "--rows", "2"]
+TINY += ["--seeds", "1", "--rounds", "1", "--rows", "2", "--device", "cpu"]
 
 
 def run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -91,3 +91,31 @@ def test_a_failed_run_ends_with_its_message(tmp_path):
     assert "tables: times of all, seed 0, rank 0 failed" in done.stderr
     assert "missing.txt" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_do_not_fit_say_so(monkeypatch):
+    """On an accelerator with too little memory; figures are made up."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "python"))
+    from tables import page, program, settings
+
+    args = program.options(["--contenders", "tessera-10", "tessera-8", "--state-size", "tiny", "--device", "cpu"])
+    setting = program.settings_of(args)
+    phases = {"whole": {"median": 3.0, "min": 3.0, "max": 3.0}, "step": {"median": 1.0, "min": 1.0, "max": 1.0}}
+    states = page.States(
+        parameters=settings.parameters_of("tiny"),
+        memory={"plain": {"out_of_memory": "too large"}, "tessera-10": {"allocated": 10**6, "peak": 2 * 10**6}},
+        times=[{"out_of_memory": "too large"}, {"whole": {"tessera-10": [0.003]}, "phases": {"tessera-10": phases}}],
+    )
+    rows = [line.split(" | ") for line in page.state_table(states, setting).splitlines()[2:]]
+    assert [row[2:4] for row in rows] == [["does not fit", "does not fit"], ["1 MB (33.4)", "2 MB (66.8)"]]
+    assert rows[1][5] == "-"  # there is nothing to divide by
+    goals = page.state_goals("tiny", states, setting)
+    assert [goal.text for goal in goals] == ["Tessera, 10 bytes: allocated over formula"]
+    assert "every row in a process of its own" in page.state_text("tiny", states, setting)
+
+
+def test_devices_that_are_not_there_are_refused(tmp_path):
+    done = run(tmp_path / "out", "--device", "xla")
+    assert done.returncode == 2
+    assert "--device xla: this torch finds no such accelerator here" in done.stderr
