@@ -1,0 +1,195 @@
+// The device as torch sees it: memory, current device, stream and events. Note [Stand-in accelerator], stand_in.h.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/Storage.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "tests/stand_in/memory.h"
+#include "tests/stand_in/stand_in.h"
+
+namespace tessera::stand_in {
+namespace {
+
+constexpr size_t kAlignment = 64;
+const c10::Device kDevice(c10::kPrivateUse1, 0);
+
+void check_device(c10::Device device) {
+  TORCH_CHECK(device.type() == c10::kPrivateUse1 && device.index() <= 0, "[stand_in] there is no device ", device);
+}
+
+// ---- memory. Torch knows one allocator and one set of pinned memory a process, so these are its state.
+std::atomic<int64_t> bytes_in_use{0};
+
+struct Block {
+  void* host;
+  size_t bytes;
+};
+
+void* allocate_host(size_t bytes) {
+  void* host = std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
+  TORCH_CHECK_WITH(OutOfMemoryError, host != nullptr, "[stand_in] no memory for ", bytes, " bytes");
+  return host;
+}
+
+struct DeviceAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    if (bytes == 0) return {nullptr, kDevice};
+    auto* block = new Block{allocate_host(bytes), bytes};
+    std::memset(block->host, 0xff, bytes);  // NaN: who reads what nobody wrote shall see it
+    bytes_in_use += static_cast<int64_t>(bytes);
+    return {to_device(block->host), block, &release, kDevice};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* dst, const void* src, size_t count) const override {
+    std::memcpy(to_host(dst), to_host(src), count);
+  }
+
+  static void release(void* context) {
+    auto* block = static_cast<Block*>(context);
+    bytes_in_use -= static_cast<int64_t>(block->bytes);
+    std::free(block->host);
+    delete block;
+  }
+};
+
+// Host memory that torch calls pinned: ordinary, but remembered.
+class PinnedAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    if (bytes == 0) return {nullptr, c10::kCPU};
+    void* host = allocate_host(bytes);
+    const std::lock_guard lock(mutex_);
+    blocks_[reinterpret_cast<uintptr_t>(host)] = bytes;
+    return {host, host, &release, c10::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* dst, const void* src, size_t count) const override { default_copy_data(dst, src, count); }
+
+  bool owns(const void* p) const {
+    const auto address = reinterpret_cast<uintptr_t>(p);
+    const std::lock_guard lock(mutex_);
+    const auto after = blocks_.upper_bound(address);
+    return after != blocks_.begin() && address - std::prev(after)->first < std::prev(after)->second;
+  }
+
+ private:
+  static void release(void* host);
+  mutable std::mutex mutex_;
+  std::map<uintptr_t, size_t> blocks_;
+};
+
+// Never destroyed, because tensors may outlive static objects.
+DeviceAllocator& device_allocator() {
+  static auto* allocator = new DeviceAllocator;
+  return *allocator;
+}
+PinnedAllocator& pinned_allocator() {
+  static auto* allocator = new PinnedAllocator;
+  return *allocator;
+}
+
+void PinnedAllocator::release(void* host) {
+  PinnedAllocator& self = pinned_allocator();
+  {
+    const std::lock_guard lock(self.mutex_);
+    self.blocks_.erase(reinterpret_cast<uintptr_t>(host));
+  }
+  std::free(host);
+}
+
+// ---- the current device and its stream. Work is done when a call returns, so events have always happened.
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return c10::kPrivateUse1; }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Device getDevice() const override { return kDevice; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    check_device(device);
+    return kDevice;
+  }
+  void setDevice(c10::Device device) const override { check_device(device); }
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+
+  c10::Stream getStream(c10::Device device) const override {
+    check_device(device);
+    return c10::Stream(c10::Stream::DEFAULT, kDevice);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getStream(device); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
+  void* getStreamNativeHandle(c10::Stream stream) const override {
+    check_device(stream.device());
+    return reinterpret_cast<void*>(kStreamHandle);
+  }
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeDevice(c10::DeviceIndex) const override {}
+
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    check_device(stream.device());
+    *event = reinterpret_cast<void*>(kStreamHandle);
+  }
+  void block(void*, const c10::Stream& stream) const override { check_device(stream.device()); }
+  bool queryEvent(void*) const override { return true; }
+  void synchronizeEvent(void*) const override {}
+  double elapsedTime(void*, void*, c10::DeviceIndex) const override { return 0; }
+};
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { exchangeDevice(index); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    check_device({c10::kPrivateUse1, index});
+    return 0;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
+
+  // Strict as CUDA's: from_blob asks it, and must not take host memory for the device's.
+  at::Device getDeviceFromPtr(void* p) const override {
+    TORCH_CHECK(on_device(p), "[stand_in] the pointer is not the device's");
+    return kDevice;
+  }
+  bool isPinnedPtr(const void* p) const override { return pinned_allocator().owns(p); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
+
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    return at::detail::getDefaultCPUGenerator();
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
+
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    TORCH_CHECK(storage.resizable(), "[stand_in] this memory cannot be resized");
+    c10::DataPtr data = storage.allocator()->allocate(bytes);
+    const size_t kept = std::min(storage.nbytes(), bytes);
+    if (kept > 0 && storage.data() != nullptr) std::memcpy(to_host(data.get()), to_host(storage.data()), kept);
+    storage.set_data_ptr_noswap(std::move(data));
+    storage.set_nbytes(bytes);
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+[[maybe_unused]] const bool registered = [] {
+  c10::register_privateuse1_backend("privateuseone");  // its own name: torch then takes it for the accelerator
+  c10::SetAllocator(c10::kPrivateUse1, &device_allocator());
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  return true;
+}();
+
+}  // namespace
+}  // namespace tessera::stand_in
+
+int64_t tessera_stand_in_bytes() {
+  return tessera::stand_in::bytes_in_use;
+}

@@ -1,0 +1,31 @@
+"""The stand-in accelerator in Python: `load(path)` makes torch's device type "privateuseone" one. See stand_in.h."""
+
+import contextlib
+import ctypes
+import types
+from pathlib import Path
+
+import torch
+
+
+def load(path: str | Path) -> ctypes.CDLL:
+    """Registers the device of libtessera_privateuseone.so; the library, for its functions of stand_in.h."""
+    torch.ops.load_library(str(path))
+    library = ctypes.CDLL(str(path))
+    for name in ("launches", "launches_of", "bytes"):
+        getattr(library, f"tessera_stand_in_{name}").restype = ctypes.c_int64
+    if not hasattr(torch, "privateuseone"):
+        # What torch's Python code asks of a device type; without the module it makes no tensor there.
+        module = types.ModuleType("torch.privateuseone")
+        module.is_available = lambda: True
+        module.device_count = lambda: 1
+        module.current_device = lambda: 0
+        module.device = lambda device: contextlib.nullcontext()
+        module.synchronize = lambda device=None: None
+        module.manual_seed_all = lambda seed: None  # the CPU's generator serves
+        module._is_in_bad_fork = lambda: False
+        module.get_rng_state = lambda device=None: torch.get_rng_state()
+        module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+        module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+        torch._register_device_module("privateuseone", module)
+    return library
