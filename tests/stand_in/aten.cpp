@@ -158,6 +158,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
   m.impl("is_set_to", TORCH_FN(at::native::is_set_to));
   m.impl("record_stream", TORCH_FN(record_stream));
+  // Torch would compose these of other operators, which gives other bits than the CPU's kernels.
+  for (const char* name : {"native_layer_norm", "native_group_norm", "silu_backward", "mish_backward", "addr"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
   m.impl("convolution_overrideable", TORCH_FN(convolution));
   m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
 }
