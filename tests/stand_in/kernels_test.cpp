@@ -44,8 +44,8 @@ void expect_update(const char* name, const Rule& rule, void (*Table::*expected)(
   constexpr int64_t n = 257;
   for (const Form& form : kernels::testing::forms()) {
     SCOPED_TRACE(std::string(name) + ", " + form.name());
-    const DType types[] = {DType::F32, form.master.weight_dtype, DType::BF16,
-                           form.state_dtype, form.state_dtype, DType::F16};
+    const DType types[] = {DType::F32,       form.master.weight_dtype, DType::BF16,
+                           form.state_dtype, form.state_dtype,         DType::F16};
     std::vector<Buffer> host;
     for (unsigned k = 0; k < 6; ++k)
       host.push_back(Buffer(types[k], n).fill_random(k, true).sprinkle(10 + k));

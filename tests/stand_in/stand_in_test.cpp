@@ -8,6 +8,8 @@
 #include <torch/nn/modules/normalization.h>
 #include <torch/optim/sgd.h>
 
+#include <cstdio>
+#include <cstring>
 #include <thread>
 
 #include "tests/stand_in/memory.h"

@@ -1,0 +1,87 @@
+"""The stand-in accelerator under Python: usage python_test.py PATH-OF-LIBRARY. A program of its own, because the device
+becomes the whole process's accelerator."""
+
+import copy
+import io
+import sys
+import threading
+
+import stand_in
+import torch
+from torch import nn
+
+DEVICE = "privateuseone"
+
+
+def test_tensors() -> None:
+    t = torch.arange(6.0, device=DEVICE).view(2, 3)
+    assert t.device == torch.device(DEVICE, 0)
+    assert torch.equal(t.cpu(), torch.arange(6.0).view(2, 3))
+    assert t.sum().item() == 15
+    assert f"device='{DEVICE}:0'" in repr(t)
+    t.t()[1].mul_(2)
+    assert t.tolist() == [[0, 2, 2], [3, 8, 5]]
+    assert torch.ones(2).pin_memory().is_pinned()
+    assert copy.deepcopy(t).data_ptr() != t.data_ptr()
+    file = io.BytesIO()
+    torch.save(t, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), t)
+
+
+def test_random_numbers_are_those_of_the_cpu() -> None:
+    torch.manual_seed(1)
+    here = torch.randn(5, device=DEVICE)
+    torch.manual_seed(1)
+    assert torch.equal(here.cpu(), torch.randn(5))
+
+
+def train(device: str) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    layers = [nn.Embedding(7, 8), nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 7)]
+    model = nn.Sequential(*layers).to(device)
+    adam = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ids = torch.arange(7, device=device)
+    for _ in range(3):
+        adam.zero_grad()
+        nn.functional.cross_entropy(model(ids), ids.flip(0)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+def test_training_has_the_bits_of_the_cpu() -> None:
+    for here, there in zip(train("cpu"), train(DEVICE), strict=True):
+        assert torch.equal(here, there)
+
+
+def test_hooks_run_on_the_thread_of_the_device() -> None:
+    weight = nn.Parameter(torch.ones(3, device=DEVICE))
+    seen = []
+
+    def hook(parameter: torch.Tensor) -> None:
+        seen.append((parameter.grad.tolist(), threading.get_ident() == threading.main_thread().ident))
+        parameter.grad = None
+
+    weight.register_post_accumulate_grad_hook(hook)
+    for scale in (2, 3):
+        (weight * scale).sum().backward()
+    assert seen == [([2, 2, 2], False), ([3, 3, 3], False)]
+
+
+def test_autocast() -> None:
+    linear = nn.Linear(4, 3).to(DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        out = linear(torch.ones(2, 4, device=DEVICE))
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert linear.weight.grad.dtype == torch.float32
+
+
+if __name__ == "__main__":
+    library = stand_in.load(sys.argv[1])
+    for name, test in list(globals().items()):
+        if name.startswith("test_"):
+            test()
+            print(f"{name}: passed")
+    assert library.tessera_stand_in_bytes() == 0, "memory of the device was not freed"
