@@ -10,6 +10,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/is_set_to_native.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
@@ -131,6 +132,15 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad, cons
   return {back(std::get<0>(grads)), back(std::get<1>(grads)), back(std::get<2>(grads))};
 }
 
+// Attention as the CPU chooses it, its backward included: for a device that torch does not know it takes a formula of
+// other operators, with other bits.
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Maybe<Tensor>& mask, double dropout,
+                 bool causal, Maybe<double> scale, bool gqa) {
+  const Maybe<Tensor> host_mask = mask && mask->defined() ? Maybe<Tensor>(mask->cpu()) : std::nullopt;
+  return at::scaled_dot_product_attention(q.cpu(), k.cpu(), v.cpu(), host_mask, dropout, causal, scale, gqa)
+      .to(q.device());
+}
+
 void record_stream(Tensor&, c10::Stream) {}  // memory is never in use by work that is not done
 
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -163,6 +173,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
   m.impl("convolution_overrideable", TORCH_FN(convolution));
   m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
+  m.impl("scaled_dot_product_attention", TORCH_FN(attention));
+}
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("scaled_dot_product_attention", TORCH_FN(attention));
 }
 
 // Copies resolve conjugates and negatives (host_view); by torch's fallback that would itself take a copy.

@@ -55,6 +55,29 @@ def test_training_has_the_bits_of_the_cpu() -> None:
         assert torch.equal(here, there)
 
 
+def attention(device: str) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 2, 5, 8).to(device).requires_grad_() for _ in range(3))
+    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert out.device.type == device
+    out.square().sum().backward()
+    return [t.detach().cpu() for t in (out, q.grad, k.grad, v.grad)]
+
+
+def test_attention_and_convolution_have_the_bits_of_the_cpu() -> None:
+    for here, there in zip(attention("cpu"), attention(DEVICE), strict=True):
+        assert torch.equal(here, there)
+    conv = nn.Conv2d(3, 4, 3)
+    images = torch.randn(2, 3, 6, 6)
+    there = copy.deepcopy(conv).to(DEVICE)
+    conv(images).square().sum().backward()
+    there(images.to(DEVICE)).square().sum().backward()
+    assert torch.equal(there.weight.grad.cpu(), conv.weight.grad)
+    assert torch.equal(there.bias.grad.cpu(), conv.bias.grad)
+    with torch.inference_mode():
+        assert torch.equal(there(images.to(DEVICE)).cpu(), conv(images))
+
+
 def test_hooks_run_on_the_thread_of_the_device() -> None:
     weight = nn.Parameter(torch.ones(3, device=DEVICE))
     seen = []
