@@ -30,23 +30,23 @@ using Maybe = std::optional<T>;
 
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
-c10::ScalarType checked_dtype(Maybe<c10::ScalarType> dtype, Maybe<c10::Layout> layout, Maybe<c10::Device> device,
-                              Maybe<bool> pinned) {
+c10::ScalarType checked_dtype(Maybe<c10::ScalarType> dtype, Maybe<c10::Layout> layout, Maybe<bool> pinned) {
   TORCH_CHECK(layout.value_or(c10::kStrided) == c10::kStrided, "[stand_in] only strided tensors are supported");
   TORCH_CHECK(!pinned.value_or(false), "[stand_in] only host memory can be pinned");
-  TORCH_CHECK(!device || device->index() <= 0, "[stand_in] there is no device ", *device);
   return c10::dtype_or_default(dtype);
 }
 
 Tensor empty(IntArrayRef size, Maybe<c10::ScalarType> dtype, Maybe<c10::Layout> layout, Maybe<c10::Device> device,
              Maybe<bool> pinned, Maybe<c10::MemoryFormat> format) {
-  const c10::ScalarType type = checked_dtype(dtype, layout, device, pinned);
+  const c10::ScalarType type = checked_dtype(dtype, layout, pinned);
+  const c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_generic(size, c10::GetAllocator(c10::kPrivateUse1), kKeys, type, format);
 }
 
 Tensor empty_strided(IntArrayRef size, IntArrayRef stride, Maybe<c10::ScalarType> dtype, Maybe<c10::Layout> layout,
                      Maybe<c10::Device> device, Maybe<bool> pinned) {
-  const c10::ScalarType type = checked_dtype(dtype, layout, device, pinned);
+  const c10::ScalarType type = checked_dtype(dtype, layout, pinned);
+  const c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_strided_generic(size, stride, c10::GetAllocator(c10::kPrivateUse1), kKeys, type);
 }
 
@@ -107,6 +107,7 @@ Tensor& set_storage(Tensor& t, at::Storage source, int64_t offset, IntArrayRef s
 }
 
 Tensor& set_empty(Tensor& t) {
+  const c10::DeviceGuard guard(t.device());
   at::Storage none(c10::Storage::use_byte_size_t(), 0, c10::GetAllocator(c10::kPrivateUse1), true);
   return set_storage(t, std::move(none), 0, {0}, {});
 }

@@ -2,6 +2,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Storage.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -11,6 +12,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "tests/stand_in/memory.h"
 #include "tests/stand_in/stand_in.h"
@@ -19,10 +21,17 @@ namespace tessera::stand_in {
 namespace {
 
 constexpr size_t kAlignment = 64;
-const c10::Device kDevice(c10::kPrivateUse1, 0);
+thread_local c10::DeviceIndex current = 0;
 
-void check_device(c10::Device device) {
-  TORCH_CHECK(device.type() == c10::kPrivateUse1 && device.index() <= 0, "[stand_in] there is no device ", device);
+c10::Device current_torch_device() {
+  return {c10::kPrivateUse1, current};
+}
+
+// With the current index for a device without one.
+c10::Device checked(c10::Device device) {
+  TORCH_CHECK(device.type() == c10::kPrivateUse1 && device.index() < kDevices, "[stand_in] there is no device ",
+              device);
+  return device.has_index() ? device : current_torch_device();
 }
 
 // ---- memory. Torch knows one allocator and one set of pinned memory a process, so these are its state.
@@ -41,11 +50,11 @@ void* allocate_host(size_t bytes) {
 
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    if (bytes == 0) return {nullptr, kDevice};
+    if (bytes == 0) return {nullptr, current_torch_device()};
     auto* block = new Block{allocate_host(bytes), bytes};
     std::memset(block->host, 0xff, bytes);  // NaN: who reads what nobody wrote shall see it
     bytes_in_use += static_cast<int64_t>(bytes);
-    return {to_device(block->host), block, &release, kDevice};
+    return {to_device(block->host, current), block, &release, current_torch_device()};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* dst, const void* src, size_t count) const override {
@@ -108,36 +117,32 @@ void PinnedAllocator::release(void* host) {
 // ---- the current device and its stream. Work is done when a call returns, so events have always happened.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kPrivateUse1; }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  c10::Device getDevice() const override { return kDevice; }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  c10::Device getDevice() const override { return current_torch_device(); }
   c10::Device exchangeDevice(c10::Device device) const override {
-    check_device(device);
-    return kDevice;
+    return {c10::kPrivateUse1, std::exchange(current, checked(device).index())};
   }
-  void setDevice(c10::Device device) const override { check_device(device); }
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  void setDevice(c10::Device device) const override { current = checked(device).index(); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { current = device.index(); }
 
   c10::Stream getStream(c10::Device device) const override {
-    check_device(device);
-    return c10::Stream(c10::Stream::DEFAULT, kDevice);
+    return c10::Stream(c10::Stream::DEFAULT, checked(device));
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getStream(device); }
   c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
   void* getStreamNativeHandle(c10::Stream stream) const override {
-    check_device(stream.device());
-    return reinterpret_cast<void*>(kStreamHandle);
+    return stream_handle(checked(stream.device()).index());
   }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream&) const override {}
   void synchronizeDevice(c10::DeviceIndex) const override {}
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
-    check_device(stream.device());
-    *event = reinterpret_cast<void*>(kStreamHandle);
+    *event = stream_handle(checked(stream.device()).index());
   }
-  void block(void*, const c10::Stream& stream) const override { check_device(stream.device()); }
+  void block(void*, const c10::Stream& stream) const override { checked(stream.device()); }
   bool queryEvent(void*) const override { return true; }
   void synchronizeEvent(void*) const override {}
   double elapsedTime(void*, void*, c10::DeviceIndex) const override { return 0; }
@@ -147,19 +152,18 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  c10::DeviceIndex getCurrentDevice() const override { return current; }
   void setCurrentDevice(c10::DeviceIndex index) const override { exchangeDevice(index); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
-    check_device({c10::kPrivateUse1, index});
-    return 0;
+    return std::exchange(current, checked({c10::kPrivateUse1, index}).index());
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
 
   // Strict as CUDA's: from_blob asks it, and must not take host memory for the device's.
   at::Device getDeviceFromPtr(void* p) const override {
     TORCH_CHECK(on_device(p), "[stand_in] the pointer is not the device's");
-    return kDevice;
+    return {c10::kPrivateUse1, static_cast<c10::DeviceIndex>(device_of(p))};
   }
   bool isPinnedPtr(const void* p) const override { return pinned_allocator().owns(p); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
@@ -171,6 +175,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     TORCH_CHECK(storage.resizable(), "[stand_in] this memory cannot be resized");
+    const c10::DeviceGuard guard(storage.device());
     c10::DataPtr data = storage.allocator()->allocate(bytes);
     const size_t kept = std::min(storage.nbytes(), bytes);
     if (kept > 0 && storage.data() != nullptr) std::memcpy(to_host(data.get()), to_host(storage.data()), kept);
@@ -188,6 +193,11 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 }();
 
 }  // namespace
+
+int current_device() {
+  return current;
+}
+
 }  // namespace tessera::stand_in
 
 int64_t tessera_stand_in_bytes() {

@@ -39,8 +39,8 @@ constexpr size_t entry(std::string_view name) {
 template <size_t kEntry>
 void launch(void* stream) {
   static_assert(kEntry < std::size(kEntries));
-  if (reinterpret_cast<uintptr_t>(stream) != kStreamHandle) {
-    throw std::runtime_error(std::string("[stand_in] ") + kEntries[kEntry] + ": not the stream of the device");
+  if (stream != stream_handle(current_device())) {
+    throw std::runtime_error(std::string("[stand_in] ") + kEntries[kEntry] + ": not the stream of the current device");
   }
   if (fail_next.exchange(false)) {
     throw std::runtime_error(std::string("[stand_in] ") + kEntries[kEntry] + ": the launch failed, as was asked for");
@@ -49,8 +49,19 @@ void launch(void* stream) {
 }
 
 template <class T>
+T* host(T* p, size_t element) {
+  T* there = to_host(p);
+  if (p != nullptr && device_of(p) != current_device()) {
+    throw std::runtime_error("[stand_in] a pointer of another device than the current one");
+  }
+  if (reinterpret_cast<uintptr_t>(there) % element != 0) {
+    throw std::runtime_error("[stand_in] a pointer is not aligned to its elements");
+  }
+  return there;
+}
+template <class T>
 T* host(T* p, DType dtype) {
-  return to_host(p, size_of(dtype));
+  return host(p, size_of(dtype));
 }
 
 UpdateRange host(const UpdateRange& range) {
@@ -112,9 +123,9 @@ void join(float* dst, const void* weight, const void* residual, int64_t n, void*
 void sum_of_squares(const void* src, DType dtype, int64_t n, double* lanes, double* sums, void* stream) {
   launch<entry("sum_of_squares")>(stream);
   const auto* from = static_cast<const char*>(host(src, dtype));
-  double* to = to_host(sums, sizeof(double));
+  double* to = host(sums, sizeof(double));
   // All of the scratch memory is written: a caller with too little of it, or who reads it, shall see that.
-  std::fill_n(to_host(lanes, sizeof(double)), sum_blocks(n) * kSumLanes, std::numeric_limits<double>::quiet_NaN());
+  std::fill_n(host(lanes, sizeof(double)), sum_blocks(n) * kSumLanes, std::numeric_limits<double>::quiet_NaN());
   for (int64_t b = 0; b < sum_blocks(n); ++b) {
     const int64_t begin = b * kSumBlock;
     const char* block = from + begin * static_cast<int64_t>(size_of(dtype));

@@ -18,7 +18,7 @@ using kernels::testing::Form;
 using kernels::testing::kDTypes;
 using tessera::testing::error_of;
 
-void* const kStream = reinterpret_cast<void*>(kStreamHandle);
+void* const kStream = stream_handle(0);
 const DeviceTable& device = *tessera_device_table();
 const Table& reference = reference_table();
 
@@ -169,6 +169,11 @@ TEST(StandInKernels, WhatADeviceWouldRefuse) {
   EXPECT_HAS(copy(p + 4, nullptr), "scaled_copy: not the stream");
   EXPECT_HAS(copy(host, kStream), "a host pointer");
   EXPECT_HAS(copy(reinterpret_cast<char*>(p) + 2, kStream), "not aligned");
+  EXPECT_HAS(copy(at::ones({2}, at::Device(at::kPrivateUse1, 1)).data_ptr(), kStream), "another device");
+  {
+    const c10::DeviceGuard guard(at::Device(at::kPrivateUse1, 1));
+    EXPECT_HAS(copy(p + 4, kStream), "not the stream");
+  }
   const int64_t before = tessera_stand_in_launches();
   tessera_stand_in_fail_next_launch();
   EXPECT_HAS(copy(p + 4, kStream), "the launch failed");

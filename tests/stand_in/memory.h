@@ -1,9 +1,10 @@
-// Device addresses of the stand-in accelerator, and the stream's handle.
+// Devices of the stand-in accelerator: addresses, streams, and which one is current.
 //
 // Note [Device addresses]
-//   The address of the host memory behind it with one bit set. Nothing is mapped there, so that a host that reads it is
-//   stopped at once; offsets, views and interior pointers work, since no table of addresses is kept. Bit 55 lies above
-//   what user space gets (47 bits, on large machines 56 only on request) and below the top byte, which ARM ignores.
+//   The address of the host memory behind it, with one bit set and the device's index above the 48 bits of a host
+//   address. Nothing is mapped there, so that a host that reads it is stopped at once; offsets, views and interior
+//   pointers work, since no table of addresses is kept. Bit 55 lies above what user space gets (without asking for
+//   more) and below the top byte, which ARM ignores.
 #pragma once
 
 #include <cstddef>
@@ -13,27 +14,37 @@
 
 namespace tessera::stand_in {
 
+constexpr int kDevices = 4;
+constexpr int kAddressBits = 48;
+constexpr uintptr_t kAddress = (uintptr_t{1} << kAddressBits) - 1;
 constexpr uintptr_t kDeviceBit = uintptr_t{1} << 55;
-constexpr uintptr_t kStreamHandle = 0x7e55e2a;  // of the only stream; not an address
+static_assert(uintptr_t{kDevices} << kAddressBits <= kDeviceBit);
+
+int current_device();  // of the calling thread; within the library only
+
+// The only stream of a device, as kernels take it. Not an address.
+inline void* stream_handle(int device) {
+  return reinterpret_cast<void*>(uintptr_t{0x7e55e2a0} + static_cast<uintptr_t>(device));
+}
 
 inline bool on_device(const void* p) {
   return (reinterpret_cast<uintptr_t>(p) & kDeviceBit) != 0;
 }
-
-inline void* to_device(void* host) {
-  return host == nullptr ? nullptr : reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(host) | kDeviceBit);
+inline int device_of(const void* p) {
+  return static_cast<int>((reinterpret_cast<uintptr_t>(p) & ~kDeviceBit) >> kAddressBits);
 }
 
-// Null stays null. std::runtime_error for a host pointer and for one that is not aligned to `align` bytes.
+inline void* to_device(void* host, int device) {
+  const uintptr_t index = static_cast<uintptr_t>(device) << kAddressBits;
+  return host == nullptr ? nullptr : reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(host) | index | kDeviceBit);
+}
+
+// Null stays null. std::runtime_error for a host pointer.
 template <class T>
-T* to_host(T* device, size_t align = 1) {
-  if (device == nullptr) return nullptr;
-  const auto address = reinterpret_cast<uintptr_t>(device);
-  if (!on_device(device)) throw std::runtime_error("[stand_in] a host pointer where the device's was expected");
-  if (address % align != 0) {
-    throw std::runtime_error("[stand_in] a pointer is not aligned to " + std::to_string(align) + " bytes");
-  }
-  return reinterpret_cast<T*>(address & ~kDeviceBit);
+T* to_host(T* p) {
+  if (p == nullptr) return nullptr;
+  if (!on_device(p)) throw std::runtime_error("[stand_in] a host pointer where the device's was expected");
+  return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(p) & kAddress);
 }
 
 }  // namespace tessera::stand_in

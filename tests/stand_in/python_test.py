@@ -21,6 +21,7 @@ def test_tensors() -> None:
     assert f"device='{DEVICE}:0'" in repr(t)
     t.t()[1].mul_(2)
     assert t.tolist() == [[0, 2, 2], [3, 8, 5]]
+    assert torch.ones(2, device=f"{DEVICE}:1").sum().device.index == 1
     assert torch.ones(2).pin_memory().is_pinned()
     assert copy.deepcopy(t).data_ptr() != t.data_ptr()
     file = io.BytesIO()

@@ -1,12 +1,15 @@
 // Note [Stand-in accelerator]
-//   libtessera_privateuseone.so makes torch's spare device type, "privateuseone", a device: one device in the host's
-//   memory whose addresses the host cannot read (memory.h). So the path of tensors that are not the CPU's is tested where
-//   no accelerator is, and host code that touches device memory crashes there too. Loading the library registers it:
-//   link it, or in Python torch.ops.load_library(path).
-//   Operators run on the CPU: at::native::cpu_fallback copies arguments to the host and results back, so the bits are the
-//   CPU's. Random numbers are drawn from the CPU's generator. There is one stream, on which all work is done at once.
-//   It is also the device's library of kernels, tessera_device_table() of kernels/device_table.h; they run the reference,
-//   refuse host pointers and any stream but the device's, and are counted.
+//   libtessera_privateuseone.so gives torch's spare device type, "privateuseone", four devices in the host's memory,
+//   whose addresses the host cannot read (memory.h). So the path of tensors that are not the CPU's is tested where no
+//   accelerator is, and host code that touches device memory crashes there too. Loading the library registers the
+//   devices: link it, or call load() of stand_in.py.
+//   Operators run on the CPU: at::native::cpu_fallback copies arguments to the host and results back, so the bits are
+//   the CPU's. Random numbers are drawn from the CPU's generator. A device has one stream, and work on it is done when
+//   the call returns.
+//   Four, because autograd has one thread for each device: ranks in one process whose hooks wait for each other need a
+//   device each.
+//   It is also the devices' library of kernels, tessera_device_table() of kernels/device_table.h. They run the
+//   reference, refuse host pointers, pointers of a device that is not current and streams but its own, and are counted.
 #pragma once
 
 #include <cstdint>

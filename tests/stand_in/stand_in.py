@@ -1,6 +1,5 @@
-"""The stand-in accelerator in Python: `load(path)` makes torch's device type "privateuseone" one. See stand_in.h."""
+"""The stand-in accelerator in Python: `load(path)` gives torch's type "privateuseone" four devices. See stand_in.h."""
 
-import contextlib
 import ctypes
 import types
 from pathlib import Path
@@ -9,7 +8,7 @@ import torch
 
 
 def load(path: str | Path) -> ctypes.CDLL:
-    """Registers the device of libtessera_privateuseone.so; the library, for its functions of stand_in.h."""
+    """Registers the devices of libtessera_privateuseone.so; the library, for its functions of stand_in.h."""
     torch.ops.load_library(str(path))
     library = ctypes.CDLL(str(path))
     for name in ("launches", "launches_of", "bytes"):
@@ -18,9 +17,10 @@ def load(path: str | Path) -> ctypes.CDLL:
         # What torch's Python code asks of a device type; without the module it makes no tensor there.
         module = types.ModuleType("torch.privateuseone")
         module.is_available = lambda: True
-        module.device_count = lambda: 1
-        module.current_device = lambda: 0
-        module.device = lambda device: contextlib.nullcontext()
+        module.device_count = lambda: 4  # kDevices of memory.h
+        module.current_device = lambda: torch.accelerator.current_device_index()
+        module.set_device = torch.accelerator.set_device_index
+        module.device = lambda device: torch.accelerator.device_index(torch.device(device).index)
         module.synchronize = lambda device=None: None
         module.manual_seed_all = lambda seed: None  # the CPU's generator serves
         module._is_in_bad_fork = lambda: False

@@ -8,6 +8,7 @@
 #include <torch/nn/modules/normalization.h>
 #include <torch/optim/sgd.h>
 
+#include <barrier>
 #include <cstdio>
 #include <cstring>
 #include <thread>
@@ -135,6 +136,39 @@ TEST(StandIn, TrainingHasTheBitsOfTheHost) {
   }
 }
 
+TEST(StandIn, DevicesAreSeveral) {
+  const at::Device second(at::kPrivateUse1, 1);
+  const at::Tensor t = at::ones({4}, second), inner = t.narrow(0, 1, 2);
+  EXPECT_EQ(inner.device(), second);
+  EXPECT_EQ((inner + 1).device(), second);
+  EXPECT_EQ(device_of(inner.data_ptr()), 1);
+  EXPECT_EQ(at::from_blob(inner.data_ptr(), {2}, [](void*) {}, at::TensorOptions(second)).device(), second);
+  EXPECT_EQ(at::ones({4}, at::kPrivateUse1).device(), kHere);
+  EXPECT_TRUE(same(t.to(kHere), t));
+  at::Tensor grown = at::ones({0}, second);
+  grown.resize_({100});
+  EXPECT_EQ(device_of(grown.data_ptr()), 1);
+  {
+    const c10::DeviceGuard guard(second);
+    EXPECT_EQ(at::ones({4}, at::kPrivateUse1).device(), second);
+  }
+  EXPECT_HAS(error_of([] { at::ones({4}, at::Device(at::kPrivateUse1, kDevices)); }), "there is no device");
+}
+
+// Ranks in one process, a device each: a hook of one may wait for a hook of the other.
+TEST(StandIn, BackwardPassesOfSeveralDevicesMeet) {
+  std::barrier<> meeting(2);
+  const auto rank = [&](int index) {
+    at::Tensor leaf = at::ones({3}, at::Device(at::kPrivateUse1, index)).requires_grad_();
+    leaf.register_hook([&](const at::Tensor&) { meeting.arrive_and_wait(); });
+    (leaf * 2).sum().backward();
+    EXPECT_EQ(leaf.grad().sum().item<float>(), 6);
+  };
+  std::thread other(rank, 1);
+  rank(0);
+  other.join();
+}
+
 // Autograd has a thread for each device. The engine's hooks run there.
 TEST(StandIn, HooksRunOnTheThreadOfTheDevice) {
   for (const at::Device device : {at::Device(at::kCPU), kHere}) {
@@ -160,7 +194,7 @@ TEST(StandIn, AnErrorOfAHookArrives) {
 TEST(StandIn, StreamsAndEvents) {
   const auto* guard = c10::impl::getDeviceGuardImpl(at::kPrivateUse1);
   const c10::Stream stream = guard->getStream(kHere);
-  EXPECT_EQ(guard->getStreamNativeHandle(stream), reinterpret_cast<void*>(kStreamHandle));
+  EXPECT_EQ(guard->getStreamNativeHandle(stream), stream_handle(0));
   c10::Event event(at::kPrivateUse1);
   event.record(stream);
   event.block(stream);
