@@ -1,0 +1,232 @@
+"""Engines whose model is on an accelerator, the stand-in of tests/stand_in: usage device_program.py PATH-OF-LIBRARY.
+A program of its own, because the device becomes the whole process's accelerator. What is computed there has the bits of
+the CPU, and host code that touches device memory crashes."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "stand_in"))
+
+import stand_in
+import torch
+from support import Net, batch, config, make
+from tessera.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
+from torch import nn
+
+import tessera
+from tessera.zero import GatheredParameters
+
+DEVICE = "privateuseone"
+LOW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+MODES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp32 master": {"bf16": {"enabled": True}, "tessera": {"state_bytes": 16}},
+    "10 bytes": {"bf16": LOW},
+    "8 bytes": {"bf16": LOW, "tessera": {"state_bytes": 8}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    "fp16 overflow": {"fp16": {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}},
+    "fp16 master": {
+        "fp16": {"enabled": True, "fp16_master_weights_and_grads": True, "initial_scale_power": 8},
+        "tessera": {"state_bytes": 12},
+    },
+}
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "gradient_clipping": 0.5}
+
+
+def engine_on(device: str, cfg: dict[str, Any], **more: Any) -> tessera.Engine:
+    return tessera.initialize(model=make().to(device), config=cfg, **more)[0]
+
+
+def train(engine: tessera.Engine, steps: int = 4, first: int = 0) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        loss = engine(*(t.to(engine.device) for t in batch(step)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def masters(engine: tessera.Engine) -> list[torch.Tensor]:
+    found = [safe_get_full_fp32_param(p) for p in engine.module.parameters()]
+    assert all(master.device == engine.device for master in found)
+    return [master.cpu() for master in found]
+
+
+def equal(mine: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(mine) == len(other) and all(map(torch.equal, mine, other))
+
+
+def test_every_mode_and_stage() -> None:
+    for name, mode in MODES.items():
+        for stage in range(4):
+            cfg = config(stage, accumulation=2, **ADAM, **mode)
+            if name == "fp16 master" and stage == 0:
+                continue  # refused, as anywhere
+            engines = [engine_on(device, cfg) for device in ("cpu", DEVICE)]
+            losses = [train(engine) for engine in engines]
+            assert losses[0] == losses[1], (name, stage, losses)
+            assert equal(*map(masters, engines)), (name, stage)
+            assert engines[0].skipped_steps == engines[1].skipped_steps
+            assert (engines[0].skipped_steps > 0) == (name == "fp16 overflow"), (name, engines[0].skipped_steps)
+
+
+def test_autocast_as_by_hand() -> None:
+    """On the device itself, because torch's lists of what autocast does differ from device to device."""
+    for dtype, scale in (("bfloat16", 1.0), ("float16", 65536.0)):
+        model = make().to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        expected = []
+        for step in range(4):
+            with torch.autocast(DEVICE, dtype=getattr(torch, dtype), cache_enabled=False):
+                loss = model(*(t.to(DEVICE) for t in batch(step)))
+            (loss * scale).backward()
+            for p in model.parameters():
+                p.grad.div_(scale)
+            if all(p.grad.isfinite().all() for p in model.parameters()):
+                optimizer.step()
+            else:
+                scale /= 2
+            optimizer.zero_grad()
+            expected.append(loss.item())
+        section = {"enabled": True, "dtype": dtype}
+        for stage in range(4):
+            engine = engine_on(DEVICE, config(stage, torch_autocast=section))
+            assert train(engine) == expected, (dtype, stage)
+            assert equal(masters(engine), [p.detach().cpu() for p in model.parameters()]), (dtype, stage)
+
+
+def test_optimizers() -> None:
+    for kind in ("Adam", "SGD", "Lion", "Adagrad"):
+        cfg = config(1, optimizer={"type": kind, "params": {"lr": 0.01}}, bf16=True)
+        engines = [engine_on(device, cfg) for device in ("cpu", DEVICE)]
+        assert train(engines[0]) == train(engines[1])
+        assert equal(*map(masters, engines)), kind
+
+
+def test_a_client_optimizer() -> None:
+    results = []
+    for device in ("cpu", DEVICE):
+        model = make().to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        engine = tessera.initialize(model=model, optimizer=optimizer, config=config(2, bf16=True))[0]
+        results.append((train(engine), masters(engine)))
+    assert results[0][0] == results[1][0]
+    assert equal(results[0][1], results[1][1])
+
+
+def test_regions_and_state() -> None:
+    engine = engine_on(DEVICE, config(3, **ADAM, bf16=True))
+    train(engine, 2)
+    weight = engine.module.head.weight
+    value = torch.full((3, 7), 0.25, device=DEVICE)
+    safe_set_full_fp32_param(weight, value)
+    assert safe_get_full_fp32_param(weight).equal(value)
+    with GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+        weight.fill_(0.5)
+    assert safe_get_full_fp32_param(weight).eq(0.5).all()
+    loss = engine(*(t.to(DEVICE) for t in batch(9)))
+    engine.backward(loss)
+    assert safe_get_full_grad(weight).device == engine.device
+    engine.step()
+    state = copy.deepcopy([engine.module.state_dict(), engine.optimizer.state_dict()])
+    expected = train(engine, 2, first=20), masters(engine)
+    other = engine_on(DEVICE, config(3, **ADAM, bf16=True))
+    other.module.load_state_dict(state[0])
+    other.optimizer.load_state_dict(state[1])
+    assert train(other, 2, first=20) == expected[0]
+    assert equal(masters(other), expected[1])
+
+
+def test_zero_init() -> None:
+    cfg = config(3, **ADAM, bf16=True)
+    found = []
+    for device in ("cpu", DEVICE):
+        torch.manual_seed(0)
+        with tessera.zero.Init(config=cfg), torch.device(device):
+            model = Net()
+        engine = tessera.initialize(model=model, config=cfg)[0]
+        found.append((train(engine), masters(engine)))
+    assert found[0][0] == found[1][0]
+    assert equal(found[0][1], found[1][1])
+
+
+def test_backward_as_pytorch_does_it() -> None:
+    def losses(device: str) -> list[Any]:
+        first, second = (engine_on(device, config(stage, **ADAM)) for stage in (2, 3))
+        found: list[Any] = []
+        for step in range(3):
+            x, y = (t.to(device) for t in batch(step))
+            out = first(x)
+            (out.square().mean() + second(x, y)).backward()
+            first.step()
+            second.step()
+            out = second(x)
+            out.backward(torch.ones_like(out))
+            second.step()
+            found.append(out.sum().item())
+        return [*found, *masters(first), *masters(second)]
+
+    mine, other = losses(DEVICE), losses("cpu")
+    assert mine[:3] == other[:3]
+    assert equal(mine[3:], other[3:])
+
+
+def test_checkpointing_and_hooks() -> None:
+    """Recomputation and a user's hook run on the device's own thread."""
+
+    def run(device: str) -> tuple[list[float], list[torch.Tensor], int]:
+        model = make().to(device)
+        calls = []
+        for block in model.blocks:
+            plain = block.forward
+            block.forward = lambda x, plain=plain: torch.utils.checkpoint.checkpoint(plain, x, use_reentrant=False)
+        engine = tessera.initialize(model=model, config=config(3, **ADAM))[0]
+        model.head.weight.register_post_accumulate_grad_hook(lambda p: calls.append(p))
+        return train(engine), masters(engine), len(calls)
+
+    mine, other = run(DEVICE), run("cpu")
+    assert mine[0] == other[0]
+    assert equal(mine[1], other[1])
+    assert mine[2] == other[2]
+
+
+def test_errors() -> None:
+    engine = engine_on(DEVICE, config(1, **MODES["fp16"]))
+    loss = engine(*(t.to(DEVICE) for t in batch(0)))
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert "scale" in str(error)
+    else:
+        raise AssertionError("an unscaled backward passed")
+    train(engine, 1)
+    model = make().to(DEVICE)
+    model.gain = nn.Parameter(torch.ones(1))
+    try:
+        tessera.initialize(model=model, config=config(1))
+    except ValueError as error:
+        assert "an engine trains a model on one device" in str(error)
+    else:
+        raise AssertionError("a model on two devices passed")
+    try:
+        tessera.initialize(model=make().to("meta"), config=config(1))
+    except (NotImplementedError, ValueError) as error:
+        assert "meta" in str(error)
+    else:
+        raise AssertionError("a model without values passed")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    library = stand_in.load(sys.argv[1])
+    for name, test in list(globals().items()):
+        if name.startswith("test_"):
+            before = library.tessera_stand_in_launches()
+            test()
+            print(f"{name}: passed, {library.tessera_stand_in_launches() - before} kernels")

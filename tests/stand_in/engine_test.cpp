@@ -1,0 +1,152 @@
+// Engines whose model is on a device: what they compute there has the bits of the CPU, in every mode, stage and world.
+// The host cannot read the device's memory, so code that tries crashes here.
+#include "tessera/engine/engine.h"
+
+#include <gtest/gtest.h>
+
+#include "tests/stand_in/staged_group.h"
+#include "tests/stand_in/stand_in.h"
+#include "tests/support/errors.h"
+#include "tests/support/ranks.h"
+#include "tests/support/toy.h"
+
+namespace tessera::testing {
+
+using amp::Master;
+using amp::PrecisionPolicy;
+using engine::Engine;
+using engine::Quantity;
+using kernels::Rounding;
+
+namespace {
+
+c10::Device device_of(int rank) {
+  return {c10::kPrivateUse1, static_cast<c10::DeviceIndex>(rank)};
+}
+
+Toy toy_on(c10::Device device) {
+  Toy toy;
+  for (at::Tensor& t : toy.tensors)
+    t = t.detach().to(device).requires_grad_(true);
+  return toy;
+}
+
+struct Mode {
+  const char* name;
+  PrecisionPolicy policy;
+};
+
+std::vector<Mode> modes() {
+  const auto mode = [](at::ScalarType param, Master master, at::ScalarType state,
+                       Rounding rounding = Rounding::Stochastic) {
+    PrecisionPolicy policy{param, param, master, state};
+    policy.rounding = rounding;
+    return policy;
+  };
+  return {{"fp32", PrecisionPolicy::fp32()},
+          {"fp32 master", mode(at::kBFloat16, Master::Fp32, at::kFloat)},
+          {"exact", mode(at::kBFloat16, Master::Split, at::kFloat)},
+          {"bf16 master", mode(at::kBFloat16, Master::Weight, at::kFloat)},
+          {"10 bytes", mode(at::kBFloat16, Master::Split, at::kBFloat16)},
+          {"8 bytes", mode(at::kBFloat16, Master::Weight, at::kBFloat16)},
+          {"8 bytes, nearest", mode(at::kBFloat16, Master::Weight, at::kBFloat16, Rounding::Nearest)},
+          {"fp16", mode(at::kHalf, Master::Fp32, at::kFloat)},
+          {"fp16 master", mode(at::kHalf, Master::Weight, at::kFloat)}};
+}
+
+// What rank 0 has after 4 updates: losses, norms, then every parameter's master and moments.
+struct Trained {
+  std::vector<double> numbers;
+  std::vector<at::Tensor> values;
+};
+
+struct Training {
+  bool on_device;
+  ToyRun run;
+  int world;
+  optim::Rule rule = optim::Rule::Adam;
+};
+
+Trained train(const Training& t) {
+  Trained trained;
+  run_ranks(t.world, [&](int rank, comm::GroupPtr group) {
+    const c10::Device device = t.on_device ? device_of(rank) : c10::Device(at::kCPU);
+    if (t.on_device) group = std::make_shared<StagedGroup>(group);
+    const Toy toy = toy_on(device);
+    engine::Options options = toy_options(t.run);
+    options.rule = t.rule;
+    optim::GroupOptions params = toy_adamw();
+    if (t.rule == optim::Rule::Sgd) params.momentum = 0.9;
+    Engine engine(options, comm::Mesh(group), toy.specs(), {params});
+    Trained mine;
+    for (int step = 0; step < 4 * t.run.accumulation; ++step) {
+      const at::Tensor loss = toy_forward(engine, toy, toy_batch(rank, step).to(device));
+      loss.backward();
+      engine.step();
+      mine.numbers.push_back(loss.item<double>());
+      mine.numbers.push_back(engine.global_grad_norm().value_or(-1));
+    }
+    for (size_t i = 0; i < toy.tensors.size(); ++i) {
+      for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1}) {
+        if (t.rule != optim::Rule::Adam && what == Quantity::State1) continue;
+        mine.values.push_back(engine.get_full(static_cast<int>(i), what));
+        EXPECT_EQ(mine.values.back().device(), device);
+      }
+    }
+    if (rank == 0) trained = mine;
+  });
+  for (at::Tensor& value : trained.values)
+    value = value.cpu();
+  return trained;
+}
+
+void expect_the_cpus_bits(Training t, const std::string& what) {
+  t.on_device = false;
+  const Trained expected = train(t);
+  t.on_device = true;
+  const int64_t before = tessera_stand_in_launches();
+  const Trained got = train(t);
+  EXPECT_GT(tessera_stand_in_launches(), before) << what;
+  EXPECT_EQ(got.numbers, expected.numbers) << what;
+  for (size_t i = 0; i < expected.values.size(); ++i)
+    EXPECT_TRUE(got.values[i].equal(expected.values[i])) << what << ", value " << i;
+}
+
+TEST(DeviceEngine, HasTheBitsOfTheCpu) {
+  for (const Mode& mode : modes()) {
+    for (const int world : {1, 2, 4}) {
+      for (int stage = 0; stage <= 3; ++stage) {
+        const ToyRun run{.stage = stage, .accumulation = 2, .clip = 0.5, .precision = mode.policy};
+        expect_the_cpus_bits(
+            {.on_device = true, .run = run, .world = world},
+            std::string(mode.name) + ", stage " + std::to_string(stage) + ", world " + std::to_string(world));
+      }
+    }
+  }
+}
+
+TEST(DeviceEngine, AllRules) {
+  for (const auto rule : {optim::Rule::Sgd, optim::Rule::Lion, optim::Rule::Adagrad}) {
+    const ToyRun run{.stage = 1, .clip = 0, .precision = PrecisionPolicy::bf16()};
+    expect_the_cpus_bits({.on_device = true, .run = run, .world = 2, .rule = rule},
+                         "rule " + std::to_string(static_cast<int>(rule)));
+  }
+}
+
+TEST(DeviceEngine, AFailedLaunchIsAnErrorOfTheStep) {
+  const Toy toy = toy_on(device_of(0));
+  Engine engine = toy_engine({.stage = 2}, toy, comm::single_group());
+  toy_forward(engine, toy, toy_batch(0, 0).to(device_of(0))).backward();
+  tessera_stand_in_fail_next_launch();
+  EXPECT_THROW(engine.step(), std::runtime_error);
+}
+
+TEST(DeviceEngine, ParametersOnTwoDevicesAreRefused) {
+  Toy toy = toy_on(device_of(0));
+  toy.tensors[1] = toy.tensors[1].detach().cpu().requires_grad_(true);
+  const auto text = error_of([&] { toy_engine({.stage = 2}, toy, comm::single_group()); });
+  EXPECT_HAS(text, "parameter 'b' is on device 'cpu', parameter 'a' on 'privateuseone:0'");
+}
+
+}  // namespace
+}  // namespace tessera::testing
