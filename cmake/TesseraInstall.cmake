@@ -7,7 +7,8 @@
 include(CMakePackageConfigHelpers)
 
 # The library finds torch beside itself in site-packages; a program that links tessera::torch has loaded it already.
-set_target_properties(tessera PROPERTIES INSTALL_RPATH "$ORIGIN/../../torch/lib")
+# $ORIGIN, also in the build tree, is for the libraries of device kernels, which it loads by name.
+set_target_properties(tessera PROPERTIES BUILD_RPATH "$ORIGIN" INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib")
 
 write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/TesseraConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 configure_file(${CMAKE_CURRENT_LIST_DIR}/TesseraConfig.cmake.in ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfig.cmake @ONLY)
@@ -16,6 +17,9 @@ configure_file(${CMAKE_CURRENT_LIST_DIR}/TesseraConfig.cmake.in ${CMAKE_CURRENT_
 function(tessera_install root export)
   install(TARGETS tessera EXPORT ${export}
     LIBRARY DESTINATION ${root}lib ${ARGN} INCLUDES DESTINATION ${root}include)
+  if(TARGET tessera_cuda)  # loaded, never linked
+    install(TARGETS tessera_cuda LIBRARY DESTINATION ${root}lib ${ARGN})
+  endif()
   install(DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/tessera DESTINATION ${root}include ${ARGN}
     FILES_MATCHING PATTERN "*.h" PATTERN "*.inc.h" EXCLUDE)
   install(EXPORT ${export} NAMESPACE tessera:: FILE TesseraTargets.cmake DESTINATION ${root}lib/cmake/Tessera ${ARGN})

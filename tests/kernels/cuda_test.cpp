@@ -1,8 +1,9 @@
-// The CUDA kernels give the bits of the reference. Linked twice: with CUDA's runtime, skipped where no device can be
-// used, and with that of ptx/, whose device is a machine for their PTX.
+// The CUDA kernels, as the library's table has them, give the bits of the reference. Linked twice: with CUDA's runtime,
+// skipped where no device can be used, and with that of ptx/, whose device is a machine for their PTX.
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 
 #include "tessera/kernels/cuda/cuda.h"
@@ -18,10 +19,14 @@ using testing::Form;
 using testing::forms;
 using testing::kDTypes;
 
+const DeviceTable& cuda_table() {
+  return *tessera_device_table();
+}
+
 class Cuda : public ::testing::Test {
  protected:
   void SetUp() override {
-    const std::string why = cuda::why_unusable();
+    const std::string why = cuda_table().why_unusable();
     if (!why.empty()) GTEST_SKIP() << why;
   }
 };
@@ -29,23 +34,27 @@ class Cuda : public ::testing::Test {
 // A host buffer's copy on the device, for as long as this lives; `back` brings it into the buffer.
 class OnDevice {
  public:
-  OnDevice(Buffer& host, DType dtype, int64_t n) : host_(host), bytes_(static_cast<size_t>(n) * size_of(dtype)) {
-    if (bytes_ == 0) return;
-    EXPECT_EQ(cudaMalloc(&data_, bytes_), cudaSuccess);
-    EXPECT_EQ(cudaMemcpy(data_, host.data(), bytes_, cudaMemcpyHostToDevice), cudaSuccess);
-  }
+  OnDevice(Buffer& host, DType dtype, int64_t n) : OnDevice(host.data(), static_cast<size_t>(n) * size_of(dtype)) {}
+  explicit OnDevice(std::vector<double>& host) : OnDevice(host.data(), host.size() * sizeof(double)) {}
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
   ~OnDevice() { cudaFree(data_); }
 
   void* data() const { return data_; }
+  double* doubles() const { return static_cast<double*>(data_); }
   void back() const {
     if (bytes_ == 0) return;
-    EXPECT_EQ(cudaMemcpy(host_.data(), data_, bytes_, cudaMemcpyDeviceToHost), cudaSuccess);
+    EXPECT_EQ(cudaMemcpy(host_, data_, bytes_, cudaMemcpyDeviceToHost), cudaSuccess);
   }
 
  private:
-  Buffer& host_;
+  OnDevice(void* host, size_t bytes) : host_(host), bytes_(bytes) {
+    if (bytes_ == 0) return;
+    EXPECT_EQ(cudaMalloc(&data_, bytes_), cudaSuccess);
+    EXPECT_EQ(cudaMemcpy(data_, host_, bytes_, cudaMemcpyHostToDevice), cudaSuccess);
+  }
+
+  void* host_;
   size_t bytes_;
   void* data_ = nullptr;
 };
@@ -58,22 +67,23 @@ struct Case {
 };
 
 template <class Rule>
-Case make_case(const char* name, const Rule& rule, void (*Table::*entry)(const Rule&, const UpdateRange&, float)) {
+Case make_case(const char* name, const Rule& rule, void (*Table::*entry)(const Rule&, const UpdateRange&, float),
+               void (*DeviceTable::*on_device)(const Rule&, const UpdateRange&, float, void*)) {
   return {name, [=](const UpdateRange& r) { (reference_table().*entry)(rule, r, -0.37f); },
-          [=](const UpdateRange& r) { cuda::update(rule, r, -0.37f, nullptr); }};
+          [=](const UpdateRange& r) { (cuda_table().*on_device)(rule, r, -0.37f, nullptr); }};
 }
 
 std::vector<Case> cases() {
   AdamRule adamw{1e-3, 0.9, 0.999, 1e-8, 0.1}, l2{1e-3, 0.3, 0.95, 1e-6, 0.1, false};
   adamw.bias1 = 1 - 0.9;
   adamw.sqrt_bias2 = std::sqrt(1 - 0.999);
-  return {make_case("adamw", adamw, &Table::adam),
-          make_case("adam with l2", l2, &Table::adam),
-          make_case("sgd", SgdRule{0.1, 0, 0, 0.01}, &Table::sgd),
-          make_case("momentum", SgdRule{0.1, 0.9, 0.1, 0.01}, &Table::sgd),
-          make_case("nesterov", SgdRule{0.1, 0.9, 0, 0, true, false}, &Table::sgd),
-          make_case("lion", LionRule{1e-4, 0.9, 0.99, 0.1}, &Table::lion),
-          make_case("adagrad", AdagradRule{1e-2, 1e-10, 0.01}, &Table::adagrad)};
+  return {make_case("adamw", adamw, &Table::adam, &DeviceTable::adam),
+          make_case("adam with l2", l2, &Table::adam, &DeviceTable::adam),
+          make_case("sgd", SgdRule{0.1, 0, 0, 0.01}, &Table::sgd, &DeviceTable::sgd),
+          make_case("momentum", SgdRule{0.1, 0.9, 0.1, 0.01}, &Table::sgd, &DeviceTable::sgd),
+          make_case("nesterov", SgdRule{0.1, 0.9, 0, 0, true, false}, &Table::sgd, &DeviceTable::sgd),
+          make_case("lion", LionRule{1e-4, 0.9, 0.99, 0.1}, &Table::lion, &DeviceTable::lion),
+          make_case("adagrad", AdagradRule{1e-2, 1e-10, 0.01}, &Table::adagrad, &DeviceTable::adagrad)};
 }
 
 TEST_F(Cuda, UpdatesGiveTheBitsOfTheReference) {
@@ -141,19 +151,19 @@ TEST_F(Cuda, ElementwiseGivesTheBitsOfTheReference) {
           Buffer actual = expected;
           const OnDevice in(src, from, n), out(actual, to, n);
           reference_table().scaled_add(expected.data(), to, src.data(), from, scale, n);
-          cuda::scaled_add(out.data(), to, in.data(), from, scale, n, nullptr);
+          cuda_table().scaled_add(out.data(), to, in.data(), from, scale, n, nullptr);
           out.back();
           actual.expect_same(expected);
           reference_table().scaled_add_stochastic(expected.data(), to, src.data(), from, scale, n, random);
-          cuda::scaled_add_stochastic(out.data(), to, in.data(), from, scale, n, random, nullptr);
+          cuda_table().scaled_add_stochastic(out.data(), to, in.data(), from, scale, n, random, nullptr);
           out.back();
           actual.expect_same(expected);
           reference_table().scaled_copy_stochastic(expected.data(), to, src.data(), from, scale, n, random);
-          cuda::scaled_copy_stochastic(out.data(), to, in.data(), from, scale, n, random, nullptr);
+          cuda_table().scaled_copy_stochastic(out.data(), to, in.data(), from, scale, n, random, nullptr);
           out.back();
           actual.expect_same(expected);
           reference_table().scaled_copy(expected.data(), to, src.data(), from, scale, n);
-          cuda::scaled_copy(out.data(), to, in.data(), from, scale, n, nullptr);
+          cuda_table().scaled_copy(out.data(), to, in.data(), from, scale, n, nullptr);
           out.back();
           actual.expect_same(expected, to == from && scale == 1.0f);
           if (HasFailure()) return;
@@ -172,14 +182,69 @@ TEST_F(Cuda, SplitAndJoinGiveTheBitsOfTheReference) {
     reference_table().join(joined.floats(), weight.data(), residual.data(), n);
     const OnDevice in(whole, DType::F32, n), upper(weight2, DType::BF16, n), low(residual2, DType::BF16, n),
         out(joined2, DType::F32, n);
-    cuda::split(upper.data(), low.data(), static_cast<const float*>(in.data()), n, nullptr);
-    cuda::join(static_cast<float*>(out.data()), upper.data(), low.data(), n, nullptr);
+    cuda_table().split(upper.data(), low.data(), static_cast<const float*>(in.data()), n, nullptr);
+    cuda_table().join(static_cast<float*>(out.data()), upper.data(), low.data(), n, nullptr);
     upper.back();
     low.back();
     out.back();
     weight2.expect_same(weight, true);
     residual2.expect_same(residual, true);
     joined2.expect_same(joined, true);
+  }
+}
+
+// Every sum's bits; two NaNs count as equal.
+void expect_same_sums(const std::vector<double>& actual, const std::vector<double>& expected) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (size_t k = 0; k < actual.size(); ++k) {
+    const bool same = std::bit_cast<uint64_t>(actual[k]) == std::bit_cast<uint64_t>(expected[k]);
+    EXPECT_TRUE(same || (std::isnan(actual[k]) && std::isnan(expected[k])))
+        << "sum " << k << ": " << actual[k] << " is not " << expected[k];
+  }
+}
+
+// Of a buffer's blocks; the room for lanes and sums has a number behind it that nobody may touch.
+void expect_sums_of_squares(Buffer& src, DType dtype, int64_t n) {
+  constexpr double untouched = -7;
+  std::vector<double> sums(sum_blocks(n) + 1, untouched), lanes(sum_blocks(n) * kSumLanes + 1, untouched), expected;
+  for (int64_t at = 0; at < n; at += kSumBlock) {
+    const char* block = static_cast<const char*>(src.data()) + at * static_cast<int64_t>(size_of(dtype));
+    expected.push_back(reference_table().sum_of_squares(block, dtype, std::min(kSumBlock, n - at)));
+  }
+  expected.push_back(untouched);
+  const OnDevice in(src, dtype, n), room(lanes), out(sums);
+  cuda_table().sum_of_squares(in.data(), dtype, n, room.doubles(), out.doubles(), nullptr);
+  room.back();
+  out.back();
+  expect_same_sums(sums, expected);
+  EXPECT_EQ(lanes.back(), untouched);
+}
+
+TEST_F(Cuda, SumsOfSquaresGiveTheBitsOfTheReference) {
+  constexpr float inf = std::numeric_limits<float>::infinity();
+  const std::vector<float> denormals = {1e-45f, -1e-39f, 6e-8f, -6.1e-5f, -0.0f};
+  const std::vector<float> hard[] = {{-0.0f}, denormals, {1.0f, inf, -2.0f}, {-inf}, {1.0f, std::nanf("")}, {3e38f}};
+  for (DType dtype : kDTypes) {
+    for (int64_t n : {0, 1, 15, 16, 17, 112, 113, 4095, 4096, 4097, 3 * 4096 + 5}) {
+      SCOPED_TRACE("type " + std::to_string(static_cast<int>(dtype)) + ", n " + std::to_string(n));
+      Buffer src(dtype, n);
+      expect_sums_of_squares(src.fill_random(1), dtype, n);
+      expect_sums_of_squares(src.sprinkle(2), dtype, n);
+      for (const std::vector<float>& values : hard)
+        expect_sums_of_squares(src.fill(values), dtype, n);
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// One value that is not finite shows in its own block only.
+TEST_F(Cuda, SumsOfSquaresAreOfTheirBlock) {
+  const int64_t n = 3 * kSumBlock;
+  for (int64_t at : {kSumBlock - 1, kSumBlock, 2 * kSumBlock - 1}) {
+    Buffer src(DType::BF16, n);
+    src.fill_random(1);
+    testing::put(src.data(), DType::BF16, at, std::nanf(""));
+    expect_sums_of_squares(src, DType::BF16, n);
   }
 }
 

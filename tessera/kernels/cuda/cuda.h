@@ -1,12 +1,10 @@
-// The kernels on CUDA devices, in a library of their own (target tessera_cuda, built where nvcc is found). Contracts
-// are those of update.h, elementwise.h and split.h, and so are the bits (a NaN's payload may differ); pointers are
-// device pointers, each aligned to its element. Calls return at once: the work is done in order of `stream`, a
-// cudaStream_t, on its device. std::runtime_error where a launch fails.
+// The kernels on CUDA devices, in a library of their own (target tessera_cuda, built where nvcc is found), of which only
+// tessera_device_table() is seen from outside. Contracts are those of DeviceTable; `stream` is a cudaStream_t.
 #pragma once
 
 #include <string>
 
-#include "tessera/kernels/update.h"
+#include "tessera/kernels/device_table.h"
 
 namespace tessera::kernels::cuda {
 
@@ -28,4 +26,8 @@ void scaled_add_stochastic(void* dst, DType dst_dtype, const void* src, DType sr
 void split(void* weight_bf16, void* residual, const float* src, int64_t n, void* stream);
 void join(float* dst, const void* weight_bf16, const void* residual, int64_t n, void* stream);
 
+void sum_of_squares(const void* src, DType dtype, int64_t n, double* lanes, double* sums, void* stream);
+
 }  // namespace tessera::kernels::cuda
+
+extern "C" [[gnu::visibility("default")]] const tessera::kernels::DeviceTable* tessera_device_table();

@@ -15,18 +15,27 @@ namespace {
 
 using Table = std::map<std::pair<std::string, Braces>, Operation>;
 
+template <class T>
+using BitsOf = std::conditional_t<std::same_as<T, float>, uint32_t, uint64_t>;  // of a float or double
+
 // A register's slot holds its value in the low bits; nothing reads the others.
 template <class T>
 constexpr uint8_t bits_of = std::same_as<T, bool> ? 1 : 8 * sizeof(T);
 template <class T>
 T from_slot(uint64_t slot) {
-  if constexpr (std::same_as<T, float>) return std::bit_cast<float>(static_cast<uint32_t>(slot));
-  return static_cast<T>(slot);
+  if constexpr (std::floating_point<T>) {
+    return std::bit_cast<T>(static_cast<BitsOf<T>>(slot));
+  } else {
+    return static_cast<T>(slot);
+  }
 }
 template <class T>
 uint64_t to_slot(T value) {
-  if constexpr (std::same_as<T, float>) return std::bit_cast<uint32_t>(value);
-  return static_cast<uint64_t>(value);
+  if constexpr (std::floating_point<T>) {
+    return std::bit_cast<BitsOf<T>>(value);
+  } else {
+    return static_cast<uint64_t>(value);
+  }
 }
 
 template <class F, class Result, class... Sources, size_t... k>
@@ -59,6 +68,14 @@ T shifted_left(T a, uint32_t by) {
 template <class T>
 T shifted_right(T a, uint32_t by) {
   return static_cast<T>(a >> std::min<uint32_t>(by, bits_of<T> - 1) >> (by < bits_of<T> ? 0 : 1));
+}
+
+// `b` with the low `width` bits of `a` from bit `at` on; both counts have 8 bits.
+template <class T>
+T inserted(T a, T b, uint32_t at, uint32_t width) {
+  const T ones = shifted_right(static_cast<T>(~T{0}), bits_of<T> - std::min<uint32_t>(width % 256, bits_of<T>));
+  const T mask = shifted_left(ones, at % 256);
+  return static_cast<T>((b & ~mask) | (shifted_left(a, at % 256) & mask));
 }
 
 template <class T>
@@ -115,6 +132,9 @@ void add_bits(Table& table, const std::string& type) {
   add(table, "not." + type, [](T a) -> T { return static_cast<T>(~a); });
   add(table, "shl." + type, [](T a, uint32_t by) -> T { return shifted_left(a, by); });
   add(table, "shr." + type, [](T a, uint32_t by) -> T { return shifted_right(a, by); });
+  if constexpr (sizeof(T) > 2) {
+    add(table, "bfi." + type, [](T a, T b, uint32_t at, uint32_t width) -> T { return inserted(a, b, at, width); });
+  }
 }
 
 // A register of type T from two halves, and the halves from one.
@@ -147,32 +167,38 @@ void add_funnel_shifts(Table& table) {
   });
 }
 
-// A NaN that is computed has these bits, whatever the operands' are.
+// A NaN that is computed has these bits, whatever the operands' are; one of 64 bits has some operand's.
 float computed(float value) {
   return std::isnan(value) ? std::bit_cast<float>(0x7fffffffu) : value;
 }
+double computed(double value) {
+  return value;
+}
 
 // Only what rounds to nearest by itself and keeps subnormals: ptxas may fuse an `add.f32` without a rounding.
-void add_floats(Table& table) {
-  add_comparisons<float>(table, "f32");
-  add(table, "setp.equ.f32", [](float a, float b) -> bool { return !(a < b || a > b); });
-  add(table, "setp.neu.f32", [](float a, float b) -> bool { return a != b; });
-  add(table, "setp.ltu.f32", [](float a, float b) -> bool { return !(a >= b); });
-  add(table, "setp.leu.f32", [](float a, float b) -> bool { return !(a > b); });
-  add(table, "setp.gtu.f32", [](float a, float b) -> bool { return !(a <= b); });
-  add(table, "setp.geu.f32", [](float a, float b) -> bool { return !(a < b); });
-  add(table, "setp.num.f32", [](float a, float b) -> bool { return a == a && b == b; });
-  add(table, "setp.nan.f32", [](float a, float b) -> bool { return a != a || b != b; });
-  add(table, "mov.f32", [](uint32_t a) -> uint32_t { return a; });
-  add(table, "selp.f32", [](uint32_t a, uint32_t b, bool p) -> uint32_t { return p ? a : b; });
-  add(table, "neg.f32", [](uint32_t a) -> uint32_t { return a ^ 0x80000000u; });
-  add(table, "abs.f32", [](uint32_t a) -> uint32_t { return a & 0x7fffffffu; });
-  add(table, "add.rn.f32", [](float a, float b) -> float { return computed(a + b); });
-  add(table, "sub.rn.f32", [](float a, float b) -> float { return computed(a - b); });
-  add(table, "mul.rn.f32", [](float a, float b) -> float { return computed(a * b); });
-  add(table, "div.rn.f32", [](float a, float b) -> float { return computed(a / b); });
-  add(table, "fma.rn.f32", [](float a, float b, float c) -> float { return computed(std::fma(a, b, c)); });
-  add(table, "sqrt.rn.f32", [](float a) -> float { return computed(std::sqrt(a)); });
+template <class T>
+void add_floats(Table& table, const std::string& type) {
+  using Bits = BitsOf<T>;
+  constexpr Bits sign = Bits{1} << (bits_of<T> - 1);
+  add_comparisons<T>(table, type);
+  add(table, "setp.equ." + type, [](T a, T b) -> bool { return !(a < b || a > b); });
+  add(table, "setp.neu." + type, [](T a, T b) -> bool { return a != b; });
+  add(table, "setp.ltu." + type, [](T a, T b) -> bool { return !(a >= b); });
+  add(table, "setp.leu." + type, [](T a, T b) -> bool { return !(a > b); });
+  add(table, "setp.gtu." + type, [](T a, T b) -> bool { return !(a <= b); });
+  add(table, "setp.geu." + type, [](T a, T b) -> bool { return !(a < b); });
+  add(table, "setp.num." + type, [](T a, T b) -> bool { return a == a && b == b; });
+  add(table, "setp.nan." + type, [](T a, T b) -> bool { return a != a || b != b; });
+  add(table, "mov." + type, [](Bits a) -> Bits { return a; });
+  add(table, "selp." + type, [](Bits a, Bits b, bool p) -> Bits { return p ? a : b; });
+  add(table, "neg." + type, [](Bits a) -> Bits { return a ^ sign; });
+  add(table, "abs." + type, [](Bits a) -> Bits { return a & ~sign; });
+  add(table, "add.rn." + type, [](T a, T b) -> T { return computed(a + b); });
+  add(table, "sub.rn." + type, [](T a, T b) -> T { return computed(a - b); });
+  add(table, "mul.rn." + type, [](T a, T b) -> T { return computed(a * b); });
+  add(table, "div.rn." + type, [](T a, T b) -> T { return computed(a / b); });
+  add(table, "fma.rn." + type, [](T a, T b, T c) -> T { return computed(std::fma(a, b, c)); });
+  add(table, "sqrt.rn." + type, [](T a) -> T { return computed(std::sqrt(a)); });
 }
 
 // Towards zero, to the nearest value that T has; a NaN gives 0.
@@ -238,7 +264,10 @@ Table make_table() {
   add(table, "and.pred", [](bool a, bool b) -> bool { return a && b; });
   add(table, "or.pred", [](bool a, bool b) -> bool { return a || b; });
   add(table, "xor.pred", [](bool a, bool b) -> bool { return a != b; });
-  add_floats(table);
+  add_floats<float>(table, "f32");
+  add_floats<double>(table, "f64");
+  add(table, "cvt.f64.f32", [](float a) -> double { return a; });
+  add(table, "cvt.rn.f32.f64", [](double a) -> float { return computed(static_cast<float>(a)); });
   add_conversions<uint16_t>(table, "u16");
   add_conversions<uint32_t>(table, "u32");
   add_conversions<uint64_t>(table, "u64");
@@ -253,6 +282,7 @@ Table make_table() {
       add_memory(table, std::string(letter) + bits, bytes);
   }
   add_memory(table, "f32", 4);
+  add_memory(table, "f64", 8);
   const std::pair<const char*, Kind> jumps[] = {
       {"bra", Kind::Branch}, {"bra.uni", Kind::Branch}, {"ret", Kind::Return}};
   for (const auto& [name, kind] : jumps)

@@ -23,6 +23,9 @@ constexpr uint32_t kComputedNan = 0x7fffffff;
 constexpr uint64_t bits(float value) {
   return std::bit_cast<uint32_t>(value);
 }
+constexpr uint64_t bits(double value) {
+  return std::bit_cast<uint64_t>(value);
+}
 
 // An entry k(out, a, b, c) of 64-bit parameters whose registers 1 to 3 of every type hold a, b, c.
 std::string entry(const std::string& code) {
@@ -30,20 +33,22 @@ std::string entry(const std::string& code) {
       ".version 9.0\n.target sm_90\n.address_size 64\n"
       ".visible .entry k(.param .u64 out, .param .u64 a, .param .align 8 .b8 b[8], .param .u64 c)\n"
       ".maxntid 64, 1, 1\n{\n"
-      ".reg .pred %p<8>;\n.reg .b16 %rs<8>;\n.reg .b32 %r<8>;\n.reg .f32 %f<8>;\n.reg .b64 %rd<8>;\n"
+      ".reg .pred %p<8>;\n.reg .b16 %rs<8>;\n.reg .b32 %r<8>;\n.reg .f32 %f<8>;\n.reg .f64 %fd<8>;\n.reg .b64 %rd<8>;\n"
       "ld.param.u64 %rd0, [out];\n";
   for (const auto& [number, name] : {std::pair{"1", "a"}, {"2", "b"}, {"3", "c"}}) {
-    for (const auto& [load, where] : {std::pair{"u64", "%rd"}, {"u32", "%r"}, {"f32", "%f"}, {"u16", "%rs"}})
+    for (const auto& [load, where] :
+         {std::pair{"u64", "%rd"}, {"u32", "%r"}, {"f32", "%f"}, {"f64", "%fd"}, {"u16", "%rs"}})
       text += std::string("ld.param.") + load + " " + where + number + ", [" + name + "];\n";
     text += std::string("setp.ne.u64 %p") + number + ", %rd" + number + ", 0;\n";
   }
   return text + code + "\nret;\n}\n";
 }
 
-// What `code` leaves in register 7 of the type: "rd", "r", "f", "rs" or "p".
+// What `code` leaves in register 7 of the type: "rd", "r", "f", "fd", "rs" or "p".
 uint64_t result(const std::string& code, const std::string& type, uint64_t a = 0, uint64_t b = 0, uint64_t c = 0) {
   const std::string store = type == "p"    ? "selp.u64 %rd7, 1, 0, %p7;\nst.global.u64 [%rd0], %rd7;"
                             : type == "f"  ? "st.global.f32 [%rd0], %f7;"
+                            : type == "fd" ? "st.global.f64 [%rd0], %fd7;"
                             : type == "r"  ? "st.global.u32 [%rd0], %r7;"
                             : type == "rs" ? "st.global.u16 [%rd0], %rs7;"
                                            : "st.global.u64 [%rd0], %rd7;";
@@ -122,6 +127,11 @@ TEST(PtxMachine, BitsAndShifts) {
       {"shf.l.wrap.b32 %r7, %r1, %r2, 8;", "r", 0x12345678, 0x9abcdef0, 0, 0xbcdef012},
       {"shf.l.wrap.b32 %r7, %r1, %r2, 32;", "r", 0x12345678, 0x9abcdef0, 0, 0x9abcdef0},
       {"shf.r.wrap.b32 %r7, %r1, %r2, 40;", "r", 0x12345678, 0x9abcdef0, 0, 0xf0123456},
+      {"bfi.b32 %r7, %r1, %r2, 8, 4;", "r", 0xfb, 0, 0, 0xb00},
+      {"bfi.b32 %r7, %r1, %r2, 28, 8;", "r", 0xab, 0x11111111, 0, 0xb1111111},  // above the width nothing is kept
+      {"bfi.b32 %r7, %r1, %r2, %r3, 0;", "r", 0xab, 0x11, 4, 0x11},
+      {"bfi.b64 %rd7, %rd1, %rd2, 12, 52;", "rd", 3, 0xfff00f, 0, 0x300f},
+      {"bfi.b64 %rd7, %rd1, %rd2, 0, %r3;", "rd", 3, ~uint64_t{0}, 64, 3},
   });
 }
 
@@ -129,9 +139,11 @@ TEST(PtxMachine, MovesSelectionsAndPredicates) {
   expect_results({
       {"mov.b32 %r7, %f1;", "r", bits(1.0f), 0, 0, 0x3f800000},
       {"mov.f32 %f7, 0f7FC00001;", "f", 0, 0, 0, 0x7fc00001},  // a NaN as it is
+      {"mov.f64 %fd7, 0dFFF0000000000001;", "fd", 0, 0, 0, 0xfff0000000000001},
       {"mov.u16 %rs7, -1;", "rs", 0, 0, 0, 0xffff},
       {"selp.b32 %r7, 5, %r2, %p1;", "r", 1, 6, 0, 5},
       {"selp.f32 %f7, %f1, %f2, %p3;", "f", bits(1.0f), bits(2.0f), 0, bits(2.0f)},
+      {"selp.f64 %fd7, %fd1, %fd2, %p3;", "fd", bits(1.0), bits(2.0), 1, bits(1.0)},
       {"setp.eq.s16 %p7, %rs1, %rs2;", "p", 0x10001, 1, 0, 1},
       {"setp.lt.s64 %p7, %rd1, %rd2;", "p", ~uint64_t{0}, 0, 0, 1},
       {"setp.lt.u64 %p7, %rd1, %rd2;", "p", ~uint64_t{0}, 0, 0, 0},
@@ -166,6 +178,24 @@ TEST(PtxMachine, FloatsRoundToNearestAndKeepSubnormals) {
   });
 }
 
+TEST(PtxMachine, DoublesRoundToNearestAndKeepSubnormals) {
+  const double inf = kInf;
+  expect_results({
+      {"add.rn.f64 %fd7, %fd1, %fd2;", "fd", bits(1.0), bits(0x1p-53), 0, bits(1.0)},  // a tie, to even
+      {"add.rn.f64 %fd7, %fd1, %fd2;", "fd", bits(1.0), bits(0x1.8p-53), 0, bits(1.0 + 0x1p-52)},
+      {"sub.rn.f64 %fd7, %fd1, %fd2;", "fd", bits(0x1.1p-1022), bits(0x1p-1022), 0, bits(0x1p-1026)},
+      {"mul.rn.f64 %fd7, %fd1, 0d3FE8000000000000;", "fd", bits(0x1p-1073), 0, 0, bits(0x1p-1073)},  // a tie
+      {"mul.rn.f64 %fd7, %fd1, %fd2;", "fd", bits(1e308), bits(-10.0), 0, bits(-inf)},
+      {"mul.rn.f64 %fd7, %fd1, %fd1;", "fd", bits(double{1e-45f}), 0, 0, bits(0x1p-298)},
+      {"div.rn.f64 %fd7, %fd1, %fd2;", "fd", bits(1.0), bits(3.0), 0, bits(1.0 / 3)},
+      {"sqrt.rn.f64 %fd7, %fd1;", "fd", bits(2.0), 0, 0, bits(std::sqrt(2.0))},
+      {"fma.rn.f64 %fd7, %fd1, %fd1, %fd2;", "fd", bits(1 + 0x1p-27), bits(-1.0), 0, bits(0x1p-26 + 0x1p-54)},
+      {"neg.f64 %fd7, %fd1;", "fd", bits(0.0), 0, 0, bits(-0.0)},
+      {"abs.f64 %fd7, %fd1;", "fd", bits(-inf), 0, 0, bits(inf)},
+  });
+  EXPECT_TRUE(std::isnan(std::bit_cast<double>(result("sub.rn.f64 %fd7, %fd1, %fd1;", "fd", bits(inf)))));
+}
+
 TEST(PtxMachine, ComputedNansHaveTheSameBits) {
   for (const char* code : {"add.rn.f32 %f7, %f1, %f2;", "sub.rn.f32 %f7, %f1, %f1;", "mul.rn.f32 %f7, %f1, 0f00000000;",
                            "div.rn.f32 %f7, %f1, %f1;", "fma.rn.f32 %f7, %f1, %f3, %f2;", "sqrt.rn.f32 %f7, %f2;"}) {
@@ -185,6 +215,9 @@ TEST(PtxMachine, ComparisonsOfFloats) {
     for (size_t k = 0; k < std::size(values); ++k) {
       const std::string code = std::string("setp.") + name + ".f32 %p7, %f1, %f2;";
       EXPECT_EQ(result(code, "p", bits(values[k].first), bits(values[k].second)), expected[k]) << code << " " << k;
+      const std::string of_doubles = std::string("setp.") + name + ".f64 %p7, %fd1, %fd2;";
+      const uint64_t first = bits(double{values[k].first}), second = bits(double{values[k].second});
+      EXPECT_EQ(result(of_doubles, "p", first, second), expected[k]) << of_doubles << " " << k;
     }
   }
 }
@@ -209,6 +242,11 @@ TEST(PtxMachine, Conversions) {
       {"cvt.rzi.s32.f32 %r7, %f1;", "r", bits(-1.5f), 0, 0, 0xffffffff},
       {"cvt.rzi.s32.f32 %r7, %f1;", "r", bits(kNan), 0, 0, 0},
       {"cvt.rzi.s32.f32 %r7, %f1;", "r", bits(-kInf), 0, 0, 0x80000000},
+      {"cvt.f64.f32 %fd7, %f1;", "fd", bits(-1e-45f), 0, 0, bits(-0x1p-149)},
+      {"cvt.f64.f32 %fd7, %f1;", "fd", bits(kInf), 0, 0, bits(double{kInf})},
+      {"cvt.rn.f32.f64 %f7, %fd1;", "f", bits(1 + 0x1p-24), 0, 0, bits(1.0f)},  // a tie, to even
+      {"cvt.rn.f32.f64 %f7, %fd1;", "f", bits(1e300), 0, 0, bits(kInf)},
+      {"cvt.rn.f32.f64 %f7, %fd1;", "f", bits(double{kNan}), 0, 0, kComputedNan},
       {"cvta.to.global.u64 %rd7, %rd1;", "rd", 77, 0, 0, 77},
   });
 }
@@ -217,6 +255,8 @@ TEST(PtxMachine, ParametersAndMemory) {
   expect_results({
       {"ld.param.v2.u8 {%rs6, %rs7}, [a];", "rs", 0xccbbaa, 0, 0, 0xbb},  // zeros above what is loaded
       {"ld.param.v2.f32 {%f6, %f7}, [b];", "f", 0, bits(2.0f) << 32, 0, bits(2.0f)},
+      {"ld.param.f64 %fd7, [c];", "fd", 0, 0, bits(0.1), bits(0.1)},
+      {"st.global.f64 [%rd0], %fd2;\nld.global.f64 %fd7, [%rd0];", "fd", 0, bits(0.1), 0, bits(0.1)},
       {"ld.param.u16 %rs7, [a+2];", "rs", 0xabcd1234, 0, 0, 0xabcd},
       {"mov.b64 %rd4, b;\nld.param.u32 %r7, [%rd4+-8];", "r", 5, 6, 0, 5},  // a is before b
       {"st.global.u8 [%rd0+1], 0x1ff;\nld.global.u16 %rs7, [%rd0];", "rs", 0, 0, 0, 0xff00},
@@ -305,6 +345,7 @@ TEST(PtxMachine, RefusesAccessesOutsideOfMemory) {
       {"st.global.u8 [%rd0+8], 0;", "outside of the memory"},
       {"st.global.u32 [%rd1], 0;", "outside of the memory"},  // a is no address
       {"ld.global.u32 %r7, [%rd0+2];", "not aligned to 4"},
+      {"ld.global.f64 %fd7, [%rd0+4];", "not aligned to 8"},
       {"st.global.v2.f32 [%rd0+4], {%f1, %f2};", "not aligned to 8"},
       {"ld.param.u64 %rd7, [c+8];", "outside of the parameters"},
       {"div.u32 %r7, %r1, 0;", "divides by zero"},
@@ -325,16 +366,20 @@ TEST(PtxMachine, RefusesWhatItDoesNotKnow) {
   expect_refused({
       {"frob.b32 %r7, %r1;", "unknown instruction frob.b32"},
       {"add.f32 %f7, %f1, %f2;", "unknown instruction add.f32"},  // may be fused
+      {"add.f64 %fd7, %fd1, %fd2;", "unknown instruction add.f64"},
       {"add.rn.ftz.f32 %f7, %f1, %f2;", "unknown instruction add.rn.ftz.f32"},
       {"div.approx.f32 %f7, %f1, %f2;", "unknown instruction div.approx.f32"},
+      {"rcp.approx.ftz.f64 %fd7, %fd1;", "unknown instruction rcp.approx.ftz.f64"},
       {"ld.volatile.global.u32 %r7, [%rd0];", "unknown instruction ld.volatile.global.u32"},
       {"add.s32 %r7, %rs1, %r2;", "%rs1 has another width"},
+      {"add.rn.f64 %fd7, %f1, %fd2;", "%f1 has another width"},
       {"cvt.u64.u32 %rd7, %rs1;", "%rs1 has another width"},
       {"cvt.s64.s32 %r7, %r1;", "%r7 has another width"},
       {"add.s32 %r7, %r1, %r99;", "no register %r99"},
       {"add.s32 %r7, %r1;", "expected ,"},
       {"mov.u32 %r7, %laneid;", "no register %laneid"},
       {"mov.u32 %r7, 12z;", "no number: 12z"},
+      {"mov.f64 %fd7, 0d3FF0;", "no number: 0d3FF0"},
       {"bra $nowhere;", "'bra $nowhere;': no label $nowhere"},
       {".shared .b32 tile;", "unknown instruction .shared"},
   });

@@ -91,7 +91,8 @@ class Parser {
     }
   }
 
-  // Decimal or hexadecimal, with a sign, or the bits of a float (0f3f800000); nothing where no number stands.
+  // Decimal or hexadecimal, with a sign, or the bits of a float (0f3f800000) or of a double (0d, 16 digits); nothing
+  // where no number stands.
   std::optional<uint64_t> number() {
     const bool negative = skip("-");
     const std::string word = take();
@@ -99,11 +100,13 @@ class Parser {
       next_ -= negative ? 2 : 1;
       return std::nullopt;
     }
-    const bool hexadecimal = word.starts_with("0x"), is_float = word.starts_with("0f") && word.size() == 10;
+    const bool is_float = word.starts_with("0f") && word.size() == 10;
+    const bool is_double = word.starts_with("0d") && word.size() == 18;
+    const bool hexadecimal = word.starts_with("0x") || is_float || is_double;
     const char* end = word.data() + word.size();
     uint64_t value = 0;
-    const auto read = hexadecimal || is_float ? std::from_chars(word.data() + 2, end, value, 16)
-                                              : std::from_chars(word.data(), end, value);
+    const auto read =
+        hexadecimal ? std::from_chars(word.data() + 2, end, value, 16) : std::from_chars(word.data(), end, value);
     if (read.ec != std::errc() || read.ptr != end) fail("no number: " + word);
     return negative ? 0 - value : value;
   }
