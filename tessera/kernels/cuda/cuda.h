@@ -1,5 +1,5 @@
-// The kernels on CUDA devices, in a library of their own (target tessera_cuda, built where nvcc is found), of which only
-// tessera_device_table() is seen from outside. Contracts are those of DeviceTable; `stream` is a cudaStream_t.
+// The kernels on CUDA devices, in a library of their own (target tessera_cuda, built where nvcc is found) that shows
+// tessera_device_table() only. Contracts are those of DeviceTable; `stream` is a cudaStream_t.
 #pragma once
 
 #include <string>

@@ -1,5 +1,5 @@
-// Sums of squares in two passes, so that threads share the work and the bits are still those of the reference: one thread
-// adds what a lane of a block has, in order, then one thread adds a block's lanes.
+// Sums of squares in two passes, so that many threads share the work and the bits are the reference's: a thread adds
+// what one lane of one block has, in order, then a thread adds the lanes of one block.
 #include <type_traits>
 
 #include "tessera/kernels/cuda/cuda.h"
