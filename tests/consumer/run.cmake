@@ -10,6 +10,9 @@ endfunction()
 
 file(REMOVE_RECURSE ${WORK}/prefix)
 run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/prefix --component devel)
+if(EXISTS ${BUILD}/libtessera_cuda.so AND NOT EXISTS ${WORK}/prefix/lib/libtessera_cuda.so)  # where nvcc was found
+  message(FATAL_ERROR "the CUDA kernels, which the library loads from beside itself, are not installed")
+endif()
 run(${CMAKE_COMMAND} -G Ninja -S ${SOURCE} -B ${WORK}/build -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH=${WORK}/prefix
     -DTESSERA_TORCH_DIR=${TORCH} -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_MAKE_PROGRAM=${NINJA})
 run(${CMAKE_COMMAND} --build ${WORK}/build)
