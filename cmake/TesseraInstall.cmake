@@ -21,7 +21,7 @@ function(tessera_install root export)
     install(TARGETS tessera_cuda LIBRARY DESTINATION ${root}lib ${ARGN})
   endif()
   install(DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/tessera DESTINATION ${root}include ${ARGN}
-    FILES_MATCHING PATTERN "*.h" PATTERN "*.inc.h" EXCLUDE)
+    FILES_MATCHING PATTERN "*.h" PATTERN "*.inc.h" EXCLUDE PATTERN "kernels/cuda" EXCLUDE)
   install(EXPORT ${export} NAMESPACE tessera:: FILE TesseraTargets.cmake DESTINATION ${root}lib/cmake/Tessera ${ARGN})
   install(FILES
     ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfig.cmake ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfigVersion.cmake
