@@ -12,6 +12,16 @@ namespace {
 
 constexpr int64_t kLarge = 8 << 20;  // bytes: more than a core's share of the caches
 
+#if defined(__SSE2__)
+template <class Store>
+void copy_line(char* to, const char* from, const Store& store) {
+  auto* const words = reinterpret_cast<__m128i*>(to);
+  const auto* const source = reinterpret_cast<const __m128i*>(from);
+  for (int word = 0; word < 4; ++word)
+    store(words + word, _mm_loadu_si128(source + word));
+}
+#endif
+
 }  // namespace
 
 void copy_bytes(char* to, const char* from, int64_t bytes) {
@@ -25,10 +35,7 @@ void copy_ahead(char* to, const char* from, int64_t bytes) {
   for (int64_t i = 0; i < whole; i += kLine) {
     _mm_prefetch(from + i + kRead, _MM_HINT_T0);
     _mm_prefetch(to + i + kWrite, _MM_HINT_T0);
-    auto* const line = reinterpret_cast<__m128i*>(to + i);
-    const auto* const source = reinterpret_cast<const __m128i*>(from + i);
-    for (int word = 0; word < 4; ++word)
-      _mm_storeu_si128(line + word, _mm_loadu_si128(source + word));
+    copy_line(to + i, from + i, [](__m128i* word, __m128i value) { _mm_storeu_si128(word, value); });
   }
   copy_bytes(to + whole, from + whole, bytes - whole);
 }
@@ -42,10 +49,7 @@ void copy_past_caches(char* to, const char* from, int64_t bytes) {
   copy_bytes(to, from, head);
   for (int64_t i = head; i < head + whole; i += kLine) {
     _mm_prefetch(from + i + kAhead, _MM_HINT_T0);
-    auto* const line = reinterpret_cast<__m128i*>(to + i);
-    const auto* const source = reinterpret_cast<const __m128i*>(from + i);
-    for (int word = 0; word < 4; ++word)
-      _mm_stream_si128(line + word, _mm_loadu_si128(source + word));
+    copy_line(to + i, from + i, [](__m128i* word, __m128i value) { _mm_stream_si128(word, value); });
   }
   copy_bytes(to + head + whole, from + head + whole, bytes - head - whole);
   _mm_sfence();  // such stores have no order among others: whoever is told of them next shall see them
