@@ -76,40 +76,72 @@ def nothing() -> None:
     pass
 
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def long_enough(
+    size: int, most: int, make: Callable[[int], Pair], work: Callable[..., None], finish: Callable[[], None]
+) -> Pair:
+    """What make() gives for `size` or a power of two times it: work() on it takes a millisecond, or it is `most`.
+    Devices differ more than processors do."""
+    while True:
+        pair = make(size)
+        work(*pair)
+        finish()
+        start = time.perf_counter()
+        work(*pair)
+        finish()
+        if size >= most or time.perf_counter() - start > 1e-3:
+            return pair
+        size *= 2
+
+
 def bandwidth(device: str = "cpu", finish: Callable[[], None] = nothing) -> float:
     """GB/s of y = a*x + y over arrays of 256 MiB (read 2, write 1), best of 10: the roof of an optimizer pass. All
     ranks at once; where they share cores, until all are through: one that has a core for itself for a while says
     nothing. Smaller arrays stay in the last cache of large processors, more or less from run to run. `finish` waits
     for the device."""
-    n = 64 << 20
-    x, y = torch.ones(n, device=device), torch.ones(n, device=device)
+
+    def arrays(n: int) -> Pair:
+        return torch.ones(n, device=device), torch.ones(n, device=device)
+
+    def work(x: torch.Tensor, y: torch.Tensor) -> None:
+        y.add_(x, alpha=0.5)
+
+    x, y = arrays(64 << 20) if device == "cpu" else long_enough(1 << 18, 64 << 20, arrays, work, finish)
     best = 0.0
     together()
     for _ in range(10):
         finish()
         start = time.perf_counter()
-        y.add_(x, alpha=0.5)
+        work(x, y)
         finish()
         if shared_cores():
             together()
-        best = max(best, 12 * n / (time.perf_counter() - start) / 1e9)
+        best = max(best, 12 * x.numel() / (time.perf_counter() - start) / 1e9)
     together()
     return best
 
 
 def arithmetic(device: str = "cpu", finish: Callable[[], None] = nothing) -> float:
-    """GFLOP/s of a product of fp32 matrices that stay in the cache (on a device: that fill it), best of 10. All ranks
-    at once. A neighbour that computes takes this from us and leaves the bandwidth as it is."""
-    n, calls = (128, 50) if device == "cpu" else (4096, 5)
-    x = torch.ones(n, n, device=device)
-    y = torch.empty(n, n, device=device)
+    """GFLOP/s of a product of fp32 matrices that stay in the cache (on a device: that keep it busy), best of 10. All
+    ranks at once. A neighbour that computes takes this from us and leaves the bandwidth as it is."""
+
+    def matrices(n: int) -> Pair:
+        return torch.ones(n, n, device=device), torch.empty(n, n, device=device)
+
+    def work(x: torch.Tensor, y: torch.Tensor) -> None:
+        torch.mm(x, x, out=y)
+
+    x, y = matrices(128) if device == "cpu" else long_enough(128, 4096, matrices, work, finish)
+    n, calls = len(x), 50 if device == "cpu" else 5
     best = 0.0
     together()
     for _ in range(10):
         finish()
         start = time.perf_counter()
         for _ in range(calls):
-            torch.mm(x, x, out=y)
+            work(x, y)
         finish()
         best = max(best, 2 * n**3 * calls / (time.perf_counter() - start) / 1e9)
     together()

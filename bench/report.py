@@ -93,10 +93,12 @@ def machine() -> dict[str, Any]:
 def moved(probe: Probe) -> float:
     """How much any probe of any rank moved, as a share."""
     pairs = [(before[kind], after[kind]) for before, after in probe for kind in before]
-    return max(abs(before - after) / ((before + after) / 2) for before, after in pairs)
+    return max((abs(before - after) / ((before + after) / 2) for before, after in pairs), default=0.0)
 
 
 def probe_text(probe: Probe) -> str:
+    if not probe:
+        return "none, because nothing could be measured"
     parts = []
     for kind in probe[0][0]:
         found = "; ".join(f"{before[kind]:.1f} and {after[kind]:.1f}" for before, after in probe)

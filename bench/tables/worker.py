@@ -193,10 +193,11 @@ def main(path: str) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)  # of peers' own calls
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    result: dict[str, Any]
     try:
         result = RUNS[task.kind](task, Settings.load(task.settings))
     except torch.OutOfMemoryError as error:
+        if not task.size:
+            raise
         result = {FULL: str(error).splitlines()[0]}
     if dist.get_rank() == 0:
         task.path(".json").write_text(json.dumps(result))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,10 @@ TINY = ["--size", "tiny", "--state-size", "tiny", "--steps", "12", "--tune-steps
 TINY += ["--seeds", "1", "--rounds", "1", "--rows", "2", "--device", "cpu"]
 
 
-def run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(out: Path, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, PROGRAM, *TINY, "--out", out, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    env = os.environ | ({"PYTHONPATH": str(path)} if path else {})
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,34 @@ def test_a_failed_run_ends_with_its_message(tmp_path):
     assert "tables: times of all, seed 0, rank 0 failed" in done.stderr
     assert "missing.txt" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_on_a_device(tmp_path, stand_in):
+    """It says that it has memory for one model of 1 M parameters: the rows of such get a process each, tiny ones take
+    turns."""
+    lines = [
+        "import sys",
+        f"sys.path.append({str(ROOT / 'tests' / 'stand_in')!r})",
+        "import stand_in, torch",
+        f"stand_in.load({str(stand_in)!r})",
+        "torch.accelerator.get_memory_info = lambda: (45_000_000, 45_000_000)",
+    ]
+    (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
+    rows = ["--contenders", "plain", "tessera-14", "tessera-10", "--state-size", "tiny", "1M"]
+    done = run(tmp_path / "out", "--device", "privateuseone", *rows, path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "out" / "tables-1-privateuseone.md").read_text()
+    data = json.loads((tmp_path / "out" / "tables-1-privateuseone.json").read_text())
+    assert [len(data["states"][size]["times"]) for size in ("tiny", "1M")] == [1, 3]
+    for size, turns in (("tiny", "in which all rows take turns"), ("1M", "every row in a process of its own")):
+        text = page.split(f"({size}), one sequence")[1]
+        assert text.index("torch's allocations on the device") < text.index(turns) < text.index("| Tessera, 10 bytes")
+    for size, low, high in (("tiny", 1.0, 1.2), ("1M", 1.0, 1.02)):  # padding weighs more in a small model
+        for key, formula in (("tessera-14", 14), ("tessera-10", 10)):
+            held = data["states"][size]["memory"][key]["allocated"] / data["states"][size]["parameters"]
+            assert low <= held / formula <= high, (size, key, held)
+    losses = [data["train"][key]["0"]["pre-training"]["final"] for key in ("tessera-14", "plain-ties-up")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
 
 
 def test_rows_that_do_not_fit_say_so(monkeypatch):

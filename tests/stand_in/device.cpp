@@ -1,13 +1,13 @@
 // The device as torch sees it: memory, current device, stream and events. Note [Stand-in accelerator], stand_in.h.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <c10/core/Allocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Storage.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
-#include <atomic>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -35,25 +35,20 @@ c10::Device checked(c10::Device device) {
 }
 
 // ---- memory. Torch knows one allocator and one set of pinned memory a process, so these are its state.
-std::atomic<int64_t> bytes_in_use{0};
-
-struct Block {
-  void* host;
-  size_t bytes;
-};
-
 void* allocate_host(size_t bytes) {
   void* host = std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
   TORCH_CHECK_WITH(OutOfMemoryError, host != nullptr, "[stand_in] no memory for ", bytes, " bytes");
   return host;
 }
 
-struct DeviceAllocator final : c10::Allocator {
+// Keeps the statistics that torch.accelerator tells.
+class Allocator final : public c10::DeviceAllocator {
+ public:
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, current_torch_device()};
-    auto* block = new Block{allocate_host(bytes), bytes};
+    count(current, bytes);
+    auto* block = new Block{allocate_host(bytes), bytes, current};
     std::memset(block->host, 0xff, bytes);  // NaN: who reads what nobody wrote shall see it
-    bytes_in_use += static_cast<int64_t>(bytes);
     return {to_device(block->host, current), block, &release, current_torch_device()};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -61,12 +56,58 @@ struct DeviceAllocator final : c10::Allocator {
     std::memcpy(to_host(dst), to_host(src), count);
   }
 
-  static void release(void* context) {
-    auto* block = static_cast<Block*>(context);
-    bytes_in_use -= static_cast<int64_t>(block->bytes);
-    std::free(block->host);
-    delete block;
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    const std::lock_guard lock(mutex_);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    stats.allocated_bytes[0] = bytes_.at(device);
+    return stats;
   }
+  void resetAccumulatedStats(c10::DeviceIndex device) override {
+    const std::lock_guard lock(mutex_);
+    bytes_.at(device).reset_accumulated();
+  }
+  void resetPeakStats(c10::DeviceIndex device) override {
+    const std::lock_guard lock(mutex_);
+    bytes_.at(device).reset_peak();
+  }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    const std::lock_guard lock(mutex_);
+    return {static_cast<size_t>(capacity_ - bytes_.at(device).current), static_cast<size_t>(capacity_)};
+  }
+
+  void set_capacity(int64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    capacity_ = bytes;
+  }
+  int64_t bytes_in_use() {
+    const std::lock_guard lock(mutex_);
+    int64_t sum = 0;
+    for (const auto& stat : bytes_)
+      sum += stat.current;
+    return sum;
+  }
+
+ private:
+  struct Block {
+    void* host;
+    size_t bytes;
+    c10::DeviceIndex device;
+  };
+  void count(c10::DeviceIndex device, size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    c10::CachingAllocator::Stat& stat = bytes_.at(device);
+    TORCH_CHECK_WITH(OutOfMemoryError, stat.current + static_cast<int64_t>(bytes) <= capacity_, "[stand_in] device ",
+                     static_cast<int>(device), " has no room for ", bytes, " bytes");
+    stat.increase(bytes);
+  }
+  static void release(void* context);
+
+  std::mutex mutex_;
+  int64_t capacity_ = int64_t{1} << 40;  // of each device
+  std::array<c10::CachingAllocator::Stat, kDevices> bytes_;
 };
 
 // Host memory that torch calls pinned: ordinary, but remembered.
@@ -96,13 +137,24 @@ class PinnedAllocator final : public c10::Allocator {
 };
 
 // Never destroyed, because tensors may outlive static objects.
-DeviceAllocator& device_allocator() {
-  static auto* allocator = new DeviceAllocator;
+Allocator& device_allocator() {
+  static auto* allocator = new Allocator;
   return *allocator;
 }
 PinnedAllocator& pinned_allocator() {
   static auto* allocator = new PinnedAllocator;
   return *allocator;
+}
+
+void Allocator::release(void* context) {
+  auto* block = static_cast<Block*>(context);
+  Allocator& self = device_allocator();
+  {
+    const std::lock_guard lock(self.mutex_);
+    self.bytes_.at(block->device).decrease(block->bytes);
+  }
+  std::free(block->host);
+  delete block;
 }
 
 void PinnedAllocator::release(void* host) {
@@ -201,5 +253,9 @@ int current_device() {
 }  // namespace tessera::stand_in
 
 int64_t tessera_stand_in_bytes() {
-  return tessera::stand_in::bytes_in_use;
+  return tessera::stand_in::device_allocator().bytes_in_use();
+}
+
+void tessera_stand_in_set_capacity(int64_t bytes) {
+  tessera::stand_in::device_allocator().set_capacity(bytes);
 }

@@ -23,6 +23,7 @@ const tessera::kernels::DeviceTable* tessera_device_table();
 int64_t tessera_stand_in_launches();                      // kernels of the table so far, empty ranges included
 int64_t tessera_stand_in_launches_of(const char* entry);  // of one entry, "adam"; -1: no such entry
 void tessera_stand_in_fail_next_launch();                 // the next kernel throws std::runtime_error instead
-int64_t tessera_stand_in_bytes();                         // device memory in use
+int64_t tessera_stand_in_bytes();                         // memory in use, of all devices
+void tessera_stand_in_set_capacity(int64_t bytes);        // of each device; what is more is out of memory
 }
 #pragma GCC visibility pop
