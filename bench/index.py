@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 from typing import Any
 
-from report import table
+from report import ROOT, table
 
 PAGE = "README.md"
 HEADER = ["report", "what", "ranks", "headline", "goals reached", "missed", "took", "revision"]
@@ -40,10 +41,11 @@ def row(name: str, data: dict[str, Any], page: bool) -> list[str]:
 def index_text(folder: pathlib.Path) -> str:
     files = sorted(folder.glob("*.json"))
     rows = [row(file.stem, json.loads(file.read_text()), file.with_suffix(".md").exists()) for file in files]
+    guide = pathlib.PurePath(os.path.relpath(ROOT / "docs" / "bench.md", folder)).as_posix()
     return "\n\n".join(
         [
             "# Reports",
-            "Made by `bench/run.py index` from the JSON files beside it; [how they are measured](../../docs/bench.md). "
+            f"Made by `bench/run.py index` from the JSON files beside it; [how they are measured]({guide}). "
             "Every figure, its spread, the machine and the command are in the report.",
             table(HEADER, rows) + "\n",
         ]
