@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "tessera/engine/engine.h"
+#include "tests/support/modes.h"
 #include "tests/support/ranks.h"
 #include "tests/support/toy.h"
 
@@ -18,27 +19,9 @@ using kernels::Rounding;
 
 namespace {
 
-PrecisionPolicy mode(at::ScalarType param, Master master, at::ScalarType state,
-                     Rounding rounding = Rounding::Stochastic) {
-  PrecisionPolicy policy{param, param, master, state};
-  policy.rounding = rounding;
-  return policy;
-}
 const PrecisionPolicy kExact = mode(at::kBFloat16, Master::Split, at::kFloat);
 const PrecisionPolicy kBalanced = mode(at::kBFloat16, Master::Split, at::kBFloat16);
 const PrecisionPolicy kSmallest = mode(at::kBFloat16, Master::Weight, at::kBFloat16);
-
-std::vector<PrecisionPolicy> all_modes() {
-  return {PrecisionPolicy::fp32(),
-          mode(at::kBFloat16, Master::Fp32, at::kFloat),
-          kExact,
-          mode(at::kBFloat16, Master::Weight, at::kFloat),
-          kBalanced,
-          kSmallest,
-          mode(at::kBFloat16, Master::Weight, at::kBFloat16, Rounding::Nearest),
-          mode(at::kHalf, Master::Fp32, at::kFloat),
-          mode(at::kHalf, Master::Weight, at::kFloat)};
-}
 
 struct States {
   std::vector<at::Tensor> values;  // of every parameter: master, both moments
