@@ -5,6 +5,7 @@
 #include "tessera/kernels/table.h"
 #include "tests/kernels/forms.h"
 #include "tests/kernels/kernel_data.h"
+#include "tests/kernels/split_and_join.h"
 #include "tests/stand_in/memory.h"
 #include "tests/stand_in/stand_in.h"
 #include "tests/support/errors.h"
@@ -30,7 +31,6 @@ class OnDevice {
         copy_(view_.to(at::kPrivateUse1)) {}
 
   void* data() const { return copy_.data_ptr(); }
-  float* floats() const { return static_cast<float*>(data()); }
   void back() const { view_.copy_(copy_); }
 
  private:
@@ -119,22 +119,7 @@ TEST(StandInKernels, Elementwise) {
 }
 
 TEST(StandInKernels, SplitAndJoin) {
-  constexpr int64_t n = 257;
-  Buffer whole(DType::F32, n), weight(DType::BF16, n), residual(DType::BF16, n), joined(DType::F32, n);
-  whole.fill_random(1).sprinkle(2);
-  Buffer weight2 = weight, residual2 = residual, joined2 = joined;
-  reference.split(weight.data(), residual.data(), whole.floats(), n);
-  reference.join(joined.floats(), weight.data(), residual.data(), n);
-  const OnDevice in(whole, DType::F32, n), upper(weight2, DType::BF16, n), low(residual2, DType::BF16, n),
-      out(joined2, DType::F32, n);
-  device.split(upper.data(), low.data(), in.floats(), n, kStream);
-  device.join(out.floats(), upper.data(), low.data(), n, kStream);
-  upper.back();
-  low.back();
-  out.back();
-  weight2.expect_same(weight, true);
-  residual2.expect_same(residual, true);
-  joined2.expect_same(joined, true);
+  kernels::testing::expect_split_and_join<OnDevice>(device, kStream, 257);
 }
 
 TEST(StandInKernels, SumsOfBlocks) {
