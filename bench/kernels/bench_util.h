@@ -88,6 +88,19 @@ inline double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
+// Of one f(begin, end) over all elements, on the threads that are set.
+template <class F>
+double pass_seconds(int64_t elements, const F& f) {
+  return seconds_of([&] {
+    parallel_ranges(elements, 32768, 64, f);
+    benchmark::ClobberMemory();
+  });
+}
+
+inline double picoseconds_an_element(const std::vector<double>& seconds, int64_t elements) {
+  return median(seconds) / static_cast<double>(elements) * 1e12;
+}
+
 // Times f(begin, end) over `elements` elements on `threads` threads, in turns with probes of the same streams, so that a busy
 // neighbour slows both. Reports bytes and picoseconds an element (median), and the median time of the better probe (with
 // or without prefetch) as a share of f's.
@@ -95,23 +108,19 @@ template <class F>
 void measure(benchmark::State& state, int64_t elements, int threads, const Streams& streams, const F& f) {
   at::set_num_threads(threads);
   std::vector<double> times, plain, prefetched;
-  const auto pass = [&](const auto& body) {
-    return seconds_of([&] {
-      parallel_ranges(elements, 32768, 64, body);
-      benchmark::ClobberMemory();
-    });
+  const auto probe_seconds = [&](int64_t in_flight) {
+    return pass_seconds(elements, [&](int64_t begin, int64_t end) { probe(streams, begin, end, in_flight); });
   };
   for (auto _ : state) {
-    times.push_back(pass(f));
+    times.push_back(pass_seconds(elements, f));
     state.SetIterationTime(times.back());
-    plain.push_back(pass([&](int64_t begin, int64_t end) { probe(streams, begin, end, 0); }));
-    prefetched.push_back(pass([&](int64_t begin, int64_t end) { probe(streams, begin, end, 512); }));
+    plain.push_back(probe_seconds(0));
+    prefetched.push_back(probe_seconds(8192));
   }
-  const double time = median(times);
   state.SetBytesProcessed(state.iterations() * elements * streams.bytes());
   state.counters["bytes_per_element"] = static_cast<double>(streams.bytes());
-  state.counters["ps_per_element"] = time / static_cast<double>(elements) * 1e12;
-  state.counters["%_of_probe"] = 100 * std::min(median(plain), median(prefetched)) / time;
+  state.counters["ps_per_element"] = picoseconds_an_element(times, elements);
+  state.counters["%_of_probe"] = 100 * std::min(median(plain), median(prefetched)) / median(times);
 }
 
 }  // namespace tessera::bench

@@ -123,11 +123,11 @@ const Entry* find(const size_t (&counts)[6]) {
 
 }  // namespace
 
-void probe(const Streams& s, int64_t begin, int64_t end, int64_t ahead) {
+void probe(const Streams& s, int64_t begin, int64_t end, int64_t in_flight) {
   const size_t counts[] = {s.update4.size(), s.update2.size(), s.read4.size(),
                            s.read2.size(),   s.write4.size(),  s.write2.size()};
   static volatile uint64_t zero = 0;
-  find(counts)->run(s, begin, end, ahead, zero);
+  find(counts)->run(s, begin, end, in_flight / s.width(), zero);
 }
 
 }  // namespace tessera::bench

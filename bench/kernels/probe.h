@@ -12,6 +12,11 @@ struct Streams {
   std::vector<char*> read4, read2;
   std::vector<char*> write4, write2;
 
+  // Of memory, an element.
+  int64_t width() const {
+    return static_cast<int64_t>(4 * (update4.size() + read4.size() + write4.size()) +
+                                2 * (update2.size() + read2.size() + write2.size()));
+  }
   // Moved per element.
   int64_t bytes() const {
     return static_cast<int64_t>(8 * update4.size() + 4 * update2.size() + 4 * read4.size() + 2 * read2.size() +
@@ -19,8 +24,8 @@ struct Streams {
   }
 };
 
-// Touches elements [begin, end) of every stream; begin is a multiple of 32. `ahead`: elements of software prefetch, 0
-// for none. Throws std::invalid_argument for a combination that no kernel has.
-void probe(const Streams& streams, int64_t begin, int64_t end, int64_t ahead);
+// Touches elements [begin, end) of every stream; begin is a multiple of 32. `in_flight`: bytes of all streams together
+// between prefetch and use, 0 for no prefetch. Throws std::invalid_argument for a combination that no kernel has.
+void probe(const Streams& streams, int64_t begin, int64_t end, int64_t in_flight);
 
 }  // namespace tessera::bench

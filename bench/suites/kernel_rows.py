@@ -11,8 +11,8 @@ RULES = ("sgd", "momentum", "lion", "adagrad")
 STOCHASTIC = "/stochastic"
 FULL = "adam/fp32+bf16/fp32_states/bf16_grad"  # fp32 master and moments beside a bf16 weight
 FP32 = "adam/fp32/fp32_states/f32_grad"
+IN_TURNS = "in_turns/threads:"
 SMALLEST = "adam/bf16_alone/bf16_states/stochastic/bf16_grad"
-LOW = ("adam/split/fp32_states/bf16_grad", "adam/split/bf16_states/stochastic/bf16_grad", SMALLEST)
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,34 @@ class Row:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Turns:
+    """Forms of Adam that took turns."""
+
+    threads: int
+    ns: dict[str, float]  # an element, by form
+
+
+def entries(printed: dict[str, Any]) -> list[dict[str, Any]]:
+    return [entry for entry in printed["benchmarks"] if entry.get("run_type", "iteration") == "iteration"]
+
+
+def parse_turns(printed: dict[str, Any]) -> list[Turns]:
+    """`printed`: the JSON of Google Benchmark; a name is in_turns/threads:N/TABLE/..., the forms are counters."""
+    found = []
+    for entry in entries(printed):
+        if entry["name"].startswith(IN_TURNS):
+            threads = int(entry["name"].removeprefix(IN_TURNS).partition("/")[0])
+            ns = {form: value / 1e3 for form, value in entry.items() if form.startswith("adam/")}
+            found.append(Turns(threads, ns))
+    return found
+
+
 def parse(printed: dict[str, Any]) -> list[Row]:
     """`printed`: the JSON of Google Benchmark; a name is FORM/threads:N/TABLE/manual_time."""
     rows = []
-    for entry in printed["benchmarks"]:
-        if entry.get("run_type", "iteration") != "iteration":
+    for entry in entries(printed):
+        if entry["name"].startswith(IN_TURNS):
             continue
         form, _, rest = entry["name"].partition("/threads:")
         threads, name = rest.split("/")[:2]
@@ -84,7 +107,7 @@ def goals_of(title: str, rows: list[Row]) -> tuple[list[Goal], list[str]]:
                 goals.append(Goal(f"{where}: least share of the probe, {group} ({least.form})", least.share, 0.8, True))
                 shares.append(f"{group} {least.share:.0%}")
         headline.append(f"{where}, least share of the probe: {', '.join(shares)}")
-        goals += rounding_goals(where, mine) + byte_goals(where, mine)
+        goals += rounding_goals(where, mine)
     return goals, headline
 
 
@@ -114,17 +137,17 @@ def rounding_goals(where: str, rows: list[Row]) -> list[Goal]:
     return goals
 
 
-def byte_goals(where: str, rows: list[Row]) -> list[Goal]:
+def byte_goals(title: str, rows: list[Row], turns: list[Turns]) -> list[Goal]:
     """Forms of fewer bytes are faster in proportion."""
-    known, goals = {row.form: row for row in rows}, []
-    full = known.get(FULL)
-    if full is not None:
-        excess = {f: (known[f].ns / full.ns) / (known[f].size / full.size) for f in LOW if f in known}
-        if excess:
-            worst = max(excess, key=lambda form: excess[form])
-            text = f"{where}: time a byte of a low-precision form over that of fp32 states ({worst})"
-            goals.append(Goal(text, excess[worst], 1.1))
-    if {FP32, SMALLEST} <= known.keys():
-        gain = known[FP32].ns / known[SMALLEST].ns
+    sizes = {row.form: row.size for row in rows}
+    goals = []
+    for turn in turns:
+        where = f"{title}, {counted(turn.threads)}, in turns"
+        low = [form for form in turn.ns if form not in (FP32, FULL)]
+        excess = {form: (turn.ns[form] / turn.ns[FULL]) / (sizes[form] / sizes[FULL]) for form in low}
+        worst = max(excess, key=lambda form: excess[form])
+        text = f"{where}: time a byte of a low-precision form over that of fp32 states ({worst})"
+        goals.append(Goal(text, excess[worst], 1.1))
+        gain = turn.ns[FP32] / turn.ns[SMALLEST]
         goals.append(Goal(f"{where}: time of Adam in fp32 over all bf16 with stochastic rounding", gain, 1.8, True))
     return goals

@@ -10,7 +10,7 @@ from typing import Any
 from report import ROOT, Result, table
 
 from suites import adam
-from suites.kernel_rows import Row, counted, goals_of, limit_goals, parse
+from suites.kernel_rows import FP32, Row, Turns, byte_goals, counted, goals_of, limit_goals, parse, parse_turns
 
 PROGRAM = ROOT / "build" / "bench" / "bench" / "kernels" / "kernels_bench"
 THREADS = (1, 2)
@@ -29,11 +29,11 @@ def command(elements: int, quick: bool) -> list[str]:
     words = [str(PROGRAM), "--best_only", f"--elements={elements}", "--benchmark_format=json"]
     words.append(f"--benchmark_min_time={MIN_SECONDS[quick]}")
     if quick:
-        words.append("--benchmark_filter=^adam/")
+        words.append("--benchmark_filter=^(adam|in_turns)/")
     return words
 
 
-def measure(elements: int, quick: bool) -> list[Row]:
+def measure(elements: int, quick: bool) -> tuple[list[Row], list[Turns]]:
     if not PROGRAM.exists():
         raise SystemExit(
             f"{PROGRAM.relative_to(ROOT)} is not built; `make bench` builds it, or: cmake --preset bench "
@@ -42,7 +42,8 @@ def measure(elements: int, quick: bool) -> list[Row]:
     done = subprocess.run(command(elements, quick), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"kernels_bench failed with code {done.returncode}: {done.stderr.strip()[-2000:]}")
-    return parse(json.loads(done.stdout))
+    printed = json.loads(done.stdout)
+    return parse(printed), parse_turns(printed)
 
 
 def group_table(rows: list[Row]) -> str:
@@ -62,6 +63,22 @@ def group_table(rows: list[Row]) -> str:
     return table(header, lines)
 
 
+def turns_table(rows: list[Row], turns: list[Turns]) -> list[str]:
+    if not turns:
+        return []
+    sizes = {row.form: row.size for row in rows}
+    header = ["form", "B/element", "over fp32"]
+    for turn in turns:
+        header += [f"{counted(turn.threads)}: ns/element", "over fp32"]
+    lines = []
+    for form in turns[0].ns:
+        line = [form, f"{sizes[form]:g}", f"{sizes[form] / sizes[FP32]:.2f}"]
+        for turn in turns:
+            line += [f"{turn.ns[form]:.3f}", f"{turn.ns[form] / turn.ns[FP32]:.2f}"]
+        lines.append(line)
+    return ["Adam in forms of fewer bytes, all in turns:", table(header, lines)]
+
+
 def shown(elements: int) -> str:
     return f"{elements / 1e6:g} M elements"
 
@@ -79,24 +96,27 @@ def bench_kernels(args: argparse.Namespace, *_: Any) -> Result:
             "where the master weights are / dtype of the moments / rounding of what is stored in 16 bits / dtype of "
             "the gradient."
         ],
-        {"kernels": {}, "adam": {}},
+        {"kernels": {}, "in_turns": {}, "adam": {}},
         how=f"Kernels: medians over at least {MIN_SECONDS[args.quick]:g} s of each. Adam of peers: medians of "
         f"{args.rounds} rounds in which all take turns (min-max).",
     )
     measured = {elements: measure(elements, args.quick) for elements in sizes}
     largest = max(sizes)
-    for elements, rows in measured.items():
+    for elements, (rows, turns) in measured.items():
         result.text.append(f"## {shown(elements)}")
         for group, title in TITLES.items():
             mine = [row for row in rows if row.group == group]
             if mine:
                 result.text += [f"{title} ({mine[0].table}):", group_table(mine)]
         goals, headline = goals_of(shown(elements), rows)
+        result.text += turns_table(rows, turns)
+        goals += byte_goals(shown(elements), rows, turns)
         if elements != largest:
-            goals += limit_goals(shown(elements), rows, measured[largest])
+            goals += limit_goals(shown(elements), rows, measured[largest][0])
         result.goals += goals
         result.headline += headline
         result.data["kernels"][str(elements)] = [row.data() for row in rows]
+        result.data["in_turns"][str(elements)] = {str(turn.threads): turn.ns for turn in turns}
     result.text.append("## Adam as users call it")
     result.text.append(adam.INTRO)
     for elements in sizes:

@@ -14,9 +14,8 @@
 
 namespace tessera::kernels {
 
-constexpr int kDeviceTableVersion = 1;  // of DeviceTable and of what it points to
+constexpr int kDeviceTableVersion = 2;  // of DeviceTable and of what it points to
 constexpr int64_t kSumBlock = 4096;     // elements that sum_of_squares adds to one number
-constexpr int64_t kSumLanes = 16;       // as sum_of_squares() of elementwise.h has them
 
 constexpr int64_t sum_blocks(int64_t n) {
   return (n + kSumBlock - 1) / kSumBlock;

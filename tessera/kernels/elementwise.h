@@ -23,7 +23,7 @@ void scaled_copy_stochastic(void* dst, DType dst_dtype, const void* src, DType s
 void scaled_add_stochastic(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
                            const RandomKey& random);
 
-// Sum of squares in double; not finite if an element is not. Element i adds to lane i % 16 and the
+// Sum of squares in double; not finite if an element is not. Element i adds to lane i % kSumLanes and the
 // lanes are added in a fixed order, so the bits depend on the elements only, not on alignment or
 // instruction set.
 double sum_of_squares(const void* src, DType dtype, int64_t n);

@@ -19,7 +19,8 @@ void copy_typed(void* dst, const void* src, float factor, int64_t n, const Rando
     Src::prefetch(src, i);
     Dst::prefetch(dst, i);
   };
-  for_each_pair(n, prefetch, [=, &roots](int64_t i, auto lanes) __attribute__((always_inline)) {
+  const int64_t distance = elements_ahead(Src::bytes + Dst::bytes);
+  for_each_pair(n, distance, prefetch, [=, &roots](int64_t i, auto lanes) __attribute__((always_inline)) {
     const Pair x = Src::template load<order>(src, i, lanes);
     put<order, Dst, kGradient>(dst, i, lanes, {x.a * scale, x.b * scale}, Random<Dst::stochastic>(roots));
   });
@@ -34,7 +35,8 @@ void add_typed(void* dst, const void* src, float factor, int64_t n, const Random
     Src::prefetch(src, i);
     Dst::prefetch(dst, i);
   };
-  for_each_pair(n, prefetch, [=, &roots](int64_t i, auto lanes) __attribute__((always_inline)) {
+  const int64_t distance = elements_ahead(Src::bytes + Dst::bytes);
+  for_each_pair(n, distance, prefetch, [=, &roots](int64_t i, auto lanes) __attribute__((always_inline)) {
     const Pair x = Src::template load<order>(src, i, lanes), y = Dst::template load<order>(dst, i, lanes);
     const Pair sum{fma(scale, x.a, y.a), fma(scale, x.b, y.b)};
     put<order, Dst, kGradient>(dst, i, lanes, sum, Random<Dst::stochastic>(roots));
@@ -47,7 +49,8 @@ void copy_bits(void* dst, const void* src, int64_t bytes) {
     F32::prefetch(src, i);
     F32::prefetch(dst, i);
   };
-  for_each_pair(bytes / 4, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+  const int64_t distance = elements_ahead(2 * F32::bytes);
+  for_each_pair(bytes / 4, distance, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
     F32::store<Order::Natural>(dst, i, lanes, F32::load<Order::Natural>(src, i, lanes));
   });
   if (bytes % 4 == 0) return;
@@ -71,27 +74,39 @@ void scaled_add_any(void* dst, DType dst_dtype, const void* src, DType src_dtype
   });
 }
 
-// Lane l of the contract (element % 16) is lane l % (kWidth / 2) of sums[l / (kWidth / 2)].
+// A sum for each element of a chunk: enough that no addition waits for the one before it.
 template <class Type>
 double sum_of_squares_typed(const void* src, int64_t n) {
-  constexpr int64_t kLanes = 16;
-  static_assert(kStride % kLanes == 0);
-  D sums[kLanes / (kWidth / 2)] = {};
+  static_assert(kChunk == kSumLanes);
+  constexpr Order order = Type::natural ? Order::Natural : Order::EvenOdd;
+  D sums[kSumLanes / (kWidth / 2)] = {};
   const auto add = [&](int64_t v, F x) __attribute__((always_inline)) {
     const D low = low_doubles(x), high = high_doubles(x);
-    sums[2 * v] = fma(low, low, sums[2 * v]);  // the product is exact either way
-    sums[2 * v + 1] = fma(high, high, sums[2 * v + 1]);
+    sums[v] = fma(low, low, sums[v]);  // the product is exact either way
+    sums[v + 1] = fma(high, high, sums[v + 1]);
   };
-  constexpr int64_t kAheadAlone = 2048 / Type::bytes;  // a stream alone comes fastest so, whatever its type
-  const auto prefetch = [=](int64_t i) __attribute__((always_inline)) { Type::prefetch(src, i); };
-  for_each_pair<kAheadAlone>(n, prefetch, [&](int64_t i, auto lanes) __attribute__((always_inline)) {
-    const Pair x = Type::template load<Order::Natural>(src, i, lanes);  // missing elements are zero
-    add(0, x.a);
-    add(kLanes / kWidth - 1, x.b);
+  const auto add_chunk = [&](int64_t i, auto lanes_at) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < kChunk; k += kStride) {
+      const Pair x = Type::template load<order>(src, i + k, lanes_at(k));  // missing elements are zero
+      add(k / (kWidth / 2), x.a);
+      add(k / (kWidth / 2) + 2, x.b);
+    }
+  };
+  int64_t i = 0;
+  for (; i + kChunk <= n; i += kChunk) {
+    Type::prefetch(src, i + elements_ahead(Type::bytes));
+    add_chunk(i, [](int64_t) { return All{}; });
+  }
+  add_chunk(i, [=](int64_t k) {
+    const int64_t left = n - i - k;
+    return First{static_cast<size_t>(left < 0 ? 0 : left < kStride ? left : kStride)};
   });
-  double lane[kLanes];
-  memcpy(lane, sums, sizeof lane);
-  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+  double by_place[kSumLanes], lane[kSumLanes];
+  memcpy(by_place, sums, sizeof sums);
+  for (int64_t place = 0; place < kSumLanes; ++place)
+    lane[element_at<order>(place)] = by_place[place];
+  for (int64_t half = kSumLanes / 2; half > 0; half /= 2) {
     for (int64_t l = 0; l < half; ++l)
       lane[l] += lane[l + half];
   }

@@ -75,13 +75,13 @@ void join(float* dst, const void* weight, const void* residual, int64_t n) {
 }
 
 double sum_of_squares(const void* src, DType dtype, int64_t n) {
-  double lane[16] = {};
+  double lane[kSumLanes] = {};
   for (int64_t i = 0; i < n; ++i) {
     const double x = load(src, dtype, i);
-    lane[i % 16] += x * x;  // the product of two floats is exact in double
+    lane[i % kSumLanes] += x * x;  // the product of two floats is exact in double
   }
-  for (int half = 8; half > 0; half /= 2) {
-    for (int l = 0; l < half; ++l)
+  for (int64_t half = kSumLanes / 2; half > 0; half /= 2) {
+    for (int64_t l = 0; l < half; ++l)
       lane[l] += lane[l + half];
   }
   return lane[0];

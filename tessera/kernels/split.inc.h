@@ -32,13 +32,15 @@ struct SplitHalves {
   }
 };
 
+constexpr int64_t kSplitAhead = elements_ahead(F32::bytes + 2 * Halves::bytes);
+
 void split_any(void* weight, void* residual, const float* src, int64_t n) {
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
     F32::prefetch(src, i);
     Halves::prefetch(weight, i);
     Halves::prefetch(residual, i);
   };
-  for_each_pair(n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+  for_each_pair(n, kSplitAhead, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
     SplitHalves::store<Order::EvenOdd>(weight, residual, i, lanes, F32::load<Order::EvenOdd>(src, i, lanes));
   });
 }
@@ -49,7 +51,7 @@ void join_any(float* dst, const void* weight, const void* residual, int64_t n) {
     Halves::prefetch(residual, i);
     F32::prefetch(dst, i);
   };
-  for_each_pair(n, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+  for_each_pair(n, kSplitAhead, prefetch, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
     F32::store<Order::EvenOdd>(dst, i, lanes, SplitHalves::load<Order::EvenOdd>(weight, residual, i, lanes));
   });
 }

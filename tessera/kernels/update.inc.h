@@ -146,10 +146,11 @@ struct AdagradStep {
 };
 
 // Where the master weights are (UpdateRange): load and store them, by bounds as of Random if `stochastic`. `natural`: this
-// order is the faster one where the states are fp32, too.
+// order is the faster one where the states are fp32, too. `bytes`: of all its streams, an element.
 template <class Weight>
 struct Fp32Master {  // and a copy of type Weight, or None
   static constexpr bool stochastic = false, natural = true;
+  static constexpr int bytes = F32::bytes + Weight::bytes;
   float* master;
   void* weight;
   explicit Fp32Master(const UpdateRange& r) : master(r.master), weight(r.weight) {}
@@ -170,6 +171,7 @@ struct Fp32Master {  // and a copy of type Weight, or None
 
 struct SplitMaster {
   static constexpr bool stochastic = false, natural = false;
+  static constexpr int bytes = 2 * Halves::bytes;
   void* weight;
   void* residual;
   explicit SplitMaster(const UpdateRange& r) : weight(r.weight), residual(r.residual) {}
@@ -190,6 +192,7 @@ struct SplitMaster {
 template <class Type>
 struct WeightMaster {
   static constexpr bool stochastic = Type::stochastic, natural = Type::natural;
+  static constexpr int bytes = Type::bytes;
   void* weight;
   explicit WeightMaster(const UpdateRange& r) : weight(r.weight) {}
   TESSERA_INLINE void prefetch(int64_t i) const { Type::prefetch(weight, i); }
@@ -210,6 +213,7 @@ struct WeightMaster {
 struct AnyGradient {  // its type is looked at in the loop, a branch that is always predicted: a third of the code
   const void* grad;
   DType dtype;
+  int bytes() const { return dtype == DType::F32 ? F32::bytes : Halves::bytes; }
   TESSERA_INLINE void prefetch(int64_t i) const {
     if (dtype == DType::F32) return F32::prefetch(grad, i);
     Halves::prefetch(grad, i);
@@ -225,6 +229,7 @@ struct AnyGradient {  // its type is looked at in the loop, a branch that is alw
 template <class Type>
 struct Gradient {
   const void* grad;
+  static constexpr int bytes() { return Type::bytes; }
   TESSERA_INLINE void prefetch(int64_t i) const { Type::prefetch(grad, i); }
   template <Order order, class Lanes>
   TESSERA_INLINE Pair load(int64_t i, Lanes lanes) const {
@@ -282,7 +287,8 @@ void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradie
     const Pair w{step.end(late.w_a, late.numerator_a, late.root_a), step.end(late.w_b, late.numerator_b, late.root_b)};
     master.template store<order>(i, lanes, w, late.bound);
   };
-  for_each_pair<Late>(range.n, prefetch, begin, end);
+  const int64_t distance = elements_ahead(Master::bytes + grad.bytes() + Step::states * State::bytes);
+  for_each_pair<Late>(range.n, distance, prefetch, begin, end);
 }
 
 template <class Master, class State, class Step>

@@ -13,7 +13,7 @@ namespace tessera::kernels {
 namespace {
 
 constexpr int64_t kChunk = 32;           // elements per prefetch: whole cache lines of every type
-constexpr int64_t kAhead = 512;          // elements between use and prefetch, of several streams
+constexpr int64_t kInFlight = 8192;      // bytes of all streams together between use and prefetch
 constexpr int64_t kLine = 64;            // bytes
 constexpr int64_t kStride = 2 * kWidth;  // elements of a step of the loop: a Pair
 
@@ -27,6 +27,13 @@ struct Bits {  // of a Pair
   U a, b;
 };
 enum class Order { Natural, EvenOdd };
+// Which element is at a place of a Pair, or of several one after the other.
+template <Order order>
+constexpr int64_t element_at(int64_t place) {
+  if (order == Order::Natural) return place;
+  const int64_t within = place % kStride;
+  return place - within + 2 * (within % kWidth) + within / kWidth;
+}
 
 // How many elements of a step are there. All is known to the compiler, so its loads and stores are single instructions.
 struct All {
@@ -88,7 +95,7 @@ struct Element {
 };
 
 struct F32 : Element<4> {
-  static constexpr bool stochastic = false;
+  static constexpr bool stochastic = false, natural = true;
   template <Order order, class Lanes>
   static TESSERA_INLINE Pair load(const void* p, int64_t i, Lanes lanes) {
     const auto raw = read_two<Pair>(p, i, lanes);
@@ -250,6 +257,7 @@ struct F16Stochastic : F16 {
 
 // A stream that is not there.
 struct None {
+  static constexpr int bytes = 0;
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void*, int64_t, Lanes, const Pair&) {}
   static TESSERA_INLINE void prefetch(const void*, int64_t) {}
@@ -323,9 +331,15 @@ TESSERA_INLINE void with_type(DType dtype, const Call& call) {
   }
 }
 
-// step(i, lanes) for every Pair of [0, n); prefetch(i) once per chunk.
-template <int64_t ahead = kAhead, class Prefetch, class Step>
-TESSERA_INLINE void for_each_pair(int64_t n, const Prefetch& prefetch, const Step& step) {
+// How many elements ahead of their use those of streams are prefetched that have `bytes` an element, all together. What
+// must be on its way is latency times bandwidth (Little's law), whether it belongs to one stream or to four.
+constexpr int64_t elements_ahead(int64_t bytes) {
+  return kInFlight / bytes;
+}
+
+// step(i, lanes) for every Pair of [0, n); prefetch(i + ahead) once per chunk.
+template <class Prefetch, class Step>
+TESSERA_INLINE void for_each_pair(int64_t n, int64_t ahead, const Prefetch& prefetch, const Step& step) {
   int64_t i = 0;
   for (; i + kChunk <= n; i += kChunk) {
     prefetch(i + ahead);
@@ -342,13 +356,14 @@ TESSERA_INLINE void for_each_pair(int64_t n, const Prefetch& prefetch, const Ste
 
 // The same in two halves, begin(late, i, lanes) and end(late, i, lanes): a step ends after the next one has begun.
 template <class Late, class Prefetch, class Begin, class End>
-TESSERA_INLINE void for_each_pair(int64_t n, const Prefetch& prefetch, const Begin& begin, const End& end) {
+TESSERA_INLINE void for_each_pair(int64_t n, int64_t ahead, const Prefetch& prefetch, const Begin& begin,
+                                  const End& end) {
   int64_t i = 0;
   Late late{}, next{};
   if (n >= kStride) {
     begin(late, 0, All{});
     for (i = kStride; i + kStride <= n; i += kStride) {
-      if (kStride == kChunk || i % kChunk == 0) prefetch(i + kAhead);
+      if (kStride == kChunk || i % kChunk == 0) prefetch(i + ahead);
       begin(next, i, All{});
       end(late, i - kStride, All{});
       late = next;

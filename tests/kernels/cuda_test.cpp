@@ -211,7 +211,7 @@ TEST_F(Cuda, SumsOfSquaresGiveTheBitsOfTheReference) {
   const std::vector<float> denormals = {1e-45f, -1e-39f, 6e-8f, -6.1e-5f, -0.0f};
   const std::vector<float> hard[] = {{-0.0f}, denormals, {1.0f, inf, -2.0f}, {-inf}, {1.0f, std::nanf("")}, {3e38f}};
   for (DType dtype : kDTypes) {
-    for (int64_t n : {0, 1, 15, 16, 17, 112, 113, 4095, 4096, 4097, 3 * 4096 + 5}) {
+    for (int64_t n : {0, 1, 31, 32, 33, 224, 225, 256, 257, 4095, 4096, 4097, 3 * 4096 + 5}) {
       SCOPED_TRACE("type " + std::to_string(static_cast<int>(dtype)) + ", n " + std::to_string(n));
       Buffer src(dtype, n);
       expect_sums_of_squares(src.fill_random(1), dtype, n);
