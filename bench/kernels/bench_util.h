@@ -102,8 +102,9 @@ inline double picoseconds_an_element(const std::vector<double>& seconds, int64_t
 }
 
 // Times f(begin, end) over `elements` elements on `threads` threads, in turns with probes of the same streams, so that a busy
-// neighbour slows both. Reports bytes and picoseconds an element (median), and the median time of the better probe (with
-// or without prefetch) as a share of f's.
+// neighbour slows both. Reports bytes and picoseconds an element (median), and the time of the better probe (with or
+// without prefetch) as a share of f's: the median of the turns' own shares, because what neighbours leave of the memory may
+// change between one turn and the next.
 template <class F>
 void measure(benchmark::State& state, int64_t elements, int threads, const Streams& streams, const F& f) {
   at::set_num_threads(threads);
@@ -120,7 +121,10 @@ void measure(benchmark::State& state, int64_t elements, int threads, const Strea
   state.SetBytesProcessed(state.iterations() * elements * streams.bytes());
   state.counters["bytes_per_element"] = static_cast<double>(streams.bytes());
   state.counters["ps_per_element"] = picoseconds_an_element(times, elements);
-  state.counters["%_of_probe"] = 100 * std::min(median(plain), median(prefetched)) / median(times);
+  std::vector<double> shares = median(plain) < median(prefetched) ? plain : prefetched;
+  for (size_t i = 0; i < shares.size(); ++i)
+    shares[i] /= times[i];
+  state.counters["%_of_probe"] = 100 * median(shares);
 }
 
 }  // namespace tessera::bench
