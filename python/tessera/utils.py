@@ -1,8 +1,9 @@
-"""Masters, gradients and optimizer states of a parameter, without naming its engine: the functions of deepspeed.utils.
+"""The functions of deepspeed.utils: masters, gradients and optimizer states of a parameter, without naming its engine;
+leaf modules, as tessera.zero has them.
 
-Each finds the engine that trains the parameter; tessera.state has the same for an engine at hand. Values are fp32.
-Full ones have the shape of the parameter, and reading or writing them is collective; local ones are what this rank
-holds (1-D from stage 1 on). Getters return None for parameters that no engine trains; setters raise ConfigError.
+Each of the former finds the engine that trains the parameter; tessera.state has the same for an engine at hand. Values
+are fp32. Full ones have the shape of the parameter, and reading or writing them is collective; local ones are what this
+rank holds (1-D from stage 1 on). Getters return None for parameters that no engine trains; setters raise ConfigError.
 """
 
 from __future__ import annotations
@@ -14,9 +15,20 @@ import torch
 from tessera import state
 from tessera.engine import Engine
 from tessera.errors import ConfigError, UsageError
+from tessera.leaf import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
 from tessera.partition import engine_of
 
 __all__ = [
+    "get_z3_leaf_modules",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -30,6 +42,13 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
 ]
 
 

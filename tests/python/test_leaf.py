@@ -74,9 +74,9 @@ def test_leaf_modules_with_different_experts_do_not_hang(world: int, min_unit: i
         assert_close(grads, plain_grads(model, world, pattern))
 
 
-def test_leaf_marks() -> None:
+@pytest.mark.parametrize("zero", [tessera.zero, tessera.utils], ids=["zero", "utils"])
+def test_leaf_marks(zero: Any) -> None:
     model = make(Mixture)
-    zero = tessera.zero
     layers = list(model.layers)
     assert zero.get_z3_leaf_modules(model) == []
     assert zero.set_z3_leaf_modules(model, [Experts]) == layers
@@ -96,7 +96,7 @@ def test_leaf_marks() -> None:
     with pytest.raises(ValueError, match=r"layers\.9"):
         zero.set_z3_leaf_modules_by_name(model, ["layers.9"])
     with pytest.raises(AssertionError, match="int"):
-        zero.set_z3_leaf_modules(model, [3])  # type: ignore[list-item]
+        zero.set_z3_leaf_modules(model, [3])
 
 
 def test_a_leaf_of_the_configuration_that_matches_nothing_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
