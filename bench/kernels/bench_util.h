@@ -101,6 +101,8 @@ inline double picoseconds_an_element(const std::vector<double>& seconds, int64_t
   return median(seconds) / static_cast<double>(elements) * 1e12;
 }
 
+constexpr int64_t kInFlight = 8192;  // bytes between prefetch and use, as the kernels have it (vec.inc.h)
+
 // Times f(begin, end) over `elements` elements on `threads` threads, in turns with probes of the same streams, so that a busy
 // neighbour slows both. Reports bytes and picoseconds an element (median), and the time of the better probe (with or
 // without prefetch) as a share of f's: the median of the turns' own shares, because what neighbours leave of the memory may
@@ -116,7 +118,7 @@ void measure(benchmark::State& state, int64_t elements, int threads, const Strea
     times.push_back(pass_seconds(elements, f));
     state.SetIterationTime(times.back());
     plain.push_back(probe_seconds(0));
-    prefetched.push_back(probe_seconds(8192));
+    prefetched.push_back(probe_seconds(kInFlight));
   }
   state.SetBytesProcessed(state.iterations() * elements * streams.bytes());
   state.counters["bytes_per_element"] = static_cast<double>(streams.bytes());
