@@ -11,6 +11,18 @@ from torch import nn
 
 from tessera import _core
 
+__all__ = [
+    "DEFAULT_LEAF_MODULE_CLASSES",
+    "get_z3_leaf_modules",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
+]
+
 logger = logging.getLogger("tessera")
 
 DEFAULT_LEAF_MODULE_CLASSES: tuple[str, ...] = tuple(_core.LeafModule().classes)

@@ -12,23 +12,14 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tessera import state
+from tessera import leaf, state
 from tessera.engine import Engine
 from tessera.errors import ConfigError, UsageError
-from tessera.leaf import (
-    get_z3_leaf_modules,
-    set_z3_leaf_module,
-    set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix,
-    unset_z3_leaf_modules,
-    z3_leaf_module,
-    z3_leaf_parameter,
-)
+from tessera.leaf import *  # noqa: F403
 from tessera.partition import engine_of
 
 __all__ = [
-    "get_z3_leaf_modules",
+    *leaf.__all__,
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -42,13 +33,6 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-    "z3_leaf_parameter",
 ]
 
 

@@ -11,39 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from tessera import _core
+from tessera import _core, leaf
 from tessera.construction import Init
 from tessera.errors import UsageError
-from tessera.leaf import (
-    DEFAULT_LEAF_MODULE_CLASSES,
-    get_z3_leaf_modules,
-    set_z3_leaf_module,
-    set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix,
-    unset_z3_leaf_modules,
-    z3_leaf_module,
-    z3_leaf_parameter,
-)
+from tessera.leaf import *  # noqa: F403
 from tessera.partition import EXTERNAL, Holder, gathered, holder_of, use_in
 
 __all__ = [
-    "DEFAULT_LEAF_MODULE_CLASSES",
+    *leaf.__all__,
     "GatheredParameters",
     "Init",
     "ParamStatus",
     "PartitionInfo",
-    "get_z3_leaf_modules",
     "partition_info",
     "register_external_parameter",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
     "unregister_external_parameter",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-    "z3_leaf_parameter",
 ]
 
 
