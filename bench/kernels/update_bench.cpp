@@ -128,9 +128,29 @@ void add(const Settings& settings, const Shared& buffers, const std::string& rul
 
 constexpr int64_t kTurns = 15;
 
-// Adam in the forms whose times are compared with each other, in turns, so that a busy neighbour slows all. The buffers are
-// filled anew for each, and a pass that is not timed comes first. Reports picoseconds an element (median) by form.
-void add_in_turns(const Settings& settings, const Shared& buffers, const AdamRule& rule) {
+// Updates in turns, so that a busy neighbour slows all forms. The buffers are filled anew for each, and a pass that is not
+// timed comes first. Reports picoseconds an element (median) by form.
+void measure_in_turns(benchmark::State& state, const Buffers& b, const std::vector<Shape>& forms,
+                      const AdamRule& rule) {
+  std::vector<std::vector<double>> times(forms.size());
+  for (auto _ : state) {
+    double all = 0;
+    for (size_t k = 0; k < forms.size(); ++k) {
+      fill_all(b, forms[k]);
+      const UpdateRange range = range_of(b, forms[k]);
+      const auto update = [&](int64_t begin, int64_t end) { best_table().adam(rule, part(range, begin, end), 1.0f); };
+      pass_seconds(b.elements, update);
+      times[k].push_back(pass_seconds(b.elements, update));
+      all += times[k].back();
+    }
+    state.SetIterationTime(all);
+  }
+  for (size_t k = 0; k < forms.size(); ++k)
+    state.counters["adam/" + forms[k].name()] = picoseconds_an_element(times[k], b.elements);
+}
+
+// Adam in the forms whose times are compared with each other.
+void add_in_turns(const Shared& buffers, const AdamRule& rule) {
   const std::string compared[] = {"fp32/fp32_states", "fp32+bf16/fp32_states", "split/fp32_states",
                                   "split/bf16_states/stochastic", "bf16_alone/bf16_states/stochastic"};
   std::vector<Shape> forms;
@@ -140,31 +160,11 @@ void add_in_turns(const Settings& settings, const Shared& buffers, const AdamRul
   }
   for (int threads : {1, 2}) {
     const std::string name = "in_turns/threads:" + std::to_string(threads) + "/" + best_table().name;
-    benchmark::RegisterBenchmark(name.c_str(),
-                                 [=](benchmark::State& s) {
-                                   at::set_num_threads(threads);
-                                   const Buffers& b = *buffers;
-                                   std::vector<std::vector<double>> times(forms.size());
-                                   for (auto _ : s) {
-                                     double all = 0;
-                                     for (size_t k = 0; k < forms.size(); ++k) {
-                                       fill_all(b, forms[k]);
-                                       const UpdateRange range = range_of(b, forms[k]);
-                                       const auto update = [&](int64_t begin, int64_t end) {
-                                         best_table().adam(rule, part(range, begin, end), 1.0f);
-                                       };
-                                       pass_seconds(b.elements, update);
-                                       times[k].push_back(pass_seconds(b.elements, update));
-                                       all += times[k].back();
-                                     }
-                                     s.SetIterationTime(all);
-                                   }
-                                   for (size_t k = 0; k < forms.size(); ++k)
-                                     s.counters["adam/" + forms[k].name()] =
-                                         picoseconds_an_element(times[k], b.elements);
-                                 })
-        ->UseManualTime()
-        ->Iterations(kTurns);
+    const auto run = [=](benchmark::State& state) {
+      at::set_num_threads(threads);
+      measure_in_turns(state, *buffers, forms, rule);
+    };
+    benchmark::RegisterBenchmark(name.c_str(), run)->UseManualTime()->Iterations(kTurns);
   }
 }
 
@@ -174,7 +174,7 @@ void add_updates(const Settings& settings) {
   const auto buffers = std::make_shared<const Buffers>(settings.elements);
   const AdamRule adam{1e-6, 0.9, 0.999, 1e-8, 0.1};
   add(settings, buffers, "adam", adam, &Table::adam, 2);
-  add_in_turns(settings, buffers, adam);
+  add_in_turns(buffers, adam);
   add(settings, buffers, "sgd", SgdRule{1e-6, 0, 0, 0}, &Table::sgd, 0);
   add(settings, buffers, "momentum", SgdRule{1e-6, 0.9, 0, 0}, &Table::sgd, 1);
   add(settings, buffers, "lion", LionRule{1e-6, 0.9, 0.99, 0.1}, &Table::lion, 1);

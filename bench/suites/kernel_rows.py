@@ -112,13 +112,11 @@ def goals_of(title: str, rows: list[Row]) -> tuple[list[Goal], list[str]]:
 
 
 def limit_goals(title: str, rows: list[Row], largest: list[Row]) -> list[Goal]:
-    """A kernel's limit is its bytes over the bandwidth of memory: the probe of `largest`, larger than caches. A slower
-    probe beside the kernel itself has that limit, too, on a memory that neighbours share."""
+    """A kernel's limit is its bytes over the bandwidth of memory: the probe of `largest`, larger than caches."""
     limits = {(row.form, row.threads): row.share * row.ns for row in largest}
     goals = []
     for threads in sorted({row.threads for row in rows}):
-        mine = [row for row in rows if row.threads == threads]
-        shares = {row.form: max(row.share, limits[row.form, threads] / row.ns) for row in mine}
+        shares = {row.form: limits[row.form, threads] / row.ns for row in rows if row.threads == threads}
         least = min(shares, key=lambda form: shares[form])
         text = f"{title}, {counted(threads)}: least share of memory's limit ({least})"
         goals.append(Goal(text, shares[least], 0.8, True))

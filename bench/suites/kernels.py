@@ -91,9 +91,9 @@ def bench_kernels(args: argparse.Namespace, *_: Any) -> Result:
             "nothing else; 'of probe' is the time of the better probe, with or without prefetch, over the kernel's in "
             "the same turn, the median of all turns. What fits into the processor's cache is bound by arithmetic "
             "there (Adam's square root and quotient alone keep the divider busy), not by memory; for such sizes the "
-            "goals have the share of memory's limit besides, that of the probe at the largest size (or of their own, "
-            "if it is slower). Values are normal numbers of the sizes of training. Form: rule / where the master "
-            "weights are / dtype of the moments / rounding of what is stored in 16 bits / dtype of the gradient."
+            "goals have the share of memory's limit besides, that of the probe at the largest size. Values are "
+            "normal numbers of the sizes of training. Form: rule / where the master weights are / dtype of the "
+            "moments / rounding of what is stored in 16 bits / dtype of the gradient."
         ],
         {"kernels": {}, "in_turns": {}, "adam": {}},
         how=f"Kernels: medians over at least {MIN_SECONDS[args.quick]:g} s of each. Adam of peers: medians of "

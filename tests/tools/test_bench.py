@@ -245,9 +245,6 @@ def test_the_limit_of_memory():
     (goal,) = kernel_rows.limit_goals("1 M", small, large)
     assert goal.text == f"1 M, 2 threads: least share of memory's limit ({kernel_rows.SMALLEST})"
     assert goal.value == pytest.approx(0.81 / 0.5)
-    slow = [replace(row, ns=row.ns * 2, share=0.9) for row in large]  # neighbours took half of the memory
-    (goal,) = kernel_rows.limit_goals("1 M", slow, large)
-    assert goal.value == pytest.approx(0.9)
 
 
 def test_limits_of_the_transport():
