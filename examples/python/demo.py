@@ -119,6 +119,7 @@ def work(args: argparse.Namespace) -> None:
     import memory
     import torch
     import torch.distributed as dist
+    import torch.distributed.nn  # before there is a group, so that destroy_process_group() ends it
     import tqdm  # noqa: F401
     from gpt import Gpt, GptOptions
     from text import Text, load_text
@@ -157,6 +158,8 @@ def work(args: argparse.Namespace) -> None:
         if rank == 0:
             finish(args, model, text, result)
         dist.barrier()
+    # Before the group: whoever holds that last waits for its threads, and DistributedDataParallel does with the GIL held.
+    del train_step
     dist.destroy_process_group()
 
 

@@ -13,6 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from tessera import _core
 from tessera.errors import ConfigError
 
+if not dist.is_initialized():
+    # Its functions keep the default group of the moment of their import as a default argument, and torch imports them
+    # late, with the first optimizer. Then destroy_process_group() ends no group, and the group's threads, which let go
+    # of tensors that Python knows, may run into Python's end: that aborts the process.
+    import torch.distributed.nn.functional
+
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 
 

@@ -141,6 +141,24 @@ def test_a_killed_rank_ends_the_others_with_an_error_that_names_it(moment: str, 
     assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL, 0]
 
 
+def threads_of_gloo() -> list[str]:
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
+def ended(rank: int, port: int) -> None:
+    enter(rank, 1, port, "auto")
+    engine = tessera.initialize(model=make(), config=adam(2, 1, False), dist_init_required=True)[0]
+    train(engine, rank, 1)
+    assert threads_of_gloo()
+    torch.distributed.destroy_process_group()
+    assert not threads_of_gloo(), "they would run into Python's end with what they hold"
+
+
+def test_destroying_the_process_group_ends_its_threads() -> None:
+    mp.spawn(ended, (free_port(),), nprocs=1)
+
+
 def test_process_group_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.distributed.is_initialized()
     engine = tessera.initialize(model=make(), config=config())[0]
