@@ -158,7 +158,7 @@ def work(args: argparse.Namespace) -> None:
         if rank == 0:
             finish(args, model, text, result)
         dist.barrier()
-    # Before the group: whoever holds that last waits for its threads, and DistributedDataParallel does with the GIL held.
+    # Before the group: whoever holds that last waits for its threads, and DistributedDataParallel does so with the GIL.
     del train_step
     dist.destroy_process_group()
 
