@@ -2,11 +2,11 @@
 #include "tessera/comm/shm_group.h"
 
 #include <csignal>
-#include <filesystem>
 
 #include "tessera/comm/backends.h"
 #include "tests/comm/collectives.h"
 #include "tests/comm/process_ranks.h"
+#include "tests/comm/shared_files.h"
 #include "tests/support/ranks.h"
 
 namespace tessera::comm {
@@ -20,6 +20,7 @@ using testing::leave_mark;
 using testing::message_of;
 using testing::run_processes;
 using testing::same_bits;
+using testing::shared_files;
 
 using Body = std::function<void(int, GroupPtr)>;
 
@@ -183,11 +184,6 @@ TEST(ShmGroups, MayHaveOneRankOrMany) {
 
 const std::map<std::string, std::string> kShared = {{"TESSERA_TRANSPORT", "shared_memory"}};
 
-int shared_files() {
-  const std::filesystem::directory_iterator files("/dev/shm");
-  return static_cast<int>(std::distance(begin(files), end(files)));
-}
-
 TEST(ShmGroups, AnUnknownTransportIsRefused) {
   setenv("TESSERA_TRANSPORT", "pigeon", 1);
   EXPECT_HAS(message_of<c10::ValueError>([] { environment_group(); }),
@@ -204,7 +200,7 @@ TEST(ShmProcesses, DISABLED_AllCollectives) {
 }
 
 TEST(ShmGroups, ProcessesGetTheBitsOfTheReference) {
-  const int before = shared_files();
+  const auto before = shared_files();
   for (const int size : {2, 4})
     expect_success(run_processes(size, "ShmProcesses.DISABLED_AllCollectives", kShared));
   EXPECT_EQ(shared_files(), before);
@@ -227,7 +223,7 @@ void expect_killed_peer(const std::function<void()>& call, const std::string& op
 }
 
 void expect_survivors(const std::string& test) {
-  const int before = shared_files();
+  const auto before = shared_files();
   const auto results = run_processes(3, test, kShared);
   EXPECT_EQ(results[2].exit_code, -SIGKILL) << results[2].output;
   expect_success({results[0], results[1]});

@@ -3,22 +3,17 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <filesystem>
-
 #include "tests/comm/collectives.h"
+#include "tests/comm/shared_files.h"
 
 namespace tessera::comm {
 namespace {
 
 using testing::message_of;
-
-int shared_files() {
-  const std::filesystem::directory_iterator files("/dev/shm");
-  return static_cast<int>(std::distance(begin(files), end(files)));
-}
+using testing::shared_files;
 
 TEST(ShmSegment, IsOneMemoryForAllWhoAttach) {
-  const int before = shared_files();
+  const auto before = shared_files();
   const auto segment = ShmSegment::create(1 << 20);
   segment->reserve(0, 1 << 20);
   const auto same = ShmSegment::attach(getpid(), segment->fd(), 1 << 20);
