@@ -85,11 +85,6 @@ def rounding_pairs(rows: list[Row]) -> list[tuple[Row, Row]]:
     return [(row, other) for row, other in pairs if other is not None]
 
 
-def in_no_mode(form: str) -> bool:
-    """What no configuration asks for: bf16 moments beside fp16 weights."""
-    return "fp16" in form and "bf16_states" in form
-
-
 def counted(threads: int) -> str:
     return f"{threads} thread{'s' if threads > 1 else ''}"
 
@@ -126,15 +121,10 @@ def limit_goals(title: str, rows: list[Row], largest: list[Row]) -> list[Goal]:
 def rounding_goals(where: str, rows: list[Row]) -> list[Goal]:
     """Each beside the probe that took turns with it, which has the same streams for both."""
     costs = {row.form: other.share / row.share for row, other in rounding_pairs(rows)}
-    goals = []
-    for of, forms in (
-        ("forms of modes", [form for form in costs if not in_no_mode(form)]),
-        ("forms of no mode", [form for form in costs if in_no_mode(form)]),
-    ):
-        if forms:
-            worst = max(forms, key=lambda form: costs[form])
-            goals.append(Goal(f"{where}: time of stochastic over nearest rounding, {of} ({worst})", costs[worst], 1.1))
-    return goals
+    if not costs:
+        return []
+    worst = max(costs, key=lambda form: costs[form])
+    return [Goal(f"{where}: time of stochastic over nearest rounding ({worst})", costs[worst], 1.1)]
 
 
 def byte_goals(title: str, rows: list[Row], turns: list[Turns]) -> list[Goal]:

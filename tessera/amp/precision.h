@@ -58,4 +58,11 @@ struct PrecisionPolicy {
   }
 };
 
+// Value error, which says what would do:
+//   param   fp32, bf16 or fp16
+//   grad    fp32 or the dtype of param
+//   master  Weight with fp32 parameters; Split with bf16 ones only
+//   state   fp32, or bf16 where param is not fp16: that is for processors without bf16
+void check(const PrecisionPolicy& policy);
+
 }  // namespace tessera::amp

@@ -122,6 +122,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
                       "gradient_accumulation_steps must be >= 1, got ", options.gradient_accumulation_steps);
   TESSERA_CHECK_VALUE(options.gradient_clipping >= 0, "engine", "gradient_clipping must be >= 0, got ",
                       options.gradient_clipping);
+  amp::check(options.zero.precision);
   Impl& m = *impl_;
   m.options = options;
   m.scaler = amp::GradScaler(options.scaler);

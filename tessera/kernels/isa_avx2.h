@@ -72,12 +72,19 @@ inline bool each_half_within(U x, uint16_t least, uint16_t most) {
   const __m256i below = _mm256_min_epu16(above, _mm256_set1_epi16(static_cast<int16_t>(most - least)));
   return _mm256_movemask_epi8(_mm256_cmpeq_epi16(above, below)) == -1;
 }
-inline U widen_u16(H x) {
-  return (U)_mm256_cvtepu16_epi32(x);
+// The 16-bit lanes of `halves` in upper halves of lanes, above zeros: the first kWidth of them, or the others.
+inline U first_uppers(U halves) {
+  return (U)_mm256_cvtepu16_epi32(_mm256_castsi256_si128((__m256i)halves)) << 16;
 }
-inline H narrow_u16(U x) {
-  const __m256i v = (__m256i)x;
-  return _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+inline U second_uppers(U halves) {
+  return (U)_mm256_cvtepu16_epi32(_mm256_extracti128_si256((__m256i)halves, 1)) << 16;
+}
+// The upper halves of the lanes of `first`, then those of `second`; or the low ones.
+inline U list_uppers(U first, U second) {
+  return (U)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)(first >> 16), (__m256i)(second >> 16)), 0xd8);
+}
+inline U list_lows(U first, U second) {
+  return list_uppers(first << 16, second << 16);
 }
 // The upper halves of the lanes of `even` and `odd`, in turns, or the low ones.
 inline U join_uppers(U even, U odd) {

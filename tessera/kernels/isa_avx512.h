@@ -16,6 +16,7 @@ using D = __m512d;                                    // half as many doubles
 using H = __m256i;                                    // 16-bit lanes
 using U = uint32_t __attribute__((vector_size(64)));  // the bits of F
 using W = uint64_t __attribute__((vector_size(64)));
+using Halves32 = uint16_t __attribute__((vector_size(64)));
 using I = int32_t __attribute__((vector_size(64)));  // the same, signed
 
 inline F splat(float x) {
@@ -76,11 +77,27 @@ inline bool each_half_within(U x, uint16_t least, uint16_t most) {
   const __m512i above = _mm512_sub_epi16((__m512i)(x & 0x7fff7fffu), (__m512i)constant(least * 0x10001u));
   return _mm512_cmpgt_epu16_mask(above, (__m512i)constant((most - least) * 0x10001u)) == 0;
 }
-inline U widen_u16(H x) {
-  return (U)_mm512_cvtepu16_epi32(x);
+// The 16-bit lanes of `halves` in upper halves of lanes, above zeros: the first kWidth of them, or the others.
+inline U first_uppers(U halves) {
+  const Halves32 from{0, 0, 0, 1, 0, 2,  0, 3,  0, 4,  0, 5,  0, 6,  0, 7,
+                      0, 8, 0, 9, 0, 10, 0, 11, 0, 12, 0, 13, 0, 14, 0, 15};
+  return (U)_mm512_maskz_permutexvar_epi16(constant_mask(0xaaaaaaaau), (__m512i)from, (__m512i)halves);
 }
-inline H narrow_u16(U x) {
-  return _mm512_cvtepi32_epi16((__m512i)x);
+inline U second_uppers(U halves) {
+  const Halves32 from{0, 16, 0, 17, 0, 18, 0, 19, 0, 20, 0, 21, 0, 22, 0, 23,
+                      0, 24, 0, 25, 0, 26, 0, 27, 0, 28, 0, 29, 0, 30, 0, 31};
+  return (U)_mm512_maskz_permutexvar_epi16(constant_mask(0xaaaaaaaau), (__m512i)from, (__m512i)halves);
+}
+// The upper halves of the lanes of `first`, then those of `second`; or the low ones.
+inline U list_uppers(U first, U second) {
+  const Halves32 from{1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                      33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  return (U)_mm512_permutex2var_epi16((__m512i)first, (__m512i)from, (__m512i)second);
+}
+inline U list_lows(U first, U second) {
+  const Halves32 from{0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                      32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+  return (U)_mm512_permutex2var_epi16((__m512i)first, (__m512i)from, (__m512i)second);
 }
 // The upper halves of the lanes of `even` and `odd`, in turns, or the low ones.
 inline U join_uppers(U even, U odd) {

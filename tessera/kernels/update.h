@@ -25,7 +25,7 @@ struct UpdateRange {
   DType grad_dtype = DType::F32;
   void* state0 = nullptr;          // Adam, Lion: exp_avg. SGD: momentum_buffer. Adagrad: sum
   void* state1 = nullptr;          // Adam: exp_avg_sq
-  DType state_dtype = DType::F32;  // F32, or BF16 rounded as `rounding` says
+  DType state_dtype = DType::F32;  // F32; where no weight is F16 also BF16, rounded as `rounding` says
   Rounding rounding = Rounding::Nearest;
   RandomKey random;  // where rounding is Stochastic
 };

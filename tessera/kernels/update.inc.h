@@ -31,14 +31,15 @@ struct Divisor {
 // The square root and the quotient of Adam and Adagrad take longer than the processor looks ahead, so that it would wait
 // for them. Hence every rule has two halves: begin() maps (w, g, state) of one vector to new states and a first part of
 // the new w, end() adds what was still on its way; the loop ends a step only after it has begun the next one. Between them
-// vectors go by themselves (Late), as compilers keep structures of them in memory.
+// vectors go by themselves (Late), as compilers keep structures of them in memory. They are many: where begin() has no use
+// for w (`weight_first` is false), it is loaded in the second half.
 
 // Each rule holds its constants. `common`: the rule has nothing to choose in the loop, which is then compiled for each
 // type of gradient, so that nothing is left to choose there at all. For Adam that is: no L2 term, beta1 above 0.5.
 template <bool common_>
 struct AdamStep {
   static constexpr int states = 2;
-  static constexpr bool common = common_;
+  static constexpr bool common = common_, weight_first = !common;
   F decay, l2, mix, beta2, rest2, eps, minus_step_size;
   Divisor sqrt_bias2;
   bool add_l2, mix_from_grad;
@@ -57,19 +58,20 @@ struct AdamStep {
     mix = splat(mix_from_grad ? rest1 - 1.0f : rest1);
   }
   TESSERA_INLINE void begin(F& w, F g, F& m, F& v, F& numerator, F& root) const {
-    w = w * decay;
     if (!common && add_l2) g = fma(l2, w, g);
     m = fma(mix, g - m, !common && mix_from_grad ? g : m);
     v = fma(rest2 * g, g, v * beta2);
     numerator = minus_step_size * m;
     root = square_root(v);
   }
-  TESSERA_INLINE F end(F w, F numerator, F root) const { return w + numerator / (sqrt_bias2.divide(root) + eps); }
+  TESSERA_INLINE F end(F w, F numerator, F root) const {
+    return w * decay + numerator / (sqrt_bias2.divide(root) + eps);
+  }
 };
 
 struct SgdStep {
   static constexpr int states = 0;
-  static constexpr bool common = false;
+  static constexpr bool common = false, weight_first = true;
   F l2, minus_lr;
   bool add_l2;
 
@@ -86,7 +88,7 @@ struct SgdStep {
 
 struct MomentumStep {
   static constexpr int states = 1;
-  static constexpr bool common = false;
+  static constexpr bool common = false, weight_first = true;
   F l2, minus_lr, momentum, undamped;
   bool add_l2, nesterov, first;
 
@@ -108,7 +110,7 @@ struct MomentumStep {
 
 struct LionStep {
   static constexpr int states = 1;
-  static constexpr bool common = false;
+  static constexpr bool common = false, weight_first = true;
   F decay, beta1, rest1, beta2, rest2, lr;
 
   explicit LionStep(const LionRule& r)
@@ -127,7 +129,7 @@ struct LionStep {
 
 struct AdagradStep {
   static constexpr int states = 1;
-  static constexpr bool common = false;
+  static constexpr bool common = false, weight_first = true;
   F l2, minus_clr, eps;
   bool add_l2;
 
@@ -271,21 +273,23 @@ void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradie
   using Drawn = Random<State::stochastic || Master::stochastic>;
   const auto begin = [=, &roots](Late& late, int64_t i, auto lanes) __attribute__((always_inline)) {
     const Drawn random(roots);  // takes long, so that it comes first
-    Pair w = master.template load<order>(i, lanes), s0{}, s1{};
+    Pair w{}, s0{}, s1{};
+    if constexpr (Step::weight_first) w = master.template load<order>(i, lanes);
     const Pair g = grad.template load<order>(i, lanes);
     if constexpr (Step::states > 0) s0 = State::template load<order>(state0, i, lanes);
     if constexpr (Step::states > 1) s1 = State::template load<order>(state1, i, lanes);
     step.begin(w.a, g.a * scale, s0.a, s1.a, late.numerator_a, late.root_a);
     step.begin(w.b, g.b * scale, s0.b, s1.b, late.numerator_b, late.root_b);
-    late.w_a = w.a;
-    late.w_b = w.b;
+    if constexpr (Step::weight_first) late.w_a = w.a, late.w_b = w.b;
     if constexpr (Master::stochastic) late.bound = random.template bounds<kWeight>();
     if constexpr (Step::states > 0) put<order, State, kState0>(state0, i, lanes, s0, random);
     if constexpr (Step::states > 1) put<order, State, kState1>(state1, i, lanes, s1, random);
   };
   const auto end = [=](const Late& late, int64_t i, auto lanes) __attribute__((always_inline)) {
-    const Pair w{step.end(late.w_a, late.numerator_a, late.root_a), step.end(late.w_b, late.numerator_b, late.root_b)};
-    master.template store<order>(i, lanes, w, late.bound);
+    Pair w{late.w_a, late.w_b};
+    if constexpr (!Step::weight_first) w = master.template load<order>(i, lanes);
+    const F a = step.end(w.a, late.numerator_a, late.root_a), b = step.end(w.b, late.numerator_b, late.root_b);
+    master.template store<order>(i, lanes, {a, b}, late.bound);
   };
   const int64_t distance = elements_ahead(Master::bytes + grad.bytes() + Step::states * State::bytes);
   for_each_pair<Late>(range.n, distance, prefetch, begin, end);
@@ -302,26 +306,33 @@ void update_streams(const Step& step, const UpdateRange& range, float grad_scale
   }
 }
 
+// call() with the type of 16-bit weights, which are not fp16 beside 16-bit states (UpdateRange).
+template <class State, class OfBf16, class OfF16, class Call>
+void with_weight(DType dtype, const Call& call) {
+  if constexpr (State::bytes == 4) {
+    if (dtype == DType::F16) return call(OfF16{});
+  }
+  call(OfBf16{});
+}
+
 template <class State, class Step>
 void update_masters(const Step& step, const UpdateRange& range, float grad_scale) {
-  const bool bf16 = range.weight_dtype == DType::BF16;
   if (range.master != nullptr) {
     if (range.weight == nullptr) return update_streams<Fp32Master<None>, State>(step, range, grad_scale);
-    if (bf16) return update_streams<Fp32Master<Bf16>, State>(step, range, grad_scale);
-    return update_streams<Fp32Master<F16>, State>(step, range, grad_scale);
+    return with_weight<State, Bf16, F16>(range.weight_dtype, [&](auto type) {
+      update_streams<Fp32Master<decltype(type)>, State>(step, range, grad_scale);
+    });
   }
   if (range.residual != nullptr) return update_streams<SplitMaster, State>(step, range, grad_scale);
+  const auto update_alone = [&](auto type) {
+    update_streams<WeightMaster<decltype(type)>, State>(step, range, grad_scale);
+  };
   // All roundings of a range are of one kind.
   if (range.rounding == Rounding::Stochastic) {
-    if constexpr (State::stochastic || State::bytes == 4) {
-      if (bf16) return update_streams<WeightMaster<Bf16Stochastic>, State>(step, range, grad_scale);
-      return update_streams<WeightMaster<F16Stochastic>, State>(step, range, grad_scale);
-    }
+    if constexpr (State::stochastic || State::bytes == 4)
+      with_weight<State, Bf16Stochastic, F16Stochastic>(range.weight_dtype, update_alone);
   } else {
-    if constexpr (!State::stochastic) {
-      if (bf16) return update_streams<WeightMaster<Bf16>, State>(step, range, grad_scale);
-      return update_streams<WeightMaster<F16>, State>(step, range, grad_scale);
-    }
+    if constexpr (!State::stochastic) with_weight<State, Bf16, F16>(range.weight_dtype, update_alone);
   }
 }
 

@@ -18,8 +18,8 @@ constexpr int64_t kLine = 64;            // bytes
 constexpr int64_t kStride = 2 * kWidth;  // elements of a step of the loop: a Pair
 
 // A step's elements. Natural: the first kWidth and the others. EvenOdd: those at even places and those at odd places;
-// then 16-bit elements are taken apart and put together by a shift and a mask, where Natural order takes several times
-// as many instructions, but fp32 elements have to be shuffled.
+// then 16-bit elements are taken apart by a shift and a mask, where Natural order takes shuffles, but fp32 elements and
+// fp16 ones, which an instruction converts that knows no other order, have to be shuffled.
 struct Pair {
   F a, b;
 };
@@ -43,6 +43,22 @@ struct First {
   size_t elements;
   size_t count() const { return elements; }
 };
+
+// 16-bit elements as they lie in memory, in upper halves of lanes; what EvenOdd order leaves in the low ones is of no
+// meaning. And what lanes of `a` and `b` have in their upper or low halves, as it lies in memory.
+template <Order order>
+TESSERA_INLINE Bits in_uppers(U halves) {
+  if constexpr (order == Order::Natural) return {first_uppers(halves), second_uppers(halves)};
+  return {halves << 16, halves};
+}
+template <Order order>
+TESSERA_INLINE U uppers(U a, U b) {
+  return order == Order::Natural ? list_uppers(a, b) : join_uppers(a, b);
+}
+template <Order order>
+TESSERA_INLINE U lows(U a, U b) {
+  return order == Order::Natural ? list_lows(a, b) : join_lows(a, b);
+}
 
 template <int Bytes>
 struct Element {
@@ -107,29 +123,18 @@ struct F32 : Element<4> {
   }
 };
 
-// Two vectors of 16-bit elements in the upper or low halves of their lanes, in memory.
+// 16-bit elements in the upper halves of lanes.
 struct Halves : Element<2> {
   struct Two {
     H a, b;
   };
-  // The halves, in the upper halves of lanes; what the low ones hold is of no meaning.
   template <Order order, class Lanes>
   static TESSERA_INLINE Bits load_upper(const void* p, int64_t i, Lanes lanes) {
-    if constexpr (order == Order::Natural) {
-      const auto raw = read_two<Two>(p, i, lanes);
-      return {widen_u16(raw.a) << 16, widen_u16(raw.b) << 16};
-    } else {
-      const auto raw = read<U>(p, i, lanes);
-      return {raw << 16, raw};
-    }
+    return in_uppers<order>(read<U>(p, i, lanes));
   }
   template <Order order, class Lanes>
   static TESSERA_INLINE void store_upper(void* p, int64_t i, Lanes lanes, U a, U b) {
-    if constexpr (order == Order::Natural) {
-      write_two(p, i, lanes, Two{narrow_u16(a >> 16), narrow_u16(b >> 16)});
-    } else {
-      write(p, i, lanes, join_uppers(a, b));
-    }
+    write(p, i, lanes, uppers<order>(a, b));
   }
 };
 
@@ -145,28 +150,17 @@ struct Bf16 : Halves {
   }
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x) {
-    if constexpr (order == Order::EvenOdd) {
-      const U upper = uppers(x);
-      write(p, i, lanes, carry(upper, x, 0x80008000u - (upper & 0x00010001u), 0x7f80u));  // not to a NaN
-    } else {
-      store_upper<order>(p, i, lanes, nearest(x.a), nearest(x.b));
-    }
+    const U upper = uppers<order>((U)x.a, (U)x.b);
+    const U bound = 0x80008000u - (upper & 0x00010001u);
+    write(p, i, lanes, carry<order>(upper, x, bound, 0x7f80u));  // not to a NaN
   }
 
  protected:
-  // In EvenOdd order: what both vectors have in the upper halves of their lanes, as it lies in memory.
-  static TESSERA_INLINE U uppers(const Pair& x) { return join_uppers((U)x.a, (U)x.b); }
   // Rounds them all at once: up where what the low halves hold is more than `bound`, and `upper` below `limit`, without the
   // sign.
+  template <Order order>
   static TESSERA_INLINE U carry(U upper, const Pair& x, U bound, uint32_t limit) {
-    return carry_halves(upper, join_lows((U)x.a, (U)x.b), bound, constant(limit * 0x10001u));
-  }
-
- private:
-  // The rounded value in the upper half.
-  static TESSERA_INLINE U nearest(F x) {
-    const U bits = (U)x;
-    return x == x ? bits + (0x7fffu + ((bits >> 16) & 1u)) : bits;
+    return carry_halves(upper, lows<order>((U)x.a, (U)x.b), bound, constant(limit * 0x10001u));
   }
 };
 
@@ -175,7 +169,7 @@ struct Bf16Stochastic : Bf16 {
   // Above the largest finite value, and NaN: cut off.
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, U bound) {
-    write(p, i, lanes, carry(uppers(x), x, bound, 0x7f7fu));
+    write(p, i, lanes, carry<order>(uppers<order>((U)x.a, (U)x.b), x, bound, 0x7f7fu));
   }
 };
 
@@ -196,47 +190,37 @@ struct F16 : Halves {
 
 struct F16Stochastic : F16 {
   static constexpr bool stochastic = true;
+  // Of normal numbers in Natural order: the random bits are added to those that the processor then cuts off.
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, U bound) {
-    if constexpr (order == Order::EvenOdd) {
-      store_even_odd(p, i, lanes, x, bound);
+    const U upper = join_uppers((U)x.a, (U)x.b);
+    if (!normal(upper)) [[unlikely]] {
+      write(p, i, lanes, any<order>(x, bound));
+    } else if constexpr (order == Order::Natural) {
+      const Bits random = in_uppers<order>(~bound);
+      const U a = (U)x.a + (random.a >> 19), b = (U)x.b + (random.b >> 19);
+      write_two(p, i, lanes, Two{cut_f16((F)a), cut_f16((F)b)});
     } else {
-      store_natural(p, i, lanes, x, bound);
+      write(p, i, lanes, joined<order>(upper, (U)x.a << 3, (U)x.b << 3, bound));
     }
   }
 
  private:
-  template <class Lanes>
-  static TESSERA_INLINE void store_even_odd(void* p, int64_t i, Lanes lanes, const Pair& x, U bound) {
-    const U upper = join_uppers((U)x.a, (U)x.b);
-    U halves = joined(upper, (U)x.a << 3, (U)x.b << 3, bound);
-    if (!normal(upper)) [[unlikely]] {
-      if (each_half_within(upper, 0, 0x477e)) {
-        halves = joined(upper, moved(x.a), moved(x.b), bound);
-      } else {
-        halves = join_uppers(rounded(x.a, ~bound & 0xffffu) << 16, rounded(x.b, ~bound >> 16) << 16);
-      }
-    }
-    write(p, i, lanes, halves);
-  }
-  // The random bits are added to those that the processor then cuts off.
-  template <class Lanes>
-  static TESSERA_INLINE void store_natural(void* p, int64_t i, Lanes lanes, const Pair& x, U bound) {
-    if (!normal(join_uppers((U)x.a, (U)x.b))) [[unlikely]] {
-      return store_even_odd(p, i, lanes, Pair{even_of(x.a, x.b), odd_of(x.a, x.b)}, bound);
-    }
-    const U random = ~(bound >> 3) & 0x1fff1fffu;
-    Two of;
-    memcpy(&of, &random, sizeof random);
-    write_two(p, i, lanes, Two{cut_f16((F)((U)x.a + widen_u16(of.a))), cut_f16((F)((U)x.b + widen_u16(of.b)))});
+  template <Order order>
+  static TESSERA_INLINE U any(const Pair& x, U bound) {
+    const U upper = uppers<order>((U)x.a, (U)x.b);
+    if (each_half_within(upper, 0, 0x477e)) return joined<order>(upper, moved(x.a), moved(x.b), bound);
+    const Bits random = in_uppers<order>(~bound);
+    return uppers<order>(rounded(x.a, random.a >> 16) << 16, rounded(x.b, random.b >> 16) << 16);
   }
   // Whether all are normal numbers, and none is so large that rounding could end above the largest.
   static TESSERA_INLINE bool normal(U uppers) { return each_half_within(uppers, 0x3880, 0x477e); }
   // A normal number of fp16 has its bits in those of fp32: the sign and the first bit of the exponent in front, the others
   // three places further down. Moved up (a and b) they are in the upper half, and rounded as bf16 is.
+  template <Order order>
   static TESSERA_INLINE U joined(U upper, U a, U b, U bound) {
-    const U cut = select_bits(constant(0xc000c000u), upper, join_uppers(a, b));
-    return carry_halves(cut, join_lows(a, b), bound);
+    const U cut = select_bits(constant(0xc000c000u), upper, uppers<order>(a, b));
+    return carry_halves(cut, lows<order>(a, b), bound);
   }
   // Bits as for joined(), also of denormals: those of the sum in convert.h.
   static TESSERA_INLINE U moved(F x) {

@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "tessera/engine/engine.h"
+#include "tests/support/errors.h"
 #include "tests/support/modes.h"
 #include "tests/support/ranks.h"
 #include "tests/support/toy.h"
@@ -194,6 +195,18 @@ TEST(Modes, RegionsKeepTheBitsOfWhatWasNotWritten) {
           << "stage " << on.stage;
     }
   });
+}
+
+TEST(Modes, APolicyThatIsNoneIsRefusedBeforeAnythingIsMade) {
+  const Toy toy;
+  const auto* const kept = toy.tensors[0].data_ptr();
+  for (const PrecisionPolicy& policy :
+       {mode(at::kHalf, Master::Split, at::kFloat), mode(at::kHalf, Master::Weight, at::kBFloat16),
+        mode(at::kFloat, Master::Fp32, at::kFloat), mode(at::kBFloat16, Master::Split, at::kHalf)}) {
+    const auto make = [&] { Engine(toy_options({.precision = policy}), comm::Mesh(), toy.specs(), {toy_adamw()}); };
+    EXPECT_HAS(error_of(make), "[amp.precision]");
+    EXPECT_EQ(toy.tensors[0].data_ptr(), kept);
+  }
 }
 
 TEST(Modes, AClientsOptimizerHasMastersThatAreTensors) {

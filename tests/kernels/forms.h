@@ -40,6 +40,7 @@ inline std::vector<Form> forms() {
   std::vector<Form> list;
   for (const MasterForm& master : kMasterForms) {
     for (DType state : {DType::F32, DType::BF16}) {
+      if (master.weight && master.weight_dtype == DType::F16 && state == DType::BF16) continue;
       for (Rounding rounding : {Rounding::Nearest, Rounding::Stochastic})
         list.push_back({master, state, rounding});
     }

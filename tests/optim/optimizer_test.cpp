@@ -241,7 +241,8 @@ TEST_F(Optimizers, StochasticWeightsMoveWhereNearestOnesStand) {
   group.lr = 1e-5;
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     const auto run_alone = [&](kernels::Rounding rounding) {
-      UpdateSlice slice = low_slice(start_, at::kBFloat16, rounding);
+      const auto state = dtype == at::kHalf ? at::kFloat : at::kBFloat16;
+      UpdateSlice slice = low_slice(start_, state, rounding);
       slice.weight = at::ones({kCount}, dtype);
       slice.grad = at::ones({kCount});
       for (int step = 1; step <= 50; ++step) {
@@ -376,6 +377,11 @@ TEST(OptimizerErrors, SayWhatIsWrong) {
   expect_error("state must be float32 or bfloat16", [](UpdateSlice& s) { s.state[0] = s.state[0].to(at::kHalf); });
   expect_error("weight must be bfloat16", [](UpdateSlice& s) { s.weight = at::ones({8}); });
   expect_error("states must have one dtype", [](UpdateSlice& s) { s.state[1] = s.state[1].to(at::kBFloat16); });
+  expect_error("beside float16 weights states must be float32", [](UpdateSlice& s) {
+    s.weight = s.master.to(at::kHalf);
+    for (at::Tensor& state : s.state)
+      state = state.to(at::kBFloat16);
+  });
   const auto split = [](UpdateSlice& s) {
     s.weight = s.master.to(at::kBFloat16);
     s.residual = s.master.to(at::kShort);
