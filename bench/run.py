@@ -12,8 +12,9 @@
   python bench/run.py memory     bytes a parameter, resident and peak
   python bench/run.py all        all of them, each as often as `make bench` does
   python bench/run.py index      README.md of the folder of reports, which each report also renews
-Add --ranks 2 for two processes, --quick to see that everything works. A report is refused when the machine was not
-quiet (probes of bandwidth and arithmetic before and after), unless --noisy is given.
+Add --ranks 2 for two processes, --quick to see that everything works. When the machine was not quiet (probes of
+bandwidth and arithmetic before and after) the report goes to build/bench-noisy and the exit status is 1, unless
+--noisy is given.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from plan import run_all  # noqa: E402
 from report import QUIET, ROOT, Probe, Result, moved, probe_text, write  # noqa: E402
 
 ALL, INDEX = "all", "index"
+NOISY = ROOT / "build" / "bench-noisy"
 
 
 def free_port() -> int:
@@ -75,17 +77,19 @@ def worker(rank: int, args: argparse.Namespace, port: int, queue: Any) -> None:
 
 
 def report(args: argparse.Namespace, result: Result, probe: Probe) -> str:
-    """Writes the report, or says why not."""
-    if moved(probe) > QUIET and not (args.noisy or args.quick):
-        return (
-            f"no report: a probe moved by {moved(probe):.0%} while the benchmark ran ({probe_text(probe)}), so the "
-            "machine was not quiet; run it again, or with --noisy"
-        )
+    """Writes the report; says so where it is not one to keep."""
+    refused = moved(probe) > QUIET and not (args.noisy or args.quick)
+    folder = NOISY if refused else args.out
     ranks = f"{args.ranks} rank" + ("s" if args.ranks > 1 else "")
     allocator = "" if args.allocator == "default" else args.allocator
     name = "-".join(filter(None, [args.bench, str(args.ranks), allocator, args.tag]))
-    print(write(args.out, name, f"{BENCHES[args.bench].title}, {ranks}", args, result, probe))
-    write_index(args.out)
+    print(write(folder, name, f"{BENCHES[args.bench].title}, {ranks}", args, result, probe))
+    if refused:
+        return (
+            f"no report: a probe moved by {moved(probe):.0%} while the benchmark ran ({probe_text(probe)}), so the "
+            f"machine was not quiet; run it again, or with --noisy. What was measured: {folder / name}.md"
+        )
+    write_index(folder)
     return ""
 
 

@@ -19,6 +19,7 @@ import limits  # noqa: E402
 import measure  # noqa: E402
 import plan  # noqa: E402
 import report  # noqa: E402
+import run  # noqa: E402
 import torch  # noqa: E402
 from catalog import BENCHES  # noqa: E402
 from contenders import build, parse  # noqa: E402
@@ -342,17 +343,30 @@ def test_activations_are_what_autograd_keeps(monkeypatch):
 # ---- index and plan
 
 
+def report_arguments(**others):
+    started = report.time.time() - 90
+    common = {"bench": "gpt", "ranks": 2, "command": "c", "rounds": 7, "allocator": "default", "peers": [], "tag": ""}
+    return argparse.Namespace(**common, started=started, **others)
+
+
+def test_a_report_of_a_noisy_machine_is_kept_apart(monkeypatch, tmp_path):
+    apart, reports = tmp_path / "apart", tmp_path / "reports"
+    monkeypatch.setattr(run, "NOISY", apart)
+    result = Result(["text"], {"gpt": {}}, [Goal("fast", 1.5, 1)])
+    probe = [[{"bandwidth": 10.0, "arithmetic": 1.0}, {"bandwidth": 13.0, "arithmetic": 1.0}]]
+    args = report_arguments(quick=False, noisy=False, out=reports)
+    refusal = run.report(args, result, probe)
+    assert "no report: a probe moved by 26%" in refusal
+    assert refusal.endswith(f"What was measured: {apart / 'gpt-2'}.md")
+    assert "**Noisy machine: a probe moved by 26%." in (apart / "gpt-2.md").read_text()
+    assert not reports.exists()
+    args.noisy = True
+    assert not run.report(args, result, probe)
+    assert sorted(path.name for path in reports.iterdir()) == ["README.md", "gpt-2.json", "gpt-2.md"]
+
+
 def test_index(tmp_path):
-    args = argparse.Namespace(
-        bench="gpt",
-        ranks=2,
-        quick=True,
-        command="c",
-        rounds=7,
-        started=report.time.time() - 90,
-        allocator="default",
-        peers=[],
-    )
+    args = report_arguments(quick=True)
     goals = [Goal("fast", 1.5, 1), Goal("small", 1, 2)]
     result = Result(["text"], {"gpt": {}}, goals, headline=["a 1.0", "b 2.0"])
     report.write(tmp_path, "gpt-2", "GPT, 2 ranks", args, result, [[{"bandwidth": 10.0}, {"bandwidth": 20.0}]])
