@@ -62,6 +62,7 @@ class Engine(EngineGetters):
         super().__init__()
         self.config = load_config(config)
         self._mesh, self._own_groups = distributed.core_mesh(group, self.config.zero_optimization.mics_shard_size)
+        self._dp_rank, self._dp_size = self._mesh.dp_rank(), self._mesh.dp_size()
         self._resolve_batch()
         base = build_optimizer(self.config, model, optimizer, model_parameters)
         stage = self.config.zero_optimization.stage
@@ -92,7 +93,7 @@ class Engine(EngineGetters):
 
     def _resolve_batch(self) -> None:
         try:
-            batch = self.config.resolve_batch(self._mesh.dp_size())
+            batch = self.config.resolve_batch(self._dp_size)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self._micro_batch = batch.micro_batch_size
@@ -387,8 +388,8 @@ class Engine(EngineGetters):
         return make_loader(
             dataset,
             batch_size=batch_size or self._micro_batch,
-            rank=self._mesh.dp_rank(),
-            world_size=self._mesh.dp_size(),
+            rank=self._dp_rank,
+            world_size=self._dp_size,
             route=route,
             pin_memory=pin_memory,
             data_sampler=data_sampler,
@@ -508,6 +509,7 @@ class Engine(EngineGetters):
         if "_partition" in self.__dict__:
             self._partition.remove()
         self.core.destroy()
+        self._mesh = _core.Mesh()
         remove_marks(self._marked)
         distributed.discard(self._own_groups)
 

@@ -28,7 +28,8 @@ class EngineGetters(nn.Module):
     local_rank: int
     core: _core.Engine  # the compiled engine
     _runner: Runner | None
-    _mesh: _core.Mesh
+    _dp_rank: int
+    _dp_size: int
     _micro_batch: int
     _accumulation: int
 
@@ -115,26 +116,26 @@ class EngineGetters(nn.Module):
     # ---- the world
     @property
     def world_size(self) -> int:
-        return self._mesh.dp_size()
+        return self._dp_size
 
     @property
     def global_rank(self) -> int:
-        return self._mesh.dp_rank()
+        return self._dp_rank
 
     @property
     def dp_world_size(self) -> int:
-        return self._mesh.dp_size()
+        return self._dp_size
 
     @property
     def seq_dp_world_size(self) -> int:
-        return self._mesh.dp_size()
+        return self._dp_size
 
     @property
     def mp_world_size(self) -> int:
         return 1
 
     def get_data_parallel_rank(self) -> int:
-        return self._mesh.dp_rank()
+        return self._dp_rank
 
     def get_model_parallel_rank(self) -> int:
         return 0

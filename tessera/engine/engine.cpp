@@ -558,6 +558,7 @@ void Engine::destroy() {
   if (!impl_->model) return;
   impl_->model->release();
   impl_->model.reset();
+  impl_->mesh = comm::Mesh();  // who destroys the groups next waits for none of this engine
 }
 
 bool Engine::destroyed() const {

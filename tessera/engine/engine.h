@@ -156,7 +156,7 @@ class Engine {
   // ---- optimizer
   std::vector<optim::GroupOptions>& groups();  // edit lr and friends between steps
   const Options& options() const;
-  const comm::Mesh& mesh() const;
+  const comm::Mesh& mesh() const;  // without groups once the engine is destroyed
 
   // ---- state access. Parameters are indices into params(); only those with a group have states.
   const std::vector<ParamSpec>& params() const;

@@ -32,7 +32,7 @@ struct Divisor {
 // for them. Hence every rule has two halves: begin() maps (w, g, state) of one vector to new states and a first part of
 // the new w, end() adds what was still on its way; the loop ends a step only after it has begun the next one. Between them
 // vectors go by themselves (Late), as compilers keep structures of them in memory. They are many: where begin() has no use
-// for w (`weight_first` is false), it is loaded in the second half.
+// for w (`weight_first` is false), 16-bit ones are loaded in the second half.
 
 // Each rule holds its constants. `common`: the rule has nothing to choose in the loop, which is then compiled for each
 // type of gradient, so that nothing is left to choose there at all. For Adam that is: no L2 term, beta1 above 0.5.
@@ -254,6 +254,8 @@ struct Late {
 
 template <class Master, class State, class Step, class Grad>
 void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradient, float grad_scale) {
+  // fp32 masters come at the speed of memory, which suffers when they are asked for late; fp16 ones gain nothing by it.
+  constexpr bool weight_first = Step::weight_first || Master::natural;
   constexpr Order order = Master::natural && State::bytes == 4 ? Order::Natural : Order::EvenOdd;
   // Local copies: a store through a char pointer could change the originals for all the compiler
   // knows.
@@ -274,20 +276,20 @@ void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradie
   const auto begin = [=, &roots](Late& late, int64_t i, auto lanes) __attribute__((always_inline)) {
     const Drawn random(roots);  // takes long, so that it comes first
     Pair w{}, s0{}, s1{};
-    if constexpr (Step::weight_first) w = master.template load<order>(i, lanes);
+    if constexpr (weight_first) w = master.template load<order>(i, lanes);
     const Pair g = grad.template load<order>(i, lanes);
     if constexpr (Step::states > 0) s0 = State::template load<order>(state0, i, lanes);
     if constexpr (Step::states > 1) s1 = State::template load<order>(state1, i, lanes);
     step.begin(w.a, g.a * scale, s0.a, s1.a, late.numerator_a, late.root_a);
     step.begin(w.b, g.b * scale, s0.b, s1.b, late.numerator_b, late.root_b);
-    if constexpr (Step::weight_first) late.w_a = w.a, late.w_b = w.b;
+    if constexpr (weight_first) late.w_a = w.a, late.w_b = w.b;
     if constexpr (Master::stochastic) late.bound = random.template bounds<kWeight>();
     if constexpr (Step::states > 0) put<order, State, kState0>(state0, i, lanes, s0, random);
     if constexpr (Step::states > 1) put<order, State, kState1>(state1, i, lanes, s1, random);
   };
   const auto end = [=](const Late& late, int64_t i, auto lanes) __attribute__((always_inline)) {
     Pair w{late.w_a, late.w_b};
-    if constexpr (!Step::weight_first) w = master.template load<order>(i, lanes);
+    if constexpr (!weight_first) w = master.template load<order>(i, lanes);
     const F a = step.end(w.a, late.numerator_a, late.root_a), b = step.end(w.b, late.numerator_b, late.root_b);
     master.template store<order>(i, lanes, {a, b}, late.bound);
   };

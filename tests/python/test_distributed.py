@@ -151,11 +151,13 @@ def threads_of_gloo() -> list[str]:
     return [name for name in names if "gloo" in name]
 
 
-def ended(rank: int, port: int) -> None:
-    enter(rank, 1, port, "auto")
-    engine = tessera.initialize(model=make(), config=adam(2, 1, False), dist_init_required=True)[0]
+def ended(rank: int, ranks: int, port: int, transport: str, stage: int) -> None:
+    enter(rank, ranks, port, transport)
+    engine = tessera.initialize(model=make(), config=adam(stage, 1, False), dist_init_required=True)[0]
     train(engine, rank, 1)
     assert threads_of_gloo()
+    engine.destroy()
+    assert (engine.world_size, engine.global_rank) == (ranks, rank)
     torch.distributed.destroy_process_group()
     limit = time.monotonic() + 10  # the system lists a thread a moment longer than it can be waited for
     while threads_of_gloo() and time.monotonic() < limit:
@@ -163,8 +165,9 @@ def ended(rank: int, port: int) -> None:
     assert not threads_of_gloo(), "they would run into Python's end with what they hold"
 
 
-def test_destroying_the_process_group_ends_its_threads() -> None:
-    mp.spawn(ended, (free_port(),), nprocs=1)
+@pytest.mark.parametrize(("ranks", "transport", "stage"), [(1, "auto", 2), (2, "gloo", 0), (2, "gloo", 3)])
+def test_destroying_the_process_group_ends_its_threads(ranks: int, transport: str, stage: int) -> None:
+    mp.spawn(ended, (ranks, free_port(), transport, stage), nprocs=ranks)
 
 
 def test_process_group_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
