@@ -58,7 +58,7 @@ struct PrecisionPolicy {
   }
 };
 
-// Value error, which says what would do:
+// Value error, which says what would do, unless:
 //   param   fp32, bf16 or fp16
 //   grad    fp32 or the dtype of param
 //   master  Weight with fp32 parameters; Split with bf16 ones only

@@ -125,9 +125,6 @@ struct F32 : Element<4> {
 
 // 16-bit elements in the upper halves of lanes.
 struct Halves : Element<2> {
-  struct Two {
-    H a, b;
-  };
   template <Order order, class Lanes>
   static TESSERA_INLINE Bits load_upper(const void* p, int64_t i, Lanes lanes) {
     return in_uppers<order>(read<U>(p, i, lanes));
@@ -174,6 +171,9 @@ struct Bf16Stochastic : Bf16 {
 };
 
 struct F16 : Halves {
+  struct Two {
+    H a, b;
+  };
   static constexpr bool stochastic = false, natural = true;  // converted by an instruction that knows no other order
   template <Order order, class Lanes>
   static TESSERA_INLINE Pair load(const void* p, int64_t i, Lanes lanes) {

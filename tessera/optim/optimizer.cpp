@@ -79,13 +79,13 @@ kernels::UpdateRange range_of(const UpdateSlice& slice, int states) {
   check_tensor(slice, slice.grad, range.n, "grad");
   range.grad = slice.grad.const_data_ptr();
   range.grad_dtype = shard::kernel_dtype(slice.grad.scalar_type());
+  const bool fp16 = range.weight != nullptr && range.weight_dtype == kernels::DType::F16;
   for (int s = 0; s < states; ++s) {
     check_tensor(slice, slice.state[s], range.n, "state");
     const auto dtype = slice.state[s].scalar_type();
     TESSERA_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16, "optim.update",
                         "state must be float32 or bfloat16, got ", dtype);
     TESSERA_CHECK_VALUE(dtype == slice.state[0].scalar_type(), "optim.update", "states must have one dtype");
-    const bool fp16 = slice.weight.defined() && slice.weight.scalar_type() == at::kHalf;
     TESSERA_CHECK_VALUE(dtype == at::kFloat || !fp16, "optim.update", "beside float16 weights states must be float32");
     range.state_dtype = shard::kernel_dtype(dtype);
     (s == 0 ? range.state0 : range.state1) = slice.state[s].mutable_data_ptr();

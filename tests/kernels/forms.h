@@ -35,7 +35,7 @@ struct Form {
   }
 };
 
-// All of them, also those where stochastic rounding has nothing to round.
+// All that UpdateRange may describe, also those where stochastic rounding has nothing to round.
 inline std::vector<Form> forms() {
   std::vector<Form> list;
   for (const MasterForm& master : kMasterForms) {
