@@ -32,6 +32,16 @@ inline const char* name_of(kernels::DType dtype) {
   return dtype == kernels::DType::F32 ? "f32" : dtype == kernels::DType::BF16 ? "bf16" : "f16";
 }
 
+// Of a buffer: windows of the elements that are measured, so many that a stream of 2 bytes passes 200 MB before it comes
+// back to one, which caches of 32 MiB have lost by then. Kernels work on the first.
+struct Capacity {
+  explicit Capacity(int64_t elements)
+      : window((elements + 31) / 32 * 32), windows(std::max<int64_t>(1, 100'000'000 / window)) {}
+
+  int64_t window, windows;  // elements of one, and how many
+  int64_t elements() const { return window * windows; }
+};
+
 // Page-aligned and touched.
 class Block {
  public:
@@ -103,30 +113,64 @@ inline double picoseconds_an_element(const std::vector<double>& seconds, int64_t
 
 constexpr int64_t kInFlight = 8192;  // bytes between prefetch and use, as the kernels have it (vec.inc.h)
 
+// A probe with and without prefetch, timed in turns with a kernel. Each pass takes the next of the first `windows` windows.
+class ProbeTimes {
+ public:
+  ProbeTimes(const Streams& streams, int64_t elements, int64_t windows)
+      : streams_(streams), elements_(elements), windows_(windows) {}
+
+  void take() {
+    for (Way& way : ways_) {
+      const int64_t first = next_++ % windows_ * Capacity(elements_).window;
+      way.seconds.push_back(pass_seconds(
+          elements_, [&](int64_t begin, int64_t end) { probe(streams_, first + begin, first + end, way.in_flight); }));
+    }
+  }
+
+  // The time of the better way as a share of the kernel's: the median of the turns' own shares, because what neighbours
+  // leave of the memory may change between one turn and the next.
+  double percent_of(const std::vector<double>& kernel) const {
+    const bool first = median(ways_[0].seconds) < median(ways_[1].seconds);
+    std::vector<double> shares = ways_[first ? 0 : 1].seconds;
+    for (size_t i = 0; i < shares.size(); ++i)
+      shares[i] /= kernel[i];
+    return 100 * median(shares);
+  }
+
+ private:
+  struct Way {
+    int64_t in_flight;
+    std::vector<double> seconds;
+  };
+  const Streams& streams_;
+  int64_t elements_, windows_, next_ = 0;
+  Way ways_[2] = {{0, {}}, {kInFlight, {}}};
+};
+
 // Times f(begin, end) over `elements` elements on `threads` threads, in turns with probes of the same streams, so that a busy
-// neighbour slows both. Reports bytes and picoseconds an element (median), and the time of the better probe (with or
-// without prefetch) as a share of f's: the median of the turns' own shares, because what neighbours leave of the memory may
-// change between one turn and the next.
+// neighbour slows both. One probe takes the same elements, maybe out of the cache as f does; the other takes windows that
+// only memory has by then, and a pass of f that is not timed follows it, for what f leaves in the cache. Reports bytes and
+// picoseconds an element (median), and f's shares of what the probes reach.
 template <class F>
 void measure(benchmark::State& state, int64_t elements, int threads, const Streams& streams, const F& f) {
   at::set_num_threads(threads);
-  std::vector<double> times, plain, prefetched;
-  const auto probe_seconds = [&](int64_t in_flight) {
-    return pass_seconds(elements, [&](int64_t begin, int64_t end) { probe(streams, begin, end, in_flight); });
-  };
+  const int64_t windows = Capacity(elements).windows;
+  std::vector<double> times;
+  ProbeTimes same(streams, elements, 1), memory(streams, elements, windows);
   for (auto _ : state) {
+    if (windows > 1) {
+      memory.take();
+      pass_seconds(elements, f);
+    }
     times.push_back(pass_seconds(elements, f));
     state.SetIterationTime(times.back());
-    plain.push_back(probe_seconds(0));
-    prefetched.push_back(probe_seconds(kInFlight));
+    same.take();
   }
   state.SetBytesProcessed(state.iterations() * elements * streams.bytes());
   state.counters["bytes_per_element"] = static_cast<double>(streams.bytes());
   state.counters["ps_per_element"] = picoseconds_an_element(times, elements);
-  std::vector<double> shares = median(plain) < median(prefetched) ? plain : prefetched;
-  for (size_t i = 0; i < shares.size(); ++i)
-    shares[i] /= times[i];
-  state.counters["%_of_probe"] = 100 * median(shares);
+  state.counters["%_of_probe"] = same.percent_of(times);
+  state.counters["%_of_memory"] = (windows > 1 ? memory : same).percent_of(times);
 }
 
 }  // namespace tessera::bench

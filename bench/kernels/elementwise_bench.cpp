@@ -17,8 +17,9 @@ constexpr Pair kPairs[] = {{DType::F32, DType::F32},
 
 // What all passes share.
 struct Blocks {
-  explicit Blocks(int64_t n) : elements(n), from(DType::F32, n), to(DType::F32, n) {}
-  int64_t elements;
+  explicit Blocks(int64_t n)
+      : elements(n), capacity(Capacity(n).elements()), from(DType::F32, capacity), to(DType::F32, capacity) {}
+  int64_t elements, capacity;
   Block from, to;
 };
 using Shared = std::shared_ptr<const Blocks>;
@@ -90,7 +91,7 @@ void add_pair(const Passes& passes, Pair pair) {
 
 void add_split(const Passes& passes) {
   const Shared b = passes.blocks();
-  const int64_t residual = 2 * b->elements;  // where it begins, behind the weights
+  const int64_t residual = 2 * b->capacity;  // where it begins, behind the weights
   Streams split, join;
   split.read4 = join.write4 = {b->from.as<char>()};
   split.write2 = join.read2 = {b->to.as<char>(), b->to.as<char>(residual)};

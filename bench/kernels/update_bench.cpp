@@ -20,14 +20,15 @@ struct Shape {
 
 // Shared by all benchmarks, as large as the largest form.
 struct Buffers {
-  explicit Buffers(int64_t n)
+  explicit Buffers(int64_t n) : Buffers(n, Capacity(n).elements()) {}
+  Buffers(int64_t n, int64_t capacity)
       : elements(n),
-        master(DType::F32, n),
-        state0(DType::F32, n),
-        state1(DType::F32, n),
-        grad(DType::F32, n),
-        weight(DType::BF16, n),
-        residual(DType::BF16, n) {}
+        master(DType::F32, capacity),
+        state0(DType::F32, capacity),
+        state1(DType::F32, capacity),
+        grad(DType::F32, capacity),
+        weight(DType::BF16, capacity),
+        residual(DType::BF16, capacity) {}
 
   int64_t elements;
   Block master, state0, state1, grad, weight, residual;

@@ -10,14 +10,25 @@ from typing import Any
 from report import ROOT, Result, table
 
 from suites import adam
-from suites.kernel_rows import FP32, Row, Turns, byte_goals, counted, goals_of, limit_goals, parse, parse_turns
+from suites.kernel_rows import (
+    FP32,
+    LEAST,
+    Row,
+    Turns,
+    byte_goals,
+    counted,
+    goals_of,
+    parse,
+    parse_turns,
+    slower_than_the_cache,
+)
 
 PROGRAM = ROOT / "build" / "bench" / "bench" / "kernels" / "kernels_bench"
 THREADS = (1, 2)
 MIN_SECONDS = {
     True: 0.02,
     False: 0.5,
-}  # measured of each form at least, by quick; with probes in turns three times that
+}  # measured of each form at least, by quick; with probes in turns three to seven times that
 TITLES = {
     "adam": "Adam, all forms of states",
     "rules": "The other rules",
@@ -46,19 +57,23 @@ def measure(elements: int, quick: bool) -> tuple[list[Row], list[Turns]]:
     return parse(printed), parse_turns(printed)
 
 
+def figures(row: Row) -> list[str]:
+    return [f"{row.ns:.3f}", f"{row.size / row.ns:.1f}", f"{row.share:.0%}", f"{row.memory:.0%}"]
+
+
 def group_table(rows: list[Row]) -> str:
     forms: dict[str, dict[int, Row]] = {}
     for row in rows:
         forms.setdefault(row.form, {})[row.threads] = row
     header = ["form", "B/element"]
     for threads in THREADS:
-        header += [f"{counted(threads)}: ns/element", "GB/s", "of probe"]
+        header += [f"{counted(threads)}: ns/element", "GB/s", "of probe", "of memory"]
     lines = []
     for form, of in forms.items():
         line = [form, f"{next(iter(of.values())).size:g}"]
         for threads in THREADS:
             row = of.get(threads)
-            line += [f"{row.ns:.3f}", f"{row.size / row.ns:.1f}", f"{row.share:.0%}"] if row else ["-"] * 3
+            line += figures(row) if row else ["-"] * 4
         lines.append(line)
     return table(header, lines)
 
@@ -87,21 +102,21 @@ def bench_kernels(args: argparse.Namespace, *_: Any) -> Result:
     sizes = args.elements or ([1_000_000] if args.quick else [10_000_000, 100_000_000])
     result = Result(
         [
-            "Each kernel takes turns with a probe that moves the same streams (read, written, or both) and does "
-            "nothing else; 'of probe' is the time of the better probe, with or without prefetch, over the kernel's in "
-            "the same turn, the median of all turns. What fits into the processor's cache is bound by arithmetic "
-            "there (Adam's square root and quotient alone keep the divider busy), not by memory; for such sizes the "
-            "goals have the share of memory's limit besides, that of the probe at the largest size. Values are "
-            "normal numbers of the sizes of training. Form: rule / where the master weights are / dtype of the "
-            "moments / rounding of what is stored in 16 bits / dtype of the gradient."
+            "Each kernel takes turns with probes that move the same streams (read, written, or both) and do nothing "
+            "else: 'of probe' of the same elements, maybe out of the cache as the kernel does, 'of memory' of as many "
+            "that only memory holds by then. Both are the time of the better probe, with or without prefetch, over the "
+            "kernel's in the same turn, the median of all turns; where the buffers are larger than any cache they are "
+            "one. A kernel's limit, of which goals ask for a share, is its bytes over the bandwidth of memory; what "
+            "runs out of the cache may exceed it, and is bound by arithmetic there (Adam's square root and quotient "
+            "alone keep the divider busy). Values are normal numbers of the sizes of training. Form: rule / where the "
+            "master weights are / dtype of the moments / rounding of what is stored in 16 bits / dtype of the gradient."
         ],
         {"kernels": {}, "in_turns": {}, "adam": {}},
         how=f"Kernels: medians over at least {MIN_SECONDS[args.quick]:g} s of each. Adam of peers: medians of "
         f"{args.rounds} rounds in which all take turns (min-max).",
     )
-    measured = {elements: measure(elements, args.quick) for elements in sizes}
-    largest = max(sizes)
-    for elements, (rows, turns) in measured.items():
+    for elements in sizes:
+        rows, turns = measure(elements, args.quick)
         result.text.append(f"## {shown(elements)}")
         for group, title in TITLES.items():
             mine = [row for row in rows if row.group == group]
@@ -109,10 +124,10 @@ def bench_kernels(args: argparse.Namespace, *_: Any) -> Result:
                 result.text += [f"{title} ({mine[0].table}):", group_table(mine)]
         goals, headline = goals_of(shown(elements), rows)
         result.text += turns_table(rows, turns)
-        goals += byte_goals(shown(elements), rows, turns)
-        if elements != largest:
-            goals += limit_goals(shown(elements), rows, measured[largest][0])
-        result.goals += goals
+        slow = slower_than_the_cache(rows)
+        if slow:
+            result.text.append(f"Below {LEAST:.0%} of the probe of the same elements: {'; '.join(slow)}.")
+        result.goals += goals + byte_goals(shown(elements), rows, turns)
         result.headline += headline
         result.data["kernels"][str(elements)] = [row.data() for row in rows]
         result.data["in_turns"][str(elements)] = {str(turn.threads): turn.ns for turn in turns}

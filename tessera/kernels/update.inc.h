@@ -2,6 +2,8 @@
 // are too.
 #pragma once
 
+#include <type_traits>
+
 #include "tessera/kernels/split.inc.h"
 #include "tessera/kernels/table.h"
 #include "tessera/kernels/update.h"
@@ -34,19 +36,20 @@ struct Divisor {
 // vectors go by themselves (Late), as compilers keep structures of them in memory. They are many: where begin() has no use
 // for w (`weight_first` is false), 16-bit ones are loaded in the second half.
 
-// Each rule holds its constants. `common`: the rule has nothing to choose in the loop, which is then compiled for each
-// type of gradient, so that nothing is left to choose there at all. For Adam that is: no L2 term, beta1 above 0.5.
-template <bool common_>
+// Each rule holds its constants. The loop is compiled for each type of gradient, with and without an L2 term (`l2`), so that
+// nothing is left in it to choose that is not rare: where the code of a jump comes to lie may cost a third of the time.
+// `common` Adam: no L2 term, beta1 above 0.5.
+template <bool common>
 struct AdamStep {
   static constexpr int states = 2;
-  static constexpr bool common = common_, weight_first = !common;
-  F decay, l2, mix, beta2, rest2, eps, minus_step_size;
+  static constexpr bool weight_first = !common;
+  F decay, weight_decay, mix, beta2, rest2, eps, minus_step_size;
   Divisor sqrt_bias2;
   bool add_l2, mix_from_grad;
 
   explicit AdamStep(const AdamRule& r)
       : decay(splat(static_cast<float>(r.decoupled ? 1 - r.lr * r.weight_decay : 1))),
-        l2(splat(static_cast<float>(r.weight_decay))),
+        weight_decay(splat(static_cast<float>(r.weight_decay))),
         beta2(splat(static_cast<float>(r.beta2))),
         rest2(splat(static_cast<float>(1 - r.beta2))),
         eps(splat(static_cast<float>(r.eps))),
@@ -58,7 +61,8 @@ struct AdamStep {
     mix = splat(mix_from_grad ? rest1 - 1.0f : rest1);
   }
   TESSERA_INLINE void begin(F& w, F g, F& m, F& v, F& numerator, F& root) const {
-    if (!common && add_l2) g = fma(l2, w, g);
+    if (!common && add_l2) [[likely]]
+      g = fma(weight_decay, w, g);
     m = fma(mix, g - m, !common && mix_from_grad ? g : m);
     v = fma(rest2 * g, g, v * beta2);
     numerator = minus_step_size * m;
@@ -69,48 +73,51 @@ struct AdamStep {
   }
 };
 
+template <bool l2>
 struct SgdStep {
   static constexpr int states = 0;
-  static constexpr bool common = false, weight_first = true;
-  F l2, minus_lr;
-  bool add_l2;
+  static constexpr bool weight_first = true;
+  F weight_decay, minus_lr;
 
   explicit SgdStep(const SgdRule& r)
-      : l2(splat(static_cast<float>(r.weight_decay))),
-        minus_lr(splat(static_cast<float>(-r.lr))),
-        add_l2(static_cast<float>(r.weight_decay) != 0) {}
+      : weight_decay(splat(static_cast<float>(r.weight_decay))), minus_lr(splat(static_cast<float>(-r.lr))) {}
   TESSERA_INLINE void begin(F& w, F g, F&, F&, F&, F&) const {
-    if (add_l2) g = fma(l2, w, g);
+    if constexpr (l2) g = fma(weight_decay, w, g);
     w = fma(minus_lr, g, w);
   }
   TESSERA_INLINE F end(F w, F, F) const { return w; }
 };
 
+template <bool l2>
 struct MomentumStep {
   static constexpr int states = 1;
-  static constexpr bool common = false, weight_first = true;
-  F l2, minus_lr, momentum, undamped;
-  bool add_l2, nesterov, first;
+  static constexpr bool weight_first = true;
+  F weight_decay, minus_lr, momentum, undamped;
+  bool nesterov, first;
 
   explicit MomentumStep(const SgdRule& r)
-      : l2(splat(static_cast<float>(r.weight_decay))),
+      : weight_decay(splat(static_cast<float>(r.weight_decay))),
         minus_lr(splat(static_cast<float>(-r.lr))),
         momentum(splat(static_cast<float>(r.momentum))),
         undamped(splat(static_cast<float>(1 - r.dampening))),
-        add_l2(static_cast<float>(r.weight_decay) != 0),
         nesterov(r.nesterov),
         first(r.first_step) {}
   TESSERA_INLINE void begin(F& w, F g, F& buf, F&, F&, F&) const {
-    if (add_l2) g = fma(l2, w, g);
-    buf = first ? g : fma(undamped, g, buf * momentum);
-    w = fma(minus_lr, nesterov ? fma(momentum, buf, g) : buf, w);
+    if constexpr (l2) g = fma(weight_decay, w, g);
+    buf = fma(undamped, g, buf * momentum);
+    if (first) [[unlikely]]
+      buf = g;
+    F way = buf;
+    if (nesterov) [[unlikely]]
+      way = fma(momentum, buf, g);
+    w = fma(minus_lr, way, w);
   }
   TESSERA_INLINE F end(F w, F, F) const { return w; }
 };
 
 struct LionStep {
   static constexpr int states = 1;
-  static constexpr bool common = false, weight_first = true;
+  static constexpr bool weight_first = true;
   F decay, beta1, rest1, beta2, rest2, lr;
 
   explicit LionStep(const LionRule& r)
@@ -127,19 +134,18 @@ struct LionStep {
   TESSERA_INLINE F end(F w, F, F) const { return w; }
 };
 
+template <bool l2>
 struct AdagradStep {
   static constexpr int states = 1;
-  static constexpr bool common = false, weight_first = true;
-  F l2, minus_clr, eps;
-  bool add_l2;
+  static constexpr bool weight_first = true;
+  F weight_decay, minus_clr, eps;
 
   explicit AdagradStep(const AdagradRule& r)
-      : l2(splat(static_cast<float>(r.weight_decay))),
+      : weight_decay(splat(static_cast<float>(r.weight_decay))),
         minus_clr(splat(static_cast<float>(-r.clr))),
-        eps(splat(static_cast<float>(r.eps))),
-        add_l2(static_cast<float>(r.weight_decay) != 0) {}
+        eps(splat(static_cast<float>(r.eps))) {}
   TESSERA_INLINE void begin(F& w, F g, F& sum, F&, F& numerator, F& root) const {
-    if (add_l2) g = fma(l2, w, g);
+    if constexpr (l2) g = fma(weight_decay, w, g);
     sum = fma(g, g, sum);
     numerator = minus_clr * g;
     root = square_root(sum);
@@ -212,33 +218,6 @@ struct WeightMaster {
   }
 };
 
-struct AnyGradient {  // its type is looked at in the loop, a branch that is always predicted: a third of the code
-  const void* grad;
-  DType dtype;
-  int bytes() const { return dtype == DType::F32 ? F32::bytes : Halves::bytes; }
-  TESSERA_INLINE void prefetch(int64_t i) const {
-    if (dtype == DType::F32) return F32::prefetch(grad, i);
-    Halves::prefetch(grad, i);
-  }
-  template <Order order, class Lanes>
-  TESSERA_INLINE Pair load(int64_t i, Lanes lanes) const {
-    if (dtype == DType::F32) return F32::load<order>(grad, i, lanes);
-    if (dtype == DType::BF16) return Bf16::load<order>(grad, i, lanes);
-    return F16::load<order>(grad, i, lanes);
-  }
-};
-
-template <class Type>
-struct Gradient {
-  const void* grad;
-  static constexpr int bytes() { return Type::bytes; }
-  TESSERA_INLINE void prefetch(int64_t i) const { Type::prefetch(grad, i); }
-  template <Order order, class Lanes>
-  TESSERA_INLINE Pair load(int64_t i, Lanes lanes) const {
-    return Type::template load<order>(grad, i, lanes);
-  }
-};
-
 // A step of the loop between its halves.
 struct Late {
   F w_a, w_b, numerator_a, numerator_b, root_a, root_b;
@@ -252,8 +231,8 @@ struct Late {
   }
 };
 
-template <class Master, class State, class Step, class Grad>
-void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradient, float grad_scale) {
+template <class Master, class State, class Grad, class Step>
+void update_typed(const Step& rule, const UpdateRange& range, float grad_scale) {
   // fp32 masters come at the speed of memory, which suffers when they are asked for late; fp16 ones gain nothing by it.
   constexpr bool weight_first = Step::weight_first || Master::natural;
   constexpr Order order = Master::natural && State::bytes == 4 ? Order::Natural : Order::EvenOdd;
@@ -262,13 +241,13 @@ void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradie
   const Step step = rule;
   const F scale = splat(grad_scale);
   const Master master(range);
-  const Grad grad = gradient;
+  const void* const grad = range.grad;
   void* const state0 = range.state0;
   void* const state1 = range.state1;
   Roots roots(range.random);
   const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
     master.prefetch(i);
-    grad.prefetch(i);
+    Grad::prefetch(grad, i);
     if constexpr (Step::states > 0) State::prefetch(state0, i);
     if constexpr (Step::states > 1) State::prefetch(state1, i);
   };
@@ -277,7 +256,7 @@ void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradie
     const Drawn random(roots);  // takes long, so that it comes first
     Pair w{}, s0{}, s1{};
     if constexpr (weight_first) w = master.template load<order>(i, lanes);
-    const Pair g = grad.template load<order>(i, lanes);
+    const Pair g = Grad::template load<order>(grad, i, lanes);
     if constexpr (Step::states > 0) s0 = State::template load<order>(state0, i, lanes);
     if constexpr (Step::states > 1) s1 = State::template load<order>(state1, i, lanes);
     step.begin(w.a, g.a * scale, s0.a, s1.a, late.numerator_a, late.root_a);
@@ -293,19 +272,13 @@ void update_typed(const Step& rule, const UpdateRange& range, const Grad& gradie
     const F a = step.end(w.a, late.numerator_a, late.root_a), b = step.end(w.b, late.numerator_b, late.root_b);
     master.template store<order>(i, lanes, {a, b}, late.bound);
   };
-  const int64_t distance = elements_ahead(Master::bytes + grad.bytes() + Step::states * State::bytes);
+  const int64_t distance = elements_ahead(Master::bytes + Grad::bytes + Step::states * State::bytes);
   for_each_pair<Late>(range.n, distance, prefetch, begin, end);
 }
 
 template <class Master, class State, class Step>
 void update_streams(const Step& step, const UpdateRange& range, float grad_scale) {
-  if constexpr (Step::common) {
-    with_type(range.grad_dtype, [&](auto type) {
-      update_typed<Master, State>(step, range, Gradient<decltype(type)>{range.grad}, grad_scale);
-    });
-  } else {
-    update_typed<Master, State>(step, range, AnyGradient{range.grad, range.grad_dtype}, grad_scale);
-  }
+  with_type(range.grad_dtype, [&](auto type) { update_typed<Master, State, decltype(type)>(step, range, grad_scale); });
 }
 
 // call() with the type of 16-bit weights, which are not fp16 beside 16-bit states (UpdateRange).
@@ -359,6 +332,13 @@ UpdateRange whole_words(const Rule& rule, const UpdateRange& range, float grad_s
   return part(range, first, range.n);
 }
 
+// call() with whether there is an L2 term.
+template <class Call>
+void with_l2(double weight_decay, const Call& call) {
+  if (static_cast<float>(weight_decay) != 0) return call(std::true_type{});
+  call(std::false_type{});
+}
+
 void adam(const AdamRule& rule, const UpdateRange& all, float grad_scale) {
   if (!Divisor::ordinary(static_cast<float>(rule.sqrt_bias2))) return reference_table().adam(rule, all, grad_scale);
   const UpdateRange range = whole_words(rule, all, grad_scale, reference_table().adam);
@@ -368,14 +348,17 @@ void adam(const AdamRule& rule, const UpdateRange& all, float grad_scale) {
 }
 void sgd(const SgdRule& rule, const UpdateRange& all, float grad_scale) {
   const UpdateRange range = whole_words(rule, all, grad_scale, reference_table().sgd);
-  if (rule.momentum == 0) return update_any(SgdStep(rule), range, grad_scale);
-  update_any(MomentumStep(rule), range, grad_scale);
+  with_l2(rule.weight_decay, [&](auto l2) {
+    if (rule.momentum == 0) return update_any(SgdStep<l2>(rule), range, grad_scale);
+    update_any(MomentumStep<l2>(rule), range, grad_scale);
+  });
 }
 void lion(const LionRule& rule, const UpdateRange& range, float grad_scale) {
   update_any(LionStep(rule), whole_words(rule, range, grad_scale, reference_table().lion), grad_scale);
 }
-void adagrad(const AdagradRule& rule, const UpdateRange& range, float grad_scale) {
-  update_any(AdagradStep(rule), whole_words(rule, range, grad_scale, reference_table().adagrad), grad_scale);
+void adagrad(const AdagradRule& rule, const UpdateRange& all, float grad_scale) {
+  const UpdateRange range = whole_words(rule, all, grad_scale, reference_table().adagrad);
+  with_l2(rule.weight_decay, [&](auto l2) { update_any(AdagradStep<l2>(rule), range, grad_scale); });
 }
 
 }  // namespace

@@ -28,7 +28,9 @@ struct Case {
 
 std::vector<Case> cases() {
   const AdamRule adamw{1e-3, 0.9, 0.999, 1e-8, 0.1, true, 1 - 0.9, std::sqrt(1 - 0.999)};
-  const AdamRule l2{1e-3, 0.3, 0.95, 1e-6, 0.1, false, 1, 1};  // beta1 < 0.5: lerp from the other end
+  const AdamRule l2{1e-3, 0.9, 0.95, 1e-6, 0.1, false, 1, 1};
+  const AdamRule far{1e-3, 0.3, 0.95, 1e-6, 0, false, 1, 1};  // beta1 < 0.5: lerp from the other end
+  const AdamRule far_l2{1e-3, 0.3, 0.95, 1e-6, 0.1, false, 1, 1};
   const AdamRule plain{1e-3, 0.9, 0.999, 0, 0, false, 0.5, 0.25};
   const auto adam = [](const AdamRule& rule) {
     return [rule](const Table& t, const UpdateRange& r, float s) { t.adam(rule, r, s); };
@@ -37,17 +39,24 @@ std::vector<Case> cases() {
     return [rule](const Table& t, const UpdateRange& r, float s) { t.sgd(rule, r, s); };
   };
   const LionRule lion{1e-4, 0.9, 0.99, 0.1};
-  const AdagradRule adagrad{1e-2, 1e-10, 0.01};
+  const auto adagrad = [](const AdagradRule& rule) {
+    return [rule](const Table& t, const UpdateRange& r, float s) { t.adagrad(rule, r, s); };
+  };
   return {{"adamw", adam(adamw)},
           {"adam with l2", adam(l2)},
+          {"adam from afar", adam(far)},
+          {"adam from afar with l2", adam(far_l2)},
           {"adam", adam(plain)},
           {"sgd", sgd({0.1, 0, 0, 0})},
           {"sgd with decay", sgd({0.1, 0, 0, 0.01})},
-          {"momentum", sgd({0.1, 0.9, 0.1, 0.01})},
+          {"momentum", sgd({0.1, 0.9, 0.1, 0})},
+          {"momentum with decay", sgd({0.1, 0.9, 0.1, 0.01})},
           {"momentum, first step", sgd({0.1, 0.9, 0.1, 0, false, true})},
           {"nesterov", sgd({0.1, 0.9, 0, 0, true, false})},
+          {"nesterov with decay, first step", sgd({0.1, 0.9, 0, 0.01, true, true})},
           {"lion", [=](const Table& t, const UpdateRange& r, float s) { t.lion(lion, r, s); }},
-          {"adagrad", [=](const Table& t, const UpdateRange& r, float s) { t.adagrad(adagrad, r, s); }}};
+          {"adagrad", adagrad({1e-2, 1e-10, 0})},
+          {"adagrad with decay", adagrad({1e-2, 1e-10, 0.01})}};
 }
 
 struct UpdateBuffers {
