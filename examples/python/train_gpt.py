@@ -43,7 +43,7 @@ def main() -> None:
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     engine, *_ = tessera.initialize(model=model, config=args.config)
     for step in range(args.steps):
-        x, y = text.batch(step, rank, ranks, args.rows)
+        x, y = (t.to(engine.device) for t in text.batch(step, rank, ranks, args.rows))
         loss = engine(x, y)
         loss.backward()
         engine.step()
@@ -52,7 +52,8 @@ def main() -> None:
     # README end
 
     with torch.no_grad():
-        losses = [model(x, y).item() for x, y in text.held_out_batches(rows=8, count=4)]
+        batches = text.held_out_batches(rows=8, count=4)
+        losses = [model(x.to(engine.device), y.to(engine.device)).item() for x, y in batches]
     if rank == 0:
         print(f"held-out loss {sum(losses) / len(losses):.6f}")
     torch.distributed.destroy_process_group()

@@ -16,7 +16,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -28,6 +28,7 @@ from tessera import _core, distributed
 from tessera.configuration import choose_config, load_config
 from tessera.errors import ConfigError
 from tessera.partition import Home, holder_of, set_home
+from tessera.placement import group_device, move
 
 _EARLY = "_tessera_early"  # of modules: the EarlyParameters that hold what the module owns
 
@@ -37,14 +38,18 @@ class EarlyParameters:
 
     OPEN_ELEMENTS = 1 << 21  # that code which reads parameters while a model is built keeps whole at most
 
-    def __init__(self, mesh: _core.Mesh) -> None:
+    def __init__(self, mesh: _core.Mesh, device: torch.device | None) -> None:
+        """`device`: where parameters of the CPU are moved to before they are partitioned, if anywhere."""
         self.core = _core.EarlyParams(mesh)
+        self._device = device
         self._read: dict[int, int] = {}  # open because they were read: number -> elements, oldest first
 
     def __deepcopy__(self, memo: Any) -> EarlyParameters:
         return self  # a copied module's parameters are whole; its owner here is as good as any
 
     def add(self, name: str, param: nn.Parameter, dtype: torch.dtype) -> None:
+        if self._device is not None and param.device.type == "cpu":
+            move(param, self._device)
         set_home(param, Home(self, self.core.add(name, param, dtype)))
 
     def read(self, number: int, elements: int) -> None:
@@ -146,7 +151,8 @@ class Init:
     they get values inside the context, as with torch.nn.utils.skip_init). Parameters are read and written inside
     GatheredParameters, also before there is an engine; while the model is built, reading them as attributes or from
     named_parameters() is enough, and what rank 0 writes holds. A context inside another one does nothing;
-    tessera.initialize may be called inside.
+    tessera.initialize may be called inside. Where the process group has a back end of an accelerator's own, as NCCL,
+    the parameters are there, and so is what torch's factory functions make inside, unless `tensor_overrides` is False.
     Collective: all ranks build the same modules in the same order. With one rank parameters are only cast.
     `data_parallel_group` (or `zero_param_parallel_group`, or that of `mpu`): the ranks that share the parameters.
     ConfigError for arguments that make no sense, NotImplementedError for what is not served, RuntimeError when
@@ -189,7 +195,16 @@ class Init:
         group = data_parallel_group or zero_param_parallel_group or sequence_data_parallel_group
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
-        self._early = EarlyParameters(_mesh(group, loaded))
+        if group is None:
+            distributed.prepare(None, 29500)
+        device = group_device(group)
+        if device is not None and remote_device == "cpu":
+            raise NotImplementedError(
+                f"[zero.Init] remote_device 'cpu': the ranks are on {device}, and parameters in host memory need "
+                "offload, which this version does not serve"
+            )
+        self._early = EarlyParameters(_mesh(group, loaded), device)
+        self._factories = torch.device(device) if tensor_overrides and device is not None else nullcontext()
         self._building: set[int] = set()  # ids of modules whose __init__ runs
         self._built: list[weakref.ref[nn.Module]] = []
         self._token: Any = None
@@ -201,6 +216,7 @@ class Init:
         if self._enabled and _active.get() is None:
             self._token = _active.set(self)
             _constructors.enter()
+            self._factories.__enter__()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -208,6 +224,7 @@ class Init:
             return
         _active.reset(self._token)
         self._token = None
+        self._factories.__exit__(None, None, None)
         _constructors.exit()
         modules = [module for reference in self._built if (module := reference()) is not None]
         self._built.clear()
@@ -274,8 +291,6 @@ def _dtype(dtype: torch.dtype | None, config: _core.Config | None) -> torch.dtyp
 
 
 def _mesh(group: Any, config: _core.Config | None) -> _core.Mesh:
-    if group is None:
-        distributed.prepare(None, 29500)
     mesh, _ = distributed.core_mesh(group, -1 if config is None else config.zero_optimization.mics_shard_size)
     expected = int(os.environ.get("WORLD_SIZE", "1"))
     if group is None and mesh.dp_size() == 1 and expected > 1:

@@ -31,6 +31,7 @@ from tessera.native import native_rule, read_group
 from tessera.optimizer import Optimizer
 from tessera.outputs import tensors_in
 from tessera.partition import Partition, gathered
+from tessera.placement import group_device, place
 from tessera.runners import ExternalRunner, NativeRunner, Runner
 from tessera.units import ROOT, UnitPolicy, default_unit_policy, partition_units
 
@@ -61,9 +62,11 @@ class Engine(EngineGetters):
     ) -> None:
         super().__init__()
         self.config = load_config(config)
+        device = group_device(group)
         self._mesh, self._own_groups = distributed.core_mesh(group, self.config.zero_optimization.mics_shard_size)
         self._dp_rank, self._dp_size = self._mesh.dp_rank(), self._mesh.dp_size()
         self._resolve_batch()
+        self.device = place(model, device)
         base = build_optimizer(self.config, model, optimizer, model_parameters)
         stage = self.config.zero_optimization.stage
         if base is None and stage in (1, 2):
@@ -72,7 +75,6 @@ class Engine(EngineGetters):
             )
         self.module = model
         self.local_rank = distributed.local_rank()
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.client_optimizer = optimizer
         self.client_lr_scheduler = lr_scheduler
         self.num_local_io_workers = 0

@@ -38,6 +38,7 @@ def initialize(
     model_parameters: what a configured or called optimizer trains; default: all that require gradients.
     config: dict, path or base64 text; also as args.deepspeed_config or config_params.
     The returned optimizer is the client's own object at stage 0 in fp32, else a tessera.Optimizer.
+    A plain model on the CPU is moved to the accelerator that the process group has a back end of its own for, as NCCL.
     Collective over all ranks. ConfigError (a ValueError) for wrong arguments.
     """
     if not isinstance(model, nn.Module):

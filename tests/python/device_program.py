@@ -5,14 +5,19 @@ the CPU, and host code that touches device memory crashes."""
 from __future__ import annotations
 
 import copy
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "stand_in"))
 
+import pytest
 import stand_in
 import torch
+import torch.distributed as dist
 from support import Net, batch, config, make
 from tessera.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 from torch import nn
@@ -196,30 +201,84 @@ def test_checkpointing_and_hooks() -> None:
     assert mine[2] == other[2]
 
 
+@contextmanager
+def process_group(back_ends: str) -> Iterator[None]:
+    dist.init_process_group(back_ends, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_model_goes_to_the_device_of_its_ranks() -> None:
+    def back_end(*args: Any) -> Any:
+        return dist.ProcessGroupGloo(*args)
+
+    dist.Backend.register_backend("of_the_device", back_end, devices=[DEVICE])
+    cfg = config(2, bf16=True)
+    results = []
+    for back_ends in ("gloo", f"cpu:gloo,{DEVICE}:of_the_device"):
+        with process_group(back_ends):
+            model = make()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            engine = tessera.initialize(model=model, optimizer=optimizer, config=cfg)[0]
+            assert engine.device.type == (DEVICE if DEVICE in back_ends else "cpu"), (back_ends, engine.device)
+            results.append((train(engine), masters(engine)))
+            assert tessera.initialize(model=make().to(f"{DEVICE}:1"), config=cfg)[0].device.index == 1
+            engine.destroy()
+    assert results[0][0] == results[1][0]
+    assert equal(results[0][1], results[1][1])
+
+
+def test_a_partitioned_model_is_built_on_the_device_of_its_ranks() -> None:
+    cfg = config(3, **ADAM, bf16=True)
+    found = []
+    for back_ends in ("gloo", f"cpu:gloo,{DEVICE}:of_the_device"):
+        with process_group(back_ends):
+            torch.manual_seed(0)
+            with tessera.zero.Init(config=cfg):
+                model = Net()
+                model.register_buffer("made_inside", torch.zeros(2))
+            assert torch.zeros(2).device.type == "cpu"
+            engine = tessera.initialize(model=model, config=cfg)[0]
+            assert model.made_inside.device == engine.device
+            built = make()
+            tessera.zero.Init(module=built, config=cfg)
+            assert all(p.device == engine.device for p in built.parameters())
+            if engine.device.type == DEVICE:
+                with pytest.raises(NotImplementedError, match="parameters in host memory need offload"):
+                    tessera.zero.Init(config=cfg, remote_device="cpu")
+            found.append((engine.device.type, train(engine), masters(engine)))
+    assert [where for where, *_ in found] == ["cpu", DEVICE]
+    assert found[0][1] == found[1][1]
+    assert equal(found[0][2], found[1][2])
+
+
+def test_the_device_of_a_local_rank() -> None:
+    os.environ["LOCAL_RANK"] = "1"
+    try:
+        with process_group(f"{DEVICE}:of_the_device"):
+            engine = tessera.initialize(model=make(), config=config(1, bf16=True))[0]
+            assert engine.device == torch.device(DEVICE, 1)
+            assert torch.accelerator.current_device_index() == 1
+            train(engine, 1)
+    finally:
+        del os.environ["LOCAL_RANK"]
+        torch.accelerator.set_device_index(0)
+
+
 def test_errors() -> None:
     engine = engine_on(DEVICE, config(1, **MODES["fp16"]))
     loss = engine(*(t.to(DEVICE) for t in batch(0)))
-    try:
+    with pytest.raises(RuntimeError, match="scale"):
         loss.backward()
-    except RuntimeError as error:
-        assert "scale" in str(error)
-    else:
-        raise AssertionError("an unscaled backward passed")
     train(engine, 1)
     model = make().to(DEVICE)
     model.gain = nn.Parameter(torch.ones(1))
-    try:
+    with pytest.raises(ValueError, match="an engine trains a model on one device"):
         tessera.initialize(model=model, config=config(1))
-    except ValueError as error:
-        assert "an engine trains a model on one device" in str(error)
-    else:
-        raise AssertionError("a model on two devices passed")
-    try:
+    with pytest.raises((NotImplementedError, ValueError), match="meta"):
         tessera.initialize(model=make().to("meta"), config=config(1))
-    except (NotImplementedError, ValueError) as error:
-        assert "meta" in str(error)
-    else:
-        raise AssertionError("a model without values passed")
 
 
 if __name__ == "__main__":

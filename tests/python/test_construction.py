@@ -273,7 +273,7 @@ def build_in_process(rank: int, port: int, folder: str) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    tessera.init_distributed()
+    tessera.init_distributed("gloo")
     # Freed memory goes back to the system at once; how much of it glibc keeps otherwise is chance.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # noqa: E731

@@ -177,7 +177,7 @@ def test_process_group_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.destroy()
     with pytest.raises(RuntimeError, match="dist_init_required"):
         tessera.initialize(model=make(), config=config(), dist_init_required=False)
-    tessera.init_distributed()
+    tessera.init_distributed("gloo")
     try:
         tessera.init_distributed("nccl")  # a second call does nothing, whatever it names
         assert torch.distributed.get_world_size() == 1

@@ -56,6 +56,7 @@ def train(program: list, folder: Path, config: Path, ranks: int) -> list[float]:
     command = [*program, "--config", config, "--data", folder / "text.txt", "--weights", folder / "weights.pt"]
     command += ["--steps", str(STEPS), *SIZES]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # the C++ program trains on the CPU
     processes = [
         subprocess.Popen(
             command,
