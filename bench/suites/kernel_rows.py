@@ -9,7 +9,7 @@ from report import Goal
 
 RULES = ("sgd", "momentum", "lion", "adagrad")
 STOCHASTIC = "/stochastic"
-LEAST = 0.8  # of memory's bandwidth
+LEAST = 0.8  # share of a probe
 FULL = "adam/fp32+bf16/fp32_states/bf16_grad"  # fp32 master and moments beside a bf16 weight
 FP32 = "adam/fp32/fp32_states/f32_grad"
 IN_TURNS = "in_turns/threads:"
@@ -92,7 +92,7 @@ def counted(threads: int) -> str:
 
 
 def goals_of(title: str, rows: list[Row]) -> tuple[list[Goal], list[str]]:
-    """A kernel's limit is its bytes over the bandwidth of memory."""
+    """A kernel's limit is its bytes over the bandwidth of memory; beside the cache it has a goal, too."""
     goals, headline = [], []
     for threads in sorted({row.threads for row in rows}):
         mine = [row for row in rows if row.threads == threads]
@@ -105,18 +105,18 @@ def goals_of(title: str, rows: list[Row]) -> tuple[list[Goal], list[str]]:
                 text = f"{where}: least share of memory's bandwidth, {group} ({least.form})"
                 goals.append(Goal(text, least.memory, LEAST, True))
                 shares.append(f"{group} {least.memory:.0%}")
+                goals += same_data_goals(f"{where}: least share of the probe, {group}", of)
         headline.append(f"{where}, least share of memory's bandwidth: {', '.join(shares)}")
         goals += rounding_goals(where, mine)
     return goals, headline
 
 
-def slower_than_the_cache(rows: list[Row]) -> list[str]:
-    """Those that memory would not hold back, were it as fast as the cache that they run out of."""
-    slow = [row for row in rows if row.share < LEAST <= row.memory]
-    return [
-        f"{row.form}, {counted(row.threads)}: {row.share:.0%} of its probe, {row.memory:.0%} of memory's bandwidth"
-        for row in sorted(slow, key=lambda row: row.share)
-    ]
+def same_data_goals(text: str, rows: list[Row]) -> list[Goal]:
+    """None where the probe of the same elements was the one out of memory."""
+    if all(row.share == row.memory for row in rows):
+        return []
+    least = min(rows, key=lambda row: row.share)
+    return [Goal(f"{text} ({least.form})", least.share, LEAST, True)]
 
 
 def rounding_goals(where: str, rows: list[Row]) -> list[Goal]:

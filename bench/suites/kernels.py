@@ -10,18 +10,7 @@ from typing import Any
 from report import ROOT, Result, table
 
 from suites import adam
-from suites.kernel_rows import (
-    FP32,
-    LEAST,
-    Row,
-    Turns,
-    byte_goals,
-    counted,
-    goals_of,
-    parse,
-    parse_turns,
-    slower_than_the_cache,
-)
+from suites.kernel_rows import FP32, Row, Turns, byte_goals, counted, goals_of, parse, parse_turns
 
 PROGRAM = ROOT / "build" / "bench" / "bench" / "kernels" / "kernels_bench"
 THREADS = (1, 2)
@@ -107,9 +96,10 @@ def bench_kernels(args: argparse.Namespace, *_: Any) -> Result:
             "that only memory holds by then. Both are the time of the better probe, with or without prefetch, over the "
             "kernel's in the same turn, the median of all turns; where the buffers are larger than any cache they are "
             "one. A kernel's limit, of which goals ask for a share, is its bytes over the bandwidth of memory; what "
-            "runs out of the cache may exceed it, and is bound by arithmetic there (Adam's square root and quotient "
-            "alone keep the divider busy). Values are normal numbers of the sizes of training. Form: rule / where the "
-            "master weights are / dtype of the moments / rounding of what is stored in 16 bits / dtype of the gradient."
+            "runs out of the cache may exceed it, has a goal beside the probe of the same elements, too, and is bound "
+            "by arithmetic there (Adam's square root and quotient alone keep the divider busy). Values are normal "
+            "numbers of the sizes of training. Form: rule / where the master weights are / dtype of the moments / "
+            "rounding of what is stored in 16 bits / dtype of the gradient."
         ],
         {"kernels": {}, "in_turns": {}, "adam": {}},
         how=f"Kernels: medians over at least {MIN_SECONDS[args.quick]:g} s of each. Adam of peers: medians of "
@@ -124,9 +114,6 @@ def bench_kernels(args: argparse.Namespace, *_: Any) -> Result:
                 result.text += [f"{title} ({mine[0].table}):", group_table(mine)]
         goals, headline = goals_of(shown(elements), rows)
         result.text += turns_table(rows, turns)
-        slow = slower_than_the_cache(rows)
-        if slow:
-            result.text.append(f"Below {LEAST:.0%} of the probe of the same elements: {'; '.join(slow)}.")
         result.goals += goals + byte_goals(shown(elements), rows, turns)
         result.headline += headline
         result.data["kernels"][str(elements)] = [row.data() for row in rows]
