@@ -164,9 +164,6 @@ void bind_config(py::module_& m) {
   bind_tree(m);
   m.def("check_served", &check_served, py::arg("config"));
   m.def("precision", &precision, py::arg("config"));
-  m.def("autocast_options", &autocast_options, py::arg("config"));
-  m.def("scaler_options", &scaler_options, py::arg("config"));
-  m.def("zero_options", &zero_options, py::arg("config"));
 }
 
 }  // namespace tessera::python

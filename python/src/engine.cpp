@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "tessera/engine/build.h"
 #include "tessera/zero/early_params.h"
 
 namespace tessera::python {
@@ -44,8 +45,11 @@ void bind_structs(py::module_& m) {
       .def_readwrite("gradient_accumulation_steps", &Options::gradient_accumulation_steps)
       .def_readwrite("gradient_clipping", &Options::gradient_clipping)
       .def_readwrite("managed_accumulation", &Options::managed_accumulation)
+      .def_readwrite("client_optimizer", &Options::client_optimizer)
       .def_readwrite("scaler", &Options::scaler)
       .def_readwrite("autocast", &Options::autocast);
+
+  m.def("engine_options", &options_from, py::arg("config"), py::arg("data_parallel_size"));
 
   py::class_<ParamSpec>(m, "ParamSpec")
       .def(

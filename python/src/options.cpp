@@ -26,6 +26,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("master", &PrecisionPolicy::master)
       .def_readwrite("state", &PrecisionPolicy::state)
       .def_readwrite("rounding", &PrecisionPolicy::rounding)
+      .def_readwrite("grad_rounding", &PrecisionPolicy::grad_rounding)
       .def_readwrite("skip_nonfinite", &PrecisionPolicy::skip_nonfinite)
       .def("master_is_param", &PrecisionPolicy::master_is_param)
       .def("bytes_per_parameter", &PrecisionPolicy::bytes_per_parameter);

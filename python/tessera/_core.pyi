@@ -69,6 +69,7 @@ class PrecisionPolicy:
     master: Master
     state: torch.dtype
     rounding: Rounding
+    grad_rounding: Rounding
     skip_nonfinite: bool
     def __init__(self) -> None: ...
     @staticmethod
@@ -283,9 +284,6 @@ class Config:
 
 def check_served(config: Config) -> None: ...
 def precision(config: Config) -> PrecisionPolicy: ...
-def autocast_options(config: Config) -> AutocastOptions: ...
-def scaler_options(config: Config) -> ScalerOptions: ...
-def zero_options(config: Config) -> ZeroOptions: ...
 
 class ScalerOptions:
     dynamic: bool
@@ -325,9 +323,12 @@ class EngineOptions:
     gradient_accumulation_steps: int
     gradient_clipping: float
     managed_accumulation: bool
+    client_optimizer: str
     scaler: ScalerOptions
     autocast: AutocastOptions
     def __init__(self) -> None: ...
+
+def engine_options(config: Config, data_parallel_size: int) -> EngineOptions: ...
 
 class ParamSpec:
     def __init__(

@@ -50,6 +50,20 @@ def build_optimizer(
     return built
 
 
+def describe(optimizer: torch.optim.Optimizer) -> str:
+    """Its class and hyper-parameters, to compare between ranks."""
+
+    def plain(group: dict[str, Any]) -> dict[str, Any]:
+        values = {
+            name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            for name, value in group.items()
+        }
+        return {name: value for name, value in values.items() if isinstance(value, bool | int | float | str | tuple)}
+
+    groups = [plain(group) for group in optimizer.param_groups]
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__} {groups}"
+
+
 def trainable_groups(model: nn.Module, model_parameters: Any) -> ParamGroups:
     """Param groups of what is to be trained: frozen parameters and empty groups are left out."""
     if model_parameters is None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from tessera import _core, distributed
 from tessera.autocast import cast_floating, get_comm_dtype, has_comm_dtype, init_autocast_params, remove_marks
-from tessera.builders import build_optimizer, build_schedule, params_of
+from tessera.builders import build_optimizer, build_schedule, describe, params_of
 from tessera.configuration import load_config
 from tessera.construction import early_of, taken_over
 from tessera.data import Loader, make_loader
@@ -103,14 +103,10 @@ class Engine(EngineGetters):
 
     def _build_core(self, base: torch.optim.Optimizer | None, policy: UnitPolicy) -> None:
         rule = None if base is None else native_rule(base)
-        options = _core.EngineOptions()
-        options.zero = _core.zero_options(self.config)
+        options = _core.engine_options(self.config, self._dp_size)
         options.rule = rule.rule if rule is not None else _core.Rule.External
-        options.gradient_accumulation_steps = self._accumulation
-        options.gradient_clipping = self.config.gradient_clipping
-        options.managed_accumulation = self.config.managed_gradient_accumulation
-        options.scaler = _core.scaler_options(self.config)
-        options.autocast = _core.autocast_options(self.config)
+        if base is not None and rule is None:
+            options.client_optimizer = describe(base)
         self._input_dtype = torch.float16 if self.config.fp16.enabled and self.config.fp16.auto_cast else None
         if options.autocast.enabled:
             modules = self.config.torch_autocast.lower_precision_safe_modules

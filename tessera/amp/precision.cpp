@@ -5,7 +5,7 @@
 namespace tessera::amp {
 
 void check(const PrecisionPolicy& policy) {
-  const auto [param, grad, master, state, rounding, skip_nonfinite] = policy;
+  const auto [param, grad, master, state, rounding, grad_rounding, skip_nonfinite] = policy;
   TESSERA_CHECK_VALUE(param == at::kFloat || param == at::kBFloat16 || param == at::kHalf, "amp.precision",
                       "param must be fp32, bf16 or fp16, got ", param);
   TESSERA_CHECK_VALUE(grad == at::kFloat || grad == param, "amp.precision", "grad must be fp32 or the dtype of param, ",

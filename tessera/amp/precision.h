@@ -22,9 +22,11 @@ struct PrecisionPolicy {
   at::ScalarType grad = at::kFloat;   // flat gradient: where micro-batches accumulate, and what is reduced
   Master master = Master::Weight;
   at::ScalarType state = at::kFloat;  // moments
-  // Into 16-bit weights that are their own master, 16-bit states, and 16-bit gradients that accumulate. The copy of an
-  // fp32 master is the nearest value in any mode, and a split master is exact.
+  // Into 16-bit weights that are their own master and 16-bit states. The copy of an fp32 master is the nearest value in
+  // any mode, and a split master is exact.
   kernels::Rounding rounding = kernels::Rounding::Nearest;
+  // Into 16-bit gradients that accumulate. To nearest as torch does: closer to the sum of a few micro-batches.
+  kernels::Rounding grad_rounding = kernels::Rounding::Nearest;
   bool skip_nonfinite = false;  // a step with inf or NaN gradients is skipped (agreed on all ranks)
 
   // The compute parameter itself is the master: nothing extra is stored.

@@ -72,8 +72,14 @@ amp::PrecisionPolicy precision(const Config& c) {
   policy.master = mode->master;
   policy.state = mode->state;
   policy.rounding = rounds_to_nearest(c) ? kernels::Rounding::Nearest : kernels::Rounding::Stochastic;
+  policy.grad_rounding =
+      c.tessera.rounding == "stochastic" ? kernels::Rounding::Stochastic : kernels::Rounding::Nearest;
   policy.skip_nonfinite = c.fp16.enabled || (c.bf16.enabled && c.bf16.check_grad_overflow);
   return policy;
+}
+
+bool casts_model(const Config& c) {
+  return c.fp16.enabled || c.bf16.enabled || c.tessera.state_bytes.has_value();
 }
 
 void check_precision(const Config& c, Report& report) {

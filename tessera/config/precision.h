@@ -11,6 +11,9 @@ namespace tessera::config {
 // Expects a validated configuration.
 amp::PrecisionPolicy precision(const Config& config);
 
+// A section asks for a precision; otherwise the model keeps its own.
+bool casts_model(const Config& config);
+
 // Reports combinations that name no mode.
 void check_precision(const Config& config, Report& report);
 

@@ -1,5 +1,6 @@
 #include "tessera/engine/build.h"
 
+#include "tessera/config/precision.h"
 #include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
 
@@ -14,6 +15,8 @@ Options options_from(const config::Config& config, int data_parallel_size) {
   options.gradient_accumulation_steps = config.resolve_batch(data_parallel_size).gradient_accumulation_steps;
   options.gradient_clipping = config.gradient_clipping;
   options.managed_accumulation = config.managed_gradient_accumulation;
+  options.precision_of_model = !config::casts_model(config);
+  options.accumulate_in = config.data_types.grad_accum_dtype;
   options.scaler = config::scaler_options(config);
   options.autocast = config::autocast_options(config);
   return options;

@@ -7,6 +7,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/heap.h"
+#include "tessera/engine/preflight.h"
 #include "tessera/optim/norm.h"
 #include "tessera/shard/dtype.h"
 #include "tessera/shard/storage.h"
@@ -32,9 +33,9 @@ Buffer buffer_of(Quantity what) {
   return Buffer::Master;
 }
 
-// Parameters without an optimizer group: rank 0's values, the compute dtype, no states.
+// Parameters without an optimizer group: rank 0's values, the compute dtype (their own without one), no states.
 void prepare_unmanaged(const zero::DataParallel& ranks, const std::vector<ParamSpec>& params,
-                       const std::vector<int>& place_of, at::ScalarType dtype) {
+                       const std::vector<int>& place_of, std::optional<at::ScalarType> dtype) {
   const c10::AutoGradMode no_grad(false);
   for (size_t i = 0; i < params.size(); ++i) {
     const ParamSpec& spec = params[i];
@@ -47,13 +48,17 @@ void prepare_unmanaged(const zero::DataParallel& ranks, const std::vector<ParamS
       ranks.broadcast(sent, 0, "initial value of '" + spec.name + "'");
       value.copy_(sent);
     }
-    if (at::isFloatingType(value.scalar_type()) && value.scalar_type() != dtype) tensor.set_data(value.to(dtype));
+    if (dtype && at::isFloatingType(value.scalar_type()) && value.scalar_type() != *dtype)
+      tensor.set_data(value.to(*dtype));
   }
 }
 
-bool partitions_frozen(const zero::Options& options, const at::Tensor& tensor) {
-  return shard::placements_of_stage(options.stage).params == shard::Placement::Shard &&
-         at::isFloatingType(tensor.scalar_type()) && tensor.numel() > options.gather.persistence_threshold;
+// One of another dtype than the trained ones stays whole where nothing is to be cast.
+bool partitions_frozen(const Options& options, const at::Tensor& tensor) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  const bool fits = options.precision_of_model ? dtype == options.zero.precision.param : at::isFloatingType(dtype);
+  return fits && shard::placements_of_stage(options.zero.stage).params == shard::Placement::Shard &&
+         tensor.numel() > options.zero.gather.persistence_threshold;
 }
 
 }  // namespace
@@ -122,7 +127,6 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
                       "gradient_accumulation_steps must be >= 1, got ", options.gradient_accumulation_steps);
   TESSERA_CHECK_VALUE(options.gradient_clipping >= 0, "engine", "gradient_clipping must be >= 0, got ",
                       options.gradient_clipping);
-  amp::check(options.zero.precision);
   Impl& m = *impl_;
   m.options = options;
   m.scaler = amp::GradScaler(options.scaler);
@@ -131,8 +135,10 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   // Without managed boundaries only step() knows where one is; stages that reduce after every backward need none.
   const bool at_boundary = shard::placements_of_stage(options.zero.stage).reduce_at == shard::ReduceAt::Boundary;
   m.options.zero.reduce_at_step = !options.managed_accumulation && at_boundary;
-  // A client's optimizer updates tensors: a split master is none.
   auto& precision = m.options.zero.precision;
+  if (options.precision_of_model) precision = precision_of_model(params, options.accumulate_in);
+  check_params(params, precision);
+  // A client's optimizer updates tensors: a split master is none.
   if (options.rule == optim::Rule::External && precision.master == amp::Master::Split)
     precision.master = amp::Master::Fp32;
   m.mesh = std::move(mesh);
@@ -140,18 +146,18 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   std::vector<zero::ModelParam> managed, frozen;
   const auto trained = std::count_if(m.params.begin(), m.params.end(), [](const auto& s) { return s.group >= 0; });
   for (const ParamSpec& spec : m.params) {
-    TESSERA_CHECK_VALUE(!spec.tensor.is_meta(), "engine", "parameter '", spec.name,
-                        "' is on the meta device and has no values; materialize the module first (to_empty(), then its "
-                        "initialization), inside zero.Init where it is too large for one rank");
     auto& list = spec.group >= 0 ? managed : frozen;
-    const bool held = spec.group >= 0 || partitions_frozen(m.options.zero, spec.tensor);
+    const bool held = spec.group >= 0 || partitions_frozen(m.options, spec.tensor);
     const auto first = spec.group >= 0 ? 0 : trained;
     m.place_of.push_back(held ? static_cast<int>(first + static_cast<std::ptrdiff_t>(list.size())) : -1);
     m.slot_of.push_back(spec.group >= 0 ? m.place_of.back() : -1);
     if (held) list.push_back({spec.name, spec.tensor, spec.group, spec.unit, spec.restore, spec.comm});
   }
-  const zero::DataParallel ranks(m.mesh);
-  prepare_unmanaged(ranks, m.params, m.place_of, m.options.zero.precision.param);
+  zero::DataParallel ranks(m.mesh);
+  if (!m.params.empty()) ranks.device = m.params.front().tensor.device();
+  check_alike(ranks, m.options, m.params, groups);
+  const auto cast = options.precision_of_model ? std::nullopt : std::optional(precision.param);
+  prepare_unmanaged(ranks, m.params, m.place_of, cast);
   m.model = std::make_unique<zero::ShardedModel>(m.options.zero, ranks, managed, frozen, options.rule, groups);
   managed.clear();  // they hold what restores initial values
   frozen.clear();
@@ -169,7 +175,7 @@ Engine::~Engine() = default;
 
 bool Engine::pre_forward() {
   zero::ShardedModel& model = impl_->live("forward");
-  model.watch_new_params();
+  model.follow_params();
   if (!model.hooks().in_forward()) model.end_stray_scopes();
   model.hooks().enter_forward();
   impl_->regions.emplace_back(impl_->options.autocast, impl_->device);
@@ -270,9 +276,11 @@ at::Tensor Engine::begin_backward(const at::Tensor& loss, bool scale_wrt_gas) {
   TESSERA_CHECK_VALUE(loss.defined() && loss.numel() == 1 && loss.grad_fn(), "engine.backward",
                       "loss must be a scalar tensor with a graph (one element and a grad_fn); call forward with "
                       "gradients enabled, or use out.backward(gradient) for other shapes");
+  at::Tensor scaled = impl_->scaler.needed() ? model.hooks().scale(loss, impl_->scaler.scale()) : loss;
+  // From here on end_backward() will come: what is refused above leaves nothing behind.
   if (!scale_wrt_gas) model.set_gradient_scale(1.0);
   impl_->scale_by_accumulation = scale_wrt_gas;
-  return impl_->scaler.needed() ? model.hooks().scale(loss, impl_->scaler.scale()) : loss;
+  return scaled;
 }
 
 at::Tensor Engine::end_backward(const at::Tensor& loss) {
@@ -368,7 +376,13 @@ bool Engine::Impl::apply(const std::function<void()>& external) {
   const bool skips = options.zero.precision.skip_nonfinite || scaler.needed() || summary.scaled;
   if (summary.finite || !skips) {
     const double unscaled = summary.norm / gradient_scale;
-    model->update(summary, optim::clip_coefficient(unscaled, options.gradient_clipping) / gradient_scale, external);
+    double scale = optim::clip_coefficient(unscaled, options.gradient_clipping) / gradient_scale;
+    if (model->client_reads_gradients()) {  // in place; a step that the client's optimizer ends may be tried again
+      model->scale_gradients(scale);
+      gradient_scale *= std::exchange(scale, 1.0);
+      model->set_loss_scale(gradient_scale);
+    }
+    model->update(summary, scale, external);
     norm = unscaled;
     applied = true;
   } else {

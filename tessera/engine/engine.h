@@ -35,8 +35,11 @@ struct Options {
   int64_t gradient_accumulation_steps = 1;
   double gradient_clipping = 1.0;    // largest global L2 norm; 0 turns clipping off
   bool managed_accumulation = true;  // false: every step() is a boundary
-  amp::ScalerOptions scaler;         // loss scaling
-  amp::AutocastOptions autocast;     // what forward computes in
+  bool precision_of_model = false;   // no precision section: zero.precision follows from the trained parameters' dtype
+  std::optional<at::ScalarType> accumulate_in;  // then: the dtype of gradients, where it is not the parameters'
+  std::string client_optimizer;   // Rule::External: class and hyper-parameters, which all ranks must have alike
+  amp::ScalerOptions scaler;      // loss scaling
+  amp::AutocastOptions autocast;  // what forward computes in
 };
 
 // A parameter as the front end hands it over. Order matters: it is the order of the flat space.
@@ -54,8 +57,8 @@ enum class Quantity { Master, Gradient, State0, State1 };
 
 class Engine {
  public:
-  // Collective: values of rank 0 are broadcast. Value error for a parameter given twice, a non-floating parameter with a
-  // group, a device without kernels, or a parameter that another live engine manages.
+  // Collective: values of rank 0 are broadcast. Value error, before anything is touched, where preflight.h refuses the
+  // parameters, ranks build different engines, a parameter with a group is not floating or a device has no kernels.
   Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
          const std::vector<optim::GroupOptions>& groups);
   ~Engine();

@@ -27,31 +27,33 @@ char* address(const at::Tensor& flat, int64_t element) {
 
 }  // namespace
 
-void bind(at::Tensor& param, const at::Tensor& flat, Range range) {
+Form::Form(const at::Tensor& param) : sizes(param.sizes().vec()), strides(bound_strides(param)) {}
+
+void bind(at::Tensor& param, const at::Tensor& flat, Range range, const Form& form) {
   TESSERA_ASSERT(param.numel() == range.size() && range.end <= flat.numel());
   // A tensor made inside inference_mode could never be trained.
   const c10::InferenceMode no_inference(false);
   const auto keep_alive = [flat](void*) {};
-  at::Tensor alias = at::from_blob(address(flat, range.begin), param.sizes(), bound_strides(param), keep_alive,
+  at::Tensor alias = at::from_blob(address(flat, range.begin), form.sizes, form.strides, keep_alive,
                                    flat.options().requires_grad(false), flat.device());
   param.set_data(alias);
 }
 
-bool is_bound(const at::Tensor& param, const at::Tensor& flat, Range range) {
+bool is_bound(const at::Tensor& param, const at::Tensor& flat, Range range, const Form& form) {
   if (param.scalar_type() != flat.scalar_type() || param.device() != flat.device()) return false;
+  if (param.sizes() != form.sizes || param.strides() != form.strides) return false;
   return param.numel() == 0 || param.const_data_ptr() == address(flat, range.begin);
 }
 
-at::Tensor view_as_param(const at::Tensor& flat, Range range, const at::Tensor& param) {
-  return flat.as_strided(param.sizes(), bound_strides(param), flat.storage_offset() + range.begin);
+at::Tensor view_as_param(const at::Tensor& flat, Range range, const Form& form) {
+  return flat.as_strided(form.sizes, form.strides, flat.storage_offset() + range.begin);
 }
 
-at::Tensor flatten_like_param(const at::Tensor& tensor, const at::Tensor& param) {
-  TESSERA_ASSERT(tensor.sizes() == param.sizes());
-  const auto strides = bound_strides(param);
+at::Tensor flatten_like_param(const at::Tensor& tensor, const Form& form) {
+  TESSERA_ASSERT(tensor.sizes() == form.sizes);
   at::Tensor source = tensor.detach();
-  if (source.strides() != at::IntArrayRef(strides) && tensor.numel() > 1) {
-    source = at::empty_strided(param.sizes(), strides, tensor.options().requires_grad(false)).copy_(source);
+  if (source.strides() != form.strides && tensor.numel() > 1) {
+    source = at::empty_strided(form.sizes, form.strides, tensor.options().requires_grad(false)).copy_(source);
   }
   return source.as_strided({tensor.numel()}, {1}, source.storage_offset());
 }
@@ -77,13 +79,13 @@ void release(c10::StorageImpl& storage, const std::string& message) {
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
 }
 
-c10::StorageImpl* make_released(at::Tensor& param, const at::TensorOptions& flat_options, const std::string& message) {
+c10::StorageImpl* make_released(at::Tensor& param, const Form& form, const at::TensorOptions& flat_options,
+                                const std::string& message) {
   const c10::InferenceMode no_inference(false);
   // One byte of somebody's memory: from_blob wants an address, release() takes it away again.
   char nothing = 0;
   at::Tensor alias = at::from_blob(
-      &nothing, param.sizes(), bound_strides(param), [](void*) {}, flat_options.requires_grad(false),
-      flat_options.device());
+      &nothing, form.sizes, form.strides, [](void*) {}, flat_options.requires_grad(false), flat_options.device());
   release(*storage_of(alias), message);
   param.set_data(alias);
   return storage_of(param);

@@ -10,23 +10,34 @@
 #include <ATen/core/Tensor.h>
 
 #include <string>
+#include <vector>
 
 #include "tessera/shard/layout.h"
 
 namespace tessera::shard {
 
-// Makes `param` (any strides; kept when dense and non-overlapping, else contiguous) live at flat[range], with the dtype
-// of `flat`, without touching the bytes there. Keeps the tensor's identity; does not bump its version.
-void bind(at::Tensor& param, const at::Tensor& flat, Range range);
+// Shape of a parameter and the order of its elements in a flat buffer, which stay what they were when it was first bound:
+// a user's module.to(memory_format=...) must not reorder what optimizer states stand beside.
+struct Form {
+  std::vector<int64_t> sizes,
+      strides;  // strides of `param` where it is dense and non-overlapping, else contiguous ones
+  Form() = default;
+  Form(const at::Tensor& param);  // NOLINT(google-explicit-constructor): a tensor as it lies now
+  bool operator==(const Form&) const = default;
+};
+
+// Makes `param` live at flat[range] as `form`, with the dtype of `flat`, without touching the bytes there. Keeps the
+// tensor's identity; does not bump its version.
+void bind(at::Tensor& param, const at::Tensor& flat, Range range, const Form& form);
 
 // True while `param`'s data still is flat[range]; false after a user's `p.data = t` or module.to(...).
-bool is_bound(const at::Tensor& param, const at::Tensor& flat, Range range);
+bool is_bound(const at::Tensor& param, const at::Tensor& flat, Range range, const Form& form);
 
-// flat[range] with the sizes and strides that a bound `param` has. An ordinary view of `flat`.
-at::Tensor view_as_param(const at::Tensor& flat, Range range, const at::Tensor& param);
+// flat[range] with sizes and strides of `form`. An ordinary view of `flat`.
+at::Tensor view_as_param(const at::Tensor& flat, Range range, const Form& form);
 
-// `tensor` as contiguous memory in the order a bound parameter would have it (1-D view if possible, else a copy).
-at::Tensor flatten_like_param(const at::Tensor& tensor, const at::Tensor& param);
+// `tensor`, whose sizes are those of `form`, as contiguous memory in its order (1-D view if possible, else a copy).
+at::Tensor flatten_like_param(const at::Tensor& tensor, const Form& form);
 
 // Note [Released parameters]
 //   Between uses a parameter of stage 3 keeps shape, dtype and StorageImpl; only the data pointer is null, and torch's
@@ -35,7 +46,8 @@ at::Tensor flatten_like_param(const at::Tensor& tensor, const at::Tensor& param)
 
 // Gives `param` a StorageImpl of its own with the dtype of `flat_options` and no data. Returns it; it lives as long as
 // the parameter, unless the user replaces it (p.data = t).
-c10::StorageImpl* make_released(at::Tensor& param, const at::TensorOptions& flat_options, const std::string& message);
+c10::StorageImpl* make_released(at::Tensor& param, const Form& form, const at::TensorOptions& flat_options,
+                                const std::string& message);
 // Points the storage at `data`, which the caller keeps alive until released.
 void point(c10::StorageImpl& storage, void* data);
 // Points the storage of `param` at flat[range.begin], which it keeps alive from here on. Aliases follow.

@@ -108,7 +108,7 @@ void EarlyParams::restore(int number) {
   if (flat.sharded()) {
     if (!e.open) gather({number});
     at::Tensor tensor = flat.items().front().tensor;
-    shard::bind(tensor, flat.whole(), flat.items().front().range);
+    shard::bind(tensor, flat.whole(), flat.items().front().range, flat.items().front().form);
   }
   e = {};
 }

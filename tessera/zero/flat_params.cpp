@@ -15,26 +15,15 @@
 
 namespace tessera::zero {
 
-namespace {
-
-void copy_values(const at::Tensor& to, const at::Tensor& from, Cast cast) {
-  if (cast == Cast::HalfUp && from.scalar_type() != to.scalar_type()) {
-    const at::Tensor residual = at::empty({from.numel()}, to.options().dtype(at::kShort));
-    shard::split_master(to, residual, from.to(at::kFloat).contiguous());
-  } else {
-    to.copy_(from);
-  }
-}
-
-}  // namespace
-
 FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType dtype, int shard_rank, int shards,
-                       bool sharded, Cast cast, at::Tensor space)
+                       bool sharded, at::Tensor space)
     : name_(std::move(name)), items_(std::move(items)), sharded_(sharded && shards > 1), space_(std::move(space)) {
   std::vector<int64_t> numels;
   numels.reserve(items_.size());
-  for (const Item& item : items_)
+  for (Item& item : items_) {
     numels.push_back(item.tensor.numel());
+    item.form = item.tensor;
+  }
   layout_ = shard::Layout(numels, shards);
   slice_ = layout_.shard(shard_rank);
   const auto options = items_.front().tensor.options().requires_grad(false).dtype(dtype);
@@ -52,14 +41,14 @@ FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType
     item.range = layout_.param(static_cast<int>(i));
     const shard::Range held = sharded_ || shares() ? shard::intersect(item.range, slice_) : item.range;
     if (!held.empty()) {
-      const at::Tensor values = shard::flatten_like_param(item.tensor, item.tensor);
-      copy_values(buffer_.narrow(0, held.begin - origin, held.size()),
-                  values.narrow(0, held.begin - item.range.begin, held.size()), cast);
+      const at::Tensor values = shard::flatten_like_param(item.tensor, item.form);
+      buffer_.narrow(0, held.begin - origin, held.size())
+          .copy_(values.narrow(0, held.begin - item.range.begin, held.size()));
     }
     if (sharded_) {
-      storages_.push_back(shard::make_released(item.tensor, options, message(item)));
+      storages_.push_back(shard::make_released(item.tensor, item.form, options, message(item)));
     } else {
-      shard::bind(item.tensor, buffer_, item.range);
+      shard::bind(item.tensor, buffer_, item.range, item.form);
     }
     versions_.push_back(item.tensor._version());
   }
@@ -88,7 +77,7 @@ at::Tensor FlatParams::values(int index) const {
 }
 
 at::Tensor FlatParams::view(int index) const {
-  return shard::view_as_param(values(index), {0, items_[index].range.size()}, items_[index].tensor);
+  return shard::view_as_param(values(index), {0, items_[index].range.size()}, items_[index].form);
 }
 
 ParamPartition FlatParams::partition_of(int index) const {
@@ -220,10 +209,10 @@ void FlatParams::keep_write(int index) {
   mark(index);
   if (!sharded_ && !is_lent(index)) return;
   const Item& item = items_[index];
-  if (is_lent(index) && !shard::is_bound(item.tensor, lent_[index], {0, item.range.size()})) {
+  if (is_lent(index) && !shard::is_bound(item.tensor, lent_[index], {0, item.range.size()}, item.form)) {
     TESSERA_CHECK(item.tensor.numel() == item.range.size(), "zero", "the data of parameter '", item.name,
                   "' was replaced by a tensor of another size");
-    lent_[index].copy_(shard::flatten_like_param(item.tensor, item.tensor));
+    lent_[index].copy_(shard::flatten_like_param(item.tensor, item.form));
   }
   const shard::Range range = item.range, mine = shard::intersect(range, slice_);
   if (mine.empty()) return;
@@ -244,10 +233,10 @@ void FlatParams::give_back(int index) {
   if (!is_lent(index)) return;
   Item& item = items_[index];
   const at::Tensor own = std::exchange(lent_[index], at::Tensor());
-  if (shard::is_bound(item.tensor, own, {0, item.range.size()})) {
+  if (shard::is_bound(item.tensor, own, {0, item.range.size()}, item.form)) {
     shard::rebind(item.tensor, space_, item.range);
   } else {
-    shard::bind(item.tensor, space_, item.range);  // its data was replaced
+    shard::bind(item.tensor, space_, item.range, item.form);  // its data was replaced
   }
 }
 
@@ -258,7 +247,7 @@ void FlatParams::leave_space() {
   for (size_t i = 0; i < items_.size(); ++i) {
     const Item& item = items_[i];
     lent_[i].reset();  // the parameter keeps its copy
-    if (shard::is_bound(item.tensor, space_, item.range)) shard::rebind(item.tensor, own, item.range);
+    if (shard::is_bound(item.tensor, space_, item.range, item.form)) shard::rebind(item.tensor, own, item.range);
   }
   buffer_ = own;
   space_.reset();

@@ -16,6 +16,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/shard/layout.h"
+#include "tessera/shard/storage.h"
 #include "tessera/zero/data_parallel.h"
 
 namespace c10 {
@@ -28,12 +29,6 @@ enum class ParamState : uint8_t {
   Sharded,    // this rank holds its slice; the parameters have no data
   Gathering,  // a collective fills the bucket
   Ready,      // the parameters point into the bucket (or into the whole buffer, always)
-};
-
-// How fp32 values become bf16 weights.
-enum class Cast : uint8_t {
-  Nearest,  // as torch casts: ties to even
-  HalfUp,   // ties away from zero: the upper half of a split master (kernels/split.h)
 };
 
 // How one parameter is held now, on this rank.
@@ -49,7 +44,8 @@ class FlatParams {
   struct Item {
     std::string name;
     at::Tensor tensor;  // the module's own leaf
-    shard::Range range;
+    shard::Range range{};
+    shard::Form form{};
   };
 
   // Takes over the storage of the items' tensors, whose values it keeps, rounded to `dtype`. Local: all ranks bring the
@@ -57,7 +53,7 @@ class FlatParams {
   // of all shard ranks for layout().size() elements of `dtype`; each writes its slice, so the others must wait before they
   // read. Undefined: memory of this rank's own.
   FlatParams(std::string name, std::vector<Item> items, at::ScalarType dtype, int shard_rank, int shards, bool sharded,
-             Cast cast = Cast::Nearest, at::Tensor space = {});
+             at::Tensor space = {});
 
   const std::string& name() const { return name_; }
   const std::vector<Item>& items() const { return items_; }

@@ -72,12 +72,12 @@ class Hooks {
   Hooks(const Hooks&) = delete;
   Hooks& operator=(const Hooks&) = delete;
 
-  // Hooks the accumulator of `param` (requires grad). `stash`: also call before_accumulate. Value error when another
-  // live engine has hooked it.
+  // Another live engine has hooked `param`.
+  static bool is_watched(const at::Tensor& param);
+  // Hooks the accumulator of `param` (requires grad). `stash`: also call before_accumulate.
   void watch(const at::Tensor& param, int slot, bool stash);
-  bool watches(int slot) const {
-    return static_cast<size_t>(slot) < accumulators_.size() && accumulators_[slot].post_hook != 0;
-  }
+  // False also where a conversion of `param` (p.data = tensor of another dtype) made autograd forget the hooked one.
+  bool watches(const at::Tensor& param, int slot) const;
   // Marks the graph tasks that will pass these outputs. Ignores tensors without a graph and functorch wrappers.
   void watch_outputs(const std::vector<at::Tensor>& outputs);
 

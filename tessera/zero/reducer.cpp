@@ -15,7 +15,8 @@ namespace {
 constexpr size_t kUnitsInFlight = 1;
 constexpr size_t kReplicasInFlight = 2;
 constexpr unsigned kRankShift = 48;  // local contributions: random bits of rank r are those of elements from r << 48
-constexpr unsigned kStepShift = 16;  // additions of one step are numbered from step << 16
+constexpr unsigned kStepShift = 16;  // additions of one step are numbered from step << 16,
+constexpr uint64_t kSums = 1 << 15;  // those of sums from here on
 }  // namespace
 
 Reducer::Reducer(DataParallel ranks, std::vector<Unit*> units, const Options& options)
@@ -23,7 +24,7 @@ Reducer::Reducer(DataParallel ranks, std::vector<Unit*> units, const Options& op
       units_(std::move(units)),
       op_(options.average ? comm::ReduceOp::Avg : comm::ReduceOp::Sum),
       overlap_(options.overlap),
-      stochastic_(options.precision.rounding == kernels::Rounding::Stochastic &&
+      stochastic_(options.precision.grad_rounding == kernels::Rounding::Stochastic &&
                   at::elementSize(options.precision.grad) == 2),
       seed_(options.seed) {
   begin_backward();
@@ -61,9 +62,9 @@ void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, doubl
     acquire_partial(unit);
     unit.move_to(GradState::Accumulating);
   }
-  // A bound parameter is dense, so equal strides mean equal order in memory.
+  // Forms are dense, so equal strides mean equal order in memory.
   at::Tensor source = grad;
-  if (grad.strides() != param.tensor.strides()) source = shard::flatten_like_param(grad, param.tensor);
+  if (grad.strides() != param.form.strides) source = shard::flatten_like_param(grad, param.form);
   if (source.scalar_type() == at::kDouble) source = source.to(at::kFloat);
   const shard::Memory slot = shard::memory_of(unit.partial, param.range.begin);
   const int64_t n = param.range.size();
@@ -71,7 +72,7 @@ void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, doubl
     shard::scaled_copy(slot, shard::memory_of(source), scale, n);
   } else if (stochastic_) {
     const auto rank = static_cast<uint64_t>(ranks_.rank());
-    shard::scaled_add(slot, shard::memory_of(source), scale, n, next_key(param, rank << kRankShift));
+    shard::scaled_add(slot, shard::memory_of(source), scale, n, key_of(param, rank << kRankShift, param.additions++));
   } else {
     shard::scaled_add(slot, shard::memory_of(source), scale, n);
   }
@@ -79,10 +80,9 @@ void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, doubl
   param.has_grad = true;
 }
 
-// Random bits for the next addition to `param`, from its element `first` on.
-kernels::RandomKey Reducer::next_key(Param& param, uint64_t first) {
-  const uint64_t number = (static_cast<uint64_t>(param.step) << kStepShift) + param.additions++;
-  return {seed_, number, param.first + first};
+// Random bits for addition `number` of this step to `param`, from its element `first` on.
+kernels::RandomKey Reducer::key_of(const Param& param, uint64_t first, uint64_t number) const {
+  return {seed_, (static_cast<uint64_t>(param.step) << kStepShift) + number, param.first + first};
 }
 
 void Reducer::add_sum(Unit& unit, const at::Tensor& from) {
@@ -91,12 +91,13 @@ void Reducer::add_sum(Unit& unit, const at::Tensor& from) {
     shard::scaled_add(to, from);
     return;
   }
-  for (Param& p : unit.params) {
+  const uint64_t number = kSums + unit.sums++;  // what ranks added before differs: it must not count
+  for (const Param& p : unit.params) {
     const shard::Range r = unit.owned_slice(p);
     if (r.empty()) continue;
     const auto skipped = static_cast<uint64_t>(unit.owned.begin + r.begin - p.range.begin);
     shard::scaled_add(shard::memory_of(to, r.begin), shard::memory_of(from, r.begin), 1.0, r.size(),
-                      next_key(p, skipped));
+                      key_of(p, skipped, number));
   }
 }
 
@@ -295,6 +296,7 @@ void Reducer::reset() {
     if (unit->partial.defined()) release_partial(*unit);
     unit->move_to(GradState::Empty);
     unit->reduced = false;
+    unit->sums = 0;
     for (Param& p : unit->params) {
       p.filled = p.has_grad = false;
       p.additions = 0;

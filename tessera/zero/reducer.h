@@ -30,8 +30,8 @@
 //   a contribution are zeroed when their unit is reduced. Stage 0 gives p.grad back as a view of the flat gradient.
 //
 // Note [Accumulation in 16 bits]
-//   What is added to a 16-bit gradient is rounded stochastically unless the policy says nearest: the mean of many small
-//   contributions is kept, where nearest rounding drops those below 0.4% of the sum. The random bits of a local
+//   What is added to a 16-bit gradient is rounded to nearest, as torch does, or stochastically where the policy says so:
+//   then the mean of many small contributions is kept, where nearest rounding drops those below 0.4% of the sum. The random bits of a local
 //   contribution depend on the rank too (ranks err independently), those of a sum over ranks do not: they are the same in
 //   any world.
 #pragma once
@@ -102,7 +102,7 @@ class Reducer {
   void reopen_replicas();
   void relaunch_refired();
   void add_sum(Unit& unit, const at::Tensor& from);
-  kernels::RandomKey next_key(Param& param, uint64_t first);
+  kernels::RandomKey key_of(const Param& param, uint64_t first, uint64_t number) const;
   bool one_rank() const { return ranks_.size() == 1; }
 
   DataParallel ranks_;

@@ -4,7 +4,6 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <unordered_set>
 
 #include "tessera/base/error.h"
 #include "tessera/shard/device.h"
@@ -19,15 +18,12 @@ namespace {
 constexpr int kPartitioned = 0, kResident = 1, kFrozen = 2;
 
 void check_params(const std::vector<ModelParam>& params, const std::vector<optim::GroupOptions>& groups) {
-  std::unordered_set<const void*> seen;
   for (const ModelParam& p : params) {
     TESSERA_CHECK_VALUE(p.tensor.is_leaf(), "zero", "parameter '", p.name, "' is not a leaf tensor");
     TESSERA_CHECK_VALUE(at::isFloatingType(p.tensor.scalar_type()), "zero", "parameter '", p.name,
                         "' cannot be trained: its dtype is ", p.tensor.scalar_type());
     TESSERA_CHECK_VALUE(p.group >= 0 && p.group < static_cast<int>(groups.size()), "zero", "parameter '", p.name,
                         "' names param group ", p.group, " of ", groups.size());
-    TESSERA_CHECK_VALUE(seen.insert(p.tensor.unsafeGetTensorImpl()).second, "zero", "parameter '", p.name,
-                        "' is given more than once");
     shard::check_device(p.tensor.device());
     TESSERA_CHECK_VALUE(p.tensor.device() == params.front().tensor.device(), "zero", "parameter '", p.name,
                         "' is on device '", p.tensor.device(), "', parameter '", params.front().name, "' on '",
@@ -40,7 +36,7 @@ std::vector<FlatParams::Item> settle_values(const DataParallel& ranks, const std
                                             const std::vector<const ModelParam*>& members) {
   std::vector<FlatParams::Item> all, fresh;
   for (const ModelParam* p : members) {
-    all.push_back({p->name, p->tensor, {}});
+    all.push_back({p->name, p->tensor});
     if (p->restore) {
       p->restore();
     } else {
@@ -95,7 +91,7 @@ ShardedModel::ShardedModel(const Options& options, DataParallel ranks, const std
   for (const auto& unit : units_)
     order.push_back(unit.get());
   reducer_ = std::make_unique<Reducer>(ranks_, std::move(order), options_);
-  watch_new_params();
+  follow_params();
 }
 
 at::ScalarType ShardedModel::travel_of(const ModelParam& param) const {
@@ -210,9 +206,8 @@ void ShardedModel::build_frozen(const PlannedUnit& planned, const std::vector<Mo
     originals.push_back(&frozen[i - trained]);
   std::vector<FlatParams::Item> items = settle_values(ranks_, planned.name, originals);
   const bool sharded = placements_.params == shard::Placement::Shard;
-  auto flat =
-      std::make_unique<FlatParams>(planned.name, std::move(items), options_.precision.param, ranks_.shard->rank(),
-                                   ranks_.shard->size(), sharded, Cast::Nearest, space_of(originals));
+  auto flat = std::make_unique<FlatParams>(planned.name, std::move(items), options_.precision.param,
+                                           ranks_.shard->rank(), ranks_.shard->size(), sharded, space_of(originals));
   flat->gather_in(gather_dtype_of(*originals.front()));
   const int number = unsharder_->add(flat.get());
   unit_of_number_.push_back(nullptr);
@@ -225,12 +220,29 @@ ShardedModel::~ShardedModel() {
   release();
 }
 
-void ShardedModel::watch_new_params() {
+void ShardedModel::follow_params() {
   for (size_t i = 0; i < slots_.size(); ++i) {
-    const at::Tensor& tensor = slots_[i].param->tensor;
-    const int slot = static_cast<int>(i);
-    if (tensor.requires_grad() && !hooks_.watches(slot))
-      hooks_.watch(tensor, slot, slots_[i].unit->grads_are_visible());
+    const Slot& slot = slots_[i];
+    if (!slot.unit->flat->sharded() && !is_bound(*slot.param, *slot.unit)) adopt_param(slot, /*compare=*/false);
+    const at::Tensor& tensor = slot.param->tensor;
+    const int number = static_cast<int>(i);
+    if (tensor.requires_grad() && !hooks_.watches(tensor, number))
+      hooks_.watch(tensor, number, slot.unit->grads_are_visible());
+  }
+}
+
+// A conversion (module.float()) gives a parameter a new accumulator, without our hook until follow_params(). Gradients
+// that came by that way were not scaled, not reduced and are not ours to guess.
+void ShardedModel::check_all_watched() const {
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const Param& p = *slots_[i].param;
+    const at::Tensor& grad = p.tensor.grad();
+    // Stage 0: the conversion took along what was reduced.
+    if (!grad.defined() || (slots_[i].unit->grads_are_visible() && p.has_grad)) continue;
+    TESSERA_CHECK(
+        !p.tensor.requires_grad() || hooks_.watches(p.tensor, static_cast<int>(i)), "zero", "parameter '", p.name,
+        "' was converted (module.to(...)) and got gradients past the engine: call the engine, not its module, "
+        "for the first forward after a conversion; engine.zero_grad() drops them");
   }
 }
 
@@ -245,7 +257,7 @@ void ShardedModel::backward_begun(const std::vector<ScopeCall*>& calls) {
 }
 
 bool ShardedModel::is_visible_view(const Slot& slot, const at::Tensor& grad) const {
-  return shard::is_bound(grad, slot.unit->grads, slot.param->range) &&
+  return shard::is_bound(grad, slot.unit->grads, slot.param->range, slot.param->form) &&
          (grad.numel() == 0 || grad.storage().is_alias_of(slot.unit->grads.storage()));
 }
 
@@ -275,7 +287,7 @@ void ShardedModel::gradient_ready(int index, at::Tensor& grad) {
   }
   // Also where this graph task brought nothing: before_accumulate took away what earlier ones left.
   if (slot.unit->grads_are_visible() && slot.param->has_grad) {
-    grad = shard::view_as_param(slot.unit->grads, slot.param->range, slot.param->tensor);
+    grad = shard::view_as_param(slot.unit->grads, slot.param->range, slot.param->form);
   }
   unsharder_->gradient_arrived(places_[index].unit, places_[index].item);
   if (!hooks_.in_forward_task()) reducer_->fired(*slot.unit, *slot.param, may_reduce());
@@ -305,7 +317,7 @@ void ShardedModel::show_remote_grads() {
   for (const Slot& slot : slots_) {
     Param& p = *slot.param;
     if (p.has_grad || !p.tensor.requires_grad()) continue;
-    const at::Tensor sum = shard::view_as_param(slot.unit->grads, p.range, p.tensor);
+    const at::Tensor sum = shard::view_as_param(slot.unit->grads, p.range, p.form);
     if (!sum.any().item<bool>()) continue;
     p.has_grad = true;
     p.tensor.mutable_grad() = sum;
@@ -319,6 +331,7 @@ void ShardedModel::reduce_now() {
 
 void ShardedModel::ensure_reduced() {
   const std::lock_guard lock(hooks_.mutex());
+  check_all_watched();
   if (unreduced_ || !flushed_) flush(false);
   reducer_->reduce_replicas();
   if (placements_.grads == shard::Placement::Replicate) adopt_visible_grads();
@@ -328,7 +341,7 @@ void ShardedModel::ensure_reduced() {
 void ShardedModel::adopt_visible_grads() {
   for (const Slot& slot : slots_) {
     at::Tensor& grad = slot.param->tensor.mutable_grad();
-    const at::Tensor view = shard::view_as_param(slot.unit->grads, slot.param->range, slot.param->tensor);
+    const at::Tensor view = shard::view_as_param(slot.unit->grads, slot.param->range, slot.param->form);
     if (!grad.defined()) {
       if (slot.param->has_grad) view.zero_();  // the user dropped it
       slot.param->has_grad = false;

@@ -63,8 +63,9 @@ class ShardedModel final : private HookSink {
   void set_loss_scale(double scale) { loss_scale_ = scale; }
   // Backwards of the user's that ended, since the beginning.
   int64_t backwards() const { return backwards_; }
-  // Hooks parameters that began to require gradients since the last call.
-  void watch_new_params();
+  // Before a forward: what the user did to parameters since the last one. Takes in data that was replaced and hooks
+  // parameters that began to require gradients. Local.
+  void follow_params();
 
   // ---- modules (module_scopes.cpp); nothing happens where no parameter is partitioned
   bool partitions_params() const { return unsharder_->any_sharded(); }
@@ -103,6 +104,9 @@ class ShardedModel final : private HookSink {
   // ---- update. Collective (refresh of the compute parameters).
   // Gradients are multiplied by `scale` (unscale and clip). Parameters without a gradient on any rank are left alone.
   void update(const GradientSummary& summary, double scale, const std::function<void()>& external);
+  // A client's optimizer is given the gradients themselves, and no copy in another dtype.
+  bool client_reads_gradients() const;
+  void scale_gradients(double scale);  // what this rank owns of them; local
   std::vector<optim::GroupOptions>& groups() { return groups_; }
   void refresh_params();
   // Masters from the compute parameters that were edited since our last write. Edits are known by the tensor's version
@@ -171,9 +175,11 @@ class ShardedModel final : private HookSink {
   void adopt_visible_grads();
   void show_remote_grads();
   bool is_visible_view(const Slot& slot, const at::Tensor& grad) const;
+  void check_all_watched() const;
   std::vector<bool> agree_presence(int64_t missing_anywhere);
   void update_unit(Unit& unit, const GradientSummary& summary, double scale);
   void update_external(const GradientSummary& summary, double scale, const std::function<void()>& external);
+  at::ScalarType client_dtype() const;
   void gather_unit(Unit& unit, std::vector<comm::Pending>& pending);
   at::Tensor owned_buffer(const Slot& slot, Buffer what) const;
   at::Tensor gather_flat(const Slot& slot, const at::Tensor& part);
@@ -181,6 +187,7 @@ class ShardedModel final : private HookSink {
   void settle_empty_units();
   bool reads_local_gradient(const Slot& slot) const;
   void adopt_param(const Slot& slot, bool compare);
+  static bool is_bound(const Param& param, const Unit& unit);
   void check_no_region_writes() const;
 
   Options options_;

@@ -57,7 +57,7 @@ at::Tensor ShardedModel::local_view(int index, Buffer what) {
     if (!buffer.defined()) return {};
     part = buffer.narrow(0, r.begin, r.size());
   }
-  return replicated ? shard::view_as_param(part, {0, r.size()}, slot.param->tensor) : part;
+  return replicated ? shard::view_as_param(part, {0, r.size()}, slot.param->form) : part;
 }
 
 void ShardedModel::set_local(int index, Buffer what, const at::Tensor& value) {
@@ -74,7 +74,7 @@ void ShardedModel::set_local(int index, Buffer what, const at::Tensor& value) {
   }
   const bool replicated = placements_.states == shard::Placement::Replicate;
   const at::Tensor flat =
-      replicated ? shard::flatten_like_param(value.view(mine.sizes()), slot.param->tensor) : value.flatten();
+      replicated ? shard::flatten_like_param(value.view(mine.sizes()), slot.param->form) : value.flatten();
   shared_.readers_done("new masters");
   slot.unit->write_master(slot.unit->owned_slice(*slot.param), flat);
   shared_.written("new masters");
@@ -101,8 +101,8 @@ at::Tensor ShardedModel::gather_full(int index, const at::Tensor& part) {
   TESSERA_CHECK_VALUE(part.defined() && part.numel() == mine, "engine.gather_full", "this rank holds ", mine,
                       " elements of parameter '", p.name, "', the part has ", part.defined() ? part.numel() : 0);
   const bool shaped = part.sizes() == p.tensor.sizes();
-  return shard::view_as_param(gather_flat(slot, shaped ? shard::flatten_like_param(part, p.tensor) : part.flatten()),
-                              {0, p.range.size()}, p.tensor);
+  return shard::view_as_param(gather_flat(slot, shaped ? shard::flatten_like_param(part, p.form) : part.flatten()),
+                              {0, p.range.size()}, p.form);
 }
 
 at::Tensor ShardedModel::local_part(int index, const at::Tensor& full) {
@@ -113,7 +113,7 @@ at::Tensor ShardedModel::local_part(int index, const at::Tensor& full) {
                       full.defined() ? full.sizes() : at::IntArrayRef{});
   if (placements_.states == shard::Placement::Replicate) return full;
   const shard::Range mine = local_range_of(slot);
-  return shard::flatten_like_param(full, p.tensor).narrow(0, mine.begin, mine.size());
+  return shard::flatten_like_param(full, p.form).narrow(0, mine.begin, mine.size());
 }
 
 double ShardedModel::agree_max(double value) {
@@ -131,7 +131,7 @@ at::Tensor ShardedModel::get_full(int index, Buffer what) {
   if (what == Buffer::Master) adopt_param(slot, /*compare=*/false);
   if (what == Buffer::Gradient && unreduced_) {  // on all ranks alike: nothing collective may follow
     if (!reads_local_gradient(slot)) return {};
-    return shard::view_as_param(slot.unit->partial, p.range, p.tensor).to(at::kFloat, false, /*copy=*/true);
+    return shard::view_as_param(slot.unit->partial, p.range, p.form).to(at::kFloat, false, /*copy=*/true);
   }
   if (what == Buffer::Gradient && agree_max(p.has_grad ? 1 : 0) == 0) return {};
   const shard::Range source = slot.unit->owned_slice(p);
@@ -143,7 +143,7 @@ at::Tensor ShardedModel::get_full(int index, Buffer what) {
     const auto op = options_.average ? comm::ReduceOp::Avg : comm::ReduceOp::Sum;
     ranks_.replicate->all_reduce(full, op, "gradient of '" + p.name + "'").wait();
   }
-  return shard::view_as_param(full, {0, p.range.size()}, p.tensor);
+  return shard::view_as_param(full, {0, p.range.size()}, p.form);
 }
 
 // The user sets gradients where no backward ran: what they do not set is zero.
@@ -168,7 +168,7 @@ void ShardedModel::set_full(int index, Buffer what, const at::Tensor& value) {
   if (what == Buffer::Master) adopt_param(slot, /*compare=*/false);
   if (what == Buffer::Gradient) {
     if (reads_local_gradient(slot)) {
-      shard::view_as_param(slot.unit->partial, p.range, p.tensor).copy_(value);
+      shard::view_as_param(slot.unit->partial, p.range, p.form).copy_(value);
       return;
     }
     if (slot.unit->grad_state() == GradState::Empty) {
@@ -177,12 +177,12 @@ void ShardedModel::set_full(int index, Buffer what, const at::Tensor& value) {
     reducer_->reduce_replicas();
     p.has_grad = p.filled = true;
     if (slot.unit->grads_are_visible()) {
-      p.tensor.mutable_grad() = shard::view_as_param(slot.unit->grads, p.range, p.tensor);
+      p.tensor.mutable_grad() = shard::view_as_param(slot.unit->grads, p.range, p.form);
     }
   }
   const shard::Range mine = local_range(index);
   const shard::Range target = slot.unit->owned_slice(p);
-  const at::Tensor values = shard::flatten_like_param(value, p.tensor).narrow(0, mine.begin, mine.size());
+  const at::Tensor values = shard::flatten_like_param(value, p.form).narrow(0, mine.begin, mine.size());
   if (what == Buffer::Master) {
     shared_.readers_done("new masters");
     slot.unit->write_master(target, values);

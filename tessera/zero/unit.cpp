@@ -62,11 +62,13 @@ Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options&
   for (int i = 0; i < layout.count(); ++i) {
     Param& p = params[i];
     p.range = layout.param(i);
-    if (!master_is_weight()) set_master_from(p, p.tensor.detach());
-    items.push_back({p.name, p.tensor, p.range});
+    p.form = p.tensor;
+    // From the cast weights: a step is that of a plain loop over the cast model.
+    if (!master_is_weight()) set_master_from(p, p.tensor.detach().to(policy.param));
+    items.push_back({p.name, p.tensor});
   }
   flat = std::make_unique<FlatParams>(name, std::move(items), policy.param, rank, size, partitioned && !resident,
-                                      residual.defined() ? Cast::HalfUp : Cast::Nearest, std::move(space));
+                                      std::move(space));
   for (Param& p : params)
     p.version = p.tensor._version();
 }
@@ -114,7 +116,7 @@ void Unit::set_master_from(const Param& param, const at::Tensor& values) {
   const shard::Range mine = shard::intersect(param.range, owned);
   if (mine.empty()) return;
   const shard::Range r{mine.begin - owned.begin, mine.end - owned.begin};
-  const at::Tensor flat_values = shard::flatten_like_param(values, param.tensor);
+  const at::Tensor flat_values = shard::flatten_like_param(values, param.form);
   write_master(r, flat_values.narrow(0, mine.begin - param.range.begin, mine.size()));
 }
 

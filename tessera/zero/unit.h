@@ -11,6 +11,7 @@
 #include "tessera/optim/optimizer.h"
 #include "tessera/shard/layout.h"
 #include "tessera/shard/placement.h"
+#include "tessera/shard/storage.h"
 #include "tessera/zero/flat_params.h"
 #include "tessera/zero/options.h"
 
@@ -39,10 +40,11 @@ struct Param {
   int index = -1;     // in the engine's list
   int group = 0;
   shard::Range range;      // in the flat space
+  shard::Form form{};      // there
   uint64_t first = 0;      // number of its first element among all of the model: the key of random bits
   int64_t step = 0;        // updates applied
   uint32_t version = 0;    // tensor version after our last write: a difference is a user's edit
-  uint64_t additions = 0;  // to its gradient since the last step, as far as they were rounded stochastically
+  uint64_t additions = 0;  // of this rank to its gradient since the last step, as far as rounded stochastically
   bool has_grad = false;   // this rank saw a gradient since the last step
   bool filled = false;     // its slot in `partial` holds a contribution
   bool fired = false;      // its hook ran in the running backward
@@ -95,6 +97,7 @@ class Unit {
   bool partial_pooled = false;
   at::ScalarType travel;             // dtype of contributions and sums on their way; cast where it is not that of grads
   bool reduced = false;              // the owned range of `grads` holds a sum over ranks
+  uint64_t sums = 0;                 // added to it since the last step, as far as rounded stochastically
   int fired = 0;                     // params whose hook ran in the running backward
   int expected = 0;                  // params that require gradients
   bool over = false;                 // all module calls that used it are through the running backward

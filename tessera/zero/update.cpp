@@ -161,18 +161,30 @@ void ShardedModel::update(const GradientSummary& summary, double scale, const st
   }
 }
 
+// torch wants gradients in the dtype of what they update.
+at::ScalarType ShardedModel::client_dtype() const {
+  return options_.precision.master_is_param() ? options_.precision.param : at::kFloat;
+}
+
+bool ShardedModel::client_reads_gradients() const {
+  return rule_ == optim::Rule::External && options_.precision.grad == client_dtype();
+}
+
+void ShardedModel::scale_gradients(double scale) {
+  if (scale == 1.0) return;
+  for (const auto& unit : units_)
+    shard::scaled_copy(unit->owned_grads(), unit->owned_grads(), scale);
+}
+
 void ShardedModel::update_external(const GradientSummary& summary, double scale,
                                    const std::function<void()>& external) {
   TESSERA_CHECK_VALUE(external, "engine.step",
                       "this engine was built for a client's optimizer; step() needs its update");
   for (const auto& unit : units_) {
     at::Tensor grads = unit->owned_grads();
-    const auto dtype = unit->master_is_weight() ? unit->flat->dtype() : at::kFloat;  // torch wants the parameter's
-    if (grads.scalar_type() != dtype) {
-      grads = at::empty({unit->owned.size()}, grads.options().dtype(dtype));
+    if (!client_reads_gradients()) {
+      grads = at::empty({unit->owned.size()}, grads.options().dtype(client_dtype()));
       shard::scaled_copy(grads, unit->owned_grads(), scale);
-    } else if (scale != 1.0) {
-      shard::scaled_copy(grads, grads, scale);
     }
     external_grads_.push_back(grads);
   }
@@ -214,6 +226,10 @@ void ShardedModel::check_no_region_writes() const {
   }
 }
 
+bool ShardedModel::is_bound(const Param& param, const Unit& unit) {
+  return shard::is_bound(param.tensor, unit.flat->whole(), param.range, param.form);
+}
+
 void ShardedModel::adopt_param(const Slot& slot, bool compare) {
   const c10::AutoGradMode no_grad(false);
   Param& p = *slot.param;
@@ -221,21 +237,24 @@ void ShardedModel::adopt_param(const Slot& slot, bool compare) {
   // Written to in regions only, which take the values along.
   if (unit.flat->sharded() || unit.flat->is_lent(places_[p.index].item)) return;
   const at::Tensor& weights = unit.flat->whole();
-  const bool bound = shard::is_bound(p.tensor, weights, p.range);
+  const bool bound = is_bound(p, unit);
   if (bound && p.tensor._version() == p.version && !(compare && unit.differs_from_master(p))) return;
-  TESSERA_CHECK(p.tensor.numel() == p.range.size() && p.tensor.scalar_type() == weights.scalar_type(), "engine",
+  TESSERA_CHECK(p.tensor.sizes() == p.form.sizes && p.tensor.scalar_type() == weights.scalar_type(), "engine",
                 "parameter '", p.name, "' became a tensor of shape ", p.tensor.sizes(), " and dtype ",
                 p.tensor.scalar_type(), "; build a new engine for a changed model");
   TESSERA_CHECK(
       bound || !unit.flat->shares(), "zero", "the data of parameter '", p.name,
       "' was replaced (p.data = ..., module.to(...)), but all ranks share it (tessera.shared_parameters); write "
       "to it inside GatheredParameters(..., modifier_rank=0) instead");
+  bool changed = true;
   if (!bound) {
     shard::check_device(p.tensor.device());
-    shard::view_as_param(weights, p.range, p.tensor).copy_(p.tensor.detach());
+    const at::Tensor mine = shard::view_as_param(weights, p.range, p.form);
+    changed = !mine.equal(p.tensor.detach());  // a conversion there and back leaves the master its bits
+    if (changed) mine.copy_(p.tensor.detach());
   }
-  if (!unit.master_is_weight()) unit.set_master_from(p, p.tensor.detach());
-  if (!bound) shard::bind(p.tensor, weights, p.range);
+  if (changed && !unit.master_is_weight()) unit.set_master_from(p, p.tensor.detach());
+  if (!bound) shard::bind(p.tensor, weights, p.range, p.form);
   p.version = p.tensor._version();
 }
 

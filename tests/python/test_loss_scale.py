@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from support import Net, batch, config, engines, free_port, make, mse, weights
+from support import Net, batch, config, engines, free_port, full_grads, make, mse, weights
 from tessera.loss_scale import LossScaler
 
 import tessera
@@ -87,6 +87,27 @@ def test_a_part_of_the_loss_without_scale_is_refused(stage: int, world: int) -> 
         assert engine.was_step_applied() and engine.global_steps == 2
 
     engines(make(), world, fp16(stage), body)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_refused_backward_leaves_no_factor(stage: int) -> None:
+    """engine.backward(scale_wrt_gas=False) of a loss that cannot be scaled: the next backward is divided as ever."""
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        x, y = batch(rank)
+        if body.refused:
+            mixed = engine.scale(engine(x, y)) + engine(x, y)
+            with pytest.raises(ValueError, match="carry a loss scale already"):
+                engine.backward(mixed, scale_wrt_gas=False)
+        engine.scale(engine(x, y)).backward()
+        assert engine.backward(engine(x, y)).item() > 0
+        engine.step()
+        return full_grads(engine)
+
+    results = []
+    for body.refused in (False, True):
+        results.append(engines(make(), 2, fp16(stage, accumulation=4), body)[0])
+    assert equal(*results)
 
 
 def test_an_output_that_only_hands_inputs_through_needs_no_scale() -> None:
@@ -233,8 +254,8 @@ def test_overflow_at_the_minimum(stage: int) -> None:
 
 def plain_fp16(model: Net, world: int, accumulation: int, scale: float, steps: int) -> dict[str, torch.Tensor]:
     """A loop as people write it: fp16 model, fp32 masters, one scale."""
-    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
     model.half()
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=0.01, weight_decay=0.1)
     for step in range(steps):
         sums = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]

@@ -1,6 +1,7 @@
 """The whole grid against plain PyTorch in one process: stages, dtypes, ranks, accumulation, odd sizes.
 
-fp32 agrees to within the order of summation. Between stages of one world size the bits are the same.
+fp32 agrees to within the order of summation, bf16 with a plain loop over the cast model and its fp32 masters to within
+bf16's own rounding. Between stages of one world size the bits are the same.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 import tessera
 
 STEPS = 3
+LR = 0.05
 
 
 class Odd(nn.Module):
@@ -42,12 +44,15 @@ def data(rank: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(2, 5, generator=generator), torch.randn(2, 3, generator=generator)
 
 
-def plain(model: nn.Module, world: int, accumulation: int) -> dict[str, Any]:
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+def plain(model: nn.Module, world: int, accumulation: int, bf16: bool) -> dict[str, Any]:
+    """The masters of a loop by hand: they start from the cast weights, torch accumulates the gradients."""
+    cast = copy.deepcopy(model).to(torch.bfloat16 if bf16 else torch.float32)
+    model = copy.deepcopy(cast).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
     for step in range(STEPS):
+        cast.load_state_dict(model.state_dict())
         grads = plain_grads(
-            model,
+            cast,
             world,
             lambda m, rank, s=step: [m(*data(rank, s * accumulation + k)).backward() for k in range(accumulation)],
             scale=1 / accumulation,
@@ -73,7 +78,7 @@ def ours(model: nn.Module, stage: int, world: int, accumulation: int, bf16: bool
         accumulation,
         bf16,
         gradient_clipping=0.5,
-        optimizer={"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
+        optimizer={"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
     )
     return engines(model, world, cfg, body)
 
@@ -83,7 +88,7 @@ def ours(model: nn.Module, stage: int, world: int, accumulation: int, bf16: bool
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_grid(world: int, bf16: bool, accumulation: int) -> None:
     model = Odd()
-    want = plain(model, world, accumulation)
+    want = plain(model, world, accumulation, bf16)
     stages = [ours(model, stage, world, accumulation, bf16) for stage in (0, 1, 2, 3)]
     for results in stages:
         for rank in range(world):
@@ -94,7 +99,8 @@ def test_grid(world: int, bf16: bool, accumulation: int) -> None:
             for name in want:
                 master = results[0][f"master {name}"]
                 assert torch.equal(master.bfloat16(), results[0][name])
-                torch.testing.assert_close(master, want[name], rtol=0.1, atol=0.06)
+                # An Adam step moves by lr whatever the gradient's size: 1% of it for the gradient's rounding.
+                torch.testing.assert_close(master, want[name], rtol=0, atol=0.01 * STEPS * LR)
     # Stage 2 adds over ranks first and over micro-batches then, stages 0 and 1 the other way round.
     same = [stages[1]] if accumulation > 1 and world > 1 else stages[1:]
     for results in same:

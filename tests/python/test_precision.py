@@ -26,10 +26,9 @@ class PlainMaster:
     """A loop by hand: bf16 model, fp32 masters, and an optimizer for those."""
 
     def __init__(self, model: nn.Module, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
-        self.masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
         self.model = copy.deepcopy(model).bfloat16()
+        self.masters = [nn.Parameter(p.detach().float()) for p in self.model.parameters()]
         self.optimizer = optimizer(self.masters, lr=1e-3, weight_decay=0.1)
-        self.write()
 
     @torch.no_grad()
     def write(self) -> None:

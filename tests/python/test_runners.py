@@ -30,7 +30,7 @@ STAGES = [0, 1, 2]
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", ["adamw", "momentum", "rmsprop"])
 def test_bf16_masters(kind: str, stage: int) -> None:
-    """The masters start exact and are updated in fp32: small steps that bf16 cannot hold add up."""
+    """The masters start from the cast weights and are updated in fp32: small steps that bf16 cannot hold add up."""
     model = make()
     factory: Factory = {
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-5, weight_decay=0.0),
@@ -42,7 +42,7 @@ def test_bf16_masters(kind: str, stage: int) -> None:
         first = {
             name: tessera.state.get_full_fp32_param(engine, p).clone() for name, p in engine.module.named_parameters()
         }
-        assert all(torch.equal(first[name], p) for name, p in weights(model).items())
+        assert all(torch.equal(first[name], p.bfloat16().float()) for name, p in weights(model).items())
         run(engine, rank, 5)
         for name, param in engine.module.named_parameters():
             master = tessera.state.get_full_fp32_param(engine, param)
@@ -161,16 +161,47 @@ def test_parameters_outside_the_model(stage: int) -> None:
     engine.destroy()
 
 
+class Raises(torch.optim.RMSprop):
+    fail = True
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fail:
+            raise OSError("boom")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("autocast", ["", "fp16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_that_raised_may_be_tried_again(stage: int, autocast: str) -> None:
+    """Gradients are unscaled and clipped once, also those that come between the two tries."""
+    cfg = config(stage, zero_allow_untested_optimizer=True, gradient_clipping=0.01)
+    if autocast:
+        cfg["torch_autocast"] = {"enabled": True, "dtype": autocast}
+
+    def train(tries: int) -> dict[str, torch.Tensor | None]:
+        model = make()
+        client = Raises(model.parameters(), lr=0.01)
+        engine = tessera.Engine(model, cfg, optimizer=client)
+        client.fail = tries > 1
+        engine.backward(engine(*batch(0)) * 0.1)
+        if client.fail:
+            with pytest.raises(OSError, match="boom"):
+                engine.step()
+        engine.backward(engine(*batch(1)) * 0.1)
+        norm = engine.core.grad_norm()
+        client.fail = False
+        engine.step()
+        assert engine.was_step_applied()
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6)
+        result = weights(engine.module)
+        engine.destroy()
+        return result
+
+    assert_close(train(2), train(1))
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_external_optimizer_that_raises(stage: int) -> None:
-    class Raises(torch.optim.RMSprop):
-        fail = True
-
-        def step(self, closure: Any = None) -> Any:
-            if self.fail:
-                raise OSError("boom")
-            return super().step(closure)
-
     model = make()
     client = Raises(model.parameters())
     engine = tessera.Engine(model, config(stage, zero_allow_untested_optimizer=True), optimizer=client)

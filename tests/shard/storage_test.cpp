@@ -10,15 +10,15 @@ TEST(Storage, ABoundParameterHasAStorageOfItsOwn) {
   at::Tensor param = at::zeros({4, 5}, at::kFloat).requires_grad_(true);
   auto* identity = param.unsafeGetTensorImpl();
   const auto version = param._version();
-  bind(param, flat, {32, 52});
+  bind(param, flat, {32, 52}, param);
   EXPECT_EQ(param.unsafeGetTensorImpl(), identity);
   EXPECT_EQ(param._version(), version);
   EXPECT_TRUE(param.requires_grad());
   EXPECT_EQ(param.storage().nbytes(), 20 * sizeof(float));
   EXPECT_EQ(param.storage_offset(), 0);
   EXPECT_TRUE(param.detach().flatten().equal(flat.narrow(0, 32, 20)));
-  EXPECT_TRUE(is_bound(param, flat, {32, 52}));
-  EXPECT_FALSE(is_bound(param, flat, {64, 84}));
+  EXPECT_TRUE(is_bound(param, flat, {32, 52}, param));
+  EXPECT_FALSE(is_bound(param, flat, {64, 84}, param));
   flat[33] = -1.0;
   EXPECT_EQ(param.detach()[0][1].item<float>(), -1.0F);
 }
@@ -27,7 +27,7 @@ TEST(Storage, TheBufferLivesAsLongAsItsParameters) {
   at::Tensor param = at::zeros({3}, at::kFloat);
   {
     const at::Tensor flat = at::full({32}, 7.0, at::kFloat);
-    bind(param, flat, {0, 3});
+    bind(param, flat, {0, 3}, param);
   }
   EXPECT_TRUE(param.equal(at::full({3}, 7.0)));
 }
@@ -37,13 +37,13 @@ TEST(Storage, KeepsDenseStridesAndTakesTheBuffersDtype) {
   at::Tensor transposed = at::rand({3, 5}).t();
   const at::Tensor values = transposed.clone();
   view_as_param(flat, {0, 15}, transposed).copy_(transposed);
-  bind(transposed, flat, {0, 15});
+  bind(transposed, flat, {0, 15}, transposed);
   EXPECT_EQ(transposed.strides(), (at::IntArrayRef{1, 5}));
   EXPECT_EQ(transposed.scalar_type(), at::kBFloat16);
   EXPECT_TRUE(transposed.equal(values.to(at::kBFloat16)));
 
   at::Tensor strided = at::rand({3}).expand({2, 3});  // not dense: becomes contiguous
-  bind(strided, flat, {32, 38});
+  bind(strided, flat, {32, 38}, strided);
   EXPECT_TRUE(strided.is_contiguous());
 }
 
@@ -59,9 +59,9 @@ TEST(Storage, FlattenFollowsTheParametersMemoryOrder) {
 TEST(Storage, AReplacedDataPointerIsNoticed) {
   const at::Tensor flat = at::zeros({32});
   at::Tensor param = at::ones({4});
-  bind(param, flat, {0, 4});
+  bind(param, flat, {0, 4}, param);
   param.set_data(at::ones({4}));
-  EXPECT_FALSE(is_bound(param, flat, {0, 4}));
+  EXPECT_FALSE(is_bound(param, flat, {0, 4}, param));
 }
 
 }  // namespace tessera::shard

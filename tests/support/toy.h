@@ -96,10 +96,11 @@ class ToyReference {
   ToyReference(at::ScalarType dtype, int world, int accumulation, double clip, double scale = 1)
       : dtype_(dtype), world_(world), accumulation_(accumulation), clip_(clip), scale_(scale) {
     for (at::Tensor& t : model_.tensors) {
-      masters_.push_back(t.detach().clone());
+      const at::Tensor weight = t.detach().to(dtype_);
+      masters_.push_back(weight.to(at::kFloat, false, /*copy=*/true));
       m_.push_back(at::zeros_like(masters_.back()));
       v_.push_back(at::zeros_like(masters_.back()));
-      t = cast(t.detach()).requires_grad_(true);
+      t = weight.clone().requires_grad_(true);
     }
   }
 
@@ -181,7 +182,7 @@ struct ToyRun {
   int64_t min_unit = 0;
   int64_t persistence = 4;                             // stage 3: "a" and "b" stay resident
   int last_stage = 3;                                  // of over_stages()
-  std::optional<amp::PrecisionPolicy> precision = {};  // else fp32 or bf16 with the rounding of the reference
+  std::optional<amp::PrecisionPolicy> precision = {};  // else fp32, bf16 or fp16
   bool fp16 = false;
   amp::ScalerOptions scaler = {};
   bool share = false;  // parameters
@@ -190,10 +191,9 @@ struct ToyRun {
 inline engine::Options toy_options(const ToyRun& run) {
   engine::Options options;
   options.zero.stage = run.stage;
-  auto policy = run.fp16   ? amp::PrecisionPolicy::fp16()
-                : run.bf16 ? amp::PrecisionPolicy::bf16()
-                           : amp::PrecisionPolicy::fp32();
-  policy.rounding = kernels::Rounding::Nearest;  // as ToyReference accumulates
+  const auto policy = run.fp16   ? amp::PrecisionPolicy::fp16()
+                      : run.bf16 ? amp::PrecisionPolicy::bf16()
+                                 : amp::PrecisionPolicy::fp32();
   options.zero.precision = run.precision.value_or(policy);
   options.scaler = run.scaler;
   options.zero.reduce_bucket_size = run.bucket;

@@ -53,6 +53,7 @@ std::vector<std::string> labels_of_step(const ToyRun& run) {
     auto recorder = std::make_shared<Recorder>(group);
     const Toy toy;
     auto engine = toy_engine(run, toy, recorder);
+    recorder->labels.clear();
     for (int micro = 0; micro < run.accumulation; ++micro) {
       toy_forward(engine, toy, toy_batch(rank, micro)).backward();
       engine.step();

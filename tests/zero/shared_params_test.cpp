@@ -33,8 +33,7 @@ void with_flat(int world, bool sharded, at::ScalarType dtype,
                const std::function<void(FlatParams&, SharedParams&, int rank, const GroupPtr&)>& body) {
   run_threads(comm::shm_thread_groups(world, kLong), [&](int rank, const GroupPtr& group) {
     SharedParams shared(group, SharedParams::bytes_of(layout(world), dtype));
-    FlatParams flat("u", two_items(), dtype, rank, world, sharded, zero::Cast::Nearest,
-                    shared.take(layout(world), dtype));
+    FlatParams flat("u", two_items(), dtype, rank, world, sharded, shared.take(layout(world), dtype));
     shared.written("construction");
     body(flat, shared, rank, group);
     group->barrier("the end");
@@ -141,7 +140,7 @@ TEST(SharedParams, RoundedValuesAreThoseThatWouldHaveTravelled) {
     FlatParams apart("v", {{"w", thirds.clone().requires_grad_(true), {}}}, at::kFloat, group->rank(), 2, true);
     SharedParams other(group, SharedParams::bytes_of(apart.layout(), at::kFloat));
     FlatParams same("v", {{"w", thirds.clone().requires_grad_(true), {}}}, at::kFloat, group->rank(), 2, true,
-                    zero::Cast::Nearest, other.take(apart.layout(), at::kFloat));
+                    other.take(apart.layout(), at::kFloat));
     other.written("construction");
     const auto gather = [&](FlatParams& f, int64_t staging) {
       f.gather_in(at::kBFloat16);

@@ -1,0 +1,211 @@
+#include "tessera/engine/preflight.h"
+
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <sstream>
+#include <unordered_map>
+
+#include "tessera/base/error.h"
+#include "tessera/shard/storage.h"
+#include "tessera/zero/hooks.h"
+
+namespace tessera::engine {
+
+namespace {
+
+// Two parameters with common memory are one value for torch and two for an engine, which would untie them.
+void check_apart(const std::vector<ParamSpec>& params) {
+  struct Bytes {
+    const char *begin, *end;
+    const ParamSpec* spec;
+  };
+  std::vector<Bytes> all;
+  for (const ParamSpec& spec : params) {
+    const at::Tensor& t = spec.tensor;
+    if (t.numel() == 0 || spec.restore || !t.has_storage() || t.storage().data() == nullptr) continue;
+    int64_t last = 0;
+    for (int64_t d = 0; d < t.dim(); ++d)
+      last += (t.size(d) - 1) * t.stride(d);
+    const auto* begin = static_cast<const char*>(t.const_data_ptr());
+    all.push_back({begin, begin + (last + 1) * t.element_size(), &spec});
+  }
+  std::sort(all.begin(), all.end(), [](const Bytes& a, const Bytes& b) { return a.begin < b.begin; });
+  for (size_t i = 1; i < all.size(); ++i) {
+    TESSERA_CHECK_VALUE(all[i].begin >= all[i - 1].end, "engine", "parameters '", all[i - 1].spec->name, "' and '",
+                        all[i].spec->name,
+                        "' lie in the same memory (x.weight.data = y.weight.data, or views of one tensor), but are two "
+                        "Parameters; tie them by assigning the Parameter itself (x.weight = y.weight), or clone one");
+  }
+}
+
+bool trains(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+std::string text_of(const ParamSpec& spec) {
+  std::ostringstream text;
+  text << "parameter '" << spec.name << "', shape " << spec.tensor.sizes();
+  if (!shard::Form(spec.tensor).strides.empty() && !spec.tensor.is_contiguous())
+    text << ", strides " << spec.tensor.strides();
+  text << (spec.group < 0 ? ", not optimized" : ", param group " + std::to_string(spec.group)) << ", unit '"
+       << spec.unit << "'";
+  if (spec.comm) text << ", travels in " << *spec.comm;
+  return text.str();
+}
+
+std::string text_of(const optim::GroupOptions& g, size_t number) {
+  std::ostringstream text;
+  text.precision(17);
+  text << "param group " << number << ": lr " << g.lr << ", betas " << g.beta1 << " " << g.beta2 << ", eps " << g.eps
+       << ", weight decay " << g.weight_decay << (g.decoupled ? " (decoupled)" : "")
+       << (g.bias_correction ? "" : ", no bias correction") << ", momentum " << g.momentum << ", dampening "
+       << g.dampening << (g.nesterov ? ", nesterov" : "") << ", lr decay " << g.lr_decay << ", initial accumulator "
+       << g.initial_accumulator_value << (g.maximize ? ", maximize" : "");
+  return text.str();
+}
+
+// One line for each thing that must be the same on all ranks.
+std::vector<std::string> lines_of(const Options& options, const std::vector<ParamSpec>& params,
+                                  const std::vector<optim::GroupOptions>& groups) {
+  std::vector<std::string> lines;
+  const auto add = [&](const auto&... parts) {
+    std::ostringstream line;
+    line.precision(17);
+    (line << ... << parts);
+    lines.push_back(line.str());
+  };
+  const zero::Options& zero = options.zero;
+  const amp::PrecisionPolicy& p = zero.precision;
+  add("ZeRO stage ", zero.stage);
+  add("precision: parameters ", p.param, ", gradients ", p.grad, ", states ", p.state, ", master ", int(p.master),
+      ", rounding ", int(p.rounding), " ", int(p.grad_rounding), ", skips overflows ", p.skip_nonfinite);
+  add("optimizer ", int(options.rule), " ", options.client_optimizer);
+  add("gradient_accumulation_steps ", options.gradient_accumulation_steps);
+  add("gradient_clipping ", options.gradient_clipping);
+  add("managed_gradient_accumulation ", options.managed_accumulation, ", reduction in the step ", zero.reduce_at_step);
+  const amp::ScalerOptions& s = options.scaler;
+  add("loss scale: dynamic ", s.dynamic, ", ", s.initial, ", window ", s.window, ", hysteresis ", s.hysteresis, " ",
+      s.refill_on_good, ", minimum ", s.minimum, " ", s.error_at_minimum);
+  add("torch_autocast ", options.autocast.enabled, " ", options.autocast.dtype);
+  add("reduce_bucket_size ", zero.reduce_bucket_size, ", smallest unit ", zero.min_unit_elements, ", overlap_comm ",
+      zero.overlap, ", average ", zero.average);
+  add("communication_data_type ", int(zero.communication.value_or(at::ScalarType::Undefined)));
+  const zero::GatherOptions& g = zero.gather;
+  add("stage 3: prefetch ", g.prefetch, ", max live ", g.max_live, ", reuse distance ", g.reuse_distance,
+      ", persistence ", g.persistence_threshold, " ", g.model_persistence);
+  add("seed ", zero.seed, ", shared parameters ", zero.share_params);
+  for (size_t i = 0; i < groups.size(); ++i)
+    lines.push_back(text_of(groups[i], i));
+  add("number of parameters ", params.size());
+  for (const ParamSpec& spec : params)
+    lines.push_back(text_of(spec));
+  return lines;
+}
+
+// FNV-1a, cut to what a double holds exactly.
+double hash_of(const std::vector<std::string>& lines) {
+  uint64_t hash = 14695981039346656037ULL;
+  for (const std::string& line : lines) {
+    for (const char c : line + "\n")
+      hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
+  }
+  return static_cast<double>(hash >> 12);
+}
+
+// `text` of rank `root`, on all of them.
+std::string broadcast(const zero::DataParallel& ranks, const std::string& text, int root) {
+  const bool mine = ranks.rank() == root;
+  at::Tensor size = at::zeros({1}, at::kDouble);
+  if (mine) size.fill_(static_cast<double>(text.size()));
+  ranks.agree(size, comm::ReduceOp::Max, "what ranks built");
+  at::Tensor bytes = at::zeros({std::max<int64_t>(1, static_cast<int64_t>(size.item<double>()))}, at::kByte);
+  if (mine) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  const at::Tensor sent = bytes.to(ranks.device);
+  ranks.broadcast(sent, root, "what ranks built");
+  bytes = sent.to(at::kCPU);
+  return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(size.item<double>())};
+}
+
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);)
+    lines.push_back(line);
+  return lines;
+}
+
+std::string joined(const std::vector<std::string>& lines) {
+  std::string text;
+  for (const std::string& line : lines)
+    text += line + "\n";
+  return text;
+}
+
+}  // namespace
+
+void check_params(const std::vector<ParamSpec>& params, const amp::PrecisionPolicy& precision) {
+  std::unordered_map<const void*, const ParamSpec*> seen;
+  for (const ParamSpec& spec : params) {
+    const at::Tensor& tensor = spec.tensor;
+    TESSERA_CHECK_VALUE(!tensor.is_meta(), "engine", "parameter '", spec.name,
+                        "' is on the meta device and has no values; materialize the module first (to_empty(), then its "
+                        "initialization), inside zero.Init where it is too large for one rank");
+    const auto [first, added] = seen.emplace(tensor.unsafeGetTensorImpl(), &spec);
+    TESSERA_CHECK_VALUE(added, "engine", "parameter '", spec.name, "' is given more than once, also as '",
+                        first->second->name, "'");
+    TESSERA_CHECK_VALUE(!zero::Hooks::is_watched(tensor), "engine", "parameter '", spec.name,
+                        "' already belongs to a live engine; call destroy() on that engine first");
+  }
+  check_apart(params);
+  amp::check(precision);
+}
+
+amp::PrecisionPolicy precision_of_model(const std::vector<ParamSpec>& params, std::optional<at::ScalarType> grad) {
+  const ParamSpec* first = nullptr;
+  for (const ParamSpec& spec : params) {
+    if (spec.group < 0) continue;
+    const at::ScalarType dtype = spec.tensor.scalar_type();
+    TESSERA_CHECK_VALUE(trains(dtype), "engine", "parameter '", spec.name, "' is ", dtype,
+                        ", which is not trained: convert the model (model.float()), or enable bf16 or fp16 in the "
+                        "configuration, which casts it");
+    if (first == nullptr) first = &spec;
+    TESSERA_CHECK_VALUE(dtype == first->tensor.scalar_type(), "engine", "parameters have several dtypes: '",
+                        first->name, "' is ", first->tensor.scalar_type(), ", '", spec.name, "' ", dtype,
+                        "; without a precision section nothing is cast: convert the model (model.float(), "
+                        "model.bfloat16()) or enable bf16 or fp16 in the configuration");
+  }
+  const at::ScalarType dtype = first == nullptr ? at::kFloat : first->tensor.scalar_type();
+  // torch keeps moments in the dtype of the parameter; fp16 ones would overflow, and no kernel has them.
+  return {dtype, grad.value_or(dtype), amp::Master::Weight, dtype == at::kHalf ? at::kFloat : dtype};
+}
+
+void check_alike(const zero::DataParallel& ranks, const Options& options, const std::vector<ParamSpec>& params,
+                 const std::vector<optim::GroupOptions>& groups) {
+  if (ranks.size() == 1) return;
+  const std::vector<std::string> mine = lines_of(options, params, groups);
+  const double hash = hash_of(mine);
+  at::Tensor bounds = at::tensor({hash, -hash}, at::kDouble);
+  ranks.agree(bounds, comm::ReduceOp::Max, "what ranks built");
+  if (bounds[0].item<double>() == -bounds[1].item<double>()) return;
+
+  const std::vector<std::string> first = split(broadcast(ranks, joined(mine), 0));
+  size_t at = 0;
+  while (at < first.size() && at < mine.size() && first[at] == mine[at])
+    ++at;
+  const bool differs = at < first.size() || at < mine.size();
+  at::Tensor other = at::tensor({differs ? -ranks.rank() : -ranks.size()}, at::kDouble);
+  ranks.agree(other, comm::ReduceOp::Max, "what ranks built");
+  const int rank = static_cast<int>(-other.item<double>());
+  const auto line = [&](const std::vector<std::string>& lines) { return at < lines.size() ? lines[at] : "nothing"; };
+  const std::string difference =
+      broadcast(ranks, "rank 0 has " + line(first) + ", rank " + std::to_string(rank) + " has " + line(mine), rank);
+  TESSERA_CHECK_VALUE(false, "engine", "ranks build different engines: ", difference,
+                      "; give all ranks the same model, optimizer and configuration (a module that iterates over a set "
+                      "registers its parameters in another order in every process)");
+}
+
+}  // namespace tessera::engine

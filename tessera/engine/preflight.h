@@ -1,0 +1,24 @@
+// Preflight: what is checked before an engine touches a model, so that a refused model is as it was.
+#pragma once
+
+#include <vector>
+
+#include "tessera/engine/engine.h"
+#include "tessera/zero/data_parallel.h"
+
+namespace tessera::engine {
+
+// Value error, by name, for a parameter that no engine can take: without values, given twice, with memory that another
+// one has too, of a dtype that is not trained, or held by another live engine. Local.
+void check_params(const std::vector<ParamSpec>& params, const amp::PrecisionPolicy& precision);
+
+// The policy of a model that no precision section casts: its own dtype, with the states torch would have; `grad`: the dtype gradients accumulate in, if another. Value error
+// for trained parameters of several dtypes, or one that is not trained. Local.
+amp::PrecisionPolicy precision_of_model(const std::vector<ParamSpec>& params, std::optional<at::ScalarType> grad);
+
+// Ranks that built different engines would follow each their own, silently. Value error on all ranks that says what
+// differs and where: names, shapes, strides, order, units and groups of parameters, resolved options. Collective.
+void check_alike(const zero::DataParallel& ranks, const Options& options, const std::vector<ParamSpec>& params,
+                 const std::vector<optim::GroupOptions>& groups);
+
+}  // namespace tessera::engine

@@ -1,0 +1,147 @@
+"""What a user does to a live engine's model between steps and must not be felt: the weights after it are, bit for bit,
+those of a run without it, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import Net, config, engines, make, mse
+from torch import nn
+
+import tessera
+
+
+class Images(nn.Module):
+    """Weights of four dimensions, a square matrix, rows that are not a multiple of anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.deep = nn.Conv2d(4, 5, 3)
+        self.square = nn.Linear(5, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.conv(x.to(self.conv.weight.dtype)))
+        return self.square(self.deep(x).mean(dim=(2, 3)))
+
+
+def images(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(10 * rank + step))
+
+
+def loss_of(engine: Any, rank: int, step: int) -> torch.Tensor:
+    return mse(engine(images(rank, step)), torch.ones(2, 5))
+
+
+def through(*dtypes: torch.dtype) -> Callable[[nn.Module], Any]:
+    def convert(module: nn.Module) -> None:
+        before = next(module.parameters()).dtype
+        for dtype in (*dtypes, before):
+            module.to(dtype)
+
+    return convert
+
+
+def replace_data(module: nn.Module) -> None:
+    for param in module.parameters():
+        param.data = param.data.clone()
+
+
+def transpose_data(module: nn.Module) -> None:
+    """The same values in another order of memory, also where the pointer stays."""
+    for param in module.parameters():
+        if param.dim() == 2:
+            param.data = param.data.t().contiguous().t()
+
+
+ACTIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "float and back": through(torch.float32),
+    "double and back": through(torch.float64),
+    "through two dtypes": through(torch.float32, torch.float64),
+    "channels last": lambda module: module.to(memory_format=torch.channels_last),
+    "channels last, in double": lambda module: (
+        module.to(memory_format=torch.channels_last),
+        through(torch.float64)(module),
+    ),
+    "data replaced": replace_data,
+    "data transposed": transpose_data,
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("action", ACTIONS)
+def test_an_action_between_steps_is_not_felt(action: str, dtype: str, stage: int) -> None:
+    cfg = config(stage, bf16=dtype == "bf16", optimizer={"type": "AdamW", "params": {"lr": 0.01}})
+
+    def train(act: Callable[[nn.Module], Any]) -> list[Any]:
+        def body(engine: tessera.Engine, rank: int) -> dict[str, torch.Tensor]:
+            for step in range(4):
+                loss_of(engine, rank, step).backward()
+                if step == 2:
+                    act(engine.module)  # between a backward and its step, too
+                engine.step()
+                act(engine.module)
+            return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+
+        return engines(make(Images), 2, cfg, body)
+
+    expected = train(lambda module: None)[0]
+    for got in train(ACTIONS[action]):
+        for name, value in expected.items():
+            torch.testing.assert_close(got[name], value, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+    assert not torch.equal(expected["square.weight"], make(Images).square.weight.to(expected["square.weight"].dtype))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_past_the_engine_are_refused(stage: int) -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        loss_of(engine, rank, 0).backward()
+        engine.step()
+        through(torch.float64)(engine.module)
+        loss_of(engine.module, rank, 1).backward()
+        with pytest.raises(RuntimeError, match="was converted"):
+            engine.step()
+        engine.zero_grad()
+        loss_of(engine, rank, 1).backward()
+        engine.step()
+        assert engine.was_step_applied()
+
+    engines(make(Images), 2, config(stage), body)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_model_left_in_another_dtype_is_refused_by_the_forward(stage: int) -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        engine.module.double()
+        with pytest.raises(RuntimeError, match=r"became a tensor of .* dtype"):
+            loss_of(engine, rank, 0)
+        engine.module.float()
+        loss_of(engine, rank, 0).backward()
+        engine.step()
+
+    engines(make(Images), 2, config(stage), body)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_parameter_unused_on_one_rank_keeps_ranks_alike(stage: int) -> None:
+    """Sums of 16-bit gradients over ranks take the same random bits everywhere."""
+    cfg = config(stage, accumulation=2, bf16=True, tessera={"rounding": "stochastic"})
+
+    def body(engine: tessera.Engine, rank: int) -> dict[str, torch.Tensor]:
+        for step in range(8):
+            torch.manual_seed(100 * rank + step)
+            x = torch.randn(4, 5).to(torch.bfloat16)
+            loss = (engine(x) if rank == 0 or step % 2 else engine.module.embed(x)).float().pow(2).mean()
+            loss.backward()
+            if step % 4 == 1:  # a third backward of the step
+                (engine(x)).float().sum().backward()
+            engine.step()
+        return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+
+    first, second = engines(make(Net), 2, cfg, body)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
