@@ -23,6 +23,7 @@ namespace tessera::comm {
 struct Transfer {
   c10::intrusive_ptr<c10d::Work> work;
   int peer = -1;
+  at::Tensor mark{};  // received behind a large message: one byte, not zero once it is there
 };
 
 class C10dCore {

@@ -115,7 +115,35 @@ class C10dWork final : public Pending::Work {
     if (buffer_.defined()) core_->give_buffer(std::move(buffer_));
   }
 
+  bool wait_for(std::chrono::milliseconds limit) override {
+    const auto end = Clock::now() + limit;
+    while (arrived(end)) {
+      if (!then_) return true;
+      core_->finish(transfers_, call_.info, launched_);
+      transfers_ = std::exchange(then_, nullptr)();
+      if (transfers_.empty()) return true;
+    }
+    return false;
+  }
+
  private:
+  // A transfer cannot be asked whether it is through (a Gloo wait with a limit ends the connection), but the byte of a
+  // mark tells: it is sent behind the data. What all peers have sent, they have launched: ours gets through, too.
+  bool arrived(Clock::time_point end) const {
+    if (!held_.front().is_cpu()) return true;  // waiting orders streams
+    int marks = 0;
+    for (const Transfer& transfer : transfers_) {
+      if (!transfer.mark.defined()) break;
+      const auto* byte = static_cast<const char*>(transfer.mark.const_data_ptr());
+      while (__atomic_load_n(byte, __ATOMIC_ACQUIRE) == 0) {
+        if (Clock::now() >= end) return false;
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
+      ++marks;
+    }
+    return marks == core_->size() - 1;
+  }
+
   std::shared_ptr<C10dCore> core_;
   Call call_;
   std::vector<at::Tensor> held_;
@@ -152,8 +180,14 @@ class Messages {
       const int tag = tag_of(bytes);
       transfers_.push_back(start(flat.narrow(0, span.begin, span.count), peer, out, tag));
       if (bytes < kMarkedBytes) return;
-      const at::Tensor mark = at::empty({1}, at::TensorOptions(at::kByte));
-      (out ? transfers_ : marks_).push_back(start(mark, peer, out, tag + kMarkTag));
+      const at::Tensor mark = at::full({1}, out ? 1 : 0, at::TensorOptions(at::kByte));
+      Transfer transfer = start(mark, peer, out, tag + kMarkTag);
+      if (out) {
+        transfers_.push_back(std::move(transfer));
+      } else {
+        transfer.mark = mark;
+        marks_.push_back(std::move(transfer));
+      }
     } catch (const std::exception& error) {
       core_.fail(info_, Clock::now(), peer, error.what());
     }

@@ -39,6 +39,8 @@ class Pending {
    public:
     virtual ~Work() = default;
     virtual void wait() = 0;
+    // Waits so long at most; true when wait() would wait for no other rank. False as well where that cannot be known.
+    virtual bool wait_for(std::chrono::milliseconds limit) = 0;
   };
 
   Pending() = default;  // already complete
@@ -48,6 +50,9 @@ class Pending {
   ~Pending();
 
   void wait();
+  // Waits so long at most; wait() still has to come. True when that would not wait for another rank any more; false as
+  // well where that cannot be known (small messages of a torch process group). Throws as wait() does.
+  bool wait_for(std::chrono::milliseconds limit) { return !work_ || work_->wait_for(limit); }
   bool done() const { return work_ == nullptr; }
 
  private:

@@ -102,6 +102,11 @@ class Lane {
     throw_failed(place_.rank, place_.size(), trip.info, seconds, trip.cause);
   }
 
+  bool wait_for(const Trip& trip, std::chrono::milliseconds limit) {
+    std::unique_lock lock(mutex_);
+    return news_.wait_for(lock, limit, [&] { return trip.over; });
+  }
+
  private:
   void run() {
     std::unique_lock lock(mutex_);
@@ -146,6 +151,7 @@ class HostsPending final : public Pending::Work {
  public:
   HostsPending(std::shared_ptr<Lane> lane, TripPtr trip) : lane_(std::move(lane)), trip_(std::move(trip)) {}
   void wait() override { lane_->wait(*trip_); }
+  bool wait_for(std::chrono::milliseconds limit) override { return lane_->wait_for(*trip_, limit); }
 
  private:
   std::shared_ptr<Lane> lane_;

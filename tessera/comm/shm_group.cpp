@@ -12,6 +12,9 @@ class ShmPending final : public Pending::Work {
  public:
   ShmPending(ShmSharePtr share, ShmOpPtr op) : share_(std::move(share)), op_(std::move(op)) {}
   void wait() override { share_->world->wait(share_->channel, *op_, {.launched = launched_}); }
+  bool wait_for(std::chrono::milliseconds limit) override {
+    return share_->world->wait_until(*op_, Clock::now() + limit);
+  }
 
  private:
   ShmSharePtr share_;

@@ -15,9 +15,9 @@
 
 namespace tessera::comm {
 
-inline constexpr int64_t kChannels = 64;  // address space only, but for the first and those of siblings
-inline constexpr int64_t kSlots = 32;     // records that a rank may be ahead of the slowest reader
-inline constexpr int64_t kMailSlots = 8;  // the same for messages between two ranks
+inline constexpr int64_t kChannels = 512;  // address space only, but for the first and those of siblings
+inline constexpr int64_t kSlots = 32;      // records that a rank may be ahead of the slowest reader
+inline constexpr int64_t kMailSlots = 8;   // the same for messages between two ranks
 inline constexpr int64_t kPage = 4096;
 
 struct ShmHeader {

@@ -249,6 +249,14 @@ void ShmWorld::wait(int channel, const ShmCall& call, const Wait& how) {
   }
 }
 
+bool ShmWorld::wait_until(const ShmCall& call, Clock::time_point end) {
+  const auto over = [&] { return call.done || header_.cause_state.load() != 0; };
+  while (!over() && Clock::now() < end) {
+    if (!try_progress() && !over()) std::this_thread::yield();
+  }
+  return over();
+}
+
 std::string ShmWorld::join_numbers(std::vector<int> ranks) const {
   for (int& r : ranks)
     r = numbers_[r];

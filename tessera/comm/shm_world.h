@@ -64,6 +64,8 @@ class ShmWorld {
   };
   // `channel`: that of a collective, kMail for a letter.
   void wait(int channel, const ShmCall& call, const Wait& how);
+  // Moves what can be moved until then at most; true when the call is done, or the group has failed.
+  bool wait_until(const ShmCall& call, Clock::time_point end);
   void wake();
   void abort(const std::string& reason);
   // The same with a cause that names a rank itself.

@@ -71,6 +71,7 @@ class World {
   int size() const { return size_; }
   std::shared_ptr<Op> post(int channel, int rank, Post post);
   void wait(int rank, Op& op, Clock::time_point launched);
+  bool wait_for(const Op& op, std::chrono::milliseconds limit);
   void abort(int rank, const std::string& reason);
   void leave(int channel, int rank);
   int add_channel(int rank);  // the rank's next sibling
@@ -216,6 +217,8 @@ void World::wait(int rank, Op& op, Clock::time_point launched) {
     }
     if (op.posted < size_) {
       if (auto cause = departed(op); !cause.empty()) {
+        // A rank that unwinds from an error destroys its siblings first and says a moment later why.
+        changed_.wait_for(lock, std::chrono::milliseconds(200), [&] { return !cause_.empty(); });
         fail(std::move(cause));
       } else if (changed_.wait_until(lock, deadline) == std::cv_status::timeout && op.posted < size_ &&
                  cause_.empty()) {
@@ -237,6 +240,12 @@ void World::wait(int rank, Op& op, Clock::time_point launched) {
     op.finished += 1;
     if (op.running == 0) changed_.notify_all();
   }
+}
+
+// All ranks have made the call (or it failed): whoever waits for it now does what is left of it.
+bool World::wait_for(const Op& op, std::chrono::milliseconds limit) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_for(lock, limit, [&] { return op.posted == size_ || !cause_.empty(); });
 }
 
 void World::abort(int rank, const std::string& reason) {
@@ -305,6 +314,7 @@ class ThreadWork final : public Pending::Work {
       : world_(std::move(world)), op_(std::move(op)), rank_(rank), out_(std::move(out)), in_(std::move(in)) {}
 
   void wait() override { world_->wait(rank_, *op_, launched_); }
+  bool wait_for(std::chrono::milliseconds limit) override { return world_->wait_for(*op_, limit); }
 
  private:
   std::shared_ptr<World> world_;

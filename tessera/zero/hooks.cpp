@@ -327,21 +327,15 @@ void Hooks::touch_task(bool from_parameter) {
     auto token = std::make_shared<Token>(link_, id);
     const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
     tasks_[id] = {token, exec_info != nullptr && exec_info->empty()};
-    torch::autograd::Engine::get_default_engine().queue_callback([link = link_, id, token] {
-      const std::lock_guard lock(link->mutex);
-      if (link->hooks != nullptr) link->hooks->end_task(id);
-    });
+    queue_end(token, -1);
     if (outermost) {
       in_forward_task_ = forward_depth_ > 0;
-      saw_nested_ = false;
       counts_ = false;
       task_scale_.reset();
       marks_.clear();
       allowed_ = passed_outputs_ = false;
       searched_task_ = -1;
       if (!in_forward_task_) sink_.backward_begun(calls_to_run());
-    } else {
-      saw_nested_ = true;
     }
   }
   if (from_parameter || tasks_[id].plain) counts_ = true;
@@ -362,22 +356,42 @@ std::vector<ScopeCall*> Hooks::calls_to_run() const {
   return calls;
 }
 
-void Hooks::end_task(int id) {
+// Behind what other engines have queued. Round -1: the task is over.
+void Hooks::queue_end(const std::shared_ptr<Token>& token, int round) {
+  torch::autograd::Engine::get_default_engine().queue_callback([link = link_, token, round] {
+    const std::lock_guard lock(link->mutex);
+    Hooks* hooks = link->hooks;
+    if (hooks == nullptr) return;
+    if (round < 0 ? hooks->end_task(token->id) : hooks->end_round(token->id, round)) hooks->queue_end(token, round + 1);
+  });
+}
+
+// True when it was the last one: then rounds are to follow, and until they are done it counts as running.
+bool Hooks::end_task(int id) {
   const auto of_task = [&](const Deferred& d) { return d.task == id; };
   std::vector<Deferred> due;
   std::copy_if(deferred_.begin(), deferred_.end(), std::back_inserter(due), of_task);
   std::erase_if(deferred_, of_task);
   for (const Deferred& deferred : due)
     sink_.call_closed(*deferred.call);
-  tasks_.erase(id);
   prune_dead_tasks();
-  if (!tasks_.empty()) return;
+  if (tasks_.size() > 1) {
+    tasks_.erase(id);
+    return false;
+  }
   if (counts_) {
     for (const auto& mark : marks_)
       mark->spent = true;
   }
-  if (counts_ && !in_forward_task_) sink_.backward_done();
-  sink_.tasks_ended();
+  return true;
+}
+
+bool Hooks::end_round(int id, int round) {
+  if (counts_ && !in_forward_task_ && sink_.end_backward(round)) return true;
+  tasks_.erase(id);
+  prune_dead_tasks();
+  if (tasks_.empty()) sink_.tasks_ended();
+  return false;
 }
 
 void Hooks::task_gone(int id) {

@@ -16,6 +16,11 @@
 //   ended, except inside a forward (a function that runs backward in its forward is no backward of the user's).
 //   Runs of torch.autograd.grad pass our output hooks too: they count only once a parameter hook has run.
 //
+// Note [Ends]
+//   Ranks may reach the engines of a joint loss in different orders, so an engine that waits for its reductions could
+//   wait for a rank that waits for those of another engine. The end has rounds: every engine's callback does a round and
+//   queues the next one behind those of the other engines. What a round waits for, all ranks launched in an earlier one.
+//
 // Note [Loss scaling]
 //   scale() multiplies a tensor and marks the node that does it. In a backward the mark runs before every node behind it;
 //   it tells all engines whose parameters are behind it (not only the one that was asked) what their gradients are
@@ -52,9 +57,9 @@ class HookSink {
   virtual void before_accumulate(int slot, at::Tensor& grad) = 0;
   // p.grad holds the gradient of this graph task for parameter `slot` (undefined: zero).
   virtual void gradient_ready(int slot, at::Tensor& grad) = 0;
-  // The outermost backward is over.
-  virtual void backward_done() = 0;
-  // No graph task is left, after backward_done() where it was one of the user's, after torch.autograd.grad, and after a
+  // The outermost backward is over: round 0, 1, ... of its end, see Note [Ends]. True while another round is to follow.
+  virtual bool end_backward(int round) = 0;
+  // No graph task is left, after the last round where it was one of the user's, after torch.autograd.grad, and after a
   // backward that threw (then it must not throw itself).
   virtual void tasks_ended() = 0;
   // A watched module call: its backward begins; one of its inputs has its gradient; its graph is gone (must not throw).
@@ -107,8 +112,6 @@ class Hooks {
   bool in_backward();
   // A running backward belongs to a forward in progress (a function that runs backward in its forward).
   bool in_forward_task() const { return in_forward_task_; }
-  // A nested backward ran inside the outermost one.
-  bool saw_nested() const { return saw_nested_; }
 
   // Removes every hook; those in graphs still alive do nothing from now on. Safe to call twice.
   void remove();
@@ -145,7 +148,9 @@ class Hooks {
   void check_output();
   void check_all_scaled();
   bool refuses_parameter();
-  void end_task(int id);
+  bool end_task(int id);
+  bool end_round(int id, int round);
+  void queue_end(const std::shared_ptr<Token>& token, int round);
   void task_gone(int id);
   void prune_dead_tasks();
 
@@ -155,7 +160,6 @@ class Hooks {
   std::unordered_map<int, Task> tasks_;
   std::vector<Deferred> deferred_;  // closings of calls
   int forward_depth_ = 0;
-  bool saw_nested_ = false;
   bool counts_ = false;  // the running backward is one of the user's
   bool in_forward_task_ = false;
 

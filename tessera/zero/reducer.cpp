@@ -11,8 +11,10 @@
 namespace tessera::zero {
 
 namespace {
-// While backward fills the bucket of one unit, that of the unit before travels: more would be memory without gain.
+// While backward fills the bucket of one unit, that of the unit before travels: more would be memory without gain. But
+// how long the other ranks take to come is not known: Note [Waits].
 constexpr size_t kUnitsInFlight = 1;
+constexpr std::chrono::milliseconds kPatience{5};
 constexpr size_t kReplicasInFlight = 2;
 constexpr unsigned kRankShift = 48;  // local contributions: random bits of rank r are those of elements from r << 48
 constexpr unsigned kStepShift = 16;  // additions of one step are numbered from step << 16,
@@ -32,7 +34,7 @@ Reducer::Reducer(DataParallel ranks, std::vector<Unit*> units, const Options& op
 
 void Reducer::acquire_partial(Unit& unit) {
   const bool persistent = unit.grads.numel() == unit.layout.size();
-  if (persistent && (one_rank() || !unit.reduced)) {
+  if (persistent && (one_rank() || (!unit.reduced && unit.in_flight == 0))) {
     unit.partial = unit.grads;
     unit.partial_pooled = false;
   } else {
@@ -53,11 +55,15 @@ void Reducer::release_partial(Unit& unit) {
   unit.partial_pooled = false;
 }
 
-void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale) {
-  if (unit.grad_state() == GradState::Reducing) {
-    while (unit.grad_state() == GradState::Reducing)
-      finish_oldest();
+// Room for one more unit: by waiting for the oldest one, but not long.
+void Reducer::make_room() {
+  while (in_flight_.size() >= kUnitsInFlight) {
+    if (!in_flight_.front().pending.wait_for(kPatience)) return;
+    finish_oldest();
   }
+}
+
+void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale) {
   if (unit.grad_state() != GradState::Accumulating) {
     acquire_partial(unit);
     unit.move_to(GradState::Accumulating);
@@ -154,28 +160,32 @@ void Reducer::zero_unfilled(Unit& unit) {
   }
 }
 
-void Reducer::reduce_replicas() {
-  if (replicas_agree_ || ranks_.replicate->size() == 1) return;
-  std::deque<InFlight> in_flight;
-  const auto finish = [&] {
-    InFlight work = std::move(in_flight.front());
-    in_flight.pop_front();
-    work.pending.wait();
-    if (!work.sent.defined()) return;
-    shard::scaled_copy(work.unit->owned_grads(), work.sent);
-    travel_pool_.give_back(work.sent);
-  };
+void Reducer::finish_oldest_replica() {
+  InFlight work = std::move(replicas_in_flight_.front());
+  replicas_in_flight_.pop_front();
+  work.pending.wait();
+  if (!work.sent.defined()) return;
+  shard::scaled_copy(work.unit->owned_grads(), work.sent);
+  travel_pool_.give_back(work.sent);
+}
+
+void Reducer::launch_replicas() {
+  if (replicas_agree()) return;
   for (Unit* unit : units_) {
     if (!unit->reduced) continue;
-    if (in_flight.size() == kReplicasInFlight) finish();
+    if (replicas_in_flight_.size() >= kReplicasInFlight && replicas_in_flight_.front().pending.wait_for(kPatience))
+      finish_oldest_replica();
     const std::string label = "gradients of unit '" + unit->name + "' over replicas";
     const at::Tensor sent = cast_to_travel(*unit, unit->owned_grads());
     const at::Tensor& sum = sent.defined() ? sent : unit->owned_grads();
-    in_flight.push_back({unit, ranks_.replicate->all_reduce(sum, op_, label), sent});
+    replicas_in_flight_.push_back({unit, ranks_.replicate->all_reduce(sum, op_, label), sent, {}, {}});
   }
-  while (!in_flight.empty())
-    finish();
   replicas_agree_ = true;
+}
+
+void Reducer::finish_replicas() {
+  while (!replicas_in_flight_.empty())
+    finish_oldest_replica();
 }
 
 // More gradients after reduce_replicas(): what is there must count once in the next one. The mean of equal values is
@@ -199,8 +209,6 @@ at::Tensor Reducer::cast_to_travel(const Unit& unit, const at::Tensor& values) {
 
 void Reducer::launch(Unit& unit) {
   reopen_replicas();
-  while (unit.grad_state() == GradState::Reducing)
-    finish_oldest();
   if (unit.grad_state() != GradState::Accumulating) {
     acquire_partial(unit);
     unit.move_to(GradState::Accumulating);
@@ -214,21 +222,23 @@ void Reducer::launch(Unit& unit) {
     unit.partial.reset();
     return;
   }
-  while (in_flight_.size() >= kUnitsInFlight)
-    finish_oldest();
+  make_room();
   unit.move_to(GradState::Reducing);
   const std::string label = "gradients of unit '" + unit.name + "'";
   const at::Tensor sent = cast_to_travel(unit, unit.partial);
   const at::Tensor& source = sent.defined() ? sent : unit.partial;
+  at::Tensor sum = source.narrow(0, unit.owned.begin, unit.owned.size());
   comm::Pending pending;
   if (unit.grads_are_visible()) {
     pending = ranks_.shard->all_reduce(source, op_, label);
   } else {
-    const bool direct = !unit.reduced && unit.partial_pooled && !sent.defined();
-    const at::Tensor mine = source.narrow(0, unit.owned.begin, unit.owned.size());
-    pending = ranks_.shard->reduce_scatter(direct ? unit.owned_grads() : mine, source, op_, label);
+    const bool first = !unit.reduced && unit.in_flight == 0 && !sent.defined();
+    if (first && unit.partial_pooled) sum = unit.owned_grads();
+    pending = ranks_.shard->reduce_scatter(sum, source, op_, label);
   }
-  in_flight_.push_back({&unit, std::move(pending), sent});
+  in_flight_.push_back({&unit, std::move(pending), sent, std::move(sum), std::exchange(unit.partial, at::Tensor()),
+                        std::exchange(unit.partial_pooled, false)});
+  ++unit.in_flight;
 }
 
 void Reducer::finish_oldest() {
@@ -236,36 +246,45 @@ void Reducer::finish_oldest() {
   in_flight_.pop_front();
   Unit& unit = *work.unit;
   // Whatever happens, the unit leaves Reducing: after an error only zero_grad() and destroy() remain.
-  unit.move_to(GradState::Reduced);
+  --unit.in_flight;
+  if (unit.grad_state() == GradState::Reducing && unit.in_flight == 0) unit.move_to(GradState::Reduced);
   work.pending.wait();
-  const at::Tensor& source = work.sent.defined() ? work.sent : unit.partial;
-  const at::Tensor mine = source.narrow(0, unit.owned.begin, unit.owned.size());
-  if (unit.partial_pooled && unit.reduced) {
-    add_sum(unit, mine);
-  } else if (work.sent.defined()) {
-    shard::scaled_copy(unit.owned_grads(), mine);
+  if (unit.reduced && work.pooled) {
+    add_sum(unit, work.sum);
+  } else if (work.sum.data_ptr() != unit.owned_grads().data_ptr()) {
+    shard::scaled_copy(unit.owned_grads(), work.sum);
   }
   if (work.sent.defined()) travel_pool_.give_back(work.sent);
+  if (work.pooled) pool_.give_back(work.bucket);
   unit.reduced = true;
-  release_partial(unit);
 }
 
-void Reducer::relaunch_refired() {
-  at::Tensor mask = at::zeros({static_cast<int64_t>(units_.size())}, at::kInt);
+// Which units got gradients after their launch, on any rank.
+void Reducer::launch_agreement() {
+  late_ = at::zeros({static_cast<int64_t>(units_.size())}, at::kInt);
   for (size_t i = 0; i < units_.size(); ++i)
-    mask.data_ptr<int>()[i] = units_[i]->refired ? 1 : 0;
-  ranks_.agree(mask, comm::ReduceOp::Max, "units with late gradients");
+    late_.data_ptr<int>()[i] = units_[i]->refired ? 1 : 0;
+  late_ = late_.to(ranks_.device);
+  agreement_ = ranks_.shard->all_reduce(late_, comm::ReduceOp::Max, "units with late gradients");
+}
+
+void Reducer::launch_late() {
+  if (!late_.defined()) return;
+  agreement_.wait();
+  const at::Tensor late = std::exchange(late_, at::Tensor()).cpu();
   for (size_t i = 0; i < units_.size(); ++i) {
-    if (mask.data_ptr<int>()[i] != 0) launch(*units_[i]);
+    if (late.const_data_ptr<int>()[i] != 0) launch(*units_[i]);
   }
 }
 
-void Reducer::flush(bool agree_refired) {
+void Reducer::launch_rest(bool all_visible) {
   for (; next_ < units_.size(); ++next_)
     launch(*units_[next_]);
-  if (agree_refired && !one_rank()) relaunch_refired();
-  while (!in_flight_.empty())
-    finish_oldest();
+  if (all_visible && ranks_.shard->size() > 1) launch_agreement();
+}
+
+void Reducer::finish() {
+  drain();
   begin_backward();
 }
 
@@ -275,10 +294,9 @@ bool Reducer::has_late() const {
 }
 
 void Reducer::reduce_late() {
-  if (one_rank()) return;
-  relaunch_refired();
-  drain();
-  begin_backward();
+  if (ranks_.shard->size() > 1) launch_agreement();
+  launch_late();
+  finish();
 }
 
 void Reducer::drain() {
@@ -287,10 +305,15 @@ void Reducer::drain() {
 }
 
 void Reducer::abandon() {
+  agreement_ = {};
+  replicas_in_flight_.clear();
   in_flight_.clear();
 }
 
 void Reducer::reset() {
+  agreement_ = {};
+  late_.reset();
+  finish_replicas();
   drain();
   for (Unit* unit : units_) {
     if (unit->partial.defined()) release_partial(*unit);

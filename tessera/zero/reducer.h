@@ -9,6 +9,14 @@
 //   over, which all ranks see at the same place, not when its parameters have their gradients, which experts or unused
 //   parameters make different; units for which no such moment is known wait for the flush.
 //
+// Note [Waits]
+//   A hook that waited for other ranks could wait for one that waits for this rank in a collective of the user's: how far
+//   a rank must come before it launches a unit depends on its own graph (unused parameters). So launching only launches;
+//   it waits a few milliseconds for a bucket to come back, and takes a new one where it does not. Gradients for a unit on
+//   its way go into another bucket. Waits stand at the end of the backward, after all engines have launched (Note [Ends]
+//   in hooks.h), and in the step. Nor does anything that only one rank knows of, as a nested backward, decide on a
+//   collective.
+//
 // Note [Averaging]
 //   Local contributions carry 1/gradient_accumulation_steps; 1/data-parallel size is applied by the reduction itself, on
 //   the fp32 sum and before its one rounding. So a local gradient (no_sync, stage 0 before the boundary) is PyTorch's.
@@ -62,16 +70,21 @@ class Reducer {
   void fired(Unit& unit, Param& param, bool launch);
   // All module calls that used `unit` are through; launches as fired() does.
   void over(Unit& unit, bool launch);
-  // Reduces all that is left, waits, and leaves every unit Reduced. Collective. `agree_refired`: a nested backward ran,
-  // so units may have got gradients after their launch; ranks first agree which.
-  void flush(bool agree_refired);
-  // A unit of this rank got gradients after its launch, outside nested backwards: from a use outside of the modules
-  // that own the parameter. The unit's next reduction takes them in.
+  // The end of a backward, in rounds (Note [Ends] in hooks.h); collective. The first two launch and wait only for what
+  // all ranks have launched in the round before. `all_visible`: the user may look at the sums, so ranks agree which units
+  // got gradients after their launch, and those are reduced once more.
+  void launch_rest(bool all_visible);
+  void launch_late();
+  // Waits: sums of what had come by the units' launches, within a replica.
+  void finish();
+  // A unit of this rank got gradients after its launch: from a nested backward, or a use outside of the modules that own
+  // the parameter. The unit's next reduction takes them in.
   bool has_late() const;
   // Reduces late gradients now; collective, when any rank has_late().
   void reduce_late();
-  // Hybrid sharding: what flush() left is the sum within a replica; from here on it is that over all. Collective.
-  void reduce_replicas();
+  // Hybrid sharding: what finish() left is the sum within a replica; from here on it is that over all. Collective.
+  void launch_replicas();
+  void finish_replicas();
   // Whether owned gradients are the sum over all ranks: the same on all of them.
   bool replicas_agree() const { return replicas_agree_ || ranks_.replicate->size() == 1; }
   // Waits for collectives in flight (after a backward that threw).
@@ -89,18 +102,23 @@ class Reducer {
   struct InFlight {
     Unit* unit;
     comm::Pending pending;
-    at::Tensor sent;  // where the unit travels in another dtype: its contributions, then the sum
+    at::Tensor sent;      // where the unit travels in another dtype: its contributions
+    at::Tensor sum;       // of the owned range
+    at::Tensor bucket;    // the contributions
+    bool pooled = false;  // they lie in a bucket of the pool
   };
 
   void acquire_partial(Unit& unit);
   void release_partial(Unit& unit);
+  void make_room();
   void zero_unfilled(Unit& unit);
   void launch(Unit& unit);
   at::Tensor cast_to_travel(const Unit& unit, const at::Tensor& values);
   void launch_complete();
   void finish_oldest();
   void reopen_replicas();
-  void relaunch_refired();
+  void launch_agreement();
+  void finish_oldest_replica();
   void add_sum(Unit& unit, const at::Tensor& from);
   kernels::RandomKey key_of(const Param& param, uint64_t first, uint64_t number) const;
   bool one_rank() const { return ranks_.size() == 1; }
@@ -113,7 +131,9 @@ class Reducer {
   uint64_t seed_;
   size_t next_ = 0;  // units_[next_] is the next to launch
   bool replicas_agree_ = false;
-  std::deque<InFlight> in_flight_;
+  std::deque<InFlight> in_flight_, replicas_in_flight_;
+  comm::Pending agreement_;
+  at::Tensor late_;  // by unit; defined while ranks agree on it
   BucketPool pool_{2};
   BucketPool travel_pool_{2};
 };

@@ -61,6 +61,9 @@ ShardedModel::ShardedModel(const Options& options, DataParallel ranks, const std
   const c10::AutoGradMode no_grad(false);
   check_params(params, groups_);
   if (!params.empty()) ranks_.device = params.front().tensor.device();
+  // Of its own: engines under one loss reach their collectives in orders that differ by rank.
+  if (ranks_.shard->size() > 1) ranks_.shard = ranks_.shard->sibling();
+  if (ranks_.replicate->size() > 1) ranks_.replicate = ranks_.replicate->sibling();
   const bool partition = placements_.params == shard::Placement::Shard && ranks_.shard->size() > 1;
   gathers_ = partition ? ranks_.shard->sibling() : ranks_.shard;
   unsharder_ = std::make_unique<Unsharder>(gathers_, options_.gather);
@@ -293,22 +296,45 @@ void ShardedModel::gradient_ready(int index, at::Tensor& grad) {
   if (!hooks_.in_forward_task()) reducer_->fired(*slot.unit, *slot.param, may_reduce());
 }
 
-void ShardedModel::backward_done() {
-  ++backwards_;
-  if (may_reduce()) {
-    flush(hooks_.saw_nested());
-  } else {
-    unreduced_ = true;
+bool ShardedModel::end_backward(int round) {
+  if (round == 0) ++backwards_;
+  if (may_reduce()) return flush_round(round);
+  unreduced_ = true;
+  return false;
+}
+
+// See Note [Ends] in hooks.h.
+bool ShardedModel::flush_round(int round) {
+  const c10::AutoGradMode no_grad(false);
+  const bool visible = placements_.grads == shard::Placement::Replicate;
+  switch (round) {
+    case 0:
+      reducer_->launch_rest(visible);
+      return true;
+    case 1:
+      reducer_->launch_late();
+      return true;
+    case 2:
+      reducer_->finish();
+      if (policy_.boundary) reducer_->launch_replicas();
+      return true;
+    default:
+      reducer_->finish_replicas();
+      unreduced_ = false;
+      flushed_ = true;
+      if (visible && ranks_.size() > 1) show_remote_grads();
+      return false;
   }
 }
 
-void ShardedModel::flush(bool agree_refired) {
-  const c10::AutoGradMode no_grad(false);
-  reducer_->flush(agree_refired);
-  if (policy_.boundary) reducer_->reduce_replicas();
-  unreduced_ = false;
-  flushed_ = true;
-  if (placements_.grads == shard::Placement::Replicate && ranks_.size() > 1) show_remote_grads();
+void ShardedModel::flush() {
+  for (int round = 0; flush_round(round); ++round) {
+  }
+}
+
+void ShardedModel::reduce_replicas() {
+  reducer_->launch_replicas();
+  reducer_->finish_replicas();
 }
 
 // Stage 0: a parameter without a gradient on this rank has one when other ranks do. They need not tell: a slot that is
@@ -326,14 +352,14 @@ void ShardedModel::show_remote_grads() {
 
 void ShardedModel::reduce_now() {
   const std::lock_guard lock(hooks_.mutex());
-  flush(false);
+  flush();
 }
 
 void ShardedModel::ensure_reduced() {
   const std::lock_guard lock(hooks_.mutex());
   check_all_watched();
-  if (unreduced_ || !flushed_) flush(false);
-  reducer_->reduce_replicas();
+  if (unreduced_ || !flushed_) flush();
+  reduce_replicas();
   if (placements_.grads == shard::Placement::Replicate) adopt_visible_grads();
 }
 

@@ -152,7 +152,7 @@ class ShardedModel final : private HookSink {
   void backward_begun(const std::vector<ScopeCall*>& calls) override;
   void before_accumulate(int slot, at::Tensor& grad) override;
   void gradient_ready(int slot, at::Tensor& grad) override;
-  void backward_done() override;
+  bool end_backward(int round) override;
   void tasks_ended() override;
   void call_opened(ScopeCall& call) override;
   void call_closed(ScopeCall& call) override;
@@ -171,7 +171,9 @@ class ShardedModel final : private HookSink {
                      const std::vector<compat::NodePtr>& producers, bool open_now);
   void take_writes(const std::vector<int>& slots, Writes writes, int writer);
   bool may_reduce() const;
-  void flush(bool agree_refired);
+  bool flush_round(int round);
+  void flush();
+  void reduce_replicas();
   void adopt_visible_grads();
   void show_remote_grads();
   bool is_visible_view(const Slot& slot, const at::Tensor& grad) const;

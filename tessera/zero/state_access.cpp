@@ -133,7 +133,14 @@ at::Tensor ShardedModel::get_full(int index, Buffer what) {
     if (!reads_local_gradient(slot)) return {};
     return shard::view_as_param(slot.unit->partial, p.range, p.form).to(at::kFloat, false, /*copy=*/true);
   }
-  if (what == Buffer::Gradient && agree_max(p.has_grad ? 1 : 0) == 0) return {};
+  if (what == Buffer::Gradient) {
+    const double seen = agree_max(reducer_->has_late() ? 2 : (p.has_grad ? 1 : 0));
+    if (seen == 0) return {};
+    if (seen == 2) {
+      reducer_->reduce_late();
+      return get_full(index, what);
+    }
+  }
   const shard::Range source = slot.unit->owned_slice(p);
   const at::Tensor buffer = what == Buffer::Master ? slot.unit->owned_weights() : owned_buffer(slot, what);
   if (!buffer.defined()) return {};
@@ -174,7 +181,7 @@ void ShardedModel::set_full(int index, Buffer what, const at::Tensor& value) {
     if (slot.unit->grad_state() == GradState::Empty) {
       settle_empty_units();
     }
-    reducer_->reduce_replicas();
+    reduce_replicas();
     p.has_grad = p.filled = true;
     if (slot.unit->grads_are_visible()) {
       p.tensor.mutable_grad() = shard::view_as_param(slot.unit->grads, p.range, p.form);

@@ -20,7 +20,7 @@ bool may_move(GradState from, GradState to) {
     case Accumulating:
       return to == Reducing || to == Reduced;  // Reduced at once where there is one rank
     case Reducing:
-      return to == Reduced;
+      return to == Reduced || to == Accumulating;
     case Reduced:
       return to == Accumulating;
   }

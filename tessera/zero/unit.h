@@ -21,7 +21,7 @@ namespace tessera::zero {
 enum class GradState : uint8_t {
   Empty,         // nothing; persistent buffers hold old values that will be overwritten
   Accumulating,  // local contributions of this rank in `partial`
-  Reducing,      // a collective reads `partial`
+  Reducing,      // a collective is on its way; contributions that come meanwhile lead to Accumulating
   Reduced,       // the owned range holds the sum over ranks; more may be added (Accumulating again)
 };
 const char* grad_state_name(GradState state);
@@ -102,6 +102,7 @@ class Unit {
   int expected = 0;                  // params that require gradients
   bool over = false;                 // all module calls that used it are through the running backward
   bool launched = false;             // its reduction was launched in the running backward
+  int in_flight = 0;                 // reductions on their way
   bool refired = false;              // got gradients after that launch (nested backward)
   at::Tensor master;                 // owned range, fp32; amp::Master::Fp32 only
   at::Tensor residual;               // owned range, int16; amp::Master::Split only

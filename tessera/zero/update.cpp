@@ -88,7 +88,7 @@ GradientSummary ShardedModel::summarize() {
   }
   if (late > 0) {  // on all ranks alike
     reducer_->reduce_late();
-    reducer_->reduce_replicas();
+    reduce_replicas();
     return summarize();
   }
   summary.norm = std::sqrt(total);

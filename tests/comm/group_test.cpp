@@ -94,6 +94,7 @@ struct CountingWork : Pending::Work {
     ++waits;
     if (fails) throw std::runtime_error("lost");
   }
+  bool wait_for(std::chrono::milliseconds) override { return false; }
   int& waits;
   bool fails;
 };

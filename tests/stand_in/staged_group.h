@@ -62,6 +62,7 @@ class StagedGroup final : public comm::Group {
       const at::NoGradGuard no_grad;
       target_.copy_(host_);
     }
+    bool wait_for(std::chrono::milliseconds limit) override { return inner_.wait_for(limit); }
 
    private:
     Pending inner_;

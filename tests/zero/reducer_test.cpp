@@ -12,15 +12,17 @@ namespace tessera::testing {
 
 namespace {
 
-// Passes everything on and notes the labels in order.
+// Passes everything on and notes the labels in order, siblings' too.
 class Recorder final : public comm::Group {
  public:
-  explicit Recorder(comm::GroupPtr inner) : inner_(std::move(inner)) {}
+  using Labels = std::vector<std::string>;
+  explicit Recorder(comm::GroupPtr inner, std::shared_ptr<Labels> noted = std::make_shared<Labels>())
+      : labels(*noted), inner_(std::move(inner)), noted_(std::move(noted)) {}
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
   std::string name() const override { return inner_->name(); }
   void abort(const std::string& reason) override { inner_->abort(reason); }
-  std::vector<std::string> labels;
+  Labels& labels;
 
  protected:
   comm::Pending do_all_gather(at::Tensor out, at::Tensor in, comm::Label label) override {
@@ -40,10 +42,11 @@ class Recorder final : public comm::Group {
     return inner_->all_to_all(out, in, std::move(o), std::move(i), label);
   }
   void do_barrier(comm::Label label) override { inner_->barrier(label); }
-  comm::GroupPtr do_sibling() override { return inner_->sibling(); }
+  comm::GroupPtr do_sibling() override { return std::make_shared<Recorder>(inner_->sibling(), noted_); }
 
  private:
   comm::GroupPtr inner_;
+  std::shared_ptr<Labels> noted_;
 };
 
 std::vector<std::string> labels_of_step(const ToyRun& run) {
@@ -77,10 +80,10 @@ TEST(Reducer, CollectivesInUnitOrderRootLast) {
                 "all_gather parameters of unit 'blocks.0'", "all_gather parameters of unit 'blocks.1'",
                 "all_gather parameters of unit 'root'"}));
   run.stage = 0;
-  EXPECT_EQ(
-      labels_of_step(run),
-      (std::vector<std::string>{"all_reduce gradients of unit 'blocks.0'", "all_reduce gradients of unit 'blocks.1'",
-                                "all_reduce gradients of unit 'root'", "all_gather gradient norm"}));
+  EXPECT_EQ(labels_of_step(run),
+            (std::vector<std::string>{"all_reduce gradients of unit 'blocks.0'",
+                                      "all_reduce gradients of unit 'blocks.1'", "all_reduce gradients of unit 'root'",
+                                      "all_reduce units with late gradients", "all_gather gradient norm"}));
 }
 
 TEST(Reducer, Stage2ReducesEveryMicroBatchAndStages0And1OnlyAtTheBoundary) {

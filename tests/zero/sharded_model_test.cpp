@@ -130,7 +130,8 @@ TEST(ShardedModel, CoalesceIssuesOneReductionForAllBackwardsInside) {
       toy_forward(engine, toy, toy_batch(rank, i)).backward();
     engine.end_coalesce();
     const auto& stats = group->stats();
-    EXPECT_EQ(stats.all_reduce.calls + stats.reduce_scatter.calls, 3) << "one for each unit";
+    const int agreement = stage == 0 ? 1 : 0;  // on late gradients, where the user sees the sums
+    EXPECT_EQ(stats.all_reduce.calls + stats.reduce_scatter.calls, 3 + agreement) << "one for each unit";
     EXPECT_TRUE(engine.step());
   });
 }

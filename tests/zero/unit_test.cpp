@@ -61,8 +61,9 @@ TEST(Unit, StatesMoveOnlyAlongTheTable) {
   Unit unit = make_unit(tensors, 0, false, 0, 1);
   unit.move_to(GradState::Accumulating);
   unit.move_to(GradState::Reducing);
-  EXPECT_ANY_THROW(unit.move_to(GradState::Accumulating));
   EXPECT_ANY_THROW(unit.move_to(GradState::Empty));
+  unit.move_to(GradState::Accumulating);
+  unit.move_to(GradState::Reducing);
   unit.move_to(GradState::Reduced);
   unit.move_to(GradState::Accumulating);
   unit.move_to(GradState::Empty);
