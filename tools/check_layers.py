@@ -69,6 +69,10 @@ COVERED_BY = {
         )
         for name in ("avx2", "avx512", "portable", "x86")
     },
+    **{
+        f"tessera/zero/hooks/{name}.cpp": ("tests/zero/hooks_test.cpp", "topics of one class")
+        for name in ("call_hooks", "graph_tasks", "loss_guard", "parameter_hooks")
+    },
     "python/tessera/placement.py": ("tests/python/device_program.py", "a process that has an accelerator"),
 }
 

@@ -113,15 +113,30 @@ class Hooks {
   // A running backward belongs to a forward in progress (a function that runs backward in its forward).
   bool in_forward_task() const { return in_forward_task_; }
 
+  // Takes in what destructors had to tell.
+  void hear_news();
+
+  // The node that made `t`; null where it has none, or where torch refuses to say (a view whose base was changed
+  // in place: its use is what fails, not its being returned).
+  static compat::NodePtr maker_of(const at::Tensor& t);
+
   // Removes every hook; those in graphs still alive do nothing from now on. Safe to call twice.
   void remove();
 
   std::recursive_mutex& mutex() { return link_->mutex; }
 
   // Shared with the hooks that autograd owns; `hooks` is null once removed.
+  // Note [Destructors]
+  //   What autograd owns of ours may be freed by any thread, with Python's lock held, while another thread holds the
+  //   hooks' mutex and wants Python's (a client's optimizer inside step()). So destructors never wait for the mutex: what
+  //   they have to tell is kept for the next entry where the mutex is taken.
   struct Link {
     std::recursive_mutex mutex;
     Hooks* hooks = nullptr;
+    std::mutex news_mutex;
+    std::vector<std::function<void(Hooks&)>> news;
+
+    void tell(std::function<void(Hooks&)> what);
   };
 
  private:

@@ -59,7 +59,7 @@ void ShardedModel::leave_scope(int scope, const std::vector<at::Tensor>& outputs
   unsharder_->end_inner(scope, in_backward);
   producers_.resize(unsharder_->depth());
   const std::vector<int> units = unsharder_->watched(scope);
-  const auto recorded = [](const at::Tensor& t) { return t.defined() && t.requires_grad() && t.grad_fn(); };
+  const auto recorded = [](const at::Tensor& t) { return static_cast<bool>(Hooks::maker_of(t)); };
   const bool any = c10::GradMode::is_enabled() && std::any_of(outputs.begin(), outputs.end(), recorded);
   std::vector<compat::NodePtr> producers;
   if (!units.empty()) producers = std::move(producers_.back());

@@ -139,6 +139,7 @@ void ShardedModel::update_unit(Unit& unit, const GradientSummary& summary, doubl
 void ShardedModel::update(const GradientSummary& summary, double scale, const std::function<void()>& external) {
   const std::lock_guard lock(hooks_.mutex());
   const c10::AutoGradMode no_grad(false);
+  hooks_.hear_news();
   unsharder_->settle_before_update();
   check_no_region_writes();
   adopt_params(/*compare=*/false);

@@ -8,7 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from support import Net, assert_close, batch, config, engines, full_grads, make, mse, plain_grads, run_ranks, weights
+from support import (
+    Net,
+    assert_close,
+    batch,
+    config,
+    engines,
+    full_grads,
+    make,
+    mse,
+    plain_grads,
+    run_ranks,
+    weights,
+    with_client,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -155,3 +168,28 @@ def test_the_pool_of_buckets_does_not_grow_where_nobody_is_late() -> None:
     for peaks in engines(make(blocks=8), 2, config(2, tessera=SMALL_UNITS), body):
         largest = 192 * 4  # a block: 7, 7, 49 and 7 elements, aligned, padded for two ranks
         assert peaks[-1] <= 3 * largest, peaks
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_graph_may_end_anywhere_while_a_step_runs(stage: int) -> None:
+    """A thread that drops the last grad_fn holds Python's lock, a client's step() waits for it inside the engine."""
+
+    class Slow(torch.optim.SGD):
+        kept: list[torch.Tensor]
+
+        def step(self, closure: Any = None) -> Any:
+            thread = threading.Thread(target=self.kept.clear, daemon=True)
+            thread.start()
+            thread.join(20)
+            assert not thread.is_alive(), "the graph's hooks wait for the step"
+            return super().step(closure)
+
+    def body(engine: tessera.Engine, client: Any, rank: int) -> None:
+        for _ in range(2):
+            engine(*batch(rank)).backward()
+            client.kept = [engine(*batch(rank + 2))]
+            engine.step()
+            assert engine.was_step_applied() and not client.kept
+
+    cfg = config(stage, bf16=True, zero_allow_untested_optimizer=True)
+    with_client(make(), 2, cfg, lambda params: Slow(params, lr=0.1), body)

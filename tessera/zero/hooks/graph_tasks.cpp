@@ -1,0 +1,142 @@
+// Hooks: graph tasks, from the first hook that runs in one to the rounds of its end.
+#include <iterator>
+#include <optional>
+
+#include "tessera/zero/hooks/nodes.h"
+
+namespace tessera::zero {
+
+void Hooks::Link::tell(std::function<void(Hooks&)> what) {
+  if (const std::unique_lock lock(mutex, std::try_to_lock); lock.owns_lock()) {
+    if (hooks != nullptr) what(*hooks);
+    return;
+  }
+  const std::lock_guard lock(news_mutex);
+  news.push_back(std::move(what));
+}
+
+void Hooks::hear_news() {
+  const std::lock_guard lock(link_->mutex);
+  std::vector<std::function<void(Hooks&)>> news;
+  {
+    const std::lock_guard guard(link_->news_mutex);
+    news.swap(link_->news);
+  }
+  for (const auto& what : news)
+    what(*this);
+}
+
+Hooks::Hooks(HookSink& sink) : sink_(sink), link_(std::make_shared<Link>()) {
+  link_->hooks = this;
+}
+
+Hooks::~Hooks() {
+  remove();
+}
+
+bool Hooks::inside_task() {
+  return torch::autograd::get_current_graph_task_id() != -1;
+}
+
+void Hooks::enter_forward() {
+  const std::lock_guard lock(link_->mutex);
+  hear_news();
+  prune_dead_tasks();
+  ++forward_depth_;
+}
+
+void Hooks::leave_forward() {
+  const std::lock_guard lock(link_->mutex);
+  --forward_depth_;
+}
+
+bool Hooks::in_backward() {
+  const std::lock_guard lock(link_->mutex);
+  hear_news();
+  prune_dead_tasks();
+  return !tasks_.empty();
+}
+
+void Hooks::prune_dead_tasks() {
+  std::erase_if(tasks_, [](const auto& entry) { return entry.second.token.expired(); });
+}
+
+void Hooks::touch_task(bool from_parameter) {
+  const int id = torch::autograd::get_current_graph_task_id();
+  if (!tasks_.contains(id)) {
+    hear_news();
+    prune_dead_tasks();
+    const bool outermost = tasks_.empty();
+    auto token = std::make_shared<Token>(link_, id);
+    const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
+    tasks_[id] = {token, exec_info != nullptr && exec_info->empty()};
+    queue_end(token, -1);
+    if (outermost) {
+      in_forward_task_ = forward_depth_ > 0;
+      counts_ = false;
+      task_scale_.reset();
+      marks_.clear();
+      allowed_ = passed_outputs_ = false;
+      searched_task_ = -1;
+      if (!in_forward_task_) sink_.backward_begun(calls_to_run());
+    }
+  }
+  if (from_parameter || tasks_[id].plain) counts_ = true;
+}
+
+// Behind what other engines have queued. Round -1: the task is over.
+void Hooks::queue_end(const std::shared_ptr<Token>& token, int round) {
+  torch::autograd::Engine::get_default_engine().queue_callback([link = link_, token, round] {
+    const std::lock_guard lock(link->mutex);
+    Hooks* hooks = link->hooks;
+    if (hooks == nullptr) return;
+    if (round < 0 ? hooks->end_task(token->id) : hooks->end_round(token->id, round)) hooks->queue_end(token, round + 1);
+  });
+}
+
+// True when it was the last one: then rounds are to follow, and until they are done it counts as running.
+bool Hooks::end_task(int id) {
+  const auto of_task = [&](const Deferred& d) { return d.task == id; };
+  std::vector<Deferred> due;
+  std::copy_if(deferred_.begin(), deferred_.end(), std::back_inserter(due), of_task);
+  std::erase_if(deferred_, of_task);
+  for (const Deferred& deferred : due)
+    sink_.call_closed(*deferred.call);
+  prune_dead_tasks();
+  if (tasks_.size() > 1) {
+    tasks_.erase(id);
+    return false;
+  }
+  if (counts_) {
+    for (const auto& mark : marks_)
+      mark->spent = true;
+  }
+  return true;
+}
+
+bool Hooks::end_round(int id, int round) {
+  if (counts_ && !in_forward_task_ && sink_.end_backward(round)) return true;
+  tasks_.erase(id);
+  prune_dead_tasks();
+  if (tasks_.empty()) sink_.tasks_ended();
+  return false;
+}
+
+void Hooks::task_gone(int id) {
+  std::erase_if(deferred_, [&](const Deferred& d) { return d.task == id; });
+  if (tasks_.erase(id) == 0) return;  // it ended well
+  prune_dead_tasks();
+  if (tasks_.empty()) sink_.tasks_ended();
+}
+
+void Hooks::remove() {
+  const std::lock_guard lock(link_->mutex);
+  link_->hooks = nullptr;
+  for (const Accumulator& a : accumulators_) {
+    if (a.node) a.node->del_post_hook(a.post_hook);
+  }
+  accumulators_.clear();
+  tasks_.clear();
+}
+
+}  // namespace tessera::zero

@@ -1,0 +1,163 @@
+// Hooks: loss scaling, and the guard of backwards without it.
+#include <ATen/ops/mul.h>
+#include <optional>
+
+#include "tessera/zero/hooks/nodes.h"
+
+namespace tessera::zero {
+
+void ScaleMark::run(const std::shared_ptr<ScaleMark>& self) {
+  TESSERA_CHECK(!spent, "engine.scale",
+                "one scale() allows one backward, and this one was used. Loss scaling is required again: call "
+                "engine.scale(loss) for every backward");
+  task = torch::autograd::get_current_graph_task_id();
+  // A mark around this one, run before it, has told everyone the value of both.
+  const bool told = std::any_of(around.begin(), around.end(), [&](const auto& other) {
+    const auto mark = other.lock();
+    return mark && mark->task == task;
+  });
+  const auto asked = owner.lock();
+  for (const auto& end : ends) {
+    const auto link = end.lock();
+    if (!link) continue;
+    const std::lock_guard lock(link->mutex);
+    if (link->hooks == nullptr) continue;
+    link->hooks->touch_task(false);
+    if (!told) link->hooks->note_scale(value);
+    if (link == asked) {
+      link->hooks->marks_.push_back(self);
+      if (!link->hooks->allowed_) link->hooks->check_all_scaled();
+      link->hooks->allowed_ = true;
+    }
+  }
+}
+
+void Hooks::note_scale(double value) {
+  TESSERA_CHECK(task_scale_.value_or(value) == value, "engine.scale",
+                "one backward reaches an engine with two scales, ", *task_scale_, " and ", value,
+                ": scale the sum of the losses, or call backward() on each; several engines scale one loss as "
+                "a.scale(b.scale(loss))");
+  task_scale_ = value;
+}
+
+namespace {
+
+bool is_output_of(torch::autograd::Node& node, const LinkPtr& link) {
+  const auto& hooks = node.pre_hooks();
+  return std::any_of(hooks.begin(), hooks.end(), [&](const auto& hook) {
+    const auto* output = dynamic_cast<const OutputHook*>(hook.get());
+    return output != nullptr && output->link == link;
+  });
+}
+
+// The part of a graph behind some nodes.
+struct Behind {
+  std::unordered_set<torch::autograd::Node*> seen;
+  std::vector<std::shared_ptr<ScaleMark>> marks;
+  std::vector<LinkPtr> ends;  // engines whose parameters are there
+
+  // Does not go beyond marks unless `through`. Nodes of earlier calls are not visited again.
+  void visit(const std::vector<torch::autograd::Node*>& from, bool through) {
+    std::vector<torch::autograd::Node*> stack = from;
+    while (!stack.empty()) {
+      torch::autograd::Node* node = stack.back();
+      stack.pop_back();
+      if (const auto* hook = find_hook<ScaleHook>(node->pre_hooks())) {
+        if (std::find(marks.begin(), marks.end(), hook->mark) == marks.end()) {
+          marks.push_back(hook->mark);
+          if (!through) held.push_back(node);
+        }
+        if (!through) continue;
+      }
+      if (find_hook<OutputHook>(node->pre_hooks()) != nullptr) outputs.push_back(node);
+      if (const auto* end = find_hook<ReadyHook>(node->post_hooks())) {
+        if (std::find(ends.begin(), ends.end(), end->link) == ends.end()) ends.push_back(end->link);
+      }
+      for (const auto& edge : node->next_edges()) {
+        if (edge.function && seen.insert(&*edge.function).second) stack.push_back(&*edge.function);
+      }
+    }
+  }
+  std::vector<torch::autograd::Node*> outputs;  // of engines
+  std::vector<torch::autograd::Node*> held;     // marked nodes that were not gone beyond
+};
+
+}  // namespace
+
+at::Tensor Hooks::scale(const at::Tensor& x, double scale) {
+  Behind behind;
+  behind.visit({&*x.grad_fn()}, /*through=*/false);
+  double value = scale, carried = 1;
+  if (!behind.marks.empty()) {
+    carried = behind.marks.front()->value;
+    const bool alike = behind.ends.empty() && std::all_of(behind.marks.begin(), behind.marks.end(),
+                                                          [&](const auto& mark) { return mark->value == carried; });
+    TESSERA_CHECK_VALUE(alike, "engine.scale",
+                        "parts of this tensor carry a loss scale already and others another one or none; scale the sum "
+                        "of the losses");
+    value = std::min(scale, carried);
+    behind.visit(std::exchange(behind.held, {}), /*through=*/true);
+  }
+  const torch::autograd::AutoGradMode with_grad(true);
+  const bool narrow = x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16;
+  at::Tensor scaled = (narrow ? x.to(at::kFloat) : x).mul(value / carried);
+  const auto mark = std::make_shared<ScaleMark>();
+  mark->owner = link_;
+  mark->value = value;
+  mark->ends.assign(behind.ends.begin(), behind.ends.end());
+  if (std::find(behind.ends.begin(), behind.ends.end(), link_) == behind.ends.end()) mark->ends.push_back(link_);
+  mark->outputs.insert(behind.outputs.begin(), behind.outputs.end());
+  for (const auto& inner : behind.marks)
+    inner->around.push_back(mark);
+  scaled.grad_fn()->add_pre_hook(std::make_unique<ScaleHook>(mark));
+  return scaled;
+}
+
+void Hooks::check_output() {
+  if (excused()) return;
+  passed_outputs_ = true;
+  const auto task = tasks_.find(torch::autograd::get_current_graph_task_id());
+  if (task == tasks_.end() || !task->second.plain) return;  // torch.autograd.grad: the parameters will tell
+  const bool trained = task_runs([&](torch::autograd::Node& node) {
+    const auto* hook = find_hook<ReadyHook>(node.post_hooks());
+    return hook != nullptr && hook->link == link_;
+  });
+  if (trained) HookAccess::refuse_unscaled();
+}
+
+// A gradient came that no mark has announced. It may only be early: parameters beside the outputs are not ordered.
+bool Hooks::refuses_parameter() {
+  if (excused()) return false;
+  if (passed_outputs_) return true;
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (searched_task_ == task) return false;
+  searched_task_ = task;
+  const bool marked = task_runs([&](torch::autograd::Node& node) {
+    const auto* hook = find_hook<ScaleHook>(node.pre_hooks());
+    return hook != nullptr && hook->mark->owner.lock() == link_;
+  });
+  if (marked) return false;
+  return task_runs([&](torch::autograd::Node& node) { return is_output_of(node, link_); });
+}
+
+// A mark was met first. An output with parameters behind it that no mark covers is a forgotten part of the loss: its
+// gradients would count as scaled.
+void Hooks::check_all_scaled() {
+  if (!guarded_ || in_forward_task_) return;
+  std::vector<torch::autograd::Node*> outputs;
+  std::vector<std::shared_ptr<ScaleMark>> marks = marks_;  // autograd does not list the root, which may be a mark
+  task_runs([&](torch::autograd::Node& node) {
+    if (is_output_of(node, link_)) outputs.push_back(&node);
+    if (const auto* hook = find_hook<ScaleHook>(node.pre_hooks())) marks.push_back(hook->mark);
+    return false;  // on to the next one
+  });
+  for (torch::autograd::Node* node : outputs) {
+    if (std::any_of(marks.begin(), marks.end(), [&](const auto& mark) { return mark->outputs.contains(node); }))
+      continue;
+    Behind behind;
+    behind.visit({node}, /*through=*/true);
+    if (std::find(behind.ends.begin(), behind.ends.end(), link_) != behind.ends.end()) HookAccess::refuse_unscaled();
+  }
+}
+
+}  // namespace tessera::zero

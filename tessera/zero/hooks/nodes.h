@@ -1,0 +1,221 @@
+// What autograd owns of an engine's hooks: the objects on nodes and accumulators, and how they reach Hooks.
+#pragma once
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <memory>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "tessera/base/error.h"
+#include "tessera/zero/hooks.h"
+
+namespace tessera::zero {
+
+using torch::autograd::variable_list;
+
+// Lives in the callback of a graph task: dies with it, also when the task threw.
+struct Hooks::Token {
+  Token(std::shared_ptr<Link> l, int i) : link(std::move(l)), id(i) {}
+  ~Token() {
+    link->tell([i = id](Hooks& hooks) { hooks.task_gone(i); });
+  }
+  Token(const Token&) = delete;
+  Token& operator=(const Token&) = delete;
+  std::shared_ptr<Link> link;
+  int id;
+};
+
+enum class CallEvent : uint8_t { Open, Close, CloseLater };
+
+// What one scale() left in a graph.
+struct ScaleMark {
+  std::weak_ptr<Hooks::Link> owner;
+  double value;                                        // gradients behind it are multiplied by this
+  std::vector<std::weak_ptr<Hooks::Link>> ends;        // engines with parameters behind it, the owner among them
+  std::vector<std::weak_ptr<ScaleMark>> around;        // marks of later calls of scale() over the same tensor
+  std::unordered_set<torch::autograd::Node*> outputs;  // of engines, behind it
+  int task = -1;                                       // that ran it last
+  bool spent = false;                                  // a backward used it
+
+  void run(const std::shared_ptr<ScaleMark>& self);
+};
+
+// The hook objects that autograd owns reach the private parts of Hooks through here.
+struct HookAccess {
+  using LinkPtr = std::shared_ptr<Hooks::Link>;
+
+  static void before(const LinkPtr& link, int slot, const at::Tensor& param) {
+    const std::lock_guard lock(link->mutex);
+    if (link->hooks == nullptr) return;
+    refuse_graph();
+    link->hooks->touch_task(true);
+    const torch::autograd::AutoGradMode no_grad(false);
+    if (link->hooks->refuses_parameter()) refuse_unscaled();
+    link->hooks->sink_.before_accumulate(slot, param.mutable_grad());
+  }
+
+  static void ready(const LinkPtr& link, int slot, const at::Tensor& param) {
+    const std::lock_guard lock(link->mutex);
+    if (link->hooks == nullptr) return;
+    if (torch::autograd::GradMode::is_enabled()) param.mutable_grad().reset();
+    refuse_graph();
+    link->hooks->touch_task(true);
+    const torch::autograd::AutoGradMode no_grad(false);
+    if (link->hooks->refuses_parameter()) {
+      param.mutable_grad().reset();
+      refuse_unscaled();
+    }
+    link->hooks->sink_.gradient_ready(slot, param.mutable_grad());
+  }
+
+  static void output(const LinkPtr& link) {
+    const std::lock_guard lock(link->mutex);
+    if (link->hooks == nullptr) return;
+    link->hooks->touch_task(false);
+    link->hooks->check_output();
+  }
+
+  // Grad mode is on in a hook only when the backward is recorded itself.
+  static void refuse_graph() {
+    TESSERA_CHECK(
+        !torch::autograd::GradMode::is_enabled(), "engine",
+        "backward(create_graph=True): an engine moves gradients into its own buffers, which leaves no graph to "
+        "differentiate again. Use torch.autograd.grad(loss, parameters or inputs, create_graph=True) and call "
+        "backward() on what you make of it; nothing of this backward was kept");
+  }
+
+  [[noreturn]] static void refuse_unscaled() {
+    TESSERA_CHECK(
+        false, "engine",
+        "Loss scaling is required: this backward reaches parameters of an engine with a loss scale through its "
+        "outputs, unscaled. Call engine.scale(loss).backward() (or engine.scale(output).backward(gradient)), "
+        "once for every backward, or engine.backward(loss); nothing of this backward was kept");
+  }
+
+  static void call(const LinkPtr& link, const std::shared_ptr<ScopeCall>& scope_call, CallEvent event) {
+    const std::lock_guard lock(link->mutex);
+    if (link->hooks == nullptr) return;
+    link->hooks->touch_task(false);
+    const torch::autograd::AutoGradMode no_grad(false);
+    switch (event) {
+      case CallEvent::Open:
+        return link->hooks->sink_.call_opened(*scope_call);
+      case CallEvent::Close:
+        return link->hooks->sink_.call_closed(*scope_call);
+      case CallEvent::CloseLater:
+        link->hooks->deferred_.push_back({torch::autograd::get_current_graph_task_id(), scope_call});
+    }
+  }
+
+  static void gone(const LinkPtr& link, const std::shared_ptr<ScopeCall>& scope_call) {
+    link->tell([scope_call](Hooks& hooks) { hooks.sink_.call_gone(*scope_call); });
+  }
+};
+
+using LinkPtr = HookAccess::LinkPtr;
+
+// Compiled autograd traces hooks it knows; ours are opaque to it.
+[[noreturn]] inline void refuse_compiled_autograd() {
+  TESSERA_CHECK_BUILT(false, "zero.hooks", "compiled autograd is not supported; compile the module, not its backward");
+}
+
+struct BeforeHook final : torch::autograd::FunctionPreHook {
+  BeforeHook(LinkPtr l, int s, torch::autograd::AccumulateGrad* n) : link(std::move(l)), slot(s), node(n) {}
+  variable_list operator()(const variable_list& grads) override {
+    HookAccess::before(link, slot, node->variable);
+    return grads;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
+  LinkPtr link;
+  int slot;
+  torch::autograd::AccumulateGrad* node;  // owns this hook
+};
+
+struct ReadyHook final : torch::autograd::FunctionPostHook {
+  ReadyHook(LinkPtr l, int s, torch::autograd::AccumulateGrad* n) : link(std::move(l)), slot(s), node(n) {}
+  variable_list operator()(const variable_list& outputs, const variable_list&) override {
+    HookAccess::ready(link, slot, node->variable);
+    return outputs;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
+  LinkPtr link;
+  int slot;
+  torch::autograd::AccumulateGrad* node;  // owns this hook
+};
+
+struct OutputHook final : torch::autograd::FunctionPreHook {
+  explicit OutputHook(LinkPtr l) : link(std::move(l)) {}
+  variable_list operator()(const variable_list& grads) override {
+    HookAccess::output(link);
+    return grads;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
+  LinkPtr link;
+};
+
+// Owned by all hooks of a call together.
+struct WatchedCall {
+  WatchedCall(LinkPtr l, std::shared_ptr<ScopeCall> c) : link(std::move(l)), call(std::move(c)) {}
+  ~WatchedCall() { HookAccess::gone(link, call); }
+  WatchedCall(const WatchedCall&) = delete;
+  WatchedCall& operator=(const WatchedCall&) = delete;
+  LinkPtr link;
+  std::shared_ptr<ScopeCall> call;
+};
+
+struct CallHook final : torch::autograd::FunctionPreHook {
+  CallHook(std::shared_ptr<WatchedCall> w, CallEvent e) : watched(std::move(w)), event(e) {}
+  variable_list operator()(const variable_list& grads) override {
+    HookAccess::call(watched->link, watched->call, event);
+    return grads;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
+  std::shared_ptr<WatchedCall> watched;
+  CallEvent event;
+};
+
+struct ScaleHook final : torch::autograd::FunctionPreHook {
+  explicit ScaleHook(std::shared_ptr<ScaleMark> m) : mark(std::move(m)) {}
+  variable_list operator()(const variable_list& grads) override {
+    mark->run(mark);
+    return grads;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
+  std::shared_ptr<ScaleMark> mark;
+};
+
+template <class H, class List>
+const H* find_hook(const List& hooks) {
+  for (const auto& hook : hooks) {
+    if (const auto* found = dynamic_cast<const H*>(hook.get())) return found;
+  }
+  return nullptr;
+}
+
+// Does the running graph task run a node that `wanted` is true for?
+template <class F>
+bool task_runs(F wanted) {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  const auto runs = [&](torch::autograd::Node* node) {
+    if (chosen == nullptr || chosen->empty()) return true;
+    const auto entry = chosen->find(node);
+    return entry != chosen->end() && entry->second.should_execute();
+  };
+  return nodes != nullptr && std::any_of(nodes->begin(), nodes->end(),
+                                         [&](torch::autograd::Node* node) { return runs(node) && wanted(*node); });
+}
+
+inline bool is_functorch_wrapper(const at::Tensor& t) {
+  const auto keys = t.unsafeGetTensorImpl()->key_set();
+  return keys.has(c10::DispatchKey::FuncTorchBatched) || keys.has(c10::DispatchKey::FuncTorchGradWrapper);
+}
+
+}  // namespace tessera::zero
