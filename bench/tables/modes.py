@@ -92,9 +92,10 @@ class Plain(Row):
     def __init__(self, key: str, model: nn.Module, recipe: Recipe) -> None:
         self.name, self.reference, self.ties_up = MODES[key].label, recipe.reference, key == "plain-ties-up"
         bf16 = key != "fp32"
-        masters = [p.detach().clone() for p in model.parameters()] if bf16 else []
         if bf16:
             model.bfloat16()
+        # From the cast weights, as the engines do.
+        masters = [p.detach().float() for p in model.parameters()] if bf16 else []
         self.params: list[Tensor] = list(model.parameters())
         self.leaves: list[Tensor] = masters or self.params
         self.bf16 = bf16

@@ -119,7 +119,8 @@ void bind_early(py::module_& m) {
 using EngineClass = py::class_<Engine, std::shared_ptr<Engine>>;
 
 void bind_training(EngineClass& c) {
-  c.def("pre_forward", &Engine::pre_forward, NoGil())
+  c.def("broadcast_buffers", &Engine::broadcast_buffers, py::arg("buffers"), NoGil())
+      .def("pre_forward", &Engine::pre_forward, NoGil())
       .def("post_forward", &Engine::post_forward, py::arg("outputs"), NoGil())
       .def("abort_forward", &Engine::abort_forward, NoGil())
       .def("begin_backward", &Engine::begin_backward, py::arg("loss"), py::arg("scale_wrt_gas") = true, NoGil())

@@ -2,8 +2,30 @@
 
 #include <torch/version.h>
 
+#include "tessera/base/error.h"
+
+namespace {
+
+// Errors of the core arrive as those of the package; all else as torch translates it.
+void translate(std::exception_ptr error) {
+  const auto raise = [](const char* name, const c10::Error& e) {
+    const auto type = pybind11::module_::import("tessera.errors").attr(name);
+    PyErr_SetString(type.ptr(), e.what_without_backtrace());
+  };
+  try {
+    std::rethrow_exception(std::move(error));
+  } catch (const tessera::UsageError& e) {
+    raise("UsageError", e);
+  } catch (const c10::ValueError& e) {
+    raise("ConfigError", e);
+  }
+}
+
+}  // namespace
+
 PYBIND11_MODULE(_core, m) {
   using namespace tessera::python;
+  pybind11::register_local_exception_translator(&translate);
   m.doc() = "Bindings of the Tessera core; use the package `tessera`.";
   m.attr("torch_version") = TORCH_VERSION;  // compiled against; tessera/__init__.py compares
   m.attr("version") = TESSERA_VERSION;

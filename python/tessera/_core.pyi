@@ -164,8 +164,8 @@ class WarmupCosineLR:
     warmup_type: WarmupType
 
 class OneCycle:
-    cycle_min_lr: float
-    cycle_max_lr: float
+    cycle_min_lr: list[float]
+    cycle_max_lr: list[float]
     decay_lr_rate: float
     cycle_first_step_size: int
     cycle_second_step_size: int | None
@@ -173,8 +173,8 @@ class OneCycle:
     cycle_second_stair_count: int | None
     decay_step_size: int
     cycle_momentum: bool
-    cycle_min_mom: float
-    cycle_max_mom: float
+    cycle_min_mom: list[float]
+    cycle_max_mom: list[float]
     decay_mom_rate: float
 
 class LRRangeTest:
@@ -398,6 +398,7 @@ class Engine:
     def __init__(
         self, options: EngineOptions, mesh: Mesh, params: Sequence[ParamSpec], groups: Sequence[GroupOptions]
     ) -> None: ...
+    def broadcast_buffers(self, buffers: Sequence[torch.Tensor]) -> None: ...
     def pre_forward(self) -> bool: ...
     def post_forward(self, outputs: Sequence[torch.Tensor]) -> None: ...
     def abort_forward(self) -> None: ...

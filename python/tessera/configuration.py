@@ -7,6 +7,7 @@ import binascii
 import enum
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,17 +18,14 @@ from tessera.errors import ConfigError
 
 logger = logging.getLogger("tessera")
 
+_DEEPEST = 64
+
 
 def load_config(config: Any) -> _core.Config:
-    """A dict (left untouched), a path, text in url-safe base64 holding JSON, or a ready Config. ConfigError lists
-    everything that is wrong."""
-    try:
-        loaded = _parse(config)
-        _core.check_served(loaded)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    """A dict (left untouched), a path, JSON text (it begins with "{"), the same in url-safe base64, or a ready Config.
+    ConfigError lists everything that is wrong."""
+    loaded = _parse(config)
+    _core.check_served(loaded)
     for line in loaded.warnings:
         logger.warning(line)
     return loaded
@@ -41,11 +39,13 @@ def _parse(config: Any) -> _core.Config:
     if isinstance(config, os.PathLike):
         return _core.Config.from_file(os.fspath(config))
     if isinstance(config, str):
+        if config.lstrip().startswith("{"):
+            return _core.Config.from_json(_plain(config))
         if os.path.exists(config):
             return _core.Config.from_file(config)
         return _core.Config.from_json(_decode(config))
     raise ConfigError(
-        f"[initialize] config must be a dict, a path or base64 text, got {type(config).__module__}."
+        f"[initialize] config must be a dict, a path, JSON text or base64 text, got {type(config).__module__}."
         f"{type(config).__qualname__}"
     )
 
@@ -55,16 +55,26 @@ def _decode(text: str) -> str:
         return base64.urlsafe_b64decode(text).decode()
     except (binascii.Error, UnicodeDecodeError, ValueError):
         raise ConfigError(
-            f"[initialize] config is neither a file that exists nor url-safe base64 of a JSON document: {text!r:.200}"
+            f"[initialize] config is neither a file that exists nor JSON text, nor url-safe base64 of it: {text!r:.200}"
         ) from None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, depth: int = 0) -> Any:
     """The values that programs put into a configuration, as JSON has them."""
+    if depth > _DEEPEST:
+        raise ConfigError(f"[config] nested deeper than {_DEEPEST} levels; does a dict or list contain itself?")
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {_plain(str(key)): _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(item, depth + 1) for item in value]
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"[config] text that is no Unicode (a lone surrogate): {value!r:.200}") from None
+        return value
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ConfigError("[config] an integer is too large for any key")
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, enum.Enum):

@@ -126,6 +126,13 @@ def core_group(group: Any = None) -> _core.Group:
     return _core.c10d_group(group.group_name)
 
 
+def world_of(mesh: _core.Mesh) -> tuple[int, int]:
+    """(rank, size) among all processes of the job; among the ranks of `mesh` where torch knows no others."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return dist.get_rank(), dist.get_world_size()
+    return mesh.dp_rank(), mesh.dp_size()
+
+
 def core_mesh(group: Any = None, shards: int = -1) -> tuple[_core.Mesh, list[Any]]:
     """The data-parallel ranks on the core's two axes, and the process groups that were created for it.
 

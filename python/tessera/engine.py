@@ -65,6 +65,7 @@ class Engine(EngineGetters):
         device = group_device(group)
         self._mesh, self._own_groups = distributed.core_mesh(group, self.config.zero_optimization.mics_shard_size)
         self._dp_rank, self._dp_size = self._mesh.dp_rank(), self._mesh.dp_size()
+        self._world = distributed.world_of(self._mesh)
         self._resolve_batch()
         self.device = place(model, device)
         base = build_optimizer(self.config, model, optimizer, model_parameters)
@@ -73,6 +74,7 @@ class Engine(EngineGetters):
             raise ConfigError(
                 f"[initialize] zero_optimization.stage {stage} requires an optimizer; pass one or use stage 0"
             )
+        _check_materialized(model)
         self.module = model
         self.local_rank = distributed.local_rank()
         self.client_optimizer = optimizer
@@ -94,10 +96,7 @@ class Engine(EngineGetters):
     # ---------------------------------------------------------------- construction
 
     def _resolve_batch(self) -> None:
-        try:
-            batch = self.config.resolve_batch(self._dp_size)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        batch = self.config.resolve_batch(self._dp_size)
         self._micro_batch = batch.micro_batch_size
         self._accumulation = batch.gradient_accumulation_steps
 
@@ -118,10 +117,8 @@ class Engine(EngineGetters):
         if base is not None and rule is not None:
             for number, group in enumerate(groups):
                 read_group(rule, base, number, group)
-        try:
-            self.core = _core.Engine(options, self._mesh, specs, groups)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        self.core = _core.Engine(options, self._mesh, specs, groups)
+        self.core.broadcast_buffers([b for b in self.module.buffers() if b.layout == torch.strided and not b.is_meta])
         taken_over(self.module)
         self._index = {id(spec.tensor): number for number, spec in enumerate(specs)}
         self._optimized = frozenset(index.values())
@@ -227,7 +224,7 @@ class Engine(EngineGetters):
             args, kwargs = cast_floating((args, kwargs), self._input_dtype)
         switched_off = core.pre_forward()
         try:
-            if switched_off and self.global_rank == 0:
+            if switched_off and self._dp_rank == 0:
                 logger.warning(
                     "[engine] forward runs without autocast: its configuration does not enable torch_autocast, so the "
                     "torch.autocast region around it is switched off inside"
@@ -262,10 +259,7 @@ class Engine(EngineGetters):
         self._trainable("backward")
         if not isinstance(loss, torch.Tensor):
             raise ConfigError(f"[engine.backward] loss must be a scalar tensor, got {type(loss).__name__}")
-        try:
-            scaled = self.core.begin_backward(loss, scale_wrt_gas)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        scaled = self.core.begin_backward(loss, scale_wrt_gas)
         try:
             scaled.backward(retain_graph=retain_graph)
         finally:
@@ -279,10 +273,7 @@ class Engine(EngineGetters):
         self._trainable("scale")
         if not isinstance(loss, torch.Tensor):
             raise ConfigError(f"[engine.scale] takes a scalar tensor (a loss) or an output, got {type(loss).__name__}")
-        try:
-            return self.core.scale(loss)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        return self.core.scale(loss)
 
     @property
     def loss_scaler(self) -> LossScaler:
@@ -317,7 +308,7 @@ class Engine(EngineGetters):
 
     def _report(self) -> None:
         every = self.config.steps_per_print
-        if every and self.global_rank == 0 and self.global_steps % every == 0:
+        if every and self._dp_rank == 0 and self.global_steps % every == 0:
             logger.info(
                 "step=%d, skipped=%d, lr=%s, mom=%s",
                 self.global_steps,
@@ -468,7 +459,7 @@ class Engine(EngineGetters):
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save to gather them for the file"
             )
         state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        if self.global_rank == 0:
+        if self._dp_rank == 0:
             os.makedirs(save_dir, exist_ok=True)
             copies: dict[int, torch.Tensor] = {}  # tied weights stay tied
 
@@ -536,6 +527,19 @@ class Engine(EngineGetters):
 
     def reload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._not_served("reload_states", "nothing is offloaded")
+
+
+def _check_materialized(model: nn.Module) -> None:
+    lazy = [
+        name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
+    ]
+    if lazy:
+        raise ConfigError(
+            f"[initialize] {', '.join(lazy)}: lazy modules have no shapes yet; run one forward of the model with a "
+            "sample (under torch.no_grad()) before"
+        )
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:

@@ -30,6 +30,7 @@ class EngineGetters(nn.Module):
     _runner: Runner | None
     _dp_rank: int
     _dp_size: int
+    _world: tuple[int, int]
     _micro_batch: int
     _accumulation: int
 
@@ -116,11 +117,12 @@ class EngineGetters(nn.Module):
     # ---- the world
     @property
     def world_size(self) -> int:
-        return self._dp_size
+        """All processes of the job; dp_world_size counts those that share this model's batch."""
+        return self._world[1]
 
     @property
     def global_rank(self) -> int:
-        return self._dp_rank
+        return self._world[0]
 
     @property
     def dp_world_size(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from tessera import _core
-from tessera.errors import ConfigError
 
 _COUNTERS = ("steps", "good_steps", "budget", "overridden")
 
@@ -29,10 +28,7 @@ class LossScaler:
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
-        try:
-            self._core.set_loss_scale(float(scale))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        self._core.set_loss_scale(float(scale))
 
     @property
     def cur_scale(self) -> float:
@@ -44,10 +40,7 @@ class LossScaler:
 
     def override(self, scale: float) -> None:
         """A scale of your own: fixed from here on, and guarded in every mode."""
-        try:
-            self._core.override_loss_scale(float(scale))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        self._core.override_loss_scale(float(scale))
 
     @property
     def gradient_scale(self) -> float:
@@ -102,10 +95,7 @@ class LossScaler:
         state.scale = float(saved["loss_scale"])
         for name in _COUNTERS:
             setattr(state, name, saved[name])
-        try:
-            self._core.restore_scaler(state)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        self._core.restore_scaler(state)
 
     def __repr__(self) -> str:
         kind = "dynamic" if self.dynamic else "fixed"

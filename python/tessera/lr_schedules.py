@@ -3,6 +3,7 @@ them in an optimizer's param_groups. Any scheduler of torch.optim.lr_scheduler w
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,8 +75,6 @@ class Schedule:
         for group, momentum in zip(groups, values.momentum, strict=False):
             if "betas" in group:
                 group["betas"] = (momentum, *tuple(group["betas"])[1:])
-            elif "momentum" in group:
-                group["momentum"] = momentum
 
 
 def _per_group(_: str, value: PerGroup) -> list[float]:
@@ -98,6 +97,7 @@ def _warmup_type(name: str, value: str) -> _core.WarmupType:
 # What turns an argument into the core's value; the others are passed on as they are.
 _CONVERT: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr"), _per_group),
+    **dict.fromkeys(("cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom"), _per_group),
     **dict.fromkeys(
         (
             "warmup_num_steps",
@@ -172,13 +172,14 @@ class WarmupCosineLR(Schedule):
 
 
 class OneCycle(Schedule):
-    """cycle_min_lr up to cycle_max_lr and back, then decay; momentum runs the other way."""
+    """cycle_min_lr up to cycle_max_lr and back, then decay; the first of an optimizer's betas runs the other way. An
+    optimizer without betas (SGD) keeps its momentum, with a warning."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        cycle_min_lr: float,
-        cycle_max_lr: float,
+        cycle_min_lr: PerGroup,
+        cycle_max_lr: PerGroup,
         decay_lr_rate: float = 0.0,
         cycle_first_step_size: int = 2000,
         cycle_second_step_size: int | None = None,
@@ -186,16 +187,21 @@ class OneCycle(Schedule):
         cycle_second_stair_count: int | None = None,
         decay_step_size: int = 0,
         cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
+        cycle_min_mom: PerGroup = 0.8,
+        cycle_max_mom: PerGroup = 0.9,
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
+        if cycle_momentum and not any("betas" in group for group in optimizer.param_groups):
+            warnings.warn(
+                f"[lr_schedules] OneCycle cycles betas; {type(optimizer).__name__} has none and keeps its momentum",
+                stacklevel=2,
+            )
         super().__init__(optimizer, _filled(_core.OneCycle(), locals()), last_batch_iteration)
 
-    def get_mom(self) -> list[float]:
-        """The momentum of the current iteration, one per param group; empty when it is not cycled."""
-        return list(self._values().momentum)
+    def get_mom(self) -> list[Any]:
+        """The betas of the param groups as they are now, momentum where there are none."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
 
 
 class LRRangeTest(Schedule):

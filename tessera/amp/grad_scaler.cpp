@@ -46,7 +46,8 @@ void GradScaler::update(bool overflow) {
     state_.good_steps = 0;
   } else {
     ++state_.good_steps;
-    const bool grows = state_.good_steps % options_.window == 0;
+    const int64_t counted = state_.good_steps - (options_.late_growth ? 1 : 0);
+    const bool grows = counted > 0 && counted % options_.window == 0;
     if (grows || options_.refill_on_good) state_.budget = options_.hysteresis;
     if (grows && state_.scale * options_.factor <= kLargest) state_.scale *= options_.factor;
   }

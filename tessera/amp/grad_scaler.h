@@ -13,6 +13,7 @@ struct ScalerOptions {
   double initial = 1;             // the static scale, or the first dynamic one
   double factor = 2;              // growth and backoff
   int64_t window = 1000;          // growth after every so many good steps in a row
+  bool late_growth = false;       // the first growth after the start or an overflow comes one step later
   int64_t hysteresis = 1;         // overflow number `hysteresis` lowers the scale; those before use up the budget
   bool refill_on_good = false;    // the budget is whole again after a good step; otherwise after a growth
   double minimum = 1;             // never below

@@ -62,6 +62,9 @@ std::optional<bool> bool_of(const Json& value) {
 }
 
 std::string shown(const Json& value) {
+  if (value.is_number_float() && !std::isfinite(value.get<double>())) {  // JSON has no word for them but null
+    return std::isnan(value.get<double>()) ? "nan" : (value.get<double>() > 0 ? "inf" : "-inf");
+  }
   std::string text = value.dump(-1, ' ', false, Json::error_handler_t::replace);
   return text.size() <= 80 ? text : text.substr(0, 77) + "...";
 }

@@ -300,6 +300,7 @@ std::vector<Key> later_rows() {
        "rounding into 16-bit masters, moments and accumulated gradients; unset: nearest for gradients, else stochastic",
        one_of({"nearest", "stochastic"})},
       {FIELD(tessera.seed), "seed of stochastic rounding", at_least(0)},
+      {FIELD(tessera.broadcast_buffers), "buffers of the module start with rank 0's values, as parameters do"},
       {FIELD(tessera.shared_parameters),
        "CPU ranks of one host keep one copy of the compute parameters, see docs/shared_parameters.md"},
   };

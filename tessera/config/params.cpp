@@ -55,6 +55,13 @@ class Reader {
     }
   }
 
+  // A key whose null is a mistake, not a default.
+  void not_null(const std::string& name) {
+    const auto found = params_.find(name);
+    if (found != params_.end() && std::holds_alternative<std::monostate>(found->second.data))
+      report_.error(path_ + "." + name, "must not be null; leave it out for the default");
+  }
+
   void flag(const std::string& name, bool& out) {
     if (const Value* value = find(name)) {
       const auto* got = std::get_if<bool>(&value->data);
@@ -192,6 +199,7 @@ optim::ScheduleOptions read_warmup(Reader& in) {
   optim::WarmupLR o;
   in.numbers("warmup_min_lr", o.warmup_min_lr);
   in.numbers("warmup_max_lr", o.warmup_max_lr);
+  in.not_null("warmup_num_steps");
   in.integer("warmup_num_steps", o.warmup_num_steps, 1);
   in.warmup_type(o.warmup_type);
   return o;
@@ -203,6 +211,7 @@ optim::ScheduleOptions read_warmup_decay(Reader& in) {
   in.integer("total_num_steps", o.total_num_steps, 1);
   in.numbers("warmup_min_lr", o.warmup_min_lr);
   in.numbers("warmup_max_lr", o.warmup_max_lr);
+  in.not_null("warmup_num_steps");
   in.integer("warmup_num_steps", o.warmup_num_steps, 1);
   in.warmup_type(o.warmup_type);
   return o;
@@ -213,6 +222,7 @@ optim::ScheduleOptions read_warmup_cosine(Reader& in) {
   in.required("total_num_steps");
   in.integer("total_num_steps", o.total_num_steps, 1);
   in.number("warmup_min_ratio", o.warmup_min_ratio);
+  in.not_null("warmup_num_steps");
   in.integer("warmup_num_steps", o.warmup_num_steps, 1);
   in.number("cos_min_ratio", o.cos_min_ratio);
   in.warmup_type(o.warmup_type);
@@ -223,17 +233,17 @@ optim::ScheduleOptions read_one_cycle(Reader& in) {
   optim::OneCycle o;
   in.required("cycle_min_lr");
   in.required("cycle_max_lr");
-  in.number("cycle_min_lr", o.cycle_min_lr);
-  in.number("cycle_max_lr", o.cycle_max_lr);
+  in.numbers("cycle_min_lr", o.cycle_min_lr);
+  in.numbers("cycle_max_lr", o.cycle_max_lr);
   in.number("decay_lr_rate", o.decay_lr_rate);
   in.integer("cycle_first_step_size", o.cycle_first_step_size, 1);
-  in.integer("cycle_second_step_size", o.cycle_second_step_size, 1);
+  in.integer("cycle_second_step_size", o.cycle_second_step_size, 0);
   in.integer("cycle_first_stair_count", o.cycle_first_stair_count, 0);
   in.integer("cycle_second_stair_count", o.cycle_second_stair_count, 0);
   in.integer("decay_step_size", o.decay_step_size, 0);
   in.flag("cycle_momentum", o.cycle_momentum);
-  in.number("cycle_min_mom", o.cycle_min_mom);
-  in.number("cycle_max_mom", o.cycle_max_mom);
+  in.numbers("cycle_min_mom", o.cycle_min_mom);
+  in.numbers("cycle_max_mom", o.cycle_max_mom);
   in.number("decay_mom_rate", o.decay_mom_rate);
   return o;
 }

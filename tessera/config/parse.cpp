@@ -44,6 +44,8 @@ class Parser {
       return;
     }
     read_section(root, "", "");
+    if (unknown_ > kNamed)
+      report_.warning("configuration", "has " + std::to_string(unknown_ - kNamed) + " more unknown keys");
     apply_legacy();
   }
 
@@ -129,6 +131,11 @@ class Parser {
   }
 
   void unknown(const std::string& section, const std::string& name, const std::string& written) {
+    const bool warns = section.empty() || section == "optimizer" || section == "scheduler";
+    if (++unknown_ > kNamed) {  // names near it cost time, and nobody reads so many
+      if (!warns && !std::exchange(refused_more_, true)) report_.error(written, "unknown key, and more of them");
+      return;
+    }
     const std::string near = nearest(name, names_in(section));
     const std::string hint = near.empty() ? "" : "; did you mean \"" + near + "\"?";
     if (section.empty()) {
@@ -200,7 +207,10 @@ class Parser {
     }
   }
 
+  static constexpr int kNamed = 50;  // unknown keys that are named one by one
   Config& config_;
+  int unknown_ = 0;
+  bool refused_more_ = false;
   Report& report_;
   std::map<std::string, const Json*> legacy_;
   std::vector<std::string> offload_given_;

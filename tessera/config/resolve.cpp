@@ -19,6 +19,7 @@ amp::ScalerOptions scaler_options(const Config& config) {
   return {.dynamic = true,
           .initial = std::exp2(static_cast<double>(fp16.initial_scale_power)),
           .window = fp16.loss_scale_window,
+          .late_growth = true,
           .hysteresis = zero ? std::max<int64_t>(1, fp16.hysteresis) : 1,
           .refill_on_good = zero && fp16.consecutive_hysteresis,
           .minimum = static_cast<double>(fp16.min_loss_scale),

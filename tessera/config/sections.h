@@ -193,6 +193,7 @@ struct Own {
   std::optional<int64_t> state_bytes;   // config/precision.cpp
   std::optional<std::string> rounding;  // "nearest", "stochastic"
   int64_t seed = 0;                     // of stochastic rounding
+  bool broadcast_buffers = true;        // they start with rank 0's values
   bool shared_parameters = false;       // ranks of one host keep one copy of the compute parameters
 };
 

@@ -171,6 +171,26 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
 
 Engine::~Engine() = default;
 
+void Engine::broadcast_buffers(const std::vector<at::Tensor>& buffers) {
+  const c10::AutoGradMode no_grad(false);
+  zero::DataParallel ranks(impl_->mesh);
+  if (!impl_->options.share_buffers || ranks.size() == 1 || buffers.empty()) return;
+  std::vector<at::Tensor> bytes;
+  bytes.reserve(buffers.size());
+  for (const at::Tensor& buffer : buffers)
+    bytes.push_back(buffer.detach().contiguous().flatten().view(at::kByte).to(impl_->device));
+  const at::Tensor all = at::cat(bytes);
+  ranks.broadcast(all, 0, "initial values of buffers");
+  int64_t begin = 0;
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const at::Tensor& buffer = buffers[i];
+    // A copy of its own: bytes in the middle of `all` are not aligned for a wider dtype.
+    const at::Tensor mine = all.narrow(0, begin, bytes[i].numel()).clone().view(buffer.scalar_type());
+    buffer.detach().copy_(mine.view(buffer.sizes()));
+    begin += bytes[i].numel();
+  }
+}
+
 // ---------------------------------------------------------------- forward
 
 bool Engine::pre_forward() {
@@ -214,8 +234,8 @@ std::vector<int> held_places(const std::vector<int>& place_of, const std::vector
 
 int Engine::add_module(const std::vector<int>& params) {
   zero::ShardedModel& model = impl_->live("add_module");
-  if (!model.partitions_params()) return -1;
-  return model.add_scope(held_places(impl_->place_of, params, "add_module"));
+  const std::vector<int> places = held_places(impl_->place_of, params, "add_module");
+  return model.partitions_params() ? model.add_scope(places) : -1;
 }
 
 bool Engine::enter_module(int module) {

@@ -37,6 +37,7 @@ struct Options {
   bool managed_accumulation = true;  // false: every step() is a boundary
   bool precision_of_model = false;   // no precision section: zero.precision follows from the trained parameters' dtype
   std::optional<at::ScalarType> accumulate_in;  // then: the dtype of gradients, where it is not the parameters'
+  bool share_buffers = true;                    // broadcast_buffers() does what it says, and nothing without this
   std::string client_optimizer;   // Rule::External: class and hyper-parameters, which all ranks must have alike
   amp::ScalerOptions scaler;      // loss scaling
   amp::AutocastOptions autocast;  // what forward computes in
@@ -64,6 +65,10 @@ class Engine {
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
+
+  // Rank 0's values of a module's buffers (of any dtype) on all ranks, in place, as parameters have them. Collective.
+  // For front ends, at construction.
+  void broadcast_buffers(const std::vector<at::Tensor>& buffers);
 
   // ---- forward
   // From here to the end of the forward, on this thread, autocast is as the options say: on in their dtype, or off even

@@ -88,8 +88,8 @@ std::vector<std::string> lines_of(const Options& options, const std::vector<Para
   add("gradient_clipping ", options.gradient_clipping);
   add("managed_gradient_accumulation ", options.managed_accumulation, ", reduction in the step ", zero.reduce_at_step);
   const amp::ScalerOptions& s = options.scaler;
-  add("loss scale: dynamic ", s.dynamic, ", ", s.initial, ", window ", s.window, ", hysteresis ", s.hysteresis, " ",
-      s.refill_on_good, ", minimum ", s.minimum, " ", s.error_at_minimum);
+  add("loss scale: dynamic ", s.dynamic, ", ", s.initial, ", window ", s.window, s.late_growth ? "+" : "",
+      ", hysteresis ", s.hysteresis, " ", s.refill_on_good, ", minimum ", s.minimum, " ", s.error_at_minimum);
   add("torch_autocast ", options.autocast.enabled, " ", options.autocast.dtype);
   add("reduce_bucket_size ", zero.reduce_bucket_size, ", smallest unit ", zero.min_unit_elements, ", overlap_comm ",
       zero.overlap, ", average ", zero.average);

@@ -34,6 +34,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   }
   if (building != nullptr) building->hand_over(specs);
   core_ = std::make_shared<engine::Engine>(options, std::move(mesh), std::move(specs), groups);
+  core_->broadcast_buffers(module_->buffers());
   rest_ = connect_scopes(*module_, core_);
   if (config.data_types.buffer_dtype) cast_buffers(*module_, *config.data_types.buffer_dtype);
   apply_schedule();

@@ -64,17 +64,17 @@ void find(const WarmupCosineLR& o, size_t groups, Problems& problems) {
 }
 
 void find(const OneCycle& o, size_t groups, Problems& problems) {
-  problems.finite("cycle_min_lr", o.cycle_min_lr);
-  problems.finite("cycle_max_lr", o.cycle_max_lr);
+  problems.per_group("cycle_min_lr", o.cycle_min_lr, groups, true);
+  problems.per_group("cycle_max_lr", o.cycle_max_lr, groups, true);
   problems.positive("cycle_first_step_size", o.cycle_first_step_size);
-  problems.positive("cycle_second_step_size", o.cycle_second_step_size.value_or(1));
+  problems.require(o.cycle_second_step_size.value_or(0) >= 0, "cycle_second_step_size must be >= 0");
   problems.stairs("cycle_first_stair_count", o.cycle_first_stair_count);
   problems.stairs("cycle_second_stair_count", o.cycle_second_stair_count.value_or(0));
   problems.require(o.decay_step_size >= 0, "decay_step_size must be >= 0");
   problems.finite("decay_lr_rate", o.decay_lr_rate);
   problems.finite("decay_mom_rate", o.decay_mom_rate);
-  problems.finite("cycle_min_mom", o.cycle_min_mom);
-  problems.finite("cycle_max_mom", o.cycle_max_mom);
+  problems.per_group("cycle_min_mom", o.cycle_min_mom, groups, true);
+  problems.per_group("cycle_max_mom", o.cycle_max_mom, groups, true);
 }
 
 void find(const LRRangeTest& o, size_t groups, Problems& problems) {
@@ -169,22 +169,26 @@ double triangle(const OneCycle& o, int64_t iteration, int64_t first, int64_t sec
 ScheduleValues values_of(const OneCycle& o, int64_t iteration, const std::vector<double>& base) {
   const int64_t first = o.cycle_first_step_size;
   const int64_t second = o.cycle_second_step_size.value_or(first);
-  double lr = o.cycle_min_lr;
-  double momentum = o.cycle_min_mom;  // what construction sets; the first step goes to the upper end
-  if (iteration > first + second) {
-    const double past = double(iteration - first - second);
-    const double periods = o.decay_step_size > 0 ? past / double(o.decay_step_size) : 0;
-    lr = o.cycle_min_lr / (1 + o.decay_lr_rate * periods);
-    momentum = o.cycle_max_mom * (1 + o.decay_mom_rate * periods);
-  } else if (iteration > 0) {
-    const double height = triangle(o, iteration, first, second);
-    lr = o.cycle_min_lr + (o.cycle_max_lr - o.cycle_min_lr) * height;
-    momentum = o.cycle_max_mom - (o.cycle_max_mom - o.cycle_min_mom) * height;
-  }
   ScheduleValues out;
-  out.lr.assign(base.size(), lr);
-  if (o.cycle_momentum) {
-    out.momentum.assign(base.size(), momentum);
+  for (size_t g = 0; g < base.size(); ++g) {
+    const double low = of_group(o.cycle_min_lr, g), high = of_group(o.cycle_max_lr, g);
+    const double low_mom = of_group(o.cycle_min_mom, g), high_mom = of_group(o.cycle_max_mom, g);
+    double lr = low;
+    double momentum = low_mom;  // what construction sets; the first step goes to the upper end
+    if (iteration > first + second) {
+      const double past = double(iteration - first - second);
+      const double periods = o.decay_step_size > 0 ? past / double(o.decay_step_size) : 0;
+      lr = low / (1 + o.decay_lr_rate * periods);
+      momentum = high_mom * (1 + o.decay_mom_rate * periods);
+    } else if (iteration > 0) {
+      const double height = triangle(o, iteration, first, second);
+      lr = low + (high - low) * height;
+      momentum = high_mom - (high_mom - low_mom) * height;
+    }
+    out.lr.push_back(lr);
+    if (o.cycle_momentum) {
+      out.momentum.push_back(momentum);
+    }
   }
   return out;
 }

@@ -35,7 +35,7 @@ struct WarmupCosineLR {
   WarmupType warmup_type = WarmupType::Log;
 };
 struct OneCycle {
-  double cycle_min_lr = 0.0, cycle_max_lr = 0.0;  // required
+  std::vector<double> cycle_min_lr{0.0}, cycle_max_lr{0.0};  // required
   double decay_lr_rate = 0;
   int64_t cycle_first_step_size = 2000;
   std::optional<int64_t> cycle_second_step_size{};
@@ -43,7 +43,7 @@ struct OneCycle {
   std::optional<int64_t> cycle_second_stair_count{};
   int64_t decay_step_size = 0;
   bool cycle_momentum = true;
-  double cycle_min_mom = 0.8, cycle_max_mom = 0.9;
+  std::vector<double> cycle_min_mom{0.8}, cycle_max_mom{0.9};
   double decay_mom_rate = 0;
 };
 struct LRRangeTest {

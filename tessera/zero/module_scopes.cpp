@@ -18,7 +18,13 @@ int ShardedModel::add_scope(const std::vector<int>& slots) {
   return unsharder_->add_scope(std::move(units));
 }
 
+void ShardedModel::check_scope(int scope) const {
+  TESSERA_CHECK_VALUE(unsharder_->has_scope(scope), "engine", "there is no module number ", scope,
+                      "; use what add_module() returned");
+}
+
 void ShardedModel::extend_scope(int scope, int slot) {
+  check_scope(scope);
   const std::lock_guard lock(hooks_.mutex());
   unsharder_->extend_scope(scope, places_[slot].unit, Hooks::inside_task());
 }
@@ -32,6 +38,7 @@ void ShardedModel::use_elsewhere(int slot) {
 }
 
 bool ShardedModel::enter_scope(int scope) {
+  check_scope(scope);
   const std::lock_guard lock(hooks_.mutex());
   const bool outer = unsharder_->enter(scope, Hooks::inside_task());
   producers_.resize(unsharder_->depth());
@@ -54,6 +61,7 @@ void ShardedModel::watch_call_of(std::vector<int> units, const std::vector<at::T
 }
 
 void ShardedModel::leave_scope(int scope, const std::vector<at::Tensor>& outputs) {
+  check_scope(scope);
   const std::lock_guard lock(hooks_.mutex());
   const bool in_backward = Hooks::inside_task();
   unsharder_->end_inner(scope, in_backward);
@@ -77,6 +85,7 @@ void ShardedModel::leave_scope(int scope, const std::vector<at::Tensor>& outputs
 }
 
 void ShardedModel::abort_scope(int scope) {
+  check_scope(scope);
   const std::lock_guard lock(hooks_.mutex());
   unsharder_->abort(scope, Hooks::inside_task());
   producers_.resize(unsharder_->depth());

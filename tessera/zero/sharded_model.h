@@ -191,6 +191,7 @@ class ShardedModel final : private HookSink {
   void adopt_param(const Slot& slot, bool compare);
   static bool is_bound(const Param& param, const Unit& unit);
   void check_no_region_writes() const;
+  void check_scope(int scope) const;
 
   Options options_;
   shard::StagePlacements placements_;

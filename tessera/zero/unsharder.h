@@ -36,6 +36,7 @@ class Unsharder {
   // Registers a unit, in forward order; returns its number. Units that are not sharded are always there.
   int add(FlatParams* flat);
   bool any_sharded() const { return any_sharded_; }
+  bool has_scope(int scope) const { return scope >= 0 && static_cast<size_t>(scope) < scopes_.size(); }
 
   // ---- forward. A scope is a module: the units its forward and backward read.
   int add_scope(std::vector<int> units);

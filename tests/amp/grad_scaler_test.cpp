@@ -37,6 +37,14 @@ TEST(GradScaler, GrowsAfterEveryWindowOfGoodSteps) {
   EXPECT_EQ(powers(dynamic(8, 3), "......."), (Powers{8, 8, 9, 9, 9, 10, 10}));
 }
 
+TEST(GradScaler, LateGrowthComesOneStepLaterAtFirst) {
+  ScalerOptions options = dynamic(8, 2);
+  options.late_growth = true;
+  EXPECT_EQ(powers(options, "......x......"), (Powers{8, 8, 9, 9, 10, 10, 9, 9, 9, 10, 10, 11, 11}));
+  options.window = 1;
+  EXPECT_EQ(powers(options, "...x.."), (Powers{8, 9, 10, 9, 9, 10}));
+}
+
 TEST(GradScaler, AnOverflowHalvesAndStartsTheWindowAgain) {
   EXPECT_EQ(powers(dynamic(8, 3), "..x..x...xx...."), (Powers{8, 8, 7, 7, 7, 6, 6, 6, 7, 6, 5, 5, 5, 6, 6}));
 }

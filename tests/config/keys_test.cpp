@@ -137,6 +137,7 @@ const std::vector<std::string>& frozen_keys() {
       "tensorboard.enabled",
       "tensorboard.job_name",
       "tensorboard.output_path",
+      "tessera.broadcast_buffers",
       "tessera.min_unit_elements",
       "tessera.rounding",
       "tessera.seed",

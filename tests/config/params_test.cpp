@@ -97,7 +97,7 @@ TEST(Params, ReadsEverySchedule) {
   const auto cycle = schedule<optim::OneCycle>(
       "OneCycle",
       {{"cycle_min_lr", 0.1}, {"cycle_max_lr", 1}, {"cycle_second_step_size", 7}, {"cycle_momentum", false}});
-  EXPECT_EQ(cycle.cycle_max_lr, 1.0);
+  EXPECT_EQ(cycle.cycle_max_lr, std::vector<double>{1.0});
   EXPECT_EQ(cycle.cycle_second_step_size, 7);
   EXPECT_FALSE(cycle.cycle_second_stair_count);
   EXPECT_FALSE(cycle.cycle_momentum);

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Net, config, engines, make, mse
+from support import Net, batch, config, engines, make, mse, run_ranks
 from torch import nn
 
 import tessera
@@ -145,3 +145,67 @@ def test_a_parameter_unused_on_one_rank_keeps_ranks_alike(stage: int) -> None:
     first, second = engines(make(Net), 2, cfg, body)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
+
+
+class WithBuffers(Net):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.full((3,), float(rank)))
+        self.register_buffer("counts", torch.tensor([rank, 2], dtype=torch.int64))
+        self.register_buffer("flag", torch.tensor(rank == 0))
+        self.register_buffer("wide", torch.full((2, 3), rank + 0.5, dtype=torch.float64).t(), persistent=False)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_buffers_start_with_rank_zeros_values(shared: bool) -> None:
+    models = [WithBuffers(rank) for rank in range(2)]
+
+    def body(rank: int, group: tessera.Group) -> dict[str, torch.Tensor]:
+        cfg = config(1, **({} if shared else {"tessera": {"broadcast_buffers": False}}))
+        tessera.Engine(models[rank], cfg, group=group).destroy()
+        return dict(models[rank].named_buffers())
+
+    first, second = run_ranks(2, body)
+    for name, value in first.items():
+        assert torch.equal(value, dict(WithBuffers(0).named_buffers())[name])
+        assert torch.equal(value, second[name]) is shared, name
+
+
+def test_lazy_modules_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    with pytest.raises(ValueError, match=r"0\.weight.*1\.running_mean.*lazy modules have no shapes yet"):
+        tessera.initialize(model=model, config=config(1))
+
+
+def test_ranks_that_registered_parameters_in_another_order_are_told() -> None:
+    """A ModuleDict made from a set: another order in every process."""
+
+    def body(rank: int, group: tessera.Group) -> None:
+        model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("ab" if rank == 0 else "ba")})
+        with pytest.raises(ValueError, match=r"ranks build different engines.*'a\.weight'.*'b\.weight'"):
+            tessera.Engine(model, config(1), group=group)
+
+    run_ranks(2, body)
+
+
+def test_clients_with_other_hyper_parameters_are_told() -> None:
+    def body(rank: int, group: tessera.Group) -> None:
+        model = make()
+        client = torch.optim.RMSprop(model.parameters(), lr=0.1, alpha=0.9 + rank / 100)
+        with pytest.raises(ValueError, match=r"ranks build different engines.*RMSprop"):
+            tessera.Engine(model, config(0), optimizer=client, group=group)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_without_a_section_the_model_keeps_its_dtype(dtype: torch.dtype, stage: int) -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        x, y = batch(rank)
+        loss = mse(engine(x.to(dtype)), y)
+        loss.backward()
+        engine.step()
+        assert {p.dtype for p in engine.module.parameters()} == {dtype}
+
+    engines(make().to(dtype), 2, config(stage), body)

@@ -19,7 +19,9 @@ def encoded(value: Any) -> str:
     return base64.urlsafe_b64encode(json.dumps(value).encode()).decode()
 
 
-@pytest.mark.parametrize("form", ["dict", "path", "str", "base64", "config_params", "args", "args dict", "old args"])
+@pytest.mark.parametrize(
+    "form", ["dict", "path", "str", "text", "base64", "config_params", "args", "args dict", "old args"]
+)
 def test_forms_of_configuration(form: str, tmp_path: Path) -> None:
     cfg = config(stage=1)
     path = tmp_path / "config.json"
@@ -28,6 +30,7 @@ def test_forms_of_configuration(form: str, tmp_path: Path) -> None:
         "dict": {"config": cfg},
         "path": {"config": path},
         "str": {"config": str(path)},
+        "text": {"config": " \n" + json.dumps(cfg)},
         "base64": {"config": encoded(cfg)},
         "config_params": {"config_params": cfg},
         "args": {"args": argparse.Namespace(deepspeed_config=str(path), local_rank=0)},
@@ -54,3 +57,30 @@ def test_scales_that_are_too_large_name_their_key() -> None:
     for key, value in (("initial_scale_power", 128), ("loss_scale", 1e39)):
         with pytest.raises(ValueError, match=f"fp16.{key}"):
             tessera.initialize(model=make(), config=config(1, fp16={"enabled": True, key: value}))
+
+
+def _holding_itself() -> dict[str, Any]:
+    cfg = config(stage=1)
+    cfg["again"] = cfg
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        (_holding_itself(), "contain itself"),
+        (config(1, train_batch_size=10**5000), "integer is too large"),
+        (config(1, **{"\udcff": 1}), "lone surrogate"),
+        (config(1, optimizer={"type": "\udcff"}), "lone surrogate"),
+        (config(1, gradient_clipping=float("inf")), "gradient_clipping.*inf"),
+        ('{"train_batch_size": ', "JSON"),
+    ],
+)
+def test_what_is_no_configuration_is_a_configuration_error(bad: Any, match: str) -> None:
+    with pytest.raises(tessera.ConfigError, match=match):
+        tessera.initialize(model=make(), config=bad)
+
+
+def test_unknown_keys_are_named_up_to_a_number(caplog: pytest.LogCaptureFixture) -> None:
+    tessera.initialize(model=make(), config=config(1, **{f"key{i}": i for i in range(100_000)}))[0].destroy()
+    assert len(caplog.records) == 51 and "99950 more unknown keys" in caplog.text

@@ -70,7 +70,7 @@ def worker(rank: int, world: int, port: int, transport: str, folder: str) -> Non
     rest = torch.distributed.new_group(list(range(world // 2, world)))
     mine = half if rank < world // 2 else rest
     engine = tessera.Engine(make(), adam(1, 1, False), group=mine)
-    assert engine.world_size == world // 2
+    assert engine.world_size == world and engine.dp_world_size == world // 2
     train(engine, rank, 1)
     engine.destroy()
     torch.save(results, os.path.join(folder, f"{rank}.pt"))

@@ -7,6 +7,7 @@ import torch
 from support import batch, config, make
 
 import tessera
+from tessera import _core
 
 
 def test_classes() -> None:
@@ -25,3 +26,45 @@ def test_errors_of_the_core_are_builtin_classes() -> None:
     engine.destroy()
     with pytest.raises(RuntimeError, match="destroyed"):
         engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_misuse_found_by_the_core_is_a_usage_error(stage: int) -> None:
+    engine = tessera.Engine(make(), config(stage))
+    with engine.no_sync(), pytest.raises(tessera.UsageError):
+        engine.step()
+    with engine.coalesce_grad_reduction(), pytest.raises(tessera.UsageError):
+        engine.step()
+    engine.destroy()
+
+
+# A method of the bound core that takes the number of a parameter, module or group -> its other arguments.
+NUMBERED: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("enter_module", "use_elsewhere", "is_gathered", "partition_of"), ()),
+    **dict.fromkeys(("param_step", "local_range"), ()),
+    "leave_module": ([],),
+    "register_external": (0,),
+    "set_param_step": (1,),
+    "get_full": (_core.Quantity.Master,),
+    "set_full": (_core.Quantity.Master, torch.ones(2)),
+    "local_view": (_core.Quantity.Master,),
+    "set_local": (_core.Quantity.Master, torch.ones(2)),
+    "gather_full": (torch.ones(2),),
+    "local_part": (torch.ones(2),),
+    "set_group": (_core.GroupOptions(),),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("number", [-1, 10**6, 2**40])
+def test_a_number_that_the_core_has_not_given_is_refused(stage: int, number: int) -> None:
+    engine = tessera.Engine(make(), config(stage))
+    for name, others in NUMBERED.items():
+        with pytest.raises((ValueError, TypeError, IndexError)):
+            getattr(engine.core, name)(number, *others)
+    for call in (engine.core.add_module, engine.core.gather):
+        with pytest.raises((ValueError, TypeError, IndexError)):
+            call([number])
+    engine(*batch(0)).backward()
+    engine.step()
+    engine.destroy()

@@ -66,17 +66,41 @@ def test_range_test() -> None:
 
 
 def test_one_cycle_moves_momentum_the_other_way() -> None:
-    base = optimizer(momentum=0.9)
+    base = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=0.1)
     schedule = lr_schedules.OneCycle(base, cycle_min_lr=0.01, cycle_max_lr=0.1, cycle_first_step_size=4)
     assert base.param_groups[0]["lr"] == pytest.approx(0.01)
     values, momenta = [], []
     for _ in range(9):
         schedule.step()
         values.append(base.param_groups[0]["lr"])
-        momenta.append(base.param_groups[0]["momentum"])
+        momenta.append(base.param_groups[0]["betas"][0])
+        assert schedule.get_mom() == [base.param_groups[0]["betas"]]
     peak = values.index(max(values))
     assert max(values) == pytest.approx(0.1) and momenta[peak] == pytest.approx(0.8) == min(momenta)
     assert values[0] < values[peak] > values[-1]
+    assert base.param_groups[0]["betas"][1] == 0.999
+
+
+def test_one_cycle_leaves_the_momentum_of_sgd_alone() -> None:
+    base = optimizer(momentum=0.5)
+    with pytest.warns(UserWarning, match="keeps its momentum"):
+        schedule = lr_schedules.OneCycle(base, cycle_min_lr=0.01, cycle_max_lr=0.1)
+    schedule.step()
+    assert base.param_groups[0]["momentum"] == 0.5 and schedule.get_mom() == [0.5]
+
+
+def test_one_cycle_without_a_second_half_falls_at_once() -> None:
+    base = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=0.1)
+    schedule = lr_schedules.OneCycle(
+        base,
+        cycle_min_lr=[0.01],
+        cycle_max_lr=[0.1],
+        cycle_min_mom=[0.7],
+        cycle_first_step_size=4,
+        cycle_second_step_size=0,
+    )
+    values = rates(schedule, 8)
+    assert max(values) == pytest.approx(0.1) and values[-1] == pytest.approx(0.01)
 
 
 def test_state_dict_and_last_lr() -> None:
