@@ -1,12 +1,10 @@
 #include "tessera/engine/engine.h"
 
-#include <ATen/ops/cat.h>
-#include <c10/core/GradMode.h>
-
 #include <algorithm>
 
 #include "tessera/base/error.h"
 #include "tessera/base/heap.h"
+#include "tessera/engine/initial_values.h"
 #include "tessera/engine/preflight.h"
 #include "tessera/optim/norm.h"
 #include "tessera/shard/dtype.h"
@@ -31,26 +29,6 @@ Buffer buffer_of(Quantity what) {
       return Buffer::State1;
   }
   return Buffer::Master;
-}
-
-// Parameters without an optimizer group: rank 0's values, the compute dtype (their own without one), no states.
-void prepare_unmanaged(const zero::DataParallel& ranks, const std::vector<ParamSpec>& params,
-                       const std::vector<int>& place_of, std::optional<at::ScalarType> dtype) {
-  const c10::AutoGradMode no_grad(false);
-  for (size_t i = 0; i < params.size(); ++i) {
-    const ParamSpec& spec = params[i];
-    if (place_of[i] >= 0) continue;
-    if (spec.restore) spec.restore();
-    at::Tensor tensor = spec.tensor;
-    at::Tensor value = tensor.detach();
-    if (ranks.size() > 1) {
-      at::Tensor sent = value.contiguous();
-      ranks.broadcast(sent, 0, "initial value of '" + spec.name + "'");
-      value.copy_(sent);
-    }
-    if (dtype && at::isFloatingType(value.scalar_type()) && value.scalar_type() != *dtype)
-      tensor.set_data(value.to(*dtype));
-  }
 }
 
 // One of another dtype than the trained ones stays whole where nothing is to be cast.
@@ -157,7 +135,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   if (!m.params.empty()) ranks.device = m.params.front().tensor.device();
   check_alike(ranks, m.options, m.params, groups);
   const auto cast = options.precision_of_model ? std::nullopt : std::optional(precision.param);
-  prepare_unmanaged(ranks, m.params, m.place_of, cast);
+  share_unmanaged(ranks, m.params, m.place_of, cast);
   m.model = std::make_unique<zero::ShardedModel>(m.options.zero, ranks, managed, frozen, options.rule, groups);
   managed.clear();  // they hold what restores initial values
   frozen.clear();
@@ -172,23 +150,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
 Engine::~Engine() = default;
 
 void Engine::broadcast_buffers(const std::vector<at::Tensor>& buffers) {
-  const c10::AutoGradMode no_grad(false);
-  zero::DataParallel ranks(impl_->mesh);
-  if (!impl_->options.share_buffers || ranks.size() == 1 || buffers.empty()) return;
-  std::vector<at::Tensor> bytes;
-  bytes.reserve(buffers.size());
-  for (const at::Tensor& buffer : buffers)
-    bytes.push_back(buffer.detach().contiguous().flatten().view(at::kByte).to(impl_->device));
-  const at::Tensor all = at::cat(bytes);
-  ranks.broadcast(all, 0, "initial values of buffers");
-  int64_t begin = 0;
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    const at::Tensor& buffer = buffers[i];
-    // A copy of its own: bytes in the middle of `all` are not aligned for a wider dtype.
-    const at::Tensor mine = all.narrow(0, begin, bytes[i].numel()).clone().view(buffer.scalar_type());
-    buffer.detach().copy_(mine.view(buffer.sizes()));
-    begin += bytes[i].numel();
-  }
+  if (impl_->options.share_buffers) share_buffers(zero::DataParallel(impl_->mesh), buffers, impl_->device);
 }
 
 // ---------------------------------------------------------------- forward

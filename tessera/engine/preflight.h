@@ -12,8 +12,9 @@ namespace tessera::engine {
 // one has too, of a dtype that is not trained, or held by another live engine. Local.
 void check_params(const std::vector<ParamSpec>& params, const amp::PrecisionPolicy& precision);
 
-// The policy of a model that no precision section casts: its own dtype, with the states torch would have; `grad`: the dtype gradients accumulate in, if another. Value error
-// for trained parameters of several dtypes, or one that is not trained. Local.
+// The policy of a model that no precision section casts: its own dtype, with the states torch would have; `grad`: the
+// dtype gradients accumulate in, if another. Value error for trained parameters of several dtypes, or one that is not
+// trained. Local.
 amp::PrecisionPolicy precision_of_model(const std::vector<ParamSpec>& params, std::optional<at::ScalarType> grad);
 
 // Ranks that built different engines would follow each their own, silently. Value error on all ranks that says what

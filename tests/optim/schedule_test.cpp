@@ -272,7 +272,8 @@ const std::vector<Case>& cases() {
         {0.9},
         {0.9},
         {0.9}}},
-      {OneCycle{.cycle_min_lr = {0.01}, .cycle_max_lr = {0.1}, .cycle_first_step_size = 6, .cycle_first_stair_count = 2},
+      {OneCycle{
+           .cycle_min_lr = {0.01}, .cycle_max_lr = {0.1}, .cycle_first_step_size = 6, .cycle_first_stair_count = 2},
        {0.1},
        {{0.01},
         {0.01},

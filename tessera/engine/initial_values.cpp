@@ -1,0 +1,46 @@
+#include "tessera/engine/initial_values.h"
+
+#include <ATen/ops/cat.h>
+#include <c10/core/GradMode.h>
+
+namespace tessera::engine {
+
+void share_unmanaged(const zero::DataParallel& ranks, const std::vector<ParamSpec>& params,
+                     const std::vector<int>& place_of, std::optional<at::ScalarType> dtype) {
+  const c10::AutoGradMode no_grad(false);
+  for (size_t i = 0; i < params.size(); ++i) {
+    const ParamSpec& spec = params[i];
+    if (place_of[i] >= 0) continue;
+    if (spec.restore) spec.restore();
+    at::Tensor tensor = spec.tensor;
+    at::Tensor value = tensor.detach();
+    if (ranks.size() > 1) {
+      at::Tensor sent = value.contiguous();
+      ranks.broadcast(sent, 0, "initial value of '" + spec.name + "'");
+      value.copy_(sent);
+    }
+    if (dtype && at::isFloatingType(value.scalar_type()) && value.scalar_type() != *dtype)
+      tensor.set_data(value.to(*dtype));
+  }
+}
+
+void share_buffers(const zero::DataParallel& ranks, const std::vector<at::Tensor>& buffers, c10::Device device) {
+  const c10::AutoGradMode no_grad(false);
+  if (ranks.size() == 1 || buffers.empty()) return;
+  std::vector<at::Tensor> bytes;
+  bytes.reserve(buffers.size());
+  for (const at::Tensor& buffer : buffers)
+    bytes.push_back(buffer.detach().contiguous().flatten().view(at::kByte).to(device));
+  const at::Tensor all = at::cat(bytes);
+  ranks.broadcast(all, 0, "initial values of buffers");
+  int64_t begin = 0;
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const at::Tensor& buffer = buffers[i];
+    // A copy of its own: bytes in the middle of `all` are not aligned for a wider dtype.
+    const at::Tensor mine = all.narrow(0, begin, bytes[i].numel()).clone().view(buffer.scalar_type());
+    buffer.detach().copy_(mine.view(buffer.sizes()));
+    begin += bytes[i].numel();
+  }
+}
+
+}  // namespace tessera::engine

@@ -1,0 +1,43 @@
+#include "tessera/engine/initial_values.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "tests/support/ranks.h"
+#include "tests/support/toy.h"
+
+namespace tessera::testing {
+
+namespace {
+
+// Of widths that leave the next one unaligned; one is a view that is not contiguous, one has no elements.
+std::vector<at::Tensor> buffers_of(int rank) {
+  return {at::full({3}, rank + 1, at::kBool), at::full({2, 3}, rank + 0.5, at::kDouble).t(), at::zeros({0}),
+          at::full({5}, rank, at::kBFloat16), at::full({}, rank + 7, at::kLong)};
+}
+
+}  // namespace
+
+TEST(InitialValues, BuffersOfAnyDtypeBecomeRankZeros) {
+  run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    const auto buffers = buffers_of(2 * rank), want = buffers_of(0);
+    engine::share_buffers(zero::DataParallel(group), buffers, at::kCPU);
+    for (size_t i = 0; i < buffers.size(); ++i)
+      EXPECT_TRUE(buffers[i].equal(want[i])) << "buffer " << i;
+  });
+}
+
+TEST(InitialValues, ParametersThatTheModelDoesNotHoldAreSharedAndCast) {
+  run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    const std::vector<engine::ParamSpec> specs{{"frozen", at::full({3}, rank + 1.5)},
+                                               {"count", at::full({2}, rank, at::kLong)},
+                                               {"held", at::full({2}, rank + 1.0)}};
+    engine::share_unmanaged(zero::DataParallel(group), specs, {-1, -1, 0}, at::kBFloat16);
+    EXPECT_TRUE(specs[0].tensor.equal(at::full({3}, 1.5, at::kBFloat16)));
+    EXPECT_TRUE(specs[1].tensor.equal(at::zeros({2}, at::kLong)));
+    EXPECT_TRUE(specs[2].tensor.equal(at::full({2}, rank + 1.0)));
+  });
+}
+
+}  // namespace tessera::testing
