@@ -63,7 +63,7 @@ class HookSink {
   // backward that threw (then it must not throw itself).
   virtual void tasks_ended() = 0;
   // A watched module call: its backward begins; one of its inputs has its gradient; its graph is gone (must not throw).
-  virtual void call_opened(ScopeCall& call) = 0;
+  virtual void call_opened(ScopeCall& call, bool again) = 0;
   virtual void call_closed(ScopeCall& call) = 0;
   virtual void call_gone(ScopeCall& call) = 0;
 };

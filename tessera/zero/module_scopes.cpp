@@ -55,9 +55,10 @@ void ShardedModel::watch_call_of(std::vector<int> units, const std::vector<at::T
   if (units.empty()) return;
   const auto call = std::make_shared<ScopeCall>();
   call->units = std::move(units);
+  call->outer = unsharder_->had_inner_calls();
   if (!hooks_.watch_call(call, outputs, producers)) return;
   unsharder_->call_made(*call);
-  if (open_now) unsharder_->call_opened(*call);
+  if (open_now) unsharder_->call_opened(*call, /*again=*/false);
 }
 
 void ShardedModel::leave_scope(int scope, const std::vector<at::Tensor>& outputs) {
@@ -98,8 +99,8 @@ void ShardedModel::end_stray_scopes() {
   producers_.clear();
 }
 
-void ShardedModel::call_opened(ScopeCall& call) {
-  unsharder_->call_opened(call);
+void ShardedModel::call_opened(ScopeCall& call, bool again) {
+  unsharder_->call_opened(call, again);
 }
 
 void ShardedModel::call_closed(ScopeCall& call) {

@@ -10,6 +10,7 @@ namespace tessera::zero {
 struct ScopeCall {
   std::vector<int> units;  // what to gather before its backward
   int producers = 0;       // nodes that made its inputs; 0: the end of its backward cannot be seen
+  bool outer = false;      // calls that hold units of their own ran inside it
   int arrived = 0;         // of them, in backward number `number`
   int64_t number = -1;     // the backward it was opened in
   int64_t awaited = -1;    // the backward in which the end of its units waits for it

@@ -154,7 +154,7 @@ class ShardedModel final : private HookSink {
   void gradient_ready(int slot, at::Tensor& grad) override;
   bool end_backward(int round) override;
   void tasks_ended() override;
-  void call_opened(ScopeCall& call) override;
+  void call_opened(ScopeCall& call, bool again) override;
   void call_closed(ScopeCall& call) override;
   void call_gone(ScopeCall& call) override;
 

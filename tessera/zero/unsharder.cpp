@@ -80,6 +80,10 @@ bool Unsharder::enter(int scope, bool in_backward) {
   const std::vector<int>& units = scopes_[scope];
   const bool nested =
       !stack_.empty() && std::all_of(units.begin(), units.end(), [&](int u) { return entries_[u].holds > 0; });
+  if (!nested) {
+    for (Active& around : stack_)
+      around.outer = true;
+  }
   stack_.push_back({scope, nested});
   if (nested) return false;
   for (const int unit : units)
@@ -165,7 +169,9 @@ void Unsharder::call_made(ScopeCall& call) {
   await_end(call);
 }
 
-void Unsharder::call_opened(ScopeCall& call) {
+void Unsharder::call_opened(ScopeCall& call, bool again) {
+  for (const int unit : call.units)
+    entries_[unit].again = entries_[unit].again || again;
   if (call.number == number_) return;
   await_end(call);
   call.number = number_;
@@ -202,7 +208,7 @@ void Unsharder::gradient_arrived(int unit, int item) {
   if (entry.flat->state() != ParamState::Ready || !entry.flat->sharded() || entry.seen[item]) return;
   entry.seen[item] = true;
   if (--entry.missing > 0) return;
-  entry.calls.clear();
+  std::erase_if(entry.calls, [](const ScopeCall* call) { return call->producers == 0 && !call->outer; });
   settle(unit);
 }
 
@@ -370,6 +376,7 @@ void Unsharder::settle_before_update() {
     TESSERA_CHECK(entry.holds + entry.regions == 0, "zero", "parameters of unit '", entry.flat->name(),
                   "' are in use (inside GatheredParameters or a forward); leave that before they change");
     entry.calls.clear();
+    entry.again = false;
   }
   release_unused(/*kept_too=*/true);
 }

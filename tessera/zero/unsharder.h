@@ -3,8 +3,11 @@
 // Note [Who keeps a unit gathered]
 //   holds   a module scope in its forward, or a GatheredParameters region; counted
 //   calls   module calls whose backward has begun and is not over. Over means: gradients reached the nodes that made the
-//           call's inputs, so nothing behind the outputs is left to run; or every parameter of the unit that requires a
-//           gradient got it. What is left at the end of the outermost backward is over too.
+//           call's inputs, so nothing behind the outputs is left to run. Where no input can tell and no other call ran
+//           inside, every parameter of the unit that requires a gradient got it. (Elsewhere that says too little: the
+//           weight may be used detached as well.) What is left at the end of the outermost backward is over too.
+//   again   a backward with create_graph went through it: the graph it made reads the weights, and no node of that graph
+//           can be foretold. Until the step; call by call the same on all ranks.
 //   kept    its next use comes before any other unit's, or within the reuse distance that the configuration asks for
 //   A unit nobody keeps is released at once; buckets are lent to the next unit.
 //
@@ -50,6 +53,7 @@ class Unsharder {
   void end_inner(int scope, bool in_backward);
   // The units a ScopeCall should watch for the innermost call, of `scope`.
   std::vector<int> watched(int scope) const;
+  bool had_inner_calls() const { return !stack_.empty() && stack_.back().outer; }  // of the innermost call
   // Ends the innermost call of `scope`. `recorded`: it left a graph behind.
   void leave(int scope, bool in_backward, bool recorded);
   // Ends a forward that threw, and scopes that never ended inside it.
@@ -62,7 +66,8 @@ class Unsharder {
   // `calls`: those the backward goes through; more may be made, or opened by a backward inside it.
   void begin_backward(const std::vector<ScopeCall*>& calls);
   void call_made(ScopeCall& call);    // a graph holds it now
-  void call_opened(ScopeCall& call);  // its backward begins: gathers. Collective.
+  // Its backward begins: gathers. Collective. `again`: the graph of this backward will be run, too.
+  void call_opened(ScopeCall& call, bool again);
   // Its inputs' gradients are complete. Returns units whose last open call this was.
   std::vector<int> call_closed(ScopeCall& call);
   void call_gone(ScopeCall& call);  // its graph was freed
@@ -88,13 +93,15 @@ class Unsharder {
     int regions = 0;                      // by regions
     std::vector<const ScopeCall*> calls;  // open ones
     bool kept = false;
+    bool again = false;
     int pending = 0;         // calls that the running backward goes through, not over
     std::vector<bool> seen;  // items that got a gradient since the last gather
     int missing = 0;         // items that have not
   };
   struct Active {
     int scope;
-    bool nested;  // a scope around it holds all its units
+    bool nested;         // a scope around it holds all its units
+    bool outer = false;  // calls inside it held units
   };
   // The uses of units in the order of one pass, to foretell the next pass.
   struct Trace {
@@ -114,7 +121,9 @@ class Unsharder {
   void prefetch(const Trace& trace);
   void start(Entry& entry, bool exact = false);
   void give_back(const FlatParams& flat, const at::Tensor& bucket);
-  static bool in_use(const Entry& entry) { return entry.holds + entry.regions > 0 || !entry.calls.empty(); }
+  static bool in_use(const Entry& entry) {
+    return entry.holds + entry.regions > 0 || !entry.calls.empty() || entry.again;
+  }
   void settle(int unit);
   void settle_all(const std::vector<int>& units);
   bool worth_keeping(int unit) const;

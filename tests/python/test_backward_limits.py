@@ -49,3 +49,81 @@ def test_an_output_whose_node_torch_hides_is_handed_through(stage: int) -> None:
             assert engine.was_step_applied() and not engine.core.inside_module()
 
     engines(make(Hides), 2, config(stage), body)
+
+
+class Detached(Net):
+    """The head's weight is read detached, too, after its tracked use; the blocks run between the two."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        features = self.features(x)
+        out = self.head(features) * self.gain + features @ self.head.weight.detach().t()
+        return out if y is None else ((out.float() - y) ** 2).mean()
+
+
+def penalty(m: Any, rank: int) -> torch.Tensor:
+    """Of the gradient to the input."""
+    x, y = batch(rank)
+    x.requires_grad_(True)
+    loss = m(x, y)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + gradient.pow(2).sum()
+
+
+def weight_penalty(m: Any, rank: int) -> torch.Tensor:
+    """Of the gradients to parameters."""
+    loss = m(*batch(rank))
+    params = [p for p in m.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(loss, params, create_graph=True)
+    return loss + sum(g.pow(2).sum() for g in grads)
+
+
+def third_order(m: Any, rank: int) -> torch.Tensor:
+    x, y = batch(rank)
+    x.requires_grad_(True)
+    loss = m(x, y)
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.pow(2).sum(), x, create_graph=True)
+    return loss + second.pow(2).sum()
+
+
+def critic(m: Any, rank: int) -> torch.Tensor:
+    """WGAN-GP: scores of two batches, a penalty at points between them."""
+    real, fake = batch(rank)[0], batch(rank + 10)[0]
+    between = (0.3 * real + 0.7 * fake).requires_grad_(True)
+    score = m(between)
+    (gradient,) = torch.autograd.grad(score, between, torch.ones_like(score), create_graph=True)
+    return m(fake).mean() - m(real).mean() + ((gradient.norm(dim=1) - 1) ** 2).mean()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("form", [penalty, weight_penalty, third_order, critic])
+def test_gradients_of_gradients(form: Any, stage: int) -> None:
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        for _ in range(2):  # the second one finds what the first one left
+            engine.zero_grad()
+            form(engine, rank).backward()
+        grads = full_grads(engine)
+        engine.step()
+        assert engine.was_step_applied()
+        return grads
+
+    want = plain_grads(make(), 2, lambda m, rank: form(m, rank).backward())
+    for grads in engines(make(), 2, config(stage), body):
+        assert_close(grads, want)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_weight_used_detached_beside_its_tracked_use(stage: int, times: int) -> None:
+    def run(m: Any, rank: int) -> None:
+        x, y = batch(rank)
+        loss = m(x.requires_grad_(True), y)
+        for time in range(times):
+            loss.backward(retain_graph=time < times - 1)
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        run(engine, rank)
+        return full_grads(engine)
+
+    for grads in engines(make(Detached), 2, config(stage), body):
+        assert_close(grads, plain_grads(make(Detached), 2, run))

@@ -54,7 +54,7 @@ struct Chain {
       call->units = {i};
       call->producers = 1;
       unsharder.call_made(*call);
-      unsharder.call_opened(*call);
+      unsharder.call_opened(*call, false);
       seen += (seen.empty() ? "" : " ") + states();
       unsharder.call_closed(*call);
     }
@@ -225,7 +225,7 @@ TEST(Unsharder, AllGradientsOfAUnitReleaseIt) {
     call.units = {1};
     chain.unsharder.call_made(call);
     chain.unsharder.begin_backward({&call});
-    chain.unsharder.call_opened(call);
+    chain.unsharder.call_opened(call, false);
     EXPECT_EQ(chain.states(), "010");
     chain.unsharder.gradient_arrived(1, 0);
     EXPECT_EQ(chain.states(), "000");
@@ -245,8 +245,8 @@ TEST(Unsharder, AUnitIsOverWithTheLastOfItsCalls) {
     }
     for (int round = 0; round < 2; ++round) {  // the graph is kept
       chain.unsharder.begin_backward({&second, &first, &second});
-      chain.unsharder.call_opened(second);
-      chain.unsharder.call_opened(first);  // the node that made second's input is first's output
+      chain.unsharder.call_opened(second, false);
+      chain.unsharder.call_opened(first, false);  // the node that made second's input is first's output
       EXPECT_TRUE(chain.unsharder.call_closed(second).empty());
       EXPECT_EQ(chain.states(), "010") << "first still needs it";
       EXPECT_EQ(chain.unsharder.call_closed(first), (std::vector<int>{1}));

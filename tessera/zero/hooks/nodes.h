@@ -103,10 +103,11 @@ struct HookAccess {
     const std::lock_guard lock(link->mutex);
     if (link->hooks == nullptr) return;
     link->hooks->touch_task(false);
+    const bool again = torch::autograd::GradMode::is_enabled();  // torch enables it for create_graph
     const torch::autograd::AutoGradMode no_grad(false);
     switch (event) {
       case CallEvent::Open:
-        return link->hooks->sink_.call_opened(*scope_call);
+        return link->hooks->sink_.call_opened(*scope_call, again);
       case CallEvent::Close:
         return link->hooks->sink_.call_closed(*scope_call);
       case CallEvent::CloseLater:
