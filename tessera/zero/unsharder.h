@@ -65,7 +65,7 @@ class Unsharder {
   // ---- backward
   // `calls`: those the backward goes through; more may be made, or opened by a backward inside it.
   void begin_backward(const std::vector<ScopeCall*>& calls);
-  void call_made(ScopeCall& call);    // a graph holds it now
+  void call_made(ScopeCall& call);  // a graph holds it now
   // Its backward begins: gathers. Collective. `again`: the graph of this backward will be run, too.
   void call_opened(ScopeCall& call, bool again);
   // Its inputs' gradients are complete. Returns units whose last open call this was.
