@@ -14,7 +14,6 @@ namespace {
 // While backward fills the bucket of one unit, that of the unit before travels: more would be memory without gain. But
 // how long the other ranks take to come is not known: Note [Waits].
 constexpr size_t kUnitsInFlight = 1;
-constexpr std::chrono::milliseconds kPatience{5};
 constexpr size_t kReplicasInFlight = 2;
 constexpr unsigned kRankShift = 48;  // local contributions: random bits of rank r are those of elements from r << 48
 constexpr unsigned kStepShift = 16;  // additions of one step are numbered from step << 16,
@@ -55,12 +54,17 @@ void Reducer::release_partial(Unit& unit) {
   unit.partial_pooled = false;
 }
 
+// See Note [Waits].
+bool Reducer::comes_soon(InFlight& work) {
+  const bool came = work.pending.wait_for(patience_);
+  patience_ = came ? std::min(patience_ + kLeastPatience, kMostPatience) : std::max(patience_ / 2, kLeastPatience);
+  return came;
+}
+
 // Room for one more unit: by waiting for the oldest one, but not long.
 void Reducer::make_room() {
-  while (in_flight_.size() >= kUnitsInFlight) {
-    if (!in_flight_.front().pending.wait_for(kPatience)) return;
+  while (in_flight_.size() >= kUnitsInFlight && comes_soon(in_flight_.front()))
     finish_oldest();
-  }
 }
 
 void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale) {
@@ -173,7 +177,7 @@ void Reducer::launch_replicas() {
   if (replicas_agree()) return;
   for (Unit* unit : units_) {
     if (!unit->reduced) continue;
-    if (replicas_in_flight_.size() >= kReplicasInFlight && replicas_in_flight_.front().pending.wait_for(kPatience))
+    if (replicas_in_flight_.size() >= kReplicasInFlight && comes_soon(replicas_in_flight_.front()))
       finish_oldest_replica();
     const std::string label = "gradients of unit '" + unit->name + "' over replicas";
     const at::Tensor sent = cast_to_travel(*unit, unit->owned_grads());

@@ -12,7 +12,8 @@
 // Note [Waits]
 //   A hook that waited for other ranks could wait for one that waits for this rank in a collective of the user's: how far
 //   a rank must come before it launches a unit depends on its own graph (unused parameters). So launching only launches;
-//   it waits a few milliseconds for a bucket to come back, and takes a new one where it does not. Gradients for a unit on
+//   it waits for a bucket to come back, but not long, and takes a new one where it does not: half as long each time in
+//   vain, a little longer each time that it came (a rank that was late once must not cost memory). Gradients for a unit on
 //   its way go into another bucket. Waits stand at the end of the backward, after all engines have launched (Note [Ends]
 //   in hooks.h), and in the step. Nor does anything that only one rank knows of, as a nested backward, decide on a
 //   collective.
@@ -44,6 +45,7 @@
 //   any world.
 #pragma once
 
+#include <chrono>
 #include <deque>
 #include <functional>
 #include <vector>
@@ -110,6 +112,7 @@ class Reducer {
 
   void acquire_partial(Unit& unit);
   void release_partial(Unit& unit);
+  bool comes_soon(InFlight& work);
   void make_room();
   void zero_unfilled(Unit& unit);
   void launch(Unit& unit);
@@ -134,6 +137,8 @@ class Reducer {
   std::deque<InFlight> in_flight_, replicas_in_flight_;
   comm::Pending agreement_;
   at::Tensor late_;  // by unit; defined while ranks agree on it
+  static constexpr std::chrono::milliseconds kLeastPatience{1}, kMostPatience{100};
+  std::chrono::milliseconds patience_ = kMostPatience;
   BucketPool pool_{2};
   BucketPool travel_pool_{2};
 };
