@@ -69,10 +69,23 @@ void bind_structs(py::module_& m) {
       .def_readonly("comm", &ParamSpec::comm);
 
   py::enum_<Quantity>(m, "Quantity")
+      .value("Weight", Quantity::Weight)
       .value("Master", Quantity::Master)
       .value("Gradient", Quantity::Gradient)
       .value("State0", Quantity::State0)
       .value("State1", Quantity::State1);
+
+  using shard::NamedShard;
+  py::class_<NamedShard>(m, "NamedShard")
+      .def_readonly("name", &NamedShard::name)
+      .def_readonly("param", &NamedShard::param)
+      .def_readonly("quantity", &NamedShard::quantity)
+      .def_property_readonly("sizes", [](const NamedShard& s) { return s.form.sizes; })
+      .def_property_readonly("strides", [](const NamedShard& s) { return s.form.strides; })
+      .def_property_readonly("range", [](const NamedShard& s) { return std::pair(s.range.begin, s.range.end); })
+      .def_property_readonly("dtype", [](const NamedShard& s) { return s.dtype; })
+      .def_readonly("replica", &NamedShard::replica)
+      .def_readonly("trained", &NamedShard::trained);
 
   py::class_<Engine::Memory>(m, "Memory")
       .def_readonly("params", &Engine::Memory::params)
@@ -191,6 +204,8 @@ void bind_state(EngineClass& c) {
           [](Engine& e, int param, engine::Quantity what) { return optional_tensor(e.local_view(param, what)); },
           py::arg("param"), py::arg("what"), NoGil())
       .def("set_local", &Engine::set_local, py::arg("param"), py::arg("what"), py::arg("value"), NoGil())
+      .def("named_shards", &Engine::named_shards)
+      .def("read_shard", &Engine::read_shard, py::arg("shard"), NoGil())
       .def("local_range", &Engine::local_range, py::arg("param"))
       .def("gather_full", &Engine::gather_full, py::arg("param"), py::arg("part"), NoGil())
       .def("local_part", &Engine::local_part, py::arg("param"), py::arg("full"), NoGil())

@@ -15,22 +15,6 @@ namespace tessera::engine {
 
 namespace {
 
-using Buffer = zero::ShardedModel::Buffer;
-
-Buffer buffer_of(Quantity what) {
-  switch (what) {
-    case Quantity::Master:
-      return Buffer::Master;
-    case Quantity::Gradient:
-      return Buffer::Gradient;
-    case Quantity::State0:
-      return Buffer::State0;
-    case Quantity::State1:
-      return Buffer::State1;
-  }
-  return Buffer::Master;
-}
-
 // One of another dtype than the trained ones stays whole where nothing is to be cast.
 bool partitions_frozen(const Options& options, const at::Tensor& tensor) {
   const at::ScalarType dtype = tensor.scalar_type();
@@ -492,19 +476,50 @@ void Engine::set_param_step(int param, int64_t step) {
 }
 
 at::Tensor Engine::get_full(int param, Quantity what) {
-  return impl_->live("get_full").get_full(impl_->slot(param, "get_full"), buffer_of(what));
+  return impl_->live("get_full").get_full(impl_->slot(param, "get_full"), what);
 }
 
 void Engine::set_full(int param, Quantity what, const at::Tensor& value) {
-  impl_->live("set_full").set_full(impl_->slot(param, "set_full"), buffer_of(what), value);
+  impl_->live("set_full").set_full(impl_->slot(param, "set_full"), what, value);
 }
 
 at::Tensor Engine::local_view(int param, Quantity what) {
-  return impl_->live("local_view").local_view(impl_->slot(param, "local_view"), buffer_of(what));
+  return impl_->live("local_view").local_view(impl_->slot(param, "local_view"), what);
 }
 
 void Engine::set_local(int param, Quantity what, const at::Tensor& value) {
-  impl_->live("set_local").set_local(impl_->slot(param, "set_local"), buffer_of(what), value);
+  impl_->live("set_local").set_local(impl_->slot(param, "set_local"), what, value);
+}
+
+std::vector<shard::NamedShard> Engine::named_shards() const {
+  std::vector<int> param_of(impl_->params.size());
+  for (size_t i = 0; i < impl_->params.size(); ++i)
+    if (impl_->place_of[i] >= 0) param_of[impl_->place_of[i]] = static_cast<int>(i);
+  std::vector<shard::NamedShard> shards = impl_->live("named_shards").named_shards();
+  for (shard::NamedShard& shard : shards)
+    shard.param = param_of[shard.param];
+  for (size_t i = 0; i < impl_->params.size(); ++i) {
+    if (impl_->place_of[i] >= 0) continue;
+    const at::Tensor& tensor = impl_->params[i].tensor;
+    shards.push_back({impl_->params[i].name,
+                      static_cast<int>(i),
+                      Quantity::Weight,
+                      tensor,
+                      {0, tensor.numel()},
+                      tensor.scalar_type(),
+                      impl_->mesh.dp_rank(),
+                      false});
+  }
+  return shards;
+}
+
+at::Tensor Engine::read_shard(const shard::NamedShard& shard) {
+  zero::ShardedModel& model = impl_->live("read_shard");
+  const std::vector<int> places = held_places(impl_->place_of, {shard.param}, "read_shard");
+  if (places.empty()) return shard::flatten_like_param(impl_->params[shard.param].tensor.detach(), shard.form);
+  shard::NamedShard inner = shard;
+  inner.param = places.front();
+  return model.read_shard(inner);
 }
 
 std::pair<int64_t, int64_t> Engine::local_range(int param) const {

@@ -21,6 +21,7 @@
 #include "tessera/amp/grad_scaler.h"
 #include "tessera/comm/mesh.h"
 #include "tessera/optim/optimizer.h"
+#include "tessera/shard/named_shard.h"
 #include "tessera/zero/options.h"
 
 namespace tessera::zero {
@@ -54,7 +55,7 @@ struct ParamSpec {
   std::optional<at::ScalarType> comm = {};  // dtype that it travels in; see zero::ModelParam
 };
 
-enum class Quantity { Master, Gradient, State0, State1 };
+using Quantity = shard::Quantity;
 
 class Engine {
  public:
@@ -170,6 +171,14 @@ class Engine {
   const std::vector<ParamSpec>& params() const;
   int64_t param_step(int param) const;  // updates applied to it (torch's state["step"])
   void set_param_step(int param, int64_t step);
+  // All that this rank holds, by parameter: weights (also those without a group), masters where they are not the weight
+  // itself, reduced gradients, optimizer states. Number 0 of every element's replicas taken together are each quantity
+  // once. Local. States of a client's own optimizer are the client's: their parts follow local_range().
+  std::vector<shard::NamedShard> named_shards() const;
+  // Its values, 1-D in the order of its form: a view, in its dtype; a copy for split masters. State error when it is no
+  // more there. Local.
+  at::Tensor read_shard(const shard::NamedShard& shard);
+  // Master, Gradient, State0 or State1 below; value error for Weight, which the parameter itself shows.
   // fp32, shape of the parameter; collective. Undefined tensor when there is none (no gradient, no such state).
   at::Tensor get_full(int param, Quantity what);
   void set_full(int param, Quantity what, const at::Tensor& value);

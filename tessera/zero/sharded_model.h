@@ -10,6 +10,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/optim/optimizer.h"
+#include "tessera/shard/named_shard.h"
 #include "tessera/zero/data_parallel.h"
 #include "tessera/zero/hooks.h"
 #include "tessera/zero/options.h"
@@ -114,12 +115,15 @@ class ShardedModel final : private HookSink {
   void adopt_params(bool compare);
 
   // ---- access (state_access.cpp); `slot` is the index in the constructor's list
-  enum class Buffer { Master, Gradient, State0, State1 };
-  at::Tensor get_full(int slot, Buffer what);
-  void set_full(int slot, Buffer what, const at::Tensor& value);
-  at::Tensor local_view(int slot, Buffer what);
-  void set_local(int slot, Buffer what, const at::Tensor& value);  // collective for shared parameters' masters
+  using Quantity = shard::Quantity;
+  at::Tensor get_full(int slot, Quantity what);
+  void set_full(int slot, Quantity what, const at::Tensor& value);
+  at::Tensor local_view(int slot, Quantity what);
+  void set_local(int slot, Quantity what, const at::Tensor& value);  // collective for shared parameters' masters
   shard::Range local_range(int slot) const;
+  // See engine.h; `param` counts slots here.
+  std::vector<shard::NamedShard> named_shards() const;
+  at::Tensor read_shard(const shard::NamedShard& shard);
   // For values of which the client keeps the parts: see engine.h.
   at::Tensor gather_full(int slot, const at::Tensor& part);
   at::Tensor local_part(int slot, const at::Tensor& full);
@@ -183,7 +187,7 @@ class ShardedModel final : private HookSink {
   void update_external(const GradientSummary& summary, double scale, const std::function<void()>& external);
   at::ScalarType client_dtype() const;
   void gather_unit(Unit& unit, std::vector<comm::Pending>& pending);
-  at::Tensor owned_buffer(const Slot& slot, Buffer what) const;
+  at::Tensor owned_buffer(const Slot& slot, Quantity what) const;
   at::Tensor gather_flat(const Slot& slot, const at::Tensor& part);
   shard::Range local_range_of(const Slot& slot) const;
   void settle_empty_units();

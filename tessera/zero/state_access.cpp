@@ -8,21 +8,25 @@
 
 namespace tessera::zero {
 
-at::Tensor ShardedModel::owned_buffer(const Slot& slot, Buffer what) const {
+at::Tensor ShardedModel::owned_buffer(const Slot& slot, Quantity what) const {
   Unit& unit = *slot.unit;
   switch (what) {
-    case Buffer::Master:
+    case Quantity::Weight:
+      TESSERA_CHECK_VALUE(false, "engine", "weights are read and written through the parameter ('", slot.param->name,
+                          "'), or with read_shard()");
+      break;
+    case Quantity::Master:
       break;  // Unit::read_master: not always a buffer
-    case Buffer::Gradient:
+    case Quantity::Gradient:
       if (!external_grads_.empty()) {
         for (size_t i = 0; i < units_.size(); ++i) {
           if (units_[i].get() == &unit) return external_grads_[i];
         }
       }
       return unit.owned_grads();
-    case Buffer::State0:
+    case Quantity::State0:
       return unit.states[0];
-    case Buffer::State1:
+    case Quantity::State1:
       return unit.states[1];
   }
   return {};
@@ -43,14 +47,48 @@ shard::Range ShardedModel::local_range_of(const Slot& slot) const {
   return {mine.begin - slot.param->range.begin, mine.end - slot.param->range.begin};
 }
 
-at::Tensor ShardedModel::local_view(int index, Buffer what) {
+std::vector<shard::NamedShard> ShardedModel::named_shards() const {
+  std::vector<shard::NamedShard> shards;
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const bool trained = i < slots_.size();
+    const FlatParams& flat = *places_[i].flat;
+    const FlatParams::Item& item = flat.items()[places_[i].item];
+    const auto add = [&](Quantity what, shard::Range range, at::ScalarType dtype, bool cut) {
+      if (range.empty() && item.range.size() > 0) return;
+      shards.push_back({item.name, static_cast<int>(i), what, item.form, range, dtype,
+                        cut ? ranks_.replicate->rank() : ranks_.rank(), trained});
+    };
+    const ParamPartition weight = flat.partition_of(places_[i].item);
+    add(Quantity::Weight, weight.held, flat.dtype(), weight.partitioned);
+    if (!trained) continue;
+    const Unit& unit = *slots_[i].unit;
+    const shard::Range owned = local_range_of(slots_[i]);
+    const bool cut = placements_.states == shard::Placement::Shard && ranks_.shard->size() > 1;
+    if (!unit.master_is_weight()) add(Quantity::Master, owned, at::kFloat, cut);
+    const bool reduced = unit.grad_state() == GradState::Reduced && !unreduced_ && reducer_->replicas_agree();
+    if (slots_[i].param->has_grad && reduced) add(Quantity::Gradient, owned, unit.grads.scalar_type(), cut);
+    if (unit.states[0].defined()) add(Quantity::State0, owned, unit.states[0].scalar_type(), cut);
+    if (unit.states[1].defined()) add(Quantity::State1, owned, unit.states[1].scalar_type(), cut);
+  }
+  return shards;
+}
+
+at::Tensor ShardedModel::read_shard(const shard::NamedShard& shard) {
+  if (shard.quantity == Quantity::Weight) return partition_of(shard.param).values;
+  const at::Tensor part = local_view(shard.param, shard.quantity);
+  TESSERA_CHECK(part.defined() && part.numel() == shard.range.size(), "engine.read_shard", "parameter '", shard.name,
+                "' has changed since named_shards() was called; call it again");
+  return part.sizes() == shard.form.sizes ? shard::flatten_like_param(part, shard.form) : part;
+}
+
+at::Tensor ShardedModel::local_view(int index, Quantity what) {
   const Slot& slot = slots_[index];
-  if (what == Buffer::Master) adopt_param(slot, /*compare=*/false);
-  if (what == Buffer::Gradient && !slot.param->has_grad) return {};
+  if (what == Quantity::Master) adopt_param(slot, /*compare=*/false);
+  if (what == Quantity::Gradient && !slot.param->has_grad) return {};
   const bool replicated = placements_.states == shard::Placement::Replicate;
   const shard::Range r = slot.unit->owned_slice(*slot.param);
   at::Tensor part;
-  if (what == Buffer::Master) {
+  if (what == Quantity::Master) {
     part = slot.unit->read_master(r);
   } else {
     const at::Tensor buffer = owned_buffer(slot, what);
@@ -60,7 +98,7 @@ at::Tensor ShardedModel::local_view(int index, Buffer what) {
   return replicated ? shard::view_as_param(part, {0, r.size()}, slot.param->form) : part;
 }
 
-void ShardedModel::set_local(int index, Buffer what, const at::Tensor& value) {
+void ShardedModel::set_local(int index, Quantity what, const at::Tensor& value) {
   const c10::AutoGradMode no_grad(false);
   const Slot& slot = slots_[index];
   const at::Tensor mine = local_view(index, what);
@@ -68,7 +106,7 @@ void ShardedModel::set_local(int index, Buffer what, const at::Tensor& value) {
                       slot.param->name, "' now");
   TESSERA_CHECK_VALUE(value.numel() == mine.numel(), "engine.set_local", "this rank holds ", mine.numel(),
                       " elements of parameter '", slot.param->name, "', the value has ", value.numel());
-  if (what != Buffer::Master) {
+  if (what != Quantity::Master) {
     mine.copy_(value.view(mine.sizes()));
     return;
   }
@@ -123,17 +161,17 @@ double ShardedModel::agree_max(double value) {
   return all.item<double>();
 }
 
-at::Tensor ShardedModel::get_full(int index, Buffer what) {
+at::Tensor ShardedModel::get_full(int index, Quantity what) {
   const std::lock_guard lock(hooks_.mutex());
   const c10::AutoGradMode no_grad(false);
   const Slot& slot = slots_[index];
   const Param& p = *slot.param;
-  if (what == Buffer::Master) adopt_param(slot, /*compare=*/false);
-  if (what == Buffer::Gradient && unreduced_) {  // on all ranks alike: nothing collective may follow
+  if (what == Quantity::Master) adopt_param(slot, /*compare=*/false);
+  if (what == Quantity::Gradient && unreduced_) {  // on all ranks alike: nothing collective may follow
     if (!reads_local_gradient(slot)) return {};
     return shard::view_as_param(slot.unit->partial, p.range, p.form).to(at::kFloat, false, /*copy=*/true);
   }
-  if (what == Buffer::Gradient) {
+  if (what == Quantity::Gradient) {
     const double seen = agree_max(reducer_->has_late() ? 2 : (p.has_grad ? 1 : 0));
     if (seen == 0) return {};
     if (seen == 2) {
@@ -142,11 +180,11 @@ at::Tensor ShardedModel::get_full(int index, Buffer what) {
     }
   }
   const shard::Range source = slot.unit->owned_slice(p);
-  const at::Tensor buffer = what == Buffer::Master ? slot.unit->owned_weights() : owned_buffer(slot, what);
+  const at::Tensor buffer = what == Quantity::Master ? slot.unit->owned_weights() : owned_buffer(slot, what);
   if (!buffer.defined()) return {};
   const at::Tensor full = gather_flat(
-      slot, what == Buffer::Master ? slot.unit->read_master(source) : buffer.narrow(0, source.begin, source.size()));
-  if (what == Buffer::Gradient && !reducer_->replicas_agree()) {
+      slot, what == Quantity::Master ? slot.unit->read_master(source) : buffer.narrow(0, source.begin, source.size()));
+  if (what == Quantity::Gradient && !reducer_->replicas_agree()) {
     const auto op = options_.average ? comm::ReduceOp::Avg : comm::ReduceOp::Sum;
     ranks_.replicate->all_reduce(full, op, "gradient of '" + p.name + "'").wait();
   }
@@ -164,7 +202,7 @@ void ShardedModel::settle_empty_units() {
   flushed_ = true;
 }
 
-void ShardedModel::set_full(int index, Buffer what, const at::Tensor& value) {
+void ShardedModel::set_full(int index, Quantity what, const at::Tensor& value) {
   const std::lock_guard lock(hooks_.mutex());
   const c10::AutoGradMode no_grad(false);
   const Slot& slot = slots_[index];
@@ -172,8 +210,8 @@ void ShardedModel::set_full(int index, Buffer what, const at::Tensor& value) {
   TESSERA_CHECK_VALUE(value.defined() && value.sizes() == p.tensor.sizes(), "engine.set_full", "parameter '", p.name,
                       "' has shape ", p.tensor.sizes(), ", the value ",
                       value.defined() ? value.sizes() : at::IntArrayRef{});
-  if (what == Buffer::Master) adopt_param(slot, /*compare=*/false);
-  if (what == Buffer::Gradient) {
+  if (what == Quantity::Master) adopt_param(slot, /*compare=*/false);
+  if (what == Quantity::Gradient) {
     if (reads_local_gradient(slot)) {
       shard::view_as_param(slot.unit->partial, p.range, p.form).copy_(value);
       return;
@@ -190,7 +228,7 @@ void ShardedModel::set_full(int index, Buffer what, const at::Tensor& value) {
   const shard::Range mine = local_range(index);
   const shard::Range target = slot.unit->owned_slice(p);
   const at::Tensor values = shard::flatten_like_param(value, p.form).narrow(0, mine.begin, mine.size());
-  if (what == Buffer::Master) {
+  if (what == Quantity::Master) {
     shared_.readers_done("new masters");
     slot.unit->write_master(target, values);
     shared_.written("new masters");

@@ -1,6 +1,9 @@
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
+#include <map>
+#include <mutex>
 
 #include "tests/support/ranks.h"
 #include "tests/support/toy.h"
@@ -24,6 +27,77 @@ TEST(StateAccess, WhatIsSetIsRead) {
     EXPECT_THROW(engine.set_full(0, Quantity::Master, at::zeros({2})), c10::ValueError);
     EXPECT_THROW(engine.get_full(17, Quantity::Master), c10::ValueError);
   });
+}
+
+// What number 0 of every shard's replicas has, put together by its description alone.
+struct Whole {
+  at::Tensor values, times;
+};
+using Wholes = std::map<std::pair<std::string, Quantity>, Whole>;
+
+void put_together(Wholes& wholes, engine::Engine& engine) {
+  for (const shard::NamedShard& shard : engine.named_shards()) {
+    const at::Tensor values = engine.read_shard(shard);
+    EXPECT_EQ(values.sizes(), at::IntArrayRef{shard.range.size()}) << shard.name;
+    EXPECT_EQ(values.scalar_type(), shard.dtype) << shard.name;
+    if (shard.replica != 0) continue;
+    Whole& whole = wholes[{shard.name, shard.quantity}];
+    const auto place = [&](at::Tensor& target) {
+      const int64_t numel = c10::multiply_integers(shard.form.sizes);
+      if (!target.defined()) target = shard::view_as_param(at::zeros({numel}), {0, numel}, shard.form);
+      return shard::flatten_like_param(target, shard.form).narrow(0, shard.range.begin, shard.range.size());
+    };
+    place(whole.values).add_(values.detach());
+    place(whole.times).add_(1);
+  }
+}
+
+TEST(StateAccess, NamedShardsAreTheModelOnce) {
+  constexpr std::array kQuantities{Quantity::Weight, Quantity::Master, Quantity::Gradient, Quantity::State0,
+                                   Quantity::State1};
+  for (int stage = 0; stage <= 3; ++stage) {
+    for (const bool bf16 : {false, true}) {
+      for (const auto& [replicas, shards] : {std::pair(1, 1), std::pair(1, 3), std::pair(2, 2)}) {
+        Wholes wholes;
+        std::mutex mutex;
+        const auto body = [&](int rank, const comm::Mesh& mesh) {
+          Toy toy;
+          toy.tensors[2].requires_grad_(false);
+          toy.tensors[3].set_data(toy.tensors[3].detach().t().contiguous().t());  // column by column
+          auto specs = toy.specs();
+          specs[2].group = -1;
+          engine::Engine engine(toy_options({.stage = stage, .bf16 = bf16}), mesh, specs, {toy_adamw()});
+          for (int step = 0; step < 2; ++step) {
+            if (step > 0) engine.step();
+            toy_forward(engine, toy, toy_batch(rank, step)).backward();
+          }
+          engine.grad_norm();  // gradients are reduced over replicas, too
+          {
+            const std::lock_guard lock(mutex);
+            put_together(wholes, engine);
+          }
+          engine.agree_max(0);  // all ranks have put in theirs
+          for (const int i : {0, 1, 3, 4}) {
+            for (const Quantity what : kQuantities) {
+              const bool is_master = what == Quantity::Master || what == Quantity::Weight;
+              const at::Tensor full = engine.get_full(i, is_master ? Quantity::Master : what);
+              const std::lock_guard lock(mutex);
+              const auto whole = wholes.find({specs[i].name, what});
+              EXPECT_EQ(whole != wholes.end(), what != Quantity::Master || bf16) << "the fp32 weight is the master";
+              if (whole == wholes.end()) continue;
+              EXPECT_TRUE(whole->second.times.eq(1).all().item<bool>());
+              const bool rounded = what == Quantity::Weight && bf16;
+              EXPECT_TRUE(whole->second.values.equal(rounded ? bf16_half_up(full).to(at::kFloat) : full))
+                  << specs[i].name << " quantity " << static_cast<int>(what) << " stage " << stage;
+            }
+          }
+        };
+        run_meshes(replicas, shards, body);
+        EXPECT_TRUE((wholes[{"c", Quantity::Weight}].times.eq(1).all().item<bool>()));
+        EXPECT_EQ(wholes.count({"c", Quantity::State0}), 0U) << "frozen";
+      }
+    }
+  }
 }
 
 TEST(StateAccess, MastersReachTheModuleWhenRefreshed) {

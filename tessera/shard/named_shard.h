@@ -1,0 +1,35 @@
+// Named shard: which elements of which parameter a rank holds, of which quantity. It says nothing of stages, units or
+// ranks, so what is a loop over named shards (checkpoints, export) fits every way to spread a model.
+#pragma once
+
+#include <ATen/core/ScalarType.h>
+
+#include <cstdint>
+#include <string>
+
+#include "tessera/shard/storage.h"
+
+namespace tessera::shard {
+
+enum class Quantity : uint8_t {
+  Weight,    // what the module computes with
+  Master,    // what the optimizer updates
+  Gradient,  // reduced
+  State0,    // of the optimizer, see optim::state_names
+  State1,
+};
+
+// Example: of a 4 x 6 weight that lies in memory column by column, rank 1 of 2 holds {form {4, 6}, {1, 4}, range [12, 24)}:
+// the last three columns.
+struct NamedShard {
+  std::string name;  // of the parameter
+  int param = -1;    // in the engine's list
+  Quantity quantity = Quantity::Weight;
+  Form form;                          // sizes of the whole parameter, and strides: the order of its elements
+  Range range;                        // of its elements in that order; empty for a parameter without elements only
+  at::ScalarType dtype = at::kFloat;  // it is held in; Float for a split master, which is exact in it
+  int replica = 0;                    // of those that hold the same elements: number 0 is the one to write them
+  bool trained = true;                // has an optimizer group
+};
+
+}  // namespace tessera::shard
