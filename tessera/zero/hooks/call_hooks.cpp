@@ -51,7 +51,14 @@ bool Hooks::watch_call(std::shared_ptr<ScopeCall> call, const std::vector<at::Te
   for (const compat::NodePtr& node : producers) {
     if (std::find(ends.begin(), ends.end(), &*node) != ends.end()) continue;  // handed through
     const bool leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(&*node) != nullptr;
-    node->add_pre_hook(std::make_unique<CallHook>(watched, leaf ? CallEvent::CloseLater : CallEvent::Close));
+    // Before this node opens a call: its buckets serve that one.
+    auto& hooks = node->pre_hooks();
+    const auto opens = [](const auto& hook) {
+      const auto* found = dynamic_cast<const CallHook*>(hook.get());
+      return found != nullptr && found->event == CallEvent::Open;
+    };
+    hooks.insert(std::find_if(hooks.begin(), hooks.end(), opens),
+                 std::make_unique<CallHook>(watched, leaf ? CallEvent::CloseLater : CallEvent::Close));
     ++scope_call.producers;
   }
   return true;
