@@ -115,6 +115,7 @@ void bind_sections(py::module_& m) {
       .def_readonly("ignore_unused_parameters", &ZeroOptimization::ignore_unused_parameters)
       .def_readonly("stage3_gather_16bit_weights_on_model_save",
                     &ZeroOptimization::stage3_gather_16bit_weights_on_model_save)
+      .def_readonly("stage3_module_granularity_threshold", &ZeroOptimization::stage3_module_granularity_threshold)
       .def_readonly("mics_shard_size", &ZeroOptimization::mics_shard_size)
       .def_readonly("leaf_module", &ZeroOptimization::leaf_module);
 }

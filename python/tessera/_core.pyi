@@ -238,6 +238,7 @@ class ZeroConfig:
     load_from_fp32_weights: bool
     ignore_unused_parameters: bool
     stage3_gather_16bit_weights_on_model_save: bool
+    stage3_module_granularity_threshold: int
     mics_shard_size: int
     leaf_module: LeafModule
 

@@ -133,6 +133,25 @@ def apply_config(model: nn.Module, section: _core.LeafModule) -> None:
             logger.warning("[zero] leaf_module.%s: no module %s in the model", kind, item)
 
 
+def apply_granularity(model: nn.Module, threshold: int) -> None:
+    """Marks modules that are finer than `threshold`: parameters (elements) inside, divided by modules inside, its own
+    included. Containers without a forward of their own and modules without others inside are left alone, and so is the
+    model itself; 0 marks nothing. A threshold that marks nothing is a warning."""
+    if threshold == 0:
+        return
+    found = False
+    for module in model.modules():
+        inside = sum(1 for _ in module.modules())
+        if module is model or inside == 1 or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            continue
+        elements = sum(param.numel() for param in module.parameters())
+        if 0 < elements <= threshold * inside:
+            set_z3_leaf_module(module, True)
+            found = True
+    if not found:
+        logger.warning("[zero] stage3_module_granularity_threshold: no module is finer than %d", threshold)
+
+
 def leaf_paths(model: nn.Module) -> list[str]:
     """Paths of the marked modules that are in no other marked module."""
     paths: list[str] = []

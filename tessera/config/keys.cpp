@@ -153,7 +153,7 @@ std::vector<Key> zero_rows() {
        any(),
        {"gather_16bit_weights_on_model_save"}},
       {FIELD(zero_optimization.stage3_module_granularity_threshold),
-       "modules finer than this are gathered as one",
+       "modules with fewer elements of parameters for each module inside are leaves; 0: none",
        at_least(0),
        {"module_granularity_threshold"}},
       {FIELD(zero_optimization.stage3_use_all_reduce_for_fetch_params),

@@ -106,3 +106,28 @@ def test_a_leaf_of_the_configuration_that_matches_nothing_is_a_warning(caplog: p
         tessera.Engine(make(), cfg).destroy()
     text = caplog.text
     assert "Missing" in text and "nowhere" in text and "Mixtral" not in text
+
+
+@pytest.mark.parametrize(
+    ("threshold", "leaves"),
+    [(0, []), (37, []), (38, ["layers.0", "layers.1"]), (10**6, ["layers.0", "layers.1"])],
+)
+def test_modules_finer_than_the_threshold_are_leaves(
+    threshold: int, leaves: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A layer has 6 modules (itself, the list, four experts) with 4 * 56 elements: 37.3 each."""
+    model = make(Mixture, 2)
+    cfg = config(3)
+    cfg["zero_optimization"]["stage3_module_granularity_threshold"] = threshold
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        found = tessera.utils.get_z3_leaf_modules(engine.module)
+        engine(*batch(rank), rank, 0).backward()
+        return [name for name, module in engine.module.named_modules() if module in found], full_grads(engine)
+
+    want = plain_grads(model, 2, lambda m, rank: m(*batch(rank), rank, 0).backward())
+    with caplog.at_level(logging.WARNING, "tessera"):
+        for names, grads in engines(model, 2, cfg, body):
+            assert names == leaves
+            assert_close(grads, want)
+    assert ("granularity" in caplog.text) == (threshold > 0 and not leaves)
