@@ -10,10 +10,6 @@ namespace tessera::zero {
 
 namespace {
 
-bool is_root(const PlannedUnit& unit) {
-  return unit.name.starts_with(kRootUnit);
-}
-
 std::string name_of(const PlanItem& item) {
   constexpr std::array suffixes{"", " (resident)", " (frozen)"};
   const std::string name = item.unit.empty() ? kRootUnit : item.unit;
@@ -26,10 +22,11 @@ std::vector<PlannedUnit> by_name(const std::vector<PlanItem>& items) {
   for (size_t i = 0; i < items.size(); ++i) {
     const std::string name = name_of(items[i]);
     const auto [at, added] = index.emplace(name, units.size());
-    if (added) units.push_back({name, items[i].kind, items[i].travels, {}});
+    const bool root = items[i].unit.empty() || items[i].unit == kRootUnit;
+    if (added) units.push_back({name, items[i].kind, items[i].travels, root, {}});
     units[at->second].items.push_back(static_cast<int>(i));
   }
-  std::stable_partition(units.begin(), units.end(), [](const PlannedUnit& u) { return !is_root(u); });
+  std::stable_partition(units.begin(), units.end(), [](const PlannedUnit& u) { return !u.root; });
   return units;
 }
 
@@ -55,7 +52,7 @@ std::vector<PlannedUnit> merge_small(std::vector<PlannedUnit> units, const std::
     const std::string kind = std::to_string(unit.kind) + unit.travels;
     const auto found = last.find(kind);
     if (found == last.end() || found->second.size >= min_elements || found->second.size + more > max_elements ||
-        is_root(unit)) {
+        unit.root) {
       last[kind] = {merged.size(), unit.name, more};
       merged.push_back(std::move(unit));
       continue;
@@ -81,7 +78,7 @@ std::vector<PlannedUnit> split_large(std::vector<PlannedUnit> units, const std::
     int part = 0;
     for (const int i : unit.items) {
       if (part == 0 || size + items[i].numel > max_elements) {
-        result.push_back({unit.name + "#" + std::to_string(part++), unit.kind, unit.travels, {}});
+        result.push_back({unit.name + "#" + std::to_string(part++), unit.kind, unit.travels, unit.root, {}});
         size = 0;
       }
       result.back().items.push_back(i);

@@ -23,6 +23,7 @@ struct PlannedUnit {
   std::string name;
   int kind = 0;
   std::string travels;
+  bool root = false;       // of kRootUnit
   std::vector<int> items;  // indices, in layout order: by optimizer group, then in the order given
 };
 

@@ -87,7 +87,7 @@ ShardedModel::ShardedModel(const Options& options, DataParallel ranks, const std
   // Gradients are complete from the last unit of the forward to the first; those of the root (embeddings) and of
   // resident units, which modules all over the model use, last.
   std::reverse(units_.begin(), units_.end());
-  std::stable_partition(units_.begin(), units_.end(), [](const auto& u) { return !u->name.starts_with(kRootUnit); });
+  std::stable_partition(units_.begin(), units_.end(), [](const auto& u) { return !u->root; });
   std::stable_partition(units_.begin(), units_.end(), [](const auto& u) { return u->launch_at() != LaunchAt::Flush; });
   std::vector<Unit*> order;
   order.reserve(units_.size());
@@ -188,6 +188,7 @@ void ShardedModel::build_unit(const PlannedUnit& planned, const std::vector<Mode
   settle_values(ranks_, planned.name, originals);
   auto unit = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
                                      ranks_.shard->rank(), ranks_.shard->size(), space_of(originals));
+  unit->root = planned.root;
   unit->travel = travel_of(*originals.front());
   unit->flat->gather_in(gather_dtype_of(*originals.front()));
   const auto names = optim::state_names(rule_, groups_);

@@ -87,6 +87,7 @@ class Unit {
   void refresh_weights();
 
   std::string name;
+  bool root = false;  // what no repeated block owns: see kRootUnit
   std::vector<Param> params;
   shard::Layout layout;
   shard::Range owned;                // range of the flat space whose states this rank keeps

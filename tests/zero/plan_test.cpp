@@ -33,6 +33,14 @@ TEST(Plan, MergesSmallNeighboursButNeverTheRoot) {
   EXPECT_EQ(names(plan_units(items, 8, 6)), (std::vector<std::string>{"b0", "b1", "b2", "b3", "root"}));
 }
 
+TEST(Plan, ANameThatBeginsLikeTheRootsIsAnyOther) {
+  const std::vector<PlanItem> items{{"", 4, 0}, {"root_blocks.0", 4, 0}, {"roots", 4, 0}, {"b", 4, 0, 1}};
+  const auto units = plan_units(items, 8, kNoLimit);
+  EXPECT_EQ(names(units), (std::vector<std::string>{"root_blocks.0..roots", "b (resident)", "root"}));
+  EXPECT_FALSE(units[0].root);
+  EXPECT_TRUE(units[2].root);
+}
+
 TEST(Plan, SplitsLargeUnitsBetweenParameters) {
   const std::vector<PlanItem> items{{"b", 50, 0}, {"b", 50, 0}, {"b", 200, 0}, {"b", 1, 0}};
   const auto units = plan_units(items, 0, 100);
