@@ -4,14 +4,33 @@
 #include "tessera/config/resolve.h"
 #include "tessera/engine/build.h"
 #include "tessera/nn/units.h"
+#include "tessera/shard/placement.h"
 
 namespace tessera::nn {
+namespace {
+
+// In the other stages marks change nothing.
+void refuse_leaf_modules(const config::ZeroOptimization& zero) {
+  if (shard::placements_of_stage(static_cast<int>(zero.stage)).params != shard::Placement::Shard) return;
+  const auto& leaf = zero.leaf_module;
+  const bool marked =
+      !leaf.names.empty() || !leaf.name_suffixes.empty() || leaf.classes != config::LeafModule().classes;
+  TESSERA_CHECK_BUILT(
+      !marked, "initialize",
+      "zero_optimization.leaf_module marks modules in Python only; in C++ derive the module itself from "
+      "tessera::nn::Hooked (all below it is gathered with it) and leave the modules inside plain");
+  TESSERA_CHECK_BUILT(zero.stage3_module_granularity_threshold == 0, "initialize",
+                      "zero_optimization.stage3_module_granularity_threshold marks modules in Python only");
+}
+
+}  // namespace
 
 Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
                  const Construction* building)
     : module_(std::move(module)) {
   TESSERA_CHECK_VALUE(module_ != nullptr, "initialize", "the module is null");
   config.validate();
+  refuse_leaf_modules(config.zero_optimization);
   const auto optimizer = config::native_optimizer(config);
   TESSERA_CHECK_VALUE(optimizer, "initialize",
                       "the configuration names no optimizer that runs in C++; set optimizer.type to Adam, AdamW, SGD, "

@@ -54,6 +54,18 @@ TEST(Session, TheScheduleWaitsForTheBoundary) {
   EXPECT_EQ(s.lr(), before);
 }
 
+TEST(Session, LeafModulesOfTheConfigurationAreRefusedWhereTheyWouldDoSomething) {
+  const auto json = [](const std::string& zero) {
+    return R"({"train_batch_size": 1, "optimizer": {"type": "SGD"}, "zero_optimization": {)" + zero + "}}";
+  };
+  for (const std::string key : {R"("leaf_module": {"names": ["a"]})", R"("leaf_module": {"classes": ["Experts"]})",
+                                R"("stage3_module_granularity_threshold": 10)"}) {
+    EXPECT_THROW(session(json(R"("stage": 3, )" + key)), c10::NotImplementedError) << key;
+    EXPECT_NO_THROW(session(json(R"("stage": 2, )" + key))) << key;
+  }
+  EXPECT_NO_THROW(session(json(R"("stage": 3)")));
+}
+
 TEST(Session, WithoutAScheduleTheLearningRateStays) {
   auto s = session(R"({"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}})");
   train_step(s);
