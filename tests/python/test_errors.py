@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import batch, config, make
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import tessera
 from tessera import _core
@@ -68,3 +71,19 @@ def test_a_number_that_the_core_has_not_given_is_refused(stage: int, number: int
     engine(*batch(0)).backward()
     engine.step()
     engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_with_operators_of_their_own_are_refused_by_name(stage: int) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = make()
+        plain = model.gain
+        model.gain = torch.nn.Parameter(distribute_tensor(plain.detach(), mesh, [Replicate()]))
+        with pytest.raises(ValueError, match=r"'gain' is a tensor subclass.*DTensor"):
+            tessera.Engine(model, config(stage))
+        model.gain = plain
+        tessera.Engine(model, config(stage)).destroy()  # nothing was left behind
+    finally:
+        dist.destroy_process_group()
