@@ -36,6 +36,16 @@ std::optional<at::Tensor> optional_tensor(at::Tensor tensor) {
   return tensor;
 }
 
+// A method of one of the engine's parts as one of the engine itself: Python never holds a part, which ends with destroy().
+template <class Part, class R, class... A>
+auto on(Part& (Engine::*part)(), R (Part::*method)(A...)) {
+  return [=](Engine& e, A... a) -> R { return ((e.*part)().*method)(std::forward<A>(a)...); };
+}
+template <class Part, class R, class... A>
+auto on(Part& (Engine::*part)(), R (Part::*method)(A...) const) {
+  return [=](Engine& e, A... a) -> R { return ((e.*part)().*method)(std::forward<A>(a)...); };
+}
+
 void bind_structs(py::module_& m) {
   using namespace engine;
   py::class_<Options>(m, "EngineOptions")
@@ -138,12 +148,12 @@ void bind_training(EngineClass& c) {
       .def("abort_forward", &Engine::abort_forward, NoGil())
       .def("begin_backward", &Engine::begin_backward, py::arg("loss"), py::arg("scale_wrt_gas") = true, NoGil())
       .def("end_backward", &Engine::end_backward, py::arg("loss"), NoGil())
-      .def("scale", &Engine::scale, py::arg("loss"), NoGil())
-      .def("scaler", &Engine::scaler, py::return_value_policy::copy)
-      .def("set_loss_scale", &Engine::set_loss_scale, py::arg("scale"))
-      .def("override_loss_scale", &Engine::override_loss_scale, py::arg("scale"))
-      .def("restore_scaler", &Engine::restore_scaler, py::arg("state"))
-      .def("gradient_loss_scale", &Engine::gradient_loss_scale)
+      .def("scale", on(&Engine::scaling, &engine::Scaling::scale), py::arg("loss"), NoGil())
+      .def("scaler", [](Engine& e) { return e.scaling().scaler(); })
+      .def("set_loss_scale", on(&Engine::scaling, &engine::Scaling::set_scale), py::arg("scale"))
+      .def("override_loss_scale", on(&Engine::scaling, &engine::Scaling::override_scale), py::arg("scale"))
+      .def("restore_scaler", on(&Engine::scaling, &engine::Scaling::restore), py::arg("state"))
+      .def("gradient_loss_scale", on(&Engine::scaling, &engine::Scaling::gradient_scale))
       .def("step", &Engine::step, py::arg("external") = py::none(), NoGil())
       .def("zero_grad", &Engine::zero_grad, NoGil())
       .def("is_gradient_accumulation_boundary", &Engine::is_gradient_accumulation_boundary)
@@ -156,17 +166,19 @@ void bind_training(EngineClass& c) {
 }
 
 void bind_modules(EngineClass& c) {
-  c.def("add_module", &Engine::add_module, py::arg("params"))
-      .def("enter_module", &Engine::enter_module, py::arg("module"), NoGil())
-      .def("note_inputs", &Engine::note_inputs, py::arg("inputs"), NoGil())
-      .def("leave_module", &Engine::leave_module, py::arg("module"), py::arg("outputs"), NoGil())
-      .def("inside_module", &Engine::inside_module)
-      .def("use_elsewhere", &Engine::use_elsewhere, py::arg("param"), NoGil())
-      .def("register_external", &Engine::register_external, py::arg("module"), py::arg("param"), NoGil())
-      .def("is_gathered", &Engine::is_gathered, py::arg("param"))
-      .def("partition_of", &Engine::partition_of, py::arg("param"))
-      .def("gather", &Engine::gather, py::arg("params"), py::arg("writable") = true, NoGil())
-      .def("release", &Engine::release, py::arg("params"), py::arg("writes"), py::arg("writer"), NoGil());
+  c.def("add_module", on(&Engine::modules, &zero::Modules::add), py::arg("params"))
+      .def("enter_module", on(&Engine::modules, &zero::Modules::enter), py::arg("module"), NoGil())
+      .def("note_inputs", on(&Engine::modules, &zero::Modules::note_inputs), py::arg("inputs"), NoGil())
+      .def("leave_module", on(&Engine::modules, &zero::Modules::leave), py::arg("module"), py::arg("outputs"), NoGil())
+      .def("inside_module", [](Engine& e) { return !e.destroyed() && e.modules().inside(); })
+      .def("use_elsewhere", on(&Engine::modules, &zero::Modules::use_elsewhere), py::arg("param"), NoGil())
+      .def("register_external", on(&Engine::modules, &zero::Modules::register_external), py::arg("module"),
+           py::arg("param"), NoGil())
+      .def("is_gathered", on(&Engine::regions, &zero::Regions::is_gathered), py::arg("param"))
+      .def("partition_of", on(&Engine::regions, &zero::Regions::partition_of), py::arg("param"))
+      .def("gather", on(&Engine::regions, &zero::Regions::open), py::arg("params"), py::arg("writable") = true, NoGil())
+      .def("release", on(&Engine::regions, &zero::Regions::close), py::arg("params"), py::arg("writes"),
+           py::arg("writer"), NoGil());
 }
 
 void bind_counters(EngineClass& c) {
@@ -192,24 +204,28 @@ void bind_counters(EngineClass& c) {
 
 void bind_state(EngineClass& c) {
   c.def("params", &Engine::params, py::return_value_policy::reference_internal)
-      .def("param_step", &Engine::param_step, py::arg("param"))
-      .def("set_param_step", &Engine::set_param_step, py::arg("param"), py::arg("step"))
+      .def("param_step", on(&Engine::states, &zero::StateAccess::param_step), py::arg("param"))
+      .def("set_param_step", on(&Engine::states, &zero::StateAccess::set_param_step), py::arg("param"), py::arg("step"))
       .def(
           "get_full",
-          [](Engine& e, int param, engine::Quantity what) { return optional_tensor(e.get_full(param, what)); },
+          [](Engine& e, int param, zero::Quantity what) { return optional_tensor(e.states().get_full(param, what)); },
           py::arg("param"), py::arg("what"), NoGil())
-      .def("set_full", &Engine::set_full, py::arg("param"), py::arg("what"), py::arg("value"), NoGil())
+      .def("set_full", on(&Engine::states, &zero::StateAccess::set_full), py::arg("param"), py::arg("what"),
+           py::arg("value"), NoGil())
       .def(
           "local_view",
-          [](Engine& e, int param, engine::Quantity what) { return optional_tensor(e.local_view(param, what)); },
+          [](Engine& e, int param, zero::Quantity what) { return optional_tensor(e.states().local_view(param, what)); },
           py::arg("param"), py::arg("what"), NoGil())
-      .def("set_local", &Engine::set_local, py::arg("param"), py::arg("what"), py::arg("value"), NoGil())
-      .def("named_shards", &Engine::named_shards)
-      .def("read_shard", &Engine::read_shard, py::arg("shard"), NoGil())
-      .def("local_range", &Engine::local_range, py::arg("param"))
-      .def("gather_full", &Engine::gather_full, py::arg("param"), py::arg("part"), NoGil())
-      .def("local_part", &Engine::local_part, py::arg("param"), py::arg("full"), NoGil())
-      .def("agree_max", &Engine::agree_max, py::arg("value"), NoGil())
+      .def("set_local", on(&Engine::states, &zero::StateAccess::set_local), py::arg("param"), py::arg("what"),
+           py::arg("value"), NoGil())
+      .def("named_shards", on(&Engine::states, &zero::StateAccess::named_shards))
+      .def("read_shard", on(&Engine::states, &zero::StateAccess::read_shard), py::arg("shard"), NoGil())
+      .def("local_range", on(&Engine::states, &zero::StateAccess::local_range), py::arg("param"))
+      .def("gather_full", on(&Engine::states, &zero::StateAccess::gather_full), py::arg("param"), py::arg("part"),
+           NoGil())
+      .def("local_part", on(&Engine::states, &zero::StateAccess::local_part), py::arg("param"), py::arg("full"),
+           NoGil())
+      .def("agree_max", on(&Engine::states, &zero::StateAccess::agree_max), py::arg("value"), NoGil())
       .def("refresh_params", &Engine::refresh_params, NoGil())
       .def("adopt_params", &Engine::adopt_params, NoGil())
       .def("destroy", &Engine::destroy, NoGil())

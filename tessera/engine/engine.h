@@ -18,15 +18,9 @@
 #include <vector>
 
 #include "tessera/amp/autocast.h"
-#include "tessera/amp/grad_scaler.h"
 #include "tessera/comm/mesh.h"
-#include "tessera/optim/optimizer.h"
-#include "tessera/shard/named_shard.h"
-#include "tessera/zero/options.h"
-
-namespace tessera::zero {
-struct ParamPartition;
-}
+#include "tessera/engine/scaling.h"
+#include "tessera/zero/sharded_model.h"
 
 namespace tessera::engine {
 
@@ -44,17 +38,7 @@ struct Options {
   amp::AutocastOptions autocast;  // what forward computes in
 };
 
-// A parameter as the front end hands it over. Order matters: it is the order of the flat space.
-struct ParamSpec {
-  std::string name;   // as in named_parameters()
-  at::Tensor tensor;  // a leaf; the engine moves its storage into a flat buffer (shard/storage.h)
-  int group = -1;     // index of its optimizer group; -1: not optimized (broadcast and cast only)
-  std::string unit;   // parameters with one unit name are gathered, reduced and freed together
-  std::function<void()> restore =
-      {};  // see zero::ModelParam; for a tensor that was partitioned before there was an engine
-  std::optional<at::ScalarType> comm = {};  // dtype that it travels in; see zero::ModelParam
-};
-
+using ParamSpec = zero::ModelParam;
 using Quantity = shard::Quantity;
 
 class Engine {
@@ -80,30 +64,11 @@ class Engine {
   // The forward threw: undoes pre_forward.
   void abort_forward();
 
-  // ---- modules: what stage 3 needs to know of a forward. Front ends call these around the forward of every module that
-  // owns parameters; a module inside another one that covers its parameters costs next to nothing.
-  // Registers a module that reads `params`; its number, or -1 where nothing is partitioned (and nothing is to be called).
-  int add_module(const std::vector<int>& params);
-  // Gathers. Collective. True: tell note_inputs() and leave_module() the tensors; false: they are not needed.
-  bool enter_module(int module);
-  void note_inputs(const std::vector<at::Tensor>& inputs);
-  void leave_module(int module, const std::vector<at::Tensor>& outputs);
-  void abort_module(int module);  // its forward threw
-  bool inside_module() const;
-  // A partitioned parameter is read by the module that is running, or by `module`, which does not own it: from now on
-  // it is gathered with that module's. Collective when such a module is running.
-  void use_elsewhere(int param);
-  void register_external(int module, int param);
-
-  // ---- regions in which parameters are whole. Collective, all ranks with the same `params`. Parameters that are not
-  // partitioned pass through.
-  bool is_gathered(int param) const;
-  zero::ParamPartition partition_of(int param) const;
-  // State error for a parameter that is in an open region. `writable` false: for reading, and release() without a writer;
-  // it spares shared parameters a private copy.
-  void gather(const std::vector<int>& params, bool writable = true);
-  using Writes = zero::Writes;
-  void release(const std::vector<int>& params, Writes writes = Writes::None, int writer = 0);
+  // ---- parts. State error once the engine is destroyed.
+  zero::Modules& modules();     // what stage 3 needs to know of a forward
+  zero::Regions& regions();     // in which parameters are whole
+  zero::StateAccess& states();  // by number of the parameter in params()
+  Scaling& scaling();           // loss scale; may be read after destroy()
 
   // ---- backward
   // Brackets engine.backward(loss): checks the loss (value error: "loss must be a scalar tensor ..."), applies the loss
@@ -114,25 +79,10 @@ class Engine {
   // begin_backward, loss.backward(), end_backward. For C++; Python calls the pieces around its own backward().
   at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);
 
-  // ---- loss scaling; see Note [Loss scaling] in zero/hooks.h
-  // For a direct backward: `x` (a loss, or an output to call backward(gradient) on) times the loss scale; `x` itself
-  // where none is needed. Allows one backward. Where one is needed, a backward through outputs of this engine without it
-  // is a runtime error of that backward ("Loss scaling is required"), on every rank; the engine stays usable.
-  // Value error for a tensor without a graph.
-  at::Tensor scale(const at::Tensor& x);
-  // The scaler, its scale and its counters. Accumulated gradients (get_full, p.grad) keep the scale that held when the
-  // optimizer step began, whatever is set meanwhile; step() divides by it. All ranks set the same.
-  const amp::GradScaler& scaler() const;
-  void set_loss_scale(double scale);
-  void override_loss_scale(double scale);  // fixed and guarded from here on, in every mode
-  void restore_scaler(const amp::GradScaler::State& state);
-  // What accumulated gradients are multiplied by now.
-  double gradient_loss_scale() const;
-
   // ---- step. Collective.
   // Counts a micro-step. At a boundary: norm and finite check, agreed skip or fused update, refresh of the compute
   // parameters, gradients dropped. Returns true when parameters were updated. `external` (Rule::External) is called
-  // between clipping and refresh with the master gradients in place (local_view(i, Gradient), fp32).
+  // between clipping and refresh with the master gradients in place (states().local_view(i, Gradient), fp32).
   bool step(const std::function<void()>& external = {});
   // Drops every accumulated gradient, also p.grad. Local.
   void zero_grad();
@@ -167,48 +117,14 @@ class Engine {
   const Options& options() const;
   const comm::Mesh& mesh() const;  // without groups once the engine is destroyed
 
-  // ---- state access. Parameters are indices into params(); only those with a group have states.
   const std::vector<ParamSpec>& params() const;
-  int64_t param_step(int param) const;  // updates applied to it (torch's state["step"])
-  void set_param_step(int param, int64_t step);
-  // All that this rank holds, by parameter: weights (also those without a group), masters where they are not the weight
-  // itself, reduced gradients, optimizer states. Number 0 of every element's replicas taken together are each quantity
-  // once. Local. States of a client's own optimizer are the client's: their parts follow local_range().
-  std::vector<shard::NamedShard> named_shards() const;
-  // Its values, 1-D in the order of its form: a view, in its dtype; a copy for split masters. State error when it is no
-  // more there. Local.
-  at::Tensor read_shard(const shard::NamedShard& shard);
-  // Master, Gradient, State0 or State1 below; value error for Weight, which the parameter itself shows.
-  // fp32, shape of the parameter; collective. Undefined tensor when there is none (no gradient, no such state).
-  at::Tensor get_full(int param, Quantity what);
-  void set_full(int param, Quantity what, const at::Tensor& value);
-  // What this rank holds: shaped like the parameter where the buffer is replicated, else 1-D; possibly empty. A view, in
-  // the buffer's own dtype; a copy for masters that are split (amp/precision.h).
-  at::Tensor local_view(int param, Quantity what);
-  // Writes it, whether or not there is a view. Value error when there is nothing of this kind, or another size. Local,
-  // but for masters where parameters are shared: collective then.
-  void set_local(int param, Quantity what, const at::Tensor& value);
-  // This rank's part of the parameter's flattened elements: [begin, end).
-  std::pair<int64_t, int64_t> local_range(int param) const;
-  // The same for values that the client keeps, such as the states of an optimizer that runs itself. `part`: one value for
-  // each element of local_range(), shaped as local_view() is. fp32, shape of the parameter; collective.
-  at::Tensor gather_full(int param, const at::Tensor& part);
-  // This rank's part of `full`, which has the shape of the parameter; shaped as local_view() is, in the dtype of `full`.
-  at::Tensor local_part(int param, const at::Tensor& full);
-  // The largest of all ranks' values. Collective.
-  double agree_max(double value);
   // Writes masters back into the compute parameters (after masters were edited). Collective for sharded states.
   void refresh_params();
   // Takes the values of compute parameters that were edited or loaded as new masters; untouched ones keep the bits of
   // theirs. step() and reading a master do so too, except for edits that torch does not count (p.data.copy_()). Local.
   void adopt_params();
 
-  // Bytes this engine holds, by kind; the terms of the memory formula.
-  struct Memory {
-    int64_t params = 0, grads = 0, master = 0, states = 0, buckets = 0;
-    int64_t peak_buckets = 0;  // the most they ever were; pools that peak at different moments are added
-    int64_t shared = 0;        // compute parameters that all ranks of the host have together: once, not once a rank
-  };
+  using Memory = zero::Memory;
   Memory memory() const;
 
   // Removes hooks and frees buffers; parameters keep their values. Safe to call twice; later calls throw.

@@ -5,12 +5,12 @@
 
 namespace tessera::engine {
 
-void share_unmanaged(const zero::DataParallel& ranks, const std::vector<ParamSpec>& params,
-                     const std::vector<int>& place_of, std::optional<at::ScalarType> dtype) {
+void share_unmanaged(const zero::DataParallel& ranks, const zero::Options& options,
+                     const std::vector<ParamSpec>& params) {
   const c10::AutoGradMode no_grad(false);
-  for (size_t i = 0; i < params.size(); ++i) {
-    const ParamSpec& spec = params[i];
-    if (place_of[i] >= 0) continue;
+  const at::ScalarType dtype = options.precision.param;
+  for (const ParamSpec& spec : params) {
+    if (zero::Units::holds(options, spec)) continue;
     if (spec.restore) spec.restore();
     at::Tensor tensor = spec.tensor;
     at::Tensor value = tensor.detach();
@@ -19,8 +19,8 @@ void share_unmanaged(const zero::DataParallel& ranks, const std::vector<ParamSpe
       ranks.broadcast(sent, 0, "initial value of '" + spec.name + "'");
       value.copy_(sent);
     }
-    if (dtype && at::isFloatingType(value.scalar_type()) && value.scalar_type() != *dtype)
-      tensor.set_data(value.to(*dtype));
+    if (options.cast && at::isFloatingType(value.scalar_type()) && value.scalar_type() != dtype)
+      tensor.set_data(value.to(dtype));
   }
 }
 

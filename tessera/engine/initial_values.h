@@ -1,7 +1,6 @@
 // Initial values: what has no optimizer states starts with rank 0's values, as trained parameters do.
 #pragma once
 
-#include <optional>
 #include <vector>
 
 #include "tessera/engine/engine.h"
@@ -9,10 +8,10 @@
 
 namespace tessera::engine {
 
-// Parameters that the model does not hold (`place_of` < 0): rank 0's values on all ranks, in `dtype` where they are
-// floating and it is given. Collective.
-void share_unmanaged(const zero::DataParallel& ranks, const std::vector<ParamSpec>& params,
-                     const std::vector<int>& place_of, std::optional<at::ScalarType> dtype);
+// Parameters that the units do not hold: rank 0's values on all ranks, in the compute dtype where floating ones are cast.
+// Collective.
+void share_unmanaged(const zero::DataParallel& ranks, const zero::Options& options,
+                     const std::vector<ParamSpec>& params);
 
 // Rank 0's values of a module's buffers (strided, of any dtype), in place. `device`: where ranks talk. Collective; all
 // ranks have buffers of the same sizes and dtypes.

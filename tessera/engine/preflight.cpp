@@ -154,10 +154,10 @@ void check_params(const std::vector<ParamSpec>& params, const amp::PrecisionPoli
     TESSERA_CHECK_VALUE(!tensor.is_meta(), "engine", "parameter '", spec.name,
                         "' is on the meta device and has no values; materialize the module first (to_empty(), then its "
                         "initialization), inside zero.Init where it is too large for one rank");
-    TESSERA_CHECK_VALUE(!tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python), "engine", "parameter '",
-                        spec.name,
-                        "' is a tensor subclass with operators of its own (a DTensor, a quantized weight), whose memory "
-                        "an engine cannot lay out; hand over plain tensors (dtensor.full_tensor() or .to_local())");
+    TESSERA_CHECK_VALUE(
+        !tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python), "engine", "parameter '", spec.name,
+        "' is a tensor subclass with operators of its own (a DTensor, a quantized weight), whose memory "
+        "an engine cannot lay out; hand over plain tensors (dtensor.full_tensor() or .to_local())");
     const auto [first, added] = seen.emplace(tensor.unsafeGetTensorImpl(), &spec);
     TESSERA_CHECK_VALUE(added, "engine", "parameter '", spec.name, "' is given more than once, also as '",
                         first->second->name, "'");

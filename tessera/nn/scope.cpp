@@ -16,25 +16,25 @@ ModuleScope::ModuleScope(const ScopeLink& link) : module_(link.module) {
     engine_.reset();
     return;
   }
-  wants_ = engine_->enter_module(module_);
+  wants_ = engine_->modules().enter(module_);
 }
 
 ModuleScope::~ModuleScope() {
   if (engine_ == nullptr) return;
   try {
-    engine_->abort_module(module_);
+    engine_->modules().abort(module_);
   } catch (const std::exception&) {
     // The exception that ends the forward says more.
   }
 }
 
 void ModuleScope::note_inputs(const std::vector<at::Tensor>& inputs) {
-  engine_->note_inputs(inputs);
+  engine_->modules().note_inputs(inputs);
 }
 
 void ModuleScope::finish(const std::vector<at::Tensor>& outputs) {
   const auto engine = std::move(engine_);
-  if (engine != nullptr) engine->leave_module(module_, outputs);
+  if (engine != nullptr) engine->modules().leave(module_, outputs);
 }
 
 ScopeLink connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine::Engine>& engine) {
@@ -51,13 +51,13 @@ ScopeLink connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine
       params.push_back(index.at(p.unsafeGetTensorImpl()));
       covered.insert(params.back());
     }
-    holder->connect({engine, engine->add_module(params)});
+    holder->connect({engine, engine->modules().add(params)});
   }
   std::vector<int> rest;
   for (size_t i = 0; i < specs.size(); ++i) {
     if (!covered.contains(static_cast<int>(i))) rest.push_back(static_cast<int>(i));
   }
-  return {engine, engine->add_module(rest)};
+  return {engine, engine->modules().add(rest)};
 }
 
 GatheredParameters::GatheredParameters(engine::Engine& engine, const std::vector<at::Tensor>& params, int writer)
@@ -69,7 +69,7 @@ GatheredParameters::GatheredParameters(engine::Engine& engine, const std::vector
   for (size_t i = 0; i < specs.size(); ++i) {
     if (wanted.contains(specs[i].tensor.unsafeGetTensorImpl())) params_.push_back(static_cast<int>(i));
   }
-  engine_.gather(params_, /*writable=*/writer >= 0);
+  engine_.regions().open(params_, /*writable=*/writer >= 0);
   open_ = true;
 }
 
@@ -83,8 +83,8 @@ GatheredParameters::~GatheredParameters() {
 
 void GatheredParameters::close() {
   if (!std::exchange(open_, false) || engine_.destroyed()) return;
-  using Writes = engine::Engine::Writes;
-  engine_.release(params_, writer_ < 0 ? Writes::None : Writes::FromRank, std::max(writer_, 0));
+  using Writes = zero::Writes;
+  engine_.regions().close(params_, writer_ < 0 ? Writes::None : Writes::FromRank, std::max(writer_, 0));
 }
 
 }  // namespace tessera::nn

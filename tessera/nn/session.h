@@ -27,9 +27,9 @@ class Session {
 
   // For a direct backward where the mode scales losses (fp16): engine.scale(loss).backward(), once for each backward;
   // also outputs: engine.scale(output).backward(gradient). The tensor itself in other modes.
-  at::Tensor scale(const at::Tensor& loss) { return core_->scale(loss); }
+  at::Tensor scale(const at::Tensor& loss) { return core_->scaling().scale(loss); }
   // What step() divides gradients by; 1 in modes without loss scaling.
-  double loss_scale() const { return core_->scaler().scale(); }
+  double loss_scale() const { return core_->scaling().scaler().scale(); }
 
   // Collective. Counts a micro-step; at a boundary: clip, update, next learning rate. True when weights were updated.
   bool step();

@@ -42,9 +42,16 @@
 #include <vector>
 
 #include "tessera/base/compat.h"
+#include "tessera/zero/model_param.h"
 #include "tessera/zero/scope_call.h"
 
 namespace tessera::zero {
+
+// The running backward, as far as this engine is concerned.
+struct BackwardInfo {
+  double loss_scale = 1;    // what its gradients are multiplied by: 1 without a mark
+  bool in_forward = false;  // it belongs to a forward in progress (a function that runs backward in its forward)
+};
 
 // What the hooks report. Called with the hooks' mutex held, on whatever thread autograd uses.
 class HookSink {
@@ -54,9 +61,9 @@ class HookSink {
   // tasks inside a forward do not count.
   virtual void backward_begun(const std::vector<ScopeCall*>& calls) = 0;
   // p.grad is about to be accumulated into; may move an old value out of it.
-  virtual void before_accumulate(int slot, at::Tensor& grad) = 0;
-  // p.grad holds the gradient of this graph task for parameter `slot` (undefined: zero).
-  virtual void gradient_ready(int slot, at::Tensor& grad) = 0;
+  virtual void before_accumulate(ParamId id, at::Tensor& grad) = 0;
+  // p.grad holds the gradient of this graph task for parameter `id` (undefined: zero).
+  virtual void gradient_ready(ParamId id, at::Tensor& grad, const BackwardInfo& backward) = 0;
   // The outermost backward is over: round 0, 1, ... of its end, see Note [Ends]. True while another round is to follow.
   virtual bool end_backward(int round) = 0;
   // No graph task is left, after the last round where it was one of the user's, after torch.autograd.grad, and after a
@@ -64,7 +71,7 @@ class HookSink {
   virtual void tasks_ended() = 0;
   // A watched module call: its backward begins; one of its inputs has its gradient; its graph is gone (must not throw).
   virtual void call_opened(ScopeCall& call, bool again) = 0;
-  virtual void call_closed(ScopeCall& call) = 0;
+  virtual void call_closed(ScopeCall& call, const BackwardInfo& backward) = 0;
   virtual void call_gone(ScopeCall& call) = 0;
 };
 
@@ -80,9 +87,9 @@ class Hooks {
   // Another live engine has hooked `param`.
   static bool is_watched(const at::Tensor& param);
   // Hooks the accumulator of `param` (requires grad). `stash`: also call before_accumulate.
-  void watch(const at::Tensor& param, int slot, bool stash);
+  void watch(const at::Tensor& param, ParamId id, bool stash);
   // False also where a conversion of `param` (p.data = tensor of another dtype) made autograd forget the hooked one.
-  bool watches(const at::Tensor& param, int slot) const;
+  bool watches(const at::Tensor& param, ParamId id) const;
   // Marks the graph tasks that will pass these outputs. Ignores tensors without a graph and functorch wrappers.
   void watch_outputs(const std::vector<at::Tensor>& outputs);
 
@@ -102,16 +109,12 @@ class Hooks {
   void guard(bool guarded) { guarded_ = guarded; }
   // x * scale (16-bit tensors as fp32), marked. Value error when parts of x carry a scale already and others do not.
   at::Tensor scale(const at::Tensor& x, double scale);
-  // What the gradients of the running backward are multiplied by: 1 without a mark.
-  double loss_scale() const { return task_scale_.value_or(1.0); }
 
   void enter_forward();
   void leave_forward();
   bool in_forward() const { return forward_depth_ > 0; }
   // True between the first hook and the end of the outermost backward.
   bool in_backward();
-  // A running backward belongs to a forward in progress (a function that runs backward in its forward).
-  bool in_forward_task() const { return in_forward_task_; }
 
   // Takes in what destructors had to tell.
   void hear_news();
@@ -159,6 +162,7 @@ class Hooks {
   void touch_task(bool from_parameter);
   std::vector<ScopeCall*> calls_to_run() const;
   void note_scale(double value);
+  BackwardInfo info() const { return {task_scale_.value_or(1.0), in_forward_task_}; }
   bool excused() const { return !guarded_ || allowed_ || in_forward_task_; }
   void check_output();
   void check_all_scaled();
@@ -171,7 +175,7 @@ class Hooks {
 
   HookSink& sink_;
   std::shared_ptr<Link> link_;
-  std::vector<Accumulator> accumulators_;  // by slot
+  std::vector<Accumulator> accumulators_;  // by parameter
   std::unordered_map<int, Task> tasks_;
   std::vector<Deferred> deferred_;  // closings of calls
   int forward_depth_ = 0;

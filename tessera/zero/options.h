@@ -21,6 +21,7 @@ struct GatherOptions {
 struct Options {
   int stage = 0;  // row of shard/placement.h
   amp::PrecisionPolicy precision;
+  bool cast = true;                          // floating parameters become of its dtype; false: they are as they came
   int64_t reduce_bucket_size = 500'000'000;  // elements; larger units are split at parameter boundaries
   int64_t min_unit_elements = 1 << 20;       // smaller neighbouring units are merged (one collective each)
   bool overlap = true;                       // start a unit's reduction while the backward goes on

@@ -1,29 +1,27 @@
-// ShardedModel: full and local views of masters, gradients and optimizer states.
+#include "tessera/zero/state_access.h"
+
 #include <ATen/ops/full.h>
 #include <c10/core/GradMode.h>
 
 #include "tessera/base/error.h"
 #include "tessera/shard/storage.h"
-#include "tessera/zero/sharded_model.h"
+#include "tessera/zero/adoption.h"
 
 namespace tessera::zero {
 
-at::Tensor ShardedModel::owned_buffer(const Slot& slot, Quantity what) const {
-  Unit& unit = *slot.unit;
+StateAccess::StateAccess(Units& units, BackwardDriver& driver) : units_(units), driver_(driver) {}
+
+at::Tensor StateAccess::owned_buffer(const Place& place, Quantity what) const {
+  Unit& unit = *place.unit;
   switch (what) {
     case Quantity::Weight:
-      TESSERA_CHECK_VALUE(false, "engine", "weights are read and written through the parameter ('", slot.param->name,
+      TESSERA_CHECK_VALUE(false, "engine", "weights are read and written through the parameter ('", place.param->name,
                           "'), or with read_shard()");
       break;
     case Quantity::Master:
       break;  // Unit::read_master: not always a buffer
     case Quantity::Gradient:
-      if (!external_grads_.empty()) {
-        for (size_t i = 0; i < units_.size(); ++i) {
-          if (units_[i].get() == &unit) return external_grads_[i];
-        }
-      }
-      return unit.owned_grads();
+      return unit.client_grads.defined() ? unit.client_grads : unit.owned_grads();
     case Quantity::State0:
       return unit.states[0];
     case Quantity::State1:
@@ -32,209 +30,208 @@ at::Tensor ShardedModel::owned_buffer(const Slot& slot, Quantity what) const {
   return {};
 }
 
-// Contributions of this rank that no collective has seen (no_sync, stages 0 and 1 before the boundary).
-bool ShardedModel::reads_local_gradient(const Slot& slot) const {
-  return slot.unit->grad_state() == GradState::Accumulating && slot.param->filled;
-}
-
-shard::Range ShardedModel::local_range(int index) const {
-  return local_range_of(slots_[index]);
-}
-
-shard::Range ShardedModel::local_range_of(const Slot& slot) const {
-  const shard::Range mine = shard::intersect(slot.param->range, slot.unit->owned);
-  if (mine.empty()) return {};
-  return {mine.begin - slot.param->range.begin, mine.end - slot.param->range.begin};
-}
-
-std::vector<shard::NamedShard> ShardedModel::named_shards() const {
+std::vector<shard::NamedShard> StateAccess::named_shards() const {
   std::vector<shard::NamedShard> shards;
-  for (size_t i = 0; i < places_.size(); ++i) {
-    const bool trained = i < slots_.size();
-    const FlatParams& flat = *places_[i].flat;
-    const FlatParams::Item& item = flat.items()[places_[i].item];
-    const auto add = [&](Quantity what, shard::Range range, at::ScalarType dtype, bool cut) {
-      if (range.empty() && item.range.size() > 0) return;
-      shards.push_back({item.name, static_cast<int>(i), what, item.form, range, dtype,
-                        cut ? ranks_.replicate->rank() : ranks_.rank(), trained});
-    };
-    const ParamPartition weight = flat.partition_of(places_[i].item);
-    add(Quantity::Weight, weight.held, flat.dtype(), weight.partitioned);
-    if (!trained) continue;
-    const Unit& unit = *slots_[i].unit;
-    const shard::Range owned = local_range_of(slots_[i]);
-    const bool cut = placements_.states == shard::Placement::Shard && ranks_.shard->size() > 1;
-    if (!unit.master_is_weight()) add(Quantity::Master, owned, at::kFloat, cut);
-    const bool reduced = unit.grad_state() == GradState::Reduced && !unreduced_ && reducer_->replicas_agree();
-    if (slots_[i].param->has_grad && reduced) add(Quantity::Gradient, owned, unit.grads.scalar_type(), cut);
-    if (unit.states[0].defined()) add(Quantity::State0, owned, unit.states[0].scalar_type(), cut);
-    if (unit.states[1].defined()) add(Quantity::State1, owned, unit.states[1].scalar_type(), cut);
-  }
+  for (ParamId id = 0; id < units_.count(); ++id)
+    add_shards(id, shards);
   return shards;
 }
 
-at::Tensor ShardedModel::read_shard(const shard::NamedShard& shard) {
-  if (shard.quantity == Quantity::Weight) return partition_of(shard.param).values;
+void StateAccess::add_shards(ParamId id, std::vector<shard::NamedShard>& shards) const {
+  const Place& place = units_[id];
+  const at::Tensor& tensor = units_.params()[id].tensor;
+  const shard::Form form = place.held() ? place.flat->items()[place.item].form : shard::Form(tensor);
+  const auto add = [&](Quantity what, shard::Range range, at::ScalarType dtype, bool cut) {
+    if (range.empty() && tensor.numel() > 0) return;
+    shards.push_back({units_.params()[id].name, id, what, form, range, dtype,
+                      cut ? units_.ranks().replicate->rank() : units_.ranks().rank(), place.trained()});
+  };
+  if (!place.held()) return add(Quantity::Weight, {0, tensor.numel()}, tensor.scalar_type(), false);
+  const ParamPartition weight = place.flat->partition_of(place.item);
+  add(Quantity::Weight, weight.held, place.flat->dtype(), weight.partitioned);
+  if (!place.trained()) return;
+  const Unit& unit = *place.unit;
+  const shard::Range owned = units_.local_range(place);
+  const bool cut = units_.states_are_cut();
+  if (!unit.master_is_weight()) add(Quantity::Master, owned, at::kFloat, cut);
+  const bool reduced =
+      unit.grad_state() == GradState::Reduced && !driver_.unreduced() && driver_.reducer().replicas_agree();
+  if (place.param->has_grad && reduced) add(Quantity::Gradient, owned, unit.grads.scalar_type(), cut);
+  if (unit.states[0].defined()) add(Quantity::State0, owned, unit.states[0].scalar_type(), cut);
+  if (unit.states[1].defined()) add(Quantity::State1, owned, unit.states[1].scalar_type(), cut);
+}
+
+at::Tensor StateAccess::read_shard(const shard::NamedShard& shard) {
+  if (shard.quantity == Quantity::Weight) return weight_of(shard.param);
   const at::Tensor part = local_view(shard.param, shard.quantity);
   TESSERA_CHECK(part.defined() && part.numel() == shard.range.size(), "engine.read_shard", "parameter '", shard.name,
                 "' has changed since named_shards() was called; call it again");
   return part.sizes() == shard.form.sizes ? shard::flatten_like_param(part, shard.form) : part;
 }
 
-at::Tensor ShardedModel::local_view(int index, Quantity what) {
-  const Slot& slot = slots_[index];
-  if (what == Quantity::Master) adopt_param(slot, /*compare=*/false);
-  if (what == Quantity::Gradient && !slot.param->has_grad) return {};
-  const bool replicated = placements_.states == shard::Placement::Replicate;
-  const shard::Range r = slot.unit->owned_slice(*slot.param);
+at::Tensor StateAccess::weight_of(ParamId param) const {
+  const Place& place = units_.at(param, "read_shard");
+  if (place.held()) return place.flat->partition_of(place.item).values;
+  const at::Tensor& tensor = units_.params()[param].tensor;
+  return shard::flatten_like_param(tensor.detach(), tensor);
+}
+
+std::pair<int64_t, int64_t> StateAccess::local_range(ParamId param) const {
+  const shard::Range range = units_.local_range(units_.trained(param, "local_range"));
+  return {range.begin, range.end};
+}
+
+int64_t StateAccess::param_step(ParamId param) const {
+  return units_.trained(param, "param_step").param->step;
+}
+
+void StateAccess::set_param_step(ParamId param, int64_t step) {
+  units_.trained(param, "set_param_step").param->step = step;
+}
+
+at::Tensor StateAccess::local_view(ParamId param, Quantity what) {
+  const Place& place = units_.trained(param, "local_view");
+  if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
+  if (what == Quantity::Gradient && !place.param->has_grad) return {};
+  const bool replicated = units_.placements().states == shard::Placement::Replicate;
+  const shard::Range r = place.unit->owned_slice(*place.param);
   at::Tensor part;
   if (what == Quantity::Master) {
-    part = slot.unit->read_master(r);
+    part = place.unit->read_master(r);
   } else {
-    const at::Tensor buffer = owned_buffer(slot, what);
+    const at::Tensor buffer = owned_buffer(place, what);
     if (!buffer.defined()) return {};
     part = buffer.narrow(0, r.begin, r.size());
   }
-  return replicated ? shard::view_as_param(part, {0, r.size()}, slot.param->form) : part;
+  return replicated ? shard::view_as_param(part, {0, r.size()}, place.param->form) : part;
 }
 
-void ShardedModel::set_local(int index, Quantity what, const at::Tensor& value) {
+void StateAccess::set_local(ParamId param, Quantity what, const at::Tensor& value) {
   const c10::AutoGradMode no_grad(false);
-  const Slot& slot = slots_[index];
-  const at::Tensor mine = local_view(index, what);
+  const Place& place = units_.trained(param, "set_local");
+  const at::Tensor mine = local_view(param, what);
   TESSERA_CHECK_VALUE(mine.defined(), "engine.set_local", "there is nothing of this kind for parameter '",
-                      slot.param->name, "' now");
+                      place.param->name, "' now");
   TESSERA_CHECK_VALUE(value.numel() == mine.numel(), "engine.set_local", "this rank holds ", mine.numel(),
-                      " elements of parameter '", slot.param->name, "', the value has ", value.numel());
+                      " elements of parameter '", place.param->name, "', the value has ", value.numel());
   if (what != Quantity::Master) {
     mine.copy_(value.view(mine.sizes()));
     return;
   }
-  const bool replicated = placements_.states == shard::Placement::Replicate;
+  const bool replicated = units_.placements().states == shard::Placement::Replicate;
   const at::Tensor flat =
-      replicated ? shard::flatten_like_param(value.view(mine.sizes()), slot.param->form) : value.flatten();
-  shared_.readers_done("new masters");
-  slot.unit->write_master(slot.unit->owned_slice(*slot.param), flat);
-  shared_.written("new masters");
+      replicated ? shard::flatten_like_param(value.view(mine.sizes()), place.param->form) : value.flatten();
+  units_.shared().readers_done("new masters");
+  place.unit->write_master(place.unit->owned_slice(*place.param), flat);
+  units_.shared().written("new masters");
 }
 
 // The parameter's elements in the order of its memory, of which `part` is this rank's.
-at::Tensor ShardedModel::gather_flat(const Slot& slot, const at::Tensor& part) {
-  const Param& p = *slot.param;
+at::Tensor StateAccess::gather_flat(const Place& place, const at::Tensor& part) {
+  const Param& p = *place.param;
   // Every element has one owner and -0.0 elsewhere: the sum is exact, also where the value is -0.0.
-  at::Tensor full = at::full({p.range.size()}, -0.0, slot.unit->owned_weights().options().dtype(at::kFloat));
-  const shard::Range mine = local_range_of(slot);
+  at::Tensor full = at::full({p.range.size()}, -0.0, place.unit->owned_weights().options().dtype(at::kFloat));
+  const shard::Range mine = units_.local_range(place);
   full.narrow(0, mine.begin, mine.size()).copy_(part);
-  const bool sharded = placements_.states == shard::Placement::Shard && ranks_.shard->size() > 1;
-  if (sharded) ranks_.shard->all_reduce(full, comm::ReduceOp::Sum, "state of '" + p.name + "'").wait();
+  const bool sharded = units_.placements().states == shard::Placement::Shard && units_.ranks().shard->size() > 1;
+  if (sharded) units_.ranks().shard->all_reduce(full, comm::ReduceOp::Sum, "state of '" + p.name + "'").wait();
   return full;
 }
 
-at::Tensor ShardedModel::gather_full(int index, const at::Tensor& part) {
-  const std::lock_guard lock(hooks_.mutex());
+at::Tensor StateAccess::gather_full(ParamId param, const at::Tensor& part) {
+  const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
-  const Slot& slot = slots_[index];
-  const Param& p = *slot.param;
-  const int64_t mine = local_range_of(slot).size();
+  const Place& place = units_.trained(param, "gather_full");
+  const Param& p = *place.param;
+  const int64_t mine = units_.local_range(place).size();
   TESSERA_CHECK_VALUE(part.defined() && part.numel() == mine, "engine.gather_full", "this rank holds ", mine,
                       " elements of parameter '", p.name, "', the part has ", part.defined() ? part.numel() : 0);
   const bool shaped = part.sizes() == p.tensor.sizes();
-  return shard::view_as_param(gather_flat(slot, shaped ? shard::flatten_like_param(part, p.form) : part.flatten()),
+  return shard::view_as_param(gather_flat(place, shaped ? shard::flatten_like_param(part, p.form) : part.flatten()),
                               {0, p.range.size()}, p.form);
 }
 
-at::Tensor ShardedModel::local_part(int index, const at::Tensor& full) {
-  const Slot& slot = slots_[index];
-  const Param& p = *slot.param;
+at::Tensor StateAccess::local_part(ParamId param, const at::Tensor& full) {
+  const Place& place = units_.trained(param, "local_part");
+  const Param& p = *place.param;
   TESSERA_CHECK_VALUE(full.defined() && full.sizes() == p.tensor.sizes(), "engine.local_part", "parameter '", p.name,
                       "' has shape ", p.tensor.sizes(), ", the value ",
                       full.defined() ? full.sizes() : at::IntArrayRef{});
-  if (placements_.states == shard::Placement::Replicate) return full;
-  const shard::Range mine = local_range_of(slot);
+  if (units_.placements().states == shard::Placement::Replicate) return full;
+  const shard::Range mine = units_.local_range(place);
   return shard::flatten_like_param(full, p.form).narrow(0, mine.begin, mine.size());
 }
 
-double ShardedModel::agree_max(double value) {
-  if (ranks_.size() == 1) return value;
+double StateAccess::agree_max(double value) {
+  if (units_.ranks().size() == 1) return value;
   at::Tensor all = at::full({1}, value, at::kDouble);
-  ranks_.agree(all, comm::ReduceOp::Max, "agreement");
+  units_.ranks().agree(all, comm::ReduceOp::Max, "agreement");
   return all.item<double>();
 }
 
-at::Tensor ShardedModel::get_full(int index, Quantity what) {
-  const std::lock_guard lock(hooks_.mutex());
+at::Tensor StateAccess::get_full(ParamId param, Quantity what) {
+  const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
-  const Slot& slot = slots_[index];
-  const Param& p = *slot.param;
-  if (what == Quantity::Master) adopt_param(slot, /*compare=*/false);
-  if (what == Quantity::Gradient && unreduced_) {  // on all ranks alike: nothing collective may follow
-    if (!reads_local_gradient(slot)) return {};
-    return shard::view_as_param(slot.unit->partial, p.range, p.form).to(at::kFloat, false, /*copy=*/true);
+  const Place& place = units_.trained(param, "get_full");
+  const Param& p = *place.param;
+  if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
+  if (what == Quantity::Gradient && driver_.unreduced()) {  // on all ranks alike: nothing collective may follow
+    if (!BackwardDriver::reads_local_gradient(place)) return {};
+    return shard::view_as_param(place.unit->partial, p.range, p.form).to(at::kFloat, false, /*copy=*/true);
   }
   if (what == Quantity::Gradient) {
-    const double seen = agree_max(reducer_->has_late() ? 2 : (p.has_grad ? 1 : 0));
+    const double seen = agree_max(driver_.reducer().has_late() ? 2 : (p.has_grad ? 1 : 0));
     if (seen == 0) return {};
     if (seen == 2) {
-      reducer_->reduce_late();
-      return get_full(index, what);
+      driver_.reducer().reduce_late();
+      return get_full(param, what);
     }
   }
-  const shard::Range source = slot.unit->owned_slice(p);
-  const at::Tensor buffer = what == Quantity::Master ? slot.unit->owned_weights() : owned_buffer(slot, what);
+  const shard::Range source = place.unit->owned_slice(p);
+  const at::Tensor buffer = what == Quantity::Master ? place.unit->owned_weights() : owned_buffer(place, what);
   if (!buffer.defined()) return {};
-  const at::Tensor full = gather_flat(
-      slot, what == Quantity::Master ? slot.unit->read_master(source) : buffer.narrow(0, source.begin, source.size()));
-  if (what == Quantity::Gradient && !reducer_->replicas_agree()) {
-    const auto op = options_.average ? comm::ReduceOp::Avg : comm::ReduceOp::Sum;
-    ranks_.replicate->all_reduce(full, op, "gradient of '" + p.name + "'").wait();
+  const at::Tensor full = gather_flat(place, what == Quantity::Master ? place.unit->read_master(source)
+                                                                      : buffer.narrow(0, source.begin, source.size()));
+  if (what == Quantity::Gradient && !driver_.reducer().replicas_agree()) {
+    const auto op = units_.options().average ? comm::ReduceOp::Avg : comm::ReduceOp::Sum;
+    units_.ranks().replicate->all_reduce(full, op, "gradient of '" + p.name + "'").wait();
   }
   return shard::view_as_param(full, {0, p.range.size()}, p.form);
 }
 
-// The user sets gradients where no backward ran: what they do not set is zero.
-void ShardedModel::settle_empty_units() {
-  for (const auto& unit : units_) {
-    if (unit->grad_state() != GradState::Empty) continue;
-    unit->grads.zero_();
-    unit->move_to(GradState::Reduced);
-    unit->reduced = true;
-  }
-  flushed_ = true;
-}
-
-void ShardedModel::set_full(int index, Quantity what, const at::Tensor& value) {
-  const std::lock_guard lock(hooks_.mutex());
+void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value) {
+  const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
-  const Slot& slot = slots_[index];
-  Param& p = *slot.param;
+  const Place& place = units_.trained(param, "set_full");
+  Param& p = *place.param;
   TESSERA_CHECK_VALUE(value.defined() && value.sizes() == p.tensor.sizes(), "engine.set_full", "parameter '", p.name,
                       "' has shape ", p.tensor.sizes(), ", the value ",
                       value.defined() ? value.sizes() : at::IntArrayRef{});
-  if (what == Quantity::Master) adopt_param(slot, /*compare=*/false);
+  if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
   if (what == Quantity::Gradient) {
-    if (reads_local_gradient(slot)) {
-      shard::view_as_param(slot.unit->partial, p.range, p.form).copy_(value);
+    if (BackwardDriver::reads_local_gradient(place)) {
+      shard::view_as_param(place.unit->partial, p.range, p.form).copy_(value);
       return;
     }
-    if (slot.unit->grad_state() == GradState::Empty) {
-      settle_empty_units();
+    if (place.unit->grad_state() == GradState::Empty) {
+      driver_.settle_empty_units();
     }
-    reduce_replicas();
+    driver_.reduce_replicas();
     p.has_grad = p.filled = true;
-    if (slot.unit->grads_are_visible()) {
-      p.tensor.mutable_grad() = shard::view_as_param(slot.unit->grads, p.range, p.form);
+    if (place.unit->grads_are_visible()) {
+      p.tensor.mutable_grad() = shard::view_as_param(place.unit->grads, p.range, p.form);
     }
   }
-  const shard::Range mine = local_range(index);
-  const shard::Range target = slot.unit->owned_slice(p);
+  const shard::Range mine = units_.local_range(place);
+  const shard::Range target = place.unit->owned_slice(p);
   const at::Tensor values = shard::flatten_like_param(value, p.form).narrow(0, mine.begin, mine.size());
   if (what == Quantity::Master) {
-    shared_.readers_done("new masters");
-    slot.unit->write_master(target, values);
-    shared_.written("new masters");
+    units_.shared().readers_done("new masters");
+    place.unit->write_master(target, values);
+    units_.shared().written("new masters");
     return;
   }
-  const at::Tensor buffer = owned_buffer(slot, what);
+  const at::Tensor buffer = owned_buffer(place, what);
   TESSERA_CHECK_VALUE(buffer.defined(), "engine.set_full", "parameter '", p.name, "' has no such state");
   buffer.narrow(0, target.begin, target.size()).copy_(values);
 }

@@ -13,6 +13,7 @@
 #include "tessera/shard/placement.h"
 #include "tessera/shard/storage.h"
 #include "tessera/zero/flat_params.h"
+#include "tessera/zero/model_param.h"
 #include "tessera/zero/options.h"
 
 namespace tessera::zero {
@@ -37,7 +38,7 @@ enum class LaunchAt : uint8_t {
 struct Param {
   std::string name;
   at::Tensor tensor;  // the module's own leaf; bound to Unit::flat
-  int index = -1;     // in the engine's list
+  ParamId id = -1;
   int group = 0;
   shard::Range range;      // in the flat space
   shard::Form form{};      // there
@@ -92,7 +93,6 @@ class Unit {
   shard::Layout layout;
   shard::Range owned;                // range of the flat space whose states this rank keeps
   std::unique_ptr<FlatParams> flat;  // compute parameters, param dtype
-  int number = -1;                   // in the unsharder
   at::Tensor grads;                  // whole (stages 0, 1, or one rank) or the owned range (stage 2); grad dtype
   at::Tensor partial;  // local contributions, whole: `grads` itself or a pooled bucket; undefined while Empty
   bool partial_pooled = false;
@@ -108,6 +108,7 @@ class Unit {
   at::Tensor master;                 // owned range, fp32; amp::Master::Fp32 only
   at::Tensor residual;               // owned range, int16; amp::Master::Split only
   std::array<at::Tensor, 2> states;  // owned range
+  at::Tensor client_grads;           // owned range, what a client's optimizer reads; only while it runs
 
  private:
   at::ScalarType state_dtype_ = at::kFloat;

@@ -89,7 +89,7 @@ TEST(EngineAutocast, MarkedGradientsTravelInTheirDtype) {
           loss.backward();
           bytes[marked] = group->stats().reduce_scatter.bytes + group->stats().all_reduce.bytes;
           for (int i = 0; i < 5; ++i)
-            grads[marked].push_back(engine.get_full(i, Quantity::Gradient));
+            grads[marked].push_back(engine.states().get_full(i, Quantity::Gradient));
           EXPECT_TRUE(engine.step());
         }
         EXPECT_LT(bytes[1], (others ? 0.53 : 0.6) * static_cast<double>(bytes[0])) << "stage " << stage;
@@ -121,14 +121,14 @@ TEST(EngineAutocast, AccumulationStaysInTheGradientsDtype) {
       Engine engine = marked_engine(run, toy, comm::Mesh(group), at::kBFloat16);
       for (const float value : {2.0F, 1.0F / 64}) {  // halves: 1 + 1/128 needs 8 bits, 1 + 2^-7 ...
         engine.pre_forward();
-        engine.gather({0, 1, 2, 3, 4});
+        engine.regions().open({0, 1, 2, 3, 4});
         at::Tensor sum = toy.tensors[3].sum() * value;
         engine.post_forward({sum});
         sum.backward();
-        engine.release({0, 1, 2, 3, 4});
+        engine.regions().close({0, 1, 2, 3, 4});
         if (value > 1) engine.step();
       }
-      const at::Tensor grad = engine.get_full(3, Quantity::Gradient);
+      const at::Tensor grad = engine.states().get_full(3, Quantity::Gradient);
       EXPECT_TRUE(grad.eq(1.0F + 1.0F / 128).all().item<bool>()) << stage << " " << grad[0][0].item<float>();
       EXPECT_TRUE(engine.step());
     });
@@ -146,7 +146,7 @@ TEST(EngineAutocast, HybridShardingCastsOnBothAxes) {
         Engine engine = marked_engine(run, toy, mesh, marked ? std::optional(at::kBFloat16) : std::nullopt);
         toy_forward(engine, toy, toy_batch(rank, 0)).backward();
         for (int i = 0; i < 5; ++i)
-          grads[marked].push_back(engine.get_full(i, Quantity::Gradient));
+          grads[marked].push_back(engine.states().get_full(i, Quantity::Gradient));
         EXPECT_TRUE(engine.step());
       }
       for (int i = 0; i < 5; ++i) {
@@ -171,28 +171,28 @@ TEST(EngineAutocast, GatheredValuesAreRoundedForModulesOnly) {
     const at::Tensor& w1 = toy.tensors[3];
     const at::Tensor exact = plain.tensors[3].detach(), rounded = exact.to(at::kBFloat16).to(at::kFloat);
     ASSERT_FALSE(exact.equal(rounded));
-    const int module = engine.add_module({2, 3});
+    const int module = engine.modules().add({2, 3});
     const auto in_module = [&](const std::function<void()>& body) {
       engine.pre_forward();
-      engine.enter_module(module);
-      engine.note_inputs({});
+      engine.modules().enter(module);
+      engine.modules().note_inputs({});
       body();
-      engine.leave_module(module, {});
+      engine.modules().leave(module, {});
       engine.post_forward({});
     };
     for (int i = 0; i < 3; ++i) {  // from the second time on with prefetched units
       in_module([&] {
         EXPECT_TRUE(w1.equal(rounded));
         EXPECT_TRUE(toy.tensors[2].equal(plain.tensors[2])) << "not marked";
-        engine.gather({3});  // a region inside: the exact values take the place
+        engine.regions().open({3});  // a region inside: the exact values take the place
         EXPECT_TRUE(w1.equal(exact));
-        engine.release({3}, Engine::Writes::Own);
+        engine.regions().close({3}, zero::Writes::Own);
       });
-      engine.gather({3});
+      engine.regions().open({3});
       EXPECT_TRUE(w1.equal(exact));
       in_module([&] { EXPECT_TRUE(w1.equal(exact)); });
-      engine.release({3}, Engine::Writes::FromRank, 1);
-      EXPECT_TRUE(engine.get_full(3, Quantity::Master).equal(exact)) << "written back unharmed";
+      engine.regions().close({3}, zero::Writes::FromRank, 1);
+      EXPECT_TRUE(engine.states().get_full(3, Quantity::Master).equal(exact)) << "written back unharmed";
     }
     const int64_t steady = engine.memory().buckets;
     for (int i = 0; i < 3; ++i) {

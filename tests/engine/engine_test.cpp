@@ -44,7 +44,7 @@ Outcome train(const ToyRun& run, int world, int steps, bool check_reference = fa
       }
       std::vector<at::Tensor> grads;
       for (size_t i = 0; i < toy.tensors.size(); ++i)
-        grads.push_back(engine.get_full(i, Quantity::Gradient));
+        grads.push_back(engine.states().get_full(i, Quantity::Gradient));
       EXPECT_TRUE(engine.step());
       if (check_reference) {
         reference.step();
@@ -57,7 +57,7 @@ Outcome train(const ToyRun& run, int world, int steps, bool check_reference = fa
             EXPECT_LE(gap.abs().max().item<double>(), ulp * reference.grads[i].abs().max().item<double>())
                 << "gradient of " << Toy::kNames[i] << " in step " << step;
           }
-          const at::Tensor master = engine.get_full(i, Quantity::Master), expected = reference.masters()[i];
+          const at::Tensor master = engine.states().get_full(i, Quantity::Master), expected = reference.masters()[i];
           const double apart = (master - expected).norm().item<double>() / expected.norm().item<double>();
           EXPECT_LE(apart, rounds_often ? ulp : 1e-6) << "master of " << Toy::kNames[i] << " in step " << step;
         }
@@ -65,12 +65,12 @@ Outcome train(const ToyRun& run, int world, int steps, bool check_reference = fa
       }
       if (step + 1 == steps) {
         std::vector<at::Tensor> masters, weights;
-        engine.gather({0, 1, 2, 3, 4});
+        engine.regions().open({0, 1, 2, 3, 4});
         for (size_t i = 0; i < toy.tensors.size(); ++i) {
-          masters.push_back(engine.get_full(i, Quantity::Master));
+          masters.push_back(engine.states().get_full(i, Quantity::Master));
           weights.push_back(toy.tensors[i].detach().clone());
         }
-        engine.release({0, 1, 2, 3, 4});
+        engine.regions().close({0, 1, 2, 3, 4});
         const std::lock_guard lock(mutex);
         if (outcome.weights.empty()) {
           outcome = {masters, weights, grads, *engine.global_grad_norm()};

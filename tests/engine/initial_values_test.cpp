@@ -32,8 +32,10 @@ TEST(InitialValues, ParametersThatTheModelDoesNotHoldAreSharedAndCast) {
   run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
     const std::vector<engine::ParamSpec> specs{{"frozen", at::full({3}, rank + 1.5)},
                                                {"count", at::full({2}, rank, at::kLong)},
-                                               {"held", at::full({2}, rank + 1.0)}};
-    engine::share_unmanaged(zero::DataParallel(group), specs, {-1, -1, 0}, at::kBFloat16);
+                                               {"held", at::full({2}, rank + 1.0), 0}};
+    zero::Options options;
+    options.precision.param = at::kBFloat16;
+    engine::share_unmanaged(zero::DataParallel(group), options, specs);
     EXPECT_TRUE(specs[0].tensor.equal(at::full({3}, 1.5, at::kBFloat16)));
     EXPECT_TRUE(specs[1].tensor.equal(at::zeros({2}, at::kLong)));
     EXPECT_TRUE(specs[2].tensor.equal(at::full({2}, rank + 1.0)));

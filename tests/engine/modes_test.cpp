@@ -44,7 +44,7 @@ States train(const PrecisionPolicy& policy, int stage, int world, int accumulati
     std::vector<at::Tensor> values;
     for (size_t i = 0; i < toy.tensors.size(); ++i) {
       for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1})
-        values.push_back(engine.get_full(static_cast<int>(i), what));
+        values.push_back(engine.states().get_full(static_cast<int>(i), what));
     }
     if (rank == 0) states.values = values;
   });
@@ -95,7 +95,7 @@ TEST(Modes, AReplayIsBitEqualAndAnotherSeedIsNot) {
       toy_forward(engine, toy, toy_batch(0, step)).backward();
       engine.step();
     }
-    return engine.get_full(3, Quantity::Master);
+    return engine.states().get_full(3, Quantity::Master);
   };
   EXPECT_TRUE(run(1).equal(run(1)));
   EXPECT_FALSE(run(1).equal(run(2)));
@@ -130,7 +130,7 @@ TEST(Modes, UpdatesBelowTheLastPlaceAreKeptInTheMean) {
     Engine engine = sgd_engine(model, policy, step);
     model.weight.sum().backward();
     engine.step();
-    return engine.get_full(0, Quantity::Master).to(at::kDouble).mean().item<double>();
+    return engine.states().get_full(0, Quantity::Master).to(at::kDouble).mean().item<double>();
   };
   EXPECT_EQ(mean_after(kExact), 1 - step);
   EXPECT_EQ(mean_after(mode(at::kBFloat16, Master::Weight, at::kBFloat16, Rounding::Nearest)), 1);
@@ -148,7 +148,7 @@ TEST(Modes, GradientsOfManyMicroBatchesAddUp) {
       (model.weight.sum() * (micro == 0 ? kMicro : 1)).backward();
       if (micro + 1 < kMicro) engine.step();
     }
-    return engine.get_full(0, Quantity::Gradient).to(at::kDouble).mean().item<double>();
+    return engine.states().get_full(0, Quantity::Gradient).to(at::kDouble).mean().item<double>();
   };
   PrecisionPolicy stochastic = kExact, wide = kExact;
   stochastic.grad_rounding = Rounding::Stochastic;
@@ -162,21 +162,21 @@ TEST(Modes, StatesSpeakFp32AndTakeEveryBit) {
   over_stages({1, 2}, {.precision = kBalanced}, [](const ToyRank& on) {
     toy_forward(on.engine, on.toy, toy_batch(on.rank, 0)).backward();
     on.engine.step();
-    EXPECT_EQ(on.engine.local_view(3, Quantity::State0).scalar_type(), at::kBFloat16);
-    EXPECT_EQ(on.engine.get_full(3, Quantity::State0).scalar_type(), at::kFloat);
-    EXPECT_EQ(on.engine.local_view(3, Quantity::Master).scalar_type(), at::kFloat);
+    EXPECT_EQ(on.engine.states().local_view(3, Quantity::State0).scalar_type(), at::kBFloat16);
+    EXPECT_EQ(on.engine.states().get_full(3, Quantity::State0).scalar_type(), at::kFloat);
+    EXPECT_EQ(on.engine.states().local_view(3, Quantity::Master).scalar_type(), at::kFloat);
     auto generator = at::make_generator<at::CPUGeneratorImpl>(5);
     const at::Tensor value = at::randn({17, 5}, generator, at::kFloat);
-    on.engine.set_full(3, Quantity::Master, value);
+    on.engine.states().set_full(3, Quantity::Master, value);
     on.engine.refresh_params();
-    EXPECT_TRUE(on.engine.get_full(3, Quantity::Master).equal(value));
-    on.engine.gather({3});
+    EXPECT_TRUE(on.engine.states().get_full(3, Quantity::Master).equal(value));
+    on.engine.regions().open({3});
     EXPECT_TRUE(on.toy.tensors[3].detach().equal(bf16_half_up(value)));
-    on.engine.release({3});
-    const auto mine = on.engine.local_view(3, Quantity::Master);
-    on.engine.set_local(3, Quantity::Master, mine * 3);
+    on.engine.regions().close({3});
+    const auto mine = on.engine.states().local_view(3, Quantity::Master);
+    on.engine.states().set_local(3, Quantity::Master, mine * 3);
     on.engine.refresh_params();
-    EXPECT_TRUE(on.engine.get_full(3, Quantity::Master).equal(value * 3));
+    EXPECT_TRUE(on.engine.states().get_full(3, Quantity::Master).equal(value * 3));
   });
 }
 
@@ -184,16 +184,17 @@ TEST(Modes, RegionsKeepTheBitsOfWhatWasNotWritten) {
   over_stages({2}, {.precision = kExact}, [](const ToyRank& on) {
     toy_forward(on.engine, on.toy, toy_batch(on.rank, 0)).backward();
     on.engine.step();
-    const at::Tensor kept = on.engine.get_full(3, Quantity::Master);
+    const at::Tensor kept = on.engine.states().get_full(3, Quantity::Master);
     EXPECT_FALSE(kept.equal(kept.to(at::kBFloat16).to(at::kFloat))) << "masters hold more than bf16";
     for (const auto writes : {zero::Writes::Own, zero::Writes::FromRank}) {
-      on.engine.gather({3, 4});
+      on.engine.regions().open({3, 4});
       const at::Tensor weight = on.toy.tensors[4].detach();
       if (writes == zero::Writes::Own || on.rank == 1) weight.fill_(writes == zero::Writes::Own ? 2.0 : 3.0);
-      on.engine.release({3, 4}, writes, 1);
-      EXPECT_TRUE(on.engine.get_full(3, Quantity::Master).equal(kept)) << "stage " << on.stage;
-      EXPECT_TRUE(
-          on.engine.get_full(4, Quantity::Master).equal(at::full({5, 3}, writes == zero::Writes::Own ? 2.0 : 3.0)))
+      on.engine.regions().close({3, 4}, writes, 1);
+      EXPECT_TRUE(on.engine.states().get_full(3, Quantity::Master).equal(kept)) << "stage " << on.stage;
+      EXPECT_TRUE(on.engine.states()
+                      .get_full(4, Quantity::Master)
+                      .equal(at::full({5, 3}, writes == zero::Writes::Own ? 2.0 : 3.0)))
           << "stage " << on.stage;
     }
   });
@@ -220,9 +221,9 @@ TEST(Modes, AClientsOptimizerHasMastersThatAreTensors) {
   toy_forward(engine, toy, toy_batch(0, 0)).backward();
   engine.step([&] {
     for (int i = 0; i < 5; ++i)
-      engine.local_view(i, Quantity::Master).sub_(engine.local_view(i, Quantity::Gradient));
+      engine.states().local_view(i, Quantity::Master).sub_(engine.states().local_view(i, Quantity::Gradient));
   });
-  EXPECT_TRUE(toy.tensors[3].detach().equal(engine.get_full(3, Quantity::Master).to(at::kBFloat16)));
+  EXPECT_TRUE(toy.tensors[3].detach().equal(engine.states().get_full(3, Quantity::Master).to(at::kBFloat16)));
 }
 
 }  // namespace tessera::testing

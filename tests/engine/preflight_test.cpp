@@ -45,9 +45,9 @@ TEST(Preflight, AModelOfALiveEngineIsRefusedBeforeItIsTouched) {
   const Toy toy;
   for (const bool bf16 : {false, true}) {
     Engine first = toy_engine({.stage = 1}, toy, comm::single_group());
-    const at::Tensor master = first.get_full(3, engine::Quantity::Master).clone();
+    const at::Tensor master = first.states().get_full(3, engine::Quantity::Master).clone();
     EXPECT_HAS(refusal(toy, toy.specs(), toy_options({.bf16 = bf16})), "'a' already belongs to a live engine");
-    EXPECT_TRUE(first.get_full(3, engine::Quantity::Master).equal(master));
+    EXPECT_TRUE(first.states().get_full(3, engine::Quantity::Master).equal(master));
     toy_forward(first, toy, toy_batch(0, 0)).backward();
     EXPECT_TRUE(first.step());
     first.destroy();

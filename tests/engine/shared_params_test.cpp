@@ -37,10 +37,10 @@ void fill(const at::Tensor& parameter, double value) {
 using Seen = std::vector<at::Tensor>;
 
 void see_values(Engine& engine, const Toy& toy, Seen& seen) {
-  engine.gather(kAll, /*writable=*/false);
+  engine.regions().open(kAll, /*writable=*/false);
   for (const at::Tensor& t : toy.tensors)
     seen.push_back(t.detach().clone());
-  engine.release(kAll);
+  engine.regions().close(kAll);
 }
 
 void train_step(Engine& engine, const Toy& toy, int rank, int step, int accumulation, Seen& seen) {
@@ -63,34 +63,35 @@ Seen live_through(Engine& engine, const Toy& toy, int rank, int world, int accum
         seen.push_back(toy_forward(engine, toy, toy_batch(rank, 50 + i)));
     }
     if (step == 2) {  // all write, one rank's values hold
-      engine.gather({3, 0});
+      engine.regions().open({3, 0});
       fill(toy.tensors[3], 0.25 * (rank + 1));
       fill(toy.tensors[0], 1 + rank);
-      engine.release({3, 0}, Engine::Writes::FromRank, world - 1);
+      engine.regions().close({3, 0}, zero::Writes::FromRank, world - 1);
       see_values(engine, toy, seen);
     }
     if (step == 3) {
-      engine.set_full(1, Quantity::Master, at::full({3}, 0.3));
-      const auto [begin, end] = engine.local_range(4);
-      const at::Tensor mine = engine.local_view(4, Quantity::Master);
-      engine.set_local(4, Quantity::Master, at::full(mine.sizes(), 0.1 * (1 + static_cast<double>(end - begin) / 100)));
+      engine.states().set_full(1, Quantity::Master, at::full({3}, 0.3));
+      const auto [begin, end] = engine.states().local_range(4);
+      const at::Tensor mine = engine.states().local_view(4, Quantity::Master);
+      engine.states().set_local(4, Quantity::Master,
+                                at::full(mine.sizes(), 0.1 * (1 + static_cast<double>(end - begin) / 100)));
       engine.refresh_params();
       see_values(engine, toy, seen);
     }
     if (step == 4) {  // all write the same
-      engine.gather(kAll);
+      engine.regions().open(kAll);
       for (const at::Tensor& t : toy.tensors) {
         const at::NoGradGuard no_grad;
         at::Tensor(t).mul_(0.5);
       }
-      engine.release(kAll, Engine::Writes::Own);
+      engine.regions().close(kAll, zero::Writes::Own);
       engine.adopt_params();
     }
   }
   see_values(engine, toy, seen);
   for (const int i : kAll) {
     for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1})
-      seen.push_back(engine.get_full(i, what).clone());
+      seen.push_back(engine.states().get_full(i, what).clone());
   }
   return seen;
 }
@@ -183,9 +184,9 @@ TEST(SharedEngine, HoldsParametersOncePerHost) {
                  EXPECT_LE(memory.shared, 2 * 4 * 32 * world * 5);
                  if (stage == 3) {
                    EXPECT_EQ(memory.buckets - engine.memory().buckets, 0);
-                   engine.gather(kAll, /*writable=*/false);
+                   engine.regions().open(kAll, /*writable=*/false);
                    EXPECT_EQ(engine.memory().buckets, memory.buckets) << "reading copies nothing";
-                   engine.release(kAll);
+                   engine.regions().close(kAll);
                  }
                  return seen;
                });
@@ -228,30 +229,30 @@ TEST(SharedEngine, FastRanksWaitForSlowOnes) {
         train_step(engine, toy, rank, step, 1, seen);
         const int writer = step % 2, other = 1 - writer;
         lag(other);  // late to the region, whose values are the old ones
-        engine.gather({4});
+        engine.regions().open({4});
         seen.push_back(toy.tensors[4].detach().clone());
         fill(toy.tensors[4], 0.1 * (step + 1));
-        engine.release({4}, Engine::Writes::FromRank, writer);
+        engine.regions().close({4}, zero::Writes::FromRank, writer);
         lag(other);  // late to its forward, while the other has written a region of its own
         evaluate(75);
-        engine.gather({0});
+        engine.regions().open({0});
         fill(toy.tensors[0], 0.2 * (step + 1));
-        engine.release({0}, Engine::Writes::Own);
+        engine.regions().close({0}, zero::Writes::Own);
         lag(other);  // late to its forward, while the other refreshes what it wrote to its masters
         evaluate(76);
-        fill(engine.local_view(1, Quantity::Master), 0.03 * (step + 1));
+        fill(engine.states().local_view(1, Quantity::Master), 0.03 * (step + 1));
         lag(other);
         evaluate(76);
         engine.refresh_params();
         lag(other);  // late to its forward, while the other goes on to the setters
         evaluate(77);
-        engine.set_full(3, Quantity::Master, at::full({17, 5}, 0.01 * (step + 1)));
+        engine.states().set_full(3, Quantity::Master, at::full({17, 5}, 0.01 * (step + 1)));
         engine.refresh_params();
         evaluate(78);
         lag(writer);
         evaluate(79);
-        const at::Tensor mine = engine.local_view(2, Quantity::Master);
-        engine.set_local(2, Quantity::Master, at::full(mine.sizes(), 0.1 * step));
+        const at::Tensor mine = engine.states().local_view(2, Quantity::Master);
+        engine.states().set_local(2, Quantity::Master, at::full(mine.sizes(), 0.1 * step));
         lag(other);
         engine.refresh_params();
         evaluate(80);
@@ -269,20 +270,20 @@ TEST(SharedEngine, FastRanksWaitForSlowOnes) {
 
 TEST(SharedEngine, ForeignEditsAreRefusedWhereTheyCanBeSeen) {
   on_ranks(Over::Segments, 2, {.stage = 3, .persistence = 0, .share = true}, [](Engine& engine, const Toy& toy, int) {
-    engine.gather({4}, /*writable=*/false);
+    engine.regions().open({4}, /*writable=*/false);
     fill(toy.tensors[4], 1);
-    EXPECT_HAS(error_of([&] { engine.release({4}); }), "reached the other ranks");
-    engine.gather({4}, /*writable=*/false);
-    EXPECT_HAS(error_of([&] { engine.release({4}, Engine::Writes::FromRank, 0); }), "for reading only");
+    EXPECT_HAS(error_of([&] { engine.regions().close({4}); }), "reached the other ranks");
+    engine.regions().open({4}, /*writable=*/false);
+    EXPECT_HAS(error_of([&] { engine.regions().close({4}, zero::Writes::FromRank, 0); }), "for reading only");
     return Seen{};
   });
   on_ranks(Over::Segments, 2, {.stage = 2, .share = true}, [](Engine& engine, const Toy& toy, int rank) {
     Seen seen;
-    engine.gather({4});
+    engine.regions().open({4});
     engine.backward(toy_forward(engine, toy, toy_batch(rank, 0)));
     EXPECT_HAS(error_of([&] { engine.step(); }), "in use");
     EXPECT_HAS(error_of([&] { engine.refresh_params(); }), "in use");
-    engine.release({4}, Engine::Writes::FromRank, 0);
+    engine.regions().close({4}, zero::Writes::FromRank, 0);
     EXPECT_TRUE(engine.step());
     at::Tensor(toy.tensors[4]).set_data(at::ones({5, 3}));
     EXPECT_HAS(error_of([&] { engine.refresh_params(); }), "'w2' was replaced");
@@ -329,9 +330,9 @@ TEST(SharedEngine, ServesHybridSharding) {
         Engine engine(toy_options({.stage = stage, .bf16 = true, .share = share}), mesh, toy.specs(), {toy_adamw()});
         for (int step = 0; step < 3; ++step)
           train_step(engine, toy, rank, step, 1, seen[share][rank]);
-        engine.gather({3});
+        engine.regions().open({3});
         fill(toy.tensors[3], 0.5 * rank);
-        engine.release({3}, Engine::Writes::FromRank, 3);
+        engine.regions().close({3}, zero::Writes::FromRank, 3);
         train_step(engine, toy, rank, 3, 1, seen[share][rank]);
         see_values(engine, toy, seen[share][rank]);
         EXPECT_EQ(engine.memory().shared > 0, share);
@@ -409,7 +410,9 @@ TEST(SharedEngine, ServesClientOptimizers) {
             if (rank == step % 2) std::this_thread::sleep_for(std::chrono::milliseconds(20));
             const at::NoGradGuard no_grad;
             for (const int i : kAll)
-              engine.local_view(i, Quantity::Master).sub_(engine.local_view(i, Quantity::Gradient), 0.1);
+              engine.states()
+                  .local_view(i, Quantity::Master)
+                  .sub_(engine.states().local_view(i, Quantity::Gradient), 0.1);
           };
           for (; step < 4; ++step) {
             const at::Tensor loss = toy_forward(engine, toy, toy_batch(rank, step));

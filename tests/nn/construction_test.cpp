@@ -33,7 +33,7 @@ std::vector<at::Tensor> train(Engine<torch::nn::SequentialImpl> engine) {
   }
   std::vector<at::Tensor> weights;
   for (size_t i = 0; i < engine.core().params().size(); ++i)
-    weights.push_back(engine.core().get_full(static_cast<int>(i), engine::Quantity::Master));
+    weights.push_back(engine.core().states().get_full(static_cast<int>(i), engine::Quantity::Master));
   return weights;
 }
 

@@ -149,7 +149,7 @@ TEST(Engine, AutocastAsByHand) {
           if (dtype == at::kHalf) {
             EXPECT_EQ(engine.loss_scale(), 65536);
             EXPECT_THROW(std::get<0>(engine.forward(data.x, data.y)).backward(), std::exception);
-            engine.core().set_loss_scale(scale);
+            engine.core().scaling().set_scale(scale);
           }
           for (int i = 0; i < 3; ++i) {
             const auto [loss, hidden] = engine.forward(data.x, data.y);
@@ -160,7 +160,7 @@ TEST(Engine, AutocastAsByHand) {
           }
           int number = 0;
           for (const auto& item : reference.named_parameters()) {
-            EXPECT_TRUE(engine.core().get_full(number++, engine::Quantity::Master).equal(item.value()))
+            EXPECT_TRUE(engine.core().states().get_full(number++, engine::Quantity::Master).equal(item.value()))
                 << item.key() << " in stage " << stage;
           }
         });

@@ -65,7 +65,7 @@ Trained train(const Training& t) {
     for (size_t i = 0; i < toy.tensors.size(); ++i) {
       for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1}) {
         if (t.rule != optim::Rule::Adam && what == Quantity::State1) continue;
-        mine.values.push_back(engine.get_full(static_cast<int>(i), what));
+        mine.values.push_back(engine.states().get_full(static_cast<int>(i), what));
         EXPECT_EQ(mine.values.back().device(), device);
       }
     }

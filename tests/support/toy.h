@@ -52,19 +52,19 @@ struct Toy {
     if (engine == nullptr) return body();
     if (modules.empty()) {
       for (const auto& params : std::vector<std::vector<int>>{{2, 3}, {1, 4}, {0}})
-        modules.push_back(engine->add_module(params));
+        modules.push_back(engine->modules().add(params));
     }
     const int id = modules[number];
     if (id < 0) return body();
-    if (engine->enter_module(id)) engine->note_inputs({input});
+    if (engine->modules().enter(id)) engine->modules().note_inputs({input});
     at::Tensor output;
     try {
       output = body();
     } catch (...) {
-      engine->abort_module(id);
+      engine->modules().abort(id);
       throw;
     }
-    engine->leave_module(id, {output});
+    engine->modules().leave(id, {output});
     return output;
   }
   mutable std::vector<int> modules;  // numbers in the engine, once registered

@@ -66,7 +66,7 @@ TEST(HybridSharding, TrainsAsPlainPyTorchAndAlikeOnAllReplicas) {
             const double tolerance = bf16 ? 0.02 : 1e-5;
             EXPECT_NEAR(engine.global_grad_norm().value(), reference.norm, tolerance * reference.norm) << stage;
             for (size_t i = 0; i < toy.tensors.size(); ++i) {
-              const at::Tensor master = engine.get_full(static_cast<int>(i), Quantity::Master);
+              const at::Tensor master = engine.states().get_full(static_cast<int>(i), Quantity::Master);
               EXPECT_TRUE(at::allclose(master, reference.masters()[i], tolerance, tolerance)) << stage << " " << i;
               at::Tensor first = master.clone();
               mesh.group(comm::Axis::DpReplicate)->broadcast(first, 0, "the first replica's").wait();
@@ -119,12 +119,12 @@ TEST(HybridSharding, GradientsMayBeReadAndSetBetweenMicroBatches) {
         return average ? sum / 4 : sum;
       };
       toy_forward(engine, toy, toy_batch(rank, 0)).backward();
-      EXPECT_TRUE(at::allclose(engine.get_full(4, Quantity::Gradient), total(0), 1e-4, 1e-6));
-      engine.set_full(4, Quantity::Gradient, at::full({5, 3}, 0.5));
-      EXPECT_TRUE(engine.get_full(4, Quantity::Gradient).equal(at::full({5, 3}, 0.5)));
+      EXPECT_TRUE(at::allclose(engine.states().get_full(4, Quantity::Gradient), total(0), 1e-4, 1e-6));
+      engine.states().set_full(4, Quantity::Gradient, at::full({5, 3}, 0.5));
+      EXPECT_TRUE(engine.states().get_full(4, Quantity::Gradient).equal(at::full({5, 3}, 0.5)));
       engine.step();
       toy_forward(engine, toy, toy_batch(rank, 1)).backward();
-      EXPECT_TRUE(at::allclose(engine.get_full(4, Quantity::Gradient), total(1) + 0.5, 1e-4, 1e-6));
+      EXPECT_TRUE(at::allclose(engine.states().get_full(4, Quantity::Gradient), total(1) + 0.5, 1e-4, 1e-6));
       engine.step();
     });
   }
@@ -135,13 +135,13 @@ TEST(HybridSharding, RegionsTakeTheWritesOfAnyRank) {
     const Toy toy;
     Engine engine = hybrid_engine({.stage = 3}, toy, mesh);
     for (int writer = 0; writer < 4; ++writer) {
-      engine.gather({3, 4});
+      engine.regions().open({3, 4});
       toy.tensors[4].detach().fill_(rank);
-      engine.release({3, 4}, Engine::Writes::FromRank, writer);
-      EXPECT_TRUE(engine.get_full(4, Quantity::Master).equal(at::full({5, 3}, writer)));
+      engine.regions().close({3, 4}, zero::Writes::FromRank, writer);
+      EXPECT_TRUE(engine.states().get_full(4, Quantity::Master).equal(at::full({5, 3}, writer)));
     }
-    engine.gather({4});
-    EXPECT_HAS(error_of([&] { engine.release({4}, Engine::Writes::FromRank, 4); }), "no rank of a group of 4");
+    engine.regions().open({4});
+    EXPECT_HAS(error_of([&] { engine.regions().close({4}, zero::Writes::FromRank, 4); }), "no rank of a group of 4");
   });
 }
 

@@ -26,7 +26,7 @@ std::vector<at::Tensor> plain_grads(const std::function<at::Tensor(const Toy&)>&
 
 void expect_grads(Engine& engine, const std::vector<at::Tensor>& expected, const std::string& what) {
   for (size_t i = 0; i < expected.size(); ++i) {
-    at::Tensor grad = engine.get_full(i, Quantity::Gradient);
+    at::Tensor grad = engine.states().get_full(i, Quantity::Gradient);
     if (!grad.defined()) grad = at::zeros_like(expected[i]);
     EXPECT_TRUE(at::allclose(grad, expected[i], 1e-5, 1e-7)) << what << ": " << Toy::kNames[i];
   }
@@ -68,9 +68,9 @@ TEST(Hooks, ModuleCalledDirectlyAndLossTermsOutsideForward) {
   const auto loss = [](const Toy& toy) { return toy.loss(data()) + toy.tensors[3].square().sum(); };
   const auto expected = plain_grads(loss);
   every_stage([&](Engine& engine, const Toy& toy, int) {
-    engine.gather({0, 1, 2, 3, 4});  // where parameters are partitioned
-    loss(toy).backward();            // the engine saw no forward at all
-    engine.release({0, 1, 2, 3, 4});
+    engine.regions().open({0, 1, 2, 3, 4});  // where parameters are partitioned
+    loss(toy).backward();                    // the engine saw no forward at all
+    engine.regions().close({0, 1, 2, 3, 4});
     expect_grads(engine, expected, "direct call");
   });
 }
@@ -95,11 +95,11 @@ TEST(Hooks, AutogradGradHasNoSideEffect) {
     const at::Tensor loss = toy_forward(engine, toy, x);
     const auto grads = torch::autograd::grad({loss}, {x, toy.tensors[3]}, {}, /*retain_graph=*/true);
     EXPECT_EQ(grads.size(), 2U);
-    EXPECT_TRUE(engine.is_gathered(0));
-    EXPECT_EQ(engine.is_gathered(3), stage < 3 || engine.mesh().size(comm::Axis::DpShard) == 1);
-    EXPECT_FALSE(engine.get_full(3, Quantity::Gradient).defined());
+    EXPECT_TRUE(engine.regions().is_gathered(0));
+    EXPECT_EQ(engine.regions().is_gathered(3), stage < 3 || engine.mesh().size(comm::Axis::DpShard) == 1);
+    EXPECT_FALSE(engine.states().get_full(3, Quantity::Gradient).defined());
     loss.backward();
-    EXPECT_TRUE(at::allclose(engine.get_full(3, Quantity::Gradient), grads[1], 1e-5, 1e-7));
+    EXPECT_TRUE(at::allclose(engine.states().get_full(3, Quantity::Gradient), grads[1], 1e-5, 1e-7));
     EXPECT_TRUE(at::allclose(x.grad(), grads[0], 1e-5, 1e-7)) << "inputs' gradients are plain PyTorch's";
   });
 }
@@ -223,7 +223,7 @@ TEST(Hooks, ParametersUsedOnSomeRanksOnlyCountAsZeroElsewhere) {
       engine.post_forward({loss});
       loss.backward();
       for (int i = 0; i < 5; ++i) {
-        const at::Tensor grad = engine.get_full(i, Quantity::Gradient);
+        const at::Tensor grad = engine.states().get_full(i, Quantity::Gradient);
         const double expected = i < 3 ? 1.0 / 3 : 1.0;
         if (i == 4) {
           EXPECT_FALSE(grad.defined());
@@ -235,8 +235,8 @@ TEST(Hooks, ParametersUsedOnSomeRanksOnlyCountAsZeroElsewhere) {
       EXPECT_TRUE(engine.step());
       EXPECT_TRUE(untouched.equal(toy.tensors[4].detach())) << "no gradient anywhere: no weight decay either";
     }
-    EXPECT_EQ(engine.param_step(0), 3);
-    EXPECT_EQ(engine.param_step(4), 0);
+    EXPECT_EQ(engine.states().param_step(0), 3);
+    EXPECT_EQ(engine.states().param_step(4), 0);
   });
 }
 

@@ -1,4 +1,4 @@
-// Construction, p.grad of stage 0, no_sync and friends, memory, faults.
+// Memory, faults, the end.
 #include "tessera/zero/sharded_model.h"
 
 #include <gtest/gtest.h>
@@ -10,40 +10,6 @@ namespace tessera::testing {
 
 using engine::Engine;
 using engine::Quantity;
-
-TEST(ShardedModel, BadParametersAreValueErrors) {
-  const Toy toy;
-  const auto build = [&](std::vector<engine::ParamSpec> specs) {
-    Engine engine(toy_options({}), comm::Mesh(comm::single_group()), std::move(specs), {toy_adamw()});
-  };
-  auto twice = toy.specs();
-  twice.push_back(twice[0]);
-  EXPECT_THROW(build(twice), c10::ValueError);
-  auto integers = toy.specs();
-  integers[0].tensor = at::zeros({2}, at::kLong);
-  EXPECT_THROW(build(integers), c10::ValueError);
-  auto group = toy.specs();
-  group[1].group = 3;
-  EXPECT_THROW(build(group), c10::ValueError);
-  auto not_leaf = toy.specs();
-  not_leaf[0].tensor = toy.tensors[0] * 2;
-  EXPECT_THROW(build(not_leaf), c10::ValueError);
-}
-
-TEST(ShardedModel, UnmanagedParametersGetRankZerosValueAndTheComputeDtype) {
-  run_ranks(2, [](int rank, const comm::GroupPtr& group) {
-    const Toy toy;
-    ToyRun run;
-    run.bf16 = true;
-    auto specs = toy.specs();
-    specs[0].group = -1;
-    specs[0].tensor = at::full({1}, 5.0 + rank);
-    Engine engine(toy_options(run), comm::Mesh(group), specs, {toy_adamw()});
-    EXPECT_EQ(specs[0].tensor.scalar_type(), at::kBFloat16);
-    EXPECT_EQ(specs[0].tensor.item<float>(), 5.0F);
-    EXPECT_THROW(engine.get_full(0, Quantity::Master), c10::ValueError);
-  });
-}
 
 // Each buffer's bytes against the formula: (params + grads) whole or 1/N, states whole or 1/N.
 TEST(ShardedModel, MemoryIsTheFormula) {
@@ -71,69 +37,6 @@ TEST(ShardedModel, MemoryIsTheFormula) {
       }
     }
   }
-}
-
-TEST(ShardedModel, Stage0HonoursGradientsTheUserSets) {
-  const Toy toy;
-  Engine engine = toy_engine({}, toy, comm::single_group());
-  toy_forward(engine, toy, toy_batch(0, 0)).backward();
-  toy.tensors[0].mutable_grad() = at::full({1}, 3.0);  // replaced
-  toy.tensors[1].mutable_grad().mul_(0);               // edited in place
-  toy.tensors[2].mutable_grad().reset();               // dropped
-  const at::Tensor untouched = toy.tensors[2].detach().clone();
-  EXPECT_EQ(engine.get_full(0, Quantity::Gradient).defined(), true);
-  const double rest =
-      toy.tensors[3].grad().square().sum().item<double>() + toy.tensors[4].grad().square().sum().item<double>();
-  EXPECT_TRUE(engine.step());
-  EXPECT_NEAR(*engine.global_grad_norm(), std::sqrt(9.0 + rest), 1e-5);
-  EXPECT_TRUE(untouched.equal(toy.tensors[2].detach()));
-  EXPECT_EQ(engine.param_step(2), 0);
-}
-
-TEST(ShardedModel, Stage0StepsOnGradientsSetWithoutABackward) {
-  const Toy toy;
-  ToyRun run;
-  run.clip = 0;
-  Engine engine = toy_engine(run, toy, comm::single_group());
-  const at::Tensor before = toy.tensors[4].detach().clone();
-  toy.tensors[4].mutable_grad() = at::ones({5, 3});
-  EXPECT_TRUE(engine.step());
-  EXPECT_FALSE(before.equal(toy.tensors[4].detach()));
-  EXPECT_EQ(engine.param_step(4), 1);
-  EXPECT_EQ(engine.param_step(0), 0);
-}
-
-TEST(ShardedModel, NoSyncAccumulatesLocallyAndTheNextBackwardReducesAll) {
-  over_stages({2}, {.last_stage = 2}, [](const ToyRank& on) {
-    const auto& [engine, toy, rank, stage, group] = on;
-    group->reset_stats();
-    engine.begin_no_sync();
-    EXPECT_THROW(engine.begin_no_sync(), c10::Error);
-    EXPECT_THROW(engine.step(), c10::Error);
-    toy.tensors[1].sum().backward();
-    const auto& stats = group->stats();
-    EXPECT_EQ(stats.all_reduce.calls + stats.reduce_scatter.calls, 0);
-    EXPECT_TRUE(engine.get_full(1, Quantity::Gradient).equal(at::ones({3}))) << "the local gradient";
-    engine.end_no_sync();
-    (toy.tensors[1].sum() * (rank == 0 ? 2 : 4)).backward();
-    EXPECT_TRUE(at::allclose(engine.get_full(1, Quantity::Gradient), at::full({3}, 4.0))) << "1 + mean(2, 4)";
-  });
-}
-
-TEST(ShardedModel, CoalesceIssuesOneReductionForAllBackwardsInside) {
-  over_stages({2}, {.persistence = 0}, [](const ToyRank& on) {
-    const auto& [engine, toy, rank, stage, group] = on;
-    group->reset_stats();
-    engine.begin_coalesce();
-    EXPECT_THROW(engine.begin_no_sync(), c10::Error);
-    for (int i = 0; i < 3; ++i)
-      toy_forward(engine, toy, toy_batch(rank, i)).backward();
-    engine.end_coalesce();
-    const auto& stats = group->stats();
-    const int agreement = stage == 0 ? 1 : 0;  // on late gradients, where the user sees the sums
-    EXPECT_EQ(stats.all_reduce.calls + stats.reduce_scatter.calls, 3 + agreement) << "one for each unit";
-    EXPECT_TRUE(engine.step());
-  });
 }
 
 TEST(ShardedModel, AThrowingRankEndsTheOthersWithItsReason) {
@@ -176,7 +79,7 @@ TEST(ShardedModel, DestroyIsFinalAndKeepsValues) {
   EXPECT_TRUE(before.equal(toy.tensors[3].detach()));
   EXPECT_THROW(engine.step(), c10::Error);
   EXPECT_THROW(engine.pre_forward(), c10::Error);
-  EXPECT_THROW(engine.get_full(0, Quantity::Master), c10::Error);
+  EXPECT_THROW(engine.states().get_full(0, Quantity::Master), c10::Error);
 }
 
 }  // namespace tessera::testing

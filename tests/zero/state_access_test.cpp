@@ -20,12 +20,12 @@ TEST(StateAccess, WhatIsSetIsRead) {
     for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1, Quantity::Gradient}) {
       for (int i = 0; i < 5; ++i) {
         const at::Tensor value = at::arange(toy.tensors[i].numel(), at::kFloat).view(toy.tensors[i].sizes()) + i;
-        engine.set_full(i, what, value);
-        EXPECT_TRUE(engine.get_full(i, what).equal(value));
+        engine.states().set_full(i, what, value);
+        EXPECT_TRUE(engine.states().get_full(i, what).equal(value));
       }
     }
-    EXPECT_THROW(engine.set_full(0, Quantity::Master, at::zeros({2})), c10::ValueError);
-    EXPECT_THROW(engine.get_full(17, Quantity::Master), c10::ValueError);
+    EXPECT_THROW(engine.states().set_full(0, Quantity::Master, at::zeros({2})), c10::ValueError);
+    EXPECT_THROW(engine.states().get_full(17, Quantity::Master), c10::ValueError);
   });
 }
 
@@ -36,8 +36,8 @@ struct Whole {
 using Wholes = std::map<std::pair<std::string, Quantity>, Whole>;
 
 void put_together(Wholes& wholes, engine::Engine& engine) {
-  for (const shard::NamedShard& shard : engine.named_shards()) {
-    const at::Tensor values = engine.read_shard(shard);
+  for (const shard::NamedShard& shard : engine.states().named_shards()) {
+    const at::Tensor values = engine.states().read_shard(shard);
     EXPECT_EQ(values.sizes(), at::IntArrayRef{shard.range.size()}) << shard.name;
     EXPECT_EQ(values.scalar_type(), shard.dtype) << shard.name;
     if (shard.replica != 0) continue;
@@ -76,11 +76,11 @@ TEST(StateAccess, NamedShardsAreTheModelOnce) {
             const std::lock_guard lock(mutex);
             put_together(wholes, engine);
           }
-          engine.agree_max(0);  // all ranks have put in theirs
+          engine.states().agree_max(0);  // all ranks have put in theirs
           for (const int i : {0, 1, 3, 4}) {
             for (const Quantity what : kQuantities) {
               const bool is_master = what == Quantity::Master || what == Quantity::Weight;
-              const at::Tensor full = engine.get_full(i, is_master ? Quantity::Master : what);
+              const at::Tensor full = engine.states().get_full(i, is_master ? Quantity::Master : what);
               const std::lock_guard lock(mutex);
               const auto whole = wholes.find({specs[i].name, what});
               EXPECT_EQ(whole != wholes.end(), what != Quantity::Master || bf16) << "the fp32 weight is the master";
@@ -103,11 +103,11 @@ TEST(StateAccess, NamedShardsAreTheModelOnce) {
 TEST(StateAccess, MastersReachTheModuleWhenRefreshed) {
   over_stages({1, 3}, kBf16, [](const ToyRank& on) {
     const auto& [engine, toy, rank, stage, group] = on;
-    engine.set_full(3, Quantity::Master, at::full({17, 5}, 0.75));
+    engine.states().set_full(3, Quantity::Master, at::full({17, 5}, 0.75));
     const auto reached = [&] {
-      engine.gather({3});
+      engine.regions().open({3});
       const bool equal = toy.tensors[3].detach().equal(at::full({17, 5}, 0.75, at::kBFloat16));
-      engine.release({3});
+      engine.regions().close({3});
       return equal;
     };
     engine.refresh_params();
@@ -120,17 +120,17 @@ TEST(StateAccess, EditedParametersAreReadBackAndOthersKeepTheirMasters) {
     const auto& [engine, toy, rank, stage, group] = on;
     toy_forward(engine, toy, toy_batch(rank, 0)).backward();
     engine.step();
-    const at::Tensor untouched = engine.get_full(3, Quantity::Master);
+    const at::Tensor untouched = engine.states().get_full(3, Quantity::Master);
     {
       const at::NoGradGuard no_grad;
       at::Tensor(toy.tensors[4]).fill_(2.0);
     }
-    EXPECT_TRUE(engine.get_full(4, Quantity::Master).equal(at::full({5, 3}, 2.0)));
+    EXPECT_TRUE(engine.states().get_full(4, Quantity::Master).equal(at::full({5, 3}, 2.0)));
     toy.tensors[2].variable_data().fill_(3.0);  // as p.data.fill_(): torch counts no version
     engine.adopt_params();
     // Such an edit leaves the residual of a split master: less than half a unit in the last place.
-    EXPECT_LE((engine.get_full(2, Quantity::Master) - 3.0).abs().max().item<float>(), std::ldexp(1.0F, -7));
-    EXPECT_TRUE(engine.get_full(3, Quantity::Master).equal(untouched));
+    EXPECT_LE((engine.states().get_full(2, Quantity::Master) - 3.0).abs().max().item<float>(), std::ldexp(1.0F, -7));
+    EXPECT_TRUE(engine.states().get_full(3, Quantity::Master).equal(untouched));
   });
 }
 
@@ -140,9 +140,9 @@ TEST(StateAccess, LocalViewsAreTheRanksPartOfTheFullTensor) {
     toy_forward(engine, toy, toy_batch(rank, 0)).backward();
     engine.step();
     for (int i = 0; i < 5; ++i) {
-      const auto [begin, end] = engine.local_range(i);
-      const at::Tensor full = engine.get_full(i, Quantity::State0);
-      const at::Tensor local = engine.local_view(i, Quantity::State0);
+      const auto [begin, end] = engine.states().local_range(i);
+      const at::Tensor full = engine.states().get_full(i, Quantity::State0);
+      const at::Tensor local = engine.states().local_view(i, Quantity::State0);
       EXPECT_EQ(local.numel(), end - begin);
       EXPECT_TRUE(local.flatten().equal(full.flatten().narrow(0, begin, end - begin)));
       if (stage == 0) {
@@ -156,15 +156,15 @@ TEST(StateAccess, PartsThatTheClientKeepsAreGatheredAlike) {
   over_stages({1, 3}, kBf16, [](const ToyRank& on) {
     const auto& [engine, toy, rank, stage, group] = on;
     for (int i = 0; i < 5; ++i) {
-      const at::Tensor full = engine.get_full(i, Quantity::Master);
-      const at::Tensor part = engine.local_part(i, full);
-      EXPECT_EQ(part.sizes(), engine.local_view(i, Quantity::Master).sizes());
-      EXPECT_TRUE(part.equal(engine.local_view(i, Quantity::Master)));
-      EXPECT_TRUE(engine.gather_full(i, part).equal(full));
-      EXPECT_THROW(engine.gather_full(i, at::zeros({part.numel() + 1})), c10::ValueError);
-      EXPECT_THROW(engine.local_part(i, at::zeros({2})), c10::ValueError);
+      const at::Tensor full = engine.states().get_full(i, Quantity::Master);
+      const at::Tensor part = engine.states().local_part(i, full);
+      EXPECT_EQ(part.sizes(), engine.states().local_view(i, Quantity::Master).sizes());
+      EXPECT_TRUE(part.equal(engine.states().local_view(i, Quantity::Master)));
+      EXPECT_TRUE(engine.states().gather_full(i, part).equal(full));
+      EXPECT_THROW(engine.states().gather_full(i, at::zeros({part.numel() + 1})), c10::ValueError);
+      EXPECT_THROW(engine.states().local_part(i, at::zeros({2})), c10::ValueError);
     }
-    EXPECT_EQ(engine.agree_max(-1.0 - rank), -1.0);
+    EXPECT_EQ(engine.states().agree_max(-1.0 - rank), -1.0);
   });
 }
 
@@ -173,8 +173,8 @@ TEST(StateAccess, GradientsSetBetweenBackwardAndStepAreHonoured) {
     const auto& [engine, toy, rank, stage, group] = on;
     toy_forward(engine, toy, toy_batch(rank, 0)).backward();
     for (int i = 0; i < 5; ++i)
-      engine.set_full(i, Quantity::Gradient, at::zeros_like(toy.tensors[i], at::kFloat));
-    engine.set_full(1, Quantity::Gradient, at::full({3}, 2.0));
+      engine.states().set_full(i, Quantity::Gradient, at::zeros_like(toy.tensors[i], at::kFloat));
+    engine.states().set_full(1, Quantity::Gradient, at::full({3}, 2.0));
     engine.step();
     EXPECT_NEAR(*engine.global_grad_norm(), std::sqrt(12.0), 1e-6);
   });
@@ -183,11 +183,11 @@ TEST(StateAccess, GradientsSetBetweenBackwardAndStepAreHonoured) {
 TEST(StateAccess, ThereIsNoGradientBeforeABackwardAndAfterAStep) {
   over_stages({1, 3}, kBf16, [](const ToyRank& on) {
     const auto& [engine, toy, rank, stage, group] = on;
-    EXPECT_FALSE(engine.get_full(0, Quantity::Gradient).defined());
+    EXPECT_FALSE(engine.states().get_full(0, Quantity::Gradient).defined());
     toy_forward(engine, toy, toy_batch(rank, 0)).backward();
-    EXPECT_TRUE(engine.get_full(0, Quantity::Gradient).defined());
+    EXPECT_TRUE(engine.states().get_full(0, Quantity::Gradient).defined());
     engine.step();
-    EXPECT_FALSE(engine.get_full(0, Quantity::Gradient).defined());
+    EXPECT_FALSE(engine.states().get_full(0, Quantity::Gradient).defined());
   });
 }
 

@@ -14,7 +14,7 @@ std::vector<Param> two_params(const std::vector<at::Tensor>& tensors) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     params[i].name = i == 0 ? "p0" : "p1";
     params[i].tensor = tensors[i];
-    params[i].index = static_cast<int>(i);
+    params[i].id = static_cast<int>(i);
   }
   return params;
 }

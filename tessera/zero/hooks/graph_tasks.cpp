@@ -101,7 +101,7 @@ bool Hooks::end_task(int id) {
   std::copy_if(deferred_.begin(), deferred_.end(), std::back_inserter(due), of_task);
   std::erase_if(deferred_, of_task);
   for (const Deferred& deferred : due)
-    sink_.call_closed(*deferred.call);
+    sink_.call_closed(*deferred.call, info());
   prune_dead_tasks();
   if (tasks_.size() > 1) {
     tasks_.erase(id);

@@ -51,17 +51,17 @@ struct ScaleMark {
 struct HookAccess {
   using LinkPtr = std::shared_ptr<Hooks::Link>;
 
-  static void before(const LinkPtr& link, int slot, const at::Tensor& param) {
+  static void before(const LinkPtr& link, ParamId id, const at::Tensor& param) {
     const std::lock_guard lock(link->mutex);
     if (link->hooks == nullptr) return;
     refuse_graph();
     link->hooks->touch_task(true);
     const torch::autograd::AutoGradMode no_grad(false);
     if (link->hooks->refuses_parameter()) refuse_unscaled();
-    link->hooks->sink_.before_accumulate(slot, param.mutable_grad());
+    link->hooks->sink_.before_accumulate(id, param.mutable_grad());
   }
 
-  static void ready(const LinkPtr& link, int slot, const at::Tensor& param) {
+  static void ready(const LinkPtr& link, ParamId id, const at::Tensor& param) {
     const std::lock_guard lock(link->mutex);
     if (link->hooks == nullptr) return;
     if (torch::autograd::GradMode::is_enabled()) param.mutable_grad().reset();
@@ -72,7 +72,7 @@ struct HookAccess {
       param.mutable_grad().reset();
       refuse_unscaled();
     }
-    link->hooks->sink_.gradient_ready(slot, param.mutable_grad());
+    link->hooks->sink_.gradient_ready(id, param.mutable_grad(), link->hooks->info());
   }
 
   static void output(const LinkPtr& link) {
@@ -109,7 +109,7 @@ struct HookAccess {
       case CallEvent::Open:
         return link->hooks->sink_.call_opened(*scope_call, again);
       case CallEvent::Close:
-        return link->hooks->sink_.call_closed(*scope_call);
+        return link->hooks->sink_.call_closed(*scope_call, link->hooks->info());
       case CallEvent::CloseLater:
         link->hooks->deferred_.push_back({torch::autograd::get_current_graph_task_id(), scope_call});
     }
@@ -128,26 +128,26 @@ using LinkPtr = HookAccess::LinkPtr;
 }
 
 struct BeforeHook final : torch::autograd::FunctionPreHook {
-  BeforeHook(LinkPtr l, int s, torch::autograd::AccumulateGrad* n) : link(std::move(l)), slot(s), node(n) {}
+  BeforeHook(LinkPtr l, ParamId i, torch::autograd::AccumulateGrad* n) : link(std::move(l)), id(i), node(n) {}
   variable_list operator()(const variable_list& grads) override {
-    HookAccess::before(link, slot, node->variable);
+    HookAccess::before(link, id, node->variable);
     return grads;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
   LinkPtr link;
-  int slot;
+  ParamId id;
   torch::autograd::AccumulateGrad* node;  // owns this hook
 };
 
 struct ReadyHook final : torch::autograd::FunctionPostHook {
-  ReadyHook(LinkPtr l, int s, torch::autograd::AccumulateGrad* n) : link(std::move(l)), slot(s), node(n) {}
+  ReadyHook(LinkPtr l, ParamId i, torch::autograd::AccumulateGrad* n) : link(std::move(l)), id(i), node(n) {}
   variable_list operator()(const variable_list& outputs, const variable_list&) override {
-    HookAccess::ready(link, slot, node->variable);
+    HookAccess::ready(link, id, node->variable);
     return outputs;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
   LinkPtr link;
-  int slot;
+  ParamId id;
   torch::autograd::AccumulateGrad* node;  // owns this hook
 };
 

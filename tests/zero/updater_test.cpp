@@ -9,25 +9,25 @@ namespace tessera::testing {
 using engine::Engine;
 using engine::Quantity;
 
-TEST(Update, NonFiniteGradientsSkipTheStepOnEveryRank) {
+TEST(Updater, NonFiniteGradientsSkipTheStepOnEveryRank) {
   over_stages({2}, {.bf16 = true}, [](const ToyRank& on) {
     const auto& [engine, toy, rank, stage, group] = on;
-    const at::Tensor before = engine.get_full(3, Quantity::Master);
+    const at::Tensor before = engine.states().get_full(3, Quantity::Master);
     const double factor = rank == 1 ? std::numeric_limits<double>::quiet_NaN() : 1.0;
     (toy_forward(engine, toy, toy_batch(rank, 0)) * factor).backward();
     EXPECT_FALSE(engine.step());
     EXPECT_FALSE(engine.was_step_applied());
     EXPECT_EQ(engine.skipped_steps(), 1);
     EXPECT_EQ(engine.global_steps(), 1);
-    EXPECT_TRUE(before.equal(engine.get_full(3, Quantity::Master)));
+    EXPECT_TRUE(before.equal(engine.states().get_full(3, Quantity::Master)));
     EXPECT_FALSE(engine.global_grad_norm());
     toy_forward(engine, toy, toy_batch(rank, 0)).backward();
     EXPECT_TRUE(engine.step());
-    EXPECT_EQ(engine.param_step(0), 1) << "a skipped step is no update";
+    EXPECT_EQ(engine.states().param_step(0), 1) << "a skipped step is no update";
   });
 }
 
-TEST(Update, Fp32TakesNanGradientsAsPlainPytorchDoes) {
+TEST(Updater, Fp32TakesNanGradientsAsPlainPytorchDoes) {
   const Toy toy;
   Engine engine = toy_engine({}, toy, comm::single_group());
   (toy_forward(engine, toy, toy_batch(0, 0)) * std::numeric_limits<double>::quiet_NaN()).backward();
@@ -35,41 +35,7 @@ TEST(Update, Fp32TakesNanGradientsAsPlainPytorchDoes) {
   EXPECT_TRUE(at::isnan(toy.tensors[0].detach()).all().item<bool>());
 }
 
-TEST(Update, AUsersEditOfAComputeParameterReachesTheMaster) {
-  over_stages({2}, {.bf16 = true, .last_stage = 2}, [](const ToyRank& on) {
-    const auto& [engine, toy, rank, stage, group] = on;
-    {
-      const at::NoGradGuard no_grad;
-      at::Tensor edited = toy.tensors[4];
-      edited.fill_(2.0);  // in place
-      at::Tensor replaced = toy.tensors[1];
-      replaced.set_data(at::full({3}, -1.0, at::kBFloat16));  // p.data = t
-    }
-    engine.groups()[0].lr = 0;
-    toy_forward(engine, toy, toy_batch(rank, 0)).backward();
-    engine.step();
-    EXPECT_TRUE(engine.get_full(4, Quantity::Master).equal(at::full({5, 3}, 2.0)));
-    EXPECT_TRUE(engine.get_full(1, Quantity::Master).equal(at::full({3}, -1.0)));
-    EXPECT_TRUE(toy.tensors[1].detach().equal(at::full({3}, -1.0, at::kBFloat16)));
-  });
-}
-
-TEST(Update, AChangedDtypeIsAnErrorThatNamesTheParameter) {
-  const Toy toy;
-  Engine engine = toy_engine({}, toy, comm::single_group());
-  toy_forward(engine, toy, toy_batch(0, 0)).backward();
-  at::Tensor changed = toy.tensors[1];
-  changed.mutable_grad().reset();
-  changed.set_data(changed.detach().to(at::kBFloat16));
-  try {
-    engine.step();
-    FAIL();
-  } catch (const c10::Error& e) {
-    EXPECT_NE(std::string(e.what()).find("'b'"), std::string::npos) << e.what();
-  }
-}
-
-TEST(Update, LearningRatesOfGroupsApplyFromTheNextStep) {
+TEST(Updater, LearningRatesOfGroupsApplyFromTheNextStep) {
   Toy toy;
   auto specs = toy.specs();
   specs[1].group = specs[3].group = 1;
@@ -88,7 +54,7 @@ TEST(Update, LearningRatesOfGroupsApplyFromTheNextStep) {
   EXPECT_FALSE(before.equal(toy.tensors[3].detach()));
 }
 
-TEST(Update, AGraphKeptOverAStepCannotBeUsedAgainSilently) {
+TEST(Updater, AGraphKeptOverAStepCannotBeUsedAgainSilently) {
   const Toy toy;
   Engine engine = toy_engine({}, toy, comm::single_group());
   const at::Tensor loss = toy_forward(engine, toy, toy_batch(0, 0));
@@ -98,7 +64,7 @@ TEST(Update, AGraphKeptOverAStepCannotBeUsedAgainSilently) {
 }
 
 // A client's optimizer that knows only tensors: plain gradient descent on the master slices.
-TEST(Update, ExternalOptimizersUpdateTheMasterShards) {
+TEST(Updater, ExternalOptimizersUpdateTheMasterShards) {
   for (const bool bf16 : {false, true}) {
     for (int stage = 0; stage <= 3; ++stage) {
       run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
@@ -113,25 +79,28 @@ TEST(Update, ExternalOptimizersUpdateTheMasterShards) {
         toy_forward(engine, toy, toy_batch(rank, 0)).backward();
         std::vector<at::Tensor> expected;
         for (int i = 0; i < 5; ++i) {
-          expected.push_back(engine.get_full(i, Quantity::Master) - 0.5 * engine.get_full(i, Quantity::Gradient));
+          expected.push_back(engine.states().get_full(i, Quantity::Master) -
+                             0.5 * engine.states().get_full(i, Quantity::Gradient));
         }
         EXPECT_THROW(engine.step(), c10::ValueError) << "step() needs the client's update; gradients stay";
         engine.step([&] {
           for (int i = 0; i < 5; ++i) {
-            const at::Tensor grad = engine.local_view(i, Quantity::Gradient);
-            engine.local_view(i, Quantity::Master).sub_(grad * 0.5);
+            const at::Tensor grad = engine.states().local_view(i, Quantity::Gradient);
+            engine.states().local_view(i, Quantity::Master).sub_(grad * 0.5);
             EXPECT_EQ(grad.scalar_type(), at::kFloat);
           }
         });
-        engine.gather({0, 1, 2, 3, 4});
+        engine.regions().open({0, 1, 2, 3, 4});
         for (int i = 0; i < 5; ++i) {
-          EXPECT_TRUE(at::allclose(expected[i], engine.get_full(i, Quantity::Master), 1e-6, 1e-7));
-          EXPECT_TRUE(toy.tensors[i]
-                          .detach()
-                          .to(at::kFloat)
-                          .equal(engine.get_full(i, Quantity::Master).to(toy.tensors[i].scalar_type()).to(at::kFloat)));
+          EXPECT_TRUE(at::allclose(expected[i], engine.states().get_full(i, Quantity::Master), 1e-6, 1e-7));
+          EXPECT_TRUE(
+              toy.tensors[i]
+                  .detach()
+                  .to(at::kFloat)
+                  .equal(
+                      engine.states().get_full(i, Quantity::Master).to(toy.tensors[i].scalar_type()).to(at::kFloat)));
         }
-        engine.release({0, 1, 2, 3, 4});
+        engine.regions().close({0, 1, 2, 3, 4});
       });
     }
   }

@@ -28,16 +28,16 @@ void on_ranks(int world, const std::function<void(Engine&, const Toy&, int rank)
   });
 }
 
-std::string gathered(const Engine& engine) {
+std::string gathered(Engine& engine) {
   std::string text;
   for (const int i : kAll)
-    text += engine.is_gathered(i) ? Toy::kNames[i] + " " : "";
+    text += engine.regions().is_gathered(i) ? Toy::kNames[i] + " " : "";
   return text;
 }
 
 }  // namespace
 
-TEST(ModuleScopes, NothingIsGatheredBetweenTheUses) {
+TEST(Modules, NothingIsGatheredBetweenTheUses) {
   on_ranks(2, [](Engine& engine, const Toy& toy, int rank) {
     EXPECT_EQ(gathered(engine), "");
     for (int step = 0; step < 3; ++step) {
@@ -58,7 +58,7 @@ TEST(ModuleScopes, NothingIsGatheredBetweenTheUses) {
   });
 }
 
-TEST(ModuleScopes, BucketsDoNotGrowOverSteps) {
+TEST(Modules, BucketsDoNotGrowOverSteps) {
   on_ranks(2, [](Engine& engine, const Toy& toy, int rank) {
     int64_t bytes = 0;
     for (int step = 0; step < 20; ++step) {
@@ -71,7 +71,7 @@ TEST(ModuleScopes, BucketsDoNotGrowOverSteps) {
   });
 }
 
-TEST(ModuleScopes, AnExceptionInTheForwardOrBackwardLeavesNothingGathered) {
+TEST(Modules, AnExceptionInTheForwardOrBackwardLeavesNothingGathered) {
   on_ranks(2, [](Engine& engine, const Toy& toy, int rank) {
     engine.pre_forward();
     EXPECT_THROW(toy.module(&engine, 0, toy_batch(rank, 0), []() -> at::Tensor { throw std::runtime_error("boom"); }),
@@ -88,7 +88,7 @@ TEST(ModuleScopes, AnExceptionInTheForwardOrBackwardLeavesNothingGathered) {
   });
 }
 
-TEST(ModuleScopes, FrozenParametersArePartitionedToo) {
+TEST(Modules, FrozenParametersArePartitionedToo) {
   run_ranks(2, [](int rank, const comm::GroupPtr& group) {
     ToyRun run;
     run.stage = 3;
@@ -112,19 +112,20 @@ TEST(ModuleScopes, FrozenParametersArePartitionedToo) {
       if (step == 0) {
         plain.loss(toy_batch(0, 0)).backward();
         for (const int i : {0, 1, 4})
-          EXPECT_TRUE(at::allclose(engine.get_full(i, Quantity::Gradient), plain.tensors[i].grad(), 1e-5, 1e-7));
+          EXPECT_TRUE(
+              at::allclose(engine.states().get_full(i, Quantity::Gradient), plain.tensors[i].grad(), 1e-5, 1e-7));
       }
       EXPECT_TRUE(engine.step());
     }
-    engine.gather({3});
+    engine.regions().open({3});
     EXPECT_TRUE(toy.tensors[3].equal(plain.tensors[3]));
-    engine.release({3});
+    engine.regions().close({3});
     (void)rank;
   });
 }
 
 // A second use of w2 outside of its module, whose gradient comes after the module's backward is over.
-TEST(ModuleScopes, LateGradientsAreNotLost) {
+TEST(Modules, LateGradientsAreNotLost) {
   const at::Tensor x = toy_batch(0, 0);
   Toy plain;
   const auto late = [](const Toy& toy, const at::Tensor& leaf) { return (toy.tensors[4].sum() * leaf).sum(); };
@@ -132,74 +133,22 @@ TEST(ModuleScopes, LateGradientsAreNotLost) {
   (plain.loss(x) + late(plain, ones)).backward();
   for (const bool only_rank_1 : {false, true}) {
     on_ranks(2, [&](Engine& engine, const Toy& toy, int rank) {
-      engine.gather({4});
+      engine.regions().open({4});
       const at::Tensor term = late(toy, ones);  // first in the forward: last in the backward
       at::Tensor loss = toy_forward(engine, toy, x);
       if (!only_rank_1 || rank == 1) loss = loss + term * (only_rank_1 ? 2.0 : 1.0);
       loss.backward();
-      engine.release({4});
+      engine.regions().close({4});
       engine.grad_norm();  // agrees on late gradients
       for (const int i : kAll) {
-        EXPECT_TRUE(at::allclose(engine.get_full(i, Quantity::Gradient), plain.tensors[i].grad(), 1e-5, 1e-6))
+        EXPECT_TRUE(at::allclose(engine.states().get_full(i, Quantity::Gradient), plain.tensors[i].grad(), 1e-5, 1e-6))
             << Toy::kNames[i];
       }
     });
   }
 }
 
-TEST(ModuleScopes, RegionsGiveWholeValuesAndTakeOneRanksWrites) {
-  for (const bool bf16 : {false, true}) {
-    on_ranks(
-        3,
-        [](Engine& engine, const Toy& toy, int rank) {
-          const Toy original;
-          const auto dtype = toy.tensors[3].scalar_type();
-          const at::Tensor master = engine.get_full(3, Quantity::Master);
-          engine.gather({3, 4});
-          EXPECT_TRUE(toy.tensors[3].equal(original.tensors[3].to(dtype)));
-          EXPECT_NE(error_of([&] { engine.gather({4}); }).find("overlap"), std::string::npos);
-          {
-            const at::NoGradGuard no_grad;
-            at::Tensor(toy.tensors[4]).fill_(rank);
-          }
-          engine.release({3, 4}, Engine::Writes::FromRank, 2);
-          EXPECT_TRUE(engine.get_full(4, Quantity::Master).equal(at::full({5, 3}, 2.0)));
-          EXPECT_TRUE(engine.get_full(3, Quantity::Master).equal(master)) << "untouched masters keep their bits";
-          engine.gather({4});
-          EXPECT_TRUE(toy.tensors[4].equal(at::full({5, 3}, 2.0, at::kFloat).to(dtype)));
-          engine.release({4});
-          EXPECT_EQ(gathered(engine), "");
-        },
-        bf16);
-  }
-}
-
-TEST(ModuleScopes, WritingWithoutAWriterIsAnErrorAndIsUndone) {
-  on_ranks(2, [](Engine& engine, const Toy& toy, int) {
-    const at::Tensor before = engine.get_full(4, Quantity::Master);
-    engine.gather({4});
-    {
-      const at::NoGradGuard no_grad;
-      at::Tensor(toy.tensors[4]).fill_(1);
-    }
-    const std::string what = error_of([&] { engine.release({4}); });
-    EXPECT_NE(what.find("in-place modification"), std::string::npos) << what;
-    EXPECT_NE(what.find("'w2'"), std::string::npos) << what;
-    EXPECT_TRUE(engine.get_full(4, Quantity::Master).equal(before));
-  });
-}
-
-TEST(ModuleScopes, StepInsideARegionIsRefused) {
-  on_ranks(2, [](Engine& engine, const Toy& toy, int rank) {
-    toy_forward(engine, toy, toy_batch(rank, 0)).backward();
-    engine.gather({4});
-    EXPECT_NE(error_of([&] { engine.step(); }).find("in use"), std::string::npos);
-    engine.release({4});
-    EXPECT_TRUE(engine.step());
-  });
-}
-
-TEST(ModuleScopes, AParameterOfAnotherModuleIsGatheredWithItsUser) {
+TEST(Modules, AParameterOfAnotherModuleIsGatheredWithItsUser) {
   Toy plain;
   const auto tied = [](const Toy& toy, Engine* engine) {
     const at::Tensor x = toy_batch(0, 0);
@@ -208,7 +157,7 @@ TEST(ModuleScopes, AParameterOfAnotherModuleIsGatheredWithItsUser) {
     return toy
         .module(engine, 1, h,
                 [&] {
-                  if (engine != nullptr && !engine->is_gathered(3)) engine->use_elsewhere(3);
+                  if (engine != nullptr && !engine->regions().is_gathered(3)) engine->modules().use_elsewhere(3);
                   return at::matmul(h, toy.tensors[3].t()).sum() + at::matmul(h, toy.tensors[4]).sum();
                 })
         .sum();
@@ -221,23 +170,23 @@ TEST(ModuleScopes, AParameterOfAnotherModuleIsGatheredWithItsUser) {
       engine.post_forward({loss});
       loss.backward();
       EXPECT_EQ(gathered(engine), "");
-      EXPECT_TRUE(at::allclose(engine.get_full(3, Quantity::Gradient), plain.tensors[3].grad(), 1e-4, 1e-5));
+      EXPECT_TRUE(at::allclose(engine.states().get_full(3, Quantity::Gradient), plain.tensors[3].grad(), 1e-4, 1e-5));
       engine.zero_grad();
     }
-    EXPECT_NE(error_of([&] { engine.use_elsewhere(3); }).find("no module"), std::string::npos);
+    EXPECT_NE(error_of([&] { engine.modules().use_elsewhere(3); }).find("no module"), std::string::npos);
   });
 }
 
-TEST(ModuleScopes, DestroyNamesTheReasonInWhatIsLeft) {
+TEST(Modules, DestroyNamesTheReasonInWhatIsLeft) {
   on_ranks(2, [](Engine& engine, const Toy& toy, int) {
     engine.destroy();
     EXPECT_NE(error_of([&] { (void)toy.tensors[3].sum(); }).find("engine was destroyed"), std::string::npos);
   });
 }
 
-TEST(ModuleScopes, OneRankPartitionsNothing) {
+TEST(Modules, OneRankPartitionsNothing) {
   on_ranks(1, [](Engine& engine, const Toy& toy, int) {
-    EXPECT_EQ(engine.add_module({3}), -1);
+    EXPECT_EQ(engine.modules().add({3}), -1);
     EXPECT_EQ(gathered(engine), "a b c w1 w2 ");
     EXPECT_NO_THROW((void)toy.tensors[3].sum().item<float>());
   });

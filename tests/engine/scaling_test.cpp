@@ -43,7 +43,7 @@ void expect_refused(F&& backward, const std::string& what) {
 std::vector<at::Tensor> weights(const ToyRank& on) {
   std::vector<at::Tensor> result;
   for (size_t i = 0; i < on.toy.tensors.size(); ++i)
-    result.push_back(on.engine.get_full(i, Quantity::Master));
+    result.push_back(on.engine.states().get_full(i, Quantity::Master));
   return result;
 }
 
@@ -62,17 +62,17 @@ at::Tensor poisoned(const ToyRank& on, bool here) {
 
 }  // namespace
 
-TEST(LossScale, AnUnscaledBackwardIsRefusedOnEveryRankAndLeavesNothing) {
+TEST(Scaling, AnUnscaledBackwardIsRefusedOnEveryRankAndLeavesNothing) {
   over_stages({1, 2}, fp16_run(), [](const ToyRank& on) {
     const std::string what = "stage " + std::to_string(on.stage);
     expect_refused([&] { forward(on).backward(); }, what);
     for (const at::Tensor& t : on.toy.tensors)
       EXPECT_FALSE(t.grad().defined()) << what;
     EXPECT_FALSE(on.engine.has_gradients()) << what;
-    on.engine.scale(forward(on)).backward();
+    on.engine.scaling().scale(forward(on)).backward();
     std::vector<at::Tensor> once;
     for (int i = 0; i < 5; ++i)
-      once.push_back(on.engine.get_full(i, Quantity::Gradient));
+      once.push_back(on.engine.states().get_full(i, Quantity::Gradient));
     EXPECT_TRUE(on.engine.step()) << what;
     // Forgotten in the next iteration, and in the one after.
     for (int i = 0; i < 2; ++i)
@@ -86,29 +86,30 @@ TEST(LossScale, AnUnscaledBackwardIsRefusedOnEveryRankAndLeavesNothing) {
   });
 }
 
-TEST(LossScale, AMicroBatchThatWasRefusedDoesNotCount) {
+TEST(Scaling, AMicroBatchThatWasRefusedDoesNotCount) {
   ToyRun run = fp16_run();
   run.accumulation = 2;
   over_stages({1, 2}, run, [](const ToyRank& on) {
-    on.engine.scale(forward(on, 0)).backward();
+    on.engine.scaling().scale(forward(on, 0)).backward();
     on.engine.step();
     expect_refused([&] { forward(on, 1).backward(); }, "second micro-batch");
-    on.engine.scale(forward(on, 1)).backward();
+    on.engine.scaling().scale(forward(on, 1)).backward();
     std::vector<at::Tensor> grads;
     for (int i = 0; i < 5; ++i)
-      grads.push_back(on.engine.get_full(i, Quantity::Gradient));
+      grads.push_back(on.engine.states().get_full(i, Quantity::Gradient));
     on.engine.zero_grad();
     EXPECT_EQ(on.engine.micro_steps(), 1);
     on.engine.set_gradient_accumulation_boundary(false);
-    on.engine.scale(forward(on, 0)).backward();
+    on.engine.scaling().scale(forward(on, 0)).backward();
     on.engine.set_gradient_accumulation_boundary(true);
-    on.engine.scale(forward(on, 1)).backward();
+    on.engine.scaling().scale(forward(on, 1)).backward();
     for (int i = 0; i < 5; ++i)
-      EXPECT_TRUE(on.engine.get_full(i, Quantity::Gradient).equal(grads[i])) << on.stage << " " << Toy::kNames[i];
+      EXPECT_TRUE(on.engine.states().get_full(i, Quantity::Gradient).equal(grads[i]))
+          << on.stage << " " << Toy::kNames[i];
   });
 }
 
-TEST(LossScale, OtherShapesOfBackward) {
+TEST(Scaling, OtherShapesOfBackward) {
   over_stages({1, 2}, fp16_run(), [](const ToyRank& on) {
     const at::Tensor g = at::ones({4, 3}, at::kHalf) / 8;
     const auto output = [&] {
@@ -119,15 +120,15 @@ TEST(LossScale, OtherShapesOfBackward) {
     };
     expect_refused([&] { output().backward(g); }, "out.backward(g)");
     expect_refused([&] { torch::autograd::backward({output(), output()}, {g, g}); }, "autograd.backward");
-    on.engine.scale(output()).backward(g);
-    const at::Tensor scaled = on.engine.get_full(4, Quantity::Gradient);
+    on.engine.scaling().scale(output()).backward(g);
+    const at::Tensor scaled = on.engine.states().get_full(4, Quantity::Gradient);
     on.engine.zero_grad();
-    on.engine.scale((output() * g).to(at::kFloat).sum()).backward();
-    EXPECT_TRUE(at::allclose(on.engine.get_full(4, Quantity::Gradient), scaled, 1e-2,
+    on.engine.scaling().scale((output() * g).to(at::kFloat).sum()).backward();
+    EXPECT_TRUE(at::allclose(on.engine.states().get_full(4, Quantity::Gradient), scaled, 1e-2,
                              1e-2 * scaled.abs().max().item<double>()));
     on.engine.zero_grad();
-    torch::autograd::backward({on.engine.scale(output()), on.engine.scale(output())}, {g, g});
-    EXPECT_TRUE(at::allclose(on.engine.get_full(4, Quantity::Gradient), 2 * scaled, 1e-2,
+    torch::autograd::backward({on.engine.scaling().scale(output()), on.engine.scaling().scale(output())}, {g, g});
+    EXPECT_TRUE(at::allclose(on.engine.states().get_full(4, Quantity::Gradient), 2 * scaled, 1e-2,
                              1e-2 * scaled.abs().max().item<double>()));
     on.engine.zero_grad();
     // Gradients that reach no parameter need no scale; backward with inputs does.
@@ -138,24 +139,24 @@ TEST(LossScale, OtherShapesOfBackward) {
     loss = toy_forward(on.engine, on.toy, x);
     expect_refused([&] { loss.backward({}, false, false, at::TensorList(on.toy.tensors[4])); }, "backward(inputs)");
     EXPECT_FALSE(on.toy.tensors[4].grad().defined());
-    EXPECT_FALSE(on.engine.get_full(4, Quantity::Gradient).defined());
+    EXPECT_FALSE(on.engine.states().get_full(4, Quantity::Gradient).defined());
   });
 }
 
-TEST(LossScale, OneScaleAllowsOneBackward) {
+TEST(Scaling, OneScaleAllowsOneBackward) {
   over_stages({1, 2}, fp16_run(), [](const ToyRank& on) {
     const at::Tensor loss = forward(on);
-    const at::Tensor scaled = on.engine.scale(loss);
+    const at::Tensor scaled = on.engine.scaling().scale(loss);
     scaled.backward({}, /*retain_graph=*/true);
-    const at::Tensor once = on.engine.get_full(3, Quantity::Gradient);
+    const at::Tensor once = on.engine.states().get_full(3, Quantity::Gradient);
     expect_refused([&] { scaled.backward({}, /*retain_graph=*/true); }, "used again");
-    on.engine.scale(loss).backward();
-    EXPECT_TRUE(at::allclose(on.engine.get_full(3, Quantity::Gradient), 2 * once, 1e-3, 1e-3));
+    on.engine.scaling().scale(loss).backward();
+    EXPECT_TRUE(at::allclose(on.engine.states().get_full(3, Quantity::Gradient), 2 * once, 1e-3, 1e-3));
     EXPECT_TRUE(on.engine.step());
   });
 }
 
-TEST(LossScale, TermsBesideTheOutputsAreRefusedWithThem) {
+TEST(Scaling, TermsBesideTheOutputsAreRefusedWithThem) {
   over_stages({1, 2}, fp16_run(), [](const ToyRank& on) {
     const auto joint = [&] {
       const at::Tensor loss = forward(on);
@@ -163,18 +164,18 @@ TEST(LossScale, TermsBesideTheOutputsAreRefusedWithThem) {
     };
     expect_refused([&] { joint().backward(); }, "penalty");
     for (int i = 0; i < 5; ++i)
-      EXPECT_FALSE(on.engine.get_full(i, Quantity::Gradient).defined()) << on.stage << Toy::kNames[i];
-    on.engine.scale(joint()).backward();
+      EXPECT_FALSE(on.engine.states().get_full(i, Quantity::Gradient).defined()) << on.stage << Toy::kNames[i];
+    on.engine.scaling().scale(joint()).backward();
     EXPECT_TRUE(on.engine.step());
   });
 }
 
 // conformance 2.7: the module is called directly, nothing is scaled, nothing is refused; the update has its usual size.
-TEST(LossScale, GraphsBesideTheEngineAreNotGuarded) {
+TEST(Scaling, GraphsBesideTheEngineAreNotGuarded) {
   over_stages({1, 2}, fp16_run(), [](const ToyRank& on) {
-    on.engine.gather({0, 1, 2, 3, 4});
+    on.engine.regions().open({0, 1, 2, 3, 4});
     on.toy.loss(toy_batch(on.rank, 0)).backward();
-    on.engine.release({0, 1, 2, 3, 4});
+    on.engine.regions().close({0, 1, 2, 3, 4});
     const double bypassed = on.engine.grad_norm();
     on.engine.zero_grad();
     on.engine.backward(forward(on));
@@ -183,39 +184,39 @@ TEST(LossScale, GraphsBesideTheEngineAreNotGuarded) {
   });
 }
 
-TEST(LossScale, StaticScalesAreGuardedAndOneIsNone) {
+TEST(Scaling, StaticScalesAreGuardedAndOneIsNone) {
   over_stages({1, 2}, fp16_run(amp::ScalerOptions::fixed(64)), [](const ToyRank& on) {
     expect_refused([&] { forward(on).backward(); }, "static");
     on.engine.backward(poisoned(on, on.rank == 0));
     EXPECT_FALSE(on.engine.step());
-    EXPECT_EQ(on.engine.scaler().scale(), 64);
+    EXPECT_EQ(on.engine.scaling().scaler().scale(), 64);
     EXPECT_EQ(on.engine.skipped_steps(), 1);
   });
   over_stages({1, 2}, fp16_run(amp::ScalerOptions::fixed(1)), [](const ToyRank& on) {
     const at::Tensor loss = forward(on);
-    EXPECT_TRUE(on.engine.scale(loss).is_same(loss));
+    EXPECT_TRUE(on.engine.scaling().scale(loss).is_same(loss));
     loss.backward();
     EXPECT_TRUE(on.engine.step());
-    on.engine.override_loss_scale(8);
+    on.engine.scaling().override_scale(8);
     expect_refused([&] { forward(on).backward(); }, "overridden");
-    on.engine.scale(forward(on)).backward();
-    EXPECT_EQ(on.engine.gradient_loss_scale(), 8);
+    on.engine.scaling().scale(forward(on)).backward();
+    EXPECT_EQ(on.engine.scaling().gradient_scale(), 8);
     EXPECT_TRUE(on.engine.step());
   });
 }
 
-TEST(LossScale, NeedsATensorWithAGraph) {
+TEST(Scaling, NeedsATensorWithAGraph) {
   over_stages({1}, fp16_run(), [](const ToyRank& on) {
     for (const at::Tensor& t : {at::ones({1}), at::Tensor(), on.toy.tensors[0]}) {
-      EXPECT_THROW(on.engine.scale(t), c10::ValueError);
+      EXPECT_THROW(on.engine.scaling().scale(t), c10::ValueError);
       EXPECT_THROW(on.engine.begin_backward(t), c10::ValueError);
     }
-    EXPECT_THROW(on.engine.scale(at::ones({1}, at::kLong)), c10::ValueError);
+    EXPECT_THROW(on.engine.scaling().scale(at::ones({1}, at::kLong)), c10::ValueError);
   });
 }
 
 // Powers of two change no bit of fp32 gradients, so a scaled run is the plain one: norm, clipping, update, any stage.
-TEST(LossScale, PowersOfTwoChangeNoBit) {
+TEST(Scaling, PowersOfTwoChangeNoBit) {
   for (const int world : {1, 2}) {
     for (int stage = 0; stage <= 3; ++stage) {
       std::vector<std::vector<at::Tensor>> results(2);
@@ -232,15 +233,15 @@ TEST(LossScale, PowersOfTwoChangeNoBit) {
           const ToyRank on{engine, toy, rank, stage, group};
           for (int micro = 0; micro < 12; ++micro) {
             // In the middle of a window, too: gradients keep the scale that held at its begin.
-            if (scaled && micro == 5) engine.set_loss_scale(64);
-            engine.scale(forward(on, micro)).backward();
+            if (scaled && micro == 5) engine.scaling().set_scale(64);
+            engine.scaling().scale(forward(on, micro)).backward();
             if (scaled && micro == 5) {
-              EXPECT_EQ(engine.gradient_loss_scale(), 2048);
+              EXPECT_EQ(engine.scaling().gradient_scale(), 2048);
             }
             if (engine.step() && rank == 0) norms[scaled].push_back(*engine.global_grad_norm());
           }
           if (scaled) {
-            EXPECT_EQ(engine.scaler().scale(), 256) << "two growths after 64";
+            EXPECT_EQ(engine.scaling().scaler().scale(), 256) << "two growths after 64";
           }
           auto mine = weights(on);
           if (rank == 0) results[scaled] = std::move(mine);
@@ -253,7 +254,7 @@ TEST(LossScale, PowersOfTwoChangeNoBit) {
 }
 
 // Gradients that fp16 cannot hold unscaled, and the arithmetic of a loop written by hand.
-TEST(LossScale, Fp16IsThePlainLoopWithAScale) {
+TEST(Scaling, Fp16IsThePlainLoopWithAScale) {
   for (const int world : {1, 2}) {
     for (int stage = 0; stage <= 3; ++stage) {
       run_ranks(world, [&](int rank, const comm::GroupPtr& group) {
@@ -264,10 +265,10 @@ TEST(LossScale, Fp16IsThePlainLoopWithAScale) {
         const ToyRank on{engine, toy, rank, stage, group};
         ToyReference reference(at::kHalf, world, 1, run.clip, 512);
         for (int step = 0; step < 4; ++step) {
-          engine.scale(forward(on, step)).backward();
+          engine.scaling().scale(forward(on, step)).backward();
           reference.step();
           for (int i = 0; i < 5; ++i) {
-            const at::Tensor gap = engine.get_full(i, Quantity::Gradient) / 512 - reference.grads[i];
+            const at::Tensor gap = engine.states().get_full(i, Quantity::Gradient) / 512 - reference.grads[i];
             EXPECT_LE(gap.abs().max().item<double>(), 1e-5 * reference.grads[i].abs().max().item<double>())
                 << "stage " << stage << " " << Toy::kNames[i];
           }
@@ -275,7 +276,7 @@ TEST(LossScale, Fp16IsThePlainLoopWithAScale) {
           EXPECT_NEAR(*engine.global_grad_norm(), reference.norm, 1e-5 * reference.norm);
           for (int i = 0; i < 5; ++i) {
             const at::Tensor expected = reference.masters()[i];
-            const double apart = (engine.get_full(i, Quantity::Master) - expected).norm().item<double>();
+            const double apart = (engine.states().get_full(i, Quantity::Master) - expected).norm().item<double>();
             EXPECT_LE(apart, 1e-6 * expected.norm().item<double>()) << "stage " << stage << " " << Toy::kNames[i];
           }
         }
@@ -284,7 +285,7 @@ TEST(LossScale, Fp16IsThePlainLoopWithAScale) {
   }
 }
 
-TEST(LossScale, OverflowOnOneRankSkipsTheStepOnAll) {
+TEST(Scaling, OverflowOnOneRankSkipsTheStepOnAll) {
   const amp::ScalerOptions zero{.dynamic = true, .initial = 16, .window = 3, .hysteresis = 2};
   const std::string steps = "x.x...x";
   const std::vector<double> expected{16, 16, 8, 8, 8, 16, 16};
@@ -300,14 +301,14 @@ TEST(LossScale, OverflowOnOneRankSkipsTheStepOnAll) {
       EXPECT_EQ(on.engine.was_step_applied(), !bad);
       EXPECT_EQ(on.engine.skipped_steps(), skipped);
       EXPECT_EQ(on.engine.global_steps(), static_cast<int64_t>(i) + 1);
-      EXPECT_EQ(on.engine.scaler().scale(), expected[i]) << "stage " << on.stage << " step " << i;
+      EXPECT_EQ(on.engine.scaling().scaler().scale(), expected[i]) << "stage " << on.stage << " step " << i;
       EXPECT_FALSE(on.engine.has_gradients());
     }
-    EXPECT_EQ(on.engine.param_step(3), 4);
+    EXPECT_EQ(on.engine.states().param_step(3), 4);
   });
 }
 
-TEST(LossScale, AtTheMinimumEveryRankHasAnErrorAndMayGoOn) {
+TEST(Scaling, AtTheMinimumEveryRankHasAnErrorAndMayGoOn) {
   amp::ScalerOptions options{.dynamic = true, .initial = 2, .window = 2};
   options.error_at_minimum = true;
   over_stages({1, 2}, fp16_run(options), [&](const ToyRank& on) {
@@ -323,22 +324,22 @@ TEST(LossScale, AtTheMinimumEveryRankHasAnErrorAndMayGoOn) {
   });
 }
 
-TEST(LossScale, NormIsThatOfUnscaledGradientsAndTheScalerGoesOnFromItsState) {
+TEST(Scaling, NormIsThatOfUnscaledGradientsAndTheScalerGoesOnFromItsState) {
   ToyRun plain;
   over_stages({1, 2}, plain, [](const ToyRank& on) {
     on.engine.backward(forward(on));
     const double norm = on.engine.grad_norm();
     on.engine.zero_grad();
-    on.engine.override_loss_scale(4096);
+    on.engine.scaling().override_scale(4096);
     on.engine.backward(forward(on));
     EXPECT_EQ(on.engine.grad_norm(), norm);
-    const auto state = on.engine.scaler().state();
+    const auto state = on.engine.scaling().scaler().state();
     on.engine.step();
     EXPECT_EQ(*on.engine.global_grad_norm(), norm);
-    on.engine.override_loss_scale(1);
-    on.engine.restore_scaler(state);
-    EXPECT_EQ(on.engine.scaler().scale(), 4096);
-    EXPECT_TRUE(on.engine.scaler().needed());
+    on.engine.scaling().override_scale(1);
+    on.engine.scaling().restore(state);
+    EXPECT_EQ(on.engine.scaling().scaler().scale(), 4096);
+    EXPECT_TRUE(on.engine.scaling().scaler().needed());
   });
 }
 
@@ -385,26 +386,26 @@ void over_pairs(const ToyRun& of_a, const ToyRun& of_b, const std::function<void
 
 }  // namespace
 
-TEST(LossScale, AnotherEngineOfTheLossKnowsTheScale) {
+TEST(Scaling, AnotherEngineOfTheLossKnowsTheScale) {
   for (const bool bf16 : {false, true}) {
     ToyRun other;
     other.bf16 = bf16;
     over_pairs(fp16_run(), other, [&](Pair& pair, int rank) {
       // Without scale for reference: outputs of `first` are beside the guard with its scale at 1.
-      pair.first.set_loss_scale(1);
+      pair.first.scaling().set_scale(1);
       std::vector<std::vector<double>> plain;
       for (const bool chain : {false, true}) {
-        pair.first.scale(chain ? pair.chained(rank) : pair.joint(rank)).backward();
+        pair.first.scaling().scale(chain ? pair.chained(rank) : pair.joint(rank)).backward();
         plain.push_back(norms(pair));
         pair.first.zero_grad();
         pair.second.zero_grad();
       }
-      pair.first.set_loss_scale(1024);
+      pair.first.scaling().set_scale(1024);
       for (const bool chain : {false, true}) {
         for (const bool direct : {true, false}) {
           const at::Tensor loss = chain ? pair.chained(rank) : pair.joint(rank);
           if (direct) {
-            pair.first.scale(loss).backward();
+            pair.first.scaling().scale(loss).backward();
           } else {
             pair.first.backward(loss);
           }
@@ -417,39 +418,39 @@ TEST(LossScale, AnotherEngineOfTheLossKnowsTheScale) {
       }
       expect_refused([&] { pair.joint(rank).backward(); }, "joint");
       pair.second.zero_grad();  // what came before the refusal stays, as in any backward that throws
-      pair.first.scale(pair.joint(rank)).backward();
+      pair.first.scaling().scale(pair.joint(rank)).backward();
       EXPECT_TRUE(pair.first.step());
       EXPECT_TRUE(pair.second.step());
     });
   }
 }
 
-TEST(LossScale, AnEngineWithoutAScaleSkipsWhatAnothersScaleMadeOverflow) {
+TEST(Scaling, AnEngineWithoutAScaleSkipsWhatAnothersScaleMadeOverflow) {
   over_pairs(fp16_run(), ToyRun{}, [&](Pair& pair, int rank) {
     const at::Tensor poison = pair.joint(rank) * (rank == 1 ? std::numeric_limits<float>::infinity() : 1.0F);
-    pair.first.scale(poison).backward();
+    pair.first.scaling().scale(poison).backward();
     EXPECT_FALSE(pair.first.step());
     EXPECT_FALSE(pair.second.step());
     EXPECT_EQ(pair.second.skipped_steps(), 1);
   });
 }
 
-TEST(LossScale, EnginesWithScalesAgreeOnTheSmallest) {
+TEST(Scaling, EnginesWithScalesAgreeOnTheSmallest) {
   amp::ScalerOptions large = kDynamic, small = kDynamic;
   large.initial = 4096;
   small.initial = 16;
   over_pairs(fp16_run(large), fp16_run(small), [&](Pair& pair, int rank) {
-    expect_refused([&] { pair.first.scale(pair.joint(rank)).backward(); }, "the second was not asked");
+    expect_refused([&] { pair.first.scaling().scale(pair.joint(rank)).backward(); }, "the second was not asked");
     pair.first.zero_grad();
     pair.second.zero_grad();
     std::vector<std::vector<double>> got;
     const std::vector<std::function<void(const at::Tensor&)>> ways{
-        [&](const at::Tensor& l) { pair.first.scale(pair.second.scale(l)).backward(); },
-        [&](const at::Tensor& l) { pair.second.scale(pair.first.scale(l)).backward(); },
-        [&](const at::Tensor& l) { pair.first.backward(pair.second.scale(l)); }};
+        [&](const at::Tensor& l) { pair.first.scaling().scale(pair.second.scaling().scale(l)).backward(); },
+        [&](const at::Tensor& l) { pair.second.scaling().scale(pair.first.scaling().scale(l)).backward(); },
+        [&](const at::Tensor& l) { pair.first.backward(pair.second.scaling().scale(l)); }};
     for (const auto& way : ways) {
       const at::Tensor loss = pair.joint(rank);
-      const at::Tensor once = pair.first.scale(pair.second.scale(loss));
+      const at::Tensor once = pair.first.scaling().scale(pair.second.scaling().scale(loss));
       EXPECT_TRUE(at::allclose(once, 16 * loss));
       way(loss);
       got.push_back(norms(pair));
@@ -458,12 +459,12 @@ TEST(LossScale, EnginesWithScalesAgreeOnTheSmallest) {
     }
     EXPECT_EQ(got[0], got[1]);
     EXPECT_EQ(got[0], got[2]);
-    pair.first.scale(toy_forward(pair.first, pair.a, toy_batch(rank, 0))).backward();
+    pair.first.scaling().scale(toy_forward(pair.first, pair.a, toy_batch(rank, 0))).backward();
     EXPECT_NEAR(pair.first.grad_norm(), got[0][0], 2e-3 * got[0][0]);
     // Half scaled cannot be told apart later.
-    const at::Tensor half = pair.first.scale(toy_forward(pair.first, pair.a, toy_batch(rank, 0))) +
+    const at::Tensor half = pair.first.scaling().scale(toy_forward(pair.first, pair.a, toy_batch(rank, 0))) +
                             toy_forward(pair.second, pair.b, toy_batch(rank, 0));
-    EXPECT_THROW(pair.second.scale(half), c10::ValueError);
+    EXPECT_THROW(pair.second.scaling().scale(half), c10::ValueError);
     EXPECT_TRUE(pair.first.step());
   });
 }

@@ -1,0 +1,233 @@
+#include "tessera/zero/backward_driver.h"
+
+#include <c10/core/GradMode.h>
+
+#include "tessera/base/error.h"
+#include "tessera/shard/storage.h"
+#include "tessera/zero/adoption.h"
+
+namespace tessera::zero {
+
+BackwardDriver::BackwardDriver(Units& units, std::function<StepState()> step)
+    : units_(units), step_(std::move(step)), hooks_(*this) {
+  std::vector<Unit*> order;
+  order.reserve(units_.all().size());
+  for (const auto& unit : units_.all())
+    order.push_back(unit.get());
+  reducer_ = std::make_unique<Reducer>(units_.ranks(), std::move(order), units_.options());
+  follow_params();
+}
+
+void BackwardDriver::follow_params() {
+  for (const ParamId id : units_.trained_ids()) {
+    const Place& place = units_[id];
+    if (!place.flat->sharded() && !is_bound(*place.param, *place.unit)) adopt_param(place, /*compare=*/false);
+    const at::Tensor& tensor = place.param->tensor;
+    if (tensor.requires_grad() && !hooks_.watches(tensor, id))
+      hooks_.watch(tensor, id, place.unit->grads_are_visible());
+  }
+}
+
+// A conversion (module.float()) gives a parameter a new accumulator, without our hook until follow_params(). Gradients
+// that came by that way were not scaled, not reduced and are not ours to guess.
+void BackwardDriver::check_all_watched() const {
+  for (const ParamId id : units_.trained_ids()) {
+    const Param& p = *units_[id].param;
+    const at::Tensor& grad = p.tensor.grad();
+    // Stage 0: the conversion took along what was reduced.
+    if (!grad.defined() || (units_[id].unit->grads_are_visible() && p.has_grad)) continue;
+    TESSERA_CHECK(
+        !p.tensor.requires_grad() || hooks_.watches(p.tensor, id), "zero", "parameter '", p.name,
+        "' was converted (module.to(...)) and got gradients past the engine: call the engine, not its module, "
+        "for the first forward after a conversion; engine.zero_grad() drops them");
+  }
+}
+
+bool BackwardDriver::may_reduce(const StepState& step) const {
+  if (step.hold || units_.options().reduce_at_step) return false;
+  return units_.placements().reduce_at == shard::ReduceAt::EveryBackward || step.boundary;
+}
+
+void BackwardDriver::backward_begun(const std::vector<ScopeCall*>& calls) {
+  reducer_->begin_backward();
+  units_.unsharder().begin_backward(calls);
+}
+
+bool BackwardDriver::is_visible_view(const Place& place, const at::Tensor& grad) {
+  return shard::is_bound(grad, place.unit->grads, place.param->range, place.param->form) &&
+         (grad.numel() == 0 || grad.storage().is_alias_of(place.unit->grads.storage()));
+}
+
+void BackwardDriver::before_accumulate(ParamId id, at::Tensor& grad) {
+  const Place& place = units_[id];
+  if (!grad.defined()) {
+    if (place.param->has_grad) reducer_->clear(*place.unit, *place.param);  // the user dropped it
+    return;
+  }
+  const at::Tensor old = grad;
+  grad.reset();
+  if (is_visible_view(place, old) && place.param->has_grad) return;
+  reducer_->clear(*place.unit, *place.param);
+  reducer_->accumulate(*place.unit, *place.param, old, 1.0);
+}
+
+void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const BackwardInfo& backward) {
+  const Place& place = units_[id];
+  const StepState step = step_();
+  if (grad.defined()) {
+    at::Tensor dense = grad.is_sparse() ? grad.to_dense() : grad;
+    grad.reset();
+    TESSERA_CHECK(dense.sizes() == place.param->tensor.sizes(), "zero", "gradient of '", place.param->name,
+                  "' has shape ", dense.sizes(), ", the parameter ", place.param->tensor.sizes());
+    scaled_ = scaled_ || backward.loss_scale != 1;
+    reducer_->accumulate(*place.unit, *place.param, dense,
+                         step.gradient_scale * (step.loss_scale / backward.loss_scale));
+  }
+  // Also where this graph task brought nothing: before_accumulate took away what earlier ones left.
+  if (place.unit->grads_are_visible() && place.param->has_grad) {
+    grad = shard::view_as_param(place.unit->grads, place.param->range, place.param->form);
+  }
+  units_.unsharder().gradient_arrived(place.number, place.item);
+  if (!backward.in_forward) reducer_->fired(*place.unit, *place.param, may_reduce(step));
+}
+
+bool BackwardDriver::end_backward(int round) {
+  if (round == 0) ++backwards_;
+  if (const StepState step = step_(); may_reduce(step)) return flush_round(round, step);
+  unreduced_ = true;
+  return false;
+}
+
+// See Note [Ends] in hooks.h.
+bool BackwardDriver::flush_round(int round, const StepState& step) {
+  const c10::AutoGradMode no_grad(false);
+  const bool visible = units_.placements().grads == shard::Placement::Replicate;
+  switch (round) {
+    case 0:
+      reducer_->launch_rest(visible);
+      return true;
+    case 1:
+      reducer_->launch_late();
+      return true;
+    case 2:
+      reducer_->finish();
+      if (step.boundary) reducer_->launch_replicas();
+      return true;
+    default:
+      reducer_->finish_replicas();
+      unreduced_ = false;
+      flushed_ = true;
+      if (visible && units_.ranks().size() > 1) show_remote_grads();
+      return false;
+  }
+}
+
+void BackwardDriver::flush() {
+  const StepState step = step_();
+  for (int round = 0; flush_round(round, step); ++round) {
+  }
+}
+
+void BackwardDriver::reduce_replicas() {
+  reducer_->launch_replicas();
+  reducer_->finish_replicas();
+}
+
+// Stage 0: a parameter without a gradient on this rank has one when other ranks do. They need not tell: a place that is
+// not zero after the reduction says so, and where it is zero (their gradients were) p.grad None means the same.
+void BackwardDriver::show_remote_grads() {
+  for (const ParamId id : units_.trained_ids()) {
+    const Place& place = units_[id];
+    Param& p = *place.param;
+    if (p.has_grad || !p.tensor.requires_grad()) continue;
+    const at::Tensor sum = shard::view_as_param(place.unit->grads, p.range, p.form);
+    if (!sum.any().item<bool>()) continue;
+    p.has_grad = true;
+    p.tensor.mutable_grad() = sum;
+  }
+}
+
+void BackwardDriver::reduce_now() {
+  const std::lock_guard lock(hooks_.mutex());
+  flush();
+}
+
+void BackwardDriver::ensure_reduced() {
+  const std::lock_guard lock(hooks_.mutex());
+  check_all_watched();
+  if (unreduced_ || !flushed_) flush();
+  reduce_replicas();
+  if (units_.placements().grads == shard::Placement::Replicate) adopt_visible_grads();
+}
+
+// Stage 0: p.grad is the user's. What stands there now is the gradient.
+void BackwardDriver::adopt_visible_grads() {
+  for (const ParamId id : units_.trained_ids()) {
+    const Place& place = units_[id];
+    at::Tensor& grad = place.param->tensor.mutable_grad();
+    const at::Tensor view = shard::view_as_param(place.unit->grads, place.param->range, place.param->form);
+    if (!grad.defined()) {
+      if (place.param->has_grad) view.zero_();  // the user dropped it
+      place.param->has_grad = false;
+      continue;
+    }
+    if (!is_visible_view(place, grad)) view.copy_(grad.is_sparse() ? grad.to_dense() : grad);
+    place.param->has_grad = true;
+  }
+}
+
+void BackwardDriver::drop_gradients() {
+  const std::lock_guard lock(hooks_.mutex());
+  reducer_->reset();
+  unreduced_ = flushed_ = scaled_ = false;
+  for (const ParamId id : units_.trained_ids())
+    units_[id].param->tensor.mutable_grad().reset();
+}
+
+void BackwardDriver::call_opened(ScopeCall& call, bool again) {
+  units_.unsharder().call_opened(call, again);
+}
+
+void BackwardDriver::call_closed(ScopeCall& call, const BackwardInfo& backward) {
+  for (const int number : units_.unsharder().call_closed(call)) {
+    Unit* unit = units_.of_number(number);
+    if (unit != nullptr && !backward.in_forward) reducer_->over(*unit, may_reduce(step_()));
+  }
+}
+
+void BackwardDriver::call_gone(ScopeCall& call) {
+  try {
+    units_.unsharder().call_gone(call);
+  } catch (const std::exception&) {
+    // A lost peer: the next collective says so.
+  }
+}
+
+void BackwardDriver::tasks_ended() {
+  try {
+    units_.unsharder().end_backward();
+  } catch (const std::exception&) {
+    // As above; and this may run while another exception passes.
+  }
+}
+
+bool BackwardDriver::reads_local_gradient(const Place& place) {
+  return place.unit->grad_state() == GradState::Accumulating && place.param->filled;
+}
+
+void BackwardDriver::settle_empty_units() {
+  for (const auto& unit : units_.all()) {
+    if (unit->grad_state() != GradState::Empty) continue;
+    unit->grads.zero_();
+    unit->move_to(GradState::Reduced);
+    unit->reduced = true;
+  }
+  flushed_ = true;
+}
+
+void BackwardDriver::remove() {
+  hooks_.remove();
+  reducer_->abandon();
+}
+
+}  // namespace tessera::zero

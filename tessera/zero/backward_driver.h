@@ -1,0 +1,87 @@
+// BackwardDriver: what autograd's hooks lead to: gradients into units, units into reductions, and their end.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "tessera/zero/hooks.h"
+#include "tessera/zero/reducer.h"
+#include "tessera/zero/units.h"
+
+namespace tessera::zero {
+
+// What the engine knows of the running optimizer step.
+struct StepState {
+  bool boundary = true;       // this micro-batch ends it
+  bool hold = false;          // no_sync or coalesce: accumulate locally
+  double gradient_scale = 1;  // of the running backward's gradients: 1/gradient_accumulation_steps
+  // What accumulated gradients are multiplied by. Those of a backward with another loss scale (that of another engine in a
+  // joint loss, or 1 where the engine's outputs were bypassed) are brought to it.
+  double loss_scale = 1;
+};
+
+class BackwardDriver final : private HookSink {
+ public:
+  // `step` is asked when a backward comes, on whatever thread autograd uses.
+  BackwardDriver(Units& units, std::function<StepState()> step);
+
+  Hooks& hooks() { return hooks_; }
+  Reducer& reducer() { return *reducer_; }
+  const Reducer& reducer() const { return *reducer_; }
+
+  // Before a forward: what the user did to parameters since the last one. Takes in data that was replaced and hooks
+  // parameters that began to require gradients. Local.
+  void follow_params();
+
+  // Everything accumulated so far is reduced on return. Collective where something is left to reduce.
+  void ensure_reduced();
+  // Reduces now, whatever the policy. Collective.
+  void reduce_now();
+  // Along the replicas of hybrid sharding only. Collective.
+  void reduce_replicas();
+  void drop_gradients();
+  // The user sets gradients where no backward ran: what they do not set is zero.
+  void settle_empty_units();
+
+  bool has_gradients() const { return unreduced_ || flushed_; }
+  // A backward ended without a reduction: the same on all ranks.
+  bool unreduced() const { return unreduced_; }
+  // Contributions of this rank that no collective has seen (no_sync, stages 0 and 1 before the boundary).
+  static bool reads_local_gradient(const Place& place);
+  // A loss scale came since the last step.
+  bool scaled() const { return scaled_; }
+  // Backwards of the user's that ended, since the beginning.
+  int64_t backwards() const { return backwards_; }
+
+  // Nothing comes any more. Local, never waits.
+  void remove();
+
+ private:
+  void backward_begun(const std::vector<ScopeCall*>& calls) override;
+  void before_accumulate(ParamId id, at::Tensor& grad) override;
+  void gradient_ready(ParamId id, at::Tensor& grad, const BackwardInfo& backward) override;
+  bool end_backward(int round) override;
+  void tasks_ended() override;
+  void call_opened(ScopeCall& call, bool again) override;
+  void call_closed(ScopeCall& call, const BackwardInfo& backward) override;
+  void call_gone(ScopeCall& call) override;
+
+  bool may_reduce(const StepState& step) const;
+  bool flush_round(int round, const StepState& step);
+  void flush();
+  void check_all_watched() const;
+  void adopt_visible_grads();
+  void show_remote_grads();
+  static bool is_visible_view(const Place& place, const at::Tensor& grad);
+
+  Units& units_;
+  std::function<StepState()> step_;
+  std::unique_ptr<Reducer> reducer_;
+  bool scaled_ = false;
+  int64_t backwards_ = 0;
+  bool unreduced_ = false;
+  bool flushed_ = false;  // reduced since the last step
+  Hooks hooks_;           // last: removed first
+};
+
+}  // namespace tessera::zero

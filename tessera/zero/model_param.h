@@ -1,0 +1,29 @@
+// ModelParam: a parameter as a front end hands it over.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <optional>
+#include <string>
+
+namespace tessera::zero {
+
+// Index in the list that an engine was built from: the one number of a parameter, for front ends, hooks and states alike.
+using ParamId = int;
+
+// Order matters: it is the order of the flat space.
+struct ModelParam {
+  std::string name;   // as in named_parameters()
+  at::Tensor tensor;  // a leaf; the engine moves its storage into a flat buffer (shard/storage.h)
+  int group = -1;     // index of its optimizer group; -1: not optimized (broadcast and cast only)
+  std::string unit;   // parameters with one unit name are gathered, reduced and freed together
+  // Collective, called once before its unit is built: gives a tensor that was partitioned before (early_params.h) its
+  // values, equal on all ranks. Empty: the tensor has values; rank 0's hold.
+  std::function<void()> restore = {};
+  // What its gradient and, where partitioned, its gathered values travel in; unset: Options::communication, and the
+  // parameter's own dtype. Float, Half or BFloat16.
+  std::optional<at::ScalarType> comm = {};
+};
+
+}  // namespace tessera::zero

@@ -1,0 +1,108 @@
+#include "tessera/zero/modules.h"
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+#include "tessera/base/error.h"
+
+namespace tessera::zero {
+
+Modules::Modules(Units& units, BackwardDriver& driver) : units_(units), driver_(driver) {}
+
+int Modules::add(const std::vector<ParamId>& params) {
+  const std::vector<ParamId> held = units_.held(params, "modules().add");
+  if (!units_.unsharder().any_sharded()) return -1;
+  std::vector<int> numbers;
+  numbers.reserve(held.size());
+  for (const ParamId id : held)
+    numbers.push_back(units_[id].number);
+  return units_.unsharder().add_scope(std::move(numbers));
+}
+
+void Modules::check(int module) const {
+  TESSERA_CHECK_VALUE(units_.unsharder().has_scope(module), "engine", "there is no module number ", module,
+                      "; use what modules().add() returned");
+}
+
+void Modules::register_external(int module, ParamId param) {
+  const Place& place = units_.at(param, "register_external");
+  if (!place.held()) return;
+  check(module);
+  const std::lock_guard lock(driver_.hooks().mutex());
+  units_.unsharder().extend_scope(module, place.number, Hooks::inside_task());
+}
+
+void Modules::use_elsewhere(ParamId param) {
+  const Place& place = units_.at(param, "use_elsewhere");
+  if (!place.held()) return;
+  const std::lock_guard lock(driver_.hooks().mutex());
+  const int scope = units_.unsharder().holding_scope();
+  TESSERA_CHECK(scope >= 0, "zero", "parameter '", place.name(),
+                "' is partitioned and no module of the engine is running; use GatheredParameters");
+  units_.unsharder().extend_scope(scope, place.number, Hooks::inside_task());
+}
+
+bool Modules::enter(int module) {
+  check(module);
+  const std::lock_guard lock(driver_.hooks().mutex());
+  const bool outer = units_.unsharder().enter(module, Hooks::inside_task());
+  producers_.resize(units_.unsharder().depth());
+  return outer;
+}
+
+void Modules::note_inputs(const std::vector<at::Tensor>& inputs) {
+  const std::lock_guard lock(driver_.hooks().mutex());
+  if (!producers_.empty()) producers_.back() = Hooks::producers_of(inputs);
+}
+
+void Modules::watch_call_of(std::vector<int> units, const std::vector<at::Tensor>& outputs,
+                            const std::vector<compat::NodePtr>& producers, bool open_now) {
+  if (units.empty()) return;
+  const auto call = std::make_shared<ScopeCall>();
+  call->units = std::move(units);
+  call->outer = units_.unsharder().had_inner_calls();
+  if (!driver_.hooks().watch_call(call, outputs, producers)) return;
+  units_.unsharder().call_made(*call);
+  if (open_now) units_.unsharder().call_opened(*call, /*again=*/false);
+}
+
+void Modules::leave(int module, const std::vector<at::Tensor>& outputs) {
+  check(module);
+  const std::lock_guard lock(driver_.hooks().mutex());
+  const bool in_backward = Hooks::inside_task();
+  units_.unsharder().end_inner(module, in_backward);
+  producers_.resize(units_.unsharder().depth());
+  const std::vector<int> units = units_.unsharder().watched(module);
+  const auto recorded = [](const at::Tensor& t) { return static_cast<bool>(Hooks::maker_of(t)); };
+  const bool any = c10::GradMode::is_enabled() && std::any_of(outputs.begin(), outputs.end(), recorded);
+  std::vector<compat::NodePtr> producers;
+  if (!units.empty()) producers = std::move(producers_.back());
+  if (any) {
+    // What a recomputation gathered is needed at once by the backward of the same nodes. Frozen units have no gradient
+    // that would tell when they are done with, so they are gathered again when their backward comes.
+    std::vector<int> now, later;
+    for (const int unit : units)
+      (in_backward && units_.of_number(unit) != nullptr ? now : later).push_back(unit);
+    watch_call_of(std::move(now), outputs, producers, /*open_now=*/true);
+    watch_call_of(std::move(later), outputs, producers, /*open_now=*/false);
+  }
+  units_.unsharder().leave(module, in_backward, any);
+  producers_.resize(units_.unsharder().depth());
+}
+
+void Modules::abort(int module) {
+  check(module);
+  const std::lock_guard lock(driver_.hooks().mutex());
+  units_.unsharder().abort(module, Hooks::inside_task());
+  producers_.resize(units_.unsharder().depth());
+}
+
+void Modules::end_stray() {
+  const std::lock_guard lock(driver_.hooks().mutex());
+  if (!units_.unsharder().inside_scope() || Hooks::inside_task()) return;
+  units_.unsharder().abort_all();
+  producers_.clear();
+}
+
+}  // namespace tessera::zero

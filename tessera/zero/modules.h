@@ -1,0 +1,42 @@
+// Modules: partitioned parameters around the forwards of the modules that read them. Front ends call these around the
+// forward of every module that owns parameters; a module inside another one that covers its parameters costs next to nothing.
+#pragma once
+
+#include <vector>
+
+#include "tessera/zero/backward_driver.h"
+
+namespace tessera::zero {
+
+class Modules {
+ public:
+  Modules(Units& units, BackwardDriver& driver);
+
+  // Registers a module whose forward and backward read `params`; its number, or -1 where nothing is partitioned (and
+  // nothing is to be called).
+  int add(const std::vector<ParamId>& params);
+  // Gathers. Collective. True: tell note_inputs() and leave() the tensors; false: they are not needed.
+  bool enter(int module);
+  void note_inputs(const std::vector<at::Tensor>& inputs);
+  void leave(int module, const std::vector<at::Tensor>& outputs);
+  void abort(int module);  // its forward threw
+  bool inside() const { return units_.unsharder().inside_scope(); }
+  // A partitioned parameter is read by the module that is running, or by `module`, which does not own it: from now on
+  // it is gathered with that module's. Collective when such a module is running.
+  void use_elsewhere(ParamId param);
+  void register_external(int module, ParamId param);
+  // Ends calls whose end was never told, before a new outermost forward.
+  void end_stray();
+
+ private:
+  void check(int module) const;
+  void watch_call_of(std::vector<int> units, const std::vector<at::Tensor>& outputs,
+                     const std::vector<compat::NodePtr>& producers, bool open_now);
+
+  Units& units_;
+  BackwardDriver& driver_;
+  // Producers of the inputs of module calls under way, innermost last; empty for those inside others.
+  std::vector<std::vector<compat::NodePtr>> producers_;
+};
+
+}  // namespace tessera::zero

@@ -1,0 +1,110 @@
+#include "tessera/zero/regions.h"
+
+#include <c10/core/GradMode.h>
+
+#include "tessera/base/error.h"
+#include "tessera/shard/storage.h"
+
+namespace tessera::zero {
+
+Regions::Regions(Units& units, BackwardDriver& driver)
+    : units_(units), driver_(driver), open_(static_cast<size_t>(units.count())) {}
+
+bool Regions::is_gathered(ParamId param) const {
+  const Place& place = units_.at(param, "is_gathered");
+  return !place.held() || place.flat->state() == ParamState::Ready;
+}
+
+ParamPartition Regions::partition_of(ParamId param) const {
+  const Place& place = units_.at(param, "partition_of");
+  if (place.held()) return place.flat->partition_of(place.item);
+  const at::Tensor& tensor = units_.params()[param].tensor;
+  return {ParamState::Ready, false, {0, tensor.numel()}, shard::flatten_like_param(tensor, tensor)};
+}
+
+void Regions::open(const std::vector<ParamId>& params, bool writable) {
+  const std::vector<ParamId> ids = units_.held(params, "gather");
+  const std::lock_guard lock(driver_.hooks().mutex());
+  for (const ParamId id : ids) {
+    TESSERA_CHECK(!open_[id].open, "zero.GatheredParameters", "parameter '", units_[id].name(),
+                  "' is in an open GatheredParameters region already; regions must not overlap");
+  }
+  size_t done = 0;
+  try {
+    for (; done < ids.size(); ++done)
+      units_.unsharder().hold(units_[ids[done]].number, writable);
+  } catch (...) {
+    while (done > 0)
+      units_.unsharder().unhold(units_[ids[--done]].number);
+    throw;
+  }
+  for (const ParamId id : ids) {
+    const Place& place = units_[id];
+    Open& open = open_[id];
+    open.open = true;
+    open.writable = writable;
+    if (place.flat->sharded()) continue;
+    if (writable && place.flat->shares()) place.flat->lend(place.item);
+    place.flat->mark(place.item);  // updates write to it too
+    const Unit* unit = place.unit;
+    if (unit != nullptr && unit->residual.defined()) open.before = unit->owned_values(place.item).clone();
+  }
+}
+
+// Not every write can be seen (p.data.copy_() leaves no trace), so all parameters of the region are taken; masters that
+// still round to the parameter's values keep their bits.
+void Regions::take_writes(const std::vector<ParamId>& ids, Writes writes, int writer) {
+  const c10::AutoGradMode no_grad(false);
+  for (const ParamId id : ids) {
+    TESSERA_CHECK(open_[id].writable, "zero.GatheredParameters", "parameter '", units_[id].name(),
+                  "' was gathered for reading only; gather it for writing where a rank's values shall hold");
+  }
+  if (writes == Writes::FromRank) {
+    for (const ParamId id : ids) {
+      const Place& place = units_[id];
+      units_.ranks().broadcast(place.flat->values(place.item), writer, "new values of '" + place.name() + "'");
+    }
+  }
+  units_.shared().readers_done("the writes of a region");
+  for (const ParamId id : ids) {
+    const Place& place = units_[id];
+    Unit* unit = place.unit;
+    const bool split = unit != nullptr && unit->residual.defined();
+    const bool apart = place.flat->sharded() || place.flat->is_lent(place.item);
+    const at::Tensor before = split && apart ? unit->owned_values(place.item).clone() : open_[id].before;
+    place.flat->keep_write(place.item);
+    if (unit == nullptr || unit->master_is_weight()) continue;
+    Param& param = unit->params[place.item];
+    const bool changed = split ? !unit->owned_values(place.item).equal(before) : unit->differs_from_master(param);
+    if (changed) unit->set_master_from(param, place.flat->view(place.item));
+    param.version = param.tensor._version();
+  }
+  units_.shared().written("the writes of a region");
+}
+
+void Regions::close(const std::vector<ParamId>& params, Writes writes, int writer) {
+  TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < units_.ranks().size()),
+                      "zero.GatheredParameters", "modifier_rank ", writer, " is no rank of a group of ",
+                      units_.ranks().size());
+  const std::vector<ParamId> ids = units_.held(params, "release");
+  const std::lock_guard lock(driver_.hooks().mutex());
+  std::exception_ptr failure;
+  try {
+    if (writes != Writes::None) take_writes(ids, writes, writer);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  for (const ParamId id : ids) {
+    const Place& place = units_[id];
+    open_[id] = {};
+    if (!place.flat->sharded()) place.flat->give_back(place.item);
+    try {
+      units_.unsharder().unhold(units_[id].number);
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+}  // namespace tessera::zero

@@ -1,0 +1,35 @@
+// Regions: where a user reads or edits whole parameters. Parameters that are not partitioned pass through.
+#pragma once
+
+#include <vector>
+
+#include "tessera/zero/backward_driver.h"
+
+namespace tessera::zero {
+
+class Regions {
+ public:
+  Regions(Units& units, BackwardDriver& driver);
+
+  bool is_gathered(ParamId param) const;
+  ParamPartition partition_of(ParamId param) const;
+  // Collective, all ranks with the same `params`. State error for a parameter that is in an open region. `writable` false:
+  // for reading, and close() with Writes::None; it spares shared parameters a private copy.
+  void open(const std::vector<ParamId>& params, bool writable = true);
+  // Collective. `writer` counts as DataParallel::rank() does.
+  void close(const std::vector<ParamId>& params, Writes writes = Writes::None, int writer = 0);
+
+ private:
+  struct Open {
+    bool open = false;
+    bool writable = false;
+    at::Tensor before{};  // of whole parameters with a split master: their owned values when it began
+  };
+  void take_writes(const std::vector<ParamId>& ids, Writes writes, int writer);
+
+  Units& units_;
+  BackwardDriver& driver_;
+  std::vector<Open> open_;  // by parameter
+};
+
+}  // namespace tessera::zero

@@ -1,0 +1,61 @@
+// StateAccess: weights, masters, gradients and optimizer states by parameter: what a rank holds, and whole.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "tessera/shard/named_shard.h"
+#include "tessera/zero/backward_driver.h"
+
+namespace tessera::zero {
+
+using Quantity = shard::Quantity;
+
+// Only parameters with an optimizer group have states: value error for others, but in named_shards() and read_shard().
+class StateAccess {
+ public:
+  StateAccess(Units& units, BackwardDriver& driver);
+
+  int64_t param_step(ParamId param) const;  // updates applied to it (torch's state["step"])
+  void set_param_step(ParamId param, int64_t step);
+
+  // All that this rank holds, by parameter: weights (also those without a group), masters where they are not the weight
+  // itself, reduced gradients, optimizer states. Number 0 of every element's replicas taken together are each quantity
+  // once. Local. States of a client's own optimizer are the client's: their parts follow local_range().
+  std::vector<shard::NamedShard> named_shards() const;
+  // Its values, 1-D in the order of its form: a view, in its dtype; a copy for split masters. State error when it is no
+  // more there. Local.
+  at::Tensor read_shard(const shard::NamedShard& shard);
+
+  // Master, Gradient, State0 or State1 below; value error for Weight, which the parameter itself shows.
+  // fp32, shape of the parameter; collective. Undefined tensor when there is none (no gradient, no such state).
+  at::Tensor get_full(ParamId param, Quantity what);
+  void set_full(ParamId param, Quantity what, const at::Tensor& value);
+  // What this rank holds: shaped like the parameter where the buffer is replicated, else 1-D; possibly empty. A view, in
+  // the buffer's own dtype; a copy for masters that are split (amp/precision.h).
+  at::Tensor local_view(ParamId param, Quantity what);
+  // Writes it, whether or not there is a view. Value error when there is nothing of this kind, or another size. Local,
+  // but for masters where parameters are shared: collective then.
+  void set_local(ParamId param, Quantity what, const at::Tensor& value);
+  // This rank's part of the parameter's flattened elements: [begin, end).
+  std::pair<int64_t, int64_t> local_range(ParamId param) const;
+
+  // The same for values that the client keeps, such as the states of an optimizer that runs itself. `part`: one value for
+  // each element of local_range(), shaped as local_view() is. fp32, shape of the parameter; collective.
+  at::Tensor gather_full(ParamId param, const at::Tensor& part);
+  // This rank's part of `full`, which has the shape of the parameter; shaped as local_view() is, in the dtype of `full`.
+  at::Tensor local_part(ParamId param, const at::Tensor& full);
+  // The largest of all ranks' values. Collective.
+  double agree_max(double value);
+
+ private:
+  void add_shards(ParamId id, std::vector<shard::NamedShard>& shards) const;
+  at::Tensor weight_of(ParamId param) const;
+  at::Tensor owned_buffer(const Place& place, Quantity what) const;
+  at::Tensor gather_flat(const Place& place, const at::Tensor& part);
+
+  Units& units_;
+  BackwardDriver& driver_;
+};
+
+}  // namespace tessera::zero

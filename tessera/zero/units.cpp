@@ -1,0 +1,269 @@
+#include "tessera/zero/units.h"
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+#include "tessera/base/error.h"
+#include "tessera/shard/device.h"
+
+namespace tessera::zero {
+
+namespace {
+
+// Kinds of parameters, see PlanItem.
+constexpr int kPartitioned = 0, kResident = 1, kFrozen = 2;
+
+void check_params(const std::vector<ModelParam>& params, const std::vector<optim::GroupOptions>& groups) {
+  const ModelParam* first = nullptr;
+  for (const ModelParam& p : params) {
+    if (p.group < 0) continue;
+    if (first == nullptr) first = &p;
+    TESSERA_CHECK_VALUE(p.tensor.is_leaf(), "zero", "parameter '", p.name, "' is not a leaf tensor");
+    TESSERA_CHECK_VALUE(at::isFloatingType(p.tensor.scalar_type()), "zero", "parameter '", p.name,
+                        "' cannot be trained: its dtype is ", p.tensor.scalar_type());
+    TESSERA_CHECK_VALUE(p.group < static_cast<int>(groups.size()), "zero", "parameter '", p.name,
+                        "' names param group ", p.group, " of ", groups.size());
+    shard::check_device(p.tensor.device());
+    TESSERA_CHECK_VALUE(p.tensor.device() == first->tensor.device(), "zero", "parameter '", p.name, "' is on device '",
+                        p.tensor.device(), "', parameter '", first->name, "' on '", first->tensor.device(),
+                        "'; an engine trains a model on one device");
+  }
+}
+
+// Gives every parameter of a unit its values, equal on all ranks.
+std::vector<FlatParams::Item> settle_values(const DataParallel& ranks, const std::string& unit,
+                                            const std::vector<const ModelParam*>& members) {
+  std::vector<FlatParams::Item> all, fresh;
+  for (const ModelParam* p : members) {
+    all.push_back({p->name, p->tensor});
+    if (p->restore) {
+      p->restore();
+    } else {
+      fresh.push_back(all.back());
+    }
+  }
+  broadcast_values(ranks, fresh, "unit '" + unit + "'");
+  return all;
+}
+
+}  // namespace
+
+bool Units::holds(const Options& options, const ModelParam& param) {
+  if (param.group >= 0) return true;
+  const at::ScalarType dtype = param.tensor.scalar_type();
+  const bool fits = options.cast ? at::isFloatingType(dtype) : dtype == options.precision.param;
+  return fits && shard::placements_of_stage(options.stage).params == shard::Placement::Shard &&
+         param.tensor.numel() > options.gather.persistence_threshold;
+}
+
+Units::Units(const Options& options, DataParallel ranks, const std::vector<ModelParam>& params, optim::Rule rule,
+             const std::vector<optim::GroupOptions>& groups)
+    : options_(options),
+      placements_(shard::placements_of_stage(options.stage)),
+      ranks_(std::move(ranks)),
+      rule_(rule),
+      groups_(groups),
+      params_(params),
+      places_(params.size()) {
+  const c10::AutoGradMode no_grad(false);
+  check_params(params, groups_);
+  // Of its own: engines under one loss reach their collectives in orders that differ by rank.
+  if (ranks_.shard->size() > 1) ranks_.shard = ranks_.shard->sibling();
+  if (ranks_.replicate->size() > 1) ranks_.replicate = ranks_.replicate->sibling();
+  gathers_ = partitions() ? ranks_.shard->sibling() : ranks_.shard;
+  unsharder_ = std::make_unique<Unsharder>(gathers_, options_.gather);
+  for (size_t i = 0; i < params.size(); ++i)
+    if (params[i].group >= 0) trained_ids_.push_back(static_cast<ParamId>(i));
+  const std::vector<PlannedUnit> planned_units = plan(params);
+  shared_ = share(planned_units, params);
+  for (const PlannedUnit& planned : planned_units) {
+    if (planned.kind == kFrozen) {
+      build_frozen(planned, params);
+    } else {
+      build_unit(planned, params);
+    }
+  }
+  shared_.written("the initial values");
+  number_elements();
+  order_launches();
+}
+
+void Units::number_elements() {
+  uint64_t first = 0;
+  for (const ParamId id : trained_ids_) {
+    Param& param = *places_[id].param;
+    param.first = first;
+    first += static_cast<uint64_t>(param.tensor.numel());
+  }
+}
+
+// Gradients are complete from the last unit of the forward to the first; those of the root (embeddings) and of resident
+// units, which modules all over the model use, last.
+void Units::order_launches() {
+  std::reverse(units_.begin(), units_.end());
+  std::stable_partition(units_.begin(), units_.end(), [](const auto& u) { return !u->root; });
+  std::stable_partition(units_.begin(), units_.end(), [](const auto& u) { return u->launch_at() != LaunchAt::Flush; });
+}
+
+at::ScalarType Units::travel_of(const ModelParam& param) const {
+  if (ranks_.size() == 1) return options_.precision.grad;
+  return param.comm.value_or(options_.communication.value_or(options_.precision.grad));
+}
+
+// Never wider than the parameter: there is nothing to gain.
+at::ScalarType Units::gather_dtype_of(const ModelParam& param) const {
+  const at::ScalarType own = options_.precision.param;
+  if (ranks_.size() == 1 || !param.comm) return own;
+  return c10::elementSize(*param.comm) < c10::elementSize(own) ? *param.comm : own;
+}
+
+// See PlanItem.
+std::string Units::travels_of(int kind, const ModelParam& param) const {
+  const at::ScalarType asked = param.comm.value_or(options_.communication.value_or(at::kFloat));
+  TESSERA_CHECK_VALUE(asked == at::kFloat || asked == at::kHalf || asked == at::kBFloat16, "zero", "parameter '",
+                      param.name, "' cannot travel in ", asked, "; choose Float, Half or BFloat16");
+  std::string text;
+  const at::ScalarType gathered = gather_dtype_of(param), travel = travel_of(param);
+  if (placements_.params == shard::Placement::Shard && kind != kResident && gathered != options_.precision.param) {
+    text += std::string(" (gathered in ") + c10::toString(gathered) + ")";
+  }
+  if (kind != kFrozen && travel != options_.precision.grad) {
+    text += std::string(" (reduced in ") + c10::toString(travel) + ")";
+  }
+  return text;
+}
+
+std::vector<PlannedUnit> Units::plan(const std::vector<ModelParam>& params) const {
+  int64_t resident = 0;
+  std::vector<PlanItem> items;
+  std::vector<ParamId> ids = trained_ids_;
+  for (const ParamId id : trained_ids_) {
+    const ModelParam& p = params[id];
+    const int64_t n = p.tensor.numel();
+    const bool stays =
+        partitions() && n <= options_.gather.persistence_threshold && n <= options_.gather.model_persistence - resident;
+    if (stays) resident += n;
+    const int kind = stays ? kResident : kPartitioned;
+    items.push_back({p.unit, n, p.group, kind, travels_of(kind, p)});
+  }
+  for (size_t i = 0; i < params.size(); ++i) {
+    const ModelParam& p = params[i];
+    if (p.group >= 0 || !holds(options_, p)) continue;
+    items.push_back({p.unit, p.tensor.numel(), 0, kFrozen, travels_of(kFrozen, p)});
+    ids.push_back(static_cast<ParamId>(i));
+  }
+  std::vector<PlannedUnit> units = plan_units(items, options_.min_unit_elements, options_.reduce_bucket_size);
+  for (PlannedUnit& unit : units)
+    for (int& item : unit.items)
+      item = ids[item];
+  return units;
+}
+
+SharedParams Units::share(const std::vector<PlannedUnit>& units, const std::vector<ModelParam>& params) const {
+  const int size = ranks_.shard->size();
+  if (!options_.share_params || !states_are_cut()) return {};
+  int64_t bytes = 0;
+  std::vector<int64_t> numels;
+  for (const PlannedUnit& unit : units) {
+    numels.clear();
+    for (const ParamId id : unit.items) {
+      const ModelParam& p = params[id];
+      TESSERA_CHECK_VALUE(p.tensor.is_cpu(), "zero", "tessera.shared_parameters is for ranks on the CPU; parameter '",
+                          p.name, "' is on ", p.tensor.device());
+      numels.push_back(p.tensor.numel());
+    }
+    bytes += SharedParams::bytes_of(shard::Layout(numels, size), options_.precision.param);
+  }
+  return {gathers_, bytes};
+}
+
+// Undefined where nothing is shared.
+at::Tensor Units::space_of(const std::vector<const ModelParam*>& members) {
+  std::vector<int64_t> numels;
+  numels.reserve(members.size());
+  for (const ModelParam* p : members)
+    numels.push_back(p->tensor.numel());
+  return shared_.take(shard::Layout(numels, ranks_.shard->size()), options_.precision.param);
+}
+
+void Units::build_unit(const PlannedUnit& planned, const std::vector<ModelParam>& params) {
+  std::vector<Param> members;
+  std::vector<const ModelParam*> originals;
+  for (const ParamId id : planned.items) {
+    Param member;
+    member.name = params[id].name;
+    member.tensor = params[id].tensor;
+    member.id = id;
+    member.group = params[id].group;
+    members.push_back(std::move(member));
+    originals.push_back(&params[id]);
+  }
+  settle_values(ranks_, planned.name, originals);
+  auto unit = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
+                                     ranks_.shard->rank(), ranks_.shard->size(), space_of(originals));
+  unit->root = planned.root;
+  unit->travel = travel_of(*originals.front());
+  unit->flat->gather_in(gather_dtype_of(*originals.front()));
+  const auto names = optim::state_names(rule_, groups_);
+  if (rule_ != optim::Rule::External) unit->allocate_states(names.count, groups_, rule_);
+  const int number = unsharder_->add(unit->flat.get());
+  unit_of_number_.push_back(unit.get());
+  for (size_t i = 0; i < unit->params.size(); ++i) {
+    Param& p = unit->params[i];
+    places_[p.id] = {unit->flat.get(), static_cast<int>(i), number, unit.get(), &p};
+  }
+  units_.push_back(std::move(unit));
+}
+
+void Units::build_frozen(const PlannedUnit& planned, const std::vector<ModelParam>& params) {
+  std::vector<const ModelParam*> originals;
+  originals.reserve(planned.items.size());
+  for (const ParamId id : planned.items)
+    originals.push_back(&params[id]);
+  std::vector<FlatParams::Item> items = settle_values(ranks_, planned.name, originals);
+  const bool sharded = placements_.params == shard::Placement::Shard;
+  auto flat = std::make_unique<FlatParams>(planned.name, std::move(items), options_.precision.param,
+                                           ranks_.shard->rank(), ranks_.shard->size(), sharded, space_of(originals));
+  flat->gather_in(gather_dtype_of(*originals.front()));
+  const int number = unsharder_->add(flat.get());
+  unit_of_number_.push_back(nullptr);
+  for (size_t i = 0; i < planned.items.size(); ++i)
+    places_[planned.items[i]] = {flat.get(), static_cast<int>(i), number};
+  frozen_.push_back(std::move(flat));
+}
+
+const Place& Units::at(ParamId id, const char* call) const {
+  TESSERA_CHECK_VALUE(id >= 0 && id < count(), "engine", call, ": no parameter ", id);
+  return places_[id];
+}
+
+const Place& Units::trained(ParamId id, const char* call) const {
+  const Place& place = at(id, call);
+  TESSERA_CHECK_VALUE(place.trained(), "engine", call, ": parameter '", params_[id].name,
+                      "' is not optimized and has no states");
+  return place;
+}
+
+std::vector<ParamId> Units::held(const std::vector<ParamId>& ids, const char* call) const {
+  std::vector<ParamId> result;
+  for (const ParamId id : ids)
+    if (at(id, call).held()) result.push_back(id);
+  return result;
+}
+
+shard::Range Units::local_range(const Place& place) const {
+  const shard::Range mine = shard::intersect(place.param->range, place.unit->owned);
+  if (mine.empty()) return {};
+  return {mine.begin - place.param->range.begin, mine.end - place.param->range.begin};
+}
+
+void Units::release(const std::string& message) {
+  unsharder_->abandon(message);
+  units_.clear();
+  frozen_.clear();
+  places_.clear();
+  trained_ids_.clear();
+}
+
+}  // namespace tessera::zero

@@ -1,0 +1,100 @@
+// Units: every parameter that an engine holds, by number, and the units they lie in. What a step does with them is in the
+// classes over it: BackwardDriver, Updater, StateAccess, Modules, Regions.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "tessera/optim/optimizer.h"
+#include "tessera/zero/data_parallel.h"
+#include "tessera/zero/model_param.h"
+#include "tessera/zero/options.h"
+#include "tessera/zero/plan.h"
+#include "tessera/zero/shared_params.h"
+#include "tessera/zero/unit.h"
+#include "tessera/zero/unsharder.h"
+
+namespace tessera::zero {
+
+// Where a parameter lies. Those that are neither optimized nor partitioned lie nowhere: they are the module's alone.
+struct Place {
+  FlatParams* flat = nullptr;
+  int item = -1;           // there
+  int number = -1;         // of its unit, in the unsharder
+  Unit* unit = nullptr;    // null: frozen
+  Param* param = nullptr;  // there
+
+  bool held() const { return flat != nullptr; }
+  bool trained() const { return unit != nullptr; }
+  const std::string& name() const { return flat->items()[item].name; }
+};
+
+class Units {
+ public:
+  // Collective: rank 0's values are broadcast. Parameters become views of flat buffers. `params` must outlive this.
+  Units(const Options& options, DataParallel ranks, const std::vector<ModelParam>& params, optim::Rule rule,
+        const std::vector<optim::GroupOptions>& groups);
+  // Optimized, or partitioned without that.
+  static bool holds(const Options& options, const ModelParam& param);
+
+  // Value errors for a number that is no parameter's; of trained(), also for one that is not optimized. `call` is named.
+  const Place& at(ParamId id, const char* call) const;
+  const Place& trained(ParamId id, const char* call) const;
+  // Of `ids`, those that are held.
+  std::vector<ParamId> held(const std::vector<ParamId>& ids, const char* call) const;
+  // Without a check, for numbers that are our own.
+  const Place& operator[](ParamId id) const { return places_[id]; }
+  int count() const { return static_cast<int>(places_.size()); }
+  const std::vector<ModelParam>& params() const { return params_; }
+  const std::vector<ParamId>& trained_ids() const { return trained_ids_; }
+  // By number in the unsharder; null: frozen.
+  Unit* of_number(int number) const { return unit_of_number_[number]; }
+  const std::vector<std::unique_ptr<Unit>>& all() const { return units_; }  // in launch order
+  const std::vector<std::unique_ptr<FlatParams>>& frozen() const { return frozen_; }
+
+  const Options& options() const { return options_; }
+  const shard::StagePlacements& placements() const { return placements_; }
+  const DataParallel& ranks() const { return ranks_; }
+  const SharedParams& shared() const { return shared_; }
+  optim::Rule rule() const { return rule_; }
+  std::vector<optim::GroupOptions>& groups() { return groups_; }
+  Unsharder& unsharder() { return *unsharder_; }
+  const Unsharder& unsharder() const { return *unsharder_; }
+
+  // States lie in slices on several ranks.
+  bool states_are_cut() const { return placements_.states == shard::Placement::Shard && ranks_.shard->size() > 1; }
+  // This rank's elements of a trained parameter, in the order of its memory.
+  shard::Range local_range(const Place& place) const;
+  // Frees gradients, states and places; parameters without data say `message`. Local.
+  void release(const std::string& message);
+
+ private:
+  bool partitions() const { return placements_.params == shard::Placement::Shard && ranks_.shard->size() > 1; }
+  at::ScalarType travel_of(const ModelParam& param) const;
+  at::ScalarType gather_dtype_of(const ModelParam& param) const;
+  std::string travels_of(int kind, const ModelParam& param) const;
+  std::vector<PlannedUnit> plan(const std::vector<ModelParam>& params) const;
+  SharedParams share(const std::vector<PlannedUnit>& units, const std::vector<ModelParam>& params) const;
+  at::Tensor space_of(const std::vector<const ModelParam*>& members);
+  void build_unit(const PlannedUnit& planned, const std::vector<ModelParam>& params);
+  void build_frozen(const PlannedUnit& planned, const std::vector<ModelParam>& params);
+  void number_elements();
+  void order_launches();
+
+  Options options_;
+  shard::StagePlacements placements_;
+  DataParallel ranks_;
+  optim::Rule rule_;
+  std::vector<optim::GroupOptions> groups_;
+  const std::vector<ModelParam>& params_;
+  comm::GroupPtr gathers_;  // what is not ordered with reductions
+  SharedParams shared_;
+  std::vector<std::unique_ptr<Unit>> units_;
+  std::vector<std::unique_ptr<FlatParams>> frozen_;
+  std::vector<Place> places_;
+  std::vector<ParamId> trained_ids_;
+  std::vector<Unit*> unit_of_number_;
+  std::unique_ptr<Unsharder> unsharder_;
+};
+
+}  // namespace tessera::zero

@@ -1,0 +1,236 @@
+#include "tessera/zero/updater.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include <cmath>
+
+#include "tessera/base/error.h"
+#include "tessera/optim/norm.h"
+#include "tessera/shard/dtype.h"
+#include "tessera/zero/adoption.h"
+
+namespace tessera::zero {
+
+namespace {
+
+// Consecutive parameters of an owned range that share group and step count; gaps between them hold zeros.
+struct Segment {
+  shard::Range range;  // in the coordinates of the owned range
+  int group = 0;
+  int64_t step = 0;
+  uint64_t first = 0;  // number of the first element in the model
+};
+
+// `each`: parameters are not joined, so that elements of a segment are numbered one after the other.
+std::vector<Segment> segments_of(const Unit& unit, const std::vector<bool>& present, bool each) {
+  std::vector<Segment> segments;
+  bool open = false;
+  for (const Param& p : unit.params) {
+    const shard::Range mine = unit.owned_slice(p);
+    if (mine.empty()) continue;
+    if (!present[p.id]) {
+      open = false;
+      continue;
+    }
+    if (open && !each && segments.back().group == p.group && segments.back().step == p.step + 1) {
+      segments.back().range.end = mine.end;
+    } else {
+      const int64_t skipped = unit.owned.begin + mine.begin - p.range.begin;
+      segments.push_back({mine, p.group, p.step + 1, p.first + static_cast<uint64_t>(skipped)});
+      open = true;
+    }
+  }
+  return segments;
+}
+
+at::Tensor part(const at::Tensor& tensor, const shard::Range& range) {
+  return tensor.defined() ? tensor.narrow(0, range.begin, range.size()) : at::Tensor();
+}
+
+}  // namespace
+
+Updater::Updater(Units& units, BackwardDriver& driver) : units_(units), driver_(driver) {}
+
+GradientSummary Updater::summarize() {
+  const int ranks = units_.ranks().shard->size(), me = units_.ranks().shard->rank();
+  const bool sharded = units_.placements().states == shard::Placement::Shard;
+  // One sum per slice and rank, added in rank order: the same bits whether a rank holds one slice or all.
+  at::Tensor sums = at::zeros({ranks, 4}, at::kDouble);
+  auto table = sums.accessor<double, 2>();  // rank: squares, parameters without a gradient, late gradients, scaled
+  std::vector<at::Tensor> slices;
+  std::vector<int> rank_of;
+  for (const auto& unit : units_.all()) {
+    for (int r = 0; r < ranks; ++r) {
+      if (sharded && r != me) continue;
+      const shard::Range slice = unit->layout.shard(r);
+      slices.push_back(unit->owned_grads().narrow(0, slice.begin - unit->owned.begin, slice.size()));
+      rank_of.push_back(r);
+    }
+  }
+  const std::vector<double> squares = optim::sums_of_squares(slices);
+  for (size_t i = 0; i < squares.size(); ++i)
+    table[rank_of[i]][0] += squares[i];
+  for (const ParamId id : units_.trained_ids())
+    table[me][1] += units_[id].param->has_grad ? 0 : 1;
+  table[me][2] = driver_.reducer().has_late() ? 1 : 0;
+  table[me][3] = driver_.scaled() ? 1 : 0;
+  // Reduced gradients, and with them the squares, are the same in all replicas; the counts are of local gradients.
+  units_.ranks().collect(sums, "gradient norm");
+
+  GradientSummary summary;
+  double total = 0, missing = 0, late = 0;
+  for (int r = 0; r < ranks; ++r) {
+    total += table[r][0];
+    missing += table[r][1];
+    late += table[r][2];
+    summary.scaled = summary.scaled || table[r][3] > 0;
+  }
+  if (late > 0) {  // on all ranks alike
+    driver_.reducer().reduce_late();
+    driver_.reduce_replicas();
+    return summarize();
+  }
+  summary.norm = std::sqrt(total);
+  summary.finite = std::isfinite(total);
+  summary.present = agree_presence(static_cast<int64_t>(missing));
+  return summary;
+}
+
+std::vector<bool> Updater::agree_presence(int64_t missing_anywhere) {
+  std::vector<bool> present(units_.count(), true);
+  if (missing_anywhere == 0) return present;
+  at::Tensor seen = at::zeros({units_.count()}, at::kInt);
+  int* flags = seen.data_ptr<int>();
+  for (const ParamId id : units_.trained_ids())
+    flags[id] = units_[id].param->has_grad ? 1 : 0;
+  units_.ranks().agree(seen, comm::ReduceOp::Max, "parameters with gradients");
+  for (int id = 0; id < units_.count(); ++id)
+    present[id] = flags[id] != 0;
+  return present;
+}
+
+void Updater::gather_unit(Unit& unit, std::vector<comm::Pending>& pending) {
+  if (units_.placements().states == shard::Placement::Replicate || units_.ranks().shard->size() == 1) return;
+  if (unit.flat->sharded() || unit.flat->shares()) return;
+  pending.push_back(units_.ranks().shard->all_gather(unit.flat->whole(), unit.owned_weights(),
+                                                     "parameters of unit '" + unit.name + "'"));
+}
+
+void Updater::update_unit(Unit& unit, const GradientSummary& summary, double scale) {
+  const at::Tensor all = unit.owned_weights(), grads = unit.owned_grads();
+  const bool fp32_weights = all.scalar_type() == at::kFloat;  // then they are the master
+  const at::Tensor master = fp32_weights ? all : unit.master;
+  const at::Tensor weights = fp32_weights ? at::Tensor() : all;
+  for (const Segment& s : segments_of(unit, summary.present, units_.options().precision.update_is_random())) {
+    optim::UpdateSlice slice;
+    slice.master = part(master, s.range);
+    slice.residual = part(unit.residual, s.range);
+    slice.weight = part(weights, s.range);
+    slice.grad = part(grads, s.range);
+    for (size_t i = 0; i < unit.states.size(); ++i)
+      slice.state[i] = part(unit.states[i], s.range);
+    slice.rounding = units_.options().precision.rounding;
+    slice.random = {units_.options().seed, static_cast<uint64_t>(s.step), s.first};
+    optim::update(units_.rule(), units_.groups()[s.group], s.step, slice, scale);
+  }
+}
+
+void Updater::update(const GradientSummary& summary, double scale, const std::function<void()>& external) {
+  const std::lock_guard lock(driver_.hooks().mutex());
+  const c10::AutoGradMode no_grad(false);
+  driver_.hooks().hear_news();
+  units_.unsharder().settle_before_update();
+  check_no_region_writes();
+  adopt_params(units_, /*compare=*/false);
+  std::vector<comm::Pending> pending;
+  if (units_.rule() == optim::Rule::External) update_external(summary, scale, external);
+  for (const auto& unit : units_.all()) {
+    if (units_.rule() != optim::Rule::External) update_unit(*unit, summary, scale);
+    gather_unit(*unit, pending);
+  }
+  for (comm::Pending& p : pending)
+    p.wait();
+  units_.shared().written("an update");
+  for (const ParamId id : units_.trained_ids()) {
+    Param& p = *units_[id].param;
+    if (!summary.present[p.id]) continue;
+    ++p.step;
+    // As an in-place update by torch would: a graph kept over the step cannot be used again silently.
+    p.tensor.unsafeGetTensorImpl()->bump_version();
+    p.version = p.tensor._version();
+  }
+}
+
+// torch wants gradients in the dtype of what they update.
+at::ScalarType Updater::client_dtype() const {
+  return units_.options().precision.master_is_param() ? units_.options().precision.param : at::kFloat;
+}
+
+bool Updater::client_reads_gradients() const {
+  return units_.rule() == optim::Rule::External && units_.options().precision.grad == client_dtype();
+}
+
+void Updater::scale_gradients(double scale) {
+  if (scale == 1.0) return;
+  for (const auto& unit : units_.all())
+    shard::scaled_copy(unit->owned_grads(), unit->owned_grads(), scale);
+}
+
+void Updater::update_external(const GradientSummary& summary, double scale, const std::function<void()>& external) {
+  TESSERA_CHECK_VALUE(external, "engine.step",
+                      "this engine was built for a client's optimizer; step() needs its update");
+  for (const auto& unit : units_.all()) {
+    at::Tensor grads = unit->owned_grads();
+    if (!client_reads_gradients()) {
+      grads = at::empty({unit->owned.size()}, grads.options().dtype(client_dtype()));
+      shard::scaled_copy(grads, unit->owned_grads(), scale);
+    }
+    unit->client_grads = grads;
+  }
+  for (const ParamId id : units_.trained_ids())
+    units_[id].param->has_grad = summary.present[id];
+  const auto forget = [&] {
+    for (const auto& unit : units_.all())
+      unit->client_grads.reset();
+  };
+  try {
+    external();
+  } catch (...) {
+    forget();
+    throw;
+  }
+  forget();
+  for (const auto& unit : units_.all())
+    unit->refresh_weights();
+}
+
+void Updater::refresh_params() {
+  const c10::AutoGradMode no_grad(false);
+  units_.unsharder().settle_before_update();
+  check_no_region_writes();
+  adopt_params(units_, /*compare=*/false);
+  units_.shared().readers_done("a refresh");
+  std::vector<comm::Pending> pending;
+  for (const auto& unit : units_.all()) {
+    unit->refresh_weights();
+    gather_unit(*unit, pending);
+  }
+  for (comm::Pending& p : pending)
+    p.wait();
+  units_.shared().written("a refresh");
+}
+
+// Shared parameters that are whole always: a region's private copies would undo what is written meanwhile.
+void Updater::check_no_region_writes() const {
+  if (!units_.shared().on()) return;
+  for (ParamId id = 0; id < units_.count(); ++id) {
+    const Place& place = units_[id];
+    if (!place.held()) continue;
+    TESSERA_CHECK(!place.flat->is_lent(place.item), "zero", "parameter '", place.name(),
+                  "' is in use (inside GatheredParameters); leave that before it changes");
+  }
+}
+
+}  // namespace tessera::zero

@@ -1,0 +1,45 @@
+// Updater: from reduced gradients to refreshed compute parameters.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "tessera/zero/backward_driver.h"
+
+namespace tessera::zero {
+
+struct GradientSummary {
+  double norm = 0;  // global L2 norm; not finite if a gradient is not
+  bool finite = true;
+  bool scaled = false;        // some backward on some rank carried a loss scale
+  std::vector<bool> present;  // per parameter: some rank has a gradient
+};
+
+class Updater {
+ public:
+  Updater(Units& units, BackwardDriver& driver);
+
+  // Norm, finite check and presence, agreed on all ranks. Collective. Gradients must be reduced.
+  GradientSummary summarize();
+  // Gradients are multiplied by `scale` (unscale and clip). Parameters without a gradient on any rank are left alone.
+  // `external` (Rule::External) updates the masters. Collective: refreshes the compute parameters.
+  void update(const GradientSummary& summary, double scale, const std::function<void()>& external);
+  // A client's optimizer is given the gradients themselves, and no copy in another dtype.
+  bool client_reads_gradients() const;
+  void scale_gradients(double scale);  // what this rank owns of them; local
+  // Writes masters back into the compute parameters (after masters were edited). Collective for sharded states.
+  void refresh_params();
+
+ private:
+  std::vector<bool> agree_presence(int64_t missing_anywhere);
+  void gather_unit(Unit& unit, std::vector<comm::Pending>& pending);
+  void update_unit(Unit& unit, const GradientSummary& summary, double scale);
+  void update_external(const GradientSummary& summary, double scale, const std::function<void()>& external);
+  at::ScalarType client_dtype() const;
+  void check_no_region_writes() const;
+
+  Units& units_;
+  BackwardDriver& driver_;
+};
+
+}  // namespace tessera::zero
