@@ -90,15 +90,27 @@ void bind_comm(py::module_& m) {
       .value("DpShard", Axis::DpShard)
       .value("Sp", Axis::Sp)
       .value("Tp", Axis::Tp);
+  py::class_<Axes>(m, "Axes")
+      .def(py::init<Axis>())
+      .def(py::init([](const std::vector<Axis>& axes) {
+        Axes set;
+        for (const Axis axis : axes)
+          set = set.with(axis);
+        return set;
+      }))
+      .def_property_readonly("name", &Axes::name)
+      .def("__eq__", [](const Axes& a, const Axes& b) { return a == b; });
+  py::implicitly_convertible<Axis, Axes>();
+  py::implicitly_convertible<py::list, Axes>();
   py::class_<Mesh>(m, "Mesh")
       .def(py::init<>())
       .def(py::init<GroupPtr>(), py::arg("dp_shard"))
-      .def("set", &Mesh::set, py::arg("axis"), py::arg("group"), py::return_value_policy::reference_internal)
-      .def("group", &Mesh::group, py::arg("axis"))
-      .def("size", &Mesh::size, py::arg("axis"))
-      .def("rank", &Mesh::rank, py::arg("axis"))
-      .def("dp_size", &Mesh::dp_size)
-      .def("dp_rank", &Mesh::dp_rank);
+      .def("set", &Mesh::set, py::arg("axes"), py::arg("group"), py::return_value_policy::reference_internal)
+      .def("group", &Mesh::group, py::arg("axes"))
+      .def("size", &Mesh::size, py::arg("axes"))
+      .def("rank", &Mesh::rank, py::arg("axes"))
+      .def("batch_size", [](const Mesh& mesh) { return mesh.size(kBatchAxes); })
+      .def("batch_rank", [](const Mesh& mesh) { return mesh.rank(kBatchAxes); });
 }
 
 }  // namespace tessera::python

@@ -127,7 +127,7 @@ void bind_early(py::module_& m) {
       .def_property_readonly("held", [](const ParamPartition& p) { return std::pair(p.held.begin, p.held.end); })
       .def_readonly("values", &ParamPartition::values);
   py::class_<EarlyParams, std::shared_ptr<EarlyParams>>(m, "EarlyParams")
-      .def(py::init([](const comm::Mesh& mesh) { return std::make_shared<EarlyParams>(zero::DataParallel(mesh)); }),
+      .def(py::init([](const comm::Mesh& mesh) { return std::make_shared<EarlyParams>(zero::Ranks(mesh)); }),
            py::arg("mesh"))
       .def("add", &EarlyParams::add, py::arg("name"), py::arg("tensor"), py::arg("dtype"), NoGil())
       .def("gather", &EarlyParams::gather, py::arg("numbers"), NoGil())

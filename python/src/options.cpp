@@ -44,7 +44,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("min_unit_elements", &zero::Options::min_unit_elements)
       .def_readwrite("share_params", &zero::Options::share_params)
       .def_readwrite("overlap", &zero::Options::overlap)
-      .def_readwrite("average", &zero::Options::average)
+      .def_readwrite("gradient_factor", &zero::Options::gradient_factor)
       .def_readwrite("seed", &zero::Options::seed)
       .def_readwrite("communication", &zero::Options::communication)
       .def_readwrite("reduce_at_step", &zero::Options::reduce_at_step);

@@ -293,7 +293,7 @@ def _dtype(dtype: torch.dtype | None, config: _core.Config | None) -> torch.dtyp
 def _mesh(group: Any, config: _core.Config | None) -> _core.Mesh:
     mesh, _ = distributed.core_mesh(group, -1 if config is None else config.zero_optimization.mics_shard_size)
     expected = int(os.environ.get("WORLD_SIZE", "1"))
-    if group is None and mesh.dp_size() == 1 and expected > 1:
+    if group is None and mesh.batch_size() == 1 and expected > 1:
         raise RuntimeError(
             f"[zero.Init] the process group has 1 rank, but WORLD_SIZE is {expected}: call init_distributed() (or "
             "torch.distributed.init_process_group) with all ranks first, or pass data_parallel_group"

@@ -130,15 +130,16 @@ def world_of(mesh: _core.Mesh) -> tuple[int, int]:
     """(rank, size) among all processes of the job; among the ranks of `mesh` where torch knows no others."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return dist.get_rank(), dist.get_world_size()
-    return mesh.dp_rank(), mesh.dp_size()
+    return mesh.batch_rank(), mesh.batch_size()
 
 
 def core_mesh(group: Any = None, shards: int = -1) -> tuple[_core.Mesh, list[Any]]:
     """The data-parallel ranks on the core's two axes, and the process groups that were created for it.
 
-    `group`: as in core_group(), on dp_shard; or a DeviceMesh of one dimension (dp_shard) or two (dp_replicate,
-    dp_shard); or a mesh of the core. `shards` > 0: so many consecutive ranks share model states, the others replicate
-    them; where that needs new process groups, the call is collective over all processes of torch.distributed."""
+    `group`: as in core_group(), on dp_shard; or a DeviceMesh with dimensions named dp_replicate, dp_shard, sp, tp, or
+    without such names of one dimension (dp_shard) or two (dp_replicate, dp_shard); or a mesh of the core. `shards` > 0:
+    so many consecutive ranks share model states, the others replicate them; where that needs new process groups, the
+    call is collective over all processes of torch.distributed."""
     if isinstance(group, _core.Mesh):
         return group, []
     if isinstance(group, DeviceMesh):
@@ -172,13 +173,28 @@ def discard(groups: list[Any]) -> None:
             dist.destroy_process_group(group)
 
 
+_AXES = {
+    "dp_replicate": _core.Axis.DpReplicate,
+    "dp_shard": _core.Axis.DpShard,
+    "sp": _core.Axis.Sp,
+    "tp": _core.Axis.Tp,
+}
+
+
 def _from_device_mesh(mesh: DeviceMesh) -> _core.Mesh:
-    if mesh.ndim > 2:
+    names = mesh.mesh_dim_names or ()
+    if not set(names) & set(_AXES):  # by their places: the data-parallel ones
+        names = ("dp_replicate", "dp_shard")[-mesh.ndim :]
+    if len(names) != mesh.ndim or not set(names) <= set(_AXES) or list(names) != [n for n in _AXES if n in names]:
         raise ConfigError(
-            f"[initialize] the DeviceMesh has {mesh.ndim} dimensions; pass its data-parallel ones: one (dp_shard) or "
-            "two (dp_replicate, dp_shard)"
+            f"[initialize] the DeviceMesh has the dimensions {mesh.mesh_dim_names or mesh.ndim}; name them, in this "
+            f"order, {', '.join(_AXES)} (those that it has), or pass one (dp_shard) or two (dp_replicate, dp_shard) "
+            "without such names"
         )
-    result = _core.Mesh(core_group(mesh.get_group(mesh.ndim - 1)))
-    if mesh.ndim == 2:
-        result.set(_core.Axis.DpReplicate, core_group(mesh.get_group(0)))
+    result = _core.Mesh()
+    for number, name in enumerate(names):
+        result.set(_AXES[name], core_group(mesh.get_group(number)))
+    if {"dp_shard", "sp"} <= set(names) and result.size(_core.Axis.DpShard) > 1 and result.size(_core.Axis.Sp) > 1:
+        both = mesh["dp_shard", "sp"]._flatten("dp_shard_sp")
+        result.set([_core.Axis.DpShard, _core.Axis.Sp], core_group(both.get_group()))
     return result

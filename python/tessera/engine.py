@@ -64,7 +64,7 @@ class Engine(EngineGetters):
         self.config = load_config(config)
         device = group_device(group)
         self._mesh, self._own_groups = distributed.core_mesh(group, self.config.zero_optimization.mics_shard_size)
-        self._dp_rank, self._dp_size = self._mesh.dp_rank(), self._mesh.dp_size()
+        self._dp_rank, self._dp_size = self._mesh.batch_rank(), self._mesh.batch_size()
         self._world = distributed.world_of(self._mesh)
         self._resolve_batch()
         self.device = place(model, device)

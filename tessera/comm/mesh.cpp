@@ -19,24 +19,54 @@ const char* axis_name(Axis axis) {
   return "?";
 }
 
-Mesh::Mesh() {
-  for (const Axis axis : {Axis::DpReplicate, Axis::DpShard, Axis::Sp, Axis::Tp}) {
-    groups_[axis] = single_group();
-  }
+std::string Axes::name() const {
+  std::string text;
+  for (const Axis axis : kAxes)
+    if (has(axis)) text += (text.empty() ? "" : " x ") + std::string(axis_name(axis));
+  return text;
 }
+
+Mesh::Mesh() : single_(single_group()) {}
 
 Mesh::Mesh(GroupPtr dp_shard) : Mesh() {
   set(Axis::DpShard, std::move(dp_shard));
 }
 
-Mesh& Mesh::set(Axis axis, GroupPtr group) {
-  TESSERA_CHECK_VALUE(group != nullptr, "comm.mesh", "the group of axis '", axis_name(axis), "' is null");
-  groups_[axis] = std::move(group);
+Mesh& Mesh::set(Axes axes, GroupPtr group) {
+  TESSERA_CHECK_VALUE(group != nullptr, "comm.mesh", "the group of axis '", axes.name(), "' is null");
+  const bool several = !(axes == Axes(Axis::DpReplicate) || axes == Axes(Axis::DpShard) || axes == Axes(Axis::Sp) ||
+                         axes == Axes(Axis::Tp));
+  TESSERA_CHECK_VALUE(!several || (group->size() == size(axes) && group->rank() == rank(axes)), "comm.mesh",
+                      "the group of axes '", axes.name(), "' has this rank as ", group->rank(), " of ", group->size(),
+                      ", its axes say ", rank(axes), " of ", size(axes));
+  groups_[axes] = std::move(group);
   return *this;
 }
 
-const GroupPtr& Mesh::group(Axis axis) const {
-  return groups_.at(axis);
+// Of the axes only those count that have several ranks.
+const GroupPtr& Mesh::group(Axes axes) const {
+  if (const auto found = groups_.find(axes); found != groups_.end()) return found->second;
+  for (const Axis axis : kAxes) {
+    const auto found = groups_.find(axis);
+    const bool alone = found == groups_.end() || found->second->size() == 1;
+    if (axes.has(axis) && alone) return axes == Axes(axis) ? single_ : group(axes.without(axis));
+  }
+  if (axes.empty()) return single_;
+  TESSERA_CHECK_VALUE(false, "comm.mesh", "there is no group along '", axes.name(), "' together; set one");
+}
+
+int Mesh::size(Axes axes) const {
+  int product = 1;
+  for (const Axis axis : kAxes)
+    if (axes.has(axis)) product *= group(axis)->size();
+  return product;
+}
+
+int Mesh::rank(Axes axes) const {
+  int number = 0;
+  for (const Axis axis : kAxes)
+    if (axes.has(axis)) number = number * group(axis)->size() + group(axis)->rank();
+  return number;
 }
 
 }  // namespace tessera::comm

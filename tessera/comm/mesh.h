@@ -1,6 +1,19 @@
-// Mesh: the groups of one rank, one per named axis. "axis" is for meshes; "dim" is for tensors.
+// Mesh: the ranks of one engine on ordered, named axes, and the groups along sets of them. "axis" is for meshes; "dim" is
+// for tensors.
+//
+// Note [Batch, state and model ranks]
+//   Ranks share three things, and an axis says which of them:
+//                   its own batch   a slice of the states   a slice of the model
+//     dp_replicate        x
+//     dp_shard            x                   x
+//     sp                  (of the sequence)   x
+//     tp                                                            x
+//   Batch ranks (kBatchAxes) are what samplers and batch sizes count; states are cut along kStateAxes; ranks along
+//   kModelAxes agree on what a step does and exchange neither gradients nor states.
 #pragma once
 
+#include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <string>
 
@@ -8,27 +21,57 @@
 
 namespace tessera::comm {
 
-enum class Axis { DpReplicate, DpShard, Sp, Tp };
+// In the order of a mesh: ranks that are neighbours along the last one have neighbouring numbers.
+enum class Axis : uint8_t { DpReplicate, DpShard, Sp, Tp };
+inline constexpr std::initializer_list<Axis> kAxes{Axis::DpReplicate, Axis::DpShard, Axis::Sp, Axis::Tp};
 const char* axis_name(Axis axis);
+
+// A set of axes.
+class Axes {
+ public:
+  constexpr Axes() = default;
+  constexpr Axes(Axis axis) : bits_(bit(axis)) {}  // NOLINT(google-explicit-constructor): an axis is a set of one
+  constexpr Axes(std::initializer_list<Axis> axes) {
+    for (const Axis axis : axes)
+      bits_ |= bit(axis);
+  }
+  constexpr bool has(Axis axis) const { return (bits_ & bit(axis)) != 0; }
+  constexpr Axes with(Axes others) const { return Axes(static_cast<uint8_t>(bits_ | others.bits_)); }
+  constexpr Axes only(Axes others) const { return Axes(static_cast<uint8_t>(bits_ & others.bits_)); }
+  constexpr Axes without(Axes others) const { return Axes(static_cast<uint8_t>(bits_ & ~others.bits_)); }
+  constexpr bool empty() const { return bits_ == 0; }
+  constexpr auto operator<=>(const Axes&) const = default;
+  std::string name() const;  // as "dp_shard x sp"
+
+ private:
+  constexpr explicit Axes(uint8_t bits) : bits_(bits) {}
+  static constexpr uint8_t bit(Axis axis) { return static_cast<uint8_t>(1U << static_cast<unsigned>(axis)); }
+  uint8_t bits_ = 0;
+};
+
+inline constexpr Axes kBatchAxes{Axis::DpReplicate, Axis::DpShard};
+inline constexpr Axes kStateAxes{Axis::DpShard, Axis::Sp};
+inline constexpr Axes kModelAxes{Axis::Tp};
 
 // Groups are handed in; an axis that is not set has one rank. Immutable once built.
 class Mesh {
  public:
   Mesh();
   explicit Mesh(GroupPtr dp_shard);
-  // Value error when `group` is null.
-  Mesh& set(Axis axis, GroupPtr group);
+  // This rank's group along one axis, or along several together, its ranks numbered in the order of the mesh. Set single
+  // axes first. Value error when `group` is null, or has another size or rank than the axes say.
+  Mesh& set(Axes axes, GroupPtr group);
 
-  // The group along `axis`; a single_group() of this mesh when it was not set.
-  const GroupPtr& group(Axis axis) const;
-  int size(Axis axis) const { return group(axis)->size(); }
-  int rank(Axis axis) const { return group(axis)->rank(); }
-  // Data-parallel ranks over both axes, and this one among them: replica by replica.
-  int dp_size() const { return size(Axis::DpReplicate) * size(Axis::DpShard); }
-  int dp_rank() const { return rank(Axis::DpReplicate) * size(Axis::DpShard) + rank(Axis::DpShard); }
+  // A group of one rank for axes that were not set. Value error, which names them, where several of the axes have more
+  // than one rank and nobody set their group.
+  const GroupPtr& group(Axes axes) const;
+  // Ranks along the axes together, and this one's place among them.
+  int size(Axes axes) const;
+  int rank(Axes axes) const;
 
  private:
-  std::map<Axis, GroupPtr> groups_;
+  std::map<Axes, GroupPtr> groups_;
+  GroupPtr single_;
 };
 
 }  // namespace tessera::comm

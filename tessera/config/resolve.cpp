@@ -39,7 +39,7 @@ zero::Options zero_options(const Config& config) {
   options.reduce_bucket_size = zero.reduce_bucket_size;
   options.min_unit_elements = config.tessera.min_unit_elements;
   options.share_params = config.tessera.shared_parameters;
-  options.average = config.gradient_allreduce_op == GradientOp::Mean;
+  if (config.gradient_allreduce_op != GradientOp::Mean) options.gradient_factor = 1.0;
   options.communication = config.communication_data_type;
   options.gather.prefetch = zero.stage3_prefetch_bucket_size;
   options.gather.max_live = zero.stage3_max_live_parameters;

@@ -76,11 +76,11 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
     precision.master = amp::Master::Fp32;
   m.mesh = std::move(mesh);
   m.params = std::move(params);
-  zero::DataParallel ranks(m.mesh);
+  zero::Ranks ranks(m.mesh);
   if (!m.params.empty()) ranks.device = m.params.front().tensor.device();
   check_alike(ranks, m.options, m.params, groups);
   share_unmanaged(ranks, m.options.zero, m.params);
-  m.model = std::make_unique<zero::ShardedModel>(m.options.zero, ranks, m.params, options.rule, groups,
+  m.model = std::make_unique<zero::ShardedModel>(m.options.zero, m.mesh, m.params, options.rule, groups,
                                                  [impl = &m] { return impl->step_state(); });
   for (ParamSpec& spec : m.params)
     spec.restore = nullptr;   // they hold what restores initial values
@@ -91,7 +91,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
 Engine::~Engine() = default;
 
 void Engine::broadcast_buffers(const std::vector<at::Tensor>& buffers) {
-  if (impl_->options.share_buffers) share_buffers(zero::DataParallel(impl_->mesh), buffers, impl_->device);
+  if (impl_->options.share_buffers) share_buffers(zero::Ranks(impl_->mesh), buffers, impl_->device);
 }
 
 // ---------------------------------------------------------------- forward

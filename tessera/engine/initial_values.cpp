@@ -5,8 +5,7 @@
 
 namespace tessera::engine {
 
-void share_unmanaged(const zero::DataParallel& ranks, const zero::Options& options,
-                     const std::vector<ParamSpec>& params) {
+void share_unmanaged(const zero::Ranks& ranks, const zero::Options& options, const std::vector<ParamSpec>& params) {
   const c10::AutoGradMode no_grad(false);
   const at::ScalarType dtype = options.precision.param;
   for (const ParamSpec& spec : params) {
@@ -14,7 +13,7 @@ void share_unmanaged(const zero::DataParallel& ranks, const zero::Options& optio
     if (spec.restore) spec.restore();
     at::Tensor tensor = spec.tensor;
     at::Tensor value = tensor.detach();
-    if (ranks.size() > 1) {
+    if (ranks.all() > 1) {
       at::Tensor sent = value.contiguous();
       ranks.broadcast(sent, 0, "initial value of '" + spec.name + "'");
       value.copy_(sent);
@@ -24,9 +23,9 @@ void share_unmanaged(const zero::DataParallel& ranks, const zero::Options& optio
   }
 }
 
-void share_buffers(const zero::DataParallel& ranks, const std::vector<at::Tensor>& buffers, c10::Device device) {
+void share_buffers(const zero::Ranks& ranks, const std::vector<at::Tensor>& buffers, c10::Device device) {
   const c10::AutoGradMode no_grad(false);
-  if (ranks.size() == 1 || buffers.empty()) return;
+  if (ranks.all() == 1 || buffers.empty()) return;
   std::vector<at::Tensor> bytes;
   bytes.reserve(buffers.size());
   for (const at::Tensor& buffer : buffers)

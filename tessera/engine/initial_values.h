@@ -4,17 +4,16 @@
 #include <vector>
 
 #include "tessera/engine/engine.h"
-#include "tessera/zero/data_parallel.h"
+#include "tessera/zero/ranks.h"
 
 namespace tessera::engine {
 
 // Parameters that the units do not hold: rank 0's values on all ranks, in the compute dtype where floating ones are cast.
 // Collective.
-void share_unmanaged(const zero::DataParallel& ranks, const zero::Options& options,
-                     const std::vector<ParamSpec>& params);
+void share_unmanaged(const zero::Ranks& ranks, const zero::Options& options, const std::vector<ParamSpec>& params);
 
 // Rank 0's values of a module's buffers (strided, of any dtype), in place. `device`: where ranks talk. Collective; all
 // ranks have buffers of the same sizes and dtypes.
-void share_buffers(const zero::DataParallel& ranks, const std::vector<at::Tensor>& buffers, c10::Device device);
+void share_buffers(const zero::Ranks& ranks, const std::vector<at::Tensor>& buffers, c10::Device device);
 
 }  // namespace tessera::engine

@@ -10,6 +10,7 @@
 #include <unordered_map>
 
 #include "tessera/base/error.h"
+#include "tessera/comm/backends.h"
 #include "tessera/shard/storage.h"
 #include "tessera/zero/hooks.h"
 
@@ -46,9 +47,13 @@ bool trains(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
-std::string text_of(const ParamSpec& spec) {
+// `whole`: of what is the same along the model.
+std::string text_of(const ParamSpec& spec, bool whole) {
   std::ostringstream text;
-  text << "parameter '" << spec.name << "', shape " << spec.tensor.sizes();
+  text << "parameter '" << spec.name << "', ";
+  if (spec.cut) text << "of a whole of " << spec.cut->numel << " elements, ";
+  if (!whole || !spec.varies.has(comm::Axis::Tp)) text << "shape " << spec.tensor.sizes();
+  if (!spec.varies.empty()) text << ", differs along " << spec.varies.name();
   if (!shard::Form(spec.tensor).strides.empty() && !spec.tensor.is_contiguous())
     text << ", strides " << spec.tensor.strides();
   text << (spec.group < 0 ? ", not optimized" : ", param group " + std::to_string(spec.group)) << ", unit '"
@@ -70,7 +75,7 @@ std::string text_of(const optim::GroupOptions& g, size_t number) {
 
 // One line for each thing that must be the same on all ranks.
 std::vector<std::string> lines_of(const Options& options, const std::vector<ParamSpec>& params,
-                                  const std::vector<optim::GroupOptions>& groups) {
+                                  const std::vector<optim::GroupOptions>& groups, bool whole) {
   std::vector<std::string> lines;
   const auto add = [&](const auto&... parts) {
     std::ostringstream line;
@@ -92,7 +97,7 @@ std::vector<std::string> lines_of(const Options& options, const std::vector<Para
       ", hysteresis ", s.hysteresis, " ", s.refill_on_good, ", minimum ", s.minimum, " ", s.error_at_minimum);
   add("torch_autocast ", options.autocast.enabled, " ", options.autocast.dtype);
   add("reduce_bucket_size ", zero.reduce_bucket_size, ", smallest unit ", zero.min_unit_elements, ", overlap_comm ",
-      zero.overlap, ", average ", zero.average);
+      zero.overlap, ", gradient factor ", zero.gradient_factor.value_or(0));
   add("communication_data_type ", int(zero.communication.value_or(at::ScalarType::Undefined)));
   const zero::GatherOptions& g = zero.gather;
   add("stage 3: prefetch ", g.prefetch, ", max live ", g.max_live, ", reuse distance ", g.reuse_distance,
@@ -102,7 +107,7 @@ std::vector<std::string> lines_of(const Options& options, const std::vector<Para
     lines.push_back(text_of(groups[i], i));
   add("number of parameters ", params.size());
   for (const ParamSpec& spec : params)
-    lines.push_back(text_of(spec));
+    lines.push_back(text_of(spec, whole));
   return lines;
 }
 
@@ -116,17 +121,15 @@ double hash_of(const std::vector<std::string>& lines) {
   return static_cast<double>(hash >> 12);
 }
 
-// `text` of rank `root`, on all of them.
-std::string broadcast(const zero::DataParallel& ranks, const std::string& text, int root) {
-  const bool mine = ranks.rank() == root;
+// `text` of the rank with place() `root`, on all of them.
+std::string broadcast(const zero::Ranks& ranks, const std::string& text, int root) {
+  const bool mine = ranks.place() == root;
   at::Tensor size = at::zeros({1}, at::kDouble);
   if (mine) size.fill_(static_cast<double>(text.size()));
   ranks.agree(size, comm::ReduceOp::Max, "what ranks built");
-  at::Tensor bytes = at::zeros({std::max<int64_t>(1, static_cast<int64_t>(size.item<double>()))}, at::kByte);
+  const at::Tensor bytes = at::zeros({std::max<int64_t>(1, static_cast<int64_t>(size.item<double>()))}, at::kByte);
   if (mine) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
-  const at::Tensor sent = bytes.to(ranks.device);
-  ranks.broadcast(sent, root, "what ranks built");
-  bytes = sent.to(at::kCPU);
+  ranks.agree(bytes, comm::ReduceOp::Max, "what ranks built");
   return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(size.item<double>())};
 }
 
@@ -158,6 +161,8 @@ void check_params(const std::vector<ParamSpec>& params, const amp::PrecisionPoli
         !tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python), "engine", "parameter '", spec.name,
         "' is a tensor subclass with operators of its own (a DTensor, a quantized weight), whose memory "
         "an engine cannot lay out; hand over plain tensors (dtensor.full_tensor() or .to_local())");
+    TESSERA_CHECK_VALUE(!spec.cut || tensor.is_contiguous(), "engine", "parameter '", spec.name,
+                        "' is cut and not contiguous; make it so (param.data = param.data.contiguous())");
     const auto [first, added] = seen.emplace(tensor.unsafeGetTensorImpl(), &spec);
     TESSERA_CHECK_VALUE(added, "engine", "parameter '", spec.name, "' is given more than once, also as '",
                         first->second->name, "'");
@@ -187,10 +192,10 @@ amp::PrecisionPolicy precision_of_model(const std::vector<ParamSpec>& params, st
   return {dtype, grad.value_or(dtype), amp::Master::Weight, dtype == at::kHalf ? at::kFloat : dtype};
 }
 
-void check_alike(const zero::DataParallel& ranks, const Options& options, const std::vector<ParamSpec>& params,
-                 const std::vector<optim::GroupOptions>& groups) {
-  if (ranks.size() == 1) return;
-  const std::vector<std::string> mine = lines_of(options, params, groups);
+namespace {
+
+void check_same(const zero::Ranks& ranks, const std::vector<std::string>& mine) {
+  if (ranks.all() == 1) return;
   const double hash = hash_of(mine);
   at::Tensor bounds = at::tensor({hash, -hash}, at::kDouble);
   ranks.agree(bounds, comm::ReduceOp::Max, "what ranks built");
@@ -201,7 +206,7 @@ void check_alike(const zero::DataParallel& ranks, const Options& options, const 
   while (at < first.size() && at < mine.size() && first[at] == mine[at])
     ++at;
   const bool differs = at < first.size() || at < mine.size();
-  at::Tensor other = at::tensor({differs ? -ranks.rank() : -ranks.size()}, at::kDouble);
+  at::Tensor other = at::tensor({differs ? -ranks.place() : -ranks.all()}, at::kDouble);
   ranks.agree(other, comm::ReduceOp::Max, "what ranks built");
   const int rank = static_cast<int>(-other.item<double>());
   const auto line = [&](const std::vector<std::string>& lines) { return at < lines.size() ? lines[at] : "nothing"; };
@@ -210,6 +215,16 @@ void check_alike(const zero::DataParallel& ranks, const Options& options, const 
   TESSERA_CHECK_VALUE(false, "engine", "ranks build different engines: ", difference,
                       "; give all ranks the same model, optimizer and configuration (a module that iterates over a set "
                       "registers its parameters in another order in every process)");
+}
+
+}  // namespace
+
+void check_alike(const zero::Ranks& ranks, const Options& options, const std::vector<ParamSpec>& params,
+                 const std::vector<optim::GroupOptions>& groups) {
+  zero::Ranks data = ranks;
+  data.model = comm::single_group();
+  check_same(data, lines_of(options, params, groups, /*whole=*/false));
+  if (ranks.model->size() > 1) check_same(ranks, lines_of(options, params, groups, /*whole=*/true));
 }
 
 }  // namespace tessera::engine

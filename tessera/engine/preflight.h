@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "tessera/engine/engine.h"
-#include "tessera/zero/data_parallel.h"
+#include "tessera/zero/ranks.h"
 
 namespace tessera::engine {
 
@@ -19,7 +19,7 @@ amp::PrecisionPolicy precision_of_model(const std::vector<ParamSpec>& params, st
 
 // Ranks that built different engines would follow each their own, silently. Value error on all ranks that says what
 // differs and where: names, shapes, strides, order, units and groups of parameters, resolved options. Collective.
-void check_alike(const zero::DataParallel& ranks, const Options& options, const std::vector<ParamSpec>& params,
+void check_alike(const zero::Ranks& ranks, const Options& options, const std::vector<ParamSpec>& params,
                  const std::vector<optim::GroupOptions>& groups);
 
 }  // namespace tessera::engine

@@ -38,7 +38,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   schedule_ = config::native_schedule(config);
   TESSERA_CHECK_VALUE(schedule_ || config.scheduler.type.empty(), "initialize", "scheduler.type '",
                       config.scheduler.type, "' exists in Python only");
-  auto options = engine::options_from(config, mesh.dp_size());
+  auto options = engine::options_from(config, mesh.size(comm::kBatchAxes));
   const std::vector<optim::GroupOptions> groups{optimizer->defaults};
   base_lrs_ = {optimizer->defaults.lr};
   if (schedule_) {
@@ -60,7 +60,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
 }
 
 void Session::warn_of_region() const {
-  if (core_->mesh().dp_rank() != 0) return;
+  if (core_->mesh().rank(comm::kBatchAxes) != 0) return;
   TORCH_WARN(
       "[engine] forward runs without autocast: its configuration does not enable torch_autocast, so the autocast "
       "region around it is switched off inside");

@@ -37,8 +37,8 @@ class Session {
   // Learning rates that the next update uses, one per param group.
   std::vector<double> lr() const;
 
-  int rank() const { return core_->mesh().dp_rank(); }
-  int size() const { return core_->mesh().dp_size(); }
+  int rank() const { return core_->mesh().rank(comm::kBatchAxes); }
+  int size() const { return core_->mesh().size(comm::kBatchAxes); }
 
   // Everything else an engine can do: accumulation, norms, state access, counters.
   engine::Engine& core() { return *core_; }

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 
+#include "tessera/shard/cut.h"
 #include "tessera/shard/storage.h"
 
 namespace tessera::shard {
@@ -30,6 +31,7 @@ struct NamedShard {
   at::ScalarType dtype = at::kFloat;  // it is held in; Float for a split master, which is exact in it
   int replica = 0;                    // of those that hold the same elements: number 0 is the one to write them
   bool trained = true;                // has an optimizer group
+  CutPtr cut{};                       // which elements of a whole the parameter is; null: all. The range counts its own
 };
 
 }  // namespace tessera::shard

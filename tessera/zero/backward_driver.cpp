@@ -212,7 +212,7 @@ void BackwardDriver::tasks_ended() {
 }
 
 bool BackwardDriver::reads_local_gradient(const Place& place) {
-  return place.unit->grad_state() == GradState::Accumulating && place.param->filled;
+  return place.unit->accumulates() && place.param->filled;
 }
 
 void BackwardDriver::settle_empty_units() {
@@ -220,7 +220,7 @@ void BackwardDriver::settle_empty_units() {
     if (unit->grad_state() != GradState::Empty) continue;
     unit->grads.zero_();
     unit->move_to(GradState::Reduced);
-    unit->reduced = true;
+    unit->sum_arrived();
   }
   flushed_ = true;
 }

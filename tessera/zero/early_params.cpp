@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kTrimAfter = 32 << 20;  // bytes freed between two calls of heap::return_free_pages()
 }
 
-EarlyParams::EarlyParams(DataParallel ranks) : ranks_(std::move(ranks)) {}
+EarlyParams::EarlyParams(Ranks ranks) : ranks_(std::move(ranks)) {}
 
 // Those that still are partitioned, or would be with more ranks.
 std::vector<EarlyParams::Entry*> EarlyParams::held(const std::vector<int>& numbers) {

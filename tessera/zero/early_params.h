@@ -14,7 +14,7 @@ namespace tessera::zero {
 // Calls marked collective are made by all ranks in one order, with the same numbers.
 class EarlyParams {
  public:
-  explicit EarlyParams(DataParallel ranks);
+  explicit EarlyParams(Ranks ranks);
 
   // Partitions `tensor`, whose values of rank 0, rounded to `dtype`, hold; returns its number. With one rank it stays
   // whole. Collective. Value error unless it is a floating-point leaf with data on a device that this build serves.
@@ -43,7 +43,7 @@ class EarlyParams {
   };
   std::vector<Entry*> held(const std::vector<int>& numbers);
 
-  DataParallel ranks_;
+  Ranks ranks_;
   std::vector<Entry> entries_;
   int64_t freed_ = 0;  // bytes of whole parameters since the heap was trimmed
 };

@@ -270,8 +270,8 @@ void FlatParams::abandon(const std::string& message) {
   staging_.reset();
 }
 
-void broadcast_values(const DataParallel& ranks, const std::vector<FlatParams::Item>& items, const std::string& what) {
-  if (ranks.size() == 1 || items.empty()) return;
+void broadcast_values(const Ranks& ranks, const std::vector<FlatParams::Item>& items, const std::string& what) {
+  if (ranks.all() == 1 || items.empty()) return;
   std::vector<at::Tensor> flat;
   flat.reserve(items.size());
   for (const FlatParams::Item& item : items) {

@@ -17,7 +17,7 @@
 #include "tessera/comm/group.h"
 #include "tessera/shard/layout.h"
 #include "tessera/shard/storage.h"
-#include "tessera/zero/data_parallel.h"
+#include "tessera/zero/ranks.h"
 
 namespace c10 {
 struct StorageImpl;
@@ -143,6 +143,6 @@ class FlatParams {
 };
 
 // Rank 0's values into every rank's tensors (whole ones), one collective for all of them. `what` is for messages.
-void broadcast_values(const DataParallel& ranks, const std::vector<FlatParams::Item>& items, const std::string& what);
+void broadcast_values(const Ranks& ranks, const std::vector<FlatParams::Item>& items, const std::string& what);
 
 }  // namespace tessera::zero

@@ -7,6 +7,9 @@
 #include <optional>
 #include <string>
 
+#include "tessera/comm/mesh.h"
+#include "tessera/shard/cut.h"
+
 namespace tessera::zero {
 
 // Index in the list that an engine was built from: the one number of a parameter, for front ends, hooks and states alike.
@@ -24,6 +27,12 @@ struct ModelParam {
   // What its gradient and, where partitioned, its gathered values travel in; unset: Options::communication, and the
   // parameter's own dtype. Float, Half or BFloat16.
   std::optional<at::ScalarType> comm = {};
+  // The axes along which it differs, as `name` on other ranks is another slice or another expert: nothing of it is
+  // exchanged along them. All ranks say the same.
+  comm::Axes varies = {};
+  // Which elements of a whole it is; null: all. Random bits follow the numbers of the whole, so that results do not depend
+  // on the cut; it must be contiguous then.
+  shard::CutPtr cut = {};
 };
 
 }  // namespace tessera::zero

@@ -25,7 +25,8 @@ struct Options {
   int64_t reduce_bucket_size = 500'000'000;  // elements; larger units are split at parameter boundaries
   int64_t min_unit_elements = 1 << 20;       // smaller neighbouring units are merged (one collective each)
   bool overlap = true;                       // start a unit's reduction while the backward goes on
-  bool average = true;                       // divide the summed gradients by the data-parallel size
+  // What the sum of all ranks' gradients is multiplied by; unset: their mean, 1 / Ranks::size().
+  std::optional<double> gradient_factor;
   GatherOptions gather;
   uint64_t seed = 0;  // of stochastic rounding
   // What gradients travel in where a parameter does not say (ModelParam::comm); unset: their own dtype.

@@ -20,10 +20,11 @@ constexpr unsigned kStepShift = 16;  // additions of one step are numbered from 
 constexpr uint64_t kSums = 1 << 15;  // those of sums from here on
 }  // namespace
 
-Reducer::Reducer(DataParallel ranks, std::vector<Unit*> units, const Options& options)
-    : ranks_(std::move(ranks)),
+Reducer::Reducer(const Ranks& ranks, std::vector<Unit*> units, const Options& options)
+    : ranks_(ranks),
       units_(std::move(units)),
-      op_(options.average ? comm::ReduceOp::Avg : comm::ReduceOp::Sum),
+      factor_(options.gradient_factor.value_or(1.0 / ranks.size())),
+      exchanges_(std::any_of(units_.begin(), units_.end(), [](const Unit* u) { return !one_rank(*u); })),
       overlap_(options.overlap),
       stochastic_(options.precision.grad_rounding == kernels::Rounding::Stochastic &&
                   at::elementSize(options.precision.grad) == 2),
@@ -31,9 +32,16 @@ Reducer::Reducer(DataParallel ranks, std::vector<Unit*> units, const Options& op
   begin_backward();
 }
 
+Reducer::Mean Reducer::mean_of(const Unit& unit) const {
+  const int n = unit.ranks.size();
+  if (factor_ == 1.0 / n) return {comm::ReduceOp::Avg, 1.0};
+  if (factor_ == 1.0) return {comm::ReduceOp::Sum, 1.0};
+  return {comm::ReduceOp::Avg, factor_ * n};
+}
+
 void Reducer::acquire_partial(Unit& unit) {
   const bool persistent = unit.grads.numel() == unit.layout.size();
-  if (persistent && (one_rank() || (!unit.reduced && unit.in_flight == 0))) {
+  if (persistent && (one_rank(unit) || (!unit.has_sum() && unit.in_flight == 0))) {
     unit.partial = unit.grads;
     unit.partial_pooled = false;
   } else {
@@ -42,7 +50,7 @@ void Reducer::acquire_partial(Unit& unit) {
     for (const shard::Range& gap : unit.layout.padding())
       shard::fill_zero(unit.partial.narrow(0, gap.begin, gap.size()));
   }
-  if (!(one_rank() && unit.reduced)) {
+  if (!(one_rank(unit) && unit.has_sum())) {
     for (Param& p : unit.params)
       p.filled = false;
   }
@@ -68,7 +76,7 @@ void Reducer::make_room() {
 }
 
 void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale) {
-  if (unit.grad_state() != GradState::Accumulating) {
+  if (!unit.accumulates()) {
     acquire_partial(unit);
     unit.move_to(GradState::Accumulating);
   }
@@ -76,21 +84,24 @@ void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, doubl
   at::Tensor source = grad;
   if (grad.strides() != param.form.strides) source = shard::flatten_like_param(grad, param.form);
   if (source.scalar_type() == at::kDouble) source = source.to(at::kFloat);
-  const shard::Memory slot = shard::memory_of(unit.partial, param.range.begin);
   const int64_t n = param.range.size();
+  if (one_rank(unit)) scale *= mean_of(unit).rest;
   if (!param.filled) {
-    shard::scaled_copy(slot, shard::memory_of(source), scale, n);
+    shard::scaled_copy(shard::memory_of(unit.partial, param.range.begin), shard::memory_of(source), scale, n);
   } else if (stochastic_) {
-    const auto rank = static_cast<uint64_t>(ranks_.rank());
-    shard::scaled_add(slot, shard::memory_of(source), scale, n, key_of(param, rank << kRankShift, param.additions++));
+    const uint64_t rank = static_cast<uint64_t>(unit.ranks.rank()) << kRankShift, number = param.additions++;
+    shard::for_stretches(param.cut, {0, n}, [&](shard::Range r, int64_t first) {
+      shard::scaled_add(shard::memory_of(unit.partial, param.range.begin + r.begin), shard::memory_of(source, r.begin),
+                        scale, r.size(), key_of(param, rank + static_cast<uint64_t>(first), number));
+    });
   } else {
-    shard::scaled_add(slot, shard::memory_of(source), scale, n);
+    shard::scaled_add(shard::memory_of(unit.partial, param.range.begin), shard::memory_of(source), scale, n);
   }
   param.filled = true;
   param.has_grad = true;
 }
 
-// Random bits for addition `number` of this step to `param`, from its element `first` on.
+// Random bits for addition `number` of this step to `param`, from element `first` of the whole on.
 kernels::RandomKey Reducer::key_of(const Param& param, uint64_t first, uint64_t number) const {
   return {seed_, (static_cast<uint64_t>(param.step) << kStepShift) + number, param.first + first};
 }
@@ -105,14 +116,17 @@ void Reducer::add_sum(Unit& unit, const at::Tensor& from) {
   for (const Param& p : unit.params) {
     const shard::Range r = unit.owned_slice(p);
     if (r.empty()) continue;
-    const auto skipped = static_cast<uint64_t>(unit.owned.begin + r.begin - p.range.begin);
-    shard::scaled_add(shard::memory_of(to, r.begin), shard::memory_of(from, r.begin), 1.0, r.size(),
-                      key_of(p, skipped, number));
+    const int64_t skipped = unit.owned.begin + r.begin - p.range.begin;
+    shard::for_stretches(p.cut, {skipped, skipped + r.size()}, [&](shard::Range piece, int64_t first) {
+      const int64_t at = r.begin + piece.begin - skipped;
+      shard::scaled_add(shard::memory_of(to, at), shard::memory_of(from, at), 1.0, piece.size(),
+                        key_of(p, static_cast<uint64_t>(first), number));
+    });
   }
 }
 
 void Reducer::clear(Unit& unit, Param& param) {
-  if (unit.reduced && !one_rank()) {
+  if (unit.has_sum() && !one_rank(unit)) {
     const shard::Range r = unit.owned_slice(param);
     shard::fill_zero(unit.owned_grads().narrow(0, r.begin, r.size()));
   }
@@ -123,8 +137,7 @@ void Reducer::clear(Unit& unit, Param& param) {
 void Reducer::begin_backward() {
   for (Unit* unit : units_) {
     unit->fired = unit->expected = 0;
-    unit->launched = unit->over = false;
-    if (unit->grad_state() != GradState::Accumulating) unit->refired = false;
+    unit->move_to(Turn::Waiting);
     for (Param& p : unit->params) {
       p.fired = false;
       if (p.tensor.requires_grad()) ++unit->expected;
@@ -134,24 +147,25 @@ void Reducer::begin_backward() {
 }
 
 void Reducer::fired(Unit& unit, Param& param, bool may_launch) {
-  if (unit.launched) unit.refired = true;
+  if (unit.turn() == Turn::Launched && unit.accumulates()) unit.move_to(GradState::Late);
   if (!param.fired) {
     param.fired = true;
     ++unit.fired;
   }
-  if (may_launch && overlap_ && !one_rank()) launch_complete();
+  if (may_launch && overlap_ && exchanges_) launch_complete();
 }
 
 void Reducer::over(Unit& unit, bool may_launch) {
-  unit.over = true;
-  if (may_launch && overlap_ && !one_rank()) launch_complete();
+  if (unit.turn() == Turn::Waiting) unit.move_to(Turn::Over);
+  if (may_launch && overlap_ && exchanges_) launch_complete();
 }
 
 void Reducer::launch_complete() {
   while (next_ < units_.size()) {
     Unit& unit = *units_[next_];
-    const bool ready = unit.launch_at() == LaunchAt::Complete ? unit.fired >= unit.expected
-                                                              : unit.launch_at() == LaunchAt::Over && unit.over;
+    const bool ready = unit.launch_at() == LaunchAt::Complete
+                           ? unit.fired >= unit.expected
+                           : unit.launch_at() == LaunchAt::Over && unit.turn() == Turn::Over;
     if (!ready) return;
     launch(unit);
     ++next_;
@@ -176,15 +190,20 @@ void Reducer::finish_oldest_replica() {
 void Reducer::launch_replicas() {
   if (replicas_agree()) return;
   for (Unit* unit : units_) {
-    if (!unit->reduced) continue;
+    if (!unit->has_sum() || unit->ranks.replicate->size() == 1) continue;
     if (replicas_in_flight_.size() >= kReplicasInFlight && comes_soon(replicas_in_flight_.front()))
       finish_oldest_replica();
     const std::string label = "gradients of unit '" + unit->name + "' over replicas";
     const at::Tensor sent = cast_to_travel(*unit, unit->owned_grads());
     const at::Tensor& sum = sent.defined() ? sent : unit->owned_grads();
-    replicas_in_flight_.push_back({unit, ranks_.replicate->all_reduce(sum, op_, label), sent, {}, {}});
+    replicas_in_flight_.push_back(
+        {unit, unit->ranks.replicate->all_reduce(sum, mean_of(*unit).op, label), sent, {}, {}});
   }
   replicas_agree_ = true;
+}
+
+void Reducer::reduce_replicas_of(const Unit& unit, const at::Tensor& grad, comm::Label label) const {
+  if (!replicas_agree()) unit.ranks.replicate->all_reduce(grad, mean_of(unit).op, label).wait();
 }
 
 void Reducer::finish_replicas() {
@@ -197,9 +216,9 @@ void Reducer::finish_replicas() {
 void Reducer::reopen_replicas() {
   if (!replicas_agree_) return;
   replicas_agree_ = false;
-  if (op_ == comm::ReduceOp::Avg || ranks_.replicate->rank() == 0) return;
   for (Unit* unit : units_) {
-    if (unit->reduced) shard::fill_zero(unit->owned_grads());
+    if (mean_of(*unit).op == comm::ReduceOp::Avg || unit->ranks.replicate->rank() == 0) continue;
+    if (unit->has_sum()) shard::fill_zero(unit->owned_grads());
   }
 }
 
@@ -213,16 +232,15 @@ at::Tensor Reducer::cast_to_travel(const Unit& unit, const at::Tensor& values) {
 
 void Reducer::launch(Unit& unit) {
   reopen_replicas();
-  if (unit.grad_state() != GradState::Accumulating) {
+  if (!unit.accumulates()) {
     acquire_partial(unit);
     unit.move_to(GradState::Accumulating);
   }
   zero_unfilled(unit);
-  unit.launched = true;
-  unit.refired = false;
-  if (one_rank()) {
+  unit.move_to(Turn::Launched);
+  if (one_rank(unit)) {
     unit.move_to(GradState::Reduced);
-    unit.reduced = true;
+    unit.sum_arrived();
     unit.partial.reset();
     return;
   }
@@ -233,12 +251,13 @@ void Reducer::launch(Unit& unit) {
   const at::Tensor& source = sent.defined() ? sent : unit.partial;
   at::Tensor sum = source.narrow(0, unit.owned.begin, unit.owned.size());
   comm::Pending pending;
+  const comm::ReduceOp op = mean_of(unit).op;
   if (unit.grads_are_visible()) {
-    pending = ranks_.shard->all_reduce(source, op_, label);
+    pending = unit.ranks.shard->all_reduce(source, op, label);
   } else {
-    const bool first = !unit.reduced && unit.in_flight == 0 && !sent.defined();
+    const bool first = !unit.has_sum() && unit.in_flight == 0 && !sent.defined();
     if (first && unit.partial_pooled) sum = unit.owned_grads();
-    pending = ranks_.shard->reduce_scatter(sum, source, op_, label);
+    pending = unit.ranks.shard->reduce_scatter(sum, source, op, label);
   }
   in_flight_.push_back({&unit, std::move(pending), sent, std::move(sum), std::exchange(unit.partial, at::Tensor()),
                         std::exchange(unit.partial_pooled, false)});
@@ -253,21 +272,22 @@ void Reducer::finish_oldest() {
   --unit.in_flight;
   if (unit.grad_state() == GradState::Reducing && unit.in_flight == 0) unit.move_to(GradState::Reduced);
   work.pending.wait();
-  if (unit.reduced && work.pooled) {
+  if (const double rest = mean_of(unit).rest; rest != 1.0) shard::scaled_copy(work.sum, work.sum, rest);
+  if (unit.has_sum() && work.pooled) {
     add_sum(unit, work.sum);
   } else if (work.sum.data_ptr() != unit.owned_grads().data_ptr()) {
     shard::scaled_copy(unit.owned_grads(), work.sum);
   }
   if (work.sent.defined()) travel_pool_.give_back(work.sent);
   if (work.pooled) pool_.give_back(work.bucket);
-  unit.reduced = true;
+  unit.sum_arrived();
 }
 
 // Which units got gradients after their launch, on any rank.
 void Reducer::launch_agreement() {
   late_ = at::zeros({static_cast<int64_t>(units_.size())}, at::kInt);
   for (size_t i = 0; i < units_.size(); ++i)
-    late_.data_ptr<int>()[i] = units_[i]->refired ? 1 : 0;
+    late_.data_ptr<int>()[i] = units_[i]->grad_state() == GradState::Late ? 1 : 0;
   late_ = late_.to(ranks_.device);
   agreement_ = ranks_.shard->all_reduce(late_, comm::ReduceOp::Max, "units with late gradients");
 }
@@ -293,8 +313,7 @@ void Reducer::finish() {
 }
 
 bool Reducer::has_late() const {
-  return std::any_of(units_.begin(), units_.end(),
-                     [](const Unit* u) { return u->refired && u->grad_state() == GradState::Accumulating; });
+  return std::any_of(units_.begin(), units_.end(), [](const Unit* u) { return u->grad_state() == GradState::Late; });
 }
 
 void Reducer::reduce_late() {
@@ -322,8 +341,6 @@ void Reducer::reset() {
   for (Unit* unit : units_) {
     if (unit->partial.defined()) release_partial(*unit);
     unit->move_to(GradState::Empty);
-    unit->reduced = false;
-    unit->sums = 0;
     for (Param& p : unit->params) {
       p.filled = p.has_grad = false;
       p.additions = 0;

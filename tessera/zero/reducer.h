@@ -19,8 +19,10 @@
 //   collective.
 //
 // Note [Averaging]
-//   Local contributions carry 1/gradient_accumulation_steps; 1/data-parallel size is applied by the reduction itself, on
-//   the fp32 sum and before its one rounding. So a local gradient (no_sync, stage 0 before the boundary) is PyTorch's.
+//   Local contributions carry 1/gradient_accumulation_steps; the factor of the sum over ranks (Options::gradient_factor,
+//   the same for all units, whatever groups they have) is applied by the reduction itself, on the fp32 sum and before its
+//   one rounding, where it is one over the group's size. So a local gradient (no_sync, stage 0 before the boundary) is
+//   PyTorch's. What is left (a unit that fewer ranks share) multiplies the sum.
 //
 // Note [Communication dtype]
 //   Contributions may travel in another dtype than they accumulate in (torch_autocast, communication_data_type): cast
@@ -51,15 +53,16 @@
 #include <vector>
 
 #include "tessera/zero/bucket_pool.h"
-#include "tessera/zero/data_parallel.h"
+#include "tessera/zero/ranks.h"
 #include "tessera/zero/unit.h"
 
 namespace tessera::zero {
 
 class Reducer {
  public:
-  // `units` in launch order; must outlive the reducer and not move.
-  Reducer(DataParallel ranks, std::vector<Unit*> units, const Options& options);
+  // `ranks`: of the whole engine; units may have groups of their own. `units` in launch order. Both must outlive the reducer
+  // and not move.
+  Reducer(const Ranks& ranks, std::vector<Unit*> units, const Options& options);
 
   // Adds scale * grad (dense, shape of the parameter) to the parameter's slot.
   void accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale);
@@ -87,6 +90,8 @@ class Reducer {
   // Hybrid sharding: what finish() left is the sum within a replica; from here on it is that over all. Collective.
   void launch_replicas();
   void finish_replicas();
+  // A gradient of `unit` that replicas have apart becomes their sum or mean. Collective.
+  void reduce_replicas_of(const Unit& unit, const at::Tensor& grad, comm::Label label) const;
   // Whether owned gradients are the sum over all ranks: the same on all of them.
   bool replicas_agree() const { return replicas_agree_ || ranks_.replicate->size() == 1; }
   // Waits for collectives in flight (after a backward that threw).
@@ -124,11 +129,18 @@ class Reducer {
   void finish_oldest_replica();
   void add_sum(Unit& unit, const at::Tensor& from);
   kernels::RandomKey key_of(const Param& param, uint64_t first, uint64_t number) const;
-  bool one_rank() const { return ranks_.size() == 1; }
+  // How a unit's sum gets its factor (Note [Averaging]): by the reduction, and what is left of it.
+  struct Mean {
+    comm::ReduceOp op;
+    double rest;
+  };
+  Mean mean_of(const Unit& unit) const;
+  static bool one_rank(const Unit& unit) { return unit.ranks.size() == 1; }
 
-  DataParallel ranks_;
+  const Ranks& ranks_;
   std::vector<Unit*> units_;
-  comm::ReduceOp op_;
+  double factor_;
+  bool exchanges_;  // some unit has several ranks
   bool overlap_;
   bool stochastic_;  // Note [Accumulation in 16 bits]
   uint64_t seed_;

@@ -16,7 +16,7 @@ class Regions {
   // Collective, all ranks with the same `params`. State error for a parameter that is in an open region. `writable` false:
   // for reading, and close() with Writes::None; it spares shared parameters a private copy.
   void open(const std::vector<ParamId>& params, bool writable = true);
-  // Collective. `writer` counts as DataParallel::rank() does.
+  // Collective. `writer` counts as Ranks::rank() does.
   void close(const std::vector<ParamId>& params, Writes writes = Writes::None, int writer = 0);
 
  private:

@@ -2,10 +2,10 @@
 
 namespace tessera::zero {
 
-ShardedModel::ShardedModel(const Options& options, DataParallel ranks, const std::vector<ModelParam>& params,
+ShardedModel::ShardedModel(const Options& options, const comm::Mesh& mesh, const std::vector<ModelParam>& params,
                            optim::Rule rule, const std::vector<optim::GroupOptions>& groups,
                            std::function<StepState()> step)
-    : units(options, std::move(ranks), params, rule, groups),
+    : units(options, mesh, params, rule, groups),
       driver(units, std::move(step)),
       modules(units, driver),
       regions(units, driver),

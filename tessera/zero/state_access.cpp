@@ -43,8 +43,12 @@ void StateAccess::add_shards(ParamId id, std::vector<shard::NamedShard>& shards)
   const shard::Form form = place.held() ? place.flat->items()[place.item].form : shard::Form(tensor);
   const auto add = [&](Quantity what, shard::Range range, at::ScalarType dtype, bool cut) {
     if (range.empty() && tensor.numel() > 0) return;
-    shards.push_back({units_.params()[id].name, id, what, form, range, dtype,
-                      cut ? units_.ranks().replicate->rank() : units_.ranks().rank(), place.trained()});
+    const Ranks& ranks = units_.ranks_of(id);
+    const int slices = ranks.varies_along_model ? 1 : ranks.model->size();
+    const int copy = cut ? ranks.replicate->rank() : ranks.rank();
+    const int replica = copy * slices + (slices == 1 ? 0 : ranks.model->rank());
+    shards.push_back(
+        {units_.params()[id].name, id, what, form, range, dtype, replica, place.trained(), units_.params()[id].cut});
   };
   if (!place.held()) return add(Quantity::Weight, {0, tensor.numel()}, tensor.scalar_type(), false);
   const ParamPartition weight = place.flat->partition_of(place.item);
@@ -52,7 +56,7 @@ void StateAccess::add_shards(ParamId id, std::vector<shard::NamedShard>& shards)
   if (!place.trained()) return;
   const Unit& unit = *place.unit;
   const shard::Range owned = units_.local_range(place);
-  const bool cut = units_.states_are_cut();
+  const bool cut = units_.states_are_cut(unit.ranks);
   if (!unit.master_is_weight()) add(Quantity::Master, owned, at::kFloat, cut);
   const bool reduced =
       unit.grad_state() == GradState::Reduced && !driver_.unreduced() && driver_.reducer().replicas_agree();
@@ -133,8 +137,8 @@ at::Tensor StateAccess::gather_flat(const Place& place, const at::Tensor& part) 
   at::Tensor full = at::full({p.range.size()}, -0.0, place.unit->owned_weights().options().dtype(at::kFloat));
   const shard::Range mine = units_.local_range(place);
   full.narrow(0, mine.begin, mine.size()).copy_(part);
-  const bool sharded = units_.placements().states == shard::Placement::Shard && units_.ranks().shard->size() > 1;
-  if (sharded) units_.ranks().shard->all_reduce(full, comm::ReduceOp::Sum, "state of '" + p.name + "'").wait();
+  if (units_.states_are_cut(place.unit->ranks))
+    place.unit->ranks.shard->all_reduce(full, comm::ReduceOp::Sum, "state of '" + p.name + "'").wait();
   return full;
 }
 
@@ -163,7 +167,7 @@ at::Tensor StateAccess::local_part(ParamId param, const at::Tensor& full) {
 }
 
 double StateAccess::agree_max(double value) {
-  if (units_.ranks().size() == 1) return value;
+  if (units_.ranks().all() == 1) return value;
   at::Tensor all = at::full({1}, value, at::kDouble);
   units_.ranks().agree(all, comm::ReduceOp::Max, "agreement");
   return all.item<double>();
@@ -192,10 +196,8 @@ at::Tensor StateAccess::get_full(ParamId param, Quantity what) {
   if (!buffer.defined()) return {};
   const at::Tensor full = gather_flat(place, what == Quantity::Master ? place.unit->read_master(source)
                                                                       : buffer.narrow(0, source.begin, source.size()));
-  if (what == Quantity::Gradient && !driver_.reducer().replicas_agree()) {
-    const auto op = units_.options().average ? comm::ReduceOp::Avg : comm::ReduceOp::Sum;
-    units_.ranks().replicate->all_reduce(full, op, "gradient of '" + p.name + "'").wait();
-  }
+  if (what == Quantity::Gradient)
+    driver_.reducer().reduce_replicas_of(*place.unit, full, "gradient of '" + p.name + "'");
   return shard::view_as_param(full, {0, p.range.size()}, p.form);
 }
 

@@ -18,7 +18,8 @@ bool may_move(GradState from, GradState to) {
     case Empty:
       return to == Accumulating || to == Reduced;  // Reduced: gradients set by the user
     case Accumulating:
-      return to == Reducing || to == Reduced;  // Reduced at once where there is one rank
+    case Late:
+      return to == Late || to == Reducing || to == Reduced;  // Reduced at once where there is one rank
     case Reducing:
       return to == Reduced || to == Accumulating;
     case Reduced:
@@ -27,16 +28,22 @@ bool may_move(GradState from, GradState to) {
   return false;
 }
 
+bool may_move(Turn from, Turn to) {
+  using enum Turn;
+  return to == Waiting || to == Launched || (to == Over && from != Launched);
+}
+
 }  // namespace
 
 const char* grad_state_name(GradState state) {
-  constexpr std::array names{"Empty", "Accumulating", "Reducing", "Reduced"};
+  constexpr std::array names{"Empty", "Accumulating", "Late", "Reducing", "Reduced"};
   return names[static_cast<size_t>(state)];
 }
 
 Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options& options,
-           const shard::StagePlacements& placements, bool resident, int rank, int size, at::Tensor space)
-    : name(std::move(unit_name)), params(std::move(unit_params)) {
+           const shard::StagePlacements& placements, bool resident, const Ranks& unit_ranks, at::Tensor space)
+    : name(std::move(unit_name)), ranks(unit_ranks), params(std::move(unit_params)) {
+  const int rank = ranks.shard->rank(), size = ranks.shard->size();
   using shard::Placement;
   std::vector<int64_t> numels;
   numels.reserve(params.size());
@@ -77,6 +84,14 @@ void Unit::move_to(GradState next) {
   TORCH_INTERNAL_ASSERT(may_move(grad_state_, next), "unit '", name, "': gradients cannot go from ",
                         grad_state_name(grad_state_), " to ", grad_state_name(next));
   grad_state_ = next;
+  if (next != GradState::Empty) return;
+  has_sum_ = false;
+  sums = 0;
+}
+
+void Unit::move_to(Turn next) {
+  TORCH_INTERNAL_ASSERT(may_move(turn_, next), "unit '", name, "': its calls are over after its launch");
+  turn_ = next;
 }
 
 at::Tensor Unit::owned_grads() const {

@@ -22,10 +22,19 @@ namespace tessera::zero {
 enum class GradState : uint8_t {
   Empty,         // nothing; persistent buffers hold old values that will be overwritten
   Accumulating,  // local contributions of this rank in `partial`
-  Reducing,      // a collective is on its way; contributions that come meanwhile lead to Accumulating
-  Reduced,       // the owned range holds the sum over ranks; more may be added (Accumulating again)
+  Late,      // as Accumulating, but they came after the unit's launch in their backward (from a nested one, or a use
+             // outside of the modules that own the parameter): the next reduction takes them in
+  Reducing,  // a collective is on its way; contributions that come meanwhile lead to Accumulating
+  Reduced,   // the owned range holds the sum over ranks; more may be added (Accumulating again)
 };
 const char* grad_state_name(GradState state);
+
+// A unit's reduction within one backward.
+enum class Turn : uint8_t {
+  Waiting,   // not yet
+  Over,      // all module calls that used the unit are through the backward
+  Launched,  // on its way, or done
+};
 
 // When a unit's reduction may start before the backward is done. It must be the same moment, between the same gathers,
 // on all ranks: see Note [Fixed order] in reducer.h.
@@ -42,7 +51,8 @@ struct Param {
   int group = 0;
   shard::Range range;      // in the flat space
   shard::Form form{};      // there
-  uint64_t first = 0;      // number of its first element among all of the model: the key of random bits
+  shard::CutPtr cut{};     // which elements of a whole it is
+  uint64_t first = 0;      // number of the whole's first element among all of the model: the key of random bits
   int64_t step = 0;        // updates applied
   uint32_t version = 0;    // tensor version after our last write: a difference is a user's edit
   uint64_t additions = 0;  // of this rank to its gradient since the last step, as far as rounded stochastically
@@ -53,13 +63,21 @@ struct Param {
 
 class Unit {
  public:
-  // `resident`: its parameters stay whole on every rank whatever the stage. `space`: see FlatParams.
+  // `ranks`: of this unit; must outlive it. `resident`: its parameters stay whole on every rank whatever the stage.
+  // `space`: see FlatParams.
   Unit(std::string name, std::vector<Param> params, const Options& options, const shard::StagePlacements& placements,
-       bool resident, int rank, int size, at::Tensor space = {});
+       bool resident, const Ranks& ranks, at::Tensor space = {});
 
-  // Moves on or throws: Empty -> Accumulating -> Reducing -> Reduced -> Accumulating ..., any -> Empty.
+  // Moves on or throws: Empty -> Accumulating (-> Late) -> Reducing -> Reduced -> Accumulating ..., any -> Empty.
   void move_to(GradState next);
   GradState grad_state() const { return grad_state_; }
+  bool accumulates() const { return grad_state_ == GradState::Accumulating || grad_state_ == GradState::Late; }
+  // Moves on or throws: Waiting (-> Over) -> Launched -> Launched (late gradients), any -> Waiting with a new backward.
+  void move_to(Turn next);
+  Turn turn() const { return turn_; }
+  // The owned range of `grads` holds a sum over ranks, until Empty.
+  void sum_arrived() { has_sum_ = true; }
+  bool has_sum() const { return has_sum_; }
 
   // Views of this rank's owned range.
   at::Tensor owned_weights() const { return owned == flat->slice() ? flat->slice_values() : flat->whole(); }
@@ -88,7 +106,8 @@ class Unit {
   void refresh_weights();
 
   std::string name;
-  bool root = false;  // what no repeated block owns: see kRootUnit
+  const Ranks& ranks;  // that exchange its gradients and share its states
+  bool root = false;   // what no repeated block owns: see kRootUnit
   std::vector<Param> params;
   shard::Layout layout;
   shard::Range owned;                // range of the flat space whose states this rank keeps
@@ -97,14 +116,10 @@ class Unit {
   at::Tensor partial;  // local contributions, whole: `grads` itself or a pooled bucket; undefined while Empty
   bool partial_pooled = false;
   at::ScalarType travel;             // dtype of contributions and sums on their way; cast where it is not that of grads
-  bool reduced = false;              // the owned range of `grads` holds a sum over ranks
   uint64_t sums = 0;                 // added to it since the last step, as far as rounded stochastically
   int fired = 0;                     // params whose hook ran in the running backward
   int expected = 0;                  // params that require gradients
-  bool over = false;                 // all module calls that used it are through the running backward
-  bool launched = false;             // its reduction was launched in the running backward
   int in_flight = 0;                 // reductions on their way
-  bool refired = false;              // got gradients after that launch (nested backward)
   at::Tensor master;                 // owned range, fp32; amp::Master::Fp32 only
   at::Tensor residual;               // owned range, int16; amp::Master::Split only
   std::array<at::Tensor, 2> states;  // owned range
@@ -113,6 +128,8 @@ class Unit {
  private:
   at::ScalarType state_dtype_ = at::kFloat;
   GradState grad_state_ = GradState::Empty;
+  Turn turn_ = Turn::Waiting;
+  bool has_sum_ = false;
   bool grads_visible_ = false;
   LaunchAt launch_at_ = LaunchAt::Complete;
 };

@@ -32,7 +32,7 @@ void check_params(const std::vector<ModelParam>& params, const std::vector<optim
 }
 
 // Gives every parameter of a unit its values, equal on all ranks.
-std::vector<FlatParams::Item> settle_values(const DataParallel& ranks, const std::string& unit,
+std::vector<FlatParams::Item> settle_values(const Ranks& ranks, const std::string& unit,
                                             const std::vector<const ModelParam*>& members) {
   std::vector<FlatParams::Item> all, fresh;
   for (const ModelParam* p : members) {
@@ -57,22 +57,18 @@ bool Units::holds(const Options& options, const ModelParam& param) {
          param.tensor.numel() > options.gather.persistence_threshold;
 }
 
-Units::Units(const Options& options, DataParallel ranks, const std::vector<ModelParam>& params, optim::Rule rule,
+Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<ModelParam>& params, optim::Rule rule,
              const std::vector<optim::GroupOptions>& groups)
     : options_(options),
       placements_(shard::placements_of_stage(options.stage)),
-      ranks_(std::move(ranks)),
       rule_(rule),
       groups_(groups),
       params_(params),
       places_(params.size()) {
   const c10::AutoGradMode no_grad(false);
   check_params(params, groups_);
-  // Of its own: engines under one loss reach their collectives in orders that differ by rank.
-  if (ranks_.shard->size() > 1) ranks_.shard = ranks_.shard->sibling();
-  if (ranks_.replicate->size() > 1) ranks_.replicate = ranks_.replicate->sibling();
-  gathers_ = partitions() ? ranks_.shard->sibling() : ranks_.shard;
-  unsharder_ = std::make_unique<Unsharder>(gathers_, options_.gather);
+  make_sets(mesh);
+  unsharder_ = std::make_unique<Unsharder>(options_.gather);
   for (size_t i = 0; i < params.size(); ++i)
     if (params[i].group >= 0) trained_ids_.push_back(static_cast<ParamId>(i));
   const std::vector<PlannedUnit> planned_units = plan(params);
@@ -89,12 +85,44 @@ Units::Units(const Options& options, DataParallel ranks, const std::vector<Model
   order_launches();
 }
 
+// Groups of its own: engines under one loss reach their collectives in orders that differ by rank.
+void Units::make_sets(const comm::Mesh& mesh) {
+  for (const comm::Axis axis : comm::kAxes)
+    if (mesh.size(axis) > 1) several_ = several_.with(axis);
+  sets_.emplace(comm::Axes(), Set{Ranks(mesh), nullptr});
+  for (const ModelParam& p : params_) {
+    const comm::Axes varies = p.varies.only(several_);
+    if (!sets_.contains(varies)) sets_.emplace(varies, Set{Ranks(mesh, varies), nullptr});
+  }
+  const bool partitions = placements_.params == shard::Placement::Shard;
+  for (auto& [varies, set] : sets_) {
+    set.ranks = set.ranks.siblings();
+    if (!params_.empty()) set.ranks.device = params_.front().tensor.device();
+    set.gathers = partitions && set.ranks.shard->size() > 1 ? set.ranks.shard->sibling() : set.ranks.shard;
+  }
+}
+
+const Units::Set& Units::set_of(const ModelParam& param) const {
+  return sets_.at(param.varies.only(several_));
+}
+
+std::vector<const Ranks*> Units::rank_sets() const {
+  std::vector<const Ranks*> all;
+  for (const auto& [varies, set] : sets_)
+    all.push_back(&set.ranks);
+  return all;
+}
+
+bool Units::partitions(const ModelParam& param) const {
+  return placements_.params == shard::Placement::Shard && set_of(param).ranks.shard->size() > 1;
+}
+
 void Units::number_elements() {
   uint64_t first = 0;
   for (const ParamId id : trained_ids_) {
     Param& param = *places_[id].param;
     param.first = first;
-    first += static_cast<uint64_t>(param.tensor.numel());
+    first += static_cast<uint64_t>(param.cut ? param.cut->numel : param.tensor.numel());
   }
 }
 
@@ -107,14 +135,14 @@ void Units::order_launches() {
 }
 
 at::ScalarType Units::travel_of(const ModelParam& param) const {
-  if (ranks_.size() == 1) return options_.precision.grad;
+  if (set_of(param).ranks.size() == 1) return options_.precision.grad;
   return param.comm.value_or(options_.communication.value_or(options_.precision.grad));
 }
 
 // Never wider than the parameter: there is nothing to gain.
 at::ScalarType Units::gather_dtype_of(const ModelParam& param) const {
   const at::ScalarType own = options_.precision.param;
-  if (ranks_.size() == 1 || !param.comm) return own;
+  if (set_of(param).ranks.size() == 1 || !param.comm) return own;
   return c10::elementSize(*param.comm) < c10::elementSize(own) ? *param.comm : own;
 }
 
@@ -131,6 +159,8 @@ std::string Units::travels_of(int kind, const ModelParam& param) const {
   if (kind != kFrozen && travel != options_.precision.grad) {
     text += std::string(" (reduced in ") + c10::toString(travel) + ")";
   }
+  if (const comm::Axes varies = param.varies.only(several_); !varies.empty())
+    text += " (differs along " + varies.name() + ")";
   return text;
 }
 
@@ -141,8 +171,8 @@ std::vector<PlannedUnit> Units::plan(const std::vector<ModelParam>& params) cons
   for (const ParamId id : trained_ids_) {
     const ModelParam& p = params[id];
     const int64_t n = p.tensor.numel();
-    const bool stays =
-        partitions() && n <= options_.gather.persistence_threshold && n <= options_.gather.model_persistence - resident;
+    const bool stays = partitions(p) && n <= options_.gather.persistence_threshold &&
+                       n <= options_.gather.model_persistence - resident;
     if (stays) resident += n;
     const int kind = stays ? kResident : kPartitioned;
     items.push_back({p.unit, n, p.group, kind, travels_of(kind, p)});
@@ -161,8 +191,8 @@ std::vector<PlannedUnit> Units::plan(const std::vector<ModelParam>& params) cons
 }
 
 SharedParams Units::share(const std::vector<PlannedUnit>& units, const std::vector<ModelParam>& params) const {
-  const int size = ranks_.shard->size();
-  if (!options_.share_params || !states_are_cut()) return {};
+  const Set& set = sets_.begin()->second;
+  if (!options_.share_params || !states_are_cut(set.ranks)) return {};
   int64_t bytes = 0;
   std::vector<int64_t> numels;
   for (const PlannedUnit& unit : units) {
@@ -171,11 +201,14 @@ SharedParams Units::share(const std::vector<PlannedUnit>& units, const std::vect
       const ModelParam& p = params[id];
       TESSERA_CHECK_VALUE(p.tensor.is_cpu(), "zero", "tessera.shared_parameters is for ranks on the CPU; parameter '",
                           p.name, "' is on ", p.tensor.device());
+      TESSERA_CHECK_VALUE(&set_of(p) == &set, "zero",
+                          "tessera.shared_parameters is for parameters that all ranks share; '", p.name,
+                          "' differs along ", p.varies.name());
       numels.push_back(p.tensor.numel());
     }
-    bytes += SharedParams::bytes_of(shard::Layout(numels, size), options_.precision.param);
+    bytes += SharedParams::bytes_of(shard::Layout(numels, set.ranks.shard->size()), options_.precision.param);
   }
-  return {gathers_, bytes};
+  return {set.gathers, bytes};
 }
 
 // Undefined where nothing is shared.
@@ -184,7 +217,7 @@ at::Tensor Units::space_of(const std::vector<const ModelParam*>& members) {
   numels.reserve(members.size());
   for (const ModelParam* p : members)
     numels.push_back(p->tensor.numel());
-  return shared_.take(shard::Layout(numels, ranks_.shard->size()), options_.precision.param);
+  return shared_.take(shard::Layout(numels, ranks().shard->size()), options_.precision.param);
 }
 
 void Units::build_unit(const PlannedUnit& planned, const std::vector<ModelParam>& params) {
@@ -196,18 +229,20 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<ModelParam>
     member.tensor = params[id].tensor;
     member.id = id;
     member.group = params[id].group;
+    member.cut = params[id].cut;
     members.push_back(std::move(member));
     originals.push_back(&params[id]);
   }
-  settle_values(ranks_, planned.name, originals);
+  const Set& set = set_of(*originals.front());
+  settle_values(set.ranks, planned.name, originals);
   auto unit = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
-                                     ranks_.shard->rank(), ranks_.shard->size(), space_of(originals));
+                                     set.ranks, space_of(originals));
   unit->root = planned.root;
   unit->travel = travel_of(*originals.front());
   unit->flat->gather_in(gather_dtype_of(*originals.front()));
   const auto names = optim::state_names(rule_, groups_);
   if (rule_ != optim::Rule::External) unit->allocate_states(names.count, groups_, rule_);
-  const int number = unsharder_->add(unit->flat.get());
+  const int number = unsharder_->add(unit->flat.get(), set.gathers);
   unit_of_number_.push_back(unit.get());
   for (size_t i = 0; i < unit->params.size(); ++i) {
     Param& p = unit->params[i];
@@ -221,12 +256,14 @@ void Units::build_frozen(const PlannedUnit& planned, const std::vector<ModelPara
   originals.reserve(planned.items.size());
   for (const ParamId id : planned.items)
     originals.push_back(&params[id]);
-  std::vector<FlatParams::Item> items = settle_values(ranks_, planned.name, originals);
+  const Set& set = set_of(*originals.front());
+  std::vector<FlatParams::Item> items = settle_values(set.ranks, planned.name, originals);
   const bool sharded = placements_.params == shard::Placement::Shard;
-  auto flat = std::make_unique<FlatParams>(planned.name, std::move(items), options_.precision.param,
-                                           ranks_.shard->rank(), ranks_.shard->size(), sharded, space_of(originals));
+  auto flat =
+      std::make_unique<FlatParams>(planned.name, std::move(items), options_.precision.param, set.ranks.shard->rank(),
+                                   set.ranks.shard->size(), sharded, space_of(originals));
   flat->gather_in(gather_dtype_of(*originals.front()));
-  const int number = unsharder_->add(flat.get());
+  const int number = unsharder_->add(flat.get(), set.gathers);
   unit_of_number_.push_back(nullptr);
   for (size_t i = 0; i < planned.items.size(); ++i)
     places_[planned.items[i]] = {flat.get(), static_cast<int>(i), number};

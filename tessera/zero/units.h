@@ -2,14 +2,15 @@
 // classes over it: BackwardDriver, Updater, StateAccess, Modules, Regions.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <vector>
 
 #include "tessera/optim/optimizer.h"
-#include "tessera/zero/data_parallel.h"
 #include "tessera/zero/model_param.h"
 #include "tessera/zero/options.h"
 #include "tessera/zero/plan.h"
+#include "tessera/zero/ranks.h"
 #include "tessera/zero/shared_params.h"
 #include "tessera/zero/unit.h"
 #include "tessera/zero/unsharder.h"
@@ -32,7 +33,7 @@ struct Place {
 class Units {
  public:
   // Collective: rank 0's values are broadcast. Parameters become views of flat buffers. `params` must outlive this.
-  Units(const Options& options, DataParallel ranks, const std::vector<ModelParam>& params, optim::Rule rule,
+  Units(const Options& options, const comm::Mesh& mesh, const std::vector<ModelParam>& params, optim::Rule rule,
         const std::vector<optim::GroupOptions>& groups);
   // Optimized, or partitioned without that.
   static bool holds(const Options& options, const ModelParam& param);
@@ -54,7 +55,10 @@ class Units {
 
   const Options& options() const { return options_; }
   const shard::StagePlacements& placements() const { return placements_; }
-  const DataParallel& ranks() const { return ranks_; }
+  const Ranks& ranks() const { return sets_.begin()->second.ranks; }  // of parameters that are the same everywhere
+  // Those of every unit, by the axes along which its parameters differ; ranks() first.
+  std::vector<const Ranks*> rank_sets() const;
+  const Ranks& ranks_of(ParamId id) const { return set_of(params_[id]).ranks; }
   const SharedParams& shared() const { return shared_; }
   optim::Rule rule() const { return rule_; }
   std::vector<optim::GroupOptions>& groups() { return groups_; }
@@ -62,14 +66,23 @@ class Units {
   const Unsharder& unsharder() const { return *unsharder_; }
 
   // States lie in slices on several ranks.
-  bool states_are_cut() const { return placements_.states == shard::Placement::Shard && ranks_.shard->size() > 1; }
+  bool states_are_cut(const Ranks& ranks) const {
+    return placements_.states == shard::Placement::Shard && ranks.shard->size() > 1;
+  }
   // This rank's elements of a trained parameter, in the order of its memory.
   shard::Range local_range(const Place& place) const;
   // Frees gradients, states and places; parameters without data say `message`. Local.
   void release(const std::string& message);
 
  private:
-  bool partitions() const { return placements_.params == shard::Placement::Shard && ranks_.shard->size() > 1; }
+  struct Set {
+    Ranks ranks;
+    comm::GroupPtr gathers;  // what is not ordered with reductions
+  };
+
+  void make_sets(const comm::Mesh& mesh);
+  const Set& set_of(const ModelParam& param) const;
+  bool partitions(const ModelParam& param) const;
   at::ScalarType travel_of(const ModelParam& param) const;
   at::ScalarType gather_dtype_of(const ModelParam& param) const;
   std::string travels_of(int kind, const ModelParam& param) const;
@@ -83,11 +96,11 @@ class Units {
 
   Options options_;
   shard::StagePlacements placements_;
-  DataParallel ranks_;
+  std::map<comm::Axes, Set> sets_;  // by what varies, of the axes that have several ranks
+  comm::Axes several_;              // these axes
   optim::Rule rule_;
   std::vector<optim::GroupOptions> groups_;
   const std::vector<ModelParam>& params_;
-  comm::GroupPtr gathers_;  // what is not ordered with reductions
   SharedParams shared_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::vector<std::unique_ptr<FlatParams>> frozen_;

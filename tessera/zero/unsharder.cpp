@@ -29,12 +29,12 @@ void Unsharder::Trace::use(int unit) {
   if (followed) position = static_cast<size_t>(found - last.begin()) + 1;
 }
 
-Unsharder::Unsharder(comm::GroupPtr group, const GatherOptions& options)
-    : group_(std::move(group)), options_(options) {}
+Unsharder::Unsharder(const GatherOptions& options) : options_(options) {}
 
-int Unsharder::add(FlatParams* flat) {
+int Unsharder::add(FlatParams* flat, comm::GroupPtr group) {
   entries_.emplace_back();
   entries_.back().flat = flat;
+  entries_.back().group = std::move(group);
   entries_.back().seen.resize(flat->items().size());
   any_sharded_ = any_sharded_ || flat->sharded();
   return static_cast<int>(entries_.size()) - 1;
@@ -244,7 +244,7 @@ void Unsharder::start(Entry& entry, bool exact) {
     staging = staging_.acquire(staged, options.dtype(flat.gather_dtype()));
   }
   try {
-    entry.flat->begin_gather(*group_, bucket, staging);
+    entry.flat->begin_gather(*entry.group, bucket, staging);
   } catch (...) {
     if (bucket.defined()) pool_.give_back(bucket);
     if (staging.defined()) staging_.give_back(staging);
@@ -355,7 +355,7 @@ void Unsharder::hold(int unit, bool writable) {
   FlatParams& flat = *entry.flat;
   if (!flat.sharded()) return;
   if (flat.state() != ParamState::Ready) make_ready(entry, /*exact=*/true);
-  flat.make_exact(*group_);
+  flat.make_exact(*entry.group);
   if (writable && flat.is_in_space()) {
     const int64_t size = flat.layout().size();
     flat.make_private(

@@ -33,11 +33,11 @@ namespace tessera::zero {
 
 class Unsharder {
  public:
-  // `group`: for gathers alone.
-  Unsharder(comm::GroupPtr group, const GatherOptions& options);
+  explicit Unsharder(const GatherOptions& options);
 
-  // Registers a unit, in forward order; returns its number. Units that are not sharded are always there.
-  int add(FlatParams* flat);
+  // Registers a unit, in forward order; returns its number. Units that are not sharded are always there. `group`: gathers
+  // it, and does nothing else.
+  int add(FlatParams* flat, comm::GroupPtr group);
   bool any_sharded() const { return any_sharded_; }
   bool has_scope(int scope) const { return scope >= 0 && static_cast<size_t>(scope) < scopes_.size(); }
 
@@ -89,6 +89,7 @@ class Unsharder {
  private:
   struct Entry {
     FlatParams* flat = nullptr;
+    comm::GroupPtr group;
     int holds = 0;                        // by scopes
     int regions = 0;                      // by regions
     std::vector<const ScopeCall*> calls;  // open ones
@@ -130,7 +131,6 @@ class Unsharder {
   void release(Entry& entry);
   void release_unused(bool kept_too);
 
-  comm::GroupPtr group_;
   GatherOptions options_;
   std::vector<Entry> entries_;
   std::vector<std::vector<int>> scopes_;

@@ -20,11 +20,11 @@ struct Segment {
   shard::Range range;  // in the coordinates of the owned range
   int group = 0;
   int64_t step = 0;
-  uint64_t first = 0;  // number of the first element in the model
+  uint64_t first = 0;  // number of the first element in the model, where it matters
 };
 
-// `each`: parameters are not joined, so that elements of a segment are numbered one after the other.
-std::vector<Segment> segments_of(const Unit& unit, const std::vector<bool>& present, bool each) {
+// `numbered`: the elements of a segment are those of the whole model from `first` on, one after the other.
+std::vector<Segment> segments_of(const Unit& unit, const std::vector<bool>& present, bool numbered) {
   std::vector<Segment> segments;
   bool open = false;
   for (const Param& p : unit.params) {
@@ -32,13 +32,16 @@ std::vector<Segment> segments_of(const Unit& unit, const std::vector<bool>& pres
     if (mine.empty()) continue;
     if (!present[p.id]) {
       open = false;
-      continue;
-    }
-    if (open && !each && segments.back().group == p.group && segments.back().step == p.step + 1) {
+    } else if (numbered) {
+      const int64_t skipped = unit.owned.begin + mine.begin - p.range.begin;
+      shard::for_stretches(p.cut, {skipped, skipped + mine.size()}, [&](shard::Range r, int64_t number) {
+        const int64_t begin = mine.begin + r.begin - skipped;
+        segments.push_back({{begin, begin + r.size()}, p.group, p.step + 1, p.first + static_cast<uint64_t>(number)});
+      });
+    } else if (open && segments.back().group == p.group && segments.back().step == p.step + 1) {
       segments.back().range.end = mine.end;
     } else {
-      const int64_t skipped = unit.owned.begin + mine.begin - p.range.begin;
-      segments.push_back({mine, p.group, p.step + 1, p.first + static_cast<uint64_t>(skipped)});
+      segments.push_back({mine, p.group, p.step + 1});
       open = true;
     }
   }
@@ -53,17 +56,16 @@ at::Tensor part(const at::Tensor& tensor, const shard::Range& range) {
 
 Updater::Updater(Units& units, BackwardDriver& driver) : units_(units), driver_(driver) {}
 
-GradientSummary Updater::summarize() {
-  const int ranks = units_.ranks().shard->size(), me = units_.ranks().shard->rank();
-  const bool sharded = units_.placements().states == shard::Placement::Shard;
-  // One sum per slice and rank, added in rank order: the same bits whether a rank holds one slice or all.
-  at::Tensor sums = at::zeros({ranks, 4}, at::kDouble);
-  auto table = sums.accessor<double, 2>();  // rank: squares, parameters without a gradient, late gradients, scaled
+// Squares of the gradients of units that all ranks share: one sum per slice and rank, added in rank order, so that the bits
+// are the same whether a rank holds one slice or all. `rows`: a row for each rank of the shard group, the first column.
+void Updater::add_squares(at::TensorAccessor<double, 2> rows) const {
+  const Ranks& ranks = units_.ranks();
   std::vector<at::Tensor> slices;
   std::vector<int> rank_of;
   for (const auto& unit : units_.all()) {
-    for (int r = 0; r < ranks; ++r) {
-      if (sharded && r != me) continue;
+    if (&unit->ranks != &ranks) continue;
+    for (int r = 0; r < ranks.shard->size(); ++r) {
+      if (units_.placements().states == shard::Placement::Shard && r != ranks.shard->rank()) continue;
       const shard::Range slice = unit->layout.shard(r);
       slices.push_back(unit->owned_grads().narrow(0, slice.begin - unit->owned.begin, slice.size()));
       rank_of.push_back(r);
@@ -71,7 +73,32 @@ GradientSummary Updater::summarize() {
   }
   const std::vector<double> squares = optim::sums_of_squares(slices);
   for (size_t i = 0; i < squares.size(); ++i)
-    table[rank_of[i]][0] += squares[i];
+    rows[rank_of[i]][0] += squares[i];
+}
+
+// Those of the others, over all ranks: of equal ones, one rank counts.
+double Updater::sum_of_varying_squares() const {
+  if (units_.rank_sets().size() == 1) return 0;
+  std::vector<at::Tensor> slices;
+  for (const auto& unit : units_.all()) {
+    const Ranks& ranks = unit->ranks;
+    if (&ranks == &units_.ranks() || ranks.replicate->rank() > 0) continue;
+    if (!ranks.varies_along_model && ranks.model->rank() > 0) continue;
+    if (!units_.states_are_cut(ranks) && ranks.shard->rank() > 0) continue;
+    slices.push_back(unit->owned_grads());
+  }
+  at::Tensor sum = at::zeros({1}, at::kDouble);
+  for (const double squares : optim::sums_of_squares(slices))
+    sum += squares;
+  units_.ranks().agree(sum, comm::ReduceOp::Sum, "gradient norm");
+  return sum.item<double>();
+}
+
+GradientSummary Updater::summarize() {
+  const int ranks = units_.ranks().shard->size(), me = units_.ranks().shard->rank();
+  at::Tensor sums = at::zeros({ranks, 4}, at::kDouble);
+  auto table = sums.accessor<double, 2>();  // rank: squares, parameters without a gradient, late gradients, scaled
+  add_squares(table);
   for (const ParamId id : units_.trained_ids())
     table[me][1] += units_[id].param->has_grad ? 0 : 1;
   table[me][2] = driver_.reducer().has_late() ? 1 : 0;
@@ -92,30 +119,36 @@ GradientSummary Updater::summarize() {
     driver_.reduce_replicas();
     return summarize();
   }
+  total += sum_of_varying_squares();
   summary.norm = std::sqrt(total);
   summary.finite = std::isfinite(total);
-  summary.present = agree_presence(static_cast<int64_t>(missing));
+  summary.present = agree_presence(missing > 0);
   return summary;
 }
 
-std::vector<bool> Updater::agree_presence(int64_t missing_anywhere) {
+std::vector<bool> Updater::agree_presence(bool any_missing) {
   std::vector<bool> present(units_.count(), true);
-  if (missing_anywhere == 0) return present;
-  at::Tensor seen = at::zeros({units_.count()}, at::kInt);
-  int* flags = seen.data_ptr<int>();
-  for (const ParamId id : units_.trained_ids())
-    flags[id] = units_[id].param->has_grad ? 1 : 0;
-  units_.ranks().agree(seen, comm::ReduceOp::Max, "parameters with gradients");
-  for (int id = 0; id < units_.count(); ++id)
-    present[id] = flags[id] != 0;
+  if (!any_missing) return present;
+  for (const Ranks* ranks : units_.rank_sets()) {
+    std::vector<ParamId> ids;
+    for (const ParamId id : units_.trained_ids())
+      if (&units_[id].unit->ranks == ranks) ids.push_back(id);
+    if (ids.empty()) continue;
+    at::Tensor seen = at::zeros({static_cast<int64_t>(ids.size())}, at::kInt);
+    int* flags = seen.data_ptr<int>();
+    for (size_t i = 0; i < ids.size(); ++i)
+      flags[i] = units_[ids[i]].param->has_grad ? 1 : 0;
+    ranks->agree(seen, comm::ReduceOp::Max, "parameters with gradients");
+    for (size_t i = 0; i < ids.size(); ++i)
+      present[ids[i]] = flags[i] != 0;
+  }
   return present;
 }
 
 void Updater::gather_unit(Unit& unit, std::vector<comm::Pending>& pending) {
-  if (units_.placements().states == shard::Placement::Replicate || units_.ranks().shard->size() == 1) return;
-  if (unit.flat->sharded() || unit.flat->shares()) return;
-  pending.push_back(units_.ranks().shard->all_gather(unit.flat->whole(), unit.owned_weights(),
-                                                     "parameters of unit '" + unit.name + "'"));
+  if (!units_.states_are_cut(unit.ranks) || unit.flat->sharded() || unit.flat->shares()) return;
+  pending.push_back(
+      unit.ranks.shard->all_gather(unit.flat->whole(), unit.owned_weights(), "parameters of unit '" + unit.name + "'"));
 }
 
 void Updater::update_unit(Unit& unit, const GradientSummary& summary, double scale) {

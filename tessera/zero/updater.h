@@ -31,7 +31,9 @@ class Updater {
   void refresh_params();
 
  private:
-  std::vector<bool> agree_presence(int64_t missing_anywhere);
+  void add_squares(at::TensorAccessor<double, 2> rows) const;
+  double sum_of_varying_squares() const;
+  std::vector<bool> agree_presence(bool any_missing);
   void gather_unit(Unit& unit, std::vector<comm::Pending>& pending);
   void update_unit(Unit& unit, const GradientSummary& summary, double scale);
   void update_external(const GradientSummary& summary, double scale, const std::function<void()>& external);

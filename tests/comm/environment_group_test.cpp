@@ -176,8 +176,8 @@ void expect_killed_peer(const std::function<void()>& call, int rank, const std::
 TEST(Processes, DISABLED_Mesh) {
   const auto mesh = environment_mesh(2, 60s);
   const int rank = std::stoi(std::getenv("RANK"));
-  EXPECT_EQ(mesh.dp_size(), 4);
-  EXPECT_EQ(mesh.dp_rank(), rank);
+  EXPECT_EQ(mesh.size(kBatchAxes), 4);
+  EXPECT_EQ(mesh.rank(kBatchAxes), rank);
   auto replica = at::full({1}, rank), across = at::full({1}, rank);
   mesh.group(Axis::DpShard)->all_reduce(replica, ReduceOp::Sum).wait();
   mesh.group(Axis::DpReplicate)->all_reduce(across, ReduceOp::Sum).wait();
@@ -189,7 +189,7 @@ TEST(Processes, DISABLED_Mesh) {
 
 TEST(EnvironmentMesh, ConsecutiveRanksShareAndTheOthersReplicate) {
   expect_success(over_gloo(4, "Processes.DISABLED_Mesh"));
-  EXPECT_EQ(environment_mesh(-1).dp_size(), 1);
+  EXPECT_EQ(environment_mesh(-1).size(kBatchAxes), 1);
   const Environment env({{"WORLD_SIZE", "3"}, {"RANK", "0"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "1"}});
   EXPECT_HAS(message_of<c10::ValueError>([] { environment_mesh(2); }), "3 is not a multiple");
 }

@@ -26,6 +26,22 @@ TEST(Mesh, HoldsOneGroupPerAxis) {
   EXPECT_EQ(mesh.size(Axis::Sp), 1);
 }
 
+TEST(Mesh, HasGroupsOverSetsOfAxes) {
+  const auto shard = thread_groups(2), sequence = thread_groups(3), both = thread_groups(6);
+  Mesh mesh(shard[1]);
+  EXPECT_EQ(mesh.group(kStateAxes), shard[1]);  // the other axis has one rank
+  mesh.set(Axis::Sp, sequence[2]);
+  const auto missing = testing::message_of<c10::ValueError>([&] { mesh.group(kStateAxes); });
+  EXPECT_HAS(missing, "'dp_shard x sp'");
+  const auto wrong = testing::message_of<c10::ValueError>([&] { mesh.set(kStateAxes, both[2]); });
+  EXPECT_HAS(wrong, "as 2 of 6, its axes say 5 of 6");
+  mesh.set(kStateAxes, both[5]);
+  EXPECT_EQ(mesh.group(kStateAxes), both[5]);
+  EXPECT_EQ(mesh.group({Axis::DpShard, Axis::Tp}), shard[1]);
+  EXPECT_EQ(mesh.size(kBatchAxes), 2);
+  EXPECT_EQ(mesh.rank(kStateAxes), 5);
+}
+
 TEST(Mesh, RefusesNull) {
   const auto text = testing::message_of<c10::ValueError>([] { Mesh().set(Axis::Sp, nullptr); });
   EXPECT_HAS(text, "'sp'");

@@ -53,7 +53,7 @@ TEST(Resolve, ZeroOptions) {
   const auto plain = zero_options(Config{});
   EXPECT_EQ(plain.stage, 0);
   EXPECT_TRUE(plain.overlap);
-  EXPECT_TRUE(plain.average);
+  EXPECT_FALSE(plain.gradient_factor);
   EXPECT_FALSE(plain.reduce_at_step);
   EXPECT_EQ(plain.min_unit_elements, 1 << 20);
   EXPECT_FALSE(plain.share_params);
@@ -62,7 +62,7 @@ TEST(Resolve, ZeroOptions) {
       "bf16": {"enabled": true}, "tessera": {"min_unit_elements": 5, "seed": 7, "shared_parameters": true}})"));
   EXPECT_EQ(options.stage, 2);
   EXPECT_FALSE(options.overlap);
-  EXPECT_FALSE(options.average);
+  EXPECT_EQ(options.gradient_factor, 1.0);
   EXPECT_EQ(options.reduce_bucket_size, 100);
   EXPECT_EQ(options.min_unit_elements, 5);
   EXPECT_TRUE(options.share_params);

@@ -66,6 +66,16 @@ def worker(rank: int, world: int, port: int, transport: str, folder: str) -> Non
         engine = tessera.Engine(make(seed=rank), adam(2, 1, False), group=mesh)
         results["mesh"] = train(engine, rank, 1)
         engine.destroy()
+        for second in ("sp", "tp"):  # which share the batches of two ranks
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", second))
+            engine = tessera.Engine(make(seed=rank), adam(2, 1, False), group=mesh)
+            assert (engine.dp_world_size, engine.world_size) == (2, 4)
+            results[second] = train(engine, rank // 2, 1)
+            engine.destroy()
+        with pytest.raises(ValueError, match="name them, in this order"):
+            tessera.Engine(
+                make(), adam(2, 1, False), group=init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "sp"))
+            )
     half = torch.distributed.new_group(list(range(world // 2)))
     rest = torch.distributed.new_group(list(range(world // 2, world)))
     mine = half if rank < world // 2 else rest
@@ -91,6 +101,9 @@ def test_processes_equal_threads(world: int, transport: str, tmp_path: Path) -> 
             assert all(torch.equal(got[name], want[rank][name]) for name in got), case
             assert_close(got, want[0])
     if world == 4:
+        two = engines(make(seed=0), 2, adam(2, 1, False), lambda e, r: train(e, r, 1))[0]
+        for axis in ("sp", "tp"):
+            assert_close(torch.load(tmp_path / "3.pt")[axis], two)
         want = torch.load(tmp_path / "0.pt")[3, False, 1]
         for rank in range(world):
             got = torch.load(tmp_path / f"{rank}.pt")

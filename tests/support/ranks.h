@@ -4,6 +4,7 @@
 #include <chrono>
 #include <exception>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -55,26 +56,57 @@ inline void run_ranks(int size, const std::function<void(int, comm::GroupPtr)>& 
   run_threads(comm::thread_groups(size, timeout), fn);
 }
 
-// Ranks as threads on a mesh of `replicas` x `shards`; the rank that fn gets counts replica by replica.
-inline void run_meshes(int replicas, int shards, const std::function<void(int, const comm::Mesh&)>& fn) {
-  std::vector<std::vector<comm::GroupPtr>> rows, columns;
-  for (int r = 0; r < replicas; ++r)
-    rows.push_back(comm::thread_groups(shards, std::chrono::minutes(2)));
-  for (int s = 0; s < shards; ++s)
-    columns.push_back(comm::thread_groups(replicas, std::chrono::minutes(2)));
-  run_ranks(replicas * shards, [&](int rank, const comm::GroupPtr&) {
-    const auto row = std::move(rows[rank / shards][rank % shards]);
-    const auto column = std::move(columns[rank % shards][rank / shards]);
-    comm::Mesh mesh(row);
-    mesh.set(comm::Axis::DpReplicate, column);
+// Ranks as threads on a mesh: how many along each axis, and the rank that fn gets counts in the order of the axes.
+using AxisSizes = std::map<comm::Axis, int>;
+inline void run_axes(const AxisSizes& sizes, const std::function<void(int, const comm::Mesh&)>& fn) {
+  using comm::Axes;
+  const auto of = [&](comm::Axis axis) { return sizes.contains(axis) ? sizes.at(axis) : 1; };
+  // The rank's number along `axes`, and along all others.
+  const auto place = [&](int rank, Axes axes) {
+    int inside = 0, outside = 0, rest = 1;
+    for (const comm::Axis axis : comm::kAxes)
+      rest *= of(axis);
+    for (const comm::Axis axis : comm::kAxes) {
+      rest /= of(axis);
+      int& number = axes.has(axis) ? inside : outside;
+      number = number * of(axis) + rank / rest % of(axis);
+    }
+    return std::pair(inside, outside);
+  };
+  std::vector<Axes> sets(comm::kAxes.begin(), comm::kAxes.end());
+  if (of(comm::Axis::DpShard) > 1 && of(comm::Axis::Sp) > 1) sets.push_back(comm::kStateAxes);
+  std::map<Axes, std::map<int, std::vector<comm::GroupPtr>>> groups;
+  int world = 1;
+  for (const auto& [axis, size] : sizes)
+    world *= size;
+  for (const Axes axes : sets) {
+    int size = 1;
+    for (const comm::Axis axis : comm::kAxes)
+      size *= axes.has(axis) ? of(axis) : 1;
+    for (int other = 0; other < world / size; ++other)
+      groups[axes][other] = comm::thread_groups(size, std::chrono::minutes(2));
+  }
+  run_ranks(world, [&](int rank, const comm::GroupPtr&) {
+    comm::Mesh mesh;
+    std::vector<comm::GroupPtr> mine;
+    for (const Axes axes : sets) {
+      const auto [inside, outside] = place(rank, axes);
+      mine.push_back(groups.at(axes).at(outside)[inside]);
+      mesh.set(axes, mine.back());
+    }
     try {
       fn(rank, mesh);
     } catch (const std::exception& error) {
-      row->abort(error.what());
-      column->abort(error.what());
+      for (const comm::GroupPtr& group : mine)
+        group->abort(error.what());
       throw;
     }
   });
+}
+
+// Hybrid sharding.
+inline void run_meshes(int replicas, int shards, const std::function<void(int, const comm::Mesh&)>& fn) {
+  run_axes({{comm::Axis::DpReplicate, replicas}, {comm::Axis::DpShard, shards}}, fn);
 }
 
 }  // namespace tessera::testing

@@ -21,7 +21,7 @@ at::Tensor matrix(int rank) {
 
 TEST(EarlyParams, HoldRankZeroValuesInSlicesAndNameThemselvesWhenRead) {
   run_ranks(3, [](int rank, const comm::GroupPtr& group) {
-    EarlyParams early{zero::DataParallel(group)};
+    EarlyParams early{zero::Ranks(group)};
     const at::Tensor w = matrix(rank);
     const int number = early.add("Linear.weight", w, at::kBFloat16);
     EXPECT_EQ(w.scalar_type(), at::kBFloat16);
@@ -38,7 +38,7 @@ TEST(EarlyParams, HoldRankZeroValuesInSlicesAndNameThemselvesWhenRead) {
 
 TEST(EarlyParams, TakeOneRanksWritesOrRefuseThem) {
   run_ranks(2, [](int rank, const comm::GroupPtr& group) {
-    EarlyParams early{zero::DataParallel(group)};
+    EarlyParams early{zero::Ranks(group)};
     const at::Tensor w = matrix(0), b = at::zeros({3}).requires_grad_(true);
     const std::vector<int> both{early.add("w", w, at::kFloat), early.add("b", b, at::kFloat)};
     early.gather(both);
@@ -59,7 +59,7 @@ TEST(EarlyParams, TakeOneRanksWritesOrRefuseThem) {
 
 TEST(EarlyParams, RestoredTensorsOutliveThem) {
   run_ranks(2, [](int rank, const comm::GroupPtr& group) {
-    auto early = std::make_unique<EarlyParams>(zero::DataParallel(group));
+    auto early = std::make_unique<EarlyParams>(zero::Ranks(group));
     const at::Tensor w = matrix(rank), open = matrix(rank);
     const int first = early->add("w", w, at::kFloat), second = early->add("open", open, at::kFloat);
     early->gather({second});
@@ -76,7 +76,7 @@ TEST(EarlyParams, RestoredTensorsOutliveThem) {
 
 TEST(EarlyParams, ForgetWhatNobodyElseHolds) {
   run_ranks(2, [](int, const comm::GroupPtr& group) {
-    EarlyParams early{zero::DataParallel(group)};
+    EarlyParams early{zero::Ranks(group)};
     at::Tensor w = matrix(0), gone = matrix(0);
     early.add("w", w, at::kFloat);
     early.add("gone", gone, at::kFloat);
@@ -92,7 +92,7 @@ TEST(EarlyParams, ForgetWhatNobodyElseHolds) {
 
 TEST(EarlyParams, OneRankKeepsWholeTensorsInTheDtypeAsked) {
   run_ranks(1, [](int, const comm::GroupPtr& group) {
-    EarlyParams early{zero::DataParallel(group)};
+    EarlyParams early{zero::Ranks(group)};
     const at::Tensor w = matrix(0);
     const int number = early.add("w", w, at::kBFloat16);
     EXPECT_TRUE(w.equal(matrix(0).to(at::kBFloat16)));
@@ -107,7 +107,7 @@ TEST(EarlyParams, OneRankKeepsWholeTensorsInTheDtypeAsked) {
 
 TEST(EarlyParams, RefuseWhatHasNoValues) {
   run_ranks(1, [](int, const comm::GroupPtr& group) {
-    EarlyParams early{zero::DataParallel(group)};
+    EarlyParams early{zero::Ranks(group)};
     EXPECT_HAS(error_of([&] { early.add("m", at::empty({2}, at::kMeta), at::kFloat); }), "meta device");
     EXPECT_HAS(error_of([&] { early.add("i", at::ones({2}, at::kLong), at::kFloat); }), "floating-point");
   });

@@ -3,6 +3,9 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <deque>
+
+#include "tessera/comm/backends.h"
 #include "tessera/shard/storage.h"
 
 namespace tessera::zero {
@@ -23,7 +26,9 @@ Unit make_unit(const std::vector<at::Tensor>& tensors, int stage, bool bf16, int
   Options options;
   options.stage = stage;
   options.precision = bf16 ? amp::PrecisionPolicy::bf16() : amp::PrecisionPolicy::fp32();
-  return Unit("u", two_params(tensors), options, shard::placements_of_stage(stage), /*resident=*/false, rank, size);
+  static std::deque<Ranks> kept;  // a unit refers to its ranks
+  const Ranks& ranks = kept.emplace_back(comm::thread_groups(size)[rank]);
+  return Unit("u", two_params(tensors), options, shard::placements_of_stage(stage), /*resident=*/false, ranks);
 }
 
 }  // namespace
@@ -68,6 +73,18 @@ TEST(Unit, StatesMoveOnlyAlongTheTable) {
   unit.move_to(GradState::Accumulating);
   unit.move_to(GradState::Empty);
   EXPECT_ANY_THROW(unit.move_to(GradState::Reducing));
+  EXPECT_ANY_THROW(unit.move_to(GradState::Late));
+  unit.move_to(Turn::Over);
+  unit.move_to(Turn::Launched);
+  EXPECT_ANY_THROW(unit.move_to(Turn::Over));
+  unit.move_to(GradState::Accumulating);
+  unit.move_to(GradState::Late);
+  unit.move_to(GradState::Reducing);
+  unit.sum_arrived();
+  unit.move_to(GradState::Reduced);
+  EXPECT_TRUE(unit.has_sum());
+  unit.move_to(GradState::Empty);
+  EXPECT_FALSE(unit.has_sum());
 }
 
 TEST(Unit, AdagradStartsAtItsInitialValueAndPaddingAtZero) {

@@ -15,13 +15,13 @@ namespace {
 
 // Units of 64 elements, one scope each.
 struct Chain {
-  Chain(int units, int rank, const comm::GroupPtr& group, GatherOptions options) : unsharder(group, options) {
+  Chain(int units, int rank, const comm::GroupPtr& group, GatherOptions options) : unsharder(options) {
     for (int i = 0; i < units; ++i) {
       std::vector<FlatParams::Item> items{
           {"p" + std::to_string(i), at::full({64}, static_cast<double>(i), at::kFloat).requires_grad_(true), {}}};
       flats.push_back(std::make_unique<FlatParams>("u" + std::to_string(i), std::move(items), at::kFloat, rank,
                                                    group->size(), true));
-      unsharder.add(flats.back().get());
+      unsharder.add(flats.back().get(), group);
     }
     for (int i = 0; i < units; ++i)
       unsharder.add_scope({i});

@@ -1,5 +1,5 @@
 // Two axes of data-parallel ranks: collectives over both, and engines that shard along one and replicate along the other.
-#include "tessera/zero/data_parallel.h"
+#include "tessera/zero/ranks.h"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@ namespace tessera::testing {
 
 using engine::Engine;
 using engine::Quantity;
-using zero::DataParallel;
+using zero::Ranks;
 
 namespace {
 
@@ -29,15 +29,15 @@ const std::vector<std::pair<int, int>> kMeshes{{2, 2}, {2, 3}, {3, 1}, {1, 2}};
 
 }  // namespace
 
-TEST(DataParallel, CollectivesReachBothAxes) {
+TEST(Ranks, CollectivesReachBothAxes) {
   for (const auto& [replicas, shards] : kMeshes) {
     run_meshes(replicas, shards, [&, world = replicas * shards](int rank, const comm::Mesh& mesh) {
-      const DataParallel ranks(mesh);
+      const Ranks ranks(mesh);
       EXPECT_EQ(ranks.size(), world);
       EXPECT_EQ(ranks.rank(), rank);
-      EXPECT_EQ(mesh.dp_rank(), rank);
+      EXPECT_EQ(mesh.rank(comm::kBatchAxes), rank);
       const at::Tensor most = at::full({3}, rank);
-      ranks.all_reduce(most, comm::ReduceOp::Max, "most");
+      ranks.agree(most, comm::ReduceOp::Max, "most");
       EXPECT_TRUE(most.equal(at::full({3}, world - 1)));
       for (int root = 0; root < world; ++root) {
         const at::Tensor value = at::full({5}, 10.0 + rank);
@@ -105,7 +105,7 @@ TEST(HybridSharding, GradientsMayBeReadAndSetBetweenMicroBatches) {
       const Toy toy;
       ToyRun run{.stage = 2, .accumulation = 2, .clip = 0};
       auto options = toy_options(run);
-      options.zero.average = average;
+      if (!average) options.zero.gradient_factor = 1.0;
       Engine engine(options, mesh, toy.specs(), {toy_adamw()});
       const auto local = [&](int r, int micro) {
         Toy own;

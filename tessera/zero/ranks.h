@@ -1,0 +1,44 @@
+// The ranks of an engine by what they share; see Note [Batch, state and model ranks] in comm/mesh.h.
+#pragma once
+
+#include "tessera/comm/mesh.h"
+
+namespace tessera::zero {
+
+// Example: 2 replicas of 3 shards: rank 4 of the 6 is number 1 of its shard group and number 1 of its replicate group, and
+// is rank 4 here, replica by replica. With one replica, or one rank to a replica, that group is a single one and costs
+// nothing.
+struct Ranks {
+  comm::GroupPtr shard;             // states are cut along it
+  comm::GroupPtr replicate;         // holds equal ones: hybrid sharding
+  comm::GroupPtr model;             // other slices of the model
+  bool varies_along_model = false;  // values are not the same there
+  // Of the model. The groups may take tensors of this device only, as NCCL's do.
+  c10::Device device = at::kCPU;
+
+  explicit Ranks(comm::GroupPtr shard_group);
+  // `varies`: the axes along which a parameter differs (a slice of another rank's, or an expert of its own). Its gradients
+  // and values are not exchanged along them.
+  explicit Ranks(const comm::Mesh& mesh, comm::Axes varies = {});
+  // The same ranks in groups of their own (comm::Group::sibling). Collective.
+  Ranks siblings() const;
+
+  // Of those that exchange gradients: how many, and this one's place, replica by replica.
+  int size() const { return shard->size() * replicate->size(); }
+  int rank() const { return replicate->rank() * shard->size() + shard->rank(); }
+  // The same with those along the model, whether or not their values differ.
+  int all() const { return size() * model->size(); }
+  int place() const { return rank() * model->size() + model->rank(); }
+
+  // One rank's values for all that have the same. Collective; returns when done. `root` counts as rank() does.
+  void broadcast(const at::Tensor& tensor, int root, comm::Label label) const;
+
+  // What ranks tell each other, along all three: numbers in CPU tensors, which travel by way of the device. Collective;
+  // return when done.
+  void agree(const at::Tensor& numbers, comm::ReduceOp op, comm::Label label) const;
+  // Every rank of the shard group fills its row of `rows` (a row for each of them) and gets those of the others, each
+  // number the largest that a replica or a slice of the model has.
+  void collect(const at::Tensor& rows, comm::Label label) const;
+};
+
+}  // namespace tessera::zero
