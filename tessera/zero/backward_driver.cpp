@@ -54,8 +54,8 @@ void BackwardDriver::backward_begun(const std::vector<ScopeCall*>& calls) {
 }
 
 bool BackwardDriver::is_visible_view(const Place& place, const at::Tensor& grad) {
-  return shard::is_bound(grad, place.unit->grads, place.param->range, place.param->form) &&
-         (grad.numel() == 0 || grad.storage().is_alias_of(place.unit->grads.storage()));
+  return shard::is_bound(grad, place.unit->grads.tensor(), place.param->range, place.param->form) &&
+         (grad.numel() == 0 || grad.storage().is_alias_of(place.unit->grads.tensor().storage()));
 }
 
 void BackwardDriver::before_accumulate(ParamId id, at::Tensor& grad) {
@@ -85,7 +85,7 @@ void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const Backward
   }
   // Also where this graph task brought nothing: before_accumulate took away what earlier ones left.
   if (place.unit->grads_are_visible() && place.param->has_grad) {
-    grad = shard::view_as_param(place.unit->grads, place.param->range, place.param->form);
+    grad = shard::view_as_param(place.unit->grads.tensor(), place.param->range, place.param->form);
   }
   units_.unsharder().gradient_arrived(place.number, place.item);
   if (!backward.in_forward) reducer_->fired(*place.unit, *place.param, may_reduce(step));
@@ -140,7 +140,7 @@ void BackwardDriver::show_remote_grads() {
     const Place& place = units_[id];
     Param& p = *place.param;
     if (p.has_grad || !p.tensor.requires_grad()) continue;
-    const at::Tensor sum = shard::view_as_param(place.unit->grads, p.range, p.form);
+    const at::Tensor sum = shard::view_as_param(place.unit->grads.tensor(), p.range, p.form);
     if (!sum.any().item<bool>()) continue;
     p.has_grad = true;
     p.tensor.mutable_grad() = sum;
@@ -165,7 +165,7 @@ void BackwardDriver::adopt_visible_grads() {
   for (const ParamId id : units_.trained_ids()) {
     const Place& place = units_[id];
     at::Tensor& grad = place.param->tensor.mutable_grad();
-    const at::Tensor view = shard::view_as_param(place.unit->grads, place.param->range, place.param->form);
+    const at::Tensor view = shard::view_as_param(place.unit->grads.tensor(), place.param->range, place.param->form);
     if (!grad.defined()) {
       if (place.param->has_grad) view.zero_();  // the user dropped it
       place.param->has_grad = false;
@@ -218,7 +218,7 @@ bool BackwardDriver::reads_local_gradient(const Place& place) {
 void BackwardDriver::settle_empty_units() {
   for (const auto& unit : units_.all()) {
     if (unit->grad_state() != GradState::Empty) continue;
-    unit->grads.zero_();
+    unit->grads.tensor().zero_();
     unit->move_to(GradState::Reduced);
     unit->sum_arrived();
   }

@@ -2,10 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <optional>
 
 #include "tessera/amp/precision.h"
+#include "tessera/shard/buffer.h"
+#include "tessera/shard/named_shard.h"
 
 namespace tessera::zero {
 
@@ -29,6 +32,8 @@ struct Options {
   std::optional<double> gradient_factor;
   GatherOptions gather;
   uint64_t seed = 0;  // of stochastic rounding
+  // Where masters and optimizer states of a size live; null or unset: on the device.
+  std::function<shard::HomePtr(shard::Quantity, int64_t size, const at::TensorOptions&)> home;
   // What gradients travel in where a parameter does not say (ModelParam::comm); unset: their own dtype.
   std::optional<at::ScalarType> communication;
   // Ranks of one host keep one copy of the compute parameters (Note [Shared parameters]). Nothing happens where they are

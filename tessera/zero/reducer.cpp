@@ -40,9 +40,9 @@ Reducer::Mean Reducer::mean_of(const Unit& unit) const {
 }
 
 void Reducer::acquire_partial(Unit& unit) {
-  const bool persistent = unit.grads.numel() == unit.layout.size();
+  const bool persistent = unit.grads.size() == unit.layout.size();
   if (persistent && (one_rank(unit) || (!unit.has_sum() && unit.in_flight == 0))) {
-    unit.partial = unit.grads;
+    unit.partial = unit.grads.tensor();
     unit.partial_pooled = false;
   } else {
     unit.partial = pool_.acquire(unit.layout.size(), unit.grads.options());

@@ -14,13 +14,12 @@ ShardedModel::ShardedModel(const Options& options, const comm::Mesh& mesh, const
 
 Memory ShardedModel::memory() const {
   Memory memory;
-  const auto bytes = [](const at::Tensor& t) { return t.defined() ? static_cast<int64_t>(t.nbytes()) : 0; };
   for (const auto& unit : units.all()) {
     memory.params += unit->flat->bytes();
-    memory.grads += bytes(unit->grads);
-    memory.master += bytes(unit->master) + bytes(unit->residual);
-    for (const at::Tensor& state : unit->states)
-      memory.states += bytes(state);
+    memory.grads += unit->grads.bytes();
+    memory.master += unit->master.bytes() + unit->residual.bytes();
+    for (const shard::Buffer& state : unit->states)
+      memory.states += state.bytes();
   }
   for (const auto& flat : units.frozen())
     memory.params += flat->bytes();

@@ -9,25 +9,52 @@
 
 namespace tessera::zero {
 
+namespace {
+
+const shard::Buffer& state_of(const Unit& unit, Quantity what) {
+  return unit.states[what == Quantity::State0 ? 0 : 1];
+}
+
+}  // namespace
+
 StateAccess::StateAccess(Units& units, BackwardDriver& driver) : units_(units), driver_(driver) {}
 
-at::Tensor StateAccess::owned_buffer(const Place& place, Quantity what) const {
-  Unit& unit = *place.unit;
+// Of this rank's part of a trained parameter; undefined where there is none. A view where it lives on the device.
+at::Tensor StateAccess::read_owned(const Place& place, Quantity what) const {
+  const Unit& unit = *place.unit;
+  const shard::Range r = unit.owned_slice(*place.param);
   switch (what) {
     case Quantity::Weight:
       TESSERA_CHECK_VALUE(false, "engine", "weights are read and written through the parameter ('", place.param->name,
                           "'), or with read_shard()");
       break;
     case Quantity::Master:
-      break;  // Unit::read_master: not always a buffer
+      return unit.read_master(r);
     case Quantity::Gradient:
-      return unit.client_grads.defined() ? unit.client_grads : unit.owned_grads();
+      return (unit.client_grads.defined() ? unit.client_grads : unit.owned_grads()).narrow(0, r.begin, r.size());
     case Quantity::State0:
-      return unit.states[0];
     case Quantity::State1:
-      return unit.states[1];
+      if (const shard::Buffer& state = state_of(unit, what); state.defined()) return state.read(r);
   }
   return {};
+}
+
+void StateAccess::write_owned(const Place& place, Quantity what, const at::Tensor& values) {
+  Unit& unit = *place.unit;
+  const shard::Range r = unit.owned_slice(*place.param);
+  switch (what) {
+    case Quantity::Master:
+      units_.shared().readers_done("new masters");
+      unit.write_master(r, values);
+      units_.shared().written("new masters");
+      break;
+    case Quantity::State0:
+    case Quantity::State1:
+      state_of(unit, what).write(r, values);
+      break;
+    default:
+      read_owned(place, what).copy_(values);
+  }
 }
 
 std::vector<shard::NamedShard> StateAccess::named_shards() const {
@@ -60,9 +87,9 @@ void StateAccess::add_shards(ParamId id, std::vector<shard::NamedShard>& shards)
   if (!unit.master_is_weight()) add(Quantity::Master, owned, at::kFloat, cut);
   const bool reduced =
       unit.grad_state() == GradState::Reduced && !driver_.unreduced() && driver_.reducer().replicas_agree();
-  if (place.param->has_grad && reduced) add(Quantity::Gradient, owned, unit.grads.scalar_type(), cut);
-  if (unit.states[0].defined()) add(Quantity::State0, owned, unit.states[0].scalar_type(), cut);
-  if (unit.states[1].defined()) add(Quantity::State1, owned, unit.states[1].scalar_type(), cut);
+  if (place.param->has_grad && reduced) add(Quantity::Gradient, owned, unit.grads.dtype(), cut);
+  if (unit.states[0].defined()) add(Quantity::State0, owned, unit.states[0].dtype(), cut);
+  if (unit.states[1].defined()) add(Quantity::State1, owned, unit.states[1].dtype(), cut);
 }
 
 at::Tensor StateAccess::read_shard(const shard::NamedShard& shard) {
@@ -98,16 +125,9 @@ at::Tensor StateAccess::local_view(ParamId param, Quantity what) {
   if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
   if (what == Quantity::Gradient && !place.param->has_grad) return {};
   const bool replicated = units_.placements().states == shard::Placement::Replicate;
-  const shard::Range r = place.unit->owned_slice(*place.param);
-  at::Tensor part;
-  if (what == Quantity::Master) {
-    part = place.unit->read_master(r);
-  } else {
-    const at::Tensor buffer = owned_buffer(place, what);
-    if (!buffer.defined()) return {};
-    part = buffer.narrow(0, r.begin, r.size());
-  }
-  return replicated ? shard::view_as_param(part, {0, r.size()}, place.param->form) : part;
+  const at::Tensor part = read_owned(place, what);
+  if (!part.defined()) return {};
+  return replicated ? shard::view_as_param(part, {0, part.numel()}, place.param->form) : part;
 }
 
 void StateAccess::set_local(ParamId param, Quantity what, const at::Tensor& value) {
@@ -118,16 +138,9 @@ void StateAccess::set_local(ParamId param, Quantity what, const at::Tensor& valu
                       place.param->name, "' now");
   TESSERA_CHECK_VALUE(value.numel() == mine.numel(), "engine.set_local", "this rank holds ", mine.numel(),
                       " elements of parameter '", place.param->name, "', the value has ", value.numel());
-  if (what != Quantity::Master) {
-    mine.copy_(value.view(mine.sizes()));
-    return;
-  }
   const bool replicated = units_.placements().states == shard::Placement::Replicate;
-  const at::Tensor flat =
-      replicated ? shard::flatten_like_param(value.view(mine.sizes()), place.param->form) : value.flatten();
-  units_.shared().readers_done("new masters");
-  place.unit->write_master(place.unit->owned_slice(*place.param), flat);
-  units_.shared().written("new masters");
+  write_owned(place, what,
+              replicated ? shard::flatten_like_param(value.view(mine.sizes()), place.param->form) : value.flatten());
 }
 
 // The parameter's elements in the order of its memory, of which `part` is this rank's.
@@ -191,11 +204,9 @@ at::Tensor StateAccess::get_full(ParamId param, Quantity what) {
       return get_full(param, what);
     }
   }
-  const shard::Range source = place.unit->owned_slice(p);
-  const at::Tensor buffer = what == Quantity::Master ? place.unit->owned_weights() : owned_buffer(place, what);
-  if (!buffer.defined()) return {};
-  const at::Tensor full = gather_flat(place, what == Quantity::Master ? place.unit->read_master(source)
-                                                                      : buffer.narrow(0, source.begin, source.size()));
+  const at::Tensor mine = read_owned(place, what);
+  if (!mine.defined()) return {};
+  const at::Tensor full = gather_flat(place, mine);
   if (what == Quantity::Gradient)
     driver_.reducer().reduce_replicas_of(*place.unit, full, "gradient of '" + p.name + "'");
   return shard::view_as_param(full, {0, p.range.size()}, p.form);
@@ -221,21 +232,13 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
     driver_.reduce_replicas();
     p.has_grad = p.filled = true;
     if (place.unit->grads_are_visible()) {
-      p.tensor.mutable_grad() = shard::view_as_param(place.unit->grads, p.range, p.form);
+      p.tensor.mutable_grad() = shard::view_as_param(place.unit->grads.tensor(), p.range, p.form);
     }
   }
   const shard::Range mine = units_.local_range(place);
-  const shard::Range target = place.unit->owned_slice(p);
-  const at::Tensor values = shard::flatten_like_param(value, p.form).narrow(0, mine.begin, mine.size());
-  if (what == Quantity::Master) {
-    units_.shared().readers_done("new masters");
-    place.unit->write_master(target, values);
-    units_.shared().written("new masters");
-    return;
-  }
-  const at::Tensor buffer = owned_buffer(place, what);
-  TESSERA_CHECK_VALUE(buffer.defined(), "engine.set_full", "parameter '", p.name, "' has no such state");
-  buffer.narrow(0, target.begin, target.size()).copy_(values);
+  TESSERA_CHECK_VALUE(read_owned(place, what).defined(), "engine.set_full", "parameter '", p.name,
+                      "' has no such state");
+  write_owned(place, what, shard::flatten_like_param(value, p.form).narrow(0, mine.begin, mine.size()));
 }
 
 }  // namespace tessera::zero

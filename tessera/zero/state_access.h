@@ -32,7 +32,7 @@ class StateAccess {
   at::Tensor get_full(ParamId param, Quantity what);
   void set_full(ParamId param, Quantity what, const at::Tensor& value);
   // What this rank holds: shaped like the parameter where the buffer is replicated, else 1-D; possibly empty. A view, in
-  // the buffer's own dtype; a copy for masters that are split (amp/precision.h).
+  // the buffer's own dtype; a copy for masters that are split (amp/precision.h) and for what does not live on the device.
   at::Tensor local_view(ParamId param, Quantity what);
   // Writes it, whether or not there is a view. Value error when there is nothing of this kind, or another size. Local,
   // but for masters where parameters are shared: collective then.
@@ -51,7 +51,8 @@ class StateAccess {
  private:
   void add_shards(ParamId id, std::vector<shard::NamedShard>& shards) const;
   at::Tensor weight_of(ParamId param) const;
-  at::Tensor owned_buffer(const Place& place, Quantity what) const;
+  at::Tensor read_owned(const Place& place, Quantity what) const;
+  void write_owned(const Place& place, Quantity what, const at::Tensor& values);
   at::Tensor gather_flat(const Place& place, const at::Tensor& part);
 
   Units& units_;

@@ -1,7 +1,7 @@
 #include "tessera/zero/unit.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/full.h>
 
 #include "tessera/base/error.h"
 #include "tessera/shard/dtype.h"
@@ -42,7 +42,7 @@ const char* grad_state_name(GradState state) {
 
 Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options& options,
            const shard::StagePlacements& placements, bool resident, const Ranks& unit_ranks, at::Tensor space)
-    : name(std::move(unit_name)), ranks(unit_ranks), params(std::move(unit_params)) {
+    : name(std::move(unit_name)), ranks(unit_ranks), params(std::move(unit_params)), options_(options) {
   const int rank = ranks.shard->rank(), size = ranks.shard->size();
   using shard::Placement;
   std::vector<int64_t> numels;
@@ -60,10 +60,10 @@ Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options&
 
   const auto on_device = params.front().tensor.options().requires_grad(false);
   const auto& policy = options.precision;
-  grads = at::zeros({whole_grads ? layout.size() : owned.size()}, on_device.dtype(policy.grad));
-  state_dtype_ = policy.state;
-  if (policy.master == amp::Master::Fp32) master = at::zeros({owned.size()}, on_device.dtype(at::kFloat));
-  if (policy.master == amp::Master::Split) residual = at::zeros({owned.size()}, on_device.dtype(at::kShort));
+  using shard::Quantity;
+  grads = shard::Buffer(whole_grads ? layout.size() : owned.size(), on_device.dtype(policy.grad));
+  if (policy.master == amp::Master::Fp32) master = make(Quantity::Master, on_device.dtype(at::kFloat));
+  if (policy.master == amp::Master::Split) residual = make(Quantity::Master, on_device.dtype(at::kShort));
   travel = policy.grad;
   std::vector<FlatParams::Item> items;
   for (int i = 0; i < layout.count(); ++i) {
@@ -94,8 +94,12 @@ void Unit::move_to(Turn next) {
   turn_ = next;
 }
 
+shard::Buffer Unit::make(shard::Quantity what, const at::TensorOptions& options) const {
+  return {owned.size(), options, options_.home ? options_.home(what, owned.size(), options) : nullptr};
+}
+
 at::Tensor Unit::owned_grads() const {
-  return grads.numel() == owned.size() ? grads : grads.narrow(0, owned.begin, owned.size());
+  return grads.size() == owned.size() ? grads.tensor() : grads.view(owned);
 }
 
 at::Tensor Unit::owned_values(int item) const {
@@ -111,11 +115,12 @@ shard::Range Unit::owned_slice(const Param& param) const {
 
 void Unit::allocate_states(int count, const std::vector<optim::GroupOptions>& groups, optim::Rule rule) {
   for (int s = 0; s < count; ++s) {
-    states[s] = at::zeros({owned.size()}, grads.options().dtype(state_dtype_));
+    const auto what = s == 0 ? shard::Quantity::State0 : shard::Quantity::State1;
+    states[s] = make(what, grads.options().dtype(options_.precision.state));
     if (rule != optim::Rule::Adagrad) continue;
     for (const Param& p : params) {
       const shard::Range r = owned_slice(p);
-      states[s].narrow(0, r.begin, r.size()).fill_(groups[p.group].initial_accumulator_value);
+      states[s].write(r, at::full({r.size()}, groups[p.group].initial_accumulator_value, states[s].options()));
     }
   }
 }
@@ -124,7 +129,7 @@ bool Unit::differs_from_master(const Param& param) const {
   const shard::Range r = owned_slice(param);
   if (!master.defined() || r.empty()) return false;
   const at::Tensor mine = owned_weights().narrow(0, r.begin, r.size());
-  return !mine.equal(master.narrow(0, r.begin, r.size()).to(mine.scalar_type()));
+  return !mine.equal(master.read(r).to(mine.scalar_type()));
 }
 
 void Unit::set_master_from(const Param& param, const at::Tensor& values) {
@@ -136,27 +141,30 @@ void Unit::set_master_from(const Param& param, const at::Tensor& values) {
 }
 
 at::Tensor Unit::read_master(shard::Range range) const {
-  if (master.defined()) return master.narrow(0, range.begin, range.size());
+  if (master.defined()) return master.read(range);
   at::Tensor weights = owned_weights().narrow(0, range.begin, range.size());
   if (!residual.defined()) return weights;
   at::Tensor joined = at::empty({range.size()}, weights.options().dtype(at::kFloat));
-  shard::join_master(joined, weights, residual.narrow(0, range.begin, range.size()));
+  shard::join_master(joined, weights, residual.read(range));
   return joined;
 }
 
 void Unit::write_master(shard::Range range, const at::Tensor& values) {
+  if (master.defined()) return master.write(range, values);
   if (!residual.defined()) {
-    (master.defined() ? master : owned_weights()).narrow(0, range.begin, range.size()).copy_(values);
+    owned_weights().narrow(0, range.begin, range.size()).copy_(values);
     return;
   }
   // Before there are flat parameters: their constructor makes the weights.
   const at::Tensor weights = flat ? owned_weights().narrow(0, range.begin, range.size())
                                   : at::empty({range.size()}, residual.options().dtype(at::kBFloat16));
-  shard::split_master(weights, residual.narrow(0, range.begin, range.size()), values.to(at::kFloat).contiguous());
+  const at::Tensor rest = residual.read(range);
+  shard::split_master(weights, rest, values.to(at::kFloat).contiguous());
+  residual.store(range, rest);
 }
 
 void Unit::refresh_weights() {
-  if (master.defined()) shard::scaled_copy(owned_weights(), master);
+  if (master.defined()) shard::scaled_copy(owned_weights(), master.read({0, owned.size()}));
 }
 
 }  // namespace tessera::zero

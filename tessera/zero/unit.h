@@ -112,21 +112,23 @@ class Unit {
   shard::Layout layout;
   shard::Range owned;                // range of the flat space whose states this rank keeps
   std::unique_ptr<FlatParams> flat;  // compute parameters, param dtype
-  at::Tensor grads;                  // whole (stages 0, 1, or one rank) or the owned range (stage 2); grad dtype
+  shard::Buffer grads;               // whole (stages 0, 1, or one rank) or the owned range (stage 2); grad dtype
   at::Tensor partial;  // local contributions, whole: `grads` itself or a pooled bucket; undefined while Empty
   bool partial_pooled = false;
-  at::ScalarType travel;             // dtype of contributions and sums on their way; cast where it is not that of grads
-  uint64_t sums = 0;                 // added to it since the last step, as far as rounded stochastically
-  int fired = 0;                     // params whose hook ran in the running backward
-  int expected = 0;                  // params that require gradients
-  int in_flight = 0;                 // reductions on their way
-  at::Tensor master;                 // owned range, fp32; amp::Master::Fp32 only
-  at::Tensor residual;               // owned range, int16; amp::Master::Split only
-  std::array<at::Tensor, 2> states;  // owned range
-  at::Tensor client_grads;           // owned range, what a client's optimizer reads; only while it runs
+  at::ScalarType travel;   // dtype of contributions and sums on their way; cast where it is not that of grads
+  uint64_t sums = 0;       // added to it since the last step, as far as rounded stochastically
+  int fired = 0;           // params whose hook ran in the running backward
+  int expected = 0;        // params that require gradients
+  int in_flight = 0;       // reductions on their way
+  shard::Buffer master;    // owned range, fp32; amp::Master::Fp32 only
+  shard::Buffer residual;  // owned range, int16; amp::Master::Split only
+  std::array<shard::Buffer, 2> states;  // owned range
+  at::Tensor client_grads;              // owned range, what a client's optimizer reads; only while it runs
 
  private:
-  at::ScalarType state_dtype_ = at::kFloat;
+  shard::Buffer make(shard::Quantity what, const at::TensorOptions& options) const;
+
+  Options options_;
   GradState grad_state_ = GradState::Empty;
   Turn turn_ = Turn::Waiting;
   bool has_sum_ = false;

@@ -4,7 +4,10 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
+#include <optional>
 
 #include "tessera/base/error.h"
 #include "tessera/optim/norm.h"
@@ -50,6 +53,69 @@ std::vector<Segment> segments_of(const Unit& unit, const std::vector<bool>& pres
 
 at::Tensor part(const at::Tensor& tensor, const shard::Range& range) {
   return tensor.defined() ? tensor.narrow(0, range.begin, range.size()) : at::Tensor();
+}
+
+// Elements of a buffer that does not live on the device that are brought there at a time: some milliseconds of work.
+constexpr int64_t kChunk = 1 << 22;
+
+// `segments` in pieces of no more than kChunk.
+std::vector<Segment> in_chunks(const std::vector<Segment>& segments) {
+  std::vector<Segment> chunks;
+  for (const Segment& s : segments) {
+    for (int64_t done = 0; done < s.range.size(); done += kChunk) {
+      Segment chunk = s;
+      chunk.range = {s.range.begin + done, std::min(s.range.begin + done + kChunk, s.range.end)};
+      chunk.first += static_cast<uint64_t>(done);
+      chunks.push_back(chunk);
+    }
+  }
+  return chunks;
+}
+
+// A piece of a unit's update: its buffers' values on their way to the device, and back.
+class Chunk {
+ public:
+  // `last`: of its unit.
+  Chunk(Unit& unit, const Segment& segment, bool last) : unit_(&unit), segment_(segment), last_(last) {
+    for (const shard::Buffer* buffer : buffers())
+      loans_.push_back(buffer->defined() ? std::optional(buffer->fetch(segment.range)) : std::nullopt);
+  }
+
+  void update(optim::Rule rule, const optim::GroupOptions& group, const Options& options, double scale) {
+    const at::Tensor weights = part(unit_->owned_weights(), segment_.range);
+    const bool fp32_weights = weights.scalar_type() == at::kFloat;  // then they are the master
+    optim::UpdateSlice slice;
+    slice.master = fp32_weights ? weights : arrived(0);
+    if (!fp32_weights) slice.weight = weights;
+    slice.residual = arrived(1);
+    slice.grad = part(unit_->owned_grads(), segment_.range);
+    slice.state = {arrived(2), arrived(3)};
+    slice.rounding = options.precision.rounding;
+    slice.random = {options.seed, static_cast<uint64_t>(segment_.step), segment_.first};
+    optim::update(rule, group, segment_.step, slice, scale);
+    for (size_t i = 0; i < loans_.size(); ++i)
+      if (loans_[i]) buffers()[i]->store(segment_.range, loans_[i]->wait());
+  }
+
+  int group() const { return segment_.group; }
+  Unit& unit() const { return *unit_; }
+  bool is_last() const { return last_; }
+
+ private:
+  std::array<const shard::Buffer*, 4> buffers() const {
+    return {&unit_->master, &unit_->residual, &unit_->states[0], &unit_->states[1]};
+  }
+  at::Tensor arrived(size_t buffer) { return loans_[buffer] ? loans_[buffer]->wait() : at::Tensor(); }
+
+  Unit* unit_;
+  Segment segment_;
+  bool last_;
+  std::vector<std::optional<shard::Loan>> loans_;
+};
+
+bool lives_on_device(const Unit& unit) {
+  const auto here = [](const shard::Buffer& b) { return !b.defined() || b.residence() == shard::Residence::Device; };
+  return here(unit.master) && here(unit.residual) && here(unit.states[0]) && here(unit.states[1]);
 }
 
 }  // namespace
@@ -151,23 +217,30 @@ void Updater::gather_unit(Unit& unit, std::vector<comm::Pending>& pending) {
       unit.ranks.shard->all_gather(unit.flat->whole(), unit.owned_weights(), "parameters of unit '" + unit.name + "'"));
 }
 
-void Updater::update_unit(Unit& unit, const GradientSummary& summary, double scale) {
-  const at::Tensor all = unit.owned_weights(), grads = unit.owned_grads();
-  const bool fp32_weights = all.scalar_type() == at::kFloat;  // then they are the master
-  const at::Tensor master = fp32_weights ? all : unit.master;
-  const at::Tensor weights = fp32_weights ? at::Tensor() : all;
-  for (const Segment& s : segments_of(unit, summary.present, units_.options().precision.update_is_random())) {
-    optim::UpdateSlice slice;
-    slice.master = part(master, s.range);
-    slice.residual = part(unit.residual, s.range);
-    slice.weight = part(weights, s.range);
-    slice.grad = part(grads, s.range);
-    for (size_t i = 0; i < unit.states.size(); ++i)
-      slice.state[i] = part(unit.states[i], s.range);
-    slice.rounding = units_.options().precision.rounding;
-    slice.random = {units_.options().seed, static_cast<uint64_t>(s.step), s.first};
-    optim::update(units_.rule(), units_.groups()[s.group], s.step, slice, scale);
+// A pipeline: the next chunk is on its way to the device and the last one on its way back while one is updated. On the device
+// a unit's segments are not cut, and nothing is on its way.
+void Updater::update_units(const GradientSummary& summary, double scale, std::vector<comm::Pending>& pending) {
+  const bool numbered = units_.options().precision.update_is_random();
+  std::optional<Chunk> next;
+  const auto finish = [&] {
+    if (!next) return;
+    next->update(units_.rule(), units_.groups()[next->group()], units_.options(), scale);
+    if (next->is_last()) gather_unit(next->unit(), pending);
+    next.reset();
+  };
+  for (const auto& unit : units_.all()) {
+    std::vector<Segment> segments = segments_of(*unit, summary.present, numbered);
+    if (!lives_on_device(*unit)) segments = in_chunks(segments);
+    for (size_t i = 0; i < segments.size(); ++i) {
+      Chunk chunk(*unit, segments[i], i + 1 == segments.size());
+      finish();
+      next.emplace(std::move(chunk));
+    }
+    if (!segments.empty()) continue;
+    finish();
+    gather_unit(*unit, pending);
   }
+  finish();
 }
 
 void Updater::update(const GradientSummary& summary, double scale, const std::function<void()>& external) {
@@ -178,10 +251,12 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
   check_no_region_writes();
   adopt_params(units_, /*compare=*/false);
   std::vector<comm::Pending> pending;
-  if (units_.rule() == optim::Rule::External) update_external(summary, scale, external);
-  for (const auto& unit : units_.all()) {
-    if (units_.rule() != optim::Rule::External) update_unit(*unit, summary, scale);
-    gather_unit(*unit, pending);
+  if (units_.rule() == optim::Rule::External) {
+    update_external(summary, scale, external);
+    for (const auto& unit : units_.all())
+      gather_unit(*unit, pending);
+  } else {
+    update_units(summary, scale, pending);
   }
   for (comm::Pending& p : pending)
     p.wait();

@@ -35,7 +35,7 @@ class Updater {
   double sum_of_varying_squares() const;
   std::vector<bool> agree_presence(bool any_missing);
   void gather_unit(Unit& unit, std::vector<comm::Pending>& pending);
-  void update_unit(Unit& unit, const GradientSummary& summary, double scale);
+  void update_units(const GradientSummary& summary, double scale, std::vector<comm::Pending>& pending);
   void update_external(const GradientSummary& summary, double scale, const std::function<void()>& external);
   at::ScalarType client_dtype() const;
   void check_no_region_writes() const;

@@ -38,8 +38,8 @@ TEST(Unit, BuffersFollowTheStageTable) {
     std::vector<at::Tensor> tensors{at::randn({40}), at::randn({3})};
     const Unit unit = make_unit(tensors, stage, /*bf16=*/true, 1, 2);
     EXPECT_EQ(unit.flat->whole().numel(), 128);
-    EXPECT_EQ(unit.grads.numel(), stage == 2 ? 64 : 128);
-    EXPECT_EQ(unit.residual.numel(), stage == 0 ? 128 : 64);
+    EXPECT_EQ(unit.grads.size(), stage == 2 ? 64 : 128);
+    EXPECT_EQ(unit.residual.size(), stage == 0 ? 128 : 64);
     EXPECT_FALSE(unit.master.defined());
     EXPECT_EQ(unit.grads_are_visible(), stage == 0);
   }
@@ -93,7 +93,7 @@ TEST(Unit, AdagradStartsAtItsInitialValueAndPaddingAtZero) {
   optim::GroupOptions group;
   group.initial_accumulator_value = 0.5;
   unit.allocate_states(1, {group}, optim::Rule::Adagrad);
-  EXPECT_EQ(unit.states[0].sum().item<float>(), 8 * 0.5F);
+  EXPECT_EQ(unit.states[0].tensor().sum().item<float>(), 8 * 0.5F);
 }
 
 }  // namespace tessera::zero

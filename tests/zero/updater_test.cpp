@@ -1,6 +1,8 @@
 // What a step does to masters, compute parameters and counters beyond parity.
 #include <gtest/gtest.h>
 
+#include "tests/support/host_home.h"
+#include "tests/support/modes.h"
 #include "tests/support/ranks.h"
 #include "tests/support/toy.h"
 
@@ -104,6 +106,59 @@ TEST(Updater, ExternalOptimizersUpdateTheMasterShards) {
       });
     }
   }
+}
+
+// Masters and states that live elsewhere: the same bits in every mode and stage, also where they are read and written, and the
+// next chunk is asked for before one is waited for.
+TEST(Updater, StatesMayLiveElsewhere) {
+  for (const auto& precision : all_modes()) {
+    for (int stage = 0; stage <= 3; ++stage) {
+      run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+        HostHome::Log log;
+        const auto train = [&](bool away) {
+          const Toy toy;
+          auto options = toy_options({.stage = stage, .precision = precision});
+          if (away) {
+            options.zero.home = [&](shard::Quantity what, int64_t size, const at::TensorOptions& of) {
+              return std::make_shared<HostHome>(size, of, std::to_string(static_cast<int>(what)) + " ", &log);
+            };
+          }
+          Engine engine(options, comm::Mesh(group), toy.specs(), {toy_adamw()});
+          for (int step = 0; step < 3; ++step) {
+            log.clear();
+            toy_forward(engine, toy, toy_batch(rank, step)).backward();
+            engine.step();
+          }
+          engine.states().set_full(3, Quantity::State0, engine.states().get_full(3, Quantity::State0) * 2);
+          engine.states().set_full(4, Quantity::Master, engine.states().get_full(4, Quantity::Master) + 1);
+          engine.refresh_params();
+          std::vector<at::Tensor> values;
+          for (int i = 0; i < 5; ++i)
+            for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1})
+              values.push_back(engine.states().get_full(i, what));
+          return values;
+        };
+        const auto here = train(false), there = train(true);
+        for (size_t i = 0; i < here.size(); ++i)
+          EXPECT_TRUE(here[i].equal(there[i])) << stage << " " << i;
+      });
+    }
+  }
+}
+
+TEST(Updater, TheNextChunkIsOnItsWayWhileOneIsUpdated) {
+  HostHome::Log log;
+  std::vector<engine::ParamSpec> specs{{"a", at::zeros({6 << 20}).requires_grad_(true), 0, "u"},
+                                       {"b", at::zeros({64}).requires_grad_(true), 0, "v"}};
+  auto options = toy_options({});
+  options.zero.home = [&](shard::Quantity what, int64_t size, const at::TensorOptions& of) {
+    return what == Quantity::State0 ? std::make_shared<HostHome>(size, of, size == 64 ? "b" : "a", &log) : nullptr;
+  };
+  Engine engine(options, comm::Mesh(), specs, {toy_adamw()});
+  (specs[0].tensor.sum() + specs[1].tensor.sum()).backward();
+  engine.step();
+  EXPECT_EQ(log, (HostHome::Log{"fetch b0", "fetch a0", "wait b0", "store b0", "fetch a4194304", "wait a0", "store a0",
+                                "wait a4194304", "store a4194304"}));
 }
 
 }  // namespace tessera::testing

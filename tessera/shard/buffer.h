@@ -1,0 +1,81 @@
+// Buffer: elements of one dtype in a row, and where they live. Who works on them asks for a range and gives it back:
+//
+//   Loan loan = buffer.fetch({0, 1000});    // on their way to the device
+//   const at::Tensor values = loan.wait();  // 1-D
+//   ...                                     // changes them
+//   buffer.store({0, 1000}, values);        // on their way back
+//
+// Where a buffer lives on the device, a loan is a view of it and storing is nothing: offload is data, not a branch.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+
+#include "tessera/shard/layout.h"
+
+namespace tessera::shard {
+
+enum class Residence : uint8_t { Device, Host, Nvme };
+
+// Values on their way to the device.
+class Loan {
+ public:
+  explicit Loan(at::Tensor values, std::function<void()> arrive = {})
+      : values_(std::move(values)), arrive_(std::move(arrive)) {}
+  // Returns when they are there; throws what went wrong on the way.
+  const at::Tensor& wait() {
+    if (arrive_) std::exchange(arrive_, {})();
+    return values_;
+  }
+
+ private:
+  at::Tensor values_;
+  std::function<void()> arrive_;
+};
+
+// Where a buffer lives that does not live on the device. Calls come from one thread at a time.
+class Home {
+ public:
+  virtual ~Home() = default;
+  virtual Residence residence() const = 0;
+  // Values are those of the last store() of every element, zeros before. Neither waits for the way there or back.
+  virtual Loan fetch(Range range) = 0;
+  virtual void store(Range range, const at::Tensor& values) = 0;
+};
+using HomePtr = std::shared_ptr<Home>;
+
+class Buffer {
+ public:
+  Buffer() = default;  // none: not defined()
+  // `size` zeros, on the device of `options`, in its dtype; in `home` where there is one.
+  Buffer(int64_t size, const at::TensorOptions& options, HomePtr home = nullptr);
+
+  bool defined() const { return size_ >= 0; }
+  void reset() { *this = {}; }
+  int64_t size() const { return size_; }
+  at::ScalarType dtype() const { return options_.dtype().toScalarType(); }
+  const at::TensorOptions& options() const { return options_; }
+  int64_t bytes() const { return defined() ? size_ * static_cast<int64_t>(options_.dtype().itemsize()) : 0; }
+  Residence residence() const { return home_ ? home_->residence() : Residence::Device; }
+
+  // The whole of it, for work in place. Only where it lives on the device.
+  const at::Tensor& tensor() const;
+  at::Tensor view(Range range) const { return tensor().narrow(0, range.begin, range.size()); }
+  // 1-D, on the device.
+  Loan fetch(Range range) const;
+  void store(Range range, const at::Tensor& values) const;
+  // fetch() and store() of values that come from elsewhere (any dtype, one dim); wait. Where it lives on the device
+  // read() is a view.
+  at::Tensor read(Range range) const { return fetch(range).wait(); }
+  void write(Range range, const at::Tensor& values) const;
+
+ private:
+  int64_t size_ = -1;
+  at::TensorOptions options_;
+  at::Tensor tensor_;
+  HomePtr home_;
+};
+
+}  // namespace tessera::shard
