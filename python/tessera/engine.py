@@ -22,6 +22,7 @@ from tessera.autocast import cast_floating, get_comm_dtype, has_comm_dtype, init
 from tessera.builders import build_optimizer, build_schedule, describe, params_of
 from tessera.configuration import load_config
 from tessera.construction import early_of, taken_over
+from tessera.copies import own_copies, without_repeats
 from tessera.data import Loader, make_loader
 from tessera.errors import ConfigError, UsageError
 from tessera.getters import EngineGetters
@@ -118,7 +119,8 @@ class Engine(EngineGetters):
             for number, group in enumerate(groups):
                 read_group(rule, base, number, group)
         self.core = _core.Engine(options, self._mesh, specs, groups)
-        self.core.broadcast_buffers([b for b in self.module.buffers() if b.layout == torch.strided and not b.is_meta])
+        buffers = (b for b in self.module.buffers() if b.layout == torch.strided and not b.is_meta)
+        self.core.broadcast_buffers([without_repeats(b) for b in buffers])
         taken_over(self.module)
         self._index = {id(spec.tensor): number for number, spec in enumerate(specs)}
         self._optimized = frozenset(index.values())
@@ -399,10 +401,7 @@ class Engine(EngineGetters):
         with self._whole() as partitioned:
             state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
             if partitioned:
-                copies: dict[int, torch.Tensor] = {}  # tied weights stay tied
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        state[name] = copies.setdefault(value.data_ptr() or id(value), value.detach().clone())
+                state.update(own_copies(state))
         if exclude_frozen_parameters:
             for name, param in self.module.named_parameters(remove_duplicate=False):
                 if not param.requires_grad:
@@ -462,14 +461,7 @@ class Engine(EngineGetters):
         state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         if self._dp_rank == 0:
             os.makedirs(save_dir, exist_ok=True)
-            copies: dict[int, torch.Tensor] = {}  # tied weights stay tied
-
-            def tight(value: Any) -> Any:
-                if not isinstance(value, torch.Tensor):
-                    return value
-                return copies.setdefault(value.data_ptr() if value.numel() else id(value), value.detach().clone())
-
-            torch.save({name: tight(value) for name, value in state.items()}, os.path.join(save_dir, save_filename))
+            torch.save(own_copies(state), os.path.join(save_dir, save_filename))
         for axis in (_core.Axis.DpShard, _core.Axis.DpReplicate):
             self._mesh.group(axis).barrier()
         return True
