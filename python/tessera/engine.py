@@ -18,7 +18,13 @@ import torch
 from torch import nn
 
 from tessera import _core, distributed
-from tessera.autocast import cast_floating, get_comm_dtype, has_comm_dtype, init_autocast_params, remove_marks
+from tessera.autocast import (
+    PARAM_COMM_DTYPE_ATTR_NAME,
+    cast_floating,
+    get_comm_dtype,
+    has_comm_dtype,
+    init_autocast_params,
+)
 from tessera.builders import build_optimizer, build_schedule, describe, params_of
 from tessera.configuration import load_config
 from tessera.construction import early_of, taken_over
@@ -26,7 +32,8 @@ from tessera.copies import own_copies, without_repeats
 from tessera.data import Loader, make_loader
 from tessera.errors import ConfigError, UsageError
 from tessera.getters import EngineGetters
-from tessera.leaf import apply_config, apply_granularity, leaf_paths, z3_leaf_module
+from tessera.leaf import LEAF_MARK, apply_config, apply_granularity, leaf_paths, z3_leaf_module
+from tessera.loans import Loans
 from tessera.loss_scale import LossScaler
 from tessera.native import native_rule, read_group
 from tessera.optimizer import Optimizer
@@ -83,8 +90,7 @@ class Engine(EngineGetters):
         self.num_local_io_workers = 0
         self.global_samples = 0
         self._backwards = 0  # that earlier steps have counted
-        self._lent: dict[str, Any] = {}
-        self._marked: list[torch.Tensor] = []
+        self._loans = Loans()
         self._build_core(base, unit_policy or default_unit_policy)
         self.collate_fn = collate_fn
         try:
@@ -110,7 +116,8 @@ class Engine(EngineGetters):
         self._input_dtype = torch.float16 if self.config.fp16.enabled and self.config.fp16.auto_cast else None
         if options.autocast.enabled:
             modules = self.config.torch_autocast.lower_precision_safe_modules
-            self._marked = init_autocast_params(self.module, options.autocast.dtype, modules)
+            with self._loans.watching(self.module.parameters(), PARAM_COMM_DTYPE_ATTR_NAME):
+                init_autocast_params(self.module, options.autocast.dtype, modules)
 
         units = self._units(policy)
         specs, index = self._specs(base, units, options.autocast.enabled)
@@ -126,7 +133,8 @@ class Engine(EngineGetters):
         self._optimized = frozenset(index.values())
         self._frozen = {s.name: s.tensor for s in specs if s.group < 0 and not s.tensor.requires_grad}
         leaves = leaf_paths(self.module) if options.zero.stage == 3 else []
-        self._partition = Partition(self, self.core, self.module, self._index, set(units.values()), leaves)
+        covers = set(units.values())
+        self._partition = Partition(self, self.core, self._loans, self.module, self._index, covers, leaves)
         if self.config.data_types.buffer_dtype is not None:
             _cast_buffers(self.module, self.config.data_types.buffer_dtype)
         self._runner = self._make_runner(base, rule, index)
@@ -138,12 +146,13 @@ class Engine(EngineGetters):
         zero = self.config.zero_optimization
         if zero.stage != 3:
             return units
-        apply_config(self.module, zero.leaf_module)
-        apply_granularity(self.module, zero.stage3_module_granularity_threshold)
+        with self._loans.watching(self.module.modules(), LEAF_MARK):
+            apply_config(self.module, zero.leaf_module)
+            apply_granularity(self.module, zero.stage3_module_granularity_threshold)
         for module in self.module.modules():
             if z3_leaf_module(module):
                 for param in module.parameters():
-                    param._z3_leaf = True  # type: ignore[attr-defined]
+                    self._loans.put(param, LEAF_MARK, True)
         return partition_units(self.module, units, leaf_paths(self.module))
 
     def _specs(
@@ -213,8 +222,7 @@ class Engine(EngineGetters):
         if not self._params_are_masters():
             return Optimizer(self, self._runner)
         base = self._runner.base
-        self._lent = {name: base.__dict__.get(name) for name in ("step",)}
-        base.step = types.MethodType(_step_of(weakref.ref(self)), base)  # type: ignore[method-assign]
+        self._loans.put(base, "step", types.MethodType(_step_of(weakref.ref(self)), base))
         return base
 
     # ---------------------------------------------------------------- training
@@ -477,23 +485,28 @@ class Engine(EngineGetters):
 
     def destroy(self) -> None:
         """Removes hooks, frees buffers and gives the client's optimizer back with its states. Parameters keep their
-        values. Safe to call twice; afterwards the module can get a new engine."""
+        values; in stage 3 those of a region that is open (zero.GatheredParameters). Safe to call twice; afterwards the
+        module is as plain as before and can get a new engine."""
         if self.core.destroyed():
             return
         if self._runner is not None:
             self._runner.release()
-            base = self._runner.base
-            for name, value in self._lent.items():
-                if value is None:
-                    base.__dict__.pop(name, None)
-                else:
-                    setattr(base, name, value)
-        if "_partition" in self.__dict__:
-            self._partition.remove()
+        self._loans.give_back()
+        whole = self._whole_now()
         self.core.destroy()
+        for param, value in whole:
+            param.data = value
         self._mesh = _core.Mesh()
-        remove_marks(self._marked)
         distributed.discard(self._own_groups)
+
+    def _whole_now(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The partitioned parameters that are whole at the moment, and their values."""
+        found = [(param, self._index.get(id(param), -1)) for param in self.module.parameters()]
+        return [
+            (param, param.detach().clone())
+            for param, number in found
+            if number >= 0 and self.core.partition_of(number).partitioned and self.core.is_gathered(number)
+        ]
 
     def __del__(self) -> None:
         # At the interpreter's end nobody is left to give anything back to, and torch may be half gone.

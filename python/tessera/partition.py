@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tessera import _core
+from tessera.loans import Loans, StandIn
 from tessera.outputs import tensors_in
 
 _HOME = "_tessera_home"  # of parameters: Home
@@ -34,6 +35,9 @@ class Home:
 
     __slots__ = ("engine", "holder", "number", "partition")
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a pickled parameter lives nowhere
+
     def __init__(self, holder: Holder, number: int, engine: Any = None, partition: Partition | None = None) -> None:
         self.holder = weakref.ref(holder)
         self.number = number
@@ -41,8 +45,13 @@ class Home:
         self.partition = None if partition is None else weakref.ref(partition)
 
 
-def set_home(param: torch.Tensor, home: Home) -> None:
-    setattr(param, _HOME, home)
+def set_home(param: torch.Tensor, home: Home, loans: Loans | None = None) -> None:
+    """`loans`: takes it off again, and what was there before."""
+    if loans is None:
+        setattr(param, _HOME, home)
+    else:
+        vars(param).pop(_HOME, None)
+        loans.put(param, _HOME, home)
 
 
 def holder_of(param: torch.Tensor) -> tuple[Holder, int] | None:
@@ -82,7 +91,7 @@ def use_in(module: nn.Module, param: torch.Tensor) -> None:
         home[0].register_external(scope, home[1])
 
 
-class _Parameters(dict[str, Any]):
+class _Parameters(StandIn):
     """A module's _parameters. A partitioned parameter that is read while its module does not run (a tied weight, a
     bias used by the parent) is gathered with the module that runs, from then on."""
 
@@ -154,13 +163,14 @@ class _Scope:
 
 
 class Partition:
-    """Installs the hooks of `engine`, whose core is `core`. `covers`: paths of modules whose parameters are all
-    gathered at once (units and leaf modules); `leaves`: paths of modules below which nothing is hooked."""
+    """Installs the hooks of `engine`, whose core is `core`, by its `loans`. `covers`: paths of modules whose parameters
+    are all gathered at once (units and leaf modules); `leaves`: paths of modules below which nothing is hooked."""
 
     def __init__(
         self,
         engine: Any,
         core: _core.Engine,
+        loans: Loans,
         model: nn.Module,
         index: dict[int, int],
         covers: Iterable[str],
@@ -168,9 +178,7 @@ class Partition:
     ) -> None:
         self._engine = weakref.ref(engine)
         self._core = core
-        self._handles: list[Any] = []
-        self._wrapped: list[nn.Module] = []
-        self._hooked: list[nn.Module] = []
+        self._loans = loans
         self._set_homes(model, index, None)
         covered, leaf_paths = set(covers), tuple(leaves)
         scopes: dict[str, _Scope] = {}  # of modules that cover others
@@ -193,34 +201,25 @@ class Partition:
     def _set_homes(self, model: nn.Module, index: dict[int, int], partition: Partition | None) -> None:
         for param in model.parameters():
             if id(param) in index:
-                set_home(param, Home(self._core, index[id(param)], self._engine(), partition))
+                set_home(param, Home(self._core, index[id(param)], self._engine(), partition), self._loans)
 
     def hook(self, module: nn.Module, number: int, leaf: bool = False, cover: _Scope | None = None) -> _Scope:
         """Tells the core when `module` runs, as its module `number`."""
         owned = [self._wrap(part) for part in (module.modules() if leaf else [module]) if part._parameters]
         scope = _Scope(self._core, number, owned, cover)
-        module.__dict__[_SCOPE] = number
-        self._hooked.append(module)
-        self._handles.append(module.register_forward_pre_hook(scope.before, prepend=True, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(scope.after, always_call=True))
+        self._loans.put(module, _SCOPE, number)
+        self._loans.keep_off_copies(module)
+        self._loans.hook(module.register_forward_pre_hook(scope.before, prepend=True, with_kwargs=True))
+        self._loans.hook(module.register_forward_hook(scope.after, always_call=True))
         return scope
 
     def _wrap(self, module: nn.Module) -> _Parameters:
+        if not isinstance(module._parameters, _Parameters):
+            self._loans.put(module, "_parameters", _Parameters(module._parameters))
+            self._loans.keep_off_copies(module)
         params = module._parameters
-        if not isinstance(params, _Parameters):
-            params = _Parameters(params)
-            module.__dict__["_parameters"] = params
-            self._wrapped.append(module)
+        assert isinstance(params, _Parameters)
         return params
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for module in self._wrapped:
-            module.__dict__["_parameters"] = dict(module._parameters)
-        for module in self._hooked:
-            module.__dict__.pop(_SCOPE, None)
-        self._handles, self._wrapped, self._hooked = [], [], []
 
 
 def _nearest(scopes: dict[str, _Scope], path: str) -> _Scope | None:
