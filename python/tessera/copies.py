@@ -1,4 +1,4 @@
-"""Values of a module in memory: copies that share none with it, and what of it can be written."""
+"""Values of a module in memory: copies that share none with it, and buffers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def own_copies(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,3 +45,10 @@ def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
         if stride == 0:
             tensor = tensor.narrow(dim, 0, min(tensor.size(dim), 1))
     return tensor
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    """In place: who holds a buffer sees it."""
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)

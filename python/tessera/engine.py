@@ -25,10 +25,10 @@ from tessera.autocast import (
     has_comm_dtype,
     init_autocast_params,
 )
-from tessera.builders import build_optimizer, build_schedule, describe, params_of
+from tessera.builders import build_optimizer, build_schedule, describe, keep_optimizer, params_of
 from tessera.configuration import load_config
 from tessera.construction import early_of, taken_over
-from tessera.copies import own_copies, without_repeats
+from tessera.copies import cast_buffers, own_copies, without_repeats
 from tessera.data import Loader, make_loader
 from tessera.errors import ConfigError, UsageError
 from tessera.getters import EngineGetters
@@ -39,7 +39,8 @@ from tessera.native import native_rule, read_group
 from tessera.optimizer import Optimizer
 from tessera.outputs import tensors_in
 from tessera.partition import Partition, gathered
-from tessera.placement import group_device, place
+from tessera.placement import group_device, keep_place, place
+from tessera.preflight import check_modules
 from tessera.runners import ExternalRunner, NativeRunner, Runner
 from tessera.units import ROOT, UnitPolicy, default_unit_policy, partition_units
 
@@ -70,34 +71,34 @@ class Engine(EngineGetters):
     ) -> None:
         super().__init__()
         self.config = load_config(config)
-        device = group_device(group)
-        self._mesh, self._own_groups = distributed.core_mesh(group, self.config.zero_optimization.mics_shard_size)
-        self._dp_rank, self._dp_size = self._mesh.dp_rank(), self._mesh.dp_size()
-        self._world = distributed.world_of(self._mesh)
-        self._resolve_batch()
-        self.device = place(model, device)
-        base = build_optimizer(self.config, model, optimizer, model_parameters)
-        stage = self.config.zero_optimization.stage
-        if base is None and stage in (1, 2):
-            raise ConfigError(
-                f"[initialize] zero_optimization.stage {stage} requires an optimizer; pass one or use stage 0"
-            )
-        _check_materialized(model)
         self.module = model
         self.local_rank = distributed.local_rank()
         self.client_optimizer = optimizer
         self.client_lr_scheduler = lr_scheduler
+        self.collate_fn = collate_fn
         self.num_local_io_workers = 0
         self.global_samples = 0
         self._backwards = 0  # that earlier steps have counted
+        self._runner = None
         self._loans = Loans()
-        self._build_core(base, unit_policy or default_unit_policy)
-        self.collate_fn = collate_fn
+        device = group_device(group)
+        self._mesh, self._own_groups = distributed.core_mesh(group, self.config.zero_optimization.mics_shard_size)
+        self._dp_rank, self._dp_size = self._mesh.dp_rank(), self._mesh.dp_size()
+        self._world = distributed.world_of(self._mesh)
+        put_back = [keep_optimizer(optimizer), keep_place(model)]
         try:
+            self._resolve_batch()
+            check_modules(model, partitions=self._partitions())
+            self.device = place(model, device)
+            base = self._build_optimizer(model_parameters)
+            # All that the caller's arguments can make fail comes before the core, which changes the parameters.
             self.lr_scheduler = build_schedule(self.config, optimizer, base, lr_scheduler)
             self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
+            self._build_core(base, unit_policy or default_unit_policy)
         except BaseException:
-            self.destroy()  # the module and the client's optimizer are their owner's again
+            self._give_up()
+            for put in put_back:
+                put()
             raise
 
     # ---------------------------------------------------------------- construction
@@ -106,6 +107,25 @@ class Engine(EngineGetters):
         batch = self.config.resolve_batch(self._dp_size)
         self._micro_batch = batch.micro_batch_size
         self._accumulation = batch.gradient_accumulation_steps
+
+    def _partitions(self) -> bool:
+        return self.config.zero_optimization.stage == 3 and self._mesh.group(_core.Axis.DpShard).size > 1
+
+    def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
+        base = build_optimizer(self.config, self.module, self.client_optimizer, model_parameters)
+        stage = self.config.zero_optimization.stage
+        if base is None and stage in (1, 2):
+            raise ConfigError(
+                f"[initialize] zero_optimization.stage {stage} requires an optimizer; pass one or use stage 0"
+            )
+        return base
+
+    def _give_up(self) -> None:
+        """A construction failed, on all ranks alike: the module and the client's optimizer are their owner's again."""
+        if "core" in self.__dict__:
+            with contextlib.suppress(RuntimeError):
+                self.core.gather(list(range(len(self.core.params()))), False)
+        self.destroy()
 
     def _build_core(self, base: torch.optim.Optimizer | None, policy: UnitPolicy) -> None:
         rule = None if base is None else native_rule(base)
@@ -136,7 +156,7 @@ class Engine(EngineGetters):
         covers = set(units.values())
         self._partition = Partition(self, self.core, self._loans, self.module, self._index, covers, leaves)
         if self.config.data_types.buffer_dtype is not None:
-            _cast_buffers(self.module, self.config.data_types.buffer_dtype)
+            cast_buffers(self.module, self.config.data_types.buffer_dtype)
         self._runner = self._make_runner(base, rule, index)
         self.basic_optimizer = base
         self.optimizer = self._visible_optimizer(options)
@@ -487,15 +507,17 @@ class Engine(EngineGetters):
         """Removes hooks, frees buffers and gives the client's optimizer back with its states. Parameters keep their
         values; in stage 3 those of a region that is open (zero.GatheredParameters). Safe to call twice; afterwards the
         module is as plain as before and can get a new engine."""
-        if self.core.destroyed():
+        built = "core" in self.__dict__
+        if built and self.core.destroyed():
             return
         if self._runner is not None:
             self._runner.release()
         self._loans.give_back()
-        whole = self._whole_now()
-        self.core.destroy()
-        for param, value in whole:
-            param.data = value
+        if built:
+            whole = self._whole_now()
+            self.core.destroy()
+            for param, value in whole:
+                param.data = value
         self._mesh = _core.Mesh()
         distributed.discard(self._own_groups)
 
@@ -533,26 +555,6 @@ class Engine(EngineGetters):
 
     def reload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._not_served("reload_states", "nothing is offloaded")
-
-
-def _check_materialized(model: nn.Module) -> None:
-    lazy = [
-        name
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
-    ]
-    if lazy:
-        raise ConfigError(
-            f"[initialize] {', '.join(lazy)}: lazy modules have no shapes yet; run one forward of the model with a "
-            "sample (under torch.no_grad()) before"
-        )
-
-
-def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """In place: who holds a buffer sees it."""
-    for buffer in module.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
 
 
 def _step_of(engine: weakref.ref[Engine]) -> Callable[..., Any]:
