@@ -38,7 +38,7 @@ from tessera.loss_scale import LossScaler
 from tessera.native import native_rule, read_group
 from tessera.optimizer import Optimizer
 from tessera.outputs import tensors_in
-from tessera.partition import Partition, gathered
+from tessera.partition import Partition, gathered, release_unread
 from tessera.placement import group_device, keep_place, place
 from tessera.preflight import check_modules
 from tessera.runners import ExternalRunner, NativeRunner, Runner
@@ -253,18 +253,19 @@ class Engine(EngineGetters):
             self._warn_of_thawed()
         if self._input_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self._input_dtype)
-        switched_off = core.pre_forward()
-        try:
-            if switched_off and self._dp_rank == 0:
-                logger.warning(
-                    "[engine] forward runs without autocast: its configuration does not enable torch_autocast, so the "
-                    "torch.autocast region around it is switched off inside"
-                )
-            outputs = self.module(*args, **kwargs)
-            core.post_forward(tensors_in(outputs))
-        except BaseException:
-            core.abort_forward()
-            raise
+        with self._partition.forward():
+            switched_off = core.pre_forward()
+            try:
+                if switched_off and self._dp_rank == 0:
+                    logger.warning(
+                        "[engine] forward runs without autocast: its configuration does not enable torch_autocast, so "
+                        "the torch.autocast region around it is switched off inside"
+                    )
+                outputs = self.module(*args, **kwargs)
+                core.post_forward(tensors_in(outputs))
+            except BaseException:
+                core.abort_forward()
+                raise
         return outputs
 
     def _warn_of_thawed(self) -> None:
@@ -316,6 +317,7 @@ class Engine(EngineGetters):
         Collective."""
         runner = self._trainable("step")
         core = self.core
+        self._partition.end_stray()
         steps = core.global_steps()
         managed = self.config.managed_gradient_accumulation
         if not managed or core.is_gradient_accumulation_boundary():
@@ -469,9 +471,7 @@ class Engine(EngineGetters):
         try:
             yield True
         except BaseException:
-            with contextlib.suppress(RuntimeError):
-                for core, numbers in groups:
-                    core.release(numbers, _core.Writes.None_, 0)
+            release_unread(groups)
             raise
         for core, numbers in groups:
             core.release(numbers, _core.Writes.None_, 0)

@@ -85,7 +85,8 @@ class Loans:
         self._changes.setdefault(id(owner), (owner, []))[1].append((name, before, now))
 
     def _state_of(self, module: nn.Module) -> Any:
-        state = type(module).__getstate__(module)
+        own = getattr(type(module), "__getstate__", None)  # of object too, since Python 3.11
+        state = vars(module) if own is None else own(module)
         if not isinstance(state, dict):
             return state  # of the class's own making
         state = dict(state)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -115,12 +116,33 @@ def _read_elsewhere(param: torch.Tensor) -> None:
             core.use_elsewhere(number)
 
 
+class _Calls(list["_Scope"]):
+    """The calls of hooked modules that are under way, the innermost last. Torch runs no hooks for a call that ends with
+    a BaseException that is no Exception (KeyboardInterrupt): such a call stays here until one around it ends."""
+
+    def end(self, scope: _Scope) -> None:
+        """The innermost call of `scope` is over, and so are those inside it."""
+        while (inner := self.pop()) is not scope:
+            inner.forget()
+
+    def end_all(self, core: _core.Engine, depth: int = 0) -> None:
+        """Those that are `depth` calls deep or deeper are over, for the core too."""
+        while len(self) > depth:
+            scope = self.pop()
+            if scope.forget() and not core.destroyed():
+                with contextlib.suppress(RuntimeError):  # the core ends the call before it complains of one
+                    core.leave_module(scope.number, [])
+
+
 class _Scope:
     """The hooks of one module. `cover`: the nearest module around it that gathers all below it. While that runs
     there is nothing to do, and nothing is done: a call into the core would cost more than many a small module."""
 
-    def __init__(self, core: _core.Engine, number: int, owned: list[_Parameters], cover: _Scope | None) -> None:
+    def __init__(
+        self, core: _core.Engine, calls: _Calls, number: int, owned: list[_Parameters], cover: _Scope | None
+    ) -> None:
         self.core = core
+        self.calls = calls
         self.cover = cover
         self.number = number
         self.owned = owned
@@ -135,9 +157,11 @@ class _Scope:
                 return
             if self.cover.outer:
                 self.outer.append(None)
+                self.calls.append(self)
                 return
         outer = self.core.enter_module(self.number)
         self.outer.append(outer)
+        self.calls.append(self)
         for params in self.owned:
             params.running += 1
         if outer and torch.is_grad_enabled():
@@ -148,6 +172,10 @@ class _Scope:
             return
         if not self.outer:  # gathering failed
             return
+        if self.calls[-1] is self:
+            self.calls.pop()
+        else:
+            self.calls.end(self)
         outer = self.outer.pop()
         if outer is None:
             return
@@ -160,6 +188,14 @@ class _Scope:
         for tensor in outputs:  # a parameter handed to the parent
             if isinstance(tensor, nn.Parameter):
                 _read_elsewhere(tensor)
+
+    def forget(self) -> bool:
+        """The innermost call is over. True where the core knows of it."""
+        if self.outer.pop() is None:
+            return False
+        for params in self.owned:
+            params.running -= 1
+        return True
 
 
 class Partition:
@@ -179,6 +215,8 @@ class Partition:
         self._engine = weakref.ref(engine)
         self._core = core
         self._loans = loans
+        self._calls = _Calls()
+        self._forwards = 0  # of the engine, under way
         self._set_homes(model, index, None)
         covered, leaf_paths = set(covers), tuple(leaves)
         scopes: dict[str, _Scope] = {}  # of modules that cover others
@@ -206,12 +244,32 @@ class Partition:
     def hook(self, module: nn.Module, number: int, leaf: bool = False, cover: _Scope | None = None) -> _Scope:
         """Tells the core when `module` runs, as its module `number`."""
         owned = [self._wrap(part) for part in (module.modules() if leaf else [module]) if part._parameters]
-        scope = _Scope(self._core, number, owned, cover)
+        scope = _Scope(self._core, self._calls, number, owned, cover)
         self._loans.put(module, _SCOPE, number)
         self._loans.keep_off_copies(module)
         self._loans.hook(module.register_forward_pre_hook(scope.before, prepend=True, with_kwargs=True))
         self._loans.hook(module.register_forward_hook(scope.after, always_call=True))
         return scope
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward of the engine: module calls that it interrupts end with it, and those that an earlier one
+        outside of it left end before."""
+        self.end_stray()
+        depth, self._forwards = len(self._calls), self._forwards + 1
+        try:
+            yield
+        except BaseException:
+            self._calls.end_all(self._core, depth)
+            raise
+        finally:
+            self._forwards -= 1
+
+    def end_stray(self) -> None:
+        """Ends module calls that were interrupted. For a moment when none is under way, but in a forward of the engine
+        or in a backward."""
+        if self._calls and self._forwards == 0 and torch._C._current_graph_task_id() == -1:
+            self._calls.end_all(self._core)
 
     def _wrap(self, module: nn.Module) -> _Parameters:
         if not isinstance(module._parameters, _Parameters):
@@ -248,6 +306,17 @@ def gathered(params: Iterable[torch.Tensor], writable: bool) -> list[tuple[Holde
                 continue
         numbers.setdefault(id(holder), (holder, []))[1].append(number)
     groups = list(numbers.values())
-    for holder, wanted in groups:
-        holder.gather(wanted, writable)
+    for number, (holder, wanted) in enumerate(groups):
+        try:
+            holder.gather(wanted, writable)
+        except BaseException:
+            release_unread(groups[:number])
+            raise
     return groups
+
+
+def release_unread(groups: list[tuple[Holder, list[int]]]) -> None:
+    """Ends what gathered() began, when an error is on its way already."""
+    for holder, numbers in groups:
+        with contextlib.suppress(RuntimeError):
+            holder.release(numbers, _core.Writes.None_, 0)

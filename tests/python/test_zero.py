@@ -15,6 +15,7 @@ from support import (
     engines,
     gathered,
     make,
+    run_ranks,
     shard_group,
 )
 from torch import nn
@@ -139,6 +140,28 @@ def test_an_average_of_weights_follows_a_partitioned_model() -> None:
             torch.testing.assert_close(got, value)
 
     engines(model, 2, config(3), body)
+
+
+def test_a_region_that_cannot_open_leaves_nothing_open() -> None:
+    models = [make(), make()]
+
+    def body(rank: int, group: tessera.Group) -> None:
+        first, second = (tessera.Engine(copy.deepcopy(model), config(3), group=group) for model in models)
+        both = [*first.module.parameters(), *second.module.parameters()]
+        inner = GatheredParameters(both)
+        with GatheredParameters(second.module.gain), pytest.raises(RuntimeError, match="overlap"), inner:
+            pass
+        with pytest.raises(KeyboardInterrupt), GatheredParameters(both, modifier_rank=0):
+            raise KeyboardInterrupt
+        with GatheredParameters(both):
+            assert gathered(first) == [name for name, _ in first.module.named_parameters()]
+        for engine in (first, second):
+            assert gathered(engine) == []
+            engine(*batch(rank)).backward()
+            engine.step()
+            engine.destroy()
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
