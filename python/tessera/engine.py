@@ -4,8 +4,8 @@ forward, backward and step, and keeps what only Python has (schedules, loaders, 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
+import math
 import os
 import sys
 import types
@@ -33,7 +33,7 @@ from tessera.data import Loader, make_loader
 from tessera.errors import ConfigError, UsageError
 from tessera.getters import EngineGetters
 from tessera.leaf import LEAF_MARK, apply_config, apply_granularity, leaf_paths, z3_leaf_module
-from tessera.loans import Loans
+from tessera.loans import Loans, step_of, zero_grad_of
 from tessera.loss_scale import LossScaler
 from tessera.native import native_rule, read_group
 from tessera.optimizer import Optimizer
@@ -157,6 +157,9 @@ class Engine(EngineGetters):
         self._partition = Partition(self, self.core, self._loans, self.module, self._index, covers, leaves)
         if self.config.data_types.buffer_dtype is not None:
             cast_buffers(self.module, self.config.data_types.buffer_dtype)
+        if options.zero.stage > 0 and not isinstance(self.module, torch.jit.ScriptModule):
+            self._loans.put(self.module, "zero_grad", zero_grad_of(weakref.ref(self), self.module))
+            self._loans.keep_off_copies(self.module)
         self._runner = self._make_runner(base, rule, index)
         self.basic_optimizer = base
         self.optimizer = self._visible_optimizer(options)
@@ -242,7 +245,7 @@ class Engine(EngineGetters):
         if not self._params_are_masters():
             return Optimizer(self, self._runner)
         base = self._runner.base
-        self._loans.put(base, "step", types.MethodType(_step_of(weakref.ref(self)), base))
+        self._loans.put(base, "step", types.MethodType(step_of(weakref.ref(self)), base))
         return base
 
     # ---------------------------------------------------------------- training
@@ -359,6 +362,21 @@ class Engine(EngineGetters):
         """Global L2 norm of the gradients as they are now, before a step. Collective."""
         self._trainable("grad_norm")
         return self.core.grad_norm()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """torch.nn.utils.clip_grad_norm_ for gradients that are not in p.grad; between a backward and step(). Returns
+        the norm that they had. Those with inf or NaN are left to step(), which clips to gradient_clipping (1.0, if the
+        configuration does not say) in any case, without a pass of its own. Collective."""
+        if norm_type != 2:
+            raise NotImplementedError(f"[engine.clip_grad_norm_] norm_type {norm_type} is not served; use 2.0")
+        norm = self.grad_norm()
+        scale = max_norm / (norm + 1e-6)
+        if scale < 1 and math.isfinite(norm):
+            for number in self._optimized:
+                view = self.core.local_view(number, _core.Quantity.Gradient)
+                if view is not None:
+                    view.detach().mul_(scale)
+        return torch.tensor(norm, device=self.device)
 
     # ---------------------------------------------------------------- accumulation
 
@@ -555,22 +573,3 @@ class Engine(EngineGetters):
 
     def reload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._not_served("reload_states", "nothing is offloaded")
-
-
-def _step_of(engine: weakref.ref[Engine]) -> Callable[..., Any]:
-    """optimizer.step() of a client's optimizer in the care of an engine: a complete step."""
-
-    @functools.wraps(torch.optim.Optimizer.step)
-    def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        live = engine()
-        if live is None:
-            return type(optimizer).step(optimizer)  # the engine is gone: torch's own
-        live.step()
-        return loss
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # NativeRunner.after_step tells schedulers
-    return step

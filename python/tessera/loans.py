@@ -8,9 +8,10 @@ Note [Loans]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Loans:
     def keep_off_copies(self, module: nn.Module) -> None:
         """Copies of `module` are made without what is put here. (ScriptModules copy themselves.)"""
         if not isinstance(module, torch.jit.ScriptModule) and "__getstate__" not in vars(module):
-            self.put(module, "__getstate__", partial(self._state_of, module))
+            self.put(module, "__getstate__", functools.partial(self._state_of, module))
 
     def give_back(self) -> None:
         """As it was; what others have changed since stays as they want it."""
@@ -108,3 +109,35 @@ def _undo(attributes: dict[str, Any], changes: list[tuple[str, Any, Any]]) -> No
             attributes.pop(name, None)
         else:
             attributes[name] = before
+
+
+def step_of(engine: weakref.ref[Any]) -> Callable[..., Any]:
+    """optimizer.step() of a client's optimizer in the care of an engine: a complete step."""
+
+    @functools.wraps(torch.optim.Optimizer.step)
+    def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        live = engine()
+        if live is None:
+            return type(optimizer).step(optimizer)  # the engine is gone: torch's own
+        live.step()
+        return loss
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # NativeRunner.after_step tells schedulers
+    return step
+
+
+def zero_grad_of(engine: weakref.ref[Any], module: nn.Module) -> Callable[..., None]:
+    """module.zero_grad() where gradients are not in p.grad."""
+
+    @functools.wraps(type(module).zero_grad)
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        live = engine()
+        if live is not None and not live.core.destroyed():
+            live.core.zero_grad()
+        type(module).zero_grad(module, *args, **kwargs)
+
+    return zero_grad
