@@ -74,12 +74,6 @@ def init_autocast_params(
     return marked
 
 
-def remove_marks(params: Iterable[torch.Tensor]) -> None:
-    for param in params:
-        if has_comm_dtype(param):
-            delattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
-
-
 def is_autocast_initialized(model: nn.Module) -> bool:
     """A parameter of this module or engine is marked."""
     return any(has_comm_dtype(param) for param in model.parameters())

@@ -50,6 +50,32 @@ def build_optimizer(
     return built
 
 
+def keep_optimizer(optimizer: Any) -> Callable[[], None]:
+    """What gives a client's optimizer the attributes, hyper-parameters and states again that it has now."""
+    if isinstance(optimizer, Optimizer):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return lambda: None
+    attributes, groups = dict(vars(optimizer)), [dict(group) for group in optimizer.param_groups]
+    lists = [list(group["params"]) for group in groups]
+    rates = [(v, v.clone()) for group in groups for v in group.values() if isinstance(v, torch.Tensor)]
+    states = dict(optimizer.state) if isinstance(optimizer.state, dict) else None
+
+    def restore() -> None:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        for group, kept, params in zip(optimizer.param_groups, groups, lists, strict=True):
+            group.clear()
+            group.update({**kept, "params": params})
+        for rate, value in rates:  # schedules write to them
+            rate.copy_(value)
+        if states is not None:
+            optimizer.state.clear()
+            optimizer.state.update(states)
+
+    return restore
+
+
 def describe(optimizer: torch.optim.Optimizer) -> str:
     """Its class and hyper-parameters, to compare between ranks."""
 

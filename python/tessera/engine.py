@@ -4,8 +4,8 @@ forward, backward and step, and keeps what only Python has (schedules, loaders, 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
+import math
 import os
 import sys
 import types
@@ -18,20 +18,29 @@ import torch
 from torch import nn
 
 from tessera import _core, distributed
-from tessera.autocast import cast_floating, get_comm_dtype, has_comm_dtype, init_autocast_params, remove_marks
-from tessera.builders import build_optimizer, build_schedule, describe, params_of
+from tessera.autocast import (
+    PARAM_COMM_DTYPE_ATTR_NAME,
+    cast_floating,
+    get_comm_dtype,
+    has_comm_dtype,
+    init_autocast_params,
+)
+from tessera.builders import build_optimizer, build_schedule, describe, keep_optimizer, params_of
 from tessera.configuration import load_config
 from tessera.construction import early_of, taken_over
+from tessera.copies import cast_buffers, own_copies, without_repeats
 from tessera.data import Loader, make_loader
 from tessera.errors import ConfigError, UsageError
 from tessera.getters import EngineGetters
-from tessera.leaf import apply_config, apply_granularity, leaf_paths, z3_leaf_module
+from tessera.leaf import LEAF_MARK, apply_config, apply_granularity, leaf_paths, z3_leaf_module
+from tessera.loans import Loans, step_of, zero_grad_of
 from tessera.loss_scale import LossScaler
 from tessera.native import native_rule, read_group
 from tessera.optimizer import Optimizer
 from tessera.outputs import tensors_in
-from tessera.partition import Partition, gathered
-from tessera.placement import group_device, place
+from tessera.partition import Partition, gathered, release_unread
+from tessera.placement import group_device, keep_place, place
+from tessera.preflight import check_modules
 from tessera.runners import ExternalRunner, NativeRunner, Runner
 from tessera.units import ROOT, UnitPolicy, default_unit_policy, partition_units
 
@@ -62,35 +71,34 @@ class Engine(EngineGetters):
     ) -> None:
         super().__init__()
         self.config = load_config(config)
-        device = group_device(group)
-        self._mesh, self._own_groups = distributed.core_mesh(group, self.config.zero_optimization.mics_shard_size)
-        self._dp_rank, self._dp_size = self._mesh.batch_rank(), self._mesh.batch_size()
-        self._world = distributed.world_of(self._mesh)
-        self._resolve_batch()
-        self.device = place(model, device)
-        base = build_optimizer(self.config, model, optimizer, model_parameters)
-        stage = self.config.zero_optimization.stage
-        if base is None and stage in (1, 2):
-            raise ConfigError(
-                f"[initialize] zero_optimization.stage {stage} requires an optimizer; pass one or use stage 0"
-            )
-        _check_materialized(model)
         self.module = model
         self.local_rank = distributed.local_rank()
         self.client_optimizer = optimizer
         self.client_lr_scheduler = lr_scheduler
+        self.collate_fn = collate_fn
         self.num_local_io_workers = 0
         self.global_samples = 0
         self._backwards = 0  # that earlier steps have counted
-        self._lent: dict[str, Any] = {}
-        self._marked: list[torch.Tensor] = []
-        self._build_core(base, unit_policy or default_unit_policy)
-        self.collate_fn = collate_fn
+        self._runner = None
+        self._loans = Loans()
+        device = group_device(group)
+        self._mesh, self._own_groups = distributed.core_mesh(group, self.config.zero_optimization.mics_shard_size)
+        self._dp_rank, self._dp_size = self._mesh.batch_rank(), self._mesh.batch_size()
+        self._world = distributed.world_of(self._mesh)
+        put_back = [keep_optimizer(optimizer), keep_place(model)]
         try:
+            self._resolve_batch()
+            check_modules(model, partitions=self._partitions())
+            self.device = place(model, device)
+            base = self._build_optimizer(model_parameters)
+            # All that the caller's arguments can make fail comes before the core, which changes the parameters.
             self.lr_scheduler = build_schedule(self.config, optimizer, base, lr_scheduler)
             self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
+            self._build_core(base, unit_policy or default_unit_policy)
         except BaseException:
-            self.destroy()  # the module and the client's optimizer are their owner's again
+            self._give_up()
+            for put in put_back:
+                put()
             raise
 
     # ---------------------------------------------------------------- construction
@@ -99,6 +107,25 @@ class Engine(EngineGetters):
         batch = self.config.resolve_batch(self._dp_size)
         self._micro_batch = batch.micro_batch_size
         self._accumulation = batch.gradient_accumulation_steps
+
+    def _partitions(self) -> bool:
+        return self.config.zero_optimization.stage == 3 and self._mesh.group(_core.Axis.DpShard).size > 1
+
+    def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
+        base = build_optimizer(self.config, self.module, self.client_optimizer, model_parameters)
+        stage = self.config.zero_optimization.stage
+        if base is None and stage in (1, 2):
+            raise ConfigError(
+                f"[initialize] zero_optimization.stage {stage} requires an optimizer; pass one or use stage 0"
+            )
+        return base
+
+    def _give_up(self) -> None:
+        """A construction failed, on all ranks alike: the module and the client's optimizer are their owner's again."""
+        if "core" in self.__dict__:
+            with contextlib.suppress(RuntimeError):
+                self.core.gather(list(range(len(self.core.params()))), False)
+        self.destroy()
 
     def _build_core(self, base: torch.optim.Optimizer | None, policy: UnitPolicy) -> None:
         rule = None if base is None else native_rule(base)
@@ -109,7 +136,8 @@ class Engine(EngineGetters):
         self._input_dtype = torch.float16 if self.config.fp16.enabled and self.config.fp16.auto_cast else None
         if options.autocast.enabled:
             modules = self.config.torch_autocast.lower_precision_safe_modules
-            self._marked = init_autocast_params(self.module, options.autocast.dtype, modules)
+            with self._loans.watching(self.module.parameters(), PARAM_COMM_DTYPE_ATTR_NAME):
+                init_autocast_params(self.module, options.autocast.dtype, modules)
 
         units = self._units(policy)
         specs, index = self._specs(base, units, options.autocast.enabled)
@@ -118,15 +146,20 @@ class Engine(EngineGetters):
             for number, group in enumerate(groups):
                 read_group(rule, base, number, group)
         self.core = _core.Engine(options, self._mesh, specs, groups)
-        self.core.broadcast_buffers([b for b in self.module.buffers() if b.layout == torch.strided and not b.is_meta])
+        buffers = (b for b in self.module.buffers() if b.layout == torch.strided and not b.is_meta)
+        self.core.broadcast_buffers([without_repeats(b) for b in buffers])
         taken_over(self.module)
         self._index = {id(spec.tensor): number for number, spec in enumerate(specs)}
         self._optimized = frozenset(index.values())
         self._frozen = {s.name: s.tensor for s in specs if s.group < 0 and not s.tensor.requires_grad}
         leaves = leaf_paths(self.module) if options.zero.stage == 3 else []
-        self._partition = Partition(self, self.core, self.module, self._index, set(units.values()), leaves)
+        covers = set(units.values())
+        self._partition = Partition(self, self.core, self._loans, self.module, self._index, covers, leaves)
         if self.config.data_types.buffer_dtype is not None:
-            _cast_buffers(self.module, self.config.data_types.buffer_dtype)
+            cast_buffers(self.module, self.config.data_types.buffer_dtype)
+        if options.zero.stage > 0 and not isinstance(self.module, torch.jit.ScriptModule):
+            self._loans.put(self.module, "zero_grad", zero_grad_of(weakref.ref(self), self.module))
+            self._loans.keep_off_copies(self.module)
         self._runner = self._make_runner(base, rule, index)
         self.basic_optimizer = base
         self.optimizer = self._visible_optimizer(options)
@@ -136,12 +169,13 @@ class Engine(EngineGetters):
         zero = self.config.zero_optimization
         if zero.stage != 3:
             return units
-        apply_config(self.module, zero.leaf_module)
-        apply_granularity(self.module, zero.stage3_module_granularity_threshold)
+        with self._loans.watching(self.module.modules(), LEAF_MARK):
+            apply_config(self.module, zero.leaf_module)
+            apply_granularity(self.module, zero.stage3_module_granularity_threshold)
         for module in self.module.modules():
             if z3_leaf_module(module):
                 for param in module.parameters():
-                    param._z3_leaf = True  # type: ignore[attr-defined]
+                    self._loans.put(param, LEAF_MARK, True)
         return partition_units(self.module, units, leaf_paths(self.module))
 
     def _specs(
@@ -211,8 +245,7 @@ class Engine(EngineGetters):
         if not self._params_are_masters():
             return Optimizer(self, self._runner)
         base = self._runner.base
-        self._lent = {name: base.__dict__.get(name) for name in ("step",)}
-        base.step = types.MethodType(_step_of(weakref.ref(self)), base)  # type: ignore[method-assign]
+        self._loans.put(base, "step", types.MethodType(step_of(weakref.ref(self)), base))
         return base
 
     # ---------------------------------------------------------------- training
@@ -223,18 +256,19 @@ class Engine(EngineGetters):
             self._warn_of_thawed()
         if self._input_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self._input_dtype)
-        switched_off = core.pre_forward()
-        try:
-            if switched_off and self._dp_rank == 0:
-                logger.warning(
-                    "[engine] forward runs without autocast: its configuration does not enable torch_autocast, so the "
-                    "torch.autocast region around it is switched off inside"
-                )
-            outputs = self.module(*args, **kwargs)
-            core.post_forward(tensors_in(outputs))
-        except BaseException:
-            core.abort_forward()
-            raise
+        with self._partition.forward():
+            switched_off = core.pre_forward()
+            try:
+                if switched_off and self._dp_rank == 0:
+                    logger.warning(
+                        "[engine] forward runs without autocast: its configuration does not enable torch_autocast, so "
+                        "the torch.autocast region around it is switched off inside"
+                    )
+                outputs = self.module(*args, **kwargs)
+                core.post_forward(tensors_in(outputs))
+            except BaseException:
+                core.abort_forward()
+                raise
         return outputs
 
     def _warn_of_thawed(self) -> None:
@@ -286,6 +320,7 @@ class Engine(EngineGetters):
         Collective."""
         runner = self._trainable("step")
         core = self.core
+        self._partition.end_stray()
         steps = core.global_steps()
         managed = self.config.managed_gradient_accumulation
         if not managed or core.is_gradient_accumulation_boundary():
@@ -327,6 +362,21 @@ class Engine(EngineGetters):
         """Global L2 norm of the gradients as they are now, before a step. Collective."""
         self._trainable("grad_norm")
         return self.core.grad_norm()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """torch.nn.utils.clip_grad_norm_ for gradients that are not in p.grad; between a backward and step(). Returns
+        the norm that they had. Those with inf or NaN are left to step(), which clips to gradient_clipping (1.0, if the
+        configuration does not say) in any case, without a pass of its own. Collective."""
+        if norm_type != 2:
+            raise NotImplementedError(f"[engine.clip_grad_norm_] norm_type {norm_type} is not served; use 2.0")
+        norm = self.grad_norm()
+        scale = max_norm / (norm + 1e-6)
+        if scale < 1 and math.isfinite(norm):
+            for number in self._optimized:
+                view = self.core.local_view(number, _core.Quantity.Gradient)
+                if view is not None:
+                    view.detach().mul_(scale)
+        return torch.tensor(norm, device=self.device)
 
     # ---------------------------------------------------------------- accumulation
 
@@ -399,10 +449,7 @@ class Engine(EngineGetters):
         with self._whole() as partitioned:
             state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
             if partitioned:
-                copies: dict[int, torch.Tensor] = {}  # tied weights stay tied
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        state[name] = copies.setdefault(value.data_ptr() or id(value), value.detach().clone())
+                state.update(own_copies(state))
         if exclude_frozen_parameters:
             for name, param in self.module.named_parameters(remove_duplicate=False):
                 if not param.requires_grad:
@@ -442,9 +489,7 @@ class Engine(EngineGetters):
         try:
             yield True
         except BaseException:
-            with contextlib.suppress(RuntimeError):
-                for core, numbers in groups:
-                    core.release(numbers, _core.Writes.None_, 0)
+            release_unread(groups)
             raise
         for core, numbers in groups:
             core.release(numbers, _core.Writes.None_, 0)
@@ -462,14 +507,7 @@ class Engine(EngineGetters):
         state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         if self._dp_rank == 0:
             os.makedirs(save_dir, exist_ok=True)
-            copies: dict[int, torch.Tensor] = {}  # tied weights stay tied
-
-            def tight(value: Any) -> Any:
-                if not isinstance(value, torch.Tensor):
-                    return value
-                return copies.setdefault(value.data_ptr() if value.numel() else id(value), value.detach().clone())
-
-            torch.save({name: tight(value) for name, value in state.items()}, os.path.join(save_dir, save_filename))
+            torch.save(own_copies(state), os.path.join(save_dir, save_filename))
         for axis in (_core.Axis.DpShard, _core.Axis.DpReplicate):
             self._mesh.group(axis).barrier()
         return True
@@ -485,23 +523,30 @@ class Engine(EngineGetters):
 
     def destroy(self) -> None:
         """Removes hooks, frees buffers and gives the client's optimizer back with its states. Parameters keep their
-        values. Safe to call twice; afterwards the module can get a new engine."""
-        if self.core.destroyed():
+        values; in stage 3 those of a region that is open (zero.GatheredParameters). Safe to call twice; afterwards the
+        module is as plain as before and can get a new engine."""
+        built = "core" in self.__dict__
+        if built and self.core.destroyed():
             return
         if self._runner is not None:
             self._runner.release()
-            base = self._runner.base
-            for name, value in self._lent.items():
-                if value is None:
-                    base.__dict__.pop(name, None)
-                else:
-                    setattr(base, name, value)
-        if "_partition" in self.__dict__:
-            self._partition.remove()
-        self.core.destroy()
+        self._loans.give_back()
+        if built:
+            whole = self._whole_now()
+            self.core.destroy()
+            for param, value in whole:
+                param.data = value
         self._mesh = _core.Mesh()
-        remove_marks(self._marked)
         distributed.discard(self._own_groups)
+
+    def _whole_now(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The partitioned parameters that are whole at the moment, and their values."""
+        found = [(param, self._index.get(id(param), -1)) for param in self.module.parameters()]
+        return [
+            (param, param.detach().clone())
+            for param, number in found
+            if number >= 0 and self.core.partition_of(number).partitioned and self.core.is_gathered(number)
+        ]
 
     def __del__(self) -> None:
         # At the interpreter's end nobody is left to give anything back to, and torch may be half gone.
@@ -528,42 +573,3 @@ class Engine(EngineGetters):
 
     def reload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._not_served("reload_states", "nothing is offloaded")
-
-
-def _check_materialized(model: nn.Module) -> None:
-    lazy = [
-        name
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
-    ]
-    if lazy:
-        raise ConfigError(
-            f"[initialize] {', '.join(lazy)}: lazy modules have no shapes yet; run one forward of the model with a "
-            "sample (under torch.no_grad()) before"
-        )
-
-
-def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """In place: who holds a buffer sees it."""
-    for buffer in module.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
-
-
-def _step_of(engine: weakref.ref[Engine]) -> Callable[..., Any]:
-    """optimizer.step() of a client's optimizer in the care of an engine: a complete step."""
-
-    @functools.wraps(torch.optim.Optimizer.step)
-    def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        live = engine()
-        if live is None:
-            return type(optimizer).step(optimizer)  # the engine is gone: torch's own
-        live.step()
-        return loss
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # NativeRunner.after_step tells schedulers
-    return step

@@ -25,6 +25,8 @@ __all__ = [
 
 logger = logging.getLogger("tessera")
 
+LEAF_MARK = "_z3_leaf"
+
 DEFAULT_LEAF_MODULE_CLASSES: tuple[str, ...] = tuple(_core.LeafModule().classes)
 """The mixture-of-experts blocks that are leaves without being named."""
 
@@ -57,16 +59,16 @@ def _mark(
 
 def set_z3_leaf_module(module: nn.Module, flag: bool) -> None:
     """Marks one module, or takes its mark away. Marks count when the engine is built."""
-    module._z3_leaf = flag  # type: ignore[assignment]
+    setattr(module, LEAF_MARK, flag)
 
 
 def z3_leaf_module(module: nn.Module) -> bool:
-    return bool(getattr(module, "_z3_leaf", False))
+    return bool(getattr(module, LEAF_MARK, False))
 
 
 def z3_leaf_parameter(param: torch.Tensor) -> bool:
     """True for a parameter of a leaf module, once its engine is built."""
-    return bool(getattr(param, "_z3_leaf", False))
+    return bool(getattr(param, LEAF_MARK, False))
 
 
 def set_z3_leaf_modules(

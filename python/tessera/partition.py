@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from tessera import _core
+from tessera.loans import Loans, StandIn
 from tessera.outputs import tensors_in
 
 _HOME = "_tessera_home"  # of parameters: Home
@@ -34,6 +36,9 @@ class Home:
 
     __slots__ = ("engine", "holder", "number", "partition")
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a pickled parameter lives nowhere
+
     def __init__(self, holder: Holder, number: int, engine: Any = None, partition: Partition | None = None) -> None:
         self.holder = weakref.ref(holder)
         self.number = number
@@ -41,8 +46,13 @@ class Home:
         self.partition = None if partition is None else weakref.ref(partition)
 
 
-def set_home(param: torch.Tensor, home: Home) -> None:
-    setattr(param, _HOME, home)
+def set_home(param: torch.Tensor, home: Home, loans: Loans | None = None) -> None:
+    """`loans`: takes it off again, and what was there before."""
+    if loans is None:
+        setattr(param, _HOME, home)
+    else:
+        vars(param).pop(_HOME, None)
+        loans.put(param, _HOME, home)
 
 
 def holder_of(param: torch.Tensor) -> tuple[Holder, int] | None:
@@ -82,7 +92,7 @@ def use_in(module: nn.Module, param: torch.Tensor) -> None:
         home[0].register_external(scope, home[1])
 
 
-class _Parameters(dict[str, Any]):
+class _Parameters(StandIn):
     """A module's _parameters. A partitioned parameter that is read while its module does not run (a tied weight, a
     bias used by the parent) is gathered with the module that runs, from then on."""
 
@@ -106,12 +116,33 @@ def _read_elsewhere(param: torch.Tensor) -> None:
             core.use_elsewhere(number)
 
 
+class _Calls(list["_Scope"]):
+    """The calls of hooked modules that are under way, the innermost last. Torch runs no hooks for a call that ends with
+    a BaseException that is no Exception (KeyboardInterrupt): such a call stays here until one around it ends."""
+
+    def end(self, scope: _Scope) -> None:
+        """The innermost call of `scope` is over, and so are those inside it."""
+        while (inner := self.pop()) is not scope:
+            inner.forget()
+
+    def end_all(self, core: _core.Engine, depth: int = 0) -> None:
+        """Those that are `depth` calls deep or deeper are over, for the core too."""
+        while len(self) > depth:
+            scope = self.pop()
+            if scope.forget() and not core.destroyed():
+                with contextlib.suppress(RuntimeError):  # the core ends the call before it complains of one
+                    core.leave_module(scope.number, [])
+
+
 class _Scope:
     """The hooks of one module. `cover`: the nearest module around it that gathers all below it. While that runs
     there is nothing to do, and nothing is done: a call into the core would cost more than many a small module."""
 
-    def __init__(self, core: _core.Engine, number: int, owned: list[_Parameters], cover: _Scope | None) -> None:
+    def __init__(
+        self, core: _core.Engine, calls: _Calls, number: int, owned: list[_Parameters], cover: _Scope | None
+    ) -> None:
         self.core = core
+        self.calls = calls
         self.cover = cover
         self.number = number
         self.owned = owned
@@ -126,9 +157,11 @@ class _Scope:
                 return
             if self.cover.outer:
                 self.outer.append(None)
+                self.calls.append(self)
                 return
         outer = self.core.enter_module(self.number)
         self.outer.append(outer)
+        self.calls.append(self)
         for params in self.owned:
             params.running += 1
         if outer and torch.is_grad_enabled():
@@ -139,6 +172,10 @@ class _Scope:
             return
         if not self.outer:  # gathering failed
             return
+        if self.calls[-1] is self:
+            self.calls.pop()
+        else:
+            self.calls.end(self)
         outer = self.outer.pop()
         if outer is None:
             return
@@ -152,15 +189,24 @@ class _Scope:
             if isinstance(tensor, nn.Parameter):
                 _read_elsewhere(tensor)
 
+    def forget(self) -> bool:
+        """The innermost call is over. True where the core knows of it."""
+        if self.outer.pop() is None:
+            return False
+        for params in self.owned:
+            params.running -= 1
+        return True
+
 
 class Partition:
-    """Installs the hooks of `engine`, whose core is `core`. `covers`: paths of modules whose parameters are all
-    gathered at once (units and leaf modules); `leaves`: paths of modules below which nothing is hooked."""
+    """Installs the hooks of `engine`, whose core is `core`, by its `loans`. `covers`: paths of modules whose parameters
+    are all gathered at once (units and leaf modules); `leaves`: paths of modules below which nothing is hooked."""
 
     def __init__(
         self,
         engine: Any,
         core: _core.Engine,
+        loans: Loans,
         model: nn.Module,
         index: dict[int, int],
         covers: Iterable[str],
@@ -168,9 +214,9 @@ class Partition:
     ) -> None:
         self._engine = weakref.ref(engine)
         self._core = core
-        self._handles: list[Any] = []
-        self._wrapped: list[nn.Module] = []
-        self._hooked: list[nn.Module] = []
+        self._loans = loans
+        self._calls = _Calls()
+        self._forwards = 0  # of the engine, under way
         self._set_homes(model, index, None)
         covered, leaf_paths = set(covers), tuple(leaves)
         scopes: dict[str, _Scope] = {}  # of modules that cover others
@@ -193,34 +239,45 @@ class Partition:
     def _set_homes(self, model: nn.Module, index: dict[int, int], partition: Partition | None) -> None:
         for param in model.parameters():
             if id(param) in index:
-                set_home(param, Home(self._core, index[id(param)], self._engine(), partition))
+                set_home(param, Home(self._core, index[id(param)], self._engine(), partition), self._loans)
 
     def hook(self, module: nn.Module, number: int, leaf: bool = False, cover: _Scope | None = None) -> _Scope:
         """Tells the core when `module` runs, as its module `number`."""
         owned = [self._wrap(part) for part in (module.modules() if leaf else [module]) if part._parameters]
-        scope = _Scope(self._core, number, owned, cover)
-        module.__dict__[_SCOPE] = number
-        self._hooked.append(module)
-        self._handles.append(module.register_forward_pre_hook(scope.before, prepend=True, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(scope.after, always_call=True))
+        scope = _Scope(self._core, self._calls, number, owned, cover)
+        self._loans.put(module, _SCOPE, number)
+        self._loans.keep_off_copies(module)
+        self._loans.hook(module.register_forward_pre_hook(scope.before, prepend=True, with_kwargs=True))
+        self._loans.hook(module.register_forward_hook(scope.after, always_call=True))
         return scope
 
-    def _wrap(self, module: nn.Module) -> _Parameters:
-        params = module._parameters
-        if not isinstance(params, _Parameters):
-            params = _Parameters(params)
-            module.__dict__["_parameters"] = params
-            self._wrapped.append(module)
-        return params
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward of the engine: module calls that it interrupts end with it, and those that an earlier one
+        outside of it left end before."""
+        self.end_stray()
+        depth, self._forwards = len(self._calls), self._forwards + 1
+        try:
+            yield
+        except BaseException:
+            self._calls.end_all(self._core, depth)
+            raise
+        finally:
+            self._forwards -= 1
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for module in self._wrapped:
-            module.__dict__["_parameters"] = dict(module._parameters)
-        for module in self._hooked:
-            module.__dict__.pop(_SCOPE, None)
-        self._handles, self._wrapped, self._hooked = [], [], []
+    def end_stray(self) -> None:
+        """Ends module calls that were interrupted. For a moment when none is under way, but in a forward of the engine
+        or in a backward."""
+        if self._calls and self._forwards == 0 and torch._C._current_graph_task_id() == -1:
+            self._calls.end_all(self._core)
+
+    def _wrap(self, module: nn.Module) -> _Parameters:
+        if not isinstance(module._parameters, _Parameters):
+            self._loans.put(module, "_parameters", _Parameters(module._parameters))
+            self._loans.keep_off_copies(module)
+        params = module._parameters
+        assert isinstance(params, _Parameters)
+        return params
 
 
 def _nearest(scopes: dict[str, _Scope], path: str) -> _Scope | None:
@@ -249,6 +306,17 @@ def gathered(params: Iterable[torch.Tensor], writable: bool) -> list[tuple[Holde
                 continue
         numbers.setdefault(id(holder), (holder, []))[1].append(number)
     groups = list(numbers.values())
-    for holder, wanted in groups:
-        holder.gather(wanted, writable)
+    for number, (holder, wanted) in enumerate(groups):
+        try:
+            holder.gather(wanted, writable)
+        except BaseException:
+            release_unread(groups[:number])
+            raise
     return groups
+
+
+def release_unread(groups: list[tuple[Holder, list[int]]]) -> None:
+    """Ends what gathered() began, when an error is on its way already."""
+    for holder, numbers in groups:
+        with contextlib.suppress(RuntimeError):
+            holder.release(numbers, _core.Writes.None_, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,19 @@ def place(model: nn.Module, device: torch.device | None) -> torch.device:
         with _same_objects(parameters[0], device):
             model.to(device)
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def keep_place(model: nn.Module) -> Callable[[], None]:
+    """What moves `model` back to the device where it is now, if it has left it."""
+    first = next(model.parameters(), None)
+    origin = None if first is None else first.device
+
+    def move_back() -> None:
+        if first is not None and origin is not None and first.device != origin:
+            with _same_objects(first, origin):
+                model.to(origin)
+
+    return move_back
 
 
 def move(param: nn.Parameter, device: torch.device) -> None:

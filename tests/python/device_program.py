@@ -221,6 +221,9 @@ def test_a_model_goes_to_the_device_of_its_ranks() -> None:
         with process_group(back_ends):
             model = make()
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            with pytest.raises(ValueError, match="Nonsense"):
+                tessera.initialize(model=model, optimizer=optimizer, config=cfg | {"scheduler": {"type": "Nonsense"}})
+            assert {p.device.type for p in model.parameters()} == {"cpu"}, "back where it was"
             engine = tessera.initialize(model=model, optimizer=optimizer, config=cfg)[0]
             assert engine.device.type == (DEVICE if DEVICE in back_ends else "cpu"), (back_ends, engine.device)
             results.append((train(engine), masters(engine)))

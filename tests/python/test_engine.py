@@ -21,6 +21,7 @@ from support import (
     run_ranks,
     shard_group,
     weights,
+    with_client,
 )
 from torch import nn
 
@@ -166,12 +167,13 @@ def test_coalesced_reduction(stage: int) -> None:
         assert_close(grads, expected)
 
 
+@pytest.mark.parametrize("call", ["engine", "module", "optimizer"])
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_zero_grad_makes_a_replay_bit_equal(stage: int, bf16: bool) -> None:
+def test_zero_grad_makes_a_replay_bit_equal(stage: int, bf16: bool, call: str) -> None:
     def body(engine: tessera.Engine, rank: int) -> Any:
         engine(*batch(rank + 50)).backward()
-        engine.zero_grad()
+        (engine if call == "engine" else getattr(engine, call)).zero_grad()
         assert all(p.grad is None for p in engine.module.parameters())
         engine(*batch(rank)).backward()
         engine.step()
@@ -205,6 +207,50 @@ def test_clipping_and_norms(stage: int) -> None:
     want = {n: p - 0.1 * expected[n] * limit / (norm + 1e-6) for n, p in weights(model).items()}
     for got in engines(model, 2, config(stage, gradient_clipping=limit), body):
         assert_close(got, want)
+
+
+@pytest.mark.parametrize("way", ["fp32", "bf16", "fp16", "client", "torch"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_by_hand_equals_the_configured(stage: int, way: str) -> None:
+    """engine.clip_grad_norm_() is what torch's function is for gradients in p.grad."""
+    modes: dict[str, Any] = {"bf16": {"enabled": True}, "fp16": {"enabled": True, "loss_scale": 8.0}}
+    more = {name: mode for name, mode in modes.items() if name == way}
+    rate = torch.tensor(0.1) if way == "client" else 0.1
+
+    def factory(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=rate)
+
+    def train(clipping: float) -> Any:
+        def body(engine: tessera.Engine, _client: Any, rank: int) -> Any:
+            for k in range(4):
+                engine.backward(engine(*batch(10 * rank + k)))
+                if clipping == 0 and k % 2:
+                    norm = engine.grad_norm()
+                    if way == "torch":  # its function sees the gradients of stage 0, and none elsewhere
+                        seen = nn.utils.clip_grad_norm_(engine.parameters(), 0.1)
+                        assert seen.item() == pytest.approx(0.0 if stage else norm)
+                        norm = engine.grad_norm()
+                    for limit in (100.0, 0.1):
+                        assert engine.clip_grad_norm_(limit).item() == pytest.approx(norm)
+                    assert engine.grad_norm() == pytest.approx(0.1, rel=1e-2 if more else 1e-4)
+                engine.step()
+            return weights(engine.module)
+
+        return with_client(make(), 2, config(stage, 2, gradient_clipping=clipping, **more), factory, body)
+
+    for got, want in zip(train(0.0), train(0.1), strict=True):
+        assert_close(got, want, bf16=bool(more))
+
+
+def test_clipping_by_hand_leaves_what_is_not_finite_to_the_step() -> None:
+    engine = tessera.Engine(make(), config(2, bf16=True))
+    engine.backward(engine(*batch(0)) * float("inf"))
+    assert not engine.clip_grad_norm_(1.0).isfinite()
+    engine.step()
+    assert engine.skipped_steps == 1
+    with pytest.raises(NotImplementedError, match="norm_type"):
+        engine.clip_grad_norm_(1.0, norm_type=1.0)
+    engine.destroy()
 
 
 def test_clipping_is_on_by_default() -> None:

@@ -73,7 +73,7 @@ def test_a_number_that_the_core_has_not_given_is_refused(stage: int, number: int
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_parameters_with_operators_of_their_own_are_refused_by_name(stage: int) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -82,7 +82,9 @@ def test_parameters_with_operators_of_their_own_are_refused_by_name(stage: int) 
         plain = model.gain
         model.gain = torch.nn.Parameter(distribute_tensor(plain.detach(), mesh, [Replicate()]))
         with pytest.raises(ValueError, match=r"'gain' is a tensor subclass.*DTensor"):
-            tessera.Engine(model, config(stage))
+            tessera.Engine(model, config(stage, bf16=True))
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert not any(vars(p) for name, p in model.named_parameters() if name != "gain")
         model.gain = plain
         tessera.Engine(model, config(stage)).destroy()  # nothing was left behind
     finally:

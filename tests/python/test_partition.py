@@ -234,10 +234,11 @@ def test_a_recomputation_that_fails_leaves_nothing_behind(early_stop: bool) -> N
         assert_close(grads, plain_grads(model, 2, lambda m, rank: m(*batch(rank)).backward()))
 
 
-def test_a_child_that_stops_past_its_hooks_does_not_unwatch_its_parent() -> None:
-    class Stop(BaseException):  # torch runs a module's hooks for Exceptions only
-        pass
+class Stop(KeyboardInterrupt):  # torch runs a module's hooks for Exceptions only
+    pass
 
+
+def test_a_child_that_stops_past_its_hooks_does_not_unwatch_its_parent() -> None:
     class Child(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise Stop
@@ -262,6 +263,64 @@ def test_a_child_that_stops_past_its_hooks_does_not_unwatch_its_parent() -> None
         return full_grads(engine)
 
     for grads in engines(model, 2, config(3, tessera={"min_unit_elements": 1}), body):
+        assert_close(grads, plain_grads(model, 2, lambda m, rank: m(*batch(rank)).backward()))
+
+
+INTERRUPTED: dict[str, Any] = {
+    "engine": lambda engine, rank: engine(*batch(rank)),
+    "module": lambda engine, rank: engine.module(*batch(rank)),
+    "block": lambda engine, rank: engine.module.blocks[0](torch.ones(4, 7)),
+    "recomputation": lambda engine, rank: checkpoint(
+        engine.module.blocks[0], torch.ones(4, 7).requires_grad_(), use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize("way", INTERRUPTED)
+@pytest.mark.parametrize("then", ["forward", "step", "child"])
+@pytest.mark.parametrize("min_unit", [1, 1 << 20])
+def test_an_interrupted_forward_leaves_nothing_behind(way: str, then: str, min_unit: int) -> None:
+    class Shaky(Block):
+        interrupted = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.linear(self.norm(x))
+            if self.interrupted and (way != "recomputation" or torch._C._current_graph_task_id() != -1):
+                raise Stop
+            return x + torch.tanh(hidden)
+
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Shaky(7) for _ in range(2))
+
+    model = make(Model)
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        block = engine.module.blocks[0]
+        block.interrupted = True
+        with pytest.raises(Stop), tessera.zero.GatheredParameters(engine.module.head.parameters()):
+            INTERRUPTED[way](engine, rank).sum().backward()
+        block.interrupted = False
+        with tessera.zero.GatheredParameters(engine.module.parameters()):
+            engine.module.head.weight.sum()
+        engine.zero_grad()
+        if then == "step":
+            engine.step()
+        elif then == "child":  # of one that was interrupted
+            block.linear(torch.ones(2, 7)).sum().backward()
+            engine.zero_grad()
+        engine(*batch(rank)).backward()
+        grads = full_grads(engine)
+        assert gathered(engine) == [] and not engine.core.inside_module()
+        engine.zero_grad()
+        block.linear(torch.ones(2, 7)).sum().backward()
+        with pytest.raises(RuntimeError, match="is partitioned"):
+            block.linear.weight.sum()
+        engine.step()
+        return grads
+
+    for grads in engines(model, 2, config(3, tessera={"min_unit_elements": min_unit}), body):
         assert_close(grads, plain_grads(model, 2, lambda m, rank: m(*batch(rank)).backward()))
 
 

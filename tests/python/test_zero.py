@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from support import (
     engines,
     gathered,
     make,
+    run_ranks,
+    shard_group,
 )
 from torch import nn
 
@@ -73,6 +76,92 @@ def test_regions_read_and_write() -> None:
         engine.step()
 
     engines(model, 2, config(3), body)
+
+
+COPIES: dict[str, Any] = {
+    "deepcopy": copy.deepcopy,
+    "averaged": lambda module: torch.optim.swa_utils.AveragedModel(module).module,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "of a block": lambda module: copy.deepcopy(module.blocks[0]),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_of_a_module_are_plain(way: str, stage: int) -> None:
+    """They keep their values, are in no engine's care, and neither gather nor reduce."""
+    model = make()
+    origin = model.blocks[0] if way == "of a block" else model
+    inputs = torch.ones(4, 7 if way == "of a block" else 5)
+
+    def body(engine: tessera.Engine, rank: int) -> None:
+        with GatheredParameters(engine.module.parameters()):
+            other = COPIES[way](engine.module)
+        if stage == 3:
+            with pytest.raises(RuntimeError, match="is partitioned"):
+                COPIES[way](engine.module)
+        engine(*batch(rank)).backward()
+        engine.step()
+        assert_close(dict(other.named_parameters()), dict(origin.named_parameters()))
+        shard_group(engine).reset_stats()
+        for plain in (other, copy.deepcopy(other)):
+            for ours, theirs in zip(plain.modules(), origin.modules(), strict=True):
+                assert vars(ours).keys() == vars(theirs).keys() and type(ours._parameters) is dict
+                assert not ours._forward_pre_hooks and not ours._forward_hooks
+            plain.zero_grad()
+            plain(inputs).sum().backward()
+            assert all(p.grad is not None for p in plain.parameters())
+            assert b"tessera." not in pickle.dumps(plain)
+        stats = shard_group(engine).stats()
+        assert stats.all_gather.calls + stats.reduce_scatter.calls + stats.all_reduce.calls == 0
+        assert gathered(engine) == [] or stage < 3
+        engine(*batch(rank)).backward()
+        engine.step()
+
+    engines(model, 2, config(stage), body)
+
+
+def test_an_average_of_weights_follows_a_partitioned_model() -> None:
+    model = make()
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        params = list(engine.module.parameters())
+        with GatheredParameters(params):
+            average = torch.optim.swa_utils.AveragedModel(engine.module)
+        seen = []
+        for k in range(3):
+            engine(*batch(rank + k)).backward()
+            engine.step()
+            with GatheredParameters(params):
+                average.update_parameters(engine.module)
+                seen.append([p.detach().clone() for p in params])
+        want = [torch.stack(values).mean(0) for values in zip(*seen, strict=True)]
+        for got, value in zip(average.module.parameters(), want, strict=True):
+            torch.testing.assert_close(got, value)
+
+    engines(model, 2, config(3), body)
+
+
+def test_a_region_that_cannot_open_leaves_nothing_open() -> None:
+    models = [make(), make()]
+
+    def body(rank: int, group: tessera.Group) -> None:
+        first, second = (tessera.Engine(copy.deepcopy(model), config(3), group=group) for model in models)
+        both = [*first.module.parameters(), *second.module.parameters()]
+        inner = GatheredParameters(both)
+        with GatheredParameters(second.module.gain), pytest.raises(RuntimeError, match="overlap"), inner:
+            pass
+        with pytest.raises(KeyboardInterrupt), GatheredParameters(both, modifier_rank=0):
+            raise KeyboardInterrupt
+        with GatheredParameters(both):
+            assert gathered(first) == [name for name, _ in first.module.named_parameters()]
+        for engine in (first, second):
+            assert gathered(engine) == []
+            engine(*batch(rank)).backward()
+            engine.step()
+            engine.destroy()
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
