@@ -33,7 +33,7 @@ from tessera.outputs import tensors_in
 from tessera.partition import Partition, gathered
 from tessera.placement import group_device, place
 from tessera.runners import ExternalRunner, NativeRunner, Runner
-from tessera.units import ROOT, UnitPolicy, default_unit_policy, partition_units
+from tessera.units import ROOT, UnitPolicy, default_unit_policy, outline
 
 logger = logging.getLogger("tessera")
 
@@ -142,7 +142,7 @@ class Engine(EngineGetters):
             if z3_leaf_module(module):
                 for param in module.parameters():
                     param._z3_leaf = True  # type: ignore[attr-defined]
-        return partition_units(self.module, units, leaf_paths(self.module))
+        return _core.partition_units(outline(self.module), units, leaf_paths(self.module))
 
     def _specs(
         self, base: torch.optim.Optimizer | None, units: dict[str, str], marked: bool

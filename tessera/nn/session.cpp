@@ -3,15 +3,18 @@
 #include "tessera/base/error.h"
 #include "tessera/config/resolve.h"
 #include "tessera/engine/build.h"
-#include "tessera/nn/units.h"
 #include "tessera/shard/placement.h"
 
 namespace tessera::nn {
 namespace {
 
+bool partitions_params(const config::ZeroOptimization& zero) {
+  return shard::placements_of_stage(static_cast<int>(zero.stage)).params == shard::Placement::Shard;
+}
+
 // In the other stages marks change nothing.
 void refuse_leaf_modules(const config::ZeroOptimization& zero) {
-  if (shard::placements_of_stage(static_cast<int>(zero.stage)).params != shard::Placement::Shard) return;
+  if (!partitions_params(zero)) return;
   const auto& leaf = zero.leaf_module;
   const bool marked =
       !leaf.names.empty() || !leaf.name_suffixes.empty() || leaf.classes != config::LeafModule().classes;
@@ -26,7 +29,7 @@ void refuse_leaf_modules(const config::ZeroOptimization& zero) {
 }  // namespace
 
 Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
-                 const Construction* building)
+                 const Construction* building, const UnitPolicy& policy)
     : module_(std::move(module)) {
   TESSERA_CHECK_VALUE(module_ != nullptr, "initialize", "the module is null");
   config.validate();
@@ -46,7 +49,9 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   }
   TESSERA_CHECK_BUILT(!(config.fp16.enabled && config.fp16.auto_cast), "initialize",
                       "fp16.auto_cast casts inputs in Python only; cast them to at::kHalf yourself");
-  auto specs = param_specs(*module_);
+  engine::UnitNames units = policy(*module_);
+  if (partitions_params(config.zero_optimization)) units = engine::partition_units(outline(*module_), units, {});
+  auto specs = param_specs(*module_, units);
   if (options.autocast.enabled) {
     mark_autocast(*module_, config.torch_autocast.lower_precision_safe_modules.value_or(default_autocast_modules()),
                   options.autocast.dtype, specs);

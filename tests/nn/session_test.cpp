@@ -66,6 +66,26 @@ TEST(Session, LeafModulesOfTheConfigurationAreRefusedWhereTheyWouldDoSomething) 
   EXPECT_NO_THROW(session(json(R"("stage": 3)")));
 }
 
+TEST(Session, UnitsAreTheUsersOrThoseOfUnitPolicy) {
+  const auto units = [](int stage, const UnitPolicy& policy = default_unit_policy) {
+    const auto config = Config::from_json(R"({"train_batch_size": 1, "optimizer": {"type": "SGD"},
+      "zero_optimization": {"stage": )" + std::to_string(stage) +
+                                          "}}");
+    const torch::nn::Sequential net(torch::nn::Linear(2, 2), torch::nn::LayerNorm(torch::nn::LayerNormOptions({2})));
+    const Session s(net.ptr(), config, comm::Mesh(), nullptr, policy);
+    std::vector<std::string> names;
+    for (const auto& spec : s.core().params())
+      names.push_back(spec.unit);
+    return names;
+  };
+  const auto mine = [](const torch::nn::Module&) { return engine::UnitNames{{"0.bias", "mine"}}; };
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(units(2), Names(4, "root"));
+  EXPECT_EQ(units(3), (Names{"0", "0", "1", "1"})) << "each is whole only while it runs";
+  EXPECT_EQ(units(2, mine), (Names{"root", "mine", "root", "root"}));
+  EXPECT_EQ(units(3, mine), (Names{"0", "mine", "1", "1"}));
+}
+
 TEST(Session, WithoutAScheduleTheLearningRateStays) {
   auto s = session(R"({"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}})");
   train_step(s);
