@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "tessera/config/config.h"
 
 namespace tessera::python {
 
@@ -24,6 +25,19 @@ void bind_unit_policy(py::module_& m) {
           py::arg("path"), py::arg("elements"), py::arg("identity"));
   m.def("default_units", &engine::default_units, py::arg("outline"));
   m.def("partition_units", &engine::partition_units, py::arg("outline"), py::arg("units"), py::arg("leaves"));
+  py::enum_<engine::LeafBy>(m, "LeafBy")
+      .value("Class", engine::LeafBy::Class)
+      .value("Name", engine::LeafBy::Name)
+      .value("Suffix", engine::LeafBy::Suffix);
+  m.def("modules_matching", &engine::modules_matching, py::arg("outline"), py::arg("by"), py::arg("text"));
+  m.def(
+      "configured_leaves",
+      [](const Outline& outline, const Config& config) {
+        const engine::Leaves leaves = engine::configured_leaves(outline, config.zero_optimization);
+        return std::pair(leaves.modules, leaves.warnings);
+      },
+      py::arg("outline"), py::arg("config"));
+  m.def("outermost", &engine::outermost, py::arg("outline"), py::arg("modules"));
 }
 
 }  // namespace tessera::python

@@ -25,7 +25,7 @@ from tessera.construction import early_of, taken_over
 from tessera.data import Loader, make_loader
 from tessera.errors import ConfigError, UsageError
 from tessera.getters import EngineGetters
-from tessera.leaf import apply_config, apply_granularity, leaf_paths, z3_leaf_module
+from tessera.leaf import apply_config, leaf_paths, z3_leaf_module
 from tessera.loss_scale import LossScaler
 from tessera.native import native_rule, read_group
 from tessera.optimizer import Optimizer
@@ -133,11 +133,9 @@ class Engine(EngineGetters):
 
     def _units(self, policy: UnitPolicy) -> dict[str, str]:
         units = policy(self.module)
-        zero = self.config.zero_optimization
-        if zero.stage != 3:
+        if self.config.zero_optimization.stage != 3:
             return units
-        apply_config(self.module, zero.leaf_module)
-        apply_granularity(self.module, zero.stage3_module_granularity_threshold)
+        apply_config(self.module, self.config)
         for module in self.module.modules():
             if z3_leaf_module(module):
                 for param in module.parameters():

@@ -12,20 +12,6 @@ bool partitions_params(const config::ZeroOptimization& zero) {
   return shard::placements_of_stage(static_cast<int>(zero.stage)).params == shard::Placement::Shard;
 }
 
-// In the other stages marks change nothing.
-void refuse_leaf_modules(const config::ZeroOptimization& zero) {
-  if (!partitions_params(zero)) return;
-  const auto& leaf = zero.leaf_module;
-  const bool marked =
-      !leaf.names.empty() || !leaf.name_suffixes.empty() || leaf.classes != config::LeafModule().classes;
-  TESSERA_CHECK_BUILT(
-      !marked, "initialize",
-      "zero_optimization.leaf_module marks modules in Python only; in C++ derive the module itself from "
-      "tessera::nn::Hooked (all below it is gathered with it) and leave the modules inside plain");
-  TESSERA_CHECK_BUILT(zero.stage3_module_granularity_threshold == 0, "initialize",
-                      "zero_optimization.stage3_module_granularity_threshold marks modules in Python only");
-}
-
 }  // namespace
 
 Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
@@ -33,7 +19,6 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
     : module_(std::move(module)) {
   TESSERA_CHECK_VALUE(module_ != nullptr, "initialize", "the module is null");
   config.validate();
-  refuse_leaf_modules(config.zero_optimization);
   const auto optimizer = config::native_optimizer(config);
   TESSERA_CHECK_VALUE(optimizer, "initialize",
                       "the configuration names no optimizer that runs in C++; set optimizer.type to Adam, AdamW, SGD, "
@@ -50,7 +35,15 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   TESSERA_CHECK_BUILT(!(config.fp16.enabled && config.fp16.auto_cast), "initialize",
                       "fp16.auto_cast casts inputs in Python only; cast them to at::kHalf yourself");
   engine::UnitNames units = policy(*module_);
-  if (partitions_params(config.zero_optimization)) units = engine::partition_units(outline(*module_), units, {});
+  std::vector<std::string> leaves;
+  if (partitions_params(config.zero_optimization)) {
+    const engine::Outline model = outline(*module_);
+    const engine::Leaves marked = engine::configured_leaves(model, config.zero_optimization);
+    for (const std::string& line : marked.warnings)
+      if (mesh.dp_rank() == 0) TORCH_WARN(line);
+    leaves = engine::outermost(model, marked.modules);
+    units = engine::partition_units(model, units, leaves);
+  }
   auto specs = param_specs(*module_, units);
   if (options.autocast.enabled) {
     mark_autocast(*module_, config.torch_autocast.lower_precision_safe_modules.value_or(default_autocast_modules()),
@@ -59,7 +52,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   if (building != nullptr) building->hand_over(specs);
   core_ = std::make_shared<engine::Engine>(options, std::move(mesh), std::move(specs), groups);
   core_->broadcast_buffers(module_->buffers());
-  rest_ = connect_scopes(*module_, core_);
+  rest_ = connect_scopes(*module_, core_, leaves);
   if (config.data_types.buffer_dtype) cast_buffers(*module_, *config.data_types.buffer_dtype);
   apply_schedule();
 }

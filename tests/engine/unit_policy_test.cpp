@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
+
 namespace tessera::engine {
 namespace {
 
@@ -72,6 +74,67 @@ TEST(UnitPolicy, PartitionedParametersAreOneWithTheirModuleOrLeaf) {
   want["head.norm.w"] = "head";
   EXPECT_EQ(partition_units(model, units, {"blocks.0.moe", "head"}), want);
   EXPECT_EQ(partition_units(model, {{"embed.w", "mine"}}, {}).at("embed.w"), "mine");
+}
+
+const std::vector<std::string> kMixture{":Net",
+                                        "embed:Linear",
+                                        "layers:ModuleList[]{}",
+                                        "layers.0:Experts",
+                                        "layers.0.moe:Sequential[]",
+                                        "layers.0.moe.0:Linear",
+                                        "layers.0.moe.1:Linear",
+                                        "layers.1:Experts",
+                                        "layers.1.moe:Sequential[]",
+                                        "layers.1.moe.0:Linear",
+                                        "embed.w=5",
+                                        "layers.0.moe.0.w=8",
+                                        "layers.0.moe.1.w=8x",
+                                        "layers.1.moe.0.w=8x"};
+
+TEST(UnitPolicy, LeavesOfTheConfiguration) {
+  using Paths = std::vector<std::string>;
+  struct Row {
+    config::LeafModule section;
+    int64_t threshold;
+    Paths leaves, warnings;  // what the warnings end with
+  };
+  const Outline model = outline(kMixture);
+  const auto defaults = config::LeafModule().classes;
+  const Row rows[] = {
+      {{}, 0, {}, {}},
+      {{{"Experts"}, {}, {}}, 0, {"layers.0", "layers.1"}, {}},
+      {{{"my.Experts", "Expert"}, {}, {}}, 0, {"layers.0", "layers.1"}, {"no module of class Expert in the model"}},
+      {{defaults, {"layers.1", "layer"}, {"0.moe"}},
+       0,
+       {"layers.0.moe", "layers.1"},
+       {"names: no module layer in the model"}},
+      {{{}, {}, {"moe.9"}}, 0, {}, {"name_suffixes: no module moe.9 in the model"}},
+      // 16 elements in layers.0 and 8 in layers.1; 4 and 3 modules; in each moe 16 and 8 of 3 and 2.
+      {{}, 2, {}, {"no module is finer than 2"}},
+      {{}, 3, {"layers.1"}, {}},
+      {{}, 4, {"layers.0", "layers.1"}, {}},
+      {{}, std::numeric_limits<int64_t>::max(), {"layers.0", "layers.1"}, {}},
+      {{{"Net"}, {}, {}}, 4, {""}, {}},
+  };
+  for (const Row& row : rows) {
+    config::ZeroOptimization zero;
+    zero.leaf_module = row.section;
+    zero.stage3_module_granularity_threshold = row.threshold;
+    const Leaves found = configured_leaves(model, zero);
+    EXPECT_EQ(outermost(model, found.modules), row.leaves) << &row - rows;
+    ASSERT_EQ(found.warnings.size(), row.warnings.size()) << &row - rows;
+    for (size_t i = 0; i < row.warnings.size(); ++i)
+      EXPECT_TRUE(found.warnings[i].starts_with("[zero] ") && found.warnings[i].ends_with(row.warnings[i]))
+          << found.warnings[i];
+  }
+}
+
+TEST(UnitPolicy, ModulesMatchByClassNameAndSuffix) {
+  const Outline model = outline(kMixture);
+  EXPECT_EQ(modules_matching(model, LeafBy::Class, "Linear"), (std::vector{1, 5, 6, 9}));
+  EXPECT_EQ(modules_matching(model, LeafBy::Class, "my.Net"), std::vector{0});
+  EXPECT_EQ(modules_matching(model, LeafBy::Name, "layers.0.moe"), std::vector{4});
+  EXPECT_EQ(modules_matching(model, LeafBy::Suffix, "moe.0"), (std::vector{5, 9}));
 }
 
 }  // namespace
