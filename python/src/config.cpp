@@ -165,6 +165,7 @@ void bind_config(py::module_& m) {
   bind_tree(m);
   m.def("check_served", &check_served, py::arg("config"));
   m.def("precision", &precision, py::arg("config"));
+  m.def("optimizer_kind", &optimizer_kind, py::arg("config"));
 }
 
 }  // namespace tessera::python

@@ -62,6 +62,10 @@ std::optional<optim::OptimizerOptions> native_optimizer(const Config& config) {
   return options;
 }
 
+std::optional<optim::OptimizerOptions> optimizer_kind(const Config& config) {
+  return kind_of(config.optimizer);
+}
+
 std::optional<optim::ScheduleOptions> native_schedule(const Config& config) {
   Report report;
   auto options = read_schedule(config.scheduler, report);

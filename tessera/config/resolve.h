@@ -29,6 +29,10 @@ zero::Options zero_options(const Config& config);
 // Python front end can build (also Adam with torch_adam and amsgrad).
 std::optional<optim::OptimizerOptions> native_optimizer(const Config& config);
 
+// Rule and defaults of optimizer.type and adam_w_mode, whatever the other parameters ask for; empty as above, but not for
+// Adam. For who builds the optimizer itself.
+std::optional<optim::OptimizerOptions> optimizer_kind(const Config& config);
+
 // The configured schedule where it is one of optim/schedule.h; empty when none is named or it is a
 // class of torch.optim.lr_scheduler.
 std::optional<optim::ScheduleOptions> native_schedule(const Config& config);

@@ -21,8 +21,8 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   config.validate();
   const auto optimizer = config::native_optimizer(config);
   TESSERA_CHECK_VALUE(optimizer, "initialize",
-                      "the configuration names no optimizer that runs in C++; set optimizer.type to Adam, AdamW, SGD, "
-                      "Lion or Adagrad");
+                      "the configuration names no optimizer that runs in C++; set optimizer.type to one of ",
+                      optim::native_types());
   schedule_ = config::native_schedule(config);
   TESSERA_CHECK_VALUE(schedule_ || config.scheduler.type.empty(), "initialize", "scheduler.type '",
                       config.scheduler.type, "' exists in Python only");
