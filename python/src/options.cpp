@@ -4,6 +4,7 @@
 #include "bindings.h"
 #include "tessera/amp/autocast.h"
 #include "tessera/amp/precision.h"
+#include "tessera/shard/placement.h"
 
 namespace tessera::python {
 
@@ -35,6 +36,12 @@ void bind_options(py::module_& m) {
       .def(py::init<>())
       .def_readwrite("enabled", &amp::AutocastOptions::enabled)
       .def_readwrite("dtype", &amp::AutocastOptions::dtype);
+
+  using shard::StagePlacements;
+  py::class_<StagePlacements>(m, "Placements")
+      .def_property_readonly("shards_params", &StagePlacements::shards_params)
+      .def_property_readonly("shards_grads", &StagePlacements::shards_grads)
+      .def_property_readonly("shards_states", &StagePlacements::shards_states);
 
   py::class_<zero::Options>(m, "ZeroOptions")
       .def(py::init<>())

@@ -86,6 +86,14 @@ class AutocastOptions:
     dtype: torch.dtype
     def __init__(self) -> None: ...
 
+class Placements:
+    @property
+    def shards_params(self) -> bool: ...
+    @property
+    def shards_grads(self) -> bool: ...
+    @property
+    def shards_states(self) -> bool: ...
+
 class ZeroOptions:
     stage: int
     precision: PrecisionPolicy
@@ -190,97 +198,24 @@ class ScheduleValues:
 
 def evaluate(options: Any, iteration: int, base_lrs: Sequence[float]) -> ScheduleValues: ...
 
-class OptimizerConfig:
-    type: str
-    @property
-    def params(self) -> dict[str, Any]: ...
-
-class SchedulerConfig:
-    type: str
-    @property
-    def params(self) -> dict[str, Any]: ...
-
-class Bf16Config:
-    enabled: bool
-    check_grad_overflow: bool
-
-class Fp16Config:
-    enabled: bool
-    auto_cast: bool
-    loss_scale: float
-
-class TorchAutocastConfig:
-    enabled: bool
-    dtype: torch.dtype | None
-    lower_precision_safe_modules: list[str] | None
-
-class DataTypesConfig:
-    grad_accum_dtype: torch.dtype | None
-    param_dtype: torch.dtype | None
-    buffer_dtype: torch.dtype | None
-
-class TensorParallelConfig:
-    autotp_size: int
-
-class LeafModule:
-    classes: list[str]
-    names: list[str]
-    name_suffixes: list[str]
-    def __init__(self) -> None: ...
-
-class ZeroConfig:
-    stage: int
-    contiguous_gradients: bool
-    reduce_scatter: bool
-    reduce_bucket_size: int
-    allgather_partitions: bool
-    allgather_bucket_size: int
-    overlap_comm: bool | None
-    load_from_fp32_weights: bool
-    ignore_unused_parameters: bool
-    stage3_gather_16bit_weights_on_model_save: bool
-    stage3_module_granularity_threshold: int
-    mics_shard_size: int
-    leaf_module: LeafModule
-
 class Batch:
     train_batch_size: int
     micro_batch_size: int
     gradient_accumulation_steps: int
 
-class GradientOp(Enum):
-    Mean = ...
-    Sum = ...
-
 class Config:
     warnings: list[str]
     given: dict[str, str]
-    optimizer: OptimizerConfig
-    scheduler: SchedulerConfig
-    gradient_clipping: float
-    managed_gradient_accumulation: bool
-    gradient_allreduce_op: GradientOp
-    prescale_gradients: bool
-    gradient_predivide_factor: float
-    communication_data_type: torch.dtype | None
-    bf16: Bf16Config
-    fp16: Fp16Config
-    torch_autocast: TorchAutocastConfig
-    data_types: DataTypesConfig
-    zero_optimization: ZeroConfig
-    zero_allow_untested_optimizer: bool
-    tensor_parallel: TensorParallelConfig
-    data_parallel_size: int
-    sequence_parallel_size: int
-    steps_per_print: int | None
-    wall_clock_breakdown: bool
-    dataloader_drop_last: bool
     @staticmethod
     def from_file(path: str) -> Config: ...
     @staticmethod
     def from_json(text: str) -> Config: ...
     @staticmethod
     def from_dict(value: dict[str, Any]) -> Config: ...
+    @property
+    def placements(self) -> Placements: ...
+    def get(self, path: str) -> Any: ...
+    def to_dict(self) -> dict[str, Any]: ...
     def resolve_batch(self, data_parallel_size: int) -> Batch: ...
     def describe(self, all: bool = True) -> str: ...
 

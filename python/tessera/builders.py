@@ -39,11 +39,12 @@ def build_optimizer(
         built = maybe
     if isinstance(built, torch.optim.LBFGS):
         raise NotImplementedError("[initialize] torch.optim.LBFGS needs a closure, which engine.step() does not take")
-    stage = config.zero_optimization.stage
-    if stage >= 1 and not is_tested(built) and not config.zero_allow_untested_optimizer:
+    allowed = not config.placements.shards_states or config.get("zero_allow_untested_optimizer")
+    if not allowed and not is_tested(built):
         raise ConfigError(
-            f"[initialize] {type(built).__name__} is not known to work on slices of parameters, as stage {stage} gives "
-            'them; set "zero_allow_untested_optimizer": true if it updates element by element, or use stage 0'
+            f"[initialize] {type(built).__name__} is not known to work on slices of parameters, as stage "
+            f"{config.get('zero_optimization.stage')} gives them; set "
+            '"zero_allow_untested_optimizer": true if it updates element by element, or use stage 0'
         )
     return built
 
@@ -101,7 +102,7 @@ def _build(
                 f"[initialize] the optimizer callable returned {type(built).__name__}, not a torch.optim.Optimizer"
             )
         return built
-    if not config.optimizer.type or not groups:
+    if not config.get("optimizer.type") or not groups:
         return None
     return _from_config(config, groups)
 
@@ -113,7 +114,7 @@ def _given(params: dict[str, Any]) -> dict[str, Any]:
 
 def _from_config(config: _core.Config, groups: ParamGroups) -> torch.optim.Optimizer:
     """The core has found the parameters in order and says which rule the type has; the class is that of the rule."""
-    name, params = config.optimizer.type, _given(config.optimizer.params)
+    name, params = config.get("optimizer.type"), _given(config.get("optimizer.params"))
     kind = _core.optimizer_kind(config)
     cls: type[torch.optim.Optimizer]
     if kind is None:
@@ -151,9 +152,10 @@ def build_schedule(config: _core.Config, optimizer: Any, base: torch.optim.Optim
     """The schedule that engine.step() advances: the client's object, what its callable builds on `base`, the
     configured one, or None. `optimizer` is the client's argument."""
     if lr_scheduler is None:
-        if base is None or not config.scheduler.type:
+        kind = config.get("scheduler.type")
+        if base is None or not kind:
             return None
-        return _schedule_from_config(config.scheduler.type, _given(config.scheduler.params), base)
+        return _schedule_from_config(kind, _given(config.get("scheduler.params")), base)
     if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             "[initialize] an lr_scheduler object needs the optimizer object it was made for: pass optimizer= too, or "

@@ -20,7 +20,7 @@ from torch import nn
 from tessera import _core, distributed
 from tessera.autocast import cast_floating, get_comm_dtype, has_comm_dtype, init_autocast_params, remove_marks
 from tessera.builders import build_optimizer, build_schedule, describe, params_of
-from tessera.configuration import load_config
+from tessera.configuration import dtype_at, load_config
 from tessera.construction import early_of, taken_over
 from tessera.data import Loader, make_loader
 from tessera.errors import ConfigError, UsageError
@@ -63,16 +63,19 @@ class Engine(EngineGetters):
         super().__init__()
         self.config = load_config(config)
         device = group_device(group)
-        self._mesh, self._own_groups = distributed.core_mesh(group, self.config.zero_optimization.mics_shard_size)
+        self._mesh, self._own_groups = distributed.core_mesh(
+            group, self.config.get("zero_optimization.mics_shard_size")
+        )
         self._dp_rank, self._dp_size = self._mesh.dp_rank(), self._mesh.dp_size()
         self._world = distributed.world_of(self._mesh)
         self._resolve_batch()
         self.device = place(model, device)
         base = build_optimizer(self.config, model, optimizer, model_parameters)
-        stage = self.config.zero_optimization.stage
-        if base is None and stage in (1, 2):
+        placements = self.config.placements
+        if base is None and placements.shards_states and not placements.shards_params:
             raise ConfigError(
-                f"[initialize] zero_optimization.stage {stage} requires an optimizer; pass one or use stage 0"
+                f"[initialize] zero_optimization.stage {self.config.get('zero_optimization.stage')} requires an "
+                "optimizer; pass one or use stage 0"
             )
         _check_materialized(model)
         self.module = model
@@ -106,9 +109,9 @@ class Engine(EngineGetters):
         options.rule = rule.rule if rule is not None else _core.Rule.External
         if base is not None and rule is None:
             options.client_optimizer = describe(base)
-        self._input_dtype = torch.float16 if self.config.fp16.enabled and self.config.fp16.auto_cast else None
+        self._input_dtype = torch.float16 if self.fp16_enabled() and self.config.get("fp16.auto_cast") else None
         if options.autocast.enabled:
-            modules = self.config.torch_autocast.lower_precision_safe_modules
+            modules = self.config.get("torch_autocast.lower_precision_safe_modules")
             self._marked = init_autocast_params(self.module, options.autocast.dtype, modules)
 
         units = self._units(policy)
@@ -123,17 +126,18 @@ class Engine(EngineGetters):
         self._index = {id(spec.tensor): number for number, spec in enumerate(specs)}
         self._optimized = frozenset(index.values())
         self._frozen = {s.name: s.tensor for s in specs if s.group < 0 and not s.tensor.requires_grad}
-        leaves = leaf_paths(self.module) if options.zero.stage == 3 else []
+        leaves = leaf_paths(self.module) if self.config.placements.shards_params else []
         self._partition = Partition(self, self.core, self.module, self._index, set(units.values()), leaves)
-        if self.config.data_types.buffer_dtype is not None:
-            _cast_buffers(self.module, self.config.data_types.buffer_dtype)
+        buffer_dtype = dtype_at(self.config, "data_types.buffer_dtype")
+        if buffer_dtype is not None:
+            _cast_buffers(self.module, buffer_dtype)
         self._runner = self._make_runner(base, rule, index)
         self.basic_optimizer = base
         self.optimizer = self._visible_optimizer(options)
 
     def _units(self, policy: UnitPolicy) -> dict[str, str]:
         units = policy(self.module)
-        if self.config.zero_optimization.stage != 3:
+        if not self.config.placements.shards_params:
             return units
         apply_config(self.module, self.config)
         for module in self.module.modules():
@@ -178,8 +182,7 @@ class Engine(EngineGetters):
         return self._index.get(id(param)) in self._optimized
 
     def _params_are_masters(self) -> bool:
-        zero = self.core.options().zero
-        return zero.stage == 0 and zero.precision.master_is_param()
+        return not self.config.placements.shards_states and self.core.options().zero.precision.master_is_param()
 
     def _masters(self) -> dict[str, torch.Tensor]:
         """This rank's part of the fp32 masters by name; empty where the parameters are the masters."""
@@ -285,7 +288,7 @@ class Engine(EngineGetters):
         runner = self._trainable("step")
         core = self.core
         steps = core.global_steps()
-        managed = self.config.managed_gradient_accumulation
+        managed = self.managed_gradient_accumulation()
         if not managed or core.is_gradient_accumulation_boundary():
             runner.before_step()
         try:
@@ -306,7 +309,7 @@ class Engine(EngineGetters):
         self._report()
 
     def _report(self) -> None:
-        every = self.config.steps_per_print
+        every = self.steps_per_print()
         if every and self._dp_rank == 0 and self.global_steps % every == 0:
             logger.info(
                 "step=%d, skipped=%d, lr=%s, mom=%s",
@@ -334,7 +337,7 @@ class Engine(EngineGetters):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Overrides the count for the present micro-batch; call it before its forward and backward."""
-        if not self.config.managed_gradient_accumulation:
+        if not self.managed_gradient_accumulation():
             raise UsageError(
                 "[engine.set_gradient_accumulation_boundary] with managed_gradient_accumulation false every step() is "
                 "a boundary"
@@ -383,7 +386,7 @@ class Engine(EngineGetters):
             data_sampler=data_sampler,
             collate_fn=collate_fn or self.collate_fn,
             num_workers=self.num_local_io_workers if num_local_io_workers is None else num_local_io_workers,
-            drop_last=self.config.dataloader_drop_last,
+            drop_last=self.config.get("dataloader_drop_last"),
         )
 
     def module_state_dict(
@@ -433,7 +436,7 @@ class Engine(EngineGetters):
     @contextlib.contextmanager
     def _whole(self) -> Iterator[bool]:
         """A region in which all parameters are whole. Collective in stage 3; True where it gathers any."""
-        if self.core.destroyed() or self.config.zero_optimization.stage != 3:
+        if self.core.destroyed() or not self.config.placements.shards_params:
             yield False
             return
         groups = gathered(self.module.parameters(), writable=False)
@@ -451,8 +454,7 @@ class Engine(EngineGetters):
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Rank 0 writes the module's state dict in the compute dtype, for torch.load. Collective."""
-        zero = self.config.zero_optimization
-        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+        if self.config.placements.shards_params and not self.zero_gather_16bit_weights_on_model_save():
             raise UsageError(
                 "[engine.save_16bit_model] parameters are partitioned; set "
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save to gather them for the file"

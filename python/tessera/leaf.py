@@ -26,7 +26,9 @@ __all__ = [
 
 logger = logging.getLogger("tessera")
 
-DEFAULT_LEAF_MODULE_CLASSES: tuple[str, ...] = tuple(_core.LeafModule().classes)
+DEFAULT_LEAF_MODULE_CLASSES: tuple[str, ...] = tuple(
+    _core.Config.from_json("{}").get("zero_optimization.leaf_module.classes")
+)
 """The mixture-of-experts blocks that are leaves without being named."""
 
 ClassOrName = type[nn.Module] | str

@@ -9,9 +9,13 @@
 #include "tessera/config/config.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/optim/schedule.h"
+#include "tessera/shard/placement.h"
 #include "tessera/zero/options.h"
 
 namespace tessera::config {
+
+// What zero_optimization.stage means.
+const shard::StagePlacements& placements(const Config& config);
 
 // How losses are scaled: section fp16; in ZeRO (stages 1 to 3) with hysteresis and an error at the minimum, in stage 0
 // without. torch_autocast in fp16 without the section: torch.amp's rules. No scaling otherwise.

@@ -3,17 +3,8 @@
 #include "tessera/base/error.h"
 #include "tessera/config/resolve.h"
 #include "tessera/engine/build.h"
-#include "tessera/shard/placement.h"
 
 namespace tessera::nn {
-namespace {
-
-bool partitions_params(const config::ZeroOptimization& zero) {
-  return shard::placements_of_stage(static_cast<int>(zero.stage)).params == shard::Placement::Shard;
-}
-
-}  // namespace
-
 Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
                  const Construction* building, const UnitPolicy& policy)
     : module_(std::move(module)) {
@@ -36,7 +27,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
                       "fp16.auto_cast casts inputs in Python only; cast them to at::kHalf yourself");
   engine::UnitNames units = policy(*module_);
   std::vector<std::string> leaves;
-  if (partitions_params(config.zero_optimization)) {
+  if (config::placements(config).shards_params()) {
     const engine::Outline model = outline(*module_);
     const engine::Leaves marked = engine::configured_leaves(model, config.zero_optimization);
     for (const std::string& line : marked.warnings)
