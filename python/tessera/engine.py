@@ -68,7 +68,7 @@ class Engine(EngineGetters):
         )
         self._dp_rank, self._dp_size = self._mesh.dp_rank(), self._mesh.dp_size()
         self._world = distributed.world_of(self._mesh)
-        self._resolve_batch()
+        self.config.resolve_batch(self._dp_size)  # its errors come before anything is touched
         self.device = place(model, device)
         base = build_optimizer(self.config, model, optimizer, model_parameters)
         placements = self.config.placements
@@ -83,8 +83,6 @@ class Engine(EngineGetters):
         self.client_optimizer = optimizer
         self.client_lr_scheduler = lr_scheduler
         self.num_local_io_workers = 0
-        self.global_samples = 0
-        self._backwards = 0  # that earlier steps have counted
         self._lent: dict[str, Any] = {}
         self._marked: list[torch.Tensor] = []
         self._build_core(base, unit_policy or default_unit_policy)
@@ -97,11 +95,6 @@ class Engine(EngineGetters):
             raise
 
     # ---------------------------------------------------------------- construction
-
-    def _resolve_batch(self) -> None:
-        batch = self.config.resolve_batch(self._dp_size)
-        self._micro_batch = batch.micro_batch_size
-        self._accumulation = batch.gradient_accumulation_steps
 
     def _build_core(self, base: torch.optim.Optimizer | None, policy: UnitPolicy) -> None:
         rule = None if base is None else native_rule(base)
@@ -288,8 +281,7 @@ class Engine(EngineGetters):
         runner = self._trainable("step")
         core = self.core
         steps = core.global_steps()
-        managed = self.managed_gradient_accumulation()
-        if not managed or core.is_gradient_accumulation_boundary():
+        if not self.managed_gradient_accumulation() or core.is_gradient_accumulation_boundary():
             runner.before_step()
         try:
             applied = core.step(runner.external)
@@ -301,9 +293,6 @@ class Engine(EngineGetters):
         runner.after_step(applied)
         if isinstance(self.optimizer, Optimizer):
             self.optimizer._opt_called = True
-        backwards = self._accumulation if managed else core.backwards() - self._backwards
-        self._backwards = core.backwards()
-        self.global_samples += self._micro_batch * self.dp_world_size * backwards
         if applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._report()
@@ -378,7 +367,7 @@ class Engine(EngineGetters):
         """A loader of this rank's part of `dataset`; the micro batch is the default batch size."""
         return make_loader(
             dataset,
-            batch_size=batch_size or self._micro_batch,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
             rank=self._dp_rank,
             world_size=self._dp_size,
             route=route,

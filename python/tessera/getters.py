@@ -37,7 +37,6 @@ class EngineGetters(nn.Module):
     client_optimizer: Any
     client_lr_scheduler: Any
     training_dataloader: Any
-    global_samples: int
     device: torch.device
     local_rank: int
     core: _core.Engine  # the compiled engine
@@ -45,40 +44,38 @@ class EngineGetters(nn.Module):
     _dp_rank: int
     _dp_size: int
     _world: tuple[int, int]
-    _micro_batch: int
-    _accumulation: int
 
     # ---- batch
     def train_batch_size(self) -> int:
         """Samples of one optimizer step over all ranks."""
-        return self._micro_batch * self._accumulation * self.dp_world_size
+        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.dp_world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self._micro_batch
+        return self.core.options().micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        return self._accumulation
+        return self.core.options().gradient_accumulation_steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train batch, micro batch, accumulation steps)."""
-        return self.train_batch_size(), self._micro_batch, self._accumulation
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the accumulation steps so that a step takes this many samples. ConfigError when it cannot."""
-        samples = self._micro_batch * self.dp_world_size
+        micro_batch = self.train_micro_batch_size_per_gpu()
+        samples = micro_batch * self.dp_world_size
         if train_batch_size <= 0 or train_batch_size % samples:
             raise ConfigError(
                 f"[engine.set_train_batch_size] {train_batch_size} is not divisible by micro batch * ranks = "
-                f"{self._micro_batch} * {self.dp_world_size} = {samples}"
+                f"{micro_batch} * {self.dp_world_size} = {samples}"
             )
         self.core.set_gradient_accumulation_steps(train_batch_size // samples)
-        self._accumulation = train_batch_size // samples
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the micro batch; the train batch follows, the accumulation steps stay."""
         if micro_batch_size <= 0:
             raise ConfigError(f"[engine.set_train_micro_batch_size] must be positive, got {micro_batch_size}")
-        self._micro_batch = micro_batch_size
+        self.core.set_micro_batch_size(micro_batch_size)
 
     # ---- progress
     @property
@@ -92,6 +89,15 @@ class EngineGetters(nn.Module):
     @property
     def skipped_steps(self) -> int:
         return self.core.skipped_steps()
+
+    @property
+    def global_samples(self) -> int:
+        """Of all ranks, in the optimizer steps so far."""
+        return self.core.global_samples()
+
+    @global_samples.setter
+    def global_samples(self, samples: int) -> None:
+        self.core.set_counters(self.micro_steps, self.global_steps, self.skipped_steps, samples)
 
     def was_step_applied(self) -> bool:
         """True when the last step() updated parameters."""

@@ -31,6 +31,8 @@ def test_batch_setters() -> None:
     for k in range(4):
         micro(engine, k)
     assert engine.global_steps == 1 and engine.global_samples == 12
+    engine.global_samples = 100  # as after loading a checkpoint
+    assert (engine.global_samples, engine.micro_steps, engine.global_steps) == (100, 4, 1)
     engine.destroy()
 
 
