@@ -13,12 +13,13 @@ namespace tessera::python {
 
 namespace py = pybind11;
 
-void bind_comm(py::module_& m);       // comm/backends.h, comm/mesh.h
-void bind_config(py::module_& m);     // config/config.h, config/precision.h, config/resolve.h, config/served.h
-void bind_engine(py::module_& m);     // engine/engine.h
-void bind_optimizer(py::module_& m);  // optim/optimizer.h
-void bind_options(py::module_& m);    // amp/autocast.h, amp/precision.h, zero/options.h
-void bind_scaler(py::module_& m);     // amp/grad_scaler.h
-void bind_schedule(py::module_& m);   // optim/schedule.h
+void bind_comm(py::module_& m);         // comm/backends.h, comm/mesh.h
+void bind_config(py::module_& m);       // config/config.h, config/precision.h, config/resolve.h, config/served.h
+void bind_engine(py::module_& m);       // engine/engine.h
+void bind_optimizer(py::module_& m);    // optim/optimizer.h
+void bind_options(py::module_& m);      // amp/autocast.h, amp/precision.h, shard/placement.h, zero/options.h
+void bind_scaler(py::module_& m);       // amp/grad_scaler.h
+void bind_schedule(py::module_& m);     // optim/schedule.h
+void bind_unit_policy(py::module_& m);  // engine/unit_policy.h
 
 }  // namespace tessera::python

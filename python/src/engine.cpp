@@ -49,15 +49,12 @@ auto on(Part& (Engine::*part)(), R (Part::*method)(A...) const) {
 void bind_structs(py::module_& m) {
   using namespace engine;
   py::class_<Options>(m, "EngineOptions")
-      .def(py::init<>())
-      .def_readwrite("zero", &Options::zero)
+      .def_readonly("zero", &Options::zero)
       .def_readwrite("rule", &Options::rule)
-      .def_readwrite("gradient_accumulation_steps", &Options::gradient_accumulation_steps)
-      .def_readwrite("gradient_clipping", &Options::gradient_clipping)
-      .def_readwrite("managed_accumulation", &Options::managed_accumulation)
+      .def_readonly("micro_batch_size", &Options::micro_batch_size)
+      .def_readonly("gradient_accumulation_steps", &Options::gradient_accumulation_steps)
       .def_readwrite("client_optimizer", &Options::client_optimizer)
-      .def_readwrite("scaler", &Options::scaler)
-      .def_readwrite("autocast", &Options::autocast);
+      .def_readonly("autocast", &Options::autocast);
 
   m.def("engine_options", &options_from, py::arg("config"), py::arg("data_parallel_size"));
 
@@ -191,7 +188,9 @@ void bind_counters(EngineClass& c) {
       .def("global_steps", &Engine::global_steps)
       .def("skipped_steps", &Engine::skipped_steps)
       .def("set_counters", &Engine::set_counters, py::arg("micro_steps"), py::arg("global_steps"),
-           py::arg("skipped_steps"))
+           py::arg("skipped_steps"), py::arg("global_samples"))
+      .def("global_samples", &Engine::global_samples)
+      .def("set_micro_batch_size", &Engine::set_micro_batch_size, py::arg("samples"))
       // By value: destroy() frees the core's own.
       .def("groups", &Engine::groups, py::return_value_policy::copy)
       .def(

@@ -38,4 +38,5 @@ PYBIND11_MODULE(_core, m) {
   bind_schedule(m);
   bind_config(m);
   bind_engine(m);
+  bind_unit_policy(m);
 }

@@ -16,8 +16,6 @@ from tessera.optimizer import Optimizer
 
 ParamGroups = list[dict[str, Any]]
 
-_UNSERVED = ("Lamb", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
-
 
 def build_optimizer(
     config: _core.Config, model: nn.Module, optimizer: Any, model_parameters: Any
@@ -41,11 +39,12 @@ def build_optimizer(
         built = maybe
     if isinstance(built, torch.optim.LBFGS):
         raise NotImplementedError("[initialize] torch.optim.LBFGS needs a closure, which engine.step() does not take")
-    stage = config.zero_optimization.stage
-    if stage >= 1 and not is_tested(built) and not config.zero_allow_untested_optimizer:
+    allowed = not config.placements.shards_states or config.get("zero_allow_untested_optimizer")
+    if not allowed and not is_tested(built):
         raise ConfigError(
-            f"[initialize] {type(built).__name__} is not known to work on slices of parameters, as stage {stage} gives "
-            'them; set "zero_allow_untested_optimizer": true if it updates element by element, or use stage 0'
+            f"[initialize] {type(built).__name__} is not known to work on slices of parameters, as stage "
+            f"{config.get('zero_optimization.stage')} gives them; set "
+            '"zero_allow_untested_optimizer": true if it updates element by element, or use stage 0'
         )
     return built
 
@@ -129,9 +128,9 @@ def _build(
                 f"[initialize] the optimizer callable returned {type(built).__name__}, not a torch.optim.Optimizer"
             )
         return built
-    if not config.optimizer.type or not groups:
+    if not config.get("optimizer.type") or not groups:
         return None
-    return _from_config(config.optimizer.type, _given(config.optimizer.params), groups)
+    return _from_config(config, groups)
 
 
 def _given(params: dict[str, Any]) -> dict[str, Any]:
@@ -139,41 +138,32 @@ def _given(params: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None and value != "auto"}
 
 
-def _from_config(kind: str, params: dict[str, Any], groups: ParamGroups) -> torch.optim.Optimizer:
-    if "max_grad_norm" in params:
-        raise ConfigError('[config] optimizer.params.max_grad_norm is not served; use the key "gradient_clipping"')
-    lower = kind.lower()
-    if lower in {name.lower() for name in _UNSERVED}:
-        raise NotImplementedError(f"[config] optimizer.type {kind} is not served by this version")
+def _from_config(config: _core.Config, groups: ParamGroups) -> torch.optim.Optimizer:
+    """The core has found the parameters in order and says which rule the type has; the class is that of the rule."""
+    name, params = config.get("optimizer.type"), _given(config.get("optimizer.params"))
+    kind = _core.optimizer_kind(config)
     cls: type[torch.optim.Optimizer]
-    if lower in ("adam", "adamw"):
-        cls, params = _adam(lower, params)
-    elif lower == "lion":
-        cls = optim.Lion
-    elif lower == "adagrad":
-        cls = torch.optim.Adagrad
-    elif lower == "sgd":
-        cls = torch.optim.SGD
-    else:
-        found = getattr(torch.optim, kind, None)
+    if kind is None:
+        found = getattr(torch.optim, name, None)
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
             raise ConfigError(
-                f"[config] optimizer.type {kind!r} is neither Adam, AdamW, Adagrad, Lion, SGD nor a class of "
+                f"[config] optimizer.type {name!r} is neither one of {_core.native_types()} nor a class of "
                 "torch.optim (exact spelling)"
             )
         cls = found
-    return _construct(f"optimizer.params of {kind}", cls, groups, params)
-
-
-def _adam(lower: str, params: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    params = dict(params)
-    decoupled = bool(params.pop("adam_w_mode", True)) or lower == "adamw"
-    use_torch = params.pop("torch_adam", False)
-    if not params.pop("fp32_optimizer_states", True):
-        raise NotImplementedError("[config] optimizer.params.fp32_optimizer_states false is not served by this version")
-    if use_torch:
-        return (torch.optim.AdamW if decoupled else torch.optim.Adam), params
-    return optim.FusedAdam, {**params, "adam_w_mode": decoupled}
+    elif kind.rule == _core.Rule.Adam:
+        decoupled = kind.defaults.decoupled
+        use_torch = params.pop("torch_adam", False)
+        params = {key: value for key, value in params.items() if key not in ("adam_w_mode", "fp32_optimizer_states")}
+        if use_torch:
+            cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+        else:
+            cls, params["adam_w_mode"] = optim.FusedAdam, decoupled
+    else:
+        cls = {_core.Rule.Sgd: torch.optim.SGD, _core.Rule.Adagrad: torch.optim.Adagrad, _core.Rule.Lion: optim.Lion}[
+            kind.rule
+        ]
+    return _construct(f"optimizer.params of {name}", cls, groups, params)
 
 
 def _construct(what: str, cls: Callable[..., Any], first: Any, params: dict[str, Any]) -> Any:
@@ -188,9 +178,10 @@ def build_schedule(config: _core.Config, optimizer: Any, base: torch.optim.Optim
     """The schedule that engine.step() advances: the client's object, what its callable builds on `base`, the
     configured one, or None. `optimizer` is the client's argument."""
     if lr_scheduler is None:
-        if base is None or not config.scheduler.type:
+        kind = config.get("scheduler.type")
+        if base is None or not kind:
             return None
-        return _schedule_from_config(config.scheduler.type, _given(config.scheduler.params), base)
+        return _schedule_from_config(kind, _given(config.get("scheduler.params")), base)
     if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             "[initialize] an lr_scheduler object needs the optimizer object it was made for: pass optimizer= too, or "

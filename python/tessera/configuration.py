@@ -19,6 +19,7 @@ from tessera.errors import ConfigError
 logger = logging.getLogger("tessera")
 
 _DEEPEST = 64
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def load_config(config: Any) -> _core.Config:
@@ -29,6 +30,11 @@ def load_config(config: Any) -> _core.Config:
     for line in loaded.warnings:
         logger.warning(line)
     return loaded
+
+
+def dtype_at(config: _core.Config, path: str) -> torch.dtype | None:
+    """The dtype under a path of the configuration, None where it is unset."""
+    return _DTYPES.get(config.get(path))
 
 
 def _parse(config: Any) -> _core.Config:

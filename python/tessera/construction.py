@@ -285,13 +285,11 @@ def _dtype(dtype: torch.dtype | None, config: _core.Config | None) -> torch.dtyp
         if not dtype.is_floating_point:
             raise ConfigError(f"[zero.Init] dtype must be a floating-point dtype, got {dtype}")
         return dtype
-    if config is None or config.fp16.enabled:
-        return torch.float16
-    return torch.bfloat16 if config.bf16.enabled else torch.float32
+    return torch.float16 if config is None else _core.precision(config).param
 
 
 def _mesh(group: Any, config: _core.Config | None) -> _core.Mesh:
-    mesh, _ = distributed.core_mesh(group, -1 if config is None else config.zero_optimization.mics_shard_size)
+    mesh, _ = distributed.core_mesh(group, -1 if config is None else config.get("zero_optimization.mics_shard_size"))
     expected = int(os.environ.get("WORLD_SIZE", "1"))
     if group is None and mesh.batch_size() == 1 and expected > 1:
         raise RuntimeError(

@@ -26,13 +26,13 @@ from tessera.autocast import (
     init_autocast_params,
 )
 from tessera.builders import build_optimizer, build_schedule, describe, keep_optimizer, params_of
-from tessera.configuration import load_config
+from tessera.configuration import dtype_at, load_config
 from tessera.construction import early_of, taken_over
 from tessera.copies import cast_buffers, own_copies, without_repeats
 from tessera.data import Loader, make_loader
 from tessera.errors import ConfigError, UsageError
 from tessera.getters import EngineGetters
-from tessera.leaf import LEAF_MARK, apply_config, apply_granularity, leaf_paths, z3_leaf_module
+from tessera.leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_module
 from tessera.loans import Loans, step_of, zero_grad_of
 from tessera.loss_scale import LossScaler
 from tessera.native import native_rule, read_group
@@ -42,7 +42,7 @@ from tessera.partition import Partition, gathered, release_unread
 from tessera.placement import group_device, keep_place, place
 from tessera.preflight import check_modules
 from tessera.runners import ExternalRunner, NativeRunner, Runner
-from tessera.units import ROOT, UnitPolicy, default_unit_policy, partition_units
+from tessera.units import ROOT, UnitPolicy, default_unit_policy, outline
 
 logger = logging.getLogger("tessera")
 
@@ -77,17 +77,17 @@ class Engine(EngineGetters):
         self.client_lr_scheduler = lr_scheduler
         self.collate_fn = collate_fn
         self.num_local_io_workers = 0
-        self.global_samples = 0
-        self._backwards = 0  # that earlier steps have counted
         self._runner = None
         self._loans = Loans()
         device = group_device(group)
-        self._mesh, self._own_groups = distributed.core_mesh(group, self.config.zero_optimization.mics_shard_size)
+        self._mesh, self._own_groups = distributed.core_mesh(
+            group, self.config.get("zero_optimization.mics_shard_size")
+        )
         self._dp_rank, self._dp_size = self._mesh.batch_rank(), self._mesh.batch_size()
         self._world = distributed.world_of(self._mesh)
         put_back = [keep_optimizer(optimizer), keep_place(model)]
         try:
-            self._resolve_batch()
+            self.config.resolve_batch(self._dp_size)  # its errors come before anything is touched
             check_modules(model, partitions=self._partitions())
             self.device = place(model, device)
             base = self._build_optimizer(model_parameters)
@@ -103,20 +103,16 @@ class Engine(EngineGetters):
 
     # ---------------------------------------------------------------- construction
 
-    def _resolve_batch(self) -> None:
-        batch = self.config.resolve_batch(self._dp_size)
-        self._micro_batch = batch.micro_batch_size
-        self._accumulation = batch.gradient_accumulation_steps
-
     def _partitions(self) -> bool:
-        return self.config.zero_optimization.stage == 3 and self._mesh.group(_core.Axis.DpShard).size > 1
+        return self.config.placements.shards_params and self._mesh.group(_core.Axis.DpShard).size > 1
 
     def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
         base = build_optimizer(self.config, self.module, self.client_optimizer, model_parameters)
-        stage = self.config.zero_optimization.stage
-        if base is None and stage in (1, 2):
+        placements = self.config.placements
+        if base is None and placements.shards_states and not placements.shards_params:
             raise ConfigError(
-                f"[initialize] zero_optimization.stage {stage} requires an optimizer; pass one or use stage 0"
+                f"[initialize] zero_optimization.stage {self.config.get('zero_optimization.stage')} requires an "
+                "optimizer; pass one or use stage 0"
             )
         return base
 
@@ -133,9 +129,9 @@ class Engine(EngineGetters):
         options.rule = rule.rule if rule is not None else _core.Rule.External
         if base is not None and rule is None:
             options.client_optimizer = describe(base)
-        self._input_dtype = torch.float16 if self.config.fp16.enabled and self.config.fp16.auto_cast else None
+        self._input_dtype = torch.float16 if self.fp16_enabled() and self.config.get("fp16.auto_cast") else None
         if options.autocast.enabled:
-            modules = self.config.torch_autocast.lower_precision_safe_modules
+            modules = self.config.get("torch_autocast.lower_precision_safe_modules")
             with self._loans.watching(self.module.parameters(), PARAM_COMM_DTYPE_ATTR_NAME):
                 init_autocast_params(self.module, options.autocast.dtype, modules)
 
@@ -152,12 +148,13 @@ class Engine(EngineGetters):
         self._index = {id(spec.tensor): number for number, spec in enumerate(specs)}
         self._optimized = frozenset(index.values())
         self._frozen = {s.name: s.tensor for s in specs if s.group < 0 and not s.tensor.requires_grad}
-        leaves = leaf_paths(self.module) if options.zero.stage == 3 else []
+        leaves = leaf_paths(self.module) if self.config.placements.shards_params else []
         covers = set(units.values())
         self._partition = Partition(self, self.core, self._loans, self.module, self._index, covers, leaves)
-        if self.config.data_types.buffer_dtype is not None:
-            cast_buffers(self.module, self.config.data_types.buffer_dtype)
-        if options.zero.stage > 0 and not isinstance(self.module, torch.jit.ScriptModule):
+        buffer_dtype = dtype_at(self.config, "data_types.buffer_dtype")
+        if buffer_dtype is not None:
+            cast_buffers(self.module, buffer_dtype)
+        if self.config.placements.shards_states and not isinstance(self.module, torch.jit.ScriptModule):
             self._loans.put(self.module, "zero_grad", zero_grad_of(weakref.ref(self), self.module))
             self._loans.keep_off_copies(self.module)
         self._runner = self._make_runner(base, rule, index)
@@ -166,17 +163,15 @@ class Engine(EngineGetters):
 
     def _units(self, policy: UnitPolicy) -> dict[str, str]:
         units = policy(self.module)
-        zero = self.config.zero_optimization
-        if zero.stage != 3:
+        if not self.config.placements.shards_params:
             return units
         with self._loans.watching(self.module.modules(), LEAF_MARK):
-            apply_config(self.module, zero.leaf_module)
-            apply_granularity(self.module, zero.stage3_module_granularity_threshold)
+            apply_config(self.module, self.config)
         for module in self.module.modules():
             if z3_leaf_module(module):
                 for param in module.parameters():
                     self._loans.put(param, LEAF_MARK, True)
-        return partition_units(self.module, units, leaf_paths(self.module))
+        return _core.partition_units(outline(self.module), units, leaf_paths(self.module))
 
     def _specs(
         self, base: torch.optim.Optimizer | None, units: dict[str, str], marked: bool
@@ -214,8 +209,7 @@ class Engine(EngineGetters):
         return self._index.get(id(param)) in self._optimized
 
     def _params_are_masters(self) -> bool:
-        zero = self.core.options().zero
-        return zero.stage == 0 and zero.precision.master_is_param()
+        return not self.config.placements.shards_states and self.core.options().zero.precision.master_is_param()
 
     def _masters(self) -> dict[str, torch.Tensor]:
         """This rank's part of the fp32 masters by name; empty where the parameters are the masters."""
@@ -322,8 +316,7 @@ class Engine(EngineGetters):
         core = self.core
         self._partition.end_stray()
         steps = core.global_steps()
-        managed = self.config.managed_gradient_accumulation
-        if not managed or core.is_gradient_accumulation_boundary():
+        if not self.managed_gradient_accumulation() or core.is_gradient_accumulation_boundary():
             runner.before_step()
         try:
             applied = core.step(runner.external)
@@ -335,15 +328,12 @@ class Engine(EngineGetters):
         runner.after_step(applied)
         if isinstance(self.optimizer, Optimizer):
             self.optimizer._opt_called = True
-        backwards = self._accumulation if managed else core.backwards() - self._backwards
-        self._backwards = core.backwards()
-        self.global_samples += self._micro_batch * self.dp_world_size * backwards
         if applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._report()
 
     def _report(self) -> None:
-        every = self.config.steps_per_print
+        every = self.steps_per_print()
         if every and self._dp_rank == 0 and self.global_steps % every == 0:
             logger.info(
                 "step=%d, skipped=%d, lr=%s, mom=%s",
@@ -386,7 +376,7 @@ class Engine(EngineGetters):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Overrides the count for the present micro-batch; call it before its forward and backward."""
-        if not self.config.managed_gradient_accumulation:
+        if not self.managed_gradient_accumulation():
             raise UsageError(
                 "[engine.set_gradient_accumulation_boundary] with managed_gradient_accumulation false every step() is "
                 "a boundary"
@@ -427,7 +417,7 @@ class Engine(EngineGetters):
         """A loader of this rank's part of `dataset`; the micro batch is the default batch size."""
         return make_loader(
             dataset,
-            batch_size=batch_size or self._micro_batch,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
             rank=self._dp_rank,
             world_size=self._dp_size,
             route=route,
@@ -435,7 +425,7 @@ class Engine(EngineGetters):
             data_sampler=data_sampler,
             collate_fn=collate_fn or self.collate_fn,
             num_workers=self.num_local_io_workers if num_local_io_workers is None else num_local_io_workers,
-            drop_last=self.config.dataloader_drop_last,
+            drop_last=self.config.get("dataloader_drop_last"),
         )
 
     def module_state_dict(
@@ -482,7 +472,7 @@ class Engine(EngineGetters):
     @contextlib.contextmanager
     def _whole(self) -> Iterator[bool]:
         """A region in which all parameters are whole. Collective in stage 3; True where it gathers any."""
-        if self.core.destroyed() or self.config.zero_optimization.stage != 3:
+        if self.core.destroyed() or not self.config.placements.shards_params:
             yield False
             return
         groups = gathered(self.module.parameters(), writable=False)
@@ -498,8 +488,7 @@ class Engine(EngineGetters):
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Rank 0 writes the module's state dict in the compute dtype, for torch.load. Collective."""
-        zero = self.config.zero_optimization
-        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+        if self.config.placements.shards_params and not self.zero_gather_16bit_weights_on_model_save():
             raise UsageError(
                 "[engine.save_16bit_model] parameters are partitioned; set "
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save to gather them for the file"

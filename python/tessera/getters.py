@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from tessera import _core
+from tessera.configuration import dtype_at
 from tessera.errors import ConfigError
 from tessera.runners import Runner
+
+T = TypeVar("T")
+
+
+def _key(path: str, _kind: type[T]) -> Callable[[EngineGetters], T]:
+    """A method that returns what the configuration has under `path`."""
+
+    def get(self: EngineGetters) -> T:
+        return self.config.get(path)
+
+    get.__doc__ = f"`{path}` of the configuration."
+    return get
 
 
 class EngineGetters(nn.Module):
@@ -23,7 +37,6 @@ class EngineGetters(nn.Module):
     client_optimizer: Any
     client_lr_scheduler: Any
     training_dataloader: Any
-    global_samples: int
     device: torch.device
     local_rank: int
     core: _core.Engine  # the compiled engine
@@ -31,40 +44,38 @@ class EngineGetters(nn.Module):
     _dp_rank: int
     _dp_size: int
     _world: tuple[int, int]
-    _micro_batch: int
-    _accumulation: int
 
     # ---- batch
     def train_batch_size(self) -> int:
         """Samples of one optimizer step over all ranks."""
-        return self._micro_batch * self._accumulation * self.dp_world_size
+        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.dp_world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self._micro_batch
+        return self.core.options().micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        return self._accumulation
+        return self.core.options().gradient_accumulation_steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train batch, micro batch, accumulation steps)."""
-        return self.train_batch_size(), self._micro_batch, self._accumulation
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the accumulation steps so that a step takes this many samples. ConfigError when it cannot."""
-        samples = self._micro_batch * self.dp_world_size
+        micro_batch = self.train_micro_batch_size_per_gpu()
+        samples = micro_batch * self.dp_world_size
         if train_batch_size <= 0 or train_batch_size % samples:
             raise ConfigError(
                 f"[engine.set_train_batch_size] {train_batch_size} is not divisible by micro batch * ranks = "
-                f"{self._micro_batch} * {self.dp_world_size} = {samples}"
+                f"{micro_batch} * {self.dp_world_size} = {samples}"
             )
         self.core.set_gradient_accumulation_steps(train_batch_size // samples)
-        self._accumulation = train_batch_size // samples
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the micro batch; the train batch follows, the accumulation steps stay."""
         if micro_batch_size <= 0:
             raise ConfigError(f"[engine.set_train_micro_batch_size] must be positive, got {micro_batch_size}")
-        self._micro_batch = micro_batch_size
+        self.core.set_micro_batch_size(micro_batch_size)
 
     # ---- progress
     @property
@@ -78,6 +89,15 @@ class EngineGetters(nn.Module):
     @property
     def skipped_steps(self) -> int:
         return self.core.skipped_steps()
+
+    @property
+    def global_samples(self) -> int:
+        """Of all ranks, in the optimizer steps so far."""
+        return self.core.global_samples()
+
+    @global_samples.setter
+    def global_samples(self, samples: int) -> None:
+        self.core.set_counters(self.micro_steps, self.global_steps, self.skipped_steps, samples)
 
     def was_step_applied(self) -> bool:
         """True when the last step() updated parameters."""
@@ -107,12 +127,12 @@ class EngineGetters(nn.Module):
         """The configured type, or the class of the client's optimizer."""
         if self.client_optimizer is not None and self.basic_optimizer is not None:
             return type(self.basic_optimizer).__name__
-        return self.config.optimizer.type or None
+        return self.config.get("optimizer.type") or None
 
     def scheduler_name(self) -> str | None:
         if self.client_lr_scheduler is not None:
             return type(self.lr_scheduler).__name__
-        return self.config.scheduler.type or None
+        return self.config.get("scheduler.type") or None
 
     # ---- the world
     @property
@@ -146,74 +166,40 @@ class EngineGetters(nn.Module):
         return 0
 
     # ---- configuration
+    zero_optimization_stage = _key("zero_optimization.stage", int)
+    zero_allow_untested_optimizer = _key("zero_allow_untested_optimizer", bool)
+    zero_reduce_scatter = _key("zero_optimization.reduce_scatter", bool)
+    zero_reduce_bucket_size = _key("zero_optimization.reduce_bucket_size", int)
+    zero_allgather_bucket_size = _key("zero_optimization.allgather_bucket_size", int)
+    zero_contiguous_gradients = _key("zero_optimization.contiguous_gradients", bool)
+    zero_load_from_fp32_weights = _key("zero_optimization.load_from_fp32_weights", bool)
+    zero_ignore_unused_parameters = _key("zero_optimization.ignore_unused_parameters", bool)
+    zero_gather_16bit_weights_on_model_save = _key("zero_optimization.stage3_gather_16bit_weights_on_model_save", bool)
+    fp16_enabled = _key("fp16.enabled", bool)
+    bfloat16_enabled = _key("bf16.enabled", bool)
+    torch_autocast_enabled = _key("torch_autocast.enabled", bool)
+    autotp_size = _key("tensor_parallel.autotp_size", int)
+    managed_gradient_accumulation = _key("managed_gradient_accumulation", bool)
+    gradient_clipping = _key("gradient_clipping", float)
+    loss_scale = _key("fp16.loss_scale", float)  # static; 0 means dynamic. The present one: loss_scaler.loss_scale
+    wall_clock_breakdown = _key("wall_clock_breakdown", bool)
+
     def zero_optimization(self) -> bool:
-        return self.config.zero_optimization.stage > 0
+        return self.config.placements.shards_states
 
-    def zero_optimization_stage(self) -> int:
-        return self.config.zero_optimization.stage
-
-    def zero_allow_untested_optimizer(self) -> bool:
-        return self.config.zero_allow_untested_optimizer
-
-    def zero_reduce_scatter(self) -> bool:
-        return self.config.zero_optimization.reduce_scatter
-
-    def zero_reduce_bucket_size(self) -> int:
-        return self.config.zero_optimization.reduce_bucket_size
-
-    def zero_allgather_bucket_size(self) -> int:
-        return self.config.zero_optimization.allgather_bucket_size
+    def steps_per_print(self) -> int | None:
+        return self.config.get("steps_per_print")
 
     def zero_overlap_comm(self) -> bool:
         return self.core.options().zero.overlap
 
-    def zero_contiguous_gradients(self) -> bool:
-        return self.config.zero_optimization.contiguous_gradients
-
-    def zero_load_from_fp32_weights(self) -> bool:
-        return self.config.zero_optimization.load_from_fp32_weights
-
-    def zero_ignore_unused_parameters(self) -> bool:
-        return self.config.zero_optimization.ignore_unused_parameters
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        return self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
-
-    def fp16_enabled(self) -> bool:
-        return self.config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        return self.config.bf16.enabled
-
-    def torch_autocast_enabled(self) -> bool:
-        return self.config.torch_autocast.enabled
-
     def torch_autocast_dtype(self) -> torch.dtype | None:
-        return self.config.torch_autocast.dtype
-
-    def autotp_size(self) -> int:
-        return self.config.tensor_parallel.autotp_size
-
-    def managed_gradient_accumulation(self) -> bool:
-        return self.config.managed_gradient_accumulation
-
-    def gradient_clipping(self) -> float:
-        return self.config.gradient_clipping
+        return dtype_at(self.config, "torch_autocast.dtype")
 
     def dynamic_loss_scale(self) -> bool:
-        return self.config.fp16.enabled and self.config.fp16.loss_scale == 0
-
-    def loss_scale(self) -> float:
-        """The configured static scale; 0 means dynamic. The present one: engine.loss_scaler.loss_scale."""
-        return self.config.fp16.loss_scale
-
-    def steps_per_print(self) -> int | None:
-        return self.config.steps_per_print
-
-    def wall_clock_breakdown(self) -> bool:
-        return self.config.wall_clock_breakdown
+        return self.fp16_enabled() and self.loss_scale() == 0
 
     @property
     def communication_data_type(self) -> torch.dtype:
         """dtype of the gradients that travel."""
-        return self.config.communication_data_type or self.core.options().zero.precision.grad
+        return dtype_at(self.config, "communication_data_type") or self.core.options().zero.precision.grad

@@ -1,4 +1,4 @@
-"""tessera.initialize: the arguments of deepspeed.initialize, checked, to an Engine."""
+"""tessera.initialize: the arguments of deepspeed.initialize, checked, to an Engine; our own by keyword only."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tessera.configuration import choose_config
 from tessera.construction import suspended
 from tessera.engine import Engine
 from tessera.errors import ConfigError
+from tessera.units import UnitPolicy
 
 
 def initialize(
@@ -30,6 +31,8 @@ def initialize(
     config: Any = None,
     mesh_param: tuple[int, int] | None = None,
     config_params: Any = None,
+    *,
+    unit_policy: UnitPolicy | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
     """Builds the engine. Returns (engine, optimizer, dataloader, lr_scheduler); the last three may be None.
 
@@ -37,6 +40,7 @@ def initialize(
     optimizer: an Optimizer, or a callable that gets param groups; wins over config["optimizer"].
     model_parameters: what a configured or called optimizer trains; default: all that require gradients.
     config: dict, path or base64 text; also as args.deepspeed_config or config_params.
+    unit_policy: which parameters travel together, see tessera.units; default: blocks that the model repeats.
     The returned optimizer is the client's own object at stage 0 in fp32, else a tessera.Optimizer.
     A plain model on the CPU is moved to the accelerator that the process group has a back end of its own for, as NCCL.
     Collective over all ranks. ConfigError (a ValueError) for wrong arguments.
@@ -60,6 +64,7 @@ def initialize(
             training_data=training_data,
             collate_fn=collate_fn,
             group=_data_parallel_group(mpu, mesh_param),
+            unit_policy=unit_policy,
         )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

@@ -112,7 +112,10 @@ def _trainer(param: torch.Tensor) -> Engine | None:
 
 def _in_time(param: torch.Tensor) -> Engine | None:
     engine = _trainer(param)
-    if engine is not None and engine.config.zero_optimization.stage in (1, 2) and not engine.core.has_gradients():
+    if engine is None or engine.core.has_gradients():
+        return engine
+    placements = engine.config.placements
+    if placements.shards_grads and not placements.shards_params:
         raise ConfigError("[utils] Gradients are only available immediately after backward and before engine.step()")
     return engine
 
@@ -126,6 +129,6 @@ def _writer(param: torch.Tensor) -> Engine:
 
 def _stage_3(param: torch.Tensor) -> Engine:
     engine = _writer(param)
-    if engine.config.zero_optimization.stage != 3:
+    if not engine.config.placements.shards_params:
         raise UsageError("[utils] local values are set in stage 3 only; use the safe_set_full_ functions")
     return engine

@@ -35,6 +35,20 @@ std::string shown(const std::optional<int64_t>& value) {
   return value ? std::to_string(*value) : "?";
 }
 
+// Of all keys whose path begins with `prefix`.
+Params tree_of(const Config& config, const std::string& prefix) {
+  Params tree;
+  for (const Key& key : keys()) {
+    if (!key.path.starts_with(prefix)) continue;
+    Params* at = &tree;
+    size_t from = prefix.size();
+    for (size_t dot; (dot = key.path.find('.', from)) != std::string::npos; from = dot + 1)
+      at = &std::get<Params>(at->emplace(key.path.substr(from, dot - from), Params()).first->second.data);
+    at->emplace(key.path.substr(from), value_of(key, config));
+  }
+  return tree;
+}
+
 }  // namespace
 
 Config from_value(const nlohmann::json& value) {
@@ -88,6 +102,28 @@ Batch Config::resolve_batch(int64_t data_parallel_size) const {
                       "the batch sizes do not fit. ", given, "; found ", out.train_batch_size,
                       " != ", out.micro_batch_size, " * ", out.gradient_accumulation_steps, " * ", world);
   return out;
+}
+
+Value Config::get(const std::string& path) const {
+  std::string at;  // the canonical spelling so far
+  std::istringstream parts(path);
+  for (std::string name; std::getline(parts, name, '.');) {
+    const std::string section = at;
+    at = canonical(section.empty() ? name : section + "." + name);
+    const bool is_section = std::find(sections().begin(), sections().end(), at) != sections().end();
+    if (is_section || (find_key(at) != nullptr && parts.eof())) continue;
+    const std::string near = nearest(name, names_in(section));
+    TESSERA_CHECK_VALUE(false, "config", "there is no key '", path, "'",
+                        near.empty() || near == name
+                            ? "; see docs/config.md"
+                            : "; did you mean '" + (section.empty() ? "" : section + ".") + near + "'?");
+  }
+  if (const Key* key = find_key(at)) return value_of(*key, *this);
+  return tree_of(*this, at.empty() ? "" : at + ".");
+}
+
+Params Config::to_dict() const {
+  return tree_of(*this, "");
 }
 
 std::string Config::describe(bool all) const {

@@ -102,6 +102,12 @@ struct Config {
   // fit.
   Batch resolve_batch(int64_t data_parallel_size) const;
 
+  // What stands under a path such as "zero_optimization.stage", any spelling of its parts; of a section, all of it. dtypes
+  // and enums are texts ("bf16", "mean"), what is unset is null. Value error that names the nearest key for another path.
+  Value get(const std::string& path) const;
+  // The whole tree, defaults included; a configuration that has it is read to the same values.
+  Params to_dict() const;
+
   // The effective configuration, one "path = value (given | default | derived)" a line. `all`
   // false: only what differs from the defaults.
   std::string describe(bool all = true) const;

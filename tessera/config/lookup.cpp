@@ -83,26 +83,20 @@ struct AllowedText {
   std::string text() const { return limits.choices.empty() ? "text" : choices_text(limits.choices); }
 };
 
-struct ValueText {
-  std::string operator()(const bool* v) const { return *v ? "true" : "false"; }
-  std::string operator()(const int64_t* v) const { return std::to_string(*v); }
-  std::string operator()(const double* v) const { return number_text(*v); }
-  std::string operator()(const std::string* v) const { return Value(*v).text(); }
-  std::string operator()(const c10::ScalarType* v) const { return "\"" + dtype_name(*v) + "\""; }
-  std::string operator()(const Value* v) const { return v->is_null() ? "unset" : v->text(); }
-  std::string operator()(const Params* v) const { return Value(*v).text(); }
-  std::string operator()(const EnumField& v) const { return "\"" + v.names.at(v.get()) + "\""; }
+struct ToValue {
+  Value operator()(const EnumField& v) const { return v.names.at(v.get()); }
+  Value operator()(const c10::ScalarType* v) const { return dtype_name(*v); }
   template <class T>
-  std::string operator()(const std::optional<T>* v) const {
-    return *v ? (*this)(&**v) : "unset";
+  Value operator()(const T* v) const {
+    return *v;
   }
   template <class T>
-  std::string operator()(const std::vector<T>* v) const {
-    std::vector<std::string> parts;
-    for (const T& one : *v) {
-      parts.push_back((*this)(&one));
-    }
-    return "[" + join(parts, ", ") + "]";
+  Value operator()(const std::optional<T>* v) const {
+    return *v ? (*this)(&**v) : Value();
+  }
+  template <class T>
+  Value operator()(const std::vector<T>* v) const {
+    return List(v->begin(), v->end());
   }
 };
 
@@ -195,9 +189,14 @@ std::string allowed(const Key& key) {
   return std::visit(AllowedText{key.limits}, key.field(unused));
 }
 
-std::string value_text(const Key& key, const Config& config) {
+Value value_of(const Key& key, const Config& config) {
   // Rows hand out mutable members; this one only reads.
-  return std::visit(ValueText{}, key.field(const_cast<Config&>(config)));
+  return std::visit(ToValue{}, key.field(const_cast<Config&>(config)));
+}
+
+std::string value_text(const Key& key, const Config& config) {
+  const Value value = value_of(key, config);
+  return value.is_null() ? "unset" : value.text();
 }
 
 std::string dtype_name(c10::ScalarType dtype) {

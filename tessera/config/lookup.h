@@ -29,7 +29,9 @@ std::optional<c10::ScalarType> dtype_of(const std::string& name);
 
 // "integer >= 1", "one of ...": what a key takes.
 std::string allowed(const Key& key);
-// Its value in `config` as JSON text; "unset" where it has none.
+// Its value in `config`: dtypes and enums as text, null where it has none.
+Value value_of(const Key& key, const Config& config);
+// The same as JSON text; "unset" where it has none.
 std::string value_text(const Key& key, const Config& config);
 
 // Adds a line for every value of `config` outside the limits of its row.

@@ -8,6 +8,20 @@
 namespace tessera::config {
 namespace {
 
+std::optional<double> as_number(const Value& value) {
+  if (const auto* v = std::get_if<int64_t>(&value.data)) {
+    return double(*v);
+  }
+  const auto* v = std::get_if<double>(&value.data);
+  return v && std::isfinite(*v) ? std::optional(*v) : std::nullopt;
+}
+
+std::optional<bool> as_flag(const Value& value) {
+  if (const auto* v = std::get_if<bool>(&value.data)) return *v;
+  const auto number = as_number(value);
+  return number && (*number == 0 || *number == 1) ? std::optional(*number == 1) : std::nullopt;
+}
+
 // Hands out the parameters one by one and reports what is left over.
 class Reader {
  public:
@@ -64,12 +78,9 @@ class Reader {
 
   void flag(const std::string& name, bool& out) {
     if (const Value* value = find(name)) {
-      const auto* got = std::get_if<bool>(&value->data);
-      const auto number = as_number(*value);
+      const auto got = as_flag(*value);
       if (got) {
         out = *got;
-      } else if (number && (*number == 0 || *number == 1)) {
-        out = *number == 1;
       } else {
         bad(name, *value, "true or false");
       }
@@ -134,14 +145,6 @@ class Reader {
   }
 
  private:
-  static std::optional<double> as_number(const Value& value) {
-    if (const auto* v = std::get_if<int64_t>(&value.data)) {
-      return double(*v);
-    }
-    const auto* v = std::get_if<double>(&value.data);
-    return v && std::isfinite(*v) ? std::optional(*v) : std::nullopt;
-  }
-
   static std::vector<double> as_numbers(const Value& value) {
     const auto* list = std::get_if<List>(&value.data);
     std::vector<double> out;
@@ -191,8 +194,7 @@ void read_sgd(Reader& in, optim::GroupOptions& group) {
 
 bool flag_of(const Params& params, const std::string& name, bool fallback) {
   const auto found = params.find(name);
-  const bool* value = found == params.end() ? nullptr : std::get_if<bool>(&found->second.data);
-  return value ? *value : fallback;
+  return found == params.end() ? fallback : as_flag(found->second).value_or(fallback);
 }
 
 optim::ScheduleOptions read_warmup(Reader& in) {
@@ -259,9 +261,9 @@ optim::ScheduleOptions read_range_test(Reader& in) {
 
 }  // namespace
 
-bool is_native_optimizer(const std::string& type) {
-  const std::string name = lower(type);
-  return name == "adam" || name == "adamw" || name == "sgd" || name == "adagrad" || name == "lion";
+std::optional<optim::OptimizerOptions> kind_of(const Optimizer& optimizer) {
+  if (!optim::is_native_type(optimizer.type)) return std::nullopt;
+  return optim::options_of_type(optimizer.type, flag_of(optimizer.params, "adam_w_mode", true));
 }
 
 std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer, Report& report) {
@@ -270,25 +272,25 @@ std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer
   }
   const Params& params = optimizer.params;
   const bool torch_adam = flag_of(params, "torch_adam", false);
-  if (!is_native_optimizer(optimizer.type) || (torch_adam && flag_of(params, "amsgrad", false))) {
-    return std::nullopt;
-  }
-  const std::string type = lower(optimizer.type);
-  const bool decoupled = type == "adamw" || flag_of(params, "adam_w_mode", true);
-  auto options = optim::options_of_type(type, decoupled);
+  auto options = kind_of(optimizer);
+  if (!options || (torch_adam && flag_of(params, "amsgrad", false))) return std::nullopt;
   Reader in("optimizer.params", params, report);
-  auto& group = options.defaults;
+  auto& group = options->defaults;
   in.number("lr", group.lr, 0);
-  if (type == "adam" || type == "adamw") {
-    read_adam(in, torch_adam, group);
-  } else if (type == "sgd") {
-    read_sgd(in, group);
-  } else if (type == "adagrad") {
-    in.number("lr_decay", group.lr_decay, 0);
-    in.number("initial_accumulator_value", group.initial_accumulator_value, 0);
-    in.number("eps", group.eps, 0);
-  } else {
-    in.betas(group.beta1, group.beta2);
+  switch (options->rule) {
+    case optim::Rule::Adam:
+      read_adam(in, torch_adam, group);
+      break;
+    case optim::Rule::Sgd:
+      read_sgd(in, group);
+      break;
+    case optim::Rule::Adagrad:
+      in.number("lr_decay", group.lr_decay, 0);
+      in.number("initial_accumulator_value", group.initial_accumulator_value, 0);
+      in.number("eps", group.eps, 0);
+      break;
+    default:
+      in.betas(group.beta1, group.beta2);
   }
   in.number("weight_decay", group.weight_decay, 0);
   in.flag("maximize", group.maximize);

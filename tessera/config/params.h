@@ -11,8 +11,9 @@
 
 namespace tessera::config {
 
-// Adam, AdamW, SGD, Adagrad, Lion in any letter case.
-bool is_native_optimizer(const std::string& type);
+// Rule and defaults of the type, with adam_w_mode; empty for a type that only torch.optim has. Other parameters are not
+// looked at.
+std::optional<optim::OptimizerOptions> kind_of(const Optimizer& optimizer);
 
 // Empty for no type, for a type of torch.optim and for what a native rule does not do (amsgrad with
 // torch_adam); the parameters of the latter are not looked at, except max_grad_norm.

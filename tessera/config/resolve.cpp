@@ -8,6 +8,10 @@
 
 namespace tessera::config {
 
+const shard::StagePlacements& placements(const Config& config) {
+  return shard::placements_of_stage(static_cast<int>(config.zero_optimization.stage));
+}
+
 amp::ScalerOptions scaler_options(const Config& config) {
   const Fp16& fp16 = config.fp16;
   if (!fp16.enabled) {
@@ -15,7 +19,7 @@ amp::ScalerOptions scaler_options(const Config& config) {
     return autocast ? amp::ScalerOptions::autocast() : amp::ScalerOptions::off();
   }
   if (fp16.loss_scale > 0) return amp::ScalerOptions::fixed(fp16.loss_scale);
-  const bool zero = config.zero_optimization.stage > 0;
+  const bool zero = placements(config).shards_states();
   return {.dynamic = true,
           .initial = std::exp2(static_cast<double>(fp16.initial_scale_power)),
           .window = fp16.loss_scale_window,
@@ -50,7 +54,8 @@ zero::Options zero_options(const Config& config) {
     options.gather.reuse_distance = zero.stage3_max_reuse_distance;
   }
   options.reduce_at_step = !config.managed_gradient_accumulation;
-  const bool possible = config.managed_gradient_accumulation || zero.stage >= 2;
+  const bool possible =
+      config.managed_gradient_accumulation || placements(config).reduce_at == shard::ReduceAt::EveryBackward;
   options.overlap = possible && zero.overlap_comm.value_or(true);
   return options;
 }
@@ -60,6 +65,10 @@ std::optional<optim::OptimizerOptions> native_optimizer(const Config& config) {
   auto options = read_optimizer(config.optimizer, report);
   report.raise();
   return options;
+}
+
+std::optional<optim::OptimizerOptions> optimizer_kind(const Config& config) {
+  return kind_of(config.optimizer);
 }
 
 std::optional<optim::ScheduleOptions> native_schedule(const Config& config) {

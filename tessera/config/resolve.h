@@ -9,9 +9,13 @@
 #include "tessera/config/config.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/optim/schedule.h"
+#include "tessera/shard/placement.h"
 #include "tessera/zero/options.h"
 
 namespace tessera::config {
+
+// What zero_optimization.stage means.
+const shard::StagePlacements& placements(const Config& config);
 
 // How losses are scaled: section fp16; in ZeRO (stages 1 to 3) with hysteresis and an error at the minimum, in stage 0
 // without. torch_autocast in fp16 without the section: torch.amp's rules. No scaling otherwise.
@@ -28,6 +32,10 @@ zero::Options zero_options(const Config& config);
 // letter case. Empty when the configuration names none, or a class of torch.optim that only the
 // Python front end can build (also Adam with torch_adam and amsgrad).
 std::optional<optim::OptimizerOptions> native_optimizer(const Config& config);
+
+// Rule and defaults of optimizer.type and adam_w_mode, whatever the other parameters ask for; empty as above, but not for
+// Adam. For who builds the optimizer itself.
+std::optional<optim::OptimizerOptions> optimizer_kind(const Config& config);
 
 // The configured schedule where it is one of optim/schedule.h; empty when none is named or it is a
 // class of torch.optim.lr_scheduler.

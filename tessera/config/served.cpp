@@ -17,6 +17,11 @@ bool unserved_type(const Config& c) {
   return false;
 }
 
+bool unserved_states(const Config& c) {
+  const auto found = c.optimizer.params.find("fp32_optimizer_states");
+  return found != c.optimizer.params.end() && (found->second == Value(false) || found->second == Value(0));
+}
+
 }  // namespace
 
 const std::vector<Refusal>& refusals() {
@@ -42,6 +47,7 @@ const std::vector<Refusal>& refusals() {
          return dtype != c10::ScalarType::Float && dtype != precision(c).param;
        }},
       {"optimizer.type", "Lamb, Muon, MuAdam, MuAdamW, MuSGD, OneBit*, ZeroOneAdam", unserved_type},
+      {"optimizer.params", "fp32_optimizer_states false", unserved_states},
       {"tensor_parallel.autotp_size", "> 1", [](C c) { return c.tensor_parallel.autotp_size > 1; }},
       {"sequence_parallel_size", "> 1", [](C c) { return c.sequence_parallel_size > 1; }},
       {"sparse_gradients", "true", [](C c) { return c.sparse_gradients; }},

@@ -12,7 +12,9 @@ Options options_from(const config::Config& config, int data_parallel_size) {
   options.zero = config::zero_options(config);
   const auto native = config::native_optimizer(config);
   options.rule = native ? native->rule : optim::Rule::External;
-  options.gradient_accumulation_steps = config.resolve_batch(data_parallel_size).gradient_accumulation_steps;
+  const config::Batch batch = config.resolve_batch(data_parallel_size);
+  options.micro_batch_size = batch.micro_batch_size;
+  options.gradient_accumulation_steps = batch.gradient_accumulation_steps;
   options.gradient_clipping = config.gradient_clipping;
   options.managed_accumulation = config.managed_gradient_accumulation;
   options.precision_of_model = !config::casts_model(config);

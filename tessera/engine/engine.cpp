@@ -19,7 +19,8 @@ struct Engine::Impl {
   std::vector<ParamSpec> params;
   std::unique_ptr<zero::ShardedModel> model;
 
-  int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0;
+  int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0, global_samples = 0;
+  int64_t counted_backwards = 0;  // by earlier steps
   std::optional<bool> boundary_override;
   bool in_step = false, no_sync = false, coalesce = false, applied = false;
   std::optional<double> norm;
@@ -46,6 +47,13 @@ struct Engine::Impl {
   }
 
   bool apply(const std::function<void()>& external);
+
+  void count_samples() {
+    const int64_t before = std::exchange(counted_backwards, model->driver.backwards());
+    const int64_t batches =
+        options.managed_accumulation ? options.gradient_accumulation_steps : counted_backwards - before;
+    global_samples += options.micro_batch_size * mesh.size(comm::kBatchAxes) * batches;
+  }
 
   void leave_region() {
     if (regions.empty()) return;
@@ -184,6 +192,7 @@ bool Engine::step(const std::function<void()>& external) {
       throw;
     }
     ++m.global_steps;
+    m.count_samples();
   }
   m.in_step = false;
   ++m.micro_steps;
@@ -245,6 +254,11 @@ void Engine::set_gradient_accumulation_steps(int64_t steps) {
   impl_->options.gradient_accumulation_steps = steps;
 }
 
+void Engine::set_micro_batch_size(int64_t samples) {
+  TESSERA_CHECK_VALUE(samples >= 1, "engine", "the micro batch must be >= 1, got ", samples);
+  impl_->options.micro_batch_size = samples;
+}
+
 void Engine::begin_no_sync() {
   impl_->live("no_sync");
   TESSERA_CHECK(!impl_->no_sync, "engine.no_sync", "no_sync context manager reentry is unsupported");
@@ -295,10 +309,15 @@ int64_t Engine::skipped_steps() const {
   return impl_->skipped_steps;
 }
 
-void Engine::set_counters(int64_t micro_steps, int64_t global_steps, int64_t skipped_steps) {
+int64_t Engine::global_samples() const {
+  return impl_->global_samples;
+}
+
+void Engine::set_counters(int64_t micro_steps, int64_t global_steps, int64_t skipped_steps, int64_t global_samples) {
   impl_->micro_steps = micro_steps;
   impl_->global_steps = global_steps;
   impl_->skipped_steps = skipped_steps;
+  impl_->global_samples = global_samples;
 }
 
 // ---------------------------------------------------------------- optimizer and state access

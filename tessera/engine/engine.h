@@ -27,6 +27,7 @@ namespace tessera::engine {
 struct Options {
   zero::Options zero;
   optim::Rule rule = optim::Rule::Adam;
+  int64_t micro_batch_size = 1;  // samples of one rank in one forward; only counted
   int64_t gradient_accumulation_steps = 1;
   double gradient_clipping = 1.0;    // largest global L2 norm; 0 turns clipping off
   bool managed_accumulation = true;  // false: every step() is a boundary
@@ -91,6 +92,7 @@ class Engine {
   bool is_gradient_accumulation_boundary() const;
   void set_gradient_accumulation_boundary(bool boundary);  // runtime error in unmanaged mode
   void set_gradient_accumulation_steps(int64_t steps);
+  void set_micro_batch_size(int64_t samples);
   // no_sync: gradients accumulate locally, no collective; at stage >= 2 this holds one full gradient per unit.
   void begin_no_sync();
   void end_no_sync();
@@ -108,7 +110,9 @@ class Engine {
   int64_t backwards() const;
   int64_t global_steps() const;
   int64_t skipped_steps() const;
-  void set_counters(int64_t micro_steps, int64_t global_steps, int64_t skipped_steps);
+  // Of all ranks in the optimizer steps so far: micro batches of the steps, unmanaged of the backwards.
+  int64_t global_samples() const;
+  void set_counters(int64_t micro_steps, int64_t global_steps, int64_t skipped_steps, int64_t global_samples);
   // The norm of the gradients as they are now, before a step. Collective.
   double grad_norm();
 

@@ -20,8 +20,9 @@ namespace tessera::nn {
 template <class M>
 class Engine : public Session {
  public:
-  Engine(std::shared_ptr<M> module, const Config& config, comm::Mesh mesh, const Construction* building = nullptr)
-      : Session(module, config, std::move(mesh), building), module_(std::move(module)) {}
+  Engine(std::shared_ptr<M> module, const Config& config, comm::Mesh mesh, const Construction* building = nullptr,
+         const UnitPolicy& policy = default_unit_policy)
+      : Session(module, config, std::move(mesh), building, policy), module_(std::move(module)) {}
 
   // module->forward(args...) of this rank's micro-batch. Local in stages 0 to 2, collective in stage 3 (hooked.h). An
   // exception of the module passes through and leaves the engine usable.
@@ -96,34 +97,28 @@ namespace tessera {
 
 // Collective. Takes over the storage of the module's parameters; `mesh` defaults to the ranks of the environment
 // (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them; one rank without them), those of a shard group of
-// zero_optimization.mics_shard_size on dp_shard.
+// zero_optimization.mics_shard_size on dp_shard. `policy`: which parameters are gathered, reduced and freed together.
 template <class M>
-nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, comm::Mesh mesh) {
-  return nn::Engine<M>(std::move(module), config, std::move(mesh));
+nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, comm::Mesh mesh,
+                         const nn::UnitPolicy& policy = nn::default_unit_policy) {
+  return nn::Engine<M>(std::move(module), config, std::move(mesh), nullptr, policy);
 }
 template <class M>
-nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config) {
+nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config,
+                         const nn::UnitPolicy& policy = nn::default_unit_policy) {
   const auto shards = static_cast<int>(config.zero_optimization.mics_shard_size);
-  return initialize(std::move(module), config, comm::environment_mesh(shards));
+  return initialize(std::move(module), config, comm::environment_mesh(shards), policy);
 }
 // A module that was built in partitions; over the ranks of `building`.
 template <class M>
-nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, const nn::Construction& building) {
-  return nn::Engine<M>(std::move(module), config, building.mesh(), &building);
+nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, const nn::Construction& building,
+                         const nn::UnitPolicy& policy = nn::default_unit_policy) {
+  return nn::Engine<M>(std::move(module), config, building.mesh(), &building, policy);
 }
-// Module holders (TORCH_MODULE), torch::nn::Sequential among them.
-template <class M>
-nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config& config, comm::Mesh mesh) {
-  return initialize(module.ptr(), config, std::move(mesh));
-}
-template <class M>
-nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config& config) {
-  return initialize(module.ptr(), config);
-}
-template <class M>
-nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config& config,
-                         const nn::Construction& building) {
-  return initialize(module.ptr(), config, building);
+// Module holders (TORCH_MODULE), torch::nn::Sequential among them; the arguments of the others.
+template <class M, class... A>
+nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config& config, A&&... more) {
+  return initialize(module.ptr(), config, std::forward<A>(more)...);
 }
 
 }  // namespace tessera

@@ -2,6 +2,7 @@
 
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -37,15 +38,27 @@ void ModuleScope::finish(const std::vector<at::Tensor>& outputs) {
   if (engine != nullptr) engine->modules().leave(module_, outputs);
 }
 
-ScopeLink connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine::Engine>& engine) {
+ScopeLink connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine::Engine>& engine,
+                         const std::vector<std::string>& leaves) {
+  const auto in_leaf = [&](const std::string& path) {
+    return std::any_of(leaves.begin(), leaves.end(), [&](const std::string& leaf) {
+      return path != leaf && (leaf.empty() || path.starts_with(leaf + "."));
+    });
+  };
   std::unordered_map<const void*, int> index;
   const auto& specs = engine->params();
   for (size_t i = 0; i < specs.size(); ++i)
     index[specs[i].tensor.unsafeGetTensorImpl()] = static_cast<int>(i);
   std::unordered_set<int> covered;
-  for (const auto& part : module.modules()) {
+  std::unordered_set<const void*> seen;
+  for (const auto& item : module.named_modules()) {
+    const auto& part = item.value();
     auto* holder = dynamic_cast<ScopeHolder*>(part.get());
-    if (holder == nullptr) continue;
+    if (holder == nullptr || !seen.insert(holder).second) continue;
+    if (in_leaf(item.key())) {
+      holder->connect({});
+      continue;
+    }
     std::vector<int> params;
     for (const at::Tensor& p : part->parameters()) {
       params.push_back(index.at(p.unsafeGetTensorImpl()));

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "tessera/engine/engine.h"
@@ -49,9 +50,10 @@ class ModuleScope {
   bool wants_ = false;
 };
 
-// Connects every ScopeHolder in `module` with `engine`, whose parameters are those of param_specs(). Returns the scope
-// of the parameters that belong to no ScopeHolder.
-ScopeLink connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine::Engine>& engine);
+// Connects every ScopeHolder in `module` with `engine`, whose parameters are those of param_specs(), but for those inside
+// the modules of the paths `leaves`, which run as one. Returns the scope of the parameters that belong to no ScopeHolder.
+ScopeLink connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine::Engine>& engine,
+                         const std::vector<std::string>& leaves);
 
 // Inside the lifetime of a GatheredParameters these parameters are whole: for reading, or, with `writer` >= 0, for
 // writing on that rank of the data-parallel group. Collective, at the begin and at the end. Tensors that the engine does

@@ -3,38 +3,17 @@
 #include "tessera/base/error.h"
 #include "tessera/config/resolve.h"
 #include "tessera/engine/build.h"
-#include "tessera/nn/units.h"
-#include "tessera/shard/placement.h"
 
 namespace tessera::nn {
-namespace {
-
-// In the other stages marks change nothing.
-void refuse_leaf_modules(const config::ZeroOptimization& zero) {
-  if (shard::placements_of_stage(static_cast<int>(zero.stage)).params != shard::Placement::Shard) return;
-  const auto& leaf = zero.leaf_module;
-  const bool marked =
-      !leaf.names.empty() || !leaf.name_suffixes.empty() || leaf.classes != config::LeafModule().classes;
-  TESSERA_CHECK_BUILT(
-      !marked, "initialize",
-      "zero_optimization.leaf_module marks modules in Python only; in C++ derive the module itself from "
-      "tessera::nn::Hooked (all below it is gathered with it) and leave the modules inside plain");
-  TESSERA_CHECK_BUILT(zero.stage3_module_granularity_threshold == 0, "initialize",
-                      "zero_optimization.stage3_module_granularity_threshold marks modules in Python only");
-}
-
-}  // namespace
-
 Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
-                 const Construction* building)
+                 const Construction* building, const UnitPolicy& policy)
     : module_(std::move(module)) {
   TESSERA_CHECK_VALUE(module_ != nullptr, "initialize", "the module is null");
   config.validate();
-  refuse_leaf_modules(config.zero_optimization);
   const auto optimizer = config::native_optimizer(config);
   TESSERA_CHECK_VALUE(optimizer, "initialize",
-                      "the configuration names no optimizer that runs in C++; set optimizer.type to Adam, AdamW, SGD, "
-                      "Lion or Adagrad");
+                      "the configuration names no optimizer that runs in C++; set optimizer.type to one of ",
+                      optim::native_types());
   schedule_ = config::native_schedule(config);
   TESSERA_CHECK_VALUE(schedule_ || config.scheduler.type.empty(), "initialize", "scheduler.type '",
                       config.scheduler.type, "' exists in Python only");
@@ -46,7 +25,17 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   }
   TESSERA_CHECK_BUILT(!(config.fp16.enabled && config.fp16.auto_cast), "initialize",
                       "fp16.auto_cast casts inputs in Python only; cast them to at::kHalf yourself");
-  auto specs = param_specs(*module_);
+  engine::UnitNames units = policy(*module_);
+  std::vector<std::string> leaves;
+  if (config::placements(config).shards_params()) {
+    const engine::Outline model = outline(*module_);
+    const engine::Leaves marked = engine::configured_leaves(model, config.zero_optimization);
+    for (const std::string& line : marked.warnings)
+      if (mesh.rank(comm::kBatchAxes) == 0) TORCH_WARN(line);
+    leaves = engine::outermost(model, marked.modules);
+    units = engine::partition_units(model, units, leaves);
+  }
+  auto specs = param_specs(*module_, units);
   if (options.autocast.enabled) {
     mark_autocast(*module_, config.torch_autocast.lower_precision_safe_modules.value_or(default_autocast_modules()),
                   options.autocast.dtype, specs);
@@ -54,7 +43,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   if (building != nullptr) building->hand_over(specs);
   core_ = std::make_shared<engine::Engine>(options, std::move(mesh), std::move(specs), groups);
   core_->broadcast_buffers(module_->buffers());
-  rest_ = connect_scopes(*module_, core_);
+  rest_ = connect_scopes(*module_, core_, leaves);
   if (config.data_types.buffer_dtype) cast_buffers(*module_, *config.data_types.buffer_dtype);
   apply_schedule();
 }

@@ -9,6 +9,7 @@
 
 #include "tessera/nn/construction.h"
 #include "tessera/nn/scope.h"
+#include "tessera/nn/units.h"
 #include "tessera/tessera.h"
 
 namespace tessera::nn {
@@ -17,9 +18,9 @@ class Session {
  public:
   // Collective: the parameters of rank 0 are broadcast. Value error when the configuration names no native optimizer
   // or is wrong; not-implemented error for keys that are not served.
-  // `building`: who partitioned parameters of the module before, or null.
+  // `building`: who partitioned parameters of the module before, or null. `policy`: which parameters travel together.
   Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
-          const Construction* building = nullptr);
+          const Construction* building = nullptr, const UnitPolicy& policy = default_unit_policy);
 
   // backward of loss, with the loss scale where the mode has one; `loss.backward()` is as good in fp32 and bf16.
   // Returns loss / gradient_accumulation_steps, or the loss for scale_wrt_gas = false.

@@ -1,5 +1,6 @@
 #include "tessera/nn/units.h"
 
+#include <torch/nn/modules/container/moduledict.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
 
@@ -9,49 +10,58 @@
 #include <unordered_set>
 
 #include "tessera/base/error.h"
+#include "tessera/zero/plan.h"
 
 namespace tessera::nn {
 namespace {
 
-bool is_container(const torch::nn::Module& module) {
-  return module.as<torch::nn::SequentialImpl>() != nullptr || module.as<torch::nn::ModuleListImpl>() != nullptr;
+// "my::BlockImpl" -> itself, "BlockImpl", and both without "Impl".
+std::vector<std::string> names_of(const torch::nn::Module& module) {
+  const std::string full = module.name();
+  const size_t colon = full.rfind(':');
+  std::vector<std::string> names{full};
+  if (colon != std::string::npos) names.push_back(full.substr(colon + 1));
+  for (size_t i = names.size(); i-- > 0;)
+    if (names[i].ends_with("Impl")) names.push_back(names[i].substr(0, names[i].size() - 4));
+  return names;
 }
 
-class Collector {
- public:
-  std::vector<engine::ParamSpec> specs;
-
-  // `unit` is empty while no container has been met on the way down.
-  void visit(const torch::nn::Module& module, const std::string& path, const std::string& unit) {
-    for (const auto& item : module.named_parameters(/*recurse=*/false)) {
-      const at::Tensor& tensor = item.value();
-      if (!seen_.insert(tensor.unsafeGetTensorImpl()).second) {
-        continue;
-      }
-      const int group = tensor.requires_grad() ? 0 : -1;
-      specs.push_back({join(path, item.key()), tensor, group, unit.empty() ? "root" : unit});
-    }
-    const bool container = is_container(module);
-    for (const auto& item : module.named_children()) {
-      const std::string child = join(path, item.key());
-      visit(*item.value(), child, unit.empty() && container ? child : unit);
-    }
-  }
-
- private:
-  static std::string join(const std::string& path, const std::string& name) {
-    return path.empty() ? name : path + "." + name;
-  }
-
-  std::unordered_set<const void*> seen_;
-};
+engine::Outline::Module described(const std::string& path, const torch::nn::Module& module) {
+  const bool list = module.as<torch::nn::ModuleListImpl>() != nullptr;
+  const bool dict = module.as<torch::nn::ModuleDictImpl>() != nullptr;
+  const bool sequence = module.as<torch::nn::SequentialImpl>() != nullptr;
+  return {path, names_of(module), list || sequence, !list && !dict};
+}
 
 }  // namespace
 
-std::vector<engine::ParamSpec> param_specs(const torch::nn::Module& module) {
-  Collector collector;
-  collector.visit(module, "", "");
-  return std::move(collector.specs);
+engine::Outline outline(const torch::nn::Module& module) {
+  engine::Outline result;
+  std::unordered_set<const void*> seen{&module};
+  result.modules.push_back(described("", module));
+  for (const auto& item : module.named_modules("", /*include_self=*/false))
+    if (seen.insert(item.value().get()).second) result.modules.push_back(described(item.key(), *item.value()));
+  for (const auto& item : module.named_parameters())
+    result.params.push_back(
+        {item.key(), item.value().numel(), reinterpret_cast<int64_t>(item.value().unsafeGetTensorImpl())});
+  return result;
+}
+
+engine::UnitNames default_unit_policy(const torch::nn::Module& module) {
+  return engine::default_units(outline(module));
+}
+
+std::vector<engine::ParamSpec> param_specs(const torch::nn::Module& module, const engine::UnitNames& units) {
+  std::vector<engine::ParamSpec> specs;
+  std::unordered_set<const void*> seen;
+  for (const auto& item : module.named_parameters()) {
+    const at::Tensor& tensor = item.value();
+    if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+    const auto unit = units.find(item.key());
+    specs.push_back(
+        {item.key(), tensor, tensor.requires_grad() ? 0 : -1, unit == units.end() ? zero::kRootUnit : unit->second});
+  }
+  return specs;
 }
 
 std::vector<std::string> default_autocast_modules() {

@@ -3,17 +3,27 @@
 
 #include <torch/nn/module.h>
 
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "tessera/engine/engine.h"
+#include "tessera/engine/unit_policy.h"
 
 namespace tessera::nn {
 
+// `module` in the terms of unit_policy.h. Its classes go by Module::name() ("my::BlockImpl"), the last part of it, and
+// both without the "Impl" of what a module holder holds.
+engine::Outline outline(const torch::nn::Module& module);
+
+// From a model to the unit of each parameter, by name; absent names join the unit "root".
+using UnitPolicy = std::function<engine::UnitNames(const torch::nn::Module&)>;
+// engine::default_units.
+engine::UnitNames default_unit_policy(const torch::nn::Module& module);
+
 // The parameters of `module` in the order of named_parameters(), a tied one once under its first name. Those that
-// require a gradient get optimizer group 0, the others -1. Every child of an outermost torch::nn::Sequential or
-// torch::nn::ModuleList is a unit named by its path; everything else is the unit "root". Local.
-std::vector<engine::ParamSpec> param_specs(const torch::nn::Module& module);
+// require a gradient get optimizer group 0, the others -1. Local.
+std::vector<engine::ParamSpec> param_specs(const torch::nn::Module& module, const engine::UnitNames& units);
 
 // Marks in `specs` (from param_specs of the same module) the parameters that modules of exactly these classes own: they
 // travel in `dtype`. Names: "torch.nn.Linear" (or "torch.nn.modules.linear.Linear") and the other modules of torch with

@@ -1,6 +1,7 @@
 #include "tessera/optim/optimizer.h"
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <cmath>
 
@@ -131,30 +132,46 @@ kernels::AdamRule adam_rule(const GroupOptions& g, int64_t step) {
   return rule;
 }
 
+struct Type {
+  const char* name;
+  OptimizerOptions options;
+};
+
+const std::array<Type, 5>& types() {
+  static const std::array<Type, 5> all{{{"Adam", {Rule::Adam, {}}},
+                                        {"AdamW", {Rule::Adam, {}}},
+                                        {"SGD", {Rule::Sgd, {}}},
+                                        {"Lion", {Rule::Lion, {.beta2 = 0.99}}},
+                                        {"Adagrad", {Rule::Adagrad, {.lr = 1e-2, .eps = 1e-10}}}}};
+  return all;
+}
+
+bool alike(const std::string& a, const std::string& b) {
+  const auto low = [](char c) { return std::tolower(static_cast<unsigned char>(c)); };
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [&](char x, char y) { return low(x) == low(y); });
+}
+
 }  // namespace
 
+std::string native_types() {
+  std::string names;
+  for (const Type& type : types())
+    names += (names.empty() ? "" : ", ") + std::string(type.name);
+  return names;
+}
+
+bool is_native_type(const std::string& type) {
+  return std::any_of(types().begin(), types().end(), [&](const Type& one) { return alike(one.name, type); });
+}
+
 OptimizerOptions options_of_type(const std::string& type, bool adam_w_mode) {
-  std::string name = type;
-  std::transform(name.begin(), name.end(), name.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  OptimizerOptions options;
-  if (name == "adam" || name == "adamw") {
-    options.rule = Rule::Adam;
-    options.defaults.decoupled = adam_w_mode || name == "adamw";
-  } else if (name == "sgd") {
-    options.rule = Rule::Sgd;
-  } else if (name == "lion") {
-    options.rule = Rule::Lion;
-    options.defaults.beta2 = 0.99;
-  } else if (name == "adagrad") {
-    options.rule = Rule::Adagrad;
-    options.defaults.lr = 1e-2;
-    options.defaults.eps = 1e-10;
-  } else {
-    TESSERA_CHECK_VALUE(false, "optim", "unknown optimizer type '", type,
-                        "'; known are Adam, AdamW, SGD, Lion and Adagrad");
+  for (const Type& one : types()) {
+    if (!alike(one.name, type)) continue;
+    OptimizerOptions options = one.options;
+    options.defaults.decoupled = adam_w_mode || !alike(type, "adam");
+    return options;
   }
-  return options;
+  TESSERA_CHECK_VALUE(false, "optim", "unknown optimizer type '", type, "'; known are ", native_types());
 }
 
 StateNames state_names(Rule rule, const std::vector<GroupOptions>& groups) {

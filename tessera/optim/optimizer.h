@@ -41,8 +41,12 @@ struct OptimizerOptions {
   GroupOptions defaults;
 };
 
-// "adam", "adamw", "sgd", "lion", "adagrad" in any letter case; value error listing them otherwise.
-// "adam" gives AdamW's arithmetic unless `adam_w_mode` is false (DeepSpeed's rule).
+// The types that have a rule, for messages: "Adam, AdamW, SGD, Lion, Adagrad".
+std::string native_types();
+// One of them, in any letter case.
+bool is_native_type(const std::string& type);
+// Its rule and defaults; value error that lists the types for another. "adam" gives AdamW's arithmetic unless
+// `adam_w_mode` is false (DeepSpeed's rule).
 OptimizerOptions options_of_type(const std::string& type, bool adam_w_mode = true);
 
 // Names of the state tensors of a rule in torch's terms, e.g. {"exp_avg", "exp_avg_sq"}. At most 2.

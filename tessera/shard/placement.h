@@ -22,6 +22,10 @@ struct StagePlacements {
   Placement grads;   // gradients once reduced
   ReduceAt reduce_at;
   Placement states;  // master weights and optimizer states
+
+  bool shards_params() const { return params == Placement::Shard; }
+  bool shards_grads() const { return grads == Placement::Shard; }
+  bool shards_states() const { return states == Placement::Shard; }
 };
 
 // Stages 0 to 3 (ZeRO: Rajbhandari et al., arXiv:1910.02054). Value error for another stage.

@@ -25,6 +25,36 @@ const char* const kTypical = R"({
   "gradient_clipping": "auto", "steps_per_print": 2000, "wall_clock_breakdown": false,
 })";
 
+TEST(Config, AnswersByPathAndAsATree) {
+  const Config c = Config::from_json(kTypical);
+  const std::vector<std::pair<const char*, Value>> rows{
+      {"zero_optimization.stage", 2},
+      {"bfloat16.enabled", true},
+      {"zero_optimization.max_live_parameters", 1'000'000'000},
+      {"gradient_clipping", 1.0},
+      {"gradient_allreduce_op", "mean"},
+      {"zero_optimization.offload_optimizer.device", "none"},
+      {"seq_parallel_communication_data_type", "fp32"},
+      {"communication_data_type", {}},
+      {"optimizer.params", Params{{"lr", 3e-4}, {"betas", List{0.9, 0.95}}}},
+      {"zero_optimization.leaf_module.names", List{}},
+      {"timers", Params{{"throughput", Params{{"enabled", true}, {"synchronized", true}}}}},
+  };
+  for (const auto& [path, want] : rows)
+    EXPECT_EQ(c.get(path), want) << path;
+  const auto error = [&](const char* path) { return error_of([&] { c.get(path); }); };
+  EXPECT_HAS(error("zero_optimization.stag"),
+             "no key 'zero_optimization.stag'; did you mean 'zero_optimization.stage'?");
+  EXPECT_HAS(error("zero_optimisation.stage"), "did you mean 'zero_optimization'?");
+  EXPECT_HAS(error("zero_optimization.stage.x"), "see docs/config.md");
+  EXPECT_HAS(error("qqqqqqqq"), "see docs/config.md");
+
+  Params tree = c.to_dict();
+  EXPECT_EQ(Value(tree), c.get(""));
+  EXPECT_EQ(std::get<Params>(tree.at("zero_optimization").data).at("stage"), Value(2));
+  EXPECT_EQ(Config::from_json(Value(tree).text()).to_dict(), tree) << "it is read to the same values";
+}
+
 TEST(Config, ReadsATypicalFileFromTextAndPath) {
   const auto path = std::filesystem::temp_directory_path() / "tessera_config_test.json";
   std::ofstream(path) << kTypical;

@@ -33,6 +33,7 @@ std::string schedule_error(const std::string& type, const Params& params) {
 TEST(Params, AdamIsAdamWUnlessToldOtherwise) {
   EXPECT_TRUE(optimizer("Adam", {})->defaults.decoupled);
   EXPECT_FALSE(optimizer("adam", {{"adam_w_mode", false}})->defaults.decoupled);
+  EXPECT_FALSE(optimizer("adam", {{"adam_w_mode", 0}})->defaults.decoupled);
   EXPECT_TRUE(optimizer("AdamW", {{"adam_w_mode", false}})->defaults.decoupled);
   EXPECT_EQ(optimizer("AdamW", {})->defaults.weight_decay, 0.0);
   EXPECT_EQ(optimizer("AdamW", {{"torch_adam", true}})->defaults.weight_decay, 0.01);
@@ -69,6 +70,10 @@ TEST(Params, LeavesOtherOptimizersToPython) {
   EXPECT_FALSE(optimizer("NAdam", {{"anything", 1}}));
   EXPECT_FALSE(optimizer("Adam", {{"torch_adam", true}, {"amsgrad", true}, {"foreach", true}}));
   EXPECT_FALSE(optimizer("", {}));
+  const auto kind = kind_of({.type = "Adam", .params = {{"torch_adam", true}, {"amsgrad", true}, {"adam_w_mode", 0}}});
+  EXPECT_EQ(kind->rule, optim::Rule::Adam) << "the type has a rule, whatever the parameters ask for";
+  EXPECT_FALSE(kind->defaults.decoupled);
+  EXPECT_FALSE(kind_of({.type = "NAdam", .params = {}}));
 }
 
 TEST(Params, RefusesWrongOptimizerParameters) {

@@ -49,6 +49,7 @@ TEST(Served, RefusesByName) {
       {R"({"bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp16"}})", "data_types.grad_accum_dtype"},
       {R"({"optimizer": {"type": "MuAdam"}})", "optimizer.type"},
       {R"({"optimizer": {"type": "OneBitLamb"}})", "optimizer.type"},
+      {R"({"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": false}}})", "optimizer.params"},
       {R"({"progressive_layer_drop": {"enabled": true}})", "progressive_layer_drop"},
       {R"({"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8}}})", "zero_optimization.zeropp_loco_param"},
   };

@@ -15,6 +15,7 @@ TEST(Build, TakesEveryOptionFromTheConfiguration) {
   EXPECT_EQ(options.zero.precision.param, at::kBFloat16);
   EXPECT_EQ(options.rule, optim::Rule::Sgd);
   EXPECT_EQ(options.gradient_accumulation_steps, 3);
+  EXPECT_EQ(options.micro_batch_size, 4);
   EXPECT_EQ(options.gradient_clipping, 0.5);
   EXPECT_TRUE(options.managed_accumulation);
 }

@@ -81,6 +81,7 @@ TEST(Engine, TrainsAsPlainPyTorchOnOneAndTwoRanks) {
           const auto x = data.x.narrow(0, 4 * rank, 4), y = data.y.narrow(0, 4 * rank, 4);
           std::get<0>(engine.forward(x, y)).backward();
           EXPECT_TRUE(engine.step());
+          EXPECT_EQ(engine.core().global_samples(), 4 * ranks * (i + 1));
         }
         for (size_t i = 0; i < expected.size(); ++i) {
           EXPECT_TRUE(at::allclose(net->parameters()[i], expected[i], 1e-5, 1e-6)) << "stage " << stage;

@@ -82,6 +82,55 @@ TEST(Scope, HookedBlocksAreGatheredOneAtATimeAndTrainAsPlainPyTorch) {
   });
 }
 
+struct ExpertsImpl : Hooked<ExpertsImpl, at::Tensor(at::Tensor, int)> {
+  ExpertsImpl() { all = register_module("all", torch::nn::Sequential(Block(), Block())); }
+  at::Tensor forward_impl(at::Tensor x, int chosen) {
+    return std::dynamic_pointer_cast<BlockImpl>(all->ptr(chosen))->forward(x);
+  }
+  torch::nn::Sequential all{nullptr};
+};
+TORCH_MODULE(Experts);
+
+struct Mixture : torch::nn::Module {
+  Mixture() {
+    layers = register_module("layers", torch::nn::ModuleList(Experts(), Experts()));
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(5);
+    const torch::NoGradGuard no_grad;
+    for (at::Tensor& p : parameters())
+      p.uniform_(-0.4, 0.4, generator);
+  }
+  at::Tensor forward(at::Tensor x, int rank) {
+    for (int i = 0; i < 2; ++i)
+      x = std::dynamic_pointer_cast<ExpertsImpl>(layers->ptr(i))->forward(x, (i + rank) % 2);
+    return x.square().mean();
+  }
+  torch::nn::ModuleList layers{nullptr};
+};
+
+TEST(Scope, ALeafModuleIsOneUnitAndOneScope) {
+  const at::Tensor x = torch::randn({4, 6});
+  Mixture plain;
+  ((plain.forward(x, 0) + plain.forward(x, 1)) / 2).backward();
+  testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    auto net = std::make_shared<Mixture>();
+    Config leaves = config(2);
+    leaves.zero_optimization.leaf_module.classes = {"Experts"};
+    auto engine = initialize(net, leaves, comm::Mesh(group));
+    for (const auto& spec : engine.core().params())
+      EXPECT_EQ(spec.unit, spec.name.substr(0, std::string("layers.0").size()));
+    auto first = std::dynamic_pointer_cast<ExpertsImpl>(net->layers->ptr(0));
+    EXPECT_GE(first->scope().module, 0);
+    EXPECT_EQ(std::dynamic_pointer_cast<BlockImpl>(first->all->ptr(0))->scope().module, -1);
+    engine.forward(x, rank).backward();
+    EXPECT_EQ(gathered(engine.core()), 0);
+    const auto expected = plain.parameters();
+    for (size_t i = 0; i < expected.size(); ++i) {
+      const at::Tensor grad = engine.core().get_full(static_cast<int>(i), engine::Quantity::Gradient);
+      EXPECT_TRUE(at::allclose(grad, expected[i].grad(), 1e-5, 1e-6)) << i;
+    }
+  });
+}
+
 TEST(Scope, AForwardThatThrowsLeavesNothingGathered) {
   testing::run_ranks(2, [](int, const comm::GroupPtr& group) {
     auto net = std::make_shared<Net>();

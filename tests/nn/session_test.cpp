@@ -54,16 +54,27 @@ TEST(Session, TheScheduleWaitsForTheBoundary) {
   EXPECT_EQ(s.lr(), before);
 }
 
-TEST(Session, LeafModulesOfTheConfigurationAreRefusedWhereTheyWouldDoSomething) {
-  const auto json = [](const std::string& zero) {
-    return R"({"train_batch_size": 1, "optimizer": {"type": "SGD"}, "zero_optimization": {)" + zero + "}}";
+TEST(Session, UnitsAreTheUsersOrThoseOfUnitPolicy) {
+  const auto units = [](int stage, const UnitPolicy& policy = default_unit_policy, const std::string& zero = "") {
+    const auto config = Config::from_json(R"({"train_batch_size": 1, "optimizer": {"type": "SGD"},
+      "zero_optimization": {"stage": )" + std::to_string(stage) +
+                                          zero + "}}");
+    const torch::nn::Sequential net(torch::nn::Linear(2, 2), torch::nn::LayerNorm(torch::nn::LayerNormOptions({2})));
+    const Session s(net.ptr(), config, comm::Mesh(), nullptr, policy);
+    std::vector<std::string> names;
+    for (const auto& spec : s.core().params())
+      names.push_back(spec.unit);
+    return names;
   };
-  for (const std::string key : {R"("leaf_module": {"names": ["a"]})", R"("leaf_module": {"classes": ["Experts"]})",
-                                R"("stage3_module_granularity_threshold": 10)"}) {
-    EXPECT_THROW(session(json(R"("stage": 3, )" + key)), c10::NotImplementedError) << key;
-    EXPECT_NO_THROW(session(json(R"("stage": 2, )" + key))) << key;
-  }
-  EXPECT_NO_THROW(session(json(R"("stage": 3)")));
+  const auto mine = [](const torch::nn::Module&) { return engine::UnitNames{{"0.bias", "mine"}}; };
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(units(2), Names(4, "root"));
+  EXPECT_EQ(units(3), (Names{"0", "0", "1", "1"})) << "each is whole only while it runs";
+  EXPECT_EQ(units(2, mine), (Names{"root", "mine", "root", "root"}));
+  EXPECT_EQ(units(3, mine), (Names{"0", "mine", "1", "1"}));
+  const std::string leaf = R"(, "leaf_module": {"names": "0", "name_suffixes": ["nowhere"]})";
+  EXPECT_EQ(units(3, mine, leaf), (Names{"0", "0", "1", "1"}));
+  EXPECT_EQ(units(2, mine, leaf), (Names{"root", "mine", "root", "root"})) << "marks are for partitioned parameters";
 }
 
 TEST(Session, WithoutAScheduleTheLearningRateStays) {

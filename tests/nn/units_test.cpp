@@ -27,6 +27,10 @@ Strings units(const std::vector<engine::ParamSpec>& specs) {
   return out;
 }
 
+std::vector<engine::ParamSpec> param_specs(const torch::nn::Module& net) {
+  return nn::param_specs(net, default_unit_policy(net));
+}
+
 struct Net : torch::nn::Module {
   Net() {
     first = register_module("first", torch::nn::Linear(2, 3));
@@ -39,7 +43,7 @@ struct Net : torch::nn::Module {
   torch::nn::ModuleList blocks{nullptr};
 };
 
-TEST(Units, ChildrenOfTheOutermostContainerAreUnits) {
+TEST(Units, BlocksOfTheOutermostContainerThatRepeatsAreUnits) {
   Net net;
   const auto specs = param_specs(net);
   EXPECT_EQ(names(specs), (Strings{"first.weight", "first.bias", "blocks.0.0.weight", "blocks.0.0.bias",
@@ -50,6 +54,31 @@ TEST(Units, ChildrenOfTheOutermostContainerAreUnits) {
 TEST(Units, ASequentialAtTheTop) {
   torch::nn::Sequential net(torch::nn::Linear(2, 2), torch::nn::Linear(2, 1));
   EXPECT_EQ(units(param_specs(*net)), (Strings{"0", "0", "1", "1"}));
+  torch::nn::Sequential once(torch::nn::Linear(2, 2), torch::nn::LayerNorm(torch::nn::LayerNormOptions({2})));
+  EXPECT_EQ(units(param_specs(*once)), Strings(4, "root")) << "as in Python: nothing is repeated";
+}
+
+TEST(Units, AUserNamesThem) {
+  Net net;
+  const auto specs = nn::param_specs(net, {{"first.bias", "mine"}, {"blocks.1.0.bias", "mine"}});
+  EXPECT_EQ(units(specs), (Strings{"root", "mine", "root", "root", "root", "mine"}));
+}
+
+TEST(Units, AnOutlineHasModulesOnceAndParametersUnderAllNames) {
+  Net net;
+  net.blocks->push_back(net.blocks->ptr(0));
+  const engine::Outline found = outline(net);
+  Strings modules, params;
+  for (const auto& module : found.modules)
+    modules.push_back(module.path + (module.repeats ? " repeats" : "") + (module.runs ? "" : " rests"));
+  for (const auto& param : found.params)
+    params.push_back(param.path);
+  EXPECT_EQ(modules, (Strings{"", "first", "blocks repeats rests", "blocks.0 repeats", "blocks.0.0", "blocks.0.1",
+                              "blocks.1 repeats", "blocks.1.0", "blocks.1.1"}));
+  EXPECT_EQ(params.back(), "blocks.2.0.bias");
+  EXPECT_EQ(found.params.back().identity, found.params[3].identity);
+  EXPECT_EQ(found.params[0].elements, 6);
+  EXPECT_EQ(found.modules[1].classes, (Strings{"torch::nn::LinearImpl", "LinearImpl", "Linear", "torch::nn::Linear"}));
 }
 
 TEST(Units, NamesAndOrderAreThoseOfNamedParameters) {

@@ -334,6 +334,8 @@ TEST(OptimizerOptions, OfType) {
   EXPECT_FALSE(options_of_type("Adam", false).defaults.decoupled);
   EXPECT_TRUE(options_of_type("ADAMW", false).defaults.decoupled);
   EXPECT_EQ(options_of_type("sgd").rule, Rule::Sgd);
+  EXPECT_TRUE(is_native_type("aDaGrAd"));
+  EXPECT_FALSE(is_native_type("adamm") || is_native_type("") || is_native_type("Adam "));
   EXPECT_EQ(options_of_type("lion").defaults.beta2, 0.99);
   EXPECT_EQ(options_of_type("Adagrad").defaults.eps, 1e-10);
   try {

@@ -71,6 +71,10 @@ CONFIGURED = [
         {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True, "amsgrad": True}},
         lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0, amsgrad=True),
     ),
+    (
+        {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True, "adam_w_mode": 0, "weight_decay": 0.1}},
+        lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1),
+    ),
     ({"type": "Adagrad", "params": {"lr": 0.01}}, lambda p: torch.optim.Adagrad(p, 0.01)),
     ({"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}, lambda p: torch.optim.SGD(p, 0.01, momentum=0.9)),
     ({"type": "NAdam", "params": {"lr": 0.01}}, lambda p: torch.optim.NAdam(p, 0.01)),

@@ -31,6 +31,8 @@ def test_batch_setters() -> None:
     for k in range(4):
         micro(engine, k)
     assert engine.global_steps == 1 and engine.global_samples == 12
+    engine.global_samples = 100  # as after loading a checkpoint
+    assert (engine.global_samples, engine.micro_steps, engine.global_steps) == (100, 4, 1)
     engine.destroy()
 
 
@@ -44,4 +46,10 @@ def test_getters() -> None:
     assert engine.communication_data_type == torch.bfloat16 and engine.device == torch.device("cpu")
     assert (engine.mp_world_size, engine.dp_world_size, engine.seq_dp_world_size) == (1, 1, 1)
     assert engine.get_mom() == [0] and engine.managed_gradient_accumulation()
+    assert engine.config.get("zero_optimization.leaf_module.names") == [] and engine.config.get("bf16.enabled") is True
+    tree = engine.config.to_dict()
+    assert tree["gradient_clipping"] == 0.5 and tree["tessera"] == engine.config.get("tessera")
+    assert tessera._core.Config.from_dict(tree).to_dict() == tree
+    with pytest.raises(tessera.ConfigError, match=r"did you mean 'zero_optimization\.stage'"):
+        engine.config.get("zero_optimization.stagee")
     engine.destroy()

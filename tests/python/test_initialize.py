@@ -28,8 +28,10 @@ def test_four_results_and_a_module() -> None:
 def test_arguments_by_position_and_all_names() -> None:
     import inspect
 
-    names = list(inspect.signature(tessera.initialize).parameters)
-    assert names == [
+    parameters = inspect.signature(tessera.initialize).parameters
+    own = [name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert own == ["unit_policy"]
+    assert [name for name in parameters if name not in own] == [
         "args",
         "model",
         "optimizer",

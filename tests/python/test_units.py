@@ -36,7 +36,7 @@ def test_custom_unit_policy_and_default() -> None:
     nested = nn.Sequential(nn.Linear(2, 2), nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2)))
     assert set(tessera.default_unit_policy(nested).values()) == {"1.0", "1.1"}
     own = {name: "all" for name, _ in model.named_parameters()}
-    engine = tessera.Engine(model, config(2), unit_policy=lambda _: own)
+    engine = tessera.initialize(model=model, config=config(2), unit_policy=lambda _: own)[0]
     assert {spec.unit for spec in engine.core.params()} == {"all"}
     micro(engine, 0)
     engine.destroy()
