@@ -17,6 +17,11 @@ TEST(Placement, StagesAreTheRowsOfZero) {
   for (int stage = 0; stage < 3; ++stage)
     EXPECT_EQ(row(stage).params, Replicate);
   EXPECT_EQ(row(3).params, Shard);
+  for (int stage = 0; stage <= 3; ++stage) {
+    EXPECT_EQ(row(stage).shards_params(), stage == 3);
+    EXPECT_EQ(row(stage).shards_grads(), stage >= 1);
+    EXPECT_EQ(row(stage).shards_states(), stage >= 1);
+  }
 }
 
 TEST(Placement, OtherStagesAreValueErrors) {
