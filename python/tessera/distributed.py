@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -133,7 +134,15 @@ def world_of(mesh: _core.Mesh) -> tuple[int, int]:
     return mesh.batch_rank(), mesh.batch_size()
 
 
-def core_mesh(group: Any = None, shards: int = -1) -> tuple[_core.Mesh, list[Any]]:
+class OwnGroups(list[Any]):
+    """Process groups, and which process made them."""
+
+    def __init__(self, groups: Iterable[Any] = ()) -> None:
+        super().__init__(groups)
+        self.process = os.getpid()
+
+
+def core_mesh(group: Any = None, shards: int = -1) -> tuple[_core.Mesh, OwnGroups]:
     """The data-parallel ranks on the core's two axes, and the process groups that were created for it.
 
     `group`: as in core_group(), on dp_shard; or a DeviceMesh with dimensions named dp_replicate, dp_shard, sp, tp, or
@@ -141,12 +150,12 @@ def core_mesh(group: Any = None, shards: int = -1) -> tuple[_core.Mesh, list[Any
     so many consecutive ranks share model states, the others replicate them; where that needs new process groups, the
     call is collective over all processes of torch.distributed."""
     if isinstance(group, _core.Mesh):
-        return group, []
+        return group, OwnGroups()
     if isinstance(group, DeviceMesh):
-        return _from_device_mesh(group), []
+        return _from_device_mesh(group), OwnGroups()
     whole = core_group(group)
     if shards <= 0 or shards == whole.size:
-        return _core.Mesh(whole), []
+        return _core.Mesh(whole), OwnGroups()
     if whole.size % shards != 0:
         raise ConfigError(
             f"[config] zero_optimization.mics_shard_size {shards} does not divide the {whole.size} data-parallel ranks"
@@ -159,17 +168,18 @@ def core_mesh(group: Any = None, shards: int = -1) -> tuple[_core.Mesh, list[Any
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     rows = [ranks[begin : begin + shards] for begin in range(0, len(ranks), shards)]
     columns = [list(column) for column in zip(*rows, strict=True)]
-    made = [dist.new_subgroups_by_enumeration(axis)[0] for axis in (rows, columns)]
+    made = OwnGroups(dist.new_subgroups_by_enumeration(axis)[0] for axis in (rows, columns))
     mesh = _core.Mesh(core_group(made[0]))
     mesh.set(_core.Axis.DpReplicate, core_group(made[1]))
     return mesh, made
 
 
-def discard(groups: list[Any]) -> None:
-    """Destroys process groups that core_mesh() created; the list is empty afterwards."""
+def discard(groups: OwnGroups) -> None:
+    """Destroys process groups that core_mesh() created; the list is empty afterwards. A forked copy of the process only
+    forgets them: their connections are the parent's."""
     while groups:
         group = groups.pop()
-        if dist.is_initialized():
+        if dist.is_initialized() and groups.process == os.getpid():
             dist.destroy_process_group(group)
 
 

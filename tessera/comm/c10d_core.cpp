@@ -50,6 +50,7 @@ C10dCore::C10dCore(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::Pr
 }
 
 int64_t C10dCore::count_instance() {
+  check_home({.name = "sibling", .label = {}});
   return next_instance(*group_);
 }
 
@@ -129,11 +130,17 @@ std::string C10dCore::cause() {
   return cause_;
 }
 
+void C10dCore::check_home(const OpInfo& info) const {
+  if (!home_.here()) throw_failed(rank_, size_, info, 0.0, kForkedCopy);
+}
+
 void C10dCore::check_alive(const OpInfo& info) {
+  check_home(info);
   if (auto text = cause(); !text.empty()) throw_failed(rank_, size_, info, 0.0, text);
 }
 
 void C10dCore::finish(std::vector<Transfer>& transfers, const OpInfo& info, Clock::time_point launched) {
+  check_home(info);
   bool failed_before = false;
   {
     const std::scoped_lock lock(mutex_);
@@ -189,6 +196,7 @@ void C10dCore::fail(const OpInfo& info, Clock::time_point launched, int peer, co
 }
 
 void C10dCore::abort(const std::string& reason) {
+  if (!home_.here()) return;
   const std::string text = board_.post("rank " + std::to_string(rank_) + kAborted + reason);
   const std::scoped_lock lock(mutex_);
   if (cause_.empty()) cause_ = text;

@@ -15,6 +15,7 @@
 
 #include "tessera/comm/call_log.h"
 #include "tessera/comm/fault_board.h"
+#include "tessera/comm/home.h"
 #include "tessera/comm/op_info.h"
 
 namespace tessera::comm {
@@ -26,6 +27,7 @@ struct Transfer {
   at::Tensor mark{};  // received behind a large message: one byte, not zero once it is there
 };
 
+// Made by make_at_home(): it has a thread. In a forked copy of the process all calls throw, but abort(), which does nothing.
 class C10dCore {
  public:
   C10dCore(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::ProcessGroup> group);
@@ -42,7 +44,7 @@ class C10dCore {
   // Every call is added before its messages are posted.
   CallLog& calls() { return calls_; }
 
-  // Throws when the group has failed before.
+  // Throws when the group has failed before, and in a forked copy.
   void check_alive(const OpInfo& info);
   // Waits for all of them, and releases them. On a failure: settles the cause with the other ranks and throws.
   void finish(std::vector<Transfer>& transfers, const OpInfo& info, std::chrono::steady_clock::time_point launched);
@@ -56,12 +58,14 @@ class C10dCore {
   void give_buffer(at::Tensor buffer);
 
  private:
+  void check_home(const OpInfo& info) const;
   void watch();
   std::optional<std::string> compare_calls();
   std::optional<std::string> look_for_ended(std::chrono::steady_clock::time_point waiting_since);
   void interrupt();  // ends the current wait; mutex_ is held
   std::string cause();
 
+  const Home home_;
   const std::shared_ptr<void> keep_alive_;
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const int rank_, size_;

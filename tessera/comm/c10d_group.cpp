@@ -479,7 +479,7 @@ void C10dGroup::do_barrier(Label label) {
 
 GroupPtr make_c10d_group(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::ProcessGroup> group,
                          C10dPath path) {
-  auto core = std::make_shared<C10dCore>(std::move(keep_alive), std::move(group));
+  auto core = make_at_home<C10dCore>(std::move(keep_alive), std::move(group));
   const int64_t instance = core->instance();
   return std::make_shared<C10dGroup>(std::move(core), path, instance);
 }

@@ -50,10 +50,11 @@ bool is_loopback(const std::string& address) {
 }
 
 // A store that this process hosts stays until the process ends. When its last group here goes, a peer may just have come to
-// it for the next group, or be about to read what made the last one.
+// it for the next group, or be about to read what made the last one. Never destroyed: it has a thread, and a forked copy of
+// the process would wait for that as it exits.
 void keep(int port, const c10::intrusive_ptr<c10d::Store>& store) {
   static std::mutex mutex;
-  static std::map<int, c10::intrusive_ptr<c10d::Store>> by_port;
+  static auto& by_port = *new std::map<int, c10::intrusive_ptr<c10d::Store>>;
   const std::scoped_lock lock(mutex);
   by_port.try_emplace(port, store);
 }

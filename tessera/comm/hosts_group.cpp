@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "tessera/base/error.h"
+#include "tessera/comm/home.h"
 #include "tessera/comm/hosts_stages.h"
 
 namespace tessera::comm {
@@ -30,6 +31,7 @@ class Fate {
   }
   // The ranks of this host hear of it in memory; the others that this one aborts, through the back end at hand.
   void fail(const std::string& cause, const std::string& reason) {
+    if (!home_.here()) return;
     std::vector<GroupPtr> groups;
     {
       const std::scoped_lock lock(mutex_);
@@ -45,6 +47,7 @@ class Fate {
   }
 
  private:
+  const Home home_;
   const std::shared_ptr<ShmWorld> here_;
   std::mutex mutex_;
   std::string cause_;
@@ -61,7 +64,7 @@ struct Trip {
 };
 using TripPtr = std::shared_ptr<Trip>;
 
-// The thread of one group. It holds what calls in flight need, and ends with the group and the last of its handles.
+// The thread of one group; made by make_at_home(). It holds what calls in flight need, and ends with the group and the last of its handles.
 class Lane {
  public:
   Lane(HostsPlace place, std::shared_ptr<Fate> fate)
@@ -84,6 +87,7 @@ class Lane {
   const std::shared_ptr<Fate>& shared_fate() const { return fate_; }
 
   TripPtr launch(OpInfo info, std::function<void()> go) {
+    check_home(info);
     if (const auto cause = fate_->cause(); !cause.empty()) throw_failed(place_.rank, place_.size(), info, 0.0, cause);
     auto trip = std::make_shared<Trip>(Trip{.info = std::move(info), .go = std::move(go)});
     {
@@ -95,6 +99,7 @@ class Lane {
   }
 
   void wait(Trip& trip) {
+    check_home(trip.info);
     std::unique_lock lock(mutex_);
     news_.wait(lock, [&] { return trip.over; });
     if (trip.cause.empty()) return;
@@ -103,11 +108,16 @@ class Lane {
   }
 
   bool wait_for(const Trip& trip, std::chrono::milliseconds limit) {
+    if (!home_.here()) return true;
     std::unique_lock lock(mutex_);
     return news_.wait_for(lock, limit, [&] { return trip.over; });
   }
 
  private:
+  void check_home(const OpInfo& info) const {
+    if (!home_.here()) throw_failed(place_.rank, place_.size(), info, 0.0, kForkedCopy);
+  }
+
   void run() {
     std::unique_lock lock(mutex_);
     while (true) {
@@ -138,6 +148,7 @@ class Lane {
     return fate_->cause();
   }
 
+  const Home home_;
   const HostsPlace place_;
   const std::shared_ptr<Fate> fate_;
   std::mutex mutex_;
@@ -209,7 +220,7 @@ class HostsGroup final : public Group {
     HostsPlace place = lane_->place();
     place.here = std::make_shared<ShmShare>(place.here->world);
     place.between = between_();
-    return std::make_shared<HostsGroup>(std::make_shared<Lane>(std::move(place), lane_->shared_fate()), between_);
+    return std::make_shared<HostsGroup>(make_at_home<Lane>(std::move(place), lane_->shared_fate()), between_);
   }
 
  private:
@@ -229,7 +240,7 @@ class HostsGroup final : public Group {
 GroupPtr hosts_group(Hosts hosts, int rank, ShmSharePtr here, std::function<GroupPtr()> between) {
   auto fate = std::make_shared<Fate>(here->world);
   HostsPlace place{.hosts = std::move(hosts), .rank = rank, .here = std::move(here), .between = between()};
-  return std::make_shared<HostsGroup>(std::make_shared<Lane>(std::move(place), std::move(fate)), std::move(between));
+  return std::make_shared<HostsGroup>(make_at_home<Lane>(std::move(place), std::move(fate)), std::move(between));
 }
 
 }  // namespace tessera::comm

@@ -261,6 +261,7 @@ ShmMover::ShmMover(std::shared_ptr<ShmWorld> world, SideThreadsPtr threads) : st
 }
 
 ShmMover::~ShmMover() {
+  if (!home_.here()) return;
   std::vector<State::Item> rest;
   {
     const std::scoped_lock lock(state_->mutex);

@@ -82,6 +82,7 @@ class ShmWork final : public c10d::Work {
 };
 using ShmWorkPtr = c10::intrusive_ptr<ShmWork>;
 
+// In a forked copy of the process it is let go as it is.
 class ShmMover {
  public:
   ShmMover(std::shared_ptr<ShmWorld> world, SideThreadsPtr threads);
@@ -95,6 +96,7 @@ class ShmMover {
  private:
   struct State;
 
+  const Home home_;
   const std::shared_ptr<State> state_;  // the threads' too
 };
 

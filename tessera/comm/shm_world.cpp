@@ -74,6 +74,7 @@ struct ShmWorld::Turn {
 };
 
 int ShmWorld::add_channel() {
+  check_home({.name = "sibling", .label = {}});
   const Turn turn(*this);
   const int channel = static_cast<int>(channels_.size());
   TESSERA_CHECK_VALUE(channel < kChannels, "comm", "a group over shared memory has at most ", kChannels - 1,
@@ -84,6 +85,7 @@ int ShmWorld::add_channel() {
 }
 
 void ShmWorld::leave(int channel) {
+  if (!home_.here()) return;
   {
     const Turn turn(*this);
     channels_[channel]->leave();
@@ -102,6 +104,7 @@ std::string ShmWorld::cause() const {
 }
 
 void ShmWorld::fail(const std::string& text) {
+  if (!home_.here()) return;
   uint32_t none = 0;
   if (header_.cause_state.compare_exchange_strong(none, 1)) {
     const size_t length = std::min(text.size(), sizeof(header_.cause) - 1);
@@ -117,7 +120,12 @@ void ShmWorld::abort(const std::string& reason) {
   fail("rank " + std::to_string(numbers_[rank_]) + " aborted: " + reason);
 }
 
+void ShmWorld::check_home(const OpInfo& info) const {
+  if (!home_.here()) throw_failed(rank_, size_, info, 0.0, kForkedCopy);
+}
+
 void ShmWorld::check_alive(const OpInfo& info, Clock::time_point since) const {
+  check_home(info);
   if (header_.cause_state.load() == 0) return;
   throw_failed(rank_, size_, info, std::chrono::duration<double>(Clock::now() - since).count(), cause());
 }
@@ -151,6 +159,7 @@ ShmWorld::Clock::time_point ShmWorld::last_moved(Clock::time_point since) const 
 
 template <class F>
 void ShmWorld::begin(const OpInfo& info, const F& body) {
+  check_alive(info, Clock::now());  // before the mutex, which nobody opens in a forked copy
   const Turn turn(*this);
   check_alive(info, Clock::now());
   body();
@@ -250,7 +259,7 @@ void ShmWorld::wait(int channel, const ShmCall& call, const Wait& how) {
 }
 
 bool ShmWorld::wait_until(const ShmCall& call, Clock::time_point end) {
-  const auto over = [&] { return call.done || header_.cause_state.load() != 0; };
+  const auto over = [&] { return call.done || header_.cause_state.load() != 0 || !home_.here(); };
   while (!over() && Clock::now() < end) {
     if (!try_progress() && !over()) std::this_thread::yield();
   }
@@ -264,6 +273,7 @@ std::string ShmWorld::join_numbers(std::vector<int> ranks) const {
 }
 
 void ShmWorld::wake() {
+  if (!home_.here()) return;
   ring(ranks_[rank_].bell);
 }
 

@@ -22,13 +22,14 @@
 #include <string>
 #include <vector>
 
+#include "tessera/comm/home.h"
 #include "tessera/comm/shm_channel.h"
 #include "tessera/comm/shm_mail.h"
 #include "tessera/comm/shm_segment.h"
 
 namespace tessera::comm {
 
-// Any thread may make any call.
+// Any thread may make any call. In a forked copy of the process all that wait or send throw, and the others do nothing.
 class ShmWorld {
  public:
   using Clock = std::chrono::steady_clock;
@@ -77,6 +78,7 @@ class ShmWorld {
 
   std::string cause() const;
   std::string join_numbers(std::vector<int> ranks) const;
+  void check_home(const OpInfo& info) const;
   void check_alive(const OpInfo& info, Clock::time_point since) const;
   template <class F>
   void begin(const OpInfo& info, const F& body);
@@ -89,6 +91,7 @@ class ShmWorld {
   std::vector<int> missing(int channel, const ShmCall& call);
   std::string trouble(int channel, const ShmCall& call, Clock::duration idle, std::chrono::milliseconds limit);
 
+  const Home home_;
   const std::shared_ptr<ShmSegment> segment_;
   const int rank_, size_;
   const std::vector<int> numbers_;

@@ -14,6 +14,8 @@
 #include <mutex>
 #include <vector>
 
+#include "tessera/comm/home.h"
+
 namespace tessera::comm {
 
 class SideThreads : public std::enable_shared_from_this<SideThreads> {
@@ -27,10 +29,12 @@ class SideThreads : public std::enable_shared_from_this<SideThreads> {
   void add(std::weak_ptr<Owner> owner);
   // Runs `body` in a thread of its own. False after stop(), and nothing is run.
   bool start(std::function<void()> body);
-  // Ends the threads and waits for that: `limit` at most. False when some still run then.
+  // Ends the threads and waits for that: `limit` at most. False when some still run then. In a forked copy of the process
+  // there are none.
   bool stop(std::chrono::milliseconds limit);
 
  private:
+  const Home home_;
   std::mutex mutex_;
   std::condition_variable ended_;
   std::vector<std::weak_ptr<Owner>> owners_;

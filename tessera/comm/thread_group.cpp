@@ -23,6 +23,7 @@
 #include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
 #include "tessera/comm/copy_bytes.h"
+#include "tessera/comm/home.h"
 #include "tessera/comm/op_info.h"
 #include "tessera/comm/reduce_rows.h"
 
@@ -79,6 +80,7 @@ class World {
   std::shared_ptr<char[]> memory(int channel, int rank, int64_t bytes);
 
  private:
+  void check_home(int rank, const OpInfo& info) const;
   void check_alive(int rank, const OpInfo& info, Clock::time_point since) const;
   void fail(std::string cause);
   void check_agreement(const Op& op);
@@ -89,6 +91,7 @@ class World {
   void all_reduce_share(const Op& op, int share) const;
   std::vector<int> missing(const Op& op) const;
 
+  const Home home_;
   const int size_;
   const std::chrono::milliseconds timeout_;
   std::mutex mutex_;
@@ -97,6 +100,11 @@ class World {
   std::vector<int> siblings_;  // made by each rank
   std::string cause_;          // first failure; empty while all is well
 };
+
+// Before the mutex, which nobody opens in a forked copy.
+void World::check_home(int rank, const OpInfo& info) const {
+  if (!home_.here()) throw_failed(rank, size_, info, 0.0, kForkedCopy);
+}
 
 void World::check_alive(int rank, const OpInfo& info, Clock::time_point since) const {
   if (cause_.empty()) return;
@@ -109,6 +117,7 @@ void World::fail(std::string cause) {
 }
 
 std::shared_ptr<Op> World::post(int channel, int rank, Post post) {
+  check_home(rank, post.info);
   const std::scoped_lock lock(mutex_);
   check_alive(rank, post.info, Clock::now());
   Channel& c = channels_[channel];
@@ -150,6 +159,7 @@ std::shared_ptr<char[]> World::memory(int channel, int rank, int64_t bytes) {
 }
 
 int World::add_channel(int rank) {
+  check_home(rank, {.name = "sibling", .label = {}});
   const std::scoped_lock lock(mutex_);
   const int channel = ++siblings_[rank];
   if (static_cast<size_t>(channel) == channels_.size()) channels_.emplace_back(size_);
@@ -205,6 +215,7 @@ int World::pick_share(const Op& op, int rank) const {
 }
 
 void World::wait(int rank, Op& op, Clock::time_point launched) {
+  check_home(rank, op.posts[rank]->info);
   std::unique_lock lock(mutex_);
   const OpInfo& info = op.posts[rank]->info;
   const auto deadline = Clock::now() + timeout_;
@@ -244,16 +255,19 @@ void World::wait(int rank, Op& op, Clock::time_point launched) {
 
 // All ranks have made the call (or it failed): whoever waits for it now does what is left of it.
 bool World::wait_for(const Op& op, std::chrono::milliseconds limit) {
+  if (!home_.here()) return true;
   std::unique_lock lock(mutex_);
   return changed_.wait_for(lock, limit, [&] { return op.posted == size_ || !cause_.empty(); });
 }
 
 void World::abort(int rank, const std::string& reason) {
+  if (!home_.here()) return;
   const std::scoped_lock lock(mutex_);
   fail("rank " + std::to_string(rank) + " aborted: " + reason);
 }
 
 void World::leave(int channel, int rank) {
+  if (!home_.here()) return;
   const std::scoped_lock lock(mutex_);
   channels_[channel].gone[rank] = true;
   changed_.notify_all();
@@ -408,7 +422,7 @@ class ThreadGroup final : public Group {
 
 std::vector<GroupPtr> thread_groups(int size, std::chrono::milliseconds timeout) {
   TESSERA_CHECK_VALUE(size >= 1, "comm", "thread_groups: size must be at least 1, got ", size);
-  auto world = std::make_shared<World>(size, timeout);
+  auto world = make_at_home<World>(size, timeout);
   std::vector<GroupPtr> groups;
   groups.reserve(size);
   for (int r = 0; r < size; ++r)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import re
 import signal
+import sys
 import time
+import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-from support import assert_close, batch, config, engines, free_port, make, weights
+from support import assert_close, batch, config, engines, free_port, make, shard_group, weights
 from torch.distributed.device_mesh import init_device_mesh
 
 import tessera
@@ -181,6 +185,58 @@ def ended(rank: int, ranks: int, port: int, transport: str, stage: int) -> None:
 @pytest.mark.parametrize(("ranks", "transport", "stage"), [(1, "auto", 2), (2, "gloo", 0), (2, "gloo", 3)])
 def test_destroying_the_process_group_ends_its_threads(ranks: int, transport: str, stage: int) -> None:
     mp.spawn(ended, (ranks, free_port(), transport, stage), nprocs=ranks)
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch(k)
+
+
+def forking(rank: int, world: int, port: int, backend: str, transport: str, shards: int) -> None:
+    """The parent trains on after children that had copies of its engine: os.fork and workers of a DataLoader."""
+    enter(rank, world, port, transport)
+    tessera.init_distributed(backend, timeout=timedelta(seconds=60))
+    options = adam(3, 1, False)
+    options["zero_optimization"]["mics_shard_size"] = shards
+    engine = tessera.initialize(model=make(), config=options)[0]
+    train(engine, rank, 1)
+    for way in ("destroy", "use", "exit"):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                if way == "use":
+                    with pytest.raises(RuntimeError, match=r"rank . of .*forked copy of the rank"):
+                        engine(*batch(rank)).backward()
+                        engine.step()
+                    shard_group(engine).abort("the child is in trouble")
+                engine.destroy()
+                del engine
+                gc.collect()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            if way == "exit" and backend == "tessera":
+                sys.exit(code)  # torch's own back ends have threads that no child can end
+            os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0, way
+        train(engine, rank, 1)
+    for x, y in torch.utils.data.DataLoader(Numbers(), batch_size=None, num_workers=2, multiprocessing_context="fork"):
+        engine(x, y).backward()
+        engine.step()
+    engine.destroy()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("backend", "transport", "shards"),
+    [("gloo", "auto", -1), ("gloo", "gloo", -1), ("gloo", "auto", 1), ("tessera", "auto", -1)],
+)
+def test_a_forked_copy_of_an_engine_does_not_end_it(backend: str, transport: str, shards: int) -> None:
+    mp.spawn(forking, (2, free_port(), backend, transport, shards), nprocs=2)
 
 
 def test_process_group_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

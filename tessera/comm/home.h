@@ -1,0 +1,40 @@
+// Whether this is still the process in which something was made, or a forked copy of it.
+//
+// Note [Copies of a process]
+//   fork() (os.fork in Python, workers of a DataLoader) copies a rank's groups into the child, but not the threads behind
+//   them. The copy is no rank: whatever it wrote into shared memory, the store or a socket would be taken for the rank's
+//   word. So every call fails there at once, and who lets go of a group lets go of the copy's own memory only. What has
+//   threads is never destroyed there: it would wait for threads that do not exist.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+namespace tessera::comm {
+
+class Home {
+ public:
+  Home();
+  // Whether the calling process made this. Costs nothing.
+  bool here() const;
+
+ private:
+  uint32_t forks_;
+};
+
+// Why calls fail in a copy.
+inline constexpr auto kForkedCopy =
+    "this process is a forked copy of the rank and cannot talk to the others; use the engine and its groups only in "
+    "the "
+    "process that made them";
+
+// As std::make_shared, but a forked copy of the process never destroys it.
+template <class T, class... Args>
+std::shared_ptr<T> make_at_home(Args&&... args) {
+  return {new T(std::forward<Args>(args)...), [home = Home()](T* made) {
+            if (home.here()) delete made;
+          }};
+}
+
+}  // namespace tessera::comm
