@@ -51,7 +51,11 @@ std::vector<Key> first_rows() {
        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest; else a class of "
        "torch.optim.lr_scheduler, from Python"},
       {FIELD(scheduler.params), "arguments of the schedule, see docs/schedules.md"},
-      {FIELD(gradient_clipping), "largest global L2 norm of the gradient; 0 turns clipping off", at_least(0)},
+      {FIELD(gradient_clipping),
+       "largest global L2 norm of the gradient; 0 turns clipping off. torch's own function sees no gradients in stages "
+       "1 to 3: "
+       "[training.md](training.md)",
+       at_least(0)},
       {FIELD(managed_gradient_accumulation), "false: every step() is a boundary and the user counts micro-batches"},
       {FIELD(prescale_gradients), "divide before the sum instead of after it; the result stays the mean"},
       {FIELD(gradient_predivide_factor), "part of the division done before the sum; the result stays the mean",

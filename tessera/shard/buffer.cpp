@@ -16,9 +16,9 @@ const at::Tensor& Buffer::tensor() const {
   return tensor_;
 }
 
-Loan Buffer::fetch(Range range) const {
+PendingView Buffer::fetch(Range range) const {
   TESSERA_ASSERT(defined() && range.begin >= 0 && range.begin + range.size() <= size_);
-  return home_ ? home_->fetch(range) : Loan(view(range));
+  return home_ ? home_->fetch(range) : PendingView(view(range));
 }
 
 void Buffer::store(Range range, const at::Tensor& values) const {

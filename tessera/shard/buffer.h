@@ -1,11 +1,11 @@
 // Buffer: elements of one dtype in a row, and where they live. Who works on them asks for a range and gives it back:
 //
-//   Loan loan = buffer.fetch({0, 1000});    // on their way to the device
-//   const at::Tensor values = loan.wait();  // 1-D
-//   ...                                     // changes them
-//   buffer.store({0, 1000}, values);        // on their way back
+//   PendingView pending = buffer.fetch({0, 1000});  // on their way to the device
+//   const at::Tensor values = pending.wait();       // 1-D
+//   ...                                             // changes them
+//   buffer.store({0, 1000}, values);                // on their way back
 //
-// Where a buffer lives on the device, a loan is a view of it and storing is nothing: offload is data, not a branch.
+// Where a buffer lives on the device, fetching is a view of it and storing is nothing: offload is data, not a branch.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,9 +20,9 @@ namespace tessera::shard {
 enum class Residence : uint8_t { Device, Host, Nvme };
 
 // Values on their way to the device.
-class Loan {
+class PendingView {
  public:
-  explicit Loan(at::Tensor values, std::function<void()> arrive = {})
+  explicit PendingView(at::Tensor values, std::function<void()> arrive = {})
       : values_(std::move(values)), arrive_(std::move(arrive)) {}
   // Returns when they are there; throws what went wrong on the way.
   const at::Tensor& wait() {
@@ -41,7 +41,7 @@ class Home {
   virtual ~Home() = default;
   virtual Residence residence() const = 0;
   // Values are those of the last store() of every element, zeros before. Neither waits for the way there or back.
-  virtual Loan fetch(Range range) = 0;
+  virtual PendingView fetch(Range range) = 0;
   virtual void store(Range range, const at::Tensor& values) = 0;
 };
 using HomePtr = std::shared_ptr<Home>;
@@ -64,7 +64,7 @@ class Buffer {
   const at::Tensor& tensor() const;
   at::Tensor view(Range range) const { return tensor().narrow(0, range.begin, range.size()); }
   // 1-D, on the device.
-  Loan fetch(Range range) const;
+  PendingView fetch(Range range) const;
   void store(Range range, const at::Tensor& values) const;
   // fetch() and store() of values that come from elsewhere (any dtype, one dim); wait. Where it lives on the device
   // read() is a view.

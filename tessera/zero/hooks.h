@@ -160,6 +160,8 @@ class Hooks {
   };
 
   void touch_task(bool from_parameter);
+  bool leave_to_outer_task();
+  void touch_outer_task();
   std::vector<ScopeCall*> calls_to_run() const;
   void note_scale(double value);
   BackwardInfo info() const { return {task_scale_.value_or(1.0), in_forward_task_}; }
@@ -181,6 +183,7 @@ class Hooks {
   int forward_depth_ = 0;
   bool counts_ = false;  // the running backward is one of the user's
   bool in_forward_task_ = false;
+  bool outer_pending_ = false;  // a task ended inside another one, which is to be noted next
 
   bool guarded_ = false;
   bool watches_calls_ = false;

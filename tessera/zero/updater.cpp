@@ -78,7 +78,7 @@ class Chunk {
   // `last`: of its unit.
   Chunk(Unit& unit, const Segment& segment, bool last) : unit_(&unit), segment_(segment), last_(last) {
     for (const shard::Buffer* buffer : buffers())
-      loans_.push_back(buffer->defined() ? std::optional(buffer->fetch(segment.range)) : std::nullopt);
+      views_.push_back(buffer->defined() ? std::optional(buffer->fetch(segment.range)) : std::nullopt);
   }
 
   void update(optim::Rule rule, const optim::GroupOptions& group, const Options& options, double scale) {
@@ -93,8 +93,8 @@ class Chunk {
     slice.rounding = options.precision.rounding;
     slice.random = {options.seed, static_cast<uint64_t>(segment_.step), segment_.first};
     optim::update(rule, group, segment_.step, slice, scale);
-    for (size_t i = 0; i < loans_.size(); ++i)
-      if (loans_[i]) buffers()[i]->store(segment_.range, loans_[i]->wait());
+    for (size_t i = 0; i < views_.size(); ++i)
+      if (views_[i]) buffers()[i]->store(segment_.range, views_[i]->wait());
   }
 
   int group() const { return segment_.group; }
@@ -105,12 +105,12 @@ class Chunk {
   std::array<const shard::Buffer*, 4> buffers() const {
     return {&unit_->master, &unit_->residual, &unit_->states[0], &unit_->states[1]};
   }
-  at::Tensor arrived(size_t buffer) { return loans_[buffer] ? loans_[buffer]->wait() : at::Tensor(); }
+  at::Tensor arrived(size_t buffer) { return views_[buffer] ? views_[buffer]->wait() : at::Tensor(); }
 
   Unit* unit_;
   Segment segment_;
   bool last_;
-  std::vector<std::optional<shard::Loan>> loans_;
+  std::vector<std::optional<shard::PendingView>> views_;
 };
 
 bool lives_on_device(const Unit& unit) {

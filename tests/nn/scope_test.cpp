@@ -125,7 +125,7 @@ TEST(Scope, ALeafModuleIsOneUnitAndOneScope) {
     EXPECT_EQ(gathered(engine.core()), 0);
     const auto expected = plain.parameters();
     for (size_t i = 0; i < expected.size(); ++i) {
-      const at::Tensor grad = engine.core().get_full(static_cast<int>(i), engine::Quantity::Gradient);
+      const at::Tensor grad = engine.core().states().get_full(static_cast<int>(i), engine::Quantity::Gradient);
       EXPECT_TRUE(at::allclose(grad, expected[i].grad(), 1e-5, 1e-6)) << i;
     }
   });

@@ -8,6 +8,8 @@ import pytest
 import torch
 from support import Net, assert_close, batch, config, engines, full_grads, make, plain_grads
 
+from torch.utils.checkpoint import checkpoint
+
 import tessera
 
 STAGES = [0, 1, 2, 3]
@@ -127,3 +129,38 @@ def test_a_weight_used_detached_beside_its_tracked_use(stage: int, times: int) -
 
     for grads in engines(make(Detached), 2, config(stage), body):
         assert_close(grads, plain_grads(make(Detached), 2, run))
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(17, 17) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True).tanh()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_module_called_directly_with_reentrant_checkpoints_has_one_backward(stage: int) -> None:
+    def train(engine: Any, rank: int) -> dict[str, torch.Tensor]:
+        for number in (1, 2):
+            inputs = torch.randn(4, 17, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+            engine.module(inputs).backward()
+            assert engine.core.backwards() == number
+            grads = full_grads(engine)
+            engine.zero_grad()
+        engine(inputs).backward()
+        assert engine.core.backwards() == 3
+        return grads
+
+    model = Checkpointed()
+    for rank in range(2):
+        inputs = torch.randn(4, 17, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+        (model(inputs) / 2).backward()
+    want = {name: param.grad for name, param in model.named_parameters()}
+    model.zero_grad()
+    options = config(stage) | {"tessera": {"min_unit_elements": 1}}
+    for grads in engines(model, 2, options, train):
+        assert_close(grads, want)

@@ -17,11 +17,11 @@ TEST(Buffer, IsTheSameWhereverItLives) {
     EXPECT_EQ(buffer.residence(), away ? Residence::Host : Residence::Device);
     EXPECT_TRUE(buffer.read({0, 10}).equal(at::zeros({10}, options)));
     buffer.write({2, 5}, at::arange(3, at::kFloat));
-    Loan loan = buffer.fetch({1, 7});
-    at::Tensor values = loan.wait();
+    PendingView pending = buffer.fetch({1, 7});
+    at::Tensor values = pending.wait();
     EXPECT_TRUE(values.equal(of({0, 0, 1, 2, 0, 0})));
     values.add_(1);
-    EXPECT_EQ(buffer.read({3, 4}).item<float>(), away ? 1 : 2) << "on the device a loan is a view";
+    EXPECT_EQ(buffer.read({3, 4}).item<float>(), away ? 1 : 2) << "on the device it is a view";
     buffer.store({1, 7}, values);
     EXPECT_TRUE(buffer.read({0, 8}).equal(of({0, 1, 1, 2, 3, 1, 1, 0})));
     if (away) {

@@ -17,10 +17,10 @@ class HostHome final : public shard::Home {
       : values_(at::zeros({size}, options)), name_(std::move(name)), log_(log) {}
 
   shard::Residence residence() const override { return shard::Residence::Host; }
-  shard::Loan fetch(shard::Range range) override {
+  shard::PendingView fetch(shard::Range range) override {
     note("fetch", range);
     const at::Tensor there = at::full({range.size()}, 77, values_.options());  // until it has arrived
-    return shard::Loan(there, [this, there, range] {
+    return shard::PendingView(there, [this, there, range] {
       note("wait", range);
       there.copy_(values_.narrow(0, range.begin, range.size()));
     });

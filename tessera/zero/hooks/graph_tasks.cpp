@@ -61,12 +61,39 @@ void Hooks::prune_dead_tasks() {
   std::erase_if(tasks_, [](const auto& entry) { return entry.second.token.expired(); });
 }
 
+// A task that ends inside a node of another one, which no hook of ours has seen (a module called directly, with re-entrant
+// checkpoints inside): the other one is the backward. It is noted at the nodes behind, which run next in it.
+bool Hooks::leave_to_outer_task() {
+  const auto node = torch::autograd::get_current_node();
+  outer_pending_ = false;
+  if (!node || in_forward_task_) return false;
+  const auto is_ours = [&](const auto& hook) {
+    const auto* outer = dynamic_cast<const OuterTaskHook*>(hook.get());
+    return outer != nullptr && outer->link == link_;
+  };
+  for (const torch::autograd::Edge& edge : node->next_edges()) {
+    if (!edge.function) continue;
+    outer_pending_ = true;
+    const auto& hooks = edge.function->pre_hooks();
+    if (std::none_of(hooks.begin(), hooks.end(), is_ours))
+      edge.function->add_pre_hook(std::make_unique<OuterTaskHook>(link_));
+  }
+  return outer_pending_;
+}
+
+void Hooks::touch_outer_task() {
+  if (!outer_pending_) return;
+  const bool counts = counts_;
+  touch_task(false);
+  counts_ = counts_ || counts;
+}
+
 void Hooks::touch_task(bool from_parameter) {
   const int id = torch::autograd::get_current_graph_task_id();
   if (!tasks_.contains(id)) {
     hear_news();
     prune_dead_tasks();
-    const bool outermost = tasks_.empty();
+    const bool outermost = tasks_.empty() && !std::exchange(outer_pending_, false);
     auto token = std::make_shared<Token>(link_, id);
     const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
     tasks_[id] = {token, exec_info != nullptr && exec_info->empty()};
@@ -103,7 +130,7 @@ bool Hooks::end_task(int id) {
   for (const Deferred& deferred : due)
     sink_.call_closed(*deferred.call, info());
   prune_dead_tasks();
-  if (tasks_.size() > 1) {
+  if (tasks_.size() > 1 || leave_to_outer_task()) {
     tasks_.erase(id);
     return false;
   }

@@ -82,6 +82,11 @@ struct HookAccess {
     link->hooks->check_output();
   }
 
+  static void outer_task(const LinkPtr& link) {
+    const std::lock_guard lock(link->mutex);
+    if (link->hooks != nullptr) link->hooks->touch_outer_task();
+  }
+
   // Grad mode is on in a hook only when the backward is recorded itself.
   static void refuse_graph() {
     TESSERA_CHECK(
@@ -155,6 +160,16 @@ struct OutputHook final : torch::autograd::FunctionPreHook {
   explicit OutputHook(LinkPtr l) : link(std::move(l)) {}
   variable_list operator()(const variable_list& grads) override {
     HookAccess::output(link);
+    return grads;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
+  LinkPtr link;
+};
+
+struct OuterTaskHook final : torch::autograd::FunctionPreHook {
+  explicit OuterTaskHook(LinkPtr l) : link(std::move(l)) {}
+  variable_list operator()(const variable_list& grads) override {
+    HookAccess::outer_task(link);
     return grads;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
