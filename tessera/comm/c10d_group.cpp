@@ -85,11 +85,7 @@ c10d::ReduceOp native_op(ReduceOp op) {
   return c10d::ReduceOp::SUM;
 }
 
-// One call of a group, as its log knows it.
-struct Call {
-  OpInfo info;
-  int64_t instance = 0, number = 0;
-};
+using Call = C10dCall;
 
 // Turns `then` (may be empty) once the first messages are through; it may post a second round.
 class C10dWork final : public Pending::Work {
@@ -106,10 +102,10 @@ class C10dWork final : public Pending::Work {
         then_(std::move(then)) {}
 
   void wait() override {
-    core_->finish(transfers_, call_.info, launched_);
+    core_->finish(transfers_, call_, launched_);
     if (then_) {
       transfers_ = then_();
-      core_->finish(transfers_, call_.info, launched_);
+      core_->finish(transfers_, call_, launched_);
     }
     core_->calls().done(call_.instance, call_.number);
     if (buffer_.defined()) core_->give_buffer(std::move(buffer_));
@@ -119,7 +115,7 @@ class C10dWork final : public Pending::Work {
     const auto end = Clock::now() + limit;
     while (arrived(end)) {
       if (!then_) return true;
-      core_->finish(transfers_, call_.info, launched_);
+      core_->finish(transfers_, call_, launched_);
       transfers_ = std::exchange(then_, nullptr)();
       if (transfers_.empty()) return true;
     }
@@ -470,7 +466,7 @@ void C10dGroup::do_barrier(Label label) {
     messages.receive(token, {1, 1}, (rank() - distance + size()) % size());
     messages.send(token, {0, 1}, (rank() + distance) % size());
     auto transfers = messages.take();
-    core_->finish(transfers, call.info, launched);
+    core_->finish(transfers, call, launched);
   }
   core_->calls().done(call.instance, call.number);
 }

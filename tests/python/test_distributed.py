@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from support import assert_close, batch, config, engines, free_port, make, shard_group, weights
+from support import assert_close, batch, config, engines, free_port, make, run, shard_group, weights
 from torch.distributed.device_mesh import init_device_mesh
 
 import tessera
@@ -145,6 +145,36 @@ def test_a_killed_rank_ends_the_others_with_an_error_that_names_it(moment: str, 
     for process in ranks:
         process.join(120)
     assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL, 0]
+
+
+def one_backward_more(engine: tessera.Engine, rank: int) -> None:
+    run(engine, rank, 2)
+    for _ in range(2 - rank):
+        engine(*batch(rank)).backward()
+    engine.step()
+
+
+def uneven(rank: int, port: int, transport: str) -> None:
+    enter(rank, 2, port, transport)
+    engine = tessera.initialize(model=make(), config=config(3))[0]
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=ONE_BACKWARD_MORE):
+        one_backward_more(engine, rank)
+    assert time.monotonic() - begin < 60  # far below the timeout
+    os._exit(0)
+
+
+ONE_BACKWARD_MORE = r"the ranks disagree: rank 0 (called|is in) \w+ \(.*, rank 1 (called|in) \w+ \("
+
+
+@pytest.mark.parametrize("transport", ["threads", "auto", "gloo"])
+def test_ranks_with_different_numbers_of_backwards_are_named(transport: str) -> None:
+    """Stage 3 orders gathers and reductions apart, so the ranks call nothing different in either."""
+    if transport != "threads":
+        mp.spawn(uneven, (free_port(), transport), nprocs=2)
+        return
+    with pytest.raises(RuntimeError, match=ONE_BACKWARD_MORE):
+        engines(make(), 2, config(3), one_backward_more)
 
 
 def threads_of_gloo() -> list[str]:
