@@ -27,6 +27,7 @@
 #include "tessera/comm/c10d_core.h"
 #include "tessera/comm/reduce_rows.h"
 #include "tessera/comm/transport.h"
+#include "tessera/comm/watched_store.h"
 
 namespace tessera::comm {
 namespace {
@@ -506,8 +507,16 @@ GroupPtr best_group(std::shared_ptr<void> keep_alive, const c10::intrusive_ptr<c
   const auto over_group = [both] { return make_c10d_group(both.keep_alive, both.group, C10dPath::ByDevice); };
   const auto store = group->getStore();
   if (!store || group->getSize() == 1 || !only_cpu(*group)) return over_group();
-  return choose_transport(fresh_store(store, "transport/" + group->getGroupName(), group->getRank()), group->getRank(),
-                          group->getSize(), timeout_of(*group), over_group);
+  const int rank = group->getRank(), size = group->getSize();
+  try {
+    FaultBoard board = job_board(store, rank, size);
+    board.show_process();
+    const auto fresh = fresh_store(store, "transport/" + group->getGroupName(), rank);
+    const auto watched = c10::make_intrusive<WatchedStore>(fresh, std::move(board), rank, size);
+    return choose_transport(watched, rank, size, timeout_of(*group), over_group);
+  } catch (const c10::DistNetworkError& error) {
+    store_lost(rank, size, error);
+  }
 }
 
 }  // namespace
