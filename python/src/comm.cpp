@@ -13,6 +13,7 @@
 #include "tessera/comm/mesh.h"
 #include "tessera/comm/side_threads.h"
 #include "tessera/comm/transport.h"
+#include "tessera/comm/watched_store.h"
 
 namespace tessera::python {
 
@@ -40,6 +41,12 @@ comm::GroupPtr group_by_name(const std::string& name) {
     return comm::c10d_group(name);  // says what is wrong
   }
   return comm::c10d_group(hold(group), *group);
+}
+
+// From here on the other ranks of the group notice when this process ends.
+void show_process(const std::string& name) {
+  const auto group = c10d::resolve_process_group(name);
+  if (const auto store = group->getStore()) comm::job_board(store, group->getRank(), group->getSize()).show_process();
 }
 
 // The back end "tessera"; its threads end before Python does: Note [Python's end].
@@ -83,6 +90,9 @@ void bind_comm(py::module_& m) {
   m.def("thread_groups", &thread_groups, py::arg("size"), py::arg("timeout") = std::chrono::minutes(10));
   m.def("c10d_group", &group_by_name, py::arg("name"), NoGil());
 
+  m.def("open_job_store", &open_job_store, py::arg("address"), py::arg("port"), py::arg("rank"), py::arg("size"),
+        py::arg("timeout"), NoGil());
+  m.def("show_process", &show_process, py::arg("name"), NoGil());
   bind_backend(m);
 
   py::enum_<Axis>(m, "Axis")

@@ -61,9 +61,7 @@ def init_distributed(
             "[init_distributed] dist_init_required is False, but there is no process group yet; call "
             "torch.distributed.init_process_group first"
         )
-    environment = _environment(auto_mpi_discovery)
-    rank = rank if rank >= 0 else environment.get("RANK", 0)
-    world_size = world_size if world_size > 0 else environment.get("WORLD_SIZE", 1)
+    rank, world_size = _place(rank, world_size, _environment(auto_mpi_discovery))
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if "tessera" in backend:
         register_backend()
@@ -74,12 +72,52 @@ def init_distributed(
         )
         return
     if init_method is None:
-        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        port = os.environ.get("MASTER_PORT", str(distributed_port))
-        init_method = f"tcp://{address}:{port}"
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE"):
-            init_method = "env://"  # the launcher's own store listens there
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+        store = dist.PrefixStore("default_pg", _job_store(rank, world_size, distributed_port, timeout))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    else:
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    assert dist.group.WORLD is not None
+    _core.show_process(dist.group.WORLD.group_name)
+
+
+def _place(rank: int, world_size: int, environment: dict[str, int]) -> tuple[int, int]:
+    """This rank and the number of ranks, from the arguments or else the environment."""
+    ranks = "world_size" if world_size > 0 else "WORLD_SIZE"
+    if world_size <= 0:
+        world_size = environment.get("WORLD_SIZE", 0 if environment.get("RANK", 0) > 0 else 1)
+        if world_size < 1:
+            said = f"is {os.environ['WORLD_SIZE']}" if os.environ.get("WORLD_SIZE") else "is not set"
+            raise ConfigError(f"[init_distributed] WORLD_SIZE {said}; it must be the number of ranks, 1 at least")
+    name = "rank" if rank >= 0 else "RANK"
+    if rank < 0:
+        if world_size > 1 and "RANK" not in environment:
+            raise ConfigError(f"[init_distributed] {ranks} is {world_size}, but RANK is not set")
+        rank = environment.get("RANK", 0)
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"[init_distributed] {name} is {rank}, but {ranks} is {world_size}: ranks are 0 to {world_size - 1}"
+        )
+    return rank, world_size
+
+
+def _job_store(rank: int, world_size: int, distributed_port: int, timeout: datetime.timedelta) -> dist.Store:
+    """The store at MASTER_ADDR:MASTER_PORT, with all ranks there."""
+    address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if world_size == 1 else None)
+    if address is None:
+        raise ConfigError(
+            f"[init_distributed] there are {world_size} ranks, but MASTER_ADDR, where rank 0 is, is not set"
+        )
+    text = os.environ.get("MASTER_PORT") or str(distributed_port)
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise ConfigError(f"[init_distributed] MASTER_PORT is {text!r}; it must be a port, 1 to 65535")
+    try:
+        return _core.open_job_store(address, int(text), rank, world_size, timeout)
+    except RuntimeError as error:
+        reason = str(error).split("\n", 1)[0].removeprefix("[comm] ")
+        raise dist.DistBackendError(
+            f"[init_distributed] rank {rank} of {world_size} could not meet the others at MASTER_ADDR {address}, "
+            f"MASTER_PORT {text}: {reason}"
+        ) from None
 
 
 def _environment(auto_mpi_discovery: bool) -> dict[str, int]:
@@ -109,7 +147,7 @@ def prepare(dist_init_required: bool | None, distributed_port: int) -> None:
     """What initialize() does about the default process group: nothing for a lone process nobody asked a group for."""
     if dist.is_available() and dist.is_initialized():
         return
-    several = _environment(True).get("WORLD_SIZE", 1) > 1
+    several = _place(-1, -1, _environment(True))[1] > 1
     if dist_init_required is False or dist_init_required or several:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
 

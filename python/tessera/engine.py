@@ -87,13 +87,15 @@ class Engine(EngineGetters):
         self._world = distributed.world_of(self._mesh)
         put_back = [keep_optimizer(optimizer), keep_place(model)]
         try:
-            self.config.resolve_batch(self._dp_size)  # its errors come before anything is touched
+            batch = self.config.resolve_batch(self._dp_size)
             check_modules(model, partitions=self._partitions())
             self.device = place(model, device)
             base = self._build_optimizer(model_parameters)
             # All that the caller's arguments can make fail comes before the core, which changes the parameters.
             self.lr_scheduler = build_schedule(self.config, optimizer, base, lr_scheduler)
-            self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
+            self.training_dataloader = (
+                None if training_data is None else self.deepspeed_io(training_data, batch.micro_batch_size)
+            )
             self._build_core(base, unit_policy or default_unit_policy)
         except BaseException:
             self._give_up()
@@ -104,7 +106,8 @@ class Engine(EngineGetters):
     # ---------------------------------------------------------------- construction
 
     def _partitions(self) -> bool:
-        return self.config.placements.shards_params and self._mesh.group(_core.Axis.DpShard).size > 1
+        ranks = self._mesh.size(_core.Axis.DpShard) * self._mesh.size(_core.Axis.Sp)  # that share model states
+        return self.config.placements.shards_params and ranks > 1
 
     def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
         base = build_optimizer(self.config, self.module, self.client_optimizer, model_parameters)

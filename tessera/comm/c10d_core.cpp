@@ -51,7 +51,9 @@ C10dCore::C10dCore(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::Pr
 
 int64_t C10dCore::count_instance() {
   check_home({.name = "sibling", .label = {}});
-  return next_instance(*group_);
+  const int64_t instance = next_instance(*group_);
+  calls_.use(instance);
+  return instance;
 }
 
 C10dCore::~C10dCore() {
@@ -65,15 +67,26 @@ C10dCore::~C10dCore() {
 
 // Shows this rank's calls to the others and looks at theirs. The cause that all ranks end with, if there is one.
 std::optional<std::string> C10dCore::compare_calls() {
-  if (auto text = calls_.text(); text != shown_calls_) {
-    board_.show_calls(text);
-    shown_calls_ = std::move(text);
-  }
+  board_.show_calls(calls_.text());
   for (int d = 1; d < size_ && d <= kPeersCompared; ++d) {
     const int peer = (rank_ + d) % size_;
     if (const auto difference = calls_.difference(peer, board_.shown_calls(peer))) return board_.post(*difference);
   }
   return std::nullopt;
+}
+
+// The same for a circle of ranks: see Note [Different calls] for why it has to be seen twice.
+std::optional<std::string> C10dCore::look_for_circle() {
+  const auto before = std::exchange(circle_, calls_.circle([this](int rank) { return board_.shown_calls(rank); }));
+  if (!before || !circle_ || before->calls != circle_->calls) return std::nullopt;
+  for (const auto& [rank, look] : circle_->looks) {
+    const auto known = before->looks.find(rank);
+    if (known == before->looks.end()) return std::nullopt;
+    if (known->second < look) continue;
+    circle_ = before;  // not shown again yet
+    return std::nullopt;
+  }
+  return board_.post(circle_->text);
 }
 
 // Gloo does not always end a wait when the peer dies amid a message, and none that waits for another peer: a process of
@@ -104,6 +117,7 @@ void C10dCore::watch() {
     auto cause = board_.posted();
     if (const auto now = Clock::now(); !cause && now - since >= kCompareAfter && now - compared >= kCompareEvery) {
       cause = compare_calls();
+      if (!cause) cause = look_for_circle();
       if (!cause) cause = look_for_ended(since);
       compared = now;
     }
@@ -139,8 +153,8 @@ void C10dCore::check_alive(const OpInfo& info) {
   if (auto text = cause(); !text.empty()) throw_failed(rank_, size_, info, 0.0, text);
 }
 
-void C10dCore::finish(std::vector<Transfer>& transfers, const OpInfo& info, Clock::time_point launched) {
-  check_home(info);
+void C10dCore::finish(std::vector<Transfer>& transfers, const C10dCall& call, Clock::time_point launched) {
+  check_home(call.info);
   bool failed_before = false;
   {
     const std::scoped_lock lock(mutex_);
@@ -156,6 +170,7 @@ void C10dCore::finish(std::vector<Transfer>& transfers, const OpInfo& info, Cloc
       failure = "interrupted";
       break;
     }
+    calls_.block(call.instance, call.number, peer);
     try {
       if (!transfer.work->wait()) failure = "interrupted";
     } catch (const std::exception& error) {
@@ -163,12 +178,13 @@ void C10dCore::finish(std::vector<Transfer>& transfers, const OpInfo& info, Cloc
     }
     if (!failure.empty()) break;
   }
+  calls_.block(call.instance, call.number, -1);
   {
     const std::scoped_lock lock(mutex_);
     current_ = nullptr;
   }
   transfers.clear();  // a work that has not ended lets go of its buffer here
-  if (!failure.empty()) fail(info, launched, peer, failure);
+  if (!failure.empty()) fail(call.info, launched, peer, failure);
 }
 
 void C10dCore::fail(const OpInfo& info, Clock::time_point launched, int peer, const std::string& what) {
@@ -186,9 +202,11 @@ void C10dCore::fail(const OpInfo& info, Clock::time_point launched, int peer, co
     text = board_.post(text + plain(what));
   }
   if (!asked) {  // other collectives in flight fail too; one of them asks who is still there
-    const bool nobody_lost = text.find(kAborted) != std::string::npos || text.starts_with(kDisagreement);
-    const std::string silent = board_.roll_call(nobody_lost ? std::chrono::milliseconds(0) : kRollCall);
-    if (!nobody_lost && !silent.empty()) text += "; " + silent;
+    const bool aborted = text.find(kAborted) != std::string::npos, disagree = text.starts_with(kDisagreement);
+    // Ranks that disagree all wait: a process that ends with its error before the others have heard would take the store
+    // or a connection with it, and they would speak of a lost rank.
+    const std::string silent = board_.roll_call(aborted ? std::chrono::milliseconds(0) : kRollCall);
+    if (!aborted && !disagree && !silent.empty()) text += "; " + silent;
     const std::scoped_lock lock(mutex_);
     cause_ = text;
   }

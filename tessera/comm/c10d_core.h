@@ -20,6 +20,12 @@
 
 namespace tessera::comm {
 
+// One call of a group, as its log knows it.
+struct C10dCall {
+  OpInfo info;
+  int64_t instance = 0, number = 0;
+};
+
 // One message from or to a peer; peer < 0: a native collective of the back end.
 struct Transfer {
   c10::intrusive_ptr<c10d::Work> work;
@@ -47,7 +53,7 @@ class C10dCore {
   // Throws when the group has failed before, and in a forked copy.
   void check_alive(const OpInfo& info);
   // Waits for all of them, and releases them. On a failure: settles the cause with the other ranks and throws.
-  void finish(std::vector<Transfer>& transfers, const OpInfo& info, std::chrono::steady_clock::time_point launched);
+  void finish(std::vector<Transfer>& transfers, const C10dCall& call, std::chrono::steady_clock::time_point launched);
   // Fails the group from this rank's side with `what` and throws: for errors while launching.
   [[noreturn]] void fail(const OpInfo& info, std::chrono::steady_clock::time_point launched, int peer,
                          const std::string& what);
@@ -61,6 +67,7 @@ class C10dCore {
   void check_home(const OpInfo& info) const;
   void watch();
   std::optional<std::string> compare_calls();
+  std::optional<std::string> look_for_circle();
   std::optional<std::string> look_for_ended(std::chrono::steady_clock::time_point waiting_since);
   void interrupt();  // ends the current wait; mutex_ is held
   std::string cause();
@@ -72,7 +79,7 @@ class C10dCore {
   const int64_t instance_;
   FaultBoard board_;
   CallLog calls_;
-  std::string shown_calls_;                                        // the watcher's, as is ended_at_
+  std::optional<CallLog::Circle> circle_;                          // the watcher's: the last one seen, as is ended_at_
   std::optional<std::chrono::steady_clock::time_point> ended_at_;  // when it saw that a peer's process had ended
 
   std::mutex mutex_;

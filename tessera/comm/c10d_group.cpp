@@ -27,6 +27,7 @@
 #include "tessera/comm/c10d_core.h"
 #include "tessera/comm/reduce_rows.h"
 #include "tessera/comm/transport.h"
+#include "tessera/comm/watched_store.h"
 
 namespace tessera::comm {
 namespace {
@@ -85,11 +86,7 @@ c10d::ReduceOp native_op(ReduceOp op) {
   return c10d::ReduceOp::SUM;
 }
 
-// One call of a group, as its log knows it.
-struct Call {
-  OpInfo info;
-  int64_t instance = 0, number = 0;
-};
+using Call = C10dCall;
 
 // Turns `then` (may be empty) once the first messages are through; it may post a second round.
 class C10dWork final : public Pending::Work {
@@ -106,10 +103,10 @@ class C10dWork final : public Pending::Work {
         then_(std::move(then)) {}
 
   void wait() override {
-    core_->finish(transfers_, call_.info, launched_);
+    core_->finish(transfers_, call_, launched_);
     if (then_) {
       transfers_ = then_();
-      core_->finish(transfers_, call_.info, launched_);
+      core_->finish(transfers_, call_, launched_);
     }
     core_->calls().done(call_.instance, call_.number);
     if (buffer_.defined()) core_->give_buffer(std::move(buffer_));
@@ -119,7 +116,7 @@ class C10dWork final : public Pending::Work {
     const auto end = Clock::now() + limit;
     while (arrived(end)) {
       if (!then_) return true;
-      core_->finish(transfers_, call_.info, launched_);
+      core_->finish(transfers_, call_, launched_);
       transfers_ = std::exchange(then_, nullptr)();
       if (transfers_.empty()) return true;
     }
@@ -470,7 +467,7 @@ void C10dGroup::do_barrier(Label label) {
     messages.receive(token, {1, 1}, (rank() - distance + size()) % size());
     messages.send(token, {0, 1}, (rank() + distance) % size());
     auto transfers = messages.take();
-    core_->finish(transfers, call.info, launched);
+    core_->finish(transfers, call, launched);
   }
   core_->calls().done(call.instance, call.number);
 }
@@ -510,8 +507,16 @@ GroupPtr best_group(std::shared_ptr<void> keep_alive, const c10::intrusive_ptr<c
   const auto over_group = [both] { return make_c10d_group(both.keep_alive, both.group, C10dPath::ByDevice); };
   const auto store = group->getStore();
   if (!store || group->getSize() == 1 || !only_cpu(*group)) return over_group();
-  return choose_transport(fresh_store(store, "transport/" + group->getGroupName(), group->getRank()), group->getRank(),
-                          group->getSize(), timeout_of(*group), over_group);
+  const int rank = group->getRank(), size = group->getSize();
+  try {
+    FaultBoard board = job_board(store, rank, size);
+    board.show_process();
+    const auto fresh = fresh_store(store, "transport/" + group->getGroupName(), rank);
+    const auto watched = c10::make_intrusive<WatchedStore>(fresh, std::move(board), rank, size);
+    return choose_transport(watched, rank, size, timeout_of(*group), over_group);
+  } catch (const c10::DistNetworkError& error) {
+    store_lost(rank, size, error);
+  }
 }
 
 }  // namespace

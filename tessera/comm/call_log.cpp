@@ -1,8 +1,11 @@
 #include "tessera/comm/call_log.h"
 
+#include <algorithm>
 #include <charconv>
 #include <string_view>
 #include <utility>
+
+#include "tessera/comm/wait_circle.h"
 
 namespace tessera::comm {
 namespace {
@@ -55,6 +58,22 @@ struct Shown {
 };
 constexpr size_t kFields = 6;
 
+// What a rank is blocked in, as its text has it, and what of its log matters then.
+struct ShownWait {
+  int64_t look = 0, instance = -1, number = -1, peer = -1;
+  std::string_view call;             // as long as the text is there
+  std::vector<int64_t> held;         // instances that only the blocked thread uses
+  std::map<int64_t, int64_t> added;  // by instance
+
+  // Whether this rank will never make call `number` of a group.
+  bool holds_up(int64_t in, int64_t call_number) const {
+    const auto made = added.find(in);
+    return peer >= 0 && (made == added.end() || made->second <= call_number) &&
+           std::find(held.begin(), held.end(), in) != held.end();
+  }
+};
+constexpr size_t kWaitFields = 4;
+
 std::vector<int64_t> read_numbers(std::string_view text) {
   std::vector<int64_t> values;
   while (const auto value = read_number(text, ','))
@@ -65,8 +84,8 @@ std::vector<int64_t> read_numbers(std::string_view text) {
 std::vector<Shown> read(const std::string& text) {
   const auto fields = read_fields(text);
   std::vector<Shown> calls;
-  if (!fields || fields->size() % kFields != 0) return calls;
-  for (size_t i = 0; i < fields->size(); i += kFields) {
+  if (!fields || fields->size() % kFields != kWaitFields) return calls;
+  for (size_t i = kWaitFields; i < fields->size(); i += kFields) {
     const auto* f = &(*fields)[i];
     const auto place = read_numbers(f[0]);
     if (place.size() == 2) {
@@ -74,6 +93,25 @@ std::vector<Shown> read(const std::string& text) {
     }
   }
   return calls;
+}
+
+ShownWait read_wait(const std::string& text) {
+  ShownWait wait;
+  const auto fields = read_fields(text);
+  if (!fields || fields->size() < kWaitFields) return wait;
+  const auto place = read_numbers((*fields)[0]);
+  if (place.size() != 4) return wait;
+  wait = {.look = place[0],
+          .instance = place[1],
+          .number = place[2],
+          .peer = place[3],
+          .call = (*fields)[1],
+          .held = read_numbers((*fields)[2]),
+          .added = {}};
+  const auto added = read_numbers((*fields)[3]);
+  for (size_t i = 0; i + 1 < added.size(); i += 2)
+    wait.added[added[i]] = added[i + 1];
+  return wait;
 }
 
 int64_t at_rank(const std::vector<int64_t>& splits, int rank) {
@@ -85,6 +123,7 @@ int64_t at_rank(const std::vector<int64_t>& splits, int rank) {
 int64_t CallLog::add(int64_t instance, OpInfo info, Splits splits) {
   const std::scoped_lock lock(mutex_);
   Sequence& sequence = sequences_[instance];
+  sequence.user = std::this_thread::get_id();
   sequence.calls.push_back({sequence.added, std::move(info), std::move(splits)});
   return sequence.added++;
 }
@@ -96,10 +135,48 @@ void CallLog::done(int64_t instance, int64_t number) {
     calls.pop_front();
 }
 
-std::string CallLog::text() const {
+void CallLog::use(int64_t instance) {
   const std::scoped_lock lock(mutex_);
-  std::string text;
-  size_t count = 0;
+  sequences_[instance].user = std::this_thread::get_id();
+}
+
+void CallLog::block(int64_t instance, int64_t number, int peer) {
+  const std::scoped_lock lock(mutex_);
+  if (peer < 0) {
+    blocked_.erase(std::this_thread::get_id());
+  } else {
+    blocked_[std::this_thread::get_id()] = {instance, number, peer};
+  }
+}
+
+// The fields of a ShownWait: of a rank of which one thread is blocked.
+std::string CallLog::wait_text() const {
+  std::string text, call;
+  std::vector<int64_t> held, added;
+  Blocked wait{.instance = -1, .number = -1, .peer = -1};
+  if (blocked_.size() == 1) {
+    const auto& [thread, blocked] = *blocked_.begin();
+    wait = blocked;
+    for (const auto& [instance, sequence] : sequences_) {
+      if (sequence.user == thread) held.push_back(instance);
+      added.insert(added.end(), {instance, sequence.added});
+    }
+    for (const Call& one : sequences_.at(wait.instance).calls) {
+      if (one.number == wait.number) call = describe(one.info);
+    }
+  }
+  put(text, numbers({looks_, wait.instance, wait.number, wait.peer}));
+  put(text, call);
+  put(text, numbers(held));
+  put(text, numbers(added));
+  return text;
+}
+
+std::string CallLog::text() {
+  const std::scoped_lock lock(mutex_);
+  looks_ += 1;
+  std::string text = wait_text();
+  size_t count = kWaitFields;
   for (const auto& [instance, sequence] : sequences_) {
     for (const Call& call : sequence.calls) {
       put(text, numbers({instance, call.number}));
@@ -132,6 +209,32 @@ std::optional<std::string> CallLog::difference(int peer, const std::string& text
     if (sent != wanted) return split_disagreement(describe(mine.info), rank_, sent, peer, wanted);
     const int64_t coming = at_rank(theirs.sent, rank_), expected = at_rank(mine.splits.received, peer);
     if (coming != expected) return split_disagreement(theirs.brief, peer, coming, rank_, expected);
+  }
+  return std::nullopt;
+}
+
+std::optional<CallLog::Circle> CallLog::circle(const std::function<std::string(int)>& shown) const {
+  std::string text;
+  {
+    const std::scoped_lock lock(mutex_);
+    text = std::to_string(kWaitFields) + ";" + wait_text();
+  }
+  const ShownWait mine = read_wait(text);
+  Circle result;
+  std::vector<std::pair<int, std::string>> waits = {{rank_, std::string(mine.call)}};
+  for (ShownWait wait = mine; wait.peer >= 0;) {
+    result.calls.insert(result.calls.end(), {wait.instance, wait.number});
+    const auto peer = static_cast<int>(wait.peer);
+    if (peer == rank_) {
+      if (!mine.holds_up(wait.instance, wait.number)) return std::nullopt;
+      result.text = circle_text(std::move(waits));
+      return result;
+    }
+    const std::string their_text = shown(peer);
+    ShownWait next = read_wait(their_text);
+    if (!next.holds_up(wait.instance, wait.number) || !result.looks.emplace(peer, next.look).second) break;
+    waits.emplace_back(peer, std::string(next.call));
+    wait = std::move(next);
   }
   return std::nullopt;
 }

@@ -1,6 +1,5 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <csignal>
 #include <map>
@@ -12,36 +11,36 @@
 #include "tessera/comm/c10d_group.h"
 #include "tessera/comm/gloo.h"
 #include "tessera/comm/transport.h"
+#include "tessera/comm/watched_store.h"
 
 namespace tessera::comm {
 namespace {
 
 struct Place {
-  int rank = 0, size = 1, port = 0, attempt = 0;
+  int rank = 0, size = 1, port = 0;
   std::string address;
-  bool agent_hosts_store = false;
 };
 
 Place read_place() {
   Place place;
-  place.size = env::get_int("WORLD_SIZE").value_or(1);
+  const auto size = env::get_int("WORLD_SIZE"), rank = env::get_int("RANK");
+  place.size = size.value_or(1);
   TESSERA_CHECK_VALUE(place.size >= 1, "comm", "WORLD_SIZE must be at least 1, got ", place.size);
+  TESSERA_CHECK_VALUE(size || rank.value_or(0) == 0, "comm", "RANK is ", *rank, ", but WORLD_SIZE is not set");
+  TESSERA_CHECK_VALUE(rank.value_or(0) >= 0 && rank.value_or(0) < place.size, "comm", "RANK is ", *rank,
+                      ", but WORLD_SIZE is ", place.size, ": ranks are 0 to ", place.size - 1);
   check_transport();
   if (place.size == 1) return place;
-  const auto rank = env::get_int("RANK");
   const auto address = env::get("MASTER_ADDR");
   const auto port = env::get_int("MASTER_PORT");
   TESSERA_CHECK_VALUE(
       rank && address && port, "comm", "WORLD_SIZE is ", place.size,
       ", so RANK, MASTER_ADDR and MASTER_PORT must be set too (torchrun --no-python sets them); missing:",
       rank ? "" : " RANK", address ? "" : " MASTER_ADDR", port ? "" : " MASTER_PORT");
-  TESSERA_CHECK_VALUE(*rank >= 0 && *rank < place.size, "comm", "RANK is ", *rank, ", but WORLD_SIZE is ", place.size);
   TESSERA_CHECK_VALUE(*port > 0 && *port < 65536, "comm", "MASTER_PORT is ", *port, ", not a port");
   place.rank = *rank;
   place.address = *address;
   place.port = *port;
-  place.agent_hosts_store = env::get("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
-  place.attempt = env::get_int("TORCHELASTIC_RESTART_COUNT").value_or(0);
   return place;
 }
 
@@ -57,21 +56,6 @@ void keep(int port, const c10::intrusive_ptr<c10d::Store>& store) {
   static auto& by_port = *new std::map<int, c10::intrusive_ptr<c10d::Store>>;
   const std::scoped_lock lock(mutex);
   by_port.try_emplace(port, store);
-}
-
-c10::intrusive_ptr<c10d::Store> open_store(const Place& place, std::chrono::milliseconds timeout) {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(place.port);
-  options.isServer = place.rank == 0 && !place.agent_hosts_store;
-  options.waitWorkers = false;  // Gloo's own meeting follows
-  options.timeout = timeout;
-  options.multiTenant = true;
-  auto store = c10::make_intrusive<c10d::TCPStore>(place.address, options);
-  if (options.isServer) keep(place.port, store);
-  // A torchrun agent keeps its store over restarts, and a process may make several groups: none may see another's keys.
-  const std::string prefix = "tessera/attempt_" + std::to_string(place.attempt);
-  const int64_t count = store->add(prefix + "/groups_of_rank_" + std::to_string(place.rank), 1);
-  return c10::make_intrusive<c10d::PrefixStore>(prefix + "/" + std::to_string(count), store);
 }
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
@@ -109,9 +93,14 @@ auto among_others(const Place& place, std::chrono::milliseconds timeout, const F
   survive_closed_sockets();
   std::string text;
   try {
-    return body(StorePtr(open_store(place, timeout)));
+    const StorePtr store = open_job_store(place.address, place.port, place.rank, place.size, timeout);
+    if (place.rank == 0) keep(place.port, store);
+    return body(watch_store(store, place.rank, place.size));
+  } catch (const c10::ValueError&) {
+    throw;
   } catch (const std::exception& error) {
     text = error.what();
+    if (constexpr std::string_view origin = "[comm] "; text.starts_with(origin)) text.erase(0, origin.size());
   }
   TESSERA_CHECK_DIST(false, "comm", "rank ", place.rank, " of ", place.size, " could not meet the others at ",
                      place.address, ":", place.port, ": ", text.substr(0, text.find('\n')));

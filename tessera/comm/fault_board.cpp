@@ -56,20 +56,46 @@ std::string FaultBoard::shown_calls(int rank) {
   }
 }
 
-void FaultBoard::show_process() {
-  if (!store_) return;
+std::optional<std::string> FaultBoard::show_process() {
+  if (!store_) return std::nullopt;
   const int pid = getpid();
+  const std::string name = process_key(rank_);
+  const std::string mine = std::to_string(pid) + " " + std::to_string(start_of_process(pid)) + " " + host_id();
   try {
-    store_->set(key("process/" + std::to_string(rank_)),
-                std::to_string(pid) + " " + std::to_string(start_of_process(pid)) + " " + host_id());
+    const std::string there = store_->compareSet(name, std::string(), mine);
+    if (there == mine) return std::nullopt;
+    const auto other = process_of(rank_);
+    if (other && other->start != 0 && start_of_process(other->pid) != other->start) {  // of an earlier attempt
+      store_->set(name, mine);
+      processes_.erase(rank_);
+      return std::nullopt;
+    }
+    return "processes " + there.substr(0, there.find(' ')) + " and " + std::to_string(pid) +
+           (other && other->start != 0 ? " of one host" : " of two hosts");
   } catch (const std::exception&) {
-    // The first collective notices what is wrong with the store's host.
+    return std::nullopt;  // the first collective notices what is wrong with the store's host
   }
+}
+
+bool FaultBoard::has_shown(int rank) {
+  return processes_.contains(rank) || store_->check({process_key(rank)});
+}
+
+void FaultBoard::await_process(int rank, std::chrono::milliseconds limit) {
+  try {
+    store_->wait({process_key(rank)}, limit);
+  } catch (const std::exception&) {
+    // has_shown() tells what is wrong
+  }
+}
+
+std::string FaultBoard::process_key(int rank) const {
+  return key("process/" + std::to_string(rank));
 }
 
 std::optional<FaultBoard::Process> FaultBoard::process_of(int rank) {
   if (const auto known = processes_.find(rank); known != processes_.end()) return known->second;
-  const std::string name = key("process/" + std::to_string(rank));
+  const std::string name = process_key(rank);
   try {
     if (!store_ || !store_->check({name})) return std::nullopt;
     std::istringstream text(store_->get_to_str(name));

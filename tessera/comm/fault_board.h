@@ -27,8 +27,13 @@ class FaultBoard {
   void show_calls(const std::string& calls);
   // What rank `rank` has shown last; empty when nothing.
   std::string shown_calls(int rank);
-  // Tells the ranks of this host which process this rank is.
-  void show_process();
+  // Tells the others which process this rank is. Where another one has said that it is this rank, and has not been seen to
+  // end, it stays; returns "processes 12 and 34 of one host".
+  std::optional<std::string> show_process();
+  // Whether rank `rank` has shown its process. Throws what the store throws.
+  bool has_shown(int rank);
+  // Waits for that, so long at most.
+  void await_process(int rank, std::chrono::milliseconds limit);
   // The id of the process that rank `rank` was, where it was one of this host and has ended. What is known of a rank is kept:
   // for one thread.
   std::optional<int> ended_process(int rank);
@@ -43,6 +48,7 @@ class FaultBoard {
   };
 
   std::string key(const std::string& what) const;
+  std::string process_key(int rank) const;
   std::optional<Process> process_of(int rank);
 
   c10::intrusive_ptr<c10d::Store> store_;

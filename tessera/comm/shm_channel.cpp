@@ -7,6 +7,15 @@ namespace {
 
 constexpr int kRecordsAtOnce = 64;  // then other threads of this rank have their turn
 
+OpInfo described_in(const SlotHead& head) {
+  return {.name = head.name,
+          .label = head.label,
+          .bytes = head.bytes,
+          .dtype = static_cast<c10::ScalarType>(head.dtype),
+          .op = static_cast<ReduceOp>(head.op),
+          .root = head.root};
+}
+
 const char* payload(const SlotHead& head) {
   return reinterpret_cast<const char*>(&head + 1);
 }
@@ -29,6 +38,7 @@ ShmChannel::ShmChannel(char* base, int channel, int rank, int size, std::vector<
 
 void ShmChannel::add(ShmOpPtr op) {
   op->numbers = &numbers_;
+  op->turn = counters_[rank_].launched.fetch_add(1);
   sending_.push_back(op);
   receiving_.push_back(std::move(op));
 }
@@ -105,13 +115,7 @@ void ShmChannel::describe_in(SlotHead& head, const ShmOp& op) const {
 // Calls are compared where their first records meet: before that all calls have been the same.
 void ShmChannel::compare(const ShmOp& op, int peer, const SlotHead& head) {
   if (head.hash == op.hash() || !disagreement_.empty()) return;
-  const OpInfo theirs{.name = head.name,
-                      .label = head.label,
-                      .bytes = head.bytes,
-                      .dtype = static_cast<c10::ScalarType>(head.dtype),
-                      .op = static_cast<ReduceOp>(head.op),
-                      .root = head.root};
-  const std::string mine_text = describe_fully(op.info()), their_text = describe_fully(theirs);
+  const std::string mine_text = describe_fully(op.info()), their_text = describe_fully(described_in(head));
   const int mine = numbers_[rank_], its = numbers_[peer];
   disagreement_ = mine < its ? tessera::comm::disagreement(mine, mine_text, its, their_text)
                              : tessera::comm::disagreement(its, their_text, mine, mine_text);
@@ -164,6 +168,15 @@ bool ShmChannel::progress() {
 bool ShmChannel::wants_space() {
   const ShmOp* const op = next_to_send();
   return op != nullptr && !has_space(op->first + op->written);
+}
+
+std::optional<ShmChannel::Front> ShmChannel::front() const {
+  if (receiving_.empty() || receiving_.front()->first < 0) return std::nullopt;
+  return Front{receiving_.front()->turn, receiving_.front()->first};
+}
+
+std::string ShmChannel::description(int rank, int64_t place) const {
+  return counters_[rank].written.load() > place ? describe(described_in(slot(rank, place))) : std::string();
 }
 
 std::vector<int> ShmChannel::missing() {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <deque>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,16 @@ class ShmChannel {
   std::vector<int> missing();
   // Whether a ring with no free slot is in the way.
   bool wants_space();
+  // The call that has to be through before any other: its number and the place of its first record. Nothing while none is
+  // in flight, or its place is not known yet.
+  struct Front {
+    int64_t number = 0, place = 0;
+  };
+  std::optional<Front> front() const;
+  // Calls that a rank has made.
+  int64_t launched(int rank) const { return counters_[rank].launched.load(); }
+  // describe() of the call whose first record a rank has at this place, which not all have read. Empty when it is not there.
+  std::string description(int rank, int64_t place) const;
   // This rank makes no more calls; whether another one does not.
   void leave() { counters_[rank_].left.store(1); }
   bool has_left(int rank) const { return counters_[rank].left.load() != 0; }

@@ -27,16 +27,26 @@ struct ShmHeader {
 };
 static_assert(sizeof(ShmHeader) == kPage && offsetof(ShmHeader, secret) == 0);
 
+// What a rank is blocked in, for the others to see: Note [Waiting in a circle] in wait_circle.h. It belongs to the first of
+// a rank's threads that has waited for long.
+struct ShmBlocked {
+  std::atomic<uint64_t> version;                // odd: what follows holds
+  std::atomic<int64_t> channel, number, place;  // the call, and where the ring has its first record
+  std::atomic<uint64_t> held[kChannels / 64];   // bits: channels that only the blocked thread uses
+};
+
 struct alignas(128) ShmRank {
   std::atomic<int> pid;
   std::atomic<uint64_t> start;  // start_of_process() of hosts.h
   std::atomic<int> core;        // one more than that on which it last waited; 0: it has not
   Bell bell;
+  ShmBlocked blocked;
 };
 
 struct alignas(128) ShmCounters {
   std::atomic<int64_t> written;               // records that this rank has published
   alignas(64) std::atomic<int64_t> consumed;  // steps of which it has read everybody's record
+  std::atomic<int64_t> launched;              // calls that it has made
   std::atomic<uint32_t> left;                 // 1: its Group and all its handles are gone
 };
 

@@ -55,6 +55,7 @@ class ShmOp : public ShmCall {
   virtual std::string read(int64_t step, const char* const* records) = 0;
 
   // Progress, kept by the channel.
+  int64_t turn = 0;    // among the calls of the channel, from 0
   int64_t first = -1;  // place of step 0 among all steps of the channel
   int64_t written = 0, received = 0;
   const std::vector<int>* numbers = nullptr;  // what ranks are called in messages; null: as they are numbered here

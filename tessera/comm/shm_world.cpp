@@ -4,13 +4,16 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bitset>
 #include <cstdio>
 #include <cstring>
 #include <numeric>
 #include <thread>
+#include <utility>
 
 #include "tessera/base/error.h"
 #include "tessera/comm/hosts.h"
+#include "tessera/comm/wait_circle.h"
 
 namespace tessera::comm {
 namespace {
@@ -81,6 +84,7 @@ int ShmWorld::add_channel() {
                       " siblings");
   segment_->reserve(ShmLayout{size_}.ring(channel, rank_), kRingBytes);
   channels_.push_back(std::make_unique<ShmChannel>(segment_->data(), channel, rank_, size_, numbers_));
+  users_.push_back(std::this_thread::get_id());
   return channel;
 }
 
@@ -168,6 +172,7 @@ void ShmWorld::begin(const OpInfo& info, const F& body) {
 void ShmWorld::launch(int channel, const ShmOpPtr& op) {
   begin(op->info(), [&] {
     channels_[channel]->add(op);
+    users_[channel] = std::this_thread::get_id();
     channels_[channel]->progress();
     if (const auto& text = channels_[channel]->disagreement(); !text.empty()) fail(text);
   });
@@ -242,7 +247,93 @@ bool ShmWorld::crowded() {
   return false;
 }
 
+// Shows the others what this thread is blocked in, until the wait ends.
+class ShmWorld::Shown {
+ public:
+  explicit Shown(ShmWorld& world) : world_(world), place_(world.ranks_[world.rank_].blocked) {}
+  ~Shown() { hide(); }
+  Shown(const Shown&) = delete;
+  Shown& operator=(const Shown&) = delete;
+
+  bool shows() const { return shows_; }
+  void show(int channel) {
+    const Turn turn(world_);
+    const auto front = world_.channels_[channel]->front();
+    if (front && shows_ && place_.number.load() == front->number) return;
+    hide();
+    if (!front || place_.version.load() % 2 != 0) return;
+    place_.channel.store(channel);
+    place_.number.store(front->number);
+    place_.place.store(front->place);
+    for (int word = 0; word < static_cast<int>(std::size(place_.held)); ++word) {
+      uint64_t held = 0;
+      for (int c = 64 * word; c < std::min(64 * (word + 1), static_cast<int>(world_.users_.size())); ++c)
+        held |= static_cast<uint64_t>(world_.users_[c] == std::this_thread::get_id()) << (c % 64);
+      place_.held[word].store(held);
+    }
+    place_.version.fetch_add(1);
+    shows_ = true;
+  }
+
+ private:
+  void hide() {
+    if (std::exchange(shows_, false)) place_.version.fetch_add(1);
+  }
+
+  ShmWorld& world_;
+  ShmBlocked& place_;
+  bool shows_ = false;
+};
+
+// What a rank shows.
+struct ShmWorld::Blocked {
+  int rank = 0;
+  uint64_t version = 0;
+  int channel = 0;
+  int64_t number = 0, place = 0;
+  std::bitset<kChannels> held;
+  bool operator==(const Blocked& other) const { return rank == other.rank; }
+};
+
+std::optional<ShmWorld::Blocked> ShmWorld::blocked(int rank) const {
+  const ShmBlocked& shown = ranks_[rank].blocked;
+  Blocked result{.rank = rank, .version = shown.version.load()};
+  result.channel = static_cast<int>(shown.channel.load());
+  result.number = shown.number.load();
+  result.place = shown.place.load();
+  for (size_t c = 0; c < kChannels; ++c)
+    result.held[c] = (shown.held[c / 64].load() >> (c % 64) & 1) != 0;
+  if (result.version % 2 == 0 || shown.version.load() != result.version) return std::nullopt;
+  return result;
+}
+
+std::vector<ShmWorld::Blocked> ShmWorld::holding_up(const Blocked& wait) const {
+  std::vector<Blocked> result;
+  for (int r = 0; r < size_ && wait.channel < static_cast<int>(channels_.size()); ++r) {
+    if (channels_[wait.channel]->launched(r) > wait.number) continue;
+    if (const auto other = blocked(r); other && other->held[wait.channel]) result.push_back(*other);
+  }
+  return result;
+}
+
+// Why this rank, which shows what it is blocked in, will never go on; empty when it may. The mutex is held.
+std::string ShmWorld::circle() const {
+  const auto mine = blocked(rank_);
+  if (!mine) return {};
+  const auto path = find_circle(*mine, [this](const Blocked& node) { return holding_up(node); });
+  std::vector<std::pair<int, std::string>> waits;
+  for (const Blocked& node : path) {
+    waits.emplace_back(numbers_[node.rank], channels_[node.channel]->description(node.rank, node.place));
+    if (waits.back().second.empty()) return {};
+  }
+  // All of it was true at one moment if all of them are still in the same wait.
+  const bool still = std::all_of(
+      path.begin(), path.end(), [&](const Blocked& node) { return ranks_[node.rank].blocked.version == node.version; });
+  return path.empty() || !still ? std::string() : circle_text(std::move(waits));
+}
+
 void ShmWorld::wait(int channel, const ShmCall& call, const Wait& how) {
+  Shown shown(*this);
   const auto done = [&] { return call.done || header_.cause_state.load() != 0 || (how.until && how.until()); };
   const auto idle = [&] { return Clock::now() - last_moved(how.since); };
   while (!call.done) {
@@ -254,6 +345,11 @@ void ShmWorld::wait(int channel, const ShmCall& call, const Wait& how) {
       spin_pause();
     if (shared || idle() > kSelfish) std::this_thread::yield();
     if (idle() < kSpin || sleep(done) || done() || idle() < kLook || try_progress()) continue;
+    if (channel != kMail && !how.until && idle() >= kCircleAfter) {
+      shown.show(channel);
+      const Turn turn(*this);
+      if (const auto text = shown.shows() ? circle() : std::string(); !text.empty()) fail(text);
+    }
     if (const auto text = trouble(channel, call, idle(), how.limit.value_or(timeout())); !text.empty()) fail(text);
   }
 }

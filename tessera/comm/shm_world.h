@@ -20,6 +20,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tessera/comm/home.h"
@@ -75,6 +76,8 @@ class ShmWorld {
  private:
   struct Turn;
   struct Sleep;
+  class Shown;
+  struct Blocked;
 
   std::string cause() const;
   std::string join_numbers(std::vector<int> ranks) const;
@@ -89,6 +92,9 @@ class ShmWorld {
   template <class F>
   bool sleep(const F& done);
   std::vector<int> missing(int channel, const ShmCall& call);
+  std::optional<Blocked> blocked(int rank) const;
+  std::vector<Blocked> holding_up(const Blocked& wait) const;
+  std::string circle() const;
   std::string trouble(int channel, const ShmCall& call, Clock::duration idle, std::chrono::milliseconds limit);
 
   const Home home_;
@@ -103,6 +109,7 @@ class ShmWorld {
   std::atomic<int> launching_ = 0;  // threads that want the mutex for a moment
   std::mutex mutex_;                // what follows
   std::vector<std::unique_ptr<ShmChannel>> channels_;
+  std::vector<std::thread::id> users_;  // of the channels: who made the last call, or the channel
   ShmMail mail_;
 };
 

@@ -26,6 +26,7 @@
 #include "tessera/comm/home.h"
 #include "tessera/comm/op_info.h"
 #include "tessera/comm/reduce_rows.h"
+#include "tessera/comm/wait_circle.h"
 
 namespace tessera::comm {
 namespace {
@@ -53,14 +54,24 @@ struct Op {
 
 // The calls of one group and of each of its siblings, in the order of each rank.
 struct Channel {
-  explicit Channel(int size) : next(size, 0), gone(size, false), next_memory(size, 0) {}
+  explicit Channel(int size) : next(size, 0), users(size), gone(size, false), next_memory(size, 0) {}
 
   std::deque<std::shared_ptr<Op>> open;  // not yet posted by all; front is position `first`
   int64_t first = 0;
-  std::vector<int64_t> next;  // position of a rank's next call
-  std::vector<bool> gone;     // ranks whose Group object was destroyed
+  std::vector<int64_t> next;           // position of a rank's next call
+  std::vector<std::thread::id> users;  // of each rank, see Note [Waiting in a circle]
+  std::vector<bool> gone;              // ranks whose Group object was destroyed
   std::vector<int64_t> next_memory;
   std::map<int64_t, std::pair<std::shared_ptr<char[]>, int>> memories;  // not yet taken by all
+};
+
+// A wait for ranks that have not posted.
+struct Blocked {
+  int rank = 0;
+  const Op* op = nullptr;
+  std::thread::id thread;
+  Clock::time_point since;
+  bool operator==(const Blocked& other) const { return rank == other.rank && thread == other.thread; }
 };
 
 // State shared by all ranks of one group and its siblings.
@@ -85,6 +96,9 @@ class World {
   void fail(std::string cause);
   void check_agreement(const Op& op);
   std::string departed(const Op& op) const;
+  std::vector<Blocked> holding_up(const Blocked& wait) const;
+  std::string circle(const Blocked& wait) const;
+  void await_posts(std::unique_lock<std::mutex>& lock, const Blocked& wait, Clock::time_point deadline);
   int pick_share(const Op& op, int rank) const;
   void run_share(const Op& op, int share) const;
   void all_to_all_share(const Op& op, int share) const;
@@ -98,7 +112,8 @@ class World {
   std::condition_variable changed_;
   std::vector<Channel> channels_;
   std::vector<int> siblings_;  // made by each rank
-  std::string cause_;          // first failure; empty while all is well
+  std::vector<Blocked> blocked_;
+  std::string cause_;  // first failure; empty while all is well
 };
 
 // Before the mutex, which nobody opens in a forked copy.
@@ -122,6 +137,7 @@ std::shared_ptr<Op> World::post(int channel, int rank, Post post) {
   check_alive(rank, post.info, Clock::now());
   Channel& c = channels_[channel];
   const int64_t position = c.next[rank]++;
+  c.users[rank] = std::this_thread::get_id();
   while (c.first + static_cast<int64_t>(c.open.size()) <= position) {
     c.open.push_back(std::make_shared<Op>(size_));
     c.open.back()->channel = channel;
@@ -163,6 +179,7 @@ int World::add_channel(int rank) {
   const std::scoped_lock lock(mutex_);
   const int channel = ++siblings_[rank];
   if (static_cast<size_t>(channel) == channels_.size()) channels_.emplace_back(size_);
+  channels_[channel].users[rank] = std::this_thread::get_id();
   return channel;
 }
 
@@ -206,6 +223,40 @@ std::string World::departed(const Op& op) const {
   return {};
 }
 
+// Waits whose thread is the one that would make the call which `wait` is for.
+std::vector<Blocked> World::holding_up(const Blocked& wait) const {
+  std::vector<Blocked> result;
+  for (const Blocked& other : blocked_) {
+    const bool long_enough = Clock::now() - other.since >= kCircleAfter && other.op->posted < size_;
+    if (long_enough && !wait.op->posts[other.rank] && channels_[wait.op->channel].users[other.rank] == other.thread)
+      result.push_back(other);
+  }
+  return result;
+}
+
+std::string World::circle(const Blocked& wait) const {
+  std::vector<std::pair<int, std::string>> waits;
+  for (const Blocked& w : find_circle(wait, [this](const Blocked& node) { return holding_up(node); }))
+    waits.emplace_back(w.rank, describe(w.op->posts[w.rank]->info));
+  return waits.empty() ? std::string() : circle_text(std::move(waits));
+}
+
+// Until somebody posts or fails, or for a while.
+void World::await_posts(std::unique_lock<std::mutex>& lock, const Blocked& wait, Clock::time_point deadline) {
+  const auto next = std::min(deadline, Clock::now() + std::chrono::milliseconds(500));
+  blocked_.push_back(wait);
+  changed_.wait_until(lock, next);
+  std::string cause;
+  if (wait.op->posted < size_ && cause_.empty()) {
+    if (Clock::now() - wait.since >= kCircleAfter) cause = circle(wait);
+    if (cause.empty() && Clock::now() >= deadline)
+      cause = "timed out waiting for rank(s) " + join(missing(*wait.op)) + " in " +
+              describe(wait.op->posts[wait.rank]->info);
+  }
+  std::erase(blocked_, wait);
+  if (!cause.empty()) fail(std::move(cause));
+}
+
 int World::pick_share(const Op& op, int rank) const {
   for (int i = 0; i < size_; ++i) {
     const int share = (rank + i) % size_;
@@ -218,7 +269,7 @@ void World::wait(int rank, Op& op, Clock::time_point launched) {
   check_home(rank, op.posts[rank]->info);
   std::unique_lock lock(mutex_);
   const OpInfo& info = op.posts[rank]->info;
-  const auto deadline = Clock::now() + timeout_;
+  const auto since = Clock::now();
   while (op.finished < size_) {
     if (!cause_.empty()) {
       // Nobody may still touch our buffers when we return.
@@ -231,9 +282,8 @@ void World::wait(int rank, Op& op, Clock::time_point launched) {
         // A rank that unwinds from an error destroys its siblings first and says a moment later why.
         changed_.wait_for(lock, std::chrono::milliseconds(200), [&] { return !cause_.empty(); });
         fail(std::move(cause));
-      } else if (changed_.wait_until(lock, deadline) == std::cv_status::timeout && op.posted < size_ &&
-                 cause_.empty()) {
-        fail("timed out waiting for rank(s) " + join(missing(op)) + " in " + describe(info));
+      } else {
+        await_posts(lock, {rank, &op, std::this_thread::get_id(), since}, since + timeout_);
       }
       continue;
     }

@@ -9,6 +9,7 @@
 #include "tessera/comm/op_info.h"
 #include "tessera/comm/shm_backend.h"
 #include "tessera/comm/shm_group.h"
+#include "tessera/comm/watched_store.h"
 
 namespace tessera::comm {
 namespace {
@@ -110,7 +111,7 @@ GroupPtr choose_transport(const StorePtr& store, int rank, int size, std::chrono
 
 c10::intrusive_ptr<c10d::Backend> tessera_backend(const StorePtr& given, int rank, int size,
                                                   std::chrono::milliseconds timeout, const SideThreadsPtr& threads) {
-  const StorePtr store = fresh_store(given, "backend", rank);
+  const StorePtr store = watch_store(fresh_store(given, "backend", rank), rank, size);
   const auto hosts = find_hosts(*store, rank, size);
   ShmSharePtr share;
   if (hosts && hosts->count() == 1) share = try_sharing(rank, [&] { return shm_meet(*store, rank, size, timeout); });

@@ -167,6 +167,15 @@ TEST(DifferentCalls, AreNamedOnEveryRank) {
          group->all_reduce(t, rank == 0 ? ReduceOp::Sum : ReduceOp::Max, "x").wait();
        },
        {"rank 0 called all_reduce (x, 16 B, Float, sum), rank 1 called all_reduce (x, 16 B, Float, max)"}},
+      {"circle of 2",
+       2,
+       [](int, const GroupPtr& group) { testing::wait_in_a_circle(*group); },
+       {testing::kCircleBegin, testing::kCircleEnd}},
+      {"circle of 3",
+       3,
+       [](int, const GroupPtr& group) { testing::wait_in_a_circle(*group); },
+       {testing::kCircleBegin, testing::kCircleEnd}},
+      {"no circle", 2, [](int, const GroupPtr& group) { testing::expect_no_circle(*group, 7s); }, {}},
       {"dtypes",
        2,
        [](int rank, const GroupPtr& group) {

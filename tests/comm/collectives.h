@@ -5,7 +5,9 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "tessera/comm/group.h"
@@ -172,6 +174,44 @@ std::string message_of(const F& call) {
   }
   ADD_FAILURE() << "nothing was thrown";
   return {};
+}
+
+// Rank 0 is in a call of one sibling, the others in one of a second sibling: nobody calls anything different. Throws.
+inline void wait_in_a_circle(comm::Group& group) {
+  const auto a = group.sibling(), b = group.sibling();
+  a->barrier("begin");
+  b->barrier("begin");
+  auto part = at::ones({10}), whole = at::ones({10 * group.size()}), norm = at::ones({1});
+  if (group.rank() == 0) a->all_gather(whole, part, "parameters of unit 'x'").wait();
+  b->all_reduce(norm, ReduceOp::Sum, "gradient norm").wait();
+}
+inline constexpr auto kCircleBegin = "the ranks disagree: rank 0 is in all_gather (parameters of unit 'x', ";
+inline constexpr auto kCircleEnd =
+    "in all_reduce (gradient norm, 4 B), and each waits for a call that the next one never makes";
+
+inline void expect_circle(comm::Group& group) {
+  const auto text = message_of<c10::DistBackendError>([&] { wait_in_a_circle(group); });
+  EXPECT_HAS(text, kCircleBegin);
+  EXPECT_HAS(text, kCircleEnd);
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { group.barrier("later"); }), "the ranks disagree");
+}
+
+// The same picture for a while, but no circle: every rank has a thread for each sibling, and one of the two is slow. Then
+// one that is blocked while the others are busy elsewhere.
+inline void expect_no_circle(comm::Group& group, std::chrono::milliseconds slow) {
+  const auto a = group.sibling(), b = group.sibling();
+  a->barrier("begin");
+  b->barrier("begin");
+  const auto use = [&](comm::Group& sibling, bool late) {
+    if (late) std::this_thread::sleep_for(slow);
+    EXPECT_NO_THROW(sibling.barrier("first"));
+  };
+  std::thread second([&] { use(*b, group.rank() == 0); });
+  use(*a, group.rank() != 0);
+  second.join();
+  if (group.rank() != 0) std::this_thread::sleep_for(slow);
+  EXPECT_NO_THROW(a->barrier("second"));
+  EXPECT_NO_THROW(b->barrier("second"));
 }
 
 }  // namespace tessera::testing

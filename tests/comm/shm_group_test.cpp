@@ -131,6 +131,12 @@ TEST(ShmGroups, DifferentCallsAreNamedOnAllRanks) {
   });
 }
 
+TEST(ShmGroups, ACircleOfWaitsIsNamed) {
+  for (const int size : {2, 3})
+    run_shm(size, [](int, GroupPtr group) { testing::expect_circle(*group); });
+  run_shm(2, [](int, GroupPtr group) { testing::expect_no_circle(*group, 2500ms); });
+}
+
 TEST(ShmGroups, AbortReachesTheOthersWithItsReason) {
   run_shm(3, [](int rank, GroupPtr group) {
     auto t = at::ones({8});

@@ -172,6 +172,12 @@ TEST(ThreadGroups, DifferentSizesDtypesAndSplitsAreNamed) {
   });
 }
 
+TEST(ThreadGroups, ACircleOfWaitsIsNamed) {
+  for (const int size : {2, 3})
+    testing::run_ranks(size, [](int, GroupPtr group) { testing::expect_circle(*group); });
+  testing::run_ranks(2, [](int, GroupPtr group) { testing::expect_no_circle(*group, 2500ms); });
+}
+
 TEST(ThreadGroups, ALateRankIsNamedAfterTheTimeout) {
   std::promise<void> done;
   auto wait_done = done.get_future().share();

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from support import assert_close, batch, config, engines, free_port, make, shard_group, weights
+from support import assert_close, batch, config, engines, free_port, make, run, shard_group, weights
 from torch.distributed.device_mesh import init_device_mesh
 
 import tessera
@@ -160,6 +160,36 @@ def test_a_killed_rank_ends_the_others_with_an_error_that_names_it(moment: str, 
     assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL, 0]
 
 
+def one_backward_more(engine: tessera.Engine, rank: int) -> None:
+    run(engine, rank, 2)
+    for _ in range(2 - rank):
+        engine(*batch(rank)).backward()
+    engine.step()
+
+
+def uneven(rank: int, port: int, transport: str) -> None:
+    enter(rank, 2, port, transport)
+    engine = tessera.initialize(model=make(), config=config(3))[0]
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=ONE_BACKWARD_MORE):
+        one_backward_more(engine, rank)
+    assert time.monotonic() - begin < 60  # far below the timeout
+    os._exit(0)
+
+
+ONE_BACKWARD_MORE = r"the ranks disagree: rank 0 (called|is in) \w+ \(.*, rank 1 (called|in) \w+ \("
+
+
+@pytest.mark.parametrize("transport", ["threads", "auto", "gloo"])
+def test_ranks_with_different_numbers_of_backwards_are_named(transport: str) -> None:
+    """Stage 3 orders gathers and reductions apart, so the ranks call nothing different in either."""
+    if transport != "threads":
+        mp.spawn(uneven, (free_port(), transport), nprocs=2)
+        return
+    with pytest.raises(RuntimeError, match=ONE_BACKWARD_MORE):
+        engines(make(), 2, config(3), one_backward_more)
+
+
 def threads_of_gloo() -> list[str]:
     names = []
     for path in Path("/proc/self/task").glob("*/comm"):
@@ -239,6 +269,74 @@ def test_a_forked_copy_of_an_engine_does_not_end_it(backend: str, transport: str
     mp.spawn(forking, (2, free_port(), backend, transport, shards), nprocs=2)
 
 
+def lost_early(rank: int, port: int, transport: str, lost: int, over: Any) -> None:
+    """Killed when all have met, before anybody builds an engine."""
+    enter(rank, 3, port, transport)
+    tessera.init_distributed("gloo")
+    over.wait(120)
+    if rank == lost:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    hosting = r"|the process that hosts it \(usually rank 0\) may have ended" if lost == 0 else ""
+    with pytest.raises(RuntimeError, match=f"lost rank {lost}: its process .* has ended{hosting}"):
+        tessera.initialize(model=make(), config=config(2))
+    assert time.monotonic() - begin < 60  # far below the timeout
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("transport", "lost"), [("auto", 1), ("gloo", 1), ("auto", 0)])
+def test_a_rank_that_is_lost_before_the_first_engine_is_named(transport: str, lost: int) -> None:
+    context = mp.get_context("spawn")
+    port, over = free_port(), context.Barrier(3)
+    ranks = [context.Process(target=lost_early, args=(rank, port, transport, lost, over)) for rank in range(3)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(200)
+    assert [process.exitcode for process in ranks] == [-signal.SIGKILL if r == lost else 0 for r in range(3)]
+
+
+IMPOSSIBLE: list[tuple[dict[str, str], str]] = [
+    ({"WORLD_SIZE": "2"}, "RANK is not set"),
+    ({"RANK": "1"}, "WORLD_SIZE is not set"),
+    ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2"),
+    ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK is -1, but WORLD_SIZE is 2"),
+    ({"WORLD_SIZE": "1", "RANK": "1"}, "RANK is 1, but WORLD_SIZE is 1"),
+    ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE is 0"),
+    ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE must be an integer, got 'two'"),
+    ({"WORLD_SIZE": "2", "RANK": "x"}, "RANK must be an integer, got 'x'"),
+    ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": ""}, "MASTER_ADDR.*is not set"),
+    ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+    ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
+]
+
+
+@pytest.mark.parametrize(("environment", "message"), IMPOSSIBLE)
+def test_an_impossible_environment_is_refused_at_once(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ({"MASTER_ADDR": "127.0.0.1"} | environment).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(tessera.ConfigError, match=message):
+        tessera.init_distributed("gloo")
+    with pytest.raises(tessera.ConfigError, match=message):
+        tessera.initialize(model=make(), config=config())
+
+
+def twice(number: int, port: int) -> None:
+    """Two processes are rank 1, so rank 2 is missing."""
+    enter(min(number, 1), 3, port, "auto")
+    with pytest.raises((RuntimeError, ValueError), match="of one host both have RANK 1"):
+        tessera.init_distributed("gloo")
+    os._exit(0)
+
+
+def test_two_processes_of_one_rank_are_named() -> None:
+    begin = time.monotonic()
+    mp.spawn(twice, (free_port(),), nprocs=3)
+    assert time.monotonic() - begin < 100  # far below the timeout
+
+
 def test_process_group_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.distributed.is_initialized()
     engine = tessera.initialize(model=make(), config=config())[0]
@@ -246,6 +344,8 @@ def test_process_group_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.destroy()
     with pytest.raises(RuntimeError, match="dist_init_required"):
         tessera.initialize(model=make(), config=config(), dist_init_required=False)
+    with pytest.raises(tessera.ConfigError, match="rank is 3, but world_size is 2"):
+        tessera.init_distributed("gloo", rank=3, world_size=2)
     tessera.init_distributed("gloo")
     try:
         tessera.init_distributed("nccl")  # a second call does nothing, whatever it names
