@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from support import Net, assert_close, batch, config, engines, full_grads, make, plain_grads
-
 from torch.utils.checkpoint import checkpoint
 
 import tessera
