@@ -72,7 +72,9 @@ def init_distributed(
         )
         return
     if init_method is None:
-        store = dist.PrefixStore("default_pg", _job_store(rank, world_size, distributed_port, timeout))
+        store = torch._C._distributed_c10d.PrefixStore(
+            "default_pg", _job_store(rank, world_size, distributed_port, timeout)
+        )
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
@@ -100,7 +102,9 @@ def _place(rank: int, world_size: int, environment: dict[str, int]) -> tuple[int
     return rank, world_size
 
 
-def _job_store(rank: int, world_size: int, distributed_port: int, timeout: datetime.timedelta) -> dist.Store:
+def _job_store(
+    rank: int, world_size: int, distributed_port: int, timeout: datetime.timedelta
+) -> torch._C._distributed_c10d.Store:
     """The store at MASTER_ADDR:MASTER_PORT, with all ranks there."""
     address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if world_size == 1 else None)
     if address is None:

@@ -27,6 +27,17 @@ std::vector<EarlyParams::Entry*> EarlyParams::held(const std::vector<int>& numbe
   return found;
 }
 
+// A parent's `child.weight.data = values` while the model is built: these are the values now. On all ranks alike.
+void EarlyParams::take_replaced(Entry& entry) {
+  if (!entry.flat->sharded() || !entry.flat->is_replaced(0)) return;
+  const c10::AutoGradMode no_grad(false);
+  const FlatParams& old = *entry.flat;
+  std::vector<FlatParams::Item> items{{old.name(), old.items().front().tensor, {}}};
+  broadcast_values(ranks_, items, "parameter '" + old.name() + "'");
+  entry.flat = std::make_unique<FlatParams>(old.name(), std::move(items), old.dtype(), ranks_.shard->rank(),
+                                            ranks_.shard->size(), true);
+}
+
 int EarlyParams::add(std::string name, at::Tensor tensor, at::ScalarType dtype) {
   const c10::AutoGradMode no_grad(false);
   TESSERA_CHECK_VALUE(!tensor.is_meta(), "zero", "parameter '", name, "' is on the meta device and has no values");
@@ -56,6 +67,7 @@ void EarlyParams::gather(const std::vector<int>& numbers) {
   }
   std::vector<FlatParams*> begun;
   for (Entry* e : entries) {
+    take_replaced(*e);
     FlatParams& flat = *e->flat;
     e->open = true;
     if (!flat.sharded()) {
@@ -104,6 +116,7 @@ ParamPartition EarlyParams::partition_of(int number) const {
 void EarlyParams::restore(int number) {
   if (entries_.at(number).flat == nullptr) return;
   Entry& e = entries_[number];
+  if (!e.open) take_replaced(e);
   FlatParams& flat = *e.flat;
   if (flat.sharded()) {
     if (!e.open) gather({number});

@@ -41,6 +41,7 @@ class EarlyParams {
     std::unique_ptr<FlatParams> flat;  // null: restored or forgotten
     bool open = false;
   };
+  void take_replaced(Entry& entry);
   std::vector<Entry*> held(const std::vector<int>& numbers);
 
   Ranks ranks_;

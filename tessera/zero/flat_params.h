@@ -101,6 +101,8 @@ class FlatParams {
   void keep_write(int index);
   // Forgets that item `index` was written to.
   void mark(int index) { versions_[index] = items_[index].tensor._version(); }
+  // The user gave the parameter other data (p.data = ...) while it was sharded.
+  bool is_replaced(int item) const { return shard::storage_of(items_[item].tensor) != storages_[item]; }
   bool was_written(int item) const { return items_[item].tensor._version() != versions_[item]; }
 
   ParamPartition partition_of(int index) const;

@@ -309,3 +309,32 @@ def test_processes_build_models_larger_than_their_share(tmp_path: Path) -> None:
         grown, partitioned, same, close = torch.load(tmp_path / f"{rank}.pt")
         assert grown < 0.6, "half of the model, what is being built, and what construction code has open"
         assert partitioned and same and close
+
+
+class Replacing(nn.Module):
+    """A parent that gives its children's parameters other data, and one that torch parametrizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.first.weight.data = torch.full((8, 8), 3.0)
+        self.last = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x)).square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_data_that_a_parent_replaced_is_the_value(stage: int) -> None:
+    def run(rank: int, group: tessera.Group) -> None:
+        with zero.Init(data_parallel_group=group, config_dict_or_path=config(3)):
+            model = Replacing()
+        assert torch.equal(values(model)["first.weight"], torch.full((8, 8), 3.0))
+        model.first.weight.data = torch.full((8, 8), 4.0)
+        engine = tessera.Engine(model, config(stage), group=group)
+        assert torch.equal(values(model)["first.weight"], torch.full((8, 8), 4.0))
+        engine(torch.randn(2, 8)).backward()
+        engine.step()
+        engine.destroy()
+
+    run_ranks(2, run)

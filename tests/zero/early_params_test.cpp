@@ -57,6 +57,22 @@ TEST(EarlyParams, TakeOneRanksWritesOrRefuseThem) {
   });
 }
 
+TEST(EarlyParams, TakeDataThatReplacedTheirs) {
+  run_ranks(2, [](int rank, const comm::GroupPtr& group) {
+    EarlyParams early{zero::Ranks(group)};
+    at::Tensor w = matrix(0);
+    const int number = early.add("w", w, at::kBFloat16);
+    w.set_data(at::full({17, 5}, 3.0 + rank));
+    early.gather({number});
+    EXPECT_TRUE(w.equal(at::full({17, 5}, 3.0, at::kBFloat16)));
+    early.release({number}, Writes::None, 0);
+    EXPECT_HAS(error_of([&] { (void)w.sum(); }), "'w' is partitioned");
+    w.set_data(at::full({17, 5}, 5.0 + rank));
+    early.restore(number);
+    EXPECT_TRUE(w.equal(at::full({17, 5}, 5.0, at::kBFloat16)));
+  });
+}
+
 TEST(EarlyParams, RestoredTensorsOutliveThem) {
   run_ranks(2, [](int rank, const comm::GroupPtr& group) {
     auto early = std::make_unique<EarlyParams>(zero::Ranks(group));
