@@ -102,9 +102,7 @@ def _place(rank: int, world_size: int, environment: dict[str, int]) -> tuple[int
     return rank, world_size
 
 
-def _job_store(
-    rank: int, world_size: int, distributed_port: int, timeout: datetime.timedelta
-) -> torch._C._distributed_c10d.Store:
+def _job_store(rank: int, world_size: int, distributed_port: int, timeout: datetime.timedelta) -> Any:
     """The store at MASTER_ADDR:MASTER_PORT, with all ranks there."""
     address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if world_size == 1 else None)
     if address is None:

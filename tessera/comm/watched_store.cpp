@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <thread>
 
 #include "tessera/base/env.h"
 #include "tessera/base/error.h"
@@ -43,6 +44,13 @@ std::string trouble(FaultBoard& board, int rank, int size) {
   TESSERA_CHECK_DIST(false, "comm", "rank ", rank, " of ", size, ": ", text);
 }
 
+// The same once the others have had the time to hear of it, through a store that may go with this process.
+[[noreturn]] void fail_all(FaultBoard& board, int rank, int size, const std::string& text) {
+  const std::string first = board.post(text);
+  std::this_thread::sleep_for(kHearing);
+  fail(rank, size, first);
+}
+
 }  // namespace
 
 WatchedStore::WatchedStore(const StorePtr& store, FaultBoard board, int rank, int size)
@@ -59,7 +67,7 @@ void WatchedStore::look(const std::vector<std::string>& keys) {
   } catch (const std::exception& error) {
     if (text.empty()) text = unreachable(error);
   }
-  if (!text.empty()) fail(rank_, size_, text);
+  if (!text.empty()) fail_all(board_, rank_, size_, text);
 }
 
 std::vector<uint8_t> WatchedStore::get(const std::string& key) {
@@ -103,6 +111,7 @@ void come_together(const StorePtr& store, int rank, int size) {
   if (const auto both = board.show_process()) {
     const std::string text = *both + " both have RANK " + std::to_string(rank);
     board.post(text);
+    std::this_thread::sleep_for(kHearing);
     TESSERA_CHECK_VALUE(false, "comm", text, "; give every process a RANK of its own, from 0 to ", size - 1);
   }
   const auto begin = Clock::now();
@@ -122,13 +131,10 @@ void come_together(const StorePtr& store, int rank, int size) {
     const auto waited = std::chrono::duration_cast<std::chrono::seconds>(Clock::now() - begin);
     if (text.empty() && waited >= store->getTimeout()) {
       std::sort(came.begin(), came.end());
-      text = board.post("rank(s) " + join(missing) + " did not come within " + std::to_string(waited.count()) +
-                        " s, rank(s) " + join(came) + " did");
+      text = "rank(s) " + join(missing) + " did not come within " + std::to_string(waited.count()) + " s, rank(s) " +
+             join(came) + " did";
     }
-    if (!text.empty()) {
-      board.roll_call(kHearing);  // the others hear it through a store that this process may host
-      fail(rank, size, text);
-    }
+    if (!text.empty()) fail_all(board, rank, size, text);
     board.await_process(missing.front(), kSlice);
   }
 }
