@@ -145,13 +145,15 @@ FAILURES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], type[BaseExceptio
 }
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("stage", STAGES)
+PARTITIONING = ("script", "hook")  # fail where parameters are partitioned only
+
+
+@pytest.mark.parametrize(
+    ("stage", "failure"), [(s, f) for s in STAGES for f in FAILURES if s == 3 or f not in PARTITIONING]
+)
 def test_a_construction_that_fails_leaves_everything_as_it_was(stage: int, failure: str) -> None:
     prepare, more, kwargs, kind, text = FAILURES[failure]
     late = failure in ("hook", "states")
-    if failure in ("script", "hook") and stage < 3:
-        pytest.skip("served")
     models = [make() for _ in range(2)]
     clients = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
     for model, client in zip(models, clients, strict=True):
@@ -175,7 +177,7 @@ def test_a_construction_that_fails_leaves_everything_as_it_was(stage: int, failu
         cfg = of("leaves", stage, **({} if late else {"bf16": {"enabled": True}}), **more)
         if "torch_autocast" in more:
             del cfg["bf16"]
-        with pytest.raises(kind, match=text):
+        with pytest.raises(kind, match=text or None):
             tessera.Engine(model, cfg, optimizer=client, group=group, **kwargs)
         assert belongings(model) == before and of_optimizer(client) == optimizer
         for name, param in model.named_parameters():

@@ -4,38 +4,12 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "tests/support/errors.h"
-#include "tests/support/ranks.h"
-#include "tests/support/toy.h"
+#include "tests/support/partitioned.h"
 
 namespace tessera::testing {
 
 using engine::Engine;
 using engine::Quantity;
-
-namespace {
-
-const std::vector<int> kAll{0, 1, 2, 3, 4};
-
-void on_ranks(int world, const std::function<void(Engine&, const Toy&, int rank)>& body, bool bf16 = false) {
-  run_ranks(world, [&](int rank, const comm::GroupPtr& group) {
-    ToyRun run;
-    run.stage = 3;
-    run.bf16 = bf16;
-    run.persistence = 0;
-    const Toy toy;
-    Engine engine = toy_engine(run, toy, group);
-    body(engine, toy, rank);
-  });
-}
-
-std::string gathered(Engine& engine) {
-  std::string text;
-  for (const int i : kAll)
-    text += engine.regions().is_gathered(i) ? Toy::kNames[i] + " " : "";
-  return text;
-}
-
-}  // namespace
 
 TEST(Modules, NothingIsGatheredBetweenTheUses) {
   on_ranks(2, [](Engine& engine, const Toy& toy, int rank) {

@@ -156,25 +156,20 @@ struct ReadyHook final : torch::autograd::FunctionPostHook {
   torch::autograd::AccumulateGrad* node;  // owns this hook
 };
 
-struct OutputHook final : torch::autograd::FunctionPreHook {
-  explicit OutputHook(LinkPtr l) : link(std::move(l)) {}
+// Tells the engine that a node is about to run.
+template <void (*tell)(const LinkPtr&)>
+struct NodeHook final : torch::autograd::FunctionPreHook {
+  explicit NodeHook(LinkPtr l) : link(std::move(l)) {}
   variable_list operator()(const variable_list& grads) override {
-    HookAccess::output(link);
+    tell(link);
     return grads;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
   LinkPtr link;
 };
 
-struct OuterTaskHook final : torch::autograd::FunctionPreHook {
-  explicit OuterTaskHook(LinkPtr l) : link(std::move(l)) {}
-  variable_list operator()(const variable_list& grads) override {
-    HookAccess::outer_task(link);
-    return grads;
-  }
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
-  LinkPtr link;
-};
+using OutputHook = NodeHook<&HookAccess::output>;
+using OuterTaskHook = NodeHook<&HookAccess::outer_task>;
 
 // Owned by all hooks of a call together.
 struct WatchedCall {
