@@ -7,7 +7,7 @@ The rules, in the order of the functions below:
   layers     a file includes its own folder or a lower layer only
   doors      one folder or file each for c10d, pybind11, autograd internals and the environment
   length     no source file is longer than MAX_LINES
-  tests      every source has a test with its stem
+  tests      every source has a test with its stem, every sub-package of Python a folder of tests
   paths      no path of one particular machine in any tracked text file
   optional   optional parts are two files chosen by the build, not #ifdef
 """
@@ -128,20 +128,25 @@ def check_length(path: str, text: str) -> Iterator[Finding]:
 
 
 def wanted_test(path: str) -> str | None:
+    """The test that `path` must have; a folder, with "/" at the end, for one test at least inside."""
+    folder, _, name = path.rpartition("/")
     stem = Path(path).stem
     if path.startswith("tessera/") and path.endswith(".cpp"):
         return f"tests/{path.split('/')[1]}/{stem}_test.cpp"
     if path.startswith("tools/") and path.endswith(".py"):
         return f"tests/tools/test_{stem}.py"
-    if path.startswith("python/tessera/") and path.endswith(".py") and not stem.startswith("__"):
+    if folder.startswith("python/tessera/") and name.endswith(".py"):
+        return f"tests/python/{folder.removeprefix('python/tessera/')}/"
+    if folder == "python/tessera" and name.endswith(".py") and not stem.startswith("__"):
         return f"tests/python/test_{stem.lstrip('_')}.py"
     return None
 
 
 def check_tests(files: dict[str, str]) -> Iterator[Finding]:
+    folders = {path.rpartition("/")[0] + "/" for path in files if Path(path).name.startswith("test_")}
     for path in files:
         wanted = wanted_test(path)
-        if path in COVERED_BY or wanted is None or wanted in files:
+        if path in COVERED_BY or wanted is None or wanted in files or wanted in folders:
             continue
         yield path, f"has no test {wanted}; add it, or name the test that covers it in COVERED_BY of this script"
     for path, (test, _) in COVERED_BY.items():

@@ -66,7 +66,15 @@ def test_every_source_has_a_test():
     assert "tests/shard/layout_test.cpp" in findings({"tessera/shard/layout.cpp": ""})[0]
     assert findings({"tessera/shard/layout.cpp": "", "tests/shard/layout_test.cpp": ""}) == []
     assert "tests/tools/test_x.py" in findings({"tools/x.py": ""})[0]
-    assert "tests/python/test_engine.py" in findings({"python/tessera/engine.py": ""})[0]
+    assert "tests/python/test_data.py" in findings({"python/tessera/data.py": ""})[0]
+
+
+def test_every_folder_of_the_package_has_tests():
+    source = {"python/tessera/optim/_rules.py": ""}
+    assert "tests/python/optim/" in findings(source)[0]
+    assert "tests/python/optim/" in findings(source | {"tests/python/optim/support.py": ""})[0]
+    assert "tests/python/optim/" in findings(source | {"tests/python/zero/test_rules.py": ""})[0]
+    assert findings(source | {"tests/python/optim/test_any.py": ""}) == []
 
 
 def test_exceptions_are_used_and_must_exist(monkeypatch):
