@@ -73,7 +73,6 @@ COVERED_BY = {
         f"tessera/zero/hooks/{name}.cpp": ("tests/zero/hooks_test.cpp", "topics of one class")
         for name in ("call_hooks", "graph_tasks", "loss_guard", "parameter_hooks")
     },
-    "python/tessera/placement.py": ("tests/python/device_program.py", "a process that has an accelerator"),
 }
 
 # Folders of a person's or a machine's own; written in pieces so that this file passes its own check.

@@ -13,7 +13,7 @@ import torch
 from tessera import _core
 from tessera.engine import Engine
 from tessera.errors import ConfigError
-from tessera.optimizer_states import OptimizerStates
+from tessera.optim._states import OptimizerStates
 
 
 def get_full_fp32_param(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:

@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tessera import leaf, state
+from tessera import state
 from tessera.engine import Engine
 from tessera.errors import ConfigError, UsageError
-from tessera.leaf import *  # noqa: F403
-from tessera.partition import engine_of
+from tessera.zero import _leaf
+from tessera.zero._hooks import engine_of
+from tessera.zero._leaf import *  # noqa: F403
 
 __all__ = [
-    *leaf.__all__,
+    *_leaf.__all__,
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

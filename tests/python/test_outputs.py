@@ -12,7 +12,7 @@ def test_outputs_of_any_form() -> None:
     from collections import OrderedDict
     from types import SimpleNamespace
 
-    from tessera.outputs import tensors_in
+    from tessera._outputs import tensors_in
 
     a, b = torch.ones(1), torch.zeros(2)
 

@@ -1,8 +1,8 @@
-"""Where an engine's model is."""
+"""The device of a process group, and moving parameters there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,34 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tessera import distributed
-from tessera.partition import holder_of
-
-
-def place(model: nn.Module, device: torch.device | None) -> torch.device:
-    """The device of `model`'s parameters, the CPU where it has none.
-
-    A plain model on the CPU is moved to `device` before. None is moved that is elsewhere already, whose parameters an
-    engine or zero.Init holds, or where `device` is None.
-    """
-    parameters = list(model.parameters())
-    plain = all(p.device.type == "cpu" and holder_of(p) is None for p in parameters)
-    if parameters and plain and device is not None:
-        with _same_objects(parameters[0], device):
-            model.to(device)
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def keep_place(model: nn.Module) -> Callable[[], None]:
-    """What moves `model` back to the device where it is now, if it has left it."""
-    first = next(model.parameters(), None)
-    origin = None if first is None else first.device
-
-    def move_back() -> None:
-        if first is not None and origin is not None and first.device != origin:
-            with _same_objects(first, origin):
-                model.to(origin)
-
-    return move_back
 
 
 def move(param: nn.Parameter, device: torch.device) -> None:
@@ -52,7 +24,7 @@ def move(param: nn.Parameter, device: torch.device) -> None:
 
 
 @contextmanager
-def _same_objects(param: nn.Parameter, device: torch.device) -> Iterator[None]:
+def same_objects(param: nn.Parameter, device: torch.device) -> Iterator[None]:
     """Inside, Module.to(device) keeps parameters the objects that they are, as a client's optimizer holds them.
 
     It does anyway, but for devices whose tensors cannot be the data of one of the CPU's.

@@ -12,8 +12,8 @@ import torch
 
 from tessera import _core
 from tessera.errors import UsageError
-from tessera.native import NativeRule, read_group
-from tessera.optimizer_states import QUANTITIES, CoreStates, OptimizerStates, OwnStates
+from tessera.optim._rules import NativeRule, read_group
+from tessera.optim._states import QUANTITIES, CoreStates, OptimizerStates, OwnStates
 
 
 class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tessera.engine._scaler import LossScaler
 from tessera.errors import UsageError
-from tessera.loss_scale import LossScaler
-from tessera.runners import Runner
+from tessera.optim._runners import Runner
 
 if TYPE_CHECKING:
-    from tessera.engine import Engine
+    from tessera.engine._engine import Engine
 
 
 class Optimizer(torch.optim.Optimizer):

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from tessera import _core
-from tessera.loans import Loans, StandIn
-from tessera.outputs import tensors_in
+from tessera._loans import Loans, StandIn
+from tessera._outputs import tensors_in
 
 _HOME = "_tessera_home"  # of parameters: Home
 _SCOPE = "_tessera_scope"  # of modules: the core's number

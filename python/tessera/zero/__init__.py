@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from tessera import _core, leaf
-from tessera.construction import Init
+from tessera import _core
 from tessera.errors import UsageError
-from tessera.leaf import *  # noqa: F403
-from tessera.partition import EXTERNAL, Holder, gathered, holder_of, use_in
+from tessera.zero import _leaf
+from tessera.zero._hooks import EXTERNAL, Holder, gathered, holder_of, use_in
+from tessera.zero._init import Init
+from tessera.zero._leaf import *  # noqa: F403
 
 __all__ = [
-    *leaf.__all__,
+    *_leaf.__all__,
     "GatheredParameters",
     "Init",
     "ParamStatus",

@@ -18,6 +18,11 @@ import torch
 from torch import nn
 
 from tessera import _core, distributed
+from tessera._config import dtype_at, load_config
+from tessera._copies import cast_buffers, own_copies, without_repeats
+from tessera._device import group_device
+from tessera._loans import Loans, step_of, zero_grad_of
+from tessera._outputs import tensors_in
 from tessera.autocast import (
     PARAM_COMM_DTYPE_ATTR_NAME,
     cast_floating,
@@ -25,24 +30,20 @@ from tessera.autocast import (
     has_comm_dtype,
     init_autocast_params,
 )
-from tessera.builders import build_optimizer, build_schedule, describe, keep_optimizer, params_of
-from tessera.configuration import dtype_at, load_config
-from tessera.construction import early_of, taken_over
-from tessera.copies import cast_buffers, own_copies, without_repeats
 from tessera.data import Loader, make_loader
+from tessera.engine._info import EngineGetters
+from tessera.engine._optimizer import Optimizer
+from tessera.engine._place import keep_place, place
+from tessera.engine._preflight import check_modules
+from tessera.engine._scaler import LossScaler
 from tessera.errors import ConfigError, UsageError
-from tessera.getters import EngineGetters
-from tessera.leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_module
-from tessera.loans import Loans, step_of, zero_grad_of
-from tessera.loss_scale import LossScaler
-from tessera.native import native_rule, read_group
-from tessera.optimizer import Optimizer
-from tessera.outputs import tensors_in
-from tessera.partition import Partition, gathered, release_unread
-from tessera.placement import group_device, keep_place, place
-from tessera.preflight import check_modules
-from tessera.runners import ExternalRunner, NativeRunner, Runner
+from tessera.optim._factory import build_optimizer, build_schedule, describe, keep_optimizer, params_of
+from tessera.optim._rules import native_rule, read_group
+from tessera.optim._runners import ExternalRunner, NativeRunner, Runner
 from tessera.units import ROOT, UnitPolicy, default_unit_policy, outline
+from tessera.zero._hooks import Partition, gathered, release_unread
+from tessera.zero._init import early_of, taken_over
+from tessera.zero._leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_module
 
 logger = logging.getLogger("tessera")
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from tessera import distributed
-from tessera.configuration import choose_config
-from tessera.construction import suspended
-from tessera.engine import Engine
+from tessera._config import choose_config
+from tessera.engine._engine import Engine
 from tessera.errors import ConfigError
 from tessera.units import UnitPolicy
+from tessera.zero._init import suspended
 
 
 def initialize(

@@ -25,10 +25,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from tessera import _core, distributed
-from tessera.configuration import choose_config, load_config
+from tessera._config import choose_config, load_config
+from tessera._device import group_device, move
 from tessera.errors import ConfigError
-from tessera.partition import Home, holder_of, set_home
-from tessera.placement import group_device, move
+from tessera.zero._hooks import Home, holder_of, set_home
 
 _EARLY = "_tessera_early"  # of modules: the EarlyParameters that hold what the module owns
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tessera import _core
-from tessera.configuration import dtype_at
+from tessera._config import dtype_at
 from tessera.errors import ConfigError
-from tessera.runners import Runner
+from tessera.optim._runners import Runner
 
 T = TypeVar("T")
 

@@ -1,0 +1,38 @@
+"""Where an engine's model is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from tessera._device import same_objects
+from tessera.zero._hooks import holder_of
+
+
+def place(model: nn.Module, device: torch.device | None) -> torch.device:
+    """The device of `model`'s parameters, the CPU where it has none.
+
+    A plain model on the CPU is moved to `device` before. None is moved that is elsewhere already, whose parameters an
+    engine or zero.Init holds, or where `device` is None.
+    """
+    parameters = list(model.parameters())
+    plain = all(p.device.type == "cpu" and holder_of(p) is None for p in parameters)
+    if parameters and plain and device is not None:
+        with same_objects(parameters[0], device):
+            model.to(device)
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def keep_place(model: nn.Module) -> Callable[[], None]:
+    """What moves `model` back to the device where it is now, if it has left it."""
+    first = next(model.parameters(), None)
+    origin = None if first is None else first.device
+
+    def move_back() -> None:
+        if first is not None and origin is not None and first.device != origin:
+            with same_objects(first, origin):
+                model.to(origin)
+
+    return move_back
