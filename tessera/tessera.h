@@ -4,6 +4,7 @@
 #include "tessera/comm/backends.h"
 #include "tessera/comm/mesh.h"
 #include "tessera/config/config.h"
+#include "tessera/engine/checkpoint.h"
 #include "tessera/engine/engine.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/optim/schedule.h"

@@ -13,6 +13,7 @@ namespace tessera::python {
 
 namespace py = pybind11;
 
+void bind_checkpoint(py::module_& m);   // engine/checkpoint.h, checkpoint/reader.h
 void bind_comm(py::module_& m);         // comm/backends.h, comm/mesh.h
 void bind_config(py::module_& m);       // config/config.h, config/precision.h, config/resolve.h, config/served.h
 void bind_engine(py::module_& m);       // engine/engine.h

@@ -16,6 +16,8 @@ void translate(std::exception_ptr error) {
     std::rethrow_exception(std::move(error));
   } catch (const tessera::UsageError& e) {
     raise("UsageError", e);
+  } catch (const tessera::IoError& e) {
+    raise("IoError", e);
   } catch (const c10::ValueError& e) {
     raise("ConfigError", e);
   }
@@ -38,5 +40,6 @@ PYBIND11_MODULE(_core, m) {
   bind_schedule(m);
   bind_config(m);
   bind_engine(m);
+  bind_checkpoint(m);
   bind_unit_policy(m);
 }

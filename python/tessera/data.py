@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,17 +15,57 @@ ROUTES = ("train", "eval", "predict")
 
 
 class Loader:
-    """A DataLoader whose sampler gets a new epoch number, and so a new order, at every pass."""
+    """A DataLoader whose sampler gets a new epoch number, and so a new order, at every pass. Its position can be saved:
+    a pass that follows load_state_dict() gives the batches that were to come."""
 
-    def __init__(self, loader: TorchLoader[Any], first_epoch: int = 0) -> None:
+    def __init__(self, loader: TorchLoader[Any], first_epoch: int = 0, world_size: int = 1) -> None:
         self.loader = loader
         self.epoch = first_epoch
+        self._world_size = world_size
+        self._under_way = False
+        self._taken = 0  # batches of the pass under way
+        self._skip = 0  # of the next one
 
     def __iter__(self) -> Iterator[Any]:
+        epoch, skip = self.epoch, self._skip
+        self._skip = 0
         if hasattr(self.loader.sampler, "set_epoch"):
-            self.loader.sampler.set_epoch(self.epoch)
-        self.epoch += 1
-        return iter(self.loader)
+            self.loader.sampler.set_epoch(epoch)
+        self.epoch = epoch + 1
+        self._under_way, self._taken = True, skip
+        return self._pass(skip)
+
+    def _pass(self, skip: int) -> Iterator[Any]:
+        for batch in self._from(skip):
+            self._taken += 1
+            yield batch
+        self._under_way, self._taken = False, 0
+
+    def _from(self, skip: int) -> Iterator[Any]:
+        batches = self.loader.batch_sampler
+        if skip == 0:
+            return iter(self.loader)
+        if batches is None or isinstance(self.loader.dataset, IterableDataset):
+            return itertools.islice(iter(self.loader), skip, None)
+        rest = TorchLoader(
+            self.loader.dataset,
+            batch_sampler=_After(batches, skip),
+            num_workers=self.loader.num_workers,
+            collate_fn=self.loader.collate_fn,
+            pin_memory=self.loader.pin_memory,
+        )
+        return iter(rest)
+
+    def state_dict(self) -> dict[str, int]:
+        """The pass under way and the samples of all ranks that it has given."""
+        samples = self._taken * (self.batch_size or 1) * self._world_size
+        return {"epoch": self.epoch - 1 if self._under_way else self.epoch, "samples": samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """For the next pass; with another batch size or number of ranks it begins at the batch that holds the place."""
+        self.epoch = state["epoch"]
+        self._under_way, self._taken = False, 0
+        self._skip = state["samples"] // ((self.batch_size or 1) * self._world_size)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -40,6 +81,17 @@ class Loader:
     @property
     def batch_size(self) -> int | None:
         return self.loader.batch_size
+
+
+class _After:
+    """The batches of a sampler after the first ones."""
+
+    def __init__(self, batches: Iterable[Any], skip: int) -> None:
+        self.batches = batches
+        self.skip = skip
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.batches), self.skip, None)
 
 
 class RepeatingLoader:
@@ -93,5 +145,6 @@ def make_loader(
             collate_fn=collate_fn,
             num_workers=num_workers,
             drop_last=drop_last,
-        )
+        ),
+        world_size=world_size,
     )

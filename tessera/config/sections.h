@@ -88,6 +88,9 @@ struct Checkpoint {
   TagValidation tag_validation = TagValidation::Warn;
   bool load_universal = false;
   bool use_node_local_storage = false;
+  bool asynchronous = false;
+  int64_t keep_last = 0;
+  bool random_state = false;
   ParallelWrite parallel_write;
   bool checkpoint_serialization = true;
   Value writer;

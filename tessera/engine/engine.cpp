@@ -4,6 +4,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/heap.h"
+#include "tessera/engine/checkpoint.h"
 #include "tessera/engine/initial_values.h"
 #include "tessera/engine/preflight.h"
 #include "tessera/optim/norm.h"
@@ -18,6 +19,7 @@ struct Engine::Impl {
   comm::Mesh mesh;
   std::vector<ParamSpec> params;
   std::unique_ptr<zero::ShardedModel> model;
+  std::unique_ptr<Checkpointer> checkpointer;  // last to come, first to go: it reads the model
 
   int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0, global_samples = 0;
   int64_t counted_backwards = 0;  // by earlier steps
@@ -137,6 +139,11 @@ zero::Regions& Engine::regions() {
 }
 zero::StateAccess& Engine::states() {
   return impl_->live("states").states;
+}
+Checkpointer& Engine::checkpoints() {
+  impl_->live("checkpoints");
+  if (!impl_->checkpointer) impl_->checkpointer = std::make_unique<Checkpointer>(*this);
+  return *impl_->checkpointer;
 }
 Scaling& Engine::scaling() {
   return impl_->scaling;
@@ -348,9 +355,17 @@ Engine::Memory Engine::memory() const {
 
 void Engine::destroy() {
   if (!impl_->model) return;
+  std::exception_ptr error;
+  try {
+    if (impl_->checkpointer) impl_->checkpointer->wait();
+  } catch (const IoError&) {
+    error = std::current_exception();
+  }
+  impl_->checkpointer.reset();
   impl_->scaling.attach(nullptr);
   impl_->model.reset();
   impl_->mesh = comm::Mesh();  // who destroys the groups next waits for none of this engine
+  if (error) std::rethrow_exception(error);
 }
 
 bool Engine::destroyed() const {

@@ -39,6 +39,7 @@ struct Options {
   amp::AutocastOptions autocast;  // what forward computes in
 };
 
+class Checkpointer;
 using ParamSpec = zero::ModelParam;
 using Quantity = shard::Quantity;
 
@@ -70,6 +71,7 @@ class Engine {
   zero::Regions& regions();     // in which parameters are whole
   zero::StateAccess& states();  // by number of the parameter in params()
   Scaling& scaling();           // loss scale; may be read after destroy()
+  Checkpointer& checkpoints();  // engine/checkpoint.h
 
   // ---- backward
   // Brackets engine.backward(loss): checks the loss (value error: "loss must be a scalar tensor ..."), applies the loss
@@ -131,7 +133,8 @@ class Engine {
   using Memory = zero::Memory;
   Memory memory() const;
 
-  // Removes hooks and frees buffers; parameters keep their values. Safe to call twice; later calls throw.
+  // Removes hooks and frees buffers; parameters keep their values. Safe to call twice; later calls throw. Waits for a
+  // checkpoint in the background, and throws its error at the end.
   void destroy();
   bool destroyed() const;
 

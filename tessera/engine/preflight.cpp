@@ -51,7 +51,7 @@ bool trains(at::ScalarType dtype) {
 std::string text_of(const ParamSpec& spec, bool whole) {
   std::ostringstream text;
   text << "parameter '" << spec.name << "', ";
-  if (spec.cut) text << "of a whole of " << spec.cut->numel << " elements, ";
+  if (spec.cut) text << "of a whole of " << spec.cut->numel() << " elements, ";
   if (!whole || !spec.varies.has(comm::Axis::Tp)) text << "shape " << spec.tensor.sizes();
   if (!spec.varies.empty()) text << ", differs along " << spec.varies.name();
   if (!shard::Form(spec.tensor).strides.empty() && !spec.tensor.is_contiguous())

@@ -1,5 +1,7 @@
 #include "tessera/nn/session.h"
 
+#include <nlohmann/json.hpp>
+
 #include "tessera/base/error.h"
 #include "tessera/config/resolve.h"
 #include "tessera/engine/build.h"
@@ -17,6 +19,8 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   schedule_ = config::native_schedule(config);
   TESSERA_CHECK_VALUE(schedule_ || config.scheduler.type.empty(), "initialize", "scheduler.type '",
                       config.scheduler.type, "' exists in Python only");
+  save_options_.asynchronous = config.checkpoint.asynchronous;
+  save_options_.keep_last = static_cast<int>(config.checkpoint.keep_last);
   auto options = engine::options_from(config, mesh.size(comm::kBatchAxes));
   const std::vector<optim::GroupOptions> groups{optimizer->defaults};
   base_lrs_ = {optimizer->defaults.lr};
@@ -66,6 +70,39 @@ bool Session::step() {
     apply_schedule();
   }
   return applied;
+}
+
+std::string Session::save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options) {
+  engine::ClientPart part;
+  part.run = nlohmann::json{{"schedule_steps", schedule_steps_}}.dump();
+  for (const auto& buffer : module_->named_buffers())
+    part.tensors.push_back({buffer.key(), "buffer", buffer.value()});
+  return core_->checkpoints().save(dir, options.value_or(save_options_), std::move(part));
+}
+
+bool Session::load_checkpoint(const std::string& dir, const std::string& tag, engine::Restore::Options options) {
+  std::optional<engine::Restore> found = core_->checkpoints().open(dir, tag, options);
+  if (!found) return false;
+  const checkpoint::Reader& reader = found->reader();
+  std::vector<std::pair<at::Tensor, at::Tensor>> buffers;
+  for (const auto& buffer : module_->named_buffers()) {
+    const checkpoint::TensorRecord* record = reader.find(buffer.key(), "buffer");
+    TESSERA_CHECK_VALUE(record != nullptr || !options.strict, "checkpoint", "buffer '", buffer.key(),
+                        "' is not in the checkpoint");
+    if (record == nullptr) continue;
+    TESSERA_CHECK_VALUE(record->shape == buffer.value().sizes(), "checkpoint", "buffer '", buffer.key(), "' has shape ",
+                        at::IntArrayRef(record->shape), " there and ", buffer.value().sizes(), " here");
+    buffers.emplace_back(buffer.value(), reader.read_whole(*record));
+  }
+  found->apply();
+  const at::NoGradGuard no_grad;
+  for (const auto& [buffer, value] : buffers)
+    buffer.copy_(value);
+  if (options.run) {
+    schedule_steps_ = nlohmann::json::parse(found->client_run()).value("schedule_steps", int64_t{0});
+    apply_schedule();
+  }
+  return true;
 }
 
 std::vector<double> Session::lr() const {

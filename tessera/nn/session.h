@@ -5,8 +5,10 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
+#include "tessera/engine/checkpoint.h"
 #include "tessera/nn/construction.h"
 #include "tessera/nn/scope.h"
 #include "tessera/nn/units.h"
@@ -35,6 +37,12 @@ class Session {
   // Collective. Counts a micro-step; at a boundary: clip, update, next learning rate. True when weights were updated.
   bool step();
 
+  // Checkpoints (engine/checkpoint.h), the same files as Python's; options that are not given are those of the
+  // configuration's section `checkpoint`. Collective. save returns the tag. load: false when there is no `latest`.
+  std::string save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options = {});
+  bool load_checkpoint(const std::string& dir, const std::string& tag = "", engine::Restore::Options options = {});
+  void wait_for_checkpoint() { core_->checkpoints().wait(); }
+
   // Learning rates that the next update uses, one per param group.
   std::vector<double> lr() const;
 
@@ -60,6 +68,7 @@ class Session {
   std::optional<optim::ScheduleOptions> schedule_;
   std::vector<double> base_lrs_;
   int64_t schedule_steps_ = 0;
+  engine::SaveOptions save_options_;
 };
 
 }  // namespace tessera::nn

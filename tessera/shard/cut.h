@@ -17,13 +17,18 @@ struct Cut {
     int64_t begin;   // elements of the parameter from here on
     int64_t number;  // are those of the whole from here on
   };
-  int64_t numel = 0;               // of the whole
+  std::vector<int64_t> sizes;      // of the whole
+  int64_t dim = 0;                 // along which it is cut
+  std::vector<Range> ranges;       // of that dim, joined in this order
   std::vector<Stretch> stretches;  // ascending; the first begins at 0
+
+  int64_t numel() const;  // of the whole
 };
 using CutPtr = std::shared_ptr<const Cut>;
 
-// Slice [begin, end) along `dim` of a contiguous whole of `sizes`. Value error for a dim or a slice that is not there.
-CutPtr cut_along(const std::vector<int64_t>& sizes, int64_t dim, int64_t begin, int64_t end);
+// Slices `ranges` along `dim` of a contiguous whole of `sizes`, joined: several where sub-parameters lie one after the other
+// (query, key and value in one). Value error for a dim or a slice that is not there.
+CutPtr cut_along(const std::vector<int64_t>& sizes, int64_t dim, const std::vector<Range>& ranges);
 
 // Calls f(piece, number) for the stretches of `range` of a parameter, in order: elements `piece` of it are those of the
 // whole from `number` on. Without a cut the parameter is the whole.

@@ -29,7 +29,8 @@ struct NamedShard {
   Form form;                          // sizes of the whole parameter, and strides: the order of its elements
   Range range;                        // of its elements in that order; empty for a parameter without elements only
   at::ScalarType dtype = at::kFloat;  // it is held in; Float for a split master, which is exact in it
-  int replica = 0;                    // of those that hold the same elements: number 0 is the one to write them
+  int replica = 0;                    // of those that hold the same elements
+  int replicas = 1;                   // how many they are
   bool trained = true;                // has an optimizer group
   CutPtr cut{};                       // which elements of a whole the parameter is; null: all. The range counts its own
 };

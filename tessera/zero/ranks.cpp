@@ -1,5 +1,10 @@
 #include "tessera/zero/ranks.h"
 
+#include <ATen/Functions.h>
+
+#include <algorithm>
+#include <cstring>
+
 #include "tessera/comm/backends.h"
 
 namespace tessera::zero {
@@ -41,6 +46,40 @@ void Ranks::collect(const at::Tensor& rows, comm::Label label) const {
   for (const comm::GroupPtr& group : {replicate, model})
     if (group->size() > 1) group->all_reduce(travelling.flatten(), comm::ReduceOp::Max, label).wait();
   if (!device.is_cpu()) rows.copy_(travelling);
+}
+
+// Along one group after the other: those of the slices of the model, then of the shards, then of the replicas.
+std::vector<std::string> Ranks::gather_text(const std::string& text, comm::Label label) const {
+  std::vector<std::string> texts{text};
+  for (const comm::GroupPtr& group : {model, shard, replicate}) {
+    if (group->size() == 1) continue;
+    const auto count = static_cast<int64_t>(texts.size());
+    at::Tensor sizes = at::zeros({group->size(), count}, at::kLong);
+    std::string joined;
+    for (int64_t i = 0; i < count; ++i) {
+      sizes[group->rank()][i] = static_cast<int64_t>(texts[i].size());
+      joined += texts[i];
+    }
+    const at::Tensor all_sizes = sizes.to(device);
+    group->all_gather(all_sizes.flatten(), all_sizes[group->rank()].flatten(), label).wait();
+    sizes = all_sizes.cpu();
+    const int64_t longest = std::max<int64_t>(1, sizes.sum(1).max().item<int64_t>());
+    at::Tensor bytes = at::zeros({group->size(), longest}, at::kByte);
+    std::memcpy(bytes[group->rank()].mutable_data_ptr(), joined.data(), joined.size());
+    const at::Tensor travelling = bytes.to(device);
+    group->all_gather(travelling.flatten(), travelling[group->rank()].flatten(), label).wait();
+    bytes = travelling.cpu();
+    texts.clear();
+    for (int r = 0; r < group->size(); ++r) {
+      const auto* at = static_cast<const char*>(bytes[r].const_data_ptr());
+      for (int64_t i = 0; i < count; ++i) {
+        const auto size = sizes[r][i].item<int64_t>();
+        texts.emplace_back(at, static_cast<size_t>(size));
+        at += size;
+      }
+    }
+  }
+  return texts;
 }
 
 }  // namespace tessera::zero

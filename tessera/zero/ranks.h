@@ -1,6 +1,9 @@
 // The ranks of an engine by what they share; see Note [Batch, state and model ranks] in comm/mesh.h.
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "tessera/comm/mesh.h"
 
 namespace tessera::zero {
@@ -39,6 +42,8 @@ struct Ranks {
   // Every rank of the shard group fills its row of `rows` (a row for each of them) and gets those of the others, each
   // number the largest that a replica or a slice of the model has.
   void collect(const at::Tensor& rows, comm::Label label) const;
+  // The texts of all(), by place(). Collective; returns when done.
+  std::vector<std::string> gather_text(const std::string& text, comm::Label label) const;
 };
 
 }  // namespace tessera::zero

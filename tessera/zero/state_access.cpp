@@ -64,18 +64,29 @@ std::vector<shard::NamedShard> StateAccess::named_shards() const {
   return shards;
 }
 
+// `cut`: over the ranks of the shard group; otherwise all of them have the same.
+shard::NamedShard StateAccess::shard_of(ParamId id, Quantity what, shard::Range range, at::ScalarType dtype,
+                                        bool cut) const {
+  const ModelParam& param = units_.params()[id];
+  const Ranks& ranks = units_.ranks_of(id);
+  const int slices = ranks.varies_along_model ? 1 : ranks.model->size();
+  const int copy = cut ? ranks.replicate->rank() : ranks.rank();
+  const int copies = cut ? ranks.replicate->size() : ranks.size();
+  const int replica = copy * slices + (slices == 1 ? 0 : ranks.model->rank());
+  return {param.name, id, what, form(id), range, dtype, replica, copies * slices, units_[id].trained(), param.cut};
+}
+
+shard::NamedShard StateAccess::owned_shard(ParamId param) const {
+  const Place& place = units_.trained(param, "owned_shard");
+  return shard_of(param, Quantity::Master, units_.local_range(place), at::kFloat,
+                  units_.states_are_cut(place.unit->ranks));
+}
+
 void StateAccess::add_shards(ParamId id, std::vector<shard::NamedShard>& shards) const {
   const Place& place = units_[id];
   const at::Tensor& tensor = units_.params()[id].tensor;
-  const shard::Form form = place.held() ? place.flat->items()[place.item].form : shard::Form(tensor);
   const auto add = [&](Quantity what, shard::Range range, at::ScalarType dtype, bool cut) {
-    if (range.empty() && tensor.numel() > 0) return;
-    const Ranks& ranks = units_.ranks_of(id);
-    const int slices = ranks.varies_along_model ? 1 : ranks.model->size();
-    const int copy = cut ? ranks.replicate->rank() : ranks.rank();
-    const int replica = copy * slices + (slices == 1 ? 0 : ranks.model->rank());
-    shards.push_back(
-        {units_.params()[id].name, id, what, form, range, dtype, replica, place.trained(), units_.params()[id].cut});
+    if (!range.empty() || tensor.numel() == 0) shards.push_back(shard_of(id, what, range, dtype, cut));
   };
   if (!place.held()) return add(Quantity::Weight, {0, tensor.numel()}, tensor.scalar_type(), false);
   const ParamPartition weight = place.flat->partition_of(place.item);
@@ -105,6 +116,54 @@ at::Tensor StateAccess::weight_of(ParamId param) const {
   if (place.held()) return place.flat->partition_of(place.item).values;
   const at::Tensor& tensor = units_.params()[param].tensor;
   return shard::flatten_like_param(tensor.detach(), tensor);
+}
+
+shard::Form StateAccess::form(ParamId param) const {
+  const Place& place = units_.at(param, "form");
+  return place.held() ? place.flat->items()[place.item].form : shard::Form(units_.params()[param].tensor);
+}
+
+void StateAccess::begin_writes() {
+  adopt_params(units_, /*compare=*/false);  // or a user's edit from before would be taken over what is written
+  units_.shared().readers_done("values that are loaded");
+}
+
+shard::Range StateAccess::writable(ParamId param, Quantity what) const {
+  const Place& place = units_.at(param, "writable");
+  if (place.trained()) return units_.local_range(place);
+  TESSERA_CHECK_VALUE(what == Quantity::Weight, "engine", "parameter '", units_.params()[param].name,
+                      "' is not optimized: it has a weight only");
+  return place.held() ? place.flat->partition_of(place.item).held
+                      : shard::Range{0, units_.params()[param].tensor.numel()};
+}
+
+void StateAccess::write(ParamId param, Quantity what, shard::Range range, const at::Tensor& values) {
+  const c10::AutoGradMode no_grad(false);
+  const Place& place = units_.at(param, "write");
+  const shard::Range mine = writable(param, what);
+  TESSERA_CHECK_VALUE(mine.begin <= range.begin && range.end <= mine.end && values.numel() == range.size(), "engine",
+                      "elements [", range.begin, ", ", range.end, ") of parameter '", units_.params()[param].name,
+                      "' are not what this rank holds, or the value has ", values.numel());
+  if (!place.trained()) {
+    const at::Tensor& tensor = units_.params()[param].tensor;
+    const at::Tensor own =
+        place.held() ? place.flat->partition_of(place.item).values : shard::flatten_like_param(tensor.detach(), tensor);
+    own.narrow(0, range.begin - mine.begin, range.size()).copy_(values);
+    if (!place.held() && !own.is_alias_of(tensor)) tensor.detach().copy_(own.view(tensor.sizes()));
+    return;
+  }
+  Unit& unit = *place.unit;
+  const shard::Range owned = unit.owned_slice(*place.param);
+  const shard::Range there{owned.begin + range.begin - mine.begin, owned.begin + range.end - mine.begin};
+  if (what == Quantity::Master) return unit.write_master(there, values);
+  TESSERA_CHECK_VALUE(what == Quantity::State0 || what == Quantity::State1, "engine", "no such value can be written");
+  const shard::Buffer& state = state_of(unit, what);
+  TESSERA_CHECK_VALUE(state.defined(), "engine", "parameter '", place.name(), "' has no such state");
+  state.write(there, values);
+}
+
+void StateAccess::end_writes() {
+  units_.shared().written("values that are loaded");
 }
 
 std::pair<int64_t, int64_t> StateAccess::local_range(ParamId param) const {

@@ -26,6 +26,22 @@ class StateAccess {
   // Its values, 1-D in the order of its form: a view, in its dtype; a copy for split masters. State error when it is no
   // more there. Local.
   at::Tensor read_shard(const shard::NamedShard& shard);
+  // Between begin_writes() and end_writes(), both collective: elements `range` of the parameter in the order of its memory,
+  // which this rank holds, get `values` (1-D, any dtype). Weight: of parameters without a group only; Master stands for the
+  // weights of all others, which follow in end_writes(). Local.
+  void begin_writes();
+  void write(ParamId param, Quantity what, shard::Range range, const at::Tensor& values);
+  void end_writes();
+  // This rank's elements of what write() takes for it.
+  shard::Range writable(ParamId param, Quantity what) const;
+  // This rank's elements of what an optimizer keeps of a trained parameter.
+  shard::NamedShard owned_shard(ParamId param) const;
+  // The weight that the module computes with is what the optimizer updates.
+  bool master_is_weight(ParamId param) const {
+    return units_.trained(param, "master_is_weight").unit->master_is_weight();
+  }
+  // Its shape, and the order of its elements.
+  shard::Form form(ParamId param) const;
 
   // Master, Gradient, State0 or State1 below; value error for Weight, which the parameter itself shows.
   // fp32, shape of the parameter; collective. Undefined tensor when there is none (no gradient, no such state).
@@ -50,6 +66,7 @@ class StateAccess {
 
  private:
   void add_shards(ParamId id, std::vector<shard::NamedShard>& shards) const;
+  shard::NamedShard shard_of(ParamId id, Quantity what, shard::Range range, at::ScalarType dtype, bool cut) const;
   at::Tensor weight_of(ParamId param) const;
   at::Tensor read_owned(const Place& place, Quantity what) const;
   void write_owned(const Place& place, Quantity what, const at::Tensor& values);

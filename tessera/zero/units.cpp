@@ -122,7 +122,7 @@ void Units::number_elements() {
   for (const ParamId id : trained_ids_) {
     Param& param = *places_[id].param;
     param.first = first;
-    first += static_cast<uint64_t>(param.cut ? param.cut->numel : param.tensor.numel());
+    first += static_cast<uint64_t>(param.cut ? param.cut->numel() : param.tensor.numel());
   }
 }
 

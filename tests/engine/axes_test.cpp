@@ -139,7 +139,7 @@ TEST(Axes, ACutChangesNoBit) {
     run_axes({{Axis::Tp, 2}}, [&](int rank, const comm::Mesh& mesh) {
       const int64_t size = weights.size(dim) / 2, begin = rank * size;
       const auto part = [&](const at::Tensor& t) { return t.narrow(dim, begin, size).contiguous(); };
-      const auto cut = shard::cut_along({8, 12}, dim, begin, begin + size);
+      const auto cut = shard::cut_along({8, 12}, dim, {{begin, begin + size}});
       EXPECT_TRUE(train(mesh, part(weights), part(gradient), cut).equal(part(whole))) << dim;
     });
   }

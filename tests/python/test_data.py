@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import batch, config, engines, make
-from tessera.data import RepeatingLoader, make_loader
+from tessera.data import Loader, RepeatingLoader, make_loader
 from torch.utils.data import Dataset
 
 import tessera
@@ -71,3 +71,19 @@ def test_repeating_loader() -> None:
     loader = make_loader(Numbers(4), batch_size=2, rank=0, world_size=1, route="eval")
     numbers = [b.tolist() for b in itertools.islice(RepeatingLoader(loader), 5)]
     assert numbers == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
+
+
+@pytest.mark.parametrize("taken", [0, 3, 5, 6])
+def test_a_loader_goes_on_where_it_was(taken: int) -> None:
+    def loader() -> Loader:
+        return make_loader(list(range(24)), batch_size=2, rank=0, world_size=2)
+
+    plain, saved = loader(), loader()
+    everything = [batch.tolist() for _ in range(3) for batch in plain]
+    passes = RepeatingLoader(saved)
+    for _ in range(taken):
+        next(passes)
+    resumed = loader()
+    resumed.load_state_dict(saved.state_dict())
+    after = RepeatingLoader(resumed)
+    assert [next(after).tolist() for _ in range(9)] == everything[taken : taken + 9]

@@ -14,9 +14,12 @@ TEST(Cut, NumbersAreTheWholes) {
   for (int64_t dim = 0; dim < 3; ++dim) {
     for (int64_t begin = 0; begin < sizes[dim]; ++begin) {
       for (int64_t end = begin; end <= sizes[dim]; ++end) {
-        const CutPtr cut = cut_along(sizes, dim, begin, end);
-        EXPECT_EQ(cut->numel, 60);
-        const at::Tensor part = whole.slice(dim, begin, end).contiguous().flatten();
+        // Two slices joined, the second one of what is before the first.
+        const std::vector<Range> ranges{{begin, end}, {0, begin}};
+        const CutPtr cut = cut_along(sizes, dim, ranges);
+        EXPECT_EQ(cut->numel(), 60);
+        const at::Tensor part =
+            at::cat({whole.slice(dim, begin, end), whole.slice(dim, 0, begin)}, dim).contiguous().flatten();
         const Range some{part.numel() / 3, part.numel()};
         std::vector<int64_t> numbers;
         for_stretches(cut, some, [&](Range piece, int64_t number) {
@@ -37,8 +40,8 @@ TEST(Cut, NumbersAreTheWholes) {
 }
 
 TEST(Cut, RefusesASliceThatIsNotThere) {
-  EXPECT_HAS(testing::error_of([] { cut_along({3, 4}, 2, 0, 1); }), "no dim 2");
-  EXPECT_HAS(testing::error_of([] { cut_along({3, 4}, 1, 3, 5); }), "no slice [3, 5)");
+  EXPECT_HAS(testing::error_of([] { cut_along({3, 4}, 2, {{0, 1}}); }), "no dim 2");
+  EXPECT_HAS(testing::error_of([] { cut_along({3, 4}, 1, {{3, 5}}); }), "no slice [3, 5)");
 }
 
 }  // namespace tessera::shard

@@ -189,11 +189,15 @@ class NativeRunner(Runner):
         super().before_step()
         if self.base.state is not self._view:  # the client put another one there
             self._adopt(self.base.state)
+        self.publish_groups()
+        for hook in self.base._optimizer_step_pre_hooks.values():
+            hook(self.base, (), {})
+
+    def publish_groups(self) -> None:
+        """The core has the present hyper-parameters from here on."""
         for index, options in enumerate(self._groups):
             read_group(self._rule, self.base, index, options)
             self._core.set_group(index, options)
-        for hook in self.base._optimizer_step_pre_hooks.values():
-            hook(self.base, (), {})
 
     def after_step(self, applied: bool) -> None:
         if applied:
@@ -238,6 +242,11 @@ class ExternalRunner(Runner):
     @property
     def external(self) -> Callable[[], None]:
         return self.run
+
+    @property
+    def targets(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """(number in the core, the parameter, the tensor that is updated) of what this rank has a part of."""
+        return self._masters
 
     def _target(self, param: torch.Tensor, index: Mapping[int, int]) -> torch.Tensor | None:
         number = index.get(id(param))

@@ -1,0 +1,143 @@
+#include "tessera/engine/checkpoint.h"
+#include "tessera/checkpoint/export.h"
+
+#include <pybind11/stl.h>
+
+#include "bindings.h"
+
+namespace tessera::python {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using engine::Engine;
+using engine::Restore;
+
+namespace {
+
+using Tensors = std::vector<std::tuple<std::string, std::string, at::Tensor>>;  // name, kind, values
+using States = std::vector<std::tuple<int, std::string, at::Tensor>>;           // parameter, kind, values
+
+std::string save(Engine& engine, const std::string& dir, const engine::SaveOptions& options, std::string run,
+                 std::map<std::string, std::string> blobs, const Tensors& tensors, const States& states,
+                 std::map<std::string, std::vector<std::string>> aliases) {
+  engine::ClientPart part{std::move(run), std::move(blobs), {}, {}, std::move(aliases)};
+  for (const auto& [name, kind, tensor] : tensors)
+    part.tensors.push_back({name, kind, tensor});
+  for (const auto& [param, kind, values] : states)
+    part.states.push_back({param, kind, values});
+  return engine.checkpoints().save(dir, options, std::move(part));
+}
+
+}  // namespace
+
+void bind_checkpoint(py::module_& m) {
+  using checkpoint::Reader;
+  py::class_<engine::SaveOptions>(m, "SaveOptions")
+      .def(py::init([](std::string tag, bool latest, bool frozen, bool asynchronous, int keep_last,
+                       const std::string& tags) {
+             const auto rule = tags == "fail"   ? engine::SaveOptions::Tags::Fail
+                               : tags == "warn" ? engine::SaveOptions::Tags::Warn
+                                                : engine::SaveOptions::Tags::Ignore;
+             return engine::SaveOptions{std::move(tag), latest, frozen, asynchronous, keep_last, rule};
+           }),
+           py::arg("tag"), py::arg("latest"), py::arg("frozen"), py::arg("asynchronous"), py::arg("keep_last"),
+           py::arg("tags"));
+
+  py::class_<checkpoint::ParamRecord>(m, "CheckpointParam")
+      .def_readonly("name", &checkpoint::ParamRecord::name)
+      .def_readonly("shape", &checkpoint::ParamRecord::shape)
+      .def_property_readonly("dtype", [](const checkpoint::ParamRecord& p) { return p.dtype; })
+      .def_readonly("trained", &checkpoint::ParamRecord::trained)
+      .def_readonly("step", &checkpoint::ParamRecord::step)
+      .def_readonly("aliases", &checkpoint::ParamRecord::aliases);
+
+  py::class_<Reader>(m, "CheckpointReader")
+      .def(py::init([](const std::string& folder) {
+             return Reader(folder, io::read_text(folder + "/" + checkpoint::kManifestName, int64_t{1} << 31));
+           }),
+           py::arg("folder"))
+      .def("params", [](const Reader& r) { return r.manifest().params; })
+      // Name, kind, shape, dtype and bytes of every tensor.
+      .def("tensors",
+           [](const Reader& r) {
+             std::vector<std::tuple<std::string, std::string, std::vector<int64_t>, at::ScalarType>> all;
+             for (const auto& record : r.manifest().tensors)
+               all.emplace_back(record.name, record.kind, record.shape, record.dtype);
+             return all;
+           })
+      .def("files",
+           [](const Reader& r) {
+             std::vector<std::pair<std::string, int64_t>> all;
+             for (const auto& file : r.manifest().files)
+               all.emplace_back(file.name, file.bytes);
+             return all;
+           })
+      .def("run", [](const Reader& r) { return r.manifest().run; })
+      .def("blobs",
+           [](const Reader& r) {
+             std::vector<std::string> names;
+             for (const auto& [name, file] : r.manifest().blobs)
+               names.push_back(name);
+             return names;
+           })
+      .def(
+          "blob", [](const Reader& r, const std::string& name) { return py::bytes(r.blob(name)); }, py::arg("name"))
+      .def(
+          "read",
+          [](const Reader& r, const std::string& name, const std::string& kind) -> std::optional<at::Tensor> {
+            const auto* record = r.find(name, kind);
+            if (record == nullptr) return std::nullopt;
+            r.verify(*record, {{}, record->order, {0, record->numel()}});
+            return r.read_whole(*record);
+          },
+          py::arg("name"), py::arg("kind"), NoGil())
+      .def("verify", &Reader::verify_all, NoGil());
+
+  py::class_<Restore>(m, "Restore")
+      .def_property_readonly("folder", &Restore::folder)
+      .def_property_readonly("tag", &Restore::tag)
+      .def_property_readonly("run", &Restore::client_run)
+      .def_property_readonly("missing", &Restore::missing)
+      .def_property_readonly("unexpected", &Restore::unexpected)
+      .def_property_readonly("reader", &Restore::reader, py::return_value_policy::reference_internal)
+      .def(
+          "client_state",
+          [](const Restore& r, int param, const std::string& kind) -> std::optional<at::Tensor> {
+            at::Tensor state = r.client_state(param, kind);
+            if (!state.defined()) return std::nullopt;
+            return state;
+          },
+          py::arg("param"), py::arg("kind"), NoGil())
+      .def("apply", &Restore::apply, NoGil());
+
+  m.def(
+      "export_safetensors",
+      [](const Reader& reader, const std::string& folder, std::optional<at::ScalarType> dtype, int64_t max_shard_bytes,
+         bool frozen) { return checkpoint::export_safetensors(reader, folder, {dtype, max_shard_bytes, frozen}); },
+      py::arg("reader"), py::arg("folder"), py::arg("dtype"), py::arg("max_shard_bytes"), py::arg("frozen"), NoGil());
+  // Name, dtype and bytes of the tensors of each file.
+  m.def(
+      "plan_export",
+      [](const Reader& reader, std::optional<at::ScalarType> dtype, int64_t max_shard_bytes, bool frozen) {
+        std::vector<std::vector<std::tuple<std::string, at::ScalarType, int64_t>>> shards;
+        for (const auto& shard : checkpoint::plan_export(reader, {dtype, max_shard_bytes, frozen})) {
+          shards.emplace_back();
+          for (const auto& tensor : shard)
+            shards.back().emplace_back(tensor.name, tensor.dtype, tensor.bytes());
+        }
+        return shards;
+      },
+      py::arg("reader"), py::arg("dtype"), py::arg("max_shard_bytes"), py::arg("frozen"));
+  m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"));
+  m.def("save_checkpoint", &save, py::arg("engine"), py::arg("dir"), py::arg("options"), py::arg("run"),
+        py::arg("blobs"), py::arg("tensors"), py::arg("states"), py::arg("aliases"), NoGil());
+  m.def("checkpoint_place", [](Engine& engine) { return engine.checkpoints().place(); }, py::arg("engine"), NoGil());
+  m.def("wait_for_checkpoint", [](Engine& engine) { engine.checkpoints().wait(); }, py::arg("engine"), NoGil());
+  m.def(
+      "open_checkpoint",
+      [](Engine& engine, const std::string& dir, const std::string& tag, bool strict, bool optimizer, bool run,
+         bool from_master) { return engine.checkpoints().open(dir, tag, {strict, optimizer, run, from_master}); },
+      py::arg("engine"), py::arg("dir"), py::arg("tag"), py::arg("strict"), py::arg("optimizer"), py::arg("run"),
+      py::arg("from_master"), py::keep_alive<0, 1>(), NoGil());
+}
+
+}  // namespace tessera::python

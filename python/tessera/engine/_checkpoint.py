@@ -1,0 +1,357 @@
+"""Saving and loading a run: what only Python has goes beside the core's part as blobs, which are read without running
+anything (torch.load with weights_only), but for a client_state that the caller trusts."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tessera import _core
+from tessera.errors import ConfigError, IoError
+from tessera.optim._runners import ExternalRunner, NativeRunner
+
+if TYPE_CHECKING:
+    from tessera.engine._engine import Engine
+
+# Kinds of tensors that are no optimizer's states.
+_OWN_KINDS = frozenset({"weight", "master", "buffer"})
+# A param group's values that the core has by the same name, for runs that were saved from C++; "betas" beside them.
+_FROM_CORE = ("lr", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay")
+
+
+def save(
+    engine: Engine,
+    save_dir: str | os.PathLike[str] | None,
+    tag: Any,
+    client_state: dict[str, Any],
+    save_latest: bool,
+    exclude_frozen: bool,
+    asynchronous: bool | None,
+    keep_last: int | None,
+    random_state: bool | None,
+) -> None:
+    if not save_dir:
+        raise ConfigError("[engine.save_checkpoint] save_dir is empty; name a folder")
+    if "checkpoint_parallel_dimensions" in client_state:
+        raise KeyError("[engine.save_checkpoint] client_state must not contain 'checkpoint_parallel_dimensions'")
+    config = engine.config
+    name = "" if tag is None else str(tag)
+    options = _core.SaveOptions(
+        tag=name,
+        latest=save_latest,
+        frozen=not exclude_frozen,
+        asynchronous=config.get("checkpoint.asynchronous") if asynchronous is None else asynchronous,
+        keep_last=config.get("checkpoint.keep_last") if keep_last is None else keep_last,
+        tags=config.get("checkpoint.tag_validation"),
+    )
+    if isinstance(engine._runner, NativeRunner):
+        engine._runner.publish_groups()
+    names = _names(engine)
+    blobs: dict[str, bytes] = {}
+    place = _core.checkpoint_place(engine.core)
+    if place == 0:
+        blobs["client_state"] = _pickled(client_state)
+        blobs["python"] = _pickled(_python_part(engine))
+    numbers, states = _client_states(engine, names)
+    if numbers:
+        blobs[f"optimizer-{place}"] = _pickled(numbers)
+    if config.get("checkpoint.random_state") if random_state is None else random_state:
+        blobs[f"random-{place}"] = _pickled(_random_states())
+    run = {}
+    if hasattr(engine.lr_scheduler, "last_batch_iteration"):
+        run["schedule_steps"] = engine.lr_scheduler.last_batch_iteration + 1
+    buffers = [(name, "buffer", tensor) for name, tensor in _buffers(engine).items()]
+    _core.save_checkpoint(
+        engine.core, os.fspath(save_dir), options, json.dumps(run), blobs, buffers, states, _aliases(engine, names)
+    )
+
+
+def load(
+    engine: Engine,
+    load_dir: str | os.PathLike[str],
+    tag: Any,
+    strict: bool,
+    optimizer: bool,
+    schedule: bool,
+    module_only: bool,
+    custom_load_fn: Callable[..., None] | None,
+    trusted: bool,
+) -> tuple[str | None, dict[str, Any] | None]:
+    folder = os.fspath(load_dir)
+    optimizer = optimizer and not module_only
+    restore = _core.open_checkpoint(
+        engine.core,
+        folder,
+        "" if tag is None else str(tag),
+        strict=strict and custom_load_fn is None,
+        optimizer=optimizer,
+        run=not module_only,
+        from_master=engine.config.get("zero_optimization.load_from_fp32_weights"),
+    )
+    if restore is None:
+        warnings.warn(
+            f"[engine.load_checkpoint] there is no file 'latest' in '{folder}', nothing is loaded", stacklevel=3
+        )
+        return None, None
+    reader = restore.reader
+    blobs = set(reader.blobs())
+    # All that can be refused is looked at before anything changes.
+    python = _unpickled(reader.blob("python"), "the run's state", False) if "python" in blobs else {}
+    client = _unpickled(reader.blob("client_state"), "client_state", trusted) if "client_state" in blobs else {}
+    buffers = _buffers_from(engine, reader, strict and custom_load_fn is None)
+    states = _states_from(engine, restore, blobs) if optimizer and isinstance(engine._runner, ExternalRunner) else None
+    restore.apply()
+    for buffer, value in buffers:
+        with torch.no_grad():
+            buffer.copy_(value)
+    _load_extra(engine, python.get("extra", {}))
+    if custom_load_fn is not None:
+        engine.load_module_state_dict(
+            _state_dict(reader), custom_load_fn=lambda src, dst: custom_load_fn(src=src, dst=dst)
+        )
+    if states is not None:
+        _put_states(engine, states)
+    if optimizer:
+        _put_groups(engine, python.get("param_groups"))
+    if not module_only:
+        if schedule:
+            _put_schedule(engine, python.get("schedule"), json.loads(restore.run))
+        _put_progress(engine, python, blobs, reader)
+    return restore.folder, client
+
+
+# ---------------------------------------------------------------- pieces of a save
+
+
+def _pickled(value: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+def _unpickled(data: bytes, what: str, trusted: bool) -> Any:
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
+    except pickle.UnpicklingError as error:
+        raise IoError(
+            f"[engine.load_checkpoint] {what} holds objects that are not plain data: {error}\nIf you trust the file, "
+            "call load_checkpoint(..., trusted=True), or name their types with torch.serialization.add_safe_globals"
+        ) from None
+
+
+def _names(engine: Engine) -> dict[int, str]:
+    """Of every parameter, by id, the name that the core has for it."""
+    return {id(spec.tensor): spec.name for spec in engine.core.params()}
+
+
+def _aliases(engine: Engine, names: dict[int, str]) -> dict[str, list[str]]:
+    aliases: dict[str, list[str]] = {}
+    for name, param in engine.module.named_parameters(remove_duplicate=False):
+        own = names.get(id(param), name)
+        if own != name:
+            aliases.setdefault(own, []).append(name)
+    return aliases
+
+
+def _buffers(engine: Engine) -> dict[str, torch.Tensor]:
+    """Those that state_dict() has, each once."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in engine.module.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def _extra(engine: Engine) -> dict[str, Any]:
+    """What modules add to a state dict by get_extra_state()."""
+    extra = {}
+    for prefix, module in engine.module.named_modules():
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            extra[prefix] = module.get_extra_state()
+    return extra
+
+
+def _python_part(engine: Engine) -> dict[str, Any]:
+    base = engine.basic_optimizer
+    groups = [] if base is None else base.param_groups
+    part: dict[str, Any] = {
+        "param_groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+        "extra": _extra(engine),
+    }
+    if hasattr(engine.lr_scheduler, "state_dict"):
+        part["schedule"] = engine.lr_scheduler.state_dict()
+    if hasattr(engine.training_dataloader, "state_dict"):
+        part["loader"] = engine.training_dataloader.state_dict()
+    return part
+
+
+def _client_states(engine: Engine, names: dict[int, str]) -> tuple[dict[str, Any], list[tuple[int, str, torch.Tensor]]]:
+    """Of an optimizer that runs itself: what is not a value for each element of this rank's part, by parameter, and
+    what is."""
+    numbers: dict[str, Any] = {}
+    states: list[tuple[int, str, torch.Tensor]] = []
+    runner = engine._runner
+    if not isinstance(runner, ExternalRunner):
+        return numbers, states
+    for number, param, target in runner.targets:
+        name = names[id(param)]
+        for key, value in runner.base.state.get(target, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == target.shape:
+                if key in _OWN_KINDS:
+                    raise ConfigError(f"[engine.save_checkpoint] an optimizer state cannot be named {key!r}")
+                states.append((number, key, value))
+            else:
+                numbers.setdefault(name, {})[key] = value
+    return numbers, states
+
+
+def _random_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
+    if torch.accelerator.is_available():
+        module = torch.get_device_module(torch.accelerator.current_accelerator())
+        states["device"] = module.get_rng_state()
+    return states
+
+
+# ---------------------------------------------------------------- pieces of a load
+
+
+def _put_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "numpy" in states:
+        import numpy
+
+        name, keys, *rest = states["numpy"]
+        numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+    if "device" in states and torch.accelerator.is_available():
+        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(states["device"])
+
+
+def _buffers_from(
+    engine: Engine, reader: _core.CheckpointReader, strict: bool
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    saved = {name for name, kind, *_ in reader.tensors() if kind == "buffer"}
+    here = _buffers(engine)
+    missing, more = sorted(here.keys() - saved), sorted(saved - here.keys())
+    if strict and (missing or more):
+        raise ConfigError(
+            f"[engine.load_checkpoint] buffers do not fit: not in the checkpoint: {missing}, not in the model: {more}"
+        )
+    found = []
+    for name, buffer in here.items():
+        value = reader.read(name, "buffer")
+        if value is None:
+            continue
+        if value.shape != buffer.shape:
+            raise ConfigError(
+                f"[engine.load_checkpoint] buffer '{name}' has shape {tuple(value.shape)} there and "
+                f"{tuple(buffer.shape)} here"
+            )
+        found.append((buffer, value))
+    return found
+
+
+def _load_extra(engine: Engine, extra: dict[str, Any]) -> None:
+    modules = dict(engine.module.named_modules())
+    for prefix, value in extra.items():
+        if prefix in modules:
+            modules[prefix].set_extra_state(value)
+
+
+def _state_dict(reader: _core.CheckpointReader) -> dict[str, torch.Tensor]:
+    state = {}
+    for param in reader.params():
+        value = reader.read(param.name, "master")
+        value = reader.read(param.name, "weight") if value is None else value
+        if value is not None:
+            state.update(dict.fromkeys([param.name, *param.aliases], value.to(param.dtype)))
+    for name, kind, *_ in reader.tensors():
+        if kind == "buffer":
+            value = reader.read(name, kind)
+            assert value is not None
+            state[name] = value
+    return state
+
+
+def _states_from(engine: Engine, restore: _core.Restore, blobs: set[str]) -> dict[int, dict[str, Any]]:
+    """By number of the parameter: what the client's optimizer shall have."""
+    runner = engine._runner
+    assert isinstance(runner, ExternalRunner)
+    reader = restore.reader
+    kinds = sorted({kind for _, kind, *_ in reader.tensors()} - _OWN_KINDS)
+    own = f"optimizer-{_core.checkpoint_place(engine.core)}"
+    numbers: dict[str, dict[str, Any]] = {}
+    for name in sorted(blobs, key=lambda blob: (blob == own, blob)):  # this rank's own last: it holds
+        if name.startswith("optimizer-"):
+            numbers.update(_unpickled(reader.blob(name), "the optimizer's state", False))
+    records = {alias: p for p in reader.params() for alias in (p.name, *p.aliases)}
+    result: dict[int, dict[str, Any]] = {}
+    names = _names(engine)
+    for number, param, target in runner.targets:
+        record = records.get(names[id(param)])
+        if record is None:
+            continue
+        state = dict(numbers.get(record.name, {}))
+        for kind in kinds:
+            part = restore.client_state(number, kind)
+            if part is not None:
+                state[kind] = part.to(target.device).as_strided(target.shape, target.stride())
+        if state and "step" not in state and record.step > 0:
+            state["step"] = torch.tensor(float(record.step))
+        result[number] = state
+    return result
+
+
+def _put_states(engine: Engine, states: dict[int, dict[str, Any]]) -> None:
+    runner = engine._runner
+    assert isinstance(runner, ExternalRunner)
+    for number, _, target in runner.targets:
+        if states.get(number):
+            runner.base.state[target] = states[number]
+        else:
+            runner.base.state.pop(target, None)
+
+
+def _put_groups(engine: Engine, saved: list[dict[str, Any]] | None) -> None:
+    if engine.basic_optimizer is None:
+        return
+    groups = engine.basic_optimizer.param_groups
+    if saved is not None:
+        for group, values in zip(groups, saved, strict=False):
+            group.update({key: value for key, value in values.items() if key in group or key.startswith("initial_")})
+        return
+    for group, options in zip(groups, engine.core.groups(), strict=False):
+        values = {key: getattr(options, key) for key in _FROM_CORE} | {"betas": (options.beta1, options.beta2)}
+        group.update({key: value for key, value in values.items() if key in group})
+
+
+def _put_schedule(engine: Engine, saved: dict[str, Any] | None, run: dict[str, Any]) -> None:
+    schedule = engine.lr_scheduler
+    if not hasattr(schedule, "load_state_dict"):
+        return
+    if saved is not None:
+        schedule.load_state_dict(saved)
+    elif "schedule_steps" in run and hasattr(schedule, "last_batch_iteration"):
+        schedule.load_state_dict({"last_batch_iteration": run["schedule_steps"] - 1})
+
+
+def _put_progress(engine: Engine, python: dict[str, Any], blobs: set[str], reader: _core.CheckpointReader) -> None:
+    if "loader" in python and hasattr(engine.training_dataloader, "load_state_dict"):
+        engine.training_dataloader.load_state_dict(python["loader"])
+    own = f"random-{_core.checkpoint_place(engine.core)}"
+    if own in blobs:
+        _put_random_states(_unpickled(reader.blob(own), "the random generators", False))

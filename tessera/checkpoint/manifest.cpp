@@ -1,0 +1,350 @@
+#include "tessera/checkpoint/manifest.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "tessera/base/error.h"
+#include "tessera/checkpoint/numbering.h"
+#include "tessera/io/crc32c.h"
+#include "tessera/io/safetensors.h"
+
+namespace tessera::checkpoint {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+using shard::Range;
+
+constexpr const char* kFormat = "tessera";
+constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar,
+                                      at::kByte,  at::kShort,  at::kInt,  at::kLong,     at::kBool};
+
+// ---- the text's own checksum, of all that follows it: a flipped digit would be another number
+
+const std::string kSealBefore = "{\"crc32c\": \"", kSealAfter = "\",";
+constexpr size_t kHexDigits = 8;
+
+std::string hex_of(uint32_t number) {
+  std::string hex(kHexDigits, '0');
+  for (size_t i = 0; i < kHexDigits; ++i)
+    hex[kHexDigits - 1 - i] = "0123456789abcdef"[(number >> (4 * i)) & 15];
+  return hex;
+}
+
+void check_seal(const std::string& text, const std::string& path) {
+  const size_t start = kSealBefore.size() + kHexDigits + kSealAfter.size();
+  const bool whole = text.size() > start && text.starts_with(kSealBefore) &&
+                     text.compare(start - kSealAfter.size(), kSealAfter.size(), kSealAfter) == 0;
+  const std::string expected =
+      whole ? hex_of(io::crc32c(text.data() + start, static_cast<int64_t>(text.size() - start))) : "";
+  TESSERA_CHECK_IO(whole && text.compare(kSealBefore.size(), kHexDigits, expected) == 0, "checkpoint", "'", path,
+                   "' is damaged or was edited: its checksum is not that of its text");
+}
+
+// ---- writing
+
+Json pair_of(Range range) {
+  return {range.begin, range.end};
+}
+
+Json json_of(const TensorRecord& record) {
+  Json json{{"name", record.name},
+            {"kind", record.kind},
+            {"dtype", io::safetensors_dtype(record.dtype)},
+            {"shape", record.shape}};
+  if (!record.order.empty()) json["order"] = record.order;
+  for (const Slice& slice : record.slices) {
+    Json ranges = Json::array();
+    for (const Range& range : slice.ranges)
+      ranges.push_back(pair_of(range));
+    json["slices"].push_back({{"dim", slice.dim}, {"ranges", ranges}});
+  }
+  json["pieces"] = Json::array();
+  for (const Piece& piece : record.pieces) {
+    Json one{{"file", piece.file}, {"offset", piece.offset}, {"range", pair_of(piece.range)}};
+    if (piece.slice >= 0) one["slice"] = piece.slice;
+    one["crc32c"] = piece.checksums;
+    json["pieces"].push_back(one);
+  }
+  return json;
+}
+
+Json json_of(const ParamRecord& param) {
+  Json json{{"name", param.name},
+            {"shape", param.shape},
+            {"dtype", io::safetensors_dtype(param.dtype)},
+            {"trained", param.trained},
+            {"step", param.step}};
+  if (!param.aliases.empty()) json["aliases"] = param.aliases;
+  return json;
+}
+
+// ---- reading
+
+// A value of the text and how errors name it.
+struct Node {
+  const Json& json;
+  const std::string& path;
+  std::string where;
+
+  [[noreturn]] void fail(const std::string& what) const {
+    TESSERA_CHECK_IO(false, "checkpoint", "'", path, "', ", where, ": ", what);
+    std::abort();  // not reached
+  }
+  void check(bool good, const char* what) const {
+    if (!good) fail(what);
+  }
+  Node at(const std::string& key) const {
+    check(json.is_object() && json.contains(key), ("has no '" + key + "'").c_str());
+    return {json[key], path, where + "." + key};
+  }
+  bool has(const std::string& key) const { return json.is_object() && json.contains(key); }
+  std::string text() const {
+    check(json.is_string(), "is not a text");
+    return json.get<std::string>();
+  }
+  int64_t number(int64_t limit = int64_t{1} << 60) const {
+    check(json.is_number_integer() && json >= 0 && json <= limit, "is not a number that can be");
+    return json.get<int64_t>();
+  }
+  std::vector<int64_t> numbers(int64_t limit = int64_t{1} << 60) const {
+    std::vector<int64_t> all;
+    each([&](const Node& node) { all.push_back(node.number(limit)); });
+    return all;
+  }
+  Range range() const {
+    const std::vector<int64_t> pair = numbers();
+    check(pair.size() == 2 && pair[0] <= pair[1], "is not a range");
+    return {pair[0], pair[1]};
+  }
+  template <class F>
+  void each(F&& f) const {
+    check(json.is_array(), "is not a list");
+    for (size_t i = 0; i < json.size(); ++i)
+      f(Node{json[i], path, where + "[" + std::to_string(i) + "]"});
+  }
+  at::ScalarType dtype() const {
+    const std::string name = text();
+    for (const at::ScalarType dtype : kDtypes)
+      if (name == io::safetensors_dtype(dtype)) return dtype;
+    fail("is no dtype");
+  }
+  // Without a folder: it stays where the manifest is.
+  std::string file_name() const {
+    std::string name = text();
+    check(!name.empty() && name.size() < 256 && name[0] != '.' && name.find('/') == std::string::npos &&
+              name.find('\0') == std::string::npos,
+          "is not the name of a file in this folder");
+    return name;
+  }
+};
+
+std::vector<int64_t> read_shape(const Node& node) {
+  std::vector<int64_t> shape = node.numbers();
+  node.check(shape.size() <= 64, "has too many dims");
+  int64_t numel = 1;
+  for (const int64_t size : shape)
+    node.check(!__builtin_mul_overflow(numel, size, &numel) && numel < int64_t{1} << 56, "has too many elements");
+  return shape;
+}
+
+Slice read_slice(const Node& node, const TensorRecord& record) {
+  node.check(record.order.empty() && !record.shape.empty(), "cannot be of this tensor");
+  Slice slice{node.at("dim").number(static_cast<int64_t>(record.shape.size()) - 1), {}};
+  int64_t rows = 0;
+  node.at("ranges").each([&](const Node& range) {
+    slice.ranges.push_back(range.range());
+    range.check(slice.ranges.back().end <= record.shape[slice.dim], "is beyond the tensor");
+    rows += slice.ranges.back().size();
+  });
+  node.check(rows > 0 && rows <= record.shape[slice.dim], "has no elements, or some twice");
+  return slice;
+}
+
+Piece read_piece(const Node& node, const TensorRecord& record, const std::vector<FileRecord>& files) {
+  Piece piece;
+  piece.file = static_cast<int>(node.at("file").number());
+  node.check(piece.file < static_cast<int>(files.size()), "is in a file that is not listed");
+  piece.offset = node.at("offset").number();
+  piece.range = node.at("range").range();
+  if (node.has("slice")) piece.slice = static_cast<int>(node.at("slice").number());
+  node.check(piece.slice < static_cast<int>(record.slices.size()), "is of a slice that is not listed");
+  const Slice* slice = piece.slice < 0 ? nullptr : &record.slices[piece.slice];
+  node.check(!piece.range.empty() && piece.range.end <= numel_of(record.shape, slice), "is beyond the tensor");
+  const int64_t bytes = piece.range.size() * static_cast<int64_t>(c10::elementSize(record.dtype));
+  node.check(piece.offset + bytes <= files[piece.file].bytes, "is beyond its file");
+  for (const int64_t sum : node.at("crc32c").numbers(UINT32_MAX))
+    piece.checksums.push_back(static_cast<uint32_t>(sum));
+  node.check(static_cast<int64_t>(piece.checksums.size()) == (bytes + kChecksumBlock - 1) / kChecksumBlock,
+             "has another number of checksums than its bytes need");
+  return piece;
+}
+
+TensorRecord read_tensor(const Node& node, const std::vector<FileRecord>& files) {
+  TensorRecord record;
+  record.name = node.at("name").text();
+  record.kind = node.at("kind").text();
+  const Node here{node.json, node.path, "tensor '" + record.name + "' (" + record.kind + ")"};
+  record.dtype = here.at("dtype").dtype();
+  record.shape = read_shape(here.at("shape"));
+  if (here.has("order")) {
+    record.order = here.at("order").numbers();
+    std::vector<int64_t> sorted = record.order;
+    std::sort(sorted.begin(), sorted.end());
+    bool all = sorted.size() == record.shape.size();
+    for (size_t d = 0; all && d < sorted.size(); ++d)
+      all = sorted[d] == static_cast<int64_t>(d);
+    here.check(all, "'order' does not have every dim once");
+  }
+  if (here.has("slices"))
+    here.at("slices").each([&](const Node& n) { record.slices.push_back(read_slice(n, record)); });
+  here.at("pieces").each([&](const Node& n) { record.pieces.push_back(read_piece(n, record, files)); });
+  return record;
+}
+
+// Every element in exactly one piece. Pieces fit into their files, so there are no more runs than bytes on the disk.
+void check_cover(const TensorRecord& record, const std::string& path) {
+  int64_t elements = 0;
+  for (const Piece& piece : record.pieces)
+    elements += piece.range.size();
+  TESSERA_CHECK_IO(elements == record.numel(), "checkpoint", "'", path, "', tensor '", record.name, "' (", record.kind,
+                   "): its pieces have ", elements, " elements, it has ", record.numel());
+  std::vector<Run> runs;
+  for (const Piece& piece : record.pieces)
+    for (const Run& run : runs_of(record.shape, piece.slice < 0 ? nullptr : &record.slices[piece.slice], piece.range))
+      runs.push_back(run);
+  std::sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.begin < b.begin; });
+  int64_t at = 0;
+  for (const Run& run : runs) {
+    TESSERA_CHECK_IO(run.begin == at, "checkpoint", "'", path, "', tensor '", record.name, "' (", record.kind,
+                     "): its pieces overlap or leave a gap at element ", std::min(at, run.begin));
+    at += run.size;
+  }
+}
+
+void check_files(const Manifest& manifest, const std::string& path) {
+  // Pieces of one file do not overlap.
+  std::vector<std::vector<Range>> used(manifest.files.size());
+  for (const TensorRecord& record : manifest.tensors)
+    for (const Piece& piece : record.pieces)
+      used[piece.file].push_back(
+          {piece.offset, piece.offset + piece.range.size() * static_cast<int64_t>(c10::elementSize(record.dtype))});
+  for (size_t i = 0; i < used.size(); ++i) {
+    std::sort(used[i].begin(), used[i].end(), [](Range a, Range b) { return a.begin < b.begin; });
+    for (size_t k = 1; k < used[i].size(); ++k)
+      TESSERA_CHECK_IO(used[i][k - 1].end <= used[i][k].begin, "checkpoint", "'", path, "': two pieces of '",
+                       manifest.files[i].name, "' overlap at byte ", used[i][k].begin);
+  }
+}
+
+FileRecord read_file(const Node& node) {
+  FileRecord file{node.at("name").file_name(), node.at("bytes").number()};
+  if (node.has("crc32c")) file.checksum = static_cast<uint32_t>(node.at("crc32c").number(UINT32_MAX));
+  return file;
+}
+
+}  // namespace
+
+int64_t TensorRecord::numel() const {
+  return numel_of(shape, nullptr);
+}
+
+std::string to_text(const Manifest& manifest) {
+  Json json{{"format", kFormat}, {"version", kVersion}, {"id", manifest.id}};
+  json["run"] = manifest.run.empty() ? Json::object() : Json::parse(manifest.run);
+  json["files"] = Json::array();
+  for (const FileRecord& file : manifest.files)
+    json["files"].push_back({{"name", file.name}, {"bytes", file.bytes}});
+  json["blobs"] = Json::object();
+  for (const auto& [name, file] : manifest.blobs)
+    json["blobs"][name] = {{"name", file.name}, {"bytes", file.bytes}, {"crc32c", file.checksum}};
+  json["params"] = Json::array();
+  for (const ParamRecord& param : manifest.params)
+    json["params"].push_back(json_of(param));
+  json["tensors"] = Json::array();
+  for (const TensorRecord& record : manifest.tensors)
+    json["tensors"].push_back(json_of(record));
+  const std::string rest = json.dump(1).substr(1);
+  return kSealBefore + hex_of(io::crc32c(rest.data(), static_cast<int64_t>(rest.size()))) + kSealAfter + rest;
+}
+
+Manifest parse_manifest(const std::string& text, const std::string& path) {
+  check_seal(text, path);
+  const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const Node root{json, path, "the manifest"};
+  root.check(json.is_object(), "is not a JSON object");
+  root.check(root.at("format").text() == kFormat, "is of another format");
+  const int64_t version = root.at("version").number();
+  TESSERA_CHECK_IO(version == kVersion, "checkpoint", "'", path, "' has version ", version, ", this library reads ",
+                   kVersion);
+  Manifest manifest;
+  manifest.id = root.at("id").text();
+  manifest.run = root.at("run").json.dump();
+  root.at("run").check(root.at("run").json.is_object(), "is not a JSON object");
+  root.at("files").each([&](const Node& node) { manifest.files.push_back(read_file(node)); });
+  const Node blobs = root.at("blobs");
+  blobs.check(blobs.json.is_object(), "is not a JSON object");
+  for (const auto& [name, value] : blobs.json.items())
+    manifest.blobs[name] = read_file({value, path, "blob '" + name + "'"});
+  std::set<std::string> names;
+  root.at("params").each([&](const Node& node) {
+    ParamRecord param{node.at("name").text(), read_shape(node.at("shape")), node.at("dtype").dtype()};
+    node.at("trained").check(node.at("trained").json.is_boolean(), "is not true or false");
+    param.trained = node.at("trained").json.get<bool>();
+    param.step = node.at("step").number();
+    if (node.has("aliases")) node.at("aliases").each([&](const Node& alias) { param.aliases.push_back(alias.text()); });
+    node.check(names.insert(param.name).second, "has a name that another one has");
+    manifest.params.push_back(std::move(param));
+  });
+  std::set<std::pair<std::string, std::string>> tensors;
+  root.at("tensors").each([&](const Node& node) {
+    manifest.tensors.push_back(read_tensor(node, manifest.files));
+    const TensorRecord& record = manifest.tensors.back();
+    node.check(tensors.insert({record.name, record.kind}).second, "is there twice");
+    check_cover(record, path);
+  });
+  check_files(manifest, path);
+  return manifest;
+}
+
+std::string records_text(const std::vector<TensorRecord>& records) {
+  Json json = Json::array();
+  for (const TensorRecord& record : records)
+    json.push_back(json_of(record));
+  return json.dump();
+}
+
+void merge_records(std::vector<TensorRecord>& all, const std::string& text, int file) {
+  const std::string path = "records of a rank";
+  const Json json = Json::parse(text);
+  const std::vector<FileRecord> any{{"", int64_t{1} << 62}};
+  std::map<std::pair<std::string, std::string>, size_t> index;
+  for (size_t i = 0; i < all.size(); ++i)
+    index[{all[i].name, all[i].kind}] = i;
+  for (const Json& one : json) {
+    TensorRecord record = read_tensor({one, path, ""}, any);
+    const auto [place, is_new] = index.try_emplace({record.name, record.kind}, all.size());
+    if (is_new) {
+      all.push_back(record);
+      all.back().pieces.clear();
+      all.back().slices.clear();
+    }
+    TensorRecord& whole = all[place->second];
+    TESSERA_CHECK_VALUE(whole.shape == record.shape && whole.order == record.order && whole.dtype == record.dtype,
+                        "checkpoint", "ranks have tensor '", record.name, "' (", record.kind,
+                        ") in other shapes, dtypes or orders of elements");
+    for (Piece& piece : record.pieces) {
+      piece.file = file;
+      if (piece.slice >= 0) {
+        const Slice& slice = record.slices[piece.slice];
+        const auto known = std::find(whole.slices.begin(), whole.slices.end(), slice);
+        piece.slice = static_cast<int>(known - whole.slices.begin());
+        if (known == whole.slices.end()) whole.slices.push_back(slice);
+      }
+      whole.pieces.push_back(std::move(piece));
+    }
+  }
+}
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,229 @@
+#include "tessera/checkpoint/reader.h"
+
+#include <ATen/Functions.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <mutex>
+#include <optional>
+
+#include "tessera/base/error.h"
+#include "tessera/checkpoint/numbering.h"
+#include "tessera/io/crc32c.h"
+#include "tessera/io/safetensors.h"
+
+namespace tessera::checkpoint {
+
+using shard::Range;
+
+// Elements of a piece, and where in the result they belong.
+struct Reader::Copy {
+  const Piece* piece;
+  int64_t from;  // element of the piece
+  int64_t to;    // of the result
+  int64_t size;
+};
+
+struct Reader::Files {
+  std::mutex mutex;
+  std::vector<std::optional<io::File>> open;
+};
+
+namespace {
+
+const Slice* first(const std::vector<Slice>& slice) {
+  return slice.empty() ? nullptr : slice.data();
+}
+
+int64_t itemsize(const TensorRecord& record) {
+  return static_cast<int64_t>(c10::elementSize(record.dtype));
+}
+
+std::vector<int64_t> permuted(const std::vector<int64_t>& shape, const std::vector<int64_t>& order) {
+  if (order.empty()) return shape;
+  std::vector<int64_t> result;
+  for (const int64_t dim : order)
+    result.push_back(shape[dim]);
+  return result;
+}
+
+std::vector<int64_t> inverse(const std::vector<int64_t>& order) {
+  std::vector<int64_t> result(order.size());
+  for (size_t i = 0; i < order.size(); ++i)
+    result[order[i]] = static_cast<int64_t>(i);
+  return result;
+}
+
+}  // namespace
+
+Reader::Reader(std::string folder, const std::string& manifest_text)
+    : folder_(std::move(folder)),
+      manifest_(parse_manifest(manifest_text, (std::filesystem::path(folder_) / kManifestName).string())),
+      files_(std::make_unique<Files>()) {
+  for (size_t i = 0; i < manifest_.tensors.size(); ++i)
+    index_[{manifest_.tensors[i].name, manifest_.tensors[i].kind}] = i;
+  files_->open.resize(manifest_.files.size());
+}
+
+Reader::Reader(Reader&&) noexcept = default;
+Reader::~Reader() = default;
+
+const TensorRecord* Reader::find(const std::string& name, const std::string& kind) const {
+  const auto found = index_.find({name, kind});
+  return found == index_.end() ? nullptr : &manifest_.tensors[found->second];
+}
+
+// Opened once, and compared with what the manifest says of it.
+const io::File& Reader::file(int number) const {
+  const std::lock_guard lock(files_->mutex);
+  std::optional<io::File>& place = files_->open[number];
+  if (place) return *place;
+  const FileRecord& expected = manifest_.files[number];
+  io::File file = io::File::open((std::filesystem::path(folder_) / expected.name).string());
+  TESSERA_CHECK_IO(file.size() == expected.bytes, "checkpoint", "'", file.path(), "' has ", file.size(),
+                   " bytes, the manifest says ", expected.bytes);
+  const io::SafeTensors header = io::read_safetensors(file);
+  const auto id = header.metadata.find("id");
+  TESSERA_CHECK_IO(id != header.metadata.end() && id->second == manifest_.id, "checkpoint", "'", file.path(),
+                   "' belongs to another checkpoint than the manifest beside it");
+  place = std::move(file);
+  return *place;
+}
+
+bool Reader::reorders(const TensorRecord& record, const Want& want) const {
+  return record.order != want.order;
+}
+
+std::vector<Reader::Copy> Reader::copies(const TensorRecord& record, const std::vector<Slice>& slice,
+                                         Range range) const {
+  struct Source {
+    Run run;
+    const Piece* piece;
+  };
+  std::vector<Source> sources;
+  for (const Piece& piece : record.pieces)
+    for (const Run& run : runs_of(record.shape, piece.slice < 0 ? nullptr : &record.slices[piece.slice], piece.range))
+      sources.push_back({run, &piece});
+  const auto by_begin = [](const Source& a, const Source& b) { return a.run.begin < b.run.begin; };
+  std::sort(sources.begin(), sources.end(), by_begin);
+  std::vector<Copy> result;
+  for (const Run& run : runs_of(record.shape, first(slice), range)) {
+    auto source = std::upper_bound(sources.begin(), sources.end(), Source{run, nullptr}, by_begin);
+    if (source != sources.begin()) --source;
+    for (; source != sources.end() && source->run.begin < run.begin + run.size; ++source) {
+      const Range both = shard::intersect({run.begin, run.begin + run.size},
+                                          {source->run.begin, source->run.begin + source->run.size});
+      if (both.empty()) continue;
+      const int64_t from = source->run.local + both.begin - source->run.begin - source->piece->range.begin;
+      const int64_t to = run.local + both.begin - run.begin - range.begin;
+      Copy* last = result.empty() ? nullptr : &result.back();
+      if (last && last->piece == source->piece && last->from + last->size == from && last->to + last->size == to)
+        last->size += both.size();
+      else
+        result.push_back({source->piece, from, to, both.size()});
+    }
+  }
+  return result;
+}
+
+void Reader::verify_piece(const TensorRecord& record, const Piece& piece, Range elements) const {
+  const io::File& in = file(piece.file);
+  const int64_t bytes = piece.range.size() * itemsize(record);
+  std::string block(static_cast<size_t>(std::min(bytes, kChecksumBlock)), '\0');
+  const int64_t end = elements.end * itemsize(record);
+  for (int64_t at = elements.begin * itemsize(record) / kChecksumBlock * kChecksumBlock; at < end;
+       at += kChecksumBlock) {
+    const int64_t length = std::min(kChecksumBlock, bytes - at);
+    in.read(block.data(), length, piece.offset + at);
+    TESSERA_CHECK_IO(io::crc32c(block.data(), length) == piece.checksums[at / kChecksumBlock], "checkpoint", "'",
+                     in.path(), "', tensor '", record.name, "' (", record.kind, "): bytes ", piece.offset + at, " to ",
+                     piece.offset + at + length, " are damaged: their checksum differs");
+  }
+}
+
+void Reader::verify(const TensorRecord& record, const Want& want) const {
+  std::map<const Piece*, Range> needed;
+  const bool whole = reorders(record, want);
+  for (const Copy& copy :
+       copies(record, whole ? std::vector<Slice>{} : want.slice, whole ? Range{0, record.numel()} : want.range)) {
+    const auto [place, is_new] = needed.try_emplace(copy.piece, Range{copy.from, copy.from + copy.size});
+    place->second = {std::min(place->second.begin, copy.from), std::max(place->second.end, copy.from + copy.size)};
+  }
+  for (const auto& [piece, elements] : needed)
+    verify_piece(record, *piece, elements);
+}
+
+void Reader::verify_all() const {
+  for (const TensorRecord& record : manifest_.tensors)
+    for (const Piece& piece : record.pieces)
+      verify_piece(record, piece, {0, piece.range.size()});
+  for (const auto& [name, file] : manifest_.blobs)
+    blob(name);
+}
+
+at::Tensor Reader::read(const TensorRecord& record, const Want& want) const {
+  if (reorders(record, want)) {
+    at::Tensor whole = read_whole(record);
+    if (!want.slice.empty()) {
+      std::vector<at::Tensor> parts;
+      for (const Range& range : want.slice[0].ranges)
+        parts.push_back(whole.narrow(want.slice[0].dim, range.begin, range.size()));
+      whole = at::cat(parts, want.slice[0].dim);
+    }
+    if (!want.order.empty()) whole = whole.permute(want.order);
+    return whole.contiguous().view(-1).narrow(0, want.range.begin, want.range.size()).clone();
+  }
+  at::Tensor result = at::empty({want.range.size()}, at::TensorOptions(record.dtype));
+  auto* to = static_cast<char*>(result.mutable_data_ptr());
+  const int64_t size = itemsize(record);
+  // Scattered elements of a piece are read with what lies between them.
+  const std::vector<Copy> all = copies(record, want.slice, want.range);
+  for (size_t i = 0; i < all.size();) {
+    size_t end = i + 1;
+    while (end < all.size() && all[end].piece == all[i].piece && all[end].from >= all[end - 1].from)
+      ++end;
+    const io::File& in = file(all[i].piece->file);
+    const int64_t begin = all[i].from * size;
+    const int64_t bytes = (all[end - 1].from + all[end - 1].size) * size - begin;
+    if (end == i + 1) {
+      in.read(to + all[i].to * size, bytes, all[i].piece->offset + begin);
+    } else {
+      std::string window(static_cast<size_t>(bytes), '\0');
+      in.read(window.data(), bytes, all[i].piece->offset + begin);
+      for (size_t k = i; k < end; ++k)
+        std::memcpy(to + all[k].to * size, window.data() + all[k].from * size - begin,
+                    static_cast<size_t>(all[k].size * size));
+    }
+    i = end;
+  }
+  return result;
+}
+
+at::Tensor Reader::read_whole(const TensorRecord& record) const {
+  const at::Tensor flat = read(record, {{}, record.order, {0, record.numel()}});
+  const at::Tensor whole = flat.view(permuted(record.shape, record.order));
+  return record.order.empty() ? whole : whole.permute(inverse(record.order));
+}
+
+std::string Reader::blob(const std::string& name) const {
+  const auto found = manifest_.blobs.find(name);
+  TESSERA_CHECK_IO(found != manifest_.blobs.end(), "checkpoint", "'", folder_, "' has no '", name, "'");
+  const std::string path = (std::filesystem::path(folder_) / found->second.name).string();
+  std::string bytes = io::read_text(path, found->second.bytes);
+  TESSERA_CHECK_IO(static_cast<int64_t>(bytes.size()) == found->second.bytes &&
+                       io::crc32c(bytes.data(), found->second.bytes) == found->second.checksum,
+                   "checkpoint", "'", path, "' is damaged: its length or checksum differs");
+  return bytes;
+}
+
+std::string latest_tag(const std::string& dir) {
+  const std::string path = (std::filesystem::path(dir) / "latest").string();
+  if (!std::filesystem::exists(path)) return {};
+  std::string tag = io::read_text(path, 4096);
+  while (!tag.empty() && std::isspace(static_cast<unsigned char>(tag.back())) != 0)
+    tag.pop_back();
+  return tag;
+}
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,62 @@
+// Reading a checkpoint: any elements of any of its tensors, wherever they lie.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint/manifest.h"
+#include "tessera/io/file.h"
+
+namespace tessera::checkpoint {
+
+// What a loader needs of a tensor, in its own terms.
+struct Want {
+  std::vector<Slice> slice;    // one, or none: of the whole tensor
+  std::vector<int64_t> order;  // of its elements, as in TensorRecord
+  shard::Range range;          // of the slice
+};
+
+class Reader {
+ public:
+  // Of the manifest text of `folder`; files are opened when they are needed.
+  Reader(std::string folder, const std::string& manifest_text);
+  Reader(Reader&&) noexcept;
+  ~Reader();
+
+  const Manifest& manifest() const { return manifest_; }
+  // Null where there is none.
+  const TensorRecord* find(const std::string& name, const std::string& kind) const;
+
+  // Reads all that read() would need and compares checksums. IoError that names file and tensor. By any thread.
+  void verify(const TensorRecord& record, const Want& want) const;
+  // 1-D, on the CPU, in the record's dtype.
+  at::Tensor read(const TensorRecord& record, const Want& want) const;
+  // All of it, in its shape.
+  at::Tensor read_whole(const TensorRecord& record) const;
+  // Checked.
+  std::string blob(const std::string& name) const;
+  // Everything: every file, every piece.
+  void verify_all() const;
+
+ private:
+  struct Copy;
+  std::vector<Copy> copies(const TensorRecord& record, const std::vector<Slice>& slice, shard::Range range) const;
+  const io::File& file(int number) const;
+  void verify_piece(const TensorRecord& record, const Piece& piece, shard::Range elements) const;
+  bool reorders(const TensorRecord& record, const Want& want) const;
+
+  std::string folder_;
+  Manifest manifest_;
+  std::map<std::pair<std::string, std::string>, size_t> index_;
+  struct Files;
+  std::unique_ptr<Files> files_;
+};
+
+// The tag that `dir`/latest names; empty where there is no such file.
+std::string latest_tag(const std::string& dir);
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,232 @@
+#include "tessera/checkpoint/writer.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <filesystem>
+#include <random>
+
+#include "tessera/base/error.h"
+#include "tessera/io/crc32c.h"
+#include "tessera/io/queue.h"
+#include "tessera/io/safetensors.h"
+
+namespace tessera::checkpoint {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int kDepth = 4;
+constexpr size_t kBlocksInFlight = 16;
+constexpr size_t kIdDigits = 16;
+
+// How tools show a piece: "exp_avg/blocks.0.weight[0:1024]".
+std::string key_of(const Item& item) {
+  std::string key = item.kind + "/" + item.name;
+  for (const Slice& slice : item.slice) {
+    key += c10::str("{", slice.dim, ":");
+    for (const shard::Range& r : slice.ranges)
+      key += c10::str(" ", r.begin, "-", r.end);
+    key += "}";
+  }
+  return key + c10::str("[", item.range.begin, ":", item.range.end, "]");
+}
+
+bool is_whole(const Item& item) {
+  int64_t numel = 1;
+  for (const int64_t size : item.shape)
+    numel *= size;
+  return item.slice.empty() && item.order.empty() && item.range == shard::Range{0, numel};
+}
+
+io::TensorEntry entry_of(const Item& item) {
+  if (is_whole(item)) return {item.kind + "/" + item.name, item.dtype, item.shape};
+  return {key_of(item), item.dtype, {item.range.size()}};
+}
+
+// Blocks on their way to a file, and the tensors that they are read from.
+class Stream {
+ public:
+  explicit Stream(const io::File& file) : file_(file), queue_(io::make_queue(kDepth)) {}
+
+  std::vector<uint32_t> write(const at::Tensor& values, int64_t offset) {
+    std::vector<uint32_t> checksums;
+    const auto* bytes = static_cast<const char*>(values.const_data_ptr());
+    const auto size = static_cast<int64_t>(values.nbytes());
+    for (int64_t at = 0; at < size; at += kChecksumBlock) {
+      const int64_t length = std::min(kChecksumBlock, size - at);
+      if (flight_.size() >= kBlocksInFlight) finish_one();
+      flight_.push_back({values, queue_->write(file_, bytes + at, length, offset + at)});
+      checksums.push_back(io::crc32c(bytes + at, length));
+    }
+    return checksums;
+  }
+  void finish() {
+    while (!flight_.empty())
+      finish_one();
+  }
+
+ private:
+  struct Block {
+    at::Tensor values;
+    std::future<void> done;
+  };
+  void finish_one() {
+    flight_.front().done.get();
+    flight_.pop_front();
+  }
+
+  const io::File& file_;
+  std::deque<Block> flight_;
+  std::unique_ptr<io::Queue> queue_;  // first to go: it waits for what is in flight
+};
+
+bool is_id(const std::string& text) {
+  return text.size() == kIdDigits && text.find_first_not_of("0123456789abcdef") == std::string::npos;
+}
+
+// Files that a save makes: "<id>-...", and what replace_text() leaves.
+bool is_ours(const std::string& name) {
+  if (name == std::string(kManifestName) + ".part") return true;
+  const bool ending = name.ends_with(".safetensors") || name.ends_with(".bin");
+  return ending && name.size() > kIdDigits && name[kIdDigits] == '-' && is_id(name.substr(0, kIdDigits));
+}
+
+// Removes our files in `folder` but those of save `keep`, and the folder when it is empty then.
+void remove_files(const fs::path& folder, const std::string& keep) {
+  std::error_code ignored;
+  std::vector<fs::path> gone;
+  for (const auto& entry : fs::directory_iterator(folder, ignored)) {
+    const std::string name = entry.path().filename().string();
+    if (is_ours(name) && (keep.empty() || !name.starts_with(keep))) gone.push_back(entry.path());
+  }
+  for (const fs::path& path : gone)
+    fs::remove(path, ignored);
+  if (keep.empty() && !gone.empty()) fs::remove(folder, ignored);  // an error where it is not empty
+}
+
+}  // namespace
+
+std::vector<TensorRecord> write_items(const std::string& path, const std::string& id, std::vector<Item> items,
+                                      FileRecord& file) {
+  // Without gaps between tensors every one of them is aligned to its element when the larger elements come first.
+  std::stable_sort(items.begin(), items.end(),
+                   [](const Item& a, const Item& b) { return c10::elementSize(a.dtype) > c10::elementSize(b.dtype); });
+  io::SafeTensors header{{}, {{"format", "tessera"}, {"id", id}}};
+  for (const Item& item : items)
+    header.tensors.push_back(entry_of(item));
+  const std::string text = io::layout_safetensors(header);
+  std::vector<TensorRecord> records;
+  io::File out = io::File::create(path);
+  try {
+    out.write(text.data(), static_cast<int64_t>(text.size()), 0);
+    Stream stream(out);
+    for (size_t i = 0; i < items.size(); ++i) {
+      const Item& item = items[i];
+      const at::Tensor values = item.values().to(at::kCPU).contiguous();
+      TESSERA_ASSERT(values.numel() == item.range.size() && values.scalar_type() == item.dtype);
+      const int64_t offset = header.tensors[i].begin;
+      const Piece piece{0, offset, item.slice.empty() ? -1 : 0, item.range, stream.write(values, offset)};
+      records.push_back({item.name, item.kind, item.shape, item.order, item.dtype, item.slice, {piece}});
+    }
+    stream.finish();
+    out.sync();
+    file = {fs::path(path).filename().string(), out.size()};
+    out.close();
+  } catch (...) {
+    ::unlink(path.c_str());
+    throw;
+  }
+  return records;
+}
+
+FileRecord write_blob(const std::string& path, const std::string& bytes) {
+  io::File out = io::File::create(path);
+  const auto size = static_cast<int64_t>(bytes.size());
+  try {
+    out.write(bytes.data(), size, 0);
+    out.sync();
+    out.close();
+  } catch (...) {
+    ::unlink(path.c_str());
+    throw;
+  }
+  return {fs::path(path).filename().string(), size, io::crc32c(bytes.data(), size)};
+}
+
+void check_tag(const std::string& tag) {
+  TESSERA_CHECK_VALUE(!tag.empty() && tag.size() < 200 && tag[0] != '.' && tag.find('/') == std::string::npos &&
+                          tag.find('\0') == std::string::npos && tag != "latest",
+                      "checkpoint", "a tag is the name of one folder, not '", tag, "'");
+}
+
+std::string folder_of(const std::string& dir, const std::string& tag) {
+  return (fs::path(dir) / tag).string();
+}
+
+std::string file_name(const std::string& id, int rank) {
+  std::string number = std::to_string(rank);
+  number.insert(0, number.size() < 5 ? 5 - number.size() : 0, '0');
+  return id + "-" + number + ".safetensors";
+}
+
+std::string blob_name(const std::string& id, const std::string& name) {
+  return id + "-" + name + ".bin";
+}
+
+std::string new_id() {
+  std::random_device random;
+  std::string id;
+  for (size_t i = 0; i < kIdDigits; ++i)
+    id += "0123456789abcdef"[random() & 15];
+  return id;
+}
+
+void commit(const std::string& folder, const Manifest& manifest) {
+  io::sync_folder(folder);  // the files' names first
+  io::replace_text((fs::path(folder) / kManifestName).string(), to_text(manifest));
+}
+
+std::string complete_id(const std::string& folder) {
+  const std::string path = (fs::path(folder) / kManifestName).string();
+  try {
+    return fs::exists(path) ? parse_manifest(io::read_text(path, int64_t{1} << 31), path).id : "";
+  } catch (const IoError&) {
+    return {};
+  }
+}
+
+void set_latest(const std::string& dir, const std::string& tag) {
+  io::sync_folder(dir);
+  io::replace_text((fs::path(dir) / "latest").string(), tag);
+}
+
+void clean(const std::string& dir, const std::string& tag, int keep_last) {
+  std::error_code ignored;
+  struct Complete {
+    fs::path folder;
+    fs::file_time_type when;
+  };
+  std::vector<Complete> complete;
+  for (const auto& entry : fs::directory_iterator(dir, ignored)) {
+    if (!entry.is_directory(ignored)) continue;
+    const bool is_complete = fs::exists(entry.path() / kManifestName, ignored);
+    if (!is_complete) {
+      remove_files(entry.path(), "");
+    } else if (entry.path().filename() != tag) {
+      complete.push_back({entry.path(), fs::last_write_time(entry.path() / kManifestName, ignored)});
+    } else if (const std::string id = complete_id(entry.path().string()); !id.empty()) {
+      remove_files(entry.path(), id);
+    }
+  }
+  std::sort(complete.begin(), complete.end(), [](const Complete& a, const Complete& b) { return a.when > b.when; });
+  for (size_t i = keep_last > 0 ? static_cast<size_t>(keep_last) - 1 : complete.size(); i < complete.size(); ++i) {
+    fs::remove(complete[i].folder / kManifestName, ignored);  // first: it is not complete from here on
+    remove_files(complete[i].folder, "");
+  }
+}
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,50 @@
+// Writing one rank's part of a checkpoint, and making a checkpoint complete.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint/manifest.h"
+#include "tessera/shard/cut.h"
+
+namespace tessera::checkpoint {
+
+// Elements of a tensor that this rank writes.
+struct Item {
+  std::string name, kind;
+  std::vector<int64_t> shape;  // of the whole tensor
+  std::vector<int64_t> order;  // as in TensorRecord
+  at::ScalarType dtype = at::kFloat;
+  std::vector<Slice> slice;  // one, or none: of the whole tensor
+  shard::Range range;        // of the slice
+  // 1-D, contiguous, of that many elements of dtype, on any device. Called once, shortly before they are written.
+  std::function<at::Tensor()> values;
+};
+
+// Writes a new safetensors file `path`, through to the disk, and returns what is where (file 0). Nothing is left of it when
+// that fails. `id` stands in the file: it tells files of several saves apart.
+std::vector<TensorRecord> write_items(const std::string& path, const std::string& id, std::vector<Item> items,
+                                      FileRecord& file);
+FileRecord write_blob(const std::string& path, const std::string& bytes);
+
+// Folders and names of a checkpoint in `dir`.
+// Value error for a tag that is not the name of one folder.
+void check_tag(const std::string& tag);
+std::string folder_of(const std::string& dir, const std::string& tag);
+std::string file_name(const std::string& id, int rank);
+std::string blob_name(const std::string& id, const std::string& name);
+std::string new_id();
+
+// Puts the manifest in place: from here on the checkpoint is complete, before it what was there is.
+void commit(const std::string& folder, const Manifest& manifest);
+// The id of the complete checkpoint in `folder`; empty where there is none that can be read.
+std::string complete_id(const std::string& folder);
+void set_latest(const std::string& dir, const std::string& tag);
+// Removes what saves that were cut off have left in `dir`, and with keep_last > 0 all checkpoints but the newest ones and
+// `tag`. Touches only files that a save of ours has made. Files that cannot be removed stay.
+void clean(const std::string& dir, const std::string& tag, int keep_last);
+
+}  // namespace tessera::checkpoint

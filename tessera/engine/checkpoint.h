@@ -1,0 +1,124 @@
+// Checkpoints of an engine (format: checkpoint/manifest.h). What a front end keeps itself goes along as ClientPart.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tessera/checkpoint/reader.h"
+#include "tessera/checkpoint/writer.h"
+#include "tessera/engine/engine.h"
+
+namespace tessera::engine {
+
+struct SaveOptions {
+  std::string tag;            // empty: "global_step<N>"
+  bool latest = true;         // the tag that a load without one takes
+  bool frozen = true;         // also parameters that are not optimized
+  bool asynchronous = false;  // returns once everything is copied to host memory
+  int keep_last = 0;          // older checkpoints in the folder go once this one is complete; 0: all stay
+  // Ranks that name different tags: rank 0's holds.
+  enum class Tags { Ignore, Warn, Fail } tags = Tags::Ignore;
+};
+
+// A tensor of the front end's, all of it, the same on all ranks of the data; rank 0 writes it.
+struct ClientTensor {
+  std::string name, kind;
+  at::Tensor tensor;
+};
+// Values that a client's optimizer keeps for this rank's elements of a parameter (StateAccess::local_range()).
+struct ClientState {
+  int param = 0;
+  std::string kind;
+  at::Tensor values;
+};
+
+struct ClientPart {
+  std::string run = "{}";                    // a JSON object; rank 0's is kept
+  std::map<std::string, std::string> blobs;  // bytes, by names that no other rank uses
+  std::vector<ClientTensor> tensors;
+  std::vector<ClientState> states;
+  std::map<std::string, std::vector<std::string>> aliases;  // other names of a parameter
+};
+
+// A checkpoint that was found good and fits the engine, before anything has changed.
+class Restore {
+ public:
+  struct Options {
+    bool strict = true;     // names must be the same on both sides
+    bool optimizer = true;  // moments and steps
+    bool run = true;        // counters, loss scale, hyper-parameters
+    bool from_master =
+        true;  // weights come from fp32 masters where there are any, else from what the module computed in
+    std::vector<std::string> client_kinds = {};  // of ClientState, that client_state() will be asked for
+  };
+
+  const std::string& folder() const { return folder_; }
+  const std::string& tag() const { return tag_; }
+  const std::string& client_run() const { return client_run_; }
+  const std::vector<std::string>& missing() const { return missing_; }
+  const std::vector<std::string>& unexpected() const { return unexpected_; }
+  const checkpoint::Reader& reader() const { return *reader_; }
+  // This rank's elements; undefined where the checkpoint has none.
+  at::Tensor client_state(int param, const std::string& kind) const;
+  // Puts it into the engine. Collective. An error of the disk in the middle leaves the engine changed in part, and says so.
+  void apply();
+
+ private:
+  friend class Checkpointer;
+  struct Part {
+    const checkpoint::TensorRecord* record;
+    checkpoint::Want want;
+    int param;
+    shard::Quantity quantity;
+  };
+  void plan(Engine& engine);
+  void verify() const;
+  void check(const std::vector<std::string>& problems) const;
+  const checkpoint::ParamRecord* record_of(const ParamSpec& spec) const;
+
+  Engine* engine_ = nullptr;
+  Options options_;
+  std::string folder_, tag_, client_run_;
+  std::unique_ptr<checkpoint::Reader> reader_;
+  std::vector<Part> parts_;
+  std::vector<const checkpoint::ParamRecord*> records_;  // by parameter; null: missing
+  std::vector<std::string> missing_, unexpected_;
+};
+
+// Calls are collective: all ranks of the engine make them, on a folder that all of them see. An error of one rank is an error
+// on all, after which the engine is as it was.
+class Checkpointer {
+ public:
+  explicit Checkpointer(Engine& engine) : engine_(engine) {}
+  ~Checkpointer();
+
+  // This rank's number among those of the engine; number 0 writes what is the same on all.
+  int place() { return ranks().place(); }
+  // Returns the tag. A checkpoint that was complete before stays so until the new one is.
+  std::string save(const std::string& dir, const SaveOptions& options, ClientPart client = {});
+  // Until an asynchronous save is complete; throws its error, once. save() and load() do so first.
+  void wait();
+  // `tag` empty: that of `latest`; nothing where there is no such file.
+  std::optional<Restore> open(const std::string& dir, const std::string& tag, const Restore::Options& options);
+
+ private:
+  struct Job;
+  std::vector<checkpoint::Item> items(const SaveOptions& options, const ClientPart& client);
+  checkpoint::Manifest manifest(const SaveOptions& options, const ClientPart& client);
+  void stage(std::vector<checkpoint::Item>& items);
+  const zero::Ranks& ranks();
+
+  Engine& engine_;
+  std::optional<zero::Ranks> ranks_;  // groups of its own: a save in the background meets no other collective
+  std::vector<at::Tensor> staging_;   // host memory that asynchronous saves keep
+  std::thread thread_;
+  std::string error_;
+};
+
+}  // namespace tessera::engine

@@ -1,0 +1,13 @@
+// CRC-32C (Castagnoli, RFC 3720 appendix B.4) of bytes.
+#pragma once
+
+#include <cstdint>
+
+namespace tessera::io {
+
+// Of `bytes` bytes that follow others whose checksum was `before`; 0 where none did. With SSE 4.2 where the processor has it.
+uint32_t crc32c(const void* data, int64_t bytes, uint32_t before = 0);
+// The same by the definition, byte by byte.
+uint32_t crc32c_reference(const void* data, int64_t bytes, uint32_t before = 0);
+
+}  // namespace tessera::io

@@ -1,0 +1,136 @@
+#include "tessera/io/file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <utility>
+
+#include "tessera/base/error.h"
+
+namespace tessera::io {
+
+namespace {
+
+// One call moves at most 2 GiB - 4 KiB on Linux.
+constexpr int64_t kLargestCall = int64_t{1} << 30;
+
+int open_or_throw(const std::string& path, int flags, const char* what) {
+  const int fd = ::open(path.c_str(), flags | O_CLOEXEC, 0666);
+  TESSERA_CHECK_IO(fd >= 0, "io", "cannot ", what, " '", path, "': ", std::strerror(errno));
+  return fd;
+}
+
+}  // namespace
+
+File File::open(const std::string& path) {
+  File file(path, open_or_throw(path, O_RDONLY | O_NONBLOCK, "open"));  // a named pipe would wait for a writer
+  struct stat info{};
+  TESSERA_CHECK_IO(::fstat(file.fd_, &info) == 0 && S_ISREG(info.st_mode), "io", "'", path, "' is not a regular file");
+  return file;
+}
+
+File File::create(const std::string& path) {
+  return {path, open_or_throw(path, O_WRONLY | O_CREAT | O_EXCL, "create")};
+}
+
+File::File(File&& other) noexcept : path_(std::move(other.path_)), fd_(std::exchange(other.fd_, -1)) {}
+
+File& File::operator=(File&& other) noexcept {
+  std::swap(path_, other.path_);
+  std::swap(fd_, other.fd_);
+  return *this;
+}
+
+File::~File() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+int64_t File::size() const {
+  struct stat info{};
+  TESSERA_CHECK_IO(::fstat(fd_, &info) == 0, "io", "cannot look at '", path_, "': ", std::strerror(errno));
+  return info.st_size;
+}
+
+void File::read(void* to, int64_t bytes, int64_t offset) const {
+  auto* place = static_cast<char*>(to);
+  for (int64_t done = 0; done < bytes;) {
+    const ssize_t n = ::pread(fd_, place + done, std::min(bytes - done, kLargestCall), offset + done);
+    if (n < 0 && errno == EINTR) continue;
+    TESSERA_CHECK_IO(n >= 0, "io", "cannot read ", bytes, " bytes of '", path_, "' from byte ", offset, ": ",
+                     std::strerror(errno));
+    TESSERA_CHECK_IO(n > 0, "io", "'", path_, "' ends at byte ", offset + done, ", before the ", bytes,
+                     " bytes from byte ", offset, " that it should have");
+    done += n;
+  }
+}
+
+void File::write(const void* from, int64_t bytes, int64_t offset) const {
+  const auto* place = static_cast<const char*>(from);
+  for (int64_t done = 0; done < bytes;) {
+    const ssize_t n = ::pwrite(fd_, place + done, std::min(bytes - done, kLargestCall), offset + done);
+    if (n < 0 && errno == EINTR) continue;
+    TESSERA_CHECK_IO(n > 0, "io", "cannot write ", bytes, " bytes to '", path_, "' from byte ", offset, ": ",
+                     std::strerror(n == 0 ? ENOSPC : errno));
+    done += n;
+  }
+}
+
+void File::sync() const {
+  TESSERA_CHECK_IO(::fsync(fd_) == 0, "io", "cannot bring '", path_, "' to the disk: ", std::strerror(errno));
+}
+
+void File::close() {
+  const int fd = std::exchange(fd_, -1);
+  TESSERA_CHECK_IO(fd < 0 || ::close(fd) == 0, "io", "cannot close '", path_, "': ", std::strerror(errno));
+}
+
+std::string read_text(const std::string& path, int64_t limit) {
+  const File file = File::open(path);
+  const int64_t size = file.size();
+  TESSERA_CHECK_IO(size <= limit, "io", "'", path, "' has ", size, " bytes, more than the ", limit,
+                   " that it can have");
+  std::string text(static_cast<size_t>(size), '\0');
+  file.read(text.data(), size, 0);
+  return text;
+}
+
+void replace_text(const std::string& path, const std::string& text) {
+  const std::string part = path + ".part";
+  ::unlink(part.c_str());  // of one that was cut off
+  try {
+    File file = File::create(part);
+    file.write(text.data(), static_cast<int64_t>(text.size()), 0);
+    file.sync();
+    file.close();
+    TESSERA_CHECK_IO(::rename(part.c_str(), path.c_str()) == 0, "io", "cannot rename '", part, "' to '", path,
+                     "': ", std::strerror(errno));
+  } catch (...) {
+    ::unlink(part.c_str());
+    throw;
+  }
+  sync_folder(std::filesystem::path(path).parent_path().string());
+}
+
+void sync_folder(const std::string& folder) {
+  const std::string path = folder.empty() ? "." : folder;
+  const int fd = open_or_throw(path, O_RDONLY | O_DIRECTORY, "open the folder");
+  const int result = ::fsync(fd);
+  const int error = errno;
+  ::close(fd);
+  // Some file systems cannot do it, and order names themselves.
+  TESSERA_CHECK_IO(result == 0 || error == EINVAL || error == ENOTSUP, "io", "cannot bring the names of '", path,
+                   "' to the disk: ", std::strerror(error));
+}
+
+void make_folder(const std::string& folder) {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  TESSERA_CHECK_IO(!error, "io", "cannot make the folder '", folder, "': ", error.message());
+}
+
+}  // namespace tessera::io

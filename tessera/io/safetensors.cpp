@@ -1,0 +1,144 @@
+#include "tessera/io/safetensors.h"
+
+#include <algorithm>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "tessera/base/error.h"
+
+namespace tessera::io {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr int64_t kLargestHeader = 100'000'000;  // the format's own limit
+constexpr size_t kAlignment = 64;                // of the first tensor's bytes
+
+struct DtypeRow {
+  at::ScalarType dtype;
+  const char* name;
+};
+constexpr DtypeRow kDtypes[] = {
+    {at::kFloat, "F32"},
+    {at::kDouble, "F64"},
+    {at::kHalf, "F16"},
+    {at::kBFloat16, "BF16"},
+    {at::kChar, "I8"},
+    {at::kByte, "U8"},
+    {at::kShort, "I16"},
+    {at::kInt, "I32"},
+    {at::kLong, "I64"},
+    {at::kBool, "BOOL"},
+    {at::kFloat8_e4m3fn, "F8_E4M3"},
+    {at::kFloat8_e5m2, "F8_E5M2"},
+};
+
+std::optional<at::ScalarType> dtype_of(const std::string& name) {
+  for (const DtypeRow& row : kDtypes)
+    if (name == row.name) return row.dtype;
+  return std::nullopt;
+}
+
+// Bytes of `shape`, or nothing where that is no shape or more than a file can have.
+std::optional<int64_t> bytes_of(const std::vector<int64_t>& shape, at::ScalarType dtype) {
+  auto bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  for (const int64_t size : shape)
+    if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes)) return std::nullopt;
+  return bytes;
+}
+
+TensorEntry entry_of(const std::string& path, const std::string& name, const Json& json, int64_t start) {
+  const auto good = [&](bool condition, const char* what) {
+    TESSERA_CHECK_IO(condition, "safetensors", "'", path, "', tensor '", name, "': ", what);
+  };
+  good(json.is_object() && json.size() == 3 && json.contains("dtype") && json.contains("shape") &&
+           json.contains("data_offsets"),
+       "the header must have dtype, shape and data_offsets");
+  const Json& offsets = json["data_offsets"];
+  const auto is_number = [](const Json& j) { return j.is_number_integer() && j >= 0 && j <= int64_t{1} << 60; };
+  const auto are_numbers = [&](const Json& j) { return j.is_array() && std::all_of(j.begin(), j.end(), is_number); };
+  good(json["dtype"].is_string() && are_numbers(json["shape"]) && are_numbers(offsets) && offsets.size() == 2,
+       "the header is not of the form that the format has");
+  const auto dtype = dtype_of(json["dtype"].get<std::string>());
+  good(dtype.has_value(), "a dtype that is not known");
+  TensorEntry entry{name, *dtype, json["shape"].get<std::vector<int64_t>>(), start + offsets[0].get<int64_t>(),
+                    start + offsets[1].get<int64_t>()};
+  const auto bytes = bytes_of(entry.shape, entry.dtype);
+  good(bytes && *bytes == entry.end - entry.begin,
+       "shape and dtype need another number of bytes than data_offsets say");
+  return entry;
+}
+
+}  // namespace
+
+const char* safetensors_dtype(at::ScalarType dtype) {
+  for (const DtypeRow& row : kDtypes)
+    if (row.dtype == dtype) return row.name;
+  return nullptr;
+}
+
+std::string layout_safetensors(SafeTensors& file) {
+  Json json = Json::object();
+  if (!file.metadata.empty()) json["__metadata__"] = file.metadata;
+  int64_t at = 0;
+  for (TensorEntry& entry : file.tensors) {
+    const char* name = safetensors_dtype(entry.dtype);
+    const auto bytes = bytes_of(entry.shape, entry.dtype);
+    TESSERA_CHECK_VALUE(name != nullptr && bytes, "safetensors", "tensor '", entry.name, "' has dtype ", entry.dtype,
+                        ", which the format does not know");
+    entry.begin = at;
+    entry.end = at += *bytes;
+    json[entry.name] = {{"dtype", name}, {"shape", entry.shape}, {"data_offsets", {entry.begin, entry.end}}};
+  }
+  std::string text = json.dump();
+  text.resize((text.size() + 8 + kAlignment - 1) / kAlignment * kAlignment - 8, ' ');
+  const auto length = static_cast<uint64_t>(text.size());
+  std::string header(8, '\0');
+  std::memcpy(header.data(), &length, 8);
+  for (TensorEntry& entry : file.tensors) {
+    entry.begin += static_cast<int64_t>(text.size()) + 8;
+    entry.end += static_cast<int64_t>(text.size()) + 8;
+  }
+  return header + text;
+}
+
+SafeTensors read_safetensors(const File& file) {
+  const int64_t size = file.size();
+  uint64_t length = 0;
+  TESSERA_CHECK_IO(size >= 8, "safetensors", "'", file.path(), "' has ", size, " bytes: too few for a header");
+  file.read(&length, 8, 0);
+  TESSERA_CHECK_IO(length <= static_cast<uint64_t>(std::min(kLargestHeader, size - 8)), "safetensors", "'", file.path(),
+                   "': a header of ", length, " bytes does not fit into the file of ", size, " bytes (or is over ",
+                   kLargestHeader, ")");
+  std::string text(length, '\0');
+  file.read(text.data(), static_cast<int64_t>(length), 8);
+  const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  TESSERA_CHECK_IO(json.is_object(), "safetensors", "'", file.path(), "': the header is not a JSON object");
+  SafeTensors result;
+  const auto start = static_cast<int64_t>(length) + 8;
+  for (const auto& [name, value] : json.items()) {
+    if (name != "__metadata__") {
+      result.tensors.push_back(entry_of(file.path(), name, value, start));
+      continue;
+    }
+    for (const auto& [key, word] : value.items()) {
+      TESSERA_CHECK_IO(word.is_string(), "safetensors", "'", file.path(), "': metadata '", key, "' is not a string");
+      result.metadata[key] = word.get<std::string>();
+    }
+  }
+  std::vector<TensorEntry> sorted = result.tensors;
+  std::sort(sorted.begin(), sorted.end(),
+            [](const auto& a, const auto& b) { return std::pair(a.begin, a.end) < std::pair(b.begin, b.end); });
+  int64_t at = start;
+  for (const TensorEntry& entry : sorted) {
+    TESSERA_CHECK_IO(entry.begin == at, "safetensors", "'", file.path(), "', tensor '", entry.name, "' begins at byte ",
+                     entry.begin, ", the one before it ends at ", at);
+    at = entry.end;
+  }
+  TESSERA_CHECK_IO(at == size, "safetensors", "'", file.path(), "' has ", size, " bytes, its tensors end at ", at);
+  return result;
+}
+
+}  // namespace tessera::io

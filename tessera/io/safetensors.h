@@ -1,0 +1,39 @@
+// The header of a safetensors file: 8 bytes, its length N (little-endian); N bytes of JSON; then the tensors' bytes without
+// gaps. Format: https://huggingface.co/docs/safetensors.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "tessera/io/file.h"
+
+namespace tessera::io {
+
+struct TensorEntry {
+  std::string name;
+  at::ScalarType dtype = at::kFloat;
+  std::vector<int64_t> shape;
+  int64_t begin = 0, end = 0;  // bytes of the file
+  bool operator==(const TensorEntry&) const = default;
+};
+
+struct SafeTensors {
+  std::vector<TensorEntry> tensors;
+  std::map<std::string, std::string> metadata;
+};
+
+// Gives every entry its bytes, one after the other in order, and returns the header that the file begins with. Value error
+// for a dtype that the format does not know.
+std::string layout_safetensors(SafeTensors& file);
+// Checked: bounds, gaps, overlaps, sizes that are not those of shape and dtype, a length beyond the file or 100 MB, JSON that
+// is none. IoError that names the file and the tensor.
+SafeTensors read_safetensors(const File& file);
+
+// The format's word, "BF16" for bfloat16; null for a dtype that it does not know.
+const char* safetensors_dtype(at::ScalarType dtype);
+
+}  // namespace tessera::io

@@ -1,0 +1,86 @@
+#include "tessera/checkpoint/reader.h"
+
+#include <gtest/gtest.h>
+
+#include <fstream>
+
+#include "tessera/base/error.h"
+#include "tests/checkpoint/parts.h"
+
+namespace tessera::checkpoint {
+
+namespace {
+
+// A matrix cut into rows by two ranks and into columns of unequal joined slices by three, each in two pieces, and one in
+// column order.
+std::vector<std::vector<std::vector<Item>>> ways(const at::Tensor& whole) {
+  const std::vector<std::vector<Slice>> columns{{{1, {{0, 1}, {5, 7}}}}, {{1, {{1, 3}}}}, {{1, {{3, 5}}}}};
+  std::vector<std::vector<Item>> cut;
+  for (const auto& slice : columns) {
+    const int64_t n = select(whole, slice[0]).numel();
+    cut.push_back({item_of("w", whole, slice, {0, n / 3}), item_of("w", whole, slice, {n / 3, n})});
+  }
+  return {{{item_of("w", whole, {}, {0, whole.numel()})}},
+          {{item_of("w", whole, {}, {0, 13})}, {item_of("w", whole, {}, {13, whole.numel()})}},
+          cut,
+          {{item_of("w", whole, {}, {20, whole.numel()}, {1, 0}), item_of("w", whole, {}, {0, 20}, {1, 0})}}};
+}
+
+}  // namespace
+
+TEST(Reader, AnyElementsOfAnyWayToWriteThem) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kLong}) {
+    const at::Tensor whole = at::arange(9 * 7).view({9, 7}).to(dtype);
+    for (const auto& written : ways(whole)) {
+      const io::TempFolder folder;
+      write_checkpoint(folder.path(), written);
+      const Reader reader = open_folder(folder.path());
+      const TensorRecord& record = *reader.find("w", "weight");
+      EXPECT_TRUE(reader.read_whole(record).equal(whole));
+      reader.verify_all();
+      for (const auto& wanted : ways(whole))
+        for (const auto& rank : wanted)
+          for (const Item& item : rank) {
+            const Want want{item.slice, item.order, item.range};
+            reader.verify(record, want);
+            EXPECT_TRUE(reader.read(record, want).equal(item.values()));
+          }
+      EXPECT_EQ(reader.find("w", "exp_avg"), nullptr);
+    }
+  }
+}
+
+// A body with one byte changed is refused by whoever reads that byte, a header by everybody.
+TEST(Reader, MutatedFiles) {
+  const at::Tensor whole = at::arange(9 * 7).view({9, 7}).to(at::kFloat);
+  const io::TempFolder folder;
+  write_checkpoint(folder.path(), {{item_of("w", whole, {}, {0, whole.numel()})}});
+  const Reader known = open_folder(folder.path());
+  const std::string path = folder / known.manifest().files[0].name;
+  const std::string good = io::read_text(path, 1 << 20);
+  std::srand(5);
+  for (int i = 0; i < 2000; ++i) {
+    std::string bad = good;
+    bad[static_cast<size_t>(std::rand()) % good.size()] ^= static_cast<char>(1 + std::rand() % 255);
+    if (i % 10 == 0) bad.resize(static_cast<size_t>(std::rand()) % good.size());
+    std::ofstream(path) << bad;
+    const Reader reader = open_folder(folder.path());
+    const TensorRecord& record = *reader.find("w", "weight");
+    try {
+      reader.verify_all();
+      // Names and padding of the header are not what values depend on.
+      EXPECT_TRUE(reader.read_whole(record).equal(whole));
+    } catch (const IoError& e) {
+      EXPECT_NE(std::string(e.what()).find(path), std::string::npos);
+    }
+  }
+}
+
+TEST(Reader, LatestTag) {
+  const io::TempFolder folder;
+  EXPECT_EQ(latest_tag(folder.path()), "");
+  std::ofstream(folder / "latest") << "step7\n";
+  EXPECT_EQ(latest_tag(folder.path()), "step7");
+}
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,120 @@
+#include "tessera/checkpoint/writer.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <fstream>
+#include <random>
+#include <thread>
+
+#include "tessera/base/error.h"
+#include "tessera/io/safetensors.h"
+#include "tests/checkpoint/parts.h"
+
+namespace tessera::checkpoint {
+
+namespace fs = std::filesystem;
+
+TEST(Writer, FilesAreSafetensorsWithNamesThatTell) {
+  const io::TempFolder folder;
+  const at::Tensor small = at::ones({3}, at::kBFloat16), large = at::arange(12, at::kFloat).view({3, 4});
+  FileRecord file;
+  write_items(folder / "f", "id",
+              {item_of("small", small, {}, {0, 3}), item_of("large", large, {}, {0, 12}),
+               item_of("large", large, {}, {2, 5}), item_of("cut", large, {{1, {{0, 1}, {3, 4}}}}, {0, 6})},
+              file);
+  const io::SafeTensors header = io::read_safetensors(io::File::open(folder / "f"));
+  ASSERT_EQ(header.tensors.size(), 4u);
+  EXPECT_EQ(header.tensors[0].name, "weight/large");
+  EXPECT_EQ(header.tensors[0].shape, (std::vector<int64_t>{3, 4}));
+  EXPECT_EQ(header.tensors[1].name, "weight/large[2:5]");
+  EXPECT_EQ(header.tensors[2].name, "weight/cut{1: 0-1 3-4}[0:6]");
+  EXPECT_EQ(header.tensors[3].name, "weight/small");  // the smaller elements last
+  EXPECT_EQ(file.bytes, static_cast<int64_t>(fs::file_size(folder / "f")));
+}
+
+TEST(Writer, NothingIsLeftOfAFileThatCannotBeWritten) {
+  const io::TempFolder folder;
+  FileRecord file;
+  Item item = item_of("w", at::ones({3}), {}, {0, 3});
+  item.values = []() -> at::Tensor { throw std::runtime_error("no values"); };
+  EXPECT_THROW(write_items(folder / "f", "id", {item}, file), std::runtime_error);
+  EXPECT_FALSE(fs::exists(folder / "f"));
+}
+
+TEST(Writer, Tags) {
+  for (const char* tag : {"", ".", "..", "a/b", "../a", ".hidden", "latest"})
+    EXPECT_THROW(check_tag(tag), c10::ValueError) << tag;
+  EXPECT_NO_THROW(check_tag("global_step10"));
+}
+
+TEST(Writer, CleanTouchesOnlyWhatASaveHasMade) {
+  const io::TempFolder folder;
+  const auto put = [&](const std::string& name) {
+    fs::create_directories(fs::path(folder / name).parent_path());
+    std::ofstream(folder / name) << "x";
+  };
+  const std::string dead = file_name(new_id(), 0);
+  put("cut_off/" + dead);
+  put("cut_off_with_notes/" + dead);
+  put("cut_off_with_notes/notes.txt");
+  put("mine/model.safetensors");
+  for (const char* tag : {"a", "b", "c"}) {
+    fs::create_directories(folder / tag);
+    write_checkpoint(folder / tag, {{item_of("w", at::ones({3}), {}, {0, 3})}});
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  put("c/" + dead);
+  put(std::string("c/") + kManifestName + ".part");
+  clean(folder.path(), "c", 2);
+  EXPECT_FALSE(fs::exists(folder / "cut_off"));
+  EXPECT_FALSE(fs::exists(folder / ("cut_off_with_notes/" + dead)));
+  EXPECT_TRUE(fs::exists(folder / "cut_off_with_notes/notes.txt"));
+  EXPECT_TRUE(fs::exists(folder / "mine/model.safetensors"));
+  EXPECT_FALSE(fs::exists(folder / "a"));
+  EXPECT_FALSE(fs::exists(folder / ("c/" + dead)));
+  for (const char* tag : {"b", "c"})
+    EXPECT_TRUE(
+        open_folder(folder / tag).read_whole(*open_folder(folder / tag).find("w", "weight")).equal(at::ones({3})));
+}
+
+// Killed at any moment of a save over an old one: the folder holds one complete checkpoint, the old or the new, whose
+// values are its own.
+TEST(Writer, KilledAtRandomMoments) {
+  const io::TempFolder folder;
+  fs::create_directories(folder / "t");
+  const auto save = [&](double value) {
+    std::vector<Item> items;
+    for (int i = 0; i < 8; ++i)
+      items.push_back(item_of("w" + std::to_string(i), at::full({20000}, value), {}, {0, 20000}));
+    write_checkpoint(folder / "t", {items});
+    set_latest(folder.path(), "t");
+    clean(folder.path(), "t", 0);
+  };
+  save(0);
+  std::mt19937 random(11);
+  double last = 0;
+  for (int i = 1; i <= 40; ++i) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      save(i);
+      ::_exit(0);
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 12000));
+    ::kill(child, SIGKILL);
+    ::waitpid(child, nullptr, 0);
+    const Reader reader = open_folder(folder / latest_tag(folder.path()));
+    reader.verify_all();
+    const double value = reader.read_whole(*reader.find("w0", "weight"))[0].item<double>();
+    EXPECT_TRUE(value == last || value == i) << value;
+    for (int k = 0; k < 8; ++k)
+      EXPECT_TRUE(reader.read_whole(*reader.find("w" + std::to_string(k), "weight")).eq(value).all().item<bool>());
+    last = value;
+  }
+  save(99);
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder / "t"), fs::directory_iterator{}), 2);
+}
+
+}  // namespace tessera::checkpoint

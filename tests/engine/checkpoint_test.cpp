@@ -1,0 +1,339 @@
+// Saved, and loaded into every other way to spread and to hold a model.
+#include "tessera/engine/checkpoint.h"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "tessera/base/error.h"
+#include "tests/io/temp_folder.h"
+#include "tests/support/errors.h"
+#include "tests/support/modes.h"
+#include "tests/support/toy.h"
+
+namespace tessera::testing {
+
+using engine::Engine;
+using engine::Quantity;
+using engine::Restore;
+using io::TempFolder;
+
+namespace {
+
+struct Values {
+  std::vector<at::Tensor> masters, first, second;
+  std::vector<int64_t> steps;
+};
+
+Values values_of(Engine& engine) {
+  Values v;
+  for (int i = 0; i < static_cast<int>(engine.params().size()); ++i) {
+    v.masters.push_back(engine.states().get_full(i, Quantity::Master));
+    v.first.push_back(engine.states().get_full(i, Quantity::State0));
+    v.second.push_back(engine.states().get_full(i, Quantity::State1));
+    v.steps.push_back(engine.states().param_step(i));
+  }
+  return v;
+}
+
+void train(Engine& engine, const Toy& toy, int rank, int from, int steps) {
+  for (int micro = from; micro < from + steps; ++micro) {
+    engine.scaling().scale(toy_forward(engine, toy, toy_batch(rank, micro))).backward();
+    engine.step();
+  }
+}
+
+void expect_same(const std::vector<at::Tensor>& is, const std::vector<at::Tensor>& was, at::ScalarType through,
+                 const std::string& what) {
+  for (size_t i = 0; i < was.size(); ++i)
+    EXPECT_TRUE(is[i].equal(was[i].to(through).to(at::kFloat))) << what << " " << i;
+}
+
+struct Spread {
+  AxisSizes sizes;
+  int stage;
+};
+
+const std::vector<Spread>& spreads() {
+  using comm::Axis;
+  static const std::vector<Spread> all{{{{Axis::DpShard, 1}}, 0},
+                                       {{{Axis::DpShard, 3}}, 0},
+                                       {{{Axis::DpShard, 2}}, 1},
+                                       {{{Axis::DpShard, 3}}, 2},
+                                       {{{Axis::DpReplicate, 2}, {Axis::DpShard, 2}}, 2},
+                                       {{{Axis::DpShard, 2}}, 3},
+                                       {{{Axis::DpReplicate, 2}, {Axis::DpShard, 2}}, 3},
+                                       {{{Axis::DpShard, 2}, {Axis::Tp, 2}}, 3}};
+  return all;
+}
+
+// Modes that can hold each other's values; fp16 ones have a loss scale as well.
+ToyRun run_of(int stage, const amp::PrecisionPolicy& mode) {
+  ToyRun run{.stage = stage, .min_unit = 0, .persistence = 4, .precision = mode};
+  if (mode.param == at::kHalf) run.scaler = {.dynamic = true, .initial = 64, .window = 2};
+  return run;
+}
+
+void save_trained(const std::string& dir, const Spread& spread, const amp::PrecisionPolicy& mode, Values& saved) {
+  run_axes(spread.sizes, [&](int rank, const comm::Mesh& mesh) {
+    const Toy toy;
+    Engine engine(toy_options(run_of(spread.stage, mode)), mesh, toy.specs(), {toy_adamw()});
+    train(engine, toy, mesh.rank(comm::kBatchAxes), 0, 3);
+    engine.groups()[0].lr = 0.015;
+    EXPECT_EQ(engine.checkpoints().save(dir, {}), "global_step3");
+    Values v = values_of(engine);
+    if (rank == 0) saved = v;
+  });
+}
+
+}  // namespace
+
+TEST(Checkpoint, EveryModeAndSpreadIntoEveryOther) {
+  const auto modes = all_modes();
+  for (size_t from = 0; from < spreads().size(); ++from) {
+    for (size_t m = from % 3; m < modes.size(); m += 3) {
+      const TempFolder folder;
+      Values saved;
+      save_trained(folder.path(), spreads()[from], modes[m], saved);
+      // All modes into one other spread, which differs by mode; one mode into all.
+      for (size_t to = 0; to < spreads().size(); ++to) {
+        for (size_t n = 0; n < modes.size(); ++n) {
+          if (n != m && to != (from + m + n) % spreads().size()) continue;
+          run_axes(spreads()[to].sizes, [&](int rank, const comm::Mesh& mesh) {
+            const Toy toy(99);
+            Engine engine(toy_options(run_of(spreads()[to].stage, modes[n])), mesh, toy.specs(), {toy_adamw()});
+            auto found = engine.checkpoints().open(folder.path(), "", {});
+            ASSERT_TRUE(found);
+            found->apply();
+            const Values v = values_of(engine);
+            if (rank != 0) return;
+            const std::string what = c10::str("spread ", from, " to ", to, ", mode ", m, " to ", n);
+            const at::ScalarType master = modes[n].master == amp::Master::Weight ? modes[n].param : at::kFloat;
+            expect_same(v.masters, saved.masters, master, what);
+            expect_same(v.first, saved.first, modes[n].state, what);
+            expect_same(v.second, saved.second, modes[n].state, what);
+            EXPECT_EQ(v.steps, saved.steps) << what;
+            EXPECT_EQ(engine.global_steps(), 3);
+            EXPECT_EQ(engine.groups()[0].lr, 0.015);
+          });
+        }
+      }
+    }
+  }
+}
+
+// Where nothing is different, the run goes on as if it had not stopped.
+TEST(Checkpoint, GoesOnBitForBit) {
+  for (const Spread& spread : spreads()) {
+    for (size_t m = 0; m < all_modes().size(); ++m) {
+      const auto mode = all_modes()[m];
+      for (const bool asynchronous : {m % 2 == 0}) {
+        const TempFolder folder;
+        run_axes(spread.sizes, [&](int, const comm::Mesh& mesh) {
+          const int batch = mesh.rank(comm::kBatchAxes);
+          const auto options = toy_options(run_of(spread.stage, mode));
+          const Toy toy, other(7);
+          Engine engine(options, mesh, toy.specs(), {toy_adamw()});
+          train(engine, toy, batch, 0, 3);
+          engine.checkpoints().save(folder.path(), {.asynchronous = asynchronous});
+          train(engine, toy, batch, 3, 3);
+          engine.checkpoints().wait();
+          Engine resumed(options, mesh, other.specs(), {toy_adamw()});
+          resumed.checkpoints().open(folder.path(), "", {})->apply();
+          train(resumed, other, batch, 3, 3);
+          const Values is = values_of(resumed), was = values_of(engine);
+          expect_same(is.masters, was.masters, at::kFloat, "masters");
+          expect_same(is.second, was.second, at::kFloat, "moments");
+          EXPECT_EQ(resumed.scaling().scaler().scale(), engine.scaling().scaler().scale());
+          EXPECT_EQ(resumed.global_samples(), engine.global_samples());
+        });
+      }
+    }
+  }
+}
+
+TEST(Checkpoint, OrderOfElementsTiesAndFrozenParameters) {
+  const TempFolder folder;
+  const auto specs_of = [](bool reordered, bool frozen) {
+    const at::Tensor image = at::arange(2 * 3 * 4 * 5, at::kFloat).view({2, 3, 4, 5});
+    const at::Tensor matrix = at::arange(12, at::kFloat).view({3, 4}) + 0.5;
+    std::vector<engine::ParamSpec> specs{
+        {"image", reordered ? image.contiguous(at::MemoryFormat::ChannelsLast) : image.clone(), 0, "a"},
+        {"matrix", reordered ? matrix.t().contiguous().t() : matrix.clone(), 0, "a"},
+        {"fixed", at::arange(9, at::kLong), -1, "b"},
+        {"still", at::full({70}, 3.0, at::kFloat), frozen ? -1 : 0, "b"},
+        {"none", at::zeros({0, 4}), 0, "b"}};
+    for (auto& spec : specs)
+      if (spec.group >= 0) spec.tensor.requires_grad_(true);
+    return specs;
+  };
+  for (int stage = 0; stage <= 3; ++stage) {
+    for (const bool reordered : {false, true}) {
+      run_ranks(2, [&](int, const comm::GroupPtr& group) {
+        Engine engine(toy_options({.stage = stage, .persistence = 0}), comm::Mesh(group), specs_of(reordered, true),
+                      {toy_adamw()});
+        engine.checkpoints().save(folder.path(), {.tag = "t"});
+        auto other = specs_of(!reordered, false);
+        for (auto& spec : other)
+          spec.tensor.detach().zero_();
+        Engine second(toy_options({.stage = (stage + 2) % 4, .persistence = 0}), comm::Mesh(group), other,
+                      {toy_adamw()});
+        second.checkpoints().open(folder.path(), "t", {})->apply();
+        const auto expected = specs_of(false, true);
+        for (const int i : {0, 1, 3})
+          EXPECT_TRUE(second.states().get_full(i, Quantity::Master).equal(expected[i].tensor)) << stage << i;
+        EXPECT_TRUE(second.params()[2].tensor.equal(expected[2].tensor));
+      });
+    }
+  }
+}
+
+TEST(Checkpoint, SlicesOfACutParameterAreOneTensor) {
+  const at::Tensor whole = at::arange(8 * 12, at::kFloat).view({8, 12});
+  const std::vector<std::vector<shard::Range>> thirds{{{0, 1}, {4, 6}}, {{1, 3}, {6, 7}}, {{3, 4}, {7, 8}}};
+  const auto spec_of = [&](int64_t dim, const std::vector<shard::Range>& ranges) {
+    std::vector<at::Tensor> parts;
+    for (const shard::Range& r : ranges)
+      parts.push_back(whole.slice(dim, r.begin, r.end));
+    engine::ParamSpec spec{"w", at::cat(parts, dim).contiguous().requires_grad_(true), 0, "a"};
+    spec.varies = comm::Axis::Tp;
+    spec.cut = shard::cut_along({8, 12}, dim, ranges);
+    return spec;
+  };
+  const TempFolder folder;
+  run_axes({{comm::Axis::DpShard, 2}, {comm::Axis::Tp, 3}}, [&](int, const comm::Mesh& mesh) {
+    Engine engine(toy_options({.stage = 2}), mesh, {spec_of(0, thirds[mesh.rank(comm::Axis::Tp)])}, {toy_adamw()});
+    engine.checkpoints().save(folder.path(), {});
+  });
+  run_axes({{comm::Axis::DpShard, 2}, {comm::Axis::Tp, 2}}, [&](int, const comm::Mesh& mesh) {
+    const int64_t tp = mesh.rank(comm::Axis::Tp);
+    auto spec = spec_of(1, {{6 * tp, 6 * tp + 6}});
+    const at::Tensor expected = spec.tensor.detach().clone();
+    spec.tensor.detach().zero_();
+    Engine engine(toy_options({.stage = 3, .persistence = 0}), mesh, {spec}, {toy_adamw()});
+    engine.checkpoints().open(folder.path(), "", {})->apply();
+    EXPECT_TRUE(engine.states().get_full(0, Quantity::Master).equal(expected));
+  });
+  run_ranks(1, [&](int, const comm::GroupPtr& group) {
+    Engine engine(toy_options({}), comm::Mesh(group), {{"w", at::zeros({8, 12}).requires_grad_(true), 0, "a"}},
+                  {toy_adamw()});
+    engine.checkpoints().open(folder.path(), "", {})->apply();
+    EXPECT_TRUE(engine.states().get_full(0, Quantity::Master).equal(whole));
+  });
+}
+
+// Damage of any kind is an error on every rank that names what is damaged, and leaves the engine as it was.
+TEST(Checkpoint, DamageIsRefusedBeforeAnythingChanges) {
+  const TempFolder folder;
+  Values saved;
+  save_trained(folder.path(), spreads()[2], amp::PrecisionPolicy::fp32(), saved);
+  save_trained(folder / "other", spreads()[2], amp::PrecisionPolicy::fp32(), saved);
+  std::vector<std::string> files;
+  for (const auto& entry : std::filesystem::directory_iterator(folder / "global_step3"))
+    if (entry.path().extension() == ".safetensors") files.push_back(entry.path().string());
+  ASSERT_EQ(files.size(), 2u);
+  const std::string manifest = folder / "global_step3/manifest.json";
+  const auto contents = [](const std::string& path) { return io::read_text(path, 1 << 30); };
+  const auto put = [](const std::string& path, const std::string& text) { std::ofstream(path) << text; };
+  std::srand(3);
+  run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    const Toy toy(5);
+    Engine engine = toy_engine({.stage = 2}, toy, group);
+    const Values before = values_of(engine);
+    const auto refused = [&](const std::string& path, const std::function<void()>& damage, const std::string& part) {
+      std::string good;
+      if (rank == 0) {
+        good = contents(path);
+        damage();
+      }
+      group->barrier();
+      const std::string error = error_of([&] { engine.checkpoints().open(folder.path(), "", {}); });
+      EXPECT_HAS(error, part);
+      group->barrier();
+      if (rank == 0) put(path, good);
+      group->barrier();
+    };
+    refused(files[0], [&] { std::filesystem::remove(files[0]); }, files[0]);
+    refused(files[1], [&] { std::filesystem::resize_file(files[1], 100); }, "the manifest says");
+    refused(files[0], [&] { put(files[0], contents(files[1])); }, "global_step3");
+    refused(
+        files[0],
+        [&] {
+          std::string bytes = contents(files[0]);
+          bytes[bytes.size() - 3] ^= 1;
+          put(files[0], bytes);
+        },
+        "damaged");
+    refused(manifest, [&] { put(manifest, contents(folder / "other/global_step3/manifest.json")); }, "global_step3");
+    refused(manifest, [&] { std::filesystem::remove(manifest); }, "no complete checkpoint");
+    for (int i = 0; i < 200; ++i) {
+      refused(
+          manifest,
+          [&] {
+            std::string text = contents(manifest);
+            text[static_cast<size_t>(std::rand()) % text.size()] ^= static_cast<char>(1 + std::rand() % 127);
+            put(manifest, text);
+          },
+          "manifest.json");
+    }
+    const Values after = values_of(engine);
+    expect_same(after.masters, before.masters, at::kFloat, "masters");
+    engine.checkpoints().open(folder.path(), "", {})->apply();
+    expect_same(values_of(engine).masters, saved.masters, at::kFloat, "masters");
+  });
+}
+
+TEST(Checkpoint, WhatDoesNotFitIsListedAtOnce) {
+  const TempFolder folder;
+  run_ranks(2, [&](int, const comm::GroupPtr& group) {
+    const Toy toy(5);
+    Engine engine = toy_engine({.stage = 1}, toy, group);
+    engine.checkpoints().save(folder.path(), {});
+    auto specs = Toy(6).specs();
+    specs[0].name = "alpha";
+    specs[2].tensor = at::randn({18}).requires_grad_(true);
+    Engine second(toy_options({.stage = 1}), comm::Mesh(group), specs, {toy_adamw()});
+    const std::string error = error_of([&] { second.checkpoints().open(folder.path(), "", {}); });
+    EXPECT_HAS(error, "not in the checkpoint: 'alpha'");
+    EXPECT_HAS(error, "not in the model: 'a'");
+    EXPECT_HAS(error, "'c' has shape [17] there and [18] here");
+    EXPECT_FALSE(second.checkpoints().open(folder / "empty", "", {}));
+    EXPECT_HAS(error_of([&] { second.checkpoints().open(folder.path(), "../x", {}); }), "name of one folder");
+  });
+}
+
+// Whatever goes wrong in a save, the one before can be loaded, and the engine goes on.
+TEST(Checkpoint, AFailedSaveLeavesTheFormerOne) {
+  const TempFolder folder;
+  run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    const Toy toy(5);
+    Engine engine = toy_engine({.stage = 2}, toy, group);
+    engine.checkpoints().save(folder.path(), {.tag = "x"});
+    train(engine, toy, rank, 0, 2);
+    for (const bool asynchronous : {false, true}) {
+      const auto broken = [&] {
+        engine::ClientPart part;
+        part.tensors.push_back(
+            {"bad", "buffer", at::zeros({1}, at::kComplexFloat)});  // rank 0's file cannot be written
+        engine.checkpoints().save(folder.path(), {.tag = "x", .asynchronous = asynchronous}, part);
+        engine.checkpoints().wait();
+      };
+      EXPECT_HAS(error_of(broken), "'buffer/bad'");
+    }
+    auto found = engine.checkpoints().open(folder.path(), "", {});
+    if (rank == 0) {
+      int files = 0;
+      for (const auto& entry : std::filesystem::directory_iterator(folder / "x"))
+        files += entry.is_regular_file() ? 1 : 0;
+      EXPECT_EQ(files, 3);  // two ranks' and the manifest
+    }
+    found->apply();
+    EXPECT_EQ(engine.global_steps(), 0);
+    train(engine, toy, rank, 0, 1);
+    engine.checkpoints().save(folder.path(), {.tag = "y", .keep_last = 1});
+    if (rank == 0) EXPECT_FALSE(std::filesystem::exists(folder / "x"));
+  });
+}
+
+}  // namespace tessera::testing

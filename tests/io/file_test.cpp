@@ -1,0 +1,70 @@
+#include "tessera/io/file.h"
+
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <functional>
+
+#include "tessera/base/error.h"
+#include "tests/io/temp_folder.h"
+
+namespace tessera::io {
+namespace {
+
+std::string error_of(const std::function<void()>& f) {
+  try {
+    f();
+  } catch (const IoError& e) {
+    return e.what_without_backtrace();
+  }
+  return "no error";
+}
+
+TEST(File, BytesComeBack) {
+  const TempFolder folder;
+  File out = File::create(folder / "a");
+  out.write("hello", 5, 3);
+  out.sync();
+  out.close();
+  const File in = File::open(folder / "a");
+  EXPECT_EQ(in.size(), 8);
+  std::string text(5, ' ');
+  in.read(text.data(), 5, 3);
+  EXPECT_EQ(text, "hello");
+}
+
+TEST(File, ErrorsNameFileAndCause) {
+  const TempFolder folder;
+  EXPECT_NE(error_of([&] { File::open(folder / "none"); }).find("none': No such file"), std::string::npos);
+  EXPECT_NE(error_of([&] { File::open(folder.path()); }).find("not a regular file"), std::string::npos);
+  ASSERT_EQ(::mkfifo((folder / "pipe").c_str(), 0600), 0);
+  EXPECT_NE(error_of([&] { File::open(folder / "pipe"); }).find("not a regular file"), std::string::npos);
+  File::create(folder / "a").write("abc", 3, 0);
+  EXPECT_NE(error_of([&] { File::create(folder / "a"); }).find("exists"), std::string::npos);
+  char bytes[8];
+  EXPECT_NE(error_of([&] { File::open(folder / "a").read(bytes, 8, 0); }).find("ends at byte 3"), std::string::npos);
+  EXPECT_NE(error_of([&] { File::open(folder / "a").write("x", 1, 0); }).find("cannot write"), std::string::npos);
+}
+
+TEST(ReplaceText, OldOrNewAndNothingBeside) {
+  const TempFolder folder;
+  replace_text(folder / "latest", "one");
+  File::create((folder / "latest") + ".part");  // of one that was cut off
+  replace_text(folder / "latest", "two");
+  EXPECT_EQ(read_text(folder / "latest", 100), "two");
+  EXPECT_FALSE(std::filesystem::exists((folder / "latest") + ".part"));
+  EXPECT_NE(error_of([&] { read_text(folder / "latest", 2); }).find("more than the 2"), std::string::npos);
+  EXPECT_NE(error_of([&] { replace_text(folder / "no/latest", "x"); }).find("cannot create"), std::string::npos);
+}
+
+TEST(MakeFolder, AllOfThem) {
+  const TempFolder folder;
+  make_folder(folder / "a/b");
+  make_folder(folder / "a/b");
+  EXPECT_TRUE(std::filesystem::is_directory(folder / "a/b"));
+  File::create(folder / "f");
+  EXPECT_NE(error_of([&] { make_folder(folder / "f/b"); }).find("cannot make the folder"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace tessera::io

@@ -1,0 +1,87 @@
+#include "tessera/io/safetensors.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "tessera/base/error.h"
+#include "tests/io/temp_folder.h"
+
+namespace tessera::io {
+namespace {
+
+SafeTensors read_bytes(const std::string& bytes) {
+  const TempFolder folder;
+  File::create(folder / "f").write(bytes.data(), static_cast<int64_t>(bytes.size()), 0);
+  return read_safetensors(File::open(folder / "f"));
+}
+
+std::string with_header(const std::string& json, int64_t data) {
+  uint64_t length = json.size();
+  std::string head(8, '\0');
+  std::memcpy(head.data(), &length, 8);
+  return head + json + std::string(data, 'x');
+}
+
+SafeTensors some() {
+  return {{{"a", at::kFloat, {2, 3}}, {"b/\"x\"", at::kBFloat16, {}}, {"none", at::kLong, {0, 4}}}, {{"format", "pt"}}};
+}
+
+TEST(SafeTensors, ComeBack) {
+  SafeTensors file = some();
+  const std::string header = layout_safetensors(file);
+  EXPECT_EQ(header.size() % 64, 0u);
+  EXPECT_EQ(file.tensors[0].begin, static_cast<int64_t>(header.size()));
+  const SafeTensors back = read_bytes(header + std::string(26, 'x'));
+  EXPECT_EQ(back.tensors, file.tensors);
+  EXPECT_EQ(back.metadata, file.metadata);
+  SafeTensors strange{{{"q", at::kQInt8, {1}}}, {}};
+  EXPECT_THROW(layout_safetensors(strange), c10::ValueError);
+}
+
+TEST(SafeTensors, HostileHeadersAreRefused) {
+  const std::string a = R"("a":{"dtype":"F32","shape":[2],"data_offsets":)";
+  const std::string headers[] = {
+      "",
+      "[]",
+      "{",
+      "{\"a\":1}",
+      "{" + a + "[0,4]}}",
+      "{" + a + "[4,12]}}",
+      "{" + a + "[8,0]}}",
+      "{" + a + "[-8,0]}}",
+      "{" + a + "[0,8]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,8]}}",
+      R"({"a":{"dtype":"F33","shape":[2],"data_offsets":[0,8]}})",
+      R"({"a":{"dtype":"F32","shape":[1152921504606846976,16],"data_offsets":[0,8]}})",
+      R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"more":1}})",
+      R"({"a":{"dtype":"F32","shape":2,"data_offsets":[0,8]}})",
+      R"({"a":{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}})",
+      R"({"__metadata__":{"a":1}})",
+  };
+  for (const std::string& header : headers)
+    EXPECT_THROW(read_bytes(with_header(header, 8)), IoError) << header;
+  EXPECT_NO_THROW(read_bytes(with_header("{" + a + "[0,8]}}", 8)));
+  EXPECT_THROW(read_bytes(with_header("{" + a + "[0,8]}}", 9)), IoError);
+  EXPECT_THROW(read_bytes(with_header("{" + a + "[0,8]}}", 7)), IoError);
+  EXPECT_THROW(read_bytes("\xff\xff\xff\xff\xff\xff\xff\xff{}"), IoError);
+  EXPECT_THROW(read_bytes("abc"), IoError);
+}
+
+// A thousand headers with one byte changed: the same tensors inside the file, or an IoError; never another outcome.
+TEST(SafeTensors, MutatedHeaders) {
+  SafeTensors file = some();
+  const std::string good = layout_safetensors(file) + std::string(26, 'x');
+  std::srand(1);
+  for (int i = 0; i < 1000; ++i) {
+    std::string bad = good;
+    bad[static_cast<size_t>(std::rand()) % (good.size() - 26)] = static_cast<char>(std::rand());
+    try {
+      for (const TensorEntry& entry : read_bytes(bad).tensors)
+        EXPECT_TRUE(entry.begin >= 8 && entry.end <= static_cast<int64_t>(bad.size()));
+    } catch (const IoError&) {
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::io

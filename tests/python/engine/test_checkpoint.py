@@ -1,0 +1,282 @@
+"""save_checkpoint and load_checkpoint: what Python has of a run. Spreads and modes of the core's part are in
+tests/engine/checkpoint_test.cpp."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import OPTIMIZERS, Net, batch, config, engines, make, run, weights, with_client
+from torch import nn
+
+import tessera
+
+
+def steps(engine: Any, rank: int, first: int, count: int) -> list[float]:
+    losses = []
+    for k in range(first, first + count):
+        loss = engine(*batch(10 * rank + k))
+        loss.backward()
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_goes_on_with_every_optimizer(name: str, stage: int, tmp_path: Path) -> None:
+    cfg = config(stage, zero_allow_untested_optimizer=True)
+
+    def save(engine: Any, client: Any, rank: int) -> Any:
+        steps(engine, rank, 0, 3)
+        client.param_groups[0]["lr"] = client.param_groups[0]["lr"] * 0.5
+        assert engine.save_checkpoint(tmp_path)
+        return steps(engine, rank, 3, 3), weights(engine.module)
+
+    def load(engine: Any, client: Any, rank: int) -> Any:
+        path, state = engine.load_checkpoint(tmp_path)
+        assert path == str(tmp_path / "global_step3")
+        assert state == {}
+        assert engine.global_steps == 3
+        return steps(engine, rank, 3, 3), weights(engine.module)
+
+    saved = with_client(make(Net), 2, cfg, OPTIMIZERS[name], save)
+    loaded = with_client(make(Net, seed=5), 2, cfg, OPTIMIZERS[name], load)
+    for (losses, values), (losses_after, values_after) in zip(saved, loaded, strict=True):
+        assert losses == losses_after
+        assert same(values, values_after)
+
+
+@pytest.mark.parametrize("name", ["adamw", "amsgrad", "rmsprop"])
+def test_states_of_a_clients_optimizer_move_between_ranks_and_stages(name: str, tmp_path: Path) -> None:
+    def states(engine: Any) -> dict[str, Any]:
+        keys = [k for k in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "step") if k in KEYS[name]]
+        return {
+            f"{n} {k}": tessera.state.get_full_optimizer_state(engine, p, k)
+            for n, p in engine.module.named_parameters()
+            for k in keys
+        }
+
+    def save(engine: Any, client: Any, rank: int) -> Any:
+        run(engine, rank, 2)
+        engine.save_checkpoint(tmp_path)
+        return states(engine)
+
+    def load(engine: Any, client: Any, rank: int) -> Any:
+        engine.load_checkpoint(tmp_path)
+        return states(engine)
+
+    saved = with_client(make(Net), 2, config(2, zero_allow_untested_optimizer=True), OPTIMIZERS[name], save)
+    for world, stage in ((1, 0), (3, 1), (2, 3)):
+        cfg = config(stage, zero_allow_untested_optimizer=True)
+        for values in with_client(make(Net, seed=5), world, cfg, OPTIMIZERS[name], load):
+            assert same(values, saved[0])
+
+
+KEYS = {
+    "adamw": ("exp_avg", "exp_avg_sq", "step"),
+    "amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"),
+    "rmsprop": ("square_avg", "step"),
+}
+
+
+class Tied(nn.Module):
+    """A tied weight, buffers of two kinds, a frozen parameter and state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(5)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return (self.norm(self.second(self.first(x)))[:, :3] * self.frozen - y).square().mean()
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_module_comes_back_with_all_it_has(stage: int, tmp_path: Path) -> None:
+    def save(engine: Any, rank: int) -> Any:
+        steps(engine, rank, 0, 2)
+        engine.save_checkpoint(tmp_path, exclude_frozen_parameters=False)
+        engine.save_checkpoint(tmp_path / "trained", exclude_frozen_parameters=True)
+        return engine.module_state_dict()
+
+    def load(engine: Any, rank: int) -> Any:
+        frozen = engine.module.frozen.detach().clone() if stage < 3 else None
+        with pytest.raises(tessera.errors.ConfigError, match="not in the checkpoint: 'frozen'"):
+            engine.load_checkpoint(tmp_path / "trained")
+        engine.load_checkpoint(tmp_path / "trained", load_module_strict=False)
+        if frozen is not None:
+            assert torch.equal(engine.module.frozen, frozen)
+        engine.load_checkpoint(tmp_path)
+        return engine.module_state_dict()
+
+    saved = engines(make(Tied), 2, config(stage), save)
+    loaded = engines(make(Tied, seed=5), 2, config(stage), load)
+    extra = "_extra_state"
+    for before, after in zip(saved, loaded, strict=True):
+        assert before.pop(extra) == after.pop(extra) == {"calls": 2}
+        # Rank 0's buffers are everybody's.
+        running = {name for name in before if name.startswith("norm.running")}
+        for name in before:
+            assert torch.equal(after[name], (saved[0] if name in running else before)[name]), name
+
+
+@pytest.mark.parametrize("schedule", ["WarmupLR", "client"])
+def test_schedules_go_on(schedule: str, tmp_path: Path) -> None:
+    cfg = config(1)
+    more: dict[str, Any] = {}
+    if schedule == "client":
+        more["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    else:
+        cfg["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.3, "warmup_num_steps": 9}}
+
+    def save(engine: Any, rank: int) -> Any:
+        steps(engine, rank, 0, 3)
+        engine.save_checkpoint(tmp_path, tag="a")
+        steps(engine, rank, 3, 3)
+        return engine.get_lr()
+
+    def load(engine: Any, rank: int) -> Any:
+        engine.load_checkpoint(tmp_path, tag="a")
+        steps(engine, rank, 3, 3)
+        return engine.get_lr()
+
+    assert engines(make(Net), 1, cfg, save, **more) == engines(make(Net), 1, cfg, load, **more)
+
+
+def test_client_state_tags_and_latest(tmp_path: Path) -> None:
+    def body(engine: Any, rank: int) -> None:
+        with pytest.warns(UserWarning, match="no file 'latest'"):
+            assert engine.load_checkpoint(tmp_path) == (None, None)
+        engine.save_checkpoint(str(tmp_path), tag=7, client_state={"epoch": 3, "best": torch.ones(2)})
+        steps(engine, rank, 0, 1)
+        engine.save_checkpoint(tmp_path, save_latest=False)
+        assert (tmp_path / "latest").read_text() == "7"
+        path, state = engine.load_checkpoint(tmp_path)
+        assert path is not None
+        assert os.path.basename(path) == "7"
+        assert state["epoch"] == 3
+        assert engine.global_steps == 0
+        engine.load_checkpoint(tmp_path, "global_step1")
+        assert engine.global_steps == 1
+        for wrong in ("", None):
+            with pytest.raises(tessera.errors.ConfigError, match="save_dir"):
+                engine.save_checkpoint(wrong)
+        with pytest.raises(KeyError, match="checkpoint_parallel_dimensions"):
+            engine.save_checkpoint(tmp_path, client_state={"checkpoint_parallel_dimensions": 1})
+        with pytest.raises(tessera.errors.IoError, match="no complete checkpoint 'none'"):
+            engine.load_checkpoint(tmp_path, "none")
+
+    engines(make(Net), 1, config(2), body)
+
+
+class Custom:
+    """Not plain data."""
+
+    def __init__(self) -> None:
+        self.value = 4
+
+
+def test_objects_are_unpickled_only_where_the_caller_trusts_them(tmp_path: Path) -> None:
+    def body(engine: Any, rank: int) -> None:
+        engine.save_checkpoint(tmp_path, client_state={"custom": Custom()})
+        steps(engine, rank, 0, 1)
+        with pytest.raises(tessera.errors.IoError, match="trusted=True"):
+            engine.load_checkpoint(tmp_path)
+        assert engine.global_steps == 1  # nothing has changed
+        _, state = engine.load_checkpoint(tmp_path, trusted=True)
+        assert state["custom"].value == 4
+
+    engines(make(Net), 1, config(0), body)
+
+
+def test_parts_of_a_load(tmp_path: Path) -> None:
+    def body(engine: Any, rank: int) -> None:
+        steps(engine, rank, 0, 2)
+        engine.save_checkpoint(tmp_path)
+        saved = weights(engine.module)
+        steps(engine, rank, 2, 1)
+        engine.load_checkpoint(tmp_path, load_module_only=True)
+        assert engine.global_steps == 3
+        assert same(weights(engine.module), saved)
+        seen: list[str] = []
+
+        def custom(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+            seen.extend(src)
+            dst.load_state_dict(src)
+
+        steps(engine, rank, 3, 1)
+        engine.load_checkpoint(tmp_path, custom_load_fn=custom, load_optimizer_states=False)
+        assert same(weights(engine.module), saved)
+        assert set(seen) == set(saved)
+        assert engine.global_steps == 2
+
+    engines(make(Net), 2, config(3), body)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_asynchronous_saves(stage: int, tmp_path: Path) -> None:
+    cfg = config(stage, checkpoint={"asynchronous": True, "keep_last": 2})
+
+    def body(engine: Any, rank: int) -> Any:
+        at = {}
+        for k in range(4):
+            steps(engine, rank, k, 1)
+            engine.save_checkpoint(tmp_path)
+            at[k + 1] = weights(engine.module)
+        engine.wait_for_checkpoint()
+        for k in (3, 4):
+            engine.load_checkpoint(tmp_path, f"global_step{k}")
+            assert same(weights(engine.module), at[k])
+
+    engines(make(Net), 2, cfg, body)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step3", "global_step4", "latest"]
+
+
+def test_random_generators_where_asked_for(tmp_path: Path) -> None:
+    def body(engine: Any, rank: int) -> None:
+        torch.manual_seed(3)
+        random.seed(4)
+        engine.save_checkpoint(tmp_path, random_state=True)
+        expected = torch.rand(3), random.random()
+        engine.save_checkpoint(tmp_path / "without")
+        engine.load_checkpoint(tmp_path)
+        assert torch.equal(torch.rand(3), expected[0])
+        assert random.random() == expected[1]
+        torch.manual_seed(9)
+        engine.load_checkpoint(tmp_path / "without")
+        torch.manual_seed(9)
+
+    engines(make(Net), 1, config(0), body)
+
+
+def test_a_full_disk_or_a_folder_without_rights_is_an_error_and_training_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+
+    def body(engine: Any, rank: int) -> None:
+        with pytest.raises(tessera.errors.IoError, match="cannot make the folder"):
+            engine.save_checkpoint(tmp_path / "file" / "deeper")
+        steps(engine, rank, 0, 1)
+        assert engine.save_checkpoint(tmp_path)
+
+    engines(make(Net), 2, config(2), body)

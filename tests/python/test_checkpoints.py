@@ -1,0 +1,102 @@
+"""Checkpoints without an engine: export, inspection, damage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import Net, batch, config, engines, make, weights
+from torch import nn
+
+import tessera
+from tessera import checkpoints
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__(width=5)
+        self.blocks[1].linear.weight = self.blocks[0].linear.weight
+        self.register_buffer("scale", torch.arange(3))
+        self.blocks[0].norm.bias.requires_grad_(False)
+
+
+@pytest.fixture(params=[(0, False), (1, True), (3, True)])
+def saved(request: Any, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor], nn.Module]:
+    stage, bf16 = request.param
+    model = make(Tied)
+
+    def body(engine: Any, rank: int) -> Any:
+        engine(*batch(rank)).backward()
+        engine.step()
+        engine.save_checkpoint(tmp_path / "run")
+        params = dict(engine.module.named_parameters())
+        masters = {n: tessera.state.get_full_fp32_param(engine, p) for n, p in params.items()}
+        return {n: w if masters[n] is None else masters[n] for n, w in weights(engine.module).items()}
+
+    return tmp_path / "run", engines(model, 2, config(stage, bf16=bf16), body)[0], model
+
+
+def test_weights_for_other_tools(saved: Any, tmp_path: Path) -> None:
+    folder, values, model = saved
+    state = checkpoints.state_dict(folder)
+    for name, value in values.items():
+        assert torch.equal(state[name], value.float()), name
+    tied = "blocks.0.linear.weight", "blocks.1.linear.weight"
+    assert state[tied[0]] is state[tied[1]]
+    assert state["scale"].dtype == torch.int64
+    model.load_state_dict(state)
+    assert "blocks.0.norm.bias" not in checkpoints.state_dict(folder, exclude_frozen=True)
+
+    assert checkpoints.export(folder, tmp_path / "st") == ["model.safetensors"]
+    names = checkpoints.export(folder, tmp_path / "bin", dtype=torch.bfloat16, max_shard_size="150", safetensors=False)
+    index = json.loads((tmp_path / "bin" / names[-1]).read_text())["weight_map"]
+    assert index[tied[0]] == index[tied[1]]
+    for name, file in index.items():
+        value = torch.load(tmp_path / "bin" / file)[name]
+        assert torch.equal(value, state[name].to(value.dtype))
+        assert value.dtype in (torch.bfloat16, torch.int64)
+
+
+def test_safetensors_open_in_the_library_of_that_name(saved: Any, tmp_path: Path) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    folder, values, _ = saved
+    names = checkpoints.export(folder, tmp_path / "st", max_shard_size=300)
+    found: dict[str, torch.Tensor] = {}
+    for name in names[:-1]:
+        found |= load_file(tmp_path / "st" / name)
+    assert found.keys() == values.keys() | {"scale"}  # a tied weight once, by its first name
+    assert all(torch.equal(found[name], values[name].float()) for name in values)
+    for path in folder.glob("*/*.safetensors"):
+        load_file(path)  # what a rank wrote, too
+
+
+def test_commands(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved[0]
+    assert checkpoints.main(["inspect", str(folder), "--verify"]) == 0
+    said = capsys.readouterr().out
+    assert "global_steps: 1" in said
+    assert "every byte" in said
+    assert checkpoints.main(["export", str(folder), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    assert capsys.readouterr().out == "model.safetensors\n"
+    assert checkpoints.main(["inspect", str(tmp_path)]) == 1
+    assert "'latest'" in capsys.readouterr().err
+    file = next(iter(folder.glob("*/*.safetensors")))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert checkpoints.main(["inspect", str(folder), "--verify"]) == 1
+    assert file.name in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("size", "expected"), [("5GB", 5 * 10**9), ("4 KiB", 4096), (7, 7), ("9", 9)])
+def test_sizes(size: Any, expected: int) -> None:
+    assert checkpoints.shard_bytes(size) == expected
+
+
+@pytest.mark.parametrize("size", ["", "5XB", "-1GB", "0", "1.5GB"])
+def test_sizes_that_are_none(size: str) -> None:
+    with pytest.raises(tessera.errors.ConfigError, match="max_shard_size"):
+        checkpoints.shard_bytes(size)
