@@ -32,14 +32,14 @@ from tessera.autocast import (
 )
 from tessera.data import Loader, make_loader
 from tessera.engine._info import EngineGetters
-from tessera.engine._optimizer import Optimizer
 from tessera.engine._place import keep_place, place
 from tessera.engine._preflight import check_modules
-from tessera.engine._scaler import LossScaler
 from tessera.errors import ConfigError, UsageError
+from tessera.loss_scale import LossScaler
 from tessera.optim._factory import build_optimizer, build_schedule, describe, keep_optimizer, params_of
 from tessera.optim._rules import native_rule, read_group
 from tessera.optim._runners import ExternalRunner, NativeRunner, Runner
+from tessera.optim._wrapper import Optimizer
 from tessera.units import ROOT, UnitPolicy, default_unit_policy, outline
 from tessera.zero._hooks import Partition, gathered, release_unread
 from tessera.zero._init import early_of, taken_over
