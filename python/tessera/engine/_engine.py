@@ -41,9 +41,10 @@ from tessera.optim._rules import native_rule, read_group
 from tessera.optim._runners import ExternalRunner, NativeRunner, Runner
 from tessera.optim._wrapper import Optimizer
 from tessera.units import ROOT, UnitPolicy, default_unit_policy, outline
-from tessera.zero._hooks import Partition, gathered, release_unread
+from tessera.zero._hooks import Partition
 from tessera.zero._init import early_of, taken_over
 from tessera.zero._leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_module
+from tessera.zero._regions import Region, parts_of
 
 logger = logging.getLogger("tessera")
 
@@ -459,18 +460,12 @@ class Engine(EngineGetters):
     ) -> None:
         """module.load_state_dict(); the masters follow. Every rank loads the same values. Collective in stage 3."""
         # A region in any stage: it sees what a custom function writes to p.data, too.
-        numbers = list(range(len(self.core.params())))
-        self.core.gather(numbers)
-        writes = _core.Writes.None_
-        try:
+        everything = list(range(len(self.core.params())))
+        with Region([(self.core, everything)], _core.Writes.Own):
             if custom_load_fn is not None:
                 custom_load_fn(checkpoint, self.module)
             else:
                 self.module.load_state_dict(checkpoint, strict=strict)
-            writes = _core.Writes.Own
-        finally:
-            with contextlib.suppress(RuntimeError) if writes == _core.Writes.None_ else contextlib.nullcontext():
-                self.core.release(numbers, writes, 0)
         self.core.adopt_params()
 
     @contextlib.contextmanager
@@ -479,14 +474,8 @@ class Engine(EngineGetters):
         if self.core.destroyed() or not self.config.placements.shards_params:
             yield False
             return
-        groups = gathered(self.module.parameters(), writable=False)
-        try:
+        with Region(parts_of(self.module.parameters(), writable=False)):
             yield True
-        except BaseException:
-            release_unread(groups)
-            raise
-        for core, numbers in groups:
-            core.release(numbers, _core.Writes.None_, 0)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
