@@ -4,7 +4,6 @@ forward, backward and step, and keeps what only Python has (schedules, loaders, 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import sys
@@ -34,6 +33,7 @@ from tessera.data import Loader, make_loader
 from tessera.engine._info import EngineGetters
 from tessera.engine._place import keep_place, place
 from tessera.engine._preflight import check_modules
+from tessera.engine._report import logger, show_progress
 from tessera.errors import ConfigError, UsageError
 from tessera.loss_scale import LossScaler
 from tessera.optim._factory import build_optimizer, build_schedule, describe, keep_optimizer, params_of
@@ -45,8 +45,6 @@ from tessera.zero._hooks import Partition
 from tessera.zero._init import early_of, taken_over
 from tessera.zero._leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_module
 from tessera.zero._regions import Region, parts_of
-
-logger = logging.getLogger("tessera")
 
 
 class Engine(EngineGetters):
@@ -87,6 +85,9 @@ class Engine(EngineGetters):
         )
         self._dp_rank, self._dp_size = self._mesh.batch_rank(), self._mesh.batch_size()
         self._world = distributed.world_of(self._mesh)
+        self._warn(self.config.warnings)
+        if self._dp_rank == 0 and self.steps_per_print():
+            show_progress()
         put_back = [keep_optimizer(optimizer), keep_place(model)]
         try:
             batch = self.config.resolve_batch(self._dp_size)
@@ -106,6 +107,11 @@ class Engine(EngineGetters):
             raise
 
     # ---------------------------------------------------------------- construction
+
+    def _warn(self, lines: list[str]) -> None:
+        """Once, of what all ranks would say alike."""
+        for line in lines if self._dp_rank == 0 else []:
+            logger.warning(line)
 
     def _partitions(self) -> bool:
         ranks = self._mesh.size(_core.Axis.DpShard) * self._mesh.size(_core.Axis.Sp)  # that share model states
@@ -171,7 +177,7 @@ class Engine(EngineGetters):
         if not self.config.placements.shards_params:
             return units
         with self._loans.watching(self.module.modules(), LEAF_MARK):
-            apply_config(self.module, self.config)
+            self._warn(apply_config(self.module, self.config))
         for module in self.module.modules():
             if z3_leaf_module(module):
                 for param in module.parameters():
