@@ -13,6 +13,7 @@ from suites.kernels import bench_kernels
 from suites.memory import bench_memory
 from suites.overhead import bench_overhead
 from suites.step import bench_step
+from suites.tables import bench_tables
 from suites.tensors import bench_layers, bench_tensors
 from suites.transport import bench_transport
 
@@ -23,6 +24,7 @@ LOW = ["tessera:1+10", "tessera:1+8", "deepspeed:1+10"]
 MEMORY_LOW = [f"{own}+{states}" for states in (10, 8) for own in OWN[1:]]
 MEMORY_LOW += [*(f"{peer}+8" for peer in PEERS), "deepspeed:1+10", "deepspeed:3+10"]
 NOT_QUICK = ["tessera:0", "tessera:2", "deepspeed:2"]
+TABLES = ["tessera:1+16", "tessera:1", "tessera:1+10", "tessera:1+8", "tessera:1+8+nearest"]
 QUICK_OWN = ["tessera:0", "tessera:2", *DEEPSPEED]  # to import DeepSpeed takes longer than the rest
 
 
@@ -34,6 +36,7 @@ class Bench:
     not_quick: list[str]  # contenders that quick mode leaves out
     sizes: tuple[list[str], list[str]] = (["10M", "30M"], ["1M"])  # of GPTs, and in quick mode
     rounds: int = 7
+    rows: int = 1  # sequences of a rank and step
     alone: bool = False  # starts processes of its own
 
 
@@ -76,6 +79,15 @@ BENCHES: dict[str, Bench] = {
         PLAIN[1:] + OWN + PEERS + DEEPSPEED + MEMORY_LOW,
         ["bare", "ddp", "tessera:1", "fsdp2:2", *QUICK_OWN, *(peer for peer in MEMORY_LOW if peer != "tessera:3+10")],
         (["125M"], ["10M"]),
+        alone=True,
+    ),
+    "tables": Bench(
+        "Low-precision model states: memory, time and loss",
+        bench_tables,
+        ["bare", *TABLES, "deepspeed:1", "deepspeed:1+10"],
+        [],
+        (["3M"], ["1M"]),
+        rows=2,
         alone=True,
     ),
 }

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import reference
 import torch
 import torch.distributed as dist
 from models import blocks_of
 from torch import nn
 
-# So small a rate that the first steps of a large model do not magnify differences in rounding.
-LR, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.01, 1.0
+WEIGHT_DECAY, CLIP = 0.01, 1.0
 LOW_PRECISION = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 # Kinds of contenders, and the bytes a parameter (weight, gradient, master, moments) that may be asked for instead of
 # those that bf16 has by default.
@@ -34,22 +34,51 @@ STATES: dict[str, tuple[int, ...]] = {
     "deepspeed": (10,),
 }
 STAGES = {"tessera": (0, 1, 2, 3), "fsdp2": (2, 3), "deepspeed": (0, 1, 2, 3)}
+FLAGS = {"tessera": ("nearest", "shared"), "bare": ("up",), "ddp": ("up",)}
 LIBRARIES = {"fsdp2": "torch.distributed.fsdp", "tessera": "tessera", "deepspeed": "deepspeed"}
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """How all contenders of a run train. So small a rate that the first steps of a large model do not magnify
+    differences in rounding."""
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    rows: int = 1  # sequences of a rank and step
+    seed: int = 0  # of stochastic rounding
+    written_out: bool = False  # plain loops: AdamW and clipping of reference.py, whose bits are defined
+
+
+@dataclass(frozen=True)
 class Spec:
-    """What a contender's name says: KIND[:STAGE][+STATES][+shared]."""
+    """What a contender's name says: KIND[:STAGE][+STATES][+FLAG]."""
 
     kind: str
     stage: int = 0
     states: int | None = None  # None: what the precision has by default
     shared: bool = False  # one copy of the parameters for all ranks of the host
+    nearest: bool = False  # low-precision states are rounded to nearest, not stochastically
+    up: bool = False  # bf16 weights of the plain loop round ties away from zero, as those of 14 bytes must
 
     @property
     def suffix(self) -> str:
         states = "" if self.states is None else f", {self.states} bytes"
-        return states + (", shared" if self.shared else "")
+        words = {", nearest": self.nearest, ", shared": self.shared, ", ties up": self.up}
+        return states + "".join(word for word, said in words.items() if said)
+
+    @property
+    def label(self) -> str:
+        """In reports."""
+        front = {
+            "autograd": "autograd alone",
+            "bare": "bare loop",
+            "ddp": "DDP",
+            "tessera": f"Tessera {self.stage}",
+            "fsdp2": f"FSDP2 as ZeRO-{self.stage}",
+            "deepspeed": f"DeepSpeed {self.stage}",
+        }
+        return front[self.kind] + self.suffix
 
 
 def parse(name: str) -> Spec:
@@ -61,19 +90,19 @@ def parse(name: str) -> Spec:
         raise SystemExit(f"no contender is called '{name}'; {', '.join(STATES)}, with a stage: {', '.join(STAGES)}")
     if stage and stage not in map(str, STAGES[kind]):
         raise SystemExit(f"contender '{name}': the stages of {kind} are {', '.join(map(str, STAGES[kind]))}")
-    shared = kind == "tessera" and more[-1:] == ["shared"]
-    if shared:
-        more.pop()
-    if len(more) > 1 or any(m not in map(str, STATES[kind]) for m in more):
-        known = ", ".join(f"+{n}" for n in STATES[kind]) or "nothing"
+    flags = [word for word in more if word in FLAGS.get(kind, ())]
+    states = [word for word in more if word not in flags]
+    if len(states) > 1 or any(word not in map(str, STATES[kind]) for word in states):
+        known = ", ".join(f"+{n}" for n in (*STATES[kind], *FLAGS.get(kind, ()))) or "nothing"
         raise SystemExit(f"contender '{name}': {kind} takes {known} after its name")
-    return Spec(kind, int(stage or 0), int(more[0]) if more else None, shared)
+    return Spec(kind, int(stage or 0), int(states[0]) if states else None, **dict.fromkeys(flags, True))
 
 
 class Contender:
     name = ""
     trains = True  # False: the loss does not change
     model: Any
+    optimizer: Any
     micro_steps = 1
     construction = 0.0  # seconds
     first_step: float | None = None
@@ -108,18 +137,29 @@ class Contender:
     def train(self, *batch: Any) -> float:
         return self.cycle([batch])
 
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def masters(self) -> list[torch.Tensor] | None:
+        """The fp32 values that the optimizer updates, in the model's order; None where there are none to read."""
+        return None
+
     def close(self) -> None:
         pass
 
 
-def _adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+def _adamw(params: Any, recipe: Recipe) -> Any:
+    options: dict[str, Any] = {"lr": recipe.lr, "betas": recipe.betas, "weight_decay": WEIGHT_DECAY}
+    if recipe.written_out:
+        return reference.AdamW(params, eps=1e-8, **options)
+    return torch.optim.AdamW(params, fused=True, **options)
 
 
 class Autograd(Contender):
     """Forward and backward of plain PyTorch; the gradients are dropped. What no engine can go below."""
 
-    name, trains = "autograd alone", False
+    trains = False
 
     def __init__(self, model: nn.Module, bf16: bool) -> None:
         self.model = model.bfloat16() if bf16 else model
@@ -131,18 +171,19 @@ class Autograd(Contender):
 
 
 class Bare(Contender):
-    """Plain PyTorch: clip_grad_norm_ and fused AdamW; in bf16 with fp32 master weights kept by hand."""
+    """Plain PyTorch: clip_grad_norm_ and AdamW; in bf16 with fp32 master weights kept beside."""
 
-    def __init__(self, model: nn.Module, bf16: bool, ddp: bool = False) -> None:
-        self.name = "DDP" if ddp else "bare loop"
-        self.bf16 = bf16
-        masters = [p.detach().clone().requires_grad_() for p in model.parameters()] if bf16 else []
+    def __init__(self, model: nn.Module, bf16: bool, spec: Spec, recipe: Recipe) -> None:
+        self.bf16, self.up, self.written_out = bf16, spec.up, recipe.written_out
         if bf16:
             model = model.bfloat16()
         self.params = list(model.parameters())
-        self.masters = masters or self.params
-        self.model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if ddp else model
-        self.optimizer = _adamw(self.masters)
+        # From the cast weights, as the engines do.
+        self.leaves = [p.detach().float().requires_grad_() for p in self.params] if bf16 else self.params
+        self._write_weights()
+        several = spec.kind == "ddp"
+        self.model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if several else model
+        self.optimizer = _adamw(self.leaves, recipe)
 
     def micro_step(self, last: bool, *batch: Any) -> torch.Tensor:
         several = isinstance(self.model, nn.parallel.DistributedDataParallel) and not last
@@ -151,26 +192,34 @@ class Bare(Contender):
 
     def step(self) -> None:
         if self.bf16:
-            for master, param in zip(self.masters, self.params, strict=True):
+            for leaf, param in zip(self.leaves, self.params, strict=True):
                 assert param.grad is not None
-                master.grad = param.grad.float()
+                leaf.grad = param.grad.float()
                 param.grad = None
-        torch.nn.utils.clip_grad_norm_(self.masters, CLIP)
+        (reference.clip_by_norm if self.written_out else nn.utils.clip_grad_norm_)(self.leaves, CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.bf16:
-            with torch.no_grad():
-                torch._foreach_copy_(self.params, self.masters)
+        self._write_weights()
+
+    @torch.no_grad()
+    def _write_weights(self) -> None:
+        if self.bf16 and self.up:
+            for param, leaf in zip(self.params, self.leaves, strict=True):
+                reference.round_ties_up(param.detach(), leaf)
+        elif self.bf16:
+            torch._foreach_copy_(self.params, self.leaves)
+
+    def masters(self) -> list[torch.Tensor] | None:
+        return [leaf.detach() for leaf in self.leaves]
 
 
 class Fsdp2(Contender):
     """fully_shard of every block and the root; fp32 parameters, bf16 compute where asked; with 8 bytes a parameter all
     in bf16, rounded to nearest."""
 
-    def __init__(self, model: nn.Module, bf16: bool, spec: Spec) -> None:
+    def __init__(self, model: nn.Module, bf16: bool, spec: Spec, recipe: Recipe) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        self.name = f"FSDP2 as ZeRO-{spec.stage}{spec.suffix}"
         options: dict[str, Any] = {"reshard_after_forward": spec.stage == 3}
         if spec.states is not None:
             model.bfloat16()
@@ -179,7 +228,7 @@ class Fsdp2(Contender):
         for block in blocks_of(model):
             fully_shard(block, **options)
         self.model = fully_shard(model, **options)
-        self.optimizer = _adamw(model.parameters())
+        self.optimizer = _adamw(model.parameters(), recipe)
 
     def micro_step(self, last: bool, *batch: Any) -> torch.Tensor:
         if self.micro_steps > 1:
@@ -192,21 +241,25 @@ class Fsdp2(Contender):
         self.optimizer.zero_grad()
 
 
-def _json(spec: Spec, bf16: bool, micro_steps: int, zero: dict[str, Any]) -> dict[str, Any]:
+def _json(spec: Spec, bf16: bool, micro_steps: int, zero: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     low = spec.states in (8, 10)
+    params = {"lr": recipe.lr, "betas": list(recipe.betas), "weight_decay": WEIGHT_DECAY}
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": recipe.rows,
         "gradient_accumulation_steps": micro_steps,
         "gradient_clipping": CLIP,
         "zero_optimization": {"stage": spec.stage} | (zero if spec.stage == 3 else {}),
         "bf16": dict(LOW_PRECISION) if low else {"enabled": bf16 or spec.states is not None},
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY}},
+        "optimizer": {"type": "AdamW", "params": params},
     }
-    if spec.kind == "tessera" and spec.states is not None:
-        config["tessera"] = {"state_bytes": spec.states}
+    own: dict[str, Any] = {} if spec.states is None else {"state_bytes": spec.states}
+    if low and not spec.nearest:
+        own["seed"] = recipe.seed
+    if spec.nearest:
+        own["rounding"] = "nearest"
     if spec.shared:
-        config.setdefault("tessera", {})["shared_parameters"] = True
-    return config
+        own["shared_parameters"] = True
+    return config | ({"tessera": own} if own and spec.kind == "tessera" else {})
 
 
 class Engine(Contender):
@@ -231,9 +284,14 @@ class Tessera(Engine):
     def __init__(self, model: nn.Module, config: dict[str, Any], spec: Spec) -> None:
         import tessera
 
-        self.name = f"Tessera {spec.stage}{spec.suffix}"
         self.engine, *_ = tessera.initialize(model=model, config=config)
-        self.model = self.engine
+        self.model, self.optimizer = self.engine, self.engine.optimizer
+
+    def masters(self) -> list[torch.Tensor] | None:
+        from tessera.utils import safe_get_full_fp32_param
+
+        found = [safe_get_full_fp32_param(param) for param in self.model.module.parameters()]
+        return [master for master in found if master is not None]
 
 
 class DeepSpeed(Engine):
@@ -242,7 +300,6 @@ class DeepSpeed(Engine):
     def __init__(self, model: nn.Module, config: dict[str, Any], spec: Spec) -> None:
         import deepspeed
 
-        self.name = f"DeepSpeed {spec.stage}{spec.suffix}"
         size = sum(p.numel() for p in model.parameters())
         config["zero_optimization"].update(reduce_bucket_size=size, allgather_bucket_size=size + size % 2)
         if spec.stage in (1, 2):
@@ -250,43 +307,52 @@ class DeepSpeed(Engine):
         if config["bf16"]["enabled"]:
             config["bf16"]["check_grad_overflow"] = False
         self.engine, *_ = deepspeed.initialize(model=model, config=config)
-        self.model = self.engine
+        self.model, self.optimizer = self.engine, self.engine.optimizer
 
     def backward(self, loss: torch.Tensor) -> None:
         self.engine.backward(loss)
 
 
+def installed(name: str) -> bool:
+    return parse(name).kind != "deepspeed" or importlib.util.find_spec("deepspeed") is not None
+
+
 def available(name: str) -> bool:
     """Whether the contender can be built: peers that are not installed are left out."""
-    kind = parse(name).kind
-    if kind == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        return False
-    return kind not in ("ddp", "fsdp2", "deepspeed") or dist.is_initialized()
+    return installed(name) and (parse(name).kind not in ("ddp", "fsdp2", "deepspeed") or dist.is_initialized())
 
 
-def _build(spec: Spec, model: nn.Module, bf16: bool, zero: dict[str, Any], micro_steps: int) -> Contender:
+def _build(
+    spec: Spec, model: nn.Module, bf16: bool, zero: dict[str, Any], micro_steps: int, recipe: Recipe
+) -> Contender:
     if spec.kind == "autograd":
         return Autograd(model, bf16)
     if spec.kind in ("bare", "ddp"):
-        return Bare(model, bf16, ddp=spec.kind == "ddp")
+        return Bare(model, bf16, spec, recipe)
     if spec.kind == "fsdp2":
-        return Fsdp2(model, bf16, spec)
-    return (Tessera if spec.kind == "tessera" else DeepSpeed)(model, _json(spec, bf16, micro_steps, zero), spec)
+        return Fsdp2(model, bf16, spec, recipe)
+    config = _json(spec, bf16, micro_steps, zero, recipe)
+    return (Tessera if spec.kind == "tessera" else DeepSpeed)(model, config, spec)
 
 
 def build(
-    name: str, model: nn.Module, bf16: bool, zero: dict[str, Any] | None = None, micro_steps: int = 1
+    name: str,
+    model: nn.Module,
+    bf16: bool,
+    zero: dict[str, Any] | None = None,
+    micro_steps: int = 1,
+    recipe: Recipe = Recipe(),
 ) -> Contender:
     """`name`: see parse. Takes over `model`. `zero`: more of the section zero_optimization in stage 3. The time of the
     construction is without that of importing the library."""
     spec = parse(name)
     if spec.kind in LIBRARIES:
         importlib.import_module(LIBRARIES[spec.kind])
-    _adamw([nn.Parameter(torch.zeros(1))])  # the first optimizer of a process loads much of torch
+    _adamw([nn.Parameter(torch.zeros(1))], Recipe())  # the first optimizer of a process loads much of torch
     start = time.perf_counter()
-    entry = _build(spec, model, bf16, zero or {}, micro_steps)
+    entry = _build(spec, model, bf16, zero or {}, micro_steps, recipe)
     entry.construction = time.perf_counter() - start
-    entry.micro_steps = micro_steps
+    entry.name, entry.micro_steps = spec.label, micro_steps
     return entry
 
 

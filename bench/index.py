@@ -1,10 +1,11 @@
-"""The index of a folder of reports, made from their JSON files."""
+"""The index of a folder of reports, made from their JSON files; of those that are kept as pages only, from these."""
 
 from __future__ import annotations
 
 import json
 import os
 import pathlib
+import re
 from typing import Any
 
 from report import ROOT, table
@@ -38,18 +39,29 @@ def row(name: str, data: dict[str, Any], page: bool) -> list[str]:
     ]
 
 
+def page_row(page: pathlib.Path) -> list[str]:
+    title, _, head = page.read_text().partition("\n")
+    revision = re.search(r"revision ([\w-]+)", head)
+    cells = [f"[{page.stem}]({page.name})", title.removeprefix("# "), *["-"] * (len(HEADER) - 3)]
+    return [*cells, revision.group(1) if revision else "-"]
+
+
 def index_text(folder: pathlib.Path) -> str:
-    files = sorted(folder.glob("*.json"))
-    rows = [row(file.stem, json.loads(file.read_text()), file.with_suffix(".md").exists()) for file in files]
+    rows = {file.stem: row(file.stem, json.loads(file.read_text()), file.with_suffix(".md").exists())
+            for file in folder.glob("*.json")}  # fmt: skip
+    rows |= {page.stem: page_row(page) for page in folder.glob("*.md") if page.stem not in rows and page.name != PAGE}
     guide = pathlib.PurePath(os.path.relpath(ROOT / "docs" / "bench.md", folder)).as_posix()
-    return "\n\n".join(
-        [
-            "# Reports",
-            f"Made by `bench/run.py index` from the JSON files beside it; [how they are measured]({guide}). "
-            "Every figure, its spread, the machine and the command are in the report.",
-            table(HEADER, rows) + "\n",
-        ]
-    )
+    machines = sorted(page.parent.name for page in folder.glob(f"*/{PAGE}"))
+    parts = [
+        "# Reports",
+        f"Made by `bench/run.py index` from the files beside it; [how they are measured]({guide}). "
+        "Every figure, its spread, the machine and the command are in the report.",
+    ]
+    if machines:
+        parts.append("By machine: " + ", ".join(f"[{name}]({name}/{PAGE})" for name in machines) + ".")
+    if rows:
+        parts.append(table(HEADER, [rows[name] for name in sorted(rows)]))
+    return "\n\n".join(parts) + "\n"
 
 
 def write_index(folder: pathlib.Path) -> pathlib.Path:

@@ -13,9 +13,13 @@ PER_BLOCK = 10
 GPT_SIZES = {
     "tiny": GptOptions(layers=1, width=64, heads=1, context=64),
     "1M": GptOptions(layers=4, width=128, heads=4, context=64),  # to try the scripts
+    "3M": GptOptions(layers=4, width=256, heads=4, context=128),
     "10M": GptOptions(),
     "30M": GptOptions(layers=6, width=640, heads=10),
     "125M": GptOptions(layers=16, width=800, heads=10),
+    # The models of DeepSpeed's own tables of low precision: as many parameters, sequences of 512.
+    "254M": GptOptions(layers=12, width=1024, heads=16, context=512, vocabulary=50257),
+    "7B": GptOptions(layers=32, width=4096, heads=32, context=512, vocabulary=50257),
     "350M": GptOptions(layers=28, width=1024, heads=16),
 }
 
@@ -81,3 +85,9 @@ def gpt(size: str) -> Gpt:
 
 def elements_of(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
+
+
+def parameters_of(size: str) -> int:
+    """Of a GPT, without building it."""
+    with torch.device("meta"):
+        return elements_of(gpt(size))

@@ -31,6 +31,7 @@ FULL = [
     "memory --ranks 2",
     "layers",
     "transport --ranks 4",
+    "tables",
 ]
 # Every benchmark once, where it shows most.
 QUICK = [
@@ -44,6 +45,7 @@ QUICK = [
     "gpt --ranks 2",
     "accumulate --ranks 2",
     "memory --ranks 2",
+    "tables",
 ]
 
 

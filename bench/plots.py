@@ -86,6 +86,33 @@ def memory_bars(
     save(figure, path, f"Memory, GPT {title}, {ranks} rank{'s' if ranks > 1 else ''}")
 
 
+def smooth(values: list[float], width: int) -> list[float]:
+    return [sum(part) / len(part) for end in range(1, len(values) + 1) if (part := values[max(0, end - width) : end])]
+
+
+def loss_curves(path: Path, panels: dict[str, dict[str, list[float]]], base: str) -> None:
+    """One column per training: losses by engine, below them the distance to `base`."""
+    figure, grid = plt.subplots(2, len(panels), figsize=(11, 7), dpi=110, squeeze=False, sharex="col")
+    for (upper, lower), (title, curves) in zip(grid.T, panels.items(), strict=True):
+        width = max(1, len(curves[base]) // 10)
+        for name, curve in curves.items():
+            steps = range(1, len(curve) + 1)
+            dashes = "--" if "nearest" in name else ":" if "16 bytes" in name else "-"
+            style: dict[str, Any] = {"linestyle": dashes, "linewidth": 2.4 if name == base else 1.4}
+            apart = [a - b for a, b in zip(curve, curves[base], strict=True)]
+            (line,) = upper.plot(steps, smooth(curve, width), label=name, **style)
+            lower.plot(steps, smooth(apart, width), color=line.get_color(), **style)
+        upper.set_title(title.capitalize(), fontsize=10)
+        lower.set_xlabel("step")
+        for axes in (upper, lower):
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+    grid[0][0].set_ylabel("training loss (nats per byte)")
+    grid[1][0].set_ylabel(f"difference to {base}")
+    grid[0][0].legend(fontsize=8, frameon=False)
+    save(figure, path, "Loss by model states")
+
+
 def save(figure: Any, path: Path, title: str) -> None:
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()

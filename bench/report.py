@@ -49,6 +49,7 @@ class Result:
     plot: Any = None  # plot(path) writes a picture
     headline: list[str] = field(default_factory=list)
     how: str = ""  # how the figures were taken, where it is not in rounds of all
+    probe: Probe = field(default_factory=list)  # where the benchmark probed the machine itself
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -110,6 +111,20 @@ def goals_data(goals: list[Goal]) -> list[dict[str, Any]]:
     return [asdict(goal) | {"reached": goal.reached} for goal in goals]
 
 
+def json_text(value: Any, indent: str = "") -> str:
+    """JSON in which a list or an object of plain values is one line."""
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
+    if not any(isinstance(item, (dict, list, tuple)) for item in inner):
+        return json.dumps(value)
+    deeper = indent + " "
+    texts = [json_text(item, deeper) for item in inner]
+    if isinstance(value, dict):
+        texts = [f"{json.dumps(str(key))}: {text}" for key, text in zip(value, texts, strict=True)]
+    lines = f",\n{deeper}".join(texts)
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return f"{first}\n{deeper}{lines}\n{indent}{last}"
+
+
 def data_of(title: str, args: Any, result: Result, probe: Probe, where: dict[str, Any]) -> dict[str, Any]:
     """What the JSON file holds."""
     return {
@@ -135,7 +150,7 @@ def write(folder: pathlib.Path, name: str, title: str, args: Any, result: Result
     if any(peer.startswith("deepspeed") for peer in args.peers) and importlib.util.find_spec("deepspeed"):
         where["versions"]["deepspeed"] = importlib.metadata.version("deepspeed")  # it may have run in other processes
     everything = data_of(title, args, result, probe, where)
-    (folder / f"{name}.json").write_text(json.dumps(everything, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(json_text(everything) + "\n")
     versions = ", ".join(f"{key} {value}" for key, value in where["versions"].items())
     cores = f"{where['cores']} cores, " + (f"{where['cache']} MiB of cache, " if where["cache"] else "")
     head = (

@@ -10,6 +10,7 @@
   python bench/run.py backward   what an engine adds to loss.backward() and its relatives
   python bench/run.py transport  collectives between ranks of one host, beside Gloo; with --ranks
   python bench/run.py memory     bytes a parameter, resident and peak
+  python bench/run.py tables     low-precision states on real text: bytes, time and loss
   python bench/run.py all        all of them, each as often as `make bench` does
   python bench/run.py index      README.md of the folder of reports, which each report also renews
 Add --ranks 2 for two processes, --quick to see that everything works. When the machine was not quiet (probes of
@@ -35,6 +36,7 @@ import torch.multiprocessing as mp
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "examples" / "python")]
 
+import device  # noqa: E402
 from catalog import BENCHES  # noqa: E402
 from index import write_index  # noqa: E402
 from measure import probe as probe_machine  # noqa: E402
@@ -111,13 +113,28 @@ def arguments() -> argparse.ArgumentParser:
         choices=["fp32", "bf16"],
         help="of gpt, accumulate and memory; default of gpt and memory: both, for 30M and in quick mode bf16 only",
     )
-    add("--rows", type=int, default=1, help="sequences a rank and step, of gpt, accumulate and overhead")
+    add("--rows", type=int, help="sequences a rank and step, of gpt, accumulate, overhead and tables")
+    of_tables(parser.add_argument_group("of tables"))
     add("--allocator", choices=["default", "tuned"], default="default", help="tuned: freed memory is kept")
     add("--tag", help="ends the report's name, so that it does not replace that with the default options")
     add("--out", dest="folder", type=pathlib.Path, help="folder of the report")
     add("--quick", action="store_true", help="few rounds, small sizes; the report goes to build/bench-quick")
     add("--noisy", action="store_true", help="report although the machine is not quiet")
     return parser
+
+
+def of_tables(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--data",
+        help="text of the pre-training and the start weights: a file, or a folder with train.txt and valid.txt",
+    )
+    add("--tune-data", help="text of the fine-tuning")
+    add("--steps", type=int, nargs=3, metavar=("PRE", "TUNE", "START"), help="of both trainings and the start weights")
+    add("--seeds", type=int, help="number of them, default 3")
+    add("--state-sizes", nargs="+", choices=GPT_SIZES, help="of the GPTs whose memory and times are measured")
+    add("--device", help="where the models are: cpu, or an accelerator of torch; default: that, if there is one")
+    add("--jobs", type=int, help="trainings at a time; default: as many as the cores can take")
 
 
 def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -127,6 +144,13 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     args.micro_steps = args.micro_steps or ([1, 4] if args.quick else [1, 4, 16])
     default = [p for p in bench.peers if p not in (bench.not_quick if args.quick else [])]
     args.peers = [p for p in args.peers or default if args.ranks == 1 or p != "bare"]
+    args.rows = args.rows or bench.rows
+    if args.device not in (None, device.CPU, device.default()):
+        parser.error(f"--device {args.device}: this torch finds no such accelerator here")
+    if args.bench == "tables" and (args.device or device.default()) != device.CPU:
+        args.tag = "-".join(filter(None, [args.device or device.default(), args.tag]))
+        if args.ranks > 1:
+            parser.error("--device: several ranks are for the CPU; on an accelerator there is one")
     args.rounds = args.rounds or (3 if args.quick else bench.rounds)
     if args.rounds < 7 and not args.quick:
         parser.error("a report needs at least 7 rounds; fewer with --quick")
@@ -156,7 +180,7 @@ def main() -> None:
         torch.set_num_threads(1)
         before = probe_machine()
         result = BENCHES[args.bench].run(args, setup, free_port)
-        refused = report(args, result, [[before, probe_machine()]])
+        refused = report(args, result, result.probe or [[before, probe_machine()]])
     else:
         queue = mp.get_context("spawn").SimpleQueue()
         mp.spawn(worker, (args, free_port(), queue), nprocs=args.ranks)

@@ -5,6 +5,7 @@ usage: check_layers.py [ROOT]     exit status 1 and one line per finding when a 
 
 The rules, in the order of the functions below:
   layers     a file includes its own folder or a lower layer only
+  imports    the same for the Python package
   doors      one folder or file each for c10d, pybind11, autograd internals and the environment
   length     no source file is longer than MAX_LINES
   tests      every source has a test with its stem, every sub-package of Python a folder of tests
@@ -14,6 +15,7 @@ The rules, in the order of the functions below:
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -42,6 +44,10 @@ LAYERS = {
 }
 UMBRELLA = "tessera/tessera.h"  # lists layers 0-6; only front ends, tests, benches and examples include it
 UMBRELLA_LAYER = 6
+
+# Sub-package or module of the Python package -> layer number; what is not named is 0. Those of one number above 0 never
+# see each other, those of layer 0 do.
+PYTHON_LAYERS = {"optim": 1, "zero": 1, "checkpoint": 2, "engine": 3, "state": 4, "utils": 5, "__init__": 6}
 
 # What a door is -> (pattern, prefixes of the files that may match it).
 DOORS = {
@@ -108,6 +114,32 @@ def check_layers(path: str, text: str) -> Iterator[Finding]:
             continue
         if there[1] >= here[1]:
             yield path, f"layer {here[1]} includes {include} of layer {there[1]}"
+
+
+def imported(text: str) -> Iterator[str]:
+    """The modules of the package that a Python file imports, anywhere in it, without the leading "tessera."."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "tessera":
+            names = [f"tessera.{name.name}" for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
+            continue
+        yield from (name.removeprefix("tessera.") for name in names if name.startswith("tessera."))
+
+
+def check_imports(path: str, text: str) -> Iterator[Finding]:
+    if not (path.startswith("python/tessera/") and path.endswith(".py")):
+        return
+    here = path.removeprefix("python/tessera/").removesuffix(".py").split("/")[0]
+    layer = PYTHON_LAYERS.get(here, 0)
+    for module in imported(text):
+        there = module.split(".")[0]
+        other = PYTHON_LAYERS.get(there, 0)
+        if there != here and other > 0 and other >= layer:
+            yield path, f"layer {layer} of the package imports tessera.{module} of layer {other}"
 
 
 def check_doors(path: str, text: str) -> Iterator[Finding]:
@@ -199,6 +231,7 @@ def check_all(files: dict[str, str]) -> list[Finding]:
             findings += check_optional(path, text)
         if suffix in CXX_SUFFIXES | {".py", ".pyi"}:
             findings += check_length(path, text)
+        findings += check_imports(path, text)
     findings += check_tests(files)
     return findings
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from contenders import BETAS, LR, WEIGHT_DECAY
+from contenders import WEIGHT_DECAY, Recipe
 from measure import GATE_STEPS, median, ratio, summary
 from report import Goal, cell, table
 
@@ -21,7 +21,7 @@ INTRO = (
     "after five steps are compared first."
 )
 OWN = "Tessera"
-OPTIONS: dict[str, Any] = {"lr": LR, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
+OPTIONS: dict[str, Any] = {"lr": Recipe().lr, "betas": Recipe().betas, "weight_decay": WEIGHT_DECAY}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}  # of a weight, or absolute below 1; a step is 1e-3
 Found = dict[str, Any]  # seconds of each round by dtype and optimizer, and what could not be built
 

@@ -26,7 +26,7 @@ def base_of(names: Iterable[str]) -> str:
 def own_specs(peers: Iterable[str]) -> dict[str, Spec]:
     """The named contenders that are Tessera's, by the name in tables."""
     specs = [parse(peer) for peer in peers]
-    return {f"Tessera {spec.stage}{spec.suffix}": spec for spec in specs if spec.kind == "tessera"}
+    return {spec.label: spec for spec in specs if spec.kind == "tessera"}
 
 
 def starts(times: Mapping[str, Times]) -> str:

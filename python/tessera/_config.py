@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import enum
-import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -16,19 +15,15 @@ import torch
 from tessera import _core
 from tessera.errors import ConfigError
 
-logger = logging.getLogger("tessera")
-
 _DEEPEST = 64
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def load_config(config: Any) -> _core.Config:
     """A dict (left untouched), a path, JSON text (it begins with "{"), the same in url-safe base64, or a ready Config.
-    ConfigError lists everything that is wrong."""
+    ConfigError lists everything that is wrong; who uses it logs its `warnings`."""
     loaded = _parse(config)
     _core.check_served(loaded)
-    for line in loaded.warnings:
-        logger.warning(line)
     return loaded
 
 

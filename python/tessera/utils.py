@@ -16,8 +16,8 @@ from tessera import state
 from tessera.engine import Engine
 from tessera.errors import ConfigError, UsageError
 from tessera.zero import _leaf
-from tessera.zero._hooks import engine_of
 from tessera.zero._leaf import *  # noqa: F403
+from tessera.zero._owners import engine_of
 
 __all__ = [
     *_leaf.__all__,

@@ -6,6 +6,7 @@
 #include "tessera/config/lookup.h"
 #include "tessera/config/params.h"
 #include "tessera/config/precision.h"
+#include "tessera/config/served.h"
 
 namespace tessera::config {
 namespace {
@@ -176,7 +177,7 @@ void check_tensor_parallel(const Config& c, Report& report) {
 
 void check_rules(const Config& config, Report& report) {
   for (auto check : {check_precision, check_amp, check_loss_scale, check_low_precision_states, check_zero,
-                     check_gradient_op, check_unmanaged, check_optimizer, check_tensor_parallel}) {
+                     check_gradient_op, check_unmanaged, check_optimizer, check_tensor_parallel, warn_of_unread}) {
     check(config, report);
   }
 }

@@ -67,6 +67,34 @@ const std::vector<Refusal>& refusals() {
   return all;
 }
 
+const std::vector<Unread>& unread() {
+  static const std::vector<Unread> all{
+      {"log_level", "set the level of the logger \"tessera\""},
+      {"data_parallel_size", "the process group says how many ranks there are"},
+      {"seq_parallel_communication_data_type", "there is no sequence parallelism"},
+      {"wall_clock_breakdown", "use torch.profiler"},
+      {"memory_breakdown", "use torch.profiler"},
+      {"dump_state", "print config.describe()"},
+      {"zero_optimization.sub_group_size", "the update is one pass"},
+      {"zero_optimization.ignore_unused_parameters", "unused parameters are never an error"},
+      {"zero_optimization.mics_hierarchical_params_gather", "the gather has one level"},
+      {"zero_optimization.override_module_apply", "wrap Module.apply in GatheredParameters"},
+      {"zero_optimization.enable_sanity_checks", "what can be checked is checked"},
+      {"checkpoint.use_node_local_storage", "give such a folder yourself"},
+      {"activation_checkpointing.cpu_checkpointing", "use torch.autograd.graph.save_on_cpu"},
+      {"activation_checkpointing.profile", "use torch.profiler"},
+  };
+  return all;
+}
+
+void warn_of_unread(const Config& config, Report& report) {
+  for (const Unread& row : unread()) {
+    if (config.given.contains(row.key) && config.get(row.key) != Config{}.get(row.key)) {
+      report.warning(row.key, std::string("has no effect in this version; ") + row.instead);
+    }
+  }
+}
+
 void check_served(const Config& config) {
   std::vector<std::string> lines;
   for (const Refusal& row : refusals()) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "tessera/config/config.h"
+#include "tessera/config/text.h"
 
 namespace tessera::config {
 
@@ -18,5 +19,13 @@ struct Refusal {
   bool (*refused)(const Config&);
 };
 const std::vector<Refusal>& refusals();
+
+// Keys that are accepted and read by nothing. Another value than the default is a warning with what to do instead.
+struct Unread {
+  const char* key;
+  const char* instead;
+};
+const std::vector<Unread>& unread();
+void warn_of_unread(const Config& config, Report& report);
 
 }  // namespace tessera::config

@@ -75,6 +75,19 @@ TEST(Served, TheDocsListEveryRow) {
   for (const Refusal& row : refusals()) {
     EXPECT_HAS(text.str(), "| `" + std::string(row.key) + "` | " + row.when + " |\n") << "missing in docs/config.md";
   }
+  for (const Unread& row : unread()) {
+    EXPECT_HAS(text.str(), "| `" + std::string(row.key) + "` | " + row.instead + " |\n") << "missing in docs/config.md";
+  }
+}
+
+TEST(Served, WhatIsReadByNothingWarns) {
+  const Config config = Config::from_json(
+      R"({"log_level": "info", "zero_optimization": {"override_module_apply": false, "sub_group_size": 1e9}})");
+  ASSERT_EQ(config.warnings.size(), 2u);
+  EXPECT_EQ(config.warnings[0], "log_level: has no effect in this version; set the level of the logger \"tessera\"");
+  EXPECT_HAS(config.warnings[1], "zero_optimization.override_module_apply: has no effect");
+  for (const Unread& row : unread())
+    EXPECT_NE(find_key(row.key), nullptr) << row.key;
 }
 
 TEST(Served, EveryRowNamesAKeyAndDefaultsAreServed) {

@@ -153,3 +153,16 @@ def marked(path: Path, comment: str) -> str:
 def test_readme_shows_the_examples(language, path, comment):
     blocks = re.findall(rf"```{language}\n(.*?)\n```", (ROOT / "README.md").read_text(), re.S)
     assert marked(path, comment) in [block.strip() for block in blocks]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_loop_of_the_readme_runs_as_it_stands(tmp_path, ranks):
+    loop = re.search(r"```python\n(.*?)\n```", (ROOT / "README.md").read_text(), re.S).group(1)
+    (tmp_path / "loop.py").write_text(loop)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    command = [sys.executable, *(launcher if ranks > 1 else []), tmp_path / "loop.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    losses = [float(value) for value in re.findall(r"^loss (.*)$", done.stdout, re.M)]
+    assert len(losses) == ranks and max(losses) < 1, "it learns: the variance of the target is 4"
+    assert "step=200" in done.stderr and done.stderr.count("step=200") == 1

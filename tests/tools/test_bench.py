@@ -23,7 +23,7 @@ import run  # noqa: E402
 import torch  # noqa: E402
 from catalog import BENCHES  # noqa: E402
 from contenders import build, parse  # noqa: E402
-from index import index_text  # noqa: E402
+from index import index_text, write_index  # noqa: E402
 from models import gpt  # noqa: E402
 from report import Goal, Result  # noqa: E402
 from suites import adam, kernel_rows, kernels, memory, memory_goals, overhead, transport, transport_limits  # noqa: E402
@@ -127,6 +127,9 @@ def test_names_of_contenders():
     spec = parse("tessera:1+10")
     assert (spec.kind, spec.stage, spec.states, spec.suffix) == ("tessera", 1, 10, ", 10 bytes")
     assert parse("fsdp2:3").suffix == ""
+    assert parse("tessera:2+8+nearest").label == "Tessera 2, 8 bytes, nearest"
+    assert parse("tessera:3+shared").shared
+    assert parse("bare+up").label == "bare loop, ties up"
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -374,6 +377,24 @@ def test_index(tmp_path):
     assert cells[0][:4] == ["[gpt-2](gpt-2.md)", "GPT, 2 ranks (quick mode, noisy machine)", "2", "a 1.0; b 2.0"]
     assert cells[0][4:7] == ["1 of 2", "fast: 1.5 (<= 1)", "1.5 min"]
     assert cells[1] == ["[other-1](other-1.json)", *["-"] * 6, "abc"]
+
+
+def test_index_of_pages_and_folders(tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "step-1.md").write_text(
+        "# Step, 1 rank\n\n`command` on a day, revision abc-dirty. A machine.\n"
+    )
+    page = write_index(tmp_path / "old")
+    assert "| [step-1](step-1.md) | Step, 1 rank | - | - | - | - | - | abc-dirty |" in page.read_text()
+    assert index_text(tmp_path / "old") == page.read_text(), "the index is no report"
+    assert index_text(tmp_path).endswith("\n\nBy machine: [old](old/README.md).\n")
+
+
+def test_json_has_plain_values_in_one_line():
+    value = {"a": {"median": 1.5, "min": 1}, "b": [[{"c": None}], []], "3": "text", "empty": {}}
+    text = report.json_text(value)
+    assert json.loads(text) == value
+    assert ' "a": {"median": 1.5, "min": 1},' in text.splitlines()
 
 
 def test_the_plan_runs_every_benchmark():

@@ -41,6 +41,29 @@ def test_layers(path, include, legal):
 
 
 @pytest.mark.parametrize(
+    ("path", "line", "legal"),
+    [
+        ("optim/_a.py", "from tessera.optim import FusedAdam", True),
+        ("optim/_a.py", "from tessera import _core, distributed", True),
+        ("optim/_a.py", "import torch.optim", True),
+        ("optim/_a.py", "from tessera.zero._owners import holder_of", False),  # peers
+        ("zero/_a.py", "from tessera import _core, engine", False),
+        ("zero/_a.py", "def f():\n    import tessera.engine._engine", False),
+        ("engine/_a.py", "from tessera.zero import _leaf", True),
+        ("engine/_a.py", "from tessera import state", False),
+        ("_loans.py", "from tessera import zero", False),
+        ("_loans.py", "from tessera._outputs import tensors_in", True),
+        ("state.py", "from tessera.engine import Engine", True),
+        ("__init__.py", "from tessera import state, utils", True),
+    ],
+)
+def test_imports_of_the_package(path, line, legal):
+    files = {f"python/tessera/{path}": line + "\n", "tests/python/test_x.py": ""}
+    found = [text for text in findings(files) if "imports" in text]
+    assert bool(found) == (not legal)
+
+
+@pytest.mark.parametrize(
     ("text", "home", "elsewhere"),
     [
         ("c10d::ProcessGroup* g;", "tessera/comm/a.h", "tessera/zero/a.h"),

@@ -4,7 +4,6 @@ forward, backward and step, and keeps what only Python has (schedules, loaders, 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import sys
@@ -33,20 +32,20 @@ from tessera.autocast import (
 from tessera.data import Loader, make_loader
 from tessera.engine import _checkpoint
 from tessera.engine._info import EngineGetters
-from tessera.engine._optimizer import Optimizer
 from tessera.engine._place import keep_place, place
 from tessera.engine._preflight import check_modules
-from tessera.engine._scaler import LossScaler
+from tessera.engine._report import logger, show_progress
 from tessera.errors import ConfigError, UsageError
+from tessera.loss_scale import LossScaler
 from tessera.optim._factory import build_optimizer, build_schedule, describe, keep_optimizer, params_of
 from tessera.optim._rules import native_rule, read_group
 from tessera.optim._runners import ExternalRunner, NativeRunner, Runner
+from tessera.optim._wrapper import Optimizer
 from tessera.units import ROOT, UnitPolicy, default_unit_policy, outline
-from tessera.zero._hooks import Partition, gathered, release_unread
+from tessera.zero._hooks import Partition
 from tessera.zero._init import early_of, taken_over
 from tessera.zero._leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_module
-
-logger = logging.getLogger("tessera")
+from tessera.zero._regions import Region, parts_of
 
 
 class Engine(EngineGetters):
@@ -87,6 +86,9 @@ class Engine(EngineGetters):
         )
         self._dp_rank, self._dp_size = self._mesh.batch_rank(), self._mesh.batch_size()
         self._world = distributed.world_of(self._mesh)
+        self._warn(self.config.warnings)
+        if self._dp_rank == 0 and self.steps_per_print():
+            show_progress()
         put_back = [keep_optimizer(optimizer), keep_place(model)]
         try:
             batch = self.config.resolve_batch(self._dp_size)
@@ -106,6 +108,11 @@ class Engine(EngineGetters):
             raise
 
     # ---------------------------------------------------------------- construction
+
+    def _warn(self, lines: list[str]) -> None:
+        """Once, of what all ranks would say alike."""
+        for line in lines if self._dp_rank == 0 else []:
+            logger.warning(line)
 
     def _partitions(self) -> bool:
         ranks = self._mesh.size(_core.Axis.DpShard) * self._mesh.size(_core.Axis.Sp)  # that share model states
@@ -171,7 +178,7 @@ class Engine(EngineGetters):
         if not self.config.placements.shards_params:
             return units
         with self._loans.watching(self.module.modules(), LEAF_MARK):
-            apply_config(self.module, self.config)
+            self._warn(apply_config(self.module, self.config))
         for module in self.module.modules():
             if z3_leaf_module(module):
                 for param in module.parameters():
@@ -460,18 +467,12 @@ class Engine(EngineGetters):
     ) -> None:
         """module.load_state_dict(); the masters follow. Every rank loads the same values. Collective in stage 3."""
         # A region in any stage: it sees what a custom function writes to p.data, too.
-        numbers = list(range(len(self.core.params())))
-        self.core.gather(numbers)
-        writes = _core.Writes.None_
-        try:
+        everything = list(range(len(self.core.params())))
+        with Region([(self.core, everything)], _core.Writes.Own):
             if custom_load_fn is not None:
                 custom_load_fn(checkpoint, self.module)
             else:
                 self.module.load_state_dict(checkpoint, strict=strict)
-            writes = _core.Writes.Own
-        finally:
-            with contextlib.suppress(RuntimeError) if writes == _core.Writes.None_ else contextlib.nullcontext():
-                self.core.release(numbers, writes, 0)
         self.core.adopt_params()
 
     @contextlib.contextmanager
@@ -480,14 +481,8 @@ class Engine(EngineGetters):
         if self.core.destroyed() or not self.config.placements.shards_params:
             yield False
             return
-        groups = gathered(self.module.parameters(), writable=False)
-        try:
+        with Region(parts_of(self.module.parameters(), writable=False)):
             yield True
-        except BaseException:
-            release_unread(groups)
-            raise
-        for core, numbers in groups:
-            core.release(numbers, _core.Writes.None_, 0)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tessera._device import same_objects
-from tessera.zero._hooks import holder_of
+from tessera.zero._owners import holder_of
 
 
 def place(model: nn.Module, device: torch.device | None) -> torch.device:

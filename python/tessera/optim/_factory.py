@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from tessera import _core, lr_schedules, optim
-from tessera.engine._optimizer import Optimizer
 from tessera.errors import ConfigError
 from tessera.optim._rules import is_tested
+from tessera.optim._wrapper import Optimizer
 
 ParamGroups = list[dict[str, Any]]
 

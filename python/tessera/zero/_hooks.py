@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,76 +13,37 @@ from torch import nn
 from tessera import _core
 from tessera._loans import Loans, StandIn
 from tessera._outputs import tensors_in
+from tessera.errors import UsageError
+from tessera.zero._owners import Home, home_of, hooks_of, set_home
 
-_HOME = "_tessera_home"  # of parameters: Home
 _SCOPE = "_tessera_scope"  # of modules: the core's number
-EXTERNAL = "_tessera_external"  # of modules: parameters of others that their forward reads
+_EXTERNAL = "_tessera_external"  # of modules: parameters of others that their forward reads
 
 
-class Holder(Protocol):
-    """Who holds partitioned parameters: an engine's core, or EarlyParameters before there is one."""
-
-    def gather(self, numbers: list[int], writable: bool, /) -> None: ...
-    def release(self, numbers: list[int], writes: _core.Writes, writer: int, /) -> None: ...
-    def is_gathered(self, number: int, /) -> bool: ...
-    def partition_of(self, number: int, /) -> _core.ParamPartition: ...
-    def destroyed(self) -> bool: ...
-    def inside_module(self) -> bool: ...
-
-
-class Home:
-    """Where a parameter lives: its holder, its number there, with an engine that engine, and, where it partitions, the
-    hooks around it."""
-
-    __slots__ = ("engine", "holder", "number", "partition")
-
-    def __reduce__(self) -> Any:
-        return type(None), ()  # a pickled parameter lives nowhere
-
-    def __init__(self, holder: Holder, number: int, engine: Any = None, partition: Partition | None = None) -> None:
-        self.holder = weakref.ref(holder)
-        self.number = number
-        self.engine = None if engine is None else weakref.ref(engine)
-        self.partition = None if partition is None else weakref.ref(partition)
+def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
+    """`module`, which does not own `parameter`, uses it in its forward: it is gathered there too. Before or after
+    tessera.initialize. A parameter that is read as an attribute in a forward registers itself."""
+    if not isinstance(parameter, nn.Parameter):
+        raise UsageError(f"[zero] register_external_parameter takes a Parameter, got {type(parameter).__name__}")
+    known = module.__dict__.setdefault(_EXTERNAL, [])
+    if not any(parameter is other for other in known):
+        known.append(parameter)
+    _use_in(module, parameter)
 
 
-def set_home(param: torch.Tensor, home: Home, loans: Loans | None = None) -> None:
-    """`loans`: takes it off again, and what was there before."""
-    if loans is None:
-        setattr(param, _HOME, home)
-    else:
-        vars(param).pop(_HOME, None)
-        loans.put(param, _HOME, home)
+def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
+    """Undoes register_external_parameter for engines built from now on."""
+    known = module.__dict__.get(_EXTERNAL, [])
+    kept = [other for other in known if other is not parameter]
+    if not isinstance(parameter, nn.Parameter) or len(kept) == len(known):
+        raise UsageError("[zero] unregister_external_parameter: the parameter is not registered for this module")
+    module.__dict__[_EXTERNAL] = kept
 
 
-def holder_of(param: torch.Tensor) -> tuple[Holder, int] | None:
-    """Who holds `param` now, and the parameter's number there."""
-    home: Home | None = getattr(param, _HOME, None)
-    holder = None if home is None else home.holder()
-    return None if home is None or holder is None or holder.destroyed() else (holder, home.number)
-
-
-def engine_of(param: torch.Tensor) -> Any:
-    """The live engine of the front end that holds `param`, in any stage; None without one."""
-    home: Home | None = getattr(param, _HOME, None)
-    if home is None or home.engine is None or holder_of(param) is None:
-        return None
-    return home.engine()
-
-
-def home_of(param: torch.Tensor) -> tuple[_core.Engine, int] | None:
-    """The live core that partitions parameters, `param` among them, and the parameter's number there."""
-    found = holder_of(param)
-    if found is None or not isinstance(found[0], _core.Engine) or getattr(param, _HOME).partition is None:
-        return None
-    return found[0], found[1]
-
-
-def use_in(module: nn.Module, param: torch.Tensor) -> None:
+def _use_in(module: nn.Module, param: torch.Tensor) -> None:
     """From now on `param`, when an engine partitions it, is gathered with `module` too."""
     home = home_of(param)
-    reference = getattr(param, _HOME).partition if home is not None else None
-    partition = None if reference is None else reference()
+    partition = hooks_of(param)
     if home is None or partition is None:
         return
     scope = module.__dict__.get(_SCOPE)
@@ -224,7 +185,7 @@ class Partition:
             if any(path != leaf and path.startswith(f"{leaf}.") for leaf in leaf_paths):
                 continue
             whole = path in covered or path in leaf_paths
-            used = [*module.parameters(recurse=whole), *module.__dict__.get(EXTERNAL, [])]
+            used = [*module.parameters(recurse=whole), *module.__dict__.get(_EXTERNAL, [])]
             numbers = [index[id(p)] for p in used if id(p) in index]
             if not numbers and module is not model:
                 continue
@@ -286,37 +247,3 @@ def _nearest(scopes: dict[str, _Scope], path: str) -> _Scope | None:
         if path in scopes:
             return scopes[path]
     return None
-
-
-def gathered(params: Iterable[torch.Tensor], writable: bool) -> list[tuple[Holder, list[int]]]:
-    """Gathers `params`; returns what is to be released: the holders with the numbers of theirs. `writable`: some rank's
-    values may hold in the end."""
-    numbers: dict[int, tuple[Holder, list[int]]] = {}
-    shares: dict[int, bool] = {}  # engines, where it matters
-    for param in params:
-        found = holder_of(param)
-        if found is None:
-            continue
-        holder, number = found
-        if isinstance(holder, _core.Engine) and not home_of(param):
-            # Whole on every rank. One rank's values could hold only after writes to memory that all ranks have.
-            if id(holder) not in shares:
-                shares[id(holder)] = writable and holder.memory().shared > 0
-            if not shares[id(holder)]:
-                continue
-        numbers.setdefault(id(holder), (holder, []))[1].append(number)
-    groups = list(numbers.values())
-    for number, (holder, wanted) in enumerate(groups):
-        try:
-            holder.gather(wanted, writable)
-        except BaseException:
-            release_unread(groups[:number])
-            raise
-    return groups
-
-
-def release_unread(groups: list[tuple[Holder, list[int]]]) -> None:
-    """Ends what gathered() began, when an error is on its way already."""
-    for holder, numbers in groups:
-        with contextlib.suppress(RuntimeError):
-            holder.release(numbers, _core.Writes.None_, 0)

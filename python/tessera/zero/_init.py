@@ -28,7 +28,7 @@ from tessera import _core, distributed
 from tessera._config import choose_config, load_config
 from tessera._device import group_device, move
 from tessera.errors import ConfigError
-from tessera.zero._hooks import Home, holder_of, set_home
+from tessera.zero._owners import Home, holder_of, set_home
 
 _EARLY = "_tessera_early"  # of modules: the EarlyParameters that hold what the module owns
 

@@ -3,7 +3,6 @@ experts, where ranks route to different experts). A mark is the attribute `_z3_l
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
 import torch
@@ -23,8 +22,6 @@ __all__ = [
     "z3_leaf_module",
     "z3_leaf_parameter",
 ]
-
-logger = logging.getLogger("tessera")
 
 LEAF_MARK = "_z3_leaf"
 
@@ -124,13 +121,12 @@ def set_z3_leaf_modules_by_suffix(
     return _mark_paths(model, suffixes, flag, raise_if_not_found, _core.LeafBy.Suffix, "whose path ends with")
 
 
-def apply_config(model: nn.Module, config: _core.Config) -> None:
-    """Adds the marks of zero_optimization.leaf_module and stage3_module_granularity_threshold. What a user named and
-    matches nothing is a warning."""
+def apply_config(model: nn.Module, config: _core.Config) -> list[str]:
+    """Adds the marks of zero_optimization.leaf_module and stage3_module_granularity_threshold. Returns warnings: what a
+    user named and matches nothing."""
     numbers, warnings = _core.configured_leaves(outline(model), config)
     _set(model, numbers, True)
-    for line in warnings:
-        logger.warning(line)
+    return warnings
 
 
 def leaf_paths(model: nn.Module) -> list[str]:

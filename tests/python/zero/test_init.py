@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from support import Net, batch, config, free_port, run_ranks
-from tessera.zero._hooks import holder_of
 from tessera.zero._init import EarlyParameters
+from tessera.zero._owners import holder_of
 from torch import nn
 
 import tessera

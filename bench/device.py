@@ -1,5 +1,5 @@
-"""Where the models of the tables are: what measuring needs to know of a device. Memory is this process's on the CPU and
-torch's allocations on an accelerator."""
+"""Where the models of a benchmark are: what measuring needs to know of a device. Memory is this process's on the CPU,
+and torch's allocations on an accelerator."""
 
 from __future__ import annotations
 

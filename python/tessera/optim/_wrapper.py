@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from tessera.engine._scaler import LossScaler
 from tessera.errors import UsageError
+from tessera.loss_scale import LossScaler
 from tessera.optim._runners import Runner
 
-if TYPE_CHECKING:
-    from tessera.engine._engine import Engine
+
+class Owner(Protocol):
+    """What the wrapper needs of its engine."""
+
+    @property
+    def loss_scaler(self) -> LossScaler: ...
+    def step(self) -> None: ...
+    def zero_grad(self) -> None: ...
+    def _masters(self) -> dict[str, torch.Tensor]: ...
+    def _load_masters(self, masters: dict[str, torch.Tensor], /) -> None: ...
 
 
 class Optimizer(torch.optim.Optimizer):
     """A torch optimizer over sharded or mixed-precision states. `optimizer` is the one it stands for: they share
     param_groups, so changed learning rates act in the next step. state_dict() holds this rank's part."""
 
-    def __init__(self, engine: Engine, runner: Runner) -> None:
+    def __init__(self, engine: Owner, runner: Runner) -> None:
         # torch's own __init__ would make groups and states of its own; both belong to the base.
         self.optimizer = runner.base
         self._engine = weakref.ref(engine)
         self.overflow = False
         self._opt_called = False
 
-    def _live_engine(self) -> Engine:
+    def _live_engine(self) -> Owner:
         engine = self._engine()
         if engine is None:
             raise UsageError("[Optimizer] its engine is gone; keep the engine that tessera.initialize returned")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from support import Net, batch, config, engines, free_port, full_grads, make, mse, weights
-from tessera.engine._scaler import LossScaler
+from tessera.loss_scale import LossScaler
 
 import tessera
 

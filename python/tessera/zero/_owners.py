@@ -1,0 +1,117 @@
+"""Who holds a parameter: an engine's core, or zero.Init before there is one. The mark is an attribute of parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from tessera import _core
+from tessera._loans import Loans
+
+if TYPE_CHECKING:
+    from tessera.zero._hooks import Partition
+
+_HOME = "_tessera_home"  # of parameters: Home
+
+
+class Holder(Protocol):
+    """Who holds partitioned parameters: an engine's core, or EarlyParameters before there is one."""
+
+    def gather(self, numbers: list[int], writable: bool, /) -> None: ...
+    def release(self, numbers: list[int], writes: _core.Writes, writer: int, /) -> None: ...
+    def is_gathered(self, number: int, /) -> bool: ...
+    def partition_of(self, number: int, /) -> _core.ParamPartition: ...
+    def destroyed(self) -> bool: ...
+    def inside_module(self) -> bool: ...
+
+
+class Home:
+    """Where a parameter lives: its holder, its number there, with an engine that engine, and, where it partitions, the
+    hooks around it."""
+
+    __slots__ = ("engine", "holder", "number", "partition")
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a pickled parameter lives nowhere
+
+    def __init__(self, holder: Holder, number: int, engine: Any = None, partition: Partition | None = None) -> None:
+        self.holder = weakref.ref(holder)
+        self.number = number
+        self.engine = None if engine is None else weakref.ref(engine)
+        self.partition = None if partition is None else weakref.ref(partition)
+
+
+def set_home(param: torch.Tensor, home: Home, loans: Loans | None = None) -> None:
+    """`loans`: takes it off again, and what was there before."""
+    if loans is None:
+        setattr(param, _HOME, home)
+    else:
+        vars(param).pop(_HOME, None)
+        loans.put(param, _HOME, home)
+
+
+def holder_of(param: torch.Tensor) -> tuple[Holder, int] | None:
+    """Who holds `param` now, and the parameter's number there."""
+    home: Home | None = getattr(param, _HOME, None)
+    holder = None if home is None else home.holder()
+    return None if home is None or holder is None or holder.destroyed() else (holder, home.number)
+
+
+def engine_of(param: torch.Tensor) -> Any:
+    """The live engine of the front end that holds `param`, in any stage; None without one."""
+    home: Home | None = getattr(param, _HOME, None)
+    if home is None or home.engine is None or holder_of(param) is None:
+        return None
+    return home.engine()
+
+
+def home_of(param: torch.Tensor) -> tuple[_core.Engine, int] | None:
+    """The live core that partitions parameters, `param` among them, and the parameter's number there."""
+    found = holder_of(param)
+    if found is None or not isinstance(found[0], _core.Engine) or getattr(param, _HOME).partition is None:
+        return None
+    return found[0], found[1]
+
+
+def hooks_of(param: torch.Tensor) -> Partition | None:
+    """What hooks the modules that use `param`, where a live core partitions it."""
+    home: Home | None = getattr(param, _HOME, None)
+    return None if home is None or home.partition is None or home_of(param) is None else home.partition()
+
+
+class ParamStatus(enum.Enum):
+    AVAILABLE = 1  # whole
+    NOT_AVAILABLE = 2  # partitioned
+    INFLIGHT = 3  # being gathered
+
+
+_STATUS = {
+    _core.ParamState.Ready: ParamStatus.AVAILABLE,
+    _core.ParamState.Sharded: ParamStatus.NOT_AVAILABLE,
+    _core.ParamState.Gathering: ParamStatus.INFLIGHT,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionInfo:
+    """How a parameter is held now on this rank."""
+
+    status: ParamStatus
+    partitioned: bool  # False: whole on every rank at all times (small parameters, other stages, one rank)
+    begin: int  # this rank's elements of the flattened parameter: [begin, end); slices of ranks need not be equal
+    end: int
+    local: torch.Tensor  # theirs, 1-D; a view, for reading
+
+
+def partition_info(param: torch.Tensor) -> PartitionInfo | None:
+    """What an engine, or zero.Init, knows of `param`; None where neither holds it. Local."""
+    found = holder_of(param)
+    if found is None:
+        return None
+    holder, number = found
+    core = holder.partition_of(number)
+    return PartitionInfo(_STATUS[core.state], core.partitioned, *core.held, core.values)

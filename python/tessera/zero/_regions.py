@@ -1,0 +1,111 @@
+"""Regions in which partitioned parameters are whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tessera import _core
+from tessera.errors import UsageError
+from tessera.zero._hooks import register_external_parameter
+from tessera.zero._owners import Holder, holder_of, home_of
+
+Part = tuple[Holder, list[int]]  # parameters of one holder, by their numbers there
+
+
+class Region:
+    """Inside the `with` the parameters of `parts` are whole. `writes`: whose values hold afterwards, with FromRank
+    those of `writer`; None_: nothing may be written. After an error nobody's hold. Collective."""
+
+    def __init__(self, parts: list[Part], writes: _core.Writes = _core.Writes.None_, writer: int = 0) -> None:
+        self._parts = parts
+        self._writes = writes
+        self._writer = writer
+
+    def __enter__(self) -> None:
+        for number, (holder, numbers) in enumerate(self._parts):
+            try:
+                holder.gather(numbers, self._writes != _core.Writes.None_)
+            except BaseException:
+                _drop(self._parts[:number])
+                raise
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            _drop(self._parts)
+            return
+        for holder, numbers in self._parts:
+            if not holder.destroyed():
+                holder.release(numbers, self._writes, self._writer)
+
+
+def _drop(parts: list[Part]) -> None:
+    """Ends regions when an error is on its way already."""
+    for holder, numbers in parts:
+        with contextlib.suppress(RuntimeError):
+            holder.release(numbers, _core.Writes.None_, 0)
+
+
+def parts_of(params: Iterable[torch.Tensor], writable: bool) -> list[Part]:
+    """Where `params` are that are to be gathered. `writable`: some rank's values may hold in the end."""
+    numbers: dict[int, tuple[Holder, list[int]]] = {}
+    shares: dict[int, bool] = {}  # engines, where it matters
+    for param in params:
+        found = holder_of(param)
+        if found is None:
+            continue
+        holder, number = found
+        if isinstance(holder, _core.Engine) and not home_of(param):
+            # Whole on every rank. One rank's values could hold only after writes to memory that all ranks have.
+            if id(holder) not in shares:
+                shares[id(holder)] = writable and holder.memory().shared > 0
+            if not shares[id(holder)]:
+                continue
+        numbers.setdefault(id(holder), (holder, []))[1].append(number)
+    return list(numbers.values())
+
+
+class GatheredParameters:
+    """Inside the `with`, `params` (one parameter, a list or any iterable) are whole; afterwards partitioned again.
+
+    Collective: every rank opens and closes the region with the same parameters. Parameters that are not partitioned
+    pass through; those of a model that zero.Init built need no engine. `modifier_rank`: what that rank (of the
+    data-parallel group) writes holds on all ranks; None: writing is an error (UsageError, when the region ends).
+    With tessera.shared_parameters `modifier_rank` counts for parameters that are not partitioned, too.
+    `fwd_module`: also registers the parameters as external to that module. Regions must not overlap. A whole unit is
+    gathered, also for one parameter of it.
+    """
+
+    def __init__(
+        self,
+        params: torch.Tensor | Iterable[torch.Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if isinstance(params, torch.Tensor):
+            params = [params]
+        self._params = list(params) if enabled else []
+        self._rank = modifier_rank
+        self._open = Region([])
+        if fwd_module is not None:
+            for param in self._params:
+                register_external_parameter(fwd_module, param)
+
+    def __enter__(self) -> None:
+        unique = {id(param): param for param in self._params}
+        parts = parts_of(unique.values(), writable=self._rank is not None)
+        writes = _core.Writes.None_ if self._rank is None else _core.Writes.FromRank
+        self._open = Region(parts, writes, self._rank or 0)
+        self._open.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        region, self._open = self._open, Region([])
+        try:
+            region.__exit__(kind, error, trace)
+        except RuntimeError as failure:
+            raise UsageError(str(failure)) from None
