@@ -18,8 +18,9 @@ namespace {
 using Arguments = std::map<std::string, std::string>;
 
 Arguments parse(int argc, char** argv) {
-  Arguments arguments{{"--config", ""},  {"--data", ""},     {"--weights", ""}, {"--steps", "100"},  {"--rows", "4"},
-                      {"--layers", "6"}, {"--width", "384"}, {"--heads", "6"},  {"--context", "128"}};
+  Arguments arguments{{"--config", ""},   {"--data", ""},     {"--weights", ""},   {"--save", ""},
+                      {"--resume", ""},   {"--steps", "100"}, {"--rows", "4"},     {"--layers", "6"},
+                      {"--width", "384"}, {"--heads", "6"},   {"--context", "128"}};
   for (int i = 1; i < argc; i += 2) {
     const auto found = arguments.find(argv[i]);
     if (found == arguments.end() || i + 1 == argc) {
@@ -54,11 +55,13 @@ void train(const Arguments& arguments) {
     load_weights(*model, arguments.at("--weights"));
   }
   const int64_t steps = number("--steps"), rows = number("--rows");
+  const std::string &save = arguments.at("--save"), &resume = arguments.at("--resume");
   const auto config = tessera::Config::from_file(arguments.at("--config"));
 
   // README begin
   auto engine = tessera::initialize(model, config);  // model: std::shared_ptr to any torch::nn::Module
-  for (int64_t step = 0; step < steps; ++step) {
+  if (!resume.empty()) engine.load_checkpoint(resume);
+  for (int64_t step = engine.core().global_steps(); step < steps; ++step) {
     const auto [x, y] = text.batch(step, engine.rank(), engine.size(), rows);
     const at::Tensor loss = engine.forward(x, y);
     loss.backward();
@@ -67,6 +70,7 @@ void train(const Arguments& arguments) {
       std::printf("step %ld loss %.6f\n", static_cast<long>(step), loss.item<double>());
     }
   }
+  if (!save.empty()) engine.save_checkpoint(save);
   // README end
 
   const torch::NoGradGuard no_grad;

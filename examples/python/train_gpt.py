@@ -20,6 +20,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", help="any text file; default: the language reference of this Python")
     parser.add_argument("--weights", help="load initial weights from this file (torch.save of a plain dict)")
     parser.add_argument("--save-weights", help="write the initial weights to this file and stop")
+    parser.add_argument("--save", help="save a checkpoint into this folder at the end")
+    parser.add_argument("--resume", help="go on from the newest checkpoint in this folder")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rows", type=int, default=4, help="samples of one rank in one step")
     for name, value in (("layers", 6), ("width", 384), ("heads", 6), ("context", 128)):
@@ -42,13 +44,17 @@ def main() -> None:
     tessera.init_distributed()
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     engine, *_ = tessera.initialize(model=model, config=args.config)
-    for step in range(args.steps):
+    if args.resume:
+        engine.load_checkpoint(args.resume)
+    for step in range(engine.global_steps, args.steps):
         x, y = (t.to(engine.device) for t in text.batch(step, rank, ranks, args.rows))
         loss = engine(x, y)
         loss.backward()
         engine.step()
         if rank == 0:
             print(f"step {step} loss {loss.item():.6f}")
+    if args.save:
+        engine.save_checkpoint(args.save)
     # README end
 
     with torch.no_grad():

@@ -51,10 +51,10 @@ def losses_of(output: str) -> list[float]:
     return [float(x) for x in re.findall(r"loss (\d+\.\d+)", output)]
 
 
-def train(program: list, folder: Path, config: Path, ranks: int) -> list[float]:
+def train(program: list, folder: Path, config: Path, ranks: int, *more: str | Path, steps: int = STEPS) -> list[float]:
     """Losses of every step on rank 0 and the held-out loss."""
     command = [*program, "--config", config, "--data", folder / "text.txt", "--weights", folder / "weights.pt"]
-    command += ["--steps", str(STEPS), *SIZES]
+    command += ["--steps", str(steps), *SIZES, *more]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     environment["CUDA_VISIBLE_DEVICES"] = ""  # the C++ program trains on the CPU
     processes = [
@@ -92,6 +92,21 @@ def test_cpp_and_python_twins_have_the_same_losses(files, weights, stage, dtype,
     tolerance = {"fp32": 1e-5, "bf16": 2e-2}[dtype]
     assert cpp == pytest.approx(python, abs=tolerance)
     assert python[STEPS - 1] < python[0]
+
+
+@needs_cpp
+@pytest.mark.parametrize("first", ["python", "cpp"])
+@pytest.mark.parametrize(("stage", "dtype", "ranks"), [(0, "fp32", 1), (2, "bf16", 2), (3, "bf16", 2)])
+def test_a_run_saved_in_one_language_goes_on_in_the_other(files, weights, tmp_path, first, stage, dtype, ranks):
+    programs = {"python": [sys.executable, TRAIN_PY], "cpp": [TRAIN_CPP]}
+    second = "cpp" if first == "python" else "python"
+    config = config_file(files, stage, dtype)
+    whole = train(programs[first], files, config, ranks)
+    train(programs[first], files, config, ranks, "--save", tmp_path, steps=STEPS // 2)
+    rest = train(programs[second], files, config, ranks, "--resume", tmp_path)
+    assert rest == pytest.approx(whole[STEPS // 2 :], abs={"fp32": 1e-5, "bf16": 2e-2}[dtype])  # as the twins are
+    again = train(programs[first], files, config, ranks, "--resume", tmp_path)
+    assert again == whole[STEPS // 2 :]
 
 
 @needs_cpp

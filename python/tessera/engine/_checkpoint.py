@@ -11,7 +11,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -28,7 +28,73 @@ _OWN_KINDS = frozenset({"weight", "master", "buffer"})
 _FROM_CORE = ("lr", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay")
 
 
-def save(
+class EngineCheckpoints:
+    """What an Engine does with checkpoints."""
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        asynchronous: bool | None = None,
+        keep_last: int | None = None,
+        random_state: bool | None = None,
+    ) -> bool:
+        """Saves the run into the folder save_dir/tag (default tag: global_step<N>), which all ranks must see; complete
+        or not at all, and whatever was complete there before stays until then. Keywords that are None are as the
+        `checkpoint` section says. `asynchronous` returns once the states are copied; wait_for_checkpoint() waits for
+        the rest. `client_state`: anything that torch.save takes, rank 0's. Collective. See docs/checkpoints.md."""
+        _save(
+            cast("Engine", self),
+            save_dir,
+            tag,
+            client_state or {},
+            save_latest,
+            exclude_frozen_parameters,
+            asynchronous,
+            keep_last,
+            random_state,
+        )
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Until an asynchronous save_checkpoint() is complete; raises its error. Collective."""
+        _core.wait_for_checkpoint(cast("Engine", self).core)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., None] | None = None,
+        *,
+        trusted: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Goes on from save_dir/tag (default: what `latest` names; without that file a warning and (None, None)).
+        Returns the folder and the client_state. The checkpoint may come from other ranks, another stage, precision or
+        front end. IoError for what is damaged or missing, ConfigError for what does not fit, with nothing changed.
+        `custom_load_fn(src=state_dict, dst=module)` puts the weights into the module in place of load_state_dict.
+        `trusted`: a client_state of any objects is unpickled, which can run code. Collective."""
+        return _load(
+            cast("Engine", self),
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+            trusted,
+        )
+
+
+def _save(
     engine: Engine,
     save_dir: str | os.PathLike[str] | None,
     tag: Any,
@@ -75,7 +141,7 @@ def save(
     )
 
 
-def load(
+def _load(
     engine: Engine,
     load_dir: str | os.PathLike[str],
     tag: Any,

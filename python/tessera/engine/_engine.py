@@ -30,7 +30,7 @@ from tessera.autocast import (
     init_autocast_params,
 )
 from tessera.data import Loader, make_loader
-from tessera.engine import _checkpoint
+from tessera.engine._checkpoint import EngineCheckpoints
 from tessera.engine._info import EngineGetters
 from tessera.engine._place import keep_place, place
 from tessera.engine._preflight import check_modules
@@ -48,7 +48,7 @@ from tessera.zero._leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_modu
 from tessera.zero._regions import Region, parts_of
 
 
-class Engine(EngineGetters):
+class Engine(EngineCheckpoints, EngineGetters):
     """Trains `model` as `config` says. tessera.initialize() builds one from the usual arguments.
 
     `group`: the data-parallel ranks (a torch ProcessGroup or a group of tessera; default: all processes), or two axes
@@ -544,68 +544,6 @@ class Engine(EngineGetters):
 
     def _not_served(self, call: str, instead: str) -> NoReturn:
         raise NotImplementedError(f"[engine.{call}] is not served by this version; {instead}")
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: Any = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-        *,
-        asynchronous: bool | None = None,
-        keep_last: int | None = None,
-        random_state: bool | None = None,
-    ) -> bool:
-        """Saves the run into the folder save_dir/tag (default tag: global_step<N>), which all ranks must see; complete
-        or not at all, and whatever was complete there before stays until then. Keywords that are None are as the
-        `checkpoint` section says. `asynchronous` returns once the states are copied; wait_for_checkpoint() waits for
-        the rest. `client_state`: anything that torch.save takes, rank 0's. Collective. See docs/checkpoints.md."""
-        _checkpoint.save(
-            self,
-            save_dir,
-            tag,
-            client_state or {},
-            save_latest,
-            exclude_frozen_parameters,
-            asynchronous,
-            keep_last,
-            random_state,
-        )
-        return True
-
-    def wait_for_checkpoint(self) -> None:
-        """Until an asynchronous save_checkpoint() is complete; raises its error. Collective."""
-        _core.wait_for_checkpoint(self.core)
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., None] | None = None,
-        *,
-        trusted: bool = False,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Goes on from save_dir/tag (default: what `latest` names; without that file a warning and (None, None)).
-        Returns the folder and the client_state. The checkpoint may come from other ranks, another stage, precision or
-        front end. IoError for what is damaged or missing, ConfigError for what does not fit, with nothing changed.
-        `custom_load_fn(src=state_dict, dst=module)` puts the weights into the module in place of load_state_dict.
-        `trusted`: a client_state of any objects is unpickled, which can run code. Collective."""
-        return _checkpoint.load(
-            self,
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
-            trusted,
-        )
 
     def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._not_served("offload_states", "destroy() the engine to free its states")
