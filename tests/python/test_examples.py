@@ -178,6 +178,6 @@ def test_the_first_loop_of_the_readme_runs_as_it_stands(tmp_path, ranks):
     command = [sys.executable, *(launcher if ranks > 1 else []), tmp_path / "loop.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    losses = [float(value) for value in re.findall(r"^loss (.*)$", done.stdout, re.M)]
+    losses = [float(value) for value in re.findall(r"loss (\d+\.\d{4})", done.stdout)]  # of two processes, in any order
     assert len(losses) == ranks and max(losses) < 1, "it learns: the variance of the target is 4"
     assert "step=200" in done.stderr and done.stderr.count("step=200") == 1
