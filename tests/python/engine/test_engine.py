@@ -474,7 +474,7 @@ def test_save_16bit_model(tmp_path: Path) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint", "offload_states", "reload_states"])
+@pytest.mark.parametrize("call", ["offload_states", "reload_states"])
 def test_what_is_not_served_says_what_to_use(call: str) -> None:
     engine = tessera.Engine(make(), config())
     with pytest.raises(NotImplementedError, match=call):
