@@ -177,9 +177,9 @@ TEST(Engine, RegionsOfTheCallerAreSwitchedOff) {
   auto engine = initialize(net, adamw_config(1, 1), comm::Mesh());
   const amp::AutocastRegion region({true, at::kBFloat16}, at::kCPU);
   for (int i = 0; i < 2; ++i) {
-    testing::internal::CaptureStderr();
+    ::testing::internal::CaptureStderr();
     EXPECT_EQ(std::get<1>(engine.forward(torch::ones({4, 5}), torch::ones({4, 3}))).scalar_type(), at::kFloat);
-    const std::string said = testing::internal::GetCapturedStderr();
+    const std::string said = ::testing::internal::GetCapturedStderr();
     EXPECT_EQ(said.find("torch_autocast") != std::string::npos, i == 0) << said;
     EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU));
   }
