@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <csignal>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,8 @@
 #include "tests/support/processes.h"
 
 namespace tessera::testing {
+
+inline const std::map<std::string, std::string> kShared = {{"TESSERA_TRANSPORT", "shared_memory"}};
 
 inline void expect_success(const std::vector<ProcessResult>& results) {
   for (const auto& result : results)

@@ -16,6 +16,7 @@ using namespace std::chrono_literals;
 using testing::await_marks;
 using testing::die_once_all_have_met;
 using testing::expect_success;
+using testing::kShared;
 using testing::leave_mark;
 using testing::message_of;
 using testing::run_processes;
@@ -187,8 +188,6 @@ TEST(ShmGroups, MayHaveOneRankOrMany) {
 }
 
 // ---- processes
-
-const std::map<std::string, std::string> kShared = {{"TESSERA_TRANSPORT", "shared_memory"}};
 
 TEST(ShmGroups, AnUnknownTransportIsRefused) {
   setenv("TESSERA_TRANSPORT", "pigeon", 1);

@@ -17,6 +17,7 @@ namespace {
 using namespace std::chrono_literals;
 using testing::await_marks;
 using testing::expect_success;
+using testing::kShared;
 using testing::leave_mark;
 using testing::message_of;
 using testing::run_processes;
@@ -131,8 +132,6 @@ TEST(SharedMemorySizes, NoFileStaysOpenAndNothingStaysMapped) {
 }
 
 // ---- processes
-
-const std::map<std::string, std::string> kShared = {{"TESSERA_TRANSPORT", "shared_memory"}};
 
 TEST(SharedMemoryProcesses, DISABLED_Counter) {
   const auto group = environment_group(60s);

@@ -11,8 +11,8 @@
 namespace tessera::nn {
 namespace {
 
-struct Net : torch::nn::Module {
-  Net() {
+struct PairNet : torch::nn::Module {
+  PairNet() {
     blocks = register_module("blocks", torch::nn::Sequential(torch::nn::Linear(5, 7), torch::nn::Tanh()));
     head = register_module("head", torch::nn::Linear(7, 3));
   }
@@ -29,7 +29,7 @@ struct Net : torch::nn::Module {
   bool fail = false;
 };
 
-Config config(int stage, int ranks) {
+Config adamw_config(int stage, int ranks) {
   return Config::from_json(R"({"gradient_clipping": 0, "train_micro_batch_size_per_gpu": 4, "train_batch_size": )" +
                            std::to_string(4 * ranks) + R"(,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
@@ -42,7 +42,7 @@ struct Data {
 };
 
 // Weights after 5 steps of plain PyTorch on the whole batch.
-std::vector<at::Tensor> plain(Net& net, const Data& data) {
+std::vector<at::Tensor> plain(PairNet& net, const Data& data) {
   torch::optim::AdamW optimizer(net.parameters(), torch::optim::AdamWOptions(0.01).weight_decay(0.1));
   for (int i = 0; i < 5; ++i) {
     optimizer.zero_grad();
@@ -52,7 +52,7 @@ std::vector<at::Tensor> plain(Net& net, const Data& data) {
   return net.parameters();
 }
 
-void copy(Net& to, const Net& from) {
+void copy(PairNet& to, const PairNet& from) {
   const torch::NoGradGuard no_grad;
   for (const auto& item : from.named_parameters()) {
     to.named_parameters()[item.key()].copy_(item.value());
@@ -62,8 +62,8 @@ void copy(Net& to, const Net& from) {
 TEST(Engine, TrainsAsPlainPyTorchOnOneAndTwoRanks) {
   torch::manual_seed(1);
   const Data data;
-  Net start;
-  Net reference;
+  PairNet start;
+  PairNet reference;
   copy(reference, start);
   const auto expected = plain(reference, data);
   for (int stage = 0; stage <= 2; ++stage) {
@@ -72,9 +72,9 @@ TEST(Engine, TrainsAsPlainPyTorchOnOneAndTwoRanks) {
     std::vector<std::thread> threads;
     for (int rank = 0; rank < ranks; ++rank) {
       threads.emplace_back([&, rank] {
-        auto net = std::make_shared<Net>();
+        auto net = std::make_shared<PairNet>();
         copy(*net, start);
-        auto engine = initialize(net, config(stage, ranks), comm::Mesh(groups[rank]));
+        auto engine = initialize(net, adamw_config(stage, ranks), comm::Mesh(groups[rank]));
         EXPECT_EQ(engine.rank(), rank);
         EXPECT_EQ(engine.size(), ranks);
         for (int i = 0; i < 5; ++i) {
@@ -96,7 +96,7 @@ TEST(Engine, TrainsAsPlainPyTorchOnOneAndTwoRanks) {
 
 TEST(Engine, SequentialAndTheCallOperator) {
   torch::nn::Sequential net(torch::nn::Linear(5, 4), torch::nn::ReLU(), torch::nn::Linear(4, 1));
-  auto engine = initialize(net, config(2, 1), comm::Mesh());
+  auto engine = initialize(net, adamw_config(2, 1), comm::Mesh());
   const at::Tensor before = net->parameters()[0].clone();
   engine(torch::ones({4, 5})).sum().backward();
   EXPECT_TRUE(engine.step());
@@ -104,8 +104,8 @@ TEST(Engine, SequentialAndTheCallOperator) {
 }
 
 TEST(Engine, AForwardThatThrowsLeavesTheEngineUsable) {
-  auto net = std::make_shared<Net>();
-  auto engine = initialize(net, config(1, 1), comm::Mesh());
+  auto net = std::make_shared<PairNet>();
+  auto engine = initialize(net, adamw_config(1, 1), comm::Mesh());
   net->fail = true;
   EXPECT_THROW(engine.forward(torch::ones({4, 5}), torch::ones({4, 3})), std::runtime_error);
   net->fail = false;
@@ -119,8 +119,8 @@ TEST(Engine, AutocastAsByHand) {
     for (int stage = 0; stage <= 3; ++stage) {
       torch::manual_seed(1);
       const Data data;
-      Net start;
-      Net reference;
+      PairNet start;
+      PairNet reference;
       copy(reference, start);
       const double scale = dtype == at::kHalf ? 1024 : 1;
       torch::optim::SGD optimizer(reference.parameters(), torch::optim::SGDOptions(0.125));
@@ -144,7 +144,7 @@ TEST(Engine, AutocastAsByHand) {
       std::vector<std::thread> threads;
       for (int rank = 0; rank < 2; ++rank) {
         threads.emplace_back([&, rank] {
-          auto net = std::make_shared<Net>();
+          auto net = std::make_shared<PairNet>();
           copy(*net, start);
           auto engine = initialize(net, config, comm::Mesh(groups[rank]));
           if (dtype == at::kHalf) {
@@ -173,13 +173,13 @@ TEST(Engine, AutocastAsByHand) {
 }
 
 TEST(Engine, RegionsOfTheCallerAreSwitchedOff) {
-  auto net = std::make_shared<Net>();
-  auto engine = initialize(net, config(1, 1), comm::Mesh());
+  auto net = std::make_shared<PairNet>();
+  auto engine = initialize(net, adamw_config(1, 1), comm::Mesh());
   const amp::AutocastRegion region({true, at::kBFloat16}, at::kCPU);
   for (int i = 0; i < 2; ++i) {
-    testing::internal::CaptureStderr();
+    ::testing::internal::CaptureStderr();
     EXPECT_EQ(std::get<1>(engine.forward(torch::ones({4, 5}), torch::ones({4, 3}))).scalar_type(), at::kFloat);
-    const std::string said = testing::internal::GetCapturedStderr();
+    const std::string said = ::testing::internal::GetCapturedStderr();
     EXPECT_EQ(said.find("torch_autocast") != std::string::npos, i == 0) << said;
     EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU));
   }
@@ -190,8 +190,8 @@ TEST(Engine, RegionsOfTheCallerAreSwitchedOff) {
 }
 
 TEST(Engine, EngineBackwardIsBackward) {
-  auto net = std::make_shared<Net>();
-  auto engine = initialize(net, config(0, 1), comm::Mesh());
+  auto net = std::make_shared<PairNet>();
+  auto engine = initialize(net, adamw_config(0, 1), comm::Mesh());
   const auto loss = std::get<0>(engine.forward(torch::ones({4, 5}), torch::ones({4, 3})));
   EXPECT_TRUE(at::equal(engine.backward(loss), loss));
   EXPECT_TRUE(engine.step());

@@ -23,8 +23,8 @@ struct BlockImpl : Hooked<BlockImpl, at::Tensor(at::Tensor)> {
 };
 TORCH_MODULE(Block);
 
-struct Net : torch::nn::Module {
-  Net() {
+struct BlockNet : torch::nn::Module {
+  BlockNet() {
     blocks = register_module("blocks", torch::nn::Sequential(Block(), Block(), Block()));
     head = register_module("head", torch::nn::Linear(6, 2));
     // Of its own: ranks that are threads share the default generator.
@@ -54,7 +54,7 @@ int gathered(engine::Engine& engine) {
 
 TEST(Scope, HookedBlocksAreGatheredOneAtATimeAndTrainAsPlainPyTorch) {
   const at::Tensor x = torch::randn({4, 6});
-  Net plain;
+  BlockNet plain;
   for (int step = 0; step < 3; ++step) {
     plain.zero_grad();
     plain.forward(x).backward();
@@ -63,7 +63,7 @@ TEST(Scope, HookedBlocksAreGatheredOneAtATimeAndTrainAsPlainPyTorch) {
       p.sub_(p.grad(), 0.1);
   }
   testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
-    auto net = std::make_shared<Net>();
+    auto net = std::make_shared<BlockNet>();
     auto engine = initialize(net, config(2), comm::Mesh(group));
     EXPECT_EQ(gathered(engine.core()), 0);
     group->reset_stats();
@@ -133,7 +133,7 @@ TEST(Scope, ALeafModuleIsOneUnitAndOneScope) {
 
 TEST(Scope, AForwardThatThrowsLeavesNothingGathered) {
   testing::run_ranks(2, [](int, const comm::GroupPtr& group) {
-    auto net = std::make_shared<Net>();
+    auto net = std::make_shared<BlockNet>();
     auto engine = initialize(net, config(2), comm::Mesh(group));
     auto last = std::dynamic_pointer_cast<BlockImpl>(net->blocks->ptr(2));
     last->fail = true;
@@ -147,7 +147,7 @@ TEST(Scope, AForwardThatThrowsLeavesNothingGathered) {
 
 TEST(Scope, RegionsTakeTheWritersValues) {
   testing::run_ranks(2, [](int rank, const comm::GroupPtr& group) {
-    auto net = std::make_shared<Net>();
+    auto net = std::make_shared<BlockNet>();
     auto engine = initialize(net, config(2), comm::Mesh(group));
     const at::Tensor weight = net->head->weight;
     {
