@@ -30,6 +30,10 @@ std::string unreachable(const std::exception& error) {
   return "the store cannot be reached; the process that hosts it (usually rank 0) may have ended: " + first_line(error);
 }
 
+std::string both_have(int rank) {
+  return " both have RANK " + std::to_string(rank);
+}
+
 // What is known to be wrong; empty while all may be well.
 std::string trouble(FaultBoard& board, int rank, int size) {
   if (const auto cause = board.posted()) return *cause;
@@ -109,7 +113,7 @@ StorePtr watch_store(const StorePtr& store, int rank, int size) {
 void come_together(const StorePtr& store, int rank, int size) {
   FaultBoard board = job_board(store, rank, size);
   if (const auto both = board.show_process()) {
-    const std::string text = *both + " both have RANK " + std::to_string(rank);
+    const std::string text = *both + both_have(rank);
     board.post(text);
     std::this_thread::sleep_for(kHearing);
     TESSERA_CHECK_VALUE(false, "comm", text, "; give every process a RANK of its own, from 0 to ", size - 1);
@@ -165,10 +169,9 @@ StorePtr open_job_store(const std::string& address, int port, int rank, int size
     options.timeout = kAnswer;
     try {
       open();
-    } catch (const c10::ValueError&) {
-      throw;
-    } catch (const std::exception&) {
-      // somebody else's
+    } catch (const std::exception& said) {
+      // Whichever of the two came second says it; any other error means that the port is somebody else's.
+      if (std::string(said.what()).find(both_have(rank)) != std::string::npos) throw;
     }
     fail(rank, size, first_line(error));
   }

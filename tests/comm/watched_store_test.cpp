@@ -5,9 +5,11 @@
 
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "tessera/comm/hosts.h"
 #include "tests/comm/collectives.h"
+#include "tests/support/processes.h"
 
 namespace tessera::comm {
 namespace {
@@ -74,6 +76,23 @@ TEST_F(WatchedStores, ComingTogetherNamesTwoOfOneRank) {
   EXPECT_HAS(message_of<c10::ValueError>([&] { come_together(store, 1, 2); }),
              "processes 1 and " + std::to_string(getpid()) + " of two hosts both have RANK 1");
   EXPECT_HAS(message_of<c10::DistBackendError>([&] { come_together(store, 0, 3); }), "both have RANK 1");
+}
+
+TEST(JobStore, ARankThatComesBeforeItsHostHasShownItselfIsNamed) {
+  c10d::TCPStoreOptions options;
+  options.isServer = true;
+  options.waitWorkers = false;
+  options.port = testing::free_port();
+  const auto host = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  std::string said;
+  std::thread second([&] {
+    said = message_of<c10::DistBackendError>([&] { open_job_store("127.0.0.1", options.port, 0, 2, 1min); });
+  });
+  auto board = job_board(c10::make_intrusive<c10d::PrefixStore>("tessera/attempt_0", host), 0, 2);
+  board.await_process(0, 20s);
+  board.post("processes 1 and 2 of one host both have RANK 0");
+  second.join();
+  EXPECT_HAS(said, "processes 1 and 2 of one host both have RANK 0");
 }
 
 TEST_F(WatchedStores, ARankMayComeAgainAndInPlaceOfOneThatHasEnded) {
