@@ -5,13 +5,13 @@
 namespace tessera::config {
 namespace {
 
-struct Row {
+struct RuleRow {
   const char* json;
   const char* error;  // part of the message; nullptr: accepted
 };
 
-void expect_rows(const std::vector<Row>& rows) {
-  for (const Row& row : rows) {
+void expect_rows(const std::vector<RuleRow>& rows) {
+  for (const RuleRow& row : rows) {
     const std::string text = json_error(row.json);
     if (row.error) {
       EXPECT_HAS(text, row.error) << row.json;
