@@ -112,6 +112,11 @@ void bind_comm(py::module_& m) {
       .def("__eq__", [](const Axes& a, const Axes& b) { return a == b; });
   py::implicitly_convertible<Axis, Axes>();
   py::implicitly_convertible<py::list, Axes>();
+  py::class_<MeshShape>(m, "MeshShape")
+      .def("size", &MeshShape::size, py::arg("axes"))
+      .def("ranks_along", &MeshShape::ranks_along, py::arg("axes"), py::arg("rank"))
+      .def("groups", &MeshShape::groups);
+  m.def("mesh_shape", &mesh_shape, py::arg("world"), py::arg("shards") = -1, py::arg("sp") = 1, py::arg("tp") = 1);
   py::class_<Mesh>(m, "Mesh")
       .def(py::init<>())
       .def(py::init<GroupPtr>(), py::arg("dp_shard"))

@@ -171,7 +171,8 @@ def world_of(mesh: _core.Mesh) -> tuple[int, int]:
     """(rank, size) among all processes of the job; among the ranks of `mesh` where torch knows no others."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return dist.get_rank(), dist.get_world_size()
-    return mesh.batch_rank(), mesh.batch_size()
+    axes = [_core.Axis.DpReplicate, _core.Axis.DpShard, _core.Axis.Sp, _core.Axis.Tp]
+    return mesh.rank(axes), mesh.size(axes)
 
 
 class OwnGroups(list[Any]):
@@ -182,36 +183,51 @@ class OwnGroups(list[Any]):
         self.process = os.getpid()
 
 
-def core_mesh(group: Any = None, shards: int = -1) -> tuple[_core.Mesh, OwnGroups]:
-    """The data-parallel ranks on the core's two axes, and the process groups that were created for it.
+def mesh_sizes(config: _core.Config) -> dict[str, int]:
+    """What a configuration says of the sizes that core_mesh() takes."""
+    return {
+        "shards": config.get("zero_optimization.mics_shard_size"),
+        "sp": config.get("sequence_parallel_size"),
+        "tp": max(1, config.get("tensor_parallel.autotp_size")),
+    }
 
-    `group`: as in core_group(), on dp_shard; or a DeviceMesh with dimensions named dp_replicate, dp_shard, sp, tp, or
-    without such names of one dimension (dp_shard) or two (dp_replicate, dp_shard); or a mesh of the core. `shards` > 0:
-    so many consecutive ranks share model states, the others replicate them; where that needs new process groups, the
-    call is collective over all processes of torch.distributed."""
-    if isinstance(group, _core.Mesh):
-        return group, OwnGroups()
-    if isinstance(group, DeviceMesh):
-        return _from_device_mesh(group), OwnGroups()
+
+def core_mesh(group: Any = None, shards: int = -1, sp: int = 1, tp: int = 1) -> tuple[_core.Mesh, OwnGroups]:
+    """The ranks of an engine on the core's axes, and the process groups that were created for it.
+
+    `group`: all these ranks, as in core_group(); or a DeviceMesh with dimensions named dp_replicate, dp_shard, sp, tp, or
+    without such names of one dimension (dp_shard) or two (dp_replicate, dp_shard); or a mesh of the core. `tp` consecutive
+    ranks hold slices of one model, `sp` neighbours of those one sequence, of the rest `shards` (> 0) share model states
+    and the others replicate them; where that needs new process groups, the call is collective over all processes of
+    torch.distributed."""
+    if isinstance(group, (_core.Mesh, DeviceMesh)):
+        mesh = _from_device_mesh(group) if isinstance(group, DeviceMesh) else group
+        _check_axis(mesh, _core.Axis.Sp, sp, "sequence_parallel_size")
+        _check_axis(mesh, _core.Axis.Tp, tp, "tensor_parallel.autotp_size")
+        return mesh, OwnGroups()
     whole = core_group(group)
-    if shards <= 0 or shards == whole.size:
+    shape = _core.mesh_shape(whole.size, shards, sp, tp)
+    if shape.size(_core.Axis.DpShard) == whole.size:
         return _core.Mesh(whole), OwnGroups()
-    if whole.size % shards != 0:
-        raise ConfigError(
-            f"[config] zero_optimization.mics_shard_size {shards} does not divide the {whole.size} data-parallel ranks"
-        )
     if isinstance(group, _core.Group):
         raise ConfigError(
-            "[config] zero_optimization.mics_shard_size needs torch process groups; with groups of tessera pass a Mesh "
-            "with both axes"
+            "[config] zero_optimization.mics_shard_size, sequence_parallel_size and tensor_parallel.autotp_size need torch "
+            "process groups; with groups of tessera pass a Mesh with these axes"
         )
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    rows = [ranks[begin : begin + shards] for begin in range(0, len(ranks), shards)]
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    made = OwnGroups(dist.new_subgroups_by_enumeration(axis)[0] for axis in (rows, columns))
-    mesh = _core.Mesh(core_group(made[0]))
-    mesh.set(_core.Axis.DpReplicate, core_group(made[1]))
+    mesh, made = _core.Mesh(), OwnGroups()
+    for axes in shape.groups():
+        rows = {tuple(ranks[other] for other in shape.ranks_along(axes, number)) for number in range(len(ranks))}
+        made.append(dist.new_subgroups_by_enumeration([list(row) for row in sorted(rows)])[0])
+        mesh.set(axes, core_group(made[-1]))
     return mesh, made
+
+
+def _check_axis(mesh: _core.Mesh, axis: _core.Axis, ranks: int, key: str) -> None:
+    if ranks > 1 and mesh.size(axis) != ranks:
+        raise ConfigError(
+            f"[config] {key} is {ranks}, but the mesh has {mesh.size(axis)} ranks along '{_core.Axes(axis).name}'"
+        )
 
 
 def discard(groups: OwnGroups) -> None:

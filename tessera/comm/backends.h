@@ -37,8 +37,8 @@ GroupPtr c10d_group(std::shared_ptr<void> keep_alive, c10d::ProcessGroup& group)
 // SIGPIPE is ignored from here on, unless the program handles it.
 GroupPtr environment_group(std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
-// The same ranks on two axes: consecutive ones share model states (dp_shard, `shards` of them), the others replicate
-// them. `shards` <= 0: all share. Collective. Value error when WORLD_SIZE is no multiple of it.
-Mesh environment_mesh(int shards, std::chrono::milliseconds timeout = std::chrono::minutes(10));
+// The same ranks on the axes of a mesh, see mesh_shape(). Collective. Value error where the numbers do not divide
+// WORLD_SIZE.
+Mesh environment_mesh(int shards, int sp = 1, int tp = 1, std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
 }  // namespace tessera::comm

@@ -1,6 +1,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
 #include <csignal>
 #include <map>
 #include <mutex>
@@ -116,18 +117,19 @@ GroupPtr environment_group(std::chrono::milliseconds timeout) {
   });
 }
 
-Mesh environment_mesh(int shards, std::chrono::milliseconds timeout) {
+Mesh environment_mesh(int shards, int sp, int tp, std::chrono::milliseconds timeout) {
   const Place place = read_place();
-  if (shards <= 0 || shards == place.size) return Mesh(environment_group(timeout));
-  TESSERA_CHECK_VALUE(place.size % shards == 0, "comm", "WORLD_SIZE ", place.size,
-                      " is not a multiple of the ranks of a shard group, ", shards);
+  const MeshShape shape = mesh_shape(place.size, shards, sp, tp);
+  if (shape.size(Axis::DpShard) == place.size) return Mesh(environment_group(timeout));
   return among_others(place, timeout, [&](const StorePtr& store) {
-    const int replica = place.rank / shards, number = place.rank % shards;
-    const auto join = [&](const std::string& name, int rank, int size) {
-      return meet(place, c10::make_intrusive<c10d::PrefixStore>(name, store), rank, size, name, timeout);
-    };
-    Mesh mesh(join("tessera_replica_" + std::to_string(replica), number, shards));
-    mesh.set(Axis::DpReplicate, join("tessera_shard_" + std::to_string(number), replica, place.size / shards));
+    Mesh mesh;
+    for (const Axes axes : shape.groups()) {
+      const std::vector<int> ranks = shape.ranks_along(axes, place.rank);
+      const auto number = std::find(ranks.begin(), ranks.end(), place.rank) - ranks.begin();
+      const std::string name = c10::str("tessera_", axes.name(), "_of_", ranks.front());
+      mesh.set(axes, meet(place, c10::make_intrusive<c10d::PrefixStore>(name, store), static_cast<int>(number),
+                          static_cast<int>(ranks.size()), name, timeout));
+    }
     return mesh;
   });
 }

@@ -26,6 +26,53 @@ std::string Axes::name() const {
   return text;
 }
 
+int MeshShape::size(Axes axes) const {
+  int product = 1;
+  for (const Axis axis : kAxes)
+    if (axes.has(axis)) product *= sizes[static_cast<size_t>(axis)];
+  return product;
+}
+
+std::vector<int> MeshShape::ranks_along(Axes axes, int rank) const {
+  std::vector<int> found{0};
+  int stride = size(kAxes);
+  for (const Axis axis : kAxes) {
+    const int many = size(axis);
+    stride /= many;
+    std::vector<int> next;
+    for (const int base : found) {
+      if (!axes.has(axis)) {
+        next.push_back(base + rank / stride % many * stride);
+        continue;
+      }
+      for (int number = 0; number < many; ++number)
+        next.push_back(base + number * stride);
+    }
+    found = std::move(next);
+  }
+  return found;
+}
+
+std::vector<Axes> MeshShape::groups() const {
+  std::vector<Axes> found;
+  for (const Axis axis : kAxes)
+    if (size(axis) > 1) found.emplace_back(axis);
+  if (size(Axis::DpShard) > 1 && size(Axis::Sp) > 1) found.push_back(kStateAxes);
+  return found;
+}
+
+MeshShape mesh_shape(int world, int shards, int sp, int tp) {
+  TESSERA_CHECK_VALUE(sp >= 1 && tp >= 1 && world % (sp * tp) == 0, "comm.mesh", "sequence_parallel_size ", sp,
+                      " x tensor_parallel.autotp_size ", tp, " does not divide the ", world, " ranks");
+  const int batch = world / (sp * tp);
+  if (shards <= 0) shards = batch;
+  TESSERA_CHECK_VALUE(batch % shards == 0, "comm.mesh", "the ", batch,
+                      " data-parallel ranks are not a multiple of the ranks of a shard group "
+                      "(zero_optimization.mics_shard_size), ",
+                      shards);
+  return {{batch / shards, shards, sp, tp}};
+}
+
 Mesh::Mesh() : single_(single_group()) {}
 
 Mesh::Mesh(GroupPtr dp_shard) : Mesh() {

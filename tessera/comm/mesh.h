@@ -12,10 +12,12 @@
 //   kModelAxes agree on what a step does and exchange neither gradients nor states.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <initializer_list>
 #include <map>
 #include <string>
+#include <vector>
 
 #include "tessera/comm/group.h"
 
@@ -52,6 +54,21 @@ class Axes {
 inline constexpr Axes kBatchAxes{Axis::DpReplicate, Axis::DpShard};
 inline constexpr Axes kStateAxes{Axis::DpShard, Axis::Sp};
 inline constexpr Axes kModelAxes{Axis::Tp};
+
+// How many ranks lie along each axis, and who they are: rank r of a mesh has the coordinates of r written in mixed radix,
+// the last axis fastest. Example: 2 x dp_shard, 3 x tp: rank 4 is number 1 along dp_shard and number 1 along tp.
+struct MeshShape {
+  std::array<int, 4> sizes{1, 1, 1, 1};  // by axis
+
+  int size(Axes axes) const;
+  // The ranks that differ from `rank` along these axes only, ascending.
+  std::vector<int> ranks_along(Axes axes, int rank) const;
+  // The sets of axes that an engine has groups along: every axis of several ranks, and those of model states together.
+  std::vector<Axes> groups() const;
+};
+// `world` ranks with so many along sp and tp. `shards` > 0: so many of the others share model states, the rest of them
+// replicate them; otherwise all of them share. Value error where the numbers do not divide.
+MeshShape mesh_shape(int world, int shards = -1, int sp = 1, int tp = 1);
 
 // Groups are handed in; an axis that is not set has one rank. Immutable once built.
 class Mesh {

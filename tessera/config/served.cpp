@@ -49,7 +49,6 @@ const std::vector<Refusal>& refusals() {
       {"optimizer.type", "Lamb, Muon, MuAdam, MuAdamW, MuSGD, OneBit*, ZeroOneAdam", unserved_type},
       {"optimizer.params", "fp32_optimizer_states false", unserved_states},
       {"tensor_parallel.autotp_size", "> 1", [](C c) { return c.tensor_parallel.autotp_size > 1; }},
-      {"sequence_parallel_size", "> 1", [](C c) { return c.sequence_parallel_size > 1; }},
       {"sparse_gradients", "true", [](C c) { return c.sparse_gradients; }},
       {"graph_harvesting", "true", [](C c) { return c.graph_harvesting; }},
       {"checkpoint.load_universal", "true", [](C c) { return c.checkpoint.load_universal; }},
@@ -71,7 +70,6 @@ const std::vector<Unread>& unread() {
   static const std::vector<Unread> all{
       {"log_level", "set the level of the logger \"tessera\""},
       {"data_parallel_size", "the process group says how many ranks there are"},
-      {"seq_parallel_communication_data_type", "there is no sequence parallelism"},
       {"wall_clock_breakdown", "use torch.profiler"},
       {"memory_breakdown", "use torch.profiler"},
       {"dump_state", "print config.describe()"},

@@ -85,6 +85,8 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   if (options.rule == optim::Rule::External && precision.master == amp::Master::Split)
     precision.master = amp::Master::Fp32;
   m.mesh = std::move(mesh);
+  if (m.mesh.size(comm::Axis::Sp) > 1 && options.sequence_communication)
+    m.options.zero.communication = options.sequence_communication;
   m.params = std::move(params);
   zero::Ranks ranks(m.mesh);
   if (!m.params.empty()) ranks.device = m.params.front().tensor.device();

@@ -33,7 +33,8 @@ struct Options {
   bool managed_accumulation = true;  // false: every step() is a boundary
   bool precision_of_model = false;   // no precision section: zero.precision follows from the trained parameters' dtype
   std::optional<at::ScalarType> accumulate_in;  // then: the dtype of gradients, where it is not the parameters'
-  bool share_buffers = true;                    // broadcast_buffers() does what it says, and nothing without this
+  std::optional<at::ScalarType> sequence_communication;  // zero.communication where several ranks share a sequence
+  bool share_buffers = true;      // broadcast_buffers() does what it says, and nothing without this
   std::string client_optimizer;   // Rule::External: class and hyper-parameters, which all ranks must have alike
   amp::ScalerOptions scaler;      // loss scaling
   amp::AutocastOptions autocast;  // what forward computes in

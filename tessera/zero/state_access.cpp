@@ -1,7 +1,11 @@
 #include "tessera/zero/state_access.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
+
+#include <limits>
 
 #include "tessera/base/error.h"
 #include "tessera/shard/storage.h"
@@ -214,6 +218,35 @@ at::Tensor StateAccess::gather_flat(const Place& place, const at::Tensor& part) 
   return full;
 }
 
+// From the elements of the parameter, in the order of its memory, to its values as users see them: in its shape, or the
+// whole that it is a slice of.
+at::Tensor StateAccess::whole_of(const Place& place, const at::Tensor& flat) const {
+  const Param& p = *place.param;
+  if (p.cut == nullptr) return shard::view_as_param(flat, {0, p.range.size()}, p.form);
+  // Elements that several slices hold are the same in all of them: the largest of all is exact.
+  at::Tensor whole = at::full({p.cut->numel()}, -std::numeric_limits<double>::infinity(), flat.options());
+  shard::for_stretches(p.cut, {0, flat.numel()}, [&](shard::Range piece, int64_t number) {
+    whole.narrow(0, number, piece.size()).copy_(flat.narrow(0, piece.begin, piece.size()));
+  });
+  place.unit->ranks.model->all_reduce(whole, comm::ReduceOp::Max, "whole of '" + p.name + "'").wait();
+  return whole.view(p.cut->sizes);
+}
+
+// The other way: a value of that shape to the parameter's elements. Value error for another shape.
+at::Tensor StateAccess::flat_of(const Place& place, const at::Tensor& whole, const char* caller) const {
+  const Param& p = *place.param;
+  const at::IntArrayRef sizes = p.cut ? at::IntArrayRef(p.cut->sizes) : p.tensor.sizes();
+  TESSERA_CHECK_VALUE(whole.defined() && whole.sizes() == sizes, caller, "parameter '", p.name, "' has shape ", sizes,
+                      ", the value ", whole.defined() ? whole.sizes() : at::IntArrayRef{});
+  if (p.cut == nullptr) return shard::flatten_like_param(whole, p.form);
+  const at::Tensor all = whole.contiguous().view(-1);
+  at::Tensor flat = at::empty({p.range.size()}, whole.options());
+  shard::for_stretches(p.cut, {0, flat.numel()}, [&](shard::Range piece, int64_t number) {
+    flat.narrow(0, piece.begin, piece.size()).copy_(all.narrow(0, number, piece.size()));
+  });
+  return flat;
+}
+
 at::Tensor StateAccess::gather_full(ParamId param, const at::Tensor& part) {
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
@@ -223,19 +256,16 @@ at::Tensor StateAccess::gather_full(ParamId param, const at::Tensor& part) {
   TESSERA_CHECK_VALUE(part.defined() && part.numel() == mine, "engine.gather_full", "this rank holds ", mine,
                       " elements of parameter '", p.name, "', the part has ", part.defined() ? part.numel() : 0);
   const bool shaped = part.sizes() == p.tensor.sizes();
-  return shard::view_as_param(gather_flat(place, shaped ? shard::flatten_like_param(part, p.form) : part.flatten()),
-                              {0, p.range.size()}, p.form);
+  return whole_of(place, gather_flat(place, shaped ? shard::flatten_like_param(part, p.form) : part.flatten()));
 }
 
 at::Tensor StateAccess::local_part(ParamId param, const at::Tensor& full) {
   const Place& place = units_.trained(param, "local_part");
   const Param& p = *place.param;
-  TESSERA_CHECK_VALUE(full.defined() && full.sizes() == p.tensor.sizes(), "engine.local_part", "parameter '", p.name,
-                      "' has shape ", p.tensor.sizes(), ", the value ",
-                      full.defined() ? full.sizes() : at::IntArrayRef{});
-  if (units_.placements().states == shard::Placement::Replicate) return full;
+  const at::Tensor flat = flat_of(place, full, "engine.local_part");
+  if (units_.placements().states == shard::Placement::Replicate) return p.cut ? flat.view(p.tensor.sizes()) : full;
   const shard::Range mine = units_.local_range(place);
-  return shard::flatten_like_param(full, p.form).narrow(0, mine.begin, mine.size());
+  return flat.narrow(0, mine.begin, mine.size());
 }
 
 double StateAccess::agree_max(double value) {
@@ -245,16 +275,30 @@ double StateAccess::agree_max(double value) {
   return all.item<double>();
 }
 
+// Before a reduction, which is so on all ranks alike; but whether there is a gradient is not: nothing collective may follow,
+// other than among the slices of one parameter.
+at::Tensor StateAccess::local_gradient(const Place& place) const {
+  const Param& p = *place.param;
+  const bool here = BackwardDriver::reads_local_gradient(place);
+  if (p.cut) {
+    const at::Tensor any = at::full({1}, here ? 1 : 0, p.tensor.options().dtype(at::kFloat).requires_grad(false));
+    place.unit->ranks.model->all_reduce(any, comm::ReduceOp::Max, "gradient of '" + p.name + "'").wait();
+    if (any.item<float>() == 0) return {};
+  } else if (!here) {
+    return {};
+  }
+  at::Tensor mine = at::zeros({p.range.size()}, p.tensor.options().dtype(at::kFloat).requires_grad(false));
+  if (here) mine.copy_(place.unit->partial.narrow(0, p.range.begin, p.range.size()));
+  return whole_of(place, mine);
+}
+
 at::Tensor StateAccess::get_full(ParamId param, Quantity what) {
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
   const Place& place = units_.trained(param, "get_full");
   const Param& p = *place.param;
   if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
-  if (what == Quantity::Gradient && driver_.unreduced()) {  // on all ranks alike: nothing collective may follow
-    if (!BackwardDriver::reads_local_gradient(place)) return {};
-    return shard::view_as_param(place.unit->partial, p.range, p.form).to(at::kFloat, false, /*copy=*/true);
-  }
+  if (what == Quantity::Gradient && driver_.unreduced()) return local_gradient(place);
   if (what == Quantity::Gradient) {
     const double seen = agree_max(driver_.reducer().has_late() ? 2 : (p.has_grad ? 1 : 0));
     if (seen == 0) return {};
@@ -268,7 +312,7 @@ at::Tensor StateAccess::get_full(ParamId param, Quantity what) {
   const at::Tensor full = gather_flat(place, mine);
   if (what == Quantity::Gradient)
     driver_.reducer().reduce_replicas_of(*place.unit, full, "gradient of '" + p.name + "'");
-  return shard::view_as_param(full, {0, p.range.size()}, p.form);
+  return whole_of(place, full);
 }
 
 void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value) {
@@ -276,13 +320,11 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
   const c10::AutoGradMode no_grad(false);
   const Place& place = units_.trained(param, "set_full");
   Param& p = *place.param;
-  TESSERA_CHECK_VALUE(value.defined() && value.sizes() == p.tensor.sizes(), "engine.set_full", "parameter '", p.name,
-                      "' has shape ", p.tensor.sizes(), ", the value ",
-                      value.defined() ? value.sizes() : at::IntArrayRef{});
+  const at::Tensor flat = flat_of(place, value, "engine.set_full");
   if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
   if (what == Quantity::Gradient) {
     if (BackwardDriver::reads_local_gradient(place)) {
-      shard::view_as_param(place.unit->partial, p.range, p.form).copy_(value);
+      place.unit->partial.narrow(0, p.range.begin, p.range.size()).copy_(flat);
       return;
     }
     if (place.unit->grad_state() == GradState::Empty) {
@@ -297,7 +339,7 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
   const shard::Range mine = units_.local_range(place);
   TESSERA_CHECK_VALUE(read_owned(place, what).defined(), "engine.set_full", "parameter '", p.name,
                       "' has no such state");
-  write_owned(place, what, shard::flatten_like_param(value, p.form).narrow(0, mine.begin, mine.size()));
+  write_owned(place, what, flat.narrow(0, mine.begin, mine.size()));
 }
 
 }  // namespace tessera::zero

@@ -44,7 +44,8 @@ class StateAccess {
   shard::Form form(ParamId param) const;
 
   // Master, Gradient, State0 or State1 below; value error for Weight, which the parameter itself shows.
-  // fp32, shape of the parameter; collective. Undefined tensor when there is none (no gradient, no such state).
+  // fp32, shape of the parameter, where that is a slice (ModelParam::cut) of its whole; collective. Undefined tensor when
+  // there is none (no gradient, no such state).
   at::Tensor get_full(ParamId param, Quantity what);
   void set_full(ParamId param, Quantity what, const at::Tensor& value);
   // What this rank holds: shaped like the parameter where the buffer is replicated, else 1-D; possibly empty. A view, in
@@ -57,9 +58,9 @@ class StateAccess {
   std::pair<int64_t, int64_t> local_range(ParamId param) const;
 
   // The same for values that the client keeps, such as the states of an optimizer that runs itself. `part`: one value for
-  // each element of local_range(), shaped as local_view() is. fp32, shape of the parameter; collective.
+  // each element of local_range(), shaped as local_view() is. fp32, shape as of get_full(); collective.
   at::Tensor gather_full(ParamId param, const at::Tensor& part);
-  // This rank's part of `full`, which has the shape of the parameter; shaped as local_view() is, in the dtype of `full`.
+  // This rank's part of `full`, shaped as get_full() gives it; shaped as local_view() is, in the dtype of `full`.
   at::Tensor local_part(ParamId param, const at::Tensor& full);
   // The largest of all ranks' values. Collective.
   double agree_max(double value);
@@ -71,6 +72,9 @@ class StateAccess {
   at::Tensor read_owned(const Place& place, Quantity what) const;
   void write_owned(const Place& place, Quantity what, const at::Tensor& values);
   at::Tensor gather_flat(const Place& place, const at::Tensor& part);
+  at::Tensor local_gradient(const Place& place) const;
+  at::Tensor whole_of(const Place& place, const at::Tensor& flat) const;
+  at::Tensor flat_of(const Place& place, const at::Tensor& whole, const char* caller) const;
 
   Units& units_;
   BackwardDriver& driver_;

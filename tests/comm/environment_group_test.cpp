@@ -223,7 +223,7 @@ void expect_killed_peer(const std::function<void()>& call, int rank, const std::
 }
 
 TEST(Processes, DISABLED_Mesh) {
-  const auto mesh = environment_mesh(2, 60s);
+  const auto mesh = environment_mesh(2, 1, 1, 60s);
   const int rank = std::stoi(std::getenv("RANK"));
   EXPECT_EQ(mesh.size(kBatchAxes), 4);
   EXPECT_EQ(mesh.rank(kBatchAxes), rank);
@@ -240,7 +240,7 @@ TEST(EnvironmentMesh, ConsecutiveRanksShareAndTheOthersReplicate) {
   expect_success(over_gloo(4, "Processes.DISABLED_Mesh"));
   EXPECT_EQ(environment_mesh(-1).size(kBatchAxes), 1);
   const Environment env({{"WORLD_SIZE", "3"}, {"RANK", "0"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "1"}});
-  EXPECT_HAS(message_of<c10::ValueError>([] { environment_mesh(2); }), "3 is not a multiple");
+  EXPECT_HAS(message_of<c10::ValueError>([] { environment_mesh(2); }), "the 3 data-parallel ranks are not a multiple");
 }
 
 TEST(Processes, DISABLED_WriteToAClosedPipe) {

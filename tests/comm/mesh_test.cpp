@@ -47,6 +47,30 @@ TEST(Mesh, RefusesNull) {
   EXPECT_HAS(text, "'sp'");
 }
 
+TEST(MeshShape, NumbersRanksWithTheLastAxisFastest) {
+  const MeshShape shape = mesh_shape(24, 2, 3, 2);
+  EXPECT_EQ(shape.sizes, (std::array{2, 2, 3, 2}));
+  using Ranks = std::vector<int>;
+  EXPECT_EQ(shape.ranks_along(Axis::Tp, 15), (Ranks{14, 15}));
+  EXPECT_EQ(shape.ranks_along(Axis::Sp, 15), (Ranks{13, 15, 17}));
+  EXPECT_EQ(shape.ranks_along(Axis::DpReplicate, 15), (Ranks{3, 15}));
+  EXPECT_EQ(shape.ranks_along(kStateAxes, 15), (Ranks{13, 15, 17, 19, 21, 23}));
+  EXPECT_EQ(shape.ranks_along({}, 15), (Ranks{15}));
+  EXPECT_EQ(shape.groups().size(), 5);
+  EXPECT_EQ(shape.groups().back(), kStateAxes);
+  EXPECT_TRUE(mesh_shape(1).groups().empty());
+  EXPECT_EQ(mesh_shape(8, -1, 1, 2).sizes, (std::array{1, 4, 1, 2}));
+}
+
+TEST(MeshShape, RefusesNumbersThatDoNotDivide) {
+  const auto refused = [](int world, int shards, int sp, int tp) {
+    return testing::message_of<c10::ValueError>([=] { mesh_shape(world, shards, sp, tp); });
+  };
+  EXPECT_HAS(refused(6, -1, 1, 4),
+             "sequence_parallel_size 1 x tensor_parallel.autotp_size 4 does not divide the 6 ranks");
+  EXPECT_HAS(refused(8, 3, 1, 2), "the 4 data-parallel ranks are not a multiple of the ranks of a shard group");
+}
+
 TEST(Mesh, AxesHaveTheNamesOfTheConfiguration) {
   EXPECT_STREQ(axis_name(Axis::DpReplicate), "dp_replicate");
   EXPECT_STREQ(axis_name(Axis::DpShard), "dp_shard");

@@ -130,6 +130,7 @@ TEST(Axes, ACutChangesNoBit) {
     Engine engine(options, mesh, specs, {toy_adamw()});
     for (int step = 0; step < 5; ++step) {
       (specs[0].tensor * grad).sum().backward();
+      EXPECT_TRUE(engine.states().get_full(0, Quantity::Gradient).equal(gradient.to(at::kFloat)));
       engine.step();
     }
     return specs[0].tensor.detach().clone();
@@ -141,6 +142,37 @@ TEST(Axes, ACutChangesNoBit) {
       const auto part = [&](const at::Tensor& t) { return t.narrow(dim, begin, size).contiguous(); };
       const auto cut = shard::cut_along({8, 12}, dim, {{begin, begin + size}});
       EXPECT_TRUE(train(mesh, part(weights), part(gradient), cut).equal(part(whole))) << dim;
+    });
+  }
+}
+
+// Values by parameter are those of the whole, in every stage: also gradients before their reduction.
+TEST(Axes, ASliceIsReadAndWrittenAsItsWhole) {
+  const at::Tensor whole = at::arange(24.0).view({4, 6}).to(at::kFloat);
+  const std::vector<shard::Range> mine[] = {{{0, 1}, {4, 6}}, {{1, 4}}};  // two sub-parameters, unevenly cut
+  for (int stage = 0; stage <= 3; ++stage) {
+    run_axes({{Axis::DpShard, 2}, {Axis::Tp, 2}}, [&](int, const comm::Mesh& mesh) {
+      const auto& ranges = mine[mesh.rank(Axis::Tp)];
+      std::vector<at::Tensor> parts;
+      for (const shard::Range r : ranges)
+        parts.push_back(whole.narrow(1, r.begin, r.size()));
+      const at::Tensor part = at::cat(parts, 1);
+      std::vector<engine::ParamSpec> specs{{"w", part.clone().requires_grad_(true), 0, "a"}};
+      specs[0].varies = Axis::Tp;
+      specs[0].cut = shard::cut_along({4, 6}, 1, ranges);
+      auto options = toy_options({.stage = stage, .accumulation = 2, .clip = 0, .persistence = 1 << 20});
+      Engine engine(options, mesh, specs, {toy_adamw()});
+      auto& states = engine.states();
+      EXPECT_FALSE(states.get_full(0, Quantity::Gradient).defined()) << stage;
+      EXPECT_TRUE(states.get_full(0, Quantity::Master).equal(whole)) << stage;
+      (specs[0].tensor * part).sum().backward();
+      EXPECT_TRUE(states.get_full(0, Quantity::Gradient).equal(whole / 2)) << stage;
+      states.set_full(0, Quantity::Master, whole + 1);
+      states.set_full(0, Quantity::State1, whole + 2);
+      engine.refresh_params();
+      EXPECT_TRUE(specs[0].tensor.equal(part + 1)) << stage;
+      EXPECT_TRUE(states.get_full(0, Quantity::State1).equal(whole + 2)) << stage;
+      EXPECT_HAS(error_of([&] { states.set_full(0, Quantity::Master, part); }), "has shape [4, 6]");
     });
   }
 }

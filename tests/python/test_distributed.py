@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import traceback
+import types
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,27 @@ def enter(rank: int, world: int, port: int, transport: str) -> None:
     os.environ["TESSERA_TRANSPORT"] = transport
 
 
+TWO_BATCHES = ("sp", "tp", "mesh_param", "configuration", "mpu")  # of four ranks, told in several ways
+
+
+def two_batches(way: str, model: torch.nn.Module, cfg: dict[str, Any]) -> tessera.Engine:
+    if way in ("sp", "tp"):
+        return tessera.Engine(model, cfg, group=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", way)))
+    if way == "mesh_param":
+        return tessera.initialize(model=model, config=cfg, mesh_param=(2, 2))[0]
+    if way == "configuration":
+        return tessera.initialize(model=model, config=cfg | {"sequence_parallel_size": 2})[0]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    both = mesh._flatten("both").get_group()
+    mpu = types.SimpleNamespace(
+        get_data_parallel_group=lambda: mesh.get_group("data"),
+        get_sequence_parallel_group=lambda: mesh.get_group("sequence"),
+        get_sequence_parallel_world_size=lambda: 2,
+        get_sequence_data_parallel_group=lambda: both,
+    )
+    return tessera.initialize(model=model, config=cfg, mpu=mpu)[0]
+
+
 def worker(rank: int, world: int, port: int, transport: str, folder: str) -> None:
     enter(rank, world, port, transport)
     results: dict[Any, Any] = {}
@@ -70,12 +92,18 @@ def worker(rank: int, world: int, port: int, transport: str, folder: str) -> Non
         engine = tessera.Engine(make(seed=rank), adam(2, 1, False), group=mesh)
         results["mesh"] = train(engine, rank, 1)
         engine.destroy()
-        for second in ("sp", "tp"):  # which share the batches of two ranks
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", second))
-            engine = tessera.Engine(make(seed=rank), adam(2, 1, False), group=mesh)
+        for way in TWO_BATCHES:
+            engine = two_batches(way, make(seed=rank), adam(2, 1, False))
             assert (engine.dp_world_size, engine.world_size) == (2, 4)
-            results[second] = train(engine, rank // 2, 1)
+            assert (engine.sp_world_size, engine.mp_world_size) == ((1, 2) if way == "tp" else (2, 1))
+            assert engine.seq_dp_world_size == (2 if way == "tp" else 4)
+            assert engine.get_model_parallel_rank() + engine.get_sequence_parallel_rank() == rank % 2
+            results[way] = train(engine, rank // 2, 1)
             engine.destroy()
+        with pytest.raises(ValueError, match=r"asks for 3 data-parallel x 1 sequence-parallel ranks.*there are 4"):
+            tessera.initialize(model=make(), config=adam(2, 1, False), mesh_param=(3, 1))
+        with pytest.raises(ValueError, match="sequence_parallel_size 3 x .* does not divide the 4 ranks"):
+            tessera.initialize(model=make(), config=adam(2, 1, False) | {"sequence_parallel_size": 3})
         with pytest.raises(ValueError, match="name them, in this order"):
             tessera.Engine(
                 make(), adam(2, 1, False), group=init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "sp"))
@@ -106,8 +134,8 @@ def test_processes_equal_threads(world: int, transport: str, tmp_path: Path) -> 
             assert_close(got, want[0])
     if world == 4:
         two = engines(make(seed=0), 2, adam(2, 1, False), lambda e, r: train(e, r, 1))[0]
-        for axis in ("sp", "tp"):
-            assert_close(torch.load(tmp_path / "3.pt")[axis], two)
+        for way in TWO_BATCHES:
+            assert_close(torch.load(tmp_path / "3.pt")[way], two)
         want = torch.load(tmp_path / "0.pt")[3, False, 1]
         for rank in range(world):
             got = torch.load(tmp_path / f"{rank}.pt")

@@ -59,39 +59,21 @@ inline void run_ranks(int size, const std::function<void(int, comm::GroupPtr)>& 
 // Ranks as threads on a mesh: how many along each axis, and the rank that fn gets counts in the order of the axes.
 using AxisSizes = std::map<comm::Axis, int>;
 inline void run_axes(const AxisSizes& sizes, const std::function<void(int, const comm::Mesh&)>& fn) {
-  using comm::Axes;
-  const auto of = [&](comm::Axis axis) { return sizes.contains(axis) ? sizes.at(axis) : 1; };
-  // The rank's number along `axes`, and along all others.
-  const auto place = [&](int rank, Axes axes) {
-    int inside = 0, outside = 0, rest = 1;
-    for (const comm::Axis axis : comm::kAxes)
-      rest *= of(axis);
-    for (const comm::Axis axis : comm::kAxes) {
-      rest /= of(axis);
-      int& number = axes.has(axis) ? inside : outside;
-      number = number * of(axis) + rank / rest % of(axis);
-    }
-    return std::pair(inside, outside);
-  };
-  std::vector<Axes> sets(comm::kAxes.begin(), comm::kAxes.end());
-  if (of(comm::Axis::DpShard) > 1 && of(comm::Axis::Sp) > 1) sets.push_back(comm::kStateAxes);
-  std::map<Axes, std::map<int, std::vector<comm::GroupPtr>>> groups;
-  int world = 1;
+  comm::MeshShape shape;
   for (const auto& [axis, size] : sizes)
-    world *= size;
-  for (const Axes axes : sets) {
-    int size = 1;
-    for (const comm::Axis axis : comm::kAxes)
-      size *= axes.has(axis) ? of(axis) : 1;
-    for (int other = 0; other < world / size; ++other)
-      groups[axes][other] = comm::thread_groups(size, std::chrono::minutes(2));
-  }
+    shape.sizes[static_cast<size_t>(axis)] = size;
+  const int world = shape.size(comm::kAxes);
+  std::map<std::vector<int>, std::vector<comm::GroupPtr>> groups;  // by their ranks
+  for (const comm::Axes axes : shape.groups())
+    for (int rank = 0; rank < world; ++rank)
+      if (auto& group = groups[shape.ranks_along(axes, rank)]; group.empty())
+        group = comm::thread_groups(shape.size(axes), std::chrono::minutes(2));
   run_ranks(world, [&](int rank, const comm::GroupPtr&) {
     comm::Mesh mesh;
     std::vector<comm::GroupPtr> mine;
-    for (const Axes axes : sets) {
-      const auto [inside, outside] = place(rank, axes);
-      mine.push_back(groups.at(axes).at(outside)[inside]);
+    for (const comm::Axes axes : shape.groups()) {
+      const std::vector<int> ranks = shape.ranks_along(axes, rank);
+      mine.push_back(groups.at(ranks)[std::find(ranks.begin(), ranks.end(), rank) - ranks.begin()]);
       mesh.set(axes, mine.back());
     }
     try {

@@ -51,9 +51,10 @@ from tessera.zero._regions import Region, parts_of
 class Engine(EngineCheckpoints, EngineGetters):
     """Trains `model` as `config` says. tessera.initialize() builds one from the usual arguments.
 
-    `group`: the data-parallel ranks (a torch ProcessGroup or a group of tessera; default: all processes), or two axes
-    of them for hybrid sharding (a DeviceMesh or a mesh of tessera: dp_replicate, dp_shard).
+    `group`: the ranks (a torch ProcessGroup or a group of tessera; default: all processes), which the configuration's
+    sizes lay out on axes, or a mesh of them (a DeviceMesh or a mesh of tessera: dp_replicate, dp_shard, sp, tp).
     `unit_policy`: which parameters travel together, see tessera.units.
+    `sequence_parallel`: ranks of a sequence, in place of the configuration's sequence_parallel_size.
     Collective: every rank builds its engine at the same time; parameters start with rank 0's values.
     """
 
@@ -69,6 +70,7 @@ class Engine(EngineCheckpoints, EngineGetters):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         group: Any = None,
         unit_policy: UnitPolicy | None = None,
+        sequence_parallel: int | None = None,
     ) -> None:
         super().__init__()
         self.config = load_config(config)
@@ -81,9 +83,10 @@ class Engine(EngineCheckpoints, EngineGetters):
         self._runner = None
         self._loans = Loans()
         device = group_device(group)
-        self._mesh, self._own_groups = distributed.core_mesh(
-            group, self.config.get("zero_optimization.mics_shard_size")
-        )
+        sizes = distributed.mesh_sizes(self.config)
+        if sequence_parallel is not None:
+            sizes["sp"] = sequence_parallel
+        self._mesh, self._own_groups = distributed.core_mesh(group, **sizes)
         self._dp_rank, self._dp_size = self._mesh.batch_rank(), self._mesh.batch_size()
         self._world = distributed.world_of(self._mesh)
         self._warn(self.config.warnings)

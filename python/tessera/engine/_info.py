@@ -44,6 +44,7 @@ class EngineGetters(nn.Module):
     _dp_rank: int
     _dp_size: int
     _world: tuple[int, int]
+    _mesh: _core.Mesh
 
     # ---- batch
     def train_batch_size(self) -> int:
@@ -150,20 +151,29 @@ class EngineGetters(nn.Module):
 
     @property
     def seq_dp_world_size(self) -> int:
-        return self._dp_size
+        """Ranks that exchange gradients: data-parallel times sequence-parallel ones."""
+        return self._dp_size * self.sp_world_size
+
+    @property
+    def sp_world_size(self) -> int:
+        """Ranks that share a sequence."""
+        return self._mesh.size(_core.Axis.Sp)
 
     @property
     def mp_world_size(self) -> int:
-        return 1
+        """Ranks that hold slices of one model."""
+        return self._mesh.size(_core.Axis.Tp)
 
     def get_data_parallel_rank(self) -> int:
         return self._dp_rank
 
-    def get_model_parallel_rank(self) -> int:
-        return 0
+    def get_sequence_parallel_rank(self) -> int:
+        return self._mesh.rank(_core.Axis.Sp)
 
-    def get_tensor_parallel_rank(self) -> int:
-        return 0
+    def get_model_parallel_rank(self) -> int:
+        return self._mesh.rank(_core.Axis.Tp)
+
+    get_tensor_parallel_rank = get_model_parallel_rank
 
     # ---- configuration
     zero_optimization_stage = _key("zero_optimization.stage", int)
@@ -202,4 +212,5 @@ class EngineGetters(nn.Module):
     @property
     def communication_data_type(self) -> torch.dtype:
         """dtype of the gradients that travel."""
-        return dtype_at(self.config, "communication_data_type") or self.core.options().zero.precision.grad
+        key = "seq_parallel_communication_data_type" if self.sp_world_size > 1 else "communication_data_type"
+        return dtype_at(self.config, key) or self.core.options().zero.precision.grad

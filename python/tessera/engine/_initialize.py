@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tessera import distributed
-from tessera._config import choose_config
+from tessera import _core, distributed
+from tessera._config import choose_config, load_config
 from tessera.engine._engine import Engine
 from tessera.errors import ConfigError
 from tessera.units import UnitPolicy
@@ -51,19 +51,20 @@ def initialize(
             if model is None
             else f"[initialize] model must be a torch.nn.Module, got {type(model).__name__}"
         )
-    chosen = choose_config(args, config, config_params)
+    loaded = load_config(choose_config(args, config, config_params))
     _check_local_rank(args)
     distributed.prepare(dist_init_required, distributed_port)
     with suspended():
         engine = Engine(
             model,
-            chosen,
+            loaded,
             optimizer=optimizer,
             model_parameters=model_parameters,
             lr_scheduler=lr_scheduler,
             training_data=training_data,
             collate_fn=collate_fn,
-            group=_data_parallel_group(mpu, mesh_param),
+            group=_ranks(loaded, mpu, mesh_param),
+            sequence_parallel=mesh_param[1] if mesh_param is not None else None,
             unit_policy=unit_policy,
         )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -81,22 +82,67 @@ def _check_local_rank(args: Any) -> None:
         )
 
 
-def _data_parallel_group(mpu: Any, mesh_param: tuple[int, int] | None) -> Any:
-    if mesh_param is not None and mesh_param[1] != 1:
-        raise NotImplementedError(
-            f"[initialize] mesh_param {tuple(mesh_param)}: sequence parallelism is not served by this "
-            "version; use (ranks, 1)"
-        )
-    group = None
-    if mpu is not None:
-        for getter in ("get_model_parallel_world_size", "get_sequence_parallel_world_size"):
-            if hasattr(mpu, getter) and getattr(mpu, getter)() != 1:
-                raise NotImplementedError(f"[initialize] mpu.{getter}() is not 1, which this version does not serve")
-        if hasattr(mpu, "get_data_parallel_group"):
-            group = mpu.get_data_parallel_group()
-    if mesh_param is not None and mesh_param[0] != distributed.core_group(group).size:
+# What an mpu may offer -> the axes of the group.
+_MPU_GROUPS = (
+    ("get_data_parallel_group", [_core.Axis.DpShard]),
+    ("get_sequence_parallel_group", [_core.Axis.Sp]),
+    ("get_tensor_model_parallel_group", [_core.Axis.Tp]),
+    ("get_sequence_data_parallel_group", [_core.Axis.DpShard, _core.Axis.Sp]),
+)
+
+
+def _ranks(config: _core.Config, mpu: Any, mesh_param: tuple[int, int] | None) -> Any:
+    """The ranks as Engine takes them (`group`), of what initialize() was given."""
+    if mpu is not None and _offered(mpu, "get_pipeline_model_parallel_world_size") > 1:
+        raise NotImplementedError("[initialize] mpu: pipeline parallelism inside one engine is not served")
+    if mpu is None or not hasattr(mpu, "get_data_parallel_group"):
+        _check_mesh_param(config, mesh_param, distributed.core_group().size)
+        return None
+    tensor = max(_offered(mpu, "get_tensor_model_parallel_world_size"), _offered(mpu, "get_model_parallel_world_size"))
+    sequence = _offered(mpu, "get_sequence_parallel_world_size")
+    if tensor > 1 and not hasattr(mpu, "get_tensor_model_parallel_group"):
+        mpu = _Renamed(mpu)
+    if tensor == 1 and sequence == 1:  # slices of a model or a sequence come from the configuration, over all ranks
+        cut = max(1, config.get("tensor_parallel.autotp_size")) * config.get("sequence_parallel_size") > 1
+        group = None if cut else mpu.get_data_parallel_group()
+        _check_mesh_param(config, mesh_param, distributed.core_group(group).size)
+        return group
+    mesh = _core.Mesh()
+    for getter, axes in _MPU_GROUPS:
+        if not hasattr(mpu, getter) or (len(axes) > 1 and (sequence == 1 or mesh.batch_size() == 1)):
+            continue
+        mesh.set(axes, distributed.core_group(getattr(mpu, getter)()))
+    _check_mesh_param(config, mesh_param, mesh.size(list(_core.Axis.__members__.values())))
+    return mesh
+
+
+class _Renamed:
+    """An mpu whose model-parallel group is the tensor-parallel one, as without pipelines."""
+
+    def __init__(self, mpu: Any) -> None:
+        self._mpu = mpu
+        self.get_tensor_model_parallel_group = mpu.get_model_parallel_group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mpu, name)
+
+
+def _offered(mpu: Any, getter: str) -> int:
+    return int(getattr(mpu, getter)()) if hasattr(mpu, getter) else 1
+
+
+def _check_mesh_param(config: _core.Config, mesh_param: tuple[int, int] | None, world: int) -> None:
+    if mesh_param is None:
+        return
+    data, sequence = mesh_param
+    tensor = max(1, config.get("tensor_parallel.autotp_size"))
+    if data * sequence * tensor != world:
         raise ConfigError(
-            f"[initialize] mesh_param asks for {mesh_param[0]} data-parallel ranks, there are "
-            f"{distributed.core_group(group).size}"
+            f"[initialize] mesh_param asks for {data} data-parallel x {sequence} sequence-parallel ranks, times "
+            f"tensor_parallel.autotp_size {tensor}; there are {world} ranks"
         )
-    return group
+    configured = config.get("sequence_parallel_size")
+    if configured not in (1, sequence):
+        raise ConfigError(
+            f"[initialize] mesh_param has {sequence} sequence-parallel ranks, sequence_parallel_size is {configured}"
+        )

@@ -289,7 +289,7 @@ def _dtype(dtype: torch.dtype | None, config: _core.Config | None) -> torch.dtyp
 
 
 def _mesh(group: Any, config: _core.Config | None) -> _core.Mesh:
-    mesh, _ = distributed.core_mesh(group, -1 if config is None else config.get("zero_optimization.mics_shard_size"))
+    mesh, _ = distributed.core_mesh(group, **({} if config is None else distributed.mesh_sizes(config)))
     expected = int(os.environ.get("WORLD_SIZE", "1"))
     if group is None and mesh.batch_size() == 1 and expected > 1:
         raise RuntimeError(
