@@ -102,7 +102,7 @@ def worker(rank: int, world: int, port: int, transport: str, folder: str) -> Non
             engine.destroy()
         with pytest.raises(ValueError, match=r"asks for 3 data-parallel x 1 sequence-parallel ranks.*there are 4"):
             tessera.initialize(model=make(), config=adam(2, 1, False), mesh_param=(3, 1))
-        with pytest.raises(ValueError, match="sequence_parallel_size 3 x .* does not divide the 4 ranks"):
+        with pytest.raises(ValueError, match=r"sequence_parallel_size 3 x .* does not divide the 4 ranks"):
             tessera.initialize(model=make(), config=adam(2, 1, False) | {"sequence_parallel_size": 3})
         with pytest.raises(ValueError, match="name them, in this order"):
             tessera.Engine(
