@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "tessera/base/error.h"
+#include "tessera/comm/shm_mail.h"
 #include "tessera/comm/shm_sparse.h"
 #include "tessera/comm/shm_work.h"
 
@@ -144,6 +145,8 @@ class ShmBackend final : public c10d::Backend {
   ShmBackend(ShmSharePtr share, MakeBackend make, SideThreadsPtr threads)
       : Backend(share->world->rank(), share->world->size()),
         share_(std::move(share)),
+        mail_(std::make_shared<ShmMail>(share_->world->segment(), share_->channel, rank_, size_)),
+        mail_channel_(share_->world->attach(mail_)),
         mover_(std::make_shared<ShmMover>(share_->world, std::move(threads))),
         make_(std::move(make)) {}
 
@@ -222,6 +225,8 @@ class ShmBackend final : public c10d::Backend {
   }
 
   const ShmSharePtr share_;
+  const std::shared_ptr<ShmMail> mail_;  // used within launches of the world
+  const int mail_channel_;
   const std::shared_ptr<ShmMover> mover_;
   const MakeBackend make_;
   std::atomic<uint64_t> number_ = 0;
@@ -388,8 +393,8 @@ WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {
   Draft draft("tessera:send");
   check_rank("send", to);
   const auto letter = shm_send(draft.in(draft.only(tensors, "tensors")), to, tag);
-  const auto work = handle({{ShmWorld::kMail, letter}}, std::move(draft), c10d::kUnsetTimeout, OpType::SEND);
-  world().send(letter);
+  const auto work = handle({{mail_channel_, letter}}, std::move(draft), c10d::kUnsetTimeout, OpType::SEND);
+  world().launch(mail_channel_, *letter, [&] { mail_->send(letter); });
   if (!work->settle_if_over()) mover_->add(work);  // so that it goes on whatever this rank does
   return work;
 }
@@ -398,8 +403,8 @@ WorkPtr ShmBackend::receive_from(Tensors& tensors, int from, int tag, OpType typ
   Draft draft("tessera:recv");
   const auto letter = shm_receive(draft.out(draft.only(tensors, "tensors")), from, tag);
   draft.label.inputs = tensors;
-  const auto work = handle({{ShmWorld::kMail, letter}}, std::move(draft), c10d::kUnsetTimeout, type);
-  world().receive(letter);
+  const auto work = handle({{mail_channel_, letter}}, std::move(draft), c10d::kUnsetTimeout, type);
+  world().launch(mail_channel_, *letter, [&] { mail_->receive(letter); });
   work->settle_if_over();
   return work;
 }

@@ -7,26 +7,25 @@
 #include <string>
 #include <vector>
 
+#include "tessera/comm/shm_endpoint.h"
 #include "tessera/comm/shm_layout.h"
 #include "tessera/comm/shm_op.h"
 
 namespace tessera::comm {
 
 // Used by one thread at a time.
-class ShmChannel {
+class ShmChannel final : public ShmEndpoint {
  public:
   // `base`: start of the segment. The ring of this rank has memory. `numbers[r]`: what rank r is called in messages.
   ShmChannel(char* base, int channel, int rank, int size, std::vector<int> numbers);
 
   void add(ShmOpPtr op);
-  // Moves what can be moved, up to some MiB, and tells the other ranks; whether there was anything.
-  bool progress();
-  // What the ranks disagree about; progress ends with it. Empty while all is well.
-  const std::string& disagreement() const { return disagreement_; }
-  // Ranks without which nothing moves.
+  bool progress() override;
+  const std::string& disagreement() const override { return disagreement_; }
+  // Ranks without which none of the calls moves.
+  std::vector<int> missing(const ShmCall&) override { return missing(); }
   std::vector<int> missing();
-  // Whether a ring with no free slot is in the way.
-  bool wants_space();
+  bool wants_space() override;
   // The call that has to be through before any other: its number and the place of its first record. Nothing while none is
   // in flight, or its place is not known yet.
   struct Front {
@@ -37,9 +36,9 @@ class ShmChannel {
   int64_t launched(int rank) const { return counters_[rank].launched.load(); }
   // describe() of the call whose first record a rank has at this place, which not all have read. Empty when it is not there.
   std::string description(int rank, int64_t place) const;
-  // This rank makes no more calls; whether another one does not.
+  // This rank makes no more calls.
   void leave() { counters_[rank_].left.store(1); }
-  bool has_left(int rank) const { return counters_[rank].left.load() != 0; }
+  bool has_left(int rank) const override { return counters_[rank].left.load() != 0; }
 
  private:
   ShmOp* next_to_send();

@@ -22,11 +22,12 @@ ShmLetterPtr shm_receive(const at::Tensor& tensor, int from, int64_t tag) {
   return std::make_shared<ShmLetter>("recv", tensor, from, tag);
 }
 
-ShmMail::ShmMail(std::shared_ptr<ShmSegment> segment, int rank, int size)
+ShmMail::ShmMail(std::shared_ptr<ShmSegment> segment, int channel, int rank, int size)
     : segment_(std::move(segment)),
       rank_(rank),
       size_(size),
       ranks_(reinterpret_cast<ShmRank*>(segment_->data() + ShmLayout{size}.ranks())),
+      calls_(reinterpret_cast<ShmCounters*>(segment_->data() + ShmLayout{size}.counters()) + int64_t{channel} * size),
       sending_(size),
       has_ring_(size, false),
       incoming_(size) {}
@@ -187,11 +188,16 @@ bool ShmMail::progress() {
   return moved;
 }
 
-bool ShmMail::wants_space() const {
+bool ShmMail::wants_space() {
   return std::any_of(sending_.begin(), sending_.end(), [](const auto& queue) { return !queue.empty(); });
 }
 
-std::vector<int> ShmMail::missing(const ShmLetter& letter) const {
+bool ShmMail::one_will_do(const ShmCall& letter) const {
+  return static_cast<const ShmLetter&>(letter).peer < 0;
+}
+
+std::vector<int> ShmMail::missing(const ShmCall& call) {
+  const auto& letter = static_cast<const ShmLetter&>(call);
   std::vector<int> ranks;
   const bool sends = std::string_view(letter.info().name) == "send";
   for (int r = 0; r < size_ && !letter.done; ++r) {

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/comm/shm_endpoint.h"
 #include "tessera/comm/shm_layout.h"
 #include "tessera/comm/shm_op.h"
 #include "tessera/comm/shm_segment.h"
@@ -37,20 +38,21 @@ using ShmLetterPtr = std::shared_ptr<ShmLetter>;
 ShmLetterPtr shm_send(const at::Tensor& tensor, int to, int64_t tag);
 ShmLetterPtr shm_receive(const at::Tensor& tensor, int from, int64_t tag);
 
-// One rank's messages. Used by one thread at a time.
-class ShmMail {
+// One rank's messages, for users of one channel: who has left that sends none.
+class ShmMail final : public ShmEndpoint {
  public:
-  ShmMail(std::shared_ptr<ShmSegment> segment, int rank, int size);
+  ShmMail(std::shared_ptr<ShmSegment> segment, int channel, int rank, int size);
 
   // DistBackendError when there is no memory for the ring to a rank that is sent to for the first time.
   void send(ShmLetterPtr letter);
   void receive(ShmLetterPtr letter);
-  // As those of ShmChannel.
-  bool progress();
-  const std::string& disagreement() const { return disagreement_; }
-  // Ranks that would have to do something first; for a letter from any rank each of them might.
-  std::vector<int> missing(const ShmLetter& letter) const;
-  bool wants_space() const;
+  bool progress() override;
+  const std::string& disagreement() const override { return disagreement_; }
+  // Of a letter that was sent or received here.
+  std::vector<int> missing(const ShmCall& letter) override;
+  bool one_will_do(const ShmCall& letter) const override;
+  bool has_left(int rank) const override { return calls_[rank].left.load() != 0; }
+  bool wants_space() override;
 
  private:
   // A message that has been put aside.
@@ -80,6 +82,7 @@ class ShmMail {
   const std::shared_ptr<ShmSegment> segment_;
   const int rank_, size_;
   ShmRank* const ranks_;
+  ShmCounters* const calls_;  // of the channel, by rank
   std::vector<std::deque<ShmLetterPtr>> sending_;  // by receiver
   std::vector<bool> has_ring_;
   std::list<ShmLetterPtr> receiving_;  // those whose message has not begun to come, in order

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "tessera/base/error.h"
+#include "tessera/comm/shm_mail.h"
 
 namespace tessera::comm {
 namespace {

@@ -48,8 +48,7 @@ ShmWorld::ShmWorld(std::shared_ptr<ShmSegment> segment, int rank, int size, std:
       numbers_(numbers.empty() ? plain_numbers(size) : std::move(numbers)),
       timeout_(timeout.count()),
       header_(*reinterpret_cast<ShmHeader*>(segment_->data())),
-      ranks_(reinterpret_cast<ShmRank*>(segment_->data() + ShmLayout{size}.ranks())),
-      mail_(segment_, rank, size) {
+      ranks_(reinterpret_cast<ShmRank*>(segment_->data() + ShmLayout{size}.ranks())) {
   ranks_[rank].pid.store(getpid());
   ranks_[rank].start.store(start_of_process(getpid()));
 }
@@ -86,6 +85,17 @@ int ShmWorld::add_channel() {
   channels_.push_back(std::make_unique<ShmChannel>(segment_->data(), channel, rank_, size_, numbers_));
   users_.push_back(std::this_thread::get_id());
   return channel;
+}
+
+int ShmWorld::attach(std::shared_ptr<ShmEndpoint> endpoint) {
+  const Turn turn(*this);
+  attached_.push_back(std::move(endpoint));
+  return -static_cast<int>(attached_.size());
+}
+
+// The mutex is held.
+ShmEndpoint& ShmWorld::endpoint(int channel) {
+  return channel < 0 ? *attached_[-1 - channel] : *channels_[channel];
 }
 
 void ShmWorld::leave(int channel) {
@@ -137,12 +147,15 @@ void ShmWorld::check_alive(const OpInfo& info, Clock::time_point since) const {
 // Moves all calls in flight; nothing once the group has failed. The mutex is held.
 bool ShmWorld::progress() {
   if (header_.cause_state.load() != 0) return false;
-  bool moved = mail_.progress();
-  if (!mail_.disagreement().empty()) fail(mail_.disagreement());
-  for (const auto& channel : channels_) {
-    moved = channel->progress() || moved;
-    if (!channel->disagreement().empty()) fail(channel->disagreement());
-  }
+  bool moved = false;
+  const auto move = [&](ShmEndpoint& endpoint) {
+    moved = endpoint.progress() || moved;
+    if (!endpoint.disagreement().empty()) fail(endpoint.disagreement());
+  };
+  for (const auto& endpoint : attached_)
+    move(*endpoint);
+  for (const auto& channel : channels_)
+    move(*channel);
   return moved;
 }
 
@@ -178,17 +191,10 @@ void ShmWorld::launch(int channel, const ShmOpPtr& op) {
   });
 }
 
-void ShmWorld::send(const ShmLetterPtr& letter) {
-  begin(letter->info(), [&] {
-    mail_.send(letter);
-    mail_.progress();
-  });
-}
-
-void ShmWorld::receive(const ShmLetterPtr& letter) {
-  begin(letter->info(), [&] {
-    mail_.receive(letter);
-    mail_.progress();
+void ShmWorld::launch(int endpoint_number, const ShmCall& call, const std::function<void()>& add) {
+  begin(call.info(), [&] {
+    add();
+    endpoint(endpoint_number).progress();
   });
 }
 
@@ -223,8 +229,9 @@ bool ShmWorld::sleep(const F& done) {
     if (!done()) sleep_at(bell, count, kShortly);
     return false;
   }
-  const bool space =
-      mail_.wants_space() || std::any_of(channels_.begin(), channels_.end(), [](auto& c) { return c->wants_space(); });
+  const auto wants_space = [](const auto& endpoint) { return endpoint->wants_space(); };
+  const bool space = std::any_of(attached_.begin(), attached_.end(), wants_space) ||
+                     std::any_of(channels_.begin(), channels_.end(), wants_space);
   const Sleep asleep(bell, space);
   if (done()) return true;
   if (progress()) {
@@ -345,7 +352,7 @@ void ShmWorld::wait(int channel, const ShmCall& call, const Wait& how) {
       spin_pause();
     if (shared || idle() > kSelfish) std::this_thread::yield();
     if (idle() < kSpin || sleep(done) || done() || idle() < kLook || try_progress()) continue;
-    if (channel != kMail && !how.until && idle() >= kCircleAfter) {
+    if (channel >= 0 && !how.until && idle() >= kCircleAfter) {
       shown.show(channel);
       const Turn turn(*this);
       if (const auto text = shown.shows() ? circle() : std::string(); !text.empty()) fail(text);
@@ -373,17 +380,20 @@ void ShmWorld::wake() {
   ring(ranks_[rank_].bell);
 }
 
-std::vector<int> ShmWorld::missing(int channel, const ShmCall& call) {
+std::vector<int> ShmWorld::missing(ShmEndpoint& endpoint, const ShmCall& call) {
   const Turn turn(*this);
-  return channel == kMail ? mail_.missing(static_cast<const ShmLetter&>(call)) : channels_[channel]->missing();
+  return endpoint.missing(call);
 }
 
 // Why a call that does not move never will; empty when it may.
 std::string ShmWorld::trouble(int channel, const ShmCall& call, Clock::duration idle, std::chrono::milliseconds limit) {
-  const std::vector<int> waited_for = missing(channel, call);
+  ShmEndpoint& calls = [&]() -> ShmEndpoint& {
+    const Turn turn(*this);
+    return endpoint(channel);
+  }();
+  const std::vector<int> waited_for = missing(calls, call);
   const std::string here = "rank " + std::to_string(numbers_[rank_]) + " in " + describe(call.info());
-  const bool any = channel == kMail && static_cast<const ShmLetter&>(call).peer < 0;
-  const ShmChannel& calls = *channels_[std::max(0, channel)];
+  const bool any = calls.one_will_do(call);
   std::string text;
   size_t gone = 0;
   for (const int r : waited_for) {
@@ -392,7 +402,7 @@ std::string ShmWorld::trouble(int channel, const ShmCall& call, Clock::duration 
     const bool ended = start == 0 || start != ranks_[r].start.load();
     if (!ended && !calls.has_left(r)) continue;
     // What a rank wrote last may arrive between the look at its records and the one at its life: look at them again.
-    const std::vector<int> now = missing(channel, call);
+    const std::vector<int> now = missing(calls, call);
     if (std::find(now.begin(), now.end(), r) == now.end()) continue;
     gone += 1;
     text = ended ? here + " lost rank " + std::to_string(numbers_[r]) + ": its process " + std::to_string(pid) +

@@ -1,5 +1,4 @@
-// One rank's view of a group over shared memory and its siblings: channels, messages, the first cause of failure, and
-// the waits.
+// One rank's view of a group over shared memory and its siblings: channels, the first cause of failure, and the waits.
 //
 // Note [Who moves the data]
 //   There is no thread behind the scenes. Launching a call writes as many of its records as the ring holds (2 MiB), and
@@ -25,7 +24,6 @@
 
 #include "tessera/comm/home.h"
 #include "tessera/comm/shm_channel.h"
-#include "tessera/comm/shm_mail.h"
 #include "tessera/comm/shm_segment.h"
 
 namespace tessera::comm {
@@ -34,7 +32,6 @@ namespace tessera::comm {
 class ShmWorld {
  public:
   using Clock = std::chrono::steady_clock;
-  static constexpr int kMail = -1;  // the channel of messages
 
   // The segment has at least ShmLayout{size}.total() bytes, its control part has memory. `numbers[r]`: what rank r is called
   // in messages, ascending; none: r.
@@ -43,6 +40,7 @@ class ShmWorld {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  const std::shared_ptr<ShmSegment>& segment() const { return segment_; }
   // Longest wait for a rank during which nothing moves.
   std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_.load()); }
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout.count(); }
@@ -52,19 +50,21 @@ class ShmWorld {
   // This rank's next channel, with memory for its ring. Ranks add channels in one order.
   int add_channel();
   void leave(int channel);
+  // What it has in flight moves with the channels from here on. Returns what stands for it in place of a channel.
+  int attach(std::shared_ptr<ShmEndpoint> endpoint);
   // All of these: throw when the group has failed before; move what can be moved, do not wait.
   void launch(int channel, const ShmOpPtr& op);
-  void send(const ShmLetterPtr& letter);
-  void receive(const ShmLetterPtr& letter);
+  // `add` gives the call to what is attached as `endpoint`.
+  void launch(int endpoint, const ShmCall& call, const std::function<void()>& add);
   void poll(const ShmCall& call);
 
   struct Wait {
-    Clock::time_point launched = Clock::now();         // for messages
+    Clock::time_point launched = Clock::now();         // for texts
     Clock::time_point since = Clock::now();            // when the wait began
     std::optional<std::chrono::milliseconds> limit{};  // in place of timeout()
     std::function<bool()> until{};  // returns early, with the call in flight; asked after each wake()
   };
-  // `channel`: that of a collective, kMail for a letter.
+  // `channel`: that of the call, or what attach() said.
   void wait(int channel, const ShmCall& call, const Wait& how);
   // Moves what can be moved until then at most; true when the call is done, or the group has failed.
   bool wait_until(const ShmCall& call, Clock::time_point end);
@@ -91,7 +91,8 @@ class ShmWorld {
   bool crowded();
   template <class F>
   bool sleep(const F& done);
-  std::vector<int> missing(int channel, const ShmCall& call);
+  ShmEndpoint& endpoint(int channel);
+  std::vector<int> missing(ShmEndpoint& endpoint, const ShmCall& call);
   std::optional<Blocked> blocked(int rank) const;
   std::vector<Blocked> holding_up(const Blocked& wait) const;
   std::string circle() const;
@@ -110,7 +111,7 @@ class ShmWorld {
   std::mutex mutex_;                // what follows
   std::vector<std::unique_ptr<ShmChannel>> channels_;
   std::vector<std::thread::id> users_;  // of the channels: who made the last call, or the channel
-  ShmMail mail_;
+  std::vector<std::shared_ptr<ShmEndpoint>> attached_;  // as channels -1, -2, ...
 };
 
 }  // namespace tessera::comm

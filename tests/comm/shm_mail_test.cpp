@@ -11,7 +11,7 @@ using testing::input;
 struct Mails : ::testing::Test {
   explicit Mails(int size = 3) : segment(ShmSegment::create(ShmLayout{size}.total())) {
     for (int r = 0; r < size; ++r)
-      ranks.emplace_back(segment, r, size);
+      ranks.emplace_back(segment, 0, r, size);
   }
   ShmLetterPtr send(int from, int to, const at::Tensor& tensor, int64_t tag = 0) {
     auto letter = shm_send(tensor, to, tag);

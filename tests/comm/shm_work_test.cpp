@@ -2,6 +2,7 @@
 
 #include <thread>
 
+#include "tessera/comm/shm_mail.h"
 #include "tests/comm/collectives.h"
 
 namespace tessera::comm {
@@ -105,8 +106,11 @@ TEST_F(Handles, CallbacksMayWaitForFutures) {
 // The oldest handle never ends; those behind it must.
 TEST_F(Handles, FuturesDoNotWaitForOlderOnes) {
   const auto letter = shm_receive(at::zeros({1}), 1, 5);
-  shares[0]->world->receive(letter);
-  const std::vector<ShmWork::Call> calls = {{ShmWorld::kMail, letter}};
+  ShmWorld& world = *shares[0]->world;
+  const auto mail = std::make_shared<ShmMail>(world.segment(), 0, 0, 2);
+  const int channel = world.attach(mail);
+  world.launch(channel, *letter, [&] { mail->receive(letter); });
+  const std::vector<ShmWork::Call> calls = {{channel, letter}};
   const auto never =
       c10::make_intrusive<ShmWork>(shares[0], movers[0], calls, ShmWork::Result{}, ShmWork::Label{"tessera:recv", {}},
                                    std::nullopt, c10d::OpType::RECV, 1);
