@@ -4,12 +4,9 @@
 
 #include "tessera/base/env.h"
 #include "tessera/base/error.h"
-#include "tessera/comm/c10d/gloo.h"
-#include "tessera/comm/c10d/watched_store.h"
 #include "tessera/comm/hosts/group.h"
 #include "tessera/comm/op_info.h"
 #include "tessera/comm/shm/group.h"
-#include "tessera/comm/torch_backend/backend.h"
 
 namespace tessera::comm {
 namespace {
@@ -30,37 +27,9 @@ std::string read_transport() {
   return name;
 }
 
-// Where the ranks are, if memory may be shared; nothing when it shall not.
-std::optional<Hosts> find_hosts(c10d::Store& store, int rank, int size) {
-  const std::string mine = read_transport();
-  std::vector<std::string> ids = exchange(store, rank, size, "host", mine + "\n" + host_id());
-  for (int r = 0; r < size; ++r) {
-    const std::string theirs = ids[r].substr(0, ids[r].find('\n'));
-    TESSERA_CHECK_VALUE(theirs == mine, "comm", "TESSERA_TRANSPORT is '", mine, "' on rank ", rank, " and '", theirs,
-                        "' on rank ", r, "; it must be the same everywhere");
-  }
-  if (mine == kAtHand) return std::nullopt;
-  Hosts hosts = group_by_host(ids);
-  TESSERA_CHECK_DIST(mine == kAuto || hosts.count() == 1, "comm", "TESSERA_TRANSPORT is ", kShared, ", but the ", size,
-                     " ranks are on ", hosts.count(), " hosts");
-  return hosts;
-}
-
 void warn(int rank, const std::string& text) {
   if (rank == 0) {
     TORCH_WARN(text, "; the ranks talk through the network instead");
-  }
-}
-
-// make(): shares memory among all ranks, or fails on all of them. Null when it is not to be had and need not be.
-template <class F>
-auto try_sharing(int rank, const F& make) -> decltype(make()) {
-  if (read_transport() == kShared) return make();
-  try {
-    return make();
-  } catch (const c10::DistBackendError& error) {
-    warn(rank, error.what_without_backtrace());
-    return nullptr;
   }
 }
 
@@ -95,6 +64,33 @@ StorePtr fresh_store(const StorePtr& store, const std::string& name, int rank) {
   return c10::make_intrusive<c10d::PrefixStore>(prefix + "_" + std::to_string(count), store);
 }
 
+std::optional<Hosts> find_hosts(c10d::Store& store, int rank, int size) {
+  const std::string mine = read_transport();
+  std::vector<std::string> ids = exchange(store, rank, size, "host", mine + "\n" + host_id());
+  for (int r = 0; r < size; ++r) {
+    const std::string theirs = ids[r].substr(0, ids[r].find('\n'));
+    TESSERA_CHECK_VALUE(theirs == mine, "comm", "TESSERA_TRANSPORT is '", mine, "' on rank ", rank, " and '", theirs,
+                        "' on rank ", r, "; it must be the same everywhere");
+  }
+  if (mine == kAtHand) return std::nullopt;
+  Hosts hosts = group_by_host(ids);
+  TESSERA_CHECK_DIST(mine == kAuto || hosts.count() == 1, "comm", "TESSERA_TRANSPORT is ", kShared, ", but the ", size,
+                     " ranks are on ", hosts.count(), " hosts");
+  return hosts;
+}
+
+bool try_sharing(int rank, const std::function<void()>& share) {
+  const bool must = read_transport() == kShared;
+  try {
+    share();
+    return true;
+  } catch (const c10::DistBackendError& error) {
+    if (must) throw;
+    warn(rank, error.what_without_backtrace());
+    return false;
+  }
+}
+
 void check_transport() {
   read_transport();
 }
@@ -103,24 +99,10 @@ GroupPtr choose_transport(const StorePtr& store, int rank, int size, std::chrono
                           const std::function<GroupPtr()>& at_hand) {
   const auto hosts = find_hosts(*store, rank, size);
   GroupPtr group;
-  if (hosts && hosts->count() == 1) group = try_sharing(rank, [&] { return shm_group(*store, rank, size, timeout); });
+  if (hosts && hosts->count() == 1) try_sharing(rank, [&] { group = shm_group(*store, rank, size, timeout); });
   if (hosts && hosts->count() > 1 && hosts->count() < size)
     group = share_within_hosts(store, *hosts, rank, timeout, at_hand);
   return group ? group : at_hand();
-}
-
-c10::intrusive_ptr<c10d::Backend> tessera_backend(const StorePtr& given, int rank, int size,
-                                                  std::chrono::milliseconds timeout, const SideThreadsPtr& threads) {
-  const StorePtr store = watch_store(fresh_store(given, "backend", rank), rank, size);
-  const auto hosts = find_hosts(*store, rank, size);
-  ShmSharePtr share;
-  if (hosts && hosts->count() == 1) share = try_sharing(rank, [&] { return shm_meet(*store, rank, size, timeout); });
-  const MakeBackend make = [threads](const StorePtr& at, int place, int count, std::chrono::milliseconds limit) {
-    return tessera_backend(at, place, count, limit, threads);
-  };
-  if (share) return shm_backend(std::move(share), make, threads);
-  return gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store), rank, size, timeout,
-                      hosts && hosts->count() == 1);
 }
 
 }  // namespace tessera::comm

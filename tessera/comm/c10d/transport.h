@@ -7,14 +7,14 @@
 //   sharing it: when a rank cannot, "auto" warns and stays with the back end at hand.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
 #include <functional>
+#include <optional>
 
 #include "tessera/comm/group.h"
-#include "tessera/comm/torch_backend/side_threads.h"
+#include "tessera/comm/hosts/hosts.h"
 
 namespace tessera::comm {
 
@@ -30,11 +30,11 @@ c10::intrusive_ptr<c10d::Store> fresh_store(const c10::intrusive_ptr<c10d::Store
 GroupPtr choose_transport(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                           std::chrono::milliseconds timeout, const std::function<GroupPtr()>& at_hand);
 
-// The back end "tessera" of torch.distributed: shared memory, or Gloo where that is the choice. Collective; `store` may
-// have been used before. `threads`: those of this back end and of what is split off it.
-c10::intrusive_ptr<c10d::Backend> tessera_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                                  std::chrono::milliseconds timeout,
-                                                  const SideThreadsPtr& threads = std::make_shared<SideThreads>());
+// The two steps of it. Where the ranks are, if memory may be shared; nothing when it shall not. Collective.
+std::optional<Hosts> find_hosts(c10d::Store& store, int rank, int size);
+// share() shares memory among all ranks, or throws DistBackendError on all of them. False, with a warning, when it could
+// not and need not.
+bool try_sharing(int rank, const std::function<void()>& share);
 
 // Value error when TESSERA_TRANSPORT is none of the three.
 void check_transport();

@@ -1,4 +1,5 @@
-// The choice itself; environment_group_test and tests/python/test_transport.py have it in real processes.
+// The choice itself; environment_group_test and tests/python/test_transport.py have it in real processes, and
+// torch_backend/tessera_backend_test what of it torch.distributed gets.
 #include "tessera/comm/c10d/transport.h"
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -58,23 +59,6 @@ TEST(Transport, StaysWithTheBackEndAtHandWhenMemoryCannotBeShared) {
   EXPECT_EQ(names("auto", c10::make_intrusive<Spoilt>()), std::vector<std::string>(2, "single"));
   for (const auto& text : names("shared_memory", c10::make_intrusive<Spoilt>()))
     EXPECT_HAS(text, "[comm] rank 1 of 2 cannot share memory: no memory");
-}
-
-// One store for all of them, as one that outlives a process group.
-TEST(Transport, OfTorchDistributedIsSharedMemoryOrGloo) {
-  setenv("GLOO_SOCKET_IFNAME", "lo", 1);
-  const auto store = fresh();
-  for (const auto& [transport, name] : std::vector<std::pair<std::string, std::string>>{
-           {"auto", "tessera"}, {"gloo", "gloo"}, {"shared_memory", "tessera"}}) {
-    setenv("TESSERA_TRANSPORT", transport.c_str(), 1);
-    std::vector<std::thread> ranks;
-    for (int r = 0; r < 2; ++r)
-      ranks.emplace_back([&, r] { EXPECT_EQ(tessera_backend(store, r, 2, 1min)->getBackendName(), name); });
-    for (auto& rank : ranks)
-      rank.join();
-  }
-  unsetenv("TESSERA_TRANSPORT");
-  unsetenv("GLOO_SOCKET_IFNAME");
 }
 
 }  // namespace
