@@ -17,9 +17,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // What the siblings have in common: the first cause of failure, and whom to tell.
-class Fate {
+class FailureState {
  public:
-  explicit Fate(std::shared_ptr<ShmWorld> here) : here_(std::move(here)) {}
+  explicit FailureState(std::shared_ptr<ShmWorld> here) : here_(std::move(here)) {}
 
   std::string cause() {
     const std::scoped_lock lock(mutex_);
@@ -55,23 +55,23 @@ class Fate {
 };
 
 // A call on its way through the stages.
-struct Trip {
+struct QueuedCall {
   OpInfo info;
   std::function<void()> go;
   Clock::time_point launched = Clock::now();
-  bool over = false;    // guarded by the lane's mutex, as is the rest
-  std::string cause{};  // why it failed; empty when it did not
+  bool finished = false;  // guarded by the queue's mutex, as is the rest
+  std::string cause{};    // why it failed; empty when it did not
 };
-using TripPtr = std::shared_ptr<Trip>;
+using QueuedCallPtr = std::shared_ptr<QueuedCall>;
 
 // The thread of one group; made by make_at_home(). It holds what calls in flight need, and ends with the group and the last of its handles.
-class Lane {
+class CallQueue {
  public:
-  Lane(HostsPlace place, std::shared_ptr<Fate> fate)
-      : place_(std::move(place)), fate_(std::move(fate)), thread_([this] { run(); }) {
-    fate_->add(place_.between);
+  CallQueue(HostsPlace place, std::shared_ptr<FailureState> failure)
+      : place_(std::move(place)), failure_(std::move(failure)), thread_([this] { run(); }) {
+    failure_->add(place_.between);
   }
-  ~Lane() {
+  ~CallQueue() {
     {
       const std::scoped_lock lock(mutex_);
       stopping_ = true;
@@ -79,38 +79,39 @@ class Lane {
     news_.notify_all();
     thread_.join();
   }
-  Lane(const Lane&) = delete;
-  Lane& operator=(const Lane&) = delete;
+  CallQueue(const CallQueue&) = delete;
+  CallQueue& operator=(const CallQueue&) = delete;
 
   const HostsPlace& place() const { return place_; }
-  Fate& fate() const { return *fate_; }
-  const std::shared_ptr<Fate>& shared_fate() const { return fate_; }
+  FailureState& failure() const { return *failure_; }
+  const std::shared_ptr<FailureState>& shared_failure() const { return failure_; }
 
-  TripPtr launch(OpInfo info, std::function<void()> go) {
+  QueuedCallPtr launch(OpInfo info, std::function<void()> go) {
     check_home(info);
-    if (const auto cause = fate_->cause(); !cause.empty()) throw_failed(place_.rank, place_.size(), info, 0.0, cause);
-    auto trip = std::make_shared<Trip>(Trip{.info = std::move(info), .go = std::move(go)});
+    if (const auto cause = failure_->cause(); !cause.empty())
+      throw_failed(place_.rank, place_.size(), info, 0.0, cause);
+    auto call = std::make_shared<QueuedCall>(QueuedCall{.info = std::move(info), .go = std::move(go)});
     {
       const std::scoped_lock lock(mutex_);
-      queue_.push_back(trip);
+      queue_.push_back(call);
     }
     news_.notify_all();
-    return trip;
+    return call;
   }
 
-  void wait(Trip& trip) {
-    check_home(trip.info);
+  void wait(QueuedCall& call) {
+    check_home(call.info);
     std::unique_lock lock(mutex_);
-    news_.wait(lock, [&] { return trip.over; });
-    if (trip.cause.empty()) return;
-    const double seconds = std::chrono::duration<double>(Clock::now() - trip.launched).count();
-    throw_failed(place_.rank, place_.size(), trip.info, seconds, trip.cause);
+    news_.wait(lock, [&] { return call.finished; });
+    if (call.cause.empty()) return;
+    const double seconds = std::chrono::duration<double>(Clock::now() - call.launched).count();
+    throw_failed(place_.rank, place_.size(), call.info, seconds, call.cause);
   }
 
-  bool wait_for(const Trip& trip, std::chrono::milliseconds limit) {
+  bool wait_for(const QueuedCall& call, std::chrono::milliseconds limit) {
     if (!home_.here()) return true;
     std::unique_lock lock(mutex_);
-    return news_.wait_for(lock, limit, [&] { return trip.over; });
+    return news_.wait_for(lock, limit, [&] { return call.finished; });
   }
 
  private:
@@ -123,62 +124,63 @@ class Lane {
     while (true) {
       news_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
       if (queue_.empty()) return;
-      const TripPtr trip = std::move(queue_.front());
+      const QueuedCallPtr call = std::move(queue_.front());
       queue_.pop_front();
       lock.unlock();
-      std::string cause = go(*trip);
-      trip->go = nullptr;  // lets go of the tensors
+      std::string cause = go(*call);
+      call->go = nullptr;  // lets go of the tensors
       lock.lock();
-      trip->cause = std::move(cause);
-      trip->over = true;
+      call->cause = std::move(cause);
+      call->finished = true;
       news_.notify_all();
     }
   }
 
-  std::string go(Trip& trip) {
+  std::string go(QueuedCall& call) {
     const at::NoGradGuard no_grad;
-    if (auto cause = fate_->cause(); !cause.empty()) return cause;
+    if (auto cause = failure_->cause(); !cause.empty()) return cause;
     try {
-      trip.go();
+      call.go();
       return {};
     } catch (const std::exception& error) {
       const std::string cause = cause_of(error);
-      fate_->fail(cause, cause);
+      failure_->fail(cause, cause);
     }
-    return fate_->cause();
+    return failure_->cause();
   }
 
   const Home home_;
   const HostsPlace place_;
-  const std::shared_ptr<Fate> fate_;
+  const std::shared_ptr<FailureState> failure_;
   std::mutex mutex_;
   std::condition_variable news_;
   bool stopping_ = false;
-  std::deque<TripPtr> queue_;
+  std::deque<QueuedCallPtr> queue_;
   std::thread thread_;
 };
 
 class HostsPending final : public Pending::Work {
  public:
-  HostsPending(std::shared_ptr<Lane> lane, TripPtr trip) : lane_(std::move(lane)), trip_(std::move(trip)) {}
-  void wait() override { lane_->wait(*trip_); }
-  bool wait_for(std::chrono::milliseconds limit) override { return lane_->wait_for(*trip_, limit); }
+  HostsPending(std::shared_ptr<CallQueue> calls, QueuedCallPtr call)
+      : calls_(std::move(calls)), call_(std::move(call)) {}
+  void wait() override { calls_->wait(*call_); }
+  bool wait_for(std::chrono::milliseconds limit) override { return calls_->wait_for(*call_, limit); }
 
  private:
-  std::shared_ptr<Lane> lane_;
-  TripPtr trip_;
+  std::shared_ptr<CallQueue> calls_;
+  QueuedCallPtr call_;
 };
 
 class HostsGroup final : public Group {
  public:
-  HostsGroup(std::shared_ptr<Lane> lane, std::function<GroupPtr()> between)
-      : lane_(std::move(lane)), between_(std::move(between)) {}
+  HostsGroup(std::shared_ptr<CallQueue> calls, std::function<GroupPtr()> between)
+      : calls_(std::move(calls)), between_(std::move(between)) {}
 
   int rank() const override { return place().rank; }
   int size() const override { return place().size(); }
   std::string name() const override { return "shared memory and " + place().between->name(); }
   void abort(const std::string& reason) override {
-    lane_->fate().fail("rank " + std::to_string(rank()) + " aborted: " + reason, reason);
+    calls_->failure().fail("rank " + std::to_string(rank()) + " aborted: " + reason, reason);
   }
 
  protected:
@@ -217,30 +219,31 @@ class HostsGroup final : public Group {
     }).wait();
   }
   GroupPtr do_sibling() override {
-    HostsPlace place = lane_->place();
+    HostsPlace place = calls_->place();
     place.here = std::make_shared<ShmShare>(place.here->world);
     place.between = between_();
-    return std::make_shared<HostsGroup>(make_at_home<Lane>(std::move(place), lane_->shared_fate()), between_);
+    return std::make_shared<HostsGroup>(make_at_home<CallQueue>(std::move(place), calls_->shared_failure()), between_);
   }
 
  private:
-  const HostsPlace& place() const { return lane_->place(); }
+  const HostsPlace& place() const { return calls_->place(); }
   // `go` gets what the stages of the call are called; it is the whole call, so that different ones never meet.
   Pending launch(const OpInfo& info, std::function<void(const std::string&)> go) {
-    auto trip = lane_->launch(info, [go = std::move(go), text = agreement(info)] { go(text); });
-    return Pending(std::make_unique<HostsPending>(lane_, std::move(trip)));
+    auto call = calls_->launch(info, [go = std::move(go), text = agreement(info)] { go(text); });
+    return Pending(std::make_unique<HostsPending>(calls_, std::move(call)));
   }
 
-  const std::shared_ptr<Lane> lane_;
+  const std::shared_ptr<CallQueue> calls_;
   const std::function<GroupPtr()> between_;
 };
 
 }  // namespace
 
 GroupPtr hosts_group(Hosts hosts, int rank, ShmSharePtr here, std::function<GroupPtr()> between) {
-  auto fate = std::make_shared<Fate>(here->world);
+  auto failure = std::make_shared<FailureState>(here->world);
   HostsPlace place{.hosts = std::move(hosts), .rank = rank, .here = std::move(here), .between = between()};
-  return std::make_shared<HostsGroup>(make_at_home<Lane>(std::move(place), std::move(fate)), std::move(between));
+  return std::make_shared<HostsGroup>(make_at_home<CallQueue>(std::move(place), std::move(failure)),
+                                      std::move(between));
 }
 
 }  // namespace tessera::comm

@@ -63,8 +63,8 @@ bool ShmChannel::has_space(int64_t place) {
 
 void ShmChannel::tell_others(bool space_only) {
   for (int r = 0; r < size_; ++r) {
-    Bell& bell = ranks_[r].bell;
-    if (r != rank_ && (!space_only || bell.wants_space.load() != 0)) ring(bell);
+    Doorbell& doorbell = ranks_[r].doorbell;
+    if (r != rank_ && (!space_only || doorbell.wants_space.load() != 0)) ring(doorbell);
   }
 }
 
@@ -150,7 +150,7 @@ bool ShmChannel::receive_next() {
   tell_others(true);
   if (op.received == steps) {
     op.done = true;
-    ring(ranks_[rank_].bell);  // for another thread of this rank that waits for it
+    ring(ranks_[rank_].doorbell);  // for another thread of this rank that waits for it
     receiving_.pop_front();
   }
   return true;

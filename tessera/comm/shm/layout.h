@@ -39,7 +39,7 @@ struct alignas(128) ShmRank {
   std::atomic<int> pid;
   std::atomic<uint64_t> start;  // start_of_process() of hosts/hosts.h
   std::atomic<int> core;        // one more than that on which it last waited; 0: it has not
-  Bell bell;
+  Doorbell doorbell;
   ShmBlocked blocked;
 };
 

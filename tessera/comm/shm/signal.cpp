@@ -16,16 +16,16 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
 
 }  // namespace
 
-void ring(Bell& bell) {
-  if (bell.sleepers.load() == 0) return;
-  bell.count.fetch_add(1);
-  futex(bell.count, FUTEX_WAKE, INT_MAX, nullptr);
+void ring(Doorbell& doorbell) {
+  if (doorbell.sleepers.load() == 0) return;
+  doorbell.count.fetch_add(1);
+  futex(doorbell.count, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
-void sleep_at(Bell& bell, uint32_t count, std::chrono::milliseconds limit) {
+void sleep_at(Doorbell& doorbell, uint32_t count, std::chrono::milliseconds limit) {
   const timespec time{.tv_sec = static_cast<time_t>(limit.count() / 1000),
                       .tv_nsec = static_cast<long>(limit.count() % 1000 * 1000000)};
-  futex(bell.count, FUTEX_WAIT, count, &time);
+  futex(doorbell.count, FUTEX_WAIT, count, &time);
 }
 
 }  // namespace tessera::comm

@@ -105,7 +105,7 @@ void ShmWorld::leave(int channel) {
     channels_[channel]->leave();
   }
   for (int r = 0; r < size_; ++r)
-    ring(ranks_[r].bell);
+    ring(ranks_[r].doorbell);
 }
 
 std::string ShmWorld::cause() const {
@@ -127,7 +127,7 @@ void ShmWorld::fail(const std::string& text) {
     header_.cause_state.store(2);
   }
   for (int r = 0; r < size_; ++r)
-    ring(ranks_[r].bell);
+    ring(ranks_[r].doorbell);
 }
 
 void ShmWorld::abort(const std::string& reason) {
@@ -206,40 +206,40 @@ void ShmWorld::poll(const ShmCall& call) {
 
 // Says that a thread of this rank is about to sleep.
 struct ShmWorld::Sleep {
-  Sleep(Bell& bell, bool wants_space) : bell_(bell), wants_space_(wants_space) {
-    bell.sleepers.fetch_add(1);
-    if (wants_space) bell.wants_space.fetch_add(1);
+  Sleep(Doorbell& doorbell, bool wants_space) : doorbell_(doorbell), wants_space_(wants_space) {
+    doorbell.sleepers.fetch_add(1);
+    if (wants_space) doorbell.wants_space.fetch_add(1);
   }
   ~Sleep() {
-    bell_.sleepers.fetch_sub(1);
-    if (wants_space_) bell_.wants_space.fetch_sub(1);
+    doorbell_.sleepers.fetch_sub(1);
+    if (wants_space_) doorbell_.wants_space.fetch_sub(1);
   }
-  Bell& bell_;
+  Doorbell& doorbell_;
   const bool wants_space_;
 };
 
 // Sleeps until there may be something to do. `done()`: whether there is no need to.
 template <class F>
 bool ShmWorld::sleep(const F& done) {
-  Bell& bell = ranks_[rank_].bell;
-  const uint32_t count = bell.count.load();
+  Doorbell& doorbell = ranks_[rank_].doorbell;
+  const uint32_t count = doorbell.count.load();
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock) {  // another thread moves the data; it may leave at any time, so this is a short sleep
-    const Sleep asleep(bell, false);
-    if (!done()) sleep_at(bell, count, kShortly);
+    const Sleep asleep(doorbell, false);
+    if (!done()) sleep_at(doorbell, count, kShortly);
     return false;
   }
   const auto wants_space = [](const auto& endpoint) { return endpoint->wants_space(); };
   const bool space = std::any_of(attached_.begin(), attached_.end(), wants_space) ||
                      std::any_of(channels_.begin(), channels_.end(), wants_space);
-  const Sleep asleep(bell, space);
+  const Sleep asleep(doorbell, space);
   if (done()) return true;
   if (progress()) {
     moved_ = Clock::now().time_since_epoch().count();
     return true;
   }
   lock.unlock();
-  sleep_at(bell, count, kLook);
+  sleep_at(doorbell, count, kLook);
   return false;
 }
 
@@ -377,7 +377,7 @@ std::string ShmWorld::join_numbers(std::vector<int> ranks) const {
 
 void ShmWorld::wake() {
   if (!home_.here()) return;
-  ring(ranks_[rank_].bell);
+  ring(ranks_[rank_].doorbell);
 }
 
 std::vector<int> ShmWorld::missing(ShmEndpoint& endpoint, const ShmCall& call) {

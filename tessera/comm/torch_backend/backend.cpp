@@ -50,9 +50,10 @@ ReduceOp reduction(const c10d::ReduceOp& op, c10::ScalarType dtype) {
 }
 
 // The tensors of one call in the form that the scripts of steps need: contiguous ones as they are, others by a copy.
-class Draft {
+class CallArguments {
  public:
-  explicit Draft(const char* title) : label{.title = title, .inputs = {}}, name_(title + std::strlen(kPrefix)) {}
+  explicit CallArguments(const char* title)
+      : label{.title = title, .inputs = {}}, name_(title + std::strlen(kPrefix)) {}
 
   Tensor in(const Tensor& t) {
     check(t);
@@ -147,7 +148,7 @@ class ShmBackend final : public c10d::Backend {
         share_(std::move(share)),
         mail_(std::make_shared<ShmMail>(share_->world->segment(), share_->channel, rank_, size_)),
         mail_channel_(share_->world->attach(mail_)),
-        mover_(std::make_shared<ShmMover>(share_->world, std::move(threads))),
+        progress_thread_(std::make_shared<ProgressThread>(share_->world, std::move(threads))),
         make_(std::move(make)) {}
 
   const std::string getBackendName() const override { return kName; }
@@ -202,187 +203,188 @@ class ShmBackend final : public c10d::Backend {
   }
   // Options that all kinds of calls have.
   template <class Options>
-  WorkPtr launch(const std::vector<ShmOpPtr>& ops, Draft&& draft, const Options& options, OpType type) {
+  WorkPtr launch(const std::vector<ShmOpPtr>& ops, CallArguments&& args, const Options& options, OpType type) {
     std::vector<ShmWork::Call> calls;
     calls.reserve(ops.size());
     for (const ShmOpPtr& op : ops)
       calls.push_back({share_->channel, op});
-    const auto work = handle(std::move(calls), std::move(draft), options.timeout, type);
+    const auto work = handle(std::move(calls), std::move(args), options.timeout, type);
     for (const ShmOpPtr& op : ops)
       world().launch(share_->channel, op);
     if (!options.asyncOp) {
       work->wait(kNoTimeout);
-    } else if (!work->settle_if_over()) {
-      mover_->add(work);
+    } else if (!work->settle_if_finished()) {
+      progress_thread_->add(work);
     }
     return work;
   }
   WorkPtr receive_from(Tensors& tensors, int from, int tag, OpType type);
-  ShmWorkPtr handle(std::vector<ShmWork::Call> calls, Draft&& draft, std::chrono::milliseconds timeout, OpType type) {
+  ShmWorkPtr handle(std::vector<ShmWork::Call> calls, CallArguments&& args, std::chrono::milliseconds timeout,
+                    OpType type) {
     const auto limit = timeout < kNoTimeout ? std::nullopt : std::optional(timeout);
-    return c10::make_intrusive<ShmWork>(share_, mover_, std::move(calls), std::move(draft.result), draft.label, limit,
-                                        type, number_++);
+    return c10::make_intrusive<ShmWork>(share_, progress_thread_, std::move(calls), std::move(args.result), args.label,
+                                        limit, type, number_++);
   }
 
   const ShmSharePtr share_;
   const std::shared_ptr<ShmMail> mail_;  // used within launches of the world
   const int mail_channel_;
-  const std::shared_ptr<ShmMover> mover_;
+  const std::shared_ptr<ProgressThread> progress_thread_;
   const MakeBackend make_;
   std::atomic<uint64_t> number_ = 0;
 };
 
 WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  Draft draft("tessera:all_reduce");
-  const Tensor& tensor = draft.only(tensors, "tensors");
+  CallArguments args("tessera:all_reduce");
+  const Tensor& tensor = args.only(tensors, "tensors");
   if (tensor.defined() && tensor.is_sparse()) {
     TESSERA_CHECK_VALUE(options.reduceOp == c10d::ReduceOp::SUM, "comm",
                         "all_reduce: sparse tensors can only be added, with SUM");
     const auto op = std::make_shared<ShmSparseSum>(rank_, size_, tensor, Label());
-    draft.sparse(tensor, [tensor, op] { tensor.copy_(op->sum()); });
-    return launch({op}, std::move(draft), options, OpType::_ALLREDUCE_SPARSE);
+    args.sparse(tensor, [tensor, op] { tensor.copy_(op->sum()); });
+    return launch({op}, std::move(args), options, OpType::_ALLREDUCE_SPARSE);
   }
-  const Tensor t = draft.inout(tensor);
+  const Tensor t = args.inout(tensor);
   const auto op = shm_all_reduce(rank_, size_, t, reduction(options.reduceOp, t.scalar_type()), {});
-  return launch({op}, std::move(draft), options, OpType::ALLREDUCE);
+  return launch({op}, std::move(args), options, OpType::ALLREDUCE);
 }
 
 WorkPtr ShmBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  Draft draft("tessera:all_reduce");
+  CallArguments args("tessera:all_reduce");
   std::vector<ShmOpPtr> ops;
-  for (const Tensor& t : draft.inout(tensors))
+  for (const Tensor& t : args.inout(tensors))
     ops.push_back(shm_all_reduce(rank_, size_, t, reduction(options.reduceOp, t.scalar_type()), {}));
-  return launch(ops, std::move(draft), options, OpType::ALLREDUCE_COALESCED);
+  return launch(ops, std::move(args), options, OpType::ALLREDUCE_COALESCED);
 }
 
 WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  Draft draft("tessera:reduce");
+  CallArguments args("tessera:reduce");
   check_rank("reduce", options.rootRank);
-  const Tensor& tensor = draft.only(tensors, "tensors");
-  const Tensor t = rank_ == options.rootRank ? draft.inout(tensor) : draft.in(tensor);
-  if (rank_ != options.rootRank) draft.result.tensors.push_back(tensor);
+  const Tensor& tensor = args.only(tensors, "tensors");
+  const Tensor t = rank_ == options.rootRank ? args.inout(tensor) : args.in(tensor);
+  if (rank_ != options.rootRank) args.result.tensors.push_back(tensor);
   const auto op =
       shm_reduce(rank_, size_, t, reduction(options.reduceOp, t.scalar_type()), static_cast<int>(options.rootRank), {});
-  return launch({op}, std::move(draft), options, OpType::REDUCE);
+  return launch({op}, std::move(args), options, OpType::REDUCE);
 }
 
 WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  Draft draft("tessera:broadcast");
+  CallArguments args("tessera:broadcast");
   check_rank("broadcast", options.rootRank);
-  const Tensor t = draft.inout(draft.only(tensors, "tensors"));
+  const Tensor t = args.inout(args.only(tensors, "tensors"));
   const auto op = shm_broadcast(rank_, size_, t, static_cast<int>(options.rootRank), {});
-  return launch({op}, std::move(draft), options, OpType::BROADCAST);
+  return launch({op}, std::move(args), options, OpType::BROADCAST);
 }
 
 WorkPtr ShmBackend::allgather(std::vector<Tensors>& out, Tensors& in, const c10d::AllgatherOptions& options) {
-  Draft draft("tessera:all_gather");
-  const Tensor from = draft.in(draft.only(in, "inputs"));
-  const auto op = shm_all_gather(rank_, size_, draft.out(draft.only(out, "outputs")), from, {});
-  return launch({op}, std::move(draft), options, OpType::ALLGATHER);
+  CallArguments args("tessera:all_gather");
+  const Tensor from = args.in(args.only(in, "inputs"));
+  const auto op = shm_all_gather(rank_, size_, args.out(args.only(out, "outputs")), from, {});
+  return launch({op}, std::move(args), options, OpType::ALLGATHER);
 }
 
 WorkPtr ShmBackend::_allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& options) {
-  Draft draft("tessera:all_gather");
+  CallArguments args("tessera:all_gather");
   check_parts("all_gather", out, in, size_);
-  const Tensor from = draft.in(in);
-  const auto op = shm_all_gather(rank_, size_, draft.out(out), from, {});
-  return launch({op}, std::move(draft), options, OpType::_ALLGATHER_BASE);
+  const Tensor from = args.in(in);
+  const auto op = shm_all_gather(rank_, size_, args.out(out), from, {});
+  return launch({op}, std::move(args), options, OpType::_ALLGATHER_BASE);
 }
 
 // out[r][i] is tensor i of rank r.
 WorkPtr ShmBackend::allgather_coalesced(std::vector<Tensors>& out, Tensors& in, const c10d::AllgatherOptions& options) {
-  Draft draft("tessera:all_gather");
+  CallArguments args("tessera:all_gather");
   std::vector<ShmOpPtr> ops;
   for (size_t i = 0; i < in.size(); ++i) {
     Tensors to;
     for (const Tensors& of_rank : out) {
-      draft.same_length(of_rank.size(), in.size());
+      args.same_length(of_rank.size(), in.size());
       to.push_back(of_rank[i]);
     }
-    ops.push_back(shm_all_gather(rank_, size_, draft.out(to), draft.in(in[i]), {}));
+    ops.push_back(shm_all_gather(rank_, size_, args.out(to), args.in(in[i]), {}));
   }
-  return launch(ops, std::move(draft), options, OpType::ALLGATHER_COALESCED);
+  return launch(ops, std::move(args), options, OpType::ALLGATHER_COALESCED);
 }
 
 WorkPtr ShmBackend::allgather_into_tensor_coalesced(Tensors& out, Tensors& in, const c10d::AllgatherOptions& options) {
-  Draft draft("tessera:all_gather");
-  draft.same_length(out.size(), in.size());
+  CallArguments args("tessera:all_gather");
+  args.same_length(out.size(), in.size());
   std::vector<ShmOpPtr> ops;
   for (size_t i = 0; i < in.size(); ++i) {
     check_parts("all_gather", out[i], in[i], size_);
-    ops.push_back(shm_all_gather(rank_, size_, draft.out(out[i]), draft.in(in[i]), {}));
+    ops.push_back(shm_all_gather(rank_, size_, args.out(out[i]), args.in(in[i]), {}));
   }
-  return launch(ops, std::move(draft), options, OpType::ALLGATHER_COALESCED);
+  return launch(ops, std::move(args), options, OpType::ALLGATHER_COALESCED);
 }
 
 WorkPtr ShmBackend::gather(std::vector<Tensors>& out, Tensors& in, const c10d::GatherOptions& options) {
-  Draft draft("tessera:gather");
+  CallArguments args("tessera:gather");
   check_rank("gather", options.rootRank);
-  const Tensor from = draft.in(draft.only(in, "inputs"));
+  const Tensor from = args.in(args.only(in, "inputs"));
   Tensors to;
-  if (rank_ == options.rootRank) to = draft.out(draft.only(out, "outputs"));
+  if (rank_ == options.rootRank) to = args.out(args.only(out, "outputs"));
   const auto op = shm_gather(rank_, size_, to, from, static_cast<int>(options.rootRank), {});
-  return launch({op}, std::move(draft), options, OpType::GATHER);
+  return launch({op}, std::move(args), options, OpType::GATHER);
 }
 
 WorkPtr ShmBackend::scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ScatterOptions& options) {
-  Draft draft("tessera:scatter");
+  CallArguments args("tessera:scatter");
   check_rank("scatter", options.rootRank);
   Tensors from;
-  if (rank_ == options.rootRank) from = draft.in(draft.only(in, "inputs"));
-  const Tensor to = draft.out(draft.only(out, "outputs"));
+  if (rank_ == options.rootRank) from = args.in(args.only(in, "inputs"));
+  const Tensor to = args.out(args.only(out, "outputs"));
   const auto op = shm_scatter(rank_, size_, to, from, static_cast<int>(options.rootRank), {});
-  return launch({op}, std::move(draft), options, OpType::SCATTER);
+  return launch({op}, std::move(args), options, OpType::SCATTER);
 }
 
 WorkPtr ShmBackend::reduce_scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ReduceScatterOptions& options) {
-  Draft draft("tessera:reduce_scatter");
-  const Tensors from = draft.in(draft.only(in, "inputs"));
-  const Tensor to = draft.out(draft.only(out, "outputs"));
+  CallArguments args("tessera:reduce_scatter");
+  const Tensors from = args.in(args.only(in, "inputs"));
+  const Tensor to = args.out(args.only(out, "outputs"));
   const auto op = shm_reduce_scatter(rank_, size_, to, from, reduction(options.reduceOp, to.scalar_type()), {});
-  return launch({op}, std::move(draft), options, OpType::REDUCE_SCATTER);
+  return launch({op}, std::move(args), options, OpType::REDUCE_SCATTER);
 }
 
 WorkPtr ShmBackend::_reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& options) {
-  Draft draft("tessera:reduce_scatter");
+  CallArguments args("tessera:reduce_scatter");
   check_parts("reduce_scatter", in, out, size_);
-  const Tensor from = draft.in(in), to = draft.out(out);
+  const Tensor from = args.in(in), to = args.out(out);
   const auto op = shm_reduce_scatter(rank_, size_, to, from, reduction(options.reduceOp, to.scalar_type()), {});
-  return launch({op}, std::move(draft), options, OpType::_REDUCE_SCATTER_BASE);
+  return launch({op}, std::move(args), options, OpType::_REDUCE_SCATTER_BASE);
 }
 
 WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,
                                                     const c10d::ReduceScatterOptions& options) {
-  Draft draft("tessera:reduce_scatter");
-  draft.same_length(out.size(), in.size());
+  CallArguments args("tessera:reduce_scatter");
+  args.same_length(out.size(), in.size());
   std::vector<ShmOpPtr> ops;
   for (size_t i = 0; i < in.size(); ++i) {
     check_parts("reduce_scatter", in[i], out[i], size_);
-    const Tensor from = draft.in(in[i]), to = draft.out(out[i]);
+    const Tensor from = args.in(in[i]), to = args.out(out[i]);
     ops.push_back(shm_reduce_scatter(rank_, size_, to, from, reduction(options.reduceOp, to.scalar_type()), {}));
   }
-  return launch(ops, std::move(draft), options, OpType::REDUCE_SCATTER_TENSOR_COALESCED);
+  return launch(ops, std::move(args), options, OpType::REDUCE_SCATTER_TENSOR_COALESCED);
 }
 
 WorkPtr ShmBackend::alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_splits,
                                   std::vector<int64_t>& in_splits, const c10d::AllToAllOptions& options) {
-  Draft draft("tessera:all_to_all");
+  CallArguments args("tessera:all_to_all");
   TESSERA_CHECK_VALUE(out.scalar_type() == in.scalar_type(), "comm", "all_to_all: the output is ", out.scalar_type(),
                       " and the input ", in.scalar_type());
-  const Tensor from = draft.in(in), to = draft.out(out);
+  const Tensor from = args.in(in), to = args.out(out);
   const auto op =
       shm_all_to_all(rank_, size_, to, from, elements(to, out_splits, size_), elements(from, in_splits, size_), {});
-  return launch({op}, std::move(draft), options, OpType::ALLTOALL_BASE);
+  return launch({op}, std::move(args), options, OpType::ALLTOALL_BASE);
 }
 
 WorkPtr ShmBackend::alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions& options) {
-  Draft draft("tessera:all_to_all");
-  const Tensors from = draft.in(in), to = draft.out(out);
-  return launch({shm_all_to_all(rank_, size_, to, from, {})}, std::move(draft), options, OpType::ALLTOALL);
+  CallArguments args("tessera:all_to_all");
+  const Tensors from = args.in(in), to = args.out(out);
+  return launch({shm_all_to_all(rank_, size_, to, from, {})}, std::move(args), options, OpType::ALLTOALL);
 }
 
 WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  return launch({shm_barrier(rank_, size_, {})}, Draft("tessera:barrier"), options, OpType::BARRIER);
+  return launch({shm_barrier(rank_, size_, {})}, CallArguments("tessera:barrier"), options, OpType::BARRIER);
 }
 
 void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
@@ -390,22 +392,22 @@ void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
 }
 
 WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {
-  Draft draft("tessera:send");
+  CallArguments args("tessera:send");
   check_rank("send", to);
-  const auto letter = shm_send(draft.in(draft.only(tensors, "tensors")), to, tag);
-  const auto work = handle({{mail_channel_, letter}}, std::move(draft), c10d::kUnsetTimeout, OpType::SEND);
-  world().launch(mail_channel_, *letter, [&] { mail_->send(letter); });
-  if (!work->settle_if_over()) mover_->add(work);  // so that it goes on whatever this rank does
+  const auto message = shm_send(args.in(args.only(tensors, "tensors")), to, tag);
+  const auto work = handle({{mail_channel_, message}}, std::move(args), c10d::kUnsetTimeout, OpType::SEND);
+  world().launch(mail_channel_, *message, [&] { mail_->send(message); });
+  if (!work->settle_if_finished()) progress_thread_->add(work);  // so that it goes on whatever this rank does
   return work;
 }
 
 WorkPtr ShmBackend::receive_from(Tensors& tensors, int from, int tag, OpType type) {
-  Draft draft("tessera:recv");
-  const auto letter = shm_receive(draft.out(draft.only(tensors, "tensors")), from, tag);
-  draft.label.inputs = tensors;
-  const auto work = handle({{mail_channel_, letter}}, std::move(draft), c10d::kUnsetTimeout, type);
-  world().launch(mail_channel_, *letter, [&] { mail_->receive(letter); });
-  work->settle_if_over();
+  CallArguments args("tessera:recv");
+  const auto message = shm_receive(args.out(args.only(tensors, "tensors")), from, tag);
+  args.label.inputs = tensors;
+  const auto work = handle({{mail_channel_, message}}, std::move(args), c10d::kUnsetTimeout, type);
+  world().launch(mail_channel_, *message, [&] { mail_->receive(message); });
+  work->settle_if_finished();
   return work;
 }
 

@@ -1,6 +1,6 @@
 // Messages from one rank to another over shared memory, by tag.
 //
-// Note [Letters]
+// Note [Messages]
 //   From each rank to each other one leads a ring of its own, so messages need no order among collectives or other pairs.
 //   Messages of one tag between two ranks arrive in the order in which they were sent. When the one at the front of a ring
 //   is not what a receiver waits for, it is put aside into memory of the receiver, so that those behind it can come; one
@@ -20,10 +20,10 @@
 namespace tessera::comm {
 
 // A message in flight.
-class ShmLetter final : public ShmCall {
+class ShmMessage final : public ShmCall {
  public:
   // `peer`: where to or from; a receiver may have -1, any. The tensor is contiguous, on the CPU, and kept alive.
-  ShmLetter(const char* name, const at::Tensor& tensor, int peer, int64_t tag);
+  ShmMessage(const char* name, const at::Tensor& tensor, int peer, int64_t tag);
 
   const int64_t tag;
   char* const data;
@@ -34,9 +34,9 @@ class ShmLetter final : public ShmCall {
  private:
   at::Tensor tensor_;
 };
-using ShmLetterPtr = std::shared_ptr<ShmLetter>;
-ShmLetterPtr shm_send(const at::Tensor& tensor, int to, int64_t tag);
-ShmLetterPtr shm_receive(const at::Tensor& tensor, int from, int64_t tag);
+using ShmMessagePtr = std::shared_ptr<ShmMessage>;
+ShmMessagePtr shm_send(const at::Tensor& tensor, int to, int64_t tag);
+ShmMessagePtr shm_receive(const at::Tensor& tensor, int from, int64_t tag);
 
 // One rank's messages, for users of one channel: who has left that sends none.
 class ShmMail final : public ShmEndpoint {
@@ -44,29 +44,29 @@ class ShmMail final : public ShmEndpoint {
   ShmMail(std::shared_ptr<ShmSegment> segment, int channel, int rank, int size);
 
   // DistBackendError when there is no memory for the ring to a rank that is sent to for the first time.
-  void send(ShmLetterPtr letter);
-  void receive(ShmLetterPtr letter);
+  void send(ShmMessagePtr message);
+  void receive(ShmMessagePtr message);
   bool progress() override;
   const std::string& disagreement() const override { return disagreement_; }
-  // Of a letter that was sent or received here.
-  std::vector<int> missing(const ShmCall& letter) override;
-  bool one_will_do(const ShmCall& letter) const override;
+  // Of a message that was sent or received here.
+  std::vector<int> missing(const ShmCall& message) override;
+  bool one_will_do(const ShmCall& message) const override;
   bool has_left(int rank) const override { return calls_[rank].left.load() != 0; }
   bool wants_space() override;
 
  private:
-  // A message that has been put aside.
-  struct Aside {
+  // A message that came before a receiver asked for it.
+  struct Unexpected {
     int64_t tag = 0;
     std::vector<char> data;
     bool whole = false;
   };
   // What comes from one rank.
   struct Incoming {
-    ShmLetterPtr letter;  // the message that is just coming, if a receiver has it
-    Aside* aside = nullptr;
+    ShmMessagePtr message;  // the message that is just coming, if a receiver has it
+    Unexpected* unexpected = nullptr;
     int64_t bytes = 0, moved = 0;
-    std::list<Aside> kept;  // in order of arrival
+    std::list<Unexpected> kept;  // in order of arrival
   };
 
   MailCounters& counters(int from, int to) const;
@@ -76,18 +76,18 @@ class ShmMail final : public ShmEndpoint {
   bool take_kept();
   bool begin_message(int from, const SlotHead& head);
   bool awaited(int from) const;
-  bool fits(int from, int64_t bytes, const ShmLetter& letter);
-  void finish(ShmLetter& letter);
+  bool fits(int from, int64_t bytes, const ShmMessage& message);
+  void finish(ShmMessage& message);
 
   const std::shared_ptr<ShmSegment> segment_;
   const int rank_, size_;
   ShmRank* const ranks_;
-  ShmCounters* const calls_;                       // of the channel, by rank
-  std::vector<std::deque<ShmLetterPtr>> sending_;  // by receiver
+  ShmCounters* const calls_;                        // of the channel, by rank
+  std::vector<std::deque<ShmMessagePtr>> sending_;  // by receiver
   std::vector<bool> has_ring_;
-  std::list<ShmLetterPtr> receiving_;  // those whose message has not begun to come, in order
-  std::vector<Incoming> incoming_;     // by sender
-  int busy_ = 0;                       // letters that are not through
+  std::list<ShmMessagePtr> receiving_;  // those whose message has not begun to come, in order
+  std::vector<Incoming> incoming_;      // by sender
+  int busy_ = 0;                        // messages that are not through
   std::string disagreement_;
 };
 

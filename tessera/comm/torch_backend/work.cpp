@@ -14,22 +14,22 @@
 namespace tessera::comm {
 namespace {
 
-constexpr auto kSlice = std::chrono::milliseconds(500);  // then the mover looks after another handle
+constexpr auto kSlice = std::chrono::milliseconds(500);  // then the progress thread looks after another handle
 constexpr auto kGroupGone = "its process group was destroyed";
 
 }  // namespace
 
-ShmWork::ShmWork(ShmSharePtr share, std::weak_ptr<ShmMover> mover, std::vector<Call> calls, Result result,
+ShmWork::ShmWork(ShmSharePtr share, std::weak_ptr<ProgressThread> thread, std::vector<Call> calls, Result result,
                  const Label& label, std::optional<std::chrono::milliseconds> limit, c10d::OpType type, uint64_t number)
     : Work(share->world->rank(), type, label.title, label.inputs),
       share_(std::move(share)),
-      mover_(std::move(mover)),
+      progress_thread_(std::move(thread)),
       calls_(std::move(calls)),
       result_(std::move(result)),
       limit_(limit),
       number_(number) {}
 
-bool ShmWork::over() const {
+bool ShmWork::finished() const {
   return std::all_of(calls_.begin(), calls_.end(), [](const Call& c) { return c.call->done.load(); });
 }
 
@@ -59,7 +59,7 @@ void ShmWork::settle(std::exception_ptr error) {
   }
   cv_.notify_all();
   if (!future) return;
-  if (const auto mover = mover_.lock()) mover->step_down();
+  if (const auto thread = progress_thread_.lock()) thread->step_down();
   if (error) {
     future->setErrorIfNeeded(error);
   } else {
@@ -71,7 +71,7 @@ void ShmWork::wait_for_calls(const ShmWorld::Wait& how) {
   try {
     for (const Call& c : calls_)
       share_->world->wait(c.channel, *c.call, how);
-    if (over()) settle(nullptr);
+    if (finished()) settle(nullptr);
   } catch (const std::exception&) {
     settle(std::current_exception());
   }
@@ -79,9 +79,9 @@ void ShmWork::wait_for_calls(const ShmWorld::Wait& how) {
 
 bool ShmWork::wait(std::chrono::milliseconds timeout) {
   const auto limit = timeout > kNoTimeout ? std::optional(timeout) : limit_;
-  // The mover may settle it meanwhile: with an error, when the process group goes.
+  // The progress thread may settle it meanwhile: with an error, when the process group goes.
   const auto settled = [this] { return settled_.load(); };
-  if (!settle_if_over()) wait_for_calls({.launched = launched_, .limit = limit, .until = settled});
+  if (!settle_if_finished()) wait_for_calls({.launched = launched_, .limit = limit, .until = settled});
   if (const auto error = exception()) std::rethrow_exception(error);
   return true;
 }
@@ -90,8 +90,8 @@ void ShmWork::drive(ShmWorld::Clock::time_point since, const std::function<bool(
   wait_for_calls({.launched = launched_, .since = since, .limit = limit_, .until = until});
 }
 
-bool ShmWork::settle_if_over() {
-  if (over()) settle(nullptr);
+bool ShmWork::settle_if_finished() {
+  if (finished()) settle(nullptr);
   const std::scoped_lock lock(mutex_);
   return completed_;
 }
@@ -106,35 +106,35 @@ void ShmWork::fail(const std::string& reason) {
 }
 
 bool ShmWork::isCompleted() {
-  if (settle_if_over()) return true;
+  if (settle_if_finished()) return true;
   try {
     for (const Call& c : calls_)
       share_->world->poll(*c.call);
   } catch (const std::exception&) {
     settle(std::current_exception());
   }
-  const bool settled = settle_if_over();
-  if (!settled) ask_mover();  // it notices lost ranks
+  const bool settled = settle_if_finished();
+  if (!settled) ask_progress_thread();  // it notices lost ranks
   return settled;
 }
 
 int ShmWork::sourceRank() const {
-  const auto* letter = dynamic_cast<const ShmLetter*>(calls_.front().call.get());
-  TESSERA_CHECK(letter != nullptr, "comm", "only a message that was received has a source rank");
-  return letter->peer;
+  const auto* message = dynamic_cast<const ShmMessage*>(calls_.front().call.get());
+  TESSERA_CHECK(message != nullptr, "comm", "only a message that was received has a source rank");
+  return message->peer;
 }
 
 void ShmWork::abort() {
   share_->world->abort("a call was aborted");
 }
 
-void ShmWork::ask_mover() {
+void ShmWork::ask_progress_thread() {
   {
     const std::scoped_lock lock(mutex_);
     if (completed_ || std::exchange(asked_, true)) return;
   }
-  if (const auto mover = mover_.lock()) {
-    mover->add(ShmWorkPtr::unsafe_reclaim_from_nonowning(this));
+  if (const auto thread = progress_thread_.lock()) {
+    thread->add(ShmWorkPtr::unsafe_reclaim_from_nonowning(this));
   } else {
     fail(kGroupGone);
   }
@@ -150,7 +150,7 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
     settled = completed_;
   }
   if (!settled) {
-    if (!settle_if_over()) ask_mover();
+    if (!settle_if_finished()) ask_progress_thread();
   } else if (const auto error = exception()) {
     future->setErrorIfNeeded(error);
   } else {
@@ -159,7 +159,7 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
   return future;
 }
 
-struct ShmMover::State final : SideThreads::Owner, std::enable_shared_from_this<ShmMover::State> {
+struct ProgressThread::State final : SideThreads::Owner, std::enable_shared_from_this<ProgressThread::State> {
   struct Item {
     ShmWorkPtr work;
     ShmWorld::Clock::time_point since;
@@ -185,13 +185,13 @@ struct ShmMover::State final : SideThreads::Owner, std::enable_shared_from_this<
 };
 
 // Somebody shall lead, or clear up: false when there is nobody. The mutex is held.
-bool ShmMover::State::take_over() {
+bool ProgressThread::State::take_over() {
   if (idle == 0 && !threads->start([state = shared_from_this()] { state->run(); })) return false;
   wake.notify_all();
   return true;
 }
 
-void ShmMover::State::end_threads() {
+void ProgressThread::State::end_threads() {
   {
     const std::scoped_lock lock(mutex);
     ending = news = true;
@@ -200,7 +200,7 @@ void ShmMover::State::end_threads() {
   world->wake();
 }
 
-void ShmMover::State::run() {
+void ProgressThread::State::run() {
   std::unique_lock lock(mutex);
   while (!stopping && !ending) {
     idle += 1;
@@ -208,19 +208,19 @@ void ShmMover::State::run() {
     idle -= 1;
     if (!stopping && !ending) lead(lock);
   }
-  if (!stopping) return;  // what is in flight stays for ~ShmMover()
+  if (!stopping) return;  // what is in flight stays for ~ProgressThread()
   const auto rest = std::exchange(items, {});
   lock.unlock();
   fail(rest);
 }
 
-void ShmMover::State::fail(const std::vector<Item>& items) {
+void ProgressThread::State::fail(const std::vector<Item>& items) {
   for (const auto& item : items)
     item.work->fail(kGroupGone);
 }
 
 // Until there is nothing to move, or callbacks had to be run.
-void ShmMover::State::lead(std::unique_lock<std::mutex>& lock) {
+void ProgressThread::State::lead(std::unique_lock<std::mutex>& lock) {
   const auto me = leader = std::this_thread::get_id();
   while (leader == me && !stopping && !ending && !items.empty()) {
     {
@@ -230,10 +230,10 @@ void ShmMover::State::lead(std::unique_lock<std::mutex>& lock) {
       const auto slice = ShmWorld::Clock::now() + kSlice;
       mine.front().work->drive(mine.front().since, [&] {
         return news.load() || ShmWorld::Clock::now() > slice ||
-               std::any_of(mine.begin(), mine.end(), [](const auto& item) { return item.work->over(); });
+               std::any_of(mine.begin(), mine.end(), [](const auto& item) { return item.work->finished(); });
       });
       for (const auto& item : mine)
-        item.work->settle_if_over();
+        item.work->settle_if_finished();
     }
     lock.lock();
     if (leader != me) return;
@@ -246,8 +246,8 @@ void ShmMover::State::lead(std::unique_lock<std::mutex>& lock) {
   if (leader == me) leader = {};
 }
 
-// The mutex is held. It must not be when the handles go: see ~ShmMover().
-std::vector<ShmMover::State::Item> ShmMover::State::take_settled() {
+// The mutex is held. It must not be when the handles go: see ~ProgressThread().
+std::vector<ProgressThread::State::Item> ProgressThread::State::take_settled() {
   const auto first =
       std::stable_partition(items.begin(), items.end(), [](auto& item) { return !item.work->settled(); });
   std::vector<Item> settled(std::make_move_iterator(first), std::make_move_iterator(items.end()));
@@ -255,13 +255,14 @@ std::vector<ShmMover::State::Item> ShmMover::State::take_settled() {
   return settled;
 }
 
-ShmMover::ShmMover(std::shared_ptr<ShmWorld> world, SideThreadsPtr threads) : state_(std::make_shared<State>()) {
+ProgressThread::ProgressThread(std::shared_ptr<ShmWorld> world, SideThreadsPtr threads)
+    : state_(std::make_shared<State>()) {
   state_->world = std::move(world);
   state_->threads = std::move(threads);
   state_->threads->add(state_);
 }
 
-ShmMover::~ShmMover() {
+ProgressThread::~ProgressThread() {
   if (!home_.here()) return;
   std::vector<State::Item> rest;
   {
@@ -277,7 +278,7 @@ ShmMover::~ShmMover() {
   State::fail(rest);
 }
 
-void ShmMover::add(ShmWorkPtr work) {
+void ProgressThread::add(ShmWorkPtr work) {
   const auto since = ShmWorld::Clock::now();
   {
     const std::scoped_lock lock(state_->mutex);
@@ -290,7 +291,7 @@ void ShmMover::add(ShmWorkPtr work) {
   if (work) work->drive(since, [] { return false; });
 }
 
-void ShmMover::step_down() {
+void ProgressThread::step_down() {
   std::vector<State::Item> settled;  // goes when the mutex is free
   const std::scoped_lock lock(state_->mutex);
   if (state_->leader != std::this_thread::get_id()) return;

@@ -1,6 +1,6 @@
 // Handles of torch.distributed for calls over shared memory, and the thread that moves what nobody waits for.
 //
-// Note [Mover]
+// Note [Progress thread]
 //   The handles of Tessera's own Group are waited for, and every wait moves the data. A handle of torch.distributed may
 //   instead be asked for a future, polled, or forgotten. Each backend therefore has a thread, started when it is first
 //   needed, that waits for such calls beside the program: they overlap with computation, and their futures complete.
@@ -24,7 +24,7 @@
 
 namespace tessera::comm {
 
-class ShmMover;
+class ProgressThread;
 
 class ShmWork final : public c10d::Work {
  public:
@@ -44,8 +44,8 @@ class ShmWork final : public c10d::Work {
   };
 
   // The calls are launched. `limit`: in place of the world's timeout.
-  ShmWork(ShmSharePtr share, std::weak_ptr<ShmMover> mover, std::vector<Call> calls, Result result, const Label& label,
-          std::optional<std::chrono::milliseconds> limit, c10d::OpType type, uint64_t number);
+  ShmWork(ShmSharePtr share, std::weak_ptr<ProgressThread> thread, std::vector<Call> calls, Result result,
+          const Label& label, std::optional<std::chrono::milliseconds> limit, c10d::OpType type, uint64_t number);
 
   // DistBackendError when the group has failed. `timeout` 0: the operation's own.
   bool wait(std::chrono::milliseconds timeout) override;
@@ -56,21 +56,21 @@ class ShmWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override { return number_; }
 
-  // For the mover: whether all calls are through; settles the handle if so, or if they have failed.
-  bool settle_if_over();
+  // For the progress thread: whether all calls are through; settles the handle if so, or if they have failed.
+  bool settle_if_finished();
   // Waits for the calls until they are through, or until() says so. Throws nothing; errors are kept.
   void drive(ShmWorld::Clock::time_point since, const std::function<bool()>& until);
   void fail(const std::string& reason);
-  bool over() const;
+  bool finished() const;
   bool settled() const { return settled_; }
 
  private:
   void wait_for_calls(const ShmWorld::Wait& how);
   void settle(std::exception_ptr error);
-  void ask_mover();
+  void ask_progress_thread();
 
   const ShmSharePtr share_;
-  const std::weak_ptr<ShmMover> mover_;
+  const std::weak_ptr<ProgressThread> progress_thread_;
   const std::vector<Call> calls_;
   Result result_;
   const std::optional<std::chrono::milliseconds> limit_;
@@ -83,11 +83,11 @@ class ShmWork final : public c10d::Work {
 using ShmWorkPtr = c10::intrusive_ptr<ShmWork>;
 
 // In a forked copy of the process it is let go as it is.
-class ShmMover {
+class ProgressThread {
  public:
-  ShmMover(std::shared_ptr<ShmWorld> world, SideThreadsPtr threads);
+  ProgressThread(std::shared_ptr<ShmWorld> world, SideThreadsPtr threads);
   // Handles that are still in flight fail: their group is gone.
-  ~ShmMover();
+  ~ProgressThread();
   void add(ShmWorkPtr work);
   // The calling thread is about to run callbacks, which may wait for other handles: if it is the one that moves them,
   // another takes over.

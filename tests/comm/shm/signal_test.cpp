@@ -9,37 +9,37 @@ namespace {
 
 using namespace std::chrono_literals;
 
-TEST(Bell, WakesWhoSleeps) {
-  Bell bell{};
+TEST(Doorbell, WakesWhoSleeps) {
+  Doorbell doorbell{};
   std::atomic<bool> said = false;
   std::thread other([&] {
-    while (bell.sleepers.load() == 0)
+    while (doorbell.sleepers.load() == 0)
       std::this_thread::yield();
     said = true;
-    ring(bell);
+    ring(doorbell);
   });
   while (!said.load()) {
-    const uint32_t count = bell.count.load();
-    bell.sleepers.fetch_add(1);
-    if (!said.load()) sleep_at(bell, count, 60s);
-    bell.sleepers.fetch_sub(1);
+    const uint32_t count = doorbell.count.load();
+    doorbell.sleepers.fetch_add(1);
+    if (!said.load()) sleep_at(doorbell, count, 60s);
+    doorbell.sleepers.fetch_sub(1);
   }
   other.join();
 }
 
-TEST(Bell, ARingAfterTheCountWasReadIsNotMissed) {
-  Bell bell{};
-  const uint32_t count = bell.count.load();
-  bell.sleepers.fetch_add(1);
-  ring(bell);
-  sleep_at(bell, count, 1h);  // returns at once
-  EXPECT_NE(bell.count.load(), count);
+TEST(Doorbell, ARingAfterTheCountWasReadIsNotMissed) {
+  Doorbell doorbell{};
+  const uint32_t count = doorbell.count.load();
+  doorbell.sleepers.fetch_add(1);
+  ring(doorbell);
+  sleep_at(doorbell, count, 1h);  // returns at once
+  EXPECT_NE(doorbell.count.load(), count);
 }
 
-TEST(Bell, ASleepEndsWithItsLimit) {
-  Bell bell{};
-  sleep_at(bell, 0, 1ms);
-  EXPECT_EQ(bell.count.load(), 0u);
+TEST(Doorbell, ASleepEndsWithItsLimit) {
+  Doorbell doorbell{};
+  sleep_at(doorbell, 0, 1ms);
+  EXPECT_EQ(doorbell.count.load(), 0u);
 }
 
 }  // namespace

@@ -13,15 +13,15 @@ struct Mails : ::testing::Test {
     for (int r = 0; r < size; ++r)
       ranks.emplace_back(segment, 0, r, size);
   }
-  ShmLetterPtr send(int from, int to, const at::Tensor& tensor, int64_t tag = 0) {
-    auto letter = shm_send(tensor, to, tag);
-    ranks[from].send(letter);
-    return letter;
+  ShmMessagePtr send(int from, int to, const at::Tensor& tensor, int64_t tag = 0) {
+    auto message = shm_send(tensor, to, tag);
+    ranks[from].send(message);
+    return message;
   }
-  ShmLetterPtr receive(int at, int from, const at::Tensor& tensor, int64_t tag = 0) {
-    auto letter = shm_receive(tensor, from, tag);
-    ranks[at].receive(letter);
-    return letter;
+  ShmMessagePtr receive(int at, int from, const at::Tensor& tensor, int64_t tag = 0) {
+    auto message = shm_receive(tensor, from, tag);
+    ranks[at].receive(message);
+    return message;
   }
   void run() {
     bool moved = true;
@@ -61,7 +61,7 @@ TEST_F(Mails, ASmallOneIsThroughBeforeAnybodyReceivesIt) {
 }
 
 TEST_F(Mails, AreTakenByTag) {
-  std::vector<ShmLetterPtr> out;
+  std::vector<ShmMessagePtr> out;
   for (const int64_t tag : {5, 6, 5, 7})
     out.push_back(send(0, 1, at::full({kMoreThanARing}, static_cast<float>(10 * tag + out.size())), tag));
   at::Tensor got = at::zeros({kMoreThanARing});
@@ -71,8 +71,8 @@ TEST_F(Mails, AreTakenByTag) {
     EXPECT_TRUE(in->done);
     EXPECT_TRUE(got.eq(value).all().item<bool>()) << tag;
   }
-  for (const auto& letter : out)
-    EXPECT_TRUE(letter->done);
+  for (const auto& message : out)
+    EXPECT_TRUE(message->done);
 }
 
 TEST_F(Mails, OfOneTagKeepTheirOrder) {

@@ -14,14 +14,14 @@ using testing::message_of;
 struct Handles : ::testing::Test {
   explicit Handles(std::chrono::milliseconds timeout = 1min) : shares(shm_thread_shares(2, timeout)) {
     for (const auto& share : shares)
-      movers.push_back(std::make_shared<ShmMover>(share->world, threads));
+      progress_threads.push_back(std::make_shared<ProgressThread>(share->world, threads));
   }
   // A sum of `tensor` over both ranks.
   ShmWorkPtr launch(int rank, const at::Tensor& tensor, ShmWork::Result result = {}) {
     const auto op = shm_all_reduce(rank, 2, tensor, ReduceOp::Sum, "x");
     result.tensors.push_back(tensor);
     const std::vector<ShmWork::Call> calls = {{0, op}};
-    auto work = c10::make_intrusive<ShmWork>(shares[rank], movers[rank], calls, std::move(result),
+    auto work = c10::make_intrusive<ShmWork>(shares[rank], progress_threads[rank], calls, std::move(result),
                                              ShmWork::Label{"tessera:all_reduce", {tensor}}, std::nullopt,
                                              c10d::OpType::ALLREDUCE, 7);
     shares[rank]->world->launch(0, op);
@@ -29,7 +29,7 @@ struct Handles : ::testing::Test {
   }
   std::vector<ShmSharePtr> shares;
   const SideThreadsPtr threads = std::make_shared<SideThreads>();
-  std::vector<std::shared_ptr<ShmMover>> movers;
+  std::vector<std::shared_ptr<ProgressThread>> progress_threads;
 };
 
 const int64_t kLong = 3 * kSlots * kRecordBytes / 4;  // more than a ring holds
@@ -53,7 +53,7 @@ TEST_F(Handles, FuturesCompleteWithoutAWait) {
   first->wait();
   EXPECT_TRUE(first->value().toTensorVector()[0].eq(2).all().item<bool>());
   const auto again = launch(0, a);
-  movers[1]->add(launch(1, b));
+  progress_threads[1]->add(launch(1, b));
   again->wait(kNoTimeout);
   EXPECT_TRUE(again->getFuture()->completed());
 }
@@ -73,11 +73,11 @@ TEST_F(Handles, MoveWithoutThreadsAfterTheirEnd) {
   EXPECT_TRUE(rest->getFuture()->completed());
   other.join();
   EXPECT_TRUE(a.eq(4).all().item<bool>());
-  movers.clear();
+  progress_threads.clear();
   EXPECT_TRUE(waiting->completed());
 }
 
-// Callbacks run on the threads of movers: what they wait for must move all the same, whether it is launched by them or was
+// Callbacks run on the progress threads: what they wait for must move all the same, whether it is launched by them or was
 // in flight before.
 TEST_F(Handles, CallbacksMayWaitForFutures) {
   using Future = c10::ivalue::Future;
@@ -105,15 +105,15 @@ TEST_F(Handles, CallbacksMayWaitForFutures) {
 
 // The oldest handle never ends; those behind it must.
 TEST_F(Handles, FuturesDoNotWaitForOlderOnes) {
-  const auto letter = shm_receive(at::zeros({1}), 1, 5);
+  const auto message = shm_receive(at::zeros({1}), 1, 5);
   ShmWorld& world = *shares[0]->world;
   const auto mail = std::make_shared<ShmMail>(world.segment(), 0, 0, 2);
   const int channel = world.attach(mail);
-  world.launch(channel, *letter, [&] { mail->receive(letter); });
-  const std::vector<ShmWork::Call> calls = {{channel, letter}};
+  world.launch(channel, *message, [&] { mail->receive(message); });
+  const std::vector<ShmWork::Call> calls = {{channel, message}};
   const auto never =
-      c10::make_intrusive<ShmWork>(shares[0], movers[0], calls, ShmWork::Result{}, ShmWork::Label{"tessera:recv", {}},
-                                   std::nullopt, c10d::OpType::RECV, 1);
+      c10::make_intrusive<ShmWork>(shares[0], progress_threads[0], calls, ShmWork::Result{},
+                                   ShmWork::Label{"tessera:recv", {}}, std::nullopt, c10d::OpType::RECV, 1);
   const auto last = never->getFuture();
   at::Tensor a = at::ones({kLong}), b = at::ones({kLong});
   const auto future = launch(0, a)->getFuture();
@@ -121,7 +121,7 @@ TEST_F(Handles, FuturesDoNotWaitForOlderOnes) {
   future->wait();
   EXPECT_FALSE(last->completed());
   std::thread waiting([&] { EXPECT_ANY_THROW(never->wait(kNoTimeout)); });
-  movers[0].reset();
+  progress_threads[0].reset();
   waiting.join();
   last->wait();
   EXPECT_TRUE(last->hasError());
@@ -132,7 +132,7 @@ TEST_F(Handles, MayBePolledAndDropped) {
   at::Tensor a = at::ones({kLong}), b = at::ones({kLong});
   const auto work = launch(0, a);
   EXPECT_FALSE(work->isCompleted());
-  movers[1]->add(launch(1, b));  // nobody holds it but the mover
+  progress_threads[1]->add(launch(1, b));  // nobody holds it but the progress thread
   while (!work->isCompleted())
     std::this_thread::yield();
   EXPECT_TRUE(a.eq(2).all().item<bool>());
