@@ -1,5 +1,5 @@
-// The CUDA kernels, as the library's table has them, give the bits of the reference. Linked twice: with CUDA's runtime,
-// skipped where no device can be used, and with that of ptx/, whose device is a machine for their PTX.
+// The CUDA kernels, as the library's table has them, give the bits of the reference. Built twice: with CUDA's runtime,
+// skipped where no device can be used, and with that of host/, where the kernels are C++ for the host.
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
