@@ -27,6 +27,25 @@ std::string save(Engine& engine, const std::string& dir, const engine::SaveOptio
   return engine.checkpoints().save(dir, options, std::move(part));
 }
 
+// A function of the package as the core calls it: with the interpreter's lock, its errors those of the core.
+engine::Foreign foreign(std::string latest, const std::optional<py::function>& manifest, std::string names) {
+  engine::Foreign result{std::move(latest), {}, std::move(names)};
+  if (!manifest) return result;
+  result.manifest = [f = *manifest](const std::string& folder) {
+    const py::gil_scoped_acquire lock;
+    try {
+      return f(folder).cast<std::string>();
+    } catch (py::error_already_set& e) {
+      const std::string text = py::str(e.value());
+      const py::module_ errors = py::module_::import("tessera.errors");
+      if (e.matches(errors.attr("IoError"))) throw IoError({__func__, __FILE__, __LINE__}, text);
+      if (e.matches(errors.attr("ConfigError"))) C10_THROW_ERROR(ValueError, text);
+      TORCH_CHECK(false, e.what());
+    }
+  };
+  return result;
+}
+
 }  // namespace
 
 void bind_checkpoint(py::module_& m) {
@@ -51,10 +70,12 @@ void bind_checkpoint(py::module_& m) {
       .def_readonly("aliases", &checkpoint::ParamRecord::aliases);
 
   py::class_<Reader>(m, "CheckpointReader")
-      .def(py::init([](const std::string& folder) {
-             return Reader(folder, io::read_text(folder + "/" + checkpoint::kManifestName, int64_t{1} << 31));
+      .def(py::init([](const std::string& folder, const std::optional<std::string>& manifest) {
+             return Reader(folder, manifest
+                                       ? *manifest
+                                       : io::read_text(folder + "/" + checkpoint::kManifestName, int64_t{1} << 31));
            }),
-           py::arg("folder"))
+           py::arg("folder"), py::arg("manifest") = py::none())
       .def("params", [](const Reader& r) { return r.manifest().params; })
       // Name, kind, shape, dtype and bytes of every tensor.
       .def("tensors",
@@ -90,6 +111,18 @@ void bind_checkpoint(py::module_& m) {
             return r.read_whole(*record);
           },
           py::arg("name"), py::arg("kind"), NoGil())
+      // Elements of the flattened tensor in the usual order of its dims, 1-D.
+      .def(
+          "read_range",
+          [](const Reader& r, const std::string& name, const std::string& kind, int64_t begin, int64_t end) {
+            const auto* record = r.find(name, kind);
+            TESSERA_CHECK_VALUE(record != nullptr && 0 <= begin && begin <= end && end <= record->numel(), "checkpoint",
+                                "there are no elements ", begin, " to ", end, " of '", name, "' (", kind, ")");
+            const checkpoint::Want want{{}, {}, {begin, end}};
+            r.verify(*record, want);
+            return r.read(*record, want);
+          },
+          py::arg("name"), py::arg("kind"), py::arg("begin"), py::arg("end"), NoGil())
       .def("verify", &Reader::verify_all, NoGil());
 
   py::class_<Restore>(m, "Restore")
@@ -127,17 +160,34 @@ void bind_checkpoint(py::module_& m) {
         return shards;
       },
       py::arg("reader"), py::arg("dtype"), py::arg("max_shard_bytes"), py::arg("frozen"));
-  m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"));
+  m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"), py::arg("file") = "latest");
+  // The text of a manifest (checkpoint/manifest.h) that is a JSON object.
+  m.def("sealed_manifest", &checkpoint::sealed, py::arg("json"));
   m.def("save_checkpoint", &save, py::arg("engine"), py::arg("dir"), py::arg("options"), py::arg("run"),
         py::arg("blobs"), py::arg("tensors"), py::arg("states"), py::arg("aliases"), NoGil());
   m.def("checkpoint_place", [](Engine& engine) { return engine.checkpoints().place(); }, py::arg("engine"), NoGil());
+  m.def(
+      "checkpoint_exchange",
+      [](Engine& engine, const std::string& text, const std::string& error) {
+        return engine.checkpoints().exchange(text, error);
+      },
+      py::arg("engine"), py::arg("text"), py::arg("error"), NoGil());
+  m.def("put_in_place", &checkpoint::put_in_place, py::arg("source"), py::arg("folder"));
+  m.def("set_latest", &checkpoint::set_latest, py::arg("dir"), py::arg("tag"));
+  m.def("check_tag", &checkpoint::check_tag, py::arg("tag"));
   m.def("wait_for_checkpoint", [](Engine& engine) { engine.checkpoints().wait(); }, py::arg("engine"), NoGil());
   m.def(
       "open_checkpoint",
       [](Engine& engine, const std::string& dir, const std::string& tag, bool strict, bool optimizer, bool run,
-         bool from_master) { return engine.checkpoints().open(dir, tag, {strict, optimizer, run, from_master}); },
+         bool from_master, const std::string& latest, const std::optional<py::function>& manifest,
+         const std::string& names) {
+        const engine::Foreign other = foreign(latest, manifest, names);
+        const py::gil_scoped_release release;
+        return engine.checkpoints().open(dir, tag, {strict, optimizer, run, from_master}, other);
+      },
       py::arg("engine"), py::arg("dir"), py::arg("tag"), py::arg("strict"), py::arg("optimizer"), py::arg("run"),
-      py::arg("from_master"), py::keep_alive<0, 1>(), NoGil());
+      py::arg("from_master"), py::arg("latest") = "latest", py::arg("manifest") = py::none(), py::arg("names") = "",
+      py::keep_alive<0, 1>());
 }
 
 }  // namespace tessera::python

@@ -6,6 +6,9 @@
 //   <dir>/<tag>/<id>-00000.safetensors   what one rank wrote, by any of its quantities
 //   <dir>/<tag>/<id>-client_state.bin    a blob of the front end's
 //
+// A checkpoint of another program can be read in place: a manifest made for it in memory says where its tensors lie in files
+// of other formats (FileRecord::raw).
+//
 // `id` is new for every save, so a save over an old one never touches the old one's files before it is complete.
 #pragma once
 
@@ -63,10 +66,21 @@ struct ParamRecord {
   std::vector<std::string> aliases;  // other names of a tied parameter
 };
 
+// Bytes of a raw file that have one checksum.
+struct Block {
+  shard::Range bytes;
+  uint32_t checksum = 0;  // CRC-32, as in zip archives
+};
+
 struct FileRecord {
   std::string name;
   int64_t bytes = 0;
   uint32_t checksum = 0;  // of blobs only
+  std::string text = {};  // a blob's contents, where the manifest itself has them; then it is in no file
+  // Of another program: its name may have folders, it has no id, its pieces no checksums of their own. They lie in `blocks`,
+  // ascending, and may overlap: tensors of torch share memory.
+  bool raw = false;
+  std::vector<Block> blocks = {};
 };
 
 struct Manifest {
@@ -79,6 +93,8 @@ struct Manifest {
 };
 
 std::string to_text(const Manifest& manifest);
+// The text of a manifest around the JSON object `json`, which nothing has been checked of.
+std::string sealed(const std::string& json);
 // Checked: types, names without folders, pieces inside their files, every element of every tensor in exactly one piece.
 // IoError that names `path` and the tensor.
 Manifest parse_manifest(const std::string& text, const std::string& path);

@@ -1,8 +1,11 @@
 #include "tessera/checkpoint/writer.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <deque>
 #include <filesystem>
@@ -202,6 +205,25 @@ std::string complete_id(const std::string& folder) {
 void set_latest(const std::string& dir, const std::string& tag) {
   io::sync_folder(dir);
   io::replace_text((fs::path(dir) / "latest").string(), tag);
+}
+
+void put_in_place(const std::string& from, const std::string& folder) {
+  io::sync_folder(from);
+  const bool replaces = fs::exists(folder);
+  int failed = ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, folder.c_str(), replaces ? RENAME_EXCHANGE : 0);
+  if (failed != 0 && replaces && (errno == EINVAL || errno == ENOSYS)) {
+    // A file system that cannot exchange: for a moment there is none of that name, but the former one is beside.
+    const std::string former = from + ".former";
+    failed = ::rename(folder.c_str(), former.c_str());
+    if (failed == 0) failed = ::rename(from.c_str(), folder.c_str());
+    if (failed == 0) fs::rename(former, from);
+  } else if (failed != 0 && !replaces) {
+    failed = ::rename(from.c_str(), folder.c_str());
+  }
+  TESSERA_CHECK_IO(failed == 0, "checkpoint", "'", folder, "' cannot be put in place: ", std::strerror(errno));
+  io::sync_folder(fs::path(folder).parent_path().string());
+  std::error_code ignored;
+  if (replaces) fs::remove_all(from, ignored);
 }
 
 void clean(const std::string& dir, const std::string& tag, int keep_last) {

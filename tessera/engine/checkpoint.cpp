@@ -111,9 +111,11 @@ Json run_of(Engine& engine) {
 void restore_run(Engine& engine, const Json& run) {
   const Json& c = run.at("counters");
   engine.set_counters(c.at("micro_steps"), c.at("global_steps"), c.at("skipped_steps"), c.at("global_samples"));
-  const Json& s = run.at("scaler");
-  if (engine.scaling().scaler().needed())
+  // Not of all foreign checkpoints.
+  if (engine.scaling().scaler().needed() && run.contains("scaler")) {
+    const Json& s = run.at("scaler");
     engine.scaling().restore({s.at("scale"), s.at("steps"), s.at("good_steps"), s.at("budget"), s.at("overridden")});
+  }
   const Json& groups = run.at("groups");
   for (size_t i = 0; i < engine.groups().size() && i < groups.size(); ++i)
     each_field(engine.groups()[i], [&](const char* name, auto& value) {
@@ -239,6 +241,13 @@ void Checkpointer::wait() {
   if (thread_.joinable()) thread_.join();
   const std::string error = std::exchange(error_, "");
   TESSERA_CHECK_IO(error.empty(), "checkpoint", "the save in the background failed: ", error);
+}
+
+std::vector<std::string> Checkpointer::exchange(const std::string& text, const std::string& error) {
+  return together(ranks(), "texts of a checkpoint", [&] {
+    TESSERA_CHECK_IO(error.empty(), "checkpoint", error);
+    return text;
+  });
 }
 
 std::vector<Item> Checkpointer::items(const SaveOptions& options, const ClientPart& client) {
@@ -417,9 +426,11 @@ void Restore::plan(Engine& engine) {
       add(master, id, spec.group >= 0 ? shard::Quantity::Master : shard::Quantity::Weight, "weight");
     if (spec.group < 0 || !options_.optimizer || !record->trained || spec.tensor.numel() == 0) continue;
     const auto names = optim::state_names(engine.options().rule, engine.groups());
-    for (int i = 0; i < names.count; ++i)
-      add(reader_->find(record->name, names.name[i]), id, i == 0 ? shard::Quantity::State0 : shard::Quantity::State1,
-          names.name[i]);
+    for (int i = 0; i < names.count; ++i) {
+      const TensorRecord* state = reader_->find(record->name, names.name[i]);
+      if (state == nullptr && record->step == 0) continue;  // before its first update
+      add(state, id, i == 0 ? shard::Quantity::State0 : shard::Quantity::State1, names.name[i]);
+    }
   }
   for (const auto& param : reader_->manifest().params)
     if (!used.contains(param.name)) unexpected_.push_back(param.name);
@@ -506,18 +517,25 @@ void Restore::apply() {
 }
 
 std::optional<Restore> Checkpointer::open(const std::string& dir, const std::string& given,
-                                          const Restore::Options& options) {
+                                          const Restore::Options& options, const Foreign& foreign) {
   wait();
   const auto first = together(ranks(), "name of a checkpoint", [&]() -> std::string {
     if (ranks().place() != 0) return "";
-    const std::string tag = given.empty() ? checkpoint::latest_tag(dir) : given;
+    const std::string tag = given.empty() ? checkpoint::latest_tag(dir, foreign.latest) : given;
+    TESSERA_CHECK_VALUE(!tag.empty() || foreign.latest == Foreign().latest, "checkpoint", "there is no file '",
+                        foreign.latest, "' in '", dir, "' that says which checkpoint to load");
     if (tag.empty()) return "";
     checkpoint::check_tag(tag);
     const std::string path =
         (std::filesystem::path(checkpoint::folder_of(dir, tag)) / checkpoint::kManifestName).string();
-    TESSERA_CHECK_IO(std::filesystem::exists(path), "checkpoint", "there is no complete checkpoint '", tag, "' in '",
-                     dir, "': '", path, "' is missing");
-    return Json{{"tag", tag}, {"manifest", io::read_text(path, kManifestLimit)}}.dump();
+    std::string text;
+    if (std::filesystem::exists(path))
+      text = io::read_text(path, kManifestLimit);
+    else if (foreign.manifest)
+      text = foreign.manifest(checkpoint::folder_of(dir, tag));
+    TESSERA_CHECK_IO(!text.empty(), "checkpoint", "there is no complete checkpoint '", tag, "' in '", dir, "': '", path,
+                     "' is missing", foreign.names.empty() ? "" : ", and so are " + foreign.names);
+    return Json{{"tag", tag}, {"manifest", text}}.dump();
   });
   if (first[0].empty()) return std::nullopt;
   Restore restore;
@@ -531,6 +549,10 @@ std::optional<Restore> Checkpointer::open(const std::string& dir, const std::str
     restore.client_run_ = run.contains("client") ? run["client"].dump() : "{}";
     restore.plan(engine_);
     restore.verify();
+    const auto needed = [&](const TensorRecord& record) {
+      return options.optimizer || record.kind == kWeight || record.kind == kMaster || record.kind == kBuffer;
+    };
+    restore.reader_->verify_blocks(needed, ranks().place(), static_cast<int>(first.size()));
     return std::string();
   });
   return restore;

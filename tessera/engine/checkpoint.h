@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -91,6 +92,14 @@ class Restore {
   std::vector<std::string> missing_, unexpected_;
 };
 
+// Where a load finds what this library did not write.
+struct Foreign {
+  std::string latest = "latest";  // the file in the folder that names the newest tag; another name: it must be there
+  // The manifest of a checkpoint without one, given its folder; empty where it knows none either. Called on one rank.
+  std::function<std::string(const std::string& folder)> manifest;
+  std::string names = "";  // of the files that it looks for, for errors
+};
+
 // Calls are collective: all ranks of the engine make them, on a folder that all of them see. An error of one rank is an error
 // on all, after which the engine is as it was.
 class Checkpointer {
@@ -100,12 +109,15 @@ class Checkpointer {
 
   // This rank's number among those of the engine; number 0 writes what is the same on all.
   int place() { return ranks().place(); }
+  // The texts of all ranks, by number; an error text of one is an error on all.
+  std::vector<std::string> exchange(const std::string& text, const std::string& error);
   // Returns the tag. A checkpoint that was complete before stays so until the new one is.
   std::string save(const std::string& dir, const SaveOptions& options, ClientPart client = {});
   // Until an asynchronous save is complete; throws its error, once. save() and load() do so first.
   void wait();
   // `tag` empty: that of `latest`; nothing where there is no such file.
-  std::optional<Restore> open(const std::string& dir, const std::string& tag, const Restore::Options& options);
+  std::optional<Restore> open(const std::string& dir, const std::string& tag, const Restore::Options& options,
+                              const Foreign& foreign = {});
 
  private:
   struct Job;

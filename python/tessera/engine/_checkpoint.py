@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tessera import _core
+from tessera._deepspeed._read import LOOKED_FOR, OWN_KEYS, Hints, manifest_of
+from tessera._deepspeed._save import save_as_deepspeed
 from tessera.errors import ConfigError, IoError
 from tessera.optim._runners import ExternalRunner, NativeRunner
 
@@ -110,13 +112,20 @@ def _save(
     if "checkpoint_parallel_dimensions" in client_state:
         raise KeyError("[engine.save_checkpoint] client_state must not contain 'checkpoint_parallel_dimensions'")
     config = engine.config
-    name = "" if tag is None else str(tag)
+    asynchronous = config.get("checkpoint.asynchronous") if asynchronous is None else asynchronous
+    keep_last = config.get("checkpoint.keep_last") if keep_last is None else keep_last
+    as_deepspeed = config.get("checkpoint.format") == "deepspeed"
+    if as_deepspeed and asynchronous:
+        raise ConfigError('[engine.save_checkpoint] checkpoint.format "deepspeed" cannot be written asynchronously')
+    if as_deepspeed and not OWN_KEYS.isdisjoint(client_state):
+        own = ", ".join(sorted(OWN_KEYS & client_state.keys()))
+        raise ConfigError(f"[engine.save_checkpoint] client_state has keys that are DeepSpeed's own: {own}")
     options = _core.SaveOptions(
-        tag=name,
-        latest=save_latest,
+        tag="" if tag is None else str(tag),
+        latest=save_latest and not as_deepspeed,
         frozen=not exclude_frozen,
-        asynchronous=config.get("checkpoint.asynchronous") if asynchronous is None else asynchronous,
-        keep_last=config.get("checkpoint.keep_last") if keep_last is None else keep_last,
+        asynchronous=asynchronous,
+        keep_last=0 if as_deepspeed else keep_last,
         tags=config.get("checkpoint.tag_validation"),
     )
     if isinstance(engine._runner, NativeRunner):
@@ -136,9 +145,17 @@ def _save(
     if hasattr(engine.lr_scheduler, "last_batch_iteration"):
         run["schedule_steps"] = engine.lr_scheduler.last_batch_iteration + 1
     buffers = [(name, "buffer", tensor) for name, tensor in _buffers(engine).items()]
-    _core.save_checkpoint(
-        engine.core, os.fspath(save_dir), options, json.dumps(run), blobs, buffers, states, _aliases(engine, names)
-    )
+
+    def save(folder: str) -> str:
+        aliases = _aliases(engine, names)
+        return _core.save_checkpoint(engine.core, folder, options, json.dumps(run), blobs, buffers, states, aliases)
+
+    folder = os.fspath(save_dir)
+    if as_deepspeed:
+        stage = config.get("zero_optimization.stage")
+        save_as_deepspeed(engine.core, folder, save, stage, engine._dp_size, save_latest, keep_last)
+    else:
+        save(folder)
 
 
 def _load(
@@ -162,6 +179,9 @@ def _load(
         optimizer=optimizer,
         run=not module_only,
         from_master=engine.config.get("zero_optimization.load_from_fp32_weights"),
+        latest="latest_universal" if engine.config.get("checkpoint.load_universal") else "latest",
+        manifest=lambda found: manifest_of(found, _hints(engine), trusted),
+        names=LOOKED_FOR,
     )
     if restore is None:
         warnings.warn(
@@ -191,6 +211,8 @@ def _load(
     if not module_only:
         if schedule:
             _put_schedule(engine, python.get("schedule"), json.loads(restore.run))
+        elif json.loads(reader.run()).get("source") and "schedule" in python:
+            client.setdefault("lr_scheduler", python["schedule"])  # as DeepSpeed gives what it does not load
         _put_progress(engine, python, blobs, reader)
     return restore.folder, client
 
@@ -252,7 +274,9 @@ def _python_part(engine: Engine) -> dict[str, Any]:
     groups = [] if base is None else base.param_groups
     part: dict[str, Any] = {
         "param_groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+        "group_names": [[name for name, trained in group if trained] for group in engine._group_names],
         "extra": _extra(engine),
+        "config": engine.config.to_dict(),
     }
     if hasattr(engine.lr_scheduler, "state_dict"):
         part["schedule"] = engine.lr_scheduler.state_dict()
@@ -293,6 +317,10 @@ def _random_states() -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- pieces of a load
+
+
+def _hints(engine: Engine) -> Hints:
+    return Hints(engine._group_names or None, engine.gradient_accumulation_steps())
 
 
 def _put_random_states(states: dict[str, Any]) -> None:

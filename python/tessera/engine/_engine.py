@@ -199,6 +199,12 @@ class Engine(EngineCheckpoints, EngineGetters):
         known = {id(param) for _, param in named}
         strangers = [p for p in params_of(base.param_groups if base is not None else []) if id(p) not in known]
         named += [(f"optimizer.{number}", param) for number, param in enumerate(strangers)]
+        names = {id(param): name for name, param in named}
+        # By param group, in its order; with whether it is trained. An optimizer may get other objects in their place.
+        self._group_names = [
+            [(names[id(param)], param.requires_grad) for param in group["params"]]
+            for group in (base.param_groups if base is not None else [])
+        ]
         specs = [
             _core.ParamSpec(
                 name,
