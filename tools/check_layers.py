@@ -76,6 +76,10 @@ COVERED_BY = {
         for name in ("avx2", "avx512", "portable", "x86")
     },
     **{
+        f"tessera/io/queue_{name}.cpp": ("tests/io/queue_test.cpp", "kinds of one interface, tested over the kinds")
+        for name in ("threads", "uring", "uring_stub")
+    },
+    **{
         f"tessera/zero/hooks/{name}.cpp": ("tests/zero/hooks_test.cpp", "topics of one class")
         for name in ("call_hooks", "graph_tasks", "loss_guard", "parameter_hooks")
     },

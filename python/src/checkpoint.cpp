@@ -1,5 +1,7 @@
 #include "tessera/engine/checkpoint.h"
 #include "tessera/checkpoint/export.h"
+#include "tessera/engine/export.h"
+#include "tessera/engine/together.h"
 
 #include <pybind11/stl.h>
 
@@ -110,23 +112,51 @@ void bind_checkpoint(py::module_& m) {
       .def("apply", &Restore::apply, NoGil());
 
   m.def(
-      "export_safetensors",
-      [](const Reader& reader, const std::string& folder, std::optional<at::ScalarType> dtype, int64_t max_shard_bytes,
-         bool frozen) { return checkpoint::export_safetensors(reader, folder, {dtype, max_shard_bytes, frozen}); },
-      py::arg("reader"), py::arg("folder"), py::arg("dtype"), py::arg("max_shard_bytes"), py::arg("frozen"), NoGil());
-  // Name, dtype and bytes of the tensors of each file.
+      "export_checkpoint",
+      [](const Reader& reader, const std::string& folder, const std::string& name, std::optional<at::ScalarType> dtype,
+         int64_t max_shard_bytes,
+         bool frozen) { return checkpoint::export_weights(reader, folder, name, {dtype, max_shard_bytes, frozen}); },
+      py::arg("reader"), py::arg("folder"), py::arg("name"), py::arg("dtype"), py::arg("max_shard_bytes"),
+      py::arg("frozen"), NoGil());
+  // Names and values, one at a time.
   m.def(
-      "plan_export",
-      [](const Reader& reader, std::optional<at::ScalarType> dtype, int64_t max_shard_bytes, bool frozen) {
-        std::vector<std::vector<std::tuple<std::string, at::ScalarType, int64_t>>> shards;
-        for (const auto& shard : checkpoint::plan_export(reader, {dtype, max_shard_bytes, frozen})) {
-          shards.emplace_back();
-          for (const auto& tensor : shard)
-            shards.back().emplace_back(tensor.name, tensor.dtype, tensor.bytes());
-        }
-        return shards;
+      "each_weight",
+      [](const Reader& reader, std::optional<at::ScalarType> dtype, bool frozen, const py::function& take) {
+        for (const auto& tensor : checkpoint::list_export(reader, {dtype, 0, frozen}))
+          take(tensor.names, checkpoint::read_export(reader, tensor));
       },
-      py::arg("reader"), py::arg("dtype"), py::arg("max_shard_bytes"), py::arg("frozen"));
+      py::arg("reader"), py::arg("dtype"), py::arg("frozen"), py::arg("take"));
+  py::class_<engine::LiveWeights>(m, "LiveWeights")
+      .def(py::init<Engine&>(), py::arg("engine"), py::keep_alive<1, 2>())
+      .def(
+          "whole",
+          [](engine::LiveWeights& weights, int param) -> std::optional<at::Tensor> {
+            const at::Tensor value = weights.whole(param);
+            if (!value.defined()) return std::nullopt;
+            return value;
+          },
+          py::arg("param"), NoGil());
+  m.def(
+      "export_weights",
+      [](Engine& engine,
+         const std::vector<std::tuple<std::vector<std::string>, int, std::optional<at::Tensor>>>& tensors,
+         const std::string& folder, const std::string& name, int64_t max_shard_bytes) {
+        std::vector<engine::LiveTensor> all;
+        for (const auto& [names, param, tensor] : tensors)
+          all.push_back({names, param, tensor.value_or(at::Tensor())});
+        return engine::export_weights(engine, all, folder, name, max_shard_bytes);
+      },
+      py::arg("engine"), py::arg("tensors"), py::arg("folder"), py::arg("name"), py::arg("max_shard_bytes"), NoGil());
+  // IoError on all ranks where one has an error. Collective.
+  m.def(
+      "agree_on_error",
+      [](Engine& engine, const std::string& error) {
+        engine::together(engine::ranks_of(engine), "end of a file", [&] {
+          TESSERA_CHECK_IO(error.empty(), "engine", error);
+          return std::string();
+        });
+      },
+      py::arg("engine"), py::arg("error"), NoGil());
   m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"));
   m.def("save_checkpoint", &save, py::arg("engine"), py::arg("dir"), py::arg("options"), py::arg("run"),
         py::arg("blobs"), py::arg("tensors"), py::arg("states"), py::arg("aliases"), NoGil());
