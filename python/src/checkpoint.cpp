@@ -1,5 +1,7 @@
 #include "tessera/engine/checkpoint.h"
 #include "tessera/checkpoint/export.h"
+#include "tessera/engine/export.h"
+#include "tessera/engine/together.h"
 
 #include <pybind11/stl.h>
 
@@ -143,23 +145,45 @@ void bind_checkpoint(py::module_& m) {
       .def("apply", &Restore::apply, NoGil());
 
   m.def(
-      "export_safetensors",
-      [](const Reader& reader, const std::string& folder, std::optional<at::ScalarType> dtype, int64_t max_shard_bytes,
-         bool frozen) { return checkpoint::export_safetensors(reader, folder, {dtype, max_shard_bytes, frozen}); },
-      py::arg("reader"), py::arg("folder"), py::arg("dtype"), py::arg("max_shard_bytes"), py::arg("frozen"), NoGil());
-  // Name, dtype and bytes of the tensors of each file.
+      "export_checkpoint",
+      [](const Reader& reader, const std::string& folder, const std::string& name, std::optional<at::ScalarType> dtype,
+         int64_t max_shard_bytes,
+         bool frozen) { return checkpoint::export_weights(reader, folder, name, {dtype, max_shard_bytes, frozen}); },
+      py::arg("reader"), py::arg("folder"), py::arg("name"), py::arg("dtype"), py::arg("max_shard_bytes"),
+      py::arg("frozen"), NoGil());
+  using checkpoint::ExportTensor;  // alive with its reader
+  py::class_<ExportTensor>(m, "ExportTensor")
+      .def_readonly("names", &ExportTensor::names)
+      .def_readonly("dtype", &ExportTensor::dtype)
+      .def_readonly("shape", &ExportTensor::shape);
   m.def(
-      "plan_export",
-      [](const Reader& reader, std::optional<at::ScalarType> dtype, int64_t max_shard_bytes, bool frozen) {
-        std::vector<std::vector<std::tuple<std::string, at::ScalarType, int64_t>>> shards;
-        for (const auto& shard : checkpoint::plan_export(reader, {dtype, max_shard_bytes, frozen})) {
-          shards.emplace_back();
-          for (const auto& tensor : shard)
-            shards.back().emplace_back(tensor.name, tensor.dtype, tensor.bytes());
-        }
-        return shards;
+      "list_export",
+      [](const Reader& reader, std::optional<at::ScalarType> dtype, bool frozen) {
+        return checkpoint::list_export(reader, {dtype, 0, frozen});
       },
-      py::arg("reader"), py::arg("dtype"), py::arg("max_shard_bytes"), py::arg("frozen"));
+      py::arg("reader"), py::arg("dtype"), py::arg("frozen"), py::keep_alive<0, 1>());
+  m.def("read_export", &checkpoint::read_export, py::arg("reader"), py::arg("tensor"), NoGil());
+  py::class_<engine::LiveWeights>(m, "LiveWeights")
+      .def(py::init<Engine&>(), py::arg("engine"), py::keep_alive<1, 2>())
+      .def(
+          "whole",
+          [](engine::LiveWeights& weights, int param) -> std::optional<at::Tensor> {
+            const at::Tensor value = weights.whole(param);
+            if (!value.defined()) return std::nullopt;
+            return value;
+          },
+          py::arg("param"), NoGil());
+  m.def(
+      "export_weights",
+      [](Engine& engine,
+         const std::vector<std::tuple<std::vector<std::string>, int, std::optional<at::Tensor>>>& tensors,
+         const std::string& folder, const std::string& name, int64_t max_shard_bytes) {
+        std::vector<engine::LiveTensor> all;
+        for (const auto& [names, param, tensor] : tensors)
+          all.push_back({names, param, tensor.value_or(at::Tensor())});
+        return engine::export_weights(engine, all, folder, name, max_shard_bytes);
+      },
+      py::arg("engine"), py::arg("tensors"), py::arg("folder"), py::arg("name"), py::arg("max_shard_bytes"), NoGil());
   m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"), py::arg("file") = "latest");
   // The text of a manifest (checkpoint/manifest.h) that is a JSON object.
   m.def("sealed_manifest", &checkpoint::sealed, py::arg("json"));

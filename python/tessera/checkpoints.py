@@ -64,12 +64,9 @@ def state_dict(
 def state_dict_of(
     reader: _core.CheckpointReader, dtype: torch.dtype | None, exclude_frozen: bool
 ) -> dict[str, torch.Tensor]:
-    aliases = {param.name: param.aliases for param in reader.params()}
     state: dict[str, torch.Tensor] = {}
-    for shard in _core.plan_export(reader, dtype, sys.maxsize, not exclude_frozen):
-        for name, kept, _ in shard:
-            value = _read(reader, name).to(kept)
-            state.update(dict.fromkeys([name, *aliases.get(name, [])], value))
+    for tensor in _core.list_export(reader, dtype, not exclude_frozen):
+        state.update(dict.fromkeys(tensor.names, _core.read_export(reader, tensor)))
     return state
 
 
@@ -85,29 +82,8 @@ def export(
     """Writes model.safetensors (or pytorch_model.bin), or several files and the index that Transformers'
     from_pretrained reads. At most one file's tensors are in memory. Returns the names of the files."""
     reader = open_checkpoint(folder, tag)
-    limit = shard_bytes(max_shard_size)
-    if safetensors:
-        return _core.export_safetensors(reader, os.fspath(out), dtype, limit, not exclude_frozen)
-    os.makedirs(out, exist_ok=True)
-    aliases = {param.name: param.aliases for param in reader.params()}
-    shards = _core.plan_export(reader, dtype, limit, not exclude_frozen)
-    names: list[str] = []
-    index: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        many = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        names.append(f"pytorch_model{many}.bin")
-        state: dict[str, torch.Tensor] = {}
-        for name, kept, _ in shard:
-            value = _read(reader, name).to(kept)
-            state.update(dict.fromkeys([name, *aliases.get(name, [])], value))
-        _replace(os.path.join(out, names[-1]), state)
-        index.update(dict.fromkeys(state, names[-1]))
-    if len(shards) > 1:
-        names.append("pytorch_model.bin.index.json")
-        total = sum(size for shard in shards for _, _, size in shard)
-        with open(os.path.join(out, names[-1]), "w") as file:
-            json.dump({"metadata": {"total_size": total}, "weight_map": index}, file, indent=2)
-    return names
+    name = "model.safetensors" if safetensors else "pytorch_model.bin"
+    return _core.export_checkpoint(reader, os.fspath(out), name, dtype, shard_bytes(max_shard_size), not exclude_frozen)
 
 
 def to_deepspeed(
@@ -176,13 +152,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     reader = open_checkpoint_of(checkpoint_dir, tag)
     if not lazy_mode:
         return state_dict_of(reader, torch.float32, exclude_frozen_parameters)
-    aliases = {param.name: param.aliases for param in reader.params()}
     lazy: dict[str, Any] = {}
-    shapes = {name: shape for name, _, shape, _ in reader.tensors()}
-    for shard in _core.plan_export(reader, torch.float32, sys.maxsize, not exclude_frozen_parameters):
-        for name, dtype, _ in shard:
-            value = LazyTensor(reader, name, torch.Size(shapes[name]), dtype)
-            lazy.update(dict.fromkeys([name, *aliases.get(name, [])], value))
+    for tensor in _core.list_export(reader, torch.float32, not exclude_frozen_parameters):
+        lazy.update(dict.fromkeys(tensor.names, LazyTensor(reader, tensor)))
     return lazy
 
 
@@ -191,12 +163,18 @@ class LazyTensor:
     """A tensor of a checkpoint that is read when it is asked for."""
 
     reader: _core.CheckpointReader
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
+    tensor: _core.ExportTensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
 
     def contiguous(self) -> torch.Tensor:
-        return _read(self.reader, self.name).to(self.dtype)
+        return _core.read_export(self.reader, self.tensor)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -263,19 +241,6 @@ def shard_bytes(size: int | str) -> int:
     if match is None or match[2] not in _UNITS or int(match[1]) == 0:
         raise ConfigError(f"[checkpoints] max_shard_size must be like 500MB, 5GB or 4GiB, got {size!r}")
     return int(match[1]) * _UNITS[match[2]]
-
-
-def _read(reader: _core.CheckpointReader, name: str) -> torch.Tensor:
-    for kind in ("master", "weight", "buffer"):
-        value = reader.read(name, kind)
-        if value is not None:
-            return value
-    raise IoError(f"[checkpoints] there is no value of '{name}'")
-
-
-def _replace(path: str, state: dict[str, torch.Tensor]) -> None:
-    torch.save(state, path + ".part")
-    os.replace(path + ".part", path)
 
 
 def describe(reader: _core.CheckpointReader) -> str:

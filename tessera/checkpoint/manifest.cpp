@@ -101,6 +101,8 @@ Json json_of(const ParamRecord& param) {
             {"trained", param.trained},
             {"step", param.step}};
   if (!param.aliases.empty()) json["aliases"] = param.aliases;
+  for (const Along& along : param.along)
+    json["along"].push_back({{"axis", along.axis}, {"place", along.place}, {"of", along.of}});
   return json;
 }
 
@@ -237,6 +239,20 @@ TensorRecord read_tensor(const Node& node, const std::vector<FileRecord>& files)
   return record;
 }
 
+ParamRecord read_param(const Node& node) {
+  ParamRecord param{node.at("name").text(), read_shape(node.at("shape")), node.at("dtype").dtype()};
+  node.at("trained").check(node.at("trained").json.is_boolean(), "is not true or false");
+  param.trained = node.at("trained").json.get<bool>();
+  param.step = node.at("step").number();
+  if (node.has("aliases")) node.at("aliases").each([&](const Node& alias) { param.aliases.push_back(alias.text()); });
+  if (node.has("along"))
+    node.at("along").each([&](const Node& n) {
+      param.along.push_back({n.at("axis").text(), n.at("place").number(), n.at("of").number()});
+    });
+  node.check(param.name.ends_with(suffix_of(param.along)), "has a name without its place");
+  return param;
+}
+
 // Every element in exactly one piece. Pieces fit into their files, so there are no more runs than bytes on the disk.
 void check_cover(const TensorRecord& record, const std::string& path) {
   int64_t elements = 0;
@@ -311,6 +327,17 @@ int64_t TensorRecord::numel() const {
   return numel_of(shape, nullptr);
 }
 
+std::string suffix_of(const std::vector<Along>& along) {
+  std::string text;
+  for (const Along& one : along)
+    text += (text.empty() ? "@" : ",") + one.axis + "=" + std::to_string(one.place);
+  return text;
+}
+
+std::string ParamRecord::base_name() const {
+  return name.substr(0, name.size() - suffix_of(along).size());
+}
+
 std::string to_text(const Manifest& manifest) {
   Json json{{"format", kFormat}, {"version", kVersion}, {"id", manifest.id}};
   json["run"] = manifest.run.empty() ? Json::object() : Json::parse(manifest.run);
@@ -357,11 +384,7 @@ Manifest parse_manifest(const std::string& text, const std::string& path) {
     manifest.blobs[name] = read_blob({value, path, "blob '" + name + "'"});
   std::set<std::string> names;
   root.at("params").each([&](const Node& node) {
-    ParamRecord param{node.at("name").text(), read_shape(node.at("shape")), node.at("dtype").dtype()};
-    node.at("trained").check(node.at("trained").json.is_boolean(), "is not true or false");
-    param.trained = node.at("trained").json.get<bool>();
-    param.step = node.at("step").number();
-    if (node.has("aliases")) node.at("aliases").each([&](const Node& alias) { param.aliases.push_back(alias.text()); });
+    ParamRecord param = read_param(node);
     node.check(names.insert(param.name).second, "has a name that another one has");
     manifest.params.push_back(std::move(param));
   });
@@ -374,6 +397,22 @@ Manifest parse_manifest(const std::string& text, const std::string& path) {
   });
   check_files(manifest, path);
   return manifest;
+}
+
+std::string params_text(const std::vector<ParamRecord>& params) {
+  Json json = Json::array();
+  for (const ParamRecord& param : params)
+    json.push_back(json_of(param));
+  return json.dump();
+}
+
+void merge_params(std::vector<ParamRecord>& all, const std::string& text) {
+  const std::string path = "parameters of a rank";
+  for (const Json& one : Json::parse(text)) {
+    ParamRecord param = read_param({one, path, ""});
+    const auto known = [&](const ParamRecord& other) { return other.name == param.name; };
+    if (std::none_of(all.begin(), all.end(), known)) all.push_back(std::move(param));
+  }
 }
 
 std::string records_text(const std::vector<TensorRecord>& records) {

@@ -57,13 +57,25 @@ struct TensorRecord {
   int64_t numel() const;
 };
 
+// Where along an axis of ranks a parameter is another tensor on each (an expert).
+struct Along {
+  std::string axis;
+  int64_t place = 0, of = 1;
+  bool operator==(const Along&) const = default;
+};
+// What makes one name of it: "experts.w@dp_shard=1".
+std::string suffix_of(const std::vector<Along>& along);
+
 struct ParamRecord {
-  std::string name;
+  std::string name;  // with the suffix of `along`
   std::vector<int64_t> shape;
   at::ScalarType dtype = at::kFloat;  // that the module computed in
   bool trained = true;
   int64_t step = 0;                  // updates of the optimizer that it saw
   std::vector<std::string> aliases;  // other names of a tied parameter
+  std::vector<Along> along = {};
+
+  std::string base_name() const;  // without the suffix
 };
 
 // Bytes of a raw file that have one checksum.
@@ -98,6 +110,10 @@ std::string sealed(const std::string& json);
 // Checked: types, names without folders, pieces inside their files, every element of every tensor in exactly one piece.
 // IoError that names `path` and the tensor.
 Manifest parse_manifest(const std::string& text, const std::string& path);
+
+// Parameters that only one rank knows, likewise. Those that are there are left out.
+std::string params_text(const std::vector<ParamRecord>& params);
+void merge_params(std::vector<ParamRecord>& all, const std::string& text);
 
 // The list of records that one rank wrote, for the rank that writes the manifest, and all of them together, their pieces by
 // file `file`.
