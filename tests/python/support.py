@@ -108,6 +108,30 @@ def run_ranks(world: int, body: Callable[[int, tessera.Group], Any], timeout: fl
     return results
 
 
+def run_mesh(
+    world: int, body: Callable[[int, tessera.Mesh], Any], sp: int = 1, tp: int = 1, timeout: float = 60
+) -> list[Any]:
+    """As run_ranks with body(rank, mesh): the ranks on the axes dp_shard, sp and tp."""
+    shape = _core.mesh_shape(world, sp=sp, tp=tp)
+    meshes = [tessera.Mesh() for _ in range(world)]
+    groups: list[list[tessera.Group]] = [[] for _ in range(world)]
+    for axes in shape.groups():
+        for row in {tuple(shape.ranks_along(axes, rank)) for rank in range(world)}:
+            for rank, group in zip(row, tessera.thread_groups(len(row), timedelta(seconds=timeout)), strict=True):
+                meshes[rank].set(axes, group)
+                groups[rank].append(group)
+
+    def run(rank: int, _: tessera.Group) -> Any:
+        try:
+            return body(rank, meshes[rank])
+        except BaseException as error:
+            for group in groups[rank]:
+                group.abort(f"rank {rank} failed: {error}")
+            raise
+
+    return run_ranks(world, run, timeout)
+
+
 def engines(
     model: nn.Module, world: int, cfg: dict[str, Any], body: Callable[[tessera.Engine, int], Any], **kwargs: Any
 ) -> list[Any]:
