@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from support import assert_close, config, free_port, full_grads
+from support import assert_close, config, free_port, full_grads, run_processes
 from tessera.sequence import (
     SequenceParallelGroups,
     UlyssesSPAttentionHF,
@@ -74,7 +73,7 @@ def worker(rank: int, port: int, folder: str) -> None:
 
 def test_a_program_of_four_processes(tmp_path: Path) -> None:
     llama().config.save_pretrained(tmp_path)
-    mp.spawn(worker, (free_port(), str(tmp_path)), nprocs=WORLD)
+    run_processes(WORLD, worker, free_port(), str(tmp_path))
     results = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
     for micro in range(4):  # of each sequence's first rank, then of its second; then their next
         owners = [row * SP + micro % SP for row in range(WORLD // SP)]

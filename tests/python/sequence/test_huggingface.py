@@ -95,7 +95,7 @@ def test_losses_gradients_norms_and_weights(stage: int, world: int, sp: int, len
         engine.destroy()
         return found
 
-    per_rank = torch.tensor(run_mesh(world, body, sp=sp))
+    per_rank = torch.tensor(run_mesh(body, dp=dp, sp=sp))
     torch.testing.assert_close(per_rank.mean(0), torch.tensor(losses), rtol=1e-4, atol=1e-5)
 
 
@@ -128,7 +128,7 @@ def test_gradients_of_models(kind: str, heads: int, keys: int, sp: int, checkpoi
         found.backward()
         return {name: p.grad for name, p in copies[rank].named_parameters()}
 
-    ranks = run_mesh(sp, body, sp=sp)
+    ranks = run_mesh(body, sp=sp)
     mean = {n: None if g is None else sum(r[n] for r in ranks if r[n] is not None) / sp for n, g in expected.items()}
     assert_close(mean, expected)
 
@@ -156,7 +156,7 @@ def test_eval_may_be_left_alone() -> None:
         again = pickle.loads(pickle.dumps(copies[rank]))  # not registered
         torch.testing.assert_close(again.train()(**{k: batch[k] for k in ("input_ids", "position_ids")}).logits, expected)
 
-    run_mesh(2, body, sp=2)
+    run_mesh(body, sp=2)
 
 
 def wrong_call(case: str, rank: int, mesh: tessera.Mesh) -> None:
@@ -201,7 +201,7 @@ def test_wrong_calls(case: str, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             wrong_call(case, rank, mesh)
 
-    run_mesh(2, body, sp=2)
+    run_mesh(body, sp=2)
 
 
 class Holder:
@@ -264,7 +264,7 @@ def test_groups_of_another_size() -> None:
         with pytest.raises(ValueError, match="sequence_parallel_size is 4, the groups have 2 ranks a sequence"):
             register(llama(), mesh, sequence_parallel_size=4)
 
-    run_mesh(2, body, sp=2)
+    run_mesh(body, sp=2)
 
 
 def test_one_rank_a_sequence_changes_nothing() -> None:
