@@ -10,6 +10,7 @@ from the position_ids of all ranks.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from typing import Any
@@ -118,13 +119,19 @@ class UlyssesSPAttentionHF:
             for module in model_name_or_path.modules():
                 setattr(module, _MARK, attention)
             model_name_or_path.register_forward_pre_hook(_check_call, with_kwargs=True)
+            for module in model_name_or_path.modules():
+                if _makes_masks(module):
+                    module.register_forward_pre_hook(_no_masks, with_kwargs=True)
         else:
             dispatch.by_type[text.model_type] = attention
         return groups
 
+    def active(self, module: nn.Module) -> bool:
+        return module.training or not self.disable_in_eval
+
     def serves(self, module: nn.Module) -> bool:
         """False for attention that is not over the shared sequence (a vision tower's), or switched off."""
-        return getattr(module, "is_causal", True) and (module.training or not self.disable_in_eval)
+        return getattr(module, "is_causal", True) and self.active(module)
 
     def __call__(
         self,
@@ -254,10 +261,8 @@ def _dispatch(implementation: str) -> _Dispatch:
 def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a forward of a registered model."""
     attention = model.__dict__.get(_MARK)
-    if attention is None or (attention.disable_in_eval and not model.training) or "position_ids" in kwargs:
+    if attention is None or not attention.active(model) or "position_ids" in kwargs:
         return
-    import inspect
-
     names = list(inspect.signature(model.forward).parameters)
     if "position_ids" not in names[: len(args)]:
         raise ConfigError(
@@ -265,6 +270,31 @@ def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             f"{attention.group.size} a rank's part of a sequence cannot know where it lies (UlyssesSPDataLoaderAdapter "
             "hands them on)"
         )
+
+
+def _makes_masks(module: nn.Module) -> bool:
+    """A stack of layers with causal attention, whose forward makes their mask."""
+    layers = module._modules.get("layers")
+    return (
+        layers is not None
+        and any(getattr(inner, "is_causal", False) is True for inner in layers.modules())
+        and "attention_mask" in inspect.signature(module.forward).parameters
+    )
+
+
+def _no_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before the forward of a stack: a mask of 4 dims is one that Transformers takes for ready, and makes none of [tokens,
+    tokens] that nobody would read."""
+    attention = module.__dict__.get(_MARK)
+    if attention is None or not attention.active(module):
+        return None
+    given = kwargs.get("attention_mask")
+    if given is not None and given.dim() == 2 and not bool(given.all()):
+        raise ConfigError(
+            f"[{_LABEL}] attention_mask has zeros: a rank's part of a mask is of no use; pad at the end, set the labels of padding "
+            "to -100 and leave the mask out"
+        )
+    return args, kwargs | {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
 
 
 def _check_implementation(implementation: str) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from support import run_ranks
+from tessera.sequence import DistributedAttention, seq_all_to_all
+from tessera.sequence._heads import shard_sizes
 from torch import nn
 from torch.nn import functional as F
 
 import tessera
-from tessera.sequence import DistributedAttention, seq_all_to_all
-from tessera.sequence._heads import shard_sizes
 
 BATCH, LENGTH, WIDTH = 2, 12, 4
 

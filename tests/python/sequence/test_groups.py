@@ -33,7 +33,9 @@ def batches(rank: int) -> list[dict[str, torch.Tensor]]:
 def worker(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    groups = UlyssesSPAttentionHF.register_with_transformers(folder, "sdpa", SP, BATCH)  # by name: for models made later
+    groups = UlyssesSPAttentionHF.register_with_transformers(
+        folder, "sdpa", SP, BATCH
+    )  # by name: for models made later
     assert isinstance(groups, SequenceParallelGroups)
     assert (groups.get_sequence_parallel_rank(), groups.get_data_parallel_rank()) == (rank % SP, rank // SP)
     assert groups.get_sequence_data_parallel_world_size() == WORLD == 2 * groups.get_data_parallel_world_size()

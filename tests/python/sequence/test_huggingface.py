@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from support import assert_close, config, full_grads, run_mesh, weights
-from tessera import _core
 from tessera.sequence import SequenceParallelGroups, UlyssesSPAttentionHF, mean_over_sequence
 from tessera.sequence._loader import cut_batch
 from text import BATCH, LENGTH, llama, plain_loss, text_batch
@@ -18,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tessera
+from tessera import _core
 
 PACKED = (7, 13, 12)  # documents, none of which ends where a rank's part does
 
@@ -154,8 +154,22 @@ def test_eval_may_be_left_alone() -> None:
         register(copies[rank], mesh, disable_in_eval=True)
         torch.testing.assert_close(copies[rank](batch["input_ids"]).logits, expected)
         again = pickle.loads(pickle.dumps(copies[rank]))  # not registered
-        torch.testing.assert_close(again.train()(**{k: batch[k] for k in ("input_ids", "position_ids")}).logits, expected)
+        torch.testing.assert_close(
+            again.train()(**{k: batch[k] for k in ("input_ids", "position_ids")}).logits, expected
+        )
 
+    run_mesh(body, sp=2)
+
+
+def test_no_mask_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part's mask means nothing, and would take memory by the square of its length."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    def body(rank: int, mesh: tessera.Mesh) -> None:
+        model = llama()
+        shared_loss(model, text_batch(0), register(model, mesh))
+
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", None)
     run_mesh(body, sp=2)
 
 
@@ -177,6 +191,8 @@ def wrong_call(case: str, rank: int, mesh: tessera.Mesh) -> None:
         past = transformers.DynamicCache()
         past.update(torch.ones(BATCH, 8, 1, 8), torch.ones(BATCH, 8, 1, 8), 0)
         model(part, position_ids=position_ids, past_key_values=past, use_cache=True)
+    elif case == "mask":
+        model(part, position_ids=position_ids, attention_mask=(torch.arange(length) > 0).expand_as(part))
     elif case == "weights":
         model(part, position_ids=position_ids, output_attentions=True)
     elif case == "fixed batch":
@@ -193,6 +209,7 @@ def wrong_call(case: str, rank: int, mesh: tessera.Mesh) -> None:
         ("fixed length", "15 tokens on each of 2 ranks, 30 together; seq_length is 32"),
         ("fixed batch", "a batch of 1; micro_batch_size is 2"),
         ("cache", r"from 16 tokens to 17: a cache \(use_cache=True\)"),
+        ("mask", "attention_mask has zeros.*pad at the end"),
         ("weights", "output_attentions is not served"),
     ],
 )
@@ -210,7 +227,9 @@ class Holder:
 
 
 def t5() -> nn.Module:
-    return transformers.T5Model(transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=8))
+    return transformers.T5Model(
+        transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=8)
+    )
 
 
 def bloom() -> nn.Module:
@@ -218,7 +237,13 @@ def bloom() -> nn.Module:
 
 
 def bert() -> nn.Module:
-    small = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    small = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
     return transformers.BertModel(transformers.BertConfig(**small, attn_implementation="sdpa"))
 
 

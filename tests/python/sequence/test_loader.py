@@ -37,7 +37,10 @@ def without(key: str) -> dict[str, Any]:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "position_ids": (without("position_ids"), "the batch has no position_ids, only input_ids, labels, name"),
     "input_ids": (without("input_ids"), "the batch has no input_ids"),
-    "length": (make(10), "10 tokens a sequence is not divisible by the 4 ranks of sequence_parallel_size; pad it to 12"),
+    "length": (
+        make(10),
+        "10 tokens a sequence is not divisible by the 4 ranks of sequence_parallel_size; pad it to 12",
+    ),
     "padding": (make(8, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1]])), "padding must be at the end"),
 }
 

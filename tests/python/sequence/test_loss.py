@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from support import run_ranks
+from tessera.sequence import mean_over_sequence, vocab_sequence_parallel_cross_entropy
 from torch.nn import functional as F
 
 import tessera
-from tessera.sequence import mean_over_sequence, vocab_sequence_parallel_cross_entropy
 
 WORLD, LENGTH, VOCABULARY = 4, 8, 5
 
