@@ -283,15 +283,16 @@ def _makes_masks(module: nn.Module) -> bool:
 
 
 def _no_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before the forward of a stack: a mask of 4 dims is one that Transformers takes for ready, and makes none of [tokens,
-    tokens] that nobody would read."""
+    """Before the forward of a stack: a mask of 4 dims is one that Transformers takes for ready, and makes none of
+    [tokens, tokens] that nobody would read."""
     attention = module.__dict__.get(_MARK)
     if attention is None or not attention.active(module):
         return None
     given = kwargs.get("attention_mask")
     if given is not None and given.dim() == 2 and not bool(given.all()):
         raise ConfigError(
-            f"[{_LABEL}] attention_mask has zeros: a rank's part of a mask is of no use; pad at the end, set the labels of padding "
+            f"[{_LABEL}] attention_mask has zeros: a rank's part of a mask is of no use; pad at the end, set the "
+            "labels of padding "
             "to -100 and leave the mask out"
         )
     return args, kwargs | {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}

@@ -89,8 +89,13 @@ def test_rotation_inside(batch_dim: int) -> None:
     assert not torch.allclose(got, alone(*full, batch_dim, None, 0.5))
     # A rotation of the first half of the width by hand.
     c, s = (t if batch_dim == 1 else t.transpose(0, 1) for t in rotary)
-    q, k = (torch.cat([t[..., :1] * c[..., :1] - t[..., 1:2] * s[..., :1],
-                       t[..., 1:2] * c[..., 1:] + t[..., :1] * s[..., 1:], t[..., 2:]], -1) for t in full[:2])  # fmt: skip
+    q, k = (
+        torch.cat(
+            [t[..., :1] * c[..., :1] - t[..., 1:2] * s[..., :1], t[..., 1:2] * c[..., 1:] + t[..., :1] * s[..., 1:]], -1
+        )
+        for t in full[:2]
+    )
+    q, k = (torch.cat([turned, t[..., 2:]], -1) for turned, t in zip((q, k), full[:2], strict=True))
     torch.testing.assert_close(got, alone(q, k, full[2], batch_dim, None, 0.5))
 
 

@@ -67,7 +67,7 @@ def worker(rank: int, port: int, folder: str) -> None:
     engine.destroy()
     with pytest.raises(ValueError, match="sequence_parallel_size must be 1 at least, got 0"):
         initialize_sequence_parallel(0)
-    with pytest.raises(ValueError, match="sequence_parallel_size 3 x .* does not divide the 4 ranks"):
+    with pytest.raises(ValueError, match=r"sequence_parallel_size 3 x .* does not divide the 4 ranks"):
         initialize_sequence_parallel(3)
     torch.save(results, os.path.join(folder, f"{rank}.pt"))
     torch.distributed.destroy_process_group()

@@ -163,10 +163,8 @@ def test_engines_see_the_gradients_of_the_model_without_tiles(stage: int, case: 
         losses = []
         for step in range(2):
             tokens, labels = data(2 * rank + step)
-            if case == "loss outside":
-                loss = engine.module.end(engine(tokens, None), labels)
-            else:
-                loss = engine(tokens, labels)
+            outside = case == "loss outside"
+            loss = engine.module.end(engine(tokens, None), labels) if outside else engine(tokens, labels)
             engine.backward(loss)
             losses.append(loss.item())
             if step == 0:
