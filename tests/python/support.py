@@ -85,17 +85,43 @@ def config(stage: int = 0, accumulation: int = 1, bf16: bool = False, **more: An
 def run_ranks(world: int, body: Callable[[int, tessera.Group], Any], timeout: float = 60) -> list[Any]:
     """Runs body(rank, group) on `world` threads; the results in rank order. The first error stops all and is raised."""
     groups = tessera.thread_groups(world, timedelta(seconds=timeout))
+    return _run(world, lambda rank: body(rank, groups[rank]), lambda rank, why: groups[rank].abort(why), timeout)
+
+
+def run_mesh(body: Callable[[int, tessera.Mesh], Any], dp: int = 1, sp: int = 1, tp: int = 1, timeout: float = 60) -> list[Any]:
+    """run_ranks() on a mesh: body(rank, mesh)."""
+    world = dp * sp * tp
+    shape = _core.mesh_shape(world, -1, sp, tp)
+    groups: dict[tuple[int, ...], list[tessera.Group]] = {}
+    meshes = [tessera.Mesh() for _ in range(world)]
+    mine: list[list[tessera.Group]] = [[] for _ in range(world)]
+    for axes in shape.groups():
+        for rank in range(world):
+            ranks = tuple(shape.ranks_along(axes, rank))
+            if ranks not in groups:
+                groups[ranks] = tessera.thread_groups(len(ranks), timedelta(seconds=timeout))
+            mine[rank].append(groups[ranks][ranks.index(rank)])
+            meshes[rank].set(axes, mine[rank][-1])
+
+    def abort(rank: int, why: str) -> None:
+        for group in mine[rank]:
+            group.abort(why)
+
+    return _run(world, lambda rank: body(rank, meshes[rank]), abort, timeout)
+
+
+def _run(world: int, body: Callable[[int], Any], abort: Callable[[int, str], None], timeout: float) -> list[Any]:
     results: list[Any] = [None] * world
     errors: list[tuple[int, BaseException]] = []
     lock = threading.Lock()
 
     def run(rank: int) -> None:
         try:
-            results[rank] = body(rank, groups[rank])
+            results[rank] = body(rank)
         except BaseException as error:
             with lock:
                 errors.append((rank, error))
-            groups[rank].abort(f"rank {rank} failed: {error}")
+            abort(rank, f"rank {rank} failed: {error}")
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
     for thread in threads:
