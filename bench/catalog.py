@@ -23,7 +23,8 @@ PLAIN = ["autograd", "bare", "ddp"]
 LOW = ["tessera:1+10", "tessera:1+8", "deepspeed:1+10"]
 MEMORY_LOW = [f"{own}+{states}" for states in (10, 8) for own in OWN[1:]]
 MEMORY_LOW += [*(f"{peer}+8" for peer in PEERS), "deepspeed:1+10", "deepspeed:3+10"]
-NOT_QUICK = ["tessera:0", "tessera:2", "deepspeed:2"]
+OVER_GLOO = ["tessera:2+gloo", "tessera:3+gloo"]  # of several ranks
+NOT_QUICK = ["tessera:0", "tessera:2", "deepspeed:2", OVER_GLOO[0]]
 TABLES = ["tessera:1+16", "tessera:1", "tessera:1+10", "tessera:1+8", "tessera:1+8+nearest"]
 QUICK_OWN = ["tessera:0", "tessera:2", *DEEPSPEED]  # to import DeepSpeed takes longer than the rest
 
@@ -51,7 +52,7 @@ BENCHES: dict[str, Bench] = {
     "layers": Bench(
         "Engine cost per tensor, stage 3", bench_layers, [*PLAIN, "tessera:3", "fsdp2:3", "deepspeed:3"], QUICK_OWN
     ),
-    "gpt": Bench("GPT end to end", bench_gpt, PLAIN + OWN + PEERS + DEEPSPEED, NOT_QUICK),
+    "gpt": Bench("GPT end to end", bench_gpt, PLAIN + OWN + OVER_GLOO + PEERS + DEEPSPEED, NOT_QUICK),
     "accumulate": Bench(
         "Gradient accumulation",
         bench_accumulate,

@@ -10,10 +10,12 @@ import contextlib
 import copy
 import importlib
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import reference
 import torch
@@ -34,7 +36,7 @@ STATES: dict[str, tuple[int, ...]] = {
     "deepspeed": (10,),
 }
 STAGES = {"tessera": (0, 1, 2, 3), "fsdp2": (2, 3), "deepspeed": (0, 1, 2, 3)}
-FLAGS = {"tessera": ("nearest", "shared"), "bare": ("up",), "ddp": ("up",)}
+FLAGS = {"tessera": ("nearest", "shared", "gloo"), "bare": ("up",), "ddp": ("up",)}
 LIBRARIES = {"fsdp2": "torch.distributed.fsdp", "tessera": "tessera", "deepspeed": "deepspeed"}
 
 
@@ -58,13 +60,14 @@ class Spec:
     stage: int = 0
     states: int | None = None  # None: what the precision has by default
     shared: bool = False  # one copy of the parameters for all ranks of the host
+    gloo: bool = False  # ranks talk over Gloo as those of the others do, not through shared memory
     nearest: bool = False  # low-precision states are rounded to nearest, not stochastically
     up: bool = False  # bf16 weights of the plain loop round ties away from zero, as those of 14 bytes must
 
     @property
     def suffix(self) -> str:
         states = "" if self.states is None else f", {self.states} bytes"
-        words = {", nearest": self.nearest, ", shared": self.shared, ", ties up": self.up}
+        words = {", nearest": self.nearest, ", shared": self.shared, ", over Gloo": self.gloo, ", ties up": self.up}
         return states + "".join(word for word, said in words.items() if said)
 
     @property
@@ -284,7 +287,8 @@ class Tessera(Engine):
     def __init__(self, model: nn.Module, config: dict[str, Any], spec: Spec) -> None:
         import tessera
 
-        self.engine, *_ = tessera.initialize(model=model, config=config)
+        with mock.patch.dict(os.environ, {"TESSERA_TRANSPORT": "gloo"} if spec.gloo else {}):  # read once, here
+            self.engine, *_ = tessera.initialize(model=model, config=config)
         self.model, self.optimizer = self.engine, self.engine.optimizer
 
     def masters(self) -> list[torch.Tensor] | None:

@@ -143,7 +143,7 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     args.sizes = args.sizes or bench.sizes[1 if args.quick else 0]
     args.micro_steps = args.micro_steps or ([1, 4] if args.quick else [1, 4, 16])
     default = [p for p in bench.peers if p not in (bench.not_quick if args.quick else [])]
-    args.peers = [p for p in args.peers or default if args.ranks == 1 or p != "bare"]
+    args.peers = [p for p in args.peers or default if ("+gloo" not in p if args.ranks == 1 else p != "bare")]
     args.rows = args.rows or bench.rows
     if args.device not in (None, device.CPU, device.default()):
         parser.error(f"--device {args.device}: this torch finds no such accelerator here")

@@ -8,7 +8,7 @@ The rules, in the order of the functions below:
   imports    the same for the Python package
   doors      one folder or file each for c10d, pybind11, autograd internals and the environment
   length     no source file is longer than MAX_LINES
-  tests      every source has a test with its stem, every sub-package of Python a folder of tests
+  tests      every folder of sources has one of tests; modules of Python and tools a test with their stem
   paths      no path of one particular machine in any tracked text file
   optional   optional parts are two files chosen by the build, not #ifdef
 """
@@ -64,21 +64,6 @@ DOORS = {
         re.compile(r"\b(secure_)?getenv\b|\benviron\b"),
         ("tessera/base/env.",),
     ),
-}
-
-# Sources without a test of their stem: the test that covers them, and why it is another one.
-COVERED_BY = {
-    **{
-        f"tessera/kernels/table_{name}.cpp": (
-            "tests/kernels/table_test.cpp",
-            "one list of variants, tested over the list",
-        )
-        for name in ("avx2", "avx512", "portable", "x86")
-    },
-    **{
-        f"tessera/zero/hooks/{name}.cpp": ("tests/zero/hooks_test.cpp", "topics of one class")
-        for name in ("call_hooks", "graph_tasks", "loss_guard", "parameter_hooks")
-    },
 }
 
 # Folders of a person's or a machine's own; written in pieces so that this file passes its own check.
@@ -163,7 +148,7 @@ def wanted_test(path: str) -> str | None:
     folder, _, name = path.rpartition("/")
     stem = Path(path).stem
     if path.startswith("tessera/") and path.endswith(".cpp"):
-        return f"tests/{path.split('/')[1]}/{stem}_test.cpp"
+        return f"tests/{folder.removeprefix('tessera/')}/"
     if path.startswith("tools/") and path.endswith(".py"):
         return f"tests/tools/test_{stem}.py"
     if folder.startswith("python/tessera/") and name.endswith(".py"):
@@ -174,18 +159,12 @@ def wanted_test(path: str) -> str | None:
 
 
 def check_tests(files: dict[str, str]) -> Iterator[Finding]:
-    folders = {path.rpartition("/")[0] + "/" for path in files if Path(path).name.startswith("test_")}
+    tests = [path for path in files if path.endswith("_test.cpp") or Path(path).name.startswith("test_")]
+    there = {*tests, *(path.rpartition("/")[0] + "/" for path in tests)}
     for path in files:
         wanted = wanted_test(path)
-        if path in COVERED_BY or wanted is None or wanted in files or wanted in folders:
-            continue
-        yield path, f"has no test {wanted}; add it, or name the test that covers it in COVERED_BY of this script"
-    for path, (test, _) in COVERED_BY.items():
-        for name in (path, test):
-            if name not in files:
-                yield name, "is listed in COVERED_BY but does not exist"
-        if wanted_test(path) in files:
-            yield path, "has a test of its own: drop its line in COVERED_BY"
+        if wanted is not None and wanted not in there:
+            yield path, f"has no test {wanted}"
 
 
 def check_paths(path: str, text: str) -> Iterator[Finding]:

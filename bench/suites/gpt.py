@@ -36,6 +36,7 @@ def limits(args: argparse.Namespace, size: str, bf16: bool, times: dict[str, Tim
     return {
         name: plain + update_seconds(bf16, spec.states, elements, spec.stage, args.ranks, speed)
         for name, spec in own_specs(args.peers).items()
+        if not spec.gloo
     }
 
 
@@ -99,7 +100,8 @@ def over(times: dict[str, Times], name: str, other: str) -> float:
 def bench_gpt(args: argparse.Namespace) -> Result:
     text = [
         f"'{AUTOGRAD}' is forward and backward in plain PyTorch with the gradients dropped. "
-        + ("" if args.ranks == 1 else "Tessera's ranks talk through shared memory, those of the others over Gloo. ")
+        + ("" if args.ranks == 1 else "Tessera's ranks talk through shared memory where it does not say 'over Gloo', ")
+        + ("" if args.ranks == 1 else "those of the others over Gloo. ")
         + "Where gradients are reduced during the backward, that is in its time; so are the "
         "gathers of stage 3 in forward and backward. Limit: forward and backward of plain PyTorch, norm and update at "
         "the probed bandwidth"

@@ -136,12 +136,16 @@ def measure(settings: Settings, jobs: int, start: Callable[[Task, Any], Any]) ->
 
 
 def bench_tables(args: argparse.Namespace, setup: Callable[..., None], free_port: Callable[[], int]) -> Result:
+    mp.get_context("forkserver").set_forkserver_preload(["__main__", "tessera", "torch._dynamo"])
     with tempfile.TemporaryDirectory(prefix="tessera-tables-") as folder:
         settings = settings_of(args, folder)
 
         def start(task: Task, queue: Any) -> Any:
             mine = argparse.Namespace(**{**vars(args), "ranks": 1 if task.kind == "start" else args.ranks})
-            return mp.spawn(worker, (setup, mine, free_port(), task, settings, queue), nprocs=mine.ranks, join=False)
+            # Forked from a process that has only imported, but for those whose allocator the environment sets.
+            method = "spawn" if task.kind == "memory" else "forkserver"
+            more = (setup, mine, free_port(), task, settings, queue)
+            return mp.start_processes(worker, more, nprocs=mine.ranks, join=False, start_method=method)
 
         side_by_side = (os.cpu_count() or 1) // args.ranks if settings.device == device.CPU else 1
         results = measure(settings, args.jobs or max(1, side_by_side), start)

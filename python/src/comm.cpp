@@ -10,10 +10,9 @@
 
 #include "bindings.h"
 #include "tessera/comm/backends.h"
+#include "tessera/comm/c10d/watched_store.h"
 #include "tessera/comm/mesh.h"
-#include "tessera/comm/side_threads.h"
-#include "tessera/comm/transport.h"
-#include "tessera/comm/watched_store.h"
+#include "tessera/comm/torch_backend/tessera_backend.h"
 
 namespace tessera::python {
 

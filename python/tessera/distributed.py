@@ -195,11 +195,11 @@ def mesh_sizes(config: _core.Config) -> dict[str, int]:
 def core_mesh(group: Any = None, shards: int = -1, sp: int = 1, tp: int = 1) -> tuple[_core.Mesh, OwnGroups]:
     """The ranks of an engine on the core's axes, and the process groups that were created for it.
 
-    `group`: all these ranks, as in core_group(); or a DeviceMesh with dimensions named dp_replicate, dp_shard, sp, tp, or
-    without such names of one dimension (dp_shard) or two (dp_replicate, dp_shard); or a mesh of the core. `tp` consecutive
-    ranks hold slices of one model, `sp` neighbours of those one sequence, of the rest `shards` (> 0) share model states
-    and the others replicate them; where that needs new process groups, the call is collective over all processes of
-    torch.distributed."""
+    `group`: all these ranks, as in core_group(); or a DeviceMesh with dimensions named dp_replicate, dp_shard, sp, tp,
+    or without such names of one dimension (dp_shard) or two (dp_replicate, dp_shard); or a mesh of the core. `tp`
+    consecutive ranks hold slices of one model, `sp` neighbours of those one sequence, of the rest `shards` (> 0) share
+    model states and the others replicate them; where that needs new process groups, the call is collective over all
+    processes of torch.distributed."""
     if isinstance(group, (_core.Mesh, DeviceMesh)):
         mesh = _from_device_mesh(group) if isinstance(group, DeviceMesh) else group
         _check_axis(mesh, _core.Axis.Sp, sp, "sequence_parallel_size")
@@ -211,8 +211,8 @@ def core_mesh(group: Any = None, shards: int = -1, sp: int = 1, tp: int = 1) -> 
         return _core.Mesh(whole), OwnGroups()
     if isinstance(group, _core.Group):
         raise ConfigError(
-            "[config] zero_optimization.mics_shard_size, sequence_parallel_size and tensor_parallel.autotp_size need torch "
-            "process groups; with groups of tessera pass a Mesh with these axes"
+            "[config] zero_optimization.mics_shard_size, sequence_parallel_size and tensor_parallel.autotp_size need "
+            "torch process groups; with groups of tessera pass a Mesh with these axes"
         )
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     mesh, made = _core.Mesh(), OwnGroups()

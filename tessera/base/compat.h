@@ -1,4 +1,4 @@
-// Every fork between torch versions (2.11 to current) lives here.
+// Every fork between torch versions lives here.
 #pragma once
 
 #include <torch/csrc/autograd/edge.h>
@@ -6,7 +6,7 @@
 
 namespace tessera::compat {
 
-// Owning handle of an autograd node: std::shared_ptr up to 2.12, c10::intrusive_ptr from 2.13.
+// Owning handle of an autograd node, whatever torch makes it.
 using NodePtr = decltype(torch::autograd::Edge::function);
 
 }  // namespace tessera::compat

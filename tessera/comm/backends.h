@@ -24,7 +24,7 @@ std::vector<GroupPtr> thread_groups(int size, std::chrono::milliseconds timeout 
 
 // The ranks of a torch process group registered under `name` (the default group of torch.distributed
 // is "0"; Python's ProcessGroup.group_name gives it): over that group, or over shared memory where it
-// carries CPU tensors by Gloo, see Note [Choice of transport] in transport.h. Collective. Value error
+// carries CPU tensors by Gloo, see Note [Choice of transport] in c10d/transport.h. Collective. Value error
 // when no such group is registered.
 GroupPtr c10d_group(const std::string& name);
 // The same, for a process group at hand.
@@ -32,7 +32,7 @@ GroupPtr c10d_group(std::shared_ptr<void> keep_alive, c10d::ProcessGroup& group)
 
 // The world group of this process from the usual environment: RANK, WORLD_SIZE, MASTER_ADDR,
 // MASTER_PORT (set by torchrun --no-python or by hand). WORLD_SIZE unset or 1: single_group(). Else
-// shared memory or Gloo over TCPStore, see Note [Choice of transport] in transport.h. Collective:
+// shared memory or Gloo over TCPStore, see Note [Choice of transport] in c10d/transport.h. Collective:
 // returns when all ranks have met, or throws DistBackendError after `timeout`. With several ranks
 // SIGPIPE is ignored from here on, unless the program handles it.
 GroupPtr environment_group(std::chrono::milliseconds timeout = std::chrono::minutes(10));

@@ -8,7 +8,7 @@
 //   depends neither on its place in a buffer, on the bucket size, on timing, nor on whether it
 //   travelled by reduce_scatter or all_reduce: stages 0, 1 and 2 get the same bits, and threads as
 //   ranks get those of processes. NCCL keeps its own order; so do ranks of several hosts that share memory
-//   within each (Note [Order of summation over hosts] in hosts_group.h).
+//   within each (Note [Order of summation over hosts] in hosts/group.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -334,12 +334,12 @@ void Unsharder::release(Entry& entry) {
   FlatParams& flat = *entry.flat;
   entry.kept = false;
   if (!flat.sharded() || flat.state() == ParamState::Sharded) return;
-  const char* const fate = flat.is_in_space() ? "reached the other ranks at an unknown moment" : "is lost";
+  const char* const outcome = flat.is_in_space() ? "reached the other ranks at an unknown moment" : "is lost";
   std::string edited;
   give_back(flat, flat.release(&edited));
   take_staging(flat);
   TESSERA_CHECK(edited.empty(), "zero", "in-place modification of parameter '", edited,
-                "' while it was gathered for reading ", fate,
+                "' while it was gathered for reading ", outcome,
                 "; edit it inside GatheredParameters(..., modifier_rank=0)");
 }
 

@@ -3,7 +3,7 @@
 
 #include <thread>
 
-#include "tessera/comm/shm_group.h"
+#include "tessera/comm/shm/group.h"
 #include "tessera/engine/engine.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"

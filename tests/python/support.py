@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.multiprocessing as mp
 from torch import nn
 
 import tessera
@@ -80,6 +81,19 @@ def config(stage: int = 0, accumulation: int = 1, bf16: bool = False, **more: An
         result["bf16"] = {"enabled": True}
     result.update(more)
     return result
+
+
+# Processes that are forked from one that has only imported torch and the package, for which a new interpreter takes
+# seconds. They end without Python's own end: tests of that take "spawn".
+PROCESSES = mp.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
+    ["pytest", "tessera", "hypothesis", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed._tensor"]
+)
+
+
+def run_processes(world: int, body: Callable[..., None], *args: Any) -> None:
+    """body(rank, *args) in `world` processes; the first error is raised."""
+    mp.start_processes(body, args, nprocs=world, start_method="forkserver")
 
 
 def run_ranks(world: int, body: Callable[[int, tessera.Group], Any], timeout: float = 60) -> list[Any]:

@@ -19,7 +19,19 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from support import assert_close, batch, config, engines, free_port, make, run, shard_group, weights
+from support import (
+    PROCESSES,
+    assert_close,
+    batch,
+    config,
+    engines,
+    free_port,
+    make,
+    run,
+    run_processes,
+    shard_group,
+    weights,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 import tessera
@@ -102,7 +114,7 @@ def worker(rank: int, world: int, port: int, transport: str, folder: str) -> Non
             engine.destroy()
         with pytest.raises(ValueError, match=r"asks for 3 data-parallel x 1 sequence-parallel ranks.*there are 4"):
             tessera.initialize(model=make(), config=adam(2, 1, False), mesh_param=(3, 1))
-        with pytest.raises(ValueError, match="sequence_parallel_size 3 x .* does not divide the 4 ranks"):
+        with pytest.raises(ValueError, match=r"sequence_parallel_size 3 x .* does not divide the 4 ranks"):
             tessera.initialize(model=make(), config=adam(2, 1, False) | {"sequence_parallel_size": 3})
         with pytest.raises(ValueError, match="name them, in this order"):
             tessera.Engine(
@@ -122,7 +134,7 @@ def worker(rank: int, world: int, port: int, transport: str, folder: str) -> Non
 @pytest.mark.parametrize(("world", "transport"), [(2, "auto"), (4, "auto"), (2, "gloo")])
 def test_processes_equal_threads(world: int, transport: str, tmp_path: Path) -> None:
     """The same bits as ranks that are threads, so everything tested with threads holds for processes."""
-    mp.spawn(worker, (world, free_port(), transport, str(tmp_path)), nprocs=world)
+    run_processes(world, worker, world, free_port(), transport, str(tmp_path))
     for case in CASES:
         stage, bf16, accumulation = case
         want = engines(
@@ -177,10 +189,9 @@ KILLED = [(moment, stage, "auto") for moment in ("forward", "backward", "step") 
 
 @pytest.mark.parametrize(("moment", "stage", "transport"), [*KILLED, ("backward", 2, "gloo"), ("step", 3, "gloo")])
 def test_a_killed_rank_ends_the_others_with_an_error_that_names_it(moment: str, stage: int, transport: str) -> None:
-    context = mp.get_context("spawn")
     port = free_port()
-    over = context.Barrier(2)
-    ranks = [context.Process(target=dying, args=(rank, port, moment, stage, transport, over)) for rank in range(3)]
+    over = PROCESSES.Barrier(2)
+    ranks = [PROCESSES.Process(target=dying, args=(rank, port, moment, stage, transport, over)) for rank in range(3)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -212,7 +223,7 @@ ONE_BACKWARD_MORE = r"the ranks disagree: rank 0 (called|is in) \w+ \(.*, rank 1
 def test_ranks_with_different_numbers_of_backwards_are_named(transport: str) -> None:
     """Stage 3 orders gathers and reductions apart, so the ranks call nothing different in either."""
     if transport != "threads":
-        mp.spawn(uneven, (free_port(), transport), nprocs=2)
+        run_processes(2, uneven, free_port(), transport)
         return
     with pytest.raises(RuntimeError, match=ONE_BACKWARD_MORE):
         engines(make(), 2, config(3), one_backward_more)
@@ -294,7 +305,8 @@ def forking(rank: int, world: int, port: int, backend: str, transport: str, shar
     [("gloo", "auto", -1), ("gloo", "gloo", -1), ("gloo", "auto", 1), ("tessera", "auto", -1)],
 )
 def test_a_forked_copy_of_an_engine_does_not_end_it(backend: str, transport: str, shards: int) -> None:
-    mp.spawn(forking, (2, free_port(), backend, transport, shards), nprocs=2)
+    method = "spawn" if backend == "tessera" else "forkserver"  # a child of it comes to Python's end
+    mp.start_processes(forking, (2, free_port(), backend, transport, shards), nprocs=2, start_method=method)
 
 
 def lost_early(rank: int, port: int, transport: str, lost: int, over: Any) -> None:
@@ -314,9 +326,8 @@ def lost_early(rank: int, port: int, transport: str, lost: int, over: Any) -> No
 
 @pytest.mark.parametrize(("transport", "lost"), [("auto", 1), ("gloo", 1), ("auto", 0)])
 def test_a_rank_that_is_lost_before_the_first_engine_is_named(transport: str, lost: int) -> None:
-    context = mp.get_context("spawn")
-    port, over = free_port(), context.Barrier(3)
-    ranks = [context.Process(target=lost_early, args=(rank, port, transport, lost, over)) for rank in range(3)]
+    port, over = free_port(), PROCESSES.Barrier(3)
+    ranks = [PROCESSES.Process(target=lost_early, args=(rank, port, transport, lost, over)) for rank in range(3)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -361,7 +372,7 @@ def twice(number: int, port: int) -> None:
 
 def test_two_processes_of_one_rank_are_named() -> None:
     begin = time.monotonic()
-    mp.spawn(twice, (free_port(),), nprocs=3)
+    run_processes(3, twice, free_port())
     assert time.monotonic() - begin < 100  # far below the timeout
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import PROCESSES, free_port
 
 ROOT = Path(__file__).parents[2]
 TRAIN_PY = ROOT / "examples" / "python" / "train_gpt.py"
@@ -41,34 +42,47 @@ def config_file(folder: Path, stage: int, dtype: str) -> Path:
     return path
 
 
-def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
-
-
 def losses_of(output: str) -> list[float]:
     return [float(x) for x in re.findall(r"loss (\d+\.\d+)", output)]
+
+
+def run_program(command: list[str], environment: dict[str, str], file: Path) -> None:
+    """In a process of PROCESSES: a Python program in its interpreter, any other in its place."""
+    with file.open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.update(environment)
+    if command[0] != sys.executable:
+        os.execv(command[0], command)
+    sys.argv[:] = command[1:]
+    sys.path.insert(0, str(Path(command[1]).parent))
+    runpy.run_path(command[1], run_name="__main__")
 
 
 def train(program: list, folder: Path, config: Path, ranks: int, *more: str | Path, steps: int = STEPS) -> list[float]:
     """Losses of every step on rank 0 and the held-out loss."""
     command = [*program, "--config", config, "--data", folder / "text.txt", "--weights", folder / "weights.pt"]
     command += ["--steps", str(steps), *SIZES, *more]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment["CUDA_VISIBLE_DEVICES"] = ""  # the C++ program trains on the CPU
+    files = [folder / f"{rank}.out" for rank in range(ranks)]
     processes = [
-        subprocess.Popen(
-            command,
-            env=environment | {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        PROCESSES.Process(
+            target=run_program,
+            args=(
+                [str(word) for word in command],
+                environment | {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)},
+                files[rank],
+            ),
         )
         for rank in range(ranks)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=300) for process in processes]
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors
-    losses = losses_of(outputs[0][0])
+    ]
+    for process in processes:
+        process.start()
+    for process, file in zip(processes, files, strict=True):
+        process.join(300)
+        assert process.exitcode == 0, file.read_text()
+    losses = losses_of(files[0].read_text())
     assert len(losses) in (STEPS + 1, STEPS // 2 + 1)  # the whole run, or a half
     return losses
 
@@ -114,7 +128,7 @@ def test_torchrun_starts_the_cpp_program(files, weights):
     config = config_file(files, 2, "fp32")
     by_hand = train([TRAIN_CPP], files, config, 2)
     command = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", "2"]
-    command += ["--master-addr", "127.0.0.1", "--master-port", free_port(), TRAIN_CPP, "--config", config]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), TRAIN_CPP, "--config", config]
     command += ["--data", files / "text.txt", "--weights", weights, "--steps", str(STEPS), *SIZES]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
@@ -174,7 +188,7 @@ def test_readme_shows_the_examples(language, path, comment):
 def test_the_first_loop_of_the_readme_runs_as_it_stands(tmp_path, ranks):
     loop = re.search(r"```python\n(.*?)\n```", (ROOT / "README.md").read_text(), re.S).group(1)
     (tmp_path / "loop.py").write_text(loop)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     command = [sys.executable, *(launcher if ranks > 1 else []), tmp_path / "loop.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from support import Net, batch, config, engines, free_port, full_grads, make, mse, weights
+from support import Net, batch, config, engines, free_port, full_grads, make, mse, run_processes, weights
 from tessera.loss_scale import LossScaler
 
 import tessera
@@ -463,7 +462,7 @@ def worker(rank: int, world: int, port: int, folder: str) -> None:
 
 
 def test_processes(tmp_path: Path) -> None:
-    mp.spawn(worker, (2, free_port(), str(tmp_path)), nprocs=2)
+    run_processes(2, worker, 2, free_port(), str(tmp_path))
     first = torch.load(tmp_path / "0-0.pt")
     for stage in STAGES:
         for rank in range(2):

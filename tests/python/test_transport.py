@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from support import batch, config, make, weights
+from support import PROCESSES, batch, config, make, weights
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -79,12 +79,12 @@ def one_after_the_other(rank: int, world: int, port: int, bodies: list[tuple[Any
         body(rank, world, (port, str(number)), *args)
 
 
-def run(world: int, *bodies: Body | tuple[Any, ...]) -> None:
+def run(world: int, *bodies: Body | tuple[Any, ...], method: str = "forkserver") -> None:
     """Each body, with its arguments, in the same `world` processes. Nothing may stay behind in /dev/shm."""
     before = set(os.listdir("/dev/shm"))
     calls = [body if isinstance(body, tuple) else (body,) for body in bodies]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(one_after_the_other, (world, store.port, calls), nprocs=world)
+    mp.start_processes(one_after_the_other, (world, store.port, calls), nprocs=world, start_method=method)
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "tessera" in name]
 
 
@@ -523,9 +523,8 @@ def losing(rank: int, meeting: Meeting, moment: str) -> None:
 
 @pytest.mark.parametrize("moment", ["barrier", "future", "message"])
 def test_a_killed_rank_is_named(moment: str) -> None:
-    context = mp.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [context.Process(target=losing, args=(rank, (store.port, "0"), moment)) for rank in range(3)]
+    ranks = [PROCESSES.Process(target=losing, args=(rank, (store.port, "0"), moment)) for rank in range(3)]
     for process in ranks:
         process.start()
     for process in ranks:

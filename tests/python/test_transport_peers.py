@@ -140,4 +140,4 @@ def ends_in_a_handler(rank: int, world: int, meeting: Meeting) -> None:
 def test_futures_at_the_end_of_python() -> None:
     for body in ((ends_at_once, False), (ends_at_once, True), ends_in_a_handler):
         for _ in range(2):
-            run(2, body)
+            run(2, body, method="spawn")

@@ -129,6 +129,7 @@ def test_names_of_contenders():
     assert parse("fsdp2:3").suffix == ""
     assert parse("tessera:2+8+nearest").label == "Tessera 2, 8 bytes, nearest"
     assert parse("tessera:3+shared").shared
+    assert parse("tessera:3+gloo").label == "Tessera 3, over Gloo"
     assert parse("bare+up").label == "bare loop, ties up"
 
 

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "tessera/comm/shm_group.h"
+#include "tessera/comm/shm/group.h"
 #include "tessera/zero/flat_params.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"

@@ -25,8 +25,11 @@ template <class Body>
 void launch(int64_t n, void* stream, const Body& body) {
   if (n <= 0) return;
   const int64_t blocks = std::min(kBlocks, (n + kThreads - 1) / kThreads);
-  each_element<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(n, body);
-  const cudaError_t error = cudaGetLastError();
+  cudaLaunchConfig_t config{};  // not <<<...>>>: this is C++ for every compiler
+  config.gridDim.x = static_cast<unsigned>(blocks);
+  config.blockDim.x = kThreads;
+  config.stream = static_cast<cudaStream_t>(stream);
+  const cudaError_t error = cudaLaunchKernelEx(&config, each_element<Body>, n, body);
   if (error != cudaSuccess) {
     throw std::runtime_error(std::string("[kernels.cuda] a kernel was not launched: ") + cudaGetErrorString(error));
   }

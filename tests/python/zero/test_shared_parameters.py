@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from support import batch, config, engines, make
+from support import batch, config, engines, make, run_processes
 from torch import nn
 
 import tessera
@@ -157,7 +156,7 @@ def start(rank: int, port: int, transport: str) -> None:
 
 def spawn(body: Any, *args: Any) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(body, (store.port, *args), nprocs=WORLD)
+    run_processes(WORLD, body, store.port, *args)
 
 
 def segments() -> list[str]:

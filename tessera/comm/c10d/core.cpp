@@ -1,0 +1,244 @@
+#include "tessera/comm/c10d/core.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace tessera::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kTick = std::chrono::milliseconds(200);  // how soon a blocked wait hears of another rank's failure
+constexpr auto kRollCall = std::chrono::milliseconds(2000);
+constexpr auto kCompareAfter =
+    std::chrono::seconds(3);  // a wait of this length compares calls, see Note [Different calls]
+constexpr auto kCompareEvery = std::chrono::seconds(1);
+constexpr int kPeersCompared = 32;  // those that follow this rank: bounds the load on the store, and every pair of
+                                    // neighbours is compared by one of them
+// What an ended process has sent may still be on its way: so long may a wait go on after its end was seen.
+constexpr auto kEndedFor = std::chrono::seconds(5);
+constexpr size_t kBuffersKept = 2;
+constexpr auto kAborted = " aborted: ";
+
+// The first line of an error of the back end, without the place in its sources.
+std::string plain(const std::string& error) {
+  std::string text = error.substr(0, error.find('\n'));
+  if (const auto end = text.find("] "); text.starts_with("[/") && end != std::string::npos) text.erase(0, end + 2);
+  return text.substr(0, text.find(". This is typically"));
+}
+
+// The count lives in the group's store, under a key of this rank: nothing global in the process.
+int64_t next_instance(c10d::ProcessGroup& group) {
+  const auto store = group.getStore();
+  if (!store) return 1;
+  return store->add("tessera/groups/" + group.getGroupName() + "/" + std::to_string(group.getRank()), 1);
+}
+
+}  // namespace
+
+C10dCore::C10dCore(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::ProcessGroup> group)
+    : keep_alive_(std::move(keep_alive)),
+      group_(std::move(group)),
+      rank_(group_->getRank()),
+      size_(group_->getSize()),
+      instance_(next_instance(*group_)),
+      board_(group_->getStore(), rank_, size_, group_->getGroupName() + "/" + std::to_string(instance_)),
+      calls_(rank_) {
+  if (size_ == 1) return;
+  board_.show_process();
+  watcher_ = std::thread([this] { watch(); });
+}
+
+int64_t C10dCore::count_instance() {
+  check_home({.name = "sibling", .label = {}});
+  const int64_t instance = next_instance(*group_);
+  calls_.use(instance);
+  return instance;
+}
+
+C10dCore::~C10dCore() {
+  {
+    const std::scoped_lock lock(mutex_);
+    stopping_ = true;
+  }
+  stop_.notify_all();
+  if (watcher_.joinable()) watcher_.join();
+}
+
+// Shows this rank's calls to the others and looks at theirs. The cause that all ranks end with, if there is one.
+std::optional<std::string> C10dCore::compare_calls() {
+  board_.show_calls(calls_.text());
+  for (int d = 1; d < size_ && d <= kPeersCompared; ++d) {
+    const int peer = (rank_ + d) % size_;
+    if (const auto difference = calls_.difference(peer, board_.shown_calls(peer))) return board_.post(*difference);
+  }
+  return std::nullopt;
+}
+
+// The same for a circle of ranks: see Note [Different calls] for why it has to be seen twice.
+std::optional<std::string> C10dCore::look_for_circle() {
+  const auto before = std::exchange(circle_, calls_.circle([this](int rank) { return board_.shown_calls(rank); }));
+  if (!before || !circle_ || before->calls != circle_->calls) return std::nullopt;
+  for (const auto& [rank, look] : circle_->looks) {
+    const auto known = before->looks.find(rank);
+    if (known == before->looks.end()) return std::nullopt;
+    if (known->second < look) continue;
+    circle_ = before;  // not shown again yet
+    return std::nullopt;
+  }
+  return board_.post(circle_->text);
+}
+
+// Gloo does not always end a wait when the peer dies amid a message, and none that waits for another peer: a process of
+// this host that has ended is found by its id. The cause that all ranks end with, if there is one.
+std::optional<std::string> C10dCore::look_for_ended(Clock::time_point waiting_since) {
+  const auto now = Clock::now();
+  for (int d = 1; d < size_; ++d) {
+    if (std::min(d, size_ - d) > kPeersCompared) continue;
+    const int peer = (rank_ + d) % size_;
+    const auto pid = board_.ended_process(peer);
+    if (!pid) continue;
+    if (!ended_at_) ended_at_ = now;
+    if (now - std::max(*ended_at_, waiting_since) < kEndedFor) return std::nullopt;
+    return board_.post("rank " + std::to_string(rank_) + " lost rank " + std::to_string(peer) + ": its process " +
+                       std::to_string(*pid) + " has ended");
+  }
+  return std::nullopt;
+}
+
+void C10dCore::watch() {
+  std::unique_lock lock(mutex_);
+  auto compared = Clock::now();
+  while (!stop_.wait_for(lock, kTick, [&] { return stopping_; })) {
+    if (current_ == nullptr || Clock::now() - waiting_since_ < kTick) continue;
+    const auto* const before = current_;
+    const auto since = waiting_since_;
+    lock.unlock();
+    auto cause = board_.posted();
+    if (const auto now = Clock::now(); !cause && now - since >= kCompareAfter && now - compared >= kCompareEvery) {
+      cause = compare_calls();
+      if (!cause) cause = look_for_circle();
+      if (!cause) cause = look_for_ended(since);
+      compared = now;
+    }
+    lock.lock();
+    if (!cause) continue;
+    if (cause_.empty()) cause_ = std::move(*cause);
+    if (current_ == before && waiting_since_ == since) interrupt();
+  }
+}
+
+void C10dCore::interrupt() {
+  if (current_ == nullptr) return;
+  for (const Transfer& transfer : *current_) {
+    try {
+      if (transfer.work) transfer.work->abort();
+    } catch (const std::exception&) {
+      // This back end cannot interrupt a wait: its own timeout ends it.
+    }
+  }
+}
+
+std::string C10dCore::cause() {
+  const std::scoped_lock lock(mutex_);
+  return cause_;
+}
+
+void C10dCore::check_home(const OpInfo& info) const {
+  if (!home_.here()) throw_failed(rank_, size_, info, 0.0, kForkedCopy);
+}
+
+void C10dCore::check_alive(const OpInfo& info) {
+  check_home(info);
+  if (auto text = cause(); !text.empty()) throw_failed(rank_, size_, info, 0.0, text);
+}
+
+void C10dCore::finish(std::vector<Transfer>& transfers, const C10dCall& call, Clock::time_point launched) {
+  check_home(call.info);
+  bool failed_before = false;
+  {
+    const std::scoped_lock lock(mutex_);
+    current_ = &transfers;
+    waiting_since_ = Clock::now();
+    failed_before = !cause_.empty();
+  }
+  int peer = -1;
+  std::string failure;
+  for (const Transfer& transfer : transfers) {
+    peer = transfer.peer;
+    if (failed_before && peer >= 0) {
+      failure = "interrupted";
+      break;
+    }
+    calls_.block(call.instance, call.number, peer);
+    try {
+      if (!transfer.work->wait()) failure = "interrupted";
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
+    if (!failure.empty()) break;
+  }
+  calls_.block(call.instance, call.number, -1);
+  {
+    const std::scoped_lock lock(mutex_);
+    current_ = nullptr;
+  }
+  transfers.clear();  // a work that has not ended lets go of its buffer here
+  if (!failure.empty()) fail(call.info, launched, peer, failure);
+}
+
+void C10dCore::fail(const OpInfo& info, Clock::time_point launched, int peer, const std::string& what) {
+  const double seconds = std::chrono::duration<double>(Clock::now() - launched).count();
+  std::string text;
+  bool asked = false;
+  {
+    const std::scoped_lock lock(mutex_);
+    text = cause_;
+    asked = std::exchange(asked_, true);
+  }
+  if (text.empty()) {
+    text = "rank " + std::to_string(rank_) + " in " + describe(info);
+    text += peer < 0 ? ": " : " lost rank " + std::to_string(peer) + ": ";
+    text = board_.post(text + plain(what));
+  }
+  if (!asked) {  // other collectives in flight fail too; one of them asks who is still there
+    const bool aborted = text.find(kAborted) != std::string::npos, disagree = text.starts_with(kDisagreement);
+    // Ranks that disagree all wait: a process that ends with its error before the others have heard would take the store
+    // or a connection with it, and they would speak of a lost rank.
+    const std::string silent = board_.roll_call(aborted ? std::chrono::milliseconds(0) : kRollCall);
+    if (!aborted && !disagree && !silent.empty()) text += "; " + silent;
+    const std::scoped_lock lock(mutex_);
+    cause_ = text;
+  }
+  throw_failed(rank_, size_, info, seconds, text);
+}
+
+void C10dCore::abort(const std::string& reason) {
+  if (!home_.here()) return;
+  const std::string text = board_.post("rank " + std::to_string(rank_) + kAborted + reason);
+  const std::scoped_lock lock(mutex_);
+  if (cause_.empty()) cause_ = text;
+  interrupt();
+}
+
+at::Tensor C10dCore::take_buffer(int64_t bytes) {
+  {
+    const std::scoped_lock lock(mutex_);
+    for (auto it = buffers_.begin(); it != buffers_.end(); ++it) {
+      if (it->numel() < bytes) continue;
+      at::Tensor buffer = std::move(*it);
+      buffers_.erase(it);
+      return buffer;
+    }
+  }
+  return at::empty({bytes}, at::TensorOptions(at::kByte));
+}
+
+void C10dCore::give_buffer(at::Tensor buffer) {
+  const std::scoped_lock lock(mutex_);
+  buffers_.push_back(std::move(buffer));
+  std::sort(buffers_.begin(), buffers_.end(), [](const auto& a, const auto& b) { return a.numel() < b.numel(); });
+  if (buffers_.size() > kBuffersKept) buffers_.erase(buffers_.begin());
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,96 @@
+// The part of a c10d group that its pending works share: the process group, receive buffers, the state of failure, and
+// the watcher that lets a blocked wait end when another rank reports a failure, has made another call or is
+// no more.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tessera/comm/c10d/call_log.h"
+#include "tessera/comm/c10d/fault_board.h"
+#include "tessera/comm/home.h"
+#include "tessera/comm/op_info.h"
+
+namespace tessera::comm {
+
+// One call of a group, as its log knows it.
+struct C10dCall {
+  OpInfo info;
+  int64_t instance = 0, number = 0;
+};
+
+// One message from or to a peer; peer < 0: a native collective of the back end.
+struct Transfer {
+  c10::intrusive_ptr<c10d::Work> work;
+  int peer = -1;
+  at::Tensor mark{};  // received behind a large message: one byte, not zero once it is there
+};
+
+// Made by make_at_home(): it has a thread. In a forked copy of the process all calls throw, but abort(), which does nothing.
+class C10dCore {
+ public:
+  C10dCore(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::ProcessGroup> group);
+  ~C10dCore();
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  // Counts this rank's Groups over the process group, from 1: each has tags and fault reports of its own. Ranks make
+  // their groups in one order.
+  int64_t instance() const { return instance_; }
+  // The number of a further Group on this core.
+  int64_t count_instance();
+  c10d::ProcessGroup& group() { return *group_; }
+  // Every call is added before its messages are posted.
+  CallLog& calls() { return calls_; }
+
+  // Throws when the group has failed before, and in a forked copy.
+  void check_alive(const OpInfo& info);
+  // Waits for all of them, and releases them. On a failure: settles the cause with the other ranks and throws.
+  void finish(std::vector<Transfer>& transfers, const C10dCall& call, std::chrono::steady_clock::time_point launched);
+  // Fails the group from this rank's side with `what` and throws: for errors while launching.
+  [[noreturn]] void fail(const OpInfo& info, std::chrono::steady_clock::time_point launched, int peer,
+                         const std::string& what);
+  void abort(const std::string& reason);
+
+  // A byte tensor of at least `bytes`, from the cache where possible; give it back when done. At most two are kept.
+  at::Tensor take_buffer(int64_t bytes);
+  void give_buffer(at::Tensor buffer);
+
+ private:
+  void check_home(const OpInfo& info) const;
+  void watch();
+  std::optional<std::string> compare_calls();
+  std::optional<std::string> look_for_circle();
+  std::optional<std::string> look_for_ended(std::chrono::steady_clock::time_point waiting_since);
+  void interrupt();  // ends the current wait; mutex_ is held
+  std::string cause();
+
+  const Home home_;
+  const std::shared_ptr<void> keep_alive_;
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const int rank_, size_;
+  const int64_t instance_;
+  FaultBoard board_;
+  CallLog calls_;
+  std::optional<CallLog::Circle> circle_;                          // the watcher's: the last one seen, as is ended_at_
+  std::optional<std::chrono::steady_clock::time_point> ended_at_;  // when it saw that a peer's process had ended
+
+  std::mutex mutex_;
+  std::condition_variable stop_;
+  bool stopping_ = false;
+  std::string cause_;                         // first failure; empty while all is well
+  bool asked_ = false;                        // whether a failure has asked the other ranks who is still there
+  std::vector<Transfer>* current_ = nullptr;  // what a wait blocks on
+  std::chrono::steady_clock::time_point waiting_since_;
+  std::vector<at::Tensor> buffers_;
+  std::thread watcher_;
+};
+
+}  // namespace tessera::comm

@@ -1,0 +1,137 @@
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <algorithm>
+#include <csignal>
+#include <map>
+#include <mutex>
+
+#include "tessera/base/env.h"
+#include "tessera/base/error.h"
+#include "tessera/comm/backends.h"
+#include "tessera/comm/c10d/gloo.h"
+#include "tessera/comm/c10d/group.h"
+#include "tessera/comm/c10d/transport.h"
+#include "tessera/comm/c10d/watched_store.h"
+
+namespace tessera::comm {
+namespace {
+
+struct Place {
+  int rank = 0, size = 1, port = 0;
+  std::string address;
+};
+
+Place read_place() {
+  Place place;
+  const auto size = env::get_int("WORLD_SIZE"), rank = env::get_int("RANK");
+  place.size = size.value_or(1);
+  TESSERA_CHECK_VALUE(place.size >= 1, "comm", "WORLD_SIZE must be at least 1, got ", place.size);
+  TESSERA_CHECK_VALUE(size || rank.value_or(0) == 0, "comm", "RANK is ", *rank, ", but WORLD_SIZE is not set");
+  TESSERA_CHECK_VALUE(rank.value_or(0) >= 0 && rank.value_or(0) < place.size, "comm", "RANK is ", *rank,
+                      ", but WORLD_SIZE is ", place.size, ": ranks are 0 to ", place.size - 1);
+  check_transport();
+  if (place.size == 1) return place;
+  const auto address = env::get("MASTER_ADDR");
+  const auto port = env::get_int("MASTER_PORT");
+  TESSERA_CHECK_VALUE(
+      rank && address && port, "comm", "WORLD_SIZE is ", place.size,
+      ", so RANK, MASTER_ADDR and MASTER_PORT must be set too (torchrun --no-python sets them); missing:",
+      rank ? "" : " RANK", address ? "" : " MASTER_ADDR", port ? "" : " MASTER_PORT");
+  TESSERA_CHECK_VALUE(*port > 0 && *port < 65536, "comm", "MASTER_PORT is ", *port, ", not a port");
+  place.rank = *rank;
+  place.address = *address;
+  place.port = *port;
+  return place;
+}
+
+bool is_loopback(const std::string& address) {
+  return address == "localhost" || address == "::1" || address.starts_with("127.");
+}
+
+// A store that this process hosts stays until the process ends. When its last group here goes, a peer may just have come to
+// it for the next group, or be about to read what made the last one. Never destroyed: it has a thread, and a forked copy of
+// the process would wait for that as it exits.
+void keep(int port, const c10::intrusive_ptr<c10d::Store>& store) {
+  static std::mutex mutex;
+  static auto& by_port = *new std::map<int, c10::intrusive_ptr<c10d::Store>>;
+  const std::scoped_lock lock(mutex);
+  by_port.try_emplace(port, store);
+}
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+// The group of `size` ranks that use `store`, of which this process is number `rank`.
+GroupPtr meet(const Place& place, const StorePtr& store, int rank, int size, const std::string& name,
+              std::chrono::milliseconds timeout) {
+  using Group = c10d::ProcessGroup;
+  if (size == 1) return single_group();
+  const auto made = std::make_shared<c10::intrusive_ptr<Group>>();
+  const auto gloo_group = [=, loopback = is_loopback(place.address)] {
+    auto& group = *made;
+    if (group) return make_c10d_group(nullptr, group, C10dPath::ByDevice);
+    group = c10::make_intrusive<Group>(store, rank, size);
+    group->setBackend(
+        c10::DeviceType::CPU, Group::BackendType::GLOO,
+        gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store), rank, size, timeout, loopback));
+    group->setDefaultBackend(Group::BackendType::GLOO);
+    group->setGroupName(name);
+    return make_c10d_group(nullptr, group, C10dPath::ByDevice);
+  };
+  return choose_transport(c10::make_intrusive<c10d::PrefixStore>("transport", store), rank, size, timeout, gloo_group);
+}
+
+// Gloo and the store write to sockets whose peer may have died; unless the program has a handler of its own, that must
+// be an error of the call and not the end of this process too. (Python ignores the signal from the start.)
+void survive_closed_sockets() {
+  struct sigaction now{};
+  if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
+}
+
+// body(store): meets the others there.
+template <class F>
+auto among_others(const Place& place, std::chrono::milliseconds timeout, const F& body) {
+  survive_closed_sockets();
+  std::string text;
+  try {
+    const StorePtr store = open_job_store(place.address, place.port, place.rank, place.size, timeout);
+    if (place.rank == 0) keep(place.port, store);
+    return body(watch_store(store, place.rank, place.size));
+  } catch (const c10::ValueError&) {
+    throw;
+  } catch (const std::exception& error) {
+    text = error.what();
+    if (constexpr std::string_view origin = "[comm] "; text.starts_with(origin)) text.erase(0, origin.size());
+  }
+  TESSERA_CHECK_DIST(false, "comm", "rank ", place.rank, " of ", place.size, " could not meet the others at ",
+                     place.address, ":", place.port, ": ", text.substr(0, text.find('\n')));
+}
+
+}  // namespace
+
+GroupPtr environment_group(std::chrono::milliseconds timeout) {
+  const Place place = read_place();
+  if (place.size == 1) return single_group();
+  return among_others(place, timeout, [&](const StorePtr& store) {
+    return meet(place, store, place.rank, place.size, "tessera_world", timeout);
+  });
+}
+
+Mesh environment_mesh(int shards, int sp, int tp, std::chrono::milliseconds timeout) {
+  const Place place = read_place();
+  const MeshShape shape = mesh_shape(place.size, shards, sp, tp);
+  if (shape.size(Axis::DpShard) == place.size) return Mesh(environment_group(timeout));
+  return among_others(place, timeout, [&](const StorePtr& store) {
+    Mesh mesh;
+    for (const Axes axes : shape.groups()) {
+      const std::vector<int> ranks = shape.ranks_along(axes, place.rank);
+      const auto number = std::find(ranks.begin(), ranks.end(), place.rank) - ranks.begin();
+      const std::string name = c10::str("tessera_", axes.name(), "_of_", ranks.front());
+      mesh.set(axes, meet(place, c10::make_intrusive<c10d::PrefixStore>(name, store), static_cast<int>(number),
+                          static_cast<int>(ranks.size()), name, timeout));
+    }
+    return mesh;
+  });
+}
+
+}  // namespace tessera::comm

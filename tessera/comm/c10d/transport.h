@@ -1,0 +1,42 @@
+// What carries the collectives of a group of CPU ranks.
+//
+// Note [Choice of transport]
+//   TESSERA_TRANSPORT says it: "gloo" the back end at hand, "shared_memory" shared memory or an error, "auto" (the default)
+//   shared memory between ranks of one host and the back end at hand between hosts. Ranks tell each other through the
+//   group's store where they are and what they were told, and end alike. Whether memory can really be shared is found out by
+//   sharing it: when a rank cannot, "auto" warns and stays with the back end at hand.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <functional>
+#include <optional>
+
+#include "tessera/comm/group.h"
+#include "tessera/comm/hosts/hosts.h"
+
+namespace tessera::comm {
+
+// A part of `store` that nobody has used: the next one under `name`, counted by each rank for itself. Ranks ask in one
+// order, and keys that an earlier group left in a store that outlives it are never seen.
+c10::intrusive_ptr<c10d::Store> fresh_store(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name,
+                                            int rank);
+
+// Collective over the `size` ranks that meet at `store`, which has no other use. `at_hand` makes a group over the back
+// end at hand, may be called several times and later, when siblings are made; `timeout`: longest wait for a rank later.
+// Value error when TESSERA_TRANSPORT is wrong or not the same on all ranks; DistBackendError when memory must be shared
+// and cannot.
+GroupPtr choose_transport(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                          std::chrono::milliseconds timeout, const std::function<GroupPtr()>& at_hand);
+
+// The two steps of it. Where the ranks are, if memory may be shared; nothing when it shall not. Collective.
+std::optional<Hosts> find_hosts(c10d::Store& store, int rank, int size);
+// share() shares memory among all ranks, or throws DistBackendError on all of them. False, with a warning, when it could
+// not and need not.
+bool try_sharing(int rank, const std::function<void()>& share);
+
+// Value error when TESSERA_TRANSPORT is none of the three.
+void check_transport();
+
+}  // namespace tessera::comm

@@ -1,0 +1,182 @@
+#include "tessera/comm/c10d/watched_store.h"
+
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <algorithm>
+#include <numeric>
+#include <thread>
+
+#include "tessera/base/env.h"
+#include "tessera/base/error.h"
+#include "tessera/comm/op_info.h"
+
+namespace tessera::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+constexpr auto kSlice = milliseconds(500);
+constexpr auto kHearing = std::chrono::seconds(2);
+constexpr auto kAnswer = std::chrono::seconds(5);  // of a store that is there
+
+std::string first_line(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find('\n'));
+}
+
+std::string unreachable(const std::exception& error) {
+  return "the store cannot be reached; the process that hosts it (usually rank 0) may have ended: " + first_line(error);
+}
+
+std::string both_have(int rank) {
+  return " both have RANK " + std::to_string(rank);
+}
+
+// What is known to be wrong; empty while all may be well.
+std::string trouble(FaultBoard& board, int rank, int size) {
+  if (const auto cause = board.posted()) return *cause;
+  for (int r = 0; r < size; ++r) {
+    const auto pid = r == rank ? std::nullopt : board.ended_process(r);
+    if (pid) return "lost rank " + std::to_string(r) + ": its process " + std::to_string(*pid) + " has ended";
+  }
+  return {};
+}
+
+[[noreturn]] void fail(int rank, int size, const std::string& text) {
+  TESSERA_CHECK_DIST(false, "comm", "rank ", rank, " of ", size, ": ", text);
+}
+
+// The same once the others have had the time to hear of it, through a store that may go with this process.
+[[noreturn]] void fail_all(FaultBoard& board, int rank, int size, const std::string& text) {
+  const std::string first = board.post(text);
+  std::this_thread::sleep_for(kHearing);
+  fail(rank, size, first);
+}
+
+}  // namespace
+
+WatchedStore::WatchedStore(const StorePtr& store, FaultBoard board, int rank, int size)
+    : PrefixStore("watched", store), board_(std::move(board)), rank_(rank), size_(size) {
+  board_.ended_process(0);  // it may host the store: has to be known before that is gone
+}
+
+// Throws when the keys will never come.
+void WatchedStore::look(const std::vector<std::string>& keys) {
+  const std::scoped_lock lock(mutex_);
+  std::string text = trouble(board_, rank_, size_);
+  try {
+    if (check(keys)) return;  // whatever became of who set them
+  } catch (const std::exception& error) {
+    if (text.empty()) text = unreachable(error);
+  }
+  if (!text.empty()) fail_all(board_, rank_, size_, text);
+}
+
+std::vector<uint8_t> WatchedStore::get(const std::string& key) {
+  wait({key});
+  return PrefixStore::get(key);
+}
+
+void WatchedStore::wait(const std::vector<std::string>& keys) {
+  wait(keys, getTimeout());
+}
+
+void WatchedStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
+  const auto end = Clock::now() + timeout;
+  while (true) {
+    const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
+    try {
+      return PrefixStore::wait(keys, std::clamp(left, milliseconds(1), kSlice));
+    } catch (const std::exception&) {
+      look(keys);
+      if (Clock::now() >= end) throw;
+    }
+  }
+}
+
+void store_lost(int rank, int size, const std::exception& error) {
+  fail(rank, size, unreachable(error));
+}
+
+FaultBoard job_board(const StorePtr& store, int rank, int size) {
+  return {store, rank, size, "job"};
+}
+
+StorePtr watch_store(const StorePtr& store, int rank, int size) {
+  FaultBoard board = job_board(store, rank, size);
+  board.show_process();
+  return c10::make_intrusive<WatchedStore>(store, std::move(board), rank, size);
+}
+
+void come_together(const StorePtr& store, int rank, int size) {
+  FaultBoard board = job_board(store, rank, size);
+  if (const auto both = board.show_process()) {
+    const std::string text = *both + both_have(rank);
+    board.post(text);
+    std::this_thread::sleep_for(kHearing);
+    TESSERA_CHECK_VALUE(false, "comm", text, "; give every process a RANK of its own, from 0 to ", size - 1);
+  }
+  const auto begin = Clock::now();
+  std::vector<int> missing(size), came;
+  std::iota(missing.begin(), missing.end(), 0);
+  while (true) {
+    try {
+      const auto there =
+          std::stable_partition(missing.begin(), missing.end(), [&](int r) { return !board.has_shown(r); });
+      came.insert(came.end(), there, missing.end());
+      missing.erase(there, missing.end());
+    } catch (const std::exception& error) {
+      fail(rank, size, unreachable(error));
+    }
+    if (missing.empty()) return;
+    std::string text = trouble(board, rank, size);
+    const auto waited = std::chrono::duration_cast<std::chrono::seconds>(Clock::now() - begin);
+    if (text.empty() && waited >= store->getTimeout()) {
+      std::sort(came.begin(), came.end());
+      text = "rank(s) " + join(missing) + " did not come within " + std::to_string(waited.count()) + " s, rank(s) " +
+             join(came) + " did";
+    }
+    if (!text.empty()) fail_all(board, rank, size, text);
+    board.await_process(missing.front(), kSlice);
+  }
+}
+
+StorePtr open_job_store(const std::string& address, int port, int rank, int size, milliseconds timeout) {
+  // A torchrun agent keeps its store over restarts, and a process may come several times: none may see another's keys.
+  const std::string prefix =
+      "tessera/attempt_" + std::to_string(env::get_int("TORCHELASTIC_RESTART_COUNT").value_or(0));
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(port);
+  options.isServer = rank == 0 && env::get("TORCHELASTIC_USE_AGENT_STORE").value_or("") != "True";
+  options.waitWorkers = false;  // come_together() follows
+  options.timeout = timeout;
+  options.multiTenant = true;
+  const auto open = [&] {
+    StorePtr store = c10::make_intrusive<c10d::TCPStore>(address, options);
+    store = c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store));
+    come_together(store, rank, size);
+    return store;
+  };
+  StorePtr store;
+  try {
+    store = open();
+  } catch (const c10::DistNetworkError& error) {
+    if (!options.isServer) throw;
+    // The port is taken. If another rank 0 has it, that one has to hear of it.
+    options.isServer = false;
+    options.timeout = kAnswer;
+    try {
+      open();
+    } catch (const std::exception& said) {
+      // Whichever of the two came second says it; any other error means that the port is somebody else's.
+      if (std::string(said.what()).find(both_have(rank)) != std::string::npos) throw;
+    }
+    fail(rank, size, first_line(error));
+  }
+  const int64_t count = store->add("groups_of_rank_" + std::to_string(rank), 1);
+  return c10::make_intrusive<c10d::PrefixStore>(std::to_string(count), store);
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,53 @@
+// Where the ranks of a job meet: a store whose waits end when a rank is lost, and the first meeting there.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <chrono>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/c10d/fault_board.h"
+
+namespace tessera::comm {
+
+// Ranks meet by keys that each waits for from the others (exchange(), shm_meet(), the connections of Gloo), for as long as
+// the store's timeout. Here such a wait looks every half second for a cause that another rank has posted, and for processes
+// of this host that have shown themselves on the board and ended. Errors: DistBackendError.
+class WatchedStore final : public c10d::PrefixStore {
+ public:
+  // `board`: that of the `size` ranks which use the store.
+  WatchedStore(const c10::intrusive_ptr<c10d::Store>& store, FaultBoard board, int rank, int size);
+
+  std::vector<uint8_t> get(const std::string& key) override;
+  void wait(const std::vector<std::string>& keys) override;
+  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
+
+ private:
+  void look(const std::vector<std::string>& keys);
+
+  std::mutex mutex_;
+  FaultBoard board_;
+  const int rank_, size_;
+};
+
+// Throws the DistBackendError for an error of the store itself.
+[[noreturn]] void store_lost(int rank, int size, const std::exception& error);
+
+// The board on which the ranks that meet at `store` show their processes.
+FaultBoard job_board(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
+
+// `store` with a board of its own, on which this rank shows itself.
+c10::intrusive_ptr<c10d::Store> watch_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
+
+// Shows the others that this process is rank `rank`, and waits for them, for as long as the store's timeout. Value error
+// when another process is that rank; DistBackendError that says who has come and who has not.
+void come_together(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
+
+// The store of a job at address:port, which rank 0 hosts (or torchrun's agent, as the environment says), with all ranks
+// there. Nobody has used it: a process may come here several times.
+c10::intrusive_ptr<c10d::Store> open_job_store(const std::string& address, int port, int rank, int size,
+                                               std::chrono::milliseconds timeout);
+
+}  // namespace tessera::comm

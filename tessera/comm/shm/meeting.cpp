@@ -1,0 +1,86 @@
+#include "tessera/comm/shm/meeting.h"
+
+#include <sstream>
+
+#include "tessera/base/error.h"
+
+namespace tessera::comm {
+namespace {
+
+constexpr auto kSegmentKey = "tessera/shm/segment";
+constexpr auto kWell = "ok";
+
+std::shared_ptr<ShmSegment> create_segment(int size) {
+  const ShmLayout layout{size};
+  auto segment = ShmSegment::create(layout.total());
+  segment->reserve(0, layout.control());
+  return segment;
+}
+
+// Rank 0 makes the segment and says where it is; the others open it.
+std::shared_ptr<ShmSegment> meet_in_segment(c10d::Store& store, int rank, int size) {
+  if (rank == 0) {
+    auto segment = create_segment(size);
+    const ShmPlace place = segment->offer();
+    store.set(kSegmentKey,
+              std::to_string(place.pid) + " " + std::to_string(place.fd) + " " + std::to_string(place.secret));
+    return segment;
+  }
+  std::istringstream text(store.get_to_str(kSegmentKey));
+  ShmPlace place;
+  text >> place.pid >> place.fd >> place.secret;
+  TESSERA_CHECK_DIST(text, "comm", "shared memory: rank 0 could not make a segment");
+  return ShmSegment::attach(place, ShmLayout{size}.total());
+}
+
+std::string first_line(const std::exception& error) {
+  std::string text = error.what();
+  text = text.substr(0, text.find('\n'));
+  return text.starts_with("[comm] ") ? text.substr(7) : text;
+}
+
+// Everybody says how it went before anybody goes on, so that all end alike.
+void agree(c10d::Store& store, int rank, int size, const std::string& what, const std::string& trouble) {
+  const auto key = [&](int r) { return "tessera/shm/" + what + "_" + std::to_string(r); };
+  store.set(key(rank), trouble.empty() ? std::string(kWell) : trouble);
+  for (int r = 0; r < size; ++r) {
+    const std::string said = store.get_to_str(key(r));
+    TESSERA_CHECK_DIST(said == kWell, "comm", "rank ", r, " of ", size, " cannot share memory: ", said);
+  }
+}
+
+}  // namespace
+
+ShmSharePtr shm_meet(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
+                     std::vector<int> numbers) {
+  ShmSharePtr share;
+  std::string trouble;
+  try {
+    share = std::make_shared<ShmShare>(
+        std::make_shared<ShmWorld>(meet_in_segment(store, rank, size), rank, size, timeout, std::move(numbers)));
+  } catch (const std::exception& error) {
+    trouble = first_line(error);
+    if (rank == 0) store.set(kSegmentKey, std::string("none"));
+  }
+  agree(store, rank, size, "joined", trouble);
+  const auto unseen = share->world->unseen();
+  if (!unseen.empty()) {
+    trouble = "it does not see the process(es) of rank(s) " + join(unseen) +
+              "; all ranks must run on one host in one process namespace";
+  }
+  agree(store, rank, size, "seen", trouble);
+  return share;
+}
+
+std::vector<ShmSharePtr> shm_thread_shares(int size, std::chrono::milliseconds timeout,
+                                           const std::vector<int>& numbers) {
+  TESSERA_CHECK_VALUE(size >= 1, "comm", "shared memory: a group has at least 1 rank, got ", size);
+  const auto segment = create_segment(size);
+  std::vector<ShmSharePtr> shares;
+  shares.reserve(size);
+  for (int r = 0; r < size; ++r)
+    shares.push_back(std::make_shared<ShmShare>(std::make_shared<ShmWorld>(segment, r, size, timeout, numbers)));
+  return shares;
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,107 @@
+#include "tessera/comm/c10d/watched_store.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "tessera/comm/hosts/hosts.h"
+#include "tests/comm/collectives.h"
+#include "tests/support/processes.h"
+
+namespace tessera::comm {
+namespace {
+
+using namespace std::chrono_literals;
+using testing::message_of;
+
+struct WatchedStores : ::testing::Test {
+  WatchedStores() { store->setTimeout(1s); }
+  // As rank 1, a process that has ended.
+  pid_t show_ended() {
+    const pid_t child = fork();
+    if (child == 0) pause();
+    store->set("tessera/fault/job/process/1",
+               std::to_string(child) + " " + std::to_string(start_of_process(child)) + " " + host_id());
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+    return child;
+  }
+  c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+};
+
+TEST_F(WatchedStores, WaitForWhatComesLate) {
+  const auto mine = watch_store(store, 0, 2), theirs = watch_store(store, 1, 2);
+  mine->setTimeout(1min);
+  std::thread late([&] {
+    std::this_thread::sleep_for(1200ms);
+    theirs->set("key", std::string("value"));
+  });
+  EXPECT_EQ(mine->get_to_str("key"), "value");
+  late.join();
+}
+
+TEST_F(WatchedStores, EndAtTheirTimeout) {
+  const auto mine = watch_store(store, 0, 2);
+  EXPECT_THROW(mine->get_to_str("key"), std::exception);
+}
+
+TEST_F(WatchedStores, NameALostRankUnlessItHasSaidWhatIsWaitedFor) {
+  store->setTimeout(1h);
+  const auto mine = watch_store(store, 0, 2);
+  const std::string pid = std::to_string(show_ended());
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { mine->get_to_str("key"); }),
+             "[comm] rank 0 of 2: lost rank 1: its process " + pid + " has ended");
+  mine->set("key", std::string("value"));
+  EXPECT_EQ(mine->get_to_str("key"), "value");
+}
+
+TEST_F(WatchedStores, PassOnWhatAnotherRankHasPosted) {
+  const auto mine = watch_store(store, 0, 2);
+  job_board(store, 1, 2).post("rank 1 has no disk");
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { mine->get_to_str("key"); }), "rank 1 has no disk");
+}
+
+TEST_F(WatchedStores, ComingTogetherSaysWhoIsMissing) {
+  std::thread other([&] { EXPECT_THROW(come_together(store, 2, 3), c10::DistBackendError); });
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { come_together(store, 0, 3); }),
+             "[comm] rank 0 of 3: rank(s) 1 did not come within 1 s, rank(s) 0, 2 did");
+  other.join();
+}
+
+TEST_F(WatchedStores, ComingTogetherNamesTwoOfOneRank) {
+  store->set("tessera/fault/job/process/1", std::string("1 1 another host"));
+  EXPECT_HAS(message_of<c10::ValueError>([&] { come_together(store, 1, 2); }),
+             "processes 1 and " + std::to_string(getpid()) + " of two hosts both have RANK 1");
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { come_together(store, 0, 3); }), "both have RANK 1");
+}
+
+TEST(JobStore, ARankThatComesBeforeItsHostHasShownItselfIsNamed) {
+  c10d::TCPStoreOptions options;
+  options.isServer = true;
+  options.waitWorkers = false;
+  options.port = testing::free_port();
+  const auto host = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  std::string said;
+  std::thread second([&] {
+    said = message_of<c10::DistBackendError>([&] { open_job_store("127.0.0.1", options.port, 0, 2, 1min); });
+  });
+  auto board = job_board(c10::make_intrusive<c10d::PrefixStore>("tessera/attempt_0", host), 0, 2);
+  board.await_process(0, 20s);
+  board.post("processes 1 and 2 of one host both have RANK 0");
+  second.join();
+  EXPECT_HAS(said, "processes 1 and 2 of one host both have RANK 0");
+}
+
+TEST_F(WatchedStores, ARankMayComeAgainAndInPlaceOfOneThatHasEnded) {
+  show_ended();
+  std::thread other([&] { come_together(store, 0, 2); });
+  come_together(store, 1, 2);
+  come_together(store, 1, 2);
+  other.join();
+}
+
+}  // namespace
+}  // namespace tessera::comm

@@ -1,0 +1,55 @@
+// What the kernels' host code does with errors, and that accesses are checked where the kernels are C++ for the host.
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "tessera/kernels/cuda/cuda.h"
+
+namespace tessera::kernels {
+namespace {
+
+struct CudaOnHost : ::testing::Test {
+  void TearDown() override { cuda_on_host::next_error = cudaSuccess; }
+
+  void split(int64_t n) { cuda::split(weight.data(), residual.data(), src.data(), n, nullptr); }
+  // The error of `call`; empty where there is none.
+  template <class F>
+  static std::string message_of(const F& call) {
+    try {
+      call();
+    } catch (const std::runtime_error& error) {
+      return error.what();
+    }
+    return "";
+  }
+
+  const int64_t n = 100;
+  std::vector<uint16_t> weight = std::vector<uint16_t>(n), residual = weight;
+  std::vector<float> src = std::vector<float>(n, 1.5f);
+};
+
+TEST_F(CudaOnHost, ErrorsOfTheRuntimeAreThrown) {
+  EXPECT_EQ(cuda::why_unusable(), "");
+  cuda_on_host::next_error = cudaErrorInvalidValue;
+  EXPECT_EQ(message_of([&] { split(n); }), "[kernels.cuda] a kernel was not launched: invalid argument");
+  const auto copy = [&] { cuda::scaled_copy(weight.data(), DType::BF16, residual.data(), DType::BF16, 1, n, nullptr); };
+  EXPECT_EQ(message_of(copy), "[kernels.cuda] a copy was not started: invalid argument");
+  EXPECT_EQ(message_of([&] { split(0); }), "");
+  EXPECT_EQ(weight[0], 0);
+}
+
+#ifdef __SANITIZE_ADDRESS__
+TEST_F(CudaOnHost, AccessesAreChecked) {
+  split(n);
+  EXPECT_EQ(weight[n - 1], 0x3fc0);
+  EXPECT_DEATH(split(n + 1), "heap-buffer-overflow");
+  EXPECT_DEATH(cuda::split(reinterpret_cast<char*>(weight.data()) + 1, residual.data(), src.data(), n - 1, nullptr),
+               "misaligned address");
+}
+#endif
+
+}  // namespace
+}  // namespace tessera::kernels
