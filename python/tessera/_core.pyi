@@ -491,3 +491,107 @@ class Engine:
     def adopt_params(self) -> None: ...
     def destroy(self) -> None: ...
     def destroyed(self) -> bool: ...
+
+# ---------------------------------------------------------------- parallel
+
+def copy_to_ranks(x: torch.Tensor, group: Group, label: str) -> torch.Tensor: ...
+def reduce_from_ranks(x: torch.Tensor, group: Group, label: str) -> torch.Tensor: ...
+def gather_from_ranks(x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int], label: str) -> torch.Tensor: ...
+
+class Entrance:
+    def __init__(self, uses: int) -> None: ...
+
+class Region:
+    def __init__(
+        self, group: Group, overlap: bool = True, label: str = "", entrance: Entrance | None = None
+    ) -> None: ...
+
+def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region) -> torch.Tensor: ...
+def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region) -> torch.Tensor: ...
+def vocab_embedding(
+    indices: torch.Tensor, weight: torch.Tensor, begin: int, vocabulary: int, padding_idx: int, region: Region
+) -> torch.Tensor: ...
+def vocab_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    begin: int,
+    vocabulary: int,
+    group: Group,
+    ignore_index: int = -100,
+    give_away: bool = False,
+) -> torch.Tensor: ...
+
+class Partition(Enum):
+    Column = ...
+    Row = ...
+    Skip = ...
+
+class ModuleKind(Enum):
+    Other = ...
+    Linear = ...
+    Conv1D = ...
+    Embedding = ...
+    Norm = ...
+    List = ...
+
+class PlanModule:
+    def __init__(
+        self, path: str, class_name: str, kind: ModuleKind, weight_sizes: Sequence[int], has_bias: bool, identity: int
+    ) -> None: ...
+
+class ModelFacts:
+    model_type: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocabulary: int
+    def __init__(self) -> None: ...
+
+class PackedShape:
+    def __init__(self, entries: Sequence[Sequence[int]], nested: int, dim: int) -> None: ...
+
+def check_shape(shape: PackedShape, where: str) -> None: ...
+
+class PlanRule:
+    pattern: str
+    source: str
+    partition: Partition
+    shape: PackedShape | None
+    model_types: list[str]
+    gather_output: bool
+    sum_gradient: bool
+    def __init__(self, matches: Callable[[str], bool], pattern: str, source: str, partition: Partition) -> None: ...
+    def matches(self, name: str) -> bool: ...
+
+class PlanOptions:
+    size: int
+    rules: Sequence[PlanRule]
+    strict: bool
+    grain: int
+    embedding_dim: int
+    head_names: Sequence[str]
+    vocab_parallel: bool
+    def __init__(self) -> None: ...
+
+class Decision:
+    path: str
+    partition: Partition
+    dim: int
+    ranges: list[list[tuple[int, int]]]
+    gather_output: bool
+    sum_gradient: bool
+    vocabulary: bool
+    rule: str
+
+class Plan:
+    size: int
+    decisions: list[Decision]
+    whole: list[str]
+    warnings: list[str]
+    widths: dict[str, list[int]]
+    def text(self) -> str: ...
+
+def make_plan(modules: Sequence[PlanModule], facts: ModelFacts, options: PlanOptions) -> Plan: ...
+def preset_rules(name: str, facts: ModelFacts, matcher: Callable[[str], Callable[[str], bool]]) -> list[PlanRule]: ...
+def preset_names() -> list[str]: ...

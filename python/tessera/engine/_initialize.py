@@ -81,8 +81,8 @@ def _check_neighbours(group: Any) -> None:
     first = ranks[0] - ranks[0] % len(ranks)
     if ranks != list(range(first, first + len(ranks))):
         raise NotImplementedError(
-            f"[initialize] tp_model_init's tp_group has the ranks {ranks}; slices of one model are on ranks that follow "
-            "one another, from a multiple of their number on; for others pass an mpu or a DeviceMesh"
+            f"[initialize] tp_model_init's tp_group has the ranks {ranks}; slices of one model are on ranks that "
+            "follow one another, from a multiple of their number on; for others pass an mpu or a DeviceMesh"
         )
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism of an engine's model: cut before the core takes the parameters, whole again where they leave it."""
+"""Tensor parallelism of an engine's model: cut before the core takes parameters, whole where they leave it."""
 
 from __future__ import annotations
 

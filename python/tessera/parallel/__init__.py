@@ -1,7 +1,7 @@
 """Tensor parallelism: a model's weights cut over the ranks of a group, without a change of the model.
 
-tessera.initialize does it where the configuration says tensor_parallel.autotp_size; see docs/tensor_parallel.md. Here is
-what can be done before: shard_model() and load_slices(), for models that no rank can hold whole, and tp_model_init().
+tessera.initialize does it where the configuration says tensor_parallel.autotp_size; see docs/tensor_parallel.md. Here
+is what can be done before: shard_model() and load_slices(), for models that no rank can hold whole, and tp_model_init().
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 from tessera import _core, distributed
 from tessera._config import load_config
 from tessera.errors import ConfigError
-from tessera.parallel._apply import Cutter, cuts_of, plan_of
+from tessera.parallel._apply import Cutter, plan_of
 from tessera.parallel._load import load_slices
 from tessera.parallel._modules import (
     ColumnLinear,

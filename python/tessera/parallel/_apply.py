@@ -17,7 +17,7 @@ from tessera.parallel import _modules
 from tessera.parallel._attention import SliceBias, attention_of, follow
 from tessera.parallel._cuts import ParamCut
 from tessera.parallel._draws import Draws, has_draws
-from tessera.parallel._modules import CUT, ModuleCut, Ranks, class_for, cut_of, takes_linear_forward, widths_of
+from tessera.parallel._modules import CUT, Classes, ModuleCut, Ranks, Siblings, class_for, cut_of, takes_linear_forward, widths_of
 from tessera.parallel._plan import ParallelPlan
 
 _PLAN = "_tessera_parallel"  # of a model that is cut: ParallelPlan
@@ -68,6 +68,7 @@ class Cutter:
         self.ranks = Ranks(group, group.rank, group.size, overlap, draws)
         self._done: dict[int, ParamCut] = {}  # by id of the parameter
         self._undo: list[Callable[[], None]] = []
+        self._classes: Classes = {}
 
     def run(self) -> None:
         try:
@@ -95,6 +96,10 @@ class Cutter:
             if made.kind == "column" and not made.gather and not made.vocabulary:
                 columns.setdefault(parent, {})[name] = made.params["weight"]
         for parent, children in columns.items():
+            if len(children) > 1:
+                siblings = Siblings(len(children))
+                for name in children:
+                    vars(self._model.get_submodule(f"{parent}.{name}" if parent else name))[CUT].siblings = siblings
             self._attention(parent, children, cut[parent])
         self._put(self._model, _PLAN, self._plan)
 
@@ -102,7 +107,7 @@ class Cutter:
 
     def _module(self, decision: Any) -> ModuleCut:
         module = self._model.get_submodule(decision.path)
-        sizes = tuple(module.weight.shape)  # type: ignore[union-attr,arg-type]
+        sizes = tuple(module.weight.shape)  # type: ignore[arg-type]
         ranges = tuple(tuple((r[0], r[1]) for r in ranges) for ranges in decision.ranges)
         weight = ParamCut(sizes, decision.dim, ranges)
         cut = ModuleCut(decision.path, "", self.ranks, {"weight": weight}, decision.rule, decision.gather_output)
@@ -159,7 +164,7 @@ class Cutter:
 
     def _become(self, module: nn.Module, mixin: type[_modules._CutModule], cut: ModuleCut) -> None:
         base = type(module)
-        module.__class__ = class_for(mixin, base)
+        module.__class__ = class_for(mixin, base, self._classes)
         self._undo.append(lambda: setattr(module, "__class__", base))
         self._put(module, CUT, cut)
         for name, of in cut.params.items():
@@ -238,7 +243,8 @@ class Cutter:
             return
         weight = head.params["weight"]
         before = vars(self._model).get("_loss_function")
-        self._model.loss_function = VocabularyLoss(self.ranks, head.begin(), weight.sizes[weight.dim])
+        loss = VocabularyLoss(self.ranks, head.begin(), weight.sizes[weight.dim])
+        self._model.loss_function = loss  # type: ignore[assignment]
 
         def restore() -> None:
             vars(self._model).pop("_loss_function", None)

@@ -33,7 +33,12 @@ _WIDTHS = (
     "projection_size",
 )
 _HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm")
-_WHOLE = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")  # of low-rank projections, before the cut
+_WHOLE = (
+    "q_a_proj",
+    "q_a_layernorm",
+    "kv_a_proj_with_mqa",
+    "kv_a_layernorm",
+)  # of low-rank projections, before the cut
 _QUERIES = ("q_proj", "q", "query", "q_b_proj", "wq", "q_lin")
 _KEYS = ("k_proj", "k", "key", "kv_b_proj", "wk", "k_lin")
 
@@ -128,8 +133,8 @@ def follow(attention: Attention, cut: set[str], explicit: Callable[[str], bool],
 def _unknown(attention: Attention, name: str, param: torch.Tensor) -> ConfigError:
     return ConfigError(
         f"[tensor_parallel] {attention.path}.{name} ({'x'.join(map(str, param.shape))}): the heads around it are cut "
-        f"({attention.heads} over {len(attention.mine)} ranks), and it is not known whether it belongs to one head; give "
-        "it, or the projections of this module, a rule with partition_type skip in tensor_parallel.partition_config"
+        f"({attention.heads} over {len(attention.mine)} ranks), and it is not known whether it belongs to one head; "
+        "give it, or the projections of this module, a rule with partition_type skip in tensor_parallel.partition_config"
     )
 
 
@@ -141,8 +146,8 @@ def _norm(attention: Attention, name: str, norm: nn.Module) -> list[tuple[str, n
         if width and param.numel() != width:
             raise ConfigError(
                 f"[tensor_parallel] {attention.path}.{name} normalizes {param.numel()} elements, over the heads of all "
-                f"ranks (one head has {width}): such attention cannot be cut; leave its projections whole by a rule with "
-                "partition_type skip in tensor_parallel.partition_config"
+                f"ranks (one head has {width}): such attention cannot be cut; leave its projections whole by a rule "
+                "with partition_type skip in tensor_parallel.partition_config"
             )
     return [(f"{name}.{inner}", param) for inner, param in params]
 
@@ -182,7 +187,7 @@ def _attributes(attention: Attention, local: int, rank: int) -> list[tuple[nn.Mo
 
 def _names_read(cls: type) -> set[str]:
     """Attributes that the methods of a class name, without its construction."""
-    functions = [f for f in vars(cls).values() if inspect.isfunction(f) and f.__name__ != "__init__"]
+    functions = [inspect.unwrap(f) for f in vars(cls).values() if inspect.isfunction(f) and f.__name__ != "__init__"]
     return {name for function in functions for name in function.__code__.co_names}
 
 

@@ -46,7 +46,9 @@ class ParamCut:
         sent[: value.numel()] = value.detach().reshape(-1)
         rows = sent.new_empty((group.size, sent.numel()))
         group.all_gather(rows.view(-1), sent, label)
-        return self.join([row[:n].view(self.shape(rank)) for rank, (row, n) in enumerate(zip(rows, numels, strict=True))])
+        return self.join(
+            [row[:n].view(self.shape(rank)) for rank, (row, n) in enumerate(zip(rows, numels, strict=True))]
+        )
 
     def spec(self, rank: int) -> tuple[tuple[int, ...], int, tuple[Range, ...]]:
         """For a ParamSpec."""

@@ -55,8 +55,9 @@ class Draws:
         number = torch.tensor([_number()], device=device)
         group.broadcast(number, 0, "seed of random draws")
         seed = int(number.item())
-        for generator in {torch.default_generator, _generator(device)} - {None}:
-            generator.manual_seed(seed)
+        for generator in (torch.default_generator, _generator(device)):
+            if generator is not None:
+                generator.manual_seed(seed)
 
     def enter(self, rank: int, device: torch.device) -> None:
         generator = _generator(device)

@@ -65,8 +65,8 @@ def load_slices(
     rename: Callable[[str], str] = lambda name: name,
     strict: bool = True,
 ) -> list[str]:
-    """Fills a model that shard_model() has cut, of the meta device or not, from safetensors files (or a folder of them) of
-    the whole model; of each parameter only this rank's slice is read. Local.
+    """Fills a model that shard_model() has cut, of the meta device or not, from safetensors files (or a folder of them)
+    of the whole model; of each parameter only this rank's slice is read. Local.
 
     `rename`: from a name of the model's state dict to that in the files. `device`: where parameters go that are on the
     meta device (default: the CPU). Returns the names that no file has; ConfigError for them if `strict`, and for sizes

@@ -1,10 +1,10 @@
-"""Modules whose weights are cut over a tensor-parallel group. A module becomes one by a change of its class, so that its
-identity, names, hooks and ties stay; what is particular to it is in one ModuleCut."""
+"""Modules whose weights are cut over a tensor-parallel group. A module becomes one by a change of its class, so that
+its identity, names, hooks and ties stay; what is particular to it is in one ModuleCut."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import functools
 from typing import Any
 
 import torch
@@ -49,6 +49,27 @@ class Ranks:
         return {**vars(self), "_group": None}
 
 
+class Siblings:
+    """Column-parallel layers of one parent: those that get one input share its way into the region, and the all-reduce of
+    its gradient."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._entrance: Any = None
+
+    @property
+    def entrance(self) -> Any:
+        if self._entrance is None:
+            self._entrance = _core.Entrance(self._number)
+        return self._entrance
+
+    def __deepcopy__(self, memo: Any) -> Siblings:
+        return memo.setdefault(id(self), Siblings(self._number))  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_entrance": None}
+
+
 @dataclasses.dataclass
 class ModuleCut:
     """How one module is cut."""
@@ -62,6 +83,7 @@ class ModuleCut:
     transposed: bool = False  # the weight is [in, out]
     tail: int = 0  # "shared tail": outputs from here on are used by every rank's slice
     vocabulary: bool = False  # of the vocabulary
+    siblings: Siblings | None = None
     _region: Any = None
     _region_group: Any = None
 
@@ -69,7 +91,8 @@ class ModuleCut:
     def region(self) -> Any:
         group = self.ranks.group
         if self._region_group is not group:
-            self._region = _core.Region(group, overlap=self.ranks.overlap, label=self.path)
+            entrance = None if self.siblings is None else self.siblings.entrance
+            self._region = _core.Region(group, self.ranks.overlap, self.path, entrance)
             self._region_group = group
         return self._region
 
@@ -87,7 +110,8 @@ class ModuleCut:
         return self.params["weight"].ranges[self.ranks.rank][0][0]
 
     def __deepcopy__(self, memo: Any) -> ModuleCut:
-        return dataclasses.replace(self, params=dict(self.params))
+        siblings = copy.deepcopy(self.siblings, memo)
+        return dataclasses.replace(self, params=dict(self.params), siblings=siblings, _region=None, _region_group=None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_region": None, "_region_group": None}
@@ -113,7 +137,7 @@ class _CutModule(nn.Module):
         cls = type(self)
         if cls in _STATIC:
             return super().__reduce_ex__(protocol)
-        _, _, *rest = super().__reduce_ex__(protocol)
+        rest = super().__reduce_ex__(protocol)[2:]
         return _make_again, cls.__bases__, *rest
 
 
@@ -190,17 +214,23 @@ class VocabEmbedding(_VocabEmbedded, nn.Embedding):
 _STATIC: frozenset[type] = frozenset({ColumnLinear, RowLinear, SharedTailLinear, CutEmbedding, VocabEmbedding})
 
 
-@functools.cache
-def class_for(mixin: type[_CutModule], base: type[nn.Module]) -> type[nn.Module]:
-    """`base` with the forward of `mixin`."""
-    for cls in _STATIC:
+Classes = dict[tuple[type, type], type[nn.Module]]
+
+
+def class_for(mixin: type[_CutModule], base: type[nn.Module], made: Classes) -> type[nn.Module]:
+    """`base` with the forward of `mixin`. `made`: those that were made before."""
+    for cls in (*_STATIC, *made.values()):
         if cls.__bases__ == (mixin, base):
             return cls
+    return made.setdefault((mixin, base), _new_class(mixin, base))
+
+
+def _new_class(mixin: type[_CutModule], base: type[nn.Module]) -> type[nn.Module]:
     return type(f"{mixin.__name__.lstrip('_')}{base.__name__}", (mixin, base), {"__module__": base.__module__})
 
 
 def _make_again(mixin: type[_CutModule], base: type[nn.Module]) -> nn.Module:
-    cls = class_for(mixin, base)
+    cls = class_for(mixin, base, {})
     return cls.__new__(cls)
 
 

@@ -93,8 +93,8 @@ def _modules(model: nn.Module, rules: Rules) -> Iterator[_core.PlanModule]:
             kind, weight = _core.ModuleKind.Other, None
         if kind == _core.ModuleKind.Linear and weight is None:
             raise ConfigError(
-                f"[tensor_parallel] {path}: its weight is no parameter of its own (a parametrization?), so it cannot be "
-                "cut"
+                f"[tensor_parallel] {path}: its weight is no parameter of its own (a parametrization?), so it cannot "
+                "be cut"
             )
         sizes = list(weight.shape) if weight is not None and weight.dim() == 2 else []
         bias = module._parameters.get("bias") is not None

@@ -1,5 +1,5 @@
-"""tp_model_init: tensor parallelism that is asked for before the engine is built. It is noted on the model, and the next
-tessera.initialize of that model takes the note off."""
+"""tp_model_init: tensor parallelism that is asked for before the engine is built. It is noted on the model, and the
+next tessera.initialize of that model takes the note off."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ class Record:
     group: Any = None  # of torch: the ranks that hold slices of one model
 
 
-def tp_model_init(
-    model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any
-) -> nn.Module:
-    """Asks for `tp_size` slices of `model`; returns it unchanged. `config` is that of tessera.initialize, which is where
-    it counts: what is asked for here fills its gaps, and a contradiction is a ConfigError. `tp_group`: the ranks of this
-    one that hold the other slices."""
+def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
+    """Asks for `tp_size` slices of `model`; returns it unchanged. `config` is that of tessera.initialize, which is
+    where it counts: what is asked for here fills its gaps, and a contradiction is a ConfigError. `tp_group`: the ranks of
+    this one that hold the other slices."""
     group = kwargs.pop("tp_group", None)
     if kwargs:
         raise ConfigError(f"[tp_model_init] unknown: {', '.join(kwargs)}")

@@ -208,7 +208,9 @@ def _shape(shape: Any, dim: Any, partition: _core.Partition, where: str) -> _cor
         elif _is_int(entry):
             entries.append([entry])
         else:
-            raise ConfigError(f"[config] {where}.shape {shape!r}: entries are positive integers, -1 or one nested tuple")
+            raise ConfigError(
+                f"[config] {where}.shape {shape!r}: entries are positive integers, -1 or one nested tuple"
+            )
     packed = _core.PackedShape(entries, nested, dim)
     _core.check_shape(packed, f"{where}.shape")
     return packed
@@ -251,7 +253,7 @@ def _planned(name: str, style: str, model: nn.Module) -> list[_core.PlanRule]:
         preset = next((p for p in _core.preset_names() if kind.startswith(p)), None)
         also = f', or "preset_model": "{preset}"' if preset else ""
         raise ConfigError(
-            f"[tensor_parallel] the model's tp_plan has the style {style!r} ({name}), which is not served (those served: "
+            f"[tensor_parallel] the model's tp_plan has the style {style!r} ({name}), which is not served (served: "
             f"{', '.join(_STYLES)}); give rules in tensor_parallel.partition_config{also}"
         )
     if name.rpartition(".")[2] in _NEVER_CUT:

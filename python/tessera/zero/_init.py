@@ -134,8 +134,8 @@ def whole_for_good(param: nn.Parameter) -> None:
 
 
 def partition_again(mesh: _core.Mesh) -> Callable[[nn.Module, str, nn.Parameter], None]:
-    """A function that partitions parameters which were made whole, and changed since, over the ranks of `mesh` that hold
-    the same. Others are left alone. Collective."""
+    """A function that partitions parameters which were made whole, and changed since, over the ranks of `mesh` that
+    hold the same. Others are left alone. Collective."""
     same = _core.Mesh()
     for axes in ([_core.Axis.DpReplicate], [_core.Axis.DpShard], [_core.Axis.Sp], [_core.Axis.DpShard, _core.Axis.Sp]):
         same.set(axes, mesh.group(axes))

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support import assert_close, config, run_mesh
+from tessera.parallel import ColumnLinear, RowLinear
 from test_models import assert_near, assert_same, compare, settings, train, train_plain
 from tiny_models import LLAMA, MODELS, of, text
 from torch import nn
 
 import tessera
-from tessera.parallel import ColumnLinear, RowLinear
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 
@@ -106,7 +106,7 @@ def test_blocks_that_are_replayed_or_compiled(how: str) -> None:
 
 def test_modules_keep_their_identity_and_are_recognizable() -> None:
     model = of("Llama", LLAMA)()
-    before = {name: module for name, module in model.named_modules()}
+    before = dict(model.named_modules())
 
     def body(engine: tessera.Engine, rank: int) -> None:
         q = engine.module.model.layers[0].self_attn.q_proj
@@ -309,7 +309,7 @@ def test_models_of_the_meta_device_are_filled_slice_by_slice(tmp_path: Path) -> 
         plan = tessera.parallel.shard_model(meta, cfg, group=mesh.group(tessera._core.Axis.Tp))
         assert plan.size == 2 and meta.layers[0].mlp.dense_h_to_4h.weight.shape == (48, 32)
         assert tessera.parallel.load_slices(meta, tmp_path) == []
-        with pytest.raises(ValueError, match="no file has .*layers.1.mlp.dense_4h_to_h.bias"):
+        with pytest.raises(ValueError, match=r"no file has .*layers.1.mlp.dense_4h_to_h.bias"):
             tessera.parallel.load_slices(meta, tmp_path / "a.safetensors")
         engine = tessera.Engine(meta, cfg, group=mesh)
         try:
@@ -353,7 +353,7 @@ def test_what_cannot_be_cut_says_so(rules: dict[str, Any], model: str, message: 
 
 
 def test_a_mesh_that_is_not_the_world() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel.autotp_size 2 does not divide the 1 ranks"):
+    with pytest.raises(ValueError, match=r"tensor_parallel.autotp_size 2 does not divide the 1 ranks"):
         tessera.Engine(llama(), adam(2))
 
 

@@ -52,11 +52,15 @@ def train(engine: tessera.Engine, batches: list[Batch]) -> dict[str, Any]:
         output.loss.backward()
         if step == 0:
             found["logits"] = output.logits.detach()
-            found["grads"] = {n: _full(tessera.state.get_full_grad(engine, p)) for n, p in named(engine) if p.requires_grad}
+            found["grads"] = {
+                n: _full(tessera.state.get_full_grad(engine, p)) for n, p in named(engine) if p.requires_grad
+            }
         engine.step()
         found["losses"].append(output.loss.item())
         found["norms"].append(engine.get_global_grad_norm())
-    found["weights"] = {n: _full(tessera.state.get_full_fp32_param(engine, p)) for n, p in named(engine) if p.requires_grad}
+    found["weights"] = {
+        n: _full(tessera.state.get_full_fp32_param(engine, p)) for n, p in named(engine) if p.requires_grad
+    }
     return found
 
 
@@ -116,6 +120,8 @@ def test_two_ranks(name: str) -> None:
     compare(name, tp=2)
 
 
-@pytest.mark.parametrize(("name", "tp"), [("qwen2", 4), ("bloom", 4), ("t5", 4), ("llama", 3), ("mixtral", 3), ("opt", 3)])
+@pytest.mark.parametrize(
+    ("name", "tp"), [("qwen2", 4), ("bloom", 4), ("t5", 4), ("llama", 3), ("mixtral", 3), ("opt", 3)]
+)
 def test_more_ranks_and_uneven_heads(name: str, tp: int) -> None:
     compare(name, tp)

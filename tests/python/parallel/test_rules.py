@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from support import config
+from tessera.parallel._rules import facts_of, model_type, tp_plan_of
 from tiny_models import DEEPSEEK, LLAMA, MODELS, NEOX, of
 from torch import nn
 
 import tessera
-from tessera.parallel._rules import facts_of, model_type, tp_plan_of
 
 
 def planned(model: nn.Module, tp: int = 2, **section: Any) -> tessera.parallel.ParallelPlan:
@@ -65,7 +65,10 @@ def test_model_types_choose_rules() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"preset_model": "lama"}, "tensor_parallel.preset_model.*llama, bloom, chatglm, mixtral, deepseek_v2, qwen2, phi3"),
+        (
+            {"preset_model": "lama"},
+            "tensor_parallel.preset_model.*llama, bloom, chatglm, mixtral, deepseek_v2, qwen2, phi3",
+        ),
         ({"partition_config": []}, "partition_config must be an object"),
         ({"partition_config": {"layer_spec": []}}, "unknown layer_spec; known are use_default_specs"),
         ({"partition_config": {}}, "there is no rule"),

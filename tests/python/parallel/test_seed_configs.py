@@ -1,4 +1,4 @@
-"""The configurations of the AutoTP chapter of the training documentation, with tiny sizes in the place of q_size and kv_size."""
+"""The configurations of the AutoTP chapter of the training documentation, with tiny sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from test_models import compare
 Q, KV = 32, 16
 ROWS = {"patterns": [r".*\.o_proj\.weight$", r".*\.down_proj\.weight$"], "partition_type": "row"}
 GATE_UP = {"patterns": [r".*\.gate_up_proj\.weight$"], "partition_type": "column", "shape": [2, -1], "partition_dim": 0}
-QKV = {"patterns": [r".*\.qkv_proj\.weight$"], "partition_type": "column", "shape": [[Q, KV, KV], -1], "partition_dim": 0}
+QKV = {
+    "patterns": [r".*\.qkv_proj\.weight$"],
+    "partition_type": "column",
+    "shape": [[Q, KV, KV], -1],
+    "partition_dim": 0,
+}
 THIRDS = {**QKV, "shape": [3, -1]}
 COLUMNS = {"patterns": [r".*\.[qkv]_proj\.weight$"], "partition_type": "column"}
 
