@@ -47,7 +47,14 @@ UMBRELLA_LAYER = 6
 
 # Sub-package or module of the Python package -> layer number; what is not named is 0. Those of one number above 0 never
 # see each other, those of layer 0 do.
-PYTHON_LAYERS = {"optim": 1, "parallel": 1, "zero": 1, "checkpoint": 2, "engine": 3, "state": 4, "utils": 5, "__init__": 6}
+PYTHON_LAYERS = {
+    **dict.fromkeys(("optim", "parallel", "zero"), 1),
+    "checkpoint": 2,
+    "engine": 3,
+    "state": 4,
+    "utils": 5,
+    "__init__": 6,
+}
 
 # What a door is -> (pattern, prefixes of the files that may match it).
 DOORS = {

@@ -42,7 +42,6 @@ from tessera.optim._factory import build_optimizer, build_schedule, describe, ke
 from tessera.optim._rules import native_rule, read_group
 from tessera.optim._runners import ExternalRunner, NativeRunner, Runner
 from tessera.optim._wrapper import Optimizer
-from tessera.parallel import ParallelPlan
 from tessera.units import ROOT, UnitPolicy, default_unit_policy, outline
 from tessera.zero._hooks import Partition
 from tessera.zero._init import early_of, taken_over
@@ -103,6 +102,7 @@ class Engine(EngineCheckpoints, EngineGetters):
             batch = self.config.resolve_batch(self._dp_size)
             check_modules(model, partitions=self._partitions())
             self._parallel = TensorParallel(model, self.config, self._mesh, cuts=sizes["tp"] > 1)
+            self._warn(self._parallel.warnings)
             self.device = place(model, device)
             base = self._build_optimizer(model_parameters)
             # All that the caller's arguments can make fail comes before the core, which changes the parameters.
@@ -518,10 +518,6 @@ class Engine(EngineCheckpoints, EngineGetters):
         for axis in (_core.Axis.DpShard, _core.Axis.DpReplicate):
             self._mesh.group(axis).barrier()
         return True
-
-    def parallel_plan(self) -> ParallelPlan | None:
-        """How the model is cut over the tensor-parallel ranks, and why; print() it. None for a whole model."""
-        return self._parallel.plan
 
     def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
         """torch.compile of the module in place; a second call does nothing."""

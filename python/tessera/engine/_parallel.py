@@ -33,11 +33,13 @@ class TensorParallel:
         self._checked = False
         self._undo: Callable[[], None] | None = None
         self.plan: ParallelPlan | None = plan_of(model)
+        self.warnings: list[str] = []
         self._is_cut = self.plan is not None
         if self._is_cut:
             self._ranks = bind(model, self._group)
         elif cuts:
             self.plan = make_plan(model, config, self._group.size)
+            self.warnings = [f"[tensor_parallel] {line}" for line in self.plan.core.warnings]
 
     def cut(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Collective. `optimizer`: its states of parameters that are cut are cut too."""

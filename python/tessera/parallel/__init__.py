@@ -1,7 +1,7 @@
 """Tensor parallelism: a model's weights cut over the ranks of a group, without a change of the model.
 
 tessera.initialize does it where the configuration says tensor_parallel.autotp_size; see docs/tensor_parallel.md. Here
-is what can be done before: shard_model() and load_slices(), for models that no rank can hold whole, and tp_model_init().
+is what can be done before: shard_model() and load_slices(), for models that no rank can hold whole; tp_model_init().
 """
 
 from __future__ import annotations

@@ -17,7 +17,17 @@ from tessera.parallel import _modules
 from tessera.parallel._attention import SliceBias, attention_of, follow
 from tessera.parallel._cuts import ParamCut
 from tessera.parallel._draws import Draws, has_draws
-from tessera.parallel._modules import CUT, Classes, ModuleCut, Ranks, Siblings, class_for, cut_of, takes_linear_forward, widths_of
+from tessera.parallel._modules import (
+    CUT,
+    Classes,
+    ModuleCut,
+    Ranks,
+    Siblings,
+    class_for,
+    cut_of,
+    takes_linear_forward,
+    widths_of,
+)
 from tessera.parallel._plan import ParallelPlan
 
 _PLAN = "_tessera_parallel"  # of a model that is cut: ParallelPlan
@@ -84,39 +94,66 @@ class Cutter:
 
     def _run(self) -> None:
         columns: dict[str, dict[str, ParamCut]] = {}  # by path of the parent
-        cut: dict[str, set[str]] = {}
+        decided: dict[str, set[str]] = {}
         for decision in self._plan.core.decisions:
             parent, _, name = decision.path.rpartition(".")
-            if decision.partition == _core.Partition.Skip:
-                if decision.sum_gradient:
-                    self._sum(decision.path, self._model.get_submodule(decision.path))
-                continue
-            made = self._module(decision)
-            cut.setdefault(parent, set()).add(name)
-            if made.kind == "column" and not made.gather and not made.vocabulary:
-                columns.setdefault(parent, {})[name] = made.params["weight"]
+            decided.setdefault(parent, set()).add(name)
+            cut = self._carry_out(decision)
+            if cut is not None and cut.kind == "column" and not cut.gather and not cut.vocabulary:
+                columns.setdefault(parent, {})[name] = cut.params["weight"]
         for parent, children in columns.items():
             if len(children) > 1:
                 siblings = Siblings(len(children))
                 for name in children:
                     vars(self._model.get_submodule(f"{parent}.{name}" if parent else name))[CUT].siblings = siblings
-            self._attention(parent, children, cut[parent])
+            self._attention(parent, children, decided[parent])
+        for path, widths in self._plan.core.widths.items():
+            for name, sizes in widths.items():
+                self._put(self._model.get_submodule(path), name, sizes[self.ranks.rank])
         self._put(self._model, _PLAN, self._plan)
 
     # ---------------------------------------------------------------- modules
 
-    def _module(self, decision: Any) -> ModuleCut:
+    def _carry_out(self, decision: _core.Decision) -> ModuleCut | None:
+        """Of a module that stays whole: None."""
         module = self._model.get_submodule(decision.path)
-        sizes = tuple(module.weight.shape)  # type: ignore[arg-type]
-        ranges = tuple(tuple((r[0], r[1]) for r in ranges) for ranges in decision.ranges)
-        weight = ParamCut(sizes, decision.dim, ranges)
+        begin, end = decision.own_use
+        if decision.sum_gradient:
+            self._sum(decision.path, module)
+        if begin < end:
+            tail = ModuleCut(decision.path, "shared tail", self.ranks, {}, decision.rule, own_use=(begin, end))
+            self._become(module, _modules._SharedTail, tail)
+        if decision.partition == _core.Partition.Skip:
+            return None
+        param = module._parameters[decision.param]
+        assert param is not None
+        ranges = tuple(tuple(mine) for mine in decision.ranges)
+        before = self._done.get(id(param))  # of a module that it is tied to
+        of = ParamCut(tuple(param.shape) if before is None else before.sizes, decision.dim, ranges)
+        if decision.param != "weight":
+            return self._experts(module, decision, of)
+        if len(of.sizes) != 2:
+            raise ConfigError(
+                f"[tensor_parallel] {decision.path}: a weight of {len(of.sizes)} dims cannot be cut ({decision.rule})"
+            )
+        return self._layer(module, decision, of)
+
+    def _experts(self, module: nn.Module, decision: _core.Decision, of: ParamCut) -> ModuleCut:
+        cut = cut_of(module)
+        if cut is None:
+            cut = ModuleCut(decision.path, "experts", self.ranks, {}, decision.rule)
+            self._become(module, _modules._Experts, cut)
+        cut.params[decision.param] = of
+        self._param(module, decision.param, of, decision.path)
+        return cut
+
+    def _layer(self, module: nn.Module, decision: _core.Decision, weight: ParamCut) -> ModuleCut:
         cut = ModuleCut(decision.path, "", self.ranks, {"weight": weight}, decision.rule, decision.gather_output)
         cut.vocabulary = decision.vocabulary
         mixin: type[_modules._CutModule]
         if isinstance(module, nn.Embedding):
             _check_embedding(module, decision.path)
             cut.kind = "vocabulary" if decision.dim == 0 else "embedding"
-            cut.gather = decision.dim == 1
             mixin = _modules._VocabEmbedded if decision.dim == 0 else _modules._Embedded
         else:
             if not takes_linear_forward(module):
@@ -128,9 +165,9 @@ class Cutter:
             bias = module._parameters.get("bias")
             if column and bias is not None:
                 cut.params["bias"] = self._bias_cut(decision.path, bias, weight)
+        if self._plan.vocab_parallel and cut.vocabulary and cut.kind == "column" and self._vocabulary_loss(cut):
+            cut.gather = False
         self._become(module, mixin, cut)
-        if cut.vocabulary and cut.kind == "column" and not cut.gather:
-            self._vocabulary_loss(cut)
         return cut
 
     def _probe(self, module: nn.Module, path: str) -> None:
@@ -205,18 +242,15 @@ class Cutter:
 
     # ---------------------------------------------------------------- what follows
 
-    def _attention(self, path: str, columns: dict[str, ParamCut], cut: set[str]) -> None:
+    def _attention(self, path: str, columns: dict[str, ParamCut], decided: set[str]) -> None:
         module = self._model.get_submodule(path)
         attention = attention_of(path, module, columns)
         if attention is None:
             return
         rank = self.ranks.rank
-        found = follow(attention, cut, self._plan.is_left_whole, rank)
+        found = follow(attention, rank, decided, self._plan.is_left_whole)
         for owner, name, value in found.attributes:
             self._put(owner, name, value)
-        for name, _ in found.summed:
-            child, _, _ = name.partition(".")
-            self._sum(f"{path}.{child}", module.get_submodule(child))
         for name, of in found.embeddings:
             child_cut = ModuleCut(f"{path}.{name}", "embedding", self.ranks, {"weight": of}, "heads")
             self._become(module.get_submodule(name), _modules._Embedded, child_cut)
@@ -224,9 +258,6 @@ class Cutter:
             self._put(module, _EXTRA, dict(found.params))
             for name, of in found.params:
                 self._param(module, name, of, path)
-        for name, tail in found.tails:
-            tail_cut = ModuleCut(f"{path}.{name}", "shared tail", self.ranks, {}, "heads", tail=tail)
-            self._become(module.get_submodule(name), _modules._SharedTail, tail_cut)
         if found.slices_bias:
             handle = module.register_forward_pre_hook(SliceBias(attention, rank), with_kwargs=True)
             self._undo.append(handle.remove)
@@ -238,9 +269,10 @@ class Cutter:
             self._undo.append(handle.remove)
             self._mark(param, _SUMMED, True)
 
-    def _vocabulary_loss(self, head: ModuleCut) -> None:
+    def _vocabulary_loss(self, head: ModuleCut) -> bool:
+        """The model takes its loss over slices of the logits from now on; False where it does not look for one."""
         if "loss_function" not in dir(type(self._model)):
-            return
+            return False
         weight = head.params["weight"]
         before = vars(self._model).get("_loss_function")
         loss = VocabularyLoss(self.ranks, head.begin(), weight.sizes[weight.dim])
@@ -252,6 +284,7 @@ class Cutter:
                 vars(self._model)["_loss_function"] = before
 
         self._undo.append(restore)
+        return True
 
     # ---------------------------------------------------------------- undoing
 

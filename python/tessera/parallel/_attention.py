@@ -2,10 +2,10 @@
 
 Note [Attention that is cut]
   Between the column-parallel projections and the row-parallel one a rank computes with its heads only. So in such a
-  module: attributes (and what its code reads of its configuration) that count heads or their width get this rank's
-  numbers; per-head tensors are cut; norms of one head have a part of their gradient on every rank, which is summed;
-  what the model hands in for all heads (ALiBi) is sliced; and a parameter that is none of these is an error, as its
-  gradient would be wrong in silence.
+  module what its code reads of the configuration gets this rank's numbers, tensors with an entry for each head are
+  cut, and what the model hands in for all heads (ALiBi) is sliced. The plan
+  knows of its attributes, of norms of single heads and of keys that heads share. A parameter that is none of these is
+  an error: its gradient would be wrong in silence.
 """
 
 from __future__ import annotations
@@ -23,16 +23,6 @@ from tessera.parallel._cuts import ParamCut, Range
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_query_heads", "heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_multi_query_groups_per_partition")
-_WIDTHS = (
-    "hidden_size",
-    "embed_dim",
-    "inner_dim",
-    "split_size",
-    "all_head_size",
-    "hidden_size_per_partition",
-    "projection_size",
-)
-_HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm")
 _WHOLE = (
     "q_a_proj",
     "q_a_layernorm",
@@ -40,7 +30,6 @@ _WHOLE = (
     "kv_a_layernorm",
 )  # of low-rank projections, before the cut
 _QUERIES = ("q_proj", "q", "query", "q_b_proj", "wq", "q_lin")
-_KEYS = ("k_proj", "k", "key", "kv_b_proj", "wk", "k_lin")
 
 
 @dataclasses.dataclass
@@ -62,10 +51,8 @@ class Follow:
     """What follows. Paths are within the module."""
 
     attributes: list[tuple[nn.Module, str, Any]] = dataclasses.field(default_factory=list)
-    summed: list[tuple[str, nn.Parameter]] = dataclasses.field(default_factory=list)
     embeddings: list[tuple[str, ParamCut]] = dataclasses.field(default_factory=list)  # of each head, this rank's
     params: list[tuple[str, ParamCut]] = dataclasses.field(default_factory=list)  # directly of the module
-    tails: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # outputs from here on go to every head
     slices_bias: bool = False  # what is handed in for all heads
 
 
@@ -101,11 +88,9 @@ def attention_of(path: str, module: nn.Module, columns: dict[str, ParamCut]) -> 
     return Attention(path, module, heads, mine, columns)
 
 
-def follow(attention: Attention, cut: set[str], explicit: Callable[[str], bool], rank: int) -> Follow:
-    """`cut`: names of children that are cut; `explicit`: a rule of the user's leaves this path whole."""
-    result = Follow()
-    local = attention.local_heads(rank)
-    result.attributes = _attributes(attention, local, rank)
+def follow(attention: Attention, rank: int, decided: set[str], explicit: Callable[[str], bool]) -> Follow:
+    """`decided`: names of children that the plan takes care of; `explicit`: a rule leaves this weight whole."""
+    result = Follow(_local_config(attention, attention.local_heads(rank)))
     module = attention.module
     for name, param in module._parameters.items():
         if param is None:
@@ -114,17 +99,12 @@ def follow(attention: Attention, cut: set[str], explicit: Callable[[str], bool],
             raise _unknown(attention, name, param)
         result.params.append((name, ParamCut(tuple(param.shape), 0, tuple((mine,) for mine in attention.mine))))
     for name, child in module.named_children():
-        if name in cut or explicit(f"{attention.path}.{name}.weight") or next(child.parameters(), None) is None:
+        if name in decided or explicit(f"{attention.path}.{name}.weight") or next(child.parameters(), None) is None:
             continue
-        if name in _HEAD_NORMS:
-            result.summed += _norm(attention, name, child)
-        elif isinstance(child, nn.Embedding) and child.embedding_dim == attention.heads:
+        if isinstance(child, nn.Embedding) and child.embedding_dim == attention.heads:
             ranges = tuple((mine,) for mine in attention.mine)
             result.embeddings.append((name, ParamCut(tuple(child.weight.shape), 1, ranges)))
-        elif name in _WHOLE:
-            tail = getattr(module, "kv_lora_rank", 0) if name == "kv_a_proj_with_mqa" else 0
-            result.tails += [(name, tail)] if tail else []
-        else:
+        elif name not in _WHOLE:
             raise _unknown(attention, name, next(child.parameters()))
     result.slices_bias = not {"alibi", "position_bias"}.isdisjoint(inspect.signature(type(module).forward).parameters)
     return result
@@ -134,55 +114,19 @@ def _unknown(attention: Attention, name: str, param: torch.Tensor) -> ConfigErro
     return ConfigError(
         f"[tensor_parallel] {attention.path}.{name} ({'x'.join(map(str, param.shape))}): the heads around it are cut "
         f"({attention.heads} over {len(attention.mine)} ranks), and it is not known whether it belongs to one head; "
-        "give it, or the projections of this module, a rule with partition_type skip in tensor_parallel.partition_config"
+        "give it, or the projections around it, a rule with partition_type skip in tensor_parallel.partition_config"
     )
 
 
-def _norm(attention: Attention, name: str, norm: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    params = list(norm.named_parameters())
-    query = next((attention.columns[q] for q in _QUERIES if q in attention.columns), None)
-    width = 0 if query is None else query.sizes[query.dim] // attention.heads
-    for _, param in params:
-        if width and param.numel() != width:
-            raise ConfigError(
-                f"[tensor_parallel] {attention.path}.{name} normalizes {param.numel()} elements, over the heads of all "
-                f"ranks (one head has {width}): such attention cannot be cut; leave its projections whole by a rule "
-                "with partition_type skip in tensor_parallel.partition_config"
-            )
-    return [(f"{name}.{inner}", param) for inner, param in params]
-
-
-def _attributes(attention: Attention, local: int, rank: int) -> list[tuple[nn.Module, str, Any]]:
-    module, heads = attention.module, attention.heads
-    key = next((attention.columns[name] for name in _KEYS if name in attention.columns), None)
-
-    def kv(count: int) -> int:
-        held, whole = (local, heads) if key is None else (key.length(rank), key.sizes[key.dim])
-        if count * held % whole:
-            raise ConfigError(
-                f"[tensor_parallel] {attention.path}: {count} key/value heads cannot be cut as its {heads} heads are "
-                f"({local} for rank {rank}); give this module a rule in tensor_parallel.partition_config"
-            )
-        return count * held // whole
-
-    changes: dict[str, int] = {}
-    for name, value in vars(module).items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            continue
-        if name in _HEADS and value == heads:
-            changes[name] = local
-        elif name in _KV_HEADS:
-            changes[name] = kv(value)
-        elif name in _WIDTHS and value % heads == 0:
-            changes[name] = value // heads * local
-    result: list[tuple[nn.Module, str, Any]] = [(module, name, value) for name, value in changes.items()]
-    config = getattr(module, "config", None)
-    read = _names_read(type(module))
+def _local_config(attention: Attention, local: int) -> list[tuple[nn.Module, str, Any]]:
+    """What its code reads of its configuration. (Attributes of its own are the plan's.)"""
+    module = attention.module
+    config, read = getattr(module, "config", None), _names_read(type(module))
     known = [n for n in (*_HEADS, *_KV_HEADS) if n in read and isinstance(getattr(config, n, None), int)]
-    if "config" in read and known:
-        numbers = {n: local if n in _HEADS else kv(getattr(config, n)) for n in known}
-        result.append((module, "config", LocalConfig(config, numbers)))
-    return result
+    if "config" not in read or not known:
+        return []
+    numbers = {n: getattr(config, n) * local // attention.heads for n in known}
+    return [(module, "config", LocalConfig(config, numbers))]
 
 
 def _names_read(cls: type) -> set[str]:

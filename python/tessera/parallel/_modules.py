@@ -12,7 +12,7 @@ from torch import nn
 
 from tessera import _core
 from tessera.errors import UsageError
-from tessera.parallel._cuts import ParamCut
+from tessera.parallel._cuts import ParamCut, Range
 from tessera.parallel._draws import Draws
 
 CUT = "_tessera_cut"  # of modules: ModuleCut
@@ -50,8 +50,8 @@ class Ranks:
 
 
 class Siblings:
-    """Column-parallel layers of one parent: those that get one input share its way into the region, and the all-reduce of
-    its gradient."""
+    """Column-parallel layers of one parent: those that get one input share its way into the region, and the all-reduce
+    of its gradient."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -64,7 +64,7 @@ class Siblings:
         return self._entrance
 
     def __deepcopy__(self, memo: Any) -> Siblings:
-        return memo.setdefault(id(self), Siblings(self._number))  # type: ignore[no-any-return]
+        return memo.setdefault(id(self), Siblings(self._number))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_entrance": None}
@@ -75,13 +75,13 @@ class ModuleCut:
     """How one module is cut."""
 
     path: str
-    kind: str  # "column", "row", "embedding", "vocabulary", "shared tail"
+    kind: str  # "column", "row", "embedding", "vocabulary", "experts", "shared tail"
     ranks: Ranks
     params: dict[str, ParamCut]  # by name in the module; what is not here is whole
     rule: str = ""  # that took it
     gather: bool = False  # the whole output on every rank
     transposed: bool = False  # the weight is [in, out]
-    tail: int = 0  # "shared tail": outputs from here on are used by every rank's slice
+    own_use: Range = (0, 0)  # "shared tail": outputs that every rank uses for heads of its own
     vocabulary: bool = False  # of the vocabulary
     siblings: Siblings | None = None
     _region: Any = None
@@ -92,7 +92,7 @@ class ModuleCut:
         group = self.ranks.group
         if self._region_group is not group:
             entrance = None if self.siblings is None else self.siblings.entrance
-            self._region = _core.Region(group, self.ranks.overlap, self.path, entrance)
+            self._region = _core.Region(group, overlap=self.ranks.overlap, label=self.path, entrance=entrance)
             self._region_group = group
         return self._region
 
@@ -177,12 +177,29 @@ class _SharedTail(_CutModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         cut = self._tessera_cut
         out: torch.Tensor = super().forward(input)
-        tail = _core.copy_to_ranks(out[..., cut.tail :], cut.ranks.group, cut.label)
-        return torch.cat([out[..., : cut.tail], tail], -1)
+        begin, end = cut.own_use
+        shared = _core.copy_to_ranks(out[..., begin:end], cut.ranks.group, cut.label)
+        return torch.cat([out[..., :begin], shared, out[..., end:]], -1)
 
 
 class SharedTailLinear(_SharedTail, nn.Linear):
-    """Whole; but the last outputs go to every rank's slice without a column-parallel layer between."""
+    """Whole; but some of its outputs go to every rank's heads without a column-parallel layer between."""
+
+
+class _Experts(_CutModule):
+    """Experts in one tensor, of each of which a rank has a slice: what comes in goes to all ranks, what comes out is
+    the sum."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        cut = self._tessera_cut
+
+        def enter(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return _core.copy_to_ranks(value, cut.ranks.group, cut.label)
+            return value
+
+        out = super().forward(*map(enter, args), **{name: enter(value) for name, value in kwargs.items()})
+        return _core.reduce_from_ranks(out, cut.ranks.group, cut.label)
 
 
 class _Embedded(_CutModule):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 # Modules that use the weights of their children without calling them: these stay whole.
 _OWN_USE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-# Parts of a model that have a configuration of their own, which rules for its text do not describe.
-_OTHER_TOWERS = ("vision_config", "audio_config", "image_config", "vq_config")
 
 
 @dataclasses.dataclass
@@ -28,7 +26,8 @@ class ParallelPlan:
     core: _core.Plan
     size: int
     source: str  # of the rules
-    skipped: list[str]  # patterns of paths that a rule leaves whole
+    skipped: list[str]  # names of weights that a rule leaves whole
+    vocab_parallel: bool = False
     notes: dict[str, str] = dataclasses.field(default_factory=dict)  # by what is noted: the first module it is true of
 
     def __str__(self) -> str:
@@ -43,12 +42,8 @@ class ParallelPlan:
     def add_notes(self, path: str, attention: Attention, found: Follow) -> None:
         heads = [end - begin for begin, end in attention.mine]
         self._note(path, f"{attention.heads} heads are {heads} by rank")
-        for name, _ in found.summed:
-            self._note(path, f"{name}: gradient summed over the ranks")
         for name, _ in (*found.embeddings, *found.params):
             self._note(path, f"{name}: cut by heads")
-        for name, tail in found.tails:
-            self._note(path, f"{name}: outputs from {tail} on go to the heads of every rank")
         if found.slices_bias:
             self._note(path, "biases that come in for all heads are sliced")
 
@@ -66,15 +61,15 @@ def make_plan(model: nn.Module, config: _core.Config, size: int) -> ParallelPlan
     options.grain = config.get("tensor_parallel.tp.tp_grain_size")
     options.embedding_dim = rules.embedding_dim
     options.head_names = list(rules.head_names)
-    options.vocab_parallel = config.get("tensor_parallel.vocab_parallel_lm_head")
-    modules = list(_modules(model, rules))
+    options.vocab_parallel = bool(config.get("tensor_parallel.vocab_parallel_lm_head"))
+    modules = list(_modules(model))
     core = _core.make_plan(modules, facts_of(model), options)
     skipped = [
         f"{path}.weight"
         for path, module in model.named_modules()
         if module._parameters.get("weight") is not None and _skipped(f"{path}.weight", rules)
     ]
-    return ParallelPlan(core, size, rules.source, skipped)
+    return ParallelPlan(core, size, rules.source, skipped, options.vocab_parallel)
 
 
 def _skipped(name: str, rules: Rules) -> bool:
@@ -82,23 +77,41 @@ def _skipped(name: str, rules: Rules) -> bool:
     return first is not None and first.partition == _core.Partition.Skip
 
 
-def _modules(model: nn.Module, rules: Rules) -> Iterator[_core.PlanModule]:
-    left = [] if rules.rules else _towers(model)
+def _modules(model: nn.Module) -> Iterator[_core.PlanModule]:
+    names = set(_core.width_names())
     for path, module in model.named_modules():
-        if any(path == tower or path.startswith(f"{tower}.") for tower in left):
-            continue
-        weight = module._parameters.get("weight")
-        kind = _kind(module)
-        if kind != _core.ModuleKind.Embedding and kind != _core.ModuleKind.List and _used_by_parent(model, path):
-            kind, weight = _core.ModuleKind.Other, None
-        if kind == _core.ModuleKind.Linear and weight is None:
-            raise ConfigError(
-                f"[tensor_parallel] {path}: its weight is no parameter of its own (a parametrization?), so it cannot "
-                "be cut"
-            )
-        sizes = list(weight.shape) if weight is not None and weight.dim() == 2 else []
-        bias = module._parameters.get("bias") is not None
-        yield _core.PlanModule(path, type(module).__name__, kind, sizes, bias, id(weight) if weight is not None else 0)
+        kind, weight = _kind(module), module._parameters.get("weight")
+        if kind in (_core.ModuleKind.Linear, _core.ModuleKind.Conv1D, _core.ModuleKind.Other):
+            if _used_by_parent(model, path):
+                kind, weight = _core.ModuleKind.Other, None
+            elif kind == _core.ModuleKind.Linear and weight is None:
+                raise ConfigError(
+                    f"[tensor_parallel] {path}: its weight is no parameter of its own (a parametrization?), so it "
+                    "cannot be cut"
+                )
+        bias = module._parameters.get("bias")
+        attributes = {n: v for n, v in vars(module).items() if n in names and type(v) is int}
+        common = (path, type(module).__name__, kind)
+        if kind == _core.ModuleKind.Experts:
+            for param in _EXPERTS:
+                value = module._parameters[param]
+                assert value is not None
+                yield _core.PlanModule(
+                    *common, list(value.shape), _bias_of(module, param), id(value), param, attributes
+                )
+        elif weight is None:
+            yield _core.PlanModule(*common, attributes=attributes)
+        else:
+            elements = 0 if bias is None else bias.numel()
+            yield _core.PlanModule(*common, list(weight.shape), elements, id(weight), attributes=attributes)
+
+
+_EXPERTS = ("gate_up_proj", "down_proj")
+
+
+def _bias_of(module: nn.Module, param: str) -> int:
+    bias = module._parameters.get(f"{param}_bias")
+    return 0 if bias is None else bias.numel()
 
 
 def _kind(module: nn.Module) -> _core.ModuleKind:
@@ -109,6 +122,8 @@ def _kind(module: nn.Module) -> _core.ModuleKind:
         return kinds.Embedding
     if isinstance(module, nn.ModuleList):
         return kinds.List
+    if all((p := module._parameters.get(name)) is not None and p.dim() == 3 for name in _EXPERTS):
+        return kinds.Experts
     name = type(module).__name__
     if name == "Conv1D":
         return kinds.Conv1D
@@ -121,13 +136,3 @@ def _used_by_parent(model: nn.Module, path: str) -> bool:
         if isinstance(model.get_submodule(path), _OWN_USE):
             return True
     return False
-
-
-def _towers(model: nn.Module) -> list[str]:
-    config: Any = getattr(model, "config", None)
-    others = [getattr(config, name) for name in _OTHER_TOWERS if getattr(config, name, None) is not None]
-    return [
-        path
-        for path, module in model.named_modules()
-        if path and any(getattr(module, "config", None) is other for other in others)
-    ]

@@ -25,8 +25,8 @@ class Record:
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
     """Asks for `tp_size` slices of `model`; returns it unchanged. `config` is that of tessera.initialize, which is
-    where it counts: what is asked for here fills its gaps, and a contradiction is a ConfigError. `tp_group`: the ranks of
-    this one that hold the other slices."""
+    where it counts: what is asked for here fills its gaps, and a contradiction is a ConfigError. `tp_group`: the ranks
+    that hold the other slices."""
     group = kwargs.pop("tp_group", None)
     if kwargs:
         raise ConfigError(f"[tp_model_init] unknown: {', '.join(kwargs)}")

@@ -68,10 +68,24 @@ def _first(config: Any, *names: str) -> int:
     return 0
 
 
+# Parts of a model that have a configuration of their own, beside that of the text.
+_PARTS = ("vision_config", "audio_config", "image_config")
+
+
 def facts_of(model: nn.Module) -> _core.ModelFacts:
-    config = text_config(model)
-    facts = _core.ModelFacts()
+    facts = _facts(text_config(model))
     facts.model_type = model_type(model)
+    whole = getattr(model, "config", None)
+    others = [getattr(whole, name) for name in _PARTS if getattr(whole, name, None) is not None]
+    for path, module in model.named_modules():
+        part = getattr(module, "config", None) if path else None
+        if part is not None and any(part is other for other in others):
+            facts.add_part(path, _facts(part))
+    return facts
+
+
+def _facts(config: Any) -> _core.ModelFacts:
+    facts = _core.ModelFacts()
     facts.heads = _first(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
     facts.hidden = _first(config, "hidden_size", "n_embd", "d_model")
     facts.vocabulary = _first(config, "vocab_size")
@@ -189,31 +203,9 @@ def _shape(shape: Any, dim: Any, partition: _core.Partition, where: str) -> _cor
         raise ConfigError(f"[config] {where}.shape must be a list, got {shape!r}")
     if dim is None:
         dim = 1 if partition == _core.Partition.Row else 0
-    if not _is_int(dim) or not 0 <= dim < len(shape):
-        raise ConfigError(f"[config] {where}.partition_dim {dim!r} is out of range for a shape of {len(shape)} entries")
-    entries: list[list[int]] = []
-    nested = -1
-    for number, entry in enumerate(shape):
-        if isinstance(entry, Sequence) and not isinstance(entry, str):
-            if number != dim:
-                raise ConfigError(
-                    f"[config] {where}.shape {shape!r}: nested tuple only allowed at partition_dim ({dim})"
-                )
-            if not entry or not all(_is_int(part) and part > 0 for part in entry):
-                raise ConfigError(
-                    f"[config] {where}.shape {shape!r}: a nested tuple holds positive integers, one at least"
-                )
-            nested = number
-            entries.append(list(entry))
-        elif _is_int(entry):
-            entries.append([entry])
-        else:
-            raise ConfigError(
-                f"[config] {where}.shape {shape!r}: entries are positive integers, -1 or one nested tuple"
-            )
-    packed = _core.PackedShape(entries, nested, dim)
-    _core.check_shape(packed, f"{where}.shape")
-    return packed
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise ConfigError(f"[config] {where}.partition_dim must be an integer, got {dim!r}")
+    return _core.PackedShape(shape, dim, where)
 
 
 # ---------------------------------------------------------------- Transformers' plan
@@ -267,10 +259,6 @@ def _planned(name: str, style: str, model: nn.Module) -> list[_core.PlanRule]:
 
 
 # ---------------------------------------------------------------- small checks
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_keys(value: Any, known: Mapping[str, Any], where: str) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from support import run_ranks
+from tessera.parallel._cuts import ParamCut
 
 import tessera
-from tessera.parallel._cuts import ParamCut
 
 
 def test_slices_join_to_the_whole() -> None:

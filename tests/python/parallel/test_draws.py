@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tessera.parallel._draws import Draws, has_draws
 from tiny_models import LLAMA, MODELS, of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from tessera.parallel._draws import Draws, has_draws
 
 CPU = torch.device("cpu")
 

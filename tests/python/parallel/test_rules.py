@@ -81,13 +81,13 @@ def test_model_types_choose_rules() -> None:
         (custom({**COLUMN, "shape": 3}), r"layer_specs\[0\].shape must be a list"),
         (custom({**COLUMN, "shape": [3, -1], "partition_dim": 2}), "partition_dim 2 is out of range"),
         (custom({**COLUMN, "shape": [[1, 2], -1], "partition_dim": 1}), "nested tuple only allowed at partition_dim"),
-        (custom({**COLUMN, "shape": [[], -1]}), "a nested tuple holds positive integers"),
-        (custom({**COLUMN, "shape": [[1, [2]], -1]}), "a nested tuple holds positive integers"),
-        (custom({**COLUMN, "shape": [-1, -1]}), "-1"),
-        (custom({**COLUMN, "shape": [0, -1]}), "shape"),
-        (custom({**COLUMN, "shape": ["3", -1]}), "entries are positive integers, -1 or one nested tuple"),
-        (custom({**COLUMN, "shape": [5, -1]}), "q_proj"),
-        (custom({**COLUMN, "shape": [[8, 8], -1]}), "q_proj"),
+        (custom({**COLUMN, "shape": [[], -1]}), "empty"),
+        (custom({**COLUMN, "shape": [[1, [2]], -1]}), "no whole number"),
+        (custom({**COLUMN, "shape": [-1, -1]}), "2 entries of -1"),
+        (custom({**COLUMN, "shape": [0, -1]}), "sizes are positive or -1"),
+        (custom({**COLUMN, "shape": ["3", -1]}), "no whole number"),
+        (custom({**COLUMN, "shape": [5, -1]}), "q_proj.*5 equal sub-parameters do not divide 32"),
+        (custom({**COLUMN, "shape": [[8, 8], -1]}), "q_proj.*is of 16 outputs, the weight has 32"),
         (custom(COLUMN, strict_mode=True), "No matching spec.*o_proj"),
         (custom({"patterns": ["nothing"]}), "match"),
     ],
@@ -107,8 +107,7 @@ def test_gathering_a_packed_weight_is_not_served() -> None:
     [
         (of("DeepseekV3", LLAMA, **DEEPSEEK), "style 'local_colwise'.*partition_config"),
         (of("GPT2", {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}), "gpt2"),
-        (of("Llama", LLAMA, num_attention_heads=1, num_key_value_heads=1), "head"),
-        (of("Falcon", NEOX), "head"),
+        (of("Falcon", NEOX), "multi-query attention"),
     ],
 )
 def test_models_that_are_refused_say_why(model: Any, message: str) -> None:
@@ -129,7 +128,7 @@ def test_a_model_says_what_it_is() -> None:
 def test_the_plan_can_be_read() -> None:
     text = str(planned(MODELS["llama"][0](), preset_model="llama"))
     assert "preset llama" in text and "self_attn.q_proj" in text
-    assert len(text.splitlines()) < 14  # blocks are collapsed
+    assert len(text.splitlines()) < 25  # blocks are collapsed
 
 
 class Own(nn.Module):
