@@ -81,6 +81,18 @@ void bind_comm(py::module_& m) {
       .def_property_readonly("name", &Group::name)
       .def(
           "barrier", [](Group& group) { group.barrier("barrier"); }, NoGil())
+      .def(
+          "broadcast",
+          [](Group& group, const at::Tensor& tensor, int root, const std::string& label) {
+            group.broadcast(tensor, root, label).wait();
+          },
+          py::arg("tensor"), py::arg("root"), py::arg("label"), NoGil())
+      .def(
+          "all_gather",
+          [](Group& group, const at::Tensor& out, const at::Tensor& in, const std::string& label) {
+            group.all_gather(out, in, label).wait();
+          },
+          py::arg("out"), py::arg("in_"), py::arg("label"), NoGil())
       .def("abort", &Group::abort, py::arg("reason"), NoGil())
       .def("stats", [](const Group& group) { return group.stats(); })
       .def("reset_stats", &Group::reset_stats);

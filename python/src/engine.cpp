@@ -46,6 +46,15 @@ auto on(Part& (Engine::*part)(), R (Part::*method)(A...) const) {
   return [=](Engine& e, A... a) -> R { return ((e.*part)().*method)(std::forward<A>(a)...); };
 }
 
+// (sizes of the whole, dim, [(begin, end), ...] of that dim)
+using CutArgs = std::tuple<std::vector<int64_t>, int64_t, std::vector<std::pair<int64_t, int64_t>>>;
+shard::CutPtr to_cut(const CutArgs& args) {
+  std::vector<shard::Range> ranges;
+  for (const auto& [begin, end] : std::get<2>(args))
+    ranges.push_back({begin, end});
+  return shard::cut_along(std::get<0>(args), std::get<1>(args), ranges);
+}
+
 void bind_structs(py::module_& m) {
   using namespace engine;
   py::class_<Options>(m, "EngineOptions")
@@ -59,21 +68,27 @@ void bind_structs(py::module_& m) {
   m.def("engine_options", &options_from, py::arg("config"), py::arg("data_parallel_size"));
 
   py::class_<ParamSpec>(m, "ParamSpec")
-      .def(
-          py::init([](std::string name, at::Tensor tensor, int group, std::string unit,
-                      const std::shared_ptr<zero::EarlyParams>& early, int number, std::optional<at::ScalarType> comm) {
-            ParamSpec spec{std::move(name), std::move(tensor), group, std::move(unit)};
-            spec.comm = comm;
-            if (early) spec.restore = [early, number] { early->restore(number); };
-            return spec;
-          }),
-          py::arg("name"), py::arg("tensor"), py::arg("group"), py::arg("unit"), py::arg("early") = py::none(),
-          py::arg("number") = -1, py::arg("comm") = py::none())
+      .def(py::init([](std::string name, at::Tensor tensor, int group, std::string unit,
+                       const std::shared_ptr<zero::EarlyParams>& early, int number, std::optional<at::ScalarType> comm,
+                       comm::Axes varies, const std::optional<CutArgs>& cut) {
+             ParamSpec spec{std::move(name), std::move(tensor), group, std::move(unit)};
+             spec.comm = comm;
+             spec.varies = varies;
+             if (cut) spec.cut = to_cut(*cut);
+             if (early) spec.restore = [early, number] { early->restore(number); };
+             return spec;
+           }),
+           py::arg("name"), py::arg("tensor"), py::arg("group"), py::arg("unit"), py::arg("early") = py::none(),
+           py::arg("number") = -1, py::arg("comm") = py::none(), py::arg("varies") = comm::Axes{},
+           py::arg("cut") = py::none())
       .def_readonly("name", &ParamSpec::name)
       .def_readonly("tensor", &ParamSpec::tensor)
       .def_readonly("group", &ParamSpec::group)
       .def_readonly("unit", &ParamSpec::unit)
-      .def_readonly("comm", &ParamSpec::comm);
+      .def_readonly("comm", &ParamSpec::comm)
+      .def_readonly("varies", &ParamSpec::varies)
+      .def_property_readonly(
+          "whole_sizes", [](const ParamSpec& s) { return s.cut != nullptr ? s.cut->sizes : s.tensor.sizes().vec(); });
 
   py::enum_<Quantity>(m, "Quantity")
       .value("Weight", Quantity::Weight)

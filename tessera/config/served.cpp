@@ -48,7 +48,6 @@ const std::vector<Refusal>& refusals() {
        }},
       {"optimizer.type", "Lamb, Muon, MuAdam, MuAdamW, MuSGD, OneBit*, ZeroOneAdam", unserved_type},
       {"optimizer.params", "fp32_optimizer_states false", unserved_states},
-      {"tensor_parallel.autotp_size", "> 1", [](C c) { return c.tensor_parallel.autotp_size > 1; }},
       {"sparse_gradients", "true", [](C c) { return c.sparse_gradients; }},
       {"graph_harvesting", "true", [](C c) { return c.graph_harvesting; }},
       {"activation_checkpointing.partition_activations", "true",

@@ -15,7 +15,9 @@ void share_unmanaged(const zero::Ranks& ranks, const zero::Options& options, con
     at::Tensor value = tensor.detach();
     if (ranks.all() > 1) {
       at::Tensor sent = value.contiguous();
-      ranks.broadcast(sent, 0, "initial value of '" + spec.name + "'");
+      zero::Ranks same = ranks;
+      same.varies_along_model = spec.varies.has(comm::Axis::Tp);
+      same.broadcast(sent, 0, "initial value of '" + spec.name + "'");
       value.copy_(sent);
     }
     if (options.cast && at::isFloatingType(value.scalar_type()) && value.scalar_type() != dtype)

@@ -8,8 +8,8 @@
 
 namespace tessera::engine {
 
-// Parameters that the units do not hold: rank 0's values on all ranks, in the compute dtype where floating ones are cast.
-// Collective.
+// Parameters that the units do not hold: rank 0's values on all ranks (of a slice: on those that hold the same), in the
+// compute dtype where floating ones are cast. Collective.
 void share_unmanaged(const zero::Ranks& ranks, const zero::Options& options, const std::vector<ParamSpec>& params);
 
 // Rank 0's values of a module's buffers (strided, of any dtype), in place. `device`: where ranks talk. Collective; all

@@ -26,7 +26,7 @@ TEST(Served, AcceptsWhatThisVersionDoes) {
        R"({"fp16": {"enabled": true, "loss_scale": 128}, "data_types": {"grad_accum_dtype": "fp16"}})",
        R"({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}, "offload_param": {"device": "cpu"}}})",
        R"({"wall_clock_breakdown": true, "flops_profiler": {"enabled": false}, "amp": {"enabled": false}})",
-       R"({"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 2})",
+       R"({"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2})",
        R"({"optimizer": {"type": "NAdam"}, "scheduler": {"type": "StepLR", "params": {"step_size": 3}}})"}) {
     EXPECT_EQ(refusal(json), "") << json;
   }
@@ -39,7 +39,6 @@ TEST(Served, RefusesByName) {
        "zero_optimization.offload_optimizer.device"},
       {R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})",
        "zero_optimization.offload_param.device"},
-      {R"({"tensor_parallel": {"autotp_size": 2}})", "tensor_parallel.autotp_size"},
       {R"({"sparse_gradients": true})", "sparse_gradients"},
       {R"({"csv_monitor": {"enabled": true}})", "csv_monitor.enabled"},
       {R"({"comms_logger": {"enabled": true}})", "comms_logger.enabled"},

@@ -102,7 +102,9 @@ def run_ranks(world: int, body: Callable[[int, tessera.Group], Any], timeout: fl
     return _run(world, lambda rank: body(rank, groups[rank]), lambda rank, why: groups[rank].abort(why), timeout)
 
 
-def run_mesh(body: Callable[[int, tessera.Mesh], Any], dp: int = 1, sp: int = 1, tp: int = 1, timeout: float = 60) -> list[Any]:
+def run_mesh(
+    body: Callable[[int, tessera.Mesh], Any], dp: int = 1, sp: int = 1, tp: int = 1, timeout: float = 60
+) -> list[Any]:
     """run_ranks() on a mesh: body(rank, mesh)."""
     world = dp * sp * tp
     shape = _core.mesh_shape(world, -1, sp, tp)

@@ -31,6 +31,7 @@ from tessera.autocast import (
 from tessera.data import Loader, make_loader
 from tessera.engine._checkpoint import EngineCheckpoints
 from tessera.engine._info import EngineGetters
+from tessera.engine._parallel import TensorParallel
 from tessera.engine._place import keep_place, place
 from tessera.engine._preflight import check_modules
 from tessera.engine._report import logger, show_progress
@@ -53,7 +54,8 @@ class Engine(EngineCheckpoints, EngineGetters):
     `group`: the ranks (a torch ProcessGroup or a group of tessera; default: all processes), which the configuration's
     sizes lay out on axes, or a mesh of them (a DeviceMesh or a mesh of tessera: dp_replicate, dp_shard, sp, tp).
     `unit_policy`: which parameters travel together, see tessera.units.
-    `sequence_parallel`: ranks of a sequence, in place of the configuration's sequence_parallel_size.
+    `sequence_parallel`: ranks of a sequence, in place of the configuration's sequence_parallel_size; `tensor_parallel`:
+    ranks that the model is cut over, in place of tensor_parallel.autotp_size.
     Collective: every rank builds its engine at the same time; parameters start with rank 0's values.
     """
 
@@ -70,6 +72,7 @@ class Engine(EngineCheckpoints, EngineGetters):
         group: Any = None,
         unit_policy: UnitPolicy | None = None,
         sequence_parallel: int | None = None,
+        tensor_parallel: int | None = None,
     ) -> None:
         super().__init__()
         self.config = load_config(config)
@@ -85,6 +88,8 @@ class Engine(EngineCheckpoints, EngineGetters):
         sizes = distributed.mesh_sizes(self.config)
         if sequence_parallel is not None:
             sizes["sp"] = sequence_parallel
+        if tensor_parallel is not None:
+            sizes["tp"] = tensor_parallel
         self._mesh, self._own_groups = distributed.core_mesh(group, **sizes)
         self._dp_rank, self._dp_size = self._mesh.batch_rank(), self._mesh.batch_size()
         self._world = distributed.world_of(self._mesh)
@@ -95,6 +100,8 @@ class Engine(EngineCheckpoints, EngineGetters):
         try:
             batch = self.config.resolve_batch(self._dp_size)
             check_modules(model, partitions=self._partitions())
+            self._parallel = TensorParallel(model, self.config, self._mesh, cuts=sizes["tp"] > 1)
+            self._warn(self._parallel.warnings)
             self.device = place(model, device)
             base = self._build_optimizer(model_parameters)
             # All that the caller's arguments can make fail comes before the core, which changes the parameters.
@@ -102,7 +109,9 @@ class Engine(EngineCheckpoints, EngineGetters):
             self.training_dataloader = (
                 None if training_data is None else self.deepspeed_io(training_data, batch.micro_batch_size)
             )
+            self._parallel.cut(optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
             self._build_core(base, unit_policy or default_unit_policy)
+            self._parallel.settle()
         except BaseException:
             self._give_up()
             for put in put_back:
@@ -211,7 +220,8 @@ class Engine(EngineCheckpoints, EngineGetters):
                 group_of.get(id(param), -1),
                 units.get(name, ROOT),
                 *early_of(param),
-                comm=get_comm_dtype(param) if marked and has_comm_dtype(param) else None,
+                get_comm_dtype(param) if marked and has_comm_dtype(param) else None,
+                *self._parallel.spec_of(param),
             )
             for name, param in named
         ]
@@ -270,6 +280,7 @@ class Engine(EngineCheckpoints, EngineGetters):
             self._warn_of_thawed()
         if self._input_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self._input_dtype)
+        self._parallel.before_forward(args, kwargs, self.device)
         with self._partition.forward():
             switched_off = core.pre_forward()
             try:
@@ -283,6 +294,8 @@ class Engine(EngineCheckpoints, EngineGetters):
             except BaseException:
                 core.abort_forward()
                 raise
+            finally:
+                self._parallel.after_forward(self.device)
         return outputs
 
     def _warn_of_thawed(self) -> None:
@@ -455,11 +468,13 @@ class Engine(EngineCheckpoints, EngineGetters):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """module.state_dict(), on request without frozen parameters. Stage 3: whole values, copied; collective."""
+        """module.state_dict(), on request without frozen parameters. Stage 3 and tensor parallelism: whole values,
+        copied; collective."""
         with self._whole() as partitioned:
             state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
             if partitioned:
                 state.update(own_copies(state))
+            self._parallel.make_whole(state, prefix)
         if exclude_frozen_parameters:
             for name, param in self.module.named_parameters(remove_duplicate=False):
                 if not param.requires_grad:
@@ -480,7 +495,7 @@ class Engine(EngineCheckpoints, EngineGetters):
             if custom_load_fn is not None:
                 custom_load_fn(checkpoint, self.module)
             else:
-                self.module.load_state_dict(checkpoint, strict=strict)
+                self.module.load_state_dict(self._parallel.slices(checkpoint), strict=strict)
         self.core.adopt_params()
 
     @contextlib.contextmanager
@@ -516,6 +531,8 @@ class Engine(EngineCheckpoints, EngineGetters):
             self.core.destroy()
             for param, value in whole:
                 param.data = value
+        if "_parallel" in self.__dict__:
+            self._parallel.undo()
         self._mesh = _core.Mesh()
         distributed.discard(self._own_groups)
 

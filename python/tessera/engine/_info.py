@@ -10,8 +10,10 @@ from torch import nn
 
 from tessera import _core
 from tessera._config import dtype_at
+from tessera.engine._parallel import TensorParallel
 from tessera.errors import ConfigError
 from tessera.optim._runners import Runner
+from tessera.parallel import ParallelPlan
 
 T = TypeVar("T")
 
@@ -45,6 +47,7 @@ class EngineGetters(nn.Module):
     _dp_size: int
     _world: tuple[int, int]
     _mesh: _core.Mesh
+    _parallel: TensorParallel
 
     # ---- batch
     def train_batch_size(self) -> int:
@@ -175,6 +178,15 @@ class EngineGetters(nn.Module):
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
+    def autotp_size(self) -> int:
+        """Ranks that the engine cuts its model over; else what tensor_parallel.autotp_size says, 0 or 1."""
+        cut = self._parallel.plan is not None
+        return self.mp_world_size if cut else self.config.get("tensor_parallel.autotp_size")
+
+    def parallel_plan(self) -> ParallelPlan | None:
+        """How the model is cut over the tensor-parallel ranks, and why; print() it. None for a whole model."""
+        return self._parallel.plan
+
     # ---- configuration
     zero_optimization_stage = _key("zero_optimization.stage", int)
     zero_allow_untested_optimizer = _key("zero_allow_untested_optimizer", bool)
@@ -188,7 +200,6 @@ class EngineGetters(nn.Module):
     fp16_enabled = _key("fp16.enabled", bool)
     bfloat16_enabled = _key("bf16.enabled", bool)
     torch_autocast_enabled = _key("torch_autocast.enabled", bool)
-    autotp_size = _key("tensor_parallel.autotp_size", int)
     managed_gradient_accumulation = _key("managed_gradient_accumulation", bool)
     gradient_clipping = _key("gradient_clipping", float)
     loss_scale = _key("fp16.loss_scale", float)  # static; 0 means dynamic. The present one: loss_scaler.loss_scale

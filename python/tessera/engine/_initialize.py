@@ -13,6 +13,7 @@ from tessera import _core, distributed
 from tessera._config import choose_config, load_config
 from tessera.engine._engine import Engine
 from tessera.errors import ConfigError
+from tessera.parallel._record import take_record
 from tessera.units import UnitPolicy
 from tessera.zero._init import suspended
 
@@ -54,6 +55,9 @@ def initialize(
     loaded = load_config(choose_config(args, config, config_params))
     _check_local_rank(args)
     distributed.prepare(dist_init_required, distributed_port)
+    record = take_record(model, loaded, mpu)
+    if record is not None and record.group is not None:
+        _check_neighbours(record.group)
     with suspended():
         engine = Engine(
             model,
@@ -65,9 +69,21 @@ def initialize(
             collate_fn=collate_fn,
             group=_ranks(loaded, mpu, mesh_param),
             sequence_parallel=mesh_param[1] if mesh_param is not None else None,
+            tensor_parallel=record.size if record is not None else None,
             unit_policy=unit_policy,
         )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_neighbours(group: Any) -> None:
+    """The ranks of tp_model_init's tp_group are those that a mesh gives a model's slices to."""
+    ranks = torch.distributed.get_process_group_ranks(group)
+    first = ranks[0] - ranks[0] % len(ranks)
+    if ranks != list(range(first, first + len(ranks))):
+        raise NotImplementedError(
+            f"[initialize] tp_model_init's tp_group has the ranks {ranks}; slices of one model are on ranks that "
+            "follow one another, from a multiple of their number on; for others pass an mpu or a DeviceMesh"
+        )
 
 
 def _check_local_rank(args: Any) -> None:

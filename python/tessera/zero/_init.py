@@ -126,6 +126,29 @@ def taken_over(model: nn.Module) -> None:
         module.__dict__.pop(_EARLY, None)
 
 
+def whole_for_good(param: nn.Parameter) -> None:
+    """Ends what zero.Init did to `param`: it is whole, with rank 0's values. Collective."""
+    early, number = early_of(param)
+    if early is not None:
+        early.restore(number)
+
+
+def partition_again(mesh: _core.Mesh) -> Callable[[nn.Module, str, nn.Parameter], None]:
+    """A function that partitions parameters which were made whole, and changed since, over the ranks of `mesh` that
+    hold the same. Others are left alone. Collective."""
+    same = _core.Mesh()
+    for axes in ([_core.Axis.DpReplicate], [_core.Axis.DpShard], [_core.Axis.Sp], [_core.Axis.DpShard, _core.Axis.Sp]):
+        same.set(axes, mesh.group(axes))
+    holder = EarlyParameters(same, None)
+
+    def partition(module: nn.Module, name: str, param: nn.Parameter) -> None:
+        if early_of(param)[0] is not None:
+            holder.add(f"{type(module).__name__}.{name}", param, param.dtype)
+            module.__dict__[_EARLY] = holder
+
+    return partition
+
+
 _active: ContextVar[Init | None] = ContextVar("tessera_active_init", default=None)
 
 
@@ -289,7 +312,9 @@ def _dtype(dtype: torch.dtype | None, config: _core.Config | None) -> torch.dtyp
 
 
 def _mesh(group: Any, config: _core.Config | None) -> _core.Mesh:
-    mesh, _ = distributed.core_mesh(group, **({} if config is None else distributed.mesh_sizes(config)))
+    # Over the ranks of all slices of the model, too: what is to be cut is whole as yet.
+    sizes = {} if config is None else {**distributed.mesh_sizes(config), "tp": 1}
+    mesh, _ = distributed.core_mesh(group, **sizes)
     expected = int(os.environ.get("WORLD_SIZE", "1"))
     if group is None and mesh.batch_size() == 1 and expected > 1:
         raise RuntimeError(

@@ -1,0 +1,121 @@
+"""Tensor parallelism of an engine's model: cut before the core takes parameters, whole where they leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tessera import _core
+from tessera.parallel import is_model_parallel_parameter
+from tessera.parallel._apply import Cutter, bind, cuts_of, plan_of
+from tessera.parallel._cuts import ParamCut
+from tessera.parallel._inputs import check_same_inputs
+from tessera.parallel._modules import Ranks
+from tessera.parallel._plan import ParallelPlan, make_plan
+from tessera.zero._init import partition_again, whole_for_good
+
+_Spec = tuple[tuple[int, ...], int, tuple[tuple[int, int], ...]]
+
+
+class TensorParallel:
+    """`cuts`: whether the configuration asks for it; a model that is cut already is taken as it is."""
+
+    def __init__(self, model: nn.Module, config: _core.Config, mesh: _core.Mesh, cuts: bool) -> None:
+        self._model = model
+        self._mesh = mesh
+        self._group = mesh.group(_core.Axis.Tp)
+        self._overlap = bool(config.get("tensor_parallel.tp_overlap_comm"))
+        self._ranks: Ranks | None = None
+        self._cuts: dict[int, ParamCut] = {}
+        self._checked = False
+        self._undo: Callable[[], None] | None = None
+        self.plan: ParallelPlan | None = plan_of(model)
+        self.warnings: list[str] = []
+        self._is_cut = self.plan is not None
+        if self._is_cut:
+            self._ranks = bind(model, self._group)
+        elif cuts:
+            self.plan = make_plan(model, config, self._group.size)
+            self.warnings = [f"[tensor_parallel] {line}" for line in self.plan.core.warnings]
+
+    def cut(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Collective. `optimizer`: its states of parameters that are cut are cut too."""
+        if self.plan is not None and not self._is_cut:
+            again = partition_again(self._mesh)
+            cutter = Cutter(self._model, self.plan, self._group, whole_for_good, again, self._overlap)
+            self._undo = cutter.undo
+            cutter.run()
+            self._ranks = cutter.ranks
+        self._cuts = cuts_of(self._model)
+        if optimizer is not None:
+            _cut_states(optimizer, self._cuts, self._group.rank)
+
+    def settle(self) -> None:
+        """The model stays cut from here on."""
+        self._undo = None
+
+    def undo(self) -> None:
+        """Whole again, where cut() was called and settle() not. Collective."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+    def spec_of(self, param: torch.Tensor) -> tuple[_core.Axes, _Spec | None]:
+        """For a ParamSpec: along which axes it differs, and which slice it is."""
+        cut = self._cuts.get(id(param))
+        if cut is not None:
+            return _core.Axes(_core.Axis.Tp), cut.spec(self._group.rank)
+        own = self._group.size > 1 and is_model_parallel_parameter(param)  # cut by the client
+        return _core.Axes([_core.Axis.Tp] if own else []), None
+
+    def before_forward(self, args: Any, kwargs: Any, device: torch.device) -> None:
+        """Collective: in the first forward, and in those that draw random numbers."""
+        if self._ranks is None or self._group.size == 1:
+            return
+        if not self._checked:
+            check_same_inputs(args, kwargs, self._group, device)
+            self._checked = True
+        if self._ranks.draws is not None and self._model.training:
+            self._ranks.draws.agree(self._group, device)
+
+    def after_forward(self, device: torch.device) -> None:
+        if self._ranks is not None and self._ranks.draws is not None:
+            self._ranks.draws.leave(device)
+
+    # ---------------------------------------------------------------- state dicts
+
+    def _named(self) -> list[tuple[str, torch.Tensor, ParamCut]]:
+        if not self._cuts:
+            return []
+        named = self._model.named_parameters(remove_duplicate=False)
+        return [(name, param, self._cuts[id(param)]) for name, param in named if id(param) in self._cuts]
+
+    def make_whole(self, state: dict[str, Any], prefix: str = "") -> None:
+        """Slices of a state dict of the module become the whole parameters, on every rank. Collective."""
+        joined: dict[int, torch.Tensor] = {}
+        for name, param, cut in self._named():
+            if prefix + name not in state:
+                continue
+            if id(param) not in joined:
+                joined[id(param)] = cut.gather(param.detach(), self._group, f"whole value of '{name}'")
+            state[prefix + name] = joined[id(param)]
+
+    def slices(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Whole parameters of a state dict become this rank's slices."""
+        result = dict(state)
+        for name, _, cut in self._named():
+            value = state.get(name)
+            if isinstance(value, torch.Tensor) and tuple(value.shape) == cut.sizes:
+                result[name] = cut.take(value, self._group.rank)
+        return result
+
+
+def _cut_states(optimizer: torch.optim.Optimizer, cuts: dict[int, ParamCut], rank: int) -> None:
+    for param, state in optimizer.state.items():
+        cut = cuts.get(id(param)) if isinstance(param, torch.Tensor) else None
+        for name, value in state.items() if cut is not None else ():
+            if isinstance(value, torch.Tensor) and cut is not None and tuple(value.shape) == cut.sizes:
+                state[name] = cut.take(value, rank)

@@ -1,0 +1,77 @@
+"""Tensor parallelism: a model's weights cut over the ranks of a group, without a change of the model.
+
+tessera.initialize does it where the configuration says tensor_parallel.autotp_size; see docs/tensor_parallel.md. Here
+is what can be done before: shard_model() and load_slices(), for models that no rank can hold whole; tp_model_init().
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from tessera import _core, distributed
+from tessera._config import load_config
+from tessera.errors import ConfigError
+from tessera.parallel._apply import Cutter, plan_of
+from tessera.parallel._load import load_slices
+from tessera.parallel._modules import (
+    ColumnLinear,
+    CutEmbedding,
+    RowLinear,
+    SharedTailLinear,
+    VocabEmbedding,
+)
+from tessera.parallel._plan import ParallelPlan, make_plan
+from tessera.parallel._record import tp_model_init
+
+__all__ = [
+    "ColumnLinear",
+    "CutEmbedding",
+    "ParallelPlan",
+    "RowLinear",
+    "SharedTailLinear",
+    "VocabEmbedding",
+    "is_model_parallel_parameter",
+    "load_slices",
+    "plan_for",
+    "shard_model",
+    "tp_model_init",
+]
+
+
+def plan_for(model: nn.Module, config: Any) -> ParallelPlan:
+    """How tensor_parallel of `config` would cut `model`; nothing is changed. Local."""
+    loaded = load_config(config)
+    return make_plan(model, loaded, max(1, loaded.get("tensor_parallel.autotp_size")))
+
+
+def shard_model(model: nn.Module, config: Any, *, group: Any = None) -> ParallelPlan:
+    """Cuts `model` in place as `config` says, as tessera.initialize would; that takes the model as it is now.
+
+    Parameters of the meta device only change their sizes; load_slices() fills them. Else the first rank's values hold.
+    `group`: the ranks that hold slices of one model (a torch ProcessGroup or a group of tessera); default: as
+    tessera.initialize lays out all processes. Collective."""
+    loaded = load_config(config)
+    if plan_of(model) is not None:
+        raise ConfigError("[shard_model] the model is cut already")
+    made = distributed.OwnGroups()
+    if group is not None:
+        ranks = distributed.core_group(group)
+    else:
+        mesh, made = distributed.core_mesh(None, **distributed.mesh_sizes(loaded))
+        ranks = mesh.group(_core.Axis.Tp)
+    try:
+        plan = make_plan(model, loaded, ranks.size)
+        cutter = Cutter(model, plan, ranks, overlap=loaded.get("tensor_parallel.tp_overlap_comm"))
+        cutter.run()
+        if made:  # they end here; the engine brings its own
+            cutter.ranks.bind(None)
+    finally:
+        distributed.discard(made)
+    return plan
+
+
+def is_model_parallel_parameter(param: Any) -> bool:
+    """This rank's `param` is a slice, of a model that is cut."""
+    return bool(getattr(param, "tensor_model_parallel", False))

@@ -1,0 +1,373 @@
+"""Carries a plan out: cuts the modules of a model over a tensor-parallel group."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tessera import _core
+from tessera.errors import ConfigError
+from tessera.parallel import _modules
+from tessera.parallel._attention import SliceBias, attention_of, follow
+from tessera.parallel._cuts import ParamCut
+from tessera.parallel._draws import Draws, has_draws
+from tessera.parallel._modules import (
+    CUT,
+    Classes,
+    ModuleCut,
+    Ranks,
+    Siblings,
+    class_for,
+    cut_of,
+    takes_linear_forward,
+    widths_of,
+)
+from tessera.parallel._plan import ParallelPlan
+
+_PLAN = "_tessera_parallel"  # of a model that is cut: ParallelPlan
+_SUMMED = "_tessera_summed"  # of parameters whose gradient is summed over the group
+_EXTRA = "_tessera_extra_cuts"  # of modules that are not cut: name -> ParamCut of their own parameters
+
+# Makes a parameter whole that is partitioned, for good; and partitions it again once it is cut.
+Whole = Callable[[nn.Parameter], None]
+Hold = Callable[[nn.Module, str, nn.Parameter], None]
+
+
+def plan_of(model: nn.Module) -> ParallelPlan | None:
+    """The plan that `model` is cut by; None for a whole one."""
+    return vars(model).get(_PLAN)
+
+
+def cuts_of(model: nn.Module) -> dict[int, ParamCut]:
+    """By id of the parameter: how those that are cut are cut."""
+    found: dict[int, ParamCut] = {}
+    for module in model.modules():
+        cut = cut_of(module)
+        cuts = {**(cut.params if cut is not None else {}), **vars(module).get(_EXTRA, {})}
+        for name, of in cuts.items():
+            param = module._parameters.get(name)
+            if param is not None:
+                found[id(param)] = of
+    return found
+
+
+class Cutter:
+    """Cuts `model` as `plan` says; undo() makes it whole again, with the first rank's values."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ParallelPlan,
+        group: _core.Group,
+        whole: Whole = lambda param: None,
+        hold: Hold = lambda module, name, param: None,
+        overlap: bool = True,
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._group = group
+        self._whole = whole
+        self._hold = hold
+        draws = Draws() if has_draws(model) else None
+        self.ranks = Ranks(group, group.rank, group.size, overlap, draws)
+        self._done: dict[int, ParamCut] = {}  # by id of the parameter
+        self._undo: list[Callable[[], None]] = []
+        self._classes: Classes = {}
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        while self._undo:
+            with contextlib.suppress(RuntimeError):  # of another rank that is gone
+                self._undo.pop()()
+
+    def _run(self) -> None:
+        columns: dict[str, dict[str, ParamCut]] = {}  # by path of the parent
+        decided: dict[str, set[str]] = {}
+        for decision in self._plan.core.decisions:
+            parent, _, name = decision.path.rpartition(".")
+            decided.setdefault(parent, set()).add(name)
+            cut = self._carry_out(decision)
+            if cut is not None and cut.kind == "column" and not cut.gather and not cut.vocabulary:
+                columns.setdefault(parent, {})[name] = cut.params["weight"]
+        for parent, children in columns.items():
+            if len(children) > 1:
+                siblings = Siblings(len(children))
+                for name in children:
+                    vars(self._model.get_submodule(f"{parent}.{name}" if parent else name))[CUT].siblings = siblings
+            self._attention(parent, children, decided[parent])
+        for path, widths in self._plan.core.widths.items():
+            for name, sizes in widths.items():
+                self._put(self._model.get_submodule(path), name, sizes[self.ranks.rank])
+        self._put(self._model, _PLAN, self._plan)
+
+    # ---------------------------------------------------------------- modules
+
+    def _carry_out(self, decision: _core.Decision) -> ModuleCut | None:
+        """Of a module that stays whole: None."""
+        module = self._model.get_submodule(decision.path)
+        begin, end = decision.own_use
+        if decision.sum_gradient:
+            self._sum(decision.path, module)
+        if begin < end:
+            tail = ModuleCut(decision.path, "shared tail", self.ranks, {}, decision.rule, own_use=(begin, end))
+            self._become(module, _modules._SharedTail, tail)
+        if decision.partition == _core.Partition.Skip:
+            return None
+        param = module._parameters[decision.param]
+        assert param is not None
+        ranges = tuple(tuple(mine) for mine in decision.ranges)
+        before = self._done.get(id(param))  # of a module that it is tied to
+        of = ParamCut(tuple(param.shape) if before is None else before.sizes, decision.dim, ranges)
+        if decision.param != "weight":
+            return self._experts(module, decision, of)
+        if len(of.sizes) != 2:
+            raise ConfigError(
+                f"[tensor_parallel] {decision.path}: a weight of {len(of.sizes)} dims cannot be cut ({decision.rule})"
+            )
+        return self._layer(module, decision, of)
+
+    def _experts(self, module: nn.Module, decision: _core.Decision, of: ParamCut) -> ModuleCut:
+        cut = cut_of(module)
+        if cut is None:
+            cut = ModuleCut(decision.path, "experts", self.ranks, {}, decision.rule)
+            self._become(module, _modules._Experts, cut)
+        cut.params[decision.param] = of
+        self._param(module, decision.param, of, decision.path)
+        return cut
+
+    def _layer(self, module: nn.Module, decision: _core.Decision, weight: ParamCut) -> ModuleCut:
+        cut = ModuleCut(decision.path, "", self.ranks, {"weight": weight}, decision.rule, decision.gather_output)
+        cut.vocabulary = decision.vocabulary
+        mixin: type[_modules._CutModule]
+        if isinstance(module, nn.Embedding):
+            _check_embedding(module, decision.path)
+            cut.kind = "vocabulary" if decision.dim == 0 else "embedding"
+            mixin = _modules._VocabEmbedded if decision.dim == 0 else _modules._Embedded
+        else:
+            if not takes_linear_forward(module):
+                self._probe(module, decision.path)
+            cut.transposed = type(module).__name__ == "Conv1D"
+            column = decision.partition == _core.Partition.Column
+            cut.kind = "column" if column else "row"
+            mixin = _modules._Column if column else _modules._Row
+            bias = module._parameters.get("bias")
+            if column and bias is not None:
+                cut.params["bias"] = self._bias_cut(decision.path, bias, weight)
+        if self._plan.vocab_parallel and cut.vocabulary and cut.kind == "column" and self._vocabulary_loss(cut):
+            cut.gather = False
+        self._become(module, mixin, cut)
+        return cut
+
+    def _probe(self, module: nn.Module, path: str) -> None:
+        """A class that is not known may be cut when it computes what nn.Linear would."""
+        for param in module.parameters(recurse=False):
+            self._whole(param)
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        assert weight is not None
+        if weight.is_meta:
+            return  # on its rule's word
+        sample = torch.linspace(-1, 1, 2 * weight.size(1), dtype=weight.dtype, device=weight.device).view(2, -1)
+        with torch.no_grad():
+            try:
+                same = torch.allclose(type(module).forward(module, sample), F.linear(sample, weight, bias), 1e-2, 1e-3)
+            except (RuntimeError, TypeError, ValueError):
+                same = False
+        if not same:
+            raise ConfigError(
+                f"[tensor_parallel] {path}: a {type(module).__name__} does not compute what nn.Linear would of its "
+                "weight and bias, so it cannot be cut; give it a rule with partition_type skip in "
+                "tensor_parallel.partition_config"
+            )
+
+    def _bias_cut(self, path: str, bias: nn.Parameter, weight: ParamCut) -> ParamCut:
+        if bias.dim() != 1 or bias.numel() != weight.sizes[weight.dim]:
+            raise ConfigError(
+                f"[tensor_parallel] {path}: its bias has the shape {tuple(bias.shape)}, which does not fit the "
+                f"{weight.sizes[weight.dim]} outputs of its weight"
+            )
+        return ParamCut((bias.numel(),), 0, weight.ranges)
+
+    def _become(self, module: nn.Module, mixin: type[_modules._CutModule], cut: ModuleCut) -> None:
+        base = type(module)
+        module.__class__ = class_for(mixin, base, self._classes)
+        self._undo.append(lambda: setattr(module, "__class__", base))
+        self._put(module, CUT, cut)
+        for name, of in cut.params.items():
+            self._param(module, name, of, cut.path)
+        if "weight" in cut.params:
+            for name, dim in widths_of(module).items():
+                if dim == cut.params["weight"].dim:
+                    self._put(module, name, cut.params["weight"].length(self.ranks.rank))
+
+    def _param(self, module: nn.Module, name: str, of: ParamCut, path: str) -> None:
+        param = module._parameters[name]
+        assert param is not None
+        label = f"'{path}.{name}'"
+        if id(param) in self._done:
+            if self._done[id(param)] != of:
+                raise ConfigError(f"[tensor_parallel] {label} is shared by modules that are cut in different ways")
+            return
+        self._whole(param)
+        with torch.no_grad():
+            if not param.is_meta:
+                value = param.detach().contiguous()
+                self._group.broadcast(value, 0, f"value of {label} before it is cut")
+                param.data = of.take(value, self.ranks.rank)
+            else:
+                param.data = param.data.new_empty(of.shape(self.ranks.rank))
+        param.grad = None
+        self._done[id(param)] = of
+        self._mark(param, "tensor_model_parallel", True)
+        self._undo.append(functools.partial(self._join, param, of, label))
+        self._hold(module, name, param)
+
+    def _join(self, param: nn.Parameter, of: ParamCut, label: str) -> None:
+        param.grad = None
+        if param.is_meta:
+            param.data = param.data.new_empty(of.sizes)
+        else:
+            param.data = of.gather(param.data, self._group, f"value of {label} as it was")
+
+    # ---------------------------------------------------------------- what follows
+
+    def _attention(self, path: str, columns: dict[str, ParamCut], decided: set[str]) -> None:
+        module = self._model.get_submodule(path)
+        attention = attention_of(path, module, columns)
+        if attention is None:
+            return
+        rank = self.ranks.rank
+        found = follow(attention, rank, decided, self._plan.is_left_whole)
+        for owner, name, value in found.attributes:
+            self._put(owner, name, value)
+        for name, of in found.embeddings:
+            child_cut = ModuleCut(f"{path}.{name}", "embedding", self.ranks, {"weight": of}, "heads")
+            self._become(module.get_submodule(name), _modules._Embedded, child_cut)
+        if found.params:
+            self._put(module, _EXTRA, dict(found.params))
+            for name, of in found.params:
+                self._param(module, name, of, path)
+        if found.slices_bias:
+            handle = module.register_forward_pre_hook(SliceBias(attention, rank), with_kwargs=True)
+            self._undo.append(handle.remove)
+        self._plan.add_notes(path, attention, found)
+
+    def _sum(self, path: str, module: nn.Module) -> None:
+        for name, param in module.named_parameters(recurse=False):
+            handle = param.register_hook(_Sum(self.ranks, f"gradient of '{path}.{name}'"))
+            self._undo.append(handle.remove)
+            self._mark(param, _SUMMED, True)
+
+    def _vocabulary_loss(self, head: ModuleCut) -> bool:
+        """The model takes its loss over slices of the logits from now on; False where it does not look for one."""
+        if "loss_function" not in dir(type(self._model)):
+            return False
+        weight = head.params["weight"]
+        before = vars(self._model).get("_loss_function")
+        loss = VocabularyLoss(self.ranks, head.begin(), weight.sizes[weight.dim])
+        self._model.loss_function = loss  # type: ignore[assignment]
+
+        def restore() -> None:
+            vars(self._model).pop("_loss_function", None)
+            if before is not None:
+                vars(self._model)["_loss_function"] = before
+
+        self._undo.append(restore)
+        return True
+
+    # ---------------------------------------------------------------- undoing
+
+    def _put(self, owner: Any, name: str, value: Any) -> None:
+        attributes = vars(owner)
+        missing = object()
+        before = attributes.get(name, missing)
+        attributes[name] = value
+
+        def restore() -> None:
+            if before is missing:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = before
+
+        self._undo.append(restore)
+
+    def _mark(self, param: nn.Parameter, name: str, value: Any) -> None:
+        setattr(param, name, value)
+        self._undo.append(lambda: vars(param).pop(name, None))
+
+
+class _Sum:
+    """A hook of a parameter: its gradient is the sum over the group."""
+
+    def __init__(self, ranks: Ranks, label: str) -> None:
+        self._ranks = ranks
+        self._label = label
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _core.reduce_from_ranks(grad, self._ranks.group, self._label)
+        return out
+
+
+class VocabularyLoss:
+    """The loss of a causal language model of Transformers, over logits of which this rank has a slice."""
+
+    def __init__(self, ranks: Ranks, begin: int, vocabulary: int) -> None:
+        self._ranks = ranks
+        self._begin = begin
+        self._vocabulary = vocabulary
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        target = shift_labels.to(logits.device).contiguous()
+        losses: torch.Tensor = _core.vocab_cross_entropy(
+            logits, target, self._begin, self._vocabulary, self._ranks.group, ignore_index
+        )
+        count = (target != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return losses.sum() / count
+
+
+def _check_embedding(module: nn.Embedding, path: str) -> None:
+    used = {"max_norm": module.max_norm, "scale_grad_by_freq": module.scale_grad_by_freq, "sparse": module.sparse}
+    if given := [name for name, value in used.items() if value]:
+        raise ConfigError(f"[tensor_parallel] {path}: an embedding with {', '.join(given)} cannot be cut")
+
+
+def ranks_of(model: nn.Module) -> Ranks:
+    """Of a model that is cut."""
+    found = next((cut.ranks for module in model.modules() if (cut := cut_of(module)) is not None), None)
+    if found is None:
+        raise ConfigError("[tensor_parallel] the model is not cut; call tessera.parallel.shard_model() first")
+    return found
+
+
+def bind(model: nn.Module, group: _core.Group) -> Ranks:
+    """A model that is cut gets `group` for its collectives."""
+    ranks = ranks_of(model)
+    if (ranks.rank, ranks.size) != (group.rank, group.size):
+        raise ConfigError(
+            f"[tensor_parallel] the model is cut already, as rank {ranks.rank} of {ranks.size}; here is rank "
+            f"{group.rank} of {group.size}: use the mesh that it was cut for, or build it anew"
+        )
+    ranks.bind(group)
+    return ranks

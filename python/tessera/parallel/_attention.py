@@ -1,0 +1,179 @@
+"""What of an attention module has to follow when its projections are cut by heads.
+
+Note [Attention that is cut]
+  Between the column-parallel projections and the row-parallel one a rank computes with its heads only. So in such a
+  module what its code reads of the configuration gets this rank's numbers, tensors with an entry for each head are
+  cut, and what the model hands in for all heads (ALiBi) is sliced. The plan
+  knows of its attributes, of norms of single heads and of keys that heads share. A parameter that is none of these is
+  an error: its gradient would be wrong in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tessera.errors import ConfigError
+from tessera.parallel._cuts import ParamCut, Range
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_query_heads", "heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_multi_query_groups_per_partition")
+_WHOLE = (
+    "q_a_proj",
+    "q_a_layernorm",
+    "kv_a_proj_with_mqa",
+    "kv_a_layernorm",
+)  # of low-rank projections, before the cut
+_QUERIES = ("q_proj", "q", "query", "q_b_proj", "wq", "q_lin")
+
+
+@dataclasses.dataclass
+class Attention:
+    """A module whose direct children are column-parallel by heads. `columns`: those, by their names."""
+
+    path: str
+    module: nn.Module
+    heads: int  # of the whole
+    mine: list[Range]  # [rank]: its heads
+    columns: dict[str, ParamCut]
+
+    def local_heads(self, rank: int) -> int:
+        return self.mine[rank][1] - self.mine[rank][0]
+
+
+@dataclasses.dataclass
+class Follow:
+    """What follows. Paths are within the module."""
+
+    attributes: list[tuple[nn.Module, str, Any]] = dataclasses.field(default_factory=list)
+    embeddings: list[tuple[str, ParamCut]] = dataclasses.field(default_factory=list)  # of each head, this rank's
+    params: list[tuple[str, ParamCut]] = dataclasses.field(default_factory=list)  # directly of the module
+    slices_bias: bool = False  # what is handed in for all heads
+
+
+def heads_of(module: nn.Module) -> int:
+    """As its attributes say; 0 for what is no attention module."""
+    config = getattr(module, "config", None)
+    for owner, names in ((module, _HEADS), (config, _HEADS[1:4])):
+        if owner is config and "ttention" not in type(module).__name__:
+            break
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return 0
+
+
+def attention_of(path: str, module: nn.Module, columns: dict[str, ParamCut]) -> Attention | None:
+    heads = heads_of(module)
+    if heads == 0 or not columns:
+        return None
+    query = next((columns[name] for name in _QUERIES if name in columns), next(iter(columns.values())))
+    rows = query.sizes[query.dim]
+    mine, at = [], 0
+    for rank in range(len(query.ranges)):
+        held = query.length(rank) * heads
+        if rows % heads or held % rows:
+            raise ConfigError(
+                f"[tensor_parallel] {path}: {heads} heads in {rows} rows of its projections cannot be cut so that rank "
+                f"{rank} has {query.length(rank)} rows; give this module a rule in tensor_parallel.partition_config"
+            )
+        mine.append((at, at + held // rows))
+        at += held // rows
+    return Attention(path, module, heads, mine, columns)
+
+
+def follow(attention: Attention, rank: int, decided: set[str], explicit: Callable[[str], bool]) -> Follow:
+    """`decided`: names of children that the plan takes care of; `explicit`: a rule leaves this weight whole."""
+    result = Follow(_local_config(attention, attention.local_heads(rank)))
+    module = attention.module
+    for name, param in module._parameters.items():
+        if param is None:
+            continue
+        if param.dim() == 0 or param.size(0) != attention.heads:
+            raise _unknown(attention, name, param)
+        result.params.append((name, ParamCut(tuple(param.shape), 0, tuple((mine,) for mine in attention.mine))))
+    for name, child in module.named_children():
+        if name in decided or explicit(f"{attention.path}.{name}.weight") or next(child.parameters(), None) is None:
+            continue
+        if isinstance(child, nn.Embedding) and child.embedding_dim == attention.heads:
+            ranges = tuple((mine,) for mine in attention.mine)
+            result.embeddings.append((name, ParamCut(tuple(child.weight.shape), 1, ranges)))
+        elif name not in _WHOLE:
+            raise _unknown(attention, name, next(child.parameters()))
+    result.slices_bias = not {"alibi", "position_bias"}.isdisjoint(inspect.signature(type(module).forward).parameters)
+    return result
+
+
+def _unknown(attention: Attention, name: str, param: torch.Tensor) -> ConfigError:
+    return ConfigError(
+        f"[tensor_parallel] {attention.path}.{name} ({'x'.join(map(str, param.shape))}): the heads around it are cut "
+        f"({attention.heads} over {len(attention.mine)} ranks), and it is not known whether it belongs to one head; "
+        "give it, or the projections around it, a rule with partition_type skip in tensor_parallel.partition_config"
+    )
+
+
+def _local_config(attention: Attention, local: int) -> list[tuple[nn.Module, str, Any]]:
+    """What its code reads of its configuration. (Attributes of its own are the plan's.)"""
+    module = attention.module
+    config, read = getattr(module, "config", None), _names_read(type(module))
+    known = [n for n in (*_HEADS, *_KV_HEADS) if n in read and isinstance(getattr(config, n, None), int)]
+    if "config" not in read or not known:
+        return []
+    numbers = {n: getattr(config, n) * local // attention.heads for n in known}
+    return [(module, "config", LocalConfig(config, numbers))]
+
+
+def _names_read(cls: type) -> set[str]:
+    """Attributes that the methods of a class name, without its construction."""
+    functions = [inspect.unwrap(f) for f in vars(cls).values() if inspect.isfunction(f) and f.__name__ != "__init__"]
+    return {name for function in functions for name in function.__code__.co_names}
+
+
+class LocalConfig:
+    """A configuration with this rank's numbers of heads."""
+
+    def __init__(self, whole: Any, local: dict[str, int]) -> None:
+        vars(self).update(_whole=whole, _local=local)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_local" not in vars(self):
+            raise AttributeError(name)
+        return self._local[name] if name in self._local else getattr(self._whole, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._whole, name, value)
+
+
+class SliceBias:
+    """A forward pre-hook: of what is handed in for all heads this rank's part."""
+
+    def __init__(self, attention: Attention, rank: int) -> None:
+        self._heads = attention.heads
+        self._mine = attention.mine[rank]
+        self._names = list(inspect.signature(type(attention.module).forward).parameters)[1:]
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = dict(zip(self._names, args, strict=False))
+        for name in ("alibi", "position_bias"):
+            value = kwargs.get(name, given.get(name))
+            if not isinstance(value, torch.Tensor):
+                continue
+            kwargs = {**kwargs, name: self._slice(value)}
+            if name in given:
+                at = self._names.index(name)
+                args = (*args[:at], kwargs.pop(name), *args[at + 1 :])
+        return args, kwargs
+
+    def _slice(self, bias: torch.Tensor) -> torch.Tensor:
+        """[..., heads, x, y], or [batch * heads, x, y]; what has other sizes is this rank's already."""
+        begin, end = self._mine
+        if bias.dim() < 3 or bias.size(-3) % self._heads:
+            return bias
+        parts = bias.unflatten(-3, (-1, self._heads)).narrow(-3, begin, end - begin)
+        return parts.flatten(-4, -3)

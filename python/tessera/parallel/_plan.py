@@ -1,0 +1,138 @@
+"""Which modules of a model are cut, how, and why. Pure: nothing is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from tessera import _core
+from tessera.errors import ConfigError
+from tessera.parallel._rules import Rules, facts_of, rules_for
+
+if TYPE_CHECKING:
+    from tessera.parallel._attention import Attention, Follow
+
+# Modules that use the weights of their children without calling them: these stay whole.
+_OWN_USE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+@dataclasses.dataclass
+class ParallelPlan:
+    """How a model is cut over `size` ranks; str() is a table, and one line for each kind of block of what follows."""
+
+    core: _core.Plan
+    size: int
+    source: str  # of the rules
+    skipped: list[str]  # names of weights that a rule leaves whole
+    vocab_parallel: bool = False
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)  # by what is noted: the first module it is true of
+
+    def __str__(self) -> str:
+        lines = [f"tensor parallel over {self.size} ranks, rules: {self.source}", self.core.text().rstrip("\n")]
+        lines += [f"{path}: {note}" for note, path in self.notes.items()]
+        return "\n".join(lines)
+
+    def is_left_whole(self, name: str) -> bool:
+        """A rule of the user's says so."""
+        return name in self.skipped
+
+    def add_notes(self, path: str, attention: Attention, found: Follow) -> None:
+        heads = [end - begin for begin, end in attention.mine]
+        self._note(path, f"{attention.heads} heads are {heads} by rank")
+        for name, _ in (*found.embeddings, *found.params):
+            self._note(path, f"{name}: cut by heads")
+        if found.slices_bias:
+            self._note(path, "biases that come in for all heads are sliced")
+
+    def _note(self, path: str, text: str) -> None:
+        self.notes.setdefault(text, path)
+
+
+def make_plan(model: nn.Module, config: _core.Config, size: int) -> ParallelPlan:
+    """ConfigError, naming modules, numbers and keys, for what cannot be cut."""
+    rules = rules_for(model, config, size)
+    options = _core.PlanOptions()
+    options.size = size
+    options.rules = rules.rules
+    options.strict = rules.strict
+    options.grain = config.get("tensor_parallel.tp.tp_grain_size")
+    options.embedding_dim = rules.embedding_dim
+    options.head_names = list(rules.head_names)
+    options.vocab_parallel = bool(config.get("tensor_parallel.vocab_parallel_lm_head"))
+    modules = list(_modules(model))
+    core = _core.make_plan(modules, facts_of(model), options)
+    skipped = [
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if module._parameters.get("weight") is not None and _skipped(f"{path}.weight", rules)
+    ]
+    return ParallelPlan(core, size, rules.source, skipped, options.vocab_parallel)
+
+
+def _skipped(name: str, rules: Rules) -> bool:
+    first = next((rule for rule in rules.rules if rule.matches(name)), None)
+    return first is not None and first.partition == _core.Partition.Skip
+
+
+def _modules(model: nn.Module) -> Iterator[_core.PlanModule]:
+    names = set(_core.width_names())
+    for path, module in model.named_modules():
+        kind, weight = _kind(module), module._parameters.get("weight")
+        if kind in (_core.ModuleKind.Linear, _core.ModuleKind.Conv1D, _core.ModuleKind.Other):
+            if _used_by_parent(model, path):
+                kind, weight = _core.ModuleKind.Other, None
+            elif kind == _core.ModuleKind.Linear and weight is None:
+                raise ConfigError(
+                    f"[tensor_parallel] {path}: its weight is no parameter of its own (a parametrization?), so it "
+                    "cannot be cut"
+                )
+        bias = module._parameters.get("bias")
+        attributes = {n: v for n, v in vars(module).items() if n in names and type(v) is int}
+        common = (path, type(module).__name__, kind)
+        if kind == _core.ModuleKind.Experts:
+            for param in _EXPERTS:
+                value = module._parameters[param]
+                assert value is not None
+                yield _core.PlanModule(
+                    *common, list(value.shape), _bias_of(module, param), id(value), param, attributes
+                )
+        elif weight is None:
+            yield _core.PlanModule(*common, attributes=attributes)
+        else:
+            elements = 0 if bias is None else bias.numel()
+            yield _core.PlanModule(*common, list(weight.shape), elements, id(weight), attributes=attributes)
+
+
+_EXPERTS = ("gate_up_proj", "down_proj")
+
+
+def _bias_of(module: nn.Module, param: str) -> int:
+    bias = module._parameters.get(f"{param}_bias")
+    return 0 if bias is None else bias.numel()
+
+
+def _kind(module: nn.Module) -> _core.ModuleKind:
+    kinds = _core.ModuleKind
+    if isinstance(module, nn.Linear):
+        return kinds.Linear
+    if isinstance(module, nn.Embedding):
+        return kinds.Embedding
+    if isinstance(module, nn.ModuleList):
+        return kinds.List
+    if all((p := module._parameters.get(name)) is not None and p.dim() == 3 for name in _EXPERTS):
+        return kinds.Experts
+    name = type(module).__name__
+    if name == "Conv1D":
+        return kinds.Conv1D
+    return kinds.Norm if "norm" in name.lower() else kinds.Other
+
+
+def _used_by_parent(model: nn.Module, path: str) -> bool:
+    while path:
+        path = path.rpartition(".")[0]
+        if isinstance(model.get_submodule(path), _OWN_USE):
+            return True
+    return False

@@ -1,0 +1,78 @@
+"""tp_model_init: tensor parallelism that is asked for before the engine is built. It is noted on the model, and the
+next tessera.initialize of that model takes the note off."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from tessera import _core
+from tessera._config import dtype_at
+from tessera.errors import ConfigError
+
+_RECORD = "_tessera_tp_model_init"  # of models: Record
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    size: int
+    dtype: torch.dtype
+    group: Any = None  # of torch: the ranks that hold slices of one model
+
+
+def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
+    """Asks for `tp_size` slices of `model`; returns it unchanged. `config` is that of tessera.initialize, which is
+    where it counts: what is asked for here fills its gaps, and a contradiction is a ConfigError. `tp_group`: the ranks
+    that hold the other slices."""
+    group = kwargs.pop("tp_group", None)
+    if kwargs:
+        raise ConfigError(f"[tp_model_init] unknown: {', '.join(kwargs)}")
+    if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
+        raise ConfigError(f"[tp_model_init] tp_size must be an integer of 1 or more, got {tp_size!r}")
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"[tp_model_init] dtype must be a torch.dtype, got {dtype!r}")
+    if group is not None and _size(group) != tp_size:
+        raise ConfigError(f"[tp_model_init] tp_group has {_size(group)} ranks, tp_size is {tp_size}")
+    record = Record(tp_size, dtype, group)
+    before = vars(model).get(_RECORD)
+    if before is not None and (
+        (before.size, before.dtype, _size(before.group)) != (record.size, record.dtype, _size(record.group))
+    ):
+        raise ConfigError(f"[tp_model_init] Conflicting tp_model_init of one model: {before}, then {record}")
+    vars(model)[_RECORD] = record
+    return model
+
+
+def _size(group: Any) -> int:
+    return 0 if group is None else int(group.size() if callable(group.size) else group.size)
+
+
+def take_record(model: nn.Module, config: _core.Config, mpu: Any) -> Record | None:
+    """What was asked for, checked against the configuration; it is gone from the model afterwards."""
+    record: Record | None = vars(model).get(_RECORD)
+    if record is None:
+        return None
+    if record.group is not None and mpu is not None:
+        raise ConfigError("[initialize] tp_model_init provided tp_group, and mpu is given too; pass one of them")
+    for key, off in (("autotp_size", (0,)), ("tp.tp_size", (1,))):
+        value = config.get(f"tensor_parallel.{key}")
+        if value != record.size and value not in off:
+            raise ConfigError(
+                f"[initialize] Conflicting tensor_parallel.{key}: the configuration says {value}, tp_model_init said "
+                f"{record.size}"
+            )
+    for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if config.get(f"{section}.enabled") and record.dtype != dtype:
+            raise ConfigError(
+                f"[initialize] Conflicting dtype: {section}.enabled, but tp_model_init said {record.dtype}"
+            )
+    if "tensor_parallel.dtype" in config.given and dtype_at(config, "tensor_parallel.dtype") != record.dtype:
+        raise ConfigError(
+            f"[initialize] Conflicting dtype: tensor_parallel.dtype is {config.get('tensor_parallel.dtype')}, but "
+            f"tp_model_init said {record.dtype}"
+        )
+    del vars(model)[_RECORD]
+    return record

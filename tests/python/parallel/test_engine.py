@@ -1,0 +1,378 @@
+"""Engines of models that are cut: every stage and precision, state dicts, checkpoints, what is given and taken back."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import assert_close, config, run_mesh
+from tessera.parallel import ColumnLinear, RowLinear
+from test_models import assert_near, assert_same, compare, settings, train, train_plain
+from tiny_models import LLAMA, MODELS, of, text
+from torch import nn
+
+import tessera
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+
+
+def llama() -> nn.Module:
+    return MODELS["llama, preset"][0]()
+
+
+def adam(tp: int, stage: int = 0, **more: Any) -> dict[str, Any]:
+    return settings(tp, {}, stage=stage, **more) | {"optimizer": ADAM}
+
+
+def on_mesh(model: nn.Module, cfg: dict[str, Any], body: Any, tp: int = 2, dp: int = 1, **kwargs: Any) -> list[Any]:
+    copies = [copy.deepcopy(model) for _ in range(tp * dp)]
+
+    def run(rank: int, mesh: tessera.Mesh) -> Any:
+        engine = tessera.Engine(copies[rank], cfg, group=mesh, **kwargs)
+        try:
+            return body(engine, rank)
+        finally:
+            engine.destroy()
+
+    return run_mesh(run, dp=dp, tp=tp)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_with_two_batches(stage: int) -> None:
+    compare("llama", tp=2, dp=2, stage=stage)
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "bf16 states": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_precisions_follow_the_whole_model(precision: str, stage: int) -> None:
+    batches = [text(0), text(1), text(2)]
+    body = lambda engine, rank: train(engine, batches)  # noqa: E731
+    more = PRECISIONS[precision]
+    want = on_mesh(llama(), adam(1, stage, **more), body, tp=1)[0]
+    for got in on_mesh(llama(), adam(2, stage, **more), body):
+        torch.testing.assert_close(got["losses"], want["losses"], rtol=2e-2, atol=0)
+        torch.testing.assert_close(got["norms"], want["norms"], rtol=5e-2, atol=0)
+        assert_close(got["weights"], want["weights"], bf16=True)
+
+
+def test_accumulation_and_direct_backward_of_several_losses() -> None:
+    model = llama()
+    plain = copy.deepcopy(model)
+    (plain(**text(0)).loss / 2 + plain(**text(1)).loss / 2).backward()
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        for step in range(2):
+            engine(**text(step)).loss.backward()
+            if step == 0:
+                engine.step()
+        return {n: tessera.state.get_full_grad(engine, p) for n, p in engine.module.named_parameters()}
+
+    for grads in on_mesh(model, adam(2, stage=2, accumulation=2), body):
+        for name, param in plain.named_parameters():
+            assert_near(name, grads[name], param.grad, 1e-5, 1e-2)
+
+
+@pytest.mark.parametrize("how", ["checkpointing", "compile"])
+def test_blocks_that_are_replayed_or_compiled(how: str) -> None:
+    model = llama().train()
+    batches = [text(0), text(1)]
+    want = train_plain(copy.deepcopy(model), [[b] for b in batches])
+    if how == "checkpointing":
+        model.gradient_checkpointing_enable()
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        if how == "compile":
+            for layer in engine.module.model.layers:
+                layer.compile(backend="eager")
+        return train(engine, batches)
+
+    cfg = settings(2, {}, stage=3)
+    if how == "compile":  # dynamo is not for several threads
+        cfg = settings(2, {})
+    for got in on_mesh(model, cfg, body):
+        assert_same(got, want)
+
+
+def test_modules_keep_their_identity_and_are_recognizable() -> None:
+    model = of("Llama", LLAMA)()
+    before = dict(model.named_modules())
+
+    def body(engine: tessera.Engine, rank: int) -> None:
+        q = engine.module.model.layers[0].self_attn.q_proj
+        o = engine.module.model.layers[0].self_attn.o_proj
+        assert isinstance(q, ColumnLinear) and isinstance(o, RowLinear) and isinstance(o, nn.Linear)
+        assert (q.in_features, q.out_features, o.in_features, o.out_features) == (32, 16, 16, 32)
+        assert q.weight.shape == (16, 32) and tessera.parallel.is_model_parallel_parameter(q.weight)
+        assert not tessera.parallel.is_model_parallel_parameter(engine.module.model.norm.weight)
+        assert "column of (32, 32), rank" in repr(q)
+        assert "self_attn.q_proj" in str(engine.parallel_plan())
+        copied = copy.deepcopy(engine.module)
+        torch.testing.assert_close(copied(**text(0)).loss, engine(**text(0)).loss)
+
+    on_mesh(model, adam(2), body)
+    assert before.keys() == dict(model.named_modules()).keys()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_state_dicts_are_whole_and_may_be_loaded(stage: int, tmp_path: Path) -> None:
+    model = of("Llama", LLAMA, tie_word_embeddings=True)()
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def body(engine: tessera.Engine, rank: int) -> None:
+        state = engine.module_state_dict()
+        assert_close(state, want)
+        changed = {name: value + 1 for name, value in state.items()}
+        engine.load_module_state_dict(changed)
+        assert_close(engine.module_state_dict(), changed)
+        engine.load_module_state_dict(state)
+        engine.save_16bit_model(str(tmp_path))
+
+    cfg = adam(2, stage)
+    cfg["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    on_mesh(model, cfg, body, dp=2)
+    assert_close(torch.load(tmp_path / "pytorch_model.bin"), want)
+
+
+def test_checkpoints_load_at_other_sizes(tmp_path: Path) -> None:
+    model = llama()
+
+    def states(engine: tessera.Engine) -> dict[str, Any]:
+        found = {}
+        for name, param in engine.module.named_parameters():
+            found[name] = tessera.state.get_full_fp32_param(engine, param).clone()
+            found[f"{name} exp_avg"] = tessera.state.get_full_optimizer_state(engine, param, "exp_avg").clone()
+        return found
+
+    def stage_of(number: int) -> int:
+        return (2, 3, 1)[number]
+
+    last: dict[str, Any] = {}
+    for number, (tp, dp) in enumerate([(2, 2), (1, 2), (4, 1)]):
+
+        def body(engine: tessera.Engine, rank: int, number: int = number, last: dict[str, Any] = last) -> Any:
+            if number:
+                engine.load_checkpoint(str(tmp_path))
+                assert engine.global_steps == number
+                for name, value in states(engine).items():
+                    assert value.equal(last[name]), name
+            engine(**text(number)).loss.backward()
+            engine.step()
+            engine.save_checkpoint(str(tmp_path))
+            return states(engine)
+
+        heads_of_four = of("Llama", LLAMA)() if number == 0 else None
+        if heads_of_four is not None:
+            model = heads_of_four
+        last = on_mesh(model, adam(tp, stage_of(number)), body, tp=tp, dp=dp)[0]
+
+
+def test_a_failure_gives_the_model_back_whole() -> None:
+    model = llama()
+    want = copy.deepcopy(model)
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def policy(_: nn.Module) -> dict[str, str]:
+        raise ArithmeticError("a policy that fails")
+
+    def body(rank: int, mesh: tessera.Mesh) -> None:
+        with pytest.raises(ArithmeticError):
+            tessera.Engine(copies[rank], adam(2), group=mesh, unit_policy=policy)
+
+    run_mesh(body, tp=2)
+    for copied in copies:
+        assert type(copied.model.layers[0].self_attn.q_proj) is nn.Linear
+        assert copied.model.layers[0].self_attn.q_proj.out_features == 32
+        assert_close(dict(copied.named_parameters()), dict(want.named_parameters()))
+        torch.testing.assert_close(copied(**text(0)).loss, want(**text(0)).loss)
+        assert not any(hasattr(p, "tensor_model_parallel") for p in copied.parameters())
+
+
+def test_a_model_that_is_cut_gets_another_engine() -> None:
+    copies = [llama() for _ in range(2)]
+
+    def body(rank: int, mesh: tessera.Mesh) -> list[float]:
+        losses = []
+        for stage in (1, 3):
+            engine = tessera.Engine(copies[rank], adam(2, stage), group=mesh)
+            losses.append(engine(**text(0)).loss.item())
+            engine.destroy()
+        return losses
+
+    for first, second in run_mesh(body, tp=2):
+        assert abs(first - second) < 1e-6
+    with pytest.raises(ValueError, match="the model is cut already, as rank 0 of 2; here is rank 0 of 1"):
+        tessera.Engine(copies[0], adam(1))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_clients_optimizer_and_its_states_are_cut_too(stage: int) -> None:
+    model = llama()
+    start = copy.deepcopy(model)
+    plain = torch.optim.AdamW(start.parameters(), lr=1e-2)
+    start(**text(0)).loss.backward()
+    plain.step()
+    plain.zero_grad()
+    copies = [copy.deepcopy(start) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(c.parameters(), lr=1e-2) for c in copies]
+    for optimizer in optimizers:
+        optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    start(**text(1)).loss.backward()
+    plain.step()
+
+    def body(rank: int, mesh: tessera.Mesh) -> Any:
+        cfg = adam(2, stage)
+        del cfg["optimizer"]
+        cfg["gradient_clipping"] = 0.0
+        engine = tessera.Engine(copies[rank], cfg, group=mesh, optimizer=optimizers[rank])
+        engine(**text(1)).loss.backward()
+        engine.step()
+        found = {n: tessera.state.get_full_fp32_param(engine, p).clone() for n, p in engine.module.named_parameters()}
+        engine.destroy()
+        return found
+
+    for found in run_mesh(body, tp=2):
+        for name, param in start.named_parameters():
+            assert_near(name, found[name], param.detach(), 1e-4)
+
+
+def test_frozen_parameters_are_cut_and_shared_as_well() -> None:
+    model = llama()
+    model.model.layers[0].requires_grad_(False)
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def body(engine: tessera.Engine, rank: int) -> None:
+        assert_close(engine.module_state_dict(), want)
+        engine(**text(0)).loss.backward()
+        engine.step()
+        frozen = {n: v for n, v in engine.module_state_dict().items() if ".layers.0." in n}
+        assert_close(frozen, {n: want[n] for n in frozen})
+
+    on_mesh(model, adam(2, 1), body, dp=2)
+
+
+# ---------------------------------------------------------------- models that are whole nowhere
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_models_that_zero_init_builds(stage: int) -> None:
+    batches = [text(0), text(1), text(2)]
+    want = train_plain(of("Llama", LLAMA)().train(), [[b] for b in batches])
+    cfg = settings(2, {"preset_model": "llama"}, stage=stage)
+    whole = of("Llama", LLAMA)().state_dict()
+
+    def body(rank: int, mesh: tessera.Mesh) -> Any:
+        with tessera.zero.Init(config_dict_or_path=cfg, data_parallel_group=mesh.group([tessera._core.Axis.Tp])):
+            model = tessera_llama()
+        with tessera.zero.GatheredParameters(model.parameters(), modifier_rank=0):
+            if rank == 0:
+                model.load_state_dict(whole)
+        engine = tessera.Engine(model, cfg, group=mesh)
+        try:
+            return train(engine, batches)
+        finally:
+            engine.destroy()
+
+    for got in run_mesh(body, tp=2):
+        assert_same(got, want)
+
+
+def tessera_llama() -> nn.Module:
+    import transformers
+
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+
+
+def test_models_of_the_meta_device_are_filled_slice_by_slice(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = MODELS["chatglm"][0]()
+    half = {n: v.clone() for n, v in list(model.state_dict().items())[:9]}
+    save_file(half, str(tmp_path / "a.safetensors"))
+    save_file({n: v.clone() for n, v in model.state_dict().items() if n not in half}, str(tmp_path / "b.safetensors"))
+    want = train_plain(copy.deepcopy(model), [[text(0)], [text(1)]])
+    cfg = settings(2, {"preset_model": "chatglm"}, stage=2)
+
+    def body(rank: int, mesh: tessera.Mesh) -> Any:
+        with torch.device("meta"):
+            meta = type(model)()
+        plan = tessera.parallel.shard_model(meta, cfg, group=mesh.group(tessera._core.Axis.Tp))
+        assert plan.size == 2 and meta.layers[0].mlp.dense_h_to_4h.weight.shape == (48, 32)
+        assert tessera.parallel.load_slices(meta, tmp_path) == []
+        with pytest.raises(ValueError, match=r"no file has .*layers.1.mlp.dense_4h_to_h.bias"):
+            tessera.parallel.load_slices(meta, tmp_path / "a.safetensors")
+        engine = tessera.Engine(meta, cfg, group=mesh)
+        try:
+            return train(engine, [text(0), text(1)])
+        finally:
+            engine.destroy()
+
+    for got in run_mesh(body, tp=2):
+        assert_same(got, want)
+
+
+# ---------------------------------------------------------------- wrong use
+
+
+def test_ranks_with_different_data_are_told() -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        with pytest.raises(AssertionError, match="Data inconsistency within the TP group: labels of the first forward"):
+            batch = text(0)
+            engine(input_ids=batch["input_ids"], labels=batch["labels"] + rank)
+        engine(**text(0))
+        engine(**text(1 + rank))  # once is enough
+
+    on_mesh(llama(), adam(2), body)
+
+
+@pytest.mark.parametrize(
+    ("rules", "model", "message"),
+    [
+        ({"preset_model": "bloom"}, "llama", "match"),
+        ({}, "gpt2", "gpt2"),
+    ],
+)
+def test_what_cannot_be_cut_says_so(rules: dict[str, Any], model: str, message: str) -> None:
+    make = llama if model == "llama" else of("GPT2", {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4})
+
+    def body(rank: int, mesh: tessera.Mesh) -> None:
+        with pytest.raises((ValueError, AssertionError), match=message):
+            tessera.Engine(make(), settings(2, rules), group=mesh)
+
+    run_mesh(body, tp=2)
+
+
+def test_a_mesh_that_is_not_the_world() -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel.autotp_size 2 does not divide the 1 ranks"):
+        tessera.Engine(llama(), adam(2))
+
+
+def test_tp_model_init_fills_gaps_and_is_used_once() -> None:
+    model = llama()
+    assert tessera.parallel.tp_model_init(model, 2, torch.float32) is model
+    tessera.parallel.tp_model_init(model, 2, torch.float32, config={})
+    with pytest.raises(ValueError, match="Conflicting tp_model_init"):
+        tessera.parallel.tp_model_init(model, 4, torch.float32)
+    for cfg, message in (
+        (adam(4), "Conflicting tensor_parallel.autotp_size"),
+        (adam(1, bf16=True), "Conflicting dtype"),
+        (settings(1, {"dtype": "bf16"}), "Conflicting dtype: tensor_parallel.dtype"),
+    ):
+        cfg["tensor_parallel"].pop("autotp_size") if cfg["tensor_parallel"]["autotp_size"] == 1 else None
+        with pytest.raises(ValueError, match=message):
+            tessera.initialize(model=model, config=cfg)
+    with pytest.raises(ValueError, match="autotp_size 2 does not divide the 1 ranks"):
+        tessera.initialize(model=model, config=config())
+    tessera.initialize(model=model, config=config())[0].destroy()  # the note is gone
+    with pytest.raises(ValueError, match="tp_group has 3 ranks, tp_size is 2"):
+        tessera.parallel.tp_model_init(model, 2, torch.float32, tp_group=tessera.thread_groups(3)[0])

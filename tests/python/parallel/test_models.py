@@ -1,0 +1,128 @@
+"""Models that are cut over ranks compute what the whole ones do: outputs, gradients, norms and weights after steps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support import config, run_mesh
+from tiny_models import MODELS, Batch
+from torch import nn
+
+import tessera
+
+STEPS = 3
+CLIP = 0.5
+LR = 0.05
+
+
+def settings(tp: int, tensor_parallel: dict[str, Any], **more: Any) -> dict[str, Any]:
+    cfg = config(**more)
+    cfg["tensor_parallel"] = {"autotp_size": tp, **tensor_parallel}
+    cfg["gradient_clipping"] = CLIP
+    cfg["optimizer"] = {"type": "SGD", "params": {"lr": LR}}
+    return cfg
+
+
+def train_plain(model: nn.Module, batches: list[list[Batch]]) -> dict[str, Any]:
+    """`batches[step][data-parallel rank]`."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step, parts in enumerate(batches):
+        optimizer.zero_grad()
+        outputs = [model(**part) for part in parts]
+        loss = sum(output.loss for output in outputs) / len(parts)
+        loss.backward()
+        if step == 0:
+            found["logits"] = outputs[0].logits.detach()
+            found["grads"] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        found["losses"].append(loss.item())
+        found["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+    found["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return found
+
+
+def train(engine: tessera.Engine, batches: list[Batch]) -> dict[str, Any]:
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step, batch in enumerate(batches):
+        output = engine(**batch)
+        output.loss.backward()
+        if step == 0:
+            found["logits"] = output.logits.detach()
+            found["grads"] = {
+                n: _full(tessera.state.get_full_grad(engine, p)) for n, p in named(engine) if p.requires_grad
+            }
+        engine.step()
+        found["losses"].append(output.loss.item())
+        found["norms"].append(engine.get_global_grad_norm())
+    found["weights"] = {
+        n: _full(tessera.state.get_full_fp32_param(engine, p)) for n, p in named(engine) if p.requires_grad
+    }
+    return found
+
+
+def _full(value: torch.Tensor | None) -> Any:
+    return None if value is None else value.clone()
+
+
+def named(engine: tessera.Engine) -> list[tuple[str, nn.Parameter]]:
+    return list(engine.module.named_parameters())
+
+
+def assert_same(got: dict[str, Any], want: dict[str, Any], tolerance: float = 1e-5, logits: bool = True) -> None:
+    torch.testing.assert_close(torch.tensor(got["norms"]), torch.tensor(want["norms"]), rtol=10 * tolerance, atol=1e-7)
+    if logits:
+        assert_near("logits", got["logits"], want["logits"], tolerance)
+    for name, value in want["grads"].items():
+        assert_near(f"gradient of {name}", got["grads"][name], value, tolerance, 1e-2)
+    for name, value in want["weights"].items():
+        if name in got["weights"]:
+            assert_near(name, got["weights"][name], value, tolerance)
+
+
+def assert_near(name: str, got: torch.Tensor, want: torch.Tensor, tolerance: float, floor: float = 1e-1) -> None:
+    """Relative to the largest element; `floor`: below it errors count as of that."""
+    error = (got - want).abs().max().item() / max(want.abs().max().item(), floor)
+    assert got.shape == want.shape and error < tolerance, f"{name}: {error:.1e}"
+
+
+def compare(name: str, tp: int, dp: int = 1, rules: dict[str, Any] | None = None, **more: Any) -> None:
+    model, make_batch, own = MODELS[name]
+    cfg = settings(tp, own if rules is None else rules, **more)
+    whole = model().train()
+    batches = [[make_batch(step, rank) for rank in range(dp)] for step in range(STEPS)]
+    want = train_plain(copy.deepcopy(whole), batches)
+    copies = [copy.deepcopy(whole) for _ in range(dp * tp)]
+
+    def body(rank: int, mesh: tessera.Mesh) -> dict[str, Any]:
+        with torch.no_grad():
+            for param in copies[rank].parameters():  # rank 0's values hold
+                param.add_(rank)
+        engine = tessera.Engine(copies[rank], cfg, group=mesh)
+        try:
+            assert engine.mp_world_size == tp
+            return train(engine, [parts[rank // tp] for parts in batches])
+        finally:
+            engine.destroy()
+
+    results = run_mesh(body, dp=dp, tp=tp)
+    for result in results:
+        assert_same(result, want, logits=result is results[0] and "vocabulary" not in name)
+    mean = [sum(losses) / len(results) for losses in zip(*(r["losses"] for r in results), strict=True)]
+    torch.testing.assert_close(mean, want["losses"], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks(name: str) -> None:
+    compare(name, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [("qwen2", 4), ("llama, preset", 4), ("bloom", 4), ("t5", 4), ("llama", 3), ("mixtral", 3), ("opt", 3)],
+)
+def test_more_ranks_and_uneven_heads(name: str, tp: int) -> None:
+    compare(name, tp)

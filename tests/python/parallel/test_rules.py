@@ -1,0 +1,143 @@
+"""Rules from configurations, and what is wrong with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import config
+from tessera.parallel._rules import facts_of, model_type, tp_plan_of
+from tiny_models import DEEPSEEK, LLAMA, MODELS, NEOX, of
+from torch import nn
+
+import tessera
+
+
+def planned(model: nn.Module, tp: int = 2, **section: Any) -> tessera.parallel.ParallelPlan:
+    cfg = config() | {"tensor_parallel": {"autotp_size": tp, **section}}
+    return tessera.parallel.plan_for(model, cfg)
+
+
+def cut(plan: tessera.parallel.ParallelPlan) -> dict[str, str]:
+    return {d.path: d.partition.name for d in plan.core.decisions}
+
+
+def custom(*specs: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"partition_config": {"layer_specs": list(specs), "use_default_specs": False, **more}}
+
+
+COLUMN = {"patterns": [r".*\.[qkv]_proj\.weight$", r".*\.(gate|up)_proj\.weight$"], "partition_type": "Column"}
+ROW = {"patterns": [r".*\.o_proj\.weight$", r".*\.down_proj\.weight$"], "partition_type": "ROW"}
+
+
+def test_custom_rules_presets_and_the_models_own_plan_agree() -> None:
+    model = MODELS["llama"][0]()
+    want = cut(planned(model, preset_model="LLaMA"))
+    assert len(want) == 14 and set(want.values()) == {"Column", "Row"}
+    assert cut(planned(model, **custom(COLUMN, ROW))) == want
+    own = cut(planned(model))
+    assert own.pop("lm_head") == "Column"
+    assert own == want
+
+
+def test_sources_in_their_order() -> None:
+    model = MODELS["llama"][0]()
+    assert planned(model).source == "tp_plan"
+    assert planned(model, preset_model="qwen2").source == "preset qwen2"
+    assert planned(MODELS["bloom"][0]()).source == "heuristics"
+    skip_o = {"patterns": [r".*\.o_proj\.weight$"], "partition_type": "skip"}
+    both = planned(model, preset_model="llama", partition_config={"layer_specs": [skip_o]})
+    assert both.source == "partition_config"
+    assert "model.layers.0.self_attn.o_proj" not in cut(both)
+    assert "model.layers.0.mlp.down_proj" in cut(both)
+    alone = planned(model, preset_model="llama", **custom(COLUMN, ROW))
+    assert len(cut(alone)) == 14
+
+
+def test_model_types_choose_rules() -> None:
+    llama = {**COLUMN, "model_types": ["LLAMA"]}
+    other = {"patterns": [r".*_proj\.weight$"], "partition_type": "row", "model_types": ["qwen2"]}
+    assert set(cut(planned(MODELS["llama"][0](), **custom(other, llama, ROW))).values()) == {"Column", "Row"}
+    assert set(cut(planned(MODELS["qwen2"][0](), **custom(other, llama, ROW))).values()) == {"Row"}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"preset_model": "lama"},
+            "tensor_parallel.preset_model.*llama, bloom, chatglm, mixtral, deepseek_v2, qwen2, phi3",
+        ),
+        ({"partition_config": []}, "partition_config must be an object"),
+        ({"partition_config": {"layer_spec": []}}, "unknown layer_spec; known are use_default_specs"),
+        ({"partition_config": {}}, "there is no rule"),
+        (custom({}), r"layer_specs\[0\].patterns is empty"),
+        (custom({"patterns": ["("]}), "'\\(' is no regular expression"),
+        (custom({"patterns": ["x"], "partition_type": "diagonal"}), "partition_type must be one of column, row, skip"),
+        (custom({"patterns": ["x"], "kind": 1}), "unknown kind"),
+        (custom(COLUMN, tp_size=3), r"partition_config.tp_size is 3; it must be 1 or .*\(2\)"),
+        (custom(COLUMN, embedding_partition_dim=2), "embedding_partition_dim must be 0 or 1"),
+        (custom({**COLUMN, "shape": 3}), r"layer_specs\[0\].shape must be a list"),
+        (custom({**COLUMN, "shape": [3, -1], "partition_dim": 2}), "partition_dim 2 is out of range"),
+        (custom({**COLUMN, "shape": [[1, 2], -1], "partition_dim": 1}), "nested tuple only allowed at partition_dim"),
+        (custom({**COLUMN, "shape": [[], -1]}), "empty"),
+        (custom({**COLUMN, "shape": [[1, [2]], -1]}), "no whole number"),
+        (custom({**COLUMN, "shape": [-1, -1]}), "2 entries of -1"),
+        (custom({**COLUMN, "shape": [0, -1]}), "sizes are positive or -1"),
+        (custom({**COLUMN, "shape": ["3", -1]}), "no whole number"),
+        (custom({**COLUMN, "shape": [5, -1]}), "q_proj.*5 equal sub-parameters do not divide 32"),
+        (custom({**COLUMN, "shape": [[8, 8], -1]}), "q_proj.*is of 16 outputs, the weight has 32"),
+        (custom(COLUMN, strict_mode=True), "No matching spec.*o_proj"),
+        (custom({"patterns": ["nothing"]}), "match"),
+    ],
+)
+def test_what_is_wrong_is_named(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planned(MODELS["llama"][0](), **section)
+
+
+def test_gathering_a_packed_weight_is_not_served() -> None:
+    with pytest.raises(NotImplementedError, match="gather_output with shape"):
+        planned(MODELS["llama"][0](), **custom({**COLUMN, "shape": [2, -1], "gather_output": True}))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (of("DeepseekV3", LLAMA, **DEEPSEEK), "style 'local_colwise'.*partition_config"),
+        (of("GPT2", {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}), "gpt2"),
+        (of("Falcon", NEOX), "multi-query attention"),
+    ],
+)
+def test_models_that_are_refused_say_why(model: Any, message: str) -> None:
+    with pytest.raises((ValueError, AssertionError), match=message):
+        planned(model())
+
+
+def test_a_model_says_what_it_is() -> None:
+    facts = facts_of(MODELS["qwen2_5_vl"][0]())
+    assert (facts.model_type, facts.heads, facts.kv_heads, facts.hidden) == ("qwen2_5_vl", 4, 2, 32)
+    for name, kv in (("falcon", 2), ("falcon, all heads", 4), ("llama, preset", 2), ("bloom", 4)):
+        assert facts_of(MODELS[name][0]()).kv_heads == kv, name
+    assert model_type(MODELS["chatglm"][0]()) == "chat_glm"
+    assert tp_plan_of(nn.Linear(2, 2)) == {}
+    assert tp_plan_of(MODELS["llama"][0]())["lm_head"] == "colwise_rep"
+
+
+def test_the_plan_can_be_read() -> None:
+    text = str(planned(MODELS["llama"][0](), preset_model="llama"))
+    assert "preset llama" in text and "self_attn.q_proj" in text
+    assert len(text.splitlines()) < 25  # blocks are collapsed
+
+
+class Own(nn.Module):
+    """A layer of one's own, with the weight of nn.Linear."""
+
+    def __init__(self, twice: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+        self.twice = twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t() * (2 if self.twice else 1)

@@ -1,0 +1,233 @@
+"""Tiny models of Transformers with random weights, and a batch for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import nn
+from torch.nn import functional as F
+
+Batch = dict[str, torch.Tensor]
+VOCABULARY = 32
+
+
+def text(step: int, rank: int = 0, length: int = 6) -> Batch:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    ids = torch.randint(4, VOCABULARY, (2, length), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def pairs(step: int, rank: int = 0) -> Batch:
+    ids = text(step, rank)["input_ids"]
+    return {"input_ids": ids, "labels": ids.flip(1)}
+
+
+def sounds(step: int, rank: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return {
+        "input_features": torch.randn(2, 8, 16, generator=generator),
+        "labels": text(step, rank)["input_ids"],
+    }
+
+
+def images(step: int, rank: int = 0) -> Batch:
+    ids = text(step, rank, length=10)["input_ids"]
+    ids[:, 1], ids[:, 2:6], ids[:, 6] = 1, 3, 2  # start, four image tokens, end
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids < 4, -100),
+        "pixel_values": torch.randn(2 * 16, 3 * 2 * 4 * 4, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
+    }
+
+
+LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+GPT = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48}
+NO_DROPS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+DEEPSEEK = {
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+
+
+def of(name: str, options: dict[str, Any], **more: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        config = getattr(tf, f"{name}Config")(**{**options, **more})
+        head = "ForConditionalGeneration" if name in ("T5", "Whisper", "Qwen2_5_VL") else "ForCausalLM"
+        model: nn.Module = getattr(tf, name + head)(config)
+        for param in model.parameters():  # biases and norms too
+            param.data += 0.02 * torch.randn_like(param)
+        return model
+
+    return make
+
+
+class GlmBlock(nn.Module):
+    """As ChatGLM's: query, key and value one after the other in one weight; gate and up in another."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(hidden)
+        self.self_attention = GlmAttention(hidden, heads)
+        self.post_attention_layernorm = nn.LayerNorm(hidden)
+        self.mlp = GlmMlp(hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.self_attention(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class GlmAttention(nn.Module):
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = heads, hidden // heads
+        self.query_key_value = nn.Linear(hidden, 3 * hidden)
+        self.dense = nn.Linear(hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.query_key_value(x).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in parts)
+        return self.dense(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class GlmMlp(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.dense_h_to_4h = nn.Linear(hidden, 2 * 48)
+        self.dense_4h_to_h = nn.Linear(48, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.dense_h_to_4h(x).chunk(2, -1)
+        return self.dense_4h_to_h(F.silu(gate) * up)
+
+
+class ChatGLMModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.layers = nn.ModuleList(GlmBlock(32, 4) for _ in range(2))
+        self.output_layer = nn.Linear(32, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.output_layer(x)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return tf.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def chatglm() -> nn.Module:
+    torch.manual_seed(0)
+    return ChatGLMModel()
+
+
+QWEN_VL = {
+    "text_config": {**LLAMA, "num_key_value_heads": 2, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}},
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "spatial_patch_size": 4,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    },
+    "image_token_id": 3,
+    "vision_start_token_id": 1,
+    "vision_end_token_id": 2,
+    "video_token_id": 0,
+}
+WHISPER = {
+    "vocab_size": VOCABULARY,
+    "num_mel_bins": 8,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_source_positions": 8,
+    "max_target_positions": 16,
+    "decoder_start_token_id": 1,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+NEOX = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
+
+# name -> (model, batches, its section of the configuration beside autotp_size)
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], dict[str, Any]]] = {
+    "llama": (of("Llama", LLAMA), text, {}),
+    "llama, tied": (of("Llama", LLAMA, tie_word_embeddings=True), text, {}),
+    "llama, preset": (of("Llama", LLAMA, num_key_value_heads=2), text, {"preset_model": "llama"}),
+    "llama, vocabulary": (of("Llama", LLAMA), text, {"vocab_parallel_lm_head": True}),
+    "llama, vocabulary, tied": (of("Llama", LLAMA, tie_word_embeddings=True), text, {"vocab_parallel_lm_head": True}),
+    "qwen2": (of("Qwen2", LLAMA), text, {}),
+    "qwen3": (of("Qwen3", LLAMA, head_dim=16), text, {}),
+    "mistral": (of("Mistral", LLAMA, sliding_window=4), text, {}),
+    "mixtral": (of("Mixtral", LLAMA, num_local_experts=4, num_experts_per_tok=2), text, {}),
+    "mixtral, preset": (of("Mixtral", LLAMA, num_local_experts=4), text, {"preset_model": "Mixtral"}),
+    "qwen2_moe": (of("Qwen2Moe", LLAMA, **MOE, shared_expert_intermediate_size=24), text, {}),
+    "deepseek_v2": (of("DeepseekV2", LLAMA, **DEEPSEEK, q_lora_rank=16), text, {"preset_model": "deepseek_v2"}),
+    "deepseek_v2, whole q": (of("DeepseekV2", LLAMA, **DEEPSEEK, q_lora_rank=None), text, {}),
+    "deepseek_v3": (of("DeepseekV3", LLAMA, **DEEPSEEK, q_lora_rank=16), text, {"preset_model": "deepseek_v2"}),
+    "phi3": (of("Phi3", LLAMA, num_key_value_heads=2), text, {"preset_model": "phi3"}),
+    "phi3, own plan": (of("Phi3", LLAMA, num_key_value_heads=2), text, {}),
+    "olmo2": (of("Olmo2", LLAMA, num_key_value_heads=2), text, {}),
+    "bloom": (of("Bloom", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}), text, {}),
+    "bloom, preset": (
+        of("Bloom", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+        text,
+        {"preset_model": "bloom"},
+    ),
+    "chatglm": (chatglm, text, {"preset_model": "chatglm"}),
+    "falcon": (of("Falcon", NEOX, new_decoder_architecture=True, num_kv_heads=2), text, {}),
+    "falcon, all heads": (of("Falcon", NEOX, multi_query=False, bias=True), text, {}),
+    "gpt_neox": (of("GPTNeoX", NEOX), text, {}),
+    "opt": (of("OPT", NEOX, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0), text, {}),
+    "gptj": (of("GPTJ", GPT, rotary_dim=4, **NO_DROPS), text, {}),
+    "codegen": (of("CodeGen", GPT, n_head=8, rotary_dim=2, **NO_DROPS), text, {}),
+    "t5": (of("T5", T5, feed_forward_proj="gated-gelu"), pairs, {}),
+    "whisper": (of("Whisper", WHISPER), sounds, {}),
+    "qwen2_5_vl": (of("Qwen2_5_VL", QWEN_VL), images, {}),
+}
