@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "tessera/base/error.h"
 
 namespace tessera::python {
 

@@ -64,7 +64,7 @@ TEST(Manifest, WhatCannotBeIsRefused) {
       [](Manifest& m) { m.files[0].bytes = 120; },  // beyond the file
       [](Manifest& m) { m.tensors[0].pieces[1].offset = -4; },
       [](Manifest& m) { m.tensors[0].pieces[1].offset = int64_t{1} << 61; },
-      [](Manifest& m) { m.tensors[0].pieces[1].file = 2; },
+      [](Manifest& m) { m.tensors[0].pieces[1].file = 3; },
       [](Manifest& m) { m.tensors[0].pieces[1].range = {1, 5}; },  // a gap
       [](Manifest& m) { m.tensors[0].pieces[1].range = {0, 6}; },  // an overlap
       [](Manifest& m) { m.tensors[0].pieces[2].slice = 0; },
