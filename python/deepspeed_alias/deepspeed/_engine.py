@@ -209,9 +209,9 @@ class DeepSpeedEngine(tessera.Engine):
         )
 
     def destroy(self) -> None:
-        super().destroy()
         if "module" in self.__dict__.get("_modules", {}):
             _params.disown(self.module.parameters())
+        super().destroy()
         _groups.forget(self)
 
     def compile(
