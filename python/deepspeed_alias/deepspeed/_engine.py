@@ -74,6 +74,9 @@ class DeepSpeedEngine(tessera.Engine):
         self.timers = SynchronizedWallClockTimer()
         if self.zero_optimization_stage() == 3:
             _params.adopt(self.module.parameters())
+            # Of the root only, where TRL asks for it: what modules use of others is found out while they run.
+            self._loans.put(self.module, "ds_external_parameters", list)
+            self._loans.keep_off_copies(self.module)
 
     def __getattr__(self, name: str) -> Any:
         try:
