@@ -28,7 +28,7 @@ _MOE = "expert parallelism (section `expert_parallel`); leaf modules (zero_optim
 _ULYSSES = "sequence parallelism (`sequence_parallel_size`)"
 _AUTOTP = "tensor parallelism (section `tensor_parallel`)"
 _UNIVERSAL = "universal checkpoints (`checkpoint.load_universal`); Tessera's own load into any world and stage"
-_FP32 = "weights out of a checkpoint of DeepSpeed; `tessera export` writes those of Tessera's own"
+_FP32 = "the files of DeepSpeed's layout (`checkpoint.format`); `tessera export` writes weights of Tessera's own"
 _OFFLOAD = "offload (zero_optimization.offload_optimizer, offload_param)"
 _KERNELS = "kernels that are compiled at run time; Tessera's are built with it"
 _QUANTIZED = "quantized communication (zero_quantized_weights, zero_quantized_gradients)"
@@ -54,7 +54,7 @@ _SAFE = (
 )
 _TO_FP32 = (
     "get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict "
-    "load_state_dict_from_zero_checkpoint get_model_state_file get_optim_files"
+    "load_state_dict_from_zero_checkpoint"
 )
 _SCHEDULES = {
     **_same("tessera.lr_schedules", "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest VALID_LR_SCHEDULES"),
@@ -214,7 +214,11 @@ MODULES: dict[str, Rows] = {
     "deepspeed.utils.timer": _same("._timers", "SynchronizedWallClockTimer ThroughputTimer"),
     "deepspeed.utils.init_on_device": _same("._small", "OnDevice"),
     "deepspeed.utils.groups": {"*": "._groups"},
-    "deepspeed.utils.zero_to_fp32": _same("tessera.deepspeed", _TO_FP32, _FP32),
+    "deepspeed.utils.zero_to_fp32": {
+        **_same("._to_fp32", _TO_FP32),
+        **_same("tessera.deepspeed", "get_model_state_file get_optim_files", _FP32),
+        "main": "._commands:zero_to_fp32",
+    },
     "deepspeed.ops": {"__compatible_ops__": "._ops:compatible_ops", "op_builder": "deepspeed.ops.op_builder"},
     "deepspeed.ops.adam": _same("._ops", "FusedAdam DeepSpeedCPUAdam"),
     "deepspeed.ops.adam.fused_adam": _same("._ops", "FusedAdam"),
