@@ -105,7 +105,8 @@ class Tied(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return (self.norm(self.second(self.first(x)))[:, :3] * self.frozen - y).square().mean()
+        hidden = self.second(self.first(x.to(self.first.weight.dtype)))
+        return (self.norm(hidden)[:, :3] * self.frozen - y).square().mean()
 
     def get_extra_state(self) -> dict[str, int]:
         return {"calls": self.calls}
