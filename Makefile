@@ -17,12 +17,13 @@ CMAKE_FILES := CMakeLists.txt CMakePresets.json $(wildcard cmake/*)
 PACKAGE_FILES := $(shell find tessera python -name '__pycache__' -prune -o -type f -print 2>/dev/null) pyproject.toml $(CMAKE_FILES)
 CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.inc' 2>/dev/null)
 
-.PHONY: help demo tables test test-cpp test-python bench lint tidy sanitize asan tsan format clean package
+.PHONY: help demo tables test test-cpp test-python test-peers bench lint tidy sanitize asan tsan format clean package
 .DELETE_ON_ERROR:
 help:
 	@echo "make demo    train a small GPT on 2 ranks and compare it with plain PyTorch (output in demo-out/)"
 	@echo "make tables  memory, time and loss of the low-precision modes beside plain PyTorch (long; a look: ARGS=--quick)"
 	@echo "make test    build and run every test"
+	@echo "make test-peers  checkpoints exchanged with DeepSpeed itself"
 	@echo "make bench   build and run the benchmarks"
 	@echo "make lint    layer rules, clang-format, ruff, mypy"
 	@echo "make tidy    clang-tidy over the C++ sources"
@@ -73,6 +74,19 @@ test-cpp: $(VENV)/stamp-test build/release/stamp-configure-tests
 
 test-python: $(VENV)/stamp-test test-cpp $(VENV)/stamp-package
 	$(PY) -m pytest tests/python tests/tools $(ARGS)
+
+# DeepSpeed in an environment of its own, which sees the packages of $(VENV) and is not seen by it.
+PEERS := $(VENV)/peers
+$(VENV)/stamp-ds: requirements/peers.txt $(VENV)/stamp-test
+	$(PY) -m venv --without-pip $(PEERS)
+	$(PY) -c "import site, sys; print(*site.getsitepackages(), sep='\n')" \
+	  > $$($(PEERS)/bin/python -c "import site; print(site.getsitepackages()[0])")/packages.pth
+	$(PY) -m pip install --quiet --disable-pip-version-check setuptools wheel
+	DS_ACCELERATOR=cpu $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -r $<
+	@touch $@
+
+test-peers: $(VENV)/stamp-ds $(VENV)/stamp-test $(VENV)/stamp-package
+	TESSERA_PEERS=$(PEERS)/bin/python $(PY) -m pytest tests/peers $(ARGS)
 
 # DeepSpeed compiles against the installed torch, so it cannot be installed in isolation.
 $(VENV)/stamp-bench: requirements/bench.txt $(VENV)/stamp-demo

@@ -8,6 +8,7 @@ from typing import Any
 
 from suites.accumulate import bench_accumulate
 from suites.backward import bench_backward
+from suites.checkpoint import bench_checkpoint
 from suites.gpt import bench_gpt
 from suites.kernels import bench_kernels
 from suites.memory import bench_memory
@@ -74,6 +75,13 @@ BENCHES: dict[str, Bench] = {
         NOT_QUICK,
     ),
     "transport": Bench("Collectives between ranks of one host", bench_transport, ["gloo", "tessera"], []),
+    "checkpoint": Bench(
+        "Checkpoints: save, stall, load",
+        bench_checkpoint,
+        ["tessera:1", "torch.save", "dcp", "deepspeed:1"],
+        ["deepspeed:1"],
+        (["30M", "125M"], ["1M"]),
+    ),
     "memory": Bench(
         "Memory of model states",
         bench_memory,

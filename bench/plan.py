@@ -27,6 +27,7 @@ FULL = [
     "layers --ranks 2",
     "gpt --ranks 2",
     "accumulate --ranks 2",
+    "checkpoint",
     "memory",
     "memory --ranks 2",
     "layers",
@@ -44,6 +45,7 @@ QUICK = [
     "layers --ranks 2",
     "gpt --ranks 2",
     "accumulate --ranks 2",
+    "checkpoint",
     "memory --ranks 2",
     "tables",
 ]

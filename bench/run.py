@@ -9,6 +9,7 @@
   python bench/run.py overhead   stage 0 beside the loop by hand
   python bench/run.py backward   what an engine adds to loss.backward() and its relatives
   python bench/run.py transport  collectives between ranks of one host, beside Gloo; with --ranks
+  python bench/run.py checkpoint save, stall and load beside torch.save, DCP and DeepSpeed; --disk names a folder
   python bench/run.py memory     bytes a parameter, resident and peak
   python bench/run.py tables     low-precision states on real text: bytes, time and loss
   python bench/run.py all        all of them, each as often as `make bench` does
@@ -114,6 +115,11 @@ def arguments() -> argparse.ArgumentParser:
         help="of gpt, accumulate and memory; default of gpt and memory: both, for 30M and in quick mode bf16 only",
     )
     add("--rows", type=int, help="sequences a rank and step, of gpt, accumulate, overhead and tables")
+    add(
+        "--disk",
+        dest="folder_of_checkpoints",
+        help="of checkpoint: a folder on the disk to measure; default: that of /tmp",
+    )
     of_tables(parser.add_argument_group("of tables"))
     add("--allocator", choices=["default", "tuned"], default="default", help="tuned: freed memory is kept")
     add("--tag", help="ends the report's name, so that it does not replace that with the default options")

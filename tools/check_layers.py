@@ -48,12 +48,8 @@ UMBRELLA_LAYER = 6
 # Sub-package or module of the Python package -> layer number; what is not named is 0. Those of one number above 0 never
 # see each other, those of layer 0 do.
 PYTHON_LAYERS = {
-    **dict.fromkeys(("optim", "parallel", "zero"), 1),
-    "checkpoint": 2,
-    "engine": 3,
-    "state": 4,
-    "utils": 5,
-    "__init__": 6,
+    **dict.fromkeys(("optim", "parallel", "sequence", "zero", "_deepspeed"), 1),
+    **{"checkpoints": 2, "engine": 3, "state": 4, "utils": 5, "__init__": 6},
 }
 
 # What a door is -> (pattern, prefixes of the files that may match it).

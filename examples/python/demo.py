@@ -1,7 +1,8 @@
 """The demo: a byte-level GPT learns real text on two ranks with Tessera, beside the same training in plain PyTorch.
 
 Starts one process a rank (gloo, one thread each), first for Tessera, then for PyTorch's DistributedDataParallel with
-bf16 weights and fp32 master weights. Writes losses.csv, losses.png and sample.txt to demo-out/.
+bf16 weights and fp32 master weights. Writes losses.csv, losses.png and sample.txt to demo-out/. Tessera's run is saved
+there, too, four times; with --resume it goes on from the newest of them, as if it had not been stopped.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--sample", type=int, default=300, help="bytes of text to generate")
     parser.add_argument("--out", default="demo-out")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the folder --out")
     parser.add_argument("--worker", choices=("tessera", "plain", "memory"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -87,12 +89,12 @@ class Progress:
 
 
 def make_step(args, model, config):
-    """A function (x, y) -> loss that does one whole training step."""
+    """A function (x, y) -> loss that does one whole training step, and the engine where there is one."""
     import torch
     from plain import PlainTrainer
 
     if args.worker == "plain":
-        return PlainTrainer(model, config, torch.bfloat16 if args.dtype == "bf16" else torch.float32).train_step
+        return PlainTrainer(model, config, torch.bfloat16 if args.dtype == "bf16" else torch.float32).train_step, None
     import tessera
 
     engine, *_ = tessera.initialize(model=model, config=config)
@@ -103,14 +105,14 @@ def make_step(args, model, config):
         engine.step()
         return loss
 
-    return train_step
+    return train_step, engine
 
 
 def warm_up(args: argparse.Namespace, batch: tuple) -> None:
     """A few steps of a tiny model: code pages and imports are not model memory, so load them before the baseline."""
     from gpt import Gpt, GptOptions
 
-    train_step = make_step(args, Gpt(GptOptions(layers=1, width=48, context=args.context)), configuration(args))
+    train_step, _ = make_step(args, Gpt(GptOptions(layers=1, width=48, context=args.context)), configuration(args))
     for _ in range(2):
         train_step(*batch)
 
@@ -135,20 +137,30 @@ def work(args: argparse.Namespace) -> None:
     baseline = memory.now()
     torch.manual_seed(0)
     model = Gpt(GptOptions(layers=args.layers, width=args.width, context=args.context))
-    train_step = make_step(args, model, configuration(args))
+    train_step, engine = make_step(args, model, configuration(args))
+    saved = str(Path(args.out, "checkpoint"))
+    losses: list[float] = []
+    if args.resume and args.worker == "tessera":
+        _, state = engine.load_checkpoint(saved)
+        losses = (state or {}).get("losses", [])[: args.steps - 1]
+    first = len(losses)
     name = "plain PyTorch" if args.worker == "plain" else f"Tessera ZeRO-{args.stage}"
     progress = Progress(name, args.steps, rank == 0 and args.worker != "memory")
-    losses, tokens = [], args.rows * args.context * ranks
+    tokens = args.rows * args.context * ranks
     start = warm = time.perf_counter()
-    for step in range(args.steps):
+    for step in range(first, args.steps):
         loss = train_step(*text.batch(step, rank, ranks, args.rows)).detach().float()
         dist.all_reduce(loss)
         losses.append(loss.item() / ranks)
-        if step == min(4, args.steps - 2):
+        if step == min(first + 4, args.steps - 2):
             warm = time.perf_counter()
-        speed = tokens * (step + 1) / (time.perf_counter() - start)
+        speed = tokens * (step + 1 - first) / (time.perf_counter() - start)
         progress.show(step + 1, losses[-1], speed, (memory.now() - baseline) / 1e6)
-    steady = max(1, args.steps - 1 - min(4, args.steps - 2))
+        if args.worker == "tessera" and (step + 1) % max(1, args.steps // 4) == 0:
+            began = time.perf_counter()
+            engine.save_checkpoint(saved, client_state={"losses": losses}, keep_last=1)
+            start, warm = (moment + time.perf_counter() - began for moment in (start, warm))
+    steady = max(1, args.steps - 1 - min(first + 4, args.steps - 2))
     speed = tokens * steady / (time.perf_counter() - warm)
     progress.close()
     peaks = [0.0] * ranks
@@ -159,7 +171,7 @@ def work(args: argparse.Namespace) -> None:
             finish(args, model, text, result)
         dist.barrier()
     # Before the group: whoever holds that last waits for its threads, and DistributedDataParallel does so with the GIL.
-    del train_step
+    del train_step, engine
     dist.destroy_process_group()
 
 

@@ -1,9 +1,12 @@
 #include "tessera/engine/checkpoint.h"
 #include "tessera/checkpoint/export.h"
+#include "tessera/engine/export.h"
+#include "tessera/engine/together.h"
 
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "tessera/base/error.h"
 
 namespace tessera::python {
 
@@ -25,6 +28,25 @@ std::string save(Engine& engine, const std::string& dir, const engine::SaveOptio
   for (const auto& [param, kind, values] : states)
     part.states.push_back({param, kind, values});
   return engine.checkpoints().save(dir, options, std::move(part));
+}
+
+// A function of the package as the core calls it: with the interpreter's lock, its errors those of the core.
+engine::Foreign foreign(std::string latest, const std::optional<py::function>& manifest, std::string names) {
+  engine::Foreign result{std::move(latest), {}, std::move(names)};
+  if (!manifest) return result;
+  result.manifest = [f = *manifest](const std::string& folder) {
+    const py::gil_scoped_acquire lock;
+    try {
+      return f(folder).cast<std::string>();
+    } catch (py::error_already_set& e) {
+      const std::string text = py::str(e.value());
+      const py::module_ errors = py::module_::import("tessera.errors");
+      if (e.matches(errors.attr("IoError"))) throw IoError({__func__, __FILE__, __LINE__}, text);
+      if (e.matches(errors.attr("ConfigError"))) C10_THROW_ERROR(ValueError, text);
+      TORCH_CHECK(false, e.what());
+    }
+  };
+  return result;
 }
 
 }  // namespace
@@ -51,10 +73,12 @@ void bind_checkpoint(py::module_& m) {
       .def_readonly("aliases", &checkpoint::ParamRecord::aliases);
 
   py::class_<Reader>(m, "CheckpointReader")
-      .def(py::init([](const std::string& folder) {
-             return Reader(folder, io::read_text(folder + "/" + checkpoint::kManifestName, int64_t{1} << 31));
+      .def(py::init([](const std::string& folder, const std::optional<std::string>& manifest) {
+             return Reader(folder, manifest
+                                       ? *manifest
+                                       : io::read_text(folder + "/" + checkpoint::kManifestName, int64_t{1} << 31));
            }),
-           py::arg("folder"))
+           py::arg("folder"), py::arg("manifest") = py::none())
       .def("params", [](const Reader& r) { return r.manifest().params; })
       // Name, kind, shape, dtype and bytes of every tensor.
       .def("tensors",
@@ -90,6 +114,18 @@ void bind_checkpoint(py::module_& m) {
             return r.read_whole(*record);
           },
           py::arg("name"), py::arg("kind"), NoGil())
+      // Elements of the flattened tensor in the usual order of its dims, 1-D.
+      .def(
+          "read_range",
+          [](const Reader& r, const std::string& name, const std::string& kind, int64_t begin, int64_t end) {
+            const auto* record = r.find(name, kind);
+            TESSERA_CHECK_VALUE(record != nullptr && 0 <= begin && begin <= end && end <= record->numel(), "checkpoint",
+                                "there are no elements ", begin, " to ", end, " of '", name, "' (", kind, ")");
+            const checkpoint::Want want{{}, {}, {begin, end}};
+            r.verify(*record, want);
+            return r.read(*record, want);
+          },
+          py::arg("name"), py::arg("kind"), py::arg("begin"), py::arg("end"), NoGil())
       .def("verify", &Reader::verify_all, NoGil());
 
   py::class_<Restore>(m, "Restore")
@@ -110,34 +146,73 @@ void bind_checkpoint(py::module_& m) {
       .def("apply", &Restore::apply, NoGil());
 
   m.def(
-      "export_safetensors",
-      [](const Reader& reader, const std::string& folder, std::optional<at::ScalarType> dtype, int64_t max_shard_bytes,
-         bool frozen) { return checkpoint::export_safetensors(reader, folder, {dtype, max_shard_bytes, frozen}); },
-      py::arg("reader"), py::arg("folder"), py::arg("dtype"), py::arg("max_shard_bytes"), py::arg("frozen"), NoGil());
-  // Name, dtype and bytes of the tensors of each file.
+      "export_checkpoint",
+      [](const Reader& reader, const std::string& folder, const std::string& name, std::optional<at::ScalarType> dtype,
+         int64_t max_shard_bytes,
+         bool frozen) { return checkpoint::export_weights(reader, folder, name, {dtype, max_shard_bytes, frozen}); },
+      py::arg("reader"), py::arg("folder"), py::arg("name"), py::arg("dtype"), py::arg("max_shard_bytes"),
+      py::arg("frozen"), NoGil());
+  using checkpoint::ExportTensor;  // alive with its reader
+  py::class_<ExportTensor>(m, "ExportTensor")
+      .def_readonly("names", &ExportTensor::names)
+      .def_readonly("dtype", &ExportTensor::dtype)
+      .def_readonly("shape", &ExportTensor::shape);
   m.def(
-      "plan_export",
-      [](const Reader& reader, std::optional<at::ScalarType> dtype, int64_t max_shard_bytes, bool frozen) {
-        std::vector<std::vector<std::tuple<std::string, at::ScalarType, int64_t>>> shards;
-        for (const auto& shard : checkpoint::plan_export(reader, {dtype, max_shard_bytes, frozen})) {
-          shards.emplace_back();
-          for (const auto& tensor : shard)
-            shards.back().emplace_back(tensor.name, tensor.dtype, tensor.bytes());
-        }
-        return shards;
+      "list_export",
+      [](const Reader& reader, std::optional<at::ScalarType> dtype, bool frozen) {
+        return checkpoint::list_export(reader, {dtype, 0, frozen});
       },
-      py::arg("reader"), py::arg("dtype"), py::arg("max_shard_bytes"), py::arg("frozen"));
-  m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"));
+      py::arg("reader"), py::arg("dtype"), py::arg("frozen"), py::keep_alive<0, 1>());
+  m.def("read_export", &checkpoint::read_export, py::arg("reader"), py::arg("tensor"), NoGil());
+  py::class_<engine::LiveWeights>(m, "LiveWeights")
+      .def(py::init<Engine&>(), py::arg("engine"), py::keep_alive<1, 2>())
+      .def(
+          "whole",
+          [](engine::LiveWeights& weights, int param) -> std::optional<at::Tensor> {
+            const at::Tensor value = weights.whole(param);
+            if (!value.defined()) return std::nullopt;
+            return value;
+          },
+          py::arg("param"), NoGil());
+  m.def(
+      "export_weights",
+      [](Engine& engine,
+         const std::vector<std::tuple<std::vector<std::string>, int, std::optional<at::Tensor>>>& tensors,
+         const std::string& folder, const std::string& name, int64_t max_shard_bytes) {
+        std::vector<engine::LiveTensor> all;
+        for (const auto& [names, param, tensor] : tensors)
+          all.push_back({names, param, tensor.value_or(at::Tensor())});
+        return engine::export_weights(engine, all, folder, name, max_shard_bytes);
+      },
+      py::arg("engine"), py::arg("tensors"), py::arg("folder"), py::arg("name"), py::arg("max_shard_bytes"), NoGil());
+  m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"), py::arg("file") = "latest");
+  // The text of a manifest (checkpoint/manifest.h) that is a JSON object.
+  m.def("sealed_manifest", &checkpoint::sealed, py::arg("json"));
   m.def("save_checkpoint", &save, py::arg("engine"), py::arg("dir"), py::arg("options"), py::arg("run"),
         py::arg("blobs"), py::arg("tensors"), py::arg("states"), py::arg("aliases"), NoGil());
   m.def("checkpoint_place", [](Engine& engine) { return engine.checkpoints().place(); }, py::arg("engine"), NoGil());
+  m.def(
+      "checkpoint_exchange",
+      [](Engine& engine, const std::string& text, const std::string& error) {
+        return engine.checkpoints().exchange(text, error);
+      },
+      py::arg("engine"), py::arg("text"), py::arg("error"), NoGil());
+  m.def("put_in_place", &checkpoint::put_in_place, py::arg("source"), py::arg("folder"));
+  m.def("set_latest", &checkpoint::set_latest, py::arg("dir"), py::arg("tag"));
+  m.def("check_tag", &checkpoint::check_tag, py::arg("tag"));
   m.def("wait_for_checkpoint", [](Engine& engine) { engine.checkpoints().wait(); }, py::arg("engine"), NoGil());
   m.def(
       "open_checkpoint",
       [](Engine& engine, const std::string& dir, const std::string& tag, bool strict, bool optimizer, bool run,
-         bool from_master) { return engine.checkpoints().open(dir, tag, {strict, optimizer, run, from_master}); },
+         bool from_master, const std::string& latest, const std::optional<py::function>& manifest,
+         const std::string& names) {
+        const engine::Foreign other = foreign(latest, manifest, names);
+        const py::gil_scoped_release release;
+        return engine.checkpoints().open(dir, tag, {strict, optimizer, run, from_master}, other);
+      },
       py::arg("engine"), py::arg("dir"), py::arg("tag"), py::arg("strict"), py::arg("optimizer"), py::arg("run"),
-      py::arg("from_master"), py::keep_alive<0, 1>(), NoGil());
+      py::arg("from_master"), py::arg("latest") = "latest", py::arg("manifest") = py::none(), py::arg("names") = "",
+      py::keep_alive<0, 1>());
 }
 
 }  // namespace tessera::python

@@ -3,8 +3,11 @@
     python -m tessera.checkpoints inspect DIR [--tag TAG] [--verify]
     python -m tessera.checkpoints export DIR OUT [--tag TAG] [--dtype fp32] [--max-shard-size 5GB] [--exclude-frozen]
                                                  [--format safetensors]
+    python -m tessera.checkpoints deepspeed DIR OUT [--tag TAG] --stage 2 --world-size 8
+    python -m tessera.checkpoints universal DIR OUT [--tag TAG]
 
-`DIR` is the folder that save_checkpoint() was called with. Also installed as the command `tessera`.
+`DIR` is the folder that save_checkpoint() was called with; its checkpoints may be DeepSpeed's, universal ones too. Also
+installed as the command `tessera`.
 """
 
 from __future__ import annotations
@@ -13,12 +16,18 @@ import argparse
 import json
 import os
 import re
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tessera import _core
+from tessera._deepspeed._read import LOOKED_FOR, manifest_of
+from tessera._deepspeed._save import finish_folder
+from tessera._deepspeed._write import Layout, Source, write_universal
 from tessera.errors import ConfigError, IoError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "saved": None}
@@ -26,12 +35,19 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> _core.CheckpointReader:
-    """Of `folder`/tag; default: the tag that `latest` names. IoError when there is none, or it is damaged."""
+    """Of `folder`/tag, ours or DeepSpeed's; default: the tag that `latest` names. IoError when there is none, or it is
+    damaged."""
     folder = os.fspath(folder)
     tag = tag or _core.latest_tag(folder)
     if not tag:
         raise IoError(f"[checkpoints] there is no file 'latest' in '{folder}'; name a tag")
-    return _core.CheckpointReader(os.path.join(folder, tag))
+    path = os.path.join(folder, tag)
+    if os.path.exists(os.path.join(path, "manifest.json")):
+        return _core.CheckpointReader(path)
+    manifest = manifest_of(path)
+    if not manifest:
+        raise IoError(f"[checkpoints] '{path}' has neither 'manifest.json' nor {LOOKED_FOR}")
+    return _core.CheckpointReader(path, manifest)
 
 
 def state_dict(
@@ -42,13 +58,15 @@ def state_dict(
 ) -> dict[str, torch.Tensor]:
     """All parameters and buffers, as module.load_state_dict() takes them. Floating parameters in `dtype`; None: in what
     the module computed in. Tied names share one tensor."""
-    reader = open_checkpoint(folder, tag)
-    aliases = {param.name: param.aliases for param in reader.params()}
+    return state_dict_of(open_checkpoint(folder, tag), dtype, exclude_frozen)
+
+
+def state_dict_of(
+    reader: _core.CheckpointReader, dtype: torch.dtype | None, exclude_frozen: bool
+) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {}
-    for shard in _core.plan_export(reader, dtype, sys.maxsize, not exclude_frozen):
-        for name, kept, _ in shard:
-            value = _read(reader, name).to(kept)
-            state.update(dict.fromkeys([name, *aliases.get(name, [])], value))
+    for tensor in _core.list_export(reader, dtype, not exclude_frozen):
+        state.update(dict.fromkeys(tensor.names, _core.read_export(reader, tensor)))
     return state
 
 
@@ -64,29 +82,157 @@ def export(
     """Writes model.safetensors (or pytorch_model.bin), or several files and the index that Transformers'
     from_pretrained reads. At most one file's tensors are in memory. Returns the names of the files."""
     reader = open_checkpoint(folder, tag)
-    limit = shard_bytes(max_shard_size)
-    if safetensors:
-        return _core.export_safetensors(reader, os.fspath(out), dtype, limit, not exclude_frozen)
-    os.makedirs(out, exist_ok=True)
-    aliases = {param.name: param.aliases for param in reader.params()}
-    shards = _core.plan_export(reader, dtype, limit, not exclude_frozen)
-    names: list[str] = []
-    index: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        many = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        names.append(f"pytorch_model{many}.bin")
-        state: dict[str, torch.Tensor] = {}
-        for name, kept, _ in shard:
-            value = _read(reader, name).to(kept)
-            state.update(dict.fromkeys([name, *aliases.get(name, [])], value))
-        _replace(os.path.join(out, names[-1]), state)
-        index.update(dict.fromkeys(state, names[-1]))
-    if len(shards) > 1:
-        names.append("pytorch_model.bin.index.json")
-        total = sum(size for shard in shards for _, _, size in shard)
-        with open(os.path.join(out, names[-1]), "w") as file:
-            json.dump({"metadata": {"total_size": total}, "weight_map": index}, file, indent=2)
-    return names
+    name = "model.safetensors" if safetensors else "pytorch_model.bin"
+    return _core.export_checkpoint(reader, os.fspath(out), name, dtype, shard_bytes(max_shard_size), not exclude_frozen)
+
+
+def to_deepspeed(
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    tag: str | None = None,
+    stage: int = 2,
+    world_size: int = 1,
+) -> str:
+    """Writes the checkpoint as DeepSpeed 0.19.6 would have at that ZeRO stage on `world_size` ranks, into `out` under
+    its own tag, which is returned. The run that loads it there must have that stage and number of ranks."""
+    source, name = _source(folder, tag)
+    layout = Layout(source, stage, world_size)
+
+    def write(made: str) -> None:
+        for rank in range(world_size):
+            layout.write(made, rank)
+
+    _put(out, name, write, lambda made: finish_folder(made, os.fspath(out), name, stage, latest=True))
+    return name
+
+
+def to_universal(folder: str | os.PathLike[str], out: str | os.PathLike[str], tag: str | None = None) -> str:
+    """Writes the checkpoint in DeepSpeed's universal layout, which loads at any stage and number of ranks (there with
+    checkpoint.load_universal), into `out` under its own tag with "_universal", which is returned."""
+    source, name = _source(folder, tag)
+    name += "_universal"
+
+    def finish(made: str) -> None:
+        _core.put_in_place(made, os.path.join(out, name))
+        with open(os.path.join(out, "latest_universal"), "w") as file:
+            file.write(name)
+
+    _put(out, name, lambda made: write_universal(source, made), finish)
+    return name
+
+
+def _source(folder: str | os.PathLike[str], tag: str | None) -> tuple[Source, str]:
+    reader = open_checkpoint(folder, tag)
+    return Source(reader), tag or _core.latest_tag(os.fspath(folder))
+
+
+def _put(out: str | os.PathLike[str], name: str, write: Callable[[str], None], finish: Callable[[str], None]) -> None:
+    """Into a folder beside that takes its place when it is complete."""
+    made = os.path.join(out, f".{name}.part")
+    shutil.rmtree(made, ignore_errors=True)
+    os.makedirs(made)
+    try:
+        write(made)
+        finish(made)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- by the names that DeepSpeed's zero_to_fp32 has
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Any]:
+    """All parameters in fp32, and the buffers, of any checkpoint; tied names have one tensor. `lazy_mode`: values are
+    read by their contiguous()."""
+    reader = open_checkpoint_of(checkpoint_dir, tag)
+    if not lazy_mode:
+        return state_dict_of(reader, torch.float32, exclude_frozen_parameters)
+    lazy: dict[str, Any] = {}
+    for tensor in _core.list_export(reader, torch.float32, not exclude_frozen_parameters):
+        lazy.update(dict.fromkeys(tensor.names, LazyTensor(reader, tensor)))
+    return lazy
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor of a checkpoint that is read when it is asked for."""
+
+    reader: _core.CheckpointReader
+    tensor: _core.ExportTensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def contiguous(self) -> torch.Tensor:
+        return _core.read_export(self.reader, self.tensor)
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """export() in fp32, by default to pytorch_model.bin."""
+    open_checkpoint_of(checkpoint_dir, tag)
+    limit = sys.maxsize if max_shard_size is None else max_shard_size
+    export(checkpoint_dir, output_dir, tag, torch.float32, limit, exclude_frozen_parameters, safe_serialization)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> torch.nn.Module:
+    """Moves the model to the CPU and puts the checkpoint's fp32 weights into it. Names that only one side has stay."""
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def open_checkpoint_of(folder: str | os.PathLike[str], tag: str | None) -> _core.CheckpointReader:
+    """open_checkpoint() with the errors that zero_to_fp32 has: ConfigError without a tag, FileNotFoundError."""
+    if not tag and not _core.latest_tag(os.fspath(folder)):
+        raise ConfigError(
+            f"[checkpoints] Unable to find 'latest' file at '{os.path.join(folder, 'latest')}'; name a tag"
+        )
+    path = os.path.join(folder, tag or _core.latest_tag(os.fspath(folder)))
+    if not os.path.isdir(path):
+        raise FileNotFoundError(f"[checkpoints] Directory '{path}' doesn't exist")
+    return open_checkpoint(folder, tag)
+
+
+def zero_to_fp32_main(argv: Sequence[str] | None = None) -> int:
+    """The script zero_to_fp32.py beside checkpoints in DeepSpeed's layout."""
+    parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description="Full fp32 weights of a checkpoint.")
+    parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint() was called with")
+    parser.add_argument("output_dir")
+    parser.add_argument("--max_shard_size", default="5GB")
+    parser.add_argument("--safe_serialization", action="store_true", help="safetensors instead of pytorch_model.bin")
+    parser.add_argument("-t", "--tag", help="default: what the file `latest` names")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    parser.add_argument("-d", "--debug", action="store_true", help="errors with where they came from")
+    a = parser.parse_args(argv)
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(
+            a.checkpoint_dir, a.output_dir, a.max_shard_size, a.safe_serialization, a.tag, a.exclude_frozen_parameters
+        )
+    except (ConfigError, OSError) as error:
+        if a.debug:
+            raise
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def shard_bytes(size: int | str) -> int:
@@ -95,19 +241,6 @@ def shard_bytes(size: int | str) -> int:
     if match is None or match[2] not in _UNITS or int(match[1]) == 0:
         raise ConfigError(f"[checkpoints] max_shard_size must be like 500MB, 5GB or 4GiB, got {size!r}")
     return int(match[1]) * _UNITS[match[2]]
-
-
-def _read(reader: _core.CheckpointReader, name: str) -> torch.Tensor:
-    for kind in ("master", "weight", "buffer"):
-        value = reader.read(name, kind)
-        if value is not None:
-            return value
-    raise IoError(f"[checkpoints] there is no value of '{name}'")
-
-
-def _replace(path: str, state: dict[str, torch.Tensor]) -> None:
-    torch.save(state, path + ".part")
-    os.replace(path + ".part", path)
 
 
 def describe(reader: _core.CheckpointReader) -> str:
@@ -121,7 +254,7 @@ def describe(reader: _core.CheckpointReader) -> str:
         total[0] += 1
         total[1] += numel
         total[2] += numel * dtype.itemsize
-    lines = [f"{key}: {value}" for key, value in run["counters"].items()]
+    lines = [f"{key}: {value}" for key, value in {**run.get("source", {}), **run["counters"]}.items()]
     lines.append(f"parameters: {len(params)}, of them {sum(p.trained for p in params)} trained")
     for kind, (count, numel, size) in kinds.items():
         lines.append(f"  {kind:28} {count:6} tensors {numel:15,} elements {size / 1e6:12,.1f} MB")
@@ -135,11 +268,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="what a checkpoint holds")
     exporter = commands.add_parser("export", help="weights for other tools")
-    for command in (inspect, exporter):
+    deepspeed = commands.add_parser("deepspeed", help="as DeepSpeed would have written it")
+    universal = commands.add_parser("universal", help="in DeepSpeed's universal layout")
+    for command in (inspect, exporter, deepspeed, universal):
         command.add_argument("dir", help="the folder that save_checkpoint() was called with")
         command.add_argument("--tag", help="default: what its file `latest` names")
     inspect.add_argument("--verify", action="store_true", help="read every byte and compare checksums")
-    exporter.add_argument("out")
+    for command in (exporter, deepspeed, universal):
+        command.add_argument("out")
+    deepspeed.add_argument("--stage", type=int, choices=range(4), required=True)
+    deepspeed.add_argument("--world-size", type=int, required=True)
     exporter.add_argument("--dtype", choices=DTYPES, default="fp32")
     exporter.add_argument("--max-shard-size", default="5GB")
     exporter.add_argument("--exclude-frozen", action="store_true")
@@ -159,6 +297,12 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.verify:
             reader.verify()
             print("every byte is as it was written")
+        return 0
+    if arguments.command == "deepspeed":
+        print(to_deepspeed(arguments.dir, arguments.out, arguments.tag, arguments.stage, arguments.world_size))
+        return 0
+    if arguments.command == "universal":
+        print(to_universal(arguments.dir, arguments.out, arguments.tag))
         return 0
     names = export(
         arguments.dir,

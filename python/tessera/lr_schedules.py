@@ -55,6 +55,16 @@ class Schedule:
         """The rates that were set last."""
         return list(self._last_lr)
 
+    @property
+    def warmup_num_steps(self) -> int:
+        """Steps of the warm-up, of schedules that have one."""
+        return self._options.warmup_num_steps
+
+    @property
+    def total_num_steps(self) -> int:
+        """Steps after which the rate stays, of schedules that end."""
+        return self._options.total_num_steps
+
     def state_dict(self) -> dict[str, Any]:
         return {"last_batch_iteration": self.last_batch_iteration}
 
@@ -124,7 +134,22 @@ def _filled(options: Any, arguments: dict[str, Any]) -> Any:
     return options
 
 
-class WarmupLR(Schedule):
+class _WarmsUp(Schedule):
+    """Between two rates for each param group."""
+
+    @property
+    def min_lrs(self) -> list[float]:
+        return self._for_groups(self._options.warmup_min_lr)
+
+    @property
+    def max_lrs(self) -> list[float]:
+        return self._for_groups(self._options.warmup_max_lr or self._base_lrs)
+
+    def _for_groups(self, values: list[float]) -> list[float]:
+        return list(values) if len(values) > 1 else list(values) * len(self.optimizer.param_groups)
+
+
+class WarmupLR(_WarmsUp):
     """From warmup_min_lr up to warmup_max_lr (default: the optimizer's lr) in warmup_num_steps, then constant."""
 
     def __init__(
@@ -139,7 +164,7 @@ class WarmupLR(Schedule):
         super().__init__(optimizer, _filled(_core.WarmupLR(), locals()), last_batch_iteration)
 
 
-class WarmupDecayLR(Schedule):
+class WarmupDecayLR(_WarmsUp):
     """Warm-up, then linearly to 0 at total_num_steps."""
 
     def __init__(
@@ -169,6 +194,11 @@ class WarmupCosineLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, _filled(_core.WarmupCosineLR(), locals()), last_batch_iteration)
+
+    def get_lr_ratio(self) -> float:
+        """The present rate, as a share of the optimizer's."""
+        values = _core.evaluate(self._options, max(self.last_batch_iteration, -1) + 1, [1.0])
+        return values.lr[0]
 
 
 class OneCycle(Schedule):

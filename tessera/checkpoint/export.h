@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tessera/checkpoint/reader.h"
+#include "tessera/checkpoint/weight_files.h"
 
 namespace tessera::checkpoint {
 
@@ -17,21 +18,15 @@ struct ExportOptions {
   bool frozen = true;
 };
 
-// One tensor of an export. Only its first name: a tied tensor is there once, as Transformers expects it.
-struct ExportTensor {
-  std::string name;
-  const TensorRecord* record;
-  at::ScalarType dtype;
-  int64_t bytes() const;
+struct ExportTensor : WeightTensor {
+  const TensorRecord* record = nullptr;  // null: without elements
 };
-// Of all parameters and buffers, the exact value where a parameter has a master; in files of at most max_shard_bytes.
-std::vector<std::vector<ExportTensor>> plan_export(const Reader& reader, const ExportOptions& options);
+// All parameters and buffers, the exact value where a parameter has a master.
+std::vector<ExportTensor> list_export(const Reader& reader, const ExportOptions& options);
 // Read and checked, in its dtype and shape.
 at::Tensor read_export(const Reader& reader, const ExportTensor& tensor);
-
-// Writes `folder`/model.safetensors, or several files of the names that Transformers' from_pretrained knows with
-// model.safetensors.index.json. One tensor is in memory at a time. Returns the names of the files.
-std::vector<std::string> export_safetensors(const Reader& reader, const std::string& folder,
-                                            const ExportOptions& options);
+// Writes them (weight_files.h). Returns the names of the files.
+std::vector<std::string> export_weights(const Reader& reader, const std::string& folder, const std::string& name,
+                                        const ExportOptions& options);
 
 }  // namespace tessera::checkpoint

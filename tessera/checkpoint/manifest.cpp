@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
+#include <sstream>
 
 #include "tessera/base/error.h"
 #include "tessera/checkpoint/numbering.h"
@@ -30,6 +32,28 @@ std::string hex_of(uint32_t number) {
   for (size_t i = 0; i < kHexDigits; ++i)
     hex[kHexDigits - 1 - i] = "0123456789abcdef"[(number >> (4 * i)) & 15];
   return hex;
+}
+
+// Any bytes as a text that JSON can hold.
+std::string hex_of(const std::string& bytes) {
+  std::string hex;
+  for (const char byte : bytes)
+    for (const int shift : {4, 0})
+      hex += "0123456789abcdef"[(static_cast<uint8_t>(byte) >> shift) & 15];
+  return hex;
+}
+
+// Nothing where it is none.
+std::optional<std::string> bytes_of(const std::string& hex) {
+  std::string bytes;
+  int high = -1;
+  for (const char digit : hex) {
+    const int value = digit >= '0' && digit <= '9' ? digit - '0' : digit >= 'a' && digit <= 'f' ? digit - 'a' + 10 : -1;
+    if (value < 0) return std::nullopt;
+    if (high >= 0) bytes += static_cast<char>(high << 4 | value);
+    high = high >= 0 ? -1 : value;
+  }
+  return high >= 0 ? std::nullopt : std::optional(bytes);
 }
 
 void check_seal(const std::string& text, const std::string& path) {
@@ -64,7 +88,7 @@ Json json_of(const TensorRecord& record) {
   for (const Piece& piece : record.pieces) {
     Json one{{"file", piece.file}, {"offset", piece.offset}, {"range", pair_of(piece.range)}};
     if (piece.slice >= 0) one["slice"] = piece.slice;
-    one["crc32c"] = piece.checksums;
+    if (!piece.checksums.empty()) one["crc32c"] = piece.checksums;
     json["pieces"].push_back(one);
   }
   return json;
@@ -77,6 +101,8 @@ Json json_of(const ParamRecord& param) {
             {"trained", param.trained},
             {"step", param.step}};
   if (!param.aliases.empty()) json["aliases"] = param.aliases;
+  for (const Along& along : param.along)
+    json["along"].push_back({{"axis", along.axis}, {"place", along.place}, {"of", along.of}});
   return json;
 }
 
@@ -130,12 +156,15 @@ struct Node {
       if (name == io::safetensors_dtype(dtype)) return dtype;
     fail("is no dtype");
   }
-  // Without a folder: it stays where the manifest is.
-  std::string file_name() const {
+  // Where the manifest is, or (`deep`) in a folder below.
+  std::string file_name(bool deep = false) const {
     std::string name = text();
-    check(!name.empty() && name.size() < 256 && name[0] != '.' && name.find('/') == std::string::npos &&
-              name.find('\0') == std::string::npos,
-          "is not the name of a file in this folder");
+    std::string part;
+    std::istringstream parts(name + "/");
+    bool good = name.find('\0') == std::string::npos && (deep || name.find('/') == std::string::npos);
+    while (good && std::getline(parts, part, '/'))
+      good = !part.empty() && part.size() < 256 && part[0] != '.';
+    check(good, "is not the name of a file in this folder");
     return name;
   }
 };
@@ -174,6 +203,13 @@ Piece read_piece(const Node& node, const TensorRecord& record, const std::vector
   node.check(!piece.range.empty() && piece.range.end <= numel_of(record.shape, slice), "is beyond the tensor");
   const int64_t bytes = piece.range.size() * static_cast<int64_t>(c10::elementSize(record.dtype));
   node.check(piece.offset + bytes <= files[piece.file].bytes, "is beyond its file");
+  if (files[piece.file].raw) {
+    const auto& blocks = files[piece.file].blocks;
+    const auto next = std::upper_bound(blocks.begin(), blocks.end(), piece.offset,
+                                       [](int64_t at, const Block& block) { return at < block.bytes.begin; });
+    node.check(next != blocks.begin() && piece.offset + bytes <= std::prev(next)->bytes.end, "is in no block");
+    return piece;
+  }
   for (const int64_t sum : node.at("crc32c").numbers(UINT32_MAX))
     piece.checksums.push_back(static_cast<uint32_t>(sum));
   node.check(static_cast<int64_t>(piece.checksums.size()) == (bytes + kChecksumBlock - 1) / kChecksumBlock,
@@ -203,6 +239,20 @@ TensorRecord read_tensor(const Node& node, const std::vector<FileRecord>& files)
   return record;
 }
 
+ParamRecord read_param(const Node& node) {
+  ParamRecord param{node.at("name").text(), read_shape(node.at("shape")), node.at("dtype").dtype()};
+  node.at("trained").check(node.at("trained").json.is_boolean(), "is not true or false");
+  param.trained = node.at("trained").json.get<bool>();
+  param.step = node.at("step").number();
+  if (node.has("aliases")) node.at("aliases").each([&](const Node& alias) { param.aliases.push_back(alias.text()); });
+  if (node.has("along"))
+    node.at("along").each([&](const Node& n) {
+      param.along.push_back({n.at("axis").text(), n.at("place").number(), n.at("of").number()});
+    });
+  node.check(param.name.ends_with(suffix_of(param.along)), "has a name without its place");
+  return param;
+}
+
 // Every element in exactly one piece. Pieces fit into their files, so there are no more runs than bytes on the disk.
 void check_cover(const TensorRecord& record, const std::string& path) {
   int64_t elements = 0;
@@ -228,8 +278,9 @@ void check_files(const Manifest& manifest, const std::string& path) {
   std::vector<std::vector<Range>> used(manifest.files.size());
   for (const TensorRecord& record : manifest.tensors)
     for (const Piece& piece : record.pieces)
-      used[piece.file].push_back(
-          {piece.offset, piece.offset + piece.range.size() * static_cast<int64_t>(c10::elementSize(record.dtype))});
+      if (!manifest.files[piece.file].raw)
+        used[piece.file].push_back(
+            {piece.offset, piece.offset + piece.range.size() * static_cast<int64_t>(c10::elementSize(record.dtype))});
   for (size_t i = 0; i < used.size(); ++i) {
     std::sort(used[i].begin(), used[i].end(), [](Range a, Range b) { return a.begin < b.begin; });
     for (size_t k = 1; k < used[i].size(); ++k)
@@ -239,9 +290,35 @@ void check_files(const Manifest& manifest, const std::string& path) {
 }
 
 FileRecord read_file(const Node& node) {
-  FileRecord file{node.at("name").file_name(), node.at("bytes").number()};
+  FileRecord file{node.at("name").file_name(node.has("blocks")), node.at("bytes").number()};
   if (node.has("crc32c")) file.checksum = static_cast<uint32_t>(node.at("crc32c").number(UINT32_MAX));
+  file.raw = node.has("blocks");
+  int64_t end = 0;
+  if (file.raw)
+    node.at("blocks").each([&](const Node& one) {
+      const std::vector<int64_t> numbers = one.numbers();
+      one.check(numbers.size() == 3 && end <= numbers[0] && numbers[0] <= numbers[1] && numbers[1] <= file.bytes &&
+                    numbers[2] <= UINT32_MAX,
+                "is no block of this file");
+      end = numbers[1];
+      file.blocks.push_back({{numbers[0], numbers[1]}, static_cast<uint32_t>(numbers[2])});
+    });
   return file;
+}
+
+FileRecord read_blob(const Node& node) {
+  if (!node.has("hex")) return read_file(node);
+  const std::optional<std::string> text = bytes_of(node.at("hex").text());
+  node.check(text.has_value(), "is not hexadecimal");
+  return {"", static_cast<int64_t>(text->size()), 0, *text};
+}
+
+Json json_of(const FileRecord& file) {
+  Json json{{"name", file.name}, {"bytes", file.bytes}};
+  if (file.raw) json["blocks"] = Json::array();
+  for (const Block& block : file.blocks)
+    json["blocks"].push_back({block.bytes.begin, block.bytes.end, block.checksum});
+  return json;
 }
 
 }  // namespace
@@ -250,22 +327,40 @@ int64_t TensorRecord::numel() const {
   return numel_of(shape, nullptr);
 }
 
+std::string suffix_of(const std::vector<Along>& along) {
+  std::string text;
+  for (const Along& one : along)
+    text += (text.empty() ? "@" : ",") + one.axis + "=" + std::to_string(one.place);
+  return text;
+}
+
+std::string ParamRecord::base_name() const {
+  return name.substr(0, name.size() - suffix_of(along).size());
+}
+
 std::string to_text(const Manifest& manifest) {
   Json json{{"format", kFormat}, {"version", kVersion}, {"id", manifest.id}};
   json["run"] = manifest.run.empty() ? Json::object() : Json::parse(manifest.run);
   json["files"] = Json::array();
   for (const FileRecord& file : manifest.files)
-    json["files"].push_back({{"name", file.name}, {"bytes", file.bytes}});
+    json["files"].push_back(json_of(file));
   json["blobs"] = Json::object();
   for (const auto& [name, file] : manifest.blobs)
-    json["blobs"][name] = {{"name", file.name}, {"bytes", file.bytes}, {"crc32c", file.checksum}};
+    if (file.name.empty())
+      json["blobs"][name] = {{"hex", hex_of(file.text)}};
+    else
+      json["blobs"][name] = {{"name", file.name}, {"bytes", file.bytes}, {"crc32c", file.checksum}};
   json["params"] = Json::array();
   for (const ParamRecord& param : manifest.params)
     json["params"].push_back(json_of(param));
   json["tensors"] = Json::array();
   for (const TensorRecord& record : manifest.tensors)
     json["tensors"].push_back(json_of(record));
-  const std::string rest = json.dump(1).substr(1);
+  return sealed(json.dump(1));
+}
+
+std::string sealed(const std::string& json) {
+  const std::string rest = json.substr(json.find('{') + 1);
   return kSealBefore + hex_of(io::crc32c(rest.data(), static_cast<int64_t>(rest.size()))) + kSealAfter + rest;
 }
 
@@ -286,14 +381,10 @@ Manifest parse_manifest(const std::string& text, const std::string& path) {
   const Node blobs = root.at("blobs");
   blobs.check(blobs.json.is_object(), "is not a JSON object");
   for (const auto& [name, value] : blobs.json.items())
-    manifest.blobs[name] = read_file({value, path, "blob '" + name + "'"});
+    manifest.blobs[name] = read_blob({value, path, "blob '" + name + "'"});
   std::set<std::string> names;
   root.at("params").each([&](const Node& node) {
-    ParamRecord param{node.at("name").text(), read_shape(node.at("shape")), node.at("dtype").dtype()};
-    node.at("trained").check(node.at("trained").json.is_boolean(), "is not true or false");
-    param.trained = node.at("trained").json.get<bool>();
-    param.step = node.at("step").number();
-    if (node.has("aliases")) node.at("aliases").each([&](const Node& alias) { param.aliases.push_back(alias.text()); });
+    ParamRecord param = read_param(node);
     node.check(names.insert(param.name).second, "has a name that another one has");
     manifest.params.push_back(std::move(param));
   });
@@ -306,6 +397,22 @@ Manifest parse_manifest(const std::string& text, const std::string& path) {
   });
   check_files(manifest, path);
   return manifest;
+}
+
+std::string params_text(const std::vector<ParamRecord>& params) {
+  Json json = Json::array();
+  for (const ParamRecord& param : params)
+    json.push_back(json_of(param));
+  return json.dump();
+}
+
+void merge_params(std::vector<ParamRecord>& all, const std::string& text) {
+  const std::string path = "parameters of a rank";
+  for (const Json& one : Json::parse(text)) {
+    ParamRecord param = read_param({one, path, ""});
+    const auto known = [&](const ParamRecord& other) { return other.name == param.name; };
+    if (std::none_of(all.begin(), all.end(), known)) all.push_back(std::move(param));
+  }
 }
 
 std::string records_text(const std::vector<TensorRecord>& records) {

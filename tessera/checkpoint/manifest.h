@@ -6,6 +6,9 @@
 //   <dir>/<tag>/<id>-00000.safetensors   what one rank wrote, by any of its quantities
 //   <dir>/<tag>/<id>-client_state.bin    a blob of the front end's
 //
+// A checkpoint of another program can be read in place: a manifest made for it in memory says where its tensors lie in files
+// of other formats (FileRecord::raw).
+//
 // `id` is new for every save, so a save over an old one never touches the old one's files before it is complete.
 #pragma once
 
@@ -54,19 +57,42 @@ struct TensorRecord {
   int64_t numel() const;
 };
 
+// Where along an axis of ranks a parameter is another tensor on each (an expert).
+struct Along {
+  std::string axis;
+  int64_t place = 0, of = 1;
+  bool operator==(const Along&) const = default;
+};
+// What makes one name of it: "experts.w@dp_shard=1".
+std::string suffix_of(const std::vector<Along>& along);
+
 struct ParamRecord {
-  std::string name;
+  std::string name;  // with the suffix of `along`
   std::vector<int64_t> shape;
   at::ScalarType dtype = at::kFloat;  // that the module computed in
   bool trained = true;
   int64_t step = 0;                  // updates of the optimizer that it saw
   std::vector<std::string> aliases;  // other names of a tied parameter
+  std::vector<Along> along = {};
+
+  std::string base_name() const;  // without the suffix
+};
+
+// Bytes of a raw file that have one checksum.
+struct Block {
+  shard::Range bytes;
+  uint32_t checksum = 0;  // CRC-32, as in zip archives
 };
 
 struct FileRecord {
   std::string name;
   int64_t bytes = 0;
   uint32_t checksum = 0;  // of blobs only
+  std::string text = {};  // a blob's contents, where the manifest itself has them; then it is in no file
+  // Of another program: its name may have folders, it has no id, its pieces no checksums of their own. They lie in `blocks`,
+  // ascending, and may overlap: tensors of torch share memory.
+  bool raw = false;
+  std::vector<Block> blocks = {};
 };
 
 struct Manifest {
@@ -79,9 +105,15 @@ struct Manifest {
 };
 
 std::string to_text(const Manifest& manifest);
+// The text of a manifest around the JSON object `json`, which nothing has been checked of.
+std::string sealed(const std::string& json);
 // Checked: types, names without folders, pieces inside their files, every element of every tensor in exactly one piece.
 // IoError that names `path` and the tensor.
 Manifest parse_manifest(const std::string& text, const std::string& path);
+
+// Parameters that only one rank knows, likewise. Those that are there are left out.
+std::string params_text(const std::vector<ParamRecord>& params);
+void merge_params(std::vector<ParamRecord>& all, const std::string& text);
 
 // The list of records that one rank wrote, for the rank that writes the manifest, and all of them together, their pieces by
 // file `file`.

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <filesystem>
 #include <mutex>
-#include <optional>
 
 #include "tessera/base/error.h"
 #include "tessera/checkpoint/numbering.h"
@@ -27,10 +26,13 @@ struct Reader::Copy {
 
 struct Reader::Files {
   std::mutex mutex;
-  std::vector<std::optional<io::File>> open;
+  std::vector<std::shared_ptr<const io::File>> open;
+  int count = 0;
 };
 
 namespace {
+
+constexpr int kOpenFiles = 256;  // at once; the limit of a process is often 1024
 
 const Slice* first(const std::vector<Slice>& slice) {
   return slice.empty() ? nullptr : slice.data();
@@ -75,20 +77,27 @@ const TensorRecord* Reader::find(const std::string& name, const std::string& kin
 }
 
 // Opened once, and compared with what the manifest says of it.
-const io::File& Reader::file(int number) const {
+std::shared_ptr<const io::File> Reader::file(int number) const {
   const std::lock_guard lock(files_->mutex);
-  std::optional<io::File>& place = files_->open[number];
-  if (place) return *place;
+  std::shared_ptr<const io::File>& place = files_->open[number];
+  if (place) return place;
   const FileRecord& expected = manifest_.files[number];
-  io::File file = io::File::open((std::filesystem::path(folder_) / expected.name).string());
-  TESSERA_CHECK_IO(file.size() == expected.bytes, "checkpoint", "'", file.path(), "' has ", file.size(),
+  auto file =
+      std::make_shared<const io::File>(io::File::open((std::filesystem::path(folder_) / expected.name).string()));
+  TESSERA_CHECK_IO(file->size() == expected.bytes, "checkpoint", "'", file->path(), "' has ", file->size(),
                    " bytes, the manifest says ", expected.bytes);
-  const io::SafeTensors header = io::read_safetensors(file);
-  const auto id = header.metadata.find("id");
-  TESSERA_CHECK_IO(id != header.metadata.end() && id->second == manifest_.id, "checkpoint", "'", file.path(),
-                   "' belongs to another checkpoint than the manifest beside it");
-  place = std::move(file);
-  return *place;
+  if (!expected.raw) {
+    const io::SafeTensors header = io::read_safetensors(*file);
+    const auto id = header.metadata.find("id");
+    TESSERA_CHECK_IO(id != header.metadata.end() && id->second == manifest_.id, "checkpoint", "'", file->path(),
+                     "' belongs to another checkpoint than the manifest beside it");
+  }
+  if (++files_->count > kOpenFiles) {
+    for (auto& other : files_->open)
+      other.reset();
+    files_->count = 1;
+  }
+  return place = std::move(file);
 }
 
 bool Reader::reorders(const TensorRecord& record, const Want& want) const {
@@ -128,7 +137,9 @@ std::vector<Reader::Copy> Reader::copies(const TensorRecord& record, const std::
 }
 
 void Reader::verify_piece(const TensorRecord& record, const Piece& piece, Range elements) const {
-  const io::File& in = file(piece.file);
+  const auto opened = file(piece.file);
+  const io::File& in = *opened;
+  if (manifest_.files[piece.file].raw) return;
   const int64_t bytes = piece.range.size() * itemsize(record);
   std::string block(static_cast<size_t>(std::min(bytes, kChecksumBlock)), '\0');
   const int64_t end = elements.end * itemsize(record);
@@ -154,7 +165,36 @@ void Reader::verify(const TensorRecord& record, const Want& want) const {
     verify_piece(record, *piece, elements);
 }
 
+void Reader::verify_blocks(const std::function<bool(const TensorRecord&)>& needed, int part, int parts) const {
+  std::map<std::pair<int, int64_t>, std::pair<const Block*, const TensorRecord*>> blocks;
+  for (const TensorRecord& record : manifest_.tensors)
+    for (const Piece& piece : record.pieces) {
+      const FileRecord& of = manifest_.files[piece.file];
+      if (!of.raw || !needed(record)) continue;
+      const auto next = std::upper_bound(of.blocks.begin(), of.blocks.end(), piece.offset,
+                                         [](int64_t at, const Block& block) { return at < block.bytes.begin; });
+      blocks.insert({{piece.file, std::prev(next)->bytes.begin}, {&*std::prev(next), &record}});
+    }
+  std::string chunk(static_cast<size_t>(kChecksumBlock), '\0');
+  int number = 0;
+  for (const auto& [where, what] : blocks) {
+    if (number++ % parts != part) continue;
+    const auto in = file(where.first);
+    const auto& [block, record] = what;
+    uint32_t sum = 0;
+    for (int64_t at = block->bytes.begin; at < block->bytes.end; at += kChecksumBlock) {
+      const int64_t length = std::min(kChecksumBlock, block->bytes.end - at);
+      in->read(chunk.data(), length, at);
+      sum = io::crc32(chunk.data(), length, sum);
+    }
+    TESSERA_CHECK_IO(sum == block->checksum, "checkpoint", "'", in->path(), "', tensor '", record->name, "' (",
+                     record->kind, "): bytes ", block->bytes.begin, " to ", block->bytes.end,
+                     " are damaged: their checksum differs");
+  }
+}
+
 void Reader::verify_all() const {
+  verify_blocks([](const TensorRecord&) { return true; }, 0, 1);
   for (const TensorRecord& record : manifest_.tensors)
     for (const Piece& piece : record.pieces)
       verify_piece(record, piece, {0, piece.range.size()});
@@ -183,7 +223,8 @@ at::Tensor Reader::read(const TensorRecord& record, const Want& want) const {
     size_t end = i + 1;
     while (end < all.size() && all[end].piece == all[i].piece && all[end].from >= all[end - 1].from)
       ++end;
-    const io::File& in = file(all[i].piece->file);
+    const auto opened = file(all[i].piece->file);
+    const io::File& in = *opened;
     const int64_t begin = all[i].from * size;
     const int64_t bytes = (all[end - 1].from + all[end - 1].size) * size - begin;
     if (end == i + 1) {
@@ -209,6 +250,7 @@ at::Tensor Reader::read_whole(const TensorRecord& record) const {
 std::string Reader::blob(const std::string& name) const {
   const auto found = manifest_.blobs.find(name);
   TESSERA_CHECK_IO(found != manifest_.blobs.end(), "checkpoint", "'", folder_, "' has no '", name, "'");
+  if (found->second.name.empty()) return found->second.text;
   const std::string path = (std::filesystem::path(folder_) / found->second.name).string();
   std::string bytes = io::read_text(path, found->second.bytes);
   TESSERA_CHECK_IO(static_cast<int64_t>(bytes.size()) == found->second.bytes &&
@@ -217,8 +259,8 @@ std::string Reader::blob(const std::string& name) const {
   return bytes;
 }
 
-std::string latest_tag(const std::string& dir) {
-  const std::string path = (std::filesystem::path(dir) / "latest").string();
+std::string latest_tag(const std::string& dir, const std::string& file) {
+  const std::string path = (std::filesystem::path(dir) / file).string();
   if (!std::filesystem::exists(path)) return {};
   std::string tag = io::read_text(path, 4096);
   while (!tag.empty() && std::isspace(static_cast<unsigned char>(tag.back())) != 0)

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -31,7 +32,8 @@ class Reader {
   // Null where there is none.
   const TensorRecord* find(const std::string& name, const std::string& kind) const;
 
-  // Reads all that read() would need and compares checksums. IoError that names file and tensor. By any thread.
+  // Reads all that read() would need and compares checksums; of raw files see verify_blocks(). IoError that names file and
+  // tensor. By any thread.
   void verify(const TensorRecord& record, const Want& want) const;
   // 1-D, on the CPU, in the record's dtype.
   at::Tensor read(const TensorRecord& record, const Want& want) const;
@@ -39,13 +41,16 @@ class Reader {
   at::Tensor read_whole(const TensorRecord& record) const;
   // Checked.
   std::string blob(const std::string& name) const;
+  // The blocks of raw files that hold elements of `needed` records, but of all of them only part number `part` of `parts`:
+  // several readers divide the work.
+  void verify_blocks(const std::function<bool(const TensorRecord&)>& needed, int part, int parts) const;
   // Everything: every file, every piece.
   void verify_all() const;
 
  private:
   struct Copy;
   std::vector<Copy> copies(const TensorRecord& record, const std::vector<Slice>& slice, shard::Range range) const;
-  const io::File& file(int number) const;
+  std::shared_ptr<const io::File> file(int number) const;
   void verify_piece(const TensorRecord& record, const Piece& piece, shard::Range elements) const;
   bool reorders(const TensorRecord& record, const Want& want) const;
 
@@ -56,7 +61,7 @@ class Reader {
   std::unique_ptr<Files> files_;
 };
 
-// The tag that `dir`/latest names; empty where there is no such file.
-std::string latest_tag(const std::string& dir);
+// The tag that `dir`/latest (or a file of another name) names; empty where there is no such file.
+std::string latest_tag(const std::string& dir, const std::string& file = "latest");
 
 }  // namespace tessera::checkpoint

@@ -1,12 +1,16 @@
 #include "tessera/checkpoint/writer.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <deque>
 #include <filesystem>
 #include <random>
+#include <utility>
 
 #include "tessera/base/error.h"
 #include "tessera/io/crc32c.h"
@@ -19,8 +23,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int kDepth = 4;
-constexpr size_t kBlocksInFlight = 16;
+constexpr int kDepth = 8;
+constexpr size_t kBlocks = 8;                 // in memory
+constexpr int64_t kBlock = int64_t{4} << 20;  // bytes of one
 constexpr size_t kIdDigits = 16;
 
 // How tools show a piece: "exp_avg/blocks.0.weight[0:1024]".
@@ -47,40 +52,68 @@ io::TensorEntry entry_of(const Item& item) {
   return {key_of(item), item.dtype, {item.range.size()}};
 }
 
-// Blocks on their way to a file, and the tensors that they are read from.
+// The bytes of a file from its beginning on, on their way in blocks that can go past the page cache.
 class Stream {
  public:
   explicit Stream(const io::File& file) : file_(file), queue_(io::make_queue(kDepth)) {}
 
-  std::vector<uint32_t> write(const at::Tensor& values, int64_t offset) {
+  void append(const char* bytes, int64_t size) {
+    for (int64_t done = 0; done < size;) {
+      if (!block_) block_ = free_block();
+      const int64_t part = std::min(size - done, kBlock - filled_);
+      std::memcpy(block_.get() + filled_, bytes + done, static_cast<size_t>(part));
+      done += part;
+      filled_ += part;
+      if (filled_ == kBlock) send();
+    }
+  }
+  // With the checksums of a piece.
+  std::vector<uint32_t> append(const at::Tensor& values) {
     std::vector<uint32_t> checksums;
     const auto* bytes = static_cast<const char*>(values.const_data_ptr());
     const auto size = static_cast<int64_t>(values.nbytes());
     for (int64_t at = 0; at < size; at += kChecksumBlock) {
       const int64_t length = std::min(kChecksumBlock, size - at);
-      if (flight_.size() >= kBlocksInFlight) finish_one();
-      flight_.push_back({values, queue_->write(file_, bytes + at, length, offset + at)});
+      append(bytes + at, length);
       checksums.push_back(io::crc32c(bytes + at, length));
     }
     return checksums;
   }
   void finish() {
+    if (block_) send();
     while (!flight_.empty())
       finish_one();
   }
 
  private:
-  struct Block {
-    at::Tensor values;
+  struct Flight {
+    io::AlignedBytes block;
     std::future<void> done;
   };
-  void finish_one() {
-    flight_.front().done.get();
+
+  io::AlignedBytes free_block() { return flight_.size() < kBlocks ? io::aligned_bytes(kBlock) : finish_one(); }
+  // The last block: what of it is aligned, and the rest.
+  void send() {
+    const int64_t whole = filled_ / io::kDirectAlignment * io::kDirectAlignment;
+    char* memory = block_.get();
+    if (whole < filled_)
+      flight_.push_back({nullptr, queue_->write(file_, memory + whole, filled_ - whole, at_ + whole)});
+    if (whole > 0) flight_.push_back({nullptr, queue_->write(file_, memory, whole, at_)});
+    flight_.back().block = std::move(block_);
+    at_ += std::exchange(filled_, 0);
+  }
+  io::AlignedBytes finish_one() {
+    Flight& flight = flight_.front();
+    flight.done.get();
+    io::AlignedBytes block = std::move(flight.block);
     flight_.pop_front();
+    return block;
   }
 
   const io::File& file_;
-  std::deque<Block> flight_;
+  int64_t at_ = 0, filled_ = 0;  // of the file, where the block begins; bytes in it
+  io::AlignedBytes block_;
+  std::deque<Flight> flight_;
   std::unique_ptr<io::Queue> queue_;  // first to go: it waits for what is in flight
 };
 
@@ -120,16 +153,17 @@ std::vector<TensorRecord> write_items(const std::string& path, const std::string
     header.tensors.push_back(entry_of(item));
   const std::string text = io::layout_safetensors(header);
   std::vector<TensorRecord> records;
-  io::File out = io::File::create(path);
+  io::File out = io::File::create_direct(path);
   try {
-    out.write(text.data(), static_cast<int64_t>(text.size()), 0);
+    out.reserve(items.empty() ? static_cast<int64_t>(text.size()) : header.tensors.back().end);
     Stream stream(out);
+    stream.append(text.data(), static_cast<int64_t>(text.size()));
     for (size_t i = 0; i < items.size(); ++i) {
       const Item& item = items[i];
       const at::Tensor values = item.values().to(at::kCPU).contiguous();
       TESSERA_ASSERT(values.numel() == item.range.size() && values.scalar_type() == item.dtype);
       const int64_t offset = header.tensors[i].begin;
-      const Piece piece{0, offset, item.slice.empty() ? -1 : 0, item.range, stream.write(values, offset)};
+      const Piece piece{0, offset, item.slice.empty() ? -1 : 0, item.range, stream.append(values)};
       records.push_back({item.name, item.kind, item.shape, item.order, item.dtype, item.slice, {piece}});
     }
     stream.finish();
@@ -202,6 +236,25 @@ std::string complete_id(const std::string& folder) {
 void set_latest(const std::string& dir, const std::string& tag) {
   io::sync_folder(dir);
   io::replace_text((fs::path(dir) / "latest").string(), tag);
+}
+
+void put_in_place(const std::string& from, const std::string& folder) {
+  io::sync_folder(from);
+  const bool replaces = fs::exists(folder);
+  int failed = ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, folder.c_str(), replaces ? RENAME_EXCHANGE : 0);
+  if (failed != 0 && replaces && (errno == EINVAL || errno == ENOSYS)) {
+    // A file system that cannot exchange: for a moment there is none of that name, but the former one is beside.
+    const std::string former = from + ".former";
+    failed = ::rename(folder.c_str(), former.c_str());
+    if (failed == 0) failed = ::rename(from.c_str(), folder.c_str());
+    if (failed == 0) fs::rename(former, from);
+  } else if (failed != 0 && !replaces) {
+    failed = ::rename(from.c_str(), folder.c_str());
+  }
+  TESSERA_CHECK_IO(failed == 0, "checkpoint", "'", folder, "' cannot be put in place: ", std::strerror(errno));
+  io::sync_folder(fs::path(folder).parent_path().string());
+  std::error_code ignored;
+  if (replaces) fs::remove_all(from, ignored);
 }
 
 void clean(const std::string& dir, const std::string& tag, int keep_last) {

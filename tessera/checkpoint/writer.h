@@ -43,6 +43,8 @@ void commit(const std::string& folder, const Manifest& manifest);
 // The id of the complete checkpoint in `folder`; empty where there is none that can be read.
 std::string complete_id(const std::string& folder);
 void set_latest(const std::string& dir, const std::string& tag);
+// The folder `from` is `folder` afterwards, in one step: what was there before is whole until then and gone after.
+void put_in_place(const std::string& from, const std::string& folder);
 // Removes what saves that were cut off have left in `dir`, and with keep_last > 0 all checkpoints but the newest ones and
 // `tag`. Touches only files that a save of ours has made. Files that cannot be removed stay.
 void clean(const std::string& dir, const std::string& tag, int keep_last);

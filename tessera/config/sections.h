@@ -81,11 +81,13 @@ struct TensorParallel {
 };
 
 enum class TagValidation { Ignore, Warn, Fail };
+enum class CheckpointFormat { Tessera, DeepSpeed };
 struct ParallelWrite {
   bool pipeline_stage = false;
 };
 struct Checkpoint {
   TagValidation tag_validation = TagValidation::Warn;
+  CheckpointFormat format = CheckpointFormat::Tessera;
   bool load_universal = false;
   bool use_node_local_storage = false;
   bool asynchronous = false;

@@ -50,7 +50,6 @@ const std::vector<Refusal>& refusals() {
       {"optimizer.params", "fp32_optimizer_states false", unserved_states},
       {"sparse_gradients", "true", [](C c) { return c.sparse_gradients; }},
       {"graph_harvesting", "true", [](C c) { return c.graph_harvesting; }},
-      {"checkpoint.load_universal", "true", [](C c) { return c.checkpoint.load_universal; }},
       {"activation_checkpointing.partition_activations", "true",
        [](C c) { return c.activation_checkpointing.partition_activations; }},
       {"flops_profiler.enabled", "true", [](C c) { return c.flops_profiler.enabled; }},

@@ -3,16 +3,17 @@
 #include <ATen/Functions.h>
 
 #include <algorithm>
-#include <deque>
 #include <filesystem>
-#include <future>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "tessera/base/error.h"
 #include "tessera/checkpoint/numbering.h"
-#include "tessera/io/concurrently.h"
+#include "tessera/engine/accumulation.h"
+#include "tessera/engine/group_fields.h"
+#include "tessera/engine/logical.h"
+#include "tessera/engine/together.h"
 #include "tessera/io/file.h"
+#include "tessera/io/progress.h"
 
 namespace tessera::engine {
 
@@ -20,76 +21,16 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 using checkpoint::Item;
-using checkpoint::TensorRecord;
 using shard::NamedShard;
 using shard::Range;
 
-constexpr int64_t kManifestLimit = int64_t{1} << 31;
-constexpr int64_t kSmall = 1 << 16;               // elements that are not spread over the ranks that have them
-constexpr int64_t kLoadChunk = int64_t{8} << 20;  // elements that are read at once
-constexpr int kReaders = 4;
-constexpr const char* kWeight = "weight";
-constexpr const char* kMaster = "master";
-constexpr const char* kBuffer = "buffer";
-
-// ---- all ranks together
-
-enum Outcome : char { kFine = 'f', kValue = 'v', kDisk = 'd', kOther = 'o' };
-
-// Runs f on every rank. Then either all have the texts that it returned, by rank, or all throw what one of them threw.
-template <class F>
-std::vector<std::string> together(const zero::Ranks& ranks, comm::Label label, const F& f) {
-  std::string mine;
-  try {
-    mine = std::string(1, kFine) + f();
-  } catch (const c10::ValueError& e) {
-    mine = std::string(1, kValue) + e.what_without_backtrace();
-  } catch (const IoError& e) {
-    mine = std::string(1, kDisk) + e.what_without_backtrace();
-  } catch (const c10::Error& e) {
-    mine = std::string(1, kOther) + e.what_without_backtrace();
-  } catch (const std::exception& e) {
-    mine = std::string(1, kOther) + e.what();
-  }
-  std::vector<std::string> texts = ranks.gather_text(mine, label);
-  for (size_t r = 0; r < texts.size(); ++r) {
-    const char outcome = texts[r][0];
-    texts[r].erase(0, 1);
-    if (outcome == kFine) continue;
-    const std::string where = texts.size() > 1 ? " (rank " + std::to_string(r) + ")" : "";
-    if (outcome == kValue) C10_THROW_ERROR(ValueError, texts[r] + where);
-    if (outcome == kDisk) throw IoError({__func__, __FILE__, __LINE__}, texts[r] + where);
-    TORCH_CHECK(false, texts[r], where);
-  }
-  return texts;
-}
+constexpr int64_t kSmall = 1 << 16;  // elements that are not spread over the ranks that have them
 
 // ---- numbers of a run
 
-template <class G, class F>
-void each_field(G& group, const F& f) {
-  f("lr", group.lr);
-  f("beta1", group.beta1);
-  f("beta2", group.beta2);
-  f("eps", group.eps);
-  f("weight_decay", group.weight_decay);
-  f("decoupled", group.decoupled);
-  f("bias_correction", group.bias_correction);
-  f("momentum", group.momentum);
-  f("dampening", group.dampening);
-  f("nesterov", group.nesterov);
-  f("lr_decay", group.lr_decay);
-  f("initial_accumulator_value", group.initial_accumulator_value);
-  f("maximize", group.maximize);
-}
-
 Json run_of(Engine& engine) {
   Json run;
-  // Gradients are not saved: an accumulation that has begun starts again.
-  const int64_t micro = engine.micro_steps();
-  const int64_t begun =
-      engine.options().managed_accumulation ? micro % engine.options().gradient_accumulation_steps : 0;
-  run["counters"] = {{"micro_steps", micro - begun},
+  run["counters"] = {{"micro_steps", engine.micro_steps()},
                      {"global_steps", engine.global_steps()},
                      {"skipped_steps", engine.skipped_steps()},
                      {"global_samples", engine.global_samples()}};
@@ -108,36 +49,8 @@ Json run_of(Engine& engine) {
   return run;
 }
 
-void restore_run(Engine& engine, const Json& run) {
-  const Json& c = run.at("counters");
-  engine.set_counters(c.at("micro_steps"), c.at("global_steps"), c.at("skipped_steps"), c.at("global_samples"));
-  const Json& s = run.at("scaler");
-  if (engine.scaling().scaler().needed())
-    engine.scaling().restore({s.at("scale"), s.at("steps"), s.at("good_steps"), s.at("budget"), s.at("overridden")});
-  const Json& groups = run.at("groups");
-  for (size_t i = 0; i < engine.groups().size() && i < groups.size(); ++i)
-    each_field(engine.groups()[i], [&](const char* name, auto& value) {
-      if (groups[i].contains(name)) groups[i].at(name).get_to(value);
-    });
-}
-
-// ---- parameters
-
-std::vector<int64_t> whole_shape(const ParamSpec& spec, const shard::Form& form) {
-  return spec.cut ? spec.cut->sizes : form.sizes;
-}
-
-std::vector<checkpoint::Slice> slice_of(const shard::CutPtr& cut) {
-  if (cut == nullptr) return {};
-  return {{cut->dim, cut->ranges}};
-}
-
-// "weight", "master" or the state's name in torch.
-std::string kind_of(Engine& engine, shard::Quantity quantity) {
-  if (quantity == shard::Quantity::Weight) return kWeight;
-  if (quantity == shard::Quantity::Master) return kMaster;
-  const auto names = optim::state_names(engine.options().rule, engine.groups());
-  return names.name[quantity == shard::Quantity::State0 ? 0 : 1];
+int64_t bytes_of(const Item& item) {
+  return item.range.size() * static_cast<int64_t>(c10::elementSize(item.dtype));
 }
 
 // What this rank writes of elements that several ranks have: a part of many, all or nothing of few.
@@ -171,11 +84,23 @@ struct Checkpointer::Job {
 // This rank's files; what is in them, as a text.
 std::string Checkpointer::Job::write(int rank, std::vector<std::string>& written) const {
   Json part{{"files", Json::array()}, {"blobs", Json::object()}, {"records", ""}};
+  std::vector<checkpoint::ParamRecord> own;
+  std::copy_if(manifest.params.begin(), manifest.params.end(), std::back_inserter(own),
+               [](const auto& param) { return !param.along.empty(); });
+  part["params"] = checkpoint::params_text(own);
   const auto path = [&](const std::string& name) { return (std::filesystem::path(folder()) / name).string(); };
   if (!items.empty()) {
     checkpoint::FileRecord file;
+    std::vector<Item> counted = items;
+    int64_t bytes = 0;
+    for (const Item& item : counted)
+      bytes += bytes_of(item);
+    io::Progress progress("saving '" + folder() + "'", bytes);
+    for (Item& item : counted)
+      if (rank == 0)
+        item.values = [values = item.values, size = bytes_of(item), &progress] { return progress.add(size), values(); };
     written.push_back(path(checkpoint::file_name(id, rank)));
-    part["records"] = checkpoint::records_text(checkpoint::write_items(written.back(), id, items, file));
+    part["records"] = checkpoint::records_text(checkpoint::write_items(written.back(), id, std::move(counted), file));
     part["files"].push_back({file.name, file.bytes});
   }
   for (const auto& [name, bytes] : blobs) {
@@ -189,6 +114,7 @@ std::string Checkpointer::Job::write(int rank, std::vector<std::string>& written
 void Checkpointer::Job::complete(const std::vector<std::string>& texts) {
   for (const std::string& text : texts) {
     const Json part = Json::parse(text);
+    checkpoint::merge_params(manifest.params, part["params"]);
     for (const Json& file : part["files"]) {
       checkpoint::merge_records(manifest.tensors, part["records"], static_cast<int>(manifest.files.size()));
       manifest.files.push_back({file[0], file[1]});
@@ -228,10 +154,7 @@ Checkpointer::~Checkpointer() {
 }
 
 const zero::Ranks& Checkpointer::ranks() {
-  if (!ranks_) {
-    ranks_.emplace(zero::Ranks(engine_.mesh()).siblings());
-    if (!engine_.params().empty()) ranks_->device = engine_.params().front().tensor.device();
-  }
+  if (!ranks_) ranks_.emplace(ranks_of(engine_).siblings());
   return *ranks_;
 }
 
@@ -239,6 +162,13 @@ void Checkpointer::wait() {
   if (thread_.joinable()) thread_.join();
   const std::string error = std::exchange(error_, "");
   TESSERA_CHECK_IO(error.empty(), "checkpoint", "the save in the background failed: ", error);
+}
+
+std::vector<std::string> Checkpointer::exchange(const std::string& text, const std::string& error) {
+  return together(ranks(), "texts of a checkpoint", [&] {
+    TESSERA_CHECK_IO(error.empty(), "checkpoint", error);
+    return text;
+  });
 }
 
 std::vector<Item> Checkpointer::items(const SaveOptions& options, const ClientPart& client) {
@@ -250,9 +180,9 @@ std::vector<Item> Checkpointer::items(const SaveOptions& options, const ClientPa
     if (shard.quantity == shard::Quantity::Weight && shard.trained && !states.master_is_weight(shard.param)) continue;
     const Range mine = mine_of(shard);
     if (mine.empty()) continue;
-    items.push_back({shard.name, kind_of(engine_, shard.quantity),
-                     whole_shape(engine_.params()[shard.param], shard.form), checkpoint::order_of(shard.form),
-                     shard.dtype, slice_of(shard.cut), mine, [&states, shard, mine] {
+    const ParamSpec& spec = engine_.params()[shard.param];
+    items.push_back({file_name_of(engine_, spec), kind_of(engine_, shard.quantity), whole_shape(spec, shard.form),
+                     checkpoint::order_of(shard.form), shard.dtype, slice_of(shard.cut), mine, [&states, shard, mine] {
                        return states.read_shard(shard).narrow(0, mine.begin - shard.range.begin, mine.size());
                      }});
   }
@@ -267,10 +197,13 @@ std::vector<Item> Checkpointer::items(const SaveOptions& options, const ClientPa
     const at::Tensor flat = state.values.sizes() == shard.form.sizes
                                 ? shard::flatten_like_param(state.values, shard.form)
                                 : state.values.detach().flatten();
-    items.push_back({shard.name, state.kind, whole_shape(engine_.params()[state.param], shard.form),
+    const ParamSpec& spec = engine_.params()[state.param];
+    items.push_back({file_name_of(engine_, spec), state.kind, whole_shape(spec, shard.form),
                      checkpoint::order_of(shard.form), flat.scalar_type(), slice_of(shard.cut), mine,
                      [flat, mine, begin = begin] { return flat.narrow(0, mine.begin - begin, mine.size()); }});
   }
+  SavedAccumulation accumulation = save_accumulation(engine_);
+  std::move(accumulation.items.begin(), accumulation.items.end(), std::back_inserter(items));
   if (ranks().place() != 0) return items;
   for (const ClientTensor& t : client.tensors) {
     if (t.tensor.numel() == 0) continue;
@@ -291,16 +224,21 @@ checkpoint::Manifest Checkpointer::manifest(const SaveOptions& options, const Cl
   Json run = run_of(engine_);
   run["client"] = Json::parse(client.run, nullptr, /*allow_exceptions=*/false);
   TESSERA_CHECK_VALUE(run["client"].is_object(), "checkpoint", "the client's part of the run is not a JSON object");
+  const std::string accumulation = save_accumulation(engine_).run;
+  if (!accumulation.empty()) run["accumulation"] = Json::parse(accumulation);
   manifest.run = run.dump();
   zero::StateAccess& states = engine_.states();
   for (int id = 0; id < static_cast<int>(engine_.params().size()); ++id) {
     const ParamSpec& spec = engine_.params()[id];
     if (spec.group < 0 && !options.frozen) continue;
-    checkpoint::ParamRecord record{spec.name, whole_shape(spec, states.form(id)), spec.tensor.scalar_type(),
-                                   spec.group >= 0};
+    checkpoint::ParamRecord record{file_name_of(engine_, spec), whole_shape(spec, states.form(id)),
+                                   spec.tensor.scalar_type(), spec.group >= 0};
     if (record.trained) record.step = states.param_step(id);
     if (const auto found = client.aliases.find(spec.name); found != client.aliases.end())
       record.aliases = found->second;
+    record.along = place_of(engine_, spec);
+    for (std::string& alias : record.aliases)
+      alias += checkpoint::suffix_of(record.along);
     manifest.params.push_back(std::move(record));
   }
   // Tensors without elements have no pieces, so no rank writes them.
@@ -351,6 +289,8 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
   job->tag = plans[0].substr(digits);
   job->manifest.id = job->id;
   job->blobs = std::move(client.blobs);
+  if (const std::string counts = save_accumulation(engine_).blob; !counts.empty())
+    job->blobs[blob_of_accumulation(ranks().place())] = counts;
   if (!options.asynchronous) {
     job->run(ranks());
     return job->tag;
@@ -367,173 +307,6 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
     }
   });
   return job->tag;
-}
-
-// ---------------------------------------------------------------- load
-
-const checkpoint::ParamRecord* Restore::record_of(const ParamSpec& spec) const {
-  const auto& params = reader_->manifest().params;
-  const auto named = [&](const auto& p) { return p.name == spec.name; };
-  auto found = std::find_if(params.begin(), params.end(), named);
-  if (found == params.end())
-    found = std::find_if(params.begin(), params.end(), [&](const auto& p) {
-      return std::find(p.aliases.begin(), p.aliases.end(), spec.name) != p.aliases.end();
-    });
-  return found == params.end() ? nullptr : &*found;
-}
-
-void Restore::plan(Engine& engine) {
-  engine_ = &engine;
-  zero::StateAccess& states = engine.states();
-  std::vector<std::string> problems;
-  std::set<std::string> used;
-  const auto add = [&](const TensorRecord* record, int id, shard::Quantity quantity, const std::string& kind) {
-    const shard::Form form = states.form(id);
-    const ParamSpec& spec = engine.params()[id];
-    if (record == nullptr) return problems.push_back("'" + spec.name + "' has no " + kind);
-    if (record->shape != whole_shape(spec, form))
-      return problems.push_back(c10::str("'", spec.name, "' has shape ", at::IntArrayRef(record->shape), " there and ",
-                                         at::IntArrayRef(whole_shape(spec, form)), " here"));
-    const Range mine = states.writable(id, quantity);
-    checkpoint::Want want{slice_of(spec.cut), checkpoint::order_of(form), mine};
-    const int64_t step = record->order == want.order ? kLoadChunk : std::max<int64_t>(1, mine.size());
-    for (int64_t begin = mine.begin; begin < mine.end; begin += step) {
-      want.range = {begin, std::min(begin + step, mine.end)};
-      parts_.push_back({record, want, id, quantity});
-    }
-  };
-  for (int id = 0; id < static_cast<int>(engine.params().size()); ++id) {
-    const ParamSpec& spec = engine.params()[id];
-    const checkpoint::ParamRecord* record = record_of(spec);
-    records_.push_back(record);
-    if (record == nullptr) {
-      missing_.push_back(spec.name);
-      continue;
-    }
-    used.insert(record->name);
-    const TensorRecord* master = reader_->find(record->name, kMaster);
-    if (master == nullptr) master = reader_->find(record->name, kWeight);
-    if (spec.tensor.numel() > 0)
-      add(master, id, spec.group >= 0 ? shard::Quantity::Master : shard::Quantity::Weight, "weight");
-    if (spec.group < 0 || !options_.optimizer || !record->trained || spec.tensor.numel() == 0) continue;
-    const auto names = optim::state_names(engine.options().rule, engine.groups());
-    for (int i = 0; i < names.count; ++i)
-      add(reader_->find(record->name, names.name[i]), id, i == 0 ? shard::Quantity::State0 : shard::Quantity::State1,
-          names.name[i]);
-  }
-  for (const auto& param : reader_->manifest().params)
-    if (!used.contains(param.name)) unexpected_.push_back(param.name);
-  const auto list = [&](const char* what, const std::vector<std::string>& names) {
-    if (names.empty()) return;
-    std::string line = what;
-    for (const std::string& name : names)
-      line += " '" + name + "'";
-    problems.push_back(line);
-  };
-  if (options_.strict) {
-    list("not in the checkpoint:", missing_);
-    list("not in the model:", unexpected_);
-  }
-  check(problems);
-}
-
-void Restore::check(const std::vector<std::string>& problems) const {
-  std::string text;
-  for (const std::string& problem : problems)
-    text += "\n  " + problem;
-  TESSERA_CHECK_VALUE(problems.empty(), "checkpoint", "'", folder_, "' does not fit this engine:", text);
-}
-
-void Restore::verify() const {
-  const auto& parts = parts_;
-  io::concurrently(static_cast<int64_t>(parts.size()), kReaders,
-                   [&](int64_t i) { reader_->verify(*parts[i].record, parts[i].want); });
-  for (const TensorRecord& record : reader_->manifest().tensors)
-    if (record.kind == kBuffer) reader_->verify(record, {{}, record.order, {0, record.numel()}});
-  for (const auto& [name, file] : reader_->manifest().blobs)
-    reader_->blob(name);
-  for (int id = 0; id < static_cast<int>(records_.size()); ++id)
-    for (const std::string& kind : options_.client_kinds)
-      client_state(id, kind);
-}
-
-at::Tensor Restore::client_state(int param, const std::string& kind) const {
-  const checkpoint::ParamRecord* of = records_.at(param);
-  const TensorRecord* record = of == nullptr ? nullptr : reader_->find(of->name, kind);
-  const ParamSpec& spec = engine_->params()[param];
-  if (record == nullptr || spec.group < 0) return {};
-  const shard::Form form = engine_->states().form(param);
-  const checkpoint::Want want{slice_of(spec.cut), checkpoint::order_of(form),
-                              engine_->states().writable(param, shard::Quantity::Master)};
-  reader_->verify(*record, want);
-  return reader_->read(*record, want);
-}
-
-void Restore::apply() {
-  const c10::AutoGradMode no_grad(false);
-  Engine& engine = *engine_;
-  zero::StateAccess& states = engine.states();
-  states.begin_writes();
-  std::string error;
-  try {
-    // Read ahead of what is written.
-    std::deque<std::future<at::Tensor>> ahead;
-    size_t next = 0;
-    for (const Part& part : parts_) {
-      for (; next < parts_.size() && ahead.size() < kReaders; ++next)
-        ahead.push_back(
-            std::async(std::launch::async, [this, &p = parts_[next]] { return reader_->read(*p.record, p.want); }));
-      at::Tensor values = ahead.front().get();
-      ahead.pop_front();
-      const checkpoint::ParamRecord& record = *records_[part.param];
-      const bool is_weight = part.quantity == shard::Quantity::Master || part.quantity == shard::Quantity::Weight;
-      if (is_weight && !options_.from_master) values = values.to(record.dtype);
-      states.write(part.param, part.quantity, part.want.range, values);
-    }
-  } catch (const std::exception& e) {
-    error = e.what();
-  }
-  states.end_writes();
-  for (int id = 0; id < static_cast<int>(records_.size()); ++id)
-    if (options_.optimizer && records_[id] != nullptr && engine.params()[id].group >= 0)
-      states.set_param_step(id, records_[id]->trained ? records_[id]->step : 0);
-  engine.refresh_params();
-  if (options_.run) restore_run(engine, Json::parse(reader_->manifest().run));
-  TESSERA_CHECK_IO(error.empty(), "checkpoint", "'", folder_,
-                   "' could not be read to its end, the engine has changed in "
-                   "part: load again. ",
-                   error);
-}
-
-std::optional<Restore> Checkpointer::open(const std::string& dir, const std::string& given,
-                                          const Restore::Options& options) {
-  wait();
-  const auto first = together(ranks(), "name of a checkpoint", [&]() -> std::string {
-    if (ranks().place() != 0) return "";
-    const std::string tag = given.empty() ? checkpoint::latest_tag(dir) : given;
-    if (tag.empty()) return "";
-    checkpoint::check_tag(tag);
-    const std::string path =
-        (std::filesystem::path(checkpoint::folder_of(dir, tag)) / checkpoint::kManifestName).string();
-    TESSERA_CHECK_IO(std::filesystem::exists(path), "checkpoint", "there is no complete checkpoint '", tag, "' in '",
-                     dir, "': '", path, "' is missing");
-    return Json{{"tag", tag}, {"manifest", io::read_text(path, kManifestLimit)}}.dump();
-  });
-  if (first[0].empty()) return std::nullopt;
-  Restore restore;
-  restore.options_ = options;
-  together(ranks(), "what a checkpoint holds", [&] {
-    const Json said = Json::parse(first[0]);
-    restore.tag_ = said["tag"];
-    restore.folder_ = checkpoint::folder_of(dir, restore.tag_);
-    restore.reader_ = std::make_unique<checkpoint::Reader>(restore.folder_, said["manifest"].get<std::string>());
-    const Json run = Json::parse(restore.reader_->manifest().run);
-    restore.client_run_ = run.contains("client") ? run["client"].dump() : "{}";
-    restore.plan(engine_);
-    restore.verify();
-    return std::string();
-  });
-  return restore;
 }
 
 }  // namespace tessera::engine

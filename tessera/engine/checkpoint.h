@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -10,9 +11,9 @@
 #include <thread>
 #include <vector>
 
-#include "tessera/checkpoint/reader.h"
 #include "tessera/checkpoint/writer.h"
 #include "tessera/engine/engine.h"
+#include "tessera/engine/restore.h"
 
 namespace tessera::engine {
 
@@ -46,49 +47,12 @@ struct ClientPart {
   std::map<std::string, std::vector<std::string>> aliases;  // other names of a parameter
 };
 
-// A checkpoint that was found good and fits the engine, before anything has changed.
-class Restore {
- public:
-  struct Options {
-    bool strict = true;     // names must be the same on both sides
-    bool optimizer = true;  // moments and steps
-    bool run = true;        // counters, loss scale, hyper-parameters
-    bool from_master =
-        true;  // weights come from fp32 masters where there are any, else from what the module computed in
-    std::vector<std::string> client_kinds = {};  // of ClientState, that client_state() will be asked for
-  };
-
-  const std::string& folder() const { return folder_; }
-  const std::string& tag() const { return tag_; }
-  const std::string& client_run() const { return client_run_; }
-  const std::vector<std::string>& missing() const { return missing_; }
-  const std::vector<std::string>& unexpected() const { return unexpected_; }
-  const checkpoint::Reader& reader() const { return *reader_; }
-  // This rank's elements; undefined where the checkpoint has none.
-  at::Tensor client_state(int param, const std::string& kind) const;
-  // Puts it into the engine. Collective. An error of the disk in the middle leaves the engine changed in part, and says so.
-  void apply();
-
- private:
-  friend class Checkpointer;
-  struct Part {
-    const checkpoint::TensorRecord* record;
-    checkpoint::Want want;
-    int param;
-    shard::Quantity quantity;
-  };
-  void plan(Engine& engine);
-  void verify() const;
-  void check(const std::vector<std::string>& problems) const;
-  const checkpoint::ParamRecord* record_of(const ParamSpec& spec) const;
-
-  Engine* engine_ = nullptr;
-  Options options_;
-  std::string folder_, tag_, client_run_;
-  std::unique_ptr<checkpoint::Reader> reader_;
-  std::vector<Part> parts_;
-  std::vector<const checkpoint::ParamRecord*> records_;  // by parameter; null: missing
-  std::vector<std::string> missing_, unexpected_;
+// Where a load finds what this library did not write.
+struct Foreign {
+  std::string latest = "latest";  // the file in the folder that names the newest tag; another name: it must be there
+  // The manifest of a checkpoint without one, given its folder; empty where it knows none either. Called on one rank.
+  std::function<std::string(const std::string& folder)> manifest;
+  std::string names = "";  // of the files that it looks for, for errors
 };
 
 // Calls are collective: all ranks of the engine make them, on a folder that all of them see. An error of one rank is an error
@@ -100,12 +64,15 @@ class Checkpointer {
 
   // This rank's number among those of the engine; number 0 writes what is the same on all.
   int place() { return ranks().place(); }
+  // The texts of all ranks, by number; an error text of one is an error on all.
+  std::vector<std::string> exchange(const std::string& text, const std::string& error);
   // Returns the tag. A checkpoint that was complete before stays so until the new one is.
   std::string save(const std::string& dir, const SaveOptions& options, ClientPart client = {});
   // Until an asynchronous save is complete; throws its error, once. save() and load() do so first.
   void wait();
   // `tag` empty: that of `latest`; nothing where there is no such file.
-  std::optional<Restore> open(const std::string& dir, const std::string& tag, const Restore::Options& options);
+  std::optional<Restore> open(const std::string& dir, const std::string& tag, const Restore::Options& options,
+                              const Foreign& foreign = {});
 
  private:
   struct Job;

@@ -142,6 +142,9 @@ zero::Regions& Engine::regions() {
 zero::StateAccess& Engine::states() {
   return impl_->live("states").states;
 }
+zero::Accumulation& Engine::accumulation() {
+  return impl_->live("accumulation").accumulation;
+}
 Checkpointer& Engine::checkpoints() {
   impl_->live("checkpoints");
   if (!impl_->checkpointer) impl_->checkpointer = std::make_unique<Checkpointer>(*this);

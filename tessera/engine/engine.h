@@ -71,6 +71,7 @@ class Engine {
   zero::Modules& modules();     // what stage 3 needs to know of a forward
   zero::Regions& regions();     // in which parameters are whole
   zero::StateAccess& states();  // by number of the parameter in params()
+  zero::Accumulation& accumulation();
   Scaling& scaling();           // loss scale; may be read after destroy()
   Checkpointer& checkpoints();  // engine/checkpoint.h
 

@@ -1,4 +1,4 @@
-// CRC-32C (Castagnoli, RFC 3720 appendix B.4) of bytes.
+// CRC-32C (Castagnoli, RFC 3720 appendix B.4) and CRC-32 (of zip archives, RFC 1952 section 8) of bytes.
 #pragma once
 
 #include <cstdint>
@@ -9,5 +9,8 @@ namespace tessera::io {
 uint32_t crc32c(const void* data, int64_t bytes, uint32_t before = 0);
 // The same by the definition, byte by byte.
 uint32_t crc32c_reference(const void* data, int64_t bytes, uint32_t before = 0);
+// CRC-32, by table.
+uint32_t crc32(const void* data, int64_t bytes, uint32_t before = 0);
+uint32_t crc32_reference(const void* data, int64_t bytes, uint32_t before = 0);
 
 }  // namespace tessera::io

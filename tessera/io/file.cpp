@@ -38,16 +38,52 @@ File File::create(const std::string& path) {
   return {path, open_or_throw(path, O_WRONLY | O_CREAT | O_EXCL, "create")};
 }
 
-File::File(File&& other) noexcept : path_(std::move(other.path_)), fd_(std::exchange(other.fd_, -1)) {}
+File File::open_direct(const std::string& path) {
+  File file = open(path);
+  file.add_direct(O_RDONLY);
+  return file;
+}
+
+File File::create_direct(const std::string& path) {
+  File file = create(path);
+  file.add_direct(O_WRONLY);
+  return file;
+}
+
+// Not every file system has it: then there is only the other way.
+void File::add_direct(int flags) {
+  direct_ = ::open(path_.c_str(), flags | O_DIRECT | O_CLOEXEC);
+}
+
+File::File(File&& other) noexcept
+    : path_(std::move(other.path_)), fd_(std::exchange(other.fd_, -1)), direct_(std::exchange(other.direct_, -1)) {}
 
 File& File::operator=(File&& other) noexcept {
   std::swap(path_, other.path_);
   std::swap(fd_, other.fd_);
+  std::swap(direct_, other.direct_);
   return *this;
 }
 
 File::~File() {
-  if (fd_ >= 0) ::close(fd_);
+  for (const int fd : {fd_, direct_})
+    if (fd >= 0) ::close(fd);
+}
+
+int File::descriptor(const void* memory, int64_t bytes, int64_t offset) const {
+  const auto all = reinterpret_cast<uintptr_t>(memory) | static_cast<uintptr_t>(bytes) | static_cast<uintptr_t>(offset);
+  return direct_ >= 0 && all % kDirectAlignment == 0 ? direct_ : fd_;
+}
+
+// A file system that asks for more than our alignment is served the other way.
+bool File::falls_back(int fd, int error) const {
+  return error == EINVAL && fd == direct_;
+}
+
+void File::reserve(int64_t bytes) const {
+  const int result = bytes > 0 ? ::fallocate(fd_, 0, 0, bytes) : 0;
+  TESSERA_CHECK_IO(result == 0 || errno == EOPNOTSUPP || errno == ENOSYS, "io", "cannot reserve ", bytes,
+                   " bytes for '", path_, "': ", std::strerror(errno));
 }
 
 int64_t File::size() const {
@@ -59,7 +95,10 @@ int64_t File::size() const {
 void File::read(void* to, int64_t bytes, int64_t offset) const {
   auto* place = static_cast<char*>(to);
   for (int64_t done = 0; done < bytes;) {
-    const ssize_t n = ::pread(fd_, place + done, std::min(bytes - done, kLargestCall), offset + done);
+    const int64_t part = std::min(bytes - done, kLargestCall);
+    const int fd = descriptor(place + done, part, offset + done);
+    ssize_t n = ::pread(fd, place + done, part, offset + done);
+    if (n < 0 && falls_back(fd, errno)) n = ::pread(fd_, place + done, part, offset + done);
     if (n < 0 && errno == EINTR) continue;
     TESSERA_CHECK_IO(n >= 0, "io", "cannot read ", bytes, " bytes of '", path_, "' from byte ", offset, ": ",
                      std::strerror(errno));
@@ -72,7 +111,10 @@ void File::read(void* to, int64_t bytes, int64_t offset) const {
 void File::write(const void* from, int64_t bytes, int64_t offset) const {
   const auto* place = static_cast<const char*>(from);
   for (int64_t done = 0; done < bytes;) {
-    const ssize_t n = ::pwrite(fd_, place + done, std::min(bytes - done, kLargestCall), offset + done);
+    const int64_t part = std::min(bytes - done, kLargestCall);
+    const int fd = descriptor(place + done, part, offset + done);
+    ssize_t n = ::pwrite(fd, place + done, part, offset + done);
+    if (n < 0 && falls_back(fd, errno)) n = ::pwrite(fd_, place + done, part, offset + done);
     if (n < 0 && errno == EINTR) continue;
     TESSERA_CHECK_IO(n > 0, "io", "cannot write ", bytes, " bytes to '", path_, "' from byte ", offset, ": ",
                      std::strerror(n == 0 ? ENOSPC : errno));
@@ -85,6 +127,7 @@ void File::sync() const {
 }
 
 void File::close() {
+  if (const int direct = std::exchange(direct_, -1); direct >= 0) ::close(direct);
   const int fd = std::exchange(fd_, -1);
   TESSERA_CHECK_IO(fd < 0 || ::close(fd) == 0, "io", "cannot close '", path_, "': ", std::strerror(errno));
 }

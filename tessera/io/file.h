@@ -7,20 +7,30 @@
 
 namespace tessera::io {
 
+// Of memory, offset and length of a transfer that goes past the page cache.
+inline constexpr int64_t kDirectAlignment = 4096;
+
 class File {
  public:
   static File open(const std::string& path);    // for reading; a directory or a device is refused
   static File create(const std::string& path);  // for writing; must not exist
+  // The same; aligned transfers go past the page cache where the file system lets them.
+  static File open_direct(const std::string& path);
+  static File create_direct(const std::string& path);
   File(File&& other) noexcept;
   File& operator=(File&& other) noexcept;
   ~File();
 
   const std::string& path() const { return path_; }
-  int descriptor() const { return fd_; }
+  // That serves a transfer.
+  int descriptor(const void* memory, int64_t bytes, int64_t offset) const;
   int64_t size() const;
   // All of `bytes`, or an error: a file that ends before is one. Any number of threads at once.
   void read(void* to, int64_t bytes, int64_t offset) const;
   void write(const void* from, int64_t bytes, int64_t offset) const;
+  // Space for `bytes` bytes, so that a full disk is seen before anything is written, and writes need not wait for each other
+  // to grow the file. The file has that size then, where the file system can do this.
+  void reserve(int64_t bytes) const;
   // Until the contents are on the disk.
   void sync() const;
   // What only closing reports; the destructor does not.
@@ -28,9 +38,12 @@ class File {
 
  private:
   File(std::string path, int fd) : path_(std::move(path)), fd_(fd) {}
+  void add_direct(int flags);
+  bool falls_back(int fd, int error) const;
 
   std::string path_;
   int fd_ = -1;
+  int direct_ = -1;  // past the page cache
 };
 
 // The whole file; an error where it is longer than `limit` bytes.

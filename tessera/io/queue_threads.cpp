@@ -66,7 +66,7 @@ class ThreadQueue final : public Queue {
 
 }  // namespace
 
-std::unique_ptr<Queue> make_queue(int depth) {
+std::unique_ptr<Queue> make_thread_queue(int depth) {
   return std::make_unique<ThreadQueue>(depth);
 }
 

@@ -1,10 +1,12 @@
 #include "tessera/nn/session.h"
 
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "tessera/base/error.h"
 #include "tessera/config/resolve.h"
 #include "tessera/engine/build.h"
+#include "tessera/engine/export.h"
 
 namespace tessera::nn {
 Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
@@ -19,6 +21,8 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   schedule_ = config::native_schedule(config);
   TESSERA_CHECK_VALUE(schedule_ || config.scheduler.type.empty(), "initialize", "scheduler.type '",
                       config.scheduler.type, "' exists in Python only");
+  gathers_for_export_ =
+      !config::placements(config).shards_params() || config.zero_optimization.stage3_gather_16bit_weights_on_model_save;
   save_options_.asynchronous = config.checkpoint.asynchronous;
   save_options_.keep_last = static_cast<int>(config.checkpoint.keep_last);
   auto options = engine::options_from(config, mesh.size(comm::kBatchAxes));
@@ -72,8 +76,38 @@ bool Session::step() {
   return applied;
 }
 
+// Names of a tied parameter besides the one that the engine has for it, by that one.
+std::map<std::string, std::vector<std::string>> Session::aliases() const {
+  std::map<const void*, std::string> own;
+  for (const auto& spec : core_->params())
+    own[spec.tensor.unsafeGetTensorImpl()] = spec.name;
+  std::map<std::string, std::vector<std::string>> aliases;
+  for (const auto& item : module_->named_parameters())
+    if (const std::string& name = own[item.value().unsafeGetTensorImpl()]; !name.empty() && name != item.key())
+      aliases[name].push_back(item.key());
+  return aliases;
+}
+
+bool Session::save_16bit_model(const std::string& dir, const std::string& name, const ExportOptions& options) {
+  if (!gathers_for_export_) return false;
+  const auto aliases = this->aliases();
+  std::vector<engine::LiveTensor> tensors;
+  for (int id = 0; id < static_cast<int>(core_->params().size()); ++id) {
+    const engine::ParamSpec& spec = core_->params()[id];
+    if (spec.group < 0 && !options.frozen) continue;
+    tensors.push_back({{spec.name}, id});
+    if (const auto found = aliases.find(spec.name); found != aliases.end())
+      tensors.back().names.insert(tensors.back().names.end(), found->second.begin(), found->second.end());
+  }
+  for (const auto& buffer : module_->named_buffers())
+    tensors.push_back({{buffer.key()}, -1, buffer.value()});
+  engine::export_weights(*core_, tensors, dir, name, options.max_shard_bytes);
+  return true;
+}
+
 std::string Session::save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options) {
   engine::ClientPart part;
+  part.aliases = aliases();
   part.run = nlohmann::json{{"schedule_steps", schedule_steps_}}.dump();
   for (const auto& buffer : module_->named_buffers())
     part.tensors.push_back({buffer.key(), "buffer", buffer.value()});

@@ -3,6 +3,8 @@
 
 #include <torch/nn/module.h>
 
+#include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -41,6 +43,17 @@ class Session {
   // configuration's section `checkpoint`. Collective. save returns the tag. load: false when there is no `latest`.
   std::string save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options = {});
   bool load_checkpoint(const std::string& dir, const std::string& tag = "", engine::Restore::Options options = {});
+  // Weights and buffers in the compute dtype for other tools, in `dir`: ".bin" for torch.load(), or ".safetensors"; several
+  // files with an index where they would have more than max_shard_bytes. Complete or not at all. False, and nothing is
+  // written, for partitioned parameters without zero_optimization.stage3_gather_16bit_weights_on_model_save. Collective.
+  struct ExportOptions {
+    bool frozen = true;
+    int64_t max_shard_bytes = std::numeric_limits<int64_t>::max();
+  };
+  bool save_16bit_model(const std::string& dir, const std::string& name, const ExportOptions& options);
+  bool save_16bit_model(const std::string& dir, const std::string& name = "pytorch_model.bin") {
+    return save_16bit_model(dir, name, {});
+  }
   void wait_for_checkpoint() { core_->checkpoints().wait(); }
 
   // Learning rates that the next update uses, one per param group.
@@ -61,6 +74,7 @@ class Session {
 
  private:
   void apply_schedule();
+  std::map<std::string, std::vector<std::string>> aliases() const;
 
   std::shared_ptr<torch::nn::Module> module_;
   std::shared_ptr<engine::Engine> core_;
@@ -69,6 +83,7 @@ class Session {
   std::vector<double> base_lrs_;
   int64_t schedule_steps_ = 0;
   engine::SaveOptions save_options_;
+  bool gathers_for_export_ = true;
 };
 
 }  // namespace tessera::nn

@@ -26,6 +26,10 @@ void Buffer::store(Range range, const at::Tensor& values) const {
   if (home_) home_->store(range, values);
 }
 
+void Buffer::flush() const {
+  if (home_) home_->flush();
+}
+
 void Buffer::write(Range range, const at::Tensor& values) const {
   if (home_) {
     store(range, values.to(options_));

@@ -40,9 +40,12 @@ class Home {
  public:
   virtual ~Home() = default;
   virtual Residence residence() const = 0;
-  // Values are those of the last store() of every element, zeros before. Neither waits for the way there or back.
+  // Values are those of the last store() of every element, zeros before. Neither waits for the way there or back. What
+  // fetch() gave may be stored itself, and is not changed afterwards.
   virtual PendingView fetch(Range range) = 0;
   virtual void store(Range range, const at::Tensor& values) = 0;
+  // Returns when what was stored is there; throws what went wrong on the way.
+  virtual void flush() {}
 };
 using HomePtr = std::shared_ptr<Home>;
 
@@ -66,6 +69,7 @@ class Buffer {
   // 1-D, on the device.
   PendingView fetch(Range range) const;
   void store(Range range, const at::Tensor& values) const;
+  void flush() const;
   // fetch() and store() of values that come from elsewhere (any dtype, one dim); wait. Where it lives on the device
   // read() is a view.
   at::Tensor read(Range range) const { return fetch(range).wait(); }

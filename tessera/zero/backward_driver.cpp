@@ -225,6 +225,19 @@ void BackwardDriver::settle_empty_units() {
   flushed_ = true;
 }
 
+void BackwardDriver::resume(bool unreduced, bool flushed, bool scaled, bool replicas_agree) {
+  unreduced_ = unreduced;
+  flushed_ = flushed;
+  scaled_ = scaled;
+  reducer_->set_replicas_agree(replicas_agree);
+  for (const ParamId id : units_.trained_ids()) {
+    const Place& place = units_[id];
+    if (place.unit->grads_are_visible() && place.param->has_grad)
+      place.param->tensor.mutable_grad() =
+          shard::view_as_param(place.unit->grads.tensor(), place.param->range, place.param->form);
+  }
+}
+
 void BackwardDriver::remove() {
   hooks_.remove();
   reducer_->abandon();

@@ -48,8 +48,11 @@ class BackwardDriver final : private HookSink {
   bool unreduced() const { return unreduced_; }
   // Contributions of this rank that no collective has seen (no_sync, stages 0 and 1 before the boundary).
   static bool reads_local_gradient(const Place& place);
+  bool flushed() const { return flushed_; }  // reduced since the last step
   // A loss scale came since the last step.
   bool scaled() const { return scaled_; }
+  // Gradients were put where they are (accumulation.h).
+  void resume(bool unreduced, bool flushed, bool scaled, bool replicas_agree);
   // Backwards of the user's that ended, since the beginning.
   int64_t backwards() const { return backwards_; }
 
@@ -80,8 +83,8 @@ class BackwardDriver final : private HookSink {
   bool scaled_ = false;
   int64_t backwards_ = 0;
   bool unreduced_ = false;
-  bool flushed_ = false;  // reduced since the last step
-  Hooks hooks_;           // last: removed first
+  bool flushed_ = false;
+  Hooks hooks_;  // last: removed first
 };
 
 }  // namespace tessera::zero

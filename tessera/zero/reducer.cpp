@@ -101,6 +101,15 @@ void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, doubl
   param.has_grad = true;
 }
 
+void Reducer::put(Unit& unit, Param& param, const at::Tensor& values) {
+  if (!unit.accumulates()) {
+    acquire_partial(unit);
+    unit.move_to(GradState::Accumulating);
+  }
+  unit.partial.narrow(0, param.range.begin, param.range.size()).copy_(values);
+  param.filled = true;
+}
+
 // Random bits for addition `number` of this step to `param`, from element `first` of the whole on.
 kernels::RandomKey Reducer::key_of(const Param& param, uint64_t first, uint64_t number) const {
   return {seed_, (static_cast<uint64_t>(param.step) << kStepShift) + number, param.first + first};

@@ -66,6 +66,10 @@ class Reducer {
 
   // Adds scale * grad (dense, shape of the parameter) to the parameter's slot.
   void accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale);
+  // This rank's contribution to `param` is `values` (1-D), as accumulate() had left it.
+  void put(Unit& unit, Param& param, const at::Tensor& values);
+  // The sum over ranks is the mean of what they added, times this.
+  double contributions(const Unit& unit) const { return one_rank(unit) ? 1.0 : factor_ * unit.ranks.size(); }
   // Forgets this rank's contribution to `param` since the last step (the user dropped p.grad).
   void clear(Unit& unit, Param& param);
 
@@ -94,6 +98,7 @@ class Reducer {
   void reduce_replicas_of(const Unit& unit, const at::Tensor& grad, comm::Label label) const;
   // Whether owned gradients are the sum over all ranks: the same on all of them.
   bool replicas_agree() const { return replicas_agree_ || ranks_.replicate->size() == 1; }
+  void set_replicas_agree(bool agree) { replicas_agree_ = agree; }
   // Waits for collectives in flight (after a backward that threw).
   void drain();
   // Drops collectives in flight without throwing; only destroy may follow.

@@ -10,7 +10,8 @@ ShardedModel::ShardedModel(const Options& options, const comm::Mesh& mesh, const
       modules(units, driver),
       regions(units, driver),
       updater(units, driver),
-      states(units, driver) {}
+      states(units, driver),
+      accumulation(units, driver) {}
 
 Memory ShardedModel::memory() const {
   Memory memory;

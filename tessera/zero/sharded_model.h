@@ -2,6 +2,7 @@
 // counters, schedules); these know how.
 #pragma once
 
+#include "tessera/zero/accumulation.h"
 #include "tessera/zero/backward_driver.h"
 #include "tessera/zero/modules.h"
 #include "tessera/zero/regions.h"
@@ -35,6 +36,7 @@ struct ShardedModel {
   Regions regions;
   Updater updater;
   StateAccess states;
+  Accumulation accumulation;
 };
 
 }  // namespace tessera::zero

@@ -61,6 +61,10 @@ struct Param {
   bool fired = false;      // its hook ran in the running backward
 };
 
+// Elements of states that do not live on the device that the update takes at a time: some milliseconds of work, and a
+// multiple of what transfers of any dtype want.
+inline constexpr int64_t kTile = 1 << 22;
+
 class Unit {
  public:
   // `ranks`: of this unit; must outlive it. `resident`: its parameters stay whole on every rank whatever the stage.
@@ -102,6 +106,8 @@ class Unit {
   at::Tensor read_master(shard::Range range) const;
   // Copies `values` into them. The weights follow where they are part of the master, else in refresh_weights().
   void write_master(shard::Range range, const at::Tensor& values);
+  // Master, residual and states, whether or not there are such.
+  std::array<const shard::Buffer*, 4> state_buffers() const { return {&master, &residual, &states[0], &states[1]}; }
   // The owned weights from an fp32 master; nothing to do in the other forms.
   void refresh_weights();
 

@@ -55,67 +55,73 @@ at::Tensor part(const at::Tensor& tensor, const shard::Range& range) {
   return tensor.defined() ? tensor.narrow(0, range.begin, range.size()) : at::Tensor();
 }
 
-// Elements of a buffer that does not live on the device that are brought there at a time: some milliseconds of work.
-constexpr int64_t kChunk = 1 << 22;
-
-// `segments` in pieces of no more than kChunk.
-std::vector<Segment> in_chunks(const std::vector<Segment>& segments) {
-  std::vector<Segment> chunks;
+// `segments` cut at multiples of kTile.
+std::vector<Segment> in_tiles(const std::vector<Segment>& segments) {
+  std::vector<Segment> pieces;
   for (const Segment& s : segments) {
-    for (int64_t done = 0; done < s.range.size(); done += kChunk) {
-      Segment chunk = s;
-      chunk.range = {s.range.begin + done, std::min(s.range.begin + done + kChunk, s.range.end)};
-      chunk.first += static_cast<uint64_t>(done);
-      chunks.push_back(chunk);
+    for (int64_t begin = s.range.begin; begin < s.range.end;) {
+      Segment piece = s;
+      piece.range = {begin, std::min((begin / kTile + 1) * kTile, s.range.end)};
+      piece.first += static_cast<uint64_t>(begin - s.range.begin);
+      pieces.push_back(piece);
+      begin = piece.range.end;
     }
   }
-  return chunks;
+  return pieces;
 }
 
 // A piece of a unit's update: its buffers' values on their way to the device, and back.
-class Chunk {
+class Tile {
  public:
-  // `last`: of its unit.
-  Chunk(Unit& unit, const Segment& segment, bool last) : unit_(&unit), segment_(segment), last_(last) {
+  // `range`: of the owned range. `last`: of its unit.
+  Tile(Unit& unit, shard::Range range, std::vector<Segment> segments, bool last)
+      : unit_(&unit), range_(range), segments_(std::move(segments)), last_(last) {
     for (const shard::Buffer* buffer : buffers())
-      views_.push_back(buffer->defined() ? std::optional(buffer->fetch(segment.range)) : std::nullopt);
+      views_.push_back(buffer->defined() ? std::optional(buffer->fetch(range)) : std::nullopt);
   }
 
-  void update(optim::Rule rule, const optim::GroupOptions& group, const Options& options, double scale) {
-    const at::Tensor weights = part(unit_->owned_weights(), segment_.range);
-    const bool fp32_weights = weights.scalar_type() == at::kFloat;  // then they are the master
-    optim::UpdateSlice slice;
-    slice.master = fp32_weights ? weights : arrived(0);
-    if (!fp32_weights) slice.weight = weights;
-    slice.residual = arrived(1);
-    slice.grad = part(unit_->owned_grads(), segment_.range);
-    slice.state = {arrived(2), arrived(3)};
-    slice.rounding = options.precision.rounding;
-    slice.random = {options.seed, static_cast<uint64_t>(segment_.step), segment_.first};
-    optim::update(rule, group, segment_.step, slice, scale);
+  void update(optim::Rule rule, const std::vector<optim::GroupOptions>& groups, const Options& options, double scale) {
+    for (const Segment& segment : segments_)
+      update(segment, rule, groups[segment.group], options, scale);
     for (size_t i = 0; i < views_.size(); ++i)
-      if (views_[i]) buffers()[i]->store(segment_.range, views_[i]->wait());
+      if (views_[i]) buffers()[i]->store(range_, views_[i]->wait());
   }
 
-  int group() const { return segment_.group; }
   Unit& unit() const { return *unit_; }
   bool is_last() const { return last_; }
 
  private:
-  std::array<const shard::Buffer*, 4> buffers() const {
-    return {&unit_->master, &unit_->residual, &unit_->states[0], &unit_->states[1]};
+  std::array<const shard::Buffer*, 4> buffers() const { return unit_->state_buffers(); }
+  at::Tensor arrived(size_t buffer, shard::Range range) {
+    if (!views_[buffer]) return {};
+    return views_[buffer]->wait().narrow(0, range.begin - range_.begin, range.size());
   }
-  at::Tensor arrived(size_t buffer) { return views_[buffer] ? views_[buffer]->wait() : at::Tensor(); }
+  void update(const Segment& segment, optim::Rule rule, const optim::GroupOptions& group, const Options& options,
+              double scale) {
+    const at::Tensor weights = part(unit_->owned_weights(), segment.range);
+    const bool fp32_weights = weights.scalar_type() == at::kFloat;  // then they are the master
+    optim::UpdateSlice slice;
+    slice.master = fp32_weights ? weights : arrived(0, segment.range);
+    if (!fp32_weights) slice.weight = weights;
+    slice.residual = arrived(1, segment.range);
+    slice.grad = part(unit_->owned_grads(), segment.range);
+    slice.state = {arrived(2, segment.range), arrived(3, segment.range)};
+    slice.rounding = options.precision.rounding;
+    slice.random = {options.seed, static_cast<uint64_t>(segment.step), segment.first};
+    optim::update(rule, group, segment.step, slice, scale);
+  }
 
   Unit* unit_;
-  Segment segment_;
+  shard::Range range_;
+  std::vector<Segment> segments_;
   bool last_;
   std::vector<std::optional<shard::PendingView>> views_;
 };
 
 bool lives_on_device(const Unit& unit) {
-  const auto here = [](const shard::Buffer& b) { return !b.defined() || b.residence() == shard::Residence::Device; };
-  return here(unit.master) && here(unit.residual) && here(unit.states[0]) && here(unit.states[1]);
+  return std::ranges::all_of(unit.state_buffers(), [](const shard::Buffer* b) {
+    return !b->defined() || b->residence() == shard::Residence::Device;
+  });
 }
 
 }  // namespace
@@ -217,33 +223,88 @@ void Updater::gather_unit(Unit& unit, std::vector<comm::Pending>& pending) {
       unit.ranks.shard->all_gather(unit.flat->whole(), unit.owned_weights(), "parameters of unit '" + unit.name + "'"));
 }
 
-// A pipeline: the next chunk is on its way to the device and the last one on its way back while one is updated. On the device
-// a unit's segments are not cut, and nothing is on its way.
+// A pipeline: the next tile is on its way to the device and the last one on its way back while one is updated. Where the
+// states live on the device a unit is one tile, and nothing is on its way.
 void Updater::update_units(const GradientSummary& summary, double scale, std::vector<comm::Pending>& pending) {
   const bool numbered = units_.options().precision.update_is_random();
-  std::optional<Chunk> next;
+  std::optional<Tile> next;
+  std::string failure;  // of a disk; the collectives go on, or the other ranks would wait
+  const auto guarded = [&](const auto& work) {
+    try {
+      if (failure.empty()) work();
+    } catch (const IoError& error) {
+      failure = error.what_without_backtrace();
+    }
+  };
   const auto finish = [&] {
     if (!next) return;
-    next->update(units_.rule(), units_.groups()[next->group()], units_.options(), scale);
+    guarded([&] { next->update(units_.rule(), units_.groups(), units_.options(), scale); });
     if (next->is_last()) gather_unit(next->unit(), pending);
     next.reset();
   };
+  const auto add = [&](Unit& unit, shard::Range range, std::vector<Segment> segments, bool last) {
+    std::optional<Tile> tile;
+    guarded([&] { tile.emplace(unit, range, std::move(segments), last); });
+    finish();
+    if (tile) {
+      next = std::move(tile);
+    } else if (last) {
+      gather_unit(unit, pending);
+    }
+  };
   for (const auto& unit : units_.all()) {
     std::vector<Segment> segments = segments_of(*unit, summary.present, numbered);
-    if (!lives_on_device(*unit)) segments = in_chunks(segments);
-    for (size_t i = 0; i < segments.size(); ++i) {
-      Chunk chunk(*unit, segments[i], i + 1 == segments.size());
-      finish();
-      next.emplace(std::move(chunk));
+    if (lives_on_device(*unit)) {
+      add(*unit, {0, unit->owned.size()}, std::move(segments), true);
+      continue;
     }
-    if (!segments.empty()) continue;
-    finish();
-    gather_unit(*unit, pending);
+    segments = in_tiles(segments);
+    if (segments.empty()) {
+      finish();
+      gather_unit(*unit, pending);
+    }
+    for (auto begin = segments.begin(); begin != segments.end();) {
+      const int64_t number = begin->range.begin / kTile;
+      const auto end =
+          std::find_if(begin, segments.end(), [&](const Segment& s) { return s.range.begin / kTile > number; });
+      add(*unit, {number * kTile, std::min((number + 1) * kTile, unit->owned.size())}, {begin, end},
+          end == segments.end());
+      begin = end;
+    }
   }
   finish();
+  guarded([&] {
+    for (const auto& unit : units_.all())
+      for (const shard::Buffer* buffer : unit->state_buffers())
+        if (buffer->defined()) buffer->flush();
+  });
+  agree_on_disks(failure);
+}
+
+// Where states live on a disk, an update is over when they are there, on all ranks or on none.
+void Updater::agree_on_disks(const std::string& failure) {
+  if (std::ranges::all_of(units_.all(), [](const auto& unit) { return lives_on_device(*unit); })) return;
+  at::Tensor failed = at::zeros({1}, at::kDouble);
+  if (!failure.empty()) failed[0] = units_.ranks().place() + 1;
+  units_.ranks().agree(failed, comm::ReduceOp::Max, "state of the disks");
+  const int who = static_cast<int>(failed.item<double>());
+  if (who == 0) return;
+  failure_ = failure.empty()
+                 ? c10::str("rank ", who - 1, " of this engine could not move its model states; see its error")
+                 : failure;
+  check_disks();
+}
+
+void Updater::check_disks() const {
+  TESSERA_CHECK_IO(
+      failure_.empty(), "engine.step",
+      "the last update did not come to its end, weights and states do not belong together: build a new engine "
+      "and load a checkpoint (",
+      failure_, ")");
 }
 
 void Updater::update(const GradientSummary& summary, double scale, const std::function<void()>& external) {
+  check_disks();
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
   driver_.hooks().hear_news();

@@ -4,7 +4,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "tessera/io/safetensors.h"
+#include "tessera/io/file.h"
 #include "tests/checkpoint/parts.h"
 
 namespace tessera::checkpoint {
@@ -16,7 +16,9 @@ std::string make(const io::TempFolder& folder) {
   const at::Tensor a = at::arange(40, at::kFloat).view({8, 5}) / 3, b = at::ones({6}, at::kBFloat16);
   Manifest manifest;
   manifest.id = new_id();
-  manifest.params = {{"a", {8, 5}, at::kBFloat16, true, 3, {"tied"}}, {"b", {6}, at::kBFloat16, false, 0, {}}};
+  manifest.params = {{"a", {8, 5}, at::kBFloat16, true, 3, {"tied"}},
+                     {"b", {6}, at::kBFloat16, false, 0, {}},
+                     {"none", {0, 3}, at::kFloat, true, 0, {}}};
   Item first = item_of("a", a, {}, {0, 17}), second = item_of("a", a, {}, {17, 40});
   first.kind = second.kind = "master";
   Item moment = item_of("a", a, {}, {0, 40}), buffer = item_of("n", at::arange(3), {}, {0, 3});
@@ -33,36 +35,29 @@ std::string make(const io::TempFolder& folder) {
 
 }  // namespace
 
-TEST(Export, FilesHaveTheWeightsOnceInTheDtypeThatIsAskedFor) {
+TEST(Export, AllWeightsOnceInTheDtypeThatIsAskedFor) {
   const io::TempFolder folder;
   const Reader reader = open_folder(make(folder));
   const at::Tensor a = at::arange(40, at::kFloat).view({8, 5}) / 3;
-  EXPECT_EQ(export_safetensors(reader, folder / "out", {.dtype = at::kFloat}),
-            std::vector<std::string>{"model.safetensors"});
-  const io::File file = io::File::open(folder / "out/model.safetensors");
-  const io::SafeTensors header = io::read_safetensors(file);
-  ASSERT_EQ(header.tensors.size(), 3u);
-  EXPECT_EQ(header.tensors[0].name, "a");
-  at::Tensor read = at::empty({8, 5});
-  file.read(read.mutable_data_ptr(), 160, header.tensors[0].begin);
-  EXPECT_TRUE(read.equal(a));
-  EXPECT_EQ(header.tensors[1].dtype, at::kFloat);
-  EXPECT_EQ(header.tensors[2].dtype, at::kLong);  // a buffer keeps its own
-  const auto plan = plan_export(reader, {});
-  EXPECT_TRUE(read_export(reader, plan[0][0]).equal(a.to(at::kBFloat16)));
-  EXPECT_EQ(plan_export(reader, {.frozen = false})[0].size(), 2u);
+  const auto all = list_export(reader, {.dtype = at::kFloat});
+  ASSERT_EQ(all.size(), 4u);
+  EXPECT_EQ(all[0].names, (std::vector<std::string>{"a", "tied"}));
+  EXPECT_TRUE(read_export(reader, all[0]).equal(a));
+  EXPECT_EQ(all[1].dtype, at::kFloat);
+  EXPECT_EQ(read_export(reader, all[2]).sizes(), (at::IntArrayRef{0, 3}));
+  EXPECT_EQ(all[3].dtype, at::kLong);  // a buffer keeps its own
+  EXPECT_TRUE(read_export(reader, list_export(reader, {})[0]).equal(a.to(at::kBFloat16)));
+  EXPECT_EQ(list_export(reader, {.dtype = {}, .frozen = false}).size(), 3u);
 }
 
-TEST(Export, SmallShardsHaveAnIndex) {
+TEST(Export, Files) {
   const io::TempFolder folder;
   const Reader reader = open_folder(make(folder));
-  const auto names = export_safetensors(reader, folder / "out", {.dtype = at::kFloat, .max_shard_bytes = 100});
-  EXPECT_EQ(names, (std::vector<std::string>{"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
-                                             "model.safetensors.index.json"}));
-  const auto index = nlohmann::json::parse(io::read_text(folder / ("out/" + names[2]), 1 << 20));
+  const auto names = export_weights(reader, folder / "out", "model.safetensors", {.dtype = {}, .max_shard_bytes = 80});
+  ASSERT_EQ(names.size(), 3u);
+  const auto index = nlohmann::json::parse(io::read_text(folder / ("out/" + names.back()), 1 << 20));
   EXPECT_EQ(index["weight_map"]["a"], names[0]);
   EXPECT_EQ(index["weight_map"]["n"], names[1]);
-  EXPECT_EQ(index["metadata"]["total_size"], 160 + 24 + 24);
 }
 
 }  // namespace tessera::checkpoint

@@ -14,8 +14,10 @@ Manifest some() {
   Manifest m;
   m.id = "0123456789abcdef";
   m.run = R"({"counters":{"global_steps":3}})";
-  m.files = {{"a.safetensors", 1000}, {"b.safetensors", 500}};
+  m.files = {{"a.safetensors", 1000}, {"b.safetensors", 500}, {"zero/r.pt", 400, 0, "", true}};
+  m.files[2].blocks = {{{64, 128}, 7}, {{192, 292}, 8}};
   m.blobs["client"] = {"c.bin", 10, 77};
+  m.blobs["here"] = {"", 3, 0, std::string("\0\xff{", 3)};
   m.params = {{"w", {4, 6}, at::kBFloat16, true, 3, {"tied"}}, {"f", {2}, at::kFloat, false, 0, {}}};
   m.tensors = {{"w",
                 "master",
@@ -26,7 +28,10 @@ Manifest some() {
                 {{0, 100, 0, {0, 12}, {1}}, {1, 100, 1, {0, 5}, {2}}, {1, 200, 1, {5, 12}, {3}}}},
                {"f", "weight", {2}, {}, at::kFloat, {}, {{0, 200, -1, {0, 2}, {4}}}},
                {"t", "buffer", {2, 3}, {1, 0}, at::kLong, {}, {{1, 300, -1, {0, 6}, {5}}}},
-               {"none", "buffer", {0, 3}, {}, at::kLong, {}, {}}};
+               {"none", "buffer", {0, 3}, {}, at::kLong, {}, {}},
+               {"r", "weight", {20}, {}, at::kFloat, {}, {{2, 192, -1, {0, 20}, {}}}},
+               {"same", "weight", {16}, {}, at::kFloat, {}, {{2, 64, -1, {0, 16}, {}}}},
+               {"shared", "weight", {4}, {}, at::kFloat, {}, {{2, 96, -1, {0, 4}, {}}}}};
   return m;
 }
 
@@ -38,16 +43,28 @@ TEST(Manifest, ComesBack) {
   EXPECT_EQ(to_text(back), text);
   EXPECT_EQ(back.params[0].aliases, std::vector<std::string>{"tied"});
   EXPECT_EQ(back.tensors[0].slices[0].ranges.size(), 2u);
+  EXPECT_EQ(back.blobs.at("here").text, std::string("\0\xff{", 3));
+  const size_t brace = text.find(',') + 1;
+  EXPECT_EQ(sealed("{" + text.substr(brace)), text);
 }
 
 TEST(Manifest, WhatCannotBeIsRefused) {
   const std::vector<std::function<void(Manifest&)>> changes{
       [](Manifest& m) { m.files[0].name = "../a"; },
       [](Manifest& m) { m.files[0].name = "/etc/passwd"; },
+      [](Manifest& m) { m.files[0].name = "zero/a"; },
+      [](Manifest& m) { m.files[2].name = "zero/../../r.pt"; },
+      [](Manifest& m) { m.files[2].name = "/zero/r.pt"; },
+      [](Manifest& m) { m.files[2].blocks[1].bytes.begin = 100; },  // two that overlap
+      [](Manifest& m) { m.files[2].blocks[1].bytes.end = 401; },
+      [](Manifest& m) { m.files[2].blocks[1].bytes.end = 271; },  // shorter than its piece
+      [](Manifest& m) { m.files[2].blocks.clear(); },
+      [](Manifest& m) { m.tensors[4].pieces[0].offset = 188; },
+      [](Manifest& m) { m.tensors[4].pieces[0].offset = 0; },
       [](Manifest& m) { m.files[0].bytes = 120; },  // beyond the file
       [](Manifest& m) { m.tensors[0].pieces[1].offset = -4; },
       [](Manifest& m) { m.tensors[0].pieces[1].offset = int64_t{1} << 61; },
-      [](Manifest& m) { m.tensors[0].pieces[1].file = 2; },
+      [](Manifest& m) { m.tensors[0].pieces[1].file = 3; },
       [](Manifest& m) { m.tensors[0].pieces[1].range = {1, 5}; },  // a gap
       [](Manifest& m) { m.tensors[0].pieces[1].range = {0, 6}; },  // an overlap
       [](Manifest& m) { m.tensors[0].pieces[2].slice = 0; },

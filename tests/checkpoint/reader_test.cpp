@@ -2,9 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <cstring>
+#include <filesystem>
 #include <fstream>
 
 #include "tessera/base/error.h"
+#include "tessera/io/crc32c.h"
 #include "tests/checkpoint/parts.h"
 
 namespace tessera::checkpoint {
@@ -48,6 +51,42 @@ TEST(Reader, AnyElementsOfAnyWayToWriteThem) {
       EXPECT_EQ(reader.find("w", "exp_avg"), nullptr);
     }
   }
+}
+
+// A file of another program, read where its bytes are, by as many readers as there are.
+TEST(Reader, RawFiles) {
+  const io::TempFolder folder;
+  const at::Tensor whole = at::arange(40).to(at::kFloat);
+  std::string bytes(300, 'x');
+  std::memcpy(bytes.data() + 64, whole.data_ptr(), 160);
+  std::filesystem::create_directory(folder / "below");
+  const auto write = [&](const std::string& text) { std::ofstream(folder / "below/r.pt", std::ios::binary) << text; };
+  Manifest manifest;
+  manifest.files = {{"below/r.pt", 300, 0, "", true}};
+  manifest.files[0].blocks = {{{64, 128}, io::crc32(bytes.data() + 64, 64)},
+                              {{128, 224}, io::crc32(bytes.data() + 128, 96)}};
+  manifest.tensors = {
+      {"w", "weight", {10, 4}, {}, at::kFloat, {}, {{0, 128, -1, {16, 40}, {}}, {0, 64, -1, {0, 16}, {}}}}};
+  const auto all = [](const TensorRecord&) { return true; };
+  const auto open = [&] { return Reader(folder.path(), to_text(manifest)); };
+  write(bytes);
+  EXPECT_TRUE(open().read_whole(*open().find("w", "weight")).equal(whole.view({10, 4})));
+  open().verify_all();
+  bytes[140] ^= 1;
+  write(bytes);
+  EXPECT_THROW(open().verify_all(), IoError);
+  open().verify_blocks([](const TensorRecord&) { return false; }, 0, 1);
+  int found = 0;
+  for (int part = 0; part < 3; ++part) {
+    try {
+      open().verify_blocks(all, part, 3);
+    } catch (const IoError& e) {
+      ++found;
+    }
+  }
+  EXPECT_EQ(found, 1);
+  write(bytes.substr(1));
+  EXPECT_THROW(open().read_whole(*open().find("w", "weight")), IoError);
 }
 
 // A body with one byte changed is refused by whoever reads that byte, a header by everybody.

@@ -29,6 +29,7 @@ const std::vector<std::string>& frozen_keys() {
       "checkpoint.async_io",
       "checkpoint.asynchronous",
       "checkpoint.checkpoint_serialization",
+      "checkpoint.format",
       "checkpoint.keep_last",
       "checkpoint.load_universal",
       "checkpoint.parallel_write.pipeline_stage",

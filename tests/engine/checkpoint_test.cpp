@@ -4,51 +4,18 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
-#include <fstream>
 
 #include "tessera/base/error.h"
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
 #include "tests/support/modes.h"
-#include "tests/support/toy.h"
+#include "tests/support/saved.h"
 
 namespace tessera::testing {
 
-using engine::Engine;
-using engine::Quantity;
-using engine::Restore;
 using io::TempFolder;
 
 namespace {
-
-struct Values {
-  std::vector<at::Tensor> masters, first, second;
-  std::vector<int64_t> steps;
-};
-
-Values values_of(Engine& engine) {
-  Values v;
-  for (int i = 0; i < static_cast<int>(engine.params().size()); ++i) {
-    v.masters.push_back(engine.states().get_full(i, Quantity::Master));
-    v.first.push_back(engine.states().get_full(i, Quantity::State0));
-    v.second.push_back(engine.states().get_full(i, Quantity::State1));
-    v.steps.push_back(engine.states().param_step(i));
-  }
-  return v;
-}
-
-void train(Engine& engine, const Toy& toy, int rank, int from, int steps) {
-  for (int micro = from; micro < from + steps; ++micro) {
-    engine.scaling().scale(toy_forward(engine, toy, toy_batch(rank, micro))).backward();
-    engine.step();
-  }
-}
-
-void expect_same(const std::vector<at::Tensor>& is, const std::vector<at::Tensor>& was, at::ScalarType through,
-                 const std::string& what) {
-  for (size_t i = 0; i < was.size(); ++i)
-    EXPECT_TRUE(is[i].equal(was[i].to(through).to(at::kFloat))) << what << " " << i;
-}
 
 struct Spread {
   AxisSizes sizes;
@@ -220,86 +187,6 @@ TEST(Checkpoint, SlicesOfACutParameterAreOneTensor) {
                   {toy_adamw()});
     engine.checkpoints().open(folder.path(), "", {})->apply();
     EXPECT_TRUE(engine.states().get_full(0, Quantity::Master).equal(whole));
-  });
-}
-
-// Damage of any kind is an error on every rank that names what is damaged, and leaves the engine as it was.
-TEST(Checkpoint, DamageIsRefusedBeforeAnythingChanges) {
-  const TempFolder folder;
-  Values saved;
-  save_trained(folder.path(), spreads()[2], amp::PrecisionPolicy::fp32(), saved);
-  save_trained(folder / "other", spreads()[2], amp::PrecisionPolicy::fp32(), saved);
-  std::vector<std::string> files;
-  for (const auto& entry : std::filesystem::directory_iterator(folder / "global_step3"))
-    if (entry.path().extension() == ".safetensors") files.push_back(entry.path().string());
-  ASSERT_EQ(files.size(), 2u);
-  const std::string manifest = folder / "global_step3/manifest.json";
-  const auto contents = [](const std::string& path) { return io::read_text(path, 1 << 30); };
-  const auto put = [](const std::string& path, const std::string& text) { std::ofstream(path) << text; };
-  std::srand(3);
-  run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
-    const Toy toy(5);
-    Engine engine = toy_engine({.stage = 2}, toy, group);
-    const Values before = values_of(engine);
-    const auto refused = [&](const std::string& path, const std::function<void()>& damage, const std::string& part) {
-      std::string good;
-      if (rank == 0) {
-        good = contents(path);
-        damage();
-      }
-      group->barrier();
-      const std::string error = error_of([&] { engine.checkpoints().open(folder.path(), "", {}); });
-      EXPECT_HAS(error, part);
-      group->barrier();
-      if (rank == 0) put(path, good);
-      group->barrier();
-    };
-    refused(files[0], [&] { std::filesystem::remove(files[0]); }, files[0]);
-    refused(files[1], [&] { std::filesystem::resize_file(files[1], 100); }, "the manifest says");
-    refused(files[0], [&] { put(files[0], contents(files[1])); }, "global_step3");
-    refused(
-        files[0],
-        [&] {
-          std::string bytes = contents(files[0]);
-          bytes[bytes.size() - 3] ^= 1;
-          put(files[0], bytes);
-        },
-        "damaged");
-    refused(manifest, [&] { put(manifest, contents(folder / "other/global_step3/manifest.json")); }, "global_step3");
-    refused(manifest, [&] { std::filesystem::remove(manifest); }, "no complete checkpoint");
-    for (int i = 0; i < 200; ++i) {
-      refused(
-          manifest,
-          [&] {
-            std::string text = contents(manifest);
-            text[static_cast<size_t>(std::rand()) % text.size()] ^= static_cast<char>(1 + std::rand() % 127);
-            put(manifest, text);
-          },
-          "manifest.json");
-    }
-    const Values after = values_of(engine);
-    expect_same(after.masters, before.masters, at::kFloat, "masters");
-    engine.checkpoints().open(folder.path(), "", {})->apply();
-    expect_same(values_of(engine).masters, saved.masters, at::kFloat, "masters");
-  });
-}
-
-TEST(Checkpoint, WhatDoesNotFitIsListedAtOnce) {
-  const TempFolder folder;
-  run_ranks(2, [&](int, const comm::GroupPtr& group) {
-    const Toy toy(5);
-    Engine engine = toy_engine({.stage = 1}, toy, group);
-    engine.checkpoints().save(folder.path(), {});
-    auto specs = Toy(6).specs();
-    specs[0].name = "alpha";
-    specs[2].tensor = at::randn({18}).requires_grad_(true);
-    Engine second(toy_options({.stage = 1}), comm::Mesh(group), specs, {toy_adamw()});
-    const std::string error = error_of([&] { second.checkpoints().open(folder.path(), "", {}); });
-    EXPECT_HAS(error, "not in the checkpoint: 'alpha'");
-    EXPECT_HAS(error, "not in the model: 'a'");
-    EXPECT_HAS(error, "'c' has shape [17] there and [18] here");
-    EXPECT_FALSE(second.checkpoints().open(folder / "empty", "", {}));
-    EXPECT_HAS(error_of([&] { second.checkpoints().open(folder.path(), "../x", {}); }), "name of one folder");
   });
 }
 

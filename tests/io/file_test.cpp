@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <functional>
 
 #include "tessera/base/error.h"
@@ -44,6 +45,28 @@ TEST(File, ErrorsNameFileAndCause) {
   char bytes[8];
   EXPECT_NE(error_of([&] { File::open(folder / "a").read(bytes, 8, 0); }).find("ends at byte 3"), std::string::npos);
   EXPECT_NE(error_of([&] { File::open(folder / "a").write("x", 1, 0); }).find("cannot write"), std::string::npos);
+}
+
+TEST(File, DirectTransfersOfAnyAlignment) {
+  const TempFolder folder;
+  const std::string text(3 * kDirectAlignment, 'a');
+  alignas(kDirectAlignment) static char memory[2 * kDirectAlignment];
+  File out = File::create_direct(folder / "a");
+  out.reserve(2 * kDirectAlignment + 10);
+  std::fill(std::begin(memory), std::end(memory), 'b');
+  out.write(memory, kDirectAlignment, kDirectAlignment);
+  out.write(text.data(), kDirectAlignment, 0);
+  out.write(text.data() + 1, 10, 2 * kDirectAlignment);
+  out.close();
+  const File in = File::open_direct(folder / "a");
+  EXPECT_EQ(in.size(), 2 * kDirectAlignment + 10);
+  in.read(memory, 2 * kDirectAlignment, 0);
+  EXPECT_EQ(std::string(memory, 2 * kDirectAlignment),
+            std::string(kDirectAlignment, 'a') + std::string(kDirectAlignment, 'b'));
+  in.read(memory, 10, 2 * kDirectAlignment);
+  EXPECT_EQ(std::string(memory, 10), std::string(10, 'a'));
+  EXPECT_NE(error_of([&] { out = File::create_direct(folder / "b"), out.reserve(int64_t{1} << 60); }).find("reserve"),
+            std::string::npos);
 }
 
 TEST(ReplaceText, OldOrNewAndNothingBeside) {

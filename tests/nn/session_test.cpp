@@ -1,7 +1,13 @@
 #include "tessera/nn/session.h"
 
 #include <gtest/gtest.h>
+#include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/nn.h>
+
+#include <filesystem>
+
+#include "tessera/io/file.h"
+#include "tests/io/temp_folder.h"
 
 namespace tessera::nn {
 namespace {
@@ -113,6 +119,40 @@ TEST(Session, Bf16ConvertsParametersAndKeepsBuffersUnlessTheyAreAskedFor) {
     EXPECT_EQ(net->running_mean.scalar_type(), dtype) << "as in Python";
     EXPECT_EQ(net->num_batches_tracked.scalar_type(), at::kLong);
   }
+}
+
+TEST(Session, WeightsForOtherTools) {
+  struct Tied : torch::nn::Module {
+    Tied() {
+      const at::Tensor weight = register_parameter("first", torch::randn({3, 3}));
+      register_parameter("bias", torch::randn({3}));
+      register_parameter("second", weight);
+      register_buffer("count", torch::tensor(5));
+    }
+  };
+  const io::TempFolder folder;
+  for (const bool gather : {true, false}) {
+    const auto net = std::make_shared<Tied>();
+    Session s(net,
+              Config::from_json(c10::str(R"({"train_batch_size": 1, "bf16": {"enabled": true},
+        "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3,
+        "stage3_gather_16bit_weights_on_model_save": )",
+                                         gather ? "true" : "false", "}}")),
+              comm::Mesh());
+    EXPECT_EQ(s.save_16bit_model(folder.path()), gather);
+    EXPECT_EQ(s.save_16bit_model(folder / "other", "model.safetensors", {.max_shard_bytes = 20}), gather);
+    if (!gather) continue;
+    const std::string bytes = io::read_text(folder / "pytorch_model.bin", 1 << 20);
+    const auto state = torch::jit::pickle_load({bytes.begin(), bytes.end()}).toGenericDict();
+    EXPECT_EQ(state.size(), 4u);
+    const auto value = [&](const char* name) { return state.at(std::string(name)).toTensor(); };
+    EXPECT_EQ(value("first").scalar_type(), at::kBFloat16);
+    EXPECT_TRUE(value("first").is_alias_of(value("second")));
+    EXPECT_EQ(value("count").item<int>(), 5);
+    EXPECT_TRUE(std::filesystem::exists(folder / "other/model.safetensors.index.json"));
+    std::filesystem::remove_all(folder / "other");
+  }
+  EXPECT_FALSE(std::filesystem::exists(folder / "other")) << "nothing is written";
 }
 
 }  // namespace

@@ -253,7 +253,7 @@ def ended(rank: int, ranks: int, port: int, transport: str, stage: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "transport", "stage"), [(1, "auto", 2), (2, "gloo", 0), (2, "gloo", 3)])
 def test_destroying_the_process_group_ends_its_threads(ranks: int, transport: str, stage: int) -> None:
-    mp.spawn(ended, (ranks, free_port(), transport, stage), nprocs=ranks)
+    run_processes(ranks, ended, ranks, free_port(), transport, stage)
 
 
 class Numbers(torch.utils.data.Dataset[Any]):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import datetime
-import sys
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+import torn_down
 from test_transport import Meeting, finish, run, start
 from torch.nn.parallel import DistributedDataParallel
 
@@ -114,30 +113,8 @@ def test_groups_that_are_split_and_merged() -> None:
     run(4, splits)
 
 
-def last_future() -> None:
-    """A thread lets go of the tensor while this one holds the interpreter's lock, as it will until Python's end."""
-    sys.setswitchinterval(1000.0)
-    dist.all_reduce(torch.ones(4), async_op=True).get_future()
-    end = time.monotonic() + 0.3
-    while time.monotonic() < end:
-        pass
-
-
-def ends_at_once(rank: int, world: int, meeting: Meeting, destroy: bool) -> None:
-    start(rank, world, meeting)
-    dist.barrier()
-    last_future()
-    if destroy:
-        dist.destroy_process_group()
-
-
-def ends_in_a_handler(rank: int, world: int, meeting: Meeting) -> None:
-    atexit.register(last_future)
-    start(rank, world, meeting)
-    dist.barrier()
-
-
 def test_futures_at_the_end_of_python() -> None:
-    for body in ((ends_at_once, False), (ends_at_once, True), ends_in_a_handler):
-        for _ in range(2):
-            run(2, body, method="spawn")
+    """New interpreters, each with an end of its own: torn_down.py."""
+    for body in (torn_down.at_once, torn_down.after_destroying, torn_down.in_a_handler):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        mp.spawn(body, (store.port,), nprocs=2)

@@ -3,6 +3,7 @@ anything (torch.load with weights_only), but for a client_state that the caller 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -16,6 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tessera import _core
+from tessera._copies import own_copies
+from tessera._deepspeed._read import LOOKED_FOR, OWN_KEYS, Hints, manifest_of
+from tessera._deepspeed._save import save_as_deepspeed
+from tessera.checkpoints import shard_bytes
 from tessera.errors import ConfigError, IoError
 from tessera.optim._runners import ExternalRunner, NativeRunner
 
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
     from tessera.engine._engine import Engine
 
 # Kinds of tensors that are no optimizer's states.
-_OWN_KINDS = frozenset({"weight", "master", "buffer"})
+_OWN_KINDS = frozenset({"weight", "master", "buffer", "gradient", "partial_gradient"})
 # A param group's values that the core has by the same name, for runs that were saved from C++; "betas" beside them.
 _FROM_CORE = ("lr", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay")
 
@@ -93,6 +98,38 @@ class EngineCheckpoints:
             trusted,
         )
 
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+        *,
+        max_shard_size: int | str | None = None,
+    ) -> bool:
+        """Writes the module's state dict in the compute dtype: ".bin" for torch.load, ".safetensors" for that library;
+        with `max_shard_size` ("5GB") in several files with the index that Transformers' from_pretrained reads. Complete
+        or not at all. Rank 0 writes, and has one tensor of safetensors or one ".bin" file in memory. False, and nothing
+        is written, in stage 3 without stage3_gather_16bit_weights_on_model_save. Collective."""
+        engine = cast("Engine", self)
+        if engine.config.placements.shards_params and not engine.zero_gather_16bit_weights_on_model_save():
+            warnings.warn(
+                "[engine.save_16bit_model] nothing is written: parameters are partitioned; set "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save to gather them for the file",
+                stacklevel=2,
+            )
+            return False
+        state = _module_state(engine, exclude_frozen_parameters)
+        if save_filename.endswith(".safetensors") or max_shard_size is not None:
+            limit = sys.maxsize if max_shard_size is None else shard_bytes(max_shard_size)
+            _core.export_weights(engine.core, _rows(engine, state), os.fspath(save_dir), save_filename, limit)
+        else:
+            _save_state_dict(engine, state, os.path.join(save_dir, save_filename))
+        return True
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """save_16bit_model() by its old name."""
+        return self.save_16bit_model(save_dir, save_filename)
+
 
 def _save(
     engine: Engine,
@@ -110,13 +147,20 @@ def _save(
     if "checkpoint_parallel_dimensions" in client_state:
         raise KeyError("[engine.save_checkpoint] client_state must not contain 'checkpoint_parallel_dimensions'")
     config = engine.config
-    name = "" if tag is None else str(tag)
+    asynchronous = config.get("checkpoint.asynchronous") if asynchronous is None else asynchronous
+    keep_last = config.get("checkpoint.keep_last") if keep_last is None else keep_last
+    as_deepspeed = config.get("checkpoint.format") == "deepspeed"
+    if as_deepspeed and asynchronous:
+        raise ConfigError('[engine.save_checkpoint] checkpoint.format "deepspeed" cannot be written asynchronously')
+    if as_deepspeed and not OWN_KEYS.isdisjoint(client_state):
+        own = ", ".join(sorted(OWN_KEYS & client_state.keys()))
+        raise ConfigError(f"[engine.save_checkpoint] client_state has keys that are DeepSpeed's own: {own}")
     options = _core.SaveOptions(
-        tag=name,
-        latest=save_latest,
+        tag="" if tag is None else str(tag),
+        latest=save_latest and not as_deepspeed,
         frozen=not exclude_frozen,
-        asynchronous=config.get("checkpoint.asynchronous") if asynchronous is None else asynchronous,
-        keep_last=config.get("checkpoint.keep_last") if keep_last is None else keep_last,
+        asynchronous=asynchronous,
+        keep_last=0 if as_deepspeed else keep_last,
         tags=config.get("checkpoint.tag_validation"),
     )
     if isinstance(engine._runner, NativeRunner):
@@ -136,9 +180,17 @@ def _save(
     if hasattr(engine.lr_scheduler, "last_batch_iteration"):
         run["schedule_steps"] = engine.lr_scheduler.last_batch_iteration + 1
     buffers = [(name, "buffer", tensor) for name, tensor in _buffers(engine).items()]
-    _core.save_checkpoint(
-        engine.core, os.fspath(save_dir), options, json.dumps(run), blobs, buffers, states, _aliases(engine, names)
-    )
+
+    def save(folder: str) -> str:
+        aliases = _aliases(engine, names)
+        return _core.save_checkpoint(engine.core, folder, options, json.dumps(run), blobs, buffers, states, aliases)
+
+    folder = os.fspath(save_dir)
+    if as_deepspeed:
+        stage = config.get("zero_optimization.stage")
+        save_as_deepspeed(engine.core, folder, save, stage, engine._dp_size, save_latest, keep_last)
+    else:
+        save(folder)
 
 
 def _load(
@@ -162,6 +214,9 @@ def _load(
         optimizer=optimizer,
         run=not module_only,
         from_master=engine.config.get("zero_optimization.load_from_fp32_weights"),
+        latest="latest_universal" if engine.config.get("checkpoint.load_universal") else "latest",
+        manifest=lambda found: manifest_of(found, _hints(engine), trusted),
+        names=LOOKED_FOR,
     )
     if restore is None:
         warnings.warn(
@@ -191,6 +246,8 @@ def _load(
     if not module_only:
         if schedule:
             _put_schedule(engine, python.get("schedule"), json.loads(restore.run))
+        elif json.loads(reader.run()).get("source") and "schedule" in python:
+            client.setdefault("lr_scheduler", python["schedule"])  # as DeepSpeed gives what it does not load
         _put_progress(engine, python, blobs, reader)
     return restore.folder, client
 
@@ -252,7 +309,9 @@ def _python_part(engine: Engine) -> dict[str, Any]:
     groups = [] if base is None else base.param_groups
     part: dict[str, Any] = {
         "param_groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+        "group_names": [[name for name, trained in group if trained] for group in engine._group_names],
         "extra": _extra(engine),
+        "config": engine.config.to_dict(),
     }
     if hasattr(engine.lr_scheduler, "state_dict"):
         part["schedule"] = engine.lr_scheduler.state_dict()
@@ -292,7 +351,68 @@ def _random_states() -> dict[str, Any]:
     return states
 
 
+# ---------------------------------------------------------------- weights for other tools
+
+
+def _module_state(engine: Engine, exclude_frozen: bool) -> dict[str, Any]:
+    """module.state_dict() with the parameters themselves, which may have no data now."""
+    state = engine.module.state_dict(keep_vars=True)
+    if exclude_frozen:
+        for name, param in engine.module.named_parameters(remove_duplicate=False):
+            if not param.requires_grad:
+                state.pop(name, None)
+    return state
+
+
+def _numbers(engine: Engine) -> dict[int, int]:
+    return {id(spec.tensor): number for number, spec in enumerate(engine.core.params())}
+
+
+def _rows(engine: Engine, state: dict[str, Any]) -> list[tuple[list[str], int, torch.Tensor | None]]:
+    """As export_weights() takes them; what is no tensor is left out."""
+    numbers = _numbers(engine)
+    rows: dict[int, tuple[list[str], int, torch.Tensor | None]] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            number = numbers.get(id(value), -1)
+            rows.setdefault(id(value), ([], number, None if number >= 0 else value.detach()))[0].append(name)
+    return list(rows.values())
+
+
+def _save_state_dict(engine: Engine, state: dict[str, Any], path: str) -> None:
+    """torch.save() on rank 0; any object, tensors in their own form."""
+    numbers = _numbers(engine)
+    weights = _core.LiveWeights(engine.core)
+    first = _core.checkpoint_place(engine.core) == 0
+    whole: dict[int, torch.Tensor] = {}
+    for value in state.values():
+        if id(value) in numbers and id(value) not in whole:
+            weight = weights.whole(numbers[id(value)])
+            if weight is not None:
+                whole[id(value)] = weight
+    error = ""
+    if first:
+        part = path + ".part"
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            copies = own_copies({name: value for name, value in state.items() if id(value) not in whole})
+            with open(part, "wb") as file:  # a parameter's memory is its own (Note [Parameter storage])
+                torch.save({name: whole.get(id(value), copies.get(name)) for name, value in state.items()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except Exception as problem:
+            error = f"[engine.save_16bit_model] cannot write '{path}': {problem}"
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+    _core.checkpoint_exchange(engine.core, "", error)
+
+
 # ---------------------------------------------------------------- pieces of a load
+
+
+def _hints(engine: Engine) -> Hints:
+    return Hints(engine._group_names or None, engine.gradient_accumulation_steps())
 
 
 def _put_random_states(states: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 import types
 import warnings
@@ -208,6 +207,12 @@ class Engine(EngineCheckpoints, EngineGetters):
         known = {id(param) for _, param in named}
         strangers = [p for p in params_of(base.param_groups if base is not None else []) if id(p) not in known]
         named += [(f"optimizer.{number}", param) for number, param in enumerate(strangers)]
+        names = {id(param): name for name, param in named}
+        # By param group, in its order; with whether it is trained. An optimizer may get other objects in their place.
+        self._group_names = [
+            [(names[id(param)], param.requires_grad) for param in group["params"]]
+            for group in (base.param_groups if base is not None else [])
+        ]
         specs = [
             _core.ParamSpec(
                 name,
@@ -501,23 +506,6 @@ class Engine(EngineCheckpoints, EngineGetters):
             return
         with Region(parts_of(self.module.parameters(), writable=False)):
             yield True
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Rank 0 writes the module's state dict in the compute dtype, for torch.load. Collective."""
-        if self.config.placements.shards_params and not self.zero_gather_16bit_weights_on_model_save():
-            raise UsageError(
-                "[engine.save_16bit_model] parameters are partitioned; set "
-                "zero_optimization.stage3_gather_16bit_weights_on_model_save to gather them for the file"
-            )
-        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        if self._dp_rank == 0:
-            os.makedirs(save_dir, exist_ok=True)
-            torch.save(own_copies(state), os.path.join(save_dir, save_filename))
-        for axis in (_core.Axis.DpShard, _core.Axis.DpReplicate):
-            self._mesh.group(axis).barrier()
-        return True
 
     def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
         """torch.compile of the module in place; a second call does nothing."""

@@ -77,6 +77,14 @@ _FOREIGN_FLAGS = ("amsgrad", "differentiable", "capturable")
 _ELEMENTWISE = frozenset(_RULES)
 
 
+# An attribute of a class that updates as another one does, and only spells its arguments differently: that class.
+_SAME_AS = "same_update_as"
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> type:
+    return vars(type(optimizer)).get(_SAME_AS, type(optimizer))
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
 
@@ -89,8 +97,8 @@ def _runs_natively(group: Group) -> bool:
 
 
 def native_rule(optimizer: torch.optim.Optimizer) -> NativeRule | None:
-    """The rule for an optimizer, by exact class; None when it has to run itself."""
-    rule = _RULES.get(type(optimizer))
+    """The rule for an optimizer, by exact class (or the one it says it equals); None when it has to run itself."""
+    rule = _RULES.get(_class_of(optimizer))
     if rule is None or not all(map(_runs_natively, optimizer.param_groups)):
         return None
     return rule
@@ -98,7 +106,7 @@ def native_rule(optimizer: torch.optim.Optimizer) -> NativeRule | None:
 
 def is_tested(optimizer: torch.optim.Optimizer) -> bool:
     """True for classes that are known to work on slices of parameters."""
-    return type(optimizer) in _ELEMENTWISE
+    return _class_of(optimizer) in _ELEMENTWISE
 
 
 def read_group(rule: NativeRule, optimizer: torch.optim.Optimizer, index: int, options: _core.GroupOptions) -> None:

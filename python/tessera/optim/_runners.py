@@ -16,6 +16,9 @@ from tessera.optim._rules import NativeRule, read_group
 from tessera.optim._states import QUANTITIES, CoreStates, OptimizerStates, OwnStates
 
 
+_SIZE = torch.Tensor.size  # whatever a class of parameters shows as its size
+
+
 class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     """`optimizer.state` over the buffers of the core: {param: {"step": tensor, "exp_avg": view, ...}}.
 
@@ -275,7 +278,7 @@ class ExternalRunner(Runner):
                 master.grad = None
 
     def _slice_like(self, value: Any, param: torch.Tensor, master: torch.Tensor, number: int) -> Any:
-        if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim() > 0:
+        if isinstance(value, torch.Tensor) and value.shape == _SIZE(param) and value.dim() > 0:
             return self._core.local_part(number, value.detach()).float().view(master.shape).clone()
         return value
 
@@ -300,6 +303,6 @@ def _sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:
 
 def _shaped_like(value: Any, param: torch.Tensor) -> Any:
     """A 1-D part that is all of the parameter, in the parameter's shape."""
-    if isinstance(value, torch.Tensor) and value.shape == (param.numel(),):
-        return value.as_strided(param.shape, param.stride())
+    if isinstance(value, torch.Tensor) and value.shape == (_SIZE(param).numel(),):
+        return value.as_strided(_SIZE(param), param.stride())
     return value

@@ -108,7 +108,7 @@ class _Watched(dict[str, Any]):
 def _whole(param: Any) -> Any:
     holder = None if param is None else holder_of(param)
     if holder is not None and isinstance(holder[0], EarlyParameters):
-        holder[0].read(holder[1], param.numel())
+        holder[0].read(holder[1], torch.Tensor.numel(param))  # a class of parameters may show another number
     return param
 
 

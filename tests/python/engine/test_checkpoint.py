@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +282,71 @@ def test_a_full_disk_or_a_folder_without_rights_is_an_error_and_training_goes_on
         assert engine.save_checkpoint(tmp_path)
 
     engines(make(Net), 2, config(2), body)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world", [1, 2])
+def test_16bit_weights_of_a_live_engine(stage: int, world: int, tmp_path: Path) -> None:
+    cfg = config(stage, bf16=True)
+    cfg["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    load_file = pytest.importorskip("safetensors.torch").load_file
+
+    def body(engine: Any, rank: int) -> Any:
+        steps(engine, rank, 0, 1)
+        assert engine.save_16bit_model(tmp_path)
+        assert engine.save_fp16_model(tmp_path, "trained.safetensors")
+        assert engine.save_16bit_model(tmp_path / "st", "model.safetensors", True, max_shard_size=100)
+        assert engine.save_16bit_model(tmp_path / "bin", max_shard_size="100")
+        with pytest.raises(tessera.errors.IoError, match=r"pytorch_model\.bin"):
+            engine.save_16bit_model(tmp_path / "trained.safetensors" / "deeper")
+        with pytest.raises(tessera.errors.IoError, match="cannot make the folder"):
+            engine.save_16bit_model(tmp_path / "trained.safetensors", "x.safetensors")
+        steps(engine, rank, 1, 1)
+        return engine.module_state_dict() if world == 1 or rank == 0 else None
+
+    model = make(Tied)
+    engines(model, world, cfg, body)
+    state = torch.load(tmp_path / "pytorch_model.bin")
+    assert state.keys() == model.state_dict().keys()
+    assert state["second.weight"].data_ptr() == state["first.weight"].data_ptr()
+    assert state["first.weight"].dtype == torch.bfloat16
+    assert state.pop("_extra_state") == {"calls": 1}
+    model.load_state_dict(state, strict=False)
+
+    whole = load_file(tmp_path / "trained.safetensors")
+    assert whole.keys() == state.keys() - {"second.weight"}
+    for kind, files in (("st", "model-*.safetensors"), ("bin", "pytorch_model-*.bin")):
+        found: dict[str, torch.Tensor] = {}
+        paths = sorted((tmp_path / kind).glob(files))
+        for path in paths:
+            found |= load_file(path) if kind == "st" else torch.load(path)
+        assert len(paths) > 2
+        assert found.keys() == (whole.keys() - {"frozen"} if kind == "st" else state.keys())
+        assert all(torch.equal(found[name], state[name]) for name in found)
+    assert all(torch.equal(whole[name], state[name]) for name in whole)
+    assert not list(tmp_path.glob("**/*.part"))
+
+
+PROGRAMS = Path(__file__).parents[1]
+
+
+def program(name: str, *arguments: str, before: tuple[str, ...] = ()) -> None:
+    command = [*before, sys.executable, str(PROGRAMS / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout.endswith("well\n"), done.stdout + done.stderr
+
+
+def test_a_small_file_system(tmp_path: Path) -> None:
+    mount = 'mount -t tmpfs -o size=20m tmpfs "$0" && exec "$@"'
+    before = ("unshare", "-rm", "sh", "-c", mount, str(tmp_path))
+    if subprocess.run([*before, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this system lets nobody mount a file system in a user namespace")
+    program("small_disk_program.py", str(tmp_path), before=before)
+
+
+def test_a_limit_of_the_size_of_files(tmp_path: Path) -> None:
+    program("small_disk_program.py", str(tmp_path), "1000000")
+
+
+def test_a_rank_killed_at_any_moment_of_a_save(tmp_path: Path) -> None:
+    program("killed_save_program.py", str(tmp_path), "10")

@@ -210,8 +210,9 @@ def test_state_dict_and_file_have_whole_values(tmp_path: Any) -> None:
     assert_close(torch.load(tmp_path / "0.bin"), dict(model.state_dict()))
 
     def refused(engine: tessera.Engine, rank: int) -> None:
-        with pytest.raises(tessera.UsageError, match="stage3_gather_16bit_weights_on_model_save"):
-            engine.save_16bit_model(str(tmp_path))
+        with pytest.warns(UserWarning, match="stage3_gather_16bit_weights_on_model_save"):
+            assert not engine.save_16bit_model(str(tmp_path / "new"))
+        assert not (tmp_path / "new").exists()
 
     engines(model, 2, config(3), refused)
 

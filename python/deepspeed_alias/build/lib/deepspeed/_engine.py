@@ -1,0 +1,360 @@
+"""deepspeed.initialize and its engine: tessera.Engine, and what only old callers expect of it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import tessera
+from deepspeed import _groups, _optimizers, _params, _tensor_parallel
+from deepspeed._config import DeepSpeedConfig, translated
+from deepspeed._logging import logger
+from deepspeed._timers import SynchronizedWallClockTimer, ThroughputTimer
+from deepspeed._zero import DeepSpeedZeRoOffload
+from tessera import _core
+from tessera._config import choose_config
+from tessera.errors import UsageError
+
+
+class UserConfig(dict[str, Any]):
+    """The user's own configuration. Asked for a path ("zero_optimization.stage"), or for something a dict has not, it
+    answers as tessera.Config does: the engine below reads the same attribute."""
+
+    def __init__(self, given: Any, resolved: _core.Config) -> None:
+        super().__init__(_as_dict(given, resolved))
+        self._resolved = resolved
+
+    def get(self, key: str, *default: Any) -> Any:
+        if default or (key in self and isinstance(self[key], Mapping)):
+            return super().get(key, *default)
+        try:
+            return self._resolved.get(key)
+        except (ValueError, KeyError, RuntimeError):
+            return super().get(key)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._resolved, name)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def _as_dict(given: Any, resolved: _core.Config) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return copy.deepcopy(dict(given))
+    if isinstance(given, (str, os.PathLike)) and os.path.exists(given):
+        with contextlib.suppress(ValueError), open(given) as file:
+            return json.load(file)
+    return resolved.to_dict()
+
+
+class DeepSpeedEngine(tessera.Engine):
+    """tessera.Engine with DeepSpeed's attributes. Names that it does not have are looked up in the module."""
+
+    def __init__(self, model: nn.Module, config: Any, *, given: Any = None, **kwargs: Any) -> None:
+        """`given`: the configuration as the user wrote it, where `config` is made of it."""
+        super().__init__(model, config, **kwargs)
+        given = config if given is None else given
+        self._config = DeepSpeedConfig(self.config, world_size=self.dp_world_size)
+        self.config = UserConfig(given, self.config)
+        self._parameter_offload: DeepSpeedZeRoOffload | None = None
+        self._inside_no_sync = False
+        self.tput_timer = ThroughputTimer(self.train_batch_size)
+        self.timers = SynchronizedWallClockTimer()
+        if self.zero_optimization_stage() == 3:
+            _params.adopt(self.module.parameters())
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name in _OWN or (name.startswith("__") and name.endswith("__")):
+                raise
+        try:
+            return getattr(module, name)
+        except AttributeError:
+            raise AttributeError(
+                f"neither 'DeepSpeedEngine' (Tessera) nor its module '{type(module).__name__}' has an attribute '{name}'"
+            ) from None
+
+    def _visible_optimizer(self, options: Any) -> torch.optim.Optimizer | None:
+        found = super()._visible_optimizer(options)
+        if isinstance(found, tessera.Optimizer):
+            assert self._runner is not None
+            return _optimizers.class_for(self)(self, self._runner)
+        return found
+
+    # ---- training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.tput_timer.start()
+        return super().forward(*args, **kwargs)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any
+    ) -> torch.Tensor:
+        return super().backward(loss, retain_graph, scale_wrt_gas)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        steps = self.global_steps
+        super().step(lr_kwargs)
+        self.tput_timer.stop(global_step=self.global_steps != steps)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Stages 0 and 1 only, as in DeepSpeed. (tessera.Engine has it at every stage.)"""
+        stage = self.zero_optimization_stage()
+        if self._inside_no_sync:
+            raise UsageError("[engine.no_sync] no_sync context manager reentry is unsupported")
+        if stage >= 2:
+            raise UsageError(
+                "[engine.no_sync] no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage "
+                f"{stage}"
+            )
+        self._inside_no_sync = True
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            self._inside_no_sync = False
+
+    def _backward_epilogue(self) -> None:
+        """Gradients of a backward past engine.backward() are complete when it returns."""
+
+    @property
+    def _is_gradient_accumulation_boundary(self) -> bool:
+        return self.is_gradient_accumulation_boundary()
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return self.get_global_grad_norm()
+
+    # ---- weights
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.zero_optimization_stage() == 3
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.zero_optimization_stage() >= 2
+
+    def empty_partition_cache(self) -> None:
+        """Ends module calls that an exception left open. Nothing else stays whole between two modules, but for the small
+        parameters that are never partitioned (stage3_param_persistence_threshold)."""
+        self._partition.end_stray()
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole state dict on rank 0, None on others. Collective."""
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        return state if self.global_rank == 0 else None
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """False, and no file, where stage 3 has not stage3_gather_16bit_weights_on_model_save."""
+        if self.zero_optimization_stage() == 3 and not self.zero_gather_16bit_weights_on_model_save():
+            logger.warning(
+                "[engine.save_16bit_model] nothing is saved: zero_optimization.stage3_gather_16bit_weights_on_model_save "
+                "is not set"
+            )
+            return False
+        return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+
+    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
+        """Of each param group the names and shapes of what it trains."""
+        specs = self.core.params()
+        return [
+            {spec.name: _params._whole_shape(spec.tensor) for spec in specs if spec.group == group}
+            for group in range(len(self.core.groups()))
+        ]
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., None] | None = None,
+        **kwargs: Any,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """As tessera.Engine's; the client_state may hold any objects, as DeepSpeed's does: load what you trust."""
+        return super().load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+            **{"trusted": True, **kwargs},
+        )
+
+    def destroy(self) -> None:
+        super().destroy()
+        if "module" in self.__dict__.get("_modules", {}):
+            _params.disown(self.module.parameters())
+        _groups.forget(self)
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        if schedule is not None or compiled_autograd_enabled:
+            raise NotImplementedError(
+                "[engine.compile] schedule and compiled_autograd_enabled belong to DeepCompile (section `compile`), which "
+                "Tessera does not serve"
+            )
+        super().compile(backend, compile_kwargs)
+
+    # ---- the world, configuration
+
+    @property
+    def data_parallel_group(self) -> Any:
+        return _groups._get_data_parallel_group()
+
+    @property
+    def seq_parallel_group(self) -> Any:
+        return _groups._get_sequence_parallel_group()
+
+    def get_sequence_parallel_group(self) -> Any:
+        return _groups._get_sequence_parallel_group()
+
+    def get_wall_clock_timers(self) -> SynchronizedWallClockTimer:
+        return self.timers
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        return self.config.get("optimizer", {}).get("params")
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        return self.config.get("scheduler", {}).get("params")
+
+    def amp_enabled(self) -> bool:
+        return False
+
+    def pld_enabled(self) -> bool:
+        return False
+
+    def eigenvalue_enabled(self) -> bool:
+        return False
+
+    def random_ltd_enabled(self) -> bool:
+        return False
+
+    def curriculum_enabled_legacy(self) -> bool:
+        return False
+
+    def fp16_auto_cast(self) -> bool:
+        return bool(self.config.get("fp16.auto_cast"))
+
+    def postscale_gradients(self) -> bool:
+        return not self.config.get("prescale_gradients")
+
+    def gradient_predivide_factor(self) -> float:
+        return self.config.get("gradient_predivide_factor")
+
+    def sparse_gradients_enabled(self) -> bool:
+        return self.config.get("sparse_gradients")
+
+    def zero_offload_optimizer(self) -> Any:
+        return self._config.zero_config.offload_optimizer
+
+    def zero_offload_param(self) -> Any:
+        return self._config.zero_config.offload_param
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        return False
+
+    def zero_cpu_offload(self) -> bool:
+        return False
+
+    def zero_sub_group_size(self) -> int:
+        return self.config.get("zero_optimization.sub_group_size")
+
+    def zero_param_persistence_threshold(self) -> int:
+        return self.config.get("zero_optimization.stage3_param_persistence_threshold")
+
+    def zero_max_live_parameters(self) -> int:
+        return self.config.get("zero_optimization.stage3_max_live_parameters")
+
+    def zero_prefetch_bucket_size(self) -> int:
+        return self.config.get("zero_optimization.stage3_prefetch_bucket_size")
+
+    def zero_round_robin_gradients(self) -> bool:
+        return self.config.get("zero_optimization.round_robin_gradients")
+
+    def memory_breakdown(self) -> bool:
+        return self.config.get("memory_breakdown")
+
+    def dump_state(self) -> bool:
+        return self.config.get("dump_state")
+
+
+# What the engine's class asks itself for before it is set: never the module's.
+_OWN = frozenset({"core", "_runner", "_loans", "_mesh", "_partition", "_index", "_optimized", "basic_optimizer"})
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: tuple[int, int] | None = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """tessera.initialize with a DeepSpeedEngine. Creates the process group of torch.distributed where there is none."""
+    logger.info("DeepSpeed info: version=%s, served by Tessera %s", _version(), tessera.__version__)
+    given = choose_config(args, config, config_params)
+    with translated():
+        built = tessera.initialize(
+            args=_Rank(args),
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=True if dist_init_required is None else dist_init_required,
+            collate_fn=collate_fn,
+            config=_tensor_parallel.merged(given, mpu),
+            mesh_param=mesh_param,
+            engine_type=functools.partial(DeepSpeedEngine, given=given),
+        )
+    _groups.register(built[0], mpu)
+    return built  # type: ignore[return-value]
+
+
+class _Rank:
+    """Of `args` what is not the configuration."""
+
+    def __init__(self, args: Any) -> None:
+        rank = args.get("local_rank") if isinstance(args, Mapping) else getattr(args, "local_rank", None)
+        self.local_rank = rank

@@ -1,0 +1,131 @@
+"""deepspeed.zero: Tessera's, with parameters that have the attributes old callers read."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import tessera
+from deepspeed import _params
+from tessera import distributed
+from tessera.optim._rules import is_tested
+
+
+class ZeRORuntimeException(Exception):
+    """What DeepSpeed raises where an optimizer or a checkpoint does not fit."""
+
+
+class ZeroParamType(enum.Enum):
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class Init(tessera.zero.Init):
+    """tessera.zero.Init; creates the process group where there is none, as DeepSpeed does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("enabled", True):
+            distributed.init_distributed()
+        super().__init__(*args, **kwargs)
+
+    __init__.__signature__ = __import__("inspect").signature(tessera.zero.Init.__init__)  # type: ignore[attr-defined]
+
+    def _partition(self, module: nn.Module) -> None:
+        super()._partition(module)
+        _params.adopt(p for p in dict.values(module._parameters) if p is not None and is_held(p))
+
+
+class GatheredParameters(tessera.zero.GatheredParameters):
+    """tessera.zero.GatheredParameters."""
+
+
+def is_held(param: torch.Tensor) -> bool:
+    info = tessera.zero.partition_info(param)
+    return info is not None
+
+
+def is_zero_param(parameter: Any) -> bool:
+    return isinstance(parameter, _params.DsParameter)
+
+
+def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    return is_tested(optimizer)
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+    """The module inside an engine, with all parameters whole. Collective."""
+    module = getattr(model, "module", model)
+    with tessera.zero.GatheredParameters(module.parameters()):
+        yield module
+
+
+class DeepSpeedZeRoOffload:
+    """What `optimizer.parameter_offload` is in stage 3. The hooks around modules are the core's own and harmless where
+    parameters are whole, so there is nothing that a caller has to take off and put back."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def setup_zero_stage3_hooks(self) -> None:
+        """They stay where they are."""
+
+    def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
+        """The module is hooked already."""
+
+    def empty_partition_cache(self) -> None:
+        """Nothing stays whole between two modules."""
+
+
+# ---- what callers that build models inside zero.Init take of torch, before it changes there
+
+_orig_torch_tensor = torch.tensor
+_orig_torch_empty = torch.empty
+_orig_torch_zeros = torch.zeros
+_orig_torch_ones = torch.ones
+_orig_torch_full = torch.full
+_orig_torch_arange = torch.arange
+_orig_torch_eye = torch.eye
+_orig_torch_randn = torch.randn
+_orig_torch_rand = torch.rand
+_orig_torch_linspace = torch.linspace
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype) -> Any:
+    """`fn` (torch.arange, torch.empty, ...) with its floating results in `target_fp_dtype`, on the accelerator's device
+    where none is named."""
+    from deepspeed._accelerator import get_accelerator
+
+    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is None:
+            kwargs["device"] = torch.device(get_accelerator().current_device_name())
+        tensor = fn(*args, **kwargs)
+        return tensor.to(target_fp_dtype) if tensor.is_floating_point() else tensor
+
+    return wrapped
+
+
+class InsertPostInitMethodToModuleSubClasses(Init):
+    """The base of DeepSpeed's zero.Init; here the same class."""
+
+
+def shutdown_init_context() -> None:
+    """Suspends a zero.Init that is open, until restore_init_context()."""
+    _suspended.append(contextlib.ExitStack())
+    _suspended[-1].enter_context(tessera.zero._init.suspended())
+
+
+def restore_init_context() -> None:
+    if _suspended:
+        _suspended.pop().close()
+
+
+_suspended: list[contextlib.ExitStack] = []

@@ -1,0 +1,112 @@
+"""deepspeed.comm: torch.distributed, and the names that only DeepSpeed has."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tessera import distributed
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: datetime.timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """tessera.init_distributed; DEEPSPEED_TIMEOUT (minutes) where no time-out is given."""
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
+    if timeout is None and minutes:
+        timeout = datetime.timedelta(minutes=float(minutes))
+    distributed.init_distributed(
+        dist_backend,
+        auto_mpi_discovery,
+        distributed_port,
+        verbose,
+        timeout,
+        init_method,
+        dist_init_required,
+        config,
+        rank,
+        world_size,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(dist, name)
+
+
+def get_local_rank() -> int:
+    return distributed.local_rank()
+
+
+def get_world_group() -> Any:
+    return dist.group.WORLD
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+
+
+def inference_all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
+    return dist.all_reduce(tensor, op=op, group=group)
+
+
+def all_reduce_coalesced(tensors: Iterable[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+    for tensor in tensors:
+        dist.all_reduce(tensor, op=op, group=group)
+
+
+def reduce_scatter_fn(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False, **_: Any
+) -> Any:
+    return dist.reduce_scatter_tensor(output_tensor, tensor, group=group, async_op=async_op)
+
+
+def allgather_fn(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False, **_: Any
+) -> Any:
+    return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
+def configure(deepspeed_config: Any = None, enabled: bool | None = None, **_: Any) -> None:
+    """Switches the logging of collectives on, which is not served."""
+    if enabled:
+        raise NotImplementedError("[deepspeed.comm] configure: comms_logger is not served; see docs/deepspeed.md")
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, dict[str, int]] | None:
+    """Calls and bytes of the collectives of the engine that was built last, on this rank."""
+    from deepspeed import _groups
+    from deepspeed._logging import logger
+    from tessera import _core
+
+    mesh = _groups._mesh()
+    found: dict[str, dict[str, int]] = {}
+    if mesh is not None:
+        stats = mesh.group(_core.Axis.DpShard).stats()
+        for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "barrier"):
+            entry = getattr(stats, name)
+            found[name] = {"calls": entry.calls, "bytes": entry.bytes}
+    for name, entry in found.items():
+        logger.info("[comm] %s: %d calls, %d bytes", name, entry["calls"], entry["bytes"])
+    return found if return_dict else None

@@ -1,0 +1,73 @@
+"""The commands that DeepSpeed installs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+
+
+def _status(error: BaseException) -> int:
+    print(error, file=sys.stderr)
+    return 1
+
+
+def launch(args: Sequence[str] | None = None) -> int:
+    """`deepspeed`: tessera launch, whose programs get --local_rank."""
+    from tessera import launch as tessera_launch
+
+    try:
+        return tessera_launch.main(args, "deepspeed", local_rank=True)
+    except (ValueError, NotImplementedError) as error:
+        return _status(error)
+
+
+def report(args: Sequence[str] | None = None) -> int:
+    """`ds_report`."""
+    from deepspeed import __version__
+    from deepspeed._ops import compatible_ops
+    from tessera import report as tessera_report
+
+    status = tessera_report.main(args)
+    served = ", ".join(name for name, there in compatible_ops.items() if there)
+    print(f"deepspeed: {__version__} (this package stands for it)\nparts without compiling: {served}")
+    return status
+
+
+def zero_to_fp32(args: Sequence[str] | None = None) -> int:
+    """`zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR`."""
+    from deepspeed import _to_fp32
+
+    parser = argparse.ArgumentParser(prog="zero_to_fp32", description="fp32 weights of a checkpoint, as one or more files")
+    parser.add_argument("checkpoint_dir")
+    parser.add_argument("output_dir")
+    parser.add_argument("--max_shard_size", default="5GB")
+    parser.add_argument("--safe_serialization", action="store_true", help="safetensors")
+    parser.add_argument("-t", "--tag", default=None)
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    parser.add_argument("-d", "--debug", action="store_true")
+    given = parser.parse_args(args)
+    try:
+        _to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
+            given.checkpoint_dir,
+            given.output_dir,
+            given.max_shard_size,
+            given.safe_serialization,
+            given.tag,
+            given.exclude_frozen_parameters,
+        )
+    except (ValueError, OSError) as error:
+        return _status(error)
+    return 0
+
+
+def to_universal(args: Sequence[str] | None = None) -> int:
+    """`ds_to_universal`."""
+    from deepspeed.checkpoint import ds_to_universal  # type: ignore[import-not-found]
+
+    try:
+        return ds_to_universal.main(args) or 0
+    except NotImplementedError as error:
+        return _status(error)

@@ -1,0 +1,218 @@
+"""Configurations as old callers look at them: sections as objects, and the classes of their errors."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tessera
+from tessera import distributed
+from tessera._config import load_config
+from tessera.errors import ConfigError
+
+ZERO_OPTIMIZATION = "zero_optimization"
+
+
+class DeepSpeedConfigError(ConfigError):
+    """A configuration that makes no sense."""
+
+
+class OffloadDeviceEnum(str, enum.Enum):
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, enum.Enum):
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class ZeroStageEnum(int, enum.Enum):
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+# Sections whose values pydantic checks in DeepSpeed.
+_CHECKED = (
+    "zero_optimization|fp16|bf16|bfloat16|tensor_parallel|compile|tensorboard|csv_monitor|wandb|comet|comms_logger"
+)
+_LINE = re.compile(rf"^\s*(?:\[[\w.]+\] )?((?:{_CHECKED})(?:\.[\w.]+)?): ?((?:unknown key|must be).*)$", re.M)
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """Inside, errors of the configuration have the classes that DeepSpeed raises: pydantic's ValidationError (where it is
+    installed) for values of its checked sections, else DeepSpeedConfigError."""
+    try:
+        yield
+    except DeepSpeedConfigError:
+        raise
+    except ConfigError as error:
+        text = str(error)
+        found = _LINE.findall(text)
+        if found:
+            _raise_validation_error(text, found, error)
+        if text.startswith("[config]"):
+            raise DeepSpeedConfigError(text) from error
+        raise
+
+
+def _raise_validation_error(text: str, found: list[tuple[str, str]], cause: ConfigError) -> None:
+    try:
+        from pydantic_core import PydanticCustomError, ValidationError
+    except ImportError:
+        raise DeepSpeedConfigError(text) from cause
+    lines = [
+        {
+            "type": PydanticCustomError("value_error", "{reason}", {"reason": reason}),
+            "loc": tuple(path.split(".")),
+            "input": None,
+        }
+        for path, reason in found
+    ]
+    raise ValidationError.from_exception_data("DeepSpeed configuration, read by Tessera", lines) from cause
+
+
+class DeepSpeedConfigModel:
+    """One section: its keys as attributes, by both spellings where there are two. ValidationError for wrong ones."""
+
+    _section = ""
+
+    def __init__(self, strict: bool = False, **values: Any) -> None:
+        with translated():
+            resolved = tessera.Config.from_dict({self._section: values} if self._section else values)
+        tree: Any = resolved.to_dict()
+        for part in self._section.split(".") if self._section else []:
+            tree = tree[part]
+        self._fill(tree, values)
+
+    @classmethod
+    def _of(cls, tree: Mapping[str, Any], given: Mapping[str, Any]) -> DeepSpeedConfigModel:
+        made = cls.__new__(cls)
+        made._fill(tree, given)
+        return made
+
+    def _fill(self, tree: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        self._values = dict(tree)
+        for name, value in tree.items():
+            if name in _OFFLOAD:
+                value = _OFFLOAD[name]._of(value, given[name]) if given.get(name) else None
+            elif name == "device":
+                value = OffloadDeviceEnum(value)
+            elif isinstance(value, Mapping):
+                value = DeepSpeedConfigModel._of(value, given.get(name) or {})
+            setattr(self, name, value)
+            if name.startswith("stage3_"):
+                setattr(self, name.removeprefix("stage3_"), value)
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        return dict(self._values)
+
+    dict = model_dump
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._values})"
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
+    _section = "zero_optimization.offload_optimizer"
+
+    def __init__(self, **values: Any) -> None:
+        whole = DeepSpeedZeroConfig(offload_optimizer={"device": "none", **values})
+        self._fill(whole._values["offload_optimizer"], values)
+
+
+class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
+    _section = "zero_optimization.offload_param"
+
+    def __init__(self, **values: Any) -> None:
+        whole = DeepSpeedZeroConfig(stage=3, offload_param={"device": "none", **values})
+        self._fill(whole._values["offload_param"], values)
+
+
+_OFFLOAD: dict[str, type[DeepSpeedConfigModel]] = {
+    "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+    "offload_param": DeepSpeedZeroOffloadParamConfig,
+}
+
+
+class DeepSpeedZeroConfig(DeepSpeedConfigModel):
+    _section = ZERO_OPTIMIZATION
+
+
+class DeepSpeedFP16Config(DeepSpeedConfigModel):
+    _section = "fp16"
+
+
+class DeepSpeedBF16Config(DeepSpeedConfigModel):
+    _section = "bf16"
+
+
+def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
+    section = param_dict.get(ZERO_OPTIMIZATION, {})
+    return DeepSpeedZeroConfig(**({"stage": int(section)} if isinstance(section, bool) else section))
+
+
+class DeepSpeedMonitorConfig:
+    """The monitors' sections."""
+
+    def __init__(self, **values: Any) -> None:
+        tree = tessera.Config.from_dict(values).to_dict()
+        for name in ("tensorboard", "csv_monitor", "wandb", "comet"):
+            setattr(self, name, DeepSpeedConfigModel._of(tree[name], values.get(name) or {}))
+        self.enabled = any(tree[name]["enabled"] for name in ("tensorboard", "csv_monitor", "wandb", "comet"))
+
+
+def _zero_given(config: tessera.Config) -> dict[str, Any]:
+    """The blocks of the section that the user has written."""
+    tree = config.to_dict()[ZERO_OPTIMIZATION]
+    return {name: tree[name] for name in _OFFLOAD if any(name in key for key in config.given)}
+
+
+class DeepSpeedConfig:
+    """A configuration (dict, path or base64), resolved: its top-level keys and what is derived of them as attributes."""
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None, world_size: int | None = None) -> None:
+        with translated():
+            resolved = load_config(config)
+            if world_size is None:
+                world_size = mpu.get_data_parallel_world_size() if mpu is not None else distributed.core_group().size
+            batch = resolved.resolve_batch(world_size)
+        tree = resolved.to_dict()
+        given = config if isinstance(config, Mapping) else {**tree, ZERO_OPTIMIZATION: _zero_given(resolved)}
+        self._param_dict = given
+        self.world_size = world_size
+        for name, value in tree.items():
+            setattr(self, name, value)
+        self.train_batch_size = batch.train_batch_size
+        self.train_micro_batch_size_per_gpu = batch.micro_batch_size
+        self.gradient_accumulation_steps = batch.gradient_accumulation_steps
+        zero = given.get(ZERO_OPTIMIZATION) or {}
+        zero_given = zero if isinstance(zero, Mapping) else {}
+        self.zero_config = DeepSpeedZeroConfig._of(tree[ZERO_OPTIMIZATION], zero_given)
+        self.zero_optimization_stage = tree[ZERO_OPTIMIZATION]["stage"]
+        self.zero_enabled = self.zero_optimization_stage > 0
+        self.fp16_enabled, self.bfloat16_enabled = tree["fp16"]["enabled"], tree["bf16"]["enabled"]
+        self.float16_config = DeepSpeedFP16Config._of(tree["fp16"], {})
+        self.bfloat16_config = DeepSpeedBF16Config._of(tree["bf16"], {})
+        self.loss_scale = tree["fp16"]["loss_scale"]
+        self.optimizer_name = (tree.get("optimizer") or {}).get("type") or None
+        self.optimizer_params = (tree.get("optimizer") or {}).get("params")
+        self.scheduler_name = (tree.get("scheduler") or {}).get("type") or None
+        self.scheduler_params = (tree.get("scheduler") or {}).get("params")
+        sections = ("tensorboard", "csv_monitor", "wandb", "comet")
+        self.monitor_config = DeepSpeedMonitorConfig(**{name: tree[name] for name in sections})
+        self.load_universal_checkpoint = tree["checkpoint"]["load_universal"]
+
+    def print_user_config(self) -> str:
+        return str(self._param_dict)

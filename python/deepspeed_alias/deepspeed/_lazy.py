@@ -1,0 +1,122 @@
+"""Modules made of the table in _table.py: a name is looked up, and what it needs imported, when it is first used."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from deepspeed._table import MODULES
+
+ROOT = __name__.split(".")[0]
+
+
+class NotServed(NotImplementedError, AttributeError):
+    """Asked for something that Tessera does not serve. (An AttributeError too: hasattr() says False.)"""
+
+
+class _RefusingType(type):
+    _says: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotServed(cls._says)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise NotServed(cls._says)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return False
+
+
+def refusing(name: str, feature: str) -> type:
+    """What stands for a name that is not served: importable, no object is an instance of it, any use is an error."""
+    says = f"[deepspeed] {name} is not served by Tessera: {feature}; see docs/deepspeed.md"
+    return _RefusingType(name.rpartition(".")[2], (), {"_says": says, "__doc__": says, "__module__": ROOT})
+
+
+def resolve(module: str, name: str, target: str) -> Any:
+    """The object of a row. A target is "path:attribute", "path" (a module), "=text" (that text), "!feature" (refused) or
+    "path:attribute!feature" (refused where this Tessera has no such attribute). A path that begins with "." is ours."""
+    if target.startswith("="):
+        return target[1:]
+    where, refused, feature = target.partition("!")
+    try:
+        if where:
+            path, _, attribute = where.partition(":")
+            found: Any = importlib.import_module(path, ROOT)
+            for part in attribute.split(".") if attribute else []:
+                found = getattr(found, part)
+            return found
+    except (ImportError, AttributeError):
+        if not refused:
+            raise
+    return refusing(f"{module}.{name}", feature)
+
+
+class AliasModule(types.ModuleType):
+    """A module whose names are rows of the table."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = attribute(self.__name__, name)
+        self.__dict__[name] = value
+        return value
+
+    def __dir__(self) -> list[str]:
+        return names_of(self.__name__)
+
+
+def names_of(module: str) -> list[str]:
+    below = f"{module}."
+    children = {key[len(below) :].split(".")[0] for key in MODULES if key.startswith(below)}
+    return sorted({name for name in MODULES.get(module, {}) if name not in ("*", "=")} | children)
+
+
+def attribute(module: str, name: str) -> Any:
+    """What `from module import name` gives: a row, a module below, or something of the module that row "*" names."""
+    rows = MODULES.get(module, {})
+    if name in rows:
+        return resolve(module, name, rows[name])
+    if f"{module}.{name}" in MODULES:
+        return importlib.import_module(f"{module}.{name}")
+    if "*" in rows and not name.startswith("__"):
+        found = importlib.import_module(rows["*"], ROOT)
+        if hasattr(found, name):
+            return getattr(found, name)
+    raise AttributeError(
+        f"module '{module}' has no attribute '{name}': Tessera serves DeepSpeed's documented names; see docs/deepspeed.md"
+    )
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the modules of the table that are no files."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in MODULES:
+            return None
+        spec = importlib.machinery.ModuleSpec(fullname, self, origin="Tessera")
+        spec.submodule_search_locations = []  # any of them may have modules below
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return AliasModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        rows = MODULES[module.__name__]
+        if "=" in rows:  # another name of a module; the import system takes what is here afterwards
+            sys.modules[module.__name__] = importlib.import_module(rows["="])
+        else:
+            module.__all__ = [name for name in rows if not name.startswith("_") and name != "*"]  # type: ignore[attr-defined]
+
+
+def install() -> None:
+    """Once for this package, however often it is imported."""
+    if not any(type(finder).__module__ == Finder.__module__ for finder in sys.meta_path):
+        sys.meta_path.append(Finder())

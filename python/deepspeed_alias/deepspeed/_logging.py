@@ -1,0 +1,55 @@
+"""deepspeed.utils.logging: the logger of Tessera under the names that callers use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+logger = logging.getLogger("tessera")
+"""One for both: its level rules what Tessera says."""
+
+log_levels = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+
+
+class LoggerFactory:
+    @staticmethod
+    def create_logger(name: str | None = None, level: int = logging.INFO) -> logging.Logger:
+        made = logging.getLogger(name)
+        made.setLevel(level)
+        return made
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else -1
+
+
+def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """On these ranks; -1, and no ranks, are all."""
+    wanted = list(ranks or [-1])
+    rank = _rank()
+    if -1 in wanted or rank in wanted or rank == -1:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
+    if _rank() in (-1, 0) and (debug or force):
+        logger.info(message)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    level = log_levels.get(log_level_str.lower())
+    if level is None:
+        raise ValueError(f"[deepspeed] log level must be one of {', '.join(log_levels)}, got {log_level_str!r}")
+    (custom_logger or logger).setLevel(level)
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    return logger.getEffectiveLevel() <= log_levels[max_log_level_str.lower()]

@@ -1,0 +1,200 @@
+"""What old callers expect of partitioned parameters: `ds_*` attributes, and the shape (0,) while they are partitioned.
+
+A parameter that an engine of stage 3 or zero.Init holds gets a class of its own for that time: DsParameter beside the
+class it had. Its real shape stays what it is, and so does all that runs in C++; Python sees (0,) while nobody may read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tessera import _core, distributed
+from tessera.zero import ParamStatus, partition_info
+from tessera.zero._owners import engine_of, holder_of
+
+_ids = itertools.count()
+_STATE = "_ds_state"
+
+
+class _State:
+    """What a parameter keeps from one question to the next."""
+
+    def __init__(self) -> None:
+        self.id = next(_ids)
+        self.sub_modules: set[int] = set()
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class DsParameter(nn.Parameter):
+    """The attributes that DeepSpeed's partitioned parameters have."""
+
+    @property
+    def ds_id(self) -> int:
+        return _state(self).id
+
+    @property
+    def ds_active_sub_modules(self) -> set[int]:
+        return _state(self).sub_modules
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        return _whole_shape(self)
+
+    @property
+    def ds_numel(self) -> int:
+        return _whole_shape(self).numel()
+
+    @property
+    def ds_status(self) -> ParamStatus:
+        info = partition_info(self)
+        return ParamStatus.AVAILABLE if info is None else info.status
+
+    @property
+    def ds_persist(self) -> bool:
+        info = partition_info(self)
+        return info is None or not info.partitioned
+
+    @property
+    def ds_process_group(self) -> Any:
+        return torch.distributed.group.WORLD
+
+    @property
+    def is_external_param(self) -> bool:
+        return False
+
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """A copy of this rank's even piece of the flat parameter, the last one padded with zeros. Collective while the
+        parameter is partitioned: Tessera cuts units, not parameters, so that pieces come from other ranks."""
+        rank, world = _place(self)
+        whole = self.ds_status is ParamStatus.AVAILABLE
+        if not whole:
+            self.all_gather()
+        try:
+            size = self.partition_numel()
+            piece = self.detach().reshape(-1)[rank * size : (rank + 1) * size].clone()
+        finally:
+            if not whole:
+                self.partition()
+        if piece.numel() < size:
+            piece = torch.cat([piece, piece.new_zeros(size - piece.numel())])
+        piece.ds_numel = size  # type: ignore[attr-defined]
+        return piece
+
+    def partition_numel(self) -> int:
+        """Elements of ds_tensor."""
+        return -(-self.ds_numel // _place(self)[1])
+
+    def all_gather(self, param_list: Iterable[nn.Parameter] | None = None, async_op: bool = False) -> None:
+        """Whole until partition(). Collective."""
+        for holder, numbers in _by_holder(param_list or [self]):
+            holder.gather(numbers, False)
+
+    def all_gather_coalesced(self, params: Iterable[nn.Parameter], **_: Any) -> _Done:
+        self.all_gather(params)
+        return _Done()
+
+    def partition(self, param_list: Iterable[nn.Parameter] | None = None, **_: Any) -> None:
+        """Ends all_gather(). Collective."""
+        for holder, numbers in _by_holder(param_list or [self]):
+            holder.release(numbers, _core.Writes.None_, 0)
+
+    def ds_summary(self, slice_shape: Any = None, use_debug_name: bool = False) -> dict[str, Any]:
+        return {
+            "id": self.ds_id,
+            "status": self.ds_status.name,
+            "numel": self.numel(),
+            "ds_numel": self.ds_numel,
+            "shape": tuple(self.shape),
+            "ds_shape": tuple(self.ds_shape),
+            "requires_grad": self.requires_grad,
+            "persist": self.ds_persist,
+        }
+
+    # ---- the shape that callers see
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return _EMPTY if self._is_away() else _whole_shape(self)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    nelement = numel
+
+    def _is_away(self) -> bool:
+        info = partition_info(self)
+        return info is not None and info.status is ParamStatus.NOT_AVAILABLE
+
+
+class _Done:
+    """The handle of a gather that is over."""
+
+    def wait(self, **_: Any) -> None:
+        """Nothing is left to wait for."""
+
+
+_EMPTY = torch.Size([0])
+_SHAPE = torch.Tensor.shape.__get__
+_classes: dict[type, type] = {}
+
+
+def _state(param: torch.Tensor) -> _State:
+    state = vars(param).get(_STATE)
+    if state is None:  # None too: of a pickled or copied one
+        state = vars(param)[_STATE] = _State()
+    return state
+
+
+def _whole_shape(param: torch.Tensor) -> torch.Size:
+    return _SHAPE(param)
+
+
+def _place(param: torch.Tensor) -> tuple[int, int]:
+    """This rank among those that share the parameter, and their number."""
+    engine = engine_of(param)
+    if engine is None:
+        group = distributed.core_group()
+        return group.rank, group.size
+    axes = [_core.Axis.DpShard, _core.Axis.Sp]
+    mesh = engine.core.mesh()
+    return mesh.rank(axes), mesh.size(axes)
+
+
+def _by_holder(params: Iterable[torch.Tensor]) -> list[tuple[Any, list[int]]]:
+    found: dict[int, tuple[Any, list[int]]] = {}
+    for param in params:
+        held = holder_of(param)
+        if held is not None:
+            found.setdefault(id(held[0]), (held[0], []))[1].append(held[1])
+    return list(found.values())
+
+
+def adopt(params: Iterable[torch.Tensor]) -> None:
+    """They have the attributes from now on."""
+    for param in params:
+        cls = type(param)
+        if isinstance(param, nn.Parameter) and not issubclass(cls, DsParameter):
+            if cls not in _classes:
+                bases = (DsParameter,) if cls is nn.Parameter else (DsParameter, cls)
+                _classes[cls] = type("Parameter", bases, {"_ds_was": cls, "__module__": cls.__module__})
+            param.__class__ = _classes[cls]
+
+
+def disown(params: Iterable[torch.Tensor]) -> None:
+    """They are what they were before adopt()."""
+    for param in params:
+        was = getattr(type(param), "_ds_was", None)
+        if was is not None:
+            param.__class__ = was
+            vars(param).pop(_STATE, None)

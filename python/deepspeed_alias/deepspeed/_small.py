@@ -1,0 +1,104 @@
+"""Small helpers that programs import from DeepSpeed."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+
+from deepspeed._accelerator import get_accelerator
+from deepspeed._logging import logger
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class OnDevice:
+    """Inside, modules are built on `device` (meta: without memory) in `dtype`."""
+
+    def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
+        self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
+
+    def __enter__(self) -> OnDevice:
+        if self._enabled:
+            self._before = torch.get_default_dtype()
+            torch.set_default_dtype(self._dtype)
+            self._device.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._enabled:
+            self._device.__exit__(*error)
+            torch.set_default_dtype(self._before)
+
+
+def instrument_w_nvtx(func: F) -> F:
+    """A range of the function's name in torch.profiler."""
+
+    @functools.wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(func.__qualname__):
+            return func(*args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Tensors in lists, tuples and dicts (those that the criterion wants) on `device`."""
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return type(item)(move_to_device(value, device, criterion_func) for value in item)
+    if isinstance(item, torch.Tensor) and (criterion_func is None or criterion_func(item)):
+        return item.to(device)
+    return item
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    if force:
+        device = get_accelerator()
+        now, peak = device.memory_allocated() / 2**30, device.max_memory_allocated() / 2**30
+        logger.info("%s: %.2f GB in use, %.2f GB at the peak", message, now, peak)
+
+
+def is_model_parallel_parameter(param: torch.Tensor) -> bool:
+    return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
+
+
+def is_moe_param(param: torch.Tensor) -> bool:
+    return getattr(param, "allreduce", True) is False
+
+
+def get_global_norm(norm_list: Iterable[float]) -> float:
+    return sum(norm**2 for norm in norm_list) ** 0.5
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, mpu: Any = None) -> torch.Tensor:
+    """torch's, for parameters whose gradients are in p.grad (stage 0)."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def ensure_directory_exists(filename: str) -> None:
+    os.makedirs(os.path.dirname(filename) or ".", exist_ok=True)
+
+
+def set_random_seed(seed: int) -> None:
+    import random
+
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
+    from packaging.version import Version
+
+    running = Version(torch.__version__).release[:2]
+    low = Version(str(min_version)).release if min_version is not None else (0,)
+    high = Version(str(max_version)).release if max_version is not None else (10**6,)
+    return low <= running <= high
+
+
+def is_compile_supported() -> bool:
+    return hasattr(torch, "compile")

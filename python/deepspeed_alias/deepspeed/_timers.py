@@ -1,0 +1,104 @@
+"""Timers that callers read at the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from deepspeed._logging import log_dist
+
+
+class ThroughputTimer:
+    """Samples a second, over whole optimizer steps after the first `start_step`."""
+
+    def __init__(self, batch_size: Callable[[], int] | int, start_step: int = 2) -> None:
+        self._batch_size = batch_size
+        self.start_step = start_step
+        self.epoch_count = 0
+        self.micro_step_count = 0
+        self.global_step_count = 0
+        self.total_elapsed_time = 0.0
+        self._begin: float | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch_size() if callable(self._batch_size) else self._batch_size
+
+    def update_epoch_count(self) -> None:
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """The first forward of a step."""
+        if self._begin is None:
+            self._begin = time.perf_counter()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        self.micro_step_count += 1
+        if not global_step or self._begin is None:
+            return
+        self.global_step_count += 1
+        if self.global_step_count > self.start_step:
+            self.total_elapsed_time += time.perf_counter() - self._begin
+        self._begin = None
+
+    def avg_samples_per_sec(self) -> float:
+        counted = self.global_step_count - self.start_step
+        return self.batch_size * counted / self.total_elapsed_time if counted > 0 else float("-inf")
+
+
+class Timer:
+    def __init__(self, name: str) -> None:
+        self.name_ = name
+        self.started_ = False
+        self.records: list[float] = []
+        self._begin = 0.0
+        self._sum = 0.0
+
+    def start(self) -> None:
+        self.started_, self._begin = True, time.perf_counter()
+
+    def stop(self, reset: bool = False, record: bool = False) -> None:
+        spent = time.perf_counter() - self._begin
+        self._sum = spent if reset else self._sum + spent
+        self.started_ = False
+        if record:
+            self.records.append(spent * 1000.0)
+
+    def elapsed(self, reset: bool = True) -> float:
+        """Milliseconds."""
+        spent = self._sum * 1000.0
+        if reset:
+            self._sum = 0.0
+        return spent
+
+    def mean(self) -> float:
+        return sum(self.records) / len(self.records) if self.records else 0.0
+
+    def reset(self) -> None:
+        self.started_, self._sum, self.records = False, 0.0, []
+
+
+class SynchronizedWallClockTimer:
+    """Named timers."""
+
+    def __init__(self) -> None:
+        self.timers: dict[str, Timer] = {}
+
+    def __call__(self, name: str) -> Timer:
+        return self.timers.setdefault(name, Timer(name))
+
+    def has_timer(self, name: str) -> bool:
+        return name in self.timers
+
+    def log(
+        self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True, ranks: Iterable[int] | None = None
+    ) -> None:
+        found = [f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers]
+        log_dist(f"time (ms) | {' | '.join(found)}", ranks=ranks or [0])
+
+    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
+        for name in means if reset else []:
+            self.timers[name].reset()
+        return means

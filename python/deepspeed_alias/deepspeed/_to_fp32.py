@@ -1,0 +1,49 @@
+"""deepspeed.utils.zero_to_fp32, for the checkpoints that Tessera reads."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from tessera import checkpoints
+
+
+def _check(checkpoint_dir: str, tag: str | None) -> None:
+    if not os.path.isdir(checkpoint_dir):
+        raise FileNotFoundError(f"[zero_to_fp32] there is no folder '{checkpoint_dir}'")
+    if tag is None and not os.path.isfile(os.path.join(checkpoint_dir, "latest")):
+        raise ValueError(f"[zero_to_fp32] there is no file 'latest' in '{checkpoint_dir}'; name a tag")
+    if tag is not None and not os.path.isdir(os.path.join(checkpoint_dir, tag)):
+        raise FileNotFoundError(f"[zero_to_fp32] there is no folder '{os.path.join(checkpoint_dir, tag)}'")
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, torch.Tensor]:
+    """All parameters in fp32, and the buffers; tied names share one tensor. `lazy_mode` makes no difference."""
+    _check(checkpoint_dir, tag)
+    return checkpoints.state_dict(checkpoint_dir, tag, torch.float32, exclude_frozen_parameters)
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str,
+    output_dir: str,
+    max_shard_size: str | int = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """pytorch_model.bin or model.safetensors in `output_dir`, or several files and their index."""
+    _check(checkpoint_dir, tag)
+    checkpoints.export(
+        checkpoint_dir, output_dir, tag, torch.float32, max_shard_size, exclude_frozen_parameters, safe_serialization
+    )
+
+
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> Any:
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model

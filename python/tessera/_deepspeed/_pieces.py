@@ -1,0 +1,104 @@
+"""Where the elements of a tensor lie in files."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+
+from tessera._deepspeed._pickle import Block, Inert, TensorRef, dense_order
+from tessera._deepspeed._pt import PtFile
+
+DTYPE_NAMES = {
+    torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+}  # fmt: skip
+_MOST_PIECES = 1 << 16  # of a tensor whose elements do not lie one after the other
+
+
+@dataclass
+class Piece:
+    file: PtFile
+    offset: int  # in bytes
+    begin: int  # elements of the tensor
+    end: int
+
+
+@dataclass
+class Ordered(Piece):
+    """Of a tensor whose elements lie in another order of its dims."""
+
+    order: list[int] = field(default_factory=list)
+
+
+def whole(file: PtFile, ref: TensorRef) -> Iterator[Piece]:
+    numel, size = ref.numel(), ref.dtype.itemsize
+    if numel == 0:
+        return
+    order = dense_order(ref)
+    if order == list(range(len(ref.shape))):
+        yield Piece(file, ref.begin, 0, numel)
+    elif order is not None:
+        yield Ordered(file, ref.begin, 0, numel, order)
+    else:
+        # Runs of the last dims that lie one after the other.
+        last, run = len(ref.shape), 1
+        while last > 0 and (ref.shape[last - 1] == 1 or ref.stride[last - 1] == run):
+            last, run = last - 1, run * ref.shape[last - 1]
+        if numel // run > _MOST_PIECES:
+            file.fail(f"has a tensor of shape {ref.shape} and strides {ref.stride}, in more than {_MOST_PIECES} pieces")
+        for number, index in enumerate(product(*(range(n) for n in ref.shape[:last]))):
+            at = sum(i * step for i, step in zip(index, ref.stride, strict=False))
+            yield Piece(file, ref.begin + at * size, number * run, (number + 1) * run)
+
+
+def sharded(files: list[PtFile], refs: list[TensorRef], at: int, numel: int) -> list[Piece]:
+    """Of a parameter that stage 3 has cut: element `at` of each part is the first one of it."""
+    part = -(-numel // len(files))
+    pieces = []
+    for rank, (file, ref) in enumerate(zip(files, refs, strict=True)):
+        low, high = min(rank * part, numel), min((rank + 1) * part, numel)
+        if high - low + at > ref.numel() or not ref.is_contiguous():
+            file.fail(f"has {ref.numel()} elements where {high - low + at} are needed")
+        if low < high:
+            pieces.append(Piece(file, ref.begin + at * ref.dtype.itemsize, low, high))
+    return pieces
+
+
+# ---------------------------------------------------------------- small conversions
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n < 1 << 48 for n in value):
+        raise ValueError(f"{value!r:.80} is no shape")
+    return tuple(value)
+
+
+def number_of(value: Any) -> int:
+    """A plain number, or one of an enumeration."""
+    return int(value.args[0] if isinstance(value, Inert) else value)
+
+
+def names_in(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def file_record(name: str, file: PtFile) -> dict[str, Any]:
+    def line(block: Block) -> list[int]:
+        return [block.begin, block.end, block.checksum]
+
+    return {"name": name, "bytes": file.size, "blocks": [line(block) for block in file.blocks]}
+
+
+def saved_bytes(value: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()

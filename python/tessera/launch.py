@@ -1,0 +1,334 @@
+"""`tessera launch`: one process for each rank on this host, or on the hosts of a hostfile over ssh; torch's elastic agent
+underneath.
+
+    tessera launch [options] program.py arguments...
+    tessera launch --no_python ./program arguments...
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tessera.errors import ConfigError
+
+HOSTFILE = "/job/hostfile"
+PORT = 29500
+# Of the environment, what the processes of other hosts get too.
+EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "TORCH", "OMP_", "TESSERA")
+ENVIRONMENT_NAME = ".deepspeed_env"  # a file of NAME=VALUE lines, in the home and the working directory
+_TAIL = 30  # lines of a failed rank's errors that are shown again
+
+Hosts = dict[str, int]  # host -> slots
+Slots = dict[str, list[int]]  # host -> the slots that are used
+
+
+def fetch_hostfile(path: str | None) -> Hosts | None:
+    """Lines `host slots=N`; blank ones and comments do not count. None without the file. ConfigError for what is wrong."""
+    if path is None or not os.path.isfile(path):
+        return None
+    hosts: Hosts = OrderedDict()
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        text = line.split("#")[0].strip()
+        if not text:
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
+        if match is None:
+            raise ConfigError(f"[launch] {path}, line {number}: must be `host slots=N`, got {line!r}")
+        if match[1] in hosts:
+            raise ConfigError(f"[launch] {path}, line {number}: host {match[1]} is there twice")
+        hosts[match[1]] = int(match[2])
+    if not hosts:
+        raise ConfigError(f"[launch] {path} names no host")
+    return hosts
+
+
+def parse_resource_filter(host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = "") -> Slots:
+    """`node1@node2:0,2@node3:0-3`: of `include_str` only these, of `exclude_str` all but these; in the hostfile's order."""
+    if include_str and exclude_str:
+        raise ConfigError("[launch] --include and --exclude exclude each other")
+    if not include_str and not exclude_str:
+        return OrderedDict((host, list(slots)) for host, slots in host_info.items())
+    named: Slots = {}
+    for part in (include_str or exclude_str).split("@"):
+        host, _, slots = part.strip().partition(":")
+        if host not in host_info:
+            raise ConfigError(f"[launch] host {host!r} is not in the hostfile ({', '.join(host_info)})")
+        wanted = _slots(slots) if slots else list(host_info[host])
+        unknown = sorted(set(wanted) - set(host_info[host]))
+        if unknown:
+            raise ConfigError(f"[launch] host {host} has no slot {', '.join(map(str, unknown))}")
+        named[host] = sorted({*named.get(host, []), *wanted})
+    found: Slots = OrderedDict()
+    for host, slots_of in host_info.items():
+        there = named.get(host, [])
+        kept = there if include_str else [slot for slot in slots_of if slot not in there]
+        if kept:
+            found[host] = list(kept)
+    if not found:
+        raise ConfigError("[launch] no slot is left")
+    return found
+
+
+def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> Slots:
+    return parse_resource_filter({host: list(range(n)) for host, n in resource_pool.items()}, inclusion, exclusion)
+
+
+def _slots(text: str) -> list[int]:
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None:
+            raise ConfigError(f"[launch] slots must be like 0,2 or 0-3, got {text!r}")
+        found.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return found
+
+
+def encode_world_info(world_info: Mapping[str, object]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """Every option in both spellings, with `-` and with `_`."""
+    made = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+
+    def add(*names: str, **options: object) -> None:
+        both = [name for name in names if not name.startswith("--") or "_" not in name]
+        for name in names:
+            if name.startswith("--") and "_" in name:
+                both += [name, name.replace("_", "-").replace("--", "--", 1)]
+        made.add_argument(*both, **options)  # type: ignore[arg-type]
+
+    add("-H", "--hostfile", default=HOSTFILE, help="lines `host slots=N`; without the file this host alone")
+    add("-i", "--include", default="", help="node1@node2:0,2@node3:0-3")
+    add("-e", "--exclude", default="", help="the same, of what is not used")
+    add("--num_nodes", type=int, default=-1, help="the first hosts of the hostfile")
+    add("--num_gpus", "--num_accelerators", "--nproc_per_node", dest="num_gpus", type=int, default=-1,
+        help="processes on each host; default: its devices, on the CPU 1")  # fmt: skip
+    add("--master_addr", default="", help="where rank 0 is")
+    add("--master_port", type=int, default=PORT)
+    add("--node_rank", type=int, default=-1, help="this host's number, where each is started by hand (--no_ssh)")
+    add("--module", action="store_true", help="the program is the name of a module")
+    add("--no_python", action="store_true", help="the program is not Python")
+    add("--no_local_rank", action="store_true", help="the program gets no argument --local_rank")
+    add("--no_ssh", action="store_true", help="start this host's processes only")
+    add("--no_ssh_check", action="store_true", help="do not try ssh first")
+    add("--force_multi", action="store_true", help="over ssh, also on one host")
+    add("--save_pid", action="store_true", help="write this process's number into a file *.deepspeed")
+    add("--enable_each_rank_log", default="", metavar="DIR", help="what each rank prints, into files")
+    add("--ssh_port", type=int, default=None)
+    add("--venv_script", default=None, help="sourced on each host first")
+    add("--launcher", default="ssh", help="ssh; under mpirun and srun start the program itself")
+    add("--launcher_args", default="")
+    add("--log_level", default="info")
+    add("-q", "--quiet", action="store_true")
+    for name in ("--autotuning", "--min_elastic_nodes", "--max_elastic_nodes", "--bind_core_list"):
+        add(name, default=None, help=argparse.SUPPRESS)
+    for name in ("--elastic_training", "--bind_cores_to_rank"):
+        add(name, action="store_true", help=argparse.SUPPRESS)
+    made.add_argument("program")
+    made.add_argument("arguments", nargs=argparse.REMAINDER)
+    return made
+
+
+def _refuse(options: argparse.Namespace) -> None:
+    wrong = []
+    if options.launcher not in ("ssh", "pdsh"):
+        wrong.append(f"--launcher {options.launcher}: start the program under it directly; ranks come from its environment")
+    for name in ("autotuning", "elastic_training", "bind_cores_to_rank", "bind_core_list"):
+        if getattr(options, name):
+            wrong.append(f"--{name}")
+    if wrong:
+        raise NotImplementedError("[launch] not served: " + "; ".join(wrong))
+    if (options.include or options.exclude) and (options.num_nodes >= 0 or options.num_gpus >= 0):
+        raise ConfigError("[launch] --include and --exclude cannot be used with --num_nodes or --num_gpus")
+
+
+# ---------------------------------------------------------------- one host
+
+
+def _own_devices() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return max(1, len([item for item in visible.split(",") if item.strip()]))
+    import torch
+
+    return max(1, torch.accelerator.device_count())
+
+
+def run_here(options: argparse.Namespace, processes: int, nodes: int = 1, node: int = 0) -> int:
+    """The ranks of this host. Returns the exit code of the first that failed, 0 when none did; its errors are shown last."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.utils import macros
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    command = [] if options.no_python else [sys.executable, "-u"]
+    command += ["-m", options.program] if options.module else [options.program]
+    if not options.no_local_rank:
+        command.append(f"--local_rank={macros.local_rank}")
+    command += options.arguments
+    os.environ.update(LOCAL_SIZE=str(processes), CROSS_RANK=str(node), CROSS_SIZE=str(nodes))
+    with tempfile.TemporaryDirectory(prefix="tessera-launch-") as scratch:
+        logs = options.enable_each_rank_log or scratch
+        every = Std.ALL if options.enable_each_rank_log else Std.ERR
+        config = LaunchConfig(
+            min_nodes=nodes,
+            max_nodes=nodes,
+            nproc_per_node=processes,
+            run_id="tessera",
+            rdzv_backend="static",
+            rdzv_endpoint=f"{options.master_addr or '127.0.0.1'}:{options.master_port}",
+            rdzv_configs={"rank": node, "timeout": 900},
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=logs, tee=every),
+            log_line_prefix_template=None if options.enable_each_rank_log else "",
+        )
+        try:
+            elastic_launch(config, command[0])(*command[1:])
+        except ChildFailedError as failure:
+            rank, first = failure.get_first_failure()
+            _show_last(rank, first.exitcode, logs, options.enable_each_rank_log != "")
+            return _exit_code(first.exitcode)
+        except (KeyboardInterrupt, SystemExit):
+            return 128 + signal.SIGINT
+        except BaseException as error:
+            if type(error).__name__ == "SignalException":  # sent on to the ranks
+                return 128 + int(getattr(error, "sigval", signal.SIGTERM))
+            raise
+    return 0
+
+
+def _exit_code(code: int) -> int:
+    return code if code >= 0 else 128 - code  # as a shell has it for a signal
+
+
+def _show_last(rank: int, code: int, logs: str, named: bool) -> None:
+    files = sorted(Path(logs).glob(f"**/{rank}/stderr.log"))
+    text = files[-1].read_text(errors="replace").splitlines()[-_TAIL:] if files and not named else []
+    meant = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    print(f"[launch] rank {rank} failed first ({meant}):", *text, sep="\n", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------- several hosts
+
+
+def _exports(read: Callable[[], Mapping[str, str]] = lambda: os.environ) -> dict[str, str]:
+    found = {name: value for name, value in read().items() if name.startswith(EXPORTED)}
+    name = os.environ.get("DS_ENV_FILE", ENVIRONMENT_NAME)
+    for folder in (Path.home(), Path.cwd()):
+        file = folder / name
+        for line in file.read_text().splitlines() if file.is_file() else []:
+            key, equals, value = line.strip().partition("=")
+            if equals:
+                found[key] = value
+    return found
+
+
+def remote_command(options: argparse.Namespace, slots: Slots, node: int) -> str:
+    """What ssh runs on host number `node`."""
+    host = list(slots)[node]
+    own = ["-m", "tessera.launch", "--no_ssh", "--node_rank", str(node), "--num_nodes", str(len(slots))]
+    own += ["--num_gpus", str(len(slots[host])), "--hostfile", ""]
+    own += ["--master_addr", options.master_addr or next(iter(slots)), "--master_port", str(options.master_port)]
+    own += [f"--{name}" for name in ("module", "no_python", "no_local_rank") if getattr(options, name)]
+    exports = {**_exports(), "CUDA_VISIBLE_DEVICES": ",".join(map(str, slots[host]))}
+    parts = [f"cd {shlex.quote(os.getcwd())}"]
+    if options.venv_script:
+        parts.append(f". {shlex.quote(options.venv_script)}")
+    parts += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
+    parts.append(shlex.join([sys.executable, *own, options.program, *options.arguments]))
+    return " && ".join(parts)
+
+
+def run_hosts(options: argparse.Namespace, slots: Slots) -> int:
+    """One ssh for each host. Any that fails ends the others, and its code is returned."""
+    port = ["-p", str(options.ssh_port)] if options.ssh_port else []
+    ssh = ["ssh", *port, *shlex.split(options.launcher_args)]
+    first = next(iter(slots))
+    if not options.no_ssh_check and subprocess.run([*ssh, first, "hostname"], capture_output=True).returncode != 0:
+        raise ConfigError(f"[launch] ssh {first} does not work without a password; set it up, or pass --no_ssh_check")
+    children = [subprocess.Popen([*ssh, "-tt", host, remote_command(options, slots, n)]) for n, host in enumerate(slots)]
+
+    def forward(number: int, _frame: object) -> None:
+        for child in children:
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return _wait(dict(zip(slots, children, strict=True)))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(children: dict[str, subprocess.Popen[bytes]]) -> int:
+    import time
+
+    left = dict(children)
+    while left:
+        for host, child in list(left.items()):
+            code = child.poll()
+            if code is None:
+                continue
+            del left[host]
+            if code != 0:
+                for other in left.values():
+                    other.terminate()
+                for other in left.values():
+                    other.wait()
+                print(f"[launch] host {host} failed first (exit code {code})", file=sys.stderr)
+                return _exit_code(code)
+        time.sleep(0.1)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "tessera launch", local_rank: bool = False) -> int:
+    """`local_rank`: programs get --local_rank=N, unless told not to."""
+    options = parser(prog).parse_args(argv)
+    options.no_local_rank = options.no_local_rank or not local_rank
+    _refuse(options)
+    if options.save_pid:
+        Path(f"{os.getpid()}.deepspeed").write_text(str(os.getpid()))
+    if options.no_ssh:
+        nodes = max(1, options.num_nodes)
+        processes = options.num_gpus if options.num_gpus > 0 else _own_devices()
+        return run_here(options, processes, nodes, max(0, options.node_rank))
+    hosts = fetch_hostfile(options.hostfile)
+    if hosts is None:
+        own = options.num_gpus if options.num_gpus > 0 else _own_devices()
+        if options.num_nodes > 1:
+            raise ConfigError(f"[launch] --num_nodes {options.num_nodes} needs a hostfile; there is no {options.hostfile}")
+        slots = parse_inclusion_exclusion({"localhost": own}, options.include, options.exclude)
+        if options.include or options.exclude:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots["localhost"]))
+        if not options.force_multi:
+            return run_here(options, len(slots["localhost"]))
+    else:
+        slots = parse_inclusion_exclusion(hosts, options.include, options.exclude)
+    if options.num_nodes > 0:
+        slots = OrderedDict(list(slots.items())[: options.num_nodes])
+    if options.num_gpus > 0:
+        slots = OrderedDict((host, used[: options.num_gpus]) for host, used in slots.items())
+    if len(slots) == 1 and not options.force_multi:
+        return run_here(options, len(next(iter(slots.values()))))
+    return run_hosts(options, slots)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

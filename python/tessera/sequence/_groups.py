@@ -1,0 +1,80 @@
+"""Groups of sequence-parallel training as an object: the `mpu` of tessera.initialize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from tessera import _core
+from tessera.distributed import core_group, init_distributed
+from tessera.errors import ConfigError
+
+
+class SequenceParallelGroups:
+    """The ranks that share a sequence with this one, those that have another batch, and both: torch ProcessGroups or
+    groups of tessera. To be given to tessera.initialize as `mpu`."""
+
+    def __init__(self, sequence: Any, data: Any, both: Any) -> None:
+        self._groups = {"sequence": sequence, "data": data, "both": both}
+        self._core = {name: core_group(group) for name, group in self._groups.items()}
+        sizes = {name: group.size for name, group in self._core.items()}
+        if sizes["sequence"] * sizes["data"] != sizes["both"]:
+            raise ConfigError(
+                f"[sequence] {sizes['sequence']} sequence-parallel x {sizes['data']} data-parallel ranks are not the "
+                f"{sizes['both']} ranks of both"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallelGroups:
+        return self
+
+    def core(self, name: str = "sequence") -> _core.Group:
+        return self._core[name]
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self._groups["sequence"]
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self._core["sequence"].rank
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self._core["sequence"].size
+
+    def get_data_parallel_group(self) -> Any:
+        return self._groups["data"]
+
+    def get_data_parallel_rank(self) -> int:
+        return self._core["data"].rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._core["data"].size
+
+    def get_sequence_data_parallel_group(self) -> Any:
+        """Over which gradients are averaged and states sharded."""
+        return self._groups["both"]
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return self._core["both"].rank
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return self._core["both"].size
+
+
+def initialize_sequence_parallel(sequence_parallel_size: int) -> SequenceParallelGroups:
+    """All processes in rows of `sequence_parallel_size` neighbours, each row with a batch of its own. Creates the
+    default process group if there is none. Collective over all processes."""
+    init_distributed()
+    assert dist.group.WORLD is not None
+    if sequence_parallel_size < 1:
+        raise ConfigError(f"[sequence] sequence_parallel_size must be 1 at least, got {sequence_parallel_size}")
+    shape = _core.mesh_shape(dist.get_world_size(), sp=sequence_parallel_size)
+    return SequenceParallelGroups(_along(shape, _core.Axis.Sp), _along(shape, _core.Axis.DpShard), dist.group.WORLD)
+
+
+def _along(shape: _core.MeshShape, axis: _core.Axis) -> Any:
+    """This rank's process group along one axis; all processes where the axis has them all."""
+    ranks = range(dist.get_world_size())
+    if shape.size(axis) == len(ranks):
+        return dist.group.WORLD
+    rows = sorted({tuple(shape.ranks_along(axis, rank)) for rank in ranks})
+    return dist.new_subgroups_by_enumeration([list(row) for row in rows])[0]

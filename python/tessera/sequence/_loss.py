@@ -1,0 +1,40 @@
+"""Losses of a sequence that ranks share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tessera import _core
+from tessera.distributed import core_group
+from tessera.errors import ConfigError
+from tessera.sequence._tiled import IGNORED
+
+
+def vocab_sequence_parallel_cross_entropy(logits: torch.Tensor, target: torch.Tensor, group: Any) -> torch.Tensor:
+    """The loss of every token of the sequence, on every rank of `group`: logits [sequence / ranks, batch, vocabulary]
+    and target [sequence / ranks, batch] of this rank to losses [sequence, batch]. Collective; the backward is not, each
+    rank takes its part of the gradient."""
+    if logits.dim() != 3 or target.shape != logits.shape[:2]:
+        raise ConfigError(
+            f"[vocab_sequence_parallel_cross_entropy] logits have the sizes {list(logits.shape)}, target "
+            f"{list(target.shape)}; they "
+            "must be [sequence, batch, vocabulary] and [sequence, batch]"
+        )
+    return _core.sequence_cross_entropy(logits, target, core_group(group))
+
+
+def mean_over_sequence(loss: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:
+    """The mean over all tokens of the sequence, on every rank of `group`: `loss` is this rank's mean over its tokens,
+    those whose label is not -100 (NaN where it has none). To call backward() on, on every rank of the group: gradients
+    that the engine (or any other average over ranks) makes of it are those of one rank with the whole sequence.
+    Collective in forward only.
+    """
+    ranks = core_group(group)
+    count = (labels != IGNORED).sum().to(device=loss.device, dtype=torch.float32)
+    part = torch.where(count > 0, loss.float() * count, torch.zeros_like(count))
+    if part.requires_grad:  # of the mean of the ranks' gradients, each makes up 1 / ranks
+        part.register_hook(lambda gradient: gradient * ranks.size)
+    total, tokens = _core.reduce_from_ranks(torch.stack([part, count]), ranks, "mean_over_sequence").unbind()
+    return total / tokens.clamp(min=1)

@@ -1,0 +1,25 @@
+// The hyper-parameters of a group, by name.
+#pragma once
+
+#include "tessera/optim/optimizer.h"
+
+namespace tessera::engine {
+
+template <class G, class F>
+void each_field(G& group, const F& f) {
+  f("lr", group.lr);
+  f("beta1", group.beta1);
+  f("beta2", group.beta2);
+  f("eps", group.eps);
+  f("weight_decay", group.weight_decay);
+  f("decoupled", group.decoupled);
+  f("bias_correction", group.bias_correction);
+  f("momentum", group.momentum);
+  f("dampening", group.dampening);
+  f("nesterov", group.nesterov);
+  f("lr_decay", group.lr_decay);
+  f("initial_accumulator_value", group.initial_accumulator_value);
+  f("maximize", group.maximize);
+}
+
+}  // namespace tessera::engine

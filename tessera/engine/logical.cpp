@@ -1,0 +1,55 @@
+#include "tessera/engine/logical.h"
+
+namespace tessera::engine {
+
+std::string kind_of(Engine& engine, Quantity quantity) {
+  if (quantity == Quantity::Weight) return kWeight;
+  if (quantity == Quantity::Master) return kMaster;
+  const auto names = optim::state_names(engine.options().rule, engine.groups());
+  return names.name[quantity == Quantity::State0 ? 0 : 1];
+}
+
+std::vector<int64_t> whole_shape(const ParamSpec& spec, const shard::Form& form) {
+  return spec.cut ? spec.cut->sizes : form.sizes;
+}
+
+std::vector<checkpoint::Slice> slice_of(const shard::CutPtr& cut) {
+  if (cut == nullptr) return {};
+  return {{cut->dim, cut->ranges}};
+}
+
+std::vector<checkpoint::Along> place_of(const Engine& engine, const ParamSpec& spec) {
+  std::vector<checkpoint::Along> along;
+  if (spec.cut != nullptr) return along;
+  for (const comm::Axis axis : comm::kAxes)
+    if (spec.varies.has(axis) && engine.mesh().size(axis) > 1)
+      along.push_back({comm::axis_name(axis), engine.mesh().rank(axis), engine.mesh().size(axis)});
+  return along;
+}
+
+std::vector<std::vector<checkpoint::Along>> places_of(const Engine& engine, const ParamSpec& spec) {
+  std::vector<std::vector<checkpoint::Along>> all{{}};
+  for (const checkpoint::Along& axis : place_of(engine, spec)) {
+    std::vector<std::vector<checkpoint::Along>> longer;
+    for (const auto& place : all) {
+      for (int64_t i = 0; i < axis.of; ++i) {
+        longer.push_back(place);
+        longer.back().push_back({axis.axis, i, axis.of});
+      }
+    }
+    all = std::move(longer);
+  }
+  return all;
+}
+
+std::string file_name_of(const Engine& engine, const ParamSpec& spec) {
+  return spec.name + checkpoint::suffix_of(place_of(engine, spec));
+}
+
+zero::Ranks ranks_of(const Engine& engine) {
+  zero::Ranks ranks(engine.mesh());
+  if (!engine.params().empty()) ranks.device = engine.params().front().tensor.device();
+  return ranks;
+}
+
+}  // namespace tessera::engine

@@ -1,0 +1,31 @@
+// What files call the tensors of an engine: names, shapes and kinds that say nothing of how it spreads them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint/manifest.h"
+#include "tessera/engine/engine.h"
+
+namespace tessera::engine {
+
+inline constexpr const char* kWeight = "weight";
+inline constexpr const char* kMaster = "master";
+inline constexpr const char* kBuffer = "buffer";
+// "weight", "master" or the state's name in torch.
+std::string kind_of(Engine& engine, Quantity quantity);
+
+std::vector<int64_t> whole_shape(const ParamSpec& spec, const shard::Form& form);
+std::vector<checkpoint::Slice> slice_of(const shard::CutPtr& cut);
+
+// A parameter that differs along axes of several ranks and does not say by a cut what it is part of is a tensor of its own at
+// each place along them. This rank's place, and all of them; none, and one without axes, for other parameters.
+std::vector<checkpoint::Along> place_of(const Engine& engine, const ParamSpec& spec);
+std::vector<std::vector<checkpoint::Along>> places_of(const Engine& engine, const ParamSpec& spec);
+// Its name with this rank's place.
+std::string file_name_of(const Engine& engine, const ParamSpec& spec);
+
+// All ranks of the engine, whose groups may take tensors of its device only.
+zero::Ranks ranks_of(const Engine& engine);
+
+}  // namespace tessera::engine

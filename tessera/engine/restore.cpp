@@ -1,0 +1,284 @@
+#include "tessera/engine/restore.h"
+
+#include <algorithm>
+#include <deque>
+#include <filesystem>
+#include <future>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "tessera/base/error.h"
+#include "tessera/checkpoint/numbering.h"
+#include "tessera/engine/checkpoint.h"
+#include "tessera/engine/group_fields.h"
+#include "tessera/engine/logical.h"
+#include "tessera/engine/together.h"
+#include "tessera/io/concurrently.h"
+#include "tessera/io/file.h"
+#include "tessera/io/progress.h"
+
+namespace tessera::engine {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+using checkpoint::TensorRecord;
+using shard::Range;
+
+constexpr int64_t kManifestLimit = int64_t{1} << 31;
+constexpr int64_t kLoadChunk = int64_t{8} << 20;  // elements that are read at once
+constexpr int kReaders = 4;
+
+template <class P>
+int64_t bytes_of(const P& part) {
+  return part.want.range.size() * static_cast<int64_t>(c10::elementSize(part.record->dtype));
+}
+
+template <class P>
+int64_t bytes_of_all(const std::vector<P>& parts) {
+  int64_t bytes = 0;
+  for (const P& part : parts)
+    bytes += bytes_of(part);
+  return bytes;
+}
+
+void restore_run(Engine& engine, const Json& run) {
+  const Json& c = run.at("counters");
+  engine.set_counters(c.at("micro_steps"), c.at("global_steps"), c.at("skipped_steps"), c.at("global_samples"));
+  // Not of all foreign checkpoints.
+  if (engine.scaling().scaler().needed() && run.contains("scaler")) {
+    const Json& s = run.at("scaler");
+    engine.scaling().restore({s.at("scale"), s.at("steps"), s.at("good_steps"), s.at("budget"), s.at("overridden")});
+  }
+  const Json& groups = run.at("groups");
+  for (size_t i = 0; i < engine.groups().size() && i < groups.size(); ++i)
+    each_field(engine.groups()[i], [&](const char* name, auto& value) {
+      if (groups[i].contains(name)) groups[i].at(name).get_to(value);
+    });
+}
+
+}  // namespace
+
+// Null, or a problem, where there is none that fits.
+const checkpoint::ParamRecord* Restore::record_of(const ParamSpec& spec, std::vector<std::string>& problems) const {
+  const auto along = place_of(*engine_, spec);
+  const auto suffix = checkpoint::suffix_of(along);
+  const auto& params = reader_->manifest().params;
+  const auto find = [&](const auto& fits) {
+    const auto found = std::find_if(params.begin(), params.end(), fits);
+    return found == params.end() ? nullptr : &*found;
+  };
+  const auto* found = find([&](const auto& p) { return p.name == spec.name + suffix; });
+  if (found == nullptr)
+    found = find([&](const auto& p) {
+      return std::find(p.aliases.begin(), p.aliases.end(), spec.name + suffix) != p.aliases.end();
+    });
+  if (found != nullptr && found->along == along) return found;
+  // An expert of other ranks than these.
+  const auto* other = found != nullptr ? found : find([&](const auto& p) { return p.base_name() == spec.name; });
+  if (other == nullptr) return nullptr;
+  const auto said = [](const std::vector<checkpoint::Along>& axes) {
+    std::string text = axes.empty() ? "the same on all ranks" : "another one on each of";
+    for (const checkpoint::Along& axis : axes)
+      text += c10::str(" ", axis.of, " ranks along ", axis.axis);
+    return text;
+  };
+  problems.push_back(c10::str("'", spec.name, "' is ", said(other->along), " there and ", said(along), " here"));
+  return nullptr;
+}
+
+void Restore::plan(Engine& engine) {
+  engine_ = &engine;
+  zero::StateAccess& states = engine.states();
+  std::vector<std::string> problems;
+  std::set<std::string> used;
+  const auto add = [&](const TensorRecord* record, int id, shard::Quantity quantity, const std::string& kind) {
+    const shard::Form form = states.form(id);
+    const ParamSpec& spec = engine.params()[id];
+    if (record == nullptr) return problems.push_back("'" + spec.name + "' has no " + kind);
+    if (record->shape != whole_shape(spec, form))
+      return problems.push_back(c10::str("'", spec.name, "' has shape ", at::IntArrayRef(record->shape), " there and ",
+                                         at::IntArrayRef(whole_shape(spec, form)), " here"));
+    const Range mine = states.writable(id, quantity);
+    checkpoint::Want want{slice_of(spec.cut), checkpoint::order_of(form), mine};
+    const int64_t step = record->order == want.order ? kLoadChunk : std::max<int64_t>(1, mine.size());
+    for (int64_t begin = mine.begin; begin < mine.end; begin += step) {
+      want.range = {begin, std::min(begin + step, mine.end)};
+      parts_.push_back({record, want, id, quantity});
+    }
+  };
+  for (int id = 0; id < static_cast<int>(engine.params().size()); ++id) {
+    const ParamSpec& spec = engine.params()[id];
+    const size_t before = problems.size();
+    const checkpoint::ParamRecord* record = record_of(spec, problems);
+    records_.push_back(record);
+    used.insert(record == nullptr ? spec.name : record->base_name());
+    if (record == nullptr) {
+      if (problems.size() == before) missing_.push_back(spec.name);
+      continue;
+    }
+    const TensorRecord* master = reader_->find(record->name, kMaster);
+    if (master == nullptr) master = reader_->find(record->name, kWeight);
+    if (spec.tensor.numel() > 0)
+      add(master, id, spec.group >= 0 ? shard::Quantity::Master : shard::Quantity::Weight, "weight");
+    if (spec.group < 0 || !options_.optimizer || !record->trained || spec.tensor.numel() == 0) continue;
+    const auto names = optim::state_names(engine.options().rule, engine.groups());
+    for (int i = 0; i < names.count; ++i) {
+      const TensorRecord* state = reader_->find(record->name, names.name[i]);
+      if (state == nullptr && record->step == 0) continue;  // before its first update
+      add(state, id, i == 0 ? shard::Quantity::State0 : shard::Quantity::State1, names.name[i]);
+    }
+  }
+  for (const auto& param : reader_->manifest().params)
+    if (!used.contains(param.base_name())) unexpected_.push_back(param.name);
+  const auto list = [&](const char* what, const std::vector<std::string>& names) {
+    if (names.empty()) return;
+    std::string line = what;
+    for (const std::string& name : names)
+      line += " '" + name + "'";
+    problems.push_back(line);
+  };
+  if (options_.strict) {
+    list("not in the checkpoint:", missing_);
+    list("not in the model:", unexpected_);
+  }
+  check(problems);
+}
+
+void Restore::check(const std::vector<std::string>& problems) const {
+  std::string text;
+  for (const std::string& problem : problems)
+    text += "\n  " + problem;
+  TESSERA_CHECK_VALUE(problems.empty(), "checkpoint", "'", folder_, "' does not fit this engine:", text);
+}
+
+void Restore::verify() const {
+  const auto& parts = parts_;
+  io::Progress progress("checking '" + folder_ + "'", bytes_of_all(parts_));
+  io::concurrently(static_cast<int64_t>(parts.size()), kReaders, [&](int64_t i) {
+    reader_->verify(*parts[i].record, parts[i].want);
+    if (place_ == 0) progress.add(bytes_of(parts[i]));
+  });
+  for (const TensorRecord& record : reader_->manifest().tensors)
+    if (record.kind == kBuffer) reader_->verify(record, {{}, record.order, {0, record.numel()}});
+  for (const auto& [name, file] : reader_->manifest().blobs)
+    reader_->blob(name);
+  for (int id = 0; id < static_cast<int>(records_.size()); ++id)
+    for (const std::string& kind : options_.client_kinds)
+      client_state(id, kind);
+  if (accumulation_) accumulation_->verify();
+}
+
+at::Tensor Restore::client_state(int param, const std::string& kind) const {
+  const checkpoint::ParamRecord* of = records_.at(param);
+  const TensorRecord* record = of == nullptr ? nullptr : reader_->find(of->name, kind);
+  const ParamSpec& spec = engine_->params()[param];
+  if (record == nullptr || spec.group < 0) return {};
+  const shard::Form form = engine_->states().form(param);
+  const checkpoint::Want want{slice_of(spec.cut), checkpoint::order_of(form),
+                              engine_->states().writable(param, shard::Quantity::Master)};
+  reader_->verify(*record, want);
+  return reader_->read(*record, want);
+}
+
+void Restore::apply() {
+  const c10::AutoGradMode no_grad(false);
+  Engine& engine = *engine_;
+  zero::StateAccess& states = engine.states();
+  states.begin_writes();
+  std::string error;
+  io::Progress progress("loading '" + folder_ + "'", bytes_of_all(parts_));
+  try {
+    // Read ahead of what is written.
+    std::deque<std::future<at::Tensor>> ahead;
+    size_t next = 0;
+    for (const Part& part : parts_) {
+      for (; next < parts_.size() && ahead.size() < kReaders; ++next)
+        ahead.push_back(
+            std::async(std::launch::async, [this, &p = parts_[next]] { return reader_->read(*p.record, p.want); }));
+      at::Tensor values = ahead.front().get();
+      ahead.pop_front();
+      const checkpoint::ParamRecord& record = *records_[part.param];
+      const bool is_weight = part.quantity == shard::Quantity::Master || part.quantity == shard::Quantity::Weight;
+      if (is_weight && !options_.from_master) values = values.to(record.dtype);
+      states.write(part.param, part.quantity, part.want.range, values);
+      if (place_ == 0) progress.add(bytes_of(part));
+    }
+  } catch (const std::exception& e) {
+    error = e.what();
+  }
+  states.end_writes();
+  for (int id = 0; id < static_cast<int>(records_.size()); ++id)
+    if (options_.optimizer && records_[id] != nullptr && engine.params()[id].group >= 0)
+      states.set_param_step(id, records_[id]->trained ? records_[id]->step : 0);
+  engine.refresh_params();
+  if (options_.run) {
+    engine.zero_grad();
+    restore_run(engine, Json::parse(reader_->manifest().run));
+    try {
+      if (accumulation_ && accumulation_->fits()) accumulation_->apply();
+    } catch (const std::exception& e) {
+      error = e.what();
+    }
+  }
+  if (accumulation_begins_anew()) {
+    const int64_t micro = engine.micro_steps(), begun = micro % engine.options().gradient_accumulation_steps;
+    engine.set_counters(micro - begun, engine.global_steps(), engine.skipped_steps(), engine.global_samples());
+    if (place_ == 0)
+      TORCH_WARN("[checkpoint] '", folder_,
+                 "' was saved inside an accumulation, with slices or experts that lie "
+                 "otherwise here: the accumulation begins anew");
+  }
+  TESSERA_CHECK_IO(error.empty(), "checkpoint", "'", folder_,
+                   "' could not be read to its end, the engine has changed in "
+                   "part: load again. ",
+                   error);
+}
+
+std::optional<Restore> Checkpointer::open(const std::string& dir, const std::string& given,
+                                          const Restore::Options& options, const Foreign& foreign) {
+  wait();
+  const auto first = together(ranks(), "name of a checkpoint", [&]() -> std::string {
+    if (ranks().place() != 0) return "";
+    const std::string tag = given.empty() ? checkpoint::latest_tag(dir, foreign.latest) : given;
+    TESSERA_CHECK_VALUE(!tag.empty() || foreign.latest == Foreign().latest, "checkpoint", "there is no file '",
+                        foreign.latest, "' in '", dir, "' that says which checkpoint to load");
+    if (tag.empty()) return "";
+    checkpoint::check_tag(tag);
+    const std::string path =
+        (std::filesystem::path(checkpoint::folder_of(dir, tag)) / checkpoint::kManifestName).string();
+    std::string text;
+    if (std::filesystem::exists(path))
+      text = io::read_text(path, kManifestLimit);
+    else if (foreign.manifest)
+      text = foreign.manifest(checkpoint::folder_of(dir, tag));
+    TESSERA_CHECK_IO(!text.empty(), "checkpoint", "there is no complete checkpoint '", tag, "' in '", dir, "': '", path,
+                     "' is missing", foreign.names.empty() ? "" : ", and so are " + foreign.names);
+    return Json{{"tag", tag}, {"manifest", text}}.dump();
+  });
+  if (first[0].empty()) return std::nullopt;
+  Restore restore;
+  restore.options_ = options;
+  together(ranks(), "what a checkpoint holds", [&] {
+    const Json said = Json::parse(first[0]);
+    restore.tag_ = said["tag"];
+    restore.folder_ = checkpoint::folder_of(dir, restore.tag_);
+    restore.reader_ = std::make_unique<checkpoint::Reader>(restore.folder_, said["manifest"].get<std::string>());
+    const Json run = Json::parse(restore.reader_->manifest().run);
+    restore.client_run_ = run.contains("client") ? run["client"].dump() : "{}";
+    restore.place_ = ranks().place();
+    restore.plan(engine_);
+    if (options.run && run.contains("accumulation"))
+      restore.accumulation_ = std::make_unique<RestoredAccumulation>(
+          engine_, *restore.reader_, run["accumulation"].dump(), restore.place_, restore.records_);
+    restore.verify();
+    const auto needed = [&](const TensorRecord& record) {
+      return options.optimizer || record.kind == kWeight || record.kind == kMaster || record.kind == kBuffer;
+    };
+    restore.reader_->verify_blocks(needed, ranks().place(), static_cast<int>(first.size()));
+    return std::string();
+  });
+  return restore;
+}
+
+}  // namespace tessera::engine

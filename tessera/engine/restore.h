@@ -1,0 +1,64 @@
+// Loading a checkpoint into an engine: what it needs of it, checked before anything changes.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint/reader.h"
+#include "tessera/engine/accumulation.h"
+
+namespace tessera::engine {
+
+// A checkpoint that was found good and fits the engine, before anything has changed.
+class Restore {
+ public:
+  struct Options {
+    bool strict = true;     // names must be the same on both sides
+    bool optimizer = true;  // moments and steps
+    bool run = true;        // counters, loss scale, hyper-parameters
+    bool from_master =
+        true;  // weights come from fp32 masters where there are any, else from what the module computed in
+    std::vector<std::string> client_kinds = {};  // of ClientState, that client_state() will be asked for
+  };
+
+  const std::string& folder() const { return folder_; }
+  const std::string& tag() const { return tag_; }
+  const std::string& client_run() const { return client_run_; }
+  // It was saved inside an accumulation that cannot go on here (RestoredAccumulation::fits()).
+  bool accumulation_begins_anew() const { return accumulation_ != nullptr && !accumulation_->fits(); }
+  const std::vector<std::string>& missing() const { return missing_; }
+  const std::vector<std::string>& unexpected() const { return unexpected_; }
+  const checkpoint::Reader& reader() const { return *reader_; }
+  // This rank's elements; undefined where the checkpoint has none.
+  at::Tensor client_state(int param, const std::string& kind) const;
+  // Puts it into the engine. Collective. An error of the disk in the middle leaves the engine changed in part, and says so.
+  void apply();
+
+ private:
+  friend class Checkpointer;
+  struct Part {
+    const checkpoint::TensorRecord* record;
+    checkpoint::Want want;
+    int param;
+    shard::Quantity quantity;
+  };
+  void plan(Engine& engine);
+  void verify() const;
+  void check(const std::vector<std::string>& problems) const;
+  const checkpoint::ParamRecord* record_of(const ParamSpec& spec, std::vector<std::string>& problems) const;
+
+  Engine* engine_ = nullptr;
+  int place_ = 0;  // this rank's, of all
+  Options options_;
+  std::string folder_, tag_, client_run_;
+  std::unique_ptr<checkpoint::Reader> reader_;
+  std::vector<Part> parts_;
+  std::vector<const checkpoint::ParamRecord*> records_;  // by parameter; null: missing
+  std::vector<std::string> missing_, unexpected_;
+  std::unique_ptr<RestoredAccumulation> accumulation_;
+};
+
+}  // namespace tessera::engine

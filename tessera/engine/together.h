@@ -1,0 +1,42 @@
+// Work on the disk that all ranks do together: an error of one is an error on all.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "tessera/base/error.h"
+#include "tessera/zero/ranks.h"
+
+namespace tessera::engine {
+
+enum Outcome : char { kFine = 'f', kValue = 'v', kDisk = 'd', kOther = 'o' };
+
+// Runs f, which returns a text, on every rank. Then either all have the texts, by rank, or all throw what one of them threw.
+template <class F>
+std::vector<std::string> together(const zero::Ranks& ranks, comm::Label label, const F& f) {
+  std::string mine;
+  try {
+    mine = std::string(1, kFine) + f();
+  } catch (const c10::ValueError& e) {
+    mine = std::string(1, kValue) + e.what_without_backtrace();
+  } catch (const IoError& e) {
+    mine = std::string(1, kDisk) + e.what_without_backtrace();
+  } catch (const c10::Error& e) {
+    mine = std::string(1, kOther) + e.what_without_backtrace();
+  } catch (const std::exception& e) {
+    mine = std::string(1, kOther) + e.what();
+  }
+  std::vector<std::string> texts = ranks.gather_text(mine, label);
+  for (size_t r = 0; r < texts.size(); ++r) {
+    const char outcome = texts[r][0];
+    texts[r].erase(0, 1);
+    if (outcome == kFine) continue;
+    const std::string where = texts.size() > 1 ? " (rank " + std::to_string(r) + ")" : "";
+    if (outcome == kValue) C10_THROW_ERROR(ValueError, texts[r] + where);
+    if (outcome == kDisk) throw IoError({__func__, __FILE__, __LINE__}, texts[r] + where);
+    TORCH_CHECK(false, texts[r], where);
+  }
+  return texts;
+}
+
+}  // namespace tessera::engine

@@ -1,0 +1,77 @@
+// What rules and heuristics share in making decisions. Internal to plans.
+#pragma once
+
+#include <map>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "tessera/parallel/plan.h"
+
+namespace tessera::parallel {
+
+std::string lower(std::string text);
+std::string last_of(const std::string& path);    // component
+std::string parent_of(const std::string& path);  // "" of a root
+bool is_inside(const std::string& path, const std::string& ancestor);
+// Components like "attn", "self_attention": the outermost path of them around `path`; "" where there is none.
+std::string attention_around(const std::string& path);
+
+// The modules with their places, and the plan in the making.
+class Draft {
+ public:
+  Draft(const std::vector<Module>& modules, const ModelFacts& facts, const PlanOptions& options);
+
+  const std::vector<Module>& modules() const { return modules_; }
+  const ModelFacts& facts() const { return facts_; }
+  const PlanOptions& options() const { return options_; }
+  const Module* find(const std::string& path, const std::string& param = "weight") const;
+  bool is_head(const std::string& path) const;
+  // The element of a list of blocks that `path` lies in or is; "" where it lies in none.
+  std::string block_of(const std::string& path) const;
+
+  // Key/value heads of an attention module that say how all its layers are dealt out, where its weights tell better than the
+  // configuration.
+  void set_heads(const std::string& attention, int64_t heads) { heads_[attention] = heads; }
+  int64_t heads_of(const std::string& path) const;
+  // How `total` elements of this module are dealt out. Value error where an attention module is no whole heads.
+  SizeRule size_rule(const Module& module, int64_t total) const;
+
+  // Cuts sub-parameters of `subs` elements along `dim`; empty: one, by size_rule(). Value error for a bias that does not fit.
+  Decision& cut(const Module& module, Partition partition, int64_t dim, const std::string& rule, Sizes subs = {},
+                std::vector<SizeRule> rules = {});
+  Decision& cut_experts(const Module& module, Partition partition, const std::string& rule);
+  Decision& add(const Module& module, const std::string& rule);  // whole, with something to do
+  const Decision* decided(const Module& module) const;
+  void drop(const Module& module);
+  void warn(const std::string& text);
+  // What every source of decisions needs: norms and keys that heads share, vocabulary, ties, widths.
+  Plan finish();
+
+ private:
+  void share_norms();
+  void share_keys();
+  void cut_vocabulary();
+  void untie();
+  std::map<std::string, std::map<std::string, Sizes>> widths() const;
+  // The first column layer among the children of a module.
+  const Decision* column_in(const std::string& parent) const;
+  size_t number(const Module& module) const { return static_cast<size_t>(&module - modules_.data()); }
+
+  const std::vector<Module>& modules_;
+  const ModelFacts& facts_;
+  const PlanOptions& options_;
+  std::unordered_map<std::string, size_t> places_;  // of "<path>.<param>"
+  std::unordered_map<std::string, std::vector<size_t>> children_;
+  std::set<std::string> blocks_;
+  std::unordered_map<std::string, int64_t> heads_;
+  std::map<size_t, Decision> decisions_;  // by number of the module
+  std::vector<std::string> warnings_;
+};
+
+// What the rules say. heuristics.cpp: what names and order say.
+void follow_rules(Draft& draft);
+void follow_heuristics(Draft& draft);
+
+}  // namespace tessera::parallel

@@ -1,0 +1,273 @@
+// Decisions from names and order, for models that nobody has written rules for.
+//
+// Note [Blocks]
+//   Looked at are the elements of lists of blocks (layers of a transformer). Linear layers that lead back to the width of the
+//   model are row layers: those with a name that says so and, in modules without one, those directly before a norm, where the
+//   first norm of a block comes after the last layer of the one before. All others are column layers. What a row layer takes
+//   must have been cut by column layers of the same attention or MLP; a block without a row layer stays whole.
+#include <algorithm>
+#include <array>
+
+#include "tessera/base/error.h"
+#include "tessera/parallel/cutting.h"
+
+namespace tessera::parallel {
+namespace {
+
+struct Refusal {
+  const char* model_type;
+  const char* reason;
+};
+constexpr std::array<Refusal, 10> kRefused{{
+    {"deberta", "its relative positions pass through the query and key layers of all heads together"},
+    {"deberta-v2", "its relative positions pass through the query and key layers of all heads together"},
+    {"flaubert", "its blocks lie in parallel lists of attentions, norms and MLPs"},
+    {"fsmt", "its attention keeps the full width in its reshapes"},
+    {"gpt2", "its layers are Conv1D with query, key and value in one and a split of fixed size"},
+    {"led", "its attention runs over windows with layers of their own for global tokens"},
+    {"longformer", "its attention runs over windows with layers of their own for global tokens"},
+    {"xlm", "its blocks lie in parallel lists of attentions, norms and MLPs"},
+    {"xlnet", "its attention weights are no linear layers"},
+    {"reformer", "its attention hashes all heads together"},
+}};
+
+bool contains(const std::string& text, const char* part) {
+  return text.find(part) != std::string::npos;
+}
+
+// `path` ends with these components.
+bool ends_with(const std::string& path, const std::string& ending) {
+  return path == ending || path.ends_with("." + ending);
+}
+
+bool never_cut(const Draft& draft, const Module& m) {
+  const std::string name = last_of(m.path);
+  if (name == "q_a_proj" || name == "kv_a_proj_with_mqa" || name == "shared_expert_gate" || name == "router")
+    return true;
+  if (ends_with(m.path, "mlp.gate") || ends_with(m.path, "block_sparse_moe.gate")) return true;
+  return name == "gate" && draft.find(parent_of(m.path) + ".experts") != nullptr;
+}
+
+bool named_row(const std::string& path) {
+  const std::string name = last_of(path);
+  if (contains(name, "o_proj") || contains(name, "out_proj") || contains(name, "down_proj")) return true;
+  for (const char* ending : {"attention.dense", "self_attention.dense", "self_attn.dense", "dense_4h_to_h", "w2",
+                             "attn.c_proj", "mlp.c_proj", "attn.proj", "fc_out", "wo", "Wo"})
+    if (ends_with(path, ending)) return true;
+  return false;
+}
+
+bool fused_qkv(const std::string& path) {
+  const std::string name = last_of(path);
+  return contains(name, "qkv_proj") || contains(name, "query_key_value") || ends_with(path, "self_attn.W_pack") ||
+         name == "c_attn" || name == "Wqkv" || name == "qkv";
+}
+
+// ---- fused query, key and value
+
+enum class Layout : uint8_t {
+  Heads,   // head by head, each with its query (or queries of a group), key and value
+  Blocks,  // all queries, all keys, all values
+  Codegen  // four of [queries, values, keys]
+};
+struct Fused {
+  const char* class_name;
+  Layout layout;
+};
+// By the class of the block or the attention; the longest name that is part of it counts.
+constexpr std::array<Fused, 17> kFused{{{"CodeGenBlock", Layout::Codegen},
+                                        {"BloomBlock", Layout::Heads},
+                                        {"GLMBlock", Layout::Blocks},
+                                        {"MPTBlock", Layout::Blocks},
+                                        {"MptBlock", Layout::Blocks},
+                                        {"BaichuanLayer", Layout::Blocks},
+                                        {"QWenBlock", Layout::Blocks},
+                                        {"FalconDecoderLayer", Layout::Heads},
+                                        {"GPTBigCodeBlock", Layout::Heads},
+                                        {"DecoderLayer", Layout::Blocks},
+                                        {"Phi3DecoderLayer", Layout::Blocks},
+                                        {"GPTNeoXLayer", Layout::Heads},
+                                        {"PersimmonDecoderLayer", Layout::Heads},
+                                        {"FuyuDecoderLayer", Layout::Heads},
+                                        {"DbrxBlock", Layout::Blocks},
+                                        {"VisionBlock", Layout::Blocks},
+                                        {"GPTNeoXJapaneseLayer", Layout::Heads}}};
+constexpr int64_t kCodegenBlocks = 4;
+
+Layout layout_of(Draft& draft, const Module& m, const std::string& block) {
+  const Fused* found = nullptr;
+  for (std::string at = parent_of(m.path); is_inside(at, block); at = parent_of(at)) {
+    const Module* around = draft.find(at);
+    for (const Fused& fused : kFused)
+      if (around != nullptr && contains(around->class_name, fused.class_name) &&
+          (found == nullptr || std::string_view(found->class_name).size() < std::string_view(fused.class_name).size()))
+        found = &fused;
+    if (at == block) break;
+  }
+  if (found != nullptr) return found->layout;
+  if (m.kind == Module::Kind::Conv1D) return Layout::Blocks;
+  draft.warn(c10::str("unknown layout of query, key and value in one layer, taken as head by head: ", m.path,
+                      "; if it is another one give it a rule with 'shape' in partition_config.layer_specs"));
+  return Layout::Heads;
+}
+
+struct Subs {
+  Sizes sizes;
+  std::vector<SizeRule> rules;
+};
+
+// Query, key and value of `outputs` elements together; notes how many heads the attention deals out.
+Subs subs_of_qkv(Draft& draft, const Module& m, Layout layout, int64_t outputs) {
+  const ModelFacts& facts = draft.facts().of(m.path);
+  const int64_t heads = facts.heads;
+  const int64_t head_dim = facts.head_dim > 0 || heads == 0 ? facts.head_dim : facts.hidden / heads;
+  const std::string attention = parent_of(m.path);
+  if (heads == 0 || head_dim == 0) {
+    TESSERA_CHECK_VALUE(layout == Layout::Blocks && outputs % 3 == 0, "parallel", m.path, ": ", outputs,
+                        " outputs of query, key and value cannot be told apart without the model's numbers of heads");
+    return {Sizes(3, outputs / 3), std::vector<SizeRule>(3, draft.size_rule(m, outputs / 3))};
+  }
+  const int64_t rest = outputs - heads * head_dim;
+  TESSERA_CHECK_VALUE(rest > 0 && rest % (2 * head_dim) == 0, "parallel", m.path, ": ", outputs, " outputs are not ",
+                      heads, " query heads of ", head_dim, " elements with their keys and values");
+  const int64_t kv_heads = rest / (2 * head_dim);
+  TESSERA_CHECK_VALUE(
+      kv_heads > 1 || heads == 1, "parallel", m.path,
+      ": one key/value head serves all queries and lies in one weight with them (multi-query attention); it would have "
+      "to be whole on every rank while the queries are cut, which no cut of this weight does");
+  draft.set_heads(attention, kv_heads);
+  if (layout == Layout::Codegen) {
+    TESSERA_CHECK_VALUE(heads % kCodegenBlocks == 0 && kv_heads == heads, "parallel", m.path, ": ", heads,
+                        " heads are not ", kCodegenBlocks, " blocks of query, value and key");
+    const int64_t many = heads / kCodegenBlocks;
+    return {Sizes(3 * kCodegenBlocks, many * head_dim), std::vector<SizeRule>(3 * kCodegenBlocks, {.heads = many})};
+  }
+  if (layout == Layout::Heads) return {{outputs}, {{.heads = kv_heads}}};
+  return {{heads * head_dim, kv_heads * head_dim, kv_heads * head_dim}, std::vector<SizeRule>(3, {.heads = kv_heads})};
+}
+
+// ---- a block
+
+struct Item {
+  const Module* module;
+  bool row = false;
+};
+
+// Linear layers of a block, without those that are never cut.
+std::vector<Item> items_of(const Draft& draft, const std::vector<const Module*>& block) {
+  std::vector<Item> items;
+  std::vector<const Module*> order;  // with norms between
+  for (const Module* m : block)
+    if (m->kind == Module::Kind::Linear || m->kind == Module::Kind::Conv1D || m->kind == Module::Kind::Norm)
+      order.push_back(m);
+  for (size_t i = 0; i < order.size(); ++i) {
+    const Module* m = order[i];
+    if (m->kind == Module::Kind::Norm || never_cut(draft, *m)) continue;
+    const bool before_norm = order.size() > 1 && order[(i + 1) % order.size()]->kind == Module::Kind::Norm &&
+                             std::ranges::none_of(order, [&](const Module* other) {
+                               return named_row(other->path) && parent_of(other->path) == parent_of(m->path);
+                             });
+    items.push_back({m, before_norm || named_row(m->path)});
+  }
+  return items;
+}
+
+// Where the partner of a layer is to be looked for: its attention, or the nearest module around it with a row layer.
+std::string partnership(const std::vector<Item>& items, const Module& m, const std::string& block) {
+  const std::string attention = attention_around(parent_of(m.path));
+  if (!attention.empty() && is_inside(attention, block)) return attention;
+  for (std::string at = parent_of(m.path); is_inside(at, block) && at != block; at = parent_of(at))
+    if (std::ranges::any_of(items, [&](const Item& item) { return item.row && is_inside(item.module->path, at); }))
+      return at;
+  return block;
+}
+
+void cut_block(Draft& draft, const std::string& block, const std::vector<const Module*>& modules) {
+  const std::vector<Item> items = items_of(draft, modules);
+  const auto rows_in = [&](const std::string& path) {
+    std::vector<const Module*> rows;
+    for (const Item& item : items)
+      if (item.row && is_inside(item.module->path, path)) rows.push_back(item.module);
+    return rows;
+  };
+  if (rows_in(block).empty()) return;
+  // Fused layers first: they tell how the heads of their attention lie.
+  std::vector<std::string> codegen;
+  for (const Item& item : items) {
+    const Module& m = *item.module;
+    if (item.row || !fused_qkv(m.path)) continue;
+    const int64_t dim = m.kind == Module::Kind::Conv1D ? 1 : 0;
+    const Layout layout = layout_of(draft, m, block);
+    const Subs subs = subs_of_qkv(draft, m, layout, m.weight_sizes[dim]);
+    draft.cut(m, Partition::Column, dim, "heuristics: query, key and value in one", subs.sizes, subs.rules);
+    if (layout == Layout::Codegen) codegen.push_back(parent_of(m.path));
+  }
+  for (const Item& item : items) {
+    const Module& m = *item.module;
+    const bool turned = m.kind == Module::Kind::Conv1D;
+    const int64_t outputs = turned ? 1 : 0, inputs = 1 - outputs;
+    if (item.row) {
+      const bool blocks = std::ranges::find(codegen, parent_of(m.path)) != codegen.end();
+      const int64_t many = draft.heads_of(m.path) / kCodegenBlocks;
+      if (blocks)
+        draft.cut(m, Partition::Row, inputs, "heuristics: row layer",
+                  Sizes(kCodegenBlocks, m.weight_sizes[inputs] / kCodegenBlocks),
+                  std::vector<SizeRule>(kCodegenBlocks, {.heads = many}));
+      else
+        draft.cut(m, Partition::Row, inputs, "heuristics: row layer");
+      continue;
+    }
+    if (fused_qkv(m.path)) continue;
+    const std::string where = partnership(items, m, block);
+    const std::vector<const Module*> rows = rows_in(where);
+    TESSERA_CHECK_VALUE(!rows.empty(), "parallel", m.path, ": there is no row layer in ", where,
+                        " that takes its outputs together; give both a rule in partition_config.layer_specs");
+    const int64_t half = m.weight_sizes[outputs] / 2;
+    const auto takes_half = [&](const Module* row) {
+      return parent_of(row->path) == parent_of(m.path) &&
+             row->weight_sizes[row->kind == Module::Kind::Conv1D ? 0 : 1] == half;
+    };
+    const bool attention = where == attention_around(parent_of(m.path)) && !where.empty();
+    if (contains(last_of(m.path), "gate_up_proj") || (!attention && std::ranges::any_of(rows, takes_half)))
+      draft.cut(m, Partition::Column, outputs, "heuristics: gate and up in one", {half, half});
+    else
+      draft.cut(m, Partition::Column, outputs, "heuristics: column layer");
+  }
+  for (const Module* m : modules) {
+    // Of T5: a number for each head.
+    if (m->kind == Module::Kind::Embedding && last_of(m->path) == "relative_attention_bias")
+      draft.cut(*m, Partition::Column, 1, "heuristics: bias of each head");
+    if (m->kind == Module::Kind::Experts)
+      draft.cut_experts(*m, m->param == "down_proj" ? Partition::Row : Partition::Column, "heuristics: experts in one");
+  }
+}
+
+}  // namespace
+
+void follow_heuristics(Draft& draft) {
+  const std::string type = lower(draft.facts().model_type);
+  for (const Refusal& refused : kRefused)
+    TESSERA_CHECK_VALUE(type != refused.model_type, "parallel", "models of type '", type,
+                        "' are not cut by heuristics: ", refused.reason,
+                        "; write rules for it in tensor_parallel.partition_config");
+  std::vector<std::string> order;
+  std::unordered_map<std::string, std::vector<const Module*>> blocks;
+  for (const Module& m : draft.modules()) {
+    const std::string block = draft.block_of(m.path);
+    if (block.empty()) continue;
+    if (m.path == block) order.push_back(block);
+    blocks[block].push_back(&m);
+  }
+  bool any = false;
+  for (const std::string& block : order) {
+    cut_block(draft, block, blocks.at(block));
+    any = any || std::ranges::any_of(blocks.at(block), [&](const Module* m) { return draft.decided(*m) != nullptr; });
+  }
+  TESSERA_CHECK_VALUE(
+      any, "parallel", "no policy for this model", type.empty() ? "" : " of type '" + type + "'", ": none of its ",
+      order.size(),
+      " blocks (elements of module lists) has a row layer that names or norms show; write rules for it in "
+      "tensor_parallel.partition_config");
+}
+
+}  // namespace tessera::parallel

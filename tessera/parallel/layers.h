@@ -1,0 +1,59 @@
+// The arithmetic of linear layers whose weight is cut over the ranks of a tensor-parallel group. No modules: both front ends call
+// these with this rank's tensors. Shapes and autocast as torch::nn::functional::linear: x [..., in], weight [out, in].
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "tessera/comm/group.h"
+#include "tessera/parallel/sizes.h"
+
+namespace tessera::parallel {
+
+class Entrance;
+
+// What a layer does at the borders of its region.
+struct Region {
+  comm::GroupPtr group;
+  // Activations outside are cut along this dim (sequence-parallel norm regions): all-gather and reduce-scatter take the place of
+  // identity and all-reduce. -1: whole. The ranks' sizes along it; empty: equal ones.
+  int64_t sequence_dim = -1;
+  Sizes sequence_sizes = {};
+  // The all-reduce (or reduce-scatter) of the input's gradient runs under the product for the weight's gradient.
+  bool overlap = true;
+  std::string label = {};  // path of the module, in errors
+  // Sequence regions keep the gathered input for the backward. Without it they keep their part and gather once more there.
+  bool keep_gathered = false;
+  // Column layers that may have one input (query, key and value; gate and up); null: this one alone.
+  std::shared_ptr<Entrance> entrance = {};
+};
+
+// weight: this rank's rows; bias: its slice. Output: this rank's columns. May be differentiated twice.
+at::Tensor column_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                         const Region& region);
+// weight: this rank's columns; x: this rank's inputs; bias: whole, added once after the sum; its gradient is whole on every rank.
+at::Tensor row_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                      const Region& region);
+
+// Column layers that are called one after the other with the very same tensor enter their region with it once: one cast, one
+// gather, and in the backward one all-reduce of the gradients' sum, launched when the last of them has its part. Kept by the
+// front end for the layers of one parent; used by one thread at a time.
+struct Entered;
+class Entrance {
+ public:
+  // `uses`: how many layers there are; with the last of them the input is let go of.
+  explicit Entrance(int uses) : uses_(uses) {}
+
+ private:
+  friend at::Tensor column_linear(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                                  const Region&);
+  std::shared_ptr<Entered> enter(const at::Tensor& x, const Region& region);
+
+  int uses_, left_ = 0;
+  std::shared_ptr<Entered> last_;
+};
+
+}  // namespace tessera::parallel

@@ -1,0 +1,258 @@
+#include "tessera/parallel/plan.h"
+
+#include <algorithm>
+#include <cctype>
+#include <numeric>
+
+#include "tessera/base/error.h"
+#include "tessera/parallel/cutting.h"
+
+namespace tessera::parallel {
+
+const char* partition_name(Partition partition) {
+  switch (partition) {
+    case Partition::Column:
+      return "column";
+    case Partition::Row:
+      return "row";
+    default:
+      return "skip";
+  }
+}
+
+const std::vector<std::string>& width_names() {
+  static const std::vector<std::string> names{"n_heads",
+                                              "inner_dim",
+                                              "num_heads",
+                                              "num_kv",
+                                              "num_attention_heads",
+                                              "num_attn_heads",
+                                              "all_head_size",
+                                              "embed_dim",
+                                              "hidden_size",
+                                              "num_key_value_heads",
+                                              "num_kv_heads",
+                                              "kv_n_heads",
+                                              "d_model",
+                                              "split_size",
+                                              "num_attention_heads_per_partition",
+                                              "num_multi_query_groups_per_partition",
+                                              "hidden_size_per_partition"};
+  return names;
+}
+
+Sizes Decision::sizes() const {
+  Sizes result;
+  for (const Ranges& mine : ranges)
+    result.push_back(std::accumulate(mine.begin(), mine.end(), int64_t{0},
+                                     [](int64_t sum, const shard::Range& range) { return sum + range.size(); }));
+  return result;
+}
+
+const Decision* Plan::find(const std::string& path, const std::string& param) const {
+  const auto found =
+      std::ranges::find_if(decisions, [&](const Decision& d) { return d.path == path && d.param == param; });
+  return found == decisions.end() ? nullptr : &*found;
+}
+
+namespace {
+
+// "LlamaDecoderLayer" -> "llama", of the first block, where there is no configuration.
+std::string model_type_of(const Draft& draft) {
+  if (!draft.facts().model_type.empty()) return lower(draft.facts().model_type);
+  for (const Module& m : draft.modules()) {
+    if (draft.block_of(m.path) != m.path) continue;
+    for (const char* ending : {"DecoderLayer", "Block", "Layer"}) {
+      const size_t at = m.class_name.find(ending);
+      if (at != std::string::npos && at > 0) return lower(m.class_name.substr(0, at));
+    }
+  }
+  return "";
+}
+
+bool applies(const Rule& rule, const std::string& name, const std::string& model_type) {
+  const auto same = [&](const std::string& type) { return !model_type.empty() && lower(type) == model_type; };
+  return (rule.model_types.empty() || std::ranges::any_of(rule.model_types, same)) && rule.matches(name);
+}
+
+bool is_linear(const Module& m) {
+  return m.kind == Module::Kind::Linear || m.kind == Module::Kind::Conv1D;
+}
+
+// A module that a rule other than skip took.
+void cut_by_rule(Draft& draft, const Module& m, const Rule& rule, const std::string& name, const std::string& why) {
+  TESSERA_CHECK_BUILT(!rule.gather_output || !rule.shape, "parallel", name,
+                      ": gather_output of a layer with a 'shape' (", why, ")");
+  TESSERA_CHECK_VALUE(!rule.gather_output || rule.partition == Partition::Column, "parallel", name,
+                      ": gather_output is for column layers, this one is ", partition_name(rule.partition), " (", why,
+                      ")");
+  if (m.kind == Module::Kind::Experts) {
+    draft.cut_experts(m, rule.partition, why);
+    return;
+  }
+  if (m.kind == Module::Kind::Embedding) {
+    // A row of an embedding is a token; columns of what blocks look up belong to heads.
+    const int64_t dim = rule.partition == Partition::Row ? 0 : draft.options().embedding_dim;
+    TESSERA_CHECK_VALUE(dim == 0 || dim == 1, "parallel", name, ": embedding_partition_dim ", dim, "; it is 0 or 1");
+    Decision& decision = draft.cut(m, Partition::Column, dim, why);
+    decision.vocabulary = dim == 0;
+    decision.gather_output = dim == 1 && (rule.gather_output || draft.block_of(m.path).empty());
+    return;
+  }
+  const bool turned = m.kind == Module::Kind::Conv1D;
+  const int64_t dim = (rule.partition == Partition::Column) == turned ? 1 : 0;
+  Decision* decision = nullptr;
+  if (rule.shape) {
+    Sizes weight = m.weight_sizes;
+    if (turned) std::swap(weight[0], weight[1]);
+    const SubParams subs = resolve(*rule.shape, weight, name + " (" + why + ")");
+    TESSERA_CHECK_VALUE(subs.dim == (rule.partition == Partition::Column ? 0 : 1), "parallel", name, ": a ",
+                        partition_name(rule.partition), " layer cannot be cut along dim ", subs.dim, " of its weight (",
+                        why, ")");
+    std::vector<SizeRule> rules;
+    for (const int64_t sub : subs.sizes) {
+      rules.push_back(draft.size_rule(m, sub));
+      if (rules.back().heads == 0) rules.back().grain = std::lcm(rules.back().grain, subs.unit);
+    }
+    decision = &draft.cut(m, rule.partition, dim, why, subs.sizes, rules);
+  } else {
+    decision = &draft.cut(m, rule.partition, dim, why);
+  }
+  decision->gather_output = rule.gather_output;
+  decision->vocabulary = rule.partition == Partition::Column && draft.is_head(m.path);
+}
+
+}  // namespace
+
+void follow_rules(Draft& draft) {
+  const std::string model_type = model_type_of(draft);
+  bool matched = false;
+  for (const Module& m : draft.modules()) {
+    if (m.weight_sizes.empty()) continue;
+    const std::string name = m.path + "." + m.param;
+    const Rule* first = nullptr;
+    for (const Rule& rule : draft.options().rules) {
+      if (!applies(rule, name, model_type)) continue;
+      if (first == nullptr)
+        first = &rule;
+      else if (rule.source != first->source)
+        draft.warn(c10::str("several rules match one module, the first one holds: ", name, " is matched by ",
+                            first->source, " ('", first->pattern, "') and ", rule.source, " ('", rule.pattern, "')"));
+    }
+    if (first == nullptr) {
+      TESSERA_CHECK_VALUE(!draft.options().strict || !is_linear(m), "parallel", "No matching spec for '", name,
+                          "', and partition_config.strict_mode asks for one for every linear layer");
+      continue;
+    }
+    const std::string why = first->source + ": " + first->pattern;
+    if (first->partition == Partition::Skip) {
+      matched = true;
+      if (first->sum_gradient) draft.add(m, why).sum_gradient = true;
+    } else if (m.weight_sizes.size() >= 2) {
+      matched = true;
+      cut_by_rule(draft, m, *first, name, why);
+    }
+  }
+  TESSERA_CHECK_VALUE(matched, "parallel", "no rule for tensor parallelism matches a module of this model (",
+                      draft.options().rules.size(), " rules of ", draft.options().rules[0].source, " and others, as '",
+                      draft.options().rules[0].pattern, "'; names are of the form '",
+                      draft.modules().empty() ? "" : draft.modules().back().path, ".weight')");
+}
+
+Plan make_plan(const std::vector<Module>& modules, const ModelFacts& facts, const PlanOptions& options) {
+  TESSERA_CHECK_VALUE(options.size >= 1 && options.grain >= 1, "parallel", "a plan for ", options.size,
+                      " ranks in grains of ", options.grain,
+                      " (tensor_parallel.autotp_size, tensor_parallel.tp.tp_grain_size)");
+  Draft draft(modules, facts, options);
+  if (options.rules.empty())
+    follow_heuristics(draft);
+  else
+    follow_rules(draft);
+  return draft.finish();
+}
+
+// ---- report
+
+namespace {
+
+std::string collapsed(const std::string& path) {
+  std::string result;
+  for (size_t begin = 0; begin <= path.size();) {
+    const size_t end = std::min(path.find('.', begin), path.size());
+    const std::string part = path.substr(begin, end - begin);
+    const bool number =
+        !part.empty() && std::ranges::all_of(part, [](unsigned char c) { return std::isdigit(c) != 0; });
+    result += (begin > 0 ? "." : "") + (number ? "*" : part);
+    begin = end + 1;
+  }
+  return result;
+}
+
+std::string sum_text(const Sizes& sizes) {
+  std::string text;
+  for (const int64_t size : sizes)
+    text += c10::str(text.empty() ? "" : " + ", size);
+  return text;
+}
+
+std::string what(const Decision& d) {
+  if (d.partition == Partition::Skip)
+    return d.sum_gradient ? "whole, gradients summed"
+                          : c10::str("whole, own use of ", d.own_use.begin, " to ", d.own_use.end);
+  const Sizes sizes = d.sizes();
+  const bool even = std::ranges::all_of(sizes, [&](int64_t size) { return size == sizes[0]; });
+  std::string text = c10::str(d.vocabulary ? "vocabulary" : partition_name(d.partition), " ", d.total, " = ",
+                              even ? c10::str(sizes.size(), " x ", sizes[0]) : sum_text(sizes));
+  if (d.ranges[0].size() > 1) text += c10::str(" in ", d.ranges[0].size(), " pieces");
+  return text + (d.gather_output ? ", gathered" : "");
+}
+
+// Lines of the same text but the numbers in their paths are one, in the order of their first.
+class Lines {
+ public:
+  void add(const std::string& path, const std::string& text) {
+    const auto [found, fresh] = places_.try_emplace({collapsed(path), text}, lines_.size());
+    if (fresh) lines_.push_back({path, text, 0});
+    ++lines_[found->second].count;
+  }
+  std::string str() const {
+    size_t width = 0;
+    const auto name = [](const Line& line) {
+      return line.count == 1 ? line.path : c10::str(collapsed(line.path), "  x ", line.count);
+    };
+    for (const Line& line : lines_)
+      width = std::max(width, name(line).size());
+    std::string result;
+    for (const Line& line : lines_) {
+      const std::string left = name(line);
+      result += "  " + left + (line.text.empty() ? "" : std::string(width - left.size() + 2, ' ') + line.text) + "\n";
+    }
+    return result;
+  }
+
+ private:
+  struct Line {
+    std::string path, text;
+    int64_t count;
+  };
+  std::vector<Line> lines_;
+  std::map<std::pair<std::string, std::string>, size_t> places_;
+};
+
+}  // namespace
+
+std::string Plan::text() const {
+  Lines cut, rest;
+  for (const Decision& d : decisions)
+    cut.add(d.param == "weight" ? d.path : d.path + "." + d.param, what(d) + "  [" + d.rule + "]");
+  for (const std::string& path : whole)
+    rest.add(path, "");
+  std::string result =
+      c10::str("tensor parallel plan for ", size, " ranks: ", decisions.size(), " weights\n", cut.str());
+  if (!whole.empty()) result += "whole on every rank:\n" + rest.str();
+  for (const std::string& warning : warnings)
+    result += "warning: " + warning + "\n";
+  return result;
+}
+
+}  // namespace tessera::parallel

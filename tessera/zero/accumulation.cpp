@@ -1,0 +1,82 @@
+#include "tessera/zero/accumulation.h"
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+#include "tessera/base/error.h"
+
+namespace tessera::zero {
+
+Accumulation::State Accumulation::state() const {
+  State state{driver_.unreduced(), driver_.flushed(), driver_.scaled(), driver_.reducer().replicas_agree(), {}};
+  for (const ParamId id : units_.trained_ids()) {
+    const Param& p = *units_[id].param;
+    const Unit& unit = *units_[id].unit;
+    state.counts.push_back({id, p.has_grad, p.filled, unit.has_sum(), p.additions, unit.sums});
+  }
+  return state;
+}
+
+std::vector<HeldGradient> Accumulation::held() const {
+  std::vector<HeldGradient> all;
+  for (const ParamId id : units_.trained_ids()) {
+    const Place& place = units_[id];
+    const Unit& unit = *place.unit;
+    const Param& p = *place.param;
+    const bool in_place = unit.accumulates() && unit.partial.is_alias_of(unit.grads.tensor());
+    if (unit.has_sum() && !in_place) {
+      const shard::Range owned = unit.owned_slice(p);
+      if (!owned.empty())
+        all.push_back({id, true, range_of(id, true), unit.owned_grads().narrow(0, owned.begin, owned.size())});
+    }
+    if (unit.accumulates() && p.filled && !p.range.empty())
+      all.push_back({id, false, {0, p.range.size()}, unit.partial.narrow(0, p.range.begin, p.range.size())});
+  }
+  return all;
+}
+
+bool Accumulation::reduces() const {
+  return units_.placements().reduce_at == shard::ReduceAt::EveryBackward && !units_.options().reduce_at_step;
+}
+
+shard::Range Accumulation::range_of(ParamId param, bool reduced) const {
+  return reduced ? units_.local_range(units_[param]) : shard::Range{0, units_[param].param->range.size()};
+}
+
+void Accumulation::begin(const State& state) {
+  driver_.drop_gradients();
+  for (const GradientCounts& counts : state.counts) {
+    Unit& unit = *units_[counts.param].unit;
+    if (!counts.has_sum || unit.has_sum()) continue;
+    unit.grads.tensor().zero_();
+    unit.move_to(GradState::Reduced);
+    unit.sum_arrived();
+  }
+}
+
+void Accumulation::put(const HeldGradient& gradient) {
+  const c10::AutoGradMode no_grad(false);
+  const Place& place = units_[gradient.param];
+  Unit& unit = *place.unit;
+  Param& p = *place.param;
+  TESSERA_ASSERT(gradient.range == range_of(gradient.param, gradient.reduced));
+  if (!gradient.reduced) return driver_.reducer().put(unit, p, gradient.values);
+  const shard::Range owned = unit.owned_slice(p);
+  TESSERA_ASSERT(unit.has_sum());
+  unit.owned_grads().narrow(0, owned.begin, owned.size()).copy_(gradient.values);
+}
+
+void Accumulation::end(const State& state) {
+  for (const GradientCounts& counts : state.counts) {
+    Unit& unit = *units_[counts.param].unit;
+    Param& p = *units_[counts.param].param;
+    p.has_grad = counts.has_grad;
+    p.filled = counts.filled;
+    p.additions = counts.additions;
+    unit.sums = std::max(unit.sums, counts.sums);
+  }
+  driver_.resume(state.unreduced, state.flushed, state.scaled, state.replicas_agree);
+}
+
+}  // namespace tessera::zero

@@ -1,0 +1,162 @@
+// Runs saved between the micro-steps of one optimizer step.
+#include "tessera/engine/accumulation.h"
+
+#include <gtest/gtest.h>
+
+#include "tests/io/temp_folder.h"
+#include "tests/support/errors.h"
+#include "tests/support/modes.h"
+#include "tests/support/saved.h"
+
+namespace tessera::testing {
+
+using comm::Axis;
+using io::TempFolder;
+
+namespace {
+
+constexpr int kMicro = 4;  // of a step
+
+struct Case {
+  AxisSizes sizes;
+  int stage;
+  bool held;  // the last backward before the save is inside no_sync
+};
+
+const std::vector<Case>& cases() {
+  static const std::vector<Case> all = [] {
+    std::vector<Case> list;
+    for (int stage = 0; stage <= 3; ++stage)
+      for (const bool held : {false, true})
+        for (const AxisSizes& sizes : std::vector<AxisSizes>{{{Axis::DpShard, 1}},
+                                                             {{Axis::DpShard, 3}},
+                                                             {{Axis::DpReplicate, 2}, {Axis::DpShard, 2}},
+                                                             {{Axis::DpShard, 2}, {Axis::Tp, 2}}})
+          list.push_back({sizes, stage, held});
+    return list;
+  }();
+  return all;
+}
+
+engine::Options options_of(int stage, const amp::PrecisionPolicy& mode) {
+  ToyRun run{.stage = stage, .accumulation = kMicro, .min_unit = 0, .persistence = 4, .precision = mode};
+  if (mode.param == at::kHalf) run.scaler = {.dynamic = true, .initial = 64, .window = 2};
+  return toy_options(run);
+}
+
+// One step and the first three micro-steps of the next.
+void begin(Engine& engine, const Toy& toy, int batch, bool held) {
+  train(engine, toy, batch, 0, kMicro + 2);
+  if (held) engine.begin_no_sync();
+  engine.scaling().scale(toy_forward(engine, toy, toy_batch(batch, kMicro + 2))).backward();
+  if (held) engine.end_no_sync();
+  engine.step();
+}
+
+}  // namespace
+
+TEST(Accumulation, GoesOnBitForBitWhereNothingIsDifferent) {
+  const auto modes = all_modes();
+  for (size_t i = 0; i < cases().size(); ++i) {
+    const Case& c = cases()[i];
+    const auto& mode = modes[i % modes.size()];
+    const TempFolder folder;
+    run_axes(c.sizes, [&](int, const comm::Mesh& mesh) {
+      const int batch = mesh.rank(comm::kBatchAxes);
+      const Toy toy, other(7);
+      Engine engine(options_of(c.stage, mode), mesh, toy.specs(), {toy_adamw()});
+      begin(engine, toy, batch, c.held);
+      engine.checkpoints().save(folder.path(), {.asynchronous = i % 2 == 0});
+      Engine resumed(options_of(c.stage, mode), mesh, other.specs(), {toy_adamw()});
+      // What it had begun itself is forgotten.
+      resumed.scaling().scale(toy_forward(resumed, other, toy_batch(batch, 99))).backward();
+      engine.checkpoints().wait();
+      resumed.checkpoints().open(folder.path(), "", {})->apply();
+      EXPECT_EQ(resumed.micro_steps(), kMicro + 3);
+      for (Engine* e : {&engine, &resumed})
+        train(*e, e == &engine ? toy : other, batch, kMicro + 3, kMicro + 1);
+      const Values is = values_of(resumed), was = values_of(engine);
+      const std::string what = c10::str("case ", i, ", masters");
+      expect_same(is.masters, was.masters, at::kFloat, what);
+      expect_same(is.second, was.second, at::kFloat, what);
+      EXPECT_EQ(resumed.global_steps(), engine.global_steps());
+      EXPECT_EQ(resumed.global_grad_norm(), engine.global_grad_norm()) << what;
+    });
+  }
+}
+
+TEST(Accumulation, HasTheSameGradientElsewhere) {
+  const auto mode = amp::PrecisionPolicy::fp32();
+  const auto gradients = [](Engine& engine) {
+    engine.grad_norm();  // reduces
+    std::vector<at::Tensor> all;
+    for (int id = 0; id < static_cast<int>(engine.params().size()); ++id)
+      all.push_back(engine.states().get_full(id, Quantity::Gradient));
+    return all;
+  };
+  for (size_t from = 0; from < cases().size(); ++from) {
+    const TempFolder folder;
+    std::vector<at::Tensor> expected;
+    run_axes(cases()[from].sizes, [&](int rank, const comm::Mesh& mesh) {
+      const Toy toy;
+      Engine engine(options_of(cases()[from].stage, mode), mesh, toy.specs(), {toy_adamw()});
+      begin(engine, toy, mesh.rank(comm::kBatchAxes), cases()[from].held);
+      engine.checkpoints().save(folder.path(), {});
+      const auto found = gradients(engine);
+      if (rank == 0) expected = found;
+    });
+    for (size_t to = from % 3; to < cases().size(); to += 3) {
+      if (cases()[to].held) continue;
+      run_axes(cases()[to].sizes, [&](int, const comm::Mesh& mesh) {
+        const Toy toy(9);
+        Engine engine(options_of(cases()[to].stage, mode), mesh, toy.specs(), {toy_adamw()});
+        engine.checkpoints().open(folder.path(), "", {})->apply();
+        const auto found = gradients(engine);
+        for (size_t i = 0; i < found.size(); ++i)
+          EXPECT_TRUE(at::allclose(found[i], expected[i], 1e-5, 1e-7)) << from << " to " << to << ", " << i;
+        engine.step();
+        EXPECT_EQ(engine.global_steps(), 2);
+      });
+    }
+  }
+}
+
+// Slices and experts have no gradient for another spread: the accumulation begins anew.
+TEST(Accumulation, BeginsAnewWhereItCannotGoOn) {
+  const TempFolder folder;
+  const auto build = [](const comm::Mesh& mesh, int stage) {
+    const int64_t tp = mesh.rank(Axis::Tp), rows = 12 / mesh.size(Axis::Tp);
+    engine::ParamSpec spec{"w", at::arange(rows * 3, at::kFloat).view({rows, 3}).requires_grad_(true), 0, "a"};
+    spec.varies = Axis::Tp;
+    spec.cut = shard::cut_along({12, 3}, 0, {{tp * rows, (tp + 1) * rows}});
+    return Engine(toy_options({.stage = stage, .accumulation = 2}), mesh, {spec}, {toy_adamw()});
+  };
+  const auto backward = [](Engine& engine) {
+    engine.pre_forward();
+    const at::Tensor loss = engine.params()[0].tensor.square().sum();
+    engine.post_forward({loss});
+    loss.backward();
+    engine.step();
+  };
+  for (const int stage : {1, 2}) {
+    run_axes({{Axis::DpShard, 2}, {Axis::Tp, 2}}, [&](int, const comm::Mesh& mesh) {
+      Engine engine = build(mesh, stage);
+      backward(engine);
+      engine.checkpoints().save(folder.path(), {});
+      Engine same = build(mesh, stage);
+      same.checkpoints().open(folder.path(), "", {})->apply();
+      EXPECT_EQ(same.grad_norm(), engine.grad_norm());
+      EXPECT_EQ(same.micro_steps(), 1);
+    });
+    run_axes({{Axis::DpShard, 2}, {Axis::Tp, 3}}, [&](int, const comm::Mesh& mesh) {
+      Engine engine = build(mesh, stage);
+      auto found = engine.checkpoints().open(folder.path(), "", {});
+      EXPECT_TRUE(found->accumulation_begins_anew());
+      found->apply();
+      EXPECT_FALSE(engine.has_gradients());
+      EXPECT_EQ(engine.micro_steps(), 0);
+    });
+  }
+}
+
+}  // namespace tessera::testing

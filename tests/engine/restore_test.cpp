@@ -1,0 +1,147 @@
+// What a load refuses, and what it finds.
+#include "tessera/engine/restore.h"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "tessera/io/file.h"
+#include "tests/io/temp_folder.h"
+#include "tests/support/errors.h"
+#include "tests/support/saved.h"
+
+namespace tessera::testing {
+
+using io::TempFolder;
+
+// Damage of any kind is an error on every rank that names what is damaged, and leaves the engine as it was.
+TEST(Restore, DamageIsRefusedBeforeAnythingChanges) {
+  const TempFolder folder;
+  Values saved;
+  for (const std::string& to : {folder / "other", folder.path()})
+    run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+      const Toy toy;
+      Engine engine = toy_engine({.stage = 1}, toy, group);
+      train(engine, toy, rank, 0, 3);
+      engine.checkpoints().save(to, {});
+      const Values values = values_of(engine);
+      if (rank == 0) saved = values;
+    });
+  std::vector<std::string> files;
+  for (const auto& entry : std::filesystem::directory_iterator(folder / "global_step3"))
+    if (entry.path().extension() == ".safetensors") files.push_back(entry.path().string());
+  ASSERT_EQ(files.size(), 2u);
+  const std::string manifest = folder / "global_step3/manifest.json";
+  const auto contents = [](const std::string& path) { return io::read_text(path, 1 << 30); };
+  const auto put = [](const std::string& path, const std::string& text) { std::ofstream(path) << text; };
+  std::srand(3);
+  run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    const Toy toy(5);
+    Engine engine = toy_engine({.stage = 2}, toy, group);
+    const Values before = values_of(engine);
+    const auto refused = [&](const std::string& path, const std::function<void()>& damage, const std::string& part) {
+      std::string good;
+      if (rank == 0) {
+        good = contents(path);
+        damage();
+      }
+      group->barrier();
+      const std::string error = error_of([&] { engine.checkpoints().open(folder.path(), "", {}); });
+      EXPECT_HAS(error, part);
+      group->barrier();
+      if (rank == 0) put(path, good);
+      group->barrier();
+    };
+    refused(files[0], [&] { std::filesystem::remove(files[0]); }, files[0]);
+    refused(files[1], [&] { std::filesystem::resize_file(files[1], 100); }, "the manifest says");
+    refused(files[0], [&] { put(files[0], contents(files[1])); }, "global_step3");
+    refused(
+        files[0],
+        [&] {
+          std::string bytes = contents(files[0]);
+          bytes[bytes.size() - 3] ^= 1;
+          put(files[0], bytes);
+        },
+        "damaged");
+    refused(manifest, [&] { put(manifest, contents(folder / "other/global_step3/manifest.json")); }, "global_step3");
+    refused(manifest, [&] { std::filesystem::remove(manifest); }, "no complete checkpoint");
+    for (int i = 0; i < 200; ++i) {
+      refused(
+          manifest,
+          [&] {
+            std::string text = contents(manifest);
+            text[static_cast<size_t>(std::rand()) % text.size()] ^= static_cast<char>(1 + std::rand() % 127);
+            put(manifest, text);
+          },
+          "manifest.json");
+    }
+    const Values after = values_of(engine);
+    expect_same(after.masters, before.masters, at::kFloat, "masters");
+    engine.checkpoints().open(folder.path(), "", {})->apply();
+    expect_same(values_of(engine).masters, saved.masters, at::kFloat, "masters");
+  });
+}
+
+TEST(Restore, WhatDoesNotFitIsListedAtOnce) {
+  const TempFolder folder;
+  run_ranks(2, [&](int, const comm::GroupPtr& group) {
+    const Toy toy(5);
+    Engine engine = toy_engine({.stage = 1}, toy, group);
+    engine.checkpoints().save(folder.path(), {});
+    auto specs = Toy(6).specs();
+    specs[0].name = "alpha";
+    specs[2].tensor = at::randn({18}).requires_grad_(true);
+    Engine second(toy_options({.stage = 1}), comm::Mesh(group), specs, {toy_adamw()});
+    const std::string error = error_of([&] { second.checkpoints().open(folder.path(), "", {}); });
+    EXPECT_HAS(error, "not in the checkpoint: 'alpha'");
+    EXPECT_HAS(error, "not in the model: 'a'");
+    EXPECT_HAS(error, "'c' has shape [17] there and [18] here");
+    EXPECT_FALSE(second.checkpoints().open(folder / "empty", "", {}));
+    EXPECT_HAS(error_of([&] { second.checkpoints().open(folder.path(), "../x", {}); }), "name of one folder");
+  });
+}
+
+// An expert is a tensor of its own on every rank along its axes: each gets its own back, whatever else changes; at another
+// extent of the axes it is refused by name.
+TEST(Restore, ExpertsAreFoundByTheirPlace) {
+  using comm::Axis;
+  const auto build = [](const comm::Mesh& mesh, int stage, bool varies, int64_t fill) {
+    std::vector<engine::ParamSpec> specs{
+        {"shared", at::full({70}, 3.0).requires_grad_(true), 0, "a"},
+        {"expert", at::full({40, 3}, fill).to(at::kFloat).requires_grad_(true), 0, "a"},
+        {"fixed", at::full({9}, fill), -1, "b"}};
+    if (varies) specs[1].varies = specs[2].varies = {Axis::DpShard, Axis::Tp};
+    return Engine(toy_options({.stage = stage, .persistence = 0}), mesh, specs, {toy_adamw()});
+  };
+  const auto number = [](const comm::Mesh& mesh) { return 10 * mesh.rank(Axis::DpShard) + mesh.rank(Axis::Tp) + 1; };
+  const TempFolder folder;
+  const AxisSizes sizes{{Axis::DpReplicate, 2}, {Axis::DpShard, 2}, {Axis::Tp, 2}};
+  run_axes(sizes, [&](int, const comm::Mesh& mesh) {
+    Engine engine = build(mesh, 2, true, number(mesh));
+    engine.checkpoints().save(folder.path(), {});
+  });
+  for (int stage = 0; stage <= 3; ++stage) {
+    run_axes({{Axis::DpShard, 2}, {Axis::Sp, 2}, {Axis::Tp, 2}}, [&](int, const comm::Mesh& mesh) {
+      Engine engine = build(mesh, stage, true, 0);
+      engine.checkpoints().open(folder.path(), "", {})->apply();
+      EXPECT_TRUE(engine.states().get_full(1, Quantity::Master).eq(number(mesh)).all().item<bool>());
+      EXPECT_TRUE(engine.params()[2].tensor.eq(number(mesh)).all().item<bool>());
+    });
+  }
+  const auto refused = [&](const AxisSizes& other, bool varies, const std::string& part) {
+    run_axes(other, [&](int, const comm::Mesh& mesh) {
+      Engine engine = build(mesh, 2, varies, 1);
+      const std::string error = error_of([&] { engine.checkpoints().open(folder.path(), "", {}); });
+      EXPECT_HAS(error, "'expert' is another one on each of 2 ranks along dp_shard 2 ranks along tp there and " + part);
+      EXPECT_EQ(error.find("not in the"), std::string::npos) << error;
+    });
+  };
+  refused({{Axis::DpShard, 3}, {Axis::Tp, 2}}, true,
+          "another one on each of 3 ranks along dp_shard 2 ranks along tp here");
+  refused({{Axis::DpShard, 2}}, true, "another one on each of 2 ranks along dp_shard here");
+  refused({{Axis::DpShard, 1}}, true, "the same on all ranks here");
+  refused(sizes, false, "the same on all ranks here");
+}
+
+}  // namespace tessera::testing

@@ -1,0 +1,121 @@
+#include "tessera/io/queue.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "tessera/base/error.h"
+#include "tests/io/temp_folder.h"
+
+namespace tessera::io {
+namespace {
+
+// What TESSERA_IO asks for.
+class Word {
+ public:
+  explicit Word(const char* word) { ::setenv("TESSERA_IO", word, 1); }
+  ~Word() { ::unsetenv("TESSERA_IO"); }
+};
+
+}  // namespace
+
+class Queues : public ::testing::TestWithParam<QueueKind> {
+ protected:
+  void SetUp() override {
+    if (GetParam() == QueueKind::Uring && !test_uring().empty()) GTEST_SKIP() << "io_uring: " << test_uring();
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Kinds, Queues, ::testing::Values(QueueKind::Threads, QueueKind::Uring),
+                         [](const auto& info) { return info.param == QueueKind::Threads ? "threads" : "uring"; });
+
+// Blocks of every size and alignment, in any order, at any depth, past the page cache and through it.
+TEST_P(Queues, BlocksComeBack) {
+  std::mt19937 random(5);
+  for (const bool direct : {false, true}) {
+    for (const int depth : {1, 3, 64}) {
+      const TempFolder folder;
+      constexpr int64_t kBlock = 8192, kBlocks = 50;
+      const AlignedBytes sent = aligned_bytes(kBlock * kBlocks), back = aligned_bytes(kBlock * kBlocks);
+      for (int64_t i = 0; i < kBlock * kBlocks; ++i)
+        sent[i] = static_cast<char>(random());
+      // Each block whole, or cut somewhere.
+      std::vector<std::pair<int64_t, int64_t>> parts;
+      for (int64_t i = 0; i < kBlocks; ++i) {
+        const auto cut = static_cast<int64_t>(i % 2 == 0 ? 0 : random() % kBlock);
+        parts.emplace_back(i * kBlock, cut);
+        parts.emplace_back(i * kBlock + cut, kBlock - cut);
+      }
+      std::shuffle(parts.begin(), parts.end(), random);
+      const auto queue = make_queue(depth, GetParam());
+      const auto all = [&](const auto& transfer) {
+        std::vector<std::future<void>> done;
+        for (const auto& [offset, bytes] : parts)
+          done.push_back(transfer(offset, bytes));
+        for (auto& one : done)
+          one.get();
+      };
+      File out = direct ? File::create_direct(folder / "a") : File::create(folder / "a");
+      if (direct) out.reserve(kBlock * kBlocks);
+      all([&](int64_t offset, int64_t bytes) { return queue->write(out, sent.get() + offset, bytes, offset); });
+      out.sync();
+      const File in = direct ? File::open_direct(folder / "a") : File::open(folder / "a");
+      EXPECT_EQ(in.size(), kBlock * kBlocks);
+      all([&](int64_t offset, int64_t bytes) { return queue->read(in, back.get() + offset, bytes, offset); });
+      EXPECT_EQ(std::memcmp(back.get(), sent.get(), kBlock * kBlocks), 0) << direct << depth;
+    }
+  }
+}
+
+TEST_P(Queues, ErrorsReachTheOneThatWaitsAndTheQueueGoesOn) {
+  const TempFolder folder;
+  const auto queue = make_queue(1, GetParam());
+  File::create(folder / "a").write("abc", 3, 0);
+  const File in = File::open(folder / "a");
+  char bytes[8];
+  auto beyond = queue->read(in, bytes, 8, 0);
+  auto denied = queue->write(in, "x", 1, 0);
+  auto within = queue->read(in, bytes, 3, 0);
+  EXPECT_THROW(beyond.get(), IoError);
+  EXPECT_THROW(denied.get(), IoError);
+  within.get();
+  EXPECT_EQ(std::string(bytes, 3), "abc");
+}
+
+// What was given to it is done when it is gone, whoever asked for the results.
+TEST_P(Queues, ItsEndWaits) {
+  const TempFolder folder;
+  const std::string text(100'000, 'x');
+  const File out = File::create(folder / "a");
+  {
+    const auto queue = make_queue(2, GetParam());
+    for (int i = 0; i < 40; ++i)
+      queue->write(out, text.data(), static_cast<int64_t>(text.size()), i * static_cast<int64_t>(text.size()));
+  }
+  EXPECT_EQ(out.size(), 4'000'000);
+  EXPECT_EQ(read_text(folder / "a", 4'000'000), std::string(4'000'000, 'x'));
+}
+
+TEST(QueueKinds, TheEnvironmentChooses) {
+  const bool works = test_uring().empty();
+  const QueueKind best = works ? QueueKind::Uring : QueueKind::Threads;
+  EXPECT_EQ(chosen_queue(), best);
+  const auto chosen = [](const char* word) {
+    const Word set(word);
+    return chosen_queue();
+  };
+  EXPECT_EQ(chosen("auto"), best);
+  EXPECT_EQ(chosen("threads"), QueueKind::Threads);
+  if (works) {
+    EXPECT_EQ(chosen("uring"), QueueKind::Uring);
+  } else {
+    EXPECT_THROW(chosen("uring"), c10::ValueError);
+  }
+  EXPECT_THROW(chosen("libaio"), c10::ValueError);
+}
+
+}  // namespace tessera::io

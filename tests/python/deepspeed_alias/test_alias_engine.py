@@ -1,0 +1,265 @@
+"""deepspeed.initialize, its engine and its optimizers, as old callers expect them."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from support import batch, config, make
+from torch import nn
+
+
+def start(stage: int = 0, **more: Any) -> Any:
+    keywords = more.pop("keywords", {})
+    return deepspeed.initialize(model=make(), config=config(stage, **more), **keywords)
+
+
+def train(engine: Any, steps: int = 2) -> list[float]:
+    losses = []
+    for k in range(steps):
+        loss = engine(*batch(k))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_returns_an_engine_of_exactly_this_type() -> None:
+    engine, optimizer, loader, schedule = start(2)
+    assert type(engine) is deepspeed.DeepSpeedEngine
+    assert optimizer is engine.optimizer and loader is None and schedule is None
+    assert torch.distributed.is_initialized()
+    assert {name.partition(".")[0] for name, _ in engine.named_parameters()} == {"module"}
+    assert len(train(engine)) == 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_config_is_the_users_own_dict(stage: int) -> None:
+    given = {**config(stage, steps_per_print=float("inf")), "bf16": {"enabled": False}}
+    engine, *_ = deepspeed.initialize(model=make(), config=given)
+    assert engine.config == given and isinstance(engine.config, dict)
+    assert engine.config["zero_optimization"]["stage"] == stage
+    assert engine.config.get("zero_optimization", {}).get("stage") == stage
+    assert engine.config.get("not there") is None and engine.config.get("not there", 7) == 7
+    assert engine.config.get("bf16") == {"enabled": False}
+    assert engine.zero_optimization_stage() == stage and engine.steps_per_print() is None
+    assert engine._config.zero_config.stage == stage
+    assert engine._config.train_micro_batch_size_per_gpu == 4
+    train(engine)
+
+
+def test_names_fall_through_to_the_module() -> None:
+    class Model(nn.Linear):
+        id = 11
+
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+            self.settings = {"a": 1}
+
+        def generate(self) -> str:
+            return "generated"
+
+    engine, *_ = deepspeed.initialize(model=Model(), config=config())
+    assert (engine.id, engine.settings, engine.generate()) == (11, {"a": 1}, "generated")
+    assert engine.in_features == 5
+    with pytest.raises(AttributeError, match="nothing_such"):
+        engine.nothing_such  # noqa: B018
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_sync(stage: int) -> None:
+    engine, *_ = start(stage)
+    if stage >= 2:
+        with pytest.raises(AssertionError, match="no_sync context manager is incompatible"), engine.no_sync():
+            pass
+        return
+    with engine.no_sync():
+        engine.backward(engine(*batch(0)))
+        with pytest.raises(AssertionError, match="no_sync context manager reentry is unsupported"), engine.no_sync():
+            pass
+        with pytest.raises(AssertionError, match="illegal to call Engine.step"):
+            engine.step()
+    with engine.no_sync():  # the refusals left nothing behind
+        pass
+
+
+def test_errors_of_arguments_are_assertions() -> None:
+    with pytest.raises(AssertionError, match="model is required"):
+        deepspeed.initialize(config=config())
+    args = argparse.Namespace(deepspeed_config="a.json")
+    with pytest.raises(AssertionError, match="both config"):
+        deepspeed.initialize(args=args, model=make(), config=config())
+    with pytest.raises(AssertionError, match="no configuration"):
+        deepspeed.initialize(model=make())
+    with pytest.raises(AssertionError, match="requires an optimizer"):
+        deepspeed.initialize(model=make(), config={"train_batch_size": 4, "zero_optimization": {"stage": 1}})
+    with pytest.raises(AssertionError, match="scalar tensor"):
+        start()[0].backward(torch.ones(3))
+
+
+def test_forms_of_arguments(tmp_path: Path) -> None:
+    engine, *_ = deepspeed.initialize(args={"local_rank": 0}, model=make(), config_params=config(), mpu=None)
+    train(engine)
+    without = {key: value for key, value in config(3).items() if key != "optimizer"}
+    engine, optimizer, *_ = deepspeed.initialize(
+        args=argparse.Namespace(device_rank=0), model=make(), config=without, model_parameters=[], optimizer=None
+    )
+    assert optimizer is None
+    engine.eval()
+    assert engine(*batch(0)).requires_grad
+    model = make()
+    engine, optimizer, *_, schedule = deepspeed.initialize(
+        model=model,
+        config=without,
+        model_parameters=filter(lambda p: p.requires_grad, model.parameters()),
+        optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.1),
+        lr_scheduler=lambda base: torch.optim.lr_scheduler.LambdaLR(base, lambda step: 1 / (1 + step)),
+    )
+    train(engine, 1)
+    assert schedule.get_last_lr() == [0.05]
+
+
+CLASSES = [
+    (1, {}, "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"),
+    (2, {"bf16": {"enabled": True}}, "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"),
+    (3, {}, "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"),
+    (0, {"bf16": {"enabled": True}}, "deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"),
+    (0, {"fp16": {"enabled": True}}, "deepspeed.runtime.fp16.fused_optimizer", "FP16_Optimizer"),
+]
+
+
+@pytest.mark.parametrize(("stage", "more", "module", "name"), CLASSES)
+def test_class_of_the_optimizer_says_the_stage(stage: int, more: Any, module: str, name: str) -> None:
+    import importlib
+
+    engine, optimizer, *_ = start(stage, **more)
+    assert type(optimizer) is getattr(importlib.import_module(module), name)
+    assert isinstance(optimizer, deepspeed.runtime.base_optimizer.DeepSpeedOptimizer)
+    assert isinstance(optimizer.optimizer, torch.optim.SGD)
+    assert optimizer.overflow is False and optimizer.loss_scale >= 1
+    flat = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_partitioned_groups_flat"}
+    parts = getattr(optimizer, flat.get(stage, "fp32_groups_flat"))
+    assert all(part.dtype is torch.float32 for part in parts)
+    assert sum(part.numel() for part in parts) == sum(p.numel() for p in engine.module.parameters())
+    engine.backward(engine(*batch(0)))
+    optimizer.step()  # a complete step
+    assert engine.global_steps == 1
+
+
+def test_stage_0_in_fp32_gives_the_clients_own_optimizer() -> None:
+    model = make()
+    client = torch.optim.Adam(model.parameters())
+    assert deepspeed.initialize(model=model, optimizer=client, config=config())[1] is client
+
+
+OPTIMIZERS = {
+    "adam.FusedAdam": {"adam_w_mode": False, "set_grad_none": True},
+    "adam.DeepSpeedCPUAdam": {"adamw_mode": True, "fp32_optimizer_states": True},
+    "adagrad.DeepSpeedCPUAdagrad": {},
+    "lion.FusedLion": {},
+    "lion.DeepSpeedCPULion": {},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_optimizers_by_their_old_names_run_natively(name: str, stage: int) -> None:
+    import importlib
+
+    module, _, cls = name.partition(".")
+    found = getattr(importlib.import_module(f"deepspeed.ops.{module}"), cls)
+    model = make()
+    client = found(model.parameters(), lr=1e-2, **OPTIMIZERS[name])
+    engine, *_ = deepspeed.initialize(model=model, optimizer=client, config=config(stage))
+    assert type(engine._runner).__name__ == "NativeRunner"
+    first, *_, last = train(engine, 4)
+    assert engine.global_steps == 4 and first != last
+
+
+def test_members_that_programs_read() -> None:
+    engine, optimizer, *_ = start(3, accumulation=2)
+    assert engine._is_gradient_accumulation_boundary is engine.is_gradient_accumulation_boundary() is False
+    engine.set_gradient_accumulation_boundary(is_boundary=True)
+    assert engine._is_gradient_accumulation_boundary
+    train(engine, 1)
+    assert engine.global_steps == 1 and engine._global_grad_norm > 0
+    engine._backward_epilogue()
+    engine.empty_partition_cache()
+    state = engine._zero3_consolidated_16bit_state_dict()
+    assert state is not None and state.keys() == engine.module.state_dict().keys()
+    assert engine._get_zero_param_shapes()[0]["gain"] == (1,)
+    assert optimizer.leaf_parameters == {} and optimizer.parameter_offload.module is engine.module
+    engine.lr_scheduler = None
+    assert engine.amp_enabled() is engine.pld_enabled() is False
+    assert "DeepSpeedEngine" in type(engine).__name__ and engine.device.type == "cpu"
+
+
+def test_throughput_is_counted() -> None:
+    engine, *_ = start()
+    train(engine, 4)
+    assert engine.tput_timer.global_step_count == 4 and engine.tput_timer.avg_samples_per_sec() > 0
+
+
+def test_save_16bit_model_without_the_key_saves_nothing(tmp_path: Path) -> None:
+    engine, *_ = start(3)
+    assert engine.save_16bit_model(str(tmp_path)) is False and not list(tmp_path.iterdir())
+    engine, *_ = start(2)
+    assert engine.save_fp16_model(str(tmp_path), "weights.bin") is True
+    assert torch.load(tmp_path / "weights.bin").keys() == engine.module.state_dict().keys()
+
+
+def test_checkpoints_and_fp32_weights(tmp_path: Path) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    engine, *_ = start(2)
+    train(engine)
+    engine.save_checkpoint(tmp_path, client_state={"any": Path("object")})
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    again, *_ = start(2)
+    path, client = again.load_checkpoint(str(tmp_path))
+    assert path is not None and client == {"any": Path("object")}
+    assert train(again) == train(engine)
+    fp32 = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    assert fp32.keys() == engine.module.state_dict().keys()
+    with pytest.raises(ValueError, match="latest"):
+        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "global_step2"))
+    with pytest.raises(FileNotFoundError):
+        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "nowhere"))
+
+
+def test_destroy_twice_and_another_engine_on_the_same_module() -> None:
+    model = make()
+    for stage in (3, 1, 2):
+        engine, *_ = deepspeed.initialize(model=model, config=config(stage))
+        train(engine)
+        engine.destroy()
+        engine.destroy()
+    assert type(next(model.parameters())) is nn.Parameter
+    del engine
+    gc.collect()
+
+
+def test_groups_are_those_of_the_engine_built_last() -> None:
+    from deepspeed.utils import groups
+
+    engine, *_ = start(1)
+    assert groups._get_data_parallel_world_size() == 1 and groups._get_sequence_parallel_rank() == 0
+    assert engine.data_parallel_group is torch.distributed.group.WORLD
+    engine.destroy()
+    assert groups._get_data_parallel_rank() == 0
+
+
+def test_nothing_leaks_into_tessera() -> None:
+    import tessera
+
+    assert not hasattr(tessera.Engine, "_backward_epilogue")
+    engine = tessera.Engine(make(), config(3))
+    assert not any(hasattr(p, "ds_id") for p in engine.parameters())
+    assert isinstance(engine.config, tessera.Config)
+    with pytest.raises(AttributeError):
+        engine.embed  # noqa: B018

@@ -1,0 +1,170 @@
+"""Attention over a sequence that ranks share is attention over the sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import run_ranks
+from tessera.sequence import DistributedAttention, seq_all_to_all
+from tessera.sequence._heads import shard_sizes
+from torch import nn
+from torch.nn import functional as F
+
+import tessera
+
+BATCH, LENGTH, WIDTH = 2, 12, 4
+
+
+class Local(nn.Module):
+    """Causal, with as many key/value heads as there are."""
+
+    def __init__(self, sequence: int, flat: bool = False) -> None:
+        super().__init__()
+        self.sequence, self.flat = sequence, flat
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool = True) -> Any:
+        assert q.size(self.sequence) == LENGTH
+        order = (0, 2, 1, 3) if self.sequence == 1 else (1, 2, 0, 3)
+        q, k, v = (t.permute(*order) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.size(1) != k.size(1))
+        back = (0, 2, 1, 3) if self.sequence == 1 else (2, 0, 1, 3)
+        out = out.permute(*back)
+        return out.flatten(2) if self.flat else out
+
+
+def inputs(heads: tuple[int, int], batch_dim: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum(heads))
+    order = (BATCH, LENGTH) if batch_dim == 0 else (LENGTH, BATCH)
+    return [torch.randn(*order, h, WIDTH, generator=generator) for h in (heads[0], heads[1], heads[1])]
+
+
+def part(x: torch.Tensor, rank: int, world: int, batch_dim: int) -> torch.Tensor:
+    return x.chunk(world, 1 - batch_dim)[rank]
+
+
+CASES = [((8, 8), 2), ((8, 8), 4), ((6, 6), 4), ((8, 2), 4), ((12, 6), 4), ((8, 2), 3), ((4, 1), 3)]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("batch_dim", [0, 1])
+@pytest.mark.parametrize(("heads", "world"), CASES)
+def test_equals_attention_on_the_full_sequence(heads: tuple[int, int], world: int, batch_dim: int, flat: bool) -> None:
+    full = [t.requires_grad_() for t in inputs(heads, batch_dim)]
+    local = Local(1 - batch_dim, flat)
+    expected = local(*full, 0.3, causal=True)
+    incoming = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    expected.backward(incoming)
+
+    def body(rank: int, group: tessera.Group) -> None:
+        mine = [part(t.detach(), rank, world, batch_dim).clone().requires_grad_() for t in full]
+        attention = DistributedAttention(local, group, 2, 0)
+        group.reset_stats()
+        out = attention(*mine, batch_dim, None, 0.3, causal=True)
+        out.backward(part(incoming, rank, world, batch_dim))
+        assert group.stats().all_to_all.calls == 4  # two each way
+        torch.testing.assert_close(out, part(expected.detach(), rank, world, batch_dim))
+        for got, whole in zip(mine, full, strict=True):
+            assert whole.grad is not None
+            torch.testing.assert_close(got.grad, part(whole.grad, rank, world, batch_dim))
+
+    run_ranks(world, body)
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1])
+def test_rotation_inside(batch_dim: int) -> None:
+    angle = torch.arange(LENGTH)[:, None, None, None] * torch.tensor([0.1, 0.7])
+    cos, sin = (torch.cat([t, t], -1)[..., :2] for t in (angle.cos(), angle.sin()))
+    rotary = (cos, sin)
+    full = inputs((4, 2), batch_dim)
+
+    def body(rank: int, group: tessera.Group) -> torch.Tensor:
+        attention = DistributedAttention(Local(1 - batch_dim), group, gather_idx=1)
+        return attention(*(part(t, rank, 2, batch_dim) for t in full), batch_dim, rotary, 0.5)
+
+    alone = DistributedAttention(Local(1 - batch_dim), tessera.single_group())
+    got = torch.cat(run_ranks(2, body), 1 - batch_dim)
+    torch.testing.assert_close(got, alone(*full, batch_dim, rotary, 0.5))
+    assert not torch.allclose(got, alone(*full, batch_dim, None, 0.5))
+    # A rotation of the first half of the width by hand.
+    c, s = (t if batch_dim == 1 else t.transpose(0, 1) for t in rotary)
+    q, k = (
+        torch.cat(
+            [t[..., :1] * c[..., :1] - t[..., 1:2] * s[..., :1], t[..., 1:2] * c[..., 1:] + t[..., :1] * s[..., 1:]], -1
+        )
+        for t in full[:2]
+    )
+    q, k = (torch.cat([turned, t[..., 2:]], -1) for turned, t in zip((q, k), full[:2], strict=True))
+    torch.testing.assert_close(got, alone(q, k, full[2], batch_dim, None, 0.5))
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("batch_dim", [0, 1])
+@pytest.mark.parametrize(("heads", "world"), [(8, 4), (6, 4), (5, 2), (4, 3)])
+def test_a_round_trip_is_the_identity(heads: int, world: int, batch_dim: int, known: bool) -> None:
+    full = inputs((heads, 1), batch_dim)[0]
+    sequence = 1 - batch_dim
+
+    def body(rank: int, group: tessera.Group) -> None:
+        mine = part(full, rank, world, batch_dim)
+        inside = seq_all_to_all(group, mine, 2, sequence, batch_dim)
+        assert torch.equal(inside, full.split(shard_sizes(heads, world), 2)[rank])
+        back = seq_all_to_all(group, inside, sequence, 2, batch_dim, heads=heads if known else None)
+        assert torch.equal(back, mine)
+
+    run_ranks(world, body)
+
+
+def test_a_copy_has_the_same_ranks() -> None:
+    import copy
+
+    group = tessera.thread_groups(2)[0]
+    attention = DistributedAttention(Local(1), group)
+    copied = copy.deepcopy(attention)
+    assert copied.group is group and copied.local_attn is not attention.local_attn
+
+
+def wrong(case: str, group: tessera.Group) -> None:
+    x = torch.ones(1, 6, 3, 2)
+    if case == "heads":
+        DistributedAttention(Local(1), group)(x, x, x, 0)
+    elif case == "indices":
+        DistributedAttention(Local(1), group, 1, 0)
+    elif case == "batch":
+        DistributedAttention(Local(1), group)(x, x, x, 2)
+    elif case == "sizes":
+        DistributedAttention(Local(1), group)(x, x[:, :4], x, 0)
+    elif case == "length":
+        seq_all_to_all(group, x, 1, 2, 0)
+    elif case == "round":
+        seq_all_to_all(group, x, 1, 0, 0)
+    elif case == "few":
+        seq_all_to_all(group, x, 2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("heads", "3 query heads cannot be dealt out to 4 sequence-parallel ranks"),
+        ("indices", r"scatter_idx must be 2 \(heads\).*got 1 and 0"),
+        ("batch", "batch_dim_idx must be 0 or 1, got 2"),
+        ("sizes", r"key has the sizes \[1, 4, 3, 2\], query \[1, 6, 3, 2\]"),
+        ("length", "a sequence of 6 tokens is not divisible by the 4 ranks of sequence_parallel_size"),
+        ("round", "one of scatter_idx 1 and gather_idx 0 must be 2"),
+        ("few", "3 heads cannot be dealt out to 4"),
+    ],
+)
+def test_wrong_use(case: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        wrong(case, tessera.thread_groups(4)[0])
+
+
+def test_an_output_with_other_heads() -> None:
+    x = torch.ones(1, 4, 4, 2)
+
+    def body(rank: int, group: tessera.Group) -> None:
+        with pytest.raises(ValueError, match="was given 2 heads, its output has 1"):
+            DistributedAttention(lambda q, k, v: q[:, :, :1], group)(x, x, x, 0)
+
+    run_ranks(2, body)

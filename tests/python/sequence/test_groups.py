@@ -1,0 +1,104 @@
+"""Sequence-parallel groups of processes, from the loader to the weights, as a user's program has them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import assert_close, config, free_port, full_grads, run_processes
+from tessera.sequence import (
+    SequenceParallelGroups,
+    UlyssesSPAttentionHF,
+    UlyssesSPDataLoaderAdapter,
+    initialize_sequence_parallel,
+    mean_over_sequence,
+)
+from text import BATCH, llama, plain_loss, text_batch
+
+import tessera
+
+WORLD, SP = 4, 2
+PACKED = (9, 23)
+
+
+def batches(rank: int) -> list[dict[str, torch.Tensor]]:
+    """Every rank's own; those of the second have half of the length."""
+    whole = [text_batch(2 * rank + number, PACKED) for number in range(2)]
+    return [{k: v[:, :16].contiguous() for k, v in b.items()} for b in whole] if rank == 1 else whole
+
+
+def worker(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    groups = UlyssesSPAttentionHF.register_with_transformers(
+        folder, "sdpa", SP, BATCH
+    )  # by name: for models made later
+    assert isinstance(groups, SequenceParallelGroups)
+    assert (groups.get_sequence_parallel_rank(), groups.get_data_parallel_rank()) == (rank % SP, rank // SP)
+    assert groups.get_sequence_data_parallel_world_size() == WORLD == 2 * groups.get_data_parallel_world_size()
+    assert groups.get_sequence_data_parallel_rank() == rank
+    model = llama()
+    cfg = config(2, train_micro_batch_size_per_gpu=BATCH)
+    engine = tessera.initialize(model=model, config=cfg, mpu=groups)[0]
+    assert (engine.dp_world_size, engine.sp_world_size) == (2, SP)
+    assert engine.communication_data_type == torch.float32
+    group = groups.get_sequence_parallel_group()
+    adapter = UlyssesSPDataLoaderAdapter(batches(rank), groups.get_sequence_parallel_rank(), group, SP, "cpu")
+    assert len(adapter) == 4
+    results: list[Any] = []
+    for batch in adapter:
+        labels = batch.pop("shift_labels")
+        logits = engine(**batch).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = mean_over_sequence(loss, labels, group)
+        loss.backward()
+        results.append((loss.item(), full_grads(engine)))
+        engine.zero_grad()
+    assert len(results) == 4
+    # A rank whose batch is wrong stops all of its sequence, and a next epoch begins after the end of the shortest.
+    wrong = {k: v for k, v in text_batch(0).items() if k != "position_ids" or rank % SP == 0}
+    with pytest.raises(ValueError, match="the batch has no position_ids"):
+        next(UlyssesSPDataLoaderAdapter([wrong], rank % SP, group, SP, "cpu"))
+    uneven = UlyssesSPDataLoaderAdapter(batches(rank)[: 1 + rank % SP], rank % SP, group, SP, "cpu")
+    assert [len(list(uneven)) for _ in range(2)] == [2, 2]
+    engine.destroy()
+    with pytest.raises(ValueError, match="sequence_parallel_size must be 1 at least, got 0"):
+        initialize_sequence_parallel(0)
+    with pytest.raises(ValueError, match=r"sequence_parallel_size 3 x .* does not divide the 4 ranks"):
+        initialize_sequence_parallel(3)
+    torch.save(results, os.path.join(folder, f"{rank}.pt"))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_program_of_four_processes(tmp_path: Path) -> None:
+    llama().config.save_pretrained(tmp_path)
+    run_processes(WORLD, worker, free_port(), str(tmp_path))
+    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+    for micro in range(4):  # of each sequence's first rank, then of its second; then their next
+        owners = [row * SP + micro % SP for row in range(WORLD // SP)]
+        model = llama()
+        losses = [plain_loss(model, batches(owner)[micro // SP]) for owner in owners]
+        (sum(losses) / len(losses)).backward()
+        expected = {name: p.grad for name, p in model.named_parameters()}
+        for rank in range(WORLD):
+            loss, found = results[rank][micro]
+            assert loss == pytest.approx(losses[rank // SP].item(), rel=1e-4)
+            assert_close(found, expected)
+
+
+def test_groups_that_do_not_fit() -> None:
+    two, three = (tessera.thread_groups(size)[0] for size in (2, 3))
+    with pytest.raises(ValueError, match="2 sequence-parallel x 2 data-parallel ranks are not the 3 ranks of both"):
+        SequenceParallelGroups(two, two, three)
+
+
+def test_without_processes() -> None:
+    """A lone process is a world of one; the default group that the call makes is ended again."""
+    groups = initialize_sequence_parallel(1)
+    try:
+        assert groups.get_sequence_parallel_world_size() == groups.get_data_parallel_world_size() == 1
+    finally:
+        torch.distributed.destroy_process_group()
