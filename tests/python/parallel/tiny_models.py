@@ -78,6 +78,7 @@ def of(name: str, options: dict[str, Any], **more: Any) -> Callable[[], nn.Modul
         torch.manual_seed(0)
         config = getattr(tf, f"{name}Config")(**{**options, **more})
         head = "ForConditionalGeneration" if name in ("T5", "Whisper", "Qwen2_5_VL") else "ForCausalLM"
+        head = "LMHeadModel" if name == "GPT2" else head
         model: nn.Module = getattr(tf, name + head)(config)
         for param in model.parameters():  # biases and norms too
             param.data += 0.02 * torch.randn_like(param)
