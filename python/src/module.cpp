@@ -42,4 +42,5 @@ PYBIND11_MODULE(_core, m) {
   bind_engine(m);
   bind_checkpoint(m);
   bind_unit_policy(m);
+  bind_parallel(m);
 }

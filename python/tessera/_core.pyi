@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tessera._core_parallel import *  # noqa: F403  (python/src/parallel.cpp)
+
 torch_version: str
 version: str
 

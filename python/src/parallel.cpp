@@ -1,0 +1,319 @@
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "tessera/parallel/attention.h"
+#include "tessera/parallel/cost.h"
+#include "tessera/parallel/functions.h"
+#include "tessera/parallel/layers.h"
+#include "tessera/parallel/plan.h"
+#include "tessera/parallel/sizes.h"
+#include "tessera/parallel/vocabulary.h"
+
+namespace tessera::python {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using Pair = std::pair<int64_t, int64_t>;
+
+namespace {
+
+std::vector<Pair> pairs(const parallel::Ranges& ranges) {
+  std::vector<Pair> result;
+  for (const shard::Range& range : ranges)
+    result.emplace_back(range.begin, range.end);
+  return result;
+}
+
+// A partition rule's "shape": a list of numbers, one of which may be a list itself.
+parallel::PackedShape packed_shape(const py::sequence& shape, int dim, const std::string& where) {
+  const auto number = [&](const py::handle& item) {
+    TORCH_CHECK_VALUE(py::isinstance<py::int_>(item) && !py::isinstance<py::bool_>(item), "[parallel] ", where,
+                      ": shape holds ", std::string(py::str(item)), ", which is no whole number");
+    return item.cast<int64_t>();
+  };
+  parallel::PackedShape result;
+  result.dim = dim;
+  for (const py::handle entry : shape) {
+    parallel::Sizes sizes;
+    const bool nested = py::isinstance<py::list>(entry) || py::isinstance<py::tuple>(entry);
+    if (nested) {
+      const auto at = static_cast<int>(result.entries.size());
+      TORCH_CHECK_VALUE(result.nested < 0, "[parallel] ", where, ": entries ", result.nested, " and ", at,
+                        " of a shape are lists; a nested tuple only allowed at partition_dim (", dim, ")");
+      result.nested = at;
+      for (const py::handle item : entry)
+        sizes.push_back(number(item));
+    } else {
+      sizes.push_back(number(entry));
+    }
+    result.entries.push_back(std::move(sizes));
+  }
+  parallel::check_shape(result, where);
+  return result;
+}
+
+void bind_sizes(py::module_& m) {
+  using namespace parallel;
+  m.def(
+      "part_sizes",
+      [](int64_t total, int parts, int64_t heads, int64_t grain) { return part_sizes(total, parts, {heads, grain}); },
+      py::arg("total"), py::arg("parts"), py::arg("heads") = 0, py::arg("grain") = 1);
+  m.def(
+      "heads_for",
+      [](const std::string& name, int64_t total, int64_t kv_heads) { return rule_for(name, total, kv_heads).heads; },
+      py::arg("name"), py::arg("total"), py::arg("kv_heads"));
+  py::class_<PackedShape>(m, "PackedShape")
+      .def(py::init(&packed_shape), py::arg("shape"), py::arg("partition_dim"), py::arg("where"));
+  py::class_<SubParams>(m, "SubParams")
+      .def_readonly("dim", &SubParams::dim)
+      .def_readonly("sizes", &SubParams::sizes)
+      .def_readonly("unit", &SubParams::unit)
+      .def_readonly("view", &SubParams::view);
+  m.def("resolve_shape", &resolve, py::arg("shape"), py::arg("weight_sizes"), py::arg("where"));
+  m.def(
+      "packed_ranges",
+      [](const Sizes& sub_sizes, int parts, const std::vector<Pair>& rules) {
+        std::vector<SizeRule> size_rules;
+        for (const auto& [heads, grain] : rules)
+          size_rules.push_back({heads, grain});
+        std::vector<std::vector<Pair>> result;
+        for (const Ranges& ranges : packed_ranges(sub_sizes, parts, size_rules))
+          result.push_back(pairs(ranges));
+        return result;
+      },
+      py::arg("sub_sizes"), py::arg("parts"), py::arg("rules") = std::vector<Pair>{{0, 1}});
+}
+
+using Along = at::Tensor (*)(const at::Tensor&, const comm::GroupPtr&, int64_t, const parallel::Sizes&, comm::Label);
+using Whole = at::Tensor (*)(const at::Tensor&, const comm::GroupPtr&, comm::Label);
+
+void bind_functions(py::module_& m) {
+  using namespace parallel;
+  for (const auto& [name, function] : {std::pair<const char*, Whole>("copy_to_ranks", &copy_to_ranks),
+                                       std::pair<const char*, Whole>("reduce_from_ranks", &reduce_from_ranks)})
+    m.def(
+        name,
+        [function = function](const at::Tensor& x, const comm::GroupPtr& group, const std::string& label) {
+          return function(x, group, label);
+        },
+        py::arg("x"), py::arg("group"), py::arg("label") = "", NoGil());
+  for (const auto& [name, function] : {std::pair<const char*, Along>("gather_from_ranks", &gather_from_ranks),
+                                       std::pair<const char*, Along>("split_to_ranks", &split_to_ranks),
+                                       std::pair<const char*, Along>("gather_for_use", &gather_for_use),
+                                       std::pair<const char*, Along>("scatter_sum", &scatter_sum)})
+    m.def(
+        name,
+        [function = function](const at::Tensor& x, const comm::GroupPtr& group, int64_t dim, const Sizes& sizes,
+                              const std::string& label) { return function(x, group, dim, sizes, label); },
+        py::arg("x"), py::arg("group"), py::arg("dim"), py::arg("sizes") = Sizes(), py::arg("label") = "", NoGil());
+  m.def(
+      "exchange",
+      [](const std::vector<at::Tensor>& tensors, const comm::GroupPtr& group, int64_t scatter_dim, int64_t gather_dim,
+         const std::vector<Sizes>& scatter_sizes, const Sizes& gather_sizes, const std::string& label) {
+        return exchange(tensors, group, scatter_dim, gather_dim, scatter_sizes, gather_sizes, label);
+      },
+      py::arg("tensors"), py::arg("group"), py::arg("scatter_dim"), py::arg("gather_dim"),
+      py::arg("scatter_sizes") = std::vector<Sizes>(), py::arg("gather_sizes") = Sizes(), py::arg("label") = "",
+      NoGil());
+}
+
+void bind_layers(py::module_& m) {
+  using namespace parallel;
+  py::class_<Entrance, std::shared_ptr<Entrance>>(m, "Entrance").def(py::init<int>(), py::arg("uses"));
+  py::class_<Region>(m, "Region")
+      .def(py::init([](const comm::GroupPtr& group, int64_t sequence_dim, const Sizes& sequence_sizes, bool overlap,
+                       const std::string& label, bool keep_gathered, const std::shared_ptr<Entrance>& entrance) {
+             return Region{group, sequence_dim, sequence_sizes, overlap, label, keep_gathered, entrance};
+           }),
+           py::arg("group"), py::arg("sequence_dim") = -1, py::arg("sequence_sizes") = Sizes(),
+           py::arg("overlap") = true, py::arg("label") = "", py::arg("keep_gathered") = false,
+           py::arg("entrance") = nullptr)
+      .def_readonly("group", &Region::group)
+      .def_readwrite("sequence_dim", &Region::sequence_dim)
+      .def_readwrite("sequence_sizes", &Region::sequence_sizes)
+      .def_readwrite("overlap", &Region::overlap)
+      .def_readwrite("label", &Region::label)
+      .def_readwrite("keep_gathered", &Region::keep_gathered)
+      .def_readwrite("entrance", &Region::entrance);
+  m.def("column_linear", &column_linear, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("region"), NoGil());
+  m.def("row_linear", &row_linear, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("region"), NoGil());
+  m.def("vocab_embedding", &vocab_embedding, py::arg("indices"), py::arg("weight"), py::arg("begin"),
+        py::arg("vocabulary"), py::arg("padding_idx"), py::arg("region"), NoGil());
+  m.def("vocab_cross_entropy", &vocab_cross_entropy, py::arg("logits"), py::arg("target"), py::arg("begin"),
+        py::arg("vocabulary"), py::arg("group"), py::arg("ignore_index") = -100, py::arg("give_away") = false, NoGil());
+  m.def("sequence_cross_entropy", &sequence_cross_entropy, py::arg("logits"), py::arg("target"), py::arg("group"),
+        py::arg("ignore_index") = -100, py::arg("sizes") = Sizes(), NoGil());
+}
+
+void bind_attention(py::module_& m) {
+  using namespace parallel;
+  py::class_<SequenceCut>(m, "SequenceCut")
+      .def(py::init([](const comm::GroupPtr& group, int64_t sequence_dim, const Sizes& lengths) {
+             return SequenceCut{group, sequence_dim, lengths};
+           }),
+           py::arg("group"), py::arg("sequence_dim") = 0, py::arg("lengths") = Sizes());
+  py::class_<Heads>(m, "Heads")
+      .def_readonly("queries", &Heads::queries)
+      .def_readonly("keys", &Heads::keys)
+      .def_readonly("repeat", &Heads::repeat);
+  m.def("deal_heads", &deal_heads, py::arg("queries"), py::arg("keys"), py::arg("ranks"));
+  m.def(
+      "to_heads",
+      [](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const SequenceCut& cut) {
+        Dealt dealt = to_heads(query, key, value, cut);
+        return std::tuple(dealt.query, dealt.key, dealt.value, dealt.heads);
+      },
+      py::arg("query"), py::arg("key"), py::arg("value"), py::arg("cut"), NoGil());
+  m.def("to_sequence", &to_sequence, py::arg("result"), py::arg("heads"), py::arg("cut"), NoGil());
+}
+
+void bind_cost(py::module_& m) {
+  using namespace parallel;
+  py::class_<BlockStack>(m, "BlockStack")
+      .def(py::init<>())
+      .def_readwrite("layers", &BlockStack::layers)
+      .def_readwrite("hidden", &BlockStack::hidden)
+      .def_readwrite("heads", &BlockStack::heads)
+      .def_readwrite("kv_heads", &BlockStack::kv_heads)
+      .def_readwrite("head_dim", &BlockStack::head_dim)
+      .def_readwrite("inner", &BlockStack::inner)
+      .def_readwrite("vocabulary", &BlockStack::vocabulary)
+      .def_readwrite("gated", &BlockStack::gated)
+      .def_readwrite("bias", &BlockStack::bias);
+  py::class_<Training>(m, "Training")
+      .def(py::init<>())
+      .def_readwrite("ranks", &Training::ranks)
+      .def_readwrite("stage", &Training::stage)
+      .def_readwrite("batch", &Training::batch)
+      .def_readwrite("length", &Training::length)
+      .def_readwrite("micro_batches", &Training::micro_batches)
+      .def_readwrite("activation_bytes", &Training::activation_bytes)
+      .def_readwrite("parameter_bytes", &Training::parameter_bytes)
+      .def_readwrite("gradient_bytes", &Training::gradient_bytes)
+      .def_readwrite("sequence_regions", &Training::sequence_regions)
+      .def_readwrite("keep_gathered", &Training::keep_gathered)
+      .def_readwrite("shared_inputs", &Training::shared_inputs)
+      .def_readwrite("vocab_parallel", &Training::vocab_parallel)
+      .def_readwrite("recompute", &Training::recompute);
+  py::class_<Traffic>(m, "Traffic").def_readonly("calls", &Traffic::calls).def_readonly("bytes", &Traffic::bytes);
+  py::class_<Cost>(m, "Cost")
+      .def_readonly("axes", &Cost::axes)
+      .def_readonly("parameters", &Cost::parameters)
+      .def("bytes", &Cost::bytes, py::arg("axis"))
+      .def("text", &Cost::text);
+  m.def("parallel_cost", &cost, py::arg("model"), py::arg("training"));
+}
+
+void bind_plan_input(py::module_& m) {
+  using namespace parallel;
+  py::enum_<Module::Kind>(m, "ModuleKind")
+      .value("Other", Module::Kind::Other)
+      .value("Linear", Module::Kind::Linear)
+      .value("Conv1D", Module::Kind::Conv1D)
+      .value("Embedding", Module::Kind::Embedding)
+      .value("Norm", Module::Kind::Norm)
+      .value("Experts", Module::Kind::Experts)
+      .value("List", Module::Kind::List);
+  py::enum_<Partition>(m, "Partition")
+      .value("Column", Partition::Column)
+      .value("Row", Partition::Row)
+      .value("Skip", Partition::Skip);
+  py::class_<Module>(m, "PlanModule")
+      .def(py::init([](std::string path, std::string class_name, Module::Kind kind, Sizes weight_sizes, int64_t bias,
+                       int64_t weight_identity, std::string param, std::map<std::string, int64_t> attributes) {
+             return Module{
+                 std::move(path),  std::move(class_name), kind, std::move(weight_sizes), bias, weight_identity,
+                 std::move(param), std::move(attributes)};
+           }),
+           py::arg("path"), py::arg("class_name"), py::arg("kind"), py::arg("weight_sizes") = Sizes(),
+           py::arg("bias") = 0, py::arg("weight_identity") = 0, py::arg("param") = "weight",
+           py::arg("attributes") = std::map<std::string, int64_t>());
+  py::class_<ModelFacts>(m, "ModelFacts")
+      .def(py::init<>())
+      .def_readwrite("model_type", &ModelFacts::model_type)
+      .def_readwrite("heads", &ModelFacts::heads)
+      .def_readwrite("kv_heads", &ModelFacts::kv_heads)
+      .def_readwrite("head_dim", &ModelFacts::head_dim)
+      .def_readwrite("hidden", &ModelFacts::hidden)
+      .def_readwrite("vocabulary", &ModelFacts::vocabulary)
+      .def_readwrite("parts", &ModelFacts::parts);
+  py::class_<parallel::Rule>(m, "PartitionRule")
+      .def(py::init<>())
+      .def_readwrite("matches", &parallel::Rule::matches)
+      .def_readwrite("pattern", &parallel::Rule::pattern)
+      .def_readwrite("source", &parallel::Rule::source)
+      .def_readwrite("partition", &parallel::Rule::partition)
+      .def_readwrite("shape", &parallel::Rule::shape)
+      .def_readwrite("model_types", &parallel::Rule::model_types)
+      .def_readwrite("gather_output", &parallel::Rule::gather_output)
+      .def_readwrite("sum_gradient", &parallel::Rule::sum_gradient);
+  py::class_<PlanOptions>(m, "PlanOptions")
+      .def(py::init<>())
+      .def_readwrite("size", &PlanOptions::size)
+      .def_readwrite("rules", &PlanOptions::rules)
+      .def_readwrite("strict", &PlanOptions::strict)
+      .def_readwrite("grain", &PlanOptions::grain)
+      .def_readwrite("embedding_dim", &PlanOptions::embedding_dim)
+      .def_readwrite("head_names", &PlanOptions::head_names)
+      .def_readwrite("vocab_parallel", &PlanOptions::vocab_parallel);
+}
+
+void bind_plan(py::module_& m) {
+  using namespace parallel;
+  py::class_<Decision>(m, "Decision")
+      .def_readonly("path", &Decision::path)
+      .def_readonly("param", &Decision::param)
+      .def_readonly("partition", &Decision::partition)
+      .def_readonly("dim", &Decision::dim)
+      .def_readonly("total", &Decision::total)
+      .def_property_readonly("ranges",
+                             [](const Decision& decision) {
+                               std::vector<std::vector<Pair>> result;
+                               for (const Ranges& ranges : decision.ranges)
+                                 result.push_back(pairs(ranges));
+                               return result;
+                             })
+      .def_property_readonly("sizes", &Decision::sizes)
+      .def_readonly("gather_output", &Decision::gather_output)
+      .def_readonly("sum_gradient", &Decision::sum_gradient)
+      .def_property_readonly("own_use",
+                             [](const Decision& decision) -> std::optional<Pair> {
+                               if (decision.own_use.empty()) return std::nullopt;
+                               return Pair(decision.own_use.begin, decision.own_use.end);
+                             })
+      .def_readonly("vocabulary", &Decision::vocabulary)
+      .def_readonly("rule", &Decision::rule);
+  py::class_<Plan>(m, "ParallelPlan")
+      .def_readonly("size", &Plan::size)
+      .def_readonly("decisions", &Plan::decisions)
+      .def_readonly("whole", &Plan::whole)
+      .def_readonly("warnings", &Plan::warnings)
+      .def_readonly("widths", &Plan::widths)
+      .def("text", &Plan::text);
+  m.def("make_plan", &make_plan, py::arg("modules"), py::arg("facts"), py::arg("options"));
+  m.def("width_names", &width_names);
+  m.def("preset_names", &preset_names);
+  m.def("preset_rules", &preset_rules, py::arg("name"), py::arg("facts"), py::arg("matcher"));
+  m.def("llama_gqa_rules", &llama_gqa_rules, py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"),
+        py::arg("matcher"));
+}
+
+}  // namespace
+
+void bind_parallel(py::module_& m) {
+  bind_sizes(m);
+  bind_functions(m);
+  bind_layers(m);
+  bind_attention(m);
+  bind_cost(m);
+  bind_plan_input(m);
+  bind_plan(m);
+}
+
+}  // namespace tessera::python

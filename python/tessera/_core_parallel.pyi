@@ -1,0 +1,228 @@
+"""Types of the compiled module, continued: tessera/parallel. At run time these names are in `tessera._core` only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+
+from tessera._core import Axis, Group
+
+def part_sizes(total: int, parts: int, heads: int = ..., grain: int = ...) -> list[int]: ...
+def heads_for(name: str, total: int, kv_heads: int) -> int: ...
+
+class PackedShape:
+    def __init__(self, shape: Sequence[Any], partition_dim: int, where: str) -> None: ...
+
+class SubParams:
+    dim: int
+    sizes: list[int]
+    unit: int
+    view: list[int]
+
+def resolve_shape(shape: PackedShape, weight_sizes: Sequence[int], where: str) -> SubParams: ...
+def packed_ranges(
+    sub_sizes: Sequence[int], parts: int, rules: Sequence[tuple[int, int]] = ...
+) -> list[list[tuple[int, int]]]: ...
+def copy_to_ranks(x: torch.Tensor, group: Group, label: str = ...) -> torch.Tensor: ...
+def reduce_from_ranks(x: torch.Tensor, group: Group, label: str = ...) -> torch.Tensor: ...
+def gather_from_ranks(
+    x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] = ..., label: str = ...
+) -> torch.Tensor: ...
+def split_to_ranks(
+    x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] = ..., label: str = ...
+) -> torch.Tensor: ...
+def gather_for_use(
+    x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] = ..., label: str = ...
+) -> torch.Tensor: ...
+def scatter_sum(
+    x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] = ..., label: str = ...
+) -> torch.Tensor: ...
+def exchange(
+    tensors: Sequence[torch.Tensor],
+    group: Group,
+    scatter_dim: int,
+    gather_dim: int,
+    scatter_sizes: Sequence[Sequence[int]] = ...,
+    gather_sizes: Sequence[int] = ...,
+    label: str = ...,
+) -> list[torch.Tensor]: ...
+
+class Entrance:
+    def __init__(self, uses: int) -> None: ...
+
+class Region:
+    group: Group
+    sequence_dim: int
+    sequence_sizes: list[int]
+    overlap: bool
+    label: str
+    keep_gathered: bool
+    entrance: Entrance | None
+    def __init__(
+        self,
+        group: Group,
+        sequence_dim: int = ...,
+        sequence_sizes: Sequence[int] = ...,
+        overlap: bool = ...,
+        label: str = ...,
+        keep_gathered: bool = ...,
+        entrance: Entrance | None = ...,
+    ) -> None: ...
+
+def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region) -> torch.Tensor: ...
+def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region) -> torch.Tensor: ...
+def vocab_embedding(
+    indices: torch.Tensor, weight: torch.Tensor, begin: int, vocabulary: int, padding_idx: int, region: Region
+) -> torch.Tensor: ...
+def vocab_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    begin: int,
+    vocabulary: int,
+    group: Group,
+    ignore_index: int = ...,
+    give_away: bool = ...,
+) -> torch.Tensor: ...
+def sequence_cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, group: Group, ignore_index: int = ..., sizes: Sequence[int] = ...
+) -> torch.Tensor: ...
+
+class SequenceCut:
+    def __init__(self, group: Group, sequence_dim: int = ..., lengths: Sequence[int] = ...) -> None: ...
+
+class Heads:
+    queries: list[int]
+    keys: list[int]
+    repeat: int
+
+def deal_heads(queries: int, keys: int, ranks: int) -> Heads: ...
+def to_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cut: SequenceCut
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Heads]: ...
+def to_sequence(result: torch.Tensor, heads: Heads, cut: SequenceCut) -> torch.Tensor: ...
+
+class BlockStack:
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocabulary: int
+    gated: bool
+    bias: bool
+
+class Training:
+    ranks: dict[Axis, int]
+    stage: int
+    batch: int
+    length: int
+    micro_batches: int
+    activation_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    sequence_regions: bool
+    keep_gathered: bool
+    shared_inputs: bool
+    vocab_parallel: bool
+    recompute: bool
+
+class Traffic:
+    calls: int
+    bytes: int
+
+class Cost:
+    axes: dict[str, dict[str, Traffic]]
+    parameters: int
+    def bytes(self, axis: str) -> int: ...
+    def text(self) -> str: ...
+
+def parallel_cost(model: BlockStack, training: Training) -> Cost: ...
+
+class ModuleKind(Enum):
+    Other = ...
+    Linear = ...
+    Conv1D = ...
+    Embedding = ...
+    Norm = ...
+    Experts = ...
+    List = ...
+
+class Partition(Enum):
+    Column = ...
+    Row = ...
+    Skip = ...
+
+class PlanModule:
+    def __init__(
+        self,
+        path: str,
+        class_name: str,
+        kind: ModuleKind,
+        weight_sizes: Sequence[int] = ...,
+        bias: int = ...,
+        weight_identity: int = ...,
+        param: str = ...,
+        attributes: dict[str, int] = ...,
+    ) -> None: ...
+
+class ModelFacts:
+    model_type: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocabulary: int
+    parts: dict[str, ModelFacts]
+
+class PartitionRule:
+    matches: Callable[[str], bool]
+    pattern: str
+    source: str
+    partition: Partition
+    shape: PackedShape | None
+    model_types: list[str]
+    gather_output: bool
+    sum_gradient: bool
+
+class PlanOptions:
+    size: int
+    rules: list[PartitionRule]
+    strict: bool
+    grain: int
+    embedding_dim: int
+    head_names: list[str]
+    vocab_parallel: bool
+
+class Decision:
+    path: str
+    param: str
+    partition: Partition
+    dim: int
+    total: int
+    ranges: list[list[tuple[int, int]]]
+    sizes: list[int]
+    gather_output: bool
+    sum_gradient: bool
+    own_use: tuple[int, int] | None
+    vocabulary: bool
+    rule: str
+
+class ParallelPlan:
+    size: int
+    decisions: list[Decision]
+    whole: list[str]
+    warnings: list[str]
+    widths: dict[str, dict[str, list[int]]]
+    def text(self) -> str: ...
+
+Matcher = Callable[[str], Callable[[str], bool]]
+
+def make_plan(modules: Sequence[PlanModule], facts: ModelFacts, options: PlanOptions) -> ParallelPlan: ...
+def width_names() -> list[str]: ...
+def preset_names() -> list[str]: ...
+def preset_rules(name: str, facts: ModelFacts, matcher: Matcher) -> list[PartitionRule]: ...
+def llama_gqa_rules(heads: int, kv_heads: int, head_dim: int, matcher: Matcher) -> list[PartitionRule]: ...

@@ -1,0 +1,57 @@
+// Attention over a sequence that is cut over the ranks of a group (DeepSpeed-Ulysses, arXiv 2309.14509): outside, a rank has its
+// part of the sequence and all heads; around the local attention, the whole sequence and its part of the heads. One exchange
+// brings query, key and value there, another one the result back.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <utility>
+
+#include "tessera/comm/group.h"
+#include "tessera/parallel/sizes.h"
+
+namespace tessera::parallel {
+
+// Tensors are [s / ranks, b, heads, width] with sequence_dim 0, or [b, s / ranks, heads, width] with 1.
+struct SequenceCut {
+  comm::GroupPtr group;
+  int64_t sequence_dim = 0;
+  Sizes lengths = {};  // the ranks' parts of the sequence; empty: equal ones
+};
+
+// The heads of one call: who has how many.
+struct Heads {
+  Sizes queries, keys;  // [rank]
+  int64_t repeat = 1;   // of each key/value head, where there are fewer than ranks
+};
+// Value errors: fewer query heads than ranks; query heads that the key/value heads do not divide.
+Heads deal_heads(int64_t queries, int64_t keys, int ranks);
+
+struct Dealt {
+  at::Tensor query, key, value;  // whole sequence, this rank's heads; strided views where that saves a copy
+  Heads heads;
+};
+// Collective and differentiable, as all of functions.h. The number of key/value heads may be a part of the query's; a rank's
+// query heads are those of its key/value heads.
+Dealt to_heads(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const SequenceCut& cut);
+// The result of the local attention [.., heads of the rank, width], back in parts of the sequence.
+at::Tensor to_sequence(const at::Tensor& result, const Heads& heads, const SequenceCut& cut);
+
+// A local attention (query, key, value, more...) -> result, in the same layout, over a cut sequence.
+template <class Local>
+class DistributedAttention {
+ public:
+  explicit DistributedAttention(Local local, SequenceCut cut) : local_(std::move(local)), cut_(std::move(cut)) {}
+
+  template <class... A>
+  at::Tensor operator()(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, A&&... more) {
+    const Dealt dealt = to_heads(query, key, value, cut_);
+    return to_sequence(local_(dealt.query, dealt.key, dealt.value, std::forward<A>(more)...), dealt.heads, cut_);
+  }
+
+ private:
+  Local local_;
+  SequenceCut cut_;
+};
+
+}  // namespace tessera::parallel

@@ -1,0 +1,101 @@
+#include "tessera/parallel/attention.h"
+
+#include "tests/support/errors.h"
+#include "tests/support/ranks.h"
+
+namespace tessera::parallel {
+
+using testing::error_of;
+using testing::run_ranks;
+
+namespace {
+
+// Causal attention of [.., heads, width] tensors; `sequence_dim` of the layout.
+at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, int64_t sequence_dim) {
+  const auto turned = [&](const at::Tensor& t) {
+    return sequence_dim == 0 ? t.permute({1, 2, 0, 3}) : t.transpose(1, 2);
+  };
+  const at::Tensor out =
+      at::scaled_dot_product_attention(turned(query), turned(key), turned(value), {}, 0.0, true, {}, true);
+  return sequence_dim == 0 ? out.permute({2, 0, 1, 3}) : out.transpose(1, 2);
+}
+
+at::Tensor part(const at::Tensor& whole, int64_t dim, const Sizes& sizes, int rank) {
+  const auto range = ranges_of(sizes)[rank];
+  return whole.narrow(dim, range.begin, range.size()).contiguous();
+}
+
+}  // namespace
+
+// The result and the gradients are those of attention over the whole sequence.
+TEST(Attention, IsThatOfTheWholeSequence) {
+  struct Case {
+    int64_t queries, keys;
+    Sizes lengths;
+    int64_t value_width = 8;
+  };
+  for (const Case& c : std::vector<Case>{{4, 4, {6, 6}},
+                                         {8, 2, {6, 6}},
+                                         {3, 3, {6, 6}},
+                                         {6, 3, {4, 8}},
+                                         {4, 2, {4, 4, 4}},
+                                         {6, 2, {3, 3, 3, 3}},
+                                         {4, 1, {8, 4}, 4}}) {
+    for (const int64_t sequence_dim : {0, 1}) {
+      const int ranks = static_cast<int>(c.lengths.size());
+      std::vector<at::Tensor> wholes;
+      for (const auto& [heads, width] :
+           {std::pair(c.queries, int64_t{8}), std::pair(c.keys, int64_t{8}), std::pair(c.keys, c.value_width)})
+        wholes.push_back(
+            (sequence_dim == 0 ? at::randn({12, 2, heads, width}) : at::randn({2, 12, heads, width})).requires_grad_());
+      const at::Tensor expected = attend(wholes[0], wholes[1], wholes[2], sequence_dim),
+                       cotangent = at::randn_like(expected);
+      expected.backward(cotangent);
+      run_ranks(ranks, [&](int rank, const comm::GroupPtr& group) {
+        SCOPED_TRACE(c10::str(c.queries, " and ", c.keys, " heads, ", ranks, " ranks, sequence dim ", sequence_dim));
+        const Sizes lengths = c.lengths[0] == c.lengths[1] ? Sizes() : c.lengths;
+        const auto own = [&](const at::Tensor& t) { return part(t, sequence_dim, c.lengths, rank); };
+        std::vector<at::Tensor> mine;
+        for (const at::Tensor& whole : wholes)
+          mine.push_back(own(whole.detach()).requires_grad_());
+        DistributedAttention attention(&attend, {group, sequence_dim, lengths});
+        const at::Tensor out = attention(mine[0], mine[1], mine[2], sequence_dim);
+        EXPECT_TRUE(at::allclose(out, own(expected), 1e-5, 1e-6));
+        EXPECT_EQ(group->stats().all_to_all.calls, 2);
+        out.backward(own(cotangent));
+        EXPECT_EQ(group->stats().all_to_all.calls, 4);
+        for (size_t i = 0; i < mine.size(); ++i)
+          EXPECT_TRUE(at::allclose(mine[i].grad(), own(wholes[i].grad()), 1e-4, 1e-5)) << i;
+      });
+    }
+  }
+}
+
+TEST(Attention, Heads) {
+  const auto heads = [](int64_t queries, int64_t keys, int ranks) {
+    const Heads dealt = deal_heads(queries, keys, ranks);
+    return std::tuple(dealt.queries, dealt.keys, dealt.repeat);
+  };
+  EXPECT_EQ(heads(8, 8, 4), (std::tuple(Sizes{2, 2, 2, 2}, Sizes{2, 2, 2, 2}, 1)));
+  EXPECT_EQ(heads(12, 3, 2), (std::tuple(Sizes{8, 4}, Sizes{2, 1}, 1)));
+  EXPECT_EQ(heads(8, 2, 4), (std::tuple(Sizes{2, 2, 2, 2}, Sizes{1, 1, 1, 1}, 2)));
+  EXPECT_EQ(heads(6, 2, 3), (std::tuple(Sizes{2, 2, 2}, Sizes{2, 2, 2}, 3)));
+  EXPECT_EQ(heads(5, 1, 4), (std::tuple(Sizes{2, 1, 1, 1}, Sizes{2, 1, 1, 1}, 5)));
+  EXPECT_HAS(error_of([] { deal_heads(3, 3, 4); }), "3 query heads are too few for 4 ranks (sequence_parallel_size)");
+  EXPECT_HAS(error_of([] { deal_heads(4, 3, 2); }), "3 key/value heads do not divide 4");
+}
+
+TEST(Attention, Errors) {
+  const auto group = comm::single_group();
+  const at::Tensor q = at::ones({4, 1, 2, 3});
+  const auto local = [](const at::Tensor& query, const at::Tensor&, const at::Tensor&) {
+    return query.narrow(2, 0, 1);
+  };
+  EXPECT_HAS(error_of([&] { DistributedAttention(local, {group})(q, q, q); }), "does not have the 2 heads");
+  EXPECT_HAS(error_of([&] { DistributedAttention(local, {group, 2})(q, q, q); }), "dim 0 or 1");
+  EXPECT_HAS(error_of([&] { DistributedAttention(local, {group})(q, q, q.narrow(2, 0, 1)); }),
+             "2 key heads and 1 value heads");
+  EXPECT_HAS(error_of([&] { DistributedAttention(local, {group})(q[0], q, q); }), "4 dims");
+}
+
+}  // namespace tessera::parallel
