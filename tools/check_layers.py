@@ -49,7 +49,11 @@ UMBRELLA_LAYER = 6
 # see each other, those of layer 0 do.
 PYTHON_LAYERS = {
     **dict.fromkeys(("optim", "parallel", "sequence", "zero", "_deepspeed"), 1),
-    **{"checkpoints": 2, "engine": 3, "state": 4, "utils": 5, "__init__": 6},
+    "checkpoints": 2,
+    "engine": 3,
+    "state": 4,
+    "utils": 5,
+    "__init__": 6,
 }
 
 # What a door is -> (pattern, prefixes of the files that may match it).

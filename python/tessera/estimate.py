@@ -88,7 +88,9 @@ def model_of(path: str) -> nn.Module | int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tessera estimate", description=__doc__)
-    parser.add_argument("model", help="a number of parameters (7B), or a folder or file of a Hugging Face configuration")
+    parser.add_argument(
+        "model", help="a number of parameters (7B), or a folder or file of a Hugging Face configuration"
+    )
     parser.add_argument("--config", help="of Tessera or DeepSpeed; default: bf16 with Adam")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     options = parser.parse_args(argv)

@@ -54,7 +54,9 @@ def fetch_hostfile(path: str | None) -> Hosts | None:
     return hosts
 
 
-def parse_resource_filter(host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = "") -> Slots:
+def parse_resource_filter(
+    host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
+) -> Slots:
     """`node1@node2:0,2@node3:0-3`: of `include_str` only these, of `exclude_str` all but these; in the hostfile's order."""
     if include_str and exclude_str:
         raise ConfigError("[launch] --include and --exclude exclude each other")
@@ -148,7 +150,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
 def _refuse(options: argparse.Namespace) -> None:
     wrong = []
     if options.launcher not in ("ssh", "pdsh"):
-        wrong.append(f"--launcher {options.launcher}: start the program under it directly; ranks come from its environment")
+        wrong.append(
+            f"--launcher {options.launcher}: start the program under it directly; ranks come from its environment"
+        )
     for name in ("autotuning", "elastic_training", "bind_cores_to_rank", "bind_core_list"):
         if getattr(options, name):
             wrong.append(f"--{name}")
@@ -263,7 +267,9 @@ def run_hosts(options: argparse.Namespace, slots: Slots) -> int:
     first = next(iter(slots))
     if not options.no_ssh_check and subprocess.run([*ssh, first, "hostname"], capture_output=True).returncode != 0:
         raise ConfigError(f"[launch] ssh {first} does not work without a password; set it up, or pass --no_ssh_check")
-    children = [subprocess.Popen([*ssh, "-tt", host, remote_command(options, slots, n)]) for n, host in enumerate(slots)]
+    children = [
+        subprocess.Popen([*ssh, "-tt", host, remote_command(options, slots, n)]) for n, host in enumerate(slots)
+    ]
 
     def forward(number: int, _frame: object) -> None:
         for child in children:
@@ -313,7 +319,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "tessera launch", local_
     if hosts is None:
         own = options.num_gpus if options.num_gpus > 0 else _own_devices()
         if options.num_nodes > 1:
-            raise ConfigError(f"[launch] --num_nodes {options.num_nodes} needs a hostfile; there is no {options.hostfile}")
+            raise ConfigError(
+                f"[launch] --num_nodes {options.num_nodes} needs a hostfile; there is no {options.hostfile}"
+            )
         slots = parse_inclusion_exclusion({"localhost": own}, options.include, options.exclude)
         if options.include or options.exclude:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots["localhost"]))

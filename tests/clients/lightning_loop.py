@@ -100,7 +100,10 @@ def options(stage: int, **more: Any) -> dict[str, Any]:
 def fabric(stage: int) -> None:
     expected, weights = plain(False)
     made = lightning.Fabric(
-        accelerator=HostForFabric(), strategy=FabricStrategy(**options(stage, gradient_clipping=0.0)), devices=world(), precision="32-true"
+        accelerator=HostForFabric(),
+        strategy=FabricStrategy(**options(stage, gradient_clipping=0.0)),
+        devices=world(),
+        precision="32-true",
     )
     made.launch()
     net = model()

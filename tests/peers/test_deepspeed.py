@@ -84,7 +84,10 @@ def values(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
         if param.requires_grad:
             found[name] = {
                 "master": tessera.state.get_full_fp32_param(engine, param),
-                **{k: tessera.state.get_full_optimizer_state(engine, param, k) for k in ("exp_avg", "exp_avg_sq", "step")},
+                **{
+                    k: tessera.state.get_full_optimizer_state(engine, param, k)
+                    for k in ("exp_avg", "exp_avg_sq", "step")
+                },
             }
     return found
 
@@ -234,7 +237,7 @@ def ours(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
             # Theirs of this stage converted by us, for the next number of ranks and another stage.
             other = {"stage": stage % 3 + 1, "precision": precision, "more": UNIVERSAL}
             for kind, source in (("own", folder), ("universal", root / f"{name}-universal")):
-                if kind == "own" and stage == 3 or kind == "own" and other["stage"] == 3:
+                if (kind == "own" and stage == 3) or (kind == "own" and other["stage"] == 3):
                     continue  # DeepSpeed's own conversion does not move between stages 2 and 3
                 target = str(root / f"{name}-from-{kind}")
                 jobs[3 - world].append({"do": "load", **other, "from": str(source), "out": target})

@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import tessera
-from tessera import distributed
 from tessera._config import load_config
 from tessera.errors import ConfigError
+
+import tessera
+from tessera import distributed
 
 ZERO_OPTIMIZATION = "zero_optimization"
 

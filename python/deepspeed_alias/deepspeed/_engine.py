@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from tessera._config import choose_config
+from tessera.errors import UsageError
 from torch import nn
 
 import deepspeed
@@ -21,8 +23,6 @@ from deepspeed._logging import logger
 from deepspeed._timers import SynchronizedWallClockTimer, ThroughputTimer
 from deepspeed._zero import DeepSpeedZeRoOffload
 from tessera import _core
-from tessera._config import choose_config
-from tessera.errors import UsageError
 
 
 class UserConfig(dict[str, Any]):

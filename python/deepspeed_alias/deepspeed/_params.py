@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from tessera.zero._owners import engine_of, holder_of
 from torch import nn
 
 from tessera import _core, distributed
 from tessera.zero import ParamStatus, partition_info
-from tessera.zero._owners import engine_of, holder_of
 
 _ids = itertools.count()
 _STATE = "_ds_state"
