@@ -251,7 +251,8 @@ const Decision* Draft::column_in(const std::string& parent) const {
   if (children == children_.end()) return nullptr;
   for (const size_t child : children->second) {
     const auto found = decisions_.find(child);
-    if (found != decisions_.end() && found->second.partition == Partition::Column && found->second.param == "weight")
+    if (found != decisions_.end() && found->second.partition == Partition::Column && !found->second.gather_output &&
+        found->second.param == "weight")
       return &found->second;
   }
   return nullptr;

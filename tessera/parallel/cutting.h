@@ -55,7 +55,7 @@ class Draft {
   void cut_vocabulary();
   void untie();
   std::map<std::string, std::map<std::string, Sizes>> widths() const;
-  // The first column layer among the children of a module.
+  // The first column layer among the children of a module whose outputs stay with their ranks.
   const Decision* column_in(const std::string& parent) const;
   size_t number(const Module& module) const { return static_cast<size_t>(&module - modules_.data()); }
 

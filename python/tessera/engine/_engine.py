@@ -109,7 +109,7 @@ class Engine(EngineCheckpoints, EngineGetters):
             self.training_dataloader = (
                 None if training_data is None else self.deepspeed_io(training_data, batch.micro_batch_size)
             )
-            self._parallel.cut(optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
+            self._parallel.cut()
             self._build_core(base, unit_policy or default_unit_policy)
             self._parallel.settle()
         except BaseException:

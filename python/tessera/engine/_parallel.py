@@ -41,8 +41,8 @@ class TensorParallel:
             self.plan = make_plan(model, config, self._group.size)
             self.warnings = [f"[tensor_parallel] {line}" for line in self.plan.core.warnings]
 
-    def cut(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Collective. `optimizer`: its states of parameters that are cut are cut too."""
+    def cut(self) -> None:
+        """Collective."""
         if self.plan is not None and not self._is_cut:
             again = partition_again(self._mesh)
             cutter = Cutter(self._model, self.plan, self._group, whole_for_good, again, self._overlap)
@@ -50,8 +50,6 @@ class TensorParallel:
             cutter.run()
             self._ranks = cutter.ranks
         self._cuts = cuts_of(self._model)
-        if optimizer is not None:
-            _cut_states(optimizer, self._cuts, self._group.rank)
 
     def settle(self) -> None:
         """The model stays cut from here on."""
@@ -111,11 +109,3 @@ class TensorParallel:
             if isinstance(value, torch.Tensor) and tuple(value.shape) == cut.sizes:
                 result[name] = cut.take(value, self._group.rank)
         return result
-
-
-def _cut_states(optimizer: torch.optim.Optimizer, cuts: dict[int, ParamCut], rank: int) -> None:
-    for param, state in optimizer.state.items():
-        cut = cuts.get(id(param)) if isinstance(param, torch.Tensor) else None
-        for name, value in state.items() if cut is not None else ():
-            if isinstance(value, torch.Tensor) and cut is not None and tuple(value.shape) == cut.sizes:
-                state[name] = cut.take(value, rank)

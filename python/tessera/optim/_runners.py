@@ -255,6 +255,7 @@ class ExternalRunner(Runner):
         if number is None or self._on_params:
             if number is not None:
                 self._masters.append((number, param, param))
+                self._cut_states(param, number)
             return param
         view = self._core.local_view(number, _core.Quantity.Master)
         if view is None or view.numel() == 0:
@@ -263,9 +264,7 @@ class ExternalRunner(Runner):
         self._masters.append((number, param, master))
         state = self.base.state.pop(param, None)
         if state:
-            self.base.state[master] = {
-                name: self._slice_like(value, param, master, number) for name, value in state.items()
-            }
+            self.base.state[master] = {name: self._slice_like(value, master, number) for name, value in state.items()}
         return master
 
     def run(self) -> None:
@@ -276,8 +275,19 @@ class ExternalRunner(Runner):
             if not self._on_params:
                 master.grad = None
 
-    def _slice_like(self, value: Any, param: torch.Tensor, master: torch.Tensor, number: int) -> Any:
-        if isinstance(value, torch.Tensor) and value.shape == _SIZE(param) and value.dim() > 0:
+    def _cut_states(self, param: torch.Tensor, number: int) -> None:
+        """States from before the model was cut."""
+        state = self.base.state.get(param, {})
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape != _SIZE(param) and self._is_of(value, number):
+                state[name] = self._core.local_part(number, value.detach()).view(_SIZE(param)).clone()
+
+    def _is_of(self, value: torch.Tensor, number: int) -> bool:
+        """It has one element for each of the parameter."""
+        return value.dim() > 0 and list(value.shape) == self._core.params()[number].whole_sizes
+
+    def _slice_like(self, value: Any, master: torch.Tensor, number: int) -> Any:
+        if isinstance(value, torch.Tensor) and self._is_of(value, number):
             return self._core.local_part(number, value.detach()).float().view(master.shape).clone()
         return value
 

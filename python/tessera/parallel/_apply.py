@@ -117,11 +117,10 @@ class Cutter:
     def _carry_out(self, decision: _core.Decision) -> ModuleCut | None:
         """Of a module that stays whole: None."""
         module = self._model.get_submodule(decision.path)
-        begin, end = decision.own_use
         if decision.sum_gradient:
             self._sum(decision.path, module)
-        if begin < end:
-            tail = ModuleCut(decision.path, "shared tail", self.ranks, {}, decision.rule, own_use=(begin, end))
+        if decision.own_use is not None:
+            tail = ModuleCut(decision.path, "shared tail", self.ranks, {}, decision.rule, own_use=decision.own_use)
             self._become(module, _modules._SharedTail, tail)
         if decision.partition == _core.Partition.Skip:
             return None

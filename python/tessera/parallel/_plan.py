@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -23,15 +23,22 @@ _OWN_USE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDec
 class ParallelPlan:
     """How a model is cut over `size` ranks; str() is a table, and one line for each kind of block of what follows."""
 
-    core: _core.Plan
+    core: _core.ParallelPlan
     size: int
     source: str  # of the rules
     skipped: list[str]  # names of weights that a rule leaves whole
     vocab_parallel: bool = False
     notes: dict[str, str] = dataclasses.field(default_factory=dict)  # by what is noted: the first module it is true of
 
+    def __deepcopy__(self, memo: Any) -> ParallelPlan:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "core": None}
+
     def __str__(self) -> str:
-        lines = [f"tensor parallel over {self.size} ranks, rules: {self.source}", self.core.text().rstrip("\n")]
+        table = "(of a pickled model)" if self.core is None else self.core.text().rstrip("\n")
+        lines = [f"tensor parallel over {self.size} ranks, rules: {self.source}", table]
         lines += [f"{path}: {note}" for note, path in self.notes.items()]
         return "\n".join(lines)
 

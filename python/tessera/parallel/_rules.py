@@ -35,7 +35,7 @@ _SPEC_KEYS: dict[str, Any] = {
 
 @dataclasses.dataclass
 class Rules:
-    rules: list[_core.PlanRule]
+    rules: list[_core.PartitionRule]
     source: str  # "partition_config", "preset llama", "tp_plan", "heuristics"
     strict: bool = False
     embedding_dim: int = 1
@@ -80,7 +80,7 @@ def facts_of(model: nn.Module) -> _core.ModelFacts:
     for path, module in model.named_modules():
         part = getattr(module, "config", None) if path else None
         if part is not None and any(part is other for other in others):
-            facts.add_part(path, _facts(part))
+            facts.parts = {**facts.parts, path: _facts(part)}
     return facts
 
 
@@ -133,7 +133,7 @@ def rules_for(model: nn.Module, config: _core.Config, size: int) -> Rules:
     return Rules([], "heuristics")
 
 
-def _preset(name: str, model: nn.Module) -> list[_core.PlanRule]:
+def _preset(name: str, model: nn.Module) -> list[_core.PartitionRule]:
     return _core.preset_rules(name, facts_of(model), lambda pattern: matcher(pattern, f"preset {name}"))
 
 
@@ -166,7 +166,7 @@ def _configured(section: Any, preset: str, model: nn.Module, size: int) -> Rules
     return Rules(rules, "partition_config", values["strict_mode"], values["embedding_partition_dim"], heads)
 
 
-def _spec(spec: Any, where: str) -> list[_core.PlanRule]:
+def _spec(spec: Any, where: str) -> list[_core.PartitionRule]:
     _check_keys(spec, _SPEC_KEYS, where)
     values = {**_SPEC_KEYS, **spec}
     kinds = {"column": _core.Partition.Column, "row": _core.Partition.Row, "skip": _core.Partition.Skip}
@@ -187,13 +187,19 @@ def _spec(spec: Any, where: str) -> list[_core.PlanRule]:
     types = values["model_types"]
     rules = []
     for pattern in patterns:
-        rule = _core.PlanRule(matcher(pattern, f"{where}.patterns"), pattern, where, partition)
+        rule = _rule(matcher(pattern, f"{where}.patterns"), pattern, where, partition)
         rule.shape = shape
         rule.model_types = [] if types is None else [t.lower() for t in _strings(types, f"{where}.model_types")]
         rule.gather_output = values["gather_output"]
         rule.sum_gradient = values["grad_allreduce"] and partition == _core.Partition.Skip
         rules.append(rule)
     return rules
+
+
+def _rule(matches: Callable[[str], bool], pattern: str, source: str, partition: _core.Partition) -> _core.PartitionRule:
+    rule = _core.PartitionRule()
+    rule.matches, rule.pattern, rule.source, rule.partition = matches, pattern, source, partition
+    return rule
 
 
 def _shape(shape: Any, dim: Any, partition: _core.Partition, where: str) -> _core.PackedShape | None:
@@ -239,7 +245,7 @@ def tp_plan_of(model: nn.Module) -> dict[str, str]:
     return plan
 
 
-def _planned(name: str, style: str, model: nn.Module) -> list[_core.PlanRule]:
+def _planned(name: str, style: str, model: nn.Module) -> list[_core.PartitionRule]:
     if style not in _STYLES:
         kind = model_type(model)
         preset = next((p for p in _core.preset_names() if kind.startswith(p)), None)
@@ -252,7 +258,7 @@ def _planned(name: str, style: str, model: nn.Module) -> list[_core.PlanRule]:
         return []
     pattern = rf"(?:.*\.)?{re.escape(name).replace(re.escape('*'), '[^.]+')}\.weight$"
     partition, gather, summed = _STYLES[style]
-    rule = _core.PlanRule(matcher(pattern, "tp_plan"), f"{name}: {style}", "tp_plan", partition)
+    rule = _rule(matcher(pattern, "tp_plan"), f"{name}: {style}", "tp_plan", partition)
     rule.gather_output = gather
     rule.sum_gradient = summed
     return [rule]

@@ -16,7 +16,7 @@ from torch import nn
 import tessera
 from tessera.parallel import ColumnLinear, RowLinear
 
-ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
 
 
 def llama() -> nn.Module:
@@ -130,7 +130,7 @@ def test_state_dicts_are_whole_and_may_be_loaded(stage: int, tmp_path: Path) -> 
     want = {name: value.clone() for name, value in model.state_dict().items()}
 
     def body(engine: tessera.Engine, rank: int) -> None:
-        state = engine.module_state_dict()
+        state = {name: value.clone() for name, value in engine.module_state_dict().items()}
         assert_close(state, want)
         changed = {name: value + 1 for name, value in state.items()}
         engine.load_module_state_dict(changed)

@@ -49,7 +49,7 @@ def train(engine: tessera.Engine, batches: list[Batch]) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step, batch in enumerate(batches):
         output = engine(**batch)
-        output.loss.backward()
+        engine.scale(output.loss).backward()
         if step == 0:
             found["logits"] = output.logits.detach()
             found["grads"] = {
