@@ -52,10 +52,11 @@ def estimate(
     def share(count: int, sharded: bool) -> int:
         return -(-count // ranks) if sharded else count
 
+    chosen = loaded.get("zero_optimization.stage")
     return Estimate(
-        loaded.get("zero_optimization.stage"),
+        chosen,
         share(trained + frozen, places.shards_params) * of_param,
-        share(trained, places.shards_grads) * of_grad,
+        share(trained, chosen >= 2) * of_grad,  # stage 1: whole until the accumulation boundary
         share(trained, places.shards_states) * of_states,
         sum(largest) * of_param if places.shards_params and ranks > 1 else 0,
     )

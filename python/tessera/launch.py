@@ -1,5 +1,5 @@
-"""`tessera launch`: one process for each rank on this host, or on the hosts of a hostfile over ssh; torch's elastic agent
-underneath.
+"""`tessera launch`: a process for each rank on this host, or on the hosts of a hostfile over ssh; the elastic agent of
+torch underneath.
 
     tessera launch [options] program.py arguments...
     tessera launch --no_python ./program arguments...
@@ -35,7 +35,7 @@ Slots = dict[str, list[int]]  # host -> the slots that are used
 
 
 def fetch_hostfile(path: str | None) -> Hosts | None:
-    """Lines `host slots=N`; blank ones and comments do not count. None without the file. ConfigError for what is wrong."""
+    """Lines `host slots=N`, blank ones and comments apart. None without the file. ConfigError for what is wrong."""
     if path is None or not os.path.isfile(path):
         return None
     hosts: Hosts = OrderedDict()
@@ -57,7 +57,7 @@ def fetch_hostfile(path: str | None) -> Hosts | None:
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> Slots:
-    """`node1@node2:0,2@node3:0-3`: of `include_str` only these, of `exclude_str` all but these; in the hostfile's order."""
+    """`node1@node2:0,2@node3:0-3`: of `include_str` only these, of `exclude_str` all but these."""
     if include_str and exclude_str:
         raise ConfigError("[launch] --include and --exclude exclude each other")
     if not include_str and not exclude_str:
@@ -175,10 +175,10 @@ def _own_devices() -> int:
 
 
 def run_here(options: argparse.Namespace, processes: int, nodes: int = 1, node: int = 0) -> int:
-    """The ranks of this host. Returns the exit code of the first that failed, 0 when none did; its errors are shown last."""
+    """The ranks of this host. Returns the exit code of the first that failed, whose errors are shown last; else 0."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.utils import macros
+    from torch.distributed.elastic.utils.api import macros
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     command = [] if options.no_python else [sys.executable, "-u"]

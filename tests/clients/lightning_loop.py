@@ -1,5 +1,5 @@
-"""Lightning's and Fabric's DeepSpeed strategies. They refuse other accelerators than CUDA's; here it is one whose devices
-are the CPU's, without their check of which GPUs were chosen. Everything else is theirs."""
+"""Lightning's and Fabric's DeepSpeed strategies. They refuse other accelerators than CUDA's; here it is one with
+devices of the CPU, without their check of which GPUs were chosen. Everything else is theirs."""
 
 from __future__ import annotations
 

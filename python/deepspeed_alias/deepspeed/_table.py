@@ -127,8 +127,8 @@ MODULES: dict[str, Rows] = {
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
     "deepspeed.runtime.utils": _same(
         "._small",
-        "move_to_device see_memory_usage is_model_parallel_parameter get_global_norm clip_grad_norm_ ensure_directory_exists "
-        "set_random_seed required_torch_version",
+        "move_to_device see_memory_usage is_model_parallel_parameter get_global_norm clip_grad_norm_ "
+        "ensure_directory_exists set_random_seed required_torch_version",
     ),
     "deepspeed.runtime.base_optimizer": _same("._optimizers", "DeepSpeedOptimizer ZeROOptimizer"),
     "deepspeed.runtime.bf16_optimizer": _same("._optimizers", "BF16_Optimizer"),

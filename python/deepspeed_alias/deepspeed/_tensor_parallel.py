@@ -39,12 +39,10 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
     before = _recorded()
     if before is not None:
         for key, value in record.items():
-            if key == "tp_group":
-                same = (value is None) == (before[key] is None)
-            else:
-                same = value == before[key]
+            was = before[key]
+            same = (value is None) == (was is None) if key == "tp_group" else value == was
             if not same:
-                raise ConfigError(f"[tp_model_init] Conflicting tp_model_init: {key} was {before[key]}, now {value}")
+                raise ConfigError(f"[tp_model_init] Conflicting tp_model_init: {key} was {was}, now {value}")
     setattr(sys.modules[ROOT], _RECORD, record)
     return model
 

@@ -82,7 +82,7 @@ def test_no_sync(stage: int) -> None:
         engine.backward(engine(*batch(0)))
         with pytest.raises(AssertionError, match="no_sync context manager reentry is unsupported"), engine.no_sync():
             pass
-        with pytest.raises(AssertionError, match="illegal to call Engine.step"):
+        with pytest.raises(AssertionError, match=r"illegal to call Engine\.step"):
             engine.step()
     with engine.no_sync():  # the refusals left nothing behind
         pass
