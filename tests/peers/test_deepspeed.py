@@ -1,6 +1,7 @@
 """Checkpoints that DeepSpeed itself wrote, read here; those written here, read by DeepSpeed itself and its tools.
 
-Run by `make test-peers`, which makes the environment that DeepSpeed is in and names its interpreter in TESSERA_PEERS."""
+Run by `make test-peers`, which makes the environment that DeepSpeed is in, and names its interpreter in TESSERA_PEERS.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "python")]
 
-import model as m
-from support import free_port, run_ranks
+import model as m  # noqa: E402
+from support import free_port, run_ranks  # noqa: E402
 
-import tessera
-from tessera import checkpoints
+import tessera  # noqa: E402
+from tessera import checkpoints  # noqa: E402
 
 PEERS = os.environ.get("TESSERA_PEERS")
 WORLDS = (1, 2)
@@ -211,7 +212,7 @@ def test_weights_of_theirs_without_an_engine(theirs: Path, world: int, stage: in
 
 @pytest.fixture(scope="module")
 def ours(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
-    """Checkpoints in their layout and what was in them here; DeepSpeed has loaded each, and its tools have run on it."""
+    """Checkpoints in their layout and what was in them; DeepSpeed has loaded each, and its tools have run on it."""
     root = tmp_path_factory.mktemp("ours")
     known: dict[str, list[Any]] = {}
     jobs: dict[int, list[dict[str, Any]]] = {world: [] for world in WORLDS}

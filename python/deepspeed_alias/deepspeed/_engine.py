@@ -165,21 +165,6 @@ class DeepSpeedEngine(tessera.Engine):
         state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         return state if self.global_rank == 0 else None
 
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """False, and no file, where stage 3 has not stage3_gather_16bit_weights_on_model_save."""
-        if self.zero_optimization_stage() == 3 and not self.zero_gather_16bit_weights_on_model_save():
-            logger.warning(
-                "[engine.save_16bit_model] nothing is saved: "
-                "zero_optimization.stage3_gather_16bit_weights_on_model_save is not set"
-            )
-            return False
-        return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
-
-    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
-        return self.save_16bit_model(save_dir, save_filename)
-
     def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
         """Of each param group the names and shapes of what it trains."""
         specs = self.core.params()
