@@ -71,5 +71,5 @@ def config(stage: int, precision: str, **more: Any) -> dict[str, Any]:
     if precision == "bf16":
         result["bf16"] = {"enabled": True}
     if precision == "fp16":
-        result["fp16"] = {"enabled": True, "initial_scale_power": 13, "loss_scale_window": 6, "hysteresis": 1}
+        result["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
     return {**result, **more}
