@@ -46,7 +46,7 @@ TEST(InitialValues, ASliceIsSharedByTheRanksThatHoldIt) {
   run_axes({{comm::Axis::DpShard, 2}, {comm::Axis::Tp, 2}}, [](int rank, const comm::Mesh& mesh) {
     std::vector<engine::ParamSpec> specs{{"slice", at::full({3}, rank)}, {"whole", at::full({3}, rank)}};
     specs[0].varies = comm::Axis::Tp;
-    engine::share_unmanaged(zero::Ranks(mesh), {}, specs);
+    engine::share_unmanaged(mesh, {}, specs);
     EXPECT_TRUE(specs[0].tensor.eq(rank % 2).all().item<bool>()) << rank;
     EXPECT_TRUE(specs[1].tensor.eq(0).all().item<bool>()) << rank;
   });

@@ -1,7 +1,6 @@
 """Checkpoints that DeepSpeed itself wrote, read here; those written here, read by DeepSpeed itself and its tools.
 
-Run by `make test-peers`, which makes the environment that DeepSpeed is in, and names its interpreter in TESSERA_PEERS.
-"""
+Run by `make test-peers`, which makes the environment that DeepSpeed is in; TESSERA_PEERS is its interpreter."""
 
 from __future__ import annotations
 
@@ -12,16 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import model as m
 import pytest
 import torch
+from support import free_port, run_ranks
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "python")]
-
-import model as m  # noqa: E402
-from support import free_port, run_ranks  # noqa: E402
-
-import tessera  # noqa: E402
-from tessera import checkpoints  # noqa: E402
+import tessera
+from tessera import checkpoints
 
 PEERS = os.environ.get("TESSERA_PEERS")
 WORLDS = (1, 2)
@@ -212,7 +208,7 @@ def test_weights_of_theirs_without_an_engine(theirs: Path, world: int, stage: in
 
 @pytest.fixture(scope="module")
 def ours(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
-    """Checkpoints in their layout and what was in them; DeepSpeed has loaded each, and its tools have run on it."""
+    """Checkpoints in their layout and what was in them here; DeepSpeed has loaded each, its tools have run on it."""
     root = tmp_path_factory.mktemp("ours")
     known: dict[str, list[Any]] = {}
     jobs: dict[int, list[dict[str, Any]]] = {world: [] for world in WORLDS}

@@ -92,13 +92,17 @@ class Archive(Protocol):
 # ---------------------------------------------------------------- names that files may hold
 
 
+class Named:
+    """What a name stands for; no value of its own."""
+
+
 @dataclass(frozen=True)
-class StorageType:
+class StorageType(Named):
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class _Class:
+class _Class(Named):
     """Of objects that become Inert."""
 
     module: str
@@ -109,7 +113,7 @@ class _Class:
 
 
 @dataclass(frozen=True)
-class _Function:
+class _Function(Named):
     call: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tessera._deepspeed._pickle import Block, Inert, Machine, Storage, StorageType, TensorRef, Trusting
+from tessera._deepspeed._pickle import Block, Inert, Machine, Named, Storage, StorageType, TensorRef, Trusting
 from tessera.errors import IoError
 
 PICKLE_LIMIT = 1 << 30  # bytes of data.pkl
@@ -125,6 +125,8 @@ class PtFile:
         if id(value) in seen:
             return seen[id(value)]
         result = value
+        if isinstance(value, Named):
+            self.fail("has the name of a function or a class in the place of a value")
         if isinstance(value, TensorRef):
             result = self.read(value)
         elif isinstance(value, Inert):

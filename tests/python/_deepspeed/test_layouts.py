@@ -1,0 +1,268 @@
+"""DeepSpeed's layouts without DeepSpeed: what is written is read again as it was; what is damaged, missing or of two
+checkpoints is refused; a save is whole or not at all. Tests with DeepSpeed itself are in tests/peers."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import Net, config, engines, make, run, weights
+from tessera._deepspeed import _save
+from tessera._deepspeed._pt import PtFile
+from tessera._deepspeed._pt_writer import write_pt
+from tessera.errors import ConfigError, IoError
+from torch import nn
+
+import tessera
+from tessera import checkpoints
+
+FORMAT = {"checkpoint": {"format": "deepspeed"}, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+TAG = "global_step2"
+
+
+class Tied(Net):
+    """With a buffer, a frozen parameter, an empty one and one whose elements are in another order."""
+
+    def __init__(self) -> None:
+        super().__init__(width=5)
+        self.blocks[1].linear.weight = self.blocks[0].linear.weight
+        self.register_buffer("scale", torch.arange(6).view(2, 3).t())
+        self.blocks[0].norm.bias.requires_grad_(False)
+        self.turned = nn.Parameter(torch.randn(5, 3).t())
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        assert y is not None
+        return super().forward(x, y) + (self.turned.float() ** 2).mean()
+
+
+def full(engine: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, Any] = dict(weights(engine.module))
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad:
+            found[name] = tessera.state.get_full_fp32_param(engine, param)
+            for kind in ("exp_avg", "exp_avg_sq", "step"):
+                found[f"{name} {kind}"] = tessera.state.get_full_optimizer_state(engine, param, kind)
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def saved(folder: Path, stage: int = 2, world: int = 2, **more: Any) -> dict[str, torch.Tensor]:
+    def body(engine: Any, rank: int) -> Any:
+        run(engine, rank, 2)
+        engine.save_checkpoint(folder, client_state={"epoch": 3})
+        return full(engine)
+
+    result: dict[str, torch.Tensor] = engines(make(Tied), world, config(stage, bf16=True, **{**FORMAT, **more}), body)[
+        0
+    ]
+    return result
+
+
+def loaded(folder: Path, stage: int = 1, world: int = 1, **more: Any) -> dict[str, torch.Tensor]:
+    def body(engine: Any, rank: int) -> Any:
+        engine.load_checkpoint(folder, **more)
+        return full(engine)
+
+    result: dict[str, torch.Tensor] = engines(make(Tied, seed=4), world, config(stage, bf16=True, **FORMAT), body)[0]
+    return result
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", range(4))
+def test_comes_back(stage: int, world: int, tmp_path: Path) -> None:
+    known = saved(tmp_path / "a", stage, world)
+    assert same(loaded(tmp_path / "a", (stage + 1) % 4, 3 - world // 2), known)
+    # Once more from there, without an engine, to another stage and number of ranks; stage 0 has no names.
+    if stage > 0:
+        assert checkpoints.to_deepspeed(tmp_path / "a", tmp_path / "b", stage=(stage + 2) % 4, world_size=4) == TAG
+        assert same(loaded(tmp_path / "b"), known)
+        name = checkpoints.to_universal(tmp_path / "a", tmp_path / "b")
+        assert same(loaded(tmp_path / "b", tag=name), known)
+        state = checkpoints.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "b", name)
+        assert state["blocks.1.linear.weight"] is state["blocks.0.linear.weight"]
+        assert all(torch.equal(state[name], value.float()) for name, value in known.items() if " " not in name)
+        assert torch.equal(state["scale"], make(Tied).scale)
+
+
+def test_a_saved_run_of_ours_becomes_theirs(tmp_path: Path) -> None:
+    known = saved(tmp_path / "ours", checkpoint={})
+    assert (tmp_path / "ours" / TAG / "manifest.json").exists()
+    for stage, world in ((0, 1), (1, 3), (2, 1), (3, 2)):
+        out = tmp_path / f"out{stage}"
+        command = ["deepspeed", str(tmp_path / "ours"), str(out), "--stage", str(stage), "--world-size", str(world)]
+        assert checkpoints.main(command) == 0
+        assert same(loaded(out), known)
+        names = sorted(path.name for path in (out / TAG).iterdir())
+        assert len(names) == (1 if stage == 0 else 2 * world if stage == 3 else 1 + world)
+        assert all(name.startswith("bf16_") for name in names if "optim" in name)
+    assert checkpoints.main(["universal", str(tmp_path / "ours"), str(tmp_path / "u")]) == 0
+    assert (tmp_path / "u" / "latest_universal").read_text() == f"{TAG}_universal"
+
+
+def test_names_of_zero_to_fp32(tmp_path: Path) -> None:
+    known = saved(tmp_path)
+    folder = tmp_path / "out"
+    assert checkpoints.zero_to_fp32_main([str(tmp_path), str(folder), "--safe_serialization", "-t", TAG]) == 0
+    assert os.listdir(folder) == ["model.safetensors"]
+    lazy = checkpoints.get_fp32_state_dict_from_zero_checkpoint(tmp_path, lazy_mode=True)
+    whole = checkpoints.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert lazy["blocks.1.linear.weight"] is lazy["blocks.0.linear.weight"]
+    for name, value in whole.items():
+        assert lazy[name].shape == value.shape and torch.equal(lazy[name].contiguous(), value)
+    model = checkpoints.load_state_dict_from_zero_checkpoint(make(Tied, seed=9), tmp_path)
+    assert torch.equal(model.turned, known["turned"])
+    frozen = "blocks.0.norm.bias"
+    assert frozen in whole
+    excluded = checkpoints.get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    assert frozen not in excluded
+    with pytest.raises(ValueError, match="latest"):
+        checkpoints.get_fp32_state_dict_from_zero_checkpoint(tmp_path / TAG)
+    with pytest.raises(FileNotFoundError):
+        checkpoints.get_fp32_state_dict_from_zero_checkpoint(tmp_path, "none")
+    assert checkpoints.zero_to_fp32_main([str(tmp_path / TAG), str(folder)]) == 1
+
+
+def test_what_is_loaded_can_be_chosen(tmp_path: Path) -> None:
+    known = saved(tmp_path, stage=3)
+    only = loaded(tmp_path, load_optimizer_states=False)
+    assert torch.equal(only["turned"], known["turned"]) and not torch.equal(
+        only["turned exp_avg"], known["turned exp_avg"]
+    )
+
+    def body(engine: Any, rank: int) -> Any:
+        with pytest.raises(ConfigError, match="latest_universal"):
+            engine.load_checkpoint(tmp_path)
+        path, client = engine.load_checkpoint(tmp_path, TAG, load_module_only=True)
+        assert client == {"epoch": 3} and engine.global_steps == 0
+        return path
+
+    cfg = config(1, bf16=True, **{**FORMAT, "checkpoint": {"load_universal": True}})
+    assert engines(make(Tied), 2, cfg, body) == [str(tmp_path / TAG)] * 2
+
+
+def optim(folder: Path, rank: int) -> Path:
+    return folder / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def flip(path: Path) -> None:
+    block = max(PtFile(str(path)).blocks, key=lambda block: block.end - block.begin)
+    data = bytearray(path.read_bytes())
+    data[block.begin + 5] ^= 16
+    path.write_bytes(data)
+
+
+DAMAGE: dict[str, Callable[[Path, Path], Any]] = {
+    "a byte": lambda a, b: flip(optim(a, 1)),
+    "short": lambda a, b: os.truncate(optim(a, 0), 700),
+    "a missing rank": lambda a, b: optim(a, 1).unlink(),
+    "no model states": lambda a, b: (
+        (a / TAG / "mp_rank_00_model_states.pt").unlink(missing_ok=True)
+        or [p.unlink() for p in (a / TAG).glob("*model_states.pt")]
+    ),
+    "of another run": lambda a, b: shutil.copy(optim(b, 1), optim(a, 1)),
+    "of other ranks": lambda a, b: shutil.copy(optim(a, 0), optim(a, 2)),
+    "two precisions": lambda a, b: shutil.copy(optim(a, 0), a / TAG / "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    "tensor parallel": lambda a, b: write_pt(str(a / TAG / "mp_rank_01_model_states.pt"), {}),
+    "experts": lambda a, b: write_pt(str(a / TAG / "layer_0_expert_0_mp_rank_00_model_states.pt"), {}),
+    "nothing inside": lambda a, b: write_pt(str(next((a / TAG).glob("*rank_0*model_states.pt"))), {}),
+}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damage_is_refused_and_named(how: str, stage: int, tmp_path: Path) -> None:
+    """Before the engine has changed."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    saved(a, stage)
+    if how == "of another run":
+        cfg = config(stage, bf16=True, **FORMAT)
+        engines(make(Tied), 2, cfg, lambda e, r: (run(e, r, 3), e.save_checkpoint(b, tag=TAG)))
+    DAMAGE[how](a, b)
+
+    def body(engine: Any, rank: int) -> None:
+        before = full(engine)
+        with pytest.raises(IoError, match=str(a)):
+            engine.load_checkpoint(a)
+        assert same(full(engine), before)
+
+    engines(make(Tied, seed=4), 2, config(1, bf16=True, **FORMAT), body)
+
+
+def test_mutated_folders(tmp_path: Path) -> None:
+    saved(tmp_path)
+    files = sorted((tmp_path / TAG).iterdir())
+    good = {file: file.read_bytes() for file in files}
+    known = checkpoints.state_dict(tmp_path)
+    rng = random.Random(3)
+    for _ in range(300):
+        file = rng.choice(files)
+        bad = bytearray(good[file])
+        bad[rng.randrange(len(bad))] = rng.randrange(256)
+        file.write_bytes(bad)
+        try:
+            reader = checkpoints.open_checkpoint(tmp_path)
+            reader.verify()
+            state = checkpoints.state_dict_of(reader, torch.float32, False)
+            assert all(torch.equal(state[name], value) for name, value in known.items())
+        except IoError as error:
+            assert str(tmp_path) in str(error)
+        file.write_bytes(good[file])
+
+
+def test_a_folder_of_neither_says_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    with pytest.raises(IoError, match=r"manifest\.json.*model_states"):
+        checkpoints.open_checkpoint(tmp_path, "t")
+    with pytest.raises(IoError, match=r"manifest\.json.*model_states"):
+        loaded(tmp_path, tag="t")
+
+
+@pytest.mark.parametrize("when", ["write", "finish"])
+def test_a_failed_save_leaves_the_former_one(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = saved(tmp_path)
+    listed = sorted(os.listdir(tmp_path))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("the disk is full")
+
+    def body(engine: Any, rank: int) -> None:
+        run(engine, rank, 1)
+        with pytest.raises(IoError, match="the disk is full"):
+            engine.save_checkpoint(tmp_path, TAG)
+        run(engine, rank, 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((_save.Layout, "write") if when == "write" else (_save, "finish_folder")), fail)
+        engines(make(Tied, seed=4), 2, config(2, bf16=True, **FORMAT), body)
+    assert sorted(os.listdir(tmp_path)) == listed
+    assert same(loaded(tmp_path), known)
+    # Over the same tag, where a save before was killed.
+    (tmp_path / ".tessera-saving" / TAG).mkdir(parents=True)
+    assert same(saved(tmp_path, stage=3, world=1), loaded(tmp_path))
+    assert not (tmp_path / ".tessera-saving").exists()
+
+
+def test_old_ones_go_and_options_are_checked(tmp_path: Path) -> None:
+    def body(engine: Any, rank: int) -> None:
+        for tag in "abc":
+            engine.save_checkpoint(tmp_path, tag=tag, keep_last=2)
+        engine.save_checkpoint(tmp_path, tag="d", save_latest=False)
+        with pytest.raises(ConfigError, match="asynchronously"):
+            engine.save_checkpoint(tmp_path, asynchronous=True)
+        with pytest.raises(ConfigError, match="global_steps"):
+            engine.save_checkpoint(tmp_path, client_state={"global_steps": 1})
+        with pytest.raises(ValueError, match="tag"):
+            engine.save_checkpoint(tmp_path, tag="../x")
+
+    engines(make(Tied), 2, config(1, bf16=True, **FORMAT), body)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["b", "c", "d"]
+    assert (tmp_path / "latest").read_text() == "c"
