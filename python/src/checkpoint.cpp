@@ -152,7 +152,7 @@ void bind_checkpoint(py::module_& m) {
          bool frozen) { return checkpoint::export_weights(reader, folder, name, {dtype, max_shard_bytes, frozen}); },
       py::arg("reader"), py::arg("folder"), py::arg("name"), py::arg("dtype"), py::arg("max_shard_bytes"),
       py::arg("frozen"), NoGil());
-  using checkpoint::ExportTensor;  // alive with its reader
+  using checkpoint::ExportTensor;  // its record is the reader's: whoever keeps one keeps that, too
   py::class_<ExportTensor>(m, "ExportTensor")
       .def_readonly("names", &ExportTensor::names)
       .def_readonly("dtype", &ExportTensor::dtype)
@@ -162,7 +162,7 @@ void bind_checkpoint(py::module_& m) {
       [](const Reader& reader, std::optional<at::ScalarType> dtype, bool frozen) {
         return checkpoint::list_export(reader, {dtype, 0, frozen});
       },
-      py::arg("reader"), py::arg("dtype"), py::arg("frozen"), py::keep_alive<0, 1>());
+      py::arg("reader"), py::arg("dtype"), py::arg("frozen"));
   m.def("read_export", &checkpoint::read_export, py::arg("reader"), py::arg("tensor"), NoGil());
   py::class_<engine::LiveWeights>(m, "LiveWeights")
       .def(py::init<Engine&>(), py::arg("engine"), py::keep_alive<1, 2>())

@@ -176,11 +176,10 @@ TEST(Checkpoint, SlicesOfACutParameterAreOneTensor) {
   run_axes({{comm::Axis::DpShard, 2}, {comm::Axis::Tp, 2}}, [&](int, const comm::Mesh& mesh) {
     const int64_t tp = mesh.rank(comm::Axis::Tp);
     auto spec = spec_of(1, {{6 * tp, 6 * tp + 6}});
-    const at::Tensor expected = spec.tensor.detach().clone();
     spec.tensor.detach().zero_();
     Engine engine(toy_options({.stage = 3, .persistence = 0}), mesh, {spec}, {toy_adamw()});
     engine.checkpoints().open(folder.path(), "", {})->apply();
-    EXPECT_TRUE(engine.states().get_full(0, Quantity::Master).equal(expected));
+    EXPECT_TRUE(engine.states().get_full(0, Quantity::Master).equal(whole));
   });
   run_ranks(1, [&](int, const comm::GroupPtr& group) {
     Engine engine(toy_options({}), comm::Mesh(group), {{"w", at::zeros({8, 12}).requires_grad_(true), 0, "a"}},
