@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -40,5 +41,9 @@ GroupPtr environment_group(std::chrono::milliseconds timeout = std::chrono::minu
 // The same ranks on two axes: consecutive ones share model states (dp_shard, `shards` of them), the others replicate
 // them. `shards` <= 0: all share. Collective. Value error when WORLD_SIZE is no multiple of it.
 Mesh environment_mesh(int shards, std::chrono::milliseconds timeout = std::chrono::minutes(10));
+
+// The same ranks on any axes, with so many along each; dp_shard has the rest where it is not named. Neighbours along the last
+// axis have consecutive ranks. Collective. Value error when the product is not WORLD_SIZE, or does not divide it.
+Mesh environment_mesh(const std::map<Axis, int>& sizes, std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
 }  // namespace tessera::comm
