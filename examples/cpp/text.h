@@ -30,17 +30,22 @@ inline uint64_t mix(uint64_t x) {
 }
 
 struct Batch {
-  at::Tensor x, y;  // (rows, context), int64
+  at::Tensor x, y;  // (rows, context) or this rank's part of it, int64
 };
 
 // The first nine tenths train, the last tenth is held out.
 class Text {
  public:
-  Text(std::string data, int64_t context) : data_(std::move(data)), context_(context) {
+  // `part` of `parts`: the stretch of every row that this rank of a sequence-parallel group sees.
+  Text(std::string data, int64_t context, int64_t part = 0, int64_t parts = 1)
+      : data_(std::move(data)), context_(context), part_(part), parts_(parts) {
     size_ = static_cast<int64_t>(data_.size());
     cut_ = size_ - size_ / 10;
     if (size_ - cut_ <= context + 1) {
       throw std::runtime_error("the text is too short for this context");
+    }
+    if (context % parts != 0) {
+      throw std::runtime_error("the context does not divide among the ranks of --sp");
     }
   }
 
@@ -68,19 +73,21 @@ class Text {
  private:
   Batch cut(const std::vector<int64_t>& starts) const {
     const auto rows = static_cast<int64_t>(starts.size());
-    auto x = torch::empty({rows, context_}, torch::kInt64);
-    auto y = torch::empty({rows, context_}, torch::kInt64);
+    const int64_t length = context_ / parts_;
+    auto x = torch::empty({rows, length}, torch::kInt64);
+    auto y = torch::empty({rows, length}, torch::kInt64);
     for (int64_t row = 0; row < rows; ++row) {
-      for (int64_t i = 0; i < context_; ++i) {
-        x.data_ptr<int64_t>()[row * context_ + i] = static_cast<uint8_t>(data_[starts[row] + i]);
-        y.data_ptr<int64_t>()[row * context_ + i] = static_cast<uint8_t>(data_[starts[row] + i + 1]);
+      const int64_t start = starts[row] + part_ * length;
+      for (int64_t i = 0; i < length; ++i) {
+        x.data_ptr<int64_t>()[row * length + i] = static_cast<uint8_t>(data_[start + i]);
+        y.data_ptr<int64_t>()[row * length + i] = static_cast<uint8_t>(data_[start + i + 1]);
       }
     }
     return {x, y};
   }
 
   std::string data_;
-  int64_t context_, size_ = 0, cut_ = 0;
+  int64_t context_, part_, parts_, size_ = 0, cut_ = 0;
 };
 
 }  // namespace example

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -40,5 +41,9 @@ GroupPtr environment_group(std::chrono::milliseconds timeout = std::chrono::minu
 // The same ranks on the axes of a mesh, see mesh_shape(). Collective. Value error where the numbers do not divide
 // WORLD_SIZE.
 Mesh environment_mesh(int shards, int sp = 1, int tp = 1, std::chrono::milliseconds timeout = std::chrono::minutes(10));
+
+// The same ranks on any axes, with so many along each; dp_shard has the rest where it is not named. Neighbours along the last
+// axis have consecutive ranks. Collective. Value error when the product is not WORLD_SIZE, or does not divide it.
+Mesh environment_mesh(const std::map<Axis, int>& sizes, std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
 }  // namespace tessera::comm

@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "tessera/base/error.h"
+#include "tessera/nn/parallel.h"
 #include "tessera/zero/plan.h"
 
 namespace tessera::nn {
@@ -61,6 +62,7 @@ std::vector<engine::ParamSpec> param_specs(const torch::nn::Module& module, cons
     specs.push_back(
         {item.key(), tensor, tensor.requires_grad() ? 0 : -1, unit == units.end() ? zero::kRootUnit : unit->second});
   }
+  mark_cuts(module, specs);
   return specs;
 }
 

@@ -160,8 +160,7 @@ TEST(Cost, OfZeroIsWhatTheEngineSends) {
         for (const char* unit : {"blocks.0", "blocks.1"})
           for (const int64_t size : {h, h * q, h * kv, h * kv, q * h, h, h * inner, h * inner, inner * h})
             specs.push_back({c10::str(unit, ".", specs.size()), at::ones({size}).requires_grad_(), 0, unit});
-        auto options =
-            testing::toy_options({.stage = stage, .accumulation = 2, .clip = 0, .persistence = 0});
+        auto options = testing::toy_options({.stage = stage, .accumulation = 2, .clip = 0, .persistence = 0});
         engine::Engine engine(options, mesh, specs, {testing::toy_adamw()});
         std::vector<int> modules;
         for (int block = 0; block < 2; ++block) {

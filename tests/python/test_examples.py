@@ -124,6 +124,19 @@ def test_a_run_saved_in_one_language_goes_on_in_the_other(files, weights, tmp_pa
 
 
 @needs_cpp
+@pytest.mark.parametrize("stage", [1, 3])
+def test_cpp_program_cut_along_the_model_and_the_sequence_has_the_same_losses(files, weights, stage):
+    config = config_file(files, stage, "fp32")
+    whole = train([TRAIN_CPP], files, config, 1)
+    for cuts in (["--tp", "2"], ["--sp", "2"], ["--tp", "3"], ["--sp", "2", "--tp", "2"]):
+        ranks = 4 if len(cuts) == 4 else int(cuts[1])
+        if len(cuts) == 4:
+            cuts = [*cuts, "--heads", "4"]
+            whole = train([TRAIN_CPP], files, config, 1, "--heads", "4")
+        assert train([TRAIN_CPP], files, config, ranks, *cuts) == pytest.approx(whole, abs=1e-4)
+
+
+@needs_cpp
 def test_torchrun_starts_the_cpp_program(files, weights):
     config = config_file(files, 2, "fp32")
     by_hand = train([TRAIN_CPP], files, config, 2)

@@ -243,6 +243,39 @@ TEST(EnvironmentMesh, ConsecutiveRanksShareAndTheOthersReplicate) {
   EXPECT_HAS(message_of<c10::ValueError>([] { environment_mesh(2); }), "the 3 data-parallel ranks are not a multiple");
 }
 
+// Of four ranks 0 1 | 2 3 share along tp and 0 2 | 1 3 along the other axis.
+TEST(Processes, DISABLED_MeshOfAxes) {
+  const int rank = std::stoi(std::getenv("RANK"));
+  for (const Axis axis : {Axis::DpShard, Axis::Sp}) {
+    std::map<Axis, int> sizes{{Axis::Tp, 2}};
+    if (axis == Axis::Sp) sizes[axis] = 2;
+    const auto mesh = environment_mesh(sizes, 60s);
+    EXPECT_EQ(mesh.size(axis), 2);
+    auto inner = at::full({1}, rank), outer = at::full({1}, rank);
+    mesh.group(Axis::Tp)->all_reduce(inner, ReduceOp::Sum).wait();
+    mesh.group(axis)->all_reduce(outer, ReduceOp::Sum).wait();
+    EXPECT_EQ(inner.item<int>(), rank < 2 ? 0 + 1 : 2 + 3);
+    EXPECT_EQ(outer.item<int>(), rank % 2 == 0 ? 0 + 2 : 1 + 3);
+    mesh.group(Axis::Tp)->barrier();
+    mesh.group(axis)->barrier();
+  }
+  const auto mesh = environment_mesh({{Axis::DpShard, 2}, {Axis::Sp, 2}}, 60s);
+  EXPECT_EQ(mesh.group(kStateAxes)->rank(), rank);
+  mesh.group(kStateAxes)->barrier();
+}
+
+TEST(EnvironmentMesh, AxesInTheirOrder) {
+  expect_success(over_gloo(4, "Processes.DISABLED_MeshOfAxes"));
+  EXPECT_EQ(environment_mesh({{Axis::Tp, 1}}).size(Axis::Tp), 1);
+  const Environment env({{"WORLD_SIZE", "6"}, {"RANK", "0"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "1"}});
+  const auto error = [](const std::map<Axis, int>& sizes) {
+    return message_of<c10::ValueError>([&] { environment_mesh(sizes); });
+  };
+  EXPECT_HAS(error({{Axis::Sp, 2}, {Axis::Tp, 2}}), "sp 2 x tp 2 has 4 ranks, which do not divide WORLD_SIZE 6");
+  EXPECT_HAS(error({{Axis::DpShard, 1}, {Axis::Tp, 2}}), "which are not WORLD_SIZE 6");
+  EXPECT_HAS(error({{Axis::Tp, 0}}), "0 ranks along tp");
+}
+
 TEST(Processes, DISABLED_WriteToAClosedPipe) {
   const auto group = environment_group(60s);
   int ends[2];
