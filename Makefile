@@ -71,7 +71,7 @@ test: test-cpp test-python
 
 test-cpp: $(VENV)/stamp-test build/release/stamp-configure-tests
 	$(CMAKE) --build build/release -j $(JOBS)
-	$(CTEST) --test-dir build/release --output-on-failure
+	$(CTEST) --test-dir build/release -j $(JOBS) --output-on-failure
 
 test-python: $(VENV)/stamp-test test-cpp $(VENV)/stamp-package
 	$(PY) -m pytest tests/python tests/tools $(ARGS)
@@ -148,7 +148,7 @@ asan tsan: $(VENV)/stamp-build
 	@bash tools/check_system.sh tests
 	$(CMAKE) --preset $@ -DPython3_EXECUTABLE=$(PY)
 	$(CMAKE) --build --preset $@ -j $(JOBS) --target $(LAYERS:%=%_test)
-	$(CTEST) --preset $@ -j $(JOBS) -R "^($$(echo $(LAYERS) | tr ' ' '|'))$$"
+	$(CTEST) --preset $@ -j $(JOBS) -R "^($$(echo $(LAYERS) | tr ' ' '|'))(_[0-9])?$$"
 
 format: $(VENV)/stamp-lint
 	$(VENV)/bin/clang-format -i $(CXX_FILES)

@@ -106,6 +106,8 @@ inline std::vector<ProcessResult> run_processes(int size, const std::string& tes
   env.try_emplace("MASTER_ADDR", "127.0.0.1");
   env.try_emplace("MASTER_PORT", std::to_string(free_port()));
   env.try_emplace("OMP_NUM_THREADS", "1");
+  env.try_emplace("GTEST_TOTAL_SHARDS", "1");  // they run one test, whichever part of all this process has
+  env.try_emplace("GTEST_SHARD_INDEX", "0");
   std::string marks = (std::filesystem::temp_directory_path() / ("tessera_marks_" + std::string(6, 'X'))).string();
   if (mkdtemp(marks.data()) == nullptr) throw std::runtime_error("no folder for marks");
   env["TESSERA_TEST_MARKS"] = marks;
