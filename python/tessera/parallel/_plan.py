@@ -79,6 +79,13 @@ def make_plan(model: nn.Module, config: _core.Config, size: int) -> ParallelPlan
     return ParallelPlan(core, size, rules.source, skipped, options.vocab_parallel)
 
 
+def overlaps(config: _core.Config) -> bool:
+    """Whether the all-reduce of a column layer's backward runs under the product for its weight's gradient: unless the
+    configuration says no. Results are the same."""
+    key = "tensor_parallel.tp_overlap_comm"
+    return bool(config.get(key)) if key in config.given else True
+
+
 def _skipped(name: str, rules: Rules) -> bool:
     first = next((rule for rule in rules.rules if rule.matches(name)), None)
     return first is not None and first.partition == _core.Partition.Skip

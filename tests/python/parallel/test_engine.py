@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support import assert_close, config, run_mesh
-from tessera.parallel import ColumnLinear, RowLinear
 from test_models import assert_near, assert_same, compare, settings, train, train_plain
 from tiny_models import LLAMA, MODELS, of, text
 from torch import nn
 
 import tessera
+from tessera.parallel import ColumnLinear, RowLinear
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
 
