@@ -261,6 +261,42 @@ def test_frozen_parameters_are_cut_and_shared_as_well() -> None:
     on_mesh(model, adam(2, 1), body, dp=2)
 
 
+class Own(nn.Module):
+    """A layer of one's own, with the weight of nn.Linear."""
+
+    def __init__(self, twice: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+        self.twice = twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t() * (2 if self.twice else 1)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_class_of_ones_own_is_cut_where_it_computes_what_linear_does(twice: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Own(twice), nn.Tanh(), nn.Linear(6, 4))
+    x = torch.randn(3, 4)
+    specs = [{"patterns": [r"0\.weight$"]}, {"patterns": [r"2\.weight$"], "partition_type": "row"}]
+    cfg = settings(2, {"partition_config": {"layer_specs": specs}})
+
+    def body(rank: int, mesh: tessera.Mesh) -> Any:
+        part = copy.deepcopy(model)
+        if twice:
+            with pytest.raises(ValueError, match=r"a Own does not compute what nn\.Linear would"):
+                tessera.Engine(part, cfg, group=mesh)
+            return model(x)
+        engine = tessera.Engine(part, cfg, group=mesh)
+        assert type(part[0]).__mro__[2].__name__ == "_CutModule" and isinstance(part[0], Own)
+        out = engine(x)
+        engine.destroy()
+        return out
+
+    for out in run_mesh(body, tp=2):
+        torch.testing.assert_close(out, model(x))
+
+
 # ---------------------------------------------------------------- models that are whole nowhere
 
 
