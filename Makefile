@@ -17,13 +17,14 @@ CMAKE_FILES := CMakeLists.txt CMakePresets.json $(wildcard cmake/*)
 PACKAGE_FILES := $(shell find tessera python -name '__pycache__' -prune -o -type f -print 2>/dev/null) pyproject.toml $(CMAKE_FILES)
 CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.inc' 2>/dev/null)
 
-.PHONY: help demo tables test test-cpp test-python test-peers bench lint tidy sanitize asan tsan format clean package
+.PHONY: help demo tables test test-cpp test-python test-peers test-clients bench lint tidy sanitize asan tsan format clean package
 .DELETE_ON_ERROR:
 help:
 	@echo "make demo    train a small GPT on 2 ranks and compare it with plain PyTorch (output in demo-out/)"
 	@echo "make tables  memory, time and loss of the low-precision modes beside plain PyTorch (long; a look: ARGS=--quick)"
 	@echo "make test    build and run every test"
 	@echo "make test-peers  checkpoints exchanged with DeepSpeed itself"
+	@echo "make test-clients  Transformers, Accelerate, PEFT, TRL and Lightning on the deepspeed alias"
 	@echo "make bench   build and run the benchmarks"
 	@echo "make lint    layer rules, clang-format, ruff, mypy"
 	@echo "make tidy    clang-tidy over the C++ sources"
@@ -87,6 +88,27 @@ $(VENV)/stamp-ds: requirements/peers.txt $(VENV)/stamp-test
 
 test-peers: $(VENV)/stamp-ds $(VENV)/stamp-test $(VENV)/stamp-package
 	TESSERA_PEERS=$(PEERS)/bin/python $(PY) -m pytest tests/peers $(ARGS)
+
+# The clients have an environment of their own on top of .venv, whose torch and Tessera it sees: two versions of
+# Transformers, and nothing of theirs in .venv.
+CLIENTS := $(ROOT)/.venv-clients
+CLIENTS_PY := $(CLIENTS)/bin/python
+
+$(CLIENTS)/stamp-clients: requirements/clients.txt $(VENV)/stamp-test
+	$(PY) -m venv --without-pip $(CLIENTS)
+	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > $$($(CLIENTS_PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))")/test-environment.pth
+	$(CLIENTS_PY) -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+ALIAS_FILES := $(shell find python/deepspeed_alias -name '*.py' -o -name '*.toml' 2>/dev/null)
+
+$(CLIENTS)/stamp-alias: $(ALIAS_FILES) $(CLIENTS)/stamp-clients
+	$(CLIENTS_PY) -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps ./python/deepspeed_alias
+	@touch $@
+
+test-clients: $(CLIENTS)/stamp-alias $(VENV)/stamp-package
+	$(CLIENTS_PY) -m pytest tests/clients $(ARGS)
 
 # DeepSpeed compiles against the installed torch, so it cannot be installed in isolation.
 $(VENV)/stamp-bench: requirements/bench.txt $(VENV)/stamp-demo

@@ -6,6 +6,7 @@ usage: check_layers.py [ROOT]     exit status 1 and one line per finding when a 
 The rules, in the order of the functions below:
   layers     a file includes its own folder or a lower layer only
   imports    the same for the Python package
+  alias      the package does not import the one that stands for DeepSpeed
   doors      one folder or file each for c10d, pybind11, autograd internals and the environment
   length     no source file is longer than MAX_LINES
   tests      every folder of sources has one of tests; modules of Python and tools a test with their stem
@@ -49,8 +50,16 @@ UMBRELLA_LAYER = 6
 # see each other, those of layer 0 do.
 PYTHON_LAYERS = {
     **dict.fromkeys(("optim", "parallel", "sequence", "zero", "_deepspeed"), 1),
-    **{"checkpoints": 2, "engine": 3, "state": 4, "utils": 5, "__init__": 6},
+    "checkpoints": 2,
+    "engine": 3,
+    "state": 4,
+    "utils": 5,
+    "__init__": 6,
+    "cli": 7,
 }
+
+# The package that stands for DeepSpeed is above all (layer 9): it sees them, and none names it.
+ALIAS, ALIAS_NAME = "python/deepspeed_alias/", "deepspeed"
 
 # What a door is -> (pattern, prefixes of the files that may match it).
 DOORS = {
@@ -130,6 +139,16 @@ def check_imports(path: str, text: str) -> Iterator[Finding]:
             yield path, f"layer {layer} of the package imports tessera.{module} of layer {other}"
 
 
+def check_alias(path: str, text: str) -> Iterator[Finding]:
+    if not (path.startswith("python/tessera/") and path.endswith(".py")):
+        return
+    for node in ast.walk(ast.parse(text)):
+        names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+        if any(name.split(".")[0] == ALIAS_NAME for name in names):
+            yield path, f"imports {ALIAS_NAME}: only {ALIAS} is above the package (layer 9)"
+
+
 def check_doors(path: str, text: str) -> Iterator[Finding]:
     if layer_of(path) is None:
         return
@@ -156,6 +175,8 @@ def wanted_test(path: str) -> str | None:
         return f"tests/tools/test_{stem}.py"
     if folder.startswith("python/tessera/") and name.endswith(".py"):
         return f"tests/python/{folder.removeprefix('python/tessera/')}/"
+    if folder == "python/deepspeed_alias/deepspeed" and name.endswith(".py"):
+        return "tests/python/deepspeed_alias/"
     if folder == "python/tessera" and name.endswith(".py") and not stem.startswith("__"):
         return f"tests/python/test_{stem.lstrip('_')}.py"
     return None
@@ -214,6 +235,7 @@ def check_all(files: dict[str, str]) -> list[Finding]:
         if suffix in CXX_SUFFIXES | {".py", ".pyi"}:
             findings += check_length(path, text)
         findings += check_imports(path, text)
+        findings += check_alias(path, text)
     findings += check_tests(files)
     return findings
 

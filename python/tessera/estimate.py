@@ -52,10 +52,11 @@ def estimate(
     def share(count: int, sharded: bool) -> int:
         return -(-count // ranks) if sharded else count
 
+    chosen = loaded.get("zero_optimization.stage")
     return Estimate(
-        loaded.get("zero_optimization.stage"),
+        chosen,
         share(trained + frozen, places.shards_params) * of_param,
-        share(trained, places.shards_grads) * of_grad,
+        share(trained, chosen >= 2) * of_grad,  # stage 1: whole until the accumulation boundary
         share(trained, places.shards_states) * of_states,
         sum(largest) * of_param if places.shards_params and ranks > 1 else 0,
     )
@@ -88,7 +89,9 @@ def model_of(path: str) -> nn.Module | int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tessera estimate", description=__doc__)
-    parser.add_argument("model", help="a number of parameters (7B), or a folder or file of a Hugging Face configuration")
+    parser.add_argument(
+        "model", help="a number of parameters (7B), or a folder or file of a Hugging Face configuration"
+    )
     parser.add_argument("--config", help="of Tessera or DeepSpeed; default: bf16 with Adam")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     options = parser.parse_args(argv)

@@ -1,5 +1,5 @@
-"""`tessera launch`: one process for each rank on this host, or on the hosts of a hostfile over ssh; torch's elastic agent
-underneath.
+"""`tessera launch`: a process for each rank on this host, or on the hosts of a hostfile over ssh; the elastic agent of
+torch underneath.
 
     tessera launch [options] program.py arguments...
     tessera launch --no_python ./program arguments...
@@ -35,7 +35,7 @@ Slots = dict[str, list[int]]  # host -> the slots that are used
 
 
 def fetch_hostfile(path: str | None) -> Hosts | None:
-    """Lines `host slots=N`; blank ones and comments do not count. None without the file. ConfigError for what is wrong."""
+    """Lines `host slots=N`, blank ones and comments apart. None without the file. ConfigError for what is wrong."""
     if path is None or not os.path.isfile(path):
         return None
     hosts: Hosts = OrderedDict()
@@ -54,8 +54,10 @@ def fetch_hostfile(path: str | None) -> Hosts | None:
     return hosts
 
 
-def parse_resource_filter(host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = "") -> Slots:
-    """`node1@node2:0,2@node3:0-3`: of `include_str` only these, of `exclude_str` all but these; in the hostfile's order."""
+def parse_resource_filter(
+    host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
+) -> Slots:
+    """`node1@node2:0,2@node3:0-3`: of `include_str` only these, of `exclude_str` all but these."""
     if include_str and exclude_str:
         raise ConfigError("[launch] --include and --exclude exclude each other")
     if not include_str and not exclude_str:
@@ -148,7 +150,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
 def _refuse(options: argparse.Namespace) -> None:
     wrong = []
     if options.launcher not in ("ssh", "pdsh"):
-        wrong.append(f"--launcher {options.launcher}: start the program under it directly; ranks come from its environment")
+        wrong.append(
+            f"--launcher {options.launcher}: start the program under it directly; ranks come from its environment"
+        )
     for name in ("autotuning", "elastic_training", "bind_cores_to_rank", "bind_core_list"):
         if getattr(options, name):
             wrong.append(f"--{name}")
@@ -171,10 +175,10 @@ def _own_devices() -> int:
 
 
 def run_here(options: argparse.Namespace, processes: int, nodes: int = 1, node: int = 0) -> int:
-    """The ranks of this host. Returns the exit code of the first that failed, 0 when none did; its errors are shown last."""
+    """The ranks of this host. Returns the exit code of the first that failed, whose errors are shown last; else 0."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.utils import macros
+    from torch.distributed.elastic.utils.api import macros
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     command = [] if options.no_python else [sys.executable, "-u"]
@@ -263,7 +267,9 @@ def run_hosts(options: argparse.Namespace, slots: Slots) -> int:
     first = next(iter(slots))
     if not options.no_ssh_check and subprocess.run([*ssh, first, "hostname"], capture_output=True).returncode != 0:
         raise ConfigError(f"[launch] ssh {first} does not work without a password; set it up, or pass --no_ssh_check")
-    children = [subprocess.Popen([*ssh, "-tt", host, remote_command(options, slots, n)]) for n, host in enumerate(slots)]
+    children = [
+        subprocess.Popen([*ssh, "-tt", host, remote_command(options, slots, n)]) for n, host in enumerate(slots)
+    ]
 
     def forward(number: int, _frame: object) -> None:
         for child in children:
@@ -313,7 +319,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "tessera launch", local_
     if hosts is None:
         own = options.num_gpus if options.num_gpus > 0 else _own_devices()
         if options.num_nodes > 1:
-            raise ConfigError(f"[launch] --num_nodes {options.num_nodes} needs a hostfile; there is no {options.hostfile}")
+            raise ConfigError(
+                f"[launch] --num_nodes {options.num_nodes} needs a hostfile; there is no {options.hostfile}"
+            )
         slots = parse_inclusion_exclusion({"localhost": own}, options.include, options.exclude)
         if options.include or options.exclude:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots["localhost"]))

@@ -231,8 +231,12 @@ checkpoint::Manifest Checkpointer::manifest(const SaveOptions& options, const Cl
   for (int id = 0; id < static_cast<int>(engine_.params().size()); ++id) {
     const ParamSpec& spec = engine_.params()[id];
     if (spec.group < 0 && !options.frozen) continue;
-    checkpoint::ParamRecord record{file_name_of(engine_, spec), whole_shape(spec, states.form(id)),
-                                   spec.tensor.scalar_type(), spec.group >= 0};
+    checkpoint::ParamRecord record{file_name_of(engine_, spec),
+                                   whole_shape(spec, states.form(id)),
+                                   spec.tensor.scalar_type(),
+                                   spec.group >= 0,
+                                   0,
+                                   {}};
     if (record.trained) record.step = states.param_step(id);
     if (const auto found = client.aliases.find(spec.name); found != client.aliases.end())
       record.aliases = found->second;

@@ -91,7 +91,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   zero::Ranks ranks(m.mesh);
   if (!m.params.empty()) ranks.device = m.params.front().tensor.device();
   check_alike(ranks, m.options, m.params, groups);
-  share_unmanaged(ranks, m.options.zero, m.params);
+  share_unmanaged(m.mesh, m.options.zero, m.params);
   m.model = std::make_unique<zero::ShardedModel>(m.options.zero, m.mesh, m.params, options.rule, groups,
                                                  [impl = &m] { return impl->step_state(); });
   for (ParamSpec& spec : m.params)

@@ -5,7 +5,7 @@
 
 namespace tessera::engine {
 
-void share_unmanaged(const zero::Ranks& ranks, const zero::Options& options, const std::vector<ParamSpec>& params) {
+void share_unmanaged(const comm::Mesh& mesh, const zero::Options& options, const std::vector<ParamSpec>& params) {
   const c10::AutoGradMode no_grad(false);
   const at::ScalarType dtype = options.precision.param;
   for (const ParamSpec& spec : params) {
@@ -13,7 +13,7 @@ void share_unmanaged(const zero::Ranks& ranks, const zero::Options& options, con
     if (spec.restore) spec.restore();
     at::Tensor tensor = spec.tensor;
     at::Tensor value = tensor.detach();
-    if (ranks.all() > 1) {
+    if (const zero::Ranks ranks(mesh, spec.varies); ranks.all() > 1) {
       at::Tensor sent = value.contiguous();
       zero::Ranks same = ranks;
       same.varies_along_model = spec.varies.has(comm::Axis::Tp);

@@ -8,9 +8,9 @@
 
 namespace tessera::engine {
 
-// Parameters that the units do not hold: rank 0's values on all ranks (of a slice: on those that hold the same), in the
-// compute dtype where floating ones are cast. Collective.
-void share_unmanaged(const zero::Ranks& ranks, const zero::Options& options, const std::vector<ParamSpec>& params);
+// Parameters that the units do not hold: on all ranks along which they do not differ the values of the first, in the compute
+// dtype where floating ones are cast. Collective.
+void share_unmanaged(const comm::Mesh& mesh, const zero::Options& options, const std::vector<ParamSpec>& params);
 
 // Rank 0's values of a module's buffers (strided, of any dtype), in place. `device`: where ranks talk. Collective; all
 // ranks have buffers of the same sizes and dtypes.

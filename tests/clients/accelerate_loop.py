@@ -4,12 +4,10 @@ beside plain PyTorch. Also started by `accelerate launch` with its configuration
 from __future__ import annotations
 
 import functools
-import json
 import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState
 from common import assert_equal, assert_losses, rank, run, shared_folder, whole, world
@@ -150,7 +148,9 @@ def saves_and_loads(stage: int) -> None:
 def state_dict(stage: int) -> None:
     acc = accelerator(stage)
     if stage == 3:
-        acc.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        acc.state.deepspeed_plugin.deepspeed_config["zero_optimization"][
+            "stage3_gather_16bit_weights_on_model_save"
+        ] = True
     parts = prepared(acc)
     state = acc.get_state_dict(parts[0])
     if rank() == 0 or stage < 3:

@@ -1,5 +1,5 @@
-"""PEFT's LoRA and TRL's SFTTrainer over the Trainer, beside the same without DeepSpeed; TRL's generation inside a stage 3
-model and its frozen reference model."""
+"""PEFT's LoRA and TRL's SFTTrainer over the Trainer, beside the same without DeepSpeed; TRL's generation inside a model
+of stage 3 and its frozen reference model."""
 
 from __future__ import annotations
 

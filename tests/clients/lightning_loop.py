@@ -1,5 +1,5 @@
-"""Lightning's and Fabric's DeepSpeed strategies. They refuse other accelerators than CUDA's; here it is one whose devices
-are the CPU's, without their check of which GPUs were chosen. Everything else is theirs."""
+"""Lightning's and Fabric's DeepSpeed strategies. They refuse other accelerators than CUDA's; here it is one with
+devices of the CPU, without their check of which GPUs were chosen. Everything else is theirs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,10 @@ def options(stage: int, **more: Any) -> dict[str, Any]:
 def fabric(stage: int) -> None:
     expected, weights = plain(False)
     made = lightning.Fabric(
-        accelerator=HostForFabric(), strategy=FabricStrategy(**options(stage, gradient_clipping=0.0)), devices=world(), precision="32-true"
+        accelerator=HostForFabric(),
+        strategy=FabricStrategy(**options(stage, gradient_clipping=0.0)),
+        devices=world(),
+        precision="32-true",
     )
     made.launch()
     net = model()

@@ -52,7 +52,14 @@ def shared_memory() -> set[str]:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_runs_as_under_plain_pytorch(program: str, ranks: int) -> None:
     before = shared_memory()
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(HERE / f"{program}.py")]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        str(HERE / f"{program}.py"),
+    ]
     launch(command)
     assert not {name for name in shared_memory() - before if "tessera" in name or "torch" in name}
 

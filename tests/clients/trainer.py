@@ -27,7 +27,10 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 0,
             "stage3_gather_16bit_weights_on_model_save": True,
         },
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
         "scheduler": {
             "type": "WarmupLR",
             "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
@@ -151,7 +154,10 @@ def from_pretrained() -> None:
     if world() > 1:
         assert all(p.shape == (0,) and p.ds_numel > 0 for p in partitioned)
     model.resize_token_embeddings(80)
-    assert model.get_input_embeddings().weight.shape == (80, 32)  # built outside of zero.Init: whole until there is an engine
+    assert model.get_input_embeddings().weight.shape == (
+        80,
+        32,
+    )  # built outside of zero.Init: whole until there is an engine
     made = trainer(args, model)
     made.train()
     assert len(losses(made)) == STEPS

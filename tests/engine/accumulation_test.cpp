@@ -17,15 +17,15 @@ namespace {
 
 constexpr int kMicro = 4;  // of a step
 
-struct Case {
+struct Begun {
   AxisSizes sizes;
   int stage;
   bool held;  // the last backward before the save is inside no_sync
 };
 
-const std::vector<Case>& cases() {
-  static const std::vector<Case> all = [] {
-    std::vector<Case> list;
+const std::vector<Begun>& begun() {
+  static const std::vector<Begun> all = [] {
+    std::vector<Begun> list;
     for (int stage = 0; stage <= 3; ++stage)
       for (const bool held : {false, true})
         for (const AxisSizes& sizes : std::vector<AxisSizes>{{{Axis::DpShard, 1}},
@@ -57,8 +57,8 @@ void begin(Engine& engine, const Toy& toy, int batch, bool held) {
 
 TEST(Accumulation, GoesOnBitForBitWhereNothingIsDifferent) {
   const auto modes = all_modes();
-  for (size_t i = 0; i < cases().size(); ++i) {
-    const Case& c = cases()[i];
+  for (size_t i = 0; i < begun().size(); ++i) {
+    const Begun& c = begun()[i];
     const auto& mode = modes[i % modes.size()];
     const TempFolder folder;
     run_axes(c.sizes, [&](int, const comm::Mesh& mesh) {
@@ -94,22 +94,22 @@ TEST(Accumulation, HasTheSameGradientElsewhere) {
       all.push_back(engine.states().get_full(id, Quantity::Gradient));
     return all;
   };
-  for (size_t from = 0; from < cases().size(); ++from) {
+  for (size_t from = 0; from < begun().size(); ++from) {
     const TempFolder folder;
     std::vector<at::Tensor> expected;
-    run_axes(cases()[from].sizes, [&](int rank, const comm::Mesh& mesh) {
+    run_axes(begun()[from].sizes, [&](int rank, const comm::Mesh& mesh) {
       const Toy toy;
-      Engine engine(options_of(cases()[from].stage, mode), mesh, toy.specs(), {toy_adamw()});
-      begin(engine, toy, mesh.rank(comm::kBatchAxes), cases()[from].held);
+      Engine engine(options_of(begun()[from].stage, mode), mesh, toy.specs(), {toy_adamw()});
+      begin(engine, toy, mesh.rank(comm::kBatchAxes), begun()[from].held);
       engine.checkpoints().save(folder.path(), {});
       const auto found = gradients(engine);
       if (rank == 0) expected = found;
     });
-    for (size_t to = from % 3; to < cases().size(); to += 3) {
-      if (cases()[to].held) continue;
-      run_axes(cases()[to].sizes, [&](int, const comm::Mesh& mesh) {
+    for (size_t to = from % 3; to < begun().size(); to += 3) {
+      if (begun()[to].held) continue;
+      run_axes(begun()[to].sizes, [&](int, const comm::Mesh& mesh) {
         const Toy toy(9);
-        Engine engine(options_of(cases()[to].stage, mode), mesh, toy.specs(), {toy_adamw()});
+        Engine engine(options_of(begun()[to].stage, mode), mesh, toy.specs(), {toy_adamw()});
         engine.checkpoints().open(folder.path(), "", {})->apply();
         const auto found = gradients(engine);
         for (size_t i = 0; i < found.size(); ++i)

@@ -35,7 +35,7 @@ TEST(InitialValues, ParametersThatTheModelDoesNotHoldAreSharedAndCast) {
                                                {"held", at::full({2}, rank + 1.0), 0}};
     zero::Options options;
     options.precision.param = at::kBFloat16;
-    engine::share_unmanaged(zero::Ranks(group), options, specs);
+    engine::share_unmanaged(comm::Mesh(group), options, specs);
     EXPECT_TRUE(specs[0].tensor.equal(at::full({3}, 1.5, at::kBFloat16)));
     EXPECT_TRUE(specs[1].tensor.equal(at::zeros({2}, at::kLong)));
     EXPECT_TRUE(specs[2].tensor.equal(at::full({2}, rank + 1.0)));

@@ -1,6 +1,7 @@
 """Checkpoints that DeepSpeed itself wrote, read here; those written here, read by DeepSpeed itself and its tools.
 
-Run by `make test-peers`, which makes the environment that DeepSpeed is in and names its interpreter in TESSERA_PEERS."""
+Run by `make test-peers`, which makes the environment that DeepSpeed is in, and names its interpreter in TESSERA_PEERS.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "python")]
 
-import model as m
-from support import free_port, run_ranks
+import model as m  # noqa: E402
+from support import free_port, run_ranks  # noqa: E402
 
-import tessera
-from tessera import checkpoints
+import tessera  # noqa: E402
+from tessera import checkpoints  # noqa: E402
 
 PEERS = os.environ.get("TESSERA_PEERS")
 WORLDS = (1, 2)
@@ -84,7 +85,10 @@ def values(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
         if param.requires_grad:
             found[name] = {
                 "master": tessera.state.get_full_fp32_param(engine, param),
-                **{k: tessera.state.get_full_optimizer_state(engine, param, k) for k in ("exp_avg", "exp_avg_sq", "step")},
+                **{
+                    k: tessera.state.get_full_optimizer_state(engine, param, k)
+                    for k in ("exp_avg", "exp_avg_sq", "step")
+                },
             }
     return found
 
@@ -208,7 +212,7 @@ def test_weights_of_theirs_without_an_engine(theirs: Path, world: int, stage: in
 
 @pytest.fixture(scope="module")
 def ours(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
-    """Checkpoints in their layout and what was in them here; DeepSpeed has loaded each, and its tools have run on it."""
+    """Checkpoints in their layout and what was in them; DeepSpeed has loaded each, and its tools have run on it."""
     root = tmp_path_factory.mktemp("ours")
     known: dict[str, list[Any]] = {}
     jobs: dict[int, list[dict[str, Any]]] = {world: [] for world in WORLDS}
@@ -234,7 +238,7 @@ def ours(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
             # Theirs of this stage converted by us, for the next number of ranks and another stage.
             other = {"stage": stage % 3 + 1, "precision": precision, "more": UNIVERSAL}
             for kind, source in (("own", folder), ("universal", root / f"{name}-universal")):
-                if kind == "own" and stage == 3 or kind == "own" and other["stage"] == 3:
+                if (kind == "own" and stage == 3) or (kind == "own" and other["stage"] == 3):
                     continue  # DeepSpeed's own conversion does not move between stages 2 and 3
                 target = str(root / f"{name}-from-{kind}")
                 jobs[3 - world].append({"do": "load", **other, "from": str(source), "out": target})

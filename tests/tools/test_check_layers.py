@@ -60,6 +60,14 @@ def test_imports_of_the_package(path, line, legal):
 
 
 @pytest.mark.parametrize(
+    ("line", "legal"), [("import deepspeed.comm", False), ("from deepspeed import zero", False), ("import torch", True)]
+)
+def test_the_package_does_not_import_its_alias(line, legal):
+    assert legal == (not list(check_layers.check_alias("python/tessera/a.py", line)))
+    assert not list(check_layers.check_alias("python/deepspeed_alias/deepspeed/_a.py", line))
+
+
+@pytest.mark.parametrize(
     ("text", "home", "elsewhere"),
     [
         ("c10d::ProcessGroup* g;", "tessera/comm/a.h", "tessera/zero/a.h"),

@@ -122,7 +122,7 @@ class Accelerator:
 
     def _typed(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
         def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return torch.tensor(*args, dtype=dtype, device=self.current_device_name(), **kwargs)
+            return torch.tensor(*args, **{"dtype": dtype, "device": self.current_device_name(), **kwargs})
 
         return make
 

@@ -40,7 +40,7 @@ def zero_to_fp32(args: Sequence[str] | None = None) -> int:
     """`zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR`."""
     from deepspeed import _to_fp32
 
-    parser = argparse.ArgumentParser(prog="zero_to_fp32", description="fp32 weights of a checkpoint, as one or more files")
+    parser = argparse.ArgumentParser(prog="zero_to_fp32", description="fp32 weights of a checkpoint")
     parser.add_argument("checkpoint_dir")
     parser.add_argument("output_dir")
     parser.add_argument("--max_shard_size", default="5GB")

@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import tessera
-from tessera import distributed
 from tessera._config import load_config
 from tessera.errors import ConfigError
+
+import tessera
+from tessera import distributed
 
 ZERO_OPTIMIZATION = "zero_optimization"
 
@@ -39,7 +40,7 @@ class ZeroStageEnum(int, enum.Enum):
     optimizer_states = 1
     gradients = 2
     weights = 3
-    max_stage = 3
+    max_stage = 3  # noqa: PIE796
 
 
 # Sections whose values pydantic checks in DeepSpeed.
@@ -51,8 +52,8 @@ _LINE = re.compile(rf"^\s*(?:\[[\w.]+\] )?((?:{_CHECKED})(?:\.[\w.]+)?): ?((?:un
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """Inside, errors of the configuration have the classes that DeepSpeed raises: pydantic's ValidationError (where it is
-    installed) for values of its checked sections, else DeepSpeedConfigError."""
+    """Inside, errors of the configuration have the classes that DeepSpeed raises: pydantic's ValidationError (where it
+    is installed) for values of its checked sections, else DeepSpeedConfigError."""
     try:
         yield
     except DeepSpeedConfigError:
@@ -69,7 +70,7 @@ def translated() -> Iterator[None]:
 
 def _raise_validation_error(text: str, found: list[tuple[str, str]], cause: ConfigError) -> None:
     try:
-        from pydantic_core import PydanticCustomError, ValidationError
+        from pydantic_core import PydanticCustomError, ValidationError  # type: ignore[import-not-found]
     except ImportError:
         raise DeepSpeedConfigError(text) from cause
     lines = [
@@ -128,7 +129,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     _section = "zero_optimization.offload_optimizer"
 
     def __init__(self, **values: Any) -> None:
-        whole = DeepSpeedZeroConfig(offload_optimizer={"device": "none", **values})
+        whole = DeepSpeedZeroConfig(stage=3, offload_optimizer={"device": "none", **values})
         self._fill(whole._values["offload_optimizer"], values)
 
 
@@ -180,7 +181,7 @@ def _zero_given(config: tessera.Config) -> dict[str, Any]:
 
 
 class DeepSpeedConfig:
-    """A configuration (dict, path or base64), resolved: its top-level keys and what is derived of them as attributes."""
+    """A configuration (dict, path or base64), resolved: its keys and what is derived of them as attributes."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None, world_size: int | None = None) -> None:
         with translated():

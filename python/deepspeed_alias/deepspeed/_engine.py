@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from tessera._config import choose_config
+from tessera.errors import UsageError
 from torch import nn
 
 import deepspeed
@@ -21,8 +23,6 @@ from deepspeed._logging import logger
 from deepspeed._timers import SynchronizedWallClockTimer, ThroughputTimer
 from deepspeed._zero import DeepSpeedZeRoOffload
 from tessera import _core
-from tessera._config import choose_config
-from tessera.errors import UsageError
 
 
 class UserConfig(dict[str, Any]):
@@ -67,7 +67,7 @@ class DeepSpeedEngine(tessera.Engine):
         super().__init__(model, config, **kwargs)
         given = config if given is None else given
         self._config = DeepSpeedConfig(self.config, world_size=self.dp_world_size)
-        self.config = UserConfig(given, self.config)
+        self.config = UserConfig(given, self.config)  # type: ignore[assignment]
         self._parameter_offload: DeepSpeedZeRoOffload | None = None
         self._inside_no_sync = False
         self.tput_timer = ThroughputTimer(self.train_batch_size)
@@ -89,7 +89,7 @@ class DeepSpeedEngine(tessera.Engine):
             return getattr(module, name)
         except AttributeError:
             raise AttributeError(
-                f"neither 'DeepSpeedEngine' (Tessera) nor its module '{type(module).__name__}' has an attribute '{name}'"
+                f"neither 'DeepSpeedEngine' nor its module '{type(module).__name__}' has an attribute '{name}'"
             ) from None
 
     def _visible_optimizer(self, options: Any) -> torch.optim.Optimizer | None:
@@ -123,8 +123,8 @@ class DeepSpeedEngine(tessera.Engine):
             raise UsageError("[engine.no_sync] no_sync context manager reentry is unsupported")
         if stage >= 2:
             raise UsageError(
-                "[engine.no_sync] no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage "
-                f"{stage}"
+                "[engine.no_sync] no_sync context manager is incompatible with gradient partitioning logic of ZeRO "
+                f"stage {stage}"
             )
         self._inside_no_sync = True
         try:
@@ -153,8 +153,8 @@ class DeepSpeedEngine(tessera.Engine):
         return self.zero_optimization_stage() >= 2
 
     def empty_partition_cache(self) -> None:
-        """Ends module calls that an exception left open. Nothing else stays whole between two modules, but for the small
-        parameters that are never partitioned (stage3_param_persistence_threshold)."""
+        """Ends module calls that an exception left open. Nothing else stays whole between two modules, but for the
+        small parameters that are never partitioned (stage3_param_persistence_threshold)."""
         self._partition.end_stray()
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
@@ -164,21 +164,6 @@ class DeepSpeedEngine(tessera.Engine):
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         return state if self.global_rank == 0 else None
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """False, and no file, where stage 3 has not stage3_gather_16bit_weights_on_model_save."""
-        if self.zero_optimization_stage() == 3 and not self.zero_gather_16bit_weights_on_model_save():
-            logger.warning(
-                "[engine.save_16bit_model] nothing is saved: zero_optimization.stage3_gather_16bit_weights_on_model_save "
-                "is not set"
-            )
-            return False
-        return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
-
-    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
-        return self.save_16bit_model(save_dir, save_filename)
 
     def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
         """Of each param group the names and shapes of what it trains."""
@@ -217,7 +202,7 @@ class DeepSpeedEngine(tessera.Engine):
         super().destroy()
         _groups.forget(self)
 
-    def compile(
+    def compile(  # type: ignore[override]
         self,
         backend: Any = "inductor",
         compile_kwargs: dict[str, Any] | None = None,
@@ -226,8 +211,8 @@ class DeepSpeedEngine(tessera.Engine):
     ) -> None:
         if schedule is not None or compiled_autograd_enabled:
             raise NotImplementedError(
-                "[engine.compile] schedule and compiled_autograd_enabled belong to DeepCompile (section `compile`), which "
-                "Tessera does not serve"
+                "[engine.compile] schedule and compiled_autograd_enabled belong to DeepCompile (section `compile`), "
+                "which Tessera does not serve"
             )
         super().compile(backend, compile_kwargs)
 
@@ -248,10 +233,10 @@ class DeepSpeedEngine(tessera.Engine):
         return self.timers
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        return self.config.get("optimizer", {}).get("params")
+        return self.config.to_dict()["optimizer"]["params"]
 
     def scheduler_params(self) -> dict[str, Any] | None:
-        return self.config.get("scheduler", {}).get("params")
+        return self.config.to_dict()["scheduler"]["params"]
 
     def amp_enabled(self) -> bool:
         return False
@@ -281,10 +266,10 @@ class DeepSpeedEngine(tessera.Engine):
         return self.config.get("sparse_gradients")
 
     def zero_offload_optimizer(self) -> Any:
-        return self._config.zero_config.offload_optimizer
+        return getattr(self._config.zero_config, "offload_optimizer", None)
 
     def zero_offload_param(self) -> Any:
-        return self._config.zero_config.offload_param
+        return getattr(self._config.zero_config, "offload_param", None)
 
     def zero_use_cpu_optimizer(self) -> bool:
         return False

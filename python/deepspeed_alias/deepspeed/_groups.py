@@ -39,9 +39,11 @@ def _group(axis: _core.Axis, getter: str) -> Any:
     mesh = _mesh()
     if mesh is None or mesh.size(axis) == dist.get_world_size():
         return dist.group.WORLD
+    from torch.distributed.distributed_c10d import _resolve_process_group as resolve  # type: ignore[attr-defined]
+
     if mesh.size(axis) == 1:
         return _alone()
-    return dist.distributed_c10d._resolve_process_group(mesh.group(axis).name)
+    return resolve(mesh.group(axis).name)
 
 
 _own_group: list[Any] = []

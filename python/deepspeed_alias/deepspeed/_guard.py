@@ -16,7 +16,7 @@ def refuse_beside_deepspeed(file: str) -> None:
     for found in distributions(name="deepspeed"):
         if "tessera" not in found.version:
             raise ImportError(
-                f"[deepspeed] DeepSpeed {found.version} is installed here and would be hidden by Tessera's package of the "
-                f"same name ({Path(file).parent}). Remove one of them (pip uninstall deepspeed removes DeepSpeed), or set "
-                f"{CHOICE}=1 to use Tessera's in this process"
+                f"[deepspeed] DeepSpeed {found.version} is installed here and would be hidden by Tessera's package of "
+                f"the same name ({Path(file).parent}). Remove one of them (pip uninstall deepspeed removes DeepSpeed), "
+                f"or set {CHOICE}=1 to use Tessera's in this process"
             )

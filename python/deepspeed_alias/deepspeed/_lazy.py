@@ -41,8 +41,8 @@ def refusing(name: str, feature: str) -> type:
 
 
 def resolve(module: str, name: str, target: str) -> Any:
-    """The object of a row. A target is "path:attribute", "path" (a module), "=text" (that text), "!feature" (refused) or
-    "path:attribute!feature" (refused where this Tessera has no such attribute). A path that begins with "." is ours."""
+    """The object of a row. A target is "path:attribute", "path" (a module), "=text" (that text), "!feature" (refused)
+    or "path:attribute!feature" (refused where this Tessera has no such attribute). A path "." is this package's."""
     if target.startswith("="):
         return target[1:]
     where, refused, feature = target.partition("!")
@@ -89,7 +89,7 @@ def attribute(module: str, name: str) -> Any:
         if hasattr(found, name):
             return getattr(found, name)
     raise AttributeError(
-        f"module '{module}' has no attribute '{name}': Tessera serves DeepSpeed's documented names; see docs/deepspeed.md"
+        f"module '{module}' has no attribute '{name}': not one of the names that are served; see docs/deepspeed.md"
     )
 
 

@@ -123,7 +123,7 @@ _PARTS = {
     "UtilsBuilder": ("utils", True),
 }
 
-compatible_ops = {name: served for name, served in _PARTS.values()}
+compatible_ops = dict(_PARTS.values())
 
 
 class OpBuilder:

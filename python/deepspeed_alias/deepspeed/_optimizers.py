@@ -26,7 +26,7 @@ class DeepSpeedOptimizer(tessera.Optimizer):
         return self._live_engine()
 
     @property
-    def cur_scale(self) -> float:  # type: ignore[override]
+    def cur_scale(self) -> float:
         return self.loss_scale
 
     @cur_scale.setter

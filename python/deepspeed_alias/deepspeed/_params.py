@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from tessera.zero._owners import engine_of, holder_of
 from torch import nn
 
 from tessera import _core, distributed
 from tessera.zero import ParamStatus, partition_info
-from tessera.zero._owners import engine_of, holder_of
 
 _ids = itertools.count()
 _STATE = "_ds_state"
@@ -73,7 +73,7 @@ class DsParameter(nn.Parameter):
     def ds_tensor(self) -> torch.Tensor:
         """A copy of this rank's even piece of the flat parameter, the last one padded with zeros. Collective while the
         parameter is partitioned: Tessera cuts units, not parameters, so that pieces come from other ranks."""
-        rank, world = _place(self)
+        rank = _place(self)[0]
         whole = self.ds_status is ParamStatus.AVAILABLE
         if not whole:
             self.all_gather()
@@ -145,7 +145,6 @@ class _Done:
 
 
 _EMPTY = torch.Size([0])
-_SHAPE = torch.Tensor.shape.__get__
 _classes: dict[type, type] = {}
 
 
@@ -157,7 +156,7 @@ def _state(param: torch.Tensor) -> _State:
 
 
 def _whole_shape(param: torch.Tensor) -> torch.Size:
-    return _SHAPE(param)
+    return torch.Tensor.size(param)
 
 
 def _place(param: torch.Tensor) -> tuple[int, int]:

@@ -19,7 +19,7 @@ def _texts(names: str, prefix: str = "") -> Rows:
 
 
 def _refused(names: str, feature: str) -> Rows:
-    return {name: f"!{feature}" for name in names.split()}
+    return dict.fromkeys(names.split(), f"!{feature}")
 
 
 _PIPE = "pipeline parallelism (section `pipeline`); use data, tensor or sequence parallelism"
@@ -75,7 +75,9 @@ _CHECKPOINTING = _same(
     "configure checkpoint is_configured non_reentrant_checkpoint get_cuda_rng_tracker model_parallel_cuda_manual_seed "
     "model_parallel_reconfigure_tp_seed reset set_num_layers CheckpointFunction",
 )
-_PROFILER = _same("tessera.profiler", "FlopsProfiler get_model_profile", "the FLOPs profiler (section `flops_profiler`)")
+_PROFILER = _same(
+    "tessera.profiler", "FlopsProfiler get_model_profile", "the FLOPs profiler (section `flops_profiler`)"
+)
 _MONITORS = "monitors (sections `tensorboard`, `csv_monitor`, `wandb`, `comet`)"
 _ELASTIC = "elasticity (section `elasticity`)"
 _ULYSSES_SP = (
@@ -125,8 +127,8 @@ MODULES: dict[str, Rows] = {
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
     "deepspeed.runtime.utils": _same(
         "._small",
-        "move_to_device see_memory_usage is_model_parallel_parameter get_global_norm clip_grad_norm_ ensure_directory_exists "
-        "set_random_seed required_torch_version",
+        "move_to_device see_memory_usage is_model_parallel_parameter get_global_norm clip_grad_norm_ "
+        "ensure_directory_exists set_random_seed required_torch_version",
     ),
     "deepspeed.runtime.base_optimizer": _same("._optimizers", "DeepSpeedOptimizer ZeROOptimizer"),
     "deepspeed.runtime.bf16_optimizer": _same("._optimizers", "BF16_Optimizer"),
@@ -162,7 +164,9 @@ MODULES: dict[str, Rows] = {
     "deepspeed.runtime.zero": _ZERO,
     "deepspeed.runtime.zero.partition_parameters": {
         **_ZERO,
-        **_same("._zero", "zero_wrapper_for_fp_tensor_constructor _orig_torch_arange _orig_torch_empty _orig_torch_zeros"),
+        **_same(
+            "._zero", "zero_wrapper_for_fp_tensor_constructor _orig_torch_arange _orig_torch_empty _orig_torch_zeros"
+        ),
         **_same("._zero", "_orig_torch_ones _orig_torch_full _orig_torch_tensor _orig_torch_eye _orig_torch_randn"),
         **_same("._zero", "_orig_torch_linspace _orig_torch_rand is_zero_param shutdown_init_context"),
         **_same("._zero", "restore_init_context InsertPostInitMethodToModuleSubClasses"),
@@ -188,7 +192,9 @@ MODULES: dict[str, Rows] = {
     "deepspeed.runtime.zero.stage_1_and_2": _same("._optimizers", "DeepSpeedZeroOptimizer"),
     "deepspeed.runtime.zero.stage3": _same("._optimizers", "DeepSpeedZeroOptimizer_Stage3"),
     "deepspeed.runtime.zero.tiling": _refused("TiledLinear TiledLinearReturnBias", "tiled linear layers"),
-    "deepspeed.runtime.zero.mics": _refused("MiCS_Init MiCS_Optimizer", "MiCS classes; zero_optimization.mics_shard_size"),
+    "deepspeed.runtime.zero.mics": _refused(
+        "MiCS_Init MiCS_Optimizer", "MiCS classes; zero_optimization.mics_shard_size"
+    ),
     "deepspeed.comm": {"*": "._comm"},
     "deepspeed.comm.comm": {"=": "deepspeed.comm"},
     "deepspeed.accelerator": {
@@ -263,7 +269,9 @@ MODULES: dict[str, Rows] = {
     "deepspeed.profiling.flops_profiler": _PROFILER,
     "deepspeed.profiling.flops_profiler.profiler": _PROFILER,
     "deepspeed.elasticity": _same("tessera.elasticity", "compute_elastic_config elasticity_enabled", _ELASTIC),
-    "deepspeed.elasticity.elasticity": _same("tessera.elasticity", "compute_elastic_config elasticity_enabled", _ELASTIC),
+    "deepspeed.elasticity.elasticity": _same(
+        "tessera.elasticity", "compute_elastic_config elasticity_enabled", _ELASTIC
+    ),
     "deepspeed.elasticity.config": _same(
         "tessera.elasticity", "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize", _ELASTIC
     ),

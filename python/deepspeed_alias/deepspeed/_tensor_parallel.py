@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from tessera._config import load_config
 from tessera.errors import ConfigError
+from torch import nn
 
 ROOT = __name__.split(".")[0]
 _RECORD = "_TP_MODEL_INIT_ARGS"  # of the package: programs set it to None by hand
@@ -40,12 +39,10 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
     before = _recorded()
     if before is not None:
         for key, value in record.items():
-            if key == "tp_group":
-                same = (value is None) == (before[key] is None)
-            else:
-                same = value == before[key]
+            was = before[key]
+            same = (value is None) == (was is None) if key == "tp_group" else value == was
             if not same:
-                raise ConfigError(f"[tp_model_init] Conflicting tp_model_init: {key} was {before[key]}, now {value}")
+                raise ConfigError(f"[tp_model_init] Conflicting tp_model_init: {key} was {was}, now {value}")
     setattr(sys.modules[ROOT], _RECORD, record)
     return model
 
@@ -62,7 +59,9 @@ def merged(given: Any, mpu: Any) -> Any:
     section = dict(section or {})
     size, configured = record["tp_size"], section.get("autotp_size") or 0
     if configured and configured != size:
-        raise ConfigError(f"[initialize] Conflicting tensor_parallel.autotp_size: {configured}, tp_model_init said {size}")
+        raise ConfigError(
+            f"[initialize] Conflicting tensor_parallel.autotp_size: {configured}, tp_model_init said {size}"
+        )
     inner = section.get("tp", section.get("tensor_parallel", {}))
     if not isinstance(inner, Mapping):
         raise ConfigError("[initialize] tensor_parallel.tp must be a dict")
@@ -85,7 +84,10 @@ def _check_dtype(config: Mapping[str, Any], section: Mapping[str, Any], dtype: t
         if isinstance(part, Mapping) and part.get("enabled") is True and dtype != meant:
             raise ConfigError(f"[initialize] Conflicting dtype: {key} is enabled, tp_model_init said {dtype}")
     said = section.get("dtype")
-    if said is not None and str(said).removeprefix("torch.") not in (str(dtype).removeprefix("torch."), _SHORT.get(dtype)):
+    if said is not None and str(said).removeprefix("torch.") not in (
+        str(dtype).removeprefix("torch."),
+        _SHORT.get(dtype),
+    ):
         raise ConfigError(f"[initialize] Conflicting tensor_parallel.dtype: {said}, tp_model_init said {dtype}")
 
 

@@ -94,7 +94,9 @@ class SynchronizedWallClockTimer:
     def log(
         self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True, ranks: Iterable[int] | None = None
     ) -> None:
-        found = [f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers]
+        found = [
+            f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers
+        ]
         log_dist(f"time (ms) | {' | '.join(found)}", ranks=ranks or [0])
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from tessera.optim._rules import is_tested
 from torch import nn
 
 import tessera
 from deepspeed import _params
 from tessera import distributed
-from tessera.optim._rules import is_tested
 
 
 class ZeRORuntimeException(Exception):

@@ -384,12 +384,11 @@ def _save_state_dict(engine: Engine, state: dict[str, Any], path: str) -> None:
     numbers = _numbers(engine)
     weights = _core.LiveWeights(engine.core)
     first = _core.checkpoint_place(engine.core) == 0
-    whole: dict[int, torch.Tensor] = {}
-    for value in state.values():
-        if id(value) in numbers and id(value) not in whole:
-            weight = weights.whole(numbers[id(value)])
-            if weight is not None:
-                whole[id(value)] = weight
+    whole: dict[int, torch.Tensor] = {}  # rank 0's
+    for key in dict.fromkeys(number for number in map(id, state.values()) if number in numbers):
+        weight = weights.whole(numbers[key])
+        if weight is not None:
+            whole[key] = weight
     error = ""
     if first:
         part = path + ".part"

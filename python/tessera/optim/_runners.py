@@ -15,7 +15,6 @@ from tessera.errors import UsageError
 from tessera.optim._rules import NativeRule, read_group
 from tessera.optim._states import QUANTITIES, CoreStates, OptimizerStates, OwnStates
 
-
 _SIZE = torch.Tensor.size  # whatever a class of parameters shows as its size
 
 

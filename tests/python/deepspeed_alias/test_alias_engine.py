@@ -82,7 +82,7 @@ def test_no_sync(stage: int) -> None:
         engine.backward(engine(*batch(0)))
         with pytest.raises(AssertionError, match="no_sync context manager reentry is unsupported"), engine.no_sync():
             pass
-        with pytest.raises(AssertionError, match="illegal to call Engine.step"):
+        with pytest.raises(AssertionError, match=r"illegal to call Engine\.step"):
             engine.step()
     with engine.no_sync():  # the refusals left nothing behind
         pass
@@ -142,7 +142,11 @@ def test_class_of_the_optimizer_says_the_stage(stage: int, more: Any, module: st
     assert isinstance(optimizer, deepspeed.runtime.base_optimizer.DeepSpeedOptimizer)
     assert isinstance(optimizer.optimizer, torch.optim.SGD)
     assert optimizer.overflow is False and optimizer.loss_scale >= 1
-    flat = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_partitioned_groups_flat"}
+    flat = {
+        1: "single_partition_of_fp32_groups",
+        2: "single_partition_of_fp32_groups",
+        3: "fp32_partitioned_groups_flat",
+    }
     parts = getattr(optimizer, flat.get(stage, "fp32_groups_flat"))
     assert all(part.dtype is torch.float32 for part in parts)
     assert sum(part.numel() for part in parts) == sum(p.numel() for p in engine.module.parameters())

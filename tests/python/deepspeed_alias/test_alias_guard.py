@@ -48,9 +48,9 @@ def test_installation_refuses_to_replace_deepspeed(tmp_path: Path) -> None:
 def test_import_is_quick_and_quiet() -> None:
     program = """
 import time, sys
-start = time.perf_counter()
+start = time.process_time()
 import deepspeed
-spent = time.perf_counter() - start
+spent = time.process_time() - start
 assert "torch" not in sys.modules and "tessera" not in sys.modules
 deepspeed.initialize
 print(spent)

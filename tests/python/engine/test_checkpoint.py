@@ -105,7 +105,8 @@ class Tied(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return (self.norm(self.second(self.first(x)))[:, :3] * self.frozen - y).square().mean()
+        hidden = self.second(self.first(x.to(self.first.weight.dtype)))
+        return (self.norm(hidden)[:, :3] * self.frozen - y).square().mean()
 
     def get_extra_state(self) -> dict[str, int]:
         return {"calls": self.calls}
@@ -287,7 +288,7 @@ def test_a_full_disk_or_a_folder_without_rights_is_an_error_and_training_goes_on
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world", [1, 2])
 def test_16bit_weights_of_a_live_engine(stage: int, world: int, tmp_path: Path) -> None:
-    cfg = config(stage, bf16=True)
+    cfg = config(stage, bf16=True, data_types={"buffer_dtype": "bf16"})
     cfg["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     load_file = pytest.importorskip("safetensors.torch").load_file
 
@@ -301,16 +302,19 @@ def test_16bit_weights_of_a_live_engine(stage: int, world: int, tmp_path: Path) 
             engine.save_16bit_model(tmp_path / "trained.safetensors" / "deeper")
         with pytest.raises(tessera.errors.IoError, match="cannot make the folder"):
             engine.save_16bit_model(tmp_path / "trained.safetensors", "x.safetensors")
+        held = engine.module_state_dict()
+        copies = {name: value.clone() for name, value in held.items() if name != "_extra_state"}
         steps(engine, rank, 1, 1)
-        return engine.module_state_dict() if world == 1 or rank == 0 else None
+        return copies
 
     model = make(Tied)
-    engines(model, world, cfg, body)
+    held = engines(model, world, cfg, body)[0]
     state = torch.load(tmp_path / "pytorch_model.bin")
     assert state.keys() == model.state_dict().keys()
     assert state["second.weight"].data_ptr() == state["first.weight"].data_ptr()
     assert state["first.weight"].dtype == torch.bfloat16
     assert state.pop("_extra_state") == {"calls": 1}
+    assert same(state, held)
     model.load_state_dict(state, strict=False)
 
     whole = load_file(tmp_path / "trained.safetensors")
@@ -320,7 +324,7 @@ def test_16bit_weights_of_a_live_engine(stage: int, world: int, tmp_path: Path) 
         paths = sorted((tmp_path / kind).glob(files))
         for path in paths:
             found |= load_file(path) if kind == "st" else torch.load(path)
-        assert len(paths) > 2
+        assert len(paths) > 1
         assert found.keys() == (whole.keys() - {"frozen"} if kind == "st" else state.keys())
         assert all(torch.equal(found[name], state[name]) for name in found)
     assert all(torch.equal(whole[name], state[name]) for name in whole)

@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers
 from support import run_mesh
-from tessera import _core
 from tessera.sequence import SequenceParallelGroups, TiledFusedLogitsLoss, TiledMLP, UlyssesSPAttentionHF
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import tessera
+from tessera import _core
 
 LAYERS, WIDTH, INNER, HEADS, KEYS, HEAD_DIM, VOCABULARY = 2, 128, 256, 8, 4, 16, 64
 SP, TOKENS, TILE = 4, 512, 16  # ranks, tokens of the shorter sequence, tokens of a tile
@@ -24,9 +24,7 @@ SP, TOKENS, TILE = 4, 512, 16  # ranks, tokens of the shorter sequence, tokens o
 def formula(tokens: int, tiled: bool) -> int:
     """Bytes of activations in fp32 on a rank with this many tokens of a Llama under activation checkpointing."""
     attention = 3 * HEADS * HEAD_DIM + 2 * KEYS * HEAD_DIM
-    return 4 * tokens * (
-        (LAYERS + 10) * WIDTH + attention if tiled else (LAYERS + 8) * WIDTH + attention + 6 * INNER
-    )
+    return 4 * tokens * ((LAYERS + 10) * WIDTH + attention if tiled else (LAYERS + 8) * WIDTH + attention + 6 * INNER)
 
 
 def build() -> nn.Module:

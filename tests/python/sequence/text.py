@@ -31,7 +31,7 @@ def llama(heads: int = 8, keys: int = 8, implementation: str = "sdpa", **more: A
 
 
 def text_batch(number: int, documents: tuple[int, ...] = (LENGTH,)) -> dict[str, torch.Tensor]:
-    """[BATCH, LENGTH] characters of the README, each row as documents of these lengths; their first labels do not count."""
+    """[BATCH, LENGTH] characters of the README, each row as documents of these lengths, without their first labels."""
     text = (Path(__file__).parents[3] / "README.md").read_bytes()
     begin = (number * BATCH * LENGTH) % (len(text) - BATCH * LENGTH)
     tokens = torch.tensor(list(text[begin : begin + BATCH * LENGTH])).clamp(max=127).view(BATCH, LENGTH)

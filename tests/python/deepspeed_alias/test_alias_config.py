@@ -1,0 +1,144 @@
+"""Sections as objects, classes of errors, tp_model_init."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum, get_zero_config
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, OffloadDeviceEnum
+from support import config, make
+
+import tessera
+
+
+def section_error() -> type[BaseException]:
+    """What a wrong value of a section raises: pydantic's where it is installed."""
+    if importlib.util.find_spec("pydantic") is None:
+        return deepspeed.DeepSpeedConfigError
+    from pydantic import ValidationError
+
+    return ValidationError
+
+
+@pytest.mark.parametrize("cls", [DeepSpeedZeroConfig, DeepSpeedFP16Config, DeepSpeedBF16Config])
+def test_every_key_of_a_section_is_an_attribute(cls: Any) -> None:
+    made = cls()
+    tree = tessera.Config.from_json("{}").to_dict()[cls._section]
+    assert made.model_dump() == tree
+    for key, value in tree.items():
+        if isinstance(value, (bool, int, float, str)):
+            assert getattr(made, key) == value
+            assert getattr(made, key.removeprefix("stage3_")) == value
+
+
+def test_values_both_spellings_and_offload() -> None:
+    made = DeepSpeedZeroConfig(stage=3, stage3_max_live_parameters=5e8, prefetch_bucket_size=7)
+    assert made.stage == ZeroStageEnum.weights and made.max_live_parameters == 500_000_000
+    assert made.stage3_prefetch_bucket_size == made.prefetch_bucket_size == 7
+    assert made.offload_optimizer is None
+    made = DeepSpeedZeroConfig(stage=2, offload_optimizer={"device": "cpu"})
+    assert made.offload_optimizer.device is OffloadDeviceEnum.cpu and made.offload_optimizer.pin_memory
+    assert DeepSpeedZeroOffloadOptimizerConfig(device="cpu", ratio=0.5).ratio == 0.5
+    assert get_zero_config({"zero_optimization": True}).stage == 1
+
+
+WRONG = [
+    {"zero_optimization": {"stage": 7}},
+    {"zero_optimization": {"stagee": 1}},
+    {"fp16": {"enabled": True, "loss_scale": -1}},
+    {"bf16": {"initial_scale_power": 3}},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_values_of_sections(wrong: dict[str, Any]) -> None:
+    key = next(iter(next(iter(wrong.values()))))
+    with pytest.raises(section_error(), match=key if key == "stagee" else None) as caught:
+        deepspeed.initialize(model=make(), config={**config(), **wrong})
+    assert isinstance(caught.value, ValueError)
+
+
+def test_other_errors_of_a_configuration() -> None:
+    with pytest.raises(deepspeed.DeepSpeedConfigError):
+        deepspeed.initialize(model=make(), config=config(checkpoint={"tag_validation": "perhaps"}))
+    both = {"bf16": {"enabled": True}, "fp16": {"enabled": True}}
+    with pytest.raises(AssertionError):
+        deepspeed.initialize(model=make(), config={**config(), **both})
+    with pytest.raises(AssertionError):
+        deepspeed.DeepSpeedConfig({"gradient_accumulation_steps": 2})
+
+
+def test_resolved_configuration() -> None:
+    given = {"train_batch_size": 8, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
+    made = deepspeed.DeepSpeedConfig(dict(given))
+    assert (made.train_batch_size, made.train_micro_batch_size_per_gpu) == (8, 4)
+    assert made.zero_enabled and made.zero_optimization_stage == made.zero_config.stage == 2
+    assert made.gradient_clipping == 1.0 and not made.fp16_enabled and made.optimizer_name is None
+    assert not made.monitor_config.enabled and made.monitor_config.csv_monitor.job_name == "DeepSpeedJobName"
+
+
+def test_refused_features_name_their_key() -> None:
+    with pytest.raises(NotImplementedError, match=r"quantize_training"):
+        deepspeed.initialize(model=make(), config=config(quantize_training={"enabled": True}))
+
+
+@pytest.fixture(autouse=True)
+def _no_record() -> Any:
+    yield
+    deepspeed._TP_MODEL_INIT_ARGS = None
+
+
+def test_tp_model_init_is_recorded_and_used_once() -> None:
+    from deepspeed import _tensor_parallel
+
+    model = make()
+    assert deepspeed.tp_model_init(model, 2, torch.bfloat16) is model
+    deepspeed.tp_model_init(model, tp_size=2, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="Conflicting tp_model_init"):
+        deepspeed.tp_model_init(model, 4, torch.bfloat16)
+    merged = _tensor_parallel.merged({"train_batch_size": 4, "bf16": {"enabled": True}}, None)
+    assert merged["tensor_parallel"] == {"autotp_size": 2}
+    assert _tensor_parallel.merged({"train_batch_size": 4}, None) == {"train_batch_size": 4}
+
+
+CONFLICTS = [
+    ({"tensor_parallel": {"autotp_size": 4}}, r"Conflicting tensor_parallel\.autotp_size"),
+    ({"tensor_parallel": {"tp": {"tp_size": 4}}}, r"Conflicting tensor_parallel\.tp\.tp_size"),
+    ({"tensor_parallel": {"tp": 3}}, "must be a dict"),
+    ({"fp16": {"enabled": True}}, "Conflicting dtype"),
+    ({"tensor_parallel": {"dtype": "fp16"}}, "Conflicting tensor_parallel.dtype"),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), CONFLICTS)
+def test_tp_model_init_against_the_configuration(given: dict[str, Any], text: str) -> None:
+    deepspeed.tp_model_init(make(), 2, torch.bfloat16)
+    with pytest.raises(ValueError, match=text):
+        deepspeed.initialize(model=make(), config={**config(), **given})
+
+
+def refused_keys() -> list[tuple[str, Any]]:
+    """The rows of docs/deepspeed.md."""
+    text = (Path(__file__).parents[3] / "docs" / "deepspeed.md").read_text()
+    table = text.split("<!-- refused keys: begin -->")[1].split("<!-- refused keys: end -->")[0]
+    return [(key, json.loads(value)) for key, value in re.findall(r"^\| `([\w.]+)` \| `(\w+)` \|", table, re.M)]
+
+
+@pytest.mark.parametrize(("key", "value"), refused_keys())
+def test_refused_keys_are_named(key: str, value: Any) -> None:
+    given: Any = value
+    for part in reversed(key.split(".")):
+        given = {part: given}
+    section = key.split(".")[0]
+    if section == "zero_optimization":
+        given[section]["stage"] = 3
+    with pytest.raises(NotImplementedError, match=key.removesuffix(".enabled")):
+        deepspeed.initialize(model=make(), config={**config(), **given})

@@ -1,0 +1,24 @@
+"""tessera report says what is there, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tessera import report
+
+
+def test_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["torch"] == torch.__version__ and found["cores"] >= 1 and "gloo" in found["transports"]
+    assert {entry["folder"] for entry in found["disk"]} >= {"/dev/shm"}
+    assert report.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0].strip() for line in lines] == list(found)
+
+
+def test_a_folder_that_is_not_there() -> None:
+    assert report._free("/nowhere at all") == {"folder": "/nowhere at all", "free_gb": None}
