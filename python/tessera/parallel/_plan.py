@@ -23,7 +23,7 @@ _OWN_USE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDec
 class ParallelPlan:
     """How a model is cut over `size` ranks; str() is a table, and one line for each kind of block of what follows."""
 
-    core: _core.ParallelPlan
+    core: _core.ParallelPlan  # None in a pickled model
     size: int
     source: str  # of the rules
     skipped: list[str]  # names of weights that a rule leaves whole
