@@ -357,8 +357,8 @@ class VocabularyLoss:
 def _check_embedding(module: nn.Embedding, path: str, dim: int) -> None:
     if dim == 0 and type(module).forward is not nn.Embedding.forward:
         raise ConfigError(
-            f"[tensor_parallel] {path}: a {type(module).__name__} does more than look up rows, so it cannot be cut over "
-            "the vocabulary"
+            f"[tensor_parallel] {path}: a {type(module).__name__} does more than look up rows, so it cannot be "
+            "cut over the vocabulary"
         )
     used = {"max_norm": module.max_norm, "scale_grad_by_freq": module.scale_grad_by_freq, "sparse": module.sparse}
     if given := [name for name, value in used.items() if value]:
