@@ -14,7 +14,7 @@ from tessera.parallel._apply import Cutter, bind, cuts_of, plan_of
 from tessera.parallel._cuts import ParamCut
 from tessera.parallel._inputs import check_same_inputs
 from tessera.parallel._modules import Ranks
-from tessera.parallel._plan import ParallelPlan, make_plan
+from tessera.parallel._plan import ParallelPlan, make_plan, overlaps
 from tessera.zero._init import partition_again, whole_for_good
 
 _Spec = tuple[tuple[int, ...], int, tuple[tuple[int, int], ...]]
@@ -27,7 +27,7 @@ class TensorParallel:
         self._model = model
         self._mesh = mesh
         self._group = mesh.group(_core.Axis.Tp)
-        self._overlap = bool(config.get("tensor_parallel.tp_overlap_comm"))
+        self._overlap = overlaps(config)
         self._ranks: Ranks | None = None
         self._cuts: dict[int, ParamCut] = {}
         self._checked = False

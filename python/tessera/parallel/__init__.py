@@ -14,6 +14,7 @@ from tessera import _core, distributed
 from tessera._config import load_config
 from tessera.errors import ConfigError
 from tessera.parallel._apply import Cutter, plan_of
+from tessera.parallel._cost import cost
 from tessera.parallel._load import load_slices
 from tessera.parallel._modules import (
     ColumnLinear,
@@ -22,7 +23,7 @@ from tessera.parallel._modules import (
     SharedTailLinear,
     VocabEmbedding,
 )
-from tessera.parallel._plan import ParallelPlan, make_plan
+from tessera.parallel._plan import ParallelPlan, make_plan, overlaps
 from tessera.parallel._record import tp_model_init
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "RowLinear",
     "SharedTailLinear",
     "VocabEmbedding",
+    "cost",
     "is_model_parallel_parameter",
     "load_slices",
     "plan_for",
@@ -63,7 +65,7 @@ def shard_model(model: nn.Module, config: Any, *, group: Any = None) -> Parallel
         ranks = mesh.group(_core.Axis.Tp)
     try:
         plan = make_plan(model, loaded, ranks.size)
-        cutter = Cutter(model, plan, ranks, overlap=loaded.get("tensor_parallel.tp_overlap_comm"))
+        cutter = Cutter(model, plan, ranks, overlap=overlaps(loaded))
         cutter.run()
         if made:  # they end here; the engine brings its own
             cutter.ranks.bind(None)

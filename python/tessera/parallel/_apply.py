@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ class Cutter:
         cut.vocabulary = decision.vocabulary
         mixin: type[_modules._CutModule]
         if isinstance(module, nn.Embedding):
-            _check_embedding(module, decision.path)
+            _check_embedding(module, decision.path, decision.dim)
             cut.kind = "vocabulary" if decision.dim == 0 else "embedding"
             mixin = _modules._VocabEmbedded if decision.dim == 0 else _modules._Embedded
         else:
@@ -199,14 +200,14 @@ class Cutter:
         return ParamCut((bias.numel(),), 0, weight.ranges)
 
     def _become(self, module: nn.Module, mixin: type[_modules._CutModule], cut: ModuleCut) -> None:
-        base = type(module)
+        base, widths = type(module), widths_of(module)
         module.__class__ = class_for(mixin, base, self._classes)
         self._undo.append(lambda: setattr(module, "__class__", base))
         self._put(module, CUT, cut)
         for name, of in cut.params.items():
             self._param(module, name, of, cut.path)
         if "weight" in cut.params:
-            for name, dim in widths_of(module).items():
+            for name, dim in widths.items():
                 if dim == cut.params["weight"].dim:
                     self._put(module, name, cut.params["weight"].length(self.ranks.rank))
 
@@ -263,14 +264,13 @@ class Cutter:
         self._plan.add_notes(path, attention, found)
 
     def _sum(self, path: str, module: nn.Module) -> None:
-        for name, param in module.named_parameters(recurse=False):
-            handle = param.register_hook(_Sum(self.ranks, f"gradient of '{path}.{name}'"))
+        for param, handle in sum_gradients(path, module, self.ranks):
             self._undo.append(handle.remove)
-            self._mark(param, _SUMMED, True)
+            self._undo.append(functools.partial(vars(param).pop, _SUMMED, None))
 
     def _vocabulary_loss(self, head: ModuleCut) -> bool:
-        """The model takes its loss over slices of the logits from now on; False where it does not look for one."""
-        if "loss_function" not in dir(type(self._model)):
+        """The model takes its loss over slices of the logits from now on; False where its code does not ask for one."""
+        if "loss_function" not in inspect.unwrap(type(self._model).forward).__code__.co_names:
             return False
         weight = head.params["weight"]
         before = vars(self._model).get("_loss_function")
@@ -304,6 +304,14 @@ class Cutter:
     def _mark(self, param: nn.Parameter, name: str, value: Any) -> None:
         setattr(param, name, value)
         self._undo.append(lambda: vars(param).pop(name, None))
+
+
+def sum_gradients(path: str, module: nn.Module, ranks: Ranks) -> Iterator[tuple[nn.Parameter, Any]]:
+    """Sums the gradients of a module's own parameters over the ranks, where that is not done yet. Their hooks."""
+    for name, param in module.named_parameters(recurse=False):
+        if param.requires_grad and not hasattr(param, _SUMMED):
+            setattr(param, _SUMMED, True)
+            yield param, param.register_hook(_Sum(ranks, f"gradient of '{path}.{name}'"))
 
 
 class _Sum:
@@ -346,7 +354,12 @@ class VocabularyLoss:
         return losses.sum() / count
 
 
-def _check_embedding(module: nn.Embedding, path: str) -> None:
+def _check_embedding(module: nn.Embedding, path: str, dim: int) -> None:
+    if dim == 0 and type(module).forward is not nn.Embedding.forward:
+        raise ConfigError(
+            f"[tensor_parallel] {path}: a {type(module).__name__} does more than look up rows, so it cannot be "
+            "cut over the vocabulary"
+        )
     used = {"max_norm": module.max_norm, "scale_grad_by_freq": module.scale_grad_by_freq, "sparse": module.sparse}
     if given := [name for name, value in used.items() if value]:
         raise ConfigError(f"[tensor_parallel] {path}: an embedding with {', '.join(given)} cannot be cut")
@@ -369,4 +382,17 @@ def bind(model: nn.Module, group: _core.Group) -> Ranks:
             f"{group.rank} of {group.size}: use the mesh that it was cut for, or build it anew"
         )
     ranks.bind(group)
+    for module in model.modules():  # copies of parameters come without marks and hooks
+        cut = cut_of(module)
+        for name in cut.params if cut is not None else ():
+            vars(module._parameters[name])["tensor_model_parallel"] = True
+    for decision in plan_decisions(model):
+        if decision.sum_gradient:
+            list(sum_gradients(decision.path, model.get_submodule(decision.path), ranks))
     return ranks
+
+
+def plan_decisions(model: nn.Module) -> list[_core.Decision]:
+    """None of a model that was pickled."""
+    plan = plan_of(model)
+    return [] if plan is None or plan.core is None else plan.core.decisions

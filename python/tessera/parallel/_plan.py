@@ -23,7 +23,7 @@ _OWN_USE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDec
 class ParallelPlan:
     """How a model is cut over `size` ranks; str() is a table, and one line for each kind of block of what follows."""
 
-    core: _core.ParallelPlan
+    core: _core.ParallelPlan  # None in a pickled model
     size: int
     source: str  # of the rules
     skipped: list[str]  # names of weights that a rule leaves whole
@@ -77,6 +77,13 @@ def make_plan(model: nn.Module, config: _core.Config, size: int) -> ParallelPlan
         if module._parameters.get("weight") is not None and _skipped(f"{path}.weight", rules)
     ]
     return ParallelPlan(core, size, rules.source, skipped, options.vocab_parallel)
+
+
+def overlaps(config: _core.Config) -> bool:
+    """Whether the all-reduce of a column layer's backward runs under the product for its weight's gradient: unless the
+    configuration says no. Results are the same."""
+    key = "tensor_parallel.tp_overlap_comm"
+    return bool(config.get(key)) if key in config.given else True
 
 
 def _skipped(name: str, rules: Rules) -> bool:

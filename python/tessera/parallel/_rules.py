@@ -60,7 +60,8 @@ def text_config(model: nn.Module) -> Any:
     return config if inner is None else inner
 
 
-def _first(config: Any, *names: str) -> int:
+def first_number(config: Any, *names: str) -> int:
+    """Of the attributes that are integers; 0 without any."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int) and not isinstance(value, bool):
@@ -73,23 +74,23 @@ _PARTS = ("vision_config", "audio_config", "image_config")
 
 
 def facts_of(model: nn.Module) -> _core.ModelFacts:
-    facts = _facts(text_config(model))
+    facts = facts_of_config(text_config(model))
     facts.model_type = model_type(model)
     whole = getattr(model, "config", None)
     others = [getattr(whole, name) for name in _PARTS if getattr(whole, name, None) is not None]
     for path, module in model.named_modules():
         part = getattr(module, "config", None) if path else None
         if part is not None and any(part is other for other in others):
-            facts.parts = {**facts.parts, path: _facts(part)}
+            facts.parts = {**facts.parts, path: facts_of_config(part)}
     return facts
 
 
-def _facts(config: Any) -> _core.ModelFacts:
+def facts_of_config(config: Any) -> _core.ModelFacts:
     facts = _core.ModelFacts()
-    facts.heads = _first(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
-    facts.hidden = _first(config, "hidden_size", "n_embd", "d_model")
-    facts.vocabulary = _first(config, "vocab_size")
-    facts.head_dim = _first(config, "head_dim", "d_kv", "kv_channels")
+    facts.heads = first_number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
+    facts.hidden = first_number(config, "hidden_size", "n_embd", "d_model")
+    facts.vocabulary = first_number(config, "vocab_size")
+    facts.head_dim = first_number(config, "head_dim", "d_kv", "kv_channels")
     if facts.head_dim == 0 and facts.heads > 0 and facts.hidden % facts.heads == 0:
         facts.head_dim = facts.hidden // facts.heads
     facts.kv_heads = _kv_heads(config, facts.heads)
@@ -103,8 +104,8 @@ def _kv_heads(config: Any, heads: int) -> int:
     if getattr(config, "new_decoder_architecture", None) is False:
         return heads
     if getattr(config, "multi_query_attention", False):
-        return _first(config, "multi_query_group_num")
-    return _first(config, "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv") or heads
+        return first_number(config, "multi_query_group_num")
+    return first_number(config, "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv") or heads
 
 
 def model_type(model: nn.Module) -> str:

@@ -41,8 +41,9 @@ def on_mesh(model: nn.Module, cfg: dict[str, Any], body: Any, tp: int = 2, dp: i
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_stage_with_two_batches(stage: int) -> None:
-    compare("llama", tp=2, dp=2, stage=stage)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v2"])
+def test_every_stage_with_two_batches(name: str, stage: int) -> None:
+    compare(name, tp=2, dp=2, stage=stage)
 
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -199,18 +200,21 @@ def test_a_failure_gives_the_model_back_whole() -> None:
 
 
 def test_a_model_that_is_cut_gets_another_engine() -> None:
-    copies = [llama() for _ in range(2)]
+    copies = [MODELS["qwen3"][0]() for _ in range(2)]
 
-    def body(rank: int, mesh: tessera.Mesh) -> list[float]:
-        losses = []
-        for stage in (1, 3):
-            engine = tessera.Engine(copies[rank], adam(2, stage), group=mesh)
-            losses.append(engine(**text(0)).loss.item())
+    def body(rank: int, mesh: tessera.Mesh) -> list[Any]:
+        found = []
+        for stage in (1, 3, 0):
+            model = copy.deepcopy(copies[rank]) if stage == 0 else copies[rank]
+            engine = tessera.Engine(model, adam(2, stage), group=mesh)
+            engine(**text(0)).loss.backward()
+            found.append({n: tessera.state.get_full_grad(engine, p).clone() for n, p in model.named_parameters()})
             engine.destroy()
-        return losses
+        return found
 
-    for first, second in run_mesh(body, tp=2):
-        assert abs(first - second) < 1e-6
+    for first, *others in run_mesh(body, tp=2):
+        for other in others:
+            assert_close(other, first)
     with pytest.raises(ValueError, match="the model is cut already, as rank 0 of 2; here is rank 0 of 1"):
         tessera.Engine(copies[0], adam(1))
 
@@ -247,7 +251,7 @@ def test_a_clients_optimizer_and_its_states_are_cut_too(stage: int) -> None:
 
 
 def test_frozen_parameters_are_cut_and_shared_as_well() -> None:
-    model = llama()
+    model = MODELS["qwen3"][0]()
     model.model.layers[0].requires_grad_(False)
     want = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -259,6 +263,42 @@ def test_frozen_parameters_are_cut_and_shared_as_well() -> None:
         assert_close(frozen, {n: want[n] for n in frozen})
 
     on_mesh(model, adam(2, 1), body, dp=2)
+
+
+class Own(nn.Module):
+    """A layer of one's own, with the weight of nn.Linear."""
+
+    def __init__(self, twice: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+        self.twice = twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t() * (2 if self.twice else 1)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_class_of_ones_own_is_cut_where_it_computes_what_linear_does(twice: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Own(twice), nn.Tanh(), nn.Linear(6, 4))
+    x = torch.randn(3, 4)
+    specs = [{"patterns": [r"0\.weight$"]}, {"patterns": [r"2\.weight$"], "partition_type": "row"}]
+    cfg = settings(2, {"partition_config": {"layer_specs": specs}})
+
+    def body(rank: int, mesh: tessera.Mesh) -> Any:
+        part = copy.deepcopy(model)
+        if twice:
+            with pytest.raises(ValueError, match=r"a Own does not compute what nn\.Linear would"):
+                tessera.Engine(part, cfg, group=mesh)
+            return model(x)
+        engine = tessera.Engine(part, cfg, group=mesh)
+        assert type(part[0]).__mro__[2].__name__ == "_CutModule" and isinstance(part[0], Own)
+        out = engine(x)
+        engine.destroy()
+        return out
+
+    for out in run_mesh(body, tp=2):
+        torch.testing.assert_close(out, model(x))
 
 
 # ---------------------------------------------------------------- models that are whole nowhere

@@ -111,6 +111,8 @@ def compare(name: str, tp: int, dp: int = 1, rules: dict[str, Any] | None = None
     results = run_mesh(body, dp=dp, tp=tp)
     for result in results:
         assert_same(result, want, logits=result is results[0] and "vocabulary" not in name)
+    for name, value in results[0]["weights"].items():  # bits: what all ranks hold does not drift apart
+        assert all(result["weights"][name].equal(value) for result in results), name
     mean = [sum(losses) / len(results) for losses in zip(*(r["losses"] for r in results), strict=True)]
     torch.testing.assert_close(mean, want["losses"], rtol=1e-5, atol=0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from support import config
 from tessera.parallel._rules import facts_of, model_type, tp_plan_of
 from tiny_models import DEEPSEEK, LLAMA, MODELS, NEOX, of
@@ -129,15 +128,3 @@ def test_the_plan_can_be_read() -> None:
     text = str(planned(MODELS["llama"][0](), preset_model="llama"))
     assert "preset llama" in text and "self_attn.q_proj" in text
     assert len(text.splitlines()) < 25  # blocks are collapsed
-
-
-class Own(nn.Module):
-    """A layer of one's own, with the weight of nn.Linear."""
-
-    def __init__(self, twice: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 4))
-        self.twice = twice
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight.t() * (2 if self.twice else 1)

@@ -196,6 +196,16 @@ T5 = {
 }
 NEOX = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
 
+GPT2_RULES = {
+    "partition_config": {
+        "layer_specs": [
+            {"patterns": [r".*\.c_attn\.weight$"], "shape": [3, -1]},
+            {"patterns": [r".*\.c_fc\.weight$"]},
+            {"patterns": [r".*\.c_proj\.weight$"], "partition_type": "row"},
+        ]
+    }
+}
+
 # name -> (model, batches, its section of the configuration beside autotp_size)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], dict[str, Any]]] = {
     "llama": (of("Llama", LLAMA), text, {}),
@@ -228,6 +238,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], dict[str,
     "opt": (of("OPT", NEOX, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0), text, {}),
     "gptj": (of("GPTJ", GPT, rotary_dim=4, **NO_DROPS), text, {}),
     "codegen": (of("CodeGen", GPT, n_head=8, rotary_dim=2, **NO_DROPS), text, {}),
+    "gpt2, rules": (of("GPT2", GPT, **NO_DROPS), text, GPT2_RULES),  # Conv1D
     "t5": (of("T5", T5, feed_forward_proj="gated-gelu"), pairs, {}),
     "whisper": (of("Whisper", WHISPER), sounds, {}),
     "qwen2_5_vl": (of("Qwen2_5_VL", QWEN_VL), images, {}),

@@ -1,0 +1,44 @@
+"""The model of communication against what groups count."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from support import run_mesh
+from test_models import settings
+from tiny_models import LLAMA, of, text
+
+import tessera
+from tessera import _core
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_step_sends_what_the_model_says(tp: int) -> None:
+    model = of("Llama", LLAMA)()
+    copies = [copy.deepcopy(model) for _ in range(tp)]
+    want = tessera.parallel.cost(model, length=6, batch=2, tp=tp, dtype=torch.float32)
+
+    def body(rank: int, mesh: tessera.Mesh) -> int:
+        engine = tessera.Engine(copies[rank], settings(tp, {"preset_model": "llama"}), group=mesh)
+        engine(**text(0)).loss.backward()  # the first forward compares inputs
+        group = mesh.group(_core.Axis.Tp)
+        group.reset_stats()
+        engine(**text(0)).loss.backward()
+        counted = group.stats().all_reduce.bytes
+        engine.destroy()
+        return counted
+
+    assert "tp" in want.text()
+    for counted in run_mesh(body, tp=tp):
+        assert counted == want.axes["tp"]["all_reduce"].bytes
+
+
+def test_from_a_configuration_alone() -> None:
+    config = transformers.LlamaConfig(**LLAMA)
+    one = tessera.parallel.cost(config, length=8, tp=2, dp=4, stage=3)
+    assert one.text() == tessera.parallel.cost(of("Llama", LLAMA)(), length=8, tp=2, dp=4, stage=3).text()
+    with pytest.raises(ValueError, match="does not say how many layers"):
+        tessera.parallel.cost(torch.nn.Linear(2, 2), length=8)
