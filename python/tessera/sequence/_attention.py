@@ -3,7 +3,7 @@ sequence and all heads, inside all of the sequence and a part of the heads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,36 +12,21 @@ from torch import nn
 from tessera import _core
 from tessera.distributed import core_group
 from tessera.errors import ConfigError
-from tessera.sequence._heads import HeadSplit, pick, shard_sizes, split_heads
 
 _HEADS = 2  # dim of [sequence, batch, heads, head_dim] and of [batch, sequence, heads, head_dim]
 
 
-def to_heads(
-    tensors: Sequence[torch.Tensor], group: _core.Group, split: HeadSplit, dims: tuple[int, int], label: str
-) -> list[torch.Tensor]:
-    """Query, key and value with a part of the sequence (dims[0]) and all heads (dims[1]) to all of the sequence and
-    this rank's heads. One exchange."""
-    sequence, heads = dims
-    query, key, value = tensors
-    key, value = (pick(t, split.sent, heads) for t in (key, value))
-    sizes = [split.queries, split.keys, split.keys]
-    exchanged = _core.exchange([query, key, value], group, heads, sequence, sizes, [], label)
-    local = split.local[group.rank]
-    return [exchanged[0], *(pick(t, local, heads) for t in exchanged[1:])]
+def deal(queries: int, keys: int, ranks: int, label: str) -> _core.Heads:
+    """How many heads each rank has; ConfigError where they cannot be dealt out."""
+    try:
+        return _core.deal_heads(queries, keys, ranks)
+    except ValueError as error:
+        raise ConfigError(f"[{label}] {_message(error)}") from None
 
 
-def to_sequence(
-    tensor: torch.Tensor, group: _core.Group, split: HeadSplit, dims: tuple[int, int], label: str
-) -> torch.Tensor:
-    """The way back, of the attention's output: dims as in to_heads()."""
-    sequence, heads = dims
-    if tensor.size(heads) != split.queries[group.rank]:
-        raise ConfigError(
-            f"[{label}] the local attention was given {split.queries[group.rank]} heads, its output has "
-            f"{tensor.size(heads)}"
-        )
-    return _core.exchange([tensor], group, sequence, heads, [[]], split.queries, label)[0]
+def _message(error: Exception) -> str:
+    """Of an error of the core, without its origin."""
+    return str(error).split("\n", 1)[0].removeprefix("[parallel] ")
 
 
 def seq_all_to_all(
@@ -67,7 +52,7 @@ def seq_all_to_all(
             f"[seq_all_to_all] one of scatter_idx {scatter_idx} and gather_idx {gather_idx} must be {_HEADS}, the heads"
         )
     if scatter_idx == _HEADS:
-        sizes = shard_sizes(input.size(_HEADS), ranks.size)
+        sizes = _core.part_sizes(input.size(_HEADS), ranks.size)
         if sizes[-1] == 0:
             raise ConfigError(
                 f"[seq_all_to_all] {input.size(_HEADS)} heads cannot be dealt out to {ranks.size} sequence-parallel "
@@ -80,7 +65,7 @@ def seq_all_to_all(
         mine = torch.tensor([input.size(_HEADS)], device=input.device)
         sizes = [int(size) for size in _core.gather_from_ranks(mine, ranks, 0, [], "seq_all_to_all").tolist()]
     else:
-        sizes = shard_sizes(heads, ranks.size)
+        sizes = _core.part_sizes(heads, ranks.size)
     return _core.exchange([input], ranks, sequence, _HEADS, [[]], sizes, "seq_all_to_all")[0]
 
 
@@ -142,15 +127,15 @@ class DistributedAttention(nn.Module):
         if self.group.size == 1:
             query, key = self._rotated(query, key, rotary_pos_emb, sequence)
             return self.local_attn(query, key, value, *args, **kwargs)
-        split = split_heads(query.size(_HEADS), key.size(_HEADS), self.group.size)
-        dims = (sequence, _HEADS)
-        query, key, value = to_heads([query, key, value], self.group, split, dims, "DistributedAttention")
+        heads = deal(query.size(_HEADS), key.size(_HEADS), self.group.size, "DistributedAttention")
+        cut = _core.SequenceCut(self.group, sequence)
+        query, key, value, _ = _core.to_heads(query, key, value, cut)
         query, key = self._rotated(query, key, rotary_pos_emb, sequence)
         context = self.local_attn(query, key, value, *args, **kwargs)
         if context.dim() == 3:
-            context = context.unflatten(_HEADS, (split.queries[self.group.rank], -1))
-            return to_sequence(context, self.group, split, dims, "DistributedAttention").flatten(_HEADS)
-        return to_sequence(context, self.group, split, dims, "DistributedAttention")
+            context = context.unflatten(_HEADS, (heads.queries[self.group.rank], -1))
+            return _core.to_sequence(context, heads, cut).flatten(_HEADS)
+        return _core.to_sequence(context, heads, cut)
 
     def _rotated(
         self, query: torch.Tensor, key: torch.Tensor, rotary: Any, sequence: int

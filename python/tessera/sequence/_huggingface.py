@@ -20,14 +20,12 @@ from torch import nn
 
 from tessera import _core
 from tessera.errors import ConfigError
-from tessera.sequence._attention import to_heads, to_sequence
+from tessera.sequence._attention import deal
 from tessera.sequence._documents import Attention, Ranges, attend, documents
 from tessera.sequence._groups import SequenceParallelGroups, initialize_sequence_parallel
-from tessera.sequence._heads import split_heads
 
 _LABEL = "UlyssesSPAttentionHF"
 _MARK = "_tessera_sequence_parallel"  # of modules of a registered model
-_DIMS = (2, 1)  # sequence and heads of Transformers' [batch, heads, sequence, head_dim]
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LOCAL_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # of this rank's part only
 _registering = threading.Lock()
@@ -144,8 +142,10 @@ class UlyssesSPAttentionHF:
     ) -> tuple[torch.Tensor, None]:
         self._check(module, query, key, kwargs)
         rows = self._documents(kwargs, query.size(2) * self.group.size)
-        split = split_heads(query.size(1), key.size(1), self.group.size, _LABEL)
-        query, key, value = to_heads([query, key, value], self.group, split, _DIMS, _LABEL)
+        heads = deal(query.size(1), key.size(1), self.group.size, _LABEL)
+        cut = _core.SequenceCut(self.group, 1)
+        tensors = (t.transpose(1, 2) for t in (query, key, value))  # to [batch, sequence, heads, head_dim]
+        query, key, value = (t.transpose(1, 2) for t in _core.to_heads(*tensors, cut)[:3])
         inside = _Module(module, query.size(1) // key.size(1))
         kwargs = {name: given for name, given in kwargs.items() if name not in _LOCAL_LENGTHS}
         if self.implementation.startswith("flash_attention"):
@@ -157,7 +157,7 @@ class UlyssesSPAttentionHF:
             output = attend(
                 core, inside, (query, key, value), rows or whole, kwargs.pop("sliding_window", None), **kwargs
             )
-        return to_sequence(output, self.group, split, (1, 2), _LABEL), None
+        return _core.to_sequence(output, heads, cut), None
 
     def _check(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> None:
         name = type(module).__name__

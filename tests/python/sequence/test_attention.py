@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import run_ranks
 from tessera.sequence import DistributedAttention, seq_all_to_all
-from tessera.sequence._heads import shard_sizes
+from tessera import _core
 from torch import nn
 from torch.nn import functional as F
 
@@ -109,7 +109,7 @@ def test_a_round_trip_is_the_identity(heads: int, world: int, batch_dim: int, kn
     def body(rank: int, group: tessera.Group) -> None:
         mine = part(full, rank, world, batch_dim)
         inside = seq_all_to_all(group, mine, 2, sequence, batch_dim)
-        assert torch.equal(inside, full.split(shard_sizes(heads, world), 2)[rank])
+        assert torch.equal(inside, full.split(_core.part_sizes(heads, world), 2)[rank])
         back = seq_all_to_all(group, inside, sequence, 2, batch_dim, heads=heads if known else None)
         assert torch.equal(back, mine)
 
@@ -146,7 +146,7 @@ def wrong(case: str, group: tessera.Group) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("heads", "3 query heads cannot be dealt out to 4 sequence-parallel ranks"),
+        ("heads", r"3 query heads are too few for 4 ranks \(sequence_parallel_size\)"),
         ("indices", r"scatter_idx must be 2 \(heads\).*got 1 and 0"),
         ("batch", "batch_dim_idx must be 0 or 1, got 2"),
         ("sizes", r"key has the sizes \[1, 4, 3, 2\], query \[1, 6, 3, 2\]"),
@@ -164,7 +164,7 @@ def test_an_output_with_other_heads() -> None:
     x = torch.ones(1, 4, 4, 2)
 
     def body(rank: int, group: tessera.Group) -> None:
-        with pytest.raises(ValueError, match="was given 2 heads, its output has 1"):
+        with pytest.raises(ValueError, match="does not have the 2 heads of its query"):
             DistributedAttention(lambda q, k, v: q[:, :, :1], group)(x, x, x, 0)
 
     run_ranks(2, body)
