@@ -52,7 +52,7 @@ def test_weights_for_other_tools(saved: Any, tmp_path: Path) -> None:
 
     assert checkpoints.export(folder, tmp_path / "st") == ["model.safetensors"]
     names = checkpoints.export(folder, tmp_path / "bin", dtype=torch.bfloat16, max_shard_size="150", safetensors=False)
-    assert len(names) > 3
+    assert len(names) == 3  # two files and their index
     index = json.loads((tmp_path / "bin" / names[-1]).read_text())["weight_map"]
     assert index[tied[0]] == index[tied[1]]
     for name, file in index.items():
