@@ -8,11 +8,11 @@ import pytest
 import torch
 from support import run_ranks
 from tessera.sequence import DistributedAttention, seq_all_to_all
-from tessera import _core
 from torch import nn
 from torch.nn import functional as F
 
 import tessera
+from tessera import _core
 
 BATCH, LENGTH, WIDTH = 2, 12, 4
 
