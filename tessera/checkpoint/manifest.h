@@ -81,7 +81,7 @@ struct ParamRecord {
 // Bytes of a raw file that have one checksum.
 struct Block {
   shard::Range bytes;
-  uint32_t checksum = 0;  // CRC-32, as in zip archives
+  uint32_t checksum = 0;  // CRC-32, as in zip archives; 0: none
 };
 
 struct FileRecord {

@@ -85,6 +85,8 @@ TEST(Reader, RawFiles) {
     }
   }
   EXPECT_EQ(found, 1);
+  manifest.files[0].blocks[1].checksum = 0;
+  open().verify_all();
   write(bytes.substr(1));
   EXPECT_THROW(open().read_whole(*open().find("w", "weight")), IoError);
 }

@@ -117,4 +117,17 @@ TEST(Writer, KilledAtRandomMoments) {
   EXPECT_EQ(std::distance(fs::directory_iterator(folder / "t"), fs::directory_iterator{}), 2);
 }
 
+TEST(Writer, AFolderTakesThePlaceOfAnother) {
+  const io::TempFolder folder;
+  for (const char* text : {"one", "two"}) {
+    std::filesystem::create_directory(folder / "new");
+    std::ofstream(folder / "new/file") << text;
+    put_in_place(folder / "new", folder / "tag");
+    EXPECT_EQ(io::read_text(folder / "tag/file", 10), text);
+    EXPECT_FALSE(std::filesystem::exists(folder / "new"));
+  }
+  EXPECT_THROW(put_in_place(folder / "new", folder / "tag"), IoError);
+  EXPECT_EQ(io::read_text(folder / "tag/file", 10), "two");
+}
+
 }  // namespace tessera::checkpoint

@@ -26,6 +26,13 @@ LIMIT = 600
 TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2, "fp16": 5e-3}
 ALL = [(world, stage, precision) for world in WORLDS for stage in m.STAGES for precision in m.PRECISIONS]
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
+# More kinds of files: stage, and what the configuration has. On 2 ranks, in bf16.
+FURTHER: dict[str, tuple[int, dict[str, Any]]] = {
+    "elastic": (2, {"zero_optimization": {"stage": 2, "elastic_checkpoint": True}}),
+    "round robin": (2, {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}),
+    "sub-groups": (3, {"zero_optimization": {"stage": 3, "sub_group_size": 40}}),
+    "fp32 gradients": (1, {"data_types": {"grad_accum_dtype": "fp32"}}),
+}
 
 pytestmark = pytest.mark.skipif(not PEERS, reason="make test-peers")
 
@@ -125,8 +132,11 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any], precision: str, co
         assert ours["scale"] == scale_of(theirs["scaler"])
 
 
-def assert_goes_on(ours: list[float], theirs: list[float], precision: str) -> None:
-    assert ours == pytest.approx(theirs, rel=TOLERANCE[precision])
+def assert_goes_on(ours: list[float], theirs: list[float], stage: int, precision: str) -> None:
+    # DeepSpeed's fp16 at stage 0 divides by the loss scale what it has not multiplied by it: only its first loss is
+    # comparable, before such an update.
+    count = 1 if (stage, precision) == (0, "fp16") else len(theirs)
+    assert ours[:count] == pytest.approx(theirs[:count], rel=TOLERANCE[precision])
 
 
 # ---------------------------------------------------------------- theirs, read here
@@ -144,6 +154,8 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if stage > 0 and precision != "fp32":
                 tags = {"tag": "global_step3", "to": "universal"}
                 jobs.append({"do": "convert", "from": out, "inject": True, **tags})
+        for name, (stage, more) in FURTHER.items() if world == 2 else ():
+            jobs.append({"do": "train", "stage": stage, "precision": "bf16", "out": str(root / name), "more": more})
         deepspeed(root, world, jobs)
     return root
 
@@ -167,7 +179,7 @@ def test_reads_and_goes_on(theirs: Path, world: int, stage: int, precision: str)
     for rank, (ours, after) in enumerate(tessera_engines(world, stage, precision, body)):
         state = says(folder, rank)
         assert_same(ours, state, precision)
-        assert_goes_on(after, state["after"], precision)
+        assert_goes_on(after, state["after"], stage, precision)
     # As another number of ranks in another stage.
     other_world, other_stage = 3 - world, (stage + 2) % 4
     for ours, _ in tessera_engines(other_world, other_stage, precision, body):
@@ -185,6 +197,16 @@ def test_reads_universal_ones(theirs: Path, world: int, stage: int, precision: s
 
     for ours in tessera_engines(3 - world, (stage + 1) % 4, precision, body, **UNIVERSAL):
         assert_same(ours, says(folder), precision)
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_reads_further_kinds(theirs: Path, name: str) -> None:
+    def body(engine: Any, rank: int) -> Any:
+        engine.load_checkpoint(theirs / name)
+        return facts(engine)
+
+    (ours,) = tessera_engines(1, 1, "bf16", body)
+    assert_same(ours, says(theirs / name), "bf16")
 
 
 @pytest.mark.parametrize(("world", "stage"), [(w, s) for w in WORLDS for s in m.STAGES])
@@ -212,16 +234,23 @@ def ours(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     root = tmp_path_factory.mktemp("ours")
     known: dict[str, list[Any]] = {}
     jobs: dict[int, list[dict[str, Any]]] = {world: [] for world in WORLDS}
-    for world, stage, precision in ALL:
-        name = name_of(world, stage, precision)
-        folder = root / name
 
-        def body(engine: Any, rank: int, folder: Path = folder) -> Any:
+    def saved(folder: Path, world: int, stage: int, precision: str, **more: Any) -> list[Any]:
+        def body(engine: Any, rank: int) -> Any:
             steps(engine, rank, 0)
             engine.save_checkpoint(folder, client_state={"epoch": 4, "scores": [1.5, torch.arange(3)]})
             return facts(engine), steps(engine, rank, m.STEPS)
 
-        known[name] = tessera_engines(world, stage, precision, body, checkpoint={"format": "deepspeed"})
+        return tessera_engines(world, stage, precision, body, checkpoint={"format": "deepspeed"}, **more)
+
+    stage, more = FURTHER["sub-groups"]
+    known["sub-groups"] = saved(root / "sub-groups", 2, stage, "bf16", **more)
+    job = {"stage": stage, "precision": "bf16", "more": more}
+    jobs[2].append({"do": "load", **job, "from": str(root / "sub-groups"), "out": str(root / "sub-groups-loaded")})
+    for world, stage, precision in ALL:
+        name = name_of(world, stage, precision)
+        folder = root / name
+        known[name] = saved(folder, world, stage, precision)
         job = {"stage": stage, "precision": precision, "from": str(folder)}
         jobs[world].append({"do": "load", **job, "out": str(root / f"{name}-loaded")})
         if stage == 0:
@@ -254,7 +283,12 @@ def test_deepspeed_loads_and_goes_on(ours: Any, world: int, stage: int, precisio
         loaded = says(root / f"{name}-loaded", rank)
         assert_same(saved, loaded, precision)
         assert loaded["client"]["epoch"] == 4 and torch.equal(loaded["client"]["scores"][1], torch.arange(3))
-        assert_goes_on(loaded["after"], after, precision)
+        assert_goes_on(loaded["after"], after, stage, precision)
+
+
+def test_deepspeed_loads_sub_groups(ours: Any) -> None:
+    root, known = ours
+    assert_same(known["sub-groups"][0][0], says(root / "sub-groups-loaded"), "bf16")
 
 
 @pytest.mark.parametrize(("world", "stage", "precision"), [v for v in ALL if v[1] > 0])

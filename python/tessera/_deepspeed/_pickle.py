@@ -20,7 +20,7 @@ _DEEPEST_KEY = 8
 
 @dataclass
 class Block:
-    """A record of the archive: where its bytes are, and their CRC-32."""
+    """A record of the archive: where its bytes are, and their CRC-32; 0 where torch was told to compute none."""
 
     begin: int
     end: int

@@ -56,13 +56,10 @@ class PtFile:
                 self.blocks = sorted(self._records.values(), key=lambda block: (block.begin, block.end))
                 if any(a.end > b.begin for a, b in zip(self.blocks, self.blocks[1:], strict=False)):
                     self.fail("is damaged: two records overlap")
-                order = [archive.read(entry) for entry in entries if entry.filename == root + "byteorder"]
-                if order and order[0] != b"little":
-                    self.fail("was written by a big-endian machine")
-                block = self._block(file, pickles[0])
-                if block.end - block.begin > PICKLE_LIMIT:
-                    self.fail(f"is no checkpoint: its pickle has {block.end - block.begin} bytes")
-                return archive.read(pickles[0])
+                for entry in entries:
+                    if entry.filename == root + "byteorder" and self._contents(file, entry) != b"little":
+                        self.fail("was written by a big-endian machine")
+                return self._contents(file, pickles[0])
         except IoError:
             raise
         except Exception as error:  # of any kind that zipfile has for damaged archives
@@ -78,6 +75,16 @@ class PtFile:
         if entry.compress_size != entry.file_size or end > self.size:
             self.fail(f"is damaged: record '{entry.filename}' is beyond the file")
         return Block(begin, end, entry.CRC)
+
+    def _contents(self, file: io.BufferedReader, entry: zipfile.ZipInfo) -> bytes:
+        block = self._block(file, entry)
+        if block.end - block.begin > PICKLE_LIMIT:
+            self.fail(f"is no checkpoint: '{entry.filename}' has {block.end - block.begin} bytes")
+        file.seek(block.begin)
+        data = file.read(block.end - block.begin)
+        if block.checksum and zlib.crc32(data) != block.checksum:
+            self.fail(f"is damaged: the checksum of '{entry.filename}' differs")
+        return data
 
     def _unpickled(self, pickled: bytes, trusted: bool) -> Any:
         try:
@@ -112,7 +119,7 @@ class PtFile:
         with open(self.path, "rb") as file:
             file.seek(block.begin)
             data = file.read(block.end - block.begin)
-        if zlib.crc32(data) != block.checksum:
+        if block.checksum and zlib.crc32(data) != block.checksum:
             self.fail(f"is damaged: the checksum of bytes {block.begin} to {block.end} differs")
         if ref.numel() == 0:
             return torch.empty(ref.shape, dtype=ref.dtype)

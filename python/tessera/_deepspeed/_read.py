@@ -275,6 +275,8 @@ class _Layout:
                 files[0].fail(f"has a state of the optimizer that is named '{key}'")
             if isinstance(value, TensorRef) and len(value.shape) == 1:
                 parts[str(key)] = [state[key] for state in states]
+            elif isinstance(value, TensorRef) and value.shape:
+                files[0].fail(f"has a state '{key}' of shape {value.shape}, which is not one value for each element")
             elif key != "step":
                 numbers[str(key)] = files[0].plain(value)
         if len(set(steps)) > 1:

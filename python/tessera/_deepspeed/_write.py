@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 
 from tessera import _core
 from tessera._deepspeed._pt_writer import Made, Streamed, write_pt
-from tessera.errors import ConfigError
+from tessera.errors import ConfigError, IoError
 
 VERSION = "0.19.6"  # of DeepSpeed whose files these are
 _CHUNK = 1 << 22  # elements in memory
@@ -46,8 +47,9 @@ class _Group:
 class Source:
     """A checkpoint that is read, in terms of what DeepSpeed's files hold."""
 
-    def __init__(self, reader: _core.CheckpointReader) -> None:
-        self.reader = reader
+    def __init__(self, reader: _core.CheckpointReader, trusted: bool = False) -> None:
+        """`trusted`: a client_state of any objects is unpickled, which can run code."""
+        self.reader, self._trusted = reader, trusted
         self.params = {param.name: param for param in reader.params()}
         self.kinds: dict[str, dict[str, tuple[list[int], torch.dtype]]] = {}
         for name, kind, shape, dtype in reader.tensors():
@@ -57,11 +59,20 @@ class Source:
         self.python: dict[str, Any] = self._blob("python") if "python" in blobs else {}
         self.client: dict[str, Any] = self._blob("client_state") if "client_state" in blobs else {}
         self.config: dict[str, Any] = self.python.get("config") or {}
+        # States of a client's optimizer that are not one value for each element, by parameter.
+        self.numbers: dict[str, dict[str, Any]] = {}
+        for name in blobs:
+            if name.startswith("optimizer-"):
+                self.numbers.update(self._blob(name))
         self.trained = [param.name for param in self.params.values() if param.trained]
         self.frozen = [param.name for param in self.params.values() if not param.trained]
 
     def _blob(self, name: str) -> Any:
-        return torch.load(io.BytesIO(self.reader.blob(name)), map_location="cpu", weights_only=True)
+        only_data = name != "client_state" or not self._trusted
+        try:
+            return torch.load(io.BytesIO(self.reader.blob(name)), map_location="cpu", weights_only=only_data)
+        except pickle.UnpicklingError as error:
+            raise IoError(f"[checkpoints] {name} holds objects that are not plain data: {error}") from None
 
     def groups(self) -> list[list[str]]:
         """Names by param group, in the optimizer's order."""
@@ -94,8 +105,12 @@ class Source:
 
     def step(self, names: list[str]) -> Any:
         """Of a flat group, in the form that the optimizer there has."""
-        step = max((self.params[name].step for name in names), default=0)
+        step = max((int(self.numbers.get(name, {}).get("step", self.params[name].step)) for name in names), default=0)
         return torch.tensor(float(step)) if self.torch_optimizer() else step
+
+    def scalars(self, names: list[str]) -> dict[str, Any]:
+        """States that a flat group has beside its tensors."""
+        return {**(self.numbers.get(names[0], {}) if names else {}), "step": self.step(names)}
 
     def moments(self, name: str) -> list[str]:
         return [kind for kind in self.kinds.get(name, {}) if kind not in ("weight", "master", "buffer")]
@@ -269,7 +284,7 @@ class Layout:
             numbers.append(list(range(len(states), len(states) + len(group.names))))
             for number, name in zip(numbers[-1], group.names, strict=True):
                 moments = {kind: source.whole(name, kind, torch.float32) for kind in source.moments(name)}
-                states[number] = {"step": source.step([name]), **moments} if moments else {}
+                states[number] = {**source.scalars([name]), **moments} if moments else {}
         low = any(source.params[name].dtype != torch.float32 for name in source.trained)
         if not low:
             return {"state": states, "param_groups": source.param_groups(numbers)}
@@ -362,7 +377,7 @@ class Layout:
                     f"[checkpoints] '{name}' and '{group.names[0]}' are of one param group and have other states: "
                     "DeepSpeed's flat groups cannot hold that"
                 )
-        return {"step": self.source.step(group.names), **{kind: part(kind) for kind in kinds}} if kinds else {}
+        return {**self.source.scalars(group.names), **{kind: part(kind) for kind in kinds}} if kinds else {}
 
     def _mapping(self, group: _Group, begin: int, end: int) -> OrderedDict[str, Made]:
         """Where in this rank's part of the flat group its parameters are."""

@@ -144,8 +144,8 @@ class UlyssesSPAttentionHF:
         rows = self._documents(kwargs, query.size(2) * self.group.size)
         heads = deal(query.size(1), key.size(1), self.group.size, _LABEL)
         cut = _core.SequenceCut(self.group, 1)
-        tensors = (t.transpose(1, 2) for t in (query, key, value))  # to [batch, sequence, heads, head_dim]
-        query, key, value = (t.transpose(1, 2) for t in _core.to_heads(*tensors, cut)[:3])
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # to [batch, sequence, heads, head_dim]
+        query, key, value = (t.transpose(1, 2) for t in _core.to_heads(q, k, v, cut)[:3])
         inside = _Module(module, query.size(1) // key.size(1))
         kwargs = {name: given for name, given in kwargs.items() if name not in _LOCAL_LENGTHS}
         if self.implementation.startswith("flash_attention"):

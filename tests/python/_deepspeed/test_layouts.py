@@ -7,12 +7,13 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import Net, config, engines, make, run, weights
+from support import Net, batch, config, engines, make, run, weights
 from tessera._deepspeed import _save
 from tessera._deepspeed._pt import PtFile
 from tessera._deepspeed._pt_writer import write_pt
@@ -147,6 +148,58 @@ def test_what_is_loaded_can_be_chosen(tmp_path: Path) -> None:
 
     cfg = config(1, bf16=True, **{**FORMAT, "checkpoint": {"load_universal": True}})
     assert engines(make(Tied), 2, cfg, body) == [str(tmp_path / TAG)] * 2
+
+
+STATES = {
+    "SGD": ["momentum_buffer"],
+    "NAdam": ["exp_avg", "exp_avg_sq", "mu_product", "step"],
+    "RMSprop": ["square_avg", "step"],
+}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", STATES)
+def test_states_of_a_clients_optimizer(name: str, stage: int, tmp_path: Path) -> None:
+    cfg = config(stage, zero_allow_untested_optimizer=True, checkpoint={"format": "deepspeed"})
+    factory = partial(getattr(torch.optim, name), lr=0.01, **({"momentum": 0.9} if name == "SGD" else {}))
+
+    def state(engine: Any) -> dict[str, Any]:
+        get = tessera.state.get_full_optimizer_state
+        params = [(name, param) for name, param in engine.module.named_parameters() if param.requires_grad]
+        return {f"{n} {kind}": get(engine, param, kind) for n, param in params for kind in STATES[name]}
+
+    def save(engine: Any, rank: int) -> Any:
+        run(engine, rank, 3)
+        engine.save_checkpoint(tmp_path)
+        return state(engine), [float(engine(*batch(k)).detach()) for k in range(2)], run(engine, rank, 2)
+
+    def load(engine: Any, rank: int) -> Any:
+        run(engine, rank, 1)
+        engine.load_checkpoint(tmp_path)
+        return state(engine), [float(engine(*batch(k)).detach()) for k in range(2)], run(engine, rank, 2)
+
+    first = engines(make(Tied), 2, cfg, save, optimizer=factory)
+    for before, after in zip(first, engines(make(Tied, seed=4), 2, cfg, load, optimizer=factory), strict=True):
+        assert before[0] and same(before[0], after[0])
+        assert before[1] == after[1]
+
+
+def test_objects_of_the_client_and_frozen_parameters_left_out(tmp_path: Path) -> None:
+    def save(engine: Any, rank: int) -> None:
+        engine.save_checkpoint(tmp_path, client_state={"where": Path("a")}, exclude_frozen_parameters=True)
+
+    def load(engine: Any, rank: int) -> None:
+        with pytest.raises(IoError, match="pathlib"):
+            engine.load_checkpoint(tmp_path)
+        with pytest.raises(ConfigError, match=r"blocks\.0\.norm\.bias"):
+            engine.load_checkpoint(tmp_path, trusted=True)
+        _, client = engine.load_checkpoint(tmp_path, trusted=True, load_module_strict=False)
+        assert client == {"where": Path("a")}
+
+    engines(make(Tied), 1, config(3, bf16=True, **FORMAT), save)
+    engines(make(Tied), 1, config(2, bf16=True, **FORMAT), load)
+    with pytest.raises(IoError, match="pathlib"):
+        checkpoints.to_universal(tmp_path, tmp_path / "u")
 
 
 def optim(folder: Path, rank: int) -> Path:

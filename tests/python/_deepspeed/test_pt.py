@@ -41,9 +41,13 @@ def equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("trusted", [False, True])
-def test_reads_what_torch_saves(trusted: bool, tmp_path: Path) -> None:
-    torch.save(value(), tmp_path / "a.pt")
+@pytest.mark.parametrize(("trusted", "checksums"), [(False, True), (True, True), (False, False)])
+def test_reads_what_torch_saves(trusted: bool, checksums: bool, tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(checksums)
+    try:
+        torch.save(value(), tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
     file = PtFile(str(tmp_path / "a.pt"), trusted)
     assert equal(file.plain(file.value), value())
     module = file.value["module"]
