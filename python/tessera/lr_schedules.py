@@ -72,6 +72,10 @@ class Schedule:
         self.last_batch_iteration = state_dict["last_batch_iteration"]
         self._last_lr = self.get_lr()
 
+    def apply_last(self) -> None:
+        """Gives the optimizer the values of the last step, as after step() itself."""
+        self._apply(self._values())
+
     def _values(self) -> _core.ScheduleValues:
         return _core.evaluate(self._options, max(self.last_batch_iteration, -1) + 1, self._base_lrs)
 

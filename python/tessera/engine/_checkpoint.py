@@ -532,6 +532,9 @@ def _put_schedule(engine: Engine, saved: dict[str, Any] | None, run: dict[str, A
         schedule.load_state_dict(saved)
     elif "schedule_steps" in run and hasattr(schedule, "last_batch_iteration"):
         schedule.load_state_dict({"last_batch_iteration": run["schedule_steps"] - 1})
+    rates_saved = any("lr" in group for group in run.get("groups", []))
+    if not rates_saved and hasattr(schedule, "apply_last"):  # some of DeepSpeed's files lack them
+        schedule.apply_last()
 
 
 def _put_progress(engine: Engine, python: dict[str, Any], blobs: set[str], reader: _core.CheckpointReader) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from readme_text import BATCH, llama, plain_loss, text_batch
 from support import assert_close, config, free_port, full_grads, run_processes
 from tessera.sequence import (
     SequenceParallelGroups,
@@ -16,7 +17,6 @@ from tessera.sequence import (
     initialize_sequence_parallel,
     mean_over_sequence,
 )
-from text import BATCH, llama, plain_loss, text_batch
 
 import tessera
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from readme_text import BATCH, LENGTH, llama, plain_loss, text_batch
 from support import assert_close, config, full_grads, run_mesh, weights
 from tessera.sequence import SequenceParallelGroups, UlyssesSPAttentionHF, mean_over_sequence
 from tessera.sequence._loader import cut_batch
-from text import BATCH, LENGTH, llama, plain_loss, text_batch
 from torch import nn
 from torch.nn import functional as F
 
