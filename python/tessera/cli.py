@@ -36,8 +36,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str] | None], int]] = {
     "report": report.main,
     "estimate": estimate.main,
     "check": check,
-    "inspect": checkpoints.main,
-    "export": checkpoints.main,
+    **dict.fromkeys(("inspect", "export", "deepspeed", "universal"), checkpoints.main),
 }
 
 

@@ -25,7 +25,8 @@ def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_other_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["inspect", str(tmp_path)]) == 1 and "latest" in capsys.readouterr().err
+    for command in (["inspect"], ["export", "out"], ["universal", "out"]):
+        assert cli.main([command[0], str(tmp_path), *command[1:]]) == 1 and "latest" in capsys.readouterr().err
     assert cli.main(["report", "--json"]) == 0
     assert cli.main(["estimate", "1M", "--ranks", "1"]) == 0
     assert cli.main(["launch", "--launcher", "slurm", "p.py"]) == 1

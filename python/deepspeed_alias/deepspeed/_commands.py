@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+
+from tessera import checkpoints
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 
@@ -63,11 +66,33 @@ def zero_to_fp32(args: Sequence[str] | None = None) -> int:
     return 0
 
 
+def universal(args: argparse.Namespace | Sequence[str] | None = None) -> None:
+    """deepspeed.checkpoint.ds_to_universal.main: a checkpoint of Tessera's or DeepSpeed's as a universal one."""
+    given = args if isinstance(args, argparse.Namespace) else _universal_parser().parse_args(args)
+    folder, tag = os.path.split(os.path.abspath(given.input_folder))
+    parent, wanted = os.path.split(os.path.abspath(given.output_folder))
+    made = checkpoints.to_universal(folder, parent, tag)
+    if made != wanted:
+        os.replace(os.path.join(parent, made), os.path.join(parent, wanted))
+        with open(os.path.join(parent, "latest_universal"), "w") as file:
+            file.write(wanted)
+
+
+def _universal_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds_to_universal", description=universal.__doc__)
+    parser.add_argument("--input_folder", required=True, help="DIR/TAG of a checkpoint")
+    parser.add_argument("--output_folder", required=True)
+    for name in ("--num_extract_workers", "--num_merge_workers"):
+        parser.add_argument(name, type=int, default=1, help="no effect: one process streams it")
+    for name in ("--keep_temp_folder", "--no_strict", "--inject_missing_state"):
+        parser.add_argument(name, action="store_true", help="no effect: nothing is missing and nothing is left")
+    return parser
+
+
 def to_universal(args: Sequence[str] | None = None) -> int:
     """`ds_to_universal`."""
-    from deepspeed.checkpoint import ds_to_universal  # type: ignore[import-not-found]
-
     try:
-        return ds_to_universal.main(args) or 0
-    except NotImplementedError as error:
+        universal(args)
+    except (ValueError, OSError, NotImplementedError) as error:
         return _status(error)
+    return 0

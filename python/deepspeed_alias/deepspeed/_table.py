@@ -28,7 +28,6 @@ _MOE = "expert parallelism (section `expert_parallel`); leaf modules (zero_optim
 _ULYSSES = "sequence parallelism (`sequence_parallel_size`)"
 _AUTOTP = "tensor parallelism (section `tensor_parallel`)"
 _UNIVERSAL = "universal checkpoints (`checkpoint.load_universal`); Tessera's own load into any world and stage"
-_FP32 = "the files of DeepSpeed's layout (`checkpoint.format`); `tessera export` writes weights of Tessera's own"
 _OFFLOAD = "offload (zero_optimization.offload_optimizer, offload_param)"
 _KERNELS = "kernels that are compiled at run time; Tessera's are built with it"
 _QUANTIZED = "quantized communication (zero_quantized_weights, zero_quantized_gradients)"
@@ -69,7 +68,6 @@ _SCHEDULES = {
     ),
     **_same("._arguments", "add_tuning_arguments"),
 }
-_LAYERS = "LinearLayer LinearAllreduce GatherReplacedLayerParams"
 _CHECKPOINTING = _same(
     "._checkpointing",
     "configure checkpoint is_configured non_reentrant_checkpoint get_cuda_rng_tracker model_parallel_cuda_manual_seed "
@@ -222,7 +220,7 @@ MODULES: dict[str, Rows] = {
     "deepspeed.utils.groups": {"*": "._groups"},
     "deepspeed.utils.zero_to_fp32": {
         **_same("._to_fp32", _TO_FP32),
-        **_same("tessera.deepspeed", "get_model_state_file get_optim_files", _FP32),
+        **_same("._to_fp32", "get_model_state_file get_optim_files"),
         "main": "._commands:zero_to_fp32",
     },
     "deepspeed.ops": {"__compatible_ops__": "._ops:compatible_ops", "op_builder": "deepspeed.ops.op_builder"},
@@ -252,8 +250,7 @@ MODULES: dict[str, Rows] = {
         "FROZEN_PARAM_SHAPES FROZEN_PARAM_FRAGMENTS DS_VERSION UNIVERSAL_CHECKPOINT_INFO"
     )
     | {"FP32_WEIGHT_KEY": "=fp32"},
-    "deepspeed.checkpoint.ds_to_universal": _same("tessera.deepspeed", "convert_to_universal", _UNIVERSAL)
-    | {"main": f"tessera.deepspeed:universal_main!{_UNIVERSAL}"},
+    "deepspeed.checkpoint.ds_to_universal": {"main": "._commands:universal"},
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": _same(
         "tessera.launch", "parse_resource_filter fetch_hostfile parse_inclusion_exclusion encode_world_info"
@@ -279,12 +276,21 @@ MODULES: dict[str, Rows] = {
         **_refused("replace_transformer_layer revert_transformer_layer replace_module", _KERNELS),
     },
     "deepspeed.module_inject.layers": {
-        **_same("tessera.parallel", _LAYERS, _AUTOTP),
+        "LinearLayer": f"tessera.parallel:ColumnLinear!{_AUTOTP}",
+        "LinearAllreduce": f"tessera.parallel:RowLinear!{_AUTOTP}",
+        **_refused(
+            "GatherReplacedLayerParams", "a context that gathers slices; engine.module_state_dict() has whole values"
+        ),
         **_same("._tensor_parallel", "set_autotp_mode is_autotp_training_mode"),
     },
-    "deepspeed.module_inject.tp_shard": _same("tessera.parallel", "get_shard_size get_shard_size_list", _AUTOTP),
+    "deepspeed.module_inject.tp_shard": _refused(
+        "get_shard_size get_shard_size_list", "sizes of slices; tessera.parallel.plan_for says how a model is cut"
+    ),
     "deepspeed.sequence": {},
-    "deepspeed.sequence.layer": _same("tessera.sequence", "DistributedAttention _SeqAllToAll", _ULYSSES),
+    "deepspeed.sequence.layer": {
+        **_same("tessera.sequence", "DistributedAttention", _ULYSSES),
+        **_same("._sequence", "_SeqAllToAll"),
+    },
     "deepspeed.sequence.cross_entropy": _same("tessera.sequence", "vocab_sequence_parallel_cross_entropy", _ULYSSES),
     "deepspeed.pipe": _refused("PipelineModule LayerSpec TiedLayerSpec", _PIPE),
     "deepspeed.moe": {},

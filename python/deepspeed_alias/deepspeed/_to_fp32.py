@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import torch
@@ -47,3 +48,23 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, 
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
+
+
+def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
+    """Of a folder in DeepSpeed's layout (DIR/TAG), rank 0's file with the module's states."""
+    name = "mp_rank_00_model_states.pt" if zero_stage <= 2 else "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    path = os.path.join(checkpoint_dir, name)
+    if not os.path.exists(path):
+        raise FileNotFoundError(
+            f"[zero_to_fp32] there is no file '{path}'; `tessera export` reads Tessera's own layout"
+        )
+    return path
+
+
+def get_optim_files(checkpoint_dir: str) -> list[str]:
+    """Of a folder in DeepSpeed's layout, the files with the ranks' optimizer states, in the order of the ranks."""
+    found = [name for name in os.listdir(checkpoint_dir) if name.endswith("_optim_states.pt")]
+    if not found:
+        raise FileNotFoundError(f"[zero_to_fp32] there are no files *_optim_states.pt in '{checkpoint_dir}'")
+    found.sort(key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
+    return [os.path.join(checkpoint_dir, name) for name in found]

@@ -230,6 +230,10 @@ def test_checkpoints_and_fp32_weights(tmp_path: Path) -> None:
     assert train(again) == train(engine)
     fp32 = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
     assert fp32.keys() == engine.module.state_dict().keys()
+    from deepspeed.checkpoint import ds_to_universal
+
+    ds_to_universal.main(["--input_folder", f"{tmp_path}/global_step2", "--output_folder", f"{tmp_path}/new"])
+    assert (tmp_path / "latest_universal").read_text() == "new" and (tmp_path / "new" / "zero" / "gain").is_dir()
     with pytest.raises(ValueError, match="latest"):
         get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "global_step2"))
     with pytest.raises(FileNotFoundError):

@@ -44,6 +44,12 @@ deepspeed.ops.adagrad: DeepSpeedCPUAdagrad
 deepspeed.ops.lion: DeepSpeedCPULion FusedLion
 deepspeed.utils.zero_to_fp32: get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict
   load_state_dict_from_zero_checkpoint
+deepspeed.checkpoint.ds_to_universal: main
+deepspeed.sequence.layer: DistributedAttention _SeqAllToAll
+deepspeed.sequence.cross_entropy: vocab_sequence_parallel_cross_entropy
+deepspeed.runtime.sequence_parallel.ulysses_sp: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter TiledMLP
+  sequence_tiled_compute SequenceTiledCompute TiledFusedLogitsLoss
+deepspeed.runtime.sequence_parallel.parallel_state_sp: initialize_sequence_parallel
 deepspeed.checkpoint.utils: clone_tensors_for_torch_save
 deepspeed.checkpointing: configure checkpoint is_configured get_cuda_rng_tracker model_parallel_cuda_manual_seed
 deepspeed.runtime.engine: DeepSpeedEngine
