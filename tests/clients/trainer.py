@@ -130,6 +130,7 @@ def saved_weights(stage: int) -> None:
     made = trainer(arguments(folder, without(config(stage), "scheduler", "optimizer"), **options))
     made.train()
     made.save_model()
+    made.accelerator.wait_for_everyone()  # only rank 0 writes
     weights = whole(made.model)
     place = os.path.join(shared_folder(), folder)
     if stage < 3:
