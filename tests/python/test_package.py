@@ -71,9 +71,10 @@ def test_stub_matches_the_compiled_module() -> None:
     """Every name in the stub exists, and every compiled name is in the stub."""
     import ast
 
-    tree = ast.parse((Path(inspect.getfile(tessera)).parent / "_core.pyi").read_text())
+    folder = Path(inspect.getfile(tessera)).parent
+    trees = [ast.parse((folder / name).read_text()) for name in ("_core.pyi", "_core_parallel.pyi")]
     stub: dict[str, set[str]] = {}
-    for node in tree.body:
+    for node in (node for tree in trees for node in tree.body):
         if isinstance(node, ast.ClassDef):
             members = {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
             members |= {n.target.id for n in node.body if isinstance(n, ast.AnnAssign)}  # type: ignore[union-attr]

@@ -534,6 +534,8 @@ class Engine(EngineCheckpoints, EngineGetters):
         if "_parallel" in self.__dict__:
             self._parallel.undo()
         self._mesh = _core.Mesh()
+        if "_parallel" in self.__dict__:
+            self._parallel.release()
         distributed.discard(self._own_groups)
 
     def _whole_now(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

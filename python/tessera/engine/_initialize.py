@@ -114,7 +114,7 @@ def _ranks(config: _core.Config, mpu: Any, mesh_param: tuple[int, int] | None) -
     if mpu is not None and _offered(mpu, "get_pipeline_model_parallel_world_size") > 1:
         raise NotImplementedError("[initialize] mpu: pipeline parallelism inside one engine is not served")
     if mpu is None or not hasattr(mpu, "get_data_parallel_group"):
-        _check_mesh_param(config, mesh_param, distributed.core_group().size)
+        _check_mesh_param(config, mesh_param)
         return None
     tensor = max(_offered(mpu, "get_tensor_model_parallel_world_size"), _offered(mpu, "get_model_parallel_world_size"))
     sequence = _offered(mpu, "get_sequence_parallel_world_size")
@@ -123,7 +123,7 @@ def _ranks(config: _core.Config, mpu: Any, mesh_param: tuple[int, int] | None) -
     if tensor == 1 and sequence == 1:  # slices of a model or a sequence come from the configuration, over all ranks
         cut = max(1, config.get("tensor_parallel.autotp_size")) * config.get("sequence_parallel_size") > 1
         group = None if cut else mpu.get_data_parallel_group()
-        _check_mesh_param(config, mesh_param, distributed.core_group(group).size)
+        _check_mesh_param(config, mesh_param, group)
         return group
     mesh = _core.Mesh()
     for getter, axes in _MPU_GROUPS:
@@ -149,9 +149,11 @@ def _offered(mpu: Any, getter: str) -> int:
     return int(getattr(mpu, getter)()) if hasattr(mpu, getter) else 1
 
 
-def _check_mesh_param(config: _core.Config, mesh_param: tuple[int, int] | None, world: int) -> None:
+def _check_mesh_param(config: _core.Config, mesh_param: tuple[int, int] | None, ranks: Any = None) -> None:
+    """`ranks`: a group, or how many there are; None: all."""
     if mesh_param is None:
         return
+    world = ranks if isinstance(ranks, int) else distributed.core_group(ranks).size
     data, sequence = mesh_param
     tensor = max(1, config.get("tensor_parallel.autotp_size"))
     if data * sequence * tensor != world:

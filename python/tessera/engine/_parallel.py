@@ -41,6 +41,11 @@ class TensorParallel:
             self.plan = make_plan(model, config, self._group.size)
             self.warnings = [f"[tensor_parallel] {line}" for line in self.plan.core.warnings]
 
+    def release(self) -> None:
+        """Holds no process group any more."""
+        self._mesh = _core.Mesh()
+        self._group = self._mesh.group(_core.Axis.Tp)
+
     def cut(self) -> None:
         """Collective."""
         if self.plan is not None and not self._is_cut:

@@ -144,7 +144,7 @@ class _CutModule(nn.Module):
 class _Column(_CutModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         cut = self._tessera_cut
-        out: torch.Tensor = _core.column_linear(input, self._matrix(), self.bias, cut.region)
+        out: torch.Tensor = _core.column_linear(input, self._matrix(), self._parameters.get("bias"), cut.region)
         if cut.gather:
             return _core.gather_from_ranks(out, cut.ranks.group, -1, cut.sizes(), cut.label)
         if cut.ranks.draws is not None and self.training and not cut.vocabulary:
@@ -161,7 +161,7 @@ class _Row(_CutModule):
         if input.size(-1) == weight.sizes[weight.dim] != weight.length(cut.ranks.rank):
             whole = _core.copy_to_ranks(input, cut.ranks.group, cut.label)  # of a layer that is not cut
             input = torch.cat([whole[..., begin:end] for begin, end in weight.ranges[cut.ranks.rank]], -1)
-        out: torch.Tensor = _core.row_linear(input, self._matrix(), self.bias, cut.region)
+        out: torch.Tensor = _core.row_linear(input, self._matrix(), self._parameters.get("bias"), cut.region)
         return out
 
 

@@ -30,7 +30,7 @@ def test_arguments_by_position_and_all_names() -> None:
 
     parameters = inspect.signature(tessera.initialize).parameters
     own = [name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
-    assert own == ["unit_policy"]
+    assert own == ["unit_policy", "engine_type"]
     assert [name for name in parameters if name not in own] == [
         "args",
         "model",
