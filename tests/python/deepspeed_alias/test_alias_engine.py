@@ -232,7 +232,7 @@ def test_checkpoints_and_fp32_weights(tmp_path: Path) -> None:
     assert fp32.keys() == engine.module.state_dict().keys()
     from deepspeed.checkpoint import ds_to_universal
 
-    engine.save_checkpoint(tmp_path)  # objects are not carried over
+    engine.save_checkpoint(tmp_path, tag="global_step2")  # objects are not carried over
     ds_to_universal.main(["--input_folder", f"{tmp_path}/global_step2", "--output_folder", f"{tmp_path}/new"])
     assert (tmp_path / "latest_universal").read_text() == "new" and (tmp_path / "new" / "zero" / "gain").is_dir()
     with pytest.raises(ValueError, match="latest"):
