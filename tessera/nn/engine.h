@@ -96,8 +96,8 @@ class Engine : public Session {
 namespace tessera {
 
 // Collective. Takes over the storage of the module's parameters; `mesh` defaults to the ranks of the environment
-// (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them; one rank without them), those of a shard group of
-// zero_optimization.mics_shard_size on dp_shard. `policy`: which parameters are gathered, reduced and freed together.
+// (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them; one rank without them) on the axes that
+// zero_optimization.mics_shard_size, sequence_parallel_size and tensor_parallel.autotp_size ask for. `policy`: which parameters are gathered, reduced and freed together.
 template <class M>
 nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, comm::Mesh mesh,
                          const nn::UnitPolicy& policy = nn::default_unit_policy) {
@@ -106,8 +106,7 @@ nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, comm::
 template <class M>
 nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config,
                          const nn::UnitPolicy& policy = nn::default_unit_policy) {
-  const auto shards = static_cast<int>(config.zero_optimization.mics_shard_size);
-  return initialize(std::move(module), config, comm::environment_mesh(shards), policy);
+  return initialize(std::move(module), config, nn::environment_mesh(config), policy);
 }
 // A module that was built in partitions; over the ranks of `building`.
 template <class M>

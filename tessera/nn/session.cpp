@@ -9,11 +9,37 @@
 #include "tessera/engine/export.h"
 
 namespace tessera::nn {
+
+namespace {
+
+// What only a mesh can give, and what cuts modules in Python only, is never left out silently.
+void check_axes(const Config& config, const comm::Mesh& mesh) {
+  const auto check = [&](comm::Axis axis, int64_t ranks, const char* key) {
+    TESSERA_CHECK_VALUE(ranks <= 1 || mesh.size(axis) == ranks, "initialize", key, " is ", ranks, ", but the mesh has ",
+                        mesh.size(axis), " ranks along '", comm::axis_name(axis), "'");
+  };
+  const int64_t slices = config.tensor_parallel.autotp_size;
+  for (const char* key : {"tensor_parallel.preset_model", "tensor_parallel.partition_config"})
+    TESSERA_CHECK_BUILT(slices <= 1 || !config.given.contains(key), "initialize", key,
+                        " cuts modules of Python; build a C++ model of the layers in tessera/nn/parallel.h");
+  check(comm::Axis::Sp, config.sequence_parallel_size, "sequence_parallel_size");
+  check(comm::Axis::Tp, slices, "tensor_parallel.autotp_size");
+}
+
+}  // namespace
+
+comm::Mesh environment_mesh(const Config& config) {
+  return comm::environment_mesh(static_cast<int>(config.zero_optimization.mics_shard_size),
+                                static_cast<int>(config.sequence_parallel_size),
+                                static_cast<int>(std::max<int64_t>(1, config.tensor_parallel.autotp_size)));
+}
+
 Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
                  const Construction* building, const UnitPolicy& policy)
     : module_(std::move(module)) {
   TESSERA_CHECK_VALUE(module_ != nullptr, "initialize", "the module is null");
   config.validate();
+  check_axes(config, mesh);
   const auto optimizer = config::native_optimizer(config);
   TESSERA_CHECK_VALUE(optimizer, "initialize",
                       "the configuration names no optimizer that runs in C++; set optimizer.type to one of ",

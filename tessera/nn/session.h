@@ -18,10 +18,13 @@
 
 namespace tessera::nn {
 
+// The ranks of the environment on the axes that a configuration asks for (comm::environment_mesh). Collective.
+comm::Mesh environment_mesh(const Config& config);
+
 class Session {
  public:
   // Collective: the parameters of rank 0 are broadcast. Value error when the configuration names no native optimizer
-  // or is wrong; not-implemented error for keys that are not served.
+  // or is wrong, or asks for other ranks along sp or tp than `mesh` has; not-implemented error for keys that are not served.
   // `building`: who partitioned parameters of the module before, or null. `policy`: which parameters travel together.
   Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
           const Construction* building = nullptr, const UnitPolicy& policy = default_unit_policy);

@@ -25,6 +25,17 @@ void expect_value_error(const std::string& json, const std::string& text) {
   }
 }
 
+// What a configuration asks of the ranks and the mesh has not is an error, never left out.
+TEST(Session, AxesOfTheConfigurationAreThoseOfTheMesh) {
+  const std::string sgd = R"("optimizer": {"type": "SGD"})";
+  expect_value_error("{" + sgd + R"(, "sequence_parallel_size": 2})",
+                     "sequence_parallel_size is 2, but the mesh has 1 ranks along 'sp'");
+  expect_value_error("{" + sgd + R"(, "tensor_parallel": {"autotp_size": 2}})",
+                     "tensor_parallel.autotp_size is 2, but the mesh has 1 ranks along 'tp'");
+  EXPECT_THROW(session("{" + sgd + R"(, "tensor_parallel": {"autotp_size": 2, "preset_model": "llama"}})"),
+               c10::NotImplementedError);
+}
+
 void train_step(Session& s) {
   s.core().pre_forward();
   at::Tensor loss = s.core().params()[0].tensor.sum();

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import inspect
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -13,34 +15,14 @@ import torch.distributed as dist
 from tessera import distributed
 
 
-def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
-    verbose: bool = True,
-    timeout: datetime.timedelta | None = None,
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> None:
-    """tessera.init_distributed; DEEPSPEED_TIMEOUT (minutes) where no time-out is given."""
+@functools.wraps(distributed.init_distributed)  # whose signature callers inspect
+def init_distributed(*args: Any, **kwargs: Any) -> None:
+    # DEEPSPEED_TIMEOUT (minutes) holds where no time-out is given.
+    given = inspect.signature(distributed.init_distributed).bind(*args, **kwargs).arguments
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")
-    if timeout is None and minutes:
-        timeout = datetime.timedelta(minutes=float(minutes))
-    distributed.init_distributed(
-        dist_backend,
-        auto_mpi_discovery,
-        distributed_port,
-        verbose,
-        timeout,
-        init_method,
-        dist_init_required,
-        config,
-        rank,
-        world_size,
-    )
+    if given.get("timeout") is None and minutes:
+        given["timeout"] = datetime.timedelta(minutes=float(minutes))
+    distributed.init_distributed(**given)
 
 
 def __getattr__(name: str) -> Any:

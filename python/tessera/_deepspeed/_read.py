@@ -440,16 +440,14 @@ class _Layout:
         frozen = self._frozen_parts()
         for name in names:
             known = self.trained.get(name)
-            placeholder = module.get(name)
-            dtype = torch.float32 if placeholder is None else placeholder.dtype
-            shape = known.shape if known is not None else frozen[name][0] if name in frozen else placeholder.shape
+            held = module.get(name)
+            dtype = torch.float32 if held is None else held.dtype
+            shape = known.shape if known is not None else frozen[name][0] if name in frozen else held.shape
             # Without hints, all parameters of a stage 0 whose optimizer is not understood may be trained.
             trained = known is not None or (self.stage == 0 and not self.trained)
             kinds = dict(known.tensors) if known is not None else {}
             if "master" not in kinds:
-                kinds["weight"] = (
-                    frozen[name][1:] if name in frozen else (dtype, list(whole(self.model_file, placeholder)))
-                )
+                kinds["weight"] = frozen[name][1:] if name in frozen else (dtype, list(whole(self.model_file, held)))
             params.append(
                 {
                     "name": name,

@@ -117,9 +117,10 @@ GroupPtr environment_group(std::chrono::milliseconds timeout) {
   });
 }
 
-Mesh environment_mesh(int shards, int sp, int tp, std::chrono::milliseconds timeout) {
-  const Place place = read_place();
-  const MeshShape shape = mesh_shape(place.size, shards, sp, tp);
+namespace {
+
+// The groups of `shape` that this process is in. Collective.
+Mesh meet_along(const Place& place, const MeshShape& shape, std::chrono::milliseconds timeout) {
   if (shape.size(Axis::DpShard) == place.size) return Mesh(environment_group(timeout));
   return among_others(place, timeout, [&](const StorePtr& store) {
     Mesh mesh;
@@ -134,46 +135,28 @@ Mesh environment_mesh(int shards, int sp, int tp, std::chrono::milliseconds time
   });
 }
 
+}  // namespace
+
+Mesh environment_mesh(int shards, int sp, int tp, std::chrono::milliseconds timeout) {
+  const Place place = read_place();
+  return meet_along(place, mesh_shape(place.size, shards, sp, tp), timeout);
+}
+
 Mesh environment_mesh(const std::map<Axis, int>& sizes, std::chrono::milliseconds timeout) {
   const Place place = read_place();
-  std::map<Axis, int> full = sizes;
-  int product = 1;
+  MeshShape shape;
   std::string text;
   for (const auto& [axis, size] : sizes) {
     TESSERA_CHECK_VALUE(size >= 1, "comm", "a mesh has ", size, " ranks along ", axis_name(axis));
-    product *= size;
+    shape.sizes[static_cast<size_t>(axis)] = size;
     text += c10::str(text.empty() ? "" : " x ", axis_name(axis), " ", size);
   }
+  const int product = shape.size(kAxes);
   const bool rest = !sizes.contains(Axis::DpShard);
   TESSERA_CHECK_VALUE(rest ? place.size % product == 0 : place.size == product, "comm", "a mesh of ", text, " has ",
                       product, " ranks, which ", rest ? "do not divide" : "are not", " WORLD_SIZE ", place.size);
-  if (rest) full[Axis::DpShard] = place.size / product;
-  if (place.size == 1) return {};
-  // The rank's number along `axes`, and along all others.
-  const auto spot = [&](Axes axes) {
-    int inside = 0, outside = 0, after = place.size;
-    for (const Axis axis : kAxes) {
-      const auto found = full.find(axis);
-      const int size = found == full.end() ? 1 : found->second;
-      after /= size;
-      int& number = axes.has(axis) ? inside : outside;
-      number = number * size + place.rank / after % size;
-    }
-    return std::pair(inside, outside);
-  };
-  return among_others(place, timeout, [&](const StorePtr& store) {
-    Mesh mesh;
-    const auto join = [&](Axes axes, int size) {
-      const auto [inside, outside] = spot(axes);
-      const std::string name = c10::str("tessera_", axes.name(), "_", outside);
-      mesh.set(axes, meet(place, c10::make_intrusive<c10d::PrefixStore>(name, store), inside, size, name, timeout));
-    };
-    for (const auto& [axis, size] : full)
-      if (size > 1) join(axis, size);
-    const auto many = [&](Axis axis) { return full.contains(axis) ? full.at(axis) : 1; };
-    if (many(Axis::DpShard) > 1 && many(Axis::Sp) > 1) join(kStateAxes, many(Axis::DpShard) * many(Axis::Sp));
-    return mesh;
-  });
+  if (rest) shape.sizes[static_cast<size_t>(Axis::DpShard)] = place.size / product;
+  return meet_along(place, shape, timeout);
 }
 
 }  // namespace tessera::comm
