@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from support import config, engines, gathered
 from torch import nn
 
 import tessera
+from tessera import checkpoints
 
 SMALL = {
     "vocab_size": 64,
@@ -86,3 +88,40 @@ def test_losses_are_those_of_plain_pytorch(name: str, checkpointing: bool) -> No
     per_rank = engines(model, world, cfg, body)
     mean = [sum(losses) / world for losses in zip(*per_rank, strict=True)]
     torch.testing.assert_close(torch.tensor(mean), torch.tensor(expected), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("name", MODELS)
+def test_from_pretrained_loads_what_an_engine_and_a_checkpoint_export(name: str, file: str, tmp_path: Path) -> None:
+    model = MODELS[name]()
+    cfg = config(3, bf16=True, optimizer={"type": "AdamW", "params": {"lr": 1e-2}})
+    cfg["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+
+    def body(engine: tessera.Engine, rank: int) -> dict[str, torch.Tensor]:
+        engine(input_ids=tokens(rank, 0), labels=tokens(rank, 0)).loss.backward()
+        engine.step()
+        assert engine.save_16bit_model(tmp_path / "live", file, max_shard_size="50KB")
+        engine.save_checkpoint(tmp_path / "run")
+        return engine.module_state_dict()
+
+    weights = engines(model, 2, cfg, body)[0]
+    checkpoints.export(
+        tmp_path / "run", tmp_path / "saved", None, None, "50KB", safetensors=file.endswith("safetensors")
+    )
+    exact = checkpoints.state_dict(tmp_path / "run")
+    for folder in ("live", "saved"):
+        assert len(list((tmp_path / folder).iterdir())) > 2
+        model.config.save_pretrained(tmp_path / folder)
+        loaded, report = type(model).from_pretrained(tmp_path / folder, dtype=torch.bfloat16, output_loading_info=True)
+        assert not any(report.values()), report
+        state = loaded.state_dict()
+        assert state.keys() == weights.keys()
+        for key, value in weights.items():
+            other = state[key] != value
+            if folder == "live":
+                assert not other.any(), key
+                continue
+            # The nearest to the master; in a tie, the weight of a split master may be the other neighbour.
+            assert torch.equal(state[key], exact[key].to(value.dtype)), key
+            there, here = ((v.double() - exact[key])[other].abs() for v in (state[key], value))
+            assert torch.equal(there, here), key
