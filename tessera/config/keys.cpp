@@ -313,6 +313,9 @@ std::vector<Key> later_rows() {
       {FIELD(tessera.broadcast_buffers), "buffers of the module start with rank 0's values, as parameters do"},
       {FIELD(tessera.shared_parameters),
        "CPU ranks of one host keep one copy of the compute parameters, see docs/shared_parameters.md"},
+      {FIELD(tessera.update_in_backward),
+       "units are updated while the backward goes on and no gradient is kept, see docs/update_in_backward.md"},
+      {FIELD(tessera.clip_by_unit), "with update_in_backward: gradient_clipping clips the gradients of each unit"},
   };
 }
 

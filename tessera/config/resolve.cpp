@@ -43,6 +43,8 @@ zero::Options zero_options(const Config& config) {
   options.reduce_bucket_size = zero.reduce_bucket_size;
   options.min_unit_elements = config.tessera.min_unit_elements;
   options.share_params = config.tessera.shared_parameters;
+  options.update_in_backward = config.tessera.update_in_backward;
+  if (config.tessera.clip_by_unit) options.unit_clipping = config.gradient_clipping;
   if (config.gradient_allreduce_op != GradientOp::Mean) options.gradient_factor = 1.0;
   options.communication = config.communication_data_type;
   options.gather.prefetch = zero.stage3_prefetch_bucket_size;

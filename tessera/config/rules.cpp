@@ -164,6 +164,12 @@ void check_optimizer(const Config& c, Report& report) {
   }
 }
 
+void check_clipping(const Config& c, Report& report) {
+  if (c.tessera.clip_by_unit && !c.tessera.update_in_backward)
+    report.error("tessera.clip_by_unit",
+                 "needs tessera.update_in_backward; gradient_clipping alone clips by the global norm");
+}
+
 void check_tensor_parallel(const Config& c, Report& report) {
   const int64_t size = c.tensor_parallel.tp.tp_size;
   if (size != 1 && size != c.tensor_parallel.autotp_size) {
@@ -176,8 +182,9 @@ void check_tensor_parallel(const Config& c, Report& report) {
 }  // namespace
 
 void check_rules(const Config& config, Report& report) {
-  for (auto check : {check_precision, check_amp, check_loss_scale, check_low_precision_states, check_zero,
-                     check_gradient_op, check_unmanaged, check_optimizer, check_tensor_parallel, warn_of_unread}) {
+  for (auto check :
+       {check_precision, check_amp, check_loss_scale, check_low_precision_states, check_zero, check_gradient_op,
+        check_unmanaged, check_optimizer, check_clipping, check_tensor_parallel, warn_of_unread}) {
     check(config, report);
   }
 }

@@ -200,6 +200,8 @@ struct Own {
   int64_t seed = 0;                     // of stochastic rounding
   bool broadcast_buffers = true;        // they start with rank 0's values
   bool shared_parameters = false;       // ranks of one host keep one copy of the compute parameters
+  bool update_in_backward = false;      // no gradient outlives the backward
+  bool clip_by_unit = false;            // then: gradient_clipping holds for the gradients of each unit
 };
 
 }  // namespace tessera::config

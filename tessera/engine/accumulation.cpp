@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "tessera/base/error.h"
 #include "tessera/checkpoint/numbering.h"
 #include "tessera/engine/logical.h"
 
@@ -61,6 +62,9 @@ SavedAccumulation save_accumulation(Engine& engine) {
   SavedAccumulation saved;
   zero::Accumulation& accumulation = engine.accumulation();
   if (!accumulation.begun()) return saved;
+  TESSERA_CHECK(!engine.options().zero.update_in_backward, "engine.save_checkpoint",
+                "between a backward, which has updated the model (tessera.update_in_backward), and its step(): call "
+                "step() first");
   const zero::Accumulation::State state = accumulation.state();
   Json counts = Json::array();
   double contributions = 1;
@@ -104,6 +108,9 @@ SavedAccumulation save_accumulation(Engine& engine) {
 RestoredAccumulation::RestoredAccumulation(Engine& engine, const checkpoint::Reader& reader, const std::string& run,
                                            int place, const std::vector<const checkpoint::ParamRecord*>& records)
     : engine_(engine), reader_(reader) {
+  TESSERA_CHECK_VALUE(!engine.options().zero.update_in_backward, "engine.load_checkpoint",
+                      "this checkpoint was saved inside an accumulation, and tessera.update_in_backward accumulates "
+                      "nothing: load it with update_in_backward off");
   const Json said = Json::parse(run);
   scale_ = said.at("gradient_scale");
   state_.scaled = said.at("scaled");

@@ -37,6 +37,11 @@ struct Engine::Impl {
     return *model;
   }
 
+  void check_accumulates(const char* call, int64_t steps = 2) const {
+    TESSERA_CHECK(!live(call).early.on() || steps == 1, "engine", call,
+                  ": with tessera.update_in_backward every backward is a step; switch it off to accumulate gradients");
+  }
+
   bool boundary() const {
     if (!options.managed_accumulation) return in_step;
     if (boundary_override) return *boundary_override;
@@ -87,6 +92,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   m.mesh = std::move(mesh);
   if (m.mesh.size(comm::Axis::Sp) > 1 && options.sequence_communication)
     m.options.zero.communication = options.sequence_communication;
+  if (m.options.zero.update_in_backward) check_update_in_backward(m.options, m.mesh);
   m.params = std::move(params);
   zero::Ranks ranks(m.mesh);
   if (!m.params.empty()) ranks.device = m.params.front().tensor.device();
@@ -215,8 +221,16 @@ bool Engine::step(const std::function<void()>& external) {
 
 // The boundary's part of a step. False when gradients had inf or NaN.
 bool Engine::Impl::apply(const std::function<void()>& external) {
+  model->early.check_whole();
   model->driver.ensure_reduced();
   const zero::GradientSummary summary = model->updater.summarize();
+  if (model->early.on()) {
+    norm = summary.norm;
+    applied = true;
+    model->driver.drop_gradients();
+    model->early.reset();
+    return summary.finite;
+  }
   const bool skips = options.zero.precision.skip_nonfinite || scaling.scaler().needed() || summary.scaled;
   if (summary.finite || !skips) {
     const double unscaled = summary.norm / scaling.gradient_scale();
@@ -237,7 +251,10 @@ bool Engine::Impl::apply(const std::function<void()>& external) {
 }
 
 void Engine::zero_grad() {
-  impl_->live("zero_grad").driver.drop_gradients();
+  zero::ShardedModel& model = impl_->live("zero_grad");
+  TESSERA_CHECK(!model.early.on() || !model.driver.flushed(), "engine.zero_grad",
+                "the backward has updated the model with its gradients (tessera.update_in_backward); call step()");
+  model.driver.drop_gradients();
   impl_->scaling.gradients_dropped();
 }
 
@@ -254,14 +271,14 @@ bool Engine::is_gradient_accumulation_boundary() const {
 }
 
 void Engine::set_gradient_accumulation_boundary(bool boundary) {
-  impl_->live("set_gradient_accumulation_boundary");
+  impl_->check_accumulates("set_gradient_accumulation_boundary", boundary ? 1 : 2);
   TESSERA_CHECK(impl_->options.managed_accumulation, "engine.set_gradient_accumulation_boundary",
                 "with managed_gradient_accumulation false every step() is a boundary");
   impl_->boundary_override = boundary;
 }
 
 void Engine::set_gradient_accumulation_steps(int64_t steps) {
-  impl_->live("set_gradient_accumulation_steps");
+  impl_->check_accumulates("set_gradient_accumulation_steps", steps);
   TESSERA_CHECK_VALUE(steps >= 1, "engine", "gradient_accumulation_steps must be >= 1, got ", steps);
   impl_->options.gradient_accumulation_steps = steps;
 }
@@ -272,7 +289,7 @@ void Engine::set_micro_batch_size(int64_t samples) {
 }
 
 void Engine::begin_no_sync() {
-  impl_->live("no_sync");
+  impl_->check_accumulates("no_sync");
   TESSERA_CHECK(!impl_->no_sync, "engine.no_sync", "no_sync context manager reentry is unsupported");
   TESSERA_CHECK(!impl_->coalesce, "engine.no_sync",
                 "no_sync inside coalesce_grad_reduction: it is already local there");
@@ -284,7 +301,7 @@ void Engine::end_no_sync() {
 }
 
 void Engine::begin_coalesce() {
-  impl_->live("coalesce_grad_reduction");
+  impl_->check_accumulates("coalesce_grad_reduction");
   TESSERA_CHECK(!impl_->no_sync && !impl_->coalesce, "engine.coalesce_grad_reduction",
                 "coalesce_grad_reduction nested in ", impl_->no_sync ? "no_sync" : "itself", " is unsupported");
   TESSERA_CHECK_VALUE(impl_->options.managed_accumulation, "engine.coalesce_grad_reduction",

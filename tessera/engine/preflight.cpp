@@ -103,6 +103,7 @@ std::vector<std::string> lines_of(const Options& options, const std::vector<Para
   add("stage 3: prefetch ", g.prefetch, ", max live ", g.max_live, ", reuse distance ", g.reuse_distance,
       ", persistence ", g.persistence_threshold, " ", g.model_persistence);
   add("seed ", zero.seed, ", shared parameters ", zero.share_params);
+  add("update in the backward ", zero.update_in_backward, ", clipping by unit ", zero.unit_clipping);
   for (size_t i = 0; i < groups.size(); ++i)
     lines.push_back(text_of(groups[i], i));
   add("number of parameters ", params.size());
@@ -218,6 +219,19 @@ void check_same(const zero::Ranks& ranks, const std::vector<std::string>& mine) 
 }
 
 }  // namespace
+
+void check_update_in_backward(const Options& options, const comm::Mesh& mesh) {
+  std::vector<std::string> all = zero::UpdateInBackward::excluded(options.zero, options.rule, mesh);
+  if (options.gradient_accumulation_steps > 1) all.emplace_back("gradient_accumulation_steps above 1");
+  if (options.gradient_clipping > 0)
+    all.push_back(c10::str("gradient_clipping ", options.gradient_clipping,
+                           ", which needs the norm of all gradients (set 0, or tessera.clip_by_unit)"));
+  if (options.scaler.dynamic || options.scaler.initial != 1) all.emplace_back("a loss scale");
+  std::string text;
+  for (const std::string& line : all)
+    text += "\n  " + line;
+  TESSERA_CHECK_VALUE(all.empty(), "engine", "tessera.update_in_backward is excluded by:", text);
+}
 
 void check_alike(const zero::Ranks& ranks, const Options& options, const std::vector<ParamSpec>& params,
                  const std::vector<optim::GroupOptions>& groups) {

@@ -17,6 +17,9 @@ void check_params(const std::vector<ParamSpec>& params, const amp::PrecisionPoli
 // trained. Local.
 amp::PrecisionPolicy precision_of_model(const std::vector<ParamSpec>& params, std::optional<at::ScalarType> grad);
 
+// Value error that lists what excludes an update in the backward (zero/update_in_backward.h). Local.
+void check_update_in_backward(const Options& options, const comm::Mesh& mesh);
+
 // Ranks that built different engines would follow each their own, silently. Value error on all ranks that says what
 // differs and where: names, shapes, strides, order, units and groups of parameters, resolved options. Collective.
 void check_alike(const zero::Ranks& ranks, const Options& options, const std::vector<ParamSpec>& params,

@@ -24,7 +24,7 @@ std::vector<HeldGradient> Accumulation::held() const {
     const Place& place = units_[id];
     const Unit& unit = *place.unit;
     const Param& p = *place.param;
-    const bool in_place = unit.accumulates() && unit.partial.is_alias_of(unit.grads.tensor());
+    const bool in_place = unit.accumulates() && unit.grads.defined() && unit.partial.is_alias_of(unit.grads.tensor());
     if (unit.has_sum() && !in_place) {
       const shard::Range owned = unit.owned_slice(p);
       if (!owned.empty())

@@ -48,7 +48,13 @@ bool BackwardDriver::may_reduce(const StepState& step) const {
   return units_.placements().reduce_at == shard::ReduceAt::EveryBackward || step.boundary;
 }
 
+void BackwardDriver::send_sums_to(SumSink* sink) {
+  sink_ = sink;
+  reducer_->send_sums_to(sink);
+}
+
 void BackwardDriver::backward_begun(const std::vector<ScopeCall*>& calls) {
+  if (sink_ != nullptr) sink_->backward_begun();
   reducer_->begin_backward();
   units_.unsharder().begin_backward(calls);
 }
@@ -74,6 +80,7 @@ void BackwardDriver::before_accumulate(ParamId id, at::Tensor& grad) {
 void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const BackwardInfo& backward) {
   const Place& place = units_[id];
   const StepState step = step_();
+  if (sink_ != nullptr) check_once(backward);
   if (grad.defined()) {
     at::Tensor dense = grad.is_sparse() ? grad.to_dense() : grad;
     grad.reset();
@@ -89,6 +96,16 @@ void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const Backward
   }
   units_.unsharder().gradient_arrived(place.number, place.item);
   if (!backward.in_forward) reducer_->fired(*place.unit, *place.param, may_reduce(step));
+}
+
+// With a sink: what it cannot take back.
+void BackwardDriver::check_once(const BackwardInfo& backward) const {
+  TESSERA_CHECK(!flushed_, "engine.backward",
+                "the last backward has updated the model already (tessera.update_in_backward): call step() after each; "
+                "several backwards to a step need update_in_backward off");
+  TESSERA_CHECK(backward.loss_scale == 1, "engine.backward",
+                "the loss carries the scale of another engine, which may have to skip its step; "
+                "tessera.update_in_backward cannot: switch it off");
 }
 
 bool BackwardDriver::end_backward(int round) {
@@ -112,9 +129,11 @@ bool BackwardDriver::flush_round(int round, const StepState& step) {
     case 2:
       reducer_->finish();
       if (step.boundary) reducer_->launch_replicas();
+      if (sink_ != nullptr) sink_->launch_end();
       return true;
     default:
       reducer_->finish_replicas();
+      if (sink_ != nullptr) sink_->finish_end();
       unreduced_ = false;
       flushed_ = true;
       if (visible && units_.ranks().size() > 1) show_remote_grads();

@@ -56,6 +56,9 @@ class BackwardDriver final : private HookSink {
   // Backwards of the user's that ended, since the beginning.
   int64_t backwards() const { return backwards_; }
 
+  // Sums over ranks go there from here on, and no buffer keeps them. `sink` must outlive the driver.
+  void send_sums_to(SumSink* sink);
+
   // Nothing comes any more. Local, never waits.
   void remove();
 
@@ -70,6 +73,7 @@ class BackwardDriver final : private HookSink {
   void call_gone(ScopeCall& call) override;
 
   bool may_reduce(const StepState& step) const;
+  void check_once(const BackwardInfo& backward) const;
   bool flush_round(int round, const StepState& step);
   void flush();
   void check_all_watched() const;
@@ -80,6 +84,7 @@ class BackwardDriver final : private HookSink {
   Units& units_;
   std::function<StepState()> step_;
   std::unique_ptr<Reducer> reducer_;
+  SumSink* sink_ = nullptr;
   bool scaled_ = false;
   int64_t backwards_ = 0;
   bool unreduced_ = false;

@@ -40,6 +40,9 @@ struct Options {
   // not sharded: one rank, or stage 0.
   bool share_params = false;
   bool reduce_at_step = false;  // unmanaged accumulation: reduce once, inside step()
+  // Note [Update in the backward] in update_in_backward.h.
+  bool update_in_backward = false;
+  double unit_clipping = 0;  // then: largest L2 norm of a unit's gradient; 0: none
 };
 
 // What becomes of in-place edits of parameters that were gathered on request, when they are released.

@@ -1,5 +1,6 @@
 #include "tessera/zero/reducer.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -40,12 +41,12 @@ Reducer::Mean Reducer::mean_of(const Unit& unit) const {
 }
 
 void Reducer::acquire_partial(Unit& unit) {
-  const bool persistent = unit.grads.size() == unit.layout.size();
+  const bool persistent = unit.grads.defined() && unit.grads.size() == unit.layout.size();
   if (persistent && (one_rank(unit) || (!unit.has_sum() && unit.in_flight == 0))) {
     unit.partial = unit.grads.tensor();
     unit.partial_pooled = false;
   } else {
-    unit.partial = pool_.acquire(unit.layout.size(), unit.grads.options());
+    unit.partial = pool_.acquire(unit.layout.size(), unit.grad_options());
     unit.partial_pooled = true;
     for (const shard::Range& gap : unit.layout.padding())
       shard::fill_zero(unit.partial.narrow(0, gap.begin, gap.size()));
@@ -76,6 +77,10 @@ void Reducer::make_room() {
 }
 
 void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale) {
+  TESSERA_CHECK(sink_ == nullptr || unit.turn() != Turn::Launched, "zero", "parameter '", param.name,
+                "' got a gradient after its unit was updated in this backward (tessera.update_in_backward): it is used "
+                "in several nested backwards, as with reentrant checkpointing of shared layers; use "
+                "use_reentrant=False, or switch update_in_backward off");
   if (!unit.accumulates()) {
     acquire_partial(unit);
     unit.move_to(GradState::Accumulating);
@@ -161,12 +166,12 @@ void Reducer::fired(Unit& unit, Param& param, bool may_launch) {
     param.fired = true;
     ++unit.fired;
   }
-  if (may_launch && overlap_ && exchanges_) launch_complete();
+  if (may_launch && overlap_ && (exchanges_ || sink_ != nullptr)) launch_complete();
 }
 
 void Reducer::over(Unit& unit, bool may_launch) {
   if (unit.turn() == Turn::Waiting) unit.move_to(Turn::Over);
-  if (may_launch && overlap_ && exchanges_) launch_complete();
+  if (may_launch && overlap_ && (exchanges_ || sink_ != nullptr)) launch_complete();
 }
 
 void Reducer::launch_complete() {
@@ -250,6 +255,10 @@ void Reducer::launch(Unit& unit) {
   if (one_rank(unit)) {
     unit.move_to(GradState::Reduced);
     unit.sum_arrived();
+    if (sink_ != nullptr) {
+      const at::Tensor bucket = std::exchange(unit.partial, at::Tensor());
+      return hand_over(unit, bucket, filled(unit), bucket);
+    }
     unit.partial.reset();
     return;
   }
@@ -261,15 +270,21 @@ void Reducer::launch(Unit& unit) {
   at::Tensor sum = source.narrow(0, unit.owned.begin, unit.owned.size());
   comm::Pending pending;
   const comm::ReduceOp op = mean_of(unit).op;
+  at::Tensor present;
+  comm::Pending presence;
+  if (sink_ != nullptr) {
+    present = filled(unit).to(unit.partial.device());
+    presence = unit.ranks.shard->all_reduce(present, comm::ReduceOp::Max, label + ", which have one");
+  }
   if (unit.grads_are_visible()) {
     pending = unit.ranks.shard->all_reduce(source, op, label);
   } else {
     const bool first = !unit.has_sum() && unit.in_flight == 0 && !sent.defined();
-    if (first && unit.partial_pooled) sum = unit.owned_grads();
+    if (first && unit.partial_pooled && sink_ == nullptr) sum = unit.owned_grads();
     pending = unit.ranks.shard->reduce_scatter(sum, source, op, label);
   }
   in_flight_.push_back({&unit, std::move(pending), sent, std::move(sum), std::exchange(unit.partial, at::Tensor()),
-                        std::exchange(unit.partial_pooled, false)});
+                        std::exchange(unit.partial_pooled, false), present, std::move(presence)});
   ++unit.in_flight;
 }
 
@@ -282,6 +297,16 @@ void Reducer::finish_oldest() {
   if (unit.grad_state() == GradState::Reducing && unit.in_flight == 0) unit.move_to(GradState::Reduced);
   work.pending.wait();
   if (const double rest = mean_of(unit).rest; rest != 1.0) shard::scaled_copy(work.sum, work.sum, rest);
+  if (sink_ != nullptr) {
+    work.presence.wait();
+    const at::Tensor values = work.bucket.narrow(0, unit.owned.begin, unit.owned.size());
+    if (work.sent.defined()) {
+      shard::scaled_copy(values, work.sum);
+      travel_pool_.give_back(work.sent);
+    }
+    unit.sum_arrived();
+    return hand_over(unit, values, work.present.cpu(), work.bucket);
+  }
   if (unit.has_sum() && work.pooled) {
     add_sum(unit, work.sum);
   } else if (work.sum.data_ptr() != unit.owned_grads().data_ptr()) {
@@ -290,6 +315,25 @@ void Reducer::finish_oldest() {
   if (work.sent.defined()) travel_pool_.give_back(work.sent);
   if (work.pooled) pool_.give_back(work.bucket);
   unit.sum_arrived();
+}
+
+// 1 for each parameter to which this rank contributed, else 0.
+at::Tensor Reducer::filled(const Unit& unit) const {
+  at::Tensor flags = at::empty({static_cast<int64_t>(unit.params.size())}, at::kInt);
+  for (size_t i = 0; i < unit.params.size(); ++i)
+    flags.mutable_data_ptr<int>()[i] = unit.params[i].filled ? 1 : 0;
+  return flags;
+}
+
+void Reducer::hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& present, const at::Tensor& bucket) {
+  std::vector<bool> flags(unit.params.size());
+  for (size_t i = 0; i < flags.size(); ++i)
+    flags[i] = present.const_data_ptr<int>()[i] != 0;
+  unit.move_to(GradState::Empty);
+  unit.partial_pooled = false;
+  for (Param& p : unit.params)
+    p.filled = p.has_grad = false;
+  sink_->take({&unit, sum, std::move(flags), [this, bucket] { pool_.give_back(bucket); }});
 }
 
 // Which units got gradients after their launch, on any rank.

@@ -58,11 +58,33 @@
 
 namespace tessera::zero {
 
+// The sum of a unit's gradients over ranks, on its way to who uses it up.
+struct ArrivedSum {
+  Unit* unit;
+  at::Tensor values;              // of the owned range
+  std::vector<bool> present;      // by parameter of the unit: some rank has a gradient
+  std::function<void()> release;  // ends their use; to be called once
+};
+
+// Who takes sums as they arrive, where no buffer keeps them (Options::update_in_backward). Called within a backward.
+class SumSink {
+ public:
+  virtual ~SumSink() = default;
+  virtual void backward_begun() = 0;
+  virtual void take(ArrivedSum sum) = 0;
+  // The last sums have come. Launches collectives, and waits for them.
+  virtual void launch_end() = 0;
+  virtual void finish_end() = 0;
+};
+
 class Reducer {
  public:
   // `ranks`: of the whole engine; units may have groups of their own. `units` in launch order. Both must outlive the reducer
   // and not move.
   Reducer(const Ranks& ranks, std::vector<Unit*> units, const Options& options);
+
+  // From here on sums go there. `sink` must outlive the reducer.
+  void send_sums_to(SumSink* sink) { sink_ = sink; }
 
   // Adds scale * grad (dense, shape of the parameter) to the parameter's slot.
   void accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale);
@@ -118,6 +140,8 @@ class Reducer {
     at::Tensor sum;       // of the owned range
     at::Tensor bucket;    // the contributions
     bool pooled = false;  // they lie in a bucket of the pool
+    at::Tensor present;   // by parameter, with a sink
+    comm::Pending presence;
   };
 
   void acquire_partial(Unit& unit);
@@ -128,6 +152,8 @@ class Reducer {
   void launch(Unit& unit);
   at::Tensor cast_to_travel(const Unit& unit, const at::Tensor& values);
   void launch_complete();
+  at::Tensor filled(const Unit& unit) const;
+  void hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& present, const at::Tensor& bucket);
   void finish_oldest();
   void reopen_replicas();
   void launch_agreement();
@@ -149,6 +175,7 @@ class Reducer {
   bool overlap_;
   bool stochastic_;  // Note [Accumulation in 16 bits]
   uint64_t seed_;
+  SumSink* sink_ = nullptr;
   size_t next_ = 0;  // units_[next_] is the next to launch
   bool replicas_agree_ = false;
   std::deque<InFlight> in_flight_, replicas_in_flight_;

@@ -10,6 +10,7 @@ ShardedModel::ShardedModel(const Options& options, const comm::Mesh& mesh, const
       modules(units, driver),
       regions(units, driver),
       updater(units, driver),
+      early(units, driver, updater),
       states(units, driver),
       accumulation(units, driver) {}
 

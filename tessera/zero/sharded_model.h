@@ -8,6 +8,7 @@
 #include "tessera/zero/regions.h"
 #include "tessera/zero/state_access.h"
 #include "tessera/zero/units.h"
+#include "tessera/zero/update_in_backward.h"
 #include "tessera/zero/updater.h"
 
 namespace tessera::zero {
@@ -35,6 +36,7 @@ struct ShardedModel {
   Modules modules;
   Regions regions;
   Updater updater;
+  UpdateInBackward early;
   StateAccess states;
   Accumulation accumulation;
 };

@@ -35,6 +35,7 @@ at::Tensor StateAccess::read_owned(const Place& place, Quantity what) const {
     case Quantity::Master:
       return unit.read_master(r);
     case Quantity::Gradient:
+      if (!unit.grads.defined()) return {};
       return (unit.client_grads.defined() ? unit.client_grads : unit.owned_grads()).narrow(0, r.begin, r.size());
     case Quantity::State0:
     case Quantity::State1:
@@ -323,6 +324,8 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
   const at::Tensor flat = flat_of(place, value, "engine.set_full");
   if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
   if (what == Quantity::Gradient) {
+    TESSERA_CHECK(!units_.options().update_in_backward, "engine.set_full",
+                  "tessera.update_in_backward keeps no gradients that could be set");
     if (BackwardDriver::reads_local_gradient(place)) {
       place.unit->partial.narrow(0, p.range.begin, p.range.size()).copy_(flat);
       return;

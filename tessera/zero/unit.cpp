@@ -61,7 +61,8 @@ Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options&
   const auto on_device = params.front().tensor.options().requires_grad(false);
   const auto& policy = options.precision;
   using shard::Quantity;
-  grads = shard::Buffer(whole_grads ? layout.size() : owned.size(), on_device.dtype(policy.grad));
+  if (!options.update_in_backward)
+    grads = shard::Buffer(whole_grads ? layout.size() : owned.size(), on_device.dtype(policy.grad));
   if (policy.master == amp::Master::Fp32) master = make(Quantity::Master, on_device.dtype(at::kFloat));
   if (policy.master == amp::Master::Split) residual = make(Quantity::Master, on_device.dtype(at::kShort));
   travel = policy.grad;
@@ -78,6 +79,10 @@ Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options&
                                       std::move(space));
   for (Param& p : params)
     p.version = p.tensor._version();
+}
+
+at::TensorOptions Unit::grad_options() const {
+  return owned_weights().options().dtype(options_.precision.grad);
 }
 
 void Unit::move_to(GradState next) {
@@ -116,7 +121,7 @@ shard::Range Unit::owned_slice(const Param& param) const {
 void Unit::allocate_states(int count, const std::vector<optim::GroupOptions>& groups, optim::Rule rule) {
   for (int s = 0; s < count; ++s) {
     const auto what = s == 0 ? shard::Quantity::State0 : shard::Quantity::State1;
-    states[s] = make(what, grads.options().dtype(options_.precision.state));
+    states[s] = make(what, grad_options().dtype(options_.precision.state));
     if (rule != optim::Rule::Adagrad) continue;
     for (const Param& p : params) {
       const shard::Range r = owned_slice(p);

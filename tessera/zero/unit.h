@@ -86,6 +86,8 @@ class Unit {
   // Views of this rank's owned range.
   at::Tensor owned_weights() const { return owned == flat->slice() ? flat->slice_values() : flat->whole(); }
   at::Tensor owned_grads() const;
+  // Of gradients, whether or not a buffer is kept for them.
+  at::TensorOptions grad_options() const;
   // The weights of parameter `item` that this rank owns.
   at::Tensor owned_values(int item) const;
   // The part of `param` that this rank owns, in the coordinates of the owned tensors above; empty if none.
@@ -118,11 +120,13 @@ class Unit {
   shard::Layout layout;
   shard::Range owned;                // range of the flat space whose states this rank keeps
   std::unique_ptr<FlatParams> flat;  // compute parameters, param dtype
-  shard::Buffer grads;               // whole (stages 0, 1, or one rank) or the owned range (stage 2); grad dtype
+  // Whole (stages 0, 1, or one rank) or the owned range (stage 2); grad dtype. None where the backward updates.
+  shard::Buffer grads;
   at::Tensor partial;  // local contributions, whole: `grads` itself or a pooled bucket; undefined while Empty
   bool partial_pooled = false;
   at::ScalarType travel;   // dtype of contributions and sums on their way; cast where it is not that of grads
   uint64_t sums = 0;       // added to it since the last step, as far as rounded stochastically
+  double squares = 0;      // sum of squares of the owned gradients that the backward updated with
   int fired = 0;           // params whose hook ran in the running backward
   int expected = 0;        // params that require gradients
   int in_flight = 0;       // reductions on their way

@@ -372,13 +372,17 @@ void Unsharder::unhold(int unit) {
 }
 
 void Unsharder::settle_before_update() {
-  for (Entry& entry : entries_) {
-    TESSERA_CHECK(entry.holds + entry.regions == 0, "zero", "parameters of unit '", entry.flat->name(),
-                  "' are in use (inside GatheredParameters or a forward); leave that before they change");
-    entry.calls.clear();
-    entry.again = false;
-  }
-  release_unused(/*kept_too=*/true);
+  for (size_t unit = 0; unit < entries_.size(); ++unit)
+    settle_before_update(static_cast<int>(unit));
+}
+
+void Unsharder::settle_before_update(int unit) {
+  Entry& entry = entries_[unit];
+  TESSERA_CHECK(entry.holds + entry.regions == 0, "zero", "parameters of unit '", entry.flat->name(),
+                "' are in use (inside GatheredParameters or a forward); leave that before they change");
+  entry.calls.clear();
+  entry.again = false;
+  release(entry);
 }
 
 void Unsharder::abandon(const std::string& message) {

@@ -81,6 +81,8 @@ class Unsharder {
   void unhold(int unit);
   // Releases all that is only kept. State error when a scope or region is open: parameters are about to change.
   void settle_before_update();
+  // The same for one unit.
+  void settle_before_update(int unit);
   int64_t bytes() const { return pool_.bytes() + staging_.bytes(); }
   int64_t peak_bytes() const { return pool_.peak_bytes() + staging_.peak_bytes(); }  // of each pool by itself
   // Frees everything, without communication.

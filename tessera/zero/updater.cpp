@@ -1,6 +1,7 @@
 #include "tessera/zero/updater.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
@@ -73,9 +74,9 @@ std::vector<Segment> in_tiles(const std::vector<Segment>& segments) {
 // A piece of a unit's update: its buffers' values on their way to the device, and back.
 class Tile {
  public:
-  // `range`: of the owned range. `last`: of its unit.
-  Tile(Unit& unit, shard::Range range, std::vector<Segment> segments, bool last)
-      : unit_(&unit), range_(range), segments_(std::move(segments)), last_(last) {
+  // `range`: of the owned range, whose gradients are `grads`. `last`: of its unit.
+  Tile(Unit& unit, const at::Tensor& grads, shard::Range range, std::vector<Segment> segments, bool last)
+      : unit_(&unit), grads_(grads), range_(range), segments_(std::move(segments)), last_(last) {
     for (const shard::Buffer* buffer : buffers())
       views_.push_back(buffer->defined() ? std::optional(buffer->fetch(range)) : std::nullopt);
   }
@@ -104,7 +105,7 @@ class Tile {
     slice.master = fp32_weights ? weights : arrived(0, segment.range);
     if (!fp32_weights) slice.weight = weights;
     slice.residual = arrived(1, segment.range);
-    slice.grad = part(unit_->owned_grads(), segment.range);
+    slice.grad = part(grads_, segment.range);
     slice.state = {arrived(2, segment.range), arrived(3, segment.range)};
     slice.rounding = options.precision.rounding;
     slice.random = {options.seed, static_cast<uint64_t>(segment.step), segment.first};
@@ -112,6 +113,7 @@ class Tile {
   }
 
   Unit* unit_;
+  at::Tensor grads_;
   shard::Range range_;
   std::vector<Segment> segments_;
   bool last_;
@@ -124,6 +126,79 @@ bool lives_on_device(const Unit& unit) {
   });
 }
 
+// The next tile is on its way to the device and the last one on its way back while one is updated. Where the states live on
+// the device a unit is one tile, and nothing is on its way.
+class TilePipeline {
+ public:
+  // `done` is told of every unit in turn, also after a failure: the collectives go on, or the other ranks would wait.
+  TilePipeline(Units& units, double scale, std::function<void(Unit&)> done)
+      : units_(units), scale_(scale), done_(std::move(done)) {}
+
+  void add(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present) {
+    std::vector<Segment> segments = segments_of(unit, present, units_.options().precision.update_is_random());
+    if (lives_on_device(unit)) return add(unit, grads, {0, unit.owned.size()}, std::move(segments), true);
+    segments = in_tiles(segments);
+    if (segments.empty()) {
+      update_next();
+      done_(unit);
+    }
+    for (auto begin = segments.begin(); begin != segments.end();) {
+      const int64_t number = begin->range.begin / kTile;
+      const auto end =
+          std::find_if(begin, segments.end(), [&](const Segment& s) { return s.range.begin / kTile > number; });
+      const shard::Range range{number * kTile, std::min((number + 1) * kTile, unit.owned.size())};
+      add(unit, grads, range, {begin, end}, end == segments.end());
+      begin = end;
+    }
+    flushes_.push_back(&unit);
+  }
+
+  // Waits until everything is where it lives. Returns what went wrong with a disk, or nothing.
+  std::string finish() {
+    update_next();
+    guarded([&] {
+      for (const Unit* unit : flushes_)
+        for (const shard::Buffer* buffer : unit->state_buffers())
+          if (buffer->defined()) buffer->flush();
+    });
+    return failure_;
+  }
+
+ private:
+  void guarded(const auto& work) {
+    try {
+      if (failure_.empty()) work();
+    } catch (const IoError& error) {
+      failure_ = error.what_without_backtrace();
+    }
+  }
+
+  void add(Unit& unit, const at::Tensor& grads, shard::Range range, std::vector<Segment> segments, bool last) {
+    std::optional<Tile> tile;
+    guarded([&] { tile.emplace(unit, grads, range, std::move(segments), last); });
+    update_next();
+    if (tile) {
+      next_ = std::move(tile);
+    } else if (last) {
+      done_(unit);
+    }
+  }
+
+  void update_next() {
+    if (!next_) return;
+    guarded([&] { next_->update(units_.rule(), units_.groups(), units_.options(), scale_); });
+    if (next_->is_last()) done_(next_->unit());
+    next_.reset();
+  }
+
+  Units& units_;
+  double scale_;
+  std::function<void(Unit&)> done_;
+  std::optional<Tile> next_;
+  std::vector<const Unit*> flushes_;
+  std::string failure_;
+};
+
 }  // namespace
 
 Updater::Updater(Units& units, BackwardDriver& driver) : units_(units), driver_(driver) {}
@@ -132,6 +207,11 @@ Updater::Updater(Units& units, BackwardDriver& driver) : units_(units), driver_(
 // are the same whether a rank holds one slice or all. `rows`: a row for each rank of the shard group, the first column.
 void Updater::add_squares(at::TensorAccessor<double, 2> rows) const {
   const Ranks& ranks = units_.ranks();
+  if (units_.options().update_in_backward) {
+    for (const auto& unit : units_.all())
+      if (&unit->ranks == &ranks) rows[ranks.shard->rank()][0] += unit->squares;
+    return;
+  }
   std::vector<at::Tensor> slices;
   std::vector<int> rank_of;
   for (const auto& unit : units_.all()) {
@@ -152,16 +232,21 @@ void Updater::add_squares(at::TensorAccessor<double, 2> rows) const {
 double Updater::sum_of_varying_squares() const {
   if (units_.rank_sets().size() == 1) return 0;
   std::vector<at::Tensor> slices;
+  double squares = 0;
   for (const auto& unit : units_.all()) {
     const Ranks& ranks = unit->ranks;
     if (&ranks == &units_.ranks() || ranks.replicate->rank() > 0) continue;
     if (!ranks.varies_along_model && ranks.model->rank() > 0) continue;
     if (!units_.states_are_cut(ranks) && ranks.shard->rank() > 0) continue;
-    slices.push_back(unit->owned_grads());
+    if (units_.options().update_in_backward) {
+      squares += unit->squares;
+    } else {
+      slices.push_back(unit->owned_grads());
+    }
   }
-  at::Tensor sum = at::zeros({1}, at::kDouble);
-  for (const double squares : optim::sums_of_squares(slices))
-    sum += squares;
+  for (const double of_slice : optim::sums_of_squares(slices))
+    squares += of_slice;
+  at::Tensor sum = at::full({1}, squares, at::kDouble);
   units_.ranks().agree(sum, comm::ReduceOp::Sum, "gradient norm");
   return sum.item<double>();
 }
@@ -171,8 +256,10 @@ GradientSummary Updater::summarize() {
   at::Tensor sums = at::zeros({ranks, 4}, at::kDouble);
   auto table = sums.accessor<double, 2>();  // rank: squares, parameters without a gradient, late gradients, scaled
   add_squares(table);
-  for (const ParamId id : units_.trained_ids())
-    table[me][1] += units_[id].param->has_grad ? 0 : 1;
+  if (!units_.options().update_in_backward) {  // it has used them up
+    for (const ParamId id : units_.trained_ids())
+      table[me][1] += units_[id].param->has_grad ? 0 : 1;
+  }
   table[me][2] = driver_.reducer().has_late() ? 1 : 0;
   table[me][3] = driver_.scaled() ? 1 : 0;
   // Reduced gradients, and with them the squares, are the same in all replicas; the counts are of local gradients.
@@ -217,67 +304,41 @@ std::vector<bool> Updater::agree_presence(bool any_missing) {
   return present;
 }
 
-void Updater::gather_unit(Unit& unit, std::vector<comm::Pending>& pending) {
+void Updater::gather_unit(Unit& unit) {
   if (!units_.states_are_cut(unit.ranks) || unit.flat->sharded() || unit.flat->shares()) return;
-  pending.push_back(
+  gathers_.push_back(
       unit.ranks.shard->all_gather(unit.flat->whole(), unit.owned_weights(), "parameters of unit '" + unit.name + "'"));
 }
 
-// A pipeline: the next tile is on its way to the device and the last one on its way back while one is updated. Where the
-// states live on the device a unit is one tile, and nothing is on its way.
-void Updater::update_units(const GradientSummary& summary, double scale, std::vector<comm::Pending>& pending) {
-  const bool numbered = units_.options().precision.update_is_random();
-  std::optional<Tile> next;
-  std::string failure;  // of a disk; the collectives go on, or the other ranks would wait
-  const auto guarded = [&](const auto& work) {
-    try {
-      if (failure.empty()) work();
-    } catch (const IoError& error) {
-      failure = error.what_without_backtrace();
-    }
-  };
-  const auto finish = [&] {
-    if (!next) return;
-    guarded([&] { next->update(units_.rule(), units_.groups(), units_.options(), scale); });
-    if (next->is_last()) gather_unit(next->unit(), pending);
-    next.reset();
-  };
-  const auto add = [&](Unit& unit, shard::Range range, std::vector<Segment> segments, bool last) {
-    std::optional<Tile> tile;
-    guarded([&] { tile.emplace(unit, range, std::move(segments), last); });
-    finish();
-    if (tile) {
-      next = std::move(tile);
-    } else if (last) {
-      gather_unit(unit, pending);
-    }
-  };
-  for (const auto& unit : units_.all()) {
-    std::vector<Segment> segments = segments_of(*unit, summary.present, numbered);
-    if (lives_on_device(*unit)) {
-      add(*unit, {0, unit->owned.size()}, std::move(segments), true);
-      continue;
-    }
-    segments = in_tiles(segments);
-    if (segments.empty()) {
-      finish();
-      gather_unit(*unit, pending);
-    }
-    for (auto begin = segments.begin(); begin != segments.end();) {
-      const int64_t number = begin->range.begin / kTile;
-      const auto end =
-          std::find_if(begin, segments.end(), [&](const Segment& s) { return s.range.begin / kTile > number; });
-      add(*unit, {number * kTile, std::min((number + 1) * kTile, unit->owned.size())}, {begin, end},
-          end == segments.end());
-      begin = end;
-    }
-  }
-  finish();
-  guarded([&] {
-    for (const auto& unit : units_.all())
-      for (const shard::Buffer* buffer : unit->state_buffers())
-        if (buffer->defined()) buffer->flush();
-  });
+void Updater::finish_gathers() {
+  for (comm::Pending& p : std::exchange(gathers_, {}))
+    p.wait();
+}
+
+void Updater::update_units(const GradientSummary& summary, double scale) {
+  TilePipeline pipeline(units_, scale, [this](Unit& unit) { gather_unit(unit); });
+  for (const auto& unit : units_.all())
+    pipeline.add(*unit, unit->owned_grads(), summary.present);
+  agree_on_disks(pipeline.finish());
+}
+
+std::string Updater::update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present, double scale) {
+  const c10::AutoGradMode no_grad(false);
+  TilePipeline pipeline(units_, scale, [](Unit&) {});
+  pipeline.add(unit, grads, present);
+  std::string failure = pipeline.finish();
+  for (Param& p : unit.params)
+    if (present[p.id]) count_update(p);
+  return failure;
+}
+
+void Updater::launch_gathers() {
+  for (const auto& unit : units_.all())
+    gather_unit(*unit);
+}
+
+void Updater::finish_gathers(const std::string& failure) {
+  finish_gathers();
   agree_on_disks(failure);
 }
 
@@ -309,27 +370,29 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
   const c10::AutoGradMode no_grad(false);
   driver_.hooks().hear_news();
   units_.unsharder().settle_before_update();
-  check_no_region_writes();
-  adopt_params(units_, /*compare=*/false);
-  std::vector<comm::Pending> pending;
+  prepare_update();
   if (units_.rule() == optim::Rule::External) {
     update_external(summary, scale, external);
-    for (const auto& unit : units_.all())
-      gather_unit(*unit, pending);
+    launch_gathers();
   } else {
-    update_units(summary, scale, pending);
+    update_units(summary, scale);
   }
-  for (comm::Pending& p : pending)
-    p.wait();
+  finish_gathers();
   units_.shared().written("an update");
-  for (const ParamId id : units_.trained_ids()) {
-    Param& p = *units_[id].param;
-    if (!summary.present[p.id]) continue;
-    ++p.step;
-    // As an in-place update by torch would: a graph kept over the step cannot be used again silently.
-    p.tensor.unsafeGetTensorImpl()->bump_version();
-    p.version = p.tensor._version();
-  }
+  for (const ParamId id : units_.trained_ids())
+    if (summary.present[id]) count_update(*units_[id].param);
+}
+
+void Updater::prepare_update() {
+  check_no_region_writes();
+  adopt_params(units_, /*compare=*/false);
+}
+
+void Updater::count_update(Param& param) {
+  ++param.step;
+  // As an in-place update by torch would: a graph kept over the step cannot be used again silently.
+  param.tensor.unsafeGetTensorImpl()->bump_version();
+  param.version = param.tensor._version();
 }
 
 // torch wants gradients in the dtype of what they update.
@@ -381,13 +444,11 @@ void Updater::refresh_params() {
   check_no_region_writes();
   adopt_params(units_, /*compare=*/false);
   units_.shared().readers_done("a refresh");
-  std::vector<comm::Pending> pending;
   for (const auto& unit : units_.all()) {
     unit->refresh_weights();
-    gather_unit(*unit, pending);
+    gather_unit(*unit);
   }
-  for (comm::Pending& p : pending)
-    p.wait();
+  finish_gathers();
   units_.shared().written("a refresh");
 }
 

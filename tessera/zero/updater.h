@@ -25,6 +25,17 @@ class Updater {
   // Gradients are multiplied by `scale` (unscale and clip). Parameters without a gradient on any rank are left alone.
   // `external` (Rule::External) updates the masters. Collective: refreshes the compute parameters.
   void update(const GradientSummary& summary, double scale, const std::function<void()>& external);
+  // The part of update() that is this rank's own, for one unit: its gradients of the owned range are `grads`. Returns what
+  // went wrong with a disk, or nothing.
+  std::string update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present, double scale);
+  // The other part, for all that are updated so: their weights on all ranks. Collective.
+  void launch_gathers();
+  // Also: `failure` of any rank's disk is an error on all of them, and of every later update.
+  void finish_gathers(const std::string& failure);
+  // Takes in what the user did to parameters since the last update. State error where a region holds them. Local.
+  void prepare_update();
+  void check_disks() const;
+
   // A client's optimizer is given the gradients themselves, and no copy in another dtype.
   bool client_reads_gradients() const;
   void scale_gradients(double scale);  // what this rank owns of them; local
@@ -35,16 +46,18 @@ class Updater {
   void add_squares(at::TensorAccessor<double, 2> rows) const;
   double sum_of_varying_squares() const;
   std::vector<bool> agree_presence(bool any_missing);
-  void gather_unit(Unit& unit, std::vector<comm::Pending>& pending);
-  void update_units(const GradientSummary& summary, double scale, std::vector<comm::Pending>& pending);
+  void gather_unit(Unit& unit);
+  void finish_gathers();
+  void update_units(const GradientSummary& summary, double scale);
+  static void count_update(Param& param);
   void agree_on_disks(const std::string& failure);
-  void check_disks() const;
   void update_external(const GradientSummary& summary, double scale, const std::function<void()>& external);
   at::ScalarType client_dtype() const;
   void check_no_region_writes() const;
 
   Units& units_;
   BackwardDriver& driver_;
+  std::vector<comm::Pending> gathers_;
   std::string failure_;  // of an update that could not be finished, on all ranks
 };
 

@@ -59,7 +59,8 @@ TEST(Resolve, ZeroOptions) {
   EXPECT_FALSE(plain.share_params);
   const auto options = zero_options(Config::from_json(R"({"gradient_allreduce_op": "sum",
       "zero_optimization": {"stage": 2, "reduce_bucket_size": 100, "overlap_comm": false},
-      "bf16": {"enabled": true}, "tessera": {"min_unit_elements": 5, "seed": 7, "shared_parameters": true}})"));
+      "bf16": {"enabled": true}, "tessera": {"min_unit_elements": 5, "seed": 7, "shared_parameters": true,
+      "update_in_backward": true, "clip_by_unit": true}})"));
   EXPECT_EQ(options.stage, 2);
   EXPECT_FALSE(options.overlap);
   EXPECT_EQ(options.gradient_factor, 1.0);
@@ -68,6 +69,8 @@ TEST(Resolve, ZeroOptions) {
   EXPECT_TRUE(options.share_params);
   EXPECT_EQ(options.precision.param, c10::ScalarType::BFloat16);
   EXPECT_EQ(options.seed, 7);
+  EXPECT_TRUE(options.update_in_backward);
+  EXPECT_EQ(options.unit_clipping, 1.0);
   const auto unmanaged = zero_options(Config::from_json(R"({"managed_gradient_accumulation": false})"));
   EXPECT_TRUE(unmanaged.reduce_at_step);
   EXPECT_FALSE(unmanaged.overlap);

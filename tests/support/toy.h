@@ -185,7 +185,9 @@ struct ToyRun {
   std::optional<amp::PrecisionPolicy> precision = {};  // else fp32, bf16 or fp16
   bool fp16 = false;
   amp::ScalerOptions scaler = {};
-  bool share = false;  // parameters
+  bool share = false;        // parameters
+  bool in_backward = false;  // the update
+  double unit_clip = 0;      // then
 };
 
 inline engine::Options toy_options(const ToyRun& run) {
@@ -200,6 +202,8 @@ inline engine::Options toy_options(const ToyRun& run) {
   options.zero.min_unit_elements = run.min_unit;
   options.zero.gather.persistence_threshold = run.persistence;
   options.zero.share_params = run.share;
+  options.zero.update_in_backward = run.in_backward;
+  options.zero.unit_clipping = run.unit_clip;
   options.gradient_accumulation_steps = run.accumulation;
   options.gradient_clipping = run.clip;
   return options;

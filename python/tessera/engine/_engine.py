@@ -181,6 +181,7 @@ class Engine(EngineCheckpoints, EngineGetters):
             self._loans.put(self.module, "zero_grad", zero_grad_of(weakref.ref(self), self.module))
             self._loans.keep_off_copies(self.module)
         self._runner = self._make_runner(base, rule, index)
+        self._updates_in_backward = bool(self.config.get("tessera.update_in_backward"))
         self.basic_optimizer = base
         self.optimizer = self._visible_optimizer(options)
 
@@ -280,6 +281,8 @@ class Engine(EngineCheckpoints, EngineGetters):
             self._warn_of_thawed()
         if self._input_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self._input_dtype)
+        if self._updates_in_backward and torch.is_grad_enabled() and self._runner is not None:
+            self._runner.before_step()  # the backward reads the learning rates
         self._parallel.before_forward(args, kwargs, self.device)
         with self._partition.forward():
             switched_off = core.pre_forward()
@@ -349,7 +352,8 @@ class Engine(EngineCheckpoints, EngineGetters):
         core = self.core
         self._partition.end_stray()
         steps = core.global_steps()
-        if not self.managed_gradient_accumulation() or core.is_gradient_accumulation_boundary():
+        boundary = not self.managed_gradient_accumulation() or core.is_gradient_accumulation_boundary()
+        if boundary and not self._updates_in_backward:
             runner.before_step()
         try:
             applied = core.step(runner.external)
@@ -390,6 +394,11 @@ class Engine(EngineCheckpoints, EngineGetters):
         """torch.nn.utils.clip_grad_norm_ for gradients that are not in p.grad; between a backward and step(). Returns
         the norm that they had. Those with inf or NaN are left to step(), which clips to gradient_clipping (1.0, if the
         configuration does not say) in any case, without a pass of its own. Collective."""
+        if self._updates_in_backward:
+            raise UsageError(
+                "[engine.clip_grad_norm_] tessera.update_in_backward has used the gradients when it is called; set "
+                "gradient_clipping and tessera.clip_by_unit, or switch update_in_backward off"
+            )
         if norm_type != 2:
             raise NotImplementedError(f"[engine.clip_grad_norm_] norm_type {norm_type} is not served; use 2.0")
         norm = self.grad_norm()

@@ -1,0 +1,102 @@
+#include "tessera/zero/update_in_backward.h"
+
+#include <ATen/ops/full.h>
+
+#include <cmath>
+#include <utility>
+
+#include "tessera/base/error.h"
+#include "tessera/optim/norm.h"
+
+namespace tessera::zero {
+
+namespace {
+constexpr size_t kNormsInFlight = 1;
+}
+
+UpdateInBackward::UpdateInBackward(Units& units, BackwardDriver& driver, Updater& updater)
+    : units_(units), updater_(updater), present_(units.count()) {
+  if (!on()) return;
+  if (units.options().unit_clipping > 0) norms_ = units.ranks().shard->sibling();
+  driver.send_sums_to(this);
+}
+
+std::vector<std::string> UpdateInBackward::excluded(const Options& options, optim::Rule rule, const comm::Mesh& mesh) {
+  std::vector<std::string> all;
+  const auto add = [&](bool excludes, const char* what) {
+    if (excludes) all.emplace_back(what);
+  };
+  add(options.stage == 0, "stage 0, where p.grad shows the gradients (use stage 1, 2 or 3)");
+  add(rule == optim::Rule::External, "an optimizer that Tessera does not run itself");
+  add(options.precision.skip_nonfinite,
+      "steps that are skipped when gradients are not finite (fp16; bf16 unless bf16.check_grad_overflow is false)");
+  add(options.reduce_at_step, "unmanaged accumulation");
+  add(options.share_params, "tessera.shared_parameters");
+  add(mesh.size(comm::Axis::DpReplicate) > 1, "hybrid sharding, which reduces over replicas after the backward");
+  add(options.unit_clipping > 0 && mesh.size(comm::Axis::Tp) > 1, "clipping by unit with tensor parallelism");
+  return all;
+}
+
+void UpdateInBackward::check_whole() const {
+  TESSERA_CHECK(!amid_, "engine",
+                "a backward ended with an error after it had updated a part of the model (tessera.update_in_backward): "
+                "load a checkpoint into a new engine");
+}
+
+void UpdateInBackward::reset() {
+  for (const auto& unit : units_.all())
+    unit->squares = 0;
+  std::fill(present_.begin(), present_.end(), false);
+}
+
+void UpdateInBackward::backward_begun() {
+  check_whole();
+  updater_.check_disks();
+  updater_.prepare_update();
+}
+
+void UpdateInBackward::take(ArrivedSum sum) {
+  const double squares = optim::sum_of_squares(sum.values);
+  sum.unit->squares = squares;
+  if (!norms_) {
+    update(sum, squares);
+    return;
+  }
+  const at::Tensor total = at::full({1}, squares, at::kDouble).to(sum.values.device());
+  const std::string label = "norm of unit '" + sum.unit->name + "'";
+  comm::Pending pending = norms_->all_reduce(total, comm::ReduceOp::Sum, label);
+  waiting_.push_back({std::move(sum), total, std::move(pending)});
+  if (waiting_.size() > kNormsInFlight) update_oldest();
+}
+
+void UpdateInBackward::update_oldest() {
+  Waiting oldest = std::move(waiting_.front());
+  waiting_.pop_front();
+  oldest.pending.wait();
+  update(oldest.sum, oldest.squares.item<double>());
+}
+
+void UpdateInBackward::update(const ArrivedSum& sum, double squares) {
+  Unit& unit = *sum.unit;
+  amid_ = true;
+  units_.unsharder().settle_before_update(units_[unit.params.front().id].number);
+  for (size_t i = 0; i < unit.params.size(); ++i)
+    present_[unit.params[i].id] = sum.present[i];
+  const double scale = optim::clip_coefficient(std::sqrt(squares), units_.options().unit_clipping);
+  const std::string failure = failure_.empty() ? updater_.update_unit(unit, sum.values, present_, scale) : failure_;
+  if (failure_.empty()) failure_ = failure;
+  sum.release();
+}
+
+void UpdateInBackward::launch_end() {
+  while (!waiting_.empty())
+    update_oldest();
+  updater_.launch_gathers();
+}
+
+void UpdateInBackward::finish_end() {
+  updater_.finish_gathers(std::exchange(failure_, {}));
+  amid_ = false;
+}
+
+}  // namespace tessera::zero

@@ -1,0 +1,58 @@
+// UpdateInBackward: updates units while the backward goes on.
+//
+// Note [Update in the backward]
+//   With Options::update_in_backward a unit is updated as soon as its gradients are reduced, and they are dropped: there is
+//   never more of them than the buckets of the units on their way. Nothing in the backward reads a parameter any more once
+//   all its gradients are there; what does so all the same (a weight used detached as well) gets torch's own error, as after
+//   an in-place update. Other ranks' weights are gathered at the end of the backward, so that a forward before step() sees
+//   one model. step() counts, and reports the norm.
+//   Bits are those of the usual step. What must be known before the first unit is updated excludes it: see excluded().
+#pragma once
+
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "tessera/zero/updater.h"
+
+namespace tessera::zero {
+
+class UpdateInBackward final : private SumSink {
+ public:
+  // Takes the driver's sums where the options say so, and else does nothing.
+  UpdateInBackward(Units& units, BackwardDriver& driver, Updater& updater);
+
+  // What of these options and ranks needs all gradients first, or memory of its own; empty: nothing.
+  static std::vector<std::string> excluded(const Options& options, optim::Rule rule, const comm::Mesh& mesh);
+
+  bool on() const { return units_.options().update_in_backward; }
+  // State error after a backward that ended amid the updates: weights of two steps. Local.
+  void check_whole() const;
+  // The optimizer step is over.
+  void reset();
+
+ private:
+  // With clipping: its norm is on its way.
+  struct Waiting {
+    ArrivedSum sum;
+    at::Tensor squares;
+    comm::Pending pending;
+  };
+
+  void backward_begun() override;
+  void take(ArrivedSum sum) override;
+  void launch_end() override;
+  void finish_end() override;
+  void update(const ArrivedSum& sum, double squares);
+  void update_oldest();
+
+  Units& units_;
+  Updater& updater_;
+  comm::GroupPtr norms_;  // with clipping
+  std::deque<Waiting> waiting_;
+  std::vector<bool> present_;
+  bool amid_ = false;
+  std::string failure_;
+};
+
+}  // namespace tessera::zero

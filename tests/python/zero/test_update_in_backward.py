@@ -1,0 +1,117 @@
+"""tessera.update_in_backward: the bits of the usual step, for the loops of users."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import batch, config, engines, make
+from tessera._config import load_config
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tessera
+
+ADAM = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 3}}
+
+
+def settings(stage: int, early: bool, **more: Any) -> dict[str, Any]:
+    section = {"min_unit_elements": 1, "update_in_backward": early}
+    return config(stage) | {"tessera": section, "optimizer": ADAM, "scheduler": WARMUP} | more
+
+
+BF16 = {"enabled": True, "check_grad_overflow": False}
+
+
+def life(engine: tessera.Engine, rank: int) -> tuple[list[float], list[torch.Tensor]]:
+    losses = []
+    for step in range(4):
+        loss = engine(*batch(10 * step + rank))
+        loss.backward()
+        engine.step()
+        losses.append(loss.item())
+        norm = engine.get_global_grad_norm()
+        assert norm is not None
+        losses.append(float(norm))
+    with torch.no_grad():
+        losses.append(engine(*batch(99)).item())
+    params = list(engine.module.parameters())
+    with tessera.zero.GatheredParameters(params):
+        return losses, [param.detach().clone() for param in params]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("stage", "more"), [(1, {}), (2, {"bf16": BF16}), (3, {}), (3, {"bf16": BF16})])
+def test_the_bits_of_the_usual_step(stage: int, more: dict[str, Any], world: int) -> None:
+    late, early = (engines(make(), world, settings(stage, early, **more), life) for early in (False, True))
+    for (losses, values), (other_losses, other_values) in zip(late, early, strict=True):
+        assert losses == other_losses
+        assert all(torch.equal(a, b) for a, b in zip(values, other_values, strict=True))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool, shared: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.reentrant, self.shared = reentrant, shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_(True)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+            if self.shared:
+                x = checkpoint(self.layers[0], x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("reentrant", "shared"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_activation_checkpointing(stage: int, reentrant: bool, shared: bool) -> None:
+    def body(engine: tessera.Engine, rank: int) -> list[float]:
+        losses = []
+        for step in range(3):
+            loss = engine(torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank)))
+            loss.backward()
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    model = make(Checkpointed, reentrant, shared)
+    late, early = (engines(model, 2, settings(stage, early), body) for early in (False, True))
+    assert late == early
+
+
+def test_shared_layers_in_reentrant_checkpoints_are_refused() -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            engine(torch.randn(4, 5)).backward()
+        with pytest.raises(RuntimeError, match="load a checkpoint"):
+            engine.step()
+
+    engines(make(Checkpointed, True, True), 1, settings(2, True), body)
+
+
+def test_gradients_cannot_be_asked_for() -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        engine(*batch(0)).backward()
+        assert all(param.grad is None for param in engine.module.parameters())
+        param = next(engine.module.parameters())
+        assert tessera.state.get_full_grad(engine, param) is None
+        with pytest.raises(RuntimeError, match="clip_by_unit"):
+            engine.clip_grad_norm_(1.0)
+        with pytest.raises(RuntimeError, match=r"call step\(\)"):
+            engine.zero_grad()
+        engine.step()
+        with pytest.raises(RuntimeError, match="every backward is a step"), engine.no_sync():
+            pass
+
+    engines(make(), 1, settings(1, True), body)
+
+
+def test_what_excludes_it_is_named() -> None:
+    with pytest.raises(ValueError, match="gradient_clipping 1"):
+        engines(make(), 1, settings(1, True, gradient_clipping=1.0), life)
+    with pytest.raises(ValueError, match=r"needs tessera\.update_in_backward"):
+        load_config({"tessera": {"clip_by_unit": True}})
