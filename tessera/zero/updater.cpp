@@ -2,11 +2,14 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <memory>
 #include <optional>
 
 #include "tessera/base/error.h"
@@ -70,19 +73,39 @@ std::vector<Segment> in_tiles(const std::vector<Segment>& segments) {
   return pieces;
 }
 
-// A piece of a unit's update: its buffers' values on their way to the device, and back.
+// `from`, on a device, on its way to host memory. (torch keeps pinned memory while a copy of it is on its way.)
+shard::PendingView bring_to_host(const at::Tensor& from, bool pin) {
+  const at::Tensor there = at::empty(from.sizes(), from.options().device(at::kCPU).pinned_memory(pin));
+  there.copy_(from, /*non_blocking=*/true);
+  auto copied = std::make_shared<c10::Event>(from.device().type());
+  copied->record(c10::impl::VirtualGuardImpl(from.device().type()).getStream(from.device()));
+  return shard::PendingView(there, [copied] { copied->synchronize(); });
+}
+
+// A piece of a unit's update: its buffers' values on their way to who updates, and back. States that do not live on the
+// device are updated by the host, which then takes gradients and weights from the device and sends weights back.
 class Tile {
  public:
-  // `range`: of the owned range. `last`: of its unit.
-  Tile(Unit& unit, shard::Range range, std::vector<Segment> segments, bool last)
-      : unit_(&unit), range_(range), segments_(std::move(segments)), last_(last) {
+  // `range`: of the owned range. `last`: of its unit. `away`: its states do not live on the device.
+  Tile(Unit& unit, shard::Range range, std::vector<Segment> segments, bool last, bool away, bool pin)
+      : unit_(&unit),
+        range_(range),
+        segments_(std::move(segments)),
+        last_(last),
+        weights_(part(unit.owned_weights(), range)),
+        grads_(part(unit.owned_grads(), range)) {
     for (const shard::Buffer* buffer : buffers())
       views_.push_back(buffer->defined() ? std::optional(buffer->fetch(range)) : std::nullopt);
+    if (!away || grads_.wait().is_cpu()) return;
+    device_weights_ = weights_.wait();
+    grads_ = bring_to_host(grads_.wait(), pin);
+    weights_ = bring_to_host(device_weights_, pin);
   }
 
   void update(optim::Rule rule, const std::vector<optim::GroupOptions>& groups, const Options& options, double scale) {
     for (const Segment& segment : segments_)
       update(segment, rule, groups[segment.group], options, scale);
+    if (device_weights_.defined()) device_weights_.copy_(weights_.wait(), /*non_blocking=*/true);
     for (size_t i = 0; i < views_.size(); ++i)
       if (views_[i]) buffers()[i]->store(range_, views_[i]->wait());
   }
@@ -92,19 +115,21 @@ class Tile {
 
  private:
   std::array<const shard::Buffer*, 4> buffers() const { return unit_->state_buffers(); }
+  at::Tensor arrived(shard::PendingView& values, shard::Range range) const {
+    return values.wait().narrow(0, range.begin - range_.begin, range.size());
+  }
   at::Tensor arrived(size_t buffer, shard::Range range) {
-    if (!views_[buffer]) return {};
-    return views_[buffer]->wait().narrow(0, range.begin - range_.begin, range.size());
+    return views_[buffer] ? arrived(*views_[buffer], range) : at::Tensor();
   }
   void update(const Segment& segment, optim::Rule rule, const optim::GroupOptions& group, const Options& options,
               double scale) {
-    const at::Tensor weights = part(unit_->owned_weights(), segment.range);
+    const at::Tensor weights = arrived(weights_, segment.range);
     const bool fp32_weights = weights.scalar_type() == at::kFloat;  // then they are the master
     optim::UpdateSlice slice;
     slice.master = fp32_weights ? weights : arrived(0, segment.range);
     if (!fp32_weights) slice.weight = weights;
     slice.residual = arrived(1, segment.range);
-    slice.grad = part(unit_->owned_grads(), segment.range);
+    slice.grad = arrived(grads_, segment.range);
     slice.state = {arrived(2, segment.range), arrived(3, segment.range)};
     slice.rounding = options.precision.rounding;
     slice.random = {options.seed, static_cast<uint64_t>(segment.step), segment.first};
@@ -116,13 +141,9 @@ class Tile {
   std::vector<Segment> segments_;
   bool last_;
   std::vector<std::optional<shard::PendingView>> views_;
+  shard::PendingView weights_, grads_;
+  at::Tensor device_weights_;  // where the host updates a copy
 };
-
-bool lives_on_device(const Unit& unit) {
-  return std::ranges::all_of(unit.state_buffers(), [](const shard::Buffer* b) {
-    return !b->defined() || b->residence() == shard::Residence::Device;
-  });
-}
 
 }  // namespace
 
@@ -225,26 +246,19 @@ void Updater::gather_unit(Unit& unit, std::vector<comm::Pending>& pending) {
 
 // A pipeline: the next tile is on its way to the device and the last one on its way back while one is updated. Where the
 // states live on the device a unit is one tile, and nothing is on its way.
-void Updater::update_units(const GradientSummary& summary, double scale, std::vector<comm::Pending>& pending) {
+void Updater::update_units(const GradientSummary& summary, double scale, std::vector<comm::Pending>& pending,
+                           DiskGuard& disks) {
   const bool numbered = units_.options().precision.update_is_random();
   std::optional<Tile> next;
-  std::string failure;  // of a disk; the collectives go on, or the other ranks would wait
-  const auto guarded = [&](const auto& work) {
-    try {
-      if (failure.empty()) work();
-    } catch (const IoError& error) {
-      failure = error.what_without_backtrace();
-    }
-  };
   const auto finish = [&] {
     if (!next) return;
-    guarded([&] { next->update(units_.rule(), units_.groups(), units_.options(), scale); });
+    disks.run([&] { next->update(units_.rule(), units_.groups(), units_.options(), scale); });
     if (next->is_last()) gather_unit(next->unit(), pending);
     next.reset();
   };
-  const auto add = [&](Unit& unit, shard::Range range, std::vector<Segment> segments, bool last) {
+  const auto add = [&](Unit& unit, shard::Range range, std::vector<Segment> segments, bool last, bool away) {
     std::optional<Tile> tile;
-    guarded([&] { tile.emplace(unit, range, std::move(segments), last); });
+    disks.run([&] { tile.emplace(unit, range, std::move(segments), last, away, units_.options().pin_memory); });
     finish();
     if (tile) {
       next = std::move(tile);
@@ -255,7 +269,7 @@ void Updater::update_units(const GradientSummary& summary, double scale, std::ve
   for (const auto& unit : units_.all()) {
     std::vector<Segment> segments = segments_of(*unit, summary.present, numbered);
     if (lives_on_device(*unit)) {
-      add(*unit, {0, unit->owned.size()}, std::move(segments), true);
+      add(*unit, {0, unit->owned.size()}, std::move(segments), true, false);
       continue;
     }
     segments = in_tiles(segments);
@@ -268,43 +282,26 @@ void Updater::update_units(const GradientSummary& summary, double scale, std::ve
       const auto end =
           std::find_if(begin, segments.end(), [&](const Segment& s) { return s.range.begin / kTile > number; });
       add(*unit, {number * kTile, std::min((number + 1) * kTile, unit->owned.size())}, {begin, end},
-          end == segments.end());
+          end == segments.end(), true);
       begin = end;
     }
   }
   finish();
-  guarded([&] {
-    for (const auto& unit : units_.all())
-      for (const shard::Buffer* buffer : unit->state_buffers())
-        if (buffer->defined()) buffer->flush();
-  });
-  agree_on_disks(failure);
 }
 
 // Where states live on a disk, an update is over when they are there, on all ranks or on none.
-void Updater::agree_on_disks(const std::string& failure) {
+void Updater::agree_on_disks(DiskGuard& disks) {
   if (std::ranges::all_of(units_.all(), [](const auto& unit) { return lives_on_device(*unit); })) return;
-  at::Tensor failed = at::zeros({1}, at::kDouble);
-  if (!failure.empty()) failed[0] = units_.ranks().place() + 1;
-  units_.ranks().agree(failed, comm::ReduceOp::Max, "state of the disks");
-  const int who = static_cast<int>(failed.item<double>());
-  if (who == 0) return;
-  failure_ = failure.empty()
-                 ? c10::str("rank ", who - 1, " of this engine could not move its model states; see its error")
-                 : failure;
-  check_disks();
-}
-
-void Updater::check_disks() const {
-  TESSERA_CHECK_IO(
-      failure_.empty(), "engine.step",
-      "the last update did not come to its end, weights and states do not belong together: build a new engine "
-      "and load a checkpoint (",
-      failure_, ")");
+  for (const auto& unit : units_.all())
+    disks.run_always([&] { unit->flush_states(); });
+  const std::string failure = disks.agree(units_.ranks());
+  if (failure.empty()) return;
+  units_.set_broken(failure);
+  units_.check_whole();
 }
 
 void Updater::update(const GradientSummary& summary, double scale, const std::function<void()>& external) {
-  check_disks();
+  units_.check_whole();
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
   driver_.hooks().hear_news();
@@ -312,16 +309,18 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
   check_no_region_writes();
   adopt_params(units_, /*compare=*/false);
   std::vector<comm::Pending> pending;
+  DiskGuard disks;
   if (units_.rule() == optim::Rule::External) {
     update_external(summary, scale, external);
     for (const auto& unit : units_.all())
       gather_unit(*unit, pending);
   } else {
-    update_units(summary, scale, pending);
+    update_units(summary, scale, pending, disks);
   }
   for (comm::Pending& p : pending)
     p.wait();
   units_.shared().written("an update");
+  agree_on_disks(disks);
   for (const ParamId id : units_.trained_ids()) {
     Param& p = *units_[id].param;
     if (!summary.present[p.id]) continue;
@@ -382,13 +381,15 @@ void Updater::refresh_params() {
   adopt_params(units_, /*compare=*/false);
   units_.shared().readers_done("a refresh");
   std::vector<comm::Pending> pending;
+  DiskGuard disks;
   for (const auto& unit : units_.all()) {
-    unit->refresh_weights();
+    disks.run([&] { unit->refresh_weights(); });
     gather_unit(*unit, pending);
   }
   for (comm::Pending& p : pending)
     p.wait();
   units_.shared().written("a refresh");
+  agree_on_disks(disks);
 }
 
 // Shared parameters that are whole always: a region's private copies would undo what is written meanwhile.

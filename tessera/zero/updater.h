@@ -2,10 +2,10 @@
 #pragma once
 
 #include <functional>
-#include <string>
 #include <vector>
 
 #include "tessera/zero/backward_driver.h"
+#include "tessera/zero/disks.h"
 
 namespace tessera::zero {
 
@@ -36,16 +36,15 @@ class Updater {
   double sum_of_varying_squares() const;
   std::vector<bool> agree_presence(bool any_missing);
   void gather_unit(Unit& unit, std::vector<comm::Pending>& pending);
-  void update_units(const GradientSummary& summary, double scale, std::vector<comm::Pending>& pending);
-  void agree_on_disks(const std::string& failure);
-  void check_disks() const;
+  void update_units(const GradientSummary& summary, double scale, std::vector<comm::Pending>& pending,
+                    DiskGuard& disks);
+  void agree_on_disks(DiskGuard& disks);
   void update_external(const GradientSummary& summary, double scale, const std::function<void()>& external);
   at::ScalarType client_dtype() const;
   void check_no_region_writes() const;
 
   Units& units_;
   BackwardDriver& driver_;
-  std::string failure_;  // of an update that could not be finished, on all ranks
 };
 
 }  // namespace tessera::zero
