@@ -12,6 +12,7 @@ from suites.checkpoint import bench_checkpoint
 from suites.gpt import bench_gpt
 from suites.kernels import bench_kernels
 from suites.memory import bench_memory
+from suites.nvme import bench_nvme
 from suites.overhead import bench_overhead
 from suites.step import bench_step
 from suites.tables import bench_tables
@@ -82,6 +83,7 @@ BENCHES: dict[str, Bench] = {
         ["deepspeed:1"],
         (["30M", "125M"], ["1M"]),
     ),
+    "nvme": Bench("Optimizer states on a disk", bench_nvme, ["tessera:1"], []),
     "memory": Bench(
         "Memory of model states",
         bench_memory,

@@ -49,6 +49,28 @@ def write_seconds(path: pathlib.Path, size: int) -> float:
     return time.perf_counter() - start
 
 
+def both_seconds(path: pathlib.Path, size: int) -> float:
+    """Every block of a file read and written once, past the page cache where the file system lets us. Makes the file
+    where there is none."""
+    size = (size + BLOCK - 1) // BLOCK * BLOCK
+    if not path.exists():
+        write_seconds(path, size)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+    except OSError:
+        fd = os.open(path, os.O_RDWR)
+
+    def through(memory: mmap.mmap, offset: int, count: int) -> None:
+        os.preadv(fd, [memory], offset)
+        os.pwrite(fd, memory, offset)
+
+    start = time.perf_counter()
+    _blocks(size, through)
+    seconds = time.perf_counter() - start
+    os.close(fd)
+    return seconds
+
+
 def read_seconds(folder: pathlib.Path) -> float:
     """All files of a folder once, into memory that is used again."""
     start = time.perf_counter()

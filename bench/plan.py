@@ -28,6 +28,7 @@ FULL = [
     "gpt --ranks 2",
     "accumulate --ranks 2",
     "checkpoint",
+    "nvme",
     "memory",
     "memory --ranks 2",
     "layers",
@@ -46,6 +47,7 @@ QUICK = [
     "gpt --ranks 2",
     "accumulate --ranks 2",
     "checkpoint",
+    "nvme",
     "memory --ranks 2",
     "tables",
 ]

@@ -10,6 +10,7 @@
   python bench/run.py backward   what an engine adds to loss.backward() and its relatives
   python bench/run.py transport  collectives between ranks of one host, beside Gloo; with --ranks
   python bench/run.py checkpoint save, stall and load beside torch.save, DCP and DeepSpeed; --disk names a folder
+  python bench/run.py nvme       states on a disk: a step beside the disk and the update; --disk names a folder
   python bench/run.py memory     bytes a parameter, resident and peak
   python bench/run.py tables     low-precision states on real text: bytes, time and loss
   python bench/run.py all        all of them, each as often as `make bench` does
@@ -103,7 +104,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--ranks", type=int, default=1)
     add("--rounds", type=int, help="rounds that are counted, at least 7 without --quick")
     add("--peers", nargs="+", help="contenders, e.g. autograd bare ddp tessera:1 tessera:3+10 fsdp2:3 deepspeed:2")
-    add("--parameters", type=int, default=10_000_000, help="of step, tensors and layers")
+    add("--parameters", type=int, default=10_000_000, help="of step, tensors, layers and nvme")
     add("--counts", type=int, nargs="+", help="numbers of tensors, of tensors and layers")
     add("--sizes", nargs="+", choices=GPT_SIZES, help="of gpt, accumulate, overhead and memory")
     add("--elements", type=int, nargs="+", help="of kernels")
@@ -118,7 +119,7 @@ def arguments() -> argparse.ArgumentParser:
     add(
         "--disk",
         dest="folder_of_checkpoints",
-        help="of checkpoint: a folder on the disk to measure; default: that of /tmp",
+        help="of checkpoint and nvme: a folder on the disk to measure; default: that of /tmp",
     )
     of_tables(parser.add_argument_group("of tables"))
     add("--allocator", choices=["default", "tuned"], default="default", help="tuned: freed memory is kept")

@@ -6,6 +6,7 @@
 #include "tessera/config/config.h"
 #include "tessera/engine/checkpoint.h"
 #include "tessera/engine/engine.h"
+#include "tessera/offload/states.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/optim/schedule.h"
 #include "tessera/parallel/attention.h"

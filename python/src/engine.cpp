@@ -116,6 +116,8 @@ void bind_structs(py::module_& m) {
       .def_readonly("states", &Engine::Memory::states)
       .def_readonly("buckets", &Engine::Memory::buckets)
       .def_readonly("peak_buckets", &Engine::Memory::peak_buckets)
+      .def_readonly("host", &Engine::Memory::host)
+      .def_readonly("disk", &Engine::Memory::disk)
       .def_readonly("shared", &Engine::Memory::shared);
 }
 

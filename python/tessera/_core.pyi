@@ -413,6 +413,8 @@ class Memory:
     states: int
     buckets: int
     peak_buckets: int
+    host: int
+    disk: int
     shared: int
 
 class Outline:

@@ -68,14 +68,14 @@ class Stream {
     }
   }
   // With the checksums of a piece.
-  std::vector<uint32_t> append(const at::Tensor& values) {
+  std::vector<uint32_t> append(const Item& item) {
+    static_assert(shard::kTile % kChecksumBlock == 0, "every part but the last ends with a block");
     std::vector<uint32_t> checksums;
-    const auto* bytes = static_cast<const char*>(values.const_data_ptr());
-    const auto size = static_cast<int64_t>(values.nbytes());
-    for (int64_t at = 0; at < size; at += kChecksumBlock) {
-      const int64_t length = std::min(kChecksumBlock, size - at);
-      append(bytes + at, length);
-      checksums.push_back(io::crc32c(bytes + at, length));
+    for (int64_t begin = item.range.begin; begin < item.range.end; begin += shard::kTile) {
+      const shard::Range part{begin, std::min(begin + shard::kTile, item.range.end)};
+      const at::Tensor values = item.values(part).to(at::kCPU).contiguous();
+      TESSERA_ASSERT(values.numel() == part.size() && values.scalar_type() == item.dtype);
+      append(values, checksums);
     }
     return checksums;
   }
@@ -91,6 +91,15 @@ class Stream {
     std::future<void> done;
   };
 
+  void append(const at::Tensor& values, std::vector<uint32_t>& checksums) {
+    const auto* bytes = static_cast<const char*>(values.const_data_ptr());
+    const auto size = static_cast<int64_t>(values.nbytes());
+    for (int64_t at = 0; at < size; at += kChecksumBlock) {
+      const int64_t length = std::min(kChecksumBlock, size - at);
+      append(bytes + at, length);
+      checksums.push_back(io::crc32c(bytes + at, length));
+    }
+  }
   io::AlignedBytes free_block() { return flight_.size() < kBlocks ? io::aligned_bytes(kBlock) : finish_one(); }
   // The last block: what of it is aligned, and the rest.
   void send() {
@@ -160,10 +169,8 @@ std::vector<TensorRecord> write_items(const std::string& path, const std::string
     stream.append(text.data(), static_cast<int64_t>(text.size()));
     for (size_t i = 0; i < items.size(); ++i) {
       const Item& item = items[i];
-      const at::Tensor values = item.values().to(at::kCPU).contiguous();
-      TESSERA_ASSERT(values.numel() == item.range.size() && values.scalar_type() == item.dtype);
       const int64_t offset = header.tensors[i].begin;
-      const Piece piece{0, offset, item.slice.empty() ? -1 : 0, item.range, stream.append(values)};
+      const Piece piece{0, offset, item.slice.empty() ? -1 : 0, item.range, stream.append(item)};
       records.push_back({item.name, item.kind, item.shape, item.order, item.dtype, item.slice, {piece}});
     }
     stream.finish();

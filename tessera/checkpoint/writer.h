@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tessera/checkpoint/manifest.h"
+#include "tessera/shard/buffer.h"
 #include "tessera/shard/cut.h"
 
 namespace tessera::checkpoint {
@@ -20,8 +21,9 @@ struct Item {
   at::ScalarType dtype = at::kFloat;
   std::vector<Slice> slice;  // one, or none: of the whole tensor
   shard::Range range;        // of the slice
-  // 1-D, contiguous, of that many elements of dtype, on any device. Called once, shortly before they are written.
-  std::function<at::Tensor()> values;
+  // Elements `part` of `range`: 1-D, of dtype, on any device. Called for parts of at most shard::kTile elements, in order,
+  // each shortly before it is written.
+  std::function<at::Tensor(shard::Range part)> values;
 };
 
 // Writes a new safetensors file `path`, through to the disk, and returns what is where (file 0). Nothing is left of it when

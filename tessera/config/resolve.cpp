@@ -5,6 +5,7 @@
 
 #include "tessera/config/params.h"
 #include "tessera/config/precision.h"
+#include "tessera/offload/states.h"
 
 namespace tessera::config {
 
@@ -34,6 +35,18 @@ amp::AutocastOptions autocast_options(const Config& config) {
   return {config.torch_autocast.enabled, config.torch_autocast.dtype.value_or(c10::ScalarType::BFloat16)};
 }
 
+namespace {
+
+offload::StateOptions offload_options(const OffloadOptimizer& section) {
+  const bool nvme = section.device == OffloadDevice::Nvme;
+  return {.residence = nvme ? shard::Residence::Nvme : shard::Residence::Host,
+          .folder = section.nvme_path.value_or(""),
+          .buffer_count = section.buffer_count,
+          .ratio = section.ratio};
+}
+
+}  // namespace
+
 zero::Options zero_options(const Config& config) {
   const ZeroOptimization& zero = config.zero_optimization;
   zero::Options options;
@@ -54,6 +67,10 @@ zero::Options zero_options(const Config& config) {
   // DeepSpeed's default keeps models of up to 1e9 parameters gathered from forward to backward: only where asked for.
   if (config.given.contains("zero_optimization.stage3_max_reuse_distance")) {
     options.gather.reuse_distance = zero.stage3_max_reuse_distance;
+  }
+  if (zero.offload_optimizer.device != OffloadDevice::None) {
+    options.home = offload::state_homes(offload_options(zero.offload_optimizer));
+    options.pin_memory = zero.offload_optimizer.pin_memory;
   }
   options.reduce_at_step = !config.managed_gradient_accumulation;
   const bool possible =

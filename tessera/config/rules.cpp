@@ -60,7 +60,7 @@ void check_low_precision_states(const Config& c, Report& report) {
   const bool bf16_master = c.bf16.bf16_master_weights_and_grads;
   const bool bf16_states = c.bf16.bf16_optimizer_states;
   const bool fp16_master = c.fp16.fp16_master_weights_and_grads;
-  const bool on_cpu = c.zero_optimization.offload_optimizer.device == OffloadDevice::Cpu;
+  const bool away = c.zero_optimization.offload_optimizer.device != OffloadDevice::None;
   const auto check = [&](bool bad, const char* path, const char* text) {
     if (bad) {
       report.error(path, text);
@@ -75,11 +75,12 @@ void check_low_precision_states(const Config& c, Report& report) {
   check(bf16_states && !bf16_master, "bf16.bf16_optimizer_states", "needs bf16_master_weights_and_grads");
   // Fp32 moments beside 16-bit masters on the device: only for who asks for it by its bytes.
   const bool on_device = c.tessera.state_bytes.value_or(0) == 12;
-  check(bf16_master && !bf16_states && !on_cpu && !on_device, "bf16.bf16_master_weights_and_grads",
-        "needs bf16_optimizer_states, zero_optimization.offload_optimizer.device cpu, or tessera.state_bytes 12 (fp32 "
-        "moments on the device)");
-  check(fp16_master && !on_cpu && !on_device, "fp16.fp16_master_weights_and_grads",
-        "needs zero_optimization.offload_optimizer.device cpu, or tessera.state_bytes 12 (fp32 moments on the "
+  check(
+      bf16_master && !bf16_states && !away && !on_device, "bf16.bf16_master_weights_and_grads",
+      "needs bf16_optimizer_states, zero_optimization.offload_optimizer.device cpu or nvme, or tessera.state_bytes 12 "
+      "(fp32 moments on the device)");
+  check(fp16_master && !away && !on_device, "fp16.fp16_master_weights_and_grads",
+        "needs zero_optimization.offload_optimizer.device cpu or nvme, or tessera.state_bytes 12 (fp32 moments on the "
         "device)");
 }
 
@@ -93,7 +94,15 @@ void check_zero(const Config& c, Report& report) {
                  "must be a multiple of nccl_start_alignment_factor (2) in stages 1 and 2, got " +
                      std::to_string(zero.allgather_bucket_size));
   }
-  if (zero.offload_optimizer.ratio < 1 && zero.stage != 3) {
+  const OffloadOptimizer& offload = zero.offload_optimizer;
+  if (offload.device != OffloadDevice::None && zero.stage == 0) {
+    report.error("zero_optimization.offload_optimizer.device",
+                 "needs stage 1, 2 or 3; with one rank they are plain training");
+  }
+  if (offload.device == OffloadDevice::Nvme && offload.nvme_path.value_or("").empty()) {
+    report.error("zero_optimization.offload_optimizer.nvme_path", "is missing: device nvme needs a folder on the disk");
+  }
+  if (offload.ratio < 1 && zero.stage != 3) {
     report.error("zero_optimization.offload_optimizer.ratio", "below 1 needs stage 3");
   }
   if (zero.stage >= 2 && zero.reduce_scatter) {

@@ -27,8 +27,11 @@ bool unserved_states(const Config& c) {
 const std::vector<Refusal>& refusals() {
   using C = const Config&;
   static const std::vector<Refusal> all{
-      {"zero_optimization.offload_optimizer.device", "cpu, nvme",
-       [](C c) { return c.zero_optimization.offload_optimizer.device != OffloadDevice::None; }},
+      {"zero_optimization.offload_optimizer.super_offload", "true with device cpu or nvme",
+       [](C c) {
+         const OffloadOptimizer& offload = c.zero_optimization.offload_optimizer;
+         return offload.device != OffloadDevice::None && offload.super_offload;
+       }},
       {"zero_optimization.offload_param.device", "cpu, nvme in stage 3",
        [](C c) {
          return c.zero_optimization.stage == 3 && c.zero_optimization.offload_param.device != OffloadDevice::None;
@@ -71,7 +74,8 @@ const std::vector<Unread>& unread() {
       {"wall_clock_breakdown", "use torch.profiler"},
       {"memory_breakdown", "use torch.profiler"},
       {"dump_state", "print config.describe()"},
-      {"zero_optimization.sub_group_size", "the update is one pass"},
+      {"zero_optimization.sub_group_size", "the update is one pass, with offload in tiles of their own size"},
+      {"zero_optimization.offload_optimizer.cpuadam_cores_perc", "the update takes torch.get_num_threads() threads"},
       {"zero_optimization.ignore_unused_parameters", "unused parameters are never an error"},
       {"zero_optimization.mics_hierarchical_params_gather", "the gather has one level"},
       {"zero_optimization.override_module_apply", "wrap Module.apply in GatheredParameters"},

@@ -100,7 +100,9 @@ SavedAccumulation save_accumulation(Engine& engine) {
         {file_name_of(engine, spec) + checkpoint::suffix_of(along), held.reduced ? kGradient : kPartialGradient,
          held.reduced ? whole_shape(spec, form) : form.sizes, checkpoint::order_of(form), held.values.scalar_type(),
          held.reduced ? slice_of(spec.cut) : std::vector<checkpoint::Slice>{}, held.range,
-         [values = held.values] { return values; }});
+         [values = held.values, begin = held.range.begin](shard::Range part) {
+           return values.narrow(0, part.begin - begin, part.size());
+         }});
   }
   return saved;
 }

@@ -98,7 +98,11 @@ std::string Checkpointer::Job::write(int rank, std::vector<std::string>& written
     io::Progress progress("saving '" + folder() + "'", bytes);
     for (Item& item : counted)
       if (rank == 0)
-        item.values = [values = item.values, size = bytes_of(item), &progress] { return progress.add(size), values(); };
+        item.values = [values = item.values, &progress](Range part) {
+          at::Tensor found = values(part);
+          progress.add(static_cast<int64_t>(found.nbytes()));
+          return found;
+        };
     written.push_back(path(checkpoint::file_name(id, rank)));
     part["records"] = checkpoint::records_text(checkpoint::write_items(written.back(), id, std::move(counted), file));
     part["files"].push_back({file.name, file.bytes});
@@ -182,9 +186,8 @@ std::vector<Item> Checkpointer::items(const SaveOptions& options, const ClientPa
     if (mine.empty()) continue;
     const ParamSpec& spec = engine_.params()[shard.param];
     items.push_back({file_name_of(engine_, spec), kind_of(engine_, shard.quantity), whole_shape(spec, shard.form),
-                     checkpoint::order_of(shard.form), shard.dtype, slice_of(shard.cut), mine, [&states, shard, mine] {
-                       return states.read_shard(shard).narrow(0, mine.begin - shard.range.begin, mine.size());
-                     }});
+                     checkpoint::order_of(shard.form), shard.dtype, slice_of(shard.cut), mine,
+                     [&states, shard](Range part) { return states.read_shard(shard, part); }});
   }
   for (const ClientState& state : client.states) {
     const auto [begin, end] = states.local_range(state.param);
@@ -200,7 +203,7 @@ std::vector<Item> Checkpointer::items(const SaveOptions& options, const ClientPa
     const ParamSpec& spec = engine_.params()[state.param];
     items.push_back({file_name_of(engine_, spec), state.kind, whole_shape(spec, shard.form),
                      checkpoint::order_of(shard.form), flat.scalar_type(), slice_of(shard.cut), mine,
-                     [flat, mine, begin = begin] { return flat.narrow(0, mine.begin - begin, mine.size()); }});
+                     [flat, begin = begin](Range part) { return flat.narrow(0, part.begin - begin, part.size()); }});
   }
   SavedAccumulation accumulation = save_accumulation(engine_);
   std::move(accumulation.items.begin(), accumulation.items.end(), std::back_inserter(items));
@@ -214,7 +217,9 @@ std::vector<Item> Checkpointer::items(const SaveOptions& options, const ClientPa
                      t.tensor.scalar_type(),
                      {},
                      {0, t.tensor.numel()},
-                     [tensor = t.tensor] { return tensor.detach().contiguous().view(-1); }});
+                     [tensor = t.tensor.detach().contiguous().view(-1)](Range part) {
+                       return tensor.narrow(0, part.begin, part.size());
+                     }});
   }
   return items;
 }
@@ -259,8 +264,12 @@ void Checkpointer::stage(std::vector<Item>& items) {
     at::Tensor& place = staging_[i];
     if (!place.defined() || place.scalar_type() != items[i].dtype || place.numel() != items[i].range.size())
       place = at::empty({items[i].range.size()}, at::TensorOptions(items[i].dtype));
-    place.copy_(items[i].values());
-    items[i].values = [place] { return place; };
+    const Range range = items[i].range;
+    for (int64_t begin = range.begin; begin < range.end; begin += shard::kTile) {
+      const Range part{begin, std::min(begin + shard::kTile, range.end)};
+      place.narrow(0, begin - range.begin, part.size()).copy_(items[i].values(part));
+    }
+    items[i].values = [place, range](Range part) { return place.narrow(0, part.begin - range.begin, part.size()); };
   }
 }
 
@@ -272,6 +281,7 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
   job->dir = dir;
   job->options = options;
   const auto plans = together(ranks(), "start of a checkpoint", [&] {
+    engine_.states().check_whole();
     engine_.adopt_params();
     const std::string tag = options.tag.empty() ? "global_step" + std::to_string(engine_.global_steps()) : options.tag;
     checkpoint::check_tag(tag);
@@ -295,7 +305,8 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
   job->blobs = std::move(client.blobs);
   if (const std::string counts = save_accumulation(engine_).blob; !counts.empty())
     job->blobs[blob_of_accumulation(ranks().place())] = counts;
-  if (!options.asynchronous) {
+  // A copy in memory of states that live on a disk would be what that avoids.
+  if (!options.asynchronous || engine_.memory().disk > 0) {
     job->run(ranks());
     return job->tag;
   }

@@ -221,7 +221,7 @@ bool Engine::step(const std::function<void()>& external) {
 
 // The boundary's part of a step. False when gradients had inf or NaN.
 bool Engine::Impl::apply(const std::function<void()>& external) {
-  model->early.check_whole();
+  model->units.check_whole();
   model->driver.ensure_reduced();
   const zero::GradientSummary summary = model->updater.summarize();
   if (model->early.on()) {

@@ -204,6 +204,7 @@ void Restore::apply() {
       states.write(part.param, part.quantity, part.want.range, values);
       if (place_ == 0) progress.add(bytes_of(part));
     }
+    states.flush();
   } catch (const std::exception& e) {
     error = e.what();
   }
@@ -211,6 +212,7 @@ void Restore::apply() {
   for (int id = 0; id < static_cast<int>(records_.size()); ++id)
     if (options_.optimizer && records_[id] != nullptr && engine.params()[id].group >= 0)
       states.set_param_step(id, records_[id]->trained ? records_[id]->step : 0);
+  if (error.empty() && options_.optimizer && missing_.empty()) states.all_written();
   engine.refresh_params();
   if (options_.run) {
     engine.zero_grad();

@@ -19,6 +19,16 @@ namespace {
 // One call moves at most 2 GiB - 4 KiB on Linux.
 constexpr int64_t kLargestCall = int64_t{1} << 30;
 
+// A name for a moment only, where the file system knows no files without one.
+int open_unnamed(const std::string& folder) {
+  const int fd = ::open(folder.c_str(), O_TMPFILE | O_RDWR | O_EXCL | O_CLOEXEC, 0600);
+  if (fd >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL)) return fd;
+  std::string name = (std::filesystem::path(folder) / "tessera-XXXXXX").string();
+  const int named = ::mkostemp(name.data(), O_CLOEXEC);  // 0600
+  if (named >= 0) ::unlink(name.c_str());
+  return named;
+}
+
 int open_or_throw(const std::string& path, int flags, const char* what) {
   const int fd = ::open(path.c_str(), flags | O_CLOEXEC, 0666);
   TESSERA_CHECK_IO(fd >= 0, "io", "cannot ", what, " '", path, "': ", std::strerror(errno));
@@ -47,6 +57,14 @@ File File::open_direct(const std::string& path) {
 File File::create_direct(const std::string& path) {
   File file = create(path);
   file.add_direct(O_WRONLY);
+  return file;
+}
+
+File File::scratch(const std::string& folder) {
+  const int fd = open_unnamed(folder);
+  TESSERA_CHECK_IO(fd >= 0, "io", "cannot make a file in '", folder, "': ", std::strerror(errno));
+  File file((std::filesystem::path(folder) / "(no name)").string(), fd);
+  file.direct_ = ::open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDWR | O_DIRECT | O_CLOEXEC);
   return file;
 }
 
@@ -81,9 +99,9 @@ bool File::falls_back(int fd, int error) const {
 }
 
 void File::reserve(int64_t bytes) const {
-  const int result = bytes > 0 ? ::fallocate(fd_, 0, 0, bytes) : 0;
-  TESSERA_CHECK_IO(result == 0 || errno == EOPNOTSUPP || errno == ENOSYS, "io", "cannot reserve ", bytes,
-                   " bytes for '", path_, "': ", std::strerror(errno));
+  int result = bytes > 0 ? ::fallocate(fd_, 0, 0, bytes) : 0;
+  if (result != 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) result = size() < bytes ? ::ftruncate(fd_, bytes) : 0;
+  TESSERA_CHECK_IO(result == 0, "io", "cannot reserve ", bytes, " bytes for '", path_, "': ", std::strerror(errno));
 }
 
 int64_t File::size() const {

@@ -17,11 +17,15 @@ class File {
   // The same; aligned transfers go past the page cache where the file system lets them.
   static File open_direct(const std::string& path);
   static File create_direct(const std::string& path);
+  // For reading and writing past the page cache, in `folder`, without a name: nobody else can open it, and it is gone with
+  // this object or its process, whatever ends that. Mode 0600.
+  static File scratch(const std::string& folder);
   File(File&& other) noexcept;
   File& operator=(File&& other) noexcept;
   ~File();
 
   const std::string& path() const { return path_; }
+  bool is_direct() const { return direct_ >= 0; }  // aligned transfers go past the page cache
   // That serves a transfer.
   int descriptor(const void* memory, int64_t bytes, int64_t offset) const;
   int64_t size() const;
@@ -29,7 +33,7 @@ class File {
   void read(void* to, int64_t bytes, int64_t offset) const;
   void write(const void* from, int64_t bytes, int64_t offset) const;
   // Space for `bytes` bytes, so that a full disk is seen before anything is written, and writes need not wait for each other
-  // to grow the file. The file has that size then, where the file system can do this.
+  // to grow the file. The file has that size at least; where the file system cannot reserve, space is taken by writes.
   void reserve(int64_t bytes) const;
   // Until the contents are on the disk.
   void sync() const;

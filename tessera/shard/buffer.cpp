@@ -1,10 +1,21 @@
 #include "tessera/shard/buffer.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+
+#include <algorithm>
 
 #include "tessera/base/error.h"
 
 namespace tessera::shard {
+
+std::vector<Range> tiles_of(Range range) {
+  std::vector<Range> tiles;
+  for (int64_t begin = range.begin; begin < range.end; begin = tiles.back().end)
+    tiles.push_back({begin, std::min((begin / kTile + 1) * kTile, range.end)});
+  return tiles;
+}
 
 Buffer::Buffer(int64_t size, const at::TensorOptions& options, HomePtr home)
     : size_(size), options_(options), home_(std::move(home)) {
@@ -30,12 +41,30 @@ void Buffer::flush() const {
   if (home_) home_->flush();
 }
 
+at::Tensor Buffer::read(Range range) const {
+  if (!home_) return view(range);
+  at::Tensor values = at::empty({range.size()}, options_);
+  for (const Range tile : tiles_of(range))
+    values.narrow(0, tile.begin - range.begin, tile.size()).copy_(fetch(tile).wait());
+  return values;
+}
+
 void Buffer::write(Range range, const at::Tensor& values) const {
-  if (home_) {
-    store(range, values.to(options_));
-  } else {
+  if (!home_) {
     view(range).copy_(values);
+    return;
   }
+  for (const Range tile : tiles_of(range))
+    store(tile, values.narrow(0, tile.begin - range.begin, tile.size()).to(dtype()));
+}
+
+void Buffer::fill(Range range, double value) const {
+  if (!home_) {
+    view(range).fill_(value);
+    return;
+  }
+  for (const Range tile : tiles_of(range))
+    store(tile, at::full({tile.size()}, value, options_.device(at::kCPU)));
 }
 
 }  // namespace tessera::shard

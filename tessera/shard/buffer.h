@@ -1,17 +1,20 @@
 // Buffer: elements of one dtype in a row, and where they live. Who works on them asks for a range and gives it back:
 //
-//   PendingView pending = buffer.fetch({0, 1000});  // on their way to the device
+//   PendingView pending = buffer.fetch({0, 1000});  // on their way
 //   const at::Tensor values = pending.wait();       // 1-D
 //   ...                                             // changes them
 //   buffer.store({0, 1000}, values);                // on their way back
 //
-// Where a buffer lives on the device, fetching is a view of it and storing is nothing: offload is data, not a branch.
+// Where a buffer lives on the device, fetching is a view of it and storing is nothing: offload is data, not a branch. What
+// lives elsewhere is worked on by the host: it arrives in host memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <functional>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "tessera/shard/layout.h"
 
@@ -19,7 +22,13 @@ namespace tessera::shard {
 
 enum class Residence : uint8_t { Device, Host, Nvme };
 
-// Values on their way to the device.
+// Elements of a buffer that does not live on the device that are moved at a time: some milliseconds of work, and a multiple
+// of what transfers of any dtype want.
+inline constexpr int64_t kTile = 1 << 22;
+// `range` cut at multiples of kTile.
+std::vector<Range> tiles_of(Range range);
+
+// Values on their way to who works on them.
 class PendingView {
  public:
   explicit PendingView(at::Tensor values, std::function<void()> arrive = {})
@@ -35,13 +44,13 @@ class PendingView {
   std::function<void()> arrive_;
 };
 
-// Where a buffer lives that does not live on the device. Calls come from one thread at a time.
+// Where a buffer lives that does not live on the device.
 class Home {
  public:
   virtual ~Home() = default;
   virtual Residence residence() const = 0;
-  // Values are those of the last store() of every element, zeros before. Neither waits for the way there or back. What
-  // fetch() gave may be stored itself, and is not changed afterwards.
+  // In host memory: values are those of the last store() of every element, zeros before. Neither waits for the way there or
+  // back. What fetch() gave may be stored itself, and is not changed afterwards; store() takes values of any device.
   virtual PendingView fetch(Range range) = 0;
   virtual void store(Range range, const at::Tensor& values) = 0;
   // Returns when what was stored is there; throws what went wrong on the way.
@@ -66,14 +75,16 @@ class Buffer {
   // The whole of it, for work in place. Only where it lives on the device.
   const at::Tensor& tensor() const;
   at::Tensor view(Range range) const { return tensor().narrow(0, range.begin, range.size()); }
-  // 1-D, on the device.
+  // 1-D; on the device where it lives there, else in host memory.
   PendingView fetch(Range range) const;
   void store(Range range, const at::Tensor& values) const;
   void flush() const;
-  // fetch() and store() of values that come from elsewhere (any dtype, one dim); wait. Where it lives on the device
-  // read() is a view.
-  at::Tensor read(Range range) const { return fetch(range).wait(); }
+  // On the device: a view where it lives there, else a copy.
+  at::Tensor read(Range range) const;
+  // Of values of any dtype and device, 1-D; by tiles where it lives elsewhere. What goes wrong on the way is thrown by a
+  // later call, at last by flush().
   void write(Range range, const at::Tensor& values) const;
+  void fill(Range range, double value) const;
 
  private:
   int64_t size_ = -1;

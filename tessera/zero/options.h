@@ -32,8 +32,9 @@ struct Options {
   std::optional<double> gradient_factor;
   GatherOptions gather;
   uint64_t seed = 0;  // of stochastic rounding
-  // Where masters and optimizer states of a size live; null or unset: on the device.
+  // Where masters and optimizer states of a size live (offload/states.h); null or unset: on the device.
   std::function<shard::HomePtr(shard::Quantity, int64_t size, const at::TensorOptions&)> home;
+  bool pin_memory = true;  // of what goes between the device and a host that updates states which live elsewhere
   // What gradients travel in where a parameter does not say (ModelParam::comm); unset: their own dtype.
   std::optional<at::ScalarType> communication;
   // Ranks of one host keep one copy of the compute parameters (Note [Shared parameters]). Nothing happens where they are

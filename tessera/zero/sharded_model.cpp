@@ -22,6 +22,10 @@ Memory ShardedModel::memory() const {
     memory.master += unit->master.bytes() + unit->residual.bytes();
     for (const shard::Buffer& state : unit->states)
       memory.states += state.bytes();
+    for (const shard::Buffer* buffer : unit->state_buffers()) {
+      if (buffer->residence() == shard::Residence::Host) memory.host += buffer->bytes();
+      if (buffer->residence() == shard::Residence::Nvme) memory.disk += buffer->bytes();
+    }
   }
   for (const auto& flat : units.frozen())
     memory.params += flat->bytes();

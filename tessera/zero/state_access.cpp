@@ -23,10 +23,14 @@ const shard::Buffer& state_of(const Unit& unit, Quantity what) {
 
 StateAccess::StateAccess(Units& units, BackwardDriver& driver) : units_(units), driver_(driver) {}
 
-// Of this rank's part of a trained parameter; undefined where there is none. A view where it lives on the device.
 at::Tensor StateAccess::read_owned(const Place& place, Quantity what) const {
+  return read_owned(place, what, place.unit->owned_slice(*place.param));
+}
+
+// `r`: of the owned range of its unit, within a trained parameter; undefined where there is nothing. A view where it lives on
+// the device.
+at::Tensor StateAccess::read_owned(const Place& place, Quantity what, shard::Range r) const {
   const Unit& unit = *place.unit;
-  const shard::Range r = unit.owned_slice(*place.param);
   switch (what) {
     case Quantity::Weight:
       TESSERA_CHECK_VALUE(false, "engine", "weights are read and written through the parameter ('", place.param->name,
@@ -44,6 +48,11 @@ at::Tensor StateAccess::read_owned(const Place& place, Quantity what) const {
   return {};
 }
 
+bool StateAccess::is_there(const Place& place, Quantity what) const {
+  if (what == Quantity::Gradient) return place.param->has_grad;
+  return what == Quantity::Master || state_of(*place.unit, what).defined();
+}
+
 void StateAccess::write_owned(const Place& place, Quantity what, const at::Tensor& values) {
   Unit& unit = *place.unit;
   const shard::Range r = unit.owned_slice(*place.param);
@@ -51,11 +60,13 @@ void StateAccess::write_owned(const Place& place, Quantity what, const at::Tenso
     case Quantity::Master:
       units_.shared().readers_done("new masters");
       unit.write_master(r, values);
+      unit.flush_states();
       units_.shared().written("new masters");
       break;
     case Quantity::State0:
     case Quantity::State1:
       state_of(unit, what).write(r, values);
+      unit.flush_states();
       break;
     default:
       read_owned(place, what).copy_(values);
@@ -108,12 +119,15 @@ void StateAccess::add_shards(ParamId id, std::vector<shard::NamedShard>& shards)
   if (unit.states[1].defined()) add(Quantity::State1, owned, unit.states[1].dtype(), cut);
 }
 
-at::Tensor StateAccess::read_shard(const shard::NamedShard& shard) {
-  if (shard.quantity == Quantity::Weight) return weight_of(shard.param);
-  const at::Tensor part = local_view(shard.param, shard.quantity);
-  TESSERA_CHECK(part.defined() && part.numel() == shard.range.size(), "engine.read_shard", "parameter '", shard.name,
-                "' has changed since named_shards() was called; call it again");
-  return part.sizes() == shard.form.sizes ? shard::flatten_like_param(part, shard.form) : part;
+at::Tensor StateAccess::read_shard(const shard::NamedShard& shard, shard::Range part) {
+  const int64_t begin = part.begin - shard.range.begin;
+  if (shard.quantity == Quantity::Weight) return weight_of(shard.param).narrow(0, begin, part.size());
+  const Place& place = units_.trained(shard.param, "read_shard");
+  if (shard.quantity == Quantity::Master) adopt_param(place, /*compare=*/false);
+  const shard::Range owned = place.unit->owned_slice(*place.param);
+  TESSERA_CHECK(is_there(place, shard.quantity) && owned.size() == shard.range.size(), "engine.read_shard",
+                "parameter '", shard.name, "' has changed since named_shards() was called; call it again");
+  return read_owned(place, shard.quantity, {owned.begin + begin, owned.begin + begin + part.size()});
 }
 
 at::Tensor StateAccess::weight_of(ParamId param) const {
@@ -167,6 +181,11 @@ void StateAccess::write(ParamId param, Quantity what, shard::Range range, const 
   state.write(there, values);
 }
 
+void StateAccess::flush() {
+  for (const auto& unit : units_.all())
+    unit->flush_states();
+}
+
 void StateAccess::end_writes() {
   units_.shared().written("values that are loaded");
 }
@@ -197,14 +216,17 @@ at::Tensor StateAccess::local_view(ParamId param, Quantity what) {
 void StateAccess::set_local(ParamId param, Quantity what, const at::Tensor& value) {
   const c10::AutoGradMode no_grad(false);
   const Place& place = units_.trained(param, "set_local");
-  const at::Tensor mine = local_view(param, what);
-  TESSERA_CHECK_VALUE(mine.defined(), "engine.set_local", "there is nothing of this kind for parameter '",
+  TESSERA_CHECK_VALUE(what != Quantity::Weight, "engine.set_local", "weights are written through the parameter ('",
+                      place.param->name, "')");
+  if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
+  TESSERA_CHECK_VALUE(is_there(place, what), "engine.set_local", "there is nothing of this kind for parameter '",
                       place.param->name, "' now");
-  TESSERA_CHECK_VALUE(value.numel() == mine.numel(), "engine.set_local", "this rank holds ", mine.numel(),
-                      " elements of parameter '", place.param->name, "', the value has ", value.numel());
+  const int64_t mine = place.unit->owned_slice(*place.param).size();
+  TESSERA_CHECK_VALUE(value.numel() == mine, "engine.set_local", "this rank holds ", mine, " elements of parameter '",
+                      place.param->name, "', the value has ", value.numel());
   const bool replicated = units_.placements().states == shard::Placement::Replicate;
-  write_owned(place, what,
-              replicated ? shard::flatten_like_param(value.view(mine.sizes()), place.param->form) : value.flatten());
+  const shard::Form& form = place.param->form;
+  write_owned(place, what, replicated ? shard::flatten_like_param(value.view(form.sizes), form) : value.flatten());
 }
 
 // The parameter's elements in the order of its memory, of which `part` is this rank's.
@@ -340,7 +362,7 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
     }
   }
   const shard::Range mine = units_.local_range(place);
-  TESSERA_CHECK_VALUE(read_owned(place, what).defined(), "engine.set_full", "parameter '", p.name,
+  TESSERA_CHECK_VALUE(what != Quantity::Weight && is_there(place, what), "engine.set_full", "parameter '", p.name,
                       "' has no such state");
   write_owned(place, what, flat.narrow(0, mine.begin, mine.size()));
 }

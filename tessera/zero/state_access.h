@@ -25,13 +25,19 @@ class StateAccess {
   std::vector<shard::NamedShard> named_shards() const;
   // Its values, 1-D in the order of its form: a view, in its dtype; a copy for split masters. State error when it is no
   // more there. Local.
-  at::Tensor read_shard(const shard::NamedShard& shard);
+  at::Tensor read_shard(const shard::NamedShard& shard) { return read_shard(shard, shard.range); }
+  at::Tensor read_shard(const shard::NamedShard& shard, shard::Range part);  // elements `part` of its range
   // Between begin_writes() and end_writes(), both collective: elements `range` of the parameter in the order of its memory,
   // which this rank holds, get `values` (1-D, any dtype). Weight: of parameters without a group only; Master stands for the
   // weights of all others, which follow in end_writes(). Local.
   void begin_writes();
   void write(ParamId param, Quantity what, shard::Range range, const at::Tensor& values);
   void end_writes();
+  // Returns when what was written is where it lives; throws what went wrong on the way. Local.
+  void flush();
+  // All masters and states were written: an update that did not come to its end no longer matters.
+  void check_whole() const { units_.check_whole(); }  // IoError where such an update was the last
+  void all_written() { units_.set_broken(""); }
   // This rank's elements of what write() takes for it.
   shard::Range writable(ParamId param, Quantity what) const;
   // This rank's elements of what an optimizer keeps of a trained parameter.
@@ -69,7 +75,9 @@ class StateAccess {
   void add_shards(ParamId id, std::vector<shard::NamedShard>& shards) const;
   shard::NamedShard shard_of(ParamId id, Quantity what, shard::Range range, at::ScalarType dtype, bool cut) const;
   at::Tensor weight_of(ParamId param) const;
+  bool is_there(const Place& place, Quantity what) const;
   at::Tensor read_owned(const Place& place, Quantity what) const;
+  at::Tensor read_owned(const Place& place, Quantity what, shard::Range range) const;
   void write_owned(const Place& place, Quantity what, const at::Tensor& values);
   at::Tensor gather_flat(const Place& place, const at::Tensor& part);
   at::Tensor local_gradient(const Place& place) const;

@@ -1,7 +1,8 @@
 #include "tessera/zero/unit.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
+
+#include <algorithm>
 
 #include "tessera/base/error.h"
 #include "tessera/shard/dtype.h"
@@ -125,7 +126,7 @@ void Unit::allocate_states(int count, const std::vector<optim::GroupOptions>& gr
     if (rule != optim::Rule::Adagrad) continue;
     for (const Param& p : params) {
       const shard::Range r = owned_slice(p);
-      states[s].write(r, at::full({r.size()}, groups[p.group].initial_accumulator_value, states[s].options()));
+      states[s].fill(r, groups[p.group].initial_accumulator_value);
     }
   }
 }
@@ -133,8 +134,11 @@ void Unit::allocate_states(int count, const std::vector<optim::GroupOptions>& gr
 bool Unit::differs_from_master(const Param& param) const {
   const shard::Range r = owned_slice(param);
   if (!master.defined() || r.empty()) return false;
-  const at::Tensor mine = owned_weights().narrow(0, r.begin, r.size());
-  return !mine.equal(master.read(r).to(mine.scalar_type()));
+  const std::vector<shard::Range> tiles = shard::tiles_of(r);
+  return std::ranges::any_of(tiles, [&](shard::Range tile) {
+    const at::Tensor mine = owned_weights().narrow(0, tile.begin, tile.size());
+    return !mine.equal(master.read(tile).to(mine.scalar_type()));
+  });
 }
 
 void Unit::set_master_from(const Param& param, const at::Tensor& values) {
@@ -163,13 +167,25 @@ void Unit::write_master(shard::Range range, const at::Tensor& values) {
   // Before there are flat parameters: their constructor makes the weights.
   const at::Tensor weights = flat ? owned_weights().narrow(0, range.begin, range.size())
                                   : at::empty({range.size()}, residual.options().dtype(at::kBFloat16));
-  const at::Tensor rest = residual.read(range);
-  shard::split_master(weights, rest, values.to(at::kFloat).contiguous());
-  residual.store(range, rest);
+  for (const shard::Range tile : shard::tiles_of(range)) {
+    const int64_t begin = tile.begin - range.begin;
+    const bool here = residual.residence() == shard::Residence::Device;
+    const at::Tensor rest = here ? residual.view(tile) : at::empty({tile.size()}, residual.options());
+    shard::split_master(weights.narrow(0, begin, tile.size()), rest,
+                        values.narrow(0, begin, tile.size()).to(at::kFloat).contiguous());
+    residual.store(tile, rest);
+  }
+}
+
+void Unit::flush_states() const {
+  for (const shard::Buffer* buffer : state_buffers())
+    if (buffer->defined()) buffer->flush();
 }
 
 void Unit::refresh_weights() {
-  if (master.defined()) shard::scaled_copy(owned_weights(), master.read({0, owned.size()}));
+  if (!master.defined()) return;
+  for (const shard::Range tile : shard::tiles_of({0, owned.size()}))
+    shard::scaled_copy(owned_weights().narrow(0, tile.begin, tile.size()), master.read(tile));
 }
 
 }  // namespace tessera::zero

@@ -61,9 +61,7 @@ struct Param {
   bool fired = false;      // its hook ran in the running backward
 };
 
-// Elements of states that do not live on the device that the update takes at a time: some milliseconds of work, and a
-// multiple of what transfers of any dtype want.
-inline constexpr int64_t kTile = 1 << 22;
+using shard::kTile;
 
 class Unit {
  public:
@@ -110,6 +108,8 @@ class Unit {
   void write_master(shard::Range range, const at::Tensor& values);
   // Master, residual and states, whether or not there are such.
   std::array<const shard::Buffer*, 4> state_buffers() const { return {&master, &residual, &states[0], &states[1]}; }
+  // Returns when what was written to them is where they live; throws what went wrong on the way.
+  void flush_states() const;
   // The owned weights from an fp32 master; nothing to do in the other forms.
   void refresh_weights();
 

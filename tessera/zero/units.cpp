@@ -6,6 +6,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/shard/device.h"
+#include "tessera/zero/disks.h"
 
 namespace tessera::zero {
 
@@ -73,16 +74,34 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<M
     if (params[i].group >= 0) trained_ids_.push_back(static_cast<ParamId>(i));
   const std::vector<PlannedUnit> planned_units = plan(params);
   shared_ = share(planned_units, params);
-  for (const PlannedUnit& planned : planned_units) {
-    if (planned.kind == kFrozen) {
-      build_frozen(planned, params);
-    } else {
-      build_unit(planned, params);
-    }
-  }
+  build(planned_units, params);
   shared_.written("the initial values");
   number_elements();
   order_launches();
+}
+
+// What one rank's disk refuses is an error of all: each broadcasts the values of all units first.
+void Units::build(const std::vector<PlannedUnit>& units, const std::vector<ModelParam>& params) {
+  if (options_.home) check_client(params);
+  DiskGuard disks;
+  for (const PlannedUnit& planned : units) {
+    std::vector<const ModelParam*> originals;
+    for (const ParamId id : planned.items)
+      originals.push_back(&params[id]);
+    std::vector<FlatParams::Item> items = settle_values(set_of(*originals.front()).ranks, planned.name, originals);
+    if (planned.kind == kFrozen) {
+      build_frozen(planned, originals, std::move(items));
+    } else {
+      disks.run([&] { build_unit(planned, originals); });
+    }
+  }
+  if (!options_.home) return;
+  for (const auto& unit : units_)
+    disks.run([&] { unit->flush_states(); });
+  const std::string failure = disks.agree(ranks());
+  if (failure.empty()) return;
+  release("its engine could not be built");
+  TESSERA_CHECK_IO(false, "zero", "model states could not be brought to where they shall live: ", failure);
 }
 
 // Groups of its own: engines under one loss reach their collectives in orders that differ by rank.
@@ -220,21 +239,29 @@ at::Tensor Units::space_of(const std::vector<const ModelParam*>& members) {
   return shared_.take(shard::Layout(numels, ranks().shard->size()), options_.precision.param);
 }
 
-void Units::build_unit(const PlannedUnit& planned, const std::vector<ModelParam>& params) {
+// Its optimizer updates tensors in place, and keeps its own states where it likes.
+void Units::check_client(const std::vector<ModelParam>& params) const {
+  if (rule_ != optim::Rule::External || trained_ids_.empty()) return;
+  const at::TensorOptions options = params[trained_ids_.front()].tensor.options().requires_grad(false);
+  TESSERA_CHECK_VALUE(options_.home(shard::Quantity::Master, 0, options) == nullptr, "zero",
+                      "a client's own optimizer updates its states itself, so they cannot be offloaded: name one of ",
+                      optim::native_types(),
+                      " in the configuration, pass such an optimizer of torch, or leave "
+                      "offload_optimizer out");
+}
+
+void Units::build_unit(const PlannedUnit& planned, const std::vector<const ModelParam*>& originals) {
   std::vector<Param> members;
-  std::vector<const ModelParam*> originals;
-  for (const ParamId id : planned.items) {
+  for (size_t i = 0; i < originals.size(); ++i) {
     Param member;
-    member.name = params[id].name;
-    member.tensor = params[id].tensor;
-    member.id = id;
-    member.group = params[id].group;
-    member.cut = params[id].cut;
+    member.name = originals[i]->name;
+    member.tensor = originals[i]->tensor;
+    member.id = planned.items[i];
+    member.group = originals[i]->group;
+    member.cut = originals[i]->cut;
     members.push_back(std::move(member));
-    originals.push_back(&params[id]);
   }
   const Set& set = set_of(*originals.front());
-  settle_values(set.ranks, planned.name, originals);
   auto unit = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
                                      set.ranks, space_of(originals));
   unit->root = planned.root;
@@ -251,13 +278,9 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<ModelParam>
   units_.push_back(std::move(unit));
 }
 
-void Units::build_frozen(const PlannedUnit& planned, const std::vector<ModelParam>& params) {
-  std::vector<const ModelParam*> originals;
-  originals.reserve(planned.items.size());
-  for (const ParamId id : planned.items)
-    originals.push_back(&params[id]);
+void Units::build_frozen(const PlannedUnit& planned, const std::vector<const ModelParam*>& originals,
+                         std::vector<FlatParams::Item> items) {
   const Set& set = set_of(*originals.front());
-  std::vector<FlatParams::Item> items = settle_values(set.ranks, planned.name, originals);
   const bool sharded = placements_.params == shard::Placement::Shard;
   auto flat =
       std::make_unique<FlatParams>(planned.name, std::move(items), options_.precision.param, set.ranks.shard->rank(),
@@ -293,6 +316,14 @@ shard::Range Units::local_range(const Place& place) const {
   const shard::Range mine = shard::intersect(place.param->range, place.unit->owned);
   if (mine.empty()) return {};
   return {mine.begin - place.param->range.begin, mine.end - place.param->range.begin};
+}
+
+void Units::check_whole() const {
+  TESSERA_CHECK_IO(
+      broken_.empty(), "zero",
+      "the last update did not come to its end, weights and states do not belong together: load a checkpoint "
+      "(",
+      broken_, ")");
 }
 
 void Units::release(const std::string& message) {

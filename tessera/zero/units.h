@@ -4,6 +4,7 @@
 
 #include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "tessera/optim/optimizer.h"
@@ -71,6 +72,11 @@ class Units {
   }
   // This rank's elements of a trained parameter, in the order of its memory.
   shard::Range local_range(const Place& place) const;
+  // Why weights and states do not belong together, on all ranks alike: an update that did not come to its end. Empty: they
+  // do. Cleared by who has written all of them.
+  // IoError where they do not.
+  void check_whole() const;
+  void set_broken(const std::string& why) { broken_ = why; }
   // Frees gradients, states and places; parameters without data say `message`. Local.
   void release(const std::string& message);
 
@@ -89,8 +95,11 @@ class Units {
   std::vector<PlannedUnit> plan(const std::vector<ModelParam>& params) const;
   SharedParams share(const std::vector<PlannedUnit>& units, const std::vector<ModelParam>& params) const;
   at::Tensor space_of(const std::vector<const ModelParam*>& members);
-  void build_unit(const PlannedUnit& planned, const std::vector<ModelParam>& params);
-  void build_frozen(const PlannedUnit& planned, const std::vector<ModelParam>& params);
+  void build(const std::vector<PlannedUnit>& units, const std::vector<ModelParam>& params);
+  void check_client(const std::vector<ModelParam>& params) const;
+  void build_unit(const PlannedUnit& planned, const std::vector<const ModelParam*>& originals);
+  void build_frozen(const PlannedUnit& planned, const std::vector<const ModelParam*>& originals,
+                    std::vector<FlatParams::Item> items);
   void number_elements();
   void order_launches();
 
@@ -108,6 +117,7 @@ class Units {
   std::vector<ParamId> trained_ids_;
   std::vector<Unit*> unit_of_number_;
   std::unique_ptr<Unsharder> unsharder_;
+  std::string broken_;
 };
 
 }  // namespace tessera::zero

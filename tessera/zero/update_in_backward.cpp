@@ -37,12 +37,6 @@ std::vector<std::string> UpdateInBackward::excluded(const Options& options, opti
   return all;
 }
 
-void UpdateInBackward::check_whole() const {
-  TESSERA_CHECK(!amid_, "engine",
-                "a backward ended with an error after it had updated a part of the model (tessera.update_in_backward): "
-                "load a checkpoint into a new engine");
-}
-
 void UpdateInBackward::reset() {
   for (const auto& unit : units_.all())
     unit->squares = 0;
@@ -50,8 +44,7 @@ void UpdateInBackward::reset() {
 }
 
 void UpdateInBackward::backward_begun() {
-  check_whole();
-  updater_.check_disks();
+  units_.check_whole();
   updater_.prepare_update();
 }
 
@@ -78,13 +71,12 @@ void UpdateInBackward::update_oldest() {
 
 void UpdateInBackward::update(const ArrivedSum& sum, double squares) {
   Unit& unit = *sum.unit;
-  amid_ = true;
+  units_.set_broken("a backward ended with an error after it had updated a part of the model");  // until it is over
   units_.unsharder().settle_before_update(units_[unit.params.front().id].number);
   for (size_t i = 0; i < unit.params.size(); ++i)
     present_[unit.params[i].id] = sum.present[i];
   const double scale = optim::clip_coefficient(std::sqrt(squares), units_.options().unit_clipping);
-  const std::string failure = failure_.empty() ? updater_.update_unit(unit, sum.values, present_, scale) : failure_;
-  if (failure_.empty()) failure_ = failure;
+  updater_.update_unit(unit, sum.values, present_, scale, disks_);
   sum.release();
 }
 
@@ -95,8 +87,9 @@ void UpdateInBackward::launch_end() {
 }
 
 void UpdateInBackward::finish_end() {
-  updater_.finish_gathers(std::exchange(failure_, {}));
-  amid_ = false;
+  DiskGuard disks = std::exchange(disks_, {});
+  updater_.finish_gathers(disks);
+  units_.set_broken("");
 }
 
 }  // namespace tessera::zero

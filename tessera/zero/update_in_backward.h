@@ -26,8 +26,6 @@ class UpdateInBackward final : private SumSink {
   static std::vector<std::string> excluded(const Options& options, optim::Rule rule, const comm::Mesh& mesh);
 
   bool on() const { return units_.options().update_in_backward; }
-  // State error after a backward that ended amid the updates: weights of two steps. Local.
-  void check_whole() const;
   // The optimizer step is over.
   void reset();
 
@@ -51,8 +49,7 @@ class UpdateInBackward final : private SumSink {
   comm::GroupPtr norms_;  // with clipping
   std::deque<Waiting> waiting_;
   std::vector<bool> present_;
-  bool amid_ = false;
-  std::string failure_;
+  DiskGuard disks_;
 };
 
 }  // namespace tessera::zero

@@ -3,11 +3,14 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <memory>
 #include <optional>
 
 #include "tessera/base/error.h"
@@ -71,19 +74,39 @@ std::vector<Segment> in_tiles(const std::vector<Segment>& segments) {
   return pieces;
 }
 
-// A piece of a unit's update: its buffers' values on their way to the device, and back.
+// `from`, on a device, on its way to host memory. (torch keeps pinned memory while a copy of it is on its way.)
+shard::PendingView bring_to_host(const at::Tensor& from, bool pin) {
+  const at::Tensor there = at::empty(from.sizes(), from.options().device(at::kCPU).pinned_memory(pin));
+  there.copy_(from, /*non_blocking=*/true);
+  auto copied = std::make_shared<c10::Event>(from.device().type());
+  copied->record(c10::impl::VirtualGuardImpl(from.device().type()).getStream(from.device()));
+  return shard::PendingView(there, [copied] { copied->synchronize(); });
+}
+
+// A piece of a unit's update: its buffers' values on their way to who updates, and back. States that do not live on the
+// device are updated by the host, which then takes gradients and weights from the device and sends weights back.
 class Tile {
  public:
-  // `range`: of the owned range, whose gradients are `grads`. `last`: of its unit.
-  Tile(Unit& unit, const at::Tensor& grads, shard::Range range, std::vector<Segment> segments, bool last)
-      : unit_(&unit), grads_(grads), range_(range), segments_(std::move(segments)), last_(last) {
+  // `range`: of the owned range, whose gradients are `grads`. `last`: of its unit. `away`: its states do not live on the device.
+  Tile(Unit& unit, const at::Tensor& grads, shard::Range range, std::vector<Segment> segments, bool last, bool away, bool pin)
+      : unit_(&unit),
+        range_(range),
+        segments_(std::move(segments)),
+        last_(last),
+        weights_(part(unit.owned_weights(), range)),
+        grads_(part(grads, range)) {
     for (const shard::Buffer* buffer : buffers())
       views_.push_back(buffer->defined() ? std::optional(buffer->fetch(range)) : std::nullopt);
+    if (!away || grads_.wait().is_cpu()) return;
+    device_weights_ = weights_.wait();
+    grads_ = bring_to_host(grads_.wait(), pin);
+    weights_ = bring_to_host(device_weights_, pin);
   }
 
   void update(optim::Rule rule, const std::vector<optim::GroupOptions>& groups, const Options& options, double scale) {
     for (const Segment& segment : segments_)
       update(segment, rule, groups[segment.group], options, scale);
+    if (device_weights_.defined()) device_weights_.copy_(weights_.wait(), /*non_blocking=*/true);
     for (size_t i = 0; i < views_.size(); ++i)
       if (views_[i]) buffers()[i]->store(range_, views_[i]->wait());
   }
@@ -93,19 +116,21 @@ class Tile {
 
  private:
   std::array<const shard::Buffer*, 4> buffers() const { return unit_->state_buffers(); }
+  at::Tensor arrived(shard::PendingView& values, shard::Range range) const {
+    return values.wait().narrow(0, range.begin - range_.begin, range.size());
+  }
   at::Tensor arrived(size_t buffer, shard::Range range) {
-    if (!views_[buffer]) return {};
-    return views_[buffer]->wait().narrow(0, range.begin - range_.begin, range.size());
+    return views_[buffer] ? arrived(*views_[buffer], range) : at::Tensor();
   }
   void update(const Segment& segment, optim::Rule rule, const optim::GroupOptions& group, const Options& options,
               double scale) {
-    const at::Tensor weights = part(unit_->owned_weights(), segment.range);
+    const at::Tensor weights = arrived(weights_, segment.range);
     const bool fp32_weights = weights.scalar_type() == at::kFloat;  // then they are the master
     optim::UpdateSlice slice;
     slice.master = fp32_weights ? weights : arrived(0, segment.range);
     if (!fp32_weights) slice.weight = weights;
     slice.residual = arrived(1, segment.range);
-    slice.grad = part(grads_, segment.range);
+    slice.grad = arrived(grads_, segment.range);
     slice.state = {arrived(2, segment.range), arrived(3, segment.range)};
     slice.rounding = options.precision.rounding;
     slice.random = {options.seed, static_cast<uint64_t>(segment.step), segment.first};
@@ -113,33 +138,28 @@ class Tile {
   }
 
   Unit* unit_;
-  at::Tensor grads_;
   shard::Range range_;
   std::vector<Segment> segments_;
   bool last_;
   std::vector<std::optional<shard::PendingView>> views_;
+  shard::PendingView weights_, grads_;
+  at::Tensor device_weights_;  // where the host updates a copy
 };
-
-bool lives_on_device(const Unit& unit) {
-  return std::ranges::all_of(unit.state_buffers(), [](const shard::Buffer* b) {
-    return !b->defined() || b->residence() == shard::Residence::Device;
-  });
-}
 
 // The next tile is on its way to the device and the last one on its way back while one is updated. Where the states live on
 // the device a unit is one tile, and nothing is on its way.
 class TilePipeline {
  public:
   // `done` is told of every unit in turn, also after a failure: the collectives go on, or the other ranks would wait.
-  TilePipeline(Units& units, double scale, std::function<void(Unit&)> done)
-      : units_(units), scale_(scale), done_(std::move(done)) {}
+  TilePipeline(Units& units, double scale, DiskGuard& disks, std::function<void(Unit&)> done)
+      : units_(units), scale_(scale), disks_(disks), done_(std::move(done)) {}
 
   void add(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present) {
     std::vector<Segment> segments = segments_of(unit, present, units_.options().precision.update_is_random());
-    if (lives_on_device(unit)) return add(unit, grads, {0, unit.owned.size()}, std::move(segments), true);
+    if (lives_on_device(unit)) return add(unit, grads, {0, unit.owned.size()}, std::move(segments), true, false);
     segments = in_tiles(segments);
     if (segments.empty()) {
-      update_next();
+      finish();
       done_(unit);
     }
     for (auto begin = segments.begin(); begin != segments.end();) {
@@ -147,36 +167,26 @@ class TilePipeline {
       const auto end =
           std::find_if(begin, segments.end(), [&](const Segment& s) { return s.range.begin / kTile > number; });
       const shard::Range range{number * kTile, std::min((number + 1) * kTile, unit.owned.size())};
-      add(unit, grads, range, {begin, end}, end == segments.end());
+      add(unit, grads, range, {begin, end}, end == segments.end(), true);
       begin = end;
     }
-    flushes_.push_back(&unit);
   }
 
-  // Waits until everything is where it lives. Returns what went wrong with a disk, or nothing.
-  std::string finish() {
-    update_next();
-    guarded([&] {
-      for (const Unit* unit : flushes_)
-        for (const shard::Buffer* buffer : unit->state_buffers())
-          if (buffer->defined()) buffer->flush();
-    });
-    return failure_;
+  // The last tile's update.
+  void finish() {
+    if (!next_) return;
+    disks_.run([&] { next_->update(units_.rule(), units_.groups(), units_.options(), scale_); });
+    if (next_->is_last()) done_(next_->unit());
+    next_.reset();
   }
 
  private:
-  void guarded(const auto& work) {
-    try {
-      if (failure_.empty()) work();
-    } catch (const IoError& error) {
-      failure_ = error.what_without_backtrace();
-    }
-  }
-
-  void add(Unit& unit, const at::Tensor& grads, shard::Range range, std::vector<Segment> segments, bool last) {
+  void add(Unit& unit, const at::Tensor& grads, shard::Range range, std::vector<Segment> segments, bool last,
+           bool away) {
     std::optional<Tile> tile;
-    guarded([&] { tile.emplace(unit, grads, range, std::move(segments), last); });
-    update_next();
+    disks_.run(
+        [&] { tile.emplace(unit, grads, range, std::move(segments), last, away, units_.options().pin_memory); });
+    finish();
     if (tile) {
       next_ = std::move(tile);
     } else if (last) {
@@ -184,19 +194,11 @@ class TilePipeline {
     }
   }
 
-  void update_next() {
-    if (!next_) return;
-    guarded([&] { next_->update(units_.rule(), units_.groups(), units_.options(), scale_); });
-    if (next_->is_last()) done_(next_->unit());
-    next_.reset();
-  }
-
   Units& units_;
   double scale_;
+  DiskGuard& disks_;
   std::function<void(Unit&)> done_;
   std::optional<Tile> next_;
-  std::vector<const Unit*> flushes_;
-  std::string failure_;
 };
 
 }  // namespace
@@ -315,21 +317,21 @@ void Updater::finish_gathers() {
     p.wait();
 }
 
-void Updater::update_units(const GradientSummary& summary, double scale) {
-  TilePipeline pipeline(units_, scale, [this](Unit& unit) { gather_unit(unit); });
+void Updater::update_units(const GradientSummary& summary, double scale, DiskGuard& disks) {
+  TilePipeline pipeline(units_, scale, disks, [this](Unit& unit) { gather_unit(unit); });
   for (const auto& unit : units_.all())
     pipeline.add(*unit, unit->owned_grads(), summary.present);
-  agree_on_disks(pipeline.finish());
+  pipeline.finish();
 }
 
-std::string Updater::update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present, double scale) {
+void Updater::update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present, double scale,
+                          DiskGuard& disks) {
   const c10::AutoGradMode no_grad(false);
-  TilePipeline pipeline(units_, scale, [](Unit&) {});
+  TilePipeline pipeline(units_, scale, disks, [](Unit&) {});
   pipeline.add(unit, grads, present);
-  std::string failure = pipeline.finish();
+  pipeline.finish();
   for (Param& p : unit.params)
     if (present[p.id]) count_update(p);
-  return failure;
 }
 
 void Updater::launch_gathers() {
@@ -337,48 +339,39 @@ void Updater::launch_gathers() {
     gather_unit(*unit);
 }
 
-void Updater::finish_gathers(const std::string& failure) {
+void Updater::finish_gathers(DiskGuard& disks) {
   finish_gathers();
-  agree_on_disks(failure);
+  agree_on_disks(disks);
 }
 
 // Where states live on a disk, an update is over when they are there, on all ranks or on none.
-void Updater::agree_on_disks(const std::string& failure) {
+void Updater::agree_on_disks(DiskGuard& disks) {
   if (std::ranges::all_of(units_.all(), [](const auto& unit) { return lives_on_device(*unit); })) return;
-  at::Tensor failed = at::zeros({1}, at::kDouble);
-  if (!failure.empty()) failed[0] = units_.ranks().place() + 1;
-  units_.ranks().agree(failed, comm::ReduceOp::Max, "state of the disks");
-  const int who = static_cast<int>(failed.item<double>());
-  if (who == 0) return;
-  failure_ = failure.empty()
-                 ? c10::str("rank ", who - 1, " of this engine could not move its model states; see its error")
-                 : failure;
-  check_disks();
-}
-
-void Updater::check_disks() const {
-  TESSERA_CHECK_IO(
-      failure_.empty(), "engine.step",
-      "the last update did not come to its end, weights and states do not belong together: build a new engine "
-      "and load a checkpoint (",
-      failure_, ")");
+  for (const auto& unit : units_.all())
+    disks.run_always([&] { unit->flush_states(); });
+  const std::string failure = disks.agree(units_.ranks());
+  if (failure.empty()) return;
+  units_.set_broken(failure);
+  units_.check_whole();
 }
 
 void Updater::update(const GradientSummary& summary, double scale, const std::function<void()>& external) {
-  check_disks();
+  units_.check_whole();
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
   driver_.hooks().hear_news();
   units_.unsharder().settle_before_update();
   prepare_update();
+  DiskGuard disks;
   if (units_.rule() == optim::Rule::External) {
     update_external(summary, scale, external);
     launch_gathers();
   } else {
-    update_units(summary, scale);
+    update_units(summary, scale, disks);
   }
   finish_gathers();
   units_.shared().written("an update");
+  agree_on_disks(disks);
   for (const ParamId id : units_.trained_ids())
     if (summary.present[id]) count_update(*units_[id].param);
 }
@@ -444,12 +437,14 @@ void Updater::refresh_params() {
   check_no_region_writes();
   adopt_params(units_, /*compare=*/false);
   units_.shared().readers_done("a refresh");
+  DiskGuard disks;
   for (const auto& unit : units_.all()) {
-    unit->refresh_weights();
+    disks.run([&] { unit->refresh_weights(); });
     gather_unit(*unit);
   }
   finish_gathers();
   units_.shared().written("a refresh");
+  agree_on_disks(disks);
 }
 
 // Shared parameters that are whole always: a region's private copies would undo what is written meanwhile.

@@ -2,10 +2,10 @@
 #pragma once
 
 #include <functional>
-#include <string>
 #include <vector>
 
 #include "tessera/zero/backward_driver.h"
+#include "tessera/zero/disks.h"
 
 namespace tessera::zero {
 
@@ -25,16 +25,15 @@ class Updater {
   // Gradients are multiplied by `scale` (unscale and clip). Parameters without a gradient on any rank are left alone.
   // `external` (Rule::External) updates the masters. Collective: refreshes the compute parameters.
   void update(const GradientSummary& summary, double scale, const std::function<void()>& external);
-  // The part of update() that is this rank's own, for one unit: its gradients of the owned range are `grads`. Returns what
-  // went wrong with a disk, or nothing.
-  std::string update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present, double scale);
+  // The part of update() that is this rank's own, for one unit: its gradients of the owned range are `grads`.
+  void update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present, double scale,
+                   DiskGuard& disks);
   // The other part, for all that are updated so: their weights on all ranks. Collective.
   void launch_gathers();
-  // Also: `failure` of any rank's disk is an error on all of them, and of every later update.
-  void finish_gathers(const std::string& failure);
+  // Also: what went wrong with any rank's disk is an error on all of them.
+  void finish_gathers(DiskGuard& disks);
   // Takes in what the user did to parameters since the last update. State error where a region holds them. Local.
   void prepare_update();
-  void check_disks() const;
 
   // A client's optimizer is given the gradients themselves, and no copy in another dtype.
   bool client_reads_gradients() const;
@@ -48,9 +47,9 @@ class Updater {
   std::vector<bool> agree_presence(bool any_missing);
   void gather_unit(Unit& unit);
   void finish_gathers();
-  void update_units(const GradientSummary& summary, double scale);
+  void update_units(const GradientSummary& summary, double scale, DiskGuard& disks);
   static void count_update(Param& param);
-  void agree_on_disks(const std::string& failure);
+  void agree_on_disks(DiskGuard& disks);
   void update_external(const GradientSummary& summary, double scale, const std::function<void()>& external);
   at::ScalarType client_dtype() const;
   void check_no_region_writes() const;
@@ -58,7 +57,6 @@ class Updater {
   Units& units_;
   BackwardDriver& driver_;
   std::vector<comm::Pending> gathers_;
-  std::string failure_;  // of an update that could not be finished, on all ranks
 };
 
 }  // namespace tessera::zero

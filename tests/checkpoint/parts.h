@@ -31,7 +31,7 @@ inline Item item_of(const std::string& name, const at::Tensor& whole, std::vecto
           whole.scalar_type(),
           std::move(slice),
           range,
-          [flat, range] { return flat.narrow(0, range.begin, range.size()); }};
+          [flat](shard::Range piece) { return flat.narrow(0, piece.begin, piece.size()); }};
 }
 
 // A complete checkpoint of one file for each list of items.

@@ -39,7 +39,7 @@ TEST(Writer, NothingIsLeftOfAFileThatCannotBeWritten) {
   const io::TempFolder folder;
   FileRecord file;
   Item item = item_of("w", at::ones({3}), {}, {0, 3});
-  item.values = []() -> at::Tensor { throw std::runtime_error("no values"); };
+  item.values = [](shard::Range) -> at::Tensor { throw std::runtime_error("no values"); };
   EXPECT_THROW(write_items(folder / "f", "id", {item}, file), std::runtime_error);
   EXPECT_FALSE(fs::exists(folder / "f"));
 }

@@ -57,6 +57,11 @@ TEST(Resolve, ZeroOptions) {
   EXPECT_FALSE(plain.reduce_at_step);
   EXPECT_EQ(plain.min_unit_elements, 1 << 20);
   EXPECT_FALSE(plain.share_params);
+  EXPECT_FALSE(plain.home);
+  const auto away = zero_options(Config::from_json(R"({"zero_optimization": {"stage": 1, "offload_optimizer":
+      {"device": "nvme", "nvme_path": "/proc/none", "pin_memory": false}}})"));
+  EXPECT_TRUE(away.home) << "where nothing is made before an engine asks";
+  EXPECT_FALSE(away.pin_memory);
   const auto options = zero_options(Config::from_json(R"({"gradient_allreduce_op": "sum",
       "zero_optimization": {"stage": 2, "reduce_bucket_size": 100, "overlap_comm": false},
       "bf16": {"enabled": true}, "tessera": {"min_unit_elements": 5, "seed": 7, "shared_parameters": true,

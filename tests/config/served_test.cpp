@@ -25,6 +25,8 @@ TEST(Served, AcceptsWhatThisVersionDoes) {
        R"({"torch_autocast": {"enabled": true, "dtype": "bf16"}, "bf16": {"enabled": true}})",
        R"({"fp16": {"enabled": true, "loss_scale": 128}, "data_types": {"grad_accum_dtype": "fp16"}})",
        R"({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}, "offload_param": {"device": "cpu"}}})",
+       R"({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}})",
+       R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5, "pipeline_read": true}}})",
        R"({"wall_clock_breakdown": true, "flops_profiler": {"enabled": false}, "amp": {"enabled": false}})",
        R"({"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2})",
        R"({"optimizer": {"type": "NAdam"}, "scheduler": {"type": "StepLR", "params": {"step_size": 3}}})"}) {
@@ -35,8 +37,8 @@ TEST(Served, AcceptsWhatThisVersionDoes) {
 TEST(Served, RefusesByName) {
   const std::vector<std::pair<const char*, const char*>> rows{
       {R"({"data_types": {"grad_accum_dtype": "fp16"}})", "data_types.grad_accum_dtype"},
-      {R"({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}})",
-       "zero_optimization.offload_optimizer.device"},
+      {R"({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "super_offload": true}}})",
+       "zero_optimization.offload_optimizer.super_offload"},
       {R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})",
        "zero_optimization.offload_param.device"},
       {R"({"sparse_gradients": true})", "sparse_gradients"},

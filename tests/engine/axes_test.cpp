@@ -1,6 +1,8 @@
 // Engines on meshes of several axes: whose gradients are averaged, who holds which states, what all agree on.
 #include <gtest/gtest.h>
 
+#include "tessera/offload/states.h"
+#include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
 #include "tests/support/modes.h"
 #include "tests/support/toy.h"
@@ -121,12 +123,15 @@ TEST(Axes, ASliceOfTheModelDoesNotSkipAlone) {
 // Random bits belong to elements of the whole: columns on two ranks, and rows, are rounded as the whole is.
 TEST(Axes, ACutChangesNoBit) {
   const at::Tensor weights = at::randn({8, 12}).to(at::kBFloat16), gradient = at::randn({8, 12}).to(at::kBFloat16);
+  const io::TempFolder folder;
+  bool away = false;  // states on a disk
   const auto train = [&](const comm::Mesh& mesh, const at::Tensor& mine, const at::Tensor& grad, shard::CutPtr cut) {
     std::vector<engine::ParamSpec> specs{{"w", mine.clone().requires_grad_(true), 0, "a"}};
     specs[0].cut = std::move(cut);
     if (specs[0].cut) specs[0].varies = Axis::Tp;
     auto options = toy_options({.clip = 0});
     options.zero.precision = mode(at::kBFloat16, amp::Master::Weight, at::kBFloat16);
+    if (away) options.zero.home = offload::state_homes({.residence = shard::Residence::Nvme, .folder = folder.path()});
     Engine engine(options, mesh, specs, {toy_adamw()});
     for (int step = 0; step < 5; ++step) {
       (specs[0].tensor * grad).sum().backward();
@@ -137,6 +142,7 @@ TEST(Axes, ACutChangesNoBit) {
   };
   const at::Tensor whole = train(comm::Mesh(), weights, gradient, nullptr);
   for (const int dim : {0, 1}) {
+    away = dim == 1;
     run_axes({{Axis::Tp, 2}}, [&](int rank, const comm::Mesh& mesh) {
       const int64_t size = weights.size(dim) / 2, begin = rank * size;
       const auto part = [&](const at::Tensor& t) { return t.narrow(dim, begin, size).contiguous(); };

@@ -6,6 +6,7 @@
 #include <filesystem>
 
 #include "tessera/base/error.h"
+#include "tessera/offload/states.h"
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
 #include "tests/support/modes.h"
@@ -90,16 +91,18 @@ TEST(Checkpoint, EveryModeAndSpreadIntoEveryOther) {
   }
 }
 
-// Where nothing is different, the run goes on as if it had not stopped.
+// Where nothing is different, the run goes on as if it had not stopped; in a third of the modes with states on a disk.
 TEST(Checkpoint, GoesOnBitForBit) {
   for (const Spread& spread : spreads()) {
     for (size_t m = 0; m < all_modes().size(); ++m) {
       const auto mode = all_modes()[m];
       for (const bool asynchronous : {m % 2 == 0}) {
-        const TempFolder folder;
+        const TempFolder folder, disk;
         run_axes(spread.sizes, [&](int, const comm::Mesh& mesh) {
           const int batch = mesh.rank(comm::kBatchAxes);
-          const auto options = toy_options(run_of(spread.stage, mode));
+          auto options = toy_options(run_of(spread.stage, mode));
+          if (m % 3 == 0)
+            options.zero.home = offload::state_homes({.residence = shard::Residence::Nvme, .folder = disk.path()});
           const Toy toy, other(7);
           Engine engine(options, mesh, toy.specs(), {toy_adamw()});
           train(engine, toy, batch, 0, 3);

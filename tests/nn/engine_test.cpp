@@ -8,6 +8,8 @@
 
 #include <thread>
 
+#include "tests/io/temp_folder.h"
+
 namespace tessera::nn {
 namespace {
 
@@ -29,12 +31,13 @@ struct PairNet : torch::nn::Module {
   bool fail = false;
 };
 
-Config adamw_config(int stage, int ranks) {
+// `more`: of the section zero_optimization.
+Config adamw_config(int stage, int ranks, const std::string& more = "") {
   return Config::from_json(R"({"gradient_clipping": 0, "train_micro_batch_size_per_gpu": 4, "train_batch_size": )" +
                            std::to_string(4 * ranks) + R"(,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
     "zero_optimization": {"stage": )" +
-                           std::to_string(stage) + "}}");
+                           std::to_string(stage) + more + "}}");
 }
 
 struct Data {
@@ -66,15 +69,18 @@ TEST(Engine, TrainsAsPlainPyTorchOnOneAndTwoRanks) {
   PairNet reference;
   copy(reference, start);
   const auto expected = plain(reference, data);
+  const io::TempFolder disk;
   for (int stage = 0; stage <= 2; ++stage) {
     const int ranks = 2;
+    const std::string away =
+        stage == 2 ? R"(, "offload_optimizer": {"device": "nvme", "nvme_path": ")" + disk.path() + "\"}" : "";
     auto groups = comm::thread_groups(ranks);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < ranks; ++rank) {
       threads.emplace_back([&, rank] {
         auto net = std::make_shared<PairNet>();
         copy(*net, start);
-        auto engine = initialize(net, adamw_config(stage, ranks), comm::Mesh(groups[rank]));
+        auto engine = initialize(net, adamw_config(stage, ranks, away), comm::Mesh(groups[rank]));
         EXPECT_EQ(engine.rank(), rank);
         EXPECT_EQ(engine.size(), ranks);
         for (int i = 0; i < 5; ++i) {

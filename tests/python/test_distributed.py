@@ -91,6 +91,12 @@ def worker(rank: int, world: int, port: int, transport: str, folder: str) -> Non
         results[case] = train(engine, rank, accumulation)
         engine.save_16bit_model(os.path.join(folder, str(stage)))
         engine.destroy()
+    for device in ("cpu", "nvme"):
+        options = adam(2, 3, True)
+        options["zero_optimization"]["offload_optimizer"] = {"device": device, "nvme_path": folder}
+        engine = tessera.initialize(model=make(seed=rank), config=options)[0]
+        results[device] = train(engine, rank, 3)
+        engine.destroy()
     if world == 4:  # hybrid sharding from the configuration and from a DeviceMesh: alike, and as sharding over all
         options = adam(3, 1, False)
         options["zero_optimization"]["mics_shard_size"] = 2
@@ -144,6 +150,10 @@ def test_processes_equal_threads(world: int, transport: str, tmp_path: Path) -> 
             got = torch.load(tmp_path / f"{rank}.pt")[case]
             assert all(torch.equal(got[name], want[rank][name]) for name in got), case
             assert_close(got, want[0])
+    for rank in range(world):  # states in host memory and on a disk
+        found = torch.load(tmp_path / f"{rank}.pt")
+        for device in ("cpu", "nvme"):
+            assert all(torch.equal(found[device][name], value) for name, value in found[2, True, 3].items())
     if world == 4:
         two = engines(make(seed=0), 2, adam(2, 1, False), lambda e, r: train(e, r, 1))[0]
         for way in TWO_BATCHES:

@@ -166,6 +166,37 @@ def test_ranks_together_see_the_same_batches(files):
     assert len(text.held_out) == (len(text.train) + len(text.held_out)) // 10
 
 
+def test_states_that_do_not_fit_in_the_memory_limit_live_on_a_disk(files, tmp_path):
+    """50 million parameters: 400 MB of weights and gradients, as much of states."""
+    command = [sys.executable, str(TRAIN_PY.with_name("offload.py")), "--data", str(files / "text.txt"), "--steps", "2"]
+    command += ["--layers", "4", "--width", "1024", "--context", "16"]
+
+    def started(limit: int, *more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-c", 'ulimit -d "$0"; exec "$@"', str(limit) if limit else "unlimited", *command, *more],
+            capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300,
+        )  # fmt: skip
+
+    free = started(0)
+    assert free.returncode == 0, free.stderr
+    limit = data_of_a_process() + 400_000 + 150_000 + 150_000  # KiB: weights, gradients; buffers; half of the states
+    failed = started(limit)
+    assert failed.returncode != 0 and "memory" in failed.stderr
+    done = started(limit, "--nvme", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert f"memory limit: {limit // 1024} MiB" in done.stdout and "of these on the disk: 0 MiB" not in done.stdout
+    assert losses_of(done.stdout) == losses_of(free.stdout)
+
+
+def data_of_a_process() -> int:
+    """What a program has that has only imported Tessera and computed something, in KiB."""
+    code = "import torch, tessera; (torch.ones(9, 9, requires_grad=True) @ torch.ones(9, 9)).sum().backward();"
+    code += "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmData')))"
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return int(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
+
+
 def test_demo_writes_its_results(tmp_path):
     command = [sys.executable, TRAIN_PY.with_name("demo.py"), "--out", tmp_path / "out", "--steps", "6"]
     command += ["--layers", "1", "--width", "48", "--context", "24", "--rows", "2", "--sample", "5"]

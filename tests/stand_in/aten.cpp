@@ -18,7 +18,10 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <atomic>
+
 #include "tests/stand_in/memory.h"
+#include "tests/stand_in/stand_in.h"
 
 namespace tessera::stand_in {
 namespace {
@@ -63,7 +66,11 @@ Tensor host_view(const Tensor& t) {
   return view;
 }
 
+std::atomic<void (*)(bool to_host, int64_t bytes)> on_copy{nullptr};
+
 Tensor copy_from(const Tensor& src, const Tensor& dst, bool /*non_blocking*/) {
+  if (const auto notice = on_copy.load(); notice != nullptr && src.is_cpu() != dst.is_cpu())
+    notice(dst.is_cpu(), static_cast<int64_t>(src.nbytes()));
   host_view(dst).copy_(host_view(src));
   return dst;
 }
@@ -193,3 +200,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 }
 
 }  // namespace tessera::stand_in
+
+void tessera_stand_in_on_copy(void (*notice)(bool to_host, int64_t bytes)) {
+  tessera::stand_in::on_copy = notice;
+}

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include "tessera/offload/states.h"
+#include "tests/io/temp_folder.h"
 #include "tests/stand_in/staged_group.h"
 #include "tests/stand_in/stand_in.h"
 #include "tests/support/errors.h"
@@ -41,6 +43,7 @@ struct Training {
   ToyRun run;
   int world;
   optim::Rule rule = optim::Rule::Adam;
+  offload::StateOptions states = {.residence = shard::Residence::Device};  // where they live on a device
 };
 
 Trained train(const Training& t) {
@@ -51,6 +54,7 @@ Trained train(const Training& t) {
     const Toy toy = toy_on(device);
     engine::Options options = toy_options(t.run);
     options.rule = t.rule;
+    if (t.on_device) options.zero.home = offload::state_homes(t.states);
     optim::GroupOptions params = toy_adamw();
     if (t.rule == optim::Rule::Sgd) params.momentum = 0.9;
     Engine engine(options, comm::Mesh(group), toy.specs(), {params});
@@ -107,6 +111,55 @@ TEST(DeviceEngine, AllRules) {
     const ToyRun run{.stage = 1, .clip = 0, .precision = PrecisionPolicy::bf16()};
     expect_the_cpus_bits({.on_device = true, .run = run, .world = 2, .rule = rule},
                          "rule " + std::to_string(static_cast<int>(rule)));
+  }
+}
+
+// States in host memory and on a disk: the host updates them.
+TEST(DeviceEngine, HasTheBitsOfTheCpuWhereverStatesLive) {
+  const io::TempFolder folder;
+  const std::vector<PrecisionPolicy> modes = all_modes();
+  for (size_t number = 0; number < modes.size(); ++number) {
+    for (const int world : {1, 2}) {
+      for (int stage = 1; stage <= 3; ++stage) {
+        for (const auto residence : {shard::Residence::Host, shard::Residence::Nvme}) {
+          const ToyRun run{.stage = stage, .accumulation = 2, .clip = 0.5, .precision = modes[number]};
+          Training training{.on_device = true, .run = run, .world = world};
+          training.states = {.residence = residence, .folder = folder.path()};
+          expect_the_cpus_bits(training, "mode " + std::to_string(number) + ", stage " + std::to_string(stage) +
+                                             ", world " + std::to_string(world) + ", residence " +
+                                             std::to_string(static_cast<int>(residence)));
+        }
+      }
+    }
+  }
+}
+
+// What the device holds is weights and gradients. Tile k + 1 is on its way to the host before tile k is updated and sent
+// back.
+TEST(DeviceEngine, TilesPassThroughTheHost) {
+  static std::vector<std::pair<bool, int64_t>> copies;  // to the host; bytes
+  constexpr int64_t kTile = shard::kTile, kLast = 1024, kSize = 2 * kTile + kLast;
+  for (const auto residence : {shard::Residence::Host, shard::Residence::Nvme}) {
+    const io::TempFolder folder;
+    const int64_t before = tessera_stand_in_bytes();
+    at::Tensor weight = at::zeros({kSize}, device_of(0)).requires_grad_(true);
+    engine::Options options = toy_options({.stage = 1, .precision = PrecisionPolicy::fp32()});
+    options.zero.home = offload::state_homes({.residence = residence, .folder = folder.path()});
+    Engine engine(options, comm::Mesh(), {{"w", weight, 0, ""}}, {toy_adamw()});
+    const auto memory = engine.memory();
+    EXPECT_EQ(residence == shard::Residence::Host ? memory.host : memory.disk, 8 * kSize);
+    weight.sum().backward();
+    copies.clear();
+    tessera_stand_in_on_copy([](bool to_host, int64_t bytes) {
+      if (bytes >= 4 * kLast) copies.emplace_back(to_host, bytes / 4);
+    });
+    engine.step();
+    tessera_stand_in_on_copy(nullptr);
+    const std::vector<std::pair<bool, int64_t>> expected{{true, kTile}, {true, kTile},  {true, kTile},
+                                                         {true, kTile}, {false, kTile}, {true, kLast},
+                                                         {true, kLast}, {false, kTile}, {false, kLast}};
+    EXPECT_EQ(copies, expected);
+    EXPECT_NEAR(static_cast<double>(tessera_stand_in_bytes() - before), 8.0 * kSize, 0.01 * kSize);
   }
 }
 

@@ -1,6 +1,10 @@
 // What a step does to masters, compute parameters and counters beyond parity.
 #include <gtest/gtest.h>
 
+#include <array>
+
+#include "tessera/offload/states.h"
+#include "tests/io/temp_folder.h"
 #include "tests/support/host_home.h"
 #include "tests/support/modes.h"
 #include "tests/support/ranks.h"
@@ -108,40 +112,72 @@ TEST(Updater, ExternalOptimizersUpdateTheMasterShards) {
   }
 }
 
-// Masters and states that live elsewhere: the same bits in every mode and stage, also where they are read and written, and the
-// next chunk is asked for before one is waited for.
+namespace {
+
+// What five parameters' states are after some steps, and after they were written; `home`: zero::Options::home.
+std::vector<at::Tensor> states_after(const decltype(zero::Options::home)& home, const ToyRun& run, optim::Rule rule,
+                                     const comm::GroupPtr& group) {
+  const Toy toy;
+  auto options = toy_options(run);
+  options.rule = rule;
+  options.zero.home = home;
+  optim::GroupOptions params = toy_adamw();
+  params.momentum = 0.9;
+  params.initial_accumulator_value = 0.3;
+  Engine engine(options, comm::Mesh(group), toy.specs(), {params});
+  for (int step = 0; step < 3; ++step) {
+    for (int backward = 0; backward < 2; ++backward)
+      toy_forward(engine, toy, toy_batch(group->rank(), 2 * step + backward)).backward();
+    engine.step();
+  }
+  std::vector<Quantity> kinds{Quantity::Master, Quantity::State0};
+  if (rule == optim::Rule::Adam) kinds.push_back(Quantity::State1);
+  auto& states = engine.states();
+  states.set_full(3, Quantity::State0, states.get_full(3, Quantity::State0) * 2);
+  states.set_full(4, Quantity::Master, states.get_full(4, Quantity::Master) + 1);
+  states.set_local(2, Quantity::State0, states.local_view(2, Quantity::State0) * 3);
+  engine.refresh_params();
+  engine.regions().open({0, 1, 2, 3, 4});
+  std::vector<at::Tensor> values;
+  for (int i = 0; i < 5; ++i) {
+    values.push_back(toy.tensors[i].detach().clone());
+    for (const Quantity what : kinds)
+      values.push_back(states.get_full(i, what));
+  }
+  engine.regions().close({0, 1, 2, 3, 4});
+  return values;
+}
+
+}  // namespace
+
+// Masters and states that live elsewhere: the same bits in every mode, stage and world, by every rule, also where they are
+// read and written.
 TEST(Updater, StatesMayLiveElsewhere) {
-  for (const auto& precision : all_modes()) {
+  const io::TempFolder folder;
+  const auto in_memory = [](shard::Quantity, int64_t size, const at::TensorOptions& of) {
+    return std::make_shared<HostHome>(size, of);
+  };
+  const auto on_disk = [&] {
+    return offload::state_homes({.residence = shard::Residence::Nvme, .folder = folder.path()});
+  };
+  const auto modes = all_modes();
+  for (size_t m = 0; m < modes.size() + 3; ++m) {
+    using enum optim::Rule;
+    const optim::Rule rule = m < modes.size() ? Adam : std::array{Sgd, Lion, Adagrad}[m - modes.size()];
     for (int stage = 0; stage <= 3; ++stage) {
-      run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
-        HostHome::Log log;
-        const auto train = [&](bool away) {
-          const Toy toy;
-          auto options = toy_options({.stage = stage, .precision = precision});
-          if (away) {
-            options.zero.home = [&](shard::Quantity what, int64_t size, const at::TensorOptions& of) {
-              return std::make_shared<HostHome>(size, of, std::to_string(static_cast<int>(what)) + " ", &log);
-            };
+      for (const int world : {1, 2}) {
+        run_ranks(world, [&](int, const comm::GroupPtr& group) {
+          const ToyRun run{.stage = stage, .precision = modes[m % modes.size()]};
+          const auto here = states_after({}, run, rule, group);
+          for (const bool disk : {false, true}) {
+            const auto there =
+                disk ? states_after(on_disk(), run, rule, group) : states_after(in_memory, run, rule, group);
+            for (size_t i = 0; i < here.size(); ++i)
+              EXPECT_TRUE(here[i].equal(there[i])) << "mode " << m << ", stage " << stage << ", world " << world
+                                                   << (disk ? ", disk, " : ", memory, ") << i;
           }
-          Engine engine(options, comm::Mesh(group), toy.specs(), {toy_adamw()});
-          for (int step = 0; step < 3; ++step) {
-            log.clear();
-            toy_forward(engine, toy, toy_batch(rank, step)).backward();
-            engine.step();
-          }
-          engine.states().set_full(3, Quantity::State0, engine.states().get_full(3, Quantity::State0) * 2);
-          engine.states().set_full(4, Quantity::Master, engine.states().get_full(4, Quantity::Master) + 1);
-          engine.refresh_params();
-          std::vector<at::Tensor> values;
-          for (int i = 0; i < 5; ++i)
-            for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1})
-              values.push_back(engine.states().get_full(i, what));
-          return values;
-        };
-        const auto here = train(false), there = train(true);
-        for (size_t i = 0; i < here.size(); ++i)
-          EXPECT_TRUE(here[i].equal(there[i])) << stage << " " << i;
-      });
+        });
+      }
     }
   }
 }

@@ -21,7 +21,8 @@ _SIZE = torch.Tensor.size  # whatever a class of parameters shows as its size
 class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     """`optimizer.state` over the buffers of the core: {param: {"step": tensor, "exp_avg": view, ...}}.
 
-    Tensors are views: changing them in place changes the training state. They have the shape of the parameter where
+    Tensors are views: changing them in place changes the training state, but not of states that are offloaded, whose
+    tensors are copies. They have the shape of the parameter where
     every rank holds all of it (stage 0), else they are this rank's 1-D part. Assigning a dict copies it in.
     """
 
@@ -80,7 +81,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         if view is None:
             return
         if value.shape == view.shape:
-            view.copy_(value)
+            self._core.set_local(index, quantity, value.detach().to(view.device))
         else:
             self._core.set_full(index, quantity, value.detach().to(view.device))
 
@@ -89,7 +90,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         for quantity in QUANTITIES[: len(self._names)]:
             view = self._core.local_view(index, quantity)
             if view is not None:
-                view.zero_()
+                self._core.set_local(index, quantity, torch.zeros_like(view))
         self._core.set_param_step(index, 0)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -211,7 +212,9 @@ class NativeRunner(Runner):
         for hook in self._hooks:
             hook.remove()
         if self.base.state is self._view:
-            self.base.state = defaultdict(dict, self._view.copied())
+            memory = self._core.memory()
+            away = memory.host + memory.disk > 0  # because they have no room here
+            self.base.state = defaultdict(dict, {} if away else self._view.copied())
 
 
 def _call(reference: weakref.ref[NativeRunner], method: str, *args: Any) -> None:

@@ -141,7 +141,7 @@ def test_without_optimizer_forward_only(bf16: bool) -> None:
     "more",
     [
         {"sparse_gradients": True},
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
         {"optimizer": {"type": "Lamb"}},
     ],
 )

@@ -148,6 +148,13 @@ def test_what_needs_offload_says_so() -> None:
     for section, key in cases:
         with pytest.raises(ValueError, match=rf"{key}.*offload_optimizer\.device cpu.*state_bytes 12"):
             tessera.Engine(make(), config(1) | section)
+        zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+        adam = {"type": "AdamW", "params": {"lr": 0.01}}
+        engine = tessera.Engine(make(), config(zero_optimization=zero, optimizer=adam) | section)
+        policy = engine.core.options().zero.precision
+        assert policy.master_is_param() and policy.state == torch.float32
+        assert policy.param == (torch.bfloat16 if "bf16" in section else torch.float16)
+        engine.destroy()
 
 
 def test_weights_loaded_after_initialize_become_exact_masters() -> None:

@@ -1,0 +1,63 @@
+"""Trains a GPT whose optimizer states do not fit in the memory that this program may have. They live on a disk:
+
+(ulimit -d 2000000; python examples/python/offload.py --nvme /local/nvme)
+
+`ulimit -d` is in KiB; without --nvme the same limit ends the program with an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+
+import memory
+import torch
+from gpt import Gpt, GptOptions
+from text import Text, load_text
+
+import tessera
+
+MIB = 1 << 20
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nvme", help="folder on a local disk for the states; without it they are in memory")
+    parser.add_argument("--data", help="any text file; default: the language reference of this Python")
+    for name, value in (("layers", 12), ("width", 1024), ("heads", 16), ("context", 128), ("rows", 1), ("steps", 10)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    return parser.parse_args()
+
+
+def configuration(nvme: str | None) -> dict[str, object]:
+    zero: dict[str, object] = {"stage": 1}
+    if nvme:
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": nvme}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+        "zero_optimization": zero,
+    }
+
+
+def main() -> None:
+    args = parse()
+    torch.manual_seed(0)
+    text = Text(load_text(args.data), args.context)
+    model = Gpt(GptOptions(args.layers, args.width, args.heads, args.context))
+    engine, *_ = tessera.initialize(model=model, config=configuration(args.nvme))
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    held = engine.core.memory()
+    print(f"memory limit: {'none' if limit == resource.RLIM_INFINITY else f'{limit // MIB} MiB'}")
+    print(f"weights and gradients: {(held.params + held.grads) // MIB} MiB; optimizer states: {held.states // MIB} MiB")
+    print(f"of these on the disk: {held.disk // MIB} MiB")
+    for step in range(args.steps):
+        loss = engine(*text.batch(step, 0, 1, args.rows))
+        loss.backward()
+        engine.step()
+        print(f"step {step} loss {loss.item():.6f}")
+    print(f"peak memory: {memory.peak() // MIB} MiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+// Staging: aligned memory that values pass through on their way between a file and who works on them.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "tessera/io/queue.h"
+
+namespace tessera::offload {
+
+// Any number of threads: what take() gave is let go of wherever its last tensor dies.
+class Staging : public std::enable_shared_from_this<Staging> {
+ public:
+  // Keeps up to `count` buffers of `bytes` bytes each, which are made when they are first needed.
+  Staging(int64_t count, int64_t bytes) : count_(count), bytes_(bytes) { free_.reserve(static_cast<size_t>(count)); }
+
+  // At least `bytes` bytes at a multiple of io::kDirectAlignment. A kept buffer if one is free and large enough; else memory
+  // of its own, which goes when it is let go of.
+  std::shared_ptr<char> take(int64_t bytes);
+  // take(bytes) gives a kept buffer, or memory for which none is large enough.
+  bool has_room(int64_t bytes) const;
+  // The `bytes` bytes from `memory` on lie in what one take() gave.
+  bool holds(const char* memory, int64_t bytes) const;
+  int64_t peak_bytes() const;  // the most there ever was
+
+ private:
+  struct Block {
+    io::AlignedBytes memory;
+    int64_t bytes;
+    bool kept;
+  };
+  Block free_or_new(int64_t bytes);
+  void give_back(char* memory);
+
+  const int64_t count_, bytes_;
+  mutable std::mutex mutex_;
+  std::vector<Block> free_;
+  std::map<const char*, Block> taken_;
+  int64_t kept_ = 0;  // buffers that are free or taken
+  int64_t now_bytes_ = 0, peak_bytes_ = 0;
+};
+
+}  // namespace tessera::offload

@@ -1,0 +1,138 @@
+#include "tessera/offload/states.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "tessera/base/error.h"
+
+namespace tessera::offload {
+
+namespace {
+
+using shard::PendingView;
+using shard::Quantity;
+using shard::Range;
+using shard::Residence;
+
+constexpr int64_t kQuantities = 3;                    // a master or residual, and two states
+constexpr int64_t kWidest = sizeof(float);            // bytes of an element
+constexpr int64_t kEdges = 2 * io::kDirectAlignment;  // of a tile that begins and ends inside a block
+
+// Pageable: the states do not move, only gradients and weights do.
+class HostHome final : public shard::Home {
+ public:
+  HostHome(int64_t size, const at::TensorOptions& options) : values_(at::zeros({size}, options)) {}
+
+  Residence residence() const override { return Residence::Host; }
+  PendingView fetch(Range range) override { return PendingView(values_.narrow(0, range.begin, range.size())); }
+  void store(Range range, const at::Tensor& values) override {
+    const at::Tensor there = values_.narrow(0, range.begin, range.size());
+    if (!values.is_cpu() || values.data_ptr() != there.data_ptr()) there.copy_(values);
+  }
+
+ private:
+  at::Tensor values_;
+};
+
+class NvmeHome final : public shard::Home {
+ public:
+  // `options`: of the host.
+  NvmeHome(std::shared_ptr<NvmeFile> file, int64_t size, const at::TensorOptions& options)
+      : file_(std::move(file)),
+        options_(options),
+        width_(static_cast<int64_t>(options.dtype().itemsize())),
+        space_(file_->reserve(size * width_)) {}
+
+  Residence residence() const override { return Residence::Nvme; }
+  PendingView fetch(Range range) override {
+    if (range.empty()) return PendingView(at::empty({0}, options_));
+    NvmeFile::Read read = file_->read(bytes_of(range), space_);
+    at::Tensor values = at::from_blob(read.memory.get(), {range.size()}, [memory = read.memory](void*) {}, options_);
+    return PendingView(std::move(values), std::move(read.arrived));
+  }
+  void store(Range range, const at::Tensor& values) override {
+    if (range.empty()) return;
+    auto here = std::make_shared<at::Tensor>(values.to(options_).contiguous());
+    const auto* memory = static_cast<const char*>(here->const_data_ptr());
+    file_->write(bytes_of(range), space_, memory, std::move(here));
+  }
+  void flush() override { file_->flush(); }
+
+ private:
+  Bytes bytes_of(Range range) const { return {space_.begin + range.begin * width_, space_.begin + range.end * width_}; }
+
+  std::shared_ptr<NvmeFile> file_;
+  at::TensorOptions options_;
+  int64_t width_;
+  Bytes space_;
+};
+
+// What the copies of one state_homes() have in common.
+class Homes {
+ public:
+  explicit Homes(StateOptions options) : options_(std::move(options)) {}
+
+  shard::HomePtr make(Quantity what, int64_t size, const at::TensorOptions& options) {
+    const std::lock_guard lock(mutex_);
+    const bool on_cpu = options.device().is_cpu();
+    if (options_.residence == Residence::Device || (options_.residence == Residence::Host && on_cpu)) {
+      if (options_.residence == Residence::Host && !std::exchange(said_, true))
+        TORCH_WARN(
+            "[offload] the model is on the CPU, where its optimizer states live in host memory anyway: offload to "
+            "device cpu changes nothing");
+      return nullptr;
+    }
+    if (!takes(what, size)) return nullptr;
+    const at::TensorOptions host = options.device(at::kCPU);
+    if (options_.residence == Residence::Host) return std::make_shared<HostHome>(size, host);
+    return std::make_shared<NvmeHome>(file(), size, host);
+  }
+
+ private:
+  // Buffers of a quantity come in one order for all quantities, so all of a unit's live at one place.
+  bool takes(Quantity what, int64_t size) {
+    auto& [taken, seen] = counts_[what];
+    seen += size;
+    const bool goes = static_cast<double>(taken + size) <= options_.ratio * static_cast<double>(seen);
+    if (goes) taken += size;
+    return goes;
+  }
+
+  // An engine is built by one thread; engines of several threads do not wait for each other's transfers.
+  std::shared_ptr<NvmeFile> file() {
+    std::weak_ptr<NvmeFile>& known = files_[std::this_thread::get_id()];
+    std::shared_ptr<NvmeFile> file = known.lock();
+    if (!file) {
+      const int64_t buffers = std::max(options_.buffer_count, kPipeline * kQuantities);
+      file = std::make_shared<NvmeFile>(options_.folder, buffers, shard::kTile * kWidest + kEdges, options_.make_queue);
+      known = file;
+    }
+    return file;
+  }
+
+  const StateOptions options_;
+  std::mutex mutex_;
+  bool said_ = false;
+  std::map<Quantity, std::pair<int64_t, int64_t>> counts_;
+  std::map<std::thread::id, std::weak_ptr<NvmeFile>> files_;
+};
+
+}  // namespace
+
+std::function<shard::HomePtr(shard::Quantity, int64_t size, const at::TensorOptions&)> state_homes(
+    StateOptions options) {
+  TESSERA_CHECK_VALUE(options.ratio >= 0 && options.ratio <= 1, "offload", "ratio must be from 0 to 1, got ",
+                      options.ratio);
+  return [homes = std::make_shared<Homes>(std::move(options))](
+             Quantity what, int64_t size, const at::TensorOptions& of) { return homes->make(what, size, of); };
+}
+
+}  // namespace tessera::offload

@@ -1,0 +1,39 @@
+// Disks: work that may fail on one rank's disk while the others wait for that rank in collectives.
+#pragma once
+
+#include <string>
+
+#include "tessera/base/error.h"
+#include "tessera/zero/ranks.h"
+#include "tessera/zero/unit.h"
+
+namespace tessera::zero {
+
+// Master and states of `unit` are where its gradients are.
+bool lives_on_device(const Unit& unit);
+
+// The collectives between pieces of such work are made all the same; at the end all ranks agree on how it went.
+class DiskGuard {
+ public:
+  // Nothing happens after a failure.
+  template <class F>
+  void run(const F& work) {
+    if (failure_.empty()) run_always(work);
+  }
+  // Keeps the first IoError.
+  template <class F>
+  void run_always(const F& work) {
+    try {
+      work();
+    } catch (const IoError& error) {
+      if (failure_.empty()) failure_ = error.what_without_backtrace();
+    }
+  }
+  // This rank's failure, else that another one has one; empty: there is none. Collective.
+  std::string agree(const Ranks& ranks) const;
+
+ private:
+  std::string failure_;
+};
+
+}  // namespace tessera::zero

@@ -1,0 +1,185 @@
+// Engines whose model states live on a disk: tiles, and what a disk that fails does to all ranks.
+#include "tessera/offload/states.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+
+#include "tessera/engine/checkpoint.h"
+#include "tests/io/temp_folder.h"
+#include "tests/support/errors.h"
+#include "tests/support/modes.h"
+#include "tests/support/open_files.h"
+#include "tests/support/saved.h"
+
+namespace tessera::testing {
+
+namespace {
+
+decltype(zero::Options::home) on_disk(const std::string& folder, offload::QueueMaker make_queue = {}) {
+  return offload::state_homes(
+      {.residence = shard::Residence::Nvme, .folder = folder, .make_queue = std::move(make_queue)});
+}
+
+// Some of a disk's transfers fail.
+struct Fault {
+  bool reads = false, writes = false;
+};
+
+class FaultyQueue final : public io::Queue {
+ public:
+  FaultyQueue(int depth, const Fault& fault) : queue_(io::make_queue(depth)), fault_(fault) {}
+  std::future<void> read(const io::File& file, void* to, int64_t bytes, int64_t offset) override {
+    return fault_.reads ? failed("read") : queue_->read(file, to, bytes, offset);
+  }
+  std::future<void> write(const io::File& file, const void* from, int64_t bytes, int64_t offset) override {
+    return fault_.writes ? failed("write") : queue_->write(file, from, bytes, offset);
+  }
+
+ private:
+  static std::future<void> failed(const char* what) {
+    std::promise<void> promise;
+    promise.set_exception(std::make_exception_ptr(IoError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                                                          c10::str("[io] cannot ", what, ": Input/output error"))));
+    return promise.get_future();
+  }
+  std::unique_ptr<io::Queue> queue_;
+  const Fault& fault_;
+};
+
+std::string io_error_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const IoError& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+void step(Engine& engine, const Toy& toy, int rank, int number) {
+  toy_forward(engine, toy, toy_batch(rank, number)).backward();
+  engine.step();
+}
+
+}  // namespace
+
+// Parameters that end inside a tile, and groups that change there.
+TEST(OffloadEngine, TilesHaveTheBitsOfOnePass) {
+  const io::TempFolder folder;
+  const at::Tensor values = at::randn({shard::kTile + 1000});
+  for (const auto& precision :
+       {mode(at::kBFloat16, amp::Master::Split, at::kBFloat16), mode(at::kBFloat16, amp::Master::Weight, at::kBFloat16),
+        amp::PrecisionPolicy::fp32()}) {
+    run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+      std::vector<at::Tensor> found[2];
+      for (const bool away : {false, true}) {
+        std::vector<engine::ParamSpec> specs{{"a", values.clone().requires_grad_(true), 0, "u"},
+                                             {"b", values.clone().requires_grad_(true), 1, "u"},
+                                             {"idle", at::ones({50}).requires_grad_(true), 0, "u"}};
+        auto options = toy_options({.stage = 2, .precision = precision});
+        if (away) options.zero.home = on_disk(folder.path());
+        Engine engine(options, comm::Mesh(group), specs, {toy_adamw(), optim::GroupOptions{}});
+        for (int number = 0; number < 2; ++number) {
+          ((specs[0].tensor.to(at::kFloat) * values).sum() * (rank + 1) + specs[1].tensor.to(at::kFloat).square().sum())
+              .backward();
+          engine.step();
+        }
+        for (int i = 0; i < 3; ++i)
+          for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1})
+            found[away].push_back(engine.states().get_full(i, what));
+        EXPECT_EQ(engine.memory().disk > 0, away);
+        EXPECT_EQ(engine.memory().host, 0);
+      }
+      for (size_t i = 0; i < found[0].size(); ++i)
+        EXPECT_TRUE(found[0][i].equal(found[1][i])) << precision.bytes_per_parameter() << " bytes, value " << i;
+    });
+  }
+}
+
+TEST(OffloadEngine, AClientsOptimizerIsRefused) {
+  const io::TempFolder folder;
+  const Toy toy;
+  auto options = toy_options({.stage = 1});
+  options.rule = optim::Rule::External;
+  options.zero.home = on_disk(folder.path());
+  EXPECT_HAS(error_of([&] { Engine(options, comm::Mesh(), toy.specs(), {toy_adamw()}); }), "Adam, AdamW, SGD");
+  options.zero.home = offload::state_homes({.residence = shard::Residence::Host});
+  Engine(options, comm::Mesh(), toy.specs(), {toy_adamw()});  // where its states are anyway
+}
+
+// One rank's disk refuses to hold the states, or to take them: an error of all, at once.
+TEST(OffloadEngine, AConstructionThatFailsOnOneRankFailsOnAll) {
+  const io::TempFolder folder;
+  const Fault fault{.writes = true};
+  const auto faulty = [&](int depth) { return std::make_unique<FaultyQueue>(depth, fault); };
+  const std::vector<std::pair<decltype(zero::Options::home), const char*>> homes{
+      {on_disk("/proc/none"), "/proc/none"}, {on_disk(folder.path(), faulty), "Input/output error"}};
+  for (const auto& [home, text] : homes) {
+    for (const int stage : {1, 3}) {
+      const auto start = std::chrono::steady_clock::now();
+      run_ranks(2, [&, text = text, &home = home](int rank, const comm::GroupPtr& group) {
+        const Toy toy;
+        auto options = toy_options({.stage = stage, .bf16 = true});
+        options.zero.home = rank == 1 ? home : on_disk(folder.path());
+        const auto what = io_error_of([&] { Engine(options, comm::Mesh(group), toy.specs(), {toy_adamw()}); });
+        EXPECT_HAS(what, rank == 1 ? text : "rank 1 of this engine could not move its model states");
+      });
+      EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
+    }
+  }
+}
+
+TEST(OffloadEngine, AFullDiskIsAnErrorOfTheConstruction) {
+  const io::TempFolder folder;
+  const LargestFile limit(1 << 20);
+  at::Tensor weight = at::zeros({1 << 20}).requires_grad_(true);
+  auto options = toy_options({.stage = 1});
+  options.zero.home = on_disk(folder.path());
+  const auto make = [&] { Engine(options, comm::Mesh(), {{"w", weight, 0, ""}}, {toy_adamw()}); };
+  EXPECT_HAS(io_error_of(make), "cannot reserve");
+  EXPECT_TRUE(files_in(folder.path()).empty());
+  EXPECT_TRUE(weight.equal(at::zeros({1 << 20}))) << "it is still a parameter";
+}
+
+// In the middle of a step: an error of all ranks, which stays until a checkpoint is loaded; then training goes on with the
+// bits of one that met no fault.
+TEST(OffloadEngine, AFaultInAStepIsSaidUntilACheckpointIsLoaded) {
+  enum class Kind { ReadError, WriteError, Short };
+  for (const Kind kind : {Kind::ReadError, Kind::WriteError, Kind::Short}) {
+    for (const int stage : {1, 2, 3}) {
+      const io::TempFolder saved, disks;
+      Fault fault;
+      const auto faulty = [&](int depth) { return std::make_unique<FaultyQueue>(depth, fault); };
+      run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+        const std::string disk = disks / std::to_string(rank);
+        const Toy toy, reference;
+        auto options = toy_options({.stage = stage, .bf16 = true});
+        Engine well(options, comm::Mesh(group), reference.specs(), {toy_adamw()});
+        options.zero.home = on_disk(disk, rank == 1 ? offload::QueueMaker(faulty) : offload::QueueMaker());
+        Engine engine(options, comm::Mesh(group), toy.specs(), {toy_adamw()});
+        step(engine, toy, rank, 0);
+        step(well, reference, rank, 0);
+        engine.checkpoints().save(saved.path(), {});
+        group->barrier("the fault");
+        if (rank == 1 && kind == Kind::Short) truncate_files_in(disk, 100);
+        if (rank == 1) (kind == Kind::WriteError ? fault.writes : fault.reads) = kind != Kind::Short;
+        const char* mine = kind == Kind::Short ? "ends at byte" : "Input/output error";
+        const std::string text = rank == 1 ? mine : "rank 1 of this engine could not move its model states";
+        EXPECT_HAS(io_error_of([&] { step(engine, toy, rank, 1); }), text);
+        EXPECT_HAS(io_error_of([&] { step(engine, toy, rank, 1); }), "load a checkpoint");
+        EXPECT_HAS(io_error_of([&] { engine.checkpoints().save(saved.path(), {.tag = "broken"}); }),
+                   "load a checkpoint");
+        if (kind == Kind::Short) return;  // a file that was cut stays so
+        if (rank == 1) fault = {};
+        engine.checkpoints().open(saved.path(), "", {})->apply();
+        step(engine, toy, rank, 1);
+        step(well, reference, rank, 1);
+        const Values is = values_of(engine), was = values_of(well);
+        expect_same(is.masters, was.masters, at::kFloat, "masters");
+        expect_same(is.second, was.second, at::kFloat, "moments");
+      });
+    }
+  }
+}
+
+}  // namespace tessera::testing

@@ -1,0 +1,103 @@
+#include "tessera/offload/states.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "tests/io/temp_folder.h"
+#include "tests/support/errors.h"
+#include "tests/support/open_files.h"
+
+namespace tessera::offload {
+
+using shard::Buffer;
+using shard::Quantity;
+using shard::Residence;
+
+namespace {
+
+const at::TensorOptions kFloats = at::TensorOptions(at::kFloat);
+
+StateOptions on_disk(const io::TempFolder& folder) {
+  return {.residence = Residence::Nvme, .folder = folder.path()};
+}
+
+}  // namespace
+
+TEST(States, BuffersOnADiskHoldWhatIsWritten) {
+  const io::TempFolder folder;
+  const auto home = state_homes(on_disk(folder));
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kShort}) {
+    const int64_t size = shard::kTile + 1001;  // a whole tile, and a part of one
+    const auto options = at::TensorOptions(dtype);
+    const Buffer buffer(size, options, home(Quantity::Master, size, options));
+    EXPECT_EQ(buffer.residence(), Residence::Nvme);
+    EXPECT_TRUE(buffer.read({0, size}).equal(at::zeros({size}, options)));
+    at::Tensor expected = at::arange(size).remainder(251).to(dtype);
+    buffer.write({0, size}, expected);
+    buffer.fill({5, 700}, 3);
+    expected.narrow(0, 5, 695).fill_(3);
+    buffer.write({shard::kTile - 10, shard::kTile + 10}, at::full({20}, 9, at::kFloat));
+    expected.narrow(0, shard::kTile - 10, 20).fill_(9);
+    // The way of an update: fetched, changed and stored, the next one on its way meanwhile.
+    shard::PendingView first = buffer.fetch({0, shard::kTile}), second = buffer.fetch({shard::kTile, size});
+    for (const auto& [view, range] :
+         {std::pair(&first, shard::Range{0, shard::kTile}), std::pair(&second, shard::Range{shard::kTile, size})}) {
+      at::Tensor values = view->wait();
+      values.add_(1);
+      buffer.store(range, values);
+    }
+    expected.add_(1);
+    buffer.flush();
+    EXPECT_TRUE(buffer.read({0, size}).equal(expected));
+    EXPECT_TRUE(buffer.fetch({7, 7}).wait().equal(at::empty({0}, options)));
+  }
+}
+
+TEST(States, OneFileAThreadWhileAnyOfItIsAlive) {
+  const io::TempFolder folder;
+  const auto home = state_homes(on_disk(folder));
+  EXPECT_TRUE(testing::files_in(folder.path()).empty()) << "nobody has asked yet";
+  auto master = home(Quantity::Master, 10, kFloats), state = home(Quantity::State0, 10, kFloats);
+  const size_t one = testing::files_in(folder.path()).size();
+  EXPECT_GE(one, 1u);
+  shard::HomePtr other;
+  std::thread([&] { other = home(Quantity::Master, 10, kFloats); }).join();
+  EXPECT_EQ(testing::files_in(folder.path()).size(), 2 * one) << "another rank";
+  other.reset();
+  master.reset();
+  EXPECT_EQ(testing::files_in(folder.path()).size(), one);
+  state.reset();
+  EXPECT_TRUE(testing::files_in(folder.path()).empty()) << "the space is free again";
+}
+
+TEST(States, HostMemoryIsWhereACpuModelsStatesAre) {
+  const auto home = state_homes({.residence = Residence::Host});
+  EXPECT_EQ(home(Quantity::Master, 10, kFloats), nullptr);
+  EXPECT_EQ(home(Quantity::State0, 10, kFloats), nullptr);
+}
+
+TEST(States, AShareOfThemStaysOnTheDevice) {
+  const io::TempFolder folder;
+  StateOptions options = on_disk(folder);
+  options.ratio = 0.5;
+  const auto home = state_homes(options);
+  for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1}) {
+    std::string away;
+    for (const int64_t size : {10, 10, 30, 20, 10, 10})
+      away += home(what, size, kFloats) ? '1' : '0';
+    EXPECT_EQ(away, "010110") << "the same units for each quantity";
+  }
+  options.ratio = 1.5;
+  EXPECT_HAS(testing::error_of([&] { state_homes(options); }), "ratio");
+}
+
+TEST(States, WhatCannotBeHadIsSaidWhenItIsAskedFor) {
+  const auto none = state_homes({.residence = Residence::Nvme});
+  EXPECT_HAS(testing::error_of([&] { none(Quantity::Master, 10, kFloats); }), "nvme_path");
+  const auto home = state_homes({.residence = Residence::Nvme, .folder = "/proc/none"});
+  EXPECT_HAS(testing::error_of([&] { home(Quantity::Master, 10, kFloats); }), "/proc/none");
+}
+
+}  // namespace tessera::offload
