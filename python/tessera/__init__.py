@@ -17,7 +17,7 @@ from tessera._version import check_torch
 
 check_torch(torch.__version__)
 
-from tessera import autocast, data, lr_schedules, optim, parallel, sequence, state, utils, zero  # noqa: E402
+from tessera import autocast, data, lr_schedules, optim, parallel, pipeline, sequence, state, utils, zero  # noqa: E402
 from tessera._core import (  # noqa: E402
     Config,
     Group,
@@ -55,6 +55,7 @@ __all__ = [
     "lr_schedules",
     "optim",
     "parallel",
+    "pipeline",
     "sequence",
     "single_group",
     "state",

@@ -335,10 +335,18 @@ def initialize(
             collate_fn=collate_fn,
             config=_tensor_parallel.merged(given, mpu),
             mesh_param=mesh_param,
-            engine_type=functools.partial(DeepSpeedEngine, given=given),
+            engine_type=functools.partial(_class_for(model), given=given),
         )
     _groups.register(built[0], mpu)
     return built  # type: ignore[return-value]
+
+
+def _class_for(model: Any) -> type[DeepSpeedEngine]:
+    if isinstance(model, tessera.pipeline.PipelineModule):
+        from deepspeed._pipe import PipelineEngine
+
+        return PipelineEngine
+    return DeepSpeedEngine
 
 
 class _Rank:
