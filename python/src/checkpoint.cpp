@@ -190,6 +190,12 @@ void bind_checkpoint(py::module_& m) {
   m.def("sealed_manifest", &checkpoint::sealed, py::arg("json"));
   m.def("save_checkpoint", &save, py::arg("engine"), py::arg("dir"), py::arg("options"), py::arg("run"),
         py::arg("blobs"), py::arg("tensors"), py::arg("states"), py::arg("aliases"), NoGil());
+  m.def(
+      "span_checkpoints",
+      [](Engine& engine, const comm::GroupPtr& group, std::vector<int> copies) {
+        engine.checkpoints().span(group, std::move(copies));
+      },
+      py::arg("engine"), py::arg("group"), py::arg("copies"), NoGil());
   m.def("checkpoint_place", [](Engine& engine) { return engine.checkpoints().place(); }, py::arg("engine"), NoGil());
   m.def(
       "checkpoint_exchange",

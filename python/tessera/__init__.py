@@ -17,7 +17,7 @@ from tessera._version import check_torch
 
 check_torch(torch.__version__)
 
-from tessera import autocast, data, lr_schedules, optim, parallel, sequence, state, utils, zero  # noqa: E402
+from tessera import autocast, data, lr_schedules, optim, parallel, pipeline, sequence, state, utils, zero  # noqa: E402
 from tessera._core import (  # noqa: E402
     Config,
     Group,
@@ -28,7 +28,7 @@ from tessera._core import (  # noqa: E402
 )
 from tessera._core import version as __version__  # noqa: E402
 from tessera.distributed import init_distributed  # noqa: E402
-from tessera.engine import Engine, initialize  # noqa: E402
+from tessera.engine import Engine, initialize, step_together  # noqa: E402
 from tessera.errors import ConfigError, UsageError  # noqa: E402
 from tessera.optim._wrapper import Optimizer  # noqa: E402
 from tessera.units import default_unit_policy  # noqa: E402
@@ -55,9 +55,11 @@ __all__ = [
     "lr_schedules",
     "optim",
     "parallel",
+    "pipeline",
     "sequence",
     "single_group",
     "state",
+    "step_together",
     "thread_groups",
     "utils",
     "zero",

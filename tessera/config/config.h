@@ -68,6 +68,7 @@ struct Config {
   bool graph_harvesting = false;
 
   Checkpoint checkpoint;
+  Pipeline pipeline;
   ActivationCheckpointing activation_checkpointing;
   FlopsProfiler flops_profiler;
   FileMonitor tensorboard;

@@ -246,9 +246,8 @@ std::string reference_table() {
     out += "| `" + key.path + "` | - | `unset` | " + key.meaning + " |\n";
   }
   for (const std::string& name : foreign_names()) {
-    const bool harmless = name == "aio" || name == "pipeline";
     out += "| `" + name + "` | object | `unset` | outside Tessera; " +
-           (harmless ? "a warning, no effect" : "refused when switched on") + " |\n";
+           (name == "aio" ? "a warning, no effect" : "refused when switched on") + " |\n";
   }
   return out;
 }

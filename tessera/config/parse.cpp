@@ -118,7 +118,7 @@ class Parser {
     if (!switched_on(value)) {
       return;
     }
-    if (name == "aio" || name == "pipeline") {
+    if (name == "aio") {
       report_.warning(name, "has no effect here");
       return;
     }

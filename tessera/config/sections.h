@@ -99,6 +99,17 @@ struct Checkpoint {
   Value async_io;
 };
 
+struct Pipeline {
+  std::string schedule = "1f1b";
+  int64_t activation_checkpoint_interval = 0;
+  bool use_reentrant = false;
+  Value stages;
+  Value partition;
+  bool seed_layers = false;
+  bool pipe_partitioned = true;
+  bool grad_partitioned = true;
+};
+
 struct ActivationCheckpointing {
   bool partition_activations = false;
   bool contiguous_memory_optimization = false;

@@ -81,6 +81,9 @@ const std::vector<Unread>& unread() {
       {"zero_optimization.override_module_apply", "wrap Module.apply in GatheredParameters"},
       {"zero_optimization.enable_sanity_checks", "what can be checked is checked"},
       {"checkpoint.use_node_local_storage", "give such a folder yourself"},
+      {"pipeline.stages", "PipelineModule(num_stages=...)"},
+      {"pipeline.partition", "PipelineModule(partition_method=...)"},
+      {"pipeline.seed_layers", "PipelineModule(seed_layers=...)"},
       {"activation_checkpointing.cpu_checkpointing", "use torch.autograd.graph.save_on_cpu"},
       {"activation_checkpointing.profile", "use torch.profiler"},
   };

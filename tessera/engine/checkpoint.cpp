@@ -74,6 +74,7 @@ struct Checkpointer::Job {
   std::vector<Item> items;
   std::map<std::string, std::string> blobs;
   checkpoint::Manifest manifest;
+  bool tells_all = false;  // the first rank's engine is another one
 
   std::string folder() const { return checkpoint::folder_of(dir, tag); }
   std::string write(int rank, std::vector<std::string>& written) const;
@@ -86,8 +87,9 @@ std::string Checkpointer::Job::write(int rank, std::vector<std::string>& written
   Json part{{"files", Json::array()}, {"blobs", Json::object()}, {"records", ""}};
   std::vector<checkpoint::ParamRecord> own;
   std::copy_if(manifest.params.begin(), manifest.params.end(), std::back_inserter(own),
-               [](const auto& param) { return !param.along.empty(); });
+               [this](const auto& param) { return tells_all || !param.along.empty(); });
   part["params"] = checkpoint::params_text(own);
+  if (tells_all) part["empty"] = checkpoint::records_text(manifest.tensors);
   const auto path = [&](const std::string& name) { return (std::filesystem::path(folder()) / name).string(); };
   if (!items.empty()) {
     checkpoint::FileRecord file;
@@ -119,6 +121,7 @@ void Checkpointer::Job::complete(const std::vector<std::string>& texts) {
   for (const std::string& text : texts) {
     const Json part = Json::parse(text);
     checkpoint::merge_params(manifest.params, part["params"]);
+    if (part.contains("empty")) checkpoint::merge_records(manifest.tensors, part["empty"], 0);
     for (const Json& file : part["files"]) {
       checkpoint::merge_records(manifest.tensors, part["records"], static_cast<int>(manifest.files.size()));
       manifest.files.push_back({file[0], file[1]});
@@ -157,6 +160,23 @@ Checkpointer::~Checkpointer() {
   if (thread_.joinable()) thread_.join();
 }
 
+void Checkpointer::span(comm::GroupPtr group, std::vector<int> copies) {
+  wait();
+  const c10::Device device = ranks_of(engine_).device;
+  ranks_.emplace(zero::Ranks(group->size() > 1 ? group->sibling() : std::move(group)));
+  ranks_->device = device;
+  spans_ = true;
+  copies_ = std::move(copies);
+}
+
+bool Checkpointer::is_first_of_engine() const {
+  return ranks_of(engine_).place() == 0;
+}
+
+bool Checkpointer::is_copy(int param) const {
+  return std::find(copies_.begin(), copies_.end(), param) != copies_.end();
+}
+
 const zero::Ranks& Checkpointer::ranks() {
   if (!ranks_) ranks_.emplace(ranks_of(engine_).siblings());
   return *ranks_;
@@ -180,6 +200,7 @@ std::vector<Item> Checkpointer::items(const SaveOptions& options, const ClientPa
   zero::StateAccess& states = engine_.states();
   for (const NamedShard& shard : states.named_shards()) {
     if (shard.quantity == shard::Quantity::Gradient || (!shard.trained && !options.frozen)) continue;
+    if (is_copy(shard.param)) continue;
     // A weight that is the rounding of its master says nothing more.
     if (shard.quantity == shard::Quantity::Weight && shard.trained && !states.master_is_weight(shard.param)) continue;
     const Range mine = mine_of(shard);
@@ -190,6 +211,7 @@ std::vector<Item> Checkpointer::items(const SaveOptions& options, const ClientPa
                      [&states, shard](Range part) { return states.read_shard(shard, part); }});
   }
   for (const ClientState& state : client.states) {
+    if (is_copy(state.param)) continue;
     const auto [begin, end] = states.local_range(state.param);
     const NamedShard shard = states.owned_shard(state.param);
     TESSERA_CHECK_VALUE(state.values.numel() == end - begin, "checkpoint", "this rank holds ", end - begin,
@@ -207,7 +229,7 @@ std::vector<Item> Checkpointer::items(const SaveOptions& options, const ClientPa
   }
   SavedAccumulation accumulation = save_accumulation(engine_);
   std::move(accumulation.items.begin(), accumulation.items.end(), std::back_inserter(items));
-  if (ranks().place() != 0) return items;
+  if (!is_first_of_engine()) return items;
   for (const ClientTensor& t : client.tensors) {
     if (t.tensor.numel() == 0) continue;
     items.push_back({t.name,
@@ -302,6 +324,7 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
   job->id = plans[0].substr(0, digits);
   job->tag = plans[0].substr(digits);
   job->manifest.id = job->id;
+  job->tells_all = spans_ && is_first_of_engine() && ranks().place() != 0;
   job->blobs = std::move(client.blobs);
   if (const std::string counts = save_accumulation(engine_).blob; !counts.empty())
     job->blobs[blob_of_accumulation(ranks().place())] = counts;

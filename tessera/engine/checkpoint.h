@@ -55,6 +55,13 @@ struct Foreign {
   std::string names = "";  // of the files that it looks for, for errors
 };
 
+// Note [Checkpoints of several engines]
+//   Engines that are parts of one program, each on other ranks, save into one folder: span() tells the Checkpointer of each
+//   about the ranks of all of them, which from then on make every call together. Names of parameters and buffers tell the
+//   engines apart, and nothing in the folder says which engine had which: it loads into one engine, or into other parts. A
+//   tensor that several engines hold (tied weights) is written by one. Counters, loss scale and hyper-parameters are those of
+//   the first rank's engine; they have stepped together.
+
 // Calls are collective: all ranks of the engine make them, on a folder that all of them see. An error of one rank is an error
 // on all, after which the engine is as it was.
 class Checkpointer {
@@ -62,7 +69,10 @@ class Checkpointer {
   explicit Checkpointer(Engine& engine) : engine_(engine) {}
   ~Checkpointer();
 
-  // This rank's number among those of the engine; number 0 writes what is the same on all.
+  // See Note [Checkpoints of several engines]. `group`: all ranks of all engines, in the order of the parts. `copies`:
+  // parameters of this engine that another one writes.
+  void span(comm::GroupPtr group, std::vector<int> copies);
+  // This rank's number among those of the engine (or of all engines); number 0 writes what is the same on all.
   int place() { return ranks().place(); }
   // The texts of all ranks, by number; an error text of one is an error on all.
   std::vector<std::string> exchange(const std::string& text, const std::string& error);
@@ -81,9 +91,14 @@ class Checkpointer {
   void stage(std::vector<checkpoint::Item>& items);
   const zero::Ranks& ranks();
 
+  bool is_first_of_engine() const;
+  bool is_copy(int param) const;
+
   Engine& engine_;
   std::optional<zero::Ranks> ranks_;  // groups of its own: a save in the background meets no other collective
-  std::vector<at::Tensor> staging_;   // host memory that asynchronous saves keep
+  bool spans_ = false;
+  std::vector<int> copies_;
+  std::vector<at::Tensor> staging_;  // host memory that asynchronous saves keep
   std::thread thread_;
   std::string error_;
 };

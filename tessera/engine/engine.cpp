@@ -42,6 +42,13 @@ struct Engine::Impl {
                   ": with tessera.update_in_backward every backward is a step; switch it off to accumulate gradients");
   }
 
+  void check_keeps_gradients(const char* call) const {
+    TESSERA_CHECK(
+        !live(call).early.on(), "engine", call,
+        ": with tessera.update_in_backward the model is updated before several engines know their norm; switch "
+        "it off");
+  }
+
   bool boundary() const {
     if (!options.managed_accumulation) return in_step;
     if (boundary_override) return *boundary_override;
@@ -53,7 +60,7 @@ struct Engine::Impl {
     return {boundary(), no_sync || coalesce, mean, scaling.gradient_scale()};
   }
 
-  bool apply(const std::function<void()>& external);
+  bool apply(const std::function<void()>& external, std::optional<double> global_norm);
 
   void count_samples() {
     const int64_t before = std::exchange(counted_backwards, model->driver.backwards());
@@ -193,18 +200,24 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
 
 // ---------------------------------------------------------------- step
 
-bool Engine::step(const std::function<void()>& external) {
+bool Engine::step(const std::function<void()>& external, std::optional<double> global_norm) {
   Impl& m = *impl_;
   m.live("step");
   TESSERA_CHECK(!m.no_sync && !m.coalesce, "engine.step", "It is illegal to call Engine.step() inside ",
                 m.no_sync ? "no_sync" : "coalesce_grad_reduction", " context manager; leave it first");
+  TESSERA_CHECK_VALUE(!global_norm || !(*global_norm < 0), "engine.step", "global_norm must not be negative, got ",
+                      global_norm.value_or(0), "; it is the root of the sum of all engines' norm_contribution()");
+  const bool boundary = !m.options.managed_accumulation || m.boundary();
+  TESSERA_CHECK_VALUE(!global_norm || boundary, "engine.step",
+                      "global_norm at a step that is no accumulation boundary, where nothing is clipped: give it where "
+                      "is_gradient_accumulation_boundary() is true");
+  if (global_norm) m.check_keeps_gradients("step");
   m.in_step = true;
-  const bool boundary = m.boundary();
   bool finite = true;
   m.applied = false;
   if (boundary) {
     try {
-      finite = m.apply(external);
+      finite = m.apply(external, global_norm);
     } catch (...) {
       m.in_step = false;
       throw;
@@ -220,10 +233,11 @@ bool Engine::step(const std::function<void()>& external) {
 }
 
 // The boundary's part of a step. False when gradients had inf or NaN.
-bool Engine::Impl::apply(const std::function<void()>& external) {
+bool Engine::Impl::apply(const std::function<void()>& external, std::optional<double> global_norm) {
   model->units.check_whole();
   model->driver.ensure_reduced();
-  const zero::GradientSummary summary = model->updater.summarize();
+  if (global_norm) *global_norm *= scaling.gradient_scale();
+  const zero::GradientSummary summary = model->updater.summarize(global_norm);
   if (model->early.on()) {
     norm = summary.norm;
     applied = true;
@@ -231,7 +245,8 @@ bool Engine::Impl::apply(const std::function<void()>& external) {
     model->early.reset();
     return summary.finite;
   }
-  const bool skips = options.zero.precision.skip_nonfinite || scaling.scaler().needed() || summary.scaled;
+  const bool skips =
+      global_norm || options.zero.precision.skip_nonfinite || scaling.scaler().needed() || summary.scaled;
   if (summary.finite || !skips) {
     const double unscaled = summary.norm / scaling.gradient_scale();
     double scale = optim::clip_coefficient(unscaled, options.gradient_clipping) / scaling.gradient_scale();
@@ -262,6 +277,14 @@ double Engine::grad_norm() {
   zero::ShardedModel& model = impl_->live("grad_norm");
   model.driver.ensure_reduced();
   return model.updater.summarize().norm / impl_->scaling.gradient_scale();
+}
+
+double Engine::norm_contribution(const std::vector<int>& without) {
+  zero::ShardedModel& model = impl_->live("norm_contribution");
+  impl_->check_keeps_gradients("norm_contribution");
+  model.driver.ensure_reduced();
+  const double scale = impl_->scaling.gradient_scale();
+  return model.updater.norm_contribution(without) / (scale * scale);
 }
 
 // ---------------------------------------------------------------- accumulation

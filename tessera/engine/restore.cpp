@@ -140,7 +140,7 @@ void Restore::plan(Engine& engine) {
   };
   if (options_.strict) {
     list("not in the checkpoint:", missing_);
-    list("not in the model:", unexpected_);
+    if (!of_several_) list("not in the model:", unexpected_);
   }
   check(problems);
 }
@@ -150,6 +150,18 @@ void Restore::check(const std::vector<std::string>& problems) const {
   for (const std::string& problem : problems)
     text += "\n  " + problem;
   TESSERA_CHECK_VALUE(problems.empty(), "checkpoint", "'", folder_, "' does not fit this engine:", text);
+}
+
+// Of several engines: what none of them has. The lists of all ranks, each as JSON.
+void Restore::check_unexpected(const std::vector<std::string>& of_all_ranks) {
+  for (const std::string& text : of_all_ranks) {
+    const auto there = Json::parse(text).get<std::set<std::string>>();
+    std::erase_if(unexpected_, [&](const std::string& name) { return !there.contains(name); });
+  }
+  std::vector<std::string> problems;
+  for (const std::string& name : unexpected_)
+    problems.push_back("not in the model: '" + name + "'");
+  if (options_.strict) check(problems);
 }
 
 void Restore::verify() const {
@@ -261,7 +273,7 @@ std::optional<Restore> Checkpointer::open(const std::string& dir, const std::str
   if (first[0].empty()) return std::nullopt;
   Restore restore;
   restore.options_ = options;
-  together(ranks(), "what a checkpoint holds", [&] {
+  const auto left = together(ranks(), "what a checkpoint holds", [&] {
     const Json said = Json::parse(first[0]);
     restore.tag_ = said["tag"];
     restore.folder_ = checkpoint::folder_of(dir, restore.tag_);
@@ -269,6 +281,7 @@ std::optional<Restore> Checkpointer::open(const std::string& dir, const std::str
     const Json run = Json::parse(restore.reader_->manifest().run);
     restore.client_run_ = run.contains("client") ? run["client"].dump() : "{}";
     restore.place_ = ranks().place();
+    restore.of_several_ = spans_;
     restore.plan(engine_);
     if (options.run && run.contains("accumulation"))
       restore.accumulation_ = std::make_unique<RestoredAccumulation>(
@@ -278,8 +291,9 @@ std::optional<Restore> Checkpointer::open(const std::string& dir, const std::str
       return options.optimizer || record.kind == kWeight || record.kind == kMaster || record.kind == kBuffer;
     };
     restore.reader_->verify_blocks(needed, ranks().place(), static_cast<int>(first.size()));
-    return std::string();
+    return Json(restore.unexpected_).dump();
   });
+  if (spans_) restore.check_unexpected(left);
   return restore;
 }
 

@@ -48,11 +48,13 @@ class Restore {
   void plan(Engine& engine);
   void verify() const;
   void check(const std::vector<std::string>& problems) const;
+  void check_unexpected(const std::vector<std::string>& of_all_ranks);
   const checkpoint::ParamRecord* record_of(const ParamSpec& spec, std::vector<std::string>& problems) const;
 
   Engine* engine_ = nullptr;
   int place_ = 0;  // this rank's, of all
   Options options_;
+  bool of_several_ = false;  // what is not in this engine may be in another one
   std::string folder_, tag_, client_run_;
   std::unique_ptr<checkpoint::Reader> reader_;
   std::vector<Part> parts_;

@@ -3,203 +3,42 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/Event.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <memory>
 #include <optional>
 
 #include "tessera/base/error.h"
 #include "tessera/optim/norm.h"
 #include "tessera/shard/dtype.h"
 #include "tessera/zero/adoption.h"
+#include "tessera/zero/tile_pipeline.h"
 
 namespace tessera::zero {
 
 namespace {
 
-// Consecutive parameters of an owned range that share group and step count; gaps between them hold zeros.
-struct Segment {
-  shard::Range range;  // in the coordinates of the owned range
-  int group = 0;
-  int64_t step = 0;
-  uint64_t first = 0;  // number of the first element in the model, where it matters
-};
-
-// `numbered`: the elements of a segment are those of the whole model from `first` on, one after the other.
-std::vector<Segment> segments_of(const Unit& unit, const std::vector<bool>& present, bool numbered) {
-  std::vector<Segment> segments;
-  bool open = false;
-  for (const Param& p : unit.params) {
-    const shard::Range mine = unit.owned_slice(p);
-    if (mine.empty()) continue;
-    if (!present[p.id]) {
-      open = false;
-    } else if (numbered) {
-      const int64_t skipped = unit.owned.begin + mine.begin - p.range.begin;
-      shard::for_stretches(p.cut, {skipped, skipped + mine.size()}, [&](shard::Range r, int64_t number) {
-        const int64_t begin = mine.begin + r.begin - skipped;
-        segments.push_back({{begin, begin + r.size()}, p.group, p.step + 1, p.first + static_cast<uint64_t>(number)});
-      });
-    } else if (open && segments.back().group == p.group && segments.back().step == p.step + 1) {
-      segments.back().range.end = mine.end;
-    } else {
-      segments.push_back({mine, p.group, p.step + 1});
-      open = true;
-    }
+// The gradients of `slice` (in the coordinates of the flat space, and owned here), without those of some parameters.
+void add_pieces(std::vector<at::Tensor>& pieces, const Unit& unit, shard::Range slice,
+                const std::vector<ParamId>& without) {
+  const auto add = [&](int64_t begin, int64_t end) {
+    if (begin < end) pieces.push_back(unit.owned_grads().narrow(0, begin - unit.owned.begin, end - begin));
+  };
+  for (const Param& p : unit.params) {  // in the order of their places
+    if (std::ranges::find(without, p.id) == without.end()) continue;
+    add(slice.begin, std::min(p.range.begin, slice.end));
+    slice.begin = std::max(slice.begin, p.range.end);
   }
-  return segments;
+  add(slice.begin, slice.end);
 }
 
-at::Tensor part(const at::Tensor& tensor, const shard::Range& range) {
-  return tensor.defined() ? tensor.narrow(0, range.begin, range.size()) : at::Tensor();
+// What travels of a norm that step() was given: numbers that compare, and none is one of them.
+double given_norm(std::optional<double> norm) {
+  if (!norm) return -1;
+  return std::isfinite(*norm) ? *norm : -2;
 }
-
-// `segments` cut at multiples of kTile.
-std::vector<Segment> in_tiles(const std::vector<Segment>& segments) {
-  std::vector<Segment> pieces;
-  for (const Segment& s : segments) {
-    for (int64_t begin = s.range.begin; begin < s.range.end;) {
-      Segment piece = s;
-      piece.range = {begin, std::min((begin / kTile + 1) * kTile, s.range.end)};
-      piece.first += static_cast<uint64_t>(begin - s.range.begin);
-      pieces.push_back(piece);
-      begin = piece.range.end;
-    }
-  }
-  return pieces;
-}
-
-// `from`, on a device, on its way to host memory. (torch keeps pinned memory while a copy of it is on its way.)
-shard::PendingView bring_to_host(const at::Tensor& from, bool pin) {
-  const at::Tensor there = at::empty(from.sizes(), from.options().device(at::kCPU).pinned_memory(pin));
-  there.copy_(from, /*non_blocking=*/true);
-  auto copied = std::make_shared<c10::Event>(from.device().type());
-  copied->record(c10::impl::VirtualGuardImpl(from.device().type()).getStream(from.device()));
-  return shard::PendingView(there, [copied] { copied->synchronize(); });
-}
-
-// A piece of a unit's update: its buffers' values on their way to who updates, and back. States that do not live on the
-// device are updated by the host, which then takes gradients and weights from the device and sends weights back.
-class Tile {
- public:
-  // `range`: of the owned range, whose gradients are `grads`. `last`: of its unit. `away`: its states do not live on the device.
-  Tile(Unit& unit, const at::Tensor& grads, shard::Range range, std::vector<Segment> segments, bool last, bool away, bool pin)
-      : unit_(&unit),
-        range_(range),
-        segments_(std::move(segments)),
-        last_(last),
-        weights_(part(unit.owned_weights(), range)),
-        grads_(part(grads, range)) {
-    for (const shard::Buffer* buffer : buffers())
-      views_.push_back(buffer->defined() ? std::optional(buffer->fetch(range)) : std::nullopt);
-    if (!away || grads_.wait().is_cpu()) return;
-    device_weights_ = weights_.wait();
-    grads_ = bring_to_host(grads_.wait(), pin);
-    weights_ = bring_to_host(device_weights_, pin);
-  }
-
-  void update(optim::Rule rule, const std::vector<optim::GroupOptions>& groups, const Options& options, double scale) {
-    for (const Segment& segment : segments_)
-      update(segment, rule, groups[segment.group], options, scale);
-    if (device_weights_.defined()) device_weights_.copy_(weights_.wait(), /*non_blocking=*/true);
-    for (size_t i = 0; i < views_.size(); ++i)
-      if (views_[i]) buffers()[i]->store(range_, views_[i]->wait());
-  }
-
-  Unit& unit() const { return *unit_; }
-  bool is_last() const { return last_; }
-
- private:
-  std::array<const shard::Buffer*, 4> buffers() const { return unit_->state_buffers(); }
-  at::Tensor arrived(shard::PendingView& values, shard::Range range) const {
-    return values.wait().narrow(0, range.begin - range_.begin, range.size());
-  }
-  at::Tensor arrived(size_t buffer, shard::Range range) {
-    return views_[buffer] ? arrived(*views_[buffer], range) : at::Tensor();
-  }
-  void update(const Segment& segment, optim::Rule rule, const optim::GroupOptions& group, const Options& options,
-              double scale) {
-    const at::Tensor weights = arrived(weights_, segment.range);
-    const bool fp32_weights = weights.scalar_type() == at::kFloat;  // then they are the master
-    optim::UpdateSlice slice;
-    slice.master = fp32_weights ? weights : arrived(0, segment.range);
-    if (!fp32_weights) slice.weight = weights;
-    slice.residual = arrived(1, segment.range);
-    slice.grad = arrived(grads_, segment.range);
-    slice.state = {arrived(2, segment.range), arrived(3, segment.range)};
-    slice.rounding = options.precision.rounding;
-    slice.random = {options.seed, static_cast<uint64_t>(segment.step), segment.first};
-    optim::update(rule, group, segment.step, slice, scale);
-  }
-
-  Unit* unit_;
-  shard::Range range_;
-  std::vector<Segment> segments_;
-  bool last_;
-  std::vector<std::optional<shard::PendingView>> views_;
-  shard::PendingView weights_, grads_;
-  at::Tensor device_weights_;  // where the host updates a copy
-};
-
-// The next tile is on its way to the device and the last one on its way back while one is updated. Where the states live on
-// the device a unit is one tile, and nothing is on its way.
-class TilePipeline {
- public:
-  // `done` is told of every unit in turn, also after a failure: the collectives go on, or the other ranks would wait.
-  TilePipeline(Units& units, double scale, DiskGuard& disks, std::function<void(Unit&)> done)
-      : units_(units), scale_(scale), disks_(disks), done_(std::move(done)) {}
-
-  void add(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present) {
-    std::vector<Segment> segments = segments_of(unit, present, units_.options().precision.update_is_random());
-    if (lives_on_device(unit)) return add(unit, grads, {0, unit.owned.size()}, std::move(segments), true, false);
-    segments = in_tiles(segments);
-    if (segments.empty()) {
-      finish();
-      done_(unit);
-    }
-    for (auto begin = segments.begin(); begin != segments.end();) {
-      const int64_t number = begin->range.begin / kTile;
-      const auto end =
-          std::find_if(begin, segments.end(), [&](const Segment& s) { return s.range.begin / kTile > number; });
-      const shard::Range range{number * kTile, std::min((number + 1) * kTile, unit.owned.size())};
-      add(unit, grads, range, {begin, end}, end == segments.end(), true);
-      begin = end;
-    }
-  }
-
-  // The last tile's update.
-  void finish() {
-    if (!next_) return;
-    disks_.run([&] { next_->update(units_.rule(), units_.groups(), units_.options(), scale_); });
-    if (next_->is_last()) done_(next_->unit());
-    next_.reset();
-  }
-
- private:
-  void add(Unit& unit, const at::Tensor& grads, shard::Range range, std::vector<Segment> segments, bool last,
-           bool away) {
-    std::optional<Tile> tile;
-    disks_.run(
-        [&] { tile.emplace(unit, grads, range, std::move(segments), last, away, units_.options().pin_memory); });
-    finish();
-    if (tile) {
-      next_ = std::move(tile);
-    } else if (last) {
-      done_(unit);
-    }
-  }
-
-  Units& units_;
-  double scale_;
-  DiskGuard& disks_;
-  std::function<void(Unit&)> done_;
-  std::optional<Tile> next_;
-};
 
 }  // namespace
 
@@ -207,7 +46,7 @@ Updater::Updater(Units& units, BackwardDriver& driver) : units_(units), driver_(
 
 // Squares of the gradients of units that all ranks share: one sum per slice and rank, added in rank order, so that the bits
 // are the same whether a rank holds one slice or all. `rows`: a row for each rank of the shard group, the first column.
-void Updater::add_squares(at::TensorAccessor<double, 2> rows) const {
+void Updater::add_squares(at::TensorAccessor<double, 2> rows, const std::vector<ParamId>& without) const {
   const Ranks& ranks = units_.ranks();
   if (units_.options().update_in_backward) {
     for (const auto& unit : units_.all())
@@ -220,9 +59,8 @@ void Updater::add_squares(at::TensorAccessor<double, 2> rows) const {
     if (&unit->ranks != &ranks) continue;
     for (int r = 0; r < ranks.shard->size(); ++r) {
       if (units_.placements().states == shard::Placement::Shard && r != ranks.shard->rank()) continue;
-      const shard::Range slice = unit->layout.shard(r);
-      slices.push_back(unit->owned_grads().narrow(0, slice.begin - unit->owned.begin, slice.size()));
-      rank_of.push_back(r);
+      add_pieces(slices, *unit, unit->layout.shard(r), without);
+      rank_of.resize(slices.size(), r);
     }
   }
   const std::vector<double> squares = optim::sums_of_squares(slices);
@@ -230,34 +68,62 @@ void Updater::add_squares(at::TensorAccessor<double, 2> rows) const {
     rows[rank_of[i]][0] += squares[i];
 }
 
-// Those of the others, over all ranks: of equal ones, one rank counts.
-double Updater::sum_of_varying_squares() const {
-  if (units_.rank_sets().size() == 1) return 0;
+// Those of the others: of equal ones, one rank counts.
+double Updater::varying_squares(const std::vector<ParamId>& without) const {
   std::vector<at::Tensor> slices;
-  double squares = 0;
+  double sum = 0;
   for (const auto& unit : units_.all()) {
     const Ranks& ranks = unit->ranks;
     if (&ranks == &units_.ranks() || ranks.replicate->rank() > 0) continue;
     if (!ranks.varies_along_model && ranks.model->rank() > 0) continue;
     if (!units_.states_are_cut(ranks) && ranks.shard->rank() > 0) continue;
     if (units_.options().update_in_backward) {
-      squares += unit->squares;
+      sum += unit->squares;
     } else {
-      slices.push_back(unit->owned_grads());
+      add_pieces(slices, *unit, unit->owned, without);
     }
   }
-  for (const double of_slice : optim::sums_of_squares(slices))
-    squares += of_slice;
-  at::Tensor sum = at::full({1}, squares, at::kDouble);
+  for (const double squares : optim::sums_of_squares(slices))
+    sum += squares;
+  return sum;
+}
+
+// Over all ranks.
+double Updater::sum_of_varying_squares() const {
+  if (units_.rank_sets().size() == 1) return 0;
+  const at::Tensor sum = at::full({1}, varying_squares(), at::kDouble);
   units_.ranks().agree(sum, comm::ReduceOp::Sum, "gradient norm");
   return sum.item<double>();
 }
 
-GradientSummary Updater::summarize() {
+void Updater::reduce_late() {
+  driver_.reducer().reduce_late();
+  driver_.reduce_replicas();
+}
+
+double Updater::norm_contribution(const std::vector<ParamId>& without) {
+  for (const ParamId id : without)
+    units_.trained(id, "norm_contribution");
+  const Ranks& ranks = units_.ranks();
+  const at::Tensor late = at::full({1}, driver_.reducer().has_late() ? 1.0 : 0.0, at::kDouble);
+  ranks.agree(late, comm::ReduceOp::Max, "late gradients");
+  if (late.item<double>() > 0) reduce_late();
+  const double own = varying_squares(without);
+  if (ranks.replicate->rank() > 0 || ranks.model->rank() > 0) return own;
+  const at::Tensor rows = at::zeros({ranks.shard->size(), 1}, at::kDouble);
+  auto squares = rows.accessor<double, 2>();
+  add_squares(squares, without);
+  return squares[ranks.shard->rank()][0] + own;
+}
+
+GradientSummary Updater::summarize(std::optional<double> norm) {
   const int ranks = units_.ranks().shard->size(), me = units_.ranks().shard->rank();
-  at::Tensor sums = at::zeros({ranks, 4}, at::kDouble);
-  auto table = sums.accessor<double, 2>();  // rank: squares, parameters without a gradient, late gradients, scaled
-  add_squares(table);
+  at::Tensor sums = at::zeros({ranks, 6}, at::kDouble);
+  // rank: squares, parameters without a gradient, late gradients, scaled, largest and least given norm
+  auto table = sums.accessor<double, 2>();
+  if (!norm) add_squares(table);
+  table[me][4] = given_norm(norm);
+  table[me][5] = -given_norm(norm);
   if (!units_.options().update_in_backward) {  // it has used them up
     for (const ParamId id : units_.trained_ids())
       table[me][1] += units_[id].param->has_grad ? 0 : 1;
@@ -270,19 +136,20 @@ GradientSummary Updater::summarize() {
   GradientSummary summary;
   double total = 0, missing = 0, late = 0;
   for (int r = 0; r < ranks; ++r) {
+    TESSERA_CHECK_VALUE(table[r][4] == given_norm(norm) && table[r][5] == -given_norm(norm), "engine.step",
+                        "ranks of this engine give different norms: one has ", norm.value_or(-1),
+                        " (-1: none), others another; global_norm is the same on all of them");
     total += table[r][0];
     missing += table[r][1];
     late += table[r][2];
     summary.scaled = summary.scaled || table[r][3] > 0;
   }
   if (late > 0) {  // on all ranks alike
-    driver_.reducer().reduce_late();
-    driver_.reduce_replicas();
-    return summarize();
+    reduce_late();
+    return summarize(norm);
   }
-  total += sum_of_varying_squares();
-  summary.norm = std::sqrt(total);
-  summary.finite = std::isfinite(total);
+  summary.norm = norm ? *norm : std::sqrt(total + sum_of_varying_squares());
+  summary.finite = std::isfinite(summary.norm);
   summary.present = agree_presence(missing > 0);
   return summary;
 }

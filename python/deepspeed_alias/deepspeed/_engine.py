@@ -110,9 +110,9 @@ class DeepSpeedEngine(tessera.Engine):
     ) -> torch.Tensor:
         return super().backward(loss, retain_graph, scale_wrt_gas)
 
-    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+    def step(self, lr_kwargs: dict[str, Any] | None = None, *, global_norm: float | None = None) -> None:
         steps = self.global_steps
-        super().step(lr_kwargs)
+        super().step(lr_kwargs, global_norm=global_norm)
         self.tput_timer.stop(global_step=self.global_steps != steps)
 
     @contextlib.contextmanager
@@ -335,10 +335,18 @@ def initialize(
             collate_fn=collate_fn,
             config=_tensor_parallel.merged(given, mpu),
             mesh_param=mesh_param,
-            engine_type=functools.partial(DeepSpeedEngine, given=given),
+            engine_type=functools.partial(_class_for(model), given=given),
         )
     _groups.register(built[0], mpu)
     return built  # type: ignore[return-value]
+
+
+def _class_for(model: Any) -> type[DeepSpeedEngine]:
+    if isinstance(model, tessera.pipeline.PipelineModule):
+        from deepspeed._pipe import PipelineEngine
+
+        return PipelineEngine
+    return DeepSpeedEngine
 
 
 class _Rank:

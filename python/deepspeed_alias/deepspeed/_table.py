@@ -22,7 +22,6 @@ def _refused(names: str, feature: str) -> Rows:
     return dict.fromkeys(names.split(), f"!{feature}")
 
 
-_PIPE = "pipeline parallelism (section `pipeline`); use data, tensor or sequence parallelism"
 _INFERENCE = "inference engines; call the model itself, inside zero.GatheredParameters where it is partitioned"
 _MOE = "expert parallelism (section `expert_parallel`); leaf modules (zero_optimization.leaf_module) train MoE models"
 _ULYSSES = "sequence parallelism (`sequence_parallel_size`)"
@@ -40,6 +39,9 @@ _ZERO = {
     **_refused("MiCS_Init", "MiCS_Init; zero_optimization.mics_shard_size needs no context of its own"),
     **_refused("DeepSpeedTensorOverride", "tensor overrides; zero.Init(tensor_overrides=...)"),
 }
+
+_PIPE = _same("tessera.pipeline", "PipelineModule LayerSpec TiedLayerSpec")
+_TOPOLOGIES = _same("._pipe", "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology")
 
 _LEAF = (
     "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter set_z3_leaf_module "
@@ -98,7 +100,8 @@ MODULES: dict[str, Rows] = {
         "comm": "deepspeed.comm",
         "dist": "deepspeed.comm",
         "get_accelerator": "._accelerator:get_accelerator",
-        **_refused("PipelineModule PipelineEngine", _PIPE),
+        "PipelineModule": "tessera.pipeline:PipelineModule",
+        "PipelineEngine": "._pipe:PipelineEngine",
         **_refused("init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config", _INFERENCE),
         **_refused("DeepSpeedHybridEngine", "the hybrid engine (section `hybrid_engine`)"),
         **_refused("DeepSpeedTransformerLayer DeepSpeedTransformerConfig replace_transformer_layer", _KERNELS),
@@ -146,10 +149,10 @@ MODULES: dict[str, Rows] = {
     },
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "deepspeed.runtime.pipe": _refused("PipelineModule LayerSpec TiedLayerSpec", _PIPE),
-    "deepspeed.runtime.pipe.module": _refused("PipelineModule LayerSpec TiedLayerSpec", _PIPE),
-    "deepspeed.runtime.pipe.topology": _refused("PipeModelDataParallelTopology ProcessTopology", _PIPE),
-    "deepspeed.runtime.pipe.engine": _refused("PipelineEngine", _PIPE),
+    "deepspeed.runtime.pipe": {**_PIPE, **_TOPOLOGIES},
+    "deepspeed.runtime.pipe.module": _PIPE,
+    "deepspeed.runtime.pipe.topology": _TOPOLOGIES,
+    "deepspeed.runtime.pipe.engine": _same("._pipe", "PipelineEngine"),
     "deepspeed.runtime.hybrid_engine": _refused("DeepSpeedHybridEngine", "the hybrid engine (section `hybrid_engine`)"),
     "deepspeed.runtime.compiler": _same("._small", "is_compile_supported"),
     "deepspeed.runtime.sequence_parallel": {},
@@ -292,7 +295,7 @@ MODULES: dict[str, Rows] = {
         **_same("._sequence", "_SeqAllToAll"),
     },
     "deepspeed.sequence.cross_entropy": _same("tessera.sequence", "vocab_sequence_parallel_cross_entropy", _ULYSSES),
-    "deepspeed.pipe": _refused("PipelineModule LayerSpec TiedLayerSpec", _PIPE),
+    "deepspeed.pipe": _PIPE,
     "deepspeed.moe": {},
     "deepspeed.moe.layer": _refused("MoE", _MOE),
     "deepspeed.moe.utils": {

@@ -1,0 +1,291 @@
+"""A model as a list of layers, of which each stage builds its own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tessera.errors import ConfigError
+from tessera.pipeline._partition import bounds_of
+
+LayerFunction = Callable[[Any], Any]
+
+
+class LayerSpec:
+    """A layer that is not built yet: `typename(*module_args, **module_kwargs)`, on the stage that has it."""
+
+    def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not callable(typename):
+            raise ConfigError(f"[LayerSpec] takes a class of modules and its arguments, got {typename!r}")
+        self.typename = typename
+        self.module_args = module_args
+        self.module_kwargs = module_kwargs
+
+    @property
+    def name(self) -> str:
+        return getattr(self.typename, "__name__", type(self.typename).__name__)
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer in several places of the list, which `key` names: one module with one set of weights.
+
+    `forward_fn(module, x)` is what it does in this place (default: module(x)). Stages that have it hold a copy each;
+    their gradients are summed before a step, so that the copies stay equal. `tied_weight_attr` is DeepSpeed's and says
+    nothing here: all parameters of the module are tied.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: Callable[..., nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = "weight",
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key = key
+        self.forward_fn = forward_fn
+        self.tied_weight_attr = tied_weight_attr
+
+
+Layer = LayerSpec | nn.Module | LayerFunction
+
+
+class PipelineModule(nn.Module):
+    """The layers of one stage; tessera.initialize() makes a PipelineEngine of it.
+
+    `layers`: of the whole model, in their order: LayerSpec, TiedLayerSpec, modules, and functions without parameters.
+    Each takes what the one before it returned, as one argument: a tensor, or tuples, lists and dicts of tensors.
+    `num_stages`: ranks are `num_stages` runs of neighbours, one run a stage; or `topology`, an object whose
+    get_dim("pipe") says it. `num_chunks`: parts of the model on each stage, for the interleaved schedule.
+    `loss_fn(outputs, labels)`: of the last stage; without it the last layer returns the loss.
+    `partition_method`: "uniform", "parameters" or "type:REGEX" of class names.
+    `activation_checkpoint_interval`: layers between two saved activations, what is between is computed again in the
+    backward; 0 saves all. `checkpointable_layers`: class names that may be; default: those with trained parameters.
+    `seed_layers`: layer i is built after torch.manual_seed(base_seed + i) (`seed_fn` for another generator): the same
+    weights for any number of stages.
+
+    Parameters have the names that they have in the list: "layers.3.weight" is of layer 3 on whatever stage it is, a
+    tied module's are "tied_modules.KEY.weight". Called, it runs the layers of one chunk of this stage.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        num_stages: int | None = None,
+        topology: Any = None,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        num_chunks: int = 1,
+    ) -> None:
+        super().__init__()
+        self.num_stages = _stages(num_stages, topology)
+        self.num_chunks = num_chunks
+        self.stage_id = _rank() // (_world() // self.num_stages)
+        self.loss_fn = loss_fn
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.checkpointable_layers = checkpointable_layers
+        self._checkpoint = activation_checkpoint_func or _checkpoint
+        self._seed_layers, self._base_seed = seed_layers, base_seed
+        self._seed_fn = seed_fn or torch.manual_seed
+        self._list = list(layers)
+        if num_chunks < 1 or (num_chunks > 1 and self.num_stages == 1):
+            raise ConfigError(
+                f"[PipelineModule] num_chunks {num_chunks} with {self.num_stages} stages; it needs 2 stages"
+            )
+        self._check()
+        self.bounds = self._bounds(partition_method)
+        self.layers = nn.ModuleDict()
+        self.tied_modules = nn.ModuleDict()
+        self._functions: dict[int, LayerFunction] = {}
+        for chunk in range(num_chunks):
+            for number in self.layers_of(chunk):
+                self._functions[number] = self._build(number)
+
+    def _tessera_engine(self, *args: Any, **kwargs: Any) -> Any:
+        """What tessera.initialize() calls."""
+        from tessera.pipeline._engine import PipelineEngine
+
+        return PipelineEngine(*args, **kwargs)
+
+    # ---------------------------------------------------------------- what is where
+
+    def layers_of(self, chunk: int, stage: int | None = None) -> range:
+        """The numbers of the layers of a chunk, of this stage or another."""
+        part = chunk * self.num_stages + (self.stage_id if stage is None else stage)
+        return range(self.bounds[part], self.bounds[part + 1])
+
+    def tied_stages(self) -> dict[str, list[int]]:
+        """By key: the stages that have a copy, in ascending order."""
+        found: dict[str, set[int]] = {}
+        for stage in range(self.num_stages):
+            for chunk in range(self.num_chunks):
+                for number in self.layers_of(chunk, stage):
+                    layer = self._list[number]
+                    if isinstance(layer, TiedLayerSpec):
+                        found.setdefault(layer.key, set()).add(stage)
+        return {key: sorted(stages) for key, stages in sorted(found.items())}
+
+    def describe(self) -> str:
+        """Which stage has which layers, a line each."""
+        lines = []
+        for chunk in range(self.num_chunks):
+            for stage in range(self.num_stages):
+                names = [f"{number}: {_class_name(self._list[number])}" for number in self.layers_of(chunk, stage)]
+                lines.append(f"stage {stage}{f' chunk {chunk}' if self.num_chunks > 1 else ''}: {', '.join(names)}")
+        return "\n".join(lines)
+
+    # ---------------------------------------------------------------- forward
+
+    def forward(self, inputs: Any, chunk: int = 0) -> Any:
+        numbers = self.layers_of(chunk)
+        interval = self.activation_checkpoint_interval
+        if interval <= 0 or not torch.is_grad_enabled():
+            return self._run(numbers, inputs)
+        for begin in range(numbers.start, numbers.stop, interval):
+            some = range(begin, min(begin + interval, numbers.stop))
+            if self._saves_only_inputs(some):
+                inputs = self._checkpoint(functools.partial(self._run, some), inputs)
+            else:
+                inputs = self._run(some, inputs)
+        return inputs
+
+    def _run(self, numbers: range, inputs: Any) -> Any:
+        for number in numbers:
+            inputs = self._functions[number](inputs)
+        return inputs
+
+    def _saves_only_inputs(self, numbers: range) -> bool:
+        if self.checkpointable_layers is not None:
+            return all(_class_name(self._list[number]) in self.checkpointable_layers for number in numbers)
+        modules = [self._functions[number] for number in numbers]
+        return any(
+            param.requires_grad for module in modules if isinstance(module, nn.Module) for param in module.parameters()
+        )
+
+    # ---------------------------------------------------------------- construction
+
+    def _build(self, number: int) -> LayerFunction:
+        layer = self._list[number]
+        if isinstance(layer, TiedLayerSpec):
+            if layer.key not in self.tied_modules:
+                with self._seeded(number):
+                    self.tied_modules[layer.key] = layer.build()
+            module = self.tied_modules[layer.key]
+            forward_fn = layer.forward_fn
+            return module if forward_fn is None else lambda x: forward_fn(module, x)
+        if isinstance(layer, LayerSpec):
+            with self._seeded(number):
+                layer = layer.build()
+        if isinstance(layer, nn.Module):
+            self.layers[str(number)] = layer
+        return layer
+
+    @contextlib.contextmanager
+    def _seeded(self, number: int) -> Iterator[None]:
+        if self._seed_layers:
+            first = next(
+                (
+                    n
+                    for n, other in enumerate(self._list)
+                    if _key(other) is not None and _key(other) == _key(self._list[number])
+                ),
+                number,
+            )  # of a tied layer: the same on all stages
+            self._seed_fn(self._base_seed + first)
+        yield
+
+    def _check(self) -> None:
+        modules: set[int] = set()
+        for number, layer in enumerate(self._list):
+            if not (isinstance(layer, (LayerSpec, nn.Module)) or callable(layer)):
+                raise ConfigError(
+                    f"[PipelineModule] layer {number} is {layer!r}; take LayerSpec, TiedLayerSpec, modules or functions"
+                )
+            if isinstance(layer, nn.Module) and id(layer) in modules:
+                raise ConfigError(
+                    f"[PipelineModule] layer {number} ({_class_name(layer)}) is in the list twice; use a "
+                    "TiedLayerSpec of one key in each place"
+                )
+            modules.add(id(layer))
+
+    def _bounds(self, method: str) -> list[int]:
+        parts = self.num_stages * self.num_chunks
+        needs_counts = method.lower() in ("parameters", "best") and parts > 1
+        counts = [_count(layer) if needs_counts else 0 for layer in self._list]
+        return bounds_of(method, parts, counts, [_class_name(layer) for layer in self._list])
+
+
+def units_of_layers(model: nn.Module) -> dict[str, str]:
+    """A unit for each layer and each tied module (tessera.units)."""
+    return {name: ".".join(name.split(".")[:2]) for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def _key(layer: Layer) -> str | None:
+    return layer.key if isinstance(layer, TiedLayerSpec) else None
+
+
+def _class_name(layer: Layer) -> str:
+    if isinstance(layer, LayerSpec):
+        return layer.name
+    return getattr(layer, "__name__", type(layer).__name__)
+
+
+def _count(layer: Layer) -> int:
+    """Trained elements; of a layer that is not built without allocating any."""
+    if isinstance(layer, LayerSpec):
+        state = torch.get_rng_state()
+        with torch.device("meta"):
+            layer = layer.build()
+        torch.set_rng_state(state)
+    if not isinstance(layer, nn.Module):
+        return 0
+    return sum(param.numel() for param in layer.parameters() if param.requires_grad)
+
+
+def _checkpoint(function: LayerFunction, inputs: Any) -> Any:
+    return checkpoint(function, inputs, use_reentrant=False)
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _stages(num_stages: int | None, topology: Any) -> int:
+    if topology is not None:
+        pipe = int(topology.get_dim("pipe"))
+        if num_stages not in (None, pipe):
+            raise ConfigError(f"[PipelineModule] num_stages is {num_stages}, the topology has {pipe}")
+        num_stages = pipe
+    if num_stages is None:
+        raise ConfigError("[PipelineModule] pass num_stages or a topology")
+    if num_stages < 1 or _world() % num_stages:
+        started = "" if _world() > 1 else "; start the ranks and call tessera.init_distributed() before"
+        raise ConfigError(f"[PipelineModule] {_world()} ranks cannot be {num_stages} stages of equal size{started}")
+    return num_stages

@@ -1,0 +1,100 @@
+"""Checkpoints of a pipeline: one folder, of the whole list of layers, for any number of stages and for plain
+engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from stages import Block, Whole, config, data, in_processes, layers, loss_fn, module, pipeline, weights
+from tessera.pipeline import LayerSpec, PipelineModule
+
+import tessera
+from tessera import checkpoints
+
+CONFIG = config(1, 4, "bf16", gradient_clipping=0.05, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 9}})
+
+
+def go_on(engine: Any, steps: int = 2) -> list[float]:
+    """Every data-parallel rank sees the same, so that their number does not matter."""
+    source = data(5)
+    return [float(engine.train_batch(source)) for _ in range(steps)]
+
+
+def reshards(rank: int, folder: Path, tied: bool) -> None:
+    first = pipeline(module(4, tied), CONFIG)
+    go_on(first)
+    first.save_checkpoint(folder, client_state={"epoch": 3})
+    saved: list[dict[str, torch.Tensor]] = [{} for _ in range(4)]
+    dist.all_gather_object(saved, weights(first.module))
+    everything = {name: value for stage in saved for name, value in stage.items()}
+    expected = go_on(first)
+    first.destroy()
+    for stages, chunks in ((4, 1), (2, 1), (1, 1), (2, 2)):
+        again = pipeline(module(stages, tied, num_chunks=chunks, base_seed=7), CONFIG)
+        path, client = again.load_checkpoint(folder)
+        assert path is not None and client == {"epoch": 3}
+        assert again.global_steps == 2 and again.get_lr() == again.lr_scheduler.get_last_lr()
+        for name, value in weights(again.module).items():
+            assert torch.equal(value, everything[name]), name
+        assert go_on(again) == pytest.approx(expected, rel=2e-2), stages
+        again.destroy()
+    whole = Whole(CONFIG, tessera.single_group(), tied)
+    whole.engine.load_checkpoint(folder)
+    assert [float(whole.train_batch(source)) for source in [data(5)] for _ in range(1)] == pytest.approx(
+        expected[:1], rel=2e-2
+    )
+    whole.engine.destroy()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_run_goes_on_with_another_number_of_stages(tmp_path: Path, tied: bool) -> None:
+    in_processes(4, reshards, tmp_path, tied)
+    state = checkpoints.state_dict(tmp_path)
+    last = "tied_modules.embed.weight" if tied else "layers.8.weight"
+    assert {"layers.1.linear.weight", last} <= state.keys()
+    names = {name for name, _ in PipelineModule(layers(tied), num_stages=1).named_parameters()}
+    assert set(state) == names, "each tensor once, and all of them"
+
+
+def from_one_engine(rank: int, folder: Path) -> None:
+    whole = Whole(CONFIG, None)
+    go_on(whole, 1)
+    whole.engine.save_checkpoint(folder)
+    expected = weights(whole.module)
+    whole.engine.destroy()
+    engine = pipeline(module(2, base_seed=3), CONFIG)
+    engine.load_checkpoint(folder)
+    for name, value in weights(engine.module).items():
+        assert torch.equal(value, expected[name]), name
+    engine.destroy()
+
+
+def test_a_pipeline_takes_the_checkpoint_of_one_engine(tmp_path: Path) -> None:
+    in_processes(2, from_one_engine, tmp_path)
+
+
+def misfits(rank: int, folder: Path) -> None:
+    engine = pipeline(module(2), CONFIG)
+    engine.save_checkpoint(folder, tag="right")
+    engine.destroy()
+    longer = PipelineModule([*layers()[:-1], LayerSpec(Block), layers()[-1]], num_stages=2, loss_fn=loss_fn)
+    shorter = PipelineModule(layers()[:-1], num_stages=2, loss_fn=loss_fn)
+    cases = [
+        (longer, r"not in the checkpoint: .*layers\.9"),
+        (shorter, r"not in the model: 'layers\.8\.(bias|weight)'"),
+    ]
+    for model, words in cases:
+        engine = pipeline(model, CONFIG)
+        before = weights(engine.module)
+        with pytest.raises(ValueError, match=words):  # on every rank, whichever stage it is about
+            engine.load_checkpoint(folder)
+        assert all(torch.equal(before[name], value) for name, value in weights(engine.module).items())
+        engine.destroy()
+
+
+def test_a_list_that_does_not_fit_is_an_error_on_all_stages(tmp_path: Path) -> None:
+    in_processes(2, misfits, tmp_path)

@@ -1,0 +1,235 @@
+"""A pipeline trains as the same model on one engine does: losses and weights, bit for bit where the sums are the
+same."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from stages import (
+    Whole,
+    batch,
+    config,
+    data,
+    in_processes,
+    layers,
+    loss_fn,
+    module,
+    pipeline,
+    weights,
+)
+from tessera.pipeline import LayerSpec, PipelineModule
+from tessera.pipeline._schedule import Shape, live_bound
+from torch import nn
+
+import tessera
+
+STEPS = 3
+
+
+def train(engine: Any, place: int, steps: int = STEPS) -> list[float]:
+    source = data(place)
+    return [float(engine.train_batch(source)) for _ in range(steps)]
+
+
+def compare(rank: int, stages: int, chunks: int, cfg: dict[str, Any], tied: bool = False) -> None:
+    """With `tied` the sum of the two gradients rounds in another order."""
+    engine = pipeline(module(stages, tied, num_chunks=chunks), cfg)
+    size = dist.get_world_size() // stages
+    place = rank % size
+    whole = Whole(cfg, engine._grid.stage_ranks, tied)
+    losses, source, expected = train(engine, place), data(place), []
+    for _ in range(STEPS):
+        means = [torch.zeros(()) for _ in range(size)]
+        dist.all_gather(means, whole.train_batch(source), engine._grid.stage_ranks)
+        expected.append(float(torch.tensor(sum(float(mean) for mean in means) / size)))
+    same = weights(whole.module)
+    low = "bf16" in cfg or "fp16" in cfg
+    if tied or cfg["gradient_clipping"]:
+        assert losses == pytest.approx(expected, rel=3e-2 if low else 1e-5)
+        for name, value in weights(engine.module).items():
+            torch.testing.assert_close(value.float(), same[name].float(), rtol=3e-2, atol=2e-2 if low else 1e-5)
+    else:
+        assert losses == expected, (losses, expected)
+        for name, value in weights(engine.module).items():
+            assert torch.equal(value, same[name]), name
+    if cfg["gradient_clipping"]:
+        assert engine.get_global_grad_norm() == pytest.approx(
+            whole.engine.get_global_grad_norm(), rel=5e-2 if low else 1e-4
+        )
+    name = cfg.get("pipeline", {}).get("schedule", "1f1b")
+    bound = live_bound(name, Shape(stages, engine.micro_batches, chunks), engine.stage_id)
+    assert engine.max_live_activations == bound
+    assert engine.global_steps == STEPS and engine.micro_steps == STEPS * engine.micro_batches
+    assert engine.global_samples == whole.engine.global_samples
+    engine.destroy()
+    whole.engine.destroy()
+
+
+def untied_grid(rank: int, stages: int) -> None:
+    for schedule, zero, (dtype, micro) in itertools.product(
+        ("gpipe", "1f1b"), (0, 1, 2), (("fp32", 1), ("fp32", 5), ("bf16", 4), ("fp16", 4))
+    ):
+        if schedule == "gpipe" and (zero == 1 or micro == 1):
+            continue
+        compare(rank, stages, 1, config(zero, micro, dtype, pipeline={"schedule": schedule}))
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_schedules_stages_micro_batches_zero_and_precision(stages: int) -> None:
+    in_processes(4, untied_grid, stages)
+
+
+def interleaved_grid(rank: int, stages: int) -> None:
+    for schedule, zero, dtype in itertools.product(("interleaved", "gpipe"), (0, 2), ("fp32", "fp16")):
+        compare(rank, stages, 2, config(zero, 4, dtype, pipeline={"schedule": schedule}))
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_several_chunks_on_a_stage(stages: int) -> None:
+    in_processes(4, interleaved_grid, stages)
+
+
+def tied_grid(rank: int, stages: int) -> None:
+    for zero, dtype, clip, chunks in itertools.product((0, 1, 2), ("fp32", "bf16"), (0.0, 0.05), (1, 2)):
+        if chunks == 2 and (zero == 0 or clip == 0.0):
+            continue
+        units = {} if zero == 1 else {"tessera": {"min_unit_elements": 0}}
+        cfg = config(zero, 4, dtype, gradient_clipping=clip, **units)
+        compare(rank, stages, chunks, cfg, tied=True)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_tied_weights_and_one_norm(stages: int) -> None:
+    in_processes(4, tied_grid, stages)
+
+
+def copies_stay_equal(rank: int) -> None:
+    for zero in (0, 2):
+        engine = pipeline(module(4, tied=True), config(zero, 4, "bf16", gradient_clipping=0.05))
+        train(engine, 0)
+        own = weights(engine.module).get("tied_modules.embed.weight", torch.zeros(11, 6, dtype=torch.bfloat16))
+        copies = [torch.empty_like(own) for _ in range(4)]
+        dist.all_gather(copies, own)
+        assert torch.equal(copies[0], copies[3]) and copies[0].any()
+        engine.destroy()
+
+
+def test_copies_of_tied_weights_stay_equal() -> None:
+    in_processes(4, copies_stay_equal)
+
+
+def against_plain_pytorch(rank: int, tied: bool) -> None:
+    reference = PipelineModule(layers(tied), num_stages=1, loss_fn=loss_fn, seed_layers=True)
+    engine = pipeline(module(2, tied), config(0, 4, gradient_clipping=0.05))
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01, weight_decay=0.0)
+    source, expected = data(0), []
+    for _ in range(STEPS):
+        total = torch.zeros(())
+        for _ in range(4):
+            inputs, labels = next(source)
+            loss = loss_fn(reference(inputs), labels)
+            (loss / 4).backward()
+            total = total + loss.detach()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(total / 4))
+    assert train(engine, 0) == pytest.approx(expected, rel=1e-5)
+    plain = weights(reference)
+    for name, value in weights(engine.module).items():
+        torch.testing.assert_close(value, plain[name], rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        held_out = [loss_fn(reference(inputs), labels) for inputs, labels in (batch(77), batch(78))]
+    loss, outputs = engine.eval_batch(iter([batch(77), batch(78)]), return_logits=True, num_micro_batches=2)
+    assert float(loss) == pytest.approx(float(sum(held_out)) / 2, rel=1e-4)
+    assert (outputs is None) == (rank == 0)
+    if outputs is not None:
+        assert [tuple(output.shape) for output in outputs] == [(3, 5, 11)] * 2
+    engine.destroy()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_against_plain_pytorch(tied: bool) -> None:
+    in_processes(2, against_plain_pytorch, tied)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+CUTS = {
+    "tensor_parallel": {
+        "autotp_size": 2,
+        "partition_config": {
+            "use_default_specs": False,
+            "layer_specs": [
+                {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
+                {"patterns": [r".*\.down\.weight$"], "partition_type": "row"},
+            ],
+        },
+    }
+}
+
+
+def cut_stages(rank: int, zero: int) -> None:
+    ends = layers(tied=True)
+    specs = [ends[0], *[LayerSpec(Mlp) for _ in range(4)], ends[-1]]
+    cfg = config(zero, 4, gradient_clipping=0.05)
+    plain, model = (PipelineModule(specs, stages, loss_fn=loss_fn, seed_layers=True) for stages in (1, 2))
+    reference = tessera.Engine(plain, cfg, group=tessera.single_group())
+    engine = pipeline(model, cfg | CUTS)
+    assert (engine.mp_world_size, engine.dp_world_size) == (2, 1)
+    source, expected, norms = data(0), [], []
+    for _ in range(STEPS):
+        losses = []
+        for _ in range(4):
+            inputs, labels = next(source)
+            losses.append(loss_fn(reference(inputs), labels))
+            losses[-1].backward()
+            reference.step()
+        expected.append(float(sum(losses)) / 4)
+        norms.append(reference.get_global_grad_norm())
+    assert train(engine, 0) == pytest.approx(expected, rel=1e-5)
+    assert engine.get_global_grad_norm() == pytest.approx(norms[-1], rel=1e-4)
+    for name, value in engine.module_state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-3, atol=1e-5)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_stages_that_are_cut_by_tensor_parallelism(zero: int) -> None:
+    in_processes(4, cut_stages, zero)
+
+
+def overflow(rank: int) -> None:
+    factor = [1.0]
+    model = PipelineModule(
+        layers(), 4, loss_fn=lambda outputs, labels: loss_fn(outputs, labels) * factor[0], seed_layers=True
+    )
+    engine = pipeline(model, config(0, 4, "fp16"))
+    source = data(0)
+    engine.train_batch(source)
+    before, scale = weights(engine.module), engine.loss_scaler.loss_scale
+    factor[0] = 1e30
+    engine.train_batch(source)
+    assert engine.skipped_steps == 1 and not engine.was_step_applied() and engine.loss_scaler.loss_scale == scale / 2
+    assert all(torch.equal(before[name], value) for name, value in weights(engine.module).items())
+    factor[0] = 1.0
+    engine.train_batch(source)
+    assert engine.was_step_applied() and engine.skipped_steps == 1
+    engine.destroy()
+
+
+def test_all_stages_skip_what_overflows() -> None:
+    in_processes(4, overflow)

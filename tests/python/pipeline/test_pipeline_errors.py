@@ -1,0 +1,197 @@
+"""Bad use of a pipeline: named errors, on all stages, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from stages import Block, batch, config, data, in_processes, layers, loss_fn, module, pipeline, start
+from support import PROCESSES, free_port
+from tessera.pipeline import LayerSpec, PipelineModule, StageFailed, TiedLayerSpec
+from torch import nn
+
+import tessera
+
+
+def test_calls_that_one_stage_alone_cannot_make() -> None:
+    engine = pipeline(module(1), config())
+    for call in ("forward", "backward", "step", "no_sync", "coalesce_grad_reduction"):
+        with pytest.raises(tessera.UsageError, match=rf"engine\.{call}\] .*train_batch\(\)"):
+            getattr(engine, call)()
+    with pytest.raises(tessera.UsageError, match="train_batch"):
+        engine.optimizer.step()
+    with pytest.raises(NotImplementedError, match="tessera export"):
+        engine.save_16bit_model("nowhere")
+    with pytest.raises(tessera.UsageError, match="reads data and has none"):
+        engine.train_batch()
+    assert float(engine.train_batch(data(0))) > 0, "it goes on"
+    engine.destroy()
+    with pytest.raises(tessera.UsageError, match="destroyed"):
+        engine.train_batch(data(0))
+
+
+def test_models_and_configurations_that_are_refused() -> None:
+    with pytest.raises(tessera.ConfigError, match="1 ranks cannot be 2 stages"):
+        module(2)
+    with pytest.raises(tessera.ConfigError, match="num_stages or a topology"):
+        PipelineModule(layers())
+    with pytest.raises(tessera.ConfigError, match="layer 1 is 3"):
+        PipelineModule([nn.Linear(1, 1), 3], num_stages=1)
+    twice = nn.Linear(1, 1)
+    with pytest.raises(tessera.ConfigError, match=r"layer 1 \(Linear\) is in the list twice"):
+        PipelineModule([twice, twice], num_stages=1)
+    with pytest.raises(tessera.ConfigError, match="needs 2 stages"):
+        module(1, num_chunks=2)
+    with pytest.raises(tessera.ConfigError, match="takes a class"):
+        LayerSpec(nn.Linear(1, 1).weight)
+    with pytest.raises(tessera.ConfigError, match="managed_gradient_accumulation must be true"):
+        pipeline(module(1), config(managed_gradient_accumulation=False))
+    with pytest.raises(tessera.ConfigError, match=r"1f1b.*gpipe.*interleaved"):
+        pipeline(module(1), config(pipeline={"schedule": "2f2b"}))
+    engine = pipeline(PipelineModule([nn.Linear(4, 2)], 1), config())
+    for wrong in ([torch.ones(3, 4)], [(torch.ones(3, 4), torch.ones(3))]):
+        with pytest.raises(tessera.ConfigError, match=r"a pair \(inputs, labels\)|tensor of one element"):
+            engine.train_batch(iter(wrong * 4))
+
+
+def refused_together(rank: int) -> None:
+    with pytest.raises(NotImplementedError, match=r"zero_optimization\.stage 3 .* use stage 1 or 2"):
+        pipeline(module(2), config(3))
+    with pytest.raises(tessera.ConfigError, match=r"gradient_accumulation_steps is \d on rank \d and \d on rank \d"):
+        pipeline(module(2), config(micro_batches=4 + rank))
+    low = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    with pytest.raises(NotImplementedError, match="round at random"):
+        pipeline(module(2, tied=True), config(1, **low))
+    engine = pipeline(module(2), config())
+    with pytest.raises(NotImplementedError, match=r"checkpoint\.format"):
+        other = pipeline(module(2), config(checkpoint={"format": "deepspeed"}))
+        other.save_checkpoint("nowhere")
+    engine.set_train_batch_size(3 * (4 + rank))
+    with pytest.raises(tessera.UsageError, match=r"stage \d \(rank \d\) has \d micro-batches for this batch"):
+        engine.train_batch(data(0))
+    engine.set_train_batch_size(12)
+    with pytest.raises(tessera.UsageError, match="ended after 3 of 4 micro-batches"):
+        engine.train_batch(iter([batch(0)] * (3 + rank)))
+    with pytest.raises(tessera.UsageError, match="data_iter of rank 0 has ended"):
+        engine.train_batch(iter([batch(0)] * (4 * rank)))
+    with pytest.raises(StopIteration):
+        engine.train_batch(iter([]))
+    with pytest.raises(
+        tessera.UsageError if rank else StageFailed, match=r"pass data_iter there|could not read its data"
+    ):
+        engine.train_batch(data(0) if rank == 0 else None)
+    assert float(engine.train_batch(data(0))) > 0, "it goes on"
+    engine.destroy()
+
+
+def test_what_stages_must_agree_on() -> None:
+    in_processes(2, refused_together)
+
+
+class Fails(Block):
+    """In its third forward, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        y = super().forward(x)
+        if self.calls != 3:
+            return y
+        if self.how == "raises":
+            raise ValueError("an unlucky batch")
+        if self.how == "frees":
+            y.sum().backward()
+        if self.how == "object":
+            return {y}
+        if self.how == "dies":
+            os._exit(7)
+        return y
+
+
+def failing(how: str) -> PipelineModule:
+    list_of = layers()
+    list_of[5] = LayerSpec(Fails, how)
+    return PipelineModule(list_of, num_stages=3, loss_fn=loss_fn, partition_method="uniform")
+
+
+def one_fails(rank: int, how: str, words: str, error: type[Exception]) -> None:
+    engine = pipeline(failing(how), config(1, 6))
+    assert [5 in engine.module.layers_of(0, stage) for stage in range(3)] == [False, True, False]
+    begun = time.monotonic()
+    with pytest.raises(error if rank == 1 else StageFailed, match=words) as caught:
+        engine.train_batch(data(0))
+    assert time.monotonic() - begun < 20
+    assert rank == 1 or "stage 1 (rank 1) failed in this batch" in str(caught.value)
+    with pytest.raises(tessera.UsageError, match="a batch has failed before"):
+        engine.train_batch(data(0))
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("how", "words", "error"),
+    [
+        ("raises", "an unlucky batch", ValueError),
+        ("frees", "graph of micro-batch 2 was freed before its backward", tessera.UsageError),
+        ("object", "a layer returned a set", tessera.UsageError),
+    ],
+)
+def test_an_error_of_one_stage_is_an_error_on_all(how: str, words: str, error: type[Exception]) -> None:
+    in_processes(3, one_fails, how, words, error)
+
+
+def lonely(rank: int, port: int, answers: Any) -> None:
+    start(rank, 3, port, seconds=60)
+    engine = pipeline(failing("dies"), config(1, 6))
+    begun = time.monotonic()
+    try:
+        engine.train_batch(data(0))
+    except dist.DistBackendError as error:
+        answers.put((rank, str(error), time.monotonic() - begun))
+        answers.close()
+        answers.join_thread()
+    os._exit(0)
+
+
+def test_a_lost_stage_is_named_in_bounded_time() -> None:
+    port, answers = free_port(), PROCESSES.Queue()
+    ranks = [PROCESSES.Process(target=lonely, args=(rank, port, answers)) for rank in range(3)]
+    for process in ranks:
+        process.start()
+    heard = sorted(answers.get(timeout=60) for _ in range(2))
+    for process in ranks:
+        process.join(30)
+    assert ranks[1].exitcode == 7
+    for rank, text, seconds in heard:
+        assert rank in (0, 2) and seconds < 30
+        assert "stage 1 (rank 1) is lost" in text
+
+
+def tied_but_idle(rank: int) -> None:
+    """A copy that a batch does not use."""
+
+    def unused(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.ones(6, 11)
+
+    ends = [TiedLayerSpec("embed", nn.Embedding, 11, 6) for _ in range(2)]
+    ends[1].forward_fn = unused
+    model = PipelineModule([ends[0], *layers()[1:-1], ends[1]], num_stages=2, loss_fn=loss_fn)
+    engine = pipeline(model, config(1))
+    source: Iterator[Any] = data(0)
+    with pytest.raises(
+        tessera.UsageError if rank else StageFailed, match=r"'tied_modules\.embed\.weight' has no gradient"
+    ):
+        engine.train_batch(source)
+    engine.destroy()
+
+
+def test_a_tied_layer_that_a_batch_does_not_use() -> None:
+    in_processes(2, tied_but_idle)
