@@ -14,7 +14,7 @@ BackwardDriver::BackwardDriver(Units& units, std::function<StepState()> step)
   order.reserve(units_.all().size());
   for (const auto& unit : units_.all())
     order.push_back(unit.get());
-  reducer_ = std::make_unique<Reducer>(units_.ranks(), std::move(order), units_.options());
+  reducer_ = std::make_unique<Reducer>(units_.ranks(), std::move(order), units_.options(), units_.phases());
   follow_params();
 }
 
@@ -51,6 +51,8 @@ bool BackwardDriver::may_reduce(const StepState& step) const {
 void BackwardDriver::backward_begun(const std::vector<ScopeCall*>& calls) {
   reducer_->begin_backward();
   units_.unsharder().begin_backward(calls);
+  units_.phases().drop(Phase::Backward);
+  units_.phases().begin(Phase::Backward);
 }
 
 bool BackwardDriver::is_visible_view(const Place& place, const at::Tensor& grad) {
@@ -204,6 +206,7 @@ void BackwardDriver::call_gone(ScopeCall& call) {
 }
 
 void BackwardDriver::tasks_ended() {
+  units_.phases().end(Phase::Backward);
   try {
     units_.unsharder().end_backward();
   } catch (const std::exception&) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "tessera/base/phases.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/zero/model_param.h"
 #include "tessera/zero/options.h"
@@ -64,6 +65,8 @@ class Units {
   std::vector<optim::GroupOptions>& groups() { return groups_; }
   Unsharder& unsharder() { return *unsharder_; }
   const Unsharder& unsharder() const { return *unsharder_; }
+  Phases& phases() { return phases_; }
+  const Phases& phases() const { return phases_; }
 
   // States lie in slices on several ranks.
   bool states_are_cut(const Ranks& ranks) const {
@@ -95,6 +98,7 @@ class Units {
   void order_launches();
 
   Options options_;
+  Phases phases_;
   shard::StagePlacements placements_;
   std::map<comm::Axes, Set> sets_;  // by what varies, of the axes that have several ranks
   comm::Axes several_;              // these axes

@@ -219,8 +219,16 @@ std::vector<bool> Updater::agree_presence(bool any_missing) {
 
 void Updater::gather_unit(Unit& unit, std::vector<comm::Pending>& pending) {
   if (!units_.states_are_cut(unit.ranks) || unit.flat->sharded() || unit.flat->shares()) return;
+  const PhaseScope scope(units_.phases(), Phase::Gather, unit.name);
   pending.push_back(
       unit.ranks.shard->all_gather(unit.flat->whole(), unit.owned_weights(), "parameters of unit '" + unit.name + "'"));
+}
+
+void Updater::wait_for(std::vector<comm::Pending>& pending) {
+  if (pending.empty()) return;
+  const PhaseScope scope(units_.phases(), Phase::Gather);
+  for (comm::Pending& p : pending)
+    p.wait();
 }
 
 // A pipeline: the next tile is on its way to the device and the last one on its way back while one is updated. Where the
@@ -238,6 +246,7 @@ void Updater::update_units(const GradientSummary& summary, double scale, std::ve
   };
   const auto finish = [&] {
     if (!next) return;
+    const NamedRange range("update", next->unit().name);
     guarded([&] { next->update(units_.rule(), units_.groups(), units_.options(), scale); });
     if (next->is_last()) gather_unit(next->unit(), pending);
     next.reset();
@@ -319,8 +328,7 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
   } else {
     update_units(summary, scale, pending);
   }
-  for (comm::Pending& p : pending)
-    p.wait();
+  wait_for(pending);
   units_.shared().written("an update");
   for (const ParamId id : units_.trained_ids()) {
     Param& p = *units_[id].param;
@@ -365,6 +373,7 @@ void Updater::update_external(const GradientSummary& summary, double scale, cons
       unit->client_grads.reset();
   };
   try {
+    const NamedRange range("update", "by the client's optimizer");
     external();
   } catch (...) {
     forget();
@@ -386,8 +395,7 @@ void Updater::refresh_params() {
     unit->refresh_weights();
     gather_unit(*unit, pending);
   }
-  for (comm::Pending& p : pending)
-    p.wait();
+  wait_for(pending);
   units_.shared().written("a refresh");
 }
 

@@ -36,6 +36,7 @@ class Updater {
   double sum_of_varying_squares() const;
   std::vector<bool> agree_presence(bool any_missing);
   void gather_unit(Unit& unit, std::vector<comm::Pending>& pending);
+  void wait_for(std::vector<comm::Pending>& pending);
   void update_units(const GradientSummary& summary, double scale, std::vector<comm::Pending>& pending);
   void agree_on_disks(const std::string& failure);
   void check_disks() const;
