@@ -1,6 +1,10 @@
 #include "tessera/config/served.h"
 
+#include <algorithm>
+#include <map>
+
 #include "tessera/base/error.h"
+#include "tessera/config/lookup.h"
 #include "tessera/config/precision.h"
 #include "tessera/config/text.h"
 
@@ -136,6 +140,39 @@ void check_served(const Config& config) {
   TESSERA_CHECK_BUILT(lines.empty(), "config",
                       "the configuration is valid but asks for what this version does not serve:\n  ",
                       join(lines, "\n  "));
+}
+
+namespace {
+
+// Of a key: the row of state_table() that it belongs to, and what is to be said of it there.
+std::pair<std::string, std::string> state_of(const Key& key) {
+  const auto in = [&](const auto& rows) {
+    return std::find_if(rows.begin(), rows.end(), [&](const auto& row) { return key.path == row.key; });
+  };
+  if (const auto row = in(refusals()); row != refusals().end()) return {"served but for these values", row->when};
+  if (in(unread()) != unread().end()) return {"no effect; another value than the default is a warning", ""};
+  if (in(python_only()) != python_only().end() || in(python_reads()) != python_reads().end())
+    return {"served from Python", ""};
+  const bool idle = key.meaning.find("no effect") != std::string::npos ||
+                    key.meaning.find("without effect") != std::string::npos ||
+                    key.meaning.starts_with("part of deepcompile");
+  return {idle ? "no effect: so it is always, or it chooses an implementation elsewhere" : "served", ""};
+}
+
+}  // namespace
+
+std::string state_table() {
+  std::map<std::string, std::vector<std::string>> rows;
+  for (const Key& key : keys()) {
+    const auto [state, values] = state_of(key);
+    rows[state].push_back("`" + key.path + "`" + (values.empty() ? "" : " (" + values + ")"));
+  }
+  for (const std::string& name : foreign_names())
+    rows["outside Tessera: refused when switched on (`aio`, `pipeline`: a warning)"].push_back("`" + name + "`");
+  std::string out = "| state | keys |\n|---|---|\n";
+  for (const auto& [state, members] : rows)
+    out += "| " + state + " | " + join(members, ", ") + " |\n";
+  return out;
 }
 
 }  // namespace tessera::config

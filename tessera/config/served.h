@@ -33,4 +33,7 @@ struct Unread {
 const std::vector<Unread>& unread();
 void warn_of_unread(const Config& config, Report& report);
 
+// Every key by what this version does with it, as a table of docs/config.md.
+std::string state_table();
+
 }  // namespace tessera::config

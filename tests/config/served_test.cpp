@@ -79,6 +79,20 @@ TEST(Served, TheDocsListEveryRow) {
   }
 }
 
+TEST(Served, TheStateTableOfTheDocsIsUpToDate) {
+  const std::filesystem::path root = TESSERA_SOURCE_DIR;
+  std::ifstream file(root / "docs" / "config.md");
+  std::ostringstream text;
+  text << file.rdbuf();
+  const std::string begin = "<!-- state table: begin -->\n", end = "<!-- state table: end -->";
+  const size_t from = text.str().find(begin), to = text.str().find(end);
+  ASSERT_TRUE(from != std::string::npos && to != std::string::npos);
+  const auto fresh = std::filesystem::temp_directory_path() / "tessera_config_states.md";
+  const bool same = text.str().substr(from + begin.size(), to - from - begin.size()) == state_table();
+  if (!same) std::ofstream(fresh) << state_table();
+  EXPECT_TRUE(same) << "the table of docs/config.md is old; the new one is in " << fresh;
+}
+
 TEST(Served, WhatIsReadByNothingWarns) {
   const Config config = Config::from_json(
       R"({"data_parallel_size": 4, "zero_optimization": {"override_module_apply": false, "sub_group_size": 1e9}})");
