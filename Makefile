@@ -17,7 +17,7 @@ CMAKE_FILES := CMakeLists.txt CMakePresets.json $(wildcard cmake/*)
 PACKAGE_FILES := $(shell find tessera python -name '__pycache__' -prune -o -type f -print 2>/dev/null) pyproject.toml $(CMAKE_FILES)
 CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.inc' 2>/dev/null)
 
-.PHONY: help demo tables test test-cpp test-python test-peers test-clients bench lint tidy sanitize asan tsan format clean package
+.PHONY: help demo tables test test-cpp test-python test-peers test-clients bench docs lint tidy sanitize asan tsan format clean package
 .DELETE_ON_ERROR:
 help:
 	@echo "make demo    train a small GPT on 2 ranks and compare it with plain PyTorch (output in demo-out/)"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-peers  checkpoints exchanged with DeepSpeed itself"
 	@echo "make test-clients  Transformers, Accelerate, PEFT, TRL and Lightning on the deepspeed alias"
 	@echo "make bench   build and run the benchmarks"
+	@echo "make docs    API reference in build/docs (pdoc; with doxygen installed the C++ headers too)"
 	@echo "make lint    layer rules, clang-format, ruff, mypy"
 	@echo "make tidy    clang-tidy over the C++ sources"
 	@echo "make sanitize  C++ tests of the layers with threads under the address, undefined-behaviour and thread sanitizers"
@@ -126,6 +127,17 @@ bench: $(VENV)/stamp-peers $(VENV)/stamp-package
 	$(CMAKE) --preset bench -DPython3_EXECUTABLE=$(PY)
 	$(CMAKE) --build build/bench -j $(JOBS)
 	$(PY) bench/run.py all $(ARGS)
+
+# The Python package by pdoc, the headers by doxygen where the system has it.
+docs: $(VENV)/stamp-docs $(VENV)/stamp-package
+	$(PY) -m pdoc --output-directory build/docs/python tessera $(PUBLIC_MODULES:%=tessera.%)
+	@mkdir -p build/docs/cpp
+	@if command -v doxygen > /dev/null; then doxygen docs/Doxyfile; \
+	  else echo "no doxygen: the C++ reference is left out (apt install doxygen)"; fi
+	@echo "build/docs/python/index.html, build/docs/cpp/index.html"
+
+# What `import tessera` does not import.
+PUBLIC_MODULES := checkpoints elasticity errors estimate flops launch loss_scale monitor recompute report units
 
 lint: $(VENV)/stamp-lint
 	$(PY) tools/check_layers.py

@@ -12,6 +12,7 @@
 #include "tessera/comm/backends.h"
 #include "tessera/comm/c10d/watched_store.h"
 #include "tessera/comm/mesh.h"
+#include "tessera/comm/timed_group.h"
 #include "tessera/comm/torch_backend/tessera_backend.h"
 
 namespace tessera::python {
@@ -46,6 +47,30 @@ comm::GroupPtr group_by_name(const std::string& name) {
 void show_process(const std::string& name) {
   const auto group = c10d::resolve_process_group(name);
   if (const auto store = group->getStore()) comm::job_board(store, group->getRank(), group->getSize()).show_process();
+}
+
+void bind_timed(py::module_& m) {
+  using namespace comm;
+  py::class_<CallTime>(m, "CallTime")
+      .def_readonly("op", &CallTime::op)
+      .def_readonly("label", &CallTime::label)
+      .def_readonly("bytes", &CallTime::bytes)
+      .def_readonly("ranks", &CallTime::ranks)
+      .def_readonly("seconds", &CallTime::seconds);
+  py::class_<CallTimes>(m, "CallTimes")
+      .def_readonly("op", &CallTimes::op)
+      .def_readonly("bytes", &CallTimes::bytes)
+      .def_readonly("ranks", &CallTimes::ranks)
+      .def_readonly("calls", &CallTimes::calls)
+      .def_readonly("seconds", &CallTimes::seconds)
+      .def_property_readonly("algorithm_bandwidth", &CallTimes::algorithm_bandwidth)
+      .def_property_readonly("bus_bandwidth", &CallTimes::bus_bandwidth);
+  py::class_<CallRecord, std::shared_ptr<CallRecord>>(m, "CallRecord")
+      .def(py::init<std::vector<std::string>>(), py::arg("ops"))
+      .def("totals", &CallRecord::totals)
+      .def("take_calls", &CallRecord::take_calls)
+      .def("reset", &CallRecord::reset);
+  m.def("timed_mesh", &timed_mesh, py::arg("mesh"), py::arg("record"));
 }
 
 // The back end "tessera"; its threads end before Python does: Note [Python's end].
@@ -137,6 +162,7 @@ void bind_comm(py::module_& m) {
       .def("rank", &Mesh::rank, py::arg("axes"))
       .def("batch_size", [](const Mesh& mesh) { return mesh.size(kBatchAxes); })
       .def("batch_rank", [](const Mesh& mesh) { return mesh.rank(kBatchAxes); });
+  bind_timed(m);
 }
 
 }  // namespace tessera::python

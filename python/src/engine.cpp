@@ -216,7 +216,16 @@ void bind_counters(EngineClass& c) {
           py::arg("index"), py::arg("group"))
       .def("options", &Engine::options, py::return_value_policy::reference_internal)
       .def("mesh", &Engine::mesh, py::return_value_policy::reference_internal)
-      .def("memory", &Engine::memory);
+      .def("memory", &Engine::memory)
+      // {phase: (seconds, how often)}
+      .def("phases", [](Engine& e) {
+        std::map<std::string, std::pair<double, int64_t>> found;
+        for (const Phase phase : kPhases) {
+          const auto& total = e.phases().total(phase);
+          found[phase_name(phase)] = {std::chrono::duration<double>(total.time).count(), total.times};
+        }
+        return found;
+      });
 }
 
 void bind_state(EngineClass& c) {

@@ -1,6 +1,10 @@
 #include "tessera/config/served.h"
 
+#include <algorithm>
+#include <map>
+
 #include "tessera/base/error.h"
+#include "tessera/config/lookup.h"
 #include "tessera/config/precision.h"
 #include "tessera/config/text.h"
 
@@ -9,7 +13,7 @@ namespace {
 
 bool unserved_type(const Config& c) {
   const std::string type = lower(c.optimizer.type);
-  for (const char* prefix : {"lamb", "muon", "onebit", "zeroone", "mu"}) {
+  for (const char* prefix : {"onebit", "zeroone", "muadam", "musgd"}) {
     if (type.starts_with(prefix)) {
       return true;
     }
@@ -49,18 +53,9 @@ const std::vector<Refusal>& refusals() {
          const auto dtype = c.data_types.grad_accum_dtype.value_or(c10::ScalarType::Float);
          return dtype != c10::ScalarType::Float && dtype != precision(c).param;
        }},
-      {"optimizer.type", "Lamb, Muon, MuAdam, MuAdamW, MuSGD, OneBit*, ZeroOneAdam", unserved_type},
+      {"optimizer.type", "MuAdam, MuAdamW, MuSGD, OneBit*, ZeroOneAdam", unserved_type},
       {"optimizer.params", "fp32_optimizer_states false", unserved_states},
-      {"sparse_gradients", "true", [](C c) { return c.sparse_gradients; }},
       {"graph_harvesting", "true", [](C c) { return c.graph_harvesting; }},
-      {"activation_checkpointing.partition_activations", "true",
-       [](C c) { return c.activation_checkpointing.partition_activations; }},
-      {"flops_profiler.enabled", "true", [](C c) { return c.flops_profiler.enabled; }},
-      {"tensorboard.enabled", "true", [](C c) { return c.tensorboard.enabled; }},
-      {"csv_monitor.enabled", "true", [](C c) { return c.csv_monitor.enabled; }},
-      {"wandb.enabled", "true", [](C c) { return c.wandb.enabled; }},
-      {"comet.enabled", "true", [](C c) { return c.comet.enabled; }},
-      {"comms_logger.enabled", "true", [](C c) { return c.comms_logger.enabled; }},
       {"compile.deepcompile", "true", [](C c) { return c.compile.deepcompile; }},
       {"elasticity.enabled", "true", [](C c) { return c.elasticity.enabled; }},
   };
@@ -69,11 +64,7 @@ const std::vector<Refusal>& refusals() {
 
 const std::vector<Unread>& unread() {
   static const std::vector<Unread> all{
-      {"log_level", "set the level of the logger \"tessera\""},
       {"data_parallel_size", "the process group says how many ranks there are"},
-      {"wall_clock_breakdown", "use torch.profiler"},
-      {"memory_breakdown", "use torch.profiler"},
-      {"dump_state", "print config.describe()"},
       {"zero_optimization.sub_group_size", "the update is one pass, with offload in tiles of their own size"},
       {"zero_optimization.offload_optimizer.cpuadam_cores_perc", "the update takes torch.get_num_threads() threads"},
       {"zero_optimization.ignore_unused_parameters", "unused parameters are never an error"},
@@ -84,8 +75,33 @@ const std::vector<Unread>& unread() {
       {"pipeline.stages", "PipelineModule(num_stages=...)"},
       {"pipeline.partition", "PipelineModule(partition_method=...)"},
       {"pipeline.seed_layers", "PipelineModule(seed_layers=...)"},
-      {"activation_checkpointing.cpu_checkpointing", "use torch.autograd.graph.save_on_cpu"},
-      {"activation_checkpointing.profile", "use torch.profiler"},
+  };
+  return all;
+}
+
+const std::vector<Refusal>& python_only() {
+  using C = const Config&;
+  static const std::vector<Refusal> all{
+      {"tensorboard.enabled", "true", [](C c) { return c.tensorboard.enabled; }},
+      {"csv_monitor.enabled", "true", [](C c) { return c.csv_monitor.enabled; }},
+      {"wandb.enabled", "true", [](C c) { return c.wandb.enabled; }},
+      {"comet.enabled", "true", [](C c) { return c.comet.enabled; }},
+      {"flops_profiler.enabled", "true", [](C c) { return c.flops_profiler.enabled; }},
+      {"comms_logger.enabled", "true", [](C c) { return c.comms_logger.enabled; }},
+      {"activation_checkpointing.partition_activations", "true",
+       [](C c) { return c.activation_checkpointing.partition_activations; }},
+  };
+  return all;
+}
+
+const std::vector<Refusal>& python_reads() {
+  using C = const Config&;
+  static const std::vector<Refusal> all{
+      {"memory_breakdown", "true", [](C c) { return c.memory_breakdown; }},
+      {"dump_state", "true", [](C c) { return c.dump_state; }},
+      {"log_level", "any", [](C c) { return c.log_level.has_value(); }},
+      {"activation_checkpointing.cpu_checkpointing", "true",
+       [](C c) { return c.activation_checkpointing.cpu_checkpointing; }},
   };
   return all;
 }
@@ -98,19 +114,72 @@ void warn_of_unread(const Config& config, Report& report) {
   }
 }
 
-void check_served(const Config& config) {
+namespace {
+
+std::vector<std::string> asked_for(const std::vector<Refusal>& rows, const Config& config) {
   std::vector<std::string> lines;
-  for (const Refusal& row : refusals()) {
+  for (const Refusal& row : rows) {
     if (row.refused(config)) {
       lines.push_back(std::string(row.key) + " (" + row.when + ")");
     }
   }
+  return lines;
+}
+
+}  // namespace
+
+std::vector<std::string> check_cpp_serves(const Config& config) {
+  const std::vector<std::string> lines = asked_for(python_only(), config);
+  TESSERA_CHECK_BUILT(lines.empty(), "config",
+                      "the configuration asks for what only the Python front end serves; leave it out:\n  ",
+                      join(lines, "\n  "));
+  std::vector<std::string> warnings = asked_for(python_reads(), config);
+  for (std::string& line : warnings)
+    line += ": has no effect in C++";
+  return warnings;
+}
+
+void check_served(const Config& config) {
+  std::vector<std::string> lines = asked_for(refusals(), config);
   for (const std::string& name : config.foreign_sections) {
     lines.push_back(name + " (switched on)");
   }
   TESSERA_CHECK_BUILT(lines.empty(), "config",
                       "the configuration is valid but asks for what this version does not serve:\n  ",
                       join(lines, "\n  "));
+}
+
+namespace {
+
+// Of a key: the row of state_table() that it belongs to, and what is to be said of it there.
+std::pair<std::string, std::string> state_of(const Key& key) {
+  const auto in = [&](const auto& rows) {
+    return std::find_if(rows.begin(), rows.end(), [&](const auto& row) { return key.path == row.key; });
+  };
+  if (const auto row = in(refusals()); row != refusals().end()) return {"served but for these values", row->when};
+  if (in(unread()) != unread().end()) return {"no effect; another value than the default is a warning", ""};
+  if (in(python_only()) != python_only().end() || in(python_reads()) != python_reads().end())
+    return {"served from Python", ""};
+  const bool idle = key.meaning.find("no effect") != std::string::npos ||
+                    key.meaning.find("without effect") != std::string::npos ||
+                    key.meaning.starts_with("part of deepcompile");
+  return {idle ? "no effect: so it is always, or it chooses an implementation elsewhere" : "served", ""};
+}
+
+}  // namespace
+
+std::string state_table() {
+  std::map<std::string, std::vector<std::string>> rows;
+  for (const Key& key : keys()) {
+    const auto [state, values] = state_of(key);
+    rows[state].push_back("`" + key.path + "`" + (values.empty() ? "" : " (" + values + ")"));
+  }
+  for (const std::string& name : foreign_names())
+    rows["outside Tessera: refused when switched on (`aio`, `pipeline`: a warning)"].push_back("`" + name + "`");
+  std::string out = "| state | keys |\n|---|---|\n";
+  for (const auto& [state, members] : rows)
+    out += "| " + state + " | " + join(members, ", ") + " |\n";
+  return out;
 }
 
 }  // namespace tessera::config

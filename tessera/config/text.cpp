@@ -42,6 +42,21 @@ std::string nearest(std::string_view word, const std::vector<std::string>& candi
   return best;
 }
 
+std::string whole_characters(std::string_view text) {
+  std::string out;
+  for (size_t i = 0; i < text.size();) {
+    const auto first = static_cast<unsigned char>(text[i]);
+    const size_t length =
+        first < 0x80 ? 1 : (first >> 5 == 6 ? 2 : (first >> 4 == 14 ? 3 : (first >> 3 == 30 ? 4 : 0)));
+    const std::string_view rest = text.substr(i, length).substr(length == 0 ? 0 : 1);
+    const bool whole = length > 0 && rest.size() == length - 1 &&
+                       std::all_of(rest.begin(), rest.end(), [](unsigned char c) { return c >> 6 == 2; });
+    out += whole ? text.substr(i, length) : std::string_view("?");
+    i += whole ? length : 1;
+  }
+  return out;
+}
+
 std::string lower(std::string_view text) {
   std::string out(text);
   std::transform(out.begin(), out.end(), out.begin(), [](unsigned char c) { return std::tolower(c); });
@@ -57,11 +72,11 @@ std::string join(const std::vector<std::string>& parts, std::string_view separat
 }
 
 void Report::error(const std::string& path, const std::string& text) {
-  errors_.push_back(path + ": " + text);
+  errors_.push_back(whole_characters(path + ": " + text));
 }
 
 void Report::warning(const std::string& path, const std::string& text) {
-  warnings_.push_back(path + ": " + text);
+  warnings_.push_back(whole_characters(path + ": " + text));
 }
 
 void Report::raise() const {

@@ -13,6 +13,9 @@ int edit_distance(std::string_view a, std::string_view b);
 // The candidate nearest to `word`, or "" when none is near enough to be meant.
 std::string nearest(std::string_view word, const std::vector<std::string>& candidates);
 
+// `text` with "?" for every byte that belongs to no whole UTF-8 character, as where a message was cut.
+std::string whole_characters(std::string_view text);
+
 std::string lower(std::string_view text);
 std::string join(const std::vector<std::string>& parts, std::string_view separator);
 

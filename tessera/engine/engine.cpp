@@ -107,6 +107,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   share_unmanaged(m.mesh, m.options.zero, m.params);
   m.model = std::make_unique<zero::ShardedModel>(m.options.zero, m.mesh, m.params, options.rule, groups,
                                                  [impl = &m] { return impl->step_state(); });
+  if (options.time_device) m.model->units.phases().wait_for(ranks.device);
   for (ParamSpec& spec : m.params)
     spec.restore = nullptr;   // they hold what restores initial values
   heap::return_free_pages();  // the storages that the parameters had
@@ -123,12 +124,17 @@ void Engine::broadcast_buffers(const std::vector<at::Tensor>& buffers) {
 
 bool Engine::pre_forward() {
   zero::ShardedModel& model = impl_->live("forward");
+  Phases& phases = model.units.phases();
   model.driver.follow_params();
-  if (!model.driver.hooks().in_forward()) model.modules.end_stray();
+  if (!model.driver.hooks().in_forward()) {
+    model.modules.end_stray();
+    phases.drop(Phase::Forward);
+  }
   model.driver.hooks().enter_forward();
   impl_->regions.emplace_back(impl_->options.autocast, impl_->device);
   const bool first = impl_->regions.back().switched_off() && !impl_->told_of_region;
   impl_->told_of_region = impl_->told_of_region || first;
+  phases.begin(Phase::Forward);
   return first;
 }
 
@@ -137,11 +143,14 @@ void Engine::post_forward(const std::vector<at::Tensor>& outputs) {
   impl_->leave_region();
   model.driver.hooks().leave_forward();
   model.driver.hooks().watch_outputs(outputs);
+  model.units.phases().end(Phase::Forward);
 }
 
 void Engine::abort_forward() {
   impl_->leave_region();
-  if (impl_->model) impl_->model->driver.hooks().leave_forward();
+  if (!impl_->model) return;
+  impl_->model->driver.hooks().leave_forward();
+  impl_->model->units.phases().end(Phase::Forward);
 }
 
 // ---------------------------------------------------------------- parts
@@ -202,7 +211,7 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
 
 bool Engine::step(const std::function<void()>& external, std::optional<double> global_norm) {
   Impl& m = *impl_;
-  m.live("step");
+  const PhaseScope scope(m.live("step").units.phases(), Phase::Step);
   TESSERA_CHECK(!m.no_sync && !m.coalesce, "engine.step", "It is illegal to call Engine.step() inside ",
                 m.no_sync ? "no_sync" : "coalesce_grad_reduction", " context manager; leave it first");
   TESSERA_CHECK_VALUE(!global_norm || !(*global_norm < 0), "engine.step", "global_norm must not be negative, got ",
@@ -396,6 +405,10 @@ void Engine::adopt_params() {
 
 Engine::Memory Engine::memory() const {
   return impl_->model ? impl_->model->memory() : Memory();
+}
+
+const Phases& Engine::phases() const {
+  return impl_->live("phases").units.phases();
 }
 
 void Engine::destroy() {

@@ -34,6 +34,7 @@ struct Options {
   bool precision_of_model = false;   // no precision section: zero.precision follows from the trained parameters' dtype
   std::optional<at::ScalarType> accumulate_in;  // then: the dtype of gradients, where it is not the parameters'
   std::optional<at::ScalarType> sequence_communication;  // zero.communication where several ranks share a sequence
+  bool time_device = false;       // phases begin and end when the device has done its work (base/phases.h)
   bool share_buffers = true;      // broadcast_buffers() does what it says, and nothing without this
   std::string client_optimizer;   // Rule::External: class and hyper-parameters, which all ranks must have alike
   amp::ScalerOptions scaler;      // loss scaling
@@ -142,6 +143,8 @@ class Engine {
 
   using Memory = zero::Memory;
   Memory memory() const;
+  // What the steps so far spent where; Options::time_device makes it true of a device, too. State error once destroyed.
+  const Phases& phases() const;
 
   // Removes hooks and frees buffers; parameters keep their values. Safe to call twice; later calls throw. Waits for a
   // checkpoint in the background, and throws its error at the end.

@@ -5,6 +5,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/config/resolve.h"
+#include "tessera/config/served.h"
 #include "tessera/engine/build.h"
 #include "tessera/engine/export.h"
 
@@ -40,6 +41,8 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   TESSERA_CHECK_VALUE(module_ != nullptr, "initialize", "the module is null");
   config.validate();
   check_axes(config, mesh);
+  for (const std::string& line : config::check_cpp_serves(config))
+    if (mesh.rank(comm::kBatchAxes) == 0) TORCH_WARN(line);
   const auto optimizer = config::native_optimizer(config);
   TESSERA_CHECK_VALUE(optimizer, "initialize",
                       "the configuration names no optimizer that runs in C++; set optimizer.type to one of ",

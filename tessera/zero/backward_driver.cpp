@@ -14,7 +14,7 @@ BackwardDriver::BackwardDriver(Units& units, std::function<StepState()> step)
   order.reserve(units_.all().size());
   for (const auto& unit : units_.all())
     order.push_back(unit.get());
-  reducer_ = std::make_unique<Reducer>(units_.ranks(), std::move(order), units_.options());
+  reducer_ = std::make_unique<Reducer>(units_.ranks(), std::move(order), units_.options(), units_.phases());
   follow_params();
 }
 
@@ -57,6 +57,8 @@ void BackwardDriver::backward_begun(const std::vector<ScopeCall*>& calls) {
   if (sink_ != nullptr) sink_->backward_begun();
   reducer_->begin_backward();
   units_.unsharder().begin_backward(calls);
+  units_.phases().drop(Phase::Backward);
+  units_.phases().begin(Phase::Backward);
 }
 
 bool BackwardDriver::is_visible_view(const Place& place, const at::Tensor& grad) {
@@ -223,6 +225,7 @@ void BackwardDriver::call_gone(ScopeCall& call) {
 }
 
 void BackwardDriver::tasks_ended() {
+  units_.phases().end(Phase::Backward);
   try {
     units_.unsharder().end_backward();
   } catch (const std::exception&) {

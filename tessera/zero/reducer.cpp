@@ -21,8 +21,9 @@ constexpr unsigned kStepShift = 16;  // additions of one step are numbered from 
 constexpr uint64_t kSums = 1 << 15;  // those of sums from here on
 }  // namespace
 
-Reducer::Reducer(const Ranks& ranks, std::vector<Unit*> units, const Options& options)
+Reducer::Reducer(const Ranks& ranks, std::vector<Unit*> units, const Options& options, Phases& phases)
     : ranks_(ranks),
+      phases_(phases),
       units_(std::move(units)),
       factor_(options.gradient_factor.value_or(1.0 / ranks.size())),
       exchanges_(std::any_of(units_.begin(), units_.end(), [](const Unit* u) { return !one_rank(*u); })),
@@ -194,6 +195,7 @@ void Reducer::zero_unfilled(Unit& unit) {
 
 void Reducer::finish_oldest_replica() {
   InFlight work = std::move(replicas_in_flight_.front());
+  const PhaseScope scope(phases_, Phase::Reduce, work.unit->name);
   replicas_in_flight_.pop_front();
   work.pending.wait();
   if (!work.sent.defined()) return;
@@ -207,6 +209,7 @@ void Reducer::launch_replicas() {
     if (!unit->has_sum() || unit->ranks.replicate->size() == 1) continue;
     if (replicas_in_flight_.size() >= kReplicasInFlight && comes_soon(replicas_in_flight_.front()))
       finish_oldest_replica();
+    const PhaseScope scope(phases_, Phase::Reduce, unit->name);
     const std::string label = "gradients of unit '" + unit->name + "' over replicas";
     const at::Tensor sent = cast_to_travel(*unit, unit->owned_grads());
     const at::Tensor& sum = sent.defined() ? sent : unit->owned_grads();
@@ -262,6 +265,7 @@ void Reducer::launch(Unit& unit) {
     unit.partial.reset();
     return;
   }
+  const PhaseScope scope(phases_, Phase::Reduce, unit.name);
   make_room();
   unit.move_to(GradState::Reducing);
   const std::string label = "gradients of unit '" + unit.name + "'";
@@ -292,6 +296,7 @@ void Reducer::finish_oldest() {
   InFlight work = std::move(in_flight_.front());
   in_flight_.pop_front();
   Unit& unit = *work.unit;
+  const PhaseScope scope(phases_, Phase::Reduce, unit.name);
   // Whatever happens, the unit leaves Reducing: after an error only zero_grad() and destroy() remain.
   --unit.in_flight;
   if (unit.grad_state() == GradState::Reducing && unit.in_flight == 0) unit.move_to(GradState::Reduced);

@@ -52,6 +52,7 @@
 #include <functional>
 #include <vector>
 
+#include "tessera/base/phases.h"
 #include "tessera/zero/bucket_pool.h"
 #include "tessera/zero/ranks.h"
 #include "tessera/zero/unit.h"
@@ -81,7 +82,7 @@ class Reducer {
  public:
   // `ranks`: of the whole engine; units may have groups of their own. `units` in launch order. Both must outlive the reducer
   // and not move.
-  Reducer(const Ranks& ranks, std::vector<Unit*> units, const Options& options);
+  Reducer(const Ranks& ranks, std::vector<Unit*> units, const Options& options, Phases& phases);
 
   // From here on sums go there. `sink` must outlive the reducer.
   void send_sums_to(SumSink* sink) { sink_ = sink; }
@@ -169,6 +170,7 @@ class Reducer {
   static bool one_rank(const Unit& unit) { return unit.ranks.size() == 1; }
 
   const Ranks& ranks_;
+  Phases& phases_;
   std::vector<Unit*> units_;
   double factor_;
   bool exchanges_;  // some unit has several ranks

@@ -167,6 +167,7 @@ void TilePipeline::add(Unit& unit, const at::Tensor& grads, const std::vector<bo
 
 void TilePipeline::finish() {
   if (!next_) return;
+  const NamedRange range("update", next_->unit().name);
   disks_.run([&] { next_->update(units_.rule(), units_.groups(), units_.options(), scale_); });
   if (next_->is_last()) done_(next_->unit());
   next_.reset();

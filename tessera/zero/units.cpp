@@ -69,7 +69,7 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<M
   const c10::AutoGradMode no_grad(false);
   check_params(params, groups_);
   make_sets(mesh);
-  unsharder_ = std::make_unique<Unsharder>(options_.gather);
+  unsharder_ = std::make_unique<Unsharder>(options_.gather, phases_);
   for (size_t i = 0; i < params.size(); ++i)
     if (params[i].group >= 0) trained_ids_.push_back(static_cast<ParamId>(i));
   const std::vector<PlannedUnit> planned_units = plan(params);

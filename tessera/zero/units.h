@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/base/phases.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/zero/model_param.h"
 #include "tessera/zero/options.h"
@@ -65,6 +66,8 @@ class Units {
   std::vector<optim::GroupOptions>& groups() { return groups_; }
   Unsharder& unsharder() { return *unsharder_; }
   const Unsharder& unsharder() const { return *unsharder_; }
+  Phases& phases() { return phases_; }
+  const Phases& phases() const { return phases_; }
 
   // States lie in slices on several ranks.
   bool states_are_cut(const Ranks& ranks) const {
@@ -104,6 +107,7 @@ class Units {
   void order_launches();
 
   Options options_;
+  Phases phases_;
   shard::StagePlacements placements_;
   std::map<comm::Axes, Set> sets_;  // by what varies, of the axes that have several ranks
   comm::Axes several_;              // these axes

@@ -29,7 +29,7 @@ void Unsharder::Trace::use(int unit) {
   if (followed) position = static_cast<size_t>(found - last.begin()) + 1;
 }
 
-Unsharder::Unsharder(const GatherOptions& options) : options_(options) {}
+Unsharder::Unsharder(const GatherOptions& options, Phases& phases) : options_(options), phases_(phases) {}
 
 int Unsharder::add(FlatParams* flat, comm::GroupPtr group) {
   entries_.emplace_back();
@@ -234,6 +234,7 @@ void Unsharder::use(int unit, bool in_backward) {
 
 void Unsharder::start(Entry& entry, bool exact) {
   const FlatParams& flat = *entry.flat;
+  const PhaseScope scope(phases_, Phase::Gather, flat.name());
   const int64_t size = flat.layout().size();
   const auto options = at::TensorOptions().dtype(flat.dtype()).device(flat.slice_values().device());
   const bool rounded = flat.gathers_rounded() && !exact;
@@ -265,6 +266,7 @@ void Unsharder::take_staging(FlatParams& flat) {
 }
 
 void Unsharder::make_ready(Entry& entry, bool exact) {
+  const PhaseScope scope(phases_, Phase::Gather, entry.flat->name());
   if (entry.flat->state() == ParamState::Sharded) start(entry, exact);
   try {
     entry.flat->finish_gather();

@@ -24,6 +24,7 @@
 #include <memory>
 #include <vector>
 
+#include "tessera/base/phases.h"
 #include "tessera/zero/bucket_pool.h"
 #include "tessera/zero/flat_params.h"
 #include "tessera/zero/options.h"
@@ -33,7 +34,7 @@ namespace tessera::zero {
 
 class Unsharder {
  public:
-  explicit Unsharder(const GatherOptions& options);
+  Unsharder(const GatherOptions& options, Phases& phases);
 
   // Registers a unit, in forward order; returns its number. Units that are not sharded are always there. `group`: gathers
   // it, and does nothing else.
@@ -134,6 +135,7 @@ class Unsharder {
   void release_unused(bool kept_too);
 
   GatherOptions options_;
+  Phases& phases_;
   std::vector<Entry> entries_;
   std::vector<std::vector<int>> scopes_;
   std::vector<Active> stack_;

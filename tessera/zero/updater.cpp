@@ -175,11 +175,14 @@ std::vector<bool> Updater::agree_presence(bool any_missing) {
 
 void Updater::gather_unit(Unit& unit) {
   if (!units_.states_are_cut(unit.ranks) || unit.flat->sharded() || unit.flat->shares()) return;
+  const PhaseScope scope(units_.phases(), Phase::Gather, unit.name);
   gathers_.push_back(
       unit.ranks.shard->all_gather(unit.flat->whole(), unit.owned_weights(), "parameters of unit '" + unit.name + "'"));
 }
 
 void Updater::finish_gathers() {
+  if (gathers_.empty()) return;
+  const PhaseScope scope(units_.phases(), Phase::Gather);
   for (comm::Pending& p : std::exchange(gathers_, {}))
     p.wait();
 }
@@ -288,6 +291,7 @@ void Updater::update_external(const GradientSummary& summary, double scale, cons
       unit->client_grads.reset();
   };
   try {
+    const NamedRange range("update", "by the client's optimizer");
     external();
   } catch (...) {
     forget();

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-PROGRAMS = ("accelerate_loop", "trainer", "fine_tuning", "lightning_loop")
+PROGRAMS = ("accelerate_loop", "trainer", "fine_tuning", "lightning_loop", "tutorials")
 ACCELERATE_CONFIG = """
 compute_environment: LOCAL_MACHINE
 distributed_type: DEEPSPEED

@@ -41,9 +41,7 @@ TEST(Served, RefusesByName) {
        "zero_optimization.offload_optimizer.super_offload"},
       {R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})",
        "zero_optimization.offload_param.device"},
-      {R"({"sparse_gradients": true})", "sparse_gradients"},
-      {R"({"csv_monitor": {"enabled": true}})", "csv_monitor.enabled"},
-      {R"({"comms_logger": {"enabled": true}})", "comms_logger.enabled"},
+      {R"({"graph_harvesting": true})", "graph_harvesting"},
       {R"({"zero_optimization": {"zero_hpz_partition_size": 2}})", "zero_optimization.zero_hpz_partition_size"},
       {R"({"data_types": {"grad_accum_dtype": "bf16"}})", "data_types.grad_accum_dtype"},
       {R"({"bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp16"}})", "data_types.grad_accum_dtype"},
@@ -60,9 +58,9 @@ TEST(Served, RefusesByName) {
 
 TEST(Served, OneErrorNamesAll) {
   const std::string text = refusal(
-      R"({"sparse_gradients": true, "zero_optimization": {"zero_hpz_partition_size": 2}, "nebula": {"enabled": true}})");
+      R"({"graph_harvesting": true, "zero_optimization": {"zero_hpz_partition_size": 2}, "nebula": {"enabled": true}})");
   EXPECT_HAS(text, "[config]");
-  EXPECT_HAS(text, "sparse_gradients (true)");
+  EXPECT_HAS(text, "graph_harvesting (true)");
   EXPECT_HAS(text, "zero_optimization.zero_hpz_partition_size (> 1)");
   EXPECT_HAS(text, "nebula (switched on)");
 }
@@ -75,25 +73,56 @@ TEST(Served, TheDocsListEveryRow) {
   for (const Refusal& row : refusals()) {
     EXPECT_HAS(text.str(), "| `" + std::string(row.key) + "` | " + row.when + " |\n") << "missing in docs/config.md";
   }
+  for (const auto& rows : {python_only(), python_reads()})
+    for (const Refusal& row : rows)
+      EXPECT_HAS(text.str(), "| `" + std::string(row.key) + "` | " + row.when + " |\n") << "missing in docs/config.md";
   for (const Unread& row : unread()) {
     EXPECT_HAS(text.str(), "| `" + std::string(row.key) + "` | " + row.instead + " |\n") << "missing in docs/config.md";
   }
 }
 
+TEST(Served, TheStateTableOfTheDocsIsUpToDate) {
+  const std::filesystem::path root = TESSERA_SOURCE_DIR;
+  std::ifstream file(root / "docs" / "config.md");
+  std::ostringstream text;
+  text << file.rdbuf();
+  const std::string begin = "<!-- state table: begin -->\n", end = "<!-- state table: end -->";
+  const size_t from = text.str().find(begin), to = text.str().find(end);
+  ASSERT_TRUE(from != std::string::npos && to != std::string::npos);
+  const auto fresh = std::filesystem::temp_directory_path() / "tessera_config_states.md";
+  const bool same = text.str().substr(from + begin.size(), to - from - begin.size()) == state_table();
+  if (!same) std::ofstream(fresh) << state_table();
+  EXPECT_TRUE(same) << "the table of docs/config.md is old; the new one is in " << fresh;
+}
+
 TEST(Served, WhatIsReadByNothingWarns) {
   const Config config = Config::from_json(
-      R"({"log_level": "info", "zero_optimization": {"override_module_apply": false, "sub_group_size": 1e9}})");
+      R"({"data_parallel_size": 4, "zero_optimization": {"override_module_apply": false, "sub_group_size": 1e9}})");
   ASSERT_EQ(config.warnings.size(), 2u);
-  EXPECT_EQ(config.warnings[0], "log_level: has no effect in this version; set the level of the logger \"tessera\"");
+  EXPECT_EQ(config.warnings[0],
+            "data_parallel_size: has no effect in this version; the process group says how many ranks there are");
   EXPECT_HAS(config.warnings[1], "zero_optimization.override_module_apply: has no effect");
   for (const Unread& row : unread())
     EXPECT_NE(find_key(row.key), nullptr) << row.key;
 }
 
+TEST(Served, CppRefusesWhatOnlyPythonServes) {
+  const Config asks = Config::from_json(R"({"csv_monitor": {"enabled": true}, "comms_logger": {"enabled": true}})");
+  check_served(asks);
+  const std::string text = error_of<c10::NotImplementedError>([&] { check_cpp_serves(asks); });
+  EXPECT_HAS(text, "only the Python front end serves");
+  EXPECT_HAS(text, "csv_monitor.enabled (true)");
+  EXPECT_HAS(text, "comms_logger.enabled (true)");
+  const Config harmless = Config::from_json(R"({"log_level": "info"})");
+  EXPECT_EQ(check_cpp_serves(harmless), (std::vector<std::string>{"log_level (any): has no effect in C++"}));
+}
+
 TEST(Served, EveryRowNamesAKeyAndDefaultsAreServed) {
-  for (const Refusal& row : refusals()) {
-    EXPECT_NE(find_key(row.key), nullptr) << row.key;
-    EXPECT_FALSE(row.refused(Config{})) << row.key;
+  for (const auto& rows : {refusals(), python_only(), python_reads()}) {
+    for (const Refusal& row : rows) {
+      EXPECT_NE(find_key(row.key), nullptr) << row.key;
+      EXPECT_FALSE(row.refused(Config{})) << row.key;
+    }
   }
 }
 

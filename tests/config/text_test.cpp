@@ -21,6 +21,19 @@ TEST(Text, FindsTheNearestWord) {
   EXPECT_EQ(nearest(std::string(100'000, 'a'), words), "");
 }
 
+TEST(Text, MessagesAreWholeCharacters) {
+  for (const char* text : {"", "plain", "\xc3\xa4", "a\xe2\x82\xac", "\xf0\x9f\x98\x80"})
+    EXPECT_EQ(whole_characters(text), text);
+  EXPECT_EQ(whole_characters("a\xc3"), "a?");
+  EXPECT_EQ(whole_characters("\xe2\x82"), "??");
+  EXPECT_EQ(whole_characters("\xc3"
+                             "b\xff"),
+            "?b?");
+  Report report;
+  report.error("JSON", "last read: '\xc3'");
+  EXPECT_EQ(report.errors()[0], "JSON: last read: '?'");
+}
+
 TEST(Text, ReportRaisesAllLinesAtOnce) {
   Report report;
   report.warning("x", "odd");

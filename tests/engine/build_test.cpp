@@ -39,7 +39,7 @@ TEST(Build, BatchSizesMustFitTheRanks) {
 }
 
 TEST(Build, RefusesWhatIsNotServed) {
-  const auto config = Config::from_json(R"({"train_batch_size": 1, "sparse_gradients": true})");
+  const auto config = Config::from_json(R"({"train_batch_size": 1, "graph_harvesting": true})");
   EXPECT_THROW(options_from(config, 1), c10::NotImplementedError);
 }
 

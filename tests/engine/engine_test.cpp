@@ -169,4 +169,24 @@ TEST(Engine, ClippingOffLeavesGradientsAlone) {
     train(run, 2, 2, /*check_reference=*/true);
 }
 
+TEST(Engine, PhasesAreCountedWhereTheyHappen) {
+  ToyRun run;
+  for (run.stage = 0; run.stage <= 3; ++run.stage) {
+    run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+      const Toy toy;
+      Engine engine = toy_engine(run, toy, group);
+      for (int step = 0; step < 3; ++step) {
+        toy_forward(engine, toy, toy_batch(rank, step)).backward();
+        engine.step();
+      }
+      const Phases& phases = engine.phases();
+      for (const Phase phase : {Phase::Forward, Phase::Backward, Phase::Step})
+        EXPECT_EQ(phases.total(phase).times, 3) << phase_name(phase);
+      EXPECT_GT(phases.total(Phase::Reduce).times, 0);
+      EXPECT_EQ(phases.total(Phase::Gather).times > 0, run.stage > 0);
+      EXPECT_LE(phases.total(Phase::Reduce).time, phases.total(Phase::Backward).time + phases.total(Phase::Step).time);
+    });
+  }
+}
+
 }  // namespace tessera::testing

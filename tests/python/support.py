@@ -48,6 +48,25 @@ class Net(nn.Module):
         return out if y is None else mse(out, y)
 
 
+class Pair(nn.Module):
+    """Two layers that tensor parallelism can cut: PAIR_SPECS. Returns a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x))).square().mean()
+
+
+PAIR_SPECS = {
+    "layer_specs": [
+        {"patterns": ["up"], "partition_type": "column"},
+        {"patterns": ["down"], "partition_type": "row"},
+    ]
+}
+
+
 def mse(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return ((out.float() - y) ** 2).mean()
 

@@ -32,6 +32,17 @@ def test_environment_variables_are_documented():
     assert [name for name in sorted(read) if f"`{name}`" not in page] == []
 
 
+def test_messages_of_the_page_of_errors_are_in_the_sources():
+    """The parts of a message that a row has, without what "..." stands for."""
+    rows = re.findall(
+        r"^\| `([^`]+)` \|", (ROOT / "docs" / "errors.md").read_text().partition("## What to do")[2], re.M
+    )
+    sources = "".join(path.read_text() for path in tracked("tessera/*.cpp", "tessera/*.h", "python/tessera/*.py"))
+    said = re.sub(r'"\s*f?"', "", sources)  # literals that follow one another
+    parts = [part.strip() for row in rows for part in row.split("...")]
+    assert len(rows) > 15 and [part for part in parts if part not in said] == []
+
+
 def test_pages_are_in_the_index():
     index = (ROOT / "docs" / "README.md").read_text()
     pages = [page.name for page in tracked("docs/*.md") if page.name != "README.md"]

@@ -15,7 +15,7 @@ namespace {
 
 // Units of 64 elements, one scope each.
 struct Chain {
-  Chain(int units, int rank, const comm::GroupPtr& group, GatherOptions options) : unsharder(options) {
+  Chain(int units, int rank, const comm::GroupPtr& group, GatherOptions options) : unsharder(options, phases) {
     for (int i = 0; i < units; ++i) {
       std::vector<FlatParams::Item> items{
           {"p" + std::to_string(i), at::full({64}, static_cast<double>(i), at::kFloat).requires_grad_(true), {}}};
@@ -64,6 +64,7 @@ struct Chain {
 
   std::vector<std::unique_ptr<FlatParams>> flats;
   std::vector<std::unique_ptr<ScopeCall>> calls;
+  Phases phases;
   Unsharder unsharder;
   int root = -1;  // the scope of the model, around all others
 };

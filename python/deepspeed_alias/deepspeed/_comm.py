@@ -71,19 +71,26 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
 
 
 def configure(deepspeed_config: Any = None, enabled: bool | None = None, **_: Any) -> None:
-    """Switches the logging of collectives on, which is not served."""
+    """Collectives are timed by the engine whose configuration asks for it, not by the process."""
     if enabled:
-        raise NotImplementedError("[deepspeed.comm] configure: comms_logger is not served; see docs/deepspeed.md")
+        raise NotImplementedError(
+            "[deepspeed.comm] configure: set comms_logger.enabled in the configuration that the engine is built with"
+        )
 
 
-def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, dict[str, int]] | None:
-    """Calls and bytes of the collectives of the engine that was built last, on this rank."""
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Collectives of the engine that was built last, on this rank: with comms_logger.enabled their times by operation
+    and message size ({op: {bytes: row}}, see Engine.comm_summary), else calls and bytes by operation."""
     from deepspeed import _groups
     from deepspeed._logging import logger
     from tessera import _core
 
-    mesh = _groups._mesh()
-    found: dict[str, dict[str, int]] = {}
+    engine, mesh = _groups._engine(), _groups._mesh()
+    found: dict[str, Any] = {}
+    if engine is not None and engine.config.get("comms_logger.enabled"):
+        for row in engine.comm_summary(show_straggler):
+            found.setdefault(row["op"], {})[row["bytes"]] = row
+        return found if return_dict else None
     if mesh is not None:
         stats = mesh.group(_core.Axis.DpShard).stats()
         for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "barrier"):

@@ -168,7 +168,8 @@ class DeepSpeedMonitorConfig:
     """The monitors' sections."""
 
     def __init__(self, **values: Any) -> None:
-        tree = tessera.Config.from_dict(values).to_dict()
+        self.resolved = tessera.Config.from_dict(values)
+        tree = self.resolved.to_dict()
         for name in ("tensorboard", "csv_monitor", "wandb", "comet"):
             setattr(self, name, DeepSpeedConfigModel._of(tree[name], values.get(name) or {}))
         self.enabled = any(tree[name]["enabled"] for name in ("tensorboard", "csv_monitor", "wandb", "comet"))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -113,6 +114,8 @@ class DeepSpeedEngine(tessera.Engine):
     def step(self, lr_kwargs: dict[str, Any] | None = None, *, global_norm: float | None = None) -> None:
         steps = self.global_steps
         super().step(lr_kwargs, global_norm=global_norm)
+        if self.wall_clock_breakdown() and self.global_steps != steps:
+            self.timers.take(self._watch.step_seconds)
         self.tput_timer.stop(global_step=self.global_steps != steps)
 
     @contextlib.contextmanager
@@ -173,28 +176,11 @@ class DeepSpeedEngine(tessera.Engine):
             for group in range(len(self.core.groups()))
         ]
 
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., None] | None = None,
-        **kwargs: Any,
-    ) -> tuple[str | None, dict[str, Any] | None]:
+    def load_checkpoint(self, *args: Any, trusted: bool = True, **kwargs: Any) -> Any:
         """As tessera.Engine's; the client_state may hold any objects, as DeepSpeed's does: load what you trust."""
-        return super().load_checkpoint(
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
-            **{"trusted": True, **kwargs},
-        )
+        return super().load_checkpoint(*args, trusted=trusted, **kwargs)
+
+    load_checkpoint.__signature__ = inspect.signature(tessera.Engine.load_checkpoint)  # type: ignore[attr-defined]
 
     def destroy(self) -> None:
         if "module" in self.__dict__.get("_modules", {}):
@@ -262,6 +248,12 @@ class DeepSpeedEngine(tessera.Engine):
     def gradient_predivide_factor(self) -> float:
         return self.config.get("gradient_predivide_factor")
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Embeddings whose gradients are sparse, where `sparse_gradients` asks for them."""
+        named = self.module.named_modules() if self.sparse_gradients_enabled() else ()
+        return {f"{name}.weight" for name, m in named if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
+
     def sparse_gradients_enabled(self) -> bool:
         return self.config.get("sparse_gradients")
 
@@ -300,44 +292,32 @@ class DeepSpeedEngine(tessera.Engine):
 
 
 # What the engine's class asks itself for before it is set: never the module's.
-_OWN = frozenset({"core", "_runner", "_loans", "_mesh", "_partition", "_index", "_optimized", "basic_optimizer"})
+_OWN = frozenset(
+    {"core", "_watch", "_runner", "_loans", "_mesh", "_partition", "_index", "_optimized", "basic_optimizer"}
+)
 
 
-def initialize(
-    args: Any = None,
-    model: nn.Module | None = None,
-    optimizer: Any = None,
-    model_parameters: Any = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int = 29500,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Any = None,
-    config: Any = None,
-    mesh_param: tuple[int, int] | None = None,
-    config_params: Any = None,
-) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+def _arguments() -> inspect.Signature:
+    """Those of tessera.initialize that DeepSpeed has too: the positional ones."""
+    whole = inspect.signature(tessera.initialize)
+    return whole.replace(parameters=[p for p in whole.parameters.values() if p.kind is not p.KEYWORD_ONLY])
+
+
+_ARGUMENTS = _arguments()
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """tessera.initialize with a DeepSpeedEngine. Creates the process group of torch.distributed where there is none."""
     logger.info("DeepSpeed info: version=%s, served by Tessera %s", deepspeed.__version__, tessera.__version__)
-    given = choose_config(args, config, config_params)
+    call = _ARGUMENTS.bind(*args, **kwargs).arguments
+    given = choose_config(call.get("args"), call.get("config"), call.pop("config_params", None))
+    call["args"] = _Rank(call.get("args"))
+    if call.get("dist_init_required") is None:
+        call["dist_init_required"] = True
     with translated():
-        built = tessera.initialize(
-            args=_Rank(args),
-            model=model,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
-            distributed_port=distributed_port,
-            mpu=mpu,
-            dist_init_required=True if dist_init_required is None else dist_init_required,
-            collate_fn=collate_fn,
-            config=_tensor_parallel.merged(given, mpu),
-            mesh_param=mesh_param,
-            engine_type=functools.partial(_class_for(model), given=given),
-        )
-    _groups.register(built[0], mpu)
+        call["config"] = _tensor_parallel.handed_over(given, call.get("model"))
+        built = tessera.initialize(**call, engine_type=functools.partial(_class_for(call.get("model")), given=given))
+    _groups.register(built[0], call.get("mpu"))
     return built  # type: ignore[return-value]
 
 
@@ -347,6 +327,9 @@ def _class_for(model: Any) -> type[DeepSpeedEngine]:
 
         return PipelineEngine
     return DeepSpeedEngine
+
+
+initialize.__signature__ = _ARGUMENTS  # type: ignore[attr-defined]
 
 
 class _Rank:

@@ -26,8 +26,12 @@ def _from_mpu(name: str) -> Any:
     return getattr(mpu, name, None) if mpu is not None else None
 
 
+def _engine() -> Any:
+    return None if _last[0] is None else _last[0]()
+
+
 def _mesh() -> Any:
-    engine = None if _last[0] is None else _last[0]()
+    engine = _engine()
     return None if engine is None else engine.core.mesh()
 
 

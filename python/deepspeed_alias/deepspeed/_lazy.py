@@ -36,7 +36,7 @@ class _RefusingType(type):
 
 def refusing(name: str, feature: str) -> type:
     """What stands for a name that is not served: importable, no object is an instance of it, any use is an error."""
-    says = f"[deepspeed] {name} is not served by Tessera: {feature}; see docs/deepspeed.md"
+    says = f"[deepspeed] {name} is not served by Tessera: {feature}; see docs/migrate_from_deepspeed.md"
     return _RefusingType(name.rpartition(".")[2], (), {"_says": says, "__doc__": says, "__module__": ROOT})
 
 
@@ -89,7 +89,8 @@ def attribute(module: str, name: str) -> Any:
         if hasattr(found, name):
             return getattr(found, name)
     raise AttributeError(
-        f"module '{module}' has no attribute '{name}': not one of the names that are served; see docs/deepspeed.md"
+        f"module '{module}' has no attribute '{name}': not one of the names that are served; see "
+        "docs/migrate_from_deepspeed.md"
     )
 
 

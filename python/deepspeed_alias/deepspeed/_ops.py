@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
+from tessera.optim._whole import Lamb
 
 from deepspeed._lazy import NotServed
 from tessera import optim
@@ -54,6 +55,30 @@ class DeepSpeedCPUAdam(optim.FusedAdam):
         _check_states("DeepSpeedCPUAdam", fp32_optimizer_states)
         super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
         self.fp32_optimizer_states = fp32_optimizer_states
+
+
+class FusedLamb(Lamb):
+    """LAMB with the arguments of old; what they choose beside the arithmetic changes nothing."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        if eps_inside_sqrt or max_grad_norm or amsgrad:
+            raise NotServed(
+                "[FusedLamb] eps_inside_sqrt, max_grad_norm and amsgrad are not served; clip by gradient_clipping"
+            )
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, max_coeff, min_coeff)
 
 
 class FusedLion(optim.Lion):

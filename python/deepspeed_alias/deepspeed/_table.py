@@ -75,11 +75,7 @@ _CHECKPOINTING = _same(
     "configure checkpoint is_configured non_reentrant_checkpoint get_cuda_rng_tracker model_parallel_cuda_manual_seed "
     "model_parallel_reconfigure_tp_seed reset set_num_layers CheckpointFunction",
 )
-_PROFILER = _same(
-    "tessera.profiler", "FlopsProfiler get_model_profile", "the FLOPs profiler (section `flops_profiler`)"
-)
-_MONITORS = "monitors (sections `tensorboard`, `csv_monitor`, `wandb`, `comet`)"
-_ELASTIC = "elasticity (section `elasticity`)"
+_PROFILER = _same("tessera.flops", "FlopsProfiler get_model_profile")
 _ULYSSES_SP = (
     "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter TiledMLP TiledFusedLogitsLoss SequenceTiledCompute "
     "sequence_tiled_compute"
@@ -232,7 +228,7 @@ MODULES: dict[str, Rows] = {
     "deepspeed.ops.adam.cpu_adam": _same("._ops", "DeepSpeedCPUAdam"),
     "deepspeed.ops.adagrad": _same("._ops", "DeepSpeedCPUAdagrad"),
     "deepspeed.ops.lion": _same("._ops", "FusedLion DeepSpeedCPULion"),
-    "deepspeed.ops.lamb": _refused("FusedLamb", "the update rule LAMB (optimizer.type Lamb)"),
+    "deepspeed.ops.lamb": _same("._ops", "FusedLamb"),
     "deepspeed.ops.aio": {"AsyncIOBuilder": "._ops:AsyncIOBuilder", **_refused("aio_handle", _OFFLOAD)},
     "deepspeed.ops.op_builder": {"*": "._ops"},
     "deepspeed.ops.transformer": _refused("DeepSpeedTransformerLayer DeepSpeedTransformerConfig", _KERNELS),
@@ -261,19 +257,17 @@ MODULES: dict[str, Rows] = {
     | {"main": "._commands:launch", "DEEPSPEED_ENVIRONMENT_NAME": "._commands:DEEPSPEED_ENVIRONMENT_NAME"},
     "deepspeed.monitor": {},
     "deepspeed.monitor.monitor": {
-        "MonitorMaster": f"tessera.monitors:Monitors!{_MONITORS}",
-        "Monitor": f"tessera.monitors:Monitor!{_MONITORS}",
+        "MonitorMaster": "._watching:MonitorMaster",
+        "Monitor": "tessera.monitor:Writer",
     },
     "deepspeed.monitor.config": {"DeepSpeedMonitorConfig": "._config:DeepSpeedMonitorConfig"},
     "deepspeed.profiling": {},
     "deepspeed.profiling.flops_profiler": _PROFILER,
     "deepspeed.profiling.flops_profiler.profiler": _PROFILER,
-    "deepspeed.elasticity": _same("tessera.elasticity", "compute_elastic_config elasticity_enabled", _ELASTIC),
-    "deepspeed.elasticity.elasticity": _same(
-        "tessera.elasticity", "compute_elastic_config elasticity_enabled", _ELASTIC
-    ),
+    "deepspeed.elasticity": _same("tessera.elasticity", "compute_elastic_config elasticity_enabled"),
+    "deepspeed.elasticity.elasticity": _same("tessera.elasticity", "compute_elastic_config elasticity_enabled"),
     "deepspeed.elasticity.config": _same(
-        "tessera.elasticity", "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize", _ELASTIC
+        "tessera.elasticity", "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize"
     ),
     "deepspeed.module_inject": {
         **_refused("replace_transformer_layer revert_transformer_layer replace_module", _KERNELS),

@@ -65,6 +65,10 @@ class Timer:
         if record:
             self.records.append(spent * 1000.0)
 
+    def add(self, seconds: float) -> None:
+        self._sum += seconds
+        self.records.append(seconds * 1000.0)
+
     def elapsed(self, reset: bool = True) -> float:
         """Milliseconds."""
         spent = self._sum * 1000.0
@@ -87,6 +91,13 @@ class SynchronizedWallClockTimer:
 
     def __call__(self, name: str) -> Timer:
         return self.timers.setdefault(name, Timer(name))
+
+    def take(self, seconds: dict[str, float]) -> None:
+        """What the engine's phases took in a step: forward, backward, step, and of these gather and reduce."""
+        inner = max(0.0, seconds["backward"] - seconds["reduce"])
+        parts = {"bwd_inner": inner, "bwd_allreduce": seconds["reduce"], "step": seconds["step"]}
+        for name, value in {"fwd": seconds["forward"], "bwd": seconds["backward"], **parts}.items():
+            self(name).add(value)
 
     def has_timer(self, name: str) -> bool:
         return name in self.timers

@@ -34,12 +34,15 @@ from tessera.engine._info import EngineGetters
 from tessera.engine._parallel import TensorParallel
 from tessera.engine._place import keep_place, place
 from tessera.engine._preflight import check_modules
-from tessera.engine._report import logger, show_progress
+from tessera.engine._report import logger
+from tessera.engine._watch import Watch
 from tessera.errors import ConfigError, UsageError
 from tessera.loss_scale import LossScaler
 from tessera.optim._factory import build_optimizer, build_schedule, describe, keep_optimizer, params_of
 from tessera.optim._rules import native_rule, read_group
 from tessera.optim._runners import ExternalRunner, NativeRunner, Runner
+from tessera.optim._slices import SlicesRunner
+from tessera.optim._whole import WholeOptimizer
 from tessera.optim._wrapper import Optimizer
 from tessera.units import ROOT, UnitPolicy, default_unit_policy, outline
 from tessera.zero._hooks import Partition
@@ -94,12 +97,13 @@ class Engine(EngineCheckpoints, EngineGetters):
         self._dp_rank, self._dp_size = self._mesh.batch_rank(), self._mesh.batch_size()
         self._world = distributed.world_of(self._mesh)
         self._warn(self.config.warnings)
-        if self._dp_rank == 0 and self.steps_per_print():
-            show_progress()
         put_back = [keep_optimizer(optimizer), keep_place(model)]
         try:
             batch = self.config.resolve_batch(self._dp_size)
             check_modules(model, partitions=self._partitions())
+            self._watch = Watch(self.config, self._mesh.rank(list(_core.Axis.__members__.values())))
+            if self._watch.calls is not None:
+                self._mesh = _core.timed_mesh(self._mesh, self._watch.calls)
             self._parallel = TensorParallel(model, self.config, self._mesh, cuts=sizes["tp"] > 1)
             self._warn(self._parallel.warnings)
             self.device = place(model, device)
@@ -112,6 +116,7 @@ class Engine(EngineCheckpoints, EngineGetters):
             self._parallel.cut()
             self._build_core(base, unit_policy or default_unit_policy)
             self._parallel.settle()
+            self._watch.built(self)
         except BaseException:
             self._give_up()
             for put in put_back:
@@ -234,6 +239,9 @@ class Engine(EngineCheckpoints, EngineGetters):
             return None
         if rule is not None:
             return NativeRunner(self.core, base, rule, index)
+        if isinstance(base, WholeOptimizer):
+            cut = self.config.placements.shards_states and self.seq_dp_world_size > 1
+            return SlicesRunner(self.core, base, index, self._params_are_masters(), cut)
         return ExternalRunner(self.core, base, index, on_params=self._params_are_masters())
 
     def _optimizes(self, param: torch.Tensor) -> bool:
@@ -276,6 +284,12 @@ class Engine(EngineCheckpoints, EngineGetters):
     # ---------------------------------------------------------------- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._watch.profiles(self):
+            with self._watch.profiled(self):
+                return self._forward(args, kwargs)
+        return self._forward(args, kwargs)
+
+    def _forward(self, args: Any, kwargs: Any) -> Any:
         core = self.core
         if self._frozen:
             self._warn_of_thawed()
@@ -369,18 +383,7 @@ class Engine(EngineCheckpoints, EngineGetters):
             self.optimizer._opt_called = True
         if applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
-        self._report()
-
-    def _report(self) -> None:
-        every = self.steps_per_print()
-        if every and self._dp_rank == 0 and self.global_steps % every == 0:
-            logger.info(
-                "step=%d, skipped=%d, lr=%s, mom=%s",
-                self.global_steps,
-                self.skipped_steps,
-                self.get_lr(),
-                self.get_mom(),
-            )
+        self._watch.stepped(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops every accumulated gradient, in the engine and in p.grad."""
@@ -526,8 +529,9 @@ class Engine(EngineCheckpoints, EngineGetters):
             yield True
 
     def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
-        """torch.compile of the module in place; a second call does nothing."""
+        """torch.compile of the module in place; a second call does nothing. Stage 3: unit by unit."""
         if not self.is_compiled:
+            self._partition.hide_from_compiler(self.module)
             self.module.compile(backend=backend, **(compile_kwargs or {}))
 
     @property
@@ -543,6 +547,8 @@ class Engine(EngineCheckpoints, EngineGetters):
             return
         if self._runner is not None:
             self._runner.release()
+        if "_watch" in self.__dict__:
+            self._watch.close()
         self._loans.give_back()
         if built:
             whole = self._whole_now()

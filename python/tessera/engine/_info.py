@@ -11,9 +11,14 @@ from torch import nn
 from tessera import _core
 from tessera._config import dtype_at
 from tessera.engine._parallel import TensorParallel
-from tessera.errors import ConfigError
+from tessera.engine._report import logger
+from tessera.engine._watch import Watch, table
+from tessera.errors import ConfigError, UsageError
+from tessera.flops import FlopsProfiler
+from tessera.monitor import Monitor
 from tessera.optim._runners import Runner
 from tessera.parallel import ParallelPlan
+from tessera.recompute import Recompute
 
 T = TypeVar("T")
 
@@ -48,6 +53,7 @@ class EngineGetters(nn.Module):
     _world: tuple[int, int]
     _mesh: _core.Mesh
     _parallel: TensorParallel
+    _watch: Watch
 
     # ---- batch
     def train_batch_size(self) -> int:
@@ -110,6 +116,49 @@ class EngineGetters(nn.Module):
     def get_global_grad_norm(self) -> float | None:
         """Global L2 norm before clipping of the last applied step; None before the first."""
         return self.core.global_grad_norm()
+
+    # ---- forward
+    def recompute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """function(*args, **kwargs), whose backward computes again what it needs; inputs are kept as the section
+        `activation_checkpointing` says. With partition_activations, inputs that are alike on the tensor-parallel ranks
+        are kept in slices there, and the backward is collective over them."""
+        section = "activation_checkpointing"
+        cuts = self.config.get(f"{section}.partition_activations") and self.mp_world_size > 1
+        call = Recompute(
+            offload=self.config.get(f"{section}.cpu_checkpointing"),
+            slices=self._mesh.group(_core.Axis.Tp) if cuts else None,
+            synchronize=self.config.get(f"{section}.synchronize_checkpoint_boundary"),
+            named=self.config.get(f"{section}.profile"),
+        )
+        return call(function, *args, **kwargs)
+
+    # ---- what it watches
+    @property
+    def monitor(self) -> Monitor:
+        """The writers of events; write_events([(name, value, x)]) adds events of your own."""
+        return self._watch.monitor
+
+    @property
+    def flops_profiler(self) -> FlopsProfiler | None:
+        """The profile that the section `flops_profiler` asked for, once it was taken."""
+        return self._watch.profiler
+
+    def phase_seconds(self) -> dict[str, float]:
+        """What this rank spent since the engine was built in forward, backward and step, and of these in gather
+        (partitioned parameters) and reduce (gradients). Host time; with wall_clock_breakdown that of the device too."""
+        return {name: seconds for name, (seconds, _) in self.core.phases().items()}
+
+    def comm_summary(self, show_straggler: bool = False) -> list[dict[str, Any]]:
+        """Logs and returns what this engine's collectives took on this rank, a row for each operation and message size:
+        bytes, ranks, calls, milliseconds, Gbit/s of the message (algbw) and over a rank's link (busbw). With
+        `show_straggler` also the part of the time that this rank waited for the last one; collective then. UsageError
+        without comms_logger.enabled."""
+        if self._watch.calls is None:
+            raise UsageError("[engine.comm_summary] collectives are not timed: set comms_logger.enabled to true")
+        rows = self._watch.call_rows(self.core, show_straggler)
+        if self.global_rank == 0:
+            logger.info("collectives\n%s", table(rows))
+        return rows
 
     # ---- optimizer
     def _of_groups(self, name: str) -> list[Any]:

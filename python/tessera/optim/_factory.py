@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tessera import _core, lr_schedules, optim
 from tessera.errors import ConfigError
 from tessera.optim._rules import is_tested
+from tessera.optim._whole import Lamb, Muon, muon_groups
 from tessera.optim._wrapper import Optimizer
 
 ParamGroups = list[dict[str, Any]]
@@ -33,7 +34,7 @@ def build_optimizer(
             f"{type(optimizer).__name__}"
         )
     else:
-        maybe = _build(config, optimizer, trainable_groups(model, model_parameters))
+        maybe = _build(config, optimizer, trainable_groups(model, model_parameters), model)
         if maybe is None:
             return None
         built = maybe
@@ -117,7 +118,7 @@ def _as_list(params: Any) -> list[Any]:
 
 
 def _build(
-    config: _core.Config, factory: Callable[[ParamGroups], Any] | None, groups: ParamGroups
+    config: _core.Config, factory: Callable[[ParamGroups], Any] | None, groups: ParamGroups, model: nn.Module
 ) -> torch.optim.Optimizer | None:
     if factory is not None:
         if not groups:
@@ -130,7 +131,7 @@ def _build(
         return built
     if not config.get("optimizer.type") or not groups:
         return None
-    return _from_config(config, groups)
+    return _from_config(config, groups, model)
 
 
 def _given(params: dict[str, Any]) -> dict[str, Any]:
@@ -138,12 +139,17 @@ def _given(params: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None and value != "auto"}
 
 
-def _from_config(config: _core.Config, groups: ParamGroups) -> torch.optim.Optimizer:
+def _from_config(config: _core.Config, groups: ParamGroups, model: nn.Module) -> torch.optim.Optimizer:
     """The core has found the parameters in order and says which rule the type has; the class is that of the rule."""
     name, params = config.get("optimizer.type"), _given(config.get("optimizer.params"))
     kind = _core.optimizer_kind(config)
     cls: type[torch.optim.Optimizer]
-    if kind is None:
+    if name.lower() == "muon":
+        cls = Muon
+        groups, params = muon_groups(model.named_parameters(), groups, params)
+    elif name.lower() == "lamb":
+        cls = Lamb
+    elif kind is None:
         found = getattr(torch.optim, name, None)
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
             raise ConfigError(

@@ -10,6 +10,7 @@ import torch
 
 from tessera import _core
 from tessera.optim import FusedAdam, Lion
+from tessera.optim._whole import WholeOptimizer
 
 Group = dict[str, Any]
 
@@ -106,7 +107,7 @@ def native_rule(optimizer: torch.optim.Optimizer) -> NativeRule | None:
 
 def is_tested(optimizer: torch.optim.Optimizer) -> bool:
     """True for classes that are known to work on slices of parameters."""
-    return _class_of(optimizer) in _ELEMENTWISE
+    return _class_of(optimizer) in _ELEMENTWISE or isinstance(optimizer, WholeOptimizer)
 
 
 def read_group(rule: NativeRule, optimizer: torch.optim.Optimizer, index: int, options: _core.GroupOptions) -> None:

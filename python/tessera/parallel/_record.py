@@ -30,6 +30,12 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
     group = kwargs.pop("tp_group", None)
     if kwargs:
         raise ConfigError(f"[tp_model_init] unknown: {', '.join(kwargs)}")
+    vars(model)[_RECORD] = made(tp_size, dtype, group, vars(model).get(_RECORD))
+    return model
+
+
+def made(tp_size: int, dtype: torch.dtype, group: Any, before: Record | None) -> Record:
+    """A record of what is asked for. ConfigError where it is wrong, or contradicts the one `before`."""
     if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
         raise ConfigError(f"[tp_model_init] tp_size must be an integer of 1 or more, got {tp_size!r}")
     if not isinstance(dtype, torch.dtype):
@@ -37,13 +43,11 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
     if group is not None and _size(group) != tp_size:
         raise ConfigError(f"[tp_model_init] tp_group has {_size(group)} ranks, tp_size is {tp_size}")
     record = Record(tp_size, dtype, group)
-    before = vars(model).get(_RECORD)
     if before is not None and (
         (before.size, before.dtype, _size(before.group)) != (record.size, record.dtype, _size(record.group))
     ):
-        raise ConfigError(f"[tp_model_init] Conflicting tp_model_init of one model: {before}, then {record}")
-    vars(model)[_RECORD] = record
-    return model
+        raise ConfigError(f"[tp_model_init] Conflicting tp_model_init: {before}, then {record}")
+    return record
 
 
 def _size(group: Any) -> int:
@@ -57,7 +61,7 @@ def take_record(model: nn.Module, config: _core.Config, mpu: Any) -> Record | No
         return None
     if record.group is not None and mpu is not None:
         raise ConfigError("[initialize] tp_model_init provided tp_group, and mpu is given too; pass one of them")
-    for key, off in (("autotp_size", (0,)), ("tp.tp_size", (1,))):
+    for key, off in (("tp.tp_size", (1,)), ("autotp_size", (0,))):
         value = config.get(f"tensor_parallel.{key}")
         if value != record.size and value not in off:
             raise ConfigError(
@@ -71,8 +75,8 @@ def take_record(model: nn.Module, config: _core.Config, mpu: Any) -> Record | No
             )
     if "tensor_parallel.dtype" in config.given and dtype_at(config, "tensor_parallel.dtype") != record.dtype:
         raise ConfigError(
-            f"[initialize] Conflicting dtype: tensor_parallel.dtype is {config.get('tensor_parallel.dtype')}, but "
-            f"tp_model_init said {record.dtype}"
+            f"[initialize] Conflicting tensor_parallel.dtype: the configuration says "
+            f"{config.get('tensor_parallel.dtype')}, tp_model_init said {record.dtype}"
         )
     del vars(model)[_RECORD]
     return record

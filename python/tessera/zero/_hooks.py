@@ -212,6 +212,16 @@ class Partition:
         self._loans.hook(module.register_forward_hook(scope.after, always_call=True))
         return scope
 
+    def hide_from_compiler(self, model: nn.Module) -> None:
+        """torch.compile leaves the hooks that call the core to Python: a break in the graph at each unit, where it
+        would take them apart, and give up after some. Those inside a unit do nothing while it runs."""
+        for module in model.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in hooks.items():
+                    scope = getattr(hook, "__self__", None)
+                    if isinstance(scope, _Scope) and scope.cover is None:
+                        hooks[key] = torch.compiler.disable(hook)
+
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Around a forward of the engine: module calls that it interrupts end with it, and those that an earlier one

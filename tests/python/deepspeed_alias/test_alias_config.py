@@ -98,15 +98,21 @@ def _no_record() -> Any:
 
 def test_tp_model_init_is_recorded_and_used_once() -> None:
     from deepspeed import _tensor_parallel
+    from tessera._config import load_config
+
+    from tessera.parallel import _record
 
     model = make()
     assert deepspeed.tp_model_init(model, 2, torch.bfloat16) is model
     deepspeed.tp_model_init(model, tp_size=2, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="Conflicting tp_model_init"):
         deepspeed.tp_model_init(model, 4, torch.bfloat16)
-    merged = _tensor_parallel.merged({"train_batch_size": 4, "bf16": {"enabled": True}}, None)
-    assert merged["tensor_parallel"] == {"autotp_size": 2}
-    assert _tensor_parallel.merged({"train_batch_size": 4}, None) == {"train_batch_size": 4}
+    given = {"train_batch_size": 4, "tensor_parallel": {"tp": {"tp_group": None, "tp_size": 2}}}
+    merged = _tensor_parallel.handed_over(given, model)
+    assert merged["tensor_parallel"] == {"autotp_size": 2, "tp": {"tp_size": 2}}
+    assert _record.take_record(model, load_config(merged), None) == _record.Record(2, torch.bfloat16)
+    assert _tensor_parallel.handed_over(given, model) is given
+    assert _record.take_record(model, load_config(merged), None) is None
 
 
 CONFLICTS = [
@@ -126,8 +132,8 @@ def test_tp_model_init_against_the_configuration(given: dict[str, Any], text: st
 
 
 def refused_keys() -> list[tuple[str, Any]]:
-    """The rows of docs/deepspeed.md."""
-    text = (Path(__file__).parents[3] / "docs" / "deepspeed.md").read_text()
+    """The rows of docs/migrate_from_deepspeed.md."""
+    text = (Path(__file__).parents[3] / "docs" / "migrate_from_deepspeed.md").read_text()
     table = text.split("<!-- refused keys: begin -->")[1].split("<!-- refused keys: end -->")[0]
     return [(key, json.loads(value)) for key, value in re.findall(r"^\| `([\w.]+)` \| `(\w+)` \|", table, re.M)]
 

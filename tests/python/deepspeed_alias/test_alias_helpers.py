@@ -51,11 +51,6 @@ def test_checkpoint_has_the_gradients_and_the_random_numbers(in_cpu: bool, uncon
         tracker.add("again", 5 + 2718)
 
 
-def test_partitioned_activations_are_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="partition_activations"):
-        deepspeed.checkpointing.configure(partition_activations=True)
-
-
 def test_accelerator() -> None:
     device = get_accelerator()
     kind = "cuda" if torch.cuda.is_available() else "cpu"

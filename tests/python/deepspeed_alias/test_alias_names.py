@@ -18,64 +18,10 @@ from deepspeed._table import MODULES
 
 import tessera
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
+import audit_deepspeed_names as audit
+
 ROWS = [(module, name) for module, rows in MODULES.items() for name in rows if name not in ("*", "=")]
-
-# What clients and programs use, and Tessera serves.
-SERVED = """
-deepspeed: initialize init_distributed add_config_arguments add_tuning_arguments tp_model_init set_autotp_mode
-  DeepSpeedEngine DeepSpeedConfig DeepSpeedConfigError zero comm ops utils checkpointing OnDevice log_dist logger
-  __version__ version dist accelerator runtime
-deepspeed.zero: Init GatheredParameters register_external_parameter unregister_external_parameter ZeroParamStatus
-  ZeroParamType unwrap_model_for_generation DeepSpeedZeRoOffload
-deepspeed.utils: logger log_dist RepeatingLoader groups instrument_w_nvtx set_log_level_from_string zero_to_fp32
-  set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter set_z3_leaf_module
-  set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix safe_get_full_fp32_param safe_get_full_grad
-  safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
-  safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_local_fp32_param
-  safe_set_local_grad safe_set_local_optimizer_state safe_update_full_grad_vectorized
-deepspeed.comm: init_distributed is_initialized is_available get_rank get_local_rank get_world_size get_world_group
-  new_group get_global_rank get_all_ranks_from_group barrier monitored_barrier broadcast broadcast_object_list
-  all_reduce all_reduce_coalesced inference_all_reduce reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor
-  all_gather all_gather_object all_gather_into_tensor allgather_fn all_to_all_single all_to_all gather scatter send
-  recv isend irecv destroy_process_group initialize_mesh_device log_summary configure ReduceOp ProcessGroup
-deepspeed.runtime.lr_schedules: VALID_LR_SCHEDULES WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest
-deepspeed.ops.adam: DeepSpeedCPUAdam FusedAdam
-deepspeed.ops.adagrad: DeepSpeedCPUAdagrad
-deepspeed.ops.lion: DeepSpeedCPULion FusedLion
-deepspeed.utils.zero_to_fp32: get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict
-  load_state_dict_from_zero_checkpoint
-deepspeed.checkpoint.ds_to_universal: main
-deepspeed.sequence.layer: DistributedAttention _SeqAllToAll
-deepspeed.sequence.cross_entropy: vocab_sequence_parallel_cross_entropy
-deepspeed.runtime.sequence_parallel.ulysses_sp: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter TiledMLP
-  sequence_tiled_compute SequenceTiledCompute TiledFusedLogitsLoss
-deepspeed.runtime.sequence_parallel.parallel_state_sp: initialize_sequence_parallel
-deepspeed.checkpoint.utils: clone_tensors_for_torch_save
-deepspeed.checkpointing: configure checkpoint is_configured get_cuda_rng_tracker model_parallel_cuda_manual_seed
-deepspeed.runtime.engine: DeepSpeedEngine
-deepspeed.runtime.base_optimizer: DeepSpeedOptimizer
-deepspeed.runtime.zero.stage_1_and_2: DeepSpeedZeroOptimizer
-deepspeed.runtime.zero.partition_parameters: ZeroParamStatus zero_wrapper_for_fp_tensor_constructor _orig_torch_arange
-  get_accelerator
-deepspeed.runtime.zero.utils: ZeRORuntimeException
-deepspeed.runtime.zero.offload_config: OffloadDeviceEnum OffloadStateTypeEnum
-deepspeed.runtime.utils: move_to_device
-deepspeed.runtime.torch_autocast: init_autocast_params has_autocast_dtype
-deepspeed.ops.aio: AsyncIOBuilder
-deepspeed.ops: __compatible_ops__
-deepspeed.launcher.runner: DEEPSPEED_ENVIRONMENT_NAME main fetch_hostfile
-deepspeed.accelerator: get_accelerator
-"""
-
-
-def served() -> list[tuple[str, str]]:
-    found, module = [], ""
-    for word in SERVED.split():
-        if word.endswith(":"):
-            module = word[:-1]
-        else:
-            found.append((module, word))
-    return found
 
 
 @pytest.mark.parametrize(("module", "name"), ROWS)
@@ -89,9 +35,27 @@ def test_every_row_resolves_or_refuses_by_name(module: str, name: str) -> None:
         assert not hasattr(found, "something") and not isinstance(torch.nn.Linear(1, 1), found)
 
 
-@pytest.mark.parametrize(("module", "name"), served())
+@pytest.mark.parametrize(("module", "name"), audit.names(audit.SERVED))
 def test_is_served(module: str, name: str) -> None:
-    assert not isinstance(getattr(importlib.import_module(module), name), _lazy._RefusingType)
+    assert audit.state_of(module, name) == "served"
+
+
+@pytest.mark.parametrize(("module", "name"), audit.names(audit.REFUSED))
+def test_is_refused(module: str, name: str) -> None:
+    assert audit.state_of(module, name).startswith("refused: ")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_members_are_served(stage: int) -> None:
+    assert [line for line in audit.member_lines(stage) if not line.startswith("served")] == []
+
+
+def test_the_audit_prints_every_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit.main() == 0
+    said = capsys.readouterr().out
+    assert "served   deepspeed.initialize" in said and "refused  deepspeed.moe.layer.MoE: " in said
+    assert "served   engine.backward (stage 0)" in said and said.rstrip().endswith("0 missing")
+    assert audit.state_of("deepspeed", "nothing_of_the_kind") == "missing"
 
 
 def test_names_are_found_without_importing_their_module() -> None:
@@ -151,7 +115,7 @@ def test_signatures_begin_as_callers_know_them(name: str) -> None:
 
 
 def test_a_name_that_deepspeed_has_not_either() -> None:
-    with pytest.raises(AttributeError, match=r"docs/deepspeed\.md"):
+    with pytest.raises(AttributeError, match=r"docs/migrate_from_deepspeed\.md"):
         deepspeed.runtime.nothing_of_the_kind  # noqa: B018
     with pytest.raises(ImportError):
         importlib.import_module("deepspeed.nothing_of_the_kind")

@@ -15,7 +15,7 @@ import logging, sys
 import torch, tessera
 model = torch.nn.Linear(2, 1)
 adam = {{"type": "Adam", "params": {{"lr": 0.5}}}}
-config = {{"train_batch_size": 1, "optimizer": adam, "steps_per_print": {every}, "log_level": "debug"}}
+config = {{"train_batch_size": 1, "optimizer": adam, "steps_per_print": {every}, "data_parallel_size": 4}}
 engine = tessera.initialize(model=model, config=config)[0]
 for _ in range(4):
     engine(torch.ones(1, 2)).sum().backward()
@@ -27,12 +27,12 @@ def stderr_of(every: object, setup: str = "") -> list[str]:
     program = PROGRAM.format(every=every, setup=setup)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert not done.stdout
-    return [line for line in done.stderr.splitlines() if "step=" in line or "log_level" in line]
+    return [line for line in done.stderr.splitlines() if "step=" in line or "data_parallel_size" in line]
 
 
 def test_progress_lines_reach_who_has_no_logging() -> None:
     warning, *lines = stderr_of(2)
-    assert "log_level: has no effect in this version" in warning
+    assert "data_parallel_size: has no effect in this version" in warning
     assert [line.split(",")[0] for line in lines] == ["[tessera] step=2", "[tessera] step=4"]
     assert all("lr=[0.5]" in line for line in lines)
 
@@ -56,7 +56,7 @@ def test_the_users_own_logging_rules(setup: str, expected: list[str]) -> None:
 
 def test_warnings_of_the_configuration_come_from_one_rank(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "tessera")
-    engines(make(), 2, config(1, dump_state=True), lambda engine, rank: None)
-    assert [record.message for record in caplog.records if "dump_state" in record.message] == [
-        "dump_state: has no effect in this version; print config.describe()"
+    engines(make(), 2, config(1, data_parallel_size=4), lambda engine, rank: None)
+    assert [record.message for record in caplog.records if "data_parallel" in record.message] == [
+        "data_parallel_size: has no effect in this version; the process group says how many ranks there are"
     ]

@@ -1,0 +1,193 @@
+"""What an engine tells while it trains: times of its phases, ranges of a profiler, collectives, memory, its state."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from support import PAIR_SPECS, Net, Pair, batch, config, engines, make, run, run_mesh
+from tessera.engine._watch import table
+
+import tessera
+
+STAGES = [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_phases_are_counted_and_lie_in_each_other(stage: int, world: int) -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        assert set(engine.phase_seconds().values()) == {0.0} or stage == 3
+        for k in range(4):
+            engine(*batch(10 * rank + k)).backward()
+            engine.step()
+        times = {name: count for name, (_, count) in engine.core.phases().items()}
+        assert times["forward"] == times["backward"] == times["step"] == 4
+        seconds = engine.phase_seconds()
+        assert (seconds["reduce"] > 0) == (world > 1)
+        assert (seconds["gather"] > 0) == (world > 1 and stage > 0)
+        assert seconds["reduce"] <= seconds["backward"] + seconds["step"]
+        assert all(value > 0 for name, value in seconds.items() if name in ("forward", "backward", "step"))
+
+    engines(make(), world, config(stage, accumulation=2), body)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_phases_end_with_an_exception(stage: int) -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        x, y = batch(rank)
+        with pytest.raises(RuntimeError):
+            engine(x[:, :3], y)
+        loss = engine(x, y)
+        loss.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        before = engine.core.phases()
+        engine(x, y).backward()
+        engine.step()
+        after = engine.core.phases()
+        for name in ("forward", "backward", "step"):
+            assert after[name][1] == before[name][1] + 1, name
+
+    engines(make(), 1, config(stage), body)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_profiler_shows_gathers_reductions_and_updates_by_unit(stage: int) -> None:
+    cfg = config(stage, tessera={"min_unit_elements": 0})
+
+    def body(engine: tessera.Engine, rank: int) -> set[str]:
+        run(engine, rank, 1)
+        if rank > 0:  # the profiler listens to the whole process
+            run(engine, rank, 1)
+            return set()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            run(engine, rank, 1)
+        return {event.name for event in profile.events() if event.name.startswith("tessera::")}
+
+    names = engines(make(), 2, cfg, body)[0]
+    assert "tessera::step" in names
+    for unit in ("blocks.0", "blocks.1"):
+        assert any(name.startswith("tessera::reduce") and unit in name for name in names), names
+        assert any(name.startswith("tessera::update") and unit in name for name in names), names
+        assert any(name.startswith("tessera::gather") and unit in name for name in names) == (stage > 0), names
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records if record.name == "tessera")
+
+
+def test_the_breakdown_is_a_line_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        run(engine, rank, 3)
+
+    with caplog.at_level(logging.INFO):
+        engines(make(), 2, config(1, wall_clock_breakdown=True), body)
+    found = [line for line in lines(caplog).splitlines() if line.startswith("time (ms)")]
+    assert len(found) == 3  # of one rank
+    assert "forward: " in found[0] and "of these gather: " in found[0] and "reduce: " in found[0]
+
+
+def test_memory_is_told_with_the_progress_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        engines(
+            make(), 2, config(1, memory_breakdown=True, steps_per_print=2), lambda engine, rank: run(engine, rank, 4)
+        )
+    assert lines(caplog).count("memory (MB) | params: ") == 2
+
+
+def test_the_state_is_dumped_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        engines(make(), 2, config(1, dump_state=True), lambda engine, rank: None)
+    assert lines(caplog).count("param group 0: ") == 1
+    assert "zero_optimization.stage" in lines(caplog) and "'lr': 0.1" in lines(caplog)
+
+
+def test_the_level_of_the_logger() -> None:
+    logger = logging.getLogger("tessera")
+    before = logger.level
+    try:
+        engines(make(), 1, config(0, log_level="error"), lambda engine, rank: None)
+        assert logger.level == logging.ERROR
+    finally:
+        logger.setLevel(before)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_collectives_are_summed(stage: int, caplog: pytest.LogCaptureFixture) -> None:
+    def body(engine: tessera.Engine, rank: int) -> list[dict[str, Any]]:
+        run(engine, rank, 2)
+        return engine.comm_summary(show_straggler=True)
+
+    with caplog.at_level(logging.INFO):
+        found = engines(make(), 2, config(stage, comms_logger={"enabled": True, "verbose": True, "debug": True}), body)
+    rows = found[0]
+    ops = {row["op"] for row in rows}
+    assert ({"all_reduce"} if stage == 0 else {"reduce_scatter", "all_gather"}) <= ops
+    for row in rows:
+        assert row["calls"] > 0 and row["total_ms"] > 0 and row["ranks"] == 2
+        assert 0 <= row["straggler_ms"] <= row["total_ms"]
+        if row["bytes"]:
+            assert row["busbw_gbps"] > 0 and row["algbw_gbps"] > 0
+    assert sum(row["calls"] for row in rows) > 0
+    assert "collectives\n" in lines(caplog) and "comm op: " in lines(caplog) and "gradients of unit" in lines(caplog)
+
+
+def test_some_operations_only() -> None:
+    section = {"enabled": True, "prof_all": False, "prof_ops": ["all_gather"]}
+
+    def body(engine: tessera.Engine, rank: int) -> set[str]:
+        run(engine, rank, 1)
+        return {row["op"] for row in engine.comm_summary()}
+
+    assert engines(make(), 2, config(1, comms_logger=section), body) == [{"all_gather"}] * 2
+    with pytest.raises(tessera.ConfigError, match="'allgather' is no collective"):
+        engines(make(), 1, config(1, comms_logger={**section, "prof_ops": ["allgather"]}), body)
+    with pytest.raises(tessera.UsageError, match=r"comms_logger\.enabled"):
+        engines(make(), 1, config(1), body)
+
+
+def test_collectives_of_a_cut_model_are_timed_too() -> None:
+    cuts = {"autotp_size": 2, "partition_config": PAIR_SPECS}
+    cfg = config(1, comms_logger={"enabled": True}, tensor_parallel=cuts)
+
+    def body(rank: int, mesh: tessera.Mesh) -> list[dict[str, Any]]:
+        engine = tessera.Engine(make(Pair), cfg, group=mesh)
+        try:
+            engine(torch.ones(4, 6)).backward()
+            return engine.comm_summary()
+        finally:
+            engine.destroy()
+
+    assert all(rows for rows in run_mesh(body, tp=2))
+
+
+def test_a_table() -> None:
+    assert table([{"op": "a", "ms": 1.5}, {"op": "bcd", "ms": 10.0}]).splitlines() == [
+        " op      ms",
+        "  a   1.500",
+        "bcd  10.000",
+    ]
+    assert table([]) == "(none)"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_forward_is_profiled(stage: int, tmp_path: Any) -> None:
+    file = tmp_path / "flops.txt"
+    section = {"enabled": True, "profile_step": 1, "output_file": str(file), "module_depth": 2}
+
+    def body(engine: tessera.Engine, rank: int) -> None:
+        assert engine.flops_profiler is None
+        run(engine, rank, 1)
+        assert engine.flops_profiler is None
+        run(engine, rank, 3)
+        profile = engine.flops_profiler
+        assert profile is not None and not profile.started
+        linear = 2 * 4 * (5 * 7 + 2 * 7 * 7 + 7 * 3)  # rows x (in x out), a multiplication and an addition each
+        assert profile.get_total_flops() == linear
+        assert profile.get_total_params() == sum(p.numel() for p in make(Net).parameters())
+
+    engines(make(), 2, config(stage, flops_profiler=section), body)
+    assert file.read_text().count("flops profile of step 1: Net") == 1

@@ -1,0 +1,208 @@
+"""Optimizers of whole parameters: an engine's slices give what one process gives; Muon is torch's, Lamb the paper's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support import PAIR_SPECS, Pair, batch, config, make, run, run_mesh, train_plain, weights, with_client
+from tessera.optim._whole import Lamb, Muon, muon_groups, orthogonal
+from torch import nn
+
+import tessera
+
+STAGES = [0, 1, 2, 3]
+
+
+def muon(params: Any) -> Muon:
+    params = list(params)
+    matrices, rest = [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
+    groups = [{"params": matrices, "lr": 0.02}, {"params": rest, "use_muon": False, "lr": 0.01}]
+    return Muon(groups, weight_decay=0.1)
+
+
+FACTORIES: dict[str, Any] = {"lamb": lambda p: Lamb(p, lr=0.05, weight_decay=0.1), "muon": muon}
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_slices_are_updated_as_whole_parameters(stage: int, world: int, kind: str) -> None:
+    """Gradients differ in the last bit of fp32; Muon's iteration runs in bf16, where such a bit may turn a rounding."""
+    model, plain = make(), make()
+    train_plain(plain, FACTORIES[kind], world, 3)
+
+    def body(engine: tessera.Engine, client: Any, rank: int) -> dict[str, torch.Tensor | None]:
+        run(engine, rank, 3)
+        return weights(engine.module)
+
+    for found in with_client(model, world, config(stage), FACTORIES[kind], body):
+        for name, value in weights(plain).items():
+            assert found[name] is not None and value is not None
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-3 if kind == "muon" else 1e-5)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_states_outlive_the_engine_and_steps_that_lack_gradients(kind: str) -> None:
+    def body(engine: tessera.Engine, client: Any, rank: int) -> None:
+        run(engine, rank, 2)
+        engine(*batch(rank)).backward()
+        engine.step()
+        assert engine.was_step_applied()
+        engine.destroy()
+        assert client.shards.whole(torch.ones(2), torch.ones(2)).numel() == 2
+        names = {name for state in client.state.values() for name in state}
+        assert names == {"lamb": {"step", "exp_avg", "exp_avg_sq"}}.get(
+            kind, {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
+        )
+
+    with_client(make(), 2, config(0), FACTORIES[kind], body)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bf16_masters_move_in_fp32(stage: int, kind: str) -> None:
+    def body(engine: tessera.Engine, client: Any, rank: int) -> None:
+        run(engine, rank, 2)
+        for param in engine.module.parameters():
+            assert tessera.state.get_full_fp32_param(engine, param).dtype == torch.float32
+
+    with_client(make(), 2, config(stage, bf16=True), FACTORIES[kind], body)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_checkpoints_hold_the_states(kind: str, tmp_path: Any) -> None:
+    """Resumed at another number of ranks: the slices lie elsewhere, the run goes on."""
+
+    def first(engine: tessera.Engine, client: Any, rank: int) -> Any:
+        run(engine, 0, 2)
+        engine.save_checkpoint(tmp_path)
+        run(engine, 0, 2)
+        return weights(engine.module)
+
+    def second(engine: tessera.Engine, client: Any, rank: int) -> Any:
+        engine.load_checkpoint(tmp_path)
+        run(engine, 0, 2)
+        return weights(engine.module)
+
+    expected = with_client(make(), 2, config(2), FACTORIES[kind], first)[0]
+    for found in with_client(make(seed=5), 3, config(2), FACTORIES[kind], second):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-3 if kind == "muon" else 1e-5)
+
+
+def test_muon_is_torchs() -> None:
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(5, 9, bias=False), nn.Linear(5, 9, bias=False)
+    theirs.load_state_dict(ours.state_dict())
+    a = Muon(ours.parameters(), lr=0.02, weight_decay=0.1)
+    b = torch.optim.Muon(theirs.parameters(), lr=0.02, weight_decay=0.1)
+    for k in range(4):
+        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(k))
+        for net, optimizer in ((ours, a), (theirs, b)):
+            optimizer.zero_grad()
+            net(x).square().sum().backward()
+            optimizer.step()
+        assert torch.equal(ours.weight, theirs.weight)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (4, 16), (16, 4)])
+def test_orthogonal(shape: tuple[int, int]) -> None:
+    values = torch.linalg.svdvals(orthogonal(torch.randn(shape, generator=torch.Generator().manual_seed(1)), 5).float())
+    assert values.min() > 0.3 and values.max() < 1.3  # what five steps of these coefficients give
+
+
+def test_lamb_by_hand() -> None:
+    w = nn.Parameter(torch.tensor([3.0, 4.0]))
+    w.grad = torch.tensor([1.0, -1.0])
+    Lamb([w], lr=0.1, weight_decay=0.0).step()
+    direction = (0.1 * w.grad) / ((0.001 * w.grad**2).sqrt() + 1e-8)
+    rate = 0.1 * (1 - 0.999) ** 0.5 / (1 - 0.9)
+    expected = torch.tensor([3.0, 4.0]) - rate * (5.0 / direction.norm()) * direction
+    torch.testing.assert_close(w.detach(), expected)
+
+
+def test_lamb_keeps_its_trust_within_bounds_and_leaves_zeros_alone() -> None:
+    big, zero = nn.Parameter(torch.full((4,), 1e6)), nn.Parameter(torch.zeros(2))
+    big.grad, zero.grad = torch.ones(4), torch.ones(2)
+    Lamb([big, zero], lr=1.0, bias_correction=False).step()
+    moved = 0.1 / (0.001**0.5 + 1e-8)
+    assert (1e6 - big.detach() - 10 * moved).abs().max() < 0.1  # max_coeff
+    torch.testing.assert_close(zero.detach(), torch.full((2,), -moved))
+
+
+def test_the_configuration_names_them() -> None:
+    for type_, cls in (("Lamb", Lamb), ("muon", Muon), ("Muon", Muon)):
+        params = {"lr": 0.1, "muon_lr": 0.02, "adam_lr": 0.01} if cls is Muon else {"lr": 0.1}
+        cfg = config(2, optimizer={"type": type_, "params": params})
+        engine, optimizer, _, _ = tessera.initialize(model=make(), config=cfg)
+        assert optimizer is not None and type(optimizer.optimizer) is cls
+        if cls is Muon:
+            names = {id(p): name for name, p in engine.module.named_parameters()}
+            by_kind = {g["use_muon"]: (g["lr"], g["params"]) for g in optimizer.param_groups}
+            assert by_kind[True][0] == 0.02 and by_kind[False][0] == 0.01
+            assert names
+        run(engine, 0, 2)
+        engine.destroy()
+
+
+def test_muon_groups_follow_names_and_marks() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.hidden, self.lm_head = nn.Embedding(3, 2), nn.Linear(2, 2), nn.Linear(2, 3, bias=False)
+            self.other = nn.Linear(2, 2, bias=False)
+            self.other.weight.use_muon = False  # type: ignore[assignment]
+
+    model = Model()
+    groups, params = muon_groups(model.named_parameters(), [{"params": list(model.parameters())}], {"lr": 1.0})
+    assert params == {"lr": 1.0}
+    assert [p is model.hidden.weight for p in groups[0]["params"]] == [True] and groups[0]["use_muon"]
+    assert len(groups[1]["params"]) == 4
+
+
+def test_wrong_arguments() -> None:
+    matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    with pytest.raises(tessera.ConfigError, match="fewer than two dimensions"):
+        Muon([vector])
+    with pytest.raises(tessera.ConfigError, match="momentum"):
+        Muon([matrix], momentum=1.0)
+    with pytest.raises(tessera.ConfigError, match="ns_method must be one of standard, gram"):
+        Muon([matrix], ns_method="other")
+    with pytest.raises(tessera.ConfigError, match="min_coeff"):
+        Lamb([matrix], min_coeff=2.0, max_coeff=1.0)
+    cfg = config(1, optimizer={"type": "Lamb", "params": {"lr": 0.1, "nonsense": 1}})
+    with pytest.raises(tessera.ConfigError, match=r"optimizer\.params of Lamb: .*nonsense"):
+        tessera.initialize(model=make(), config=cfg)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_matrices_that_tensor_parallelism_cuts(kind: str) -> None:
+    """The whole matrix counts, not a rank's slice of it."""
+    cfg = config(2, tensor_parallel={"autotp_size": 2, "partition_config": PAIR_SPECS})
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+    model = make(Pair)
+    plain, optimizer = copy.deepcopy(model), None
+    optimizer = FACTORIES[kind](plain.parameters())
+    for _ in range(2):
+        plain(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    copies = [copy.deepcopy(model) for _ in range(4)]
+
+    def body(rank: int, mesh: tessera.Mesh) -> dict[str, Any]:
+        client = FACTORIES[kind](copies[rank].parameters())
+        engine = tessera.Engine(copies[rank], cfg, optimizer=client, group=mesh)
+        try:
+            for _ in range(2):
+                engine(x).backward()
+                engine.step()
+            return engine.module_state_dict()
+        finally:
+            engine.destroy()
+
+    for found in run_mesh(body, dp=2, tp=2):
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-3 if kind == "muon" else 1e-5)

@@ -1,0 +1,106 @@
+"""Elastic batches: the pure function, checked against all batches and all numbers of devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tessera.elasticity import (
+    ElasticityConfigError,
+    ElasticityError,
+    ElasticityIncompatibleWorldSize,
+    compute_elastic_config,
+    elasticity_enabled,
+    highly_composite,
+    valid_devices,
+)
+
+from tessera import ConfigError
+
+
+def section(**more: Any) -> dict[str, Any]:
+    return {"elasticity": {"enabled": True, "max_train_batch_size": 1000, "micro_batch_sizes": [2, 4, 6], **more}}
+
+
+def test_highly_composite_numbers() -> None:
+    by_hand, most = [], 0
+    for number in range(1, 5041):
+        divisors = sum(number % d == 0 for d in range(1, number + 1)) if number < 400 else None
+        if divisors is None:
+            break
+        if divisors > most:
+            by_hand.append(number)
+            most = divisors
+    assert highly_composite(399) == by_hand
+    assert highly_composite(5040)[-3:] == [1680, 2520, 5040]
+
+
+def test_devices_that_a_batch_fits() -> None:
+    assert valid_devices(24, [4, 6], 1, 100) == [1, 2, 3, 4, 6]
+    assert valid_devices(24, [4, 6], 3, 5) == [3, 4]
+    assert valid_devices(25, [4, 6], 1, 100) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    st.integers(9, 300),
+    st.integers(1, 4),
+    st.integers(4, 40),
+    st.booleans(),
+)
+def test_every_number_of_devices_that_is_promised_works(
+    micro: list[int], most: int, least: int, largest: int, larger: bool
+) -> None:
+    config = section(
+        micro_batch_sizes=micro, max_train_batch_size=most, min_gpus=least, max_gpus=largest, prefer_larger_batch=larger
+    )
+    try:
+        batch, valid = compute_elastic_config(config)
+    except ElasticityError:
+        return
+    assert 0 < batch <= most and valid and all(least <= n <= largest for n in valid)
+    for world in range(1, largest + 2):
+        if world in valid:
+            again, _, size = compute_elastic_config(config, world_size=world)
+            assert again == batch and size in micro and batch % (size * world) == 0
+        else:
+            with pytest.raises(ElasticityIncompatibleWorldSize):
+                compute_elastic_config(config, world_size=world)
+
+
+def test_slices_of_a_model_come_by_nodes() -> None:
+    batch, valid, micro = compute_elastic_config(
+        section(model_parallel_size=2, num_gpus_per_node=4, max_gpus=64, version=0.2), world_size=8
+    )
+    assert all(n % 4 == 0 for n in valid) and batch % (micro * 4) == 0
+    with pytest.raises(ElasticityConfigError, match="does not divide"):
+        compute_elastic_config(section(model_parallel_size=3, num_gpus_per_node=4))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({}, "no section"),
+        (section(enabled=False), "enabled is false"),
+        (section(version=0.9), "version 0.9 is not known"),
+        (section(min_gpus=9, max_gpus=3), "min_gpus 9 is larger"),
+        (section(micro_batch_sizes=[0]), "micro_batch_sizes: must be"),
+        ({**section(), "train_batch_size": 8}, "train_batch_size beside it"),
+        (section(nonsense=1), "nonsense"),
+    ],
+)
+def test_wrong_sections(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(ElasticityConfigError, match=says) as error:
+        compute_elastic_config(config)
+    assert isinstance(error.value, ConfigError)
+    with pytest.raises(ElasticityConfigError, match=r"world_size"):
+        compute_elastic_config(section(), return_microbatch=True)
+
+
+def test_enabled() -> None:
+    assert (
+        elasticity_enabled(section()) and not elasticity_enabled({}) and not elasticity_enabled(section(enabled=False))
+    )

@@ -1,0 +1,135 @@
+"""Monitors: what lands in their files, who writes, and packages that are not there."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import types
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from support import Net, batch, config, engines, make
+from tessera.monitor import Monitor
+
+import tessera
+
+
+def loaded(**sections: Any) -> tessera.Config:
+    return tessera.Config.from_dict(sections)
+
+
+def rows(path: Path) -> list[list[str]]:
+    with open(path, newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_csv_files_are_named_as_their_events_and_go_on(tmp_path: Path) -> None:
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    for x in (8, 16):  # two runs
+        monitor = Monitor(loaded(csv_monitor=section))
+        monitor.write_events([("Train/Samples/lr", 0.5, x), ("note", 1.0, x)])
+        monitor.close()
+    assert rows(tmp_path / "job" / "Train_Samples_lr.csv") == [["step", "lr"], ["8", "0.5"], ["16", "0.5"]]
+    assert rows(tmp_path / "job" / "note.csv")[0] == ["step", "note"]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    monitor = Monitor(loaded(csv_monitor={"enabled": True, "output_path": str(tmp_path)}), rank=1)
+    monitor.write_events([("a", 1.0, 1)])
+    assert monitor.enabled and not list(tmp_path.iterdir())
+
+
+def test_without_a_section_nothing_is_enabled() -> None:
+    monitor = Monitor(loaded())
+    monitor.write_events([("a", 1.0, 1)])
+    assert not monitor.enabled and monitor.writers == {}
+
+
+def test_missing_packages_are_one_error_on_all_ranks() -> None:
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        for rank in (0, 1):
+            with pytest.raises(
+                tessera.ConfigError, match=r"(?s)wandb\.enabled needs .*wandb.*comet\.enabled .*comet_ml"
+            ):
+                Monitor(loaded(wandb={"enabled": True}, comet={"enabled": True}), rank)
+
+
+class Recorder:
+    """Stands for a package: notes every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Recorder:
+            self.calls.append((name, args, kwargs))
+            return self
+
+        return call
+
+
+@pytest.mark.parametrize("package", ["wandb", "comet_ml"])
+def test_services_get_their_settings_and_the_events(package: str) -> None:
+    section: dict[str, Any]
+    name, section = {
+        "wandb": ("wandb", {"group": "g", "team": "t", "project": "p"}),
+        "comet_ml": ("comet", {"samples_log_interval": 10, "project": "p", "experiment_name": "n", "api_key": "k"}),
+    }[package]
+    recorder = Recorder()
+    module = types.ModuleType(package)
+    module.__dict__.update({call: getattr(recorder, call) for call in ("init", "log", "finish", "start")})
+    with mock.patch.dict(sys.modules, {package: module}), mock.patch("importlib.util.find_spec"):
+        monitor = Monitor(loaded(**{name: {"enabled": True, **section}}))
+        for x in (4, 8, 16):
+            monitor.write_events([("Train/Samples/lr", 0.5, x)])
+        monitor.close()
+        monitor.close()
+    expected: dict[str, list[Any]] = {
+        "wandb": [
+            ("init", (), {"project": "p", "group": "g", "entity": "t"}),
+            *[("log", ({"Train/Samples/lr": 0.5},), {"step": x}) for x in (4, 8, 16)],
+            ("finish", (), {}),
+        ],
+        "comet_ml": [
+            ("start", (), {"api_key": "k", "project": "p"}),
+            ("set_name", ("n",), {}),
+            *[("log_metric", ("Train/Samples/lr", 0.5), {"step": x}) for x in (4, 16)],  # 10 samples apart
+            ("end", (), {}),
+        ],
+    }
+    assert recorder.calls == expected[package]
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monitor = Monitor(loaded(tensorboard={"enabled": True, "output_path": str(tmp_path), "job_name": "job"}))
+    monitor.write_events([("Train/Samples/lr", 0.5, 8)])
+    monitor.close()
+    found = reading.EventAccumulator(str(tmp_path / "job"))
+    found.Reload()
+    assert [(e.step, e.value) for e in found.Scalars("Train/Samples/lr")] == [(8, 0.5)]
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize("times", [False, True])
+def test_an_engine_writes_rate_scale_and_times_over_samples(tmp_path: Path, fp16: bool, times: bool) -> None:
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    cfg = config(2, accumulation=2, csv_monitor=section, wall_clock_breakdown=times)
+    if fp16:
+        cfg["fp16"] = {"enabled": True, "initial_scale_power": 4}
+
+    def body(engine: tessera.Engine, rank: int) -> None:
+        assert engine.monitor.enabled
+        for k in range(4):
+            engine.backward(engine(*batch(10 * rank + k)))
+            engine.step()
+
+    engines(make(Net), 2, cfg, body)
+    names = {path.name for path in (tmp_path / "job").iterdir()}
+    assert ("Train_Samples_loss_scale.csv" in names) == fp16
+    parts = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
+    for part in parts:
+        assert (f"Train_Samples_elapsed_time_ms_{part}.csv" in names) == times
+    assert rows(tmp_path / "job" / "Train_Samples_lr.csv") == [["step", "lr"], ["16", "0.1"], ["32", "0.1"]]
