@@ -1,0 +1,9 @@
+"""Programs of several engines: a link hands outputs of one to another, of other ranks, and gradients back; actor groups
+place the ranks on a Ray cluster. See docs/hybrid.md."""
+
+from __future__ import annotations
+
+from tessera.hybrid._layout import Layout
+from tessera.hybrid._link import Link, Receiver, Sender, hand_over
+
+__all__ = ["Layout", "Link", "Receiver", "Sender", "hand_over"]
