@@ -3,7 +3,19 @@ place the ranks on a Ray cluster. See docs/hybrid.md."""
 
 from __future__ import annotations
 
+from tessera.hybrid._actors import ActorError, ActorGroup, Pending, Place, wait
 from tessera.hybrid._layout import Layout
 from tessera.hybrid._link import Link, Receiver, Sender, hand_over
 
-__all__ = ["Layout", "Link", "Receiver", "Sender", "hand_over"]
+__all__ = [
+    "ActorError",
+    "ActorGroup",
+    "Layout",
+    "Link",
+    "Pending",
+    "Place",
+    "Receiver",
+    "Sender",
+    "hand_over",
+    "wait",
+]

@@ -22,15 +22,14 @@ _SHARE, _SLEEP = 0.05, 2e-3
 Peer = tuple[str, int]  # side, rank
 
 
-def _part_of(store: Any, prefix: str) -> Any:
-    return torch._C._distributed_c10d.PrefixStore(prefix, store)
+C10D: Any = torch._C._distributed_c10d  # the stores; torch.distributed does not list them
 
 
 class Mailbox:
     """One rank's. `prefix`: the link's, of all its ranks; `names`: what the sides are called in errors."""
 
     def __init__(self, store: Any, prefix: str, me: Peer, names: dict[str, str], timeout: float) -> None:
-        self._store: Any = _part_of(store, prefix)
+        self._store: Any = C10D.PrefixStore(prefix, store)
         self.me = me
         self._names = names
         self._timeout = timeout
@@ -43,7 +42,7 @@ class Mailbox:
         return f"rank {peer[1]} of {self._names[peer[0]]}"
 
     def store(self, prefix: str) -> Any:
-        return _part_of(self._store, prefix)
+        return C10D.PrefixStore(prefix, self._store)
 
     def put(self, key: str, note: Any) -> None:
         with self._reaching("leave a note for"):

@@ -51,13 +51,15 @@ def data(step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(ROWS, TOKENS, 5, generator=generator), torch.randn(ROWS, TOKENS, 3, generator=generator)
 
 
-def plain_weights(vision: nn.Module, text: nn.Module) -> list[torch.Tensor]:
+def plain_weights(vision: nn.Module, text: nn.Module, clip: float = 0.0) -> list[torch.Tensor]:
     vision, text = copy.deepcopy(vision), copy.deepcopy(text)
     optimizer = torch.optim.SGD([*vision.parameters(), *text.parameters()], lr=0.1)
     for step in range(STEPS):
         for micro in range(MICRO):
             x, y = data(step, micro)
             (text(vision(x), y) / MICRO).backward()
+        if clip > 0:
+            torch.nn.utils.clip_grad_norm_([*vision.parameters(), *text.parameters()], clip)
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach() for p in [*vision.parameters(), *text.parameters()]]
