@@ -166,7 +166,7 @@ void bind_training(EngineClass& c) {
       .def("override_loss_scale", on(&Engine::scaling, &engine::Scaling::override_scale), py::arg("scale"))
       .def("restore_scaler", on(&Engine::scaling, &engine::Scaling::restore), py::arg("state"))
       .def("gradient_loss_scale", on(&Engine::scaling, &engine::Scaling::gradient_scale))
-      .def("step", &Engine::step, py::arg("external") = py::none(), NoGil())
+      .def("step", &Engine::step, py::arg("external") = py::none(), py::arg("global_norm") = py::none(), NoGil())
       .def("zero_grad", &Engine::zero_grad, NoGil())
       .def("is_gradient_accumulation_boundary", &Engine::is_gradient_accumulation_boundary)
       .def("set_gradient_accumulation_boundary", &Engine::set_gradient_accumulation_boundary, py::arg("boundary"))
@@ -196,6 +196,7 @@ void bind_modules(EngineClass& c) {
 void bind_counters(EngineClass& c) {
   c.def("global_grad_norm", &Engine::global_grad_norm)
       .def("grad_norm", &Engine::grad_norm, NoGil())
+      .def("norm_contribution", &Engine::norm_contribution, py::arg("without") = std::vector<int>{}, NoGil())
       .def("was_step_applied", &Engine::was_step_applied)
       .def("has_gradients", &Engine::has_gradients)
       .def("micro_steps", &Engine::micro_steps)

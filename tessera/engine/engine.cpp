@@ -48,7 +48,7 @@ struct Engine::Impl {
     return {boundary(), no_sync || coalesce, mean, scaling.gradient_scale()};
   }
 
-  bool apply(const std::function<void()>& external);
+  bool apply(const std::function<void()>& external, std::optional<double> global_norm);
 
   void count_samples() {
     const int64_t before = std::exchange(counted_backwards, model->driver.backwards());
@@ -187,18 +187,23 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
 
 // ---------------------------------------------------------------- step
 
-bool Engine::step(const std::function<void()>& external) {
+bool Engine::step(const std::function<void()>& external, std::optional<double> global_norm) {
   Impl& m = *impl_;
   m.live("step");
   TESSERA_CHECK(!m.no_sync && !m.coalesce, "engine.step", "It is illegal to call Engine.step() inside ",
                 m.no_sync ? "no_sync" : "coalesce_grad_reduction", " context manager; leave it first");
+  TESSERA_CHECK_VALUE(!global_norm || !(*global_norm < 0), "engine.step", "global_norm must not be negative, got ",
+                      global_norm.value_or(0), "; it is the root of the sum of all engines' norm_contribution()");
+  const bool boundary = !m.options.managed_accumulation || m.boundary();
+  TESSERA_CHECK_VALUE(!global_norm || boundary, "engine.step",
+                      "global_norm at a step that is no accumulation boundary, where nothing is clipped: give it where "
+                      "is_gradient_accumulation_boundary() is true");
   m.in_step = true;
-  const bool boundary = m.boundary();
   bool finite = true;
   m.applied = false;
   if (boundary) {
     try {
-      finite = m.apply(external);
+      finite = m.apply(external, global_norm);
     } catch (...) {
       m.in_step = false;
       throw;
@@ -214,10 +219,12 @@ bool Engine::step(const std::function<void()>& external) {
 }
 
 // The boundary's part of a step. False when gradients had inf or NaN.
-bool Engine::Impl::apply(const std::function<void()>& external) {
+bool Engine::Impl::apply(const std::function<void()>& external, std::optional<double> global_norm) {
   model->driver.ensure_reduced();
-  const zero::GradientSummary summary = model->updater.summarize();
-  const bool skips = options.zero.precision.skip_nonfinite || scaling.scaler().needed() || summary.scaled;
+  if (global_norm) *global_norm *= scaling.gradient_scale();
+  const zero::GradientSummary summary = model->updater.summarize(global_norm);
+  const bool skips =
+      global_norm || options.zero.precision.skip_nonfinite || scaling.scaler().needed() || summary.scaled;
   if (summary.finite || !skips) {
     const double unscaled = summary.norm / scaling.gradient_scale();
     double scale = optim::clip_coefficient(unscaled, options.gradient_clipping) / scaling.gradient_scale();
@@ -245,6 +252,13 @@ double Engine::grad_norm() {
   zero::ShardedModel& model = impl_->live("grad_norm");
   model.driver.ensure_reduced();
   return model.updater.summarize().norm / impl_->scaling.gradient_scale();
+}
+
+double Engine::norm_contribution(const std::vector<int>& without) {
+  zero::ShardedModel& model = impl_->live("norm_contribution");
+  model.driver.ensure_reduced();
+  const double scale = impl_->scaling.gradient_scale();
+  return model.updater.norm_contribution(without) / (scale * scale);
 }
 
 // ---------------------------------------------------------------- accumulation

@@ -88,7 +88,10 @@ class Engine {
   // Counts a micro-step. At a boundary: norm and finite check, agreed skip or fused update, refresh of the compute
   // parameters, gradients dropped. Returns true when parameters were updated. `external` (Rule::External) is called
   // between clipping and refresh with the master gradients in place (states().local_view(i, Gradient), fp32).
-  bool step(const std::function<void()>& external = {});
+  // `global_norm`: clip to this norm, of several engines (see norm_contribution()), instead of to the engine's own; one
+  // that is not finite skips the step in every precision, as an overflow does. The same on all ranks. Value error, with
+  // nothing counted, for a negative one, for different ones, and between boundaries, where nothing is clipped.
+  bool step(const std::function<void()>& external = {}, std::optional<double> global_norm = {});
   // Drops every accumulated gradient, also p.grad. Local.
   void zero_grad();
 
@@ -119,6 +122,11 @@ class Engine {
   void set_counters(int64_t micro_steps, int64_t global_steps, int64_t skipped_steps, int64_t global_samples);
   // The norm of the gradients as they are now, before a step. Collective.
   double grad_norm();
+  // This rank's part of the square of grad_norm(): the parts of all ranks of the engine add up to it, replicas counted
+  // once, without a loss scale. Not finite where a gradient on this rank is not. Several engines: the square of their
+  // common norm is the sum over all ranks of all engines, its root what step() of each takes as global_norm. `without`:
+  // numbers of parameters that do not count, as copies of what another engine counts. Collective.
+  double norm_contribution(const std::vector<int>& without = {});
 
   // ---- optimizer
   std::vector<optim::GroupOptions>& groups();  // edit lr and friends between steps

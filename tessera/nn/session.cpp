@@ -93,8 +93,8 @@ at::Tensor Session::backward(const at::Tensor& loss, bool retain_graph, bool sca
   return core_->backward(loss, retain_graph, scale_wrt_gas);
 }
 
-bool Session::step() {
-  const bool applied = core_->step();
+bool Session::step(std::optional<double> global_norm) {
+  const bool applied = core_->step({}, global_norm);
   if (applied) {
     ++schedule_steps_;
     apply_schedule();

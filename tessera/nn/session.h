@@ -40,7 +40,8 @@ class Session {
   double loss_scale() const { return core_->scaling().scaler().scale(); }
 
   // Collective. Counts a micro-step; at a boundary: clip, update, next learning rate. True when weights were updated.
-  bool step();
+  // `global_norm`: see engine::Engine::step.
+  bool step(std::optional<double> global_norm = {});
 
   // Checkpoints (engine/checkpoint.h), the same files as Python's; options that are not given are those of the
   // configuration's section `checkpoint`. Collective. save returns the tag. load: false when there is no `latest`.

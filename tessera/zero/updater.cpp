@@ -118,6 +118,26 @@ class Tile {
   std::vector<std::optional<shard::PendingView>> views_;
 };
 
+// The gradients of `slice` (in the coordinates of the flat space, and owned here), without those of some parameters.
+void add_pieces(std::vector<at::Tensor>& pieces, const Unit& unit, shard::Range slice,
+                const std::vector<ParamId>& without) {
+  const auto add = [&](int64_t begin, int64_t end) {
+    if (begin < end) pieces.push_back(unit.owned_grads().narrow(0, begin - unit.owned.begin, end - begin));
+  };
+  for (const Param& p : unit.params) {  // in the order of their places
+    if (std::ranges::find(without, p.id) == without.end()) continue;
+    add(slice.begin, std::min(p.range.begin, slice.end));
+    slice.begin = std::max(slice.begin, p.range.end);
+  }
+  add(slice.begin, slice.end);
+}
+
+// What travels of a norm that step() was given: numbers that compare, and none is one of them.
+double given_norm(std::optional<double> norm) {
+  if (!norm) return -1;
+  return std::isfinite(*norm) ? *norm : -2;
+}
+
 bool lives_on_device(const Unit& unit) {
   return std::ranges::all_of(unit.state_buffers(), [](const shard::Buffer* b) {
     return !b->defined() || b->residence() == shard::Residence::Device;
@@ -130,7 +150,7 @@ Updater::Updater(Units& units, BackwardDriver& driver) : units_(units), driver_(
 
 // Squares of the gradients of units that all ranks share: one sum per slice and rank, added in rank order, so that the bits
 // are the same whether a rank holds one slice or all. `rows`: a row for each rank of the shard group, the first column.
-void Updater::add_squares(at::TensorAccessor<double, 2> rows) const {
+void Updater::add_squares(at::TensorAccessor<double, 2> rows, const std::vector<ParamId>& without) const {
   const Ranks& ranks = units_.ranks();
   std::vector<at::Tensor> slices;
   std::vector<int> rank_of;
@@ -138,9 +158,8 @@ void Updater::add_squares(at::TensorAccessor<double, 2> rows) const {
     if (&unit->ranks != &ranks) continue;
     for (int r = 0; r < ranks.shard->size(); ++r) {
       if (units_.placements().states == shard::Placement::Shard && r != ranks.shard->rank()) continue;
-      const shard::Range slice = unit->layout.shard(r);
-      slices.push_back(unit->owned_grads().narrow(0, slice.begin - unit->owned.begin, slice.size()));
-      rank_of.push_back(r);
+      add_pieces(slices, *unit, unit->layout.shard(r), without);
+      rank_of.resize(slices.size(), r);
     }
   }
   const std::vector<double> squares = optim::sums_of_squares(slices);
@@ -148,29 +167,58 @@ void Updater::add_squares(at::TensorAccessor<double, 2> rows) const {
     rows[rank_of[i]][0] += squares[i];
 }
 
-// Those of the others, over all ranks: of equal ones, one rank counts.
-double Updater::sum_of_varying_squares() const {
-  if (units_.rank_sets().size() == 1) return 0;
+// Those of the others: of equal ones, one rank counts.
+double Updater::varying_squares(const std::vector<ParamId>& without) const {
   std::vector<at::Tensor> slices;
   for (const auto& unit : units_.all()) {
     const Ranks& ranks = unit->ranks;
     if (&ranks == &units_.ranks() || ranks.replicate->rank() > 0) continue;
     if (!ranks.varies_along_model && ranks.model->rank() > 0) continue;
     if (!units_.states_are_cut(ranks) && ranks.shard->rank() > 0) continue;
-    slices.push_back(unit->owned_grads());
+    add_pieces(slices, *unit, unit->owned, without);
   }
-  at::Tensor sum = at::zeros({1}, at::kDouble);
+  double sum = 0;
   for (const double squares : optim::sums_of_squares(slices))
     sum += squares;
+  return sum;
+}
+
+// Over all ranks.
+double Updater::sum_of_varying_squares() const {
+  if (units_.rank_sets().size() == 1) return 0;
+  const at::Tensor sum = at::full({1}, varying_squares(), at::kDouble);
   units_.ranks().agree(sum, comm::ReduceOp::Sum, "gradient norm");
   return sum.item<double>();
 }
 
-GradientSummary Updater::summarize() {
+void Updater::reduce_late() {
+  driver_.reducer().reduce_late();
+  driver_.reduce_replicas();
+}
+
+double Updater::norm_contribution(const std::vector<ParamId>& without) {
+  for (const ParamId id : without)
+    units_.trained(id, "norm_contribution");
+  const Ranks& ranks = units_.ranks();
+  const at::Tensor late = at::full({1}, driver_.reducer().has_late() ? 1.0 : 0.0, at::kDouble);
+  ranks.agree(late, comm::ReduceOp::Max, "late gradients");
+  if (late.item<double>() > 0) reduce_late();
+  const double own = varying_squares(without);
+  if (ranks.replicate->rank() > 0 || ranks.model->rank() > 0) return own;
+  const at::Tensor rows = at::zeros({ranks.shard->size(), 1}, at::kDouble);
+  auto squares = rows.accessor<double, 2>();
+  add_squares(squares, without);
+  return squares[ranks.shard->rank()][0] + own;
+}
+
+GradientSummary Updater::summarize(std::optional<double> norm) {
   const int ranks = units_.ranks().shard->size(), me = units_.ranks().shard->rank();
-  at::Tensor sums = at::zeros({ranks, 4}, at::kDouble);
-  auto table = sums.accessor<double, 2>();  // rank: squares, parameters without a gradient, late gradients, scaled
-  add_squares(table);
+  at::Tensor sums = at::zeros({ranks, 6}, at::kDouble);
+  // rank: squares, parameters without a gradient, late gradients, scaled, largest and least given norm
+  auto table = sums.accessor<double, 2>();
+  if (!norm) add_squares(table);
+  table[me][4] = given_norm(norm);
+  table[me][5] = -given_norm(norm);
   for (const ParamId id : units_.trained_ids())
     table[me][1] += units_[id].param->has_grad ? 0 : 1;
   table[me][2] = driver_.reducer().has_late() ? 1 : 0;
@@ -181,19 +229,20 @@ GradientSummary Updater::summarize() {
   GradientSummary summary;
   double total = 0, missing = 0, late = 0;
   for (int r = 0; r < ranks; ++r) {
+    TESSERA_CHECK_VALUE(table[r][4] == given_norm(norm) && table[r][5] == -given_norm(norm), "engine.step",
+                        "ranks of this engine give different norms: one has ", norm.value_or(-1),
+                        " (-1: none), others another; global_norm is the same on all of them");
     total += table[r][0];
     missing += table[r][1];
     late += table[r][2];
     summary.scaled = summary.scaled || table[r][3] > 0;
   }
   if (late > 0) {  // on all ranks alike
-    driver_.reducer().reduce_late();
-    driver_.reduce_replicas();
-    return summarize();
+    reduce_late();
+    return summarize(norm);
   }
-  total += sum_of_varying_squares();
-  summary.norm = std::sqrt(total);
-  summary.finite = std::isfinite(total);
+  summary.norm = norm ? *norm : std::sqrt(total + sum_of_varying_squares());
+  summary.finite = std::isfinite(summary.norm);
   summary.present = agree_presence(missing > 0);
   return summary;
 }

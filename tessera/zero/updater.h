@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,8 +21,13 @@ class Updater {
  public:
   Updater(Units& units, BackwardDriver& driver);
 
-  // Norm, finite check and presence, agreed on all ranks. Collective. Gradients must be reduced.
-  GradientSummary summarize();
+  // Norm, finite check and presence, agreed on all ranks. Collective. Gradients must be reduced. `norm`: given, as it is
+  // with the gradients' scale, instead of that of these gradients; value error, on all ranks, where they give another.
+  GradientSummary summarize(std::optional<double> norm = {});
+  // The squares of the gradients that count on this rank: summed over all ranks they are the square of the norm, whatever
+  // is replicated or cut. Not finite if one of them is not. `without`: parameters that do not count. Collective. Gradients
+  // must be reduced.
+  double norm_contribution(const std::vector<ParamId>& without);
   // Gradients are multiplied by `scale` (unscale and clip). Parameters without a gradient on any rank are left alone.
   // `external` (Rule::External) updates the masters. Collective: refreshes the compute parameters.
   void update(const GradientSummary& summary, double scale, const std::function<void()>& external);
@@ -32,8 +38,10 @@ class Updater {
   void refresh_params();
 
  private:
-  void add_squares(at::TensorAccessor<double, 2> rows) const;
+  void add_squares(at::TensorAccessor<double, 2> rows, const std::vector<ParamId>& without = {}) const;
+  double varying_squares(const std::vector<ParamId>& without = {}) const;
   double sum_of_varying_squares() const;
+  void reduce_late();
   std::vector<bool> agree_presence(bool any_missing);
   void gather_unit(Unit& unit, std::vector<comm::Pending>& pending);
   void update_units(const GradientSummary& summary, double scale, std::vector<comm::Pending>& pending);

@@ -1,6 +1,10 @@
 // Engines on meshes of several axes: whose gradients are averaged, who holds which states, what all agree on.
 #include <gtest/gtest.h>
 
+#include <array>
+#include <cmath>
+#include <numeric>
+
 #include "tests/support/errors.h"
 #include "tests/support/modes.h"
 #include "tests/support/toy.h"
@@ -20,6 +24,12 @@ at::Tensor weighted_sum(const std::vector<engine::ParamSpec>& specs, const at::T
   return loss;
 }
 
+// What every rank has of the square of the norm, by rank.
+struct Parts {
+  std::array<double, 16> by_rank{};
+  double norm() const { return std::sqrt(std::accumulate(by_rank.begin(), by_rank.end(), 0.0)); }
+};
+
 }  // namespace
 
 // Ranks along sp and tp see the batch of their batch rank; the result is that of the batch ranks alone.
@@ -33,11 +43,13 @@ TEST(Axes, OtherAxesDoNotChangeTheResult) {
       ToyReference reference(at::kFloat, 2, 2, run.clip);
       for (int step = 0; step < 3; ++step)
         reference.step();
+      Parts parts;
       run_axes(sizes, [&](int rank, const comm::Mesh& mesh) {
         const Toy toy(rank == 0 ? 1 : 77);  // rank 0's values must hold
         Engine engine(toy_options(run), mesh, toy.specs(), {toy_adamw()});
         for (int micro = 0; micro < 6; ++micro) {
           toy_forward(engine, toy, toy_batch(mesh.rank(comm::kBatchAxes), micro)).backward();
+          if (micro == 5) parts.by_rank[rank] = engine.norm_contribution();
           engine.step();
         }
         EXPECT_NEAR(engine.global_grad_norm().value(), reference.norm, 1e-5 * reference.norm);
@@ -46,6 +58,7 @@ TEST(Axes, OtherAxesDoNotChangeTheResult) {
           EXPECT_TRUE(at::allclose(master, reference.masters()[i], 1e-5, 1e-5)) << stage << " " << i;
         }
       });
+      EXPECT_NEAR(parts.norm(), reference.norm, 1e-5 * reference.norm) << stage;
     }
   }
 }
@@ -60,7 +73,9 @@ TEST(Axes, WhatVariesAlongAnAxisIsExchangedAlongTheOthers) {
   };
   for (const auto& [axis, sizes] : cases) {
     for (int stage = 0; stage <= 3; ++stage) {
-      run_axes(sizes, [&, axis = axis](int, const comm::Mesh& mesh) {
+      Parts parts;
+      double norm = 0;
+      run_axes(sizes, [&, axis = axis](int rank, const comm::Mesh& mesh) {
         const int mine = mesh.rank(axis), batch = mesh.rank(comm::kBatchAxes), many = mesh.size(comm::kBatchAxes);
         std::vector<engine::ParamSpec> specs{{"same", at::full({40}, 1.0 + mine).requires_grad_(true), 0, "a"},
                                              {"own", at::full({24}, 5.0 + mine).requires_grad_(true), 0, "a"}};
@@ -75,7 +90,9 @@ TEST(Axes, WhatVariesAlongAnAxisIsExchangedAlongTheOthers) {
         const at::Tensor loss = weighted_sum(specs, at::scalar_tensor(batch + 1.0));
         if (module >= 0) engine.modules().leave(module, {loss});
         loss.backward();
+        parts.by_rank[rank] = engine.norm_contribution();
         engine.step();
+        if (rank == 0) norm = *engine.global_grad_norm();
         double shared = 0, own = 0, squares = 0;
         for (int b = 0; b < many; ++b)
           shared += (b + 1.0) / many;
@@ -93,6 +110,7 @@ TEST(Axes, WhatVariesAlongAnAxisIsExchangedAlongTheOthers) {
         EXPECT_TRUE(at::allclose(master(0), at::full({40}, 1.0 - shared))) << stage << master(0);
         EXPECT_TRUE(at::allclose(master(1), at::full({24}, 5.0 + mine - own))) << stage << master(1);
       });
+      EXPECT_NEAR(parts.norm(), norm, 1e-9 * norm) << stage;
     }
   }
 }

@@ -1,6 +1,9 @@
 // What a step does to masters, compute parameters and counters beyond parity.
 #include <gtest/gtest.h>
 
+#include <limits>
+
+#include "tests/support/errors.h"
 #include "tests/support/host_home.h"
 #include "tests/support/modes.h"
 #include "tests/support/ranks.h"
@@ -35,6 +38,42 @@ TEST(Updater, Fp32TakesNanGradientsAsPlainPytorchDoes) {
   (toy_forward(engine, toy, toy_batch(0, 0)) * std::numeric_limits<double>::quiet_NaN()).backward();
   EXPECT_TRUE(engine.step());
   EXPECT_TRUE(at::isnan(toy.tensors[0].detach()).all().item<bool>());
+}
+
+// A norm of several engines: clips as the engine's own does, skips in every precision, and is one for all ranks.
+TEST(Updater, AGivenNormStandsForTheEnginesOwn) {
+  for (const bool bf16 : {false, true}) {
+    const ToyRun run{.bf16 = bf16, .clip = 0.01};
+    over_stages({1, 2}, run, [&run](const ToyRank& on) {
+      const auto backward = [&](Engine& engine, const Toy& toy) {
+        toy_forward(engine, toy, toy_batch(on.rank, 0)).backward();
+      };
+      ToyRun same = run;
+      same.stage = on.stage;
+      const Toy toy;
+      Engine by_itself = toy_engine(same, toy, on.group->sibling());
+      backward(by_itself, toy);
+      EXPECT_TRUE(by_itself.step());
+
+      const at::Tensor before = on.engine.states().get_full(3, Quantity::Master);
+      backward(on.engine, on.toy);
+      EXPECT_HAS(error_of([&] { on.engine.step({}, -1.0); }), "must not be negative");
+      if (on.group->size() > 1) {
+        EXPECT_HAS(error_of([&] { on.engine.step({}, 1.0 + on.rank); }), "different norms");
+      }
+      EXPECT_EQ(on.engine.micro_steps(), 0);
+      EXPECT_FALSE(on.engine.step({}, std::numeric_limits<double>::infinity()));
+      EXPECT_EQ(on.engine.skipped_steps(), 1);
+      EXPECT_TRUE(before.equal(on.engine.states().get_full(3, Quantity::Master)));
+      backward(on.engine, on.toy);
+      EXPECT_TRUE(on.engine.step({}, *by_itself.global_grad_norm()));
+      EXPECT_EQ(on.engine.global_grad_norm(), by_itself.global_grad_norm());
+      for (int i = 0; i < 5; ++i)
+        EXPECT_TRUE(
+            on.engine.states().get_full(i, Quantity::Master).equal(by_itself.states().get_full(i, Quantity::Master)))
+            << on.stage << " " << i;
+    });
+  }
 }
 
 TEST(Updater, LearningRatesOfGroupsApplyFromTheNextStep) {

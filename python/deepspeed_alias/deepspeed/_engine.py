@@ -110,9 +110,9 @@ class DeepSpeedEngine(tessera.Engine):
     ) -> torch.Tensor:
         return super().backward(loss, retain_graph, scale_wrt_gas)
 
-    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+    def step(self, lr_kwargs: dict[str, Any] | None = None, *, global_norm: float | None = None) -> None:
         steps = self.global_steps
-        super().step(lr_kwargs)
+        super().step(lr_kwargs, global_norm=global_norm)
         self.tput_timer.stop(global_step=self.global_steps != steps)
 
     @contextlib.contextmanager

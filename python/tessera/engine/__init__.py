@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from tessera.engine._engine import Engine
 from tessera.engine._initialize import initialize
+from tessera.engine._together import step_together
 
-__all__ = ["Engine", "initialize"]
+__all__ = ["Engine", "initialize", "step_together"]

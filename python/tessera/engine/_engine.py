@@ -9,7 +9,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -342,9 +342,11 @@ class Engine(EngineCheckpoints, EngineGetters):
         """The present loss scale, how it changes, and its counters."""
         return LossScaler(self.core)
 
-    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+    def step(self, lr_kwargs: dict[str, Any] | None = None, *, global_norm: float | None = None) -> None:
         """Counts a micro-step; at an accumulation boundary clips, updates, advances the schedule and drops gradients.
-        Collective."""
+        `global_norm`: what to clip by in place of the engine's own norm, the same on all ranks; inf or NaN skips the
+        step in every precision. tessera.step_together() makes that of several engines. ValueError, with nothing
+        counted, for one that is negative or not the same, and between boundaries. Collective."""
         runner = self._trainable("step")
         core = self.core
         self._partition.end_stray()
@@ -352,7 +354,7 @@ class Engine(EngineCheckpoints, EngineGetters):
         if not self.managed_gradient_accumulation() or core.is_gradient_accumulation_boundary():
             runner.before_step()
         try:
-            applied = core.step(runner.external)
+            applied = core.step(runner.external, global_norm)
         finally:
             if isinstance(self.optimizer, Optimizer) and core.global_steps() != steps:
                 self.optimizer.overflow = not core.was_step_applied()
@@ -385,6 +387,13 @@ class Engine(EngineCheckpoints, EngineGetters):
         """Global L2 norm of the gradients as they are now, before a step. Collective."""
         self._trainable("grad_norm")
         return self.core.grad_norm()
+
+    def norm_contribution(self, without: Iterable[nn.Parameter] = ()) -> float:
+        """This rank's part of the square of grad_norm(): those of all ranks add up to it, replicas counted once,
+        without a loss scale. `without`: parameters that do not count, as copies of what another engine counts.
+        Collective."""
+        self._trainable("norm_contribution")
+        return self.core.norm_contribution([self._index[id(param)] for param in without])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """torch.nn.utils.clip_grad_norm_ for gradients that are not in p.grad; between a backward and step(). Returns

@@ -1,0 +1,106 @@
+"""Several engines that step as one: one norm to clip by, skipped together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tessera import distributed
+from tessera._device import group_device
+from tessera.engine._engine import Engine
+from tessera.errors import ConfigError, UsageError
+
+
+def step_together(
+    engines: Engine | Iterable[Engine], group: Any = None, *, copies: Iterable[nn.Parameter] = ()
+) -> float | None:
+    """step() of every engine; at an accumulation boundary all clip by the norm of all their gradients, and a gradient
+    that is not finite in one of them skips the step of all, so that loss scales move alike. Returns the norm, None
+    between boundaries.
+
+    `engines`: those of this process. `group`: all processes that hold any of the engines (a torch ProcessGroup or a
+    group of tessera), each of which passes its own, none or several; without it, every rank of one engine holds them
+    all. `copies`: parameters of these engines that another engine has too, with the same gradient, and counts; with a
+    group. UsageError, on every process and with nothing stepped, where only some are at a boundary. An engine's own
+    error of a step ("already at minimum") is raised when all have stepped. Collective.
+    """
+    mine = [engines] if isinstance(engines, Engine) else list(engines)
+    if len({id(engine) for engine in mine}) != len(mine):
+        raise ConfigError("[step_together] an engine is named twice; pass each once")
+    copies = list(copies)
+    if copies and group is None:
+        raise ConfigError("[step_together] copies are counted elsewhere; pass the group of all processes")
+    if not mine and group is None:
+        raise ConfigError("[step_together] there are no engines; a process without one passes the group of all")
+    boundaries = [_at_boundary(engine) for engine in mine]
+    over = Over(mine, group)
+    apart = over.rows([float(any(boundaries)), float(not all(boundaries))])
+    boundary, between = bool(apart[:, 0].any()), bool(apart[:, 1].any())
+    if boundary and between:
+        where = "; ".join(f"rank {rank}: {_moment(row)}" for rank, row in enumerate(apart.tolist()))
+        raise UsageError(
+            f"[step_together] the engines were stepped apart: some are at an accumulation boundary, others between two "
+            f"({where}). Give them the same gradient_accumulation_steps and step them together only"
+        )
+    norm = _common_norm(mine, over, copies) if boundary else None
+    _step_each(mine, norm)
+    return norm
+
+
+def _at_boundary(engine: Engine) -> bool:
+    engine._trainable("step")
+    return not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary()
+
+
+def _moment(row: list[float]) -> str:
+    boundary, between = row
+    return "both" if boundary and between else "boundary" if boundary else "between" if between else "no engine"
+
+
+class Over:
+    """The processes that hold the engines; without a group this one."""
+
+    def __init__(self, engines: list[Engine], group: Any) -> None:
+        self.group = None if group is None else distributed.core_group(group)
+        self._device = torch.device("cpu")
+        if isinstance(group, dist.ProcessGroup):
+            self._device = group_device(group) or self._device
+        elif engines:
+            self._device = engines[0].device
+
+    def rows(self, own: list[float]) -> torch.Tensor:
+        """The numbers of all of them, a row for each, in rank order."""
+        row = torch.tensor(own, dtype=torch.float64, device=self._device)
+        if self.group is None or self.group.size == 1:
+            return row[None].cpu()
+        rows = row.new_empty(self.group.size * row.numel())
+        self.group.all_gather(rows, row, "engines that step together")
+        return rows.view(self.group.size, -1).cpu()
+
+
+def _common_norm(engines: list[Engine], over: Over, copies: list[nn.Parameter]) -> float:
+    if over.group is None:
+        return math.sqrt(sum(engine.grad_norm() ** 2 for engine in engines))
+    squares = sum(
+        engine.norm_contribution([param for param in copies if engine._optimizes(param)]) for engine in engines
+    )
+    return math.sqrt(sum(over.rows([squares])[:, 0].tolist()))
+
+
+def _step_each(engines: list[Engine], norm: float | None) -> None:
+    """All of them, whatever one has to report."""
+    errors: list[RuntimeError] = []
+    for engine in engines:
+        try:
+            engine.step(global_norm=norm)
+        except dist.DistBackendError:
+            raise
+        except RuntimeError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
