@@ -6,6 +6,7 @@ from __future__ import annotations
 from tessera.hybrid._actors import ActorError, ActorGroup, Pending, Place, wait
 from tessera.hybrid._layout import Layout
 from tessera.hybrid._link import Link, Receiver, Sender, hand_over
+from tessera.hybrid._program import Program
 
 __all__ = [
     "ActorError",
@@ -14,6 +15,7 @@ __all__ = [
     "Link",
     "Pending",
     "Place",
+    "Program",
     "Receiver",
     "Sender",
     "hand_over",

@@ -110,10 +110,10 @@ class Post:
 
     def _check_places(self, peers: list[Peer]) -> None:
         here = [p for p in peers if p[0] == self._other and self._mailbox.process_of(p) == self._mailbox.process]
-        if self._wired and here and not self._group_only:
+        if self._wired and here:  # it would wait for itself to join the process group
             raise NotImplementedError(
-                "[hybrid] processes that have a rank of both sides must all be on one host; put the sides on processes "
-                "of their own"
+                "[hybrid] processes that have a rank of both sides of a link must all be on one host, with "
+                'transport="auto"; put the sides on processes of their own'
             )
 
     def _group(self) -> Wire:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,12 @@ _ALIGNMENT = 64  # bytes, of every tensor in a segment
 
 @dataclass(frozen=True)
 class Process:
-    """A process, so that another one of its host can tell whether it still runs."""
+    """A process, so that another one of its host can tell whether it still runs, and which of its threads made this."""
 
     host: str
     pid: int
     started: int  # ticks after the boot: a pid is used again
+    thread: int
 
     @classmethod
     def this(cls) -> Process:
@@ -31,7 +33,7 @@ class Process:
         host = os.environ.get("TESSERA_HOST_ID") or f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
         started = _start_of(os.getpid())
         assert started is not None
-        return cls(host, os.getpid(), started)
+        return cls(host, os.getpid(), started, threading.get_ident())
 
     def runs(self) -> bool:
         """Of a process of this host."""

@@ -269,6 +269,13 @@ def test_waiting_ends():
         link.receiver(dist.HashStore(), 0).receive(3)
 
 
+def test_both_sides_in_one_process_need_memory():
+    link, store = Link("x", transport="group", timeout=20), dist.HashStore()
+    sender, _ = link.sender(store, 0), link.receiver(store, 0)
+    with pytest.raises(NotImplementedError, match="a rank of both sides"):
+        sender.send(torch.ones(2), 0)
+
+
 def test_links_are_checked():
     with pytest.raises(ConfigError, match="transport"):
         Link("x", transport="pigeons")
