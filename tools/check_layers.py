@@ -52,7 +52,7 @@ PYTHON_LAYERS = {
     **dict.fromkeys(("optim", "parallel", "sequence", "zero", "_deepspeed"), 1),
     "checkpoints": 2,
     "engine": 3,
-    **dict.fromkeys(("state", "pipeline"), 4),
+    **dict.fromkeys(("state", "hybrid", "pipeline"), 4),
     "utils": 5,
     "__init__": 6,
     "cli": 7,

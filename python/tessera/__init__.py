@@ -17,7 +17,7 @@ from tessera._version import check_torch
 
 check_torch(torch.__version__)
 
-from tessera import autocast, data, lr_schedules, optim, parallel, pipeline, sequence, state, utils, zero  # noqa: E402
+from tessera import autocast, data, hybrid, lr_schedules, optim, parallel, pipeline, sequence, state, utils, zero  # noqa: E402
 from tessera._core import (  # noqa: E402
     Config,
     Group,
@@ -50,6 +50,7 @@ __all__ = [
     "cmake_prefix_path",
     "data",
     "default_unit_policy",
+    "hybrid",
     "init_distributed",
     "initialize",
     "lr_schedules",

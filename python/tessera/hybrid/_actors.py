@@ -1,0 +1,249 @@
+"""Groups of Ray actors: one rank each, with a torch.distributed process group of their own."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from tessera.distributed import init_distributed
+from tessera.errors import ConfigError, UsageError
+from tessera.hybrid._mailbox import C10D
+
+_GRACE = 2.0  # seconds after a first failure for the others to say theirs
+_STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "strict_pack": "STRICT_PACK", "strict_spread": "STRICT_SPREAD"}
+
+
+def import_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("[hybrid] actor groups need Ray: pip install tessera[ray]") from None
+    return ray
+
+
+class ActorError(RuntimeError):
+    """Ranks of actor groups that failed or died: `ranks` has (group, rank) of each, the message what happened to
+    them."""
+
+    def __init__(self, message: str, ranks: Sequence[tuple[str, int]] = ()) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The store that the ranks of all groups of a program reach, in the driver's process."""
+
+    address: str
+    port: int
+    prefix: str
+
+    def store(self, timeout: float) -> Any:
+        """A client of the caller's own."""
+        client = C10D.TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=timeout))
+        return C10D.PrefixStore(self.prefix, client)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank of which group an actor is; the first argument of its object."""
+
+    group: str
+    rank: int
+    ranks: int
+    timeout: float
+    meeting: Meeting | None
+
+    def store(self) -> Any:
+        """For Link.sender() and Link.receiver()."""
+        if self.meeting is None:
+            raise UsageError(f"[hybrid] group '{self.group}' is not part of a Program, so there is no store for links")
+        return self.meeting.store(self.timeout)
+
+
+class Host:
+    """The actor: holds one rank's object."""
+
+    def __init__(self) -> None:
+        self.object: Any = None
+
+    def address(self) -> tuple[str, int]:
+        ray = import_ray()
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return ray.util.get_node_ip_address(), free.getsockname()[1]
+
+    def build(self, place: Place, master: tuple[str, int], backend: str | None, make: Any) -> None:
+        os.environ.update(
+            RANK=str(place.rank),
+            WORLD_SIZE=str(place.ranks),
+            LOCAL_RANK="0",  # Ray shows an actor its own devices only
+            MASTER_ADDR=master[0],
+            MASTER_PORT=str(master[1]),
+        )
+        init_distributed(backend, timeout=timedelta(seconds=place.timeout))
+        kind, args, kwargs = make
+        self.object = kind(place, *args, **kwargs)
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if method.startswith("engine."):
+            return getattr(self.object.engine, method.removeprefix("engine."))(*args, **kwargs)
+        return getattr(self.object, method)(*args, **kwargs)
+
+    def process(self) -> int:
+        return os.getpid()
+
+
+@dataclass
+class Pending:
+    """A call that runs on all ranks of a group."""
+
+    group: ActorGroup
+    method: str
+    refs: list[Any]
+
+
+@dataclass
+class ActorGroup:
+    """`ranks` actors, each with an object `kind(place, *args, **kwargs)`, where `place` says which rank it is and
+    torch.distributed has a default process group of the group's ranks. An engine of the object is its attribute
+    `engine`.
+
+    `placement`: "pack" puts ranks on as few hosts as it can, "spread" on as many; "strict_" of either insists. `cpus`
+    and `gpus` of a rank may be fractions: half a GPU each lets two groups share GPUs. `timeout`: seconds for the
+    start and for a collective. `backend`: of torch.distributed; None: as init_distributed() chooses.
+    """
+
+    name: str
+    kind: type
+    ranks: int
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    placement: str = "pack"
+    cpus: float = 1
+    gpus: float = 0
+    timeout: float = 600.0
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.placement not in _STRATEGIES:
+            raise ConfigError(f"[hybrid] placement must be one of {', '.join(_STRATEGIES)}, got {self.placement!r}")
+        if self.ranks < 1:
+            raise ConfigError(f"[hybrid] group '{self.name}' needs 1 rank at least, got {self.ranks}")
+        self._actors: list[Any] = []
+        self._bundles: Any = None
+
+    def start(self, meeting: Meeting | None = None) -> None:
+        """Places the actors and builds their objects."""
+        ray = import_ray()
+        if not ray.is_initialized():
+            raise UsageError("[hybrid] there is no Ray cluster yet; call ray.init() first")
+        if self._actors:
+            raise UsageError(f"[hybrid] group '{self.name}' runs already; call stop() first")
+        self._place()
+        remote = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_restarts=0)(Host)
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        self._actors = [
+            remote.options(scheduling_strategy=strategy(self._bundles, rank)).remote() for rank in range(self.ranks)
+        ]
+        master = self._wait_one("address", self._actors[0].address.remote())
+        make = (self.kind, self.args, self.kwargs)
+        places = [Place(self.name, rank, self.ranks, self.timeout, meeting) for rank in range(self.ranks)]
+        refs = [a.build.remote(p, master, self.backend, make) for a, p in zip(self._actors, places, strict=True)]
+        wait(Pending(self, "__init__", refs), timeout=self.timeout)
+
+    def _place(self) -> None:
+        ray = import_ray()
+        bundle = {name: amount for name, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount > 0}
+        self._bundles = ray.util.placement_group([bundle] * self.ranks, strategy=_STRATEGIES[self.placement])
+        if not self._bundles.wait(self.timeout):
+            self.stop()
+            raise ConfigError(
+                f"[hybrid] group '{self.name}': the cluster could not place {self.ranks} ranks of {bundle} "
+                f"({self.placement}) within {self.timeout:g} s; it has {ray.cluster_resources()}"
+            )
+
+    def _wait_one(self, method: str, ref: Any) -> Any:
+        return wait(Pending(self, method, [ref]), timeout=self.timeout)[0][0]
+
+    def begin(self, method: str, *args: Any, each: Sequence[Any] | None = None, **kwargs: Any) -> Pending:
+        """Calls a method of all ranks' objects ("engine.x": of their engines) and waits for none. `each`: a first
+        argument for each rank."""
+        if not self._actors:
+            raise UsageError(f"[hybrid] group '{self.name}' does not run; call start() first")
+        if each is not None and len(each) != self.ranks:
+            raise ConfigError(f"[hybrid] group '{self.name}' has {self.ranks} ranks, but each has {len(each)} values")
+        firsts: list[tuple[Any, ...]] = [()] * self.ranks if each is None else [(value,) for value in each]
+        refs = [
+            actor.call.remote(method, first + args, kwargs) for actor, first in zip(self._actors, firsts, strict=True)
+        ]
+        return Pending(self, method, refs)
+
+    def call(self, method: str, *args: Any, each: Sequence[Any] | None = None, **kwargs: Any) -> list[Any]:
+        """begin(), and the results in the order of ranks. ActorError names ranks that fail or die."""
+        return wait(self.begin(method, *args, each=each, **kwargs))[0]
+
+    def processes(self) -> list[int]:
+        """The ranks' process ids, each on its own host."""
+        return wait(Pending(self, "process", [actor.process.remote() for actor in self._actors]))[0]
+
+    def stop(self) -> None:
+        """Ends the actors, whatever they do, and frees their resources. Safe to call twice."""
+        ray = import_ray()
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        if self._bundles is not None:
+            ray.util.remove_placement_group(self._bundles)
+            self._bundles = None
+
+
+def wait(*calls: Pending, timeout: float | None = None) -> list[list[Any]]:
+    """The results of calls that run at the same time, by call and rank. The first rank that fails or dies ends the
+    wait: ActorError with its name and traceback, and those of others that failed soon after."""
+    ray = import_ray()
+    place = {ref: (call, rank) for call in calls for rank, ref in enumerate(call.refs)}
+    left = list(place)
+    failures: list[tuple[Pending, int, Exception]] = []
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while left:
+        seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready, left = ray.wait(left, timeout=seconds)
+        for ref in ready:
+            try:
+                ray.get(ref)
+            except Exception as error:
+                failures.append((*place[ref], error))
+        if len(failures) == 1:
+            deadline = min(deadline or math.inf, time.monotonic() + _GRACE)
+        if not ready:
+            break
+    if failures:
+        raise _error_of(failures)
+    if left:
+        late = [place[ref] for ref in left]
+        names = ", ".join(f"rank {rank} of '{call.group.name}' in {call.method}()" for call, rank in late)
+        raise ActorError(f"[hybrid] no answer within {timeout:g} s of {names}", [(c.group.name, r) for c, r in late])
+    return [ray.get(call.refs) for call in calls]
+
+
+def _error_of(failures: list[tuple[Pending, int, Exception]]) -> ActorError:
+    """Those that died first: what others say follows from it."""
+    ray = import_ray()
+    dead = [f for f in failures if isinstance(f[2], ray.exceptions.RayActorError)]
+    texts = []
+    for call, rank, error in dead + [f for f in failures if f not in dead]:
+        name = f"rank {rank} of '{call.group.name}'"
+        if isinstance(error, ray.exceptions.RayTaskError):
+            texts.append(f"{name} failed in {call.method}():\n{str(error).strip()}")
+        else:
+            reason = str(error).strip().replace("\n", "\n  ")
+            texts.append(f"{name} died in {call.method}(): {reason}")
+    ranks = [(call.group.name, rank) for call, rank, _ in dead or failures]
+    return ActorError("[hybrid] " + "\n".join(texts), ranks)

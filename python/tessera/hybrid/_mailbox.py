@@ -1,0 +1,125 @@
+"""Notes between the ranks of a link, through a torch.distributed store. Who waits for one learns within a second that
+its sender has ended or given up, and in any case when the link's timeout has passed."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tessera.hybrid._memory import Process
+
+_LOOK = 0.25  # seconds between two looks at who is still there
+# How long to sleep before asking the store again: a share of the wait so far, and these seconds at most. The store's
+# own wait() cannot be left early without a warning on the terminal.
+_SHARE, _SLEEP = 0.05, 2e-3
+
+Peer = tuple[str, int]  # side, rank
+
+
+C10D: Any = torch._C._distributed_c10d  # the stores; torch.distributed does not list them
+
+
+class Mailbox:
+    """One rank's. `prefix`: the link's, of all its ranks; `names`: what the sides are called in errors."""
+
+    def __init__(self, store: Any, prefix: str, me: Peer, names: dict[str, str], timeout: float) -> None:
+        self._store: Any = C10D.PrefixStore(prefix, store)
+        self.me = me
+        self._names = names
+        self._timeout = timeout
+        self._peers: dict[Peer, Process] = {}
+        self.aborted = False
+        self.process = Process.this()
+        self.put(f"hello/{me[0]}/{me[1]}", self.process)
+
+    def name(self, peer: Peer) -> str:
+        return f"rank {peer[1]} of {self._names[peer[0]]}"
+
+    def store(self, prefix: str) -> Any:
+        return C10D.PrefixStore(prefix, self._store)
+
+    def put(self, key: str, note: Any) -> None:
+        with self._reaching("leave a note for"):
+            self._store.set(key, pickle.dumps(note))
+
+    def take(self, key: str, peer: Peer, what: str, check: Callable[[], None] | None = None) -> Any:
+        """The note that `peer` leaves under `key`; it stays there. `check` raises where it will never come."""
+        begin = look = time.monotonic()
+        while not self._there(key):
+            now = time.monotonic()
+            if now - look > _LOOK:
+                look = now
+                self._look(peer, what, check)
+                if self._there(key):  # it came before what ended its sender
+                    break
+            if now - begin > self._timeout:
+                raise dist.DistBackendError(
+                    f"[hybrid] {self.name(self.me)}: {self.name(peer)} did not send {what} within {self._timeout:g} s"
+                )
+            time.sleep(min(_SLEEP, 1e-4 + _SHARE * (now - begin)))
+        with self._reaching(f"read {what} of"):
+            return pickle.loads(self._store.get(key))
+
+    def _there(self, key: str) -> bool:
+        with self._reaching("look for a note of"):
+            return bool(self._store.check([key]))
+
+    def peek(self, key: str) -> Any:
+        """The note under `key`, None where there is none."""
+        with self._reaching("look for a note of"):
+            return pickle.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def drop(self, key: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.delete_key(key)
+
+    def count(self, key: str, more: int = 1) -> int:
+        """Adds to the number under `key`, 0 at first, and returns it."""
+        with self._reaching("leave a note for"):
+            return int(self._store.add(key, more))
+
+    def process_of(self, peer: Peer) -> Process:
+        """Waits until the peer has come."""
+        if peer not in self._peers:
+            self._peers[peer] = self.take(f"hello/{peer[0]}/{peer[1]}", peer, "its first word (it was never made)")
+        return self._peers[peer]
+
+    def abort(self, reason: str) -> None:
+        """Whoever waits for this rank raises, with `reason`."""
+        self.aborted = True
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"failed/{self.me[0]}/{self.me[1]}", pickle.dumps(reason))
+
+    def runs(self, peer: Peer) -> bool:
+        """False where `peer` is known to have failed or ended."""
+        known = self._peers.get(peer) or self.peek(f"hello/{peer[0]}/{peer[1]}")
+        if known is not None:
+            self._peers[peer] = known
+        ended = known is not None and known.host == self.process.host and not known.runs()
+        return not ended and self.peek(f"failed/{peer[0]}/{peer[1]}") is None
+
+    def _look(self, peer: Peer, what: str, check: Callable[[], None] | None) -> None:
+        """Raises where `peer` will not send anything any more."""
+        if check is not None:
+            check()
+        if self.runs(peer):
+            return
+        reason = self.peek(f"failed/{peer[0]}/{peer[1]}")
+        end = f"(process {self._peers[peer].pid}) has ended" if reason is None else f"failed: {reason}"
+        raise dist.DistBackendError(f"[hybrid] {self.name(self.me)} waits for {what}, but {self.name(peer)} {end}")
+
+    @contextlib.contextmanager
+    def _reaching(self, what: str) -> Any:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).split("\n", 1)[0]
+            raise dist.DistBackendError(
+                f"[hybrid] {self.name(self.me)} cannot {what} the others: the store of the link is gone ({reason})"
+            ) from None

@@ -1,0 +1,113 @@
+"""Memory that processes of one host share: anonymous files (memfd), which the kernel frees with the last process that
+has them open or mapped, however that process ends."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_ALIGNMENT = 64  # bytes, of every tensor in a segment
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, so that another one of its host can tell whether it still runs, and which of its threads made this."""
+
+    host: str
+    pid: int
+    started: int  # ticks after the boot: a pid is used again
+    thread: int
+
+    @classmethod
+    def this(cls) -> Process:
+        # The namespace, too: processes of two containers cannot open each other's files.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        host = os.environ.get("TESSERA_HOST_ID") or f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+        started = _start_of(os.getpid())
+        assert started is not None
+        return cls(host, os.getpid(), started, threading.get_ident())
+
+    def runs(self) -> bool:
+        """Of a process of this host."""
+        return _start_of(self.pid) == self.started
+
+
+def _start_of(pid: int) -> int | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = text.rpartition(")")[2].split()  # the name in parentheses may hold anything
+    return None if state in "ZX" else int(fields[18])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where another process finds a segment."""
+
+    pid: int
+    fd: int
+    bytes: int
+
+
+class Segment:
+    """Tensors in shared memory, written once. They are in other processes as long as those have them mapped."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        sizes = [t.numel() * t.element_size() for t in tensors]
+        self.offsets: list[int] = []
+        total = 0
+        for size in sizes:
+            self.offsets.append(total)
+            total += -(-size // _ALIGNMENT) * _ALIGNMENT
+        total = max(total, _ALIGNMENT)
+        self._fd = os.memfd_create("tessera", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, total)
+        self.place = Place(os.getpid(), self._fd, total)
+        memory = mmap.mmap(self._fd, total)
+        for tensor, offset in zip(tensors, self.offsets, strict=True):
+            if tensor.numel() > 0:
+                view_of(memory, tensor.dtype, tuple(tensor.shape), offset).copy_(tensor.detach())
+
+    def close(self) -> None:
+        """Nobody can open it any more; who has mapped it, keeps it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def open_segment(place: Place, owner: str) -> mmap.mmap:
+    """Maps a segment of a process of this host. Writes stay private to this process."""
+    path = f"/proc/{place.pid}/fd/{place.fd}"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise dist.DistBackendError(
+            f"[hybrid] cannot open the memory of {owner} ({path}: {error.strerror}); it has ended, or runs under "
+            'another user: then use transport="group"'
+        ) from None
+    try:
+        return mmap.mmap(fd, place.bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(fd)
+
+
+def view_of(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+    """A tensor in the memory, which it keeps mapped."""
+    count = 1
+    for size in shape:
+        count *= size
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)

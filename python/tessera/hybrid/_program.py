@@ -1,0 +1,136 @@
+"""Several actor groups that train together: started, stepped, saved and restored as one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tessera import _core
+from tessera.errors import ConfigError, IoError, UsageError
+from tessera.hybrid._actors import ActorGroup, Meeting, import_ray, wait
+from tessera.hybrid._mailbox import C10D
+
+_MANIFEST = "program.json"
+
+
+class Program:
+    """The driver of actor groups, each of whose objects has an `engine`.
+
+    `folder`: where save() puts checkpoints; all hosts must see it. Use it as a context manager, or call stop().
+    """
+
+    def __init__(self, groups: Sequence[ActorGroup], folder: str | os.PathLike[str] | None = None) -> None:
+        self._groups = {group.name: group for group in groups}
+        if len(self._groups) != len(groups):
+            raise ConfigError(f"[hybrid] groups of a program need names of their own, got {[g.name for g in groups]}")
+        self._folder = None if folder is None else Path(folder)
+        self._store: Any = None
+        self._starts = 0
+
+    def __enter__(self) -> Program:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts all groups, at the same address for their links."""
+        ray = import_ray()
+        if not ray.is_initialized():
+            raise UsageError("[hybrid] there is no Ray cluster yet; call ray.init() first")
+        address = ray.util.get_node_ip_address()
+        if self._store is None:
+            self._store = C10D.TCPStore(
+                "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10)
+            )
+        # What ranks of an earlier start have left in the store is not for these.
+        meeting = Meeting(address, self._store.port, f"start/{self._starts}")
+        self._starts += 1
+        try:
+            for group in self._groups.values():
+                group.start(meeting)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Ends all actors. Safe to call twice."""
+        for group in self._groups.values():
+            group.stop()
+
+    def group(self, name: str) -> ActorGroup:
+        return self._groups[name]
+
+    def run(self, method: str, *args: Any, **kwargs: Any) -> dict[str, list[Any]]:
+        """Calls a method of all ranks of all groups at the same time; results by group, in the order of ranks.
+        ActorError, with name and traceback, when one fails or dies; then restore() or stop()."""
+        calls = [group.begin(method, *args, **kwargs) for group in self._groups.values()]
+        return dict(zip(self._groups, wait(*calls), strict=True))
+
+    def step(self, method: str, *args: Any, **kwargs: Any) -> dict[str, list[Any]]:
+        """One optimizer step: run() of a method that does the forwards and backwards of all micro-batches, with
+        engine.step() after each but the last; then all engines step with the gradient norm of all of them, so that
+        they clip by one factor and skip together. Returns what the method did."""
+        results = self.run(method, *args, **kwargs)
+        parts = self.run("engine.norm_contribution")
+        self.run("engine.step", global_norm=math.sqrt(sum(part for ranks in parts.values() for part in ranks)))
+        return results
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(self, tag: str, state: Any = None) -> Path:
+        """Saves all engines below folder/tag, each as engine.save_checkpoint() into a folder with its group's name,
+        and `state` (plain JSON); complete, and named by folder/latest, when all are. Returns folder/tag."""
+        _core.check_tag(tag)
+        folder = self._whole_folder("save") / tag
+        calls = [
+            group.begin("engine.save_checkpoint", str(folder / name), "engine") for name, group in self._groups.items()
+        ]
+        wait(*calls)
+        manifest = {"groups": {name: group.ranks for name, group in self._groups.items()}, "state": state}
+        _write(folder / _MANIFEST, json.dumps(manifest, indent=1))
+        _write(folder.parent / "latest", tag)
+        return folder
+
+    def load(self, tag: str | None = None) -> Any:
+        """Loads what save() saved (None: what folder/latest names) into all engines, which may have other numbers of
+        ranks by now. Returns its state."""
+        root = self._whole_folder("load")
+        try:
+            folder = root / (tag or (root / "latest").read_text().strip())
+            manifest = json.loads((folder / _MANIFEST).read_text())
+        except (OSError, ValueError) as error:
+            raise IoError(f"[hybrid] there is no complete checkpoint to load in {root}: {error}") from None
+        if manifest["groups"].keys() != self._groups.keys():
+            raise ConfigError(
+                f"[hybrid] {folder} is of the groups {list(manifest['groups'])}, the program has {list(self._groups)}"
+            )
+        calls = [
+            group.begin("engine.load_checkpoint", str(folder / name), "engine") for name, group in self._groups.items()
+        ]
+        wait(*calls)
+        return manifest["state"]
+
+    def restore(self, tag: str | None = None) -> Any:
+        """After an ActorError: ends all actors, starts new ones and loads the last checkpoint. Returns its state."""
+        self.stop()
+        self.start()
+        return self.load(tag)
+
+    def _whole_folder(self, call: str) -> Path:
+        if self._folder is None:
+            raise UsageError(f"[hybrid] {call}() needs a folder; give the Program one")
+        return self._folder
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    new.replace(path)

@@ -1,0 +1,87 @@
+"""Actor groups on a real Ray cluster of this host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from tessera.errors import ConfigError, UsageError
+from tessera.hybrid import ActorError, ActorGroup
+
+ray_ranks = pytest.importorskip("ray_ranks")
+
+
+@pytest.fixture(scope="module")
+def group(ray_cluster):
+    group = ActorGroup("numbers", ray_ranks.Plain, 2, (10,), timeout=60)
+    group.start()
+    yield group
+    group.stop()
+
+
+def test_calls_of_all_ranks(group):
+    assert group.call("add", 1) == [11, 12]
+    assert group.call("add", each=[5, 7]) == [15, 18]
+    assert group.call("total") == [3.0, 3.0]  # a process group of their own
+    assert len(set(group.processes())) == 2
+    with pytest.raises(ConfigError, match="has 2 ranks, but each has 3 values"):
+        group.call("add", each=[1, 2, 3])
+
+
+def test_an_error_names_the_rank_and_where(group):
+    with pytest.raises(ActorError, match="rank 1 of 'numbers' failed in fail") as caught:
+        group.call("fail", 1)
+    assert "broken on 1" in str(caught.value) and "ray_ranks.py" in str(caught.value)
+    assert caught.value.ranks == [("numbers", 1)]
+    assert group.call("add", 0) == [10, 11]  # the others are still there
+
+
+def test_a_killed_rank_is_named(group):
+    processes = group.processes()
+    threading.Timer(0.5, os.kill, (processes[1], signal.SIGKILL)).start()
+    begin = time.monotonic()
+    with pytest.raises(ActorError, match=r"rank 1 of 'numbers' died in sleep\(\)") as caught:
+        group.call("sleep", 60)
+    assert time.monotonic() - begin < 30
+    assert caught.value.ranks == [("numbers", 1)]
+    group.stop()
+    with pytest.raises(UsageError, match="does not run"):
+        group.call("total")
+    group.start()
+    assert group.call("total") == [3.0, 3.0]
+
+
+def test_two_groups_at_a_time(ray_cluster):
+    groups = [ActorGroup(name, ray_ranks.Plain, ranks, timeout=60) for name, ranks in (("a", 1), ("b", 2))]
+    try:
+        for one in groups:
+            one.start()
+        assert [one.call("total") for one in groups] == [[1.0], [3.0, 3.0]]
+    finally:
+        for one in groups:
+            one.stop()
+
+
+@pytest.mark.parametrize("placement", ["spread", "strict_pack"])
+def test_placements_of_one_host(ray_cluster, placement):
+    one = ActorGroup("a", ray_ranks.Plain, 2, placement=placement, cpus=0.5, timeout=60)
+    try:
+        one.start()
+        assert one.call("total") == [3.0, 3.0]
+    finally:
+        one.stop()
+
+
+def test_what_the_cluster_cannot_place(ray_cluster):
+    with pytest.raises(ConfigError, match=r"could not place 2 ranks .*strict_spread"):
+        ActorGroup("a", ray_ranks.Plain, 2, placement="strict_spread", timeout=1).start()
+
+
+def test_bad_groups():
+    with pytest.raises(ConfigError, match="placement must be one of"):
+        ActorGroup("a", object, 2, placement="heap")
+    with pytest.raises(ConfigError, match="1 rank at least"):
+        ActorGroup("a", object, 0)

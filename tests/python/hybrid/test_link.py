@@ -1,0 +1,285 @@
+"""A link between ranks of any number on both sides: what arrives, what comes back, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from link_ranks import both_sides, split
+from support import run_ranks
+from tessera.errors import ConfigError, UsageError
+from tessera.hybrid import Layout, Link, hand_over
+
+LAYOUTS = {
+    "1": Layout(),
+    "tp2": Layout(replicas=2),
+    "dp2": Layout(batch=2),
+    "sp3": Layout(sequence=3),
+    "dp2 sp2 tp2": Layout(2, 2, 2),
+}
+CASES = [("1", "1"), ("sp3", "tp2"), ("tp2", "sp3"), ("dp2", "1"), ("1", "dp2"), ("sp3", "dp2"), ("dp2 sp2 tp2", "sp3")]
+
+
+def whole_of(step: int) -> torch.Tensor:
+    """[rows, tokens, width]: other sizes in each step."""
+    shape = (4 + step, 7 - step, 2)
+    return torch.arange(float(shape[0] * shape[1] * shape[2])).view(shape) + 100 * step
+
+
+def weight_of(whole: torch.Tensor) -> torch.Tensor:
+    """The gradient of the whole."""
+    return whole.sin()
+
+
+@pytest.mark.parametrize("transport", ["auto", "group"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_slices_arrive_and_gradients_come_back(case, transport):
+    link = Link("x", LAYOUTS[case[0]], LAYOUTS[case[1]], 0, 1, timeout=20, transport=transport)
+    factor = link.source.parts / link.target.parts
+
+    def source(sender, rank):
+        grads = []
+        for step in range(3):
+            x = split(whole_of(step), link.source, rank, 0, 1).clone().requires_grad_()
+            rows = torch.arange(x.size(0) * x.size(1)).view(x.shape[:2])
+            sender.send({"x": 2 * x, "more": [rows, "text", None]}, step)
+            grads.append((step, x))
+        for step, x in reversed(grads):
+            sender.backward(step)
+            expected = 2 * factor * split(weight_of(whole_of(step)), link.source, rank, 0, 1)
+            torch.testing.assert_close(x.grad, expected)
+        sender.step()
+
+    def target(receiver, rank):
+        got = [receiver.receive(step) for step in range(3)]
+        for step in (1, 0, 2):
+            mine = split(whole_of(step), link.target, rank, 0, 1)
+            assert torch.equal(got[step]["x"], 2 * mine)
+            assert got[step]["more"][0].shape == mine.shape[:2]
+            assert got[step]["more"][1:] == ["text", None]
+            weight = split(weight_of(whole_of(step)), link.target, rank, 0, 1)
+            (got[step]["x"] * weight).sum().backward()
+            receiver.give_back(step)
+        receiver.step()
+
+    both_sides(link, source, target)
+
+
+def test_packed_tokens_of_samples_of_unequal_size():
+    """Two batches of 3 and 1 samples, each cut over two ranks; on the other side two ranks with two samples each."""
+    link = Link("x", Layout(batch=2, sequence=2), Layout(batch=2, replicas=2), 0, 0, timeout=20)
+    samples = [[5, 1, 2], [3]]
+    whole = torch.arange(22.0).view(11, 2)
+    begins = [0, 4, 8, 10, 11]
+
+    def source(sender, rank):
+        x = whole[begins[rank] : begins[rank + 1]].clone().requires_grad_()
+        sender.send(x * 1, 0, samples=samples[rank // 2])
+        sender.backward(0)
+        assert torch.equal(x.grad, 2 * whole[begins[rank] : begins[rank + 1]])
+        sender.step()
+
+    def target(receiver, rank):
+        x = receiver.receive(0)
+        assert torch.equal(x, whole[:6] if rank < 2 else whole[6:])
+        receiver.give_back(0, [x.detach()])
+        receiver.step()
+
+    both_sides(link, source, target)
+
+
+def test_one_piece_is_not_copied_again():
+    link = Link("x", Layout(sequence=2), Layout(), 0, 0, timeout=20)
+
+    def mapped(t):
+        return any("memfd:tessera" in line and _within(line, t.data_ptr()) for line in open("/proc/self/maps"))
+
+    def target(receiver, _):
+        assert not mapped(receiver.receive(0))  # of two parts
+
+    both_sides(link, lambda sender, rank: sender.send(torch.ones(100), 0), target)
+    both_sides(
+        Link("x", timeout=20),
+        lambda sender, rank: sender.send(torch.ones(100), 0),
+        lambda receiver, rank: pytest.fail("copied") if not mapped(receiver.receive(0)) else None,
+    )
+
+
+def _within(line: str, address: int) -> bool:
+    begin, end = (int(text, 16) for text in line.split()[0].split("-"))
+    return begin <= address < end
+
+
+def test_writes_of_one_replica_stay_its_own():
+    link = Link("x", target=Layout(replicas=2), timeout=20)
+    stores = dist.HashStore()
+
+    def target(receiver, rank):
+        x = receiver.receive(0)
+        x += rank
+        dist.PrefixStore("wrote", stores).add("all", 1)
+        while dist.PrefixStore("wrote", stores).add("all", 0) < 2:
+            pass
+        assert torch.equal(x, torch.ones(3) + rank)
+
+    both_sides(link, lambda sender, rank: sender.send(torch.ones(3), 0), target, stores)
+
+
+def test_hand_over_inside_one_graph():
+    """Two processes' worth of ranks that have a part of the sequence in one model and a replica of the other."""
+    link = Link("x", Layout(sequence=2), Layout(replicas=2), 0, 0, timeout=20)
+    store = dist.HashStore()
+    whole = torch.arange(10.0).view(5, 2)
+
+    def body(rank, _):
+        x = split(whole, link.source, rank, 0, 0).clone().requires_grad_()
+        with link.sender(store, rank) as sender, link.receiver(store, rank) as receiver:
+            y, count = hand_over(sender, receiver, (x * x, torch.tensor(5)), "a")
+            assert torch.equal(y, whole * whole) and int(count) == 5 and not count.requires_grad
+            y.sin().sum().backward()
+        expected = (whole * whole).cos() * 2 * whole
+        torch.testing.assert_close(x.grad, 2 * split(expected, link.source, rank, 0, 0))  # an engine averages over 2
+
+    run_ranks(2, body)
+
+
+def send(*samples, **kwargs):
+    def source(sender, rank):
+        for sample in samples:
+            sender.send(torch.ones(2, requires_grad=True) * 1, sample, **kwargs)
+        return sender
+
+    return source
+
+
+def receive_all(*samples):
+    def target(receiver, rank):
+        for sample in samples:
+            receiver.receive(sample).sum().backward()
+            receiver.give_back(sample)
+
+    return target
+
+
+BAD = {
+    "another sample": (send(8), receive_all(7), UsageError, "asks for sample 7, .* is of sample 8"),
+    "sent twice": (send(1, 1), receive_all(1, 1), UsageError, "sample 1 is on its way already"),
+    "unknown object": (
+        lambda s, r: s.send({"a": object()}, 0),
+        lambda t, r: None,
+        ConfigError,
+        "outputs hold a object",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_messages(name):
+    source, target, kind, message = BAD[name]
+    with pytest.raises(kind, match=message):
+        both_sides(Link("x", timeout=20), source, target)
+
+
+def freed(sender, rank):
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    sender.send(y, 0)
+    y.sum().backward()
+    sender.backward(0)
+
+
+def without_graph(sender, rank):
+    sender.send(torch.ones(2), 0)
+    sender.backward(0)
+
+
+def wrong_shape(receiver, rank):
+    receiver.receive(0)
+    receiver.give_back(0, [torch.ones(3)])
+
+
+def too_early(receiver, rank):
+    receiver.receive(0)
+    receiver.give_back(0)
+
+
+def unfinished(receiver, rank):
+    receiver.receive(0)
+    receiver.step()
+
+
+GRADIENTS = {
+    "graph freed": (freed, receive_all(0), UsageError, "graph of sample 0 was freed"),
+    "no graph": (without_graph, lambda t, r: t.receive(0), UsageError, "no graph of sample 0"),
+    "wrong shape": (send(0), wrong_shape, ConfigError, r"sizes \[3\], its tensor \[2\]"),
+    "too early": (send(0), too_early, UsageError, "no gradient has reached sample 0"),
+    "not given back": (send(0), unfinished, UsageError, r"samples \[0\] are still out"),
+    "never given back": (
+        lambda s, r: (send(0)(s, r), s.backward(0)),
+        lambda t, r: t.step(),
+        UsageError,
+        "waits for the gradient of sample 0, but .* has ended step 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_bad_gradients(name):
+    source, target, kind, message = GRADIENTS[name]
+    with pytest.raises(kind, match=message):
+        both_sides(Link("x", timeout=20), source, target)
+
+
+def counted(count):
+    def source(sender, rank):
+        send(*range(count))(sender, rank)
+        for sample in range(count):
+            sender.backward(sample)
+        sender.step()
+
+    return source
+
+
+@pytest.mark.parametrize(("sent", "received"), [(2, 3), (3, 2)])
+def test_different_numbers_of_micro_batches(sent, received):
+    def target(receiver, rank):
+        receive_all(*range(received))(receiver, rank)
+        receiver.step()
+
+    with pytest.raises(UsageError, match=r"has ended step 0 after [23]"):
+        both_sides(Link("x", timeout=20), counted(sent), target)
+
+
+def test_a_side_that_fails_is_named_on_the_other():
+    def target(receiver, rank):
+        with pytest.raises(dist.DistBackendError, match=r"rank 0 of source .* failed: ValueError: broken"):
+            receiver.receive(0)
+        raise ValueError("seen")
+
+    def source(sender, rank):
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match=r"broken|seen"):
+        both_sides(Link("x", timeout=20), source, target)
+
+
+def test_waiting_ends():
+    link = Link("x", timeout=0.5)
+    with pytest.raises(dist.DistBackendError, match=r"rank 0 of source .* did not send sample 3 within 0.5 s"):
+        link.receiver(dist.HashStore(), 0).receive(3)
+
+
+def test_both_sides_in_one_process_need_memory():
+    link, store = Link("x", transport="group", timeout=20), dist.HashStore()
+    sender, _ = link.sender(store, 0), link.receiver(store, 0)
+    with pytest.raises(NotImplementedError, match="a rank of both sides"):
+        sender.send(torch.ones(2), 0)
+
+
+def test_links_are_checked():
+    with pytest.raises(ConfigError, match="transport"):
+        Link("x", transport="pigeons")
+    with pytest.raises(ConfigError, match="link 'x', target: 2 ranks share a sequence"):
+        Link("x", target=Layout(sequence=2))
+    with pytest.raises(ConfigError, match="there are 1 ranks"):
+        Link("x").sender(dist.HashStore(), 1)

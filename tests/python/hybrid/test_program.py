@@ -1,0 +1,89 @@
+"""Two actor groups that train as one: losses and weights of one process, checkpoints, a group that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import ray_ranks
+import torch
+from support import make
+from tessera.errors import ConfigError, IoError, UsageError
+from tessera.hybrid import ActorError, ActorGroup, Layout, Link, Program
+from test_linked_engines import TP, Text, Vision, plain_weights
+
+CLIP = 0.05  # far below the norms that these models have: a part of the norm that is missing shows
+
+
+def program_of(folder, sequence=2, replicas=2, clip=0.0):
+    link = Link(
+        "vision",
+        Layout(sequence=sequence),
+        Layout(replicas=replicas),
+        batch_dim=0,
+        sequence_dim=1,
+        sides=("vision", "text"),
+        timeout=60,
+    )
+    more = {"gradient_clipping": clip}
+    tp = TP if replicas > 1 else {}
+    groups = [
+        ActorGroup("vision", ray_ranks.VisionRank, sequence, (link,), more, timeout=60),
+        ActorGroup("text", ray_ranks.TextRank, replicas, (link,), {**more, **tp}, timeout=60),
+    ]
+    return Program(groups, folder)
+
+
+def weights_of(program):
+    found = program.run("weights")
+    return [value for name in ("vision", "text") for value in found[name][0]]
+
+
+def close(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # fp32, sums in another order
+
+
+def test_weights_of_one_process(ray_cluster, tmp_path):
+    with program_of(tmp_path, clip=CLIP) as program:
+        for step in range(3):
+            losses = program.step("train", step)["text"]
+            assert losses[0] == losses[1]
+        found = weights_of(program)
+    close(found, plain_weights(make(Vision, seed=1), make(Text, seed=2), CLIP))
+
+
+def test_a_killed_rank_and_the_way_back(ray_cluster, tmp_path):
+    """Also with other numbers of ranks: each engine's part of the checkpoint reshards on its own."""
+    with program_of(tmp_path, sequence=2, replicas=1) as program:
+        program.step("train", 0)
+        assert program.save("first", {"step": 1}) == tmp_path / "first"
+        program.step("train", 1)
+        victim = program.group("vision").processes()[1]
+        threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
+        with pytest.raises(ActorError, match=r"rank 1 of 'vision' died in train\(\)") as caught:
+            program.step("train", 2, slow=2.0)
+        assert ("vision", 1) in caught.value.ranks
+        state = program.restore()
+        for step in range(state["step"], 3):
+            program.step("train", step)
+        found = weights_of(program)
+    expected = plain_weights(make(Vision, seed=1), make(Text, seed=2))
+    close(found, expected)
+
+    with program_of(tmp_path, sequence=1, replicas=2) as program:
+        for step in range(program.load()["step"], 3):
+            program.step("train", step)
+        close(weights_of(program), expected)
+
+
+def test_checkpoints_that_are_not_there(ray_cluster, tmp_path):
+    groups = [ActorGroup("numbers", ray_ranks.Plain, 1, timeout=60)]
+    with pytest.raises(ConfigError, match="names of their own"):
+        Program(groups * 2)
+    with pytest.raises(UsageError, match="needs a folder"):
+        Program(groups).load()
+    with pytest.raises(IoError, match="no complete checkpoint"):
+        Program(groups, tmp_path).load()
