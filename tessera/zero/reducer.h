@@ -137,12 +137,12 @@ class Reducer {
   struct InFlight {
     Unit* unit;
     comm::Pending pending;
-    at::Tensor sent;      // where the unit travels in another dtype: its contributions
-    at::Tensor sum;       // of the owned range
-    at::Tensor bucket;    // the contributions
-    bool pooled = false;  // they lie in a bucket of the pool
-    at::Tensor present;   // by parameter, with a sink
-    comm::Pending presence;
+    at::Tensor sent;       // where the unit travels in another dtype: its contributions
+    at::Tensor sum;        // of the owned range
+    at::Tensor bucket;     // the contributions
+    bool pooled = false;   // they lie in a bucket of the pool
+    at::Tensor present{};  // by parameter, with a sink
+    comm::Pending presence{};
   };
 
   void acquire_partial(Unit& unit);

@@ -101,7 +101,7 @@ class Engine(EngineCheckpoints, EngineGetters):
         try:
             batch = self.config.resolve_batch(self._dp_size)
             check_modules(model, partitions=self._partitions())
-            self._watch = Watch(self.config, self._mesh.rank(list(_core.Axis.__members__.values())))
+            self._watch = Watch(self.config, self._telling_rank())
             if self._watch.calls is not None:
                 self._mesh = _core.timed_mesh(self._mesh, self._watch.calls)
             self._parallel = TensorParallel(model, self.config, self._mesh, cuts=sizes["tp"] > 1)
@@ -280,6 +280,10 @@ class Engine(EngineCheckpoints, EngineGetters):
         base = self._runner.base
         self._loans.put(base, "step", types.MethodType(step_of(weakref.ref(self)), base))
         return base
+
+    def _telling_rank(self) -> int:
+        """This rank's number among those of the engine; number 0 tells of progress."""
+        return self._mesh.rank(list(_core.Axis.__members__.values()))
 
     # ---------------------------------------------------------------- training
 
