@@ -153,8 +153,8 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_memory_is_the_buffers_whatever_the_states(tmp_path: Path) -> None:
-    """Peaks beyond what the process had before, with an allocator that gives back what is freed: weights, gradients and,
-    in training, three tiles of each state, within 10%, at states of four times these buffers."""
+    """Peaks beyond what the process had before, with an allocator that gives back what is freed: weights, gradients
+    and, in training, three tiles of each state, within 10%, at states of four times these buffers."""
     buffers = 3 * 2 * 4 * (1 << 22)  # of two moments, in bytes
     training = {}
     for parts in (6, 12):
@@ -163,5 +163,5 @@ def test_memory_is_the_buffers_whatever_the_states(tmp_path: Path) -> None:
         construction, training[parts] = map(int, said.split())
         assert construction == pytest.approx(8 * elements, rel=0.1)
         assert training[parts] == pytest.approx(8 * elements + buffers, rel=0.1)
-    assert 8 * (12 << 22) == 4 * buffers
+    assert 4 * buffers == 8 * (12 << 22)
     assert training[12] - training[6] == pytest.approx(8 * (6 << 22), rel=0.1)
