@@ -245,7 +245,9 @@ void bind_state(EngineClass& c) {
       .def("set_local", on(&Engine::states, &zero::StateAccess::set_local), py::arg("param"), py::arg("what"),
            py::arg("value"), NoGil())
       .def("named_shards", on(&Engine::states, &zero::StateAccess::named_shards))
-      .def("read_shard", on(&Engine::states, &zero::StateAccess::read_shard), py::arg("shard"), NoGil())
+      .def(
+          "read_shard", [](Engine& e, const shard::NamedShard& shard) { return e.states().read_shard(shard); },
+          py::arg("shard"), NoGil())
       .def("local_range", on(&Engine::states, &zero::StateAccess::local_range), py::arg("param"))
       .def("gather_full", on(&Engine::states, &zero::StateAccess::gather_full), py::arg("param"), py::arg("part"),
            NoGil())

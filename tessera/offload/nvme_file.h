@@ -40,6 +40,8 @@ class NvmeFile {
   NvmeFile(const std::string& folder, int64_t buffers, int64_t buffer_bytes, const QueueMaker& make_queue);
   ~NvmeFile();
 
+  void keep_buffers(int64_t count) { staging_->keep(count); }  // from now on, at least so many
+
   // Space of its own for `bytes` bytes, which are zeros; begins at a block.
   Bytes reserve(int64_t bytes);
 

@@ -6,6 +6,12 @@
 
 namespace tessera::offload {
 
+void Staging::keep(int64_t count) {
+  const std::lock_guard lock(mutex_);
+  count_ = std::max(count_, count);
+  free_.reserve(static_cast<size_t>(count_));  // giving back must not fail
+}
+
 std::shared_ptr<char> Staging::take(int64_t bytes) {
   const std::lock_guard lock(mutex_);
   Block block = free_or_new(bytes);

@@ -15,7 +15,8 @@ namespace tessera::offload {
 class Staging : public std::enable_shared_from_this<Staging> {
  public:
   // Keeps up to `count` buffers of `bytes` bytes each, which are made when they are first needed.
-  Staging(int64_t count, int64_t bytes) : count_(count), bytes_(bytes) { free_.reserve(static_cast<size_t>(count)); }
+  Staging(int64_t count, int64_t bytes) : bytes_(bytes) { keep(count); }
+  void keep(int64_t count);  // from now on, at least so many
 
   // At least `bytes` bytes at a multiple of io::kDirectAlignment. A kept buffer if one is free and large enough; else memory
   // of its own, which goes when it is let go of.
@@ -35,10 +36,11 @@ class Staging : public std::enable_shared_from_this<Staging> {
   Block free_or_new(int64_t bytes);
   void give_back(char* memory);
 
-  const int64_t count_, bytes_;
+  const int64_t bytes_;
   mutable std::mutex mutex_;
   std::vector<Block> free_;
   std::map<const char*, Block> taken_;
+  int64_t count_ = 0;
   int64_t kept_ = 0;  // buffers that are free or taken
   int64_t now_bytes_ = 0, peak_bytes_ = 0;
 };

@@ -22,7 +22,6 @@ using shard::Quantity;
 using shard::Range;
 using shard::Residence;
 
-constexpr int64_t kQuantities = 3;                    // a master or residual, and two states
 constexpr int64_t kWidest = sizeof(float);            // bytes of an element
 constexpr int64_t kEdges = 2 * io::kDirectAlignment;  // of a tile that begins and ends inside a block
 
@@ -111,10 +110,11 @@ class Homes {
     std::weak_ptr<NvmeFile>& known = files_[std::this_thread::get_id()];
     std::shared_ptr<NvmeFile> file = known.lock();
     if (!file) {
-      const int64_t buffers = std::max(options_.buffer_count, kPipeline * kQuantities);
-      file = std::make_shared<NvmeFile>(options_.folder, buffers, shard::kTile * kWidest + kEdges, options_.make_queue);
+      const int64_t bytes = shard::kTile * kWidest + kEdges;
+      file = std::make_shared<NvmeFile>(options_.folder, options_.buffer_count, bytes, options_.make_queue);
       known = file;
     }
+    file->keep_buffers(kPipeline * static_cast<int64_t>(counts_.size()));
     return file;
   }
 

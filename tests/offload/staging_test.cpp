@@ -16,12 +16,16 @@ TEST(Staging, KeepsSoManyBuffersAndNoMore) {
   }
   EXPECT_TRUE(staging->has_room(8193)) << "none is large enough: waiting for one would be in vain";
   EXPECT_EQ(staging->peak_bytes(), 2 * 8192 + 10);
+  staging->keep(1);
+  EXPECT_FALSE(staging->has_room(10)) << "fewer are not asked for";
   taken.clear();
   EXPECT_TRUE(staging->has_room(8192));
   taken.push_back(staging->take(8192));
   taken.push_back(staging->take(1));
   taken.push_back(staging->take(100'000));
   EXPECT_EQ(staging->peak_bytes(), 2 * 8192 + 100'000);
+  staging->keep(3);
+  EXPECT_TRUE(staging->has_room(8192));
 }
 
 TEST(Staging, KnowsWhatIsItsOwn) {

@@ -3,7 +3,8 @@
 offload_program.py full FOLDER             the disk fills up in a step, by a limit on the size of files
 offload_program.py shm                     a file system in memory
 offload_program.py endless FOLDER          trains until it is killed
-offload_program.py memory FOLDER ELEMENTS  prints by how many bytes the peak of resident memory grows by training
+offload_program.py memory FOLDER ELEMENTS  prints by how many bytes the peak of resident memory grows while an engine is
+                                           built, and while it trains
 """
 
 from __future__ import annotations
@@ -73,16 +74,24 @@ def endless(folder: Path) -> None:
         engine.step()
 
 
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1 << 22))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.sum()
+
+
 class Sum(nn.Module):
-    """Its gradients are one number that is expanded: nothing but the engine holds memory."""
+    """Of blocks, which the engine takes over one after the other; their activations are numbers."""
 
     def __init__(self, elements: int) -> None:
         super().__init__()
-        size = 1 << 20
-        self.parts = nn.ParameterList(torch.zeros(size) for _ in range(elements // size))
+        self.parts = nn.ModuleList(Part() for _ in range(elements >> 22))
 
     def forward(self) -> torch.Tensor:
-        return torch.stack([part.sum() for part in self.parts]).sum()
+        return torch.stack([part() for part in self.parts]).sum()
 
 
 def resident(key: str) -> int:
@@ -91,18 +100,21 @@ def resident(key: str) -> int:
 
 
 def memory(folder: Path, elements: int) -> None:
-    def train(size: int) -> None:
+    def train(size: int) -> list[int]:
+        before = resident("VmRSS:")
         engine = tessera.initialize(model=Sum(size), config=away(folder, gradient_clipping=1.0))[0]
-        for _ in range(2):
+        peaks = [resident("VmHWM:") - before]
+        Path("/proc/self/clear_refs").write_text("5")  # a new peak
+        for _ in range(3):
             engine().backward()
             engine.step()
+        peaks.append(resident("VmHWM:") - before)
         engine.destroy()
+        return peaks
 
-    train(1 << 20)  # what torch and the engine load when they first run
+    train(1 << 22)  # what torch and the engine load when they first run
     gc.collect()
-    before = resident("VmRSS:")
-    train(elements)
-    print(resident("VmHWM:") - before)
+    print(*train(elements))
 
 
 if __name__ == "__main__":
