@@ -191,11 +191,11 @@ class PipelineEngine(Engine):
             raise
         except Exception as error:
             problem = error
-        mean = torch.zeros((), device=self.device)
+        total = torch.zeros((), device=self.device)
         for loss in run.losses:
-            mean = mean + loss.reshape(())
-        counts = bool(run.losses)
-        rows = self._over.rows([problem is not None, counts, float(mean / max(1, len(run.losses)))]).tolist()
+            total = total + loss.reshape(())
+        mean = float(total / max(1, len(run.losses)))
+        rows = self._over.rows([problem is not None, bool(run.losses), mean]).tolist()
         if any(failed for failed, _, _ in rows):
             self._share_failure(problem)
         for wire in self._wires.outgoing():
@@ -206,14 +206,14 @@ class PipelineEngine(Engine):
 
     def _share_failure(self, problem: Exception | None) -> NoReturn:
         """Some rank could not go on: its error there, and what it said on all others."""
-        own = isinstance(problem, Exception) and not isinstance(problem, StageFailed)
-        texts = [self._said_of(problem) if own and problem is not None else ""]
+        own = None if isinstance(problem, StageFailed) else problem
+        said = "" if own is None else self._said_of(own)
+        texts = [said]
         if self._everyone is not None:
             texts = [""] * dist.get_world_size()
-            said = self._said_of(problem) if own and problem is not None else ""
             dist.all_gather_object(texts, said, self._everyone)
-        if own and problem is not None:
-            raise problem
+        if own is not None:
+            raise own
         raise StageFailed(next((text for text in texts if text), "[pipeline] a stage failed in this batch"))
 
     def _said_of(self, error: Exception) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -119,10 +118,9 @@ class PipelineModule(nn.Module):
         self.bounds = self._bounds(partition_method)
         self.layers = nn.ModuleDict()
         self.tied_modules = nn.ModuleDict()
-        self._functions: dict[int, LayerFunction] = {}
         for chunk in range(num_chunks):
             for number in self.layers_of(chunk):
-                self._functions[number] = self._build(number)
+                self._build(number)
 
     def _tessera_engine(self, *args: Any, **kwargs: Any) -> Any:
         """What tessera.initialize() calls."""
@@ -174,48 +172,44 @@ class PipelineModule(nn.Module):
 
     def _run(self, numbers: range, inputs: Any) -> Any:
         for number in numbers:
-            inputs = self._functions[number](inputs)
+            inputs = self._function(number)(inputs)
         return inputs
+
+    def _function(self, number: int) -> LayerFunction:
+        """What a layer of this stage does; modules as they are now, whoever has put others in their place."""
+        layer = self._list[number]
+        if isinstance(layer, TiedLayerSpec):
+            module = self.tied_modules[layer.key]
+            return module if layer.forward_fn is None else functools.partial(layer.forward_fn, module)
+        return self.layers[str(number)] if isinstance(layer, (LayerSpec, nn.Module)) else layer
 
     def _saves_only_inputs(self, numbers: range) -> bool:
         if self.checkpointable_layers is not None:
             return all(_class_name(self._list[number]) in self.checkpointable_layers for number in numbers)
-        modules = [self._functions[number] for number in numbers]
-        return any(
-            param.requires_grad for module in modules if isinstance(module, nn.Module) for param in module.parameters()
-        )
+        modules = [self.layers[str(number)] for number in numbers if str(number) in self.layers]
+        return any(param.requires_grad for module in modules for param in module.parameters())
 
     # ---------------------------------------------------------------- construction
 
-    def _build(self, number: int) -> LayerFunction:
+    def _build(self, number: int) -> None:
         layer = self._list[number]
         if isinstance(layer, TiedLayerSpec):
             if layer.key not in self.tied_modules:
-                with self._seeded(number):
-                    self.tied_modules[layer.key] = layer.build()
-            module = self.tied_modules[layer.key]
-            forward_fn = layer.forward_fn
-            return module if forward_fn is None else lambda x: forward_fn(module, x)
-        if isinstance(layer, LayerSpec):
-            with self._seeded(number):
-                layer = layer.build()
-        if isinstance(layer, nn.Module):
+                self._seed(number)
+                self.tied_modules[layer.key] = layer.build()
+        elif isinstance(layer, LayerSpec):
+            self._seed(number)
+            self.layers[str(number)] = layer.build()
+        elif isinstance(layer, nn.Module):
             self.layers[str(number)] = layer
-        return layer
 
-    @contextlib.contextmanager
-    def _seeded(self, number: int) -> Iterator[None]:
+    def _seed(self, number: int) -> None:
+        """A tied layer has the seed of its first place, so that it is the same on all stages."""
+        key = _key(self._list[number])
+        if key is not None:
+            number = next(place for place, other in enumerate(self._list) if _key(other) == key)
         if self._seed_layers:
-            first = next(
-                (
-                    n
-                    for n, other in enumerate(self._list)
-                    if _key(other) is not None and _key(other) == _key(self._list[number])
-                ),
-                number,
-            )  # of a tied layer: the same on all stages
-            self._seed_fn(self._base_seed + first)
-        yield
+            self._seed_fn(self._base_seed + number)
 
     def _check(self) -> None:
         modules: set[int] = set()

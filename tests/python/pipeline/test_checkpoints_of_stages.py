@@ -15,7 +15,9 @@ from tessera.pipeline import LayerSpec, PipelineModule
 import tessera
 from tessera import checkpoints
 
-CONFIG = config(1, 4, "bf16", gradient_clipping=0.05, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 9}})
+SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}
+CONFIG = config(1, 4, "bf16", gradient_clipping=0.05, scheduler=SCHEDULER)
+EXACT = config(1, 4, scheduler=SCHEDULER)  # sums are the same for any number of stages and of equal ranks
 
 
 def go_on(engine: Any, steps: int = 2) -> list[float]:
@@ -25,7 +27,8 @@ def go_on(engine: Any, steps: int = 2) -> list[float]:
 
 
 def reshards(rank: int, folder: Path, tied: bool) -> None:
-    first = pipeline(module(4, tied), CONFIG)
+    cfg = CONFIG if tied else EXACT
+    first = pipeline(module(4, tied), cfg)
     go_on(first)
     first.save_checkpoint(folder, client_state={"epoch": 3})
     saved: list[dict[str, torch.Tensor]] = [{} for _ in range(4)]
@@ -34,19 +37,18 @@ def reshards(rank: int, folder: Path, tied: bool) -> None:
     expected = go_on(first)
     first.destroy()
     for stages, chunks in ((4, 1), (2, 1), (1, 1), (2, 2)):
-        again = pipeline(module(stages, tied, num_chunks=chunks, base_seed=7), CONFIG)
+        again = pipeline(module(stages, tied, num_chunks=chunks, base_seed=7), cfg)
         path, client = again.load_checkpoint(folder)
         assert path is not None and client == {"epoch": 3}
         assert again.global_steps == 2 and again.get_lr() == again.lr_scheduler.get_last_lr()
         for name, value in weights(again.module).items():
             assert torch.equal(value, everything[name]), name
-        assert go_on(again) == pytest.approx(expected, rel=2e-2), stages
+        assert go_on(again) == (pytest.approx(expected, rel=2e-2) if tied else expected), stages
         again.destroy()
-    whole = Whole(CONFIG, tessera.single_group(), tied)
+    whole = Whole(cfg, tessera.single_group(), tied)
     whole.engine.load_checkpoint(folder)
-    assert [float(whole.train_batch(source)) for source in [data(5)] for _ in range(1)] == pytest.approx(
-        expected[:1], rel=2e-2
-    )
+    loss = float(whole.train_batch(data(5)))
+    assert loss == (pytest.approx(expected[0], rel=2e-2) if tied else expected[0])
     whole.engine.destroy()
 
 
