@@ -75,6 +75,14 @@ def test_placements_of_one_host(ray_cluster, placement):
         one.stop()
 
 
+def test_an_object_that_cannot_be_made(ray_cluster):
+    one = ActorGroup("a", ray_ranks.Plain, 1, (1, 2, 3), timeout=60)
+    with pytest.raises(ActorError, match=r"rank 0 of 'a' failed in __init__\(\)"):
+        one.start()
+    with pytest.raises(UsageError, match="does not run"):
+        one.call("total")
+
+
 def test_what_the_cluster_cannot_place(ray_cluster):
     with pytest.raises(ConfigError, match=r"could not place 2 ranks .*strict_spread"):
         ActorGroup("a", ray_ranks.Plain, 2, placement="strict_spread", timeout=1).start()
