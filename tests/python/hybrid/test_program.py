@@ -85,5 +85,14 @@ def test_checkpoints_that_are_not_there(ray_cluster, tmp_path):
         Program(groups * 2)
     with pytest.raises(UsageError, match="needs a folder"):
         Program(groups).load()
+    program = Program(groups, tmp_path)
     with pytest.raises(IoError, match="no complete checkpoint"):
-        Program(groups, tmp_path).load()
+        program.load()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "program.json").write_text('{"groups": {"others": 1}, "state": null}')
+    with pytest.raises(ConfigError, match=r"of the groups .'others'., the program has .'numbers'."):
+        program.load("a")
+    with pytest.raises(UsageError, match="does not run"):
+        program.save("a")  # in place of what is there
+    with pytest.raises(IoError, match="no complete checkpoint"):
+        program.load("a")
