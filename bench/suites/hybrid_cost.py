@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-_KEPT = 1e9  # parameters that stage 3 keeps from forward to backward: the default of stage3_max_reuse_distance
+_KEPT = 100_000  # elements of a weight that stage 3 keeps whole: the default of stage3_param_persistence_threshold
 HYBRID, UNIFORM, ZERO3 = "hybrid", "tensor parallel", "ZeRO-3"
 
 
@@ -47,6 +47,15 @@ class Sizes:
     def layer(self) -> int:
         """Parameters of a layer of the language model."""
         return int((2 + 2 * self.key_share) * self.text_hidden**2) + 3 * self.text_hidden * self.text_inner
+
+    @property
+    def partitioned(self) -> int:
+        """Parameters in weights of layers that are gathered for the forward and again for the backward in stage 3."""
+        h, wide = self.vision_hidden, self.text_hidden
+        tower = [(self.vision_layers, n) for n in (3 * h * h, h * h, *[h * self.vision_inner] * 3)]
+        heads = int(wide * wide * self.key_share)
+        text = [(self.text_layers, n) for n in (*[wide * wide] * 2, *[heads] * 2, *[wide * self.text_inner] * 3)]
+        return sum(layers * size for layers, size in tower + text if size > _KEPT)
 
     @property
     def vision(self) -> int:
@@ -116,9 +125,8 @@ def cost(layout: str, step: Step) -> Cost:
             touched_text + touched_vision,
         )
     if layout == ZERO3:
-        held = s.vision + s.text
-        times = 3 if held > _KEPT else 2  # gathered once or twice, reduced once
-        return Cost(flops, times * others * held * step.width, (touched_text + touched_vision) / step.ranks)
+        gathered = 2 * (s.vision + s.text) + s.partitioned  # or reduced: all twice, these three times
+        return Cost(flops, others * gathered * step.width, (touched_text + touched_vision) / step.ranks)
     exchanges = passes // 2 * 4 * s.vision_layers * patches / step.ranks * others  # query, key, value and the result
     states = 2 * others * s.vision * step.width
     link = images / step.ranks + images

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,9 @@ def test_bytes_by_hand():
     exchanges = 2 * 4 * 2 * patches / 2 / 2
     assert cost(HYBRID, step).sent == text + exchanges + SMALL.vision * 4 + images / 2 + images
     assert cost(ZERO3, step).sent == 2 / 2 * (SMALL.vision + SMALL.text) * 4
+    wide = replace(SMALL, text_inner=10_000)  # three weights of 120000 a layer
+    sent = cost(ZERO3, replace(step, sizes=wide)).sent
+    assert sent == (wide.vision + wide.text) * 4 + 3 * 3 * 120_000 * 4 / 2
     assert cost(HYBRID, step).flops == cost(UNIFORM, step).flops == cost(ZERO3, step).flops
 
 
