@@ -10,6 +10,7 @@ from suites.accumulate import bench_accumulate
 from suites.backward import bench_backward
 from suites.checkpoint import bench_checkpoint
 from suites.gpt import bench_gpt
+from suites.hybrid import bench_hybrid
 from suites.kernels import bench_kernels
 from suites.memory import bench_memory
 from suites.nvme import bench_nvme
@@ -90,6 +91,13 @@ BENCHES: dict[str, Bench] = {
         PLAIN[1:] + OWN + PEERS + DEEPSPEED + MEMORY_LOW,
         ["bare", "ddp", "tessera:1", "fsdp2:2", *QUICK_OWN, *(peer for peer in MEMORY_LOW if peer != "tessera:3+10")],
         (["125M"], ["10M"]),
+        alone=True,
+    ),
+    "hybrid": Bench(
+        "Vision-language model: hybrid, tensor parallel, ZeRO-3",
+        bench_hybrid,
+        ["hybrid", "tensor", "zero3"],
+        [],
         alone=True,
     ),
     "tables": Bench(

@@ -146,7 +146,14 @@ class ActorGroup:
             raise UsageError("[hybrid] there is no Ray cluster yet; call ray.init() first")
         if self._actors:
             raise UsageError(f"[hybrid] group '{self.name}' runs already; call stop() first")
-        self._place()
+        try:
+            self._start(ray, meeting)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self, ray: Any, meeting: Meeting | None) -> None:
+        self._place(ray)
         remote = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_restarts=0)(Host)
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         self._actors = [
@@ -158,12 +165,10 @@ class ActorGroup:
         refs = [a.build.remote(p, master, self.backend, make) for a, p in zip(self._actors, places, strict=True)]
         wait(Pending(self, "__init__", refs), timeout=self.timeout)
 
-    def _place(self) -> None:
-        ray = import_ray()
+    def _place(self, ray: Any) -> None:
         bundle = {name: amount for name, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount > 0}
         self._bundles = ray.util.placement_group([bundle] * self.ranks, strategy=_STRATEGIES[self.placement])
         if not self._bundles.wait(self.timeout):
-            self.stop()
             raise ConfigError(
                 f"[hybrid] group '{self.name}': the cluster could not place {self.ranks} ranks of {bundle} "
                 f"({self.placement}) within {self.timeout:g} s; it has {ray.cluster_resources()}"

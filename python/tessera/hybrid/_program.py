@@ -89,6 +89,7 @@ class Program:
         and `state` (plain JSON); complete, and named by folder/latest, when all are. Returns folder/tag."""
         _core.check_tag(tag)
         folder = self._whole_folder("save") / tag
+        (folder / _MANIFEST).unlink(missing_ok=True)  # of an earlier save, which is over from here on
         calls = [
             group.begin("engine.save_checkpoint", str(folder / name), "engine") for name, group in self._groups.items()
         ]

@@ -16,7 +16,7 @@ ray_ranks = pytest.importorskip("ray_ranks")
 
 @pytest.fixture(scope="module")
 def group(ray_cluster):
-    group = ActorGroup("numbers", ray_ranks.Plain, 2, (10,), timeout=60)
+    group = ActorGroup("numbers", ray_ranks.Plain, 2, (10,), timeout=300)
     group.start()
     yield group
     group.stop()
@@ -54,25 +54,21 @@ def test_a_killed_rank_is_named(group):
     assert group.call("total") == [3.0, 3.0]
 
 
-def test_two_groups_at_a_time(ray_cluster):
-    groups = [ActorGroup(name, ray_ranks.Plain, ranks, timeout=60) for name, ranks in (("a", 1), ("b", 2))]
-    try:
-        for one in groups:
-            one.start()
-        assert [one.call("total") for one in groups] == [[1.0], [3.0, 3.0]]
-    finally:
-        for one in groups:
-            one.stop()
-
-
-@pytest.mark.parametrize("placement", ["spread", "strict_pack"])
-def test_placements_of_one_host(ray_cluster, placement):
-    one = ActorGroup("a", ray_ranks.Plain, 2, placement=placement, cpus=0.5, timeout=60)
+def test_ranks_spread_over_half_a_cpu_each(ray_cluster):
+    one = ActorGroup("a", ray_ranks.Plain, 2, placement="spread", cpus=0.5, timeout=300)
     try:
         one.start()
         assert one.call("total") == [3.0, 3.0]
     finally:
         one.stop()
+
+
+def test_an_object_that_cannot_be_made(ray_cluster):
+    one = ActorGroup("a", ray_ranks.Plain, 1, (1, 2, 3), timeout=300)
+    with pytest.raises(ActorError, match=r"rank 0 of 'a' failed in __init__\(\)"):
+        one.start()
+    with pytest.raises(UsageError, match="does not run"):
+        one.call("total")
 
 
 def test_what_the_cluster_cannot_place(ray_cluster):

@@ -20,7 +20,7 @@ def run(command: list[str | Path], folder: Path) -> list[float]:
     paths = [os.path.abspath(path) for path in sys.path if path]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return [float(text) for text in re.findall(r"loss (\d+\.\d+)", done.stdout)]

@@ -6,11 +6,14 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from link_ranks import both_sides
 from support import run_ranks
+from tessera.hybrid import Link
 
 import tessera
 
@@ -27,8 +30,8 @@ def example():
 
     yield model, pictures
     sys.path.remove(str(EXAMPLE))
-    for name in ("model", "pictures"):
-        del sys.modules[name]
+    for name in ("model", "pictures", "ranks"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -62,6 +65,42 @@ def test_the_parts_are_the_model_of_transformers(example, ranks):
         torch.testing.assert_close(total, value, rtol=1e-4, atol=1e-6)
     for name, param in language.named_parameters():
         torch.testing.assert_close(param.grad, dict(whole.named_parameters())[name].grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_tower_works_ahead(example):
+    """While the language model is at a micro-batch, the tower computes the next one: here the one waits for the other
+    to have done so."""
+    from ranks import turns
+
+    assert turns(3, 2) == [
+        ("forward", 0),
+        ("forward", 1),
+        ("backward", 0),
+        ("forward", 2),
+        ("backward", 1),
+        ("backward", 2),
+    ]
+    assert turns(2, 5) == [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)]
+    computed = [threading.Event() for _ in range(4)]
+
+    def tower(sender, rank):
+        for what, micro in turns(4, 2):
+            if what == "forward":
+                sender.send(torch.ones(2, requires_grad=True) * micro, micro)
+                computed[micro].set()
+            else:
+                sender.backward(micro)
+        sender.step()
+
+    def language(receiver, rank):
+        for micro in range(4):
+            images = receiver.receive(micro)
+            assert computed[min(micro + 1, 3)].wait(20)
+            images.sum().backward()
+            receiver.give_back(micro)
+        receiver.step()
+
+    both_sides(Link("x", timeout=20), tower, language)
 
 
 def test_tokens_that_cannot_be_dealt_out(example):

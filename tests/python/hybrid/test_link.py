@@ -134,8 +134,8 @@ def test_hand_over_inside_one_graph():
     def body(rank, _):
         x = split(whole, link.source, rank, 0, 0).clone().requires_grad_()
         with link.sender(store, rank) as sender, link.receiver(store, rank) as receiver:
-            y, count = hand_over(sender, receiver, (x * x, torch.tensor(5)), "a")
-            assert torch.equal(y, whole * whole) and int(count) == 5 and not count.requires_grad
+            y, count = hand_over(sender, receiver, (x * x, torch.tensor(5.0)), "a")
+            assert torch.equal(y, whole * whole) and float(count) == 5 and not count.requires_grad
             y.sin().sum().backward()
         expected = (whole * whole).cos() * 2 * whole
         torch.testing.assert_close(x.grad, 2 * split(expected, link.source, rank, 0, 0))  # an engine averages over 2

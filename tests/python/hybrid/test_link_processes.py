@@ -23,8 +23,10 @@ def store_of(rank: int, port: int) -> dist.TCPStore:
 
 
 def trains(rank: int, port: int, transport: str) -> None:
-    """Ranks 0 and 1 send halves of 1000 rows, 2 and 3 have them all."""
-    link = Link("x", LINK.source, LINK.target, 0, 0, timeout=60, transport=transport)
+    """Ranks 0 and 1 send halves of 1000 rows, 2 and 3 have them all. "hosts": 0 and 2 on one, 1 and 3 on another."""
+    if transport == "hosts":
+        os.environ["TESSERA_HOST_ID"] = f"host {rank % 2}"
+    link = Link("x", LINK.source, LINK.target, 0, 0, timeout=60, transport="group" if transport == "group" else "auto")
     store = store_of(rank, port)
     whole = torch.arange(3000.0).view(1000, 3)
     if rank < 2:
@@ -49,7 +51,7 @@ def trains(rank: int, port: int, transport: str) -> None:
         time.sleep(0.01)  # it has the store
 
 
-@pytest.mark.parametrize("transport", ["auto", "group"])
+@pytest.mark.parametrize("transport", ["auto", "group", "hosts"])
 def test_four_processes(transport):
     run_processes(4, trains, free_port(), transport)
 

@@ -25,13 +25,13 @@ def program_of(folder, sequence=2, replicas=2, clip=0.0):
         batch_dim=0,
         sequence_dim=1,
         sides=("vision", "text"),
-        timeout=60,
+        timeout=300,
     )
     more = {"gradient_clipping": clip}
     tp = TP if replicas > 1 else {}
     groups = [
-        ActorGroup("vision", ray_ranks.VisionRank, sequence, (link,), more, timeout=60),
-        ActorGroup("text", ray_ranks.TextRank, replicas, (link,), {**more, **tp}, timeout=60),
+        ActorGroup("vision", ray_ranks.VisionRank, sequence, (link,), more, timeout=300),
+        ActorGroup("text", ray_ranks.TextRank, replicas, (link,), {**more, **tp}, timeout=300),
     ]
     return Program(groups, folder)
 
@@ -80,10 +80,19 @@ def test_a_killed_rank_and_the_way_back(ray_cluster, tmp_path):
 
 
 def test_checkpoints_that_are_not_there(ray_cluster, tmp_path):
-    groups = [ActorGroup("numbers", ray_ranks.Plain, 1, timeout=60)]
+    groups = [ActorGroup("numbers", ray_ranks.Plain, 1, timeout=300)]
     with pytest.raises(ConfigError, match="names of their own"):
         Program(groups * 2)
     with pytest.raises(UsageError, match="needs a folder"):
         Program(groups).load()
+    program = Program(groups, tmp_path)
     with pytest.raises(IoError, match="no complete checkpoint"):
-        Program(groups, tmp_path).load()
+        program.load()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "program.json").write_text('{"groups": {"others": 1}, "state": null}')
+    with pytest.raises(ConfigError, match=r"of the groups .'others'., the program has .'numbers'."):
+        program.load("a")
+    with pytest.raises(UsageError, match="does not run"):
+        program.save("a")  # in place of what is there
+    with pytest.raises(IoError, match="no complete checkpoint"):
+        program.load("a")
