@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 _SIZE = torch.Tensor.size  # whatever a class of parameters shows as its size
 
@@ -47,6 +49,8 @@ class FlopsProfiler:
         """`ignore_list`: classes whose modules, with all below them, are left out of the report."""
         if self.started:
             return
+        from torch.utils.flop_counter import FlopCounterMode  # imports much
+
         self.started = True
         self._found, times = [], {}
         seen: set[int] = set()
