@@ -17,7 +17,21 @@ from tessera._version import check_torch
 
 check_torch(torch.__version__)
 
-from tessera import autocast, data, lr_schedules, optim, parallel, sequence, state, utils, zero  # noqa: E402
+from tessera import (  # noqa: E402
+    autocast,
+    data,
+    elasticity,
+    flops,
+    lr_schedules,
+    monitor,
+    optim,
+    parallel,
+    recompute,
+    sequence,
+    state,
+    utils,
+    zero,
+)
 from tessera._core import (  # noqa: E402
     Config,
     Group,
@@ -50,11 +64,15 @@ __all__ = [
     "cmake_prefix_path",
     "data",
     "default_unit_policy",
+    "elasticity",
+    "flops",
     "init_distributed",
     "initialize",
     "lr_schedules",
+    "monitor",
     "optim",
     "parallel",
+    "recompute",
     "sequence",
     "single_group",
     "state",

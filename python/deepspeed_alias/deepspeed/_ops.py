@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
-from tessera.optim._whole import Lamb
 
 from deepspeed._lazy import NotServed
 from tessera import optim
@@ -46,7 +45,7 @@ class DeepSpeedCPUAdam(optim.FusedAdam):
         self.fp32_optimizer_states = fp32_optimizer_states
 
 
-class FusedLamb(Lamb):
+class FusedLamb(optim.Lamb):
     """LAMB with the arguments of old; what they choose beside the arithmetic changes nothing."""
 
     def __init__(
