@@ -51,6 +51,7 @@ Trained train(const Training& t) {
     const Toy toy = toy_on(device);
     engine::Options options = toy_options(t.run);
     options.rule = t.rule;
+    options.time_device = t.run.stage % 2 == 1;  // phases that wait for the device change no result
     optim::GroupOptions params = toy_adamw();
     if (t.rule == optim::Rule::Sgd) params.momentum = 0.9;
     Engine engine(options, comm::Mesh(group), toy.specs(), {params});
