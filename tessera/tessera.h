@@ -3,6 +3,7 @@
 
 #include "tessera/comm/backends.h"
 #include "tessera/comm/mesh.h"
+#include "tessera/comm/timed_group.h"
 #include "tessera/config/config.h"
 #include "tessera/engine/checkpoint.h"
 #include "tessera/engine/engine.h"

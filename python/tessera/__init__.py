@@ -17,7 +17,23 @@ from tessera._version import check_torch
 
 check_torch(torch.__version__)
 
-from tessera import autocast, data, hybrid, lr_schedules, optim, parallel, pipeline, sequence, state, utils, zero  # noqa: E402
+from tessera import (  # noqa: E402
+    autocast,
+    data,
+    elasticity,
+    flops,
+    hybrid,
+    lr_schedules,
+    monitor,
+    optim,
+    parallel,
+    pipeline,
+    recompute,
+    sequence,
+    state,
+    utils,
+    zero,
+)
 from tessera._core import (  # noqa: E402
     Config,
     Group,
@@ -50,13 +66,17 @@ __all__ = [
     "cmake_prefix_path",
     "data",
     "default_unit_policy",
+    "elasticity",
+    "flops",
     "hybrid",
     "init_distributed",
     "initialize",
     "lr_schedules",
+    "monitor",
     "optim",
     "parallel",
     "pipeline",
+    "recompute",
     "sequence",
     "single_group",
     "state",

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 _SIZE = torch.Tensor.size  # whatever a class of parameters shows as its size
 
@@ -40,15 +42,17 @@ class FlopsProfiler:
         self.started = False
         self._counter: FlopCounterMode | None = None
         self._hooks: list[Any] = []
-        self._began: dict[int, list[float]] = {}
+        self._began: dict[int, list[tuple[float, int]]] = {}  # of calls under way: the time, operations so far
         self._found: list[ModuleProfile] = []
 
     def start_profile(self, ignore_list: list[type] | None = None) -> None:
         """`ignore_list`: classes whose modules, with all below them, are left out of the report."""
         if self.started:
             return
+        from torch.utils.flop_counter import FlopCounterMode  # imports much
+
         self.started = True
-        self._found, times = [], {}
+        self._found = []
         seen: set[int] = set()
         for name, module in self.model.named_modules():
             if ignore_list and any(isinstance(m, tuple(ignore_list)) for m in _path(self.model, name)):
@@ -60,20 +64,24 @@ class FlopsProfiler:
             depth = name.count(".") + 1 if name else 0
             found = ModuleProfile(name, type(module).__name__, depth, params)
             self._found.append(found)
-            times[id(module)] = found
             self._hooks.append(module.register_forward_pre_hook(self._entered, prepend=True))
             self._hooks.append(module.register_forward_hook(self._left(found), always_call=True))
         self._counter = FlopCounterMode(display=False)
         self._counter.__enter__()
 
     def _entered(self, module: nn.Module, _: Any) -> None:
-        self._began.setdefault(id(module), []).append(time.perf_counter())
+        self._began.setdefault(id(module), []).append((time.perf_counter(), self._counted()))
+
+    def _counted(self) -> int:
+        return 0 if self._counter is None else self._counter.get_total_flops()
 
     def _left(self, found: ModuleProfile) -> Callable[..., None]:
         def hook(module: nn.Module, *_: Any) -> None:
             began = self._began.get(id(module))
             if began:
-                found.seconds += time.perf_counter() - began.pop()
+                when, flops = began.pop()
+                found.seconds += time.perf_counter() - when
+                found.flops += self._counted() - flops
 
         return hook
 
@@ -85,12 +93,6 @@ class FlopsProfiler:
             hook.remove()
         self._hooks, self.started = [], False
         self._began.clear()
-        root = type(self.model).__name__
-        counts = {name: sum(ops.values()) for name, ops in self._counter.get_flop_counts().items()}
-        for found in self._found:
-            found.flops = counts.get(f"{root}.{found.name}" if found.name else root, 0)
-        if self._found and not self._found[0].flops:
-            self._found[0].flops = self._counter.get_total_flops()
 
     def reset_profile(self) -> None:
         self._found = []

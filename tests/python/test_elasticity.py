@@ -71,6 +71,12 @@ def test_every_number_of_devices_that_is_promised_works(
                 compute_elastic_config(config, world_size=world)
 
 
+def test_the_batch_that_deepspeed_chooses() -> None:
+    many = section(max_train_batch_size=10_000, micro_batch_sizes=[8, 12, 16, 17], min_gpus=32, max_gpus=1500)
+    batch, valid, micro = compute_elastic_config(many, world_size=64)
+    assert (batch, len(valid), micro) == (9792, 23, 17)
+
+
 def test_slices_of_a_model_come_by_nodes() -> None:
     batch, valid, micro = compute_elastic_config(
         section(model_parallel_size=2, num_gpus_per_node=4, max_gpus=64, version=0.2), world_size=8

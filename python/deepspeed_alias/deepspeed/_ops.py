@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
-from tessera.optim._whole import Lamb
 
 from deepspeed._lazy import NotServed
 from tessera import optim
@@ -22,19 +21,8 @@ def _check_states(name: str, fp32_optimizer_states: bool) -> None:
 class FusedAdam(optim.FusedAdam):
     same_update_as = optim.FusedAdam
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-    ) -> None:
-        super().__init__(params, lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad)
+    def __init__(self, *args: Any, set_grad_none: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
 
 class DeepSpeedCPUAdam(optim.FusedAdam):
@@ -57,42 +45,32 @@ class DeepSpeedCPUAdam(optim.FusedAdam):
         self.fp32_optimizer_states = fp32_optimizer_states
 
 
-class FusedLamb(Lamb):
+class FusedLamb(optim.Lamb):
     """LAMB with the arguments of old; what they choose beside the arithmetic changes nothing."""
 
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        *args: Any,
         eps_inside_sqrt: bool = False,
-        weight_decay: float = 0.0,
         max_grad_norm: float = 0.0,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
         amsgrad: bool = False,
+        **kwargs: Any,
     ) -> None:
         if eps_inside_sqrt or max_grad_norm or amsgrad:
             raise NotServed(
                 "[FusedLamb] eps_inside_sqrt, max_grad_norm and amsgrad are not served; clip by gradient_clipping"
             )
-        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, max_coeff, min_coeff)
+        if len(args) > 4:
+            raise TypeError("[FusedLamb] give what follows eps by name")
+        super().__init__(params, *args, **kwargs)
 
 
 class FusedLion(optim.Lion):
     same_update_as = optim.Lion
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        set_grad_none: bool = True,
-    ) -> None:
-        super().__init__(params, lr, betas, weight_decay)
+    def __init__(self, *args: Any, set_grad_none: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
 
 class DeepSpeedCPULion(optim.Lion):
@@ -137,7 +115,7 @@ _PARTS = {
     "CPULionBuilder": ("cpu_lion", True),
     "FusedAdamBuilder": ("fused_adam", True),
     "FusedLionBuilder": ("fused_lion", True),
-    "FusedLambBuilder": ("fused_lamb", False),
+    "FusedLambBuilder": ("fused_lamb", True),
     "TransformerBuilder": ("transformer", False),
     "StochasticTransformerBuilder": ("stochastic_transformer", False),
     "SparseAttnBuilder": ("sparse_attn", False),

@@ -101,8 +101,8 @@ class Watch:
                 engine.get_lr(),
                 engine.get_mom(),
             )
-            if self._memory:
-                logger.info("memory (MB) | %s", " | ".join(memory_line(engine)))
+        if self._memory and self._speaks and engine.global_steps % (self._every or 1) == 0:
+            logger.info("memory (MB) | %s", " | ".join(memory_line(engine)))
 
     def _take_times(self, engine: Engine) -> None:
         """What the phases took since the last step; gather and reduce lie inside the others."""

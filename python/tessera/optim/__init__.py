@@ -125,3 +125,8 @@ def _check_rates(name: str, lr: float, betas: tuple[float, float], eps: float) -
         wrong.append(f"eps must be >= 0, got {eps}")
     if wrong:
         raise ConfigError(f"[{name}] " + "; ".join(wrong))
+
+
+from tessera.optim._whole import Lamb, Muon  # noqa: E402  (they check their rates here)
+
+__all__ = ["FusedAdam", "Lamb", "Lion", "Muon"]

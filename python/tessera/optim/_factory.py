@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tessera import _core, lr_schedules, optim
 from tessera.errors import ConfigError
 from tessera.optim._rules import is_tested
-from tessera.optim._whole import Lamb, Muon, muon_groups
+from tessera.optim._whole import muon_groups
 from tessera.optim._wrapper import Optimizer
 
 ParamGroups = list[dict[str, Any]]
@@ -145,10 +145,10 @@ def _from_config(config: _core.Config, groups: ParamGroups, model: nn.Module) ->
     kind = _core.optimizer_kind(config)
     cls: type[torch.optim.Optimizer]
     if name.lower() == "muon":
-        cls = Muon
+        cls = optim.Muon
         groups, params = muon_groups(model.named_parameters(), groups, params)
     elif name.lower() == "lamb":
-        cls = Lamb
+        cls = optim.Lamb
     elif kind is None:
         found = getattr(torch.optim, name, None)
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):

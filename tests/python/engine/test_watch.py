@@ -90,12 +90,14 @@ def test_the_breakdown_is_a_line_a_step(caplog: pytest.LogCaptureFixture) -> Non
     assert "forward: " in found[0] and "of these gather: " in found[0] and "reduce: " in found[0]
 
 
-def test_memory_is_told_with_the_progress_line(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("every", [None, 2])
+def test_memory_is_told_with_the_progress_line_or_every_step(
+    every: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = config(1, memory_breakdown=True, steps_per_print=every)
     with caplog.at_level(logging.INFO):
-        engines(
-            make(), 2, config(1, memory_breakdown=True, steps_per_print=2), lambda engine, rank: run(engine, rank, 4)
-        )
-    assert lines(caplog).count("memory (MB) | params: ") == 2
+        engines(make(), 2, cfg, lambda engine, rank: run(engine, rank, 4))
+    assert lines(caplog).count("memory (MB) | params: ") == 4 // (every or 1)
 
 
 def test_the_state_is_dumped_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -406,7 +406,7 @@ def test_tp_model_init_fills_gaps_and_is_used_once() -> None:
     for cfg, message in (
         (adam(4), "Conflicting tensor_parallel.autotp_size"),
         (adam(1, bf16=True), "Conflicting dtype"),
-        (settings(1, {"dtype": "bf16"}), "Conflicting dtype: tensor_parallel.dtype"),
+        (settings(1, {"dtype": "bf16"}), "Conflicting tensor_parallel.dtype"),
     ):
         cfg["tensor_parallel"].pop("autotp_size") if cfg["tensor_parallel"]["autotp_size"] == 1 else None
         with pytest.raises(ValueError, match=message):
