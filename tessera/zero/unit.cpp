@@ -3,6 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 
+#include <algorithm>
+
 #include "tessera/base/error.h"
 #include "tessera/shard/dtype.h"
 #include "tessera/shard/storage.h"
@@ -117,11 +119,16 @@ void Unit::allocate_states(int count, const std::vector<optim::GroupOptions>& gr
   for (int s = 0; s < count; ++s) {
     const auto what = s == 0 ? shard::Quantity::State0 : shard::Quantity::State1;
     states[s] = make(what, grads.options().dtype(options_.precision.state));
-    if (rule != optim::Rule::Adagrad) continue;
-    for (const Param& p : params) {
-      const shard::Range r = owned_slice(p);
-      states[s].write(r, at::full({r.size()}, groups[p.group].initial_accumulator_value, states[s].options()));
-    }
+    for (const Param& p : params)  // they begin as zeros
+      if (const double initial = optim::initial_state(rule, groups[p.group]); initial != 0) fill_state(s, p, initial);
+  }
+}
+
+void Unit::fill_state(int state, const Param& param, double value) {
+  const shard::Range r = owned_slice(param);
+  for (int64_t begin = r.begin; begin < r.end; begin += kTile) {
+    const shard::Range tile{begin, std::min(begin + kTile, r.end)};
+    states[state].write(tile, at::full({tile.size()}, value, states[state].options()));
   }
 }
 
