@@ -121,12 +121,15 @@ void Restore::plan(Engine& engine) {
     if (master == nullptr) master = reader_->find(record->name, kWeight);
     if (spec.tensor.numel() > 0)
       add(master, id, spec.group >= 0 ? shard::Quantity::Master : shard::Quantity::Weight, "weight");
-    if (spec.group < 0 || !options_.optimizer || !record->trained || spec.tensor.numel() == 0) continue;
+    if (spec.group < 0 || !options_.optimizer || spec.tensor.numel() == 0) continue;
     const auto names = optim::state_names(engine.options().rule, engine.groups());
     for (int i = 0; i < names.count; ++i) {
-      const TensorRecord* state = reader_->find(record->name, names.name[i]);
-      if (state == nullptr && record->step == 0) continue;  // before its first update
-      add(state, id, i == 0 ? shard::Quantity::State0 : shard::Quantity::State1, names.name[i]);
+      const shard::Quantity quantity = i == 0 ? shard::Quantity::State0 : shard::Quantity::State1;
+      const TensorRecord* state = record->trained ? reader_->find(record->name, names.name[i]) : nullptr;
+      if (state == nullptr && (!record->trained || record->step == 0))
+        unborn_.emplace_back(id, quantity);
+      else
+        add(state, id, quantity, names.name[i]);
     }
   }
   for (const auto& param : reader_->manifest().params)
@@ -216,6 +219,8 @@ void Restore::apply() {
       states.write(part.param, part.quantity, part.want.range, values);
       if (place_ == 0) progress.add(bytes_of(part));
     }
+    for (const auto& [id, quantity] : unborn_)
+      states.reset(id, quantity);
     states.flush();
   } catch (const std::exception& e) {
     error = e.what();

@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/checkpoint/reader.h"
@@ -58,6 +59,7 @@ class Restore {
   std::string folder_, tag_, client_run_;
   std::unique_ptr<checkpoint::Reader> reader_;
   std::vector<Part> parts_;
+  std::vector<std::pair<int, shard::Quantity>> unborn_;  // states of parameters that had not been updated yet
   std::vector<const checkpoint::ParamRecord*> records_;  // by parameter; null: missing
   std::vector<std::string> missing_, unexpected_;
   std::unique_ptr<RestoredAccumulation> accumulation_;

@@ -193,6 +193,10 @@ StateNames state_names(Rule rule, const std::vector<GroupOptions>& groups) {
   TESSERA_ASSERT(false, "unknown rule");
 }
 
+double initial_state(Rule rule, const GroupOptions& group) {
+  return rule == Rule::Adagrad ? group.initial_accumulator_value : 0;
+}
+
 void update(Rule rule, const GroupOptions& group, int64_t step, const UpdateSlice& slice, double grad_scale) {
   TESSERA_ASSERT(rule != Rule::External, "[optim.update] an external optimizer has no kernel");
   TESSERA_CHECK_VALUE(step >= 1, "optim.update", "steps count from 1, got ", step);

@@ -55,6 +55,8 @@ struct StateNames {
   int count = 0;
 };
 StateNames state_names(Rule rule, const std::vector<GroupOptions>& groups);
+// What every element of them is before the first update.
+double initial_state(Rule rule, const GroupOptions& group);
 
 // A range of a shard that shares a group and a step count. Tensors are 1-D, contiguous, of equal
 // length, on the CPU. Which are there says where the master weights are (kernels/update.h):

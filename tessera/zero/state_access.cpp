@@ -186,6 +186,14 @@ void StateAccess::flush() {
     unit->flush_states();
 }
 
+void StateAccess::reset(ParamId param, Quantity what) {
+  const Place& place = units_.trained(param, "reset");
+  TESSERA_CHECK_VALUE(state_of(*place.unit, what).defined(), "engine", "parameter '", place.name(),
+                      "' has no such state");
+  const double value = optim::initial_state(units_.rule(), units_.groups()[place.param->group]);
+  place.unit->fill_state(what == Quantity::State0 ? 0 : 1, *place.param, value);
+}
+
 void StateAccess::end_writes() {
   units_.shared().written("values that are loaded");
 }

@@ -32,6 +32,8 @@ class StateAccess {
   // weights of all others, which follow in end_writes(). Local.
   void begin_writes();
   void write(ParamId param, Quantity what, shard::Range range, const at::Tensor& values);
+  // State0 or State1 of the parameter, as before its first update. Between the two as well. Local.
+  void reset(ParamId param, Quantity what);
   void end_writes();
   // Returns when what was written is where it lives; throws what went wrong on the way. Local.
   void flush();

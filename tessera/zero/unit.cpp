@@ -123,12 +123,13 @@ void Unit::allocate_states(int count, const std::vector<optim::GroupOptions>& gr
   for (int s = 0; s < count; ++s) {
     const auto what = s == 0 ? shard::Quantity::State0 : shard::Quantity::State1;
     states[s] = make(what, grad_options().dtype(options_.precision.state));
-    if (rule != optim::Rule::Adagrad) continue;
-    for (const Param& p : params) {
-      const shard::Range r = owned_slice(p);
-      states[s].fill(r, groups[p.group].initial_accumulator_value);
-    }
+    for (const Param& p : params)  // they begin as zeros
+      if (const double initial = optim::initial_state(rule, groups[p.group]); initial != 0) fill_state(s, p, initial);
   }
+}
+
+void Unit::fill_state(int state, const Param& param, double value) {
+  states[state].fill(owned_slice(param), value);
 }
 
 bool Unit::differs_from_master(const Param& param) const {

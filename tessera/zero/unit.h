@@ -98,6 +98,8 @@ class Unit {
   bool grads_are_visible() const { return grads_visible_; }
 
   void allocate_states(int count, const std::vector<optim::GroupOptions>& groups, optim::Rule rule);
+  // The owned part of `param` in states[state] becomes `value`.
+  void fill_state(int state, const Param& param, double value);
   // A weight of `param` that this rank owns is not its master's rounding. Never so without an fp32 master.
   bool differs_from_master(const Param& param) const;
   // Masters of the owned range from `param`'s present values (any dtype), shape of the parameter.

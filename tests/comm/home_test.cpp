@@ -14,9 +14,7 @@ namespace tessera::comm {
 namespace {
 
 using namespace std::chrono_literals;
-using testing::expect_success;
 using testing::message_of;
-using testing::run_processes;
 
 // What `body` returns in a forked copy of this process, which exits as a program does where `whole`.
 int in_copy(const std::function<bool()>& body, bool whole = false) {
@@ -55,7 +53,12 @@ TEST(Home, WhatHasThreadsIsNotDestroyedInACopy) {
 }
 
 // A group is of use to its rank after copies of it have called, aborted and gone. The environment says of which kind.
-TEST(Processes, DISABLED_Forking) {
+TEST(Home, CopiesOfGroupsDoNotTouchTheRanks) {
+  if (!testing::is_rank()) {
+    for (const auto& env : {testing::kShared, testing::kGloo, testing::Environment{{"TESSERA_TEST_HOSTS", "2"}}})
+      testing::expect_success(testing::run_processes(3, env));
+    return;
+  }
   if (const char* hosts = std::getenv("TESSERA_TEST_HOSTS"))
     setenv("TESSERA_HOST_ID", std::stoi(std::getenv("RANK")) < std::stoi(hosts) ? "a" : "b", 1);
   auto group = environment_group(60s);
@@ -79,13 +82,6 @@ TEST(Processes, DISABLED_Forking) {
     EXPECT_EQ(t.sum().item<float>(), 100000.0f * group->size());
   }
   group->barrier();
-}
-
-TEST(Home, CopiesOfGroupsDoNotTouchTheRanks) {
-  using Env = std::map<std::string, std::string>;
-  for (const Env& env : {Env{{"TESSERA_TRANSPORT", "shared_memory"}}, Env{{"TESSERA_TRANSPORT", "gloo"}},
-                         Env{{"TESSERA_TEST_HOSTS", "2"}}})
-    expect_success(run_processes(3, "Processes.DISABLED_Forking", env));
 }
 
 TEST(Home, CopiesOfThreadsDoNotHang) {

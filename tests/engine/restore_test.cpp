@@ -9,6 +9,8 @@
 #include "tessera/io/file.h"
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
+#include "tests/support/host_home.h"
+#include "tests/support/modes.h"
 #include "tests/support/saved.h"
 
 namespace tessera::testing {
@@ -81,6 +83,60 @@ TEST(Restore, DamageIsRefusedBeforeAnythingChanges) {
     engine.checkpoints().open(folder.path(), "", {})->apply();
     expect_same(values_of(engine).masters, saved.masters, at::kFloat, "masters");
   });
+}
+
+// What had not been updated when it was saved, or was frozen, has no moments in the file. Those of an engine that has
+// trained go back to where they began, in every form and home that they have.
+TEST(Restore, StatesFromBeforeTheFirstUpdateBeginAnew) {
+  using comm::Axis;
+  using optim::Rule;
+  const std::vector<AxisSizes> grids{
+      {{Axis::DpShard, 1}}, {{Axis::DpShard, 2}}, {{Axis::DpReplicate, 2}, {Axis::DpShard, 2}}};
+  auto group = toy_adamw();
+  group.momentum = 0.9;
+  group.initial_accumulator_value = 0.5;
+  size_t number = 0;
+  for (const amp::PrecisionPolicy& mode : all_modes()) {
+    for (const Rule rule : {Rule::Adam, Rule::Lion, Rule::Adagrad, Rule::Sgd}) {
+      for (const bool away : {false, true}) {
+        const bool frozen = number % 2 == 1;
+        auto options = toy_options({.stage = static_cast<int>(number / 2 % 4), .precision = mode});
+        const TempFolder folder;
+        run_axes(grids[number++ % grids.size()], [&](int, const comm::Mesh& mesh) {
+          const Toy start(5), toy, other(9);
+          auto specs = start.specs();
+          for (auto& spec : specs)
+            if (frozen) spec.group = -1;
+          auto without_states = options;
+          without_states.rule = Rule::External;
+          Engine(without_states, mesh, specs, {group}).checkpoints().save(folder.path(), {});
+          auto own = options;
+          own.rule = rule;
+          if (away)
+            own.zero.home = [](Quantity, int64_t size, const at::TensorOptions& of) {
+              return std::make_shared<HostHome>(size, of);
+            };
+          Engine trained(own, mesh, toy.specs(), {group}), fresh(own, mesh, other.specs(), {group});
+          const int batch = mesh.rank(comm::kBatchAxes);
+          train(trained, toy, batch, 0, 2);
+          for (Engine* engine : {&trained, &fresh})
+            engine->checkpoints().open(folder.path(), "", {})->apply();
+          const std::string what = c10::str("case ", number - 1);
+          for (int step = 0; step < 2; ++step) {
+            const Values is = values_of(trained), was = values_of(fresh);
+            for (const at::Tensor& state : is.first)
+              EXPECT_TRUE(step > 0 || state.eq(rule == Rule::Adagrad ? 0.5 : 0).all().item<bool>()) << what;
+            expect_same(is.masters, was.masters, at::kFloat, what);
+            expect_same(is.first, was.first, at::kFloat, what);
+            if (rule == Rule::Adam) expect_same(is.second, was.second, at::kFloat, what);
+            EXPECT_EQ(is.steps, was.steps) << what;
+            train(trained, toy, batch, 0, 1);
+            train(fresh, other, batch, 0, 1);
+          }
+        });
+      }
+    }
+  }
 }
 
 TEST(Restore, WhatDoesNotFitIsListedAtOnce) {

@@ -1,9 +1,10 @@
-// Test support: ranks as processes. A test starts this very binary again, once per rank, to run one other test of it (by
-// convention named Suite.DISABLED_Name, so that it does not run on its own) with the environment of torchrun.
+// Test support: ranks as processes. A test starts this very binary again, once per rank, to run that test alone with the
+// environment of torchrun; is_rank() tells it which of the two it is.
 #pragma once
 
 #include <arpa/inet.h>
 #include <fcntl.h>
+#include <gtest/gtest.h>
 #include <signal.h>
 #include <spawn.h>
 #include <sys/socket.h>
@@ -45,6 +46,11 @@ inline int free_port() {
   return ntohs(address.sin_port);
 }
 
+// In one of the processes that run_processes() started.
+inline bool is_rank() {
+  return std::getenv("TESSERA_TEST_MARKS") != nullptr;
+}
+
 // Starts `test` of this binary as rank `rank` of `size`; returns its process id and the read end of its output.
 inline std::pair<pid_t, int> start_process(int rank, const std::string& test, std::map<std::string, std::string> env) {
   env["RANK"] = env["LOCAL_RANK"] = std::to_string(rank);
@@ -59,9 +65,8 @@ inline std::pair<pid_t, int> start_process(int rank, const std::string& test, st
   for (auto& entry : entries)
     envp.push_back(entry.data());
   envp.push_back(nullptr);
-  std::string exe = "/proc/self/exe", filter = "--gtest_filter=" + test, also = "--gtest_also_run_disabled_tests";
-  std::string brief = "--gtest_brief=1";
-  char* argv[] = {exe.data(), filter.data(), also.data(), brief.data(), nullptr};
+  std::string exe = "/proc/self/exe", filter = "--gtest_filter=" + test, brief = "--gtest_brief=1";
+  char* argv[] = {exe.data(), filter.data(), brief.data(), nullptr};
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0) throw std::runtime_error("pipe failed");
   posix_spawn_file_actions_t actions;
@@ -97,11 +102,11 @@ inline bool await_marks(const std::string& name, const std::vector<int>& ranks) 
   return true;
 }
 
-// Runs `test` as `size` processes and returns when all have ended. One that is still there after `limit` is killed
-// (exit_code -SIGKILL).
-inline std::vector<ProcessResult> run_processes(int size, const std::string& test,
-                                                std::map<std::string, std::string> env = {},
+// Runs the running test as `size` processes and returns when all have ended. One that is still there after `limit` is
+// killed (exit_code -SIGKILL).
+inline std::vector<ProcessResult> run_processes(int size, std::map<std::string, std::string> env = {},
                                                 std::chrono::seconds limit = std::chrono::seconds(120)) {
+  const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
   env.try_emplace("WORLD_SIZE", std::to_string(size));
   env.try_emplace("MASTER_ADDR", "127.0.0.1");
   env.try_emplace("MASTER_PORT", std::to_string(free_port()));
@@ -115,7 +120,7 @@ inline std::vector<ProcessResult> run_processes(int size, const std::string& tes
   std::vector<ProcessResult> results(size);
   std::vector<std::thread> readers;
   for (int rank = 0; rank < size; ++rank) {
-    const auto [pid, output] = start_process(rank, test, env);
+    const auto [pid, output] = start_process(rank, std::string(test->test_suite_name()) + "." + test->name(), env);
     readers.emplace_back([&result = results[rank], pid = pid, output = output, start, limit] {
       std::thread reader([&] {
         char block[4096];

@@ -1,4 +1,4 @@
-// Ranks as processes over Gloo. Tests named DISABLED_* are what a single rank runs; the others start them.
+// Ranks as processes over Gloo.
 #include <csignal>
 #include <thread>
 
@@ -13,15 +13,11 @@ using namespace std::chrono_literals;
 using testing::await_marks;
 using testing::die_once_all_have_met;
 using testing::expect_success;
+using testing::in_ranks;
+using testing::kGloo;
 using testing::leave_mark;
 using testing::message_of;
 using testing::run_processes;
-
-std::vector<testing::ProcessResult> over_gloo(int size, const std::string& test,
-                                              std::map<std::string, std::string> env = {}) {
-  env["TESSERA_TRANSPORT"] = "gloo";
-  return run_processes(size, test, std::move(env));
-}
 
 struct Environment {
   explicit Environment(std::vector<std::pair<const char*, const char*>> values) : values_(std::move(values)) {
@@ -71,7 +67,16 @@ TEST(EnvironmentGroup, NobodyThereIsADistributedErrorWithinTheTimeout) {
 }
 
 // Several processes have one rank, so another is missing; or one just does not come.
-TEST(Processes, DISABLED_TwoOfOneRank) {
+TEST(EnvironmentGroup, TwoProcessesOfOneRankAreNamed) {
+  if (!testing::is_rank()) {
+    for (const char* which : {"0", "1"}) {
+      const auto results = run_processes(3, {{"TESSERA_TEST_TWICE", which}});
+      expect_success(results);
+      for (const auto& result : results)
+        EXPECT_LT(result.seconds, 45);
+    }
+    return;
+  }
   const int number = std::stoi(std::getenv("RANK")), twice = std::stoi(std::getenv("TESSERA_TEST_TWICE"));
   leave_mark("started");
   EXPECT_TRUE(await_marks("started", {0, 1, 2}));
@@ -90,16 +95,8 @@ TEST(Processes, DISABLED_TwoOfOneRank) {
   }
 }
 
-TEST(EnvironmentGroup, TwoProcessesOfOneRankAreNamed) {
-  for (const char* twice : {"0", "1"}) {
-    for (const auto& result : run_processes(3, "Processes.DISABLED_TwoOfOneRank", {{"TESSERA_TEST_TWICE", twice}})) {
-      EXPECT_EQ(result.exit_code, 0) << result.output;
-      EXPECT_LT(result.seconds, 45);
-    }
-  }
-}
-
-TEST(Processes, DISABLED_OneDoesNotCome) {
+TEST(EnvironmentGroup, ARankThatDoesNotComeIsNamed) {
+  if (!in_ranks({2}, {{"WORLD_SIZE", "3"}})) return;
   const auto text = message_of<c10::DistBackendError>([] { environment_group(5s); });
   EXPECT_HAS(text, "could not meet the others at 127.0.0.1:");
   EXPECT_HAS(text, "rank(s) 2 did not come within 5 s, rank(s) 0, 1 did");
@@ -107,11 +104,8 @@ TEST(Processes, DISABLED_OneDoesNotCome) {
   EXPECT_TRUE(await_marks("told", {0, 1}));
 }
 
-TEST(EnvironmentGroup, ARankThatDoesNotComeIsNamed) {
-  expect_success(run_processes(2, "Processes.DISABLED_OneDoesNotCome", {{"WORLD_SIZE", "3"}}));
-}
-
-TEST(Processes, DISABLED_AllCollectives) {
+TEST(EnvironmentGroup, ProcessesGetTheBitsOfTheReference) {
+  if (!in_ranks({2, 4}, kGloo)) return;
   const auto group = environment_group(60s);
   EXPECT_EQ(group->name(), "gloo");
   testing::random_collectives(*group, 100, 21, 20011);
@@ -125,17 +119,9 @@ TEST(Processes, DISABLED_AllCollectives) {
   group->barrier();
 }
 
-TEST(EnvironmentGroup, ProcessesGetTheBitsOfTheReference) {
-  for (const int size : {2, 4})
-    expect_success(over_gloo(size, "Processes.DISABLED_AllCollectives"));
-}
-
-TEST(Processes, DISABLED_SharesMemory) {
-  EXPECT_EQ(environment_group(60s)->name(), "shared memory");
-}
-
 TEST(EnvironmentGroup, SharesMemoryOnOneHostUnlessToldOtherwise) {
-  expect_success(run_processes(2, "Processes.DISABLED_SharesMemory"));
+  if (!in_ranks({2})) return;
+  EXPECT_EQ(environment_group(60s)->name(), "shared memory");
 }
 
 GroupPtr group_on_two_hosts() {
@@ -145,7 +131,8 @@ GroupPtr group_on_two_hosts() {
   return group;
 }
 
-TEST(Processes, DISABLED_OnTwoHosts) {
+TEST(EnvironmentGroup, SharesMemoryWithinHostsAndTalksBetweenThem) {
+  if (!in_ranks({3, 4})) return;
   const auto group = group_on_two_hosts();
   testing::random_collectives(*group, 100, 23, 20011);
   const auto sibling = group->sibling();
@@ -153,13 +140,9 @@ TEST(Processes, DISABLED_OnTwoHosts) {
   group->barrier();
 }
 
-TEST(EnvironmentGroup, SharesMemoryWithinHostsAndTalksBetweenThem) {
-  for (const int size : {3, 4})
-    expect_success(run_processes(size, "Processes.DISABLED_OnTwoHosts"));
-}
-
 // Rank 3 shares a host with rank 2 only.
-TEST(Processes, DISABLED_KilledOnTheOtherHost) {
+TEST(EnvironmentGroup, SurvivorsOfAllHostsNameAKilledRank) {
+  if (!in_ranks({4}, {}, /*lost=*/3)) return;
   const auto group = group_on_two_hosts();
   group->barrier();
   leave_mark("met");
@@ -176,23 +159,19 @@ TEST(Processes, DISABLED_KilledOnTheOtherHost) {
   EXPECT_HAS(message_of<c10::DistBackendError>([&] { group->barrier("later"); }), "lost rank 3");
 }
 
-TEST(EnvironmentGroup, SurvivorsOfAllHostsNameAKilledRank) {
-  const auto results = run_processes(4, "Processes.DISABLED_KilledOnTheOtherHost");
-  EXPECT_EQ(results[3].exit_code, -SIGKILL);
-  expect_success({results[0], results[1], results[2]});
-}
-
-TEST(Processes, DISABLED_TwoGroups) {
-  testing::use_two_groups(/*meet=*/true);
-}
-
 TEST(EnvironmentGroup, AProcessMayHaveSeveral) {
-  expect_success(over_gloo(2, "Processes.DISABLED_TwoGroups"));
-  expect_success(over_gloo(2, "Processes.DISABLED_TwoGroups", {{"GLOO_SOCKET_IFNAME", "lo"}}));
+  if (testing::is_rank()) return testing::use_two_groups(/*meet=*/true);
+  expect_success(run_processes(2, kGloo));
+  expect_success(run_processes(2, {{"TESSERA_TRANSPORT", "gloo"}, {"GLOO_SOCKET_IFNAME", "lo"}}));
 }
 
 // Rank 1 comes to rank 0's store for the second group while rank 0 still has the first, its only user until then.
-TEST(Processes, DISABLED_GroupsInTurn) {
+TEST(EnvironmentGroup, AProcessMayHaveOneAfterAnother) {
+  if (!testing::is_rank()) {
+    for (const auto& env : {kGloo, testing::kShared})
+      expect_success(run_processes(2, env));
+    return;
+  }
   auto group = environment_group(10s);
   const int rank = group->rank();
   group->barrier();
@@ -207,22 +186,8 @@ TEST(Processes, DISABLED_GroupsInTurn) {
   group->barrier();
 }
 
-TEST(EnvironmentGroup, AProcessMayHaveOneAfterAnother) {
-  expect_success(over_gloo(2, "Processes.DISABLED_GroupsInTurn"));
-  expect_success(run_processes(2, "Processes.DISABLED_GroupsInTurn", {{"TESSERA_TRANSPORT", "shared_memory"}}));
-}
-
-// What the survivors of a killed peer must say. Rank 0 hosts the store that the other survivor asks: both stay.
-void expect_killed_peer(const std::function<void()>& call, int rank, const std::string& operation) {
-  const auto text = message_of<c10::DistBackendError>(call);
-  EXPECT_HAS(text, "[comm] rank " + std::to_string(rank) + " of 3: " + operation);
-  EXPECT_HAS(text, "lost rank 2");
-  EXPECT_HAS(text, "no answer within 2.0 s from rank(s) 2 (dead");
-  leave_mark("told");
-  EXPECT_TRUE(await_marks("told", {0, 1}));  // long before the group's timeout
-}
-
-TEST(Processes, DISABLED_Mesh) {
+TEST(EnvironmentMesh, ConsecutiveRanksShareAndTheOthersReplicate) {
+  if (!in_ranks({4}, kGloo)) return;
   const auto mesh = environment_mesh(2, 1, 1, 60s);
   const int rank = std::stoi(std::getenv("RANK"));
   EXPECT_EQ(mesh.size(kBatchAxes), 4);
@@ -236,15 +201,15 @@ TEST(Processes, DISABLED_Mesh) {
   mesh.group(Axis::DpReplicate)->barrier();
 }
 
-TEST(EnvironmentMesh, ConsecutiveRanksShareAndTheOthersReplicate) {
-  expect_success(over_gloo(4, "Processes.DISABLED_Mesh"));
+TEST(EnvironmentMesh, IsOneRankWithoutVariablesOrRefused) {
   EXPECT_EQ(environment_mesh(-1).size(kBatchAxes), 1);
   const Environment env({{"WORLD_SIZE", "3"}, {"RANK", "0"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "1"}});
   EXPECT_HAS(message_of<c10::ValueError>([] { environment_mesh(2); }), "the 3 data-parallel ranks are not a multiple");
 }
 
 // Of four ranks 0 1 | 2 3 share along tp and 0 2 | 1 3 along the other axis.
-TEST(Processes, DISABLED_MeshOfAxes) {
+TEST(EnvironmentMesh, AxesInTheirOrder) {
+  if (!in_ranks({4}, kGloo)) return;
   const int rank = std::stoi(std::getenv("RANK"));
   for (const Axis axis : {Axis::DpShard, Axis::Sp}) {
     std::map<Axis, int> sizes{{Axis::Tp, 2}};
@@ -264,8 +229,7 @@ TEST(Processes, DISABLED_MeshOfAxes) {
   mesh.group(kStateAxes)->barrier();
 }
 
-TEST(EnvironmentMesh, AxesInTheirOrder) {
-  expect_success(over_gloo(4, "Processes.DISABLED_MeshOfAxes"));
+TEST(EnvironmentMesh, AxesThatDoNotFitAreRefused) {
   EXPECT_EQ(environment_mesh({{Axis::Tp, 1}}).size(Axis::Tp), 1);
   const Environment env({{"WORLD_SIZE", "6"}, {"RANK", "0"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "1"}});
   const auto error = [](const std::map<Axis, int>& sizes) {
@@ -276,7 +240,8 @@ TEST(EnvironmentMesh, AxesInTheirOrder) {
   EXPECT_HAS(error({{Axis::Tp, 0}}), "0 ranks along tp");
 }
 
-TEST(Processes, DISABLED_WriteToAClosedPipe) {
+TEST(EnvironmentGroup, WritingToADeadPeerIsNoSignal) {
+  if (!in_ranks({2}, kGloo)) return;
   const auto group = environment_group(60s);
   int ends[2];
   ASSERT_EQ(pipe(ends), 0);
@@ -287,11 +252,8 @@ TEST(Processes, DISABLED_WriteToAClosedPipe) {
   group->barrier();
 }
 
-TEST(EnvironmentGroup, WritingToADeadPeerIsNoSignal) {
-  expect_success(over_gloo(2, "Processes.DISABLED_WriteToAClosedPipe"));
-}
-
-TEST(Processes, DISABLED_OwnHandler) {
+TEST(EnvironmentGroup, AHandlerOfTheProgramStays) {
+  if (!in_ranks({2}, kGloo)) return;
   const auto mine = +[](int) {};
   std::signal(SIGPIPE, mine);
   const auto group = environment_group(60s);
@@ -299,48 +261,19 @@ TEST(Processes, DISABLED_OwnHandler) {
   group->barrier();
 }
 
-TEST(EnvironmentGroup, AHandlerOfTheProgramStays) {
-  expect_success(over_gloo(2, "Processes.DISABLED_OwnHandler"));
-}
-
-TEST(Processes, DISABLED_KilledBefore) {
-  const auto group = environment_group(60s);
-  group->barrier();
-  leave_mark("met");
-  if (group->rank() == 2) die_once_all_have_met();
-  auto t = at::ones({100000});
-  expect_killed_peer([&] { group->all_reduce(t, ReduceOp::Sum, "unit 'a'").wait(); }, group->rank(),
-                     "all_reduce (unit 'a', 400000 B) failed");
-  EXPECT_HAS(message_of<c10::DistBackendError>([&] { group->barrier("later"); }), "lost rank 2");
-}
+constexpr auto kDead = "no answer within 2.0 s from rank(s) 2 (dead";
 
 TEST(EnvironmentGroup, SurvivorsNameARankKilledBeforeACollective) {
-  const auto results = over_gloo(3, "Processes.DISABLED_KilledBefore");
-  EXPECT_EQ(results[2].exit_code, -SIGKILL);
-  expect_success({results[0], results[1]});
-}
-
-TEST(Processes, DISABLED_KilledInside) {
-  const auto group = environment_group(60s);
-  auto big = at::ones({6 << 20});
-  group->barrier();
-  leave_mark("met");
-  if (group->rank() == 2) {
-    auto pending = group->all_reduce(big, ReduceOp::Sum, "unit 'b'");
-    die_once_all_have_met();
-  }
-  expect_killed_peer([&] { group->all_reduce(big, ReduceOp::Sum, "unit 'b'").wait(); }, group->rank(),
-                     "all_reduce (unit 'b', 25165824 B) failed");
+  if (in_ranks({3}, kGloo, /*lost=*/2)) testing::lose_rank_2(/*inside=*/false, kDead);
 }
 
 TEST(EnvironmentGroup, SurvivorsNameARankKilledInsideACollective) {
-  const auto results = over_gloo(3, "Processes.DISABLED_KilledInside");
-  EXPECT_EQ(results[2].exit_code, -SIGKILL);
-  expect_success({results[0], results[1]});
+  if (in_ranks({3}, kGloo, /*lost=*/2)) testing::lose_rank_2(/*inside=*/true, kDead);
 }
 
 // Rank 2's end is no error on a connection that rank 0 waits on.
-TEST(Processes, DISABLED_KilledUnseen) {
+TEST(EnvironmentGroup, ARankWhoseProcessHasEndedIsMissedByThoseWhoWait) {
+  if (!in_ranks({3}, kGloo, /*lost=*/2)) return;
   const auto group = environment_group(10min);
   group->barrier();
   leave_mark("met");
@@ -358,13 +291,8 @@ TEST(Processes, DISABLED_KilledUnseen) {
   EXPECT_TRUE(await_marks("told", {0, 1}));
 }
 
-TEST(EnvironmentGroup, ARankWhoseProcessHasEndedIsMissedByThoseWhoWait) {
-  const auto results = over_gloo(3, "Processes.DISABLED_KilledUnseen");
-  EXPECT_EQ(results[2].exit_code, -SIGKILL);
-  expect_success({results[0], results[1]});
-}
-
-TEST(Processes, DISABLED_OneAborts) {
+TEST(EnvironmentGroup, AnAbortReachesBlockedRanksWithItsReason) {
+  if (!in_ranks({3}, kGloo)) return;
   const auto group = environment_group(60s);
   group->barrier();
   if (group->rank() == 1) {
@@ -381,11 +309,8 @@ TEST(Processes, DISABLED_OneAborts) {
   EXPECT_TRUE(await_marks("told", {0, 2}));
 }
 
-TEST(EnvironmentGroup, AnAbortReachesBlockedRanksWithItsReason) {
-  expect_success(over_gloo(3, "Processes.DISABLED_OneAborts"));
-}
-
-TEST(Processes, DISABLED_OneThrows) {
+TEST(EnvironmentGroup, ARankThatThrowsAndEndsIsQuoted) {
+  if (!in_ranks({2}, kGloo)) return;
   try {
     const auto group = environment_group(60s);
     group->barrier();
@@ -404,11 +329,8 @@ TEST(Processes, DISABLED_OneThrows) {
   }
 }
 
-TEST(EnvironmentGroup, ARankThatThrowsAndEndsIsQuoted) {
-  expect_success(over_gloo(2, "Processes.DISABLED_OneThrows"));
-}
-
-TEST(Processes, DISABLED_OneIsLate) {
+TEST(EnvironmentGroup, ALateRankFailsTheOthersAtTheTimeoutAndItselfWithTheFirstCause) {
+  if (!in_ranks({2}, kGloo)) return;
   leave_mark("started");
   EXPECT_TRUE(await_marks("started", {0, 1}));
   const auto group = environment_group(5s);
@@ -427,12 +349,9 @@ TEST(Processes, DISABLED_OneIsLate) {
   EXPECT_TRUE(await_marks("told", {0, 1}));
 }
 
-TEST(EnvironmentGroup, ALateRankFailsTheOthersAtTheTimeoutAndItselfWithTheFirstCause) {
-  expect_success(over_gloo(2, "Processes.DISABLED_OneIsLate"));
-}
-
 // Two units of one size whose gathers two processes begin in different orders.
-TEST(Processes, DISABLED_UnitsInAnotherOrder) {
+TEST(EnvironmentGroup, UnitsGatheredInDifferentOrdersAreNamed) {
+  if (!in_ranks({2}, kGloo)) return;
   const auto group = environment_group(60s);
   group->barrier("start");
   at::Tensor a = at::zeros({200000}), b = at::zeros({200000}), mine = at::ones({100000});
@@ -447,10 +366,6 @@ TEST(Processes, DISABLED_UnitsInAnotherOrder) {
   EXPECT_HAS(message_of<c10::DistBackendError>([&] { group->barrier("later"); }), "the ranks disagree");
   leave_mark("told");
   EXPECT_TRUE(await_marks("told", {0, 1}));
-}
-
-TEST(EnvironmentGroup, UnitsGatheredInDifferentOrdersAreNamed) {
-  expect_success(over_gloo(2, "Processes.DISABLED_UnitsInAnotherOrder"));
 }
 
 }  // namespace

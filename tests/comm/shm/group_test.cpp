@@ -1,4 +1,4 @@
-// Ranks over shared memory: threads of this process, and processes. Tests named DISABLED_* are what a single process runs.
+// Ranks over shared memory: threads of this process, and processes.
 #include "tessera/comm/shm/group.h"
 
 #include <csignal>
@@ -14,12 +14,10 @@ namespace {
 
 using namespace std::chrono_literals;
 using testing::await_marks;
-using testing::die_once_all_have_met;
-using testing::expect_success;
+using testing::in_ranks;
 using testing::kShared;
 using testing::leave_mark;
 using testing::message_of;
-using testing::run_processes;
 using testing::same_bits;
 using testing::shared_files;
 
@@ -196,7 +194,16 @@ TEST(ShmGroups, AnUnknownTransportIsRefused) {
   unsetenv("TESSERA_TRANSPORT");
 }
 
-TEST(ShmProcesses, DISABLED_AllCollectives) {
+// in_ranks() that leave no files behind, however they end.
+bool in_tidy_ranks(const std::vector<int>& sizes, int lost = -1) {
+  const auto before = shared_files();
+  const bool in_rank = in_ranks(sizes, kShared, lost);
+  EXPECT_TRUE(in_rank || shared_files() == before);
+  return in_rank;
+}
+
+TEST(ShmGroups, ProcessesGetTheBitsOfTheReference) {
+  if (!in_tidy_ranks({2, 4})) return;
   const auto group = environment_group(60s);
   EXPECT_EQ(group->name(), "shared memory");
   testing::random_collectives(*group, 400, 21, 20011);
@@ -204,70 +211,22 @@ TEST(ShmProcesses, DISABLED_AllCollectives) {
   testing::random_collectives(*sibling, 50, 22, 200011);
 }
 
-TEST(ShmGroups, ProcessesGetTheBitsOfTheReference) {
-  const auto before = shared_files();
-  for (const int size : {2, 4})
-    expect_success(run_processes(size, "ShmProcesses.DISABLED_AllCollectives", kShared));
-  EXPECT_EQ(shared_files(), before);
-}
-
-TEST(ShmProcesses, DISABLED_TwoGroups) {
-  testing::use_two_groups(/*meet=*/false);
-}
-
 TEST(ShmGroups, AProcessMayHaveSeveral) {
-  expect_success(run_processes(2, "ShmProcesses.DISABLED_TwoGroups", kShared));
+  if (in_ranks({2}, kShared)) testing::use_two_groups(/*meet=*/false);
 }
 
-void expect_killed_peer(const std::function<void()>& call, const std::string& operation) {
-  const auto text = message_of<c10::DistBackendError>(call);
-  EXPECT_HAS(text, operation);
-  EXPECT_HAS(text, "lost rank 2: its process ");
-  leave_mark("told");
-  EXPECT_TRUE(await_marks("told", {0, 1}));
-}
-
-void expect_survivors(const std::string& test) {
-  const auto before = shared_files();
-  const auto results = run_processes(3, test, kShared);
-  EXPECT_EQ(results[2].exit_code, -SIGKILL) << results[2].output;
-  expect_success({results[0], results[1]});
-  EXPECT_EQ(shared_files(), before);
-}
-
-TEST(ShmProcesses, DISABLED_KilledBefore) {
-  const auto group = environment_group(60s);
-  group->barrier();
-  leave_mark("met");
-  if (group->rank() == 2) die_once_all_have_met();
-  auto t = at::ones({100000});
-  expect_killed_peer([&] { group->all_reduce(t, ReduceOp::Sum, "unit 'a'").wait(); },
-                     "all_reduce (unit 'a', 400000 B)");
-  EXPECT_HAS(message_of<c10::DistBackendError>([&] { group->barrier("later"); }), "lost rank 2");
-}
+constexpr auto kGone = "lost rank 2: its process ";
 
 TEST(ShmGroups, SurvivorsNameARankKilledBeforeACollective) {
-  expect_survivors("ShmProcesses.DISABLED_KilledBefore");
-}
-
-TEST(ShmProcesses, DISABLED_KilledInside) {
-  const auto group = environment_group(60s);
-  auto big = at::ones({6 << 20});
-  group->barrier();
-  leave_mark("met");
-  if (group->rank() == 2) {
-    auto pending = group->all_reduce(big, ReduceOp::Sum, "unit 'b'");
-    die_once_all_have_met();
-  }
-  expect_killed_peer([&] { group->all_reduce(big, ReduceOp::Sum, "unit 'b'").wait(); },
-                     "all_reduce (unit 'b', 25165824 B)");
+  if (in_tidy_ranks({3}, /*lost=*/2)) testing::lose_rank_2(/*inside=*/false, kGone);
 }
 
 TEST(ShmGroups, SurvivorsNameARankKilledInsideACollective) {
-  expect_survivors("ShmProcesses.DISABLED_KilledInside");
+  if (in_tidy_ranks({3}, /*lost=*/2)) testing::lose_rank_2(/*inside=*/true, kGone);
 }
 
-TEST(ShmProcesses, DISABLED_KilledAsleepInABarrier) {
+TEST(ShmGroups, SurvivorsNameARankKilledWhileAllSleep) {
+  if (!in_tidy_ranks({3}, /*lost=*/2)) return;
   const auto group = environment_group(60s);
   group->barrier();
   if (group->rank() == 2) {
@@ -279,14 +238,12 @@ TEST(ShmProcesses, DISABLED_KilledAsleepInABarrier) {
     return killer.join();
   }
   leave_mark("asleep");  // or soon
-  expect_killed_peer([&] { group->barrier("a"); }, "barrier (a, 0 B)");
+  const auto text = message_of<c10::DistBackendError>([&] { group->barrier("a"); });
+  testing::expect_lost_rank_2(text, "barrier (a, 0 B)", kGone);
 }
 
-TEST(ShmGroups, SurvivorsNameARankKilledWhileAllSleep) {
-  expect_survivors("ShmProcesses.DISABLED_KilledAsleepInABarrier");
-}
-
-TEST(ShmProcesses, DISABLED_OneAborts) {
+TEST(ShmGroups, AnAbortReachesOtherProcesses) {
+  if (!in_ranks({3}, kShared)) return;
   const auto group = environment_group(60s);
   group->barrier();
   leave_mark("met");
@@ -301,11 +258,8 @@ TEST(ShmProcesses, DISABLED_OneAborts) {
              "rank 1 aborted: the loss is NaN");
 }
 
-TEST(ShmGroups, AnAbortReachesOtherProcesses) {
-  expect_success(run_processes(3, "ShmProcesses.DISABLED_OneAborts", kShared));
-}
-
-TEST(ShmProcesses, DISABLED_OneIsLate) {
+TEST(ShmGroups, ALateRankFailsTheOthersAtTheTimeoutAndItselfWithTheFirstCause) {
+  if (!in_ranks({2}, kShared)) return;
   leave_mark("started");
   EXPECT_TRUE(await_marks("started", {0, 1}));
   const auto group = environment_group(5s);
@@ -316,10 +270,6 @@ TEST(ShmProcesses, DISABLED_OneIsLate) {
   const auto text = message_of<c10::DistBackendError>([&] { group->barrier("step"); });
   EXPECT_HAS(text, "rank 0 in barrier (step, 0 B) timed out after 5.0 s waiting for rank(s) 1 (alive");
   leave_mark("told");
-}
-
-TEST(ShmGroups, ALateRankFailsTheOthersAtTheTimeoutAndItselfWithTheFirstCause) {
-  expect_success(run_processes(2, "ShmProcesses.DISABLED_OneIsLate", kShared));
 }
 
 }  // namespace

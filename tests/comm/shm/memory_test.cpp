@@ -16,11 +16,10 @@ namespace {
 
 using namespace std::chrono_literals;
 using testing::await_marks;
-using testing::expect_success;
+using testing::in_ranks;
 using testing::kShared;
 using testing::leave_mark;
 using testing::message_of;
-using testing::run_processes;
 using testing::run_threads;
 
 constexpr int64_t kTooMuchToMap = int64_t{1} << 55;  // for one process's allocator, too
@@ -133,7 +132,8 @@ TEST(SharedMemorySizes, NoFileStaysOpenAndNothingStaysMapped) {
 
 // ---- processes
 
-TEST(SharedMemoryProcesses, DISABLED_Counter) {
+TEST(SharedMemoryProcesses, ShareOneMemory) {
+  if (!in_ranks({3}, kShared)) return;
   const auto group = environment_group(60s);
   at::Tensor memory = group->shared_memory(4096 * group->size(), "counters");
   for (int turn = 0; turn < group->size(); ++turn) {
@@ -145,19 +145,15 @@ TEST(SharedMemoryProcesses, DISABLED_Counter) {
             0U);
   group->barrier();
 }
-TEST(SharedMemoryProcesses, ShareOneMemory) {
-  expect_success(run_processes(3, "SharedMemoryProcesses.DISABLED_Counter", kShared));
-}
 
-TEST(SharedMemoryProcesses, DISABLED_Gloo) {
-  EXPECT_FALSE(environment_group(60s)->shared_memory(100, "x").defined());
-}
 TEST(SharedMemoryProcesses, HaveNoneOverGloo) {
-  expect_success(run_processes(2, "SharedMemoryProcesses.DISABLED_Gloo", {{"TESSERA_TRANSPORT", "gloo"}}));
+  if (!in_ranks({2}, testing::kGloo)) return;
+  EXPECT_FALSE(environment_group(60s)->shared_memory(100, "x").defined());
 }
 
 // Rank 0 dies after the group is there: the others, who wait for its segment, say so and hold nothing.
-TEST(SharedMemoryProcesses, DISABLED_Killed) {
+TEST(SharedMemoryProcesses, ADeadRankIsAnErrorOfTheOthers) {
+  if (!in_ranks({3}, kShared, /*lost=*/0)) return;
   const auto group = environment_group(60s);
   leave_mark("met");
   if (group->rank() == 0) {
@@ -169,12 +165,6 @@ TEST(SharedMemoryProcesses, DISABLED_Killed) {
   EXPECT_HAS(text, "rank");
   EXPECT_HAS(text, "1048576 B of shared memory for parameters");
   EXPECT_EQ(segments_held(), before);
-}
-TEST(SharedMemoryProcesses, ADeadRankIsAnErrorOfTheOthers) {
-  const auto results = run_processes(3, "SharedMemoryProcesses.DISABLED_Killed", kShared);
-  EXPECT_EQ(results[0].exit_code, -SIGKILL);
-  EXPECT_EQ(results[1].exit_code, 0) << results[1].output;
-  EXPECT_EQ(results[2].exit_code, 0) << results[2].output;
 }
 
 }  // namespace
