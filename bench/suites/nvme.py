@@ -23,12 +23,16 @@ MODES = {"fp32": 16, "bf16, exact": 14, "bf16, 10 bytes": 10, "bf16, 8 bytes": 8
 Seconds = dict[str, dict[str, list[float]]]  # by mode and what was timed
 
 
+def parts_of(elements: int) -> int:
+    return max(1, elements // PART)
+
+
 class Parameters(nn.Module):
     """Nothing but parameters: forward and backward take next to no time."""
 
     def __init__(self, elements: int) -> None:
         super().__init__()
-        self.parts = nn.ParameterList(torch.zeros(PART) for _ in range(max(1, elements // PART)))
+        self.parts = nn.ParameterList(torch.zeros(PART) for _ in range(parts_of(elements)))
 
     def forward(self) -> torch.Tensor:
         return torch.stack([part.sum().float() for part in self.parts]).sum()
@@ -100,10 +104,10 @@ HEADER = ["states", "MB on the disk", "step", "disk alone", "step in memory", "G
 
 def bench_nvme(args: argparse.Namespace) -> Result:
     text = [
-        f"{args.parameters / 1e6:.0f} M parameters, stage 1, AdamW, `offload_optimizer` nvme; a step is norm, update "
-        "and refresh. 'disk alone': a file of as many bytes is read and written once, in aligned blocks of 4 MiB, 8 on "
-        "their way, past the page cache. 'step in memory': the same engine without offload. The limit of a round is "
-        "the longer of the two."
+        f"{parts_of(args.parameters) * PART / 1e6:.0f} M parameters, stage 1, AdamW, `offload_optimizer` nvme; a step "
+        "is norm, update and refresh. 'disk alone': a file of as many bytes is read and written once, in aligned "
+        "blocks of 4 MiB, 8 on their way, past the page cache. 'step in memory': the same engine without offload. The "
+        "limit of a round is the longer of the two."
     ]
     goals: list[Goal] = []
     headline: list[str] = []

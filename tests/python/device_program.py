@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,6 +80,23 @@ def test_every_mode_and_stage() -> None:
             assert equal(*map(masters, engines)), (name, stage)
             assert engines[0].skipped_steps == engines[1].skipped_steps
             assert (engines[0].skipped_steps > 0) == (name == "fp16 overflow"), (name, engines[0].skipped_steps)
+
+
+def test_states_in_host_memory_and_on_a_disk() -> None:
+    """The host updates them; the device holds nothing of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, mode in MODES.items():
+            for stage, where in ((1, "cpu"), (2, "nvme"), (3, "cpu"), (3, "nvme")):
+                cfg = config(stage, accumulation=2, **ADAM, **mode)
+                engines = [engine_on("cpu", cfg)]
+                away = cfg["zero_optimization"] | {"offload_optimizer": {"device": where, "nvme_path": folder}}
+                engines.append(engine_on(DEVICE, cfg | {"zero_optimization": away}))
+                memory = engines[1].core.memory()
+                assert (memory.host, memory.disk)[where == "nvme"] == memory.master + memory.states > 0
+                losses = [train(engine) for engine in engines]
+                assert losses[0] == losses[1], (name, stage, where)
+                assert equal(*map(masters, engines)), (name, stage, where)
+                engines[1].destroy()
 
 
 def test_autocast_as_by_hand() -> None:

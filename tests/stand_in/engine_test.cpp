@@ -138,8 +138,8 @@ TEST(DeviceEngine, HasTheBitsOfTheCpuWhereverStatesLive) {
 // What the device holds is weights and gradients. Tile k + 1 is on its way to the host before tile k is updated and sent
 // back.
 TEST(DeviceEngine, TilesPassThroughTheHost) {
-  static std::vector<std::pair<bool, int64_t>> copies;  // to the host; bytes
-  constexpr int64_t kTile = shard::kTile, kLast = 1024, kSize = 2 * kTile + kLast;
+  static std::vector<std::pair<bool, int64_t>> copies;  // to the host; elements. Smaller ones are those of the norm
+  constexpr int64_t kTile = shard::kTile, kLast = 1 << 16, kSize = 2 * kTile + kLast;
   for (const auto residence : {shard::Residence::Host, shard::Residence::Nvme}) {
     const io::TempFolder folder;
     const int64_t before = tessera_stand_in_bytes();
