@@ -6,7 +6,10 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
+#include <cmath>
 #include <thread>
+
+#include "tests/support/ranks.h"
 
 namespace tessera::nn {
 namespace {
@@ -92,6 +95,75 @@ TEST(Engine, TrainsAsPlainPyTorchOnOneAndTwoRanks) {
       thread.join();
     }
   }
+}
+
+// One model as two engines on two ranks: activations and their gradients are handed over (a broadcast stands for a send), all
+// forwards come before the backwards, and both clip by one norm. As plain PyTorch, clipped over both.
+TEST(Engine, StagesOfAPipelineAreEngines) {
+  constexpr int kMicro = 4, kSteps = 3;
+  torch::manual_seed(1);
+  std::vector<Data> data(kMicro);
+  PairNet start, reference;
+  copy(reference, start);
+  torch::optim::AdamW optimizer(reference.parameters(), torch::optim::AdamWOptions(0.01).weight_decay(0.1));
+  for (int step = 0; step < kSteps; ++step) {
+    optimizer.zero_grad();
+    for (const Data& micro : data)
+      (std::get<0>(reference.forward(micro.x, micro.y)) / kMicro).backward();
+    torch::nn::utils::clip_grad_norm_(reference.parameters(), 0.05);
+    optimizer.step();
+  }
+  const Config config = Config::from_json(R"({"gradient_clipping": 0.05, "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}})");
+  const auto train = [&](auto& engine, const comm::GroupPtr& group, const auto& forward, const auto& backward) {
+    for (int step = 0; step < kSteps; ++step) {
+      for (int micro = 0; micro < kMicro; ++micro)
+        forward(micro);
+      for (int micro = 0; micro < kMicro; ++micro) {
+        backward(micro);
+        if (micro + 1 < kMicro) engine.step();
+      }
+      const at::Tensor square = torch::full({1}, engine.core().norm_contribution(), torch::kDouble);
+      group->all_reduce(square, comm::ReduceOp::Sum).wait();
+      EXPECT_TRUE(engine.step(std::sqrt(square.item<double>())));
+    }
+  };
+  testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    PairNet net;
+    copy(net, start);
+    std::vector<at::Tensor> made(kMicro), losses(kMicro);
+    if (rank == 0) {
+      auto engine = initialize(net.blocks, config, comm::Mesh());
+      train(
+          engine, group,
+          [&](int micro) {
+            made[micro] = engine.forward(data[micro].x);
+            group->broadcast(made[micro].detach().clone(), 0).wait();
+          },
+          [&](int micro) {
+            at::Tensor gradient = torch::empty({8, 7});
+            group->broadcast(gradient, 1).wait();
+            made[micro].backward(gradient);
+          });
+      EXPECT_TRUE(at::allclose(net.blocks->parameters()[0], reference.blocks->parameters()[0], 1e-4, 1e-6));
+    } else {
+      auto engine = initialize(net.head, config, comm::Mesh());
+      train(
+          engine, group,
+          [&](int micro) {
+            made[micro] = torch::empty({8, 7});
+            group->broadcast(made[micro], 0).wait();
+            made[micro].requires_grad_(true);
+            losses[micro] = torch::mse_loss(engine.forward(made[micro]), data[micro].y);
+          },
+          [&](int micro) {
+            losses[micro].backward();
+            group->broadcast(made[micro].grad(), 1).wait();
+          });
+      EXPECT_TRUE(at::allclose(net.head->weight, reference.head->weight, 1e-4, 1e-6));
+    }
+  });
 }
 
 TEST(Engine, SequentialAndTheCallOperator) {
