@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <map>
+#include <mutex>
 
 #include "tessera/base/error.h"
 #include "tessera/offload/states.h"
@@ -193,6 +195,72 @@ TEST(Checkpoint, SlicesOfACutParameterAreOneTensor) {
 }
 
 // Whatever goes wrong in a save, the one before can be loaded, and the engine goes on.
+namespace {
+
+// An engine of one rank that has some of the parameters "a", "b" and "c".
+std::unique_ptr<Engine> part_of(const std::string& names, const comm::GroupPtr& program, std::vector<int> copies,
+                                double value) {
+  const std::map<char, int64_t> sizes{{'a', 40}, {'b', 24}, {'c', 10}};
+  std::vector<engine::ParamSpec> specs;
+  for (const char name : names)
+    specs.push_back({{name}, at::full({sizes.at(name)}, value).requires_grad_(true), 0, {name}});
+  auto engine =
+      std::make_unique<Engine>(toy_options({.stage = 1, .clip = 0}), comm::Mesh(), specs, std::vector{toy_adamw()});
+  engine->checkpoints().span(program, std::move(copies));
+  return engine;
+}
+
+}  // namespace
+
+// Rank 0 has a and b, rank 1 has b (a copy) and c: one folder, that loads into one engine, and into other parts.
+TEST(Checkpoint, EnginesOfOneProgramShareAFolder) {
+  const TempFolder folder;
+  std::map<std::string, Values> saved;
+  const auto keep = [&](Engine& engine, int first) {
+    const Values v = values_of(engine);
+    for (size_t i = first; i < engine.params().size(); ++i)
+      saved[engine.params()[i].name] = {{v.masters[i]}, {v.first[i]}, {v.second[i]}, {v.steps[i]}};
+  };
+  const auto check = [&](Engine& engine) {
+    const Values v = values_of(engine);
+    for (size_t i = 0; i < engine.params().size(); ++i) {
+      const Values& was = saved.at(engine.params()[i].name);
+      EXPECT_TRUE(v.masters[i].equal(was.masters[0]) && v.first[i].equal(was.first[0]) &&
+                  v.second[i].equal(was.second[0]) && v.steps[i] == was.steps[0])
+          << engine.params()[i].name;
+    }
+    EXPECT_EQ(engine.global_steps(), 2);
+  };
+  std::mutex mutex;
+  run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    const auto engine =
+        part_of(rank == 0 ? "ab" : "bc", group, rank == 0 ? std::vector<int>{} : std::vector<int>{0}, 1);
+    for (int step = 0; step < 2; ++step) {
+      at::Tensor loss = at::zeros({});
+      for (const engine::ParamSpec& spec : engine->params())
+        loss = loss + spec.tensor.square().sum() * static_cast<double>(spec.tensor.numel());
+      loss.backward();
+      engine->step();
+    }
+    EXPECT_EQ(engine->checkpoints().save(folder.path(), {}), "global_step2");
+    const std::lock_guard lock(mutex);
+    keep(*engine, rank);
+  });
+  const auto whole = part_of("cab", comm::single_group(), {}, 5);
+  whole->checkpoints().open(folder.path(), "", {})->apply();
+  check(*whole);
+  run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    const auto engine = part_of(rank == 0 ? "a" : "cb", group, {}, 7);
+    engine->checkpoints().open(folder.path(), "", {})->apply();
+    check(*engine);
+  });
+  run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    const auto engine = part_of(rank == 0 ? "a" : "b", group, {}, 7);
+    EXPECT_HAS(error_of([&] { engine->checkpoints().open(folder.path(), "", {}); }), "not in the model: 'c'");
+    EXPECT_TRUE(engine->checkpoints().open(folder.path(), "", {.strict = false}));
+  });
+}
+
 TEST(Checkpoint, AFailedSaveLeavesTheFormerOne) {
   const TempFolder folder;
   run_ranks(2, [&](int rank, const comm::GroupPtr& group) {

@@ -27,7 +27,7 @@ from torch import nn
 
 import tessera
 
-STEPS = 3
+STEPS = 2
 
 
 def train(engine: Any, place: int, steps: int = STEPS) -> list[float]:
