@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from link_ranks import RAY_ENVIRONMENT
 
 
 @pytest.fixture(scope="session")
@@ -13,8 +14,9 @@ def ray_cluster() -> Iterator[None]:
     """A local cluster of more CPUs than there are, whose workers import what this process does."""
     ray = pytest.importorskip("ray", reason="Ray is not installed (requirements/ray.txt)")
     folders = [str(Path(__file__).parent), *(os.path.abspath(folder) for folder in sys.path if folder)]
-    saved = {name: os.environ.get(name) for name in ("PYTHONPATH", "RAY_USAGE_STATS_ENABLED", "OMP_NUM_THREADS")}
-    os.environ.update(PYTHONPATH=os.pathsep.join(folders), RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1")
+    changes = RAY_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(folders)}
+    saved = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
     ray.init(
         num_cpus=8,
         include_dashboard=False,

@@ -10,6 +10,9 @@ import torch.distributed as dist
 from support import run_ranks
 from tessera.hybrid import Layout, Link, Receiver, Sender
 
+# Ray's workers otherwise leave a busy machine to everybody else (niceness 15).
+RAY_ENVIRONMENT = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+
 
 def both_sides(
     link: Link,

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from link_ranks import RAY_ENVIRONMENT
 from support import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -18,7 +19,7 @@ LINK, ACTORS = re.findall(r"```python\n(.*?)\n```", (ROOT / "docs" / "hybrid.md"
 def run(command: list[str | Path], folder: Path) -> list[float]:
     """The losses that a program prints."""
     paths = [os.path.abspath(path) for path in sys.path if path]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | RAY_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from link_ranks import both_sides
+from link_ranks import RAY_ENVIRONMENT, both_sides
 from support import run_ranks
 from tessera.hybrid import Link
 
@@ -117,7 +117,7 @@ def test_losses_of_one_process(precision, tolerance):
     pytest.importorskip("ray")
     command = [sys.executable, EXAMPLE / "train.py", "--steps", "4", "--micro-batches", "3", "--precision", precision]
     paths = [os.path.abspath(folder) for folder in sys.path if folder]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | RAY_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     pairs = re.findall(r"loss (\d+\.\d+), of one process in fp32 (\d+\.\d+)", done.stdout)
