@@ -152,7 +152,7 @@ tidy: $(VENV)/stamp-tidy build/release/stamp-configure-tests
 	  --extra-arg=-idirafter$$($(CXX) -print-file-name=include)
 
 # The layers that have threads, or hold what others own; another one: make asan LAYERS=kernels.
-LAYERS := comm zero engine nn
+LAYERS := comm zero engine nn io checkpoint
 
 sanitize: asan tsan
 

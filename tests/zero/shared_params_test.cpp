@@ -19,7 +19,7 @@ namespace {
 
 constexpr auto kLong = std::chrono::minutes(2);
 
-std::vector<FlatParams::Item> two_items() {
+std::vector<FlatParams::Item> plain_items() {
   return {{"w", at::arange(85, at::kFloat).view({17, 5}).clone().requires_grad_(true), {}},
           {"b", at::full({3}, 7.0).requires_grad_(true), {}}};
 }
@@ -33,7 +33,7 @@ void with_flat(int world, bool sharded, at::ScalarType dtype,
                const std::function<void(FlatParams&, SharedParams&, int rank, const GroupPtr&)>& body) {
   run_threads(comm::shm_thread_groups(world, kLong), [&](int rank, const GroupPtr& group) {
     SharedParams shared(group, SharedParams::bytes_of(layout(world), dtype));
-    FlatParams flat("u", two_items(), dtype, rank, world, sharded, shared.take(layout(world), dtype));
+    FlatParams flat("u", plain_items(), dtype, rank, world, sharded, shared.take(layout(world), dtype));
     shared.written("construction");
     body(flat, shared, rank, group);
     group->barrier("the end");
@@ -97,7 +97,7 @@ TEST(SharedParams, GatheringMovesPointersAndNothingElse) {
         flat.begin_gather(*group, {});
         flat.finish_gather();
         EXPECT_TRUE(flat.is_in_space());
-        EXPECT_TRUE(alias.equal(two_items()[0].tensor.detach().t()));
+        EXPECT_TRUE(alias.equal(plain_items()[0].tensor.detach().t()));
         EXPECT_TRUE(flat.view(1).equal(at::full({3}, 7.0)));
         EXPECT_EQ(w.const_data_ptr(), flat.whole().const_data_ptr());
         EXPECT_FALSE(flat.release().defined());
@@ -136,7 +136,7 @@ TEST(SharedParams, PrivateCopiesKeepEditsAndGiveTheSliceOnRequest) {
 
 TEST(SharedParams, RoundedValuesAreThoseThatWouldHaveTravelled) {
   with_flat(2, true, at::kFloat, [](FlatParams& flat, SharedParams&, int, const GroupPtr& group) {
-    const at::Tensor thirds = two_items()[0].tensor.detach() / 3;
+    const at::Tensor thirds = plain_items()[0].tensor.detach() / 3;
     FlatParams apart("v", {{"w", thirds.clone().requires_grad_(true), {}}}, at::kFloat, group->rank(), 2, true);
     SharedParams other(group, SharedParams::bytes_of(apart.layout(), at::kFloat));
     FlatParams same("v", {{"w", thirds.clone().requires_grad_(true), {}}}, at::kFloat, group->rank(), 2, true,
@@ -164,13 +164,13 @@ TEST(SharedParams, WholeOnesLieInTheMemoryAndAreLentForWriting) {
     const at::Tensor w = flat.items()[0].tensor, alias = w.detach();
     EXPECT_EQ(flat.state(), ParamState::Ready);
     EXPECT_EQ(w.const_data_ptr(), flat.whole().const_data_ptr());
-    EXPECT_TRUE(w.equal(two_items()[0].tensor.to(at::kBFloat16)));
+    EXPECT_TRUE(w.equal(plain_items()[0].tensor.to(at::kBFloat16)));
     flat.lend(0);
     EXPECT_TRUE(flat.is_lent(0));
     fill(w, 50 + rank);
     group->barrier();
     EXPECT_TRUE(flat.values(0).eq(50 + rank).all().item<bool>());
-    EXPECT_TRUE(flat.whole().narrow(0, 0, 85).equal(two_items()[0].tensor.flatten().to(at::kBFloat16)));
+    EXPECT_TRUE(flat.whole().narrow(0, 0, 85).equal(plain_items()[0].tensor.flatten().to(at::kBFloat16)));
     shared.readers_done("test");
     flat.keep_write(0);
     flat.give_back(0);
