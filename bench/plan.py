@@ -31,6 +31,7 @@ FULL = [
     "nvme",
     "memory",
     "memory --ranks 2",
+    "hybrid --ranks 2",
     "layers",
     "transport --ranks 4",
     "tables",
@@ -49,6 +50,7 @@ QUICK = [
     "checkpoint",
     "nvme",
     "memory --ranks 2",
+    "hybrid --ranks 2",
     "tables",
 ]
 
