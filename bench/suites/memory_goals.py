@@ -73,13 +73,18 @@ def formula_goals(title: str, found: dict[str, Figures]) -> list[Goal]:
 
 def goals_of(title: str, found: dict[str, Figures], default: dict[str, Figures]) -> list[Goal]:
     goals = formula_goals(title, found)
-    names = {(f.spec.kind, f.spec.stage, f.spec.states): name for name, f in found.items() if not f.spec.shared}
+    usual = {name: f.spec for name, f in found.items() if not (f.spec.shared or f.spec.early)}
+    names = {(spec.kind, spec.stage, spec.states): name for name, spec in usual.items()}
     for states, kind, of, limit in COMPARED:
         for stage in (1, 2, 3):
             own, peer = names.get(("tessera", stage, states)), names.get((kind, stage, of))
             if own and peer:
                 ratio = best_peak(own, found, default) / best_peak(peer, found, default)
                 goals.append(Goal(f"{title}: peak of {own} over that of {peer}", ratio, limit))
+    for own, spec in ((name, f.spec) for name, f in found.items() if f.spec.early):
+        if peer := names.get(("fsdp2", spec.stage, spec.states)):
+            ratio = best_peak(own, found, default) / best_peak(peer, found, default)
+            goals.append(Goal(f"{title}: peak of {own} over that of {peer}", ratio, 0.75))
     return goals
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import tessera
 
 
 def program(rank: int) -> None:
+    torch.manual_seed(0)
     model = PipelineModule(
         layers=[LayerSpec(nn.Embedding, 11, 6), nn.ReLU(), LayerSpec(nn.Linear, 6, 11)],
         topology=PipeDataParallelTopology(num_pp=2, num_dp=1),
@@ -31,7 +33,7 @@ def program(rank: int) -> None:
     )
     assert isinstance(engine, deepspeed.PipelineEngine) and isinstance(engine, deepspeed.DeepSpeedEngine)
     assert optimizer is engine.optimizer and engine.is_first_stage() == (rank == 0)
-    source = data(0)
+    source = itertools.repeat(next(data(0)))
     losses = [float(engine.train_batch(data_iter=source)) for _ in range(3)]
     assert losses[-1] < losses[0] and engine.global_steps == 3
     assert engine.eval_batch(source).shape == ()
