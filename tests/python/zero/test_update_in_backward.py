@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import pytest
@@ -91,6 +92,32 @@ def test_shared_layers_in_reentrant_checkpoints_are_refused() -> None:
             engine.step()
 
     engines(make(Checkpointed, True, True), 1, settings(2, True), body)
+
+
+def test_a_checkpoint_mends_what_a_failed_backward_left(tmp_path: pathlib.Path) -> None:
+    def fail(module: nn.Module, gradients: Any) -> None:
+        raise RuntimeError("the client's hook")
+
+    def body(engine: tessera.Engine, rank: int) -> None:
+        def step() -> list[torch.Tensor]:
+            engine(*batch(1)).backward()
+            engine.step()
+            return [param.detach().clone() for param in engine.module.parameters()]
+
+        step()
+        engine.save_checkpoint(str(tmp_path), tag="a")
+        expected = step()
+        embed: Any = engine.module.embed
+        handle = embed.register_full_backward_pre_hook(fail)  # runs last
+        with pytest.raises(RuntimeError, match="the client's hook"):
+            engine(*batch(1)).backward()
+        handle.remove()
+        with pytest.raises(tessera.errors.IoError, match="load a checkpoint"):
+            engine.step()
+        engine.load_checkpoint(str(tmp_path), tag="a")
+        assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
+
+    engines(make(), 1, settings(2, True), body)
 
 
 def test_gradients_cannot_be_asked_for() -> None:
