@@ -31,8 +31,8 @@ std::vector<engine::ParamSpec> param_specs(const torch::nn::Module& net) {
   return nn::param_specs(net, default_unit_policy(net));
 }
 
-struct Net : torch::nn::Module {
-  Net() {
+struct NetOfBlocks : torch::nn::Module {
+  NetOfBlocks() {
     first = register_module("first", torch::nn::Linear(2, 3));
     blocks = register_module("blocks", torch::nn::ModuleList());
     for (int i = 0; i < 2; ++i) {
@@ -44,7 +44,7 @@ struct Net : torch::nn::Module {
 };
 
 TEST(Units, BlocksOfTheOutermostContainerThatRepeatsAreUnits) {
-  Net net;
+  NetOfBlocks net;
   const auto specs = param_specs(net);
   EXPECT_EQ(names(specs), (Strings{"first.weight", "first.bias", "blocks.0.0.weight", "blocks.0.0.bias",
                                    "blocks.1.0.weight", "blocks.1.0.bias"}));
@@ -59,13 +59,13 @@ TEST(Units, ASequentialAtTheTop) {
 }
 
 TEST(Units, AUserNamesThem) {
-  Net net;
+  NetOfBlocks net;
   const auto specs = nn::param_specs(net, {{"first.bias", "mine"}, {"blocks.1.0.bias", "mine"}});
   EXPECT_EQ(units(specs), (Strings{"root", "mine", "root", "root", "root", "mine"}));
 }
 
 TEST(Units, AnOutlineHasModulesOnceAndParametersUnderAllNames) {
-  Net net;
+  NetOfBlocks net;
   net.blocks->push_back(net.blocks->ptr(0));
   const engine::Outline found = outline(net);
   Strings modules, params;
@@ -82,7 +82,7 @@ TEST(Units, AnOutlineHasModulesOnceAndParametersUnderAllNames) {
 }
 
 TEST(Units, NamesAndOrderAreThoseOfNamedParameters) {
-  Net net;
+  NetOfBlocks net;
   Strings expected;
   for (const auto& item : net.named_parameters()) {
     expected.push_back(item.key());
