@@ -161,7 +161,7 @@ def receive_all(*samples):
     return target
 
 
-BAD = {
+BAD_MESSAGES = {
     "another sample": (send(8), receive_all(7), UsageError, "asks for sample 7, .* is of sample 8"),
     "sent twice": (send(1, 1), receive_all(1, 1), UsageError, "sample 1 is on its way already"),
     "unknown object": (
@@ -171,13 +171,6 @@ BAD = {
         "outputs hold a object",
     ),
 }
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_messages(name):
-    source, target, kind, message = BAD[name]
-    with pytest.raises(kind, match=message):
-        both_sides(Link("x", timeout=20), source, target)
 
 
 def freed(sender, rank):
@@ -208,7 +201,7 @@ def unfinished(receiver, rank):
     receiver.step()
 
 
-GRADIENTS = {
+BAD_GRADIENTS = {
     "graph freed": (freed, receive_all(0), UsageError, "graph of sample 0 was freed"),
     "no graph": (without_graph, lambda t, r: t.receive(0), UsageError, "no graph of sample 0"),
     "wrong shape": (send(0), wrong_shape, ConfigError, r"sizes \[3\], its tensor \[2\]"),
@@ -223,9 +216,12 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_bad_gradients(name):
-    source, target, kind, message = GRADIENTS[name]
+BAD = BAD_MESSAGES | BAD_GRADIENTS
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_use(name):
+    source, target, kind, message = BAD[name]
     with pytest.raises(kind, match=message):
         both_sides(Link("x", timeout=20), source, target)
 
