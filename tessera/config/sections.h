@@ -213,6 +213,7 @@ struct Own {
   bool shared_parameters = false;       // ranks of one host keep one copy of the compute parameters
   bool update_in_backward = false;      // no gradient outlives the backward
   bool clip_by_unit = false;            // then: gradient_clipping holds for the gradients of each unit
+  bool sequence_parallel_norms = false;  // tensor parallelism cuts the activations between blocks
 };
 
 }  // namespace tessera::config

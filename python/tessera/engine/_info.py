@@ -121,9 +121,11 @@ class EngineGetters(nn.Module):
     def recompute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """function(*args, **kwargs), whose backward computes again what it needs; inputs are kept as the section
         `activation_checkpointing` says. With partition_activations, inputs that are alike on the tensor-parallel ranks
-        are kept in slices there, and the backward is collective over them."""
+        are kept in slices there, and the backward is collective over them; with tessera.sequence_parallel_norms they
+        are parts already."""
         section = "activation_checkpointing"
-        cuts = self.config.get(f"{section}.partition_activations") and self.mp_world_size > 1
+        alike = self.mp_world_size > 1 and not self._parallel.cuts_sequence
+        cuts = alike and self.config.get(f"{section}.partition_activations")
         call = Recompute(
             offload=self.config.get(f"{section}.cpu_checkpointing"),
             slices=self._mesh.group(_core.Axis.Tp) if cuts else None,
