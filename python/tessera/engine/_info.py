@@ -10,6 +10,7 @@ from torch import nn
 
 from tessera import _core
 from tessera._config import dtype_at
+from tessera.distributed import OwnGroups
 from tessera.engine._parallel import TensorParallel
 from tessera.engine._report import logger
 from tessera.engine._watch import Watch, table
@@ -52,6 +53,7 @@ class EngineGetters(nn.Module):
     _dp_size: int
     _world: tuple[int, int]
     _mesh: _core.Mesh
+    _own_groups: OwnGroups
     _parallel: TensorParallel
     _watch: Watch
 
@@ -217,6 +219,11 @@ class EngineGetters(nn.Module):
     def mp_world_size(self) -> int:
         """Ranks that hold slices of one model."""
         return self._mesh.size(_core.Axis.Tp)
+
+    def process_group(self, axis: str) -> Any:
+        """The group of torch.distributed along an axis ("dp_replicate", "dp_shard", "sp", "tp"); None where there is none:
+        one rank along it, or groups that are not torch's."""
+        return self._own_groups.along.get(axis)
 
     def get_data_parallel_rank(self) -> int:
         return self._dp_rank
