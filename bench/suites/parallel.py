@@ -186,9 +186,8 @@ def tessera_shared(sizes: LlamaSizes, ranks: int, bf16: bool, flags: list[str]) 
 
 
 def deepspeed_shared(sizes: LlamaSizes, ranks: int, bf16: bool, flags: list[str]) -> Plain:
-    from deepspeed.sequence.layer import DistributedAttention
-
     import deepspeed
+    from deepspeed.sequence.layer import DistributedAttention
 
     deepspeed.init_distributed("gloo", verbose=False)
     attention = DistributedAttention(attend, dist.group.WORLD, scatter_idx=2, gather_idx=1)
@@ -294,12 +293,13 @@ HEADER = ["engine", "forward and backward, ms", "time over the fastest", "MB sen
 
 def intro(args: argparse.Namespace, sizes: LlamaSizes) -> str:
     return (
-        f"A Llama of {sizes.layers} layers, width {sizes.hidden}, {sizes.heads} heads ({sizes.keys} of keys and values), "
-        f"inner width {sizes.inner}, {sizes.batch} sequences of {sizes.length} tokens over {args.ranks} ranks: its weights "
-        "cut, then its sequence. Losses of five steps are compared first. Tessera's ranks talk through shared memory where "
-        "it does not say 'over Gloo', those of the others over Gloo. The least that a rank must send: two sums of the "
-        "activations a block in either direction; query, key, value and result of each attention, once each way. "
-        "Bytes of Tessera are those its groups count; of the others by the shapes that the profiler shows of Gloo's calls."
+        f"A Llama of {sizes.layers} layers, width {sizes.hidden}, {sizes.heads} heads ({sizes.keys} of keys and "
+        f"values), inner width {sizes.inner}, {sizes.batch} sequences of {sizes.length} tokens over {args.ranks} "
+        "ranks: its weights cut, then its sequence. Losses of five steps are compared first. Tessera's ranks talk "
+        "through shared memory where it does not say 'over Gloo', those of the others over Gloo. The least that a "
+        "rank must send: two sums of the activations a block in either direction; query, key, value and result of "
+        "each attention, once each way. Bytes of Tessera are those its groups count; of the others by the shapes "
+        "that the profiler shows of Gloo's calls."
     )
 
 

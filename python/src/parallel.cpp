@@ -125,7 +125,8 @@ void bind_functions(py::module_& m) {
 
 void bind_layers(py::module_& m) {
   using namespace parallel;
-  py::class_<Entrance, std::shared_ptr<Entrance>>(m, "Entrance").def(py::init<int>(), py::arg("uses"))
+  py::class_<Entrance, std::shared_ptr<Entrance>>(m, "Entrance")
+      .def(py::init<int>(), py::arg("uses"))
       .def("open", &Entrance::open, py::arg("x"), py::arg("region"), NoGil());
   py::class_<Region>(m, "Region")
       .def(py::init([](const comm::GroupPtr& group, int64_t sequence_dim, const Sizes& sequence_sizes, bool overlap,

@@ -71,8 +71,9 @@ class Model {
     }
     const bool whole_ends = t_.sequence_regions && t_.whole_ends;
     if (whole_ends) {
-      send("tp", "all_gather", n, activations, 2 * t_.micro_batches);  // after the last norm; before the first block, backward
-      const int64_t norms = 2 * m_.layers + 1;                          // of their weights' gradients
+      send("tp", "all_gather", n, activations,
+           2 * t_.micro_batches);               // after the last norm; before the first block, backward
+      const int64_t norms = 2 * m_.layers + 1;  // of their weights' gradients
       send("tp", "all_reduce", n, m_.hidden * t_.activation_bytes, norms * t_.micro_batches);
     }
     if (m_.vocabulary == 0 || !t_.vocab_parallel) return;

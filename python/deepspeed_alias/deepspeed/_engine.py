@@ -318,7 +318,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, An
     with translated():
         call["config"] = _tensor_parallel.handed_over(given, call.get("model"))
         built = tessera.initialize(**call, engine_type=functools.partial(_class_for(call.get("model")), given=given))
-    built[0]._mpu = call.get("mpu")
+    vars(built[0])["_mpu"] = call.get("mpu")
     _groups.register(built[0], call.get("mpu"))
     return built  # type: ignore[return-value]
 

@@ -221,8 +221,8 @@ class EngineGetters(nn.Module):
         return self._mesh.size(_core.Axis.Tp)
 
     def process_group(self, axis: str) -> Any:
-        """The group of torch.distributed along an axis ("dp_replicate", "dp_shard", "sp", "tp"); None where there is none:
-        one rank along it, or groups that are not torch's."""
+        """The group of torch.distributed along an axis ("dp_replicate", "dp_shard", "sp", "tp"); None where there is
+        none: one rank along it, or groups that are not torch's."""
         return self._own_groups.along.get(axis)
 
     def get_data_parallel_rank(self) -> int:

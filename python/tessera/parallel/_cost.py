@@ -36,8 +36,8 @@ def cost(
     model: an nn.Module with a configuration, or that configuration: one kind of block of attention and MLP, repeated.
     `batch`: sequences of a micro-batch of one data-parallel rank, of `length` tokens over all of sp. `replicas`: of
     hybrid sharding. `dtype`: of activations, parameters and gradients on their way. `recompute`: activation
-    checkpointing of every block. `sequence_parallel_norms`: activations between blocks are cut over tp. `gated`: the MLP has a gate beside its up projection; default: as the model's modules
-    or its activation say."""
+    checkpointing of every block. `sequence_parallel_norms`: activations between blocks are cut over tp. `gated`: the
+    MLP has a gate beside its up projection; default: as the model's modules or its activation say."""
     config = getattr(model, "config", model)
     config = getattr(config, "text_config", None) or config
     facts = facts_of_config(config)

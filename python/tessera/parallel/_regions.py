@@ -1,13 +1,14 @@
 """Activations between blocks that are cut along the sequence (Megatron-LM, arXiv 2205.05198, section 4.2.2).
 
 Note [Sequence regions]
-  Before the first block each rank takes its part of the sequence, after the last norm the parts are joined; between them
-  norms, dropouts and residuals work on parts. A module with column-parallel layers (attention, MLP) is given the whole
-  sequence by a hook, because its code looks at sizes; its layers know that tensor again, so that what they keep for the
-  backward is the part (Entrance.open). Its row-parallel layer ends in a reduce-scatter. So the code of the model sees
-  whole sequences wherever it computes masks, positions and heads, and parts where a token is by itself. Parameters
-  that work on parts get the sum of the ranks' gradients; biases of row layers have the whole one already, because their
-  backward gathers. Without gradients a sequence that cannot be cut (a token that is generated) stays whole.
+  Before the first block each rank takes its part of the sequence, after the last norm the parts are joined; between
+  them norms, dropouts and residuals work on parts. A module with column-parallel layers (attention, MLP) is given the
+  whole sequence by a hook, because its code looks at sizes; its layers know that tensor again, so that what they keep
+  for the backward is the part (Entrance.open). Its row-parallel layer ends in a reduce-scatter. So the code of the
+  model sees whole sequences wherever it computes masks, positions and heads, and parts where a token is by itself.
+  Parameters that work on parts get the sum of the ranks' gradients; biases of row layers have the whole one already,
+  because their backward gathers. Without gradients a sequence that cannot be cut (a token that is generated) stays
+  whole.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def find_regions(model: nn.Module, plan: _core.ParallelPlan) -> Regions:
     if kind not in SERVED:
         raise _refused(
             f"a model of type '{kind}' is not served",
-            f"its blocks are not known to treat each token by itself between attention and MLP. Served: {', '.join(SERVED)}",
+            "its blocks are not known to treat each token by itself between attention and MLP. Served: "
+            + ", ".join(SERVED),
         )
     decisions = [d for d in plan.decisions if d.partition != _core.Partition.Skip and not d.vocabulary]
     listed = _list_of_blocks(model, [d.path for d in decisions])
@@ -85,7 +87,8 @@ def _last_norm(model: nn.Module, listed: str) -> str:
     found = [child for child, module in after if is_norm(module)]
     if len(found) != 1:
         raise _refused(
-            f"a norm must follow the blocks of {listed}, after which the parts are joined", f"there are {found or 'none'}"
+            f"a norm must follow the blocks of {listed}, after which the parts are joined",
+            f"there are {found or 'none'}",
         )
     return f"{parent}.{found[0]}" if parent else found[0]
 
@@ -158,9 +161,9 @@ class SplitSequence:
             return x
         if not fits:
             raise ValueError(
-                f"[tensor_parallel] {self._path}: {KEY} cuts activations of [batch, sequence, hidden] along the sequence; "
-                f"{tuple(x.shape)} cannot be cut into {ranks.size} equal parts (the tensor-parallel ranks): pad the "
-                "sequences, or leave the key out"
+                f"[tensor_parallel] {self._path}: {KEY} cuts activations of [batch, sequence, hidden] along the "
+                f"sequence; {tuple(x.shape)} cannot be cut into {ranks.size} equal parts (the tensor-parallel ranks): "
+                "pad the sequences, or leave the key out"
             )
         out: torch.Tensor = _core.split_to_ranks(x, ranks.group, SEQUENCE_DIM, label=f"sequence before '{self._path}'")
         if ranks.draws is not None and training:
@@ -194,5 +197,7 @@ class JoinSequence:
             return out
         if ranks.draws is not None:
             ranks.draws.leave(out.device)
-        whole: torch.Tensor = _core.gather_from_ranks(out, ranks.group, SEQUENCE_DIM, label=f"sequence after '{self._path}'")
+        whole: torch.Tensor = _core.gather_from_ranks(
+            out, ranks.group, SEQUENCE_DIM, label=f"sequence after '{self._path}'"
+        )
         return whole

@@ -15,8 +15,8 @@ from torch import nn
 import tessera
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sequence"))
-from readme_text import BATCH, llama, plain_loss, text_batch  # noqa: E402
-from test_transformers import register, shared_loss  # noqa: E402
+from readme_text import BATCH, llama, plain_loss, text_batch
+from test_transformers import register, shared_loss
 
 STEPS = 8
 # Of fp32 the order of sums; of bf16 a rounding of 2^-8 in activations that other cuts add up in another order.
@@ -25,7 +25,9 @@ REGIONS = {"tessera": {"sequence_parallel_norms": True}}
 
 
 def settings(tp: int, sp: int, stage: int, precision: str, **more: Any) -> dict[str, Any]:
-    cfg = config(stage, bf16=precision == "bf16", train_micro_batch_size_per_gpu=BATCH, sequence_parallel_size=sp, **more)
+    cfg = config(
+        stage, bf16=precision == "bf16", train_micro_batch_size_per_gpu=BATCH, sequence_parallel_size=sp, **more
+    )
     cfg["optimizer"] = {"type": "AdamW", "params": {"lr": 3e-3}}
     cfg["gradient_clipping"] = 1.0
     cfg["tensor_parallel"] = {"autotp_size": tp}

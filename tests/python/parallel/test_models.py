@@ -91,7 +91,13 @@ def assert_near(name: str, got: torch.Tensor, want: torch.Tensor, tolerance: flo
 
 
 def compare(
-    name: str, tp: int, dp: int = 1, rules: dict[str, Any] | None = None, length: int = 0, replays: bool = False, **more: Any
+    name: str,
+    tp: int,
+    dp: int = 1,
+    rules: dict[str, Any] | None = None,
+    length: int = 0,
+    replays: bool = False,
+    **more: Any,
 ) -> None:
     """`length`: of the batches, where not their own; `replays`: blocks are checkpointed."""
     model, make_batch, own = MODELS[name]
