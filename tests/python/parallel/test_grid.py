@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import config, run_mesh
+from support import assert_close, config, full_grads, run_mesh
 from torch import nn
 
 import tessera
@@ -85,3 +85,22 @@ def test_curves_are_those_of_one_rank(tp: int, sp: int, dp: int, stage: int, pre
     more = REGIONS if tp > 1 and stage in (1, 3) else {}
     got = curve(model, tp, sp, dp, settings(tp, sp, stage, precision, **more), batches)
     torch.testing.assert_close(got, want, rtol=TOLERANCE[precision], atol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("more", [{}, REGIONS])
+def test_gradients_of_tp_2_beside_sp_2(more: dict[str, Any], stage: int) -> None:
+    model, batch = llama(4, 4), text_batch(0)
+    whole = copy.deepcopy(model)
+    plain_loss(whole, batch).backward()
+    want = {name: param.grad for name, param in whole.named_parameters()}
+    copies = [copy.deepcopy(model) for _ in range(4)]
+
+    def body(rank: int, mesh: tessera.Mesh) -> None:
+        groups = register(copies[rank], mesh)
+        engine = tessera.Engine(copies[rank], settings(2, 2, stage, "fp32", **more), group=mesh)
+        engine.backward(shared_loss(engine, batch, groups))
+        assert_close(full_grads(engine), want)
+        engine.destroy()
+
+    run_mesh(body, sp=2, tp=2)
