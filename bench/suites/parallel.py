@@ -225,8 +225,9 @@ def entries_of(args: argparse.Namespace, way: str, sizes: LlamaSizes, bf16: bool
     return entries
 
 
-def counted(entry: Plain, batch: tuple[Any, ...], ranks: int) -> float:
-    """Bytes that this rank sends in one forward and backward: as its groups count, or by the profiler's shapes."""
+def counted(entry: Plain, batch: tuple[Any, ...], ranks: int, width: int) -> float:
+    """Bytes that this rank sends in one forward and backward: as its groups count, or by the shapes that the profiler
+    shows, with elements of `width` bytes."""
     entry.sent()
     with torch.profiler.profile(record_shapes=True) as profile:
         entry.backward(entry.forward(*batch))
@@ -237,13 +238,9 @@ def counted(entry: Plain, batch: tuple[Any, ...], ranks: int) -> float:
     for event in profile.events():
         operation = next((name for name in SENT if event.name == f"gloo:{name}"), None)
         if operation is not None:
-            total += SENT[operation](ranks) * payload(event)
+            elements = sum(torch.Size(shape).numel() for shape in event.input_shapes if shape)
+            total += SENT[operation](ranks) * elements * width
     return total
-
-
-def payload(event: Any) -> float:
-    sizes = [shape for shape in event.input_shapes if shape]
-    return float(sum(torch.Size(shape).numel() for shape in sizes)) * 4
 
 
 def least(way: str, sizes: LlamaSizes, ranks: int, bf16: bool) -> int:
@@ -271,7 +268,7 @@ def bench_parallel(args: argparse.Namespace) -> Result:
             bf16 = precision == "bf16"
             entries = entries_of(args, way, sizes, bf16)
             gate(entries, batch, 0.05 if bf16 else 1e-3)
-            sent = {entry.name: counted(entry, batch, args.ranks) for entry in entries}
+            sent = {entry.name: counted(entry, batch, args.ranks, 2 if bf16 else 4) for entry in entries}
             for entry in entries:
                 entry.step()
             times = interleaved(entries, batch, args.rounds)
