@@ -238,7 +238,8 @@ def counted(entry: Plain, batch: tuple[Any, ...], ranks: int, width: int) -> flo
     for event in profile.events():
         operation = next((name for name in SENT if event.name == f"gloo:{name}"), None)
         if operation is not None:
-            elements = sum(torch.Size(shape).numel() for shape in event.input_shapes if shape)
+            # Flat ones are gradients, of a group of one rank.
+            elements = sum(torch.Size(shape).numel() for shape in event.input_shapes if len(shape) > 1)
             total += SENT[operation](ranks) * elements * width
     return total
 
@@ -295,8 +296,8 @@ def intro(args: argparse.Namespace, sizes: LlamaSizes) -> str:
         "ranks: its weights cut, then its sequence. Losses of five steps are compared first. Tessera's ranks talk "
         "through shared memory where it does not say 'over Gloo', those of the others over Gloo. The least that a "
         "rank must send: two sums of the activations a block in either direction; query, key, value and result of "
-        "each attention, once each way. Bytes of Tessera are those its groups count; of the others by the shapes "
-        "that the profiler shows of Gloo's calls."
+        "each attention, once each way. Bytes of Tessera are those its groups count; of the others by the shapes of "
+        "activations that the profiler shows of Gloo's calls."
     )
 
 
