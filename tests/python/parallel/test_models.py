@@ -138,7 +138,18 @@ def test_two_ranks(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "tp"),
-    [("qwen2", 4), ("llama, preset", 4), ("bloom", 4), ("t5", 4), ("llama", 3), ("mixtral", 3), ("opt", 3)],
+    [
+        ("qwen2", 4),
+        ("llama, preset", 4),
+        ("bloom", 4),
+        ("t5", 4),
+        ("deepseek_v3, own plan", 4),
+        ("llama", 3),
+        ("mixtral", 3),
+        ("opt", 3),
+        ("falcon, alibi", 3),
+        ("mpt", 3),
+    ],
 )
 def test_more_ranks_and_uneven_heads(name: str, tp: int) -> None:
     compare(name, tp)

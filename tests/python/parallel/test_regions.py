@@ -24,6 +24,7 @@ REGIONS = {"tessera": {"sequence_parallel_norms": True}}
     [
         ("llama", 2, {}),
         ("llama", 4, {}),
+        ("llama", 3, {"length": 9}),
         ("llama", 2, {"stage": 1, "dp": 2}),
         ("qwen3", 2, {"stage": 2, "dp": 2, "replays": True}),
         ("llama, vocabulary", 2, {"stage": 3}),
