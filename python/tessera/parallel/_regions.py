@@ -47,36 +47,44 @@ class Regions:
         )
 
 
+class _Reason(Exception):
+    """Why a model does not take it."""
+
+
 def find_regions(model: nn.Module, plan: _core.ParallelPlan) -> Regions:
     """ConfigError with the reason for models that do not take it."""
     kind = model_type(model)
-    if kind not in SERVED:
-        raise _refused(
-            f"a model of type '{kind}' is not served",
-            "its blocks are not known to treat each token by itself between attention and MLP. Served: "
-            + ", ".join(SERVED),
-        )
+    try:
+        found = _find(model, plan)
+        if kind not in SERVED:
+            raise _Reason(f"its code is not known to treat each token by itself there; served are {', '.join(SERVED)}")
+    except _Reason as reason:
+        raise ConfigError(
+            f"[config] {KEY} cuts what lies between attention and MLP, which a model of type '{kind}' does not take: "
+            f"{reason}; leave the key out"
+        ) from None
+    return found
+
+
+def _find(model: nn.Module, plan: _core.ParallelPlan) -> Regions:
     decisions = [d for d in plan.decisions if d.partition != _core.Partition.Skip and not d.vocabulary]
     listed = _list_of_blocks(model, [d.path for d in decisions])
     blocks = list(model.get_submodule(listed).named_children())
-    norms = [_last_norm(model, listed)]
     inner: list[str] = []
+    norms: list[str] = []
     for number, block in blocks:
         path = f"{listed}.{number}"
         mine = {d.path: d for d in decisions if d.path.startswith(f"{path}.")}
         _check_block(path, block, mine, inner, norms)
-    return Regions(f"{listed}.{blocks[0][0]}", norms[0], tuple(inner), tuple(norms))
-
-
-def _refused(what: str, why: str) -> ConfigError:
-    return ConfigError(f"[config] {KEY}: {what}: {why}; leave the key out")
+    last = _last_norm(model, listed)
+    return Regions(f"{listed}.{blocks[0][0]}", last, tuple(inner), (last, *norms))
 
 
 def _list_of_blocks(model: nn.Module, cut: list[str]) -> str:
     lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    around = {max((at for at in lists if path.startswith(f"{at}.")), key=len, default="") for path in cut}
+    around = {min((at for at in lists if path.startswith(f"{at}.")), key=len, default="") for path in cut}
     if len(around) != 1 or "" in around:
-        raise _refused("there must be one list of blocks", f"what is cut lies in {sorted(around) or 'none'}")
+        raise _Reason(f"there must be one list of blocks; what is cut lies in {sorted(around) or 'none'}")
     return around.pop()
 
 
@@ -86,10 +94,7 @@ def _last_norm(model: nn.Module, listed: str) -> str:
     after = children[[child for child, _ in children].index(name) + 1 :]
     found = [child for child, module in after if is_norm(module)]
     if len(found) != 1:
-        raise _refused(
-            f"a norm must follow the blocks of {listed}, after which the parts are joined",
-            f"there are {found or 'none'}",
-        )
+        raise _Reason(f"one norm must follow the blocks of {listed}, after which parts are joined; found {found}")
     return f"{parent}.{found[0]}" if parent else found[0]
 
 
@@ -100,7 +105,7 @@ def is_norm(module: nn.Module) -> bool:
 def _check_block(path: str, block: nn.Module, mine: dict[str, Any], inner: list[str], norms: list[str]) -> None:
     """Adds the block's modules to the lists."""
     if mine.keys() & {f"{path}.{name}" for name, _ in block.named_children()}:
-        raise _refused(path, "its layers are cut in the block itself, where norms work on parts")
+        raise _Reason(f"layers of {path} are cut in the block itself, where norms work on parts")
     for name, child in block.named_children():
         at = f"{path}.{name}"
         layers = {p: d for p, d in mine.items() if p.startswith(f"{at}.")}
@@ -110,9 +115,9 @@ def _check_block(path: str, block: nn.Module, mine: dict[str, Any], inner: list[
         elif is_norm(child):
             norms.append(at)
         elif any(True for _ in child.parameters()):
-            raise _refused(at, f"a {type(child).__name__} between the norms of a block stays whole")
+            raise _Reason(f"{at}, a {type(child).__name__}, is whole beside the norms of its block")
     if any(True for _ in block.parameters(recurse=False)):
-        raise _refused(path, "the block has parameters of its own")
+        raise _Reason(f"{path} has parameters of its own")
 
 
 def _check_inner(path: str, module: nn.Module, layers: dict[str, Any]) -> None:
@@ -122,12 +127,12 @@ def _check_inner(path: str, module: nn.Module, layers: dict[str, Any]) -> None:
         weights = list(child.parameters(recurse=False))
         decision = layers.get(at)
         if weights and decision is None and not (name and is_norm(child)):
-            raise _refused(at, f"a {type(child).__name__} with weights of its own is whole inside a cut module")
+            raise _Reason(f"{at}, a {type(child).__name__}, is whole inside a module that is cut")
         if decision is not None and (name.count(".") or decision.gather_output or decision.param != "weight"):
-            raise _refused(at, "only column and row layers directly in the attention or the MLP can begin and end it")
+            raise _Reason(f"{at} is neither a column nor a row layer directly in an attention or MLP")
     rows = [p for p, d in layers.items() if d.partition == _core.Partition.Row]
     if len(rows) != 1 or len(layers) < 2:
-        raise _refused(path, f"there must be column layers and one row layer, there are {len(layers)}, rows {rows}")
+        raise _Reason(f"{path} must have column layers and one row layer; {len(layers)} are cut, row layers are {rows}")
 
 
 # ---------------------------------------------------------------- hooks
