@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import assert_close, run_mesh
 from test_cut_engines import PRECISIONS, adam, on_mesh
-from test_models import compare, settings, train
+from test_models import assert_same, compare, settings, train, train_plain
 from tiny_models import LLAMA, MODELS, of, text
 from torch import nn
 
@@ -104,6 +104,22 @@ def test_a_step_sends_what_the_formula_says(tp: int, replays: bool, vocabulary: 
         for operation, traffic in want.axes["tp"].items():
             counted = getattr(stats, operation)
             assert (counted.bytes, counted.calls) == (traffic.bytes, traffic.calls), operation
+
+
+def test_inputs_that_are_parts_are_not_cut_again() -> None:
+    """activation_checkpointing.partition_activations cuts what all ranks hold alike."""
+    model = of("Llama", LLAMA)().train()
+    batches = [text(step, length=8) for step in range(2)]
+    want = train_plain(copy.deepcopy(model), [[batch] for batch in batches])
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        for layer in engine.module.model.layers:
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, engine.recompute
+        return train(engine, batches)
+
+    cfg = settings(2, {}, **REGIONS, activation_checkpointing={"partition_activations": True})
+    for got in on_mesh(model, cfg, body):
+        assert_same(got, want)
 
 
 @pytest.mark.parametrize(
