@@ -15,6 +15,7 @@ from suites.kernels import bench_kernels
 from suites.memory import bench_memory
 from suites.nvme import bench_nvme
 from suites.overhead import bench_overhead
+from suites.parallel import bench_parallel
 from suites.step import bench_step
 from suites.tables import bench_tables
 from suites.tensors import bench_layers, bench_tensors
@@ -99,6 +100,13 @@ BENCHES: dict[str, Bench] = {
         ["hybrid", "tensor", "zero3"],
         [],
         alone=True,
+    ),
+    "parallel": Bench(
+        "Tensor and sequence parallelism of a Llama",
+        bench_parallel,
+        ["tessera", "tessera+norms", "tessera+gloo", "dtensor", "dtensor+norms", "deepspeed"],
+        ["tessera+gloo", "deepspeed"],
+        rounds=15,
     ),
     "tables": Bench(
         "Low-precision model states: memory, time and loss",

@@ -32,6 +32,7 @@ FULL = [
     "memory",
     "memory --ranks 2",
     "hybrid --ranks 2",
+    "parallel --ranks 2",
     "layers",
     "transport --ranks 4",
     "tables",
@@ -51,6 +52,7 @@ QUICK = [
     "nvme",
     "memory --ranks 2",
     "hybrid --ranks 2",
+    "parallel --ranks 2",
     "tables",
 ]
 

@@ -12,6 +12,7 @@
   python bench/run.py checkpoint save, stall and load beside torch.save, DCP and DeepSpeed; --disk names a folder
   python bench/run.py nvme       states on a disk: a step beside the disk and the update; --disk names a folder
   python bench/run.py memory     bytes a parameter, resident and peak
+  python bench/run.py parallel   tensor and sequence parallelism of a Llama; with --ranks
   python bench/run.py tables     low-precision states on real text: bytes, time and loss
   python bench/run.py all        all of them, each as often as `make bench` does
   python bench/run.py index      README.md of the folder of reports, which each report also renews
@@ -113,7 +114,8 @@ def arguments() -> argparse.ArgumentParser:
         "--precisions",
         nargs="+",
         choices=["fp32", "bf16"],
-        help="of gpt, accumulate and memory; default of gpt and memory: both, for 30M and in quick mode bf16 only",
+        help="of gpt, accumulate, memory and parallel; default of gpt and memory: both, for 30M and in quick mode bf16 "
+        "only; of parallel fp32",
     )
     add("--rows", type=int, help="sequences a rank and step, of gpt, accumulate, overhead and tables")
     add(

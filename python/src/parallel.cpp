@@ -125,7 +125,9 @@ void bind_functions(py::module_& m) {
 
 void bind_layers(py::module_& m) {
   using namespace parallel;
-  py::class_<Entrance, std::shared_ptr<Entrance>>(m, "Entrance").def(py::init<int>(), py::arg("uses"));
+  py::class_<Entrance, std::shared_ptr<Entrance>>(m, "Entrance")
+      .def(py::init<int>(), py::arg("uses"))
+      .def("open", &Entrance::open, py::arg("x"), py::arg("region"), NoGil());
   py::class_<Region>(m, "Region")
       .def(py::init([](const comm::GroupPtr& group, int64_t sequence_dim, const Sizes& sequence_sizes, bool overlap,
                        const std::string& label, bool keep_gathered, const std::shared_ptr<Entrance>& entrance) {
@@ -197,6 +199,7 @@ void bind_cost(py::module_& m) {
       .def_readwrite("parameter_bytes", &Training::parameter_bytes)
       .def_readwrite("gradient_bytes", &Training::gradient_bytes)
       .def_readwrite("sequence_regions", &Training::sequence_regions)
+      .def_readwrite("whole_ends", &Training::whole_ends)
       .def_readwrite("keep_gathered", &Training::keep_gathered)
       .def_readwrite("shared_inputs", &Training::shared_inputs)
       .def_readwrite("vocab_parallel", &Training::vocab_parallel)

@@ -52,6 +52,7 @@ def exchange(
 
 class Entrance:
     def __init__(self, uses: int) -> None: ...
+    def open(self, x: torch.Tensor, region: Region) -> torch.Tensor: ...
 
 class Region:
     group: Group
@@ -125,6 +126,7 @@ class Training:
     parameter_bytes: int
     gradient_bytes: int
     sequence_regions: bool
+    whole_ends: bool
     keep_gathered: bool
     shared_inputs: bool
     vocab_parallel: bool

@@ -176,10 +176,12 @@ def world_of(mesh: _core.Mesh) -> tuple[int, int]:
 
 
 class OwnGroups(list[Any]):
-    """Process groups, and which process made them."""
+    """Process groups, and which process made them. `along`: those of torch along the axes of a mesh, by the axes' name,
+    also where somebody else made them."""
 
-    def __init__(self, groups: Iterable[Any] = ()) -> None:
+    def __init__(self, groups: Iterable[Any] = (), along: dict[str, Any] | None = None) -> None:
         super().__init__(groups)
+        self.along = along or {}
         self.process = os.getpid()
 
 
@@ -204,11 +206,13 @@ def core_mesh(group: Any = None, shards: int = -1, sp: int = 1, tp: int = 1) -> 
         mesh = _from_device_mesh(group) if isinstance(group, DeviceMesh) else group
         _check_axis(mesh, _core.Axis.Sp, sp, "sequence_parallel_size")
         _check_axis(mesh, _core.Axis.Tp, tp, "tensor_parallel.autotp_size")
-        return mesh, OwnGroups()
+        return mesh, OwnGroups(along=_groups_of(group) if isinstance(group, DeviceMesh) else {})
     whole = core_group(group)
     shape = _core.mesh_shape(whole.size, shards, sp, tp)
     if shape.size(_core.Axis.DpShard) == whole.size:
-        return _core.Mesh(whole), OwnGroups()
+        world = dist.group.WORLD if group is None else group
+        known = {} if world is None or isinstance(group, _core.Group) else {"dp_shard": world}
+        return _core.Mesh(whole), OwnGroups(along=known)
     if isinstance(group, _core.Group):
         raise ConfigError(
             "[config] zero_optimization.mics_shard_size, sequence_parallel_size and tensor_parallel.autotp_size need "
@@ -219,6 +223,7 @@ def core_mesh(group: Any = None, shards: int = -1, sp: int = 1, tp: int = 1) -> 
     for axes in shape.groups():
         rows = {tuple(ranks[other] for other in shape.ranks_along(axes, number)) for number in range(len(ranks))}
         made.append(dist.new_subgroups_by_enumeration([list(row) for row in sorted(rows)])[0])
+        made.along[axes.name] = made[-1]
         mesh.set(axes, core_group(made[-1]))
     return mesh, made
 
@@ -233,6 +238,7 @@ def _check_axis(mesh: _core.Mesh, axis: _core.Axis, ranks: int, key: str) -> Non
 def discard(groups: OwnGroups) -> None:
     """Destroys process groups that core_mesh() created; the list is empty afterwards. A forked copy of the process only
     forgets them: their connections are the parent's."""
+    groups.along = {}
     while groups:
         group = groups.pop()
         if dist.is_initialized() and groups.process == os.getpid():
@@ -247,10 +253,18 @@ _AXES = {
 }
 
 
-def _from_device_mesh(mesh: DeviceMesh) -> _core.Mesh:
+def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     names = mesh.mesh_dim_names or ()
-    if not set(names) & set(_AXES):  # by their places: the data-parallel ones
-        names = ("dp_replicate", "dp_shard")[-mesh.ndim :]
+    # By their places: the data-parallel ones.
+    return names if set(names) & set(_AXES) else ("dp_replicate", "dp_shard")[-mesh.ndim :]
+
+
+def _groups_of(mesh: DeviceMesh) -> dict[str, Any]:
+    return {name: mesh.get_group(number) for number, name in enumerate(_names_of(mesh))}
+
+
+def _from_device_mesh(mesh: DeviceMesh) -> _core.Mesh:
+    names = _names_of(mesh)
     if len(names) != mesh.ndim or not set(names) <= set(_AXES) or list(names) != [n for n in _AXES if n in names]:
         raise ConfigError(
             f"[initialize] the DeviceMesh has the dimensions {mesh.mesh_dim_names or mesh.ndim}; name them, in this "

@@ -332,6 +332,8 @@ std::vector<Key> later_rows() {
       {FIELD(tessera.update_in_backward),
        "units are updated while the backward goes on and no gradient is kept, see docs/update_in_backward.md"},
       {FIELD(tessera.clip_by_unit), "with update_in_backward: gradient_clipping clips the gradients of each unit"},
+      {FIELD(tessera.sequence_parallel_norms),
+       "with autotp_size: activations between blocks are cut along the sequence, see docs/tensor_parallel.md"},
   };
 }
 

@@ -205,14 +205,15 @@ struct Elasticity {
 
 // Keys of our own.
 struct Own {
-  int64_t min_unit_elements = 1 << 20;  // smaller neighbouring units are merged
-  std::optional<int64_t> state_bytes;   // config/precision.cpp
-  std::optional<std::string> rounding;  // "nearest", "stochastic"
-  int64_t seed = 0;                     // of stochastic rounding
-  bool broadcast_buffers = true;        // they start with rank 0's values
-  bool shared_parameters = false;       // ranks of one host keep one copy of the compute parameters
-  bool update_in_backward = false;      // no gradient outlives the backward
-  bool clip_by_unit = false;            // then: gradient_clipping holds for the gradients of each unit
+  int64_t min_unit_elements = 1 << 20;   // smaller neighbouring units are merged
+  std::optional<int64_t> state_bytes;    // config/precision.cpp
+  std::optional<std::string> rounding;   // "nearest", "stochastic"
+  int64_t seed = 0;                      // of stochastic rounding
+  bool broadcast_buffers = true;         // they start with rank 0's values
+  bool shared_parameters = false;        // ranks of one host keep one copy of the compute parameters
+  bool update_in_backward = false;       // no gradient outlives the backward
+  bool clip_by_unit = false;             // then: gradient_clipping holds for the gradients of each unit
+  bool sequence_parallel_norms = false;  // tensor parallelism cuts the activations between blocks
 };
 
 }  // namespace tessera::config

@@ -90,6 +90,7 @@ const std::vector<Refusal>& python_only() {
       {"comms_logger.enabled", "true", [](C c) { return c.comms_logger.enabled; }},
       {"activation_checkpointing.partition_activations", "true",
        [](C c) { return c.activation_checkpointing.partition_activations; }},
+      {"tessera.sequence_parallel_norms", "true", [](C c) { return c.tessera.sequence_parallel_norms; }},
   };
   return all;
 }

@@ -69,8 +69,15 @@ class Model {
     } else {
       send("tp", "all_reduce", n, activations, blocks * (2 * forwards + entries));
     }
+    const bool whole_ends = t_.sequence_regions && t_.whole_ends;
+    if (whole_ends) {
+      send("tp", "all_gather", n, activations,
+           2 * t_.micro_batches);               // after the last norm; before the first block, backward
+      const int64_t norms = 2 * m_.layers + 1;  // of their weights' gradients
+      send("tp", "all_reduce", n, m_.hidden * t_.activation_bytes, norms * t_.micro_batches);
+    }
     if (m_.vocabulary == 0 || !t_.vocab_parallel) return;
-    if (t_.sequence_regions) {
+    if (t_.sequence_regions && !whole_ends) {
       send("tp", "reduce_scatter", n, activations, 2 * t_.micro_batches);  // embedding; head backward
       send("tp", "all_gather", n, activations,
            (t_.keep_gathered ? 2 : 3) * t_.micro_batches);  // head; embedding backward

@@ -26,6 +26,7 @@ struct Training {
   int64_t micro_batches = 1;  // of a step
   int64_t activation_bytes = 2, parameter_bytes = 2, gradient_bytes = 2;
   bool sequence_regions = false;  // activations between blocks are cut along tp
+  bool whole_ends = false;        // then: whole on every rank before the first block and after the last norm (AutoTP)
   bool keep_gathered = false;     // Region::keep_gathered
   bool shared_inputs = true;      // layers of one input enter together (Entrance)
   bool vocab_parallel = false;    // embedding and head are cut over the vocabulary, cross entropy without gathering

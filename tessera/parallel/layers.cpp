@@ -215,9 +215,22 @@ at::Tensor Entry::leave() {
   return total;
 }
 
+at::Tensor Entrance::open(const at::Tensor& x, const Region& region) {
+  TESSERA_CHECK_VALUE(region.group != nullptr, "parallel", region.label, ": there is no group");
+  opens_ = true;
+  last_ = parallel::enter(x, region);
+  left_ = uses_;
+  last_->given = last_->inside;
+  last_->version = x.is_inference() ? 0 : last_->inside._version();
+  return last_->inside;
+}
+
 std::shared_ptr<Entered> Entrance::enter(const at::Tensor& x, const Region& region) {
   const bool same = last_ && last_->given.is_same(x) && (x.is_inference() || last_->version == x._version()) &&
                     last_->autocast == autocast_dtype(x) && last_->recorded == records(x);
+  TESSERA_CHECK_VALUE(same || !opens_, "parallel", region.label,
+                      ": its input is not what came into the module around it; such a layer cannot begin a region "
+                      "in which activations are whole");
   if (!same) {
     last_ = parallel::enter(x, region);
     left_ = uses_;

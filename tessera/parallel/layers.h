@@ -47,12 +47,17 @@ class Entrance {
   // `uses`: how many layers there are; with the last of them the input is let go of.
   explicit Entrance(int uses) : uses_(uses) {}
 
+  // The input inside the region (of a sequence region the whole one), for code that looks at it before the layers do: they
+  // know it again. From then on they take nothing else; value error. Collective in sequence regions.
+  at::Tensor open(const at::Tensor& x, const Region& region);
+
  private:
   friend at::Tensor column_linear(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
                                   const Region&);
   std::shared_ptr<Entered> enter(const at::Tensor& x, const Region& region);
 
   int uses_, left_ = 0;
+  bool opens_ = false;
   std::shared_ptr<Entered> last_;
 };
 

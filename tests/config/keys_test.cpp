@@ -154,6 +154,7 @@ const std::vector<std::string>& frozen_keys() {
       "tessera.min_unit_elements",
       "tessera.rounding",
       "tessera.seed",
+      "tessera.sequence_parallel_norms",
       "tessera.shared_parameters",
       "tessera.state_bytes",
       "tessera.update_in_backward",

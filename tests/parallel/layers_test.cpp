@@ -193,6 +193,30 @@ TEST(Layers, OneInputEntersOnce) {
   }
 }
 
+// Code between a region's border and its layers sees the whole sequence; what is kept is the part.
+TEST(Layers, AnInputThatIsOpenedIsKnownAgain) {
+  const at::Tensor whole = at::randn({4, 6}), weights = at::randn({2, 8, 6}), cotangents = at::randn({2, 4, 8});
+  run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    const at::Tensor x = leaf(whole.narrow(0, 2 * rank, 2));
+    Region region{group, 0};
+    region.entrance = std::make_shared<Entrance>(2);
+    const at::Tensor inside = region.entrance->open(x, region);
+    EXPECT_TRUE(inside.equal(whole));
+    at::Tensor loss = at::zeros({}), expected = at::zeros_like(whole);
+    for (int i = 0; i < 2; ++i) {
+      const at::Tensor out = column_linear(inside, weights[i].narrow(0, 4 * rank, 4), {}, region);
+      loss = loss + (out * cotangents[i].narrow(1, 4 * rank, 4)).sum();
+      expected = expected + cotangents[i].mm(weights[i]);
+    }
+    loss.backward();
+    EXPECT_TRUE(close(x.grad(), expected.narrow(0, 2 * rank, 2)));
+    EXPECT_EQ(group->stats().all_gather.calls, 1);  // frozen weights: not once more
+    EXPECT_EQ(group->stats().reduce_scatter.calls, 1);
+    EXPECT_HAS(error_of([&] { column_linear(x, weights[0].narrow(0, 4 * rank, 4), {}, region); }),
+               "its input is not what came into the module");
+  });
+}
+
 // A group of two of which the other rank never answers; notes what is called.
 namespace {
 class Recorder : public comm::Group {

@@ -136,7 +136,8 @@ def test_names_of_contenders():
 @pytest.mark.parametrize("name", BENCHES)
 def test_default_contenders_exist(name):
     bench = BENCHES[name]
-    if name not in ("kernels", "transport", "checkpoint", "hybrid"):  # optimizers, back ends, ways to save, layouts
+    # Optimizers, back ends, ways to save, layouts, ways to cut.
+    if name not in ("kernels", "transport", "checkpoint", "hybrid", "parallel"):
         for peer in bench.peers:
             parse(peer)
     assert set(bench.peers) - set(bench.not_quick)
@@ -450,6 +451,18 @@ def test_accumulate_end_to_end(tmp_path):
     assert set(data["accumulate_ms"]["tiny, bf16"]) == {"1", "3"}
     assert "Tessera 2, 10 bytes" in data["accumulate_ms"]["tiny, bf16"]["3"]
     assert "of limit" in (tmp_path / "accumulate-2.md").read_text()
+
+
+def test_parallel_end_to_end(tmp_path):
+    done = run_program(tmp_path, "parallel", "--ranks", "2", "--precisions", "fp32", "bf16")
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "parallel-2.json").read_text())
+    own = "Tessera AutoTP, sequence-parallel norms"
+    assert {"Tessera AutoTP", own, "DTensor plans"} < set(data["parallel"]["tensor parallel, fp32"])
+    bytes_sent = [goal for goal in data["goals"] if "bytes" in goal["text"]]
+    assert len(bytes_sent) == 4 and all(goal["value"] == 1 for goal in bytes_sent)
+    alone = subprocess.run([sys.executable, BENCH / "run.py", "parallel", "--quick"], capture_output=True, check=False)
+    assert alone.returncode != 0 and b"add --ranks 2" in alone.stderr
 
 
 def run_with_memory(script: str) -> None:

@@ -71,6 +71,7 @@ class DeepSpeedEngine(tessera.Engine):
         self.config = UserConfig(given, self.config)  # type: ignore[assignment]
         self._parameter_offload: DeepSpeedZeRoOffload | None = None
         self._inside_no_sync = False
+        self._mpu: Any = None
         self.tput_timer = ThroughputTimer(self.train_batch_size)
         self.timers = SynchronizedWallClockTimer()
         if self.zero_optimization_stage() == 3:
@@ -206,14 +207,14 @@ class DeepSpeedEngine(tessera.Engine):
 
     @property
     def data_parallel_group(self) -> Any:
-        return _groups._get_data_parallel_group()
+        return _groups.group_of(self, _core.Axis.DpShard, "get_data_parallel_group", self._mpu)
 
     @property
     def seq_parallel_group(self) -> Any:
-        return _groups._get_sequence_parallel_group()
+        return _groups.group_of(self, _core.Axis.Sp, "get_sequence_parallel_group", self._mpu)
 
     def get_sequence_parallel_group(self) -> Any:
-        return _groups._get_sequence_parallel_group()
+        return self.seq_parallel_group
 
     def get_wall_clock_timers(self) -> SynchronizedWallClockTimer:
         return self.timers
@@ -317,6 +318,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, An
     with translated():
         call["config"] = _tensor_parallel.handed_over(given, call.get("model"))
         built = tessera.initialize(**call, engine_type=functools.partial(_class_for(call.get("model")), given=given))
+    vars(built[0])["_mpu"] = call.get("mpu")
     _groups.register(built[0], call.get("mpu"))
     return built  # type: ignore[return-value]
 

@@ -37,27 +37,29 @@ def _mesh() -> Any:
 
 def _group(axis: _core.Axis, getter: str) -> Any:
     """The torch group along an axis; the whole world where there is no engine."""
-    own = _from_mpu(getter)
-    if own is not None:
-        return own()
-    mesh = _mesh()
-    if mesh is None or mesh.size(axis) == dist.get_world_size():
+    return group_of(_engine(), axis, getter, _last[1])
+
+
+def group_of(engine: Any, axis: _core.Axis, getter: str, mpu: Any) -> Any:
+    """As `mpu` has it; None where the groups of the engine are not torch's."""
+    if mpu is not None and hasattr(mpu, getter):
+        return getattr(mpu, getter)()
+    if engine is None:
         return dist.group.WORLD
-    from torch.distributed.distributed_c10d import _resolve_process_group as resolve  # type: ignore[attr-defined]
+    mesh = engine.core.mesh()
+    if mesh.size(axis) == dist.get_world_size():
+        return dist.group.WORLD
+    return _alone() if mesh.size(axis) == 1 else engine.process_group(_core.Axes(axis).name)
 
-    if mesh.size(axis) == 1:
-        return _alone()
-    return resolve(mesh.group(axis).name)
 
-
-_own_group: list[Any] = []
+_own_group: list[Any] = [None, None]  # the world that it is of, and the group
 
 
 def _alone() -> Any:
-    """A group of this process only. Collective over all processes, once."""
-    if not _own_group:
-        _own_group.append(dist.new_subgroups_by_enumeration([[rank] for rank in range(dist.get_world_size())])[0])
-    return _own_group[0]
+    """A group of this process only."""
+    if _own_group[0] is not dist.group.WORLD:
+        _own_group[:] = [dist.group.WORLD, dist.new_group([dist.get_rank()], use_local_synchronization=True)]
+    return _own_group[1]
 
 
 def _get_data_parallel_group() -> Any:

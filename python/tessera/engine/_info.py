@@ -10,6 +10,7 @@ from torch import nn
 
 from tessera import _core
 from tessera._config import dtype_at
+from tessera.distributed import OwnGroups
 from tessera.engine._parallel import TensorParallel
 from tessera.engine._report import logger
 from tessera.engine._watch import Watch, table
@@ -52,6 +53,7 @@ class EngineGetters(nn.Module):
     _dp_size: int
     _world: tuple[int, int]
     _mesh: _core.Mesh
+    _own_groups: OwnGroups
     _parallel: TensorParallel
     _watch: Watch
 
@@ -121,9 +123,11 @@ class EngineGetters(nn.Module):
     def recompute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """function(*args, **kwargs), whose backward computes again what it needs; inputs are kept as the section
         `activation_checkpointing` says. With partition_activations, inputs that are alike on the tensor-parallel ranks
-        are kept in slices there, and the backward is collective over them."""
+        are kept in slices there, and the backward is collective over them; with tessera.sequence_parallel_norms they
+        are parts already."""
         section = "activation_checkpointing"
-        cuts = self.config.get(f"{section}.partition_activations") and self.mp_world_size > 1
+        alike = self.mp_world_size > 1 and not self._parallel.cuts_sequence
+        cuts = alike and self.config.get(f"{section}.partition_activations")
         call = Recompute(
             offload=self.config.get(f"{section}.cpu_checkpointing"),
             slices=self._mesh.group(_core.Axis.Tp) if cuts else None,
@@ -215,6 +219,11 @@ class EngineGetters(nn.Module):
     def mp_world_size(self) -> int:
         """Ranks that hold slices of one model."""
         return self._mesh.size(_core.Axis.Tp)
+
+    def process_group(self, axis: str) -> Any:
+        """The group of torch.distributed along an axis ("dp_replicate", "dp_shard", "sp", "tp"); None where there is
+        none: one rank along it, or groups that are not torch's."""
+        return self._own_groups.along.get(axis)
 
     def get_data_parallel_rank(self) -> int:
         return self._dp_rank

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from tessera import _core
+from tessera.errors import ConfigError
 from tessera.parallel import is_model_parallel_parameter
 from tessera.parallel._apply import Cutter, bind, cuts_of, plan_of
 from tessera.parallel._cuts import ParamCut
 from tessera.parallel._inputs import check_same_inputs
 from tessera.parallel._modules import Ranks
 from tessera.parallel._plan import ParallelPlan, make_plan, overlaps
+from tessera.parallel._regions import KEY
 from tessera.zero._init import partition_again, whole_for_good
 
 _Spec = tuple[tuple[int, ...], int, tuple[tuple[int, int], ...]]
@@ -40,6 +42,22 @@ class TensorParallel:
         elif cuts:
             self.plan = make_plan(model, config, self._group.size)
             self.warnings = [f"[tensor_parallel] {line}" for line in self.plan.core.warnings]
+        if config.get(KEY):
+            self._check_regions()
+
+    def _check_regions(self) -> None:
+        if self.plan is None:
+            self.warnings.append(f"[config] {KEY} has no effect: the model is not cut (tensor_parallel.autotp_size)")
+        elif self._is_cut and self.plan.regions is None and self.plan.size > 1:
+            raise ConfigError(
+                f"[config] {KEY}: the model was cut without it; cut it (tessera.parallel.shard_model) with the same "
+                "configuration"
+            )
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """What ranks of a tensor-parallel group hold between blocks differs."""
+        return self.plan is not None and self.plan.regions is not None
 
     def release(self) -> None:
         """Holds no process group any more."""

@@ -30,6 +30,7 @@ from tessera.parallel._modules import (
     widths_of,
 )
 from tessera.parallel._plan import ParallelPlan
+from tessera.parallel._regions import EnterRegion, JoinSequence, Regions, SplitSequence
 
 _PLAN = "_tessera_parallel"  # of a model that is cut: ParallelPlan
 _SUMMED = "_tessera_summed"  # of parameters whose gradient is summed over the group
@@ -108,6 +109,8 @@ class Cutter:
                 for name in children:
                     vars(self._model.get_submodule(f"{parent}.{name}" if parent else name))[CUT].siblings = siblings
             self._attention(parent, children, decided[parent])
+        if self._plan.regions is not None:
+            self._cut_sequence(self._plan.regions, columns)
         for path, widths in self._plan.core.widths.items():
             for name, sizes in widths.items():
                 self._put(self._model.get_submodule(path), name, sizes[self.ranks.rank])
@@ -263,6 +266,24 @@ class Cutter:
             self._undo.append(handle.remove)
         self._plan.add_notes(path, attention, found)
 
+    def _cut_sequence(self, regions: Regions, columns: dict[str, dict[str, ParamCut]]) -> None:
+        for path in regions.inner:
+            module = self._model.get_submodule(path)
+            layers = {name: cut for name, child in module.named_children() if (cut := cut_of(child)) is not None}
+            for cut in layers.values():
+                cut.sequence = cut.kind in ("column", "row")
+            first = layers[next(iter(columns[path]))]
+            if first.siblings is None:
+                first.siblings = Siblings(1)
+            hook: Any = EnterRegion(module, first)
+            self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        first_block, last = (self._model.get_submodule(path) for path in (regions.first, regions.last))
+        hook = SplitSequence(first_block, self.ranks, regions.first)
+        self._undo.append(first_block.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        self._undo.append(last.register_forward_hook(JoinSequence(self.ranks, regions.last)).remove)
+        for path in regions.norms:
+            self._sum(path, self._model.get_submodule(path))
+
     def _sum(self, path: str, module: nn.Module) -> None:
         for param, handle in sum_gradients(path, module, self.ranks):
             self._undo.append(handle.remove)
@@ -386,9 +407,11 @@ def bind(model: nn.Module, group: _core.Group) -> Ranks:
         cut = cut_of(module)
         for name in cut.params if cut is not None else ():
             vars(module._parameters[name])["tensor_model_parallel"] = True
-    for decision in plan_decisions(model):
-        if decision.sum_gradient:
-            list(sum_gradients(decision.path, model.get_submodule(decision.path), ranks))
+    plan = plan_of(model)
+    summed = [decision.path for decision in plan_decisions(model) if decision.sum_gradient]
+    summed += plan.regions.norms if plan is not None and plan.regions is not None else ()
+    for path in summed:
+        list(sum_gradients(path, model.get_submodule(path), ranks))
     return ranks
 
 

@@ -160,15 +160,19 @@ class SliceBias:
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(self._names, args, strict=False))
-        for name in ("alibi", "position_bias"):
+        for name in ("alibi", "position_bias", "attention_mask"):
             value = kwargs.get(name, given.get(name))
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor) or (name == "attention_mask" and not self._by_heads(value)):
                 continue
             kwargs = {**kwargs, name: self._slice(value)}
             if name in given:
                 at = self._names.index(name)
                 args = (*args[:at], kwargs.pop(name), *args[at + 1 :])
         return args, kwargs
+
+    def _by_heads(self, mask: torch.Tensor) -> bool:
+        """A mask that a bias was added to, [batch, heads, x, y]."""
+        return mask.dim() == 4 and mask.size(1) == self._heads > 1
 
     def _slice(self, bias: torch.Tensor) -> torch.Tensor:
         """[..., heads, x, y], or [batch * heads, x, y]; what has other sizes is this rank's already."""

@@ -28,6 +28,7 @@ def cost(
     dtype: torch.dtype = torch.bfloat16,
     vocab_parallel: bool = False,
     recompute: bool = False,
+    sequence_parallel_norms: bool = False,
     gated: bool | None = None,
 ) -> _core.Cost:
     """Bytes and messages of one step by axis: print(cost(...).text()). Nothing is sent, and no ranks are needed.
@@ -35,8 +36,8 @@ def cost(
     model: an nn.Module with a configuration, or that configuration: one kind of block of attention and MLP, repeated.
     `batch`: sequences of a micro-batch of one data-parallel rank, of `length` tokens over all of sp. `replicas`: of
     hybrid sharding. `dtype`: of activations, parameters and gradients on their way. `recompute`: activation
-    checkpointing of every block. `gated`: the MLP has a gate beside its up projection; default: as the model's modules
-    or its activation say."""
+    checkpointing of every block. `sequence_parallel_norms`: activations between blocks are cut over tp. `gated`: the
+    MLP has a gate beside its up projection; default: as the model's modules or its activation say."""
     config = getattr(model, "config", model)
     config = getattr(config, "text_config", None) or config
     facts = facts_of_config(config)
@@ -54,6 +55,7 @@ def cost(
     training.stage, training.batch, training.length, training.micro_batches = stage, batch, length, micro_batches
     training.activation_bytes = training.parameter_bytes = training.gradient_bytes = dtype.itemsize
     training.vocab_parallel, training.recompute = vocab_parallel, recompute
+    training.sequence_regions = training.whole_ends = sequence_parallel_norms
     return _core.parallel_cost(stack, training)
 
 

@@ -16,6 +16,7 @@ from tessera.parallel._cuts import ParamCut, Range
 from tessera.parallel._draws import Draws
 
 CUT = "_tessera_cut"  # of modules: ModuleCut
+SEQUENCE_DIM = 1  # of activations between blocks, [batch, sequence, hidden]
 
 
 class Ranks:
@@ -28,7 +29,7 @@ class Ranks:
         self.size = size
         self.overlap = overlap
         self.draws = draws
-        self.device = torch.device("cpu")
+        self.keeps_whole = False  # sequence regions: the last forward without gradients could not cut its sequence
 
     @property
     def group(self) -> _core.Group:
@@ -84,17 +85,30 @@ class ModuleCut:
     own_use: Range = (0, 0)  # "shared tail": outputs that every rank uses for heads of its own
     vocabulary: bool = False  # of the vocabulary
     siblings: Siblings | None = None
-    _region: Any = None
+    sequence: bool = False  # activations outside are cut along the sequence: Note [Sequence regions]
+    _regions: dict[bool, Any] = dataclasses.field(default_factory=dict)  # whether the sequence is cut -> the region
     _region_group: Any = None
 
     @property
+    def cuts_sequence(self) -> bool:
+        """In the forward that runs."""
+        return self.sequence and (torch.is_grad_enabled() or not self.ranks.keeps_whole)
+
+    @property
     def region(self) -> Any:
-        group = self.ranks.group
+        group, sequence = self.ranks.group, self.cuts_sequence
         if self._region_group is not group:
-            entrance = None if self.siblings is None else self.siblings.entrance
-            self._region = _core.Region(group, overlap=self.ranks.overlap, label=self.path, entrance=entrance)
-            self._region_group = group
-        return self._region
+            self._regions, self._region_group = {}, group
+        if sequence not in self._regions:
+            shares = self.siblings is not None and sequence == self.sequence
+            self._regions[sequence] = _core.Region(
+                group,
+                sequence_dim=SEQUENCE_DIM if sequence else -1,
+                overlap=self.ranks.overlap,
+                label=self.path,
+                entrance=self.siblings.entrance if self.siblings is not None and shares else None,
+            )
+        return self._regions[sequence]
 
     @property
     def label(self) -> str:
@@ -111,10 +125,10 @@ class ModuleCut:
 
     def __deepcopy__(self, memo: Any) -> ModuleCut:
         siblings = copy.deepcopy(self.siblings, memo)
-        return dataclasses.replace(self, params=dict(self.params), siblings=siblings, _region=None, _region_group=None)
+        return dataclasses.replace(self, params=dict(self.params), siblings=siblings, _regions={}, _region_group=None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_region": None, "_region_group": None}
+        return {**vars(self), "_regions": {}, "_region_group": None}
 
 
 class _CutModule(nn.Module):
@@ -147,7 +161,7 @@ class _Column(_CutModule):
         out: torch.Tensor = _core.column_linear(input, self._matrix(), self._parameters.get("bias"), cut.region)
         if cut.gather:
             return _core.gather_from_ranks(out, cut.ranks.group, -1, cut.sizes(), cut.label)
-        if cut.ranks.draws is not None and self.training and not cut.vocabulary:
+        if cut.ranks.draws is not None and self.training and not cut.vocabulary and not cut.sequence:
             cut.ranks.draws.enter(cut.ranks.rank, input.device)
         return out
 
@@ -155,7 +169,7 @@ class _Column(_CutModule):
 class _Row(_CutModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         cut = self._tessera_cut
-        if cut.ranks.draws is not None:
+        if cut.ranks.draws is not None and not cut.sequence:
             cut.ranks.draws.leave(input.device)
         weight = cut.params["weight"]
         if input.size(-1) == weight.sizes[weight.dim] != weight.length(cut.ranks.rank):

@@ -10,6 +10,7 @@ from torch import nn
 
 from tessera import _core
 from tessera.errors import ConfigError
+from tessera.parallel._regions import KEY, Regions, find_regions
 from tessera.parallel._rules import Rules, facts_of, rules_for
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class ParallelPlan:
     source: str  # of the rules
     skipped: list[str]  # names of weights that a rule leaves whole
     vocab_parallel: bool = False
+    regions: Regions | None = None  # where activations are cut along the sequence
     notes: dict[str, str] = dataclasses.field(default_factory=dict)  # by what is noted: the first module it is true of
 
     def __deepcopy__(self, memo: Any) -> ParallelPlan:
@@ -39,6 +41,7 @@ class ParallelPlan:
     def __str__(self) -> str:
         table = "(of a pickled model)" if self.core is None else self.core.text().rstrip("\n")
         lines = [f"tensor parallel over {self.size} ranks, rules: {self.source}", table]
+        lines += [] if self.regions is None else [str(self.regions)]
         lines += [f"{path}: {note}" for note, path in self.notes.items()]
         return "\n".join(lines)
 
@@ -76,7 +79,8 @@ def make_plan(model: nn.Module, config: _core.Config, size: int) -> ParallelPlan
         for path, module in model.named_modules()
         if module._parameters.get("weight") is not None and _skipped(f"{path}.weight", rules)
     ]
-    return ParallelPlan(core, size, rules.source, skipped, options.vocab_parallel)
+    regions = find_regions(model, core) if size > 1 and config.get(KEY) else None
+    return ParallelPlan(core, size, rules.source, skipped, options.vocab_parallel, regions)
 
 
 def overlaps(config: _core.Config) -> bool:

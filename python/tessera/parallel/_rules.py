@@ -224,8 +224,12 @@ _STYLES = {
     "colwise_gather_output": (_core.Partition.Column, True, False),
     "rowwise": (_core.Partition.Row, False, False),
     "rowwise_rep": (_core.Partition.Row, False, False),  # of inputs that every rank has
+    "local_colwise": (_core.Partition.Column, False, False),
+    "local_rowwise": (_core.Partition.Row, False, False),  # the sum that `gather` of a module around it stands for
     "replicated_with_grad_allreduce": (_core.Partition.Skip, False, True),
 }
+# Of modules around those: there is nothing to do.
+_AROUND = ("local", "gather")
 # Low-rank projections that a norm follows, which some plans cut all the same: they stay whole.
 _NEVER_CUT = ("q_a_proj", "kv_a_proj_with_mqa")
 
@@ -247,13 +251,15 @@ def tp_plan_of(model: nn.Module) -> dict[str, str]:
 
 
 def _planned(name: str, style: str, model: nn.Module) -> list[_core.PartitionRule]:
+    if style in _AROUND:
+        return []
     if style not in _STYLES:
         kind = model_type(model)
         preset = next((p for p in _core.preset_names() if kind.startswith(p)), None)
         also = f', or "preset_model": "{preset}"' if preset else ""
         raise ConfigError(
             f"[tensor_parallel] the model's tp_plan has the style {style!r} ({name}), which is not served (served: "
-            f"{', '.join(_STYLES)}); give rules in tensor_parallel.partition_config{also}"
+            f"{', '.join((*_STYLES, *_AROUND))}); give rules in tensor_parallel.partition_config{also}"
         )
     if name.rpartition(".")[2] in _NEVER_CUT:
         return []

@@ -147,3 +147,25 @@ def _partitioned(rank: int, port: int) -> None:
 
 def test_partitioned_activations_over_the_ranks_of_an_mpu() -> None:
     run_processes(2, _partitioned, free_port())
+
+
+def _groups_of_a_mesh(rank: int, port: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(port)
+    ranks_of = torch.distributed.get_process_group_ranks
+    built = [deepspeed.initialize(model=make(), config=config(1, sequence_parallel_size=sp))[0] for sp in (2, 1, 4)]
+    try:
+        for engine, sp in zip(built, (2, 1, 4), strict=True):
+            start = rank - rank % sp
+            assert ranks_of(engine.seq_parallel_group) == list(range(start, start + sp))
+            assert ranks_of(engine.data_parallel_group) == list(range(rank % sp, 4, sp))
+            total = torch.ones(1)
+            torch.distributed.all_reduce(total, group=engine.get_sequence_parallel_group())
+            assert total.item() == sp
+        assert deepspeed.utils.groups._get_sequence_parallel_group() is built[-1].seq_parallel_group
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_groups_are_those_of_the_engine_asked() -> None:
+    run_processes(4, _groups_of_a_mesh, free_port())

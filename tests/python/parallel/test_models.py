@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -89,10 +90,23 @@ def assert_near(name: str, got: torch.Tensor, want: torch.Tensor, tolerance: flo
     assert got.shape == want.shape and error < tolerance, f"{name}: {error:.1e}"
 
 
-def compare(name: str, tp: int, dp: int = 1, rules: dict[str, Any] | None = None, **more: Any) -> None:
+def compare(
+    name: str,
+    tp: int,
+    dp: int = 1,
+    rules: dict[str, Any] | None = None,
+    length: int = 0,
+    replays: bool = False,
+    **more: Any,
+) -> None:
+    """`length`: of the batches, where not their own; `replays`: blocks are checkpointed."""
     model, make_batch, own = MODELS[name]
+    if length:
+        make_batch = functools.partial(make_batch, length=length)
     cfg = settings(tp, own if rules is None else rules, **more)
     whole = model().train()
+    if replays:
+        whole.gradient_checkpointing_enable()
     batches = [[make_batch(step, rank) for rank in range(dp)] for step in range(STEPS)]
     want = train_plain(copy.deepcopy(whole), batches)
     copies = [copy.deepcopy(whole) for _ in range(dp * tp)]
@@ -124,7 +138,18 @@ def test_two_ranks(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "tp"),
-    [("qwen2", 4), ("llama, preset", 4), ("bloom", 4), ("t5", 4), ("llama", 3), ("mixtral", 3), ("opt", 3)],
+    [
+        ("qwen2", 4),
+        ("llama, preset", 4),
+        ("bloom", 4),
+        ("t5", 4),
+        ("deepseek_v3, own plan", 4),
+        ("llama", 3),
+        ("mixtral", 3),
+        ("opt", 3),
+        ("falcon, alibi", 3),
+        ("mpt", 3),
+    ],
 )
 def test_more_ranks_and_uneven_heads(name: str, tp: int) -> None:
     compare(name, tp)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from support import free_port, run_processes
 from test_models import assert_same, settings, train, train_plain
-from tiny_models import LLAMA, of, text
+from tiny_models import LLAMA, NEOX, of, text
 from torch.distributed.device_mesh import init_device_mesh
 
 import tessera
@@ -52,9 +52,27 @@ def worker(rank: int, port: int, folder: str) -> None:
         if rank == 0:
             assert_same(got, want)
     engine = tessera.initialize(model=of("OPT", OPT)().train(), config=settings(2, {}) | {"gradient_clipping": 0.0})[0]
-    torch.save([dropping(engine, seed) for seed in (1, 1, 2)], Path(folder) / f"{rank}.pt")
+    found = [dropping(engine, seed) for seed in (1, 1, 2)]
     engine.destroy()
+    torch.save([found, dropping_parts()], Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+def dropping_parts() -> list[dict[str, Any]]:
+    """Steps with dropout of what lies between blocks, cut along the sequence; the last one with checkpointed blocks."""
+    cfg = settings(2, {}, tessera={"sequence_parallel_norms": True}) | {"gradient_clipping": 0.0}
+    engine = tessera.initialize(model=of("GPTNeoX", NEOX, hidden_dropout=0.5)().train(), config=cfg)[0]
+    masks: list[torch.Tensor] = []
+    drop = engine.module.gpt_neox.layers[1].post_mlp_dropout
+    drop.register_forward_hook(lambda _m, _a, out: masks.append(out.detach() == 0))
+    results = []
+    for replays in (False, True):
+        if replays:
+            engine.module.gradient_checkpointing_enable()
+        masks.clear()
+        results.append(dropping(engine, 1) | {"masks": list(masks)})
+    engine.destroy()
+    return results
 
 
 OPT = {
@@ -73,7 +91,7 @@ OPT = {
 
 def test_ranks_as_processes(tmp_path: Path) -> None:
     run_processes(WORLD, worker, free_port(), str(tmp_path))
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD)]
+    ranks, parts = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD)), strict=True)
     for rank in (0, 2):  # what both slices of a model hold is dropped alike
         for first, second in zip(ranks[rank], ranks[rank + 1], strict=True):
             assert first["logits"].equal(second["logits"])
@@ -82,3 +100,10 @@ def test_ranks_as_processes(tmp_path: Path) -> None:
     once, again, other = (run["logits"] for run in ranks[0])
     assert once.equal(again) and not once.equal(other)
     assert not ranks[0][0]["logits"].equal(ranks[2][0]["logits"])
+    for (plain, replayed), (other, _) in ((parts[0], parts[1]), (parts[2], parts[3])):
+        (mask,), (first, again) = plain["masks"], replayed["masks"]
+        assert mask.equal(first) and mask.equal(again) and not mask.equal(other["masks"][0])
+        assert plain["logits"].equal(other["logits"])
+        for name, grad in plain["grads"].items():
+            assert grad.equal(other["grads"][name]), name
+            torch.testing.assert_close(grad, replayed["grads"][name])

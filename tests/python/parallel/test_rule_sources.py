@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support import config
 from tessera.parallel._rules import facts_of, model_type, tp_plan_of
-from tiny_models import DEEPSEEK, LLAMA, MODELS, NEOX, of
+from tiny_models import LLAMA, MODELS, NEOX, of
 from torch import nn
 
 import tessera
@@ -104,7 +104,7 @@ def test_gathering_a_packed_weight_is_not_served() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (of("DeepseekV3", LLAMA, **DEEPSEEK), "style 'local_colwise'.*partition_config"),
+        (of("GptOss", LLAMA, num_local_experts=4), "style 'ep_router'.*partition_config"),
         (of("GPT2", {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}), "gpt2"),
         (of("Falcon", NEOX), "multi-query attention"),
     ],

@@ -56,6 +56,7 @@ LLAMA = {
     "pad_token_id": 0,
 }
 GPT = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48}
+MPT = {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 32, "expansion_ratio": 2}
 NO_DROPS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
 DEEPSEEK = {
@@ -222,6 +223,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], dict[str,
     "deepseek_v2": (of("DeepseekV2", LLAMA, **DEEPSEEK, q_lora_rank=16), text, {"preset_model": "deepseek_v2"}),
     "deepseek_v2, whole q": (of("DeepseekV2", LLAMA, **DEEPSEEK, q_lora_rank=None), text, {}),
     "deepseek_v3": (of("DeepseekV3", LLAMA, **DEEPSEEK, q_lora_rank=16), text, {"preset_model": "deepseek_v2"}),
+    "deepseek_v3, own plan": (of("DeepseekV3", LLAMA, **DEEPSEEK, q_lora_rank=16), text, {}),
+    "gpt_oss, attention": (
+        of("GptOss", LLAMA, num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+        text,
+        {"preset_model": "llama"},
+    ),
     "phi3": (of("Phi3", LLAMA, num_key_value_heads=2), text, {"preset_model": "phi3"}),
     "phi3, own plan": (of("Phi3", LLAMA, num_key_value_heads=2), text, {}),
     "olmo2": (of("Olmo2", LLAMA, num_key_value_heads=2), text, {}),
@@ -234,6 +241,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], dict[str,
     "chatglm": (chatglm, text, {"preset_model": "chatglm"}),
     "falcon": (of("Falcon", NEOX, new_decoder_architecture=True, num_kv_heads=2), text, {}),
     "falcon, all heads": (of("Falcon", NEOX, multi_query=False, bias=True), text, {}),
+    "falcon, alibi": (of("Falcon", NEOX, multi_query=False, alibi=True), text, {}),
+    "mpt": (of("Mpt", MPT), text, {}),
     "gpt_neox": (of("GPTNeoX", NEOX), text, {}),
     "opt": (of("OPT", NEOX, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0), text, {}),
     "gptj": (of("GPTJ", GPT, rotary_dim=4, **NO_DROPS), text, {}),

@@ -1,0 +1,106 @@
+"""Loss curves on real text over meshes, stages and precisions: one rank's, within what the dtype gives."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import assert_close, config, full_grads, run_mesh
+from torch import nn
+
+import tessera
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "sequence"))
+from readme_text import BATCH, llama, plain_loss, text_batch
+from test_transformers import register, shared_loss
+
+STEPS = 8
+# Of fp32 the order of sums; of bf16 a rounding of 2^-8 in activations that other cuts add up in another order.
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+REGIONS = {"tessera": {"sequence_parallel_norms": True}}
+
+
+def settings(tp: int, sp: int, stage: int, precision: str, **more: Any) -> dict[str, Any]:
+    cfg = config(
+        stage, bf16=precision == "bf16", train_micro_batch_size_per_gpu=BATCH, sequence_parallel_size=sp, **more
+    )
+    cfg["optimizer"] = {"type": "AdamW", "params": {"lr": 3e-3}}
+    cfg["gradient_clipping"] = 1.0
+    cfg["tensor_parallel"] = {"autotp_size": tp}
+    return cfg
+
+
+def curve(model: nn.Module, tp: int, sp: int, dp: int, cfg: dict[str, Any], batches: list[list[Any]]) -> list[float]:
+    copies = [copy.deepcopy(model) for _ in range(tp * sp * dp)]
+
+    def body(rank: int, mesh: tessera.Mesh) -> list[float]:
+        groups = register(copies[rank], mesh) if sp > 1 else None
+        engine = tessera.Engine(copies[rank], cfg, group=mesh)
+        data = rank // (tp * sp)
+        losses = []
+        for parts in batches:
+            loss = plain_loss(engine, parts[data]) if groups is None else shared_loss(engine, parts[data], groups)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+        return losses
+
+    ranks = run_mesh(body, dp=dp, sp=sp, tp=tp)
+    return [sum(step) / len(step) for step in zip(*ranks, strict=True)]
+
+
+def one_rank(model: nn.Module, dp: int, batches: list[list[Any]]) -> list[float]:
+    """Plain PyTorch in fp32, the ranks' batches one after the other."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for parts in batches:
+        optimizer.zero_grad()
+        loss = torch.stack([plain_loss(model, part) for part in parts]).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# Each mesh in every stage, each stage and each mesh in both precisions, tp beside sp with and without regions.
+GRID = [
+    (tp, sp, dp, stage, ("fp32", "bf16")[(stage + number) % 2])
+    for number, (tp, sp, dp) in enumerate([(2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)])
+    for stage in range(4)
+]
+
+
+@pytest.mark.parametrize(("tp", "sp", "dp", "stage", "precision"), GRID)
+def test_curves_are_those_of_one_rank(tp: int, sp: int, dp: int, stage: int, precision: str) -> None:
+    model = llama(4, 4)
+    batches = [[text_batch(step * dp + rank) for rank in range(dp)] for step in range(STEPS)]
+    want = one_rank(copy.deepcopy(model), dp, batches)
+    assert want[-1] < want[0] - 0.5
+    more = REGIONS if tp > 1 and stage in (1, 3) else {}
+    got = curve(model, tp, sp, dp, settings(tp, sp, stage, precision, **more), batches)
+    torch.testing.assert_close(got, want, rtol=TOLERANCE[precision], atol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("more", [{}, REGIONS])
+def test_gradients_of_tp_2_beside_sp_2(more: dict[str, Any], stage: int) -> None:
+    model, batch = llama(4, 4), text_batch(0)
+    whole = copy.deepcopy(model)
+    plain_loss(whole, batch).backward()
+    want = {name: param.grad for name, param in whole.named_parameters()}
+    copies = [copy.deepcopy(model) for _ in range(4)]
+
+    def body(rank: int, mesh: tessera.Mesh) -> None:
+        groups = register(copies[rank], mesh)
+        engine = tessera.Engine(copies[rank], settings(2, 2, stage, "fp32", **more), group=mesh)
+        engine.backward(shared_loss(engine, batch, groups))
+        assert_close(full_grads(engine), want)
+        engine.destroy()
+
+    run_mesh(body, sp=2, tp=2)

@@ -1,0 +1,180 @@
+"""Activations between blocks that are cut along the sequence: the whole model's numbers, a part of its activations."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support import assert_close, run_mesh
+from test_cut_engines import PRECISIONS, adam, on_mesh
+from test_models import assert_same, compare, settings, train, train_plain
+from tiny_models import LLAMA, MODELS, of, text
+from torch import nn
+
+import tessera
+from tessera import _core
+
+REGIONS = {"tessera": {"sequence_parallel_norms": True}}
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "more"),
+    [
+        ("llama", 2, {}),
+        ("llama", 4, {}),
+        ("llama", 3, {"length": 9}),
+        ("llama", 2, {"stage": 1, "dp": 2}),
+        ("qwen3", 2, {"stage": 2, "dp": 2, "replays": True}),
+        ("llama, vocabulary", 2, {"stage": 3}),
+        ("llama, vocabulary, tied", 4, {"replays": True}),
+        ("llama", 2, {"rules": {"tp_overlap_comm": False}, "stage": 3, "replays": True}),
+        ("llama, preset", 2, {}),
+        ("qwen2", 4, {"stage": 1}),
+        ("qwen3", 4, {"stage": 3}),
+        ("mistral", 2, {"stage": 2}),
+        ("phi3", 2, {}),
+        ("gpt_neox", 4, {"stage": 3, "dp": 1}),
+        ("bloom", 2, {}),
+    ],
+)
+def test_models_compute_what_the_whole_ones_do(name: str, tp: int, more: dict[str, Any]) -> None:
+    compare(name, tp, **{"length": 8, **more}, **REGIONS)
+
+
+@pytest.mark.parametrize(("precision", "stage"), [("bf16", 1), ("autocast", 3), ("bf16 states", 2)])
+def test_precisions_follow_the_whole_model(precision: str, stage: int) -> None:
+    batches = [text(step, length=8) for step in range(3)]
+    body = lambda engine, rank: train(engine, batches)  # noqa: E731
+    more = PRECISIONS[precision]
+    want = on_mesh(of("Llama", LLAMA)(), adam(1, stage, **more), body, tp=1)[0]
+    for got in on_mesh(of("Llama", LLAMA)(), adam(2, stage, **more, **REGIONS), body):
+        torch.testing.assert_close(got["losses"], want["losses"], rtol=2e-2, atol=0)
+        torch.testing.assert_close(got["norms"], want["norms"], rtol=5e-2, atol=0)
+        assert_close(got["weights"], want["weights"], bf16=True)
+
+
+def kept(engine: tessera.Engine) -> dict[int, int]:
+    """Bytes of what a forward keeps for the backward and has the width of the model, by storage."""
+    found: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.dim() == 3 and t.size(-1) == LLAMA["hidden_size"]:
+            found[t.untyped_storage().data_ptr()] = t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = engine(**text(0, length=8)).loss
+    loss.backward()
+    return found
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_what_lies_between_blocks_is_a_part(tp: int) -> None:
+    model, head_input = of("Llama", LLAMA)(), 2 * 8 * LLAMA["hidden_size"] * 4
+    body = lambda engine, rank: sum(kept(engine).values())  # noqa: E731
+    whole = on_mesh(model, adam(tp), body, tp=tp)[0]
+    for part in on_mesh(model, adam(tp, **REGIONS), body, tp=tp):
+        assert part == (whole - head_input) // tp + head_input
+
+
+@pytest.mark.parametrize("vocabulary", [False, True])
+@pytest.mark.parametrize(("tp", "replays"), [(2, False), (2, True), (4, False)])
+def test_a_step_sends_what_the_formula_says(tp: int, replays: bool, vocabulary: bool) -> None:
+    model = of("Llama", LLAMA)().train()
+    if replays:
+        model.gradient_checkpointing_enable()
+    copies = [copy.deepcopy(model) for _ in range(tp)]
+    options: dict[str, Any] = {"vocab_parallel": vocabulary, "recompute": replays, "sequence_parallel_norms": True}
+    want = tessera.parallel.cost(model, length=8, batch=2, tp=tp, dtype=torch.float32, **options)
+
+    def body(rank: int, mesh: tessera.Mesh) -> Any:
+        rules = {"preset_model": "llama"} | ({"vocab_parallel_lm_head": True} if vocabulary else {})
+        engine = tessera.Engine(copies[rank], settings(tp, rules, **REGIONS), group=mesh)
+        engine(**text(0, length=8)).loss.backward()  # the first forward compares inputs
+        group = mesh.group(_core.Axis.Tp)
+        group.reset_stats()
+        engine(**text(0, length=8)).loss.backward()
+        stats = group.stats()
+        engine.destroy()
+        return stats
+
+    for stats in run_mesh(body, tp=tp):
+        for operation, traffic in want.axes["tp"].items():
+            counted = getattr(stats, operation)
+            assert (counted.bytes, counted.calls) == (traffic.bytes, traffic.calls), operation
+
+
+def test_inputs_that_are_parts_are_not_cut_again() -> None:
+    """activation_checkpointing.partition_activations cuts what all ranks hold alike."""
+    model = of("Llama", LLAMA)().train()
+    batches = [text(step, length=8) for step in range(2)]
+    want = train_plain(copy.deepcopy(model), [[batch] for batch in batches])
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        for layer in engine.module.model.layers:
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, engine.recompute
+        return train(engine, batches)
+
+    cfg = settings(2, {}, **REGIONS, activation_checkpointing={"partition_activations": True})
+    for got in on_mesh(model, cfg, body):
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mixtral, preset", "type 'mixtral' .*gate, a Linear, is whole inside a module that is cut"),
+        ("deepseek_v2", "type 'deepseek_v2' .*self_attn.q_a_proj, a Linear, is whole inside"),
+        ("olmo2", "type 'olmo2' .*self_attn.q_proj is neither a column nor a row layer directly in"),
+        ("opt", r"type 'opt' .*layers of model.decoder.layers.0 are cut in the block itself"),
+        ("codegen", "type 'codegen' .*its code is not known .*served are llama, mistral"),
+        ("llama, more", "type 'llama' .*mlp.extra, a Linear, is whole inside a module that is cut"),
+    ],
+)
+def test_models_that_are_refused_say_why(name: str, message: str) -> None:
+    model, _, own = MODELS.get(name, MODELS["llama"])
+    made = model()
+    if name == "llama, more":
+        made.model.layers[0].mlp.extra = nn.Linear(2, 2)
+        own = {"preset_model": "llama"}
+    with pytest.raises(ValueError, match=message):
+        tessera.parallel.plan_for(made, settings(2, own, **REGIONS))
+
+
+def test_lengths_that_do_not_divide() -> None:
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        with pytest.raises(ValueError, match=r"\(2, 7, 32\) cannot be cut into 2 equal parts .*pad the sequences"):
+            engine(**text(0, length=7))
+        with torch.no_grad():  # a step of generation
+            odd = engine(**text(0, length=7)).logits
+        engine(**text(0, length=8)).loss.backward()
+        return odd
+
+    model = of("Llama", LLAMA)()
+    for odd in on_mesh(model, adam(2, **REGIONS), body):
+        torch.testing.assert_close(odd, model(**text(0, length=7)).logits)
+
+
+def test_a_key_that_could_not_hold_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    tessera.Engine(of("Llama", LLAMA)(), adam(1, **REGIONS)).destroy()
+    assert "tessera.sequence_parallel_norms has no effect: the model is not cut" in caplog.text
+    model = of("Llama", LLAMA)()
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def body(rank: int, mesh: tessera.Mesh) -> None:
+        tp = mesh.group(_core.Axis.Tp)
+        tessera.parallel.shard_model(copies[rank], adam(2), group=tp)
+        with pytest.raises(ValueError, match="the model was cut without it"):
+            tessera.Engine(copies[rank], adam(2, **REGIONS), group=mesh)
+        other = copy.deepcopy(model)
+        plan = tessera.parallel.shard_model(other, adam(2, **REGIONS), group=tp)
+        assert "activations from model.layers.0 to model.norm are cut along the sequence" in str(plan)
+        for again in (other, copy.deepcopy(other)):
+            engine = tessera.Engine(again, adam(2, **REGIONS), group=mesh)
+            found = engine(**text(0, length=8)).loss
+            torch.testing.assert_close(found, model(**text(0, length=8)).loss)
+            engine.destroy()
+
+    run_mesh(body, tp=2)
