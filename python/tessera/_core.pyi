@@ -247,15 +247,18 @@ class OptimizerOptions:
 def native_types() -> str: ...
 def options_of_type(type: str, adam_w_mode: bool = True) -> OptimizerOptions: ...
 def state_names(rule: Rule, groups: Sequence[GroupOptions]) -> list[str]: ...
-def update(
+def update_tensors(
     rule: Rule,
     group: GroupOptions,
-    step: int,
-    master: torch.Tensor,
-    grad: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    grad_scale: float = 1.0,
-) -> None: ...
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    states: Sequence[Sequence[torch.Tensor]],
+    steps: Sequence[torch.Tensor],
+    firsts: Sequence[int],
+    stochastic: bool = False,
+    seed: int = 0,
+) -> None:
+    """`states`: of each kind, those of all parameters; `steps`: tensors of one number each, which count."""
 
 class WarmupType(Enum):
     Log = ...
