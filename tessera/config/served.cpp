@@ -57,7 +57,6 @@ const std::vector<Refusal>& refusals() {
       {"optimizer.params", "fp32_optimizer_states false", unserved_states},
       {"graph_harvesting", "true", [](C c) { return c.graph_harvesting; }},
       {"compile.deepcompile", "true", [](C c) { return c.compile.deepcompile; }},
-      {"elasticity.enabled", "true", [](C c) { return c.elasticity.enabled; }},
   };
   return all;
 }
@@ -90,6 +89,7 @@ const std::vector<Refusal>& python_only() {
       {"comms_logger.enabled", "true", [](C c) { return c.comms_logger.enabled; }},
       {"activation_checkpointing.partition_activations", "true",
        [](C c) { return c.activation_checkpointing.partition_activations; }},
+      {"elasticity.enabled", "true", [](C c) { return c.elasticity.enabled; }},
   };
   return all;
 }
