@@ -1,0 +1,59 @@
+"""Transformers' Trainer and Accelerate over whatever `deepspeed` is, as one rank of a job.
+
+usage: client_program.py OUT      writes the losses of every run to OUT/losses-RANK.json
+
+The programs are those of tests/clients; the environment says which DeepSpeed it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "clients"))
+sys.argv[1:], OUT = [], Path(sys.argv[1])
+
+import accelerate_loop
+import deepspeed
+import torch
+import trainer
+
+STAGES = (0, 1, 2, 3)
+
+
+def of_trainer(stage: int, bf16: bool) -> list[float]:
+    chosen = trainer.without(trainer.config(stage, bf16={"enabled": bf16}), "optimizer", "scheduler")
+    made = trainer.trainer(trainer.arguments(f"stage{stage}-{bf16}", chosen, bf16=bf16))
+    made.train()
+    assert type(made.deepspeed).__name__ == "DeepSpeedEngine"
+    return trainer.losses(made)
+
+
+def of_accelerate(stage: int) -> list[float]:
+    accelerator = accelerate_loop.accelerator(stage)
+    return accelerate_loop.train(accelerator, accelerate_loop.prepared(accelerator))
+
+
+def main() -> None:
+    found: dict[str, list[float]] = {}
+    for stage in STAGES:
+        found[f"trainer, stage {stage}, fp32"] = of_trainer(stage, False)
+        found[f"trainer, stage {stage}, bf16"] = of_trainer(stage, True)
+        found[f"accelerate, stage {stage}, fp32"] = of_accelerate(stage)
+    about = {"version": deepspeed.__version__, "losses": found}
+    (OUT / f"losses-{os.environ['RANK']}.json").write_text(json.dumps(about))
+
+
+if __name__ == "__main__":
+    try:
+        torch.set_num_threads(1)
+        main()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # not through the ends of threads and groups
