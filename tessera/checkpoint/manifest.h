@@ -71,8 +71,8 @@ struct ParamRecord {
   std::vector<int64_t> shape;
   at::ScalarType dtype = at::kFloat;  // that the module computed in
   bool trained = true;
-  int64_t step = 0;                  // updates of the optimizer that it saw
-  std::vector<std::string> aliases;  // other names of a tied parameter
+  int64_t step = 0;                       // updates of the optimizer that it saw
+  std::vector<std::string> aliases = {};  // other names of a tied parameter
   std::vector<Along> along = {};
 
   std::string base_name() const;  // without the suffix

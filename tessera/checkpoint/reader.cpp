@@ -204,18 +204,28 @@ void Reader::verify_all() const {
 }
 
 at::Tensor Reader::read(const TensorRecord& record, const Want& want) const {
-  if (reorders(record, want)) {
-    at::Tensor whole = read_whole(record);
-    if (!want.slice.empty()) {
-      std::vector<at::Tensor> parts;
-      for (const Range& range : want.slice[0].ranges)
-        parts.push_back(whole.narrow(want.slice[0].dim, range.begin, range.size()));
-      whole = at::cat(parts, want.slice[0].dim);
-    }
-    if (!want.order.empty()) whole = whole.permute(want.order);
-    return whole.contiguous().view(-1).narrow(0, want.range.begin, want.range.size()).clone();
-  }
   at::Tensor result = at::empty({want.range.size()}, at::TensorOptions(record.dtype));
+  read_to(result, record, want);
+  return result;
+}
+
+at::Tensor Reader::read_in_order(const TensorRecord& record, const Want& want) const {
+  at::Tensor whole = read_whole(record);
+  if (!want.slice.empty()) {
+    std::vector<at::Tensor> parts;
+    for (const Range& range : want.slice[0].ranges)
+      parts.push_back(whole.narrow(want.slice[0].dim, range.begin, range.size()));
+    whole = at::cat(parts, want.slice[0].dim);
+  }
+  if (!want.order.empty()) whole = whole.permute(want.order);
+  return whole.contiguous().view(-1).narrow(0, want.range.begin, want.range.size());
+}
+
+void Reader::read_to(const at::Tensor& result, const TensorRecord& record, const Want& want) const {
+  if (reorders(record, want)) {
+    result.copy_(read_in_order(record, want));
+    return;
+  }
   auto* to = static_cast<char*>(result.mutable_data_ptr());
   const int64_t size = itemsize(record);
   // Scattered elements of a piece are read with what lies between them.
@@ -239,7 +249,6 @@ at::Tensor Reader::read(const TensorRecord& record, const Want& want) const {
     }
     i = end;
   }
-  return result;
 }
 
 at::Tensor Reader::read_whole(const TensorRecord& record) const {

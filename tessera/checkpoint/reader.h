@@ -37,6 +37,8 @@ class Reader {
   void verify(const TensorRecord& record, const Want& want) const;
   // 1-D, on the CPU, in the record's dtype.
   at::Tensor read(const TensorRecord& record, const Want& want) const;
+  // The same to where they belong: contiguous, on the CPU, in that dtype. By any thread.
+  void read_to(const at::Tensor& result, const TensorRecord& record, const Want& want) const;
   // All of it, in its shape.
   at::Tensor read_whole(const TensorRecord& record) const;
   // Checked.
@@ -53,6 +55,7 @@ class Reader {
   std::shared_ptr<const io::File> file(int number) const;
   void verify_piece(const TensorRecord& record, const Piece& piece, shard::Range elements) const;
   bool reorders(const TensorRecord& record, const Want& want) const;
+  at::Tensor read_in_order(const TensorRecord& record, const Want& want) const;
 
   std::string folder_;
   Manifest manifest_;

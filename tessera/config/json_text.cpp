@@ -65,7 +65,7 @@ class Cleaner {
   bool copy_special() {
     for (const char* word : {"-Infinity", "Infinity", "NaN"}) {
       if (starts(word)) {
-        out_ += "\"" + std::string(word) + "\"";
+        out_.append(1, '"').append(word).append(1, '"');
         at_ += std::char_traits<char>::length(word);
         comma_ = std::string::npos;
         last_ = '"';

@@ -196,6 +196,46 @@ at::Tensor Restore::client_state(int param, const std::string& kind) const {
   return reader_->read(*record, want);
 }
 
+// Straight to where they belong where writing is no more than a copy; through memory of their own where it is more.
+void Restore::read_parts(io::Progress& progress) {
+  zero::StateAccess& states = engine_->states();
+  const auto done = [&](const Part& part) {
+    if (place_ == 0) progress.add(bytes_of(part));
+  };
+  const auto is_rounded = [&](const Part& part) {
+    const bool is_weight = part.quantity == shard::Quantity::Master || part.quantity == shard::Quantity::Weight;
+    return is_weight && !options_.from_master;
+  };
+  std::vector<std::pair<const Part*, at::Tensor>> direct;
+  std::vector<const Part*> others;
+  for (const Part& part : parts_) {
+    const at::Tensor place =
+        is_rounded(part) ? at::Tensor() : states.writable_view(part.param, part.quantity, part.want.range);
+    if (place.defined() && place.is_cpu() && place.scalar_type() == part.record->dtype)
+      direct.emplace_back(&part, place);
+    else
+      others.push_back(&part);
+  }
+  io::concurrently(static_cast<int64_t>(direct.size()), kReaders, [&](int64_t i) {
+    const auto& [part, place] = direct[i];
+    reader_->read_to(place, *part->record, part->want);
+    done(*part);
+  });
+  // Read ahead of what is written.
+  std::deque<std::future<at::Tensor>> ahead;
+  size_t next = 0;
+  for (const Part* part : others) {
+    for (; next < others.size() && ahead.size() < kReaders; ++next)
+      ahead.push_back(
+          std::async(std::launch::async, [this, p = others[next]] { return reader_->read(*p->record, p->want); }));
+    at::Tensor values = ahead.front().get();
+    ahead.pop_front();
+    if (is_rounded(*part)) values = values.to(records_[part->param]->dtype);
+    states.write(part->param, part->quantity, part->want.range, values);
+    done(*part);
+  }
+}
+
 void Restore::apply() {
   const c10::AutoGradMode no_grad(false);
   Engine& engine = *engine_;
@@ -204,21 +244,7 @@ void Restore::apply() {
   std::string error;
   io::Progress progress("loading '" + folder_ + "'", bytes_of_all(parts_));
   try {
-    // Read ahead of what is written.
-    std::deque<std::future<at::Tensor>> ahead;
-    size_t next = 0;
-    for (const Part& part : parts_) {
-      for (; next < parts_.size() && ahead.size() < kReaders; ++next)
-        ahead.push_back(
-            std::async(std::launch::async, [this, &p = parts_[next]] { return reader_->read(*p.record, p.want); }));
-      at::Tensor values = ahead.front().get();
-      ahead.pop_front();
-      const checkpoint::ParamRecord& record = *records_[part.param];
-      const bool is_weight = part.quantity == shard::Quantity::Master || part.quantity == shard::Quantity::Weight;
-      if (is_weight && !options_.from_master) values = values.to(record.dtype);
-      states.write(part.param, part.quantity, part.want.range, values);
-      if (place_ == 0) progress.add(bytes_of(part));
-    }
+    read_parts(progress);
     for (const auto& [id, quantity] : unborn_)
       states.reset(id, quantity);
     states.flush();

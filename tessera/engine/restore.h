@@ -11,6 +11,10 @@
 #include "tessera/checkpoint/reader.h"
 #include "tessera/engine/accumulation.h"
 
+namespace tessera::io {
+class Progress;
+}
+
 namespace tessera::engine {
 
 // A checkpoint that was found good and fits the engine, before anything has changed.
@@ -47,6 +51,7 @@ class Restore {
     shard::Quantity quantity;
   };
   void plan(Engine& engine);
+  void read_parts(io::Progress& progress);
   void verify() const;
   void check(const std::vector<std::string>& problems) const;
   void check_unexpected(const std::vector<std::string>& of_all_ranks);

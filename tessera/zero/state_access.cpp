@@ -172,13 +172,30 @@ void StateAccess::write(ParamId param, Quantity what, shard::Range range, const 
     return;
   }
   Unit& unit = *place.unit;
-  const shard::Range owned = unit.owned_slice(*place.param);
-  const shard::Range there{owned.begin + range.begin - mine.begin, owned.begin + range.end - mine.begin};
+  const shard::Range there = in_owned(place, range);
   if (what == Quantity::Master) return unit.write_master(there, values);
   TESSERA_CHECK_VALUE(what == Quantity::State0 || what == Quantity::State1, "engine", "no such value can be written");
   const shard::Buffer& state = state_of(unit, what);
   TESSERA_CHECK_VALUE(state.defined(), "engine", "parameter '", place.name(), "' has no such state");
   state.write(there, values);
+}
+
+// From elements of the parameter to those of its unit's owned range.
+shard::Range StateAccess::in_owned(const Place& place, shard::Range range) const {
+  const int64_t shift = place.unit->owned_slice(*place.param).begin - units_.local_range(place).begin;
+  return {range.begin + shift, range.end + shift};
+}
+
+at::Tensor StateAccess::writable_view(ParamId param, Quantity what, shard::Range range) const {
+  const Place& place = units_.at(param, "writable_view");
+  if (!place.trained()) return {};
+  const Unit& unit = *place.unit;
+  const shard::Range there = in_owned(place, range);
+  if (what == Quantity::Master && unit.master_is_weight())
+    return unit.owned_weights().narrow(0, there.begin, there.size());
+  const shard::Buffer& buffer = what == Quantity::Master ? unit.master : state_of(unit, what);
+  const bool here = buffer.defined() && buffer.residence() == shard::Residence::Device;
+  return here ? buffer.view(there) : at::Tensor();
 }
 
 void StateAccess::flush() {

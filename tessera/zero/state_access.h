@@ -32,6 +32,8 @@ class StateAccess {
   // weights of all others, which follow in end_writes(). Local.
   void begin_writes();
   void write(ParamId param, Quantity what, shard::Range range, const at::Tensor& values);
+  // Where write() would copy them: 1-D, in its own dtype. Undefined where it does more than copy. Local.
+  at::Tensor writable_view(ParamId param, Quantity what, shard::Range range) const;
   // State0 or State1 of the parameter, as before its first update. Between the two as well. Local.
   void reset(ParamId param, Quantity what);
   void end_writes();
@@ -78,6 +80,7 @@ class StateAccess {
   shard::NamedShard shard_of(ParamId id, Quantity what, shard::Range range, at::ScalarType dtype, bool cut) const;
   at::Tensor weight_of(ParamId param) const;
   bool is_there(const Place& place, Quantity what) const;
+  shard::Range in_owned(const Place& place, shard::Range range) const;
   at::Tensor read_owned(const Place& place, Quantity what) const;
   at::Tensor read_owned(const Place& place, Quantity what, shard::Range range) const;
   void write_owned(const Place& place, Quantity what, const at::Tensor& values);

@@ -23,7 +23,8 @@ TEST(TimedGroup, GivesWhatTheGroupGives) {
     for (const int64_t n : {0, 1, 17}) {
       for (int kind = 0; kind < 5; ++kind) {
         for (Group* of : {timed.get(), sibling.get()}) {
-          auto l = launch_call(*of, ++call, kind, n, at::kFloat, ReduceOp::Sum, call % 2 == 0);
+          ++call;
+          auto l = launch_call(*of, call, kind, n, at::kFloat, ReduceOp::Sum, call % 2 == 0);
           l.pending.wait();
           EXPECT_TRUE(same_bits(l.got, l.want)) << kind << " " << n;
         }

@@ -1,5 +1,6 @@
 #include "tessera/parallel/attention.h"
 
+#include "tests/parallel/part.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 
@@ -18,11 +19,6 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   const at::Tensor out =
       at::scaled_dot_product_attention(turned(query), turned(key), turned(value), {}, 0.0, true, {}, true);
   return sequence_dim == 0 ? out.permute({2, 0, 1, 3}) : out.transpose(1, 2);
-}
-
-at::Tensor part(const at::Tensor& whole, int64_t dim, const Sizes& sizes, int rank) {
-  const auto range = ranges_of(sizes)[rank];
-  return whole.narrow(dim, range.begin, range.size()).contiguous();
 }
 
 }  // namespace

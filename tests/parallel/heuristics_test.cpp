@@ -14,7 +14,7 @@ Plan plan_for(const Model& model, int size) {
   return make_plan(model.modules, model.facts, options);
 }
 
-struct Case {
+struct ModelCase {
   const char* name;
   Model model;
   int size;
@@ -34,7 +34,7 @@ Expected with(Expected base, const Expected& more, const std::vector<std::string
   return base;
 }
 
-std::vector<Case> cases() {
+std::vector<ModelCase> cases() {
   const Expected experts{{"experts.gate_up_proj", "column 1: 0-12,24-36 / 12-24,36-48"},
                          {"experts.down_proj", "row 2: 0-12 / 12-24"}};
   const Expected neox{{"query_key_value", "column 0: 0-24 / 24-48"},
@@ -140,7 +140,7 @@ std::vector<Case> cases() {
 }  // namespace
 
 TEST(Heuristics, Models) {
-  for (const Case& c : cases()) {
+  for (const ModelCase& c : cases()) {
     SCOPED_TRACE(c.name);
     const Plan plan = plan_for(c.model, c.size);
     expect_plan(plan, c.expected);

@@ -3,6 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "tests/parallel/part.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 
@@ -12,11 +13,6 @@ using testing::error_of;
 using testing::run_ranks;
 
 namespace {
-
-at::Tensor part(const at::Tensor& whole, int64_t dim, const Sizes& sizes, int rank) {
-  const auto range = ranges_of(sizes)[rank];
-  return whole.narrow(dim, range.begin, range.size()).contiguous();
-}
 
 at::Tensor leaf(const at::Tensor& t) {
   return t.clone().requires_grad_();
@@ -45,14 +41,14 @@ bool close(const at::Tensor& a, const at::Tensor& b) {
   return a.sizes() == b.sizes() && at::allclose(a, b, tolerance, tolerance);
 }
 
-struct Case {
+struct LayerCase {
   at::ScalarType dtype;
   Sizes sizes;  // the ranks', of outputs or inputs
   int64_t sequence_dim = -1;
   Sizes sequence = {};
   bool bias = true, overlap = true, keep = false;
 };
-const std::vector<Case> kCases{
+const std::vector<LayerCase> kLayerCases{
     {at::kFloat, {8, 8}},
     {at::kFloat, {6, 5, 5}, -1, {}, false, false},
     {at::kFloat, {16, 0}},
@@ -64,14 +60,14 @@ const std::vector<Case> kCases{
 };
 constexpr int64_t kBatch = 4, kLength = 8, kWidth = 12;
 
-int64_t sequence_bytes(const at::Tensor& x, const Case& c, int rank) {
+int64_t sequence_bytes(const at::Tensor& x, const LayerCase& c, int rank) {
   return static_cast<int64_t>(x.nbytes()) / x.size(c.sequence_dim) * c.sequence[rank];
 }
 
 }  // namespace
 
 TEST(Layers, ColumnIsTheDenseLayer) {
-  for (const Case& c : kCases) {
+  for (const LayerCase& c : kLayerCases) {
     const Dense dense(at::randn({kBatch, kLength, kWidth}).to(c.dtype), 16, c.bias);
     const int ranks = static_cast<int>(c.sizes.size());
     run_ranks(ranks, [&](int rank, const comm::GroupPtr& group) {
@@ -87,7 +83,9 @@ TEST(Layers, ColumnIsTheDenseLayer) {
       y.backward(part(dense.cotangent, 2, c.sizes, rank));
       EXPECT_TRUE(close(x.grad(), own(dense.x_grad)));
       EXPECT_TRUE(close(weight.grad(), part(dense.weight_grad, 0, c.sizes, rank)));
-      if (c.bias) EXPECT_TRUE(close(bias.grad(), part(dense.bias_grad, 0, c.sizes, rank)));
+      if (c.bias) {
+        EXPECT_TRUE(close(bias.grad(), part(dense.bias_grad, 0, c.sizes, rank)));
+      }
       const auto stats = group->stats();
       const auto full = static_cast<int64_t>(dense.x.nbytes());
       if (cut) {
@@ -102,7 +100,7 @@ TEST(Layers, ColumnIsTheDenseLayer) {
 }
 
 TEST(Layers, RowIsTheDenseLayer) {
-  for (const Case& c : kCases) {
+  for (const LayerCase& c : kLayerCases) {
     const Dense dense(at::randn({kBatch, kLength, 16}).to(c.dtype), kWidth, c.bias);
     const int ranks = static_cast<int>(c.sizes.size());
     run_ranks(ranks, [&](int rank, const comm::GroupPtr& group) {
@@ -118,7 +116,9 @@ TEST(Layers, RowIsTheDenseLayer) {
       y.backward(own(dense.cotangent));
       EXPECT_TRUE(close(x.grad(), part(dense.x_grad, 2, c.sizes, rank)));
       EXPECT_TRUE(close(weight.grad(), part(dense.weight_grad, 1, c.sizes, rank)));
-      if (c.bias) EXPECT_TRUE(close(bias.grad(), dense.bias_grad));  // whole on every rank
+      if (c.bias) {
+        EXPECT_TRUE(close(bias.grad(), dense.bias_grad));  // whole on every rank
+      }
       const auto stats = group->stats();
       const auto full = static_cast<int64_t>(dense.y.nbytes());
       if (cut) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "tests/parallel/part.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 
@@ -11,15 +12,6 @@ namespace tessera::parallel {
 
 using testing::error_of;
 using testing::run_ranks;
-
-namespace {
-
-at::Tensor part(const at::Tensor& whole, int64_t dim, const Sizes& sizes, int rank) {
-  const auto range = ranges_of(sizes)[rank];
-  return whole.narrow(dim, range.begin, range.size()).contiguous();
-}
-
-}  // namespace
 
 TEST(Vocabulary, EmbeddingIsTheWhole) {
   struct Case {

@@ -20,8 +20,10 @@ OpInfo info_of_list(const char* name, int size, const ShmTensors& list, Label la
     equal = equal && t.nbytes() == list[0].nbytes();
   }
   if (!equal) {
-    for (const at::Tensor& t : list)
-      info.label += (info.label.empty() ? "" : " ") + std::to_string(t.nbytes());
+    for (const at::Tensor& t : list) {
+      if (!info.label.empty()) info.label += ' ';
+      info.label += std::to_string(t.nbytes());
+    }
   }
   return info;
 }

@@ -298,7 +298,7 @@ struct ShmWorld::Blocked {
   uint64_t version = 0;
   int channel = 0;
   int64_t number = 0, place = 0;
-  std::bitset<kChannels> held;
+  std::bitset<kChannels> held{};
   bool operator==(const Blocked& other) const { return rank == other.rank; }
 };
 
