@@ -58,8 +58,8 @@ void bind_optimizer(py::module_& m) {
           for (size_t s = 0; s < states.size(); ++s)
             tensors[k].state.at(s) = states[s].at(k);
         }
-        update_tensors(rule, group, tensors,
-                       stochastic ? kernels::Rounding::Stochastic : kernels::Rounding::Nearest, seed);
+        update_tensors(rule, group, tensors, stochastic ? kernels::Rounding::Stochastic : kernels::Rounding::Nearest,
+                       seed);
         for (at::Tensor& step : steps)
           step.add_(1);
       },

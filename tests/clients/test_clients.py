@@ -47,8 +47,8 @@ def launch(command: list[str], **more: str) -> None:
 
 
 def leftovers(before: set[str]) -> set[str]:
-    """New names in /dev/shm that no running process uses. torch's manager takes off those of a process a while after its
-    end, and other programs of this machine come and go: what is left is what stays."""
+    """New names in /dev/shm that no running process uses. torch's manager takes off those of a process a while after
+    its end, and other programs of this machine come and go: what is left is what stays."""
     found = {name for name in os.listdir("/dev/shm") if "tessera" in name or "torch" in name} - before
     deadline = time.monotonic() + 60
     while True:
@@ -76,6 +76,12 @@ def test_runs_as_under_plain_pytorch(program: str, ranks: int) -> None:
     ]
     launch(command)
     assert not leftovers(before)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ray_train(workers: int) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed (requirements/ray.txt)")
+    launch([str(HERE / "ray_train.py"), str(workers)], RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0")
 
 
 def test_accelerate_launch_with_a_configuration_file(tmp_path: Path) -> None:

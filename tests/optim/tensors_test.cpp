@@ -105,9 +105,7 @@ TEST(UpdateTensors, ChecksAllBeforeItChangesOne) {
   const auto refused = [&](const std::function<void(TensorUpdate&)>& spoil, const char* says) {
     auto bad = tensors_of(at::randn({2, 3}), 2);
     spoil(bad);
-    EXPECT_HAS(testing::error_of([&] {
-                 update_tensors(Rule::Adam, {}, {good, bad}, kernels::Rounding::Nearest, 0);
-               }),
+    EXPECT_HAS(testing::error_of([&] { update_tensors(Rule::Adam, {}, {good, bad}, kernels::Rounding::Nearest, 0); }),
                says);
     EXPECT_TRUE(at::equal(good.param, before));
   };

@@ -10,6 +10,7 @@ import pytest
 from programs import PEERS, run_peer
 from test_deepspeed import TOLERANCE
 
+CLIENTS = Path(__file__).parents[1] / "clients"
 ALIAS = Path(__file__).parents[2] / "python" / "deepspeed_alias"
 pytestmark = pytest.mark.skipif(not PEERS, reason="make test-peers")
 
@@ -22,9 +23,9 @@ def losses(folder: Path, world: int, **environment: str) -> list[dict[str, Any]]
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_losses_are_deepspeeds(world: int, tmp_path: Path) -> None:
-    theirs = losses(tmp_path / "theirs", world)
+    theirs = losses(tmp_path / "theirs", world, PYTHONPATH=str(CLIENTS))
     # The alias hides DeepSpeed, which is installed there too.
-    ours = losses(tmp_path / "ours", world, PYTHONPATH=str(ALIAS), TESSERA_DEEPSPEED_ALIAS="1")
+    ours = losses(tmp_path / "ours", world, PYTHONPATH=f"{CLIENTS}:{ALIAS}", TESSERA_DEEPSPEED_ALIAS="1")
     for their, our in zip(theirs, ours, strict=True):
         assert "tessera" in our["version"] and "tessera" not in their["version"]
         assert our["losses"].keys() == their["losses"].keys()

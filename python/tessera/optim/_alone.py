@@ -2,10 +2,10 @@
 core runs their rule over the sharded masters, and their step() is the engine's.
 
 Note [Parameters without an engine]
-  fp32, bf16 and fp16 parameters of any layout, on the CPU. States are fp32 whatever the parameter is. A 16-bit parameter is
-  its own master: it is read as fp32, updated, and rounded to nearest, so that updates below half a step of its format are
-  lost; with `stochastic_rounding` they are kept in the mean. Random bits depend on `seed`, the parameter's step and the
-  element, on nothing else, so that a resumed run draws the same.
+  fp32, bf16 and fp16 parameters of any layout, on the CPU. States are fp32 whatever the parameter is. A 16-bit
+  parameter is its own master: it is read as fp32, updated, and rounded to nearest, so that updates below half a step of
+  its format are lost; with `stochastic_rounding` they are kept in the mean. Random bits depend on `seed`, the
+  parameter's step and the element, on nothing else, so that a resumed run draws the same.
 
 state_dict() has torch's names (step, exp_avg, exp_avg_sq, sum) and is exchanged with torch.optim's class of the same
 name in both directions.
@@ -83,7 +83,7 @@ class KernelOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient. ConfigError, before anything is changed, for one that cannot be."""
+        """Updates every parameter that has a gradient. ConfigError, before anything is changed, for one it cannot."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -247,8 +247,8 @@ class AdamW(Adam):
 
 
 class FusedAdam(AdamW):
-    """Adam and AdamW (`adam_w_mode`, the default) with the arguments DeepSpeed configurations use. On a device, too, where
-    Tessera has its kernels."""
+    """Adam and AdamW (`adam_w_mode`, the default) with the arguments DeepSpeed configurations use. On a device, too,
+    where Tessera has its kernels."""
 
     _on_cpu_only = False
 

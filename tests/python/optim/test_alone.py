@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -165,7 +166,8 @@ def test_parameters_of_any_layout() -> None:
         assert torch.equal(param, params[0]) and not torch.equal(param, start)
         assert torch.equal(optimizer.state[param]["exp_avg_sq"], optimizer.state[params[0]]["exp_avg_sq"])
     before = params[1].stride()
-    torch.save(optimizer.state_dict(), buffer := __import__("io").BytesIO())
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
     buffer.seek(0)
     optimizer.load_state_dict(torch.load(buffer, weights_only=True))
     optimizer.step()
@@ -189,7 +191,7 @@ def test_closures_schedules_and_copies() -> None:
     assert losses[1] < losses[0] and optimizer.param_groups[0]["lr"] == 0.05
     other = copy.deepcopy(optimizer)
     assert other.param_groups[0]["decoupled_weight_decay"] and other.state_dict()["state"].keys()
-    params = [p for p in other.param_groups[0]["params"]]
+    params = list(other.param_groups[0]["params"])
     params[0].grad = torch.ones_like(params[0])
     other.step()
 
