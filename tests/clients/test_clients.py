@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+LIMIT = 280
 PROGRAMS = ("accelerate_loop", "trainer", "fine_tuning", "lightning_loop", "tutorials")
 ACCELERATE_CONFIG = """
 compute_environment: LOCAL_MACHINE
@@ -37,12 +39,29 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, **own, **more}
 
 
+def outputs(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Waits in seconds that are counted, not read off a clock: a machine that stands still for minutes, as loaded or
+    virtual ones do, takes one of them."""
+    for _ in range(LIMIT):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=1)
+    os.killpg(process.pid, signal.SIGKILL)
+    said, errors = process.communicate()
+    raise AssertionError(f"no end after {LIMIT} s:\n{said[-4000:]}{errors[-4000:]}")
+
+
 def launch(command: list[str], **more: str) -> None:
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=280, env=environment(**more)
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**more),
+        start_new_session=True,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
-    assert done.returncode == 0, "\n".join(lines) + done.stderr[-4000:]
+    said, errors = outputs(process)
+    lines = [line for line in said.splitlines() if line.startswith("[")]
+    assert process.returncode == 0, "\n".join(lines) + errors[-4000:]
     assert any(line.endswith(": passed") for line in lines)
 
 

@@ -22,7 +22,7 @@ STAGES = (0, 1, 2, 3)
 
 def of_trainer(stage: int, bf16: bool) -> list[float]:
     chosen = trainer.without(trainer.config(stage, bf16={"enabled": bf16}), "optimizer", "scheduler")
-    made = trainer.trainer(trainer.arguments(f"stage{stage}-{bf16}", chosen, bf16=bf16))
+    made = trainer.trainer(trainer.arguments(f"stage{stage}-{bf16}", chosen, bf16=bf16, use_cpu=True))
     made.train()
     assert type(made.deepspeed).__name__ == "DeepSpeedEngine"
     return trainer.losses(made)

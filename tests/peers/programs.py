@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 from support import free_port
@@ -26,5 +27,11 @@ def run_peer(folder: Path, program: str, world: int, *arguments: str, **more: st
         with open(outputs[-1], "w") as output:
             command = [str(PEERS), program, *arguments]
             ranks.append(subprocess.Popen(command, cwd=Path(__file__).parent, env=own, stdout=output, stderr=output))
-    failed = [rank for rank, process in enumerate(ranks) if process.wait(LIMIT) != 0]
+    for _ in range(LIMIT):  # seconds that are counted: a machine may stand still for minutes
+        if all(process.poll() is not None for process in ranks):
+            break
+        time.sleep(1)
+    for process in ranks:
+        process.kill()
+    failed = [rank for rank, process in enumerate(ranks) if process.wait() != 0]
     assert not failed, "\n".join(outputs[rank].read_text()[-6000:] for rank in failed)
