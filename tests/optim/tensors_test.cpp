@@ -4,7 +4,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "support/errors.h"
+#include "tests/support/errors.h"
 
 namespace tessera::optim {
 namespace {

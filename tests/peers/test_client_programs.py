@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,18 @@ ALIAS = Path(__file__).parents[2] / "python" / "deepspeed_alias"
 pytestmark = pytest.mark.skipif(not PEERS, reason="make test-peers")
 
 
-def losses(folder: Path, world: int, **environment: str) -> list[dict[str, Any]]:
+def losses(folder: Path, world: int, *paths: Path, **environment: str) -> list[dict[str, Any]]:
     folder.mkdir()
-    run_peer(folder, "client_program.py", world, str(folder), **environment)
+    path = os.pathsep.join([str(CLIENTS), *map(str, paths), os.environ.get("PYTHONPATH", "")])
+    run_peer(folder, "client_program.py", world, str(folder), PYTHONPATH=path, **environment)
     return [json.loads((folder / f"losses-{rank}.json").read_text()) for rank in range(world)]
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_losses_are_deepspeeds(world: int, tmp_path: Path) -> None:
-    theirs = losses(tmp_path / "theirs", world, PYTHONPATH=str(CLIENTS))
+    theirs = losses(tmp_path / "theirs", world)
     # The alias hides DeepSpeed, which is installed there too.
-    ours = losses(tmp_path / "ours", world, PYTHONPATH=f"{CLIENTS}:{ALIAS}", TESSERA_DEEPSPEED_ALIAS="1")
+    ours = losses(tmp_path / "ours", world, ALIAS, TESSERA_DEEPSPEED_ALIAS="1")
     for their, our in zip(theirs, ours, strict=True):
         assert "tessera" in our["version"] and "tessera" not in their["version"]
         assert our["losses"].keys() == their["losses"].keys()
