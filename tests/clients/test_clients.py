@@ -97,10 +97,9 @@ def test_runs_as_under_plain_pytorch(program: str, ranks: int) -> None:
     assert not leftovers(before)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_ray_train(workers: int) -> None:
+def test_ray_train() -> None:
     pytest.importorskip("ray", reason="Ray is not installed (requirements/ray.txt)")
-    launch([str(HERE / "ray_train.py"), str(workers)], RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0")
+    launch([str(HERE / "ray_train.py"), "2"], RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0")
 
 
 def test_accelerate_launch_with_a_configuration_file(tmp_path: Path) -> None:
