@@ -20,7 +20,9 @@ GroupOptions group_for(Rule rule) {
 }
 
 TensorUpdate tensors_of(const at::Tensor& param, int states) {
-  TensorUpdate tensors{param, at::randn_like(param) * 0.1};
+  TensorUpdate tensors;
+  tensors.param = param;
+  tensors.grad = at::randn_like(param) * 0.1;
   for (int s = 0; s < states; ++s)
     tensors.state.at(s) = at::zeros_like(param, param.options().dtype(at::kFloat));
   return tensors;
@@ -62,7 +64,8 @@ TEST(UpdateTensors, IsTheUpdateOfFlatOnes) {
         for (size_t k = 0; k < all.size(); ++k) {
           const auto& flat = dtype == at::kFloat ? slices[k].master : slices[k].weight;
           EXPECT_TRUE(at::equal(all[k].param.view(-1), flat)) << "rule " << int(rule) << ", " << dtype;
-          if (states > 0) EXPECT_TRUE(at::equal(all[k].state[0].view(-1), slices[k].state[0]));
+          for (int s = 0; s < states; ++s)
+            EXPECT_TRUE(at::equal(all[k].state.at(s).view(-1), slices[k].state.at(s)));
         }
       }
     }
