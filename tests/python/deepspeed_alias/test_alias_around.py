@@ -88,6 +88,7 @@ def test_elastic_batches() -> None:
     assert issubclass(ElasticityIncompatibleWorldSize, ElasticityError)
     elastic = {name: value for name, value in config(2).items() if "batch" not in name and "accumulation" not in name}
     engine = built({**elastic, **cfg})
+    assert engine.elasticity_enabled()
     assert engine.train_batch_size() == engine._config.train_batch_size == batch_size
     engine.destroy()
     with pytest.raises(ElasticityConfigError, match="beside it"):
