@@ -23,8 +23,8 @@ help:
 	@echo "make demo    train a small GPT on 2 ranks and compare it with plain PyTorch (output in demo-out/)"
 	@echo "make tables  memory, time and loss of the low-precision modes beside plain PyTorch (long; a look: ARGS=--quick)"
 	@echo "make test    build and run every test"
-	@echo "make test-peers  checkpoints exchanged with DeepSpeed itself"
-	@echo "make test-clients  Transformers, Accelerate, PEFT, TRL and Lightning on the deepspeed alias"
+	@echo "make test-peers  checkpoints exchanged with DeepSpeed itself, programs that run on both"
+	@echo "make test-clients  Transformers, Accelerate, PEFT, TRL, Lightning and Ray Train on the deepspeed alias"
 	@echo "make bench   build and run the benchmarks"
 	@echo "make docs    API reference in build/docs (pdoc; with doxygen installed the C++ headers too)"
 	@echo "make lint    layer rules, clang-format, ruff, mypy"
@@ -90,26 +90,25 @@ $(VENV)/stamp-ds: requirements/peers.txt $(VENV)/stamp-test
 test-peers: $(VENV)/stamp-ds $(VENV)/stamp-test $(VENV)/stamp-package
 	TESSERA_PEERS=$(PEERS)/bin/python $(PY) -m pytest tests/peers $(ARGS)
 
-# The clients have an environment of their own on top of .venv, whose torch and Tessera it sees: two versions of
-# Transformers, and nothing of theirs in .venv.
-CLIENTS := $(ROOT)/.venv-clients
-CLIENTS_PY := $(CLIENTS)/bin/python
-
-$(CLIENTS)/stamp-clients: requirements/clients.txt $(VENV)/stamp-test
-	$(PY) -m venv --without-pip $(CLIENTS)
+# The clients have environments of their own on top of .venv, whose torch and Tessera they see, and nothing of theirs is
+# in .venv. The second one has the Transformers of .venv, an older one.
+.PRECIOUS: $(ROOT)/.venv-%/stamp-packages
+$(ROOT)/.venv-%/stamp-packages: requirements/%.txt $(VENV)/stamp-test
+	$(PY) -m venv --without-pip $(@D)
 	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
-	  > $$($(CLIENTS_PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))")/test-environment.pth
-	$(CLIENTS_PY) -m pip install --quiet --disable-pip-version-check -r $<
+	  > $$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/test-environment.pth
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 ALIAS_FILES := $(shell find python/deepspeed_alias -name '*.py' -o -name '*.toml' 2>/dev/null)
 
-$(CLIENTS)/stamp-alias: $(ALIAS_FILES) $(CLIENTS)/stamp-clients
-	$(CLIENTS_PY) -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps ./python/deepspeed_alias
+$(ROOT)/.venv-%/stamp-alias: $(ALIAS_FILES) $(ROOT)/.venv-%/stamp-packages
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps ./python/deepspeed_alias
 	@touch $@
 
-test-clients: $(CLIENTS)/stamp-alias $(VENV)/stamp-package
-	$(CLIENTS_PY) -m pytest tests/clients $(ARGS)
+test-clients: $(ROOT)/.venv-clients/stamp-alias $(ROOT)/.venv-clients-4/stamp-alias $(VENV)/stamp-package
+	$(ROOT)/.venv-clients/bin/python -m pytest tests/clients $(ARGS)
+	$(ROOT)/.venv-clients-4/bin/python -m pytest tests/clients -k trainer $(ARGS)
 
 # DeepSpeed compiles against the installed torch, so it cannot be installed in isolation.
 $(VENV)/stamp-bench: requirements/bench.txt $(VENV)/stamp-demo

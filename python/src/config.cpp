@@ -90,6 +90,16 @@ void bind_tree(py::module_& m) {
       .def("to_dict", [](const Config& config) { return to_python(config.to_dict()); })
       .def_property_readonly("placements", &placements)
       .def("resolve_batch", &Config::resolve_batch, py::arg("data_parallel_size"))
+      .def(
+          "with_batch",
+          [](Config config, int64_t train_batch_size, int64_t micro_batch_size) {
+            config.train_batch_size = train_batch_size;
+            config.train_micro_batch_size_per_gpu = micro_batch_size;
+            config.gradient_accumulation_steps.reset();
+            config.elasticity.ignore_non_elastic_batch_info = true;  // its own batch is no contradiction
+            return config;
+          },
+          py::arg("train_batch_size"), py::arg("micro_batch_size"))
       .def("describe", &Config::describe, py::arg("all") = true)
       .def_readonly("warnings", &Config::warnings)
       .def_readonly("given", &Config::given);

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "tessera/optim/tensors.h"
 
 namespace tessera::python {
 
@@ -46,18 +47,24 @@ void bind_optimizer(py::module_& m) {
       },
       py::arg("rule"), py::arg("groups"));
   m.def(
-      "update",
-      [](Rule rule, const GroupOptions& group, int64_t step, at::Tensor master, at::Tensor grad,
-         std::vector<at::Tensor> states, double grad_scale) {
-        UpdateSlice slice;
-        slice.master = std::move(master);
-        slice.grad = std::move(grad);
-        std::move(states.begin(), states.end(), slice.state.begin());
+      "update_tensors",
+      [](Rule rule, const GroupOptions& group, std::vector<at::Tensor> params, std::vector<at::Tensor> grads,
+         std::vector<std::vector<at::Tensor>> states, std::vector<at::Tensor> steps, std::vector<uint64_t> firsts,
+         bool stochastic, uint64_t seed) {
         py::gil_scoped_release no_gil;
-        update(rule, group, step, slice, grad_scale);
+        std::vector<TensorUpdate> tensors(params.size());
+        for (size_t k = 0; k < params.size(); ++k) {
+          tensors[k] = {params[k], grads.at(k), {}, steps.at(k).item<int64_t>() + 1, firsts.at(k)};
+          for (size_t s = 0; s < states.size(); ++s)
+            tensors[k].state.at(s) = states[s].at(k);
+        }
+        update_tensors(rule, group, tensors, stochastic ? kernels::Rounding::Stochastic : kernels::Rounding::Nearest,
+                       seed);
+        for (at::Tensor& step : steps)
+          step.add_(1);
       },
-      py::arg("rule"), py::arg("group"), py::arg("step"), py::arg("master"), py::arg("grad"), py::arg("states"),
-      py::arg("grad_scale") = 1.0);
+      py::arg("rule"), py::arg("group"), py::arg("params"), py::arg("grads"), py::arg("states"), py::arg("steps"),
+      py::arg("firsts"), py::arg("stochastic") = false, py::arg("seed") = 0);
 }
 
 }  // namespace tessera::python

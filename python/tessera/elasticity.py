@@ -16,6 +16,7 @@ from tessera import _core
 from tessera.errors import ConfigError
 
 _SECTION = "elasticity"
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _LARGEST_VERSION = 0.2
 
 
@@ -159,6 +160,18 @@ def compute_elastic_config(
     return batch, valid, (fitting[-1] if section["prefer_larger_batch"] else fitting[0])
 
 
+def with_elastic_batch(config: _core.Config, ranks: int) -> _core.Config:
+    """The configuration with the batch that its section elasticity chooses for so many data-parallel ranks, which stand
+    for model_parallel_size devices each; itself where the section is off. Errors as compute_elastic_config()."""
+    tree = config.to_dict()
+    section = tree[_SECTION]
+    if not section["enabled"]:
+        return config
+    asked = {_SECTION: section, **{key: tree[key] for key in _BATCH if tree[key] is not None}}
+    batch, _, micro = compute_elastic_config(asked, world_size=ranks * section["model_parallel_size"])
+    return config.with_batch(batch, micro)
+
+
 def _section(config: Mapping[str, Any]) -> dict[str, Any]:
     if _SECTION not in config:
         raise ElasticityConfigError("[elasticity] the configuration has no section elasticity")
@@ -175,7 +188,7 @@ def _section(config: Mapping[str, Any]) -> dict[str, Any]:
         wrong.append(f"min_gpus {section['min_gpus']} is larger than max_gpus {section['max_gpus']}")
     if section["version"] > _LARGEST_VERSION:
         wrong.append(f"version {section['version']} is not known; the newest is {_LARGEST_VERSION}")
-    given = [key for key in ("train_batch_size", "train_micro_batch_size_per_gpu") if key in config]
+    given = [key for key in _BATCH if key in config]
     if given and not section["ignore_non_elastic_batch_info"]:
         wrong.append(f"{', '.join(given)} beside it: leave it out, or set ignore_non_elastic_batch_info")
     if wrong:

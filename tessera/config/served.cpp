@@ -57,7 +57,6 @@ const std::vector<Refusal>& refusals() {
       {"optimizer.params", "fp32_optimizer_states false", unserved_states},
       {"graph_harvesting", "true", [](C c) { return c.graph_harvesting; }},
       {"compile.deepcompile", "true", [](C c) { return c.compile.deepcompile; }},
-      {"elasticity.enabled", "true", [](C c) { return c.elasticity.enabled; }},
   };
   return all;
 }
@@ -91,6 +90,7 @@ const std::vector<Refusal>& python_only() {
       {"activation_checkpointing.partition_activations", "true",
        [](C c) { return c.activation_checkpointing.partition_activations; }},
       {"tessera.sequence_parallel_norms", "true", [](C c) { return c.tessera.sequence_parallel_norms; }},
+      {"elasticity.enabled", "true", [](C c) { return c.elasticity.enabled; }},
   };
   return all;
 }

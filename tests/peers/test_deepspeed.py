@@ -14,14 +14,13 @@ from typing import Any
 import model as m
 import pytest
 import torch
-from support import free_port, run_ranks
+from programs import PEERS, run_peer
+from support import run_ranks
 
 import tessera
 from tessera import checkpoints
 
-PEERS = os.environ.get("TESSERA_PEERS")
 WORLDS = (1, 2)
-LIMIT = 600
 # Gradients are reduced in the parameters' dtype and the same bits do not come out of two programs.
 TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2, "fp16": 5e-3}
 ALL = [(world, stage, precision) for world in WORLDS for stage in m.STAGES for precision in m.PRECISIONS]
@@ -45,19 +44,7 @@ def deepspeed(folder: Path, world: int, jobs: list[dict[str, Any]]) -> None:
     """Does the jobs in one run of DeepSpeed's program on `world` ranks."""
     listing = folder / f"jobs-{world}.json"
     listing.write_text(json.dumps(jobs))
-    shared = {
-        "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
-    }  # fmt: skip
-    ranks = []
-    for rank in range(world):
-        own = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with open(folder / f"output-{world}-{rank}.txt", "w") as output:
-            command = [str(PEERS), "deepspeed_program.py", str(listing)]
-            ranks.append(subprocess.Popen(command, cwd=Path(__file__).parent, env=own, stdout=output, stderr=output))
-    failed = [rank for rank, process in enumerate(ranks) if process.wait(LIMIT) != 0]
-    texts = [(folder / f"output-{world}-{rank}.txt").read_text()[-6000:] for rank in failed]
-    assert not failed, "\n".join(texts)
+    run_peer(folder, "deepspeed_program.py", world, str(listing))
 
 
 def tessera_engines(world: int, stage: int, precision: str, body: Any, **more: Any) -> list[Any]:

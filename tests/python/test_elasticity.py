@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import make, run_ranks
 from tessera.elasticity import (
     ElasticityConfigError,
     ElasticityError,
@@ -17,6 +18,7 @@ from tessera.elasticity import (
     valid_devices,
 )
 
+import tessera
 from tessera import ConfigError
 
 
@@ -95,6 +97,7 @@ def test_slices_of_a_model_come_by_nodes() -> None:
         (section(min_gpus=9, max_gpus=3), "min_gpus 9 is larger"),
         (section(micro_batch_sizes=[0]), "micro_batch_sizes: must be"),
         ({**section(), "train_batch_size": 8}, "train_batch_size beside it"),
+        ({**section(), "gradient_accumulation_steps": 8}, "gradient_accumulation_steps beside it"),
         (section(nonsense=1), "nonsense"),
     ],
 )
@@ -104,6 +107,34 @@ def test_wrong_sections(config: dict[str, Any], says: str) -> None:
     assert isinstance(error.value, ConfigError)
     with pytest.raises(ElasticityConfigError, match=r"world_size"):
         compute_elastic_config(section(), return_microbatch=True)
+
+
+def engine_of(world: int, **more: Any) -> list[tuple[int, int, int]]:
+    cfg = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **section(**more.pop("section", {})), **more}
+
+    def body(rank: int, group: Any) -> tuple[int, int, int]:
+        engine = tessera.Engine(make(), cfg, group=group)
+        found = engine.get_batch_info()
+        engine.destroy()
+        return found
+
+    return run_ranks(world, body)
+
+
+def test_an_engine_takes_the_batch_of_its_world() -> None:
+    batches = set()
+    for world in (1, 2, 3):
+        batch, _, micro = compute_elastic_config(section(), world_size=world)
+        for info in engine_of(world):
+            assert info == (batch, micro, batch // (micro * world))
+        batches.add(batch)
+    assert len(batches) == 1
+    ignoring = {"ignore_non_elastic_batch_info": True}
+    assert engine_of(1, section=ignoring, train_batch_size=7) == engine_of(1)
+    with pytest.raises(ElasticityConfigError, match=r"gradient_accumulation_steps beside it"):
+        engine_of(1, gradient_accumulation_steps=2)
+    with pytest.raises(ElasticityIncompatibleWorldSize, match=r"2 devices do not fit"):
+        engine_of(2, section={"max_gpus": 1})
 
 
 def test_enabled() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tessera._config import load_config
+from tessera.elasticity import with_elastic_batch
 from tessera.errors import ConfigError
 
 import tessera
@@ -189,7 +190,7 @@ class DeepSpeedConfig:
             resolved = load_config(config)
             if world_size is None:
                 world_size = mpu.get_data_parallel_world_size() if mpu is not None else distributed.core_group().size
-            batch = resolved.resolve_batch(world_size)
+            batch = with_elastic_batch(resolved, world_size).resolve_batch(world_size)
         tree = resolved.to_dict()
         given = config if isinstance(config, Mapping) else {**tree, ZERO_OPTIMIZATION: _zero_given(resolved)}
         self._param_dict = given

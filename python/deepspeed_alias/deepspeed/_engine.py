@@ -228,6 +228,9 @@ class DeepSpeedEngine(tessera.Engine):
     def amp_enabled(self) -> bool:
         return False
 
+    def elasticity_enabled(self) -> bool:
+        return bool(self.config.get("elasticity.enabled"))
+
     def pld_enabled(self) -> bool:
         return False
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-import torch
-
 from deepspeed._lazy import NotServed
 from tessera import optim
 
@@ -27,6 +25,7 @@ class FusedAdam(optim.FusedAdam):
 
 class DeepSpeedCPUAdam(optim.FusedAdam):
     same_update_as = optim.FusedAdam
+    _on_cpu_only = True
 
     def __init__(
         self,
@@ -88,8 +87,8 @@ class DeepSpeedCPULion(optim.Lion):
         super().__init__(model_params, lr, betas, weight_decay)
 
 
-class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    same_update_as = torch.optim.Adagrad
+class DeepSpeedCPUAdagrad(optim.Adagrad):
+    same_update_as = optim.Adagrad
 
     def __init__(
         self,

@@ -75,6 +75,11 @@ _CHECKPOINTING = _same(
     "configure checkpoint is_configured non_reentrant_checkpoint get_cuda_rng_tracker model_parallel_cuda_manual_seed "
     "model_parallel_reconfigure_tp_seed reset set_num_layers CheckpointFunction",
 )
+_ELASTIC = {
+    **_same("tessera.elasticity", "compute_elastic_config elasticity_enabled"),
+    **_refused("DSElasticAgent", "an elastic agent of its own; `tessera launch` and torchrun have torch's"),
+    **_refused("ensure_immutable_elastic_config", "a scheduler's copy of the section in the environment"),
+}
 _PROFILER = _same("tessera.flops", "FlopsProfiler get_model_profile")
 _ULYSSES_SP = (
     "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter TiledMLP TiledFusedLogitsLoss SequenceTiledCompute "
@@ -264,8 +269,9 @@ MODULES: dict[str, Rows] = {
     "deepspeed.profiling": {},
     "deepspeed.profiling.flops_profiler": _PROFILER,
     "deepspeed.profiling.flops_profiler.profiler": _PROFILER,
-    "deepspeed.elasticity": _same("tessera.elasticity", "compute_elastic_config elasticity_enabled"),
-    "deepspeed.elasticity.elasticity": _same("tessera.elasticity", "compute_elastic_config elasticity_enabled"),
+    "deepspeed.elasticity": {**_ELASTIC, **_texts("ELASTICITY ENABLED")},
+    "deepspeed.elasticity.elasticity": _ELASTIC,
+    "deepspeed.elasticity.constants": _texts("ELASTICITY ENABLED"),
     "deepspeed.elasticity.config": _same(
         "tessera.elasticity", "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize"
     ),

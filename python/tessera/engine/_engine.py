@@ -29,6 +29,7 @@ from tessera.autocast import (
     init_autocast_params,
 )
 from tessera.data import Loader, make_loader
+from tessera.elasticity import with_elastic_batch
 from tessera.engine._checkpoint import EngineCheckpoints
 from tessera.engine._info import EngineGetters
 from tessera.engine._parallel import TensorParallel
@@ -99,6 +100,7 @@ class Engine(EngineCheckpoints, EngineGetters):
         self._warn(self.config.warnings)
         put_back = [keep_optimizer(optimizer), keep_place(model)]
         try:
+            self.config = with_elastic_batch(self.config, self._dp_size)
             batch = self.config.resolve_batch(self._dp_size)
             check_modules(model, partitions=self._partitions())
             self._watch = Watch(self.config, self._telling_rank())

@@ -40,6 +40,11 @@ def build_optimizer(
         built = maybe
     if isinstance(built, torch.optim.LBFGS):
         raise NotImplementedError("[initialize] torch.optim.LBFGS needs a closure, which engine.step() does not take")
+    if any(group.get("stochastic_rounding") for group in built.param_groups):
+        raise ConfigError(
+            f"[initialize] stochastic_rounding of {type(built).__name__} is for programs without an engine; an engine "
+            "rounds as tessera.rounding of its configuration says"
+        )
     allowed = not config.placements.shards_states or config.get("zero_allow_untested_optimizer")
     if not allowed and not is_tested(built):
         raise ConfigError(

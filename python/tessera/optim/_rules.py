@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tessera import _core
-from tessera.optim import FusedAdam, Lion
+from tessera.optim._alone import Adagrad, Adam, AdamW, FusedAdam, KernelOptimizer, Lion
 from tessera.optim._whole import WholeOptimizer
 
 Group = dict[str, Any]
@@ -20,12 +20,8 @@ def _adam(optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOp
     options.beta1, options.beta2 = group["betas"]
     options.eps = group["eps"]
     options.weight_decay = group["weight_decay"]
-    options.maximize = group.get("maximize", False)
-    if isinstance(optimizer, FusedAdam):
-        options.decoupled = optimizer.adam_w_mode
-        options.bias_correction = group["bias_correction"]
-    else:
-        options.decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
+    options.maximize = group["maximize"]
+    options.decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
 
 
 def _sgd(optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOptions) -> None:
@@ -37,12 +33,6 @@ def _sgd(optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOpt
     options.maximize = group["maximize"]
 
 
-def _lion(optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOptions) -> None:
-    options.lr = group["lr"]
-    options.beta1, options.beta2 = group["betas"]
-    options.weight_decay = group["weight_decay"]
-
-
 def _adagrad(optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOptions) -> None:
     options.lr = group["lr"]
     options.lr_decay = group["lr_decay"]
@@ -50,6 +40,11 @@ def _adagrad(optimizer: torch.optim.Optimizer, group: Group, options: _core.Grou
     options.initial_accumulator_value = group["initial_accumulator_value"]
     options.eps = group["eps"]
     options.maximize = group["maximize"]
+
+
+def _own(optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOptions) -> None:
+    assert isinstance(optimizer, KernelOptimizer)
+    optimizer.fill(group, options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +60,11 @@ class NativeRule:
 _RULES: dict[type, NativeRule] = {
     torch.optim.Adam: NativeRule(_core.Rule.Adam, _adam, True),
     torch.optim.AdamW: NativeRule(_core.Rule.Adam, _adam, True),
-    FusedAdam: NativeRule(_core.Rule.Adam, _adam, True),
     torch.optim.SGD: NativeRule(_core.Rule.Sgd, _sgd, False),
     torch.optim.Adagrad: NativeRule(_core.Rule.Adagrad, _adagrad, True, True),
-    Lion: NativeRule(_core.Rule.Lion, _lion, True),
+    **{cls: NativeRule(_core.Rule.Adam, _own, True) for cls in (Adam, AdamW, FusedAdam)},
+    Lion: NativeRule(_core.Rule.Lion, _own, True),
+    Adagrad: NativeRule(_core.Rule.Adagrad, _own, True, True),
 }
 
 # Options that ask for something else than the kernels compute.

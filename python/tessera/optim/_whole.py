@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from tessera.errors import ConfigError
-from tessera.optim import _check_rates
+from tessera.optim._alone import check_rates
 
 _NEWTON_SCHULZ = (
     3.4445,
@@ -100,7 +100,7 @@ class Lamb(WholeOptimizer):
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
     ) -> None:
-        _check_rates("Lamb", lr, betas, eps)
+        check_rates("Lamb", lr, betas, eps)
         if not 0 < min_coeff <= max_coeff:
             raise ConfigError(f"[Lamb] 0 < min_coeff <= max_coeff must hold, got {min_coeff} and {max_coeff}")
         defaults = {
@@ -156,7 +156,7 @@ class Muon(WholeOptimizer):
         use_muon: bool = True,
         ns_method: str = "standard",
     ) -> None:
-        _check_rates("Muon", lr, betas, eps)
+        check_rates("Muon", lr, betas, eps)
         if not 0 <= momentum < 1 or ns_steps < 1:
             raise ConfigError(f"[Muon] momentum must be in [0, 1) and ns_steps >= 1, got {momentum} and {ns_steps}")
         if ns_method not in _NS_METHODS:

@@ -78,7 +78,7 @@ def test_the_profiler() -> None:
 
 def test_elastic_batches() -> None:
     from deepspeed.elasticity import compute_elastic_config, elasticity_enabled
-    from deepspeed.elasticity.config import ElasticityError, ElasticityIncompatibleWorldSize
+    from deepspeed.elasticity.config import ElasticityConfigError, ElasticityError, ElasticityIncompatibleWorldSize
 
     cfg = {"elasticity": {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [2, 4], "version": 0.1}}
     batch_size, devices = compute_elastic_config(ds_config=cfg, target_deepspeed_version=deepspeed.__version__)
@@ -86,6 +86,15 @@ def test_elastic_batches() -> None:
     with pytest.raises(ElasticityIncompatibleWorldSize):
         compute_elastic_config(cfg, deepspeed.__version__, world_size=max(devices) + 1)
     assert issubclass(ElasticityIncompatibleWorldSize, ElasticityError)
+    elastic = {name: value for name, value in config(2).items() if "batch" not in name and "accumulation" not in name}
+    engine = built({**elastic, **cfg})
+    assert engine.elasticity_enabled()
+    assert engine.train_batch_size() == engine._config.train_batch_size == batch_size
+    engine.destroy()
+    with pytest.raises(ElasticityConfigError, match="beside it"):
+        built({**config(2), **cfg})
+    with pytest.raises(ElasticityIncompatibleWorldSize):
+        built({**elastic, "elasticity": {**cfg["elasticity"], "min_gpus": 2}})
 
 
 def test_lamb_by_its_old_name() -> None:
@@ -101,7 +110,8 @@ def test_lamb_by_its_old_name() -> None:
         FusedLamb(make().parameters(), max_grad_norm=1.0)
 
 
-def test_names_of_sparse_embeddings() -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sparse_embeddings(stage: int) -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -114,7 +124,7 @@ def test_names_of_sparse_embeddings() -> None:
     plain, ids = Words(), torch.tensor([1, 3, 3])
     model = Words()
     model.load_state_dict(plain.state_dict())
-    engine = deepspeed.initialize(model=model, config=config(0, sparse_gradients=True))[0]
+    engine = deepspeed.initialize(model=model, config=config(stage, sparse_gradients=True))[0]
     assert engine.sparse_tensor_module_names == {"words.weight"}
     engine.backward(engine(ids))
     engine.step()

@@ -185,6 +185,28 @@ def test_optimizers_by_their_old_names_run_natively(name: str, stage: int) -> No
     assert engine.global_steps == 4 and first != last
 
 
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "CPU" in name])
+def test_optimizers_of_the_cpu_without_an_engine(name: str) -> None:
+    import importlib
+
+    module, _, cls = name.partition(".")
+    found = getattr(importlib.import_module(f"deepspeed.ops.{module}"), cls)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        param = nn.Parameter(torch.ones(5, dtype=dtype))
+        optimizer = found(model_params=[param], lr=1e-2, weight_decay=0.01)
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        torch.testing.assert_close(param.detach().float(), torch.full((5,), 0.99), rtol=0, atol=5e-3)
+        assert all(value.dtype is torch.float32 for value in optimizer.state[param].values())
+    away = nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = found([away])
+    away.grad = torch.ones_like(away)
+    with pytest.raises(AssertionError, match="is on meta"):
+        optimizer.step()
+    with pytest.raises(NotImplementedError, match="fp32_optimizer_states"):
+        found([param], fp32_optimizer_states=False)
+
+
 def test_members_that_programs_read() -> None:
     engine, optimizer, *_ = start(3, accumulation=2)
     assert engine._is_gradient_accumulation_boundary is engine.is_gradient_accumulation_boundary() is False
