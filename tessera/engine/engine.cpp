@@ -170,7 +170,7 @@ zero::Modules& Engine::modules() {
   return impl_->live("modules").modules;
 }
 zero::Regions& Engine::regions() {
-  return impl_->here("regions").regions;
+  return impl_->live("regions").regions;
 }
 zero::StateAccess& Engine::states() {
   return impl_->here("states").states;

@@ -32,6 +32,7 @@ at::Tensor Regions::held_values(ParamId param) const {
 
 void Regions::open(const std::vector<ParamId>& params, bool writable) {
   const std::vector<ParamId> ids = units_.held(params, "gather");
+  units_.check_here("gather");
   const std::lock_guard lock(driver_.hooks().mutex());
   for (const ParamId id : ids) {
     TESSERA_CHECK(!open_[id].open, "zero.GatheredParameters", "parameter '", units_[id].name(),
@@ -120,6 +121,7 @@ void Regions::close(const std::vector<ParamId>& params, Writes writes, int write
   const std::lock_guard lock(driver_.hooks().mutex());
   std::exception_ptr failure;
   try {
+    if (writes != Writes::None) units_.check_here("release");
     if (writes != Writes::None) take_writes(ids, writes, writer);
   } catch (...) {
     failure = std::current_exception();

@@ -17,7 +17,7 @@ using zero::StateKind;
 
 namespace {
 
-const std::vector<StateKind> kAll{StateKind::OptimizerStates, StateKind::Masters, StateKind::Weights,
+const std::vector<StateKind> kEverything{StateKind::OptimizerStates, StateKind::Masters, StateKind::Weights,
                                   StateKind::Gradients, StateKind::Buckets};
 
 engine::Options options_for(const ToyRun& run, const io::TempFolder& folder) {
@@ -56,8 +56,8 @@ TEST(Moving, ARoundTripChangesNoBit) {
           Engine engine(options, comm::Mesh(group), toy.specs(), {toy_adamw()});
           Engine quiet(options, comm::Mesh(group), still.specs(), {toy_adamw()});
           const auto around = [&] {
-            engine.offload_states(kAll, shard::Residence::Nvme);
-            engine.offload_states(kAll, shard::Residence::Nvme);  // they are away
+            engine.offload_states(kEverything, shard::Residence::Nvme);
+            engine.offload_states(kEverything, shard::Residence::Nvme);  // they are away
             const auto memory = engine.memory();
             EXPECT_EQ(memory.disk, memory.params + memory.grads + memory.master + memory.states);
             EXPECT_EQ(memory.buckets, 0);
@@ -83,7 +83,7 @@ TEST(Moving, WhatIsAwayCannotBeUsed) {
     Engine engine(options_for({.stage = stage}, folder), comm::Mesh(), toy.specs(), {toy_adamw()});
     Engine next(options_for({.stage = stage}, folder), comm::Mesh(), other.specs(), {toy_adamw()});
     const at::Tensor loss = toy_forward(engine, toy, toy_batch(0, 0));
-    engine.offload_states(kAll, shard::Residence::Nvme);
+    engine.offload_states(kEverything, shard::Residence::Nvme);
     EXPECT_TRUE(engine.states_are_away());
     toy_forward(next, other, toy_batch(0, 0)).backward();
     next.step();
@@ -104,7 +104,7 @@ TEST(Moving, WhatIsAwayCannotBeUsed) {
       EXPECT_TRUE(engine.states()
                       .get_full(static_cast<int>(i), Quantity::Master)
                       .equal(next.states().get_full(static_cast<int>(i), Quantity::Master)));
-    engine.offload_states(kAll, shard::Residence::Nvme);
+    engine.offload_states(kEverything, shard::Residence::Nvme);
     engine.destroy();
     EXPECT_TRUE(toy.tensors[3].isfinite().all().item<bool>()) << "parameters keep their values";
   }
@@ -128,14 +128,14 @@ TEST(Moving, OnlyWhatIsAskedFor) {
   };
   const Toy toy;
   Engine engine(options_for({.stage = 2, .bf16 = true}, folder), comm::Mesh(), toy.specs(), {toy_adamw()});
-  for (const StateKind kind : kAll) {
+  for (const StateKind kind : kEverything) {
     engine.offload_states({kind}, shard::Residence::Nvme);
     EXPECT_EQ(engine.memory().disk, bytes(engine.memory(), kind));
     EXPECT_EQ(engine.states_are_away(), kind != StateKind::Buckets);
     engine.reload_states();
   }
   // Of a model on the CPU host memory is where it is.
-  engine.offload_states(kAll, shard::Residence::Host);
+  engine.offload_states(kEverything, shard::Residence::Host);
   EXPECT_FALSE(engine.states_are_away());
   EXPECT_EQ(engine.memory().host, 0);
 }
@@ -147,7 +147,7 @@ TEST(Moving, RefusesByName) {
     auto options = options_for(run, folder);
     change(options);
     Engine engine(options, comm::Mesh(), toy.specs(), {toy_adamw()});
-    return error_of([&] { engine.offload_states(kAll, shard::Residence::Nvme); });
+    return error_of([&] { engine.offload_states(kEverything, shard::Residence::Nvme); });
   };
   EXPECT_HAS(error({.stage = 0}, [](auto&) {}), "stage 1, 2 or 3");
   EXPECT_HAS(error({.stage = 1}, [](auto& o) { o.rule = optim::Rule::External; }), "Adam, AdamW, SGD");
@@ -165,13 +165,13 @@ TEST(Moving, RefusesByName) {
     engine.begin_no_sync();
     toy_forward(engine, toy, toy_batch(rank, 0)).backward();
     engine.end_no_sync();
-    EXPECT_HAS(error_of([&] { engine.offload_states(kAll, shard::Residence::Nvme); }), "no_sync");
+    EXPECT_HAS(error_of([&] { engine.offload_states(kEverything, shard::Residence::Nvme); }), "no_sync");
     EXPECT_FALSE(engine.states_are_away());
   });
   const Toy toy;
   Engine engine(options_for({.stage = 3}, folder), comm::Mesh(), toy.specs(), {toy_adamw()});
   engine.regions().open({3});
-  const auto call = [&] { engine.offload_states(kAll, shard::Residence::Nvme); };
+  const auto call = [&] { engine.offload_states(kEverything, shard::Residence::Nvme); };
   EXPECT_EQ(error_of(call), "") << "on one rank nothing is gathered";
   engine.reload_states();
 }
