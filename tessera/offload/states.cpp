@@ -90,7 +90,8 @@ class Homes {
     if (!takes(what, size)) return nullptr;
     const at::TensorOptions host = options.device(at::kCPU);
     int64_t& in_memory = in_memory_[std::this_thread::get_id()];
-    const bool stays = options_.residence == Residence::Nvme && size <= options_.in_memory - in_memory;
+    const bool stays =
+        options_.residence == Residence::Nvme && options_.in_memory > 0 && size <= options_.in_memory - in_memory;
     if (stays) in_memory += size;
     if (stays && on_cpu) return nullptr;
     if (stays || options_.residence == Residence::Host)

@@ -191,11 +191,11 @@ at::Tensor StateAccess::writable_view(ParamId param, Quantity what, shard::Range
   if (!place.trained()) return {};
   const Unit& unit = *place.unit;
   const shard::Range there = in_owned(place, range);
-  if (what == Quantity::Master && unit.master_is_weight())
-    return unit.owned_weights().narrow(0, there.begin, there.size());
-  const shard::Buffer& buffer = what == Quantity::Master ? unit.master : state_of(unit, what);
-  const bool here = buffer.defined() && buffer.residence() == shard::Residence::Device;
-  return here ? buffer.view(there) : at::Tensor();
+  const bool is_weight = what == Quantity::Master && unit.master_is_weight();
+  const shard::Buffer buffer = is_weight                  ? unit.weights()
+                               : what == Quantity::Master ? unit.master
+                                                          : state_of(unit, what);
+  return buffer.defined() && buffer.is_here() ? buffer.view(there) : at::Tensor();
 }
 
 void StateAccess::flush() {

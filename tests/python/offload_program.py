@@ -81,8 +81,8 @@ class Part(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1 << 22))
 
-    def forward(self) -> torch.Tensor:
-        return self.weight.sum()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.sum()
 
 
 class Sum(nn.Module):
@@ -93,7 +93,10 @@ class Sum(nn.Module):
         self.parts = nn.ModuleList(Part() for _ in range(elements >> 22))
 
     def forward(self) -> torch.Tensor:
-        return torch.stack([part() for part in self.parts]).sum()
+        x = torch.zeros(())
+        for part in self.parts:
+            x = part(x)
+        return x
 
 
 def resident(key: str) -> int:

@@ -123,9 +123,10 @@ def test_parameters_on_a_disk_and_the_update_in_the_backward(world: int, tmp_pat
         run(engine, rank, 3)
         return weights(engine.module)
 
+    finite = {"bf16": {"enabled": True, "check_grad_overflow": False}}
     more = {"tessera": {"update_in_backward": True, "min_unit_elements": 1}}
-    here = engines(make(), world, config(3, optimizer=ADAM, bf16=True), body)
-    there = engines(make(), world, away(3, tmp_path, params=True, **more), body)
+    here = engines(make(), world, config(3, optimizer=ADAM) | finite, body)
+    there = engines(make(), world, away(3, tmp_path, params=True, **more) | finite, body)
     assert all(map(same, here, there))
 
 
@@ -317,7 +318,7 @@ def test_memory_is_the_buffers_whatever_the_states(tmp_path: Path) -> None:
 
 
 def test_memory_is_buffers_and_a_unit_whatever_the_model(tmp_path: Path) -> None:
-    """Parameters and states on a disk, and no gradients: peaks of models of 32 and 16 units differ by nothing."""
+    """Parameters and states on a disk, and no gradients: models of 32 and of 16 units have the same peaks."""
     peaks = {}
     for parts in (16, 32):
         said = program("parameters", tmp_path, parts << 22, environment={"MALLOC_MMAP_THRESHOLD_": "1000000"})
@@ -325,8 +326,8 @@ def test_memory_is_buffers_and_a_unit_whatever_the_model(tmp_path: Path) -> None
     unit = 4 << 22
     for small, large in zip(peaks[16], peaks[32], strict=True):
         assert large == pytest.approx(small, abs=unit)
-    # Construction: a unit twice, as built and as its slice, and 3 tiles on their way. Training: 3 tiles of weights and
-    # of both moments, 3 buckets for units, 3 for gradients.
-    assert peaks[32][0] < 6 * unit
-    assert peaks[32][1] < (9 + 6) * unit
-    assert 4 * peaks[32][1] < 3 * 32 * unit  # of what weights and moments take
+    # Construction: 3 tiles of the file that zero.Init writes and 3 of the engine's, a unit whole, gathered and as slice.
+    # Training: 3 tiles of weights and of both moments, what is read ahead, 3 buckets for units, 3 for gradients.
+    assert peaks[32][0] < (6 + 3) * unit * 1.1
+    assert peaks[32][1] < (9 + 1 + 3 + 3) * unit * 1.1
+    assert 5 * peaks[32][1] < 3 * 32 * unit  # of what weights and moments take
