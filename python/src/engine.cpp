@@ -5,6 +5,7 @@
 
 #include "bindings.h"
 #include "tessera/engine/build.h"
+#include "tessera/offload/states.h"
 #include "tessera/zero/early_params.h"
 
 namespace tessera::python {
@@ -128,6 +129,19 @@ void bind_writes(py::module_& m) {
       .value("Own", zero::Writes::Own);
 }
 
+void bind_residences(py::module_& m) {
+  py::enum_<shard::Residence>(m, "Residence")
+      .value("Device", shard::Residence::Device)
+      .value("Host", shard::Residence::Host)
+      .value("Nvme", shard::Residence::Nvme);
+  py::enum_<zero::StateKind>(m, "StateKind")
+      .value("OptimizerStates", zero::StateKind::OptimizerStates)
+      .value("Masters", zero::StateKind::Masters)
+      .value("Weights", zero::StateKind::Weights)
+      .value("Gradients", zero::StateKind::Gradients)
+      .value("Buckets", zero::StateKind::Buckets);
+}
+
 void bind_early(py::module_& m) {
   using zero::EarlyParams;
   using zero::ParamPartition;
@@ -138,16 +152,23 @@ void bind_early(py::module_& m) {
   py::class_<ParamPartition>(m, "ParamPartition")
       .def_readonly("state", &ParamPartition::state)
       .def_readonly("partitioned", &ParamPartition::partitioned)
-      .def_property_readonly("held", [](const ParamPartition& p) { return std::pair(p.held.begin, p.held.end); })
-      .def_readonly("values", &ParamPartition::values);
+      .def_property_readonly("held", [](const ParamPartition& p) { return std::pair(p.held.begin, p.held.end); });
   py::class_<EarlyParams, std::shared_ptr<EarlyParams>>(m, "EarlyParams")
-      .def(py::init([](const comm::Mesh& mesh) { return std::make_shared<EarlyParams>(zero::Ranks(mesh)); }),
-           py::arg("mesh"))
+      .def(py::init([](const comm::Mesh& mesh, shard::Residence residence, const std::string& folder, bool pin) {
+             zero::HomeMaker home;
+             if (residence != shard::Residence::Device)
+               home = offload::state_homes(
+                   {.residence = residence, .folder = folder, .pin_memory = pin, .what = "parameters"});
+             return std::make_shared<EarlyParams>(zero::Ranks(mesh), std::move(home));
+           }),
+           py::arg("mesh"), py::arg("residence") = shard::Residence::Device, py::arg("folder") = "",
+           py::arg("pin_memory") = false)
       .def("add", &EarlyParams::add, py::arg("name"), py::arg("tensor"), py::arg("dtype"), NoGil())
       .def("gather", &EarlyParams::gather, py::arg("numbers"), NoGil())
       .def("release", &EarlyParams::release, py::arg("numbers"), py::arg("writes"), py::arg("writer"), NoGil())
       .def("is_gathered", &EarlyParams::is_gathered, py::arg("number"))
       .def("partition_of", &EarlyParams::partition_of, py::arg("number"))
+      .def("held_values", &EarlyParams::held_values, py::arg("number"), NoGil())
       .def("restore", &EarlyParams::restore, py::arg("number"), NoGil())
       .def("prune", &EarlyParams::prune)
       .def("bytes", &EarlyParams::bytes);
@@ -190,6 +211,7 @@ void bind_modules(EngineClass& c) {
            py::arg("param"), NoGil())
       .def("is_gathered", on(&Engine::regions, &zero::Regions::is_gathered), py::arg("param"))
       .def("partition_of", on(&Engine::regions, &zero::Regions::partition_of), py::arg("param"))
+      .def("held_values", on(&Engine::regions, &zero::Regions::held_values), py::arg("param"), NoGil())
       .def("gather", on(&Engine::regions, &zero::Regions::open), py::arg("params"), py::arg("writable") = true, NoGil())
       .def("release", on(&Engine::regions, &zero::Regions::close), py::arg("params"), py::arg("writes"),
            py::arg("writer"), NoGil());
@@ -256,6 +278,10 @@ void bind_state(EngineClass& c) {
       .def("agree_max", on(&Engine::states, &zero::StateAccess::agree_max), py::arg("value"), NoGil())
       .def("refresh_params", &Engine::refresh_params, NoGil())
       .def("adopt_params", &Engine::adopt_params, NoGil())
+      .def("offload_states", &Engine::offload_states, py::arg("kinds"), py::arg("to"), py::arg("pin_memory") = true,
+           NoGil())
+      .def("reload_states", &Engine::reload_states, NoGil())
+      .def("states_are_away", &Engine::states_are_away)
       .def("destroy", &Engine::destroy, NoGil())
       .def("destroyed", &Engine::destroyed);
 }
@@ -264,6 +290,7 @@ void bind_state(EngineClass& c) {
 
 void bind_engine(py::module_& m) {
   bind_writes(m);
+  bind_residences(m);
   bind_early(m);
   bind_structs(m);
   EngineClass c(m, "Engine");

@@ -45,6 +45,16 @@ offload::StateOptions offload_options(const OffloadOptimizer& section) {
           .ratio = section.ratio};
 }
 
+offload::StateOptions offload_options(const OffloadParam& section) {
+  const bool nvme = section.device == OffloadDevice::Nvme;
+  return {.residence = nvme ? shard::Residence::Nvme : shard::Residence::Host,
+          .folder = section.nvme_path.value_or(""),
+          .buffer_count = section.buffer_count,
+          .in_memory = nvme ? section.max_in_cpu : 0,
+          .pin_memory = section.pin_memory,
+          .what = "parameters"};
+}
+
 }  // namespace
 
 zero::Options zero_options(const Config& config) {
@@ -71,6 +81,12 @@ zero::Options zero_options(const Config& config) {
   if (zero.offload_optimizer.device != OffloadDevice::None) {
     options.home = offload::state_homes(offload_options(zero.offload_optimizer));
     options.pin_memory = zero.offload_optimizer.pin_memory;
+  }
+  if (zero.offload_param.device != OffloadDevice::None && zero.stage == 3) {
+    options.weight_home = offload::state_homes(offload_options(zero.offload_param));
+    options.gather.ahead_units = static_cast<int>(std::min<int64_t>(zero.offload_param.buffer_count, 1 << 20));
+    options.gather.ahead =
+        std::min<int64_t>(zero.offload_param.buffer_size, int64_t{1} << 40) * options.gather.ahead_units;
   }
   options.reduce_at_step = !config.managed_gradient_accumulation;
   const bool possible =

@@ -102,6 +102,13 @@ void check_zero(const Config& c, Report& report) {
   if (offload.device == OffloadDevice::Nvme && offload.nvme_path.value_or("").empty()) {
     report.error("zero_optimization.offload_optimizer.nvme_path", "is missing: device nvme needs a folder on the disk");
   }
+  if (zero.offload_param.device != OffloadDevice::None && zero.stage != 3) {
+    report.warning("zero_optimization.offload_param.device", "has no effect: only stage 3 partitions parameters");
+  } else if (zero.offload_param.device != OffloadDevice::None && c.tessera.shared_parameters) {
+    report.error("zero_optimization.offload_param.device", "cannot be combined with tessera.shared_parameters");
+  } else if (zero.offload_param.device == OffloadDevice::Nvme && zero.offload_param.nvme_path.value_or("").empty()) {
+    report.error("zero_optimization.offload_param.nvme_path", "is missing: device nvme needs a folder on the disk");
+  }
   if (offload.ratio < 1 && zero.stage != 3) {
     report.error("zero_optimization.offload_optimizer.ratio", "below 1 needs stage 3");
   }

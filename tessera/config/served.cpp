@@ -36,10 +36,6 @@ const std::vector<Refusal>& refusals() {
          const OffloadOptimizer& offload = c.zero_optimization.offload_optimizer;
          return offload.device != OffloadDevice::None && offload.super_offload;
        }},
-      {"zero_optimization.offload_param.device", "cpu, nvme in stage 3",
-       [](C c) {
-         return c.zero_optimization.stage == 3 && c.zero_optimization.offload_param.device != OffloadDevice::None;
-       }},
       {"zero_optimization.zero_hpz_partition_size", "> 1",
        [](C c) { return c.zero_optimization.zero_hpz_partition_size > 1; }},
       {"zero_optimization.zero_quantized_weights", "true",

@@ -1,12 +1,15 @@
 #include "tessera/engine/engine.h"
 
 #include <algorithm>
+#include <map>
+#include <utility>
 
 #include "tessera/base/error.h"
 #include "tessera/base/heap.h"
 #include "tessera/engine/checkpoint.h"
 #include "tessera/engine/initial_values.h"
 #include "tessera/engine/preflight.h"
+#include "tessera/offload/states.h"
 #include "tessera/optim/norm.h"
 #include "tessera/zero/adoption.h"
 
@@ -31,10 +34,18 @@ struct Engine::Impl {
   c10::DeviceType device = at::kCPU;
   std::vector<amp::AutocastRegion> regions;  // of the forwards under way
   bool told_of_region = false;
+  std::map<std::pair<shard::Residence, bool>, zero::HomeMaker> homes;  // of offload_states(), by where and pinned
 
   zero::ShardedModel& live(const char* call) const {
     TESSERA_CHECK(model != nullptr, "engine", call, ": the engine was destroyed; build a new one");
     return *model;
+  }
+
+  // The same, with all of it on the device.
+  zero::ShardedModel& here(const char* call) const {
+    zero::ShardedModel& found = live(call);
+    found.units.check_here(call);
+    return found;
   }
 
   void check_accumulates(const char* call, int64_t steps = 2) const {
@@ -123,7 +134,7 @@ void Engine::broadcast_buffers(const std::vector<at::Tensor>& buffers) {
 // ---------------------------------------------------------------- forward
 
 bool Engine::pre_forward() {
-  zero::ShardedModel& model = impl_->live("forward");
+  zero::ShardedModel& model = impl_->here("forward");
   Phases& phases = model.units.phases();
   model.driver.follow_params();
   if (!model.driver.hooks().in_forward()) {
@@ -162,13 +173,13 @@ zero::Regions& Engine::regions() {
   return impl_->live("regions").regions;
 }
 zero::StateAccess& Engine::states() {
-  return impl_->live("states").states;
+  return impl_->here("states").states;
 }
 zero::Accumulation& Engine::accumulation() {
-  return impl_->live("accumulation").accumulation;
+  return impl_->here("accumulation").accumulation;
 }
 Checkpointer& Engine::checkpoints() {
-  impl_->live("checkpoints");
+  impl_->here("checkpoints");
   if (!impl_->checkpointer) impl_->checkpointer = std::make_unique<Checkpointer>(*this);
   return *impl_->checkpointer;
 }
@@ -179,7 +190,7 @@ Scaling& Engine::scaling() {
 // ---------------------------------------------------------------- backward
 
 at::Tensor Engine::begin_backward(const at::Tensor& loss, bool scale_wrt_gas) {
-  impl_->live("backward");
+  impl_->here("backward");
   TESSERA_CHECK_VALUE(loss.defined() && loss.numel() == 1 && loss.grad_fn(), "engine.backward",
                       "loss must be a scalar tensor with a graph (one element and a grad_fn); call forward with "
                       "gradients enabled, or use out.backward(gradient) for other shapes");
@@ -211,7 +222,7 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
 
 bool Engine::step(const std::function<void()>& external, std::optional<double> global_norm) {
   Impl& m = *impl_;
-  const PhaseScope scope(m.live("step").units.phases(), Phase::Step);
+  const PhaseScope scope(m.here("step").units.phases(), Phase::Step);
   TESSERA_CHECK(!m.no_sync && !m.coalesce, "engine.step", "It is illegal to call Engine.step() inside ",
                 m.no_sync ? "no_sync" : "coalesce_grad_reduction", " context manager; leave it first");
   TESSERA_CHECK_VALUE(!global_norm || !(*global_norm < 0), "engine.step", "global_norm must not be negative, got ",
@@ -275,7 +286,7 @@ bool Engine::Impl::apply(const std::function<void()>& external, std::optional<do
 }
 
 void Engine::zero_grad() {
-  zero::ShardedModel& model = impl_->live("zero_grad");
+  zero::ShardedModel& model = impl_->here("zero_grad");
   TESSERA_CHECK(!model.early.on() || !model.driver.flushed(), "engine.zero_grad",
                 "the backward has updated the model with its gradients (tessera.update_in_backward); call step()");
   model.driver.drop_gradients();
@@ -283,13 +294,13 @@ void Engine::zero_grad() {
 }
 
 double Engine::grad_norm() {
-  zero::ShardedModel& model = impl_->live("grad_norm");
+  zero::ShardedModel& model = impl_->here("grad_norm");
   model.driver.ensure_reduced();
   return model.updater.summarize().norm / impl_->scaling.gradient_scale();
 }
 
 double Engine::norm_contribution(const std::vector<int>& without) {
-  zero::ShardedModel& model = impl_->live("norm_contribution");
+  zero::ShardedModel& model = impl_->here("norm_contribution");
   impl_->check_keeps_gradients("norm_contribution");
   model.driver.ensure_reduced();
   const double scale = impl_->scaling.gradient_scale();
@@ -397,10 +408,40 @@ const std::vector<ParamSpec>& Engine::params() const {
 }
 
 void Engine::refresh_params() {
-  impl_->live("refresh_params").updater.refresh_params();
+  impl_->here("refresh_params").updater.refresh_params();
 }
 void Engine::adopt_params() {
-  zero::adopt_params(impl_->live("adopt_params").units, /*compare=*/true);
+  zero::adopt_params(impl_->here("adopt_params").units, /*compare=*/true);
+}
+
+// ---------------------------------------------------------------- states elsewhere for a while
+
+void Engine::offload_states(const std::vector<zero::StateKind>& kinds, shard::Residence to, bool pin_memory) {
+  Impl& m = *impl_;
+  zero::ShardedModel& model = m.live("offload_states");
+  const zero::Options& zero = m.options.zero;
+  TESSERA_CHECK_VALUE(zero.stage > 0, "engine.offload_states", "needs zero_optimization.stage 1, 2 or 3");
+  TESSERA_CHECK_VALUE(!zero.weight_home, "engine.offload_states",
+                      "zero_optimization.offload_param is configured: parameters do not live on the device anyway");
+  TESSERA_CHECK_VALUE(m.options.rule != optim::Rule::External, "engine.offload_states",
+                      "a client's own optimizer holds tensors of its own; name one of ", optim::native_types(),
+                      " in the configuration, or pass such an optimizer of torch");
+  TESSERA_CHECK_VALUE(to != shard::Residence::Nvme || !m.options.nvme_path.empty(), "engine.offload_states",
+                      "device nvme needs a folder: set zero_optimization.offload_optimizer.nvme_path");
+  if (m.checkpointer) m.checkpointer->wait();
+  zero::HomeMaker& home = m.homes[{to, pin_memory}];
+  if (!home)
+    home = offload::state_homes(
+        {.residence = to, .folder = m.options.nvme_path, .pin_memory = pin_memory, .what = "states"});
+  model.moving.leave(kinds, home);
+}
+
+void Engine::reload_states() {
+  impl_->live("reload_states").moving.come_back();
+}
+
+bool Engine::states_are_away() const {
+  return impl_->model != nullptr && impl_->model->units.is_away();
 }
 
 Engine::Memory Engine::memory() const {
@@ -416,6 +457,7 @@ void Engine::destroy() {
   std::exception_ptr error;
   try {
     if (impl_->checkpointer) impl_->checkpointer->wait();
+    impl_->model->moving.weights_come_back();  // they keep their values
   } catch (const IoError&) {
     error = std::current_exception();
   }

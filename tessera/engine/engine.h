@@ -36,6 +36,7 @@ struct Options {
   std::optional<at::ScalarType> sequence_communication;  // zero.communication where several ranks share a sequence
   bool time_device = false;       // phases begin and end when the device has done its work (base/phases.h)
   bool share_buffers = true;      // broadcast_buffers() does what it says, and nothing without this
+  std::string nvme_path;          // where offload_states() may put what goes to a disk
   std::string client_optimizer;   // Rule::External: class and hyper-parameters, which all ranks must have alike
   amp::ScalerOptions scaler;      // loss scaling
   amp::AutocastOptions autocast;  // what forward computes in
@@ -140,6 +141,16 @@ class Engine {
   // Takes the values of compute parameters that were edited or loaded as new masters; untouched ones keep the bits of
   // theirs. step() and reading a master do so too, except for edits that torch does not count (p.data.copy_()). Local.
   void adopt_params();
+
+  // Moves what of `kinds` lives on the device to host memory or into a file in Options::nvme_path, until reload_states():
+  // room for other engines. What lives elsewhere anyway stays there; what is away already, too. Meanwhile forward, backward,
+  // step and whatever reads or writes states are state errors. Of a model on the CPU Residence::Host changes nothing, with
+  // a warning, once. Value error in stage 0, with offload_param, for a client's optimizer and for a disk without a path.
+  // State error inside a forward or a region. Local; done on return.
+  void offload_states(const std::vector<zero::StateKind>& kinds, shard::Residence to = shard::Residence::Host,
+                      bool pin_memory = true);
+  void reload_states();
+  bool states_are_away() const;
 
   using Memory = zero::Memory;
   Memory memory() const;

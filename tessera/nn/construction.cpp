@@ -7,7 +7,7 @@ namespace tessera::nn {
 Construction::Construction(const Config& config, comm::Mesh mesh)
     : mesh_(std::move(mesh)),
       dtype_(config::zero_options(config).precision.param),
-      early_(std::make_shared<zero::EarlyParams>(zero::Ranks(mesh_))) {}
+      early_(std::make_shared<zero::EarlyParams>(zero::Ranks(mesh_), config::zero_options(config).weight_home)) {}
 
 void Construction::partition_parameters(const torch::nn::Module& module) {
   for (const auto& item : module.named_parameters()) {

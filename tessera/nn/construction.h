@@ -23,7 +23,7 @@ namespace tessera::nn {
 // and written in a region of gather() and release(), and belong to the engine once there is one.
 class Construction {
  public:
-  // The parameters' dtype is that of the configuration's precision.
+  // The parameters' dtype is that of the configuration's precision; slices live where its offload_param says.
   Construction(const Config& config, comm::Mesh mesh);
 
   // Broadcasts rank 0's values of every parameter of `module` that is not partitioned yet, and keeps this rank's slice.
@@ -42,7 +42,7 @@ class Construction {
   // Lets an engine built from `specs` take over what is partitioned here. Local.
   void hand_over(std::vector<engine::ParamSpec>& specs) const;
   const comm::Mesh& mesh() const { return mesh_; }
-  // Bytes of this rank's slices.
+  // Bytes of this rank's slices on the device.
   int64_t bytes() const { return early_->bytes(); }
 
  private:

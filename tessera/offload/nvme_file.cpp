@@ -4,6 +4,7 @@
 #include <cstring>
 #include <exception>
 #include <iterator>
+#include <utility>
 
 #include "tessera/base/error.h"
 
@@ -66,6 +67,7 @@ void NvmeFile::write(Bytes bytes, Bytes space, const char* values, std::shared_p
   const std::lock_guard lock(mutex_);
   const Bytes blocks = whole_blocks(bytes);
   settle(blocks, /*reads_too=*/true);
+  check_writes();
   const bool from_block = bytes.begin == blocks.begin;
   const bool to_block = bytes.end == blocks.end || bytes.end == space.end;  // nobody reads what is after the space
   const bool aligned = reinterpret_cast<uintptr_t>(values) % kBlock == 0;
@@ -105,26 +107,28 @@ void NvmeFile::settle(Bytes bytes, bool reads_too) {
   }
 }
 
-// What goes wrong with a read is for who waits for it.
+// What goes wrong with a read is for who waits for it; with a write, for who writes or flushes next.
 std::list<NvmeFile::Transfer>::iterator NvmeFile::finish(std::list<Transfer>::iterator transfer) {
   const Transfer gone = std::move(*transfer);
   const auto next = flight_.erase(transfer);
   gone.done.wait();
-  if (gone.writes) gone.done.get();
+  try {
+    if (gone.writes) gone.done.get();
+  } catch (const IoError&) {
+    if (!failure_) failure_ = std::current_exception();
+  }
   return next;
+}
+
+void NvmeFile::check_writes() const {
+  if (failure_) std::rethrow_exception(failure_);
 }
 
 void NvmeFile::flush() {
   const std::lock_guard lock(mutex_);
-  std::exception_ptr first;  // all come to their end: none is left to be thrown later
-  while (!flight_.empty()) {
-    try {
-      finish(flight_.begin());
-    } catch (const IoError&) {
-      if (!first) first = std::current_exception();
-    }
-  }
-  if (first) std::rethrow_exception(first);
+  while (!flight_.empty())
+    finish(flight_.begin());
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
 }  // namespace tessera::offload

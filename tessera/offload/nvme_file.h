@@ -10,6 +10,7 @@
 //   way at once.
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <future>
 #include <list>
@@ -31,8 +32,8 @@ struct Bytes {
   int64_t size() const { return end - begin; }
 };
 
-// Calls from any number of threads. Errors are IoError and name file, operation and bytes; that of a write is thrown by a
-// later call, at last by flush().
+// Calls from any number of threads. Errors are IoError and name file, operation and bytes; that of a write is thrown by
+// later writes, until flush() has thrown it.
 class NvmeFile {
  public:
   // Makes `folder` and those above it where there is none, and the file in it; warns where the file system has no
@@ -70,6 +71,7 @@ class NvmeFile {
   static Bytes whole_blocks(Bytes bytes);
   std::shared_ptr<char> take(int64_t bytes);
   void settle(Bytes bytes, bool reads_too);
+  void check_writes() const;
   std::list<Transfer>::iterator finish(std::list<Transfer>::iterator transfer);
   void read_now(char* to, Bytes bytes);
 
@@ -78,6 +80,7 @@ class NvmeFile {
   int64_t end_ = 0;  // of what is reserved
   std::shared_ptr<Staging> staging_;
   std::list<Transfer> flight_;
+  std::exception_ptr failure_;        // of the first write that failed since the last flush()
   std::unique_ptr<io::Queue> queue_;  // first to go: it waits for what is in flight
 };
 

@@ -25,7 +25,6 @@ using shard::Residence;
 constexpr int64_t kWidest = sizeof(float);            // bytes of an element
 constexpr int64_t kEdges = 2 * io::kDirectAlignment;  // of a tile that begins and ends inside a block
 
-// Pageable: the states do not move, only gradients and weights do.
 class HostHome final : public shard::Home {
  public:
   HostHome(int64_t size, const at::TensorOptions& options) : values_(at::zeros({size}, options)) {}
@@ -84,14 +83,19 @@ class Homes {
     const bool on_cpu = options.device().is_cpu();
     if (options_.residence == Residence::Device || (options_.residence == Residence::Host && on_cpu)) {
       if (options_.residence == Residence::Host && !std::exchange(said_, true))
-        TORCH_WARN(
-            "[offload] the model is on the CPU, where its optimizer states live in host memory anyway: offload to "
-            "device cpu changes nothing");
+        TORCH_WARN("[offload] the model is on the CPU, where its ", options_.what,
+                   " live in host memory anyway: offload to device cpu changes nothing");
       return nullptr;
     }
     if (!takes(what, size)) return nullptr;
     const at::TensorOptions host = options.device(at::kCPU);
-    if (options_.residence == Residence::Host) return std::make_shared<HostHome>(size, host);
+    int64_t& in_memory = in_memory_[std::this_thread::get_id()];
+    const bool stays =
+        options_.residence == Residence::Nvme && options_.in_memory > 0 && size <= options_.in_memory - in_memory;
+    if (stays) in_memory += size;
+    if (stays && on_cpu) return nullptr;
+    if (stays || options_.residence == Residence::Host)
+      return std::make_shared<HostHome>(size, host.pinned_memory(options_.pin_memory));
     return std::make_shared<NvmeHome>(file(), size, host);
   }
 
@@ -121,6 +125,7 @@ class Homes {
   const StateOptions options_;
   std::mutex mutex_;
   bool said_ = false;
+  std::map<std::thread::id, int64_t> in_memory_;  // elements that live there instead
   std::map<Quantity, std::pair<int64_t, int64_t>> counts_;
   std::map<std::thread::id, std::weak_ptr<NvmeFile>> files_;
 };

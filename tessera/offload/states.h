@@ -1,4 +1,4 @@
-// Where masters and optimizer states live that do not live on the device: in host memory, or in a file on a disk.
+// Where masters, optimizer states and parameters live that do not live on the device: in host memory, or in a file on a disk.
 //
 //   zero::Options options;
 //   options.home = offload::state_homes({.residence = shard::Residence::Nvme, .folder = "/local/nvme"});
@@ -19,13 +19,16 @@ struct StateOptions {
   // Nvme: buffers of a tile that stay in memory, at least what the pipeline of the update wants: kPipeline a quantity.
   int64_t buffer_count = 0;
   double ratio = 1;         // of each quantity's elements, by buffers, live there; the rest stay on the device
-  QueueMaker make_queue{};  // Nvme: how files are read and written; empty: io::make_queue
+  int64_t in_memory = 0;    // Nvme: elements, by buffers, that live in host memory instead, the first ones of a thread
+  bool pin_memory = false;  // page-locked host memory, for what moves as a whole
+  std::string what = "optimizer states";  // for warnings
+  QueueMaker make_queue{};                // Nvme: how files are read and written; empty: io::make_queue
 };
 
 // Tiles of a quantity that are in memory at once: one is read, one updated, one written.
 inline constexpr int64_t kPipeline = 3;
 
-// zero::Options::home. Host: null for buffers of a model that is on the CPU (they are there already), with a warning, once.
+// zero::Options::home and weight_home. Host: null for buffers of a model that is on the CPU (they are there already), with a warning, once.
 // Nvme: what one thread asks for lies in one file while any of it is alive. What cannot be had is thrown when a buffer is
 // asked for: value error without a folder, IoError that names it.
 std::function<shard::HomePtr(shard::Quantity, int64_t size, const at::TensorOptions&)> state_homes(

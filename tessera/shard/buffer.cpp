@@ -22,6 +22,8 @@ Buffer::Buffer(int64_t size, const at::TensorOptions& options, HomePtr home)
   if (!home_) tensor_ = at::zeros({size}, options);
 }
 
+Buffer::Buffer(const at::Tensor& values) : size_(values.numel()), options_(values.options()), tensor_(values) {}
+
 const at::Tensor& Buffer::tensor() const {
   TORCH_INTERNAL_ASSERT(tensor_.defined(), "a buffer that does not live on the device has no tensor there");
   return tensor_;
@@ -65,6 +67,23 @@ void Buffer::fill(Range range, double value) const {
   }
   for (const Range tile : tiles_of(range))
     store(tile, at::full({tile.size()}, value, options_.device(at::kCPU)));
+}
+
+void Buffer::send_to(HomePtr home) {
+  if (!defined() || home_ || !home) return;
+  for (const Range tile : tiles_of({0, size_}))
+    home->store(tile, view(tile));
+  home->flush();
+  tensor_.reset();
+  home_ = std::move(home);
+  sent_ = true;
+}
+
+void Buffer::bring_back() {
+  if (!sent_) return;
+  tensor_ = read({0, size_});
+  home_.reset();
+  sent_ = false;
 }
 
 }  // namespace tessera::shard

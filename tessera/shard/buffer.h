@@ -63,6 +63,8 @@ class Buffer {
   Buffer() = default;  // none: not defined()
   // `size` zeros, on the device of `options`, in its dtype; in `home` where there is one.
   Buffer(int64_t size, const at::TensorOptions& options, HomePtr home = nullptr);
+  // `values`, 1-D, themselves.
+  explicit Buffer(const at::Tensor& values);
 
   bool defined() const { return size_ >= 0; }
   void reset() { *this = {}; }
@@ -71,6 +73,7 @@ class Buffer {
   const at::TensorOptions& options() const { return options_; }
   int64_t bytes() const { return defined() ? size_ * static_cast<int64_t>(options_.dtype().itemsize()) : 0; }
   Residence residence() const { return home_ ? home_->residence() : Residence::Device; }
+  bool is_here() const { return home_ == nullptr; }  // on the device
 
   // The whole of it, for work in place. Only where it lives on the device.
   const at::Tensor& tensor() const;
@@ -86,11 +89,18 @@ class Buffer {
   void write(Range range, const at::Tensor& values) const;
   void fill(Range range, double value) const;
 
+  // From the device to `home` for a while, with its values, and back. Nothing happens where it lives elsewhere anyway, or
+  // is back. Unchanged when it throws. Its memory is free once nobody holds a view of it.
+  void send_to(HomePtr home);
+  void bring_back();
+  bool is_sent() const { return sent_; }
+
  private:
   int64_t size_ = -1;
   at::TensorOptions options_;
   at::Tensor tensor_;
   HomePtr home_;
+  bool sent_ = false;  // to `home_`, for a while
 };
 
 }  // namespace tessera::shard

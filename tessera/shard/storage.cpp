@@ -71,6 +71,7 @@ void rebind(const at::Tensor& param, const at::Tensor& flat, Range range) {
   const auto drop = [](void* kept) { delete static_cast<at::Tensor*>(kept); };
   auto kept = std::make_unique<at::Tensor>(flat);
   c10::DataPtr data(address(flat, range.begin), kept.release(), drop, flat.device());
+  storage_of(param)->clear_data_ptr_access_error_msg_();
   storage_of(param)->set_data_ptr_noswap(std::move(data));
 }
 

@@ -16,8 +16,8 @@ void adopt_param(const Place& place, bool compare) {
   const c10::AutoGradMode no_grad(false);
   Param& p = *place.param;
   Unit& unit = *place.unit;
-  // Written to in regions only, which take the values along.
-  if (unit.flat->sharded() || unit.flat->is_lent(place.item)) return;
+  // Written to in regions only, which take the values along; or away, without data.
+  if (unit.flat->sharded() || unit.flat->is_lent(place.item) || unit.flat->is_sent()) return;
   const at::Tensor& weights = unit.flat->whole();
   const bool bound = is_bound(p, unit);
   if (bound && p.tensor._version() == p.version && !(compare && unit.differs_from_master(p))) return;

@@ -54,6 +54,7 @@ void BackwardDriver::send_sums_to(SumSink* sink) {
 }
 
 void BackwardDriver::backward_begun(const std::vector<ScopeCall*>& calls) {
+  units_.check_here("backward");
   if (sink_ != nullptr) sink_->backward_begun();
   reducer_->begin_backward();
   units_.unsharder().begin_backward(calls);

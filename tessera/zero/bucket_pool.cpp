@@ -44,6 +44,12 @@ void BucketPool::drop_nearly_fitting(int64_t numel, const at::TensorOptions& opt
   free_.erase(found);
 }
 
+void BucketPool::free_kept() {
+  for (const at::Tensor& bucket : free_)
+    bytes_ -= static_cast<int64_t>(bucket.nbytes());
+  free_.clear();
+}
+
 void BucketPool::give_back(const at::Tensor& bucket) {
   const c10::InferenceMode no_inference(false);
   const auto whole = static_cast<int64_t>(bucket.storage().nbytes() / bucket.element_size());

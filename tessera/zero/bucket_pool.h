@@ -19,6 +19,9 @@ class BucketPool {
   // Takes back what acquire() gave; nothing may use it any more.
   void give_back(const at::Tensor& bucket);
 
+  // Those that are not lent go.
+  void free_kept();
+
   // Free and lent.
   int64_t bytes() const { return bytes_; }
   // The most that bytes() ever was.

@@ -6,10 +6,13 @@
 
 namespace tessera::zero {
 
+bool states_on_device(const Unit& unit) {
+  return std::ranges::all_of(unit.state_buffers(),
+                             [](const shard::Buffer* b) { return !b->defined() || b->is_here(); });
+}
+
 bool lives_on_device(const Unit& unit) {
-  return std::ranges::all_of(unit.state_buffers(), [](const shard::Buffer* b) {
-    return !b->defined() || b->residence() == shard::Residence::Device;
-  });
+  return states_on_device(unit) && unit.flat->residence() == shard::Residence::Device;
 }
 
 std::string DiskGuard::agree(const Ranks& ranks) const {

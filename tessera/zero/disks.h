@@ -9,7 +9,8 @@
 
 namespace tessera::zero {
 
-// Master and states of `unit` are where its gradients are.
+// Master and states of `unit` are where its gradients are; its weights are, too.
+bool states_on_device(const Unit& unit);
 bool lives_on_device(const Unit& unit);
 
 // The collectives between pieces of such work are made all the same; at the end all ranks agree on how it went.

@@ -16,7 +16,26 @@ namespace {
 constexpr int64_t kTrimAfter = 32 << 20;  // bytes freed between two calls of heap::return_free_pages()
 }
 
-EarlyParams::EarlyParams(Ranks ranks) : ranks_(std::move(ranks)) {}
+EarlyParams::EarlyParams(Ranks ranks, HomeMaker home) : ranks_(std::move(ranks)), home_(std::move(home)) {}
+
+// Null where this rank's slice could not be written; all ranks throw then.
+std::unique_ptr<FlatParams> EarlyParams::partition(std::vector<FlatParams::Item> items, at::ScalarType dtype) const {
+  std::unique_ptr<FlatParams> flat;
+  DiskGuard disks;
+  disks.run([&] {
+    const std::string title = items.front().name;
+    flat = std::make_unique<FlatParams>(title, std::move(items), dtype, ranks_.shard->rank(), ranks_.shard->size(),
+                                        true, at::Tensor(), home_);
+    flat->flush();
+  });
+  agree(disks);
+  return flat;
+}
+
+void EarlyParams::agree(const DiskGuard& disks) const {
+  const std::string failure = home_ ? disks.agree(ranks_) : "";
+  TESSERA_CHECK_IO(failure.empty(), "zero", "parameters could not be brought to where they shall live: ", failure);
+}
 
 // Those that still are partitioned, or would be with more ranks.
 std::vector<EarlyParams::Entry*> EarlyParams::held(const std::vector<int>& numbers) {
@@ -34,8 +53,7 @@ void EarlyParams::take_replaced(Entry& entry) {
   const FlatParams& old = *entry.flat;
   std::vector<FlatParams::Item> items{{old.name(), old.items().front().tensor, {}}};
   broadcast_values(ranks_, items, "parameter '" + old.name() + "'");
-  entry.flat = std::make_unique<FlatParams>(old.name(), std::move(items), old.dtype(), ranks_.shard->rank(),
-                                            ranks_.shard->size(), true);
+  entry.flat = partition(std::move(items), old.dtype());
 }
 
 int EarlyParams::add(std::string name, at::Tensor tensor, at::ScalarType dtype) {
@@ -47,10 +65,7 @@ int EarlyParams::add(std::string name, at::Tensor tensor, at::ScalarType dtype) 
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
   std::vector<FlatParams::Item> items{{std::move(name), std::move(tensor), {}}};
   broadcast_values(ranks_, items, "parameter '" + items.front().name + "'");
-  const std::string title = items.front().name;
-  auto flat =
-      std::make_unique<FlatParams>(title, std::move(items), dtype, ranks_.shard->rank(), ranks_.shard->size(), true);
-  entries_.push_back({std::move(flat)});
+  entries_.push_back({partition(std::move(items), dtype)});
   freed_ += bytes;
   if (freed_ >= kTrimAfter) {
     heap::return_free_pages();
@@ -87,6 +102,7 @@ void EarlyParams::release(const std::vector<int>& numbers, Writes writes, int wr
   TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < ranks_.size()), "zero.GatheredParameters",
                       "modifier_rank ", writer, " is no rank of a group of ", ranks_.size());
   std::string edited;
+  DiskGuard disks;
   for (Entry* e : held(numbers)) {
     if (!std::exchange(e->open, false)) continue;
     FlatParams& flat = *e->flat;
@@ -96,10 +112,14 @@ void EarlyParams::release(const std::vector<int>& numbers, Writes writes, int wr
       if (writes == Writes::FromRank) {
         ranks_.broadcast(flat.whole(), writer, "new values of '" + flat.name() + "'");
       }
-      flat.keep_write(0);
+      disks.run([&] {
+        flat.keep_write(0);
+        flat.flush();
+      });
     }
     if (flat.sharded()) flat.release();
   }
+  agree(disks);
   TESSERA_CHECK(edited.empty(), "zero", "in-place modification of parameter '", edited,
                 "' while it was gathered for reading is lost; edit it inside GatheredParameters(..., modifier_rank=0)");
 }
@@ -132,10 +152,15 @@ void EarlyParams::prune() {
   }
 }
 
+at::Tensor EarlyParams::held_values(int number) const {
+  const ParamPartition partition = partition_of(number);
+  return entries_[number].flat->read(0, partition.held);
+}
+
 int64_t EarlyParams::bytes() const {
   int64_t sum = 0;
   for (const Entry& e : entries_)
-    sum += e.flat == nullptr ? 0 : e.flat->bytes();
+    sum += e.flat == nullptr || e.flat->residence() != shard::Residence::Device ? 0 : e.flat->bytes();
   return sum;
 }
 

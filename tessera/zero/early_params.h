@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/zero/disks.h"
 #include "tessera/zero/flat_params.h"
 #include "tessera/zero/options.h"
 
@@ -14,10 +15,11 @@ namespace tessera::zero {
 // Calls marked collective are made by all ranks in one order, with the same numbers.
 class EarlyParams {
  public:
-  explicit EarlyParams(Ranks ranks);
+  // `home`: where slices live; null: on the device.
+  explicit EarlyParams(Ranks ranks, HomeMaker home = {});
 
-  // Partitions `tensor`, whose values of rank 0, rounded to `dtype`, hold; returns its number. With one rank it stays
-  // whole. Collective. Value error unless it is a floating-point leaf with data on a device that this build serves.
+  // Partitions `tensor`, whose values of rank 0, rounded to `dtype`, hold; returns its number. With one rank and no home it
+  // stays whole. Collective. IoError, on all ranks, where a rank's slice cannot be brought to its home. Value error unless it is a floating-point leaf with data on a device that this build serves.
   int add(std::string name, at::Tensor tensor, at::ScalarType dtype);
 
   // Between the two the parameters are whole. Collective. State error for one that is whole already, and for in-place
@@ -27,12 +29,13 @@ class EarlyParams {
   bool is_gathered(int number) const;
   // State error for a restored parameter.
   ParamPartition partition_of(int number) const;
+  at::Tensor held_values(int number) const;  // see Regions
 
   // Makes the tensor whole for good, in memory of its own. Collective. Doing it again does nothing.
   void restore(int number);
   // Forgets tensors that only this object still holds (parameters that were replaced while the model was built). Local.
   void prune();
-  // Bytes of this rank's slices.
+  // Bytes of this rank's slices on the device.
   int64_t bytes() const;
   int size() const { return ranks_.size(); }
 
@@ -42,9 +45,12 @@ class EarlyParams {
     bool open = false;
   };
   void take_replaced(Entry& entry);
+  std::unique_ptr<FlatParams> partition(std::vector<FlatParams::Item> items, at::ScalarType dtype) const;
+  void agree(const DiskGuard& disks) const;
   std::vector<Entry*> held(const std::vector<int>& numbers);
 
   Ranks ranks_;
+  HomeMaker home_;
   std::vector<Entry> entries_;
   int64_t freed_ = 0;  // bytes of whole parameters since the heap was trimmed
 };

@@ -3,8 +3,11 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <utility>
@@ -15,9 +18,13 @@
 
 namespace tessera::zero {
 
+namespace {
+constexpr size_t kReads = 3;  // tiles of a slice that are on their way at once
+}
+
 FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType dtype, int shard_rank, int shards,
-                       bool sharded, at::Tensor space)
-    : name_(std::move(name)), items_(std::move(items)), sharded_(sharded && shards > 1), space_(std::move(space)) {
+                       bool sharded, at::Tensor space, const HomeMaker& home)
+    : name_(std::move(name)), items_(std::move(items)), space_(std::move(space)) {
   std::vector<int64_t> numels;
   numels.reserve(items_.size());
   for (Item& item : items_) {
@@ -27,12 +34,18 @@ FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType
   layout_ = shard::Layout(numels, shards);
   slice_ = layout_.shard(shard_rank);
   const auto options = items_.front().tensor.options().requires_grad(false).dtype(dtype);
+  const shard::HomePtr away = sharded && home ? home(shard::Quantity::Weight, slice_.size(), options) : nullptr;
+  sharded_ = sharded && (shards > 1 || away != nullptr);
   TESSERA_ASSERT(!shares() || (space_.numel() == layout_.size() && space_.scalar_type() == dtype));
+  TESSERA_CHECK_VALUE(!shares() || away == nullptr, "zero",
+                      "parameters that all ranks share (tessera.shared_parameters) cannot be offloaded "
+                      "(offload_param): choose one of the two");
+  at::Tensor mine;
   if (shares()) {
-    buffer_ = sharded_ ? space_.narrow(0, slice_.begin, slice_.size()) : space_;
+    mine = sharded_ ? space_.narrow(0, slice_.begin, slice_.size()) : space_;
     lent_.resize(items_.size());
   } else {
-    buffer_ = at::zeros({sharded_ ? slice_.size() : layout_.size()}, options);
+    mine = at::zeros({sharded_ ? slice_.size() : layout_.size()}, options);
   }
   gather_dtype_ = dtype;
   const int64_t origin = sharded_ ? slice_.begin : 0;
@@ -40,15 +53,18 @@ FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType
     Item& item = items_[i];
     item.range = layout_.param(static_cast<int>(i));
     const shard::Range held = sharded_ || shares() ? shard::intersect(item.range, slice_) : item.range;
-    if (!held.empty()) {
-      const at::Tensor values = shard::flatten_like_param(item.tensor, item.form);
-      buffer_.narrow(0, held.begin - origin, held.size())
-          .copy_(values.narrow(0, held.begin - item.range.begin, held.size()));
-    }
+    if (held.empty()) continue;
+    const at::Tensor values = shard::flatten_like_param(item.tensor, item.form);
+    mine.narrow(0, held.begin - origin, held.size())
+        .copy_(values.narrow(0, held.begin - item.range.begin, held.size()));
+  }
+  buffer_ = away ? shard::Buffer(slice_.size(), options, away) : shard::Buffer(mine);
+  if (away) buffer_.write({0, slice_.size()}, mine);
+  for (Item& item : items_) {
     if (sharded_) {
       storages_.push_back(shard::make_released(item.tensor, item.form, options, message(item)));
     } else {
-      shard::bind(item.tensor, buffer_, item.range, item.form);
+      shard::bind(item.tensor, buffer_.tensor(), item.range, item.form);
     }
     versions_.push_back(item.tensor._version());
   }
@@ -64,13 +80,20 @@ std::string FlatParams::message(const Item& item) const {
          "seen";
 }
 
-at::Tensor FlatParams::slice_values() const {
-  return sharded_ ? buffer_ : buffer_.narrow(0, slice_.begin, slice_.size());
+shard::Buffer FlatParams::slice_values() const {
+  return sharded_ ? buffer_ : shard::Buffer(buffer_.view(slice_));
+}
+
+// Copies to the device that are on their way still read host memory.
+shard::Buffer FlatParams::slice_to_write() {
+  ahead_.clear();
+  if (const auto copied = std::exchange(copied_, nullptr)) copied->synchronize();
+  return slice_values();
 }
 
 const at::Tensor& FlatParams::whole() const {
   TESSERA_ASSERT(state_ == ParamState::Ready);
-  return sharded_ ? bucket_ : buffer_;
+  return sharded_ ? bucket_ : buffer_.tensor();
 }
 
 at::Tensor FlatParams::values(int index) const {
@@ -85,12 +108,24 @@ at::Tensor FlatParams::view(int index) const {
 ParamPartition FlatParams::partition_of(int index) const {
   const shard::Range range = items_[index].range;
   const shard::Range mine = sharded_ ? shard::intersect(range, slice_) : range;
-  const int64_t origin = sharded_ ? slice_.begin : 0;
-  if (mine.empty()) return {state_, sharded_, {}, buffer_.narrow(0, 0, 0)};
-  return {state_,
-          sharded_,
-          {mine.begin - range.begin, mine.end - range.begin},
-          buffer_.narrow(0, mine.begin - origin, mine.size())};
+  if (mine.empty()) return {state_, sharded_, {}};
+  return {state_, sharded_, {mine.begin - range.begin, mine.end - range.begin}};
+}
+
+// In the coordinates of the buffer.
+shard::Range FlatParams::there(int index, shard::Range part) const {
+  if (part.empty()) return {};
+  const int64_t begin = items_[index].range.begin + part.begin - (sharded_ ? slice_.begin : 0);
+  return {begin, begin + part.size()};
+}
+
+at::Tensor FlatParams::read(int index, shard::Range part) const {
+  return buffer_.read(there(index, part));
+}
+
+void FlatParams::write(int index, shard::Range part, const at::Tensor& values) {
+  slice_to_write();  // nothing was read ahead that is old now
+  buffer_.write(there(index, part), values);
 }
 
 void FlatParams::begin_gather(comm::Group& group, at::Tensor bucket, at::Tensor staging) {
@@ -110,15 +145,87 @@ void FlatParams::begin_gather(comm::Group& group, at::Tensor bucket, at::Tensor 
   TESSERA_ASSERT(bucket.numel() >= layout_.size());
   bucket_ = bucket.numel() == layout_.size() ? std::move(bucket) : bucket.narrow(0, 0, layout_.size());
   const std::string label = "parameters of unit '" + name_ + "'";
-  if (rounded_) {
+  if (!buffer_.is_here()) {
+    gather_slice(group, rounded_ ? staging : bucket_, label);
+    staging_ = std::move(staging);
+  } else if (rounded_) {
     const at::Tensor mine = staging.narrow(0, slice_.begin, slice_.size());
-    shard::scaled_copy(mine, buffer_);
+    shard::scaled_copy(mine, buffer_.tensor());
     pending_ = group.all_gather(staging, mine, label);
     staging_ = std::move(staging);
   } else {
-    pending_ = group.all_gather(bucket_, buffer_, label);
+    pending_ = group.all_gather(bucket_, buffer_.tensor(), label);
   }
   state_ = ParamState::Gathering;
+}
+
+// Throws nothing itself: what goes wrong is for the gather, where all ranks take part.
+shard::PendingView FlatParams::fetch(shard::Range tile) const {
+  try {
+    return buffer_.fetch(tile);
+  } catch (const IoError&) {
+    return shard::PendingView({}, [error = std::current_exception()] { std::rethrow_exception(error); });
+  }
+}
+
+int64_t FlatParams::read_ahead(int64_t elements) {
+  if (buffer_.residence() != shard::Residence::Nvme || state_ != ParamState::Sharded) return 0;
+  int64_t reading = 0;
+  size_t number = 0;
+  for (const shard::Range tile : shard::tiles_of({0, slice_.size()})) {
+    if (number++ >= ahead_.size()) {
+      if (reading + tile.size() > elements) break;
+      ahead_.push_back(fetch(tile));
+    }
+    reading += tile.size();
+  }
+  return reading;
+}
+
+// The slice at its place in `space`, with a cast where that has another dtype.
+void FlatParams::bring_slice(const at::Tensor& space) {
+  const std::vector<shard::Range> tiles = shard::tiles_of({0, slice_.size()});
+  bool waits = false;
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    while (ahead_.size() < kReads && i + ahead_.size() < tiles.size())
+      ahead_.push_back(buffer_.fetch(tiles[i + ahead_.size()]));
+    const at::Tensor values = ahead_.front().wait();
+    const bool pinned = !space.is_cpu() && values.is_pinned();
+    space.narrow(0, slice_.begin + tiles[i].begin, tiles[i].size()).copy_(values, /*non_blocking=*/pinned);
+    waits = waits || pinned;
+    ahead_.pop_front();
+  }
+  if (!waits) return;
+  copied_ = std::make_shared<c10::Event>(space.device().type());
+  copied_->record(c10::impl::VirtualGuardImpl(space.device().type()).getStream(space.device()));
+}
+
+// Note [Parameters elsewhere]
+void FlatParams::gather_slice(comm::Group& group, const at::Tensor& space, const std::string& label) {
+  failure_.clear();
+  try {
+    bring_slice(space);
+  } catch (const IoError& error) {
+    ahead_.clear();
+    if (group.size() == 1) throw;
+    failure_ = error.what_without_backtrace();
+  }
+  if (group.size() == 1) return;
+  pending_ = group.all_gather(space, space.narrow(0, slice_.begin, slice_.size()), label);
+  if (buffer_.residence() != shard::Residence::Nvme) return;
+  failed_ = at::full({1}, failure_.empty() ? 0.0 : group.rank() + 1.0, at::kDouble).to(space.device());
+  told_ = group.all_reduce(failed_, comm::ReduceOp::Max, "reads of " + label);
+}
+
+void FlatParams::check_read() {
+  if (!failed_.defined()) return;
+  told_.wait();
+  const int who = static_cast<int>(std::exchange(failed_, at::Tensor()).item<double>());
+  if (who == 0) return;
+  TESSERA_CHECK_IO(false, "zero", "the parameters of unit '", name_, "' could not be gathered: ",
+                   !failure_.empty()
+                       ? failure_
+                       : c10::str("rank ", who - 1, " of its group could not read its slice; see its error"));
 }
 
 void FlatParams::make_exact(comm::Group& group) {
@@ -126,8 +233,12 @@ void FlatParams::make_exact(comm::Group& group) {
   if (!rounded_) return;
   if (shares()) {
     bucket_.copy_(space_);
+  } else if (const std::string label = "exact parameters of unit '" + name_ + "'"; buffer_.is_here()) {
+    group.all_gather(bucket_, buffer_.tensor(), label).wait();
   } else {
-    group.all_gather(bucket_, buffer_, "exact parameters of unit '" + name_ + "'").wait();
+    gather_slice(group, bucket_, label);
+    pending_.wait();
+    check_read();
   }
   rounded_ = false;
 }
@@ -163,6 +274,7 @@ void FlatParams::finish_gather() {
   TESSERA_ASSERT(state_ == ParamState::Gathering);
   state_ = ParamState::Sharded;
   pending_.wait();
+  check_read();
   if (rounded_ && !shares()) shard::scaled_copy(bucket_, staging_);
   for (size_t i = 0; i < items_.size(); ++i) {
     TESSERA_CHECK(shard::storage_of(items_[i].tensor) == storages_[i], "zero", "the data of parameter '",
@@ -194,6 +306,8 @@ at::Tensor FlatParams::release(std::string* edited) {
   if (state_ == ParamState::Gathering) {
     state_ = ParamState::Sharded;
     pending_.wait();
+    told_.wait();
+    failed_.reset();
     return take_bucket();
   }
   if (edited != nullptr) {
@@ -218,9 +332,8 @@ void FlatParams::keep_write(int index) {
   }
   const shard::Range range = item.range, mine = shard::intersect(range, slice_);
   if (mine.empty()) return;
-  const int64_t origin = sharded_ ? slice_.begin : 0;
-  buffer_.narrow(0, mine.begin - origin, mine.size())
-      .copy_(values(index).narrow(0, mine.begin - range.begin, mine.size()));
+  const shard::Range part{mine.begin - range.begin, mine.end - range.begin};
+  write(index, part, values(index).narrow(0, part.begin, part.size()));
 }
 
 void FlatParams::lend(int index) {
@@ -251,8 +364,35 @@ void FlatParams::leave_space() {
     lent_[i].reset();  // the parameter keeps its copy
     if (shard::is_bound(item.tensor, space_, item.range, item.form)) shard::rebind(item.tensor, own, item.range);
   }
-  buffer_ = own;
+  buffer_ = shard::Buffer(own);
   space_.reset();
+}
+
+void FlatParams::send_to(const shard::HomePtr& home) {
+  TESSERA_ASSERT(!shares() && (!sharded_ || state_ == ParamState::Sharded));
+  if (!buffer_.is_here()) return;
+  const at::Tensor here = buffer_.tensor();
+  buffer_.send_to(home);
+  if (sharded_) return;
+  for (const Item& item : items_) {
+    const bool ours = shard::is_bound(item.tensor, here, item.range, item.form);
+    storages_.push_back(ours ? shard::storage_of(item.tensor) : nullptr);
+    if (ours)
+      shard::release(*storages_.back(), "[zero] parameter '" + item.name +
+                                            "' was moved off the device by engine.offload_states(); call "
+                                            "engine.reload_states() before it is used");
+  }
+}
+
+void FlatParams::bring_back() {
+  const bool whole_and_away = !sharded_ && !buffer_.is_here();
+  buffer_.bring_back();
+  if (!whole_and_away) return;
+  for (size_t i = 0; i < items_.size(); ++i) {
+    if (shard::storage_of(items_[i].tensor) == storages_[i])
+      shard::rebind(items_[i].tensor, buffer_.tensor(), items_[i].range);
+  }
+  storages_.clear();
 }
 
 void FlatParams::abandon(const std::string& message) {
@@ -261,6 +401,9 @@ void FlatParams::abandon(const std::string& message) {
     return;
   }
   pending_ = {};
+  told_ = {};
+  failed_.reset();
+  ahead_.clear();
   for (size_t i = 0; i < items_.size(); ++i) {
     if (shard::storage_of(items_[i].tensor) != storages_[i]) continue;
     shard::release(*storages_[i], "[zero] parameter '" + items_[i].name + "' is partitioned: " + message);

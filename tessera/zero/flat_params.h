@@ -7,21 +7,30 @@
 //   lie in the space always; gathering sharded ones moves their pointers there, and copies nothing. Private copies are made
 //   of what is to be written to on one rank (regions with a writer) and of values that are rounded on the way.
 //   Note [Phases of shared parameters] in shared_params.h says why nobody writes while another rank reads.
+//
+// Note [Parameters elsewhere]
+//   With a home the slice lives in host memory or on a disk, and the parameters are sharded on one rank, too. A gather brings
+//   the slice into the bucket, a tile at a time, and goes on from there. A read that fails on one rank is an error of all
+//   that take part: they exchange how it went beside the values. What was read ahead is forgotten when the slice is written.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <deque>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "tessera/comm/group.h"
 #include "tessera/shard/layout.h"
 #include "tessera/shard/storage.h"
+#include "tessera/zero/options.h"
 #include "tessera/zero/ranks.h"
 
 namespace c10 {
+struct Event;
 struct StorageImpl;
-}
+}  // namespace c10
 
 namespace tessera::zero {
 
@@ -36,7 +45,6 @@ struct ParamPartition {
   ParamState state = ParamState::Ready;
   bool partitioned = false;  // false: whole on every rank, always
   shard::Range held;         // this rank's elements of the flattened parameter
-  at::Tensor values;         // theirs, 1-D view
 };
 
 class FlatParams {
@@ -51,25 +59,32 @@ class FlatParams {
   // Takes over the storage of the items' tensors, whose values it keeps, rounded to `dtype`. Local: all ranks bring the
   // same values. `shard_rank` of `shards` ranks; whole on every rank unless `sharded` and shards > 1. `space`: zeroed memory
   // of all shard ranks for layout().size() elements of `dtype`; each writes its slice, so the others must wait before they
-  // read. Undefined: memory of this rank's own.
+  // read. Undefined: memory of this rank's own. `home`: where a slice lives; IoError where it cannot, and the tensors are as
+  // they were. Not with a `space`: value error.
   FlatParams(std::string name, std::vector<Item> items, at::ScalarType dtype, int shard_rank, int shards, bool sharded,
-             at::Tensor space = {});
+             at::Tensor space = {}, const HomeMaker& home = {});
 
   const std::string& name() const { return name_; }
   const std::vector<Item>& items() const { return items_; }
   const shard::Layout& layout() const { return layout_; }
   ParamState state() const { return state_; }
   bool sharded() const { return sharded_; }
-  at::ScalarType dtype() const { return buffer_.scalar_type(); }
-  // In memory of this rank's own, and in memory that all shard ranks have.
-  int64_t bytes() const { return shares() ? 0 : static_cast<int64_t>(buffer_.nbytes()); }
+  at::ScalarType dtype() const { return buffer_.dtype(); }
+  const at::TensorOptions& options() const { return buffer_.options(); }  // of gathered values
+  // Of this rank's own, wherever they live, and in memory that all shard ranks have.
+  int64_t bytes() const { return shares() ? 0 : buffer_.bytes(); }
+  shard::Residence residence() const { return buffer_.residence(); }
+  int64_t local_size() const { return buffer_.size(); }
   int64_t shared_bytes() const { return shares() ? static_cast<int64_t>(space_.nbytes()) : 0; }
   bool shares() const { return space_.defined(); }
 
   // This rank's slice of the flat space.
   shard::Range slice() const { return slice_; }
-  // The values of `range`, whole buffers only, or the slice of them.
-  at::Tensor slice_values() const;
+  // Its values: for reading, and to be written.
+  shard::Buffer slice_values() const;
+  shard::Buffer slice_to_write();
+  // Returns when what was written is where it lives; throws what went wrong on the way.
+  void flush() const { buffer_.flush(); }
   // The whole flat space, without private copies of single parameters. Only while Ready.
   const at::Tensor& whole() const;
 
@@ -77,6 +92,10 @@ class FlatParams {
   void gather_in(at::ScalarType dtype) { gather_dtype_ = dtype; }
   bool gathers_rounded() const { return gather_dtype_ != dtype(); }
   at::ScalarType gather_dtype() const { return gather_dtype_; }
+  // Of a slice on a disk: up to `elements` from its first on are on their way to the next gather afterwards. How many they are;
+  // 0 elsewhere. Local.
+  int64_t read_ahead(int64_t elements);
+  void forget_ahead() { ahead_.clear(); }
   // Sharded -> Gathering: collective. `bucket`: at least layout().size() elements of dtype(). `staging`: as many of
   // gather_dtype(), for rounded values, or undefined. Undone when it throws. Shared parameters: local; without a bucket
   // the parameters will point into the shared space; a staging buffer may have any size.
@@ -91,7 +110,7 @@ class FlatParams {
   at::Tensor take_staging() { return std::move(staging_); }
   // Undefined where the parameters were in the shared space; so for release().
   at::Tensor take_bucket();
-  // Gathering -> Ready. When it throws (a lost peer, a replaced parameter) the state is Sharded; take_bucket() and
+  // Gathering -> Ready. When it throws (a lost peer, a disk, a replaced parameter) the state is Sharded; take_bucket() and
   // take_staging() give the buffers back.
   void finish_gather();
   // Ready or Gathering -> Sharded; returns the bucket. Nothing may read the parameters any more. `edited` gets the name
@@ -106,6 +125,9 @@ class FlatParams {
   bool was_written(int item) const { return items_[item].tensor._version() != versions_[item]; }
 
   ParamPartition partition_of(int index) const;
+  // Elements `part` of the flattened item, which this rank holds, 1-D: a view where they live on the device, else a copy.
+  at::Tensor read(int index, shard::Range part) const;
+  void write(int index, shard::Range part, const at::Tensor& values);
   // What item `index` shows: its elements in the order of the flat space, and with the parameter's shape. Only while Ready.
   at::Tensor values(int index) const;
   at::Tensor view(int index) const;
@@ -116,6 +138,12 @@ class FlatParams {
   void give_back(int index);
   bool is_lent(int index) const { return !lent_.empty() && lent_[index].defined(); }
 
+  // What lives on the device goes to `home` for a while, and comes back. Whole parameters have no data meanwhile and say what
+  // to call. Neither gathered nor shared ones. Local.
+  void send_to(const shard::HomePtr& home);
+  void bring_back();
+  bool is_sent() const { return buffer_.is_sent(); }
+
   // For good: parameters without data say `message`; shared ones that are whole get memory of their own. Local.
   void abandon(const std::string& message);
 
@@ -123,25 +151,36 @@ class FlatParams {
   void point_items();
   void release_items();
   std::string message(const Item& item) const;
+  shard::Range there(int index, shard::Range part) const;
+  void gather_slice(comm::Group& group, const at::Tensor& space, const std::string& label);
+  void bring_slice(const at::Tensor& space);
+  shard::PendingView fetch(shard::Range tile) const;
+  void check_read();
   void fill_from_space(const at::Tensor& bucket, const at::Tensor& staging) const;
   void leave_space();
 
   std::string name_;
   std::vector<Item> items_;
-  std::vector<c10::StorageImpl*> storages_;  // sharded only: to see that nobody replaced one
+  std::vector<c10::StorageImpl*> storages_;  // of those without data: to see that nobody replaced one
   std::vector<uint32_t> versions_;           // at the last gather
   shard::Layout layout_;
   shard::Range slice_;
   bool sharded_ = false;
   ParamState state_ = ParamState::Ready;
-  at::Tensor buffer_;  // the whole space, or this rank's slice where sharded
-  at::Tensor bucket_;  // sharded: the gathered space, exactly layout().size() elements; the shared one or private
-  at::Tensor space_;   // shared: of all ranks; buffer_ is part of it
+  shard::Buffer buffer_;  // the whole space, or this rank's slice where sharded
+  at::Tensor bucket_;     // sharded: the gathered space, exactly layout().size() elements; the shared one or private
+  at::Tensor space_;      // shared: of all ranks; buffer_ is part of it
   std::vector<at::Tensor> lent_;  // private copies of items, or undefined
   at::Tensor staging_;
   at::ScalarType gather_dtype_;
   bool rounded_ = false;  // the bucket holds values that were cast on the way
   comm::Pending pending_;
+  // Of a slice that lives elsewhere.
+  std::deque<shard::PendingView> ahead_;  // its first tiles, on their way
+  std::shared_ptr<c10::Event> copied_;    // to the device
+  std::string failure_;                   // of this rank's last read
+  at::Tensor failed_;                     // 1 + the rank of one that failed, or 0
+  comm::Pending told_;
 };
 
 // Rank 0's values into every rank's tensors (whole ones), one collective for all of them. `what` is for messages.

@@ -12,6 +12,9 @@
 
 namespace tessera::zero {
 
+// Where a buffer of a size, of a quantity, lives (offload/states.h); null or unset: on the device.
+using HomeMaker = std::function<shard::HomePtr(shard::Quantity, int64_t size, const at::TensorOptions&)>;
+
 // Stage 3. Sizes in elements.
 struct GatherOptions {
   int64_t prefetch = 50'000'000;            // the next unit is gathered early if it is not larger; 0: never early
@@ -19,6 +22,9 @@ struct GatherOptions {
   int64_t reuse_distance = 0;               // keep a unit whose next use is this near; 0: only if it is the very next
   int64_t persistence_threshold = 100'000;  // parameters up to this size stay whole on every rank
   int64_t model_persistence = std::numeric_limits<int64_t>::max();  // of which no more than this in all
+  // Of slices that live on a disk: so many units, and so much of them, are read before their gathers begin.
+  int ahead_units = 5;
+  int64_t ahead = 500'000'000;
 };
 
 struct Options {
@@ -32,8 +38,9 @@ struct Options {
   std::optional<double> gradient_factor;
   GatherOptions gather;
   uint64_t seed = 0;  // of stochastic rounding
-  // Where masters and optimizer states of a size live (offload/states.h); null or unset: on the device.
-  std::function<shard::HomePtr(shard::Quantity, int64_t size, const at::TensorOptions&)> home;
+  HomeMaker home;     // of masters and optimizer states
+  HomeMaker
+      weight_home;  // of this rank's slices of partitioned parameters, which then are partitioned on one rank, too
   bool pin_memory = true;  // of what goes between the device and a host that updates states which live elsewhere
   // What gradients travel in where a parameter does not say (ModelParam::comm); unset: their own dtype.
   std::optional<at::ScalarType> communication;

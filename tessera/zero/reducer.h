@@ -127,6 +127,10 @@ class Reducer {
   // Drops collectives in flight without throwing; only destroy may follow.
   void abandon();
 
+  void free_buckets() {
+    pool_.free_kept();
+    travel_pool_.free_kept();
+  }
   // Buffers of the pool, in bytes, in use and kept.
   int64_t pool_bytes() const { return pool_.bytes() + travel_pool_.bytes(); }
   int64_t peak_pool_bytes() const { return pool_.peak_bytes() + travel_pool_.peak_bytes(); }  // of each pool by itself

@@ -2,6 +2,8 @@
 
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+
 #include "tessera/base/error.h"
 #include "tessera/shard/storage.h"
 
@@ -18,12 +20,19 @@ bool Regions::is_gathered(ParamId param) const {
 ParamPartition Regions::partition_of(ParamId param) const {
   const Place& place = units_.at(param, "partition_of");
   if (place.held()) return place.flat->partition_of(place.item);
+  return {ParamState::Ready, false, {0, units_.params()[param].tensor.numel()}};
+}
+
+at::Tensor Regions::held_values(ParamId param) const {
+  const Place& place = units_.at(param, "held_values");
+  if (place.held()) return place.flat->read(place.item, place.flat->partition_of(place.item).held);
   const at::Tensor& tensor = units_.params()[param].tensor;
-  return {ParamState::Ready, false, {0, tensor.numel()}, shard::flatten_like_param(tensor, tensor)};
+  return shard::flatten_like_param(tensor, tensor);
 }
 
 void Regions::open(const std::vector<ParamId>& params, bool writable) {
   const std::vector<ParamId> ids = units_.held(params, "gather");
+  units_.check_here("gather");
   const std::lock_guard lock(driver_.hooks().mutex());
   for (const ParamId id : ids) {
     TESSERA_CHECK(!open_[id].open, "zero.GatheredParameters", "parameter '", units_[id].name(),
@@ -66,20 +75,42 @@ void Regions::take_writes(const std::vector<ParamId>& ids, Writes writes, int wr
     }
   }
   units_.shared().readers_done("the writes of a region");
+  DiskGuard disks;
+  for (const ParamId id : ids)
+    disks.run([&] { take_write(id); });
+  units_.shared().written("the writes of a region");
+  agree_on_disks(ids, disks);
+}
+
+void Regions::take_write(ParamId id) {
+  const Place& place = units_[id];
+  Unit* unit = place.unit;
+  const bool split = unit != nullptr && unit->residual.defined();
+  const bool apart = place.flat->sharded() || place.flat->is_lent(place.item);
+  const at::Tensor before = split && apart ? unit->owned_values(place.item).clone() : open_[id].before;
+  place.flat->keep_write(place.item);
+  if (unit == nullptr || unit->master_is_weight()) return;
+  Param& param = unit->params[place.item];
+  const bool changed = split ? !unit->owned_values(place.item).equal(before) : unit->differs_from_master(param);
+  if (changed) unit->set_master_from(param, place.flat->view(place.item));
+  param.version = param.tensor._version();
+}
+
+// Where any of it lives elsewhere, on all ranks alike.
+void Regions::agree_on_disks(const std::vector<ParamId>& ids, DiskGuard& disks) {
+  const auto elsewhere = [&](ParamId id) {
+    const Place& place = units_[id];
+    return place.trained() ? !lives_on_device(*place.unit) : place.flat->residence() != shard::Residence::Device;
+  };
+  if (std::ranges::none_of(ids, elsewhere)) return;
   for (const ParamId id : ids) {
     const Place& place = units_[id];
-    Unit* unit = place.unit;
-    const bool split = unit != nullptr && unit->residual.defined();
-    const bool apart = place.flat->sharded() || place.flat->is_lent(place.item);
-    const at::Tensor before = split && apart ? unit->owned_values(place.item).clone() : open_[id].before;
-    place.flat->keep_write(place.item);
-    if (unit == nullptr || unit->master_is_weight()) continue;
-    Param& param = unit->params[place.item];
-    const bool changed = split ? !unit->owned_values(place.item).equal(before) : unit->differs_from_master(param);
-    if (changed) unit->set_master_from(param, place.flat->view(place.item));
-    param.version = param.tensor._version();
+    disks.run_always([&] { place.trained() ? place.unit->flush() : place.flat->flush(); });
   }
-  units_.shared().written("the writes of a region");
+  const std::string failure = disks.agree(units_.ranks());
+  if (failure.empty()) return;
+  units_.set_broken(failure);
+  units_.check_whole();
 }
 
 void Regions::close(const std::vector<ParamId>& params, Writes writes, int writer) {
@@ -90,6 +121,7 @@ void Regions::close(const std::vector<ParamId>& params, Writes writes, int write
   const std::lock_guard lock(driver_.hooks().mutex());
   std::exception_ptr failure;
   try {
+    if (writes != Writes::None) units_.check_here("release");
     if (writes != Writes::None) take_writes(ids, writes, writer);
   } catch (...) {
     failure = std::current_exception();

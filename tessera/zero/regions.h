@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "tessera/zero/backward_driver.h"
+#include "tessera/zero/disks.h"
 
 namespace tessera::zero {
 
@@ -13,6 +14,8 @@ class Regions {
 
   bool is_gathered(ParamId param) const;
   ParamPartition partition_of(ParamId param) const;
+  // Its `held` elements, 1-D, for reading: a view where they live on the device, else a copy.
+  at::Tensor held_values(ParamId param) const;
   // Collective, all ranks with the same `params`. State error for a parameter that is in an open region. `writable` false:
   // for reading, and close() with Writes::None; it spares shared parameters a private copy.
   void open(const std::vector<ParamId>& params, bool writable = true);
@@ -26,6 +29,8 @@ class Regions {
     at::Tensor before{};  // of whole parameters with a split master: their owned values when it began
   };
   void take_writes(const std::vector<ParamId>& ids, Writes writes, int writer);
+  void take_write(ParamId id);
+  void agree_on_disks(const std::vector<ParamId>& ids, DiskGuard& disks);
 
   Units& units_;
   BackwardDriver& driver_;

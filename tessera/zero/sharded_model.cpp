@@ -12,23 +12,30 @@ ShardedModel::ShardedModel(const Options& options, const comm::Mesh& mesh, const
       updater(units, driver),
       early(units, driver, updater),
       states(units, driver),
-      accumulation(units, driver) {}
+      accumulation(units, driver),
+      moving(units, driver) {}
 
 Memory ShardedModel::memory() const {
   Memory memory;
+  const auto count = [&](shard::Residence where, int64_t bytes) {
+    if (where == shard::Residence::Host) memory.host += bytes;
+    if (where == shard::Residence::Nvme) memory.disk += bytes;
+  };
   for (const auto& unit : units.all()) {
     memory.params += unit->flat->bytes();
     memory.grads += unit->grads.bytes();
+    count(unit->grads.residence(), unit->grads.bytes());
     memory.master += unit->master.bytes() + unit->residual.bytes();
     for (const shard::Buffer& state : unit->states)
       memory.states += state.bytes();
-    for (const shard::Buffer* buffer : unit->state_buffers()) {
-      if (buffer->residence() == shard::Residence::Host) memory.host += buffer->bytes();
-      if (buffer->residence() == shard::Residence::Nvme) memory.disk += buffer->bytes();
-    }
+    for (const shard::Buffer* buffer : unit->state_buffers())
+      count(buffer->residence(), buffer->bytes());
+    count(unit->flat->residence(), unit->flat->bytes());
   }
-  for (const auto& flat : units.frozen())
+  for (const auto& flat : units.frozen()) {
     memory.params += flat->bytes();
+    count(flat->residence(), flat->bytes());
+  }
   memory.buckets = driver.reducer().pool_bytes() + units.unsharder().bytes();
   memory.peak_buckets = driver.reducer().peak_pool_bytes() + units.unsharder().peak_bytes();
   memory.shared = units.shared().bytes();

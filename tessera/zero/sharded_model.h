@@ -5,6 +5,7 @@
 #include "tessera/zero/accumulation.h"
 #include "tessera/zero/backward_driver.h"
 #include "tessera/zero/modules.h"
+#include "tessera/zero/moving.h"
 #include "tessera/zero/regions.h"
 #include "tessera/zero/state_access.h"
 #include "tessera/zero/units.h"
@@ -17,7 +18,7 @@ namespace tessera::zero {
 struct Memory {
   int64_t params = 0, grads = 0, master = 0, states = 0, buckets = 0;
   int64_t peak_buckets = 0;    // the most they ever were; pools that peak at different moments are added
-  int64_t host = 0, disk = 0;  // of master and states: what does not live on the device, but there
+  int64_t host = 0, disk = 0;  // of params, master and states: what does not live on the device, but there
   int64_t shared = 0;          // compute parameters that all ranks of the host have together: once, not once a rank
 };
 
@@ -40,6 +41,7 @@ struct ShardedModel {
   UpdateInBackward early;
   StateAccess states;
   Accumulation accumulation;
+  Moving moving;
 };
 
 }  // namespace tessera::zero

@@ -60,13 +60,13 @@ void StateAccess::write_owned(const Place& place, Quantity what, const at::Tenso
     case Quantity::Master:
       units_.shared().readers_done("new masters");
       unit.write_master(r, values);
-      unit.flush_states();
+      unit.flush();
       units_.shared().written("new masters");
       break;
     case Quantity::State0:
     case Quantity::State1:
       state_of(unit, what).write(r, values);
-      unit.flush_states();
+      unit.flush();
       break;
     default:
       read_owned(place, what).copy_(values);
@@ -121,7 +121,7 @@ void StateAccess::add_shards(ParamId id, std::vector<shard::NamedShard>& shards)
 
 at::Tensor StateAccess::read_shard(const shard::NamedShard& shard, shard::Range part) {
   const int64_t begin = part.begin - shard.range.begin;
-  if (shard.quantity == Quantity::Weight) return weight_of(shard.param).narrow(0, begin, part.size());
+  if (shard.quantity == Quantity::Weight) return read_weight(shard.param, part);
   const Place& place = units_.trained(shard.param, "read_shard");
   if (shard.quantity == Quantity::Master) adopt_param(place, /*compare=*/false);
   const shard::Range owned = place.unit->owned_slice(*place.param);
@@ -130,11 +130,11 @@ at::Tensor StateAccess::read_shard(const shard::NamedShard& shard, shard::Range 
   return read_owned(place, shard.quantity, {owned.begin + begin, owned.begin + begin + part.size()});
 }
 
-at::Tensor StateAccess::weight_of(ParamId param) const {
+at::Tensor StateAccess::read_weight(ParamId param, shard::Range part) const {
   const Place& place = units_.at(param, "read_shard");
-  if (place.held()) return place.flat->partition_of(place.item).values;
+  if (place.held()) return place.flat->read(place.item, part);
   const at::Tensor& tensor = units_.params()[param].tensor;
-  return shard::flatten_like_param(tensor.detach(), tensor);
+  return shard::flatten_like_param(tensor.detach(), tensor).narrow(0, part.begin, part.size());
 }
 
 shard::Form StateAccess::form(ParamId param) const {
@@ -163,14 +163,14 @@ void StateAccess::write(ParamId param, Quantity what, shard::Range range, const 
   TESSERA_CHECK_VALUE(mine.begin <= range.begin && range.end <= mine.end && values.numel() == range.size(), "engine",
                       "elements [", range.begin, ", ", range.end, ") of parameter '", units_.params()[param].name,
                       "' are not what this rank holds, or the value has ", values.numel());
-  if (!place.trained()) {
+  if (!place.held()) {
     const at::Tensor& tensor = units_.params()[param].tensor;
-    const at::Tensor own =
-        place.held() ? place.flat->partition_of(place.item).values : shard::flatten_like_param(tensor.detach(), tensor);
-    own.narrow(0, range.begin - mine.begin, range.size()).copy_(values);
-    if (!place.held() && !own.is_alias_of(tensor)) tensor.detach().copy_(own.view(tensor.sizes()));
+    const at::Tensor own = shard::flatten_like_param(tensor.detach(), tensor);
+    own.narrow(0, range.begin, range.size()).copy_(values);
+    if (!own.is_alias_of(tensor)) tensor.detach().copy_(own.view(tensor.sizes()));
     return;
   }
+  if (!place.trained()) return place.flat->write(place.item, range, values);
   Unit& unit = *place.unit;
   const shard::Range there = in_owned(place, range);
   if (what == Quantity::Master) return unit.write_master(there, values);
@@ -191,16 +191,18 @@ at::Tensor StateAccess::writable_view(ParamId param, Quantity what, shard::Range
   if (!place.trained()) return {};
   const Unit& unit = *place.unit;
   const shard::Range there = in_owned(place, range);
-  if (what == Quantity::Master && unit.master_is_weight())
-    return unit.owned_weights().narrow(0, there.begin, there.size());
-  const shard::Buffer& buffer = what == Quantity::Master ? unit.master : state_of(unit, what);
-  const bool here = buffer.defined() && buffer.residence() == shard::Residence::Device;
-  return here ? buffer.view(there) : at::Tensor();
+  const bool is_weight = what == Quantity::Master && unit.master_is_weight();
+  const shard::Buffer buffer = is_weight                  ? unit.weights()
+                               : what == Quantity::Master ? unit.master
+                                                          : state_of(unit, what);
+  return buffer.defined() && buffer.is_here() ? buffer.view(there) : at::Tensor();
 }
 
 void StateAccess::flush() {
   for (const auto& unit : units_.all())
-    unit->flush_states();
+    unit->flush();
+  for (const auto& flat : units_.frozen())
+    flat->flush();
 }
 
 void StateAccess::reset(ParamId param, Quantity what) {
@@ -258,7 +260,7 @@ void StateAccess::set_local(ParamId param, Quantity what, const at::Tensor& valu
 at::Tensor StateAccess::gather_flat(const Place& place, const at::Tensor& part) {
   const Param& p = *place.param;
   // Every element has one owner and -0.0 elsewhere: the sum is exact, also where the value is -0.0.
-  at::Tensor full = at::full({p.range.size()}, -0.0, place.unit->owned_weights().options().dtype(at::kFloat));
+  at::Tensor full = at::full({p.range.size()}, -0.0, place.flat->options().dtype(at::kFloat));
   const shard::Range mine = units_.local_range(place);
   full.narrow(0, mine.begin, mine.size()).copy_(part);
   if (units_.states_are_cut(place.unit->ranks))

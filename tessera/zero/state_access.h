@@ -23,7 +23,8 @@ class StateAccess {
   // itself, reduced gradients, optimizer states. Number 0 of every element's replicas taken together are each quantity
   // once. Local. States of a client's own optimizer are the client's: their parts follow local_range().
   std::vector<shard::NamedShard> named_shards() const;
-  // Its values, 1-D in the order of its form: a view, in its dtype; a copy for split masters. State error when it is no
+  // Its values, 1-D in the order of its form: a view, in its dtype; a copy for split masters and for what does not live on
+  // the device. State error when it is no
   // more there. Local.
   at::Tensor read_shard(const shard::NamedShard& shard) { return read_shard(shard, shard.range); }
   at::Tensor read_shard(const shard::NamedShard& shard, shard::Range part);  // elements `part` of its range
@@ -78,7 +79,7 @@ class StateAccess {
  private:
   void add_shards(ParamId id, std::vector<shard::NamedShard>& shards) const;
   shard::NamedShard shard_of(ParamId id, Quantity what, shard::Range range, at::ScalarType dtype, bool cut) const;
-  at::Tensor weight_of(ParamId param) const;
+  at::Tensor read_weight(ParamId param, shard::Range part) const;
   bool is_there(const Place& place, Quantity what) const;
   shard::Range in_owned(const Place& place, shard::Range range) const;
   at::Tensor read_owned(const Place& place, Quantity what) const;

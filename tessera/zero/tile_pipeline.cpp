@@ -79,29 +79,35 @@ std::vector<TilePipeline::Segment> TilePipeline::in_tiles(const std::vector<Segm
 }
 
 // A piece of a unit's update: its buffers' values on their way to who updates, and back. States that do not live on the
-// device are updated by the host, which then takes gradients and weights from the device and sends weights back.
+// device are updated by the host, which then takes gradients and weights from the device and sends weights back. Weights
+// that do not live there are one buffer more, and go where the update is.
 class TilePipeline::Tile {
  public:
-  // `range`: of the owned range, whose gradients are `grads`. `last`: of its unit. `away`: its states do not live on the device.
+  // `range`: of the owned range, whose gradients are `grads`. `last`: of its unit. `away`: its states do not live on the
+  // device.
   Tile(Unit& unit, const at::Tensor& grads, shard::Range range, std::vector<Segment> segments, bool last, bool away,
        bool pin)
       : unit_(&unit),
         range_(range),
         segments_(std::move(segments)),
         last_(last),
-        weights_(part(unit.owned_weights(), range)),
+        weights_here_(unit.weights().is_here()),
+        weights_(fetch_weights()),
         grads_(part(grads, range)) {
     for (const shard::Buffer* buffer : buffers())
       views_.push_back(buffer->defined() ? std::optional(buffer->fetch(range)) : std::nullopt);
     if (!away || grads_.wait().is_cpu()) return;
-    device_weights_ = weights_.wait();
     grads_ = bring_to_host(grads_.wait(), pin);
+    if (!weights_here_) return;
+    device_weights_ = weights_.wait();
     weights_ = bring_to_host(device_weights_, pin);
   }
 
   void update(optim::Rule rule, const std::vector<optim::GroupOptions>& groups, const Options& options, double scale) {
+    if (!weights_here_) weights_ = shard::PendingView(weights_.wait().to(grads_.wait().device()));
     for (const Segment& segment : segments_)
       update(segment, rule, groups[segment.group], options, scale);
+    if (!weights_here_) unit_->weights_to_write().store(range_, weights_.wait());
     if (device_weights_.defined()) device_weights_.copy_(weights_.wait(), /*non_blocking=*/true);
     for (size_t i = 0; i < views_.size(); ++i)
       if (views_[i]) buffers()[i]->store(range_, views_[i]->wait());
@@ -112,6 +118,15 @@ class TilePipeline::Tile {
 
  private:
   std::array<const shard::Buffer*, 4> buffers() const { return unit_->state_buffers(); }
+  // Where the master is apart, and all of them are written, nothing has to come.
+  shard::PendingView fetch_weights() const {
+    int64_t written = 0;
+    for (const Segment& segment : segments_)
+      written += segment.range.size();
+    const shard::Buffer weights = unit_->weights();
+    if (weights_here_ || !unit_->master.defined() || written < range_.size()) return weights.fetch(range_);
+    return shard::PendingView(at::empty({range_.size()}, weights.options().device(at::kCPU)));
+  }
   at::Tensor arrived(shard::PendingView& values, shard::Range range) const {
     return values.wait().narrow(0, range.begin - range_.begin, range.size());
   }
@@ -137,6 +152,7 @@ class TilePipeline::Tile {
   shard::Range range_;
   std::vector<Segment> segments_;
   bool last_;
+  bool weights_here_;
   std::vector<std::optional<shard::PendingView>> views_;
   shard::PendingView weights_, grads_;
   at::Tensor device_weights_;  // where the host updates a copy
@@ -150,6 +166,7 @@ TilePipeline::~TilePipeline() = default;
 void TilePipeline::add(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present) {
   std::vector<Segment> segments = segments_of(unit, present, units_.options().precision.update_is_random());
   if (lives_on_device(unit)) return add(unit, grads, {0, unit.owned.size()}, std::move(segments), true, false);
+  const bool away = !states_on_device(unit);
   segments = in_tiles(segments);
   if (segments.empty()) {
     finish();
@@ -160,7 +177,7 @@ void TilePipeline::add(Unit& unit, const at::Tensor& grads, const std::vector<bo
     const auto end =
         std::find_if(begin, segments.end(), [&](const Segment& s) { return s.range.begin / kTile > number; });
     const shard::Range range{number * kTile, std::min((number + 1) * kTile, unit.owned.size())};
-    add(unit, grads, range, {begin, end}, end == segments.end(), true);
+    add(unit, grads, range, {begin, end}, end == segments.end(), away);
     begin = end;
   }
 }

@@ -29,6 +29,11 @@ bool may_move(GradState from, GradState to) {
   return false;
 }
 
+// Where new values of `range` are made, on the device, to be stored.
+at::Tensor place_for(const shard::Buffer& buffer, shard::Range range) {
+  return buffer.is_here() ? buffer.view(range) : at::empty({range.size()}, buffer.options());
+}
+
 bool may_move(Turn from, Turn to) {
   using enum Turn;
   return to == Waiting || to == Launched || (to == Over && from != Launched);
@@ -56,9 +61,6 @@ Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options&
   grads_visible_ = placements.grads == Placement::Replicate;
   const bool whole_grads = size == 1 || grads_visible_ || placements.reduce_at == shard::ReduceAt::Boundary;
 
-  const bool partitioned = placements.params == Placement::Shard && size > 1;
-  if (partitioned) launch_at_ = resident ? LaunchAt::Flush : LaunchAt::Over;
-
   const auto on_device = params.front().tensor.options().requires_grad(false);
   const auto& policy = options.precision;
   using shard::Quantity;
@@ -76,14 +78,20 @@ Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options&
     if (!master_is_weight()) set_master_from(p, p.tensor.detach().to(policy.param));
     items.push_back({p.name, p.tensor});
   }
-  flat = std::make_unique<FlatParams>(name, std::move(items), policy.param, rank, size, partitioned && !resident,
-                                      std::move(space));
+  const bool partitions = placements.params == Placement::Shard;
+  flat = std::make_unique<FlatParams>(name, std::move(items), policy.param, rank, size, partitions && !resident,
+                                      std::move(space), options.weight_home);
+  if (flat->sharded()) {
+    launch_at_ = LaunchAt::Over;
+  } else if (partitions && size > 1) {
+    launch_at_ = LaunchAt::Flush;
+  }
   for (Param& p : params)
     p.version = p.tensor._version();
 }
 
 at::TensorOptions Unit::grad_options() const {
-  return owned_weights().options().dtype(options_.precision.grad);
+  return flat->options().dtype(options_.precision.grad);
 }
 
 void Unit::move_to(GradState next) {
@@ -108,9 +116,12 @@ at::Tensor Unit::owned_grads() const {
   return grads.size() == owned.size() ? grads.tensor() : grads.view(owned);
 }
 
+shard::Buffer Unit::weights_to_write() {
+  return owned == flat->slice() ? flat->slice_to_write() : weights();
+}
+
 at::Tensor Unit::owned_values(int item) const {
-  const shard::Range r = owned_slice(params[item]);
-  return owned_weights().narrow(0, r.begin, r.size());
+  return weights().read(owned_slice(params[item]));
 }
 
 shard::Range Unit::owned_slice(const Param& param) const {
@@ -137,7 +148,7 @@ bool Unit::differs_from_master(const Param& param) const {
   if (!master.defined() || r.empty()) return false;
   const std::vector<shard::Range> tiles = shard::tiles_of(r);
   return std::ranges::any_of(tiles, [&](shard::Range tile) {
-    const at::Tensor mine = owned_weights().narrow(0, tile.begin, tile.size());
+    const at::Tensor mine = weights().read(tile);
     return !mine.equal(master.read(tile).to(mine.scalar_type()));
   });
 }
@@ -152,41 +163,43 @@ void Unit::set_master_from(const Param& param, const at::Tensor& values) {
 
 at::Tensor Unit::read_master(shard::Range range) const {
   if (master.defined()) return master.read(range);
-  at::Tensor weights = owned_weights().narrow(0, range.begin, range.size());
-  if (!residual.defined()) return weights;
-  at::Tensor joined = at::empty({range.size()}, weights.options().dtype(at::kFloat));
-  shard::join_master(joined, weights, residual.read(range));
+  at::Tensor values = weights().read(range);
+  if (!residual.defined()) return values;
+  at::Tensor joined = at::empty({range.size()}, values.options().dtype(at::kFloat));
+  shard::join_master(joined, values, residual.read(range));
   return joined;
 }
 
 void Unit::write_master(shard::Range range, const at::Tensor& values) {
   if (master.defined()) return master.write(range, values);
-  if (!residual.defined()) {
-    owned_weights().narrow(0, range.begin, range.size()).copy_(values);
-    return;
-  }
+  if (!residual.defined()) return weights_to_write().write(range, values);
   // Before there are flat parameters: their constructor makes the weights.
-  const at::Tensor weights = flat ? owned_weights().narrow(0, range.begin, range.size())
-                                  : at::empty({range.size()}, residual.options().dtype(at::kBFloat16));
+  const shard::Buffer to = flat ? weights_to_write() : shard::Buffer();
   for (const shard::Range tile : shard::tiles_of(range)) {
-    const int64_t begin = tile.begin - range.begin;
-    const bool here = residual.residence() == shard::Residence::Device;
-    const at::Tensor rest = here ? residual.view(tile) : at::empty({tile.size()}, residual.options());
-    shard::split_master(weights.narrow(0, begin, tile.size()), rest,
-                        values.narrow(0, begin, tile.size()).to(at::kFloat).contiguous());
+    const at::Tensor rest = place_for(residual, tile);
+    const at::Tensor weight =
+        flat ? place_for(to, tile) : at::empty({tile.size()}, residual.options().dtype(at::kBFloat16));
+    shard::split_master(weight, rest,
+                        values.narrow(0, tile.begin - range.begin, tile.size()).to(at::kFloat).contiguous());
     residual.store(tile, rest);
+    if (flat) to.store(tile, weight);
   }
 }
 
-void Unit::flush_states() const {
+void Unit::flush() const {
   for (const shard::Buffer* buffer : state_buffers())
     if (buffer->defined()) buffer->flush();
+  flat->flush();
 }
 
 void Unit::refresh_weights() {
   if (!master.defined()) return;
-  for (const shard::Range tile : shard::tiles_of({0, owned.size()}))
-    shard::scaled_copy(owned_weights().narrow(0, tile.begin, tile.size()), master.read(tile));
+  const shard::Buffer to = weights_to_write();
+  for (const shard::Range tile : shard::tiles_of({0, owned.size()})) {
+    const at::Tensor weight = place_for(to, tile);
+    shard::scaled_copy(weight, master.read(tile));
+    to.store(tile, weight);
+  }
 }
 
 }  // namespace tessera::zero

@@ -81,14 +81,16 @@ class Unit {
   void sum_arrived() { has_sum_ = true; }
   bool has_sum() const { return has_sum_; }
 
-  // Views of this rank's owned range.
-  at::Tensor owned_weights() const { return owned == flat->slice() ? flat->slice_values() : flat->whole(); }
+  // This rank's weights of the owned range: for reading, and to be written.
+  shard::Buffer weights() const { return owned == flat->slice() ? flat->slice_values() : shard::Buffer(flat->whole()); }
+  shard::Buffer weights_to_write();
+  // A view of the gradients of that range.
   at::Tensor owned_grads() const;
   // Of gradients, whether or not a buffer is kept for them.
   at::TensorOptions grad_options() const;
-  // The weights of parameter `item` that this rank owns.
+  // The weights of parameter `item` that this rank owns: a view where they live on the device, else a copy.
   at::Tensor owned_values(int item) const;
-  // The part of `param` that this rank owns, in the coordinates of the owned tensors above; empty if none.
+  // The part of `param` that this rank owns, in the coordinates of the owned range; empty if none.
   shard::Range owned_slice(const Param& param) const;
 
   // The compute parameter itself is the master: nothing extra is stored.
@@ -110,8 +112,8 @@ class Unit {
   void write_master(shard::Range range, const at::Tensor& values);
   // Master, residual and states, whether or not there are such.
   std::array<const shard::Buffer*, 4> state_buffers() const { return {&master, &residual, &states[0], &states[1]}; }
-  // Returns when what was written to them is where they live; throws what went wrong on the way.
-  void flush_states() const;
+  // Returns when what was written to them, or to the weights, is where they live; throws what went wrong on the way.
+  void flush() const;
   // The owned weights from an fp32 master; nothing to do in the other forms.
   void refresh_weights();
 

@@ -89,15 +89,19 @@ void Units::build(const std::vector<PlannedUnit>& units, const std::vector<Model
     for (const ParamId id : planned.items)
       originals.push_back(&params[id]);
     std::vector<FlatParams::Item> items = settle_values(set_of(*originals.front()).ranks, planned.name, originals);
-    if (planned.kind == kFrozen) {
-      build_frozen(planned, originals, std::move(items));
-    } else {
-      disks.run([&] { build_unit(planned, originals); });
-    }
+    disks.run([&] {
+      if (planned.kind == kFrozen) {
+        build_frozen(planned, originals, std::move(items));
+      } else {
+        build_unit(planned, originals);
+      }
+    });
   }
-  if (!options_.home) return;
+  if (!has_homes()) return;
   for (const auto& unit : units_)
-    disks.run([&] { unit->flush_states(); });
+    disks.run([&] { unit->flush(); });
+  for (const auto& flat : frozen_)
+    disks.run([&] { flat->flush(); });
   const std::string failure = disks.agree(ranks());
   if (failure.empty()) return;
   release("its engine could not be built");
@@ -133,7 +137,8 @@ std::vector<const Ranks*> Units::rank_sets() const {
 }
 
 bool Units::partitions(const ModelParam& param) const {
-  return placements_.params == shard::Placement::Shard && set_of(param).ranks.shard->size() > 1;
+  return placements_.params == shard::Placement::Shard &&
+         (set_of(param).ranks.shard->size() > 1 || options_.weight_home);
 }
 
 void Units::number_elements() {
@@ -264,6 +269,12 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Model
   const Set& set = set_of(*originals.front());
   auto unit = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
                                      set.ranks, space_of(originals));
+  TESSERA_CHECK_VALUE(
+      rule_ != optim::Rule::External || !unit->master_is_weight() ||
+          unit->flat->residence() == shard::Residence::Device,
+      "zero",
+      "a client's own optimizer updates the parameters themselves here, so they cannot be offloaded: name one of ",
+      optim::native_types(), " in the configuration, pass such an optimizer of torch, or leave offload_param out");
   unit->root = planned.root;
   unit->travel = travel_of(*originals.front());
   unit->flat->gather_in(gather_dtype_of(*originals.front()));
@@ -284,7 +295,7 @@ void Units::build_frozen(const PlannedUnit& planned, const std::vector<const Mod
   const bool sharded = placements_.params == shard::Placement::Shard;
   auto flat =
       std::make_unique<FlatParams>(planned.name, std::move(items), options_.precision.param, set.ranks.shard->rank(),
-                                   set.ranks.shard->size(), sharded, space_of(originals));
+                                   set.ranks.shard->size(), sharded, space_of(originals), options_.weight_home);
   flat->gather_in(gather_dtype_of(*originals.front()));
   const int number = unsharder_->add(flat.get(), set.gathers);
   unit_of_number_.push_back(nullptr);
@@ -324,6 +335,11 @@ void Units::check_whole() const {
       "the last update did not come to its end, weights and states do not belong together: load a checkpoint "
       "(",
       broken_, ")");
+}
+
+void Units::check_here(const char* call) const {
+  TESSERA_CHECK(!away_, "engine", call,
+                ": states of this engine were moved off the device by offload_states(); call reload_states() first");
 }
 
 void Units::release(const std::string& message) {

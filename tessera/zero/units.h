@@ -80,6 +80,10 @@ class Units {
   // IoError where they do not.
   void check_whole() const;
   void set_broken(const std::string& why) { broken_ = why; }
+  // Some of the model was moved off the device for a while (moving.h): state error where `call` needs it.
+  void check_here(const char* call) const;
+  bool is_away() const { return away_; }
+  void set_away(bool away) { away_ = away; }
   // Frees gradients, states and places; parameters without data say `message`. Local.
   void release(const std::string& message);
 
@@ -92,6 +96,7 @@ class Units {
   void make_sets(const comm::Mesh& mesh);
   const Set& set_of(const ModelParam& param) const;
   bool partitions(const ModelParam& param) const;
+  bool has_homes() const { return options_.home || options_.weight_home; }
   at::ScalarType travel_of(const ModelParam& param) const;
   at::ScalarType gather_dtype_of(const ModelParam& param) const;
   std::string travels_of(int kind, const ModelParam& param) const;
@@ -122,6 +127,7 @@ class Units {
   std::vector<Unit*> unit_of_number_;
   std::unique_ptr<Unsharder> unsharder_;
   std::string broken_;
+  bool away_ = false;
 };
 
 }  // namespace tessera::zero

@@ -230,13 +230,14 @@ void Unsharder::use(int unit, bool in_backward) {
     make_ready(entry);
   }
   prefetch(trace);
+  read_ahead(trace);
 }
 
 void Unsharder::start(Entry& entry, bool exact) {
   const FlatParams& flat = *entry.flat;
   const PhaseScope scope(phases_, Phase::Gather, flat.name());
   const int64_t size = flat.layout().size();
-  const auto options = at::TensorOptions().dtype(flat.dtype()).device(flat.slice_values().device());
+  const auto& options = flat.options();
   const bool rounded = flat.gathers_rounded() && !exact;
   at::Tensor bucket, staging;
   if (!flat.shares() || rounded) bucket = pool_.acquire(size, options);
@@ -297,6 +298,22 @@ void Unsharder::prefetch(const Trace& trace) {
   start(entry);
 }
 
+// What the last pass used after the present unit, and nothing else.
+void Unsharder::read_ahead(const Trace& trace) {
+  int64_t room = options_.ahead;
+  std::vector<int> reading;
+  for (size_t i = trace.position; trace.followed && i < trace.last.size(); ++i) {
+    if (static_cast<int>(reading.size()) == options_.ahead_units) break;
+    const int unit = trace.last[i];
+    const int64_t elements = entries_[unit].flat->read_ahead(room);
+    if (elements == 0) continue;
+    room -= elements;
+    reading.push_back(unit);
+  }
+  for (const int unit : std::exchange(reading_, std::move(reading)))
+    if (std::find(reading_.begin(), reading_.end(), unit) == reading_.end()) entries_[unit].flat->forget_ahead();
+}
+
 // Going by the last pass, other units need no more than the reuse distance until this one is used again.
 bool Unsharder::worth_keeping(int unit) const {
   if (live_ > options_.max_live) return false;
@@ -335,6 +352,7 @@ void Unsharder::settle_all(const std::vector<int>& units) {
 void Unsharder::release(Entry& entry) {
   FlatParams& flat = *entry.flat;
   entry.kept = false;
+  flat.forget_ahead();
   if (!flat.sharded() || flat.state() == ParamState::Sharded) return;
   const char* const outcome = flat.is_in_space() ? "reached the other ranks at an unknown moment" : "is lost";
   std::string edited;
@@ -360,8 +378,7 @@ void Unsharder::hold(int unit, bool writable) {
   flat.make_exact(*entry.group);
   if (writable && flat.is_in_space()) {
     const int64_t size = flat.layout().size();
-    flat.make_private(
-        pool_.acquire(size, at::TensorOptions().dtype(flat.dtype()).device(flat.slice_values().device())));
+    flat.make_private(pool_.acquire(size, flat.options()));
     live_ += size;
   }
   ++entry.regions;

@@ -15,7 +15,8 @@
 //   Gathers follow the order in which modules run, which must be the same on all ranks; what they do inside a unit
 //   (which experts of a leaf module, which parameters) may differ. Gathers have a group of their own (comm::Group::
 //   sibling), so that they need no common order with reductions. Prefetching looks at the order of the last pass, which
-//   is the same on all ranks because the passes were. Shared parameters (flat_params.h) are gathered without communication:
+//   is the same on all ranks because the passes were. Slices on a disk (Note [Parameters elsewhere]) are read some units
+//   ahead of their gathers, which is each rank's own affair. Shared parameters (flat_params.h) are gathered without communication:
 //   calls marked collective are local for them, nothing is gathered early and nothing counts as live but private copies.
 #pragma once
 
@@ -86,6 +87,10 @@ class Unsharder {
   void settle_before_update(int unit);
   int64_t bytes() const { return pool_.bytes() + staging_.bytes(); }
   int64_t peak_bytes() const { return pool_.peak_bytes() + staging_.peak_bytes(); }  // of each pool by itself
+  void free_buckets() {
+    pool_.free_kept();
+    staging_.free_kept();
+  }
   // Frees everything, without communication.
   void abandon(const std::string& message);
 
@@ -123,6 +128,7 @@ class Unsharder {
   void make_ready(Entry& entry, bool exact = false);
   void take_staging(FlatParams& flat);
   void prefetch(const Trace& trace);
+  void read_ahead(const Trace& trace);
   void start(Entry& entry, bool exact = false);
   void give_back(const FlatParams& flat, const at::Tensor& bucket);
   static bool in_use(const Entry& entry) {
@@ -143,6 +149,7 @@ class Unsharder {
   int64_t number_ = 0;  // backwards begun
   int64_t live_ = 0;    // elements gathered or on their way
   bool any_sharded_ = false;
+  std::vector<int> reading_;  // units that were read ahead for the present use
   BucketPool pool_{3};
   BucketPool staging_{2};  // for gathers in another dtype
 };

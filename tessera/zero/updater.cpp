@@ -176,8 +176,8 @@ std::vector<bool> Updater::agree_presence(bool any_missing) {
 void Updater::gather_unit(Unit& unit) {
   if (!units_.states_are_cut(unit.ranks) || unit.flat->sharded() || unit.flat->shares()) return;
   const PhaseScope scope(units_.phases(), Phase::Gather, unit.name);
-  gathers_.push_back(
-      unit.ranks.shard->all_gather(unit.flat->whole(), unit.owned_weights(), "parameters of unit '" + unit.name + "'"));
+  gathers_.push_back(unit.ranks.shard->all_gather(unit.flat->whole(), unit.weights().tensor(),
+                                                  "parameters of unit '" + unit.name + "'"));
 }
 
 void Updater::finish_gathers() {
@@ -214,11 +214,11 @@ void Updater::finish_gathers(DiskGuard& disks) {
   agree_on_disks(disks);
 }
 
-// Where states live on a disk, an update is over when they are there, on all ranks or on none.
+// Where states or weights live on a disk, an update is over when they are there, on all ranks or on none.
 void Updater::agree_on_disks(DiskGuard& disks) {
   if (std::ranges::all_of(units_.all(), [](const auto& unit) { return lives_on_device(*unit); })) return;
   for (const auto& unit : units_.all())
-    disks.run_always([&] { unit->flush_states(); });
+    disks.run_always([&] { unit->flush(); });
   const std::string failure = disks.agree(units_.ranks());
   if (failure.empty()) return;
   units_.set_broken(failure);
@@ -234,7 +234,7 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
   prepare_update();
   DiskGuard disks;
   if (units_.rule() == optim::Rule::External) {
-    update_external(summary, scale, external);
+    update_external(summary, scale, external, disks);
     launch_gathers();
   } else {
     update_units(summary, scale, disks);
@@ -273,7 +273,8 @@ void Updater::scale_gradients(double scale) {
     shard::scaled_copy(unit->owned_grads(), unit->owned_grads(), scale);
 }
 
-void Updater::update_external(const GradientSummary& summary, double scale, const std::function<void()>& external) {
+void Updater::update_external(const GradientSummary& summary, double scale, const std::function<void()>& external,
+                              DiskGuard& disks) {
   TESSERA_CHECK_VALUE(external, "engine.step",
                       "this engine was built for a client's optimizer; step() needs its update");
   for (const auto& unit : units_.all()) {
@@ -299,7 +300,7 @@ void Updater::update_external(const GradientSummary& summary, double scale, cons
   }
   forget();
   for (const auto& unit : units_.all())
-    unit->refresh_weights();
+    disks.run([&] { unit->refresh_weights(); });
 }
 
 void Updater::refresh_params() {

@@ -58,7 +58,8 @@ class Updater {
   void update_units(const GradientSummary& summary, double scale, DiskGuard& disks);
   static void count_update(Param& param);
   void agree_on_disks(DiskGuard& disks);
-  void update_external(const GradientSummary& summary, double scale, const std::function<void()>& external);
+  void update_external(const GradientSummary& summary, double scale, const std::function<void()>& external,
+                       DiskGuard& disks);
   at::ScalarType client_dtype() const;
   void check_no_region_writes() const;
 

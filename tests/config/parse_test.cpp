@@ -63,7 +63,7 @@ TEST(Parse, ReadsDeprecatedKeys) {
   EXPECT_EQ(c.zero_optimization.offload_optimizer.device, OffloadDevice::Cpu);
   EXPECT_EQ(c.zero_optimization.offload_param.device, OffloadDevice::Cpu);
   EXPECT_TRUE(c.zero_optimization.stage3_gather_16bit_weights_on_model_save);
-  EXPECT_EQ(c.warnings.size(), 4u);
+  EXPECT_EQ(c.warnings.size(), 5u);
   EXPECT_HAS(json_error(R"({"zero_optimization": {"cpu_offload": true, "offload_optimizer": {"device": "cpu"}}})"),
              "cannot be combined with offload_optimizer");
   EXPECT_HAS(json_error(R"({"zero_optimization": {"cpu_offload": "yes"}})"), "must be true or false");

@@ -62,6 +62,12 @@ TEST(Resolve, ZeroOptions) {
       {"device": "nvme", "nvme_path": "/proc/none", "pin_memory": false}}})"));
   EXPECT_TRUE(away.home) << "where nothing is made before an engine asks";
   EXPECT_FALSE(away.pin_memory);
+  EXPECT_FALSE(away.weight_home);
+  const auto weights = zero_options(Config::from_json(R"({"zero_optimization": {"stage": 3, "offload_param":
+      {"device": "nvme", "nvme_path": "/proc/none", "buffer_count": 2, "buffer_size": 1000}}})"));
+  EXPECT_TRUE(weights.weight_home && !weights.home);
+  EXPECT_EQ(weights.gather.ahead_units, 2);
+  EXPECT_EQ(weights.gather.ahead, 2000);
   const auto options = zero_options(Config::from_json(R"({"gradient_allreduce_op": "sum",
       "zero_optimization": {"stage": 2, "reduce_bucket_size": 100, "overlap_comm": false},
       "bf16": {"enabled": true}, "tessera": {"min_unit_elements": 5, "seed": 7, "shared_parameters": true,

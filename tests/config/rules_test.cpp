@@ -93,6 +93,10 @@ TEST(Rules, Zero) {
       {R"({"zero_optimization": {"stage": 2, "reduce_scatter": false}, "prescale_gradients": true})", nullptr},
       {R"({"zero_optimization": {"stage": 1}, "prescale_gradients": true, "gradient_predivide_factor": 2})", nullptr},
       {R"({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}})", nullptr},
+      {R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})",
+       "offload_param.nvme_path: is missing"},
+      {R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "tessera": {"shared_parameters": true}})",
+       "cannot be combined with tessera.shared_parameters"},
       {R"({"torch_autocast": {"enabled": true}, "zero_optimization": {"zero_quantized_weights": true}})",
        "torch_autocast"},
   });

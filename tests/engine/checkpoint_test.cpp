@@ -93,7 +93,8 @@ TEST(Checkpoint, EveryModeAndSpreadIntoEveryOther) {
   }
 }
 
-// Where nothing is different, the run goes on as if it had not stopped; in a third of the modes with states on a disk.
+// Where nothing is different, the run goes on as if it had not stopped; in a third of the modes with states on a disk, and
+// what is partitioned of the weights.
 TEST(Checkpoint, GoesOnBitForBit) {
   for (const Spread& spread : spreads()) {
     for (size_t m = 0; m < all_modes().size(); ++m) {
@@ -104,7 +105,8 @@ TEST(Checkpoint, GoesOnBitForBit) {
           const int batch = mesh.rank(comm::kBatchAxes);
           auto options = toy_options(run_of(spread.stage, mode));
           if (m % 3 == 0)
-            options.zero.home = offload::state_homes({.residence = shard::Residence::Nvme, .folder = disk.path()});
+            options.zero.home = options.zero.weight_home =
+                offload::state_homes({.residence = shard::Residence::Nvme, .folder = disk.path()});
           const Toy toy, other(7);
           Engine engine(options, mesh, toy.specs(), {toy_adamw()});
           train(engine, toy, batch, 0, 3);

@@ -1,8 +1,9 @@
-// Engines whose model states live on a disk: tiles, and what a disk that fails does to all ranks.
+// Engines whose model states and parameters live on a disk: tiles, and what a disk that fails does to all ranks.
 #include "tessera/offload/states.h"
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 
 #include "tessera/engine/checkpoint.h"
@@ -16,7 +17,7 @@ namespace tessera::testing {
 
 namespace {
 
-decltype(zero::Options::home) on_disk(const std::string& folder, offload::QueueMaker make_queue = {}) {
+zero::HomeMaker on_disk(const std::string& folder, offload::QueueMaker make_queue = {}) {
   return offload::state_homes(
       {.residence = shard::Residence::Nvme, .folder = folder, .make_queue = std::move(make_queue)});
 }
@@ -63,7 +64,7 @@ void step(Engine& engine, const Toy& toy, int rank, int number) {
 
 }  // namespace
 
-// Parameters that end inside a tile, and groups that change there.
+// Parameters that end inside a tile, and groups that change there; in stage 3 weights that come in tiles, too.
 TEST(OffloadEngine, TilesHaveTheBitsOfOnePass) {
   const io::TempFolder folder;
   const at::Tensor values = at::randn({shard::kTile + 1000});
@@ -71,27 +72,36 @@ TEST(OffloadEngine, TilesHaveTheBitsOfOnePass) {
        {mode(at::kBFloat16, amp::Master::Split, at::kBFloat16), mode(at::kBFloat16, amp::Master::Weight, at::kBFloat16),
         amp::PrecisionPolicy::fp32()}) {
     run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
-      std::vector<at::Tensor> found[2];
-      for (const bool away : {false, true}) {
+      std::vector<at::Tensor> found[3];
+      for (const int away : {0, 1, 2}) {
         std::vector<engine::ParamSpec> specs{{"a", values.clone().requires_grad_(true), 0, "u"},
                                              {"b", values.clone().requires_grad_(true), 1, "u"},
                                              {"idle", at::ones({50}).requires_grad_(true), 0, "u"}};
-        auto options = toy_options({.stage = 2, .precision = precision});
-        if (away) options.zero.home = on_disk(folder.path());
+        auto options = toy_options({.stage = away == 2 ? 3 : 2, .precision = precision});
+        if (away > 0) options.zero.home = on_disk(folder.path());
+        if (away == 2) options.zero.weight_home = on_disk(folder.path());
         Engine engine(options, comm::Mesh(group), specs, {toy_adamw(), optim::GroupOptions{}});
+        const int module = engine.modules().add({0, 1, 2});
+        const at::Tensor input = at::ones({}).requires_grad_(true);
         for (int number = 0; number < 2; ++number) {
-          ((specs[0].tensor.to(at::kFloat) * values).sum() * (rank + 1) + specs[1].tensor.to(at::kFloat).square().sum())
-              .backward();
+          if (module >= 0 && engine.modules().enter(module)) engine.modules().note_inputs({input});
+          const at::Tensor loss = input * ((specs[0].tensor.to(at::kFloat) * values).sum() * (rank + 1) +
+                                           specs[1].tensor.to(at::kFloat).square().sum());
+          if (module >= 0) engine.modules().leave(module, {loss});
+          loss.backward();
           engine.step();
         }
         for (int i = 0; i < 3; ++i)
           for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1})
             found[away].push_back(engine.states().get_full(i, what));
-        EXPECT_EQ(engine.memory().disk > 0, away);
-        EXPECT_EQ(engine.memory().host, 0);
+        const auto memory = engine.memory();
+        EXPECT_EQ(memory.disk, away == 0 ? 0 : memory.master + memory.states + (away == 2 ? memory.params : 0));
+        EXPECT_EQ(memory.host, 0);
       }
-      for (size_t i = 0; i < found[0].size(); ++i)
-        EXPECT_TRUE(found[0][i].equal(found[1][i])) << precision.bytes_per_parameter() << " bytes, value " << i;
+      for (const int away : {1, 2})
+        for (size_t i = 0; i < found[0].size(); ++i)
+          EXPECT_TRUE(found[0][i].equal(found[away][i]))
+              << precision.bytes_per_parameter() << " bytes, value " << i << ", " << away;
     });
   }
 }
@@ -105,6 +115,63 @@ TEST(OffloadEngine, AClientsOptimizerIsRefused) {
   EXPECT_HAS(error_of([&] { Engine(options, comm::Mesh(), toy.specs(), {toy_adamw()}); }), "Adam, AdamW, SGD");
   options.zero.home = offload::state_homes({.residence = shard::Residence::Host});
   Engine(options, comm::Mesh(), toy.specs(), {toy_adamw()});  // where its states are anyway
+  options.zero.stage = 3;
+  options.zero.home = {};
+  options.zero.weight_home = on_disk(folder.path());
+  EXPECT_HAS(error_of([&] { Engine(options, comm::Mesh(), Toy().specs(), {toy_adamw()}); }), "leave offload_param out");
+}
+
+TEST(OffloadEngine, WeightsThatAllRanksShareStay) {
+  const io::TempFolder folder;
+  run_ranks(2, [&](int, const comm::GroupPtr& group) {
+    const Toy toy;
+    auto options = toy_options({.stage = 3, .share = true});
+    options.zero.weight_home = on_disk(folder.path());
+    EXPECT_HAS(error_of([&] { Engine(options, comm::Mesh(group), toy.specs(), {toy_adamw()}); }),
+               "choose one of the two");
+  });
+}
+
+// The first elements stay in host memory, which is the device of a model on the CPU.
+TEST(OffloadEngine, SomeWeightsMayStayInMemory) {
+  const io::TempFolder folder;
+  for (const int64_t stay : {0, 100, 1000}) {
+    const Toy toy;
+    auto options = toy_options({.stage = 3, .persistence = 0});
+    options.zero.weight_home =
+        offload::state_homes({.residence = shard::Residence::Nvme, .folder = folder.path(), .in_memory = stay});
+    Engine engine(options, comm::Mesh(), toy.specs(), {toy_adamw()});
+    const int64_t away = engine.memory().disk / 4, all = engine.memory().params / 4;
+    EXPECT_TRUE(stay == 0 ? away == all : stay == 1000 ? away == 0 : away < all && away >= all - stay) << away;
+    step(engine, toy, 0, 0);
+  }
+}
+
+// A disk that fails in a forward: an error of all ranks, after which the engine goes on.
+TEST(OffloadEngine, AReadOfWeightsThatFailsOnOneRankFailsOnAll) {
+  const io::TempFolder folder;
+  Fault fault;
+  const auto faulty = [&](int depth) { return std::make_unique<FaultyQueue>(depth, fault); };
+  run_ranks(3, [&](int rank, const comm::GroupPtr& group) {
+    const Toy toy, reference;
+    auto options = toy_options({.stage = 3, .bf16 = true});
+    Engine well(options, comm::Mesh(group), reference.specs(), {toy_adamw()});
+    options.zero.weight_home = on_disk(folder.path(), rank == 1 ? offload::QueueMaker(faulty) : offload::QueueMaker());
+    Engine engine(options, comm::Mesh(group), toy.specs(), {toy_adamw()});
+    for (int number = 0; number < 3; ++number) {
+      group->barrier("the fault");
+      if (rank == 1) fault.reads = number > 0;
+      if (number > 0) {
+        const std::string text = rank == 1 ? "Input/output error" : "rank 1 of its group could not read its slice";
+        EXPECT_HAS(io_error_of([&] { toy_forward(engine, toy, toy_batch(rank, number)); }), text);
+        if (rank == 1) fault.reads = false;
+      }
+      step(engine, toy, rank, number);
+      step(well, reference, rank, number);
+    }
+    const Values is = values_of(engine), was = values_of(well);
+    expect_same(is.masters, was.masters, at::kFloat, "masters");
+  });
 }
 
 // One rank's disk refuses to hold the states, or to take them: an error of all, at once.
@@ -112,15 +179,15 @@ TEST(OffloadEngine, AConstructionThatFailsOnOneRankFailsOnAll) {
   const io::TempFolder folder;
   const Fault fault{.writes = true};
   const auto faulty = [&](int depth) { return std::make_unique<FaultyQueue>(depth, fault); };
-  const std::vector<std::pair<decltype(zero::Options::home), const char*>> homes{
+  const std::vector<std::pair<zero::HomeMaker, const char*>> homes{
       {on_disk("/proc/none"), "/proc/none"}, {on_disk(folder.path(), faulty), "Input/output error"}};
   for (const auto& [home, text] : homes) {
-    for (const int stage : {1, 3}) {
+    for (const int stage : {1, 3, 4}) {  // 4: weights in stage 3
       const auto start = std::chrono::steady_clock::now();
       run_ranks(2, [&, text = text, &home = home](int rank, const comm::GroupPtr& group) {
         const Toy toy;
-        auto options = toy_options({.stage = stage, .bf16 = true});
-        options.zero.home = rank == 1 ? home : on_disk(folder.path());
+        auto options = toy_options({.stage = std::min(stage, 3), .bf16 = true});
+        (stage == 4 ? options.zero.weight_home : options.zero.home) = rank == 1 ? home : on_disk(folder.path());
         const auto what = io_error_of([&] { Engine(options, comm::Mesh(group), toy.specs(), {toy_adamw()}); });
         EXPECT_HAS(what, rank == 1 ? text : "rank 1 of this engine could not move its model states");
       });
@@ -146,16 +213,17 @@ TEST(OffloadEngine, AFullDiskIsAnErrorOfTheConstruction) {
 TEST(OffloadEngine, AFaultInAStepIsSaidUntilACheckpointIsLoaded) {
   enum class Kind { ReadError, WriteError, Short };
   for (const Kind kind : {Kind::ReadError, Kind::WriteError, Kind::Short}) {
-    for (const int stage : {1, 2, 3}) {
+    for (const int stage : {1, 2, 3, 4}) {  // 4: weights, too
       const io::TempFolder saved, disks;
       Fault fault;
       const auto faulty = [&](int depth) { return std::make_unique<FaultyQueue>(depth, fault); };
       run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
         const std::string disk = disks / std::to_string(rank);
         const Toy toy, reference;
-        auto options = toy_options({.stage = stage, .bf16 = true});
+        auto options = toy_options({.stage = std::min(stage, 3), .bf16 = true});
         Engine well(options, comm::Mesh(group), reference.specs(), {toy_adamw()});
         options.zero.home = on_disk(disk, rank == 1 ? offload::QueueMaker(faulty) : offload::QueueMaker());
+        if (stage == 4) options.zero.weight_home = options.zero.home;
         Engine engine(options, comm::Mesh(group), toy.specs(), {toy_adamw()});
         step(engine, toy, rank, 0);
         step(well, reference, rank, 0);
@@ -165,6 +233,10 @@ TEST(OffloadEngine, AFaultInAStepIsSaidUntilACheckpointIsLoaded) {
         if (rank == 1) (kind == Kind::WriteError ? fault.writes : fault.reads) = kind != Kind::Short;
         const char* mine = kind == Kind::Short ? "ends at byte" : "Input/output error";
         const std::string text = rank == 1 ? mine : "rank 1 of this engine could not move its model states";
+        if (stage == 4 && kind != Kind::WriteError) {  // a forward reads
+          EXPECT_NE(io_error_of([&] { step(engine, toy, rank, 1); }), "");
+          return;
+        }
         EXPECT_HAS(io_error_of([&] { step(engine, toy, rank, 1); }), text);
         EXPECT_HAS(io_error_of([&] { step(engine, toy, rank, 1); }), "load a checkpoint");
         EXPECT_HAS(io_error_of([&] { engine.checkpoints().save(saved.path(), {.tag = "broken"}); }),

@@ -7,6 +7,7 @@
 #include <torch/optim/sgd.h>
 
 #include <cmath>
+#include <numeric>
 #include <thread>
 
 #include "tests/io/temp_folder.h"
@@ -72,10 +73,13 @@ TEST(Engine, TrainsAsPlainPyTorchOnOneAndTwoRanks) {
   copy(reference, start);
   const auto expected = plain(reference, data);
   const io::TempFolder disk;
-  for (int stage = 0; stage <= 2; ++stage) {
+  for (int stage = 0; stage <= 3; ++stage) {
     const int ranks = 2;
-    const std::string away =
-        stage == 2 ? R"(, "offload_optimizer": {"device": "nvme", "nvme_path": ")" + disk.path() + "\"}" : "";
+    const std::string on_disk = R"({"device": "nvme", "max_in_cpu": 0, "nvme_path": ")" + disk.path() + "\"}";
+    const std::string away = stage == 2
+                                 ? R"(, "offload_optimizer": {"device": "nvme", "nvme_path": ")" + disk.path() + "\"}"
+                             : stage == 3 ? R"(, "stage3_param_persistence_threshold": 0, "offload_param": )" + on_disk
+                                          : "";
     auto groups = comm::thread_groups(ranks);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < ranks; ++rank) {
@@ -91,9 +95,14 @@ TEST(Engine, TrainsAsPlainPyTorchOnOneAndTwoRanks) {
           EXPECT_TRUE(engine.step());
           EXPECT_EQ(engine.core().global_samples(), 4 * ranks * (i + 1));
         }
+        EXPECT_EQ(engine.core().memory().disk > 0, stage >= 2);
+        std::vector<int> all(expected.size());
+        std::iota(all.begin(), all.end(), 0);
+        engine.core().regions().open(all);
         for (size_t i = 0; i < expected.size(); ++i) {
           EXPECT_TRUE(at::allclose(net->parameters()[i], expected[i], 1e-5, 1e-6)) << "stage " << stage;
         }
+        engine.core().regions().close(all);
       });
     }
     for (auto& thread : threads) {

@@ -138,6 +138,8 @@ TEST(NvmeFile, ErrorsNameTheFileAndEnd) {
   {
     const testing::LargestFile limit(4 * kBlock);
     file->write(space, space, values.data(), nullptr);
+    EXPECT_HAS(error_of([&] { read_back(*file, space, space); }), "ends at byte") << "a read says what is its own";
+    EXPECT_HAS(error_of([&] { file->write(space, space, values.data(), nullptr); }), "cannot write");
     EXPECT_HAS(error_of([&] { file->flush(); }), "cannot write");
     EXPECT_EQ(error_of([&] { file->flush(); }), "") << "an error is thrown once";
   }

@@ -24,7 +24,7 @@ from tessera.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set
 from torch import nn
 
 import tessera
-from tessera.zero import GatheredParameters
+from tessera.zero import GatheredParameters, partition_info
 
 DEVICE = "privateuseone"
 LOW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -90,13 +90,33 @@ def test_states_in_host_memory_and_on_a_disk() -> None:
                 cfg = config(stage, accumulation=2, **ADAM, **mode)
                 engines = [engine_on("cpu", cfg)]
                 away = cfg["zero_optimization"] | {"offload_optimizer": {"device": where, "nvme_path": folder}}
+                if stage == 3:
+                    away["offload_param"] = {"device": where, "nvme_path": folder, "max_in_cpu": 0}
                 engines.append(engine_on(DEVICE, cfg | {"zero_optimization": away}))
                 memory = engines[1].core.memory()
-                assert (memory.host, memory.disk)[where == "nvme"] == memory.master + memory.states > 0
+                params = memory.params if stage == 3 else 0
+                assert (memory.host, memory.disk)[where == "nvme"] == memory.master + memory.states + params > 0
                 losses = [train(engine) for engine in engines]
                 assert losses[0] == losses[1], (name, stage, where)
                 assert equal(*map(masters, engines)), (name, stage, where)
                 engines[1].destroy()
+
+
+def test_states_away_for_a_while() -> None:
+    for stage in (1, 2, 3):
+        engines = [engine_on(device, config(stage, **ADAM, **MODES["fp16"])) for device in ("cpu", DEVICE)]
+        losses = [train(engine) for engine in engines]
+        library = stand_in.load(sys.argv[1])
+        before = library.tessera_stand_in_bytes()
+        engines[1].offload_states()
+        memory = engines[1].core.memory()
+        assert memory.host == memory.params + memory.grads + memory.master + memory.states
+        assert before - library.tessera_stand_in_bytes() >= memory.host
+        engines[1].reload_states()
+        assert engines[1].core.memory().host == 0
+        losses = [train(engine) for engine in engines]
+        assert losses[0] == losses[1]
+        assert equal(*map(masters, engines))
 
 
 def test_autocast_as_by_hand() -> None:
@@ -267,8 +287,9 @@ def test_a_partitioned_model_is_built_on_the_device_of_its_ranks() -> None:
             tessera.zero.Init(module=built, config=cfg)
             assert all(p.device == engine.device for p in built.parameters())
             if engine.device.type == DEVICE:
-                with pytest.raises(NotImplementedError, match="parameters in host memory need offload"):
-                    tessera.zero.Init(config=cfg, remote_device="cpu")
+                away = make()
+                tessera.zero.Init(module=away, config=cfg, remote_device="cpu")
+                assert all(partition_info(p).partitioned for p in away.parameters())  # type: ignore[union-attr]
             found.append((engine.device.type, train(engine), masters(engine)))
     assert [where for where, *_ in found] == ["cpu", DEVICE]
     assert found[0][1] == found[1][1]

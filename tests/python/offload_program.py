@@ -5,6 +5,8 @@ offload_program.py shm                     a file system in memory
 offload_program.py endless FOLDER          trains until it is killed
 offload_program.py memory FOLDER ELEMENTS  prints by how many bytes the peak of resident memory grows while an engine is
                                            built, and while it trains
+offload_program.py parameters FOLDER ELEMENTS  the same with parameters on the disk, too, where the model is built, and
+                                           without gradients
 """
 
 from __future__ import annotations
@@ -79,8 +81,8 @@ class Part(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1 << 22))
 
-    def forward(self) -> torch.Tensor:
-        return self.weight.sum()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.sum()
 
 
 class Sum(nn.Module):
@@ -91,7 +93,10 @@ class Sum(nn.Module):
         self.parts = nn.ModuleList(Part() for _ in range(elements >> 22))
 
     def forward(self) -> torch.Tensor:
-        return torch.stack([part() for part in self.parts]).sum()
+        x = torch.zeros(())
+        for part in self.parts:
+            x = part(x)
+        return x
 
 
 def resident(key: str) -> int:
@@ -99,10 +104,22 @@ def resident(key: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
 
 
-def memory(folder: Path, elements: int) -> None:
+def all_away(folder: Path) -> dict[str, Any]:
+    cfg = away(folder, 3, tessera={"update_in_backward": True})
+    disk = {"device": "nvme", "nvme_path": str(folder), "max_in_cpu": 0, "buffer_count": 1, "buffer_size": 1 << 22}
+    cfg["zero_optimization"]["offload_param"] = disk
+    return cfg
+
+
+def memory(folder: Path, elements: int, parameters: bool = False) -> None:
+    cfg = all_away(folder) if parameters else away(folder, gradient_clipping=1.0)
+
     def train(size: int) -> list[int]:
         before = resident("VmRSS:")
-        engine = tessera.initialize(model=Sum(size), config=away(folder, gradient_clipping=1.0))[0]
+        Path("/proc/self/clear_refs").write_text("5")
+        with tessera.zero.Init(config_dict_or_path=cfg, enabled=parameters):
+            model = Sum(size)
+        engine = tessera.initialize(model=model, config=cfg)[0]
         peaks = [resident("VmHWM:") - before]
         Path("/proc/self/clear_refs").write_text("5")  # a new peak
         for _ in range(3):
@@ -120,7 +137,7 @@ def memory(folder: Path, elements: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     command, *arguments = sys.argv[1:]
-    if command == "memory":
-        memory(Path(arguments[0]), int(arguments[1]))
+    if command in ("memory", "parameters"):
+        memory(Path(arguments[0]), int(arguments[1]), command == "parameters")
     else:
         {"full": full, "shm": shm, "endless": endless}[command](*map(Path, arguments))

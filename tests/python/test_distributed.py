@@ -97,6 +97,11 @@ def worker(rank: int, world: int, port: int, transport: str, folder: str) -> Non
         engine = tessera.initialize(model=make(seed=rank), config=options)[0]
         results[device] = train(engine, rank, 3)
         engine.destroy()
+    options = adam(3, 3, True)
+    options["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
+    engine = tessera.initialize(model=make(seed=rank), config=options)[0]
+    results["parameters"] = train(engine, rank, 3)
+    engine.destroy()
     if world == 4:  # hybrid sharding from the configuration and from a DeviceMesh: alike, and as sharding over all
         options = adam(3, 1, False)
         options["zero_optimization"]["mics_shard_size"] = 2
@@ -152,8 +157,8 @@ def test_processes_equal_threads(world: int, transport: str, tmp_path: Path) -> 
             assert_close(got, want[0])
     for rank in range(world):  # states in host memory and on a disk
         found = torch.load(tmp_path / f"{rank}.pt")
-        for device in ("cpu", "nvme"):
-            assert all(torch.equal(found[device][name], value) for name, value in found[2, True, 3].items())
+        for where, stage in (("cpu", 2), ("nvme", 2), ("parameters", 3)):
+            assert all(torch.equal(found[where][name], value) for name, value in found[stage, True, 3].items())
     if world == 4:
         two = engines(make(seed=0), 2, adam(2, 1, False), lambda e, r: train(e, r, 1))[0]
         for way in TWO_BATCHES:

@@ -33,4 +33,28 @@ TEST(Buffer, IsTheSameWhereverItLives) {
   }
 }
 
+TEST(Buffer, GoesElsewhereForAWhile) {
+  const auto options = at::TensorOptions(at::kFloat);
+  const at::Tensor values = at::arange(kTile + 5, at::kFloat);
+  Buffer buffer(values.clone());
+  const auto home = [&] { return std::make_shared<testing::HostHome>(kTile + 5, options); };
+  buffer.send_to(nullptr);
+  EXPECT_TRUE(buffer.is_here());
+  buffer.send_to(home());
+  buffer.send_to(home());  // it is away
+  EXPECT_FALSE(buffer.is_here());
+  EXPECT_TRUE(buffer.is_sent());
+  buffer.write({0, 1}, at::full({1}, 7));
+  buffer.bring_back();
+  buffer.bring_back();
+  EXPECT_TRUE(buffer.is_here() && !buffer.is_sent());
+  EXPECT_EQ(buffer.tensor()[0].item<float>(), 7);
+  EXPECT_TRUE(buffer.view({1, kTile + 5}).equal(values.narrow(0, 1, kTile + 4)));
+  Buffer settled(5, options, home()), none;
+  settled.send_to(home());
+  settled.bring_back();
+  none.send_to(home());
+  EXPECT_FALSE(settled.is_here() || settled.is_sent() || none.defined()) << "lives there anyway";
+}
+
 }  // namespace tessera::shard

@@ -43,7 +43,9 @@ struct Training {
   ToyRun run;
   int world;
   optim::Rule rule = optim::Rule::Adam;
-  offload::StateOptions states = {.residence = shard::Residence::Device};  // where they live on a device
+  // Where they live on a device.
+  offload::StateOptions states = {.residence = shard::Residence::Device};
+  offload::StateOptions weights = {.residence = shard::Residence::Device};
 };
 
 Trained train(const Training& t) {
@@ -55,6 +57,7 @@ Trained train(const Training& t) {
     engine::Options options = toy_options(t.run);
     options.rule = t.rule;
     if (t.on_device) options.zero.home = offload::state_homes(t.states);
+    if (t.on_device) options.zero.weight_home = offload::state_homes(t.weights);
     options.time_device = t.run.stage % 2 == 1;  // phases that wait for the device change no result
     optim::GroupOptions params = toy_adamw();
     if (t.rule == optim::Rule::Sgd) params.momentum = 0.9;
@@ -115,7 +118,7 @@ TEST(DeviceEngine, AllRules) {
   }
 }
 
-// States in host memory and on a disk: the host updates them.
+// States in host memory and on a disk, where the host updates them; weights there, with states on the device or not.
 TEST(DeviceEngine, HasTheBitsOfTheCpuWhereverStatesLive) {
   const io::TempFolder folder;
   const std::vector<PrecisionPolicy> modes = all_modes();
@@ -125,10 +128,16 @@ TEST(DeviceEngine, HasTheBitsOfTheCpuWhereverStatesLive) {
         for (const auto residence : {shard::Residence::Host, shard::Residence::Nvme}) {
           const ToyRun run{.stage = stage, .accumulation = 2, .clip = 0.5, .precision = modes[number]};
           Training training{.on_device = true, .run = run, .world = world};
-          training.states = {.residence = residence, .folder = folder.path()};
-          expect_the_cpus_bits(training, "mode " + std::to_string(number) + ", stage " + std::to_string(stage) +
-                                             ", world " + std::to_string(world) + ", residence " +
-                                             std::to_string(static_cast<int>(residence)));
+          const offload::StateOptions away{.residence = residence, .folder = folder.path(), .pin_memory = true};
+          const std::string what = "mode " + std::to_string(number) + ", stage " + std::to_string(stage) + ", world " +
+                                   std::to_string(world) + ", residence " + std::to_string(static_cast<int>(residence));
+          training.states = away;
+          expect_the_cpus_bits(training, what);
+          if (stage < 3) continue;
+          training.weights = away;
+          expect_the_cpus_bits(training, what + ", weights too");
+          training.states = {.residence = shard::Residence::Device};
+          expect_the_cpus_bits(training, what + ", only weights");
         }
       }
     }
@@ -161,6 +170,33 @@ TEST(DeviceEngine, TilesPassThroughTheHost) {
                                                          {true, kLast}, {false, kTile}, {false, kLast}};
     EXPECT_EQ(copies, expected);
     EXPECT_NEAR(static_cast<double>(tessera_stand_in_bytes() - before), 8.0 * kSize, 0.01 * kSize);
+  }
+}
+
+// The device's memory is one gathered unit of eight, the bucket of the next and gradients; moved away it is nothing.
+TEST(DeviceEngine, WeightsElsewhereLeaveTheDevice) {
+  constexpr int64_t kSize = 1 << 20, kUnits = 8;
+  for (const bool weights : {true, false}) {
+    const int64_t before = tessera_stand_in_bytes();
+    std::vector<engine::ParamSpec> specs;
+    for (int i = 0; i < kUnits; ++i)
+      specs.push_back(
+          {"w" + std::to_string(i), at::ones({kSize}, device_of(0)).requires_grad_(true), 0, "u" + std::to_string(i)});
+    engine::Options options = toy_options({.stage = 3, .precision = PrecisionPolicy::fp32()});
+    const offload::StateOptions host{.residence = shard::Residence::Host, .pin_memory = true};
+    options.zero.home = offload::state_homes(host);
+    if (weights) options.zero.weight_home = offload::state_homes(host);
+    Engine engine(options, comm::Mesh(), specs, {toy_adamw()});
+    const auto held = [&] { return static_cast<double>(tessera_stand_in_bytes() - before) / (4.0 * kSize); };
+    EXPECT_NEAR(held(), weights ? kUnits : 2 * kUnits, 0.1) << "gradients, and weights where they live here";
+    if (!weights) {
+      engine.offload_states({zero::StateKind::Weights, zero::StateKind::Gradients});
+      EXPECT_NEAR(held(), 0, 0.1);
+      EXPECT_EQ(engine.memory().host, 16 * kSize * kUnits);
+      engine.reload_states();
+      EXPECT_NEAR(held(), 2 * kUnits, 0.1);
+      EXPECT_TRUE(specs[3].tensor.cpu().eq(1).all().item<bool>());
+    }
   }
 }
 

@@ -100,7 +100,7 @@ TEST(FlatParams, OneRankAndReplicatedStagesAreAlwaysReady) {
     EXPECT_FALSE(flat.sharded());
     EXPECT_EQ(flat.whole().numel(), flat.layout().size());
     EXPECT_EQ(flat.items()[0].tensor.scalar_type(), at::kBFloat16);
-    EXPECT_EQ(flat.slice_values().numel(), flat.layout().shard_size());
+    EXPECT_EQ(flat.slice_values().size(), flat.layout().shard_size());
   }
 }
 

@@ -152,13 +152,19 @@ TEST(Updater, ExternalOptimizersUpdateTheMasterShards) {
 
 namespace {
 
-// What five parameters' states are after some steps, and after they were written; `home`: zero::Options::home.
-std::vector<at::Tensor> states_after(const decltype(zero::Options::home)& home, const ToyRun& run, optim::Rule rule,
+// Where states and weights live: zero::Options::home and weight_home.
+struct Homes {
+  zero::HomeMaker states{}, weights{};
+};
+
+// What five parameters' states are after some steps, and after they were written.
+std::vector<at::Tensor> states_after(const Homes& homes, const ToyRun& run, optim::Rule rule,
                                      const comm::GroupPtr& group) {
   const Toy toy;
   auto options = toy_options(run);
   options.rule = rule;
-  options.zero.home = home;
+  options.zero.home = homes.states;
+  options.zero.weight_home = homes.weights;
   optim::GroupOptions params = toy_adamw();
   params.momentum = 0.9;
   params.initial_accumulator_value = 0.3;
@@ -188,9 +194,9 @@ std::vector<at::Tensor> states_after(const decltype(zero::Options::home)& home, 
 
 }  // namespace
 
-// Masters and states that live elsewhere: the same bits in every mode, stage and world, by every rule, also where they are
-// read and written.
-TEST(Updater, StatesMayLiveElsewhere) {
+// Masters, states and (stage 3) weights that live elsewhere: the same bits in every mode, stage and world, by every rule, also
+// where they are read and written.
+TEST(Updater, StatesAndWeightsMayLiveElsewhere) {
   const io::TempFolder folder;
   const auto in_memory = [](shard::Quantity, int64_t size, const at::TensorOptions& of) {
     return std::make_shared<HostHome>(size, of);
@@ -203,16 +209,18 @@ TEST(Updater, StatesMayLiveElsewhere) {
     using enum optim::Rule;
     const optim::Rule rule = m < modes.size() ? Adam : std::array{Sgd, Lion, Adagrad}[m - modes.size()];
     for (int stage = 0; stage <= 3; ++stage) {
-      for (const int world : {1, 2}) {
+      for (const int world : {1, 2, 3}) {
+        if (stage < 3 && world == 3) continue;
         run_ranks(world, [&](int, const comm::GroupPtr& group) {
           const ToyRun run{.stage = stage, .precision = modes[m % modes.size()]};
           const auto here = states_after({}, run, rule, group);
-          for (const bool disk : {false, true}) {
-            const auto there =
-                disk ? states_after(on_disk(), run, rule, group) : states_after(in_memory, run, rule, group);
+          std::vector<Homes> homes{{in_memory}, {on_disk()}};
+          if (stage == 3) homes = {{in_memory, in_memory}, {on_disk()}, {on_disk(), on_disk()}, {{}, on_disk()}};
+          for (size_t h = 0; h < homes.size(); ++h) {
+            const auto there = states_after(homes[h], run, rule, group);
             for (size_t i = 0; i < here.size(); ++i)
-              EXPECT_TRUE(here[i].equal(there[i])) << "mode " << m << ", stage " << stage << ", world " << world
-                                                   << (disk ? ", disk, " : ", memory, ") << i;
+              EXPECT_TRUE(here[i].equal(there[i]))
+                  << "mode " << m << ", stage " << stage << ", world " << world << ", homes " << h << ", " << i;
           }
         });
       }

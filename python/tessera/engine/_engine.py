@@ -32,6 +32,7 @@ from tessera.data import Loader, make_loader
 from tessera.elasticity import with_elastic_batch
 from tessera.engine._checkpoint import EngineCheckpoints
 from tessera.engine._info import EngineGetters
+from tessera.engine._moving import offload
 from tessera.engine._parallel import TensorParallel
 from tessera.engine._place import keep_place, place
 from tessera.engine._preflight import check_modules
@@ -585,8 +586,16 @@ class Engine(EngineCheckpoints, EngineGetters):
     def _not_served(self, call: str, instead: str) -> NoReturn:
         raise NotImplementedError(f"[engine.{call}] is not served by this version; {instead}")
 
-    def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._not_served("offload_states", "destroy() the engine to free its states")
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Makes room for other engines: what this one has on its device goes elsewhere until reload_states(), see
+        docs/offload.md. Done on return, also with `non_blocking`. Local."""
+        offload(self.core, isinstance(self._runner, NativeRunner), self.config, include, device, pin_memory)
 
-    def reload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._not_served("reload_states", "nothing is offloaded")
+    def reload_states(self, non_blocking: bool = False) -> None:
+        self.core.reload_states()

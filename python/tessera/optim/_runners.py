@@ -213,7 +213,8 @@ class NativeRunner(Runner):
             hook.remove()
         if self.base.state is self._view:
             memory = self._core.memory()
-            away = memory.host + memory.disk > 0  # because they have no room here
+            # Because they have no room here. (Parameters may be away, too.)
+            away = self._core.states_are_away() or memory.host + memory.disk > memory.params
             self.base.state = defaultdict(dict, {} if away else self._view.copied())
 
 

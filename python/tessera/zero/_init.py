@@ -38,9 +38,10 @@ class EarlyParameters:
 
     OPEN_ELEMENTS = 1 << 21  # that code which reads parameters while a model is built keeps whole at most
 
-    def __init__(self, mesh: _core.Mesh, device: torch.device | None) -> None:
-        """`device`: where parameters of the CPU are moved to before they are partitioned, if anywhere."""
-        self.core = _core.EarlyParams(mesh)
+    def __init__(self, mesh: _core.Mesh, device: torch.device | None, *home: Any) -> None:
+        """`device`: where parameters of the CPU are moved to before they are partitioned, if anywhere. `home`: where
+        slices live, as _core.EarlyParams takes it."""
+        self.core = _core.EarlyParams(mesh, *home)
         self._device = device
         self._read: dict[int, int] = {}  # open because they were read: number -> elements, oldest first
 
@@ -82,6 +83,9 @@ class EarlyParameters:
 
     def partition_of(self, number: int) -> _core.ParamPartition:
         return self.core.partition_of(number)
+
+    def held_values(self, number: int) -> torch.Tensor:
+        return self.core.held_values(number)
 
     def destroyed(self) -> bool:
         return False
@@ -178,6 +182,9 @@ class Init:
     the parameters are there, and so is what torch's factory functions make inside, unless `tensor_overrides` is False.
     Collective: all ranks build the same modules in the same order. With one rank parameters are only cast.
     `data_parallel_group` (or `zero_param_parallel_group`, or that of `mpu`): the ranks that share the parameters.
+    `remote_device`: where each rank's part lives, "cpu" (with `pin_memory` page-locked), or "nvme" in the nvme_path of
+    the configuration's offload_param; that of the configuration's offload_param if it says so. Then one rank
+    partitions too.
     ConfigError for arguments that make no sense, NotImplementedError for what is not served, RuntimeError when
     WORLD_SIZE says that there are more ranks than the process group has.
     """
@@ -205,7 +212,6 @@ class Init:
         if not enabled:
             return
         refused = {
-            "remote_device": remote_device not in (None, "none", "cpu"),
             "zero_quantized_weights": zero_quantized_weights,
             "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
             "param_swapper": param_swapper is not None,
@@ -221,12 +227,7 @@ class Init:
         if group is None:
             distributed.prepare(None, 29500)
         device = group_device(group)
-        if device is not None and remote_device == "cpu":
-            raise NotImplementedError(
-                f"[zero.Init] remote_device 'cpu': the ranks are on {device}, and parameters in host memory need "
-                "offload, which this version does not serve"
-            )
-        self._early = EarlyParameters(_mesh(group, loaded), device)
+        self._early = EarlyParameters(_mesh(group, loaded), device, *_home(remote_device, pin_memory, loaded))
         self._factories = torch.device(device) if tensor_overrides and device is not None else nullcontext()
         self._building: set[int] = set()  # ids of modules whose __init__ runs
         self._built: list[weakref.ref[nn.Module]] = []
@@ -309,6 +310,21 @@ def _dtype(dtype: torch.dtype | None, config: _core.Config | None) -> torch.dtyp
             raise ConfigError(f"[zero.Init] dtype must be a floating-point dtype, got {dtype}")
         return dtype
     return torch.float16 if config is None else _core.precision(config).param
+
+
+def _home(remote_device: Any, pin_memory: bool, config: _core.Config | None) -> tuple[_core.Residence, str, bool]:
+    section = "zero_optimization.offload_param"
+    device, folder = str(getattr(remote_device, "value", remote_device) or "none"), ""
+    if config is not None:
+        if config.get(f"{section}.device") != "none":
+            device, pin_memory = config.get(f"{section}.device"), config.get(f"{section}.pin_memory")
+        folder = config.get(f"{section}.nvme_path") or config.get("zero_optimization.offload_optimizer.nvme_path") or ""
+    homes = {"none": _core.Residence.Device, "cpu": _core.Residence.Host, "nvme": _core.Residence.Nvme}
+    if device not in homes:
+        raise ConfigError(f"[zero.Init] remote_device must be one of {list(homes)}, got '{device}'")
+    if device == "nvme" and not folder:
+        raise ConfigError(f"[zero.Init] remote_device 'nvme' needs {section}.nvme_path in the configuration")
+    return homes[device], folder, pin_memory
 
 
 def _mesh(group: Any, config: _core.Config | None) -> _core.Mesh:

@@ -25,6 +25,7 @@ class Holder(Protocol):
     def release(self, numbers: list[int], writes: _core.Writes, writer: int, /) -> None: ...
     def is_gathered(self, number: int, /) -> bool: ...
     def partition_of(self, number: int, /) -> _core.ParamPartition: ...
+    def held_values(self, number: int, /) -> torch.Tensor: ...
     def destroyed(self) -> bool: ...
     def inside_module(self) -> bool: ...
 
@@ -101,10 +102,18 @@ class PartitionInfo:
     """How a parameter is held now on this rank."""
 
     status: ParamStatus
-    partitioned: bool  # False: whole on every rank at all times (small parameters, other stages, one rank)
+    partitioned: (
+        bool  # False: whole on every rank at all times (small parameters, other stages, one rank without offload)
+    )
     begin: int  # this rank's elements of the flattened parameter: [begin, end); slices of ranks need not be equal
     end: int
-    local: torch.Tensor  # theirs, 1-D; a view, for reading
+    _holder: Holder
+    _number: int
+
+    @property
+    def local(self) -> torch.Tensor:
+        """Their values now, 1-D, for reading: a view, or a copy where they do not live on the device."""
+        return self._holder.held_values(self._number)
 
 
 def partition_info(param: torch.Tensor) -> PartitionInfo | None:
@@ -114,4 +123,4 @@ def partition_info(param: torch.Tensor) -> PartitionInfo | None:
         return None
     holder, number = found
     core = holder.partition_of(number)
-    return PartitionInfo(_STATUS[core.state], core.partitioned, *core.held, core.values)
+    return PartitionInfo(_STATUS[core.state], core.partitioned, *core.held, holder, number)

@@ -474,14 +474,6 @@ def test_save_16bit_model(tmp_path: Path) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("call", ["offload_states", "reload_states"])
-def test_what_is_not_served_says_what_to_use(call: str) -> None:
-    engine = tessera.Engine(make(), config())
-    with pytest.raises(NotImplementedError, match=call):
-        getattr(engine, call)("somewhere")
-    engine.destroy()
-
-
 def test_thawed_parameters_warn() -> None:
     model = make()
     model.head.bias.requires_grad_(False)

@@ -1,8 +1,9 @@
-"""Optimizer states in host memory and on a disk: what a user sees of it. The bits are compared in test_parity.py,
-test_distributed.py and in C++."""
+"""Optimizer states and parameters in host memory and on a disk: what a user sees of it. The bits are compared in
+test_parity.py, test_distributed.py and in C++."""
 
 from __future__ import annotations
 
+import enum
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import batch, config, engines, make, run, weights
+from support import Net, batch, config, engines, make, run, weights
 
 import tessera
 
@@ -19,9 +20,12 @@ PROGRAM = Path(__file__).parents[1] / "offload_program.py"
 ADAM = {"type": "AdamW", "params": {"lr": 0.01}}
 
 
-def away(stage: int, folder: Path, **more: Any) -> dict[str, Any]:
+def away(stage: int, folder: Path, params: bool = False, **more: Any) -> dict[str, Any]:
     cfg = config(stage, optimizer=ADAM, bf16=True, **more)
-    cfg["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder)}
+    disk = {"device": "nvme", "nvme_path": str(folder)}
+    cfg["zero_optimization"]["offload_optimizer"] = disk
+    if params:
+        cfg["zero_optimization"]["offload_param"] = disk | {"max_in_cpu": 0}
     return cfg
 
 
@@ -29,8 +33,14 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_frozen_parameters_leaf_modules_and_several_backwards(stage: int, tmp_path: Path) -> None:
+PLACES = pytest.mark.parametrize(("stage", "params"), [(1, False), (2, False), (3, False), (3, True)])
+
+
+@PLACES
+@pytest.mark.parametrize("world", [1, 2])
+def test_frozen_parameters_leaf_modules_and_several_backwards(
+    stage: int, params: bool, world: int, tmp_path: Path
+) -> None:
     def body(engine: Any, rank: int) -> Any:
         for k in range(3):
             for _ in range(2):  # before one step
@@ -42,21 +52,23 @@ def test_frozen_parameters_leaf_modules_and_several_backwards(stage: int, tmp_pa
     model.blocks[0].requires_grad_(False)
     if stage == 3:
         tessera.zero.set_z3_leaf_modules(model, [type(model.blocks[1])])
-    here = engines(model, 2, config(stage, optimizer=ADAM, bf16=True), body)
-    for results, want in zip(engines(model, 2, away(stage, tmp_path), body), here, strict=True):
+    here = engines(model, world, config(stage, optimizer=ADAM, bf16=True), body)
+    for results, want in zip(engines(model, world, away(stage, tmp_path, params), body), here, strict=True):
         assert same(results, want)
 
 
-def test_memory_says_where_states_are(tmp_path: Path) -> None:
+@PLACES
+def test_memory_says_where_states_are(stage: int, params: bool, tmp_path: Path) -> None:
     def body(engine: Any, rank: int) -> Any:
         return engine.core.memory()
 
-    for memory in engines(make(), 2, away(1, tmp_path), body):
-        assert memory.disk == memory.master + memory.states > 0
+    for memory in engines(make(), 2, away(stage, tmp_path, params), body):
+        assert memory.disk == memory.master + memory.states + (memory.params if params else 0) > 0
         assert memory.host == 0
 
 
-def test_states_are_read_and_written_where_they_are(tmp_path: Path) -> None:
+@PLACES
+def test_states_are_read_and_written_where_they_are(stage: int, params: bool, tmp_path: Path) -> None:
     def body(engine: Any, rank: int) -> None:
         run(engine, rank, 2)
         param = engine.module.head.weight
@@ -69,12 +81,150 @@ def test_states_are_read_and_written_where_they_are(tmp_path: Path) -> None:
         assert tessera.state.get_full_optimizer_state(engine, param, "exp_avg").eq(0.25).all()
         del engine.optimizer.state[param]
         assert tessera.state.get_full_optimizer_state(engine, param, "exp_avg").eq(0).all()
+        tessera.state.set_full_fp32_param(engine, param, torch.full((3, 7), 0.75))
+        with tessera.zero.GatheredParameters(param):
+            assert param.eq(0.75).all()
 
-    engines(make(), 2, away(2, tmp_path), body)
+    engines(make(), 2, away(stage, tmp_path, params), body)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_checkpoints_of_states_on_a_disk(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_on_a_disk_are_read_and_written_in_regions(world: int, tmp_path: Path) -> None:
+    def body(engine: Any, rank: int) -> Any:
+        params = list(engine.module.parameters())
+        info = tessera.zero.partition_info(params[0])
+        assert info is not None and info.local.numel() == info.end - info.begin
+        if engine.core.memory().disk:
+            with pytest.raises(RuntimeError, match="is partitioned"):
+                params[0].sum()
+            with (
+                pytest.raises(RuntimeError, match="in-place modification"),
+                tessera.zero.GatheredParameters(params),
+                torch.no_grad(),
+            ):
+                params[0].zero_()
+        with tessera.zero.GatheredParameters(params, modifier_rank=0), torch.no_grad():
+            for param in params:
+                param.mul_(2)
+        run(engine, rank, 2)
+        assert engine.save_16bit_model(tmp_path / "weights")
+        return weights(engine.module)
+
+    found = []
+    for cfg in (config(3, optimizer=ADAM, bf16=True), away(3, tmp_path / "disk", params=True)):
+        cfg["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        found += [*engines(make(), world, cfg, body), torch.load(tmp_path / "weights" / "pytorch_model.bin")]
+    assert all(map(same, found[: world + 1], found[world + 1 :]))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_on_a_disk_and_the_update_in_the_backward(world: int, tmp_path: Path) -> None:
+    def body(engine: Any, rank: int) -> Any:
+        run(engine, rank, 3)
+        return weights(engine.module)
+
+    finite = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+    more = {"tessera": {"update_in_backward": True, "min_unit_elements": 1}}
+    here = engines(make(), world, config(3, optimizer=ADAM) | finite, body)
+    there = engines(make(), world, away(3, tmp_path, params=True, **more) | finite, body)
+    assert all(map(same, here, there))
+
+
+def test_models_that_are_built_on_a_disk(tmp_path: Path) -> None:
+    """One rank partitions too; what is built never is in memory as a whole."""
+    cfg = away(3, tmp_path, params=True)
+    torch.manual_seed(0)
+    with tessera.zero.Init(config_dict_or_path=cfg):
+        model = Net()
+        assert all(tessera.zero.partition_info(p).partitioned for p in model.embed.parameters())  # type: ignore[union-attr]
+    assert files_held_in(tmp_path) > 0
+    engine = tessera.initialize(model=model, config=cfg)[0]
+    plain = tessera.initialize(model=make(), config=config(3, optimizer=ADAM, bf16=True))[0]
+    for one in (engine, plain):
+        run(one, 0, 2)
+    assert same(weights(engine.module), weights(plain.module))
+    for one in (engine, plain):
+        one.destroy()
+    with pytest.raises(ValueError, match=r"offload_param\.nvme_path"):
+        tessera.zero.Init(remote_device="nvme")
+    with pytest.raises(ValueError, match="remote_device must be one of"):
+        tessera.zero.Init(remote_device="disk")
+
+
+def files_held_in(folder: Path) -> int:
+    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return sum(link.startswith(str(folder)) for link in links)
+
+
+class Word(str, enum.Enum):  # as DeepSpeed's callers have them
+    nvme = "nvme"
+    lp_params = "lp_params"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_away_for_a_while(stage: int, tmp_path: Path) -> None:
+    """Between a forward and a backward of another engine, as in loops of several models."""
+
+    def body(engine: Any, rank: int) -> Any:
+        other = tessera.Engine(make(seed=3), config(0))
+        for k in range(3):
+            run(engine, rank, 1)
+            loss = other(*batch(k))
+            if moves:
+                engine.offload_states(device=Word.nvme)
+                engine.offload_states(include=[Word.lp_params, "optim_states"], device="nvme")
+                assert engine.core.memory().disk > engine.core.memory().params
+                for call in (lambda: engine(*batch(0)), engine.step, lambda: engine.save_checkpoint(tmp_path)):
+                    with pytest.raises(RuntimeError, match=r"reload_states\(\)"):
+                        call()
+            loss.backward()
+            other.step()
+            if moves:
+                engine.reload_states()
+                assert engine.core.memory().disk == 0
+        return weights(engine.module)
+
+    cfg = config(stage, optimizer=ADAM, bf16=True)
+    cfg["zero_optimization"]["offload_optimizer"] = {"device": "none", "nvme_path": str(tmp_path)}
+    moves = False
+    here = engines(make(), 2, cfg, body)
+    moves = True
+    assert all(map(same, engines(make(), 2, cfg, body), here))
+
+
+def test_states_that_cannot_go_away(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def refused(cfg: dict[str, Any], error: type[Exception], match: str, *args: Any, **kwargs: Any) -> None:
+        engine = tessera.initialize(model=make(), config=cfg)[0]
+        with pytest.raises(error, match=match):
+            engine.offload_states(*args, **kwargs)
+        engine.destroy()
+
+    refused(config(0), ValueError, "stage 1, 2 or 3")
+    refused(config(1), ValueError, "nvme_path", device="nvme")
+    refused(config(1), ValueError, r"no such states: \['moments'\]", include=["moments"])
+    refused(config(1), ValueError, "device must be one of", device="cuda")
+    refused(away(3, tmp_path, params=True), AssertionError, "offload_param")
+    rmsprop = tessera.initialize(
+        model=(model := make()),
+        optimizer=torch.optim.RMSprop(model.parameters()),
+        config={k: v for k, v in config(1).items() if k != "optimizer"} | {"zero_allow_untested_optimizer": True},
+    )[0]
+    with pytest.raises(AssertionError, match="an optimizer that the engine runs itself"):
+        rmsprop.offload_states()
+    rmsprop.destroy()
+    engine = tessera.initialize(model=make(), config=config(1))[0]
+    with pytest.warns(UserWarning, match="nothing is moved"):
+        engine.offload_states(device="none")
+    capfd.readouterr()
+    engine.offload_states()
+    engine.offload_states()
+    assert capfd.readouterr().err.count("changes nothing") == 1
+    run(engine, 0, 1)
+    engine.destroy()
+
+
+@PLACES
+def test_checkpoints_of_states_on_a_disk(stage: int, params: bool, tmp_path: Path) -> None:
     """Into an engine without offload and back; an asynchronous save is done when the call returns."""
 
     def body(engine: Any, rank: int) -> Any:
@@ -88,7 +238,7 @@ def test_checkpoints_of_states_on_a_disk(stage: int, tmp_path: Path) -> None:
         run(engine, rank, 2)
         return weights(engine.module)
 
-    here, there = config(stage, optimizer=ADAM, bf16=True), away(stage, tmp_path / "disk")
+    here, there = config(stage, optimizer=ADAM, bf16=True), away(stage, tmp_path / "disk", params)
     for first, second in ((here, there), (there, here), (there, there)):
         want = engines(make(), 2, first, body)[0]
         assert same(engines(make(seed=5), 2, second, resumed)[0], want)
@@ -165,3 +315,19 @@ def test_memory_is_the_buffers_whatever_the_states(tmp_path: Path) -> None:
         assert training[parts] == pytest.approx(8 * elements + buffers, rel=0.1)
     assert 4 * buffers == 8 * (12 << 22)
     assert training[12] - training[6] == pytest.approx(8 * (6 << 22), rel=0.1)
+
+
+def test_memory_is_buffers_and_a_unit_whatever_the_model(tmp_path: Path) -> None:
+    """Parameters and states on a disk, and no gradients: models of 32 and of 16 units have the same peaks."""
+    peaks = {}
+    for parts in (16, 32):
+        said = program("parameters", tmp_path, parts << 22, environment={"MALLOC_MMAP_THRESHOLD_": "1000000"})
+        peaks[parts] = [int(text) for text in said.split()]
+    unit = 4 << 22
+    for small, large in zip(peaks[16], peaks[32], strict=True):
+        assert large == pytest.approx(small, abs=unit)
+    # Construction: 3 tiles of the file that zero.Init writes and 3 of the engine's, a unit whole, gathered and as slice.
+    # Training: 3 tiles of weights and of both moments, what is read ahead, 3 buckets for units, 3 for gradients.
+    assert peaks[32][0] < (6 + 3) * unit * 1.1
+    assert peaks[32][1] < (9 + 1 + 3 + 3) * unit * 1.1
+    assert 5 * peaks[32][1] < 3 * 32 * unit  # of what weights and moments take

@@ -242,7 +242,7 @@ def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         zero.Init(dtype=torch.int8)
     with pytest.raises(tessera.ConfigError, match="config_dict_or_path"):
         zero.Init(config={}, config_dict_or_path={})
-    with pytest.raises(NotImplementedError, match=r"remote_device.*zero_quantized_weights"):
+    with pytest.raises(NotImplementedError, match="zero_quantized_weights"):
         zero.Init(remote_device="nvme", zero_quantized_weights=True)
     monkeypatch.setattr("tessera.distributed.prepare", lambda *_: None)
     monkeypatch.setenv("WORLD_SIZE", "2")

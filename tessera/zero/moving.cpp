@@ -1,0 +1,123 @@
+#include "tessera/zero/moving.h"
+
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "tessera/base/error.h"
+#include "tessera/base/heap.h"
+#include "tessera/zero/adoption.h"
+
+namespace tessera::zero {
+
+namespace {
+
+void send(shard::Buffer& buffer, shard::Quantity what, const HomeMaker& home) {
+  if (buffer.defined() && buffer.is_here()) buffer.send_to(home(what, buffer.size(), buffer.options()));
+}
+
+void send(FlatParams& flat, const HomeMaker& home) {
+  if (flat.residence() != shard::Residence::Device) return;
+  if (const auto made = home(shard::Quantity::Weight, flat.local_size(), flat.options())) flat.send_to(made);
+}
+
+// Freed blocks go back to the system, from the device and from the heap.
+void return_memory(c10::Device device) {
+  heap::return_free_pages();
+  if (device.is_cpu()) return;
+  auto* const allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
+  if (allocator != nullptr && allocator->initialized()) allocator->emptyCache();
+}
+
+}  // namespace
+
+Moving::Moving(Units& units, BackwardDriver& driver) : units_(units), driver_(driver) {}
+
+void Moving::check() const {
+  TESSERA_CHECK_VALUE(!units_.shared().on(), "engine.offload_states",
+                      "parameters that all ranks share (tessera.shared_parameters) cannot be moved; switch that off");
+  for (const auto& unit : units_.all())
+    TESSERA_CHECK(!unit->partial_pooled, "engine.offload_states", "gradients of unit '", unit->name,
+                  "' are not reduced yet and lie in a buffer of their own (no_sync); reduce them first: leave no_sync "
+                  "and run a backward, or call step()");
+}
+
+void Moving::leave(Unit& unit, StateKind kind, const HomeMaker& home) {
+  using shard::Quantity;
+  switch (kind) {
+    case StateKind::OptimizerStates:
+      send(unit.states[0], Quantity::State0, home);
+      send(unit.states[1], Quantity::State1, home);
+      break;
+    case StateKind::Masters:
+      send(unit.master, Quantity::Master, home);
+      send(unit.residual, Quantity::Master, home);
+      break;
+    case StateKind::Weights:
+      send(*unit.flat, home);
+      break;
+    case StateKind::Gradients:
+      send(unit.grads, Quantity::Gradient, home);
+      if (unit.partial.defined() && !unit.grads.is_here()) {
+        unit.partial.reset();
+        accumulating_.push_back(&unit);
+      }
+      break;
+    case StateKind::Buckets:
+      break;
+  }
+}
+
+bool Moving::leave(const std::vector<StateKind>& kinds, const HomeMaker& home) {
+  const std::lock_guard lock(driver_.hooks().mutex());
+  const c10::AutoGradMode no_grad(false);
+  check();
+  units_.unsharder().settle_before_update();
+  adopt_params(units_, /*compare=*/false);
+  const auto has = [&](StateKind kind) { return std::ranges::find(kinds, kind) != kinds.end(); };
+  units_.set_away(true);  // also when this throws: some may be
+  for (const auto& unit : units_.all())
+    for (const StateKind kind : kinds)
+      leave(*unit, kind, home);
+  if (has(StateKind::Weights))
+    for (const auto& flat : units_.frozen())
+      send(*flat, home);
+  if (has(StateKind::Buckets)) {
+    driver_.reducer().free_buckets();
+    units_.unsharder().free_buckets();
+  }
+  const bool any = std::ranges::any_of(units_.all(), [](const auto& unit) {
+    const auto gone = [](const shard::Buffer& buffer) { return buffer.is_sent(); };
+    return std::ranges::any_of(unit->state_buffers(), [&](const auto* buffer) { return gone(*buffer); }) ||
+           gone(unit->grads) || unit->flat->is_sent();
+  });
+  units_.set_away(any || std::ranges::any_of(units_.frozen(), [](const auto& flat) { return flat->is_sent(); }));
+  return_memory(units_.ranks().device);
+  return units_.is_away();
+}
+
+void Moving::come_back() {
+  const std::lock_guard lock(driver_.hooks().mutex());
+  const c10::AutoGradMode no_grad(false);
+  if (!units_.is_away()) return;
+  for (const auto& unit : units_.all()) {
+    for (shard::Buffer* buffer : {&unit->master, &unit->residual, &unit->states[0], &unit->states[1], &unit->grads})
+      buffer->bring_back();
+  }
+  weights_come_back();
+  for (Unit* unit : std::exchange(accumulating_, {}))
+    unit->partial = unit->grads.tensor();
+  units_.set_away(false);
+  return_memory(at::kCPU);
+}
+
+void Moving::weights_come_back() {
+  for (const auto& unit : units_.all())
+    unit->flat->bring_back();
+  for (const auto& flat : units_.frozen())
+    flat->bring_back();
+}
+
+}  // namespace tessera::zero

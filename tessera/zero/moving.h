@@ -1,0 +1,40 @@
+// Moving: what an engine has on the device goes elsewhere for a while, and comes back, so that other engines have the room.
+#pragma once
+
+#include <vector>
+
+#include "tessera/zero/backward_driver.h"
+
+namespace tessera::zero {
+
+enum class StateKind : uint8_t {
+  OptimizerStates,
+  Masters,    // of their own, with residuals; where a weight is its own master there are none
+  Weights,    // parameters that the engine holds
+  Gradients,  // reduced or accumulated
+  Buckets,    // that are kept for gathers and reductions: freed, and made again when needed
+};
+
+class Moving {
+ public:
+  Moving(Units& units, BackwardDriver& driver);
+
+  // What of `kinds` lives on the device goes to what `home` makes for it; null: it stays. Parameters have no data
+  // meanwhile and say what to call; Units::check_here() throws. True when something is away. Local. State error inside a
+  // forward or a region, and for gradients of this rank alone that lie in buffers of their own (no_sync); value error for
+  // shared parameters. What went so far when it throws is away: come_back() ends that.
+  bool leave(const std::vector<StateKind>& kinds, const HomeMaker& home);
+  // Local. Nothing happens where nothing is away.
+  void come_back();
+  void weights_come_back();
+
+ private:
+  void check() const;
+  void leave(Unit& unit, StateKind kind, const HomeMaker& home);
+
+  Units& units_;
+  BackwardDriver& driver_;
+  std::vector<Unit*> accumulating_;  // whose contributions lie in the gradients that are away
+};
+
+}  // namespace tessera::zero
