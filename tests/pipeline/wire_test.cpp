@@ -25,7 +25,7 @@ void talk(const std::function<void(Wire&)>& sender, const std::function<void(Wir
 }
 
 TEST(Wire, MessagesSayWhatTheyAreWhereItIsNew) {
-  const at::Tensor x = at::randn({3, 4}), half = at::randn({5}).to(at::kHalf), flag = at::tensor({true, false});
+  const at::Tensor x = at::randn({3, 4}), half = at::randn({5}).to(at::kHalf), flag = at::ones({2}).to(at::kBool);
   const std::vector<Tensors> messages{{x.clone().requires_grad_()},
                                       {(x + 1).requires_grad_()},
                                       {x.t(), half, at::empty({0, 3}), flag, at::scalar_tensor(2)},
