@@ -34,10 +34,10 @@ using BatchSource = std::function<MicroBatch(int64_t micro)>;
 
 struct PipelineOptions {
   // A tensor of one element, of what the last layer returned and the labels. None: the last layer returns the loss.
-  std::function<at::Tensor(const Tensors& outputs, const Tensors& labels)> loss;
+  std::function<at::Tensor(const Tensors& outputs, const Tensors& labels)> loss = {};
   std::string partition = "parameters";  // see bounds_of()
   int chunks = 1;                        // parts of the model on each stage, for the interleaved schedule
-  std::optional<uint64_t> seed;          // see StageLayers: the same weights for any number of stages
+  std::optional<uint64_t> seed = {};     // see StageLayers: the same weights for any number of stages
 };
 
 struct Evaluation {
