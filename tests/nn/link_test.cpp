@@ -20,7 +20,7 @@ using testing::Weights;
 
 namespace {
 
-constexpr int kRounds = 3, kMicro = 3, kRows = 4, kLength = 6;
+constexpr int kRounds = 3, kMicro = 3, kRows = 4, kTokens = 6;
 
 // A tower of width 6 to 8 and a reader of 8 to 3, both token by token; the tower also hands on which tokens count.
 Layers tower() {
@@ -41,7 +41,7 @@ struct Part : StageLayers {
   Tensors forward(const Tensors& x) { return run(0, x); }
 };
 
-Config config(int zero, const std::string& more = "") {
+Config link_config(int zero, const std::string& more = "") {
   return Config::from_json(
       c10::str(R"({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": )", kMicro,
                R"(, "gradient_clipping": 0.5, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},)", more,
@@ -51,8 +51,8 @@ Config config(int zero, const std::string& more = "") {
 // Inputs and labels of a micro-batch: [rows, length, width].
 MicroBatch data(int step, int micro) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(10 * step + micro);
-  return {{at::randn({kRows, kLength, 6}, generator, at::kFloat)},
-          {at::randn({kRows, kLength, 3}, generator, at::kFloat)}};
+  return {{at::randn({kRows, kTokens, 6}, generator, at::kFloat)},
+          {at::randn({kRows, kTokens, 3}, generator, at::kFloat)}};
 }
 
 at::Tensor part_of(const at::Tensor& whole, const comm::Mesh& mesh) {
@@ -68,7 +68,7 @@ Weights trained_whole() {
   Layers joined = tower();
   joined.add([](const at::Tensor& x, const at::Tensor& counts) { return x + counts; }).add(head);
   const auto module = std::make_shared<Part>(joined);
-  Engine<Part> engine(module, config(0), comm::Mesh());
+  Engine<Part> engine(module, link_config(0), comm::Mesh());
   for (int step = 0; step < kRounds; ++step) {
     for (int micro = 0; micro < kMicro; ++micro) {
       const MicroBatch batch = data(step, micro);
@@ -109,7 +109,7 @@ TEST(Link, EnginesTrainAsOneModelWhateverTheirMeshes) {
       const comm::MeshShape& mine = parts.shapes[parts.part];
       const auto more = c10::str(R"("sequence_parallel_size": )", mine.size(Axis::Sp),
                                  R"(, "tensor_parallel": {"autotp_size": )", mine.size(Axis::Tp), "},");
-      Engine<Part> engine(module, config(static_cast<int>(i % 3), more), parts.mesh);
+      Engine<Part> engine(module, link_config(static_cast<int>(i % 3), more), parts.mesh);
       std::optional<LinkSender> sender;
       std::optional<LinkReceiver> receiver;
       parts.part == 0 ? (void)sender.emplace(kLink, parts, &engine.core())
@@ -147,7 +147,7 @@ TEST(Link, LossScalesStayEachEnginesOwn) {
   run_parts(shapes, [&](const comm::Parts& parts) {
     const auto module = std::make_shared<Part>(parts.part == 0 ? tower() : reader());
     const std::string half = R"("fp16": {"enabled": true, "initial_scale_power": 7},)";
-    Engine<Part> engine(module, config(1, parts.part == 0 ? half : ""), parts.mesh);
+    Engine<Part> engine(module, link_config(1, parts.part == 0 ? half : ""), parts.mesh);
     std::optional<LinkSender> sender;
     std::optional<LinkReceiver> receiver;
     parts.part == 0 ? (void)sender.emplace(kLink, parts, &engine.core())
