@@ -40,6 +40,7 @@ LAYERS = {
     "tessera/zero": 4,
     "tessera/config": 5,
     "tessera/engine": 6,
+    "tessera/pipeline": 6,
     "tessera/nn": 7,
     "python/src": 7,
 }

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "tessera/comm/backends.h"
+#include "tessera/nn/layers.h"
 #include "tessera/nn/parallel.h"
 #include "tessera/parallel/attention.h"
 #include "tessera/parallel/functions.h"
@@ -84,6 +85,16 @@ class Gpt : public torch::nn::Module {
     return head_(norm_(blocks_->forward(token_(x) + position_(positions))));
   }
 
+  // The same model as a list, for a pipeline: its last layer returns logits.
+  tessera::nn::Layers layers() {
+    tessera::nn::Layers list;
+    list.add(std::make_shared<Start>(token_, position_));
+    for (const auto& block : blocks_->children())
+      list.add(std::dynamic_pointer_cast<BlockImpl>(block));
+    list.add(norm_).add(head_);
+    return list;
+  }
+
   // Mean cross entropy of the next bytes `y`, both (batch, length); a scalar in fp32. Its value is that of all parts of the
   // sequences, its gradient that of this part: engines average gradients over sp.
   at::Tensor forward(const at::Tensor& x, const at::Tensor& y) {
@@ -99,6 +110,16 @@ class Gpt : public torch::nn::Module {
   }
 
  private:
+  // The first layer of the list.
+  struct Start : torch::nn::Module {
+    Start(tessera::nn::VocabEmbedding tokens, torch::nn::Embedding places)
+        : token(register_module("token", std::move(tokens))),
+          position(register_module("position", std::move(places))) {}
+    at::Tensor forward(const at::Tensor& x) { return token(x) + position(torch::arange(x.size(1), x.options())); }
+    tessera::nn::VocabEmbedding token;
+    torch::nn::Embedding position;
+  };
+
   void reset_parameters(int64_t layers) {
     for (const auto& item : named_parameters()) {
       const std::string& name = item.key();

@@ -43,4 +43,5 @@ PYBIND11_MODULE(_core, m) {
   bind_checkpoint(m);
   bind_unit_policy(m);
   bind_parallel(m);
+  bind_pipeline(m);
 }

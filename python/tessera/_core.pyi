@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tessera._core_parallel import *  # noqa: F403  (python/src/parallel.cpp)
+from tessera._core_pipeline import *  # noqa: F403  (python/src/pipeline.cpp)
 
 torch_version: str
 version: str

@@ -1,6 +1,7 @@
 #include "tessera/engine/accumulation.h"
 
 #include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
 
 #include <algorithm>
 #include <nlohmann/json.hpp>

@@ -1,5 +1,7 @@
 #include "tessera/engine/engine.h"
 
+#include <ATen/TensorOperators.h>
+
 #include <algorithm>
 #include <map>
 #include <utility>

@@ -15,6 +15,9 @@ import pytest
 import torch
 from support import PROCESSES, free_port
 
+import tessera
+import tessera.pipeline
+
 ROOT = Path(__file__).parents[2]
 TRAIN_PY = ROOT / "examples" / "python" / "train_gpt.py"
 TRAIN_CPP = Path(os.environ.get("TESSERA_BUILD_DIR", ROOT / "build" / "release")) / "examples" / "train_gpt"
@@ -134,6 +137,50 @@ def test_cpp_program_cut_along_the_model_and_the_sequence_has_the_same_losses(fi
             cuts = [*cuts, "--heads", "4"]
             whole = train([TRAIN_CPP], files, config, 1, "--heads", "4")
         assert train([TRAIN_CPP], files, config, ranks, *cuts) == pytest.approx(whole, abs=1e-4)
+
+
+@needs_cpp
+def test_cpp_program_in_stages_has_the_same_losses(files, weights, tmp_path):
+    config = config_file(files, 1, "fp32")
+    whole = train([TRAIN_CPP], files, config, 1)
+    assert train([TRAIN_CPP], files, config, 3, "--pp", "3") == pytest.approx(whole, abs=1e-5)
+    train([TRAIN_CPP], files, config, 2, "--pp", "2", "--save", tmp_path, steps=STEPS // 2)
+    rest = train([TRAIN_CPP], files, config, 4, "--pp", "4", "--resume", tmp_path)
+    assert rest == pytest.approx(whole[STEPS // 2 :], abs=1e-5)
+
+
+@needs_cpp
+def test_stages_saved_in_one_language_go_on_in_the_other(files, weights, tmp_path, monkeypatch):
+    config = config_file(files, 1, "fp32")
+    half = STEPS // 2
+    whole = train([TRAIN_CPP], files, config, 1)
+    train([TRAIN_CPP], files, config, 2, "--pp", "2", "--save", tmp_path / "cpp", steps=half)
+    monkeypatch.syspath_prepend(TRAIN_PY.parent)
+    from gpt import Block, GptOptions, Linear
+    from text import Text
+
+    class Start(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.position = torch.nn.Embedding(256, 48), torch.nn.Embedding(24, 48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.token(x) + self.position(torch.arange(x.shape[1]))
+
+    def loss_fn(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(out.flatten(0, 1), y.flatten())
+
+    blocks = [Block(GptOptions(2, 48, 3, 24)) for _ in range(2)]
+    layers = [Start(), *blocks, torch.nn.LayerNorm(48), Linear(48, 256)]
+    model = tessera.pipeline.PipelineModule(layers, num_stages=1, loss_fn=loss_fn)
+    engine = tessera.initialize(model=model, config=str(config))[0]
+    engine.load_checkpoint(tmp_path / "cpp")
+    engine.save_checkpoint(tmp_path / "python")
+    text = Text((files / "text.txt").read_bytes(), 24)
+    loss = engine.train_batch(iter([text.batch(half, 0, 1, 3)]))
+    assert loss.item() == pytest.approx(whole[half], abs=1e-5)
+    rest = train([TRAIN_CPP], files, config, 3, "--pp", "3", "--resume", tmp_path / "python")
+    assert rest == pytest.approx(whole[half:], abs=1e-5)
 
 
 @needs_cpp

@@ -6,34 +6,8 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
+from tessera._core import split_weights as split
 from tessera.errors import ConfigError
-
-
-def split(weights: Sequence[float], parts: int) -> list[int]:
-    """Boundaries [0, ..., len(weights)] of `parts` runs of neighbours, of which the heaviest is as light as can be; of
-    two such cuts the one whose later parts are fuller. No part is empty."""
-    count = len(weights)
-    if count < parts:
-        raise ConfigError(f"[pipeline] {count} layers cannot be cut into {parts} parts; use fewer stages or chunks")
-    sums = [0.0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-    # best[i]: the least possible heaviest part of the first i layers in the parts so far.
-    best = [float("inf"), *sums[1:]]
-    cuts: list[list[int]] = []
-    for part in range(2, parts + 1):
-        now, cut = [float("inf")] * (count + 1), [0] * (count + 1)
-        for end in range(part, count + 1):
-            for begin in range(part - 1, end):
-                heaviest = max(best[begin], sums[end] - sums[begin])
-                if heaviest < now[end]:
-                    now[end], cut[end] = heaviest, begin
-        best = now
-        cuts.append(cut)
-    bounds = [count]
-    for cut in reversed(cuts):
-        bounds.append(cut[bounds[-1]])
-    return [0, *reversed(bounds)]
 
 
 def bounds_of(method: str, parts: int, parameters: Sequence[int], classes: Sequence[str]) -> list[int]:

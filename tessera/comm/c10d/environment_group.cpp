@@ -11,8 +11,10 @@
 #include "tessera/comm/backends.h"
 #include "tessera/comm/c10d/gloo.h"
 #include "tessera/comm/c10d/group.h"
+#include "tessera/comm/c10d/post.h"
 #include "tessera/comm/c10d/transport.h"
 #include "tessera/comm/c10d/watched_store.h"
+#include "tessera/comm/parts.h"
 
 namespace tessera::comm {
 namespace {
@@ -119,20 +121,25 @@ GroupPtr environment_group(std::chrono::milliseconds timeout) {
 
 namespace {
 
+// The groups of a mesh whose ranks are `first` and those behind it, of which this process is number `rank`.
+Mesh meet_in(const Place& place, const StorePtr& store, const MeshShape& shape, int rank, int first,
+             std::chrono::milliseconds timeout) {
+  Mesh mesh;
+  for (const Axes axes : shape.groups()) {
+    const std::vector<int> ranks = shape.ranks_along(axes, rank);
+    const auto number = std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
+    const std::string name = c10::str("tessera_", axes.name(), "_of_", first + ranks.front());
+    mesh.set(axes, meet(place, c10::make_intrusive<c10d::PrefixStore>(name, store), static_cast<int>(number),
+                        static_cast<int>(ranks.size()), name, timeout));
+  }
+  return mesh;
+}
+
 // The groups of `shape` that this process is in. Collective.
 Mesh meet_along(const Place& place, const MeshShape& shape, std::chrono::milliseconds timeout) {
   if (shape.size(Axis::DpShard) == place.size) return Mesh(environment_group(timeout));
-  return among_others(place, timeout, [&](const StorePtr& store) {
-    Mesh mesh;
-    for (const Axes axes : shape.groups()) {
-      const std::vector<int> ranks = shape.ranks_along(axes, place.rank);
-      const auto number = std::find(ranks.begin(), ranks.end(), place.rank) - ranks.begin();
-      const std::string name = c10::str("tessera_", axes.name(), "_of_", ranks.front());
-      mesh.set(axes, meet(place, c10::make_intrusive<c10d::PrefixStore>(name, store), static_cast<int>(number),
-                          static_cast<int>(ranks.size()), name, timeout));
-    }
-    return mesh;
-  });
+  return among_others(place, timeout,
+                      [&](const StorePtr& store) { return meet_in(place, store, shape, place.rank, 0, timeout); });
 }
 
 }  // namespace
@@ -157,6 +164,33 @@ Mesh environment_mesh(const std::map<Axis, int>& sizes, std::chrono::millisecond
                       product, " ranks, which ", rest ? "do not divide" : "are not", " WORLD_SIZE ", place.size);
   if (rest) shape.sizes[static_cast<size_t>(Axis::DpShard)] = place.size / product;
   return meet_along(place, shape, timeout);
+}
+
+int environment_size() {
+  return read_place().size;
+}
+
+Parts environment_parts(const std::vector<MeshShape>& shapes, std::chrono::milliseconds timeout) {
+  const Place place = read_place();
+  Parts parts;
+  parts.shapes = shapes;
+  const int world = parts.rank_of(static_cast<int>(shapes.size()), 0);
+  TESSERA_CHECK_VALUE(world == place.size, "comm", "the parts of the program have ", world,
+                      " ranks in all, but WORLD_SIZE is ", place.size);
+  while (parts.rank_of(parts.part + 1, 0) <= place.rank)
+    ++parts.part;
+  if (place.size == 1) {
+    parts.everyone = single_group();
+    return parts;
+  }
+  return among_others(place, timeout, [&](const StorePtr& store) {
+    const auto at = [&](const char* name) { return c10::make_intrusive<c10d::PrefixStore>(name, store); };
+    const int first = parts.rank_of(parts.part, 0);
+    parts.everyone = meet(place, at("everyone"), place.rank, place.size, "tessera_everyone", timeout);
+    parts.mesh = meet_in(place, at("mesh"), shapes[parts.part], place.rank - first, first, timeout);
+    parts.post = c10d_post(post_backend(at("post"), place.rank, place.size, timeout, is_loopback(place.address)));
+    return parts;
+  });
 }
 
 }  // namespace tessera::comm

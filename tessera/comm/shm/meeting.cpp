@@ -33,7 +33,7 @@ std::shared_ptr<ShmSegment> meet_in_segment(c10d::Store& store, int rank, int si
   return ShmSegment::attach(place, ShmLayout{size}.total());
 }
 
-std::string first_line(const std::exception& error) {
+std::string line_of(const std::exception& error) {
   std::string text = error.what();
   text = text.substr(0, text.find('\n'));
   return text.starts_with("[comm] ") ? text.substr(7) : text;
@@ -59,7 +59,7 @@ ShmSharePtr shm_meet(c10d::Store& store, int rank, int size, std::chrono::millis
     share = std::make_shared<ShmShare>(
         std::make_shared<ShmWorld>(meet_in_segment(store, rank, size), rank, size, timeout, std::move(numbers)));
   } catch (const std::exception& error) {
-    trouble = first_line(error);
+    trouble = line_of(error);
     if (rank == 0) store.set(kSegmentKey, std::string("none"));
   }
   agree(store, rank, size, "joined", trouble);

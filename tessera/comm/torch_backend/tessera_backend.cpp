@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "tessera/comm/c10d/gloo.h"
+#include "tessera/comm/c10d/post.h"
 #include "tessera/comm/c10d/transport.h"
 #include "tessera/comm/c10d/watched_store.h"
 #include "tessera/comm/torch_backend/backend.h"
@@ -22,6 +23,11 @@ c10::intrusive_ptr<c10d::Backend> tessera_backend(const c10::intrusive_ptr<c10d:
   };
   if (share) return shm_backend(std::move(share), make, threads);
   return gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store), rank, size, timeout, one_host);
+}
+
+c10::intrusive_ptr<c10d::Backend> post_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                               std::chrono::milliseconds timeout, bool) {
+  return tessera_backend(store, rank, size, timeout);
 }
 
 }  // namespace tessera::comm

@@ -1,0 +1,108 @@
+#include "tessera/comm/c10d/post.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <deque>
+
+#include "tessera/base/error.h"
+#include "tessera/comm/torch_backend/backend.h"
+
+namespace tessera::comm {
+namespace {
+
+class C10dPost final : public Post {
+ public:
+  explicit C10dPost(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
+
+  int rank() const override { return backend_->getRank(); }
+  int size() const override { return backend_->getSize(); }
+
+  void send(const at::Tensor& tensor, int to, int tag, Label label) override {
+    check("send", tensor, to, tag, label);
+    while (!sent_.empty() && sent_.front().work->isCompleted()) {
+      wait(sent_.front());
+      sent_.pop_front();
+    }
+    if (tensor.numel() == 0) return;
+    Message message{{}, tensor, to, "send", std::string(label)};
+    start(message, [&](std::vector<at::Tensor>& one) { return backend_->send(one, to, tag); });
+    sent_.push_back(std::move(message));
+  }
+
+  void receive(const at::Tensor& tensor, int from, int tag, Label label) override {
+    check("receive", tensor, from, tag, label);
+    if (tensor.numel() == 0) return;
+    Message message{{}, tensor, from, "receive", std::string(label)};
+    start(message, [&](std::vector<at::Tensor>& one) { return backend_->recv(one, from, tag); });
+    wait(message);
+  }
+
+  void flush() override {
+    for (; !sent_.empty(); sent_.pop_front())
+      wait(sent_.front());
+  }
+
+ private:
+  struct Message {
+    c10::intrusive_ptr<c10d::Work> work;
+    at::Tensor tensor;
+    int peer;
+    const char* call;
+    std::string label;
+  };
+
+  void check(const char* call, const at::Tensor& tensor, int peer, int tag, Label label) const {
+    TESSERA_CHECK_VALUE(peer >= 0 && peer < size() && peer != rank(), "comm", call, " (", label, "): rank ", rank(),
+                        " of ", size(), " has no rank ", peer, " to talk to");
+    TESSERA_CHECK_VALUE(tag >= 0, "comm", call, " (", label, "): a tag must be >= 0, got ", tag);
+    TESSERA_CHECK_VALUE(tensor.defined() && tensor.is_cpu() && tensor.is_contiguous(), "comm", call, " (", label,
+                        "): takes contiguous CPU tensors");
+  }
+
+  template <class F>
+  void start(Message& message, const F& body) {
+    guarded(message, [&] {
+      // As bytes: back ends know fewer dtypes than torch.
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      std::vector<at::Tensor> one = {message.tensor.reshape(-1).view(at::kByte)};
+      message.work = body(one);
+    });
+  }
+  void wait(const Message& message) {
+    guarded(message, [&] { message.work->wait(); });
+  }
+
+  template <class F>
+  void guarded(const Message& message, const F& body) const {
+    std::string text;
+    try {
+      body();
+      return;
+    } catch (const c10::Error& error) {
+      text = error.what_without_backtrace();
+    } catch (const std::exception& error) {
+      text = error.what();
+    }
+    TESSERA_CHECK_DIST(false, "comm", "rank ", rank(), " of ", size(), ": ", message.call, " ",
+                       std::string_view(message.call) == "send" ? "to" : "from", " rank ", message.peer, " (",
+                       message.label, ", ", message.tensor.nbytes(), " B) failed: ", text);
+  }
+
+  const c10::intrusive_ptr<c10d::Backend> backend_;
+  std::deque<Message> sent_;
+};
+
+}  // namespace
+
+PostPtr c10d_post(c10::intrusive_ptr<c10d::Backend> backend) {
+  return std::make_shared<C10dPost>(std::move(backend));
+}
+
+std::vector<PostPtr> thread_posts(int size, std::chrono::milliseconds timeout) {
+  std::vector<PostPtr> posts;
+  for (auto& share : shm_thread_shares(size, timeout))
+    posts.push_back(c10d_post(shm_backend(std::move(share))));
+  return posts;
+}
+
+}  // namespace tessera::comm

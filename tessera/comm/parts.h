@@ -1,0 +1,36 @@
+// The ranks of a program that has several engines, each on ranks of its own: stages of a pipeline, ends of a link.
+#pragma once
+
+#include <chrono>
+#include <vector>
+
+#include "tessera/comm/mesh.h"
+#include "tessera/comm/post.h"
+
+namespace tessera::comm {
+
+// Part p has the ranks behind those of parts 0 to p-1, as many as its mesh has.
+struct Parts {
+  std::vector<MeshShape> shapes;  // of all parts
+  int part = 0;                   // that of this rank
+  Mesh mesh;                      // of this rank's part
+  GroupPtr everyone;              // all ranks of all parts
+  PostPtr post;                   // between them; null where there is one rank
+
+  int rank_of(int of_part, int place) const;  // among all ranks
+  int place() const;                          // of this rank in its part
+};
+
+// The ranks of the environment (see environment_group() in backends.h) as such parts. Collective. Value error where the ranks of
+// all parts are not as many as WORLD_SIZE.
+Parts environment_parts(const std::vector<MeshShape>& shapes,
+                        std::chrono::milliseconds timeout = std::chrono::minutes(10));
+
+// WORLD_SIZE; 1 where it is not set.
+int environment_size();
+
+// Ranks as threads of this process: element r is for the thread of rank r.
+std::vector<Parts> thread_parts(const std::vector<MeshShape>& shapes,
+                                std::chrono::milliseconds timeout = std::chrono::minutes(10));
+
+}  // namespace tessera::comm

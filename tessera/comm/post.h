@@ -1,0 +1,38 @@
+// Messages from one rank to another: what stages of a pipeline and linked engines hand each other. What all ranks of a group do
+// together is in group.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <memory>
+#include <vector>
+
+#include "tessera/comm/group.h"
+
+namespace tessera::comm {
+
+// One rank's way to the others. Used by one thread at a time. Tensors are contiguous, on the CPU, of any dtype. Messages of
+// one tag (>= 0) between two ranks arrive in the order in which they were sent, those of different tags in any. Errors:
+// DistBackendError that names the ranks, `label` and bytes, where a peer is lost or silent for longer than the timeout.
+class Post {
+ public:
+  virtual ~Post() = default;  // waits for nobody: what is not taken by then may be lost
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  // Returns at once: the tensor is kept, and must stay as it is, until it has been taken. It gets through whatever this rank
+  // does meanwhile.
+  virtual void send(const at::Tensor& tensor, int to, int tag, Label label = {}) = 0;
+  // Waits for the next message of `tag` from that rank, which must have as many bytes.
+  virtual void receive(const at::Tensor& tensor, int from, int tag, Label label = {}) = 0;
+  // Waits until all that was sent is taken.
+  virtual void flush() = 0;
+};
+using PostPtr = std::shared_ptr<Post>;
+
+// `size` ranks that are threads of this process, over shared memory: element r is for the thread of rank r. `timeout`: longest
+// wait for a peer. Value error in a build without TESSERA_TORCH_BACKEND.
+std::vector<PostPtr> thread_posts(int size, std::chrono::milliseconds timeout = std::chrono::minutes(10));
+
+}  // namespace tessera::comm

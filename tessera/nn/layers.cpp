@@ -1,0 +1,140 @@
+#include "tessera/nn/layers.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/utils.h>
+
+#include <mutex>
+
+#include "tessera/pipeline/partition.h"
+
+namespace tessera::nn {
+
+Tensors detail::call_any(torch::nn::AnyModule& module, const std::string& name, const Tensors& x) {
+  TESSERA_CHECK_VALUE(!x.empty() && x.size() <= 3, "pipeline", "layer ", name, " is an AnyModule and got ", x.size(),
+                      " tensors; it can take 1 to 3: add the module itself");
+  auto result = x.size() == 1   ? module.any_forward(x[0])
+                : x.size() == 2 ? module.any_forward(x[0], x[1])
+                                : module.any_forward(x[0], x[1], x[2]);
+  if (const auto* one = result.try_get<at::Tensor>()) return {*one};
+  if (auto* several = result.try_get<Tensors>()) return std::move(*several);
+  Tensors tensors;
+  if (const auto* two = result.try_get<std::tuple<at::Tensor, at::Tensor>>()) append_tensors(*two, tensors);
+  if (const auto* three = result.try_get<std::tuple<at::Tensor, at::Tensor, at::Tensor>>())
+    append_tensors(*three, tensors);
+  TESSERA_CHECK_VALUE(!tensors.empty(), "pipeline", "layer ", name,
+                      " is an AnyModule that returns neither a tensor, a vector nor a tuple of two or three: add the "
+                      "module itself");
+  return tensors;
+}
+
+Layers::Layers(const torch::nn::Sequential& sequential) {
+  for (const torch::nn::AnyModule& module : *sequential)
+    add(module);
+}
+
+Layers& Layers::add(const torch::nn::AnyModule& module) {
+  Layer layer{.name = class_of(*module.ptr()), .module = module.ptr(), .build = nullptr, .call = nullptr};
+  layer.call = [any = module, name = layer.name](const Tensors& x) mutable { return detail::call_any(any, name, x); };
+  list_.push_back(std::move(layer));
+  return *this;
+}
+
+std::string Layers::class_of(const torch::nn::Module& module) {
+  std::string name = module.name();
+  if (const size_t colon = name.rfind(':'); colon != std::string::npos) name.erase(0, colon + 1);
+  if (name.ends_with("Impl")) name.resize(name.size() - 4);
+  return name;
+}
+
+namespace {
+
+// Of part p: on which stage it is.
+int stage_of(const std::vector<int>& bounds, int stages, int layer) {
+  int part = 0;
+  while (bounds[part + 1] <= layer)
+    ++part;
+  return part % stages;
+}
+
+// A parameter in layers of two stages would be two, each with a part of the gradient.
+void refuse_ties(const Layers& layers, const std::vector<int>& bounds, int stages) {
+  std::map<const void*, int> first;  // layer, by parameter
+  for (int number = 0; number < layers.size(); ++number) {
+    if (!layers[number].module) continue;
+    for (const auto& param : layers[number].module->named_parameters()) {
+      const auto [found, fresh] = first.try_emplace(param.value().unsafeGetTensorImpl(), number);
+      const int here = stage_of(bounds, stages, number), there = stage_of(bounds, stages, found->second);
+      TESSERA_CHECK_BUILT(fresh || here == there, "pipeline", "parameter '", param.key(), "' is in layers ",
+                          found->second, " (", layers[found->second].name, ") and ", number, " (", layers[number].name,
+                          "), which are on the stages ", there, " and ", here,
+                          ": tied weights of several stages are served in Python only (TiedLayerSpec); cut the list so "
+                          "that one stage has both");
+    }
+  }
+}
+
+void build(Layer& layer) {
+  if (const auto make = std::exchange(layer.build, nullptr)) make(layer);
+}
+
+int64_t trained_elements(Layer layer) {
+  build(layer);
+  int64_t count = 0;
+  if (!layer.module) return count;
+  for (const at::Tensor& param : layer.module->parameters())
+    if (param.requires_grad()) count += param.numel();
+  return count;
+}
+
+}  // namespace
+
+StageLayers::StageLayers(Layers layers, std::vector<int> bounds, int stages, int stage, std::optional<uint64_t> seed)
+    : torch::nn::Module("StageLayers"), bounds_(std::move(bounds)), stages_(stages), stage_(stage) {
+  refuse_ties(layers, bounds_, stages);
+  const auto list = register_module("layers", std::make_shared<torch::nn::Module>("Layers"));
+  for (int number = 0; number < layers.size(); ++number) {
+    if (stage_of(bounds_, stages, number) != stage) continue;
+    Layer layer = layers[number];
+    if (seed && layer.build) torch::manual_seed(*seed + number);
+    build(layer);
+    if (layer.module) list->register_module(std::to_string(number), layer.module);
+    layers_.emplace(number, std::move(layer));
+  }
+}
+
+Tensors StageLayers::run(int chunk, Tensors x) {
+  const int part = chunk * stages_ + stage_;
+  for (int number = bounds_[part]; number < bounds_[part + 1]; ++number)
+    x = layers_.at(number).call(x);
+  return x;
+}
+
+engine::UnitNames units_of_layers(const torch::nn::Module& module) {
+  engine::UnitNames units;
+  for (const auto& param : module.named_parameters()) {
+    const std::string& name = param.key();
+    units[name] = name.substr(0, name.find('.', name.find('.') + 1));
+  }
+  return units;
+}
+
+std::vector<int> bounds_of(const std::string& method, int parts, const Layers& layers) {
+  std::vector<double> weights(layers.size(), 1.0);
+  TESSERA_CHECK_VALUE(method == "uniform" || method == "parameters", "pipeline", "there is no partition '", method,
+                      "'; use 'uniform' or 'parameters'");
+  if (method == "parameters" && parts > 1) {
+    auto generator = at::detail::getDefaultCPUGenerator();
+    const at::Tensor state = [&] {
+      const std::scoped_lock lock(generator.mutex());
+      return generator.get_state();
+    }();
+    // Layers without parameters are shared out, too, where nothing else decides.
+    for (int number = 0; number < layers.size(); ++number)
+      weights[number] = static_cast<double>(trained_elements(layers[number])) + 1e-6;
+    const std::scoped_lock lock(generator.mutex());
+    generator.set_state(state);
+  }
+  return pipeline::split(weights, parts);
+}
+
+}  // namespace tessera::nn

@@ -1,0 +1,187 @@
+// A model as a list of layers, from which nn::Pipeline makes stages.
+//
+//   tessera::nn::Layers layers;
+//   layers.add(torch::nn::Embedding(256, 64));             // a module; every rank has built it
+//   for (int i = 0; i < 8; ++i)
+//     layers.build([&] { return Block(options); });        // built on the stage that has it only
+//   layers.add([](const at::Tensor& x) { return x * 2; });  // a function without parameters
+//
+// A layer takes the tensors that the one before it returned, each as an argument of its forward, or all of them as a
+// std::vector<at::Tensor>. It returns a tensor or any nesting of tensors (outputs.h), which the next one gets flat.
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/any.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/pimpl.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "tessera/base/error.h"
+#include "tessera/engine/unit_policy.h"
+#include "tessera/nn/outputs.h"
+
+namespace tessera::nn {
+
+using Tensors = std::vector<at::Tensor>;
+
+namespace detail {
+
+inline constexpr size_t kMostArguments = 6;
+
+template <class F, size_t... I>
+constexpr bool takes(std::index_sequence<I...>) {
+  return std::is_invocable_v<F&, decltype((void(I), std::declval<const at::Tensor&>()))...>;
+}
+
+template <class F, size_t... I>
+Tensors flat_result(F& f, const Tensors& x, std::index_sequence<I...>) {
+  Tensors tensors;
+  append_tensors(f(x[I]...), tensors);
+  return tensors;
+}
+
+// f(x[0], x[1], ...) where it takes so many tensors.
+template <size_t N, class F>
+bool try_with(F& f, const Tensors& x, Tensors& result) {
+  if constexpr (takes<F>(std::make_index_sequence<N>())) {
+    if (x.size() != N) return false;
+    result = flat_result(f, x, std::make_index_sequence<N>());
+    return true;
+  } else {
+    return false;
+  }
+}
+
+template <class F, size_t... N>
+constexpr bool takes_some(std::index_sequence<N...>) {
+  return (takes<F>(std::make_index_sequence<N + 1>()) || ...);
+}
+
+template <class F, size_t... N>
+Tensors call_with(const std::string& name, F& f, const Tensors& x, std::index_sequence<N...> counts) {
+  Tensors result;
+  if constexpr (std::is_invocable_v<F&, const Tensors&>) {
+    append_tensors(f(x), result);
+  } else {
+    static_assert(takes_some<F>(counts), "a layer takes tensors, or a std::vector<at::Tensor>");
+    const bool called = (try_with<N + 1>(f, x, result) || ...);
+    TESSERA_CHECK_VALUE(called, "pipeline", "layer ", name, " cannot take the ", x.size(),
+                        " tensors that the layer before it returned");
+  }
+  return result;
+}
+
+Tensors call_any(torch::nn::AnyModule& module, const std::string& name, const Tensors& x);
+
+}  // namespace detail
+
+// A place in the list.
+struct Layer {
+  std::string name;                           // its class, as "Linear"
+  std::shared_ptr<torch::nn::Module> module;  // null: a function, or not built yet
+  std::function<void(Layer&)> build;          // sets module and call; none: built
+  std::function<Tensors(const Tensors&)> call;
+};
+
+class Layers {
+ public:
+  Layers() = default;
+  // Every module of a Sequential is a layer.
+  explicit Layers(const torch::nn::Sequential& sequential);
+
+  Layers& add(const torch::nn::AnyModule& module);
+  // A module holder (TORCH_MODULE) or a std::shared_ptr to a module; else a function, see call_with().
+  template <class L>
+  Layers& add(L layer) {
+    list_.push_back(made_of(std::move(layer)));
+    return *this;
+  }
+  // `make()` returns a module holder or a std::shared_ptr to a module.
+  template <class F>
+  Layers& build(F make) {
+    Layer layer{.name = "", .module = nullptr, .build = nullptr, .call = nullptr};
+    layer.build = [make = std::move(make)](Layer& place) { place = made_of(make()); };
+    list_.push_back(std::move(layer));
+    return *this;
+  }
+
+  int size() const { return static_cast<int>(list_.size()); }
+  Layer& operator[](int number) { return list_[number]; }
+  const Layer& operator[](int number) const { return list_[number]; }
+
+ private:
+  template <class M>
+  static Layer of_module(const std::shared_ptr<M>& module) {
+    TESSERA_CHECK_VALUE(module != nullptr, "pipeline", "a layer is a null module");
+    Layer layer{.name = class_of(*module), .module = module, .build = nullptr, .call = nullptr};
+    if constexpr (std::is_base_of_v<torch::nn::SequentialImpl, M>) {
+      layer.call = [m = module.get(), name = layer.name](const Tensors& x) {
+        TESSERA_CHECK_VALUE(x.size() == 1, "pipeline", "layer ", name, " takes one tensor, got ", x.size());
+        return Tensors{m->forward(x[0])};
+      };
+    } else {
+      layer.call = [m = module.get(), name = layer.name](const Tensors& x) {
+        auto forward = [m](auto&&... a) -> decltype(m->forward(std::forward<decltype(a)>(a)...)) {
+          return m->forward(std::forward<decltype(a)>(a)...);
+        };
+        return detail::call_with(name, forward, x, std::make_index_sequence<detail::kMostArguments>());
+      };
+    }
+    return layer;
+  }
+  template <class M>
+  static Layer made_of(const std::shared_ptr<M>& module) {
+    return of_module(module);
+  }
+  template <class L>
+  static Layer made_of(L layer) {
+    if constexpr (requires { layer.ptr(); }) {
+      return of_module(layer.ptr());
+    } else {
+      return {.name = "function",
+              .module = nullptr,
+              .build = nullptr,
+              .call = [f = std::move(layer)](const Tensors& x) mutable {
+                return detail::call_with("of a function", f, x, std::make_index_sequence<detail::kMostArguments>());
+              }};
+    }
+  }
+  static std::string class_of(const torch::nn::Module& module);
+
+  std::vector<Layer> list_;
+};
+
+// The layers of one stage: a module whose parameters have the names that they have in the list, whatever the number of stages:
+// "layers.3.weight" is of layer 3.
+class StageLayers : public torch::nn::Module {
+ public:
+  // Builds those of `layers` that this stage has. `bounds`: of all parts, part p is chunk p / stages of stage p % stages.
+  // `seed`: layer i is built after torch::manual_seed(*seed + i). Not-implemented error where a parameter is in layers of two
+  // stages.
+  StageLayers(Layers layers, std::vector<int> bounds, int stages, int stage, std::optional<uint64_t> seed);
+
+  // What the layers of a chunk make of these.
+  Tensors run(int chunk, Tensors x);
+
+ private:
+  std::map<int, Layer> layers_;  // of this stage, by place in the list
+  std::vector<int> bounds_;
+  int stages_, stage_;
+};
+
+// A unit for each layer (UnitPolicy).
+engine::UnitNames units_of_layers(const torch::nn::Module& module);
+
+// Boundaries of `parts` runs of layers: "uniform" (numbers of layers) or "parameters" (of trained elements; layers that are not
+// built are, one at a time, to be counted).
+std::vector<int> bounds_of(const std::string& method, int parts, const Layers& layers);
+
+}  // namespace tessera::nn

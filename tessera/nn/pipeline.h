@@ -1,0 +1,111 @@
+// A pipeline: a list of layers cut into stages, each of which is an engine over its ranks, and the batches that they train
+// together. The schedules, names in checkpoints and results are those of Python's tessera.pipeline (docs/pipeline.md).
+//
+//   const auto parts = tessera::nn::environment_stages(config, 2);  // half of the ranks each
+//   tessera::nn::Pipeline engine(layers, config, parts, {.loss = &loss_of});
+//   const double loss = engine.train_batch([&](int64_t micro) { return batch_of(step, micro); });
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/parts.h"
+#include "tessera/nn/layers.h"
+#include "tessera/nn/session.h"
+#include "tessera/pipeline/schedule.h"
+#include "tessera/pipeline/wire.h"
+
+namespace tessera::nn {
+
+// The ranks of the environment as `stages` runs of neighbours, each on the axes that the configuration asks for. Collective.
+comm::Parts environment_stages(const Config& config, int stages);
+
+// The first stage uses the inputs, the last one the labels; others need neither.
+struct MicroBatch {
+  Tensors inputs, labels;
+};
+// Micro-batch `micro` of this rank's batch, from 0. Called on the first and the last stage, for all of them before anything is
+// computed.
+using BatchSource = std::function<MicroBatch(int64_t micro)>;
+
+struct PipelineOptions {
+  // A tensor of one element, of what the last layer returned and the labels. None: the last layer returns the loss.
+  std::function<at::Tensor(const Tensors& outputs, const Tensors& labels)> loss = {};
+  std::string partition = "parameters";  // see bounds_of()
+  int chunks = 1;                        // parts of the model on each stage, for the interleaved schedule
+  std::optional<uint64_t> seed = {};     // see StageLayers: the same weights for any number of stages
+};
+
+struct Evaluation {
+  double loss = 0;
+  std::vector<Tensors> outputs;  // of the last layer, by micro-batch; on the last stage
+};
+
+// All calls are collective over all ranks of all stages. An error of one rank in a batch ends the batch on all: there it is
+// thrown as it is, elsewhere as DistBackendError with its text; after that the engine is refused (UsageError).
+class Pipeline : private Session {
+ public:
+  // Value error for a configuration that is not the same on all ranks, or that a schedule cannot do; not-implemented error for
+  // stage 3, weights that are tied over stages, and pipeline.activation_checkpoint_interval.
+  Pipeline(const Layers& layers, const Config& config, const comm::Parts& parts, const PipelineOptions& options);
+
+  // One optimizer step: gradient_accumulation_steps micro-batches forward and backward, one norm of all stages that clips, and
+  // one decision to skip. Returns the mean loss of all micro-batches and data-parallel ranks, on every rank.
+  double train_batch(const BatchSource& data);
+  // The mean loss of so many micro-batches (0: as many as a training batch has), in eval mode and without gradients.
+  Evaluation eval_batch(const BatchSource& data, int64_t micro_batches = 0);
+  // train_batch() has updated the weights, the last time.
+  bool was_step_applied() const { return core().was_step_applied(); }
+
+  int stage() const { return parts_.part; }
+  int stages() const { return static_cast<int>(parts_.shapes.size()); }
+  bool is_first_stage() const { return stage() == 0; }
+  bool is_last_stage() const { return stage() == stages() - 1; }
+  // The most micro-batches (times chunks) whose activations this stage has held.
+  int max_live_activations() const { return most_live_; }
+  StageLayers& module() { return *module_; }
+
+  // One folder for all stages, with the names of the whole list: it loads with any number of stages and chunks, also in Python.
+  using Session::load_checkpoint;
+  using Session::save_checkpoint;
+  using Session::wait_for_checkpoint;
+  // Of this stage.
+  using Session::core;
+  using Session::loss_scale;
+  using Session::lr;
+  using Session::rank;
+  using Session::size;
+
+ private:
+  friend class PipelineRun;
+  struct Wires {  // by chunk; null where a chunk has no neighbour
+    std::vector<std::unique_ptr<pipeline::Wire>> activations_in, activations_out, gradients_in, gradients_out;
+    std::vector<pipeline::Wire*> outgoing() const;
+  };
+
+  Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
+           std::shared_ptr<StageLayers> module);
+  void connect();
+  std::vector<MicroBatch> read(const BatchSource& data, int64_t micro_batches);
+  Tensors forward(int chunk, const Tensors& inputs);
+  double mean_of(const std::vector<at::Tensor>& losses);
+  void check_usable(const char* call) const;
+  template <class F>
+  auto in_batch(const F& body);
+  void fail(const std::string& text);
+
+  comm::Parts parts_;
+  PipelineOptions options_;
+  std::shared_ptr<StageLayers> module_;
+  std::string schedule_;
+  Wires wires_;
+  std::string broken_;      // why the engine is refused
+  bool under_way_ = false;  // messages of a batch
+  int most_live_ = 0;
+};
+
+}  // namespace tessera::nn

@@ -1,0 +1,19 @@
+// What the ranks of several engines (comm/parts.h) agree on.
+#pragma once
+
+#include <vector>
+
+#include "tessera/comm/parts.h"
+#include "tessera/nn/session.h"
+
+namespace tessera::nn {
+
+// The numbers of all ranks of all parts, equally many each, a row for each rank. Collective.
+std::vector<std::vector<double>> rows_of(const comm::Parts& parts, const std::vector<double>& own, comm::Label label);
+
+// The step of an engine that is one of several, on all ranks of all parts: one norm of all to clip by, one decision to skip.
+// True when weights were updated. UsageError, on every rank and with nothing stepped, where only some engines are at an
+// accumulation boundary. Collective over all parts.
+bool step_together(Session& engine, const comm::Parts& parts);
+
+}  // namespace tessera::nn

@@ -1,0 +1,58 @@
+// What the ranks of one side of a link hold of a tensor, and which part goes from which rank to which: pure arithmetic, that of
+// python/tessera/hybrid/_layout.py.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tessera/comm/mesh.h"
+
+namespace tessera::pipeline {
+
+using Sizes = std::vector<int64_t>;
+// A range (begin, end) of each dim of the whole tensor, the one that a single rank would have.
+using Box = std::vector<std::pair<int64_t, int64_t>>;
+
+// The ranks of one side: `batch` of them have other samples, `sequence` share the sequence of a sample, `replicas` have the
+// same activations (tensor parallel). Ranks are numbered as on a mesh.
+struct Layout {
+  int batch = 1, sequence = 1, replicas = 1;
+
+  static Layout of(const comm::MeshShape& shape);
+  int ranks() const { return parts() * replicas; }
+  // Ranks that an engine averages gradients over: all but the replicas.
+  int parts() const { return batch * sequence; }
+  int part(int rank) const { return rank / replicas; }
+  // The rank that gives `part` to rank `taker` of the other side; replicas take turns.
+  int holder(int part, int taker) const { return part * replicas + taker % replicas; }
+};
+
+// Along which dim of every tensor the ranks' batches lie, and along which a sequence is cut. They may be the same one, for
+// packed tokens: then each batch has its own stretch of it. Tensors without dims are never cut.
+struct Dims {
+  int batch = 0;
+  std::optional<int> sequence;
+};
+
+struct WholeTensor {
+  Sizes sizes;
+  std::vector<Box> held;  // by part
+};
+// `shapes`: what each part of `layout` has. Sizes need not be equal; value error, beginning with `where`, if they do not fit
+// together.
+WholeTensor whole_of(const Layout& layout, const Dims& dims, const std::vector<Sizes>& shapes,
+                     const std::string& where);
+
+// What each part of `layout` gets of a tensor: nearly equal numbers of samples, and of each nearly equal parts of the sequence,
+// the larger ones first. `samples`: how many rows of the batch dim each sample has; none: one.
+std::vector<Box> wanted_of(const Layout& layout, const Dims& dims, const Sizes& whole,
+                           const std::optional<Sizes>& samples, const std::string& where);
+
+// What `part` of the giving side sends of what a rank wants. Parts never overlap, so a gradient that goes the same way back is
+// never counted twice. A tensor without dims comes from part 0.
+std::optional<Box> route(const std::vector<Box>& held, int part, const Box& wanted);
+
+}  // namespace tessera::pipeline

@@ -1,0 +1,220 @@
+// Two engines on ranks of their own, joined by a link: weights of one process with the whole model, whatever the two meshes.
+#include "tessera/nn/link.h"
+
+#include <gtest/gtest.h>
+#include <torch/nn.h>
+
+#include <mutex>
+
+#include "tessera/base/error.h"
+#include "tessera/nn/engine.h"
+#include "tessera/nn/together.h"
+#include "tests/nn/stages.h"
+#include "tests/support/errors.h"
+
+namespace tessera::nn {
+
+using comm::Axis;
+using testing::error_of;
+using testing::Weights;
+
+namespace {
+
+constexpr int kRounds = 3, kMicro = 3, kRows = 4, kTokens = 6;
+
+// A tower of width 6 to 8 and a reader of 8 to 3, both token by token; the tower also hands on which tokens count.
+Layers tower() {
+  Layers list;
+  list.build([] { return testing::fresh(0, torch::nn::Linear(6, 8)); });
+  list.add([](const at::Tensor& x) { return std::tuple(at::tanh(x), x.detach().gt(0).to(at::kByte)); });
+  return list;
+}
+Layers reader() {
+  Layers list;
+  list.add([](const at::Tensor& x, const at::Tensor& counts) { return x + counts; });
+  list.build([] { return testing::fresh(1, torch::nn::Linear(8, 3)); });
+  return list;
+}
+
+struct Part : StageLayers {
+  explicit Part(const Layers& list) : StageLayers(list, {0, list.size()}, 1, 0, std::nullopt) {}
+  Tensors forward(const Tensors& x) { return run(0, x); }
+};
+
+Config link_config(int zero, const std::string& more = "") {
+  return Config::from_json(
+      c10::str(R"({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": )", kMicro,
+               R"(, "gradient_clipping": 0.5, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},)", more,
+               R"("zero_optimization": {"stage": )", zero, "}}"));
+}
+
+// Inputs and labels of a micro-batch: [rows, length, width].
+MicroBatch data(int step, int micro) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(10 * step + micro);
+  return {{at::randn({kRows, kTokens, 6}, generator, at::kFloat)},
+          {at::randn({kRows, kTokens, 3}, generator, at::kFloat)}};
+}
+
+at::Tensor part_of(const at::Tensor& whole, const comm::Mesh& mesh) {
+  const auto cut = [](const at::Tensor& t, int64_t dim, int parts, int number) {
+    return t.narrow(dim, t.size(dim) / parts * number, t.size(dim) / parts);
+  };
+  return cut(cut(whole, 0, mesh.size(comm::kBatchAxes), mesh.rank(comm::kBatchAxes)), 1, mesh.size(Axis::Sp),
+             mesh.rank(Axis::Sp));
+}
+
+Weights trained_whole() {
+  auto head = testing::fresh(1, torch::nn::Linear(8, 3));
+  Layers joined = tower();
+  joined.add([](const at::Tensor& x, const at::Tensor& counts) { return x + counts; }).add(head);
+  const auto module = std::make_shared<Part>(joined);
+  Engine<Part> engine(module, link_config(0), comm::Mesh());
+  for (int step = 0; step < kRounds; ++step) {
+    for (int micro = 0; micro < kMicro; ++micro) {
+      const MicroBatch batch = data(step, micro);
+      testing::loss_of(engine.forward(batch.inputs), batch.labels).backward();
+      engine.step();
+    }
+  }
+  return testing::weights_of(*module);
+}
+
+using Sides = std::vector<comm::MeshShape>;
+constexpr Link kLink{.sequence_dim = 1, .sides = {"tower", "reader"}};
+
+void run_parts(const Sides& shapes, const std::function<void(const comm::Parts&)>& body) {
+  auto parts = comm::thread_parts(shapes, std::chrono::minutes(1));
+  std::vector<comm::GroupPtr> groups;
+  for (const comm::Parts& each : parts)
+    groups.push_back(each.everyone);
+  testing::run_threads(groups, [&](int rank, const comm::GroupPtr&) {
+    const comm::Parts mine = std::exchange(parts[rank], {});
+    body(mine);
+  });
+}
+
+}  // namespace
+
+TEST(Link, EnginesTrainAsOneModelWhateverTheirMeshes) {
+  const Weights expected = trained_whole();
+  const auto shape = [](int batch, int sp, int tp) { return comm::MeshShape{{1, batch, sp, tp}}; };
+  const std::vector<Sides> cases{{shape(1, 1, 1), shape(1, 1, 1)}, {shape(2, 1, 1), shape(1, 1, 1)},
+                                 {shape(1, 1, 1), shape(2, 1, 1)}, {shape(2, 1, 1), shape(2, 1, 1)},
+                                 {shape(1, 2, 1), shape(1, 1, 2)}, {shape(2, 1, 1), shape(1, 1, 2)},
+                                 {shape(1, 1, 2), shape(2, 1, 1)}, {shape(1, 2, 1), shape(2, 1, 1)},
+                                 {shape(4, 1, 1), shape(1, 2, 1)}, {shape(1, 3, 1), shape(1, 2, 1)}};
+  for (size_t i = 0; i < cases.size(); ++i) {
+    run_parts(cases[i], [&](const comm::Parts& parts) {
+      const auto module = std::make_shared<Part>(parts.part == 0 ? tower() : reader());
+      const comm::MeshShape& mine = parts.shapes[parts.part];
+      const auto more = c10::str(R"("sequence_parallel_size": )", mine.size(Axis::Sp),
+                                 R"(, "tensor_parallel": {"autotp_size": )", mine.size(Axis::Tp), "},");
+      Engine<Part> engine(module, link_config(static_cast<int>(i % 3), more), parts.mesh);
+      std::optional<LinkSender> sender;
+      std::optional<LinkReceiver> receiver;
+      parts.part == 0 ? (void)sender.emplace(kLink, parts, &engine.core())
+                      : (void)receiver.emplace(kLink, parts, &engine.core());
+      for (int step = 0; step < kRounds; ++step) {
+        for (int micro = 0; sender && micro < kMicro; ++micro)
+          sender->send(engine.forward(Tensors{part_of(data(step, micro).inputs[0], parts.mesh)}), 100 * step + micro);
+        for (const int micro : {1, 0, 2}) {  // gradients are asked for in another order than they come
+          const int other = parts.part == 0 ? micro : (micro == 2 ? 2 : 1 - micro);
+          if (sender) {
+            sender->backward(100 * step + other);
+          } else {
+            const Tensors got = receiver->receive(100 * step + other);
+            EXPECT_TRUE(got[0].requires_grad() && got[0].is_leaf() && !got[1].requires_grad());
+            const at::Tensor labels = part_of(data(step, other).labels[0], parts.mesh);
+            engine.backward(testing::loss_of(engine.forward(got), {labels}));
+            receiver->give_back(100 * step + other);
+          }
+          EXPECT_EQ(micro == 2 ? step_together(engine, parts) : engine.step(), micro == 2);
+        }
+        sender ? sender->step() : receiver->step();
+      }
+      for (const auto& [name, value] : testing::weights_of(*module)) {
+        const at::Tensor& whole = expected.at(parts.part == 0 ? name : name.substr(0, 7) + "3" + name.substr(8));
+        EXPECT_TRUE(at::allclose(value, whole, 1e-4, 1e-6)) << i << ": " << name;
+      }
+    });
+  }
+}
+
+// fp16 on one side, fp32 on the other: each has its own loss scale.
+TEST(Link, LossScalesStayEachEnginesOwn) {
+  const Weights expected = trained_whole();
+  const Sides shapes(2, comm::mesh_shape(1));
+  run_parts(shapes, [&](const comm::Parts& parts) {
+    const auto module = std::make_shared<Part>(parts.part == 0 ? tower() : reader());
+    const std::string half = R"("fp16": {"enabled": true, "initial_scale_power": 7},)";
+    Engine<Part> engine(module, link_config(1, parts.part == 0 ? half : ""), parts.mesh);
+    std::optional<LinkSender> sender;
+    std::optional<LinkReceiver> receiver;
+    parts.part == 0 ? (void)sender.emplace(kLink, parts, &engine.core())
+                    : (void)receiver.emplace(kLink, parts, &engine.core());
+    for (int step = 0; step < kRounds; ++step) {
+      for (int micro = 0; micro < kMicro; ++micro) {
+        if (sender) {
+          sender->send(engine.forward(Tensors{data(step, micro).inputs[0].to(at::kHalf)}), micro);
+          sender->backward(micro);
+        } else {
+          const Tensors got = receiver->receive(micro);
+          engine.backward(
+              testing::loss_of(engine.forward(Tensors{got[0].to(at::kFloat), got[1]}), data(step, micro).labels));
+          receiver->give_back(micro);
+        }
+        step_together(engine, parts);
+      }
+      sender ? sender->step() : receiver->step();
+    }
+    if (parts.part != 0) return;
+    EXPECT_TRUE(at::allclose(testing::weights_of(*module).at("layers.0.weight").to(at::kFloat),
+                             expected.at("layers.0.weight"), 1e-2, 1e-2));
+  });
+}
+
+// The errors of both sides.
+TEST(Link, BadUsesAreNamed) {
+  struct Bad {
+    std::function<void(LinkSender&)> sender;
+    std::function<void(LinkReceiver&)> receiver;
+    std::string sender_says, receiver_says;
+  };
+  const auto x = [] { return Tensors{at::ones({2, 2, 2}).requires_grad_()}; };
+  const std::vector<Bad> cases{
+      {[&](LinkSender& s) { s.send(x(), 5); }, [](LinkReceiver& r) { r.receive(6); }, "",
+       "rank 0 of reader asks for sample 6, but the next message of rank 0 of tower is of sample 5"},
+      {[&](LinkSender& s) { s.send(x(), 5), s.send(x(), 5); }, [](LinkReceiver& r) { r.receive(5); },
+       "sample 5 is on its way already", ""},
+      {[](LinkSender& s) { s.backward(1); }, [](LinkReceiver& r) { r.give_back(1); }, "there is no graph of sample 1",
+       "sample 1 has no gradient to give back"},
+      {[&](LinkSender& s) { s.send(x(), 0), s.step(); }, [](LinkReceiver& r) { r.receive(0), r.step(); },
+       "the gradients of samples [0] are still out; call backward()", "call give_back()"},
+      {[&](LinkSender& s) { s.send(x(), 0); }, [](LinkReceiver& r) { r.receive(0), r.give_back(0); }, "",
+       "no gradient has reached sample 0"},
+      {[&](LinkSender& s) { s.send({at::ones({2})}, 0), s.step(); },
+       [](LinkReceiver& r) { r.receive(0), r.receive(1); }, "lost", "has ended step 0 after 1 micro-batches"},
+      {[&](LinkSender& s) { s.send({at::ones({2})}, 0), s.step(); }, [](LinkReceiver& r) { r.step(); }, "had 0 micro-",
+       "rank 0 of tower had more micro-batches in step 0"},
+      {[](LinkSender& s) { s.abort("the tower fell"); }, [](LinkReceiver& r) { r.receive(0); }, "", "the tower fell"},
+  };
+  const Sides shapes(2, comm::mesh_shape(1));
+  for (const Bad& bad : cases) {
+    run_parts(shapes, [&](const comm::Parts& parts) {
+      const bool sends = parts.part == 0;
+      const auto text = error_of([&] {
+        sends ? bad.sender(*std::make_unique<LinkSender>(kLink, parts))
+              : bad.receiver(*std::make_unique<LinkReceiver>(kLink, parts));
+      });
+      const std::string& expected = sends ? bad.sender_says : bad.receiver_says;
+      EXPECT_EQ(text.empty(), expected.empty()) << text;
+      EXPECT_HAS(text, expected);
+    });
+  }
+  const auto alone = comm::thread_parts({comm::mesh_shape(1), comm::MeshShape{{1, 1, 2, 1}}});
+  EXPECT_HAS(error_of([&] { LinkSender(Link{}, alone[0]); }), "2 ranks share a sequence; say sequence_dim");
+  EXPECT_HAS(error_of([&] { LinkReceiver(kLink, alone[0]); }),
+             "this rank is of part 0; the target of the link is part 1");
+}
+
+}  // namespace tessera::nn

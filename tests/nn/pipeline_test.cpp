@@ -1,0 +1,283 @@
+// Stages that are engines: results of the whole model, whatever the cut; checkpoints that go from any number of stages to any
+// other; errors of one stage that end the batch on all.
+#include "tessera/nn/pipeline.h"
+
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <mutex>
+
+#include "tessera/base/error.h"
+#include "tests/io/temp_folder.h"
+#include "tests/nn/stages.h"
+#include "tests/support/errors.h"
+#include "tests/support/processes.h"
+
+namespace tessera::nn {
+
+using testing::Case;
+using testing::error_of;
+using testing::layers;
+using testing::Weights;
+
+namespace {
+
+constexpr int kSteps = 3;
+
+BatchSource data_of(const Case& c, const comm::Parts& parts, int step) {
+  return [type = c.type(), place = parts.place(), step](int64_t micro) {
+    return testing::batch_of(place, step, micro, type);
+  };
+}
+
+// Weights of all stages after so many steps; what every rank sees is compared on the way.
+testing::Trained train_stages(const Case& c, int steps, int first = 0, const std::string& from = "",
+                              const std::string& to = "") {
+  testing::Trained result;
+  std::mutex mutex;
+  testing::run_stages(c, [&](const comm::Parts& parts) {
+    Pipeline engine(layers(), c.config(), parts, c.options());
+    EXPECT_TRUE(from.empty() || engine.load_checkpoint(from));
+    EXPECT_EQ(engine.core().global_steps(), first);
+    std::vector<double> losses;
+    for (int step = first; step < first + steps; ++step)
+      losses.push_back(engine.train_batch(data_of(c, parts, step)));
+    EXPECT_EQ(engine.core().micro_steps(), (first + steps) * c.micro_batches);
+    if (steps > 0) {
+      EXPECT_EQ(engine.max_live_activations(),
+                pipeline::live_bound(c.schedule, {c.stages, c.micro_batches, c.chunks}, parts.part));
+    }
+    if (!to.empty()) engine.save_checkpoint(to);
+    const std::scoped_lock lock(mutex);
+    if (result.losses.empty()) result.losses = losses;
+    EXPECT_EQ(losses, result.losses) << "the same on all ranks";
+    result.norm = engine.core().global_grad_norm().value_or(0);
+    result.weights.merge(testing::weights_of(engine.module()));
+  });
+  return result;
+}
+
+void expect_same(const Weights& got, const Weights& expected, const std::string& where) {
+  ASSERT_EQ(got.size(), expected.size()) << where;
+  for (const auto& [name, value] : expected)
+    EXPECT_TRUE(at::equal(got.at(name), value)) << where << ": " << name;
+}
+
+}  // namespace
+
+TEST(Pipeline, TrainsAsTheWholeModelBitForBit) {
+  std::vector<Case> cases;
+  for (const int stages : {2, 4})
+    for (const char* schedule : {"1f1b", "gpipe"})
+      for (const int zero : {0, 1, 2})
+        cases.push_back({.stages = stages, .schedule = schedule, .zero = zero});
+  cases.push_back({.stages = 1});
+  cases.push_back({.stages = 3, .micro_batches = 1});
+  for (const int zero : {0, 1, 2})
+    cases.push_back({.ranks = 2, .zero = zero, .micro_batches = 5});
+  cases.push_back({.chunks = 2, .schedule = "interleaved", .zero = 1});
+  cases.push_back({.chunks = 3});
+  cases.push_back({.ranks = 2, .chunks = 2, .schedule = "gpipe", .zero = 2, .micro_batches = 3});
+  for (const char* dtype : {"bf16", "fp16"}) {
+    cases.push_back({.zero = 1, .dtype = dtype});
+    cases.push_back({.ranks = 2, .zero = 2, .dtype = dtype});
+  }
+  for (const Case& c : cases) {
+    const auto expected = testing::train_whole(c, kSteps), got = train_stages(c, kSteps);
+    EXPECT_EQ(got.losses, expected.losses) << c.name();
+    expect_same(got.weights, expected.weights, c.name());
+  }
+}
+
+// The norm adds up in another order.
+TEST(Pipeline, ClipsByTheNormOfAllStages) {
+  for (const Case& c :
+       {Case{.stages = 4, .zero = 1, .clip = 0.1}, Case{.ranks = 2, .zero = 2, .dtype = "fp16", .clip = 0.1}}) {
+    const auto expected = testing::train_whole(c, kSteps), got = train_stages(c, kSteps);
+    EXPECT_GT(expected.norm, 0.1);
+    EXPECT_NEAR(got.norm, expected.norm, 1e-3 * expected.norm);
+    for (const auto& [name, value] : expected.weights)
+      EXPECT_TRUE(at::allclose(got.weights.at(name), value, 1e-3, c.dtype == "fp32" ? 1e-6 : 1e-2)) << name;
+  }
+}
+
+TEST(Pipeline, StagesSkipAStepTogether) {
+  const Case c{.zero = 1, .dtype = "fp16"};
+  testing::run_stages(c, [&](const comm::Parts& parts) {
+    Pipeline engine(layers(), c.config(), parts, c.options());
+    const Weights before = testing::weights_of(engine.module());
+    engine.train_batch([&](int64_t micro) {
+      MicroBatch batch = testing::batch_of(0, 0, micro, c.type());
+      if (micro == 2) batch.labels[0].fill_(std::numeric_limits<float>::infinity());  // the last stage alone sees it
+      return batch;
+    });
+    EXPECT_FALSE(engine.was_step_applied());
+    EXPECT_EQ(engine.core().skipped_steps(), 1);
+    expect_same(testing::weights_of(engine.module()), before, "skipped");
+    EXPECT_EQ(engine.loss_scale(), 256) << "hysteresis";
+    engine.train_batch(data_of(c, parts, 1));
+    EXPECT_TRUE(engine.was_step_applied());
+  });
+}
+
+TEST(Pipeline, EvaluatesWithoutGradients) {
+  const Case c{.chunks = 2};
+  testing::run_stages(c, [&](const comm::Parts& parts) {
+    Pipeline engine(layers(), c.config(), parts, c.options());
+    const Weights before = testing::weights_of(engine.module());
+    const Evaluation found = engine.eval_batch(data_of(c, parts, 0), 6);
+    EXPECT_EQ(found.outputs.size(), engine.is_last_stage() ? 6u : 0u);
+    double sum = 0;
+    for (size_t micro = 0; micro < found.outputs.size(); ++micro) {
+      EXPECT_FALSE(found.outputs[micro][0].requires_grad());
+      sum += testing::loss_of(found.outputs[micro], data_of(c, parts, 0)(static_cast<int64_t>(micro)).labels)
+                 .item<double>();
+    }
+    EXPECT_NEAR(found.loss, engine.is_last_stage() ? sum / 6 : found.loss, 1e-6);
+    expect_same(testing::weights_of(engine.module()), before, "evaluation");
+    EXPECT_TRUE(engine.module().is_training());
+  });
+}
+
+TEST(Pipeline, CheckpointsGoFromAnyNumberOfStagesToAnyOther) {
+  const std::vector<Case> cases{
+      {.stages = 2, .zero = 1}, {.stages = 1}, {.stages = 4, .zero = 2}, {.stages = 2, .chunks = 2}, {.stages = 2}};
+  const auto expected = testing::train_whole(cases[0], static_cast<int>(cases.size()));
+  const io::TempFolder folder;
+  std::string from;
+  testing::Trained last;
+  std::vector<double> losses;
+  for (size_t i = 0; i < cases.size(); ++i) {
+    const std::string to = folder / c10::str("after_", i);
+    last = train_stages(cases[i], 1, static_cast<int>(i), from, to);
+    losses.push_back(last.losses[0]);
+    from = to;
+  }
+  EXPECT_EQ(losses, expected.losses);
+  expect_same(last.weights, expected.weights, "five cuts");
+}
+
+namespace {
+
+// The errors of all ranks, in rank order, of body(parts).
+std::vector<std::string> errors_of(const Case& c, const std::function<void(const comm::Parts&)>& body) {
+  std::vector<std::string> errors(static_cast<size_t>(c.stages) * c.ranks);
+  testing::run_stages(
+      c, [&](const comm::Parts& parts) { errors[parts.everyone->rank()] = error_of([&] { body(parts); }); },
+      std::chrono::minutes(2));
+  return errors;
+}
+
+}  // namespace
+
+// On a stage in the middle, in its second forward; data-parallel ranks beside it are inside a reduction.
+TEST(Pipeline, AnErrorOfOneStageEndsTheBatchOnAll) {
+  const auto start = std::chrono::steady_clock::now();
+  for (const Case& c : {Case{.stages = 4}, Case{.stages = 2, .ranks = 2, .zero = 2}}) {
+    const int bad = c.ranks;  // the first rank of stage 1
+    const auto errors = errors_of(c, [&](const comm::Parts& parts) {
+      Layers list = layers();
+      if (parts.everyone->rank() == bad) {
+        auto& call = list[c.stages == 4 ? 3 : 7].call;
+        call = [call, calls = 0](const Tensors& x) mutable {
+          TESSERA_CHECK_VALUE(++calls < 2, "layer", "no luck");
+          return call(x);
+        };
+      }
+      Pipeline engine(list, c.config(), parts, c.options());
+      std::string first;
+      EXPECT_HAS(first = error_of([&] { engine.train_batch(data_of(c, parts, 0)); }), "no luck");
+      EXPECT_HAS(error_of([&] { engine.train_batch(data_of(c, parts, 1)); }), "a batch has failed before");
+      TESSERA_CHECK(false, "test", first);
+    });
+    for (int rank = 0; rank < static_cast<int>(errors.size()); ++rank) {
+      const std::string named = c10::str("stage 1 (rank ", bad, ") failed in this batch: [layer] no luck");
+      EXPECT_EQ(errors[rank].find(named) != std::string::npos, rank != bad) << rank << ": " << errors[rank];
+    }
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
+}
+
+TEST(Pipeline, DataThatCannotBeReadEndsTheBatchBeforeAnythingIsComputed) {
+  const Case c{.stages = 3};
+  testing::run_stages(c, [&](const comm::Parts& parts) {
+    Pipeline engine(layers(), c.config(), parts, c.options());
+    const auto text = error_of([&] {
+      engine.train_batch([&](int64_t micro) {
+        TESSERA_CHECK_VALUE(micro < 2 || !engine.is_first_stage(), "data", "the end");
+        return testing::batch_of(0, 0, micro);
+      });
+    });
+    EXPECT_HAS(text, engine.is_first_stage() ? "[data] the end" : "stage 0 (rank 0) could not read its data");
+    EXPECT_HAS(error_of([&] { engine.eval_batch(data_of(c, parts, 0), engine.is_last_stage() ? 3 : 2); }),
+               "micro-batches for this batch");
+    EXPECT_GT(engine.train_batch(data_of(c, parts, 0)), 0) << "the engine goes on";
+  });
+}
+
+TEST(Pipeline, NamesWhatItCannotDo) {
+  const auto expect = [](Case c, const std::string& text, const std::function<void(int, Case&, Layers&)>& change) {
+    for (const std::string& error : errors_of(c, [&](const comm::Parts& parts) {
+           Layers list = layers();
+           Case mine = c;
+           change(parts.part, mine, list);
+           Pipeline(list, mine.config(), parts, mine.options()).train_batch(data_of(c, parts, 0));
+         }))
+      EXPECT_HAS(error, text);
+  };
+  expect({.zero = 3}, "stage 3 is not served inside pipeline stages", [](int, Case&, Layers&) {});
+  expect({}, "gradient_accumulation_steps is", [](int part, Case& c, Layers&) { c.micro_batches += part; });
+  expect({}, "the number of layers is", [](int part, Case&, Layers& list) {
+    if (part == 1) list.add([](const at::Tensor& x) { return x; });
+  });
+  expect({.chunks = 2, .micro_batches = 3}, "must be a multiple of 2", [](int, Case&, Layers&) {});
+  expect({.schedule = "interleaved"}, "num_chunks", [](int, Case&, Layers&) {});
+  expect({.stages = 1, .chunks = 2}, "it needs 2 stages", [](int, Case&, Layers&) {});
+}
+
+namespace {
+
+comm::Parts stages_of_processes(const Case& c) {
+  return environment_stages(c.config(), c.stages);
+}
+
+}  // namespace
+
+TEST(Pipeline, RanksAsProcesses) {
+  const Case c{.ranks = 2, .zero = 1};
+  if (!testing::is_rank()) {
+    for (const auto& result : testing::run_processes(4))
+      EXPECT_EQ(result.exit_code, 0) << result.output;
+    return;
+  }
+  const auto expected = testing::train_whole(c, kSteps);
+  const comm::Parts parts = stages_of_processes(c);
+  Pipeline engine(layers(), c.config(), parts, c.options());
+  for (int step = 0; step < kSteps; ++step)
+    EXPECT_EQ(engine.train_batch(data_of(c, parts, step)), expected.losses[step]);
+  for (const auto& [name, value] : testing::weights_of(engine.module()))
+    EXPECT_TRUE(at::equal(value, expected.weights.at(name))) << name;
+}
+
+TEST(Pipeline, AProcessThatDiesIsNamedOnAllStages) {
+  const Case c{.stages = 3};
+  if (!testing::is_rank()) {
+    const auto results = testing::run_processes(3);
+    for (int rank = 0; rank < 3; ++rank) {
+      EXPECT_EQ(results[rank].exit_code, rank == 2 ? -SIGKILL : 0) << results[rank].output;
+      EXPECT_LT(results[rank].seconds, 60);
+    }
+    return;
+  }
+  const comm::Parts parts = stages_of_processes(c);
+  Layers list = layers();
+  if (parts.part == 2)
+    list.add([](const at::Tensor& x) { return raise(SIGKILL), x; });
+  else
+    list.add([](const at::Tensor& x) { return x; });
+  Pipeline engine(list, c.config(), parts, c.options());
+  const auto text = error_of([&] { engine.train_batch(data_of(c, parts, 0)); });
+  EXPECT_HAS(text, "rank 2");
+}
+
+}  // namespace tessera::nn

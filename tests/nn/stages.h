@@ -1,0 +1,173 @@
+// Test support: a model as a list of layers, its data, and ranks of a pipeline as threads.
+#pragma once
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/nn.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "tessera/nn/engine.h"
+#include "tessera/nn/pipeline.h"
+#include "tests/support/ranks.h"
+
+namespace tessera::testing {
+
+using nn::Layers;
+using nn::MicroBatch;
+using nn::Tensors;
+using Weights = std::map<std::string, at::Tensor>;
+
+struct BlockImpl : torch::nn::Module {
+  explicit BlockImpl(int64_t width) : linear(register_module("linear", torch::nn::Linear(width, width))) {}
+  at::Tensor forward(const at::Tensor& x) { return x + at::tanh(linear(x)); }
+  torch::nn::Linear linear;
+};
+TORCH_MODULE(Block);
+
+// From here on a mask goes along, of integers.
+struct MaskImpl : torch::nn::Module {
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x) { return {x, x.detach().gt(0).to(at::kLong)}; }
+};
+TORCH_MODULE(Mask);
+struct MaskedImpl : torch::nn::Module {
+  explicit MaskedImpl(int64_t width) : linear(register_module("linear", torch::nn::Linear(width, width))) {}
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const at::Tensor& mask) {
+    return {x + linear(x) * mask, mask};
+  }
+  torch::nn::Linear linear;
+};
+TORCH_MODULE(Masked);
+
+inline constexpr int64_t kWidth = 8;
+
+// Of module M, with weights that depend on `number` only, whoever builds it.
+template <class M>
+auto fresh(int number, M module) {
+  const at::NoGradGuard no_grad;
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(100 + number);
+  for (at::Tensor& param : module->parameters())
+    param.copy_(at::randn(param.sizes(), generator, at::kFloat) * 0.3);
+  return module;
+}
+
+inline Layers layers() {
+  Layers list;
+  list.build([] { return fresh(0, torch::nn::Linear(6, kWidth)); });
+  list.build([] { return fresh(1, Block(kWidth)); });
+  list.add([](const at::Tensor& x) { return x * 0.5; });
+  list.add(Mask());
+  for (const int number : {4, 5, 6})
+    list.build([number] { return fresh(number, Masked(kWidth)); });
+  list.add([](const at::Tensor& x, const at::Tensor& mask) { return x + mask; });
+  list.build([] { return fresh(8, Block(kWidth)); });
+  list.build([] { return fresh(9, torch::nn::Linear(kWidth, 3)); });
+  return list;
+}
+
+inline at::Tensor loss_of(const Tensors& outputs, const Tensors& labels) {
+  return (outputs[0].to(at::kFloat) - labels[0]).square().mean();
+}
+
+// Of one data-parallel rank; rows differ from micro-batch to micro-batch.
+inline MicroBatch batch_of(int place, int step, int64_t micro, at::ScalarType dtype = at::kFloat) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(10'000 * (place + 1) + 100 * step + micro);
+  const int64_t rows = 3 + micro % 2;
+  return {{at::randn({rows, 6}, generator, at::kFloat).to(dtype)}, {at::randn({rows, 3}, generator, at::kFloat)}};
+}
+
+struct Case {
+  int stages = 2, ranks = 1, chunks = 1;
+  std::string schedule = "1f1b";
+  int zero = 0;
+  std::string dtype = "fp32";
+  int micro_batches = 4;
+  double clip = 0;
+
+  std::string name() const {
+    return c10::str(stages, " stages of ", ranks, ", ", chunks, " chunks, ", schedule, ", zero ", zero, ", ", dtype,
+                    ", ", micro_batches, " micro-batches, clip ", clip);
+  }
+  at::ScalarType type() const { return dtype == "fp32" ? at::kFloat : dtype == "bf16" ? at::kBFloat16 : at::kHalf; }
+  Config config() const {
+    const std::string precision = dtype == "fp32"   ? ""
+                                  : dtype == "bf16" ? R"("bf16": {"enabled": true},)"
+                                                    : R"("fp16": {"enabled": true, "initial_scale_power": 8},)";
+    return Config::from_json(c10::str("{", precision, R"("train_micro_batch_size_per_gpu": 3,
+      "gradient_accumulation_steps": )",
+                                      micro_batches, R"(, "gradient_clipping": )", clip, R"(,
+      "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+      "pipeline": {"schedule": ")",
+                                      schedule, R"("}, "zero_optimization": {"stage": )", zero, "}}"));
+  }
+  nn::PipelineOptions options() const {
+    return {.loss = &loss_of, .partition = "uniform", .chunks = chunks, .seed = std::nullopt};
+  }
+};
+
+inline Weights weights_of(const torch::nn::Module& module) {
+  Weights weights;
+  for (const auto& param : module.named_parameters())
+    weights[param.key()] = param.value().detach().clone();
+  return weights;
+}
+
+// Ranks of all stages as threads, each with its part.
+inline void run_stages(const Case& c, const std::function<void(const comm::Parts&)>& body,
+                       std::chrono::milliseconds timeout = std::chrono::minutes(1)) {
+  const std::vector shapes(c.stages, comm::mesh_shape(c.ranks));
+  auto parts = comm::thread_parts(shapes, timeout);
+  std::vector<comm::GroupPtr> groups;
+  for (const comm::Parts& each : parts)
+    groups.push_back(each.everyone);
+  run_threads(groups, [&](int rank, const comm::GroupPtr&) {
+    const comm::Parts mine = std::exchange(parts[rank], {});
+    body(mine);
+  });
+}
+
+struct Trained {
+  std::vector<double> losses;
+  Weights weights;
+  double norm = 0;
+};
+
+// The same layers on one engine over the ranks of one stage: what a pipeline must come to.
+inline Trained train_whole(const Case& c, int steps) {
+  struct Whole : nn::StageLayers {
+    using StageLayers::StageLayers;
+    Tensors forward(const Tensors& x) { return run(0, x); }
+  };
+  Trained result;
+  std::mutex mutex;
+  std::vector<std::vector<double>> losses(c.ranks);
+  run_ranks(c.ranks, [&](int rank, const comm::GroupPtr& group) {
+    const Layers list = layers();
+    auto module = std::make_shared<Whole>(list, std::vector{0, list.size()}, 1, 0, std::nullopt);
+    nn::Engine<Whole> engine(module, c.config(), comm::Mesh(group), nullptr, nn::units_of_layers);
+    for (int step = 0; step < steps; ++step) {
+      at::Tensor total = at::zeros({});
+      for (int64_t micro = 0; micro < c.micro_batches; ++micro) {
+        const MicroBatch batch = batch_of(rank, step, micro, c.type());
+        const at::Tensor loss = loss_of(engine.forward(batch.inputs), batch.labels);
+        engine.backward(loss);
+        engine.step();
+        total = total + loss.detach().to(at::kFloat);
+      }
+      losses[rank].push_back((total / static_cast<double>(c.micro_batches)).item<double>());
+    }
+    const std::scoped_lock lock(mutex);
+    result.norm = engine.core().global_grad_norm().value_or(0);
+    result.weights = weights_of(*module);
+  });
+  for (int step = 0; step < steps; ++step) {
+    double sum = 0;
+    for (const auto& of_rank : losses)
+      sum += of_rank[step];
+    result.losses.push_back(sum / c.ranks);
+  }
+  return result;
+}
+
+}  // namespace tessera::testing

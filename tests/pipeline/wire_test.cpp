@@ -1,0 +1,81 @@
+#include "tessera/pipeline/wire.h"
+
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "tessera/base/error.h"
+#include "tests/support/errors.h"
+
+namespace tessera::pipeline {
+namespace {
+
+using testing::error_of;
+
+// sender(wire) on rank 0, receiver(wire) on rank 1.
+void talk(const std::function<void(Wire&)>& sender, const std::function<void(Wire&)>& receiver) {
+  const auto posts = comm::thread_posts(2, std::chrono::seconds(30));
+  const auto body = [&](int rank, const auto& f) {
+    Wire wire(posts[rank], {1 - rank, c10::str("stage ", 1 - rank)}, 0, at::kCPU, "activations");
+    f(wire);
+  };
+  std::thread other([&] { body(0, sender); });
+  body(1, receiver);
+  other.join();
+}
+
+TEST(Wire, MessagesSayWhatTheyAreWhereItIsNew) {
+  const at::Tensor x = at::randn({3, 4}), half = at::randn({5}).to(at::kHalf), flag = at::ones({2}).to(at::kBool);
+  const std::vector<Tensors> messages{{x.clone().requires_grad_()},
+                                      {(x + 1).requires_grad_()},
+                                      {x.t(), half, at::empty({0, 3}), flag, at::scalar_tensor(2)},
+                                      {at::Tensor(), at::randn({600, 1000})},
+                                      {},
+                                      {}};
+  talk(
+      [&](Wire& wire) {
+        for (size_t i = 0; i < messages.size(); ++i)
+          wire.send(messages[i], static_cast<int64_t>(i));
+        EXPECT_EQ(wire.forms(), 4);
+      },
+      [&](Wire& wire) {
+        for (size_t i = 0; i < messages.size(); ++i) {
+          const Tensors got = wire.receive(static_cast<int64_t>(i));
+          ASSERT_EQ(got.size(), messages[i].size());
+          for (size_t j = 0; j < got.size(); ++j) {
+            const at::Tensor& sent = messages[i][j];
+            ASSERT_EQ(got[j].defined(), sent.defined());
+            if (!sent.defined()) continue;
+            EXPECT_EQ(got[j].scalar_type(), sent.scalar_type());
+            EXPECT_TRUE(at::equal(got[j], sent));
+            EXPECT_EQ(got[j].requires_grad(), sent.requires_grad());
+            EXPECT_TRUE(got[j].is_leaf());
+          }
+        }
+        EXPECT_EQ(wire.forms(), 4);
+      });
+}
+
+TEST(Wire, ErrorsNameTheOtherSide) {
+  talk([](Wire& wire) { wire.send({at::ones({2})}, 7); },
+       [](Wire& wire) { EXPECT_HAS(error_of([&] { wire.receive(8); }), "stage 0 sent activations number 7"); });
+  talk([](Wire& wire) { wire.send_failure("[pipeline] stage 0 has no luck"); },
+       [](Wire& wire) { EXPECT_HAS(error_of([&] { wire.receive(0); }), "stage 0 has no luck"); });
+}
+
+// Who goes without a message is no peer that may still send one.
+TEST(Wire, APeerThatIsGoneIsLost) {
+  auto posts = comm::thread_posts(2, std::chrono::seconds(30));
+  Wire wire(posts[1], {0, "stage 0 (rank 0)"}, 3, at::kCPU, "gradients");
+  posts[0].reset();
+  try {
+    wire.receive(0);
+    FAIL() << "nothing was sent";
+  } catch (const c10::DistBackendError& error) {
+    EXPECT_HAS(std::string(error.what()), "stage 0 (rank 0) is lost");
+    EXPECT_HAS(std::string(error.what()), "while gradients were under way");
+  }
+}
+
+}  // namespace
+}  // namespace tessera::pipeline
