@@ -32,7 +32,7 @@ from tessera.data import Loader, make_loader
 from tessera.elasticity import with_elastic_batch
 from tessera.engine._checkpoint import EngineCheckpoints
 from tessera.engine._info import EngineGetters
-from tessera.engine._moving import offload
+from tessera.engine._moving import EngineMoving
 from tessera.engine._parallel import TensorParallel
 from tessera.engine._place import keep_place, place
 from tessera.engine._preflight import check_modules
@@ -53,7 +53,7 @@ from tessera.zero._leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_modu
 from tessera.zero._regions import Region, parts_of
 
 
-class Engine(EngineCheckpoints, EngineGetters):
+class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
     """Trains `model` as `config` says. tessera.initialize() builds one from the usual arguments.
 
     `group`: the ranks (a torch ProcessGroup or a group of tessera; default: all processes), which the configuration's
@@ -585,17 +585,3 @@ class Engine(EngineCheckpoints, EngineGetters):
 
     def _not_served(self, call: str, instead: str) -> NoReturn:
         raise NotImplementedError(f"[engine.{call}] is not served by this version; {instead}")
-
-    def offload_states(
-        self,
-        include: Iterable[Any] | None = None,
-        device: Any = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Makes room for other engines: what this one has on its device goes elsewhere until reload_states(), see
-        docs/offload.md. Done on return, also with `non_blocking`. Local."""
-        offload(self.core, isinstance(self._runner, NativeRunner), self.config, include, device, pin_memory)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        self.core.reload_states()

@@ -8,6 +8,7 @@ from typing import Any
 
 from tessera import _core
 from tessera.errors import ConfigError, UsageError
+from tessera.optim._runners import NativeRunner, Runner
 
 KINDS = {
     "optim_states": _core.StateKind.OptimizerStates,
@@ -33,19 +34,33 @@ def kinds_of(include: Iterable[Any] | None) -> list[_core.StateKind]:
     return [KINDS[name] for name in dict.fromkeys(names)]
 
 
-def offload(
-    core: _core.Engine, native: bool, config: _core.Config, include: Iterable[Any] | None, device: Any, pin_memory: bool
-) -> None:
-    """`native`: the core runs the optimizer."""
-    kinds, place = kinds_of(include), _name(device)
-    if place not in DEVICES:
-        raise ConfigError(f"[engine.offload_states] device must be one of {list(DEVICES)}, got '{place}'")
-    if not native:
-        raise UsageError("[engine.offload_states] needs an optimizer that the engine runs itself, as AdamW")
-    if config.get("zero_optimization.stage") == 3 and config.get("zero_optimization.offload_param.device") != "none":
-        raise UsageError("[engine.offload_states] cannot be combined with zero_optimization.offload_param")
-    to = DEVICES[place]
-    if to is None:
-        warnings.warn("[engine.offload_states] device 'none': nothing is moved", stacklevel=3)
-        return
-    core.offload_states(kinds, to, pin_memory)
+class EngineMoving:
+    core: _core.Engine
+    config: _core.Config
+    _runner: Runner | None
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Makes room for other engines: what this one has on its device goes elsewhere until reload_states(), see
+        docs/offload.md. Done on return, also with `non_blocking`. Local."""
+        kinds, place = kinds_of(include), _name(device)
+        if place not in DEVICES:
+            raise ConfigError(f"[engine.offload_states] device must be one of {list(DEVICES)}, got '{place}'")
+        if not isinstance(self._runner, NativeRunner):
+            raise UsageError("[engine.offload_states] needs an optimizer that the engine runs itself, as AdamW")
+        at_stage_3 = self.config.get("zero_optimization.stage") == 3
+        if at_stage_3 and self.config.get("zero_optimization.offload_param.device") != "none":
+            raise UsageError("[engine.offload_states] cannot be combined with zero_optimization.offload_param")
+        to = DEVICES[place]
+        if to is None:
+            warnings.warn("[engine.offload_states] device 'none': nothing is moved", stacklevel=2)
+            return
+        self.core.offload_states(kinds, to, pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        self.core.reload_states()
