@@ -7,9 +7,8 @@ from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
 
-from tessera.pipeline import PipelineEngine as TesseraPipelineEngine
-
 from deepspeed._engine import DeepSpeedEngine
+from tessera.pipeline import PipelineEngine as TesseraPipelineEngine
 
 
 class PipelineEngine(DeepSpeedEngine, TesseraPipelineEngine):

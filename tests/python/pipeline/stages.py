@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support import free_port, run_processes
-from tessera.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from tessera.pipeline._module import units_of_layers
 from torch import nn
 from torch.nn import functional as F
 
 import tessera
+from tessera.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 
 VOCABULARY, WIDTH = 11, 6
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from stages import Block, Whole, config, data, in_processes, layers, loss_fn, module, pipeline, weights
-from tessera.pipeline import LayerSpec, PipelineModule
 
 import tessera
 from tessera import checkpoints
+from tessera.pipeline import LayerSpec, PipelineModule
 
 SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}
 CONFIG = config(1, 4, "bf16", gradient_clipping=0.05, scheduler=SCHEDULER)

@@ -21,11 +21,11 @@ from stages import (
     pipeline,
     weights,
 )
-from tessera.pipeline import LayerSpec, PipelineModule
 from tessera.pipeline._schedule import Shape, live_bound
 from torch import nn
 
 import tessera
+from tessera.pipeline import LayerSpec, PipelineModule
 
 STEPS = 2
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from stages import Block, batch, config, data, in_processes, layers, loss_fn, module, pipeline, start
 from support import PROCESSES, free_port
-from tessera.pipeline import LayerSpec, PipelineModule, StageFailed, TiedLayerSpec
 from torch import nn
 
 import tessera
+from tessera.pipeline import LayerSpec, PipelineModule, StageFailed, TiedLayerSpec
 
 
 def test_calls_that_one_stage_alone_cannot_make() -> None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from stages import config, in_processes, pipeline
-from tessera.pipeline import LayerSpec, PipelineModule
 from tessera.pipeline._wire import Peer, Wire, fold, unfold
 from torch import nn
 
 import tessera
+from tessera.pipeline import LayerSpec, PipelineModule
 
 
 class Pair(NamedTuple):
