@@ -18,7 +18,7 @@ using zero::StateKind;
 namespace {
 
 const std::vector<StateKind> kEverything{StateKind::OptimizerStates, StateKind::Masters, StateKind::Weights,
-                                  StateKind::Gradients, StateKind::Buckets};
+                                         StateKind::Gradients, StateKind::Buckets};
 
 engine::Options options_for(const ToyRun& run, const io::TempFolder& folder) {
   auto options = toy_options(run);
