@@ -214,14 +214,16 @@ def test_ranks_together_see_the_same_batches(files):
 
 
 def test_states_that_do_not_fit_in_the_memory_limit_live_on_a_disk(files, tmp_path):
-    """50 million parameters: 400 MB of weights and gradients, as much of states."""
+    """50 million parameters: 400 MB of weights and gradients, as much of states. 150 million: 1.2 GB of weights and
+    gradients, and neither is in memory as a whole where the weights are on the disk, too."""
     command = [sys.executable, str(TRAIN_PY.with_name("offload.py")), "--data", str(files / "text.txt"), "--steps", "2"]
     command += ["--layers", "4", "--width", "1024", "--context", "16"]
 
     def started(limit: int, *more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["bash", "-c", 'ulimit -d "$0"; exec "$@"', str(limit) if limit else "unlimited", *command, *more],
-            capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300,
+            capture_output=True, text=True, timeout=300,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"},
         )  # fmt: skip
 
     free = started(0)
@@ -233,6 +235,11 @@ def test_states_that_do_not_fit_in_the_memory_limit_live_on_a_disk(files, tmp_pa
     assert done.returncode == 0, done.stderr
     assert f"memory limit: {limit // 1024} MiB" in done.stdout and "on the disk: 0 MiB" not in done.stdout
     assert losses_of(done.stdout) == losses_of(free.stdout)
+    limit, large = data_of_a_process() + 900_000, ("--layers", "12", "--nvme", str(tmp_path))
+    failed = started(limit, *large)
+    assert failed.returncode != 0 and "memory" in failed.stderr
+    done = started(limit, *large, "--parameters")
+    assert done.returncode == 0, done.stderr
 
 
 def data_of_a_process() -> int:

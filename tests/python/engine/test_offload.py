@@ -326,7 +326,7 @@ def test_memory_is_buffers_and_a_unit_whatever_the_model(tmp_path: Path) -> None
     unit = 4 << 22
     for small, large in zip(peaks[16], peaks[32], strict=True):
         assert large == pytest.approx(small, abs=unit)
-    # Construction: 3 tiles of the file that zero.Init writes, 3 of the engine's, a unit whole, gathered and as slice.
+    # Construction: 3 tiles of the file that zero.Init writes and 3 of the engine's, a unit whole, gathered and cut.
     # Training: 3 tiles of weights and of both moments, what is read ahead, 3 buckets for units, 3 for gradients.
     assert peaks[32][0] < (6 + 3) * unit * 1.1
     assert peaks[32][1] < (9 + 1 + 3 + 3) * unit * 1.1
