@@ -298,11 +298,12 @@ void Unsharder::prefetch(const Trace& trace) {
   start(entry);
 }
 
-// What the last pass used after the present unit, and nothing else.
+// What the last pass used soon after the present unit, and nothing else.
 void Unsharder::read_ahead(const Trace& trace) {
   int64_t room = options_.ahead;
   std::vector<int> reading;
-  for (size_t i = trace.position; trace.followed && i < trace.last.size(); ++i) {
+  const size_t end = std::min(trace.last.size(), trace.position + static_cast<size_t>(options_.ahead_units) + 1);
+  for (size_t i = trace.position; trace.followed && i < end; ++i) {
     if (static_cast<int>(reading.size()) == options_.ahead_units) break;
     const int unit = trace.last[i];
     const int64_t elements = entries_[unit].flat->read_ahead(room);

@@ -7,12 +7,13 @@ import enum
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import Net, batch, config, engines, make, run, weights
+from support import Net, batch, config, engines, make, run, run_ranks, weights
 
 import tessera
 
@@ -145,6 +146,24 @@ def test_models_that_are_built_on_a_disk(tmp_path: Path) -> None:
     assert same(weights(engine.module), weights(plain.module))
     for one in (engine, plain):
         one.destroy()
+
+    def built(rank: int, group: tessera.Group) -> Any:
+        with lock:
+            start = make(seed=rank)  # rank 0's values hold
+        tessera.zero.Init(module=start, data_parallel_group=group, config_dict_or_path=cfg)
+        engine = tessera.Engine(start, cfg, group=group)
+        run(engine, rank, 2)
+        found = weights(engine.module)
+        engine.destroy()
+        return found
+
+    lock = threading.Lock()  # torch's generator is one for all threads
+
+    def body(engine: Any, rank: int) -> Any:
+        run(engine, rank, 2)
+        return weights(engine.module)
+
+    assert all(map(same, run_ranks(2, built), engines(make(), 2, config(3, optimizer=ADAM, bf16=True), body)))
     with pytest.raises(ValueError, match=r"offload_param\.nvme_path"):
         tessera.zero.Init(remote_device="nvme")
     with pytest.raises(ValueError, match="remote_device must be one of"):
