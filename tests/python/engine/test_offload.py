@@ -337,16 +337,14 @@ def test_memory_is_the_buffers_whatever_the_states(tmp_path: Path) -> None:
 
 
 def test_memory_is_buffers_and_a_unit_whatever_the_model(tmp_path: Path) -> None:
-    """Parameters and states on a disk, and no gradients: models of 32 and of 16 units have the same peaks."""
-    peaks = {}
+    """Parameters and states on a disk, and no gradients: one bound for models of 16 and of 32 units. How much of a
+    bound is in use at once depends on how fast the disk is."""
+    unit = 4 << 22
     for parts in (16, 32):
         said = program("parameters", tmp_path, parts << 22, environment={"MALLOC_MMAP_THRESHOLD_": "1000000"})
-        peaks[parts] = [int(text) for text in said.split()]
-    unit = 4 << 22
-    for small, large in zip(peaks[16], peaks[32], strict=True):
-        assert large == pytest.approx(small, abs=unit)
-    # Construction: 3 tiles of the file that zero.Init writes and 3 of the engine's, a unit whole, gathered and cut.
-    # Training: 3 tiles of weights and of both moments, what is read ahead, 3 buckets for units, 3 for gradients.
-    assert peaks[32][0] < (6 + 3) * unit * 1.1
-    assert peaks[32][1] < (9 + 1 + 3 + 3) * unit * 1.1
-    assert 5 * peaks[32][1] < 3 * 32 * unit  # of what weights and moments take
+        construction, training = map(int, said.split())
+        # 3 tiles of the file that zero.Init writes and 3 of the engine's, a unit whole, gathered and cut.
+        assert construction < (6 + 3) * unit * 1.1
+        # 3 tiles of weights and of both moments, what is read ahead, 3 buckets for units, 3 for gradients.
+        assert training < (9 + 1 + 3 + 3) * unit * 1.1
+    assert 5 * training < 3 * 32 * unit  # of what weights and moments take
