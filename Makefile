@@ -70,12 +70,15 @@ tables: $(VENV)/stamp-demo $(VENV)/stamp-package
 
 test: test-cpp test-python
 
+# Python tests run in as many processes as there are cores, each of them a file at a time: many tests start ranks of their own.
+WORKERS := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
 test-cpp: $(VENV)/stamp-test build/release/stamp-configure-tests
 	$(CMAKE) --build build/release -j $(JOBS)
 	$(CTEST) --test-dir build/release -j $(JOBS) --output-on-failure
 
 test-python: $(VENV)/stamp-test test-cpp $(VENV)/stamp-package
-	$(PY) -m pytest tests/python tests/tools $(ARGS)
+	$(PY) -m pytest $(WORKERS) tests/python tests/tools $(ARGS)
 
 # DeepSpeed in an environment of its own, which sees the packages of $(VENV) and is not seen by it.
 PEERS := $(VENV)/peers
@@ -88,7 +91,7 @@ $(VENV)/stamp-ds: requirements/peers.txt $(VENV)/stamp-test
 	@touch $@
 
 test-peers: $(VENV)/stamp-ds $(VENV)/stamp-test $(VENV)/stamp-package
-	TESSERA_PEERS=$(PEERS)/bin/python $(PY) -m pytest tests/peers $(ARGS)
+	TESSERA_PEERS=$(PEERS)/bin/python $(PY) -m pytest $(WORKERS) tests/peers $(ARGS)
 
 # The clients have environments of their own on top of .venv, whose torch and Tessera they see, and nothing of theirs is
 # in .venv. The second one has the Transformers of .venv, an older one.
@@ -107,8 +110,8 @@ $(ROOT)/.venv-%/stamp-alias: $(ALIAS_FILES) $(ROOT)/.venv-%/stamp-packages
 	@touch $@
 
 test-clients: $(ROOT)/.venv-clients/stamp-alias $(ROOT)/.venv-clients-4/stamp-alias $(VENV)/stamp-package
-	$(ROOT)/.venv-clients/bin/python -m pytest tests/clients $(ARGS)
-	$(ROOT)/.venv-clients-4/bin/python -m pytest tests/clients -k trainer $(ARGS)
+	$(ROOT)/.venv-clients/bin/python -m pytest $(WORKERS:loadfile=load) tests/clients $(ARGS)
+	$(ROOT)/.venv-clients-4/bin/python -m pytest $(WORKERS:loadfile=load) tests/clients -k trainer $(ARGS)
 
 # DeepSpeed compiles against the installed torch, so it cannot be installed in isolation.
 $(VENV)/stamp-bench: requirements/bench.txt $(VENV)/stamp-demo
@@ -150,8 +153,8 @@ tidy: $(VENV)/stamp-tidy build/release/stamp-configure-tests
 	git ls-files "tessera/*.cpp" "python/src/*.cpp" | xargs -P $(JOBS) -n 1 $(VENV)/bin/clang-tidy -p build/release --quiet \
 	  --extra-arg=-idirafter$$($(CXX) -print-file-name=include)
 
-# The layers that have threads, or hold what others own; another one: make asan LAYERS=kernels.
-LAYERS := comm zero engine nn io checkpoint
+# The layers that have threads of their own; others: make asan LAYERS="io checkpoint".
+LAYERS := comm zero engine nn
 
 sanitize: asan tsan
 

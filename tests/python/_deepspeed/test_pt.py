@@ -99,7 +99,6 @@ def nested_tuple(depth: int) -> bytes:
         random.Random(2),
         OrderedDict,
     ],
-    ids=repr,
 )
 def test_nothing_is_run(what: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
