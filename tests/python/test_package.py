@@ -14,9 +14,11 @@ from tessera import _core
 
 IMPORT = """
 import time, sys, os, threading
+start = time.process_time()
 import torch, torch.distributed, torch.utils.data
+torchs = time.process_time() - start
 before = (dict(os.environ), torch.get_num_threads(), torch.get_rng_state(), threading.active_count())
-start = time.process_time()  # of this process: others may be at work
+start = time.process_time()
 import tessera
 spent = time.process_time() - start
 assert dict(os.environ) == before[0]
@@ -26,20 +28,21 @@ assert threading.active_count() == before[3]
 assert not torch.distributed.is_initialized()
 import logging
 assert not logging.getLogger().handlers and not logging.getLogger("tessera").handlers
-print(spent)
+print(spent / torchs)
 """
 
 
 def test_import_is_quick_and_has_no_side_effects() -> None:
-    spent = []
+    """Beside torch's own import, which the same machine has just shown under the same load."""
+    shares = []
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
-        spent.append(float(done.stdout))
-        if spent[-1] < 0.3:
+        shares.append(float(done.stdout))
+        if shares[-1] < 0.3:
             return
-    pytest.fail(f"import tessera took {min(spent):.2f} s beyond torch")
+    pytest.fail(f"import tessera took {min(shares):.0%} of the time of importing torch")
 
 
 PROGRAM = """

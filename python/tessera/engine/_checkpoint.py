@@ -19,7 +19,6 @@ import torch
 from tessera import _core
 from tessera._copies import own_copies
 from tessera._deepspeed._read import LOOKED_FOR, OWN_KEYS, Hints, manifest_of
-from tessera._deepspeed._save import save_as_deepspeed
 from tessera.checkpoints import shard_bytes
 from tessera.errors import ConfigError, IoError
 from tessera.optim._runners import ExternalRunner, NativeRunner
@@ -190,6 +189,8 @@ def _save(
     folder = os.fspath(save_dir)
     if as_deepspeed:
         stage = config.get("zero_optimization.stage")
+        from tessera._deepspeed._save import save_as_deepspeed  # few call for it
+
         save_as_deepspeed(engine.core, folder, save, stage, engine._dp_size, save_latest, keep_last)
     else:
         save(folder)
