@@ -38,7 +38,7 @@ class Bench:
     title: str
     run: Callable[..., Any]
     peers: list[str]
-    not_quick: list[str]  # contenders that quick mode leaves out
+    not_quick: list[str]  # trainers that quick mode leaves out
     sizes: tuple[list[str], list[str]] = (["10M", "30M"], ["1M"])  # of GPTs, and in quick mode
     rounds: int = 7
     rows: int = 1  # sequences of a rank and step

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from contenders import WEIGHT_DECAY, Recipe
+from trainers import WEIGHT_DECAY, Recipe
 from measure import GATE_STEPS, median, ratio, summary
 from report import Goal, cell, table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from contenders import Spec, parse
+from trainers import Spec, parse
 from report import Goal
 
 

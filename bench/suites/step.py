@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from contenders import contenders
+from trainers import trainers
 from limits import step_bytes
 from measure import Times, bandwidth, difference, gate, interleaved, median, ratio, summaries, summary
 from models import ManyTensors
@@ -78,7 +78,7 @@ def goals_of(args: argparse.Namespace, times: dict[str, Times], steps: Steps, sp
 def bench_step(args: argparse.Namespace) -> Result:
     torch.manual_seed(0)
     elements = args.parameters
-    entries = contenders(args.peers, lambda: ManyTensors(TENSORS, elements), True)
+    entries = trainers(args.peers, lambda: ManyTensors(TENSORS, elements), True)
     batch = (torch.ones((), dtype=torch.bfloat16),)
     gate(entries, batch, 0.05)
     times = interleaved(entries, batch, args.rounds)

@@ -18,7 +18,7 @@ from typing import Any
 
 import device
 import torch.multiprocessing as mp
-from contenders import installed
+from trainers import installed
 from models import parameters_of
 from report import Result
 
@@ -143,7 +143,8 @@ def bench_tables(args: argparse.Namespace, setup: Callable[..., None], free_port
         def start(task: Task, queue: Any) -> Any:
             mine = argparse.Namespace(**{**vars(args), "ranks": 1 if task.kind == "start" else args.ranks})
             # Forked from a process that has only imported, but for those whose allocator the environment sets.
-            method = "spawn" if task.kind == "memory" else "forkserver"
+            alone = task.kind == "memory" and settings.device == device.CPU
+            method = "spawn" if alone else "forkserver"
             more = (setup, mine, free_port(), task, settings, queue)
             return mp.start_processes(worker, more, nprocs=mine.ranks, join=False, start_method=method)
 

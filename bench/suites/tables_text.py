@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import device
-from contenders import parse
+from trainers import parse
 from limits import state_bytes
 from measure import ratio
 from report import Goal, Result, cell, table

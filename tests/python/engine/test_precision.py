@@ -23,7 +23,7 @@ def bf16_half_up(x: torch.Tensor) -> torch.Tensor:
 
 
 class PlainMaster:
-    """A loop by hand: bf16 model, fp32 masters, and an optimizer for those."""
+    """A plain loop: bf16 model, fp32 masters, and an optimizer for those."""
 
     def __init__(self, model: nn.Module, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
         self.model = copy.deepcopy(model).bfloat16()
