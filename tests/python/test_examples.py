@@ -235,7 +235,7 @@ def test_states_that_do_not_fit_in_the_memory_limit_live_on_a_disk(files, tmp_pa
     assert done.returncode == 0, done.stderr
     assert f"memory limit: {limit // 1024} MiB" in done.stdout and "on the disk: 0 MiB" not in done.stdout
     assert losses_of(done.stdout) == losses_of(free.stdout)
-    limit, large = data_of_a_process() + 900_000, ("--layers", "12", "--nvme", str(tmp_path))
+    limit, large = data_of_a_process() + 900_000, ("--layers", "12", "--steps", "1", "--nvme", str(tmp_path))
     failed = started(limit, *large)
     assert failed.returncode != 0 and "memory" in failed.stderr
     done = started(limit, *large, "--parameters")
