@@ -58,10 +58,7 @@ BENCHES: dict[str, Bench] = {
     ),
     "gpt": Bench("GPT end to end", bench_gpt, PLAIN + OWN + OVER_GLOO + PEERS + DEEPSPEED, NOT_QUICK),
     "accumulate": Bench(
-        "Gradient accumulation",
-        bench_accumulate,
-        PLAIN + OWN[1:] + PEERS[1:] + DEEPSPEED,
-        [*NOT_QUICK, "ddp"],
+        "Gradient accumulation", bench_accumulate, PLAIN + OWN[1:] + PEERS[1:] + DEEPSPEED, [*NOT_QUICK, "ddp"]
     ),
     "overhead": Bench(
         "Overhead of stage 0",

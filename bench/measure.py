@@ -178,11 +178,7 @@ def new_times(entry: Trainer) -> Times:
 
 
 def interleaved(
-    entries: list[Trainer],
-    batch: tuple[Any, ...],
-    rounds: int,
-    warmup: int = 1,
-    finish: Callable[[], None] = nothing,
+    entries: list[Trainer], batch: tuple[Any, ...], rounds: int, warmup: int = 1, finish: Callable[[], None] = nothing
 ) -> dict[str, Times]:
     """One step of each trainer, then one of each again, ...; after `warmup` rounds that are not counted. `finish`
     waits for the device that computes."""

@@ -84,7 +84,10 @@ def report(args: argparse.Namespace, result: Result, probe: Probe) -> str:
 
 def arguments() -> argparse.ArgumentParser:
     what = {name: bench.title for name, bench in BENCHES.items()}
-    what |= {ALL: "all of them, each as often as `make bench` does", INDEX: "the index of the reports; each renews it too"}
+    what |= {
+        ALL: "all of them, each as often as `make bench` does",
+        INDEX: "the index of the reports; each renews it too",
+    }
     parser = argparse.ArgumentParser(
         description=f"{__doc__}\n" + "\n".join(f"  {name:10} {title}" for name, title in what.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -337,9 +337,7 @@ def available(name: str) -> bool:
     return installed(name) and (parse(name).kind not in ("ddp", "fsdp2", "deepspeed") or dist.is_initialized())
 
 
-def _build(
-    spec: Spec, model: nn.Module, bf16: bool, zero: dict[str, Any], micro_steps: int, recipe: Recipe
-) -> Trainer:
+def _build(spec: Spec, model: nn.Module, bf16: bool, zero: dict[str, Any], micro_steps: int, recipe: Recipe) -> Trainer:
     if spec.kind == "autograd":
         return Autograd(model, bf16)
     if spec.kind in ("bare", "ddp"):

@@ -6,11 +6,11 @@ import argparse
 from typing import Any
 
 import torch
-from trainers import trainers
 from limits import update_seconds
 from measure import bandwidth, gate_cycles, interleaved_cycles, median, new_times, ratio, summary
 from models import GPT_SIZES, elements_of, gpt
 from report import Goal, Result, cell, table
+from trainers import trainers
 
 from suites.common import AUTOGRAD, base_of, close, own_specs, starts
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 
 import torch
-from trainers import Trainer, available, build
 from measure import GATE_STEPS, difference, each_call, new_times, same_losses, together
 from report import Goal, Result, cell, table
 from torch import nn
+from trainers import Trainer, available, build
 
 from suites.common import starts
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from trainers import Trainer, build, installed
 from disk import forget, read_seconds, size_of, sync_seconds, write_seconds
 from measure import median, ratio, summary, together
 from models import GPT_SIZES, elements_of, gpt
 from report import Goal, Result, cell, table
+from trainers import Trainer, build, installed
 
 DISK, COPY = "disk", "memory copy"
 SAVE, LOAD, STALL = 1.1, 1.2, 1.2  # times what disk and memory need
@@ -114,10 +114,7 @@ class Dcp(Saver):
         state = self.state()
         dcp.load(state, checkpoint_id=folder)
         set_state_dict(
-            self.entry.model,
-            self.entry.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
+            self.entry.model, self.entry.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
 
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Mapping
 
-from trainers import Trainer, Spec, parse
 from measure import Times
 from report import table
+from trainers import Spec, Trainer, parse
 
 AUTOGRAD = "autograd alone"
 

@@ -6,10 +6,10 @@ import argparse
 from typing import Any
 
 import torch
-from trainers import build, trainers
 from measure import Times, difference, gate, interleaved, median, ratio, summaries, summary
 from models import GPT_SIZES, gpt
 from report import Goal, Result, cell, table
+from trainers import build, trainers
 
 from suites.common import close, starts
 

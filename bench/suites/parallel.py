@@ -12,11 +12,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from trainers import Trainer
 from llama import SIZES, LlamaSizes, attend, llama
 from measure import gate, interleaved, median, ratio, summary
 from report import Goal, Result, cell, table
 from torch import nn
+from trainers import Trainer
 
 from suites.common import close
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 import torch
-from trainers import trainers
 from limits import step_bytes
 from measure import Times, bandwidth, difference, gate, interleaved, median, ratio, summaries, summary
 from models import ManyTensors
 from report import Goal, Result, cell, table
+from trainers import trainers
 
 from suites.common import AUTOGRAD, base_of, close, own_specs, starts
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import device
 import torch.multiprocessing as mp
-from trainers import installed
 from models import parameters_of
 from report import Result
+from trainers import installed
 
 from suites import tables_text
 from suites.memory import EXACT

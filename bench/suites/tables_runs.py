@@ -15,12 +15,12 @@ from typing import Any
 import device
 import torch
 import torch.distributed as dist
-from trainers import Trainer, Recipe, build
 from gpt import Gpt
 from measure import gate, interleaved, probe, summaries, warm_products
 from models import GPT_SIZES
 from text import Text, load_text
 from torch import Tensor
+from trainers import Recipe, Trainer, build
 
 REFERENCE, LIBRARY = "the language reference of this Python", "the sources of this Python's library"
 CONTEXT = 128  # bytes of a sequence at most, of models whose size is not one of an accelerator's

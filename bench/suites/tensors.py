@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from trainers import trainers
 from limits import update_seconds
 from measure import Times, bandwidth, gate, interleaved, median, summaries
 from models import ManyLayers, ManyTensors
 from report import Goal, Result, cell, table
 from torch import nn
+from trainers import trainers
 
 from suites.common import AUTOGRAD, close, own_specs, starts
 

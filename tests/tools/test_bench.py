@@ -22,12 +22,12 @@ import report  # noqa: E402
 import run  # noqa: E402
 import torch  # noqa: E402
 from catalog import BENCHES  # noqa: E402
-from trainers import build, parse  # noqa: E402
 from index import index_text, write_index  # noqa: E402
 from models import gpt  # noqa: E402
 from report import Goal, Result  # noqa: E402
 from suites import adam, kernel_rows, kernels, memory, memory_goals, overhead, transport, transport_limits  # noqa: E402
 from suites.memory_goals import Figures  # noqa: E402
+from trainers import build, parse  # noqa: E402
 
 
 def summary(low, median, high):

@@ -81,11 +81,7 @@ def test_100_steps_of_the_exact_mode_have_the_bits_of_an_fp32_master(stage: int)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     ("keys", "master", "moment"),
-    [
-        ({}, 10, torch.bfloat16),
-        ({"state_bytes": 8}, 8, torch.bfloat16),
-        ({"rounding": "nearest"}, 8, torch.bfloat16),
-    ],
+    [({}, 10, torch.bfloat16), ({"state_bytes": 8}, 8, torch.bfloat16), ({"rounding": "nearest"}, 8, torch.bfloat16)],
     ids=["balanced", "smallest", "nearest"],
 )
 def test_low_precision_states(stage: int, keys: dict[str, Any], master: int, moment: torch.dtype) -> None:
