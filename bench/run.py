@@ -177,6 +177,8 @@ def main() -> None:
         sys.exit(run_all(args))
     if args.allocator == "tuned":  # read by glibc when the ranks start
         os.environ.update(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(1 << 40), MALLOC_TOP_PAD_=str(64 << 20))
+    # Ranks are forked from a process that has only imported, which takes longer than a short run.
+    mp.get_context("forkserver").set_forkserver_preload(["__main__", "tessera", "torch._dynamo"])
     if BENCHES[args.bench].alone:
         torch.set_num_threads(1)
         before = probe_machine()
@@ -184,7 +186,7 @@ def main() -> None:
         refused = report(args, result, result.probe or [[before, probe_machine()]])
     else:
         queue = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(worker, (args, free_port(), queue), nprocs=args.ranks)
+        mp.start_processes(worker, (args, free_port(), queue), nprocs=args.ranks, start_method="forkserver")
         refused = queue.get()
     if refused:
         sys.exit(refused)

@@ -136,7 +136,6 @@ def measure(settings: Settings, jobs: int, start: Callable[[Task, Any], Any]) ->
 
 
 def bench_tables(args: argparse.Namespace, setup: Callable[..., None], free_port: Callable[[], int]) -> Result:
-    mp.get_context("forkserver").set_forkserver_preload(["__main__", "tessera", "torch._dynamo"])
     with tempfile.TemporaryDirectory(prefix="tessera-tables-") as folder:
         settings = settings_of(args, folder)
 
