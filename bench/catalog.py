@@ -38,7 +38,7 @@ class Bench:
     title: str
     run: Callable[..., Any]
     peers: list[str]
-    not_quick: list[str]  # contenders that quick mode leaves out
+    not_quick: list[str]  # trainers that quick mode leaves out
     sizes: tuple[list[str], list[str]] = (["10M", "30M"], ["1M"])  # of GPTs, and in quick mode
     rounds: int = 7
     rows: int = 1  # sequences of a rank and step
@@ -58,10 +58,7 @@ BENCHES: dict[str, Bench] = {
     ),
     "gpt": Bench("GPT end to end", bench_gpt, PLAIN + OWN + OVER_GLOO + PEERS + DEEPSPEED, NOT_QUICK),
     "accumulate": Bench(
-        "Gradient accumulation",
-        bench_accumulate,
-        PLAIN + OWN[1:] + PEERS[1:] + DEEPSPEED,
-        [*NOT_QUICK, "ddp"],
+        "Gradient accumulation", bench_accumulate, PLAIN + OWN[1:] + PEERS[1:] + DEEPSPEED, [*NOT_QUICK, "ddp"]
     ),
     "overhead": Bench(
         "Overhead of stage 0",

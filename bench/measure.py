@@ -1,4 +1,4 @@
-"""Measuring: rounds in which every contender takes its turn, medians with spread, probes of the machine."""
+"""Measuring: rounds in which every trainer takes its turn, medians with spread, probes of the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import Contender
+from trainers import Trainer
 
 GATE_STEPS = 5
 PHASES = ("forward", "backward", "step")
@@ -159,8 +159,8 @@ def warm_products(model: torch.nn.Module, batch: tuple[Any, ...]) -> None:
     model(*batch).backward()
 
 
-def gate(entries: list[Contender], batch: tuple[Any, ...], tolerance: float) -> None:
-    """Losses of the first steps: every contender must agree with the first one that trains, or there is no number."""
+def gate(entries: list[Trainer], batch: tuple[Any, ...], tolerance: float) -> None:
+    """Losses of the first steps: every trainer must agree with the first one that trains, or there is no number."""
     gate_cycles(entries, [batch], tolerance)
 
 
@@ -173,18 +173,14 @@ def same_losses(losses: dict[str, list[float]], trains: set[str], tolerance: flo
             raise RuntimeError(f"{name} trains to other losses than {reference}: {mine} and {losses[reference]}")
 
 
-def new_times(entry: Contender) -> Times:
+def new_times(entry: Trainer) -> Times:
     return Times(construction=entry.construction, first_step=entry.first_step or 0.0)
 
 
 def interleaved(
-    entries: list[Contender],
-    batch: tuple[Any, ...],
-    rounds: int,
-    warmup: int = 1,
-    finish: Callable[[], None] = nothing,
+    entries: list[Trainer], batch: tuple[Any, ...], rounds: int, warmup: int = 1, finish: Callable[[], None] = nothing
 ) -> dict[str, Times]:
-    """One step of each contender, then one of each again, ...; after `warmup` rounds that are not counted. `finish`
+    """One step of each trainer, then one of each again, ...; after `warmup` rounds that are not counted. `finish`
     waits for the device that computes."""
     times = {entry.name: new_times(entry) for entry in entries}
     for number in range(warmup + rounds):
@@ -210,16 +206,16 @@ def interleaved(
     return times
 
 
-def gate_cycles(entries: list[Contender], batches: list[tuple[Any, ...]], tolerance: float) -> None:
+def gate_cycles(entries: list[Trainer], batches: list[tuple[Any, ...]], tolerance: float) -> None:
     """As gate, with an update from several batches."""
     losses = {entry.name: [entry.cycle(batches) for _ in range(GATE_STEPS)] for entry in entries}
     same_losses(losses, {e.name for e in entries if e.trains}, tolerance)
 
 
 def interleaved_cycles(
-    entries: list[Contender], batches: list[tuple[Any, ...]], rounds: int, warmup: int = 1
+    entries: list[Trainer], batches: list[tuple[Any, ...]], rounds: int, warmup: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of whole cycles: one of each contender, then one of each again, ..."""
+    """Seconds of whole cycles: one of each trainer, then one of each again, ..."""
     seconds: dict[str, list[float]] = {entry.name: [] for entry in entries}
     for number in range(warmup + rounds):
         for entry in entries:

@@ -1,21 +1,5 @@
 """Benchmarks of the engine against its peers, which take turns in one run.
 
-  python bench/run.py kernels    update rules and elementwise passes beside the memory bandwidth, and peers' Adam
-  python bench/run.py step       gradient to updated weights: 10 M parameters in 50 tensors, bf16
-  python bench/run.py tensors    engine cost per tensor: 10 M parameters in 10 to 10,000 tensors
-  python bench/run.py layers     the same with a module for every tensor, for stage 3: 10 to 1,000 tensors
-  python bench/run.py gpt        GPTs of 10 M (fp32, bf16) and 30 M (bf16) parameters, and where the time goes
-  python bench/run.py accumulate 1, 4 and 16 micro-steps an update
-  python bench/run.py overhead   stage 0 beside the loop by hand
-  python bench/run.py backward   what an engine adds to loss.backward() and its relatives
-  python bench/run.py transport  collectives between ranks of one host, beside Gloo; with --ranks
-  python bench/run.py checkpoint save, stall and load beside torch.save, DCP and DeepSpeed; --disk names a folder
-  python bench/run.py nvme       states on a disk: a step beside the disk and the update; --disk names a folder
-  python bench/run.py memory     bytes a parameter, resident and peak
-  python bench/run.py parallel   tensor and sequence parallelism of a Llama; with --ranks
-  python bench/run.py tables     low-precision states on real text: bytes, time and loss
-  python bench/run.py all        all of them, each as often as `make bench` does
-  python bench/run.py index      README.md of the folder of reports, which each report also renews
 Add --ranks 2 for two processes, --quick to see that everything works. When the machine was not quiet (probes of
 bandwidth and arithmetic before and after) the report goes to build/bench-noisy and the exit status is 1, unless
 --noisy is given.
@@ -99,12 +83,20 @@ def report(args: argparse.Namespace, result: Result, probe: Probe) -> str:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = {name: bench.title for name, bench in BENCHES.items()}
+    what |= {
+        ALL: "all of them, each as often as `make bench` does",
+        INDEX: "the index of the reports; each renews it too",
+    }
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}\n" + "\n".join(f"  {name:10} {title}" for name, title in what.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("bench", choices=[*BENCHES, ALL, INDEX])
     add("--ranks", type=int, default=1)
     add("--rounds", type=int, help="rounds that are counted, at least 7 without --quick")
-    add("--peers", nargs="+", help="contenders, e.g. autograd bare ddp tessera:1 tessera:3+10 fsdp2:3 deepspeed:2")
+    add("--peers", nargs="+", help="trainers, e.g. autograd bare ddp tessera:1 tessera:3+10 fsdp2:3 deepspeed:2")
     add("--parameters", type=int, default=10_000_000, help="of step, tensors, layers and nvme")
     add("--counts", type=int, nargs="+", help="numbers of tensors, of tensors and layers")
     add("--sizes", nargs="+", choices=GPT_SIZES, help="of gpt, accumulate, overhead and memory")
@@ -185,6 +177,8 @@ def main() -> None:
         sys.exit(run_all(args))
     if args.allocator == "tuned":  # read by glibc when the ranks start
         os.environ.update(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(1 << 40), MALLOC_TOP_PAD_=str(64 << 20))
+    # Ranks are forked from a process that has only imported, which takes longer than a short run.
+    mp.get_context("forkserver").set_forkserver_preload(["__main__", "tessera", "torch._dynamo"])
     if BENCHES[args.bench].alone:
         torch.set_num_threads(1)
         before = probe_machine()
@@ -192,7 +186,7 @@ def main() -> None:
         refused = report(args, result, result.probe or [[before, probe_machine()]])
     else:
         queue = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(worker, (args, free_port(), queue), nprocs=args.ranks)
+        mp.start_processes(worker, (args, free_port(), queue), nprocs=args.ranks, start_method="forkserver")
         refused = queue.get()
     if refused:
         sys.exit(refused)

@@ -73,10 +73,7 @@ DOORS = {
         ),
         ("tessera/zero/hooks", "tessera/base/compat.h"),
     ),
-    "the environment": (
-        re.compile(r"\b(secure_)?getenv\b|\benviron\b"),
-        ("tessera/base/env.",),
-    ),
+    "the environment": (re.compile(r"\b(secure_)?getenv\b|\benviron\b"), ("tessera/base/env.",)),
 }
 
 # Folders of a person's or a machine's own; written in pieces so that this file passes its own check.

@@ -6,11 +6,11 @@ import argparse
 from typing import Any
 
 import torch
-from contenders import contenders
 from limits import update_seconds
 from measure import bandwidth, gate_cycles, interleaved_cycles, median, new_times, ratio, summary
 from models import GPT_SIZES, elements_of, gpt
 from report import Goal, Result, cell, table
+from trainers import trainers
 
 from suites.common import AUTOGRAD, base_of, close, own_specs, starts
 
@@ -31,7 +31,7 @@ def measure(args: argparse.Namespace, size: str, bf16: bool) -> tuple[Found, str
     first = ""
     for micro_steps in args.micro_steps:
         torch.manual_seed(0)
-        entries = contenders(args.peers, lambda: gpt(size), bf16, micro_steps=micro_steps)
+        entries = trainers(args.peers, lambda: gpt(size), bf16, micro_steps=micro_steps)
         batches = batches_of(args, size, micro_steps)
         gate_cycles(entries, list(batches), 0.05 if bf16 else 1e-3)
         found[micro_steps] = interleaved_cycles(entries, list(batches), args.rounds)

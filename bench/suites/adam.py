@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from contenders import WEIGHT_DECAY, Recipe
 from measure import GATE_STEPS, median, ratio, summary
 from report import Goal, cell, table
+from trainers import WEIGHT_DECAY, Recipe
 
 INTRO = (
     "optimizer.step() over one tensor whose gradient is there, the threads as given: tessera.optim.FusedAdam, "

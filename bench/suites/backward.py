@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable
 
 import torch
-from contenders import Contender, available, build
 from measure import GATE_STEPS, difference, each_call, new_times, same_losses, together
 from report import Goal, Result, cell, table
 from torch import nn
+from trainers import Trainer, available, build
 
 from suites.common import starts
 
 WIDTH = 8
 LOSS, CALL, TENSOR, JOINT = "loss.backward()", "engine.backward(loss)", "out.backward(g)", "two engines, one loss"
-Entry = list[Contender]  # two of a kind, for the joint loss
+Entry = list[Trainer]  # two of a kind, for the joint loss
 Prepare = Callable[[Entry, torch.Tensor], Callable[[], object]]
 
 
@@ -79,7 +79,7 @@ def run(entry: Entry, pattern: str, x: torch.Tensor, calls: int) -> float:
 def serves(entry: Entry, pattern: str) -> bool:
     """Engines with their own backward() have it timed; what an engine refuses has no figure."""
     if pattern == CALL:
-        return type(entry[0]).backward is not Contender.backward or entry[0].name.startswith("Tessera")
+        return type(entry[0]).backward is not Trainer.backward or entry[0].name.startswith("Tessera")
     return True
 
 

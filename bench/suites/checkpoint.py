@@ -13,21 +13,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import Contender, build, installed
 from disk import forget, read_seconds, size_of, sync_seconds, write_seconds
 from measure import median, ratio, summary, together
 from models import GPT_SIZES, elements_of, gpt
 from report import Goal, Result, cell, table
+from trainers import Trainer, build, installed
 
 DISK, COPY = "disk", "memory copy"
 SAVE, LOAD, STALL = 1.1, 1.2, 1.2  # times what disk and memory need
-Seconds = dict[str, dict[str, list[float]]]  # by contender and what was timed
+Seconds = dict[str, dict[str, list[float]]]  # by trainer and what was timed
 
 
 class Saver:
     """One way to keep a run on the disk. `on_disk`: save() returns when everything is there."""
 
-    def __init__(self, name: str, entry: Contender, on_disk: bool = False) -> None:
+    def __init__(self, name: str, entry: Trainer, on_disk: bool = False) -> None:
         self.name, self.entry, self.on_disk = name, entry, on_disk
 
     def save(self, folder: pathlib.Path) -> None:
@@ -114,17 +114,14 @@ class Dcp(Saver):
         state = self.state()
         dcp.load(state, checkpoint_id=folder)
         set_state_dict(
-            self.entry.model,
-            self.entry.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
+            self.entry.model, self.entry.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
 
 
 def savers(args: argparse.Namespace, size: str, batch: tuple[Any, ...]) -> list[Saver]:
     """Each on an engine or a loop that has trained a step, so that there are moments."""
     found: list[Saver] = []
-    plain: Contender | None = None
+    plain: Trainer | None = None
     for peer in args.peers:
         if not installed("deepspeed:1" if peer.startswith("deepspeed") else "autograd"):
             continue
@@ -163,7 +160,7 @@ def check(saver: Saver, folder: pathlib.Path, batch: tuple[Any, ...]) -> None:
 
 
 class Rounds:
-    """One folder for each contender, anew in every round; rank 0 makes it."""
+    """One folder for each trainer, anew in every round; rank 0 makes it."""
 
     def __init__(self, args: argparse.Namespace, root: pathlib.Path) -> None:
         self.root, self.first = root, args.rank == 0

@@ -3,14 +3,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Mapping
 
-from contenders import Contender, Spec, parse
 from measure import Times
 from report import table
+from trainers import Spec, Trainer, parse
 
 AUTOGRAD = "autograd alone"
 
 
-def close(entries: list[Contender]) -> None:
+def close(entries: list[Trainer]) -> None:
     for entry in entries:
         entry.close()
     entries.clear()
@@ -24,7 +24,7 @@ def base_of(names: Iterable[str]) -> str:
 
 
 def own_specs(peers: Iterable[str]) -> dict[str, Spec]:
-    """The named contenders that are Tessera's, by the name in tables."""
+    """The named trainers that are Tessera's, by the name in tables."""
     specs = [parse(peer) for peer in peers]
     return {spec.label: spec for spec in specs if spec.kind == "tessera"}
 

@@ -6,18 +6,18 @@ import argparse
 from typing import Any
 
 import torch
-from contenders import contenders
 from limits import update_seconds
 from measure import PHASES, Times, bandwidth, gate, interleaved, median, ratio, summaries, summary
 from models import GPT_SIZES, elements_of, gpt
 from report import Goal, Result, cell, table
+from trainers import trainers
 
 from suites.common import AUTOGRAD, base_of, close, own_specs, starts
 
 
 def measure(args: argparse.Namespace, size: str, bf16: bool) -> dict[str, Times]:
     torch.manual_seed(0)
-    entries = contenders(args.peers, lambda: gpt(size), bf16)
+    entries = trainers(args.peers, lambda: gpt(size), bf16)
     # Every rank has data of its own, so that the losses show that gradients are averaged over the ranks.
     generator = torch.Generator().manual_seed(1 + args.rank)
     text = torch.randint(0, 256, (args.rows, GPT_SIZES[size].context + 1), generator=generator)

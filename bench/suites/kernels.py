@@ -18,11 +18,7 @@ MIN_SECONDS = {
     True: 0.02,
     False: 0.5,
 }  # measured of each form at least, by quick; with probes in turns three to seven times that
-TITLES = {
-    "adam": "Adam, all forms of states",
-    "rules": "The other rules",
-    "elementwise": "Elementwise passes",
-}
+TITLES = {"adam": "Adam, all forms of states", "rules": "The other rules", "elementwise": "Elementwise passes"}
 
 
 def command(elements: int, quick: bool) -> list[str]:

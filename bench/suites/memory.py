@@ -13,11 +13,11 @@ import memory
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from contenders import available, build, parse
 from limits import state_bytes
 from measure import same_losses, warm_products
 from models import GPT_SIZES, elements_of, gpt
 from report import Result, table
+from trainers import available, build, parse
 
 from suites.memory_goals import Figures, goals_of, headline_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from contenders import Spec, parse
 from report import Goal
+from trainers import Spec, parse
 
 
 @dataclass

@@ -6,10 +6,10 @@ import argparse
 from typing import Any
 
 import torch
-from contenders import build, contenders
 from measure import Times, difference, gate, interleaved, median, ratio, summaries, summary
 from models import GPT_SIZES, gpt
 from report import Goal, Result, cell, table
+from trainers import build, trainers
 
 from suites.common import close, starts
 
@@ -27,7 +27,7 @@ def measure(args: argparse.Namespace, size: str) -> dict[str, Times]:
     again = build("bare", gpt(size), False)
     again.name = AGAIN
     torch.manual_seed(0)
-    entries = [*contenders(args.peers, lambda: gpt(size), False), again]
+    entries = [*trainers(args.peers, lambda: gpt(size), False), again]
     context = GPT_SIZES[size].context
     text = torch.randint(0, 256, (args.rows, context + 1), generator=torch.Generator().manual_seed(1))
     batch = (text[:, :-1].contiguous(), text[:, 1:].contiguous())

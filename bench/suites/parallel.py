@@ -12,11 +12,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from contenders import Contender
 from llama import SIZES, LlamaSizes, attend, llama
 from measure import gate, interleaved, median, ratio, summary
 from report import Goal, Result, cell, table
 from torch import nn
+from trainers import Trainer
 
 from suites.common import close
 
@@ -31,7 +31,7 @@ SENT: dict[str, Callable[[int], float]] = {
 }
 
 
-class Plain(Contender):
+class Plain(Trainer):
     """SGD of what this rank holds."""
 
     def __init__(self, name: str, model: nn.Module) -> None:
@@ -217,7 +217,7 @@ def entries_of(args: argparse.Namespace, way: str, sizes: LlamaSizes, bf16: bool
     for peer in args.peers:
         kind, *flags = peer.split("+")
         if kind not in WAYS["tensor parallel"]:
-            raise SystemExit(f"no contender is called '{peer}'; {', '.join(WAYS['tensor parallel'])}")
+            raise SystemExit(f"no trainer is called '{peer}'; {', '.join(WAYS['tensor parallel'])}")
         missing = kind == "deepspeed" and importlib.util.find_spec("deepspeed") is None
         if missing or kind not in WAYS[way] or not set(flags) <= set(FLAGS[way][kind]):
             continue

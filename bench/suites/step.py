@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 import torch
-from contenders import contenders
 from limits import step_bytes
 from measure import Times, bandwidth, difference, gate, interleaved, median, ratio, summaries, summary
 from models import ManyTensors
 from report import Goal, Result, cell, table
+from trainers import trainers
 
 from suites.common import AUTOGRAD, base_of, close, own_specs, starts
 
@@ -78,7 +78,7 @@ def goals_of(args: argparse.Namespace, times: dict[str, Times], steps: Steps, sp
 def bench_step(args: argparse.Namespace) -> Result:
     torch.manual_seed(0)
     elements = args.parameters
-    entries = contenders(args.peers, lambda: ManyTensors(TENSORS, elements), True)
+    entries = trainers(args.peers, lambda: ManyTensors(TENSORS, elements), True)
     batch = (torch.ones((), dtype=torch.bfloat16),)
     gate(entries, batch, 0.05)
     times = interleaved(entries, batch, args.rounds)

@@ -18,9 +18,9 @@ from typing import Any
 
 import device
 import torch.multiprocessing as mp
-from contenders import installed
 from models import parameters_of
 from report import Result
+from trainers import installed
 
 from suites import tables_text
 from suites.memory import EXACT
@@ -136,14 +136,14 @@ def measure(settings: Settings, jobs: int, start: Callable[[Task, Any], Any]) ->
 
 
 def bench_tables(args: argparse.Namespace, setup: Callable[..., None], free_port: Callable[[], int]) -> Result:
-    mp.get_context("forkserver").set_forkserver_preload(["__main__", "tessera", "torch._dynamo"])
     with tempfile.TemporaryDirectory(prefix="tessera-tables-") as folder:
         settings = settings_of(args, folder)
 
         def start(task: Task, queue: Any) -> Any:
             mine = argparse.Namespace(**{**vars(args), "ranks": 1 if task.kind == "start" else args.ranks})
             # Forked from a process that has only imported, but for those whose allocator the environment sets.
-            method = "spawn" if task.kind == "memory" else "forkserver"
+            alone = task.kind == "memory" and settings.device == device.CPU
+            method = "spawn" if alone else "forkserver"
             more = (setup, mine, free_port(), task, settings, queue)
             return mp.start_processes(worker, more, nprocs=mine.ranks, join=False, start_method=method)
 

@@ -15,12 +15,12 @@ from typing import Any
 import device
 import torch
 import torch.distributed as dist
-from contenders import Contender, Recipe, build
 from gpt import Gpt
 from measure import gate, interleaved, probe, summaries, warm_products
 from models import GPT_SIZES
 from text import Text, load_text
 from torch import Tensor
+from trainers import Recipe, Trainer, build
 
 REFERENCE, LIBRARY = "the language reference of this Python", "the sources of this Python's library"
 CONTEXT = 128  # bytes of a sequence at most, of models whose size is not one of an accelerator's
@@ -124,7 +124,7 @@ def batch_of(text: Text, seed: int, step: int, rows: int, where: str) -> tuple[T
 
 
 @torch.no_grad()
-def held_out_loss(entry: Contender, text: Text, settings: Settings) -> float:
+def held_out_loss(entry: Trainer, text: Text, settings: Settings) -> float:
     """All ranks do the same, so that it serves partitioned parameters too."""
     batches = text.held_out_batches(8, settings.eval_batches)
     losses = [entry.model(*on(settings.device, batch)).item() for batch in batches]
@@ -141,7 +141,7 @@ def digest(tensors: list[Tensor] | None) -> str | None:
     return found.hexdigest()
 
 
-def train(entry: Contender, experiment: Experiment, text: Text, settings: Settings, seed: int) -> list[float]:
+def train(entry: Trainer, experiment: Experiment, text: Text, settings: Settings, seed: int) -> list[float]:
     """The mean loss over the ranks, of every step."""
     losses = torch.zeros(experiment.steps, dtype=torch.float64)
     for step in range(experiment.steps):
@@ -205,7 +205,7 @@ def run_memory(task: Task, settings: Settings) -> dict[str, Any]:
     """Bytes that construction and a few steps of a fresh model add; of the rank with the most."""
     where = settings.device
 
-    def steps(size: str) -> Contender:
+    def steps(size: str) -> Trainer:
         batch = state_batch(settings, size)
         entry = build(loop_or_ddp(task.peer), model_of(size, 0, where), True)
         for _ in range(STATE_STEPS):

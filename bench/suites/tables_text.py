@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import device
-from contenders import parse
 from limits import state_bytes
 from measure import ratio
 from report import Goal, Result, cell, table
+from trainers import parse
 
 from suites.tables_runs import FULL, Experiment, Settings, context_of
 

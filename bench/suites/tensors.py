@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from contenders import contenders
 from limits import update_seconds
 from measure import Times, bandwidth, gate, interleaved, median, summaries
 from models import ManyLayers, ManyTensors
 from report import Goal, Result, cell, table
 from torch import nn
+from trainers import trainers
 
 from suites.common import AUTOGRAD, close, own_specs, starts
 
@@ -41,7 +41,7 @@ def measure(
     for count in counts:
         torch.manual_seed(0)
         names = [n for n in args.peers if not (n.startswith("fsdp2") and count > fsdp_limit)]
-        entries = contenders(names, lambda c=count: make(c), False, zero)
+        entries = trainers(names, lambda c=count: make(c), False, zero)
         batch = (torch.ones(()),)
         gate(entries, batch, 1e-3)
         measured[count] = interleaved(entries, batch, args.rounds)
@@ -86,7 +86,7 @@ def limit_table(args: argparse.Namespace, measured: Measured) -> str:
 
 
 def spans_of(counts: list[int]) -> list[tuple[int, int]]:
-    """Up to 1,000 tensors (all contenders), and from there on."""
+    """Up to 1,000 tensors (all trainers), and from there on."""
     middle = max(c for c in counts if c <= 1000)
     return [(counts[0], middle)] + ([(middle, counts[-1])] if counts[-1] > middle else [])
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -37,7 +37,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=300, help="bytes of text to generate")
     parser.add_argument("--out", default="demo-out")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the folder --out")
-    parser.add_argument("--worker", choices=("tessera", "plain", "memory"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -212,30 +211,36 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def launch(args: argparse.Namespace, worker: str, *more: str) -> dict:
-    """Runs all ranks of one trainer and returns what rank 0 wrote. A rank that fails ends the others."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
+def run_rank(args: argparse.Namespace, rank: int, port: int) -> None:
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": args.ranks,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(args.ranks),
+        "MASTER_PORT": port,
     }
-    command = [sys.executable, __file__, *sys.argv[1:], "--worker", worker, *more]
-    ranks = [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(args.ranks)
-    ]
+    os.environ.update({name: str(value) for name, value in place.items()})
+    work(args)
+
+
+def launch(args: argparse.Namespace, worker: str, **more: int) -> dict:
+    """Runs all ranks of one trainer and returns what rank 0 wrote. A rank that fails ends the others. Ranks are forked
+    from a process that has only imported, which takes longer than a short run."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["tessera", "torch._dynamo", "torch.distributed.nn", "tqdm"])
+    options, port = argparse.Namespace(**{**vars(args), "worker": worker, **more}), free_port()
+    ranks = [forks.Process(target=run_rank, args=(options, rank, port)) for rank in range(args.ranks)]
+    for rank in ranks:
+        rank.start()
     try:
-        while any(rank.poll() is None for rank in ranks):
-            if any(rank.returncode for rank in ranks):
-                break
+        while any(rank.is_alive() for rank in ranks) and not any(rank.exitcode for rank in ranks):
             time.sleep(0.1)
     finally:
         for rank in ranks:
-            if rank.poll() is None:
-                rank.terminate()
-            rank.wait()
-    failed = [i for i, rank in enumerate(ranks) if rank.returncode]
+            rank.terminate()
+            rank.join()
+    failed = [i for i, rank in enumerate(ranks) if rank.exitcode]
     if failed:
         raise SystemExit(f"demo: {worker} rank {failed[0]} failed")
     return json.loads(Path(args.out, f"{worker}.json").read_text())
@@ -264,8 +269,8 @@ def print_memory(args, result: dict) -> None:
     """The peak of every stage: the run above, and a few steps in each of the others."""
     print(f"\npeak memory per rank (MB) by stage, {args.ranks} ranks, {args.dtype}")
     for stage in range(4):
-        short = ("--stage", str(stage), "--steps", str(MEMORY_STEPS))
-        peaks = (result if stage == args.stage else launch(args, "memory", *short))["peaks"]
+        same = stage == args.stage
+        peaks = (result if same else launch(args, "memory", stage=stage, steps=MEMORY_STEPS))["peaks"]
         print(f"  ZeRO-{stage}  " + " / ".join(f"{peak:,.0f}" for peak in peaks), flush=True)
 
 
@@ -298,9 +303,6 @@ def draw(args, results: list[dict], path: Path) -> None:
 
 def main() -> None:
     args = parse()
-    if args.worker:
-        work(args)
-        return
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     results = [launch(args, "tessera"), launch(args, "plain")]

@@ -34,14 +34,7 @@ from tessera import (  # noqa: E402
     utils,
     zero,
 )
-from tessera._core import (  # noqa: E402
-    Config,
-    Group,
-    Mesh,
-    c10d_group,
-    single_group,
-    thread_groups,
-)
+from tessera._core import Config, Group, Mesh, c10d_group, single_group, thread_groups  # noqa: E402
 from tessera._core import version as __version__  # noqa: E402
 from tessera.distributed import init_distributed  # noqa: E402
 from tessera.engine import Engine, initialize, step_together  # noqa: E402

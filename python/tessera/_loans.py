@@ -111,15 +111,18 @@ def _undo(attributes: dict[str, Any], changes: list[tuple[str, Any, Any]]) -> No
             attributes[name] = before
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What the closure of an optimizer's step() returns, with gradients on."""
+    with torch.enable_grad():
+        return None if closure is None else closure()
+
+
 def step_of(engine: weakref.ref[Any]) -> Callable[..., Any]:
     """optimizer.step() of a client's optimizer in the care of an engine: a complete step."""
 
     @functools.wraps(torch.optim.Optimizer.step)
     def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         live = engine()
         if live is None:
             return type(optimizer).step(optimizer)  # the engine is gone: torch's own

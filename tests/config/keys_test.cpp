@@ -1,10 +1,7 @@
 #include "tessera/config/keys.h"
 
 #include <algorithm>
-#include <filesystem>
-#include <fstream>
 #include <set>
-#include <sstream>
 
 #include "support.h"
 #include "tessera/config/lookup.h"
@@ -273,20 +270,7 @@ TEST(Keys, EnumRowsReadAndWriteTheirMember) {
 }
 
 TEST(Keys, TheReferenceTableOfTheDocsIsUpToDate) {
-  const std::filesystem::path root = TESSERA_SOURCE_DIR;
-  std::ifstream file(root / "docs" / "config.md");
-  ASSERT_TRUE(file.good()) << "docs/config.md is missing";
-  std::ostringstream text;
-  text << file.rdbuf();
-  const std::string begin = "<!-- key table: begin -->\n", end = "<!-- key table: end -->";
-  const size_t from = text.str().find(begin), to = text.str().find(end);
-  ASSERT_TRUE(from != std::string::npos && to != std::string::npos);
-  const std::string written = text.str().substr(from + begin.size(), to - from - begin.size());
-  const auto fresh = std::filesystem::temp_directory_path() / "tessera_config_keys.md";
-  if (written != reference_table()) {
-    std::ofstream(fresh) << reference_table();
-  }
-  EXPECT_TRUE(written == reference_table()) << "the table of docs/config.md is old; the new one is in " << fresh;
+  expect_table("key", reference_table());
 }
 
 }  // namespace

@@ -1,9 +1,5 @@
 #include "tessera/config/served.h"
 
-#include <filesystem>
-#include <fstream>
-#include <sstream>
-
 #include "support.h"
 #include "tessera/config/lookup.h"
 
@@ -65,33 +61,20 @@ TEST(Served, OneErrorNamesAll) {
 }
 
 TEST(Served, TheDocsListEveryRow) {
-  const std::filesystem::path root = TESSERA_SOURCE_DIR;
-  std::ifstream file(root / "docs" / "config.md");
-  std::ostringstream text;
-  text << file.rdbuf();
+  const std::string text = page();
   for (const Refusal& row : refusals()) {
-    EXPECT_HAS(text.str(), "| `" + std::string(row.key) + "` | " + row.when + " |\n") << "missing in docs/config.md";
+    EXPECT_HAS(text, "| `" + std::string(row.key) + "` | " + row.when + " |\n") << "missing in docs/config.md";
   }
   for (const auto& rows : {python_only(), python_reads()})
     for (const Refusal& row : rows)
-      EXPECT_HAS(text.str(), "| `" + std::string(row.key) + "` | " + row.when + " |\n") << "missing in docs/config.md";
+      EXPECT_HAS(text, "| `" + std::string(row.key) + "` | " + row.when + " |\n") << "missing in docs/config.md";
   for (const Unread& row : unread()) {
-    EXPECT_HAS(text.str(), "| `" + std::string(row.key) + "` | " + row.instead + " |\n") << "missing in docs/config.md";
+    EXPECT_HAS(text, "| `" + std::string(row.key) + "` | " + row.instead + " |\n") << "missing in docs/config.md";
   }
 }
 
 TEST(Served, TheStateTableOfTheDocsIsUpToDate) {
-  const std::filesystem::path root = TESSERA_SOURCE_DIR;
-  std::ifstream file(root / "docs" / "config.md");
-  std::ostringstream text;
-  text << file.rdbuf();
-  const std::string begin = "<!-- state table: begin -->\n", end = "<!-- state table: end -->";
-  const size_t from = text.str().find(begin), to = text.str().find(end);
-  ASSERT_TRUE(from != std::string::npos && to != std::string::npos);
-  const auto fresh = std::filesystem::temp_directory_path() / "tessera_config_states.md";
-  const bool same = text.str().substr(from + begin.size(), to - from - begin.size()) == state_table();
-  if (!same) std::ofstream(fresh) << state_table();
-  EXPECT_TRUE(same) << "the table of docs/config.md is old; the new one is in " << fresh;
+  expect_table("state", state_table());
 }
 
 TEST(Served, WhatIsReadByNothingWarns) {

@@ -199,7 +199,7 @@ TEST(Engine, AForwardThatThrowsLeavesTheEngineUsable) {
   EXPECT_TRUE(engine.step());
 }
 
-// Both ranks have the same batch, in values whose gradients' mean needs no rounding: a loop by hand has the same bits.
+// Both ranks have the same batch, in values whose gradients' mean needs no rounding: a plain loop has the same bits.
 TEST(Engine, AutocastAsByHand) {
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     for (int stage = 0; stage <= 3; ++stage) {

@@ -119,7 +119,7 @@ def test_states_away_for_a_while() -> None:
         assert equal(*map(masters, engines))
 
 
-def test_autocast_as_by_hand() -> None:
+def test_autocast_as_a_plain_loop() -> None:
     """On the device itself, because torch's lists of what autocast does differ from device to device."""
     for dtype, scale in (("bfloat16", 1.0), ("float16", 65536.0)):
         model = make().to(DEVICE)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # torch's optimizers import it, which takes longer than a save
 from small_disk_program import Wide
 from support import batch, config, free_port, make
 

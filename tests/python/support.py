@@ -60,10 +60,7 @@ class Pair(nn.Module):
 
 
 PAIR_SPECS = {
-    "layer_specs": [
-        {"patterns": ["up"], "partition_type": "column"},
-        {"patterns": ["down"], "partition_type": "row"},
-    ]
+    "layer_specs": [{"patterns": ["up"], "partition_type": "column"}, {"patterns": ["down"], "partition_type": "row"}]
 }
 
 

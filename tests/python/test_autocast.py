@@ -1,4 +1,4 @@
-"""torch_autocast: against autocast loops by hand, what travels, regions of the caller, and the helper functions."""
+"""torch_autocast: against plain autocast loops, what travels, regions of the caller, and the helper functions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def products(monkey: nn.Module) -> list[torch.dtype]:
     return seen
 
 
-def by_hand(
+def plain_loop(
     model: nn.Module,
     world: int,
     steps: int,
@@ -107,10 +107,10 @@ def train(engine: tessera.Engine, rank: int, steps: int, accumulation: int = 1) 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_parity_with_a_loop_by_hand(stage: int, dtype: str, world: int, accumulation: int) -> None:
+def test_parity_with_a_plain_loop(stage: int, dtype: str, world: int, accumulation: int) -> None:
     """Bit for bit. Stages 2 and 3 reduce after every backward."""
     model = make(width=33)
-    losses, want = by_hand(
+    losses, want = plain_loop(
         copy.deepcopy(model), world, 4, FP16 if dtype == "fp16" else BF16, accumulation, each_backward=stage >= 2
     )
     results = engines(
@@ -145,7 +145,7 @@ def train_six(engine: tessera.Engine, rank: int) -> tuple[list[float], dict[str,
 def test_communication_data_type(stage: int) -> None:
     """What travels where autocast says nothing; a mark wins over it."""
     model = make(width=33)
-    _, want = by_hand(copy.deepcopy(model), 2, 3, FP16, others=BF16)
+    _, want = plain_loop(copy.deepcopy(model), 2, 3, FP16, others=BF16)
     more = {"communication_data_type": "bf16"}
     for _, got in engines(model, 2, cast_config(stage, "fp16", **more), lambda engine, rank: train(engine, rank, 3)):
         assert all(got[name].equal(value) for name, value in want.items())
@@ -247,7 +247,7 @@ def test_no_cast_outlives_its_weights(stage: int) -> None:
         with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
             return m(x, y) + m(x[:2], y[:2])
 
-    _, want = by_hand(copy.deepcopy(model), 2, 4, BF16, run=uncached)
+    _, want = plain_loop(copy.deepcopy(model), 2, 4, BF16, run=uncached)
 
     def body(engine: tessera.Engine, rank: int) -> Any:
         with torch.autocast("cpu", dtype=BF16):
@@ -288,7 +288,7 @@ class Checkpointed(Net):
 def test_recomputation_runs_in_the_region_of_its_forward(stage: int, reentrant: bool) -> None:
     model = make(Checkpointed, width=33)
     model.reentrant = reentrant
-    losses, want = by_hand(make(Net, width=33), 2, 3, BF16)
+    losses, want = plain_loop(make(Net, width=33), 2, 3, BF16)
     for number, (got_losses, got) in enumerate(
         engines(model, 2, cast_config(stage), lambda engine, rank: train(engine, rank, 3))
     ):
@@ -410,7 +410,7 @@ def test_fp16_has_the_rules_of_torch_gradscaler(stage: int, world: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_fp16_clips_unscaled_gradients(stage: int) -> None:
     model = make(width=33)
-    _, want = by_hand(copy.deepcopy(model), 2, 3, FP16, clip=0.05)
+    _, want = plain_loop(copy.deepcopy(model), 2, 3, FP16, clip=0.05)
     cfg = cast_config(stage, "fp16", gradient_clipping=0.05)
     for _, got in engines(model, 2, cfg, lambda engine, rank: train(engine, rank, 3)):
         for name, value in want.items():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
+import resource
 import runpy
 import subprocess
 import sys
@@ -213,42 +215,56 @@ def test_ranks_together_see_the_same_batches(files):
     assert len(text.held_out) == (len(text.train) + len(text.held_out)) // 10
 
 
+M_MMAP_THRESHOLD = -3  # of malloc.h
+
+
+def run_within(limit: int, command: list[str], file: Path) -> None:
+    """run_program() with so many KiB of data, if any."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1_000_000)  # what is freed is given back
+    if limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (1024 * limit, 1024 * limit))
+    run_program(command, {}, file)
+
+
+def write_data(file: Path) -> None:
+    """What a process has that has only imported and computed something, in KiB."""
+    (torch.ones(9, 9, requires_grad=True) @ torch.ones(9, 9)).sum().backward()
+    status = Path("/proc/self/status").read_text().splitlines()
+    file.write_text(next(line.split()[1] for line in status if line.startswith("VmData")))
+
+
 def test_states_that_do_not_fit_in_the_memory_limit_live_on_a_disk(files, tmp_path):
     """50 million parameters: 400 MB of weights and gradients, as much of states. 150 million: 1.2 GB of weights and
     gradients, and neither is in memory as a whole where the weights are on the disk, too."""
     command = [sys.executable, str(TRAIN_PY.with_name("offload.py")), "--data", str(files / "text.txt"), "--steps", "2"]
     command += ["--layers", "4", "--width", "1024", "--context", "16"]
+    file = tmp_path / "out"
 
-    def started(limit: int, *more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", "-c", 'ulimit -d "$0"; exec "$@"', str(limit) if limit else "unlimited", *command, *more],
-            capture_output=True, text=True, timeout=300,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"},
-        )  # fmt: skip
+    def process(target, *args) -> tuple[int, str]:
+        forked = PROCESSES.Process(target=target, args=args)
+        forked.start()
+        forked.join(300)
+        return forked.exitcode, file.read_text()
 
-    free = started(0)
-    assert free.returncode == 0, free.stderr
-    limit = data_of_a_process() + 400_000 + 150_000 + 150_000  # KiB: weights, gradients; buffers; half of the states
-    failed = started(limit)
-    assert failed.returncode != 0 and "memory" in failed.stderr
-    done = started(limit, "--nvme", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert f"memory limit: {limit // 1024} MiB" in done.stdout and "on the disk: 0 MiB" not in done.stdout
-    assert losses_of(done.stdout) == losses_of(free.stdout)
-    limit, large = data_of_a_process() + 900_000, ("--layers", "12", "--nvme", str(tmp_path))
-    failed = started(limit, *large)
-    assert failed.returncode != 0 and "memory" in failed.stderr
-    done = started(limit, *large, "--parameters")
-    assert done.returncode == 0, done.stderr
+    def train_within(limit: int, *more: str) -> str:
+        code, text = process(run_within, limit, [*command, *more], file)
+        assert code == 0, text
+        return text
 
+    def fails_within(limit: int, *more: str) -> bool:
+        code, text = process(run_within, limit, [*command, *more], file)
+        return code != 0 and "memory" in text
 
-def data_of_a_process() -> int:
-    """What a program has that has only imported Tessera and computed something, in KiB."""
-    code = "import torch, tessera; (torch.ones(9, 9, requires_grad=True) @ torch.ones(9, 9)).sum().backward();"
-    code += "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmData')))"
-    command = [sys.executable, "-c", code]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return int(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
+    base = int(process(write_data, file)[1])
+    free = train_within(0)
+    limit = base + 400_000 + 150_000 + 150_000  # KiB: weights, gradients; buffers; half of the states
+    assert fails_within(limit)
+    done = train_within(limit, "--nvme", str(tmp_path))
+    assert f"memory limit: {limit // 1024} MiB" in done and "on the disk: 0 MiB" not in done
+    assert losses_of(done) == losses_of(free)
+    limit, large = base + 900_000, ("--layers", "12", "--steps", "1", "--nvme", str(tmp_path))
+    assert fails_within(limit, *large)
+    train_within(limit, *large, "--parameters")
 
 
 def test_demo_writes_its_results(tmp_path):

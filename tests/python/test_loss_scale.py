@@ -284,7 +284,7 @@ def plain_fp16(model: Net, world: int, accumulation: int, scale: float, steps: i
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_parity_with_a_loop_by_hand(stage: int, world: int, accumulation: int) -> None:
+def test_parity_with_a_plain_loop(stage: int, world: int, accumulation: int) -> None:
     model = make()
     want = plain_fp16(copy.deepcopy(model), world, accumulation, 256.0, 3)
 

@@ -124,11 +124,17 @@ def test_on_a_device(tmp_path, stand_in):
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
 
 
-def test_rows_that_do_not_fit_say_so(monkeypatch):
-    """On an accelerator with too little memory; figures are made up."""
+@pytest.fixture
+def program(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "python"))
-    import run as program
+    import run
+
+    return run
+
+
+def test_rows_that_do_not_fit_say_so(program, monkeypatch):
+    """On an accelerator with too little memory; figures are made up."""
     from models import parameters_of
     from suites import tables, tables_text
 
@@ -151,7 +157,8 @@ def test_rows_that_do_not_fit_say_so(monkeypatch):
     assert "every row in a process of its own" in tables_text.state_text("tiny", states, setting)
 
 
-def test_devices_that_are_not_there_are_refused(tmp_path):
-    done = run(tmp_path / "out", "--device", "xla")
-    assert done.returncode == 2
-    assert "--device xla: this torch finds no such accelerator here" in done.stderr
+def test_devices_that_are_not_there_are_refused(program, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run.py", *TINY, "--device", "xla"])
+    with pytest.raises(SystemExit, match="2"):
+        program.options()
+    assert "--device xla: this torch finds no such accelerator here" in capsys.readouterr().err

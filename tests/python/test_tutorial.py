@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tessera import cli
+
 DOCS = Path(__file__).parents[2] / "docs"
 SNIPPET = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.M | re.S)
 
@@ -35,7 +37,7 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_its_program_runs_on_two_ranks(stage: int, tmp_path: Path) -> None:
+def test_its_program_runs_on_two_ranks(stage: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = snippets("tutorial.md")
     for _, file, text in found:
         if file:
@@ -43,13 +45,9 @@ def test_its_program_runs_on_two_ranks(stage: int, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(found[0][2].partition("\n\ntorch.manual_seed(0)\n")[0] + "\n")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
 
-    def call(*command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "tessera.cli", *command],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    assert "zero_optimization.stage" in call("check", "config.json")
-    assert f"stage {stage}: loss " in call("launch", "--num_gpus", "2", "train.py")
+    assert cli.main(["check", str(tmp_path / "config.json")]) == 0
+    assert "zero_optimization.stage" in capsys.readouterr().out
+    command = [sys.executable, "-m", "tessera.cli", "launch", "--num_gpus", "2", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"stage {stage}: loss " in done.stdout

@@ -5,15 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support import (
-    Net,
-    batch,
-    config,
-    engines,
-    make,
-    run,
-    weights,
-)
+from support import Net, batch, config, engines, make, run, weights
 from torch import nn
 
 import tessera

@@ -22,12 +22,12 @@ import report  # noqa: E402
 import run  # noqa: E402
 import torch  # noqa: E402
 from catalog import BENCHES  # noqa: E402
-from contenders import build, parse  # noqa: E402
 from index import index_text, write_index  # noqa: E402
 from models import gpt  # noqa: E402
 from report import Goal, Result  # noqa: E402
 from suites import adam, kernel_rows, kernels, memory, memory_goals, overhead, transport, transport_limits  # noqa: E402
 from suites.memory_goals import Figures  # noqa: E402
+from trainers import build, parse  # noqa: E402
 
 
 def summary(low, median, high):
@@ -120,10 +120,10 @@ def test_bytes_of_states(bf16, states, expected):
     assert limits.state_bytes(bf16, states, 3, 1) == expected[0]
 
 
-# ---- contenders
+# ---- trainers
 
 
-def test_names_of_contenders():
+def test_names_of_trainers():
     spec = parse("tessera:1+10")
     assert (spec.kind, spec.stage, spec.states, spec.suffix) == ("tessera", 1, 10, ", 10 bytes")
     assert parse("fsdp2:3").suffix == ""
@@ -134,7 +134,7 @@ def test_names_of_contenders():
 
 
 @pytest.mark.parametrize("name", BENCHES)
-def test_default_contenders_exist(name):
+def test_default_trainers_exist(name):
     bench = BENCHES[name]
     # Optimizers, back ends, ways to save, layouts, ways to cut.
     if name not in ("kernels", "transport", "checkpoint", "hybrid", "parallel"):
@@ -146,13 +146,13 @@ def test_default_contenders_exist(name):
 @pytest.mark.parametrize(
     "name", ["tessera", "bare:1", "fsdp2:1", "tessera:4", "tessera:1+9", "ddp+8", "deepspeed:1+8", "x"]
 )
-def test_unknown_contenders_are_named(name):
+def test_unknown_trainers_are_named(name):
     with pytest.raises(SystemExit, match=name.replace("+", r"\+")):
         parse(name)
 
 
 def test_a_cycle_is_one_update_with_the_mean_gradient():
-    """One update from two batches: that of both in one, in a loop by hand and in an engine."""
+    """One update from two batches: that of both in one, in a plain loop and in an engine."""
     torch.manual_seed(0)
     x, y = torch.randint(0, 256, (2, 2, 1, 64))
     entries = {}
@@ -525,8 +525,8 @@ def test_memory_end_to_end(tmp_path):
     assert (tmp_path / "memory-1.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_too_few_rounds_are_refused():
-    command = [sys.executable, BENCH / "run.py", "overhead", "--rounds", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert "at least 7 rounds" in done.stderr
+def test_too_few_rounds_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run.py", "overhead", "--rounds", "3"])
+    with pytest.raises(SystemExit, match="2"):
+        run.options()
+    assert "at least 7 rounds" in capsys.readouterr().err

@@ -180,8 +180,7 @@ MODULES: dict[str, Rows] = {
         "PartitionedParameterCoordinator", "a coordinator of gathers in Python; the core orders them"
     ),
     "deepspeed.runtime.zero.config": _same(
-        "._config",
-        "DeepSpeedZeroConfig ZeroStageEnum get_zero_config ZERO_OPTIMIZATION",
+        "._config", "DeepSpeedZeroConfig ZeroStageEnum get_zero_config ZERO_OPTIMIZATION"
     ),
     "deepspeed.runtime.zero.offload_config": _same(
         "._config",
@@ -261,10 +260,7 @@ MODULES: dict[str, Rows] = {
     )
     | {"main": "._commands:launch", "DEEPSPEED_ENVIRONMENT_NAME": "._commands:DEEPSPEED_ENVIRONMENT_NAME"},
     "deepspeed.monitor": {},
-    "deepspeed.monitor.monitor": {
-        "MonitorMaster": "._watching:MonitorMaster",
-        "Monitor": "tessera.monitor:Writer",
-    },
+    "deepspeed.monitor.monitor": {"MonitorMaster": "._watching:MonitorMaster", "Monitor": "tessera.monitor:Writer"},
     "deepspeed.monitor.config": {"DeepSpeedMonitorConfig": "._config:DeepSpeedMonitorConfig"},
     "deepspeed.profiling": {},
     "deepspeed.profiling.flops_profiler": _PROFILER,
@@ -276,7 +272,7 @@ MODULES: dict[str, Rows] = {
         "tessera.elasticity", "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize"
     ),
     "deepspeed.module_inject": {
-        **_refused("replace_transformer_layer revert_transformer_layer replace_module", _KERNELS),
+        **_refused("replace_transformer_layer revert_transformer_layer replace_module", _KERNELS)
     },
     "deepspeed.module_inject.layers": {
         "LinearLayer": f"tessera.parallel:ColumnLinear!{_AUTOTP}",

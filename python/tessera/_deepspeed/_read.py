@@ -495,11 +495,7 @@ class _Layout:
         if order:
             record["order"] = order[0].order
         record["pieces"] = [
-            {
-                "file": numbers[id(piece.file)],
-                "offset": piece.offset,
-                "range": [piece.begin, piece.end],
-            }
+            {"file": numbers[id(piece.file)], "offset": piece.offset, "range": [piece.begin, piece.end]}
             for piece in pieces
         ]
         return record

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tessera import _core
+from tessera._loans import loss_of
 from tessera.errors import ConfigError
 
 Group = dict[str, Any]
@@ -36,6 +37,13 @@ def check_rates(name: str, lr: float, betas: tuple[float, float], eps: float) ->
         wrong.append(f"eps must be >= 0, got {eps}")
     if wrong:
         raise ConfigError(f"[{name}] " + "; ".join(wrong))
+
+
+def defaults_of(arguments: dict[str, Any]) -> Group:
+    """What a param group has: the arguments of a constructor (its locals()) that are not about something else."""
+    others = ("self", "__class__", "params", "amsgrad", "ns_method")
+    found = {name: value for name, value in arguments.items() if name not in others}
+    return found | {"betas": tuple(found["betas"])} if "betas" in found else found
 
 
 class _Held:
@@ -84,10 +92,7 @@ class KernelOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient. ConfigError, before anything is changed, for one it cannot."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         first, works = 0, []
         for number, group in enumerate(self.param_groups):
             self._check_group(number, group)
@@ -202,18 +207,7 @@ class Adam(KernelOptimizer):
     ) -> None:
         check_rates(self._name, float(lr), betas, eps)
         self._check_group(0, {"amsgrad": amsgrad})
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "stochastic_rounding": stochastic_rounding,
-            "seed": seed,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults_of(locals()))
 
     def _decoupled(self, group: Group) -> bool:
         return bool(group["decoupled_weight_decay"])
@@ -290,15 +284,7 @@ class Lion(KernelOptimizer):
         seed: int = 0,
     ) -> None:
         check_rates(self._name, float(lr), betas, 0.0)
-        defaults = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "stochastic_rounding": stochastic_rounding,
-            "seed": seed,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults_of(locals()))
 
     def fill(self, group: Group, options: _core.GroupOptions) -> None:
         super().fill(group, options)
@@ -330,17 +316,7 @@ class Adagrad(KernelOptimizer):
                 f"[{self._name}] lr_decay and initial_accumulator_value must be >= 0, got {lr_decay} and "
                 f"{initial_accumulator_value}"
             )
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "eps": eps,
-            "maximize": maximize,
-            "stochastic_rounding": stochastic_rounding,
-            "seed": seed,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults_of(locals()))
         for group in self.param_groups:
             for param in group["params"]:
                 self._state(param, group)

@@ -140,11 +140,7 @@ class NativeRunner(Runner):
     """The core updates; base.param_groups gives the hyper-parameters and base.state shows the states."""
 
     def __init__(
-        self,
-        core: _core.Engine,
-        base: torch.optim.Optimizer,
-        rule: NativeRule,
-        index: Mapping[int, int],
+        self, core: _core.Engine, base: torch.optim.Optimizer, rule: NativeRule, index: Mapping[int, int]
     ) -> None:
         self.base = base
         self._core = core

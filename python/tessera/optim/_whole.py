@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
+from tessera._loans import loss_of
 from tessera.errors import ConfigError
-from tessera.optim._alone import check_rates
+from tessera.optim._alone import check_rates, defaults_of
 
 _NEWTON_SCHULZ = (
     3.4445,
@@ -56,10 +57,7 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._update()
         return loss
 
@@ -103,16 +101,7 @@ class Lamb(WholeOptimizer):
         check_rates("Lamb", lr, betas, eps)
         if not 0 < min_coeff <= max_coeff:
             raise ConfigError(f"[Lamb] 0 < min_coeff <= max_coeff must hold, got {min_coeff} and {max_coeff}")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults_of(locals()))
 
     def _update(self) -> None:
         present = self._present()
@@ -161,17 +150,7 @@ class Muon(WholeOptimizer):
             raise ConfigError(f"[Muon] momentum must be in [0, 1) and ns_steps >= 1, got {momentum} and {ns_steps}")
         if ns_method not in _NS_METHODS:
             raise ConfigError(f"[Muon] ns_method must be one of {', '.join(_NS_METHODS)}, got {ns_method!r}")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "betas": tuple(betas),
-            "eps": eps,
-            "use_muon": use_muon,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults_of(locals()))
         for group in self.param_groups:
             vectors = [p for p in group["params"] if group["use_muon"] and p.dim() < 2]
             if vectors:

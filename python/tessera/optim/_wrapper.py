@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tessera._loans import loss_of
 from tessera.errors import UsageError
 from tessera.loss_scale import LossScaler
 from tessera.optim._runners import Runner
@@ -55,10 +56,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """What engine.step() does, after the closure if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._live_engine().step()
         return loss
 

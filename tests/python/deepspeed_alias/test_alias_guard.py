@@ -68,9 +68,5 @@ print(spent)
 def test_versions_are_what_clients_ask_for() -> None:
     version = Version(deepspeed.__version__)
     assert version.local is not None and version >= Version("0.18.9")
-    assert version.release == (
-        deepspeed.__version_major__,
-        deepspeed.__version_minor__,
-        deepspeed.__version_patch__,
-    )
+    assert version.release == (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
     assert f'version = "{deepspeed.__version__}"' in (PACKAGE / "pyproject.toml").read_text()

@@ -50,11 +50,7 @@ def test_members_are_served(stage: int) -> None:
     assert [line for line in audit.member_lines(stage) if not line.startswith("served")] == []
 
 
-def test_the_audit_prints_every_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert audit.main() == 0
-    said = capsys.readouterr().out
-    assert "served   deepspeed.initialize" in said and "refused  deepspeed.moe.layer.MoE: " in said
-    assert "served   engine.backward (stage 0)" in said and said.rstrip().endswith("0 missing")
+def test_a_name_that_is_not_there_is_missing() -> None:
     assert audit.state_of("deepspeed", "nothing_of_the_kind") == "missing"
 
 

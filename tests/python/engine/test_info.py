@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
-    batch,
-    config,
-    make,
-)
+from support import batch, config, make
 
 import tessera
 

@@ -46,7 +46,7 @@ def data(rank: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain(model: nn.Module, world: int, accumulation: int, bf16: bool) -> dict[str, Any]:
-    """The masters of a loop by hand: they start from the cast weights, torch accumulates the gradients."""
+    """The masters of a plain loop: they start from the cast weights, torch accumulates the gradients."""
     cast = copy.deepcopy(model).to(torch.bfloat16 if bf16 else torch.float32)
     model = copy.deepcopy(cast).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)

@@ -23,7 +23,7 @@ def bf16_half_up(x: torch.Tensor) -> torch.Tensor:
 
 
 class PlainMaster:
-    """A loop by hand: bf16 model, fp32 masters, and an optimizer for those."""
+    """A plain loop: bf16 model, fp32 masters, and an optimizer for those."""
 
     def __init__(self, model: nn.Module, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
         self.model = copy.deepcopy(model).bfloat16()
@@ -81,11 +81,7 @@ def test_100_steps_of_the_exact_mode_have_the_bits_of_an_fp32_master(stage: int)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     ("keys", "master", "moment"),
-    [
-        ({}, 10, torch.bfloat16),
-        ({"state_bytes": 8}, 8, torch.bfloat16),
-        ({"rounding": "nearest"}, 8, torch.bfloat16),
-    ],
+    [({}, 10, torch.bfloat16), ({"state_bytes": 8}, 8, torch.bfloat16), ({"rounding": "nearest"}, 8, torch.bfloat16)],
     ids=["balanced", "smallest", "nearest"],
 )
 def test_low_precision_states(stage: int, keys: dict[str, Any], master: int, moment: torch.dtype) -> None:

@@ -6,17 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
-    Factory,
-    assert_close,
-    batch,
-    config,
-    make,
-    mse,
-    run,
-    train_plain,
-    weights,
-)
+from support import Factory, assert_close, batch, config, make, mse, run, train_plain, weights
 
 import tessera
 

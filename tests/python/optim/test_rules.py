@@ -7,17 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
-    OPTIMIZERS,
-    assert_close,
-    batch,
-    config,
-    make,
-    run,
-    train_plain,
-    weights,
-    with_client,
-)
+from support import OPTIMIZERS, assert_close, batch, config, make, run, train_plain, weights, with_client
 
 import tessera
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from support import Net, batch, config, free_port, run_ranks
+from support import Net, batch, config, free_port, run_processes, run_ranks
 from tessera.zero._init import EarlyParameters
 from tessera.zero._owners import holder_of
 from torch import nn
@@ -304,7 +303,7 @@ def build_in_process(rank: int, port: int, folder: str) -> None:
 
 
 def test_processes_build_models_larger_than_their_share(tmp_path: Path) -> None:
-    mp.spawn(build_in_process, (free_port(), str(tmp_path)), nprocs=2)
+    run_processes(2, build_in_process, free_port(), str(tmp_path))
     for rank in range(2):
         grown, partitioned, same, close = torch.load(tmp_path / f"{rank}.pt")
         assert grown < 0.6, "half of the model, what is being built, and what construction code has open"

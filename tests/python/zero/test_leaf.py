@@ -7,18 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
-    assert_close,
-    batch,
-    config,
-    engines,
-    full_grads,
-    gathered,
-    make,
-    mse,
-    plain_grads,
-    weights,
-)
+from support import assert_close, batch, config, engines, full_grads, gathered, make, mse, plain_grads, weights
 from torch import nn
 
 import tessera
@@ -109,8 +98,7 @@ def test_a_leaf_of_the_configuration_that_matches_nothing_is_a_warning(caplog: p
 
 
 @pytest.mark.parametrize(
-    ("threshold", "leaves"),
-    [(0, []), (37, []), (38, ["layers.0", "layers.1"]), (10**6, ["layers.0", "layers.1"])],
+    ("threshold", "leaves"), [(0, []), (37, []), (38, ["layers.0", "layers.1"]), (10**6, ["layers.0", "layers.1"])]
 )
 def test_modules_finer_than_the_threshold_are_leaves(
     threshold: int, leaves: list[str], caplog: pytest.LogCaptureFixture

@@ -4,13 +4,13 @@ process, from before the model is built, as torch's profiler sees them."""
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from support import free_port
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -138,11 +138,9 @@ def worker(rank: int, port: int, cases: list[Case], queue: Any) -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> dict[Case, Steps]:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     queue = mp.get_context("spawn").SimpleQueue()
-    ranks = mp.spawn(worker, (port, [*CASES, *OVER_GLOO, *NESTED, *LONG, COPIES], queue), nprocs=WORLD, join=False)
+    more = (free_port(), [*CASES, *OVER_GLOO, *NESTED, *LONG, COPIES], queue)
+    ranks = mp.start_processes(worker, more, nprocs=WORLD, join=False, start_method="forkserver")
     while queue.empty() and not ranks.join(0.05):
         pass
     results: dict[Case, Steps] = queue.get()

@@ -8,16 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
-    assert_close,
-    batch,
-    config,
-    engines,
-    gathered,
-    make,
-    run_ranks,
-    shard_group,
-)
+from support import assert_close, batch, config, engines, gathered, make, run_ranks, shard_group
 from torch import nn
 
 import tessera

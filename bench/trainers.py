@@ -1,6 +1,6 @@
 """One training loop behind one face: Tessera, and the engines and hand-written loops it is measured against.
 
-A contender owns a model. A step is forward(*batch), backward(loss), step(): three calls, so that each can be timed. A
+A trainer owns a model. A step is forward(*batch), backward(loss), step(): three calls, so that each can be timed. A
 cycle is several micro-steps and one update.
 """
 
@@ -25,7 +25,7 @@ from torch import nn
 
 WEIGHT_DECAY, CLIP = 0.01, 1.0
 LOW_PRECISION = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-# Kinds of contenders, and the bytes a parameter (weight, gradient, master, moments) that may be asked for instead of
+# Kinds of trainers, and the bytes a parameter (weight, gradient, master, moments) that may be asked for instead of
 # those that bf16 has by default.
 STATES: dict[str, tuple[int, ...]] = {
     "autograd": (),
@@ -42,7 +42,7 @@ LIBRARIES = {"fsdp2": "torch.distributed.fsdp", "tessera": "tessera", "deepspeed
 
 @dataclass(frozen=True)
 class Recipe:
-    """How all contenders of a run train. So small a rate that the first steps of a large model do not magnify
+    """How all trainers of a run train. So small a rate that the first steps of a large model do not magnify
     differences in rounding."""
 
     lr: float = 1e-4
@@ -54,7 +54,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a contender's name says: KIND[:STAGE][+STATES][+FLAG]."""
+    """What a trainer's name says: KIND[:STAGE][+STATES][+FLAG]."""
 
     kind: str
     stage: int = 0
@@ -97,18 +97,18 @@ def parse(name: str) -> Spec:
     front, *more = name.split("+")
     kind, _, stage = front.partition(":")
     if kind not in STATES or (kind in STAGES) != bool(stage):
-        raise SystemExit(f"no contender is called '{name}'; {', '.join(STATES)}, with a stage: {', '.join(STAGES)}")
+        raise SystemExit(f"no trainer is called '{name}'; {', '.join(STATES)}, with a stage: {', '.join(STAGES)}")
     if stage and stage not in map(str, STAGES[kind]):
-        raise SystemExit(f"contender '{name}': the stages of {kind} are {', '.join(map(str, STAGES[kind]))}")
+        raise SystemExit(f"trainer '{name}': the stages of {kind} are {', '.join(map(str, STAGES[kind]))}")
     flags = [word for word in more if word in FLAGS.get(kind, ())]
     states = [word for word in more if word not in flags]
     if len(states) > 1 or any(word not in map(str, STATES[kind]) for word in states):
         known = ", ".join(f"+{n}" for n in (*STATES[kind], *FLAGS.get(kind, ()))) or "nothing"
-        raise SystemExit(f"contender '{name}': {kind} takes {known} after its name")
+        raise SystemExit(f"trainer '{name}': {kind} takes {known} after its name")
     return Spec(kind, int(stage or 0), int(states[0]) if states else None, **dict.fromkeys(flags, True))
 
 
-class Contender:
+class Trainer:
     name = ""
     trains = True  # False: the loss does not change
     model: Any
@@ -166,7 +166,7 @@ def _adamw(params: Any, recipe: Recipe) -> Any:
     return torch.optim.AdamW(params, fused=True, **options)
 
 
-class Autograd(Contender):
+class Autograd(Trainer):
     """Forward and backward of plain PyTorch; the gradients are dropped. What no engine can go below."""
 
     trains = False
@@ -180,7 +180,7 @@ class Autograd(Contender):
             param.grad = None
 
 
-class Bare(Contender):
+class Bare(Trainer):
     """Plain PyTorch: clip_grad_norm_ and AdamW; in bf16 with fp32 master weights kept beside."""
 
     def __init__(self, model: nn.Module, bf16: bool, spec: Spec, recipe: Recipe) -> None:
@@ -223,7 +223,7 @@ class Bare(Contender):
         return [leaf.detach() for leaf in self.leaves]
 
 
-class Fsdp2(Contender):
+class Fsdp2(Trainer):
     """fully_shard of every block and the root; fp32 parameters, bf16 compute where asked; with 8 bytes a parameter all
     in bf16, rounded to nearest."""
 
@@ -276,7 +276,7 @@ def _json(spec: Spec, bf16: bool, micro_steps: int, zero: dict[str, Any], recipe
     return config | ({"tessera": own} if own and spec.kind == "tessera" else {})
 
 
-class Engine(Contender):
+class Engine(Trainer):
     """Divides by the number of micro-steps itself, and is told of each."""
 
     engine: Any
@@ -333,13 +333,11 @@ def installed(name: str) -> bool:
 
 
 def available(name: str) -> bool:
-    """Whether the contender can be built: peers that are not installed are left out."""
+    """Whether the trainer can be built: peers that are not installed are left out."""
     return installed(name) and (parse(name).kind not in ("ddp", "fsdp2", "deepspeed") or dist.is_initialized())
 
 
-def _build(
-    spec: Spec, model: nn.Module, bf16: bool, zero: dict[str, Any], micro_steps: int, recipe: Recipe
-) -> Contender:
+def _build(spec: Spec, model: nn.Module, bf16: bool, zero: dict[str, Any], micro_steps: int, recipe: Recipe) -> Trainer:
     if spec.kind == "autograd":
         return Autograd(model, bf16)
     if spec.kind in ("bare", "ddp"):
@@ -357,7 +355,7 @@ def build(
     zero: dict[str, Any] | None = None,
     micro_steps: int = 1,
     recipe: Recipe = Recipe(),
-) -> Contender:
+) -> Trainer:
     """`name`: see parse. Takes over `model`. `zero`: more of the section zero_optimization in stage 3. The time of the
     construction is without that of importing the library."""
     spec = parse(name)
@@ -371,13 +369,13 @@ def build(
     return entry
 
 
-def contenders(
+def trainers(
     names: list[str],
     make: Callable[[], nn.Module],
     bf16: bool,
     zero: dict[str, Any] | None = None,
     micro_steps: int = 1,
-) -> list[Contender]:
-    """The named contenders, as far as they are available, on copies of one model."""
+) -> list[Trainer]:
+    """The named trainers, as far as they are available, on copies of one model."""
     original = make()
     return [build(name, copy.deepcopy(original), bf16, zero, micro_steps) for name in names if available(name)]
