@@ -37,6 +37,7 @@ const std::vector<std::string>& width_names() {
                                               "split_size",
                                               "num_attention_heads_per_partition",
                                               "num_multi_query_groups_per_partition",
+                                              "num_key_value_groups",
                                               "hidden_size_per_partition"};
   return names;
 }
@@ -46,6 +47,13 @@ Sizes Decision::sizes() const {
   for (const Ranges& mine : ranges)
     result.push_back(std::accumulate(mine.begin(), mine.end(), int64_t{0},
                                      [](int64_t sum, const shard::Range& range) { return sum + range.size(); }));
+  return result;
+}
+
+Sizes Decision::own_sizes() const {
+  Sizes result = sizes();
+  for (size_t r = 0; r < tail.size(); ++r)
+    result[r] -= tail[r];
   return result;
 }
 
@@ -195,6 +203,10 @@ std::string sum_text(const Sizes& sizes) {
   return text;
 }
 
+int64_t sum_of(const Sizes& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+}
+
 std::string what(const Decision& d) {
   if (d.partition == Partition::Skip)
     return d.sum_gradient ? "whole, gradients summed"
@@ -204,6 +216,7 @@ std::string what(const Decision& d) {
   std::string text = c10::str(d.vocabulary ? "vocabulary" : partition_name(d.partition), " ", d.total, " = ",
                               even ? c10::str(sizes.size(), " x ", sizes[0]) : sum_text(sizes));
   if (d.ranges[0].size() > 1) text += c10::str(" in ", d.ranges[0].size(), " pieces");
+  if (!d.tail.empty()) text += c10::str(", the last ", d.total - sum_of(d.own_sizes()), " gathered");
   return text + (d.gather_output ? ", gathered" : "");
 }
 

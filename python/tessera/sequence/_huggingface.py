@@ -142,22 +142,32 @@ class UlyssesSPAttentionHF:
     ) -> tuple[torch.Tensor, None]:
         self._check(module, query, key, kwargs)
         rows = self._documents(kwargs, query.size(2) * self.group.size)
-        heads = deal(query.size(1), key.size(1), self.group.size, _LABEL)
-        cut = _core.SequenceCut(self.group, 1)
+        deal(query.size(1), key.size(1), self.group.size, _LABEL)
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # to [batch, sequence, heads, head_dim]
-        query, key, value = (t.transpose(1, 2) for t in _core.to_heads(q, k, v, cut)[:3])
-        inside = _Module(module, query.size(1) // key.size(1))
+        parts = _core.HeadParts(q, k, v, _core.SequenceCut(self.group, 1, parts=self.parts))
         kwargs = {name: given for name, given in kwargs.items() if name not in _LOCAL_LENGTHS}
+        for part in range(len(parts)):
+            q, k, v = (t.transpose(1, 2) for t in parts.take(part)[:3])
+            parts.give(part, self._local(core, _Module(module, q.size(1) // k.size(1)), (q, k, v), rows, kwargs))
+        return parts.join(), None
+
+    def _local(
+        self,
+        core: Attention,
+        inside: _Module,
+        heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rows: list[Ranges] | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        """Of some of this rank's heads, over the whole sequence. [batch, sequence, heads, head_dim]."""
+        kwargs = dict(kwargs)
         if self.implementation.startswith("flash_attention"):
             kwargs["position_ids"] = self._last[2][0] if self._last is not None and rows is not None else None
-            output = core(inside, query, key, value, None, **kwargs)[0]
-        else:
-            kwargs.pop("position_ids", None)
-            whole: list[Ranges] = [[(0, query.size(2))]]
-            output = attend(
-                core, inside, (query, key, value), rows or whole, kwargs.pop("sliding_window", None), **kwargs
-            )
-        return _core.to_sequence(output, heads, cut), None
+            output: torch.Tensor = core(inside, *heads, None, **kwargs)[0]
+            return output
+        kwargs.pop("position_ids", None)
+        whole: list[Ranges] = [[(0, heads[0].size(2))]]
+        return attend(core, inside, heads, rows or whole, kwargs.pop("sliding_window", None), **kwargs)
 
     def _check(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> None:
         name = type(module).__name__
