@@ -24,6 +24,11 @@ def deal(queries: int, keys: int, ranks: int, label: str) -> _core.Heads:
         raise ConfigError(f"[{label}] {_message(error)}") from None
 
 
+def check_parts(parts: Any, label: str) -> None:
+    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
+        raise ConfigError(f"[{label}] parts must be an integer of 1 or more, got {parts!r}")
+
+
 def _message(error: Exception) -> str:
     """Of an error of the core, without its origin."""
     return str(error).split("\n", 1)[0].removeprefix("[parallel] ")
@@ -99,8 +104,7 @@ class DistributedAttention(nn.Module):
                 f"[DistributedAttention] scatter_idx must be {_HEADS} (heads) and gather_idx 0 or 1 (sequence), got "
                 f"{scatter_idx} and {gather_idx}"
             )
-        if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
-            raise ConfigError(f"[DistributedAttention] parts must be an integer of 1 or more, got {parts!r}")
+        check_parts(parts, "DistributedAttention")
         self.local_attn = local_attention
         self.parts = parts
         self.group = core_group(sequence_process_group)

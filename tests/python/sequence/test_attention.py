@@ -74,6 +74,27 @@ def test_equals_attention_on_the_full_sequence(
     run_ranks(world, body)
 
 
+def test_exchanges_of_parts_are_on_their_way_while_others_attend() -> None:
+    def body(rank: int, group: tessera.Group) -> list[int]:
+        begun: list[int] = []  # exchanges, at the forward and the backward of each local attention
+
+        def local(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            begun.append(group.stats().all_to_all.calls)
+            out = q * k * v
+            out.register_hook(lambda grad: begun.append(group.stats().all_to_all.calls))
+            return out
+
+        mine = [part(t, rank, 2, 0).clone().requires_grad_() for t in inputs((4, 4), 0)]
+        group.reset_stats()
+        out = DistributedAttention(local, group, parts=2)(*mine)
+        torch.testing.assert_close(out, mine[0] * mine[1] * mine[2])
+        out.sum().backward()
+        torch.testing.assert_close(mine[0].grad, mine[1] * mine[2])
+        return [*begun, group.stats().all_to_all.calls]
+
+    assert run_ranks(2, body) == [[2, 3, 6, 7, 8]] * 2
+
+
 @pytest.mark.parametrize("batch_dim", [0, 1])
 def test_rotation_inside(batch_dim: int) -> None:
     angle = torch.arange(LENGTH)[:, None, None, None] * torch.tensor([0.1, 0.7])
