@@ -164,7 +164,8 @@ void follow_rules(Draft& draft) {
   TESSERA_CHECK_VALUE(matched, "parallel", "no rule for tensor parallelism matches a module of this model (",
                       draft.options().rules.size(), " rules of ", draft.options().rules[0].source, " and others, as '",
                       draft.options().rules[0].pattern, "'; names are of the form '",
-                      draft.modules().empty() ? "" : draft.modules().back().path, ".weight')");
+                      draft.modules().empty() ? "" : draft.modules().back().path,
+                      ".weight'); give others in tensor_parallel.partition_config or another preset_model");
 }
 
 Plan make_plan(const std::vector<Module>& modules, const ModelFacts& facts, const PlanOptions& options) {
