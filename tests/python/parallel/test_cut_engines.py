@@ -366,7 +366,7 @@ def test_ranks_with_different_data_are_told() -> None:
     def body(engine: tessera.Engine, rank: int) -> None:
         with pytest.raises(
             AssertionError,
-            match="Data inconsistency within the TP group: labels of the first.*rank 1 of the 2.*autotp_size",
+            match=r"Data inconsistency within the TP group: labels of the first.*rank 1 of the 2.*autotp_size",
         ):
             batch = text(0)
             engine(input_ids=batch["input_ids"], labels=batch["labels"] + rank)
