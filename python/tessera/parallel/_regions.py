@@ -157,7 +157,10 @@ def _check_block(path: str, block: nn.Module, mine: dict[str, Any], found: _Foun
         elif is_norm(child):
             found.norms.append(at)
         elif any(True for _ in child.parameters()):
-            raise _Reason(f"{at}, a {type(child).__name__}, is whole beside the norms of its block")
+            raise _Reason(
+                f"{at}, a {type(child).__name__}, is whole beside the norms of its block "
+                "(tensor_parallel.preset_model or partition_config may cut it)"
+            )
     if any(True for _ in block.parameters(recurse=False)):
         raise _Reason(f"{path} has parameters of its own")
 
