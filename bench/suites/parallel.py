@@ -146,7 +146,7 @@ def dtensor_cut(sizes: LlamaSizes, ranks: int, bf16: bool, flags: list[str]) -> 
 
 
 def named(flags: list[str]) -> str:
-    words = {"norms": ", sequence-parallel norms", "gloo": ", over Gloo"}
+    words = {"norms": ", sequence-parallel norms", "gloo": ", over Gloo", "parts": ", in two parts"}
     return "".join(words[flag] for flag in flags)
 
 
@@ -179,7 +179,7 @@ def tessera_shared(sizes: LlamaSizes, ranks: int, bf16: bool, flags: list[str]) 
 
     with mock.patch.dict(os.environ, {"TESSERA_TRANSPORT": "gloo"} if "gloo" in flags else {}):
         group = tessera.distributed.core_group(dist.new_group())
-    attention = DistributedAttention(attend, group)
+    attention = DistributedAttention(attend, group, parts=2 if "parts" in flags else 1)
     entry = Ulysses("Tessera Ulysses" + named(flags), shared_model(sizes, attention, bf16))
     entry.group = group
     return entry
@@ -208,7 +208,7 @@ WAYS: dict[str, dict[str, Make]] = {
 }
 FLAGS = {
     "tensor parallel": {"tessera": ("norms", "gloo"), "dtensor": ("norms",), "deepspeed": ()},
-    "sequence parallel": {"tessera": ("gloo",), "deepspeed": ()},
+    "sequence parallel": {"tessera": ("gloo", "parts"), "deepspeed": ()},
 }
 
 

@@ -156,10 +156,10 @@ void bind_layers(py::module_& m) {
 void bind_attention(py::module_& m) {
   using namespace parallel;
   py::class_<SequenceCut>(m, "SequenceCut")
-      .def(py::init([](const comm::GroupPtr& group, int64_t sequence_dim, const Sizes& lengths) {
-             return SequenceCut{group, sequence_dim, lengths};
+      .def(py::init([](const comm::GroupPtr& group, int64_t sequence_dim, const Sizes& lengths, int parts) {
+             return SequenceCut{group, sequence_dim, lengths, parts};
            }),
-           py::arg("group"), py::arg("sequence_dim") = 0, py::arg("lengths") = Sizes());
+           py::arg("group"), py::arg("sequence_dim") = 0, py::arg("lengths") = Sizes(), py::arg("parts") = 1);
   py::class_<Heads>(m, "Heads")
       .def_readonly("queries", &Heads::queries)
       .def_readonly("keys", &Heads::keys)
@@ -172,6 +172,19 @@ void bind_attention(py::module_& m) {
         return std::tuple(dealt.query, dealt.key, dealt.value, dealt.heads);
       },
       py::arg("query"), py::arg("key"), py::arg("value"), py::arg("cut"), NoGil());
+  py::class_<HeadParts>(m, "HeadParts")
+      .def(py::init<const at::Tensor&, const at::Tensor&, const at::Tensor&, const SequenceCut&>(), py::arg("query"),
+           py::arg("key"), py::arg("value"), py::arg("cut"), NoGil())
+      .def("__len__", &HeadParts::size)
+      .def(
+          "take",
+          [](HeadParts& parts, int part) {
+            Dealt dealt = parts.take(part);
+            return std::tuple(dealt.query, dealt.key, dealt.value, dealt.heads);
+          },
+          py::arg("part"), NoGil())
+      .def("give", &HeadParts::give, py::arg("part"), py::arg("result"), NoGil())
+      .def("join", &HeadParts::join, NoGil());
   m.def("to_sequence", &to_sequence, py::arg("result"), py::arg("heads"), py::arg("cut"), NoGil());
 }
 
@@ -290,6 +303,7 @@ void bind_plan(py::module_& m) {
                                if (decision.own_use.empty()) return std::nullopt;
                                return Pair(decision.own_use.begin, decision.own_use.end);
                              })
+      .def_readonly("tail", &Decision::tail)
       .def_readonly("vocabulary", &Decision::vocabulary)
       .def_readonly("rule", &Decision::rule);
   py::class_<Plan>(m, "ParallelPlan")

@@ -1,6 +1,9 @@
 #include "tessera/parallel/attention.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/repeat_interleave.h>
+
+#include <algorithm>
 
 #include "tessera/base/error.h"
 #include "tessera/parallel/functions.h"
@@ -8,6 +11,46 @@
 namespace tessera::parallel {
 namespace {
 constexpr int64_t kHeadDim = 2;
+constexpr const char* kThere = "query, key and value to heads";
+constexpr const char* kBack = "result of attention to the sequence";
+
+void check(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const SequenceCut& cut) {
+  TESSERA_CHECK_VALUE(cut.group != nullptr && (cut.sequence_dim == 0 || cut.sequence_dim == 1), "parallel",
+                      "sequence parallel attention: the sequence is dim 0 or 1 of a tensor of 4, not ",
+                      cut.sequence_dim);
+  for (const at::Tensor* t : {&query, &key, &value})
+    TESSERA_CHECK_VALUE(t->dim() == 4, "parallel",
+                        "sequence parallel attention: query, key and value have 4 dims, not ", t->sizes());
+  TESSERA_CHECK_VALUE(key.size(kHeadDim) == value.size(kHeadDim), "parallel",
+                      "sequence parallel attention: ", key.size(kHeadDim), " key heads and ", value.size(kHeadDim),
+                      " value heads");
+}
+
+void check_result(const at::Tensor& result, int64_t heads) {
+  TESSERA_CHECK_VALUE(result.dim() == 4 && result.size(kHeadDim) == heads, "parallel",
+                      "sequence parallel attention: the local attention returned ", result.sizes(),
+                      ", which does not have the ", heads, " heads of its query at dim ", kHeadDim);
+}
+
+at::Tensor repeated(const at::Tensor& t, const Heads& heads) {
+  return heads.repeat == 1 ? t : at::repeat_interleave(t, heads.repeat, kHeadDim);
+}
+
+std::vector<Sizes> lengths_of(const SequenceCut& cut) {
+  return cut.lengths.empty() ? std::vector<Sizes>() : std::vector<Sizes>{cut.lengths};
+}
+
+Sizes times(Sizes sizes, int64_t factor) {
+  for (int64_t& size : sizes)
+    size *= factor;
+  return sizes;
+}
+
+// Of [.., heads, width] every part's heads of every rank: [.., ranks, heads of a part, width].
+std::vector<at::Tensor> split(const at::Tensor& t, int64_t ranks, const Sizes& parts) {
+  return t.unflatten(kHeadDim, {ranks, -1}).split_with_sizes(parts, kHeadDim + 1);
+}
+
 }  // namespace
 
 Heads deal_heads(int64_t queries, int64_t keys, int ranks) {
@@ -26,38 +69,70 @@ Heads deal_heads(int64_t queries, int64_t keys, int ranks) {
 }
 
 Dealt to_heads(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const SequenceCut& cut) {
-  TESSERA_CHECK_VALUE(cut.group != nullptr && (cut.sequence_dim == 0 || cut.sequence_dim == 1), "parallel",
-                      "sequence parallel attention: the sequence is dim 0 or 1 of a tensor of 4, not ",
-                      cut.sequence_dim);
-  for (const at::Tensor* t : {&query, &key, &value})
-    TESSERA_CHECK_VALUE(t->dim() == 4, "parallel",
-                        "sequence parallel attention: query, key and value have 4 dims, not ", t->sizes());
-  TESSERA_CHECK_VALUE(key.size(kHeadDim) == value.size(kHeadDim), "parallel",
-                      "sequence parallel attention: ", key.size(kHeadDim), " key heads and ", value.size(kHeadDim),
-                      " value heads");
+  SequenceCut one = cut;
+  one.parts = 1;
+  return HeadParts(query, key, value, one).take(0);
+}
+
+at::Tensor to_sequence(const at::Tensor& result, const Heads& heads, const SequenceCut& cut) {
+  check_result(result, heads.queries[cut.group->rank()]);
+  return exchange({result}, cut.group, cut.sequence_dim, kHeadDim, lengths_of(cut), heads.queries, kBack)[0];
+}
+
+HeadParts::HeadParts(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const SequenceCut& cut)
+    : cut_(cut) {
+  check(query, key, value, cut);
+  const int ranks = cut.group->size();
+  heads_ = deal_heads(query.size(kHeadDim), key.size(kHeadDim), ranks);
+  const int64_t keys = heads_.keys[0];
+  const bool even = keys * ranks == key.size(kHeadDim) * heads_.repeat;
+  keys_ = part_sizes(keys, static_cast<int>(even && ranks > 1 ? std::clamp<int64_t>(cut.parts, 1, keys) : 1));
+  const at::Tensor all[] = {query, repeated(key, heads_), repeated(value, heads_)};
+  if (keys_.size() == 1) {
+    there_.emplace_back(std::vector<at::Tensor>{all[0], all[1], all[2]}, cut.group, kHeadDim, cut.sequence_dim,
+                        std::vector<Sizes>{heads_.queries, heads_.keys, heads_.keys}, cut.lengths, kThere);
+    return;
+  }
+  const auto queries = split(all[0], ranks, times(keys_, heads_.queries[0] / keys)), k = split(all[1], ranks, keys_),
+             v = split(all[2], ranks, keys_);
+  for (size_t i = 0; i < keys_.size(); ++i)
+    there_.emplace_back(std::vector<at::Tensor>{queries[i], k[i], v[i]}, cut.group, kHeadDim, cut.sequence_dim,
+                        std::vector<Sizes>(), cut.lengths, kThere);
+}
+
+Dealt HeadParts::take(int part) {
+  auto all = there_.at(part).wait();
   Dealt dealt;
-  dealt.heads = deal_heads(query.size(kHeadDim), key.size(kHeadDim), cut.group->size());
-  const Heads& heads = dealt.heads;
-  const auto repeated = [&](const at::Tensor& t) {
-    return heads.repeat == 1 ? t : at::repeat_interleave(t, heads.repeat, kHeadDim);
-  };
-  const auto all = exchange({query, repeated(key), repeated(value)}, cut.group, kHeadDim, cut.sequence_dim,
-                            {heads.queries, heads.keys, heads.keys}, cut.lengths, "query, key and value to heads");
+  if (keys_.size() == 1) {
+    dealt.heads = heads_;
+  } else {
+    for (at::Tensor& t : all)
+      t = t.squeeze(kHeadDim);
+    const auto ranks = static_cast<size_t>(cut_.group->size());
+    dealt.heads = {Sizes(ranks, all[0].size(kHeadDim)), Sizes(ranks, keys_[part]), heads_.repeat};
+  }
   dealt.query = all[0];
   dealt.key = all[1];
   dealt.value = all[2];
   return dealt;
 }
 
-at::Tensor to_sequence(const at::Tensor& result, const Heads& heads, const SequenceCut& cut) {
-  const int rank = cut.group->rank();
-  TESSERA_CHECK_VALUE(result.dim() == 4 && result.size(kHeadDim) == heads.queries[rank], "parallel",
-                      "sequence parallel attention: the local attention returned ", result.sizes(),
-                      ", which does not have the ", heads.queries[rank], " heads of its query at dim ", kHeadDim);
-  std::vector<Sizes> lengths;
-  if (!cut.lengths.empty()) lengths.push_back(cut.lengths);
-  return exchange({result}, cut.group, cut.sequence_dim, kHeadDim, lengths, heads.queries,
-                  "result of attention to the sequence")[0];
+void HeadParts::give(int part, const at::Tensor& result) {
+  const int rank = cut_.group->rank();
+  const bool one = keys_.size() == 1;
+  check_result(result, heads_.queries[rank] / heads_.keys[rank] * (one ? heads_.keys[rank] : keys_.at(part)));
+  back_.emplace_back(std::vector<at::Tensor>{one ? result : result.unsqueeze(kHeadDim)}, cut_.group, cut_.sequence_dim,
+                     kHeadDim, lengths_of(cut_), one ? heads_.queries : Sizes(), kBack);
+}
+
+at::Tensor HeadParts::join() {
+  TESSERA_CHECK(back_.size() == there_.size(), "parallel", "sequence parallel attention: results of ", back_.size(),
+                " of ", there_.size(), " parts are there");
+  if (back_.size() == 1) return back_[0].wait()[0];
+  std::vector<at::Tensor> results;
+  for (Exchanging& part : back_)
+    results.push_back(part.wait()[0]);
+  return at::cat(results, kHeadDim + 1).flatten(kHeadDim, kHeadDim + 1);
 }
 
 }  // namespace tessera::parallel

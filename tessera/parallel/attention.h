@@ -6,8 +6,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <utility>
+#include <vector>
 
 #include "tessera/comm/group.h"
+#include "tessera/parallel/functions.h"
 #include "tessera/parallel/sizes.h"
 
 namespace tessera::parallel {
@@ -17,6 +19,9 @@ struct SequenceCut {
   comm::GroupPtr group;
   int64_t sequence_dim = 0;
   Sizes lengths = {};  // the ranks' parts of the sequence; empty: equal ones
+  // Exchanges and local attentions by which the heads go, each part's exchanges under the attention of another. Fewer where a rank
+  // has fewer key/value heads; one where the ranks have unequally many heads.
+  int parts = 1;
 };
 
 // The heads of one call: who has how many.
@@ -37,16 +42,38 @@ Dealt to_heads(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
 // The result of the local attention [.., heads of the rank, width], back in parts of the sequence.
 at::Tensor to_sequence(const at::Tensor& result, const Heads& heads, const SequenceCut& cut);
 
-// A local attention (query, key, value, more...) -> result, in the same layout, over a cut sequence.
+// One call of to_heads(), of local attentions over parts of the heads and of to_sequence(). All exchanges of parts but the first
+// are in flight while a local attention runs, in the backward too.
+class HeadParts {
+ public:
+  // Starts to send.
+  HeadParts(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const SequenceCut& cut);
+  int size() const { return static_cast<int>(there_.size()); }
+  Dealt take(int part);  // in their order; `heads` are those of the part
+  void give(int part, const at::Tensor& result);
+  at::Tensor join();  // after the last one
+
+ private:
+  SequenceCut cut_;
+  Heads heads_;
+  Sizes keys_;  // of a rank, by part
+  std::vector<Exchanging> there_, back_;
+};
+
+// A local attention (query, key, value, more...) -> result, in the same layout, over a cut sequence; called once for each part.
 template <class Local>
 class DistributedAttention {
  public:
   explicit DistributedAttention(Local local, SequenceCut cut) : local_(std::move(local)), cut_(std::move(cut)) {}
 
   template <class... A>
-  at::Tensor operator()(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, A&&... more) {
-    const Dealt dealt = to_heads(query, key, value, cut_);
-    return to_sequence(local_(dealt.query, dealt.key, dealt.value, std::forward<A>(more)...), dealt.heads, cut_);
+  at::Tensor operator()(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const A&... more) {
+    HeadParts parts(query, key, value, cut_);
+    for (int part = 0; part < parts.size(); ++part) {
+      const Dealt dealt = parts.take(part);
+      parts.give(part, local_(dealt.query, dealt.key, dealt.value, more...));
+    }
+    return parts.join();
   }
 
  private:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <numeric>
 
 #include <c10/util/ArrayRef.h>
 
@@ -138,8 +139,6 @@ Decision& Draft::cut_experts(const Module& module, Partition partition, const st
                       ": weights of experts in one tensor are cut as gate_up_proj "
                       "(column) and down_proj (row), this is ",
                       partition_name(partition));
-  TESSERA_CHECK_VALUE(up->bias == 0 && down->bias == 0, "parallel", module.path,
-                      ": experts with biases interleave gate and up in one tensor, which cannot be cut as halves");
   const Sizes &wide = up->weight_sizes, &narrow = down->weight_sizes;
   // [experts, 2 inner, hidden] and [experts, hidden, inner], or both the other way round.
   const bool plain = wide[1] == 2 * narrow[2] && wide[2] == narrow[1];
@@ -148,6 +147,9 @@ Decision& Draft::cut_experts(const Module& module, Partition partition, const st
                       " do not fit");
   const int64_t inner = plain ? narrow[2] : narrow[1];
   const SizeRule size{0, options_.grain};
+  // Experts with biases (gpt-oss) have gate and up one element after the other: pairs stay together.
+  if (&module == up && up->bias > 0)
+    return cut(module, partition, plain ? 1 : 2, rule, {2 * inner}, {{0, 2 * options_.grain}});
   if (&module == up) return cut(module, partition, plain ? 1 : 2, rule, {inner, inner}, {size});
   return cut(module, partition, plain ? 2 : 1, rule, {inner}, {size});
 }
@@ -268,11 +270,14 @@ std::map<std::string, std::map<std::string, Sizes>> Draft::widths() const {
              item.first.starts_with("num_multi");
     });
     if (column == nullptr || !attention) continue;
-    const Sizes sizes = column->sizes();
+    const Sizes sizes = column->own_sizes();
+    const int64_t total = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
     for (const auto& [name, value] : m.attributes) {
       Sizes local;
+      // Query heads of a key: the same on every rank, unless all share one.
+      if (name == "num_key_value_groups" && column->tail.empty()) continue;
       for (const int64_t size : sizes)
-        if (value * size % column->total == 0) local.push_back(value * size / column->total);
+        if (value * size % total == 0) local.push_back(value * size / total);
       if (local.size() == sizes.size()) result[m.path][name] = local;
     }
   }

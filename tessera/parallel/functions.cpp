@@ -1,14 +1,29 @@
 #include "tessera/parallel/functions.h"
 
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
 #include "tessera/base/error.h"
 #include "tessera/parallel/held.h"
 #include "tessera/parallel/transfers.h"
 
 namespace tessera::parallel {
+
+// An exchange that two nodes of the graph share, and the one of their backward. No tensor with a graph is in it.
+struct InFlight {
+  Exchange exchange;
+  std::optional<Transfer<std::vector<at::Tensor>>> transfer;
+  std::shared_ptr<InFlight> back;
+};
+
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+using InFlightPtr = std::shared_ptr<InFlight>;
 
 enum class Move : int64_t { Copy, Sum, Gather, Split, GatherForUse, ScatterSum };
 
@@ -77,22 +92,57 @@ at::Tensor run(const at::Tensor& x, Move move, const comm::GroupPtr& group, int6
   return records(x) ? differentiable(x, move, along) : carry_out(x, move, along, false);
 }
 
-struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
-  static variable_list forward(AutogradContext* ctx, at::TensorList tensors, const Exchange& exchange) {
-    hold(ctx, exchange);
-    return start_exchange(tensors.vec(), exchange).wait();
+InFlightPtr turned(const Exchange& exchange) {
+  auto back = std::make_shared<InFlight>(InFlight{exchange, {}, {}});
+  std::swap(back->exchange.scatter_dim, back->exchange.gather_dim);
+  std::swap(back->exchange.scatter, back->exchange.gather);
+  return back;
+}
+
+// Their result is the token: an empty tensor that makes the second half's node follow the first one's.
+at::Tensor start(at::TensorList tensors, InFlight& flight) {
+  flight.transfer.emplace(start_exchange(tensors.vec(), flight.exchange));
+  return at::empty({0}, tensors[0].options());
+}
+
+variable_list finish(InFlight& flight) {
+  variable_list results = flight.transfer->wait();
+  flight.transfer.reset();
+  return results;
+}
+
+at::Tensor start_differentiable(const variable_list& tensors, const InFlightPtr& flight);
+
+struct FinishFunction : torch::autograd::Function<FinishFunction> {
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& token, const InFlightPtr& flight) {
+    (void)token;
+    hold(ctx, flight);
+    return finish(*flight);
   }
   static variable_list backward(AutogradContext* ctx, variable_list& gradients) {
-    Exchange back = held<Exchange>(ctx);
-    std::swap(back.scatter_dim, back.gather_dim);
-    std::swap(back.scatter, back.gather);
-    variable_list results = std::any_of(gradients.begin(), gradients.end(), records)
-                                ? apply(at::TensorList(gradients), back)
-                                : start_exchange(gradients, back).wait();
+    InFlight& flight = *held<InFlightPtr>(ctx);
+    flight.back = turned(flight.exchange);
+    const bool twice = std::any_of(gradients.begin(), gradients.end(), records);
+    return {twice ? start_differentiable(gradients, flight.back) : start(gradients, *flight.back), {}};
+  }
+};
+
+struct StartFunction : torch::autograd::Function<StartFunction> {
+  static at::Tensor forward(AutogradContext* ctx, at::TensorList tensors, const InFlightPtr& flight) {
+    hold(ctx, flight);
+    return start(tensors, *flight);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list& gradients) {
+    const InFlightPtr back = std::exchange(held<InFlightPtr>(ctx)->back, {});
+    variable_list results = records(gradients[0]) ? FinishFunction::apply(gradients[0], back) : finish(*back);
     results.emplace_back();
     return results;
   }
 };
+
+at::Tensor start_differentiable(const variable_list& tensors, const InFlightPtr& flight) {
+  return StartFunction::apply(at::TensorList(tensors), flight);
+}
 
 }  // namespace
 
@@ -122,12 +172,29 @@ at::Tensor scatter_sum(const at::Tensor& x, const comm::GroupPtr& group, int64_t
 std::vector<at::Tensor> exchange(const std::vector<at::Tensor>& tensors, const comm::GroupPtr& group,
                                  int64_t scatter_dim, int64_t gather_dim, const std::vector<Sizes>& scatter_sizes,
                                  const Sizes& gather_sizes, comm::Label label) {
+  return Exchanging(tensors, group, scatter_dim, gather_dim, scatter_sizes, gather_sizes, label).wait();
+}
+
+Exchanging::Exchanging(const std::vector<at::Tensor>& tensors, const comm::GroupPtr& group, int64_t scatter_dim,
+                       int64_t gather_dim, const std::vector<Sizes>& scatter_sizes, const Sizes& gather_sizes,
+                       comm::Label label) {
   TESSERA_CHECK_VALUE(group != nullptr, "parallel", label, ": there is no group");
-  if (group->size() == 1) return tensors;
-  Exchange call{group, scatter_dim, gather_dim, scatter_sizes, {}, std::string(label)};
-  if (!gather_sizes.empty()) call.gather.assign(tensors.size(), gather_sizes);
-  if (std::none_of(tensors.begin(), tensors.end(), records)) return start_exchange(tensors, call).wait();
-  return ExchangeFunction::apply(at::TensorList(tensors), call);
+  if (group->size() == 1) {
+    own_ = tensors;
+    return;
+  }
+  flight_ = std::make_shared<InFlight>();
+  flight_->exchange = {group, scatter_dim, gather_dim, scatter_sizes, {}, std::string(label)};
+  if (!gather_sizes.empty()) flight_->exchange.gather.assign(tensors.size(), gather_sizes);
+  if (std::any_of(tensors.begin(), tensors.end(), records))
+    token_ = start_differentiable(tensors, flight_);
+  else
+    flight_->transfer.emplace(start_exchange(tensors, flight_->exchange));
+}
+
+std::vector<at::Tensor> Exchanging::wait() {
+  if (flight_ == nullptr) return own_;
+  return token_.defined() ? FinishFunction::apply(token_, flight_) : finish(*flight_);
 }
 
 }  // namespace tessera::parallel

@@ -16,6 +16,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <vector>
 
 #include "tessera/comm/group.h"
@@ -43,5 +44,22 @@ at::Tensor scatter_sum(const at::Tensor& x, const comm::GroupPtr& group, int64_t
 std::vector<at::Tensor> exchange(const std::vector<at::Tensor>& tensors, const comm::GroupPtr& group,
                                  int64_t scatter_dim, int64_t gather_dim, const std::vector<Sizes>& scatter_sizes = {},
                                  const Sizes& gather_sizes = {}, comm::Label label = {});
+
+struct InFlight;
+
+// exchange() in two halves: what runs between them runs under the transfer. So it does in the backward, where wait() starts and
+// the constructor waits.
+class Exchanging {
+ public:
+  Exchanging(const std::vector<at::Tensor>& tensors, const comm::GroupPtr& group, int64_t scatter_dim,
+             int64_t gather_dim, const std::vector<Sizes>& scatter_sizes = {}, const Sizes& gather_sizes = {},
+             comm::Label label = {});
+  std::vector<at::Tensor> wait();  // once
+
+ private:
+  std::vector<at::Tensor> own_;  // of a group of one rank: the result
+  at::Tensor token_;             // ties the halves together in the graph
+  std::shared_ptr<InFlight> flight_;
+};
 
 }  // namespace tessera::parallel

@@ -114,6 +114,7 @@ Layout layout_of(Draft& draft, const Module& m, const std::string& block) {
 struct Subs {
   Sizes sizes;
   std::vector<SizeRule> rules;
+  Sizes tail = {};  // Decision::tail
 };
 
 // Query, key and value of `outputs` elements together; notes how many heads the attention deals out.
@@ -131,10 +132,10 @@ Subs subs_of_qkv(Draft& draft, const Module& m, Layout layout, int64_t outputs) 
   TESSERA_CHECK_VALUE(rest > 0 && rest % (2 * head_dim) == 0, "parallel", m.path, ": ", outputs, " outputs are not ",
                       heads, " query heads of ", head_dim, " elements with their keys and values");
   const int64_t kv_heads = rest / (2 * head_dim);
-  TESSERA_CHECK_VALUE(
-      kv_heads > 1 || heads == 1, "parallel", m.path,
-      ": one key/value head serves all queries and lies in one weight with them (multi-query attention); it would have "
-      "to be whole on every rank while the queries are cut, which no cut of this weight does");
+  if (kv_heads == 1 && heads > 1) {  // in every layout after the queries
+    draft.set_heads(attention, heads);
+    return {{heads * head_dim, rest}, {{.heads = heads}, {}}, part_sizes(rest, draft.options().size)};
+  }
   draft.set_heads(attention, kv_heads);
   if (layout == Layout::Codegen) {
     TESSERA_CHECK_VALUE(heads % kCodegenBlocks == 0 && kv_heads == heads, "parallel", m.path, ": ", heads,
@@ -199,7 +200,8 @@ void cut_block(Draft& draft, const std::string& block, const std::vector<const M
     const int64_t dim = m.kind == Module::Kind::Conv1D ? 1 : 0;
     const Layout layout = layout_of(draft, m, block);
     const Subs subs = subs_of_qkv(draft, m, layout, m.weight_sizes[dim]);
-    draft.cut(m, Partition::Column, dim, "heuristics: query, key and value in one", subs.sizes, subs.rules);
+    draft.cut(m, Partition::Column, dim, "heuristics: query, key and value in one", subs.sizes, subs.rules).tail =
+        subs.tail;
     if (layout == Layout::Codegen) codegen.push_back(parent_of(m.path));
   }
   for (const Item& item : items) {

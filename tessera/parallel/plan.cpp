@@ -37,6 +37,7 @@ const std::vector<std::string>& width_names() {
                                               "split_size",
                                               "num_attention_heads_per_partition",
                                               "num_multi_query_groups_per_partition",
+                                              "num_key_value_groups",
                                               "hidden_size_per_partition"};
   return names;
 }
@@ -46,6 +47,13 @@ Sizes Decision::sizes() const {
   for (const Ranges& mine : ranges)
     result.push_back(std::accumulate(mine.begin(), mine.end(), int64_t{0},
                                      [](int64_t sum, const shard::Range& range) { return sum + range.size(); }));
+  return result;
+}
+
+Sizes Decision::own_sizes() const {
+  Sizes result = sizes();
+  for (size_t r = 0; r < tail.size(); ++r)
+    result[r] -= tail[r];
   return result;
 }
 
@@ -156,7 +164,8 @@ void follow_rules(Draft& draft) {
   TESSERA_CHECK_VALUE(matched, "parallel", "no rule for tensor parallelism matches a module of this model (",
                       draft.options().rules.size(), " rules of ", draft.options().rules[0].source, " and others, as '",
                       draft.options().rules[0].pattern, "'; names are of the form '",
-                      draft.modules().empty() ? "" : draft.modules().back().path, ".weight')");
+                      draft.modules().empty() ? "" : draft.modules().back().path,
+                      ".weight'); give others in tensor_parallel.partition_config or another preset_model");
 }
 
 Plan make_plan(const std::vector<Module>& modules, const ModelFacts& facts, const PlanOptions& options) {
@@ -195,6 +204,10 @@ std::string sum_text(const Sizes& sizes) {
   return text;
 }
 
+int64_t sum_of(const Sizes& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+}
+
 std::string what(const Decision& d) {
   if (d.partition == Partition::Skip)
     return d.sum_gradient ? "whole, gradients summed"
@@ -204,6 +217,7 @@ std::string what(const Decision& d) {
   std::string text = c10::str(d.vocabulary ? "vocabulary" : partition_name(d.partition), " ", d.total, " = ",
                               even ? c10::str(sizes.size(), " x ", sizes[0]) : sum_text(sizes));
   if (d.ranges[0].size() > 1) text += c10::str(" in ", d.ranges[0].size(), " pieces");
+  if (!d.tail.empty()) text += c10::str(", the last ", d.total - sum_of(d.own_sizes()), " gathered");
   return text + (d.gather_output ? ", gathered" : "");
 }
 

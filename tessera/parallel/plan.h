@@ -80,10 +80,14 @@ struct Decision {
   // Skip: outputs that every rank uses for heads of its own (the shared key of multi-head latent attention): a front end lets
   // this part of the output, and no other, pass copy_to_ranks.
   shard::Range own_use;
+  // Column: the last outputs are for every rank's heads (the one key and value of multi-query attention). Each rank has a part of
+  // them, of these sizes; a front end gathers them (gather_for_use). Empty: none.
+  Sizes tail;
   bool vocabulary = false;  // rows are the vocabulary: embedding or head
   std::string rule;         // source and pattern that took it
 
-  Sizes sizes() const;  // [rank]
+  Sizes sizes() const;      // [rank]
+  Sizes own_sizes() const;  // [rank], without the tail
 };
 
 struct Plan {

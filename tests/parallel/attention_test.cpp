@@ -29,6 +29,7 @@ TEST(Attention, IsThatOfTheWholeSequence) {
     int64_t queries, keys;
     Sizes lengths;
     int64_t value_width = 8;
+    int parts = 1, made = 1;  // wanted, and as many as heads allow
   };
   for (const Case& c : std::vector<Case>{{4, 4, {6, 6}},
                                          {8, 2, {6, 6}},
@@ -36,7 +37,11 @@ TEST(Attention, IsThatOfTheWholeSequence) {
                                          {6, 3, {4, 8}},
                                          {4, 2, {4, 4, 4}},
                                          {6, 2, {3, 3, 3, 3}},
-                                         {4, 1, {8, 4}, 4}}) {
+                                         {4, 1, {8, 4}, 4},
+                                         {8, 8, {6, 6}, 8, 2, 2},
+                                         {12, 6, {8, 4}, 4, 2, 2},
+                                         {12, 12, {6, 6}, 8, 9, 6},
+                                         {6, 3, {6, 6}, 8, 2, 1}}) {
     for (const int64_t sequence_dim : {0, 1}) {
       const int ranks = static_cast<int>(c.lengths.size());
       std::vector<at::Tensor> wholes;
@@ -54,12 +59,15 @@ TEST(Attention, IsThatOfTheWholeSequence) {
         std::vector<at::Tensor> mine;
         for (const at::Tensor& whole : wholes)
           mine.push_back(own(whole.detach()).requires_grad_());
-        DistributedAttention attention(&attend, {group, sequence_dim, lengths});
+        DistributedAttention attention(&attend, {group, sequence_dim, lengths, c.parts});
         const at::Tensor out = attention(mine[0], mine[1], mine[2], sequence_dim);
         EXPECT_TRUE(at::allclose(out, own(expected), 1e-5, 1e-6));
-        EXPECT_EQ(group->stats().all_to_all.calls, 2);
+        EXPECT_EQ(group->stats().all_to_all.calls, 2 * c.made);
+        const int64_t bytes = group->stats().all_to_all.bytes;
         out.backward(own(cotangent));
-        EXPECT_EQ(group->stats().all_to_all.calls, 4);
+        EXPECT_EQ(group->stats().all_to_all.calls, 4 * c.made);
+        const bool even = lengths.empty() && c.queries % ranks == 0 && c.keys % ranks == 0;
+        EXPECT_TRUE(!even || group->stats().all_to_all.bytes == 2 * bytes);
         for (size_t i = 0; i < mine.size(); ++i)
           EXPECT_TRUE(at::allclose(mine[i].grad(), own(wholes[i].grad()), 1e-4, 1e-5)) << i;
       });

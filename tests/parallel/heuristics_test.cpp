@@ -184,9 +184,6 @@ TEST(Heuristics, WhatIsRefused) {
     model.facts.model_type = type;
     EXPECT_HAS(error_of([&] { plan_for(model, 2); }), "partition_config") << type;
   }
-  // One key for all queries in one weight with them.
-  EXPECT_HAS(error_of([] { plan_for(fused("gpt_bigcode", "GPTBigCodeBlock", "attn", 24), 2); }), "multi-query");
-  EXPECT_HAS(error_of([] { plan_for(fused("falcon", "FalconDecoderLayer", "self_attention", 24), 2); }), "multi-query");
   EXPECT_HAS(error_of([] { plan_for(fused("bloom", "BloomBlock", "self_attention", 50), 2); }),
              "50 outputs are not 4 query heads");
   // A norm over all heads.
@@ -205,6 +202,19 @@ TEST(Heuristics, WhatIsRefused) {
   model = Model{{}, facts_of("odd")};
   model.linears("", {{"one", 8, 8}, {"two", 8, 8}});
   EXPECT_HAS(error_of([&] { plan_for(model, 2); }), "no policy for this model of type 'odd'");
+}
+
+// One key and value for all queries in one weight with them: every rank has a part, and gathers it.
+TEST(Heuristics, MultiQuery) {
+  for (const auto& [type, block, attention] : {std::tuple("gpt_bigcode", "GPTBigCodeBlock", "attn"),
+                                               std::tuple("falcon", "FalconDecoderLayer", "self_attention")}) {
+    const Plan plan = plan_for(fused(type, block, attention, 24), 3);
+    const Decision& qkv = *plan.find(std::string("transformer.h.0.") + attention + ".query_key_value");
+    EXPECT_EQ(brief(qkv), "column 0: 0-8,16-19 / 8-12,19-22 / 12-16,22-24");
+    EXPECT_EQ(qkv.tail, (Sizes{3, 3, 2}));
+    EXPECT_EQ(qkv.own_sizes(), (Sizes{8, 4, 4}));
+    EXPECT_HAS(plan.text(), "the last 8 gathered");
+  }
 }
 
 TEST(Heuristics, UnknownLayoutsAreHeadByHeadWithAWarning) {
@@ -233,7 +243,8 @@ TEST(Heuristics, TurnedWeights) {
   EXPECT_EQ(brief(*plan.find("model.layers.0.mlp.experts", "down_proj")), "row 1: 0-12 / 12-24");
   for (Module& m : turned.modules)
     if (m.kind == Module::Kind::Experts) m.bias = 8;
-  EXPECT_HAS(error_of([&] { plan_for(turned, 2); }), "experts with biases");
+  EXPECT_EQ(brief(*plan_for(turned, 2).find("model.layers.0.mlp.experts", "gate_up_proj")),
+            "column 2: 0-24 / 24-48");  // pairs of gate and up
 }
 
 }  // namespace tessera::parallel

@@ -30,7 +30,15 @@ from tessera.parallel._modules import (
     widths_of,
 )
 from tessera.parallel._plan import ParallelPlan
-from tessera.parallel._regions import EnterRegion, JoinSequence, Regions, SplitSequence
+from tessera.parallel._regions import (
+    EnterMixed,
+    EnterRegion,
+    JoinSequence,
+    LeaveMixed,
+    Regions,
+    SplitSequence,
+    refuse_router_loss,
+)
 
 _PLAN = "_tessera_parallel"  # of a model that is cut: ParallelPlan
 _SUMMED = "_tessera_summed"  # of parameters whose gradient is summed over the group
@@ -102,7 +110,7 @@ class Cutter:
             decided.setdefault(parent, set()).add(name)
             cut = self._carry_out(decision)
             if cut is not None and cut.kind == "column" and not cut.gather and not cut.vocabulary:
-                columns.setdefault(parent, {})[name] = cut.params["weight"]
+                columns.setdefault(parent, {})[name] = cut.own_weight()
         for parent, children in columns.items():
             if len(children) > 1:
                 siblings = Siblings(len(children))
@@ -146,13 +154,18 @@ class Cutter:
         if cut is None:
             cut = ModuleCut(decision.path, "experts", self.ranks, {}, decision.rule)
             self._become(module, _modules._Experts, cut)
-        cut.params[decision.param] = of
-        self._param(module, decision.param, of, decision.path)
+        parts = {decision.param: of}
+        bias = module._parameters.get(f"{_modules.UP}_bias")
+        if decision.param == _modules.UP and bias is not None:
+            parts[f"{_modules.UP}_bias"] = ParamCut(tuple(bias.shape), 1, of.ranges)
+        for name, part in parts.items():
+            cut.params[name] = part
+            self._param(module, name, part, decision.path)
         return cut
 
     def _layer(self, module: nn.Module, decision: _core.Decision, weight: ParamCut) -> ModuleCut:
         cut = ModuleCut(decision.path, "", self.ranks, {"weight": weight}, decision.rule, decision.gather_output)
-        cut.vocabulary = decision.vocabulary
+        cut.vocabulary, cut.tail = decision.vocabulary, tuple(decision.tail)
         mixin: type[_modules._CutModule]
         if isinstance(module, nn.Embedding):
             _check_embedding(module, decision.path, decision.dim)
@@ -277,12 +290,29 @@ class Cutter:
                 first.siblings = Siblings(1)
             hook: Any = EnterRegion(module, first)
             self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        self._cut_mixed(regions)
         first_block, last = (self._model.get_submodule(path) for path in (regions.first, regions.last))
         hook = SplitSequence(first_block, self.ranks, regions.first)
         self._undo.append(first_block.register_forward_pre_hook(hook, with_kwargs=True).remove)
         self._undo.append(last.register_forward_hook(JoinSequence(self.ranks, regions.last)).remove)
-        for path in regions.norms:
+        for path in regions.summed:
             self._sum(path, self._model.get_submodule(path))
+
+    def _cut_mixed(self, regions: Regions) -> None:
+        for path in regions.mixed:
+            module = self._model.get_submodule(path)
+            for child in module.modules():
+                cut = cut_of(child)
+                if cut is not None:
+                    ends = cut.kind == "row" and path not in regions.sums
+                    cut.sequence, cut.mixed = ends, not ends
+            enter: Any = EnterMixed(module, self.ranks, path)
+            self._undo.append(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            if path in regions.sums:
+                self._undo.append(module.register_forward_hook(LeaveMixed(self.ranks, path)).remove)
+        if regions.sums:
+            hook: Any = refuse_router_loss
+            self._undo.append(self._model.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def _sum(self, path: str, module: nn.Module) -> None:
         for param, handle in sum_gradients(path, module, self.ranks):
@@ -409,7 +439,7 @@ def bind(model: nn.Module, group: _core.Group) -> Ranks:
             vars(module._parameters[name])["tensor_model_parallel"] = True
     plan = plan_of(model)
     summed = [decision.path for decision in plan_decisions(model) if decision.sum_gradient]
-    summed += plan.regions.norms if plan is not None and plan.regions is not None else ()
+    summed += plan.regions.summed if plan is not None and plan.regions is not None else ()
     for path in summed:
         list(sum_gradients(path, model.get_submodule(path), ranks))
     return ranks

@@ -42,8 +42,9 @@ def check_same_inputs(args: Any, kwargs: Any, group: _core.Group, device: torch.
         names = [name for name in {**others[0], **other} if others[0].get(name) != other.get(name)]
         assert not names, (
             f"Data inconsistency within the TP group: {', '.join(names)} of the first forward differs between rank 0 "
-            f"and rank {rank} of the {group.size} that hold slices of one model. Give them the same batch: a sampler "
-            "counts data-parallel ranks (engine.dp_world_size, engine.get_data_parallel_rank()), not all"
+            f"and rank {rank} of the {group.size} that hold slices of one model (tensor_parallel.autotp_size). "
+            "Give them the same batch: a sampler counts data-parallel ranks (engine.dp_world_size, "
+            "engine.get_data_parallel_rank()), not all"
         )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tessera import _core
 from tessera.errors import UsageError
@@ -16,6 +18,7 @@ from tessera.parallel._cuts import ParamCut, Range
 from tessera.parallel._draws import Draws
 
 CUT = "_tessera_cut"  # of modules: ModuleCut
+UP, DOWN = EXPERTS = ("gate_up_proj", "down_proj")  # parameters of experts in one tensor each
 SEQUENCE_DIM = 1  # of activations between blocks, [batch, sequence, hidden]
 
 
@@ -30,6 +33,11 @@ class Ranks:
         self.overlap = overlap
         self.draws = draws
         self.keeps_whole = False  # sequence regions: the last forward without gradients could not cut its sequence
+
+    @property
+    def cut_sequence(self) -> bool:
+        """Where the model has regions: in the forward that runs."""
+        return torch.is_grad_enabled() or not self.keeps_whole
 
     @property
     def group(self) -> _core.Group:
@@ -83,16 +91,25 @@ class ModuleCut:
     gather: bool = False  # the whole output on every rank
     transposed: bool = False  # the weight is [in, out]
     own_use: Range = (0, 0)  # "shared tail": outputs that every rank uses for heads of its own
+    tail: tuple[
+        int, ...
+    ] = ()  # [rank]: of a column layer's last outputs, which every rank needs whole: it gathers them
     vocabulary: bool = False  # of the vocabulary
     siblings: Siblings | None = None
     sequence: bool = False  # activations outside are cut along the sequence: Note [Sequence regions]
+    mixed: bool = False  # inside a module that enters and leaves its region itself: Note [Mixed regions]
     _regions: dict[bool, Any] = dataclasses.field(default_factory=dict)  # whether the sequence is cut -> the region
     _region_group: Any = None
 
     @property
     def cuts_sequence(self) -> bool:
         """In the forward that runs."""
-        return self.sequence and (torch.is_grad_enabled() or not self.ranks.keeps_whole)
+        return self.sequence and self.ranks.cut_sequence
+
+    @property
+    def is_partial(self) -> bool:
+        """In the forward that runs what comes out is one term of a sum over the ranks, which is taken later on."""
+        return self.mixed and self.ranks.cut_sequence
 
     @property
     def region(self) -> Any:
@@ -118,6 +135,15 @@ class ModuleCut:
         """Of the weight's dim, by rank."""
         cut = self.params["weight"]
         return [cut.length(rank) for rank in range(self.ranks.size)]
+
+    def own_weight(self) -> ParamCut:
+        """Of a column layer: as if there were no tail, which follows all ranks' own outputs."""
+        of = self.params["weight"]
+        if not self.tail:
+            return of
+        ends = list(itertools.accumulate(of.length(rank) - tail for rank, tail in enumerate(self.tail)))
+        ranges = tuple((own,) for own in zip([0, *ends], ends, strict=False))
+        return ParamCut((*of.sizes[: of.dim], ends[-1], *of.sizes[of.dim + 1 :]), of.dim, ranges)
 
     def begin(self) -> int:
         """Where this rank's slice of the weight's dim begins."""
@@ -158,9 +184,15 @@ class _CutModule(nn.Module):
 class _Column(_CutModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         cut = self._tessera_cut
+        if cut.is_partial:
+            own = F.linear(input, self._matrix(), self._parameters.get("bias"))
+            return _core.gather_for_use(own, cut.ranks.group, -1, cut.sizes(), cut.label) if cut.gather else own
         out: torch.Tensor = _core.column_linear(input, self._matrix(), self._parameters.get("bias"), cut.region)
         if cut.gather:
             return _core.gather_from_ranks(out, cut.ranks.group, -1, cut.sizes(), cut.label)
+        if cut.tail:
+            own, tail = out.split((out.size(-1) - cut.tail[cut.ranks.rank], cut.tail[cut.ranks.rank]), -1)
+            out = torch.cat((own, _core.gather_for_use(tail, cut.ranks.group, -1, cut.tail, cut.label)), -1)
         if cut.ranks.draws is not None and self.training and not cut.vocabulary and not cut.sequence:
             cut.ranks.draws.enter(cut.ranks.rank, input.device)
         return out
@@ -169,6 +201,8 @@ class _Column(_CutModule):
 class _Row(_CutModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         cut = self._tessera_cut
+        if cut.is_partial:
+            return F.linear(input, self._matrix())
         if cut.ranks.draws is not None and not cut.sequence:
             cut.ranks.draws.leave(input.device)
         weight = cut.params["weight"]
@@ -191,6 +225,8 @@ class _SharedTail(_CutModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         cut = self._tessera_cut
         out: torch.Tensor = super().forward(input)
+        if cut.is_partial:
+            return out
         begin, end = cut.own_use
         shared = _core.copy_to_ranks(out[..., begin:end], cut.ranks.group, cut.label)
         return torch.cat([out[..., :begin], shared, out[..., end:]], -1)
@@ -202,18 +238,24 @@ class SharedTailLinear(_SharedTail, nn.Linear):
 
 class _Experts(_CutModule):
     """Experts in one tensor, of each of which a rank has a slice: what comes in goes to all ranks, what comes out is
-    the sum."""
+    the sum, to which the first rank adds the bias (its gradient is whole on every rank)."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         cut = self._tessera_cut
 
         def enter(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and not cut.is_partial:
                 return _core.copy_to_ranks(value, cut.ranks.group, cut.label)
             return value
 
-        out = super().forward(*map(enter, args), **{name: enter(value) for name, value in kwargs.items()})
-        return _core.reduce_from_ranks(out, cut.ranks.group, cut.label)
+        bias = self._parameters.get(f"{DOWN}_bias")
+        if bias is not None and cut.ranks.rank > 0:
+            vars(self)[f"{DOWN}_bias"] = bias - bias.detach()
+        try:
+            out = super().forward(*map(enter, args), **{name: enter(value) for name, value in kwargs.items()})
+        finally:
+            vars(self).pop(f"{DOWN}_bias", None)
+        return out if cut.is_partial else _core.reduce_from_ranks(out, cut.ranks.group, cut.label)
 
 
 class _Embedded(_CutModule):

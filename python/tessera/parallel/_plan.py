@@ -10,6 +10,7 @@ from torch import nn
 
 from tessera import _core
 from tessera.errors import ConfigError
+from tessera.parallel._modules import EXPERTS
 from tessera.parallel._regions import KEY, Regions, find_regions
 from tessera.parallel._rules import Rules, facts_of, rules_for
 
@@ -111,7 +112,7 @@ def _modules(model: nn.Module) -> Iterator[_core.PlanModule]:
         attributes = {n: v for n, v in vars(module).items() if n in names and type(v) is int}
         common = (path, type(module).__name__, kind)
         if kind == _core.ModuleKind.Experts:
-            for param in _EXPERTS:
+            for param in EXPERTS:
                 value = module._parameters[param]
                 assert value is not None
                 yield _core.PlanModule(
@@ -122,9 +123,6 @@ def _modules(model: nn.Module) -> Iterator[_core.PlanModule]:
         else:
             elements = 0 if bias is None else bias.numel()
             yield _core.PlanModule(*common, list(weight.shape), elements, id(weight), attributes=attributes)
-
-
-_EXPERTS = ("gate_up_proj", "down_proj")
 
 
 def _bias_of(module: nn.Module, param: str) -> int:
@@ -140,7 +138,7 @@ def _kind(module: nn.Module) -> _core.ModuleKind:
         return kinds.Embedding
     if isinstance(module, nn.ModuleList):
         return kinds.List
-    if all((p := module._parameters.get(name)) is not None and p.dim() == 3 for name in _EXPERTS):
+    if all((p := module._parameters.get(name)) is not None and p.dim() == 3 for name in EXPERTS):
         return kinds.Experts
     name = type(module).__name__
     if name == "Conv1D":

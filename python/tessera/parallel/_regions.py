@@ -9,6 +9,13 @@ Note [Sequence regions]
   Parameters that work on parts get the sum of the ranks' gradients; biases of row layers have the whole one already,
   because their backward gathers. Without gradients a sequence that cannot be cut (a token that is generated) stays
   whole.
+
+Note [Mixed regions]
+  Experts with their router, and attention with low-rank projections, have layers that are whole beside those that are
+  cut. Such a module is given the whole sequence as well, and nothing inside of it talks: what its layers compute are
+  terms of sums over the ranks, because all that follows up to the sum is linear in them. The sum is the reduce-scatter
+  where the module ends: of its row-parallel layer, or of what comes out. Gradients inside are terms of sums, too: of
+  what comes in, that is the reduce-scatter of its gather; of layers that are whole it is that of their parameters.
 """
 
 from __future__ import annotations
@@ -23,12 +30,14 @@ from torch import nn
 from tessera import _core
 from tessera.errors import ConfigError
 from tessera.parallel._modules import SEQUENCE_DIM, ModuleCut, Ranks
-from tessera.parallel._rules import model_type
+from tessera.parallel._rules import model_type, text_config
 
 KEY = "tessera.sequence_parallel_norms"
+ROUTER_LOSS = "output_router_logits"  # of Transformers: adds a loss of the routers' outputs
 
 # Types of models that are known to treat tokens by themselves between their attentions and MLPs, in Transformers' code.
-SERVED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt_neox", "bloom")
+MIXED = ("mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3")  # with experts or low-rank projections
+SERVED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt_neox", "bloom", *MIXED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +48,20 @@ class Regions:
     last: str  # the norm after the last one
     inner: tuple[str, ...]  # modules of the blocks that need the whole sequence
     norms: tuple[str, ...]  # modules whose parameters work on parts
+    mixed: tuple[str, ...] = ()  # those of the blocks' modules that enter a region themselves: Note [Mixed regions]
+    sums: tuple[str, ...] = ()  # those of them that leave it themselves; the others end in a row layer
+    whole: tuple[str, ...] = ()  # in them: modules whose parameters are whole
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Modules whose parameters' gradients are summed over the ranks."""
+        return self.norms + self.whole
 
     def __str__(self) -> str:
         return (
-            f"activations from {self.first} to {self.last} are cut along the sequence; whole in {len(self.inner)} "
-            f"modules like {self.inner[0]}; gradients of {len(self.norms)} norms are summed"
+            f"activations from {self.first} to {self.last} are cut along the sequence; whole in "
+            f"{len(self.inner + self.mixed)} modules like {(self.inner + self.mixed)[0]}; gradients of "
+            f"{len(self.norms)} norms{f' and {len(self.whole)} layers' if self.whole else ''} are summed"
         )
 
 
@@ -70,14 +88,35 @@ def _find(model: nn.Module, plan: _core.ParallelPlan) -> Regions:
     decisions = [d for d in plan.decisions if d.partition != _core.Partition.Skip and not d.vocabulary]
     listed = _list_of_blocks(model, [d.path for d in decisions])
     blocks = list(model.get_submodule(listed).named_children())
-    inner: list[str] = []
-    norms: list[str] = []
+    found = _Found(model_type(model) in MIXED)
     for number, block in blocks:
         path = f"{listed}.{number}"
         mine = {d.path: d for d in decisions if d.path.startswith(f"{path}.")}
-        _check_block(path, block, mine, inner, norms)
+        _check_block(path, block, mine, found)
+    if found.sums and getattr(text_config(model), ROUTER_LOSS, False):
+        raise _Reason(f"its configuration has {ROUTER_LOSS}, and the gradient of the router's own loss would be summed")
     last = _last_norm(model, listed)
-    return Regions(f"{listed}.{blocks[0][0]}", last, tuple(inner), (last, *norms))
+    return Regions(
+        f"{listed}.{blocks[0][0]}",
+        last,
+        tuple(found.inner),
+        (last, *found.norms),
+        tuple(found.mixed),
+        tuple(found.sums),
+        tuple(found.whole),
+    )
+
+
+@dataclasses.dataclass
+class _Found:
+    """Fields of Regions in the making."""
+
+    takes_mixed: bool
+    inner: list[str] = dataclasses.field(default_factory=list)
+    norms: list[str] = dataclasses.field(default_factory=list)
+    mixed: list[str] = dataclasses.field(default_factory=list)
+    sums: list[str] = dataclasses.field(default_factory=list)
+    whole: list[str] = dataclasses.field(default_factory=list)
 
 
 def _list_of_blocks(model: nn.Module, cut: list[str]) -> str:
@@ -102,20 +141,26 @@ def is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower()
 
 
-def _check_block(path: str, block: nn.Module, mine: dict[str, Any], inner: list[str], norms: list[str]) -> None:
-    """Adds the block's modules to the lists."""
+def _check_block(path: str, block: nn.Module, mine: dict[str, Any], found: _Found) -> None:
+    """Adds the block's modules to what is found."""
     if mine.keys() & {f"{path}.{name}" for name, _ in block.named_children()}:
         raise _Reason(f"layers of {path} are cut in the block itself, where norms work on parts")
     for name, child in block.named_children():
         at = f"{path}.{name}"
         layers = {p: d for p, d in mine.items() if p.startswith(f"{at}.")}
         if layers:
-            _check_inner(at, child, layers)
-            inner.append(at)
+            if found.takes_mixed and _is_mixed(at, child, layers):
+                _check_mixed(at, child, layers, found)
+            else:
+                _check_inner(at, child, layers)
+                found.inner.append(at)
         elif is_norm(child):
-            norms.append(at)
+            found.norms.append(at)
         elif any(True for _ in child.parameters()):
-            raise _Reason(f"{at}, a {type(child).__name__}, is whole beside the norms of its block")
+            raise _Reason(
+                f"{at}, a {type(child).__name__}, is whole beside the norms of its block "
+                "(tensor_parallel.preset_model or partition_config may cut it)"
+            )
     if any(True for _ in block.parameters(recurse=False)):
         raise _Reason(f"{path} has parameters of its own")
 
@@ -133,6 +178,36 @@ def _check_inner(path: str, module: nn.Module, layers: dict[str, Any]) -> None:
     rows = [p for p, d in layers.items() if d.partition == _core.Partition.Row]
     if len(rows) != 1 or len(layers) < 2:
         raise _Reason(f"{path} must have column layers and one row layer; {len(layers)} are cut, row layers are {rows}")
+
+
+def _is_mixed(path: str, module: nn.Module, layers: dict[str, Any]) -> bool:
+    """With layers that are whole, or further down than its children."""
+    for name, child in module.named_modules():
+        if any(True for _ in child.parameters(recurse=False)):
+            at = f"{path}.{name}" if name else path
+            if at not in layers if not is_norm(child) else name.count("."):
+                return True
+            if name.count("."):
+                return True
+    return False
+
+
+def _check_mixed(path: str, module: nn.Module, layers: dict[str, Any], found: _Found) -> None:
+    rows = [at for at, d in layers.items() if d.partition == _core.Partition.Row]
+    ends = len(rows) == 1 and "." not in rows[0].removeprefix(f"{path}.") and layers[rows[0]].param == "weight"
+    if not rows:
+        raise _Reason(f"{path} has no row layer")
+    if getattr(module, "jitter_noise", 0.0):
+        raise _Reason(f"{path} has jitter_noise, which ranks would draw each for themselves")
+    for name, child in module.named_modules():
+        at = f"{path}.{name}" if name else path
+        if at in rows and not ends and child._parameters.get("bias") is not None:
+            raise _Reason(f"{at} has a bias, which the sum over the ranks would count several times")
+        if at not in layers and any(True for _ in child.parameters(recurse=False)):
+            found.whole.append(at)
+    found.mixed.append(path)
+    if not ends:
+        found.sums.append(path)
 
 
 # ---------------------------------------------------------------- hooks
@@ -188,6 +263,49 @@ class EnterRegion:
             return args, kwargs
         region = self._cut.region
         return _replace(self._name, args, kwargs, lambda x: region.entrance.open(x, region))
+
+
+class EnterMixed:
+    """A forward pre-hook of a module with layers that are whole: the whole sequence. See Note [Mixed regions]."""
+
+    def __init__(self, module: nn.Module, ranks: Ranks, path: str) -> None:
+        self._ranks, self._label = ranks, f"sequence before '{path}'"
+        self._name = _first_argument(module)
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._ranks.cut_sequence:
+            return args, kwargs
+        group = self._ranks.group
+        return _replace(
+            self._name, args, kwargs, lambda x: _core.gather_for_use(x, group, SEQUENCE_DIM, label=self._label)
+        )
+
+
+class LeaveMixed:
+    """Its forward hook, where no row layer ends it: this rank's part of the sum."""
+
+    def __init__(self, ranks: Ranks, path: str) -> None:
+        self._ranks, self._label = ranks, f"sequence after '{path}'"
+
+    def __call__(self, _module: nn.Module, _args: Any, out: Any) -> Any:
+        if not self._ranks.cut_sequence:
+            return out
+        if isinstance(out, tuple):  # with what the router said
+            return self._sum(out[0]), *out[1:]
+        return self._sum(out)
+
+    def _sum(self, out: torch.Tensor) -> torch.Tensor:
+        part: torch.Tensor = _core.scatter_sum(out, self._ranks.group, SEQUENCE_DIM, label=self._label)
+        return part
+
+
+def refuse_router_loss(model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of a model with mixed regions."""
+    if kwargs.get(ROUTER_LOSS) or (ROUTER_LOSS not in kwargs and getattr(text_config(model), ROUTER_LOSS, False)):
+        raise ValueError(
+            f"[tensor_parallel] {ROUTER_LOSS} is not served with {KEY}: the gradient of the router's own loss would be "
+            "summed over the tensor-parallel ranks; leave one of them out"
+        )
 
 
 class JoinSequence:

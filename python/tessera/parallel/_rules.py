@@ -228,8 +228,10 @@ _STYLES = {
     "local_rowwise": (_core.Partition.Row, False, False),  # the sum that `gather` of a module around it stands for
     "replicated_with_grad_allreduce": (_core.Partition.Skip, False, True),
 }
+# Experts in one tensor each, which plans deal out whole. Here each is cut, and the router works as in the whole model.
+_EXPERTS = {"gate_up_proj": _core.Partition.Column, "down_proj": _core.Partition.Row}
 # Of modules around those: there is nothing to do.
-_AROUND = ("local", "gather")
+_AROUND = ("local", "gather", "ep_router")
 # Low-rank projections that a norm follows, which some plans cut all the same: they stay whole.
 _NEVER_CUT = ("q_a_proj", "kv_a_proj_with_mqa")
 
@@ -251,21 +253,22 @@ def tp_plan_of(model: nn.Module) -> dict[str, str]:
 
 
 def _planned(name: str, style: str, model: nn.Module) -> list[_core.PartitionRule]:
-    if style in _AROUND:
-        return []
+    last = name.rpartition(".")[2]
+    if style in _AROUND or (style == "grouped_gemm" and last not in _EXPERTS) or last in _NEVER_CUT:
+        return []  # biases follow their weights
+    path = rf"(?:.*\.)?{re.escape(name).replace(re.escape('*'), '[^.]+')}"
+    if style == "grouped_gemm":
+        return [_rule(matcher(f"{path}$", "tp_plan"), f"{name}: {style}", "tp_plan", _EXPERTS[last])]
     if style not in _STYLES:
         kind = model_type(model)
         preset = next((p for p in _core.preset_names() if kind.startswith(p)), None)
         also = f', or "preset_model": "{preset}"' if preset else ""
         raise ConfigError(
             f"[tensor_parallel] the model's tp_plan has the style {style!r} ({name}), which is not served (served: "
-            f"{', '.join((*_STYLES, *_AROUND))}); give rules in tensor_parallel.partition_config{also}"
+            f"{', '.join((*_STYLES, *_AROUND, 'grouped_gemm'))}); give rules in tensor_parallel.partition_config{also}"
         )
-    if name.rpartition(".")[2] in _NEVER_CUT:
-        return []
-    pattern = rf"(?:.*\.)?{re.escape(name).replace(re.escape('*'), '[^.]+')}\.weight$"
     partition, gather, summed = _STYLES[style]
-    rule = _rule(matcher(pattern, "tp_plan"), f"{name}: {style}", "tp_plan", partition)
+    rule = _rule(matcher(rf"{path}\.weight$", "tp_plan"), f"{name}: {style}", "tp_plan", partition)
     rule.gather_output = gather
     rule.sum_gradient = summed
     return [rule]

@@ -20,7 +20,7 @@ from torch import nn
 
 from tessera import _core
 from tessera.errors import ConfigError
-from tessera.sequence._attention import deal
+from tessera.sequence._attention import check_parts, deal
 from tessera.sequence._documents import Attention, Ranges, attend, documents
 from tessera.sequence._groups import SequenceParallelGroups, initialize_sequence_parallel
 
@@ -46,6 +46,7 @@ class UlyssesSPAttentionHF:
         seq_length: int | None,
         micro_batch_size: int | None,
         disable_in_eval: bool,
+        parts: int = 1,
     ) -> None:
         self.groups = groups
         self.group = groups.core()
@@ -54,6 +55,7 @@ class UlyssesSPAttentionHF:
         self.seq_length = seq_length
         self.micro_batch_size = micro_batch_size
         self.disable_in_eval = disable_in_eval
+        self.parts = parts
         self._last: tuple[Any, int, Any] | None = None  # position_ids of this rank, their version, those of all
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UlyssesSPAttentionHF:
@@ -76,6 +78,7 @@ class UlyssesSPAttentionHF:
         max_length: int | None = None,
         *,
         groups: SequenceParallelGroups | None = None,
+        parts: int = 1,
     ) -> SequenceParallelGroups | None:
         """From now on the model's attention runs over sequence_parallel_size ranks. Returns the groups, to be given to
         tessera.initialize as `mpu`; None, and nothing changes, for a size of 1.
@@ -85,8 +88,9 @@ class UlyssesSPAttentionHF:
         flash attention. seq_length: of all ranks together, and micro_batch_size: checked at each call if
         seq_length_is_variable is False. disable_in_eval: modules in eval mode attend to their own rank's tokens only,
         which then are a whole sequence. max_length: another name of seq_length. groups: in place of new ones, over all
-        processes. Collective.
+        processes. parts: of the heads, as in DistributedAttention. Collective.
         """
+        check_parts(parts, _LABEL)
         if sequence_parallel_size == 1:
             return None
         _check_implementation(core_attn_implementation)
@@ -111,6 +115,7 @@ class UlyssesSPAttentionHF:
             length if fixed else None,
             micro_batch_size if fixed else None,
             disable_in_eval,
+            parts,
         )
         dispatch = _dispatch(core_attn_implementation)
         if isinstance(model_name_or_path, nn.Module):
@@ -142,22 +147,32 @@ class UlyssesSPAttentionHF:
     ) -> tuple[torch.Tensor, None]:
         self._check(module, query, key, kwargs)
         rows = self._documents(kwargs, query.size(2) * self.group.size)
-        heads = deal(query.size(1), key.size(1), self.group.size, _LABEL)
-        cut = _core.SequenceCut(self.group, 1)
+        deal(query.size(1), key.size(1), self.group.size, _LABEL)
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # to [batch, sequence, heads, head_dim]
-        query, key, value = (t.transpose(1, 2) for t in _core.to_heads(q, k, v, cut)[:3])
-        inside = _Module(module, query.size(1) // key.size(1))
+        parts = _core.HeadParts(q, k, v, _core.SequenceCut(self.group, 1, parts=self.parts))
         kwargs = {name: given for name, given in kwargs.items() if name not in _LOCAL_LENGTHS}
+        for part in range(len(parts)):
+            q, k, v = (t.transpose(1, 2) for t in parts.take(part)[:3])
+            parts.give(part, self._local(core, _Module(module, q.size(1) // k.size(1)), (q, k, v), rows, kwargs))
+        return parts.join(), None
+
+    def _local(
+        self,
+        core: Attention,
+        inside: _Module,
+        heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rows: list[Ranges] | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        """Of some of this rank's heads, over the whole sequence. [batch, sequence, heads, head_dim]."""
+        kwargs = dict(kwargs)
         if self.implementation.startswith("flash_attention"):
             kwargs["position_ids"] = self._last[2][0] if self._last is not None and rows is not None else None
-            output = core(inside, query, key, value, None, **kwargs)[0]
-        else:
-            kwargs.pop("position_ids", None)
-            whole: list[Ranges] = [[(0, query.size(2))]]
-            output = attend(
-                core, inside, (query, key, value), rows or whole, kwargs.pop("sliding_window", None), **kwargs
-            )
-        return _core.to_sequence(output, heads, cut), None
+            output: torch.Tensor = core(inside, *heads, None, **kwargs)[0]
+            return output
+        kwargs.pop("position_ids", None)
+        whole: list[Ranges] = [[(0, heads[0].size(2))]]
+        return attend(core, inside, heads, rows or whole, kwargs.pop("sliding_window", None), **kwargs)
 
     def _check(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> None:
         name = type(module).__name__

@@ -136,20 +136,49 @@ def test_two_ranks(name: str) -> None:
     compare(name, tp=2)
 
 
-@pytest.mark.parametrize(
-    ("name", "tp"),
-    [
-        ("qwen2", 4),
-        ("llama, preset", 4),
-        ("bloom", 4),
-        ("t5", 4),
-        ("deepseek_v3, own plan", 4),
-        ("llama", 3),
-        ("mixtral", 3),
-        ("opt", 3),
-        ("falcon, alibi", 3),
-        ("mpt", 3),
-    ],
+FOUR = (
+    "llama",
+    "llama, preset",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "mixtral",
+    "qwen2_moe, preset",
+    "deepseek_v2",
+    "deepseek_v3",
+    "phi3, four keys",
+    "bloom",
+    "chatglm",
+    "falcon, all heads",
+    "falcon, one key",
+    "gpt_bigcode",
+    "gpt_oss",
+    "gpt_neox",
+    "opt",
+    "gptj",
+    "t5",
+    "whisper",
+    "qwen2_5_vl",
 )
+THREE = (
+    "llama",
+    "mixtral",
+    "qwen2_moe, preset",
+    "deepseek_v3",
+    "phi3, four keys",
+    "bloom",
+    "chatglm, with a configuration",
+    "gpt_neox",
+    "opt",
+    "falcon, alibi",
+    "falcon, one key",
+    "gpt_bigcode",
+    "mpt",
+    "t5",
+    "whisper",
+)
+
+
+@pytest.mark.parametrize(("name", "tp"), [(name, 4) for name in FOUR] + [(name, 3) for name in THREE])
 def test_more_ranks_and_uneven_heads(name: str, tp: int) -> None:
     compare(name, tp)

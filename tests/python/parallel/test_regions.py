@@ -37,6 +37,14 @@ REGIONS = {"tessera": {"sequence_parallel_norms": True}}
         ("phi3", 2, {}),
         ("gpt_neox", 4, {"stage": 3, "dp": 1}),
         ("bloom", 2, {}),
+        ("mixtral", 2, {"stage": 1, "dp": 2}),
+        ("mixtral, preset", 4, {"replays": True}),
+        ("qwen2_moe, preset", 2, {"stage": 3, "replays": True}),
+        ("qwen2_moe, preset", 4, {}),
+        ("deepseek_v2", 2, {"stage": 2, "dp": 2}),
+        ("deepseek_v2, whole q", 3, {"length": 9, "rules": {"preset_model": "deepseek_v2"}}),
+        ("deepseek_v3", 2, {"replays": True}),
+        ("deepseek_v3", 4, {"stage": 3}),
     ],
 )
 def test_models_compute_what_the_whole_ones_do(name: str, tp: int, more: dict[str, Any]) -> None:
@@ -125,8 +133,9 @@ def test_inputs_that_are_parts_are_not_cut_again() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mixtral, preset", "type 'mixtral' .*gate, a Linear, is whole inside a module that is cut"),
-        ("deepseek_v2", "type 'deepseek_v2' .*self_attn.q_a_proj, a Linear, is whole inside"),
+        ("mixtral, preset, jitter", "type 'mixtral' .*block_sparse_moe has jitter_noise"),
+        ("deepseek_v3, own plan", "self_attn, a DeepseekV3Attention, is whole beside the norms"),
+        ("mixtral, preset, loss", "type 'mixtral' .*has output_router_logits, and the gradient"),
         ("olmo2", "type 'olmo2' .*self_attn.q_proj is neither a column nor a row layer directly in"),
         ("opt", r"type 'opt' .*layers of model.decoder.layers.0 are cut in the block itself"),
         ("codegen", "type 'codegen' .*its code is not known .*served are llama, mistral"),
@@ -136,11 +145,34 @@ def test_inputs_that_are_parts_are_not_cut_again() -> None:
 def test_models_that_are_refused_say_why(name: str, message: str) -> None:
     model, _, own = MODELS.get(name, MODELS["llama"])
     made = model()
+    if "mixtral" in name:
+        model, _, own = MODELS["mixtral, preset"]
+        made = model()
+        made.config.output_router_logits = "loss" in name
+        made.model.layers[0].block_sparse_moe.jitter_noise = 0.1 if "jitter" in name else 0.0
     if name == "llama, more":
         made.model.layers[0].mlp.extra = nn.Linear(2, 2)
         own = {"preset_model": "llama"}
     with pytest.raises(ValueError, match=message):
         tessera.parallel.plan_for(made, settings(2, own, **REGIONS))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v2"])
+def test_mixed_modules_without_gradients_and_with_a_loss_of_their_own(name: str) -> None:
+    model, _, own = MODELS[name]
+    made = model().eval()
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        with torch.no_grad():
+            found = [engine(**text(0, length=length)).logits for length in (7, 8)]
+        if name == "mixtral":
+            with pytest.raises(ValueError, match="output_router_logits is not served with tessera"):
+                engine(**text(0, length=8), output_router_logits=True)
+        return found
+
+    for found in on_mesh(made, settings(2, own, **REGIONS), body):
+        for length, logits in zip((7, 8), found, strict=True):
+            torch.testing.assert_close(logits, made(**text(0, length=length)).logits)
 
 
 def test_lengths_that_do_not_divide() -> None:

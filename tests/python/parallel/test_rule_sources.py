@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support import config
 from tessera.parallel._rules import facts_of, model_type, tp_plan_of
-from tiny_models import LLAMA, MODELS, NEOX, of
+from tiny_models import LLAMA, MODELS, of
 from torch import nn
 
 import tessera
@@ -101,12 +101,17 @@ def test_gathering_a_packed_weight_is_not_served() -> None:
         planned(MODELS["llama"][0](), **custom({**COLUMN, "shape": [2, -1], "gather_output": True}))
 
 
+def odd_plan() -> nn.Module:
+    model = of("Llama", LLAMA)()
+    model._tp_plan = {"model.layers.*.mlp.up_proj": "diagonal"}
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (of("GptOss", LLAMA, num_local_experts=4), "style 'ep_router'.*partition_config"),
+        (odd_plan, r"style 'diagonal' \(model.layers.\*.mlp.up_proj\).*partition_config.*\"preset_model\": \"llama\""),
         (of("GPT2", {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}), "gpt2"),
-        (of("Falcon", NEOX), "multi-query attention"),
     ],
 )
 def test_models_that_are_refused_say_why(model: Any, message: str) -> None:

@@ -148,6 +148,12 @@ def chatglm() -> nn.Module:
     return ChatGLMModel()
 
 
+def chatglm_with_config() -> nn.Module:
+    model = chatglm()
+    model.config = tf.PretrainedConfig(num_attention_heads=4, hidden_size=32, vocab_size=VOCABULARY)
+    return model
+
+
 QWEN_VL = {
     "text_config": {**LLAMA, "num_key_value_heads": 2, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}},
     "vision_config": {
@@ -220,10 +226,20 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], dict[str,
     "mixtral": (of("Mixtral", LLAMA, num_local_experts=4, num_experts_per_tok=2), text, {}),
     "mixtral, preset": (of("Mixtral", LLAMA, num_local_experts=4), text, {"preset_model": "Mixtral"}),
     "qwen2_moe": (of("Qwen2Moe", LLAMA, **MOE, shared_expert_intermediate_size=24), text, {}),
+    "qwen2_moe, preset": (
+        of("Qwen2Moe", LLAMA, **MOE, shared_expert_intermediate_size=24),
+        text,
+        {"preset_model": "qwen2"},
+    ),
     "deepseek_v2": (of("DeepseekV2", LLAMA, **DEEPSEEK, q_lora_rank=16), text, {"preset_model": "deepseek_v2"}),
     "deepseek_v2, whole q": (of("DeepseekV2", LLAMA, **DEEPSEEK, q_lora_rank=None), text, {}),
     "deepseek_v3": (of("DeepseekV3", LLAMA, **DEEPSEEK, q_lora_rank=16), text, {"preset_model": "deepseek_v2"}),
     "deepseek_v3, own plan": (of("DeepseekV3", LLAMA, **DEEPSEEK, q_lora_rank=16), text, {}),
+    "gpt_oss": (
+        of("GptOss", LLAMA, num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+        text,
+        {},
+    ),
     "gpt_oss, attention": (
         of("GptOss", LLAMA, num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
         text,
@@ -231,6 +247,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], dict[str,
     ),
     "phi3": (of("Phi3", LLAMA, num_key_value_heads=2), text, {"preset_model": "phi3"}),
     "phi3, own plan": (of("Phi3", LLAMA, num_key_value_heads=2), text, {}),
+    "phi3, four keys": (of("Phi3", LLAMA), text, {"preset_model": "phi3"}),
     "olmo2": (of("Olmo2", LLAMA, num_key_value_heads=2), text, {}),
     "bloom": (of("Bloom", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}), text, {}),
     "bloom, preset": (
@@ -239,9 +256,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], dict[str,
         {"preset_model": "bloom"},
     ),
     "chatglm": (chatglm, text, {"preset_model": "chatglm"}),
+    "chatglm, with a configuration": (chatglm_with_config, text, {"preset_model": "chatglm"}),
     "falcon": (of("Falcon", NEOX, new_decoder_architecture=True, num_kv_heads=2), text, {}),
     "falcon, all heads": (of("Falcon", NEOX, multi_query=False, bias=True), text, {}),
     "falcon, alibi": (of("Falcon", NEOX, multi_query=False, alibi=True), text, {}),
+    "falcon, one key": (of("Falcon", NEOX, bias=True), text, {}),
+    "gpt_bigcode": (of("GPTBigCode", GPT, **NO_DROPS), text, {}),
     "mpt": (of("Mpt", MPT), text, {}),
     "gpt_neox": (of("GPTNeoX", NEOX), text, {}),
     "opt": (of("OPT", NEOX, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0), text, {}),

@@ -49,8 +49,10 @@ CASES = [((8, 8), 2), ((8, 8), 4), ((6, 6), 4), ((8, 2), 4), ((12, 6), 4), ((8, 
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("batch_dim", [0, 1])
-@pytest.mark.parametrize(("heads", "world"), CASES)
-def test_equals_attention_on_the_full_sequence(heads: tuple[int, int], world: int, batch_dim: int, flat: bool) -> None:
+@pytest.mark.parametrize(("heads", "world", "parts"), [*((*case, 1) for case in CASES), ((8, 4), 2, 2)])
+def test_equals_attention_on_the_full_sequence(
+    heads: tuple[int, int], world: int, parts: int, batch_dim: int, flat: bool
+) -> None:
     full = [t.requires_grad_() for t in inputs(heads, batch_dim)]
     local = Local(1 - batch_dim, flat)
     expected = local(*full, 0.3, causal=True)
@@ -59,17 +61,38 @@ def test_equals_attention_on_the_full_sequence(heads: tuple[int, int], world: in
 
     def body(rank: int, group: tessera.Group) -> None:
         mine = [part(t.detach(), rank, world, batch_dim).clone().requires_grad_() for t in full]
-        attention = DistributedAttention(local, group, 2, 0)
+        attention = DistributedAttention(local, group, 2, 0, parts=parts)
         group.reset_stats()
         out = attention(*mine, batch_dim, None, 0.3, causal=True)
         out.backward(part(incoming, rank, world, batch_dim))
-        assert group.stats().all_to_all.calls == 4  # two each way
+        assert group.stats().all_to_all.calls == 4 * parts  # two each way
         torch.testing.assert_close(out, part(expected.detach(), rank, world, batch_dim))
         for got, whole in zip(mine, full, strict=True):
             assert whole.grad is not None
             torch.testing.assert_close(got.grad, part(whole.grad, rank, world, batch_dim))
 
     run_ranks(world, body)
+
+
+def test_exchanges_of_parts_are_on_their_way_while_others_attend() -> None:
+    def body(rank: int, group: tessera.Group) -> list[int]:
+        begun: list[int] = []  # exchanges, at the forward and the backward of each local attention
+
+        def local(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            begun.append(group.stats().all_to_all.calls)
+            out = q * k * v
+            out.register_hook(lambda grad: begun.append(group.stats().all_to_all.calls))
+            return out
+
+        mine = [part(t, rank, 2, 0).clone().requires_grad_() for t in inputs((4, 4), 0)]
+        group.reset_stats()
+        out = DistributedAttention(local, group, parts=2)(*mine)
+        torch.testing.assert_close(out, mine[0] * mine[1] * mine[2])
+        out.sum().backward()
+        torch.testing.assert_close(mine[0].grad, mine[1] * mine[2])
+        return [*begun, group.stats().all_to_all.calls]
+
+    assert run_ranks(2, body) == [[2, 3, 6, 7, 8]] * 2
 
 
 @pytest.mark.parametrize("batch_dim", [0, 1])
@@ -129,6 +152,8 @@ def wrong(case: str, group: tessera.Group) -> None:
     x = torch.ones(1, 6, 3, 2)
     if case == "heads":
         DistributedAttention(Local(1), group)(x, x, x, 0)
+    elif case == "parts":
+        DistributedAttention(Local(1), group, parts=0)
     elif case == "indices":
         DistributedAttention(Local(1), group, 1, 0)
     elif case == "batch":
@@ -148,6 +173,7 @@ def wrong(case: str, group: tessera.Group) -> None:
     [
         ("heads", r"3 query heads are too few for 4 ranks \(sequence_parallel_size\)"),
         ("indices", r"scatter_idx must be 2 \(heads\).*got 1 and 0"),
+        ("parts", "parts must be an integer of 1 or more, got 0"),
         ("batch", "batch_dim_idx must be 0 or 1, got 2"),
         ("sizes", r"key has the sizes \[1, 4, 3, 2\], query \[1, 6, 3, 2\]"),
         ("length", "a sequence of 6 tokens is not divisible by the 4 ranks of sequence_parallel_size"),

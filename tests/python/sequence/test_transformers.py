@@ -101,10 +101,17 @@ def test_losses_gradients_norms_and_weights(stage: int, world: int, sp: int, len
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "heads", "keys", "sp"),
-    [("llama", 8, 2, 4), ("llama", 8, 1, 2), ("mistral", 4, 2, 2), ("qwen2", 4, 4, 4), ("mixtral", 4, 2, 2)],
+    ("kind", "heads", "keys", "sp", "parts"),
+    [
+        ("llama", 8, 2, 4, 1),
+        ("llama", 8, 1, 2, 1),
+        ("mistral", 4, 2, 2, 1),
+        ("mistral", 8, 4, 2, 2),
+        ("qwen2", 4, 4, 4, 1),
+        ("mixtral", 4, 2, 2, 1),
+    ],
 )
-def test_gradients_of_models(kind: str, heads: int, keys: int, sp: int, checkpointing: bool) -> None:
+def test_gradients_of_models(kind: str, heads: int, keys: int, sp: int, parts: int, checkpointing: bool) -> None:
     """Few key/value heads, sliding windows, and layers computed again; no engine. A window of 6 tokens."""
     more: dict[str, Any] = {}
     if kind != "llama":
@@ -123,7 +130,7 @@ def test_gradients_of_models(kind: str, heads: int, keys: int, sp: int, checkpoi
     copies = [copy.deepcopy(model) for _ in range(sp)]
 
     def body(rank: int, mesh: tessera.Mesh) -> dict[str, torch.Tensor | None]:
-        found = shared_loss(copies[rank], batch, register(copies[rank], mesh))
+        found = shared_loss(copies[rank], batch, register(copies[rank], mesh, parts=parts))
         torch.testing.assert_close(found, loss.detach(), rtol=1e-4, atol=1e-5)
         found.backward()
         return {name: p.grad for name, p in copies[rank].named_parameters()}
