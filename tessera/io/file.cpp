@@ -20,9 +20,11 @@ namespace {
 constexpr int64_t kLargestCall = int64_t{1} << 30;
 
 // A name for a moment only, where the file system knows no files without one.
-int open_unnamed(const std::string& folder) {
-  const int fd = ::open(folder.c_str(), O_TMPFILE | O_RDWR | O_EXCL | O_CLOEXEC, 0600);
-  if (fd >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL)) return fd;
+int open_unnamed(const std::string& folder, bool knows_unnamed) {
+  if (knows_unnamed) {
+    const int fd = ::open(folder.c_str(), O_TMPFILE | O_RDWR | O_EXCL | O_CLOEXEC, 0600);
+    if (fd >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL)) return fd;
+  }
   std::string name = (std::filesystem::path(folder) / "tessera-XXXXXX").string();
   const int named = ::mkostemp(name.data(), O_CLOEXEC);  // 0600
   if (named >= 0) ::unlink(name.c_str());
@@ -60,8 +62,8 @@ File File::create_direct(const std::string& path) {
   return file;
 }
 
-File File::scratch(const std::string& folder) {
-  const int fd = open_unnamed(folder);
+File File::scratch(const std::string& folder, bool knows_unnamed) {
+  const int fd = open_unnamed(folder, knows_unnamed);
   TESSERA_CHECK_IO(fd >= 0, "io", "cannot make a file in '", folder, "': ", std::strerror(errno));
   File file((std::filesystem::path(folder) / "(no name)").string(), fd);
   file.direct_ = ::open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDWR | O_DIRECT | O_CLOEXEC);

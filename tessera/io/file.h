@@ -18,8 +18,9 @@ class File {
   static File open_direct(const std::string& path);
   static File create_direct(const std::string& path);
   // For reading and writing past the page cache, in `folder`, without a name: nobody else can open it, and it is gone with
-  // this object or its process, whatever ends that. Mode 0600.
-  static File scratch(const std::string& folder);
+  // this object or its process, whatever ends that. Mode 0600. `knows_unnamed` false: as on a file system that knows no
+  // such files, where it has a name for a moment.
+  static File scratch(const std::string& folder, bool knows_unnamed = true);
   File(File&& other) noexcept;
   File& operator=(File&& other) noexcept;
   ~File();

@@ -27,9 +27,10 @@ bool overlap(Bytes a, Bytes b) {
 
 }  // namespace
 
-NvmeFile::NvmeFile(const std::string& folder, int64_t buffers, int64_t buffer_bytes, const QueueMaker& make_queue)
+NvmeFile::NvmeFile(const std::string& folder, int64_t buffers, int64_t buffer_bytes, const QueueMaker& make_queue,
+                   MemoryMaker make_memory)
     : file_(scratch_in(folder)),
-      staging_(std::make_shared<Staging>(buffers, buffer_bytes)),
+      staging_(std::make_shared<Staging>(buffers, buffer_bytes, std::move(make_memory))),
       queue_(make_queue ? make_queue(kDepth) : io::make_queue(kDepth)) {
   if (!file_.is_direct())
     TORCH_WARN("[offload] the file system of '", folder,
@@ -60,6 +61,13 @@ NvmeFile::Read NvmeFile::read(Bytes bytes, Bytes space) {
   std::shared_future<void> done = queue_->read(file_, memory.get(), blocks.size(), blocks.begin);
   flight_.push_back({blocks, memory, done, false});
   return {std::shared_ptr<char>(memory, memory.get() + (bytes.begin - blocks.begin)), [done] { done.get(); }};
+}
+
+std::shared_ptr<char> NvmeFile::memory_for(Bytes bytes) {
+  const std::lock_guard lock(mutex_);
+  const Bytes blocks = whole_blocks(bytes);
+  const std::shared_ptr<char> memory = take(blocks.size());
+  return {memory, memory.get() + (bytes.begin - blocks.begin)};
 }
 
 void NvmeFile::write(Bytes bytes, Bytes space, const char* values, std::shared_ptr<void> keeps) {

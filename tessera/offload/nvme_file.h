@@ -37,8 +37,9 @@ struct Bytes {
 class NvmeFile {
  public:
   // Makes `folder` and those above it where there is none, and the file in it; warns where the file system has no
-  // transfers past the page cache. Up to `buffers` buffers of `buffer_bytes` bytes stay in memory.
-  NvmeFile(const std::string& folder, int64_t buffers, int64_t buffer_bytes, const QueueMaker& make_queue);
+  // transfers past the page cache. Up to `buffers` buffers of `buffer_bytes` bytes stay in memory, which `make_memory` gives.
+  NvmeFile(const std::string& folder, int64_t buffers, int64_t buffer_bytes, const QueueMaker& make_queue,
+           MemoryMaker make_memory = {});
   ~NvmeFile();
 
   void keep_buffers(int64_t count) { staging_->keep(count); }  // from now on, at least so many
@@ -53,8 +54,10 @@ class NvmeFile {
   };
   // `bytes` within `space`, which reserve() gave.
   Read read(Bytes bytes, Bytes space);
+  // Such memory for what is to be written there; `bytes` as for write().
+  std::shared_ptr<char> memory_for(Bytes bytes);
   // `values` stay untouched; `keeps` are kept alive until they are there. Nothing is copied where they lie in what read()
-  // gave, from the same block on to the end of a block or of `space`.
+  // or memory_for() gave, from the same block on to the end of a block or of `space`.
   void write(Bytes bytes, Bytes space, const char* values, std::shared_ptr<void> keeps);
   // Returns when what was written is in the file. Of several errors the first is thrown; none is left for later.
   void flush();

@@ -6,6 +6,19 @@
 
 namespace tessera::offload {
 
+namespace {
+
+std::shared_ptr<char> ordinary_bytes(int64_t bytes) {
+  return {io::aligned_bytes(bytes).release(), io::AlignedFree()};
+}
+
+}  // namespace
+
+Staging::Staging(int64_t count, int64_t bytes, MemoryMaker make)
+    : bytes_(bytes), make_(make ? std::move(make) : &ordinary_bytes) {
+  keep(count);
+}
+
 void Staging::keep(int64_t count) {
   const std::lock_guard lock(mutex_);
   count_ = std::max(count_, count);
@@ -28,7 +41,7 @@ Staging::Block Staging::free_or_new(int64_t bytes) {
   }
   const bool kept = bytes <= bytes_ && kept_ < count_;
   const int64_t size = kept ? bytes_ : bytes;
-  Block block{io::aligned_bytes(size), size, kept};
+  Block block{make_(size), size, kept};
   if (kept) ++kept_;
   now_bytes_ += size;
   peak_bytes_ = std::max(peak_bytes_, now_bytes_);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -11,11 +12,15 @@
 
 namespace tessera::offload {
 
+// So many bytes at a multiple of io::kDirectAlignment.
+using MemoryMaker = std::function<std::shared_ptr<char>(int64_t bytes)>;
+
 // Any number of threads: what take() gave is let go of wherever its last tensor dies.
 class Staging : public std::enable_shared_from_this<Staging> {
  public:
-  // Keeps up to `count` buffers of `bytes` bytes each, which are made when they are first needed.
-  Staging(int64_t count, int64_t bytes) : bytes_(bytes) { keep(count); }
+  // Keeps up to `count` buffers of `bytes` bytes each, which are made when they are first needed. `make`: page-locked memory,
+  // as copies to a device want; empty: ordinary memory.
+  Staging(int64_t count, int64_t bytes, MemoryMaker make = {});
   void keep(int64_t count);  // from now on, at least so many
 
   // At least `bytes` bytes at a multiple of io::kDirectAlignment. A kept buffer if one is free and large enough; else memory
@@ -29,7 +34,7 @@ class Staging : public std::enable_shared_from_this<Staging> {
 
  private:
   struct Block {
-    io::AlignedBytes memory;
+    std::shared_ptr<char> memory;
     int64_t bytes;
     bool kept;
   };
@@ -37,6 +42,7 @@ class Staging : public std::enable_shared_from_this<Staging> {
   void give_back(char* memory);
 
   const int64_t bytes_;
+  const MemoryMaker make_;
   mutable std::mutex mutex_;
   std::vector<Block> free_;
   std::map<const char*, Block> taken_;

@@ -25,6 +25,14 @@ using shard::Residence;
 constexpr int64_t kWidest = sizeof(float);            // bytes of an element
 constexpr int64_t kEdges = 2 * io::kDirectAlignment;  // of a tile that begins and ends inside a block
 
+std::shared_ptr<char> pinned_bytes(int64_t bytes) {
+  const auto options = at::TensorOptions(at::kByte).pinned_memory(true);
+  const at::Tensor memory = at::empty({bytes + io::kDirectAlignment}, options);
+  auto* const begin = static_cast<char*>(memory.mutable_data_ptr());
+  const auto over = static_cast<int64_t>(reinterpret_cast<uintptr_t>(begin) % io::kDirectAlignment);
+  return {begin + (over == 0 ? 0 : io::kDirectAlignment - over), [memory](char*) {}};
+}
+
 class HostHome final : public shard::Home {
  public:
   HostHome(int64_t size, const at::TensorOptions& options) : values_(at::zeros({size}, options)) {}
@@ -58,6 +66,7 @@ class NvmeHome final : public shard::Home {
   }
   void store(Range range, const at::Tensor& values) override {
     if (range.empty()) return;
+    if (!values.is_cpu()) return store(range, on_host(bytes_of(range), values));
     auto here = std::make_shared<at::Tensor>(values.to(options_).contiguous());
     const auto* memory = static_cast<const char*>(here->const_data_ptr());
     file_->write(bytes_of(range), space_, memory, std::move(here));
@@ -66,6 +75,13 @@ class NvmeHome final : public shard::Home {
 
  private:
   Bytes bytes_of(Range range) const { return {space_.begin + range.begin * width_, space_.begin + range.end * width_}; }
+
+  // In memory that is written from where it is.
+  at::Tensor on_host(Bytes bytes, const at::Tensor& values) const {
+    const std::shared_ptr<char> memory = file_->memory_for(bytes);
+    const at::Tensor here = at::from_blob(memory.get(), {values.numel()}, [memory](void*) {}, options_);
+    return here.copy_(values);
+  }
 
   std::shared_ptr<NvmeFile> file_;
   at::TensorOptions options_;
@@ -96,7 +112,7 @@ class Homes {
     if (stays && on_cpu) return nullptr;
     if (stays || options_.residence == Residence::Host)
       return std::make_shared<HostHome>(size, host.pinned_memory(options_.pin_memory));
-    return std::make_shared<NvmeHome>(file(), size, host);
+    return std::make_shared<NvmeHome>(file(!on_cpu && options_.pin_memory), size, host);
   }
 
  private:
@@ -110,12 +126,13 @@ class Homes {
   }
 
   // An engine is built by one thread; engines of several threads do not wait for each other's transfers.
-  std::shared_ptr<NvmeFile> file() {
+  std::shared_ptr<NvmeFile> file(bool pinned) {
     std::weak_ptr<NvmeFile>& known = files_[std::this_thread::get_id()];
     std::shared_ptr<NvmeFile> file = known.lock();
     if (!file) {
       const int64_t bytes = shard::kTile * kWidest + kEdges;
-      file = std::make_shared<NvmeFile>(options_.folder, options_.buffer_count, bytes, options_.make_queue);
+      file = std::make_shared<NvmeFile>(options_.folder, options_.buffer_count, bytes, options_.make_queue,
+                                        pinned ? MemoryMaker(&pinned_bytes) : MemoryMaker());
       known = file;
     }
     file->keep_buffers(kPipeline * static_cast<int64_t>(counts_.size()));

@@ -20,7 +20,8 @@ struct StateOptions {
   int64_t buffer_count = 0;
   double ratio = 1;         // of each quantity's elements, by buffers, live there; the rest stay on the device
   int64_t in_memory = 0;    // Nvme: elements, by buffers, that live in host memory instead, the first ones of a thread
-  bool pin_memory = false;  // page-locked host memory, for what moves as a whole
+  // Of a model on a device, page-locked host memory: for what lives there, and for what files are read into and written from.
+  bool pin_memory = false;
   std::string what = "optimizer states";  // for warnings
   QueueMaker make_queue{};                // Nvme: how files are read and written; empty: io::make_queue
 };

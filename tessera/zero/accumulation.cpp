@@ -24,11 +24,11 @@ std::vector<HeldGradient> Accumulation::held() const {
     const Place& place = units_[id];
     const Unit& unit = *place.unit;
     const Param& p = *place.param;
-    const bool in_place = unit.accumulates() && unit.grads.defined() && unit.partial.is_alias_of(unit.grads.tensor());
+    const bool in_place = unit.accumulates() && unit.ranks.size() == 1;  // contributions are added to the sum itself
     if (unit.has_sum() && !in_place) {
       const shard::Range owned = unit.owned_slice(p);
       if (!owned.empty())
-        all.push_back({id, true, range_of(id, true), unit.owned_grads().narrow(0, owned.begin, owned.size())});
+        all.push_back({id, true, range_of(id, true), unit.gradients().fetch(owned).wait()});
     }
     if (unit.accumulates() && p.filled && !p.range.empty())
       all.push_back({id, false, {0, p.range.size()}, unit.partial.narrow(0, p.range.begin, p.range.size())});
@@ -49,7 +49,7 @@ void Accumulation::begin(const State& state) {
   for (const GradientCounts& counts : state.counts) {
     Unit& unit = *units_[counts.param].unit;
     if (!counts.has_sum || unit.has_sum()) continue;
-    unit.grads.tensor().zero_();
+    unit.grads.fill({0, unit.grads.size()}, 0);
     unit.move_to(GradState::Reduced);
     unit.sum_arrived();
   }
@@ -64,7 +64,7 @@ void Accumulation::put(const HeldGradient& gradient) {
   if (!gradient.reduced) return driver_.reducer().put(unit, p, gradient.values);
   const shard::Range owned = unit.owned_slice(p);
   TESSERA_ASSERT(unit.has_sum());
-  unit.owned_grads().narrow(0, owned.begin, owned.size()).copy_(gradient.values);
+  unit.gradients().write(owned, gradient.values);
 }
 
 void Accumulation::end(const State& state) {

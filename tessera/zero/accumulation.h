@@ -14,7 +14,7 @@ struct HeldGradient {
   // True: this rank's part of the sum over the shard group. False: what this rank alone has added, all elements.
   bool reduced = false;
   shard::Range range;  // of the parameter's elements, in the order of its memory
-  at::Tensor values;   // theirs, 1-D: a view
+  at::Tensor values;   // theirs, 1-D: a view, of the host where they live there
 };
 
 // What goes with the gradients of one parameter on one rank.

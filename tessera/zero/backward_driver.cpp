@@ -241,7 +241,7 @@ bool BackwardDriver::reads_local_gradient(const Place& place) {
 void BackwardDriver::settle_empty_units() {
   for (const auto& unit : units_.all()) {
     if (unit->grad_state() != GradState::Empty) continue;
-    unit->grads.tensor().zero_();
+    unit->grads.fill({0, unit->grads.size()}, 0);
     unit->move_to(GradState::Reduced);
     unit->sum_arrived();
   }

@@ -7,7 +7,6 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/Event.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <utility>
@@ -19,7 +18,8 @@
 namespace tessera::zero {
 
 namespace {
-constexpr size_t kReads = 3;  // tiles of a slice that are on their way at once
+constexpr size_t kReads = 3;   // tiles of a slice that are on their way at once
+constexpr size_t kCopies = 1;  // of them, to the device
 }
 
 FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType dtype, int shard_rank, int shards,
@@ -146,7 +146,12 @@ void FlatParams::begin_gather(comm::Group& group, at::Tensor bucket, at::Tensor 
   bucket_ = bucket.numel() == layout_.size() ? std::move(bucket) : bucket.narrow(0, 0, layout_.size());
   const std::string label = "parameters of unit '" + name_ + "'";
   if (!buffer_.is_here()) {
-    gather_slice(group, rounded_ ? staging : bucket_, label);
+    const auto gather = [&] { gather_slice(group, rounded_ ? staging : bucket_, label); };
+    if (bucket_.is_cpu()) {
+      gather();
+    } else {
+      copied_ = side_.run(bucket_.device(), gather);
+    }
     staging_ = std::move(staging);
   } else if (rounded_) {
     const at::Tensor mine = staging.narrow(0, slice_.begin, slice_.size());
@@ -185,19 +190,25 @@ int64_t FlatParams::read_ahead(int64_t elements) {
 // The slice at its place in `space`, with a cast where that has another dtype.
 void FlatParams::bring_slice(const at::Tensor& space) {
   const std::vector<shard::Range> tiles = shard::tiles_of({0, slice_.size()});
-  bool waits = false;
   for (size_t i = 0; i < tiles.size(); ++i) {
     while (ahead_.size() < kReads && i + ahead_.size() < tiles.size())
       ahead_.push_back(buffer_.fetch(tiles[i + ahead_.size()]));
     const at::Tensor values = ahead_.front().wait();
     const bool pinned = !space.is_cpu() && values.is_pinned();
     space.narrow(0, slice_.begin + tiles[i].begin, tiles[i].size()).copy_(values, /*non_blocking=*/pinned);
-    waits = waits || pinned;
     ahead_.pop_front();
+    if (!pinned || buffer_.residence() != shard::Residence::Nvme) continue;
+    copying_.emplace_back(values, shard::mark(space.device()));
+    if (copying_.size() <= kCopies) continue;
+    copying_.front().second->synchronize();
+    copying_.pop_front();
   }
-  if (!waits) return;
-  copied_ = std::make_shared<c10::Event>(space.device().type());
-  copied_->record(c10::impl::VirtualGuardImpl(space.device().type()).getStream(space.device()));
+}
+
+// Tiles that passed through memory of a file's may be lent again.
+void FlatParams::end_copies() {
+  for (const auto& [values, copied] : std::exchange(copying_, {}))
+    copied->synchronize();
 }
 
 // Note [Parameters elsewhere]
@@ -207,6 +218,7 @@ void FlatParams::gather_slice(comm::Group& group, const at::Tensor& space, const
     bring_slice(space);
   } catch (const IoError& error) {
     ahead_.clear();
+    end_copies();
     if (group.size() == 1) throw;
     failure_ = error.what_without_backtrace();
   }
@@ -238,6 +250,7 @@ void FlatParams::make_exact(comm::Group& group) {
   } else {
     gather_slice(group, bucket_, label);
     pending_.wait();
+    end_copies();
     check_read();
   }
   rounded_ = false;
@@ -274,6 +287,8 @@ void FlatParams::finish_gather() {
   TESSERA_ASSERT(state_ == ParamState::Gathering);
   state_ = ParamState::Sharded;
   pending_.wait();
+  if (copied_) shard::come_after(*copied_, bucket_.device());
+  end_copies();
   check_read();
   if (rounded_ && !shares()) shard::scaled_copy(bucket_, staging_);
   for (size_t i = 0; i < items_.size(); ++i) {
@@ -306,6 +321,8 @@ at::Tensor FlatParams::release(std::string* edited) {
   if (state_ == ParamState::Gathering) {
     state_ = ParamState::Sharded;
     pending_.wait();
+    if (copied_) shard::come_after(*copied_, bucket_.device());
+    end_copies();
     told_.wait();
     failed_.reset();
     return take_bucket();
@@ -404,6 +421,7 @@ void FlatParams::abandon(const std::string& message) {
   told_ = {};
   failed_.reset();
   ahead_.clear();
+  copying_.clear();
   for (size_t i = 0; i < items_.size(); ++i) {
     if (shard::storage_of(items_[i].tensor) != storages_[i]) continue;
     shard::release(*storages_[i], "[zero] parameter '" + items_[i].name + "' is partitioned: " + message);

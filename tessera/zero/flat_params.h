@@ -12,6 +12,7 @@
 //   With a home the slice lives in host memory or on a disk, and the parameters are sharded on one rank, too. A gather brings
 //   the slice into the bucket, a tile at a time, and goes on from there. A read that fails on one rank is an error of all
 //   that take part: they exchange how it went beside the values. What was read ahead is forgotten when the slice is written.
+//   On a device all of it is on a stream beside the one that computes, so that a unit comes while the one before it is used.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,16 +20,17 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/group.h"
 #include "tessera/shard/layout.h"
+#include "tessera/shard/side_stream.h"
 #include "tessera/shard/storage.h"
 #include "tessera/zero/options.h"
 #include "tessera/zero/ranks.h"
 
 namespace c10 {
-struct Event;
 struct StorageImpl;
 }  // namespace c10
 
@@ -154,6 +156,7 @@ class FlatParams {
   shard::Range there(int index, shard::Range part) const;
   void gather_slice(comm::Group& group, const at::Tensor& space, const std::string& label);
   void bring_slice(const at::Tensor& space);
+  void end_copies();
   shard::PendingView fetch(shard::Range tile) const;
   void check_read();
   void fill_from_space(const at::Tensor& bucket, const at::Tensor& staging) const;
@@ -177,7 +180,9 @@ class FlatParams {
   comm::Pending pending_;
   // Of a slice that lives elsewhere.
   std::deque<shard::PendingView> ahead_;  // its first tiles, on their way
-  std::shared_ptr<c10::Event> copied_;    // to the device
+  shard::SideStream side_;
+  std::shared_ptr<c10::Event> copied_;  // to the device
+  std::deque<std::pair<at::Tensor, std::shared_ptr<c10::Event>>> copying_;  // tiles that cannot be lent again before
   std::string failure_;                   // of this rank's last read
   at::Tensor failed_;                     // 1 + the rank of one that failed, or 0
   comm::Pending told_;

@@ -40,8 +40,8 @@ void Moving::check() const {
                       "parameters that all ranks share (tessera.shared_parameters) cannot be moved; switch that off");
   for (const auto& unit : units_.all())
     TESSERA_CHECK(!unit->partial_pooled, "engine.offload_states", "gradients of unit '", unit->name,
-                  "' are not reduced yet and lie in a buffer of their own (no_sync); reduce them first: leave no_sync "
-                  "and run a backward, or call step()");
+                  "' are not reduced yet and lie in a buffer of their own (no_sync, or offload_optimizer in stage 1); "
+                  "reduce them first: leave no_sync and run a backward that ends a step, or call step()");
 }
 
 void Moving::leave(Unit& unit, StateKind kind, const HomeMaker& home) {

@@ -26,8 +26,9 @@ Reducer::Reducer(const Ranks& ranks, std::vector<Unit*> units, const Options& op
       phases_(phases),
       units_(std::move(units)),
       factor_(options.gradient_factor.value_or(1.0 / ranks.size())),
-      exchanges_(std::any_of(units_.begin(), units_.end(), [](const Unit* u) { return !one_rank(*u); })),
-      overlap_(options.overlap),
+      overlap_(options.overlap && (options.update_in_backward || std::ranges::any_of(units_, [](const Unit* u) {
+                                     return !one_rank(*u) || u->host_grads;
+                                   }))),
       stochastic_(options.precision.grad_rounding == kernels::Rounding::Stochastic &&
                   at::elementSize(options.precision.grad) == 2),
       seed_(options.seed) {
@@ -42,7 +43,7 @@ Reducer::Mean Reducer::mean_of(const Unit& unit) const {
 }
 
 void Reducer::acquire_partial(Unit& unit) {
-  const bool persistent = unit.grads.defined() && unit.grads.size() == unit.layout.size();
+  const bool persistent = unit.grads.defined() && !unit.host_grads && unit.grads.size() == unit.layout.size();
   if (persistent && (one_rank(unit) || (!unit.has_sum() && unit.in_flight == 0))) {
     unit.partial = unit.grads.tensor();
     unit.partial_pooled = false;
@@ -51,6 +52,8 @@ void Reducer::acquire_partial(Unit& unit) {
     unit.partial_pooled = true;
     for (const shard::Range& gap : unit.layout.padding())
       shard::fill_zero(unit.partial.narrow(0, gap.begin, gap.size()));
+    if (unit.host_grads && one_rank(unit) && unit.has_sum())
+      shard::come_after(*copies_.come_back(*unit.host_grads, unit.partial), unit.partial.device());
   }
   if (!(one_rank(unit) && unit.has_sum())) {
     for (Param& p : unit.params)
@@ -121,8 +124,7 @@ kernels::RandomKey Reducer::key_of(const Param& param, uint64_t first, uint64_t 
   return {seed_, (static_cast<uint64_t>(param.step) << kStepShift) + number, param.first + first};
 }
 
-void Reducer::add_sum(Unit& unit, const at::Tensor& from) {
-  const at::Tensor to = unit.owned_grads();
+void Reducer::add_sum(Unit& unit, const at::Tensor& to, const at::Tensor& from) {
   if (!stochastic_) {
     shard::scaled_add(to, from);
     return;
@@ -143,7 +145,7 @@ void Reducer::add_sum(Unit& unit, const at::Tensor& from) {
 void Reducer::clear(Unit& unit, Param& param) {
   if (unit.has_sum() && !one_rank(unit)) {
     const shard::Range r = unit.owned_slice(param);
-    shard::fill_zero(unit.owned_grads().narrow(0, r.begin, r.size()));
+    unit.gradients().fill(r, 0);
   }
   param.filled = false;
   param.has_grad = false;
@@ -167,12 +169,12 @@ void Reducer::fired(Unit& unit, Param& param, bool may_launch) {
     param.fired = true;
     ++unit.fired;
   }
-  if (may_launch && overlap_ && (exchanges_ || sink_ != nullptr)) launch_complete();
+  if (may_launch && overlap_) launch_complete();
 }
 
 void Reducer::over(Unit& unit, bool may_launch) {
   if (unit.turn() == Turn::Waiting) unit.move_to(Turn::Over);
-  if (may_launch && overlap_ && (exchanges_ || sink_ != nullptr)) launch_complete();
+  if (may_launch && overlap_) launch_complete();
 }
 
 void Reducer::launch_complete() {
@@ -198,9 +200,11 @@ void Reducer::finish_oldest_replica() {
   const PhaseScope scope(phases_, Phase::Reduce, work.unit->name);
   replicas_in_flight_.pop_front();
   work.pending.wait();
-  if (!work.sent.defined()) return;
-  shard::scaled_copy(work.unit->owned_grads(), work.sent);
-  travel_pool_.give_back(work.sent);
+  if (work.sent.defined()) {
+    shard::scaled_copy(work.sum, work.sent);
+    travel_pool_.give_back(work.sent);
+  }
+  if (work.unit->host_grads) leave(*work.unit, work.sum, sums_, work.sum);
 }
 
 void Reducer::launch_replicas() {
@@ -211,10 +215,15 @@ void Reducer::launch_replicas() {
       finish_oldest_replica();
     const PhaseScope scope(phases_, Phase::Reduce, unit->name);
     const std::string label = "gradients of unit '" + unit->name + "' over replicas";
-    const at::Tensor sent = cast_to_travel(*unit, unit->owned_grads());
-    const at::Tensor& sum = sent.defined() ? sent : unit->owned_grads();
-    replicas_in_flight_.push_back(
-        {unit, unit->ranks.replicate->all_reduce(sum, mean_of(*unit).op, label), sent, {}, {}});
+    InFlight work;
+    work.unit = unit;
+    if (unit->host_grads) bring_back(work);
+    work.sum = unit->host_grads ? work.before : unit->owned_grads();
+    if (work.came) shard::come_after(*work.came, work.sum.device());
+    work.sent = cast_to_travel(*unit, work.sum);
+    const at::Tensor& travels = work.sent.defined() ? work.sent : work.sum;
+    work.pending = unit->ranks.replicate->all_reduce(travels, mean_of(*unit).op, label);
+    replicas_in_flight_.push_back(std::move(work));
   }
   replicas_agree_ = true;
 }
@@ -235,7 +244,7 @@ void Reducer::reopen_replicas() {
   replicas_agree_ = false;
   for (Unit* unit : units_) {
     if (mean_of(*unit).op == comm::ReduceOp::Avg || unit->ranks.replicate->rank() == 0) continue;
-    if (unit->has_sum()) shard::fill_zero(unit->owned_grads());
+    if (unit->has_sum()) unit->gradients().fill({0, unit->owned.size()}, 0);
   }
 }
 
@@ -262,7 +271,9 @@ void Reducer::launch(Unit& unit) {
       const at::Tensor bucket = std::exchange(unit.partial, at::Tensor());
       return hand_over(unit, bucket, filled(unit), bucket);
     }
-    unit.partial.reset();
+    const at::Tensor bucket = std::exchange(unit.partial, at::Tensor());
+    unit.partial_pooled = false;
+    if (unit.host_grads) leave(unit, bucket, pool_, bucket);
     return;
   }
   const PhaseScope scope(phases_, Phase::Reduce, unit.name);
@@ -284,11 +295,12 @@ void Reducer::launch(Unit& unit) {
     pending = unit.ranks.shard->all_reduce(source, op, label);
   } else {
     const bool first = !unit.has_sum() && unit.in_flight == 0 && !sent.defined();
-    if (first && unit.partial_pooled && sink_ == nullptr) sum = unit.owned_grads();
+    if (first && unit.partial_pooled && sink_ == nullptr && !unit.host_grads) sum = unit.owned_grads();
     pending = unit.ranks.shard->reduce_scatter(sum, source, op, label);
   }
   in_flight_.push_back({&unit, std::move(pending), sent, std::move(sum), std::exchange(unit.partial, at::Tensor()),
                         std::exchange(unit.partial_pooled, false), present, std::move(presence)});
+  if (unit.host_grads && unit.has_sum() && unit.in_flight == 0) bring_back(in_flight_.back());
   ++unit.in_flight;
 }
 
@@ -312,13 +324,41 @@ void Reducer::finish_oldest() {
     unit.sum_arrived();
     return hand_over(unit, values, work.present.cpu(), work.bucket);
   }
+  if (unit.host_grads) return leave(work);
   if (unit.has_sum() && work.pooled) {
-    add_sum(unit, work.sum);
+    add_sum(unit, unit.owned_grads(), work.sum);
   } else if (work.sum.data_ptr() != unit.owned_grads().data_ptr()) {
     shard::scaled_copy(unit.owned_grads(), work.sum);
   }
   if (work.sent.defined()) travel_pool_.give_back(work.sent);
   if (work.pooled) pool_.give_back(work.bucket);
+  unit.sum_arrived();
+}
+
+// See Note [Gradients leave]; sums_ gets the bucket back in leave().
+void Reducer::bring_back(InFlight& work) {
+  work.before = sums_.acquire(work.unit->owned.size(), work.unit->grad_options());
+  work.came = copies_.come_back(*work.unit->host_grads, work.before);
+}
+
+void Reducer::leave(Unit& unit, const at::Tensor& sum, BucketPool& pool, const at::Tensor& bucket) {
+  copies_.leave(sum, *unit.host_grads, [&pool, bucket] { pool.give_back(bucket); });
+}
+
+void Reducer::leave(InFlight& work) {
+  Unit& unit = *work.unit;
+  const at::Tensor values = work.bucket.narrow(0, unit.owned.begin, unit.owned.size());
+  if (unit.has_sum()) {
+    if (!work.came) bring_back(work);
+    shard::come_after(*work.came, values.device());
+    add_sum(unit, work.before, work.sum);
+    pool_.give_back(work.bucket);
+    leave(unit, work.before, sums_, work.before);
+  } else {
+    if (work.sent.defined()) shard::scaled_copy(values, work.sum);
+    leave(unit, values, pool_, work.bucket);
+  }
+  if (work.sent.defined()) travel_pool_.give_back(work.sent);
   unit.sum_arrived();
 }
 

@@ -128,18 +128,21 @@ class Reducer {
   void abandon();
 
   void free_buckets() {
-    pool_.free_kept();
-    travel_pool_.free_kept();
+    copies_.finish();
+    for (BucketPool* pool : {&pool_, &travel_pool_, &sums_})
+      pool->free_kept();
   }
   // Buffers of the pool, in bytes, in use and kept.
-  int64_t pool_bytes() const { return pool_.bytes() + travel_pool_.bytes(); }
-  int64_t peak_pool_bytes() const { return pool_.peak_bytes() + travel_pool_.peak_bytes(); }  // of each pool by itself
+  int64_t pool_bytes() const { return pool_.bytes() + travel_pool_.bytes() + sums_.bytes(); }
+  int64_t peak_pool_bytes() const {  // of each pool by itself
+    return pool_.peak_bytes() + travel_pool_.peak_bytes() + sums_.peak_bytes();
+  }
   // Forgets all gradients: every unit Empty.
   void reset();
 
  private:
   struct InFlight {
-    Unit* unit;
+    Unit* unit = nullptr;
     comm::Pending pending;
     at::Tensor sent;       // where the unit travels in another dtype: its contributions
     at::Tensor sum;        // of the owned range
@@ -147,6 +150,8 @@ class Reducer {
     bool pooled = false;   // they lie in a bucket of the pool
     at::Tensor present{};  // by parameter, with a sink
     comm::Pending presence{};
+    at::Tensor before{};  // of gradients in host memory: what they were, on its way back
+    std::shared_ptr<c10::Event> came{};
   };
 
   void acquire_partial(Unit& unit);
@@ -160,10 +165,13 @@ class Reducer {
   at::Tensor filled(const Unit& unit) const;
   void hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& present, const at::Tensor& bucket);
   void finish_oldest();
+  void bring_back(InFlight& work);
+  void leave(InFlight& work);
+  void leave(Unit& unit, const at::Tensor& sum, BucketPool& pool, const at::Tensor& bucket);
   void reopen_replicas();
   void launch_agreement();
   void finish_oldest_replica();
-  void add_sum(Unit& unit, const at::Tensor& from);
+  void add_sum(Unit& unit, const at::Tensor& to, const at::Tensor& from);
   kernels::RandomKey key_of(const Param& param, uint64_t first, uint64_t number) const;
   // How a unit's sum gets its factor (Note [Averaging]): by the reduction, and what is left of it.
   struct Mean {
@@ -177,8 +185,7 @@ class Reducer {
   Phases& phases_;
   std::vector<Unit*> units_;
   double factor_;
-  bool exchanges_;  // some unit has several ranks
-  bool overlap_;
+  bool overlap_;     // units are launched while the backward goes on
   bool stochastic_;  // Note [Accumulation in 16 bits]
   uint64_t seed_;
   SumSink* sink_ = nullptr;
@@ -191,6 +198,8 @@ class Reducer {
   std::chrono::milliseconds patience_ = kMostPatience;
   BucketPool pool_{2};
   BucketPool travel_pool_{2};
+  BucketPool sums_{2};  // of gradients that come back from host memory
+  GradCopies copies_;
 };
 
 }  // namespace tessera::zero

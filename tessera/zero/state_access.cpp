@@ -40,7 +40,7 @@ at::Tensor StateAccess::read_owned(const Place& place, Quantity what, shard::Ran
       return unit.read_master(r);
     case Quantity::Gradient:
       if (!unit.grads.defined()) return {};
-      return (unit.client_grads.defined() ? unit.client_grads : unit.owned_grads()).narrow(0, r.begin, r.size());
+      return unit.client_grads.defined() ? unit.client_grads.narrow(0, r.begin, r.size()) : unit.gradients().read(r);
     case Quantity::State0:
     case Quantity::State1:
       if (const shard::Buffer& state = state_of(unit, what); state.defined()) return state.read(r);
@@ -69,7 +69,11 @@ void StateAccess::write_owned(const Place& place, Quantity what, const at::Tenso
       unit.flush();
       break;
     default:
-      read_owned(place, what).copy_(values);
+      if (unit.client_grads.defined()) {
+        read_owned(place, what).copy_(values);
+      } else {
+        unit.gradients().write(r, values);
+      }
   }
 }
 

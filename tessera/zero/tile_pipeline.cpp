@@ -2,29 +2,23 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
 #include <optional>
 
 #include "tessera/base/error.h"
+#include "tessera/shard/side_stream.h"
 
 namespace tessera::zero {
 
 namespace {
 
-at::Tensor part(const at::Tensor& tensor, const shard::Range& range) {
-  return tensor.defined() ? tensor.narrow(0, range.begin, range.size()) : at::Tensor();
-}
-
 // `from`, on a device, on its way to host memory. (torch keeps pinned memory while a copy of it is on its way.)
 shard::PendingView bring_to_host(const at::Tensor& from, bool pin) {
   const at::Tensor there = at::empty(from.sizes(), from.options().device(at::kCPU).pinned_memory(pin));
   there.copy_(from, /*non_blocking=*/true);
-  auto copied = std::make_shared<c10::Event>(from.device().type());
-  copied->record(c10::impl::VirtualGuardImpl(from.device().type()).getStream(from.device()));
-  return shard::PendingView(there, [copied] { copied->synchronize(); });
+  return shard::PendingView(there, [copied = shard::mark(from.device())] { copied->synchronize(); });
 }
 
 }  // namespace
@@ -85,7 +79,7 @@ class TilePipeline::Tile {
  public:
   // `range`: of the owned range, whose gradients are `grads`. `last`: of its unit. `away`: its states do not live on the
   // device.
-  Tile(Unit& unit, const at::Tensor& grads, shard::Range range, std::vector<Segment> segments, bool last, bool away,
+  Tile(Unit& unit, const shard::Buffer& grads, shard::Range range, std::vector<Segment> segments, bool last, bool away,
        bool pin)
       : unit_(&unit),
         range_(range),
@@ -93,11 +87,11 @@ class TilePipeline::Tile {
         last_(last),
         weights_here_(unit.weights().is_here()),
         weights_(fetch_weights()),
-        grads_(part(grads, range)) {
+        grads_(grads.fetch(range)) {
     for (const shard::Buffer* buffer : buffers())
       views_.push_back(buffer->defined() ? std::optional(buffer->fetch(range)) : std::nullopt);
-    if (!away || grads_.wait().is_cpu()) return;
-    grads_ = bring_to_host(grads_.wait(), pin);
+    if (!away || grads.options().device().is_cpu()) return;
+    if (grads.is_here()) grads_ = bring_to_host(grads_.wait(), pin);
     if (!weights_here_) return;
     device_weights_ = weights_.wait();
     weights_ = bring_to_host(device_weights_, pin);
@@ -163,7 +157,7 @@ TilePipeline::TilePipeline(Units& units, double scale, DiskGuard& disks, std::fu
 
 TilePipeline::~TilePipeline() = default;
 
-void TilePipeline::add(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present) {
+void TilePipeline::add(Unit& unit, const shard::Buffer& grads, const std::vector<bool>& present) {
   std::vector<Segment> segments = segments_of(unit, present, units_.options().precision.update_is_random());
   if (lives_on_device(unit)) return add(unit, grads, {0, unit.owned.size()}, std::move(segments), true, false);
   const bool away = !states_on_device(unit);
@@ -190,7 +184,7 @@ void TilePipeline::finish() {
   next_.reset();
 }
 
-void TilePipeline::add(Unit& unit, const at::Tensor& grads, shard::Range range, std::vector<Segment> segments,
+void TilePipeline::add(Unit& unit, const shard::Buffer& grads, shard::Range range, std::vector<Segment> segments,
                        bool last, bool away) {
   std::unique_ptr<Tile> tile;
   disks_.run([&] {

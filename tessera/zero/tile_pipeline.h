@@ -20,7 +20,7 @@ class TilePipeline {
 
   // Gradients of the owned range are `grads`, multiplied by `scale`. `present`: by parameter of the model; the others are left
   // alone.
-  void add(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present);
+  void add(Unit& unit, const shard::Buffer& grads, const std::vector<bool>& present);
   // The last tile's update.
   void finish();
 
@@ -30,7 +30,7 @@ class TilePipeline {
 
   static std::vector<Segment> segments_of(const Unit& unit, const std::vector<bool>& present, bool numbered);
   static std::vector<Segment> in_tiles(const std::vector<Segment>& segments);
-  void add(Unit& unit, const at::Tensor& grads, shard::Range range, std::vector<Segment> segments, bool last,
+  void add(Unit& unit, const shard::Buffer& grads, shard::Range range, std::vector<Segment> segments, bool last,
            bool away);
 
   Units& units_;

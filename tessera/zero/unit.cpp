@@ -112,8 +112,17 @@ shard::Buffer Unit::make(shard::Quantity what, const at::TensorOptions& options)
   return {owned.size(), options, options_.home ? options_.home(what, owned.size(), options) : nullptr};
 }
 
+shard::Buffer Unit::gradients() const {
+  return grads.size() == owned.size() ? grads : shard::Buffer(grads.view(owned));
+}
+
 at::Tensor Unit::owned_grads() const {
-  return grads.size() == owned.size() ? grads.tensor() : grads.view(owned);
+  return gradients().tensor();
+}
+
+void Unit::send_grads_to_host() {
+  host_grads = std::make_shared<HostGrads>(owned.size(), grads.options(), options_.pin_memory);
+  grads = shard::Buffer(owned.size(), grads.options(), host_grads);
 }
 
 shard::Buffer Unit::weights_to_write() {

@@ -13,6 +13,7 @@
 #include "tessera/shard/placement.h"
 #include "tessera/shard/storage.h"
 #include "tessera/zero/flat_params.h"
+#include "tessera/zero/host_grads.h"
 #include "tessera/zero/model_param.h"
 #include "tessera/zero/options.h"
 
@@ -84,8 +85,11 @@ class Unit {
   // This rank's weights of the owned range: for reading, and to be written.
   shard::Buffer weights() const { return owned == flat->slice() ? flat->slice_values() : shard::Buffer(flat->whole()); }
   shard::Buffer weights_to_write();
-  // A view of the gradients of that range.
+  // The gradients of that range: wherever they live, and a view of them where that is the device.
+  shard::Buffer gradients() const;
   at::Tensor owned_grads() const;
+  // From now on they live in host memory: Note [Gradients leave].
+  void send_grads_to_host();
   // Of gradients, whether or not a buffer is kept for them.
   at::TensorOptions grad_options() const;
   // The weights of parameter `item` that this rank owns: a view where they live on the device, else a copy.
@@ -124,8 +128,10 @@ class Unit {
   shard::Layout layout;
   shard::Range owned;                // range of the flat space whose states this rank keeps
   std::unique_ptr<FlatParams> flat;  // compute parameters, param dtype
-  // Whole (stages 0, 1, or one rank) or the owned range (stage 2); grad dtype. None where the backward updates.
+  // Whole (stages 0, 1, or one rank) or the owned range (stage 2, in host memory always); grad dtype. None where the
+  // backward updates.
   shard::Buffer grads;
+  std::shared_ptr<HostGrads> host_grads;  // where they live that do not live on the device; else null
   at::Tensor partial;  // local contributions, whole: `grads` itself or a pooled bucket; undefined while Empty
   bool partial_pooled = false;
   at::ScalarType travel;   // dtype of contributions and sums on their way; cast where it is not that of grads

@@ -69,7 +69,8 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<M
   const c10::AutoGradMode no_grad(false);
   check_params(params, groups_);
   make_sets(mesh);
-  unsharder_ = std::make_unique<Unsharder>(options_.gather, phases_);
+  unsharder_ = std::make_unique<Unsharder>(options_.gather, phases_,
+                                           [this](int told, const std::string& why) { tell_others(told, why); });
   for (size_t i = 0; i < params.size(); ++i)
     if (params[i].group >= 0) trained_ids_.push_back(static_cast<ParamId>(i));
   const std::vector<PlannedUnit> planned_units = plan(params);
@@ -119,10 +120,20 @@ void Units::make_sets(const comm::Mesh& mesh) {
   }
   const bool partitions = placements_.params == shard::Placement::Shard;
   for (auto& [varies, set] : sets_) {
+    for (const comm::GroupPtr& group : {set.ranks.shard, set.ranks.replicate, set.ranks.model})
+      if (group->size() > 1) mesh_groups_.push_back(group);
     set.ranks = set.ranks.siblings();
     if (!params_.empty()) set.ranks.device = params_.front().tensor.device();
     set.gathers = partitions && set.ranks.shard->size() > 1 ? set.ranks.shard->sibling() : set.ranks.shard;
   }
+}
+
+// Ranks that take no part in a gather meet those that do in other collectives, where they would wait: these end with the
+// reason, and so does all that is made of their groups.
+void Units::tell_others(int told, const std::string& why) const {
+  if (told == ranks().all()) return;
+  for (const comm::GroupPtr& group : mesh_groups_)
+    group->abort(why);
 }
 
 const Units::Set& Units::set_of(const ModelParam& param) const {
@@ -280,6 +291,8 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Model
   unit->flat->gather_in(gather_dtype_of(*originals.front()));
   const auto names = optim::state_names(rule_, groups_);
   if (rule_ != optim::Rule::External) unit->allocate_states(names.count, groups_, rule_);
+  const bool host_updates = !states_on_device(*unit) && !unit->flat->options().device().is_cpu();
+  if (host_updates && unit->grads.defined() && !unit->grads_are_visible()) unit->send_grads_to_host();
   const int number = unsharder_->add(unit->flat.get(), set.gathers);
   unit_of_number_.push_back(unit.get());
   for (size_t i = 0; i < unit->params.size(); ++i) {

@@ -94,6 +94,7 @@ class Units {
   };
 
   void make_sets(const comm::Mesh& mesh);
+  void tell_others(int told, const std::string& why) const;
   const Set& set_of(const ModelParam& param) const;
   bool partitions(const ModelParam& param) const;
   bool has_homes() const { return options_.home || options_.weight_home; }
@@ -116,6 +117,7 @@ class Units {
   shard::StagePlacements placements_;
   std::map<comm::Axes, Set> sets_;  // by what varies, of the axes that have several ranks
   comm::Axes several_;              // these axes
+  std::vector<comm::GroupPtr> mesh_groups_;  // of several ranks, along which they lie
   optim::Rule rule_;
   std::vector<optim::GroupOptions> groups_;
   const std::vector<ModelParam>& params_;

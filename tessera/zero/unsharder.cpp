@@ -29,7 +29,19 @@ void Unsharder::Trace::use(int unit) {
   if (followed) position = static_cast<size_t>(found - last.begin()) + 1;
 }
 
-Unsharder::Unsharder(const GatherOptions& options, Phases& phases) : options_(options), phases_(phases) {}
+Unsharder::Unsharder(const GatherOptions& options, Phases& phases, Failed failed)
+    : options_(options), failed_(std::move(failed)), phases_(phases) {}
+
+// The ranks of the group have the same error.
+template <class F>
+void Unsharder::telling(const Entry& entry, const F& gather) {
+  try {
+    gather();
+  } catch (const IoError& error) {
+    if (failed_) failed_(entry.group->size(), error.what_without_backtrace());
+    throw;
+  }
+}
 
 int Unsharder::add(FlatParams* flat, comm::GroupPtr group) {
   entries_.emplace_back();
@@ -246,7 +258,7 @@ void Unsharder::start(Entry& entry, bool exact) {
     staging = staging_.acquire(staged, options.dtype(flat.gather_dtype()));
   }
   try {
-    entry.flat->begin_gather(*entry.group, bucket, staging);
+    telling(entry, [&] { entry.flat->begin_gather(*entry.group, bucket, staging); });
   } catch (...) {
     if (bucket.defined()) pool_.give_back(bucket);
     if (staging.defined()) staging_.give_back(staging);
@@ -270,7 +282,7 @@ void Unsharder::make_ready(Entry& entry, bool exact) {
   const PhaseScope scope(phases_, Phase::Gather, entry.flat->name());
   if (entry.flat->state() == ParamState::Sharded) start(entry, exact);
   try {
-    entry.flat->finish_gather();
+    telling(entry, [&] { entry.flat->finish_gather(); });
   } catch (...) {
     give_back(*entry.flat, entry.flat->take_bucket());
     take_staging(*entry.flat);
@@ -376,7 +388,7 @@ void Unsharder::hold(int unit, bool writable) {
   FlatParams& flat = *entry.flat;
   if (!flat.sharded()) return;
   if (flat.state() != ParamState::Ready) make_ready(entry, /*exact=*/true);
-  flat.make_exact(*entry.group);
+  telling(entry, [&] { flat.make_exact(*entry.group); });
   if (writable && flat.is_in_space()) {
     const int64_t size = flat.layout().size();
     flat.make_private(pool_.acquire(size, flat.options()));

@@ -21,6 +21,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -35,7 +36,9 @@ namespace tessera::zero {
 
 class Unsharder {
  public:
-  Unsharder(const GatherOptions& options, Phases& phases);
+  // `failed(ranks, why)`: a gather met a disk that fails; so many ranks know.
+  using Failed = std::function<void(int ranks, const std::string& why)>;
+  Unsharder(const GatherOptions& options, Phases& phases, Failed failed = {});
 
   // Registers a unit, in forward order; returns its number. Units that are not sharded are always there. `group`: gathers
   // it, and does nothing else.
@@ -122,6 +125,8 @@ class Unsharder {
     int next() const { return followed && position < last.size() ? last[position] : -1; }
   };
 
+  template <class F>
+  void telling(const Entry& entry, const F& gather);
   bool under_way(int scope) const;
   void use(int unit, bool in_backward);
   void await_end(ScopeCall& call);
@@ -141,6 +146,7 @@ class Unsharder {
   void release_unused(bool kept_too);
 
   GatherOptions options_;
+  Failed failed_;
   Phases& phases_;
   std::vector<Entry> entries_;
   std::vector<std::vector<int>> scopes_;

@@ -24,7 +24,7 @@ namespace {
 void add_pieces(std::vector<at::Tensor>& pieces, const Unit& unit, shard::Range slice,
                 const std::vector<ParamId>& without) {
   const auto add = [&](int64_t begin, int64_t end) {
-    if (begin < end) pieces.push_back(unit.owned_grads().narrow(0, begin - unit.owned.begin, end - begin));
+    if (begin < end) pieces.push_back(unit.gradients().fetch({begin - unit.owned.begin, end - unit.owned.begin}).wait());
   };
   for (const Param& p : unit.params) {  // in the order of their places
     if (std::ranges::find(without, p.id) == without.end()) continue;
@@ -190,7 +190,7 @@ void Updater::finish_gathers() {
 void Updater::update_units(const GradientSummary& summary, double scale, DiskGuard& disks) {
   TilePipeline pipeline(units_, scale, disks, [this](Unit& unit) { gather_unit(unit); });
   for (const auto& unit : units_.all())
-    pipeline.add(*unit, unit->owned_grads(), summary.present);
+    pipeline.add(*unit, unit->gradients(), summary.present);
   pipeline.finish();
 }
 
@@ -198,7 +198,7 @@ void Updater::update_unit(Unit& unit, const at::Tensor& grads, const std::vector
                           DiskGuard& disks) {
   const c10::AutoGradMode no_grad(false);
   TilePipeline pipeline(units_, scale, disks, [](Unit&) {});
-  pipeline.add(unit, grads, present);
+  pipeline.add(unit, shard::Buffer(grads), present);
   pipeline.finish();
   for (Param& p : unit.params)
     if (present[p.id]) count_update(p);

@@ -174,6 +174,33 @@ TEST(OffloadEngine, AReadOfWeightsThatFailsOnOneRankFailsOnAll) {
   });
 }
 
+// Other replicas, and other slices of the model, gather nothing with the rank that failed, and cannot wait for it: they hear
+// of it where they next meet its group.
+TEST(OffloadEngine, AReadOfWeightsThatFailsIsAnErrorOfAllAxes) {
+  using enum comm::Axis;
+  for (const AxisSizes& sizes : {AxisSizes{{DpReplicate, 2}, {DpShard, 2}}, AxisSizes{{DpShard, 2}, {Tp, 2}},
+                                 AxisSizes{{DpReplicate, 3}}, AxisSizes{{Tp, 2}}}) {
+    const io::TempFolder folder;
+    Fault fault;
+    const auto faulty = [&](int depth) { return std::make_unique<FaultyQueue>(depth, fault); };
+    const auto start = std::chrono::steady_clock::now();
+    run_axes(sizes, [&](int rank, const comm::Mesh& mesh) {
+      const Toy toy;
+      auto options = toy_options({.stage = 3, .bf16 = true, .persistence = 0});
+      options.zero.weight_home = on_disk(folder.path(), rank == 1 ? offload::QueueMaker(faulty) : offload::QueueMaker());
+      Engine engine(options, mesh, toy.specs(), {toy_adamw()});
+      step(engine, toy, 0, 0);
+      if (rank == 1) fault.reads = true;
+      const std::string what = error_of([&] { step(engine, toy, 0, 1); });
+      EXPECT_TRUE(what.find("Input/output error") != std::string::npos ||
+                  what.find("could not read its slice") != std::string::npos)
+          << rank << ": " << what;
+      EXPECT_NE(error_of([&] { step(engine, toy, 0, 2); }), "") << "the groups have ended";
+    });
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
+  }
+}
+
 // One rank's disk refuses to hold the states, or to take them: an error of all, at once.
 TEST(OffloadEngine, AConstructionThatFailsOnOneRankFailsOnAll) {
   const io::TempFolder folder;

@@ -70,20 +70,27 @@ TEST(File, DirectTransfersOfAnyAlignment) {
 }
 
 TEST(File, OneWithoutANameIsReadAndWritten) {
-  const TempFolder folder;
   alignas(kDirectAlignment) static char memory[kDirectAlignment] = {};
-  const File file = File::scratch(folder.path());
-  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
-  file.reserve(2 * kDirectAlignment);
-  EXPECT_EQ(file.size(), 2 * kDirectAlignment);
-  file.write("hello", 5, kDirectAlignment);
-  file.read(memory, kDirectAlignment, kDirectAlignment);
-  EXPECT_EQ(std::string(memory), "hello") << "and zeros after it";
-  file.write(memory, kDirectAlignment, 0);
-  std::string text(5, ' ');
-  file.read(text.data(), 5, 0);
-  EXPECT_EQ(text, "hello");
-  EXPECT_NE(error_of([&] { File::scratch(folder / "none"); }).find("cannot make a file in '"), std::string::npos);
+  for (const bool knows_unnamed : {true, false}) {
+    const TempFolder folder;
+    const File file = File::scratch(folder.path(), knows_unnamed);
+    EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
+    struct stat info{};
+    ASSERT_EQ(::fstat(file.descriptor(memory, 1, 1), &info), 0);
+    EXPECT_EQ(info.st_mode & 0777, 0600u);
+    EXPECT_EQ(info.st_nlink, 0u);
+    file.reserve(2 * kDirectAlignment);
+    EXPECT_EQ(file.size(), 2 * kDirectAlignment);
+    file.write("hello", 5, kDirectAlignment);
+    file.read(memory, kDirectAlignment, kDirectAlignment);
+    EXPECT_EQ(std::string(memory), "hello") << "and zeros after it";
+    file.write(memory, kDirectAlignment, 0);
+    std::string text(5, ' ');
+    file.read(text.data(), 5, 0);
+    EXPECT_EQ(text, "hello");
+    EXPECT_NE(error_of([&] { File::scratch(folder / "none", knows_unnamed); }).find("cannot make a file in '"),
+              std::string::npos);
+  }
 }
 
 TEST(ReplaceText, OldOrNewAndNothingBeside) {

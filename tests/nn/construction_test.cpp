@@ -4,17 +4,23 @@
 #include <torch/nn.h>
 
 #include "tessera/nn/engine.h"
+#include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
+#include "tests/support/open_files.h"
 #include "tests/support/ranks.h"
 
 namespace tessera::nn {
 namespace {
 
-Config config(int ranks, int stage) {
+// `disk`: a folder where parameters live; empty: they live on the device.
+Config config(int ranks, int stage, const std::string& disk = "") {
+  const std::string away = R"(, "offload_param": {"device": "nvme", "max_in_cpu": 0, "nvme_path": ")" + disk + "\"}";
+
   return Config::from_json(R"({"gradient_clipping": 0, "train_micro_batch_size_per_gpu": 4, "train_batch_size": )" +
                            std::to_string(4 * ranks) + R"(, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     "zero_optimization": {"stage": )" +
-                           std::to_string(stage) + R"(, "stage3_param_persistence_threshold": 0}})");
+                           std::to_string(stage) + R"(, "stage3_param_persistence_threshold": 0)" +
+                           (disk.empty() ? "" : away) + "}}");
 }
 
 // Values that a rank could not make alone: those of rank 0 must hold.
@@ -53,6 +59,29 @@ TEST(Construction, AnEngineTrainsWhatWasBuiltInPartitions) {
       EXPECT_EQ(building.bytes(), 0);
       for (size_t i = 0; i < want.size(); ++i)
         EXPECT_TRUE(got[i].equal(want[i])) << stage << " " << i;
+    });
+  }
+}
+
+// One rank partitions, too, and nothing is left on the device.
+TEST(Construction, WhatIsBuiltMayLiveOnADisk) {
+  for (const int ranks : {1, 2}) {
+    testing::run_ranks(ranks, [ranks](int rank, const comm::GroupPtr& group) {
+      const io::TempFolder disk;
+      const Config away = config(ranks, 3, disk.path());
+      Construction building(away, comm::Mesh(group));
+      torch::nn::Sequential early, plain;
+      for (int i = 0; i < 4; ++i) {
+        early->push_back(building.partition(layer(rank, i)));
+        plain->push_back(layer(0, i));
+      }
+      EXPECT_HAS(testing::error_of([&] { (void)early->parameters()[0].sum(); }), "parameter 'weight' is partitioned");
+      EXPECT_EQ(building.bytes(), 0);
+      EXPECT_FALSE(testing::files_in(disk.path()).empty());
+      const auto got = train(initialize(early, away, building));
+      const auto want = train(initialize(plain, config(ranks, 3), comm::Mesh(group)));
+      for (size_t i = 0; i < want.size(); ++i)
+        EXPECT_TRUE(got[i].equal(want[i])) << ranks << " " << i;
     });
   }
 }

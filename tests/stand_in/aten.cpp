@@ -68,10 +68,16 @@ Tensor host_view(const Tensor& t) {
 
 std::atomic<void (*)(bool to_host, int64_t bytes)> on_copy{nullptr};
 
-Tensor copy_from(const Tensor& src, const Tensor& dst, bool /*non_blocking*/) {
+void copy_now(const Tensor& src, const Tensor& dst) {
   if (const auto notice = on_copy.load(); notice != nullptr && src.is_cpu() != dst.is_cpu())
     notice(dst.is_cpu(), static_cast<int64_t>(src.nbytes()));
   host_view(dst).copy_(host_view(src));
+}
+
+Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
+  const Tensor &there = src.is_cpu() ? dst : src, &other = src.is_cpu() ? src : dst;
+  const bool pageable = other.is_cpu() && !other.is_pinned();
+  copy_on_current_stream(there.device().index(), !non_blocking || pageable, [src, dst] { copy_now(src, dst); });
   return dst;
 }
 

@@ -10,6 +10,7 @@
 #include <array>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -22,6 +23,9 @@ namespace {
 
 constexpr size_t kAlignment = 64;
 thread_local c10::DeviceIndex current = 0;
+// Which stream of each device is the thread's current one.
+constexpr c10::StreamId kComputes = 0, kCopies = 1;
+thread_local std::array<c10::StreamId, kDevices> current_stream{};
 
 c10::Device current_torch_device() {
   return {c10::kPrivateUse1, current};
@@ -166,7 +170,48 @@ void PinnedAllocator::release(void* host) {
   std::free(host);
 }
 
-// ---- the current device and its stream. Work is done when a call returns, so events have always happened.
+// ---- streams. What was put on a device's stream for copies, and how much of it is done.
+class Copies {
+ public:
+  void add(std::function<void()> copy) {
+    const std::lock_guard lock(mutex_);
+    waiting_.push_back(std::move(copy));
+  }
+  int64_t put() {
+    const std::lock_guard lock(mutex_);
+    return done_ + static_cast<int64_t>(waiting_.size());
+  }
+  bool is_done(int64_t number) {
+    const std::lock_guard lock(mutex_);
+    return done_ >= number;
+  }
+  void run(int64_t number) {
+    const std::lock_guard lock(mutex_);
+    const at::NoGradGuard no_grad;
+    for (; done_ < number; ++done_) {
+      const auto copy = std::move(waiting_.front());
+      waiting_.pop_front();
+      copy();
+    }
+  }
+
+ private:
+  std::recursive_mutex mutex_;
+  std::deque<std::function<void()>> waiting_;
+  int64_t done_ = 0;
+};
+
+std::array<Copies, kDevices>& copies() {
+  static auto* all = new std::array<Copies, kDevices>;
+  return *all;
+}
+
+struct Event {
+  c10::DeviceIndex device;
+  int64_t number;  // of copies before it; 0: on the stream that computes, whose work is done
+};
+
+// ---- the current device and its streams.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kPrivateUse1; }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
@@ -177,26 +222,50 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void setDevice(c10::Device device) const override { current = checked(device).index(); }
   void uncheckedSetDevice(c10::Device device) const noexcept override { current = device.index(); }
 
+  static c10::Stream stream_of(c10::Device device, c10::StreamId id) {
+    return {c10::Stream::UNSAFE, checked(device), id};
+  }
   c10::Stream getStream(c10::Device device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, checked(device));
+    return stream_of(device, current_stream.at(checked(device).index()));
   }
-  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getStream(device); }
-  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(device, kComputes); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return stream_of(device, kCopies); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return stream_of(device, kCopies); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    return stream_of(stream.device(), std::exchange(current_stream.at(stream.device().index()), stream.id()));
+  }
   void* getStreamNativeHandle(c10::Stream stream) const override {
-    return stream_handle(checked(stream.device()).index());
+    return stream.id() == kComputes ? stream_handle(checked(stream.device()).index()) : nullptr;
   }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeDevice(c10::DeviceIndex) const override {}
+  bool queryStream(const c10::Stream& stream) const override {
+    Copies& copies_of = copies().at(stream.device().index());
+    return stream.id() == kComputes || copies_of.is_done(copies_of.put());
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    if (stream.id() == kCopies) synchronizeDevice(stream.device().index());
+  }
+  void synchronizeDevice(c10::DeviceIndex device) const override {
+    Copies& copies_of = copies().at(device);
+    copies_of.run(copies_of.put());
+  }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
-    *event = stream_handle(checked(stream.device()).index());
+    const c10::DeviceIndex device = checked(stream.device()).index();
+    if (*event == nullptr) *event = new Event{};
+    *static_cast<Event*>(*event) = {device, stream.id() == kCopies ? copies().at(device).put() : 0};
   }
-  void block(void*, const c10::Stream& stream) const override { checked(stream.device()); }
-  bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override {}
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (stream.id() == kComputes) synchronizeEvent(event);
+  }
+  bool queryEvent(void* event) const override {
+    const auto* of = static_cast<Event*>(event);
+    return copies().at(of->device).is_done(of->number);
+  }
+  void synchronizeEvent(void* event) const override {
+    const auto* of = static_cast<Event*>(event);
+    copies().at(of->device).run(of->number);
+  }
   double elapsedTime(void*, void*, c10::DeviceIndex) const override { return 0; }
 };
 
@@ -248,6 +317,13 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 int current_device() {
   return current;
+}
+
+void copy_on_current_stream(int device, bool blocks, std::function<void()> copy) {
+  if (current_stream.at(device) == kComputes) return copy();
+  Copies& there = copies().at(device);
+  there.add(std::move(copy));
+  if (blocks) there.run(there.put());
 }
 
 }  // namespace tessera::stand_in

@@ -144,8 +144,7 @@ TEST(DeviceEngine, HasTheBitsOfTheCpuWhereverStatesLive) {
   }
 }
 
-// What the device holds is weights and gradients. Tile k + 1 is on its way to the host before tile k is updated and sent
-// back.
+// What the device holds is weights and a bucket. Tile k + 1 is on its way to the host before tile k is updated and sent back.
 TEST(DeviceEngine, TilesPassThroughTheHost) {
   static std::vector<std::pair<bool, int64_t>> copies;  // to the host; elements. Smaller ones are those of the norm
   constexpr int64_t kTile = shard::kTile, kLast = 1 << 16, kSize = 2 * kTile + kLast;
@@ -157,7 +156,8 @@ TEST(DeviceEngine, TilesPassThroughTheHost) {
     options.zero.home = offload::state_homes({.residence = residence, .folder = folder.path()});
     Engine engine(options, comm::Mesh(), {{"w", weight, 0, ""}}, {toy_adamw()});
     const auto memory = engine.memory();
-    EXPECT_EQ(residence == shard::Residence::Host ? memory.host : memory.disk, 8 * kSize);
+    EXPECT_EQ(memory.host, (residence == shard::Residence::Host ? 12 : 4) * kSize);
+    EXPECT_EQ(memory.disk, (residence == shard::Residence::Host ? 0 : 8) * kSize);
     weight.sum().backward();
     copies.clear();
     tessera_stand_in_on_copy([](bool to_host, int64_t bytes) {
@@ -165,15 +165,70 @@ TEST(DeviceEngine, TilesPassThroughTheHost) {
     });
     engine.step();
     tessera_stand_in_on_copy(nullptr);
-    const std::vector<std::pair<bool, int64_t>> expected{{true, kTile}, {true, kTile},  {true, kTile},
-                                                         {true, kTile}, {false, kTile}, {true, kLast},
-                                                         {true, kLast}, {false, kTile}, {false, kLast}};
+    const std::vector<std::pair<bool, int64_t>> expected{{true, kSize},  // the gradient, which the norm waits for
+                                                         {true, kTile},  {true, kTile},  {false, kTile},
+                                                         {true, kLast},  {false, kTile}, {false, kLast}};
     EXPECT_EQ(copies, expected);
     EXPECT_NEAR(static_cast<double>(tessera_stand_in_bytes() - before), 8.0 * kSize, 0.01 * kSize);
   }
 }
 
-// The device's memory is one gathered unit of eight, the bucket of the next and gradients; moved away it is nothing.
+// Each gradient is copied while the next one is computed, and two buckets serve all of them: the device's memory is weights
+// and these, whatever the stage, also where a step has several backwards.
+TEST(DeviceEngine, GradientsLeaveWhileTheBackwardGoesOn) {
+  static std::string log;  // the number of a unit whose gradient is computed, '>' a copy to the host, '<' one back
+  static int64_t most = 0;
+  constexpr int64_t kSize = 1 << 18, kUnits = 8, kUnit = 4 * 2 * kSize;
+  for (int stage = 1; stage <= 3; ++stage) {
+    for (const auto residence : {shard::Residence::Host, shard::Residence::Nvme}) {
+      const io::TempFolder folder;
+      const int64_t before = tessera_stand_in_bytes();
+      std::vector<engine::ParamSpec> specs;
+      for (int i = 0; i < kUnits; ++i)
+        for (const std::string name : {"a", "b"})
+          specs.push_back({name + std::to_string(i), at::ones({kSize}, device_of(0)).requires_grad_(true), 0,
+                           "u" + std::to_string(i)});
+      engine::Options options = toy_options({.stage = stage, .min_unit = 1, .precision = PrecisionPolicy::fp32()});
+      options.zero.home = offload::state_homes({.residence = residence, .folder = folder.path()});
+      Engine engine(options, comm::Mesh(), specs, {toy_adamw()});
+      const auto backward = [&] {
+        log.clear();
+        most = 0;
+        at::Tensor x = at::ones({}, device_of(0));
+        for (int i = 0; i < kUnits; ++i) {
+          x = x + specs[2 * i].tensor.sum() + specs[2 * i + 1].tensor.sum();
+          x.register_hook([i](const at::Tensor& grad) {
+            log += std::to_string(i);
+            most = std::max(most, tessera_stand_in_bytes());
+            return grad;
+          });
+        }
+        tessera_stand_in_on_copy([](bool to_host, int64_t bytes) {
+          if (bytes == kUnit) log += to_host ? '>' : '<';
+        });
+        x.backward();
+      };
+      EXPECT_NEAR(static_cast<double>(tessera_stand_in_bytes() - before), kUnits * kUnit, 0.1 * kUnit) << "weights";
+      backward();
+      EXPECT_EQ(log, "765>4>3>2>1>0>") << "stage " << stage;
+      EXPECT_LT(most - before, (kUnits + 2.6) * kUnit) << "and a gradient of torch's";
+      if (stage > 1) {  // else they add up on the device until the step
+        backward();
+        EXPECT_EQ(std::count(log.begin(), log.end(), '<'), kUnits) << log;
+        EXPECT_LT(most - before, (kUnits + 2.6) * kUnit);
+      }
+      tessera_stand_in_on_copy(nullptr);
+      const at::Tensor sum = engine.states().get_full(3, Quantity::Gradient);
+      EXPECT_TRUE(sum.cpu().eq(stage > 1 ? 2 : 1).all().item<bool>());
+      EXPECT_EQ(sum.device(), device_of(0));
+      engine.step();
+      EXPECT_NEAR(static_cast<double>(tessera_stand_in_bytes() - before), (kUnits + 2) * kUnit + 4 * kSize,
+                  0.1 * kUnit);
+    }
+  }
+}
+
+// The device's memory is one gathered unit of eight and the bucket of the next; moved away it is nothing.
 TEST(DeviceEngine, WeightsElsewhereLeaveTheDevice) {
   constexpr int64_t kSize = 1 << 20, kUnits = 8;
   for (const bool weights : {true, false}) {
@@ -188,13 +243,13 @@ TEST(DeviceEngine, WeightsElsewhereLeaveTheDevice) {
     if (weights) options.zero.weight_home = offload::state_homes(host);
     Engine engine(options, comm::Mesh(), specs, {toy_adamw()});
     const auto held = [&] { return static_cast<double>(tessera_stand_in_bytes() - before) / (4.0 * kSize); };
-    EXPECT_NEAR(held(), weights ? kUnits : 2 * kUnits, 0.1) << "gradients, and weights where they live here";
+    EXPECT_NEAR(held(), weights ? 0 : kUnits, 0.1) << "weights where they live here";
     if (!weights) {
       engine.offload_states({zero::StateKind::Weights, zero::StateKind::Gradients});
       EXPECT_NEAR(held(), 0, 0.1);
       EXPECT_EQ(engine.memory().host, 16 * kSize * kUnits);
       engine.reload_states();
-      EXPECT_NEAR(held(), 2 * kUnits, 0.1);
+      EXPECT_NEAR(held(), kUnits, 0.1);
       EXPECT_TRUE(specs[3].tensor.cpu().eq(1).all().item<bool>());
     }
   }

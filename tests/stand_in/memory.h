@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <stdexcept>
 #include <string>
 
@@ -22,7 +23,11 @@ static_assert(uintptr_t{kDevices} << kAddressBits <= kDeviceBit);
 
 int current_device();  // of the calling thread; within the library only
 
-// The only stream of a device, as kernels take it. Not an address.
+// `copy`, on a device's stream for copies (where it is the current one of the thread): now, or, unless it blocks, when somebody
+// waits for it. See device.cpp.
+void copy_on_current_stream(int device, bool blocks, std::function<void()> copy);
+
+// The stream of a device that computes, as kernels take it. Not an address.
 inline void* stream_handle(int device) {
   return reinterpret_cast<void*>(uintptr_t{0x7e55e2a0} + static_cast<uintptr_t>(device));
 }

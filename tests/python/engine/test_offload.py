@@ -311,6 +311,10 @@ def test_a_file_system_without_direct_transfers(queue: str, tmp_path: Path) -> N
     assert program("shm", environment={"TESSERA_IO": queue}).endswith("well\n")
 
 
+def test_a_system_that_refuses_io_uring(tmp_path: Path) -> None:
+    assert program("forbidden", tmp_path).endswith("well\n")
+
+
 def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     command = [sys.executable, PROGRAM, "endless", tmp_path]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

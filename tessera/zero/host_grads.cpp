@@ -1,0 +1,50 @@
+#include "tessera/zero/host_grads.h"
+
+#include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
+
+#include <utility>
+
+namespace tessera::zero {
+
+namespace {
+constexpr size_t kLeaving = 1;  // buckets that are copied while the next one fills
+}
+
+HostGrads::HostGrads(int64_t size, const at::TensorOptions& of_device, bool pin)
+    : values_(at::zeros({size}, of_device.device(at::kCPU).pinned_memory(pin))) {}
+
+shard::PendingView HostGrads::fetch(shard::Range range) {
+  return shard::PendingView(values_.narrow(0, range.begin, range.size()), [copied = copied_] {
+    if (copied) copied->synchronize();
+  });
+}
+
+void HostGrads::store(shard::Range range, const at::Tensor& values) {
+  fetch(range).wait().copy_(values);
+}
+
+void GradCopies::leave(const at::Tensor& from, HostGrads& to, std::function<void()> release) {
+  to.copied_ = stream_.run(from.device(), [&] { to.values_.copy_(from, /*non_blocking=*/true); });
+  leaving_.push_back({to.copied_, from.device(), std::move(release)});
+  while (leaving_.size() > kLeaving || (!leaving_.empty() && leaving_.front().copied->query()))
+    release_oldest();
+}
+
+void GradCopies::release_oldest() {
+  const Leaving oldest = std::move(leaving_.front());
+  leaving_.pop_front();
+  shard::come_after(*oldest.copied, oldest.device);
+  oldest.release();
+}
+
+std::shared_ptr<c10::Event> GradCopies::come_back(HostGrads& from, const at::Tensor& to) {
+  return from.copied_ = stream_.run(to.device(), [&] { to.copy_(from.values_, /*non_blocking=*/true); });
+}
+
+void GradCopies::finish() {
+  while (!leaving_.empty())
+    release_oldest();
+}
+
+}  // namespace tessera::zero
