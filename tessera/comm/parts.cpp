@@ -3,12 +3,13 @@
 #include <algorithm>
 #include <map>
 
+#include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
 
 namespace tessera::comm {
 
 int Parts::rank_of(int of_part, int place) const {
-  for (int p = 0; p < of_part; ++p)
+  for (int p = 0; p < of_part && !overlaid; ++p)
     place += shapes[p].size(kAxes);
   return place;
 }
@@ -17,26 +18,60 @@ int Parts::place() const {
   return everyone->rank() - rank_of(part, 0);
 }
 
+namespace {
+
+// The meshes of all places of a part whose ranks are threads.
+std::vector<Mesh> thread_meshes(const MeshShape& shape, std::chrono::milliseconds timeout) {
+  std::map<std::vector<int>, std::vector<GroupPtr>> groups;  // by their ranks
+  std::vector<Mesh> meshes(shape.size(kAxes));
+  for (int place = 0; place < static_cast<int>(meshes.size()); ++place) {
+    for (const Axes axes : shape.groups()) {
+      const std::vector<int> ranks = shape.ranks_along(axes, place);
+      auto& group = groups[ranks];
+      if (group.empty()) group = thread_groups(static_cast<int>(ranks.size()), timeout);
+      meshes[place].set(axes, group[std::find(ranks.begin(), ranks.end(), place) - ranks.begin()]);
+    }
+  }
+  return meshes;
+}
+
+std::vector<PostPtr> posts_of(int world, std::chrono::milliseconds timeout) {
+  return world > 1 ? thread_posts(world, timeout) : std::vector<PostPtr>(1);
+}
+
+}  // namespace
+
 std::vector<Parts> thread_parts(const std::vector<MeshShape>& shapes, std::chrono::milliseconds timeout) {
   int world = 0;
   for (const MeshShape& shape : shapes)
     world += shape.size(kAxes);
   const auto everyone = thread_groups(world, timeout);
-  const auto posts = world > 1 ? thread_posts(world, timeout) : std::vector<PostPtr>(1);
+  const auto posts = posts_of(world, timeout);
   std::vector<Parts> all;
+  for (int part = 0; part < static_cast<int>(shapes.size()); ++part)
+    for (Mesh& mesh : thread_meshes(shapes[part], timeout))
+      all.push_back({shapes, part, std::move(mesh), everyone[all.size()], posts[all.size()]});
+  return all;
+}
+
+void check_overlaid(const std::vector<MeshShape>& shapes, int world) {
+  for (const MeshShape& shape : shapes)
+    TESSERA_CHECK_VALUE(shape.size(kAxes) == world, "comm", "parts that all ranks have must have ", world,
+                        " ranks each, got one of ", shape.size(kAxes));
+}
+
+std::vector<std::vector<Parts>> thread_overlaid_parts(const std::vector<MeshShape>& shapes,
+                                                      std::chrono::milliseconds timeout) {
+  TESSERA_CHECK_VALUE(!shapes.empty(), "comm", "a program needs a part");
+  const int world = shapes[0].size(kAxes);
+  check_overlaid(shapes, world);
+  const auto everyone = thread_groups(world, timeout);
+  const auto posts = posts_of(world, timeout);
+  std::vector<std::vector<Parts>> all(world);
   for (int part = 0; part < static_cast<int>(shapes.size()); ++part) {
-    const MeshShape& shape = shapes[part];
-    std::map<std::vector<int>, std::vector<GroupPtr>> groups;  // by their ranks
-    for (int place = 0; place < shape.size(kAxes); ++place) {
-      Parts mine{shapes, part, Mesh(), everyone[all.size()], posts[all.size()]};
-      for (const Axes axes : shape.groups()) {
-        const std::vector<int> ranks = shape.ranks_along(axes, place);
-        auto& group = groups[ranks];
-        if (group.empty()) group = thread_groups(static_cast<int>(ranks.size()), timeout);
-        mine.mesh.set(axes, group[std::find(ranks.begin(), ranks.end(), place) - ranks.begin()]);
-      }
-      all.push_back(std::move(mine));
-    }
+    auto meshes = thread_meshes(shapes[part], timeout);
+    for (int rank = 0; rank < world; ++rank)
+      all[rank].push_back({shapes, part, std::move(meshes[rank]), everyone[rank], posts[rank], /*overlaid=*/true});
   }
   return all;
 }

@@ -9,13 +9,14 @@
 
 namespace tessera::comm {
 
-// Part p has the ranks behind those of parts 0 to p-1, as many as its mesh has.
+// Part p has the ranks behind those of parts 0 to p-1, as many as its mesh has; or every part has all ranks (overlaid).
 struct Parts {
   std::vector<MeshShape> shapes;  // of all parts
   int part = 0;                   // that of this rank
   Mesh mesh;                      // of this rank's part
   GroupPtr everyone;              // all ranks of all parts
   PostPtr post;                   // between them; null where there is one rank
+  bool overlaid = false;
 
   int rank_of(int of_part, int place) const;  // among all ranks
   int place() const;                          // of this rank in its part
@@ -26,11 +27,21 @@ struct Parts {
 Parts environment_parts(const std::vector<MeshShape>& shapes,
                         std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
+// The same where every part has all ranks of the environment: element p is how this rank sees the program as one of part p.
+std::vector<Parts> environment_overlaid_parts(const std::vector<MeshShape>& shapes,
+                                              std::chrono::milliseconds timeout = std::chrono::minutes(10));
+
 // WORLD_SIZE; 1 where it is not set.
 int environment_size();
+
+// Value error where the parts of `shapes` do not have all `world` ranks each.
+void check_overlaid(const std::vector<MeshShape>& shapes, int world);
 
 // Ranks as threads of this process: element r is for the thread of rank r.
 std::vector<Parts> thread_parts(const std::vector<MeshShape>& shapes,
                                 std::chrono::milliseconds timeout = std::chrono::minutes(10));
+// Element r: what environment_overlaid_parts() is for rank r. Value error where the parts have other numbers of ranks.
+std::vector<std::vector<Parts>> thread_overlaid_parts(const std::vector<MeshShape>& shapes,
+                                                      std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
 }  // namespace tessera::comm

@@ -18,7 +18,7 @@
 namespace tessera::engine {
 
 struct SaveOptions {
-  std::string tag;            // empty: "global_step<N>"
+  std::string tag = {};       // empty: "global_step<N>"
   bool latest = true;         // the tag that a load without one takes
   bool frozen = true;         // also parameters that are not optimized
   bool asynchronous = false;  // returns once everything is copied to host memory

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "tessera/comm/mesh.h"
+#include "tessera/config/config.h"
 #include "tessera/engine/engine.h"
-#include "tessera/tessera.h"
 #include "tessera/zero/early_params.h"
 
 namespace tessera::nn {

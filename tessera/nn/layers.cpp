@@ -4,7 +4,9 @@
 #include <torch/utils.h>
 
 #include <mutex>
+#include <set>
 
+#include "tessera/nn/recompute.h"
 #include "tessera/pipeline/partition.h"
 
 namespace tessera::nn {
@@ -33,7 +35,7 @@ Layers::Layers(const torch::nn::Sequential& sequential) {
 }
 
 Layers& Layers::add(const torch::nn::AnyModule& module) {
-  Layer layer{.name = class_of(*module.ptr()), .module = module.ptr(), .build = nullptr, .call = nullptr};
+  Layer layer{.name = class_of(*module.ptr()), .module = module.ptr()};
   layer.call = [any = module, name = layer.name](const Tensors& x) mutable { return detail::call_any(any, name, x); };
   list_.push_back(std::move(layer));
   return *this;
@@ -67,8 +69,7 @@ void refuse_ties(const Layers& layers, const std::vector<int>& bounds, int stage
       TESSERA_CHECK_BUILT(fresh || here == there, "pipeline", "parameter '", param.key(), "' is in layers ",
                           found->second, " (", layers[found->second].name, ") and ", number, " (", layers[number].name,
                           "), which are on the stages ", there, " and ", here,
-                          ": tied weights of several stages are served in Python only (TiedLayerSpec); cut the list so "
-                          "that one stage has both");
+                          ": add them with Layers::tied(), or cut the list so that one stage has both");
     }
   }
 }
@@ -86,27 +87,83 @@ int64_t trained_elements(Layer layer) {
   return count;
 }
 
+std::map<std::string, std::vector<int>> ties_of(const Layers& layers, const std::vector<int>& bounds, int stages) {
+  std::map<std::string, std::set<int>> found;
+  for (int number = 0; number < layers.size(); ++number)
+    if (!layers[number].key.empty()) found[layers[number].key].insert(stage_of(bounds, stages, number));
+  std::map<std::string, std::vector<int>> ties;
+  for (const auto& [key, of] : found)
+    if (of.size() > 1) ties[key].assign(of.begin(), of.end());
+  return ties;
+}
+
+int first_place(const Layers& layers, const std::string& key) {
+  int number = 0;
+  while (layers[number].key != key)
+    ++number;
+  return number;
+}
+
 }  // namespace
 
 StageLayers::StageLayers(Layers layers, std::vector<int> bounds, int stages, int stage, std::optional<uint64_t> seed)
-    : torch::nn::Module("StageLayers"), bounds_(std::move(bounds)), stages_(stages), stage_(stage) {
+    : torch::nn::Module("StageLayers"),
+      ties_(ties_of(layers, bounds, stages)),
+      bounds_(std::move(bounds)),
+      stages_(stages),
+      stage_(stage) {
   refuse_ties(layers, bounds_, stages);
   const auto list = register_module("layers", std::make_shared<torch::nn::Module>("Layers"));
+  std::shared_ptr<torch::nn::Module> tied_list;
+  std::map<std::string, std::shared_ptr<torch::nn::Module>> tied;
   for (int number = 0; number < layers.size(); ++number) {
     if (stage_of(bounds_, stages, number) != stage) continue;
     Layer layer = layers[number];
-    if (seed && layer.build) torch::manual_seed(*seed + number);
-    build(layer);
-    if (layer.module) list->register_module(std::to_string(number), layer.module);
+    const auto known = tied.find(layer.key);
+    if (known != tied.end()) {
+      layer.bind(layer, known->second);
+    } else {
+      if (seed && layer.build)
+        torch::manual_seed(*seed + (layer.key.empty() ? number : first_place(layers, layer.key)));
+      build(layer);
+      if (!layer.key.empty()) {
+        if (tied.empty()) tied_list = register_module("tied_modules", std::make_shared<torch::nn::Module>("Tied"));
+        tied[layer.key] = tied_list->register_module(layer.key, layer.module);
+      } else if (layer.module) {
+        list->register_module(std::to_string(number), layer.module);
+      }
+    }
     layers_.emplace(number, std::move(layer));
   }
 }
 
-Tensors StageLayers::run(int chunk, Tensors x) {
-  const int part = chunk * stages_ + stage_;
-  for (int number = bounds_[part]; number < bounds_[part + 1]; ++number)
+Tensors StageLayers::run(int chunk, Tensors x, int64_t interval) {
+  const int part = chunk * stages_ + stage_, end = bounds_[part + 1];
+  if (interval <= 0 || !c10::GradMode::is_enabled()) return run_some(bounds_[part], end, std::move(x));
+  for (int first = bounds_[part]; first < end;) {
+    const int last = static_cast<int>(std::min<int64_t>(end, first + interval));
+    const auto some = [this, first, last](const Tensors& inputs) { return run_some(first, last, inputs); };
+    x = has_trained(first, last) ? recompute(some, x) : some(x);
+    first = last;
+  }
+  return x;
+}
+
+Tensors StageLayers::run_some(int first, int last, Tensors x) {
+  for (int number = first; number < last; ++number)
     x = layers_.at(number).call(x);
   return x;
+}
+
+// Tied modules do not count, as in Python.
+bool StageLayers::has_trained(int first, int last) const {
+  for (int number = first; number < last; ++number) {
+    const Layer& layer = layers_.at(number);
+    if (!layer.module || !layer.key.empty()) continue;
+    for (const at::Tensor& param : layer.module->parameters())
+      if (param.requires_grad()) return true;
+  }
+  return false;
 }
 
 engine::UnitNames units_of_layers(const torch::nn::Module& module) {

@@ -5,6 +5,9 @@
 //   for (int i = 0; i < 8; ++i)
 //     layers.build([&] { return Block(options); });        // built on the stage that has it only
 //   layers.add([](const at::Tensor& x) { return x * 2; });  // a function without parameters
+//   layers.tied("embedding", [] { return torch::nn::Embedding(256, 64); });  // one set of weights in several places
+//   layers.tied("embedding", [] { return torch::nn::Embedding(256, 64); },
+//               [](torch::nn::Embedding& e, const at::Tensor& x) { return at::linear(x, e->weight); });
 //
 // A layer takes the tensors that the one before it returned, each as an argument of its forward, or all of them as a
 // std::vector<at::Tensor>. It returns a tensor or any nesting of tensors (outputs.h), which the next one gets flat.
@@ -81,14 +84,42 @@ Tensors call_with(const std::string& name, F& f, const Tensors& x, std::index_se
 
 Tensors call_any(torch::nn::AnyModule& module, const std::string& name, const Tensors& x);
 
+template <class L>
+auto pointer_of(const L& module) {
+  if constexpr (requires { module.ptr(); }) {
+    return module.ptr();
+  } else {
+    return module;
+  }
+}
+
+// forward(module, x...) as a function of the tensors.
+template <class Holder, class F>
+struct Bound {
+  Holder module;
+  F forward;
+  template <class... X>
+  auto operator()(const X&... x) -> decltype(forward(module, x...)) {
+    return forward(module, x...);
+  }
+};
+struct OwnForward {
+  template <class Holder, class... X>
+  auto operator()(Holder& module, const X&... x) const -> decltype(module->forward(x...)) {
+    return module->forward(x...);
+  }
+};
+
 }  // namespace detail
 
 // A place in the list.
 struct Layer {
-  std::string name;                           // its class, as "Linear"
-  std::shared_ptr<torch::nn::Module> module;  // null: a function, or not built yet
-  std::function<void(Layer&)> build;          // sets module and call; none: built
-  std::function<Tensors(const Tensors&)> call;
+  std::string name = {};                           // its class, as "Linear"
+  std::shared_ptr<torch::nn::Module> module = {};  // null: a function, or not built yet
+  std::function<void(Layer&)> build = {};          // sets module and call; none: built
+  std::function<Tensors(const Tensors&)> call = {};
+  std::string key = {};  // of a module that stands in several places
+  std::function<void(Layer&, const std::shared_ptr<torch::nn::Module>&)> bind = {};  // to the one of another place
 };
 
 class Layers {
@@ -107,8 +138,39 @@ class Layers {
   // `make()` returns a module holder or a std::shared_ptr to a module.
   template <class F>
   Layers& build(F make) {
-    Layer layer{.name = "", .module = nullptr, .build = nullptr, .call = nullptr};
+    Layer layer;
     layer.build = [make = std::move(make)](Layer& place) { place = made_of(make()); };
+    list_.push_back(std::move(layer));
+    return *this;
+  }
+
+  // A module in several places, each of which says this `key`: one set of weights. Stages that have it hold a copy each; they
+  // start equal, get the sum of their gradients, and count once in the norm. All its parameters are tied.
+  // `forward(module, tensors...)`: what it does in this place; without one, the module's.
+  template <class F>
+  Layers& tied(const std::string& key, F make) {
+    return tied(key, std::move(make), detail::OwnForward());
+  }
+  template <class F, class G>
+  Layers& tied(const std::string& key, F make, G forward) {
+    using Holder = std::decay_t<decltype(make())>;
+    using Module = typename decltype(detail::pointer_of(std::declval<Holder>()))::element_type;
+    Layer layer;
+    layer.key = key;
+    layer.bind = [key, forward = std::move(forward)](Layer& place, const std::shared_ptr<torch::nn::Module>& module) {
+      auto own = std::dynamic_pointer_cast<Module>(module);
+      TESSERA_CHECK_VALUE(own, "pipeline", "tied layers '", key, "' are modules of two classes, one of them ",
+                          class_of(*module));
+      place.name = class_of(*module);
+      place.module = module;
+      place.call = [name = place.name,
+                    bound = detail::Bound<Holder, G>{Holder(std::move(own)), forward}](const Tensors& x) mutable {
+        return detail::call_with(name, bound, x, std::make_index_sequence<detail::kMostArguments>());
+      };
+    };
+    layer.build = [make = std::move(make), bind = layer.bind](Layer& place) {
+      bind(place, detail::pointer_of(make()));
+    };
     list_.push_back(std::move(layer));
     return *this;
   }
@@ -121,7 +183,7 @@ class Layers {
   template <class M>
   static Layer of_module(const std::shared_ptr<M>& module) {
     TESSERA_CHECK_VALUE(module != nullptr, "pipeline", "a layer is a null module");
-    Layer layer{.name = class_of(*module), .module = module, .build = nullptr, .call = nullptr};
+    Layer layer{.name = class_of(*module), .module = module};
     if constexpr (std::is_base_of_v<torch::nn::SequentialImpl, M>) {
       layer.call = [m = module.get(), name = layer.name](const Tensors& x) {
         TESSERA_CHECK_VALUE(x.size() == 1, "pipeline", "layer ", name, " takes one tensor, got ", x.size());
@@ -146,10 +208,7 @@ class Layers {
     if constexpr (requires { layer.ptr(); }) {
       return of_module(layer.ptr());
     } else {
-      return {.name = "function",
-              .module = nullptr,
-              .build = nullptr,
-              .call = [f = std::move(layer)](const Tensors& x) mutable {
+      return {.name = "function", .call = [f = std::move(layer)](const Tensors& x) mutable {
                 return detail::call_with("of a function", f, x, std::make_index_sequence<detail::kMostArguments>());
               }};
     }
@@ -160,24 +219,31 @@ class Layers {
 };
 
 // The layers of one stage: a module whose parameters have the names that they have in the list, whatever the number of stages:
-// "layers.3.weight" is of layer 3.
+// "layers.3.weight" is of layer 3, "tied_modules.KEY.weight" of a tied one.
 class StageLayers : public torch::nn::Module {
  public:
   // Builds those of `layers` that this stage has. `bounds`: of all parts, part p is chunk p / stages of stage p % stages.
-  // `seed`: layer i is built after torch::manual_seed(*seed + i). Not-implemented error where a parameter is in layers of two
-  // stages.
+  // `seed`: layer i is built after torch::manual_seed(*seed + i), a tied one with the number of its first place.
+  // Not-implemented error where a parameter is in layers of two stages that are not tied.
   StageLayers(Layers layers, std::vector<int> bounds, int stages, int stage, std::optional<uint64_t> seed);
 
-  // What the layers of a chunk make of these.
-  Tensors run(int chunk, Tensors x);
+  // What the layers of a chunk make of these. `interval`: every so many layers with parameters an activation is kept, and
+  // what is between is computed again in the backward (recompute.h); 0: all are kept.
+  Tensors run(int chunk, Tensors x, int64_t interval = 0);
+  // By key: the stages that have it, ascending, where they are several. The same on all stages.
+  const std::map<std::string, std::vector<int>>& ties() const { return ties_; }
 
  private:
+  Tensors run_some(int first, int last, Tensors x);
+  bool has_trained(int first, int last) const;
+
   std::map<int, Layer> layers_;  // of this stage, by place in the list
+  std::map<std::string, std::vector<int>> ties_;
   std::vector<int> bounds_;
   int stages_, stage_;
 };
 
-// A unit for each layer (UnitPolicy).
+// A unit for each layer and each tied module (UnitPolicy).
 engine::UnitNames units_of_layers(const torch::nn::Module& module);
 
 // Boundaries of `parts` runs of layers: "uniform" (numbers of layers) or "parameters" (of trained elements; layers that are not

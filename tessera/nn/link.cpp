@@ -4,10 +4,13 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 
 #include "tessera/base/error.h"
+#include "tessera/nn/freed_graph.h"
+#include "tessera/parallel/held.h"
 
 namespace tessera::nn {
 namespace {
@@ -136,16 +139,30 @@ LinkEnd::LinkEnd(const Link& link, const comm::Parts& parts, engine::Engine* eng
                           "', its part ", parts.shapes[mine].size(axis));
   }
   const int first = kFirstTag + kTags * ((link.number * count + link.source) * count + link.target);
+  const at::Device device =
+      engine != nullptr && !engine->params().empty() ? engine->params().front().tensor.device() : at::Device(at::kCPU);
   const auto wire = [&](int place, bool out) {
     const int rank = parts.rank_of(sends ? link.target : link.source, place);
     const bool outputs = sends == out;
     return std::make_unique<pipeline::Wire>(parts.post, pipeline::Peer{rank, name_of(!sends, place)},
-                                            first + (outputs ? 0 : 1), at::kCPU, outputs ? "outputs" : "gradients");
+                                            first + (outputs ? 0 : 1), device, outputs ? "outputs" : "gradients");
   };
   for (const int place : takers())
-    out_[place] = wire(place, true);
+    if (!is_own(place)) out_[place] = wire(place, true);
   for (const int place : givers())
-    in_[place] = wire(place, false);
+    if (!is_own(place)) in_[place] = wire(place, false);
+}
+
+bool LinkEnd::is_own(int place) const {
+  return parts_.rank_of(sends_ ? link_.target : link_.source, place) == parts_.everyone->rank();
+}
+
+void LinkEnd::pair_with(LinkEnd& other) {
+  TESSERA_CHECK(joined_ == nullptr || joined_ == &other, "hybrid", me_, ": hand_over() has joined it to another end");
+  TESSERA_CHECK_VALUE(parts_.overlaid && other.parts_.overlaid && parts_.everyone == other.parts_.everyone, "hybrid",
+                      me_,
+                      ": hand_over() takes the two ends of a process that is of both sides (comm::overlaid parts)");
+  joined_ = &other;
 }
 
 std::string LinkEnd::name_of(bool source, int place) const {
@@ -171,13 +188,28 @@ std::vector<int> LinkEnd::givers() const {
 void LinkEnd::put(int taker, const Letter& letter, const Tensors& pieces) {
   Tensors tensors{at::tensor(letter, at::kLong)};
   tensors.insert(tensors.end(), pieces.begin(), pieces.end());
+  if (is_own(taker)) {
+    TESSERA_CHECK(joined_ != nullptr, "hybrid", me_, ": a process that is of both sides hands over by hand_over()");
+    Tensors copies;  // the two engines may change theirs
+    for (const at::Tensor& piece : pieces)
+      copies.push_back(piece.clone(at::MemoryFormat::Contiguous));
+    joined_->from_joined_.push_back({letter, std::move(copies)});
+    return;
+  }
   out_.at(taker)->send(tensors, sent_[taker]++);
 }
 
 LinkEnd::Message LinkEnd::take(int giver) {
+  if (is_own(giver)) {
+    TESSERA_CHECK(!from_joined_.empty(), "hybrid", me_, ": a process that is of both sides hands over by hand_over()");
+    Message message = std::move(from_joined_.front());
+    from_joined_.pop_front();
+    return message;
+  }
   Tensors tensors = in_.at(giver)->receive(read_[giver]++);
-  const auto* letter = tensors[0].const_data_ptr<int64_t>();
-  return {{letter, letter + tensors[0].numel()}, {tensors.begin() + 1, tensors.end()}};
+  const at::Tensor said = tensors[0].cpu();
+  const auto* letter = said.const_data_ptr<int64_t>();
+  return {{letter, letter + said.numel()}, {tensors.begin() + 1, tensors.end()}};
 }
 
 LinkEnd::Message LinkEnd::read(int giver, const std::string& what) {
@@ -188,6 +220,7 @@ LinkEnd::Message LinkEnd::read(int giver, const std::string& what) {
 }
 
 void LinkEnd::end_step(const std::vector<int64_t>& left, const char* call) {
+  TESSERA_CHECK(joined_ == nullptr, "hybrid", me_, ": ends of hand_over() have no step(); leave it out");
   TESSERA_CHECK(left.empty(), "hybrid", me_, ": step ", step_, " ends, but the gradients of samples ",
                 at::IntArrayRef(left), " are still out; call ", call, "() for each before step()");
   for (const int taker : takers())
@@ -246,6 +279,11 @@ std::vector<LinkEnd::Letter> LinkSender::exchange(const Letter& mine) {
 void LinkSender::send(const Tensors& outputs, int64_t sample, const std::optional<Sizes>& samples) {
   TESSERA_CHECK(!open_.contains(sample), "hybrid", me_, ": sample ", sample,
                 " is on its way already; call backward() for it first");
+  Sent sent = announce(outputs, sample, samples);
+  if (!sent.trained.empty()) open_.emplace(sample, std::move(sent));
+}
+
+LinkSender::Sent LinkSender::announce(const Tensors& outputs, int64_t sample, const std::optional<Sizes>& samples) {
   std::vector<Outputs> said;
   const Letter mine = letter_of(number_, sample, outputs, samples);
   for (const Letter& letter : exchange(mine))
@@ -267,7 +305,7 @@ void LinkSender::send(const Tensors& outputs, int64_t sample, const std::optiona
     sent.held.push_back(table.held[i]);
     sent.wanted.push_back(table.wanted[i]);
   }
-  if (!sent.trained.empty()) open_.emplace(sample, std::move(sent));
+  return sent;
 }
 
 LinkEnd::Message LinkSender::gradient(int giver, int64_t number, int64_t sample) {
@@ -283,8 +321,26 @@ void LinkSender::backward(int64_t sample) {
   TESSERA_CHECK(open_.contains(sample), "hybrid", me_, ": there is no graph of sample ", sample,
                 " (it was not sent, sent without gradients, or its backward has run)");
   const Sent sent = std::move(open_.extract(sample).mapped());
+  const Tensors found = gradients_of(sent, sample);
+  Tensors roots, gradients;
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (!found[i].defined()) continue;
+    roots.push_back(engine_ != nullptr ? engine_->scaling().scale(sent.trained[i]) : sent.trained[i]);
+    gradients.push_back(found[i]);
+  }
+  if (roots.empty()) return;
+  try {
+    torch::autograd::backward(roots, gradients);
+  } catch (const std::exception& error) {
+    TESSERA_CHECK(!is_of_freed_graph(error), "hybrid", me_, ": the graph of sample ", sample,
+                  " was freed before its gradient came: another backward went through it; let that keep the graph");
+    throw;
+  }
+}
+
+Tensors LinkSender::gradients_of(const Sent& sent, int64_t sample) {
   const int part = source_.part(parts_.place());
-  Tensors found(sent.trained.size());
+  Tensors found(sent.held.size());  // of those with a graph
   for (const int giver : givers()) {
     const Message message = gradient(giver, sent.number, sample);
     const int from = target_.part(giver);
@@ -297,13 +353,9 @@ void LinkSender::backward(int64_t sample) {
   }
   // Engines average over their ranks: as one process with one model would.
   const double factor = static_cast<double>(source_.parts()) / target_.parts();
-  Tensors roots, gradients;
-  for (size_t i = 0; i < found.size(); ++i) {
-    if (!found[i].defined()) continue;
-    roots.push_back(engine_ != nullptr ? engine_->scaling().scale(sent.trained[i]) : sent.trained[i]);
-    gradients.push_back(factor == 1 ? found[i] : found[i] * factor);
-  }
-  if (!roots.empty()) torch::autograd::backward(roots, gradients);
+  for (at::Tensor& gradient : found)
+    if (gradient.defined() && factor != 1) gradient = gradient * factor;
+  return found;
 }
 
 void LinkSender::step() {
@@ -321,6 +373,12 @@ LinkReceiver::LinkReceiver(const Link& link, const comm::Parts& parts, engine::E
 Tensors LinkReceiver::receive(int64_t sample) {
   TESSERA_CHECK(!open_.contains(sample), "hybrid", me_, ": sample ", sample,
                 " was received already; call give_back() for it first");
+  auto [tensors, received] = take_in(sample);
+  if (!received.leaves.empty()) open_.emplace(sample, std::move(received));
+  return std::move(tensors);
+}
+
+std::pair<Tensors, LinkReceiver::Received> LinkReceiver::take_in(int64_t sample) {
   std::vector<Message> messages;
   std::vector<Outputs> said;
   for (const int giver : givers()) {
@@ -349,8 +407,7 @@ Tensors LinkReceiver::receive(int64_t sample) {
     received.held.push_back(table.held[i]);
     received.wanted.push_back(table.wanted[i]);
   }
-  if (!received.leaves.empty()) open_.emplace(sample, std::move(received));
-  return tensors;
+  return {std::move(tensors), std::move(received)};
 }
 
 void LinkReceiver::give_back(int64_t sample, const std::optional<Tensors>& gradients) {
@@ -362,30 +419,36 @@ void LinkReceiver::give_back(int64_t sample, const std::optional<Tensors>& gradi
   TESSERA_CHECK_VALUE(!gradients || gradients->size() == count, "hybrid", me_, ": give_back() got ",
                       gradients.value_or(Tensors()).size(), " gradients for ", count, " tensors that require some");
   const bool scaled = engine_ != nullptr && engine_->scaling().scaler().needed();
-  Letter letter{kTensors, received.number, sample};
   Tensors found_here(count);
   for (size_t i = 0; i < count; ++i) {
     at::Tensor gradient = gradients ? (*gradients)[i] : received.leaves[i].grad();
-    letter.push_back(gradient.defined() ? 1 : 0);
     if (!gradient.defined()) continue;
     TESSERA_CHECK_VALUE(gradient.sizes() == received.leaves[i].sizes(), "hybrid", me_, ": a gradient has the sizes ",
                         gradient.sizes(), ", its tensor ", received.leaves[i].sizes());
     if (scaled) gradient = gradient / engine_->scaling().gradient_scale();
     found_here[i] = gradient.detach().to(received.leaves[i].scalar_type());
   }
-  TESSERA_CHECK(std::any_of(letter.begin() + kHead, letter.end(), [](int64_t present) { return present != 0; }),
+  TESSERA_CHECK(std::any_of(found_here.begin(), found_here.end(), [](const at::Tensor& t) { return t.defined(); }),
                 "hybrid", me_, ": no gradient has reached sample ", sample,
                 "; call give_back() after the backward of its loss");
+  send_back(received, sample, found_here);
+  open_.erase(found);
+}
+
+void LinkReceiver::send_back(const Received& received, int64_t sample, const Tensors& gradients) {
+  const size_t count = gradients.size();
+  Letter letter{kTensors, received.number, sample};
+  for (const at::Tensor& gradient : gradients)
+    letter.push_back(gradient.defined() ? 1 : 0);
   const int part = target_.part(parts_.place());
   for (const int taker : takers()) {
     Tensors pieces;
     for (size_t i = 0; i < count; ++i) {
       const auto box = pipeline::route(received.wanted[i], part, received.held[i][source_.part(taker)]);
-      if (box && found_here[i].defined()) pieces.push_back(inside(found_here[i], *box, received.wanted[i][part]));
+      if (box && gradients[i].defined()) pieces.push_back(inside(gradients[i], *box, received.wanted[i][part]));
     }
     put(taker, letter, pieces);
   }
-  open_.erase(found);
 }
 
 void LinkReceiver::step() {
@@ -393,6 +456,67 @@ void LinkReceiver::step() {
   for (const auto& [sample, received] : open_)
     left.push_back(sample);
   end_step(left, "give_back");
+}
+
+// ---------------------------------------------------------------- both in one process
+
+struct HandOver {
+  LinkSender& sender;
+  LinkReceiver& receiver;
+  int64_t sample;
+  const std::optional<Sizes>& samples;
+
+  // What a forward leaves for its backward.
+  struct Kept {
+    LinkSender* sender;
+    LinkReceiver* receiver;
+    int64_t sample;
+    LinkSender::Sent sent;
+    LinkReceiver::Received received;
+    std::vector<bool> trained;
+  };
+
+  struct Function : torch::autograd::Function<Function> {
+    static Tensors forward(torch::autograd::AutogradContext* ctx, at::TensorList outputs, const HandOver& call) {
+      call.sender.pair_with(call.receiver), call.receiver.pair_with(call.sender);
+      Kept kept{&call.sender, &call.receiver, call.sample, {}, {}, {}};
+      kept.sent = call.sender.announce(outputs.vec(), call.sample, call.samples);
+      auto [tensors, received] = call.receiver.take_in(call.sample);
+      kept.sent.trained.clear();
+      received.leaves.clear();
+      kept.received = std::move(received);
+      Tensors untrained;
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        kept.trained.push_back(tensors[i].requires_grad());
+        tensors[i] = tensors[i].detach();
+        if (!kept.trained[i]) untrained.push_back(tensors[i]);
+      }
+      ctx->mark_non_differentiable(untrained);
+      ctx->set_materialize_grads(false);
+      parallel::hold(ctx, std::move(kept));
+      return std::move(tensors);
+    }
+
+    static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors& gradients) {
+      const auto& kept = parallel::held<Kept>(ctx);
+      Tensors given;
+      for (size_t i = 0; i < gradients.size(); ++i)
+        if (kept.trained[i]) given.push_back(gradients[i]);
+      kept.receiver->send_back(kept.received, kept.sample, given);
+      const Tensors found = kept.sender->gradients_of(kept.sent, kept.sample);
+      Tensors results;
+      auto next = found.begin();
+      for (const bool trained : kept.trained)
+        results.push_back(trained ? *next++ : at::Tensor());
+      results.emplace_back();
+      return results;
+    }
+  };
+};
+
+Tensors hand_over(LinkSender& sender, LinkReceiver& receiver, const Tensors& outputs, int64_t sample,
+                  const std::optional<Sizes>& samples) {
+  return HandOver::Function::apply(at::TensorList(outputs), HandOver{sender, receiver, sample, samples});
 }
 
 }  // namespace tessera::nn

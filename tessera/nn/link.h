@@ -12,10 +12,12 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/parts.h"
@@ -36,9 +38,20 @@ struct Link {
   int number = 0;                                        // another one for each link of the same two parts
 };
 
+class LinkSender;
+class LinkReceiver;
+
+// For ranks that are of both sides (comm::environment_overlaid_parts): what receive() would return of send(outputs), inside one
+// graph, so that loss.backward() goes through both engines. The ends are these ranks' and serve nothing else; they have no
+// step(). Collective over both sides, in the backward too.
+Tensors hand_over(LinkSender& sender, LinkReceiver& receiver, const Tensors& outputs, int64_t sample,
+                  const std::optional<pipeline::Sizes>& samples = {});
+
 // What both ends have.
 class LinkEnd {
  public:
+  LinkEnd(const LinkEnd&) = delete;
+  LinkEnd& operator=(const LinkEnd&) = delete;
   // Whoever waits for this rank, now or later, gets a DistBackendError with `reason`. Waits for nobody.
   void abort(const std::string& reason);
 
@@ -50,6 +63,8 @@ class LinkEnd {
   };
 
   LinkEnd(const Link& link, const comm::Parts& parts, engine::Engine* engine, bool sends);
+  // The other end of this very process.
+  void pair_with(LinkEnd& other);
   std::string name_of(bool source, int place) const;
   // Places of the other side's ranks: those that this rank gives to, and by part those that give to it.
   std::vector<int> takers() const;
@@ -72,8 +87,12 @@ class LinkEnd {
   int64_t step_ = 0;
 
  private:
+  bool is_own(int place) const;  // a place on the other side is this process, too
+
   std::map<int, std::unique_ptr<pipeline::Wire>> out_, in_;  // by place on the other side
-  std::map<int, int64_t> sent_, read_;                       // messages of each wire
+  LinkEnd* joined_ = nullptr;
+  std::deque<Message> from_joined_;
+  std::map<int, int64_t> sent_, read_;  // messages of each wire
 };
 
 // The outputs' end, on a rank of the source. `engine` (may be null): whose outputs are sent; its loss scale holds in backward().
@@ -92,12 +111,16 @@ class LinkSender : public LinkEnd {
   void step();
 
  private:
+  friend struct HandOver;
   struct Sent {
     int64_t number;
     Tensors trained;
     std::vector<std::vector<pipeline::Box>> held, wanted;  // of the trained ones: by part of the source, of the target
   };
   std::vector<Letter> exchange(const Letter& mine);
+  Sent announce(const Tensors& outputs, int64_t sample, const std::optional<pipeline::Sizes>& samples);
+  // Of its trained tensors; undefined: zero.
+  Tensors gradients_of(const Sent& sent, int64_t sample);
   Message gradient(int giver, int64_t number, int64_t sample);
 
   std::vector<std::unique_ptr<pipeline::Wire>> beside_out_, beside_in_;  // by part of the source; null: this one
@@ -118,11 +141,15 @@ class LinkReceiver : public LinkEnd {
   void step();
 
  private:
+  friend struct HandOver;
   struct Received {
     int64_t number;
     Tensors leaves;  // that require gradients
     std::vector<std::vector<pipeline::Box>> held, wanted;
   };
+  std::pair<Tensors, Received> take_in(int64_t sample);
+  void send_back(const Received& received, int64_t sample, const Tensors& gradients);
+
   std::map<int64_t, Received> open_;
 };
 

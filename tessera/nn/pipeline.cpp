@@ -12,15 +12,8 @@
 namespace tessera::nn {
 namespace {
 
-std::string name_of(const comm::Parts& parts, int rank) {
-  int part = 0;
-  while (parts.rank_of(part + 1, 0) <= rank)
-    ++part;
-  return c10::str("stage ", part, " (rank ", rank, ")");
-}
-
 std::string own_name(const comm::Parts& parts) {
-  return name_of(parts, parts.everyone->rank());
+  return stage_name(parts, parts.everyone->rank());
 }
 
 std::string text_of(const std::exception& error) {
@@ -55,8 +48,6 @@ void check(const Config& config, const comm::Parts& parts) {
                       "the stage's parameters again; use stage 1 or 2, and more pipeline stages");
   TESSERA_CHECK_VALUE(config.managed_gradient_accumulation, "pipeline",
                       "managed_gradient_accumulation must be true: train_batch() counts its micro-batches");
-  TESSERA_CHECK_BUILT(config.pipeline.activation_checkpoint_interval == 0, "pipeline",
-                      "pipeline.activation_checkpoint_interval is served in Python only");
 }
 
 std::shared_ptr<StageLayers> build(const Layers& layers, const Config& config, const comm::Parts& parts,
@@ -89,11 +80,17 @@ std::shared_ptr<StageLayers> build(const Layers& layers, const Config& config, c
   const auto rows = rows_of(parts, {problem ? 1.0 : 0.0}, "whether layers are built");
   if (problem) std::rethrow_exception(problem);
   for (int rank = 0; rank < static_cast<int>(rows.size()); ++rank)
-    TESSERA_CHECK(rows[rank][0] == 0, "pipeline", name_of(parts, rank), " could not build its layers; see its error");
+    TESSERA_CHECK(rows[rank][0] == 0, "pipeline", stage_name(parts, rank),
+                  " could not build its layers; see its error");
   std::vector<Named> same;
   for (const int bound : bounds)
     same.push_back({"a boundary of the parts", static_cast<double>(bound)});
   check_alike(parts, same);
+  const bool low = config.bf16.bf16_master_weights_and_grads || config.bf16.bf16_optimizer_states;
+  TESSERA_CHECK_BUILT(
+      module->ties().empty() || !low || config.tessera.rounding == "nearest", "pipeline",
+      "tied weights on several stages do not stay equal where updates round at random: set \"tessera\": "
+      "{\"rounding\": \"nearest\"}, or leave bf16_master_weights_and_grads and bf16_optimizer_states");
   return module;
 }
 
@@ -114,11 +111,17 @@ Pipeline::Pipeline(const Layers& layers, const Config& config, const comm::Parts
 
 Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
                    std::shared_ptr<StageLayers> module)
+    : Pipeline(config, parts, options, module, Ties(parts, *module)) {}
+
+Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
+                   std::shared_ptr<StageLayers> module, Ties ties)
     : Session(module, config, parts.mesh, nullptr, units_of_layers),
       parts_(parts),
       options_(options),
       module_(std::move(module)),
-      schedule_(config.pipeline.schedule) {
+      schedule_(config.pipeline.schedule),
+      recompute_interval_(config.pipeline.activation_checkpoint_interval),
+      ties_(std::move(ties)) {
   connect();
 }
 
@@ -130,7 +133,7 @@ void Pipeline::connect() {
     if (ahead ? shape.is_last(stage(), chunk) : shape.is_first(stage(), chunk)) return nullptr;
     const int peer = parts_.rank_of((stage() + (ahead ? 1 : stages() - 1)) % stages(), parts_.place());
     const int boundary = shape.part(stage(), chunk) - (ahead ? 0 : 1);
-    return std::make_unique<pipeline::Wire>(parts_.post, pipeline::Peer{peer, name_of(parts_, peer)},
+    return std::make_unique<pipeline::Wire>(parts_.post, pipeline::Peer{peer, stage_name(parts_, peer)},
                                             2 * boundary + (gradients ? 1 : 0), device,
                                             gradients ? "gradients" : "activations");
   };
@@ -140,7 +143,8 @@ void Pipeline::connect() {
     wires_.gradients_in.push_back(wire(chunk, true, true));
     wires_.gradients_out.push_back(wire(chunk, false, true));
   }
-  if (parts_.everyone->size() > 1) core().checkpoints().span(parts_.everyone, {});
+  ties_.attach(core());
+  if (parts_.everyone->size() > 1) core().checkpoints().span(parts_.everyone, ties_.copies());
 }
 
 std::vector<pipeline::Wire*> Pipeline::Wires::outgoing() const {
@@ -176,7 +180,10 @@ auto Pipeline::in_batch(const F& body) {
 // Tells everybody who may wait for this rank, now or later.
 void Pipeline::fail(const std::string& text) {
   broken_ = text.substr(0, text.find('\n'));
-  for (pipeline::Wire* wire : wires_.outgoing()) {
+  auto wires = wires_.outgoing();
+  for (pipeline::Wire* wire : ties_.outgoing())
+    wires.push_back(wire);
+  for (pipeline::Wire* wire : wires) {
     try {
       wire->send_failure(text);
     } catch (const c10::DistBackendError&) {
@@ -200,8 +207,10 @@ double Pipeline::train_batch(const BatchSource& data) {
   return in_batch([&] {
     run.execute(table);
     most_live_ = std::max(most_live_, run.most_live);
+    ties_.check_gradients();
     const double loss = mean_of(run.losses);
-    step_together(*this, parts_);
+    ties_.sum_gradients();
+    step_together(*this, parts_, ties_.copies());
     return loss;
   });
 }
@@ -238,8 +247,8 @@ std::vector<MicroBatch> Pipeline::read(const BatchSource& data, int64_t micro_ba
   const auto rows = rows_of(parts_, {static_cast<double>(micro_batches), problem ? 1.0 : 0.0}, "the data of a batch");
   if (problem) std::rethrow_exception(problem);
   for (int rank = 0; rank < static_cast<int>(rows.size()); ++rank) {
-    TESSERA_CHECK(rows[rank][1] == 0, "pipeline", name_of(parts_, rank), " could not read its data; see its error");
-    TESSERA_CHECK(static_cast<int64_t>(rows[rank][0]) == micro_batches, "pipeline", name_of(parts_, rank), " has ",
+    TESSERA_CHECK(rows[rank][1] == 0, "pipeline", stage_name(parts_, rank), " could not read its data; see its error");
+    TESSERA_CHECK(static_cast<int64_t>(rows[rank][0]) == micro_batches, "pipeline", stage_name(parts_, rank), " has ",
                   rows[rank][0], " micro-batches for this batch, ", own_name(parts_), " has ", micro_batches,
                   "; they must be the same on all stages");
   }
@@ -250,7 +259,7 @@ Tensors Pipeline::forward(int chunk, const Tensors& inputs) {
   if (core().pre_forward()) warn_of_region();
   Tensors made;
   try {
-    made = module_->run(chunk, inputs);
+    made = module_->run(chunk, inputs, recompute_interval_);
   } catch (...) {
     core().abort_forward();
     throw;

@@ -16,6 +16,7 @@
 #include "tessera/comm/parts.h"
 #include "tessera/nn/layers.h"
 #include "tessera/nn/session.h"
+#include "tessera/nn/ties.h"
 #include "tessera/pipeline/schedule.h"
 #include "tessera/pipeline/wire.h"
 
@@ -50,7 +51,7 @@ struct Evaluation {
 class Pipeline : private Session {
  public:
   // Value error for a configuration that is not the same on all ranks, or that a schedule cannot do; not-implemented error for
-  // stage 3, weights that are tied over stages, and pipeline.activation_checkpoint_interval.
+  // stage 3, weights of two stages that are not Layers::tied(), and tied ones where updates round at random.
   Pipeline(const Layers& layers, const Config& config, const comm::Parts& parts, const PipelineOptions& options);
 
   // One optimizer step: gradient_accumulation_steps micro-batches forward and backward, one norm of all stages that clips, and
@@ -89,6 +90,8 @@ class Pipeline : private Session {
 
   Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
            std::shared_ptr<StageLayers> module);
+  Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
+           std::shared_ptr<StageLayers> module, Ties ties);
   void connect();
   std::vector<MicroBatch> read(const BatchSource& data, int64_t micro_batches);
   Tensors forward(int chunk, const Tensors& inputs);
@@ -102,6 +105,8 @@ class Pipeline : private Session {
   PipelineOptions options_;
   std::shared_ptr<StageLayers> module_;
   std::string schedule_;
+  int64_t recompute_interval_;
+  Ties ties_;
   Wires wires_;
   std::string broken_;      // why the engine is refused
   bool under_way_ = false;  // messages of a batch

@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "tessera/base/error.h"
+#include "tessera/nn/freed_graph.h"
 
 namespace tessera::nn {
 namespace {
@@ -96,10 +97,17 @@ void PipelineRun::backward(Place place) {
   const auto [chunk, micro] = place;
   const Live live = std::move(live_.extract(place).mapped());
   engine_.core().set_gradient_accumulation_boundary(--backwards_left_ == 0);
-  if (shape_.is_last(stage_, chunk)) {
-    engine_.core().backward(live.outputs[0]);
-  } else {
-    backward_of(live.outputs, taken(gradients_, place));
+  try {
+    if (shape_.is_last(stage_, chunk)) {
+      engine_.core().backward(live.outputs[0]);
+    } else {
+      backward_of(live.outputs, taken(gradients_, place));
+    }
+  } catch (const std::exception& error) {
+    TESSERA_CHECK(!is_of_freed_graph(error), "pipeline", "stage ", stage_, ": the graph of micro-batch ", micro,
+                  " was freed before its backward; a layer or the loss function has called backward() on it. The "
+                  "pipeline's engine calls it itself");
+    throw;
   }
   if (chunk == 0 && backwards_left_ > 0) engine_.core().step();
   if (shape_.is_first(stage_, chunk)) return;

@@ -10,11 +10,24 @@
 #include <string>
 #include <vector>
 
+#include "tessera/comm/backends.h"
+#include "tessera/comm/mesh.h"
+#include "tessera/comm/timed_group.h"
+#include "tessera/config/config.h"
 #include "tessera/engine/checkpoint.h"
+#include "tessera/engine/engine.h"
 #include "tessera/nn/construction.h"
 #include "tessera/nn/scope.h"
 #include "tessera/nn/units.h"
-#include "tessera/tessera.h"
+#include "tessera/offload/states.h"
+#include "tessera/optim/optimizer.h"
+#include "tessera/optim/schedule.h"
+#include "tessera/parallel/attention.h"
+#include "tessera/parallel/cost.h"
+#include "tessera/parallel/functions.h"
+#include "tessera/parallel/layers.h"
+#include "tessera/parallel/plan.h"
+#include "tessera/parallel/vocabulary.h"
 
 namespace tessera::nn {
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/tensor.h>
 
 #include <cmath>
+#include <optional>
 
 #include "tessera/base/error.h"
 
@@ -21,19 +22,49 @@ std::vector<std::vector<double>> rows_of(const comm::Parts& parts, const std::ve
   return rows;
 }
 
-bool step_together(Session& engine, const comm::Parts& parts) {
-  if (parts.shapes.size() == 1) return engine.step();
-  const engine::Engine& core = engine.core();
-  const bool boundary = !core.options().managed_accumulation || core.is_gradient_accumulation_boundary();
-  for (const auto& row : rows_of(parts, {boundary ? 1.0 : 0.0}, "engines that step together"))
-    TESSERA_CHECK((row[0] != 0) == boundary, "engine.step",
+std::string stage_name(const comm::Parts& parts, int rank) {
+  int part = 0;
+  while (parts.rank_of(part + 1, 0) <= rank)
+    ++part;
+  return c10::str("stage ", part, " (rank ", rank, ")");
+}
+
+namespace {
+
+bool step_all(const std::vector<Session*>& engines, const comm::Parts& parts, const std::vector<int>& copies) {
+  bool boundary = false, between = false;
+  for (const Session* engine : engines) {
+    const engine::Engine& core = engine->core();
+    (!core.options().managed_accumulation || core.is_gradient_accumulation_boundary() ? boundary : between) = true;
+  }
+  for (const auto& row : rows_of(parts, {boundary ? 1.0 : 0.0, between ? 1.0 : 0.0}, "engines that step together"))
+    TESSERA_CHECK(boundary != between && (row[0] != 0) == boundary && (row[1] != 0) == between, "engine.step",
                   "the engines were stepped apart: some are at an accumulation boundary, others between two; give them "
                   "the same gradient_accumulation_steps and step them together only");
-  if (!boundary) return engine.step();
-  double squares = 0;
-  for (const auto& row : rows_of(parts, {engine.core().norm_contribution()}, "the norm of several engines"))
-    squares += row[0];
-  return engine.step(std::sqrt(squares));
+  std::optional<double> norm;
+  if (boundary) {
+    double own = 0, squares = 0;
+    for (Session* engine : engines)
+      own += engine->core().norm_contribution(copies);
+    for (const auto& row : rows_of(parts, {own}, "the norm of several engines"))
+      squares += row[0];
+    norm = std::sqrt(squares);
+  }
+  bool applied = false;
+  for (Session* engine : engines)
+    applied = engine->step(norm);
+  return applied;
+}
+
+}  // namespace
+
+bool step_together(Session& engine, const comm::Parts& parts, const std::vector<int>& copies) {
+  return parts.shapes.size() == 1 ? engine.step() : step_all({&engine}, parts, copies);
+}
+
+bool step_together(const std::vector<Session*>& engines, const comm::Parts& parts) {
+  TESSERA_CHECK_VALUE(!engines.empty(), "engine.step", "there is no engine to step");
+  return step_all(engines, parts, {});
 }
 
 }  // namespace tessera::nn

@@ -17,10 +17,10 @@ using ParamId = int;
 
 // Order matters: it is the order of the flat space.
 struct ModelParam {
-  std::string name;   // as in named_parameters()
-  at::Tensor tensor;  // a leaf; the engine moves its storage into a flat buffer (shard/storage.h)
-  int group = -1;     // index of its optimizer group; -1: not optimized (broadcast and cast only)
-  std::string unit;   // parameters with one unit name are gathered, reduced and freed together
+  std::string name = {};   // as in named_parameters()
+  at::Tensor tensor = {};  // a leaf; the engine moves its storage into a flat buffer (shard/storage.h)
+  int group = -1;          // index of its optimizer group; -1: not optimized (broadcast and cast only)
+  std::string unit = {};   // parameters with one unit name are gathered, reduced and freed together
   // Collective, called once before its unit is built: gives a tensor that was partitioned before (early_params.h) its
   // values, equal on all ranks. Empty: the tensor has values; rank 0's hold.
   std::function<void()> restore = {};

@@ -74,6 +74,30 @@ TEST(Parts, RanksAsProcessesOverGloo) {
   in_processes(testing::kGloo);
 }
 
+// Two parts that both ranks have, each in its own shape.
+void check_overlaid(const std::vector<Parts>& parts, int rank) {
+  ASSERT_EQ(parts.size(), 2u);
+  for (int part = 0; part < 2; ++part) {
+    EXPECT_EQ(parts[part].part, part);
+    EXPECT_EQ(parts[part].place(), rank);
+    EXPECT_EQ(parts[part].rank_of(1 - part, 1), 1);
+    EXPECT_EQ(parts[part].mesh.size(Axis::Tp), part == 0 ? 1 : 2);
+    EXPECT_EQ(parts[part].mesh.rank(part == 0 ? Axis::DpShard : Axis::Tp), rank);
+  }
+  exchange(parts[1]);
+}
+
+TEST(Parts, EveryPartOnAllRanks) {
+  const std::vector<MeshShape> shapes{mesh_shape(2), mesh_shape(2, -1, 1, 2)};
+  if (testing::is_rank()) return check_overlaid(environment_overlaid_parts(shapes), std::stoi(std::getenv("RANK")));
+  const auto parts = thread_overlaid_parts(shapes, 30s);
+  std::vector<GroupPtr> groups{parts[0][0].everyone, parts[1][0].everyone};
+  testing::run_threads(groups, [&](int rank, const GroupPtr&) { check_overlaid(parts[rank], rank); });
+  for (const auto& env : {testing::kShared, testing::kGloo})
+    testing::expect_success(testing::run_processes(2, env));
+  EXPECT_HAS(message_of<c10::ValueError>([&] { environment_overlaid_parts(shapes); }), "must have 1 ranks each, got one");
+}
+
 TEST(Parts, ALostRankIsNamedByWhoWaitsForIt) {
   if (!in_ranks({3}, {}, /*lost=*/2)) return;
   const Parts parts = environment_parts(two_and_one(), 1min);

@@ -107,5 +107,23 @@ TEST(Layers, TiesOverStagesAreNamed) {
              "'tied' is in layers 0 (Linear) and 1 (Linear)");
 }
 
+TEST(Layers, TiedOnesAreOneModuleOfAStage) {
+  const auto make = [] { return torch::nn::Linear(torch::nn::LinearOptions(2, 3).bias(false)); };
+  Layers layers;
+  layers.tied("key", make).add(torch::nn::Tanh());
+  layers.tied("key", make, [](torch::nn::Linear& own, const at::Tensor& x) { return at::matmul(x, own->weight); });
+  StageLayers one(layers, {0, 3}, 1, 0, 5), first(layers, {0, 2, 3}, 2, 0, 5), last(layers, {0, 2, 3}, 2, 1, 5);
+  using Names = std::vector<std::string>;
+  for (const StageLayers* stage : {&one, &first, &last})
+    EXPECT_EQ(stage->named_parameters().keys(), (Names{"tied_modules.key.weight"}));
+  EXPECT_TRUE(at::equal(first.parameters()[0], last.parameters()[0])) << "the seed of the first place";
+  EXPECT_TRUE(one.ties().empty());
+  EXPECT_EQ(last.ties().at("key"), (Ints{0, 1}));
+  const at::Tensor x = at::randn({4, 2}), w = one.parameters()[0];
+  EXPECT_TRUE(at::equal(one.run(0, {x})[0], at::matmul(at::tanh(at::linear(x, w)), w)));
+  layers.tied("key", [] { return torch::nn::Embedding(2, 3); });
+  EXPECT_HAS(error_of([&] { whole(layers); }), "tied layers 'key' are modules of two classes, one of them Linear");
+}
+
 }  // namespace
 }  // namespace tessera::nn

@@ -4,11 +4,13 @@
 #include <gtest/gtest.h>
 #include <torch/nn.h>
 
+#include <csignal>
 #include <mutex>
 
 #include "tessera/base/error.h"
 #include "tessera/nn/engine.h"
 #include "tessera/nn/together.h"
+#include "tests/comm/process_ranks.h"
 #include "tests/nn/stages.h"
 #include "tests/support/errors.h"
 
@@ -95,49 +97,157 @@ void run_parts(const Sides& shapes, const std::function<void(const comm::Parts&)
 
 }  // namespace
 
+namespace {
+
+comm::MeshShape shape(int batch, int sp, int tp) {
+  return comm::MeshShape{{1, batch, sp, tp}};
+}
+
+std::string sizes_of(const comm::MeshShape& mine) {
+  return c10::str(R"("sequence_parallel_size": )", mine.size(Axis::Sp), R"(, "tensor_parallel": {"autotp_size": )",
+                  mine.size(Axis::Tp), "},");
+}
+
+void expect_weights(const Weights& got, const Weights& whole, bool of_tower, const std::string& where) {
+  for (const auto& [name, value] : got) {
+    const at::Tensor& expected = whole.at(of_tower ? name : name.substr(0, 7) + "3" + name.substr(8));
+    EXPECT_TRUE(at::allclose(value, expected, 1e-4, 1e-6)) << where << ": " << name;
+  }
+}
+
+// One rank of two engines that are linked.
+void train_linked(const comm::Parts& parts, int zero, const Weights& expected, const std::string& where) {
+  const auto module = std::make_shared<Part>(parts.part == 0 ? tower() : reader());
+  Engine<Part> engine(module, link_config(zero, sizes_of(parts.shapes[parts.part])), parts.mesh);
+  std::optional<LinkSender> sender;
+  std::optional<LinkReceiver> receiver;
+  parts.part == 0 ? (void)sender.emplace(kLink, parts, &engine.core())
+                  : (void)receiver.emplace(kLink, parts, &engine.core());
+  for (int step = 0; step < kRounds; ++step) {
+    for (int micro = 0; sender && micro < kMicro; ++micro)
+      sender->send(engine.forward(Tensors{part_of(data(step, micro).inputs[0], parts.mesh)}), 100 * step + micro);
+    for (const int micro : {1, 0, 2}) {  // gradients are asked for in another order than they come
+      const int other = parts.part == 0 ? micro : (micro == 2 ? 2 : 1 - micro);
+      if (sender) {
+        sender->backward(100 * step + other);
+      } else {
+        const Tensors got = receiver->receive(100 * step + other);
+        EXPECT_TRUE(got[0].requires_grad() && got[0].is_leaf() && !got[1].requires_grad());
+        const at::Tensor labels = part_of(data(step, other).labels[0], parts.mesh);
+        engine.backward(testing::loss_of(engine.forward(got), {labels}));
+        receiver->give_back(100 * step + other);
+      }
+      EXPECT_EQ(micro == 2 ? step_together(engine, parts) : engine.step(), micro == 2);
+    }
+    sender ? sender->step() : receiver->step();
+  }
+  expect_weights(testing::weights_of(*module), expected, parts.part == 0, where);
+}
+
+// One rank that has both engines, in one graph.
+void train_over_each_other(const std::vector<comm::Parts>& parts, int zero, const Weights& expected,
+                           const std::string& where) {
+  const auto first = std::make_shared<Part>(tower()), second = std::make_shared<Part>(reader());
+  Engine<Part> source(first, link_config(zero, sizes_of(parts[0].shapes[0])), parts[0].mesh);
+  Engine<Part> target(second, link_config(zero, sizes_of(parts[1].shapes[1])), parts[1].mesh);
+  LinkSender sender(kLink, parts[0], &source.core());
+  LinkReceiver receiver(kLink, parts[1], &target.core());
+  for (int step = 0; step < kRounds; ++step) {
+    at::Tensor total;
+    for (int micro = 0; micro < kMicro; ++micro) {
+      const MicroBatch batch = data(step, micro);
+      const Tensors got =
+          hand_over(sender, receiver, source.forward(Tensors{part_of(batch.inputs[0], parts[0].mesh)}), micro);
+      EXPECT_TRUE(got[0].requires_grad() && !got[0].is_leaf() && !got[1].requires_grad());
+      testing::loss_of(target.forward(got), {part_of(batch.labels[0], parts[1].mesh)}).backward();
+      EXPECT_EQ(step_together({&source, &target}, parts[0]), micro == kMicro - 1);
+    }
+  }
+  expect_weights(testing::weights_of(*first), expected, true, where);
+  expect_weights(testing::weights_of(*second), expected, false, where);
+  EXPECT_HAS(error_of([&] { sender.step(); }), "ends of hand_over() have no step()");
+}
+
+}  // namespace
+
 TEST(Link, EnginesTrainAsOneModelWhateverTheirMeshes) {
   const Weights expected = trained_whole();
-  const auto shape = [](int batch, int sp, int tp) { return comm::MeshShape{{1, batch, sp, tp}}; };
   const std::vector<Sides> cases{{shape(1, 1, 1), shape(1, 1, 1)}, {shape(2, 1, 1), shape(1, 1, 1)},
                                  {shape(1, 1, 1), shape(2, 1, 1)}, {shape(2, 1, 1), shape(2, 1, 1)},
                                  {shape(1, 2, 1), shape(1, 1, 2)}, {shape(2, 1, 1), shape(1, 1, 2)},
                                  {shape(1, 1, 2), shape(2, 1, 1)}, {shape(1, 2, 1), shape(2, 1, 1)},
                                  {shape(4, 1, 1), shape(1, 2, 1)}, {shape(1, 3, 1), shape(1, 2, 1)}};
-  for (size_t i = 0; i < cases.size(); ++i) {
+  for (size_t i = 0; i < cases.size(); ++i)
     run_parts(cases[i], [&](const comm::Parts& parts) {
-      const auto module = std::make_shared<Part>(parts.part == 0 ? tower() : reader());
-      const comm::MeshShape& mine = parts.shapes[parts.part];
-      const auto more = c10::str(R"("sequence_parallel_size": )", mine.size(Axis::Sp),
-                                 R"(, "tensor_parallel": {"autotp_size": )", mine.size(Axis::Tp), "},");
-      Engine<Part> engine(module, link_config(static_cast<int>(i % 3), more), parts.mesh);
-      std::optional<LinkSender> sender;
-      std::optional<LinkReceiver> receiver;
-      parts.part == 0 ? (void)sender.emplace(kLink, parts, &engine.core())
-                      : (void)receiver.emplace(kLink, parts, &engine.core());
-      for (int step = 0; step < kRounds; ++step) {
-        for (int micro = 0; sender && micro < kMicro; ++micro)
-          sender->send(engine.forward(Tensors{part_of(data(step, micro).inputs[0], parts.mesh)}), 100 * step + micro);
-        for (const int micro : {1, 0, 2}) {  // gradients are asked for in another order than they come
-          const int other = parts.part == 0 ? micro : (micro == 2 ? 2 : 1 - micro);
-          if (sender) {
-            sender->backward(100 * step + other);
-          } else {
-            const Tensors got = receiver->receive(100 * step + other);
-            EXPECT_TRUE(got[0].requires_grad() && got[0].is_leaf() && !got[1].requires_grad());
-            const at::Tensor labels = part_of(data(step, other).labels[0], parts.mesh);
-            engine.backward(testing::loss_of(engine.forward(got), {labels}));
-            receiver->give_back(100 * step + other);
-          }
-          EXPECT_EQ(micro == 2 ? step_together(engine, parts) : engine.step(), micro == 2);
-        }
-        sender ? sender->step() : receiver->step();
-      }
-      for (const auto& [name, value] : testing::weights_of(*module)) {
-        const at::Tensor& whole = expected.at(parts.part == 0 ? name : name.substr(0, 7) + "3" + name.substr(8));
-        EXPECT_TRUE(at::allclose(value, whole, 1e-4, 1e-6)) << i << ": " << name;
-      }
+      train_linked(parts, static_cast<int>(i % 3), expected, c10::str("case ", i));
+    });
+}
+
+TEST(Link, EnginesOverEachOtherTrainAsOneModel) {
+  const Weights expected = trained_whole();
+  const std::vector<Sides> cases{{shape(1, 1, 1), shape(1, 1, 1)}, {shape(1, 2, 1), shape(1, 1, 2)},
+                                 {shape(2, 1, 1), shape(1, 1, 2)}, {shape(2, 1, 1), shape(1, 2, 1)},
+                                 {shape(1, 1, 2), shape(2, 1, 1)}, {shape(2, 2, 1), shape(1, 2, 2)}};
+  for (size_t i = 0; i < cases.size(); ++i) {
+    auto parts = comm::thread_overlaid_parts(cases[i], std::chrono::minutes(1));
+    std::vector<comm::GroupPtr> groups;
+    for (const auto& each : parts)
+      groups.push_back(each[0].everyone);
+    testing::run_threads(groups, [&](int rank, const comm::GroupPtr&) {
+      const auto mine = std::exchange(parts[rank], {});
+      train_over_each_other(mine, static_cast<int>(i % 3), expected, c10::str("case ", i));
     });
   }
+}
+
+namespace {
+
+// A program of processes over both transports.
+template <class F>
+void in_processes(int size, const F& body) {
+  if (testing::is_rank()) return body();
+  for (const auto& env : {testing::kShared, testing::kGloo})
+    testing::expect_success(testing::run_processes(size, env));
+}
+
+}  // namespace
+
+TEST(Link, RanksAsProcesses) {
+  in_processes(4, [] {
+    train_linked(comm::environment_parts({shape(1, 2, 1), shape(1, 1, 2)}), 1, trained_whole(), "processes");
+  });
+}
+
+TEST(Link, UnequalNumbersOfProcesses) {
+  in_processes(3, [] {
+    train_linked(comm::environment_parts({shape(1, 1, 1), shape(2, 1, 1)}), 2, trained_whole(), "processes");
+  });
+}
+
+TEST(Link, ProcessesOfBothSides) {
+  in_processes(2, [] {
+    const auto parts = comm::environment_overlaid_parts({shape(1, 2, 1), shape(1, 1, 2)});
+    train_over_each_other(parts, 1, trained_whole(), "processes");
+  });
+}
+
+TEST(Link, AProcessThatDiesIsNamed) {
+  if (!testing::is_rank()) {
+    for (const auto& env : {testing::kShared, testing::kGloo}) {
+      const auto results = testing::run_processes(2, env);
+      testing::expect_success(results, /*lost=*/1);
+      EXPECT_LT(results[0].seconds, 60);
+    }
+    return;
+  }
+  const auto parts = comm::environment_parts({comm::mesh_shape(1), comm::mesh_shape(1)});
+  if (parts.part == 1) {
+    LinkReceiver(kLink, parts).receive(0);
+    raise(SIGKILL);
+  }
+  LinkSender sender(kLink, parts);
+  sender.send({at::ones({2, 2, 2}).requires_grad_() * 1}, 0);
+  EXPECT_HAS(error_of([&] { sender.backward(0); }), "rank 0 of reader is lost");
 }
 
 // fp16 on one side, fp32 on the other: each has its own loss scale.
@@ -196,6 +306,12 @@ TEST(Link, BadUsesAreNamed) {
        [](LinkReceiver& r) { r.receive(0), r.receive(1); }, "lost", "has ended step 0 after 1 micro-batches"},
       {[&](LinkSender& s) { s.send({at::ones({2})}, 0), s.step(); }, [](LinkReceiver& r) { r.step(); }, "had 0 micro-",
        "rank 0 of tower had more micro-batches in step 0"},
+      {[](LinkSender& s) {
+         const at::Tensor leaf = at::ones({2, 2, 2}).requires_grad_(), y = leaf.exp();
+         s.send({y}, 0), y.sum().backward(), s.backward(0);
+       },
+       [](LinkReceiver& r) { r.receive(0)[0].sum().backward(), r.give_back(0); },
+       "the graph of sample 0 was freed before its gradient came", ""},
       {[](LinkSender& s) { s.abort("the tower fell"); }, [](LinkReceiver& r) { r.receive(0); }, "", "the tower fell"},
   };
   const Sides shapes(2, comm::mesh_shape(1));
@@ -213,6 +329,11 @@ TEST(Link, BadUsesAreNamed) {
   }
   const auto alone = comm::thread_parts({comm::mesh_shape(1), comm::MeshShape{{1, 1, 2, 1}}});
   EXPECT_HAS(error_of([&] { LinkSender(Link{}, alone[0]); }), "2 ranks share a sequence; say sequence_dim");
+  const auto both = comm::thread_overlaid_parts({comm::mesh_shape(1), comm::mesh_shape(1)})[0];
+  EXPECT_HAS(error_of([&] { LinkSender(kLink, both[0]).send(x(), 0); }), "hands over by hand_over()");
+  EXPECT_HAS(error_of([&] { LinkReceiver(kLink, both[1]).receive(0); }), "hands over by hand_over()");
+  EXPECT_HAS(error_of([&] { comm::thread_overlaid_parts({comm::mesh_shape(1), comm::mesh_shape(2)}); }),
+             "must have 1 ranks each, got one of 2");
   EXPECT_HAS(error_of([&] { LinkReceiver(kLink, alone[0]); }),
              "this rank is of part 0; the target of the link is part 1");
 }

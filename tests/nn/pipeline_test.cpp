@@ -25,7 +25,7 @@ namespace {
 constexpr int kSteps = 3;
 
 BatchSource data_of(const Case& c, const comm::Parts& parts, int step) {
-  return [type = c.type(), place = parts.place(), step](int64_t micro) {
+  return [type = c.type(), place = parts.mesh.rank(comm::kBatchAxes), step](int64_t micro) {
     return testing::batch_of(place, step, micro, type);
   };
 }
@@ -36,7 +36,7 @@ testing::Trained train_stages(const Case& c, int steps, int first = 0, const std
   testing::Trained result;
   std::mutex mutex;
   testing::run_stages(c, [&](const comm::Parts& parts) {
-    Pipeline engine(layers(), c.config(), parts, c.options());
+    Pipeline engine(c.list(parts.mesh), c.config(), parts, c.options());
     EXPECT_TRUE(from.empty() || engine.load_checkpoint(from));
     EXPECT_EQ(engine.core().global_steps(), first);
     std::vector<double> losses;
@@ -52,7 +52,12 @@ testing::Trained train_stages(const Case& c, int steps, int first = 0, const std
     if (result.losses.empty()) result.losses = losses;
     EXPECT_EQ(losses, result.losses) << "the same on all ranks";
     result.norm = engine.core().global_grad_norm().value_or(0);
-    result.weights.merge(testing::weights_of(engine.module()));
+    Weights weights = testing::weights_of(engine.module());
+    if (c.tp == 1) {
+      for (const auto& [name, value] : weights)
+        EXPECT_TRUE(!result.weights.contains(name) || at::equal(value, result.weights[name])) << "a copy of " << name;
+    }
+    result.weights.merge(weights);
   });
   return result;
 }
@@ -81,7 +86,11 @@ TEST(Pipeline, TrainsAsTheWholeModelBitForBit) {
   for (const char* dtype : {"bf16", "fp16"}) {
     cases.push_back({.zero = 1, .dtype = dtype});
     cases.push_back({.ranks = 2, .zero = 2, .dtype = dtype});
+    cases.push_back({.zero = 1, .dtype = dtype, .interval = 2});
   }
+  cases.push_back({.stages = 1, .interval = 3});
+  cases.push_back({.ranks = 2, .zero = 2, .interval = 1});
+  cases.push_back({.chunks = 2, .schedule = "interleaved", .interval = 2});
   for (const Case& c : cases) {
     const auto expected = testing::train_whole(c, kSteps), got = train_stages(c, kSteps);
     EXPECT_EQ(got.losses, expected.losses) << c.name();
@@ -98,6 +107,48 @@ TEST(Pipeline, ClipsByTheNormOfAllStages) {
     EXPECT_NEAR(got.norm, expected.norm, 1e-3 * expected.norm);
     for (const auto& [name, value] : expected.weights)
       EXPECT_TRUE(at::allclose(got.weights.at(name), value, 1e-3, c.dtype == "fp32" ? 1e-6 : 1e-2)) << name;
+  }
+}
+
+namespace {
+
+// Sums are added up in another order.
+void expect_close(const Case& c) {
+  const auto expected = testing::train_whole(c, kSteps), got = train_stages(c, kSteps);
+  const double tolerance = c.dtype == "fp32" ? 1e-5 : 2e-2;
+  for (size_t step = 0; step < expected.losses.size(); ++step)
+    EXPECT_NEAR(got.losses[step], expected.losses[step], 10 * tolerance * expected.losses[step]) << c.name();
+  EXPECT_NEAR(got.norm, expected.norm, 10 * tolerance * expected.norm) << c.name();
+  ASSERT_EQ(got.weights.size(), expected.weights.size());
+  for (const auto& [name, value] : expected.weights) {
+    if (got.weights.at(name).sizes() == value.sizes()) {  // else a slice
+      EXPECT_TRUE(at::allclose(got.weights.at(name).to(at::kFloat), value.to(at::kFloat), 1e-2, tolerance))
+          << c.name() << ": " << name;
+    }
+  }
+}
+
+Case tied(Case c) {
+  c.list = [](const comm::Mesh&) { return testing::tied_layers(); };
+  return c;
+}
+
+}  // namespace
+
+TEST(Pipeline, TiedWeightsAreOne) {
+  const std::string units = R"("tessera": {"min_unit_elements": 0},)";
+  for (const Case& c : {Case{.stages = 1}, Case{}, Case{.stages = 4, .zero = 1, .clip = 0.1},
+                        Case{.ranks = 2, .zero = 2, .more = units}, Case{.ranks = 3, .zero = 2, .clip = 0.1},
+                        Case{.stages = 3, .ranks = 2, .zero = 1, .dtype = "bf16"}, Case{.chunks = 2, .dtype = "fp16"},
+                        Case{.chunks = 3, .schedule = "interleaved", .zero = 1, .interval = 1}})
+    expect_close(tied(c));
+}
+
+TEST(Pipeline, StagesMayBeCutByTensorParallelism) {
+  for (Case c :
+       {Case{.tp = 2}, Case{.ranks = 2, .zero = 2, .clip = 0.1, .tp = 2}, Case{.zero = 1, .interval = 1, .tp = 2}}) {
+    c.list = testing::cut_layers;
+    expect_close(c);
   }
 }
 
@@ -143,7 +194,7 @@ TEST(Pipeline, CheckpointsGoFromAnyNumberOfStagesToAnyOther) {
   const std::vector<Case> cases{
       {.stages = 2, .zero = 1}, {.stages = 1}, {.stages = 4, .zero = 2}, {.stages = 2, .chunks = 2}, {.stages = 2}};
   const auto expected = testing::train_whole(cases[0], static_cast<int>(cases.size()));
-  const io::TempFolder folder;
+  const io::TempFolder folder, ties;
   std::string from;
   testing::Trained last;
   std::vector<double> losses;
@@ -155,6 +206,8 @@ TEST(Pipeline, CheckpointsGoFromAnyNumberOfStagesToAnyOther) {
   }
   EXPECT_EQ(losses, expected.losses);
   expect_same(last.weights, expected.weights, "five cuts");
+  const auto first = train_stages(tied({.stages = 3, .zero = 1}), 1, 0, "", ties.path());
+  expect_same(train_stages(tied({.ranks = 2}), 0, 1, ties.path()).weights, first.weights, "tied");
 }
 
 namespace {
@@ -198,6 +251,22 @@ TEST(Pipeline, AnErrorOfOneStageEndsTheBatchOnAll) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
 }
 
+TEST(Pipeline, AGraphThatIsFreedTooEarlyIsNamed) {
+  const Case c{.stages = 3};
+  const auto errors = errors_of(c, [&](const comm::Parts& parts) {
+    Layers list = layers();
+    auto& call = list[4].call;
+    call = [call, calls = 0](const Tensors& x) mutable {
+      Tensors made = call(x);
+      if (++calls == 2) made[0].sum().backward();
+      return made;
+    };
+    Pipeline(list, c.config(), parts, c.options()).train_batch(data_of(c, parts, 0));
+  });
+  for (const std::string& error : errors)
+    EXPECT_HAS(error, "stage 1: the graph of micro-batch 1 was freed before its backward");
+}
+
 TEST(Pipeline, DataThatCannotBeReadEndsTheBatchBeforeAnythingIsComputed) {
   const Case c{.stages = 3};
   testing::run_stages(c, [&](const comm::Parts& parts) {
@@ -233,6 +302,16 @@ TEST(Pipeline, NamesWhatItCannotDo) {
   expect({.chunks = 2, .micro_batches = 3}, "must be a multiple of 2", [](int, Case&, Layers&) {});
   expect({.schedule = "interleaved"}, "num_chunks", [](int, Case&, Layers&) {});
   expect({.stages = 1, .chunks = 2}, "it needs 2 stages", [](int, Case&, Layers&) {});
+  const std::string low = R"("bf16": {"enabled": true, "bf16_master_weights_and_grads": true,
+                                      "bf16_optimizer_states": true},)";
+  expect({.zero = 1, .more = low}, "updates round at random",
+         [](int, Case&, Layers& list) { list = testing::tied_layers(); });
+  expect({}, "'tied_modules.ends.weight' has no gradient on stage 1", [](int, Case&, Layers& list) {
+    const auto make = [] { return torch::nn::Linear(torch::nn::LinearOptions(6, testing::kWidth).bias(false)); };
+    list = Layers();
+    list.tied("ends", make).add(testing::Block(testing::kWidth)).add(testing::Block(testing::kWidth));
+    list.tied("ends", make, [](torch::nn::Linear&, const at::Tensor& x) { return x.narrow(-1, 0, 3); });
+  });
 }
 
 namespace {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tessera/nn/engine.h"
+#include "tessera/nn/parallel.h"
 #include "tessera/nn/pipeline.h"
 #include "tests/support/ranks.h"
 
@@ -66,6 +67,43 @@ inline Layers layers() {
   return list;
 }
 
+// The first and the last layer share a weight [kWidth, 6].
+inline Layers tied_layers() {
+  const auto make = [] { return fresh(0, torch::nn::Linear(torch::nn::LinearOptions(6, kWidth).bias(false))); };
+  Layers list;
+  list.tied("ends", make);
+  for (const int number : {1, 2, 3, 4})
+    list.build([number] { return fresh(number, Block(kWidth)); });
+  list.tied("ends", make,
+            [](torch::nn::Linear& ends, const at::Tensor& x) { return at::matmul(x, ends->weight).narrow(-1, 0, 3); });
+  return list;
+}
+
+// Two layers whose widths are cut over the ranks of tp.
+struct CutImpl : torch::nn::Module {
+  CutImpl(int number, const comm::Mesh& mesh) {
+    const parallel::Region region{mesh.group(comm::Axis::Tp)};
+    up = register_module("up", nn::ColumnLinear(torch::nn::LinearOptions(kWidth, 12), region));
+    down = register_module("down", nn::RowLinear(torch::nn::LinearOptions(12, kWidth), region));
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(100 + number);
+    for (const char* name : {"up.weight", "up.bias", "down.weight", "down.bias"})
+      nn::set_whole(*this, name, at::randn(nn::whole_sizes(*this, name), generator, at::kFloat) * 0.3);
+  }
+  at::Tensor forward(const at::Tensor& x) { return x + down(at::tanh(up(x))); }
+  nn::ColumnLinear up{nullptr};
+  nn::RowLinear down{nullptr};
+};
+TORCH_MODULE(Cut);
+
+inline Layers cut_layers(const comm::Mesh& mesh) {
+  Layers list;
+  list.build([] { return fresh(0, torch::nn::Linear(6, kWidth)); });
+  for (const int number : {1, 2, 3})
+    list.build([number, mesh] { return Cut(number, mesh); });
+  list.build([] { return fresh(9, torch::nn::Linear(kWidth, 3)); });
+  return list;
+}
+
 inline at::Tensor loss_of(const Tensors& outputs, const Tensors& labels) {
   return (outputs[0].to(at::kFloat) - labels[0]).square().mean();
 }
@@ -84,22 +122,29 @@ struct Case {
   std::string dtype = "fp32";
   int micro_batches = 4;
   double clip = 0;
+  int interval = 0;       // of activation checkpointing
+  std::string more = "";  // of the configuration
+  int tp = 1;
+  std::function<Layers(const comm::Mesh&)> list = [](const comm::Mesh&) { return layers(); };
 
+  comm::MeshShape shape() const { return comm::mesh_shape(ranks * tp, -1, 1, tp); }
   std::string name() const {
     return c10::str(stages, " stages of ", ranks, ", ", chunks, " chunks, ", schedule, ", zero ", zero, ", ", dtype,
-                    ", ", micro_batches, " micro-batches, clip ", clip);
+                    ", ", micro_batches, " micro-batches, clip ", clip, ", interval ", interval, ", ", more);
   }
   at::ScalarType type() const { return dtype == "fp32" ? at::kFloat : dtype == "bf16" ? at::kBFloat16 : at::kHalf; }
   Config config() const {
     const std::string precision = dtype == "fp32"   ? ""
                                   : dtype == "bf16" ? R"("bf16": {"enabled": true},)"
                                                     : R"("fp16": {"enabled": true, "initial_scale_power": 8},)";
-    return Config::from_json(c10::str("{", precision, R"("train_micro_batch_size_per_gpu": 3,
+    return Config::from_json(c10::str("{", precision, more, R"("train_micro_batch_size_per_gpu": 3,
       "gradient_accumulation_steps": )",
                                       micro_batches, R"(, "gradient_clipping": )", clip, R"(,
       "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
       "pipeline": {"schedule": ")",
-                                      schedule, R"("}, "zero_optimization": {"stage": )", zero, "}}"));
+                                      schedule, R"(", "activation_checkpoint_interval": )", interval, R"(},
+      "tensor_parallel": {"autotp_size": )",
+                                      tp, R"(}, "zero_optimization": {"stage": )", zero, "}}"));
   }
   nn::PipelineOptions options() const {
     return {.loss = &loss_of, .partition = "uniform", .chunks = chunks, .seed = std::nullopt};
@@ -116,7 +161,7 @@ inline Weights weights_of(const torch::nn::Module& module) {
 // Ranks of all stages as threads, each with its part.
 inline void run_stages(const Case& c, const std::function<void(const comm::Parts&)>& body,
                        std::chrono::milliseconds timeout = std::chrono::minutes(1)) {
-  const std::vector shapes(c.stages, comm::mesh_shape(c.ranks));
+  const std::vector shapes(c.stages, c.shape());
   auto parts = comm::thread_parts(shapes, timeout);
   std::vector<comm::GroupPtr> groups;
   for (const comm::Parts& each : parts)
@@ -143,9 +188,11 @@ inline Trained train_whole(const Case& c, int steps) {
   std::mutex mutex;
   std::vector<std::vector<double>> losses(c.ranks);
   run_ranks(c.ranks, [&](int rank, const comm::GroupPtr& group) {
-    const Layers list = layers();
+    const Layers list = c.list(comm::Mesh());
     auto module = std::make_shared<Whole>(list, std::vector{0, list.size()}, 1, 0, std::nullopt);
-    nn::Engine<Whole> engine(module, c.config(), comm::Mesh(group), nullptr, nn::units_of_layers);
+    Case whole = c;
+    whole.tp = 1;
+    nn::Engine<Whole> engine(module, whole.config(), comm::Mesh(group), nullptr, nn::units_of_layers);
     for (int step = 0; step < steps; ++step) {
       at::Tensor total = at::zeros({});
       for (int64_t micro = 0; micro < c.micro_batches; ++micro) {

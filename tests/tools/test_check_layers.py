@@ -24,10 +24,10 @@ def findings(files):
         ("tessera/shard/a.h", "tessera/zero/b.h", False),
         ("tessera/comm/a.h", "tessera/kernels/b.h", False),  # peers
         ("tessera/optim/a.h", "tessera/amp/b.h", False),  # peers
-        ("tessera/nn/a.h", "tessera/tessera.h", True),
+        ("tessera/nn/a.h", "tessera/tessera.h", False),
         ("tessera/engine/a.h", "tessera/tessera.h", False),
         ("tessera/tessera.h", "tessera/engine/engine.h", True),
-        ("tessera/tessera.h", "tessera/nn/engine.h", False),
+        ("tessera/tessera.h", "tessera/nn/engine.h", True),
         ("python/src/a.h", "tessera/nn/engine.h", False),
         ("tests/shard/a.h", "tessera/nn/engine.h", True),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import socket
@@ -14,6 +15,7 @@ from typing import Any
 from tessera.distributed import init_distributed
 from tessera.errors import ConfigError, UsageError
 from tessera.hybrid._mailbox import C10D
+from tessera.hybrid._object_store import Exchange, MeetingStore
 
 _GRACE = 2.0  # seconds after a first failure for the others to say theirs
 _STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "strict_pack": "STRICT_PACK", "strict_spread": "STRICT_SPREAD"}
@@ -43,11 +45,18 @@ class Meeting:
     address: str
     port: int
     prefix: str
+    name: str  # of no other program, nor another start of this one
 
     def store(self, timeout: float) -> Any:
         """A client of the caller's own."""
         client = C10D.TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=timeout))
-        return C10D.PrefixStore(self.prefix, client)
+        return MeetingStore(self.prefix, client, lambda: self.exchange)
+
+    @functools.cached_property
+    def exchange(self) -> Any:
+        """The actor that hands references on. The first rank that needs it makes it; it ends with that rank."""
+        ray = import_ray()
+        return ray.remote(Exchange).options(name=self.name, get_if_exists=True, num_cpus=0).remote()
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,7 @@ class Host:
 
     def __init__(self) -> None:
         self.object: Any = None
+        self.place: Place | None = None  # as long as this process: see Meeting.exchange
 
     def address(self) -> tuple[str, int]:
         ray = import_ray()
@@ -89,6 +99,7 @@ class Host:
         )
         init_distributed(backend, timeout=timedelta(seconds=place.timeout))
         kind, args, kwargs = make
+        self.place = place
         self.object = kind(place, *args, **kwargs)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tessera.errors import ConfigError, UsageError
 from tessera.hybrid._layout import Box, Layout, whole_boxes
 from tessera.hybrid._letters import Letter, Post
-from tessera.hybrid._mailbox import Mailbox
+from tessera.hybrid._mailbox import Mailbox, Peer
 
 if TYPE_CHECKING:
     from tessera.hybrid._link import Link
@@ -38,11 +38,12 @@ class End:
             raise ConfigError(f"[hybrid] {names[side]} is {layout}, but the mesh of its engine is {Layout.of(engine)}")
         self._engine = engine
         self._mailbox = Mailbox(store, f"link/{link.name}", (side, rank), names, link.timeout)
-        self._post = Post(self._mailbox, self._layouts, link.transport == "group", link.timeout)
+        self._post = Post(self._mailbox, self._layouts, link.transport, link.timeout)
         self._part = rank // layout.replicas
         self._number = 0  # of the next message
         self._step = 0
         self._since = 0  # messages since the last step()
+        self.hands_over = False  # its other end is of this process
         self._name = self._mailbox.name((side, rank))
         self._me = f"[hybrid] {self._name}"  # begins errors
 
@@ -74,6 +75,8 @@ class End:
     def step(self) -> None:
         """Call it once for each optimizer step, on all ranks of both sides: checks that they had the same number of
         messages and that all gradients went back. Collective over both sides."""
+        if self.hands_over:  # it would wait for itself
+            raise UsageError(f"{self._me}: ends of hand_over() have no step(); leave it out")
         left = self._outstanding()
         if left:
             call = "backward" if self._side == "source" else "give_back"
@@ -96,9 +99,9 @@ class End:
     def _ended(self, side: str, rank: int) -> str:
         return f"ended/{self._step}/{side}/{rank}"
 
-    def _still_in_step(self, what: str, need: int) -> None:
-        """Raises where a peer has ended the step with fewer than `need` messages, or (0) has ended it at all."""
-        for side, rank in self._peers():
+    def _still_in_step(self, what: str, need: int, of: Peer | None = None) -> None:
+        """Raises where a peer (`of`: that one) has ended the step with fewer than `need` messages, or (0) at all."""
+        for side, rank in self._peers() if of is None else [of]:
             note = self._mailbox.peek(self._ended(side, rank))
             if note is not None and (need == 0 or int(json.loads(note)) < need):
                 raise UsageError(

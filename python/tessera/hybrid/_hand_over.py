@@ -38,8 +38,9 @@ def hand_over(
     sender: Sender, receiver: Receiver, outputs: Any, sample: Hashable, samples: Sequence[int] | None = None
 ) -> Any:
     """For processes that have a rank of both sides: what Receiver.receive() would return of Sender.send(outputs),
-    inside one graph, so that loss.backward() goes through both engines. Collective over both sides, in the backward
-    too."""
+    inside one graph, so that loss.backward() goes through both engines. The ends have no step() then. Collective over
+    both sides, in the backward too."""
+    sender.hands_over = receiver.hands_over = True
     leaves, tree = _pytree.tree_flatten(outputs)
     where = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     tensors = _HandOver.apply(sender, receiver, sample, samples, *(leaves[place] for place in where))

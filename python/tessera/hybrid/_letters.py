@@ -1,5 +1,5 @@
 """Messages of a link: a note in the store that says what there is, and the tensors in shared memory, or over a process
-group to ranks of other hosts."""
+group to ranks of other hosts, or in Ray's object store."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from tessera.hybrid._layout import Box, Layout, Sizes, inside, route, sizes_of
 from tessera.hybrid._mailbox import Mailbox, Peer
 from tessera.hybrid._memory import Place, Segment, open_segment, view_of
+from tessera.hybrid._object_store import ObjectStore
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Wire:
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         self._sent.append((self._group.send([data], to, tag), data))
 
-    def receive(self, data: torch.Tensor, source: int, tag: int, where: str) -> None:
+    def receive(self, data: torch.Tensor, source: int, tag: int, where: str, look: Callable[[], None]) -> None:
+        """`look` raises where the sender is gone; here a connection that breaks says so."""
         try:
             self._group.recv([data], source, tag).wait(self._timeout)
         except RuntimeError as error:
@@ -80,14 +83,14 @@ class Wire:
 class Post:
     """Sends and takes the messages of one rank. Sending never waits for whoever is to take them."""
 
-    def __init__(self, mailbox: Mailbox, layouts: dict[str, Layout], group_only: bool, timeout: float) -> None:
+    def __init__(self, mailbox: Mailbox, layouts: dict[str, Layout], transport: str, timeout: float) -> None:
         self._mailbox = mailbox
         self._side, self._rank = mailbox.me
         self._other = next(side for side in layouts if side != self._side)
         self._layouts = layouts
-        self._group_only = group_only
+        self._transport = transport
         self._timeout = timeout
-        self._wire: Wire | None = None
+        self._wire: Wire | ObjectStore | None = None
         self._wired: bool | None = None
         self._out: dict[str, tuple[Segment, int]] = {}  # not yet opened by all that will
 
@@ -96,27 +99,30 @@ class Post:
     def near(self, peer: Peer) -> bool:
         """Whether tensors go through memory."""
         process = self._mailbox.process_of(peer)
-        return not self._group_only and process.host == self._mailbox.process.host
+        return self._transport == "auto" and process.host == self._mailbox.process.host
 
     def wired(self) -> bool:
-        """Whether any two ranks need the process group: the same on all. Waits until all have come."""
+        """Whether any two ranks need more than memory: the same on all. Waits until all have come."""
         if self._wired is None:
             peers = [(side, rank) for side, layout in self._layouts.items() for rank in range(layout.ranks)]
             hosts = {self._mailbox.process_of(peer).host for peer in peers}
-            self._wired = self._group_only or len(hosts) > 1
+            self._wired = self._transport != "auto" or len(hosts) > 1
             self._one_host = len(hosts) == 1
             self._check_places(peers)
         return self._wired
 
     def _check_places(self, peers: list[Peer]) -> None:
         here = [p for p in peers if p[0] == self._other and self._mailbox.process_of(p) == self._mailbox.process]
-        if self._wired and here:  # it would wait for itself to join the process group
+        if self._wired and here and self._transport != "ray":  # it would wait for itself to join the process group
             raise NotImplementedError(
                 "[hybrid] processes that have a rank of both sides of a link must all be on one host, with "
-                'transport="auto"; put the sides on processes of their own'
+                'transport="auto", or have transport="ray"; put the sides on processes of their own'
             )
 
-    def _group(self) -> Wire:
+    def _group(self) -> Wire | ObjectStore:
+        if self._wire is None and self._transport == "ray":
+            place = self._number(self._mailbox.me)
+            self._wire = ObjectStore(self._mailbox.exchange(), self._mailbox.link, place, self._timeout)
         if self._wire is None:
             size = sum(layout.ranks for layout in self._layouts.values())
             store = self._mailbox.store("wire")
@@ -196,7 +202,7 @@ class Post:
 
     # ---------------------------------------------------------------- taking
 
-    def read(self, kind: str, what: str, check: Callable[[], None], side: str | None = None) -> list[Letter]:
+    def read(self, kind: str, what: str, check: Callable[[Peer], None], side: str | None = None) -> list[Letter]:
         """The letters of all parts of the other side (or of `side`, but for this rank's own), in order."""
         side = side or self._other
         layout = self._layouts[side]
@@ -239,7 +245,10 @@ class Post:
                     for meta, common in zip(letter.metas, commons, strict=True)
                 ]
                 data = torch.empty(sum(sizes), dtype=torch.uint8)
-                self._group().receive(data, self._number(peer), _tag(kind), f"{what} of {self._mailbox.name(peer)}")
+                where = f"{what} of {self._mailbox.name(peer)}"
+                self._group().receive(
+                    data, self._number(peer), _tag(kind), where, partial(self._mailbox.look, peer, what)
+                )
                 sources.append(list(data.split(sizes)))
         return Message(letters, sources)
 

@@ -21,8 +21,8 @@ class Link:
     `name`: unique among the links of a store. `source`, `target`: the ranks of both sides. `batch_dim`: the dim of
     every tensor along which batches of ranks lie; `sequence_dim`: the one that ranks of a sequence cut, which for
     packed tokens may be the same. `sides`: what the two are called in errors. `timeout`: seconds that a rank waits for
-    another one. `transport`: "auto" (memory between processes of one host, a Gloo process group between hosts) or
-    "group" (the process group everywhere).
+    another one. `transport`: "auto" (memory between processes of one host, a Gloo process group between hosts),
+    "group" (the process group everywhere) or "ray" (Ray's object store everywhere; for actor groups).
     """
 
     name: str
@@ -35,8 +35,8 @@ class Link:
     transport: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.transport not in ("auto", "group"):
-            raise ConfigError(f"[hybrid] transport must be 'auto' or 'group', got {self.transport!r}")
+        if self.transport not in ("auto", "group", "ray"):
+            raise ConfigError(f"[hybrid] transport must be 'auto', 'group' or 'ray', got {self.transport!r}")
         for layout, side in zip((self.source, self.target), self.sides, strict=True):
             self.dims.check(layout, f"link '{self.name}', {side}")
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tessera.errors import UsageError
 from tessera.hybrid._memory import Process
 
 _LOOK = 0.25  # seconds between two looks at who is still there
@@ -30,6 +31,8 @@ class Mailbox:
 
     def __init__(self, store: Any, prefix: str, me: Peer, names: dict[str, str], timeout: float) -> None:
         self._store: Any = C10D.PrefixStore(prefix, store)
+        self._exchange: Callable[[], Any] | None = getattr(store, "exchange", None)
+        self.link = f"{getattr(store, 'meeting', '')}/{prefix}"
         self.me = me
         self._names = names
         self._timeout = timeout
@@ -44,20 +47,32 @@ class Mailbox:
     def store(self, prefix: str) -> Any:
         return C10D.PrefixStore(prefix, self._store)
 
+    def exchange(self) -> Any:
+        """The actor of transport="ray"."""
+        if self._exchange is None:
+            raise UsageError(
+                f'[hybrid] {self.name(self.me)}: transport="ray" is for links of actor groups; make the end with '
+                "place.store() of a Program's actor"
+            )
+        return self._exchange()
+
     def put(self, key: str, note: Any) -> None:
         with self._reaching("leave a note for"):
             self._store.set(key, pickle.dumps(note))
 
-    def take(self, key: str, peer: Peer, what: str, check: Callable[[], None] | None = None) -> Any:
+    def take(self, key: str, peer: Peer, what: str, check: Callable[[Peer], None] | None = None) -> Any:
         """The note that `peer` leaves under `key`; it stays there. `check` raises where it will never come."""
         begin = look = time.monotonic()
         while not self._there(key):
             now = time.monotonic()
             if now - look > _LOOK:
                 look = now
-                self._look(peer, what, check)
-                if self._there(key):  # it came before what ended its sender
-                    break
+                try:
+                    self.look(peer, what, check)
+                except Exception:
+                    if self._there(key):  # it came before what ended its sender
+                        break
+                    raise
             if now - begin > self._timeout:
                 raise dist.DistBackendError(
                     f"[hybrid] {self.name(self.me)}: {self.name(peer)} did not send {what} within {self._timeout:g} s"
@@ -104,10 +119,10 @@ class Mailbox:
         ended = known is not None and known.host == self.process.host and not known.runs()
         return not ended and self.peek(f"failed/{peer[0]}/{peer[1]}") is None
 
-    def _look(self, peer: Peer, what: str, check: Callable[[], None] | None) -> None:
+    def look(self, peer: Peer, what: str, check: Callable[[Peer], None] | None = None) -> None:
         """Raises where `peer` will not send anything any more."""
         if check is not None:
-            check()
+            check(peer)
         if self.runs(peer):
             return
         reason = self.peek(f"failed/{peer[0]}/{peer[1]}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -50,7 +51,8 @@ class Program:
                 "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10)
             )
         # What ranks of an earlier start have left in the store is not for these.
-        meeting = Meeting(address, self._store.port, f"start/{self._starts}")
+        name = f"tessera-{uuid.uuid4().hex}"
+        meeting = Meeting(address, self._store.port, f"start/{self._starts}", name)
         self._starts += 1
         try:
             for group in self._groups.values():

@@ -50,7 +50,7 @@ class Receiver(End):
             raise UsageError(f"{self._me}: sample {sample!r} was received already; call give_back() for it first")
         what = f"sample {sample!r}"
         need = self._since + 1
-        letters = self._post.read(f"out/{self._number}", what, lambda: self._still_in_step(what, need))
+        letters = self._post.read(f"out/{self._number}", what, lambda _: self._still_in_step(what, need))
         for part, letter in enumerate(letters):
             if letter.sample != sample:
                 peer = ("source", self.link.source.holder(part, self.rank))

@@ -57,7 +57,7 @@ class Sender(End):
         self._post.announce(kind, letter, tensors, self.link.source.parts - 1 if wired else 0)
         if wired:
             what = f"its part of sample {sample!r}"
-            letters = self._post.read(kind, what, lambda: None, side="source")
+            letters = self._post.read(kind, what, lambda _: None, side="source")
             whole_of = wholes(self.link, letters, self._name)
             together = samples_of(self.link, letters)
             wanted = [
@@ -98,7 +98,7 @@ class Sender(End):
         """Of the outputs that have a graph, for an engine that averages over the source's ranks."""
         what = f"the gradient of sample {sample!r}"
         kind = f"back/{number}"
-        letters = self._post.read(kind, what, lambda: self._still_in_step(what, 0))
+        letters = self._post.read(kind, what, lambda peer: self._still_in_step(what, 0, peer))
         held = [[letter.box[i] for letter in letters] for i in range(len(devices))]
         wanted = [letters[0].held[i][self._part] for i in range(len(devices))]
         message = self._post.open(kind, letters, held, wanted, what)

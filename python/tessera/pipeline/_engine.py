@@ -95,6 +95,7 @@ class PipelineEngine(Engine):
         self._over = Over([self], self._everyone)
         self._feed = Feed(self, self._grid, self._over)
         self._wires = Wires.of(self._grid, self.module.num_chunks, self.device)
+        self._ties.attach(self)
         if self._over.group is not None:
             copies = [self._index[id(param)] for param in self._ties.copies if id(param) in self._index]
             _core.span_checkpoints(self.core, self._over.group, copies)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,24 @@ class Ties:
         """The parameters of this stage that an earlier one has, too."""
         return [param for _, param, _, first in self._tied if first != self._grid.stage]
 
+    def attach(self, engine: PipelineEngine) -> None:
+        """Where the copies lie in `engine`, once it is built. In every place of the stages they must be the same
+        elements, or they are summed as a whole: units may lie otherwise on another stage. Collective."""
+        mine = {
+            name: engine.core.local_range(engine._index[id(param)])
+            for name, param, *_ in self._tied
+            if engine._optimizes(param)
+        }
+        everyone = [(self._grid.place, mine)]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            everyone = [(0, {})] * dist.get_world_size()
+            dist.all_gather_object(everyone, (self._grid.place, mine))
+        parts: dict[str, dict[int, set[Any]]] = {}
+        for place, ranges in everyone:
+            for name, part in ranges.items():
+                parts.setdefault(name, {}).setdefault(place, set()).add(part)
+        self._in_place = {name: all(len(part) == 1 for part in places.values()) for name, places in parts.items()}
+
     def check_gradients(self, engine: PipelineEngine) -> None:
         """UsageError for a copy that the batch did not use: the others could not tell."""
         for name, param, _, _ in self._tied:
@@ -67,7 +85,7 @@ class Ties:
             if not engine._optimizes(param):
                 continue
             number = engine._index[id(param)]
-            if self._same_parts(engine, name, number, group):
+            if self._in_place[name]:
                 own = engine.core.local_view(number, _core.Quantity.Gradient)
                 assert own is not None
                 total = own.detach().float().contiguous()
@@ -79,11 +97,3 @@ class Ties:
                 total = whole.float().contiguous()
                 dist.all_reduce(total, group=group)
                 engine.core.set_full(number, _core.Quantity.Gradient, total)
-
-    def _same_parts(self, engine: PipelineEngine, name: str, number: int, group: dist.ProcessGroup) -> bool:
-        """The ranks of a group hold the same elements: units may lie otherwise on another stage."""
-        if name not in self._in_place:
-            parts: list[object] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, engine.core.local_range(number), group)
-            self._in_place[name] = all(part == parts[0] for part in parts)
-        return self._in_place[name]

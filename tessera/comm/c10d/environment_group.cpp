@@ -193,4 +193,24 @@ Parts environment_parts(const std::vector<MeshShape>& shapes, std::chrono::milli
   });
 }
 
+std::vector<Parts> environment_overlaid_parts(const std::vector<MeshShape>& shapes, std::chrono::milliseconds timeout) {
+  const Place place = read_place();
+  check_overlaid(shapes, place.size);
+  std::vector<Parts> all;
+  for (int part = 0; part < static_cast<int>(shapes.size()); ++part)
+    all.push_back({shapes, part, Mesh(), single_group(), nullptr, /*overlaid=*/true});
+  if (place.size == 1) return all;
+  return among_others(place, timeout, [&](const StorePtr& store) {
+    const auto at = [&](const std::string& name) { return c10::make_intrusive<c10d::PrefixStore>(name, store); };
+    const auto everyone = meet(place, at("everyone"), place.rank, place.size, "tessera_everyone", timeout);
+    const auto post = c10d_post(post_backend(at("post"), place.rank, place.size, timeout, is_loopback(place.address)));
+    for (Parts& parts : all) {
+      parts.everyone = everyone;
+      parts.mesh = meet_in(place, at(c10::str("mesh", parts.part)), shapes[parts.part], place.rank, 0, timeout);
+      parts.post = post;
+    }
+    return all;
+  });
+}
+
 }  // namespace tessera::comm

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from link_ranks import RAY_ENVIRONMENT
+from tessera.hybrid._object_store import Exchange, MeetingStore
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +33,23 @@ def ray_cluster() -> Iterator[None]:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="session")
+def ray_exchange(ray_cluster: None) -> Any:
+    exchange = pytest.importorskip("ray").remote(Exchange).options(num_cpus=0).remote()
+    pytest.importorskip("ray").get(exchange.__ray_ready__.remote())  # may take longer than the timeout of a test's link
+    return exchange
+
+
+@pytest.fixture
+def store_for(request: pytest.FixtureRequest) -> Callable[[str], Any]:
+    """A store for links of ranks that are threads, by their transport."""
+
+    def store(transport: str) -> Any:
+        if transport != "ray":
+            return dist.HashStore()
+        exchange = request.getfixturevalue("ray_exchange")
+        return MeetingStore(request.node.name, dist.HashStore(), lambda: exchange)
+
+    return store

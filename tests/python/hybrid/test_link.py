@@ -31,9 +31,9 @@ def weight_of(whole: torch.Tensor) -> torch.Tensor:
     return whole.sin()
 
 
-@pytest.mark.parametrize("transport", ["auto", "group"])
+@pytest.mark.parametrize("transport", ["auto", "group", "ray"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_slices_arrive_and_gradients_come_back(case, transport):
+def test_slices_arrive_and_gradients_come_back(case, transport, store_for):
     link = Link("x", LAYOUTS[case[0]], LAYOUTS[case[1]], 0, 1, timeout=20, transport=transport)
     factor = link.source.parts / link.target.parts
 
@@ -62,7 +62,7 @@ def test_slices_arrive_and_gradients_come_back(case, transport):
             receiver.give_back(step)
         receiver.step()
 
-    both_sides(link, source, target)
+    both_sides(link, source, target, store_for(transport))
 
 
 def test_packed_tokens_of_samples_of_unequal_size():
@@ -110,9 +110,10 @@ def _within(line: str, address: int) -> bool:
     return begin <= address < end
 
 
-def test_writes_of_one_replica_stay_its_own():
-    link = Link("x", target=Layout(replicas=2), timeout=20)
-    stores = dist.HashStore()
+@pytest.mark.parametrize("transport", ["auto", "group", "ray"])
+def test_writes_of_one_replica_stay_its_own(transport, store_for):
+    link = Link("x", target=Layout(replicas=2), timeout=20, transport=transport)
+    stores = store_for(transport)
 
     def target(receiver, rank):
         x = receiver.receive(0)
@@ -125,10 +126,11 @@ def test_writes_of_one_replica_stay_its_own():
     both_sides(link, lambda sender, rank: sender.send(torch.ones(3), 0), target, stores)
 
 
-def test_hand_over_inside_one_graph():
+@pytest.mark.parametrize("transport", ["auto", "ray"])
+def test_hand_over_inside_one_graph(transport, store_for):
     """Two processes' worth of ranks that have a part of the sequence in one model and a replica of the other."""
-    link = Link("x", Layout(sequence=2), Layout(replicas=2), 0, 0, timeout=20)
-    store = dist.HashStore()
+    link = Link("x", Layout(sequence=2), Layout(replicas=2), 0, 0, timeout=20, transport=transport)
+    store = store_for(transport)
     whole = torch.arange(10.0).view(5, 2)
 
     def body(rank, _):
@@ -137,6 +139,8 @@ def test_hand_over_inside_one_graph():
             y, count = hand_over(sender, receiver, (x * x, torch.tensor(5.0)), "a")
             assert torch.equal(y, whole * whole) and float(count) == 5 and not count.requires_grad
             y.sin().sum().backward()
+            with pytest.raises(UsageError, match=r"ends of hand_over\(\) have no step\(\)"):
+                sender.step()
         expected = (whole * whole).cos() * 2 * whole
         torch.testing.assert_close(x.grad, 2 * split(expected, link.source, rank, 0, 0))  # an engine averages over 2
 
@@ -219,11 +223,12 @@ BAD_GRADIENTS = {
 BAD = BAD_MESSAGES | BAD_GRADIENTS
 
 
+@pytest.mark.parametrize("transport", ["auto", "ray"])
 @pytest.mark.parametrize("name", BAD)
-def test_bad_use(name):
+def test_bad_use(name, transport, store_for):
     source, target, kind, message = BAD[name]
     with pytest.raises(kind, match=message):
-        both_sides(Link("x", timeout=20), source, target)
+        both_sides(Link("x", timeout=20, transport=transport), source, target, store_for(transport))
 
 
 def counted(count):
@@ -273,6 +278,9 @@ def test_both_sides_in_one_process_need_memory():
 
 
 def test_links_are_checked():
+    with pytest.raises(UsageError, match="is for links of actor groups"):
+        link = Link("x", transport="ray", timeout=20)
+        both_sides(link, lambda sender, _: sender.send(torch.ones(2), 0), lambda receiver, _: receiver.receive(0))
     with pytest.raises(ConfigError, match="transport"):
         Link("x", transport="pigeons")
     with pytest.raises(ConfigError, match="link 'x', target: 2 ranks share a sequence"):

@@ -17,7 +17,7 @@ from test_linked_engines import TP, Text, Vision, plain_weights
 CLIP = 0.05  # far below the norms that these models have: a part of the norm that is missing shows
 
 
-def program_of(folder, sequence=2, replicas=2, clip=0.0):
+def program_of(folder, sequence=2, replicas=2, clip=0.0, transport="auto"):
     link = Link(
         "vision",
         Layout(sequence=sequence),
@@ -26,6 +26,7 @@ def program_of(folder, sequence=2, replicas=2, clip=0.0):
         sequence_dim=1,
         sides=("vision", "text"),
         timeout=300,
+        transport=transport,
     )
     more = {"gradient_clipping": clip}
     tp = TP if replicas > 1 else {}
@@ -46,8 +47,9 @@ def close(actual, expected):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # fp32, sums in another order
 
 
-def test_weights_of_one_process(ray_cluster, tmp_path):
-    with program_of(tmp_path, clip=CLIP) as program:
+@pytest.mark.parametrize("transport", ["auto", "ray"])
+def test_weights_of_one_process(ray_cluster, tmp_path, transport):
+    with program_of(tmp_path, clip=CLIP, transport=transport) as program:
         for step in range(3):
             losses = program.step("train", step)["text"]
             assert losses[0] == losses[1]
@@ -55,9 +57,10 @@ def test_weights_of_one_process(ray_cluster, tmp_path):
     close(found, plain_weights(make(Vision, seed=1), make(Text, seed=2), CLIP))
 
 
-def test_a_killed_rank_and_the_way_back(ray_cluster, tmp_path):
+@pytest.mark.parametrize("transport", ["auto", "ray"])
+def test_a_killed_rank_and_the_way_back(ray_cluster, tmp_path, transport):
     """Also with other numbers of ranks: each engine's part of the checkpoint reshards on its own."""
-    with program_of(tmp_path, sequence=2, replicas=1) as program:
+    with program_of(tmp_path, sequence=2, replicas=1, transport=transport) as program:
         program.step("train", 0)
         assert program.save("first", {"step": 1}) == tmp_path / "first"
         program.step("train", 1)

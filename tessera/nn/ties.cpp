@@ -1,0 +1,134 @@
+#include "tessera/nn/ties.h"
+
+#include <ATen/ops/tensor.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "tessera/base/error.h"
+#include "tessera/nn/together.h"
+
+namespace tessera::nn {
+namespace {
+
+constexpr int kFirstTag = 1 << 15;  // clear of those of activations and of links
+
+}  // namespace
+
+Ties::Ties(const comm::Parts& parts, const StageLayers& module)
+    : parts_(parts), keys_(module.ties().size()), in_place_(keys_, true) {
+  int key = 0;
+  for (const auto& [name, stages] : module.ties()) {
+    const int number = key++;
+    if (std::find(stages.begin(), stages.end(), parts.part) == stages.end()) continue;
+    Tie tie{c10::str("tied_modules.", name, "."), number, parts.part == stages[0], {}, {}};
+    for (const int stage : tie.first ? std::vector<int>(stages.begin() + 1, stages.end()) : std::vector{stages[0]}) {
+      const int rank = parts.rank_of(stage, parts.place());
+      for (auto* wires : {&tie.there, &tie.back})
+        wires->push_back(std::make_unique<pipeline::Wire>(parts.post, pipeline::Peer{rank, stage_name(parts, rank)},
+                                                          kFirstTag + number, at::kCPU, "tied weights"));
+    }
+    for (const auto& param : module.named_parameters())
+      if (param.key().starts_with(tie.name)) tie.params.emplace_back(param.key(), param.value());
+    ties_.push_back(std::move(tie));
+  }
+  for (Tie& tie : ties_) {
+    Tensors own;
+    for (const auto& [name, param] : tie.params)
+      own.push_back(param.detach());
+    const Tensors values = meet(tie, own, [&](const std::vector<Tensors>&) { return own; });
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < own.size(); ++i)
+      own[i].copy_(values[i]);
+  }
+  if (!ties_.empty()) parts_.post->flush();  // before an engine moves the parameters
+}
+
+template <class F>
+Tensors Ties::meet(Tie& tie, const Tensors& own, const F& join) {
+  const int64_t number = tie.messages++;
+  if (!tie.first) {
+    tie.there[0]->send(own, number);
+    return tie.back[0]->receive(number);
+  }
+  std::vector<Tensors> others;
+  for (const auto& wire : tie.back)
+    others.push_back(wire->receive(number));
+  Tensors joined = join(others);
+  for (const auto& wire : tie.there)
+    wire->send(joined, number);
+  return joined;
+}
+
+// Units may lie otherwise on another stage: then a place holds other elements of its copy.
+void Ties::attach(engine::Engine& engine) {
+  engine_ = &engine;
+  std::vector<double> same(keys_, 1);
+  for (Tie& tie : ties_) {
+    std::vector<int64_t> ranges;
+    for (size_t i = 0; i < engine.params().size(); ++i) {
+      const engine::ParamSpec& param = engine.params()[i];
+      if (!param.name.starts_with(tie.name) || param.group < 0) continue;
+      tie.numbers.push_back(static_cast<int>(i));
+      if (!tie.first) copies_.push_back(static_cast<int>(i));
+      const auto [begin, end] = engine.states().local_range(static_cast<int>(i));
+      ranges.insert(ranges.end(), {begin, end});
+    }
+    const at::Tensor mine = at::tensor(ranges, at::kLong);
+    const Tensors first = meet(tie, {mine}, [&](const std::vector<Tensors>&) { return Tensors{mine}; });
+    same[tie.key] = at::equal(first[0], mine) ? 1 : 0;
+  }
+  if (keys_ == 0) return;
+  for (const auto& row : rows_of(parts_, same, "where tied weights lie"))
+    for (size_t key = 0; key < keys_; ++key)
+      in_place_[key] = in_place_[key] && row[key] != 0;
+}
+
+void Ties::check_gradients() const {
+  for (const Tie& tie : ties_)
+    for (const int number : tie.numbers)
+      TESSERA_CHECK(engine_->states().local_view(number, engine::Quantity::Gradient).defined(), "pipeline", "'",
+                    engine_->params()[number].name, "' has no gradient on stage ", parts_.part,
+                    ": its layer there was not used in this batch; a tied layer must be used in every place of the "
+                    "list");
+}
+
+void Ties::sum_gradients() {
+  const at::NoGradGuard no_grad;
+  zero::StateAccess& states = engine_->states();
+  for (Tie& tie : ties_) {
+    Tensors views, own;
+    for (const int number : tie.numbers) {
+      views.push_back(in_place_[tie.key] ? states.local_view(number, engine::Quantity::Gradient)
+                                         : states.get_full(number, engine::Quantity::Gradient));
+      own.push_back(views.back().detach().to(at::kFloat));
+    }
+    const Tensors total = meet(tie, own, [&](const std::vector<Tensors>& others) {
+      Tensors sum;
+      for (size_t i = 0; i < own.size(); ++i) {
+        sum.push_back(own[i].cpu());
+        for (const Tensors& other : others)
+          sum[i] = sum[i] + other[i];
+      }
+      return sum;
+    });
+    for (size_t i = 0; i < total.size(); ++i) {
+      if (in_place_[tie.key]) {
+        views[i].detach().copy_(total[i]);
+      } else {
+        states.set_full(tie.numbers[i], engine::Quantity::Gradient, total[i]);
+      }
+    }
+  }
+  if (!ties_.empty()) parts_.post->flush();
+}
+
+std::vector<pipeline::Wire*> Ties::outgoing() const {
+  std::vector<pipeline::Wire*> wires;
+  for (const Tie& tie : ties_)
+    for (const auto& wire : tie.there)
+      wires.push_back(wire.get());
+  return wires;
+}
+
+}  // namespace tessera::nn
