@@ -461,8 +461,8 @@ def test_parallel_end_to_end(tmp_path):
     assert {"Tessera AutoTP", own, "DTensor plans"} < set(data["parallel"]["tensor parallel, fp32"])
     bytes_sent = [goal for goal in data["goals"] if "bytes" in goal["text"]]
     assert len(bytes_sent) == 4 and all(goal["value"] == 1 for goal in bytes_sent)
-    alone = subprocess.run([sys.executable, BENCH / "run.py", "parallel", "--quick"], capture_output=True, check=False)
-    assert alone.returncode != 0 and b"add --ranks 2" in alone.stderr
+    with pytest.raises(SystemExit, match="add --ranks 2"):
+        BENCHES["parallel"].run(argparse.Namespace(ranks=1))
 
 
 def run_with_memory(script: str) -> None:

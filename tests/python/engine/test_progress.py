@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
+import os
+from pathlib import Path
 
 import pytest
-from support import config, engines, make
+from support import PROCESSES, config, engines, make
 
 PROGRAM = """
 import logging, sys
@@ -23,22 +23,30 @@ for _ in range(4):
 """
 
 
-def stderr_of(every: object, setup: str = "") -> list[str]:
-    program = PROGRAM.format(every=every, setup=setup)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert not done.stdout
-    return [line for line in done.stderr.splitlines() if "step=" in line or "data_parallel_size" in line]
+def run_program(program: str, folder: Path) -> None:
+    for descriptor, name in ((1, "out"), (2, "errors")):
+        os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY), descriptor)
+    exec(program, {})
 
 
-def test_progress_lines_reach_who_has_no_logging() -> None:
-    warning, *lines = stderr_of(2)
+def stderr_of(folder: Path, every: object, setup: str = "") -> list[str]:
+    process = PROCESSES.Process(target=run_program, args=(PROGRAM.format(every=every, setup=setup), folder))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0 and not (folder / "out").read_text()
+    errors = (folder / "errors").read_text().splitlines()
+    return [line for line in errors if "step=" in line or "data_parallel_size" in line]
+
+
+def test_progress_lines_reach_who_has_no_logging(tmp_path: Path) -> None:
+    warning, *lines = stderr_of(tmp_path, 2)
     assert "data_parallel_size: has no effect in this version" in warning
     assert [line.split(",")[0] for line in lines] == ["[tessera] step=2", "[tessera] step=4"]
     assert all("lr=[0.5]" in line for line in lines)
 
 
-def test_without_steps_per_print_nothing_is_said() -> None:
-    assert [line for line in stderr_of(None) if "step=" in line] == []
+def test_without_steps_per_print_nothing_is_said(tmp_path: Path) -> None:
+    assert [line for line in stderr_of(tmp_path, None) if "step=" in line] == []
 
 
 @pytest.mark.parametrize(
@@ -49,8 +57,8 @@ def test_without_steps_per_print_nothing_is_said() -> None:
         ("logging.getLogger('tessera').addHandler(logging.NullHandler())", []),
     ],
 )
-def test_the_users_own_logging_rules(setup: str, expected: list[str]) -> None:
-    lines = [line.split(",")[0] for line in stderr_of(2, setup) if "step=" in line]
+def test_the_users_own_logging_rules(setup: str, expected: list[str], tmp_path: Path) -> None:
+    lines = [line.split(",")[0] for line in stderr_of(tmp_path, 2, setup) if "step=" in line]
     assert lines == expected
 
 
