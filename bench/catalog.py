@@ -82,7 +82,9 @@ BENCHES: dict[str, Bench] = {
         ["deepspeed:1"],
         (["30M", "125M"], ["1M"]),
     ),
-    "nvme": Bench("Optimizer states on a disk", bench_nvme, ["tessera:1"], []),
+    "nvme": Bench(
+        "Optimizer states on a disk", bench_nvme, ["tessera:1", "deepspeed:3", "deepspeed:1"], ["deepspeed:3", "deepspeed:1"]
+    ),
     "memory": Bench(
         "Memory of model states",
         bench_memory,

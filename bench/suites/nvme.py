@@ -16,7 +16,9 @@ from report import Goal, Result, cell, table
 from torch import nn
 
 import tessera
+from suites.nvme_peers import OWN, PEERS, measure_peers, text_of
 
+NVME = PEERS["deepspeed:3"][0]
 LIMIT = 1 / 0.9  # times the longer of disk and update
 PART = 1 << 22  # elements of a parameter
 MODES = {"fp32": 16, "bf16, exact": 14, "bf16, 10 bytes": 10, "bf16, 8 bytes": 8}
@@ -27,15 +29,24 @@ def parts_of(elements: int) -> int:
     return max(1, elements // PART)
 
 
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(PART))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.sum().float()
+
+
 class Parameters(nn.Module):
     """Nothing but parameters: forward and backward take next to no time."""
 
     def __init__(self, elements: int) -> None:
         super().__init__()
-        self.parts = nn.ParameterList(torch.zeros(PART) for _ in range(parts_of(elements)))
+        self.parts = nn.ModuleList(Part() for _ in range(parts_of(elements)))
 
     def forward(self) -> torch.Tensor:
-        return torch.stack([part.sum().float() for part in self.parts]).sum()
+        return torch.stack([part() for part in self.parts]).sum()
 
 
 def engine_of(elements: int, state_bytes: int, nvme: str | None) -> tessera.Engine:
@@ -52,8 +63,8 @@ def engine_of(elements: int, state_bytes: int, nvme: str | None) -> tessera.Engi
     return tessera.initialize(model=Parameters(elements), config=config)[0]
 
 
-def step_seconds(engine: tessera.Engine) -> float:
-    engine().backward()
+def step_seconds(engine: Any) -> float:
+    engine.backward(engine())
     together()
     start = time.perf_counter()
     engine.step()
@@ -64,7 +75,7 @@ def check(engines: list[tessera.Engine]) -> None:
     """The same bits, or there is no number."""
     for engine in engines:
         step_seconds(engine)
-    one, other = (engine.module.parts[0] for engine in engines)
+    one, other = (engine.module.parts[0].weight for engine in engines)
     if not torch.equal(one, other):
         raise RuntimeError("states on a disk train to other weights than states in memory")
 
@@ -113,7 +124,15 @@ def bench_nvme(args: argparse.Namespace) -> Result:
     headline: list[str] = []
     with tempfile.TemporaryDirectory(prefix="tessera-bench-", dir=args.folder_of_checkpoints) as folder:
         seconds, sizes = measure(args, pathlib.Path(folder))
+
+        def own(state_bytes: int, nvme: str | None) -> tessera.Engine:
+            return engine_of(args.parameters, state_bytes, nvme)
+
+        peers, missing = measure_peers(
+            args, pathlib.Path(folder), own, lambda: Parameters(args.parameters), step_seconds, PART
+        )
     text.append(table(HEADER, rows_of(seconds, sizes)))
+    text += text_of(peers, missing)
     for mode, times in seconds.items():
         limit = [max(pair) for pair in zip(times["disk"], times["update"], strict=True)]
         share = median(times["step"]) / median(limit)
@@ -123,4 +142,13 @@ def bench_nvme(args: argparse.Namespace) -> Result:
         mode: {what: summary(values) for what, values in times.items()} | {"bytes": sizes[mode]}
         for mode, times in seconds.items()
     }
-    return Result(text, {"nvme": data}, goals, headline=headline)
+    for mode, times in peers.items():
+        goals += [
+            Goal(f"{mode}: {name}, x our step on the disk", median(values) / median(times[OWN]), 1.5, at_least=True)
+            for name, values in times.items()
+            if name == NVME
+        ]
+    beside = {
+        mode: {name: summary(values) for name, values in times.items()} for mode, times in peers.items()
+    }
+    return Result(text, {"nvme": data, "beside": beside}, goals, headline=headline)

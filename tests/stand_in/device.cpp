@@ -223,7 +223,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override { current = device.index(); }
 
   static c10::Stream stream_of(c10::Device device, c10::StreamId id) {
-    return {c10::Stream::UNSAFE, checked(device), id};
+    return c10::Stream(c10::Stream::UNSAFE, checked(device), id);
   }
   c10::Stream getStream(c10::Device device) const override {
     return stream_of(device, current_stream.at(checked(device).index()));
