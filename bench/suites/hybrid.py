@@ -258,9 +258,10 @@ def bench_hybrid(args: argparse.Namespace, setup: Callable[..., None], free_port
         )
     worst = max(abs(cost(LAYOUTS[j.layout], j.step(args.ranks)).sent / f.sent - 1) for j, f in found.items())
     goals.append(Goal("bytes sent beside the model's, worst deviation", worst, 0.1))
+    steps = TURNS * -(-args.rounds // TURNS)
     how = (
-        f"Medians of {TURNS * -(-args.rounds // TURNS)} steps (min-max) of the slowest rank, each layout and size twice "
-        "in processes of its own, layouts in turns."
+        f"Medians of {steps} steps (min-max) of the slowest rank, each layout and size twice in processes of its own, "
+        "layouts in turns."
     )
     return Result(text, {"hybrid": data_of(found)}, goals, headline=headline, how=how, probe=[[before, probe()]])
 
