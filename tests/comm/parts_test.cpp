@@ -95,7 +95,8 @@ TEST(Parts, EveryPartOnAllRanks) {
   testing::run_threads(groups, [&](int rank, const GroupPtr&) { check_overlaid(parts[rank], rank); });
   for (const auto& env : {testing::kShared, testing::kGloo})
     testing::expect_success(testing::run_processes(2, env));
-  EXPECT_HAS(message_of<c10::ValueError>([&] { environment_overlaid_parts(shapes); }), "must have 1 ranks each, got one");
+  EXPECT_HAS(message_of<c10::ValueError>([&] { environment_overlaid_parts(shapes); }),
+             "must have 1 ranks each, got one");
 }
 
 TEST(Parts, ALostRankIsNamedByWhoWaitsForIt) {

@@ -283,6 +283,14 @@ TEST(Link, LossScalesStayEachEnginesOwn) {
   });
 }
 
+TEST(Link, EnginesSteppedApartAreNamed) {
+  run_parts(Sides(2, comm::mesh_shape(1)), [&](const comm::Parts& parts) {
+    Engine<Part> engine(std::make_shared<Part>(parts.part == 0 ? tower() : reader()), link_config(1), parts.mesh);
+    engine.core().set_gradient_accumulation_boundary(parts.part == 0);
+    EXPECT_HAS(error_of([&] { step_together(engine, parts); }), "the engines were stepped apart");
+  });
+}
+
 // The errors of both sides.
 TEST(Link, BadUsesAreNamed) {
   struct Bad {

@@ -252,10 +252,10 @@ TEST(Pipeline, AnErrorOfOneStageEndsTheBatchOnAll) {
 }
 
 TEST(Pipeline, AGraphThatIsFreedTooEarlyIsNamed) {
-  const Case c{.stages = 3};
+  const Case c;
   const auto errors = errors_of(c, [&](const comm::Parts& parts) {
     Layers list = layers();
-    auto& call = list[4].call;
+    auto& call = list[7].call;
     call = [call, calls = 0](const Tensors& x) mutable {
       Tensors made = call(x);
       if (++calls == 2) made[0].sum().backward();
