@@ -18,13 +18,13 @@ namespace {
 using pipeline::Box;
 using pipeline::Sizes;
 
-// A letter is the first tensor of every message; its first number says what it is.
+// A header is the first tensor of every message; its first number says what it is.
 enum Kind : int64_t { kTensors, kEndOfStep };
-constexpr size_t kHead =
-    3;  // of kTensors: kind, number of the message, sample; of kEndOfStep: kind, step, messages in it
+// Of kTensors: kind, number of the message, sample; of kEndOfStep: kind, step, messages in it.
+constexpr size_t kHead = 3;
 
 constexpr int kFirstTag = 1 << 16;  // clear of a pipeline's
-constexpr int kTags = 3;            // of a link: outputs, gradients, letters among the ranks of the source
+constexpr int kTags = 3;            // of a link: outputs, gradients, headers among the ranks of the source
 
 // What a rank of the source says of its outputs.
 struct Outputs {
@@ -34,27 +34,27 @@ struct Outputs {
   std::vector<Sizes> shapes;
 };
 
-std::vector<int64_t> letter_of(int64_t number, int64_t sample, const Tensors& outputs,
+std::vector<int64_t> header_of(int64_t number, int64_t sample, const Tensors& outputs,
                                const std::optional<Sizes>& samples) {
-  std::vector<int64_t> letter{kTensors, number, sample, samples ? static_cast<int64_t>(samples->size()) : -1};
-  if (samples) letter.insert(letter.end(), samples->begin(), samples->end());
+  std::vector<int64_t> header{kTensors, number, sample, samples ? static_cast<int64_t>(samples->size()) : -1};
+  if (samples) header.insert(header.end(), samples->begin(), samples->end());
   for (const at::Tensor& t : outputs) {
-    letter.insert(letter.end(), {static_cast<int64_t>(t.scalar_type()), t.requires_grad() ? 1 : 0, t.dim()});
-    letter.insert(letter.end(), t.sizes().begin(), t.sizes().end());
+    header.insert(header.end(), {static_cast<int64_t>(t.scalar_type()), t.requires_grad() ? 1 : 0, t.dim()});
+    header.insert(header.end(), t.sizes().begin(), t.sizes().end());
   }
-  return letter;
+  return header;
 }
 
-Outputs outputs_of(const std::vector<int64_t>& letter) {
+Outputs outputs_of(const std::vector<int64_t>& header) {
   Outputs outputs;
-  auto next = letter.begin() + kHead;
+  auto next = header.begin() + kHead;
   const auto list = [&](int64_t count) {
     Sizes values(next, next + count);
     next += count;
     return values;
   };
   if (const int64_t count = *next++; count >= 0) outputs.samples = list(count);
-  while (next != letter.end()) {
+  while (next != header.end()) {
     outputs.dtypes.push_back(static_cast<at::ScalarType>(*next++));
     outputs.trained.push_back(*next++ != 0);
     outputs.shapes.push_back(list(*next++));
@@ -185,15 +185,15 @@ std::vector<int> LinkEnd::givers() const {
   return places;
 }
 
-void LinkEnd::put(int taker, const Letter& letter, const Tensors& pieces) {
-  Tensors tensors{at::tensor(letter, at::kLong)};
+void LinkEnd::put(int taker, const Header& header, const Tensors& pieces) {
+  Tensors tensors{at::tensor(header, at::kLong)};
   tensors.insert(tensors.end(), pieces.begin(), pieces.end());
   if (is_own(taker)) {
     TESSERA_CHECK(joined_ != nullptr, "hybrid", me_, ": a process that is of both sides hands over by hand_over()");
     Tensors copies;  // the two engines may change theirs
     for (const at::Tensor& piece : pieces)
       copies.push_back(piece.clone(at::MemoryFormat::Contiguous));
-    joined_->from_joined_.push_back({letter, std::move(copies)});
+    joined_->from_joined_.push_back({header, std::move(copies)});
     return;
   }
   out_.at(taker)->send(tensors, sent_[taker]++);
@@ -208,14 +208,14 @@ LinkEnd::Message LinkEnd::take(int giver) {
   }
   Tensors tensors = in_.at(giver)->receive(read_[giver]++);
   const at::Tensor said = tensors[0].cpu();
-  const auto* letter = said.const_data_ptr<int64_t>();
-  return {{letter, letter + said.numel()}, {tensors.begin() + 1, tensors.end()}};
+  const auto* header = said.const_data_ptr<int64_t>();
+  return {{header, header + said.numel()}, {tensors.begin() + 1, tensors.end()}};
 }
 
 LinkEnd::Message LinkEnd::read(int giver, const std::string& what) {
   Message message = take(giver);
-  TESSERA_CHECK(message.letter[0] == kTensors, "hybrid", me_, " waits for ", what, ", but ", name_of(!sends_, giver),
-                " has ended step ", message.letter[1], " after ", message.letter[2], " micro-batches");
+  TESSERA_CHECK(message.header[0] == kTensors, "hybrid", me_, " waits for ", what, ", but ", name_of(!sends_, giver),
+                " has ended step ", message.header[1], " after ", message.header[2], " micro-batches");
   return message;
 }
 
@@ -226,9 +226,9 @@ void LinkEnd::end_step(const std::vector<int64_t>& left, const char* call) {
   for (const int taker : takers())
     put(taker, {kEndOfStep, step_, since_}, {});
   for (const int giver : givers()) {
-    const Letter letter = take(giver).letter;
-    TESSERA_CHECK(letter[0] == kEndOfStep && letter[2] == since_, "hybrid", name_of(!sends_, giver), " had ",
-                  letter[0] == kEndOfStep ? std::to_string(letter[2]) : "more", " micro-batches in step ", step_, ", ",
+    const Header header = take(giver).header;
+    TESSERA_CHECK(header[0] == kEndOfStep && header[2] == since_, "hybrid", name_of(!sends_, giver), " had ",
+                  header[0] == kEndOfStep ? std::to_string(header[2]) : "more", " micro-batches in step ", step_, ", ",
                   me_, " had ", since_);
   }
   parts_.post->flush();
@@ -261,19 +261,19 @@ LinkSender::LinkSender(const Link& link, const comm::Parts& parts, engine::Engin
   }
 }
 
-// The letters of all parts of the source.
-std::vector<LinkEnd::Letter> LinkSender::exchange(const Letter& mine) {
-  std::vector<Letter> letters(beside_out_.size(), mine);
+// The headers of all parts of the source.
+std::vector<LinkEnd::Header> LinkSender::exchange(const Header& mine) {
+  std::vector<Header> headers(beside_out_.size(), mine);
   for (const auto& wire : beside_out_)
     if (wire) wire->send({at::tensor(mine, at::kLong)}, number_);
-  for (size_t part = 0; part < letters.size(); ++part) {
+  for (size_t part = 0; part < headers.size(); ++part) {
     if (!beside_in_[part]) continue;
-    const at::Tensor letter = beside_in_[part]->receive(number_)[0];
-    letters[part].assign(letter.const_data_ptr<int64_t>(), letter.const_data_ptr<int64_t>() + letter.numel());
-    TESSERA_CHECK(letters[part][2] == mine[2], "hybrid", me_, " sends sample ", mine[2], ", but ",
-                  name_of(true, static_cast<int>(part) * source_.replicas), " sends sample ", letters[part][2]);
+    const at::Tensor header = beside_in_[part]->receive(number_)[0];
+    headers[part].assign(header.const_data_ptr<int64_t>(), header.const_data_ptr<int64_t>() + header.numel());
+    TESSERA_CHECK(headers[part][2] == mine[2], "hybrid", me_, " sends sample ", mine[2], ", but ",
+                  name_of(true, static_cast<int>(part) * source_.replicas), " sends sample ", headers[part][2]);
   }
-  return letters;
+  return headers;
 }
 
 void LinkSender::send(const Tensors& outputs, int64_t sample, const std::optional<Sizes>& samples) {
@@ -285,9 +285,9 @@ void LinkSender::send(const Tensors& outputs, int64_t sample, const std::optiona
 
 LinkSender::Sent LinkSender::announce(const Tensors& outputs, int64_t sample, const std::optional<Sizes>& samples) {
   std::vector<Outputs> said;
-  const Letter mine = letter_of(number_, sample, outputs, samples);
-  for (const Letter& letter : exchange(mine))
-    said.push_back(outputs_of(letter));
+  const Header mine = header_of(number_, sample, outputs, samples);
+  for (const Header& header : exchange(mine))
+    said.push_back(outputs_of(header));
   const Table table = table_of(said, source_, target_, dims_, me_);
   const int part = source_.part(parts_.place());
   for (const int taker : takers()) {
@@ -312,8 +312,8 @@ LinkEnd::Message LinkSender::gradient(int giver, int64_t number, int64_t sample)
   if (auto found = early_.extract(std::pair(giver, number))) return std::move(found.mapped());
   while (true) {
     Message message = read(giver, c10::str("the gradient of sample ", sample));
-    if (message.letter[1] == number) return message;
-    early_.emplace(std::pair(giver, message.letter[1]), std::move(message));
+    if (message.header[1] == number) return message;
+    early_.emplace(std::pair(giver, message.header[1]), std::move(message));
   }
 }
 
@@ -346,7 +346,7 @@ Tensors LinkSender::gradients_of(const Sent& sent, int64_t sample) {
     const int from = target_.part(giver);
     auto piece = message.pieces.begin();
     for (size_t i = 0; i < found.size(); ++i) {
-      if (message.letter[kHead + i] == 0) continue;
+      if (message.header[kHead + i] == 0) continue;
       const Box& mine = sent.held[i][part];
       if (const auto box = pipeline::route(sent.wanted[i], from, mine)) join(found[i], *piece++, *box, mine);
     }
@@ -383,9 +383,9 @@ std::pair<Tensors, LinkReceiver::Received> LinkReceiver::take_in(int64_t sample)
   std::vector<Outputs> said;
   for (const int giver : givers()) {
     messages.push_back(read(giver, c10::str("sample ", sample)));
-    TESSERA_CHECK(messages.back().letter[2] == sample, "hybrid", me_, " asks for sample ", sample,
-                  ", but the next message of ", name_of(true, giver), " is of sample ", messages.back().letter[2]);
-    said.push_back(outputs_of(messages.back().letter));
+    TESSERA_CHECK(messages.back().header[2] == sample, "hybrid", me_, " asks for sample ", sample,
+                  ", but the next message of ", name_of(true, giver), " is of sample ", messages.back().header[2]);
+    said.push_back(outputs_of(messages.back().header));
   }
   const Table table = table_of(said, source_, target_, dims_, me_);
   const int part = target_.part(parts_.place());
@@ -437,9 +437,9 @@ void LinkReceiver::give_back(int64_t sample, const std::optional<Tensors>& gradi
 
 void LinkReceiver::send_back(const Received& received, int64_t sample, const Tensors& gradients) {
   const size_t count = gradients.size();
-  Letter letter{kTensors, received.number, sample};
+  Header header{kTensors, received.number, sample};
   for (const at::Tensor& gradient : gradients)
-    letter.push_back(gradient.defined() ? 1 : 0);
+    header.push_back(gradient.defined() ? 1 : 0);
   const int part = target_.part(parts_.place());
   for (const int taker : takers()) {
     Tensors pieces;
@@ -447,7 +447,7 @@ void LinkReceiver::send_back(const Received& received, int64_t sample, const Ten
       const auto box = pipeline::route(received.wanted[i], part, received.held[i][source_.part(taker)]);
       if (box && gradients[i].defined()) pieces.push_back(inside(gradients[i], *box, received.wanted[i][part]));
     }
-    put(taker, letter, pieces);
+    put(taker, header, pieces);
   }
 }
 

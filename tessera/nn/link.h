@@ -56,9 +56,9 @@ class LinkEnd {
   void abort(const std::string& reason);
 
  protected:
-  using Letter = std::vector<int64_t>;
+  using Header = std::vector<int64_t>;
   struct Message {
-    Letter letter;
+    Header header;
     Tensors pieces;
   };
 
@@ -69,7 +69,7 @@ class LinkEnd {
   // Places of the other side's ranks: those that this rank gives to, and by part those that give to it.
   std::vector<int> takers() const;
   std::vector<int> givers() const;
-  void put(int taker, const Letter& letter, const Tensors& pieces);
+  void put(int taker, const Header& header, const Tensors& pieces);
   // The next message of a giver; read(): of tensors, UsageError where the giver has ended the step.
   Message take(int giver);
   Message read(int giver, const std::string& what);
@@ -117,7 +117,7 @@ class LinkSender : public LinkEnd {
     Tensors trained;
     std::vector<std::vector<pipeline::Box>> held, wanted;  // of the trained ones: by part of the source, of the target
   };
-  std::vector<Letter> exchange(const Letter& mine);
+  std::vector<Header> exchange(const Header& mine);
   Sent announce(const Tensors& outputs, int64_t sample, const std::optional<pipeline::Sizes>& samples);
   // Of its trained tensors; undefined: zero.
   Tensors gradients_of(const Sent& sent, int64_t sample);

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tessera.errors import ConfigError, UsageError
 from tessera.hybrid._layout import Box, Layout, whole_boxes
-from tessera.hybrid._letters import Letter, Post
 from tessera.hybrid._mailbox import Mailbox, Peer
+from tessera.hybrid._messages import Header, Post
 
 if TYPE_CHECKING:
     from tessera.hybrid._link import Link
@@ -110,19 +110,19 @@ class End:
                 )
 
 
-def wholes(link: Link, letters: list[Letter], where: str) -> list[tuple[tuple[int, ...], list[Box]]]:
+def wholes(link: Link, headers: list[Header], where: str) -> list[tuple[tuple[int, ...], list[Box]]]:
     """Of each tensor of a message: its sizes, and what each part of the source has."""
-    count = len(letters[0].metas)
-    if any(len(letter.metas) != count for letter in letters):
-        raise ConfigError(f"[hybrid] {where}: ranks of {link.sides[0]} sent {[len(x.metas) for x in letters]} tensors")
+    count = len(headers[0].metas)
+    if any(len(header.metas) != count for header in headers):
+        raise ConfigError(f"[hybrid] {where}: ranks of {link.sides[0]} sent {[len(x.metas) for x in headers]} tensors")
     return [
-        whole_boxes(link.source, link.dims, [letter.metas[i].shape for letter in letters], where) for i in range(count)
+        whole_boxes(link.source, link.dims, [header.metas[i].shape for header in headers], where) for i in range(count)
     ]
 
 
-def samples_of(link: Link, letters: list[Letter]) -> list[int] | None:
+def samples_of(link: Link, headers: list[Header]) -> list[int] | None:
     """The rows of all samples, in the order of the batches."""
-    rows = letters[:: link.source.sequence]
-    if any(letter.samples is None for letter in rows):
+    rows = headers[:: link.source.sequence]
+    if any(header.samples is None for header in rows):
         return None
-    return [size for letter in rows for size in letter.samples or ()]
+    return [size for header in rows for size in header.samples or ()]

@@ -18,7 +18,7 @@ class _HandOver(torch.autograd.Function):
         ctx.ends, ctx.sample = (sender, receiver), sample
         ctx.number = sender._announce(sample, list(tensors), None, samples)
         ctx.devices = [t.device for t in tensors if t.requires_grad]
-        found, ctx.received = receiver._take(receiver._letters(sample), sample)
+        found, ctx.received = receiver._take(receiver._headers(sample), sample)
         ctx.set_materialize_grads(False)
         outputs = [tensor.detach() for tensor in found]
         ctx.mark_non_differentiable(*(o for o, t in zip(outputs, tensors, strict=True) if not t.requires_grad))

@@ -46,7 +46,7 @@ class MeetingStore(C10D.PrefixStore):
 
 
 class ObjectStore:
-    """Sends between ranks of a link as _letters.Wire does. `name`: the link's, of no other one of the exchange."""
+    """Sends between ranks of a link as _messages.Wire does. `name`: the link's, of no other one of the exchange."""
 
     def __init__(self, exchange: Any, name: str, rank: int, timeout: float) -> None:
         import ray

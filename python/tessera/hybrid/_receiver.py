@@ -12,7 +12,7 @@ from torch.utils import _pytree
 from tessera.errors import ConfigError, UsageError
 from tessera.hybrid._end import End, Slot, samples_of, wholes
 from tessera.hybrid._layout import Box, wanted_boxes
-from tessera.hybrid._letters import Letter, Meta, join
+from tessera.hybrid._messages import Header, Meta, join
 
 if TYPE_CHECKING:
     from tessera.hybrid._link import Link
@@ -38,41 +38,41 @@ class Receiver(End):
     def receive(self, sample: Hashable) -> Any:
         """Waits for the next message and returns this rank's part of it, in the nesting in which it was sent. It must
         be of `sample`. Tensors that were sent with a graph are leaves that require gradients."""
-        letters = self._letters(sample)
-        tensors, received = self._take(letters, sample)
+        headers = self._headers(sample)
+        tensors, received = self._take(headers, sample)
         if received.leaves:
             self._open[sample] = received
         filled = iter(tensors)
-        return _pytree.tree_map(lambda leaf: next(filled) if isinstance(leaf, Slot) else leaf, letters[0].outputs)
+        return _pytree.tree_map(lambda leaf: next(filled) if isinstance(leaf, Slot) else leaf, headers[0].outputs)
 
-    def _letters(self, sample: Hashable) -> list[Letter]:
+    def _headers(self, sample: Hashable) -> list[Header]:
         if sample in self._open:
             raise UsageError(f"{self._me}: sample {sample!r} was received already; call give_back() for it first")
         what = f"sample {sample!r}"
         need = self._since + 1
-        letters = self._post.read(f"out/{self._number}", what, lambda _: self._still_in_step(what, need))
-        for part, letter in enumerate(letters):
-            if letter.sample != sample:
+        headers = self._post.read(f"out/{self._number}", what, lambda _: self._still_in_step(what, need))
+        for part, header in enumerate(headers):
+            if header.sample != sample:
                 peer = ("source", self.link.source.holder(part, self.rank))
                 raise UsageError(
                     f"{self._me} asks for sample {sample!r}, but the next message of {self._mailbox.name(peer)} is of "
-                    f"sample {letter.sample!r}"
+                    f"sample {header.sample!r}"
                 )
-            kinds = [(meta.dtype, meta.trained) for meta in letter.metas]
-            if kinds != [(meta.dtype, meta.trained) for meta in letters[0].metas]:
+            kinds = [(meta.dtype, meta.trained) for meta in header.metas]
+            if kinds != [(meta.dtype, meta.trained) for meta in headers[0].metas]:
                 raise ConfigError(f"{self._me}: ranks of {self.link.sides[0]} sent other tensors of sample {sample!r}")
-        return letters
+        return headers
 
-    def _take(self, letters: list[Letter], sample: Hashable) -> tuple[list[torch.Tensor], _Received]:
+    def _take(self, headers: list[Header], sample: Hashable) -> tuple[list[torch.Tensor], _Received]:
         link, kind = self.link, f"out/{self._number}"
-        whole_of = wholes(link, letters, self._name)
-        samples = samples_of(link, letters)
+        whole_of = wholes(link, headers, self._name)
+        samples = samples_of(link, headers)
         held = tuple(tuple(boxes) for _, boxes in whole_of)
         wanted = tuple(tuple(wanted_boxes(link.target, link.dims, whole, samples, self._name)) for whole, _ in whole_of)
         mine = [boxes[self._part] for boxes in wanted]
         self._post.wired()
-        message = self._post.open(kind, letters, held, mine, f"sample {sample!r}")
-        metas = letters[0].metas
+        message = self._post.open(kind, headers, held, mine, f"sample {sample!r}")
+        metas = headers[0].metas
         tensors: list[torch.Tensor] = []
         for i, meta in enumerate(metas):
             tensor = join(message, i, held[i], mine[i], self.device)
@@ -134,7 +134,7 @@ class Receiver(End):
         present = [grad for grad in grads if grad is not None]
         mine = tuple(boxes[self._part] for boxes in received.wanted)
         kind = f"back/{received.number}"
-        self._post.announce(kind, Letter(sample, metas, held=received.held, box=mine), present)
+        self._post.announce(kind, Header(sample, metas, held=received.held, box=mine), present)
         if self._post.wired():
             replicas = self.link.source.replicas
             self._post.push(

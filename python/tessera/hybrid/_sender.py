@@ -11,7 +11,7 @@ from torch.utils import _pytree
 from tessera.errors import ConfigError, UsageError
 from tessera.hybrid._end import End, Slot, samples_of, wholes
 from tessera.hybrid._layout import wanted_boxes
-from tessera.hybrid._letters import Letter, Meta, join
+from tessera.hybrid._messages import Header, Meta, join
 
 if TYPE_CHECKING:
     from tessera.hybrid._link import Link
@@ -51,15 +51,15 @@ class Sender(End):
     def _announce(self, sample: Hashable, tensors: list[torch.Tensor], outputs: Any, samples: Any) -> int:
         number, self._number, self._since = self._number, self._number + 1, self._since + 1
         metas = tuple(Meta(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors)
-        letter = Letter(sample, metas, outputs, None if samples is None else tuple(samples))
+        header = Header(sample, metas, outputs, None if samples is None else tuple(samples))
         kind = f"out/{number}"
         wired = self._post.wired()
-        self._post.announce(kind, letter, tensors, self.link.source.parts - 1 if wired else 0)
+        self._post.announce(kind, header, tensors, self.link.source.parts - 1 if wired else 0)
         if wired:
             what = f"its part of sample {sample!r}"
-            letters = self._post.read(kind, what, lambda _: None, side="source")
-            whole_of = wholes(self.link, letters, self._name)
-            together = samples_of(self.link, letters)
+            headers = self._post.read(kind, what, lambda _: None, side="source")
+            whole_of = wholes(self.link, headers, self._name)
+            together = samples_of(self.link, headers)
             wanted = [
                 wanted_boxes(self.link.target, self.link.dims, whole, together, self._name) for whole, _ in whole_of
             ]
@@ -98,10 +98,10 @@ class Sender(End):
         """Of the outputs that have a graph, for an engine that averages over the source's ranks."""
         what = f"the gradient of sample {sample!r}"
         kind = f"back/{number}"
-        letters = self._post.read(kind, what, lambda peer: self._still_in_step(what, 0, peer))
-        held = [[letter.box[i] for letter in letters] for i in range(len(devices))]
-        wanted = [letters[0].held[i][self._part] for i in range(len(devices))]
-        message = self._post.open(kind, letters, held, wanted, what)
+        headers = self._post.read(kind, what, lambda peer: self._still_in_step(what, 0, peer))
+        held = [[header.box[i] for header in headers] for i in range(len(devices))]
+        wanted = [headers[0].held[i][self._part] for i in range(len(devices))]
+        message = self._post.open(kind, headers, held, wanted, what)
         factor = self.link.source.parts / self.link.target.parts
         grads = []
         for i, device in enumerate(devices):

@@ -32,7 +32,7 @@ class Meta:
 
 
 @dataclass(frozen=True)
-class Letter:
+class Header:
     """What one rank says of a message. `held`: of a gradient, what each part of the side that sent the tensors has of
     the whole, and `box` what this rank has."""
 
@@ -47,10 +47,10 @@ class Letter:
 
 @dataclass(frozen=True)
 class Message:
-    """The letters of all parts of the other side, and where each part's tensors are: a mapped segment or a buffer that
+    """The headers of all parts of the other side, and where each part's tensors are: a mapped segment or a buffer that
     came over the process group."""
 
-    letters: list[Letter]
+    headers: list[Header]
     sources: list[Any]
 
 
@@ -141,19 +141,19 @@ class Post:
 
     # ---------------------------------------------------------------- sending
 
-    def announce(self, kind: str, letter: Letter, tensors: Sequence[torch.Tensor], readers: int = 0) -> None:
+    def announce(self, kind: str, header: Header, tensors: Sequence[torch.Tensor], readers: int = 0) -> None:
         """Puts a message where the other side finds it. `kind`: its name, the same on all ranks; `tensors`: those of
-        the letter's that are present; `readers`: ranks of this side that read the letter, too."""
+        the header's that are present; `readers`: ranks of this side that read the header, too."""
         self._sweep()
         takers = self._takers()
         if not takers and not readers:
             return
         segment = Segment(tensors if any(self.near((self._other, rank)) for rank in takers) else [])
         offsets = iter(segment.offsets)
-        metas = tuple(replace(meta, offset=next(offsets, 0) if meta.present else 0) for meta in letter.metas)
+        metas = tuple(replace(meta, offset=next(offsets, 0) if meta.present else 0) for meta in header.metas)
         key = f"{kind}/{self._rank}"
         self._out[key] = (segment, len(takers) + readers)
-        self._mailbox.put(key, replace(letter, metas=metas, place=segment.place))
+        self._mailbox.put(key, replace(header, metas=metas, place=segment.place))
 
     def push(
         self,
@@ -202,20 +202,20 @@ class Post:
 
     # ---------------------------------------------------------------- taking
 
-    def read(self, kind: str, what: str, check: Callable[[Peer], None], side: str | None = None) -> list[Letter]:
-        """The letters of all parts of the other side (or of `side`, but for this rank's own), in order."""
+    def read(self, kind: str, what: str, check: Callable[[Peer], None], side: str | None = None) -> list[Header]:
+        """The headers of all parts of the other side (or of `side`, but for this rank's own), in order."""
         side = side or self._other
         layout = self._layouts[side]
-        letters = []
+        headers = []
         for part in range(layout.parts):
             rank = layout.holder(part, self._rank)
             if side == self._side and part == self._rank // layout.replicas:
                 rank = self._rank
-            letters.append(self._mailbox.take(f"{kind}/{rank}", (side, rank), what, check))
-        return letters
+            headers.append(self._mailbox.take(f"{kind}/{rank}", (side, rank), what, check))
+        return headers
 
     def taken(self, kind: str, side: str | None = None) -> None:
-        """This rank needs the letters (and memory) of read() no more."""
+        """This rank needs the headers (and memory) of read() no more."""
         side = side or self._other
         layout = self._layouts[side]
         for part in range(layout.parts):
@@ -223,26 +223,26 @@ class Post:
                 self._mailbox.count(f"taken/{kind}/{layout.holder(part, self._rank)}")
 
     def open(
-        self, kind: str, letters: list[Letter], held: Sequence[Sequence[Box]], wanted: Sequence[Box], what: str
+        self, kind: str, headers: list[Header], held: Sequence[Sequence[Box]], wanted: Sequence[Box], what: str
     ) -> Message:
-        """Reaches for the tensors of read() letters that this rank needs."""
+        """Reaches for the tensors of read() headers that this rank needs."""
         layout = self._layouts[self._other]
         sources: list[Any] = []
-        for part, letter in enumerate(letters):
+        for part, header in enumerate(headers):
             peer = (self._other, layout.holder(part, self._rank))
             commons = [
                 route(boxes, part, box) if meta.present else None
-                for meta, boxes, box in zip(letter.metas, held, wanted, strict=True)
+                for meta, boxes, box in zip(header.metas, held, wanted, strict=True)
             ]
             if all(common is None for common in commons):
                 sources.append(None)
             elif self.near(peer):
-                assert letter.place is not None
-                sources.append(open_segment(letter.place, self._mailbox.name(peer)))
+                assert header.place is not None
+                sources.append(open_segment(header.place, self._mailbox.name(peer)))
             else:
                 sizes = [
                     0 if common is None else math.prod(sizes_of(common)) * meta.dtype.itemsize
-                    for meta, common in zip(letter.metas, commons, strict=True)
+                    for meta, common in zip(header.metas, commons, strict=True)
                 ]
                 data = torch.empty(sum(sizes), dtype=torch.uint8)
                 where = f"{what} of {self._mailbox.name(peer)}"
@@ -250,7 +250,7 @@ class Post:
                     data, self._number(peer), _tag(kind), where, partial(self._mailbox.look, peer, what)
                 )
                 sources.append(list(data.split(sizes)))
-        return Message(letters, sources)
+        return Message(headers, sources)
 
 
 def _tag(kind: str) -> int:
@@ -262,7 +262,7 @@ def _tag(kind: str) -> int:
 def join(message: Message, index: int, held: Sequence[Box], wanted: Box, device: torch.device) -> torch.Tensor | None:
     """A tensor of a message as this rank wants it; a view of shared memory where one part has all of it. None for a
     gradient that is zero everywhere."""
-    metas = [letter.metas[index] for letter in message.letters]
+    metas = [header.metas[index] for header in message.headers]
     found: list[tuple[Box, torch.Tensor]] = []
     for part, (meta, source) in enumerate(zip(metas, message.sources, strict=True)):
         common = route(held, part, wanted) if meta.present else None
