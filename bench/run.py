@@ -11,6 +11,7 @@
   python bench/run.py transport  collectives between ranks of one host, beside Gloo; with --ranks
   python bench/run.py checkpoint save, stall and load beside torch.save, DCP and DeepSpeed; --disk names a folder
   python bench/run.py nvme       states on a disk: a step beside the disk and the update; --disk names a folder
+  python bench/run.py fits       the largest GPT that trains in 2 GiB, beside DeepSpeed and FSDP2; --disk names a folder
   python bench/run.py memory     bytes a parameter, resident and peak
   python bench/run.py parallel   tensor and sequence parallelism of a Llama; with --ranks
   python bench/run.py tables     low-precision states on real text: bytes, time and loss
@@ -121,7 +122,7 @@ def arguments() -> argparse.ArgumentParser:
     add(
         "--disk",
         dest="folder_of_checkpoints",
-        help="of checkpoint and nvme: a folder on the disk to measure; default: that of /tmp",
+        help="of checkpoint, nvme and fits: a folder on the disk to measure; default: that of /tmp",
     )
     of_tables(parser.add_argument_group("of tables"))
     add("--allocator", choices=["default", "tuned"], default="default", help="tuned: freed memory is kept")
