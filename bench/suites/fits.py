@@ -120,7 +120,7 @@ def bench_fits(args: argparse.Namespace, setup: Any, free_port: Any) -> Result:
             print(f"[fits] {rows[-1]}", file=sys.stderr, flush=True)
     text = [
         f"GPTs of width {width} on one row of {CONTEXT} tokens, bf16 with fp32 masters (Tessera: 14 bytes, exact), "
-        f"AdamW, one rank: the most layers, up to {most}, of which two steps take no more than {limit / MIB:.0f} MiB of "
+        f"AdamW, one rank: the most layers, up to {most}, of which two steps take at most {limit / MIB:.0f} MiB of "
         "resident memory, libraries and construction included. Tessera updates within the backward. glibc gives back "
         "what is freed (MALLOC_MMAP_THRESHOLD_=1000000).",
         table(["engine", "layers", "M parameters", "peak, MiB", "seconds of the trial"], rows),
