@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fits_trial import ENGINES
 from suites.accumulate import bench_accumulate
 from suites.backward import bench_backward
 from suites.checkpoint import bench_checkpoint
+from suites.fits import bench_fits
 from suites.gpt import bench_gpt
 from suites.hybrid import bench_hybrid
 from suites.kernels import bench_kernels
@@ -83,7 +85,17 @@ BENCHES: dict[str, Bench] = {
         (["30M", "125M"], ["1M"]),
     ),
     "nvme": Bench(
-        "Optimizer states on a disk", bench_nvme, ["tessera:1", "deepspeed:3", "deepspeed:1"], ["deepspeed:3", "deepspeed:1"]
+        "Optimizer states on a disk",
+        bench_nvme,
+        ["tessera:1", "deepspeed:3", "deepspeed:1"],
+        ["deepspeed:3", "deepspeed:1"],
+    ),
+    "fits": Bench(
+        "The largest GPT in 2 GiB",
+        bench_fits,
+        list(ENGINES),
+        [engine for engine in ENGINES if engine not in ("tessera:states", "tessera:memory")],
+        alone=True,
     ),
     "memory": Bench(
         "Memory of model states",

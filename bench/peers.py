@@ -9,7 +9,8 @@ import sys
 def main() -> None:
     from deepspeed.accelerator import get_accelerator
 
-    for name in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
+    # AsyncIO, of the suites nvme and fits, needs the headers of libaio (libaio-dev).
+    for name in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder", "AsyncIOBuilder"):
         try:
             get_accelerator().create_op_builder(name).load()
         except Exception as error:

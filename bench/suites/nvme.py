@@ -148,7 +148,5 @@ def bench_nvme(args: argparse.Namespace) -> Result:
             for name, values in times.items()
             if name == NVME
         ]
-    beside = {
-        mode: {name: summary(values) for name, values in times.items()} for mode, times in peers.items()
-    }
+    beside = {mode: {name: summary(values) for name, values in times.items()} for mode, times in peers.items()}
     return Result(text, {"nvme": data, "beside": beside}, goals, headline=headline)

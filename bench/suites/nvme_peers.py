@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from contenders import available
+from trainers import available
 from measure import ratio, summary
 from report import cell, table
 from torch import nn
@@ -76,8 +76,8 @@ def text_of(seconds: Seconds, missing: list[str]) -> list[str]:
         for name, values in engines.items()
     ]
     text = [
-        "Beside DeepSpeed's offload, with its pipeline of reads and writes and blocks of 4 MiB, 16 on their way. Of a model "
-        "on the CPU `cpu` changes nothing for Tessera; DeepSpeed keeps copies of gradients and weights.",
+        "Beside DeepSpeed's offload, with its pipeline of reads and writes and blocks of 4 MiB, 16 on their way. Of a "
+        "model on the CPU `cpu` changes nothing for Tessera; DeepSpeed keeps copies of gradients and weights.",
         table(HEADER, rows),
     ]
     return text + ([f"Could not be built here: {'; '.join(missing)}."] if missing else [])

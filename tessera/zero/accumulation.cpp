@@ -27,8 +27,7 @@ std::vector<HeldGradient> Accumulation::held() const {
     const bool in_place = unit.accumulates() && unit.ranks.size() == 1;  // contributions are added to the sum itself
     if (unit.has_sum() && !in_place) {
       const shard::Range owned = unit.owned_slice(p);
-      if (!owned.empty())
-        all.push_back({id, true, range_of(id, true), unit.gradients().fetch(owned).wait()});
+      if (!owned.empty()) all.push_back({id, true, range_of(id, true), unit.gradients().fetch(owned).wait()});
     }
     if (unit.accumulates() && p.filled && !p.range.empty())
       all.push_back({id, false, {0, p.range.size()}, unit.partial.narrow(0, p.range.begin, p.range.size())});

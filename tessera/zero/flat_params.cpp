@@ -20,7 +20,7 @@ namespace tessera::zero {
 namespace {
 constexpr size_t kReads = 3;   // tiles of a slice that are on their way at once
 constexpr size_t kCopies = 1;  // of them, to the device
-}
+}  // namespace
 
 FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType dtype, int shard_rank, int shards,
                        bool sharded, at::Tensor space, const HomeMaker& home)

@@ -181,10 +181,10 @@ class FlatParams {
   // Of a slice that lives elsewhere.
   std::deque<shard::PendingView> ahead_;  // its first tiles, on their way
   shard::SideStream side_;
-  std::shared_ptr<c10::Event> copied_;  // to the device
+  std::shared_ptr<c10::Event> copied_;                                      // to the device
   std::deque<std::pair<at::Tensor, std::shared_ptr<c10::Event>>> copying_;  // tiles that cannot be lent again before
-  std::string failure_;                   // of this rank's last read
-  at::Tensor failed_;                     // 1 + the rank of one that failed, or 0
+  std::string failure_;                                                     // of this rank's last read
+  at::Tensor failed_;                                                       // 1 + the rank of one that failed, or 0
   comm::Pending told_;
 };
 

@@ -26,9 +26,9 @@ Reducer::Reducer(const Ranks& ranks, std::vector<Unit*> units, const Options& op
       phases_(phases),
       units_(std::move(units)),
       factor_(options.gradient_factor.value_or(1.0 / ranks.size())),
-      overlap_(options.overlap && (options.update_in_backward || std::ranges::any_of(units_, [](const Unit* u) {
-                                     return !one_rank(*u) || u->host_grads;
-                                   }))),
+      overlap_(options.overlap &&
+               (options.update_in_backward ||
+                std::ranges::any_of(units_, [](const Unit* u) { return !one_rank(*u) || u->host_grads; }))),
       stochastic_(options.precision.grad_rounding == kernels::Rounding::Stochastic &&
                   at::elementSize(options.precision.grad) == 2),
       seed_(options.seed) {

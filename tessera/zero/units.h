@@ -115,8 +115,8 @@ class Units {
   Options options_;
   Phases phases_;
   shard::StagePlacements placements_;
-  std::map<comm::Axes, Set> sets_;  // by what varies, of the axes that have several ranks
-  comm::Axes several_;              // these axes
+  std::map<comm::Axes, Set> sets_;           // by what varies, of the axes that have several ranks
+  comm::Axes several_;                       // these axes
   std::vector<comm::GroupPtr> mesh_groups_;  // of several ranks, along which they lie
   optim::Rule rule_;
   std::vector<optim::GroupOptions> groups_;

@@ -24,7 +24,8 @@ namespace {
 void add_pieces(std::vector<at::Tensor>& pieces, const Unit& unit, shard::Range slice,
                 const std::vector<ParamId>& without) {
   const auto add = [&](int64_t begin, int64_t end) {
-    if (begin < end) pieces.push_back(unit.gradients().fetch({begin - unit.owned.begin, end - unit.owned.begin}).wait());
+    if (begin < end)
+      pieces.push_back(unit.gradients().fetch({begin - unit.owned.begin, end - unit.owned.begin}).wait());
   };
   for (const Param& p : unit.params) {  // in the order of their places
     if (std::ranges::find(without, p.id) == without.end()) continue;

@@ -187,7 +187,8 @@ TEST(OffloadEngine, AReadOfWeightsThatFailsIsAnErrorOfAllAxes) {
     run_axes(sizes, [&](int rank, const comm::Mesh& mesh) {
       const Toy toy;
       auto options = toy_options({.stage = 3, .bf16 = true, .persistence = 0});
-      options.zero.weight_home = on_disk(folder.path(), rank == 1 ? offload::QueueMaker(faulty) : offload::QueueMaker());
+      options.zero.weight_home =
+          on_disk(folder.path(), rank == 1 ? offload::QueueMaker(faulty) : offload::QueueMaker());
       Engine engine(options, mesh, toy.specs(), {toy_adamw()});
       step(engine, toy, 0, 0);
       if (rank == 1) fault.reads = true;

@@ -166,8 +166,8 @@ TEST(DeviceEngine, TilesPassThroughTheHost) {
     engine.step();
     tessera_stand_in_on_copy(nullptr);
     const std::vector<std::pair<bool, int64_t>> expected{{true, kSize},  // the gradient, which the norm waits for
-                                                         {true, kTile},  {true, kTile},  {false, kTile},
-                                                         {true, kLast},  {false, kTile}, {false, kLast}};
+                                                         {true, kTile}, {true, kTile},  {false, kTile},
+                                                         {true, kLast}, {false, kTile}, {false, kLast}};
     EXPECT_EQ(copies, expected);
     EXPECT_NEAR(static_cast<double>(tessera_stand_in_bytes() - before), 8.0 * kSize, 0.01 * kSize);
   }
