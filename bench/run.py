@@ -1,25 +1,5 @@
 """Benchmarks of the engine against its peers, which take turns in one run.
 
-<<<<<<< HEAD
-=======
-  python bench/run.py kernels    update rules and elementwise passes beside the memory bandwidth, and peers' Adam
-  python bench/run.py step       gradient to updated weights: 10 M parameters in 50 tensors, bf16
-  python bench/run.py tensors    engine cost per tensor: 10 M parameters in 10 to 10,000 tensors
-  python bench/run.py layers     the same with a module for every tensor, for stage 3: 10 to 1,000 tensors
-  python bench/run.py gpt        GPTs of 10 M (fp32, bf16) and 30 M (bf16) parameters, and where the time goes
-  python bench/run.py accumulate 1, 4 and 16 micro-steps an update
-  python bench/run.py overhead   stage 0 beside the loop by hand
-  python bench/run.py backward   what an engine adds to loss.backward() and its relatives
-  python bench/run.py transport  collectives between ranks of one host, beside Gloo; with --ranks
-  python bench/run.py checkpoint save, stall and load beside torch.save, DCP and DeepSpeed; --disk names a folder
-  python bench/run.py nvme       states on a disk: a step beside the disk and the update; --disk names a folder
-  python bench/run.py fits       the largest GPT that trains in 2 GiB, beside DeepSpeed and FSDP2; --disk names a folder
-  python bench/run.py memory     bytes a parameter, resident and peak
-  python bench/run.py parallel   tensor and sequence parallelism of a Llama; with --ranks
-  python bench/run.py tables     low-precision states on real text: bytes, time and loss
-  python bench/run.py all        all of them, each as often as `make bench` does
-  python bench/run.py index      README.md of the folder of reports, which each report also renews
->>>>>>> c5573fa1862758b2fc0edf59b18f6c6681091313
 Add --ranks 2 for two processes, --quick to see that everything works. When the machine was not quiet (probes of
 bandwidth and arithmetic before and after) the report goes to build/bench-noisy and the exit status is 1, unless
 --noisy is given.

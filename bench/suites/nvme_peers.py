@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from trainers import available
 from measure import ratio, summary
 from report import cell, table
 from torch import nn
+from trainers import available
 
 Seconds = dict[str, dict[str, list[float]]]  # by mode and engine
 PEERS = {"deepspeed:3": ("DeepSpeed 3, nvme", "nvme"), "deepspeed:1": ("DeepSpeed 1, cpu", "cpu")}
