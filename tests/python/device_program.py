@@ -83,7 +83,7 @@ def test_every_mode_and_stage() -> None:
 
 
 def test_states_in_host_memory_and_on_a_disk() -> None:
-    """The host updates them; the device holds nothing of them."""
+    """The host updates them; the device holds nothing of them, nor of gradients."""
     with tempfile.TemporaryDirectory() as folder:
         for name, mode in MODES.items():
             for stage, where in ((1, "cpu"), (2, "nvme"), (3, "cpu"), (3, "nvme")):
@@ -95,7 +95,9 @@ def test_states_in_host_memory_and_on_a_disk() -> None:
                 engines.append(engine_on(DEVICE, cfg | {"zero_optimization": away}))
                 memory = engines[1].core.memory()
                 params = memory.params if stage == 3 else 0
-                assert (memory.host, memory.disk)[where == "nvme"] == memory.master + memory.states + params > 0
+                moved = memory.master + memory.states + params
+                found = (memory.grads, moved) if where == "nvme" else (moved + memory.grads, 0)
+                assert (memory.host, memory.disk) == found and memory.grads > 0, (name, stage, where)
                 losses = [train(engine) for engine in engines]
                 assert losses[0] == losses[1], (name, stage, where)
                 assert equal(*map(masters, engines)), (name, stage, where)

@@ -136,8 +136,8 @@ def test_names_of_trainers():
 @pytest.mark.parametrize("name", BENCHES)
 def test_default_trainers_exist(name):
     bench = BENCHES[name]
-    # Optimizers, back ends, ways to save, layouts, ways to cut.
-    if name not in ("kernels", "transport", "checkpoint", "hybrid", "parallel"):
+    # Optimizers, back ends, ways to save, places of states, layouts, ways to cut.
+    if name not in ("kernels", "transport", "checkpoint", "fits", "hybrid", "parallel"):
         for peer in bench.peers:
             parse(peer)
     assert set(bench.peers) - set(bench.not_quick)
