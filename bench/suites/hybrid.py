@@ -205,24 +205,33 @@ class Found:
 
 
 def measure(args: argparse.Namespace, setup: Callable[..., None], free_port: Callable[[], int], job: Job) -> Found:
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(worker, (setup, args, free_port(), job, queue), nprocs=args.ranks)
+    forks = mp.get_context("forkserver")
+    forks.set_forkserver_preload(
+        ["__main__", "tessera", "torch._dynamo", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"]
+    )
+    queue = forks.SimpleQueue()
+    arguments = (setup, args, free_port(), job, queue)
+    mp.start_processes(worker, arguments, nprocs=args.ranks, start_method="forkserver")
     ranks = [queue.get() for _ in range(args.ranks)]
     slowest = [max(times) for times in zip(*(rank[1] for rank in ranks), strict=True)]
     return Found(ranks[0][0], slowest, max(rank[2] for rank in ranks), max(rank[3] for rank in ranks))
 
 
+def turns_of(args: argparse.Namespace) -> int:
+    return min(TURNS, args.rounds)
+
+
 def jobs_of(args: argparse.Namespace) -> Iterator[Job]:
     for pixels in PIXELS[:1] if args.quick else PIXELS:
         for layout in args.peers:
-            yield Job(layout, pixels, args.quick, -(-args.rounds // TURNS))
+            yield Job(layout, pixels, args.quick, -(-args.rounds // turns_of(args)))
 
 
 def measure_all(args: argparse.Namespace, setup: Callable[..., None], free_port: Callable[[], int]) -> dict[Job, Found]:
     """Layouts in turns, so that what slows the machine for a while slows none of them alone."""
     found = {job: Found([], [], 0, 0) for job in jobs_of(args)}
     for pixels in dict.fromkeys(job.pixels for job in found):
-        for _ in range(TURNS):
+        for _ in range(turns_of(args)):
             for job, so_far in found.items():
                 if job.pixels != pixels:
                     continue
@@ -258,10 +267,10 @@ def bench_hybrid(args: argparse.Namespace, setup: Callable[..., None], free_port
         )
     worst = max(abs(cost(LAYOUTS[j.layout], j.step(args.ranks)).sent / f.sent - 1) for j, f in found.items())
     goals.append(Goal("bytes sent beside the model's, worst deviation", worst, 0.1))
-    steps = TURNS * -(-args.rounds // TURNS)
+    steps = turns_of(args) * -(-args.rounds // turns_of(args))
     how = (
-        f"Medians of {steps} steps (min-max) of the slowest rank, each layout and size twice in processes of its own, "
-        "layouts in turns."
+        f"Medians of {steps} steps (min-max) of the slowest rank, each layout and size {turns_of(args)} times in "
+        "processes of its own, layouts in turns."
     )
     return Result(text, {"hybrid": data_of(found)}, goals, headline=headline, how=how, probe=[[before, probe()]])
 

@@ -63,7 +63,7 @@ def test_published_figures():
 
 def test_end_to_end(tmp_path):
     pytest.importorskip("transformers")
-    command = [sys.executable, BENCH / "run.py", "hybrid", "--ranks", "2", "--rounds", "2", "--quick", "--noisy"]
+    command = [sys.executable, BENCH / "run.py", "hybrid", "--ranks", "2", "--rounds", "1", "--quick", "--noisy"]
     done = subprocess.run([*command, "--out", tmp_path], capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "hybrid-2.json").read_text())
