@@ -3,6 +3,8 @@
 # the demo, pytest or the benchmarks).
 PYTHON ?= python3
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# C++ tests at once: many of them wait, for ranks that do not come.
+TEST_JOBS := $(shell echo $$((2 * $(JOBS))))
 ARGS ?=
 
 ROOT := $(CURDIR)
@@ -75,7 +77,7 @@ WORKERS := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test-cpp: $(VENV)/stamp-test build/release/stamp-configure-tests
 	$(CMAKE) --build build/release -j $(JOBS)
-	$(CTEST) --test-dir build/release -j $(JOBS) --output-on-failure
+	$(CTEST) --test-dir build/release -j $(TEST_JOBS) --output-on-failure
 
 test-python: $(VENV)/stamp-test test-cpp $(VENV)/stamp-package
 	$(PY) -m pytest $(WORKERS) tests/python tests/tools $(ARGS)
@@ -162,7 +164,7 @@ asan tsan: $(VENV)/stamp-build
 	@bash tools/check_system.sh tests
 	$(CMAKE) --preset $@ -DPython3_EXECUTABLE=$(PY)
 	$(CMAKE) --build --preset $@ -j $(JOBS) --target $(LAYERS:%=%_test)
-	$(CTEST) --preset $@ -j $(JOBS) -R "^($$(echo $(LAYERS) | tr ' ' '|'))(_[0-9])?$$"
+	$(CTEST) --preset $@ -j $(TEST_JOBS) -R "^($$(echo $(LAYERS) | tr ' ' '|'))(_[0-9])?$$"
 
 format: $(VENV)/stamp-lint
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
