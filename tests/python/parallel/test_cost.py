@@ -15,9 +15,9 @@ import tessera
 from tessera import _core
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, 3, 4, 8])
 def test_a_step_sends_what_the_model_says(tp: int) -> None:
-    model = of("Llama", LLAMA)()
+    model = of("Llama", LLAMA | {"hidden_size": 96, "num_attention_heads": 24, "num_key_value_heads": 24})()
     copies = [copy.deepcopy(model) for _ in range(tp)]
     want = tessera.parallel.cost(model, length=6, batch=2, tp=tp, dtype=torch.float32)
 
