@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -119,10 +118,7 @@ def main() -> None:
     name, layers, width, folder = sys.argv[1:]
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("gloo")
     _, build, stage, states, params = ENGINES[name]
     train = build(options_of(int(layers), int(width)), _section(stage, states, params, folder))

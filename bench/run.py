@@ -36,9 +36,13 @@ NOISY = ROOT / "build" / "bench-noisy"
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """It stays this process's: its socket stays open, so the system gives the port to nothing else. A store, which reuses
+    addresses, may listen on it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        os.dup(held.fileno())
+        return int(held.getsockname()[1])
 
 
 def setup(rank: int, args: argparse.Namespace, port: int) -> None:

@@ -206,9 +206,13 @@ def finish(args, model, text, result: dict) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """It stays this process's: its socket stays open, so the system gives the port to nothing else. A store, which reuses
+    addresses, may listen on it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        os.dup(held.fileno())
+        return held.getsockname()[1]
 
 
 def run_rank(args: argparse.Namespace, rank: int, port: int) -> None:

@@ -16,8 +16,8 @@ std::vector<std::vector<double>> rows_of(const comm::Parts& parts, const std::ve
 std::string stage_name(const comm::Parts& parts, int rank);
 
 // The step of an engine that is one of several, on all ranks of all parts: one norm of all to clip by, one decision to skip.
-// `copies`: see norm_contribution(). True when weights were updated. UsageError, on every rank and with nothing stepped, where only some engines are at an
-// accumulation boundary. Collective over all parts.
+// `copies`: see norm_contribution(). True when weights were updated. UsageError, on every rank and with nothing stepped, where
+// only some engines are at an accumulation boundary. Collective over all parts.
 bool step_together(Session& engine, const comm::Parts& parts, const std::vector<int>& copies = {});
 // The same of all engines of this process, where parts lie over each other.
 bool step_together(const std::vector<Session*>& engines, const comm::Parts& parts);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <numeric>
 
 #include <c10/util/ArrayRef.h>
 
@@ -271,7 +270,7 @@ std::map<std::string, std::map<std::string, Sizes>> Draft::widths() const {
     });
     if (column == nullptr || !attention) continue;
     const Sizes sizes = column->own_sizes();
-    const int64_t total = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+    const int64_t total = sum_of(sizes);
     for (const auto& [name, value] : m.attributes) {
       Sizes local;
       // Query heads of a key: the same on every rank, unless all share one.

@@ -204,10 +204,6 @@ std::string sum_text(const Sizes& sizes) {
   return text;
 }
 
-int64_t sum_of(const Sizes& sizes) {
-  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
-}
-
 std::string what(const Decision& d) {
   if (d.partition == Partition::Skip)
     return d.sum_gradient ? "whole, gradients summed"

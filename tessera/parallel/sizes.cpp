@@ -30,6 +30,10 @@ Sizes part_sizes(int64_t total, int parts, SizeRule rule) {
   return sizes;
 }
 
+int64_t sum_of(const Sizes& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+}
+
 Ranges ranges_of(const Sizes& sizes) {
   Ranges ranges;
   int64_t begin = 0;
@@ -97,7 +101,7 @@ SubParams resolve(const PackedShape& shape, const Sizes& weight_sizes, const std
   for (int i = 0; i <= last; ++i) {
     const Sizes& entry = shape.entries[i];
     const bool is_count = i == shape.dim && i != shape.nested;
-    int64_t size = is_count ? -1 : std::accumulate(entry.begin(), entry.end(), int64_t{0});
+    int64_t size = is_count ? -1 : sum_of(entry);
     if (size == -1 && i == last) size = inputs;
     if (size == -1) {
       TESSERA_CHECK_VALUE(unknown < 0, "parallel", where, ": entries ", unknown, " and ", i, " of shape ", text(shape),

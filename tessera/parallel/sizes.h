@@ -10,6 +10,7 @@
 namespace tessera::parallel {
 
 using Sizes = std::vector<int64_t>;
+int64_t sum_of(const Sizes& sizes);
 using Ranges = std::vector<shard::Range>;
 
 // `heads` > 0: only whole heads (key/value heads, where several query heads share one) are dealt out, total / heads elements

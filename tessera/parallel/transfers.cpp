@@ -13,10 +13,6 @@
 namespace tessera::parallel {
 namespace {
 
-int64_t total(const Sizes& sizes) {
-  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
-}
-
 bool even(const Sizes& sizes) {
   return std::ranges::all_of(sizes, [&](int64_t size) { return size == sizes.front(); });
 }
@@ -64,7 +60,7 @@ Sizes sizes_of_whole(const at::Tensor& x, int64_t dim, const Sizes& given, const
   }
   TESSERA_CHECK_VALUE(static_cast<int>(given.size()) == group.size(), "parallel", label, ": ", given.size(),
                       " sizes for ", group.size(), " ranks");
-  TESSERA_CHECK_VALUE(total(given) == size, "parallel", label, ": sizes of the ranks add up to ", total(given),
+  TESSERA_CHECK_VALUE(sum_of(given) == size, "parallel", label, ": sizes of the ranks add up to ", sum_of(given),
                       ", the tensor has ", size, " elements along dim ", dim);
   return given;
 }
@@ -141,7 +137,7 @@ Transfer<at::Tensor> start_gather(const at::Tensor& x, const Along& along) {
   const int64_t dim = dim_of(x, along.dim, along.label);
   const Sizes sizes = sizes_of_parts(x, dim, along.sizes, group, along.label);
   if (group.size() == 1) return Transfer<at::Tensor>(x);
-  const Sizes whole = with(x.sizes(), dim, total(sizes));
+  const Sizes whole = with(x.sizes(), dim, sum_of(sizes));
   at::Tensor parts = at::empty({product(whole)}, x.options());
   at::Tensor sent = x.contiguous();
   comm::Pending pending;
@@ -226,8 +222,8 @@ Plan plan_of(const std::vector<at::Tensor>& tensors, const Exchange& x) {
         sizes_of_whole(t, plan.scatter_dim, x.scatter.empty() ? Sizes() : x.scatter[i], group, x.label));
     plan.gather.push_back(sizes_of_parts(t, plan.gather_dim, x.gather.empty() ? Sizes() : x.gather[i], group, x.label));
     plan.before.push_back(t.sizes().vec());
-    plan.after.push_back(
-        with(with(t.sizes(), plan.scatter_dim, plan.scatter[i][group.rank()]), plan.gather_dim, total(plan.gather[i])));
+    plan.after.push_back(with(with(t.sizes(), plan.scatter_dim, plan.scatter[i][group.rank()]), plan.gather_dim,
+                              sum_of(plan.gather[i])));
   }
   // The same on all ranks: it looks at dims of one size everywhere.
   plan.joint = plan.scatter_dim > plan.gather_dim && outermost(plan.before[0], plan.gather_dim);
@@ -314,7 +310,7 @@ Transfer<std::vector<at::Tensor>> start_exchange(const std::vector<at::Tensor>& 
     }
   }
   const at::Tensor sent = packed(tensors, plan, ranks);
-  const at::Tensor received = at::empty({total(out_splits)}, sent.options());
+  const at::Tensor received = at::empty({sum_of(out_splits)}, sent.options());
   return {group.all_to_all(received, sent, out_splits, in_splits, exchange.label), [=] {
             (void)sent;
             return unpacked(received, plan, ranks, rank);

@@ -122,7 +122,7 @@ void expect_close(const Case& c) {
   ASSERT_EQ(got.weights.size(), expected.weights.size());
   for (const auto& [name, value] : expected.weights) {
     if (got.weights.at(name).sizes() == value.sizes()) {  // else a slice
-      EXPECT_TRUE(at::allclose(got.weights.at(name).to(at::kFloat), value.to(at::kFloat), 1e-2, tolerance))
+      EXPECT_TRUE(at::allclose(got.weights.at(name).to(at::kFloat), value.to(at::kFloat), tolerance, tolerance))
           << c.name() << ": " << name;
     }
   }

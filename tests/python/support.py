@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -79,9 +80,13 @@ def batch(seed: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """It stays this process's: its socket stays open, so the system gives the port to nothing else. A store, which reuses
+    addresses, may listen on it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        os.dup(held.fileno())
+        return held.getsockname()[1]
 
 
 def config(stage: int = 0, accumulation: int = 1, bf16: bool = False, **more: Any) -> dict[str, Any]:
@@ -119,11 +124,16 @@ def run_ranks(world: int, body: Callable[[int, tessera.Group], Any], timeout: fl
 
 
 def run_mesh(
-    body: Callable[[int, tessera.Mesh], Any], dp: int = 1, sp: int = 1, tp: int = 1, timeout: float = 60
+    body: Callable[[int, tessera.Mesh], Any],
+    dp: int = 1,
+    sp: int = 1,
+    tp: int = 1,
+    timeout: float = 60,
+    replicas: int = 1,
 ) -> list[Any]:
-    """run_ranks() on a mesh: body(rank, mesh)."""
+    """run_ranks() on a mesh: body(rank, mesh). `replicas`: of the dp ranks, those that hold the same states."""
     world = dp * sp * tp
-    shape = _core.mesh_shape(world, -1, sp, tp)
+    shape = _core.mesh_shape(world, dp // replicas, sp, tp)
     groups: dict[tuple[int, ...], list[tessera.Group]] = {}
     meshes = [tessera.Mesh() for _ in range(world)]
     mine: list[list[tessera.Group]] = [[] for _ in range(world)]

@@ -82,12 +82,14 @@ class Host:
     def __init__(self) -> None:
         self.object: Any = None
         self.place: Place | None = None  # as long as this process: see Meeting.exchange
+        self.port = socket.socket()
 
     def address(self) -> tuple[str, int]:
-        ray = import_ray()
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return ray.util.get_node_ip_address(), free.getsockname()[1]
+        """Where the ranks meet. The port's socket stays open: the system gives the port to nothing else before the store,
+        which reuses addresses, listens on it."""
+        self.port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.port.bind(("", 0))
+        return import_ray().util.get_node_ip_address(), self.port.getsockname()[1]
 
     def build(self, place: Place, master: tuple[str, int], backend: str | None, make: Any) -> None:
         os.environ.update(

@@ -91,9 +91,8 @@ class ModuleCut:
     gather: bool = False  # the whole output on every rank
     transposed: bool = False  # the weight is [in, out]
     own_use: Range = (0, 0)  # "shared tail": outputs that every rank uses for heads of its own
-    tail: tuple[
-        int, ...
-    ] = ()  # [rank]: of a column layer's last outputs, which every rank needs whole: it gathers them
+    # [rank]: of a column layer's last outputs, which every rank needs whole: it gathers them.
+    tail: tuple[int, ...] = ()
     vocabulary: bool = False  # of the vocabulary
     siblings: Siblings | None = None
     sequence: bool = False  # activations outside are cut along the sequence: Note [Sequence regions]

@@ -184,10 +184,8 @@ def _is_mixed(path: str, module: nn.Module, layers: dict[str, Any]) -> bool:
     """With layers that are whole, or further down than its children."""
     for name, child in module.named_modules():
         if any(True for _ in child.parameters(recurse=False)):
-            at = f"{path}.{name}" if name else path
-            if at not in layers if not is_norm(child) else name.count("."):
-                return True
-            if name.count("."):
+            whole = (f"{path}.{name}" if name else path) not in layers and not is_norm(child)
+            if whole or "." in name:
                 return True
     return False
 

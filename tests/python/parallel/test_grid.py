@@ -34,7 +34,9 @@ def settings(tp: int, sp: int, stage: int, precision: str, **more: Any) -> dict[
     return cfg
 
 
-def curve(model: nn.Module, tp: int, sp: int, dp: int, cfg: dict[str, Any], batches: list[list[Any]]) -> list[float]:
+def curve(
+    model: nn.Module, tp: int, sp: int, dp: int, cfg: dict[str, Any], batches: list[list[Any]], replicas: int = 1
+) -> list[float]:
     copies = [copy.deepcopy(model) for _ in range(tp * sp * dp)]
 
     def body(rank: int, mesh: tessera.Mesh) -> list[float]:
@@ -50,7 +52,7 @@ def curve(model: nn.Module, tp: int, sp: int, dp: int, cfg: dict[str, Any], batc
         engine.destroy()
         return losses
 
-    ranks = run_mesh(body, dp=dp, sp=sp, tp=tp)
+    ranks = run_mesh(body, dp=dp, sp=sp, tp=tp, replicas=replicas)
     return [sum(step) / len(step) for step in zip(*ranks, strict=True)]
 
 
@@ -85,6 +87,31 @@ def test_curves_are_those_of_one_rank(tp: int, sp: int, dp: int, stage: int, pre
     more = REGIONS if tp > 1 and stage in (1, 3) else {}
     got = curve(model, tp, sp, dp, settings(tp, sp, stage, precision, **more), batches)
     torch.testing.assert_close(got, want, rtol=TOLERANCE[precision], atol=0)
+
+
+def meshes_of(world: int) -> list[tuple[int, int, int, int]]:
+    """Sizes of tp, sp, dp and of the replicas among dp, all that there are."""
+    return [
+        (tp, sp, world // (tp * sp), replicas)
+        for tp in range(1, world + 1)
+        for sp in range(1, world // tp + 1)
+        if world % (tp * sp) == 0
+        for replicas in range(1, world // (tp * sp) + 1)
+        if world // (tp * sp) % replicas == 0
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "mesh"), [*enumerate([*meshes_of(4), *meshes_of(8)])], ids=lambda value: str(value).replace(" ", "")
+)
+def test_every_mesh_of_4_and_8_ranks(number: int, mesh: tuple[int, int, int, int]) -> None:
+    """The stage changes from one to the next. Gradients are clipped, so that norms count as well."""
+    tp, sp, dp, replicas = mesh
+    model = llama(8, 8)
+    batches = [[text_batch(step * dp + rank) for rank in range(dp)] for step in range(3)]
+    want = one_rank(copy.deepcopy(model), dp, batches)
+    got = curve(model, tp, sp, dp, settings(tp, sp, number % 4, "fp32"), batches, replicas)
+    torch.testing.assert_close(got, want, rtol=TOLERANCE["fp32"], atol=0)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
