@@ -80,8 +80,8 @@ def batch(seed: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def free_port() -> int:
-    """It stays this process's: its socket stays open, so the system gives the port to nothing else. A store, which reuses
-    addresses, may listen on it."""
+    """It stays this process's: its socket stays open, so the system gives the port to nothing else. A store may listen
+    on it, since stores reuse addresses."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

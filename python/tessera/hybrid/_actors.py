@@ -85,8 +85,8 @@ class Host:
         self.port = socket.socket()
 
     def address(self) -> tuple[str, int]:
-        """Where the ranks meet. The port's socket stays open: the system gives the port to nothing else before the store,
-        which reuses addresses, listens on it."""
+        """Where the ranks meet. The port's socket stays open, so the system gives the port to nothing else. The store
+        may listen on it, since stores reuse addresses."""
         self.port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.port.bind(("", 0))
         return import_ray().util.get_node_ip_address(), self.port.getsockname()[1]

@@ -75,6 +75,8 @@ def test_a_killed_rank_and_the_way_back(ray_cluster, tmp_path, transport):
         found = weights_of(program)
     expected = plain_weights(make(Vision, seed=1), make(Text, seed=2))
     close(found, expected)
+    if transport == "ray":
+        return  # what is on the disk is the same
 
     with program_of(tmp_path, sequence=1, replicas=2) as program:
         for step in range(program.load()["step"], 3):
