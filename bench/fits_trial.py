@@ -57,13 +57,24 @@ def tessera(options: GptOptions, zero: dict[str, Any]) -> Train:
     return _engine(tessera.initialize(model=model, config=config)[0])
 
 
+# Elements. Its defaults are for larger machines: groups of 1e9, buckets of 5e8. Fewer buffers for parameters end it with
+# "Not enough buffers".
+DEEPSPEED_BUFFERS = {"offload_optimizer": {"buffer_count": 5}, "offload_param": {"buffer_count": 32, "buffer_size": 5e6}}
+DEEPSPEED_SIZES = {
+    "sub_group_size": 1e7,
+    "reduce_bucket_size": 5e6,
+    "stage3_prefetch_bucket_size": 5e6,
+    "stage3_max_live_parameters": 2e7,
+}
+
+
 def deepspeed(options: GptOptions, zero: dict[str, Any]) -> Train:
     import deepspeed
 
-    for section in ("offload_optimizer", "offload_param"):
+    for section, buffers in DEEPSPEED_BUFFERS.items():
         if zero.get(section, {}).get("device") == "nvme":
-            zero[section] |= {"buffer_count": 5} | ({"buffer_size": 3e7} if section == "offload_param" else {})
-    config = _config(zero)
+            zero[section] |= buffers
+    config = _config(zero | DEEPSPEED_SIZES)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero["stage"] == 3):
         model = Gpt(options)
     return _engine(deepspeed.initialize(model=model, config=config)[0])
