@@ -6,6 +6,7 @@
 #include <cstring>
 #include <filesystem>
 #include <mutex>
+#include <nlohmann/json.hpp>
 
 #include "tessera/base/error.h"
 #include "tessera/checkpoint/numbering.h"
@@ -269,12 +270,24 @@ std::string Reader::blob(const std::string& name) const {
   return bytes;
 }
 
+bool is_tag(const std::string& text) {
+  return !text.empty() && text.size() < 200 && text[0] != '.' && text.find('/') == std::string::npos &&
+         text.find('\0') == std::string::npos && text != "latest";
+}
+
 std::string latest_tag(const std::string& dir, const std::string& file) {
   const std::string path = (std::filesystem::path(dir) / file).string();
   if (!std::filesystem::exists(path)) return {};
   std::string tag = io::read_text(path, 4096);
   while (!tag.empty() && std::isspace(static_cast<unsigned char>(tag.back())) != 0)
     tag.pop_back();
+  TESSERA_CHECK_IO(!tag.empty(), "checkpoint", "'", path,
+                   "' is empty: it must hold a tag; name one, or write it there");
+  using Json = nlohmann::json;
+  const std::string shown = Json(tag).dump(-1, ' ', /*ensure_ascii=*/false, Json::error_handler_t::replace);
+  const bool is_utf8 = Json::parse(shown) == tag;
+  TESSERA_CHECK_IO(is_utf8 && is_tag(tag), "checkpoint", "'", path, "' holds ", shown,
+                   ", which is no tag: the name of one folder, as UTF-8");
   return tag;
 }
 

@@ -64,7 +64,10 @@ class Reader {
   std::unique_ptr<Files> files_;
 };
 
-// The tag that `dir`/latest (or a file of another name) names; empty where there is no such file.
+// The name of one folder, and none that has another meaning.
+bool is_tag(const std::string& text);
+// The tag that `dir`/latest (or a file of another name) names; empty where there is no such file. IoError where it holds
+// anything else.
 std::string latest_tag(const std::string& dir, const std::string& file = "latest");
 
 }  // namespace tessera::checkpoint

@@ -9,10 +9,13 @@
 #include <cstring>
 #include <deque>
 #include <filesystem>
+#include <map>
+#include <optional>
 #include <random>
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/reader.h"
 #include "tessera/io/crc32c.h"
 #include "tessera/io/queue.h"
 #include "tessera/io/safetensors.h"
@@ -27,6 +30,7 @@ constexpr int kDepth = 8;
 constexpr size_t kBlocks = 8;                 // in memory
 constexpr int64_t kBlock = int64_t{4} << 20;  // bytes of one
 constexpr size_t kIdDigits = 16;
+constexpr int kAttempts = 10;
 
 // How tools show a piece: "exp_avg/blocks.0.weight[0:1024]".
 std::string key_of(const Item& item) {
@@ -130,24 +134,51 @@ bool is_id(const std::string& text) {
   return text.size() == kIdDigits && text.find_first_not_of("0123456789abcdef") == std::string::npos;
 }
 
-// Files that a save makes: "<id>-...", and what replace_text() leaves.
-bool is_ours(const std::string& name) {
-  if (name == std::string(kManifestName) + ".part") return true;
-  const bool ending = name.ends_with(".safetensors") || name.ends_with(".bin");
-  return ending && name.size() > kIdDigits && name[kIdDigits] == '-' && is_id(name.substr(0, kIdDigits));
+std::string mark_name(const std::string& id) {
+  return id + ".saving";
 }
 
-// Removes our files in `folder` but those of save `keep`, and the folder when it is empty then.
-void remove_files(const fs::path& folder, const std::string& keep) {
+// Of the save that has made a file of that name; empty: none of ours.
+std::string id_of(const std::string& name) {
+  const std::string id = name.substr(0, kIdDigits);
+  if (!is_id(id)) return {};
+  const bool is_data =
+      name.size() > kIdDigits && name[kIdDigits] == '-' && (name.ends_with(".safetensors") || name.ends_with(".bin"));
+  return is_data || name == mark_name(id) ? id : "";
+}
+
+using Files = std::map<std::string, std::vector<fs::path>>;  // by the id of their save
+
+Files files_of(const fs::path& folder) {
   std::error_code ignored;
-  std::vector<fs::path> gone;
-  for (const auto& entry : fs::directory_iterator(folder, ignored)) {
-    const std::string name = entry.path().filename().string();
-    if (is_ours(name) && (keep.empty() || !name.starts_with(keep))) gone.push_back(entry.path());
+  Files files;
+  for (const auto& entry : fs::directory_iterator(folder, ignored))
+    if (const std::string id = id_of(entry.path().filename().string()); !id.empty()) files[id].push_back(entry.path());
+  return files;
+}
+
+// Removes the files of `folder` that are of saves that nobody holds, and the folder when it is empty then; but nothing where
+// `keep`, which is asked once it is known who holds what, has become true, and nothing of the id that it gives.
+void remove_left(const fs::path& folder, const std::function<std::optional<std::string>()>& keep) {
+  std::error_code ignored;
+  Files files = files_of(folder);
+  std::vector<io::Lock> left;  // held meanwhile
+  bool all = true;
+  for (auto it = files.begin(); it != files.end();) {
+    const fs::path mark = folder / mark_name(it->first);
+    auto lock = io::Lock::take_left(mark.string());
+    const bool is_live = !lock && fs::exists(mark, ignored);
+    if (lock) left.push_back(std::move(*lock));
+    all = all && !is_live;
+    it = is_live ? files.erase(it) : std::next(it);
   }
-  for (const fs::path& path : gone)
-    fs::remove(path, ignored);
-  if (keep.empty() && !gone.empty()) fs::remove(folder, ignored);  // an error where it is not empty
+  const std::optional<std::string> kept = keep();
+  if (!kept) return;
+  for (const auto& [id, paths] : files)
+    for (const fs::path& path : paths)
+      if (id != *kept) fs::remove(path, ignored);
+  if (all) fs::remove(folder / (std::string(kManifestName) + ".part"), ignored);
+  if (all && kept->empty() && !files.empty()) fs::remove(folder, ignored);  // an error where it is not empty
 }
 
 }  // namespace
@@ -199,9 +230,7 @@ FileRecord write_blob(const std::string& path, const std::string& bytes) {
 }
 
 void check_tag(const std::string& tag) {
-  TESSERA_CHECK_VALUE(!tag.empty() && tag.size() < 200 && tag[0] != '.' && tag.find('/') == std::string::npos &&
-                          tag.find('\0') == std::string::npos && tag != "latest",
-                      "checkpoint", "a tag is the name of one folder, not '", tag, "'");
+  TESSERA_CHECK_VALUE(is_tag(tag), "checkpoint", "a tag is the name of one folder, not '", tag, "'");
 }
 
 std::string folder_of(const std::string& dir, const std::string& tag) {
@@ -264,6 +293,23 @@ void put_in_place(const std::string& from, const std::string& folder) {
   if (replaces) fs::remove_all(from, ignored);
 }
 
+SaveMark::SaveMark(const std::string& folder, const std::string& id) {
+  const std::string path = (fs::path(folder) / mark_name(id)).string();
+  for (int attempt = 1; !lock_; ++attempt) {
+    io::make_folder(folder);
+    try {
+      lock_.emplace(io::Lock::wait(path));
+    } catch (const IoError&) {
+      // Another save has just found the folder empty and removed it.
+      if (attempt == kAttempts) throw;
+    }
+  }
+}
+
+SaveMark::~SaveMark() {
+  lock_->remove();
+}
+
 void clean(const std::string& dir, const std::string& tag, int keep_last) {
   std::error_code ignored;
   struct Complete {
@@ -271,21 +317,33 @@ void clean(const std::string& dir, const std::string& tag, int keep_last) {
     fs::file_time_type when;
   };
   std::vector<Complete> complete;
+  const auto is_complete = [&](const fs::path& folder) { return fs::exists(folder / kManifestName, ignored); };
   for (const auto& entry : fs::directory_iterator(dir, ignored)) {
+    const fs::path& folder = entry.path();
     if (!entry.is_directory(ignored)) continue;
-    const bool is_complete = fs::exists(entry.path() / kManifestName, ignored);
-    if (!is_complete) {
-      remove_files(entry.path(), "");
-    } else if (entry.path().filename() != tag) {
-      complete.push_back({entry.path(), fs::last_write_time(entry.path() / kManifestName, ignored)});
-    } else if (const std::string id = complete_id(entry.path().string()); !id.empty()) {
-      remove_files(entry.path(), id);
-    }
+    if (!is_complete(folder))
+      remove_left(folder, [&] { return is_complete(folder) ? std::nullopt : std::optional<std::string>(""); });
+    else if (folder.filename() != tag)
+      complete.push_back({folder, fs::last_write_time(folder / kManifestName, ignored)});
+    else
+      remove_left(folder, [&] {
+        const std::string id = complete_id(folder.string());
+        return id.empty() ? std::nullopt : std::optional(id);
+      });
   }
+  if (keep_last <= 0) return;
   std::sort(complete.begin(), complete.end(), [](const Complete& a, const Complete& b) { return a.when > b.when; });
-  for (size_t i = keep_last > 0 ? static_cast<size_t>(keep_last) - 1 : complete.size(); i < complete.size(); ++i) {
-    fs::remove(complete[i].folder / kManifestName, ignored);  // first: it is not complete from here on
-    remove_files(complete[i].folder, "");
+  std::string latest;
+  try {
+    latest = latest_tag(dir);
+  } catch (const IoError&) {
+    return;  // it says nothing that can be read: then none is known to be free
+  }
+  for (size_t i = static_cast<size_t>(keep_last) - 1; i < complete.size(); ++i) {
+    const fs::path& folder = complete[i].folder;
+    if (folder.filename() == latest) continue;
+    fs::remove(folder / kManifestName, ignored);  // first: it is not complete from here on
+    remove_left(folder, [&] { return is_complete(folder) ? std::nullopt : std::optional<std::string>(""); });
   }
 }
 

@@ -4,10 +4,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "tessera/checkpoint/manifest.h"
+#include "tessera/io/lock.h"
 #include "tessera/shard/buffer.h"
 #include "tessera/shard/cut.h"
 
@@ -40,6 +42,21 @@ std::string file_name(const std::string& id, int rank);
 std::string blob_name(const std::string& id, const std::string& name);
 std::string new_id();
 
+// Note [Saves at the same time]
+//   Engines, threads, processes may save into one folder at the same time, under one tag too. While a save lasts, its first
+//   rank, which alone can complete it, holds the lock of the file "<id>.saving" beside the save's files. clean() removes
+//   files of an id only where that lock is gone or nobody holds it. It looks at the lock before the manifest, and a save
+//   lets go of the lock after its manifest is there: so what it removes neither is nor becomes a part of a checkpoint.
+class SaveMark {
+ public:
+  // Makes the folder as well; before any rank writes.
+  SaveMark(const std::string& folder, const std::string& id);
+  ~SaveMark();
+
+ private:
+  std::optional<io::Lock> lock_;
+};
+
 // Puts the manifest in place: from here on the checkpoint is complete, before it what was there is.
 void commit(const std::string& folder, const Manifest& manifest);
 // The id of the complete checkpoint in `folder`; empty where there is none that can be read.
@@ -47,8 +64,9 @@ std::string complete_id(const std::string& folder);
 void set_latest(const std::string& dir, const std::string& tag);
 // The folder `from` is `folder` afterwards, in one step: what was there before is whole until then and gone after.
 void put_in_place(const std::string& from, const std::string& folder);
-// Removes what saves that were cut off have left in `dir`, and with keep_last > 0 all checkpoints but the newest ones and
-// `tag`. Touches only files that a save of ours has made. Files that cannot be removed stay.
+// Removes what saves that were cut off have left in `dir`, and with keep_last > 0 all checkpoints but the newest ones,
+// `tag` and the one that `latest` names. Touches only files that a save of ours has made, and none of a save that may still
+// be on its way. Files that cannot be removed stay.
 void clean(const std::string& dir, const std::string& tag, int keep_last);
 
 }  // namespace tessera::checkpoint

@@ -35,11 +35,12 @@ Json run_of(Engine& engine) {
                      {"skipped_steps", engine.skipped_steps()},
                      {"global_samples", engine.global_samples()}};
   const amp::GradScaler::State& s = engine.scaling().scaler().state();
-  run["scaler"] = {{"scale", s.scale},
-                   {"steps", s.steps},
-                   {"good_steps", s.good_steps},
-                   {"budget", s.budget},
-                   {"overridden", s.overridden}};
+  if (engine.scaling().scaler().needed())
+    run["scaler"] = {{"scale", s.scale},
+                     {"steps", s.steps},
+                     {"good_steps", s.good_steps},
+                     {"budget", s.budget},
+                     {"overridden", s.overridden}};
   run["groups"] = Json::array();
   for (const optim::GroupOptions& group : engine.groups()) {
     Json one;
@@ -74,7 +75,8 @@ struct Checkpointer::Job {
   std::vector<Item> items;
   std::map<std::string, std::string> blobs;
   checkpoint::Manifest manifest;
-  bool tells_all = false;  // the first rank's engine is another one
+  std::optional<checkpoint::SaveMark> mark;  // of rank 0
+  bool tells_all = false;                    // the first rank's engine is another one
 
   std::string folder() const { return checkpoint::folder_of(dir, tag); }
   std::string write(int rank, std::vector<std::string>& written) const;
@@ -152,8 +154,10 @@ void Checkpointer::Job::run(const zero::Ranks& ranks) {
     if (checkpoint::complete_id(folder()) != id)
       for (const std::string& path : written)
         std::filesystem::remove(path, ignored);
+    mark.reset();
     throw;
   }
+  mark.reset();
 }
 
 Checkpointer::~Checkpointer() {
@@ -297,10 +301,12 @@ void Checkpointer::stage(std::vector<Item>& items) {
 
 std::string Checkpointer::save(const std::string& dir, const SaveOptions& options, ClientPart client) {
   TESSERA_CHECK_VALUE(!dir.empty(), "checkpoint", "save_dir is empty; name a folder");
+  TESSERA_CHECK_VALUE(options.keep_last >= 0, "checkpoint", "keep_last is a number of checkpoints, or 0 for all, not ",
+                      options.keep_last);
   wait();
   const c10::AutoGradMode no_grad(false);
   auto job = std::make_shared<Job>();
-  job->dir = dir;
+  job->dir = std::filesystem::absolute(dir).string();  // a save in the background outlives a chdir()
   job->options = options;
   const auto plans = together(ranks(), "start of a checkpoint", [&] {
     engine_.states().check_whole();
@@ -309,8 +315,9 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
     checkpoint::check_tag(tag);
     job->items = items(options, client);
     job->manifest = manifest(options, client);
-    if (ranks().place() == 0) io::make_folder(checkpoint::folder_of(dir, tag));
-    return checkpoint::new_id() + tag;
+    const std::string id = checkpoint::new_id();
+    if (ranks().place() == 0) job->mark.emplace(checkpoint::folder_of(job->dir, tag), id);
+    return id + tag;
   });
   const size_t digits = checkpoint::new_id().size();
   for (const std::string& plan : plans) {

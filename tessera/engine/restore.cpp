@@ -4,8 +4,11 @@
 #include <deque>
 #include <filesystem>
 #include <future>
+#include <limits>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
+#include <type_traits>
 
 #include "tessera/base/error.h"
 #include "tessera/checkpoint/numbering.h"
@@ -42,22 +45,81 @@ int64_t bytes_of_all(const std::vector<P>& parts) {
   return bytes;
 }
 
-void restore_run(Engine& engine, const Json& run) {
-  const Json& c = run.at("counters");
-  engine.set_counters(c.at("micro_steps"), c.at("global_steps"), c.at("skipped_steps"), c.at("global_samples"));
+// A saved run without scaling: older files have a record of its scale too.
+bool scales(const amp::GradScaler::State& s) {
+  return s.overridden || s.scale != 1 || s.good_steps != 0 || s.budget != 1;
+}
+
+}  // namespace
+
+// What the manifest says of the run, all of it checked.
+struct SavedRun {
+  int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0, global_samples = 0;
+  std::optional<amp::GradScaler::State> scaler;  // of a run that scaled its loss
+  std::vector<Json> groups;                      // fields of each_field()
+
+  // IoError that names file and key.
+  SavedRun(const Json& run, const std::string& path);
+  void apply(Engine& engine) const;
+};
+
+SavedRun::SavedRun(const Json& run, const std::string& path) {
+  const auto good = [&](bool condition, const std::string& key, const char* what) {
+    TESSERA_CHECK_IO(condition, "checkpoint", "'", path, "': '", key, "' ", what);
+  };
+  const auto at = [&](const Json& of, const std::string& in, const char* key) -> const Json& {
+    good(of.is_object() && of.contains(key), in + "." + key, "is missing");
+    return of.at(key);
+  };
+  const auto count = [&](const Json& of, const std::string& in, const char* key) {
+    const Json& value = at(of, in, key);
+    good(value.is_number_integer() && value >= 0 && value <= std::numeric_limits<int64_t>::max(), in + "." + key,
+         "is no count");
+    return value.get<int64_t>();
+  };
+  const Json& counters = at(run, "run", "counters");
+  micro_steps = count(counters, "run.counters", "micro_steps");
+  global_steps = count(counters, "run.counters", "global_steps");
+  skipped_steps = count(counters, "run.counters", "skipped_steps");
+  global_samples = count(counters, "run.counters", "global_samples");
   // Not of all foreign checkpoints.
-  if (engine.scaling().scaler().needed() && run.contains("scaler")) {
-    const Json& s = run.at("scaler");
-    engine.scaling().restore({s.at("scale"), s.at("steps"), s.at("good_steps"), s.at("budget"), s.at("overridden")});
+  if (run.contains("scaler")) {
+    const std::string in = "run.scaler";
+    const Json &s = run.at("scaler"), &scale = at(s, in, "scale"), &overridden = at(s, in, "overridden");
+    good(scale.is_number() && scale > 0 && scale <= std::numeric_limits<float>::max(), in + ".scale",
+         "is no number > 0");
+    good(overridden.is_boolean(), in + ".overridden", "is neither true nor false");
+    const amp::GradScaler::State state{scale, count(s, in, "steps"), count(s, in, "good_steps"), count(s, in, "budget"),
+                                       overridden};
+    good(state.budget >= 1, in + ".budget", "is less than 1");
+    if (scales(state)) scaler = state;
   }
-  const Json& groups = run.at("groups");
+  const Json& all = at(run, "run", "groups");
+  good(all.is_array(), "run.groups", "is no list");
+  for (const Json& group : all) {
+    const std::string in = c10::str("run.groups[", groups.size(), "]");
+    good(group.is_object(), in, "is no object");
+    optim::GroupOptions options;
+    each_field(options, [&]<class T>(const char* name, T&) {
+      if (!group.contains(name)) return;
+      const Json& value = group.at(name);
+      if constexpr (std::is_same_v<T, bool>)
+        good(value.is_boolean(), in + "." + name, "is neither true nor false");
+      else
+        good(value.is_number(), in + "." + name, "is no number");
+    });
+    groups.push_back(group);
+  }
+}
+
+void SavedRun::apply(Engine& engine) const {
+  engine.set_counters(micro_steps, global_steps, skipped_steps, global_samples);
+  if (engine.scaling().scaler().needed() && scaler) engine.scaling().restore(*scaler);
   for (size_t i = 0; i < engine.groups().size() && i < groups.size(); ++i)
     each_field(engine.groups()[i], [&](const char* name, auto& value) {
       if (groups[i].contains(name)) groups[i].at(name).get_to(value);
     });
 }
-
-}  // namespace
 
 // Null, or a problem, where there is none that fits.
 const checkpoint::ParamRecord* Restore::record_of(const ParamSpec& spec, std::vector<std::string>& problems) const {
@@ -259,7 +321,7 @@ void Restore::apply() {
   engine.refresh_params();
   if (options_.run) {
     engine.zero_grad();
-    restore_run(engine, Json::parse(reader_->manifest().run));
+    run_->apply(engine);
     try {
       if (accumulation_ && accumulation_->fits()) accumulation_->apply();
     } catch (const std::exception& e) {
@@ -310,6 +372,9 @@ std::optional<Restore> Checkpointer::open(const std::string& dir, const std::str
     restore.folder_ = checkpoint::folder_of(dir, restore.tag_);
     restore.reader_ = std::make_unique<checkpoint::Reader>(restore.folder_, said["manifest"].get<std::string>());
     const Json run = Json::parse(restore.reader_->manifest().run);
+    if (options.run)
+      restore.run_ = std::make_shared<const SavedRun>(
+          run, (std::filesystem::path(restore.folder_) / checkpoint::kManifestName).string());
     restore.client_run_ = run.contains("client") ? run["client"].dump() : "{}";
     restore.place_ = ranks().place();
     restore.of_several_ = spans_;

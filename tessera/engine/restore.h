@@ -17,6 +17,8 @@ class Progress;
 
 namespace tessera::engine {
 
+struct SavedRun;
+
 // A checkpoint that was found good and fits the engine, before anything has changed.
 class Restore {
  public:
@@ -68,6 +70,7 @@ class Restore {
   std::vector<const checkpoint::ParamRecord*> records_;  // by parameter; null: missing
   std::vector<std::string> missing_, unexpected_;
   std::unique_ptr<RestoredAccumulation> accumulation_;
+  std::shared_ptr<const SavedRun> run_;  // with options_.run
 };
 
 }  // namespace tessera::engine

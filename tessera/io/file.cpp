@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/io/lock.h"
 
 namespace tessera::io {
 
@@ -164,12 +165,17 @@ std::string read_text(const std::string& path, int64_t limit) {
 
 void replace_text(const std::string& path, const std::string& text) {
   const std::string part = path + ".part";
-  ::unlink(part.c_str());  // of one that was cut off
+  const Lock lock = Lock::wait(part);  // others may replace the same file; one that was cut off has left it
   try {
-    File file = File::create(part);
-    file.write(text.data(), static_cast<int64_t>(text.size()), 0);
-    file.sync();
-    file.close();
+    const int fd = lock.descriptor();
+    bool good = ::ftruncate(fd, 0) == 0;
+    for (size_t done = 0; good && done < text.size();) {
+      const ssize_t written = ::pwrite(fd, text.data() + done, text.size() - done, static_cast<off_t>(done));
+      good = written > 0 || (written < 0 && errno == EINTR);
+      if (written > 0) done += static_cast<size_t>(written);
+    }
+    good = good && ::fsync(fd) == 0;
+    TESSERA_CHECK_IO(good, "io", "cannot write '", part, "': ", std::strerror(errno));
     TESSERA_CHECK_IO(::rename(part.c_str(), path.c_str()) == 0, "io", "cannot rename '", part, "' to '", path,
                      "': ", std::strerror(errno));
   } catch (...) {

@@ -122,6 +122,15 @@ TEST(Reader, LatestTag) {
   EXPECT_EQ(latest_tag(folder.path()), "");
   std::ofstream(folder / "latest") << "step7\n";
   EXPECT_EQ(latest_tag(folder.path()), "step7");
+  for (const char* text : {"", "\n", "\xff\xfe", "../x/step7", "."}) {
+    std::ofstream(folder / "latest") << text;
+    try {
+      latest_tag(folder.path());
+      ADD_FAILURE() << text;
+    } catch (const IoError& e) {
+      EXPECT_NE(std::string(e.what()).find(folder / "latest"), std::string::npos) << e.what();
+    }
+  }
 }
 
 }  // namespace tessera::checkpoint

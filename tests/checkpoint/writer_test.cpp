@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <fstream>
+#include <memory>
 #include <random>
 #include <thread>
 
@@ -78,6 +79,59 @@ TEST(Writer, CleanTouchesOnlyWhatASaveHasMade) {
   for (const char* tag : {"b", "c"})
     EXPECT_TRUE(
         open_folder(folder / tag).read_whole(*open_folder(folder / tag).find("w", "weight")).equal(at::ones({3})));
+}
+
+// What a save that may still be on its way has written stays, in a folder of its own or one that another save completes;
+// that of a save whose holder is gone goes.
+TEST(Writer, CleanLeavesSavesThatAreOnTheirWay) {
+  for (const char* tag : {"other", "mine"}) {
+    const io::TempFolder folder;
+    const std::string live = new_id(), dead = new_id(), at = folder / tag;
+    auto mark = std::make_unique<SaveMark>(at, live);
+    std::ofstream(at + "/" + file_name(live, 1)) << "x";
+    for (const std::string& name : {file_name(dead, 0), dead + ".saving"})
+      std::ofstream(at + "/" + name) << "x";
+    fs::create_directories(folder / "mine");
+    write_checkpoint(folder / "mine", {{item_of("w", at::ones({3}), {}, {0, 3})}});
+    clean(folder.path(), "mine", 1);
+    EXPECT_TRUE(fs::exists(at + "/" + file_name(live, 1))) << tag;
+    EXPECT_FALSE(fs::exists(at + "/" + file_name(dead, 0))) << tag;
+    EXPECT_FALSE(fs::exists(at + "/" + dead + ".saving")) << tag;
+    mark.reset();
+    clean(folder.path(), "mine", 1);
+    EXPECT_FALSE(fs::exists(at + "/" + file_name(live, 1))) << tag;
+    open_folder(folder / "mine").verify_all();
+  }
+}
+
+TEST(Writer, CleanKeepsWhatLatestNames) {
+  const io::TempFolder folder;
+  for (const char* tag : {"a", "b", "c"}) {
+    fs::create_directories(folder / tag);
+    write_checkpoint(folder / tag, {{item_of("w", at::ones({3}), {}, {0, 3})}});
+  }
+  set_latest(folder.path(), "a");
+  clean(folder.path(), "c", 1);
+  EXPECT_TRUE(fs::exists(folder / "a"));
+  EXPECT_FALSE(fs::exists(folder / "b"));
+  open_folder(folder / latest_tag(folder.path())).verify_all();
+}
+
+// Threads that replace one file: it is always one of theirs, whole.
+TEST(Writer, LatestOfSeveralSavesAtOnce) {
+  const io::TempFolder folder;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t)
+    threads.emplace_back([&folder, t] {
+      const std::string tag = "tag" + std::string(static_cast<size_t>(40 * t), static_cast<char>('a' + t));
+      for (int i = 0; i < 20; ++i) {
+        EXPECT_NO_THROW(set_latest(folder.path(), tag));
+        EXPECT_EQ(latest_tag(folder.path()).find("tag"), 0u);
+      }
+    });
+  for (std::thread& thread : threads)
+    thread.join();
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder.path()), fs::directory_iterator{}), 1);
 }
 
 // Killed at any moment of a save over an old one: the folder holds one complete checkpoint, the old or the new, whose

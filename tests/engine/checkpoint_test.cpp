@@ -4,10 +4,13 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <fstream>
 #include <map>
 #include <mutex>
+#include <nlohmann/json.hpp>
 
 #include "tessera/base/error.h"
+#include "tessera/io/file.h"
 #include "tessera/offload/states.h"
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
@@ -290,8 +293,36 @@ TEST(Checkpoint, AFailedSaveLeavesTheFormerOne) {
     found->apply();
     EXPECT_EQ(engine.global_steps(), 0);
     train(engine, toy, rank, 0, 1);
+    EXPECT_HAS(error_of([&] { engine.checkpoints().save(folder.path(), {.tag = "y", .keep_last = -1}); }), "not -1");
     engine.checkpoints().save(folder.path(), {.tag = "y", .keep_last = 1});
     EXPECT_TRUE(rank != 0 || !std::filesystem::exists(folder / "x"));
+  });
+}
+
+// The scale of a run that scales begins where it would have begun, whatever a run without scaling says of its own.
+TEST(Checkpoint, ARunWithoutScalingLeavesTheScaleAlone) {
+  const TempFolder folder;
+  run_ranks(1, [&](int rank, const comm::GroupPtr& group) {
+    const Toy toy, other(5);
+    Engine plain = toy_engine({.stage = 1}, toy, group);
+    train(plain, toy, rank, 0, 2);
+    plain.checkpoints().save(folder.path(), {});
+    const std::string path = folder / "global_step2/manifest.json";
+    auto json = nlohmann::json::parse(io::read_text(path, 1 << 30));
+    EXPECT_FALSE(json["run"].contains("scaler"));
+    for (const bool older : {false, true}) {
+      if (older) {
+        json.erase("crc32c");
+        json["run"]["scaler"] = {{"scale", 1.0}, {"steps", 2}, {"good_steps", 0}, {"budget", 1}, {"overridden", false}};
+        std::ofstream(path) << checkpoint::sealed(json.dump());
+      }
+      ToyRun run{.stage = 1};
+      run.scaler = {.dynamic = true, .initial = 64, .window = 100};
+      Engine scaled = toy_engine(run, other, group);
+      scaled.checkpoints().open(folder.path(), "", {})->apply();
+      EXPECT_EQ(scaled.scaling().scaler().scale(), 64) << older;
+      EXPECT_EQ(scaled.global_steps(), 2);
+    }
   });
 }
 

@@ -5,6 +5,8 @@
 
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
+#include <tuple>
 
 #include "tessera/io/file.h"
 #include "tests/io/temp_folder.h"
@@ -137,6 +139,50 @@ TEST(Restore, StatesFromBeforeTheFirstUpdateBeginAnew) {
       }
     }
   }
+}
+
+// Checksums tell of damage; what the run's record says is checked itself, before anything changes.
+TEST(Restore, ARecordOfARunIsCheckedByKey) {
+  using Json = nlohmann::ordered_json;
+  const TempFolder folder;
+  run_ranks(1, [&](int rank, const comm::GroupPtr& group) {
+    const Toy toy, other(5);
+    Engine saved = toy_engine({.stage = 1}, toy, group), engine = toy_engine({.stage = 1}, other, group);
+    train(saved, toy, rank, 0, 2);
+    saved.checkpoints().save(folder.path(), {});
+    const std::string path = folder / "global_step2/manifest.json";
+    Json good = Json::parse(io::read_text(path, 1 << 30));
+    good.erase("crc32c");
+    good["run"]["scaler"] = {{"scale", 2.0}, {"steps", 2}, {"good_steps", 1}, {"budget", 1}, {"overridden", false}};
+    const Values before = values_of(engine);
+    const auto try_with = [&](const char* pointer, const Json& value) {
+      Json json = good;
+      json[Json::json_pointer(pointer)] = value;
+      std::ofstream(path) << checkpoint::sealed(json.dump());
+      return error_of([&] { engine.checkpoints().open(folder.path(), "", {}); });
+    };
+    EXPECT_EQ(try_with("/run/scaler/scale", 4.0), "");
+    const std::vector<std::tuple<const char*, Json, const char*>> rows{
+        {"/run", Json::object(), "'run.counters'"},
+        {"/run/counters", 3, "'run.counters.micro_steps'"},
+        {"/run/counters/global_steps", -5, "'run.counters.global_steps'"},
+        {"/run/counters/global_samples", 1.5, "'run.counters.global_samples'"},
+        {"/run/groups", nullptr, "'run.groups'"},
+        {"/run/groups/0", "x", "'run.groups[0]'"},
+        {"/run/groups/0/lr", "0.1", "'run.groups[0].lr'"},
+        {"/run/groups/0/lr", nullptr, "'run.groups[0].lr'"},
+        {"/run/groups/0/maximize", 1, "'run.groups[0].maximize'"},
+        {"/run/scaler", nullptr, "'run.scaler.scale'"},
+        {"/run/scaler/scale", 0, "'run.scaler.scale'"},
+        {"/run/scaler/budget", 0, "'run.scaler.budget'"},
+        {"/run/scaler/steps", "2", "'run.scaler.steps'"}};
+    for (const auto& [pointer, value, key] : rows) {
+      const std::string error = try_with(pointer, value);
+      EXPECT_HAS(error, key);
+      EXPECT_HAS(error, path);
+    }
+    expect_same(values_of(engine).masters, before.masters, at::kFloat, "masters");
+  });
 }
 
 TEST(Restore, WhatDoesNotFitIsListedAtOnce) {
