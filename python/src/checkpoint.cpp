@@ -7,6 +7,7 @@
 
 #include "bindings.h"
 #include "tessera/base/error.h"
+#include "tessera/io/lock.h"
 
 namespace tessera::python {
 
@@ -203,6 +204,11 @@ void bind_checkpoint(py::module_& m) {
         return engine.checkpoints().exchange(text, error);
       },
       py::arg("engine"), py::arg("text"), py::arg("error"), NoGil());
+  // See io/lock.h; it lets go with its last reference.
+  py::class_<io::Lock>(m, "FileLock")
+      .def_static("wait", &io::Lock::wait, py::arg("path"), NoGil())
+      .def_static("take_left", &io::Lock::take_left, py::arg("path"))
+      .def("remove", &io::Lock::remove);
   m.def("put_in_place", &checkpoint::put_in_place, py::arg("source"), py::arg("folder"));
   m.def("set_latest", &checkpoint::set_latest, py::arg("dir"), py::arg("tag"));
   m.def("check_tag", &checkpoint::check_tag, py::arg("tag"));

@@ -193,7 +193,7 @@ class _Layout:
 
     def _set_scaler(self, state: dict[str, Any]) -> None:
         scale, steps = float(state["cur_scale"]), int(state.get("cur_iter", 0))
-        if scale == 1 and "cur_iter" not in state:
+        if scale == 1 and ("cur_iter" not in state or state.get("dynamic_loss_scale") is False):
             return  # what the modes without loss scaling have
         self.scaler = {
             "scale": scale,

@@ -309,6 +309,9 @@ def test_old_ones_go_and_options_are_checked(tmp_path: Path) -> None:
         for tag in "abc":
             engine.save_checkpoint(tmp_path, tag=tag, keep_last=2)
         engine.save_checkpoint(tmp_path, tag="d", save_latest=False)
+        engine.save_checkpoint(tmp_path, tag="e", save_latest=False, keep_last=1)
+        with pytest.raises(ValueError, match="keep_last"):
+            engine.save_checkpoint(tmp_path, keep_last=-1)
         with pytest.raises(ConfigError, match="asynchronously"):
             engine.save_checkpoint(tmp_path, asynchronous=True)
         with pytest.raises(ConfigError, match="global_steps"):
@@ -317,5 +320,5 @@ def test_old_ones_go_and_options_are_checked(tmp_path: Path) -> None:
             engine.save_checkpoint(tmp_path, tag="../x")
 
     engines(make(Tied), 2, config(1, bf16=True, **FORMAT), body)
-    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["b", "c", "d"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["c", "e"]
     assert (tmp_path / "latest").read_text() == "c"

@@ -3,6 +3,7 @@ tests/engine/checkpoint_test.cpp."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import random
 import subprocess
@@ -254,6 +255,43 @@ def test_asynchronous_saves(stage: int, tmp_path: Path) -> None:
 
     engines(make(Net), 2, cfg, body)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step3", "global_step4", "latest"]
+
+
+@pytest.mark.parametrize("form", ["tessera", "deepspeed"])
+def test_engines_that_save_into_one_folder_at_once(form: str, tmp_path: Path) -> None:
+    """Also into a folder relative to one that is left while a save in the background goes on."""
+
+    def body(number: int) -> None:
+        engine = tessera.Engine(make(Net), config(1, checkpoint={"format": form}))
+        for k in range(6):
+            engine.save_checkpoint(tmp_path, tag=f"{number}-{k}", asynchronous=form == "tessera")
+        engine.wait_for_checkpoint()
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        list(pool.map(body, range(3)))
+    for tag in (f"{number}-{k}" for number in range(3) for k in range(6)):
+        tessera.checkpoints.open_checkpoint(tmp_path, tag).verify()
+    assert not [p for p in tmp_path.rglob("*") if "saving" in p.name or p.name.endswith(".part")]
+
+
+def test_a_save_in_the_background_outlives_a_change_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    engine = tessera.Engine(make(Net), config(1))
+    engine.save_checkpoint("run", asynchronous=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    engine.wait_for_checkpoint()
+    tessera.checkpoints.open_checkpoint(tmp_path / "run").verify()
+
+
+def test_a_file_latest_that_names_no_tag(tmp_path: Path) -> None:
+    engine = tessera.Engine(make(Net), config(1))
+    engine.save_checkpoint(tmp_path / "run")
+    for text in (b"", b"\xff\xfe", b"../run/global_step0"):
+        (tmp_path / "run" / "latest").write_bytes(text)
+        for use in (engine.load_checkpoint, tessera.checkpoints.open_checkpoint):
+            with pytest.raises(tessera.errors.IoError, match="latest"):
+                use(tmp_path / "run")
 
 
 def test_random_generators_where_asked_for(tmp_path: Path) -> None:
