@@ -48,14 +48,9 @@ def unpickled(data: bytes, what: str, trusted: bool) -> Any:
     return _mapped(value, _unpacked, {})
 
 
-def numbers_of_numpy(value: Any) -> Any:
-    """The value with Python's numbers in the place of NumPy's."""
-    return _mapped(value, _number, {})
-
-
 def _mapped(value: Any, leaf: Callable[[Any], Any], seen: dict[int, Any]) -> Any:
-    """leaf(x) of all in dicts, lists and tuples, and of themselves; what has not changed is the same object, and what is
-    shared stays so."""
+    """leaf(x) of all in dicts, lists and tuples, and of themselves; what has not changed is the same object, and what
+    is shared stays so."""
     if id(value) in seen:
         return seen[id(value)]
     seen[id(value)] = value  # for what holds itself
@@ -72,7 +67,8 @@ def _mapped(value: Any, leaf: Callable[[Any], Any], seen: dict[int, Any]) -> Any
     return result
 
 
-def _number(value: Any) -> Any:
+def number_of_numpy(value: Any) -> Any:
+    """Python's in its place; all else as it is."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         plain = value.item()
@@ -89,7 +85,7 @@ def _packed(value: Any) -> Any:
             return {_ARRAY: torch.from_numpy(numpy.array(value, order="C"))}
         except (TypeError, ValueError):  # of a dtype that torch lacks
             return value
-    return _number(value)
+    return number_of_numpy(value)
 
 
 def _unpacked(value: Any) -> Any:
