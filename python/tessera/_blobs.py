@@ -9,7 +9,7 @@ import pickle
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from tessera import _core
 from tessera.errors import ConfigError, IoError
 
 TRUST = "If you trust it, pass trusted=True (--trusted on the command line), which can run code"
+# In the blob "optimizer-N", beside the states of a parameter that are neither one number nor one for each element: what
+# of the parameter they are of, by cut_of().
+CUT = "tessera.cut"
 _ARRAY, _STREAM = "numpy.ndarray", "io.BytesIO"
 _PLAIN = (bool, int, float, complex, str, bytes)
 
@@ -46,6 +49,11 @@ def unpickled(data: bytes, what: str, trusted: bool) -> Any:
             "with torch.serialization.add_safe_globals"
         ) from None
     return _mapped(value, _unpacked, {})
+
+
+def cut_of(begin: int, end: int, shape: Sequence[int], place: int = 0, of: int = 1) -> list[Any]:
+    """Elements [begin, end) in a tensor of this shape, of slice `place` of `of`."""
+    return [begin, end, list(shape), place, of]
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any], seen: dict[int, Any]) -> Any:

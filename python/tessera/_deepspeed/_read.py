@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tessera import _core
-from tessera._blobs import pickled
+from tessera._blobs import CUT, cut_of, pickled
 from tessera._deepspeed._pickle import Inert, TensorRef
 from tessera._deepspeed._pieces import (
     DTYPE_NAMES,
@@ -330,6 +330,8 @@ class _Layout:
                         tensors[str(key)] = item
                     elif key != "step":
                         self.trained[name].numbers[str(key)] = file.plain(item)
+                        if isinstance(item, TensorRef) and item.shape:
+                            self.trained[name].numbers[CUT] = cut_of(0, math.prod(value.shape), value.shape)
                 for kind, ref in tensors.items():
                     if ref.shape != value.shape:
                         file.fail(f"has {kind} of shape {ref.shape} for '{name}' of shape {value.shape}")

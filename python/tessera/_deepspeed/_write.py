@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tessera import _core
-from tessera._blobs import Saved
+from tessera._blobs import CUT, Saved, cut_of
 from tessera._deepspeed._pt_writer import Made, Streamed, write_pt
 from tessera.errors import ConfigError
 
@@ -66,8 +66,21 @@ class Source:
         for name in reader.blobs():
             if name.startswith("optimizer-"):
                 self.numbers.update(saved.blob(name))
+        for name, state in self.numbers.items():
+            shape = self.params[name].shape if name in self.params else []
+            if state.pop(CUT, None) not in (None, cut_of(0, math.prod(shape), shape)):
+                self.refuse(name)
         self.trained = [param.name for param in self.params.values() if param.trained]
         self.frozen = [param.name for param in self.params.values() if not param.trained]
+
+    def refuse(self, name: str) -> None:
+        """States of the parameter that DeepSpeed's files cannot hold."""
+        of = [repr(key) for key, v in self.numbers.get(name, {}).items() if isinstance(v, torch.Tensor) and v.dim() > 0]
+        if of:
+            raise ConfigError(
+                f"[checkpoints] {', '.join(of)} of '{name}' are neither numbers nor one value for each element, which "
+                "DeepSpeed's files cannot hold"
+            )
 
     def groups(self) -> list[list[str]]:
         """Names by param group, in the optimizer's order."""
@@ -369,6 +382,7 @@ class Layout:
     def _flat_state(self, group: _Group, part: Callable[[str], Streamed]) -> dict[str, Any]:
         kinds = self.source.moments(group.names[0])
         for name in group.names:
+            self.source.refuse(name)
             if self.source.moments(name) != kinds and self.source.numel(name) > 0:
                 raise ConfigError(
                     f"[checkpoints] '{name}' and '{group.names[0]}' are of one param group and have other states: "

@@ -226,10 +226,10 @@ def _load(
         extra = saved.part("extra", {})
         buffers = _buffers_from(engine, reader, strict and custom_load_fn is None)
         states = states_from(engine, restore, saved, _names(engine)) if optimizer else None
-        groups = groups_from(engine, saved) if optimizer else None
+        groups = groups_from(engine, saved, reader) if optimizer else None
         run = json.loads(reader.run())
         foreign = not module_only and "source" in run
-        schedule_state = saved.part("schedule") if schedule and not module_only or foreign else None
+        schedule_state = saved.part("schedule") if (schedule and not module_only) or foreign else None
         loader = None if module_only else saved.run.get("loader")
         random_states = None if module_only else saved.blob(f"random-{_core.checkpoint_place(engine.core)}")
     restore.apply()
@@ -259,8 +259,8 @@ def _load(
 
 @contextlib.contextmanager
 def _together(engine: Engine) -> Iterator[None]:
-    """What fails inside on one rank is an error on all of them: there its own, elsewhere one that says it. Nothing in it
-    may be collective. Collective."""
+    """What fails inside on one rank is an error on all of them: there its own, elsewhere one that says it. Nothing in
+    it may be collective. Collective."""
     problem: Exception | None = None
     try:
         yield
