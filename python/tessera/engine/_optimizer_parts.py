@@ -38,7 +38,8 @@ def client_states(engine: Engine, names: dict[int, str]) -> tuple[dict[str, Any]
     if not isinstance(runner, ExternalRunner):
         return numbers, states
     whole = not engine.config.placements.shards_states
-    writes = not whole or engine.core.mesh().rank(_COPIES) == 0
+    mesh = engine.core.mesh()
+    writes = not whole or all(mesh.rank(axis) == 0 for axis in _COPIES)
     specs = engine.core.params()
     for number, param, target in runner.targets:
         name = names[id(param)]
