@@ -77,6 +77,7 @@ def test_repeating_loader() -> None:
 @pytest.mark.parametrize("taken", [0, 3, 5, 6])
 def test_a_loader_goes_on_where_it_was(taken: int, before: int | None) -> None:
     """`before`: batches that a live iterator has given when the position is loaded; None: it begins after that."""
+
     def loader() -> Loader:
         return make_loader(list(range(24)), batch_size=2, rank=0, world_size=2)
 
