@@ -3,8 +3,8 @@
     python -m tessera.checkpoints inspect DIR [--tag TAG] [--verify]
     python -m tessera.checkpoints export DIR OUT [--tag TAG] [--dtype fp32] [--max-shard-size 5GB] [--exclude-frozen]
                                                  [--format safetensors]
-    python -m tessera.checkpoints deepspeed DIR OUT [--tag TAG] --stage 2 --world-size 8
-    python -m tessera.checkpoints universal DIR OUT [--tag TAG]
+    python -m tessera.checkpoints deepspeed DIR OUT [--tag TAG] [--trusted] --stage 2 --world-size 8
+    python -m tessera.checkpoints universal DIR OUT [--tag TAG] [--trusted]
 
 `DIR` is the folder that save_checkpoint() was called with; its checkpoints may be DeepSpeed's, universal ones too. Also
 installed as the command `tessera`.
@@ -36,7 +36,13 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> _core.CheckpointReader:
     """Of `folder`/tag, ours or DeepSpeed's; default: the tag that `latest` names. IoError when there is none, or it is
-    damaged."""
+    damaged. Objects of a client that lie in DeepSpeed's files are skipped, and nothing of them is run."""
+    return _open(folder, tag, skip=True)
+
+
+def _open(
+    folder: str | os.PathLike[str], tag: str | None, trusted: bool = False, skip: bool = False
+) -> _core.CheckpointReader:
     folder = os.fspath(folder)
     tag = tag or _core.latest_tag(folder)
     if not tag:
@@ -44,7 +50,7 @@ def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> _
     path = os.path.join(folder, tag)
     if os.path.exists(os.path.join(path, "manifest.json")):
         return _core.CheckpointReader(path)
-    manifest = manifest_of(path)
+    manifest = manifest_of(path, None, trusted, skip)
     if not manifest:
         raise IoError(f"[checkpoints] '{path}' has neither 'manifest.json' nor {LOOKED_FOR}")
     return _core.CheckpointReader(path, manifest)
@@ -92,10 +98,13 @@ def to_deepspeed(
     tag: str | None = None,
     stage: int = 2,
     world_size: int = 1,
+    *,
+    trusted: bool = False,
 ) -> str:
     """Writes the checkpoint as DeepSpeed 0.19.6 would have at that ZeRO stage on `world_size` ranks, into `out` under
-    its own tag, which is returned. The run that loads it there must have that stage and number of ranks."""
-    source, name = _source(folder, tag)
+    its own tag, which is returned. The run that loads it there must have that stage and number of ranks. `trusted`:
+    objects that are no plain data, as of a client_state, are unpickled to be written, which can run code."""
+    source, name = _source(folder, tag, trusted)
     layout = Layout(source, stage, world_size)
 
     def write(made: str) -> None:
@@ -106,10 +115,13 @@ def to_deepspeed(
     return name
 
 
-def to_universal(folder: str | os.PathLike[str], out: str | os.PathLike[str], tag: str | None = None) -> str:
+def to_universal(
+    folder: str | os.PathLike[str], out: str | os.PathLike[str], tag: str | None = None, *, trusted: bool = False
+) -> str:
     """Writes the checkpoint in DeepSpeed's universal layout, which loads at any stage and number of ranks (there with
-    checkpoint.load_universal), into `out` under its own tag with "_universal", which is returned."""
-    source, name = _source(folder, tag)
+    checkpoint.load_universal), into `out` under its own tag with "_universal", which is returned. `trusted`: see
+    to_deepspeed()."""
+    source, name = _source(folder, tag, trusted)
     name += "_universal"
 
     def finish(made: str) -> None:
@@ -121,16 +133,18 @@ def to_universal(folder: str | os.PathLike[str], out: str | os.PathLike[str], ta
     return name
 
 
-def _source(folder: str | os.PathLike[str], tag: str | None) -> tuple[Source, str]:
-    reader = open_checkpoint(folder, tag)
-    return Source(reader), tag or _core.latest_tag(os.fspath(folder))
+def _source(folder: str | os.PathLike[str], tag: str | None, trusted: bool) -> tuple[Source, str]:
+    return Source(_open(folder, tag, trusted), trusted), tag or _core.latest_tag(os.fspath(folder))
 
 
 def _put(out: str | os.PathLike[str], name: str, write: Callable[[str], None], finish: Callable[[str], None]) -> None:
     """Into a folder beside that takes its place when it is complete."""
     made = os.path.join(out, f".{name}.part")
     shutil.rmtree(made, ignore_errors=True)
-    os.makedirs(made)
+    try:
+        os.makedirs(made)
+    except OSError as error:
+        raise IoError(f"[checkpoints] cannot make the folder '{made}': {error.strerror or error}") from None
     try:
         write(made)
         finish(made)
@@ -276,6 +290,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     inspect.add_argument("--verify", action="store_true", help="read every byte and compare checksums")
     for command in (exporter, deepspeed, universal):
         command.add_argument("out")
+    for command in (deepspeed, universal):
+        command.add_argument("--trusted", action="store_true", help="unpickle objects of any kind, which can run code")
     deepspeed.add_argument("--stage", type=int, choices=range(4), required=True)
     deepspeed.add_argument("--world-size", type=int, required=True)
     exporter.add_argument("--dtype", choices=DTYPES, default="fp32")
@@ -285,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return _run(arguments)
-    except (ConfigError, IoError) as error:
+    except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
 
@@ -299,10 +315,11 @@ def _run(arguments: argparse.Namespace) -> int:
             print("every byte is as it was written")
         return 0
     if arguments.command == "deepspeed":
-        print(to_deepspeed(arguments.dir, arguments.out, arguments.tag, arguments.stage, arguments.world_size))
+        stage, ranks, trusted = arguments.stage, arguments.world_size, arguments.trusted
+        print(to_deepspeed(arguments.dir, arguments.out, arguments.tag, stage, ranks, trusted=trusted))
         return 0
     if arguments.command == "universal":
-        print(to_universal(arguments.dir, arguments.out, arguments.tag))
+        print(to_universal(arguments.dir, arguments.out, arguments.tag, trusted=arguments.trusted))
         return 0
     names = export(
         arguments.dir,

@@ -16,7 +16,7 @@ ROUTES = ("train", "eval", "predict")
 
 class Loader:
     """A DataLoader whose sampler gets a new epoch number, and so a new order, at every pass. Its position can be saved:
-    a pass that follows load_state_dict() gives the batches that were to come."""
+    after load_state_dict() the next pass, or the one under way, gives the batches that were to come."""
 
     def __init__(self, loader: TorchLoader[Any], first_epoch: int = 0, world_size: int = 1) -> None:
         self.loader = loader
@@ -25,21 +25,29 @@ class Loader:
         self._under_way = False
         self._taken = 0  # batches of the pass under way
         self._skip = 0  # of the next one
+        self._loads = 0
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, skip = self.epoch, self._skip
-        self._skip = 0
-        if hasattr(self.loader.sampler, "set_epoch"):
-            self.loader.sampler.set_epoch(epoch)
-        self.epoch = epoch + 1
-        self._under_way, self._taken = True, skip
-        return self._pass(skip)
-
-    def _pass(self, skip: int) -> Iterator[Any]:
-        for batch in self._from(skip):
-            self._taken += 1
-            yield batch
+        """A pass begins with its first batch."""
+        again = True
+        while again:
+            again, loads = False, self._loads
+            for batch in self._from(self._begin()):
+                self._taken += 1
+                yield batch
+                if self._loads != loads:  # meanwhile: it goes on from there
+                    again = True
+                    break
         self._under_way, self._taken = False, 0
+
+    def _begin(self) -> int:
+        """How many batches the pass skips."""
+        skip, self._skip = self._skip, 0
+        if hasattr(self.loader.sampler, "set_epoch"):
+            self.loader.sampler.set_epoch(self.epoch)
+        self.epoch += 1
+        self._under_way, self._taken = True, skip
+        return skip
 
     def _from(self, skip: int) -> Iterator[Any]:
         batches = self.loader.batch_sampler
@@ -65,6 +73,7 @@ class Loader:
         """For the next pass; with another batch size or number of ranks it begins at the batch that holds the place."""
         self.epoch = state["epoch"]
         self._under_way, self._taken = False, 0
+        self._loads += 1
         self._skip = state["samples"] // ((self.batch_size or 1) * self._world_size)
 
     def __len__(self) -> int:

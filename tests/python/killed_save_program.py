@@ -61,7 +61,7 @@ def check(folder: Path) -> None:
     engine.save_checkpoint(folder, "after")
     names = sorted(item.name for item in folder.iterdir())
     assert not [name for name in names if name.endswith(".part")], names
-    assert len(list((folder / "after").iterdir())) == 4, "one file, the manifest and two blobs"
+    assert len(list((folder / "after").iterdir())) == 5, "one file, the manifest and three blobs"
 
 
 def moment(number: int, root: Path) -> None:

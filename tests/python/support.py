@@ -268,13 +268,18 @@ def run(engine: Any, rank: int, steps: int) -> None:
 
 
 def with_client(
-    model: nn.Module, world: int, cfg: dict[str, Any], factory: Factory, body: Callable[[Any, Any, int], Any]
+    model: nn.Module,
+    world: int,
+    cfg: dict[str, Any],
+    factory: Factory,
+    body: Callable[[Any, Any, int], Any],
+    **kwargs: Any,
 ) -> list[Any]:
     copies = [copy.deepcopy(model) for _ in range(world)]
 
     def on_rank(rank: int, group: tessera.Group) -> Any:
         client = factory(copies[rank].parameters())
-        engine = tessera.Engine(copies[rank], cfg, optimizer=client, group=group)
+        engine = tessera.Engine(copies[rank], cfg, optimizer=client, group=group, **kwargs)
         try:
             return body(engine, client, rank)
         finally:

@@ -73,8 +73,11 @@ def test_repeating_loader() -> None:
     assert numbers == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
 
 
+@pytest.mark.parametrize("before", [None, 0, 2, 6, 7])
 @pytest.mark.parametrize("taken", [0, 3, 5, 6])
-def test_a_loader_goes_on_where_it_was(taken: int) -> None:
+def test_a_loader_goes_on_where_it_was(taken: int, before: int | None) -> None:
+    """`before`: batches that a live iterator has given when the position is loaded; None: it begins after that."""
+
     def loader() -> Loader:
         return make_loader(list(range(24)), batch_size=2, rank=0, world_size=2)
 
@@ -84,6 +87,9 @@ def test_a_loader_goes_on_where_it_was(taken: int) -> None:
     for _ in range(taken):
         next(passes)
     resumed = loader()
+    after = RepeatingLoader(resumed) if before is not None else None
+    for _ in range(before or 0):
+        next(after)  # type: ignore[arg-type]
     resumed.load_state_dict(saved.state_dict())
-    after = RepeatingLoader(resumed)
+    after = after or RepeatingLoader(resumed)
     assert [next(after).tolist() for _ in range(9)] == everything[taken : taken + 9]

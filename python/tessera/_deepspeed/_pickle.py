@@ -1,6 +1,7 @@
 """The pickle inside a file of torch.save, read without running it: by a machine of our own that knows the operations
 torch.save writes and the names in _NAMES. Every other name is an IoError before anything of it is imported. Tensors
-become TensorRef: where in the file their elements lie; objects of classes become Inert."""
+become TensorRef: where in the file their elements lie; objects of classes become Inert. Who needs the tensors alone
+(`skip`) gets an Inert for objects of unknown names, too; nothing of them is imported either."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import torch
+
+from tessera._blobs import TRUST
 
 _DEEPEST_KEY = 8
 
@@ -65,6 +68,7 @@ class Inert:
     name: str
     args: tuple[Any, ...] = ()
     state: dict[str, Any] = field(default_factory=dict)
+    raw: Any = None  # a state that is no dict
 
 
 def dense_order(ref: TensorRef) -> list[int] | None:
@@ -148,6 +152,23 @@ def _rebuild_from_type(function: Any, kind: Any, args: Any, _: Any) -> TensorRef
     return result
 
 
+def numpy_code(dtype: Any) -> str:
+    """Of a dtype of NumPy's that is plain numbers, as "f8"."""
+    known = isinstance(dtype, Inert) and (dtype.module, dtype.name) == ("numpy", "dtype") and len(dtype.args) > 0
+    code = dtype.args[0] if known else None
+    if code not in _NUMPY_FORMATS or (dtype.raw is not None and dtype.raw[1] not in ("<", "|", "=")):
+        raise ValueError(f"numbers of NumPy's of a dtype {code!r:.40} that is not known")
+    return str(code)
+
+
+def _numpy_scalar(dtype: Any, data: Any) -> Any:
+    return struct.unpack("<" + _NUMPY_FORMATS[numpy_code(dtype)], data)[0]
+
+
+def _numpy_array(*_: Any) -> Inert:
+    return Inert("numpy", "ndarray")
+
+
 def _encode(text: Any, coding: Any) -> bytes:
     if coding not in ("latin1", "latin-1"):
         raise ValueError("bytes in another coding")
@@ -175,6 +196,11 @@ _STORAGES = {
     "BoolStorage": torch.bool,
 }
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+_NUMPY_FORMATS = {
+    "f8": "d", "f4": "f", "f2": "e", "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H",
+    "u4": "I", "u8": "Q",
+}  # fmt: skip
+_REAL = ("numpy", "_io")  # packages whose objects a trusted file has as they are
 _LOSS_SCALER = "deepspeed.runtime.fp16.loss_scaler"
 _CLASSES = {
     "deepspeed.utils.tensor_fragment": ("fragment_address",),
@@ -182,6 +208,8 @@ _CLASSES = {
     "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
     "deepspeed.checkpoint.universal_checkpoint": ("SubparamShape",),
     "deepspeed.runtime.lr_schedules": ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"),
+    "numpy": ("ndarray", "dtype"),
+    "_io": ("BytesIO",),
     "torch.optim.lr_scheduler": ("LambdaLR", "StepLR", "CosineAnnealingLR", "LinearLR", "ConstantLR", "SequentialLR"),
 }
 _NAMES: dict[str, Any] = {
@@ -196,6 +224,8 @@ _NAMES: dict[str, Any] = {
     "torch.Size": _Function(lambda sizes: tuple(sizes)),
     "torch.device": _Class("torch", "device"),
     "_codecs.encode": _Function(_encode),
+    **{f"numpy.{core}.multiarray.scalar": _Function(_numpy_scalar) for core in ("_core", "core")},
+    **{f"numpy.{core}.multiarray._reconstruct": _Function(_numpy_array) for core in ("_core", "core")},
     **{f"torch.{name}": StorageType(dtype) for name, dtype in _STORAGES.items()},
     **{f"torch.{name}": getattr(torch, name) for name in _DTYPES},
     **{f"{module}.{name}": _Class(module, name) for module, names in _CLASSES.items() for name in names},
@@ -207,6 +237,7 @@ _NAMES: dict[str, Any] = {
             ("frozenset", lambda items=(): frozenset(_key(item) for item in items)),
             ("dict", _default_dict),
             ("list", lambda items=(): list(items)),
+            ("bytes", lambda: b""),
             ("int", int),
             ("float", float),
         )
@@ -234,8 +265,8 @@ _MARK = object()
 class Machine:
     """Runs the operations of a pickle that torch.save writes (protocol 2), and those of protocols 3 and 4."""
 
-    def __init__(self, data: bytes, file: Archive) -> None:
-        self.data, self.at, self.file = data, 0, file
+    def __init__(self, data: bytes, file: Archive, skip: bool = False) -> None:
+        self.data, self.at, self.file, self.skip = data, 0, file, skip
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
@@ -283,15 +314,19 @@ class Machine:
 
     def find(self, module: str, name: str) -> Any:
         found = _NAMES.get(f"{module}.{name}")
+        if found is None and self.skip:
+            return _Class(module, name)
         if found is None:
             self.file.fail(
                 f"holds an object of '{module}.{name}', which is none of those that such files are known to hold: "
-                "nothing was run. If you trust the file, call load_checkpoint(..., trusted=True)"
+                f"nothing was run. {TRUST}"
             )
         return found
 
     def call(self) -> None:
         args, function = self.pop(), self.pop()
+        if self.skip and isinstance(function, Inert):  # what an unknown name has given
+            function = _Class(function.module, function.name)
         if not isinstance(function, (_Function, _Class)) or not isinstance(args, tuple):
             raise ValueError("a call of what is no function")
         if isinstance(function, _Function) and function.call in (int, float):
@@ -305,25 +340,36 @@ class Machine:
         if not isinstance(value, Inert):
             raise ValueError(f"a state of a {type(value).__name__}")
         parts = state if isinstance(state, tuple) else (state,)
+        if not all(part is None or isinstance(part, dict) for part in parts):
+            value.raw = state
+            return
         for part in parts:
             if part is not None:
                 value.state.update({str(_key(key)): item for key, item in part.items()})
 
     def set_items(self, pairs: Sequence[Any]) -> None:
         target = self.stack[-1]
+        if self.skip and isinstance(target, Inert):
+            return
         if not isinstance(target, dict) or len(pairs) % 2:
             raise ValueError("items of what is no dict")
         for index in range(0, len(pairs), 2):
+            if self.skip and isinstance(pairs[index], Inert):
+                continue
             target[_key(pairs[index])] = pairs[index + 1]
 
     def append(self, items: Sequence[Any]) -> None:
         target = self.stack[-1]
+        if self.skip and isinstance(target, Inert):
+            return
         if not isinstance(target, list):
             raise ValueError("items of what is no list")
         target.extend(items)
 
     def add(self, items: Sequence[Any]) -> None:
         target = self.stack[-1]
+        if self.skip and isinstance(target, Inert):
+            return
         if not isinstance(target, set):
             raise ValueError("items of what is no set")
         target.update(_key(item) for item in items)
@@ -414,7 +460,7 @@ class Trusting(pickle.Unpickler):
         self._file = file
 
     def find_class(self, module: str, name: str) -> Any:
-        known = _NAMES.get(f"{module}.{name}")
+        known = None if module.split(".")[0] in _REAL else _NAMES.get(f"{module}.{name}")
         if isinstance(known, _Class):
             of = known
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -96,9 +95,3 @@ def file_record(name: str, file: PtFile) -> dict[str, Any]:
         return [block.begin, block.end, block.checksum]
 
     return {"name": name, "bytes": file.size, "blocks": [line(block) for block in file.blocks]}
-
-
-def saved_bytes(value: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()

@@ -9,21 +9,51 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
-from tessera._deepspeed._pickle import Block, Inert, Machine, Named, Storage, StorageType, TensorRef, Trusting
+from tessera._blobs import number_of_numpy
+from tessera._deepspeed._pickle import (
+    Block,
+    Inert,
+    Machine,
+    Named,
+    Storage,
+    StorageType,
+    TensorRef,
+    Trusting,
+    numpy_code,
+)
 from tessera.errors import IoError
 
 PICKLE_LIMIT = 1 << 30  # bytes of data.pkl
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 
 
-class PtFile:
-    """A file of torch.save: `value` is what was saved, `blocks` the records of tensors in order of their place."""
+def _array(state: Any) -> Any:
+    """Of NumPy's; what it pickles is version, shape, dtype, whether in Fortran's order, bytes."""
+    import numpy  # no program that saves one is without it
 
-    def __init__(self, path: str, trusted: bool = False) -> None:
+    _, shape, dtype, fortran, data = state
+    return numpy.frombuffer(data, numpy_code(dtype)).reshape(shape, order="F" if fortran else "C").copy()
+
+
+def _stream(state: Any) -> io.BytesIO:
+    stream = io.BytesIO(state[0])
+    stream.seek(state[1])
+    return stream
+
+
+_MADE: dict[tuple[str, str], Callable[[Any], Any]] = {("numpy", "ndarray"): _array, ("_io", "BytesIO"): _stream}
+
+
+class PtFile:
+    """A file of torch.save: `value` is what was saved, `blocks` the records of tensors in order of their place. Objects
+    of unknown classes are an IoError, or imported (`trusted`), or skipped (`skip`)."""
+
+    def __init__(self, path: str, trusted: bool = False, skip: bool = False) -> None:
         self.path = path
         self.blocks: list[Block] = []
         try:
@@ -34,7 +64,7 @@ class PtFile:
             if isinstance(error, IoError):
                 raise
             raise IoError(f"[checkpoint] '{path}' cannot be read: {error.strerror or error}") from None
-        self.value: Any = self._unpickled(pickled, trusted)
+        self.value: Any = self._unpickled(pickled, trusted, skip)
 
     def fail(self, what: str) -> NoReturn:
         raise IoError(f"[checkpoint] '{self.path}' {what}")
@@ -86,11 +116,11 @@ class PtFile:
             self.fail(f"is damaged: the checksum of '{entry.filename}' differs")
         return data
 
-    def _unpickled(self, pickled: bytes, trusted: bool) -> Any:
+    def _unpickled(self, pickled: bytes, trusted: bool, skip: bool) -> Any:
         try:
             if trusted:
                 return Trusting(io.BytesIO(pickled), self).load()
-            return Machine(pickled, self).run()
+            return Machine(pickled, self, skip).run()
         except IoError:
             raise
         except RecursionError:
@@ -127,15 +157,18 @@ class PtFile:
         return flat.as_strided(ref.shape, ref.stride, ref.offset).clone()
 
     def plain(self, value: Any, seen: dict[int, Any] | None = None) -> Any:
-        """The value with its tensors in memory, and records of objects as dicts. What is shared stays so."""
+        """The value with its tensors in memory, numbers of NumPy's as Python's, and records of objects as dicts. What
+        is shared stays so."""
         seen = {} if seen is None else seen
         if id(value) in seen:
             return seen[id(value)]
-        result = value
+        result = number_of_numpy(value)
         if isinstance(value, Named):
             self.fail("has the name of a function or a class in the place of a value")
         if isinstance(value, TensorRef):
             result = self.read(value)
+        elif isinstance(value, Inert) and (value.module, value.name) in _MADE and value.raw is not None:
+            result = _MADE[value.module, value.name](value.raw)
         elif isinstance(value, Inert):
             result = {"__class__": f"{value.module}.{value.name}", **self.plain(value.state, seen)}
         elif type(value) in (dict, OrderedDict):

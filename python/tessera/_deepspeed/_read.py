@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tessera import _core
+from tessera._blobs import CUT, cut_of, pickled
 from tessera._deepspeed._pickle import Inert, TensorRef
 from tessera._deepspeed._pieces import (
     DTYPE_NAMES,
@@ -27,7 +28,6 @@ from tessera._deepspeed._pieces import (
     file_record,
     names_in,
     number_of,
-    saved_bytes,
     shape_of,
     sharded,
     whole,
@@ -86,9 +86,9 @@ class _Trained:
     numbers: dict[str, Any] = field(default_factory=dict)  # states that are not one value for each element
 
 
-def manifest_of(folder: str, hints: Hints | None = None, trusted: bool = False) -> str:
+def manifest_of(folder: str, hints: Hints | None = None, trusted: bool = False, skip: bool = False) -> str:
     """The text of a manifest of the DeepSpeed checkpoint in `folder`; empty where there is none. IoError that names the
-    file for what is damaged, missing, or of a kind that cannot be read."""
+    file for what is damaged, missing, or of a kind that cannot be read. `trusted`, `skip`: see PtFile."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:
@@ -96,7 +96,7 @@ def manifest_of(folder: str, hints: Hints | None = None, trusted: bool = False) 
     if not any(_MODEL.fullmatch(name) for name in names):
         return ""
     try:
-        return _Layout(folder, names, hints or Hints(), trusted).manifest()
+        return _Layout(folder, names, hints or Hints(), trusted, skip).manifest()
     except IoError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError, IndexError, OverflowError, RecursionError) as error:
@@ -106,8 +106,8 @@ def manifest_of(folder: str, hints: Hints | None = None, trusted: bool = False) 
 
 
 class _Layout:
-    def __init__(self, folder: str, names: list[str], hints: Hints, trusted: bool) -> None:
-        self.folder, self.hints, self.trusted = folder, hints, trusted
+    def __init__(self, folder: str, names: list[str], hints: Hints, trusted: bool, skip: bool) -> None:
+        self.folder, self.hints, self._objects = folder, hints, (trusted, skip)
         self.files: dict[str, PtFile] = {}
         self.trained: dict[str, _Trained] = {}
         self.groups: list[dict[str, Any]] = []  # hyper-parameters
@@ -120,6 +120,9 @@ class _Layout:
         self.state: dict[str, Any] = self.model_file.value
         if not isinstance(self.state, dict) or "module" not in self.state:
             self.model_file.fail("is no model-states file: it has no 'module'")
+        for name, value in self.state["module"].items():
+            if isinstance(value, Inert) and not name.endswith("_extra_state"):
+                self.model_file.fail(f"has an object of '{value.module}.{value.name}' in the place of '{name}'")
         self.stage = self._read(optims, sharded=min(models)[0] >= 0)
 
     def _ranks(self, names: list[str]) -> tuple[dict[tuple[int, int], str], dict[int, str]]:
@@ -152,7 +155,7 @@ class _Layout:
 
     def open(self, name: str) -> PtFile:
         if name not in self.files:
-            self.files[name] = PtFile(os.path.join(self.folder, name), self.trusted)
+            self.files[name] = PtFile(os.path.join(self.folder, name), *self._objects)
         return self.files[name]
 
     # ------------------------------------------------------------ the optimizer's part
@@ -327,6 +330,8 @@ class _Layout:
                         tensors[str(key)] = item
                     elif key != "step":
                         self.trained[name].numbers[str(key)] = file.plain(item)
+                        if isinstance(item, TensorRef) and item.shape:
+                            self.trained[name].numbers[CUT] = cut_of(0, math.prod(value.shape), value.shape)
                 for kind, ref in tensors.items():
                     if ref.shape != value.shape:
                         file.fail(f"has {kind} of shape {ref.shape} for '{name}' of shape {value.shape}")
@@ -477,7 +482,7 @@ class _Layout:
                     "id": "",
                     "run": self._run(),
                     "files": [file_record(name, file) for name, file in self.files.items()],
-                    "blobs": {name: {"hex": saved_bytes(value).hex()} for name, value in blobs.items()},
+                    "blobs": {name: {"hex": pickled(value, name).hex()} for name, value in blobs.items()},
                     "params": params,
                     "tensors": tensors,
                 }

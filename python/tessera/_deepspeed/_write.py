@@ -3,11 +3,9 @@ tensors pass through memory in pieces."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
-import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,8 +15,9 @@ from typing import Any
 import torch
 
 from tessera import _core
+from tessera._blobs import CUT, Saved, cut_of
 from tessera._deepspeed._pt_writer import Made, Streamed, write_pt
-from tessera.errors import ConfigError, IoError
+from tessera.errors import ConfigError
 
 VERSION = "0.19.6"  # of DeepSpeed whose files these are
 _CHUNK = 1 << 22  # elements in memory
@@ -48,35 +47,44 @@ class Source:
     """A checkpoint that is read, in terms of what DeepSpeed's files hold."""
 
     def __init__(self, reader: _core.CheckpointReader, trusted: bool = False) -> None:
-        """`trusted`: a client_state of any objects is unpickled, which can run code."""
-        self.reader, self._trusted = reader, trusted
+        """`trusted`: objects of any kind are unpickled, which can run code."""
+        self.reader = reader
         self.params = {param.name: param for param in reader.params()}
         self.kinds: dict[str, dict[str, tuple[list[int], torch.dtype]]] = {}
         for name, kind, shape, dtype in reader.tensors():
             self.kinds.setdefault(name, {})[kind] = shape, dtype
-        blobs = reader.blobs()
+        saved = Saved(reader, trusted)
         self.run: dict[str, Any] = json.loads(reader.run())
-        self.python: dict[str, Any] = self._blob("python") if "python" in blobs else {}
-        self.client: dict[str, Any] = self._blob("client_state") if "client_state" in blobs else {}
-        self.config: dict[str, Any] = self.python.get("config") or {}
+        self.client: dict[str, Any] = saved.blob("client_state", {})
+        self.config: dict[str, Any] = saved.run.get("config") or {}
+        self.extra: dict[str, Any] = saved.part("extra", {})
+        self._group_names: list[list[str]] | None = saved.run.get("group_names")
+        self._param_groups: list[dict[str, Any]] | None = saved.part("param_groups")
+        self._schedule: Any = saved.part("schedule")
         # States of a client's optimizer that are not one value for each element, by parameter.
         self.numbers: dict[str, dict[str, Any]] = {}
-        for name in blobs:
+        for name in reader.blobs():
             if name.startswith("optimizer-"):
-                self.numbers.update(self._blob(name))
+                self.numbers.update(saved.blob(name))
+        for name, state in self.numbers.items():
+            shape = self.params[name].shape if name in self.params else []
+            if state.pop(CUT, None) not in (None, cut_of(0, math.prod(shape), shape)):
+                self.refuse(name)
         self.trained = [param.name for param in self.params.values() if param.trained]
         self.frozen = [param.name for param in self.params.values() if not param.trained]
 
-    def _blob(self, name: str) -> Any:
-        only_data = name != "client_state" or not self._trusted
-        try:
-            return torch.load(io.BytesIO(self.reader.blob(name)), map_location="cpu", weights_only=only_data)
-        except pickle.UnpicklingError as error:
-            raise IoError(f"[checkpoints] {name} holds objects that are not plain data: {error}") from None
+    def refuse(self, name: str) -> None:
+        """States of the parameter that DeepSpeed's files cannot hold."""
+        of = [repr(key) for key, v in self.numbers.get(name, {}).items() if isinstance(v, torch.Tensor) and v.dim() > 0]
+        if of:
+            raise ConfigError(
+                f"[checkpoints] {', '.join(of)} of '{name}' are neither numbers nor one value for each element, which "
+                "DeepSpeed's files cannot hold"
+            )
 
     def groups(self) -> list[list[str]]:
         """Names by param group, in the optimizer's order."""
-        names: list[list[str]] | None = self.python.get("group_names")
+        names = self._group_names
         if names is None:
             if len(self.run["groups"]) > 1:
                 raise ConfigError(
@@ -87,7 +95,7 @@ class Source:
         return [[name for name in group if name in self.params] for group in names if group]
 
     def param_groups(self, params: list[list[int]]) -> list[dict[str, Any]]:
-        saved: list[dict[str, Any]] | None = self.python.get("param_groups")
+        saved = self._param_groups
         if saved is None:
             saved = [
                 {"lr": g["lr"], "betas": (g["beta1"], g["beta2"]), "eps": g["eps"], "weight_decay": g["weight_decay"]}
@@ -138,7 +146,7 @@ class Source:
                 state[name] = value
         for name in self.buffers():
             state[name] = self.whole(name, "buffer", self.kinds[name]["buffer"][1])
-        for prefix, value in self.python.get("extra", {}).items():
+        for prefix, value in self.extra.items():
             state[f"{prefix}._extra_state" if prefix else "_extra_state"] = value
         return state
 
@@ -147,7 +155,9 @@ class Source:
 
     def schedule(self) -> Any:
         steps = self.run["client"].get("schedule_steps")
-        return self.python.get("schedule", None if steps is None else {"last_batch_iteration": steps - 1})
+        if self._schedule is None and steps is not None:
+            return {"last_batch_iteration": steps - 1}
+        return self._schedule
 
     def loss_scaler(self) -> Made:
         module = "deepspeed.runtime.fp16.loss_scaler"
@@ -372,6 +382,7 @@ class Layout:
     def _flat_state(self, group: _Group, part: Callable[[str], Streamed]) -> dict[str, Any]:
         kinds = self.source.moments(group.names[0])
         for name in group.names:
+            self.source.refuse(name)
             if self.source.moments(name) != kinds and self.source.numel(name) > 0:
                 raise ConfigError(
                     f"[checkpoints] '{name}' and '{group.names[0]}' are of one param group and have other states: "

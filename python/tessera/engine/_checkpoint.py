@@ -1,35 +1,37 @@
 """Saving and loading a run: what only Python has goes beside the core's part as blobs, which are read without running
-anything (torch.load with weights_only), but for a client_state that the caller trusts."""
+anything (torch.load with weights_only), but where the caller trusts them."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
-import pickle
 import random
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from tessera import _core
+from tessera._blobs import Saved, pickled
 from tessera._copies import own_copies
 from tessera._deepspeed._read import LOOKED_FOR, OWN_KEYS, Hints, manifest_of
 from tessera.checkpoints import shard_bytes
-from tessera.errors import ConfigError, IoError
-from tessera.optim._runners import ExternalRunner, NativeRunner
+from tessera.engine._optimizer_parts import (
+    client_states,
+    groups_from,
+    put_groups,
+    put_schedule,
+    put_states,
+    states_from,
+)
+from tessera.errors import ConfigError
+from tessera.optim._runners import NativeRunner
 
 if TYPE_CHECKING:
     from tessera.engine._engine import Engine
-
-# Kinds of tensors that are no optimizer's states.
-_OWN_KINDS = frozenset({"weight", "master", "buffer", "gradient", "partial_gradient"})
-# A param group's values that the core has by the same name, for runs that were saved from C++; "betas" beside them.
-_FROM_CORE = ("lr", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay")
 
 
 class EngineCheckpoints:
@@ -86,7 +88,8 @@ class EngineCheckpoints:
         Returns the folder and the client_state. The checkpoint may come from other ranks, another stage, precision or
         front end. IoError for what is damaged or missing, ConfigError for what does not fit, with nothing changed.
         `custom_load_fn(src=state_dict, dst=module)` puts the weights into the module in place of load_state_dict.
-        `trusted`: a client_state of any objects is unpickled, which can run code. Collective."""
+        `trusted`: objects of any kind are unpickled (of a client_state, a schedule, a module's extra state), which can
+        run code. Collective."""
         return _load(
             cast("Engine", self),
             load_dir,
@@ -143,50 +146,39 @@ def _save(
     keep_last: int | None,
     random_state: bool | None,
 ) -> None:
-    if not save_dir:
-        raise ConfigError("[engine.save_checkpoint] save_dir is empty; name a folder")
-    if "checkpoint_parallel_dimensions" in client_state:
-        raise KeyError("[engine.save_checkpoint] client_state must not contain 'checkpoint_parallel_dimensions'")
     config = engine.config
     asynchronous = config.get("checkpoint.asynchronous") if asynchronous is None else asynchronous
     keep_last = config.get("checkpoint.keep_last") if keep_last is None else keep_last
     as_deepspeed = config.get("checkpoint.format") == "deepspeed"
-    if as_deepspeed and asynchronous:
-        raise ConfigError('[engine.save_checkpoint] checkpoint.format "deepspeed" cannot be written asynchronously')
-    if as_deepspeed and not OWN_KEYS.isdisjoint(client_state):
-        own = ", ".join(sorted(OWN_KEYS & client_state.keys()))
-        raise ConfigError(f"[engine.save_checkpoint] client_state has keys that are DeepSpeed's own: {own}")
-    options = _core.SaveOptions(
-        tag="" if tag is None else str(tag),
-        latest=save_latest and not as_deepspeed,
-        frozen=not exclude_frozen,
-        asynchronous=asynchronous,
-        keep_last=0 if as_deepspeed else keep_last,
-        tags=config.get("checkpoint.tag_validation"),
-    )
-    if isinstance(engine._runner, NativeRunner):
-        engine._runner.publish_groups()
-    names = _names(engine)
-    blobs: dict[str, bytes] = {}
-    place = _core.checkpoint_place(engine.core)
-    if place == 0:
-        blobs["client_state"] = _pickled(client_state)
-        blobs["python"] = _pickled(_python_part(engine))
-    numbers, states = _client_states(engine, names)
-    if numbers:
-        blobs[f"optimizer-{place}"] = _pickled(numbers)
-    if config.get("checkpoint.random_state") if random_state is None else random_state:
-        blobs[f"random-{place}"] = _pickled(_random_states())
-    run = {}
-    if hasattr(engine.lr_scheduler, "last_batch_iteration"):
-        run["schedule_steps"] = engine.lr_scheduler.last_batch_iteration + 1
-    buffers = [(name, "buffer", tensor) for name, tensor in _buffers(engine).items()]
+    engine.wait_for_checkpoint()
+    # Whatever fails on one rank fails here, before the first of them counts on the others.
+    with _together(engine):
+        _check_arguments(save_dir, client_state, as_deepspeed, asynchronous)
+        options = _core.SaveOptions(
+            tag="" if tag is None else str(tag),
+            latest=save_latest and not as_deepspeed,
+            frozen=not exclude_frozen,
+            asynchronous=asynchronous,
+            keep_last=0 if as_deepspeed else keep_last,
+            tags=config.get("checkpoint.tag_validation"),
+        )
+        if isinstance(engine._runner, NativeRunner):
+            engine._runner.publish_groups()
+        names = _names(engine)
+        numbers, states = client_states(engine, names)
+        blobs = _blobs(engine, client_state, numbers)
+        if config.get("checkpoint.random_state") if random_state is None else random_state:
+            blobs[f"random-{_core.checkpoint_place(engine.core)}"] = pickled(_random_states(), "the random generators")
+        run = {}
+        if hasattr(engine.lr_scheduler, "last_batch_iteration"):
+            run["schedule_steps"] = engine.lr_scheduler.last_batch_iteration + 1
+        buffers = [(name, "buffer", tensor) for name, tensor in _buffers(engine).items()]
+        folder = os.fspath(cast("str", save_dir))
 
     def save(folder: str) -> str:
         aliases = _aliases(engine, names)
         return _core.save_checkpoint(engine.core, folder, options, json.dumps(run), blobs, buffers, states, aliases)
 
-    folder = os.fspath(save_dir)
     if as_deepspeed:
         stage = config.get("zero_optimization.stage")
         from tessera._deepspeed._save import save_as_deepspeed  # few call for it
@@ -227,51 +219,75 @@ def _load(
         )
         return None, None
     reader = restore.reader
-    blobs = set(reader.blobs())
-    # All that can be refused is looked at before anything changes.
-    python = _unpickled(reader.blob("python"), "the run's state", False) if "python" in blobs else {}
-    client = _unpickled(reader.blob("client_state"), "client_state", trusted) if "client_state" in blobs else {}
-    buffers = _buffers_from(engine, reader, strict and custom_load_fn is None)
-    states = _states_from(engine, restore, blobs) if optimizer and isinstance(engine._runner, ExternalRunner) else None
+    # All that can be refused is looked at before anything changes, on any rank.
+    with _together(engine):
+        saved = Saved(reader, trusted)
+        client = saved.blob("client_state", {})
+        extra = saved.part("extra", {})
+        buffers = _buffers_from(engine, reader, strict and custom_load_fn is None)
+        states = states_from(engine, restore, saved, _names(engine)) if optimizer else None
+        groups = groups_from(engine, saved, reader) if optimizer else None
+        run = json.loads(reader.run())
+        foreign = not module_only and "source" in run
+        schedule_state = saved.part("schedule") if (schedule and not module_only) or foreign else None
+        loader = None if module_only else saved.run.get("loader")
+        random_states = None if module_only else saved.blob(f"random-{_core.checkpoint_place(engine.core)}")
     restore.apply()
     for buffer, value in buffers:
         with torch.no_grad():
             buffer.copy_(value)
-    _load_extra(engine, python.get("extra", {}))
+    _load_extra(engine, extra)
     if custom_load_fn is not None:
         engine.load_module_state_dict(
             _state_dict(reader), custom_load_fn=lambda src, dst: custom_load_fn(src=src, dst=dst)
         )
     if states is not None:
-        _put_states(engine, states)
-    if optimizer:
-        _put_groups(engine, python.get("param_groups"))
+        put_states(engine, states)
+    if groups is not None:
+        put_groups(engine, groups)
     if not module_only:
         if schedule:
-            _put_schedule(engine, python.get("schedule"), json.loads(restore.run))
-        elif json.loads(reader.run()).get("source") and "schedule" in python:
-            client.setdefault("lr_scheduler", python["schedule"])  # as DeepSpeed gives what it does not load
-        _put_progress(engine, python, blobs, reader)
+            put_schedule(engine, schedule_state, json.loads(restore.run), groups)
+        elif schedule_state is not None:
+            client.setdefault("lr_scheduler", schedule_state)  # as DeepSpeed gives what it does not load
+        if loader is not None and hasattr(engine.training_dataloader, "load_state_dict"):
+            engine.training_dataloader.load_state_dict(loader)
+        if random_states is not None:
+            _put_random_states(random_states)
     return restore.folder, client
+
+
+@contextlib.contextmanager
+def _together(engine: Engine) -> Iterator[None]:
+    """What fails inside on one rank is an error on all of them: there its own, elsewhere one that says it. Nothing in
+    it may be collective. Collective."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    text = "" if problem is None else str(problem) or type(problem).__name__
+    texts = _core.checkpoint_exchange(engine.core, text, "")
+    if problem is not None:
+        raise problem
+    for rank, said in enumerate(texts):
+        if said:
+            raise ConfigError(f"{said} (rank {rank})")
 
 
 # ---------------------------------------------------------------- pieces of a save
 
 
-def _pickled(value: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
-
-
-def _unpickled(data: bytes, what: str, trusted: bool) -> Any:
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
-    except pickle.UnpicklingError as error:
-        raise IoError(
-            f"[engine.load_checkpoint] {what} holds objects that are not plain data: {error}\nIf you trust the file, "
-            "call load_checkpoint(..., trusted=True), or name their types with torch.serialization.add_safe_globals"
-        ) from None
+def _check_arguments(save_dir: Any, client_state: dict[str, Any], as_deepspeed: bool, asynchronous: bool) -> None:
+    if not save_dir:
+        raise ConfigError("[engine.save_checkpoint] save_dir is empty; name a folder")
+    if "checkpoint_parallel_dimensions" in client_state:
+        raise KeyError("[engine.save_checkpoint] client_state must not contain 'checkpoint_parallel_dimensions'")
+    if as_deepspeed and asynchronous:
+        raise ConfigError('[engine.save_checkpoint] checkpoint.format "deepspeed" cannot be written asynchronously')
+    if as_deepspeed and not OWN_KEYS.isdisjoint(client_state):
+        own = ", ".join(sorted(OWN_KEYS & client_state.keys()))
+        raise ConfigError(f"[engine.save_checkpoint] client_state has keys that are DeepSpeed's own: {own}")
 
 
 def _names(engine: Engine) -> dict[int, str]:
@@ -307,40 +323,29 @@ def _extra(engine: Engine) -> dict[str, Any]:
     return extra
 
 
-def _python_part(engine: Engine) -> dict[str, Any]:
+def _blobs(engine: Engine, client_state: dict[str, Any], numbers: dict[str, Any]) -> dict[str, bytes]:
+    """This rank's. Each can be read without the others."""
+    place = _core.checkpoint_place(engine.core)
+    blobs = {f"optimizer-{place}": pickled(numbers, "the optimizer's state")} if numbers else {}
+    if place != 0:
+        return blobs
     base = engine.basic_optimizer
     groups = [] if base is None else base.param_groups
     part: dict[str, Any] = {
-        "param_groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
         "group_names": [[name for name, trained in group if trained] for group in engine._group_names],
-        "extra": _extra(engine),
         "config": engine.config.to_dict(),
     }
-    if hasattr(engine.lr_scheduler, "state_dict"):
-        part["schedule"] = engine.lr_scheduler.state_dict()
     if hasattr(engine.training_dataloader, "state_dict"):
         part["loader"] = engine.training_dataloader.state_dict()
-    return part
-
-
-def _client_states(engine: Engine, names: dict[int, str]) -> tuple[dict[str, Any], list[tuple[int, str, torch.Tensor]]]:
-    """Of an optimizer that runs itself: what is not a value for each element of this rank's part, by parameter, and
-    what is."""
-    numbers: dict[str, Any] = {}
-    states: list[tuple[int, str, torch.Tensor]] = []
-    runner = engine._runner
-    if not isinstance(runner, ExternalRunner):
-        return numbers, states
-    for number, param, target in runner.targets:
-        name = names[id(param)]
-        for key, value in runner.base.state.get(target, {}).items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == target.shape:
-                if key in _OWN_KINDS:
-                    raise ConfigError(f"[engine.save_checkpoint] an optimizer state cannot be named {key!r}")
-                states.append((number, key, value))
-            else:
-                numbers.setdefault(name, {})[key] = value
-    return numbers, states
+    blobs["python"] = pickled(part, "the run's state")
+    blobs["client_state"] = pickled(client_state, "client_state")
+    plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    blobs["param_groups"] = pickled(plain, "a param group")
+    if hasattr(engine.lr_scheduler, "state_dict"):
+        blobs["schedule"] = pickled(engine.lr_scheduler.state_dict(), "the schedule's state")
+    if extra := _extra(engine):
+        blobs["extra"] = pickled(extra, f"get_extra_state() of {', '.join(map(repr, extra))}")
+    return blobs
 
 
 def _random_states() -> dict[str, Any]:
@@ -473,76 +478,3 @@ def _state_dict(reader: _core.CheckpointReader) -> dict[str, torch.Tensor]:
             assert value is not None
             state[name] = value
     return state
-
-
-def _states_from(engine: Engine, restore: _core.Restore, blobs: set[str]) -> dict[int, dict[str, Any]]:
-    """By number of the parameter: what the client's optimizer shall have."""
-    runner = engine._runner
-    assert isinstance(runner, ExternalRunner)
-    reader = restore.reader
-    kinds = sorted({kind for _, kind, *_ in reader.tensors()} - _OWN_KINDS)
-    own = f"optimizer-{_core.checkpoint_place(engine.core)}"
-    numbers: dict[str, dict[str, Any]] = {}
-    for name in sorted(blobs, key=lambda blob: (blob == own, blob)):  # this rank's own last: it holds
-        if name.startswith("optimizer-"):
-            numbers.update(_unpickled(reader.blob(name), "the optimizer's state", False))
-    records = {alias: p for p in reader.params() for alias in (p.name, *p.aliases)}
-    result: dict[int, dict[str, Any]] = {}
-    names = _names(engine)
-    for number, param, target in runner.targets:
-        record = records.get(names[id(param)])
-        if record is None:
-            continue
-        state = dict(numbers.get(record.name, {}))
-        for kind in kinds:
-            part = restore.client_state(number, kind)
-            if part is not None:
-                state[kind] = part.to(target.device).as_strided(target.shape, target.stride())
-        if state and "step" not in state and record.step > 0:
-            state["step"] = torch.tensor(float(record.step))
-        result[number] = state
-    return result
-
-
-def _put_states(engine: Engine, states: dict[int, dict[str, Any]]) -> None:
-    runner = engine._runner
-    assert isinstance(runner, ExternalRunner)
-    for number, _, target in runner.targets:
-        if states.get(number):
-            runner.base.state[target] = states[number]
-        else:
-            runner.base.state.pop(target, None)
-
-
-def _put_groups(engine: Engine, saved: list[dict[str, Any]] | None) -> None:
-    if engine.basic_optimizer is None:
-        return
-    groups = engine.basic_optimizer.param_groups
-    if saved is not None:
-        for group, values in zip(groups, saved, strict=False):
-            group.update({key: value for key, value in values.items() if key in group or key.startswith("initial_")})
-        return
-    for group, options in zip(groups, engine.core.groups(), strict=False):
-        values = {key: getattr(options, key) for key in _FROM_CORE} | {"betas": (options.beta1, options.beta2)}
-        group.update({key: value for key, value in values.items() if key in group})
-
-
-def _put_schedule(engine: Engine, saved: dict[str, Any] | None, run: dict[str, Any]) -> None:
-    schedule = engine.lr_scheduler
-    if not hasattr(schedule, "load_state_dict"):
-        return
-    if saved is not None:
-        schedule.load_state_dict(saved)
-    elif "schedule_steps" in run and hasattr(schedule, "last_batch_iteration"):
-        schedule.load_state_dict({"last_batch_iteration": run["schedule_steps"] - 1})
-    rates_saved = any("lr" in group for group in run.get("groups", []))
-    if not rates_saved and hasattr(schedule, "apply_last"):  # some of DeepSpeed's files lack them
-        schedule.apply_last()
-
-
-def _put_progress(engine: Engine, python: dict[str, Any], blobs: set[str], reader: _core.CheckpointReader) -> None:
-    if "loader" in python and hasattr(engine.training_dataloader, "load_state_dict"):
-        engine.training_dataloader.load_state_dict(python["loader"])
-    own = f"random-{_core.checkpoint_place(engine.core)}"
-    if own in blobs:
-        _put_random_states(_unpickled(reader.blob(own), "the random generators", False))

@@ -25,6 +25,7 @@ from tessera import checkpoints
 
 FORMAT = {"checkpoint": {"format": "deepspeed"}, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
 TAG = "global_step2"
+TAG0 = "global_step0"
 
 
 class Tied(Net):
@@ -184,7 +185,9 @@ def test_states_of_a_clients_optimizer(name: str, stage: int, tmp_path: Path) ->
         assert before[1] == after[1]
 
 
-def test_objects_of_the_client_and_frozen_parameters_left_out(tmp_path: Path) -> None:
+def test_objects_of_the_client_and_frozen_parameters_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def save(engine: Any, rank: int) -> None:
         engine.save_checkpoint(tmp_path, client_state={"where": Path("a")}, exclude_frozen_parameters=True)
 
@@ -198,8 +201,19 @@ def test_objects_of_the_client_and_frozen_parameters_left_out(tmp_path: Path) ->
 
     engines(make(Tied), 1, config(3, bf16=True, **FORMAT), save)
     engines(make(Tied), 1, config(2, bf16=True, **FORMAT), load)
-    with pytest.raises(IoError, match="pathlib"):
-        checkpoints.to_universal(tmp_path, tmp_path / "u")
+    # Weights need no trust: what is unknown is skipped.
+    known = checkpoints.state_dict(tmp_path)
+    assert "turned" in known and checkpoints.main(["inspect", str(tmp_path), "--verify"]) == 0
+    assert checkpoints.main(["export", str(tmp_path), str(tmp_path / "out")]) == 0
+    assert "turned" in checkpoints.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    for command in (["universal"], ["deepspeed", "--stage", "2", "--world-size", "1"]):
+        arguments = [command[0], str(tmp_path), str(tmp_path / command[0]), *command[1:]]
+        assert checkpoints.main(arguments) == 1
+        assert "pathlib" in capsys.readouterr().err
+        assert checkpoints.main([*arguments, "--trusted"]) == 0
+        assert same(
+            checkpoints.state_dict(tmp_path / command[0], f"{TAG0}_universal" if len(command) == 1 else None), known
+        )
 
 
 def optim(folder: Path, rank: int) -> Path:
@@ -269,6 +283,17 @@ def test_mutated_folders(tmp_path: Path) -> None:
         except IoError as error:
             assert str(tmp_path) in str(error)
         file.write_bytes(good[file])
+
+
+@pytest.mark.parametrize("command", [["universal"], ["deepspeed", "--stage", "0", "--world-size", "1"], ["export"]])
+def test_a_file_in_the_place_of_a_folder_is_a_message(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path / "a")
+    (tmp_path / "file").write_text("x")
+    for arguments in ((tmp_path / "a", tmp_path / "file"), (tmp_path / "file", tmp_path / "b")):
+        assert checkpoints.main([command[0], *map(str, arguments), *command[1:]]) == 1
+        assert "file" in capsys.readouterr().err
 
 
 def test_a_folder_of_neither_says_what_was_looked_for(tmp_path: Path) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import random
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tessera._deepspeed._pt import PtFile
@@ -98,15 +100,33 @@ def nested_tuple(depth: int) -> bytes:
         Evil(int, "5"),
         random.Random(2),
         OrderedDict,
+        {"a dict's": Counter(a=2), "a key": {Evil(os.system, "touch was-here"): 1}},
     ],
 )
 def test_nothing_is_run(what: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    torch.save({"module": {}, "client": what}, "a.pt")
+    torch.save({"module": {"weight": torch.ones(2)}, "client": what}, "a.pt")
     with pytest.raises(IoError, match=r"a\.pt"):
         file = PtFile(str(tmp_path / "a.pt"))
         file.plain(file.value)
+    if not isinstance(what, Evil) or what.call is not int:  # which is no class, whoever reads it
+        file = PtFile(str(tmp_path / "a.pt"), skip=True)
+        assert torch.equal(file.read(file.value["module"]["weight"]), torch.ones(2))
     assert os.listdir(tmp_path) == ["a.pt"]
+
+
+@pytest.mark.parametrize("how", [{}, {"trusted": True}, {"skip": True}])
+def test_what_is_of_numpy(how: dict[str, bool], tmp_path: Path) -> None:
+    numbers = [np.float64(0.1), np.float32(0.5), np.bool_(True), np.int8(-3), np.uint64(2**63)]
+    arrays = [np.arange(6.0).reshape(2, 3), np.arange(6).reshape(2, 3).T, np.zeros((0, 2), "uint8")]
+    stream = io.BytesIO(b"\x00\xff")
+    stream.seek(1)
+    torch.save({"numbers": numbers, "arrays": arrays, "stream": stream}, tmp_path / "a.pt")
+    file = PtFile(str(tmp_path / "a.pt"), **how)
+    back = file.plain(file.value)
+    assert back["numbers"] == numbers and [type(n) for n in back["numbers"]] == [float, float, bool, int, int]
+    assert all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(back["arrays"], arrays, strict=True))
+    assert back["stream"].getvalue() == b"\x00\xff" and back["stream"].tell() == 1
 
 
 def replace(path: Path, pickled: bytes) -> None:

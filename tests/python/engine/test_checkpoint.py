@@ -4,6 +4,7 @@ tests/engine/checkpoint_test.cpp."""
 from __future__ import annotations
 
 import concurrent.futures
+import io
 import os
 import random
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import OPTIMIZERS, Net, batch, config, engines, make, run, weights, with_client
@@ -392,3 +394,114 @@ def test_a_limit_of_the_size_of_files(tmp_path: Path) -> None:
 
 def test_a_rank_killed_at_any_moment_of_a_save(tmp_path: Path) -> None:
     program("killed_save_program.py", str(tmp_path), "10")
+
+
+class WithExtra(Net):
+    """A module with state of its own, of a kind that TransformerEngine's have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra: Any = {"stream": io.BytesIO(b"\x00scales\xff"), "array": np.arange(3.0), "number": np.float32(2)}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class Half:
+    """A schedule with a number of NumPy's."""
+
+    def __init__(self) -> None:
+        self.scale = np.float64(0.5)
+
+    def __call__(self, step: int) -> Any:
+        return self.scale ** np.float64(step)
+
+
+def set_rate(engine: Any, value: Any) -> None:
+    engine.optimizer.param_groups[0]["lr"] = value
+
+
+@pytest.mark.parametrize("form", ["tessera", "deepspeed"])
+@pytest.mark.parametrize("what", ["cosine", "callable", "rate", "extra", "client_state"])
+def test_what_is_of_numpy_needs_no_trust(what: str, form: str, tmp_path: Path) -> None:
+    """A run that is saved loads."""
+    schedules = {"cosine": lambda step: 0.5 * (1 + np.cos(np.pi * step / 10)), "callable": Half()}
+    more: dict[str, Any] = {}
+    if what in schedules:
+        more["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedules[what])
+    cfg = config(2, checkpoint={"format": form})
+    client = {"best": np.float64(0.5), "at": [np.int64(3)]} if what == "client_state" else {}
+    model = make(WithExtra if what == "extra" else Net)
+
+    def save(engine: Any, rank: int) -> Any:
+        steps(engine, rank, 0, 2)
+        if what == "rate":
+            set_rate(engine, np.float64(0.05))
+        engine.save_checkpoint(tmp_path, client_state=client)
+        return steps(engine, rank, 2, 2), engine.get_lr()
+
+    def load(engine: Any, rank: int) -> Any:
+        engine.module.extra = None
+        assert engine.load_checkpoint(tmp_path)[1] == client
+        if what == "extra":
+            assert engine.module.extra["stream"].getvalue() == b"\x00scales\xff"
+            assert np.array_equal(engine.module.extra["array"], np.arange(3.0)) and engine.module.extra["number"] == 2
+        return steps(engine, rank, 2, 2), engine.get_lr()
+
+    assert engines(model, 2, cfg, save, **more) == engines(model, 2, cfg, load, **more)
+
+
+class Opaque(torch.optim.lr_scheduler.LambdaLR):
+    """With an object that is no plain data in its state."""
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "custom": Custom()}
+
+
+@pytest.mark.parametrize("form", ["tessera", "deepspeed"])
+def test_trust_is_for_all_of_a_checkpoint_and_only_what_is_asked_for_is_read(form: str, tmp_path: Path) -> None:
+    more = {"lr_scheduler": lambda optimizer: Opaque(optimizer, lambda step: 0.5**step)}
+
+    def body(engine: Any, rank: int) -> None:
+        steps(engine, rank, 0, 2)
+        engine.save_checkpoint(tmp_path)
+        rate = engine.get_lr()
+        steps(engine, rank, 2, 1)
+        with pytest.raises(tessera.errors.IoError, match=r"test_checkpoint\.Custom.*trusted=True"):
+            engine.load_checkpoint(tmp_path)
+        assert engine.global_steps == 3
+        engine.load_checkpoint(tmp_path, trusted=True)
+        assert engine.get_lr() == rate
+        if form == "tessera":
+            engine.load_checkpoint(tmp_path, load_module_only=True)
+            engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+
+    engines(make(Net), 1, config(1, checkpoint={"format": form}), body, **more)
+
+
+@pytest.mark.parametrize("what", ["client_state", "save_dir", "schedule", "extra", "optimizer"])
+@pytest.mark.parametrize("form", ["tessera", "deepspeed"])
+def test_what_fails_on_one_rank_is_an_error_on_all_and_training_goes_on(form: str, what: str, tmp_path: Path) -> None:
+    cfg = config(1, zero_allow_untested_optimizer=True, checkpoint={"format": form})
+    said = "save_dir" if what == "save_dir" else "cannot save"
+
+    def body(engine: Any, client: Any, rank: int) -> None:
+        run(engine, rank, 1)
+        bad = rank == (1 if what in ("save_dir", "optimizer") else 0)
+        arguments: dict[str, Any] = {"client_state": {"f": lambda: 0} if bad and what == "client_state" else {}}
+        if what == "schedule":
+            engine.lr_scheduler.state_dict = lambda: {"f": lambda: 0}
+        if what == "extra":
+            engine.module.extra = lambda: 0
+        if what == "optimizer" and bad:
+            client.state[client.param_groups[0]["params"][0]]["f"] = lambda: 0
+        with pytest.raises(tessera.errors.ConfigError, match=said):
+            engine.save_checkpoint("" if bad and what == "save_dir" else tmp_path, **arguments)
+        run(engine, rank, 1)
+
+    more = {"lr_scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 2)} if what == "schedule" else {}
+    with_client(make(WithExtra), 2, cfg, OPTIMIZERS["rmsprop"], body, **more)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

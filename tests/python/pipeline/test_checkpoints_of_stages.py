@@ -100,3 +100,30 @@ def misfits(rank: int, folder: Path) -> None:
 
 def test_a_list_that_does_not_fit_is_an_error_on_all_stages(tmp_path: Path) -> None:
     in_processes(2, misfits, tmp_path)
+
+
+def own_data(rank: int, folder: Path) -> None:
+    rows = [(torch.full((5,), i % 11), torch.full((5,), (i + 1) % 11)) for i in range(60)]
+
+    def made() -> Any:
+        return tessera.initialize(model=module(2), config=config(1, 4), training_data=rows)[0]
+
+    def losses(engine: Any, steps: int) -> list[float]:
+        return [float(engine.train_batch()) for _ in range(steps)]
+
+    engine = made()
+    losses(engine, 1)
+    engine.save_checkpoint(folder)
+    expected = losses(engine, 5)
+    engine.load_checkpoint(folder)
+    assert losses(engine, 5) == expected
+    engine.destroy()
+    engine = made()
+    losses(engine, 3)
+    engine.load_checkpoint(folder)
+    assert losses(engine, 5) == expected
+    engine.destroy()
+
+
+def test_data_of_the_engine_goes_back_with_it(tmp_path: Path) -> None:
+    in_processes(2, own_data, tmp_path)

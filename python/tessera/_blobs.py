@@ -1,0 +1,126 @@
+"""What a checkpoint has beside tensors, as files of torch.save in memory, made so that torch.load reads them with
+weights_only, which runs nothing: NumPy's numbers become Python's; its arrays and io.BytesIO go as dicts of one key, and
+come back as they were."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tessera import _core
+from tessera.errors import ConfigError, IoError
+
+TRUST = "If you trust it, pass trusted=True (--trusted on the command line), which can run code"
+# In the blob "optimizer-N", beside the states of a parameter that are neither one number nor one for each element: what
+# of the parameter they are of, by cut_of().
+CUT = "tessera.cut"
+_ARRAY, _STREAM = "numpy.ndarray", "io.BytesIO"
+_PLAIN = (bool, int, float, complex, str, bytes)
+
+
+def pickled(value: Any, what: str) -> bytes:
+    """ConfigError that says `what` where it cannot be pickled."""
+    out = io.BytesIO()
+    try:
+        torch.save(_mapped(value, _packed, {}), out)
+    except Exception as error:  # of any kind that objects of a client have
+        raise ConfigError(f"[checkpoint] {what} holds what Python's pickle cannot save: {error}") from error
+    return out.getvalue()
+
+
+def unpickled(data: bytes, what: str, trusted: bool) -> Any:
+    """IoError that says `what` where it is damaged, or holds objects and is not `trusted`."""
+    try:
+        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
+    except Exception as error:
+        named = re.search(r"GLOBAL (\S+) was not", str(error))
+        if trusted or not isinstance(error, pickle.UnpicklingError):
+            raise IoError(f"[checkpoint] {what} cannot be read: {type(error).__name__}: {error}") from error
+        of = f"an object of '{named[1]}'" if named else f"objects ({error})"
+        raise IoError(
+            f"[checkpoint] {what} holds {of}, which is no plain data, and nothing was run. {TRUST}; or name the types "
+            "with torch.serialization.add_safe_globals"
+        ) from None
+    return _mapped(value, _unpacked, {})
+
+
+def cut_of(begin: int, end: int, shape: Sequence[int], place: int = 0, of: int = 1) -> list[Any]:
+    """Elements [begin, end) in a tensor of this shape, of slice `place` of `of`."""
+    return [begin, end, list(shape), place, of]
+
+
+def _mapped(value: Any, leaf: Callable[[Any], Any], seen: dict[int, Any]) -> Any:
+    """leaf(x) of all in dicts, lists and tuples, and of themselves; what has not changed is the same object, and what
+    is shared stays so."""
+    if id(value) in seen:
+        return seen[id(value)]
+    seen[id(value)] = value  # for what holds itself
+    result = leaf(value)
+    if result is value and type(value) in (dict, OrderedDict):
+        items = [(leaf(key), _mapped(item, leaf, seen)) for key, item in value.items()]
+        if any(a is not c or b is not d for (a, b), (c, d) in zip(items, value.items(), strict=True)):
+            result = type(value)(items)
+    elif result is value and type(value) in (list, tuple):
+        parts = [_mapped(item, leaf, seen) for item in value]
+        if any(a is not b for a, b in zip(parts, value, strict=True)):
+            result = type(value)(parts)
+    seen[id(value)] = result
+    return result
+
+
+def number_of_numpy(value: Any) -> Any:
+    """Python's in its place; all else as it is."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        plain = value.item()
+        return plain if type(plain) in _PLAIN else value
+    return value
+
+
+def _packed(value: Any) -> Any:
+    numpy = sys.modules.get("numpy")
+    if type(value) is io.BytesIO:
+        return {_STREAM: (value.getvalue(), value.tell())}
+    if numpy is not None and type(value) is numpy.ndarray:
+        try:
+            return {_ARRAY: torch.from_numpy(numpy.array(value, order="C"))}
+        except (TypeError, ValueError):  # of a dtype that torch lacks
+            return value
+    return number_of_numpy(value)
+
+
+def _unpacked(value: Any) -> Any:
+    if type(value) is not dict or len(value) != 1:
+        return value
+    ((key, held),) = value.items()
+    if key == _ARRAY and isinstance(held, torch.Tensor):
+        return held.numpy()
+    if key == _STREAM and isinstance(held, tuple):
+        stream = io.BytesIO(held[0])
+        stream.seek(held[1])
+        return stream
+    return value
+
+
+class Saved:
+    """The blobs of a checkpoint, each read when it is asked for."""
+
+    def __init__(self, reader: _core.CheckpointReader, trusted: bool) -> None:
+        self.reader, self._trusted = reader, trusted
+        self.names = set(reader.blobs())
+        self.run: dict[str, Any] = {}
+        self.run = self.blob("python", {})
+
+    def blob(self, name: str, default: Any = None) -> Any:
+        return unpickled(self.reader.blob(name), f"'{name}'", self._trusted) if name in self.names else default
+
+    def part(self, name: str, default: Any = None) -> Any:
+        """A blob of its own; in older checkpoints a part of "python"."""
+        return self.run[name] if name in self.run else self.blob(name, default)

@@ -1,0 +1,238 @@
+"""What a checkpoint has of the optimizer beside the core's tensors: states of an optimizer that runs itself, values of
+param groups, the schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tessera import _core
+from tessera._blobs import CUT, Saved, cut_of
+from tessera.errors import ConfigError
+from tessera.optim._runners import ExternalRunner
+
+if TYPE_CHECKING:
+    from tessera.engine._engine import Engine
+
+# Kinds of tensors that are no optimizer's states.
+OWN_KINDS = frozenset({"weight", "master", "buffer", "gradient", "partial_gradient"})
+# A param group's values that the core has by the same name, for runs that were saved from C++; "betas" beside them.
+_FROM_CORE = ("lr", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay")
+# Ranks along these have the same states where those are not sharded.
+_COPIES = [_core.Axis.DpReplicate, _core.Axis.DpShard, _core.Axis.Sp]
+# Of schedules of torch: lists with one entry for each param group.
+_OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
+
+
+# ---------------------------------------------------------------- states of a client's optimizer
+
+
+def client_states(engine: Engine, names: dict[int, str]) -> tuple[dict[str, Any], list[tuple[int, str, torch.Tensor]]]:
+    """Of an optimizer that runs itself: what is not a value for each element of this rank's part, by parameter (with
+    CUT where that says what of it they are of), and what is. Where all ranks have the same, one has it here."""
+    numbers: dict[str, Any] = {}
+    states: list[tuple[int, str, torch.Tensor]] = []
+    runner = engine._runner
+    if not isinstance(runner, ExternalRunner):
+        return numbers, states
+    whole = not engine.config.placements.shards_states
+    mesh = engine.core.mesh()
+    writes = not whole or all(mesh.rank(axis) == 0 for axis in _COPIES)
+    specs = engine.core.params()
+    for number, param, target in runner.targets:
+        name = names[id(param)]
+        for key, value in runner.base.state.get(target, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == target.shape:
+                if key in OWN_KINDS:
+                    raise ConfigError(f"[engine.save_checkpoint] an optimizer state cannot be named {key!r}")
+                states.append((number, key, value))
+            elif writes or specs[number].varies.name:
+                numbers.setdefault(name, {})[key] = value
+                if _is_cut(value):
+                    numbers[name][CUT] = _cut_here(engine, specs[number], number, target)
+    return numbers, states
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _cut_here(engine: Engine, spec: _core.ParamSpec, number: int, target: torch.Tensor) -> list[Any]:
+    mesh = engine.core.mesh()
+    return cut_of(*engine.core.local_range(number), target.shape, mesh.rank(spec.varies), mesh.size(spec.varies))
+
+
+def _fitting(name: str, states: list[dict[str, Any]], cut: list[Any]) -> dict[str, Any]:
+    """Of what the ranks have saved of a parameter: the last that is of this cut."""
+    fitting = [state for state in states if CUT not in state or state[CUT] == cut]
+    if states and not fitting:
+        begin, end, shape, *_ = states[-1][CUT]
+        of = ", ".join(repr(key) for key, value in states[-1].items() if _is_cut(value))
+        raise ConfigError(
+            f"[engine.load_checkpoint] {of} of '{name}' are neither numbers nor one value for each element, and are of "
+            f"elements {begin} to {end} in shape {shape} there, of {cut[0]} to {cut[1]} in {cut[2]} here: load with "
+            "the ranks and the stage they were saved with, or pass load_optimizer_states=False"
+        )
+    return {key: value for key, value in (fitting[-1] if fitting else {}).items() if key != CUT}
+
+
+def states_from(
+    engine: Engine, restore: _core.Restore, saved: Saved, names: dict[int, str]
+) -> dict[int, dict[str, Any]] | None:
+    """By number of the parameter: what the client's optimizer shall have. None for one of the core's."""
+    runner = engine._runner
+    if not isinstance(runner, ExternalRunner):
+        return None
+    reader = saved.reader
+    kinds = sorted({kind for _, kind, *_ in reader.tensors()} - OWN_KINDS)
+    own = f"optimizer-{_core.checkpoint_place(engine.core)}"
+    numbers: dict[str, list[dict[str, Any]]] = {}
+    for blob in sorted(saved.names, key=lambda blob: (blob == own, blob)):  # this rank's own last: it holds
+        for name, state in saved.blob(blob).items() if blob.startswith("optimizer-") else ():
+            numbers.setdefault(name, []).append(state)
+    specs = engine.core.params()
+    records = {alias: p for p in reader.params() for alias in (p.name, *p.aliases)}
+    result: dict[int, dict[str, Any]] = {}
+    for number, param, target in runner.targets:
+        record = records.get(names[id(param)])
+        if record is None:
+            continue
+        of_all = numbers.get(record.name, [])
+        state = _fitting(record.name, of_all, _cut_here(engine, specs[number], number, target)) if of_all else {}
+        for kind in kinds:
+            part = restore.client_state(number, kind)
+            if part is not None:
+                state[kind] = part.to(target.device).as_strided(target.shape, target.stride())
+        if state and "step" not in state and record.step > 0:
+            state["step"] = torch.tensor(float(record.step))
+        result[number] = state
+    return result
+
+
+def put_states(engine: Engine, states: dict[int, dict[str, Any]]) -> None:
+    runner = engine._runner
+    assert isinstance(runner, ExternalRunner)
+    for number, _, target in runner.targets:
+        if states.get(number):
+            runner.base.state[target] = states[number]
+        else:
+            runner.base.state.pop(target, None)
+
+
+# ---------------------------------------------------------------- param groups
+
+
+@dataclass
+class SavedGroup:
+    number: int
+    values: dict[str, Any]
+
+
+def groups_from(engine: Engine, saved: Saved, reader: _core.CheckpointReader) -> list[SavedGroup | None] | None:
+    """By param group here: the one in the checkpoint that has its parameters; None where it has none of them. None in
+    all: a run of C++. ConfigError where parameters of one group have other values of several there."""
+    values = saved.part("param_groups")
+    if values is None or engine.basic_optimizer is None:
+        return None
+    there = [SavedGroup(number, of) for number, of in enumerate(values)]
+    here = [[name for name, _ in group] for group in engine._group_names]
+    names = saved.run.get("group_names")
+    if names is None or len(names) != len(there):
+        if len(there) != len(here):
+            raise ConfigError(
+                f"[engine.load_checkpoint] the checkpoint has {len(there)} param groups and does not say of which "
+                f"parameters, this optimizer has {len(here)}: {_ADVICE}"
+            )
+        return list(there)
+    own = {alias: param.name for param in reader.params() for alias in (param.name, *param.aliases)}
+    of = {own.get(name, name): there[number] for number, group in enumerate(names) for name in group}
+    result: list[SavedGroup | None] = []
+    for number, group in enumerate(here):
+        found = {name: of[own.get(name, name)] for name in group if own.get(name, name) in of}
+        first = next(iter(found.values()), None)
+        for name, other in found.items():
+            if first is not None and not _equal(other.values, first.values):
+                raise ConfigError(
+                    f"[engine.load_checkpoint] param group {number} here has '{next(iter(found))}', which is of group "
+                    f"{first.number} there, and '{name}', which is of group {other.number} with other values: {_ADVICE}"
+                )
+        result.append(first)
+    taken = {group.number for group in result if group is not None}
+    # Groups of parameters that the checkpoint lacks, or of none.
+    return [
+        there[n] if group is None and n < len(there) and n not in taken else group for n, group in enumerate(result)
+    ]
+
+
+_ADVICE = (
+    "make the groups as they were when it was saved, or pass load_optimizer_states=False and set their values yourself"
+)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    return bool(a == b)
+
+
+def _of_kind(value: Any, present: Any) -> Any:
+    """A rate as a tensor where `present` is one, else as a number."""
+    if isinstance(present, torch.Tensor) and isinstance(value, (int, float)):
+        return torch.full_like(present, value)
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and isinstance(present, (int, float)):
+        return value.item()
+    if isinstance(value, (list, tuple)) and isinstance(present, (list, tuple)) and len(value) == len(present):
+        return type(value)(_of_kind(one, other) for one, other in zip(value, present, strict=True))
+    return value
+
+
+def put_groups(engine: Engine, saved: list[SavedGroup | None] | None) -> None:
+    if engine.basic_optimizer is None:
+        return
+    groups = engine.basic_optimizer.param_groups
+    if saved is None:
+        for group, options in zip(groups, engine.core.groups(), strict=False):
+            values = {key: getattr(options, key) for key in _FROM_CORE} | {"betas": (options.beta1, options.beta2)}
+            group.update({key: _of_kind(value, group[key]) for key, value in values.items() if key in group})
+        return
+    for group, of in zip(groups, saved, strict=True):
+        rate = group.get("lr")
+        for key, value in of.values.items() if of is not None else ():
+            if key in group or key.startswith("initial_"):
+                group[key] = _of_kind(value, rate if key == "initial_lr" else group.get(key))
+
+
+def put_schedule(
+    engine: Engine, saved: dict[str, Any] | None, run: dict[str, Any], groups: list[SavedGroup | None] | None
+) -> None:
+    schedule = engine.lr_scheduler
+    if not hasattr(schedule, "load_state_dict"):
+        return
+    if saved is not None:
+        schedule.load_state_dict(saved if groups is None else _schedule_for(saved, groups, engine))
+    elif "schedule_steps" in run and hasattr(schedule, "last_batch_iteration"):
+        schedule.load_state_dict({"last_batch_iteration": run["schedule_steps"] - 1})
+    rates_saved = any("lr" in group for group in run.get("groups", []))
+    if not rates_saved and hasattr(schedule, "apply_last"):  # some of DeepSpeed's files lack them
+        schedule.apply_last()
+
+
+def _schedule_for(saved: Any, groups: list[SavedGroup | None], engine: Engine) -> Any:
+    """The state of a schedule with what it has by param group in the order of the groups here, and of their kind."""
+    if isinstance(saved, list):
+        return [_schedule_for(one, groups, engine) for one in saved]
+    if not isinstance(saved, dict) or engine.basic_optimizer is None:
+        return saved
+    rates = [group.get("lr") for group in engine.basic_optimizer.param_groups]
+    numbers = [n if group is None else group.number for n, group in enumerate(groups)]
+    state = dict(saved)
+    for key, value in saved.items():
+        if key == "_schedulers":
+            state[key] = _schedule_for(value, groups, engine)
+        elif key in _OF_GROUPS and isinstance(value, (list, tuple)) and max(numbers, default=0) < len(value):
+            state[key] = type(value)(_of_kind(value[n], rate) for n, rate in zip(numbers, rates, strict=True))
+    return state
