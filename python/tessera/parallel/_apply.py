@@ -67,6 +67,11 @@ def cuts_of(model: nn.Module) -> dict[int, ParamCut]:
     return found
 
 
+def _is_uneven(model: nn.Module) -> bool:
+    """Ranks have slices of several sizes of one parameter."""
+    return any(len({of.length(rank) for rank in range(len(of.ranges))}) > 1 for of in cuts_of(model).values())
+
+
 class Cutter:
     """Cuts `model` as `plan` says; undo() makes it whole again, with the first rank's values."""
 
@@ -84,8 +89,7 @@ class Cutter:
         self._group = group
         self._whole = whole
         self._hold = hold
-        draws = Draws() if has_draws(model) else None
-        self.ranks = Ranks(group, group.rank, group.size, overlap, draws)
+        self.ranks = Ranks(group, group.rank, group.size, overlap, Draws(has_draws(model)))
         self._done: dict[int, ParamCut] = {}  # by id of the parameter
         self._undo: list[Callable[[], None]] = []
         self._classes: Classes = {}
@@ -123,6 +127,7 @@ class Cutter:
             for name, sizes in widths.items():
                 self._put(self._model.get_submodule(path), name, sizes[self.ranks.rank])
         self._put(self._model, _PLAN, self._plan)
+        self.ranks.draws.uneven = _is_uneven(self._model)
 
     # ---------------------------------------------------------------- modules
 
@@ -433,6 +438,8 @@ def bind(model: nn.Module, group: _core.Group) -> Ranks:
             f"{group.rank} of {group.size}: use the mesh that it was cut for, or build it anew"
         )
     ranks.bind(group)
+    ranks.draws = Draws(has_draws(model))
+    ranks.draws.uneven = _is_uneven(model)
     for module in model.modules():  # copies of parameters come without marks and hooks
         cut = cut_of(module)
         for name in cut.params if cut is not None else ():

@@ -26,7 +26,7 @@ class Ranks:
     """The tensor-parallel group of one model, which its modules share. Copies of the model have the same; in a pickle
     there is none, nor in a model whose engine is gone: the next engine brings its own."""
 
-    def __init__(self, group: _core.Group | None, rank: int, size: int, overlap: bool, draws: Draws | None) -> None:
+    def __init__(self, group: _core.Group | None, rank: int, size: int, overlap: bool, draws: Draws) -> None:
         self._group = group
         self.rank = rank
         self.size = size
@@ -192,7 +192,7 @@ class _Column(_CutModule):
         if cut.tail:
             own, tail = out.split((out.size(-1) - cut.tail[cut.ranks.rank], cut.tail[cut.ranks.rank]), -1)
             out = torch.cat((own, _core.gather_for_use(tail, cut.ranks.group, -1, cut.tail, cut.label)), -1)
-        if cut.ranks.draws is not None and self.training and not cut.vocabulary and not cut.sequence:
+        if cut.ranks.draws.on and self.training and not cut.vocabulary and not cut.sequence:
             cut.ranks.draws.enter(cut.ranks.rank, input.device)
         return out
 
@@ -202,7 +202,7 @@ class _Row(_CutModule):
         cut = self._tessera_cut
         if cut.is_partial:
             return F.linear(input, self._matrix())
-        if cut.ranks.draws is not None and not cut.sequence:
+        if cut.ranks.draws.on and not cut.sequence:
             cut.ranks.draws.leave(input.device)
         weight = cut.params["weight"]
         if input.size(-1) == weight.sizes[weight.dim] != weight.length(cut.ranks.rank):
