@@ -15,6 +15,7 @@ from tessera.parallel._apply import Cutter, bind, cuts_of, plan_of
 from tessera.parallel._cuts import ParamCut
 from tessera.parallel._draws import Draws
 from tessera.parallel._inputs import check_same_inputs
+from tessera.parallel._inside import Watch
 from tessera.parallel._modules import Ranks
 from tessera.parallel._plan import ParallelPlan, make_plan, overlaps
 from tessera.parallel._regions import KEY
@@ -34,6 +35,8 @@ class TensorParallel:
         self._ranks: Ranks | None = None
         self._cuts: dict[int, ParamCut] = {}
         self._checked = False
+        self._seen = False  # a forward with gradients
+        self._watch: Watch | None = None  # while the first one runs
         self._draws: Draws | None = None  # while a forward in training runs
         self._undo: Callable[[], None] | None = None
         self.plan: ParallelPlan | None = plan_of(model)
@@ -104,12 +107,17 @@ class TensorParallel:
         if self._model.training:
             self._draws = self._ranks.draws
             self._draws.begin(self._group, device)
+        if not self._seen and torch.is_grad_enabled():
+            self._watch = Watch(self._model, self._ranks)
 
     def after_forward(self, device: torch.device) -> None:
         """Of one that went through. Collective as before_forward()."""
         if self._draws is not None:
             self._draws.leave(device)
             self._draws.end(self._group, device)
+        if self._watch is not None:
+            self._watch.after_forward()
+            self._watch, self._seen = None, True
 
     def end_forward(self, device: torch.device) -> None:
         """Of any."""
