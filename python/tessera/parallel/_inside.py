@@ -12,6 +12,7 @@ Note [Whole parameters in regions]
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from tessera.parallel._modules import BORDER, ModuleCut, Ranks, cut_of
 _BEGIN = ("ColumnFunction>", "MoveFunction>")
 _BEHIND = ("RowFunction>", "EmbeddingFunction>")
 _LAYERS = ("column", "row")
+_WATCHED = (*_LAYERS, "embedding", "vocabulary")
 
 
 class Watch:
@@ -37,13 +39,15 @@ class Watch:
         plan = plan_of(model)
         mixed = plan.regions.mixed if plan is not None and plan.regions is not None else ()
         self._mixed = tuple(f"{path}." for path in mixed)  # terms of sums throughout, and summed already
+        if "torch._dynamo" in sys.modules:  # where anything may be compiled
+            vars(self)["ran"] = torch.compiler.disable(self.ran)
         for _, cut in self._cuts():
             cut.watch = self
 
     def _cuts(self) -> list[tuple[nn.Module, ModuleCut]]:
-        return [(module, cut) for module in self._model.modules() if (cut := cut_of(module)) is not None]
+        found = [(module, cut) for module in self._model.modules() if (cut := cut_of(module)) is not None]
+        return [(module, cut) for module, cut in found if cut.kind in _WATCHED]
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def ran(self, cut: ModuleCut, x: torch.Tensor | None = None) -> None:
         """The module's forward runs; `x`: this rank's slice that comes into a row layer."""
         self._ran.add(id(cut))
