@@ -72,14 +72,21 @@ class Watch:
 
     # ---------------------------------------------------------------- the graph
 
+    @functools.cached_property
+    def _layers(self) -> dict[int, ModuleCut]:
+        """By id of their parameters."""
+        return {id(p): c for m, c in self._cuts() if c.kind in _LAYERS for p in m.parameters(recurse=False)}
+
+    @functools.cached_property
+    def _names(self) -> dict[int, str]:
+        return {id(param): name for name, param in self._model.named_parameters()}
+
     def _look(self, cut: ModuleCut, x: torch.Tensor) -> None:
-        layers = {id(p): c for m, c in self._cuts() if c.kind in _LAYERS for p in m.parameters(recurse=False)}
-        names = {id(param): name for name, param in self._model.named_parameters()}
-        block = _block_of(self._model, cut.path)
         found, behind = _reached(x)
         for param in found:
-            if (layer := layers.get(id(param))) is not None:
+            if (layer := self._layers.get(id(param))) is not None:
                 raise UsageError(_used_alone(layer))
+        names, block = self._names if found else {}, _block_of(self._model, cut.path)
         outside = [p for p in found if not names.get(id(p), "").startswith(block)]
         if behind or any(not is_summed(p) and not getattr(p, "tensor_model_parallel", False) for p in outside):
             known = [names[id(p)] for p in found if id(p) in names]
@@ -100,7 +107,7 @@ def _reached(x: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
             continue
         seen.add(node)
         name = node.name()
-        if hasattr(node, "variable"):
+        if name.endswith("::AccumulateGrad"):
             leaves.append(node.variable)
         elif name.endswith(_BEHIND):
             return leaves, True
