@@ -13,10 +13,11 @@ Note [Forwards that draw]
   Whether a model draws is seen, not guessed: by the states of the generators around a forward. The first one in
   training is taken for one that draws; where no rank's did, regions are left out from then on and ranks do not talk
   any more. Such a forward still begins with a seed that all know (they count), so should one draw after all, it draws
-  alike; the ones after it have regions again. Its seeds are of a range of their own, by which a replay in a backward
-  tells that its forward had no regions. That needs slices of one size, or ranks would not draw equally many numbers in
-  them: models with other slices are taken for ones that draw. Ranks that are threads share torch's generator of the
-  CPU, whose state says nothing of one of them: there only what modules say of themselves is known.
+  alike; the ones after it have regions again, and still no talk, because what one rank sees must not make it wait for
+  others. The seeds of a forward without regions are of a range of their own, by which a replay in a backward tells.
+  That needs slices of one size, or ranks would not draw equally many numbers in them: models with other slices are
+  taken for ones that draw. Ranks that are threads share torch's generator of the CPU, whose state says nothing of one
+  of them: there only what modules say of themselves is known.
 """
 
 from __future__ import annotations
@@ -72,9 +73,10 @@ class Draws:
         self._outside: Any = None  # the generator's state before it
         self._decided = False  # whether forwards draw
         self._threads = False  # ranks share a process
+        self._late = False  # forwards draw, which the first did not
         self._moved = False  # in the first forward something was drawn
         self._states: list[torch.Tensor] | None = None  # of the generators, as this class left them last
-        self._before: list[torch.Tensor] = []  # of the generators, before the first forward
+        self._before: list[torch.Tensor] = []  # of the generators, before a forward that may draw nothing
         self._next = 0  # seed of the next forward that should draw nothing
 
     # ---------------------------------------------------------------- forwards: Note [Forwards that draw]
@@ -86,14 +88,16 @@ class Draws:
             self._before = self._look_at(device)
             if not self._before:
                 self._decided, self.on = True, self._drops
-        if self.on:
+        if self.on and not self._late:
             self.agree(group, device)
             self._states = None if self._decided else self._look_at(device)
             return
-        self._states = self._look_at(device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # generators are the graph's
+        self._before = self._look_at(device)
         self._next = (self._next + _GOLDEN) % _LARGEST
         for generator in self._watched(device):
-            generator.manual_seed(self._next + _LARGEST)
+            generator.manual_seed(self._next + (0 if self._late else _LARGEST))
 
     def end(self, group: _core.Group, device: torch.device) -> None:
         """After a forward that went through; outside of regions. Collective in the first one."""
@@ -103,21 +107,18 @@ class Draws:
             self._decided, self.on, self._states = True, any(_gather(int(drew), group, device)), None
             for generator, state in zip(self._watched(device), [] if self.on else self._before, strict=False):
                 generator.set_state(state)
+            self._before = []
         else:
             self.give_up(device)
 
     def give_up(self, device: torch.device) -> None:
         """After a forward that did not go through as well."""
-        states, self._states = self._states, None
-        if self.on or states is None:
-            return
-        for generator, state in zip(self._watched(device), states, strict=True):
+        before, self._before = self._before, []
+        for generator, state in zip(self._watched(device), before if self._decided else [], strict=False):
             now = generator.get_state()
-            if now.equal(generator.manual_seed(self._next + _LARGEST).get_state()):
-                generator.set_state(state)
-            else:
-                generator.set_state(now)
-                self.on = True
+            self._late |= not now.equal(generator.manual_seed(self._next + _LARGEST).get_state())
+            generator.set_state(state)
+        self.on |= self._late
 
     def agree(self, group: _core.Group, device: torch.device) -> None:
         """What is drawn from here on, outside of regions, is drawn alike on all ranks: as the first one would have.
