@@ -315,11 +315,12 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
                     )
                 outputs = self.module(*args, **kwargs)
                 core.post_forward(tensors_in(outputs))
+                self._parallel.after_forward(self.device)
             except BaseException:
                 core.abort_forward()
                 raise
             finally:
-                self._parallel.after_forward(self.device)
+                self._parallel.end_forward(self.device)
         return outputs
 
     def _warn_of_thawed(self) -> None:

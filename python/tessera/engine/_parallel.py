@@ -13,7 +13,9 @@ from tessera.errors import ConfigError
 from tessera.parallel import is_model_parallel_parameter
 from tessera.parallel._apply import Cutter, bind, cuts_of, plan_of
 from tessera.parallel._cuts import ParamCut
+from tessera.parallel._draws import Draws
 from tessera.parallel._inputs import check_same_inputs
+from tessera.parallel._inside import Watch
 from tessera.parallel._modules import Ranks
 from tessera.parallel._plan import ParallelPlan, make_plan, overlaps
 from tessera.parallel._regions import KEY
@@ -33,6 +35,9 @@ class TensorParallel:
         self._ranks: Ranks | None = None
         self._cuts: dict[int, ParamCut] = {}
         self._checked = False
+        self._seen = False  # a forward with gradients
+        self._watch: Watch | None = None  # while the first one runs
+        self._draws: Draws | None = None  # while a forward in training runs
         self._undo: Callable[[], None] | None = None
         self.plan: ParallelPlan | None = plan_of(model)
         self.warnings: list[str] = []
@@ -99,12 +104,27 @@ class TensorParallel:
         if not self._checked:
             check_same_inputs(args, kwargs, self._group, device)
             self._checked = True
-        if self._ranks.draws is not None and self._model.training:
-            self._ranks.draws.agree(self._group, device)
+        if self._model.training:
+            self._draws = self._ranks.draws
+            self._draws.begin(self._group, device)
+        if not self._seen and torch.is_grad_enabled():
+            self._watch = Watch(self._model, self._ranks)
 
     def after_forward(self, device: torch.device) -> None:
-        if self._ranks is not None and self._ranks.draws is not None:
-            self._ranks.draws.leave(device)
+        """Of one that went through. Collective as before_forward()."""
+        if self._draws is not None:
+            self._draws.leave(device)
+            self._draws.end(self._group, device)
+        if self._watch is not None:
+            self._watch.after_forward()
+            self._watch, self._seen = None, True
+
+    def end_forward(self, device: torch.device) -> None:
+        """Of any."""
+        draws, self._draws = self._draws, None
+        if draws is not None:
+            draws.leave(device)
+            draws.give_up(device)
 
     # ---------------------------------------------------------------- state dicts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,6 +67,11 @@ def cuts_of(model: nn.Module) -> dict[int, ParamCut]:
     return found
 
 
+def _is_uneven(model: nn.Module) -> bool:
+    """Ranks have slices of several sizes of one parameter."""
+    return any(len({of.length(rank) for rank in range(len(of.ranges))}) > 1 for of in cuts_of(model).values())
+
+
 class Cutter:
     """Cuts `model` as `plan` says; undo() makes it whole again, with the first rank's values."""
 
@@ -84,8 +89,7 @@ class Cutter:
         self._group = group
         self._whole = whole
         self._hold = hold
-        draws = Draws() if has_draws(model) else None
-        self.ranks = Ranks(group, group.rank, group.size, overlap, draws)
+        self.ranks = Ranks(group, group.rank, group.size, overlap, Draws(has_draws(model)))
         self._done: dict[int, ParamCut] = {}  # by id of the parameter
         self._undo: list[Callable[[], None]] = []
         self._classes: Classes = {}
@@ -119,10 +123,13 @@ class Cutter:
             self._attention(parent, children, decided[parent])
         if self._plan.regions is not None:
             self._cut_sequence(self._plan.regions, columns)
+        for name in self._plan.summed:
+            self._sum_one(name)
         for path, widths in self._plan.core.widths.items():
             for name, sizes in widths.items():
                 self._put(self._model.get_submodule(path), name, sizes[self.ranks.rank])
         self._put(self._model, _PLAN, self._plan)
+        self.ranks.draws.uneven = _is_uneven(self._model)
 
     # ---------------------------------------------------------------- modules
 
@@ -315,7 +322,13 @@ class Cutter:
             self._undo.append(self._model.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def _sum(self, path: str, module: nn.Module) -> None:
-        for param, handle in sum_gradients(path, module, self.ranks):
+        for name, _ in module.named_parameters(recurse=False):
+            self._sum_one(f"{path}.{name}")
+
+    def _sum_one(self, name: str) -> None:
+        param = self._model.get_parameter(name)
+        handle = sum_gradient(param, name, self.ranks)
+        if handle is not None:
             self._undo.append(handle.remove)
             self._undo.append(functools.partial(vars(param).pop, _SUMMED, None))
 
@@ -357,12 +370,16 @@ class Cutter:
         self._undo.append(lambda: vars(param).pop(name, None))
 
 
-def sum_gradients(path: str, module: nn.Module, ranks: Ranks) -> Iterator[tuple[nn.Parameter, Any]]:
-    """Sums the gradients of a module's own parameters over the ranks, where that is not done yet. Their hooks."""
-    for name, param in module.named_parameters(recurse=False):
-        if param.requires_grad and not hasattr(param, _SUMMED):
-            setattr(param, _SUMMED, True)
-            yield param, param.register_hook(_Sum(ranks, f"gradient of '{path}.{name}'"))
+def sum_gradient(param: torch.Tensor, name: str, ranks: Ranks) -> Any:
+    """Sums a whole parameter's gradient over the ranks. The hook; None where it is summed already, or has none."""
+    if not param.requires_grad or is_summed(param) or getattr(param, "tensor_model_parallel", False):
+        return None
+    setattr(param, _SUMMED, True)
+    return param.register_hook(_Sum(ranks, f"gradient of '{name}'"))
+
+
+def is_summed(param: torch.Tensor) -> bool:
+    return hasattr(param, _SUMMED)
 
 
 class _Sum:
@@ -433,6 +450,8 @@ def bind(model: nn.Module, group: _core.Group) -> Ranks:
             f"{group.rank} of {group.size}: use the mesh that it was cut for, or build it anew"
         )
     ranks.bind(group)
+    ranks.draws = Draws(has_draws(model))
+    ranks.draws.uneven = _is_uneven(model)
     for module in model.modules():  # copies of parameters come without marks and hooks
         cut = cut_of(module)
         for name in cut.params if cut is not None else ():
@@ -440,8 +459,11 @@ def bind(model: nn.Module, group: _core.Group) -> Ranks:
     plan = plan_of(model)
     summed = [decision.path for decision in plan_decisions(model) if decision.sum_gradient]
     summed += plan.regions.summed if plan is not None and plan.regions is not None else ()
-    for path in summed:
-        list(sum_gradients(path, model.get_submodule(path), ranks))
+    names = [
+        f"{path}.{name}" for path in summed for name, _ in model.get_submodule(path).named_parameters(recurse=False)
+    ]
+    for name in (*names, *(plan.summed if plan is not None else ())):
+        sum_gradient(model.get_parameter(name), name, ranks)
     return ranks
 
 

@@ -89,11 +89,11 @@ def attention_of(path: str, module: nn.Module, columns: dict[str, ParamCut]) -> 
 
 
 def follow(attention: Attention, rank: int, decided: set[str], explicit: Callable[[str], bool]) -> Follow:
-    """`decided`: names of children that the plan takes care of; `explicit`: a rule leaves this weight whole."""
+    """`decided`: names of children that the plan takes care of; `explicit`: a rule leaves this parameter whole."""
     result = Follow(_local_config(attention, attention.local_heads(rank)))
     module = attention.module
     for name, param in module._parameters.items():
-        if param is None:
+        if param is None or explicit(f"{attention.path}.{name}"):
             continue
         if param.dim() == 0 or param.size(0) != attention.heads:
             raise _unknown(attention, name, param)
@@ -111,10 +111,13 @@ def follow(attention: Attention, rank: int, decided: set[str], explicit: Callabl
 
 
 def _unknown(attention: Attention, name: str, param: torch.Tensor) -> ConfigError:
+    pattern, sizes = f"{attention.path}.{name}".replace(".", r"\."), "x".join(map(str, param.shape)) or "scalar"
     return ConfigError(
-        f"[tensor_parallel] {attention.path}.{name} ({'x'.join(map(str, param.shape))}): the heads around it are cut "
+        f"[tensor_parallel] {attention.path}.{name} ({sizes}): the heads around it are cut "
         f"({attention.heads} over {len(attention.mine)} ranks), and it is not known whether it belongs to one head; "
-        "give it, or the projections around it, a rule with partition_type skip in tensor_parallel.partition_config"
+        f"if every head uses all of it, give it a rule for '{pattern}' with partition_type skip and "
+        '"grad_allreduce": true in tensor_parallel.partition_config, else the projections around it one with '
+        "partition_type skip"
     )
 
 

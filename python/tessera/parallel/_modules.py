@@ -19,6 +19,7 @@ from tessera.parallel._draws import Draws
 
 CUT = "_tessera_cut"  # of modules: ModuleCut
 UP, DOWN = EXPERTS = ("gate_up_proj", "down_proj")  # parameters of experts in one tensor each
+BORDER = "tessera border"  # metadata of nodes of the autograd graph: what goes on is for this rank's slices
 SEQUENCE_DIM = 1  # of activations between blocks, [batch, sequence, hidden]
 
 
@@ -26,7 +27,7 @@ class Ranks:
     """The tensor-parallel group of one model, which its modules share. Copies of the model have the same; in a pickle
     there is none, nor in a model whose engine is gone: the next engine brings its own."""
 
-    def __init__(self, group: _core.Group | None, rank: int, size: int, overlap: bool, draws: Draws | None) -> None:
+    def __init__(self, group: _core.Group | None, rank: int, size: int, overlap: bool, draws: Draws) -> None:
         self._group = group
         self.rank = rank
         self.size = size
@@ -96,6 +97,7 @@ class ModuleCut:
     vocabulary: bool = False  # of the vocabulary
     siblings: Siblings | None = None
     sequence: bool = False  # activations outside are cut along the sequence: Note [Sequence regions]
+    watch: Any = None  # Watch, until this module showed what it had to: Note [Whole parameters in regions]
     mixed: bool = False  # inside a module that enters and leaves its region itself: Note [Mixed regions]
     _regions: dict[bool, Any] = dataclasses.field(default_factory=dict)  # whether the sequence is cut -> the region
     _region_group: Any = None
@@ -150,10 +152,12 @@ class ModuleCut:
 
     def __deepcopy__(self, memo: Any) -> ModuleCut:
         siblings = copy.deepcopy(self.siblings, memo)
-        return dataclasses.replace(self, params=dict(self.params), siblings=siblings, _regions={}, _region_group=None)
+        return dataclasses.replace(
+            self, params=dict(self.params), siblings=siblings, watch=None, _regions={}, _region_group=None
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_regions": {}, "_region_group": None}
+        return {**vars(self), "watch": None, "_regions": {}, "_region_group": None}
 
 
 class _CutModule(nn.Module):
@@ -183,6 +187,8 @@ class _CutModule(nn.Module):
 class _Column(_CutModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         cut = self._tessera_cut
+        if cut.watch is not None:
+            cut.watch.ran(cut)
         if cut.is_partial:
             own = F.linear(input, self._matrix(), self._parameters.get("bias"))
             return _core.gather_for_use(own, cut.ranks.group, -1, cut.sizes(), cut.label) if cut.gather else own
@@ -192,7 +198,7 @@ class _Column(_CutModule):
         if cut.tail:
             own, tail = out.split((out.size(-1) - cut.tail[cut.ranks.rank], cut.tail[cut.ranks.rank]), -1)
             out = torch.cat((own, _core.gather_for_use(tail, cut.ranks.group, -1, cut.tail, cut.label)), -1)
-        if cut.ranks.draws is not None and self.training and not cut.vocabulary and not cut.sequence:
+        if cut.ranks.draws.on and self.training and not cut.vocabulary and not cut.sequence:
             cut.ranks.draws.enter(cut.ranks.rank, input.device)
         return out
 
@@ -200,16 +206,24 @@ class _Column(_CutModule):
 class _Row(_CutModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         cut = self._tessera_cut
+        if cut.watch is not None:
+            cut.watch.ran(cut, None if cut.is_partial or self._is_whole(input) else input)
         if cut.is_partial:
             return F.linear(input, self._matrix())
-        if cut.ranks.draws is not None and not cut.sequence:
+        if cut.ranks.draws.on and not cut.sequence:
             cut.ranks.draws.leave(input.device)
         weight = cut.params["weight"]
-        if input.size(-1) == weight.sizes[weight.dim] != weight.length(cut.ranks.rank):
+        if self._is_whole(input):
             whole = _core.copy_to_ranks(input, cut.ranks.group, cut.label)  # of a layer that is not cut
             input = torch.cat([whole[..., begin:end] for begin, end in weight.ranges[cut.ranks.rank]], -1)
         out: torch.Tensor = _core.row_linear(input, self._matrix(), self._parameters.get("bias"), cut.region)
         return out
+
+    def _is_whole(self, input: torch.Tensor) -> bool:
+        """It comes from a layer that is not cut."""
+        cut = self._tessera_cut
+        weight = cut.params["weight"]
+        return input.size(-1) == weight.sizes[weight.dim] != weight.length(cut.ranks.rank)
 
 
 class ColumnLinear(_Column, nn.Linear):
@@ -228,7 +242,11 @@ class _SharedTail(_CutModule):
             return out
         begin, end = cut.own_use
         shared = _core.copy_to_ranks(out[..., begin:end], cut.ranks.group, cut.label)
-        return torch.cat([out[..., :begin], shared, out[..., end:]], -1)
+        joined = torch.cat([out[..., :begin], shared, out[..., end:]], -1)
+        if joined.grad_fn is not None:
+            metadata: Any = joined.grad_fn.metadata
+            metadata[BORDER] = True
+        return joined
 
 
 class SharedTailLinear(_SharedTail, nn.Linear):
@@ -260,6 +278,8 @@ class _Experts(_CutModule):
 class _Embedded(_CutModule):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         cut = self._tessera_cut
+        if cut.watch is not None:
+            cut.watch.ran(cut)
         out: torch.Tensor = super().forward(*args, **kwargs)
         return _core.gather_from_ranks(out, cut.ranks.group, -1, cut.sizes(), cut.label) if cut.gather else out
 
@@ -271,6 +291,8 @@ class CutEmbedding(_Embedded, nn.Embedding):
 class _VocabEmbedded(_CutModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         cut = self._tessera_cut
+        if cut.watch is not None:
+            cut.watch.ran(cut)
         padding: int | None = self.padding_idx  # type: ignore[assignment]
         vocabulary = cut.params["weight"].sizes[0]
         out: torch.Tensor = _core.vocab_embedding(

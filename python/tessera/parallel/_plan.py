@@ -28,7 +28,8 @@ class ParallelPlan:
     core: _core.ParallelPlan  # None in a pickled model
     size: int
     source: str  # of the rules
-    skipped: list[str]  # names of weights that a rule leaves whole
+    skipped: list[str]  # names of parameters that a rule leaves whole
+    summed: list[str]  # those of them whose gradient a rule sums
     vocab_parallel: bool = False
     regions: Regions | None = None  # where activations are cut along the sequence
     notes: dict[str, str] = dataclasses.field(default_factory=dict)  # by what is noted: the first module it is true of
@@ -75,13 +76,11 @@ def make_plan(model: nn.Module, config: _core.Config, size: int) -> ParallelPlan
     options.vocab_parallel = bool(config.get("tensor_parallel.vocab_parallel_lm_head"))
     modules = list(_modules(model))
     core = _core.make_plan(modules, facts_of(model), options)
-    skipped = [
-        f"{path}.weight"
-        for path, module in model.named_modules()
-        if module._parameters.get("weight") is not None and _skipped(f"{path}.weight", rules)
-    ]
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    kept = {name: rule for name in names if (rule := _skipping(name, rules)) is not None}
+    summed = [name for name, rule in kept.items() if rule.sum_gradient]
     regions = find_regions(model, core) if size > 1 and config.get(KEY) else None
-    return ParallelPlan(core, size, rules.source, skipped, options.vocab_parallel, regions)
+    return ParallelPlan(core, size, rules.source, list(kept), summed, options.vocab_parallel, regions)
 
 
 def overlaps(config: _core.Config) -> bool:
@@ -91,9 +90,10 @@ def overlaps(config: _core.Config) -> bool:
     return bool(config.get(key)) if key in config.given else True
 
 
-def _skipped(name: str, rules: Rules) -> bool:
+def _skipping(name: str, rules: Rules) -> _core.PartitionRule | None:
+    """The rule that leaves this parameter whole."""
     first = next((rule for rule in rules.rules if rule.matches(name)), None)
-    return first is not None and first.partition == _core.Partition.Skip
+    return first if first is not None and first.partition == _core.Partition.Skip else None
 
 
 def _modules(model: nn.Module) -> Iterator[_core.PlanModule]:

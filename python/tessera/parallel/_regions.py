@@ -244,7 +244,7 @@ class SplitSequence:
                 "pad the sequences, or leave the key out"
             )
         out: torch.Tensor = _core.split_to_ranks(x, ranks.group, SEQUENCE_DIM, label=f"sequence before '{self._path}'")
-        if ranks.draws is not None and training:
+        if ranks.draws.on and training:
             ranks.draws.enter(ranks.rank, x.device)
         return out
 
@@ -316,7 +316,7 @@ class JoinSequence:
         ranks = self._ranks
         if ranks.keeps_whole and not torch.is_grad_enabled():
             return out
-        if ranks.draws is not None:
+        if ranks.draws.on:
             ranks.draws.leave(out.device)
         whole: torch.Tensor = _core.gather_from_ranks(
             out, ranks.group, SEQUENCE_DIM, label=f"sequence after '{self._path}'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 from support import assert_close, config, run_mesh
 from test_models import assert_near, assert_same, compare, settings, train, train_plain
-from tiny_models import LLAMA, MODELS, of, text
+from tiny_models import LEARNED, LLAMA, MODELS, learned, learned_rules, of, text
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tessera
 from tessera.parallel import ColumnLinear, RowLinear
@@ -391,6 +393,64 @@ def test_what_cannot_be_cut_says_so(rules: dict[str, Any], model: str, message: 
             tessera.Engine(make(), settings(2, rules), group=mesh)
 
     run_mesh(body, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("how", "whole", "error", "message"),
+    [
+        ("up", LEARNED, RuntimeError, r"layers\.0\.up: its weight is used without a call of the module"),
+        ("down", LEARNED, RuntimeError, r"layers\.1\.down: its weight is used without a call of the module"),
+        ("beside", LEARNED, ValueError, r"layers\.0\.down: .*beside those of column layers \(through .*layers\.0\."),
+        (
+            "",
+            LEARNED[:1],
+            ValueError,
+            r"temperature \(scalar\).*rule for 'layers\\.0\\.self.*and \"grad_allreduce\": true",
+        ),
+        ("", LEARNED[1:], ValueError, r"self_attention\.qn \(8\).*rule for '.*qn' .*and \"grad_allreduce\": true"),
+    ],
+)
+def test_what_would_train_wrong_is_told(how: str, whole: tuple[str, ...], error: type[Exception], message: str) -> None:
+    copies = [learned(how).train() for _ in range(2)]
+
+    def body(rank: int, mesh: tessera.Mesh) -> None:
+        with pytest.raises(error, match=message):
+            engine = tessera.Engine(copies[rank], settings(2, learned_rules(*whole)), group=mesh)
+            engine.backward(engine(**text(0)).loss)
+
+    run_mesh(body, tp=2)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "replays", "compile", "again"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_learned_activations_in_engines_of_every_kind(how: str, stage: int) -> None:
+    model = learned().train()
+    batches = [text(0), text(1)]
+    want = train_plain(copy.deepcopy(model), [[b] for b in batches])
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    cfg = settings(2, learned_rules(*LEARNED), stage=stage)
+
+    def body(rank: int, mesh: tessera.Mesh) -> Any:
+        made = copies[rank]
+        if how == "again":  # a second engine of a copy that is cut
+            engine = tessera.Engine(made, cfg, group=mesh)
+            engine(**text(0)).loss.backward()
+            engine.destroy()
+            made = copy.deepcopy(made)
+        engine = tessera.Engine(made, cfg, group=mesh)
+        for layer in engine.module.layers:
+            if how == "compile":
+                layer.compile(backend="eager")
+            elif how != "again":
+                options = {"use_reentrant": how == "reentrant"}
+                layer.forward = functools.partial(checkpoint, layer.forward, **options)
+        try:
+            return train(engine, batches)
+        finally:
+            engine.destroy()
+
+    for got in run_mesh(body, tp=2):
+        assert_same(got, want)
 
 
 def test_a_mesh_that_is_not_the_world() -> None:

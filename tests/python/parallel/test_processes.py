@@ -11,7 +11,10 @@ import torch.distributed as dist
 from support import free_port, run_processes
 from test_models import assert_same, settings, train, train_plain
 from tiny_models import LLAMA, NEOX, of, text
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import tessera
 
@@ -54,7 +57,8 @@ def worker(rank: int, port: int, folder: str) -> None:
     engine = tessera.initialize(model=of("OPT", OPT)().train(), config=settings(2, {}) | {"gradient_clipping": 0.0})[0]
     found = [dropping(engine, seed) for seed in (1, 1, 2)]
     engine.destroy()
-    torch.save([found, dropping_parts()], Path(folder) / f"{rank}.pt")
+    unnamed = [drawing(case) for case in DRAWS]
+    torch.save([found, dropping_parts(), unnamed], Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -75,6 +79,72 @@ def dropping_parts() -> list[dict[str, Any]]:
     return results
 
 
+class DrawingBlock(nn.Module):
+    """Draws without a module that is set to; `mine`: what was dropped between its column and its row layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.settings = {"rate": 0.3, "noise": 0.1}
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, width), nn.Linear(width, 6)
+        self.mine: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.settings["noise"]:
+            x = x + self.settings["noise"] * torch.randn_like(x)
+        y = F.dropout(self.up(self.norm(x)).exp(), self.settings["rate"], self.training)
+        self.mine.append(y.detach()[:, :4] == 0)
+        return x + F.dropout(self.down(y), self.settings["rate"], self.training)
+
+
+class Drawing(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DrawingBlock(width) for _ in range(2))
+        self.replays = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.replays else layer(x)
+        return x.square().mean()
+
+
+LATE = ("late", "late, checkpointed")  # with slices of one size
+DRAWS = ("plain", "checkpointed", "compiled", *LATE, "late, uneven", "none", "jitter")
+
+
+def drawing(case: str) -> dict[str, Any]:
+    """Three steps with other generators on each rank: losses, gradients of what is whole, masks, and the generator."""
+    torch.manual_seed(3)
+    model = of("Mixtral", LLAMA, num_local_experts=4, router_jitter_noise=0.3)() if case == "jitter" else None
+    model = model or Drawing(8 if case in ("none", *LATE) else 9)
+    specs = [{"patterns": [r".*\.up"]}, {"patterns": [r".*\.down"], "partition_type": "row"}]
+    rules = {} if case == "jitter" else {"partition_config": {"layer_specs": specs}}
+    engine = tessera.initialize(model=model.train(), config=settings(2, rules, stage=1))[0]
+    torch.manual_seed(10 + dist.get_rank())
+    found: dict[str, Any] = {"losses": [], "grads": [], "masks": []}
+    for step in range(3):
+        for layer in model.layers if case != "jitter" else ():
+            quiet = case == "none" or ("late" in case and step == 0)
+            layer.settings.update({"rate": 0.0, "noise": 0.0} if quiet else {"rate": 0.3, "noise": 0.1})
+            if case == "compiled" and step == 0:
+                layer.compile(backend="eager")
+        if case == "jitter":
+            loss = engine(**text(step)).loss
+        else:
+            model.replays = "checkpointed" in case
+            loss = engine(torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(step)))
+        engine.backward(loss)
+        whole = [p for p in model.parameters() if not tessera.parallel.is_model_parallel_parameter(p)]
+        found["grads"].append([tessera.state.get_full_grad(engine, p).clone() for p in whole])
+        found["losses"].append(loss.item())
+        engine.step()
+    if case != "jitter":
+        found["masks"] = [torch.stack(layer.mine) for layer in model.layers]
+    found["next"] = torch.rand(3)
+    engine.destroy()
+    return found
+
+
 OPT = {
     "vocab_size": 32,
     "hidden_size": 32,
@@ -91,7 +161,7 @@ OPT = {
 
 def test_ranks_as_processes(tmp_path: Path) -> None:
     run_processes(WORLD, worker, free_port(), str(tmp_path))
-    ranks, parts = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD)), strict=True)
+    ranks, parts, unnamed = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD)), strict=True)
     for rank in (0, 2):  # what both slices of a model hold is dropped alike
         for first, second in zip(ranks[rank], ranks[rank + 1], strict=True):
             assert first["logits"].equal(second["logits"])
@@ -107,3 +177,18 @@ def test_ranks_as_processes(tmp_path: Path) -> None:
         for name, grad in plain["grads"].items():
             assert grad.equal(other["grads"][name]), name
             torch.testing.assert_close(grad, replayed["grads"][name])
+    for case, first, second, other in zip(DRAWS, *unnamed[:3], strict=True):
+        assert first["losses"] == second["losses"], case
+        assert case == "none" or first["losses"] != other["losses"], case
+        for step, (mine, its) in enumerate(zip(first["grads"], second["grads"], strict=True)):
+            assert all(a.equal(b) for a, b in zip(mine, its, strict=True)), (case, step)
+        for mine, its in zip(first["masks"], second["masks"], strict=True):
+            if "checkpointed" in case:
+                assert all(a[0::2].equal(a[1::2]) for a in (mine, its))  # forward, replay
+            for step in range(len(mine)) if case in ("plain", "checkpointed", "compiled") else ():
+                assert not mine[step].equal(its[step]), (case, step)
+            assert case not in LATE or not mine[-1].equal(its[-1]), case
+        torch.manual_seed(10)
+        assert first["next"].equal(torch.rand(3)) == (
+            case in ("none", *LATE)
+        )  # what draws nothing at first leaves the generator alone

@@ -80,7 +80,7 @@ def of(name: str, options: dict[str, Any], **more: Any) -> Callable[[], nn.Modul
         config = getattr(tf, f"{name}Config")(**{**options, **more})
         head = "ForConditionalGeneration" if name in ("T5", "Whisper", "Qwen2_5_VL") else "ForCausalLM"
         head = "LMHeadModel" if name == "GPT2" else head
-        model: nn.Module = getattr(tf, name + head)(config)
+        model: nn.Module = getattr(tf, name + head)(config).float()
         for param in model.parameters():  # biases and norms too
             param.data += 0.02 * torch.randn_like(param)
         return model
@@ -127,11 +127,63 @@ class GlmMlp(nn.Module):
         return self.dense_4h_to_h(F.silu(gate) * up)
 
 
+class LearnedAttention(GlmAttention):
+    """With a norm of each head and a temperature of all, under names that nothing knows."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__(hidden, heads)
+        self.qn, self.temperature = nn.RMSNorm(self.head_dim), nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.query_key_value(x).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in parts)
+        q = self.qn(q) * self.temperature
+        return self.dense(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class LearnedBlock(GlmBlock):
+    """A learned activation and a gain in the cut part of its MLP, which is in the block itself, beside norms; `how`
+    else to compute that."""
+
+    def __init__(self, hidden: int, heads: int, how: str = "") -> None:
+        super().__init__(hidden, heads)
+        self.how = how
+        self.self_attention = LearnedAttention(hidden, heads)
+        self.up, self.act, self.down = nn.Linear(hidden, 48), nn.PReLU(), nn.Linear(48, hidden)
+        self.mlp, self.gain, self.scale = nn.Identity(), nn.Parameter(torch.tensor(0.7)), nn.Linear(hidden, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.self_attention(self.input_layernorm(x))
+        y = self.post_attention_layernorm(x)
+        up = F.linear(y, self.up.weight) if self.how == "up" else self.up(y)
+        up = self.gain * self.act(up) * (self.scale(y) if self.how == "beside" else 1)
+        down = F.linear(up, self.down.weight) if self.how == "down" else self.down(up)
+        return x + down * self.scale(y)
+
+
+def learned(how: str = "") -> nn.Module:
+    torch.manual_seed(0)
+    return ChatGLMModel(lambda: LearnedBlock(32, 4, how))
+
+
+def learned_rules(*whole: str, **more: Any) -> dict[str, Any]:
+    specs = [
+        *([{"patterns": list(whole), "partition_type": "skip", **more}] if whole else []),
+        {"patterns": [r".*\.query_key_value"], "shape": [3, -1]},
+        {"patterns": [r".*\.up"]},
+        {"patterns": [r".*\.dense", r".*\.down"], "partition_type": "row"},
+    ]
+    return {"partition_config": {"layer_specs": specs}}
+
+
+LEARNED = (r".*\.qn", r".*\.self_attention\.temperature$")
+
+
 class ChatGLMModel(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, block: Callable[[], nn.Module] = lambda: GlmBlock(32, 4)) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 32)
-        self.layers = nn.ModuleList(GlmBlock(32, 4) for _ in range(2))
+        self.layers = nn.ModuleList(block() for _ in range(2))
         self.output_layer = nn.Linear(32, VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
@@ -257,6 +309,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], dict[str,
     ),
     "chatglm": (chatglm, text, {"preset_model": "chatglm"}),
     "chatglm, with a configuration": (chatglm_with_config, text, {"preset_model": "chatglm"}),
+    "learned": (learned, text, learned_rules(*LEARNED)),
+    "learned, summed by rules": (
+        learned,
+        text,
+        learned_rules(*LEARNED, r".*\.act", r".*\.gain$", grad_allreduce=True),
+    ),
+    "apertus": (of("Apertus", LLAMA, num_key_value_heads=2, rope_scaling=None), text, {}),
     "falcon": (of("Falcon", NEOX, new_decoder_architecture=True, num_kv_heads=2), text, {}),
     "falcon, all heads": (of("Falcon", NEOX, multi_query=False, bias=True), text, {}),
     "falcon, alibi": (of("Falcon", NEOX, multi_query=False, alibi=True), text, {}),
