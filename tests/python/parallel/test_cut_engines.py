@@ -12,6 +12,7 @@ from support import assert_close, config, run_mesh
 from test_models import assert_near, assert_same, compare, settings, train, train_plain
 from tiny_models import LLAMA, MODELS, of, text
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import tessera
 from tessera.parallel import ColumnLinear, RowLinear
@@ -331,23 +332,25 @@ def tessera_llama() -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
 
 
-def test_models_of_the_meta_device_are_filled_slice_by_slice(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "stage"), [("chatglm", 2), ("llama", 0), ("llama", 3)])
+def test_models_of_the_meta_device_are_filled_slice_by_slice(name: str, stage: int, tmp_path: Path) -> None:
+    """Llama's rotary embedding has buffers that are in no file."""
     from safetensors.torch import save_file
 
-    model = MODELS["chatglm"][0]()
+    model = MODELS[name][0]()
     half = {n: v.clone() for n, v in list(model.state_dict().items())[:9]}
     save_file(half, str(tmp_path / "a.safetensors"))
     save_file({n: v.clone() for n, v in model.state_dict().items() if n not in half}, str(tmp_path / "b.safetensors"))
     want = train_plain(copy.deepcopy(model), [[text(0)], [text(1)]])
-    cfg = settings(2, {"preset_model": "chatglm"}, stage=2)
+    cfg = settings(2, {"preset_model": name}, stage=stage)
 
     def body(rank: int, mesh: tessera.Mesh) -> Any:
         with torch.device("meta"):
-            meta = type(model)()
+            meta = type(model)(model.config) if name == "llama" else type(model)()
         plan = tessera.parallel.shard_model(meta, cfg, group=mesh.group(tessera._core.Axis.Tp))
-        assert plan.size == 2 and meta.layers[0].mlp.dense_h_to_4h.weight.shape == (48, 32)
+        assert plan.size == 2 and sum(p.numel() for p in meta.parameters()) < sum(p.numel() for p in model.parameters())
         assert tessera.parallel.load_slices(meta, tmp_path) == []
-        with pytest.raises(ValueError, match=r"no file has .*layers.1.mlp.dense_4h_to_h.bias"):
+        with pytest.raises(ValueError, match=r"no file has .*layers.1.mlp"):
             tessera.parallel.load_slices(meta, tmp_path / "a.safetensors")
         engine = tessera.Engine(meta, cfg, group=mesh)
         try:
@@ -357,6 +360,37 @@ def test_models_of_the_meta_device_are_filled_slice_by_slice(tmp_path: Path) -> 
 
     for got in run_mesh(body, tp=2):
         assert_same(got, want)
+
+
+class Masked(nn.Linear):
+    """A buffer that nobody else can compute, and its second name."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+        self.other = self.mask
+
+
+def test_buffers_that_stay_empty_are_named(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    def to_meta(_module: nn.Module, _name: str, param: Any) -> Any:
+        return None if param is None or param.is_meta else nn.Parameter(param.to("meta"), param.requires_grad)
+
+    save_file(nn.Sequential(Masked()).state_dict(), str(tmp_path / "a.safetensors"))
+    with torch.device("meta"):
+        meta = nn.Sequential(Masked())
+    cfg = settings(1, {"partition_config": {"layer_specs": [{"patterns": [".*"]}]}})
+    tessera.parallel.shard_model(meta, cfg, group=tessera.thread_groups(1)[0])
+    with pytest.raises(ValueError, match=r"the buffers 0\.mask, 0\.other of the meta device.*tensor_parallel\.md"):
+        tessera.parallel.load_slices(meta, tmp_path)
+    assert tessera.parallel.load_slices(meta, tmp_path, strict=False) == ["0.mask", "0.other"]
+    handle = register_module_parameter_registration_hook(to_meta)  # as the documentation has it
+    meta = nn.Sequential(Masked())
+    handle.remove()
+    tessera.parallel.shard_model(meta, cfg, group=tessera.thread_groups(1)[0])
+    assert tessera.parallel.load_slices(meta, tmp_path) == []
+    assert meta[0].mask.equal(torch.ones(4)) and not meta[0].weight.is_meta
 
 
 # ---------------------------------------------------------------- wrong use
