@@ -10,6 +10,7 @@ from torch import nn
 
 from tessera import _core
 from tessera.errors import ConfigError
+from tessera.parallel._attention import check_heads
 from tessera.parallel._modules import EXPERTS
 from tessera.parallel._regions import KEY, Regions, find_regions
 from tessera.parallel._rules import Rules, facts_of, rules_for
@@ -75,6 +76,7 @@ def make_plan(model: nn.Module, config: _core.Config, size: int) -> ParallelPlan
     options.vocab_parallel = bool(config.get("tensor_parallel.vocab_parallel_lm_head"))
     modules = list(_modules(model))
     core = _core.make_plan(modules, facts_of(model), options)
+    check_heads(model, core.decisions)
     skipped = [
         f"{path}.weight"
         for path, module in model.named_modules()

@@ -298,7 +298,8 @@ def attends_locally(model: nn.Module) -> list[str]:
         if all(inspect.unwrap(f).__module__.startswith("transformers.") for f in (function, type(module).forward)):
             return [
                 f"[sequence] attention of {type(model).__name__} is local: a rank attends to its own part of a "
-                f"sequence only ({type(module).__name__} as Transformers has it); call {_LABEL}.register_with_transformers"
+                f"sequence only ({type(module).__name__} as Transformers has it); call "
+                f"{_LABEL}.register_with_transformers"
             ]
     return []
 
