@@ -140,7 +140,8 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
         return self.config.placements.shards_params and ranks > 1
 
     def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
-        base = build_optimizer(self.config, self.module, self.client_optimizer, model_parameters)
+        is_cut = self._parallel.cuts_params
+        base = build_optimizer(self.config, self.module, self.client_optimizer, model_parameters, is_cut)
         placements = self.config.placements
         if base is None and placements.shards_states and not placements.shards_params:
             raise ConfigError(

@@ -55,6 +55,11 @@ class TensorParallel:
             )
 
     @property
+    def cuts_params(self) -> bool:
+        """What ranks of a tensor-parallel group hold of some parameters are slices."""
+        return self.plan is not None and self._group.size > 1
+
+    @property
     def cuts_sequence(self) -> bool:
         """What ranks of a tensor-parallel group hold between blocks differs."""
         return self.plan is not None and self.plan.regions is not None

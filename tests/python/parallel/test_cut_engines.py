@@ -249,6 +249,28 @@ def test_a_clients_optimizer_and_its_states_are_cut_too(stage: int) -> None:
             assert_near(name, found[name], param.detach(), 1e-4)
 
 
+@pytest.mark.parametrize("client", [False, True])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_optimizers_that_look_across_a_matrix_are_refused(stage: int, client: bool) -> None:
+    """And taken where the configuration says that they do not."""
+    cfg = adam(2, stage) | {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}}
+    where = r"stage 2 and tensor_parallel\.autotp_size give" if stage else r"tensor_parallel\.autotp_size gives"
+    message = rf"Adafactor is not known to work on slices of parameters, as {where} them"
+    if client:
+        del cfg["optimizer"]
+    elif stage:
+        message = "Adafactor has no native rule"
+
+    def body(rank: int, mesh: tessera.Mesh) -> None:
+        model = llama()
+        kwargs = {"optimizer": torch.optim.Adafactor(model.parameters(), lr=1e-2)} if client else {}
+        with pytest.raises(ValueError, match=message):
+            tessera.Engine(model, cfg, group=mesh, **kwargs)
+        tessera.Engine(model, cfg | {"zero_allow_untested_optimizer": True}, group=mesh, **kwargs).destroy()
+
+    run_mesh(body, tp=2)
+
+
 def test_frozen_parameters_are_cut_and_shared_as_well() -> None:
     model = MODELS["qwen3"][0]()
     model.model.layers[0].requires_grad_(False)
