@@ -321,9 +321,9 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
                     )
                 outputs = self.module(*args, **kwargs)
                 core.post_forward(tensors_in(outputs))
-            except BaseException:
+            except BaseException as error:
                 core.abort_forward()
-                raise
+                raise self._parallel.explained(error)  # noqa: B904 (mostly the same one)
             finally:
                 self._parallel.after_forward(self.device)
         return outputs

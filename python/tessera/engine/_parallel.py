@@ -13,7 +13,7 @@ from tessera.errors import ConfigError
 from tessera.parallel import is_model_parallel_parameter
 from tessera.parallel._apply import Cutter, bind, cuts_of, plan_of
 from tessera.parallel._cuts import ParamCut
-from tessera.parallel._inputs import check_same_inputs
+from tessera.parallel._inputs import check_same_inputs, explain_sizes
 from tessera.parallel._modules import Ranks
 from tessera.parallel._plan import ParallelPlan, make_plan, overlaps
 from tessera.parallel._regions import KEY
@@ -41,7 +41,7 @@ class TensorParallel:
             self._ranks = bind(model, self._group)
         elif cuts:
             self.plan = make_plan(model, config, self._group.size)
-            self.warnings = [f"[tensor_parallel] {line}" for line in self.plan.core.warnings]
+            self.warnings = [f"[tensor_parallel] {line}" for line in [*self.plan.core.warnings, *self.plan.warnings]]
         if config.get(KEY):
             self._check_regions()
 
@@ -106,6 +106,13 @@ class TensorParallel:
             self._checked = True
         if self._ranks.draws is not None and self._model.training:
             self._ranks.draws.agree(self._group, device)
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Of a forward: `error`, or one that says which module and rule it comes from."""
+        told = explain_sizes(self._model, error) if self.cuts_params else None
+        if told is not None:
+            told.__cause__ = error
+        return told or error
 
     def after_forward(self, device: torch.device) -> None:
         if self._ranks is not None and self._ranks.draws is not None:

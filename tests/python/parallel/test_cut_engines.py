@@ -449,6 +449,31 @@ def test_what_cannot_be_cut_says_so(rules: dict[str, Any], model: str, message: 
     run_mesh(body, tp=2)
 
 
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (
+            [{"patterns": [".*dense_h_to_4h"], "shape": [2, -1]}],
+            r"mlp\.dense_4h_to_h is whole and takes 48 features, and 24 came in: layers\.0\.mlp\.dense_h_to_4h is "
+            r"cut, .* 48 of its 96 outputs .*layer_specs\[0\].*; in tensor_parallel\.partition_config give layers\.0\.mlp",
+        ),
+        (
+            [{"patterns": [".*o_proj"], "partition_type": "skip"}, {"patterns": [".*[qkv]_proj"]}],
+            r"self_attention\.o_proj is whole and takes 32 features, and 16 came in: layers\.0\.self_attention\.q_proj",
+        ),
+    ],
+)
+def test_a_column_without_its_row_is_named(specs: list[dict[str, Any]], message: str) -> None:
+    def body(rank: int, mesh: tessera.Mesh) -> None:
+        rules = {"partition_config": {"layer_specs": specs}}
+        engine = tessera.Engine(MODELS["own"][0](), settings(2, rules), group=mesh)
+        with pytest.raises(ValueError, match=message):
+            engine(**text(0))
+        engine.destroy()
+
+    run_mesh(body, tp=2)
+
+
 def test_a_mesh_that_is_not_the_world() -> None:
     with pytest.raises(ValueError, match=r"tensor_parallel.autotp_size 2 does not divide the 1 ranks"):
         tessera.Engine(llama(), adam(2))
