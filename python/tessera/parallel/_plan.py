@@ -105,8 +105,8 @@ def _cut_as_one(core: _core.ParallelPlan, rules: Rules, kind: str) -> list[str]:
     return [
         f"{paths[0]} (and {len(paths) - 1} more) holds several projections, as its name says, and its rule ({rule}) "
         "cuts it as one: right only where heads lie one after the other, each with its own query, key and value. Give "
-        'the rule "shape": [3, -1] for three equal projections, [2, -1] for two, [[...], -1] for their sizes; [1, -1] says '
-        "that it is right"
+        'the rule "shape": [3, -1] for three equal projections, [2, -1] for two, [[...], -1] for their sizes; [1, -1] '
+        "says that it is right"
         for rule, paths in found.items()
     ]
 
