@@ -322,8 +322,9 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
                 outputs = self.module(*args, **kwargs)
                 core.post_forward(tensors_in(outputs))
             except BaseException as error:
+                told = self._parallel.explained(error)
                 core.abort_forward()
-                raise self._parallel.explained(error)  # noqa: B904 (mostly the same one)
+                raise told  # noqa: B904 (mostly the same one)
             finally:
                 self._parallel.after_forward(self.device)
         return outputs

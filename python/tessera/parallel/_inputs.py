@@ -70,10 +70,14 @@ def _gather_text(text: bytes, group: _core.Group, device: torch.device) -> list[
 def explain_sizes(model: nn.Module, error: BaseException) -> ConfigError | None:
     """What a shape error of a forward of a cut model comes from, where a slice of a column layer's outputs went into a
     layer that is whole; None where that is not seen."""
-    where = _innermost(model, error) if type(error) is RuntimeError else None
-    if where is None or cut_of(where[1]) is not None or (weight := where[1]._parameters.get("weight")) is None:
+    about_sizes = type(error) is RuntimeError and ("shape" in str(error) or "size" in str(error))
+    where = _innermost(model, error) if about_sizes else None
+    if where is None:
         return None
     path, module, widths = where
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() == 0 or cut_of(module) is not None:
+        return None
     wanted = weight.size(0 if type(module).__name__ == "Conv1D" else -1)
     cuts = {name: cut for name, inner in model.named_modules() if (cut := cut_of(inner)) is not None}
     columns = [(name, cut) for name, cut in cuts.items() if cut.kind == "column" and not cut.gather]

@@ -463,10 +463,11 @@ def test_what_cannot_be_cut_says_so(rules: dict[str, Any], model: str, message: 
         ),
     ],
 )
-def test_a_column_without_its_row_is_named(specs: list[dict[str, Any]], message: str) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_column_without_its_row_is_named(specs: list[dict[str, Any]], message: str, stage: int) -> None:
     def body(rank: int, mesh: tessera.Mesh) -> None:
         rules = {"partition_config": {"layer_specs": specs}}
-        engine = tessera.Engine(MODELS["own"][0](), settings(2, rules), group=mesh)
+        engine = tessera.Engine(MODELS["own"][0](), settings(2, rules, stage=stage), group=mesh)
         with pytest.raises(ValueError, match=message):
             engine(**text(0))
         engine.destroy()
