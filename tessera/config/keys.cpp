@@ -198,7 +198,8 @@ std::vector<Key> zero_rows() {
 
 std::vector<Key> later_rows() {
   return {
-      {FIELD(zero_allow_untested_optimizer), "allow optimizers without a native rule in stages 1 to 3"},
+      {FIELD(zero_allow_untested_optimizer),
+       "allow optimizers without a native rule in stages 1 to 3 and beside tensor parallelism"},
       {FIELD(zero_force_ds_cpu_optimizer), "optimizer offload demands a native optimizer"},
       {FIELD(tensor_parallel.autotp_size), "ranks of a tensor-parallel group; 0 and 1: off", at_least(0)},
       {FIELD(tensor_parallel.preset_model), "named set of partition rules",

@@ -13,8 +13,8 @@ from tessera import _core
 from tessera._deepspeed._write import SCRIPT, Layout, Source
 from tessera.errors import IoError
 
-# In the folder of the checkpoints: a folder for every save that is on its way, and a file beside it whose lock its first
-# rank holds. Removed at the end, and by the next save where nobody holds the lock.
+# In the folder of the checkpoints: a folder for every save that is on its way, and a file beside it whose lock its
+# first rank holds. Removed at the end, and by the next save where nobody holds the lock.
 _BESIDE = ".tessera-saving"
 _MARK = ".saving"
 _ATTEMPTS = 10

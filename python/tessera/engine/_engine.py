@@ -46,6 +46,7 @@ from tessera.optim._runners import ExternalRunner, NativeRunner, Runner
 from tessera.optim._slices import SlicesRunner
 from tessera.optim._whole import WholeOptimizer
 from tessera.optim._wrapper import Optimizer
+from tessera.sequence._huggingface import attends_locally
 from tessera.units import ROOT, UnitPolicy, default_unit_policy, outline
 from tessera.zero._hooks import Partition
 from tessera.zero._init import early_of, taken_over
@@ -99,6 +100,7 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
         self._dp_rank, self._dp_size = self._mesh.batch_rank(), self._mesh.batch_size()
         self._world = distributed.world_of(self._mesh)
         self._warn(self.config.warnings)
+        self._says_what_is_local = self._mesh.size(_core.Axis.Sp) > 1 and self._telling_rank() == 0
         put_back = [keep_optimizer(optimizer), keep_place(model)]
         try:
             self.config = with_elastic_batch(self.config, self._dp_size)
@@ -138,7 +140,8 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
         return self.config.placements.shards_params and ranks > 1
 
     def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
-        base = build_optimizer(self.config, self.module, self.client_optimizer, model_parameters)
+        is_cut = self._parallel.cuts_params
+        base = build_optimizer(self.config, self.module, self.client_optimizer, model_parameters, is_cut)
         placements = self.config.placements
         if base is None and placements.shards_states and not placements.shards_params:
             raise ConfigError(
@@ -300,6 +303,9 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
         core = self.core
         if self._frozen:
             self._warn_of_thawed()
+        if self._says_what_is_local:  # now: registration may come after the engine
+            self._says_what_is_local = False
+            self._warn(attends_locally(self.module))
         if self._input_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self._input_dtype)
         if self._updates_in_backward and torch.is_grad_enabled() and self._runner is not None:
@@ -316,9 +322,10 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
                 outputs = self.module(*args, **kwargs)
                 core.post_forward(tensors_in(outputs))
                 self._parallel.after_forward(self.device)
-            except BaseException:
+            except BaseException as error:
+                told = self._parallel.explained(error)
                 core.abort_forward()
-                raise
+                raise told  # noqa: B904 (mostly the same one)
             finally:
                 self._parallel.end_forward(self.device)
         return outputs

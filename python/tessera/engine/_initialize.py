@@ -127,6 +127,13 @@ def _ranks(config: _core.Config, mpu: Any, mesh_param: tuple[int, int] | None) -
         group = None if cut else mpu.get_data_parallel_group()
         _check_mesh_param(config, mesh_param, group)
         return group
+    wanted = config.get("tensor_parallel.autotp_size")
+    if tensor == 1 and wanted > 1:
+        raise ConfigError(
+            f"[initialize] tensor_parallel.autotp_size is {wanted}, and mpu has sequence-parallel groups without "
+            "tensor-parallel ones; register_with_transformers and initialize_sequence_parallel make both where they "
+            f"get tensor_parallel_size={wanted}"
+        )
     mesh = _core.Mesh()
     for getter, axes in _MPU_GROUPS:
         if not hasattr(mpu, getter) or (len(axes) > 1 and (sequence == 1 or mesh.batch_size() == 1)):

@@ -14,7 +14,7 @@ from tessera.parallel import is_model_parallel_parameter
 from tessera.parallel._apply import Cutter, bind, cuts_of, plan_of
 from tessera.parallel._cuts import ParamCut
 from tessera.parallel._draws import Draws
-from tessera.parallel._inputs import check_same_inputs
+from tessera.parallel._inputs import check_same_inputs, explain_sizes
 from tessera.parallel._inside import Watch
 from tessera.parallel._modules import Ranks
 from tessera.parallel._plan import ParallelPlan, make_plan, overlaps
@@ -46,7 +46,7 @@ class TensorParallel:
             self._ranks = bind(model, self._group)
         elif cuts:
             self.plan = make_plan(model, config, self._group.size)
-            self.warnings = [f"[tensor_parallel] {line}" for line in self.plan.core.warnings]
+            self.warnings = [f"[tensor_parallel] {line}" for line in [*self.plan.core.warnings, *self.plan.warnings]]
         if config.get(KEY):
             self._check_regions()
 
@@ -58,6 +58,11 @@ class TensorParallel:
                 f"[config] {KEY}: the model was cut without it; cut it (tessera.parallel.shard_model) with the same "
                 "configuration"
             )
+
+    @property
+    def cuts_params(self) -> bool:
+        """What ranks of a tensor-parallel group hold of some parameters are slices."""
+        return self.plan is not None and self._group.size > 1
 
     @property
     def cuts_sequence(self) -> bool:
@@ -109,6 +114,13 @@ class TensorParallel:
             self._draws.begin(self._group, device)
         if not self._seen and torch.is_grad_enabled():
             self._watch = Watch(self._model, self._ranks)
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Of a forward: `error`, or one that says which module and rule it comes from."""
+        told = explain_sizes(self._model, error) if self.cuts_params else None
+        if told is not None:
+            told.__cause__ = error
+        return told or error
 
     def after_forward(self, device: torch.device) -> None:
         """Of one that went through. Collective as before_forward()."""

@@ -19,9 +19,10 @@ ParamGroups = list[dict[str, Any]]
 
 
 def build_optimizer(
-    config: _core.Config, model: nn.Module, optimizer: Any, model_parameters: Any
+    config: _core.Config, model: nn.Module, optimizer: Any, model_parameters: Any, is_cut: bool = False
 ) -> torch.optim.Optimizer | None:
     """The torch optimizer that rules: the client's, one its callable builds, or the configured one; None without any.
+    `is_cut`: parameters are slices in every stage, of tensor parallelism.
 
     ConfigError for anything else, and for a client's class that is not known to work on slices of parameters."""
     if isinstance(optimizer, Optimizer):
@@ -45,12 +46,15 @@ def build_optimizer(
             f"[initialize] stochastic_rounding of {type(built).__name__} is for programs without an engine; an engine "
             "rounds as tessera.rounding of its configuration says"
         )
-    allowed = not config.placements.shards_states or config.get("zero_allow_untested_optimizer")
-    if not allowed and not is_tested(built):
+    sharded = config.placements.shards_states
+    if (sharded or is_cut) and not config.get("zero_allow_untested_optimizer") and not is_tested(built):
+        stage = f"stage {config.get('zero_optimization.stage')}"
+        gives = " and ".join([*([stage] if sharded else ()), *(["tensor_parallel.autotp_size"] if is_cut else ())])
         raise ConfigError(
-            f"[initialize] {type(built).__name__} is not known to work on slices of parameters, as stage "
-            f"{config.get('zero_optimization.stage')} gives them; set "
+            f"[initialize] {type(built).__name__} is not known to work on slices of parameters, as {gives} "
+            f"{'give' if sharded and is_cut else 'gives'} them; set "
             '"zero_allow_untested_optimizer": true if it updates element by element, or use stage 0'
+            f"{' without tensor parallelism' if is_cut else ''}"
         )
     return built
 

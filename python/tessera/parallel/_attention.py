@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from tessera import _core
 from tessera.errors import ConfigError
 from tessera.parallel._cuts import ParamCut, Range
 
@@ -29,7 +31,8 @@ _WHOLE = (
     "kv_a_proj_with_mqa",
     "kv_a_layernorm",
 )  # of low-rank projections, before the cut
-_QUERIES = ("q_proj", "q", "query", "q_b_proj", "wq", "q_lin")
+_QUERIES = ("q_proj", "q", "query", "q_b_proj", "wq", "q_lin", "to_q")
+_KEYS = ("k_proj", "k", "key", "wk", "k_lin", "to_k")
 
 
 @dataclasses.dataclass
@@ -67,6 +70,40 @@ def heads_of(module: nn.Module) -> int:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return 0
+
+
+def key_heads_of(module: nn.Module, heads: int) -> int:
+    """Key/value heads, as its attributes say, else as many as its key projection has of the size of a query head; 0
+    where that is not known, or heads cannot share them evenly."""
+    children, keys = dict(module.named_children()), 0
+    given = (getattr(module, name, None) for name in _KV_HEADS)
+    known = next((value for value in given if isinstance(value, int) and not isinstance(value, bool)), 0)
+    widths = [
+        next((getattr(children[name], "out_features", 0) for name in names if name in children), 0)
+        for names in (_QUERIES, _KEYS)
+    ]
+    if known > 0:
+        keys = known
+    elif all(widths) and widths[0] % heads == 0 and widths[1] * heads % widths[0] == 0:
+        keys = widths[1] * heads // widths[0]
+    return keys if keys > 0 and heads % keys == 0 else 0
+
+
+def check_heads(model: nn.Module, decisions: list[_core.Decision]) -> None:
+    """ConfigError, before anything is cut, for attention whose ranks would not have whole heads."""
+    columns: dict[str, dict[str, ParamCut]] = {}  # by path of the parent
+    for decision in decisions:
+        if decision.partition != _core.Partition.Column or decision.gather_output or decision.vocabulary:
+            continue
+        if decision.param != "weight" or isinstance(model.get_submodule(decision.path), nn.Embedding):
+            continue
+        tails = decision.tail or [0] * len(decision.sizes)  # of what all ranks share
+        ends = list(itertools.accumulate(size - tail for size, tail in zip(decision.sizes, tails, strict=True)))
+        parent, _, name = decision.path.rpartition(".")
+        ranges = tuple((mine,) for mine in zip([0, *ends], ends, strict=False))
+        columns.setdefault(parent, {})[name] = ParamCut((ends[-1],), 0, ranges)
+    for path, children in columns.items():
+        attention_of(path, model.get_submodule(path), children)
 
 
 def attention_of(path: str, module: nn.Module, columns: dict[str, ParamCut]) -> Attention | None:

@@ -11,6 +11,7 @@ from tessera import _core
 from tessera.errors import ConfigError
 from tessera.parallel._rules import facts_of_config, first_number
 
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # of a layer
 _GATED = ("gate_proj", "gate_up_proj", "w3", "wi_1")  # layers that only gated MLPs have
 
 
@@ -37,9 +38,16 @@ def cost(
     `batch`: sequences of a micro-batch of one data-parallel rank, of `length` tokens over all of sp. `replicas`: of
     hybrid sharding. `dtype`: of activations, parameters and gradients on their way. `recompute`: activation
     checkpointing of every block. `sequence_parallel_norms`: activations between blocks are cut over tp. `gated`: the
-    MLP has a gate beside its up projection; default: as the model's modules or its activation say."""
+    MLP has a gate beside its up projection; default: as the model's modules or its activation say.
+    NotImplementedError for models with experts."""
     config = getattr(model, "config", model)
     config = getattr(config, "text_config", None) or config
+    for name in _EXPERTS:
+        if first_number(config, name) > 1:
+            raise NotImplementedError(
+                f"[cost] {name} is {getattr(config, name)}: this counts one MLP a block, and a mixture of experts has "
+                "other parameters and sends other bytes; it is not served"
+            )
     facts = facts_of_config(config)
     stack = _core.BlockStack()
     stack.layers = first_number(config, "num_hidden_layers", "n_layer", "num_layers")

@@ -1,14 +1,20 @@
-"""Ranks of a tensor-parallel group compute one batch together: a check that they were given the same."""
+"""Ranks of a tensor-parallel group compute one batch together: a check that they were given the same, and what a shape
+error of theirs comes from."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from tessera import _core
+from tessera.errors import ConfigError
+from tessera.parallel._modules import cut_of
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -59,3 +65,52 @@ def _gather_text(text: bytes, group: _core.Group, device: torch.device) -> list[
         group.all_gather(rows, sent.to(device), "description of inputs")
     table = rows.view(group.size, longest).cpu()
     return [bytes(row[:size].tolist()) for row, size in zip(table, sizes.tolist(), strict=True)]
+
+
+def explain_sizes(model: nn.Module, error: BaseException) -> ConfigError | None:
+    """What a shape error of a forward of a cut model comes from, where a slice of a column layer's outputs went into a
+    layer that is whole; None where that is not seen."""
+    about_sizes = type(error) is RuntimeError and ("shape" in str(error) or "size" in str(error))
+    where = _innermost(model, error) if about_sizes else None
+    if where is None:
+        return None
+    path, module, widths = where
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() == 0 or cut_of(module) is not None:
+        return None
+    wanted = weight.size(0 if type(module).__name__ == "Conv1D" else -1)
+    cuts = {name: cut for name, inner in model.named_modules() if (cut := cut_of(inner)) is not None}
+    columns = [(name, cut) for name, cut in cuts.items() if cut.kind == "column" and not cut.gather]
+    columns.sort(key=lambda item: -_shared(path, item[0]))  # the nearest first
+    for name, cut in columns:
+        own = cut.own_weight()
+        total, mine = own.sizes[own.dim], own.length(cut.ranks.rank)
+        came = next((width for width in widths if width < wanted and width * total == wanted * mine), None)
+        if came is not None:
+            return ConfigError(
+                f"[tensor_parallel] {path} is whole and takes {wanted} features, and {came} came in: {name} is cut, "
+                f"and a rank has {mine} of its {total} outputs ({cut.rule}); in tensor_parallel.partition_config give "
+                f"{path} a rule with partition_type row, or that of {name} gather_output"
+            )
+    return None
+
+
+def _shared(first: str, second: str) -> int:
+    """How many components two paths begin with alike."""
+    pairs = zip(first.split("."), second.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+_Place = tuple[str, nn.Module, list[int]]
+
+
+def _innermost(model: nn.Module, error: BaseException) -> _Place | None:
+    """The module of the model that `error` came from, and the last sizes of the tensors that its code had at hand."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found: _Place | None = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in paths:
+            tensors = [v for v in frame.f_locals.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
+            found = (paths[id(module)], module, [tensor.size(-1) for tensor in tensors])
+    return found

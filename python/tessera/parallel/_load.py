@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import mmap
 import os
@@ -69,8 +70,10 @@ def load_slices(
     of the whole model; of each parameter only this rank's slice is read. Local.
 
     `rename`: from a name of the model's state dict to that in the files. `device`: where parameters go that are on the
-    meta device (default: the CPU). Returns the names that no file has; ConfigError for them if `strict`, and for sizes
-    that do not fit. Values are cast to the model's dtypes."""
+    meta device (default: the CPU). Values are cast to the model's dtypes. Buffers that no file has are computed anew
+    where a module without parameters is built from nothing but its configuration (rotary embeddings). Returns the names
+    that no file has, and those of other buffers that are on the meta device still; ConfigError for them if `strict`,
+    and for sizes that do not fit."""
     sources: dict[str, _File] = {}
     for path in _files_of(files):
         file = _File(path)
@@ -103,9 +106,48 @@ def load_slices(
             if isinstance(new, nn.Parameter):
                 loaded[id(tensor)] = new
     missing = [name for name in missing if not _was_tied(model, name, loaded)]
+    built, empty = _compute(model, device)
+    missing = [name for name in missing if name not in built]
+    empty = [name for name in empty if name not in missing]
     if missing and strict:
         raise ConfigError(f"[load_slices] no file has {', '.join(missing)}")
-    return missing
+    if empty and strict:
+        raise ConfigError(
+            f"[load_slices] no file has, nor is it known how to compute, the buffers {', '.join(empty)} of the meta "
+            "device: give them values before, or build the model with only its parameters on the meta device, as "
+            "docs/tensor_parallel.md shows"
+        )
+    return [*missing, *empty]
+
+
+def _compute(model: nn.Module, device: Any) -> tuple[set[str], list[str]]:
+    """What is no parameter and on the meta device gets its values, where its module can be built anew. The names of
+    what did, and of what did not."""
+    built: set[str] = set()
+    empty: list[str] = []
+    for prefix, module in model.named_modules():
+        tensors = {**module._buffers, **vars(module)}  # some keep a second name of a buffer as a plain attribute
+        names = [name for name, value in tensors.items() if isinstance(value, torch.Tensor) and value.is_meta]
+        fresh = _built_anew(module, device) if names else None
+        for name in names:
+            value, full = getattr(fresh, name, None), f"{prefix}.{name}" if prefix else name
+            if isinstance(value, torch.Tensor) and value.shape == tensors[name].shape:
+                setattr(module, name, value.to(tensors[name].dtype))
+                built.add(full)
+            else:
+                empty.append(full)
+    return built, empty
+
+
+def _built_anew(module: nn.Module, device: Any) -> nn.Module | None:
+    """Another one, with values; None where more than its configuration would be needed, or much memory."""
+    config = getattr(module, "config", None)
+    arguments = set(inspect.signature(type(module)).parameters)
+    if config is None or not {"config"} <= arguments <= {"config", "device"} or any(True for _ in module.parameters()):
+        return None
+    device = torch.device(device or "cpu")
+    with device, torch.random.fork_rng(devices=[]):
+        return type(module)(config, **({"device": device} if "device" in arguments else {}))
 
 
 def _was_tied(model: nn.Module, full: str, loaded: dict[int, nn.Parameter]) -> bool:

@@ -10,13 +10,17 @@ from torch import nn
 
 from tessera import _core
 from tessera.errors import ConfigError
+from tessera.parallel._attention import check_heads
 from tessera.parallel._modules import EXPERTS
 from tessera.parallel._regions import KEY, Regions, find_regions
-from tessera.parallel._rules import Rules, facts_of, rules_for
+from tessera.parallel._rules import Rules, facts_of, model_type, rules_for
 
 if TYPE_CHECKING:
     from tessera.parallel._attention import Attention, Follow
 
+# Names of layers that hold several projections; models in which they lie head by head.
+_FUSED = ("qkv", "query_key_value", "c_attn", "w_pack", "gate_up", "up_gate")
+_HEAD_BY_HEAD = ("bloom", "gpt_neox", "gpt_neox_japanese", "falcon", "persimmon", "fuyu", "gpt_bigcode")
 # Modules that use the weights of their children without calling them: these stay whole.
 _OWN_USE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -32,6 +36,7 @@ class ParallelPlan:
     summed: list[str]  # those of them whose gradient a rule sums
     vocab_parallel: bool = False
     regions: Regions | None = None  # where activations are cut along the sequence
+    warnings: list[str] = dataclasses.field(default_factory=list)  # beside those of the core
     notes: dict[str, str] = dataclasses.field(default_factory=dict)  # by what is noted: the first module it is true of
 
     def __deepcopy__(self, memo: Any) -> ParallelPlan:
@@ -44,6 +49,7 @@ class ParallelPlan:
         table = "(of a pickled model)" if self.core is None else self.core.text().rstrip("\n")
         lines = [f"tensor parallel over {self.size} ranks, rules: {self.source}", table]
         lines += [] if self.regions is None else [str(self.regions)]
+        lines += [f"warning: {warning}" for warning in self.warnings]
         lines += [f"{path}: {note}" for note, path in self.notes.items()]
         return "\n".join(lines)
 
@@ -76,11 +82,32 @@ def make_plan(model: nn.Module, config: _core.Config, size: int) -> ParallelPlan
     options.vocab_parallel = bool(config.get("tensor_parallel.vocab_parallel_lm_head"))
     modules = list(_modules(model))
     core = _core.make_plan(modules, facts_of(model), options)
+    check_heads(model, core.decisions)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     kept = {name: rule for name in names if (rule := _skipping(name, rules)) is not None}
     summed = [name for name, rule in kept.items() if rule.sum_gradient]
     regions = find_regions(model, core) if size > 1 and config.get(KEY) else None
-    return ParallelPlan(core, size, rules.source, list(kept), summed, options.vocab_parallel, regions)
+    fused = _cut_as_one(core, rules, model_type(model)) if size > 1 else []
+    return ParallelPlan(core, size, rules.source, list(kept), summed, options.vocab_parallel, regions, fused)
+
+
+def _cut_as_one(core: _core.ParallelPlan, rules: Rules, kind: str) -> list[str]:
+    """Of layers whose name says that they hold several projections, and that a rule of the user's takes for one."""
+    shaped = {f"{rule.source}: {rule.pattern}" for rule in rules.rules if rule.shape is not None}
+    found: dict[str, list[str]] = {}  # paths by rule
+    for d in core.decisions:
+        plain = d.partition == _core.Partition.Column and d.param == "weight" and not d.gather_output
+        if not plain or not d.rule.startswith("tensor_parallel.") or d.rule in shaped or kind in _HEAD_BY_HEAD:
+            continue
+        if any(part in d.path.rpartition(".")[2].lower() for part in _FUSED):
+            found.setdefault(d.rule, []).append(d.path)
+    return [
+        f"{paths[0]} (and {len(paths) - 1} more) holds several projections, as its name says, and its rule ({rule}) "
+        "cuts it as one: right only where heads lie one after the other, each with its own query, key and value. Give "
+        'the rule "shape": [3, -1] for three equal projections, [2, -1] for two, [[...], -1] for their sizes; [1, -1] '
+        "says that it is right"
+        for rule, paths in found.items()
+    ]
 
 
 def overlaps(config: _core.Config) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from tessera import _core
 from tessera.errors import ConfigError
+from tessera.parallel._attention import heads_of, key_heads_of
 
 _SECTION = "tensor_parallel.partition_config"
 # Keys of the section, and of one of its layer_specs -> the value where it is absent.
@@ -82,7 +83,21 @@ def facts_of(model: nn.Module) -> _core.ModelFacts:
         part = getattr(module, "config", None) if path else None
         if part is not None and any(part is other for other in others):
             facts.parts = {**facts.parts, path: facts_of_config(part)}
+    if facts.heads == 0:
+        facts.parts = {**_heads_of_modules(model), **facts.parts}
     return facts
+
+
+def _heads_of_modules(model: nn.Module) -> dict[str, _core.ModelFacts]:
+    """Of a model without a configuration: those of the attention modules that say how many heads they have."""
+    found: dict[str, _core.ModelFacts] = {}
+    for path, module in model.named_modules():
+        heads = heads_of(module)
+        keys = key_heads_of(module, heads) if heads > 0 else 0
+        if keys > 0:
+            found[path] = facts = _core.ModelFacts()
+            facts.heads, facts.kv_heads = heads, keys
+    return found
 
 
 def facts_of_config(config: Any) -> _core.ModelFacts:

@@ -11,6 +11,7 @@ from the position_ids of all ranks.
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 import weakref
 from typing import Any
@@ -79,6 +80,7 @@ class UlyssesSPAttentionHF:
         *,
         groups: SequenceParallelGroups | None = None,
         parts: int = 1,
+        tensor_parallel_size: int = 1,
     ) -> SequenceParallelGroups | None:
         """From now on the model's attention runs over sequence_parallel_size ranks. Returns the groups, to be given to
         tessera.initialize as `mpu`; None, and nothing changes, for a size of 1.
@@ -88,7 +90,8 @@ class UlyssesSPAttentionHF:
         flash attention. seq_length: of all ranks together, and micro_batch_size: checked at each call if
         seq_length_is_variable is False. disable_in_eval: modules in eval mode attend to their own rank's tokens only,
         which then are a whole sequence. max_length: another name of seq_length. groups: in place of new ones, over all
-        processes. parts: of the heads, as in DistributedAttention. Collective.
+        processes. parts: of the heads, as in DistributedAttention. tensor_parallel_size: of the new groups, where
+        tensor_parallel.autotp_size is more than 1. Collective.
         """
         check_parts(parts, _LABEL)
         if sequence_parallel_size == 1:
@@ -100,7 +103,9 @@ class UlyssesSPAttentionHF:
         _check_length(length, seq_length_is_variable, sequence_parallel_size)
         if isinstance(model_name_or_path, nn.Module):
             _check_model(model_name_or_path)
-        groups = groups or initialize_sequence_parallel(sequence_parallel_size)
+        groups = groups or initialize_sequence_parallel(
+            sequence_parallel_size, tensor_parallel_size=tensor_parallel_size
+        )
         if groups.get_sequence_parallel_world_size() != sequence_parallel_size:
             raise ConfigError(
                 f"[{_LABEL}] sequence_parallel_size is {sequence_parallel_size}, the groups have "
@@ -271,6 +276,32 @@ def _dispatch(implementation: str) -> _Dispatch:
             present = _Dispatch(present)
             ALL_ATTENTION_FUNCTIONS[implementation] = present
     return present
+
+
+def attends_locally(model: nn.Module) -> list[str]:
+    """Nothing, or a line for the log: the model's causal attention is as Transformers has it, and not registered, so it
+    exchanges nothing with the other ranks of a sequence."""
+    if "transformers" not in sys.modules:
+        return []
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(module, "is_causal", False) is not True or config is None or "forward" in vars(module):
+            continue
+        name = getattr(config, "_attn_implementation", None)
+        function = ALL_ATTENTION_FUNCTIONS[name] if name in ALL_ATTENTION_FUNCTIONS else type(module).forward
+        if isinstance(function, _Dispatch):
+            if _MARK in vars(module) or getattr(config, "model_type", "") in function.by_type:
+                continue
+            function = function.original
+        if all(inspect.unwrap(f).__module__.startswith("transformers.") for f in (function, type(module).forward)):
+            return [
+                f"[sequence] attention of {type(model).__name__} is local: a rank attends to its own part of a "
+                f"sequence only ({type(module).__name__} as Transformers has it); call "
+                f"{_LABEL}.register_with_transformers"
+            ]
+    return []
 
 
 def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

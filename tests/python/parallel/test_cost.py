@@ -9,7 +9,7 @@ import torch
 import transformers
 from support import run_mesh
 from test_models import settings
-from tiny_models import LLAMA, of, text
+from tiny_models import LLAMA, MODELS, of, text
 
 import tessera
 from tessera import _core
@@ -42,3 +42,16 @@ def test_from_a_configuration_alone() -> None:
     assert one.text() == tessera.parallel.cost(of("Llama", LLAMA)(), length=8, tp=2, dp=4, stage=3).text()
     with pytest.raises(ValueError, match="does not say how many layers"):
         tessera.parallel.cost(torch.nn.Linear(2, 2), length=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("mixtral", "num_local_experts is 4"),
+        ("qwen2_moe", "num_experts is 4"),
+        ("deepseek_v3", "n_routed_experts is 4"),
+    ],
+)
+def test_experts_are_refused_by_name(name: str, number: str) -> None:
+    with pytest.raises(NotImplementedError, match=number):
+        tessera.parallel.cost(MODELS[name][0](), length=8, tp=2)

@@ -13,6 +13,7 @@ from support import assert_close, config, run_mesh
 from test_models import assert_near, assert_same, compare, settings, train, train_plain
 from tiny_models import LEARNED, LLAMA, MODELS, learned, learned_rules, of, text
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint
 
 import tessera
@@ -250,6 +251,28 @@ def test_a_clients_optimizer_and_its_states_are_cut_too(stage: int) -> None:
             assert_near(name, found[name], param.detach(), 1e-4)
 
 
+@pytest.mark.parametrize("client", [False, True])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_optimizers_that_look_across_a_matrix_are_refused(stage: int, client: bool) -> None:
+    """And taken where the configuration says that they do not."""
+    cfg = adam(2, stage) | {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}}
+    where = r"stage 2 and tensor_parallel\.autotp_size give" if stage else r"tensor_parallel\.autotp_size gives"
+    message = rf"Adafactor is not known to work on slices of parameters, as {where} them"
+    if client:
+        del cfg["optimizer"]
+    elif stage:
+        message = "Adafactor has no native rule"
+
+    def body(rank: int, mesh: tessera.Mesh) -> None:
+        model = llama()
+        kwargs = {"optimizer": torch.optim.Adafactor(model.parameters(), lr=1e-2)} if client else {}
+        with pytest.raises(ValueError, match=message):
+            tessera.Engine(model, cfg, group=mesh, **kwargs)
+        tessera.Engine(model, cfg | {"zero_allow_untested_optimizer": True}, group=mesh, **kwargs).destroy()
+
+    run_mesh(body, tp=2)
+
+
 def test_frozen_parameters_are_cut_and_shared_as_well() -> None:
     model = MODELS["qwen3"][0]()
     model.model.layers[0].requires_grad_(False)
@@ -333,23 +356,25 @@ def tessera_llama() -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
 
 
-def test_models_of_the_meta_device_are_filled_slice_by_slice(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "stage"), [("chatglm", 2), ("llama", 0), ("llama", 3)])
+def test_models_of_the_meta_device_are_filled_slice_by_slice(name: str, stage: int, tmp_path: Path) -> None:
+    """Llama's rotary embedding has buffers that are in no file."""
     from safetensors.torch import save_file
 
-    model = MODELS["chatglm"][0]()
+    model = MODELS[name][0]()
     half = {n: v.clone() for n, v in list(model.state_dict().items())[:9]}
     save_file(half, str(tmp_path / "a.safetensors"))
     save_file({n: v.clone() for n, v in model.state_dict().items() if n not in half}, str(tmp_path / "b.safetensors"))
     want = train_plain(copy.deepcopy(model), [[text(0)], [text(1)]])
-    cfg = settings(2, {"preset_model": "chatglm"}, stage=2)
+    cfg = settings(2, {"preset_model": name}, stage=stage)
 
     def body(rank: int, mesh: tessera.Mesh) -> Any:
         with torch.device("meta"):
-            meta = type(model)()
+            meta = type(model)(model.config) if name == "llama" else type(model)()
         plan = tessera.parallel.shard_model(meta, cfg, group=mesh.group(tessera._core.Axis.Tp))
-        assert plan.size == 2 and meta.layers[0].mlp.dense_h_to_4h.weight.shape == (48, 32)
+        assert plan.size == 2 and sum(p.numel() for p in meta.parameters()) < sum(p.numel() for p in model.parameters())
         assert tessera.parallel.load_slices(meta, tmp_path) == []
-        with pytest.raises(ValueError, match=r"no file has .*layers.1.mlp.dense_4h_to_h.bias"):
+        with pytest.raises(ValueError, match=r"no file has .*layers.1.mlp"):
             tessera.parallel.load_slices(meta, tmp_path / "a.safetensors")
         engine = tessera.Engine(meta, cfg, group=mesh)
         try:
@@ -359,6 +384,37 @@ def test_models_of_the_meta_device_are_filled_slice_by_slice(tmp_path: Path) -> 
 
     for got in run_mesh(body, tp=2):
         assert_same(got, want)
+
+
+class Masked(nn.Linear):
+    """A buffer that nobody else can compute, and its second name."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+        self.other = self.mask
+
+
+def test_buffers_that_stay_empty_are_named(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    def to_meta(_module: nn.Module, _name: str, param: Any) -> Any:
+        return None if param is None or param.is_meta else nn.Parameter(param.to("meta"), param.requires_grad)
+
+    save_file(nn.Sequential(Masked()).state_dict(), str(tmp_path / "a.safetensors"))
+    with torch.device("meta"):
+        meta = nn.Sequential(Masked())
+    cfg = settings(1, {"partition_config": {"layer_specs": [{"patterns": [".*"]}]}})
+    tessera.parallel.shard_model(meta, cfg, group=tessera.thread_groups(1)[0])
+    with pytest.raises(ValueError, match=r"the buffers 0\.mask, 0\.other of the meta device.*tensor_parallel\.md"):
+        tessera.parallel.load_slices(meta, tmp_path)
+    assert tessera.parallel.load_slices(meta, tmp_path, strict=False) == ["0.mask", "0.other"]
+    handle = register_module_parameter_registration_hook(to_meta)  # as the documentation has it
+    meta = nn.Sequential(Masked())
+    handle.remove()
+    tessera.parallel.shard_model(meta, cfg, group=tessera.thread_groups(1)[0])
+    assert tessera.parallel.load_slices(meta, tmp_path) == []
+    assert meta[0].mask.equal(torch.ones(4)) and not meta[0].weight.is_meta
 
 
 # ---------------------------------------------------------------- wrong use
@@ -417,6 +473,32 @@ def test_what_would_train_wrong_is_told(how: str, whole: tuple[str, ...], error:
         with pytest.raises(error, match=message):
             engine = tessera.Engine(copies[rank], settings(2, learned_rules(*whole)), group=mesh)
             engine.backward(engine(**text(0)).loss)
+
+    run_mesh(body, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (
+            [{"patterns": [".*dense_h_to_4h"], "shape": [2, -1]}],
+            r"mlp\.dense_4h_to_h is whole and takes 48 features, and 24 came in: layers\.0\.mlp\.dense_h_to_4h is "
+            r"cut, .* 48 of its 96 outputs .*layer_specs\[0\].*; in tensor_parallel\.partition_config give",
+        ),
+        (
+            [{"patterns": [".*o_proj"], "partition_type": "skip"}, {"patterns": [".*[qkv]_proj"]}],
+            r"self_attention\.o_proj is whole and takes 32 features, and 16 came in: layers\.0\.self_attention\.q_proj",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_column_without_its_row_is_named(specs: list[dict[str, Any]], message: str, stage: int) -> None:
+    def body(rank: int, mesh: tessera.Mesh) -> None:
+        rules = {"partition_config": {"layer_specs": specs}}
+        engine = tessera.Engine(MODELS["own"][0](), settings(2, rules, stage=stage), group=mesh)
+        with pytest.raises(ValueError, match=message):
+            engine(**text(0))
+        engine.destroy()
 
     run_mesh(body, tp=2)
 

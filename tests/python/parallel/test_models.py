@@ -168,6 +168,8 @@ THREE = (
     "phi3, four keys",
     "bloom",
     "chatglm, with a configuration",
+    "own",
+    "own, four keys",
     "gpt_neox",
     "opt",
     "falcon, alibi",

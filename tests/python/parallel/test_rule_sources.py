@@ -119,6 +119,22 @@ def test_models_that_are_refused_say_why(model: Any, message: str) -> None:
         planned(model())
 
 
+def test_heads_that_cannot_be_dealt_out_are_refused_by_the_plan() -> None:
+    assert "q_proj  x 2  column 32 = 16 + 8 + 8" in str(planned(MODELS["own"][0](), 3, **MODELS["own"][2]))
+    with pytest.raises(ValueError, match=r"layers.0.self_attention: 4 heads in 96 rows .* rank 0 has 32 rows"):
+        planned(MODELS["chatglm"][0](), 3, **custom({"patterns": [".*query_key_value"]}))
+
+
+def test_fused_layers_that_a_rule_takes_for_one_are_warned_of() -> None:
+    rule = {"patterns": [".*query_key_value"]}
+    made = planned(MODELS["chatglm"][0](), **custom(rule, ROW))
+    (warning,) = made.warnings
+    assert "layers.0.self_attention.query_key_value (and 1 more) holds several" in warning and warning in str(made)
+    for shape in ([3, -1], [1, -1]):
+        assert planned(MODELS["chatglm"][0](), **custom({**rule, "shape": shape}, ROW)).warnings == []
+    assert planned(MODELS["bloom"][0](), **custom(rule)).warnings == []  # head by head
+
+
 def test_a_model_says_what_it_is() -> None:
     facts = facts_of(MODELS["qwen2_5_vl"][0]())
     assert (facts.model_type, facts.heads, facts.kv_heads, facts.hidden) == ("qwen2_5_vl", 4, 2, 32)

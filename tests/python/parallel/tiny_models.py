@@ -200,6 +200,32 @@ def chatglm() -> nn.Module:
     return ChatGLMModel()
 
 
+class PlainAttention(nn.Module):
+    """As one writes it: attributes say how many heads there are, and no configuration does."""
+
+    def __init__(self, hidden: int, heads: int, keys: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = heads, hidden // heads
+        self.q_proj, self.o_proj = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
+        self.k_proj, self.v_proj = (nn.Linear(hidden, keys * self.head_dim) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(-2))
+
+
+def own(heads: int, keys: int) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = chatglm()
+        for layer in model.layers:
+            layer.self_attention = PlainAttention(32, heads, keys)
+        return model
+
+    return make
+
+
 def chatglm_with_config() -> nn.Module:
     model = chatglm()
     model.config = tf.PretrainedConfig(num_attention_heads=4, hidden_size=32, vocab_size=VOCABULARY)
@@ -265,6 +291,16 @@ GPT2_RULES = {
     }
 }
 
+OWN_RULES = {
+    "partition_config": {
+        "layer_specs": [
+            {"patterns": [r".*\.[qkv]_proj\.weight$"]},
+            {"patterns": [r".*\.dense_h_to_4h\.weight$"], "shape": [2, -1]},
+            {"patterns": [r".*\.(o_proj|dense_4h_to_h)\.weight$"], "partition_type": "row"},
+        ]
+    }
+}
+
 # name -> (model, batches, its section of the configuration beside autotp_size)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], dict[str, Any]]] = {
     "llama": (of("Llama", LLAMA), text, {}),
@@ -316,6 +352,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], dict[str,
         learned_rules(*LEARNED, r".*\.act", r".*\.gain$", grad_allreduce=True),
     ),
     "apertus": (of("Apertus", LLAMA, num_key_value_heads=2, rope_scaling=None), text, {}),
+    "own": (own(4, 4), text, OWN_RULES),
+    "own, four keys": (own(8, 4), text, OWN_RULES),
     "falcon": (of("Falcon", NEOX, new_decoder_architecture=True, num_kv_heads=2), text, {}),
     "falcon, all heads": (of("Falcon", NEOX, multi_query=False, bias=True), text, {}),
     "falcon, alibi": (of("Falcon", NEOX, multi_query=False, alibi=True), text, {}),

@@ -65,12 +65,40 @@ def worker(rank: int, port: int, folder: str) -> None:
     uneven = UlyssesSPDataLoaderAdapter(batches(rank)[: 1 + rank % SP], rank % SP, group, SP, "cpu")
     assert [len(list(uneven)) for _ in range(2)] == [2, 2]
     engine.destroy()
+    results.append(beside_tensor_parallelism(rank))
     with pytest.raises(ValueError, match="sequence_parallel_size must be 1 at least, got 0"):
         initialize_sequence_parallel(0)
     with pytest.raises(ValueError, match=r"sequence_parallel_size 3 x .* does not divide the 4 ranks"):
         initialize_sequence_parallel(3)
     torch.save(results, os.path.join(folder, f"{rank}.pt"))
     torch.distributed.destroy_process_group()
+
+
+def beside_tensor_parallelism(rank: int) -> Any:
+    """The program of the documentation: ranks 0 and 1 hold one model's slices, 0 and 2 share sequences."""
+    model = llama()
+    groups = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", SP, BATCH, tensor_parallel_size=2)
+    assert groups is not None
+    assert (groups.get_sequence_parallel_rank(), groups.get_tensor_model_parallel_rank()) == (rank // 2, rank % 2)
+    assert groups.get_tensor_model_parallel_world_size() == groups.get_sequence_data_parallel_world_size() == 2
+    cfg = config(2) | {"sequence_parallel_size": SP, "tensor_parallel": {"autotp_size": 2}}
+    engine = tessera.initialize(model=model, config=cfg, mpu=groups)[0]
+    assert (engine.dp_world_size, engine.sp_world_size, engine.mp_world_size) == (1, SP, 2)
+    group = groups.get_sequence_parallel_group()
+    loader = [text_batch(groups.get_sequence_data_parallel_rank(), PACKED)]
+    found: Any = None
+    for batch in UlyssesSPDataLoaderAdapter(loader, groups.get_sequence_parallel_rank(), group, SP, "cpu"):
+        labels = batch.pop("shift_labels")
+        loss = torch.nn.functional.cross_entropy(engine(**batch).logits.flatten(0, 1), labels.flatten())
+        loss = mean_over_sequence(loss, labels, group)
+        loss.backward()
+        found = found or (loss.item(), full_grads(engine))
+        engine.zero_grad()
+    engine.destroy()
+    alone = UlyssesSPAttentionHF.register_with_transformers(llama(), "sdpa", SP, BATCH)
+    with pytest.raises(ValueError, match=r"autotp_size is 2, and mpu has sequence-parallel .* tensor_parallel_size=2"):
+        tessera.initialize(model=llama(), config=cfg, mpu=alone)
+    return found
 
 
 def test_a_program_of_four_processes(tmp_path: Path) -> None:
@@ -87,6 +115,13 @@ def test_a_program_of_four_processes(tmp_path: Path) -> None:
             loss, found = results[rank][micro]
             assert loss == pytest.approx(losses[rank // SP].item(), rel=1e-4)
             assert_close(found, expected)
+    model = llama()
+    plain = plain_loss(model, text_batch(0, PACKED))
+    plain.backward()
+    for rank in range(WORLD):  # beside tensor parallelism
+        loss, found = results[rank][4]
+        assert loss == pytest.approx(plain.item(), rel=1e-4)
+        assert_close(found, {name: p.grad for name, p in model.named_parameters()})
 
 
 def test_groups_that_do_not_fit() -> None:

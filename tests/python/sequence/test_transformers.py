@@ -291,6 +291,23 @@ def test_wrong_registrations(case: str) -> None:
         UlyssesSPAttentionHF.register_with_transformers(model, implementation, size, *(rest or [2]))
 
 
+@pytest.mark.parametrize("registered", [False, True])
+def test_attention_that_stays_local_is_told_of(registered: bool, caplog: pytest.LogCaptureFixture) -> None:
+    copies = [llama() for _ in range(2)]
+
+    def body(rank: int, mesh: tessera.Mesh) -> None:
+        engine = tessera.Engine(copies[rank], config(0, sequence_parallel_size=2), group=mesh)
+        if registered:  # after the engine is early enough
+            register(copies[rank], mesh)
+        for _ in range(2):
+            shared_loss(engine, text_batch(0), groups_of(mesh)).backward()
+        engine.destroy()
+
+    run_mesh(body, sp=2)
+    told = [record.message for record in caplog.records if "attention of LlamaForCausalLM is local" in record.message]
+    assert len(told) == (0 if registered else 1)
+
+
 def test_groups_of_another_size() -> None:
     def body(rank: int, mesh: tessera.Mesh) -> None:
         with pytest.raises(ValueError, match="sequence_parallel_size is 4, the groups have 2 ranks a sequence"):
