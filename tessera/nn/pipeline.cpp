@@ -94,6 +94,14 @@ std::shared_ptr<StageLayers> build(const Layers& layers, const Config& config, c
   return module;
 }
 
+// Stages are built each for themselves: an error of one is one of all. Collective.
+void tell_built(const comm::Parts& parts, bool built) {
+  const auto rows = rows_of(parts, {built ? 0.0 : 1.0}, "whether engines are built");
+  for (int rank = 0; rank < static_cast<int>(rows.size()) && built; ++rank)
+    TESSERA_CHECK(rows[rank][0] == 0, "pipeline", stage_name(parts, rank),
+                  " could not build its engine; see its error");
+}
+
 }  // namespace
 
 comm::Parts environment_stages(const Config& config, int stages) {
@@ -114,7 +122,7 @@ Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const Pipelin
     : Pipeline(config, parts, options, module, Ties(parts, *module)) {}
 
 Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
-                   std::shared_ptr<StageLayers> module, Ties ties)
+                   std::shared_ptr<StageLayers> module, Ties ties, bool told) try
     : Session(module, config, parts.mesh, nullptr, units_of_layers),
       parts_(parts),
       options_(options),
@@ -122,7 +130,14 @@ Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const Pipelin
       schedule_(config.pipeline.schedule),
       recompute_interval_(config.pipeline.activation_checkpoint_interval),
       ties_(std::move(ties)) {
+  told = true;
+  tell_built(parts, true);
   connect();
+} catch (const c10::DistBackendError&) {
+  throw;
+} catch (const std::exception&) {
+  if (!told) tell_built(parts, false);
+  throw;
 }
 
 // Wires by the boundary between two parts of the model: one tag for the way there, one for the way back.

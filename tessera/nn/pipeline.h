@@ -91,7 +91,7 @@ class Pipeline : private Session {
   Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
            std::shared_ptr<StageLayers> module);
   Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
-           std::shared_ptr<StageLayers> module, Ties ties);
+           std::shared_ptr<StageLayers> module, Ties ties, bool told = false);
   void connect();
   std::vector<MicroBatch> read(const BatchSource& data, int64_t micro_batches);
   Tensors forward(int chunk, const Tensors& inputs);

@@ -1,6 +1,7 @@
 #include "tessera/nn/pipeline_run.h"
 
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/base/error.h"
 #include "tessera/nn/freed_graph.h"
@@ -17,6 +18,19 @@ Tensors trained(const Tensors& tensors) {
   for (const at::Tensor& t : tensors)
     if (t.defined() && t.requires_grad()) result.push_back(t);
   return result;
+}
+
+// A message's tensor as the result of an operation, so that the layer may work in place on it; the leaf, whose gradient goes
+// back, stays what it is.
+struct Received : torch::autograd::Function<Received> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& leaf) { return leaf.detach(); }
+  static Tensors backward(torch::autograd::AutogradContext*, Tensors gradients) { return gradients; }
+};
+
+Tensors received(Tensors tensors) {
+  for (at::Tensor& t : tensors)
+    if (t.defined() && t.requires_grad() && c10::GradMode::is_enabled()) t = Received::apply(t);
+  return tensors;
 }
 
 }  // namespace
@@ -65,7 +79,7 @@ void PipelineRun::forward(Place place) {
   const auto [chunk, micro] = place;
   const bool first = shape_.is_first(stage_, chunk), last = shape_.is_last(stage_, chunk);
   const Tensors inputs = first ? batches_[micro].inputs : taken(inputs_, place);
-  Tensors made = engine_.forward(chunk, inputs);
+  Tensors made = engine_.forward(chunk, first ? inputs : received(inputs));
   Live live;
   if (!first) live.inputs = trained(inputs);
   if (last) {

@@ -88,6 +88,11 @@ TEST(Pipeline, TrainsAsTheWholeModelBitForBit) {
     cases.push_back({.ranks = 2, .zero = 2, .dtype = dtype});
     cases.push_back({.zero = 1, .dtype = dtype, .interval = 2});
   }
+  for (const int zero : {0, 1, 2}) {  // a stage with nothing to train
+    cases.push_back({.ranks = 2, .zero = zero, .list = [](auto&) { return testing::frozen_layers(0, 5); }});
+    cases.push_back({.ranks = 2, .zero = zero, .list = [](auto&) { return testing::frozen_layers(5, 10); }});
+    cases.push_back({.ranks = 2, .zero = zero, .list = [](auto&) { return testing::functions_last(); }});
+  }
   cases.push_back({.stages = 1, .interval = 3});
   cases.push_back({.ranks = 2, .zero = 2, .interval = 1});
   cases.push_back({.chunks = 2, .schedule = "interleaved", .interval = 2});
@@ -249,6 +254,17 @@ TEST(Pipeline, AnErrorOfOneStageEndsTheBatchOnAll) {
     }
   }
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
+}
+
+TEST(Pipeline, AnEngineThatOneStageCannotBuildIsAnErrorOnAll) {
+  const Case c{.stages = 3};
+  const auto errors = errors_of(c, [&](const comm::Parts& parts) {
+    Case mine = c;
+    if (parts.part == 1) mine.more = R"("scheduler": {"type": "CosineAnnealingLR"},)";
+    Pipeline(layers(), mine.config(), parts, mine.options());
+  });
+  for (int rank = 0; rank < 3; ++rank)
+    EXPECT_HAS(errors[rank], rank == 1 ? "scheduler.type 'CosineAnnealingLR'" : "stage 1 (rank 1) could not build its");
 }
 
 TEST(Pipeline, AGraphThatIsFreedTooEarlyIsNamed) {

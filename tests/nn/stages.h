@@ -67,6 +67,32 @@ inline Layers layers() {
   return list;
 }
 
+// The same, of which some are frozen.
+inline Layers frozen_layers(int first, int last) {
+  Layers list = layers();
+  for (int number = first; number < last; ++number) {
+    if (!list[number].build) continue;
+    list[number].build = [make = list[number].build](nn::Layer& layer) {
+      make(layer);
+      for (at::Tensor& param : layer.module->parameters())
+        param.requires_grad_(false);
+    };
+  }
+  return list;
+}
+
+// The second of two stages has no parameters, and begins in place.
+inline Layers functions_last() {
+  Layers list;
+  list.build([] { return fresh(0, torch::nn::Linear(6, kWidth)); });
+  list.build([] { return fresh(1, Block(kWidth)); });
+  list.build([] { return fresh(2, torch::nn::Linear(kWidth, 3)); });
+  list.add([](at::Tensor x) { return x.mul_(0.5).tanh_(); });
+  list.add([](const at::Tensor& x) { return x + 0.1; });
+  list.add([](const at::Tensor& x) { return x * 2; });
+  return list;
+}
+
 // The first and the last layer share a weight [kWidth, 6].
 inline Layers tied_layers() {
   const auto make = [] { return fresh(0, torch::nn::Linear(torch::nn::LinearOptions(6, kWidth).bias(false))); };

@@ -91,7 +91,7 @@ class DeepSpeedEngine(tessera.Engine):
             return getattr(module, name)
         except AttributeError:
             raise AttributeError(
-                f"neither 'DeepSpeedEngine' nor its module '{type(module).__name__}' has an attribute '{name}'"
+                f"neither '{type(self).__name__}' nor its module '{type(module).__name__}' has an attribute '{name}'"
             ) from None
 
     def _visible_optimizer(self, options: Any) -> torch.optim.Optimizer | None:

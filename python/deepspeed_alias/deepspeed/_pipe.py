@@ -1,70 +1,107 @@
-"""deepspeed.pipe: tessera.pipeline with DeepSpeed's engine, and the topologies that PipelineModule takes."""
+"""deepspeed.pipe: tessera.pipeline with DeepSpeed's engine."""
 
 from __future__ import annotations
 
-import itertools
-from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
+from tessera.data import RepeatingLoader
+from tessera.errors import ConfigError
+from tessera.pipeline._topology import PipeDataParallelTopology, PipelineParallelGrid, PipeModelDataParallelTopology
+
+from deepspeed import _groups
 from deepspeed._engine import DeepSpeedEngine
+from tessera import _core
 from tessera.pipeline import PipelineEngine as TesseraPipelineEngine
 
 
 class PipelineEngine(DeepSpeedEngine, TesseraPipelineEngine):
     """What deepspeed.initialize makes of a PipelineModule."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.data_iterator: Iterator[Any] | None = None
+        self.batch_fn: Callable[[Any], Any] | None = None
+        self.agg_train_loss: torch.Tensor | None = None
+        self.has_attention_mask = False
+        self.grid = self._grid_of_ranks()
 
-class ProcessTopology:
-    """Ranks on a grid of named axes, the last one the fastest."""
+    def _grid_of_ranks(self) -> PipelineParallelGrid:
+        """With the sizes that the engine has, whatever the topology of its module says."""
+        pipe, model = self.num_stages, self.mp_world_size
+        data = self._grid.size // model
+        topology = self.module.topology()
+        if [max(1, topology.get_dim(axis)) for axis in ("pipe", "data", "model")] != [pipe, data, model]:
+            topology = PipeDataParallelTopology(pipe, data)
+            if model > 1:
+                topology = PipeModelDataParallelTopology(pipe, model, data)
+        grid = PipelineParallelGrid(topology, self._grid.rank)
+        grid.groups = {
+            "pipe": lambda: self._grid.forwards if pipe > 1 else _groups._alone(),
+            "data": lambda: self.data_parallel_group,
+            "model": lambda: _groups.group_of(self, _core.Axis.Tp, "get_tensor_model_parallel_group", None),
+        }
+        return grid
 
-    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
-        self.axes = list(axes)
-        self.dims = list(dims)
-        self.ProcessCoord = namedtuple("ProcessCoord", axes)  # type: ignore[misc]
-        places = itertools.product(*map(range, dims))
-        self._coords = [self.ProcessCoord._make(place) for place in places]  # type: ignore[attr-defined]
+    @property
+    def mpu(self) -> PipelineParallelGrid:
+        return self.grid
 
-    def world_size(self) -> int:
-        return len(self._coords)
+    @property
+    def is_pipe_parallel(self) -> bool:
+        return self.grid.pipe_parallel_size > 1
 
-    def get_dim(self, axis: str) -> int:
-        """0 for an axis that it has not."""
-        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+    @property
+    def is_data_parallel(self) -> bool:
+        return self.grid.data_parallel_size > 1
 
-    def get_rank(self, **place: int) -> int:
-        return self._coords.index(self.ProcessCoord(**place))
+    @property
+    def is_model_parallel(self) -> bool:
+        return self.grid.model_parallel_size > 1
 
-    def get_coord(self, rank: int) -> Any:
-        return self._coords[rank]
+    def get_pipeline_parallel_rank(self) -> int:
+        return self.stage_id
 
-    def filter_match(self, **place: int) -> list[int]:
-        """The ranks that are there along these axes, anywhere along the others."""
-        return [
-            rank
-            for rank, coord in enumerate(self._coords)
-            if all(getattr(coord, axis) == at for axis, at in place.items())
-        ]
+    # ---- data
 
-    def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        return self.filter_match(**{axis: idx})
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """What train_batch() reads without an iterator, to its end."""
+        if self.is_first_stage() or self.is_last_stage():
+            self.training_dataloader: Any = loader
+            self.data_iterator = iter(loader)
 
-    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The groups of ranks that differ along `axis` only; none for an axis that there is not."""
-        if axis not in self.axes:
-            return []
-        others = [other for other in self.axes if other != axis]
-        places = itertools.product(*(range(self.get_dim(other)) for other in others))
-        return [self.filter_match(**dict(zip(others, place, strict=True))) for place in places]
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        if self.is_first_stage() or self.is_last_stage():
+            self.data_iterator = iterator
 
+    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+        """What makes a pair (inputs, labels) of that which the iterator yields."""
+        self.batch_fn = fn
 
-class PipeDataParallelTopology(ProcessTopology):
-    def __init__(self, num_pp: int, num_dp: int) -> None:
-        super().__init__(["pipe", "data"], [num_pp, num_dp])
+    def _batches(self, iterator: Iterator[Any] | None) -> Iterator[Any] | None:
+        return iterator if iterator is None or self.batch_fn is None else map(self.batch_fn, iterator)
 
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """As tessera's; an iterator is kept for the next calls without one."""
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        if self.data_iterator is None and self.batch_fn is not None and self.training_dataloader is not None:
+            self.set_dataiterator(iter(RepeatingLoader(self.training_dataloader)))
+        self.agg_train_loss = super().train_batch(self._batches(self.data_iterator))
+        return self.agg_train_loss
 
-class PipeModelDataParallelTopology(ProcessTopology):
-    """num_mp is tensor_parallel.autotp_size of the configuration."""
+    def eval_batch(self, data_iter: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        """As tessera's, of what set_batch_fn()'s function makes of the micro-batches."""
+        return super().eval_batch(self._batches(data_iter), *args, **kwargs)  # type: ignore[arg-type]
 
-    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
-        super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+    # ---- what needs nothing done
+
+    def reset_activation_shape(self) -> None:
+        """Shapes may change with every micro-batch."""
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Masks go from stage to stage as any tensors do."""
+        if not isinstance(value, bool):
+            raise ConfigError(f"[engine.set_has_attention_mask] takes a bool, got {value!r}")
+        self.has_attention_mask = value

@@ -41,7 +41,10 @@ _ZERO = {
 }
 
 _PIPE = _same("tessera.pipeline", "PipelineModule LayerSpec TiedLayerSpec")
-_TOPOLOGIES = _same("._pipe", "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology")
+_TOPOLOGIES = _same(
+    "tessera.pipeline._topology",
+    "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
+)
 
 _LEAF = (
     "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter set_z3_leaf_module "
@@ -154,6 +157,12 @@ MODULES: dict[str, Rows] = {
     "deepspeed.runtime.pipe.module": _PIPE,
     "deepspeed.runtime.pipe.topology": _TOPOLOGIES,
     "deepspeed.runtime.pipe.engine": _same("._pipe", "PipelineEngine"),
+    "deepspeed.runtime.pipe.schedule": _refused(
+        "PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction BufferOpInstruction "
+        "OptimizerStep ReduceGrads ReduceTiedGrads LoadMicroBatch ForwardPass BackwardPass SendActivation "
+        "RecvActivation SendGrad RecvGrad",
+        "schedules of instructions; `pipeline.schedule` chooses one, engine.train_batch() runs it",
+    ),
     "deepspeed.runtime.hybrid_engine": _refused("DeepSpeedHybridEngine", "the hybrid engine (section `hybrid_engine`)"),
     "deepspeed.runtime.compiler": _same("._small", "is_compile_supported"),
     "deepspeed.runtime.sequence_parallel": {},

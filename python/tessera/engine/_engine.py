@@ -113,6 +113,7 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
             self._warn(self._parallel.warnings)
             self.device = place(model, device)
             base = self._build_optimizer(model_parameters)
+            self._check_optimizer(base)
             # All that the caller's arguments can make fail comes before the core, which changes the parameters.
             self.lr_scheduler = build_schedule(self.config, optimizer, base, lr_scheduler)
             self.training_dataloader = (
@@ -140,15 +141,22 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
         return self.config.placements.shards_params and ranks > 1
 
     def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
-        is_cut = self._parallel.cuts_params
-        base = build_optimizer(self.config, self.module, self.client_optimizer, model_parameters, is_cut)
+        return build_optimizer(
+            self.config,
+            self.module,
+            self.client_optimizer,
+            model_parameters,
+            is_cut=self._parallel.cuts_params,
+            keep_empty=self._of_several,
+        )
+
+    def _check_optimizer(self, base: torch.optim.Optimizer | None) -> None:
         placements = self.config.placements
         if base is None and placements.shards_states and not placements.shards_params:
             raise ConfigError(
                 f"[initialize] zero_optimization.stage {self.config.get('zero_optimization.stage')} requires an "
                 "optimizer; pass one or use stage 0"
             )
-        return base
 
     def _give_up(self) -> None:
         """A construction failed, on all ranks alike: the module and the client's optimizer are their owner's again."""

@@ -190,11 +190,14 @@ class ActorGroup:
     def _wait_one(self, method: str, ref: Any) -> Any:
         return wait(Pending(self, method, [ref]), timeout=self.timeout)[0][0]
 
+    def check_runs(self) -> None:
+        if not self._actors:
+            raise UsageError(f"[hybrid] group '{self.name}' does not run; call start() first")
+
     def begin(self, method: str, *args: Any, each: Sequence[Any] | None = None, **kwargs: Any) -> Pending:
         """Calls a method of all ranks' objects ("engine.x": of their engines) and waits for none. `each`: a first
         argument for each rank."""
-        if not self._actors:
-            raise UsageError(f"[hybrid] group '{self.name}' does not run; call start() first")
+        self.check_runs()
         if each is not None and len(each) != self.ranks:
             raise ConfigError(f"[hybrid] group '{self.name}' has {self.ranks} ranks, but each has {len(each)} values")
         firsts: list[tuple[Any, ...]] = [()] * self.ranks if each is None else [(value,) for value in each]

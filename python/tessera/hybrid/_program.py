@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,10 +14,11 @@ from typing import Any
 
 from tessera import _core
 from tessera.errors import ConfigError, IoError, UsageError
-from tessera.hybrid._actors import ActorGroup, Meeting, import_ray, wait
+from tessera.hybrid._actors import ActorGroup, Meeting, Pending, import_ray, wait
 from tessera.hybrid._mailbox import C10D
 
 _MANIFEST = "program.json"
+_PARTS = "parts-"  # the folder of one save, which the manifest names
 
 
 class Program:
@@ -87,18 +89,22 @@ class Program:
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, tag: str, state: Any = None) -> Path:
-        """Saves all engines below folder/tag, each as engine.save_checkpoint() into a folder with its group's name,
-        and `state` (plain JSON); complete, and named by folder/latest, when all are. Returns folder/tag."""
+        """Saves all engines below folder/tag, each as engine.save_checkpoint() into a folder with its group's name, and
+        `state` (plain JSON). What the tag names, and folder/latest, changes when all are complete; until then an
+        earlier save of the tag stays whole, and is removed after. Returns folder/tag."""
         _core.check_tag(tag)
         folder = self._whole_folder("save") / tag
-        (folder / _MANIFEST).unlink(missing_ok=True)  # of an earlier save, which is over from here on
-        calls = [
-            group.begin("engine.save_checkpoint", str(folder / name), "engine") for name, group in self._groups.items()
-        ]
-        wait(*calls)
-        manifest = {"groups": {name: group.ranks for name, group in self._groups.items()}, "state": state}
-        _write(folder / _MANIFEST, json.dumps(manifest, indent=1))
+        for group in self._groups.values():
+            group.check_runs()
+        json.dumps(state)  # a state that is none is an error before anything is written
+        parts = f"{_PARTS}{uuid.uuid4().hex[:16]}"
+        wait(*self._begin_each("engine.save_checkpoint", folder / parts))
+        ranks = {name: group.ranks for name, group in self._groups.items()}
+        _write(folder / _MANIFEST, json.dumps({"groups": ranks, "parts": parts, "state": state}, indent=1))
         _write(folder.parent / "latest", tag)
+        for other in folder.iterdir():
+            if other.is_dir() and other.name != parts and (other.name in self._groups or other.name.startswith(_PARTS)):
+                shutil.rmtree(other, ignore_errors=True)  # of an earlier save, or of one that failed
         return folder
 
     def load(self, tag: str | None = None) -> Any:
@@ -114,10 +120,8 @@ class Program:
             raise ConfigError(
                 f"[hybrid] {folder} is of the groups {list(manifest['groups'])}, the program has {list(self._groups)}"
             )
-        calls = [
-            group.begin("engine.load_checkpoint", str(folder / name), "engine") for name, group in self._groups.items()
-        ]
-        wait(*calls)
+        # Earlier versions wrote the groups' folders next to the manifest.
+        wait(*self._begin_each("engine.load_checkpoint", folder / manifest.get("parts", "")))
         return manifest["state"]
 
     def restore(self, tag: str | None = None) -> Any:
@@ -125,6 +129,9 @@ class Program:
         self.stop()
         self.start()
         return self.load(tag)
+
+    def _begin_each(self, method: str, folder: Path) -> list[Pending]:
+        return [group.begin(method, str(folder / name), "engine") for name, group in self._groups.items()]
 
     def _whole_folder(self, call: str) -> Path:
         if self._folder is None:
@@ -135,5 +142,8 @@ class Program:
 def _write(path: Path, text: str) -> None:
     """Whole or not at all."""
     new = path.with_name(path.name + ".new")
-    new.write_text(text)
+    with new.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # what it replaces is removed next
     new.replace(path)

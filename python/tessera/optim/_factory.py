@@ -19,10 +19,17 @@ ParamGroups = list[dict[str, Any]]
 
 
 def build_optimizer(
-    config: _core.Config, model: nn.Module, optimizer: Any, model_parameters: Any, is_cut: bool = False
+    config: _core.Config,
+    model: nn.Module,
+    optimizer: Any,
+    model_parameters: Any,
+    *,
+    is_cut: bool = False,
+    keep_empty: bool = False,
 ) -> torch.optim.Optimizer | None:
     """The torch optimizer that rules: the client's, one its callable builds, or the configured one; None without any.
     `is_cut`: parameters are slices in every stage, of tensor parallelism.
+    `keep_empty`: with the param groups that have nothing to train here, so that a group has one number on all stages.
 
     ConfigError for anything else, and for a client's class that is not known to work on slices of parameters."""
     if isinstance(optimizer, Optimizer):
@@ -35,7 +42,7 @@ def build_optimizer(
             f"{type(optimizer).__name__}"
         )
     else:
-        maybe = _build(config, optimizer, trainable_groups(model, model_parameters), model)
+        maybe = _build(config, optimizer, trainable_groups(model, model_parameters, keep_empty), model, keep_empty)
         if maybe is None:
             return None
         built = maybe
@@ -87,20 +94,24 @@ def keep_optimizer(optimizer: Any) -> Callable[[], None]:
 
 def describe(optimizer: torch.optim.Optimizer) -> str:
     """Its class and hyper-parameters, to compare between ranks."""
-
-    def plain(group: dict[str, Any]) -> dict[str, Any]:
-        values = {
-            name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-            for name, value in group.items()
-        }
-        return {name: value for name, value in values.items() if isinstance(value, bool | int | float | str | tuple)}
-
-    groups = [plain(group) for group in optimizer.param_groups]
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__} {groups}"
+    return f"{class_of(optimizer)} {[plain_values(group) for group in optimizer.param_groups]}"
 
 
-def trainable_groups(model: nn.Module, model_parameters: Any) -> ParamGroups:
-    """Param groups of what is to be trained: frozen parameters and empty groups are left out."""
+def class_of(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def plain_values(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a param group that ranks can compare."""
+    values = {
+        name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for name, value in group.items()
+    }
+    return {name: value for name, value in values.items() if isinstance(value, bool | int | float | str | tuple)}
+
+
+def trainable_groups(model: nn.Module, model_parameters: Any, keep_empty: bool = False) -> ParamGroups:
+    """Param groups of what is to be trained: frozen parameters are left out, and empty groups without `keep_empty`."""
     if model_parameters is None:
         model_parameters = model.parameters()
     items = list(model_parameters)
@@ -119,7 +130,7 @@ def trainable_groups(model: nn.Module, model_parameters: Any) -> ParamGroups:
         group["params"] = [
             item for item in group["params"] if (item[1] if isinstance(item, tuple) else item).requires_grad
         ]
-    return [group for group in groups if group["params"]]
+    return [group for group in groups if group["params"] or keep_empty]
 
 
 def _as_list(params: Any) -> list[Any]:
@@ -127,7 +138,11 @@ def _as_list(params: Any) -> list[Any]:
 
 
 def _build(
-    config: _core.Config, factory: Callable[[ParamGroups], Any] | None, groups: ParamGroups, model: nn.Module
+    config: _core.Config,
+    factory: Callable[[ParamGroups], Any] | None,
+    groups: ParamGroups,
+    model: nn.Module,
+    keep_empty: bool,
 ) -> torch.optim.Optimizer | None:
     if factory is not None:
         if not groups:
@@ -140,7 +155,7 @@ def _build(
         return built
     if not config.get("optimizer.type") or not groups:
         return None
-    return _from_config(config, groups, model)
+    return _from_config(config, groups, model, keep_empty)
 
 
 def _given(params: dict[str, Any]) -> dict[str, Any]:
@@ -148,14 +163,16 @@ def _given(params: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None and value != "auto"}
 
 
-def _from_config(config: _core.Config, groups: ParamGroups, model: nn.Module) -> torch.optim.Optimizer:
+def _from_config(
+    config: _core.Config, groups: ParamGroups, model: nn.Module, keep_empty: bool
+) -> torch.optim.Optimizer:
     """The core has found the parameters in order and says which rule the type has; the class is that of the rule."""
     name, params = config.get("optimizer.type"), _given(config.get("optimizer.params"))
     kind = _core.optimizer_kind(config)
     cls: type[torch.optim.Optimizer]
     if name.lower() == "muon":
         cls = optim.Muon
-        groups, params = muon_groups(model.named_parameters(), groups, params)
+        groups, params = muon_groups(model.named_parameters(), groups, params, keep_empty)
     elif name.lower() == "lamb":
         cls = optim.Lamb
     elif kind is None:

@@ -201,7 +201,10 @@ def orthogonal(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def muon_groups(
-    named: Iterable[tuple[str, torch.Tensor]], groups: list[dict[str, Any]], params: dict[str, Any]
+    named: Iterable[tuple[str, torch.Tensor]],
+    groups: list[dict[str, Any]],
+    params: dict[str, Any],
+    keep_empty: bool = False,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Param groups and arguments of Muon for `optimizer.params` of a configuration: what `param.use_muon` says is a
     matrix, else what has two dimensions and neither "embed" nor "lm_head" in its name. muon_lr and adam_lr go before
@@ -220,6 +223,6 @@ def muon_groups(
     for group in groups:
         for use in (True, False):
             members = [p for p in group["params"] if is_matrix(p) == use]
-            if members:
+            if members or keep_empty:
                 split.append({"lr": rates[use], **group, "params": members, "use_muon": use})
     return split, params

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tessera import _core
 from tessera.errors import ConfigError
+from tessera.optim._factory import class_of, plain_values
 from tessera.pipeline._module import PipelineModule
 
 
@@ -50,6 +54,50 @@ def check_alike(model: PipelineModule, config: _core.Config) -> None:
                 raise ConfigError(
                     f"[pipeline] {key} is {value} on rank {dist.get_rank()} and {other[key]} on rank {rank}"
                 )
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What all stages must have alike of an optimizer."""
+
+    kind: str
+    groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, base: torch.optim.Optimizer | None) -> Optimizer | None:
+        return None if base is None else cls(class_of(base), [plain_values(group) for group in base.param_groups])
+
+
+def check_optimizers(everyone: Sequence[Optimizer | None], name: Callable[[int], str]) -> None:
+    """Of all ranks, which `name` puts in words: a param group has one number and the same values on all of them, since
+    a checkpoint has it once."""
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        if first is None or other is None:
+            if first is not other:
+                with_one, without = (rank, 0) if first is None else (0, rank)
+                raise ConfigError(
+                    f"[pipeline] {name(without)} has no optimizer, {name(with_one)} has one; configure it, or pass a "
+                    "callable (optimizer=torch.optim.AdamW), which serves a stage with nothing to train, too"
+                )
+            continue
+        if first.kind != other.kind:
+            raise ConfigError(
+                f"[pipeline] the optimizer is a {first.kind} on {name(0)} and a {other.kind} on {name(rank)}"
+            )
+        if len(first.groups) != len(other.groups):
+            raise ConfigError(
+                f"[pipeline] the optimizer has {len(first.groups)} param groups on {name(0)} and {len(other.groups)} "
+                f"on {name(rank)}; give all stages the same groups, with an empty list of params where one has none"
+            )
+        for number, (group, same) in enumerate(zip(first.groups, other.groups, strict=True)):
+            for key in sorted(group.keys() | same.keys()):
+                if group.get(key) != same.get(key):
+                    raise ConfigError(
+                        f"[pipeline] param group {number} has {key} {group.get(key)} on {name(0)} and {same.get(key)} "
+                        f"on {name(rank)}; a group is of all stages: make another one, with an empty list of params "
+                        "where a stage has none"
+                    )
 
 
 def rounds_at_random(config: _core.Config) -> bool:

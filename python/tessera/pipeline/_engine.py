@@ -15,7 +15,7 @@ from tessera._config import load_config
 from tessera.engine import Engine, step_together
 from tessera.engine._together import Over
 from tessera.errors import UsageError
-from tessera.pipeline._checks import check, check_alike, rounds_at_random
+from tessera.pipeline._checks import Optimizer, check, check_alike, check_optimizers
 from tessera.pipeline._data import Feed
 from tessera.pipeline._grid import Grid
 from tessera.pipeline._module import PipelineModule, units_of_layers
@@ -51,7 +51,9 @@ class PipelineEngine(Engine):
         **kwargs: Any,
     ) -> None:
         loaded = load_config(config)
-        check(model, loaded, group)
+        self._everyone = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+        with self._told():
+            check(model, loaded, group)
         assert isinstance(model, PipelineModule)
         sizes = distributed.mesh_sizes(loaded) | {
             axis: size for axis, size in (("sp", sequence_parallel), ("tp", tensor_parallel)) if size is not None
@@ -63,35 +65,69 @@ class PipelineEngine(Engine):
         try:
             check_alike(model, loaded)
             self._ties = Ties(model, self._grid)
-            if self._ties and rounds_at_random(loaded):
-                raise NotImplementedError(
-                    "[pipeline] tied weights on several stages do not stay equal where updates round at random: set "
-                    '"tessera": {"rounding": "nearest"}, or leave bf16_master_weights_and_grads and '
-                    "bf16_optimizer_states"
-                )
+            with self._told():
+                self._ties.check(loaded)
             self._ties.share_values()
             if not isinstance(self._grid.stage_ranks, (dist.ProcessGroup, type(None))) and self._grid.device:
                 model.to(self._grid.device)
-            super().__init__(
-                model,
-                config,
-                group=self._grid.stage_ranks,
-                unit_policy=unit_policy or units_of_layers,
-                sequence_parallel=sequence_parallel,
-                tensor_parallel=tensor_parallel,
-                **kwargs,
-            )
+            with self._told():
+                super().__init__(
+                    model,
+                    config,
+                    group=self._grid.stage_ranks,
+                    unit_policy=unit_policy or units_of_layers,
+                    sequence_parallel=sequence_parallel,
+                    tensor_parallel=tensor_parallel,
+                    **kwargs,
+                )
             self._connect()
         except BaseException:
             distributed.discard(self._grid.groups)
             raise
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """A part of the construction that stages do each for themselves: an error of one is one of all. Collective."""
+        try:
+            yield
+        except (dist.DistBackendError, StageFailed):
+            raise
+        except Exception as error:
+            self._agree(error)
+            raise
+        self._agree()
+
+    def _agree(self, problem: Exception | None = None) -> None:
+        if self._everyone is None:
+            return
+        texts = self._of_all("" if problem is None else self._said_of(problem, "while it was built"))
+        if problem is None and any(texts):
+            raise StageFailed(next(filter(None, texts)))
+
+    def _of_all(self, own: Any) -> list[Any]:
+        """What each rank passes, in the order of ranks."""
+        everyone = [own]
+        if self._everyone is not None:
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, own, self._everyone)
+        return everyone
+
+    def _check_optimizer(self, base: torch.optim.Optimizer | None) -> None:
+        self._agree()
+        check_optimizers(self._of_all(Optimizer.of(base)), self._grid.name)
+        super()._check_optimizer(base)
+
+    def _build_core(self, base: torch.optim.Optimizer | None, policy: UnitPolicy) -> None:
+        self._agree()  # that it can be built: what comes is collective inside a stage
+        if not any(True for _ in self.module.parameters()) and self._grid.device is not None:
+            self.device = self._grid.device  # functions have none of their own
+        super()._build_core(base, policy)
 
     def _connect(self) -> None:
         interval = self.config.get("pipeline.activation_checkpoint_interval")
         if interval and not self.module.activation_checkpoint_interval:
             self.module.activation_checkpoint_interval = interval
         self._casts_to = self._input_dtype
-        self._everyone = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
         self._over = Over([self], self._everyone)
         self._feed = Feed(self, self._grid, self._over)
         self._wires = Wires.of(self._grid, self.module.num_chunks, self.device)
@@ -208,17 +244,14 @@ class PipelineEngine(Engine):
     def _share_failure(self, problem: Exception | None) -> NoReturn:
         """Some rank could not go on: its error there, and what it said on all others."""
         own = None if isinstance(problem, StageFailed) else problem
-        said = "" if own is None else self._said_of(own)
-        texts = [said]
-        if self._everyone is not None:
-            texts = [""] * dist.get_world_size()
-            dist.all_gather_object(texts, said, self._everyone)
+        texts = self._of_all("" if own is None else self._said_of(own))
         if own is not None:
             raise own
         raise StageFailed(next((text for text in texts if text), "[pipeline] a stage failed in this batch"))
 
-    def _said_of(self, error: Exception) -> str:
-        return f"[pipeline] {self._grid.name()} failed in this batch: {type(error).__name__}: {error}"
+    def _said_of(self, error: Exception, when: str = "in this batch") -> str:
+        where = self._grid.name() if "_grid" in self.__dict__ else f"rank {dist.get_rank()}"
+        return f"[pipeline] {where} failed {when}: {type(error).__name__}: {error}"
 
     # ---------------------------------------------------------------- what a Run calls
 
@@ -323,10 +356,7 @@ class PipelineEngine(Engine):
 
     def _names_of_all(self) -> list[list[tuple[str, bool]]]:
         """By param group: the names of all stages, each once."""
-        everyone = [self._group_names]
-        if self._everyone is not None:
-            everyone = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(everyone, self._group_names, self._everyone)
+        everyone = self._of_all(self._group_names)
         return [list(dict.fromkeys(name for names in same for name in names)) for same in zip(*everyone, strict=True)]
 
     def destroy(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tessera.errors import ConfigError
 from tessera.pipeline._partition import bounds_of
+from tessera.pipeline._topology import PipeDataParallelTopology, PipelineParallelGrid
 
 LayerFunction = Callable[[Any], Any]
 
@@ -64,7 +66,55 @@ class TiedLayerSpec(LayerSpec):
 Layer = LayerSpec | nn.Module | LayerFunction
 
 
-class PipelineModule(nn.Module):
+class _Names:
+    """What programs for DeepSpeed ask a PipelineModule."""
+
+    num_stages: int
+    num_chunks: int
+    bounds: list[int]
+    activation_checkpoint_interval: int
+    _topology: Any
+    layers_of: Callable[[int], range]
+    _function: Callable[[int], LayerFunction]
+
+    def topology(self) -> Any:
+        """The one that it was made with, else of `num_stages` stages."""
+        if self._topology is None:
+            self._topology = PipeDataParallelTopology(self.num_stages, _world() // self.num_stages)
+        return self._topology
+
+    def mpu(self) -> PipelineParallelGrid:
+        """This rank's place; the groups are those of engine.grid."""
+        return PipelineParallelGrid(self.topology(), _rank())
+
+    def num_pipeline_stages(self) -> int:
+        return self.num_stages
+
+    @property
+    def parts(self) -> list[int]:
+        """First layers of the parts of the model, and the number of layers."""
+        return self.bounds
+
+    def partitions(self) -> list[int]:
+        return self.bounds
+
+    def stage_owner(self, layer_idx: int) -> int:
+        if not 0 <= layer_idx < self.bounds[-1]:
+            raise ConfigError(f"[PipelineModule] there is no layer {layer_idx}; the list has {self.bounds[-1]}")
+        return (bisect.bisect_right(self.bounds, layer_idx) - 1) % self.num_stages
+
+    @property
+    def forward_funcs(self) -> list[LayerFunction]:
+        """The layers of this stage as they are called."""
+        return [self._function(number) for chunk in range(self.num_chunks) for number in self.layers_of(chunk)]
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        if interval < 0:
+            raise ConfigError(f"[PipelineModule] activation_checkpoint_interval must be >= 0, got {interval}")
+        self.activation_checkpoint_interval = interval
+
+
+class PipelineModule(_Names, nn.Module):
     """The layers of one stage; tessera.initialize() makes a PipelineEngine of it.
 
     `layers`: of the whole model, in their order: LayerSpec, TiedLayerSpec, modules, and functions without parameters.
@@ -101,6 +151,7 @@ class PipelineModule(nn.Module):
     ) -> None:
         super().__init__()
         self.num_stages = _stages(num_stages, topology)
+        self._topology = topology
         self.num_chunks = num_chunks
         self.stage_id = _rank() // (_world() // self.num_stages)
         self.loss_fn = loss_fn

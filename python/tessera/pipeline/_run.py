@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 from tessera.errors import ConfigError, UsageError
 from tessera.pipeline._grid import Grid
@@ -51,6 +52,24 @@ class Wires:
 
     def outgoing(self) -> list[Wire]:
         return [wire for wire in (*self.activations_out, *self.gradients_out) if wire is not None]
+
+
+class _Received(torch.autograd.Function):
+    """A message's tensor as the result of an operation, so that the layer may work in place on it; the leaf, whose
+    gradient goes back, stays what it is."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def _received(value: Any) -> Any:
+    needs = isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()
+    return _Received.apply(value) if needs else value
 
 
 @dataclass
@@ -124,7 +143,7 @@ class Run:
     def _forward(self, chunk: int, micro: int) -> None:
         first, last = self.shape.is_first(self.stage, chunk), self.shape.is_last(self.stage, chunk)
         inputs = self._batch(micro)[0] if first else self._inputs.pop((chunk, micro))
-        made = self.engine._run_chunk(inputs, chunk, casts=first)
+        made = self.engine._run_chunk(inputs if first else tree_map(_received, inputs), chunk, casts=first)
         if last:
             made = self._loss_of(made, micro)
         else:

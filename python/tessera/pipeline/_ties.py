@@ -10,6 +10,7 @@ from torch import nn
 
 from tessera import _core
 from tessera.errors import UsageError
+from tessera.pipeline._checks import rounds_at_random
 from tessera.pipeline._grid import Grid
 from tessera.pipeline._module import PipelineModule
 
@@ -34,8 +35,12 @@ class Ties:
             for name, param in model.tied_modules[key].named_parameters():
                 self._tied.append((f"tied_modules.{key}.{name}", param, group, stages[0]))
 
-    def __len__(self) -> int:
-        return len(self._tied)
+    def check(self, config: _core.Config) -> None:
+        if self._tied and rounds_at_random(config):
+            raise NotImplementedError(
+                "[pipeline] tied weights on several stages do not stay equal where updates round at random: set "
+                '"tessera": {"rounding": "nearest"}, or leave bf16_master_weights_and_grads and bf16_optimizer_states'
+            )
 
     def share_values(self) -> None:
         """All copies start with the values of the first stage's."""

@@ -12,9 +12,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))  # stages.py
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
-from stages import config, data, in_processes, layers, loss_fn
+from deepspeed.runtime.pipe.topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
+from stages import batch, config, data, in_processes, layers, loss_fn, module
 from torch import nn
 
 import tessera
@@ -45,6 +51,69 @@ def test_a_program_of_two_stages() -> None:
     in_processes(2, program)
 
 
+def calls(rank: int) -> None:
+    """Data from setters and training_data, and where a rank is."""
+    rows = [{"x": inputs, "y": labels} for inputs, labels in (batch(number) for number in range(8))]
+
+    def pair(row: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return row["x"], row["y"]
+
+    def built(**more: Any) -> Any:
+        return deepspeed.initialize(model=module(2), config=config(1), **more)[0]
+
+    plain = built()
+    source = map(pair, rows)
+    expected = [float(plain.train_batch(source)) for _ in range(2)]
+    samples = [{name: value[row] for name, value in one.items()} for one in rows for row in range(3)]
+    for how in ("iterator", "loader", "argument", "training data"):
+        engine = built(training_data=samples if how == "training data" else None)
+        assert engine.agg_train_loss is None and engine.data_iterator is None
+        engine.set_batch_fn(pair)
+        engine.set_has_attention_mask(True)
+        if how == "iterator":
+            engine.set_dataiterator(iter(rows))
+        if how == "loader":
+            engine.set_dataloader(rows)
+        losses = []
+        for step in range(2):
+            engine.reset_activation_shape()
+            given = [iter(rows)] if how == "argument" and step == 0 else []
+            losses.append(float(engine.train_batch(*given)))
+            assert float(engine.agg_train_loss) == losses[-1]
+        if how == "training data":  # drawn in an order of its own
+            assert all(loss > 0 for loss in losses)
+        else:
+            assert losses == expected
+        assert float(engine.eval_batch(iter(rows))) > 0
+        engine.destroy()
+    place = plain.grid
+    assert plain.mpu is place and (place.get_stage_id(), place.pp_group) == (rank // 2, [rank % 2, rank % 2 + 2])
+    assert (plain.is_pipe_parallel, plain.is_data_parallel, plain.is_model_parallel) == (True, True, False)
+    assert dist.get_process_group_ranks(place.get_pipe_parallel_group()) == place.pp_group
+    assert (
+        dist.get_process_group_ranks(place.get_data_parallel_group())
+        == place.dp_group
+        == [rank // 2 * 2, rank // 2 * 2 + 1]
+    )
+    assert place.get_model_parallel_group() is place.get_pipe_parallel_group()
+    model = plain.module
+    assert (model.topology().get_dim("data"), model.mpu().get_global_rank(), model.num_pipeline_stages()) == (
+        2,
+        rank,
+        2,
+    )
+    assert model.parts == model.partitions() and model.stage_owner(0) == 0 and model.stage_owner(8) == 1
+    assert len(model.forward_funcs) == model.parts[rank // 2 + 1] - model.parts[rank // 2]
+    with pytest.raises(AttributeError, match="neither 'PipelineEngine' nor its module 'PipelineModule' has"):
+        plain.inference_batch(iter(rows))
+    with pytest.raises(NotImplementedError, match=r"pipeline\.schedule"):
+        deepspeed.runtime.pipe.schedule.TrainSchedule(4, 2, 0)
+
+
+def test_calls_of_programs_for_it() -> None:
+    in_processes(4, calls)
+
+
 def test_names_are_those_of_the_package() -> None:
     assert PipelineModule is tessera.pipeline.PipelineModule is deepspeed.PipelineModule
     assert TiedLayerSpec is tessera.pipeline.TiedLayerSpec
@@ -60,5 +129,11 @@ def test_topologies() -> None:
     assert grid.get_rank(pipe=1, data=2, model=1) == 11
     assert (grid.get_coord(7).pipe, grid.get_coord(7).data, grid.get_coord(7).model) == (1, 0, 1)
     assert grid.get_axis_comm_lists("pipe")[0] == [0, 6]
+    assert grid.get_rank_repr(7) == "model_01" and grid.get_rank_repr(7, [], "", "/") == "pipe01/data00/model01"
+    place = PipelineParallelGrid(grid, 7)
+    assert (place.pp_group, place.dp_group, place.get_slice_parallel_rank()) == ([1, 7], [7, 9, 11], 1)
+    assert place.stage_to_global(0, data=2) == 5 and place.get_model_parallel_rank() == 3
+    with pytest.raises(tessera.UsageError, match="pipe-parallel group is the engine's"):
+        place.get_pipe_parallel_group()
     assert grid.get_axis_list("model", 1) == [1, 3, 5, 7, 9, 11]
     assert ProcessTopology(["a"], [2]).get_axis_comm_lists("b") == []

@@ -4,6 +4,7 @@ same."""
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +20,14 @@ from stages import (
     loss_fn,
     module,
     pipeline,
+    scale,
     weights,
 )
 from tessera.pipeline._schedule import Shape, live_bound
 from torch import nn
 
 import tessera
+from tessera import checkpoints
 from tessera.pipeline import LayerSpec, PipelineModule
 
 STEPS = 2
@@ -233,3 +236,77 @@ def overflow(rank: int) -> None:
 
 def test_all_stages_skip_what_overflows() -> None:
     in_processes(4, overflow)
+
+
+class Frozen(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.requires_grad_(False)
+
+
+FROZEN, TRAINED = [LayerSpec(Frozen)] * 2, [LayerSpec(nn.Linear, 4, 4)] * 2
+PLAIN = [LayerSpec(nn.Linear, 4, 4, bias=False)] * 2
+ONE_SIDED = {
+    "frozen first": FROZEN + TRAINED,
+    "frozen last": TRAINED + FROZEN,
+    "functions first": [scale, torch.tanh, *TRAINED],
+    "functions last": [*TRAINED, torch.tanh, scale],
+    "in place": [*TRAINED, LayerSpec(nn.ReLU, True), *TRAINED, torch.tanh],
+    "no biases first": PLAIN + TRAINED,
+    "no biases last": TRAINED + PLAIN,
+}
+
+
+def by_decay(model: nn.Module) -> list[dict[str, Any]]:
+    """Some stages have nothing in one of them, or in both."""
+    parts: list[list[nn.Parameter]] = [[], []]
+    for param in model.parameters():
+        if param.requires_grad:
+            parts[param.dim() < 2].append(param)
+    return [{"params": part, "weight_decay": decay} for part, decay in zip(parts, (0.1, 0.0), strict=True)]
+
+
+def one_sided(rank: int, folder: Path, zero: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    batches = [tuple(torch.randn(2, 3, 4, generator=generator).unbind()) for _ in range(4 * STEPS)]
+    for name, specs in ONE_SIDED.items():
+
+        def built(stages: int, specs: list[Any] = specs) -> PipelineModule:
+            return PipelineModule(specs, stages, loss_fn=nn.MSELoss(), seed_layers=True, partition_method="uniform")
+
+        plain, cfg = built(1), config(zero, 4, gradient_clipping=0.05)
+        optimizer = torch.optim.AdamW(by_decay(plain), lr=0.01)
+        model = built(2)
+        engine = pipeline(model, cfg, model_parameters=by_decay(model))
+        source, losses = iter(batches), []
+        for step in range(STEPS):
+            for inputs, labels in batches[4 * step : 4 * step + 4]:
+                losses.append(nn.MSELoss()(plain(inputs), labels))
+                (losses[-1] / 4).backward()
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert float(engine.train_batch(source)) == pytest.approx(float(sum(losses[-4:])) / 4, rel=1e-5), name
+            assert engine.get_global_grad_norm() == pytest.approx(float(norm), rel=1e-4), name
+        expected = dict(plain.named_parameters())
+        for key, value in weights(engine.module).items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)
+        assert engine.micro_steps == 4 * STEPS and len(engine.get_lr()) == 2
+        engine.save_checkpoint(folder / name)
+        assert checkpoints.state_dict(folder / name).keys() == expected.keys(), name
+        following = [float(engine.train_batch(iter(batches))) for _ in range(2)]
+        engine.destroy()
+        model = built(2)
+        again = pipeline(model, cfg, model_parameters=by_decay(model), optimizer=adamw)
+        again.load_checkpoint(folder / name)
+        assert [float(again.train_batch(iter(batches))) for _ in range(2)] == pytest.approx(following, rel=1e-5), name
+        again.destroy()
+
+
+def adamw(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_stages_that_have_nothing_to_train_or_nothing_in_a_group(tmp_path: Path, zero: int) -> None:
+    in_processes(4, one_sided, tmp_path, zero)

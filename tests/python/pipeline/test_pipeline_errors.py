@@ -67,6 +67,27 @@ def refused_together(rank: int) -> None:
     low = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
     with pytest.raises(NotImplementedError, match="round at random"):
         pipeline(module(2, tied=True), config(1, **low))
+    own = module(2)
+    listed = [{"params": list(own.parameters())}]
+    chosen: dict[str, Any] = {"client": torch.optim.AdamW(own.parameters())}
+    cases: list[tuple[str, dict[str, Any]]] = [
+        (
+            "has no optimizer, stage . .rank .. has one; .* a callable",
+            {"optimizer": None if rank else chosen["client"]},
+        ),
+        ("is a torch.optim.sgd.SGD on .* and a ", {"optimizer": torch.optim.AdamW if rank else torch.optim.SGD}),
+        ("has 1 param groups on stage 0 .* and 2 on stage 1", {"model_parameters": listed + [{"params": []}] * rank}),
+        (
+            r"group 0 has lr 0\.01 on stage 0 .* and 0\.5 on",
+            {"model_parameters": [listed[0] | {"lr": [0.01, 0.5][rank]}]},
+        ),
+    ]
+    without = {key: value for key, value in config(1).items() if key != "optimizer"}
+    for words, more in cases:
+        with pytest.raises(tessera.ConfigError, match=words):
+            pipeline(own, without if "optimizer" in more else config(1), **more)
+    with pytest.raises(tessera.ConfigError if rank else StageFailed, match="lr_scheduler must be a scheduler"):
+        pipeline(module(2), config(1), lr_scheduler=3 if rank else None)
     engine = pipeline(module(2), config())
     with pytest.raises(NotImplementedError, match=r"checkpoint\.format"):
         other = pipeline(module(2), config(checkpoint={"format": "deepspeed"}))
