@@ -57,7 +57,7 @@ def tessera(options: GptOptions, zero: dict[str, Any]) -> Train:
     return _engine(tessera.initialize(model=model, config=config)[0])
 
 
-# Elements. Its defaults are for larger machines: groups of 1e9, buckets of 5e8. With fewer buffers for parameters it ends
+# Elements. Its defaults are for larger machines: groups of 1e9, buckets of 5e8. Fewer buffers for parameters end it
 # with "Not enough buffers".
 DEEPSPEED_BUFFERS = {
     "offload_optimizer": {"buffer_count": 5},

@@ -19,8 +19,7 @@ using Json = nlohmann::ordered_json;
 using shard::Range;
 
 constexpr const char* kFormat = "tessera";
-constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar,
-                                      at::kByte,  at::kShort,  at::kInt,  at::kLong,     at::kBool};
+constexpr const char* kComplexDouble = "C128";  // in the files pairs of F64: safetensors has no word for it
 
 // ---- the text's own checksum, of all that follows it: a flipped digit would be another number
 
@@ -68,15 +67,16 @@ void check_seal(const std::string& text, const std::string& path) {
 
 // ---- writing
 
+const char* dtype_name(at::ScalarType dtype) {
+  return dtype == at::kComplexDouble ? kComplexDouble : io::safetensors_dtype(dtype);
+}
+
 Json pair_of(Range range) {
   return {range.begin, range.end};
 }
 
 Json json_of(const TensorRecord& record) {
-  Json json{{"name", record.name},
-            {"kind", record.kind},
-            {"dtype", io::safetensors_dtype(record.dtype)},
-            {"shape", record.shape}};
+  Json json{{"name", record.name}, {"kind", record.kind}, {"dtype", dtype_name(record.dtype)}, {"shape", record.shape}};
   if (!record.order.empty()) json["order"] = record.order;
   for (const Slice& slice : record.slices) {
     Json ranges = Json::array();
@@ -97,7 +97,7 @@ Json json_of(const TensorRecord& record) {
 Json json_of(const ParamRecord& param) {
   Json json{{"name", param.name},
             {"shape", param.shape},
-            {"dtype", io::safetensors_dtype(param.dtype)},
+            {"dtype", dtype_name(param.dtype)},
             {"trained", param.trained},
             {"step", param.step}};
   if (!param.aliases.empty()) json["aliases"] = param.aliases;
@@ -152,8 +152,8 @@ struct Node {
   }
   at::ScalarType dtype() const {
     const std::string name = text();
-    for (const at::ScalarType dtype : kDtypes)
-      if (name == io::safetensors_dtype(dtype)) return dtype;
+    if (name == kComplexDouble) return at::kComplexDouble;
+    if (const auto dtype = io::dtype_of(name)) return *dtype;
     fail("is no dtype");
   }
   // Where the manifest is, or (`deep`) in a folder below.

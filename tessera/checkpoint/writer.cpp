@@ -52,8 +52,14 @@ bool is_whole(const Item& item) {
 }
 
 io::TensorEntry entry_of(const Item& item) {
-  if (is_whole(item)) return {item.kind + "/" + item.name, item.dtype, item.shape};
-  return {key_of(item), item.dtype, {item.range.size()}};
+  const bool whole = is_whole(item);
+  io::TensorEntry entry{whole ? item.kind + "/" + item.name : key_of(item), item.dtype,
+                        whole ? item.shape : std::vector<int64_t>{item.range.size()}};
+  if (item.dtype == at::kComplexDouble) {
+    entry.dtype = at::kDouble;
+    entry.shape.push_back(2);
+  }
+  return entry;
 }
 
 // The bytes of a file from its beginning on, on their way in blocks that can go past the page cache.

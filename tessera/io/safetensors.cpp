@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <nlohmann/json.hpp>
-#include <optional>
 
 #include "tessera/base/error.h"
 
@@ -31,15 +30,16 @@ constexpr DtypeRow kDtypes[] = {
     {at::kInt, "I32"},
     {at::kLong, "I64"},
     {at::kBool, "BOOL"},
+    {at::kUInt16, "U16"},
+    {at::kUInt32, "U32"},
+    {at::kUInt64, "U64"},
+    {at::kComplexFloat, "C64"},
     {at::kFloat8_e4m3fn, "F8_E4M3"},
     {at::kFloat8_e5m2, "F8_E5M2"},
+    {at::kFloat8_e4m3fnuz, "F8_E4M3FNUZ"},
+    {at::kFloat8_e5m2fnuz, "F8_E5M2FNUZ"},
+    {at::kFloat8_e8m0fnu, "F8_E8M0"},
 };
-
-std::optional<at::ScalarType> dtype_of(const std::string& name) {
-  for (const DtypeRow& row : kDtypes)
-    if (name == row.name) return row.dtype;
-  return std::nullopt;
-}
 
 // Bytes of `shape`, or nothing where that is no shape or more than a file can have.
 std::optional<int64_t> bytes_of(const std::vector<int64_t>& shape, at::ScalarType dtype) {
@@ -72,6 +72,12 @@ TensorEntry entry_of(const std::string& path, const std::string& name, const Jso
 }
 
 }  // namespace
+
+std::optional<at::ScalarType> dtype_of(const std::string& name) {
+  for (const DtypeRow& row : kDtypes)
+    if (name == row.name) return row.dtype;
+  return std::nullopt;
+}
 
 const char* safetensors_dtype(at::ScalarType dtype) {
   for (const DtypeRow& row : kDtypes)

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -35,5 +36,6 @@ SafeTensors read_safetensors(const File& file);
 
 // The format's word, "BF16" for bfloat16; null for a dtype that it does not know.
 const char* safetensors_dtype(at::ScalarType dtype);
+std::optional<at::ScalarType> dtype_of(const std::string& safetensors_dtype);
 
 }  // namespace tessera::io

@@ -277,7 +277,7 @@ TEST(Checkpoint, AFailedSaveLeavesTheFormerOne) {
       const auto broken = [&] {
         engine::ClientPart part;
         part.tensors.push_back(
-            {"bad", "buffer", at::zeros({1}, at::kComplexFloat)});  // rank 0's file cannot be written
+            {"bad", "buffer", at::zeros({1}, at::kComplexHalf)});  // rank 0's file cannot be written
         engine.checkpoints().save(folder.path(), {.tag = "x", .asynchronous = asynchronous}, part);
         engine.checkpoints().wait();
       };

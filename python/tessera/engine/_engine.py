@@ -141,14 +141,8 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
         return self.config.placements.shards_params and ranks > 1
 
     def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
-        return build_optimizer(
-            self.config,
-            self.module,
-            self.client_optimizer,
-            model_parameters,
-            is_cut=self._parallel.cuts_params,
-            keep_empty=self._of_several,
-        )
+        more = {"is_cut": self._parallel.cuts_params, "keep_empty": self._of_several}
+        return build_optimizer(self.config, self.module, self.client_optimizer, model_parameters, **more)
 
     def _check_optimizer(self, base: torch.optim.Optimizer | None) -> None:
         placements = self.config.placements

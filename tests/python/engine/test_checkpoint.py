@@ -505,3 +505,61 @@ def test_what_fails_on_one_rank_is_an_error_on_all_and_training_goes_on(form: st
     more = {"lr_scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 2)} if what == "schedule" else {}
     with_client(make(WithExtra), 2, cfg, OPTIMIZERS["rmsprop"], body, **more)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def engine_of(model: nn.Module | None = None, **more: Any) -> Any:
+    return tessera.initialize(model=make(Net) if model is None else model, config=config(1, **more))[0]
+
+
+@pytest.mark.parametrize("checkpoint_format", ["tessera", "deepspeed"])
+def test_what_latest_names_stays(checkpoint_format: str, tmp_path: Path) -> None:
+    engine = engine_of(checkpoint={"format": checkpoint_format, "keep_last": 1})
+    engine.save_checkpoint(tmp_path, tag="a")
+    for tag in "bc":
+        engine.save_checkpoint(tmp_path, tag=tag, save_latest=False)
+    assert {"a", "c"} <= set(os.listdir(tmp_path)) and not (tmp_path / "b").exists()
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "a")
+    with pytest.raises(ValueError, match="keep_last"):
+        engine.save_checkpoint(tmp_path, keep_last=-1)
+
+
+class Buffers(nn.Module):
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        names = (
+            "complex64 complex128 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz bool"
+        )
+        for name in names.split():
+            dtype = getattr(torch, name)
+            values = torch.arange(start, start + 6, dtype=torch.float64)
+            self.register_buffer(name, (torch.polar(values, values) if dtype.is_complex else values).to(dtype))
+
+
+def test_buffers_of_every_dtype(tmp_path: Path) -> None:
+    saved = Buffers(1)
+    engine_of(saved).save_checkpoint(tmp_path)
+    loaded = Buffers(0)
+    engine_of(loaded).load_checkpoint(tmp_path)
+    found = tessera.checkpoints.state_dict(tmp_path)
+    for name, buffer in saved.named_buffers():
+        for other in (loaded.get_buffer(name), found[name]):
+            assert other.dtype == buffer.dtype
+            assert torch.equal(other.view(torch.uint8), buffer.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("checkpoint_format", ["tessera", "deepspeed"])
+@pytest.mark.parametrize("before", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_a_run_that_goes_on_in_fp16_begins_with_its_own_scale(
+    before: dict[str, Any], checkpoint_format: str, tmp_path: Path
+) -> None:
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 12}}
+    engine_of(**before, checkpoint={"format": checkpoint_format}).save_checkpoint(tmp_path / "unscaled")
+    engine = engine_of(**fp16)
+    engine.load_checkpoint(tmp_path / "unscaled")
+    assert engine.optimizer.cur_scale == 2**12
+    engine.optimizer.cur_scale = 2**5
+    engine.save_checkpoint(tmp_path / "scaled")
+    other = engine_of(**fp16)
+    other.load_checkpoint(tmp_path / "scaled")
+    assert other.optimizer.cur_scale == 2**5
