@@ -317,7 +317,6 @@ void Restore::apply() {
   for (int id = 0; id < static_cast<int>(records_.size()); ++id)
     if (options_.optimizer && records_[id] != nullptr && engine.params()[id].group >= 0)
       states.set_param_step(id, records_[id]->trained ? records_[id]->step : 0);
-  if (error.empty() && options_.optimizer && missing_.empty()) states.all_written();
   engine.refresh_params();
   if (options_.run) {
     engine.zero_grad();
@@ -336,10 +335,17 @@ void Restore::apply() {
                  "' was saved inside an accumulation, with slices or experts that lie "
                  "otherwise here: the accumulation begins anew");
   }
-  TESSERA_CHECK_IO(error.empty(), "checkpoint", "'", folder_,
-                   "' could not be read to its end, the engine has changed in "
-                   "part: load again. ",
-                   error);
+  try {
+    together(*ranks_, "end of a load", [&] {
+      TESSERA_CHECK_IO(error.empty(), "checkpoint", "'", folder_,
+                       "' could not be read to its end, the engine has changed in part: load again. ", error);
+      return std::string();
+    });
+  } catch (const c10::Error& e) {
+    states.not_written(e.what_without_backtrace());
+    throw;
+  }
+  if (options_.optimizer && missing_.empty()) states.all_written();
 }
 
 std::optional<Restore> Checkpointer::open(const std::string& dir, const std::string& given,
@@ -377,6 +383,7 @@ std::optional<Restore> Checkpointer::open(const std::string& dir, const std::str
           run, (std::filesystem::path(restore.folder_) / checkpoint::kManifestName).string());
     restore.client_run_ = run.contains("client") ? run["client"].dump() : "{}";
     restore.place_ = ranks().place();
+    restore.ranks_ = &ranks();
     restore.of_several_ = spans_;
     restore.plan(engine_);
     if (options.run && run.contains("accumulation"))

@@ -61,6 +61,7 @@ class Restore {
 
   Engine* engine_ = nullptr;
   int place_ = 0;  // this rank's, of all
+  const zero::Ranks* ranks_ = nullptr;
   Options options_;
   bool of_several_ = false;  // what is not in this engine may be in another one
   std::string folder_, tag_, client_run_;

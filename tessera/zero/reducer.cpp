@@ -378,6 +378,7 @@ void Reducer::hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& pre
   unit.partial_pooled = false;
   for (Param& p : unit.params)
     p.filled = p.has_grad = false;
+  if (dropping_) return pool_.give_back(bucket);
   sink_->take({&unit, sum, std::move(flags), [this, bucket] { pool_.give_back(bucket); }});
 }
 
@@ -435,7 +436,10 @@ void Reducer::reset() {
   agreement_ = {};
   late_.reset();
   finish_replicas();
+  dropping_ = true;
   drain();
+  dropping_ = false;
+  if (sink_ != nullptr) sink_->drop();
   for (Unit* unit : units_) {
     if (unit->partial.defined()) release_partial(*unit);
     unit->move_to(GradState::Empty);

@@ -73,6 +73,8 @@ class SumSink {
   virtual ~SumSink() = default;
   virtual void backward_begun() = 0;
   virtual void take(ArrivedSum sum) = 0;
+  // The gradients are dropped: what was taken and not used yet, of a backward that threw, is forgotten.
+  virtual void drop() = 0;
   // The last sums have come. Launches collectives, and waits for them.
   virtual void launch_end() = 0;
   virtual void finish_end() = 0;
@@ -189,6 +191,7 @@ class Reducer {
   bool stochastic_;  // Note [Accumulation in 16 bits]
   uint64_t seed_;
   SumSink* sink_ = nullptr;
+  bool dropping_ = false;  // what arrives is of no use
   size_t next_ = 0;  // units_[next_] is the next to launch
   bool replicas_agree_ = false;
   std::deque<InFlight> in_flight_, replicas_in_flight_;

@@ -75,7 +75,7 @@ void Regions::take_writes(const std::vector<ParamId>& ids, Writes writes, int wr
     }
   }
   units_.shared().readers_done("the writes of a region");
-  DiskGuard disks;
+  DiskGuard disks(any_elsewhere(ids));
   for (const ParamId id : ids)
     disks.run([&] { take_write(id); });
   units_.shared().written("the writes of a region");
@@ -96,13 +96,16 @@ void Regions::take_write(ParamId id) {
   param.version = param.tensor._version();
 }
 
-// Where any of it lives elsewhere, on all ranks alike.
-void Regions::agree_on_disks(const std::vector<ParamId>& ids, DiskGuard& disks) {
-  const auto elsewhere = [&](ParamId id) {
+// On all ranks alike.
+bool Regions::any_elsewhere(const std::vector<ParamId>& ids) const {
+  return std::ranges::any_of(ids, [&](ParamId id) {
     const Place& place = units_[id];
     return place.trained() ? !lives_on_device(*place.unit) : place.flat->residence() != shard::Residence::Device;
-  };
-  if (std::ranges::none_of(ids, elsewhere)) return;
+  });
+}
+
+void Regions::agree_on_disks(const std::vector<ParamId>& ids, DiskGuard& disks) {
+  if (!disks.agrees()) return;
   for (const ParamId id : ids) {
     const Place& place = units_[id];
     disks.run_always([&] { place.trained() ? place.unit->flush() : place.flat->flush(); });

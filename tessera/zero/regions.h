@@ -30,6 +30,7 @@ class Regions {
   };
   void take_writes(const std::vector<ParamId>& ids, Writes writes, int writer);
   void take_write(ParamId id);
+  bool any_elsewhere(const std::vector<ParamId>& ids) const;
   void agree_on_disks(const std::vector<ParamId>& ids, DiskGuard& disks);
 
   Units& units_;

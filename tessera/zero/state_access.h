@@ -43,6 +43,8 @@ class StateAccess {
   // All masters and states were written: an update that did not come to its end no longer matters.
   void check_whole() const { units_.check_whole(); }  // IoError where such an update was the last
   void all_written() { units_.set_broken(""); }
+  // A load did not come to its end.
+  void not_written(const std::string& why) { units_.set_broken(why); }
   // This rank's elements of what write() takes for it.
   shard::Range writable(ParamId param, Quantity what) const;
   // This rank's elements of what an optimizer keeps of a trained parameter.

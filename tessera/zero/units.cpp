@@ -84,7 +84,7 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<M
 // What one rank's disk refuses is an error of all: each broadcasts the values of all units first.
 void Units::build(const std::vector<PlannedUnit>& units, const std::vector<ModelParam>& params) {
   if (options_.home) check_client(params);
-  DiskGuard disks;
+  DiskGuard disks(has_homes());
   for (const PlannedUnit& planned : units) {
     std::vector<const ModelParam*> originals;
     for (const ParamId id : planned.items)

@@ -45,7 +45,25 @@ void UpdateInBackward::reset() {
 
 void UpdateInBackward::backward_begun() {
   units_.check_whole();
+  forget_waiting();
   updater_.prepare_update();
+  disks_ = updater_.guard();
+}
+
+void UpdateInBackward::drop() {
+  forget_waiting();
+  reset();
+}
+
+// Of a backward that threw.
+void UpdateInBackward::forget_waiting() {
+  for (Waiting& left : std::exchange(waiting_, {})) {
+    try {
+      left.pending.wait();
+    } catch (const std::exception&) {  // nobody needs it any more
+    }
+    left.sum.release();
+  }
 }
 
 void UpdateInBackward::take(ArrivedSum sum) {
@@ -87,7 +105,7 @@ void UpdateInBackward::launch_end() {
 }
 
 void UpdateInBackward::finish_end() {
-  DiskGuard disks = std::exchange(disks_, {});
+  DiskGuard disks = std::exchange(disks_, DiskGuard(false));
   updater_.finish_gathers(disks);
   units_.set_broken("");
 }

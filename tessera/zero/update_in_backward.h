@@ -39,17 +39,19 @@ class UpdateInBackward final : private SumSink {
 
   void backward_begun() override;
   void take(ArrivedSum sum) override;
+  void drop() override;
   void launch_end() override;
   void finish_end() override;
   void update(const ArrivedSum& sum, double squares);
   void update_oldest();
+  void forget_waiting();
 
   Units& units_;
   Updater& updater_;
   comm::GroupPtr norms_;  // with clipping
   std::deque<Waiting> waiting_;
   std::vector<bool> present_;
-  DiskGuard disks_;
+  DiskGuard disks_{false};
 };
 
 }  // namespace tessera::zero

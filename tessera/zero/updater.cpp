@@ -189,10 +189,12 @@ void Updater::finish_gathers() {
 }
 
 void Updater::update_units(const GradientSummary& summary, double scale, DiskGuard& disks) {
+  units_.set_broken("a step ended with an error after it had updated a part of the model");  // until it is over
   TilePipeline pipeline(units_, scale, disks, [this](Unit& unit) { gather_unit(unit); });
   for (const auto& unit : units_.all())
     pipeline.add(*unit, unit->gradients(), summary.present);
   pipeline.finish();
+  units_.set_broken("");
 }
 
 void Updater::update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present, double scale,
@@ -215,9 +217,13 @@ void Updater::finish_gathers(DiskGuard& disks) {
   agree_on_disks(disks);
 }
 
+DiskGuard Updater::guard() const {
+  return DiskGuard(!std::ranges::all_of(units_.all(), [](const auto& unit) { return lives_on_device(*unit); }));
+}
+
 // Where states or weights live on a disk, an update is over when they are there, on all ranks or on none.
 void Updater::agree_on_disks(DiskGuard& disks) {
-  if (std::ranges::all_of(units_.all(), [](const auto& unit) { return lives_on_device(*unit); })) return;
+  if (!disks.agrees()) return;
   for (const auto& unit : units_.all())
     disks.run_always([&] { unit->flush(); });
   const std::string failure = disks.agree(units_.ranks());
@@ -233,7 +239,7 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
   driver_.hooks().hear_news();
   units_.unsharder().settle_before_update();
   prepare_update();
-  DiskGuard disks;
+  DiskGuard disks = guard();
   if (units_.rule() == optim::Rule::External) {
     update_external(summary, scale, external, disks);
     launch_gathers();
@@ -310,7 +316,7 @@ void Updater::refresh_params() {
   check_no_region_writes();
   adopt_params(units_, /*compare=*/false);
   units_.shared().readers_done("a refresh");
-  DiskGuard disks;
+  DiskGuard disks = guard();
   for (const auto& unit : units_.all()) {
     disks.run([&] { unit->refresh_weights(); });
     gather_unit(*unit);

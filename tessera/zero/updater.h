@@ -38,6 +38,8 @@ class Updater {
   void launch_gathers();
   // Also: what went wrong with any rank's disk is an error on all of them.
   void finish_gathers(DiskGuard& disks);
+  // Of an update; it agrees where states or weights do not live on the device.
+  DiskGuard guard() const;
   // Takes in what the user did to parameters since the last update. State error where a region holds them. Local.
   void prepare_update();
 

@@ -24,13 +24,14 @@ zero::HomeMaker on_disk(const std::string& folder, offload::QueueMaker make_queu
 
 // Some of a disk's transfers fail.
 struct Fault {
-  bool reads = false, writes = false;
+  bool reads = false, writes = false, memory = false;
 };
 
 class FaultyQueue final : public io::Queue {
  public:
   FaultyQueue(int depth, const Fault& fault) : queue_(io::make_queue(depth)), fault_(fault) {}
   std::future<void> read(const io::File& file, void* to, int64_t bytes, int64_t offset) override {
+    if (fault_.memory) throw std::bad_alloc();
     return fault_.reads ? failed("read") : queue_->read(file, to, bytes, offset);
   }
   std::future<void> write(const io::File& file, const void* from, int64_t bytes, int64_t offset) override {
@@ -239,8 +240,8 @@ TEST(OffloadEngine, AFullDiskIsAnErrorOfTheConstruction) {
 // In the middle of a step: an error of all ranks, which stays until a checkpoint is loaded; then training goes on with the
 // bits of one that met no fault.
 TEST(OffloadEngine, AFaultInAStepIsSaidUntilACheckpointIsLoaded) {
-  enum class Kind { ReadError, WriteError, Short };
-  for (const Kind kind : {Kind::ReadError, Kind::WriteError, Kind::Short}) {
+  enum class Kind { ReadError, WriteError, Short, NoMemory };
+  for (const Kind kind : {Kind::ReadError, Kind::WriteError, Kind::Short, Kind::NoMemory}) {
     for (const int stage : {1, 2, 3, 4}) {  // 4: weights, too
       const io::TempFolder saved, disks;
       Fault fault;
@@ -258,8 +259,10 @@ TEST(OffloadEngine, AFaultInAStepIsSaidUntilACheckpointIsLoaded) {
         engine.checkpoints().save(saved.path(), {});
         group->barrier("the fault");
         if (rank == 1 && kind == Kind::Short) truncate_files_in(disk, 100);
-        if (rank == 1) (kind == Kind::WriteError ? fault.writes : fault.reads) = kind != Kind::Short;
-        const char* mine = kind == Kind::Short ? "ends at byte" : "Input/output error";
+        if (rank == 1) fault = {kind == Kind::ReadError, kind == Kind::WriteError, kind == Kind::NoMemory};
+        const char* mine = kind == Kind::Short      ? "ends at byte"
+                           : kind == Kind::NoMemory ? "bad_alloc"
+                                                    : "Input/output error";
         const std::string text = rank == 1 ? mine : "rank 1 of this engine could not move its model states";
         if (stage == 4 && kind != Kind::WriteError) {  // a forward reads
           EXPECT_NE(io_error_of([&] { step(engine, toy, rank, 1); }), "");
@@ -270,6 +273,10 @@ TEST(OffloadEngine, AFaultInAStepIsSaidUntilACheckpointIsLoaded) {
         EXPECT_HAS(io_error_of([&] { engine.checkpoints().save(saved.path(), {.tag = "broken"}); }),
                    "load a checkpoint");
         if (kind == Kind::Short) return;  // a file that was cut stays so
+        if (kind == Kind::WriteError) {   // nor does a load that one rank cannot write help any of them
+          EXPECT_NE(io_error_of([&] { engine.checkpoints().open(saved.path(), "", {})->apply(); }), "");
+          EXPECT_HAS(io_error_of([&] { step(engine, toy, rank, 1); }), "load a checkpoint");
+        }
         if (rank == 1) fault = {};
         engine.checkpoints().open(saved.path(), "", {})->apply();
         step(engine, toy, rank, 1);

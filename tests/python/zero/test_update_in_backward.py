@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from typing import Any
 
@@ -118,6 +119,34 @@ def test_a_checkpoint_mends_what_a_failed_backward_left(tmp_path: pathlib.Path) 
         assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
 
     engines(make(), 1, settings(2, True), body)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_a_failed_backward_had_handed_over_is_dropped(world: int) -> None:
+    """With clipping a unit waits for its norm: the backward fails before it, or any other, is updated."""
+    clip = settings(2, True, gradient_clipping=1.0)
+    clip["tessera"]["clip_by_unit"] = True
+
+    def fail(module: nn.Module, gradients: Any) -> None:
+        raise RuntimeError("the client's hook")
+
+    def body(fails: bool, engine: tessera.Engine, rank: int) -> list[torch.Tensor]:
+        if fails:
+            blocks: Any = engine.module.blocks
+            handle = blocks[-1].register_full_backward_hook(fail)
+            with pytest.raises(RuntimeError, match="the client's hook"):
+                (engine(*batch(rank)) * 100).backward()
+            handle.remove()
+            engine.zero_grad()
+        engine(*batch(rank)).backward()
+        engine.step()
+        return [param.detach().clone() for param in engine.module.parameters()]
+
+    expected, found = (
+        engines(make(), world, clip, functools.partial(body, fails)) for fails in (False, True)
+    )
+    for one, other in zip(expected, found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_gradients_cannot_be_asked_for() -> None:
