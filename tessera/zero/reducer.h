@@ -192,7 +192,7 @@ class Reducer {
   uint64_t seed_;
   SumSink* sink_ = nullptr;
   bool dropping_ = false;  // what arrives is of no use
-  size_t next_ = 0;  // units_[next_] is the next to launch
+  size_t next_ = 0;        // units_[next_] is the next to launch
   bool replicas_agree_ = false;
   std::deque<InFlight> in_flight_, replicas_in_flight_;
   comm::Pending agreement_;

@@ -142,9 +142,7 @@ def test_what_a_failed_backward_had_handed_over_is_dropped(world: int) -> None:
         engine.step()
         return [param.detach().clone() for param in engine.module.parameters()]
 
-    expected, found = (
-        engines(make(), world, clip, functools.partial(body, fails)) for fails in (False, True)
-    )
+    expected, found = (engines(make(), world, clip, functools.partial(body, fails)) for fails in (False, True))
     for one, other in zip(expected, found, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
