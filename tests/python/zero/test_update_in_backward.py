@@ -133,7 +133,7 @@ def test_what_a_failed_backward_had_handed_over_is_dropped(world: int) -> None:
     def body(fails: bool, engine: tessera.Engine, rank: int) -> list[torch.Tensor]:
         if fails:
             blocks: Any = engine.module.blocks
-            handle = blocks[-1].register_full_backward_hook(fail)
+            handle = blocks[-1].register_full_backward_pre_hook(fail)
             with pytest.raises(RuntimeError, match="the client's hook"):
                 (engine(*batch(rank)) * 100).backward()
             handle.remove()
