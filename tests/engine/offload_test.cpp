@@ -242,7 +242,7 @@ TEST(OffloadEngine, AFullDiskIsAnErrorOfTheConstruction) {
 TEST(OffloadEngine, AFaultInAStepIsSaidUntilACheckpointIsLoaded) {
   enum class Kind { ReadError, WriteError, Short, NoMemory };
   for (const Kind kind : {Kind::ReadError, Kind::WriteError, Kind::Short, Kind::NoMemory}) {
-    for (const int stage : {1, 2, 3, 4}) {  // 4: weights, too
+    for (const int stage : {1, 2, 3, 4}) {                 // 4: weights, too
       if (stage == 4 && kind == Kind::NoMemory) continue;  // that is of the forward
       const io::TempFolder saved, disks;
       Fault fault;
