@@ -276,8 +276,7 @@ TEST(Checkpoint, AFailedSaveLeavesTheFormerOne) {
     for (const bool asynchronous : {false, true}) {
       const auto broken = [&] {
         engine::ClientPart part;
-        part.tensors.push_back(
-            {"bad", "buffer", at::zeros({1}, at::kComplexHalf)});  // rank 0's file cannot be written
+        part.tensors.push_back({"bad", "buffer", at::zeros({1}, at::kComplexHalf)});  // rank 0's file cannot be written
         engine.checkpoints().save(folder.path(), {.tag = "x", .asynchronous = asynchronous}, part);
         engine.checkpoints().wait();
       };
