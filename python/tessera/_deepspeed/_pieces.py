@@ -16,6 +16,7 @@ from tessera._deepspeed._pt import PtFile
 DTYPE_NAMES = {
     torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.complex64: "C64", torch.complex128: "C128",
 }  # fmt: skip
 _MOST_PIECES = 1 << 16  # of a tensor whose elements do not lie one after the other
 

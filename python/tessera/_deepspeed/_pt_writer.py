@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tessera.errors import ConfigError
+
 _ALIGNMENT = 64  # of storages, as torch.save has it
 _ROOT = "archive"
 _STORAGE_NAMES = {
@@ -20,6 +22,7 @@ _STORAGE_NAMES = {
     torch.bfloat16: "BFloat16Storage", torch.int64: "LongStorage", torch.int32: "IntStorage",
     torch.int16: "ShortStorage",
     torch.int8: "CharStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage",
+    torch.complex64: "ComplexFloatStorage", torch.complex128: "ComplexDoubleStorage",
 }  # fmt: skip
 
 
@@ -73,7 +76,13 @@ class _Pickler(pickle._Pickler):  # the one in Python: that in C writes names of
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):
             return None
-        return "storage", _Global("torch", _STORAGE_NAMES[obj.tensor.dtype]), obj.key, "cpu", obj.numel
+        name = _STORAGE_NAMES.get(obj.tensor.dtype)
+        if name is None:
+            raise ConfigError(
+                f"[checkpoint] there is a tensor of dtype {obj.tensor.dtype}, which DeepSpeed's files are not written "
+                'with here; save with "checkpoint": {"format": "tessera"}'
+            )
+        return "storage", _Global("torch", name), obj.key, "cpu", obj.numel
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if isinstance(obj, _Global):

@@ -523,29 +523,36 @@ def test_what_latest_names_stays(checkpoint_format: str, tmp_path: Path) -> None
         engine.save_checkpoint(tmp_path, keep_last=-1)
 
 
+COMPLEX = ["complex64", "complex128"]
+UNUSUAL = ["uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+
+
 class Buffers(nn.Module):
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, names: list[str]) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        names = (
-            "complex64 complex128 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz bool"
-        )
-        for name in names.split():
+        for name in names:
             dtype = getattr(torch, name)
             values = torch.arange(start, start + 6, dtype=torch.float64)
             self.register_buffer(name, (torch.polar(values, values) if dtype.is_complex else values).to(dtype))
 
 
-def test_buffers_of_every_dtype(tmp_path: Path) -> None:
-    saved = Buffers(1)
-    engine_of(saved).save_checkpoint(tmp_path)
-    loaded = Buffers(0)
+@pytest.mark.parametrize(("form", "names"), [("tessera", COMPLEX + UNUSUAL), ("deepspeed", COMPLEX)])
+def test_buffers_of_every_dtype(form: str, names: list[str], tmp_path: Path) -> None:
+    saved, loaded = Buffers(1, names), Buffers(0, names)
+    engine_of(saved, checkpoint={"format": form}).save_checkpoint(tmp_path)
     engine_of(loaded).load_checkpoint(tmp_path)
     found = tessera.checkpoints.state_dict(tmp_path)
     for name, buffer in saved.named_buffers():
         for other in (loaded.get_buffer(name), found[name]):
             assert other.dtype == buffer.dtype
             assert torch.equal(other.view(torch.uint8), buffer.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_dtypes_that_deepspeeds_files_do_not_get(name: str, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, OSError), match=rf"torch\.{name}, which DeepSpeed's files"):
+        engine_of(Buffers(1, [name]), checkpoint={"format": "deepspeed"}).save_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("checkpoint_format", ["tessera", "deepspeed"])
