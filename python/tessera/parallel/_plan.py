@@ -102,8 +102,9 @@ def _cut_as_one(core: _core.ParallelPlan, rules: Rules, kind: str) -> list[str]:
         if any(part in d.path.rpartition(".")[2].lower() for part in _FUSED):
             found.setdefault(d.rule, []).append(d.path)
     return [
-        f"{paths[0]} (and {len(paths) - 1} more) holds several projections, as its name says, and its rule ({rule}) "
-        "cuts it as one: right only where heads lie one after the other, each with its own query, key and value. Give "
+        f"{paths[0]}{f' (and {len(paths) - 1} more)' if len(paths) > 1 else ''} holds several projections, as its name "
+        f"says, and its rule ({rule}) cuts it as one: right only where heads lie one after the other, each with "
+        "its own query, key and value. Give "
         'the rule "shape": [3, -1] for three equal projections, [2, -1] for two, [[...], -1] for their sizes; [1, -1] '
         "says that it is right"
         for rule, paths in found.items()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import assert_close, config, run_mesh
-from test_models import assert_near, assert_same, compare, settings, train, train_plain
+from test_models import assert_near, assert_same, compare, settings, train, train_and_end, train_plain
 from tiny_models import LEARNED, LLAMA, MODELS, learned, learned_rules, of, text
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -341,10 +341,7 @@ def test_models_that_zero_init_builds(stage: int) -> None:
             if rank == 0:
                 model.load_state_dict(whole)
         engine = tessera.Engine(model, cfg, group=mesh)
-        try:
-            return train(engine, batches)
-        finally:
-            engine.destroy()
+        return train_and_end(engine, batches)
 
     for got in run_mesh(body, tp=2):
         assert_same(got, want)
@@ -377,10 +374,7 @@ def test_models_of_the_meta_device_are_filled_slice_by_slice(name: str, stage: i
         with pytest.raises(ValueError, match=r"no file has .*layers.1.mlp"):
             tessera.parallel.load_slices(meta, tmp_path / "a.safetensors")
         engine = tessera.Engine(meta, cfg, group=mesh)
-        try:
-            return train(engine, [text(0), text(1)])
-        finally:
-            engine.destroy()
+        return train_and_end(engine, [text(0), text(1)])
 
     for got in run_mesh(body, tp=2):
         assert_same(got, want)
@@ -526,10 +520,7 @@ def test_learned_activations_in_engines_of_every_kind(how: str, stage: int) -> N
             elif how != "again":
                 options = {"use_reentrant": how == "reentrant"}
                 layer.forward = functools.partial(checkpoint, layer.forward, **options)
-        try:
-            return train(engine, batches)
-        finally:
-            engine.destroy()
+        return train_and_end(engine, batches)
 
     for got in run_mesh(body, tp=2):
         assert_same(got, want)

@@ -46,6 +46,13 @@ def train_plain(model: nn.Module, batches: list[list[Batch]]) -> dict[str, Any]:
     return found
 
 
+def train_and_end(engine: tessera.Engine, batches: list[Batch]) -> dict[str, Any]:
+    try:
+        return train(engine, batches)
+    finally:
+        engine.destroy()
+
+
 def train(engine: tessera.Engine, batches: list[Batch]) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step, batch in enumerate(batches):
