@@ -21,13 +21,13 @@ HEADER = ["states", "engine", "step", "x our step on the disk"]
 
 
 def deepspeed_of(peer: str, model: nn.Module, bf16: bool, folder: str, tile: int) -> Any:
-    """Its pipeline is asked for, and blocks are as large and as many as ours."""
+    """Its pipeline is asked for, which needs buffers for three groups of four tensors; blocks are as large as ours."""
     import deepspeed
 
     device = PEERS[peer][1]
     offload: dict[str, Any] = {"device": device}
     if device == "nvme":
-        offload |= {"nvme_path": folder, "pipeline_read": True, "pipeline_write": True, "buffer_count": 5}
+        offload |= {"nvme_path": folder, "pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": bf16, "check_grad_overflow": False},
