@@ -168,7 +168,7 @@ void FlatParams::begin_gather(comm::Group& group, at::Tensor bucket, at::Tensor 
 shard::PendingView FlatParams::fetch(shard::Range tile) const {
   try {
     return buffer_.fetch(tile);
-  } catch (const IoError&) {
+  } catch (const std::exception&) {
     return shard::PendingView({}, [error = std::current_exception()] { std::rethrow_exception(error); });
   }
 }
@@ -216,11 +216,12 @@ void FlatParams::gather_slice(comm::Group& group, const at::Tensor& space, const
   failure_.clear();
   try {
     bring_slice(space);
-  } catch (const IoError& error) {
+  } catch (const std::exception& error) {  // memory that runs out, too
     ahead_.clear();
     end_copies();
     if (group.size() == 1) throw;
-    failure_ = error.what_without_backtrace();
+    const auto* known = dynamic_cast<const c10::Error*>(&error);
+    failure_ = known == nullptr ? error.what() : known->what_without_backtrace();
   }
   if (group.size() == 1) return;
   pending_ = group.all_gather(space, space.narrow(0, slice_.begin, slice_.size()), label);

@@ -19,6 +19,18 @@ const shard::Buffer& state_of(const Unit& unit, Quantity what) {
   return unit.states[what == Quantity::State0 ? 0 : 1];
 }
 
+// For work on states that may live on a disk.
+DiskGuard guard_of(const Unit& unit) {
+  return DiskGuard(!states_on_device(unit));
+}
+
+// An error of one rank's disk is one of all ranks that hold the parameter.
+void agree_on(const DiskGuard& disks, const Place& place, const char* caller) {
+  if (!disks.agrees()) return;
+  const std::string failure = disks.agree(place.unit->ranks);
+  TESSERA_CHECK_IO(failure.empty(), "engine", caller, "() of the state of parameter '", place.name(), "': ", failure);
+}
+
 }  // namespace
 
 StateAccess::StateAccess(Units& units, BackwardDriver& driver) : units_(units), driver_(driver) {}
@@ -53,20 +65,24 @@ bool StateAccess::is_there(const Place& place, Quantity what) const {
   return what == Quantity::Master || state_of(*place.unit, what).defined();
 }
 
-void StateAccess::write_owned(const Place& place, Quantity what, const at::Tensor& values) {
+void StateAccess::write_owned(const Place& place, Quantity what, const at::Tensor& values, DiskGuard& disks) {
   Unit& unit = *place.unit;
   const shard::Range r = unit.owned_slice(*place.param);
   switch (what) {
     case Quantity::Master:
       units_.shared().readers_done("new masters");
-      unit.write_master(r, values);
-      unit.flush();
+      disks.run([&] {
+        unit.write_master(r, values);
+        unit.flush();
+      });
       units_.shared().written("new masters");
       break;
     case Quantity::State0:
     case Quantity::State1:
-      state_of(unit, what).write(r, values);
-      unit.flush();
+      disks.run([&] {
+        state_of(unit, what).write(r, values);
+        unit.flush();
+      });
       break;
     default:
       if (unit.client_grads.defined()) {
@@ -257,7 +273,9 @@ void StateAccess::set_local(ParamId param, Quantity what, const at::Tensor& valu
                       place.param->name, "', the value has ", value.numel());
   const bool replicated = units_.placements().states == shard::Placement::Replicate;
   const shard::Form& form = place.param->form;
-  write_owned(place, what, replicated ? shard::flatten_like_param(value.view(form.sizes), form) : value.flatten());
+  DiskGuard disks(/*agrees=*/false);
+  write_owned(place, what, replicated ? shard::flatten_like_param(value.view(form.sizes), form) : value.flatten(),
+              disks);
 }
 
 // The parameter's elements in the order of its memory, of which `part` is this rank's.
@@ -351,7 +369,6 @@ at::Tensor StateAccess::get_full(ParamId param, Quantity what) {
   const c10::AutoGradMode no_grad(false);
   const Place& place = units_.trained(param, "get_full");
   const Param& p = *place.param;
-  if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
   if (what == Quantity::Gradient && driver_.unreduced()) return local_gradient(place);
   if (what == Quantity::Gradient) {
     const double seen = agree_max(driver_.reducer().has_late() ? 2 : (p.has_grad ? 1 : 0));
@@ -361,7 +378,13 @@ at::Tensor StateAccess::get_full(ParamId param, Quantity what) {
       return get_full(param, what);
     }
   }
-  const at::Tensor mine = read_owned(place, what);
+  DiskGuard disks = guard_of(*place.unit);
+  at::Tensor mine;
+  disks.run([&] {
+    if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
+    mine = read_owned(place, what);
+  });
+  agree_on(disks, place, "get_full");
   if (!mine.defined()) return {};
   const at::Tensor full = gather_flat(place, mine);
   if (what == Quantity::Gradient)
@@ -375,7 +398,10 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
   const Place& place = units_.trained(param, "set_full");
   Param& p = *place.param;
   const at::Tensor flat = flat_of(place, value, "engine.set_full");
-  if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
+  DiskGuard disks = guard_of(*place.unit);
+  disks.run([&] {
+    if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
+  });
   if (what == Quantity::Gradient) {
     TESSERA_CHECK(!units_.options().update_in_backward, "engine.set_full",
                   "tessera.update_in_backward keeps no gradients that could be set");
@@ -395,7 +421,8 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
   const shard::Range mine = units_.local_range(place);
   TESSERA_CHECK_VALUE(what != Quantity::Weight && is_there(place, what), "engine.set_full", "parameter '", p.name,
                       "' has no such state");
-  write_owned(place, what, flat.narrow(0, mine.begin, mine.size()));
+  write_owned(place, what, flat.narrow(0, mine.begin, mine.size()), disks);
+  agree_on(disks, place, "set_full");
 }
 
 }  // namespace tessera::zero

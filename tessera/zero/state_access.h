@@ -6,6 +6,7 @@
 
 #include "tessera/shard/named_shard.h"
 #include "tessera/zero/backward_driver.h"
+#include "tessera/zero/disks.h"
 
 namespace tessera::zero {
 
@@ -58,7 +59,7 @@ class StateAccess {
 
   // Master, Gradient, State0 or State1 below; value error for Weight, which the parameter itself shows.
   // fp32, shape of the parameter, where that is a slice (ModelParam::cut) of its whole; collective. Undefined tensor when
-  // there is none (no gradient, no such state).
+  // there is none (no gradient, no such state). IoError on all ranks where the disk of one fails; set_full: set it again.
   at::Tensor get_full(ParamId param, Quantity what);
   void set_full(ParamId param, Quantity what, const at::Tensor& value);
   // What this rank holds: shaped like the parameter where the buffer is replicated, else 1-D; possibly empty. A view, in
@@ -86,7 +87,7 @@ class StateAccess {
   shard::Range in_owned(const Place& place, shard::Range range) const;
   at::Tensor read_owned(const Place& place, Quantity what) const;
   at::Tensor read_owned(const Place& place, Quantity what, shard::Range range) const;
-  void write_owned(const Place& place, Quantity what, const at::Tensor& values);
+  void write_owned(const Place& place, Quantity what, const at::Tensor& values, DiskGuard& disks);
   at::Tensor gather_flat(const Place& place, const at::Tensor& part);
   at::Tensor local_gradient(const Place& place) const;
   at::Tensor whole_of(const Place& place, const at::Tensor& flat) const;
