@@ -58,62 +58,61 @@ def test_weights_of_one_process(ray_cluster, tmp_path, transport):
     close(found, plain_weights(make(Vision, seed=1), make(Text, seed=2), CLIP))
 
 
-@pytest.mark.parametrize(("transport", "killed_in"), [("auto", "train"), ("ray", "train"), ("auto", "save")])
-def test_a_killed_rank_and_the_way_back(ray_cluster, tmp_path, transport, killed_in):
-    """Also with other numbers of ranks: each engine's part of the checkpoint reshards on its own. And while the only
-    checkpoint is being replaced."""
+def die_in_train(program):
+    victim = program.group("vision").processes()[1]
+    threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
+    with pytest.raises(ActorError, match=r"rank 1 of 'vision' died in train\(\)") as caught:
+        program.step("train", 2, slow=2.0)
+    assert ("vision", 1) in caught.value.ranks
+
+
+def die_in_save(program):
+    """While the only checkpoint is being replaced."""
+    program.group("vision").call("die_in_save", 1)
+    with pytest.raises(ActorError, match=r"rank 1 of 'vision' died in engine.save_checkpoint\(\)"):
+        program.save("first", {"step": 2})
+
+
+def go_on(program, state):
+    assert state == {"step": 1}
+    for step in range(state["step"], 3):
+        program.step("train", step)
+    return weights_of(program)
+
+
+@pytest.mark.parametrize(("transport", "deaths"), [("auto", (die_in_train, die_in_save)), ("ray", (die_in_train,))])
+def test_a_killed_rank_and_the_way_back(ray_cluster, tmp_path, transport, deaths):
+    """Also with other numbers of ranks: each engine's part of the checkpoint reshards on its own."""
+    expected = plain_weights(make(Vision, seed=1), make(Text, seed=2))
     with program_of(tmp_path, sequence=2, replicas=1, transport=transport) as program:
         program.step("train", 0)
         assert program.save("first", {"step": 1}) == tmp_path / "first"
         program.step("train", 1)
-        if killed_in == "save":
-            program.group("vision").call("die_in_save", 1)
-            with pytest.raises(ActorError, match=r"rank 1 of 'vision' died in engine.save_checkpoint\(\)") as caught:
-                program.save("first", {"step": 2})
-        else:
-            victim = program.group("vision").processes()[1]
-            threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
-            with pytest.raises(ActorError, match=r"rank 1 of 'vision' died in train\(\)") as caught:
-                program.step("train", 2, slow=2.0)
-        assert ("vision", 1) in caught.value.ranks
-        state = program.restore()
-        assert state == {"step": 1}
-        for step in range(state["step"], 3):
-            program.step("train", step)
-        found = weights_of(program)
-    expected = plain_weights(make(Vision, seed=1), make(Text, seed=2))
+        for die in deaths:
+            die(program)
+            found = go_on(program, program.restore())
     close(found, expected)
     if transport == "ray":
         return  # what is on the disk is the same
-    if killed_in == "save":
-        replaced(tmp_path, expected)
-        return
-
+    assert len(list((tmp_path / "first").glob("parts-*"))) == 2, "the good one, and what the dead rank left"
     with program_of(tmp_path, sequence=1, replicas=2) as program:
-        for step in range(program.load()["step"], 3):
-            program.step("train", step)
-        close(weights_of(program), expected)
-
-
-def replaced(folder, expected):
-    """A save that is complete leaves nothing of those before it; and a checkpoint of the layout without `parts`."""
-    tag = folder / "first"
-    assert len(list(tag.glob("parts-*"))) == 2, "the good one, and what the dead rank left"
-    with program_of(folder, sequence=2, replicas=1) as program:
         state = program.load()
         program.save("first", state)
-        (parts,) = tag.glob("parts-*")
-        for part in list(parts.iterdir()):
-            part.rename(tag / part.name)
-        parts.rmdir()
-        manifest = json.loads((tag / "program.json").read_text())
-        assert manifest.pop("parts") == parts.name
-        (tag / "program.json").write_text(json.dumps(manifest))
-        for step in range(program.load()["step"], 3):
-            program.step("train", step)
-        close(weights_of(program), expected)
+        without_parts(tmp_path / "first")
+        close(go_on(program, program.load()), expected)
         program.save("first", {"step": 3})
-        assert len(list(tag.iterdir())) == 2, "the manifest and its parts"
+        assert len(list((tmp_path / "first").iterdir())) == 2, "the manifest and its parts"
+
+
+def without_parts(tag):
+    """The layout of a checkpoint that has no `parts`. A save that is complete leaves nothing of those before it."""
+    (parts,) = tag.glob("parts-*")
+    for part in list(parts.iterdir()):
+        part.rename(tag / part.name)
+    parts.rmdir()
+    manifest = json.loads((tag / "program.json").read_text())
+    assert manifest.pop("parts") == parts.name
+    (tag / "program.json").write_text(json.dumps(manifest))
 
 
 def test_checkpoints_that_are_not_there(ray_cluster, tmp_path):
