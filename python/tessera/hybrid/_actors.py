@@ -156,31 +156,26 @@ class ActorGroup:
         self._actors: list[Any] = []
         self._bundles: Any = None
 
-    def start(self, meeting: Meeting | None = None) -> None:
+    def start(self) -> None:
         """Places the actors and builds their objects."""
-        ray = import_ray()
-        if not ray.is_initialized():
-            raise UsageError("[hybrid] there is no Ray cluster yet; call ray.init() first")
-        if self._actors:
-            raise UsageError(f"[hybrid] group '{self.name}' runs already; call stop() first")
-        try:
-            self._start(ray, meeting)
-        except BaseException:
-            self.stop()
-            raise
+        start_together([self])
 
-    def _start(self, ray: Any, meeting: Meeting | None) -> None:
+    def begin_actors(self) -> Pending:
+        """Places the actors; of the first of them, the address where the ranks will meet."""
+        ray = import_ray()
         self._place(ray)
         remote = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_restarts=0)(Host)
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         self._actors = [
             remote.options(scheduling_strategy=strategy(self._bundles, rank)).remote() for rank in range(self.ranks)
         ]
-        master = self._wait_one("address", self._actors[0].address.remote())
+        return Pending(self, "address", [self._actors[0].address.remote()])
+
+    def begin_objects(self, master: tuple[str, int], meeting: Meeting | None) -> Pending:
         make = (self.kind, self.args, self.kwargs)
         places = [Place(self.name, rank, self.ranks, self.timeout, meeting) for rank in range(self.ranks)]
         refs = [a.build.remote(p, master, self.backend, make) for a, p in zip(self._actors, places, strict=True)]
-        wait(Pending(self, "__init__", refs), timeout=self.timeout)
+        return Pending(self, "__init__", refs)
 
     def _place(self, ray: Any) -> None:
         bundle = {name: amount for name, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount > 0}
@@ -191,8 +186,9 @@ class ActorGroup:
                 f"({self.placement}) within {self.timeout:g} s; it has {ray.cluster_resources()}"
             )
 
-    def _wait_one(self, method: str, ref: Any) -> Any:
-        return wait(Pending(self, method, [ref]), timeout=self.timeout)[0][0]
+    def check_stopped(self) -> None:
+        if self._actors:
+            raise UsageError(f"[hybrid] group '{self.name}' runs already; call stop() first")
 
     def check_runs(self) -> None:
         if not self._actors:
@@ -227,6 +223,23 @@ class ActorGroup:
         if self._bundles is not None:
             ray.util.remove_placement_group(self._bundles)
             self._bundles = None
+
+
+def start_together(groups: Sequence[ActorGroup], meeting: Meeting | None = None) -> None:
+    """Starts them at the same time: most of it is each process importing what it needs. All of them or none."""
+    if not import_ray().is_initialized():
+        raise UsageError("[hybrid] there is no Ray cluster yet; call ray.init() first")
+    for group in groups:
+        group.check_stopped()
+    timeout = max((group.timeout for group in groups), default=0.0)
+    try:
+        addresses = wait(*(group.begin_actors() for group in groups), timeout=timeout)
+        objects = [group.begin_objects(found[0], meeting) for group, found in zip(groups, addresses, strict=True)]
+        wait(*objects, timeout=timeout)
+    except BaseException:
+        for group in groups:
+            group.stop()
+        raise
 
 
 def wait(*calls: Pending, timeout: float | None = None) -> list[list[Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tessera import _core
 from tessera.errors import ConfigError, IoError, UsageError
-from tessera.hybrid._actors import ActorGroup, Meeting, Pending, import_ray, wait
+from tessera.hybrid._actors import ActorGroup, Meeting, Pending, import_ray, start_together, wait
 from tessera.hybrid._mailbox import C10D
 
 _MANIFEST = "program.json"
@@ -56,12 +56,7 @@ class Program:
         name = f"tessera-{uuid.uuid4().hex}"
         meeting = Meeting(address, self._store.port, f"start/{self._starts}", name)
         self._starts += 1
-        try:
-            for group in self._groups.values():
-                group.start(meeting)
-        except BaseException:
-            self.stop()
-            raise
+        start_together(list(self._groups.values()), meeting)
 
     def stop(self) -> None:
         """Ends all actors. Safe to call twice."""
