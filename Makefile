@@ -19,12 +19,13 @@ CMAKE_FILES := CMakeLists.txt CMakePresets.json $(wildcard cmake/*)
 PACKAGE_FILES := $(shell find tessera python -name '__pycache__' -prune -o -type f -print 2>/dev/null) pyproject.toml $(CMAKE_FILES)
 CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.inc' 2>/dev/null)
 
-.PHONY: help demo tables test test-cpp test-python test-peers test-clients bench docs lint tidy sanitize asan tsan format clean package
+.PHONY: help demo tables test test-cpp test-python test-tools test-peers test-clients bench docs lint tidy sanitize asan tsan format clean package
 .DELETE_ON_ERROR:
 help:
 	@echo "make demo    train a small GPT on 2 ranks and compare it with plain PyTorch (output in demo-out/)"
 	@echo "make tables  memory, time and loss of the low-precision modes beside plain PyTorch (long; a look: ARGS=--quick)"
-	@echo "make test    build and run every test"
+	@echo "make test    build Tessera and run its tests"
+	@echo "make test-tools  tests of the benchmark's runner and of the checks of the sources"
 	@echo "make test-peers  checkpoints exchanged with DeepSpeed itself, programs that run on both"
 	@echo "make test-clients  Transformers, Accelerate, PEFT, TRL, Lightning and Ray Train on the deepspeed alias"
 	@echo "make bench   build and run the benchmarks"
@@ -80,7 +81,11 @@ test-cpp: $(VENV)/stamp-test build/release/stamp-configure-tests
 	$(CTEST) --test-dir build/release -j $(TEST_JOBS) --output-on-failure
 
 test-python: $(VENV)/stamp-test test-cpp $(VENV)/stamp-package
-	$(PY) -m pytest $(WORKERS) tests/python tests/tools $(ARGS)
+	$(PY) -m pytest $(WORKERS) tests/python $(ARGS)
+
+# What only developers use: the benchmark's runner and pages, the checks of the sources.
+test-tools: $(VENV)/stamp-test test-cpp $(VENV)/stamp-package
+	$(PY) -m pytest $(WORKERS) tests/tools $(ARGS)
 
 # DeepSpeed in an environment of its own, which sees the packages of $(VENV) and is not seen by it.
 PEERS := $(VENV)/peers
