@@ -57,12 +57,8 @@ def tessera(options: GptOptions, zero: dict[str, Any]) -> Train:
     return _engine(tessera.initialize(model=model, config=config)[0])
 
 
-# Elements. Its defaults are for larger machines: groups of 1e9, buckets of 5e8. Fewer buffers for parameters end it
-# with "Not enough buffers".
-DEEPSPEED_BUFFERS = {
-    "offload_optimizer": {"buffer_count": 5},
-    "offload_param": {"buffer_count": 32, "buffer_size": 5e6},
-}
+# Elements. Its defaults are for larger machines: groups of 1e9, buckets of 5e8.
+DEEPSPEED_BUFFERS = {"offload_optimizer": {"buffer_count": 5}, "offload_param": {"buffer_size": 5e6}}
 DEEPSPEED_SIZES = {
     "sub_group_size": 1e7,
     "reduce_bucket_size": 5e6,
@@ -74,9 +70,11 @@ DEEPSPEED_SIZES = {
 def deepspeed(options: GptOptions, zero: dict[str, Any]) -> Train:
     import deepspeed
 
+    # Fewer than its partitioned parameters end it with "Not enough buffers".
+    own = {"offload_param": {"buffer_count": 4 * options.layers + 4}}
     for section, buffers in DEEPSPEED_BUFFERS.items():
         if zero.get(section, {}).get("device") == "nvme":
-            zero[section] |= buffers
+            zero[section] |= buffers | own.get(section, {})
     config = _config(zero | DEEPSPEED_SIZES)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero["stage"] == 3):
         model = Gpt(options)
