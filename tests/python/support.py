@@ -80,11 +80,14 @@ def batch(seed: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def free_port() -> int:
-    """It stays this process's: its socket stays open, so the system gives the port to nothing else. A store may listen
-    on it, since stores reuse addresses."""
-    with socket.socket() as held:
+    """It stays this process's: its socket stays open, on every address (a store listens on all), so the system gives the
+    port to nothing else. A store may listen on it, since stores reuse addresses."""
+    dual = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if dual else socket.AF_INET) as held:
+        if dual:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
+        held.bind(("", 0))
         os.dup(held.fileno())
         return held.getsockname()[1]
 

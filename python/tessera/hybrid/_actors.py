@@ -82,11 +82,15 @@ class Host:
     def __init__(self) -> None:
         self.object: Any = None
         self.place: Place | None = None  # as long as this process: see Meeting.exchange
-        self.port = socket.socket()
+        self.port: socket.socket | None = None
 
     def address(self) -> tuple[str, int]:
-        """Where the ranks meet. The port's socket stays open, so the system gives the port to nothing else. The store
-        may listen on it, since stores reuse addresses."""
+        """Where the ranks meet. The port's socket stays open, on every address, so the system gives the port to nothing
+        else. The store may listen on it, since stores reuse addresses."""
+        dual = socket.has_dualstack_ipv6()
+        self.port = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+        if dual:
+            self.port.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         self.port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.port.bind(("", 0))
         return import_ray().util.get_node_ip_address(), self.port.getsockname()[1]
