@@ -101,10 +101,10 @@ def _states_away(
     tiles = min(away, 3 * _TILE) * of_states if home == "nvme" else 0
     return dataclasses.replace(
         found,
-        # Stage 1 adds up on the device; above it two buckets of a unit's gradients go through.
-        grads=found.grads if found.stage < 2 else min(found.grads, sum(counts.largest) * of_grad),
+        # Stage 1 adds up on the device; above it two buckets of a unit's gradients go through, and the rest stays.
+        grads=found.grads if found.stage < 2 else min(found.grads, (own - away + sum(counts.largest)) * of_grad),
         states=found.states - away * of_states,
-        host=found.host + own * of_grad + (away * of_states if home == "cpu" else tiles),
+        host=found.host + away * of_grad + (away * of_states if home == "cpu" else tiles),
         disk=found.disk + (away * of_states if home == "nvme" else 0),
     )
 

@@ -293,7 +293,9 @@ def _source(script: str) -> None:
     done = subprocess.run([shutil.which("bash") or "sh", "-c", command], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise ConfigError(f"[launch] --venv_script {script} failed (exit code {done.returncode})")
-    os.environ.update(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)
+    for name, equals, value in (line.partition("=") for line in done.stdout.split("\0")):
+        if equals:
+            os.environ[name] = value
 
 
 def _exit_code(code: int) -> int:

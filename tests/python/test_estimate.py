@@ -72,7 +72,7 @@ PLACES = [
     (8, {"stage": 2, "mics_shard_size": 2}, 2, (1, 0.5, 2.5, 0, 0)),
     (4, {"stage": 1, "offload_optimizer": CPU}, 0, (2, 2, 0, 3, 0)),
     (4, {"stage": 3, "offload_optimizer": CPU}, 0, (0.5, 0, 0, 3, 0)),
-    (4, {"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.5}}, 0, (0.5, 0, 1.25, 1.75, 0)),
+    (4, {"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.5}}, 0, (0.5, 0.25, 1.25, 1.5, 0)),
     (4, {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}, 0, (0, 0, 0, 3.5, 0)),
     (4, {"stage": 2, "offload_optimizer": NVME}, 0, (2, 0, 0, 3, 2.5)),  # less than the tiles that pass
     (4, {"stage": 3, "offload_param": {**NVME, "max_in_cpu": 100_000}}, 0, (0, 0.5, 2.5, 0.5, 0.3)),

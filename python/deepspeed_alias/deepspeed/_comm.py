@@ -152,7 +152,7 @@ def get_world_group() -> Any:
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    return dist.get_global_rank(group if group is not None else dist.group.WORLD, group_rank)
+    return get_all_ranks_from_group(group)[group_rank] if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
@@ -229,7 +229,7 @@ def allgather_fn(
 def enable_symm_mem_for_group(group_name: str) -> None:
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group as enable
 
-    enable(group_name)
+    enable(group_name)  # type: ignore[arg-type]  # a text by another name
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
