@@ -251,7 +251,7 @@ def run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, nod
             max_restarts=0,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=logs, tee=every),
-            log_line_prefix_template=None if options.enable_each_rank_log else "",
+            log_line_prefix_template="[rank ${rank}] ",
         )
         try:
             elastic_launch(config, command[0])(*command[1:])

@@ -205,6 +205,7 @@ def test_the_first_failure_ends_all_and_is_shown_last(program: Path, tmp_path: P
     child = start("--num_gpus", 2, "--master_port", free_port(), program, tmp_path, "fail")
     _, errors = child.communicate(timeout=120)
     assert child.returncode == 1
+    assert "[rank 1] the reason\n" in errors
     assert errors.rstrip().endswith("[launch] rank 1 failed first (exit code 1):\nthe reason")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -138,6 +139,19 @@ def test_signatures_begin_as_callers_know_them(name: str) -> None:
     expected = SIGNATURES[name].split()
     assert parameters[: len(expected)] == expected
     assert not name.startswith("comm.") or parameters == expected
+
+
+@pytest.mark.parametrize(
+    "module", ["launcher.runner", "env_report", "utils.zero_to_fp32", "checkpoint.ds_to_universal"]
+)
+def test_modules_that_are_commands(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """python -m deepspeed.launcher.runner"""
+    monkeypatch.setattr("sys.argv", ["deepspeed", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"deepspeed.{module}", run_name="__main__")
+    assert ended.value.code in (0, None)
+    with pytest.raises(ImportError):
+        runpy.run_module("deepspeed.comm", run_name="__main__")
 
 
 def test_a_name_that_deepspeed_has_not_either() -> None:
