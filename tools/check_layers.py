@@ -51,7 +51,7 @@ UMBRELLA_LAYER = 7
 # see each other, those of layer 0 do.
 PYTHON_LAYERS = {
     **dict.fromkeys(("optim", "parallel", "sequence", "zero", "_deepspeed"), 1),
-    "checkpoints": 2,
+    **dict.fromkeys(("checkpoints", "estimate"), 2),
     "engine": 3,
     **dict.fromkeys(("state", "hybrid", "pipeline"), 4),
     "utils": 5,

@@ -1,14 +1,31 @@
 """Which train batch size lets a job run on most numbers of devices: the section `elasticity` of a configuration.
 
-A batch fits n devices when it is micro_batch * accumulation * n for one of the micro-batch sizes. Candidates are, for
-each micro-batch size and for their least common multiple, its largest product within max_train_batch_size with a number
-of many divisors (a highly composite one). The one that fits most numbers of devices wins.
+A batch fits n data-parallel ranks when it is micro_batch * accumulation * n for one of the micro-batch sizes.
+Candidates are, for each micro-batch size and for their least common multiple, its largest product within
+max_train_batch_size with a number of many divisors (a highly composite one). The one that fits most numbers of ranks
+wins; of two that fit as many, the larger, or with prefer_larger_batch false the smaller.
+
+Version 0.2 (the default) grows and shrinks a job by whole nodes: a node has num_gpus_per_node / model_parallel_size
+ranks, its batch is max_train_batch_size / that, and min_gpus and max_gpus count the nodes that they cover whole.
+Version 0.1 counts ranks one by one, whatever a node has.
+
+Batch, numbers of ranks and micro-batch are DeepSpeed 0.19.6's, of which these differ on purpose:
+- A world_size that the batch does not fit is an error. There version 0.2 makes up another batch for this world alone,
+  so that a job that was to keep its batch trains with another.
+- With model_parallel_size > 1 numbers are checked as data-parallel ranks. There world_size is read both as ranks and
+  as devices, which refuses worlds that fit (a single node), and a micro-batch from WORLD_SIZE may not divide the share.
+- No number of ranks fits: an error. There an empty list, a TypeError, or a batch for this world alone.
+- max_gpus below one node is an error. There it is no limit at all.
+- Without world_size and return_microbatch the environment is not asked. There version 0.2 wants WORLD_SIZE, and one
+  that does not fit changes the batch.
+- max_train_batch_size and micro_batch_sizes have the defaults of their keys. There leaving one out is an error.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +34,8 @@ from tessera.errors import ConfigError
 
 _SECTION = "elasticity"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_LARGEST_VERSION = 0.2
+_BY_RANKS, _BY_NODES = 0.1, 0.2  # the versions
+_MOST_COMPOSITE = 720_720  # of a batch's factors; batches stay within this many micro-batches
 
 
 class ElasticityError(ConfigError):
@@ -83,7 +101,7 @@ def _divisors(number: int) -> int:
 
 
 def _candidates(micro_batches: list[int], most: int) -> list[int]:
-    composite = highly_composite(max(1, most // min(micro_batches)))
+    composite = highly_composite(min(most // min(micro_batches), _MOST_COMPOSITE))
     found = set()
     for base in [*micro_batches, math.lcm(*micro_batches)]:
         fitting = [number for number in composite if base * number <= most]
@@ -105,18 +123,13 @@ def valid_devices(batch: int, micro_batches: list[int], least: int, most: int) -
 
 def _best(
     micro_batches: list[int], most: int, least_ranks: int, most_ranks: int, larger: bool
-) -> tuple[int, list[int]]:
+) -> tuple[int, list[int]] | None:
     best: tuple[int, list[int]] | None = None
     for batch in _candidates(micro_batches, most):
         valid = valid_devices(batch, micro_batches, least_ranks, most_ranks)
         better = best is None or len(valid) > len(best[1]) or (len(valid) == len(best[1]) and larger)
         if valid and better:
             best = batch, valid
-    if best is None:
-        raise ElasticityError(
-            f"[elasticity] no batch of at most {most} samples in micro-batches of {micro_batches} fits "
-            f"{least_ranks} to {most_ranks} devices"
-        )
     return best
 
 
@@ -126,49 +139,70 @@ def compute_elastic_config(
     world_size: int = 0,
     return_microbatch: bool = False,
 ) -> Any:
-    """(train batch size, numbers of devices that it fits); with a `world_size` (> 0), or `return_microbatch`, also the
-    micro-batch size there. Depends on nothing but its arguments, so that a scheduler may call it, too.
+    """(train batch size, numbers of data-parallel ranks that it fits); with a `world_size` (> 0) of ranks also the
+    largest micro-batch size that fits there. With `return_microbatch` alone, that of the WORLD_SIZE (devices) in the
+    environment; else it depends on nothing but its arguments, so that a scheduler may call it, too.
 
-    `target_deepspeed_version` is accepted and changes nothing. ElasticityConfigError for a wrong section,
-    ElasticityIncompatibleWorldSize where the batch does not fit `world_size`."""
+    `target_deepspeed_version` is accepted and changes nothing. ElasticityConfigError for a wrong section or a missing
+    WORLD_SIZE, ElasticityIncompatibleWorldSize where the batch does not fit `world_size`."""
     section = _section(ds_config)
-    micro_batches = sorted(set(section["micro_batch_sizes"]))
-    model, node = section["model_parallel_size"], section["num_gpus_per_node"]
-    in_nodes = model > 1
-    if in_nodes and node % model:
+    node, ranks_of_node = _node(section)
+    most = section["max_train_batch_size"] // ranks_of_node
+    micro_batches = section["micro_batch_sizes"]
+    if max(micro_batches) > most:
         raise ElasticityConfigError(
-            f"[elasticity] model_parallel_size {model} does not divide num_gpus_per_node {node}"
+            f"[elasticity] micro_batch_sizes {micro_batches}: must be at most {most}, max_train_batch_size / "
+            f"{ranks_of_node} ranks of a node"
         )
-    # With slices of a model, ranks come and go by whole nodes.
-    per_node = node // model if in_nodes else 1
-    least = -(-section["min_gpus"] // node) if in_nodes else section["min_gpus"]
-    most = section["max_gpus"] // node if in_nodes else section["max_gpus"]
-    batch, valid = _best(
-        micro_batches, section["max_train_batch_size"] // per_node, least, most, section["prefer_larger_batch"]
+    least_gpus, most_gpus = section["min_gpus"], section["max_gpus"]
+    best = _best(
+        sorted(set(micro_batches)), most, max(1, least_gpus // node), most_gpus // node, section["prefer_larger_batch"]
     )
-    batch, valid = batch * per_node, [number * (node if in_nodes else 1) for number in valid]
-    if world_size <= 0:
-        if return_microbatch:
-            raise ElasticityConfigError("[elasticity] the micro-batch size depends on world_size: give it")
-        return batch, valid
-    if world_size not in valid:
-        raise ElasticityIncompatibleWorldSize(
-            f"[elasticity] {world_size} devices do not fit the batch of {batch} samples; these do: {valid}"
+    if best is None:
+        raise ElasticityError(
+            f"[elasticity] no batch of at most {most * ranks_of_node} samples in micro-batches of {micro_batches} fits "
+            f"min_gpus {least_gpus} to max_gpus {most_gpus} devices, in nodes of {node}"
         )
-    ranks = world_size // model
+    batch, valid = best[0] * ranks_of_node, [number * ranks_of_node for number in best[1]]
+    if world_size <= 0 and not return_microbatch:
+        return batch, valid
+    ranks = world_size if world_size > 0 else _world_size() // section["model_parallel_size"]
+    if ranks not in valid:
+        raise ElasticityIncompatibleWorldSize(
+            f"[elasticity] {ranks} data-parallel ranks do not fit the batch of {batch} samples; these do: {valid}"
+        )
     fitting = [micro for micro in micro_batches if batch % (micro * ranks) == 0]
-    return batch, valid, (fitting[-1] if section["prefer_larger_batch"] else fitting[0])
+    # DeepSpeed takes the preference for this one as well, but only of what the environment says.
+    first = world_size <= 0 and section["version"] == _BY_NODES and not section["prefer_larger_batch"]
+    return batch, valid, fitting[0] if first else max(fitting)
+
+
+def _node(section: Mapping[str, Any]) -> tuple[int, int]:
+    """By how many devices a job grows, and how many data-parallel ranks these are."""
+    if section["version"] == _BY_RANKS:
+        return 1, 1
+    return section["num_gpus_per_node"], section["num_gpus_per_node"] // section["model_parallel_size"]
+
+
+def _world_size() -> int:
+    text = os.environ.get("WORLD_SIZE", "")
+    if not text.isdecimal():
+        raise ElasticityConfigError(
+            "[elasticity] the micro-batch size depends on the number of ranks: give world_size, or set WORLD_SIZE in "
+            f"the environment, which is {text!r}"
+        )
+    return int(text)
 
 
 def with_elastic_batch(config: _core.Config, ranks: int) -> _core.Config:
-    """The configuration with the batch that its section elasticity chooses for so many data-parallel ranks, which stand
-    for model_parallel_size devices each; itself where the section is off. Errors as compute_elastic_config()."""
+    """The configuration with the batch that its section elasticity chooses for so many data-parallel ranks; itself
+    where the section is off. Errors as compute_elastic_config()."""
     tree = config.to_dict()
     section = tree[_SECTION]
     if not section["enabled"]:
         return config
     asked = {_SECTION: section, **{key: tree[key] for key in _BATCH if tree[key] is not None}}
-    batch, _, micro = compute_elastic_config(asked, world_size=ranks * section["model_parallel_size"])
+    batch, _, micro = compute_elastic_config(asked, world_size=ranks)
     return config.with_batch(batch, micro)
 
 
@@ -186,11 +220,23 @@ def _section(config: Mapping[str, Any]) -> dict[str, Any]:
         wrong.append("micro_batch_sizes is empty")
     if section["min_gpus"] > section["max_gpus"]:
         wrong.append(f"min_gpus {section['min_gpus']} is larger than max_gpus {section['max_gpus']}")
-    if section["version"] > _LARGEST_VERSION:
-        wrong.append(f"version {section['version']} is not known; the newest is {_LARGEST_VERSION}")
+    wrong += _wrong_node(section)
     given = [key for key in _BATCH if key in config]
     if given and not section["ignore_non_elastic_batch_info"]:
         wrong.append(f"{', '.join(given)} beside it: leave it out, or set ignore_non_elastic_batch_info")
     if wrong:
         raise ElasticityConfigError("[elasticity] " + "; ".join(wrong))
     return section
+
+
+def _wrong_node(section: Mapping[str, Any]) -> list[str]:
+    version, node, model = section["version"], section["num_gpus_per_node"], section["model_parallel_size"]
+    if version not in (_BY_RANKS, _BY_NODES):
+        return [f"version {version} is not known; must be {_BY_RANKS} or {_BY_NODES}"]
+    if version == _BY_RANKS:
+        return [f"model_parallel_size {model} needs version {_BY_NODES}"] if model > 1 else []
+    if node % model:
+        return [f"model_parallel_size {model} does not divide num_gpus_per_node {node}"]
+    if section["max_gpus"] < node:
+        return [f"max_gpus {section['max_gpus']} is less than a node, num_gpus_per_node {node}"]
+    return []

@@ -1,4 +1,5 @@
-"""`tessera estimate`: what a rank holds of model states, from the configuration's own precision and placements.
+"""`tessera estimate`: what a rank holds of model states, from the configuration's own precision and placements, with
+the device of the model apart from the host.
 
 Activations, and what torch itself takes, are not in it.
 """
@@ -16,64 +17,138 @@ from torch import nn
 
 from tessera import _core
 from tessera._config import load_config
+from tessera.distributed import mesh_sizes
+from tessera.parallel import plan_for
 from tessera.units import UnitPolicy, default_unit_policy
+
+_TILE = 1 << 22  # elements of an update on the host, of which three are under way
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Bytes of one rank."""
+    """Bytes of one rank: the first four on the device, and with offload those in host memory and on the disk."""
 
     stage: int
     params: int
     grads: int
     states: int  # masters and moments
     gathered: int  # stage 3: the two largest units, whole: one that runs and one that is fetched
+    host: int = 0
+    disk: int = 0
 
     @property
     def total(self) -> int:
+        """On the device."""
         return self.params + self.grads + self.states + self.gathered
+
+
+@dataclasses.dataclass(frozen=True)
+class _Counts:
+    """Elements of a tensor-parallel rank's slice of the model."""
+
+    trained: int
+    frozen: int
+    largest: tuple[int, ...]  # units, the two largest
 
 
 def estimate(
     model: nn.Module | int, config: Any, ranks: int, stage: int | None = None, policy: UnitPolicy = default_unit_policy
 ) -> Estimate:
     """`model`: a module (on the meta device it takes no memory), or a number of parameters, all of them trained.
-    `ranks` share the model states. `stage`: in place of the configuration's."""
+    `ranks`: all of the job, of which the configuration makes tensor-parallel, sequence-parallel and shard groups.
+    `stage`: in place of the configuration's. ConfigError where the two, or the ranks, do not go together."""
     if stage is not None:
         given = config if isinstance(config, Mapping) else load_config(config).to_dict()
         section = given.get("zero_optimization") or {}
         config = {**given, "zero_optimization": {**(section if isinstance(section, Mapping) else {}), "stage": stage}}
     loaded = load_config(config)
     precision, places = _core.precision(loaded), loaded.placements
-    trained, frozen, largest = _counts(model, policy)
+    sizes = mesh_sizes(loaded)
+    mesh = _core.mesh_shape(ranks, **sizes)
+    sharing = mesh.size(_core.Axis.DpShard) * mesh.size(_core.Axis.Sp)
+    counts = _counts(model, loaded, sizes["tp"], policy)
     of_param, of_grad = precision.param.itemsize, precision.grad.itemsize
     of_states = precision.bytes_per_parameter() - of_param - of_grad
 
     def share(count: int, sharded: bool) -> int:
-        return -(-count // ranks) if sharded else count
+        return -(-count // sharing) if sharded else count
 
     chosen = loaded.get("zero_optimization.stage")
-    return Estimate(
+    slices = sharing > 1 or loaded.get(_PARAM_HOME) != "none"  # offload partitions for one rank, too
+    found = Estimate(
         chosen,
-        share(trained + frozen, places.shards_params) * of_param,
-        share(trained, chosen >= 2) * of_grad,  # stage 1: whole until the accumulation boundary
-        share(trained, places.shards_states) * of_states,
-        sum(largest) * of_param if places.shards_params and ranks > 1 else 0,
+        share(counts.trained + counts.frozen, places.shards_params) * of_param,
+        share(counts.trained, chosen >= 2) * of_grad,  # stage 1: whole until the accumulation boundary
+        share(counts.trained, places.shards_states) * of_states,
+        sum(counts.largest) * of_param if places.shards_params and slices else 0,
+    )
+    found = _states_away(found, loaded, counts, share(counts.trained, True), of_states, of_grad)
+    return _params_away(found, loaded, of_param)
+
+
+_STATE_HOME = "zero_optimization.offload_optimizer.device"
+_PARAM_HOME = "zero_optimization.offload_param.device"
+
+
+def _states_away(
+    found: Estimate, config: _core.Config, counts: _Counts, own: int, of_states: int, of_grad: int
+) -> Estimate:
+    """With offload_optimizer. `own`: elements that this rank updates."""
+    home = config.get(_STATE_HOME)
+    if home == "none":
+        return found
+    away = int(own * config.get("zero_optimization.offload_optimizer.ratio"))
+    tiles = min(away, 3 * _TILE) * of_states if home == "nvme" else 0
+    return dataclasses.replace(
+        found,
+        # Stage 1 adds up on the device; above it two buckets of a unit's gradients go through, and the rest stays.
+        grads=found.grads if found.stage < 2 else min(found.grads, (own - away + sum(counts.largest)) * of_grad),
+        states=found.states - away * of_states,
+        host=found.host + away * of_grad + (away * of_states if home == "cpu" else tiles),
+        disk=found.disk + (away * of_states if home == "nvme" else 0),
     )
 
 
-def _counts(model: nn.Module | int, policy: UnitPolicy) -> tuple[int, int, list[int]]:
-    """Elements that are trained and that are frozen, and those of the two largest units."""
+def _params_away(found: Estimate, config: _core.Config, of_param: int) -> Estimate:
+    """With offload_param, which only stage 3 has."""
+    home = config.get(_PARAM_HOME)
+    if home == "none" or found.stage < 3:
+        return found
+    kept = found.params
+    if home == "nvme":  # the first units stay in host memory, the others pass in tiles
+        first = min(found.params, config.get("zero_optimization.offload_param.max_in_cpu") * of_param)
+        kept = first + min(found.params - first, 3 * _TILE * of_param)
+        found = dataclasses.replace(found, disk=found.disk + found.params - first)
+    return dataclasses.replace(found, params=0, host=found.host + kept)
+
+
+def _counts(model: nn.Module | int, config: _core.Config, tp: int, policy: UnitPolicy) -> _Counts:
     if isinstance(model, int):
-        return model, 0, [0]
+        return _Counts(-(-model // tp), 0, (0,))
     units = policy(model)
+    cut = _slices(model, config) if tp > 1 else {}
     sizes: dict[str, int] = {}
     trained = frozen = 0
     for name, param in model.named_parameters():
-        sizes[units.get(name, "")] = sizes.get(units.get(name, ""), 0) + param.numel()
-        trained += param.numel() * param.requires_grad
-        frozen += param.numel() * (not param.requires_grad)
-    return trained, frozen, sorted(sizes.values())[-2:]
+        most, whole = cut.get(name, (1, 1))
+        count = param.numel() * most // whole
+        sizes[units.get(name, "")] = sizes.get(units.get(name, ""), 0) + count
+        trained += count * param.requires_grad
+        frozen += count * (not param.requires_grad)
+    return _Counts(trained, frozen, tuple(sorted(sizes.values())[-2:]))
+
+
+def _slices(model: nn.Module, config: _core.Config) -> dict[str, tuple[int, int]]:
+    """Parameters that tensor parallelism cuts: the longest slice, of how much."""
+    found = {}
+    for cut in plan_for(model, config).core.decisions:
+        if cut.partition == _core.Partition.Skip:
+            continue
+        part = max(cut.sizes), cut.total
+        found[f"{cut.path}.{cut.param}"] = part
+        if cut.partition == _core.Partition.Column:
+            found[f"{cut.path}.bias"] = part
+    return found
 
 
 def model_of(path: str) -> nn.Module | int:
@@ -96,14 +171,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     options = parser.parse_args(argv)
     config: Any = options.config or {"bf16": {"enabled": True}, "optimizer": {"type": "Adam"}}
+    loaded = load_config(config)
     model = model_of(options.model)
-    print(f"{'ranks':>6} {'stage':>6} {'params':>10} {'grads':>10} {'states':>10} {'gathered':>10} {'total GB':>10}")
+    columns = ["params", "grads", "states", "gathered", "total"]
+    if any(loaded.get(home) != "none" for home in (_STATE_HOME, _PARAM_HOME)):
+        columns += ["host", "disk"]
+    print(f"{'ranks':>6} {'stage':>6} " + " ".join(f"{name:>10}" for name in columns) + "  (GB)")
+    shown = 0
     for ranks in options.ranks:
         for stage in range(4):
-            found = estimate(model, config, ranks, stage)
-            parts = (found.params, found.grads, found.states, found.gathered, found.total)
-            print(f"{ranks:6} {stage:6} " + " ".join(f"{part / 1e9:10.2f}" for part in parts))
-    return 0
+            try:
+                found = estimate(model, config, ranks, stage)
+            except (ValueError, NotImplementedError) as error:
+                print(f"{ranks:6} {stage:6} refused: {_reason(error)}")
+                continue
+            shown += 1
+            print(f"{ranks:6} {stage:6} " + " ".join(f"{getattr(found, name) / 1e9:10.2f}" for name in columns))
+    return 0 if shown else 1
+
+
+def _reason(error: Exception) -> str:
+    """A list of problems as one line, without its head."""
+    head, *lines = str(error).splitlines()
+    return "; ".join(line.strip() for line in lines) or head
 
 
 if __name__ == "__main__":

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import json
+import logging
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tessera.errors import ConfigError
@@ -28,7 +31,9 @@ PORT = 29500
 # Of the environment, what the processes of other hosts get too.
 EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "TORCH", "OMP_", "TESSERA")
 ENVIRONMENT_NAME = ".deepspeed_env"  # a file of NAME=VALUE lines, in the home and the working directory
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _TAIL = 30  # lines of a failed rank's errors that are shown again
+_NONE = "None"  # how DeepSpeed's scripts write that no logs are wanted
 
 Hosts = dict[str, int]  # host -> slots
 Slots = dict[str, list[int]]  # host -> the slots that are used
@@ -104,6 +109,11 @@ def encode_world_info(world_info: Mapping[str, object]) -> str:
 # ---------------------------------------------------------------- arguments
 
 
+_REFUSED = (
+    "autotuning", "elastic_training", "min_elastic_nodes", "max_elastic_nodes", "bind_cores_to_rank", "bind_core_list",
+)  # fmt: skip
+
+
 def parser(prog: str) -> argparse.ArgumentParser:
     """Every option in both spellings, with `-` and with `_`."""
     made = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -126,22 +136,24 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("--node_rank", type=int, default=-1, help="this host's number, where each is started by hand (--no_ssh)")
     add("--module", action="store_true", help="the program is the name of a module")
     add("--no_python", action="store_true", help="the program is not Python")
-    add("--no_local_rank", action="store_true", help="the program gets no argument --local_rank")
+    add("--with_local_rank", action="store_true", help="the program gets an argument --local_rank=N")
+    add("--no_local_rank", action="store_true", help="it does not, which is the default of `tessera launch`")
     add("--no_ssh", action="store_true", help="start this host's processes only")
     add("--no_ssh_check", action="store_true", help="do not try ssh first")
     add("--force_multi", action="store_true", help="over ssh, also on one host")
-    add("--save_pid", action="store_true", help="write this process's number into a file *.deepspeed")
+    add("--save_pid", action="store_true",
+        help="while it runs, its number N is in the file N.deepspeed of the folder for temporary files")  # fmt: skip
     add("--enable_each_rank_log", default="", metavar="DIR", help="what each rank prints, into files")
     add("--ssh_port", type=int, default=None)
-    add("--venv_script", default=None, help="sourced on each host first")
-    add("--launcher", default="ssh", help="ssh; under mpirun and srun start the program itself")
-    add("--launcher_args", default="")
-    add("--log_level", default="info")
-    add("-q", "--quiet", action="store_true")
-    for name in ("--autotuning", "--min_elastic_nodes", "--max_elastic_nodes", "--bind_core_list"):
-        add(name, default=None, help=argparse.SUPPRESS)
-    for name in ("--elastic_training", "--bind_cores_to_rank"):
-        add(name, action="store_true", help=argparse.SUPPRESS)
+    add("--venv_script", type=os.path.abspath, default=None, help="sourced on each host first")
+    add("--launcher", type=str.lower, default="ssh", help="ssh; under mpirun and srun start the program itself")
+    add("--launcher_args", default="", help="more options of ssh")
+    add("--log_level", choices=("debug", "info", "warning", "error", "critical"), default=None,
+        help="of the messages of torch's agent; default: torch's, which is warning")  # fmt: skip
+    add("-q", "--quiet", action="store_true", help="--log_level error")
+    for name in _REFUSED:
+        flag = name in ("elastic_training", "bind_cores_to_rank")
+        add(f"--{name}", help=argparse.SUPPRESS, **({"action": "store_true"} if flag else {"default": None}))
     made.add_argument("program")
     made.add_argument("arguments", nargs=argparse.REMAINDER)
     return made
@@ -153,20 +165,51 @@ def _refuse(options: argparse.Namespace) -> None:
         wrong.append(
             f"--launcher {options.launcher}: start the program under it directly; ranks come from its environment"
         )
-    for name in ("autotuning", "elastic_training", "bind_cores_to_rank", "bind_core_list"):
-        if getattr(options, name):
-            wrong.append(f"--{name}")
+    wrong += [f"--{name}" for name in _REFUSED if getattr(options, name)]
     if wrong:
         raise NotImplementedError("[launch] not served: " + "; ".join(wrong))
     if (options.include or options.exclude) and (options.num_nodes >= 0 or options.num_gpus >= 0):
         raise ConfigError("[launch] --include and --exclude cannot be used with --num_nodes or --num_gpus")
+    if options.module and options.no_python:
+        raise ConfigError("[launch] --module and --no_python exclude each other")
+    if options.node_rank > 0 and not options.no_ssh:
+        raise ConfigError(
+            f"[launch] --node_rank {options.node_rank} needs --no_ssh; over ssh the hostfile's order numbers the hosts"
+        )
 
 
-# ---------------------------------------------------------------- one host
+# ---------------------------------------------------------------- which devices
+
+
+def place(options: argparse.Namespace) -> tuple[Slots, bool]:
+    """The hosts and their slots, and whether these are the numbers of devices (else how many ranks, on the devices that
+    this process sees)."""
+    hosts = fetch_hostfile(options.hostfile)
+    named = hosts is not None or bool(options.include or options.exclude)
+    if hosts is None:
+        hosts = _without_hostfile(options, named)
+    slots = parse_inclusion_exclusion(hosts, options.include, options.exclude)
+    if options.num_nodes > 0:
+        slots = OrderedDict(list(slots.items())[: options.num_nodes])
+    if options.num_gpus > 0:
+        slots = OrderedDict((host, list(range(options.num_gpus))) for host in slots)
+    return slots, named
+
+
+def _without_hostfile(options: argparse.Namespace, named: bool) -> Hosts:
+    if options.num_nodes > 1 and not options.no_ssh:
+        raise ConfigError(f"[launch] --num_nodes {options.num_nodes} needs a hostfile; there is no {options.hostfile}")
+    if options.num_nodes > 1 and not options.master_addr:
+        raise ConfigError("[launch] --no_ssh without a hostfile needs --master_addr, where host number 0 is")
+    if named and os.environ.pop(VISIBLE, None) is not None:
+        print(f"[launch] {VISIBLE} is ignored: --include and --exclude name devices", file=sys.stderr, flush=True)
+    own = options.num_gpus if options.num_gpus > 0 else _own_devices()
+    names = ["localhost"] if options.num_nodes <= 1 else [f"host {n}" for n in range(options.num_nodes)]
+    return OrderedDict((name, own) for name in names)
 
 
 def _own_devices() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get(VISIBLE)
     if visible is not None:
         return max(1, len([item for item in visible.split(",") if item.strip()]))
     import torch
@@ -174,8 +217,12 @@ def _own_devices() -> int:
     return max(1, torch.accelerator.device_count())
 
 
-def run_here(options: argparse.Namespace, processes: int, nodes: int = 1, node: int = 0) -> int:
-    """The ranks of this host. Returns the exit code of the first that failed, whose errors are shown last; else 0."""
+# ---------------------------------------------------------------- one host
+
+
+def run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, nodes: int = 1, node: int = 0) -> int:
+    """The ranks of this host, one a slot; `named`: slots are the numbers of its devices. Returns the exit code of the
+    first that failed, whose errors are shown last; else 0."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.utils.api import macros
@@ -183,17 +230,20 @@ def run_here(options: argparse.Namespace, processes: int, nodes: int = 1, node: 
 
     command = [] if options.no_python else [sys.executable, "-u"]
     command += ["-m", options.program] if options.module else [options.program]
-    if not options.no_local_rank:
+    if options.with_local_rank:
         command.append(f"--local_rank={macros.local_rank}")
     command += options.arguments
-    os.environ.update(LOCAL_SIZE=str(processes), CROSS_RANK=str(node), CROSS_SIZE=str(nodes))
+    os.environ.update(LOCAL_SIZE=str(len(slots)), CROSS_RANK=str(node), CROSS_SIZE=str(nodes))
+    if named:
+        os.environ[VISIBLE] = ",".join(map(str, slots))
+    _set_level(options)
     with tempfile.TemporaryDirectory(prefix="tessera-launch-") as scratch:
         logs = options.enable_each_rank_log or scratch
         every = Std.ALL if options.enable_each_rank_log else Std.ERR
         config = LaunchConfig(
             min_nodes=nodes,
             max_nodes=nodes,
-            nproc_per_node=processes,
+            nproc_per_node=len(slots),
             run_id="tessera",
             rdzv_backend="static",
             rdzv_endpoint=f"{options.master_addr or '127.0.0.1'}:{options.master_port}",
@@ -201,7 +251,7 @@ def run_here(options: argparse.Namespace, processes: int, nodes: int = 1, node: 
             max_restarts=0,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=logs, tee=every),
-            log_line_prefix_template=None if options.enable_each_rank_log else "",
+            log_line_prefix_template="[rank ${rank}] ",
         )
         try:
             elastic_launch(config, command[0])(*command[1:])
@@ -216,6 +266,36 @@ def run_here(options: argparse.Namespace, processes: int, nodes: int = 1, node: 
                 return 128 + int(getattr(error, "sigval", signal.SIGTERM))
             raise
     return 0
+
+
+def _set_level(options: argparse.Namespace) -> None:
+    """Of the loggers of torch's agent, each of which has a level of its own."""
+    level = "error" if options.quiet else options.log_level
+    for name in list(logging.root.manager.loggerDict) if level else []:
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(level.upper())
+
+
+def run_node(options: argparse.Namespace, slots: Slots, named: bool) -> int:
+    """This host's ranks, of those of all hosts, each of which is started by hand."""
+    nodes, node = len(slots), options.node_rank
+    if nodes == 1 and node < 0:
+        node = 0
+    if not 0 <= node < nodes:
+        raise ConfigError(f"[launch] --no_ssh on {nodes} hosts needs --node_rank 0 to {nodes - 1}, got {node}")
+    options.master_addr = options.master_addr or (next(iter(slots)) if nodes > 1 else "")
+    return run_here(options, list(slots.values())[node], named, nodes, node)
+
+
+def _source(script: str) -> None:
+    """This process gets the environment that a shell has after the script."""
+    command = f". {shlex.quote(script)} >&2 && env -0"
+    done = subprocess.run([shutil.which("bash") or "sh", "-c", command], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise ConfigError(f"[launch] --venv_script {script} failed (exit code {done.returncode})")
+    for name, equals, value in (line.partition("=") for line in done.stdout.split("\0")):
+        if equals:
+            os.environ[name] = value
 
 
 def _exit_code(code: int) -> int:
@@ -234,13 +314,14 @@ def _show_last(rank: int, code: int, logs: str, named: bool) -> None:
 
 def _exports(read: Callable[[], Mapping[str, str]] = lambda: os.environ) -> dict[str, str]:
     found = {name: value for name, value in read().items() if name.startswith(EXPORTED)}
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), found.get("PYTHONPATH"))))
     name = os.environ.get("DS_ENV_FILE", ENVIRONMENT_NAME)
     for folder in (Path.home(), Path.cwd()):
         file = folder / name
         for line in file.read_text().splitlines() if file.is_file() else []:
-            key, equals, value = line.strip().partition("=")
-            if equals:
-                found[key] = value
+            key, equals, value = line.partition("=")
+            if equals and key.strip().isidentifier():
+                found[key.strip()] = value.strip()
     return found
 
 
@@ -250,8 +331,10 @@ def remote_command(options: argparse.Namespace, slots: Slots, node: int) -> str:
     own = ["-m", "tessera.launch", "--no_ssh", "--node_rank", str(node), "--num_nodes", str(len(slots))]
     own += ["--num_gpus", str(len(slots[host])), "--hostfile", ""]
     own += ["--master_addr", options.master_addr or next(iter(slots)), "--master_port", str(options.master_port)]
-    own += [f"--{name}" for name in ("module", "no_python", "no_local_rank") if getattr(options, name)]
-    exports = {**_exports(), "CUDA_VISIBLE_DEVICES": ",".join(map(str, slots[host]))}
+    own += [f"--{name}" for name in ("module", "no_python", "with_local_rank", "quiet") if getattr(options, name)]
+    for name in ("enable_each_rank_log", "log_level"):
+        own += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
+    exports = {**_exports(), VISIBLE: ",".join(map(str, slots[host]))}
     parts = [f"cd {shlex.quote(os.getcwd())}"]
     if options.venv_script:
         parts.append(f". {shlex.quote(options.venv_script)}")
@@ -265,7 +348,8 @@ def run_hosts(options: argparse.Namespace, slots: Slots) -> int:
     port = ["-p", str(options.ssh_port)] if options.ssh_port else []
     ssh = ["ssh", *port, *shlex.split(options.launcher_args)]
     first = next(iter(slots))
-    if not options.no_ssh_check and subprocess.run([*ssh, first, "hostname"], capture_output=True).returncode != 0:
+    check = [*ssh, "-oBatchMode=yes", first, "hostname"]
+    if not options.no_ssh_check and subprocess.run(check, capture_output=True).returncode != 0:
         raise ConfigError(f"[launch] ssh {first} does not work without a password; set it up, or pass --no_ssh_check")
     children = [
         subprocess.Popen([*ssh, "-tt", host, remote_command(options, slots, n)]) for n, host in enumerate(slots)
@@ -304,38 +388,31 @@ def _wait(children: dict[str, subprocess.Popen[bytes]]) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _pid_file(wanted: bool) -> Iterator[None]:
+    file = Path(tempfile.gettempdir()) / f"{os.getpid()}.deepspeed"
+    if wanted:
+        file.write_text(str(os.getpid()))
+    try:
+        yield
+    finally:
+        if wanted:
+            file.unlink(missing_ok=True)
+
+
 def main(argv: Sequence[str] | None = None, prog: str = "tessera launch", local_rank: bool = False) -> int:
     """`local_rank`: programs get --local_rank=N, unless told not to."""
     options = parser(prog).parse_args(argv)
-    options.no_local_rank = options.no_local_rank or not local_rank
+    options.with_local_rank = (options.with_local_rank or local_rank) and not options.no_local_rank
+    if options.enable_each_rank_log == _NONE:
+        options.enable_each_rank_log = ""
     _refuse(options)
-    if options.save_pid:
-        Path(f"{os.getpid()}.deepspeed").write_text(str(os.getpid()))
-    if options.no_ssh:
-        nodes = max(1, options.num_nodes)
-        processes = options.num_gpus if options.num_gpus > 0 else _own_devices()
-        return run_here(options, processes, nodes, max(0, options.node_rank))
-    hosts = fetch_hostfile(options.hostfile)
-    if hosts is None:
-        own = options.num_gpus if options.num_gpus > 0 else _own_devices()
-        if options.num_nodes > 1:
-            raise ConfigError(
-                f"[launch] --num_nodes {options.num_nodes} needs a hostfile; there is no {options.hostfile}"
-            )
-        slots = parse_inclusion_exclusion({"localhost": own}, options.include, options.exclude)
-        if options.include or options.exclude:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots["localhost"]))
-        if not options.force_multi:
-            return run_here(options, len(slots["localhost"]))
-    else:
-        slots = parse_inclusion_exclusion(hosts, options.include, options.exclude)
-    if options.num_nodes > 0:
-        slots = OrderedDict(list(slots.items())[: options.num_nodes])
-    if options.num_gpus > 0:
-        slots = OrderedDict((host, used[: options.num_gpus]) for host, used in slots.items())
-    if len(slots) == 1 and not options.force_multi:
-        return run_here(options, len(next(iter(slots.values()))))
-    return run_hosts(options, slots)
+    slots, named = place(options)
+    over_ssh = not options.no_ssh and (len(slots) > 1 or options.force_multi)
+    if options.venv_script and not over_ssh:
+        _source(options.venv_script)
+    with _pid_file(options.save_pid):
+        return run_hosts(options, slots) if over_ssh else run_node(options, slots, named)
 
 
 if __name__ == "__main__":

@@ -191,7 +191,6 @@ def main() -> None:
     paths: dict[str, Any] = {}
     for stage in (0, 1, 2, 3):
         paths[f"trains as plain, stage {stage}"] = functools.partial(trains_as_plain, stage)
-    for stage in (0, 2, 3):
         paths[f"saves and loads, stage {stage}"] = functools.partial(saves_and_loads, stage)
         paths[f"state dict, stage {stage}"] = functools.partial(state_dict, stage)
     paths["Ray Train's loop"] = ray_loop

@@ -79,13 +79,46 @@ def test_the_batch_that_deepspeed_chooses() -> None:
     assert (batch, len(valid), micro) == (9792, 23, 17)
 
 
-def test_slices_of_a_model_come_by_nodes() -> None:
-    batch, valid, micro = compute_elastic_config(
-        section(model_parallel_size=2, num_gpus_per_node=4, max_gpus=64, version=0.2), world_size=8
-    )
-    assert all(n % 4 == 0 for n in valid) and batch % (micro * 4) == 0
-    with pytest.raises(ElasticityConfigError, match="does not divide"):
-        compute_elastic_config(section(model_parallel_size=3, num_gpus_per_node=4))
+NODES = {"num_gpus_per_node": 8, "max_gpus": 64}
+# Of DeepSpeed 0.19.6, measured: keys, world_size, batch, the first and the last two numbers of ranks, micro-batch.
+ANSWERS: list[tuple[dict[str, Any], int, tuple[int, list[int], int]]] = [
+    ({}, 8, (1680, [1, 2, 420, 840], 6)),
+    ({"version": 0.1}, 8, (1680, [1, 2, 420, 840], 6)),
+    ({"version": 0.1, "prefer_larger_batch": False}, 4, (1680, [1, 2, 420, 840], 6)),
+    ({"prefer_larger_batch": False}, 4, (1680, [1, 2, 420, 840], 6)),
+    (NODES, 8, (1920, [8, 16, 48, 64], 6)),
+    ({**NODES, "min_gpus": 8}, 16, (1920, [8, 16, 48, 64], 6)),
+    ({**NODES, "min_gpus": 12}, 8, (1920, [8, 16, 48, 64], 6)),
+    ({**NODES, "min_gpus": 8, "prefer_larger_batch": False}, 16, (1920, [8, 16, 48, 64], 6)),
+    ({**NODES, "min_gpus": 8, "model_parallel_size": 2}, 16, (1920, [4, 8, 24, 32], 6)),
+    ({**NODES, "model_parallel_size": 2, "max_train_batch_size": 1000}, 8, (960, [4, 8, 24, 32], 6)),
+]
+
+
+@pytest.mark.parametrize(("keys", "world", "expected"), ANSWERS)
+def test_the_answers_of_deepspeed(
+    keys: dict[str, Any], world: int, expected: tuple[int, list[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = section(**{"max_train_batch_size": 2000, **keys})
+    batch, valid, micro = compute_elastic_config(config, world_size=world)
+    assert (batch, valid[:2] + valid[-2:], micro) == expected
+    monkeypatch.setenv("WORLD_SIZE", str(world * keys.get("model_parallel_size", 1)))
+    of_environment = compute_elastic_config(config, return_microbatch=True)
+    assert of_environment[:2] == (batch, valid) == compute_elastic_config(config)
+
+
+def test_the_micro_batch_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the smaller batch is preferred, it is the first that fits; with world_size always the largest."""
+    smaller = section(prefer_larger_batch=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert [compute_elastic_config(smaller, None, world, True)[2] for world in (0, 4)] == [2, 6]
+    assert compute_elastic_config(section(), return_microbatch=True)[2] == 6
+    monkeypatch.setenv("WORLD_SIZE", "11")
+    with pytest.raises(ElasticityIncompatibleWorldSize, match="11 data-parallel ranks do not fit"):
+        compute_elastic_config(section(), return_microbatch=True)
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(ElasticityConfigError, match="'many'"):
+        compute_elastic_config(section(), return_microbatch=True)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +127,11 @@ def test_slices_of_a_model_come_by_nodes() -> None:
         ({}, "no section"),
         (section(enabled=False), "enabled is false"),
         (section(version=0.9), "version 0.9 is not known"),
+        (section(version=0.1, model_parallel_size=2), "model_parallel_size 2 needs version 0.2"),
+        (section(model_parallel_size=3, num_gpus_per_node=4), "3 does not divide num_gpus_per_node 4"),
+        (section(num_gpus_per_node=8, max_gpus=4), "max_gpus 4 is less than a node"),
+        (section(micro_batch_sizes=[2, 5], max_train_batch_size=4, version=0.1), "must be at most"),
+        (section(num_gpus_per_node=8, max_train_batch_size=47), "must be at most"),
         (section(min_gpus=9, max_gpus=3), "min_gpus 9 is larger"),
         (section(micro_batch_sizes=[0]), "micro_batch_sizes: must be"),
         ({**section(), "train_batch_size": 8}, "train_batch_size beside it"),
@@ -101,7 +139,8 @@ def test_slices_of_a_model_come_by_nodes() -> None:
         (section(nonsense=1), "nonsense"),
     ],
 )
-def test_wrong_sections(config: dict[str, Any], says: str) -> None:
+def test_wrong_sections(config: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ElasticityConfigError, match=says) as error:
         compute_elastic_config(config)
     assert isinstance(error.value, ConfigError)
@@ -133,7 +172,7 @@ def test_an_engine_takes_the_batch_of_its_world() -> None:
     assert engine_of(1, section=ignoring, train_batch_size=7) == engine_of(1)
     with pytest.raises(ElasticityConfigError, match=r"gradient_accumulation_steps beside it"):
         engine_of(1, gradient_accumulation_steps=2)
-    with pytest.raises(ElasticityIncompatibleWorldSize, match=r"2 devices do not fit"):
+    with pytest.raises(ElasticityIncompatibleWorldSize, match=r"2 data-parallel ranks do not fit"):
         engine_of(2, section={"max_gpus": 1})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -38,6 +39,85 @@ def test_counts_frozen_parameters_and_numbers() -> None:
     assert found.params == 4 * total and found.grads == 4 * (total - frozen)
     assert model_of("1.5M") == 1_500_000
     assert estimate(1_000_000, config(0), 8, stage=3).params == 500_000
+
+
+ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_is_what_an_engine_has_on_the_disk(stage: int, tmp_path: Any) -> None:
+    """Of a model whose device is the host: states, and in stage 3 parameters."""
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    cfg = config(stage, bf16=True, **ADAM)
+    cfg["zero_optimization"] |= {"offload_optimizer": disk, "stage3_param_persistence_threshold": 0}
+    if stage == 3:
+        cfg["zero_optimization"]["offload_param"] = {**disk, "max_in_cpu": 0}
+    held = engines(make(Net, 64), 2, cfg, lambda engine, rank: engine.core.memory())[0]
+    found = estimate(make(Net, 64), cfg, 2)
+    assert found.disk == pytest.approx(held.disk, rel=0.05) and found.states == 0
+    assert found.params == (0 if stage == 3 else pytest.approx(held.params, rel=0.05))
+
+
+BF16 = {"bf16": {"enabled": True}, **ADAM}
+MILLION = 1_000_000
+CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "disk"}
+# Of 10^6 parameters (2 bytes each, as are gradients; of states 10): ranks, section zero_optimization, tp; MB: params,
+# grads, states, host, disk
+PLACES = [
+    (4, {"stage": 3}, 0, (0.5, 0.5, 2.5, 0, 0)),
+    (4, {"stage": 3, "mics_shard_size": 2}, 0, (1, 1, 5, 0, 0)),
+    (4, {"stage": 1, "mics_shard_size": 2}, 0, (2, 2, 5, 0, 0)),
+    (4, {"stage": 3}, 2, (0.5, 0.5, 2.5, 0, 0)),
+    (4, {"stage": 0}, 2, (1, 1, 5, 0, 0)),
+    (8, {"stage": 2, "mics_shard_size": 2}, 2, (1, 0.5, 2.5, 0, 0)),
+    (4, {"stage": 1, "offload_optimizer": CPU}, 0, (2, 2, 0, 3, 0)),
+    (4, {"stage": 3, "offload_optimizer": CPU}, 0, (0.5, 0, 0, 3, 0)),
+    (4, {"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.5}}, 0, (0.5, 0.25, 1.25, 1.5, 0)),
+    (4, {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}, 0, (0, 0, 0, 3.5, 0)),
+    (4, {"stage": 2, "offload_optimizer": NVME}, 0, (2, 0, 0, 3, 2.5)),  # less than the tiles that pass
+    (4, {"stage": 3, "offload_param": {**NVME, "max_in_cpu": 100_000}}, 0, (0, 0.5, 2.5, 0.5, 0.3)),
+]
+
+
+@pytest.mark.parametrize(("ranks", "zero", "tp", "megabytes"), PLACES)
+def test_where_bytes_are(ranks: int, zero: dict[str, Any], tp: int, megabytes: tuple[float, ...]) -> None:
+    cfg = {**BF16, "zero_optimization": zero, "tensor_parallel": {"autotp_size": tp}}
+    found = estimate(MILLION, cfg, ranks)
+    parts = (found.params, found.grads, found.states, found.host, found.disk)
+    assert [part / 1e6 for part in parts] == list(megabytes)
+
+
+def test_tensor_parallel_slices_of_a_model() -> None:
+    model = transformer()
+    whole, cut = (estimate(model, {**BF16, "tensor_parallel": {"autotp_size": tp}}, 2) for tp in (1, 2))
+    left = sum(p.numel() for n, p in model.named_parameters() if "norm" in n or "embed" in n)
+    assert cut.params == (whole.params + 2 * left) // 2
+
+
+def transformer() -> Any:
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+
+
+def test_what_a_stage_refuses(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Is a row that says why; the others are there."""
+    file = tmp_path / "config.json"
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    zero = {"stage": 3, "mics_shard_size": 2, "offload_optimizer": {"device": "cpu"}}
+    file.write_text(json.dumps({**ADAM, "bf16": bf16, "zero_optimization": zero}))
+    assert main(["7B", "--config", str(file), "--ranks", "2", "3"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[-3:] == ["host", "disk", "(GB)"] and len(rows) == 8
+    assert "refused: " in rows[0] and "needs zero_optimization.stage 1, 2 or 3; " in rows[0]
+    assert all("refused" not in row for row in rows[1:4])
+    assert all("mics_shard_size" in row for row in rows[5:])
+    file.write_text(json.dumps({"no_such_section": {}, "fp16": {"enabled": True, "nonsense": 1}}))
+    with pytest.raises(ValueError, match="nonsense"):
+        main(["7B", "--config", str(file)])
 
 
 def test_command(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import free_port
@@ -56,19 +59,101 @@ def test_filters_that_make_no_sense(include: str, exclude: str) -> None:
         (["--include", "a", "--num_gpus", "2"], ConfigError),
         (["--launcher", "slurm"], NotImplementedError),
         (["--autotuning", "run"], NotImplementedError),
-        (["--hostfile", "", "--num_nodes", "2"], ConfigError),
+        (["--elastic_training"], NotImplementedError),
+        (["--min_elastic_nodes", "1"], NotImplementedError),
+        (["--max_elastic_nodes", "2"], NotImplementedError),
+        (["--bind_cores_to_rank"], NotImplementedError),
+        (["--bind_core_list", "0-3"], NotImplementedError),
+        (["--module", "--no_python"], ConfigError),
+        (["--node_rank", "1"], ConfigError),
+        (["--num_nodes", "2"], ConfigError),
+        (["--no_ssh", "--num_nodes", "2", "--node_rank", "0"], ConfigError),
+        (["--no_ssh", "--num_nodes", "2", "--node_rank", "2", "--master_addr", "a"], ConfigError),
+        (["--no_ssh", "--num_nodes", "2", "--master_addr", "a"], ConfigError),
+        (["--venv_script", "no/such/file", "--num_gpus", "1"], ConfigError),
     ],
 )
 def test_what_is_refused(arguments: list[str], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        launch.main([*arguments, "program.py"])
+    with pytest.raises(error, match=arguments[0] if error is NotImplementedError else None):
+        launch.main([*arguments, "--hostfile", "", "program.py"])
+
+
+ONE, TWO = "localhost slots=4", "a slots=4\nb slots=2"
+# Hostfile, arguments: slots of this host's ranks, whether these are devices, hosts, this host's number, where rank 0 is
+ROUTES = [
+    ("", ["--num_gpus", "2"], ([0, 1], False, 1, 0, "")),
+    ("", [], ([0, 1, 2, 3], False, 1, 0, "")),
+    ("", ["--include", "localhost:2,3"], ([2, 3], True, 1, 0, "")),
+    ("", ["--exclude", "localhost:0"], ([1, 2, 3], True, 1, 0, "")),
+    (ONE, ["--include", "localhost:2,3"], ([2, 3], True, 1, 0, "")),
+    (ONE, ["--num_gpus", "5"], ([0, 1, 2, 3, 4], True, 1, 0, "")),
+    (TWO, ["--exclude", "a"], ([0, 1], True, 1, 0, "")),
+    (TWO, ["--num_nodes", "1"], ([0, 1, 2, 3], True, 1, 0, "")),
+    (TWO, ["--no_ssh", "--node_rank", "1"], ([0, 1], True, 2, 1, "a")),
+    (TWO, ["--no_ssh", "--node_rank", "0", "--num_gpus", "1", "--master_addr", "x"], ([0], True, 2, 0, "x")),
+    (TWO, ["--no_ssh", "--node_rank", "1", "--include", "a:1@b:1", "--force_multi"], ([1], True, 2, 1, "a")),
+    ("", ["--no_ssh", "--num_nodes", "3", "--node_rank", "2", "--master_addr", "x"], ([0, 1, 2, 3], False, 3, 2, "x")),
+]
+
+
+@pytest.mark.parametrize(("hosts", "arguments", "expected"), ROUTES)
+def test_which_ranks_a_host_starts(
+    hosts: str, arguments: list[str], expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hosts").write_text(hosts)
+    found = []
+
+    def run_here(options: Any, slots: list[int], named: bool, nodes: int, node: int) -> int:
+        found.append((slots, named, nodes, node, options.master_addr))
+        assert options.with_local_rank and ("CUDA_VISIBLE_DEVICES" in os.environ) == (not (named and not hosts))
+        return 0
+
+    monkeypatch.setattr(launch, "run_here", run_here)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setattr(launch, "_own_devices", lambda: 4)
+    file = str(tmp_path / "hosts") if hosts else ""
+    assert launch.main(["-H", file, *arguments, "program.py"], "deepspeed", local_rank=True) == 0
+    assert found == [expected]
+
+
+# What a launcher over ssh does itself, once for all hosts; all else reaches the hosts or is refused.
+OWN = (
+    "hostfile include exclude num_nodes num_gpus master_addr node_rank no_ssh no_ssh_check force_multi save_pid "
+    "ssh_port venv_script launcher launcher_args no_local_rank program arguments help"
+)
+PASSED = {
+    "master_port": ["--master_port", "123"],
+    "module": ["--module"],
+    "no_python": ["--no_python"],
+    "with_local_rank": ["--with_local_rank"],
+    "quiet": ["-q"],
+    "log_level": ["--log_level", "debug"],
+    "enable_each_rank_log": ["--enable_each_rank_log", "some logs"],
+}
+
+
+def test_every_option_reaches_the_hosts_or_is_refused() -> None:
+    made = launch.parser("launch")
+    known = {*OWN.split(), *launch._REFUSED, *PASSED}
+    assert known == {action.dest for action in made._actions}
+    for name, arguments in PASSED.items():
+        options = made.parse_args([*arguments, "program.py", "--module"])
+        words = shlex.split(launch.remote_command(options, {"a": [0], "b": [1, 2]}, 1).rpartition(" && ")[2])
+        there = made.parse_args(words[words.index("tessera.launch") + 1 :])
+        assert getattr(there, name) == getattr(options, name) != made.get_default(name)
+        assert (there.num_nodes, there.node_rank, there.num_gpus, there.hostfile) == (2, 1, 2, "")
+        assert there.program == "program.py" and there.arguments == ["--module"] and there.no_ssh
 
 
 PROGRAM = """
 import os, sys, time
+local = [argument for argument in sys.argv if argument.startswith("--local_rank=")]
+sys.argv = [argument for argument in sys.argv if argument not in local]
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_PORT")
 with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
-    file.write(" ".join(os.environ[name] for name in names) + "|" + "|".join(sys.argv[2:]))
+    file.write(" ".join(os.environ[name] for name in names) + "|" + "|".join(sys.argv[2:] + local))
+if "visible" in sys.argv:
+    print("devices", os.environ["CUDA_VISIBLE_DEVICES"], os.environ["OF_SCRIPT"])
 if "fail" in sys.argv:
     if os.environ["RANK"] == "1":
         sys.exit("the reason")
@@ -101,10 +186,26 @@ def test_ranks_of_one_host(program: Path, tmp_path: Path) -> None:
         assert (tmp_path / str(rank)).read_text() == f'{rank} 2 {rank} 2 0 1 {port}|quoted "text"|x=1'
 
 
+def test_devices_scripts_logs_and_levels(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a hostfile that has one host left."""
+    (tmp_path / "hosts").write_text("a slots=4\nb slots=2\n")
+    (tmp_path / "script.sh").write_text("echo noise\nexport OF_SCRIPT='a b'\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    options = ["--exclude", "a@b:0", "--master_port", free_port(), "--enable_each_rank_log", "logs", "--save_pid"]
+    child = start("-H", "hosts", *options, "--venv_script", "script.sh", "--log_level", "info", program, ".", "visible")
+    _, errors = child.communicate(timeout=120)
+    assert child.returncode == 0 and "torch/distributed/elastic" in errors
+    assert (tmp_path / "0").read_text().startswith("0 1 0 1 0 1 ")
+    assert [file.read_text() for file in tmp_path.glob("logs/**/0/stdout.log")] == ["devices 1 a b\n"]
+    assert not (Path(tempfile.gettempdir()) / f"{child.pid}.deepspeed").exists()
+
+
 def test_the_first_failure_ends_all_and_is_shown_last(program: Path, tmp_path: Path) -> None:
     child = start("--num_gpus", 2, "--master_port", free_port(), program, tmp_path, "fail")
     _, errors = child.communicate(timeout=120)
     assert child.returncode == 1
+    assert "[rank 1] the reason\n" in errors
     assert errors.rstrip().endswith("[launch] rank 1 failed first (exit code 1):\nthe reason")
 
 
@@ -144,10 +245,12 @@ def test_hosts_over_ssh(program: Path, tmp_path: Path, monkeypatch: pytest.Monke
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 slots=2\nlocalhost slots=1\n")
     port = free_port()
-    child = start("-H", hosts, "--num_gpus", 1, "--master_port", port, "--ssh_port", 22, program, tmp_path, "a b")
+    more = ["--ssh_port", 22, "--with_local_rank", "--enable_each_rank_log", tmp_path / "logs"]
+    child = start("-H", hosts, "--num_gpus", 1, "--master_port", port, *more, program, tmp_path, "a b")
     assert child.wait(timeout=180) == 0
     for rank in range(2):
-        assert (tmp_path / str(rank)).read_text() == f"{rank} 2 0 1 {rank} 2 {port}|a b"
+        assert (tmp_path / str(rank)).read_text() == f"{rank} 2 0 1 {rank} 2 {port}|a b|--local_rank=0"
+    assert len(list(tmp_path.glob("logs/**/stdout.log"))) == 2
     child = start(
         "-H", hosts, "--num_gpus", 1, "--no_ssh_check", "--master_port", free_port(), program, tmp_path, "seven"
     )
@@ -158,11 +261,13 @@ def test_hosts_over_ssh(program: Path, tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_other_hosts_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / ".deepspeed_env").write_text("SPECIAL=from the file\nnot a line\n")
+    (tmp_path / ".deepspeed_env").write_text("SPECIAL = from the file\nnot a line\n# no=comment\n")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("PYTHONPATH", "/own")
     options = launch.parser("launch").parse_args(["--venv_script", "env.sh", "p.py", "it's"])
     command = launch.remote_command(options, {"a": [0, 1], "b": [2]}, 1)
-    for part in ("export SPECIAL='from the file'", "export NCCL_DEBUG=INFO", ". env.sh", "CUDA_VISIBLE_DEVICES=2"):
+    parts = ["export SPECIAL='from the file'", "export NCCL_DEBUG=INFO", f". {tmp_path}/env.sh", f"{tmp_path}:/own"]
+    for part in (*parts, "CUDA_VISIBLE_DEVICES=2"):
         assert part in command
     assert "--node_rank 1 --num_nodes 2 --num_gpus 1" in command and "--master_addr a" in command
-    assert "not a line" not in command
+    assert "not a line" not in command and "comment" not in command

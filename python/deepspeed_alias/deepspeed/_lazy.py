@@ -100,11 +100,19 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        module, _, last = fullname.rpartition(".")
+        if last == "__main__" and "main" in MODULES.get(module, {}):  # for `python -m module`
+            return importlib.machinery.ModuleSpec(fullname, self, origin="Tessera")
         if fullname not in MODULES:
             return None
         spec = importlib.machinery.ModuleSpec(fullname, self, origin="Tessera")
         spec.submodule_search_locations = []  # any of them may have modules below
         return spec
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        """Of `python -m module`: the module's main()."""
+        module = fullname.rpartition(".")[0]
+        return compile(f"import sys\nfrom {module} import main\nsys.exit(main())", "Tessera", "exec")
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return AliasModule(spec.name)

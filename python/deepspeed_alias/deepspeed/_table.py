@@ -205,8 +205,15 @@ MODULES: dict[str, Rows] = {
     "deepspeed.runtime.zero.mics": _refused(
         "MiCS_Init MiCS_Optimizer", "MiCS classes; zero_optimization.mics_shard_size"
     ),
-    "deepspeed.comm": {"*": "._comm"},
+    "deepspeed.comm": {
+        **_refused("mpi_discovery", "a search of its own; init_distributed() reads the variables of Open MPI"),
+        "*": "._comm",
+    },
     "deepspeed.comm.comm": {"=": "deepspeed.comm"},
+    "deepspeed.comm.reduce_op": {"ReduceOp": "torch.distributed:ReduceOp"},
+    "deepspeed.comm.utils": _same(
+        "._comm", "get_local_rank_from_launcher get_world_rank_from_launcher get_world_size_from_launcher"
+    ),
     "deepspeed.accelerator": {
         **_same("._accelerator", "get_accelerator set_accelerator"),
         "DeepSpeedAccelerator": "._accelerator:Accelerator",

@@ -11,7 +11,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from support import batch, config, make
+from support import batch, config, free_port, make, run_processes
 from torch import nn
 
 
@@ -82,11 +82,112 @@ def test_communication_is_torchs() -> None:
     assert torch.equal(gathered, value) and comm.get_all_ranks_from_group() == [0]
     engine, *_ = deepspeed.initialize(model=make(), config=config(2))
     engine.backward(engine(*batch(0)))
-    assert set(comm.log_summary(return_dict=True)) >= {"all_gather", "reduce_scatter"}
-    with pytest.raises(NotImplementedError, match="comms_logger"):
-        comm.configure(enabled=True)
+    found = comm.log_summary(show_straggler=True, return_dict=True)
+    assert found["summary"] == found["straggler_analysis"] == {} and found["metadata"]["world_size"] == 1
+    assert set(found["counts"]) >= {"all_gather", "reduce_scatter"}
+    assert not comm.has_comm_data() and comm.get_comm_operation_count() == 0 and comm.get_logged_comm_ops() == []
+    for asked in ({"enabled": True}, {"prof_all": True}, {"prof_ops": ["all_reduce"]}):
+        with pytest.raises(NotImplementedError, match="comms_logger"):
+            comm.configure(**asked)
     with pytest.raises(AttributeError):
         comm.nothing_such  # noqa: B018
+
+
+def collectives(rank: int, port: int) -> None:
+    """As DeepSpeed's callers write them, on two ranks whose values are 1 and 2."""
+    import deepspeed
+    from deepspeed import comm
+
+    deepspeed.init_distributed("gloo", verbose=False, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    own, other = float(rank + 1), float(2 - rank)
+
+    def value(of: float = own, size: int = 2) -> torch.Tensor:
+        return torch.full((size,), of)
+
+    def into(call: Any, *args: Any, size: int = 2, **more: Any) -> list[float]:
+        """What `call` leaves in its first argument."""
+        out = torch.zeros(size)
+        work = call(out, *args, **more)
+        if hasattr(work, "wait"):
+            work.wait()
+        return out.tolist()
+
+    def reduced(call: Any, *args: Any, **more: Any) -> list[float]:
+        tensor = value()
+        work = call([tensor] if "coalesced" in call.__name__ else tensor, *args, **more)
+        if hasattr(work, "wait"):
+            work.wait()
+            assert work.is_completed()
+        return tensor.tolist()
+
+    maximum, logged = comm.ReduceOp.MAX, {"prof": True, "log_name": "mine", "debug": "caller"}
+    assert reduced(comm.all_reduce, **logged) == reduced(comm.inference_all_reduce, **logged) == [3, 3]
+    assert reduced(comm.all_reduce, maximum, None, True) == reduced(comm.inference_all_reduce, maximum) == [2, 2]
+    assert reduced(comm.all_reduce_coalesced, async_op=True) == [3, 3]
+    assert reduced(comm.all_reduce_coalesced, maximum) == reduced(comm.all_reduce, op=maximum) == [2, 2]
+    assert reduced(comm.reduce, 0, comm.ReduceOp.SUM, **logged)[0] == (3 if rank == 0 else own)
+    assert reduced(comm.broadcast, 1, None, True, **logged) == reduced(comm.broadcast, src=1) == [2, 2]
+    scattered = value(size=4)
+    for call in (comm.reduce_scatter_fn, comm.reduce_scatter_tensor):
+        assert into(call, scattered) == into(call, tensor=scattered, async_op=True, prof=True) == [3, 3]
+        assert into(call, scattered, maximum) == into(call, scattered, maximum, None, async_op=True) == [2, 2]
+    assert into(comm.reduce_scatter, [value(), value()], maximum) == [2, 2]
+    for call, name in ((comm.all_gather_into_tensor, "tensor"), (comm.allgather_fn, "input_tensor")):
+        assert into(call, value(size=1)) == into(call, **{name: value(size=1)}, async_op=True) == [1, 2]
+    parts = [torch.zeros(1), torch.zeros(1)]
+    comm.all_gather(parts, value(size=1), None, False, **logged)
+    assert [part.item() for part in parts] == [1, 2]
+    several = [torch.zeros(2), torch.zeros(4)]
+    comm.all_gather_coalesced(several, [value(size=1), value(size=2)])
+    assert [each.tolist() for each in several] == [[1, 2], [1, 1, 2, 2]]
+    assert into(comm.all_to_all_single, tensor=torch.tensor([own, own + 10]), **logged) == [
+        1 + 10 * rank,
+        2 + 10 * rank,
+    ]
+    objects: list[Any] = [None, None]
+    comm.all_gather_object(objects, rank, **logged)
+    assert objects == [0, 1]
+    comm.broadcast_object_list(objects, src=1)
+    comm.gather(value(size=1), gather_list=parts if rank == 0 else None, **logged)
+    assert into(comm.scatter, scatter_list=[value(5.0), value(6.0)] if rank == 0 else None, **logged) == [5 + rank] * 2
+    taken = torch.zeros(2)
+    for send, receive in ((comm.send, comm.recv), (comm.isend, comm.irecv)):
+        first, second = (send, receive) if rank == 0 else (receive, send)
+        for call in (first, second):
+            work = call(value() if call is send else taken, 1 - rank, **logged)
+            if call in (comm.isend, comm.irecv):
+                work.wait()
+        assert taken.tolist() == [other, other]
+    comm.barrier(**logged)
+    comm.monitored_barrier(wait_all_ranks=True, **logged)
+    assert comm.get_global_rank(None, 1) == comm.get_global_rank(group_rank=1) == 1
+    assert comm.has_all_gather_into_tensor() and comm.get_all_ranks_from_group() == [0, 1]
+    the_log()
+    comm.destroy_process_group()
+
+
+def the_log() -> None:
+    """Of an engine's collectives, on two ranks."""
+    from deepspeed import comm
+
+    engine, *_ = deepspeed.initialize(model=make(), config=config(2, comms_logger={"enabled": True}))
+    engine.backward(engine(*batch(0)).square().mean())
+    engine.step()
+    found = comm.log_summary(show_straggler=True, return_dict=True)
+    assert found["summary"].keys() == found["straggler_analysis"].keys() == set(comm.get_logged_comm_ops()) != set()
+    for op, sizes in found["summary"].items():
+        for size, row in sizes.items():
+            waited = found["straggler_analysis"][op][size]
+            assert row["msg_size_bytes"] == size and row["count"] == waited["count"] > 0
+            assert row["total_latency_ms"] >= row["avg_latency_ms"] > 0 and waited["total_straggler_ms"] >= 0
+    assert comm.has_comm_data() and comm.get_comm_operation_count() > 0
+    comm.reset_log()
+    assert not comm.has_comm_data()
+    engine.destroy()
+
+
+def test_collectives_of_two_processes() -> None:
+    run_processes(2, collectives, free_port())
 
 
 def test_arguments() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,35 @@ SIGNATURES = {
     "DeepSpeedEngine.load_checkpoint": "self load_dir tag load_module_strict load_optimizer_states "
     "load_lr_scheduler_states load_module_only custom_load_fn",
     "DeepSpeedEngine.backward": "self loss retain_graph scale_wrt_gas",
+    "comm.broadcast": "tensor src group async_op prof log_name debug",
+    "comm.broadcast_object_list": "object_list src group device",
+    "comm.all_gather": "tensor_list tensor group async_op prof log_name debug",
+    "comm.all_gather_object": "object_list obj group prof log_name debug",
+    "comm.all_gather_into_tensor": "output_tensor tensor group async_op prof log_name debug",
+    "comm.reduce_scatter_tensor": "output_tensor tensor op group async_op prof log_name debug",
+    "comm.reduce_scatter_fn": "output_tensor tensor op group async_op prof debug",
+    "comm.reduce_scatter": "output input_list op group async_op prof log_name debug",
+    "comm.reduce": "tensor dst op group async_op prof log_name debug",
+    "comm.all_reduce": "tensor op group async_op prof log_name debug",
+    "comm.inference_all_reduce": "tensor op group async_op prof log_name debug",
+    "comm.all_reduce_coalesced": "tensors op group async_op prof log_name debug",
+    "comm.all_gather_coalesced": "output_tensors input_tensors group async_op",
+    "comm.allgather_fn": "output_tensor input_tensor group async_op debug",
+    "comm.all_to_all_single": "output tensor output_split_sizes input_split_sizes group async_op prof log_name debug",
+    "comm.all_to_all": "output_tensor_list input_tensor_list group async_op",
+    "comm.send": "tensor dst group tag prof log_name debug",
+    "comm.recv": "tensor src group tag prof log_name debug",
+    "comm.isend": "tensor dst group tag prof log_name debug",
+    "comm.irecv": "tensor src group tag prof log_name debug",
+    "comm.gather": "tensor gather_list dst group async_op prof log_name debug",
+    "comm.scatter": "tensor scatter_list src group async_op prof log_name debug",
+    "comm.barrier": "group async_op device_ids prof log_name debug",
+    "comm.monitored_barrier": "group timeout wait_all_ranks prof log_name debug",
+    "comm.configure": "deepspeed_config enabled prof_all prof_ops verbose debug",
+    "comm.log_summary": "show_straggler return_dict",
+    "comm.get_global_rank": "group group_rank",
+    "comm.initialize_mesh_device": "mesh_shape mesh_dim_names",
+    "comm.enable_symm_mem_for_group": "group_name",
 }
 
 
@@ -108,6 +138,20 @@ def test_signatures_begin_as_callers_know_them(name: str) -> None:
     parameters = list(inspect.signature(pkgutil.resolve_name(f"deepspeed.{name}")).parameters)
     expected = SIGNATURES[name].split()
     assert parameters[: len(expected)] == expected
+    assert not name.startswith("comm.") or parameters == expected
+
+
+@pytest.mark.parametrize(
+    "module", ["launcher.runner", "env_report", "utils.zero_to_fp32", "checkpoint.ds_to_universal"]
+)
+def test_modules_that_are_commands(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """python -m deepspeed.launcher.runner"""
+    monkeypatch.setattr("sys.argv", ["deepspeed", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"deepspeed.{module}", run_name="__main__")
+    assert ended.value.code in (0, None)
+    with pytest.raises(ImportError):
+        runpy.run_module("deepspeed.comm", run_name="__main__")
 
 
 def test_a_name_that_deepspeed_has_not_either() -> None:
