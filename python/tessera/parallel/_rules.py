@@ -239,14 +239,20 @@ _STYLES = {
     "colwise_gather_output": (_core.Partition.Column, True, False),
     "rowwise": (_core.Partition.Row, False, False),
     "rowwise_rep": (_core.Partition.Row, False, False),  # of inputs that every rank has
+    "rowwise_split_input": (_core.Partition.Row, False, False),  # the same
+    "replicate": (_core.Partition.Skip, False, False),
     "local_colwise": (_core.Partition.Column, False, False),
     "local_rowwise": (_core.Partition.Row, False, False),  # the sum that `gather` of a module around it stands for
     "replicated_with_grad_allreduce": (_core.Partition.Skip, False, True),
 }
 # Experts in one tensor each, which plans deal out whole. Here each is cut, and the router works as in the whole model.
 _EXPERTS = {"gate_up_proj": _core.Partition.Column, "down_proj": _core.Partition.Row}
-# Of modules around those: there is nothing to do.
-_AROUND = ("local", "gather", "ep_router")
+_EXPERT_STYLES = ("grouped_gemm", "packed_colwise", "rowwise")
+# Of modules around those, and of input embeddings, which tensor_parallel decides about: there is nothing to do.
+_AROUND = (
+    *("local", "gather", "ep_router", "ep_dispatch_experts", "moe_tp_experts", "moe_identity_expert"),
+    *("embedding_rowwise", "embedding_colwise"),
+)
 # Low-rank projections that a norm follows, which some plans cut all the same: they stay whole.
 _NEVER_CUT = ("q_a_proj", "kv_a_proj_with_mqa")
 
@@ -272,7 +278,7 @@ def _planned(name: str, style: str, model: nn.Module) -> list[_core.PartitionRul
     if style in _AROUND or (style == "grouped_gemm" and last not in _EXPERTS) or last in _NEVER_CUT:
         return []  # biases follow their weights
     path = rf"(?:.*\.)?{re.escape(name).replace(re.escape('*'), '[^.]+')}"
-    if style == "grouped_gemm":
+    if style in _EXPERT_STYLES and last in _EXPERTS and re.search(rf"(?:^|\.)experts\.{last}$", name):
         return [_rule(matcher(f"{path}$", "tp_plan"), f"{name}: {style}", "tp_plan", _EXPERTS[last])]
     if style not in _STYLES:
         kind = model_type(model)

@@ -142,7 +142,7 @@ def test_a_model_says_what_it_is() -> None:
         assert facts_of(MODELS[name][0]()).kv_heads == kv, name
     assert model_type(MODELS["chatglm"][0]()) == "chat_glm"
     assert tp_plan_of(nn.Linear(2, 2)) == {}
-    assert tp_plan_of(MODELS["llama"][0]())["lm_head"] == "colwise_rep"
+    assert tp_plan_of(MODELS["llama"][0]())["lm_head"] in ("colwise_rep", "colwise_gather_output")
 
 
 def test_the_plan_can_be_read() -> None:
