@@ -173,7 +173,7 @@ std::vector<Key> zero_rows() {
        "no effect on the result",
        any(),
        {"allgather_sequential"}},
-      {FIELD(zero_optimization.ignore_unused_parameters), "false: unused parameters are an error under offload"},
+      {FIELD(zero_optimization.ignore_unused_parameters), "false: with optimizer offload at stages 1 and 2, unused parameters are an error in step()"},
       {FIELD(zero_optimization.legacy_stage1), "must be false"},
       {FIELD(zero_optimization.round_robin_gradients), "no effect on the result"},
       {FIELD(zero_optimization.parameter_alignment), "no effect: parameters are always aligned"},
@@ -200,7 +200,8 @@ std::vector<Key> later_rows() {
   return {
       {FIELD(zero_allow_untested_optimizer),
        "allow optimizers without a native rule in stages 1 to 3 and beside tensor parallelism"},
-      {FIELD(zero_force_ds_cpu_optimizer), "optimizer offload demands a native optimizer"},
+      {FIELD(zero_force_ds_cpu_optimizer),
+       "read by the deepspeed package: an optimizer of one's own with offload is DeepSpeedCPUAdam or DeepSpeedCPULion"},
       {FIELD(tensor_parallel.autotp_size), "ranks of a tensor-parallel group; 0 and 1: off", at_least(0)},
       {FIELD(tensor_parallel.preset_model), "named set of partition rules",
        one_of({"llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"})},

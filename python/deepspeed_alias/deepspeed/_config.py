@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tessera._config import load_config
+from tessera._config import load_config, text_of
 from tessera.elasticity import with_elastic_batch
 from tessera.errors import ConfigError
 
@@ -42,6 +43,21 @@ class ZeroStageEnum(int, enum.Enum):
     gradients = 2
     weights = 3
     max_stage = 3  # noqa: PIE796
+
+
+# Of JSON as people write it: texts, which stay, and what Python's parser does not read (comments, the last comma).
+_BEYOND_JSON = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.S)
+_LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.S)
+
+
+def users_dict(given: Any) -> dict[str, Any]:
+    """A configuration as the user wrote it: the dict itself, or what a file or text that the core has accepted holds."""
+    if isinstance(given, tessera.Config):
+        return given.to_dict()
+    if isinstance(given, Mapping):
+        return given if isinstance(given, dict) else dict(given)
+    text = _BEYOND_JSON.sub(lambda found: found[1] or " ", text_of(given))
+    return json.loads(_LAST_COMMA.sub(lambda found: found[1] or " ", text))
 
 
 # Sections whose values pydantic checks in DeepSpeed.

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tessera.errors import ConfigError
 from torch import nn
 
 import tessera
-from deepspeed._zero import DeepSpeedZeRoOffload
-from tessera import _core
+from deepspeed import _ops
+from deepspeed._lazy import NotServed
+from deepspeed._zero import DeepSpeedZeRoOffload, ZeRORuntimeException
+from tessera import _core, optim
 from tessera.zero import get_z3_leaf_modules
 
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
@@ -64,9 +67,15 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     nccl_start_alignment_factor = 2
 
     @property
-    def accumulated_grads_in_cpu(self) -> dict[Any, Any]:
-        """Gradients that optimizer offload keeps in host memory; there are none without it."""
-        return {}
+    def accumulated_grads_in_cpu(self) -> dict[int, torch.Tensor]:
+        """With optimizer offload, this rank's part of the gradients that are accumulated for a step of several
+        backwards, by the parameter's number. (One backward a step accumulates nothing.)"""
+        engine = self._owner
+        several = engine.gradient_accumulation_steps() > 1 or not engine.is_gradient_accumulation_boundary()
+        if not (several and engine.zero_use_cpu_optimizer()):
+            return {}
+        views = {number: engine.core.local_view(number, _core.Quantity.Gradient) for number in engine._optimized}
+        return {number: view.detach().cpu() for number, view in views.items() if view is not None}
 
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
@@ -120,3 +129,55 @@ def class_for(engine: tessera.Engine) -> type[DeepSpeedOptimizer]:
     if stage > 0:
         return DeepSpeedZeroOptimizer
     return BF16_Optimizer if engine.bfloat16_enabled() else FP16_Optimizer
+
+
+# What the configuration builds -> what DeepSpeed calls that: without optimizer offload, and with it.
+_NAMES: dict[type, tuple[type, type]] = {
+    optim.FusedAdam: (_ops.FusedAdam, _ops.DeepSpeedCPUAdam),
+    optim.Lion: (_ops.FusedLion, _ops.DeepSpeedCPULion),
+    optim.Lamb: (_ops.FusedLamb, _ops.FusedLamb),
+    optim.Muon: (_ops.MuonWithAuxAdam, _ops.MuonWithAuxAdam),
+}
+
+
+def checked(engine: Any, base: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An engine's base optimizer, of DeepSpeed's class where the configuration has built it. Errors of offload: for a
+    client's that is not made for the CPU, and for one that 16-bit masters do not go with."""
+    away = engine.zero_use_cpu_optimizer()
+    low_states = engine.bfloat16_enabled() and engine.bf16_optimizer_states()
+    if engine.client_optimizer is None:
+        if type(base) in _NAMES:
+            base.__class__ = _NAMES[type(base)][away]
+            vars(base)["fp32_optimizer_states"] = not low_states
+    elif away and engine.zero_force_ds_cpu_optimizer() and not isinstance(base, _ON_CPU):
+        raise ZeRORuntimeException(
+            f"[initialize] {type(base).__name__} of your own with zero_optimization.offload_optimizer: use "
+            "deepspeed.ops.adam.DeepSpeedCPUAdam or an optimizer of the configuration, or set "
+            '"zero_force_ds_cpu_optimizer": false'
+        )
+    if away:
+        _check_masters(engine, base, low_states)
+    return base
+
+
+_ON_CPU = (_ops.DeepSpeedCPUAdam, _ops.DeepSpeedCPULion)
+
+
+def _check_masters(engine: Any, base: torch.optim.Optimizer, low_states: bool) -> None:
+    """Of optimizer offload."""
+    bf16 = engine.bfloat16_enabled() and engine.bf16_master_weights_and_gradients()
+    fp16 = engine.fp16_enabled() and engine.fp16_master_weights_and_gradients()
+    if not (bf16 or fp16):
+        return
+    key = "bf16.bf16_master_weights_and_grads" if bf16 else "fp16.fp16_master_weights_and_grads"
+    if type(base) is not _ops.DeepSpeedCPUAdam:
+        raise ConfigError(f"[initialize] {key} with offload needs DeepSpeedCPUAdam, got {type(base).__name__}")
+    if low_states and base.fp32_optimizer_states:
+        raise ConfigError(
+            "[initialize] bf16.bf16_optimizer_states with offload needs DeepSpeedCPUAdam(fp32_optimizer_states=False)"
+        )
+    if not low_states and not base.fp32_optimizer_states:
+        raise NotServed(
+            f"[initialize] DeepSpeedCPUAdam(fp32_optimizer_states=False) beside {key} alone is not served; "
+            "bf16.bf16_optimizer_states keeps moments in bf16"
+        )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -46,13 +47,29 @@ def instrument_w_nvtx(func: F) -> F:
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Tensors in lists, tuples and dicts (those that the criterion wants) on `device`."""
-    if isinstance(item, dict):
-        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
-    if isinstance(item, (list, tuple)):
-        return type(item)(move_to_device(value, device, criterion_func) for value in item)
-    if isinstance(item, torch.Tensor) and (criterion_func is None or criterion_func(item)):
+    """`item` with what is in it on `device`: tensors, and whatever has a to(), in lists, tuples, mappings and any of
+    these in one another, which keep their classes. With a criterion, only the tensors that it wants, in place."""
+
+    def moved(value: Any) -> Any:
+        return move_to_device(value, device, criterion_func)
+
+    if criterion_func is not None and isinstance(item, torch.Tensor):
+        if criterion_func(item):
+            item.data = item.data.to(device)
+        return item
+    if criterion_func is None and hasattr(item, "to"):  # a batch of a tokenizer and a PackedSequence, too
         return item.to(device)
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*map(moved, item))
+    if isinstance(item, (list, tuple)):
+        return type(item)(map(moved, item))
+    if isinstance(item, MutableMapping):
+        held = copy.copy(item)  # with what its class has beside its items
+        for key, value in item.items():
+            held[key] = moved(value)
+        return held
+    if isinstance(item, Mapping):
+        return {key: moved(value) for key, value in item.items()}
     return item
 
 
