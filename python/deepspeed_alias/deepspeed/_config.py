@@ -46,7 +46,7 @@ class ZeroStageEnum(int, enum.Enum):
 
 
 # Of JSON as people write it: texts, which stay, and what Python's parser does not read (comments, the last comma).
-_BEYOND_JSON = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.S)
+_BEYOND_JSON = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)', re.S)
 _LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.S)
 
 
@@ -181,15 +181,56 @@ def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     return DeepSpeedZeroConfig(**({"stage": int(section)} if isinstance(section, bool) else section))
 
 
+class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
+    _section = "zero_optimization.leaf_module"
+
+
+class TensorBoardConfig(DeepSpeedConfigModel):
+    _section = "tensorboard"
+
+
+class CSVConfig(DeepSpeedConfigModel):
+    _section = "csv_monitor"
+
+
+class WandbConfig(DeepSpeedConfigModel):
+    _section = "wandb"
+
+
+class CometConfig(DeepSpeedConfigModel):
+    _section = "comet"
+
+
+_MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
+
+
 class DeepSpeedMonitorConfig:
     """The monitors' sections."""
 
     def __init__(self, **values: Any) -> None:
         self.resolved = tessera.Config.from_dict(values)
         tree = self.resolved.to_dict()
-        for name in ("tensorboard", "csv_monitor", "wandb", "comet"):
+        for name in _MONITORS:
             setattr(self, name, DeepSpeedConfigModel._of(tree[name], values.get(name) or {}))
-        self.enabled = any(tree[name]["enabled"] for name in ("tensorboard", "csv_monitor", "wandb", "comet"))
+        self.enabled = any(tree[name]["enabled"] for name in _MONITORS)
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    return DeepSpeedMonitorConfig(**{name: param_dict.get(name) or {} for name in _MONITORS})
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json.load(object_pairs_hook=...)."""
+    found = dict(ordered_pairs)
+    if len(found) < len(ordered_pairs):
+        names = [name for name, _ in ordered_pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"[config] given twice: {', '.join(twice)}")
+    return found
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    return param_dict.get(param_name, param_default_value)
 
 
 def _zero_given(config: tessera.Config) -> dict[str, Any]:
@@ -229,8 +270,7 @@ class DeepSpeedConfig:
         self.optimizer_params = (tree.get("optimizer") or {}).get("params")
         self.scheduler_name = (tree.get("scheduler") or {}).get("type") or None
         self.scheduler_params = (tree.get("scheduler") or {}).get("params")
-        sections = ("tensorboard", "csv_monitor", "wandb", "comet")
-        self.monitor_config = DeepSpeedMonitorConfig(**{name: tree[name] for name in sections})
+        self.monitor_config = get_monitor_config(tree)
         self.load_universal_checkpoint = tree["checkpoint"]["load_universal"]
 
     def print_user_config(self) -> str:

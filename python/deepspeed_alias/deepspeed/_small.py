@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -14,6 +15,9 @@ from deepspeed._accelerator import get_accelerator
 from deepspeed._logging import logger
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+default_pg_timeout = datetime.timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", 10)))
 
 
 class OnDevice:
@@ -106,6 +110,16 @@ def set_random_seed(seed: int) -> None:
 
     random.seed(seed)
     torch.manual_seed(seed)
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """The text of a call."""
+    arguments = [repr(arg) for arg in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
+    return f"{base}({', '.join(arguments)})"
+
+
+def noop_decorator(func: F) -> F:
+    return func
 
 
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
