@@ -54,7 +54,8 @@ const std::vector<Refusal>& refusals() {
          return dtype != c10::ScalarType::Float && dtype != precision(c).param;
        }},
       {"optimizer.type", "MuAdam, MuAdamW, MuSGD, OneBit*, ZeroOneAdam", unserved_type},
-      {"optimizer.params", "fp32_optimizer_states false beside 16-bit masters without bf16_optimizer_states", unserved_states},
+      {"optimizer.params", "fp32_optimizer_states false beside 16-bit masters without bf16_optimizer_states",
+       unserved_states},
       {"graph_harvesting", "true", [](C c) { return c.graph_harvesting; }},
       {"compile.deepcompile", "true", [](C c) { return c.compile.deepcompile; }},
   };

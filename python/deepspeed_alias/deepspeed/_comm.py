@@ -87,7 +87,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
     engine, mesh = _groups._engine(), _groups._mesh()
     found: dict[str, Any] = {}
-    if engine is not None and engine.config.get("comms_logger.enabled"):
+    if engine is not None and engine._settings.get("comms_logger.enabled"):
         for row in engine.comm_summary(show_straggler):
             found.setdefault(row["op"], {})[row["bytes"]] = row
         return found if return_dict else None

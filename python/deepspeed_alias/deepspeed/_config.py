@@ -51,7 +51,7 @@ _LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.S)
 
 
 def users_dict(given: Any) -> dict[str, Any]:
-    """A configuration as the user wrote it: the dict itself, or what a file or text that the core has accepted holds."""
+    """A configuration as the user wrote it: the dict itself, or what a file or text (that the core accepts) holds."""
     if isinstance(given, tessera.Config):
         return given.to_dict()
     if isinstance(given, Mapping):

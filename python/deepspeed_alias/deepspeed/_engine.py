@@ -216,6 +216,12 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
     def param_names(self) -> dict[nn.Parameter, str]:
         return {param: name for name, param in self.module.named_parameters()}
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Embeddings whose gradients are sparse, where `sparse_gradients` asks for them."""
+        named = self.module.named_modules() if self._settings.get("sparse_gradients") else ()
+        return {f"{name}.weight" for name, m in named if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
+
     def is_first_weights_partition_group(self) -> bool:
         """This rank is of the first group that a whole copy of the parameters is partitioned over."""
         ranks = self._settings.get("zero_optimization.mics_shard_size")

@@ -6,11 +6,11 @@ the model while it is built in fp32, or what is offloaded, whichever is more, ti
 
 from __future__ import annotations
 
+from tessera._config import load_config
 from tessera.estimate import estimate
 from torch import nn
 
 from tessera import _core
-from tessera._config import load_config
 
 _CONFIG = {"bf16": {"enabled": True}, "optimizer": {"type": "Adam"}}
 _BUILT = 4  # bytes of a parameter of a model that is built in fp32

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from tessera._config import dtype_at
-from torch import nn
+from tessera.autocast import get_default_autocast_lower_precision_modules
 
 import tessera
-from tessera.autocast import get_default_autocast_lower_precision_modules
 
 # Method -> the key that it returns. "*" in the key: the method's name, without "zero_" where it begins so.
 _KEYS = {
@@ -77,49 +76,34 @@ _OFF = (
 # Methods that return the settings of such a thing where it is on.
 _NOTHING = "get_pld_theta zenflow_config zeropp_loco_param"
 
-_REDUCED = "reductions of one's own; the core reduces gradients in the backward, engine.no_sync() puts it off"
+# What is said of a member that is not served -> such members.
 _REFUSED = {
-    "amp_params": "section `amp`; bf16, fp16 or torch_autocast",
-    **dict.fromkeys(
-        "autotuning_end_profile_step autotuning_metric autotuning_metric_path autotuning_model_info "
-        "autotuning_model_info_path autotuning_start_profile_step".split(),
-        "autotuning (section `autotuning`); tessera estimate",
-    ),
-    **dict.fromkeys(
-        "eigenvalue_gas_boundary_resolution eigenvalue_layer_name eigenvalue_layer_num eigenvalue_max_iter "
-        "eigenvalue_stability eigenvalue_tol eigenvalue_verbose".split(),
-        "section `eigenvalue`",
-    ),
-    **dict.fromkeys(
-        "curriculum_learning_config curriculum_params_legacy data_efficiency_config data_sampling_config "
-        "random_ltd_config random_ltd_initialize set_custom_curriculum_learning_schedule "
-        "set_data_post_process_func".split(),
-        "sections `curriculum_learning` and `data_efficiency`; a sampler and a collate_fn of your own",
-    ),
-    **dict.fromkeys("pld_gamma pld_params pld_theta".split(), "section `progressive_layer_drop`"),
-    **dict.fromkeys(
-        "get_autosp_backend get_autotp_backend get_compile_time get_deepcompile_backend get_deepspeed_compile_backend "
-        "register_compile_pass".split(),
-        "DeepCompile (section `compile`); engine.compile() is torch.compile",
-    ),
-    **dict.fromkeys(
-        "all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain "
-        "buffered_allreduce_fallback sparse_all_gather sparse_allreduce sparse_allreduce_bucket "
-        "sparse_allreduce_no_retain".split(),
-        _REDUCED,
-    ),
-    "clip_fp32_gradients": "clipping apart from the step; gradient_clipping, or engine.clip_grad_norm_()",
-    "get_optimizer_configuration": "the choice of a class of optimizer; engine.basic_optimizer is what was chosen",
-    "load_moe_state_dict": "expert parallelism (section `expert_parallel`)",
-    "print_forward_breakdown": "times of experts; wall_clock_breakdown",
-    "quantize_training": "section `quantize_training`",
-    **dict.fromkeys("aio_config swap_tensor_config".split(), "section `aio`; offload needs no settings of its own"),
+    "section `amp`; bf16, fp16 or torch_autocast": "amp_params",
+    "autotuning (section `autotuning`); tessera estimate": "autotuning_end_profile_step autotuning_metric "
+    "autotuning_metric_path autotuning_model_info autotuning_model_info_path autotuning_start_profile_step",
+    "section `eigenvalue`": "eigenvalue_gas_boundary_resolution eigenvalue_layer_name eigenvalue_layer_num "
+    "eigenvalue_max_iter eigenvalue_stability eigenvalue_tol eigenvalue_verbose",
+    "sections `curriculum_learning` and `data_efficiency`; a sampler and a collate_fn of your own": "random_ltd_config "
+    "curriculum_learning_config curriculum_params_legacy data_efficiency_config data_sampling_config "
+    "random_ltd_initialize set_custom_curriculum_learning_schedule set_data_post_process_func",
+    "section `progressive_layer_drop`": "pld_gamma pld_params pld_theta",
+    "DeepCompile (section `compile`); engine.compile() is torch.compile": "get_autosp_backend get_autotp_backend "
+    "get_compile_time get_deepcompile_backend get_deepspeed_compile_backend register_compile_pass",
+    "reductions of one's own; the core reduces gradients in the backward, engine.no_sync() puts it off": "sparse_allreduce "
+    "all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain sparse_all_gather "
+    "buffered_allreduce_fallback sparse_allreduce_bucket sparse_allreduce_no_retain",
+    "clipping apart from the step; gradient_clipping, or engine.clip_grad_norm_()": "clip_fp32_gradients",
+    "a choice of a class; engine.basic_optimizer is what was chosen": "get_optimizer_configuration",
+    "expert parallelism (section `expert_parallel`)": "load_moe_state_dict print_forward_breakdown",
+    "section `quantize_training`": "quantize_training",
+    "section `aio`; offload needs no settings of its own": "aio_config swap_tensor_config",
 }
+_WHY = {name: feature for feature, names in _REFUSED.items() for name in names.split()}
 
 
 def refusal(name: str) -> str | None:
     """What is said of a member of DeepSpeed's engine that is not served."""
-    feature = _REFUSED.get(name)
+    feature = _WHY.get(name)
     return feature and f"[deepspeed] engine.{name} is not served by Tessera: {feature}"
 
 
@@ -127,7 +111,6 @@ class ConfigGetters:
     """Of an engine."""
 
     _settings: tessera.Config
-    module: nn.Module
 
     def postscale_gradients(self) -> bool:
         return not self._settings.get("prescale_gradients")
@@ -163,12 +146,6 @@ class ConfigGetters:
     def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
         given = self._settings.get("torch_autocast.lower_precision_safe_modules")
         return get_default_autocast_lower_precision_modules() if given is None else given
-
-    @property
-    def sparse_tensor_module_names(self) -> set[str]:
-        """Embeddings whose gradients are sparse, where `sparse_gradients` asks for them."""
-        named = self.module.named_modules() if self._settings.get("sparse_gradients") else ()
-        return {f"{name}.weight" for name, m in named if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
 
     @staticmethod
     def is_map_style_dataset(obj: object) -> bool:

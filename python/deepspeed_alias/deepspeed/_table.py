@@ -150,7 +150,9 @@ MODULES: dict[str, Rows] = {
         **_TYPES,
     },
     "deepspeed.runtime.precision_config": _same("._config", "DeepSpeedFP16Config DeepSpeedBF16Config"),
-    "deepspeed.runtime.config_utils": _same("._config", "DeepSpeedConfigModel get_scalar_param dict_raise_error_on_duplicate_keys"),
+    "deepspeed.runtime.config_utils": _same(
+        "._config", "DeepSpeedConfigModel get_scalar_param dict_raise_error_on_duplicate_keys"
+    ),
     "deepspeed.runtime.constants": {f"ROUTE_{name.upper()}": f"={name}" for name in ("train", "eval", "predict")}
     | _texts(
         "TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU GRADIENT_ACCUMULATION_STEPS OPTIMIZER SCHEDULER "

@@ -53,7 +53,7 @@ class _OfOneSection:
         return getattr(self.writer, name)
 
 
-class csvMonitor(_OfOneSection):  # noqa: N801 (DeepSpeed's spelling)
+class csvMonitor(_OfOneSection):
     _name = "csv_monitor"
 
 

@@ -144,8 +144,8 @@ class Muon(WholeOptimizer):
     """Muon (Jordan et al.): Nesterov momentum, made a nearly orthogonal matrix by five steps of a Newton-Schulz
     iteration in bf16, times sqrt(max(1, rows / columns)); decoupled weight decay. Parameters of more than two
     dimensions count as matrices of their first one. Groups with use_muon False (vectors, embeddings, heads) are updated
-    as by AdamW (Adam with `adam_w_mode` False), with their `lr`, betas and eps. In an engine every rank gathers one matrix
-    after the other and computes all of them."""
+    as by AdamW (Adam with `adam_w_mode` False), with their `lr`, betas and eps. In an engine every rank gathers one
+    matrix after the other and computes all of them."""
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import gc
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ def test_returns_an_engine_of_exactly_this_type() -> None:
 def test_config_is_the_users_own_dict(stage: int) -> None:
     given = {**config(stage, steps_per_print=float("inf")), "bf16": {"enabled": False}}
     engine, *_ = deepspeed.initialize(model=make(), config=given)
-    assert engine.config == given and isinstance(engine.config, dict)
+    assert engine.config is given
+    assert engine.config.get("fp16") is None and engine.config.get("gradient_accumulation_stepz") is None
+    assert engine.config.get("zero_optimization.stage") is None, "no path: a key of the dict"
     assert engine.config["zero_optimization"]["stage"] == stage
     assert engine.config.get("zero_optimization", {}).get("stage") == stage
     assert engine.config.get("not there") is None and engine.config.get("not there", 7) == 7
@@ -51,6 +54,54 @@ def test_config_is_the_users_own_dict(stage: int) -> None:
     assert engine._config.zero_config.stage == stage
     assert engine._config.train_micro_batch_size_per_gpu == 4
     train(engine)
+
+
+FORMS = {
+    "path": lambda text, folder: str(folder / "c.json"),
+    "path object": lambda text, folder: folder / "c.json",
+    "text": lambda text, folder: text,
+    "base64": lambda text, folder: base64.urlsafe_b64encode(text.encode()).decode(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_config_is_what_a_file_or_text_holds(form: str, tmp_path: Path) -> None:
+    text = """{ // a "comment", and # another
+      "train_batch_size": 4, # micro: 4 /* not yet
+      "optimizer": {"type": "SGD", "params": {"lr": 0.1,}}, /* several
+      lines, */ "zero_optimization": {"stage": 2}, "of the user's own": "//, # /* \\" */,}",
+      "steps_per_print": Infinity,
+    }"""
+    (tmp_path / "c.json").write_text(text)
+    engine, *_ = deepspeed.initialize(model=make(), config=FORMS[form](text, tmp_path))
+    assert engine.config == {
+        "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2},
+        "of the user's own": '//, # /* " */,}',
+        "steps_per_print": float("inf"),
+    }
+
+
+def test_getters() -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1}, "stage3_max_reuse_distance": 7}
+    checks = {"tag_validation": "FAIL"}
+    engine, *_ = start(zero_optimization=zero, optimizer={"type": "Adam"}, bf16={"enabled": True}, checkpoint=checks)
+    assert engine.zero_cpu_offload() is engine.zero_use_cpu_optimizer() is True
+    assert engine.zero_nvme_offload_optimizer() is False and engine.zero_partial_offload() == 1.0
+    assert engine.zero_offload_optimizer().device == "cpu" and engine.zero_max_reuse_distance() == 7
+    assert engine.checkpoint_tag_validation_enabled() and engine.checkpoint_tag_validation_fail()
+    assert engine.get_data_types() == (torch.bfloat16, torch.bfloat16)
+    assert engine.initial_dynamic_scale() == engine.dynamic_loss_scale_args()["init_scale"] == 2**16
+    assert engine.torch_autocast_lower_precision_safe_modules()[0].endswith(".Linear")
+    assert engine.tensor_parallel_config().autotp_size == 0 and engine.is_first_weights_partition_group()
+    assert engine.param_names[engine.module.gain] == "gain" and engine.mpu is None
+    assert engine.is_map_style_dataset([]) and not engine.is_iterable_style_dataset([])
+    assert not hasattr(engine, "allreduce_gradients")
+    with pytest.raises(NotImplementedError, match=r"engine\.allreduce_gradients is not served.*no_sync"):
+        engine.allreduce_gradients()
+    engine, *_ = start(2)
+    assert engine.zero_cpu_offload() is engine.zero_use_cpu_optimizer() is False
 
 
 def test_names_fall_through_to_the_module() -> None:
@@ -198,13 +249,17 @@ def test_optimizers_of_the_cpu_without_an_engine(name: str) -> None:
         optimizer.step()
         torch.testing.assert_close(param.detach().float(), torch.full((5,), 0.99), rtol=0, atol=5e-3)
         assert all(value.dtype is torch.float32 for value in optimizer.state[param].values())
+        optimizer = found([param], fp32_optimizer_states=False) if dtype is not torch.float16 else optimizer
+        optimizer.step()
+        moments = [value for key, value in optimizer.state[param].items() if key != "step"]
+        assert {value.dtype for value in moments} == {torch.float32 if dtype is torch.float16 else dtype}
     away = nn.Parameter(torch.ones(2, device="meta"))
     optimizer = found([away])
     away.grad = torch.ones_like(away)
     with pytest.raises(AssertionError, match="is on meta"):
         optimizer.step()
     with pytest.raises(NotImplementedError, match="fp32_optimizer_states"):
-        found([param], fp32_optimizer_states=False)
+        found([param], fp32_optimizer_states=False).step()
 
 
 def test_members_that_programs_read() -> None:
