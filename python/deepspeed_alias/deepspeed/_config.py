@@ -64,7 +64,7 @@ def users_dict(given: Any) -> dict[str, Any]:
 _CHECKED = (
     "zero_optimization|fp16|bf16|bfloat16|tensor_parallel|compile|tensorboard|csv_monitor|wandb|comet|comms_logger"
 )
-_LINE = re.compile(rf"^\s*(?:\[[\w.]+\] )?((?:{_CHECKED})(?:\.[\w.]+)?): ?((?:unknown key|must be).*)$", re.M)
+_LINE = re.compile(rf"^\s*(?:\[[\w.]+\] )?((?:{_CHECKED})(?:\.[\w.]+)?): ?((?:unknown key|must be (?!a multiple)).*)$", re.M)
 
 
 @contextlib.contextmanager

@@ -67,6 +67,8 @@ def test_wrong_values_of_sections(wrong: dict[str, Any]) -> None:
 
 
 def test_other_errors_of_a_configuration() -> None:
+    with pytest.raises(AssertionError, match="nccl_start_alignment_factor"):
+        deepspeed.initialize(model=make(), config=config(zero_optimization={"stage": 1, "allgather_bucket_size": 3}))
     with pytest.raises(deepspeed.DeepSpeedConfigError):
         deepspeed.initialize(model=make(), config=config(checkpoint={"tag_validation": "perhaps"}))
     both = {"bf16": {"enabled": True}, "fp16": {"enabled": True}}

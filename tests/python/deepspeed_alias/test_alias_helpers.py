@@ -62,8 +62,15 @@ def test_accelerator() -> None:
     assert device.communication_backend_name() == ("nccl" if kind == "cuda" else "gloo")
     assert device.max_memory_allocated() >= 0 and device.total_memory() > 0 and device.memory_allocated() >= 0
     assert device.FloatTensor([1.0]).dtype is torch.float32 and device.ByteTensor([1]).dtype is torch.uint8
+    assert device.memory_reserved() >= 0 and device.available_memory() > 0 and device.memory_stats()
+    assert device.max_memory_cached() == device.max_memory_reserved() and device.get_compile_backend() == "inductor"
+    assert device.create_op_builder("CPUAdamBuilder").NAME == "cpu_adam" and device.lazy_call(lambda: 3) in (3, None)
+    assert all(hasattr(device, name) for name in ("Stream", "Event", "stream", "current_stream"))
+    device.range_push("a")
+    device.range_pop()
     device.synchronize()
     device.manual_seed(3)
+    assert device.initial_seed() == 3
     first = torch.rand(2)
     device.manual_seed(3)
     assert torch.equal(first, torch.rand(2)) or kind != "cpu"
