@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from tessera._config import choose_config
+from tessera._deepspeed._save import put_script
 from tessera.errors import UsageError
 from torch import nn
 
@@ -167,6 +169,17 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
             {spec.name: _params._whole_shape(spec.tensor) for spec in specs if spec.group == group}
             for group in range(len(self.core.groups()))
         ]
+
+    def save_checkpoint(self, save_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> bool:
+        """As tessera.Engine's, and with ZeRO the program zero_to_fp32.py beside the tags."""
+        saved = super().save_checkpoint(save_dir, *args, **kwargs)
+        if self.zero_optimization():
+            if self.global_rank == 0:
+                put_script(os.fspath(save_dir), os.path.join(save_dir, f".zero_to_fp32-{os.getpid()}"))
+            self.core.agree_max(0.0)  # it is there when any rank returns
+        return saved
+
+    save_checkpoint.__signature__ = inspect.signature(tessera.Engine.save_checkpoint)  # type: ignore[attr-defined]
 
     def load_checkpoint(self, *args: Any, trusted: bool = True, **kwargs: Any) -> Any:
         """As tessera.Engine's; the client_state may hold any objects, as DeepSpeed's does: load what you trust."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import base64
 import gc
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +304,12 @@ def test_checkpoints_and_fp32_weights(tmp_path: Path) -> None:
     train(engine)
     engine.save_checkpoint(tmp_path, client_state={"any": Path("object")})
     assert (tmp_path / "latest").read_text() == "global_step2"
+    assert {entry.name for entry in tmp_path.iterdir()} == {"global_step2", "latest", "zero_to_fp32.py"}
+    assert os.access(tmp_path / "zero_to_fp32.py", os.X_OK)
+    command = [sys.executable, "zero_to_fp32.py", ".", "out"]
+    subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=True)
+    written = torch.load(tmp_path / "out" / "pytorch_model.bin")
+    assert all(torch.equal(written[name], value) for name, value in engine.module.state_dict().items())
     again, *_ = start(2)
     path, client = again.load_checkpoint(str(tmp_path))
     assert path is not None and client == {"any": Path("object")}
