@@ -23,6 +23,10 @@ class DeepSpeedConfigError(ConfigError):
     """A configuration that makes no sense."""
 
 
+class _AmsgradError(DeepSpeedConfigError, RuntimeError):
+    """As FusedAdam's own."""
+
+
 class OffloadDeviceEnum(str, enum.Enum):
     none = "none"
     cpu = "cpu"
@@ -64,7 +68,9 @@ def users_dict(given: Any) -> dict[str, Any]:
 _CHECKED = (
     "zero_optimization|fp16|bf16|bfloat16|tensor_parallel|compile|tensorboard|csv_monitor|wandb|comet|comms_logger"
 )
-_LINE = re.compile(rf"^\s*(?:\[[\w.]+\] )?((?:{_CHECKED})(?:\.[\w.]+)?): ?((?:unknown key|must be (?!a multiple)).*)$", re.M)
+_LINE = re.compile(
+    rf"^\s*(?:\[[\w.]+\] )?((?:{_CHECKED})(?:\.[\w.]+)?): ?((?:unknown key|must be (?!a multiple)).*)$", re.M
+)
 
 
 @contextlib.contextmanager
@@ -78,6 +84,10 @@ def translated() -> Iterator[None]:
     except ConfigError as error:
         text = str(error)
         found = _LINE.findall(text)
+        if "leaf_module: must be an object" in text:
+            raise TypeError(text) from error
+        if "optimizer.params.amsgrad" in text:
+            raise _AmsgradError(text) from error
         if found:
             _raise_validation_error(text, found, error)
         if text.startswith("[config]"):

@@ -27,6 +27,16 @@ from deepspeed._zero import DeepSpeedZeRoOffload
 from tessera import _core
 
 
+def _counter(name: str) -> Any:
+    """A counter of the engine that callers assign, too."""
+
+    def put(self: tessera.Engine, value: int) -> None:
+        counters = {key: getattr(self, key) for key in ("micro_steps", "global_steps", "skipped_steps")} | {name: value}
+        self.core.set_counters(**counters, global_samples=self.global_samples)
+
+    return property(getattr(tessera.Engine, name).fget, put)
+
+
 class DeepSpeedEngine(ConfigGetters, tessera.Engine):
     """tessera.Engine with DeepSpeed's attributes. Names that it does not have are looked up in the module."""
 
@@ -136,6 +146,17 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
         finally:
             self._inside_no_sync = False
 
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """ZeRO only, as in DeepSpeed. (tessera.Engine has it at every stage.)"""
+        if not self.zero_optimization():
+            raise NotImplementedError(
+                "[engine.coalesce_grad_reduction] requires ZeRO stage 1, 2 or 3: at stage 0 there is no reduction but "
+                "that of the boundary, whatever the optimizer wrapper"
+            )
+        with super().coalesce_grad_reduction():
+            yield
+
     def _backward_epilogue(self) -> None:
         """Gradients of a backward past engine.backward() are complete when it returns."""
 
@@ -146,6 +167,20 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
     @property
     def _global_grad_norm(self) -> float | None:
         return self.get_global_grad_norm()
+
+    micro_steps, global_steps, skipped_steps = map(_counter, ("micro_steps", "global_steps", "skipped_steps"))
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        return super().communication_data_type
+
+    @communication_data_type.setter
+    def communication_data_type(self, dtype: torch.dtype) -> None:
+        if dtype != self.communication_data_type:
+            raise NotServed(
+                "[engine.communication_data_type] is fixed when the engine is built; set the key "
+                "communication_data_type of its configuration"
+            )
 
     # ---- weights
 

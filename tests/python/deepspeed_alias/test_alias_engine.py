@@ -142,6 +142,32 @@ def test_no_sync(stage: int) -> None:
         pass
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_reductions_are_coalesced_with_zero(stage: int) -> None:
+    engine, *_ = start(stage)
+    if stage == 0:
+        with pytest.raises(NotImplementedError, match="requires ZeRO stage"), engine.coalesce_grad_reduction():
+            pass
+        return
+    with engine.coalesce_grad_reduction():
+        engine.backward(engine(*batch(0)))
+    engine.step()
+    assert engine.global_steps == 1
+
+
+def test_what_callers_assign() -> None:
+    engine, *_ = start(1)
+    train(engine, 1)
+    engine.global_steps, engine.skipped_steps, engine.global_samples = 7, 2, 99
+    engine.micro_steps += 4
+    train(engine, 1)
+    counters = (engine.micro_steps, engine.global_steps, engine.skipped_steps, engine.global_samples)
+    assert counters == (6, 8, 2, 103)
+    engine.communication_data_type = torch.float32
+    with pytest.raises(NotImplementedError, match="communication_data_type"):
+        engine.communication_data_type = torch.bfloat16
+
+
 def test_errors_of_arguments_are_assertions() -> None:
     with pytest.raises(AssertionError, match="model is required"):
         deepspeed.initialize(config=config())
