@@ -148,7 +148,8 @@ zero_reduce_bucket_size zero_reduce_scatter zero_round_robin_gradients zero_save
 zero_sub_group_size zero_use_cpu_optimizer zenflow_config zeropp_loco_param amp_enabled autotuning_enabled
 compile_autosp compile_autotp compile_zero_optimization_stage curriculum_enabled_legacy curriculum_learning_enabled
 data_efficiency_enabled data_sampling_enabled eigenvalue_enabled get_pld_theta is_deepcompile_active
-is_deepcompile_enabled pld_enabled random_ltd_enabled uses_parallelization_pass_only
+is_deepcompile_enabled is_elastic_model_parallel_supported pld_enabled random_ltd_enabled
+uses_parallelization_pass_only
 """
 ENGINE_REFUSED = """
 aio_config all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain amp_params
@@ -159,7 +160,10 @@ quantize_training random_ltd_config random_ltd_initialize register_compile_pass
 set_custom_curriculum_learning_schedule set_data_post_process_func sparse_allreduce swap_tensor_config
 """
 OPTIMIZER = "param_groups state defaults state_dict load_state_dict step zero_grad add_param_group"
-WRAPPER = "overflow optimizer loss_scale cur_scale needs_scaler"  # of stages above 0
+# Of stages above 0.
+WRAPPER = """
+overflow optimizer loss_scale cur_scale needs_scaler clip_grad cpu_offload get_param_id partition_gradients
+"""
 PARAMETER = "ds_id ds_status ds_shape ds_numel ds_tensor partition_numel ds_active_sub_modules"  # of stage 3
 
 

@@ -147,6 +147,11 @@ class ConfigGetters:
         given = self._settings.get("torch_autocast.lower_precision_safe_modules")
         return get_default_autocast_lower_precision_modules() if given is None else given
 
+    def is_elastic_model_parallel_supported(self) -> bool | None:
+        """None without elasticity."""
+        section = self._settings.get("elasticity")
+        return section["num_gpus_per_node"] % section["model_parallel_size"] == 0 if section["enabled"] else None
+
     @staticmethod
     def is_map_style_dataset(obj: object) -> bool:
         return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")

@@ -43,6 +43,14 @@ class DeepSpeedOptimizer(tessera.Optimizer):
         in_fp16 = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() is torch.float16
         return self.loss_scaler if in_fp16 else None
 
+    @property
+    def clip_grad(self) -> float:
+        return self._owner.gradient_clipping()
+
+    def refresh_fp32_params(self) -> None:
+        """Masters from the weights as they are now."""
+        self._owner.core.adopt_params()
+
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, **kwargs: Any) -> None:
         self._owner.backward(loss, retain_graph=retain_graph, **kwargs)
 
@@ -65,6 +73,18 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     """Stages 1 to 3."""
 
     nccl_start_alignment_factor = 2
+
+    @property
+    def cpu_offload(self) -> bool:
+        return self._owner.zero_use_cpu_optimizer()
+
+    @property
+    def partition_gradients(self) -> bool:
+        return self._owner.zero_optimization_partition_gradients()
+
+    def get_param_id(self, param: torch.Tensor) -> int:
+        """The number of a parameter that is trained."""
+        return self._owner._index[id(param)]
 
     @property
     def accumulated_grads_in_cpu(self) -> dict[int, torch.Tensor]:
@@ -119,7 +139,17 @@ class BF16_Optimizer(FP16_Optimizer):
 
 
 class FP16_UnfusedOptimizer(FP16_Optimizer):
-    """The same; Tessera has one way of updating."""
+    """The same for other optimizers than FusedAdam; Tessera has one way of updating."""
+
+    @property
+    def fp32_groups(self) -> list[list[torch.Tensor]]:
+        """Of each param group the masters, in their parameters' shapes. Views where they are fp32, else copies."""
+        engine = self._owner
+        found: list[list[torch.Tensor]] = [[] for _ in engine.core.groups()]
+        for number, spec in enumerate(engine.core.params()):
+            if spec.group >= 0:
+                found[spec.group].append(engine.core.local_view(number, _core.Quantity.Master).float())
+        return found
 
 
 def class_for(engine: tessera.Engine) -> type[DeepSpeedOptimizer]:
@@ -128,7 +158,9 @@ def class_for(engine: tessera.Engine) -> type[DeepSpeedOptimizer]:
         return DeepSpeedZeroOptimizer_Stage3
     if stage > 0:
         return DeepSpeedZeroOptimizer
-    return BF16_Optimizer if engine.bfloat16_enabled() else FP16_Optimizer
+    if engine.bfloat16_enabled():
+        return BF16_Optimizer
+    return FP16_Optimizer if isinstance(engine.basic_optimizer, _ops.FusedAdam) else FP16_UnfusedOptimizer
 
 
 # What the configuration builds -> what DeepSpeed calls that: without optimizer offload, and with it.

@@ -209,7 +209,13 @@ CLASSES = [
     (2, {"bf16": {"enabled": True}}, "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"),
     (3, {}, "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"),
     (0, {"bf16": {"enabled": True}}, "deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"),
-    (0, {"fp16": {"enabled": True}}, "deepspeed.runtime.fp16.fused_optimizer", "FP16_Optimizer"),
+    (0, {"fp16": {"enabled": True}}, "deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer"),
+    (
+        0,
+        {"fp16": {"enabled": True}, "optimizer": {"type": "Adam"}},
+        "deepspeed.runtime.fp16.fused_optimizer",
+        "FP16_Optimizer",
+    ),
 ]
 
 
@@ -220,7 +226,13 @@ def test_class_of_the_optimizer_says_the_stage(stage: int, more: Any, module: st
     engine, optimizer, *_ = start(stage, **more)
     assert type(optimizer) is getattr(importlib.import_module(module), name)
     assert isinstance(optimizer, deepspeed.runtime.base_optimizer.DeepSpeedOptimizer)
-    assert isinstance(optimizer.optimizer, torch.optim.SGD)
+    assert isinstance(optimizer.optimizer, deepspeed.ops.adam.FusedAdam if "optimizer" in more else torch.optim.SGD)
+    assert optimizer.clip_grad == 0 and getattr(optimizer, "cpu_offload", False) is False
+    if name == "FP16_UnfusedOptimizer":
+        assert [p.shape for p in optimizer.fp32_groups[0]] == [p.shape for p in optimizer.param_groups[0]["params"]]
+    if stage > 0:
+        numbers = [optimizer.get_param_id(p) for p in engine.module.parameters()]
+        assert sorted(numbers) == list(range(len(numbers))) and optimizer.partition_gradients is (stage >= 2)
     assert optimizer.overflow is False and optimizer.loss_scale >= 1
     flat = {
         1: "single_partition_of_fp32_groups",
