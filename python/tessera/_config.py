@@ -56,7 +56,7 @@ def text_of(config: str | os.PathLike[str]) -> str:
     if isinstance(config, str) and config.lstrip().startswith("{"):
         return config
     if isinstance(config, os.PathLike) or os.path.exists(config):
-        with open(config) as file:
+        with open(config, encoding="utf-8") as file:
             return file.read()
     return _decode(config)
 
