@@ -59,12 +59,43 @@ deepspeed.ops: __compatible_ops__
 deepspeed.launcher.runner: DEEPSPEED_ENVIRONMENT_NAME main fetch_hostfile
 deepspeed.accelerator: get_accelerator
 deepspeed.monitor.monitor: MonitorMaster
-deepspeed.monitor.config: DeepSpeedMonitorConfig
+deepspeed.monitor.config: DeepSpeedMonitorConfig get_monitor_config TensorBoardConfig CSVConfig
 deepspeed.profiling.flops_profiler: FlopsProfiler get_model_profile
 deepspeed.elasticity: compute_elastic_config elasticity_enabled
 deepspeed.elasticity.config: ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize
 deepspeed.ops.lamb: FusedLamb
-deepspeed.runtime.config: DeepSpeedConfig
+deepspeed.ops.lamb.fused_lamb: FusedLamb
+deepspeed.ops.lion.fused_lion: FusedLion
+deepspeed.ops.lion.cpu_lion: DeepSpeedCPULion
+deepspeed.ops.adagrad.cpu_adagrad: DeepSpeedCPUAdagrad
+deepspeed.ops.op_builder: AsyncIOBuilder CPUAdamBuilder CPUAdagradBuilder CPULionBuilder FusedAdamBuilder
+  FusedLambBuilder FusedLionBuilder UtilsBuilder CCLCommBuilder ShareMemCommBuilder EvoformerAttnBuilder
+  FPQuantizerBuilder PinMemoryBuilder OpBuilder
+deepspeed.runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs
+  estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold
+deepspeed.runtime.zero.stage3: DeepSpeedZeroOptimizer_Stage3 estimate_zero3_model_states_mem_needs
+  estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold
+deepspeed.runtime.zero.muon.original_muon: Muon MuonWithAuxAdam SingleDeviceMuonWithAuxAdam
+  zeropower_via_newtonschulz5
+deepspeed.runtime.zero.muon.muon_optimizer: MuonWithAuxAdam
+deepspeed.runtime.zero.leaf_module_config: DEFAULT_LEAF_MODULE_CLASSES DeepSpeedZeroLeafModuleConfig
+deepspeed.monitor.csv_monitor: csvMonitor
+deepspeed.monitor.tensorboard: TensorBoardMonitor
+deepspeed.monitor.wandb: WandbMonitor
+deepspeed.monitor.comet: CometMonitor
+deepspeed.runtime.pipe.topology: ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology
+  PipelineParallelGrid
+deepspeed.utils.groups: _get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size
+  _get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size
+  _get_sequence_data_parallel_group _get_model_parallel_world_size get_model_parallel_group get_data_parallel_group
+deepspeed.utils.timer: SynchronizedWallClockTimer ThroughputTimer FORWARD_GLOBAL_TIMER BACKWARD_GLOBAL_TIMER
+deepspeed.utils.logging: logger log_dist print_json_dist warning_once
+deepspeed.runtime.constants: ROUTE_TRAIN TRAIN_BATCH_SIZE
+deepspeed.runtime.fp16.loss_scaler: DynamicLossScaler LossScaler INITIAL_LOSS_SCALE
+deepspeed.git_version_info: version compatible_ops installed_ops
+deepspeed.runtime.config: DeepSpeedConfig DeepSpeedConfigError get_monitor_config ADAM_OPTIMIZER MUON_OPTIMIZER
+deepspeed.runtime.config_utils: DeepSpeedConfigModel get_scalar_param
+deepspeed.runtime.compiler: is_compile_supported disable is_compiling
 deepspeed.module_inject.layers: set_autotp_mode is_autotp_training_mode
 deepspeed.runtime.sequence_parallel.parallel_state_sp: initialize_sequence_parallel
 """
@@ -74,6 +105,12 @@ deepspeed.zero: TiledLinear TiledLinearReturnBias MiCS_Init DeepSpeedTensorOverr
 deepspeed.moe.layer: MoE
 deepspeed.compression: init_compression
 deepspeed.autotuning: Autotuner
+deepspeed.module_inject.auto_tp: AutoTP
+deepspeed.runtime.sparse_tensor: SparseTensor
+deepspeed.runtime.utils: CheckOverflow partition_balanced
+deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine: TorchCheckpointEngine
+deepspeed.runtime.lr_schedules: get_config_from_args
+deepspeed.comm.torch: TorchBackend
 """
 EITHER = "deepspeed: PipelineModule"  # as far as this Tessera has pipelines
 ENGINE = """
@@ -87,9 +124,46 @@ compile is_compiled monitor get_wall_clock_timers flops_profiler tput_timer get_
 get_data_parallel_rank get_tensor_parallel_rank get_model_parallel_rank _backward_epilogue
 _consolidated_16bit_state_dict _zero3_consolidated_16bit_state_dict _get_zero_param_shapes _config
 _is_gradient_accumulation_boundary sparse_tensor_module_names generate_something
+gradient_average param_names mpu is_map_style_dataset is_iterable_style_dataset offload_states reload_states
+set_train_micro_batch_size get_data_types optimizer_name optimizer_params optimizer_legacy_fusion scheduler_name
+scheduler_params loss_scale dynamic_loss_scale initial_dynamic_scale dynamic_loss_scale_args fp16_enabled
+fp16_auto_cast fp16_master_weights_and_gradients bfloat16_enabled bf16_master_weights_and_gradients
+bf16_optimizer_states torch_autocast_enabled torch_autocast_dtype torch_autocast_lower_precision_safe_modules
+gradient_clipping postscale_gradients gradient_predivide_factor communication_data_type sparse_gradients_enabled
+managed_gradient_accumulation steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level
+dataloader_drop_last use_node_local_storage load_universal_checkpoint checkpoint_serialization_enabled
+checkpoint_tag_validation_enabled checkpoint_tag_validation_fail checkpoint_writer_enabled elasticity_enabled
+flops_profiler_enabled flops_profiler_recompute_fwd_factor flops_profiler_profile_step flops_profiler_module_depth
+flops_profiler_top_modules flops_profiler_detailed flops_profiler_output_file autotp_size tensor_parallel_config
+mics_shard_size super_offload cpuadam_cores_perc is_sanity_checks_enabled is_first_weights_partition_group
+graph_harvesting zero_optimization zero_allgather_bucket_size zero_allgather_partitions zero_allgather_sequential
+zero_allow_untested_optimizer zero_contiguous_gradients zero_cpu_offload zero_elastic_checkpoint
+zero_force_ds_cpu_optimizer zero_hpz_partition_size zero_ignore_unused_parameters zero_legacy_stage1
+zero_load_from_fp32_weights zero_log_trace_cache_warnings zero_max_live_parameters zero_max_reuse_distance
+zero_model_persistence_threshold zero_module_granularity_threshold zero_multi_rank_bucket_allreduce
+zero_nvme_offload_optimizer zero_offload_optimizer zero_offload_param zero_optimization_partition_gradients
+zero_optimization_partition_weights zero_overlap_comm zero_param_persistence_threshold zero_partial_offload
+zero_prefetch_bucket_size zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights
+zero_reduce_bucket_size zero_reduce_scatter zero_round_robin_gradients zero_save_muon_momentum_buffer_in_memory
+zero_sub_group_size zero_use_cpu_optimizer zenflow_config zeropp_loco_param amp_enabled autotuning_enabled
+compile_autosp compile_autotp compile_zero_optimization_stage curriculum_enabled_legacy curriculum_learning_enabled
+data_efficiency_enabled data_sampling_enabled eigenvalue_enabled get_pld_theta is_deepcompile_active
+is_deepcompile_enabled is_elastic_model_parallel_supported pld_enabled random_ltd_enabled
+uses_parallelization_pass_only
+"""
+ENGINE_REFUSED = """
+aio_config all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain amp_params
+autotuning_metric buffered_allreduce_fallback clip_fp32_gradients curriculum_learning_config curriculum_params_legacy
+data_efficiency_config data_sampling_config eigenvalue_max_iter get_compile_time get_deepspeed_compile_backend
+get_optimizer_configuration load_moe_state_dict pld_gamma pld_params pld_theta print_forward_breakdown
+quantize_training random_ltd_config random_ltd_initialize register_compile_pass
+set_custom_curriculum_learning_schedule set_data_post_process_func sparse_allreduce swap_tensor_config
 """
 OPTIMIZER = "param_groups state defaults state_dict load_state_dict step zero_grad add_param_group"
-WRAPPER = "overflow optimizer loss_scale cur_scale needs_scaler"  # of stages above 0
+# Of stages above 0.
+WRAPPER = """
+overflow optimizer loss_scale cur_scale needs_scaler clip_grad cpu_offload get_param_id partition_gradients
+"""
 PARAMETER = "ds_id ds_status ds_shape ds_numel ds_tensor partition_numel ds_active_sub_modules"  # of stage 3
 
 
@@ -132,6 +206,16 @@ def _model() -> Any:
     return Model()
 
 
+def _state_of_member(of: object, name: str) -> tuple[str, str]:
+    try:
+        getattr(of, name)
+    except NotImplementedError as error:
+        return "refused", f": {error}"
+    except AttributeError:
+        return "missing", ""
+    return "served", ""
+
+
 def member_lines(stage: int) -> Iterator[str]:
     """A line for each member of an engine of this stage."""
     import deepspeed
@@ -143,7 +227,7 @@ def member_lines(stage: int) -> Iterator[str]:
     }
     engine = deepspeed.initialize(model=_model(), config=config)[0]
     owners = [
-        ("engine", engine, ENGINE),
+        ("engine", engine, ENGINE + ENGINE_REFUSED),
         ("optimizer", engine.optimizer, OPTIMIZER + " " * (stage > 0) + WRAPPER * (stage > 0)),
     ]
     if stage == 3:
@@ -151,7 +235,8 @@ def member_lines(stage: int) -> Iterator[str]:
     try:
         for owner, of, members in owners:
             for name in members.split():
-                yield f"{'served' if hasattr(of, name) else 'missing':8} {owner}.{name} (stage {stage})"
+                state, why = _state_of_member(of, name)
+                yield f"{state:8} {owner}.{name} (stage {stage}){why}"
     finally:
         engine.destroy()
 

@@ -51,6 +51,16 @@ def _parse(config: Any) -> _core.Config:
     )
 
 
+def text_of(config: str | os.PathLike[str]) -> str:
+    """The JSON text of a path, JSON text or base64 text that load_config() takes."""
+    if isinstance(config, str) and config.lstrip().startswith("{"):
+        return config
+    if isinstance(config, os.PathLike) or os.path.exists(config):
+        with open(config, encoding="utf-8") as file:
+            return file.read()
+    return _decode(config)
+
+
 def _decode(text: str) -> str:
     try:
         return base64.urlsafe_b64decode(text).decode()

@@ -227,7 +227,7 @@ def open_checkpoint_of(folder: str | os.PathLike[str], tag: str | None) -> _core
 
 
 def zero_to_fp32_main(argv: Sequence[str] | None = None) -> int:
-    """The script zero_to_fp32.py beside checkpoints in DeepSpeed's layout."""
+    """The script zero_to_fp32.py beside checkpoints in DeepSpeed's layout and those of the deepspeed package."""
     parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description="Full fp32 weights of a checkpoint.")
     parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint() was called with")
     parser.add_argument("output_dir")

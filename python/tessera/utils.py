@@ -115,7 +115,7 @@ def _in_time(param: torch.Tensor) -> Engine | None:
     engine = _trainer(param)
     if engine is None or engine.core.has_gradients():
         return engine
-    placements = engine.config.placements
+    placements = engine._settings.placements
     if placements.shards_grads and not placements.shards_params:
         raise ConfigError("[utils] Gradients are only available immediately after backward and before engine.step()")
     return engine
@@ -130,6 +130,6 @@ def _writer(param: torch.Tensor) -> Engine:
 
 def _stage_3(param: torch.Tensor) -> Engine:
     engine = _writer(param)
-    if not engine.config.placements.shards_params:
+    if not engine._settings.placements.shards_params:
         raise UsageError("[utils] local values are set in stage 3 only; use the safe_set_full_ functions")
     return engine

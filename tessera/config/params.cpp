@@ -180,7 +180,7 @@ void read_adam(Reader& in, bool torch_adam, optim::GroupOptions& group) {
   if (amsgrad) {
     in.refuse("amsgrad", "the native Adam has no amsgrad; set torch_adam to true");
   }
-  in.ignored({"adam_w_mode", "torch_adam", "fp32_optimizer_states"});
+  in.ignored({"adam_w_mode", "torch_adam"});
 }
 
 void read_sgd(Reader& in, optim::GroupOptions& group) {
@@ -294,7 +294,7 @@ std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer
   }
   in.number("weight_decay", group.weight_decay, 0);
   in.flag("maximize", group.maximize);
-  in.ignored({"foreach", "fused", "capturable", "set_grad_none", "max_grad_norm"});
+  in.ignored({"foreach", "fused", "capturable", "set_grad_none", "max_grad_norm", "fp32_optimizer_states"});
   in.finish();
   return options;
 }

@@ -21,9 +21,13 @@ bool unserved_type(const Config& c) {
   return false;
 }
 
+// Moments in the dtype of 16-bit masters, which no key of the section asks for. (Those of fp32 masters are fp32.)
 bool unserved_states(const Config& c) {
   const auto found = c.optimizer.params.find("fp32_optimizer_states");
-  return found != c.optimizer.params.end() && (found->second == Value(false) || found->second == Value(0));
+  const bool off = found != c.optimizer.params.end() && (found->second == Value(false) || found->second == Value(0));
+  const bool low = (c.bf16.enabled && c.bf16.bf16_master_weights_and_grads && !c.bf16.bf16_optimizer_states) ||
+                   (c.fp16.enabled && c.fp16.fp16_master_weights_and_grads);
+  return off && low;
 }
 
 }  // namespace
@@ -50,7 +54,8 @@ const std::vector<Refusal>& refusals() {
          return dtype != c10::ScalarType::Float && dtype != precision(c).param;
        }},
       {"optimizer.type", "MuAdam, MuAdamW, MuSGD, OneBit*, ZeroOneAdam", unserved_type},
-      {"optimizer.params", "fp32_optimizer_states false", unserved_states},
+      {"optimizer.params", "fp32_optimizer_states false beside 16-bit masters without bf16_optimizer_states",
+       unserved_states},
       {"graph_harvesting", "true", [](C c) { return c.graph_harvesting; }},
       {"compile.deepcompile", "true", [](C c) { return c.compile.deepcompile; }},
   };
@@ -62,7 +67,6 @@ const std::vector<Unread>& unread() {
       {"data_parallel_size", "the process group says how many ranks there are"},
       {"zero_optimization.sub_group_size", "the update is one pass, with offload in tiles of their own size"},
       {"zero_optimization.offload_optimizer.cpuadam_cores_perc", "the update takes torch.get_num_threads() threads"},
-      {"zero_optimization.ignore_unused_parameters", "unused parameters are never an error"},
       {"zero_optimization.mics_hierarchical_params_gather", "the gather has one level"},
       {"zero_optimization.override_module_apply", "wrap Module.apply in GatheredParameters"},
       {"zero_optimization.enable_sanity_checks", "what can be checked is checked"},
@@ -96,6 +100,9 @@ const std::vector<Refusal>& python_reads() {
   static const std::vector<Refusal> all{
       {"memory_breakdown", "true", [](C c) { return c.memory_breakdown; }},
       {"dump_state", "true", [](C c) { return c.dump_state; }},
+      {"zero_optimization.ignore_unused_parameters", "false",
+       [](C c) { return !c.zero_optimization.ignore_unused_parameters; }},
+      {"zero_force_ds_cpu_optimizer", "false", [](C c) { return !c.zero_force_ds_cpu_optimizer; }},
       {"log_level", "any", [](C c) { return c.log_level.has_value(); }},
       {"activation_checkpointing.cpu_checkpointing", "true",
        [](C c) { return c.activation_checkpointing.cpu_checkpointing; }},

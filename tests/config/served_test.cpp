@@ -26,6 +26,10 @@ TEST(Served, AcceptsWhatThisVersionDoes) {
        R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/local"}}})",
        R"({"wall_clock_breakdown": true, "flops_profiler": {"enabled": false}, "amp": {"enabled": false}})",
        R"({"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2})",
+       R"({"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": false}}})",
+       R"({"optimizer": {"type": "Lion", "params": {"fp32_optimizer_states": false}},
+           "bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true},
+           "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}})",
        R"({"optimizer": {"type": "NAdam"}, "scheduler": {"type": "StepLR", "params": {"step_size": 3}}})"}) {
     EXPECT_EQ(refusal(json), "") << json;
   }
@@ -42,7 +46,10 @@ TEST(Served, RefusesByName) {
       {R"({"bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp16"}})", "data_types.grad_accum_dtype"},
       {R"({"optimizer": {"type": "MuAdam"}})", "optimizer.type"},
       {R"({"optimizer": {"type": "OneBitLamb"}})", "optimizer.type"},
-      {R"({"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": false}}})", "optimizer.params"},
+      {R"({"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": false}},
+           "bf16": {"enabled": true, "bf16_master_weights_and_grads": true},
+           "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}})",
+       "optimizer.params"},
       {R"({"progressive_layer_drop": {"enabled": true}})", "progressive_layer_drop"},
       {R"({"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8}}})", "zero_optimization.zeropp_loco_param"},
   };

@@ -93,6 +93,25 @@ class Accelerator:
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return self._module.get_device_properties(device_index).total_memory
 
+    def available_memory(self, device_index: int | None = None) -> int:
+        if self._on_cpu():
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return self.total_memory(device_index) - self.memory_allocated(device_index)
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        return self._memory("memory_reserved", device_index)
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        return self.max_memory_allocated() if self._on_cpu() else self._module.max_memory_reserved(device_index)
+
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        if not self._on_cpu():
+            return self._module.memory_stats(device_index)
+        now, peak = self.memory_allocated(), self.max_memory_allocated()
+        return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": peak}
+
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         return tensor if self._on_cpu() else tensor.pin_memory()
 
@@ -107,6 +126,35 @@ class Accelerator:
 
     def manual_seed_all(self, seed: int) -> None:
         torch.manual_seed(seed) if self._on_cpu() else self._module.manual_seed_all(seed)
+
+    def initial_seed(self) -> int:
+        return torch.initial_seed() if self._on_cpu() else self._module.initial_seed()
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        return torch.default_generator if self._on_cpu() else self._module.default_generators[device_index]
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        return callback() if self._on_cpu() else self._module._lazy_call(callback)
+
+    def range_push(self, msg: str) -> Any:
+        return None if self._on_cpu() else self._module.nvtx.range_push(msg)
+
+    def range_pop(self) -> Any:
+        return None if self._on_cpu() else self._module.nvtx.range_pop()
+
+    def get_compile_backend(self) -> str:
+        return "inductor"
+
+    def is_triton_supported(self) -> bool:
+        return not self._on_cpu()
+
+    def get_op_builder(self, class_name: str) -> Any:
+        from deepspeed import _ops
+
+        return getattr(_ops, class_name)
+
+    def create_op_builder(self, class_name: str) -> Any:
+        return self.get_op_builder(class_name)()
 
     def random(self) -> Any:
         return _random if self._on_cpu() else torch.random

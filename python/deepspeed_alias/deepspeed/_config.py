@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tessera._config import load_config
+from tessera._config import load_config, text_of
 from tessera.elasticity import with_elastic_batch
 from tessera.errors import ConfigError
 
@@ -20,6 +21,10 @@ ZERO_OPTIMIZATION = "zero_optimization"
 
 class DeepSpeedConfigError(ConfigError):
     """A configuration that makes no sense."""
+
+
+class _AmsgradError(DeepSpeedConfigError, RuntimeError):
+    """As FusedAdam's own."""
 
 
 class OffloadDeviceEnum(str, enum.Enum):
@@ -44,11 +49,28 @@ class ZeroStageEnum(int, enum.Enum):
     max_stage = 3  # noqa: PIE796
 
 
+# Of JSON as people write it: texts, which stay, and what Python's parser does not read (comments, the last comma).
+_BEYOND_JSON = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)', re.S)
+_LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.S)
+
+
+def users_dict(given: Any) -> dict[str, Any]:
+    """A configuration as the user wrote it: the dict itself, or what a file or text (that the core accepts) holds."""
+    if isinstance(given, tessera.Config):
+        return given.to_dict()
+    if isinstance(given, Mapping):
+        return given if isinstance(given, dict) else dict(given)
+    text = _BEYOND_JSON.sub(lambda found: found[1] or " ", text_of(given))
+    return json.loads(_LAST_COMMA.sub(lambda found: found[1] or " ", text))
+
+
 # Sections whose values pydantic checks in DeepSpeed.
 _CHECKED = (
     "zero_optimization|fp16|bf16|bfloat16|tensor_parallel|compile|tensorboard|csv_monitor|wandb|comet|comms_logger"
 )
-_LINE = re.compile(rf"^\s*(?:\[[\w.]+\] )?((?:{_CHECKED})(?:\.[\w.]+)?): ?((?:unknown key|must be).*)$", re.M)
+_LINE = re.compile(
+    rf"^\s*(?:\[[\w.]+\] )?((?:{_CHECKED})(?:\.[\w.]+)?): ?((?:unknown key|must be (?!a multiple)).*)$", re.M
+)
 
 
 @contextlib.contextmanager
@@ -62,6 +84,10 @@ def translated() -> Iterator[None]:
     except ConfigError as error:
         text = str(error)
         found = _LINE.findall(text)
+        if "leaf_module: must be an object" in text:
+            raise TypeError(text) from error
+        if "optimizer.params.amsgrad" in text:
+            raise _AmsgradError(text) from error
         if found:
             _raise_validation_error(text, found, error)
         if text.startswith("[config]"):
@@ -165,15 +191,56 @@ def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     return DeepSpeedZeroConfig(**({"stage": int(section)} if isinstance(section, bool) else section))
 
 
+class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
+    _section = "zero_optimization.leaf_module"
+
+
+class TensorBoardConfig(DeepSpeedConfigModel):
+    _section = "tensorboard"
+
+
+class CSVConfig(DeepSpeedConfigModel):
+    _section = "csv_monitor"
+
+
+class WandbConfig(DeepSpeedConfigModel):
+    _section = "wandb"
+
+
+class CometConfig(DeepSpeedConfigModel):
+    _section = "comet"
+
+
+_MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
+
+
 class DeepSpeedMonitorConfig:
     """The monitors' sections."""
 
     def __init__(self, **values: Any) -> None:
         self.resolved = tessera.Config.from_dict(values)
         tree = self.resolved.to_dict()
-        for name in ("tensorboard", "csv_monitor", "wandb", "comet"):
+        for name in _MONITORS:
             setattr(self, name, DeepSpeedConfigModel._of(tree[name], values.get(name) or {}))
-        self.enabled = any(tree[name]["enabled"] for name in ("tensorboard", "csv_monitor", "wandb", "comet"))
+        self.enabled = any(tree[name]["enabled"] for name in _MONITORS)
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    return DeepSpeedMonitorConfig(**{name: param_dict.get(name) or {} for name in _MONITORS})
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json.load(object_pairs_hook=...)."""
+    found = dict(ordered_pairs)
+    if len(found) < len(ordered_pairs):
+        names = [name for name, _ in ordered_pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"[config] given twice: {', '.join(twice)}")
+    return found
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    return param_dict.get(param_name, param_default_value)
 
 
 def _zero_given(config: tessera.Config) -> dict[str, Any]:
@@ -213,8 +280,7 @@ class DeepSpeedConfig:
         self.optimizer_params = (tree.get("optimizer") or {}).get("params")
         self.scheduler_name = (tree.get("scheduler") or {}).get("type") or None
         self.scheduler_params = (tree.get("scheduler") or {}).get("params")
-        sections = ("tensorboard", "csv_monitor", "wandb", "comet")
-        self.monitor_config = DeepSpeedMonitorConfig(**{name: tree[name] for name in sections})
+        self.monitor_config = get_monitor_config(tree)
         self.load_universal_checkpoint = tree["checkpoint"]["load_universal"]
 
     def print_user_config(self) -> str:

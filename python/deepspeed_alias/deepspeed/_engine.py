@@ -3,72 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
-import json
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from tessera._config import choose_config
+from tessera._deepspeed._save import put_script
 from tessera.errors import UsageError
 from torch import nn
 
 import deepspeed
 import tessera
 from deepspeed import _groups, _optimizers, _params, _tensor_parallel
-from deepspeed._config import DeepSpeedConfig, translated
+from deepspeed._config import DeepSpeedConfig, DeepSpeedConfigModel, translated, users_dict
+from deepspeed._getters import ConfigGetters, refusal
+from deepspeed._lazy import NotServed
 from deepspeed._logging import logger
 from deepspeed._timers import SynchronizedWallClockTimer, ThroughputTimer
 from deepspeed._zero import DeepSpeedZeRoOffload
 from tessera import _core
 
 
-class UserConfig(dict[str, Any]):
-    """The user's own configuration. Asked for a path ("zero_optimization.stage"), or for something a dict has not, it
-    answers as tessera.Config does: the engine below reads the same attribute."""
+def _counter(name: str) -> Any:
+    """A counter of the engine that callers assign, too."""
 
-    def __init__(self, given: Any, resolved: _core.Config) -> None:
-        super().__init__(_as_dict(given, resolved))
-        self._resolved = resolved
+    def put(self: tessera.Engine, value: int) -> None:
+        counters = {key: getattr(self, key) for key in ("micro_steps", "global_steps", "skipped_steps")} | {name: value}
+        self.core.set_counters(**counters, global_samples=self.global_samples)
 
-    def get(self, key: str, *default: Any) -> Any:
-        if default or (key in self and isinstance(self[key], Mapping)):
-            return super().get(key, *default)
-        try:
-            return self._resolved.get(key)
-        except (ValueError, KeyError, RuntimeError):
-            return super().get(key)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._resolved, name)
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self),)
+    return property(getattr(tessera.Engine, name).fget, put)
 
 
-def _as_dict(given: Any, resolved: _core.Config) -> dict[str, Any]:
-    if isinstance(given, Mapping):
-        return copy.deepcopy(dict(given))
-    if isinstance(given, (str, os.PathLike)) and os.path.exists(given):
-        with contextlib.suppress(ValueError), open(given) as file:
-            return json.load(file)
-    return resolved.to_dict()
-
-
-class DeepSpeedEngine(tessera.Engine):
+class DeepSpeedEngine(ConfigGetters, tessera.Engine):
     """tessera.Engine with DeepSpeed's attributes. Names that it does not have are looked up in the module."""
 
     def __init__(self, model: nn.Module, config: Any, *, given: Any = None, **kwargs: Any) -> None:
         """`given`: the configuration as the user wrote it, where `config` is made of it."""
+        vars(self)["_given"] = users_dict(config if given is None else given)
         super().__init__(model, config, **kwargs)
-        given = config if given is None else given
-        self._config = DeepSpeedConfig(self.config, world_size=self.dp_world_size)
-        self.config = UserConfig(given, self.config)  # type: ignore[assignment]
+        self._config = DeepSpeedConfig(self._settings, world_size=self.dp_world_size)
+        self._averages = True
+        self.training_data = kwargs.get("training_data")
         self._parameter_offload: DeepSpeedZeRoOffload | None = None
         self._inside_no_sync = False
         self._mpu: Any = None
@@ -90,9 +68,16 @@ class DeepSpeedEngine(tessera.Engine):
         try:
             return getattr(module, name)
         except AttributeError:
+            refused = refusal(name)
+            if refused is not None:
+                raise NotServed(refused) from None
             raise AttributeError(
                 f"neither '{type(self).__name__}' nor its module '{type(module).__name__}' has an attribute '{name}'"
             ) from None
+
+    def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
+        built = super()._build_optimizer(model_parameters)
+        return built if built is None else _optimizers.checked(self, built)
 
     def _visible_optimizer(self, options: Any) -> torch.optim.Optimizer | None:
         found = super()._visible_optimizer(options)
@@ -114,10 +99,34 @@ class DeepSpeedEngine(tessera.Engine):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None, *, global_norm: float | None = None) -> None:
         steps = self.global_steps
+        if not self._averages and self.is_gradient_accumulation_boundary():
+            self._sum_gradients()
         super().step(lr_kwargs, global_norm=global_norm)
         if self.wall_clock_breakdown() and self.global_steps != steps:
             self.timers.take(self._watch.step_seconds)
         self.tput_timer.stop(global_step=self.global_steps != steps)
+
+    @property
+    def gradient_average(self) -> bool:
+        """Gradients are the mean over data-parallel ranks; set to False at stage 0, step() updates by their sum."""
+        return self._averages and self._settings.get("gradient_allreduce_op") == "mean"
+
+    @gradient_average.setter
+    def gradient_average(self, averages: bool) -> None:
+        if averages == self.gradient_average:
+            return
+        if self.zero_optimization_stage() > 0 or self._settings.get("gradient_allreduce_op") != "mean":
+            raise NotServed(
+                "[engine.gradient_average] is changed at stage 0 only; set gradient_allreduce_op in the configuration"
+            )
+        self._averages = averages
+
+    def _sum_gradients(self) -> None:
+        self.core.grad_norm()  # they have come
+        for number in self._optimized:
+            view = self.core.local_view(number, _core.Quantity.Gradient)
+            if view is not None:
+                view.detach().mul_(self.seq_dp_world_size)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -137,6 +146,17 @@ class DeepSpeedEngine(tessera.Engine):
         finally:
             self._inside_no_sync = False
 
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """ZeRO only, as in DeepSpeed. (tessera.Engine has it at every stage.)"""
+        if not self.zero_optimization():
+            raise NotImplementedError(
+                "[engine.coalesce_grad_reduction] requires ZeRO stage 1, 2 or 3: at stage 0 there is no reduction but "
+                "that of the boundary, whatever the optimizer wrapper"
+            )
+        with super().coalesce_grad_reduction():
+            yield
+
     def _backward_epilogue(self) -> None:
         """Gradients of a backward past engine.backward() are complete when it returns."""
 
@@ -148,13 +168,21 @@ class DeepSpeedEngine(tessera.Engine):
     def _global_grad_norm(self) -> float | None:
         return self.get_global_grad_norm()
 
+    micro_steps, global_steps, skipped_steps = map(_counter, ("micro_steps", "global_steps", "skipped_steps"))
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        return super().communication_data_type
+
+    @communication_data_type.setter
+    def communication_data_type(self, dtype: torch.dtype) -> None:
+        if dtype != self.communication_data_type:
+            raise NotServed(
+                "[engine.communication_data_type] is fixed when the engine is built; set the key "
+                "communication_data_type of its configuration"
+            )
+
     # ---- weights
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return self.zero_optimization_stage() == 3
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        return self.zero_optimization_stage() >= 2
 
     def empty_partition_cache(self) -> None:
         """Ends module calls that an exception left open. Nothing else stays whole between two modules, but for the
@@ -176,6 +204,17 @@ class DeepSpeedEngine(tessera.Engine):
             {spec.name: _params._whole_shape(spec.tensor) for spec in specs if spec.group == group}
             for group in range(len(self.core.groups()))
         ]
+
+    def save_checkpoint(self, save_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> bool:
+        """As tessera.Engine's, and with ZeRO the program zero_to_fp32.py beside the tags."""
+        saved = super().save_checkpoint(save_dir, *args, **kwargs)
+        if self.zero_optimization():
+            if self.global_rank == 0:
+                put_script(os.fspath(save_dir), os.path.join(save_dir, f".zero_to_fp32-{os.getpid()}"))
+            self.core.agree_max(0.0)  # it is there when any rank returns
+        return saved
+
+    save_checkpoint.__signature__ = inspect.signature(tessera.Engine.save_checkpoint)  # type: ignore[attr-defined]
 
     def load_checkpoint(self, *args: Any, trusted: bool = True, **kwargs: Any) -> Any:
         """As tessera.Engine's; the client_state may hold any objects, as DeepSpeed's does: load what you trust."""
@@ -206,6 +245,37 @@ class DeepSpeedEngine(tessera.Engine):
     # ---- the world, configuration
 
     @property
+    def config(self) -> dict[str, Any]:  # type: ignore[override]
+        """What the user has written: the dict that was given, or what the file or text holds."""
+        return self._given
+
+    def tensor_parallel_config(self) -> DeepSpeedConfigModel:
+        return DeepSpeedConfigModel._of(self._settings.get("tensor_parallel"), {})
+
+    @property
+    def mpu(self) -> Any:
+        return self._mpu
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        return self.sp_world_size
+
+    @property
+    def param_names(self) -> dict[nn.Parameter, str]:
+        return {param: name for name, param in self.module.named_parameters()}
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Embeddings whose gradients are sparse, where `sparse_gradients` asks for them."""
+        named = self.module.named_modules() if self._settings.get("sparse_gradients") else ()
+        return {f"{name}.weight" for name, m in named if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
+
+    def is_first_weights_partition_group(self) -> bool:
+        """This rank is of the first group that a whole copy of the parameters is partitioned over."""
+        ranks = self._settings.get("zero_optimization.mics_shard_size")
+        return self.global_rank < ranks if ranks > 0 else self.zero_optimization_partition_weights()
+
+    @property
     def data_parallel_group(self) -> Any:
         return _groups.group_of(self, _core.Axis.DpShard, "get_data_parallel_group", self._mpu)
 
@@ -219,80 +289,11 @@ class DeepSpeedEngine(tessera.Engine):
     def get_wall_clock_timers(self) -> SynchronizedWallClockTimer:
         return self.timers
 
-    def optimizer_params(self) -> dict[str, Any] | None:
-        return self.config.to_dict()["optimizer"]["params"]
-
-    def scheduler_params(self) -> dict[str, Any] | None:
-        return self.config.to_dict()["scheduler"]["params"]
-
-    def amp_enabled(self) -> bool:
-        return False
-
-    def elasticity_enabled(self) -> bool:
-        return bool(self.config.get("elasticity.enabled"))
-
-    def pld_enabled(self) -> bool:
-        return False
-
-    def eigenvalue_enabled(self) -> bool:
-        return False
-
-    def random_ltd_enabled(self) -> bool:
-        return False
-
-    def curriculum_enabled_legacy(self) -> bool:
-        return False
-
-    def fp16_auto_cast(self) -> bool:
-        return bool(self.config.get("fp16.auto_cast"))
-
-    def postscale_gradients(self) -> bool:
-        return not self.config.get("prescale_gradients")
-
-    def gradient_predivide_factor(self) -> float:
-        return self.config.get("gradient_predivide_factor")
-
-    @property
-    def sparse_tensor_module_names(self) -> set[str]:
-        """Embeddings whose gradients are sparse, where `sparse_gradients` asks for them."""
-        named = self.module.named_modules() if self.sparse_gradients_enabled() else ()
-        return {f"{name}.weight" for name, m in named if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
-
-    def sparse_gradients_enabled(self) -> bool:
-        return self.config.get("sparse_gradients")
-
     def zero_offload_optimizer(self) -> Any:
         return getattr(self._config.zero_config, "offload_optimizer", None)
 
     def zero_offload_param(self) -> Any:
         return getattr(self._config.zero_config, "offload_param", None)
-
-    def zero_use_cpu_optimizer(self) -> bool:
-        return False
-
-    def zero_cpu_offload(self) -> bool:
-        return False
-
-    def zero_sub_group_size(self) -> int:
-        return self.config.get("zero_optimization.sub_group_size")
-
-    def zero_param_persistence_threshold(self) -> int:
-        return self.config.get("zero_optimization.stage3_param_persistence_threshold")
-
-    def zero_max_live_parameters(self) -> int:
-        return self.config.get("zero_optimization.stage3_max_live_parameters")
-
-    def zero_prefetch_bucket_size(self) -> int:
-        return self.config.get("zero_optimization.stage3_prefetch_bucket_size")
-
-    def zero_round_robin_gradients(self) -> bool:
-        return self.config.get("zero_optimization.round_robin_gradients")
-
-    def memory_breakdown(self) -> bool:
-        return self.config.get("memory_breakdown")
-
-    def dump_state(self) -> bool:
-        return self.config.get("dump_state")
 
 
 # What the engine's class asks itself for before it is set: never the module's.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from deepspeed._lazy import NotServed
 from tessera import _core
 
 _last: list[Any] = [None, None]  # a weak reference to the engine, the mpu it was given
@@ -116,4 +117,29 @@ get_tensor_model_parallel_rank = _get_model_parallel_rank
 get_data_parallel_group = _get_data_parallel_group
 get_data_parallel_world_size = _get_data_parallel_world_size
 get_data_parallel_rank = _get_data_parallel_rank
-_get_sequence_data_parallel_group = _get_data_parallel_group
+get_model_parallel_group = _get_model_parallel_group
+get_model_parallel_world_size = _get_model_parallel_world_size
+get_model_parallel_rank = _get_model_parallel_rank
+
+
+def _get_sequence_data_parallel_group() -> Any:
+    """Ranks that exchange gradients: data-parallel times sequence-parallel ones."""
+    own = _from_mpu("get_sequence_data_parallel_group")
+    if own is not None:
+        return own()
+    if _get_sequence_parallel_world_size() == 1:
+        return _get_data_parallel_group()
+    if _get_sequence_data_parallel_world_size() == dist.get_world_size():
+        return dist.group.WORLD
+    raise NotServed(
+        "[deepspeed.utils.groups] there is no torch group of a model's data- and sequence-parallel ranks beside tensor "
+        "parallelism; engine.seq_dp_world_size says how many they are"
+    )
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    return _get_data_parallel_world_size() * _get_sequence_parallel_world_size()
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    return _get_data_parallel_rank() * _get_sequence_parallel_world_size() + _get_sequence_parallel_rank()

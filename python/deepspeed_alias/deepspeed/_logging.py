@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 from collections.abc import Iterable
 
@@ -33,10 +35,27 @@ def _rank() -> int:
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
     """On these ranks; -1, and no ranks, are all."""
-    wanted = list(ranks or [-1])
     rank = _rank()
-    if -1 in wanted or rank in wanted or rank == -1:
+    if _is_of(ranks, rank):
         logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def _is_of(ranks: Iterable[int] | None, rank: int) -> bool:
+    wanted = list(ranks or [-1])
+    return -1 in wanted or rank in wanted or rank == -1
+
+
+def print_json_dist(message: dict[str, object], ranks: Iterable[int] | None = None, path: str | None = None) -> None:
+    """Writes the message, with the rank, to a file."""
+    rank = _rank()
+    if path is not None and _is_of(ranks, rank):
+        with open(path, "w") as file:
+            json.dump({**message, "rank": rank}, file)
+
+
+@functools.lru_cache(None)
+def warning_once(message: str) -> None:
+    logger.warning(message)
 
 
 def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:

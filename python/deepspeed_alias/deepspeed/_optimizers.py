@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tessera.errors import ConfigError
 from torch import nn
 
 import tessera
-from deepspeed._zero import DeepSpeedZeRoOffload
-from tessera import _core
+from deepspeed import _ops
+from deepspeed._lazy import NotServed
+from deepspeed._zero import DeepSpeedZeRoOffload, ZeRORuntimeException
+from tessera import _core, optim
 from tessera.zero import get_z3_leaf_modules
 
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
@@ -40,6 +43,14 @@ class DeepSpeedOptimizer(tessera.Optimizer):
         in_fp16 = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() is torch.float16
         return self.loss_scaler if in_fp16 else None
 
+    @property
+    def clip_grad(self) -> float:
+        return self._owner.gradient_clipping()
+
+    def refresh_fp32_params(self) -> None:
+        """Masters from the weights as they are now."""
+        self._owner.core.adopt_params()
+
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, **kwargs: Any) -> None:
         self._owner.backward(loss, retain_graph=retain_graph, **kwargs)
 
@@ -64,9 +75,27 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     nccl_start_alignment_factor = 2
 
     @property
-    def accumulated_grads_in_cpu(self) -> dict[Any, Any]:
-        """Gradients that optimizer offload keeps in host memory; there are none without it."""
-        return {}
+    def cpu_offload(self) -> bool:
+        return self._owner.zero_use_cpu_optimizer()
+
+    @property
+    def partition_gradients(self) -> bool:
+        return self._owner.zero_optimization_partition_gradients()
+
+    def get_param_id(self, param: torch.Tensor) -> int:
+        """The number of a parameter that is trained."""
+        return self._owner._index[id(param)]
+
+    @property
+    def accumulated_grads_in_cpu(self) -> dict[int, torch.Tensor]:
+        """With optimizer offload, this rank's part of the gradients that are accumulated for a step of several
+        backwards, by the parameter's number. (One backward a step accumulates nothing.)"""
+        engine = self._owner
+        several = engine.gradient_accumulation_steps() > 1 or not engine.is_gradient_accumulation_boundary()
+        if not (several and engine.zero_use_cpu_optimizer()):
+            return {}
+        views = {number: engine.core.local_view(number, _core.Quantity.Gradient) for number in engine._optimized}
+        return {number: view.detach().cpu() for number, view in views.items() if view is not None}
 
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
@@ -110,7 +139,17 @@ class BF16_Optimizer(FP16_Optimizer):
 
 
 class FP16_UnfusedOptimizer(FP16_Optimizer):
-    """The same; Tessera has one way of updating."""
+    """The same for other optimizers than FusedAdam; Tessera has one way of updating."""
+
+    @property
+    def fp32_groups(self) -> list[list[torch.Tensor]]:
+        """Of each param group the masters, in their parameters' shapes. Views where they are fp32, else copies."""
+        engine = self._owner
+        found: list[list[torch.Tensor]] = [[] for _ in engine.core.groups()]
+        for number, spec in enumerate(engine.core.params()):
+            if spec.group >= 0:
+                found[spec.group].append(engine.core.local_view(number, _core.Quantity.Master).float())
+        return found
 
 
 def class_for(engine: tessera.Engine) -> type[DeepSpeedOptimizer]:
@@ -119,4 +158,58 @@ def class_for(engine: tessera.Engine) -> type[DeepSpeedOptimizer]:
         return DeepSpeedZeroOptimizer_Stage3
     if stage > 0:
         return DeepSpeedZeroOptimizer
-    return BF16_Optimizer if engine.bfloat16_enabled() else FP16_Optimizer
+    if engine.bfloat16_enabled():
+        return BF16_Optimizer
+    return FP16_Optimizer if isinstance(engine.basic_optimizer, _ops.FusedAdam) else FP16_UnfusedOptimizer
+
+
+# What the configuration builds -> what DeepSpeed calls that: without optimizer offload, and with it.
+_NAMES: dict[type, tuple[type, type]] = {
+    optim.FusedAdam: (_ops.FusedAdam, _ops.DeepSpeedCPUAdam),
+    optim.Lion: (_ops.FusedLion, _ops.DeepSpeedCPULion),
+    optim.Lamb: (_ops.FusedLamb, _ops.FusedLamb),
+    optim.Muon: (_ops.MuonWithAuxAdam, _ops.MuonWithAuxAdam),
+}
+
+
+def checked(engine: Any, base: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An engine's base optimizer, of DeepSpeed's class where the configuration has built it. Errors of offload: for a
+    client's that is not made for the CPU, and for one that 16-bit masters do not go with."""
+    away = engine.zero_use_cpu_optimizer()
+    low_states = engine.bfloat16_enabled() and engine.bf16_optimizer_states()
+    if engine.client_optimizer is None:
+        if type(base) in _NAMES:
+            base.__class__ = _NAMES[type(base)][away]
+            vars(base)["fp32_optimizer_states"] = not low_states
+    elif away and engine.zero_force_ds_cpu_optimizer() and not isinstance(base, _ON_CPU):
+        raise ZeRORuntimeException(
+            f"[initialize] {type(base).__name__} of your own with zero_optimization.offload_optimizer: use "
+            "deepspeed.ops.adam.DeepSpeedCPUAdam or an optimizer of the configuration, or set "
+            '"zero_force_ds_cpu_optimizer": false'
+        )
+    if away:
+        _check_masters(engine, base, low_states)
+    return base
+
+
+_ON_CPU = (_ops.DeepSpeedCPUAdam, _ops.DeepSpeedCPULion)
+
+
+def _check_masters(engine: Any, base: torch.optim.Optimizer, low_states: bool) -> None:
+    """Of optimizer offload."""
+    bf16 = engine.bfloat16_enabled() and engine.bf16_master_weights_and_gradients()
+    fp16 = engine.fp16_enabled() and engine.fp16_master_weights_and_gradients()
+    if not (bf16 or fp16):
+        return
+    key = "bf16.bf16_master_weights_and_grads" if bf16 else "fp16.fp16_master_weights_and_grads"
+    if type(base) is not _ops.DeepSpeedCPUAdam:
+        raise ConfigError(f"[initialize] {key} with offload needs DeepSpeedCPUAdam, got {type(base).__name__}")
+    if low_states and base.fp32_optimizer_states:
+        raise ConfigError(
+            "[initialize] bf16.bf16_optimizer_states with offload needs DeepSpeedCPUAdam(fp32_optimizer_states=False)"
+        )
+    if not low_states and not base.fp32_optimizer_states:
+        raise NotServed(
+            f"[initialize] DeepSpeedCPUAdam(fp32_optimizer_states=False) beside {key} alone is not served; "
+            "bf16.bf16_optimizer_states keeps moments in bf16"
+        )

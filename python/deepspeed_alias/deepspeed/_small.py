@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import datetime
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +15,9 @@ from deepspeed._accelerator import get_accelerator
 from deepspeed._logging import logger
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+default_pg_timeout = datetime.timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", 10)))
 
 
 class OnDevice:
@@ -46,13 +51,29 @@ def instrument_w_nvtx(func: F) -> F:
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Tensors in lists, tuples and dicts (those that the criterion wants) on `device`."""
-    if isinstance(item, dict):
-        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
-    if isinstance(item, (list, tuple)):
-        return type(item)(move_to_device(value, device, criterion_func) for value in item)
-    if isinstance(item, torch.Tensor) and (criterion_func is None or criterion_func(item)):
+    """`item` with what is in it on `device`: tensors, and whatever has a to(), in lists, tuples, mappings and any of
+    these in one another, which keep their classes. With a criterion, only the tensors that it wants, in place."""
+
+    def moved(value: Any) -> Any:
+        return move_to_device(value, device, criterion_func)
+
+    if criterion_func is not None and isinstance(item, torch.Tensor):
+        if criterion_func(item):
+            item.data = item.data.to(device)
+        return item
+    if criterion_func is None and hasattr(item, "to"):  # a batch of a tokenizer and a PackedSequence, too
         return item.to(device)
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*map(moved, item))
+    if isinstance(item, (list, tuple)):
+        return type(item)(map(moved, item))
+    if isinstance(item, MutableMapping):
+        held = copy.copy(item)  # with what its class has beside its items
+        for key, value in item.items():
+            held[key] = moved(value)
+        return held
+    if isinstance(item, Mapping):
+        return {key: moved(value) for key, value in item.items()}
     return item
 
 
@@ -89,6 +110,16 @@ def set_random_seed(seed: int) -> None:
 
     random.seed(seed)
     torch.manual_seed(seed)
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """The text of a call."""
+    arguments = [repr(arg) for arg in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
+    return f"{base}({', '.join(arguments)})"
+
+
+def noop_decorator(func: F) -> F:
+    return func
 
 
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:

@@ -31,6 +31,9 @@ _OFFLOAD = "offload (zero_optimization.offload_optimizer, offload_param)"
 _KERNELS = "kernels that are compiled at run time; Tessera's are built with it"
 _QUANTIZED = "quantized communication (zero_quantized_weights, zero_quantized_gradients)"
 
+_DEEPCOMPILE = "DeepCompile (section `compile`); engine.compile() is torch.compile"
+_REDUCED = "norms and checks of one's own; the core has them, engine.get_global_grad_norm() is the norm"
+
 _ZERO = {
     **_same("._zero", "Init GatheredParameters ZeroParamType DeepSpeedZeRoOffload unwrap_model_for_generation"),
     **_same("tessera.zero", "register_external_parameter unregister_external_parameter"),
@@ -83,6 +86,27 @@ _ELASTIC = {
     **_refused("DSElasticAgent", "an elastic agent of its own; `tessera launch` and torchrun have torch's"),
     **_refused("ensure_immutable_elastic_config", "a scheduler's copy of the section in the environment"),
 }
+# Types of the configuration by their constants.
+_TYPES = {f"{name.upper()}_OPTIMIZER": f"={name}" for name in ("adam", "adamw", "adagrad", "lion", "lamb", "muon")}
+_SCALER = {
+    "INITIAL_LOSS_SCALE": "=init_scale",
+    "MIN_LOSS_SCALE": "=min_scale",
+    **_texts("SCALE_WINDOW DELAYED_SHIFT CONSECUTIVE_HYSTERESIS"),
+}
+_TIMERS = (
+    "SynchronizedWallClockTimer ThroughputTimer FORWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER "
+    "BACKWARD_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER BACKWARD_INNER_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER "
+    "BACKWARD_REDUCE_GLOBAL_TIMER STEP_MICRO_TIMER STEP_GLOBAL_TIMER"
+)
+_ZERO2, _ZERO3 = (
+    f"estimate_{stage}_model_states_mem_needs estimate_{stage}_model_states_mem_needs_all_live "
+    f"estimate_{stage}_model_states_mem_needs_all_cold"
+    for stage in ("zero2", "zero3")
+)
+_MUON = (
+    "Muon MuonWithAuxAdam SingleDeviceMuon SingleDeviceMuonWithAuxAdam zeropower_via_newtonschulz5 "
+    "zeropower_via_gram_newtonschulz"
+)
 _PROFILER = _same("tessera.flops", "FlopsProfiler get_model_profile")
 _ULYSSES_SP = (
     "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter TiledMLP TiledFusedLogitsLoss SequenceTiledCompute "
@@ -104,6 +128,7 @@ MODULES: dict[str, Rows] = {
         "comm": "deepspeed.comm",
         "dist": "deepspeed.comm",
         "get_accelerator": "._accelerator:get_accelerator",
+        **{name: _TYPES[name] for name in ("ADAM_OPTIMIZER", "LAMB_OPTIMIZER")},
         "PipelineModule": "tessera.pipeline:PipelineModule",
         "PipelineEngine": "._pipe:PipelineEngine",
         **_refused("init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config", _INFERENCE),
@@ -121,26 +146,42 @@ MODULES: dict[str, Rows] = {
     },
     "deepspeed.runtime.config": {
         **_same("._config", "DeepSpeedConfig DeepSpeedConfigError DeepSpeedFP16Config DeepSpeedBF16Config"),
-        **_texts("ADAM_OPTIMIZER ADAMW_OPTIMIZER ADAGRAD_OPTIMIZER LION_OPTIMIZER LAMB_OPTIMIZER", ""),
+        **_same("._config", "get_monitor_config"),
+        **_TYPES,
     },
     "deepspeed.runtime.precision_config": _same("._config", "DeepSpeedFP16Config DeepSpeedBF16Config"),
-    "deepspeed.runtime.config_utils": _same("._config", "DeepSpeedConfigModel"),
-    "deepspeed.runtime.constants": _texts(
+    "deepspeed.runtime.config_utils": _same(
+        "._config", "DeepSpeedConfigModel get_scalar_param dict_raise_error_on_duplicate_keys"
+    ),
+    "deepspeed.runtime.constants": {f"ROUTE_{name.upper()}": f"={name}" for name in ("train", "eval", "predict")}
+    | _texts(
         "TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU GRADIENT_ACCUMULATION_STEPS OPTIMIZER SCHEDULER "
         "GRADIENT_CLIPPING STEPS_PER_PRINT ZERO_OPTIMIZATION ZERO_ALLOW_UNTESTED_OPTIMIZER COMMUNICATION_DATA_TYPE"
     ),
-    "deepspeed.runtime.lr_schedules": _SCHEDULES,
-    "deepspeed.runtime.utils": _same(
-        "._small",
-        "move_to_device see_memory_usage is_model_parallel_parameter get_global_norm clip_grad_norm_ "
-        "ensure_directory_exists set_random_seed required_torch_version",
-    ),
+    "deepspeed.runtime.lr_schedules": {
+        **_SCHEDULES,
+        **_refused(
+            "get_config_from_args get_lr_from_config override_params parse_arguments update_lr get_torch_optimizer",
+            "schedules from a program's arguments; section `scheduler`, or a schedule built from its class",
+        ),
+    },
+    "deepspeed.runtime.utils": {
+        **_same("._small", "move_to_device see_memory_usage is_model_parallel_parameter get_global_norm"),
+        **_same("._small", "clip_grad_norm_ ensure_directory_exists set_random_seed required_torch_version"),
+        **_same("._small", "call_to_str noop_decorator"),
+        **_refused("CheckOverflow get_grad_norm get_weight_norm", _REDUCED),
+        **_refused(
+            "partition_uniform partition_balanced", "cuts of a list; PipelineModule(partition_method=...) cuts layers"
+        ),
+    },
     "deepspeed.runtime.base_optimizer": _same("._optimizers", "DeepSpeedOptimizer ZeROOptimizer"),
     "deepspeed.runtime.bf16_optimizer": _same("._optimizers", "BF16_Optimizer"),
     "deepspeed.runtime.fp16": {},
     "deepspeed.runtime.fp16.fused_optimizer": _same("._optimizers", "FP16_Optimizer"),
     "deepspeed.runtime.fp16.unfused_optimizer": _same("._optimizers", "FP16_UnfusedOptimizer"),
     "deepspeed.runtime.fp16.loss_scaler": {
+        **_SCALER,
+        **_refused("CreateLossScaler", "scalers of one's own; section `fp16`, engine.loss_scaler"),
         "DynamicLossScaler": "tessera.loss_scale:LossScaler",
         "LossScaler": "tessera.loss_scale:LossScaler",
         "LossScalerBase": "tessera.loss_scale:LossScaler",
@@ -152,7 +193,11 @@ MODULES: dict[str, Rows] = {
         "DeepSpeedDataLoader": "tessera.data:Loader",
     },
     "deepspeed.runtime.activation_checkpointing": {},
-    "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "deepspeed.runtime.activation_checkpointing.checkpointing": {
+        **_CHECKPOINTING,
+        "CudaRNGStatesTracker": "._checkpointing:RngTracker",
+        **_refused("partition_activations_in_checkpoint", "a switch; configure(partition_activations=...)"),
+    },
     "deepspeed.runtime.pipe": {**_PIPE, **_TOPOLOGIES},
     "deepspeed.runtime.pipe.module": _PIPE,
     "deepspeed.runtime.pipe.topology": _TOPOLOGIES,
@@ -164,7 +209,17 @@ MODULES: dict[str, Rows] = {
         "schedules of instructions; `pipeline.schedule` chooses one, engine.train_batch() runs it",
     ),
     "deepspeed.runtime.hybrid_engine": _refused("DeepSpeedHybridEngine", "the hybrid engine (section `hybrid_engine`)"),
-    "deepspeed.runtime.compiler": _same("._small", "is_compile_supported"),
+    "deepspeed.runtime.compiler": {
+        **_same("._small", "is_compile_supported"),
+        **_same("torch.compiler", "disable is_compiling"),
+    },
+    "deepspeed.compile": _refused("backend init_z1 init_z3 passes", _DEEPCOMPILE),
+    "deepspeed.runtime.sparse_tensor": _refused("SparseTensor", "sparse tensors of one's own; `sparse_gradients`"),
+    "deepspeed.runtime.progressive_layer_drop": _refused("ProgressiveLayerDrop", "section `progressive_layer_drop`"),
+    "deepspeed.runtime.checkpoint_engine": {},
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": _refused(
+        "TorchCheckpointEngine", "writers of checkpoints; engine.save_checkpoint(), section `checkpoint`"
+    ),
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": _same("tessera.sequence", _ULYSSES_SP, _ULYSSES),
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
@@ -181,6 +236,8 @@ MODULES: dict[str, Rows] = {
         **_same("._zero", "_orig_torch_ones _orig_torch_full _orig_torch_tensor _orig_torch_eye _orig_torch_randn"),
         **_same("._zero", "_orig_torch_linspace _orig_torch_rand is_zero_param shutdown_init_context"),
         **_same("._zero", "restore_init_context InsertPostInitMethodToModuleSubClasses"),
+        **_refused("free_param", "freeing by hand; leave zero.GatheredParameters"),
+        **_refused("assert_ints_same_as_other_ranks", "a check between ranks; the engine makes them itself"),
         "get_accelerator": "._accelerator:get_accelerator",
         "print_rank_0": "._logging:print_rank_0",
     },
@@ -196,11 +253,24 @@ MODULES: dict[str, Rows] = {
         "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum OffloadStateTypeEnum",
     ),
     "deepspeed.runtime.zero.leaf_module_config": {
-        "DEFAULT_LEAF_MODULE_CLASSES": "tessera.zero:DEFAULT_LEAF_MODULE_CLASSES"
+        "DEFAULT_LEAF_MODULE_CLASSES": "tessera.zero:DEFAULT_LEAF_MODULE_CLASSES",
+        "DeepSpeedZeroLeafModuleConfig": "._config:DeepSpeedZeroLeafModuleConfig",
     },
+    "deepspeed.runtime.zero.muon": {},
+    "deepspeed.runtime.zero.muon.original_muon": {
+        **_same("._ops", _MUON),
+        **_refused("muon_update adam_update", "a step as a function; tessera.optim.Muon is the optimizer"),
+    },
+    "deepspeed.runtime.zero.muon.muon_optimizer": _same("._ops", "MuonWithAuxAdam"),
     "deepspeed.runtime.zero.utils": _same("._zero", "ZeRORuntimeException is_zero_supported_optimizer is_zero_param"),
-    "deepspeed.runtime.zero.stage_1_and_2": _same("._optimizers", "DeepSpeedZeroOptimizer"),
-    "deepspeed.runtime.zero.stage3": _same("._optimizers", "DeepSpeedZeroOptimizer_Stage3"),
+    "deepspeed.runtime.zero.stage_1_and_2": {
+        **_same("._optimizers", "DeepSpeedZeroOptimizer"),
+        **_same("._estimators", _ZERO2),
+    },
+    "deepspeed.runtime.zero.stage3": {
+        **_same("._optimizers", "DeepSpeedZeroOptimizer_Stage3"),
+        **_same("._estimators", _ZERO3),
+    },
     "deepspeed.runtime.zero.tiling": _refused("TiledLinear TiledLinearReturnBias", "tiled linear layers"),
     "deepspeed.runtime.zero.mics": _refused(
         "MiCS_Init MiCS_Optimizer", "MiCS classes; zero_optimization.mics_shard_size"
@@ -214,6 +284,7 @@ MODULES: dict[str, Rows] = {
     "deepspeed.comm.utils": _same(
         "._comm", "get_local_rank_from_launcher get_world_rank_from_launcher get_world_size_from_launcher"
     ),
+    "deepspeed.comm.torch": _refused("TorchBackend", "back ends as objects; torch.distributed has them"),
     "deepspeed.accelerator": {
         **_same("._accelerator", "get_accelerator set_accelerator"),
         "DeepSpeedAccelerator": "._accelerator:Accelerator",
@@ -227,16 +298,38 @@ MODULES: dict[str, Rows] = {
         "OnDevice": "._small:OnDevice",
         "instrument_w_nvtx": "._small:instrument_w_nvtx",
         **_same("._timers", "SynchronizedWallClockTimer ThroughputTimer"),
+        **_refused("get_caller_func", "names of callers; torch.profiler has them"),
+        **_refused("link_hp_params", "links between weights and masters; the safe_* functions read and write them"),
     },
     "deepspeed.utils.logging": _same(
-        "._logging", "logger log_dist print_rank_0 set_log_level_from_string LoggerFactory log_levels should_log_le"
+        "._logging",
+        "logger log_dist print_rank_0 set_log_level_from_string LoggerFactory log_levels should_log_le "
+        "print_json_dist warning_once",
+    ),
+    "deepspeed.utils.torch": _same("._small", "required_torch_version"),
+    "deepspeed.utils.debug": _refused(
+        "debug_extract_module_and_param_names debug_clear_module_and_param_names debug_module2name debug_param2name "
+        "debug_param2name_id debug_param2name_id_shape printflock log_rank_file",
+        "names for debugging; engine.param_names",
     ),
     "deepspeed.utils.tensor_fragment": _same("tessera.utils", _SAFE),
     "deepspeed.utils.z3_leaf_module": _same("tessera.utils", _LEAF),
     "deepspeed.utils.nvtx": _same("._small", "instrument_w_nvtx"),
-    "deepspeed.utils.timer": _same("._timers", "SynchronizedWallClockTimer ThroughputTimer"),
+    "deepspeed.utils.timer": {
+        **_same("._timers", _TIMERS),
+        **_refused("NoopTimer", "timers that do nothing; wall_clock_breakdown false times nothing"),
+    },
     "deepspeed.utils.init_on_device": _same("._small", "OnDevice"),
-    "deepspeed.utils.groups": {"*": "._groups"},
+    "deepspeed.utils.groups": {
+        "*": "._groups",
+        **_refused(
+            "_get_expert_parallel_group _get_expert_parallel_rank _get_expert_parallel_world_size "
+            "_get_expert_data_parallel_group _get_expert_data_parallel_rank _get_expert_data_parallel_world_size",
+            _MOE,
+        ),
+        **_refused("_get_broadcast_src_rank", "a rank that sends first values; it is the group's first"),
+        "initialize_sequence_parallel": f"tessera.sequence:initialize_sequence_parallel!{_ULYSSES}",
+    },
     "deepspeed.utils.zero_to_fp32": {
         **_same("._to_fp32", _TO_FP32),
         **_same("._to_fp32", "get_model_state_file get_optim_files"),
@@ -247,13 +340,20 @@ MODULES: dict[str, Rows] = {
     "deepspeed.ops.adam.fused_adam": _same("._ops", "FusedAdam"),
     "deepspeed.ops.adam.cpu_adam": _same("._ops", "DeepSpeedCPUAdam"),
     "deepspeed.ops.adagrad": _same("._ops", "DeepSpeedCPUAdagrad"),
+    "deepspeed.ops.adagrad.cpu_adagrad": _same("._ops", "DeepSpeedCPUAdagrad"),
     "deepspeed.ops.lion": _same("._ops", "FusedLion DeepSpeedCPULion"),
+    "deepspeed.ops.lion.fused_lion": _same("._ops", "FusedLion"),
+    "deepspeed.ops.lion.cpu_lion": _same("._ops", "DeepSpeedCPULion"),
     "deepspeed.ops.lamb": _same("._ops", "FusedLamb"),
+    "deepspeed.ops.lamb.fused_lamb": _same("._ops", "FusedLamb"),
     "deepspeed.ops.aio": {"AsyncIOBuilder": "._ops:AsyncIOBuilder", **_refused("aio_handle", _OFFLOAD)},
     "deepspeed.ops.op_builder": {"*": "._ops"},
+    "deepspeed.ops.op_builder.builder": _same("._ops", "OpBuilder"),
+    "deepspeed.ops.op_builder.cpu": {"*": "._ops"},
     "deepspeed.ops.transformer": _refused("DeepSpeedTransformerLayer DeepSpeedTransformerConfig", _KERNELS),
     "deepspeed.ops.sparse_attention": _refused("SparseSelfAttention SparsityConfig", _KERNELS),
-    "deepspeed.git_version_info": {"version": "deepspeed:__version__", "compatible_ops": "._ops:compatible_ops"},
+    "deepspeed.git_version_info": {"version": "deepspeed:__version__", "compatible_ops": "._ops:compatible_ops"}
+    | {"installed_ops": "._ops:compatible_ops"},
     "deepspeed.checkpoint": {
         **_same("._checkpoint_utils", "clone_tensors_for_torch_save"),
         **_refused("DeepSpeedCheckpoint", _UNIVERSAL),
@@ -270,23 +370,36 @@ MODULES: dict[str, Rows] = {
     )
     | {"FP32_WEIGHT_KEY": "=fp32"},
     "deepspeed.checkpoint.ds_to_universal": {"main": "._commands:universal"},
+    "deepspeed.constants": {
+        **_same("._small", "TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout"),
+        **{name: f"={name}" for name in ("LOCAL_RANK", "CROSS_RANK", "CROSS_SIZE")},
+    },
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": _same(
         "tessera.launch", "parse_resource_filter fetch_hostfile parse_inclusion_exclusion encode_world_info"
     )
+    | _refused("parse_args", "arguments as an object; main(args) takes them as a list")
     | {"main": "._commands:launch", "DEEPSPEED_ENVIRONMENT_NAME": "._commands:DEEPSPEED_ENVIRONMENT_NAME"},
     "deepspeed.monitor": {},
     "deepspeed.monitor.monitor": {"MonitorMaster": "._watching:MonitorMaster", "Monitor": "tessera.monitor:Writer"},
-    "deepspeed.monitor.config": {"DeepSpeedMonitorConfig": "._config:DeepSpeedMonitorConfig"},
+    "deepspeed.monitor.config": _same(
+        "._config",
+        "DeepSpeedMonitorConfig get_monitor_config TensorBoardConfig CSVConfig WandbConfig CometConfig",
+    ),
+    "deepspeed.monitor.csv_monitor": _same("._watching", "csvMonitor"),
+    "deepspeed.monitor.tensorboard": _same("._watching", "TensorBoardMonitor"),
+    "deepspeed.monitor.wandb": _same("._watching", "WandbMonitor"),
+    "deepspeed.monitor.comet": _same("._watching", "CometMonitor"),
     "deepspeed.profiling": {},
     "deepspeed.profiling.flops_profiler": _PROFILER,
     "deepspeed.profiling.flops_profiler.profiler": _PROFILER,
     "deepspeed.elasticity": {**_ELASTIC, **_texts("ELASTICITY ENABLED")},
     "deepspeed.elasticity.elasticity": _ELASTIC,
     "deepspeed.elasticity.constants": _texts("ELASTICITY ENABLED"),
-    "deepspeed.elasticity.config": _same(
-        "tessera.elasticity", "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize"
-    ),
+    "deepspeed.elasticity.config": {
+        **_same("tessera.elasticity", "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize"),
+        **_refused("ElasticityConfig", "the section as an object; compute_elastic_config() takes the configuration"),
+    },
     "deepspeed.module_inject": {
         **_refused("replace_transformer_layer revert_transformer_layer replace_module", _KERNELS)
     },
@@ -298,6 +411,7 @@ MODULES: dict[str, Rows] = {
         ),
         **_same("._tensor_parallel", "set_autotp_mode is_autotp_training_mode"),
     },
+    "deepspeed.module_inject.auto_tp": _refused("AutoTP", f"its planner; {_AUTOTP}, tessera.parallel.plan_for"),
     "deepspeed.module_inject.tp_shard": _refused(
         "get_shard_size get_shard_size_list", "sizes of slices; tessera.parallel.plan_for says how a model is cut"
     ),

@@ -7,6 +7,12 @@ from collections.abc import Callable, Iterable
 
 from deepspeed._logging import log_dist
 
+FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
+BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"
+BACKWARD_INNER_MICRO_TIMER, BACKWARD_INNER_GLOBAL_TIMER = "bwd_inner_microstep", "bwd_inner"
+BACKWARD_REDUCE_MICRO_TIMER, BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce_microstep", "bwd_allreduce"
+STEP_MICRO_TIMER, STEP_GLOBAL_TIMER = "step_microstep", "step"
+
 
 class ThroughputTimer:
     """Samples a second, over whole optimizer steps after the first `start_step`."""
@@ -95,8 +101,14 @@ class SynchronizedWallClockTimer:
     def take(self, seconds: dict[str, float]) -> None:
         """What the engine's phases took in a step: forward, backward, step, and of these gather and reduce."""
         inner = max(0.0, seconds["backward"] - seconds["reduce"])
-        parts = {"bwd_inner": inner, "bwd_allreduce": seconds["reduce"], "step": seconds["step"]}
-        for name, value in {"fwd": seconds["forward"], "bwd": seconds["backward"], **parts}.items():
+        found = {
+            FORWARD_GLOBAL_TIMER: seconds["forward"],
+            BACKWARD_GLOBAL_TIMER: seconds["backward"],
+            BACKWARD_INNER_GLOBAL_TIMER: inner,
+            BACKWARD_REDUCE_GLOBAL_TIMER: seconds["reduce"],
+            STEP_GLOBAL_TIMER: seconds["step"],
+        }
+        for name, value in found.items():
             self(name).add(value)
 
     def has_timer(self, name: str) -> bool:

@@ -109,17 +109,20 @@ def _remove_left(folder: str) -> None:
         os.rmdir(folder)
 
 
+def put_script(save_dir: str, part: str) -> None:
+    """zero_to_fp32.py, by way of the file `part` on the same file system."""
+    with open(part, "w") as file:
+        file.write(SCRIPT)
+    os.chmod(part, 0o755)
+    os.replace(part, os.path.join(save_dir, "zero_to_fp32.py"))
+
+
 def finish_folder(made: str, save_dir: str, tag: str, stage: int, latest: bool, keep_last: int = 0) -> None:
     """Puts the complete folder `made` into save_dir/tag, and beside it what belongs there."""
     _core.check_tag(tag)
     _core.put_in_place(made, os.path.join(save_dir, tag))
     if stage > 0:
-        script = os.path.join(save_dir, "zero_to_fp32.py")
-        part = made + ".py"
-        with open(part, "w") as file:
-            file.write(SCRIPT)
-        os.chmod(part, 0o755)
-        os.replace(part, script)
+        put_script(save_dir, made + ".py")
     if latest:
         _core.set_latest(save_dir, tag)
     if keep_last > 0:

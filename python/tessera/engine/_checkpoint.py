@@ -115,7 +115,7 @@ class EngineCheckpoints:
         or not at all. Rank 0 writes, and has one tensor of safetensors or one ".bin" file in memory. False, and nothing
         is written, in stage 3 without stage3_gather_16bit_weights_on_model_save. Collective."""
         engine = cast("Engine", self)
-        if engine.config.placements.shards_params and not engine.zero_gather_16bit_weights_on_model_save():
+        if engine._settings.placements.shards_params and not engine.zero_gather_16bit_weights_on_model_save():
             warnings.warn(
                 "[engine.save_16bit_model] nothing is written: parameters are partitioned; set "
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save to gather them for the file",
@@ -146,7 +146,7 @@ def _save(
     keep_last: int | None,
     random_state: bool | None,
 ) -> None:
-    config = engine.config
+    config = engine._settings
     asynchronous = config.get("checkpoint.asynchronous") if asynchronous is None else asynchronous
     keep_last = config.get("checkpoint.keep_last") if keep_last is None else keep_last
     as_deepspeed = config.get("checkpoint.format") == "deepspeed"
@@ -208,8 +208,8 @@ def _load(
         strict=strict and custom_load_fn is None,
         optimizer=optimizer,
         run=not module_only,
-        from_master=engine.config.get("zero_optimization.load_from_fp32_weights"),
-        latest="latest_universal" if engine.config.get("checkpoint.load_universal") else "latest",
+        from_master=engine._settings.get("zero_optimization.load_from_fp32_weights"),
+        latest="latest_universal" if engine._settings.get("checkpoint.load_universal") else "latest",
         manifest=lambda found: manifest_of(found, _hints(engine), trusted),
         names=LOOKED_FOR,
     )
@@ -333,7 +333,7 @@ def _blobs(engine: Engine, client_state: dict[str, Any], numbers: dict[str, Any]
     groups = [] if base is None else base.param_groups
     part: dict[str, Any] = {
         "group_names": [[name for name, trained in group if trained] for group in engine._group_names],
-        "config": engine.config.to_dict(),
+        "config": engine._settings.to_dict(),
     }
     if hasattr(engine.training_dataloader, "state_dict"):
         part["loader"] = engine.training_dataloader.state_dict()

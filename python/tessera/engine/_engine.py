@@ -35,7 +35,7 @@ from tessera.engine._info import EngineGetters
 from tessera.engine._moving import EngineMoving
 from tessera.engine._parallel import TensorParallel
 from tessera.engine._place import keep_place, place
-from tessera.engine._preflight import check_modules
+from tessera.engine._preflight import check_all_used, check_modules, wants_all_used
 from tessera.engine._report import logger
 from tessera.engine._watch import Watch
 from tessera.errors import ConfigError, UsageError
@@ -81,7 +81,7 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
         tensor_parallel: int | None = None,
     ) -> None:
         super().__init__()
-        self.config = load_config(config)
+        self._settings = load_config(config)
         self.module = model
         self.local_rank = distributed.local_rank()
         self.client_optimizer = optimizer
@@ -91,7 +91,7 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
         self._runner = None
         self._loans = Loans()
         device = group_device(group)
-        sizes = distributed.mesh_sizes(self.config)
+        sizes = distributed.mesh_sizes(self._settings)
         if sequence_parallel is not None:
             sizes["sp"] = sequence_parallel
         if tensor_parallel is not None:
@@ -99,23 +99,23 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
         self._mesh, self._own_groups = distributed.core_mesh(group, **sizes)
         self._dp_rank, self._dp_size = self._mesh.batch_rank(), self._mesh.batch_size()
         self._world = distributed.world_of(self._mesh)
-        self._warn(self.config.warnings)
+        self._warn(self._settings.warnings)
         self._says_what_is_local = self._mesh.size(_core.Axis.Sp) > 1 and self._telling_rank() == 0
         put_back = [keep_optimizer(optimizer), keep_place(model)]
         try:
-            self.config = with_elastic_batch(self.config, self._dp_size)
-            batch = self.config.resolve_batch(self._dp_size)
+            self._settings = with_elastic_batch(self._settings, self._dp_size)
+            batch = self._settings.resolve_batch(self._dp_size)
             check_modules(model, partitions=self._partitions())
-            self._watch = Watch(self.config, self._telling_rank())
+            self._watch = Watch(self._settings, self._telling_rank())
             if self._watch.calls is not None:
                 self._mesh = _core.timed_mesh(self._mesh, self._watch.calls)
-            self._parallel = TensorParallel(model, self.config, self._mesh, cuts=sizes["tp"] > 1)
+            self._parallel = TensorParallel(model, self._settings, self._mesh, cuts=sizes["tp"] > 1)
             self._warn(self._parallel.warnings)
             self.device = place(model, device)
             base = self._build_optimizer(model_parameters)
             self._check_optimizer(base)
             # All that the caller's arguments can make fail comes before the core, which changes the parameters.
-            self.lr_scheduler = build_schedule(self.config, optimizer, base, lr_scheduler)
+            self.lr_scheduler = build_schedule(self._settings, optimizer, base, lr_scheduler)
             self.training_dataloader = (
                 None if training_data is None else self.deepspeed_io(training_data, batch.micro_batch_size)
             )
@@ -138,17 +138,17 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
 
     def _partitions(self) -> bool:
         ranks = self._mesh.size(_core.Axis.DpShard) * self._mesh.size(_core.Axis.Sp)  # that share model states
-        return self.config.placements.shards_params and ranks > 1
+        return self._settings.placements.shards_params and ranks > 1
 
     def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
         more = {"is_cut": self._parallel.cuts_params, "keep_empty": self._of_several}
-        return build_optimizer(self.config, self.module, self.client_optimizer, model_parameters, **more)
+        return build_optimizer(self._settings, self.module, self.client_optimizer, model_parameters, **more)
 
     def _check_optimizer(self, base: torch.optim.Optimizer | None) -> None:
-        placements = self.config.placements
+        placements = self._settings.placements
         if base is None and placements.shards_states and not placements.shards_params:
             raise ConfigError(
-                f"[initialize] zero_optimization.stage {self.config.get('zero_optimization.stage')} requires an "
+                f"[initialize] zero_optimization.stage {self._settings.get('zero_optimization.stage')} requires an "
                 "optimizer; pass one or use stage 0"
             )
 
@@ -161,13 +161,13 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
 
     def _build_core(self, base: torch.optim.Optimizer | None, policy: UnitPolicy) -> None:
         rule = None if base is None else native_rule(base)
-        options = _core.engine_options(self.config, self._dp_size)
+        options = _core.engine_options(self._settings, self._dp_size)
         options.rule = rule.rule if rule is not None else _core.Rule.External
         if base is not None and rule is None:
             options.client_optimizer = describe(base)
-        self._input_dtype = torch.float16 if self.fp16_enabled() and self.config.get("fp16.auto_cast") else None
+        self._input_dtype = torch.float16 if self.fp16_enabled() and self._settings.get("fp16.auto_cast") else None
         if options.autocast.enabled:
-            modules = self.config.get("torch_autocast.lower_precision_safe_modules")
+            modules = self._settings.get("torch_autocast.lower_precision_safe_modules")
             with self._loans.watching(self.module.parameters(), PARAM_COMM_DTYPE_ATTR_NAME):
                 init_autocast_params(self.module, options.autocast.dtype, modules)
 
@@ -184,26 +184,27 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
         self._index = {id(spec.tensor): number for number, spec in enumerate(specs)}
         self._optimized = frozenset(index.values())
         self._frozen = {s.name: s.tensor for s in specs if s.group < 0 and not s.tensor.requires_grad}
-        leaves = leaf_paths(self.module) if self.config.placements.shards_params else []
+        leaves = leaf_paths(self.module) if self._settings.placements.shards_params else []
         covers = set(units.values())
         self._partition = Partition(self, self.core, self._loans, self.module, self._index, covers, leaves)
-        buffer_dtype = dtype_at(self.config, "data_types.buffer_dtype")
+        buffer_dtype = dtype_at(self._settings, "data_types.buffer_dtype")
         if buffer_dtype is not None:
             cast_buffers(self.module, buffer_dtype)
-        if self.config.placements.shards_states and not isinstance(self.module, torch.jit.ScriptModule):
+        if self._settings.placements.shards_states and not isinstance(self.module, torch.jit.ScriptModule):
             self._loans.put(self.module, "zero_grad", zero_grad_of(weakref.ref(self), self.module))
             self._loans.keep_off_copies(self.module)
         self._runner = self._make_runner(base, rule, index)
-        self._updates_in_backward = bool(self.config.get("tessera.update_in_backward"))
+        self._updates_in_backward = bool(self._settings.get("tessera.update_in_backward"))
+        self._wants_all_used = wants_all_used(self._settings)
         self.basic_optimizer = base
         self.optimizer = self._visible_optimizer(options)
 
     def _units(self, policy: UnitPolicy) -> dict[str, str]:
         units = policy(self.module)
-        if not self.config.placements.shards_params:
+        if not self._settings.placements.shards_params:
             return units
         with self._loans.watching(self.module.modules(), LEAF_MARK):
-            self._warn(apply_config(self.module, self.config))
+            self._warn(apply_config(self.module, self._settings))
         for module in self.module.modules():
             if z3_leaf_module(module):
                 for param in module.parameters():
@@ -248,7 +249,7 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
         if rule is not None:
             return NativeRunner(self.core, base, rule, index)
         if isinstance(base, WholeOptimizer):
-            cut = self.config.placements.shards_states and self.seq_dp_world_size > 1
+            cut = self._settings.placements.shards_states and self.seq_dp_world_size > 1
             return SlicesRunner(self.core, base, index, self._params_are_masters(), cut)
         return ExternalRunner(self.core, base, index, on_params=self._params_are_masters())
 
@@ -256,7 +257,7 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
         return self._index.get(id(param)) in self._optimized
 
     def _params_are_masters(self) -> bool:
-        return not self.config.placements.shards_states and self.core.options().zero.precision.master_is_param()
+        return not self._settings.placements.shards_states and self.core.options().zero.precision.master_is_param()
 
     def _masters(self) -> dict[str, torch.Tensor]:
         """This rank's part of the fp32 masters by name; empty where the parameters are the masters."""
@@ -388,6 +389,8 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
         boundary = not self.managed_gradient_accumulation() or core.is_gradient_accumulation_boundary()
         if boundary and not self._updates_in_backward:
             runner.before_step()
+        if boundary and self._wants_all_used:
+            check_all_used(core, self._optimized)
         try:
             applied = core.step(runner.external, global_norm)
         finally:
@@ -496,7 +499,7 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
             data_sampler=data_sampler,
             collate_fn=collate_fn or self.collate_fn,
             num_workers=self.num_local_io_workers if num_local_io_workers is None else num_local_io_workers,
-            drop_last=self.config.get("dataloader_drop_last"),
+            drop_last=self._settings.get("dataloader_drop_last"),
         )
 
     def module_state_dict(
@@ -539,7 +542,7 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
     @contextlib.contextmanager
     def _whole(self) -> Iterator[bool]:
         """A region in which all parameters are whole. Collective in stage 3; True where it gathers any."""
-        if self.core.destroyed() or not self.config.placements.shards_params:
+        if self.core.destroyed() or not self._settings.placements.shards_params:
             yield False
             return
         with Region(parts_of(self.module.parameters(), writable=False)):

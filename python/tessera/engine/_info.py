@@ -28,7 +28,7 @@ def _key(path: str, _kind: type[T]) -> Callable[[EngineGetters], T]:
     """A method that returns what the configuration has under `path`."""
 
     def get(self: EngineGetters) -> T:
-        return self.config.get(path)
+        return self._settings.get(path)
 
     get.__doc__ = f"`{path}` of the configuration."
     return get
@@ -38,7 +38,7 @@ class EngineGetters(nn.Module):
     """The state of an Engine and its read-only surface."""
 
     module: nn.Module
-    config: _core.Config
+    _settings: _core.Config
     optimizer: torch.optim.Optimizer | None
     basic_optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
@@ -127,12 +127,12 @@ class EngineGetters(nn.Module):
         are parts already."""
         section = "activation_checkpointing"
         alike = self.mp_world_size > 1 and not self._parallel.cuts_sequence
-        cuts = alike and self.config.get(f"{section}.partition_activations")
+        cuts = alike and self._settings.get(f"{section}.partition_activations")
         call = Recompute(
-            offload=self.config.get(f"{section}.cpu_checkpointing"),
+            offload=self._settings.get(f"{section}.cpu_checkpointing"),
             slices=self._mesh.group(_core.Axis.Tp) if cuts else None,
-            synchronize=self.config.get(f"{section}.synchronize_checkpoint_boundary"),
-            named=self.config.get(f"{section}.profile"),
+            synchronize=self._settings.get(f"{section}.synchronize_checkpoint_boundary"),
+            named=self._settings.get(f"{section}.profile"),
         )
         return call(function, *args, **kwargs)
 
@@ -184,12 +184,12 @@ class EngineGetters(nn.Module):
         """The configured type, or the class of the client's optimizer."""
         if self.client_optimizer is not None and self.basic_optimizer is not None:
             return type(self.basic_optimizer).__name__
-        return self.config.get("optimizer.type") or None
+        return self._settings.get("optimizer.type") or None
 
     def scheduler_name(self) -> str | None:
         if self.client_lr_scheduler is not None:
             return type(self.lr_scheduler).__name__
-        return self.config.get("scheduler.type") or None
+        return self._settings.get("scheduler.type") or None
 
     # ---- the world
     @property
@@ -239,13 +239,18 @@ class EngineGetters(nn.Module):
     def autotp_size(self) -> int:
         """Ranks that the engine cuts its model over; else what tensor_parallel.autotp_size says, 0 or 1."""
         cut = self._parallel.plan is not None
-        return self.mp_world_size if cut else self.config.get("tensor_parallel.autotp_size")
+        return self.mp_world_size if cut else self._settings.get("tensor_parallel.autotp_size")
 
     def parallel_plan(self) -> ParallelPlan | None:
         """How the model is cut over the tensor-parallel ranks, and why; print() it. None for a whole model."""
         return self._parallel.plan
 
     # ---- configuration
+    @property
+    def config(self) -> _core.Config:
+        """The configuration, resolved: config.get("zero_optimization.stage")."""
+        return self._settings
+
     zero_optimization_stage = _key("zero_optimization.stage", int)
     zero_allow_untested_optimizer = _key("zero_allow_untested_optimizer", bool)
     zero_reduce_scatter = _key("zero_optimization.reduce_scatter", bool)
@@ -264,16 +269,16 @@ class EngineGetters(nn.Module):
     wall_clock_breakdown = _key("wall_clock_breakdown", bool)
 
     def zero_optimization(self) -> bool:
-        return self.config.placements.shards_states
+        return self._settings.placements.shards_states
 
     def steps_per_print(self) -> int | None:
-        return self.config.get("steps_per_print")
+        return self._settings.get("steps_per_print")
 
     def zero_overlap_comm(self) -> bool:
         return self.core.options().zero.overlap
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
-        return dtype_at(self.config, "torch_autocast.dtype")
+        return dtype_at(self._settings, "torch_autocast.dtype")
 
     def dynamic_loss_scale(self) -> bool:
         return self.fp16_enabled() and self.loss_scale() == 0
@@ -282,4 +287,4 @@ class EngineGetters(nn.Module):
     def communication_data_type(self) -> torch.dtype:
         """dtype of the gradients that travel."""
         key = "seq_parallel_communication_data_type" if self.sp_world_size > 1 else "communication_data_type"
-        return dtype_at(self.config, key) or self.core.options().zero.precision.grad
+        return dtype_at(self._settings, key) or self.core.options().zero.precision.grad

@@ -36,7 +36,7 @@ def kinds_of(include: Iterable[Any] | None) -> list[_core.StateKind]:
 
 class EngineMoving:
     core: _core.Engine
-    config: _core.Config
+    _settings: _core.Config
     _runner: Runner | None
 
     def offload_states(
@@ -53,8 +53,8 @@ class EngineMoving:
             raise ConfigError(f"[engine.offload_states] device must be one of {list(DEVICES)}, got '{place}'")
         if not isinstance(self._runner, NativeRunner):
             raise UsageError("[engine.offload_states] needs an optimizer that the engine runs itself, as AdamW")
-        at_stage_3 = self.config.get("zero_optimization.stage") == 3
-        if at_stage_3 and self.config.get("zero_optimization.offload_param.device") != "none":
+        at_stage_3 = self._settings.get("zero_optimization.stage") == 3
+        if at_stage_3 and self._settings.get("zero_optimization.offload_param.device") != "none":
             raise UsageError("[engine.offload_states] cannot be combined with zero_optimization.offload_param")
         to = DEVICES[place]
         if to is None:

@@ -37,7 +37,7 @@ def client_states(engine: Engine, names: dict[int, str]) -> tuple[dict[str, Any]
     runner = engine._runner
     if not isinstance(runner, ExternalRunner):
         return numbers, states
-    whole = not engine.config.placements.shards_states
+    whole = not engine._settings.placements.shards_states
     mesh = engine.core.mesh()
     writes = not whole or all(mesh.rank(axis) == 0 for axis in _COPIES)
     specs = engine.core.params()

@@ -1,11 +1,15 @@
-"""What an engine refuses of a module, before it touches anything. (What it refuses of parameters the core knows.)"""
+"""What an engine refuses of a module, before it touches anything (what it refuses of parameters the core knows), and of
+its use before a step."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from tessera.errors import ConfigError
+from tessera import _core
+from tessera.errors import ConfigError, UsageError
 
 
 def check_modules(model: nn.Module, partitions: bool) -> None:
@@ -29,4 +33,24 @@ def check_modules(model: nn.Module, partitions: bool) -> None:
         raise NotImplementedError(
             f"[initialize] {', '.join(scripts)}: stage 3 does not serve modules of torch.jit, whose parameters cannot "
             "be gathered while they run; use the modules that they were made of, or stage 0, 1 or 2"
+        )
+
+
+def wants_all_used(config: _core.Config) -> bool:
+    """The configuration makes unused parameters an error: as in DeepSpeed with optimizer offload at stages 1 and 2."""
+    section = "zero_optimization"
+    refuses = not (config.get(f"{section}.ignore_unused_parameters") or config.get("tessera.update_in_backward"))
+    away = config.get(f"{section}.offload_optimizer.device") != "none"
+    return refuses and away and config.get(f"{section}.stage") in (1, 2)
+
+
+def check_all_used(core: _core.Engine, numbers: Iterable[int]) -> None:
+    """UsageError, on all ranks alike, where no backward has reached one of these parameters on a rank. Collective."""
+    specs = core.params()
+    unused = [specs[n].name for n in sorted(numbers) if core.local_view(n, _core.Quantity.Gradient) is None]
+    if core.agree_max(float(len(unused))) > 0:
+        raise UsageError(
+            f"[engine.step] {', '.join(unused) or 'parameters of another rank'}: no part in the loss, which "
+            "zero_optimization.ignore_unused_parameters false makes an error; set it to true, or freeze them "
+            "(requires_grad False) before tessera.initialize"
         )

@@ -169,6 +169,7 @@ def _from_config(
     """The core has found the parameters in order and says which rule the type has; the class is that of the rule."""
     name, params = config.get("optimizer.type"), _given(config.get("optimizer.params"))
     kind = _core.optimizer_kind(config)
+    params.pop("fp32_optimizer_states", None)  # the configuration's precision says it
     cls: type[torch.optim.Optimizer]
     if name.lower() == "muon":
         cls = optim.Muon
@@ -186,7 +187,7 @@ def _from_config(
     elif kind.rule == _core.Rule.Adam:
         decoupled = kind.defaults.decoupled
         use_torch = params.pop("torch_adam", False)
-        params = {key: value for key, value in params.items() if key not in ("adam_w_mode", "fp32_optimizer_states")}
+        params.pop("adam_w_mode", None)
         if use_torch:
             cls = torch.optim.AdamW if decoupled else torch.optim.Adam
         else:

@@ -20,6 +20,9 @@ _NEWTON_SCHULZ = (
 )  # coefficients a, b, c of Jordan et al., https://kellerjordan.github.io/posts/muon
 _SMALLEST_NORM = 1e-7
 _NS_METHODS = ("standard", "gram")  # two ways to compute one polynomial
+# What of a configured Muon is updated as by AdamW, where the configuration does not say (DeepSpeed's values).
+AUX_ADAM: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10}
+_IMPLEMENTATIONS = ("torch_adam", "foreach")  # arguments that choose one elsewhere
 
 
 class Shards(Protocol):
@@ -64,6 +67,12 @@ class WholeOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         raise NotImplementedError
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # of a version that did not have them
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
     def _present(self) -> list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
         """(group, parameter, gradient), the same on all ranks."""
         return [(g, p, p.grad) for g in self.param_groups for p in g["params"] if p.grad is not None]
@@ -85,7 +94,8 @@ class WholeOptimizer(torch.optim.Optimizer):
 class Lamb(WholeOptimizer):
     """LAMB (You et al., arXiv:1904.00962, algorithm 2): Adam's direction plus weight_decay * w, scaled for every
     parameter by |w| / |direction|, which is kept within min_coeff and max_coeff; 1 where either norm is 0. Bias
-    correction, as in FusedLamb's configurations, is applied to the rate and not to the moments."""
+    correction, as in FusedLamb's configurations, is applied to the rate and not to the moments. `eps_inside_sqrt`: the
+    direction is mean / sqrt(square + eps), else mean / (sqrt(square) + eps)."""
 
     def __init__(
         self,
@@ -97,8 +107,12 @@ class Lamb(WholeOptimizer):
         weight_decay: float = 0.0,
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
+        eps_inside_sqrt: bool = False,
+        amsgrad: bool = False,
     ) -> None:
         check_rates("Lamb", lr, betas, eps)
+        if amsgrad:
+            raise RuntimeError("[Lamb] amsgrad is not supported; leave it out")
         if not 0 < min_coeff <= max_coeff:
             raise ConfigError(f"[Lamb] 0 < min_coeff <= max_coeff must hold, got {min_coeff} and {max_coeff}")
         super().__init__(params, defaults_of(locals()))
@@ -110,7 +124,8 @@ class Lamb(WholeOptimizer):
         steps, directions = [], []
         for group, param, grad in present:
             step, mean, square = self._moments(param, grad, group["betas"])
-            direction = mean / square.sqrt().add_(group["eps"])
+            inside, eps = group["eps_inside_sqrt"], group["eps"]
+            direction = mean / (square.add(eps).sqrt_() if inside else square.sqrt().add_(eps))
             directions.append(direction.add_(param, alpha=group["weight_decay"]))
             steps.append(step)
         params = [param for _, param, _ in present]
@@ -129,8 +144,8 @@ class Muon(WholeOptimizer):
     """Muon (Jordan et al.): Nesterov momentum, made a nearly orthogonal matrix by five steps of a Newton-Schulz
     iteration in bf16, times sqrt(max(1, rows / columns)); decoupled weight decay. Parameters of more than two
     dimensions count as matrices of their first one. Groups with use_muon False (vectors, embeddings, heads) are updated
-    as by AdamW, with their `lr`, betas and eps. In an engine every rank gathers one matrix after the other and computes
-    all of them."""
+    as by AdamW (Adam with `adam_w_mode` False), with their `lr`, betas and eps. In an engine every rank gathers one
+    matrix after the other and computes all of them."""
 
     def __init__(
         self,
@@ -144,6 +159,7 @@ class Muon(WholeOptimizer):
         eps: float = 1e-8,
         use_muon: bool = True,
         ns_method: str = "standard",
+        adam_w_mode: bool = True,
     ) -> None:
         check_rates("Muon", lr, betas, eps)
         if not 0 <= momentum < 1 or ns_steps < 1:
@@ -180,9 +196,12 @@ class Muon(WholeOptimizer):
         param.add_(self.shards.mine(param, near).view(param.shape), alpha=-rate)
 
     def _step_of_adam(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
+        if not group["adam_w_mode"]:
+            grad = grad.add(param, alpha=group["weight_decay"])
         step, mean, square = self._moments(param, grad, group["betas"])
         first, second = (1 - beta**step for beta in group["betas"])
-        param.mul_(1 - group["lr"] * group["weight_decay"])
+        if group["adam_w_mode"]:
+            param.mul_(1 - group["lr"] * group["weight_decay"])
         param.addcdiv_(mean, (square.sqrt() / second**0.5).add_(group["eps"]), value=-group["lr"] / first)
 
 
@@ -210,9 +229,12 @@ def muon_groups(
     matrix, else what has two dimensions and neither "embed" nor "lm_head" in its name. muon_lr and adam_lr go before
     lr."""
     names = {id(param): name for name, param in named}
-    params = dict(params)
-    rate = params.get("lr", 0.02)
-    rates = {True: params.pop("muon_lr", rate), False: params.pop("adam_lr", rate)}
+    params = {name: value for name, value in params.items() if name not in _IMPLEMENTATIONS}
+    of_muon, of_adam = ({"lr": params["lr"]} if "lr" in params else {} for _ in range(2))
+    for name, own in (("muon_lr", of_muon), ("adam_lr", of_adam)):
+        if name in params:
+            own["lr"] = params.pop(name)
+    own_of = {True: of_muon, False: {k: v for k, v in AUX_ADAM.items() if k not in params} | of_adam}
 
     def is_matrix(param: torch.Tensor) -> bool:
         said = getattr(param, "use_muon", None)
@@ -224,5 +246,5 @@ def muon_groups(
         for use in (True, False):
             members = [p for p in group["params"] if is_matrix(p) == use]
             if members or keep_empty:
-                split.append({"lr": rates[use], **group, "params": members, "use_muon": use})
+                split.append({**own_of[use], **group, "params": members, "use_muon": use})
     return split, params

@@ -124,7 +124,7 @@ class PipelineEngine(Engine):
         super()._build_core(base, policy)
 
     def _connect(self) -> None:
-        interval = self.config.get("pipeline.activation_checkpoint_interval")
+        interval = self._settings.get("pipeline.activation_checkpoint_interval")
         if interval and not self.module.activation_checkpoint_interval:
             self.module.activation_checkpoint_interval = interval
         self._casts_to = self._input_dtype
@@ -172,7 +172,7 @@ class PipelineEngine(Engine):
         self._check_usable("train_batch")
         self._trainable("train_batch")
         shape = self._shape(self.micro_batches)
-        table = training(self.config.get("pipeline.schedule"), shape, self._grid.stage)
+        table = training(self._settings.get("pipeline.schedule"), shape, self._grid.stage)
         batches = self._feed.read(data_iter, shape.micro_batches)
         self.train()
         run = Run(self, self._wires, shape, self._grid.stage, batches, trains=True)
@@ -346,7 +346,7 @@ class PipelineEngine(Engine):
         return super()._telling_rank() if self._grid.stage == 0 else 1
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        if self.config.get("checkpoint.format") == "deepspeed":
+        if self._settings.get("checkpoint.format") == "deepspeed":
             self._not_served('save_checkpoint with checkpoint.format "deepspeed"', 'use the format "tessera"')
         own, self._group_names = self._group_names, self._names_of_all()
         try:

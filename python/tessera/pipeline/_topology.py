@@ -7,6 +7,8 @@ from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from tessera.errors import ConfigError, UsageError
 
 
@@ -77,10 +79,29 @@ class PipeModelDataParallelTopology(ProcessTopology):
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
-class PipelineParallelGrid:
-    """A rank's place in a topology. The groups are those of the engine, which sets `groups`."""
+def _of_world(ranks: int) -> ProcessTopology:
+    """Prime factors of the number of ranks, from the smallest on, in turn to stages and to replicas."""
+    sizes, place, factor = [1, 1], 0, 2
+    while ranks > 1:
+        if ranks % factor:
+            factor += 1
+            continue
+        sizes[place] *= factor
+        ranks //= factor
+        place = 1 - place
+    return PipeDataParallelTopology(*sizes)
 
-    def __init__(self, topology: ProcessTopology, rank: int) -> None:
+
+class PipelineParallelGrid:
+    """A rank's place in a topology. The groups are those of the engine, which sets `groups`; a grid that is made
+    without a rank is this process's and makes its own (collective over all processes)."""
+
+    def __init__(self, topology: ProcessTopology | None = None, rank: int | None = None) -> None:
+        makes_groups = rank is None
+        if rank is None:
+            rank = dist.get_rank()
+        if topology is None:
+            topology = _of_world(dist.get_world_size())
         self._topology = topology
         self.groups: dict[str, Callable[[], Any]] = {}
         self.global_rank, self.world_size = rank, topology.world_size()
@@ -95,6 +116,19 @@ class PipelineParallelGrid:
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self.pp_group, self.dp_group = self._row("pipe"), self._row("data")
+        if makes_groups:
+            self._make_groups()
+
+    def _make_groups(self) -> None:
+        if dist.get_world_size() != self.world_size:
+            raise ConfigError(
+                f"[pipeline] the topology is of {self.world_size} ranks, but there are {dist.get_world_size()}"
+            )
+        for axis in ("pipe", "data", "model"):
+            rows = self._topology.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
+            made = {tuple(row): dist.new_group(row) for row in rows}
+            mine = next(group for row, group in made.items() if self.global_rank in row)
+            self.groups[axis] = lambda group=mine: group  # type: ignore[misc]
 
     def _row(self, axis: str) -> list[int]:
         """The ranks that differ from this one along `axis` only."""

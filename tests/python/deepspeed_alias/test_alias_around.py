@@ -40,6 +40,21 @@ def test_monitor_master(tmp_path: Path) -> None:
         master.nothing  # noqa: B018
 
 
+def test_a_monitor_by_itself(tmp_path: Path) -> None:
+    from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, get_monitor_config
+    from deepspeed.monitor.csv_monitor import csvMonitor
+    from deepspeed.monitor.tensorboard import TensorBoardMonitor
+
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    monitor = csvMonitor(CSVConfig(**section))
+    monitor.write_events([("a/b", 1.0, 3)])
+    assert monitor.enabled and (monitor.log_dir / "a_b.csv").read_text().split() == ["step,b", "3,1.0"]
+    assert csvMonitor(get_monitor_config({"csv_monitor": section}).csv_monitor).log_dir == monitor.log_dir
+    off = TensorBoardMonitor(TensorBoardConfig())
+    off.write_events([("a/b", 1.0, 3)])
+    assert not off.enabled and not hasattr(off, "summary_writer")
+
+
 def test_an_engine_has_a_monitor_and_timers(tmp_path: Path) -> None:
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     engine = built(config(1, csv_monitor=section, wall_clock_breakdown=True))

@@ -67,6 +67,12 @@ def test_wrong_values_of_sections(wrong: dict[str, Any]) -> None:
 
 
 def test_other_errors_of_a_configuration() -> None:
+    with pytest.raises(TypeError, match="leaf_module"):
+        deepspeed.initialize(model=make(), config=config(zero_optimization={"stage": 3, "leaf_module": 3}))
+    with pytest.raises(RuntimeError, match="amsgrad"):
+        deepspeed.initialize(model=make(), config=config(optimizer={"type": "Adam", "params": {"amsgrad": True}}))
+    with pytest.raises(AssertionError, match="nccl_start_alignment_factor"):
+        deepspeed.initialize(model=make(), config=config(zero_optimization={"stage": 1, "allgather_bucket_size": 3}))
     with pytest.raises(deepspeed.DeepSpeedConfigError):
         deepspeed.initialize(model=make(), config=config(checkpoint={"tag_validation": "perhaps"}))
     both = {"bf16": {"enabled": True}, "fp16": {"enabled": True}}

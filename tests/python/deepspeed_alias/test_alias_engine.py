@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import gc
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +46,9 @@ def test_returns_an_engine_of_exactly_this_type() -> None:
 def test_config_is_the_users_own_dict(stage: int) -> None:
     given = {**config(stage, steps_per_print=float("inf")), "bf16": {"enabled": False}}
     engine, *_ = deepspeed.initialize(model=make(), config=given)
-    assert engine.config == given and isinstance(engine.config, dict)
+    assert engine.config is given
+    assert engine.config.get("fp16") is None and engine.config.get("gradient_accumulation_stepz") is None
+    assert engine.config.get("zero_optimization.stage") is None, "no path: a key of the dict"
     assert engine.config["zero_optimization"]["stage"] == stage
     assert engine.config.get("zero_optimization", {}).get("stage") == stage
     assert engine.config.get("not there") is None and engine.config.get("not there", 7) == 7
@@ -51,6 +57,54 @@ def test_config_is_the_users_own_dict(stage: int) -> None:
     assert engine._config.zero_config.stage == stage
     assert engine._config.train_micro_batch_size_per_gpu == 4
     train(engine)
+
+
+FORMS = {
+    "path": lambda text, folder: str(folder / "c.json"),
+    "path object": lambda text, folder: folder / "c.json",
+    "text": lambda text, folder: text,
+    "base64": lambda text, folder: base64.urlsafe_b64encode(text.encode()).decode(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_config_is_what_a_file_or_text_holds(form: str, tmp_path: Path) -> None:
+    text = """{ // a "comment", and # another
+      "train_batch_size": 4, # micro: 4 /* not yet
+      "optimizer": {"type": "SGD", "params": {"lr": 0.1,}}, /* several
+      lines, */ "zero_optimization": {"stage": 2}, "of the user's own": "//, # /* \\" */,}",
+      "steps_per_print": Infinity,
+    }"""
+    (tmp_path / "c.json").write_text(text)
+    engine, *_ = deepspeed.initialize(model=make(), config=FORMS[form](text, tmp_path))
+    assert engine.config == {
+        "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2},
+        "of the user's own": '//, # /* " */,}',
+        "steps_per_print": float("inf"),
+    }
+
+
+def test_getters() -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1}, "stage3_max_reuse_distance": 7}
+    checks = {"tag_validation": "FAIL"}
+    engine, *_ = start(zero_optimization=zero, optimizer={"type": "Adam"}, bf16={"enabled": True}, checkpoint=checks)
+    assert engine.zero_cpu_offload() is engine.zero_use_cpu_optimizer() is True
+    assert engine.zero_nvme_offload_optimizer() is False and engine.zero_partial_offload() == 1.0
+    assert engine.zero_offload_optimizer().device == "cpu" and engine.zero_max_reuse_distance() == 7
+    assert engine.checkpoint_tag_validation_enabled() and engine.checkpoint_tag_validation_fail()
+    assert engine.get_data_types() == (torch.bfloat16, torch.bfloat16)
+    assert engine.initial_dynamic_scale() == engine.dynamic_loss_scale_args()["init_scale"] == 2**16
+    assert engine.torch_autocast_lower_precision_safe_modules()[0].endswith(".Linear")
+    assert engine.tensor_parallel_config().autotp_size == 0 and engine.is_first_weights_partition_group()
+    assert engine.param_names[engine.module.gain] == "gain" and engine.mpu is None
+    assert engine.is_map_style_dataset([]) and not engine.is_iterable_style_dataset([])
+    assert not hasattr(engine, "allreduce_gradients")
+    with pytest.raises(NotImplementedError, match=r"engine\.allreduce_gradients is not served.*no_sync"):
+        engine.allreduce_gradients()
+    engine, *_ = start(2)
+    assert engine.zero_cpu_offload() is engine.zero_use_cpu_optimizer() is False
 
 
 def test_names_fall_through_to_the_module() -> None:
@@ -86,6 +140,32 @@ def test_no_sync(stage: int) -> None:
             engine.step()
     with engine.no_sync():  # the refusals left nothing behind
         pass
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_reductions_are_coalesced_with_zero(stage: int) -> None:
+    engine, *_ = start(stage)
+    if stage == 0:
+        with pytest.raises(NotImplementedError, match="requires ZeRO stage"), engine.coalesce_grad_reduction():
+            pass
+        return
+    with engine.coalesce_grad_reduction():
+        engine.backward(engine(*batch(0)))
+    engine.step()
+    assert engine.global_steps == 1
+
+
+def test_what_callers_assign() -> None:
+    engine, *_ = start(1)
+    train(engine, 1)
+    engine.global_steps, engine.skipped_steps, engine.global_samples = 7, 2, 99
+    engine.micro_steps += 4
+    train(engine, 1)
+    counters = (engine.micro_steps, engine.global_steps, engine.skipped_steps, engine.global_samples)
+    assert counters == (6, 8, 2, 103)
+    engine.communication_data_type = torch.float32
+    with pytest.raises(NotImplementedError, match="communication_data_type"):
+        engine.communication_data_type = torch.bfloat16
 
 
 def test_errors_of_arguments_are_assertions() -> None:
@@ -129,7 +209,13 @@ CLASSES = [
     (2, {"bf16": {"enabled": True}}, "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"),
     (3, {}, "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"),
     (0, {"bf16": {"enabled": True}}, "deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"),
-    (0, {"fp16": {"enabled": True}}, "deepspeed.runtime.fp16.fused_optimizer", "FP16_Optimizer"),
+    (0, {"fp16": {"enabled": True}}, "deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer"),
+    (
+        0,
+        {"fp16": {"enabled": True}, "optimizer": {"type": "Adam"}},
+        "deepspeed.runtime.fp16.fused_optimizer",
+        "FP16_Optimizer",
+    ),
 ]
 
 
@@ -140,7 +226,13 @@ def test_class_of_the_optimizer_says_the_stage(stage: int, more: Any, module: st
     engine, optimizer, *_ = start(stage, **more)
     assert type(optimizer) is getattr(importlib.import_module(module), name)
     assert isinstance(optimizer, deepspeed.runtime.base_optimizer.DeepSpeedOptimizer)
-    assert isinstance(optimizer.optimizer, torch.optim.SGD)
+    assert isinstance(optimizer.optimizer, deepspeed.ops.adam.FusedAdam if "optimizer" in more else torch.optim.SGD)
+    assert optimizer.clip_grad == 0 and getattr(optimizer, "cpu_offload", False) is False
+    if name == "FP16_UnfusedOptimizer":
+        assert [p.shape for p in optimizer.fp32_groups[0]] == [p.shape for p in optimizer.param_groups[0]["params"]]
+    if stage > 0:
+        numbers = [optimizer.get_param_id(p) for p in engine.module.parameters()]
+        assert sorted(numbers) == list(range(len(numbers))) and optimizer.partition_gradients is (stage >= 2)
     assert optimizer.overflow is False and optimizer.loss_scale >= 1
     flat = {
         1: "single_partition_of_fp32_groups",
@@ -198,13 +290,17 @@ def test_optimizers_of_the_cpu_without_an_engine(name: str) -> None:
         optimizer.step()
         torch.testing.assert_close(param.detach().float(), torch.full((5,), 0.99), rtol=0, atol=5e-3)
         assert all(value.dtype is torch.float32 for value in optimizer.state[param].values())
+        optimizer = found([param], fp32_optimizer_states=False) if dtype is not torch.float16 else optimizer
+        optimizer.step()
+        moments = [value for key, value in optimizer.state[param].items() if key != "step"]
+        assert {value.dtype for value in moments} == {torch.float32 if dtype is torch.float16 else dtype}
     away = nn.Parameter(torch.ones(2, device="meta"))
     optimizer = found([away])
     away.grad = torch.ones_like(away)
     with pytest.raises(AssertionError, match="is on meta"):
         optimizer.step()
     with pytest.raises(NotImplementedError, match="fp32_optimizer_states"):
-        found([param], fp32_optimizer_states=False)
+        found([param], fp32_optimizer_states=False).step()
 
 
 def test_members_that_programs_read() -> None:
@@ -246,6 +342,12 @@ def test_checkpoints_and_fp32_weights(tmp_path: Path) -> None:
     train(engine)
     engine.save_checkpoint(tmp_path, client_state={"any": Path("object")})
     assert (tmp_path / "latest").read_text() == "global_step2"
+    assert {entry.name for entry in tmp_path.iterdir()} == {"global_step2", "latest", "zero_to_fp32.py"}
+    assert os.access(tmp_path / "zero_to_fp32.py", os.X_OK)
+    command = [sys.executable, "zero_to_fp32.py", ".", "out"]
+    subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=True)
+    written = torch.load(tmp_path / "out" / "pytorch_model.bin")
+    assert all(torch.equal(written[name], value) for name, value in engine.module.state_dict().items())
     again, *_ = start(2)
     path, client = again.load_checkpoint(str(tmp_path))
     assert path is not None and client == {"any": Path("object")}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import logging
+import types
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +62,15 @@ def test_accelerator() -> None:
     assert device.communication_backend_name() == ("nccl" if kind == "cuda" else "gloo")
     assert device.max_memory_allocated() >= 0 and device.total_memory() > 0 and device.memory_allocated() >= 0
     assert device.FloatTensor([1.0]).dtype is torch.float32 and device.ByteTensor([1]).dtype is torch.uint8
+    assert device.memory_reserved() >= 0 and device.available_memory() > 0 and device.memory_stats()
+    assert device.max_memory_cached() == device.max_memory_reserved() and device.get_compile_backend() == "inductor"
+    assert device.create_op_builder("CPUAdamBuilder").NAME == "cpu_adam" and device.lazy_call(lambda: 3) in (3, None)
+    assert all(hasattr(device, name) for name in ("Stream", "Event", "stream", "current_stream"))
+    device.range_push("a")
+    device.range_pop()
     device.synchronize()
     device.manual_seed(3)
+    assert device.initial_seed() == 3
     first = torch.rand(2)
     device.manual_seed(3)
     assert torch.equal(first, torch.rand(2)) or kind != "cpu"
@@ -225,6 +234,58 @@ def test_small_helpers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     assert "here" in text and "hello" in text and "DeepSpeed info" in text
     with pytest.raises(ValueError, match="log level"):
         deepspeed.utils.set_log_level_from_string("loud")
+
+
+Both = collections.namedtuple("Both", "a b")
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda x: [x, 3],
+        lambda x: (x, None),
+        lambda x: Both(x, "text"),
+        lambda x: {"a": [x]},
+        lambda x: collections.OrderedDict(a=x),
+        lambda x: collections.defaultdict(list, a=x),
+        lambda x: collections.UserDict(a=(x,)),
+        lambda x: types.MappingProxyType({"a": x}),
+        lambda x: nn.Linear(2, 2),
+        lambda x: nn.utils.rnn.pack_sequence([x]),
+    ],
+)
+def test_containers_are_moved_and_keep_their_class(hold: Any) -> None:
+    from deepspeed.runtime.utils import move_to_device
+    from torch.utils._pytree import tree_leaves
+
+    held = hold(torch.zeros(2))
+    moved = move_to_device(held, "cpu")
+    assert type(moved) is (dict if isinstance(held, types.MappingProxyType) else type(held))
+    if isinstance(held, (list, tuple, dict)) and not isinstance(held, nn.utils.rnn.PackedSequence):
+        there = move_to_device(held, "meta")
+        assert [x.is_meta for x in tree_leaves(there) if isinstance(x, torch.Tensor)] == [True]
+        kept = move_to_device(held, "cpu", criterion_func=lambda x: x.numel() > 5)
+        assert all(a is b for a, b in zip(tree_leaves(kept), tree_leaves(held), strict=True))
+
+
+def test_memory_estimators(capsys: pytest.CaptureFixture[str]) -> None:
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    n, layer = 1e9, 1e8
+    assert stage_1_and_2.estimate_zero2_model_states_mem_needs(n, 8, cpu_offload=False) == (48e9, (2 + 12 / 8) * n)
+    assert stage_1_and_2.estimate_zero2_model_states_mem_needs(n, 8) == (48e9, 2 * n)
+    assert stage_1_and_2.estimate_zero2_model_states_mem_needs(n, 1, 8) == (6e9, 2 * n)
+    assert stage3.estimate_zero3_model_states_mem_needs(n, layer, 8) == (14e9 * 1.5, 4 * layer, 4 * layer)
+    needs = stage3.estimate_zero3_model_states_mem_needs(
+        n, layer, 8, cpu_offload=False, cpu_offload_params=False, additional_buffer_factor=1
+    )
+    assert needs == (32 * layer, 4 * layer + 14 * n / 8, 4 * layer)
+    model = make()
+    stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live(model, num_gpus_per_node=8, num_nodes=1)
+    stage3.estimate_zero3_model_states_mem_needs_all_live(model, 8, 2)
+    stage3.estimate_zero3_model_states_mem_needs_all_cold(total_params=n, largest_layer_params=layer)
+    text = capsys.readouterr().out
+    assert text.count("GB") == 2 * (2 + 6 + 6) and "offload_param=none, offload_optimizer=cpu , zero_init=0" in text
 
 
 def test_compiled_parts_say_what_they_are() -> None:

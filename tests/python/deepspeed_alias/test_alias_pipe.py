@@ -21,6 +21,7 @@ from deepspeed.runtime.pipe.topology import (
     ProcessTopology,
 )
 from stages import batch, config, data, in_processes, layers, loss_fn, module
+from tessera.pipeline._topology import _of_world
 from torch import nn
 
 import tessera
@@ -124,6 +125,7 @@ def test_names_are_those_of_the_package() -> None:
 
 
 def test_topologies() -> None:
+    deepspeed.init_distributed("gloo")
     grid = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=3)
     assert grid.world_size() == 12 and grid.get_dim("pipe") == 2 and grid.get_dim("none") == 0
     assert grid.get_rank(pipe=1, data=2, model=1) == 11
@@ -135,5 +137,11 @@ def test_topologies() -> None:
     assert place.stage_to_global(0, data=2) == 5 and place.get_model_parallel_rank() == 3
     with pytest.raises(tessera.UsageError, match="pipe-parallel group is the engine's"):
         place.get_pipe_parallel_group()
+    with pytest.raises(ValueError, match="12 ranks, but there are 1"):
+        PipelineParallelGrid(grid)
+    alone = PipelineParallelGrid()
+    assert torch.distributed.get_world_size(alone.get_pipe_parallel_group()) == alone.pipe_parallel_size == 1
+    assert torch.distributed.get_rank(alone.get_slice_parallel_group()) == alone.get_stage_id() == 0
+    assert _of_world(12).dims == [6, 2]
     assert grid.get_axis_list("model", 1) == [1, 3, 5, 7, 9, 11]
     assert ProcessTopology(["a"], [2]).get_axis_comm_lists("b") == []

@@ -58,6 +58,34 @@ def test_frozen_parameters_leaf_modules_and_several_backwards(
         assert same(results, want)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_unused_parameters_are_an_error_where_the_configuration_says_so(stage: int, world: int) -> None:
+    def body(engine: Any, rank: int) -> None:
+        for _ in range(2):  # of a step
+            engine(*batch(rank)).backward()
+            engine.step()
+        assert engine.global_steps == 1
+        engine.module.skips = True
+        engine(*batch(rank)).backward()
+        engine.step()
+        engine(*batch(rank)).backward()
+        with pytest.raises(AssertionError, match=r"gain.*zero_optimization\.ignore_unused_parameters"):
+            engine.step()
+
+    class Skipping(Net):
+        skips = False
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+            if self.skips:
+                return self.head(self.embed(x)).square().mean()
+            return super().forward(x, y)
+
+    cfg = config(stage, accumulation=2, optimizer=ADAM)
+    cfg["zero_optimization"].update(ignore_unused_parameters=False, offload_optimizer={"device": "cpu"})
+    engines(make(Skipping), world, cfg, body)
+
+
 @PLACES
 def test_memory_says_where_states_are(stage: int, params: bool, tmp_path: Path) -> None:
     def body(engine: Any, rank: int) -> Any:

@@ -124,6 +124,52 @@ def test_lamb_by_hand() -> None:
     torch.testing.assert_close(w.detach(), expected)
 
 
+def test_eps_inside_the_root() -> None:
+    w = nn.Parameter(torch.tensor([3.0, 4.0]))
+    w.grad = torch.tensor([1.0, -1.0])
+    Lamb([w], lr=0.1, bias_correction=False, eps=0.5, eps_inside_sqrt=True).step()
+    direction = (0.1 * w.grad) / (0.001 * w.grad**2 + 0.5).sqrt()
+    torch.testing.assert_close(w.detach(), torch.tensor([3.0, 4.0]) - 0.1 * 10.0 * direction)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_vectors_beside_muon_are_updated_as_by_adam(decoupled: bool) -> None:
+    ours, theirs = (nn.Parameter(torch.ones(5)) for _ in range(2))
+    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+    a = Muon([{"params": [ours], "use_muon": False}], lr=0.1, weight_decay=0.3, adam_w_mode=decoupled)
+    b = cls([theirs], lr=0.1, weight_decay=0.3)
+    for k in range(3):
+        for param, optimizer in ((ours, a), (theirs, b)):
+            param.grad = torch.linspace(-1, 1, 5) * (k + 1)
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+# Arguments that DeepSpeed's configurations have -> what the group of vectors has of them.
+ARGUMENTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("Lamb", {"eps_inside_sqrt": False, "amsgrad": False}, {"eps_inside_sqrt": False}),
+    ("Lamb", {"eps_inside_sqrt": True, "eps": 1e-3}, {"eps_inside_sqrt": True, "eps": 1e-3}),
+    ("Muon", {}, {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "adam_w_mode": True}),
+    ("Muon", {"lr": 0.5, "muon_lr": 0.1}, {"lr": 0.5}),
+    (
+        "Muon",
+        {"lr": 0.5, "adam_lr": 0.1, "betas": [0.8, 0.9], "eps": 1e-6},
+        {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6},
+    ),
+    ("Muon", {"adam_w_mode": False, "torch_adam": True, "fp32_optimizer_states": True}, {"adam_w_mode": False}),
+]
+
+
+@pytest.mark.parametrize(("kind", "params", "found"), ARGUMENTS)
+def test_arguments_of_configurations(kind: str, params: dict[str, Any], found: dict[str, Any]) -> None:
+    engine = tessera.initialize(model=make(), config=config(1, optimizer={"type": kind, "params": params}))[0]
+    assert engine.basic_optimizer is not None
+    group = engine.basic_optimizer.param_groups[-1]
+    assert {name: group[name] for name in found} == found
+    run(engine, 0, 1)
+    engine.destroy()
+
+
 def test_lamb_keeps_its_trust_within_bounds_and_leaves_zeros_alone() -> None:
     big, zero = nn.Parameter(torch.full((4,), 1e6)), nn.Parameter(torch.zeros(2))
     big.grad, zero.grad = torch.ones(4), torch.ones(2)

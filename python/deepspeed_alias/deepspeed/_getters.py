@@ -1,0 +1,202 @@
+"""What an engine is asked about its configuration: methods by DeepSpeed's names, and those that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tessera._config import dtype_at
+from tessera.autocast import get_default_autocast_lower_precision_modules
+
+import tessera
+
+# Method -> the key that it returns. "*" in the key: the method's name, without "zero_" where it begins so.
+_KEYS = {
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.*",
+    "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
+    "cpuadam_cores_perc": "zero_optimization.offload_optimizer.*",
+    "dataloader_drop_last": "*",
+    "dump_state": "*",
+    "elasticity_enabled": "elasticity.enabled",
+    "flops_profiler_detailed": "flops_profiler.detailed",
+    "flops_profiler_enabled": "flops_profiler.enabled",
+    "flops_profiler_module_depth": "flops_profiler.module_depth",
+    "flops_profiler_output_file": "flops_profiler.output_file",
+    "flops_profiler_profile_step": "flops_profiler.profile_step",
+    "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
+    "flops_profiler_top_modules": "flops_profiler.top_modules",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "gradient_predivide_factor": "*",
+    "graph_harvesting": "*",
+    "is_deepcompile_enabled": "compile.deepcompile",
+    "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "log_level": "*",
+    "memory_breakdown": "*",
+    "mics_shard_size": "zero_optimization.*",
+    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
+    "optimizer_params": "optimizer.params",
+    "scheduler_params": "scheduler.params",
+    "sparse_gradients_enabled": "sparse_gradients",
+    "super_offload": "zero_optimization.offload_optimizer.*",
+    "use_node_local_storage": "checkpoint.*",
+    "zero_allgather_partitions": "zero_optimization.*",
+    "zero_allgather_sequential": "zero_optimization.*",
+    "zero_elastic_checkpoint": "zero_optimization.*",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
+    "zero_legacy_stage1": "zero_optimization.*",
+    "zero_log_trace_cache_warnings": "zero_optimization.*",
+    "zero_max_live_parameters": "zero_optimization.*",
+    "zero_max_reuse_distance": "zero_optimization.*",
+    "zero_model_persistence_threshold": "zero_optimization.*",
+    "zero_module_granularity_threshold": "zero_optimization.*",
+    "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
+    "zero_param_persistence_threshold": "zero_optimization.*",
+    "zero_partial_offload": "zero_optimization.offload_optimizer.ratio",
+    "zero_prefetch_bucket_size": "zero_optimization.*",
+    "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
+    "zero_round_robin_gradients": "zero_optimization.*",
+    "zero_save_muon_momentum_buffer_in_memory": "zero_optimization.*",
+    "zero_sub_group_size": "zero_optimization.*",
+}
+
+# Methods that say whether something is on, which an engine with it on is not built for.
+_OFF = (
+    "amp_enabled autotuning_enabled autotuning_profile_model_info compile_autosp compile_autotp "
+    "compile_zero_optimization_stage curriculum_enabled_legacy curriculum_learning_enabled data_efficiency_enabled "
+    "data_sampling_enabled eigenvalue_enabled is_deepcompile_active pld_enabled random_ltd_enabled "
+    "uses_parallelization_pass_only"
+)
+# Methods that return the settings of such a thing where it is on.
+_NOTHING = "get_pld_theta zenflow_config zeropp_loco_param"
+
+# What is said of a member that is not served -> such members.
+_REFUSED = {
+    "section `amp`; bf16, fp16 or torch_autocast": "amp_params",
+    "autotuning (section `autotuning`); tessera estimate": "autotuning_end_profile_step autotuning_metric "
+    "autotuning_metric_path autotuning_model_info autotuning_model_info_path autotuning_start_profile_step",
+    "section `eigenvalue`": "eigenvalue_gas_boundary_resolution eigenvalue_layer_name eigenvalue_layer_num "
+    "eigenvalue_max_iter eigenvalue_stability eigenvalue_tol eigenvalue_verbose",
+    "sections `curriculum_learning` and `data_efficiency`; a sampler and a collate_fn of your own": "random_ltd_config "
+    "curriculum_learning_config curriculum_params_legacy data_efficiency_config data_sampling_config "
+    "random_ltd_initialize set_custom_curriculum_learning_schedule set_data_post_process_func",
+    "section `progressive_layer_drop`": "pld_gamma pld_params pld_theta",
+    "DeepCompile (section `compile`); engine.compile() is torch.compile": "get_autosp_backend get_autotp_backend "
+    "get_compile_time get_deepcompile_backend get_deepspeed_compile_backend register_compile_pass",
+    "reductions of one's own; the core reduces gradients in the backward, engine.no_sync() delays them": ""
+    "all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain sparse_all_gather "
+    "buffered_allreduce_fallback sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain",
+    "clipping apart from the step; gradient_clipping, or engine.clip_grad_norm_()": "clip_fp32_gradients",
+    "a choice of a class; engine.basic_optimizer is what was chosen": "get_optimizer_configuration",
+    "expert parallelism (section `expert_parallel`)": "load_moe_state_dict print_forward_breakdown",
+    "section `quantize_training`": "quantize_training",
+    "section `aio`; offload needs no settings of its own": "aio_config swap_tensor_config",
+}
+_WHY = {name: feature for feature, names in _REFUSED.items() for name in names.split()}
+
+
+def refusal(name: str) -> str | None:
+    """What is said of a member of DeepSpeed's engine that is not served."""
+    feature = _WHY.get(name)
+    return feature and f"[deepspeed] engine.{name} is not served by Tessera: {feature}"
+
+
+class ConfigGetters:
+    """Of an engine."""
+
+    _settings: tessera.Config
+
+    def postscale_gradients(self) -> bool:
+        return not self._settings.get("prescale_gradients")
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        return self._settings.get("checkpoint.tag_validation").lower() != "ignore"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        return self._settings.get("checkpoint.tag_validation").lower() == "fail"
+
+    def checkpoint_writer_enabled(self) -> bool:
+        return self._settings.get("checkpoint.writer") is not None
+
+    def initial_dynamic_scale(self) -> float:
+        return 2.0 ** self._settings.get("fp16.initial_scale_power")
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        fp16 = self._settings.get("fp16")
+        return {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": fp16["loss_scale_window"],
+            "delayed_shift": fp16["hysteresis"],
+            "consecutive_hysteresis": fp16["consecutive_hysteresis"],
+            "min_scale": fp16["min_loss_scale"],
+        }
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """dtype of the parameters, and that in which gradients are accumulated."""
+        fp16, bf16 = self._settings.get("fp16.enabled"), self._settings.get("bf16.enabled")
+        of_params = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
+        return of_params, dtype_at(self._settings, "data_types.grad_accum_dtype") or of_params
+
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
+        given = self._settings.get("torch_autocast.lower_precision_safe_modules")
+        return get_default_autocast_lower_precision_modules() if given is None else given
+
+    def is_elastic_model_parallel_supported(self) -> bool | None:
+        """None without elasticity."""
+        section = self._settings.get("elasticity")
+        return section["num_gpus_per_node"] % section["model_parallel_size"] == 0 if section["enabled"] else None
+
+    @staticmethod
+    def is_map_style_dataset(obj: object) -> bool:
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    @staticmethod
+    def is_iterable_style_dataset(obj: object) -> bool:
+        return isinstance(obj, torch.utils.data.IterableDataset)
+
+    # ---- placement
+
+    def _away(self) -> str:
+        return self._settings.get("zero_optimization.offload_optimizer.device")
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        return self._away() != "none"
+
+    def zero_cpu_offload(self) -> bool:
+        return self._away() == "cpu"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        return self._away() == "nvme"
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self._settings.get("zero_optimization.stage") == 3
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self._settings.get("zero_optimization.stage") >= 2
+
+
+def _returning(name: str, get: Callable[[Any], Any], doc: str) -> Callable[[Any], Any]:
+    def getter(self: Any) -> Any:
+        return get(self)
+
+    getter.__name__, getter.__qualname__, getter.__doc__ = name, f"ConfigGetters.{name}", doc
+    return getter
+
+
+def _key(name: str, key: str) -> Callable[[Any], Any]:
+    key = key.replace("*", name.removeprefix("zero_"))
+    return _returning(name, lambda self: self._settings.get(key), f"`{key}` of the configuration.")
+
+
+for _name, _path in _KEYS.items():
+    setattr(ConfigGetters, _name, _key(_name, _path))
+for _name in _OFF.split():
+    setattr(ConfigGetters, _name, _returning(_name, lambda self: False, "False: an engine with it is not built."))
+for _name in _NOTHING.split():
+    setattr(ConfigGetters, _name, _returning(_name, lambda self: None, "None: an engine with it is not built."))
