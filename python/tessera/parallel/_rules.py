@@ -144,7 +144,7 @@ def rules_for(model: nn.Module, config: _core.Config, size: int) -> Rules:
     if preset:
         return Rules(_preset(preset, model), f"preset {preset}")
     plan = tp_plan_of(model)
-    if plan:
+    if plan and model_type(model) not in _PLANS_LEFT:
         return Rules([rule for name, style in plan.items() for rule in _planned(name, style, model)], "tp_plan")
     return Rules([], "heuristics")
 
@@ -253,6 +253,8 @@ _AROUND = (
     *("local", "gather", "ep_router", "ep_dispatch_experts", "moe_tp_experts", "moe_identity_expert"),
     *("embedding_rowwise", "embedding_colwise"),
 )
+# Model types whose plan cuts through a fused query, key and value, of whose layout heuristics know.
+_PLANS_LEFT = ("codegen",)
 # Low-rank projections that a norm follows, which some plans cut all the same: they stay whole.
 _NEVER_CUT = ("q_a_proj", "kv_a_proj_with_mqa")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support import config
-from tessera.parallel._rules import facts_of, model_type, tp_plan_of
+from tessera.parallel._rules import _planned, facts_of, model_type, tp_plan_of
 from tiny_models import LLAMA, MODELS, of
 from torch import nn
 
@@ -99,6 +99,31 @@ def test_what_is_wrong_is_named(section: dict[str, Any], message: str) -> None:
 def test_gathering_a_packed_weight_is_not_served() -> None:
     with pytest.raises(NotImplementedError, match="gather_output with shape"):
         planned(MODELS["llama"][0](), **custom({**COLUMN, "shape": [2, -1], "gather_output": True}))
+
+
+def test_styles_of_newer_plans() -> None:
+    """Of Transformers 5."""
+    model = of("Llama", LLAMA)()
+    want = cut(planned(model))
+    layers = {
+        f"layers.*.{name}": style
+        for style, names in {
+            "colwise": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+            "rowwise_split_input": ("self_attn.o_proj", "mlp.down_proj"),
+            "moe_tp_experts": ("mlp.experts",),
+        }.items()
+        for name in names
+    }
+    more = {"embed_tokens": "embedding_rowwise", "norm": "replicate"}
+    model.config.base_model_tp_plan = {**layers, **more}
+    assert cut(planned(model)) == want
+    model.config.model_type = "codegen"  # whose plan cuts through its fused layer
+    assert planned(model).source == "heuristics"
+    for style, name, partition in (("packed_colwise", "gate_up_proj", "Column"), ("rowwise", "down_proj", "Row")):
+        (rule,) = _planned(f"layers.*.mlp.experts.{name}", style, model)
+        assert rule.partition.name == partition
+        assert rule.matches(f"model.layers.1.mlp.experts.{name}")
+    assert _planned("layers.*.mlp.experts.gate_up_proj_bias", "grouped_gemm", model) == []
 
 
 def odd_plan() -> nn.Module:
