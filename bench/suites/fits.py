@@ -25,7 +25,7 @@ MIB = 1 << 20
 LIMIT = {True: 1024 * MIB, False: 2048 * MIB}  # by quick mode
 WIDTH = {True: 256, False: 1024}
 MOST = {True: 8, False: 128}  # layers
-SECONDS = 900  # of a trial
+SECONDS = 3600  # of a trial
 
 
 @dataclass
