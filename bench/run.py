@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
-import socket
 import sys
 import time
 import warnings
@@ -30,22 +29,11 @@ from measure import probe as probe_machine  # noqa: E402
 from models import GPT_SIZES  # noqa: E402
 from plan import run_all  # noqa: E402
 from report import QUIET, ROOT, Probe, Result, moved, probe_text, write  # noqa: E402
+from tessera.distributed import free_port  # noqa: E402
 
 ALL, INDEX = "all", "index"
+OF_MACHINES = ("--disk", "--out")  # options whose folders a report does not name
 NOISY = ROOT / "build" / "bench-noisy"
-
-
-def free_port() -> int:
-    """It stays this process's: its socket stays open, on every address (as a store listens), so that the system gives
-    it to nothing else. A store may listen on it, since stores reuse addresses."""
-    dual = socket.has_dualstack_ipv6()
-    with socket.socket(socket.AF_INET6 if dual else socket.AF_INET) as held:
-        if dual:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))
-        os.dup(held.fileno())
-        return int(held.getsockname()[1])
 
 
 def setup(rank: int, args: argparse.Namespace, port: int) -> None:
@@ -168,7 +156,8 @@ def options() -> argparse.Namespace:
     parser = arguments()
     args = parser.parse_args()
     args.started = time.time()
-    args.command = " ".join(["python bench/run.py", *sys.argv[1:]])
+    words = zip(["", *sys.argv[1:]], sys.argv[1:], strict=False)
+    args.command = " ".join(["python bench/run.py", *("FOLDER" if last in OF_MACHINES else w for last, w in words)])
     args.out = args.folder or (ROOT / "build" / "bench-quick" if args.quick else HERE / "reports")
     if args.bench in BENCHES:
         complete(args, parser)

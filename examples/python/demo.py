@@ -12,7 +12,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -205,19 +204,6 @@ def finish(args, model, text, result: dict) -> None:
 # ---- the parent
 
 
-def free_port() -> int:
-    """It stays this process's: its socket stays open, on every address (as a store listens), so that the system gives
-    it to nothing else. A store may listen on it, since stores reuse addresses."""
-    dual = socket.has_dualstack_ipv6()
-    with socket.socket(socket.AF_INET6 if dual else socket.AF_INET) as held:
-        if dual:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))
-        os.dup(held.fileno())
-        return held.getsockname()[1]
-
-
 def run_rank(args: argparse.Namespace, rank: int, port: int) -> None:
     place = {
         "RANK": rank,
@@ -236,6 +222,8 @@ def launch(args: argparse.Namespace, worker: str, **more: int) -> dict:
     os.environ["OMP_NUM_THREADS"] = "1"
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["tessera", "torch._dynamo", "torch.distributed.nn", "tqdm"])
+    from tessera.distributed import free_port
+
     options, port = argparse.Namespace(**{**vars(args), "worker": worker, **more}), free_port()
     ranks = [forks.Process(target=run_rank, args=(options, rank, port)) for rank in range(args.ranks)]
     for rank in ranks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from collections.abc import Iterable
 from typing import Any
 
@@ -138,6 +139,20 @@ def _environment(auto_mpi_discovery: bool) -> dict[str, int]:
                 except ValueError:
                     raise ConfigError(f"[init_distributed] {spelling} must be an integer, got {text!r}") from None
     return found
+
+
+def free_port() -> int:
+    """A TCP port of this host where a store of this process or another may listen. It stays this process's until that
+    ends: its socket stays open, on every address, so that the system gives the port to nothing else; stores reuse
+    addresses. Local."""
+    dual = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if dual else socket.AF_INET) as held:
+        if dual:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        os.dup(held.fileno())
+        return int(held.getsockname()[1])
 
 
 def local_rank() -> int:

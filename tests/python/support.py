@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from tessera.distributed import free_port as free_port
 from torch import nn
 
 import tessera
@@ -77,19 +76,6 @@ def make(cls: Callable[..., nn.Module] = Net, *args: Any, seed: int = 0, **kwarg
 def batch(seed: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randn(rows, 5, generator=generator), torch.randn(rows, 3, generator=generator)
-
-
-def free_port() -> int:
-    """It stays this process's: its socket stays open, on every address (as a store listens), so that the system gives
-    it to nothing else. A store may listen on it, since stores reuse addresses."""
-    dual = socket.has_dualstack_ipv6()
-    with socket.socket(socket.AF_INET6 if dual else socket.AF_INET) as held:
-        if dual:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))
-        os.dup(held.fileno())
-        return held.getsockname()[1]
 
 
 def config(stage: int = 0, accumulation: int = 1, bf16: bool = False, **more: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from support import (
     PROCESSES,
@@ -412,3 +414,14 @@ def test_process_group_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(tessera.ConfigError, match="LOCAL_RANK"):
         tessera.initialize(args=argparse.Namespace(local_rank=0), model=make(), config=config())
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_free_port_is_given_to_nobody_else_at_any_address(address: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
+        pytest.skip("this host has no IPv6")
+    port = free_port()
+    with socket.socket(family) as other, pytest.raises(OSError, match="in use"):
+        other.bind((address, port))
+    dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import os
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from tessera.distributed import init_distributed
+from tessera.distributed import free_port, init_distributed
 from tessera.errors import ConfigError, UsageError
 from tessera.hybrid._mailbox import C10D
 from tessera.hybrid._object_store import Exchange, MeetingStore
@@ -82,18 +81,10 @@ class Host:
     def __init__(self) -> None:
         self.object: Any = None
         self.place: Place | None = None  # as long as this process: see Meeting.exchange
-        self.port: socket.socket | None = None
 
     def address(self) -> tuple[str, int]:
-        """Where the ranks meet. The port's socket stays open, on every address, so the system gives the port to nothing
-        else. The store may listen on it, since stores reuse addresses."""
-        dual = socket.has_dualstack_ipv6()
-        self.port = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
-        if dual:
-            self.port.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        self.port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.port.bind(("", 0))
-        return import_ray().util.get_node_ip_address(), self.port.getsockname()[1]
+        """Where the ranks meet."""
+        return import_ray().util.get_node_ip_address(), free_port()
 
     def build(self, place: Place, master: tuple[str, int], backend: str | None, make: Any) -> None:
         os.environ.update(
