@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
+import runpy
+import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,6 +109,41 @@ PROCESSES.set_forkserver_preload(
 def run_processes(world: int, body: Callable[..., None], *args: Any) -> None:
     """body(rank, *args) in `world` processes; the first error is raised."""
     mp.start_processes(body, args, nprocs=world, start_method="forkserver")
+
+
+def become(command: list[str], file: str | Path, folder: str | Path = ".", **environment: str) -> None:
+    """Makes a process of PROCESSES the program, printing to `file`. Python's own run in the interpreter that it has."""
+    with open(file, "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.update(environment)
+    os.chdir(folder)
+    if command[0] != sys.executable:
+        os.execv(command[0], command)
+    sys.argv[:] = command[1:]
+    sys.path.insert(0, str(Path(command[1]).parent))
+    runpy.run_path(command[1], run_name="__main__")
+
+
+def _become_rank(rank: int, command: list[str], files: list[Path], folder: Path, environment: dict[str, str]) -> None:
+    become(command, files[rank], folder, **environment, RANK=str(rank), LOCAL_RANK=str(rank))
+
+
+def run_program(
+    command: Sequence[str | Path], ranks: int = 1, folder: Path | None = None, **environment: str
+) -> list[str]:
+    """What each rank of a program prints. Its processes find what torchrun gives them, a store that outlives them
+    too, but start without its seconds of imports."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    with tempfile.TemporaryDirectory() as scratch:
+        files = [Path(scratch, str(rank)) for rank in range(ranks)]
+        try:
+            run_processes(ranks, _become_rank, [*map(str, command)], files, folder or Path.cwd(), environment)
+        except Exception as error:
+            raise AssertionError("\n".join(file.read_text() for file in files if file.exists())) from error
+        return [file.read_text() for file in files]
 
 
 def run_ranks(world: int, body: Callable[[int, tessera.Group], Any], timeout: float = 60) -> list[Any]:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import resource
-import runpy
 import subprocess
 import sys
 import textwrap
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import PROCESSES, free_port
+from support import PROCESSES, become, free_port, run_program
 
 import tessera
 import tessera.pipeline
@@ -33,7 +32,7 @@ needs_cpp = pytest.mark.skipif(not TRAIN_CPP.exists(), reason="C++ examples are 
 def files(tmp_path_factory):
     """Text, initial weights and one configuration a case."""
     folder = tmp_path_factory.mktemp("examples")
-    subprocess.run([sys.executable, TRAIN_PY.with_name("text.py"), folder / "text.txt"], check=True)
+    run_program([sys.executable, TRAIN_PY.with_name("text.py"), folder / "text.txt"])
     return folder
 
 
@@ -51,43 +50,12 @@ def losses_of(output: str) -> list[float]:
     return [float(x) for x in re.findall(r"loss (\d+\.\d+)", output)]
 
 
-def run_program(command: list[str], environment: dict[str, str], file: Path) -> None:
-    """In a process of PROCESSES: a Python program in its interpreter, any other in its place."""
-    with file.open("w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    os.environ.update(environment)
-    if command[0] != sys.executable:
-        os.execv(command[0], command)
-    sys.argv[:] = command[1:]
-    sys.path.insert(0, str(Path(command[1]).parent))
-    runpy.run_path(command[1], run_name="__main__")
-
-
 def train(program: list, folder: Path, config: Path, ranks: int, *more: str | Path, steps: int = STEPS) -> list[float]:
     """Losses of every step on rank 0 and the held-out loss."""
     command = [*program, "--config", config, "--data", folder / "text.txt", "--weights", folder / "weights.pt"]
     command += ["--steps", str(steps), *SIZES, *more]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # the C++ program trains on the CPU
-    files = [folder / f"{rank}.out" for rank in range(ranks)]
-    processes = [
-        PROCESSES.Process(
-            target=run_program,
-            args=(
-                [str(word) for word in command],
-                environment | {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)},
-                files[rank],
-            ),
-        )
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process, file in zip(processes, files, strict=True):
-        process.join(300)
-        assert process.exitcode == 0, file.read_text()
-    losses = losses_of(files[0].read_text())
+    # The C++ program trains on the CPU.
+    losses = losses_of(run_program(command, ranks, CUDA_VISIBLE_DEVICES="")[0])
     assert len(losses) in (STEPS + 1, STEPS // 2 + 1)  # the whole run, or a half
     return losses
 
@@ -96,7 +64,7 @@ def train(program: list, folder: Path, config: Path, ranks: int, *more: str | Pa
 def weights(files):
     config = config_file(files, 0, "fp32")
     command = [sys.executable, TRAIN_PY, "--config", config, "--save-weights", files / "weights.pt", *SIZES]
-    subprocess.run(command, check=True)
+    run_program(command)
     return files / "weights.pt"
 
 
@@ -219,11 +187,11 @@ M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def run_within(limit: int, command: list[str], file: Path) -> None:
-    """run_program() with so many KiB of data, if any."""
+    """become() with so many KiB of data, if any."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1_000_000)  # what is freed is given back
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (1024 * limit, 1024 * limit))
-    run_program(command, {}, file)
+    become(command, file)
 
 
 def write_data(file: Path) -> None:
@@ -302,10 +270,7 @@ def test_readme_shows_the_examples(language, path, comment):
 def test_the_first_loop_of_the_readme_runs_as_it_stands(tmp_path, ranks):
     loop = re.search(r"```python\n(.*?)\n```", (ROOT / "README.md").read_text(), re.S).group(1)
     (tmp_path / "loop.py").write_text(loop)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    command = [sys.executable, *(launcher if ranks > 1 else []), tmp_path / "loop.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    losses = [float(value) for value in re.findall(r"loss (\d+\.\d{4})", done.stdout)]  # of two processes, in any order
-    assert len(losses) == ranks and max(losses) < 1, "it learns: the variance of the target is 4"
-    assert "step=200" in done.stderr and done.stderr.count("step=200") == 1
+    printed = run_program([sys.executable, tmp_path / "loop.py"], ranks, tmp_path)
+    for text in printed:
+        assert losses_of(text)[-1] < 1, "it learns: the variance of the target is 4"
+    assert ["step=200" in text for text in printed] == [rank == 0 for rank in range(ranks)]

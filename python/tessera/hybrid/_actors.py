@@ -93,6 +93,7 @@ class Host:
             LOCAL_RANK="0",  # Ray shows an actor its own devices only
             MASTER_ADDR=master[0],
             MASTER_PORT=str(master[1]),
+            TORCHELASTIC_USE_AGENT_STORE="False",  # True where torchrun started the driver, whose environment this is
         )
         init_distributed(backend, timeout=timedelta(seconds=place.timeout))
         kind, args, kwargs = make
