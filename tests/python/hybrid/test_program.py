@@ -48,9 +48,8 @@ def close(actual, expected):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # fp32, sums in another order
 
 
-@pytest.mark.parametrize("transport", ["auto", "ray"])
-def test_weights_of_one_process(ray_cluster, tmp_path, transport):
-    with program_of(tmp_path, clip=CLIP, transport=transport) as program:
+def test_weights_of_one_process(ray_cluster, tmp_path):
+    with program_of(tmp_path, clip=CLIP, transport="ray") as program:  # "auto": the next test
         for step in range(3):
             losses = program.step("train", step)["text"]
             assert losses[0] == losses[1]
