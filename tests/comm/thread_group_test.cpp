@@ -83,7 +83,7 @@ TEST(ThreadGroups, LaunchingDoesNotBlockAndAnyOrderOfWaitsWorks) {
   EXPECT_EQ(y.sum().item<float>(), 20.0f);
 }
 
-TEST(ThreadGroups, ARankThatHasPostedNeedNotWaitForTheOthersToFinish) {
+TEST(ThreadGroups, ARankThatHasCalledNeedNotWaitForTheOthersToFinish) {
   const auto groups = thread_groups(2);
   auto x = at::ones({10}), y = at::ones({10});
   auto mine = groups[0]->all_reduce(x, ReduceOp::Sum);
@@ -130,7 +130,7 @@ TEST(ThreadGroups, ADestroyedGroupFailsThoseWhoWaitForIt) {
   });
 }
 
-TEST(ThreadGroups, AFinishedRankDoesNotHarmWhatItHasPosted) {
+TEST(ThreadGroups, AFinishedRankDoesNotHarmItsCalls) {
   auto groups = thread_groups(2);
   auto x = at::ones({4}), y = at::ones({4});
   auto theirs = groups[1]->all_reduce(x, ReduceOp::Sum);
@@ -172,10 +172,10 @@ TEST(ThreadGroups, DifferentSizesDtypesAndSplitsAreNamed) {
   });
 }
 
-TEST(ThreadGroups, ACircleOfWaitsIsNamed) {
+TEST(ThreadGroups, AWaitCycleIsNamed) {
   for (const int size : {2, 3})
-    testing::run_ranks(size, [](int, GroupPtr group) { testing::expect_circle(*group); });
-  testing::run_ranks(2, [](int, GroupPtr group) { testing::expect_no_circle(*group, 2500ms); });
+    testing::run_ranks(size, [](int, GroupPtr group) { testing::expect_cycle(*group); });
+  testing::run_ranks(2, [](int, GroupPtr group) { testing::expect_no_cycle(*group, 2500ms); });
 }
 
 TEST(ThreadGroups, ALateRankIsNamedAfterTheTimeout) {

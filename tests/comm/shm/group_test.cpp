@@ -130,10 +130,10 @@ TEST(ShmGroups, DifferentCallsAreNamedOnAllRanks) {
   });
 }
 
-TEST(ShmGroups, ACircleOfWaitsIsNamed) {
+TEST(ShmGroups, AWaitCycleIsNamed) {
   for (const int size : {2, 3})
-    run_shm(size, [](int, GroupPtr group) { testing::expect_circle(*group); });
-  run_shm(2, [](int, GroupPtr group) { testing::expect_no_circle(*group, 2500ms); });
+    run_shm(size, [](int, GroupPtr group) { testing::expect_cycle(*group); });
+  run_shm(2, [](int, GroupPtr group) { testing::expect_no_cycle(*group, 2500ms); });
 }
 
 TEST(ShmGroups, AbortReachesTheOthersWithItsReason) {
