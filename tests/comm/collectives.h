@@ -161,21 +161,6 @@ inline void random_collectives(comm::Group& group, int calls, uint64_t seed, int
   finish(0);
 }
 
-// The message of what `call` throws as an E; fails when it throws nothing or something else.
-template <class E, class F>
-std::string message_of(const F& call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "other exception: " << error.what();
-    return {};
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return {};
-}
-
 // Rank 0 is in a call of one sibling, the others in one of a second sibling: nobody calls anything different. Throws.
 inline void wait_in_a_cycle(comm::Group& group) {
   const auto a = group.sibling(), b = group.sibling();
