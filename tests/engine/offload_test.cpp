@@ -12,6 +12,7 @@
 #include "tests/support/modes.h"
 #include "tests/support/open_files.h"
 #include "tests/support/saved.h"
+#include "tests/support/training.h"
 
 namespace tessera::testing {
 
@@ -83,17 +84,13 @@ TEST(OffloadEngine, TilesHaveTheBitsOfOnePass) {
           loss.backward();
           engine.step();
         }
-        for (int i = 0; i < 3; ++i)
-          for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1})
-            found[away].push_back(engine.states().get_full(i, what));
+        found[away] = all_states(engine);
         const auto memory = engine.memory();
         EXPECT_EQ(memory.disk, away == 0 ? 0 : memory.master + memory.states + (away == 2 ? memory.params : 0));
         EXPECT_EQ(memory.host, 0);
       }
       for (const int away : {1, 2})
-        for (size_t i = 0; i < found[0].size(); ++i)
-          EXPECT_TRUE(found[0][i].equal(found[away][i]))
-              << precision.bytes_per_parameter() << " bytes, value " << i << ", " << away;
+        expect_same(found[away], found[0], c10::str(precision.bytes_per_parameter(), " bytes, ", away));
     });
   }
 }

@@ -7,6 +7,7 @@
 #include "tessera/zero/flat_params.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
+#include "tests/support/toy.h"
 
 namespace tessera::testing {
 
@@ -38,11 +39,6 @@ void with_flat(int world, bool sharded, at::ScalarType dtype,
     body(flat, shared, rank, group);
     group->barrier("the end");
   });
-}
-
-void fill(const at::Tensor& parameter, double value) {
-  const at::NoGradGuard no_grad;
-  at::Tensor(parameter).fill_(value);
 }
 
 }  // namespace
