@@ -35,8 +35,8 @@ std::vector<Mesh> thread_meshes(const MeshShape& shape, std::chrono::millisecond
   return meshes;
 }
 
-std::vector<PostPtr> posts_of(int world, std::chrono::milliseconds timeout) {
-  return world > 1 ? thread_posts(world, timeout) : std::vector<PostPtr>(1);
+std::vector<PointToPointPtr> p2p_of(int world, std::chrono::milliseconds timeout) {
+  return world > 1 ? thread_point_to_point(world, timeout) : std::vector<PointToPointPtr>(1);
 }
 
 }  // namespace
@@ -46,11 +46,11 @@ std::vector<Parts> thread_parts(const std::vector<MeshShape>& shapes, std::chron
   for (const MeshShape& shape : shapes)
     world += shape.size(kAxes);
   const auto everyone = thread_groups(world, timeout);
-  const auto posts = posts_of(world, timeout);
+  const auto p2p = p2p_of(world, timeout);
   std::vector<Parts> all;
   for (int part = 0; part < static_cast<int>(shapes.size()); ++part)
     for (Mesh& mesh : thread_meshes(shapes[part], timeout))
-      all.push_back({shapes, part, std::move(mesh), everyone[all.size()], posts[all.size()]});
+      all.push_back({shapes, part, std::move(mesh), everyone[all.size()], p2p[all.size()]});
   return all;
 }
 
@@ -66,12 +66,12 @@ std::vector<std::vector<Parts>> thread_overlaid_parts(const std::vector<MeshShap
   const int world = shapes[0].size(kAxes);
   check_overlaid(shapes, world);
   const auto everyone = thread_groups(world, timeout);
-  const auto posts = posts_of(world, timeout);
+  const auto p2p = p2p_of(world, timeout);
   std::vector<std::vector<Parts>> all(world);
   for (int part = 0; part < static_cast<int>(shapes.size()); ++part) {
     auto meshes = thread_meshes(shapes[part], timeout);
     for (int rank = 0; rank < world; ++rank)
-      all[rank].push_back({shapes, part, std::move(meshes[rank]), everyone[rank], posts[rank], /*overlaid=*/true});
+      all[rank].push_back({shapes, part, std::move(meshes[rank]), everyone[rank], p2p[rank], /*overlaid=*/true});
   }
   return all;
 }

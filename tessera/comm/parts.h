@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "tessera/comm/mesh.h"
-#include "tessera/comm/post.h"
+#include "tessera/comm/point_to_point.h"
 
 namespace tessera::comm {
 
@@ -15,7 +15,7 @@ struct Parts {
   int part = 0;                   // that of this rank
   Mesh mesh;                      // of this rank's part
   GroupPtr everyone;              // all ranks of all parts
-  PostPtr post;                   // between them; null where there is one rank
+  PointToPointPtr p2p;            // between them; null where there is one rank
   bool overlaid = false;
 
   int rank_of(int of_part, int place) const;  // among all ranks

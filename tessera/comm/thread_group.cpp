@@ -1,5 +1,5 @@
-// Ranks as threads. A call posts pointers and returns; the work is done in wait(), once all ranks
-// have posted. It is cut into one share per rank, and whoever waits takes the shares nobody has
+// Ranks as threads. A call leaves its pointers and returns; the work is done in wait(), once all ranks
+// have made the call. It is cut into one share per rank, and whoever waits takes the shares nobody has
 // begun, its own first: so a rank that does not wait yet never holds up the others, and two groups
 // used in crossed order cannot deadlock.
 //
@@ -23,49 +23,49 @@
 #include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
 #include "tessera/comm/copy_bytes.h"
-#include "tessera/comm/home.h"
 #include "tessera/comm/op_info.h"
+#include "tessera/comm/process_owner.h"
 #include "tessera/comm/reduce_rows.h"
-#include "tessera/comm/wait_circle.h"
+#include "tessera/comm/wait_cycle.h"
 
 namespace tessera::comm {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// What one rank posts.
-struct Post {
+// A call as one rank makes it.
+struct RankCall {
   OpInfo info;
   char* out = nullptr;
   const char* in = nullptr;
   std::vector<int64_t> out_splits, in_splits;  // bytes, all_to_all only
 };
 
-// One collective: slots for the posts of all ranks. Guarded by World::mutex, but posts are constant
+// One collective: slots for the calls of all ranks. Guarded by World::mutex, but calls are constant
 // once all are there.
 struct Op {
-  explicit Op(int size) : posts(size), begun(size, false) {}
+  explicit Op(int size) : calls(size), begun(size, false) {}
 
-  std::vector<std::optional<Post>> posts;
+  std::vector<std::optional<RankCall>> calls;
   std::vector<bool> begun;  // shares taken
   int channel = 0;
-  int posted = 0, running = 0, finished = 0;
+  int called = 0, running = 0, finished = 0;
 };
 
 // The calls of one group and of each of its siblings, in the order of each rank.
 struct Channel {
   explicit Channel(int size) : next(size, 0), users(size), gone(size, false), next_memory(size, 0) {}
 
-  std::deque<std::shared_ptr<Op>> open;  // not yet posted by all; front is position `first`
+  std::deque<std::shared_ptr<Op>> open;  // not yet called by all; front is position `first`
   int64_t first = 0;
   std::vector<int64_t> next;           // position of a rank's next call
-  std::vector<std::thread::id> users;  // of each rank, see Note [Waiting in a circle]
+  std::vector<std::thread::id> users;  // of each rank, see Note [Wait cycles]
   std::vector<bool> gone;              // ranks whose Group object was destroyed
   std::vector<int64_t> next_memory;
   std::map<int64_t, std::pair<std::shared_ptr<char[]>, int>> memories;  // not yet taken by all
 };
 
-// A wait for ranks that have not posted.
+// A wait for ranks that have not made the call.
 struct Blocked {
   int rank = 0;
   const Op* op = nullptr;
@@ -81,7 +81,7 @@ class World {
       : size_(size), timeout_(timeout), channels_(1, Channel(size)), siblings_(size, 0) {}
 
   int size() const { return size_; }
-  std::shared_ptr<Op> post(int channel, int rank, Post post);
+  std::shared_ptr<Op> launch(int channel, int rank, RankCall call);
   void wait(int rank, Op& op, Clock::time_point launched);
   bool wait_for(const Op& op, std::chrono::milliseconds limit);
   void abort(int rank, const std::string& reason);
@@ -91,21 +91,21 @@ class World {
   std::shared_ptr<char[]> memory(int channel, int rank, int64_t bytes);
 
  private:
-  void check_home(int rank, const OpInfo& info) const;
+  void check_owner(int rank, const OpInfo& info) const;
   void check_alive(int rank, const OpInfo& info, Clock::time_point since) const;
   void fail(std::string cause);
   void check_agreement(const Op& op);
   std::string departed(const Op& op) const;
   std::vector<Blocked> holding_up(const Blocked& wait) const;
-  std::string circle(const Blocked& wait) const;
-  void await_posts(std::unique_lock<std::mutex>& lock, const Blocked& wait, Clock::time_point deadline);
+  std::string cycle(const Blocked& wait) const;
+  void await_calls(std::unique_lock<std::mutex>& lock, const Blocked& wait, Clock::time_point deadline);
   int pick_share(const Op& op, int rank) const;
   void run_share(const Op& op, int share) const;
   void all_to_all_share(const Op& op, int share) const;
   void all_reduce_share(const Op& op, int share) const;
   std::vector<int> missing(const Op& op) const;
 
-  const Home home_;
+  const ProcessOwner owner_;
   const int size_;
   const std::chrono::milliseconds timeout_;
   std::mutex mutex_;
@@ -117,8 +117,8 @@ class World {
 };
 
 // Before the mutex, which nobody opens in a forked copy.
-void World::check_home(int rank, const OpInfo& info) const {
-  if (!home_.here()) throw_failed(rank, size_, info, 0.0, kForkedCopy);
+void World::check_owner(int rank, const OpInfo& info) const {
+  if (!owner_.is_here()) throw_failed(rank, size_, info, 0.0, kForkedCopy);
 }
 
 void World::check_alive(int rank, const OpInfo& info, Clock::time_point since) const {
@@ -131,10 +131,10 @@ void World::fail(std::string cause) {
   changed_.notify_all();
 }
 
-std::shared_ptr<Op> World::post(int channel, int rank, Post post) {
-  check_home(rank, post.info);
+std::shared_ptr<Op> World::launch(int channel, int rank, RankCall call) {
+  check_owner(rank, call.info);
   const std::scoped_lock lock(mutex_);
-  check_alive(rank, post.info, Clock::now());
+  check_alive(rank, call.info, Clock::now());
   Channel& c = channels_[channel];
   const int64_t position = c.next[rank]++;
   c.users[rank] = std::this_thread::get_id();
@@ -143,17 +143,17 @@ std::shared_ptr<Op> World::post(int channel, int rank, Post post) {
     c.open.back()->channel = channel;
   }
   const auto op = c.open[position - c.first];
-  op->posts[rank] = std::move(post);
-  op->posted += 1;
+  op->calls[rank] = std::move(call);
+  op->called += 1;
   check_agreement(*op);
-  if (op->posted == size_) {
-    while (!c.open.empty() && c.open.front()->posted == size_) {
+  if (op->called == size_) {
+    while (!c.open.empty() && c.open.front()->called == size_) {
       c.open.pop_front();
       ++c.first;
     }
     changed_.notify_all();
   }
-  check_alive(rank, op->posts[rank]->info, Clock::now());
+  check_alive(rank, op->calls[rank]->info, Clock::now());
   return op;
 }
 
@@ -175,7 +175,7 @@ std::shared_ptr<char[]> World::memory(int channel, int rank, int64_t bytes) {
 }
 
 int World::add_channel(int rank) {
-  check_home(rank, {.name = "sibling", .label = {}});
+  check_owner(rank, {.name = "sibling", .label = {}});
   const std::scoped_lock lock(mutex_);
   const int channel = ++siblings_[rank];
   if (static_cast<size_t>(channel) == channels_.size()) channels_.emplace_back(size_);
@@ -186,20 +186,20 @@ int World::add_channel(int rank) {
 void World::check_agreement(const Op& op) {
   int reference = -1;
   for (int r = 0; r < size_; ++r) {
-    if (!op.posts[r]) continue;
+    if (!op.calls[r]) continue;
     if (reference < 0) reference = r;
-    const OpInfo& a = op.posts[reference]->info;
-    const OpInfo& b = op.posts[r]->info;
+    const OpInfo& a = op.calls[reference]->info;
+    const OpInfo& b = op.calls[r]->info;
     if (same_call(a, b)) continue;
     fail(disagreement(reference, describe_fully(a), r, describe_fully(b)));
     return;
   }
-  if (op.posted < size_ || std::string_view(op.posts[0]->info.name) != "all_to_all") return;
+  if (op.called < size_ || std::string_view(op.calls[0]->info.name) != "all_to_all") return;
   for (int from = 0; from < size_; ++from) {
     for (int to = 0; to < size_; ++to) {
-      const int64_t sent = op.posts[from]->in_splits[to], expected = op.posts[to]->out_splits[from];
+      const int64_t sent = op.calls[from]->in_splits[to], expected = op.calls[to]->out_splits[from];
       if (sent == expected) continue;
-      fail(split_disagreement(describe(op.posts[from]->info), from, sent, to, expected));
+      fail(split_disagreement(describe(op.calls[from]->info), from, sent, to, expected));
       return;
     }
   }
@@ -208,7 +208,7 @@ void World::check_agreement(const Op& op) {
 std::vector<int> World::missing(const Op& op) const {
   std::vector<int> ranks;
   for (int r = 0; r < size_; ++r) {
-    if (!op.posts[r]) ranks.push_back(r);
+    if (!op.calls[r]) ranks.push_back(r);
   }
   return ranks;
 }
@@ -216,7 +216,7 @@ std::vector<int> World::missing(const Op& op) const {
 // Why `op` can never start: a rank it waits for has destroyed its group.
 std::string World::departed(const Op& op) const {
   for (int r = 0; r < size_; ++r) {
-    if (channels_[op.channel].gone[r] && !op.posts[r]) {
+    if (channels_[op.channel].gone[r] && !op.calls[r]) {
       return "rank " + std::to_string(r) + " destroyed its group without making this call";
     }
   }
@@ -227,31 +227,31 @@ std::string World::departed(const Op& op) const {
 std::vector<Blocked> World::holding_up(const Blocked& wait) const {
   std::vector<Blocked> result;
   for (const Blocked& other : blocked_) {
-    const bool long_enough = Clock::now() - other.since >= kCircleAfter && other.op->posted < size_;
-    if (long_enough && !wait.op->posts[other.rank] && channels_[wait.op->channel].users[other.rank] == other.thread)
+    const bool long_enough = Clock::now() - other.since >= kCycleAfter && other.op->called < size_;
+    if (long_enough && !wait.op->calls[other.rank] && channels_[wait.op->channel].users[other.rank] == other.thread)
       result.push_back(other);
   }
   return result;
 }
 
-std::string World::circle(const Blocked& wait) const {
+std::string World::cycle(const Blocked& wait) const {
   std::vector<std::pair<int, std::string>> waits;
-  for (const Blocked& w : find_circle(wait, [this](const Blocked& node) { return holding_up(node); }))
-    waits.emplace_back(w.rank, describe(w.op->posts[w.rank]->info));
-  return waits.empty() ? std::string() : circle_text(std::move(waits));
+  for (const Blocked& w : find_cycle(wait, [this](const Blocked& node) { return holding_up(node); }))
+    waits.emplace_back(w.rank, describe(w.op->calls[w.rank]->info));
+  return waits.empty() ? std::string() : cycle_text(std::move(waits));
 }
 
-// Until somebody posts or fails, or for a while.
-void World::await_posts(std::unique_lock<std::mutex>& lock, const Blocked& wait, Clock::time_point deadline) {
+// Until somebody calls or fails, or for a while.
+void World::await_calls(std::unique_lock<std::mutex>& lock, const Blocked& wait, Clock::time_point deadline) {
   const auto next = std::min(deadline, Clock::now() + std::chrono::milliseconds(500));
   blocked_.push_back(wait);
   changed_.wait_until(lock, next);
   std::string cause;
-  if (wait.op->posted < size_ && cause_.empty()) {
-    if (Clock::now() - wait.since >= kCircleAfter) cause = circle(wait);
+  if (wait.op->called < size_ && cause_.empty()) {
+    if (Clock::now() - wait.since >= kCycleAfter) cause = cycle(wait);
     if (cause.empty() && Clock::now() >= deadline)
       cause = "timed out waiting for rank(s) " + join(missing(*wait.op)) + " in " +
-              describe(wait.op->posts[wait.rank]->info);
+              describe(wait.op->calls[wait.rank]->info);
   }
   std::erase(blocked_, wait);
   if (!cause.empty()) fail(std::move(cause));
@@ -266,9 +266,9 @@ int World::pick_share(const Op& op, int rank) const {
 }
 
 void World::wait(int rank, Op& op, Clock::time_point launched) {
-  check_home(rank, op.posts[rank]->info);
+  check_owner(rank, op.calls[rank]->info);
   std::unique_lock lock(mutex_);
-  const OpInfo& info = op.posts[rank]->info;
+  const OpInfo& info = op.calls[rank]->info;
   const auto since = Clock::now();
   while (op.finished < size_) {
     if (!cause_.empty()) {
@@ -277,13 +277,13 @@ void World::wait(int rank, Op& op, Clock::time_point launched) {
       if (op.finished == size_) return;
       check_alive(rank, info, launched);
     }
-    if (op.posted < size_) {
+    if (op.called < size_) {
       if (auto cause = departed(op); !cause.empty()) {
         // A rank that unwinds from an error destroys its siblings first and says a moment later why.
         changed_.wait_for(lock, std::chrono::milliseconds(200), [&] { return !cause_.empty(); });
         fail(std::move(cause));
       } else {
-        await_posts(lock, {rank, &op, std::this_thread::get_id(), since}, since + timeout_);
+        await_calls(lock, {rank, &op, std::this_thread::get_id(), since}, since + timeout_);
       }
       continue;
     }
@@ -305,66 +305,66 @@ void World::wait(int rank, Op& op, Clock::time_point launched) {
 
 // All ranks have made the call (or it failed): whoever waits for it now does what is left of it.
 bool World::wait_for(const Op& op, std::chrono::milliseconds limit) {
-  if (!home_.here()) return true;
+  if (!owner_.is_here()) return true;
   std::unique_lock lock(mutex_);
-  return changed_.wait_for(lock, limit, [&] { return op.posted == size_ || !cause_.empty(); });
+  return changed_.wait_for(lock, limit, [&] { return op.called == size_ || !cause_.empty(); });
 }
 
 void World::abort(int rank, const std::string& reason) {
-  if (!home_.here()) return;
+  if (!owner_.is_here()) return;
   const std::scoped_lock lock(mutex_);
   fail("rank " + std::to_string(rank) + " aborted: " + reason);
 }
 
 void World::leave(int channel, int rank) {
-  if (!home_.here()) return;
+  if (!owner_.is_here()) return;
   const std::scoped_lock lock(mutex_);
   channels_[channel].gone[rank] = true;
   changed_.notify_all();
 }
 
 void World::run_share(const Op& op, int share) const {
-  const Post& mine = *op.posts[share];
+  const RankCall& mine = *op.calls[share];
   const std::string_view name = mine.info.name;
   const int64_t part = mine.info.bytes / size_;
   if (name == "all_gather") {
     for (int r = 0; r < size_; ++r)
-      copy_bytes(mine.out + r * part, op.posts[r]->in, part);
+      copy_bytes(mine.out + r * part, op.calls[r]->in, part);
   } else if (name == "reduce_scatter") {
     std::vector<const void*> rows(size_);
     for (int r = 0; r < size_; ++r)
-      rows[r] = op.posts[r]->in + share * part;
+      rows[r] = op.calls[r]->in + share * part;
     const int64_t count = part / static_cast<int64_t>(c10::elementSize(mine.info.dtype));
     reduce_rows(mine.out, rows.data(), size_, count, mine.info.dtype, mine.info.op);
   } else if (name == "all_reduce") {
     all_reduce_share(op, share);
   } else if (name == "broadcast") {
-    copy_bytes(mine.out, op.posts[mine.info.root]->in, mine.info.bytes);
+    copy_bytes(mine.out, op.calls[mine.info.root]->in, mine.info.bytes);
   } else if (name == "all_to_all") {
     all_to_all_share(op, share);
   }
 }
 
 void World::all_reduce_share(const Op& op, int share) const {
-  const OpInfo& info = op.posts[share]->info;
+  const OpInfo& info = op.calls[share]->info;
   const auto width = static_cast<int64_t>(c10::elementSize(info.dtype));
   const int64_t total = info.bytes / width;
   const int64_t begin = total * share / size_, count = total * (share + 1) / size_ - begin;
   std::vector<const void*> rows(size_);
   for (int r = 0; r < size_; ++r)
-    rows[r] = op.posts[r]->in + begin * width;
-  char* first = op.posts[0]->out + begin * width;
+    rows[r] = op.calls[r]->in + begin * width;
+  char* first = op.calls[0]->out + begin * width;
   reduce_rows(first, rows.data(), size_, count, info.dtype, info.op);
   for (int r = 1; r < size_; ++r)
-    copy_bytes(op.posts[r]->out + begin * width, first, count * width);
+    copy_bytes(op.calls[r]->out + begin * width, first, count * width);
 }
 
 void World::all_to_all_share(const Op& op, int share) const {
-  const Post& mine = *op.posts[share];
+  const RankCall& mine = *op.calls[share];
   char* to = mine.out;
   for (int r = 0; r < size_; ++r) {
-    const auto& splits = op.posts[r]->in_splits;
-    const char* from = op.posts[r]->in;
+    const auto& splits = op.calls[r]->in_splits;
+    const char* from = op.calls[r]->in;
     for (int before = 0; before < share; ++before)
       from += splits[before];
     copy_bytes(to, from, mine.out_splits[r]);
@@ -414,52 +414,53 @@ class ThreadGroup final : public Group {
   }
   Pending do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits, std::vector<int64_t> in_splits,
                         Label label) override {
-    Post post = make_post("all_to_all", out, in, in, label);
+    RankCall call = make_call("all_to_all", out, in, in, label);
     const auto width = static_cast<int64_t>(in.element_size());
     for (int64_t& split : out_splits)
       split *= width;
     for (int64_t& split : in_splits)
       split *= width;
-    post.out_splits = std::move(out_splits);
-    post.in_splits = std::move(in_splits);
-    return send(std::move(post), out, in);
+    call.out_splits = std::move(out_splits);
+    call.in_splits = std::move(in_splits);
+    return send(std::move(call), out, in);
   }
   at::Tensor do_shared_memory(int64_t bytes, Label label) override {
-    Post post;
-    post.info = {.name = "shared_memory", .label = std::string(label), .bytes = bytes};
-    send(std::move(post), {}, {}).wait();
+    RankCall call;
+    call.info = {.name = "shared_memory", .label = std::string(label), .bytes = bytes};
+    send(std::move(call), {}, {}).wait();
     const auto memory = world_->memory(channel_, rank_, bytes);
     return at::from_blob(memory.get(), {bytes}, [memory](void*) {}, at::kByte);
   }
   void do_barrier(Label label) override {
-    Post post;
-    post.info.name = "barrier";
-    post.info.label = label;
-    send(std::move(post), {}, {}).wait();
+    RankCall call;
+    call.info.name = "barrier";
+    call.info.label = label;
+    send(std::move(call), {}, {}).wait();
   }
   GroupPtr do_sibling() override { return std::make_shared<ThreadGroup>(world_, rank_, world_->add_channel(rank_)); }
 
  private:
-  Post make_post(const char* name, const at::Tensor& out, const at::Tensor& in, const at::Tensor& full, Label label) {
+  RankCall make_call(const char* name, const at::Tensor& out, const at::Tensor& in, const at::Tensor& full,
+                     Label label) {
     TESSERA_CHECK_VALUE(full.is_cpu(), "comm", name, " (", label, "): a group of threads takes CPU tensors, got ",
                         full.device());
-    Post post;
-    post.info = describe_call(name, full, label);
-    post.out = static_cast<char*>(out.mutable_data_ptr());
-    post.in = static_cast<const char*>(in.const_data_ptr());
-    return post;
+    RankCall call;
+    call.info = describe_call(name, full, label);
+    call.out = static_cast<char*>(out.mutable_data_ptr());
+    call.in = static_cast<const char*>(in.const_data_ptr());
+    return call;
   }
 
   Pending launch(const char* name, const at::Tensor& out, const at::Tensor& in, const at::Tensor& full, Label label,
                  ReduceOp op = ReduceOp::Sum, int root = -1) {
-    Post post = make_post(name, out, in, full, label);
-    post.info.op = op;
-    post.info.root = root;
-    return send(std::move(post), out, in);
+    RankCall call = make_call(name, out, in, full, label);
+    call.info.op = op;
+    call.info.root = root;
+    return send(std::move(call), out, in);
   }
 
-  Pending send(Post post, const at::Tensor& out, const at::Tensor& in) {
-    auto op = world_->post(channel_, rank_, std::move(post));
+  Pending send(RankCall call, const at::Tensor& out, const at::Tensor& in) {
+    auto op = world_->launch(channel_, rank_, std::move(call));
     return Pending(std::make_unique<ThreadWork>(world_, std::move(op), rank_, out, in));
   }
 
@@ -472,7 +473,7 @@ class ThreadGroup final : public Group {
 
 std::vector<GroupPtr> thread_groups(int size, std::chrono::milliseconds timeout) {
   TESSERA_CHECK_VALUE(size >= 1, "comm", "thread_groups: size must be at least 1, got ", size);
-  auto world = make_at_home<World>(size, timeout);
+  auto world = make_owned<World>(size, timeout);
   std::vector<GroupPtr> groups;
   groups.reserve(size);
   for (int r = 0; r < size; ++r)

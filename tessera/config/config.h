@@ -1,10 +1,10 @@
 // Config: a DeepSpeed-style JSON configuration as one plain tree of typed values. Member names are
 // the JSON keys.
 //
-//   auto config = tessera::Config::from_file("config.json");   // or from_json(text), or fill the
-//   members yourself config.validate();                    // done by the factories; call it for a
-//   tree filled by hand config::check_served(config);         // config/served.h: refuses by name
-//   what this version does not serve auto batch = config.resolve_batch(data_parallel_size);
+//   auto config = tessera::Config::from_file("config.json");  // or from_json(text): both validate
+//   config.validate();                                        // for a tree whose members were set by hand
+//   tessera::config::check_served(config);                    // served.h: refuses by name what is not served
+//   auto batch = config.resolve_batch(data_parallel_size);
 //
 // config/resolve.h turns the tree into the option structs of the layers below. docs/config.md lists
 // every key.

@@ -82,13 +82,12 @@ zero::Options zero_options(const Config& config) {
     options.home = offload::state_homes(offload_options(zero.offload_optimizer));
     options.pin_memory = zero.offload_optimizer.pin_memory;
   }
-  if (zero.offload_param.device != OffloadDevice::None && zero.stage == 3) {
+  if (zero.offload_param.device != OffloadDevice::None && placements(config).shards_params()) {
     options.weight_home = offload::state_homes(offload_options(zero.offload_param));
     options.gather.ahead_units = static_cast<int>(std::min<int64_t>(zero.offload_param.buffer_count, 1 << 20));
     options.gather.ahead =
         std::min<int64_t>(zero.offload_param.buffer_size, int64_t{1} << 40) * options.gather.ahead_units;
   }
-  options.reduce_at_step = !config.managed_gradient_accumulation;
   const bool possible =
       config.managed_gradient_accumulation || placements(config).reduce_at == shard::ReduceAt::EveryBackward;
   options.overlap = possible && zero.overlap_comm.value_or(true);

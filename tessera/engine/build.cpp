@@ -20,7 +20,7 @@ Options options_from(const config::Config& config, int data_parallel_size) {
   options.precision_of_model = !config::casts_model(config);
   options.sequence_communication = config.seq_parallel_communication_data_type;
   options.time_device = config.wall_clock_breakdown;
-  options.share_buffers = config.tessera.broadcast_buffers;
+  options.broadcast_buffers = config.tessera.broadcast_buffers;
   options.accumulate_in = config.data_types.grad_accum_dtype;
   const config::ZeroOptimization& zero = config.zero_optimization;
   options.nvme_path = zero.offload_optimizer.nvme_path.value_or(zero.offload_param.nvme_path.value_or(""));

@@ -117,7 +117,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   zero::Ranks ranks(m.mesh);
   if (!m.params.empty()) ranks.device = m.params.front().tensor.device();
   check_alike(ranks, m.options, m.params, groups);
-  share_unmanaged(m.mesh, m.options.zero, m.params);
+  broadcast_unmanaged(m.mesh, m.options.zero, m.params);
   m.model = std::make_unique<zero::ShardedModel>(m.options.zero, m.mesh, m.params, options.rule, groups,
                                                  [impl = &m] { return impl->step_state(); });
   if (options.time_device) m.model->units.phases().wait_for(ranks.device);
@@ -130,7 +130,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
 Engine::~Engine() = default;
 
 void Engine::broadcast_buffers(const std::vector<at::Tensor>& buffers) {
-  if (impl_->options.share_buffers) share_buffers(zero::Ranks(impl_->mesh), buffers, impl_->device);
+  if (impl_->options.broadcast_buffers) engine::broadcast_buffers(zero::Ranks(impl_->mesh), buffers, impl_->device);
 }
 
 // ---------------------------------------------------------------- forward
@@ -422,7 +422,8 @@ void Engine::offload_states(const std::vector<zero::StateKind>& kinds, shard::Re
   Impl& m = *impl_;
   zero::ShardedModel& model = m.live("offload_states");
   const zero::Options& zero = m.options.zero;
-  TESSERA_CHECK_VALUE(zero.stage > 0, "engine.offload_states", "needs zero_optimization.stage 1, 2 or 3");
+  TESSERA_CHECK_VALUE(shard::placements_of_stage(zero.stage).shards_states(), "engine.offload_states",
+                      "needs zero_optimization.stage 1, 2 or 3");
   TESSERA_CHECK_VALUE(!zero.weight_home, "engine.offload_states",
                       "zero_optimization.offload_param is configured: parameters do not live on the device anyway");
   TESSERA_CHECK_VALUE(m.options.rule != optim::Rule::External, "engine.offload_states",

@@ -35,7 +35,7 @@ struct Options {
   std::optional<at::ScalarType> accumulate_in;  // then: the dtype of gradients, where it is not the parameters'
   std::optional<at::ScalarType> sequence_communication;  // zero.communication where several ranks share a sequence
   bool time_device = false;       // phases begin and end when the device has done its work (base/phases.h)
-  bool share_buffers = true;      // broadcast_buffers() does what it says, and nothing without this
+  bool broadcast_buffers = true;  // broadcast_buffers() does what it says, and nothing without this
   std::string nvme_path;          // where offload_states() may put what goes to a disk
   std::string client_optimizer;   // Rule::External: class and hyper-parameters, which all ranks must have alike
   amp::ScalerOptions scaler;      // loss scaling
@@ -43,7 +43,7 @@ struct Options {
 };
 
 class Checkpointer;
-using ParamSpec = zero::ModelParam;
+using zero::ParamSpec;
 using Quantity = shard::Quantity;
 
 class Engine {

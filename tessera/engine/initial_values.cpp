@@ -5,7 +5,7 @@
 
 namespace tessera::engine {
 
-void share_unmanaged(const comm::Mesh& mesh, const zero::Options& options, const std::vector<ParamSpec>& params) {
+void broadcast_unmanaged(const comm::Mesh& mesh, const zero::Options& options, const std::vector<ParamSpec>& params) {
   const c10::AutoGradMode no_grad(false);
   const at::ScalarType dtype = options.precision.param;
   for (const ParamSpec& spec : params) {
@@ -25,7 +25,7 @@ void share_unmanaged(const comm::Mesh& mesh, const zero::Options& options, const
   }
 }
 
-void share_buffers(const zero::Ranks& ranks, const std::vector<at::Tensor>& buffers, c10::Device device) {
+void broadcast_buffers(const zero::Ranks& ranks, const std::vector<at::Tensor>& buffers, c10::Device device) {
   const c10::AutoGradMode no_grad(false);
   if (ranks.all() == 1 || buffers.empty()) return;
   std::vector<at::Tensor> bytes;

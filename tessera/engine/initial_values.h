@@ -10,10 +10,10 @@ namespace tessera::engine {
 
 // Parameters that the units do not hold: on all ranks along which they do not differ the values of the first, in the compute
 // dtype where floating ones are cast. Collective.
-void share_unmanaged(const comm::Mesh& mesh, const zero::Options& options, const std::vector<ParamSpec>& params);
+void broadcast_unmanaged(const comm::Mesh& mesh, const zero::Options& options, const std::vector<ParamSpec>& params);
 
 // Rank 0's values of a module's buffers (strided, of any dtype), in place. `device`: where ranks talk. Collective; all
 // ranks have buffers of the same sizes and dtypes.
-void share_buffers(const zero::Ranks& ranks, const std::vector<at::Tensor>& buffers, c10::Device device);
+void broadcast_buffers(const zero::Ranks& ranks, const std::vector<at::Tensor>& buffers, c10::Device device);
 
 }  // namespace tessera::engine

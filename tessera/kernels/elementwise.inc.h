@@ -9,9 +9,9 @@
 namespace tessera::kernels {
 namespace {
 
-// `random` is for stochastic types of dst.
-template <class Dst, class Src>
-void copy_typed(void* dst, const void* src, float factor, int64_t n, const RandomKey& random = {}) {
+// dst = factor * src, or dst += factor * src. `random` is for stochastic types of dst.
+template <bool add, class Dst, class Src>
+void scale_typed(void* dst, const void* src, float factor, int64_t n, const RandomKey& random = {}) {
   constexpr Order order = Dst::bytes == 2 ? Order::EvenOdd : Order::Natural;
   const F scale = splat(factor);
   Roots roots(random);
@@ -21,25 +21,14 @@ void copy_typed(void* dst, const void* src, float factor, int64_t n, const Rando
   };
   const int64_t distance = elements_ahead(Src::bytes + Dst::bytes);
   for_each_pair(n, distance, prefetch, [=, &roots](int64_t i, auto lanes) __attribute__((always_inline)) {
-    const Pair x = Src::template load<order>(src, i, lanes);
-    put<order, Dst, kGradient>(dst, i, lanes, {x.a * scale, x.b * scale}, Random<Dst::stochastic>(roots));
-  });
-}
-
-template <class Dst, class Src>
-void add_typed(void* dst, const void* src, float factor, int64_t n, const RandomKey& random = {}) {
-  constexpr Order order = Dst::bytes == 2 ? Order::EvenOdd : Order::Natural;
-  const F scale = splat(factor);
-  Roots roots(random);
-  const auto prefetch = [=](int64_t i) __attribute__((always_inline)) {
-    Src::prefetch(src, i);
-    Dst::prefetch(dst, i);
-  };
-  const int64_t distance = elements_ahead(Src::bytes + Dst::bytes);
-  for_each_pair(n, distance, prefetch, [=, &roots](int64_t i, auto lanes) __attribute__((always_inline)) {
-    const Pair x = Src::template load<order>(src, i, lanes), y = Dst::template load<order>(dst, i, lanes);
-    const Pair sum{fma(scale, x.a, y.a), fma(scale, x.b, y.b)};
-    put<order, Dst, kGradient>(dst, i, lanes, sum, Random<Dst::stochastic>(roots));
+    Pair x = Src::template load<order>(src, i, lanes);
+    if constexpr (add) {
+      const Pair y = Dst::template load<order>(dst, i, lanes);
+      x = {fma(scale, x.a, y.a), fma(scale, x.b, y.b)};
+    } else {
+      x = {x.a * scale, x.b * scale};
+    }
+    put<order, Dst, kGradient>(dst, i, lanes, x, Random<Dst::stochastic>(roots));
   });
 }
 
@@ -64,13 +53,13 @@ void scaled_copy_any(void* dst, DType dst_dtype, const void* src, DType src_dtyp
     return;
   }
   with_type(dst_dtype, [&](auto to) {
-    with_type(src_dtype, [&](auto from) { copy_typed<decltype(to), decltype(from)>(dst, src, scale, n); });
+    with_type(src_dtype, [&](auto from) { scale_typed<false, decltype(to), decltype(from)>(dst, src, scale, n); });
   });
 }
 
 void scaled_add_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n) {
   with_type(dst_dtype, [&](auto to) {
-    with_type(src_dtype, [&](auto from) { add_typed<decltype(to), decltype(from)>(dst, src, scale, n); });
+    with_type(src_dtype, [&](auto from) { scale_typed<true, decltype(to), decltype(from)>(dst, src, scale, n); });
   });
 }
 
@@ -119,47 +108,31 @@ double sum_of_squares_any(const void* src, DType dtype, int64_t n) {
   return sum;
 }
 
-// lead(n) for the elements of a random word that begins before the range, which are left to the reference; call(to, from,
-// begin) for the others, from `begin` on, with the stochastic type of dst.
-template <class Lead, class Call>
-TESSERA_INLINE void with_stochastic(DType dst, DType src, int64_t n, const RandomKey& random, const Lead& lead,
-                                    const Call& call) {
-  const int64_t begin = inside_word(random, n);
-  if (begin != 0) lead(begin);
-  with_type(src, [&](auto from) {
-    if (dst == DType::BF16) return call(Bf16Stochastic{}, from, begin);
-    call(F16Stochastic{}, from, begin);
-  });
-}
-
 RandomKey from_element(RandomKey random, int64_t begin) {
   random.first += static_cast<uint64_t>(begin);
   return random;
 }
 
-void scaled_copy_stochastic_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
-                                const RandomKey& random) {
-  if (dst_dtype == DType::F32) return scaled_copy_any(dst, dst_dtype, src, src_dtype, scale, n);
-  const auto lead = [&](int64_t count) {
-    reference_table().scaled_copy_stochastic(dst, dst_dtype, src, src_dtype, scale, count, random);
-  };
-  with_stochastic(dst_dtype, src_dtype, n, random, lead, [&](auto to, auto from, int64_t begin) {
+template <bool add>
+void scale_stochastic(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
+                      const RandomKey& random) {
+  if (dst_dtype == DType::F32)
+    return (add ? scaled_add_any : scaled_copy_any)(dst, dst_dtype, src, src_dtype, scale, n);
+  // The elements of a random word that begins before the range are left to the reference.
+  const int64_t begin = inside_word(random, n);
+  if (begin != 0) {
+    const Table& table = reference_table();
+    const auto reference = add ? table.scaled_add_stochastic : table.scaled_copy_stochastic;
+    reference(dst, dst_dtype, src, src_dtype, scale, begin, random);
+  }
+  const auto rest = [&](auto to, auto from) {
     using To = decltype(to);
     using From = decltype(from);
-    copy_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, n - begin, from_element(random, begin));
-  });
-}
-
-void scaled_add_stochastic_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
-                               const RandomKey& random) {
-  if (dst_dtype == DType::F32) return scaled_add_any(dst, dst_dtype, src, src_dtype, scale, n);
-  const auto lead = [&](int64_t count) {
-    reference_table().scaled_add_stochastic(dst, dst_dtype, src, src_dtype, scale, count, random);
+    scale_typed<add, To, From>(To::at(dst, begin), From::at(src, begin), scale, n - begin, from_element(random, begin));
   };
-  with_stochastic(dst_dtype, src_dtype, n, random, lead, [&](auto to, auto from, int64_t begin) {
-    using To = decltype(to);
-    using From = decltype(from);
-    add_typed<To, From>(To::at(dst, begin), From::at(src, begin), scale, n - begin, from_element(random, begin));
+  with_type(src_dtype, [&](auto from) {
+    if (dst_dtype == DType::BF16) return rest(Bf16Stochastic{}, from);
+    rest(F16Stochastic{}, from);
   });
 }
 

@@ -23,8 +23,8 @@ constexpr Table vector_table(const char* name) {
           adagrad,
           scaled_copy_any,
           scaled_add_any,
-          scaled_copy_stochastic_any,
-          scaled_add_stochastic_any,
+          scale_stochastic<false>,
+          scale_stochastic<true>,
           split_any,
           join_any,
           sum_of_squares_any};

@@ -32,9 +32,9 @@ struct Divisor {
 // Note [Two halves of an update]
 // The square root and the quotient of Adam and Adagrad take longer than the processor looks ahead, so that it would wait
 // for them. Hence every rule has two halves: begin() maps (w, g, state) of one vector to new states and a first part of
-// the new w, end() adds what was still on its way; the loop ends a step only after it has begun the next one. Between them
-// vectors go by themselves (Late), as compilers keep structures of them in memory. They are many: where begin() has no use
-// for w (`weight_first` is false), 16-bit ones are loaded in the second half.
+// the new w, end() adds what was still on its way; the loop ends a step only after it has begun the next one.
+// What passes from one half to the other (Late) are plain vectors: compilers keep structures of vectors in memory. To need
+// fewer of them, a 16-bit w is loaded in end() where begin() has no use for it (`weight_first` is false).
 
 // Each rule holds its constants. The loop is compiled for each type of gradient, with and without an L2 term (`l2`), so that
 // nothing is left in it to choose that is not rare: where the code of a jump comes to lie may cost a third of the time.

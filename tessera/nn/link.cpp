@@ -144,7 +144,7 @@ LinkEnd::LinkEnd(const Link& link, const comm::Parts& parts, engine::Engine* eng
   const auto wire = [&](int place, bool out) {
     const int rank = parts.rank_of(sends ? link.target : link.source, place);
     const bool outputs = sends == out;
-    return std::make_unique<pipeline::Wire>(parts.post, pipeline::Peer{rank, name_of(!sends, place)},
+    return std::make_unique<pipeline::Wire>(parts.p2p, pipeline::Peer{rank, name_of(!sends, place)},
                                             first + (outputs ? 0 : 1), device, outputs ? "outputs" : "gradients");
   };
   for (const int place : takers())
@@ -231,7 +231,7 @@ void LinkEnd::end_step(const std::vector<int64_t>& left, const char* call) {
                   header[0] == kEndOfStep ? std::to_string(header[2]) : "more", " micro-batches in step ", step_, ", ",
                   me_, " had ", since_);
   }
-  parts_.post->flush();
+  parts_.p2p->flush();
   ++step_;
   since_ = 0;
 }
@@ -256,8 +256,8 @@ LinkSender::LinkSender(const Link& link, const comm::Parts& parts, engine::Engin
     if (part == mine) continue;
     const int place = part * source_.replicas + parts.place() % source_.replicas;
     const pipeline::Peer peer{parts.rank_of(link.source, place), name_of(true, place)};
-    beside_out_[part] = std::make_unique<pipeline::Wire>(parts.post, peer, tag, at::kCPU, "sizes");
-    beside_in_[part] = std::make_unique<pipeline::Wire>(parts.post, peer, tag, at::kCPU, "sizes");
+    beside_out_[part] = std::make_unique<pipeline::Wire>(parts.p2p, peer, tag, at::kCPU, "sizes");
+    beside_in_[part] = std::make_unique<pipeline::Wire>(parts.p2p, peer, tag, at::kCPU, "sizes");
   }
 }
 

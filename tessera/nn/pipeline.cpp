@@ -148,7 +148,7 @@ void Pipeline::connect() {
     if (ahead ? shape.is_last(stage(), chunk) : shape.is_first(stage(), chunk)) return nullptr;
     const int peer = parts_.rank_of((stage() + (ahead ? 1 : stages() - 1)) % stages(), parts_.place());
     const int boundary = shape.part(stage(), chunk) - (ahead ? 0 : 1);
-    return std::make_unique<pipeline::Wire>(parts_.post, pipeline::Peer{peer, stage_name(parts_, peer)},
+    return std::make_unique<pipeline::Wire>(parts_.p2p, pipeline::Peer{peer, stage_name(parts_, peer)},
                                             2 * boundary + (gradients ? 1 : 0), device,
                                             gradients ? "gradients" : "activations");
   };
@@ -295,7 +295,7 @@ double Pipeline::mean_of(const std::vector<at::Tensor>& losses) {
     sum += row[0] != 0 ? row[1] : 0;
     ranks += row[0];
   }
-  if (parts_.post) parts_.post->flush();
+  if (parts_.p2p) parts_.p2p->flush();
   under_way_ = false;
   return sum / std::max(1.0, ranks);
 }

@@ -25,7 +25,7 @@ Ties::Ties(const comm::Parts& parts, const StageLayers& module)
     for (const int stage : tie.first ? std::vector<int>(stages.begin() + 1, stages.end()) : std::vector{stages[0]}) {
       const int rank = parts.rank_of(stage, parts.place());
       for (auto* wires : {&tie.there, &tie.back})
-        wires->push_back(std::make_unique<pipeline::Wire>(parts.post, pipeline::Peer{rank, stage_name(parts, rank)},
+        wires->push_back(std::make_unique<pipeline::Wire>(parts.p2p, pipeline::Peer{rank, stage_name(parts, rank)},
                                                           kFirstTag + number, at::kCPU, "tied weights"));
     }
     for (const auto& param : module.named_parameters())
@@ -41,7 +41,7 @@ Ties::Ties(const comm::Parts& parts, const StageLayers& module)
     for (size_t i = 0; i < own.size(); ++i)
       own[i].copy_(values[i]);
   }
-  if (!ties_.empty()) parts_.post->flush();  // before an engine moves the parameters
+  if (!ties_.empty()) parts_.p2p->flush();  // before an engine moves the parameters
 }
 
 template <class F>
@@ -120,7 +120,7 @@ void Ties::sum_gradients() {
       }
     }
   }
-  if (!ties_.empty()) parts_.post->flush();
+  if (!ties_.empty()) parts_.p2p->flush();
 }
 
 std::vector<pipeline::Wire*> Ties::outgoing() const {

@@ -30,7 +30,7 @@ std::shared_ptr<char> Staging::take(int64_t bytes) {
   Block block = free_or_new(bytes);
   char* const memory = block.memory.get();
   taken_.insert({memory, std::move(block)});
-  return {memory, [self = shared_from_this()](char* given) { self->give_back(given); }};
+  return {memory, [self = shared_from_this()](char* given) { self->return_buffer(given); }};
 }
 
 Staging::Block Staging::free_or_new(int64_t bytes) {
@@ -61,7 +61,7 @@ bool Staging::holds(const char* memory, int64_t bytes) const {
   return memory + bytes <= begin + block.bytes;
 }
 
-void Staging::give_back(char* memory) {
+void Staging::return_buffer(char* memory) {
   const std::lock_guard lock(mutex_);
   const auto found = taken_.find(memory);
   Block block = std::move(found->second);

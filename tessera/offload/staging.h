@@ -39,7 +39,7 @@ class Staging : public std::enable_shared_from_this<Staging> {
     bool kept;
   };
   Block free_or_new(int64_t bytes);
-  void give_back(char* memory);
+  void return_buffer(char* memory);
 
   const int64_t bytes_;
   const MemoryMaker make_;

@@ -54,7 +54,7 @@ std::string key_of(const std::string& path, const std::string& param) {
 }
 }  // namespace
 
-Draft::Draft(const std::vector<Module>& modules, const ModelFacts& facts, const PlanOptions& options)
+PlanBuilder::PlanBuilder(const std::vector<Module>& modules, const ModelFacts& facts, const PlanOptions& options)
     : modules_(modules), facts_(facts), options_(options) {
   std::set<std::string> lists;
   for (size_t i = 0; i < modules.size(); ++i) {
@@ -66,31 +66,31 @@ Draft::Draft(const std::vector<Module>& modules, const ModelFacts& facts, const 
   }
 }
 
-const Module* Draft::find(const std::string& path, const std::string& param) const {
+const Module* PlanBuilder::find(const std::string& path, const std::string& param) const {
   const auto found = places_.find(key_of(path, param));
   return found == places_.end() ? nullptr : &modules_[found->second];
 }
 
-bool Draft::is_head(const std::string& path) const {
+bool PlanBuilder::is_head(const std::string& path) const {
   const std::string name = last_of(path);
   return std::ranges::any_of(options_.head_names,
                              [&](const std::string& head) { return name == head || path == head; });
 }
 
-std::string Draft::block_of(const std::string& path) const {
+std::string PlanBuilder::block_of(const std::string& path) const {
   for (std::string at = path; !at.empty(); at = parent_of(at))
     if (blocks_.contains(at)) return at;
   return "";
 }
 
-int64_t Draft::heads_of(const std::string& path) const {
+int64_t PlanBuilder::heads_of(const std::string& path) const {
   for (std::string at = path; !at.empty(); at = parent_of(at))
     if (const auto found = heads_.find(at); found != heads_.end()) return found->second;
   const ModelFacts& facts = facts_.of(path);
   return facts.kv_heads > 0 ? facts.kv_heads : facts.heads;
 }
 
-SizeRule Draft::size_rule(const Module& module, int64_t total) const {
+SizeRule PlanBuilder::size_rule(const Module& module, int64_t total) const {
   if (is_head(module.path)) return {0, options_.grain};
   const int64_t heads = heads_of(module.path);
   const SizeRule rule = rule_for(module.path, total, heads, options_.grain);
@@ -103,8 +103,8 @@ SizeRule Draft::size_rule(const Module& module, int64_t total) const {
   return rule;
 }
 
-Decision& Draft::cut(const Module& module, Partition partition, int64_t dim, const std::string& rule, Sizes subs,
-                     std::vector<SizeRule> rules) {
+Decision& PlanBuilder::cut(const Module& module, Partition partition, int64_t dim, const std::string& rule, Sizes subs,
+                           std::vector<SizeRule> rules) {
   const int64_t total = module.weight_sizes[dim];
   if (subs.empty()) subs = {total};
   if (rules.empty())
@@ -130,7 +130,7 @@ Decision& Draft::cut(const Module& module, Partition partition, int64_t dim, con
   return decision;
 }
 
-Decision& Draft::cut_experts(const Module& module, Partition partition, const std::string& rule) {
+Decision& PlanBuilder::cut_experts(const Module& module, Partition partition, const std::string& rule) {
   const Module *up = find(module.path, "gate_up_proj"), *down = find(module.path, "down_proj");
   TESSERA_CHECK_VALUE(up != nullptr && down != nullptr && (&module == up) == (partition == Partition::Column) &&
                           (&module == down) == (partition == Partition::Row),
@@ -153,7 +153,7 @@ Decision& Draft::cut_experts(const Module& module, Partition partition, const st
   return cut(module, partition, plain ? 2 : 1, rule, {inner}, {size});
 }
 
-Decision& Draft::add(const Module& module, const std::string& rule) {
+Decision& PlanBuilder::add(const Module& module, const std::string& rule) {
   Decision& decision = decisions_[number(module)];
   if (!decision.path.empty()) return decision;
   decision.path = module.path;
@@ -162,16 +162,16 @@ Decision& Draft::add(const Module& module, const std::string& rule) {
   return decision;
 }
 
-const Decision* Draft::decided(const Module& module) const {
+const Decision* PlanBuilder::decided(const Module& module) const {
   const auto found = decisions_.find(number(module));
   return found == decisions_.end() ? nullptr : &found->second;
 }
 
-void Draft::drop(const Module& module) {
+void PlanBuilder::drop(const Module& module) {
   decisions_.erase(number(module));
 }
 
-void Draft::warn(const std::string& text) {
+void PlanBuilder::warn(const std::string& text) {
   // One of a kind: what differs is the module's name.
   const auto kind = [](const std::string& t) { return t.substr(0, t.find(':')); };
   if (std::ranges::none_of(warnings_, [&](const std::string& other) { return kind(other) == kind(text); }))
@@ -179,7 +179,7 @@ void Draft::warn(const std::string& text) {
 }
 
 // Norms of single heads, between a column layer and its row layer: each rank sees its own heads only.
-void Draft::share_norms() {
+void PlanBuilder::share_norms() {
   static const std::set<std::string> kNames{"q_norm",   "k_norm",          "q_layernorm",   "k_layernorm", "query_norm",
                                             "key_norm", "query_layernorm", "key_layernorm", "q_ln",        "k_ln"};
   for (const Module& m : modules_) {
@@ -198,7 +198,7 @@ void Draft::share_norms() {
 }
 
 // Multi-head latent attention: the rotary part of the key is one for all heads, so each rank has a part of its gradient.
-void Draft::share_keys() {
+void PlanBuilder::share_keys() {
   for (const Module& m : modules_) {
     if (last_of(m.path) != "kv_a_proj_with_mqa" || decided(m) != nullptr) continue;
     const Module* up = find(parent_of(m.path) + ".kv_b_proj");
@@ -210,7 +210,7 @@ void Draft::share_keys() {
   }
 }
 
-void Draft::cut_vocabulary() {
+void PlanBuilder::cut_vocabulary() {
   if (!options_.vocab_parallel) return;
   int64_t rows = facts_.vocabulary;
   const std::string rule = "tessera.vocab_parallel";
@@ -226,7 +226,7 @@ void Draft::cut_vocabulary() {
   }
 }
 
-void Draft::untie() {
+void PlanBuilder::untie() {
   std::map<int64_t, std::vector<const Module*>> ties;
   for (const Module& m : modules_)
     if (m.weight_identity != 0) ties[m.weight_identity].push_back(&m);
@@ -247,7 +247,7 @@ void Draft::untie() {
   }
 }
 
-const Decision* Draft::column_in(const std::string& parent) const {
+const Decision* PlanBuilder::column_in(const std::string& parent) const {
   const auto children = children_.find(parent);
   if (children == children_.end()) return nullptr;
   for (const size_t child : children->second) {
@@ -259,7 +259,7 @@ const Decision* Draft::column_in(const std::string& parent) const {
   return nullptr;
 }
 
-std::map<std::string, std::map<std::string, Sizes>> Draft::widths() const {
+std::map<std::string, std::map<std::string, Sizes>> PlanBuilder::widths() const {
   std::map<std::string, std::map<std::string, Sizes>> result;
   for (const Module& m : modules_) {
     if (m.attributes.empty() || result.contains(m.path)) continue;
@@ -283,7 +283,7 @@ std::map<std::string, std::map<std::string, Sizes>> Draft::widths() const {
   return result;
 }
 
-Plan Draft::finish() {
+Plan PlanBuilder::finish() {
   share_norms();
   share_keys();
   cut_vocabulary();

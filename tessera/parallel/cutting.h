@@ -19,9 +19,9 @@ bool is_inside(const std::string& path, const std::string& ancestor);
 std::string attention_around(const std::string& path);
 
 // The modules with their places, and the plan in the making.
-class Draft {
+class PlanBuilder {
  public:
-  Draft(const std::vector<Module>& modules, const ModelFacts& facts, const PlanOptions& options);
+  PlanBuilder(const std::vector<Module>& modules, const ModelFacts& facts, const PlanOptions& options);
 
   const std::vector<Module>& modules() const { return modules_; }
   const ModelFacts& facts() const { return facts_; }
@@ -71,7 +71,7 @@ class Draft {
 };
 
 // What the rules say. heuristics.cpp: what names and order say.
-void follow_rules(Draft& draft);
-void follow_heuristics(Draft& draft);
+void follow_rules(PlanBuilder& builder);
+void follow_heuristics(PlanBuilder& builder);
 
 }  // namespace tessera::parallel

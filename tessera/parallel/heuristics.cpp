@@ -40,12 +40,12 @@ bool ends_with(const std::string& path, const std::string& ending) {
   return path == ending || path.ends_with("." + ending);
 }
 
-bool never_cut(const Draft& draft, const Module& m) {
+bool never_cut(const PlanBuilder& builder, const Module& m) {
   const std::string name = last_of(m.path);
   if (name == "q_a_proj" || name == "kv_a_proj_with_mqa" || name == "shared_expert_gate" || name == "router")
     return true;
   if (ends_with(m.path, "mlp.gate") || ends_with(m.path, "block_sparse_moe.gate")) return true;
-  return name == "gate" && draft.find(parent_of(m.path) + ".experts") != nullptr;
+  return name == "gate" && builder.find(parent_of(m.path) + ".experts") != nullptr;
 }
 
 bool named_row(const std::string& path) {
@@ -94,10 +94,10 @@ constexpr std::array<Fused, 17> kFused{{{"CodeGenBlock", Layout::Codegen},
                                         {"GPTNeoXJapaneseLayer", Layout::Heads}}};
 constexpr int64_t kCodegenBlocks = 4;
 
-Layout layout_of(Draft& draft, const Module& m, const std::string& block) {
+Layout layout_of(PlanBuilder& builder, const Module& m, const std::string& block) {
   const Fused* found = nullptr;
   for (std::string at = parent_of(m.path); is_inside(at, block); at = parent_of(at)) {
-    const Module* around = draft.find(at);
+    const Module* around = builder.find(at);
     for (const Fused& fused : kFused)
       if (around != nullptr && contains(around->class_name, fused.class_name) &&
           (found == nullptr || std::string_view(found->class_name).size() < std::string_view(fused.class_name).size()))
@@ -106,8 +106,8 @@ Layout layout_of(Draft& draft, const Module& m, const std::string& block) {
   }
   if (found != nullptr) return found->layout;
   if (m.kind == Module::Kind::Conv1D) return Layout::Blocks;
-  draft.warn(c10::str("unknown layout of query, key and value in one layer, taken as head by head: ", m.path,
-                      "; if it is another one give it a rule with 'shape' in partition_config.layer_specs"));
+  builder.warn(c10::str("unknown layout of query, key and value in one layer, taken as head by head: ", m.path,
+                        "; if it is another one give it a rule with 'shape' in partition_config.layer_specs"));
   return Layout::Heads;
 }
 
@@ -118,25 +118,25 @@ struct Subs {
 };
 
 // Query, key and value of `outputs` elements together; notes how many heads the attention deals out.
-Subs subs_of_qkv(Draft& draft, const Module& m, Layout layout, int64_t outputs) {
-  const ModelFacts& facts = draft.facts().of(m.path);
+Subs subs_of_qkv(PlanBuilder& builder, const Module& m, Layout layout, int64_t outputs) {
+  const ModelFacts& facts = builder.facts().of(m.path);
   const int64_t heads = facts.heads;
   const int64_t head_dim = facts.head_dim > 0 || heads == 0 ? facts.head_dim : facts.hidden / heads;
   const std::string attention = parent_of(m.path);
   if (heads == 0 || head_dim == 0) {
     TESSERA_CHECK_VALUE(layout == Layout::Blocks && outputs % 3 == 0, "parallel", m.path, ": ", outputs,
                         " outputs of query, key and value cannot be told apart without the model's numbers of heads");
-    return {Sizes(3, outputs / 3), std::vector<SizeRule>(3, draft.size_rule(m, outputs / 3))};
+    return {Sizes(3, outputs / 3), std::vector<SizeRule>(3, builder.size_rule(m, outputs / 3))};
   }
   const int64_t rest = outputs - heads * head_dim;
   TESSERA_CHECK_VALUE(rest > 0 && rest % (2 * head_dim) == 0, "parallel", m.path, ": ", outputs, " outputs are not ",
                       heads, " query heads of ", head_dim, " elements with their keys and values");
   const int64_t kv_heads = rest / (2 * head_dim);
   if (kv_heads == 1 && heads > 1) {  // in every layout after the queries
-    draft.set_heads(attention, heads);
-    return {{heads * head_dim, rest}, {{.heads = heads}, {}}, part_sizes(rest, draft.options().size)};
+    builder.set_heads(attention, heads);
+    return {{heads * head_dim, rest}, {{.heads = heads}, {}}, part_sizes(rest, builder.options().size)};
   }
-  draft.set_heads(attention, kv_heads);
+  builder.set_heads(attention, kv_heads);
   if (layout == Layout::Codegen) {
     TESSERA_CHECK_VALUE(heads % kCodegenBlocks == 0 && kv_heads == heads, "parallel", m.path, ": ", heads,
                         " heads are not ", kCodegenBlocks, " blocks of query, value and key");
@@ -155,7 +155,7 @@ struct Item {
 };
 
 // Linear layers of a block, without those that are never cut.
-std::vector<Item> items_of(const Draft& draft, const std::vector<const Module*>& block) {
+std::vector<Item> items_of(const PlanBuilder& builder, const std::vector<const Module*>& block) {
   std::vector<Item> items;
   std::vector<const Module*> order;  // with norms between
   for (const Module* m : block)
@@ -163,7 +163,7 @@ std::vector<Item> items_of(const Draft& draft, const std::vector<const Module*>&
       order.push_back(m);
   for (size_t i = 0; i < order.size(); ++i) {
     const Module* m = order[i];
-    if (m->kind == Module::Kind::Norm || never_cut(draft, *m)) continue;
+    if (m->kind == Module::Kind::Norm || never_cut(builder, *m)) continue;
     const bool before_norm = order.size() > 1 && order[(i + 1) % order.size()]->kind == Module::Kind::Norm &&
                              std::ranges::none_of(order, [&](const Module* other) {
                                return named_row(other->path) && parent_of(other->path) == parent_of(m->path);
@@ -183,8 +183,8 @@ std::string partnership(const std::vector<Item>& items, const Module& m, const s
   return block;
 }
 
-void cut_block(Draft& draft, const std::string& block, const std::vector<const Module*>& modules) {
-  const std::vector<Item> items = items_of(draft, modules);
+void cut_block(PlanBuilder& builder, const std::string& block, const std::vector<const Module*>& modules) {
+  const std::vector<Item> items = items_of(builder, modules);
   const auto rows_in = [&](const std::string& path) {
     std::vector<const Module*> rows;
     for (const Item& item : items)
@@ -198,9 +198,9 @@ void cut_block(Draft& draft, const std::string& block, const std::vector<const M
     const Module& m = *item.module;
     if (item.row || !fused_qkv(m.path)) continue;
     const int64_t dim = m.kind == Module::Kind::Conv1D ? 1 : 0;
-    const Layout layout = layout_of(draft, m, block);
-    const Subs subs = subs_of_qkv(draft, m, layout, m.weight_sizes[dim]);
-    draft.cut(m, Partition::Column, dim, "heuristics: query, key and value in one", subs.sizes, subs.rules).tail =
+    const Layout layout = layout_of(builder, m, block);
+    const Subs subs = subs_of_qkv(builder, m, layout, m.weight_sizes[dim]);
+    builder.cut(m, Partition::Column, dim, "heuristics: query, key and value in one", subs.sizes, subs.rules).tail =
         subs.tail;
     if (layout == Layout::Codegen) codegen.push_back(parent_of(m.path));
   }
@@ -210,13 +210,13 @@ void cut_block(Draft& draft, const std::string& block, const std::vector<const M
     const int64_t outputs = turned ? 1 : 0, inputs = 1 - outputs;
     if (item.row) {
       const bool blocks = std::ranges::find(codegen, parent_of(m.path)) != codegen.end();
-      const int64_t many = draft.heads_of(m.path) / kCodegenBlocks;
+      const int64_t many = builder.heads_of(m.path) / kCodegenBlocks;
       if (blocks)
-        draft.cut(m, Partition::Row, inputs, "heuristics: row layer",
-                  Sizes(kCodegenBlocks, m.weight_sizes[inputs] / kCodegenBlocks),
-                  std::vector<SizeRule>(kCodegenBlocks, {.heads = many}));
+        builder.cut(m, Partition::Row, inputs, "heuristics: row layer",
+                    Sizes(kCodegenBlocks, m.weight_sizes[inputs] / kCodegenBlocks),
+                    std::vector<SizeRule>(kCodegenBlocks, {.heads = many}));
       else
-        draft.cut(m, Partition::Row, inputs, "heuristics: row layer");
+        builder.cut(m, Partition::Row, inputs, "heuristics: row layer");
       continue;
     }
     if (fused_qkv(m.path)) continue;
@@ -231,39 +231,40 @@ void cut_block(Draft& draft, const std::string& block, const std::vector<const M
     };
     const bool attention = where == attention_around(parent_of(m.path)) && !where.empty();
     if (contains(last_of(m.path), "gate_up_proj") || (!attention && std::ranges::any_of(rows, takes_half)))
-      draft.cut(m, Partition::Column, outputs, "heuristics: gate and up in one", {half, half});
+      builder.cut(m, Partition::Column, outputs, "heuristics: gate and up in one", {half, half});
     else
-      draft.cut(m, Partition::Column, outputs, "heuristics: column layer");
+      builder.cut(m, Partition::Column, outputs, "heuristics: column layer");
   }
   for (const Module* m : modules) {
     // Of T5: a number for each head.
     if (m->kind == Module::Kind::Embedding && last_of(m->path) == "relative_attention_bias")
-      draft.cut(*m, Partition::Column, 1, "heuristics: bias of each head");
+      builder.cut(*m, Partition::Column, 1, "heuristics: bias of each head");
     if (m->kind == Module::Kind::Experts)
-      draft.cut_experts(*m, m->param == "down_proj" ? Partition::Row : Partition::Column, "heuristics: experts in one");
+      builder.cut_experts(*m, m->param == "down_proj" ? Partition::Row : Partition::Column,
+                          "heuristics: experts in one");
   }
 }
 
 }  // namespace
 
-void follow_heuristics(Draft& draft) {
-  const std::string type = lower(draft.facts().model_type);
+void follow_heuristics(PlanBuilder& builder) {
+  const std::string type = lower(builder.facts().model_type);
   for (const Refusal& refused : kRefused)
     TESSERA_CHECK_VALUE(type != refused.model_type, "parallel", "models of type '", type,
                         "' are not cut by heuristics: ", refused.reason,
                         "; write rules for it in tensor_parallel.partition_config");
   std::vector<std::string> order;
   std::unordered_map<std::string, std::vector<const Module*>> blocks;
-  for (const Module& m : draft.modules()) {
-    const std::string block = draft.block_of(m.path);
+  for (const Module& m : builder.modules()) {
+    const std::string block = builder.block_of(m.path);
     if (block.empty()) continue;
     if (m.path == block) order.push_back(block);
     blocks[block].push_back(&m);
   }
   bool any = false;
   for (const std::string& block : order) {
-    cut_block(draft, block, blocks.at(block));
-    any = any || std::ranges::any_of(blocks.at(block), [&](const Module* m) { return draft.decided(*m) != nullptr; });
+    cut_block(builder, block, blocks.at(block));
+    any = any || std::ranges::any_of(blocks.at(block), [&](const Module* m) { return builder.decided(*m) != nullptr; });
   }
   TESSERA_CHECK_VALUE(
       any, "parallel", "no policy for this model", type.empty() ? "" : " of type '" + type + "'", ": none of its ",

@@ -66,10 +66,10 @@ const Decision* Plan::find(const std::string& path, const std::string& param) co
 namespace {
 
 // "LlamaDecoderLayer" -> "llama", of the first block, where there is no configuration.
-std::string model_type_of(const Draft& draft) {
-  if (!draft.facts().model_type.empty()) return lower(draft.facts().model_type);
-  for (const Module& m : draft.modules()) {
-    if (draft.block_of(m.path) != m.path) continue;
+std::string model_type_of(const PlanBuilder& builder) {
+  if (!builder.facts().model_type.empty()) return lower(builder.facts().model_type);
+  for (const Module& m : builder.modules()) {
+    if (builder.block_of(m.path) != m.path) continue;
     for (const char* ending : {"DecoderLayer", "Block", "Layer"}) {
       const size_t at = m.class_name.find(ending);
       if (at != std::string::npos && at > 0) return lower(m.class_name.substr(0, at));
@@ -88,23 +88,24 @@ bool is_linear(const Module& m) {
 }
 
 // A module that a rule other than skip took.
-void cut_by_rule(Draft& draft, const Module& m, const Rule& rule, const std::string& name, const std::string& why) {
+void cut_by_rule(PlanBuilder& builder, const Module& m, const Rule& rule, const std::string& name,
+                 const std::string& why) {
   TESSERA_CHECK_BUILT(!rule.gather_output || !rule.shape, "parallel", name,
                       ": gather_output of a layer with a 'shape' (", why, ")");
   TESSERA_CHECK_VALUE(!rule.gather_output || rule.partition == Partition::Column, "parallel", name,
                       ": gather_output is for column layers, this one is ", partition_name(rule.partition), " (", why,
                       ")");
   if (m.kind == Module::Kind::Experts) {
-    draft.cut_experts(m, rule.partition, why);
+    builder.cut_experts(m, rule.partition, why);
     return;
   }
   if (m.kind == Module::Kind::Embedding) {
     // A row of an embedding is a token; columns of what blocks look up belong to heads.
-    const int64_t dim = rule.partition == Partition::Row ? 0 : draft.options().embedding_dim;
+    const int64_t dim = rule.partition == Partition::Row ? 0 : builder.options().embedding_dim;
     TESSERA_CHECK_VALUE(dim == 0 || dim == 1, "parallel", name, ": embedding_partition_dim ", dim, "; it is 0 or 1");
-    Decision& decision = draft.cut(m, Partition::Column, dim, why);
+    Decision& decision = builder.cut(m, Partition::Column, dim, why);
     decision.vocabulary = dim == 0;
-    decision.gather_output = dim == 1 && (rule.gather_output || draft.block_of(m.path).empty());
+    decision.gather_output = dim == 1 && (rule.gather_output || builder.block_of(m.path).empty());
     return;
   }
   const bool turned = m.kind == Module::Kind::Conv1D;
@@ -119,52 +120,52 @@ void cut_by_rule(Draft& draft, const Module& m, const Rule& rule, const std::str
                         why, ")");
     std::vector<SizeRule> rules;
     for (const int64_t sub : subs.sizes) {
-      rules.push_back(draft.size_rule(m, sub));
+      rules.push_back(builder.size_rule(m, sub));
       if (rules.back().heads == 0) rules.back().grain = std::lcm(rules.back().grain, subs.unit);
     }
-    decision = &draft.cut(m, rule.partition, dim, why, subs.sizes, rules);
+    decision = &builder.cut(m, rule.partition, dim, why, subs.sizes, rules);
   } else {
-    decision = &draft.cut(m, rule.partition, dim, why);
+    decision = &builder.cut(m, rule.partition, dim, why);
   }
   decision->gather_output = rule.gather_output;
-  decision->vocabulary = rule.partition == Partition::Column && draft.is_head(m.path);
+  decision->vocabulary = rule.partition == Partition::Column && builder.is_head(m.path);
 }
 
 }  // namespace
 
-void follow_rules(Draft& draft) {
-  const std::string model_type = model_type_of(draft);
+void follow_rules(PlanBuilder& builder) {
+  const std::string model_type = model_type_of(builder);
   bool matched = false;
-  for (const Module& m : draft.modules()) {
+  for (const Module& m : builder.modules()) {
     if (m.weight_sizes.empty()) continue;
     const std::string name = m.path + "." + m.param;
     const Rule* first = nullptr;
-    for (const Rule& rule : draft.options().rules) {
+    for (const Rule& rule : builder.options().rules) {
       if (!applies(rule, name, model_type)) continue;
       if (first == nullptr)
         first = &rule;
       else if (rule.source != first->source)
-        draft.warn(c10::str("several rules match one module, the first one holds: ", name, " is matched by ",
-                            first->source, " ('", first->pattern, "') and ", rule.source, " ('", rule.pattern, "')"));
+        builder.warn(c10::str("several rules match one module, the first one holds: ", name, " is matched by ",
+                              first->source, " ('", first->pattern, "') and ", rule.source, " ('", rule.pattern, "')"));
     }
     if (first == nullptr) {
-      TESSERA_CHECK_VALUE(!draft.options().strict || !is_linear(m), "parallel", "No matching spec for '", name,
+      TESSERA_CHECK_VALUE(!builder.options().strict || !is_linear(m), "parallel", "No matching spec for '", name,
                           "', and partition_config.strict_mode asks for one for every linear layer");
       continue;
     }
     const std::string why = first->source + ": " + first->pattern;
     if (first->partition == Partition::Skip) {
       matched = true;
-      if (first->sum_gradient) draft.add(m, why).sum_gradient = true;
+      if (first->sum_gradient) builder.add(m, why).sum_gradient = true;
     } else if (m.weight_sizes.size() >= 2) {
       matched = true;
-      cut_by_rule(draft, m, *first, name, why);
+      cut_by_rule(builder, m, *first, name, why);
     }
   }
   TESSERA_CHECK_VALUE(matched, "parallel", "no rule for tensor parallelism matches a module of this model (",
-                      draft.options().rules.size(), " rules of ", draft.options().rules[0].source, " and others, as '",
-                      draft.options().rules[0].pattern, "'; names are of the form '",
-                      draft.modules().empty() ? "" : draft.modules().back().path,
+                      builder.options().rules.size(), " rules of ", builder.options().rules[0].source,
+                      " and others, as '", builder.options().rules[0].pattern, "'; names are of the form '",
+                      builder.modules().empty() ? "" : builder.modules().back().path,
                       ".weight'); give others in tensor_parallel.partition_config or another preset_model");
 }
 
@@ -172,12 +173,12 @@ Plan make_plan(const std::vector<Module>& modules, const ModelFacts& facts, cons
   TESSERA_CHECK_VALUE(options.size >= 1 && options.grain >= 1, "parallel", "a plan for ", options.size,
                       " ranks in grains of ", options.grain,
                       " (tensor_parallel.autotp_size, tensor_parallel.tp.tp_grain_size)");
-  Draft draft(modules, facts, options);
+  PlanBuilder builder(modules, facts, options);
   if (options.rules.empty())
-    follow_heuristics(draft);
+    follow_heuristics(builder);
   else
-    follow_rules(draft);
-  return draft.finish();
+    follow_rules(builder);
+  return builder.finish();
 }
 
 // ---- report

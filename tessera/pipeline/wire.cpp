@@ -50,8 +50,8 @@ std::pair<Tensors, std::vector<bool>> empty_of(const std::vector<int64_t>& form)
 
 }  // namespace
 
-Wire::Wire(comm::PostPtr post, Peer peer, int tag, at::Device device, std::string what)
-    : post_(std::move(post)), peer_(std::move(peer)), tag_(tag), device_(device), what_(std::move(what)) {}
+Wire::Wire(comm::PointToPointPtr p2p, Peer peer, int tag, at::Device device, std::string what)
+    : p2p_(std::move(p2p)), peer_(std::move(peer)), tag_(tag), device_(device), what_(std::move(what)) {}
 
 template <class F>
 void Wire::guarded(const F& body) const {
@@ -67,11 +67,11 @@ void Wire::guarded(const F& body) const {
 }
 
 void Wire::put(const at::Tensor& tensor) {
-  guarded([&] { post_->send(tensor, peer_.rank, tag_, what_); });
+  guarded([&] { p2p_->send(tensor, peer_.rank, tag_, what_); });
 }
 
 void Wire::take(const at::Tensor& tensor) {
-  guarded([&] { post_->receive(tensor, peer_.rank, tag_, what_); });
+  guarded([&] { p2p_->receive(tensor, peer_.rank, tag_, what_); });
 }
 
 std::vector<int64_t> Wire::take_numbers(int64_t count) {

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/post.h"
+#include "tessera/comm/point_to_point.h"
 
 namespace tessera::pipeline {
 
@@ -18,7 +18,7 @@ using Tensors = std::vector<at::Tensor>;
 
 // The other end of a wire.
 struct Peer {
-  int rank = 0;      // of the post
+  int rank = 0;      // of the p2p
   std::string name;  // in errors, as "stage 1 (rank 2)"
 };
 
@@ -27,7 +27,7 @@ struct Peer {
 class Wire {
  public:
   // `what`: in words, for errors, as "activations". Messages are received on `device`.
-  Wire(comm::PostPtr post, Peer peer, int tag, at::Device device, std::string what);
+  Wire(comm::PointToPointPtr p2p, Peer peer, int tag, at::Device device, std::string what);
 
   // Tensors of any dtype and layout; undefined ones arrive as such. `number` tells messages apart. Waits for nobody.
   void send(const Tensors& tensors, int64_t number);
@@ -47,7 +47,7 @@ class Wire {
   template <class F>
   void guarded(const F& body) const;
 
-  const comm::PostPtr post_;
+  const comm::PointToPointPtr p2p_;
   const Peer peer_;
   const int tag_;
   const at::Device device_;

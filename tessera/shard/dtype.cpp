@@ -39,15 +39,32 @@ void check_pair(const at::Tensor& dst, const at::Tensor& src) {
                  dst.device() == src.device());
 }
 
-// device(table, stream) where the memory is a device's, host(to, from, begin, count) for every thread's elements else.
-template <class OnDevice, class OnHost>
-void run(Memory dst, Memory src, int64_t n, const OnDevice& device, const OnHost& host) {
+// The kernel and its stochastic twin of a table.
+template <bool add>
+void scaled(Memory dst, Memory src, double scale, int64_t n, const Random& random) {
   TESSERA_ASSERT(dst.device == src.device);
+  const auto factor = static_cast<float>(scale);
   if (dst.device.is_cpu()) {
-    over_threads(dst, src, n, host);
-  } else {
-    on_device(dst.device, device);
+    over_threads(dst, src, n, [&](void* to, const void* from, int64_t begin, int64_t count) {
+      if (random) {
+        constexpr auto kernel = add ? kernels::scaled_add_stochastic : kernels::scaled_copy_stochastic;
+        kernel(to, dst.dtype, from, src.dtype, factor, count, advanced(*random, begin));
+      } else {
+        constexpr auto kernel = add ? kernels::scaled_add : kernels::scaled_copy;
+        kernel(to, dst.dtype, from, src.dtype, factor, count);
+      }
+    });
+    return;
   }
+  on_device(dst.device, [&](const kernels::DeviceTable& table, void* stream) {
+    if (random) {
+      const auto kernel = add ? table.scaled_add_stochastic : table.scaled_copy_stochastic;
+      kernel(dst.data, dst.dtype, src.data, src.dtype, factor, n, *random, stream);
+    } else {
+      const auto kernel = add ? table.scaled_add : table.scaled_copy;
+      kernel(dst.data, dst.dtype, src.data, src.dtype, factor, n, stream);
+    }
+  });
 }
 
 void check_split(const at::Tensor& whole, const at::Tensor& weight, const at::Tensor& residual) {
@@ -81,70 +98,20 @@ Memory memory_of(const at::Tensor& tensor, int64_t offset) {
   return {static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())) + bytes, dtype, tensor.device()};
 }
 
-void scaled_copy(Memory dst, Memory src, double scale, int64_t n) {
-  const auto factor = static_cast<float>(scale);
-  run(
-      dst, src, n,
-      [&](const kernels::DeviceTable& table, void* stream) {
-        table.scaled_copy(dst.data, dst.dtype, src.data, src.dtype, factor, n, stream);
-      },
-      [&](void* to, const void* from, int64_t, int64_t count) {
-        kernels::scaled_copy(to, dst.dtype, from, src.dtype, factor, count);
-      });
+void scaled_copy(Memory dst, Memory src, double scale, int64_t n, const Random& random) {
+  scaled<false>(dst, src, scale, n, random);
 }
 
-void scaled_add(Memory dst, Memory src, double scale, int64_t n) {
-  const auto factor = static_cast<float>(scale);
-  run(
-      dst, src, n,
-      [&](const kernels::DeviceTable& table, void* stream) {
-        table.scaled_add(dst.data, dst.dtype, src.data, src.dtype, factor, n, stream);
-      },
-      [&](void* to, const void* from, int64_t, int64_t count) {
-        kernels::scaled_add(to, dst.dtype, from, src.dtype, factor, count);
-      });
+void scaled_add(Memory dst, Memory src, double scale, int64_t n, const Random& random) {
+  scaled<true>(dst, src, scale, n, random);
 }
 
-void scaled_copy(Memory dst, Memory src, double scale, int64_t n, const kernels::RandomKey& random) {
-  const auto factor = static_cast<float>(scale);
-  run(
-      dst, src, n,
-      [&](const kernels::DeviceTable& table, void* stream) {
-        table.scaled_copy_stochastic(dst.data, dst.dtype, src.data, src.dtype, factor, n, random, stream);
-      },
-      [&](void* to, const void* from, int64_t begin, int64_t count) {
-        kernels::scaled_copy_stochastic(to, dst.dtype, from, src.dtype, factor, count, advanced(random, begin));
-      });
-}
-
-void scaled_add(Memory dst, Memory src, double scale, int64_t n, const kernels::RandomKey& random) {
-  const auto factor = static_cast<float>(scale);
-  run(
-      dst, src, n,
-      [&](const kernels::DeviceTable& table, void* stream) {
-        table.scaled_add_stochastic(dst.data, dst.dtype, src.data, src.dtype, factor, n, random, stream);
-      },
-      [&](void* to, const void* from, int64_t begin, int64_t count) {
-        kernels::scaled_add_stochastic(to, dst.dtype, from, src.dtype, factor, count, advanced(random, begin));
-      });
-}
-
-void scaled_copy(const at::Tensor& dst, const at::Tensor& src, double scale) {
-  check_pair(dst, src);
-  scaled_copy(memory_of(dst), memory_of(src), scale, dst.numel());
-}
-
-void scaled_add(const at::Tensor& dst, const at::Tensor& src, double scale) {
-  check_pair(dst, src);
-  scaled_add(memory_of(dst), memory_of(src), scale, dst.numel());
-}
-
-void scaled_copy(const at::Tensor& dst, const at::Tensor& src, double scale, const kernels::RandomKey& random) {
+void scaled_copy(const at::Tensor& dst, const at::Tensor& src, double scale, const Random& random) {
   check_pair(dst, src);
   scaled_copy(memory_of(dst), memory_of(src), scale, dst.numel(), random);
 }
 
-void scaled_add(const at::Tensor& dst, const at::Tensor& src, double scale, const kernels::RandomKey& random) {
+void scaled_add(const at::Tensor& dst, const at::Tensor& src, double scale, const Random& random) {
   check_pair(dst, src);
   scaled_add(memory_of(dst), memory_of(src), scale, dst.numel(), random);
 }

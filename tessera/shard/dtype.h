@@ -4,6 +4,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 #include "tessera/kernels/types.h"
 
 namespace tessera::shard {
@@ -11,12 +13,12 @@ namespace tessera::shard {
 // Not-implemented error for a dtype without kernels.
 kernels::DType kernel_dtype(at::ScalarType dtype);
 
+// Of stochastic rounding into a 16-bit destination, whose element 0 has global index `first`; unset: rounding to nearest.
+using Random = std::optional<kernels::RandomKey>;
+
 // dst = scale * src and dst += scale * src over contiguous tensors of equal length (kernels/elementwise.h).
-void scaled_copy(const at::Tensor& dst, const at::Tensor& src, double scale = 1.0);
-void scaled_add(const at::Tensor& dst, const at::Tensor& src, double scale = 1.0);
-// The same with stochastic rounding into a 16-bit dst; `random.first`: global index of its element 0.
-void scaled_copy(const at::Tensor& dst, const at::Tensor& src, double scale, const kernels::RandomKey& random);
-void scaled_add(const at::Tensor& dst, const at::Tensor& src, double scale, const kernels::RandomKey& random);
+void scaled_copy(const at::Tensor& dst, const at::Tensor& src, double scale = 1.0, const Random& random = {});
+void scaled_add(const at::Tensor& dst, const at::Tensor& src, double scale = 1.0, const Random& random = {});
 // fp32 `from` as a bf16 weight and an int16 residual, and back (kernels/split.h). Contiguous tensors of equal
 // length; value error for other dtypes.
 void split_master(const at::Tensor& weight, const at::Tensor& residual, const at::Tensor& from);
@@ -27,10 +29,8 @@ struct Memory {
   kernels::DType dtype = kernels::DType::F32;
   c10::Device device = at::kCPU;
 };
-void scaled_copy(Memory dst, Memory src, double scale, int64_t n);
-void scaled_add(Memory dst, Memory src, double scale, int64_t n);
-void scaled_copy(Memory dst, Memory src, double scale, int64_t n, const kernels::RandomKey& random);
-void scaled_add(Memory dst, Memory src, double scale, int64_t n, const kernels::RandomKey& random);
+void scaled_copy(Memory dst, Memory src, double scale, int64_t n, const Random& random = {});
+void scaled_add(Memory dst, Memory src, double scale, int64_t n, const Random& random = {});
 // Element `offset` of a contiguous tensor and what follows.
 Memory memory_of(const at::Tensor& tensor, int64_t offset = 0);
 void fill_zero(const at::Tensor& dst);

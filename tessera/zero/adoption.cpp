@@ -17,7 +17,7 @@ void adopt_param(const Place& place, bool compare) {
   Param& p = *place.param;
   Unit& unit = *place.unit;
   // Written to in regions only, which take the values along; or away, without data.
-  if (unit.flat->sharded() || unit.flat->is_lent(place.item) || unit.flat->is_sent()) return;
+  if (unit.flat->sharded() || unit.flat->has_private_copy(place.item) || unit.flat->is_sent()) return;
   const at::Tensor& weights = unit.flat->whole();
   const bool bound = is_bound(p, unit);
   if (bound && p.tensor._version() == p.version && !(compare && unit.differs_from_master(p))) return;

@@ -50,7 +50,7 @@ void BucketPool::free_kept() {
   free_.clear();
 }
 
-void BucketPool::give_back(const at::Tensor& bucket) {
+void BucketPool::release(const at::Tensor& bucket) {
   const c10::InferenceMode no_inference(false);
   const auto whole = static_cast<int64_t>(bucket.storage().nbytes() / bucket.element_size());
   free_.push_back(bucket.as_strided({whole}, {1}, 0));

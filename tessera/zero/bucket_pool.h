@@ -17,7 +17,7 @@ class BucketPool {
   // twice the size are lent again.
   at::Tensor acquire(int64_t numel, const at::TensorOptions& options);
   // Takes back what acquire() gave; nothing may use it any more.
-  void give_back(const at::Tensor& bucket);
+  void release(const at::Tensor& bucket);
 
   // Those that are not lent go.
   void free_kept();

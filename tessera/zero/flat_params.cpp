@@ -43,7 +43,7 @@ FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType
   at::Tensor mine;
   if (shares()) {
     mine = sharded_ ? space_.narrow(0, slice_.begin, slice_.size()) : space_;
-    lent_.resize(items_.size());
+    private_copies_.resize(items_.size());
   } else {
     mine = at::zeros({sharded_ ? slice_.size() : layout_.size()}, options);
   }
@@ -98,7 +98,7 @@ const at::Tensor& FlatParams::whole() const {
 
 at::Tensor FlatParams::values(int index) const {
   const shard::Range range = items_[index].range;
-  return is_lent(index) ? lent_[index] : whole().narrow(0, range.begin, range.size());
+  return has_private_copy(index) ? private_copies_[index] : whole().narrow(0, range.begin, range.size());
 }
 
 at::Tensor FlatParams::view(int index) const {
@@ -227,12 +227,12 @@ void FlatParams::gather_slice(comm::Group& group, const at::Tensor& space, const
   pending_ = group.all_gather(space, space.narrow(0, slice_.begin, slice_.size()), label);
   if (buffer_.residence() != shard::Residence::Nvme) return;
   failed_ = at::full({1}, failure_.empty() ? 0.0 : group.rank() + 1.0, at::kDouble).to(space.device());
-  told_ = group.all_reduce(failed_, comm::ReduceOp::Max, "reads of " + label);
+  read_check_ = group.all_reduce(failed_, comm::ReduceOp::Max, "reads of " + label);
 }
 
 void FlatParams::check_read() {
   if (!failed_.defined()) return;
-  told_.wait();
+  read_check_.wait();
   const int who = static_cast<int>(std::exchange(failed_, at::Tensor()).item<double>());
   if (who == 0) return;
   TESSERA_CHECK_IO(false, "zero", "the parameters of unit '", name_, "' could not be gathered: ",
@@ -324,7 +324,7 @@ at::Tensor FlatParams::release(std::string* edited) {
     pending_.wait();
     if (copied_) shard::come_after(*copied_, bucket_.device());
     end_copies();
-    told_.wait();
+    read_check_.wait();
     failed_.reset();
     return take_bucket();
   }
@@ -341,12 +341,13 @@ at::Tensor FlatParams::release(std::string* edited) {
 void FlatParams::keep_write(int index) {
   TESSERA_ASSERT(state_ == ParamState::Ready);
   mark(index);
-  if (!sharded_ && !is_lent(index)) return;
+  if (!sharded_ && !has_private_copy(index)) return;
   const Item& item = items_[index];
-  if (is_lent(index) && !shard::is_bound(item.tensor, lent_[index], {0, item.range.size()}, item.form)) {
+  if (has_private_copy(index) &&
+      !shard::is_bound(item.tensor, private_copies_[index], {0, item.range.size()}, item.form)) {
     TESSERA_CHECK(item.tensor.numel() == item.range.size(), "zero", "the data of parameter '", item.name,
                   "' was replaced by a tensor of another size");
-    lent_[index].copy_(shard::flatten_like_param(item.tensor, item.form));
+    private_copies_[index].copy_(shard::flatten_like_param(item.tensor, item.form));
   }
   const shard::Range range = item.range, mine = shard::intersect(range, slice_);
   if (mine.empty()) return;
@@ -354,18 +355,18 @@ void FlatParams::keep_write(int index) {
   write(index, part, values(index).narrow(0, part.begin, part.size()));
 }
 
-void FlatParams::lend(int index) {
-  TESSERA_ASSERT(shares() && !sharded_ && !is_lent(index));
+void FlatParams::make_private_copy(int index) {
+  TESSERA_ASSERT(shares() && !sharded_ && !has_private_copy(index));
   const c10::InferenceMode no_inference(false);
   const Item& item = items_[index];
-  lent_[index] = space_.narrow(0, item.range.begin, item.range.size()).clone();
-  shard::rebind(item.tensor, lent_[index], {0, item.range.size()});
+  private_copies_[index] = space_.narrow(0, item.range.begin, item.range.size()).clone();
+  shard::rebind(item.tensor, private_copies_[index], {0, item.range.size()});
 }
 
-void FlatParams::give_back(int index) {
-  if (!is_lent(index)) return;
+void FlatParams::end_private_copy(int index) {
+  if (!has_private_copy(index)) return;
   Item& item = items_[index];
-  const at::Tensor own = std::exchange(lent_[index], at::Tensor());
+  const at::Tensor own = std::exchange(private_copies_[index], at::Tensor());
   if (shard::is_bound(item.tensor, own, {0, item.range.size()}, item.form)) {
     shard::rebind(item.tensor, space_, item.range);
   } else {
@@ -379,7 +380,7 @@ void FlatParams::leave_space() {
   const at::Tensor own = space_.clone();
   for (size_t i = 0; i < items_.size(); ++i) {
     const Item& item = items_[i];
-    lent_[i].reset();  // the parameter keeps its copy
+    private_copies_[i].reset();  // the parameter keeps its copy
     if (shard::is_bound(item.tensor, space_, item.range, item.form)) shard::rebind(item.tensor, own, item.range);
   }
   buffer_ = shard::Buffer(own);
@@ -419,7 +420,7 @@ void FlatParams::abandon(const std::string& message) {
     return;
   }
   pending_ = {};
-  told_ = {};
+  read_check_ = {};
   failed_.reset();
   ahead_.clear();
   copying_.clear();

@@ -134,11 +134,11 @@ class FlatParams {
   at::Tensor values(int index) const;
   at::Tensor view(int index) const;
 
-  // Shared parameters that are whole always: item `index` is a private copy from here on, until give_back(), which forgets
+  // Shared parameters that are whole always: item `index` is a private copy from here on, until end_private_copy(), which forgets
   // it. keep_write() between the two makes this rank's slice of it hold.
-  void lend(int index);
-  void give_back(int index);
-  bool is_lent(int index) const { return !lent_.empty() && lent_[index].defined(); }
+  void make_private_copy(int index);
+  void end_private_copy(int index);
+  bool has_private_copy(int index) const { return !private_copies_.empty() && private_copies_[index].defined(); }
 
   // What lives on the device goes to `home` for a while, and comes back. Whole parameters have no data meanwhile and say what
   // to call. Neither gathered nor shared ones. Local.
@@ -173,7 +173,7 @@ class FlatParams {
   shard::Buffer buffer_;  // the whole space, or this rank's slice where sharded
   at::Tensor bucket_;     // sharded: the gathered space, exactly layout().size() elements; the shared one or private
   at::Tensor space_;      // shared: of all ranks; buffer_ is part of it
-  std::vector<at::Tensor> lent_;  // private copies of items, or undefined
+  std::vector<at::Tensor> private_copies_;  // private copies of items, or undefined
   at::Tensor staging_;
   at::ScalarType gather_dtype_;
   bool rounded_ = false;  // the bucket holds values that were cast on the way
@@ -185,7 +185,7 @@ class FlatParams {
   std::deque<std::pair<at::Tensor, std::shared_ptr<c10::Event>>> copying_;  // tiles that cannot be lent again before
   std::string failure_;                                                     // of this rank's last read
   at::Tensor failed_;                                                       // 1 + the rank of one that failed, or 0
-  comm::Pending told_;
+  comm::Pending read_check_;
 };
 
 // Rank 0's values into every rank's tensors (whole ones), one collective for all of them. `what` is for messages.

@@ -14,6 +14,8 @@
 //   its own. A task is noted when one of our hooks runs in it; the note holds a token that lives in the task's callback,
 //   so a task that threw is known as gone because its token has died. The backward is done when the last noted task has
 //   ended, except inside a forward (a function that runs backward in its forward is no backward of the user's).
+//     task 1   hook (noted) ... node that starts task 2 ....................... hook ... callback: the last one, done
+//     task 2                      hook (noted) ... callback: task 1 is left, so not done
 //   Runs of torch.autograd.grad pass our output hooks too: they count only once a parameter hook has run.
 //
 // Note [Ends]
@@ -22,9 +24,9 @@
 //   queues the next one behind those of the other engines. What a round waits for, all ranks launched in an earlier one.
 //
 // Note [Loss scaling]
-//   scale() multiplies a tensor and marks the node that does it. In a backward the mark runs before every node behind it;
-//   it tells all engines whose parameters are behind it (not only the one that was asked) what their gradients are
-//   multiplied by, so each can bring them to its own scale, and it allows this backward for the engine that was asked.
+//   scale() multiplies a tensor and marks the node that does it. A backward runs the mark before all nodes behind it. Then
+//   every engine with parameters behind it, not only the one whose scale() it was, notes what their gradients are
+//   multiplied by, to bring them to its own scale; and that one's guard allows this backward.
 //   A mark serves one backward. Several engines may scale one loss: scales do not multiply, the smallest holds.
 //   A guarded engine refuses a backward through its outputs without its mark, all of them or a part of the loss, before
 //   anything is accumulated or gathered. Gradients of parameters that are in the graph beside the outputs (a penalty) are
@@ -42,7 +44,7 @@
 #include <vector>
 
 #include "tessera/base/compat.h"
-#include "tessera/zero/model_param.h"
+#include "tessera/zero/param_spec.h"
 #include "tessera/zero/scope_call.h"
 
 namespace tessera::zero {
@@ -154,6 +156,14 @@ class Hooks {
     int task;
     std::shared_ptr<ScopeCall> call;
   };
+  // What Note [Loss scaling] knows of the outermost backward.
+  struct LossGuard {
+    std::optional<double> scale;                    // that a mark has said
+    std::vector<std::shared_ptr<ScaleMark>> marks;  // that allow it
+    bool allowed = false;
+    bool passed_outputs = false;  // though it may be one of torch.autograd.grad
+    int searched_task = -1;       // known to pass no output
+  };
   struct Task {
     std::weak_ptr<Token> token;
     bool plain = false;  // .backward() without inputs=: done even if no parameter hook runs
@@ -164,8 +174,8 @@ class Hooks {
   void touch_outer_task();
   std::vector<ScopeCall*> calls_to_run() const;
   void note_scale(double value);
-  BackwardInfo info() const { return {task_scale_.value_or(1.0), in_forward_task_}; }
-  bool excused() const { return !guarded_ || allowed_ || in_forward_task_; }
+  BackwardInfo info() const { return {loss_guard_.scale.value_or(1.0), in_forward_task_}; }
+  bool excused() const { return !guarded_ || loss_guard_.allowed || in_forward_task_; }
   void check_output();
   void check_all_scaled();
   bool refuses_parameter();
@@ -186,13 +196,8 @@ class Hooks {
   bool outer_pending_ = false;  // a task ended inside another one, which is to be noted next
 
   bool guarded_ = false;
+  LossGuard loss_guard_;
   bool watches_calls_ = false;
-  // Of the outermost backward:
-  std::optional<double> task_scale_;
-  std::vector<std::shared_ptr<ScaleMark>> marks_;  // that allow it
-  bool allowed_ = false;
-  bool passed_outputs_ = false;  // though it may be one of torch.autograd.grad
-  int searched_task_ = -1;       // known to pass no output
 };
 
 }  // namespace tessera::zero

@@ -1,14 +1,16 @@
 // HostGrads: gradients in host memory, of a unit whose states the host updates; GradCopies: their way there.
 //
 // Note [Gradients leave]
-//   A unit of a model on a device whose states live elsewhere has no gradient there between backwards. What a backward adds up
-//   lies in a bucket of the pool; as soon as it is reduced it is copied to the host, on a stream beside the one that computes.
-//   Nothing waits for that in the backward: a bucket is lent again when its copy is over, or, with kLeaving of them on their
-//   way, after the device (not the host) was told to wait for the oldest. Who reads the gradients waits for their copy.
-//   More gradients for a unit, in a later backward of the same step: what was there comes back to the device, is added to and
-//   leaves again. A sum on the host would have to wait for the copies within the backward; this costs a link that works both
-//   ways at once nothing that a backward does not hide, and the bits are those without offload, also in 16 bits.
-//   With the reduction at the boundary (stage 1) contributions stay on the device until then.
+//   Where the states of a unit on a device live elsewhere, its gradients lie in host memory between backwards.
+//   - A backward adds them up in a bucket of the pool, on the device. Once reduced they are copied to the host, on a stream
+//     beside the one that computes.
+//   - The backward waits for no copy. A bucket goes back to the pool when its copy is over. Where more than kLeaving copies
+//     are on their way, the oldest one's bucket goes back at once: the device, not the host, waits before it is written to.
+//   - Who reads the gradients waits for their copy.
+//   - A later backward of the same step brings them back to the device, adds to them and copies them out again. To add on
+//     the host, it would have to wait for the copies. A link that works both ways at once hides the way back, and the bits
+//     are those without offload, also in 16 bits.
+//   - With the reduction at the boundary (stage 1) contributions stay on the device until then.
 #pragma once
 
 #include <ATen/core/Tensor.h>

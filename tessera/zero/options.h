@@ -39,15 +39,15 @@ struct Options {
   GatherOptions gather;
   uint64_t seed = 0;  // of stochastic rounding
   HomeMaker home;     // of masters and optimizer states
-  HomeMaker
-      weight_home;  // of this rank's slices of partitioned parameters, which then are partitioned on one rank, too
+  // Of this rank's slices of partitioned parameters, which then are partitioned on one rank, too.
+  HomeMaker weight_home;
   bool pin_memory = true;  // of what goes between the device and a host that updates states which live elsewhere
-  // What gradients travel in where a parameter does not say (ModelParam::comm); unset: their own dtype.
+  // What gradients travel in where a parameter does not say (ParamSpec::comm); unset: their own dtype.
   std::optional<at::ScalarType> communication;
   // Ranks of one host keep one copy of the compute parameters (Note [Shared parameters]). Nothing happens where they are
   // not sharded: one rank, or stage 0.
   bool share_params = false;
-  bool reduce_at_step = false;  // unmanaged accumulation: reduce once, inside step()
+  bool reduce_at_step = false;  // unmanaged accumulation: reduce once, inside step(); set by the engine
   // Note [Update in the backward] in update_in_backward.h.
   bool update_in_backward = false;
   double unit_clipping = 0;  // then: largest L2 norm of a unit's gradient; 0: none

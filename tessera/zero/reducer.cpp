@@ -62,7 +62,7 @@ void Reducer::acquire_partial(Unit& unit) {
 }
 
 void Reducer::release_partial(Unit& unit) {
-  if (unit.partial_pooled) pool_.give_back(unit.partial);
+  if (unit.partial_pooled) pool_.release(unit.partial);
   unit.partial.reset();
   unit.partial_pooled = false;
 }
@@ -181,7 +181,7 @@ void Reducer::launch_complete() {
   while (next_ < units_.size()) {
     Unit& unit = *units_[next_];
     const bool ready = unit.launch_at() == LaunchAt::Complete
-                           ? unit.fired >= unit.expected
+                           ? unit.complete()
                            : unit.launch_at() == LaunchAt::Over && unit.turn() == Turn::Over;
     if (!ready) return;
     launch(unit);
@@ -202,7 +202,7 @@ void Reducer::finish_oldest_replica() {
   work.pending.wait();
   if (work.sent.defined()) {
     shard::scaled_copy(work.sum, work.sent);
-    travel_pool_.give_back(work.sent);
+    travel_pool_.release(work.sent);
   }
   if (work.unit->host_grads) leave(*work.unit, work.sum, sums_, work.sum);
 }
@@ -319,7 +319,7 @@ void Reducer::finish_oldest() {
     const at::Tensor values = work.bucket.narrow(0, unit.owned.begin, unit.owned.size());
     if (work.sent.defined()) {
       shard::scaled_copy(values, work.sum);
-      travel_pool_.give_back(work.sent);
+      travel_pool_.release(work.sent);
     }
     unit.sum_arrived();
     return hand_over(unit, values, work.present.cpu(), work.bucket);
@@ -330,8 +330,8 @@ void Reducer::finish_oldest() {
   } else if (work.sum.data_ptr() != unit.owned_grads().data_ptr()) {
     shard::scaled_copy(unit.owned_grads(), work.sum);
   }
-  if (work.sent.defined()) travel_pool_.give_back(work.sent);
-  if (work.pooled) pool_.give_back(work.bucket);
+  if (work.sent.defined()) travel_pool_.release(work.sent);
+  if (work.pooled) pool_.release(work.bucket);
   unit.sum_arrived();
 }
 
@@ -342,7 +342,7 @@ void Reducer::bring_back(InFlight& work) {
 }
 
 void Reducer::leave(Unit& unit, const at::Tensor& sum, BucketPool& pool, const at::Tensor& bucket) {
-  copies_.leave(sum, *unit.host_grads, [&pool, bucket] { pool.give_back(bucket); });
+  copies_.leave(sum, *unit.host_grads, [&pool, bucket] { pool.release(bucket); });
 }
 
 void Reducer::leave(InFlight& work) {
@@ -352,13 +352,13 @@ void Reducer::leave(InFlight& work) {
     if (!work.came) bring_back(work);
     shard::come_after(*work.came, values.device());
     add_sum(unit, work.before, work.sum);
-    pool_.give_back(work.bucket);
+    pool_.release(work.bucket);
     leave(unit, work.before, sums_, work.before);
   } else {
     if (work.sent.defined()) shard::scaled_copy(values, work.sum);
     leave(unit, values, pool_, work.bucket);
   }
-  if (work.sent.defined()) travel_pool_.give_back(work.sent);
+  if (work.sent.defined()) travel_pool_.release(work.sent);
   unit.sum_arrived();
 }
 
@@ -378,8 +378,8 @@ void Reducer::hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& pre
   unit.partial_pooled = false;
   for (Param& p : unit.params)
     p.filled = p.has_grad = false;
-  if (dropping_) return pool_.give_back(bucket);
-  sink_->take({&unit, sum, std::move(flags), [this, bucket] { pool_.give_back(bucket); }});
+  if (dropping_) return pool_.release(bucket);
+  sink_->take({&unit, sum, std::move(flags), [this, bucket] { pool_.release(bucket); }});
 }
 
 // Which units got gradients after their launch, on any rank.

@@ -4,25 +4,27 @@
 //   Collectives are launched in unit order (last unit of the forward first, root last), never in the order in which
 //   gradients become ready, and every flush launches every unit: parameters without a gradient count as zero. So ranks
 //   whose graphs differ (unused parameters, experts) make the same calls in the same order and cannot deadlock.
-//   With partitioned parameters a launch must also stand at the same place among the gathers: a rank that waits for a
-//   free bucket here would hold up the others' gathers. So there a unit is launched when the backward of its modules is
-//   over, which all ranks see at the same place, not when its parameters have their gradients, which experts or unused
-//   parameters make different; units for which no such moment is known wait for the flush.
+//   With partitioned parameters all ranks must also launch at the same place between the gathers: a rank that waits for a
+//   free bucket in a launch takes part in no gather meanwhile. That place is the end of the backward of a unit's modules,
+//   which is the same on all ranks. The moment when its parameters have their gradients is not: experts and unused
+//   parameters make it differ. A unit of which no such end is known waits for the flush.
 //
 // Note [Waits]
-//   A hook that waited for other ranks could wait for one that waits for this rank in a collective of the user's: how far
-//   a rank must come before it launches a unit depends on its own graph (unused parameters). So launching only launches;
-//   it waits for a bucket to come back, but not long, and takes a new one where it does not: half as long each time in
-//   vain, a little longer each time that it came (a rank that was late once must not cost memory). Gradients for a unit on
-//   its way go into another bucket. Waits stand at the end of the backward, after all engines have launched (Note [Ends]
-//   in hooks.h), and in the step. Nor does anything that only one rank knows of, as a nested backward, decide on a
-//   collective.
+//   How far a rank gets before it launches a unit depends on its own graph (unused parameters). A hook that waited for
+//   another rank's launch could wait for a rank that waits for this one, in a collective of the user's. So:
+//   - A launch waits for a bucket to come back for `patience_` at most, then takes a new one. The patience is halved by a
+//     wait in vain and grows a little by one that was not: a rank that was late once must not cost memory for good.
+//   - Gradients for a unit on its way go into another bucket.
+//   - All other waits stand at the end of the backward, after all engines have launched (Note [Ends] in hooks.h), and in
+//     the step.
+//   - What only one rank knows of, as a nested backward, never decides whether there is a collective.
 //
 // Note [Averaging]
-//   Local contributions carry 1/gradient_accumulation_steps; the factor of the sum over ranks (Options::gradient_factor,
-//   the same for all units, whatever groups they have) is applied by the reduction itself, on the fp32 sum and before its
-//   one rounding, where it is one over the group's size. So a local gradient (no_sync, stage 0 before the boundary) is
-//   PyTorch's. What is left (a unit that fewer ranks share) multiplies the sum.
+//   There are two factors. 1/gradient_accumulation_steps is in every local contribution, so that a gradient before its
+//   reduction (no_sync, stage 0 before the boundary) is PyTorch's. Options::gradient_factor is that of the sum over ranks,
+//   the same for all units, whatever groups they have. The reduction applies it to the fp32 sum, before its one rounding,
+//   where it is one over the size of the unit's group (mean) or 1 (sum). Elsewhere (a unit that fewer ranks share) it takes
+//   the mean, and what is left of the factor multiplies that.
 //
 // Note [Communication dtype]
 //   Contributions may travel in another dtype than they accumulate in (torch_autocast, communication_data_type): cast

@@ -53,7 +53,7 @@ void Regions::open(const std::vector<ParamId>& params, bool writable) {
     open.open = true;
     open.writable = writable;
     if (place.flat->sharded()) continue;
-    if (writable && place.flat->shares()) place.flat->lend(place.item);
+    if (writable && place.flat->shares()) place.flat->make_private_copy(place.item);
     place.flat->mark(place.item);  // updates write to it too
     const Unit* unit = place.unit;
     if (unit != nullptr && unit->residual.defined()) open.before = unit->owned_values(place.item).clone();
@@ -86,7 +86,7 @@ void Regions::take_write(ParamId id) {
   const Place& place = units_[id];
   Unit* unit = place.unit;
   const bool split = unit != nullptr && unit->residual.defined();
-  const bool apart = place.flat->sharded() || place.flat->is_lent(place.item);
+  const bool apart = place.flat->sharded() || place.flat->has_private_copy(place.item);
   const at::Tensor before = split && apart ? unit->owned_values(place.item).clone() : open_[id].before;
   place.flat->keep_write(place.item);
   if (unit == nullptr || unit->master_is_weight()) return;
@@ -132,7 +132,7 @@ void Regions::close(const std::vector<ParamId>& params, Writes writes, int write
   for (const ParamId id : ids) {
     const Place& place = units_[id];
     open_[id] = {};
-    if (!place.flat->sharded()) place.flat->give_back(place.item);
+    if (!place.flat->sharded()) place.flat->end_private_copy(place.item);
     try {
       units_.unsharder().unhold(units_[id].number);
     } catch (...) {

@@ -2,7 +2,7 @@
 
 namespace tessera::zero {
 
-ShardedModel::ShardedModel(const Options& options, const comm::Mesh& mesh, const std::vector<ModelParam>& params,
+ShardedModel::ShardedModel(const Options& options, const comm::Mesh& mesh, const std::vector<ParamSpec>& params,
                            optim::Rule rule, const std::vector<optim::GroupOptions>& groups,
                            std::function<StepState()> step)
     : units(options, mesh, params, rule, groups),

@@ -24,7 +24,7 @@ struct Memory {
 
 struct ShardedModel {
   // See Units and BackwardDriver. Collective.
-  ShardedModel(const Options& options, const comm::Mesh& mesh, const std::vector<ModelParam>& params, optim::Rule rule,
+  ShardedModel(const Options& options, const comm::Mesh& mesh, const std::vector<ParamSpec>& params, optim::Rule rule,
                const std::vector<optim::GroupOptions>& groups, std::function<StepState()> step);
   // Removes hooks and frees gradients and states; parameters keep their values.
   ~ShardedModel();

@@ -103,7 +103,7 @@ std::vector<shard::NamedShard> StateAccess::named_shards() const {
 // `cut`: over the ranks of the shard group; otherwise all of them have the same.
 shard::NamedShard StateAccess::shard_of(ParamId id, Quantity what, shard::Range range, at::ScalarType dtype,
                                         bool cut) const {
-  const ModelParam& param = units_.params()[id];
+  const ParamSpec& param = units_.params()[id];
   const Ranks& ranks = units_.ranks_of(id);
   const int slices = ranks.varies_along_model ? 1 : ranks.model->size();
   const int copy = cut ? ranks.replicate->rank() : ranks.rank();

@@ -58,7 +58,7 @@ class StateAccess {
   shard::Form form(ParamId param) const;
 
   // Master, Gradient, State0 or State1 below; value error for Weight, which the parameter itself shows.
-  // fp32, shape of the parameter, where that is a slice (ModelParam::cut) of its whole; collective. Undefined tensor when
+  // fp32, shape of the parameter, where that is a slice (ParamSpec::cut) of its whole; collective. Undefined tensor when
   // there is none (no gradient, no such state). IoError on all ranks where the disk of one fails; set_full: set it again.
   at::Tensor get_full(ParamId param, Quantity what);
   void set_full(ParamId param, Quantity what, const at::Tensor& value);

@@ -14,8 +14,8 @@
 #include "tessera/shard/storage.h"
 #include "tessera/zero/flat_params.h"
 #include "tessera/zero/host_grads.h"
-#include "tessera/zero/model_param.h"
 #include "tessera/zero/options.h"
+#include "tessera/zero/param_spec.h"
 
 namespace tessera::zero {
 
@@ -23,8 +23,9 @@ namespace tessera::zero {
 enum class GradState : uint8_t {
   Empty,         // nothing; persistent buffers hold old values that will be overwritten
   Accumulating,  // local contributions of this rank in `partial`
-  Late,      // as Accumulating, but they came after the unit's launch in their backward (from a nested one, or a use
-             // outside of the modules that own the parameter): the next reduction takes them in
+  // As Accumulating, but they came after the unit's launch in their backward (from a nested one, or a use outside of the
+  // modules that own the parameter): the next reduction takes them in.
+  Late,
   Reducing,  // a collective is on its way; contributions that come meanwhile lead to Accumulating
   Reduced,   // the owned range holds the sum over ranks; more may be added (Accumulating again)
 };
@@ -78,6 +79,9 @@ class Unit {
   // Moves on or throws: Waiting (-> Over) -> Launched -> Launched (late gradients), any -> Waiting with a new backward.
   void move_to(Turn next);
   Turn turn() const { return turn_; }
+  // The table of moves covers what follows from the state: `partial` is there in Accumulating and Late, `sums` and has_sum()
+  // end with Empty. It does not cover what goes on beside it: `fired` and Param::fired belong to a backward, `in_flight` to
+  // collectives (a unit may accumulate while one is on its way), Param::has_grad and `filled` to single parameters.
   // The owned range of `grads` holds a sum over ranks, until Empty.
   void sum_arrived() { has_sum_ = true; }
   bool has_sum() const { return has_sum_; }
@@ -100,6 +104,8 @@ class Unit {
   // The compute parameter itself is the master: nothing extra is stored.
   bool master_is_weight() const { return !master.defined() && !residual.defined(); }
   LaunchAt launch_at() const { return launch_at_; }
+  // The hooks of all parameters that require gradients ran in the running backward.
+  bool complete() const { return fired >= expected; }
   // Gradients stay whole on every rank (stage 0), so that p.grad can be a view of them.
   bool grads_are_visible() const { return grads_visible_; }
 

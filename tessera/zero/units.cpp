@@ -15,9 +15,9 @@ namespace {
 // Kinds of parameters, see PlanItem.
 constexpr int kPartitioned = 0, kResident = 1, kFrozen = 2;
 
-void check_params(const std::vector<ModelParam>& params, const std::vector<optim::GroupOptions>& groups) {
-  const ModelParam* first = nullptr;
-  for (const ModelParam& p : params) {
+void check_params(const std::vector<ParamSpec>& params, const std::vector<optim::GroupOptions>& groups) {
+  const ParamSpec* first = nullptr;
+  for (const ParamSpec& p : params) {
     if (p.group < 0) continue;
     if (first == nullptr) first = &p;
     TESSERA_CHECK_VALUE(p.tensor.is_leaf(), "zero", "parameter '", p.name, "' is not a leaf tensor");
@@ -34,9 +34,9 @@ void check_params(const std::vector<ModelParam>& params, const std::vector<optim
 
 // Gives every parameter of a unit its values, equal on all ranks.
 std::vector<FlatParams::Item> settle_values(const Ranks& ranks, const std::string& unit,
-                                            const std::vector<const ModelParam*>& members) {
+                                            const std::vector<const ParamSpec*>& members) {
   std::vector<FlatParams::Item> all, fresh;
-  for (const ModelParam* p : members) {
+  for (const ParamSpec* p : members) {
     all.push_back({p->name, p->tensor});
     if (p->restore) {
       p->restore();
@@ -50,7 +50,7 @@ std::vector<FlatParams::Item> settle_values(const Ranks& ranks, const std::strin
 
 }  // namespace
 
-bool Units::holds(const Options& options, const ModelParam& param) {
+bool Units::holds(const Options& options, const ParamSpec& param) {
   if (param.group >= 0) return true;
   const at::ScalarType dtype = param.tensor.scalar_type();
   const bool fits = options.cast ? at::isFloatingType(dtype) : dtype == options.precision.param;
@@ -58,7 +58,7 @@ bool Units::holds(const Options& options, const ModelParam& param) {
          param.tensor.numel() > options.gather.persistence_threshold;
 }
 
-Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<ModelParam>& params, optim::Rule rule,
+Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<ParamSpec>& params, optim::Rule rule,
              const std::vector<optim::GroupOptions>& groups)
     : options_(options),
       placements_(shard::placements_of_stage(options.stage)),
@@ -69,8 +69,8 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<M
   const c10::AutoGradMode no_grad(false);
   check_params(params, groups_);
   make_sets(mesh);
-  unsharder_ = std::make_unique<Unsharder>(options_.gather, phases_,
-                                           [this](int told, const std::string& why) { tell_others(told, why); });
+  unsharder_ = std::make_unique<Unsharder>(
+      options_.gather, phases_, [this](int informed, const std::string& why) { abort_groups(informed, why); });
   for (size_t i = 0; i < params.size(); ++i)
     if (params[i].group >= 0) trained_ids_.push_back(static_cast<ParamId>(i));
   const std::vector<PlannedUnit> planned_units = plan(params);
@@ -82,11 +82,11 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<M
 }
 
 // What one rank's disk refuses is an error of all: each broadcasts the values of all units first.
-void Units::build(const std::vector<PlannedUnit>& units, const std::vector<ModelParam>& params) {
+void Units::build(const std::vector<PlannedUnit>& units, const std::vector<ParamSpec>& params) {
   if (options_.home) check_client(params);
   DiskGuard disks(has_homes());
   for (const PlannedUnit& planned : units) {
-    std::vector<const ModelParam*> originals;
+    std::vector<const ParamSpec*> originals;
     for (const ParamId id : planned.items)
       originals.push_back(&params[id]);
     std::vector<FlatParams::Item> items = settle_values(set_of(*originals.front()).ranks, planned.name, originals);
@@ -114,7 +114,7 @@ void Units::make_sets(const comm::Mesh& mesh) {
   for (const comm::Axis axis : comm::kAxes)
     if (mesh.size(axis) > 1) several_ = several_.with(axis);
   sets_.emplace(comm::Axes(), Set{Ranks(mesh), nullptr});
-  for (const ModelParam& p : params_) {
+  for (const ParamSpec& p : params_) {
     const comm::Axes varies = p.varies.only(several_);
     if (!sets_.contains(varies)) sets_.emplace(varies, Set{Ranks(mesh, varies), nullptr});
   }
@@ -130,13 +130,13 @@ void Units::make_sets(const comm::Mesh& mesh) {
 
 // Ranks that take no part in a gather meet those that do in other collectives, where they would wait: these end with the
 // reason, and so does all that is made of their groups.
-void Units::tell_others(int told, const std::string& why) const {
-  if (told == ranks().all()) return;
+void Units::abort_groups(int informed, const std::string& why) const {
+  if (informed == ranks().all()) return;
   for (const comm::GroupPtr& group : mesh_groups_)
     group->abort(why);
 }
 
-const Units::Set& Units::set_of(const ModelParam& param) const {
+const Units::Set& Units::set_of(const ParamSpec& param) const {
   return sets_.at(param.varies.only(several_));
 }
 
@@ -147,7 +147,7 @@ std::vector<const Ranks*> Units::rank_sets() const {
   return all;
 }
 
-bool Units::partitions(const ModelParam& param) const {
+bool Units::partitions(const ParamSpec& param) const {
   return placements_.params == shard::Placement::Shard &&
          (set_of(param).ranks.shard->size() > 1 || options_.weight_home);
 }
@@ -169,20 +169,20 @@ void Units::order_launches() {
   std::stable_partition(units_.begin(), units_.end(), [](const auto& u) { return u->launch_at() != LaunchAt::Flush; });
 }
 
-at::ScalarType Units::travel_of(const ModelParam& param) const {
+at::ScalarType Units::travel_of(const ParamSpec& param) const {
   if (set_of(param).ranks.size() == 1) return options_.precision.grad;
   return param.comm.value_or(options_.communication.value_or(options_.precision.grad));
 }
 
 // Never wider than the parameter: there is nothing to gain.
-at::ScalarType Units::gather_dtype_of(const ModelParam& param) const {
+at::ScalarType Units::gather_dtype_of(const ParamSpec& param) const {
   const at::ScalarType own = options_.precision.param;
   if (set_of(param).ranks.size() == 1 || !param.comm) return own;
   return c10::elementSize(*param.comm) < c10::elementSize(own) ? *param.comm : own;
 }
 
 // See PlanItem.
-std::string Units::travels_of(int kind, const ModelParam& param) const {
+std::string Units::travels_of(int kind, const ParamSpec& param) const {
   const at::ScalarType asked = param.comm.value_or(options_.communication.value_or(at::kFloat));
   TESSERA_CHECK_VALUE(asked == at::kFloat || asked == at::kHalf || asked == at::kBFloat16, "zero", "parameter '",
                       param.name, "' cannot travel in ", asked, "; choose Float, Half or BFloat16");
@@ -199,12 +199,12 @@ std::string Units::travels_of(int kind, const ModelParam& param) const {
   return text;
 }
 
-std::vector<PlannedUnit> Units::plan(const std::vector<ModelParam>& params) const {
+std::vector<PlannedUnit> Units::plan(const std::vector<ParamSpec>& params) const {
   int64_t resident = 0;
   std::vector<PlanItem> items;
   std::vector<ParamId> ids = trained_ids_;
   for (const ParamId id : trained_ids_) {
-    const ModelParam& p = params[id];
+    const ParamSpec& p = params[id];
     const int64_t n = p.tensor.numel();
     const bool stays = partitions(p) && n <= options_.gather.persistence_threshold &&
                        n <= options_.gather.model_persistence - resident;
@@ -213,7 +213,7 @@ std::vector<PlannedUnit> Units::plan(const std::vector<ModelParam>& params) cons
     items.push_back({p.unit, n, p.group, kind, travels_of(kind, p)});
   }
   for (size_t i = 0; i < params.size(); ++i) {
-    const ModelParam& p = params[i];
+    const ParamSpec& p = params[i];
     if (p.group >= 0 || !holds(options_, p)) continue;
     items.push_back({p.unit, p.tensor.numel(), 0, kFrozen, travels_of(kFrozen, p)});
     ids.push_back(static_cast<ParamId>(i));
@@ -225,7 +225,7 @@ std::vector<PlannedUnit> Units::plan(const std::vector<ModelParam>& params) cons
   return units;
 }
 
-SharedParams Units::share(const std::vector<PlannedUnit>& units, const std::vector<ModelParam>& params) const {
+SharedParams Units::share(const std::vector<PlannedUnit>& units, const std::vector<ParamSpec>& params) const {
   const Set& set = sets_.begin()->second;
   if (!options_.share_params || !states_are_cut(set.ranks)) return {};
   int64_t bytes = 0;
@@ -233,7 +233,7 @@ SharedParams Units::share(const std::vector<PlannedUnit>& units, const std::vect
   for (const PlannedUnit& unit : units) {
     numels.clear();
     for (const ParamId id : unit.items) {
-      const ModelParam& p = params[id];
+      const ParamSpec& p = params[id];
       TESSERA_CHECK_VALUE(p.tensor.is_cpu(), "zero", "tessera.shared_parameters is for ranks on the CPU; parameter '",
                           p.name, "' is on ", p.tensor.device());
       TESSERA_CHECK_VALUE(&set_of(p) == &set, "zero",
@@ -247,16 +247,16 @@ SharedParams Units::share(const std::vector<PlannedUnit>& units, const std::vect
 }
 
 // Undefined where nothing is shared.
-at::Tensor Units::space_of(const std::vector<const ModelParam*>& members) {
+at::Tensor Units::space_of(const std::vector<const ParamSpec*>& members) {
   std::vector<int64_t> numels;
   numels.reserve(members.size());
-  for (const ModelParam* p : members)
+  for (const ParamSpec* p : members)
     numels.push_back(p->tensor.numel());
   return shared_.take(shard::Layout(numels, ranks().shard->size()), options_.precision.param);
 }
 
 // Its optimizer updates tensors in place, and keeps its own states where it likes.
-void Units::check_client(const std::vector<ModelParam>& params) const {
+void Units::check_client(const std::vector<ParamSpec>& params) const {
   if (rule_ != optim::Rule::External || trained_ids_.empty()) return;
   const at::TensorOptions options = params[trained_ids_.front()].tensor.options().requires_grad(false);
   TESSERA_CHECK_VALUE(options_.home(shard::Quantity::Master, 0, options) == nullptr, "zero",
@@ -266,7 +266,7 @@ void Units::check_client(const std::vector<ModelParam>& params) const {
                       "offload_optimizer out");
 }
 
-void Units::build_unit(const PlannedUnit& planned, const std::vector<const ModelParam*>& originals) {
+void Units::build_unit(const PlannedUnit& planned, const std::vector<const ParamSpec*>& originals) {
   std::vector<Param> members;
   for (size_t i = 0; i < originals.size(); ++i) {
     Param member;
@@ -302,7 +302,7 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Model
   units_.push_back(std::move(unit));
 }
 
-void Units::build_frozen(const PlannedUnit& planned, const std::vector<const ModelParam*>& originals,
+void Units::build_frozen(const PlannedUnit& planned, const std::vector<const ParamSpec*>& originals,
                          std::vector<FlatParams::Item> items) {
   const Set& set = set_of(*originals.front());
   const bool sharded = placements_.params == shard::Placement::Shard;

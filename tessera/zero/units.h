@@ -9,8 +9,8 @@
 
 #include "tessera/base/phases.h"
 #include "tessera/optim/optimizer.h"
-#include "tessera/zero/model_param.h"
 #include "tessera/zero/options.h"
+#include "tessera/zero/param_spec.h"
 #include "tessera/zero/plan.h"
 #include "tessera/zero/ranks.h"
 #include "tessera/zero/shared_params.h"
@@ -35,10 +35,10 @@ struct Place {
 class Units {
  public:
   // Collective: rank 0's values are broadcast. Parameters become views of flat buffers. `params` must outlive this.
-  Units(const Options& options, const comm::Mesh& mesh, const std::vector<ModelParam>& params, optim::Rule rule,
+  Units(const Options& options, const comm::Mesh& mesh, const std::vector<ParamSpec>& params, optim::Rule rule,
         const std::vector<optim::GroupOptions>& groups);
   // Optimized, or partitioned without that.
-  static bool holds(const Options& options, const ModelParam& param);
+  static bool holds(const Options& options, const ParamSpec& param);
 
   // Value errors for a number that is no parameter's; of trained(), also for one that is not optimized. `call` is named.
   const Place& at(ParamId id, const char* call) const;
@@ -48,7 +48,7 @@ class Units {
   // Without a check, for numbers that are our own.
   const Place& operator[](ParamId id) const { return places_[id]; }
   int count() const { return static_cast<int>(places_.size()); }
-  const std::vector<ModelParam>& params() const { return params_; }
+  const std::vector<ParamSpec>& params() const { return params_; }
   const std::vector<ParamId>& trained_ids() const { return trained_ids_; }
   // By number in the unsharder; null: frozen.
   Unit* of_number(int number) const { return unit_of_number_[number]; }
@@ -75,10 +75,9 @@ class Units {
   }
   // This rank's elements of a trained parameter, in the order of its memory.
   shard::Range local_range(const Place& place) const;
-  // Why weights and states do not belong together, on all ranks alike: an update that did not come to its end. Empty: they
-  // do. Cleared by who has written all of them.
-  // IoError where they do not.
+  // IoError while weights and states do not belong together: an update that changed some of them did not come to its end.
   void check_whole() const;
+  // Why they do not, the same on all ranks; empty once all of them were written.
   void set_broken(const std::string& why) { broken_ = why; }
   // Some of the model was moved off the device for a while (moving.h): state error where `call` needs it.
   void check_here(const char* call) const;
@@ -94,20 +93,20 @@ class Units {
   };
 
   void make_sets(const comm::Mesh& mesh);
-  void tell_others(int told, const std::string& why) const;
-  const Set& set_of(const ModelParam& param) const;
-  bool partitions(const ModelParam& param) const;
+  void abort_groups(int informed, const std::string& why) const;
+  const Set& set_of(const ParamSpec& param) const;
+  bool partitions(const ParamSpec& param) const;
   bool has_homes() const { return options_.home || options_.weight_home; }
-  at::ScalarType travel_of(const ModelParam& param) const;
-  at::ScalarType gather_dtype_of(const ModelParam& param) const;
-  std::string travels_of(int kind, const ModelParam& param) const;
-  std::vector<PlannedUnit> plan(const std::vector<ModelParam>& params) const;
-  SharedParams share(const std::vector<PlannedUnit>& units, const std::vector<ModelParam>& params) const;
-  at::Tensor space_of(const std::vector<const ModelParam*>& members);
-  void build(const std::vector<PlannedUnit>& units, const std::vector<ModelParam>& params);
-  void check_client(const std::vector<ModelParam>& params) const;
-  void build_unit(const PlannedUnit& planned, const std::vector<const ModelParam*>& originals);
-  void build_frozen(const PlannedUnit& planned, const std::vector<const ModelParam*>& originals,
+  at::ScalarType travel_of(const ParamSpec& param) const;
+  at::ScalarType gather_dtype_of(const ParamSpec& param) const;
+  std::string travels_of(int kind, const ParamSpec& param) const;
+  std::vector<PlannedUnit> plan(const std::vector<ParamSpec>& params) const;
+  SharedParams share(const std::vector<PlannedUnit>& units, const std::vector<ParamSpec>& params) const;
+  at::Tensor space_of(const std::vector<const ParamSpec*>& members);
+  void build(const std::vector<PlannedUnit>& units, const std::vector<ParamSpec>& params);
+  void check_client(const std::vector<ParamSpec>& params) const;
+  void build_unit(const PlannedUnit& planned, const std::vector<const ParamSpec*>& originals);
+  void build_frozen(const PlannedUnit& planned, const std::vector<const ParamSpec*>& originals,
                     std::vector<FlatParams::Item> items);
   void number_elements();
   void order_launches();
@@ -120,7 +119,7 @@ class Units {
   std::vector<comm::GroupPtr> mesh_groups_;  // of several ranks, along which they lie
   optim::Rule rule_;
   std::vector<optim::GroupOptions> groups_;
-  const std::vector<ModelParam>& params_;
+  const std::vector<ParamSpec>& params_;
   SharedParams shared_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::vector<std::unique_ptr<FlatParams>> frozen_;

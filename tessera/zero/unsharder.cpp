@@ -172,7 +172,7 @@ void Unsharder::begin_backward(const std::vector<ScopeCall*>& calls) {
 }
 
 void Unsharder::await_end(ScopeCall& call) {
-  if (std::exchange(call.awaited, number_) == number_) return;
+  if (std::exchange(call.pending_in, number_) == number_) return;
   for (const int unit : call.units)
     ++entries_[unit].pending;
 }
@@ -184,9 +184,9 @@ void Unsharder::call_made(ScopeCall& call) {
 void Unsharder::call_opened(ScopeCall& call, bool again) {
   for (const int unit : call.units)
     entries_[unit].again = entries_[unit].again || again;
-  if (call.number == number_) return;
+  if (call.opened_in == number_) return;
   await_end(call);
-  call.number = number_;
+  call.opened_in = number_;
   call.arrived = 0;
   for (const int unit : call.units) {
     entries_[unit].calls.push_back(&call);
@@ -196,7 +196,7 @@ void Unsharder::call_opened(ScopeCall& call, bool again) {
 
 std::vector<int> Unsharder::call_closed(ScopeCall& call) {
   std::vector<int> over;
-  if (call.number != number_ || ++call.arrived != call.producers) return over;
+  if (call.opened_in != number_ || ++call.arrived != call.producers) return over;
   for (const int unit : call.units) {
     Entry& entry = entries_[unit];
     std::erase(entry.calls, &call);
@@ -207,10 +207,10 @@ std::vector<int> Unsharder::call_closed(ScopeCall& call) {
 }
 
 void Unsharder::call_gone(ScopeCall& call) {
-  const bool closed = call.number == number_ && call.producers > 0 && call.arrived >= call.producers;
+  const bool closed = call.opened_in == number_ && call.producers > 0 && call.arrived >= call.producers;
   for (const int unit : call.units) {
     Entry& entry = entries_[unit];
-    if (!closed && call.awaited == number_) --entry.pending;
+    if (!closed && call.pending_in == number_) --entry.pending;
     if (std::erase(entry.calls, &call) > 0) settle(unit);
   }
 }
@@ -260,22 +260,22 @@ void Unsharder::start(Entry& entry, bool exact) {
   try {
     telling(entry, [&] { entry.flat->begin_gather(*entry.group, bucket, staging); });
   } catch (...) {
-    if (bucket.defined()) pool_.give_back(bucket);
-    if (staging.defined()) staging_.give_back(staging);
+    if (bucket.defined()) pool_.release(bucket);
+    if (staging.defined()) staging_.release(staging);
     throw;
   }
   if (bucket.defined()) live_ += size;
 }
 
 // Back from a gather. Undefined: none was used.
-void Unsharder::give_back(const FlatParams& flat, const at::Tensor& bucket) {
+void Unsharder::release_bucket(const FlatParams& flat, const at::Tensor& bucket) {
   if (!bucket.defined()) return;
   live_ -= flat.layout().size();
-  pool_.give_back(bucket);
+  pool_.release(bucket);
 }
 
 void Unsharder::take_staging(FlatParams& flat) {
-  if (const at::Tensor staging = flat.take_staging(); staging.defined()) staging_.give_back(staging);
+  if (const at::Tensor staging = flat.take_staging(); staging.defined()) staging_.release(staging);
 }
 
 void Unsharder::make_ready(Entry& entry, bool exact) {
@@ -284,7 +284,7 @@ void Unsharder::make_ready(Entry& entry, bool exact) {
   try {
     telling(entry, [&] { entry.flat->finish_gather(); });
   } catch (...) {
-    give_back(*entry.flat, entry.flat->take_bucket());
+    release_bucket(*entry.flat, entry.flat->take_bucket());
     take_staging(*entry.flat);
     throw;
   }
@@ -369,7 +369,7 @@ void Unsharder::release(Entry& entry) {
   if (!flat.sharded() || flat.state() == ParamState::Sharded) return;
   const char* const outcome = flat.is_in_space() ? "reached the other ranks at an unknown moment" : "is lost";
   std::string edited;
-  give_back(flat, flat.release(&edited));
+  release_bucket(flat, flat.release(&edited));
   take_staging(flat);
   TESSERA_CHECK(edited.empty(), "zero", "in-place modification of parameter '", edited,
                 "' while it was gathered for reading ", outcome,

@@ -2,12 +2,13 @@
 //
 // Note [Who keeps a unit gathered]
 //   holds   a module scope in its forward, or a GatheredParameters region; counted
-//   calls   module calls whose backward has begun and is not over. Over means: gradients reached the nodes that made the
-//           call's inputs, so nothing behind the outputs is left to run. Where no input can tell and no other call ran
-//           inside, every parameter of the unit that requires a gradient got it. (Elsewhere that says too little: the
-//           weight may be used detached as well.) What is left at the end of the outermost backward is over too.
-//   again   a backward with create_graph went through it: the graph it made reads the weights, and no node of that graph
-//           can be foretold. Until the step; call by call the same on all ranks.
+//   calls   module calls whose backward has begun and is not over. It is over when gradients have reached all nodes that
+//           made the call's inputs: nothing behind its outputs is left to run. A call whose inputs need no gradient, and
+//           inside of which no other call ran, is over when all parameters of the unit that require a gradient have it.
+//           (For other calls that would be too early: the weight may be used detached as well.) At the end of the
+//           outermost backward all calls are over.
+//   again   a backward with create_graph used it. The new graph may read the weights at any time, so they stay until the
+//           step. The same on all ranks.
 //   kept    its next use comes before any other unit's, or within the reuse distance that the configuration asks for
 //   A unit nobody keeps is released at once; buckets are lent to the next unit.
 //
@@ -71,7 +72,7 @@ class Unsharder {
   // `calls`: those the backward goes through; more may be made, or opened by a backward inside it.
   void begin_backward(const std::vector<ScopeCall*>& calls);
   void call_made(ScopeCall& call);  // a graph holds it now
-  // Its backward begins: gathers. Collective. `again`: the graph of this backward will be run, too.
+  // Its backward begins: gathers. Collective. `again`: with create_graph.
   void call_opened(ScopeCall& call, bool again);
   // Its inputs' gradients are complete. Returns units whose last open call this was.
   std::vector<int> call_closed(ScopeCall& call);
@@ -135,7 +136,7 @@ class Unsharder {
   void prefetch(const Trace& trace);
   void read_ahead(const Trace& trace);
   void start(Entry& entry, bool exact = false);
-  void give_back(const FlatParams& flat, const at::Tensor& bucket);
+  void release_bucket(const FlatParams& flat, const at::Tensor& bucket);
   static bool in_use(const Entry& entry) {
     return entry.holds + entry.regions > 0 || !entry.calls.empty() || entry.again;
   }

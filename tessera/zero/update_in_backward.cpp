@@ -26,7 +26,8 @@ std::vector<std::string> UpdateInBackward::excluded(const Options& options, opti
   const auto add = [&](bool excludes, const char* what) {
     if (excludes) all.emplace_back(what);
   };
-  add(options.stage == 0, "stage 0, where p.grad shows the gradients (use stage 1, 2 or 3)");
+  add(!shard::placements_of_stage(options.stage).shards_grads(),
+      "stage 0, where p.grad shows the gradients (use stage 1, 2 or 3)");
   add(rule == optim::Rule::External, "an optimizer that Tessera does not run itself");
   add(options.precision.skip_nonfinite,
       "steps that are skipped when gradients are not finite (fp16; bf16 unless bf16.check_grad_overflow is false)");

@@ -332,7 +332,7 @@ void Updater::check_no_region_writes() const {
   for (ParamId id = 0; id < units_.count(); ++id) {
     const Place& place = units_[id];
     if (!place.held()) continue;
-    TESSERA_CHECK(!place.flat->is_lent(place.item), "zero", "parameter '", place.name(),
+    TESSERA_CHECK(!place.flat->has_private_copy(place.item), "zero", "parameter '", place.name(),
                   "' is in use (inside GatheredParameters); leave that before it changes");
   }
 }

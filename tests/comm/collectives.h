@@ -161,23 +161,8 @@ inline void random_collectives(comm::Group& group, int calls, uint64_t seed, int
   finish(0);
 }
 
-// The message of what `call` throws as an E; fails when it throws nothing or something else.
-template <class E, class F>
-std::string message_of(const F& call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "other exception: " << error.what();
-    return {};
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return {};
-}
-
 // Rank 0 is in a call of one sibling, the others in one of a second sibling: nobody calls anything different. Throws.
-inline void wait_in_a_circle(comm::Group& group) {
+inline void wait_in_a_cycle(comm::Group& group) {
   const auto a = group.sibling(), b = group.sibling();
   a->barrier("begin");
   b->barrier("begin");
@@ -185,20 +170,20 @@ inline void wait_in_a_circle(comm::Group& group) {
   if (group.rank() == 0) a->all_gather(whole, part, "parameters of unit 'x'").wait();
   b->all_reduce(norm, ReduceOp::Sum, "gradient norm").wait();
 }
-inline constexpr auto kCircleBegin = "the ranks disagree: rank 0 is in all_gather (parameters of unit 'x', ";
-inline constexpr auto kCircleEnd =
+inline constexpr auto kCycleBegin = "the ranks disagree: rank 0 is in all_gather (parameters of unit 'x', ";
+inline constexpr auto kCycleEnd =
     "in all_reduce (gradient norm, 4 B), and each waits for a call that the next one never makes";
 
-inline void expect_circle(comm::Group& group) {
-  const auto text = message_of<c10::DistBackendError>([&] { wait_in_a_circle(group); });
-  EXPECT_HAS(text, kCircleBegin);
-  EXPECT_HAS(text, kCircleEnd);
+inline void expect_cycle(comm::Group& group) {
+  const auto text = message_of<c10::DistBackendError>([&] { wait_in_a_cycle(group); });
+  EXPECT_HAS(text, kCycleBegin);
+  EXPECT_HAS(text, kCycleEnd);
   EXPECT_HAS(message_of<c10::DistBackendError>([&] { group.barrier("later"); }), "the ranks disagree");
 }
 
-// The same picture for a while, but no circle: every rank has a thread for each sibling, and one of the two is slow. Then
+// The same picture for a while, but no cycle: every rank has a thread for each sibling, and one of the two is slow. Then
 // one that is blocked while the others are busy elsewhere.
-inline void expect_no_circle(comm::Group& group, std::chrono::milliseconds slow) {
+inline void expect_no_cycle(comm::Group& group, std::chrono::milliseconds slow) {
   const auto a = group.sibling(), b = group.sibling();
   a->barrier("begin");
   b->barrier("begin");

@@ -1,4 +1,4 @@
-// Parts of a program and their posts: ranks as threads, and as processes over both transports.
+// Parts of a program and their p2p: ranks as threads, and as processes over both transports.
 #include "tessera/comm/parts.h"
 
 #include <csignal>
@@ -26,16 +26,16 @@ void exchange(const Parts& parts) {
   const auto value = [](int from, int tag) { return at::full({tag == 2 ? 1'500'000 : 3}, 10 * from + tag); };
   for (const int tag : {0, 1, 2})
     for (int peer = 0; peer < world; ++peer)
-      if (peer != me) parts.post->send(value(me, tag), peer, tag, "numbers");
+      if (peer != me) parts.p2p->send(value(me, tag), peer, tag, "numbers");
   for (const int tag : {2, 0, 1}) {
     for (int peer = 0; peer < world; ++peer) {
       if (peer == me) continue;
       const at::Tensor got = at::empty_like(value(peer, tag));
-      parts.post->receive(got, peer, tag, "numbers");
+      parts.p2p->receive(got, peer, tag, "numbers");
       EXPECT_TRUE(at::equal(got, value(peer, tag)));
     }
   }
-  parts.post->flush();
+  parts.p2p->flush();
 }
 
 void check_places(const Parts& parts, int rank) {
@@ -106,7 +106,7 @@ TEST(Parts, ALostRankIsNamedByWhoWaitsForIt) {
   testing::leave_mark("met");
   if (parts.part == 1) testing::die_once_all_have_met();
   const at::Tensor t = at::empty({3});
-  const auto text = message_of<c10::DistBackendError>([&] { parts.post->receive(t, 2, 0, "numbers"); });
+  const auto text = message_of<c10::DistBackendError>([&] { parts.p2p->receive(t, 2, 0, "numbers"); });
   EXPECT_HAS(text, "receive from rank 2 (numbers, 12 B) failed");
   testing::leave_mark("told");
   EXPECT_TRUE(testing::await_marks("told", {0, 1}));
@@ -115,11 +115,10 @@ TEST(Parts, ALostRankIsNamedByWhoWaitsForIt) {
 TEST(Parts, NamesWhatIsWrong) {
   EXPECT_HAS(message_of<c10::ValueError>([] { environment_parts(two_and_one()); }),
              "the parts of the program have 3 ranks in all, but WORLD_SIZE is 1");
-  const auto posts = thread_posts(2, 1s);
-  EXPECT_HAS(message_of<c10::ValueError>([&] { posts[0]->send(at::ones({2}), 0, 0, "x"); }),
-             "rank 0 of 2 has no rank 0");
-  EXPECT_HAS(message_of<c10::ValueError>([&] { posts[0]->send(at::ones({2}), 1, -1, "x"); }), "a tag must be >= 0");
-  EXPECT_HAS(message_of<c10::ValueError>([&] { posts[0]->receive(at::ones({2, 2}).t(), 1, 0, "x"); }), "contiguous");
+  const auto p2p = thread_point_to_point(2, 1s);
+  EXPECT_HAS(message_of<c10::ValueError>([&] { p2p[0]->send(at::ones({2}), 0, 0, "x"); }), "rank 0 of 2 has no rank 0");
+  EXPECT_HAS(message_of<c10::ValueError>([&] { p2p[0]->send(at::ones({2}), 1, -1, "x"); }), "a tag must be >= 0");
+  EXPECT_HAS(message_of<c10::ValueError>([&] { p2p[0]->receive(at::ones({2, 2}).t(), 1, 0, "x"); }), "contiguous");
 }
 
 }  // namespace

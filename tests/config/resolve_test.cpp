@@ -54,7 +54,6 @@ TEST(Resolve, ZeroOptions) {
   EXPECT_EQ(plain.stage, 0);
   EXPECT_TRUE(plain.overlap);
   EXPECT_FALSE(plain.gradient_factor);
-  EXPECT_FALSE(plain.reduce_at_step);
   EXPECT_EQ(plain.min_unit_elements, 1 << 20);
   EXPECT_FALSE(plain.share_params);
   EXPECT_FALSE(plain.home);
@@ -83,7 +82,6 @@ TEST(Resolve, ZeroOptions) {
   EXPECT_TRUE(options.update_in_backward);
   EXPECT_EQ(options.unit_clipping, 1.0);
   const auto unmanaged = zero_options(Config::from_json(R"({"managed_gradient_accumulation": false})"));
-  EXPECT_TRUE(unmanaged.reduce_at_step);
   EXPECT_FALSE(unmanaged.overlap);
 }
 

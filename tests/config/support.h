@@ -1,7 +1,6 @@
 // What the tests of the configuration share.
 #pragma once
 
-#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -10,18 +9,14 @@
 #include <string>
 
 #include "tessera/config/config.h"
+#include "tests/support/errors.h"
 
 namespace tessera::config {
 
-// Message of the error that `run` throws; "" when it throws none.
+// Of a value error, by default.
 template <class Error = c10::ValueError, class Run>
-std::string error_of(Run&& run) {
-  try {
-    run();
-  } catch (const Error& e) {
-    return e.what_without_backtrace();
-  }
-  return "";
+std::string error_of(const Run& run) {
+  return testing::error_of<Error>(run);
 }
 
 inline std::string json_error(const std::string& text) {
@@ -50,5 +45,4 @@ inline void expect_table(const std::string& name, const std::string& table) {
 
 }  // namespace tessera::config
 
-#define EXPECT_HAS(text, part) EXPECT_NE(std::string(text).find(part), std::string::npos) << (text)
 #define EXPECT_HAS_NOT(text, part) EXPECT_EQ(std::string(text).find(part), std::string::npos) << (text)

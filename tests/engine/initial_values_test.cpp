@@ -22,7 +22,7 @@ std::vector<at::Tensor> buffers_of(int rank) {
 TEST(InitialValues, BuffersOfAnyDtypeBecomeRankZeros) {
   run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
     const auto buffers = buffers_of(2 * rank), want = buffers_of(0);
-    engine::share_buffers(zero::Ranks(group), buffers, at::kCPU);
+    engine::broadcast_buffers(zero::Ranks(group), buffers, at::kCPU);
     for (size_t i = 0; i < buffers.size(); ++i)
       EXPECT_TRUE(buffers[i].equal(want[i])) << "buffer " << i;
   });
@@ -35,7 +35,7 @@ TEST(InitialValues, ParametersThatTheModelDoesNotHoldAreSharedAndCast) {
                                                {"held", at::full({2}, rank + 1.0), 0}};
     zero::Options options;
     options.precision.param = at::kBFloat16;
-    engine::share_unmanaged(comm::Mesh(group), options, specs);
+    engine::broadcast_unmanaged(comm::Mesh(group), options, specs);
     EXPECT_TRUE(specs[0].tensor.equal(at::full({3}, 1.5, at::kBFloat16)));
     EXPECT_TRUE(specs[1].tensor.equal(at::zeros({2}, at::kLong)));
     EXPECT_TRUE(specs[2].tensor.equal(at::full({2}, rank + 1.0)));
@@ -46,7 +46,7 @@ TEST(InitialValues, ASliceIsSharedByTheRanksThatHoldIt) {
   run_axes({{comm::Axis::DpShard, 2}, {comm::Axis::Tp, 2}}, [](int rank, const comm::Mesh& mesh) {
     std::vector<engine::ParamSpec> specs{{"slice", at::full({3}, rank)}, {"whole", at::full({3}, rank)}};
     specs[0].varies = comm::Axis::Tp;
-    engine::share_unmanaged(mesh, {}, specs);
+    engine::broadcast_unmanaged(mesh, {}, specs);
     EXPECT_TRUE(specs[0].tensor.eq(rank % 2).all().item<bool>()) << rank;
     EXPECT_TRUE(specs[1].tensor.eq(0).all().item<bool>()) << rank;
   });

@@ -2,13 +2,12 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <mutex>
 
 #include "tessera/engine/engine.h"
 #include "tests/support/errors.h"
 #include "tests/support/modes.h"
 #include "tests/support/ranks.h"
-#include "tests/support/toy.h"
+#include "tests/support/training.h"
 
 namespace tessera::testing {
 
@@ -24,31 +23,10 @@ const PrecisionPolicy kExact = mode(at::kBFloat16, Master::Split, at::kFloat);
 const PrecisionPolicy kBalanced = mode(at::kBFloat16, Master::Split, at::kBFloat16);
 const PrecisionPolicy kSmallest = mode(at::kBFloat16, Master::Weight, at::kBFloat16);
 
-struct States {
-  std::vector<at::Tensor> values;  // of every parameter: master, both moments
-};
-
 // Every rank has the same data, so the mean over ranks is each rank's gradient, whatever the world.
-States train(const PrecisionPolicy& policy, int stage, int world, int accumulation) {
-  States states;
-  run_ranks(world, [&](int rank, const comm::GroupPtr& group) {
-    ToyRun run{.stage = stage, .accumulation = accumulation, .clip = 0, .precision = policy};
-    const Toy toy;
-    Engine engine = toy_engine(run, toy, group);
-    for (int step = 0; step < 5; ++step) {
-      for (int micro = 0; micro < accumulation; ++micro) {
-        toy_forward(engine, toy, toy_batch(0, step * accumulation + micro)).backward();
-        engine.step();
-      }
-    }
-    std::vector<at::Tensor> values;
-    for (size_t i = 0; i < toy.tensors.size(); ++i) {
-      for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1})
-        values.push_back(engine.states().get_full(static_cast<int>(i), what));
-    }
-    if (rank == 0) states.values = values;
-  });
-  return states;
+std::vector<at::Tensor> train(const PrecisionPolicy& policy, int stage, int world) {
+  const auto batch = [](int, int number) { return toy_batch(0, number); };
+  return train_toy({.stage = stage, .clip = 0, .precision = policy}, world, {.steps = 5, .batch = batch}).states;
 }
 
 // A model of one large parameter, for masters and steps that are told one by one.
@@ -72,15 +50,11 @@ Engine sgd_engine(const Large& model, const PrecisionPolicy& policy, double lr, 
 
 TEST(Modes, ResultsAreTheSameInEveryStageAndWorld) {
   for (const PrecisionPolicy& policy : {kExact, kBalanced, kSmallest}) {
-    const States expected = train(policy, 0, 1, 1);
+    const auto expected = train(policy, 0, 1);
     for (const int world : {1, 2, 4}) {
-      for (int stage = 0; stage <= 3; ++stage) {
-        const States got = train(policy, stage, world, 1);
-        for (size_t i = 0; i < expected.values.size(); ++i) {
-          EXPECT_TRUE(got.values[i].equal(expected.values[i]))
-              << policy.bytes_per_parameter() << " bytes, stage " << stage << ", world " << world << ", value " << i;
-        }
-      }
+      for (int stage = 0; stage <= 3; ++stage)
+        expect_same(train(policy, stage, world), expected,
+                    c10::str(policy.bytes_per_parameter(), " bytes, stage ", stage, ", world ", world));
     }
   }
 }

@@ -12,6 +12,7 @@
 #include "tests/support/modes.h"
 #include "tests/support/open_files.h"
 #include "tests/support/saved.h"
+#include "tests/support/training.h"
 
 namespace tessera::testing {
 
@@ -49,15 +50,6 @@ class FaultyQueue final : public io::Queue {
   const Fault& fault_;
 };
 
-std::string io_error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const IoError& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
-}
-
 void step(Engine& engine, const Toy& toy, int rank, int number) {
   toy_forward(engine, toy, toy_batch(rank, number)).backward();
   engine.step();
@@ -92,17 +84,13 @@ TEST(OffloadEngine, TilesHaveTheBitsOfOnePass) {
           loss.backward();
           engine.step();
         }
-        for (int i = 0; i < 3; ++i)
-          for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1})
-            found[away].push_back(engine.states().get_full(i, what));
+        found[away] = all_states(engine);
         const auto memory = engine.memory();
         EXPECT_EQ(memory.disk, away == 0 ? 0 : memory.master + memory.states + (away == 2 ? memory.params : 0));
         EXPECT_EQ(memory.host, 0);
       }
       for (const int away : {1, 2})
-        for (size_t i = 0; i < found[0].size(); ++i)
-          EXPECT_TRUE(found[0][i].equal(found[away][i]))
-              << precision.bytes_per_parameter() << " bytes, value " << i << ", " << away;
+        expect_same(found[away], found[0], c10::str(precision.bytes_per_parameter(), " bytes, ", away));
     });
   }
 }
@@ -165,7 +153,7 @@ TEST(OffloadEngine, AReadOfWeightsThatFailsOnOneRankFailsOnAll) {
       if (number > 0) {
         const std::string mine = number == 1 ? "Input/output error" : "bad_alloc";
         const std::string text = rank == 1 ? mine : "rank 1 of its group could not read its slice";
-        EXPECT_HAS(io_error_of([&] { toy_forward(engine, toy, toy_batch(rank, number)); }), text);
+        EXPECT_HAS(error_of<IoError>([&] { toy_forward(engine, toy, toy_batch(rank, number)); }), text);
         if (rank == 1) fault = {};
       }
       step(engine, toy, rank, number);
@@ -218,7 +206,7 @@ TEST(OffloadEngine, AConstructionThatFailsOnOneRankFailsOnAll) {
         const Toy toy;
         auto options = toy_options({.stage = std::min(stage, 3), .bf16 = true});
         (stage == 4 ? options.zero.weight_home : options.zero.home) = rank == 1 ? home : on_disk(folder.path());
-        const auto what = io_error_of([&] { Engine(options, comm::Mesh(group), toy.specs(), {toy_adamw()}); });
+        const auto what = error_of<IoError>([&] { Engine(options, comm::Mesh(group), toy.specs(), {toy_adamw()}); });
         EXPECT_HAS(what, rank == 1 ? text : "rank 1 of this engine could not move its model states");
       });
       EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
@@ -233,7 +221,7 @@ TEST(OffloadEngine, AFullDiskIsAnErrorOfTheConstruction) {
   auto options = toy_options({.stage = 1});
   options.zero.home = on_disk(folder.path());
   const auto make = [&] { Engine(options, comm::Mesh(), {{"w", weight, 0, ""}}, {toy_adamw()}); };
-  EXPECT_HAS(io_error_of(make), "cannot reserve");
+  EXPECT_HAS(error_of<IoError>(make), "cannot reserve");
   EXPECT_TRUE(files_in(folder.path()).empty());
   EXPECT_TRUE(weight.equal(at::zeros({1 << 20}))) << "it is still a parameter";
 }
@@ -271,19 +259,19 @@ TEST(OffloadEngine, AFaultInAStepIsSaidUntilACheckpointIsLoaded) {
             engine.states().get_full(id++, Quantity::State0);
           }
         };
-        EXPECT_HAS(io_error_of(access), text);
+        EXPECT_HAS(error_of<IoError>(access), text);
         if (stage == 4 && kind != Kind::WriteError) {  // a forward reads
-          EXPECT_NE(io_error_of([&] { step(engine, toy, rank, 1); }), "");
+          EXPECT_NE(error_of<IoError>([&] { step(engine, toy, rank, 1); }), "");
           return;
         }
-        EXPECT_HAS(io_error_of([&] { step(engine, toy, rank, 1); }), text);
-        EXPECT_HAS(io_error_of([&] { step(engine, toy, rank, 1); }), "load a checkpoint");
-        EXPECT_HAS(io_error_of([&] { engine.checkpoints().save(saved.path(), {.tag = "broken"}); }),
+        EXPECT_HAS(error_of<IoError>([&] { step(engine, toy, rank, 1); }), text);
+        EXPECT_HAS(error_of<IoError>([&] { step(engine, toy, rank, 1); }), "load a checkpoint");
+        EXPECT_HAS(error_of<IoError>([&] { engine.checkpoints().save(saved.path(), {.tag = "broken"}); }),
                    "load a checkpoint");
         if (kind == Kind::Short) return;  // a file that was cut stays so
         if (kind == Kind::WriteError) {   // nor does a load that one rank cannot write help any of them
-          EXPECT_NE(io_error_of([&] { engine.checkpoints().open(saved.path(), "", {})->apply(); }), "");
-          EXPECT_HAS(io_error_of([&] { step(engine, toy, rank, 1); }), "load a checkpoint");
+          EXPECT_NE(error_of<IoError>([&] { engine.checkpoints().open(saved.path(), "", {})->apply(); }), "");
+          EXPECT_HAS(error_of<IoError>([&] { step(engine, toy, rank, 1); }), "load a checkpoint");
         }
         if (rank == 1) fault = {};
         engine.checkpoints().open(saved.path(), "", {})->apply();

@@ -7,7 +7,7 @@
 #include "tessera/engine/engine.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
-#include "tests/support/toy.h"
+#include "tests/support/training.h"
 
 namespace tessera::testing {
 
@@ -26,11 +26,6 @@ enum class Over { Threads, Segments };
 
 std::vector<GroupPtr> groups_of(Over over, int world) {
   return over == Over::Threads ? comm::thread_groups(world, kLong) : comm::shm_thread_groups(world, kLong);
-}
-
-void fill(const at::Tensor& parameter, double value) {
-  const at::NoGradGuard no_grad;
-  at::Tensor(parameter).fill_(value);
 }
 
 // What one rank saw, in order.
@@ -89,10 +84,8 @@ Seen live_through(Engine& engine, const Toy& toy, int rank, int world, int accum
     }
   }
   see_values(engine, toy, seen);
-  for (const int i : kAll) {
-    for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1})
-      seen.push_back(engine.states().get_full(i, what).clone());
-  }
+  for (const at::Tensor& state : all_states(engine))
+    seen.push_back(state.clone());
   return seen;
 }
 
@@ -108,13 +101,22 @@ std::vector<Seen> on_ranks(Over over, int world, const ToyRun& run, const Body& 
   return seen;
 }
 
-void expect_same(const std::vector<Seen>& a, const std::vector<Seen>& b, const std::string& what) {
-  ASSERT_EQ(a.size(), b.size());
-  for (size_t r = 0; r < a.size(); ++r) {
-    ASSERT_EQ(a[r].size(), b[r].size());
-    for (size_t i = 0; i < a[r].size(); ++i)
-      EXPECT_TRUE(a[r][i].equal(b[r][i])) << what << ", rank " << r << ", value " << i;
+void expect_same(const std::vector<Seen>& got, const std::vector<Seen>& expected, const std::string& what) {
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t r = 0; r < got.size(); ++r)
+    testing::expect_same(got[r], expected[r], c10::str(what, ", rank ", r));
+}
+
+// The same with and without sharing on ranks of `groups`, made anew for each: body(rank, group, share) on all of them.
+void expect_same_shared(int world, const std::string& what,
+                        const std::function<Seen(int rank, const GroupPtr&, bool share)>& body) {
+  std::array<std::vector<Seen>, 2> seen;
+  for (const bool share : {false, true}) {
+    seen[share].resize(world);
+    run_threads(groups_of(Over::Segments, world),
+                [&](int rank, const GroupPtr& group) { seen[share][rank] = body(rank, group, share); });
   }
+  expect_same(seen[1], seen[0], what);
 }
 
 struct Case {
@@ -343,52 +345,45 @@ TEST(SharedEngine, ServesHybridSharding) {
 }
 
 TEST(SharedEngine, PartitionsFrozenParametersInTheSameMemory) {
-  std::array<std::vector<Seen>, 2> seen;
-  for (const bool share : {false, true}) {
-    seen[share].resize(2);
-    run_threads(groups_of(Over::Segments, 2), [&](int rank, const GroupPtr& group) {
-      const Toy toy;
-      auto specs = toy.specs();
-      for (const int i : {2, 3}) {
-        specs[i].group = -1;
-        at::Tensor(toy.tensors[i]).requires_grad_(false);
-      }
-      Engine engine(toy_options({.stage = 3, .persistence = 0, .share = share}), comm::Mesh(group), specs,
-                    {toy_adamw()});
-      EXPECT_EQ(engine.memory().params == 0, share);
-      for (int step = 0; step < 3; ++step)
-        train_step(engine, toy, rank, step, 1, seen[share][rank]);
-      see_values(engine, toy, seen[share][rank]);
-    });
-  }
-  expect_same(seen[1], seen[0], "frozen");
+  expect_same_shared(2, "frozen", [](int rank, const GroupPtr& group, bool share) {
+    const Toy toy;
+    auto specs = toy.specs();
+    for (const int i : {2, 3}) {
+      specs[i].group = -1;
+      at::Tensor(toy.tensors[i]).requires_grad_(false);
+    }
+    Engine engine(toy_options({.stage = 3, .persistence = 0, .share = share}), comm::Mesh(group), specs, {toy_adamw()});
+    EXPECT_EQ(engine.memory().params == 0, share);
+    Seen seen;
+    for (int step = 0; step < 3; ++step)
+      train_step(engine, toy, rank, step, 1, seen);
+    see_values(engine, toy, seen);
+    return seen;
+  });
 }
 
 // torch_autocast: values are rounded on the way, into a private bucket, and nothing travels.
 TEST(SharedEngine, RoundsGatheredValuesAsTheyWouldTravel) {
   for (const int world : {2, 3}) {
-    std::array<std::vector<Seen>, 2> seen;
-    for (const bool share : {false, true}) {
-      seen[share].resize(world);
-      run_threads(groups_of(Over::Segments, world), [&](int rank, const GroupPtr& group) {
-        const Toy toy;
-        auto specs = toy.specs();
-        for (auto& spec : specs)
-          spec.comm = at::kBFloat16;
-        Engine engine(toy_options({.stage = 3, .persistence = 0, .share = share}), comm::Mesh(group), specs,
-                      {toy_adamw()});
-        group->reset_stats();
-        {
-          const at::NoGradGuard no_grad;
-          seen[share][rank].push_back(toy_forward(engine, toy, toy_batch(rank, 9)));
-        }
-        EXPECT_EQ(group->stats().all_gather.calls == 0, share);
-        for (int step = 0; step < 3; ++step)
-          train_step(engine, toy, rank, step, 1, seen[share][rank]);
-        see_values(engine, toy, seen[share][rank]);
-      });
-    }
-    expect_same(seen[1], seen[0], "autocast");
+    expect_same_shared(world, "autocast", [](int rank, const GroupPtr& group, bool share) {
+      const Toy toy;
+      auto specs = toy.specs();
+      for (auto& spec : specs)
+        spec.comm = at::kBFloat16;
+      Engine engine(toy_options({.stage = 3, .persistence = 0, .share = share}), comm::Mesh(group), specs,
+                    {toy_adamw()});
+      group->reset_stats();
+      Seen seen;
+      {
+        const at::NoGradGuard no_grad;
+        seen.push_back(toy_forward(engine, toy, toy_batch(rank, 9)));
+      }
+      EXPECT_EQ(group->stats().all_gather.calls == 0, share);
+      for (int step = 0; step < 3; ++step)
+        train_step(engine, toy, rank, step, 1, seen);
+      see_values(engine, toy, seen);
+      return seen;
+    });
   }
 }
 
@@ -396,36 +391,33 @@ TEST(SharedEngine, RoundsGatheredValuesAsTheyWouldTravel) {
 TEST(SharedEngine, ServesClientOptimizers) {
   for (int stage = 1; stage <= 3; ++stage) {
     for (const bool bf16 : {false, true}) {
-      std::array<std::vector<Seen>, 2> seen;
-      for (const bool share : {false, true}) {
-        seen[share].resize(2);
-        run_threads(groups_of(Over::Segments, 2), [&](int rank, const GroupPtr& group) {
-          const Toy toy;
-          auto options = toy_options({.stage = stage, .bf16 = bf16, .share = share});
-          options.rule = optim::Rule::External;
-          Engine engine(options, comm::Mesh(group), toy.specs(), {toy_adamw()});
-          int step = 0;
-          const auto update = [&] {
-            // One rank is slow here: the others may not read before it has written.
-            if (rank == step % 2) std::this_thread::sleep_for(std::chrono::milliseconds(20));
-            const at::NoGradGuard no_grad;
-            for (const int i : kAll)
-              engine.states()
-                  .local_view(i, Quantity::Master)
-                  .sub_(engine.states().local_view(i, Quantity::Gradient), 0.1);
-          };
-          for (; step < 4; ++step) {
-            const at::Tensor loss = toy_forward(engine, toy, toy_batch(rank, step));
-            seen[share][rank].push_back(loss.detach().clone());
-            engine.backward(loss);
-            if (rank != step % 2) std::this_thread::sleep_for(std::chrono::milliseconds(10));  // late to the step
-            engine.step(update);
-            see_values(engine, toy, seen[share][rank]);
-          }
-          see_values(engine, toy, seen[share][rank]);
-        });
-      }
-      expect_same(seen[1], seen[0], "client's optimizer");
+      expect_same_shared(2, "client's optimizer", [&](int rank, const GroupPtr& group, bool share) {
+        const Toy toy;
+        auto options = toy_options({.stage = stage, .bf16 = bf16, .share = share});
+        options.rule = optim::Rule::External;
+        Engine engine(options, comm::Mesh(group), toy.specs(), {toy_adamw()});
+        Seen seen;
+        int step = 0;
+        const auto update = [&] {
+          // One rank is slow here: the others may not read before it has written.
+          if (rank == step % 2) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+          const at::NoGradGuard no_grad;
+          for (const int i : kAll)
+            engine.states()
+                .local_view(i, Quantity::Master)
+                .sub_(engine.states().local_view(i, Quantity::Gradient), 0.1);
+        };
+        for (; step < 4; ++step) {
+          const at::Tensor loss = toy_forward(engine, toy, toy_batch(rank, step));
+          seen.push_back(loss.detach().clone());
+          engine.backward(loss);
+          if (rank != step % 2) std::this_thread::sleep_for(std::chrono::milliseconds(10));  // late to the step
+          engine.step(update);
+          see_values(engine, toy, seen);
+        }
+        see_values(engine, toy, seen);
+        return seen;
+      });
     }
   }
 }

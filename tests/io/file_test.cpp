@@ -4,22 +4,15 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <functional>
 
 #include "tessera/base/error.h"
 #include "tests/io/temp_folder.h"
+#include "tests/support/errors.h"
 
 namespace tessera::io {
 namespace {
 
-std::string error_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const IoError& e) {
-    return e.what_without_backtrace();
-  }
-  return "no error";
-}
+using testing::message_of;
 
 TEST(File, BytesComeBack) {
   const TempFolder folder;
@@ -36,15 +29,15 @@ TEST(File, BytesComeBack) {
 
 TEST(File, ErrorsNameFileAndCause) {
   const TempFolder folder;
-  EXPECT_NE(error_of([&] { File::open(folder / "none"); }).find("none': No such file"), std::string::npos);
-  EXPECT_NE(error_of([&] { File::open(folder.path()); }).find("not a regular file"), std::string::npos);
+  EXPECT_HAS(message_of<IoError>([&] { File::open(folder / "none"); }), "none': No such file");
+  EXPECT_HAS(message_of<IoError>([&] { File::open(folder.path()); }), "not a regular file");
   ASSERT_EQ(::mkfifo((folder / "pipe").c_str(), 0600), 0);
-  EXPECT_NE(error_of([&] { File::open(folder / "pipe"); }).find("not a regular file"), std::string::npos);
+  EXPECT_HAS(message_of<IoError>([&] { File::open(folder / "pipe"); }), "not a regular file");
   File::create(folder / "a").write("abc", 3, 0);
-  EXPECT_NE(error_of([&] { File::create(folder / "a"); }).find("exists"), std::string::npos);
+  EXPECT_HAS(message_of<IoError>([&] { File::create(folder / "a"); }), "exists");
   char bytes[8];
-  EXPECT_NE(error_of([&] { File::open(folder / "a").read(bytes, 8, 0); }).find("ends at byte 3"), std::string::npos);
-  EXPECT_NE(error_of([&] { File::open(folder / "a").write("x", 1, 0); }).find("cannot write"), std::string::npos);
+  EXPECT_HAS(message_of<IoError>([&] { File::open(folder / "a").read(bytes, 8, 0); }), "ends at byte 3");
+  EXPECT_HAS(message_of<IoError>([&] { File::open(folder / "a").write("x", 1, 0); }), "cannot write");
 }
 
 TEST(File, DirectTransfersOfAnyAlignment) {
@@ -65,8 +58,8 @@ TEST(File, DirectTransfersOfAnyAlignment) {
             std::string(kDirectAlignment, 'a') + std::string(kDirectAlignment, 'b'));
   in.read(memory, 10, 2 * kDirectAlignment);
   EXPECT_EQ(std::string(memory, 10), std::string(10, 'a'));
-  EXPECT_NE(error_of([&] { out = File::create_direct(folder / "b"), out.reserve(int64_t{1} << 60); }).find("reserve"),
-            std::string::npos);
+  EXPECT_HAS(message_of<IoError>([&] { out = File::create_direct(folder / "b"), out.reserve(int64_t{1} << 60); }),
+             "reserve");
 }
 
 TEST(File, OneWithoutANameIsReadAndWritten) {
@@ -88,8 +81,7 @@ TEST(File, OneWithoutANameIsReadAndWritten) {
     std::string text(5, ' ');
     file.read(text.data(), 5, 0);
     EXPECT_EQ(text, "hello");
-    EXPECT_NE(error_of([&] { File::scratch(folder / "none", knows_unnamed); }).find("cannot make a file in '"),
-              std::string::npos);
+    EXPECT_HAS(message_of<IoError>([&] { File::scratch(folder / "none", knows_unnamed); }), "cannot make a file in '");
   }
 }
 
@@ -100,8 +92,8 @@ TEST(ReplaceText, OldOrNewAndNothingBeside) {
   replace_text(folder / "latest", "two");
   EXPECT_EQ(read_text(folder / "latest", 100), "two");
   EXPECT_FALSE(std::filesystem::exists((folder / "latest") + ".part"));
-  EXPECT_NE(error_of([&] { read_text(folder / "latest", 2); }).find("more than the 2"), std::string::npos);
-  EXPECT_NE(error_of([&] { replace_text(folder / "no/latest", "x"); }).find("cannot create"), std::string::npos);
+  EXPECT_HAS(message_of<IoError>([&] { read_text(folder / "latest", 2); }), "more than the 2");
+  EXPECT_HAS(message_of<IoError>([&] { replace_text(folder / "no/latest", "x"); }), "cannot create");
 }
 
 TEST(MakeFolder, AllOfThem) {
@@ -110,7 +102,7 @@ TEST(MakeFolder, AllOfThem) {
   make_folder(folder / "a/b");
   EXPECT_TRUE(std::filesystem::is_directory(folder / "a/b"));
   File::create(folder / "f");
-  EXPECT_NE(error_of([&] { make_folder(folder / "f/b"); }).find("cannot make the folder"), std::string::npos);
+  EXPECT_HAS(message_of<IoError>([&] { make_folder(folder / "f/b"); }), "cannot make the folder");
 }
 
 }  // namespace

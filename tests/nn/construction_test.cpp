@@ -43,45 +43,32 @@ std::vector<at::Tensor> train(Engine<torch::nn::SequentialImpl> engine) {
   return weights;
 }
 
+// With parameters on a disk one rank partitions, too, and nothing is left on the device.
 TEST(Construction, AnEngineTrainsWhatWasBuiltInPartitions) {
-  for (const int stage : {0, 2, 3}) {
-    testing::run_ranks(3, [stage](int rank, const comm::GroupPtr& group) {
-      Construction building(config(3, stage), comm::Mesh(group));
-      torch::nn::Sequential early, plain;
-      for (int i = 0; i < 4; ++i) {
-        early->push_back(building.partition(layer(rank, i)));
-        plain->push_back(layer(0, i));
-      }
-      EXPECT_HAS(testing::error_of([&] { (void)early->parameters()[0].sum(); }), "parameter 'weight' is partitioned");
-      EXPECT_GT(building.bytes(), 0);
-      const auto got = train(initialize(early, config(3, stage), building));
-      const auto want = train(initialize(plain, config(3, stage), comm::Mesh(group)));
-      EXPECT_EQ(building.bytes(), 0);
-      for (size_t i = 0; i < want.size(); ++i)
-        EXPECT_TRUE(got[i].equal(want[i])) << stage << " " << i;
-    });
-  }
-}
-
-// One rank partitions, too, and nothing is left on the device.
-TEST(Construction, WhatIsBuiltMayLiveOnADisk) {
-  for (const int ranks : {1, 2}) {
-    testing::run_ranks(ranks, [ranks](int rank, const comm::GroupPtr& group) {
+  struct Row {
+    int ranks, stage;
+    bool on_disk;
+  };
+  for (const auto [ranks, stage, on_disk] :
+       {Row{3, 0, false}, Row{3, 2, false}, Row{3, 3, false}, Row{1, 3, true}, Row{2, 3, true}}) {
+    const std::string what = c10::str(ranks, " ranks, stage ", stage, on_disk ? ", on a disk" : "");
+    testing::run_ranks(ranks, [&, ranks = ranks, stage = stage, on_disk = on_disk](int rank, const auto& group) {
       const io::TempFolder disk;
-      const Config away = config(ranks, 3, disk.path());
-      Construction building(away, comm::Mesh(group));
+      const Config built = config(ranks, stage, on_disk ? disk.path() : "");
+      Construction building(built, comm::Mesh(group));
       torch::nn::Sequential early, plain;
       for (int i = 0; i < 4; ++i) {
         early->push_back(building.partition(layer(rank, i)));
         plain->push_back(layer(0, i));
       }
       EXPECT_HAS(testing::error_of([&] { (void)early->parameters()[0].sum(); }), "parameter 'weight' is partitioned");
-      EXPECT_EQ(building.bytes(), 0);
-      EXPECT_FALSE(testing::files_in(disk.path()).empty());
-      const auto got = train(initialize(early, away, building));
-      const auto want = train(initialize(plain, config(ranks, 3), comm::Mesh(group)));
+      EXPECT_EQ(building.bytes() > 0, !on_disk) << what;
+      EXPECT_EQ(testing::files_in(disk.path()).empty(), !on_disk) << what;
+      const auto got = train(initialize(early, built, building));
+      const auto want = train(initialize(plain, config(ranks, stage), comm::Mesh(group)));
+      EXPECT_EQ(building.bytes(), 0) << what;
       for (size_t i = 0; i < want.size(); ++i)
-        EXPECT_TRUE(got[i].equal(want[i])) << ranks << " " << i;
+        EXPECT_TRUE(got[i].equal(want[i])) << what << ", " << i;
     });
   }
 }

@@ -184,10 +184,9 @@ inline Weights weights_of(const torch::nn::Module& module) {
   return weights;
 }
 
-// Ranks of all stages as threads, each with its part.
-inline void run_stages(const Case& c, const std::function<void(const comm::Parts&)>& body,
-                       std::chrono::milliseconds timeout = std::chrono::minutes(1)) {
-  const std::vector shapes(c.stages, c.shape());
+// Ranks of all parts as threads.
+inline void run_parts(const std::vector<comm::MeshShape>& shapes, const std::function<void(const comm::Parts&)>& body,
+                      std::chrono::milliseconds timeout = std::chrono::minutes(1)) {
   auto parts = comm::thread_parts(shapes, timeout);
   std::vector<comm::GroupPtr> groups;
   for (const comm::Parts& each : parts)
@@ -196,6 +195,12 @@ inline void run_stages(const Case& c, const std::function<void(const comm::Parts
     const comm::Parts mine = std::exchange(parts[rank], {});
     body(mine);
   });
+}
+
+// Each stage is a part.
+inline void run_stages(const Case& c, const std::function<void(const comm::Parts&)>& body,
+                       std::chrono::milliseconds timeout = std::chrono::minutes(1)) {
+  run_parts(std::vector(c.stages, c.shape()), body, timeout);
 }
 
 struct Trained {

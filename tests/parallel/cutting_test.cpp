@@ -19,12 +19,12 @@ TEST(Cutting, Paths) {
 TEST(Cutting, BlocksAreTheOutermostElementsOfLists) {
   const Model model = t5();
   const PlanOptions options;
-  const Draft draft(model.modules, model.facts, options);
-  EXPECT_EQ(draft.block_of("encoder.block.0.layer.1.DenseReluDense.wi"), "encoder.block.0");
-  EXPECT_EQ(draft.block_of("encoder.block.0"), "encoder.block.0");
-  EXPECT_EQ(draft.block_of("shared"), "");
-  EXPECT_EQ(draft.find("encoder.block.0.layer.1.DenseReluDense.wi")->weight_sizes, (Sizes{64, 16}));
-  EXPECT_EQ(draft.find("encoder", "weight"), nullptr);
+  const PlanBuilder builder(model.modules, model.facts, options);
+  EXPECT_EQ(builder.block_of("encoder.block.0.layer.1.DenseReluDense.wi"), "encoder.block.0");
+  EXPECT_EQ(builder.block_of("encoder.block.0"), "encoder.block.0");
+  EXPECT_EQ(builder.block_of("shared"), "");
+  EXPECT_EQ(builder.find("encoder.block.0.layer.1.DenseReluDense.wi")->weight_sizes, (Sizes{64, 16}));
+  EXPECT_EQ(builder.find("encoder", "weight"), nullptr);
 }
 
 }  // namespace tessera::parallel

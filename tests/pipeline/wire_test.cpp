@@ -14,9 +14,9 @@ using testing::error_of;
 
 // sender(wire) on rank 0, receiver(wire) on rank 1.
 void talk(const std::function<void(Wire&)>& sender, const std::function<void(Wire&)>& receiver) {
-  const auto posts = comm::thread_posts(2, std::chrono::seconds(30));
+  const auto p2p = comm::thread_point_to_point(2, std::chrono::seconds(30));
   const auto body = [&](int rank, const auto& f) {
-    Wire wire(posts[rank], {1 - rank, c10::str("stage ", 1 - rank)}, 0, at::kCPU, "activations");
+    Wire wire(p2p[rank], {1 - rank, c10::str("stage ", 1 - rank)}, 0, at::kCPU, "activations");
     f(wire);
   };
   std::thread other([&] { body(0, sender); });
@@ -65,9 +65,9 @@ TEST(Wire, ErrorsNameTheOtherSide) {
 
 // Who goes without a message is no peer that may still send one.
 TEST(Wire, APeerThatIsGoneIsLost) {
-  auto posts = comm::thread_posts(2, std::chrono::seconds(30));
-  Wire wire(posts[1], {0, "stage 0 (rank 0)"}, 3, at::kCPU, "gradients");
-  posts[0].reset();
+  auto p2p = comm::thread_point_to_point(2, std::chrono::seconds(30));
+  Wire wire(p2p[1], {0, "stage 0 (rank 0)"}, 3, at::kCPU, "gradients");
+  p2p[0].reset();
   try {
     wire.receive(0);
     FAIL() << "nothing was sent";

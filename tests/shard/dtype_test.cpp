@@ -35,18 +35,18 @@ TEST(Dtype, StochasticSumsAreTheOnesOfEveryCutAndThreadCount) {
   at::Tensor whole = start.clone(), parts = start.clone(), copied = start.clone();
   const int before = at::get_num_threads();
   at::set_num_threads(1);
-  scaled_add(whole, values, 0.5, {1, 2, 10});
+  scaled_add(whole, values, 0.5, kernels::RandomKey{1, 2, 10});
   at::set_num_threads(3);
-  scaled_add(parts.narrow(0, 0, cut), values.narrow(0, 0, cut), 0.5, {1, 2, 10});
-  scaled_add(parts.narrow(0, cut, n - cut), values.narrow(0, cut, n - cut), 0.5, {1, 2, 10 + cut});
+  scaled_add(parts.narrow(0, 0, cut), values.narrow(0, 0, cut), 0.5, kernels::RandomKey{1, 2, 10});
+  scaled_add(parts.narrow(0, cut, n - cut), values.narrow(0, cut, n - cut), 0.5, kernels::RandomKey{1, 2, 10 + cut});
   at::set_num_threads(before);
   EXPECT_TRUE(whole.equal(parts));
   EXPECT_FALSE(whole.equal((start.to(at::kFloat) + values * 0.5).to(at::kBFloat16)));
-  scaled_copy(copied, values, 0.5, {1, 2, 10});
+  scaled_copy(copied, values, 0.5, kernels::RandomKey{1, 2, 10});
   EXPECT_LT((copied.to(at::kDouble) - values.to(at::kDouble) * 0.5).mean().abs().item<double>(), 1e-6);
   EXPECT_FALSE(copied.equal((values * 0.5).to(at::kBFloat16)));
   at::Tensor exact = start.to(at::kFloat), plain = exact.clone();
-  scaled_add(exact, values, 0.5, {1, 2, 10});
+  scaled_add(exact, values, 0.5, kernels::RandomKey{1, 2, 10});
   scaled_add(plain, values, 0.5);
   EXPECT_TRUE(exact.equal(plain));
 }

@@ -11,7 +11,7 @@
 #include "tests/support/errors.h"
 #include "tests/support/modes.h"
 #include "tests/support/ranks.h"
-#include "tests/support/toy.h"
+#include "tests/support/training.h"
 
 namespace tessera::testing {
 
@@ -32,12 +32,6 @@ Toy toy_on(c10::Device device) {
   return toy;
 }
 
-// What rank 0 has after 4 updates: losses, norms, then every parameter's master and moments.
-struct Trained {
-  std::vector<double> numbers;
-  std::vector<at::Tensor> values;
-};
-
 struct Training {
   bool on_device;
   ToyRun run;
@@ -48,8 +42,8 @@ struct Training {
   offload::StateOptions weights = {.residence = shard::Residence::Device};
 };
 
-Trained train(const Training& t) {
-  Trained trained;
+ToyTrained train(const Training& t) {
+  ToyTrained trained;
   run_ranks(t.world, [&](int rank, comm::GroupPtr group) {
     const c10::Device device = t.on_device ? device_of(rank) : c10::Device(at::kCPU);
     if (t.on_device) group = std::make_shared<StagedGroup>(group);
@@ -62,38 +56,26 @@ Trained train(const Training& t) {
     optim::GroupOptions params = toy_adamw();
     if (t.rule == optim::Rule::Sgd) params.momentum = 0.9;
     Engine engine(options, comm::Mesh(group), toy.specs(), {params});
-    Trained mine;
-    for (int step = 0; step < 4 * t.run.accumulation; ++step) {
-      const at::Tensor loss = toy_forward(engine, toy, toy_batch(rank, step).to(device));
-      loss.backward();
-      engine.step();
-      mine.numbers.push_back(loss.item<double>());
-      mine.numbers.push_back(engine.global_grad_norm().value_or(-1));
+    const auto batch = [&](int of, int number) { return toy_batch(of, number).to(device); };
+    const int moments = t.rule == optim::Rule::Adam ? 2 : 1;
+    ToyTrained mine = train_toy(engine, toy, rank, {.batch = batch, .moments = moments});
+    for (at::Tensor& value : mine.states) {
+      EXPECT_EQ(value.device(), device);
+      value = value.cpu();
     }
-    for (size_t i = 0; i < toy.tensors.size(); ++i) {
-      for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1}) {
-        if (t.rule != optim::Rule::Adam && what == Quantity::State1) continue;
-        mine.values.push_back(engine.states().get_full(static_cast<int>(i), what));
-        EXPECT_EQ(mine.values.back().device(), device);
-      }
-    }
-    if (rank == 0) trained = mine;
+    if (rank == 0) trained = std::move(mine);
   });
-  for (at::Tensor& value : trained.values)
-    value = value.cpu();
   return trained;
 }
 
 void expect_the_cpus_bits(Training t, const std::string& what) {
   t.on_device = false;
-  const Trained expected = train(t);
+  const ToyTrained expected = train(t);
   t.on_device = true;
   const int64_t before = tessera_stand_in_launches();
-  const Trained got = train(t);
+  const ToyTrained got = train(t);
   EXPECT_GT(tessera_stand_in_launches(), before) << what;
-  EXPECT_EQ(got.numbers, expected.numbers) << what;
-  for (size_t i = 0; i < expected.values.size(); ++i)
-    EXPECT_TRUE(got.values[i].equal(expected.values[i])) << what << ", value " << i;
+  expect_same(got, expected, what);
 }
 
 TEST(DeviceEngine, HasTheBitsOfTheCpu) {

@@ -1,25 +1,43 @@
 // Test support: what an error says.
 #pragma once
 
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include <exception>
-#include <functional>
 #include <string>
+#include <type_traits>
 
 // `text` contains `part`.
-#define EXPECT_HAS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
+#define EXPECT_HAS(text, part) EXPECT_NE(std::string(text).find(part), std::string::npos) << (text)
 
 namespace tessera::testing {
 
-// The message of what `body` throws; empty when it throws nothing.
-inline std::string error_of(const std::function<void()>& body) {
+// The message of what `body` throws as an E; empty when it throws nothing.
+template <class E = std::exception, class F>
+std::string error_of(const F& body) {
   try {
     body();
-  } catch (const std::exception& e) {
-    return e.what();
+  } catch (const E& error) {
+    if constexpr (std::is_base_of_v<c10::Error, E>) return error.what_without_backtrace();
+    return error.what();
   }
   return "";
+}
+
+// The message of what `call` throws as an E; fails when it throws nothing or something else.
+template <class E, class F>
+std::string message_of(const F& call) {
+  try {
+    call();
+  } catch (const E& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "other exception: " << error.what();
+    return {};
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return {};
 }
 
 }  // namespace tessera::testing

@@ -76,6 +76,12 @@ inline at::Tensor toy_batch(int rank, int micro_step) {
   return at::randn({4, 17}, generator, at::kFloat);
 }
 
+// A user's write to a parameter.
+inline void fill(const at::Tensor& parameter, double value) {
+  const at::NoGradGuard no_grad;
+  at::Tensor(parameter).fill_(value);
+}
+
 inline optim::GroupOptions toy_adamw() {
   optim::GroupOptions group;
   group.lr = 0.02;

@@ -12,12 +12,12 @@ TEST(BucketPool, LendsTheSmallestThatFitsAndKeepsTheLargest) {
   EXPECT_EQ(pool.bytes(), 4 * 60);
   const void *at_b = b.data_ptr(), *at_c = c.data_ptr();
   for (const at::Tensor& bucket : {c, a, b})
-    pool.give_back(bucket);
+    pool.release(bucket);
   EXPECT_EQ(pool.bytes(), 4 * 50) << "the smallest is freed";
   const at::Tensor again = pool.acquire(15, fp32);
   EXPECT_EQ(again.numel(), 15);
   EXPECT_EQ(again.data_ptr(), at_b);
-  pool.give_back(again);
+  pool.release(again);
   EXPECT_EQ(pool.acquire(25, fp32).data_ptr(), at_c);
   EXPECT_EQ(pool.bytes(), 4 * 50);
   EXPECT_EQ(pool.peak_bytes(), 4 * 60);
@@ -25,7 +25,7 @@ TEST(BucketPool, LendsTheSmallestThatFitsAndKeepsTheLargest) {
 
 TEST(BucketPool, LendsNoLargeOneToASmallUnit) {
   BucketPool pool(2);
-  pool.give_back(pool.acquire(100, at::kFloat));
+  pool.release(pool.acquire(100, at::kFloat));
   const at::Tensor small = pool.acquire(10, at::kFloat);
   EXPECT_EQ(pool.bytes(), 4 * 110);
   EXPECT_EQ(pool.acquire(50, at::kFloat).storage().nbytes(), 4 * 100);
@@ -34,8 +34,8 @@ TEST(BucketPool, LendsNoLargeOneToASmallUnit) {
 
 TEST(BucketPool, ALargerOneReplacesOneOfNearlyItsSize) {
   BucketPool pool(2);
-  pool.give_back(pool.acquire(90, at::kFloat));
-  pool.give_back(pool.acquire(10, at::kFloat));
+  pool.release(pool.acquire(90, at::kFloat));
+  pool.release(pool.acquire(10, at::kFloat));
   EXPECT_EQ(pool.bytes(), 4 * 100);
   pool.acquire(100, at::kFloat);
   EXPECT_EQ(pool.bytes(), 4 * 110);
@@ -44,7 +44,7 @@ TEST(BucketPool, ALargerOneReplacesOneOfNearlyItsSize) {
 
 TEST(BucketPool, LendsBucketsOfTheDtypeAskedFor) {
   BucketPool pool(2);
-  pool.give_back(pool.acquire(10, at::kBFloat16));
+  pool.release(pool.acquire(10, at::kBFloat16));
   EXPECT_EQ(pool.acquire(10, at::kFloat).scalar_type(), at::kFloat);
   EXPECT_EQ(pool.acquire(10, at::kBFloat16).scalar_type(), at::kBFloat16);
   EXPECT_EQ(pool.bytes(), 60);

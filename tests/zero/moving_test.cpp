@@ -7,7 +7,7 @@
 #include "tests/support/host_home.h"
 #include "tests/support/modes.h"
 #include "tests/support/open_files.h"
-#include "tests/support/toy.h"
+#include "tests/support/training.h"
 
 namespace tessera::testing {
 
@@ -24,23 +24,6 @@ engine::Options options_for(const ToyRun& run, const io::TempFolder& folder) {
   auto options = toy_options(run);
   options.nvme_path = folder.path();
   return options;
-}
-
-// Two steps of two micro-batches; `between`: after a forward, a backward, a step.
-std::vector<at::Tensor> train(Engine& engine, const Toy& toy, int rank, const std::function<void()>& between) {
-  for (int micro = 0; micro < 4; ++micro) {
-    const at::Tensor loss = toy_forward(engine, toy, toy_batch(rank, micro));
-    between();
-    loss.backward();
-    between();
-    engine.step();
-    between();
-  }
-  std::vector<at::Tensor> found;
-  for (int i = 0; i < 5; ++i)
-    for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1})
-      found.push_back(engine.states().get_full(i, what));
-  return found;
 }
 
 }  // namespace
@@ -65,9 +48,8 @@ TEST(Moving, ARoundTripChangesNoBit) {
             engine.reload_states();
             EXPECT_EQ(engine.memory().disk, 0);
           };
-          const auto found = train(engine, toy, rank, around), expected = train(quiet, still, rank, [] {});
-          for (size_t i = 0; i < found.size(); ++i)
-            EXPECT_TRUE(found[i].equal(expected[i])) << "stage " << stage << ", world " << world << ", " << i;
+          expect_same(train_toy(engine, toy, rank, {.steps = 2, .between = around}),
+                      train_toy(quiet, still, rank, {.steps = 2}), c10::str("stage ", stage, ", world ", world));
           EXPECT_TRUE(files_in(folder.path()).empty()) << "only what is away needs one";
         });
       }

@@ -7,6 +7,7 @@
 #include "tessera/zero/flat_params.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
+#include "tests/support/toy.h"
 
 namespace tessera::testing {
 
@@ -38,11 +39,6 @@ void with_flat(int world, bool sharded, at::ScalarType dtype,
     body(flat, shared, rank, group);
     group->barrier("the end");
   });
-}
-
-void fill(const at::Tensor& parameter, double value) {
-  const at::NoGradGuard no_grad;
-  at::Tensor(parameter).fill_(value);
 }
 
 }  // namespace
@@ -165,24 +161,24 @@ TEST(SharedParams, WholeOnesLieInTheMemoryAndAreLentForWriting) {
     EXPECT_EQ(flat.state(), ParamState::Ready);
     EXPECT_EQ(w.const_data_ptr(), flat.whole().const_data_ptr());
     EXPECT_TRUE(w.equal(plain_items()[0].tensor.to(at::kBFloat16)));
-    flat.lend(0);
-    EXPECT_TRUE(flat.is_lent(0));
+    flat.make_private_copy(0);
+    EXPECT_TRUE(flat.has_private_copy(0));
     fill(w, 50 + rank);
     group->barrier();
     EXPECT_TRUE(flat.values(0).eq(50 + rank).all().item<bool>());
     EXPECT_TRUE(flat.whole().narrow(0, 0, 85).equal(plain_items()[0].tensor.flatten().to(at::kBFloat16)));
     shared.readers_done("test");
     flat.keep_write(0);
-    flat.give_back(0);
+    flat.end_private_copy(0);
     shared.written("test");
     for (int r = 0; r < 3; ++r) {
       const shard::Range mine = flat.layout().owned(0, r);
       EXPECT_TRUE(alias.flatten().narrow(0, mine.begin, mine.size()).eq(50 + r).all().item<bool>());
     }
     shared.readers_done("test");
-    flat.lend(0);
+    flat.make_private_copy(0);
     fill(w, -1);
-    flat.give_back(0);
+    flat.end_private_copy(0);
     EXPECT_FALSE(w.eq(-1).any().item<bool>()) << "forgotten";
   });
 }
@@ -190,11 +186,11 @@ TEST(SharedParams, WholeOnesLieInTheMemoryAndAreLentForWriting) {
 TEST(SharedParams, ReplacedDataIsTakenWhereItMayBeWritten) {
   with_flat(2, false, at::kFloat, [](FlatParams& flat, SharedParams& shared, int, const GroupPtr&) {
     at::Tensor w = flat.items()[0].tensor;
-    flat.lend(0);
+    flat.make_private_copy(0);
     w.set_data(at::full({17, 5}, 3.0));
     shared.readers_done("test");
     flat.keep_write(0);
-    flat.give_back(0);
+    flat.end_private_copy(0);
     shared.written("test");
     EXPECT_EQ(w.const_data_ptr(), flat.whole().const_data_ptr());
     EXPECT_TRUE(w.eq(3).all().item<bool>());
@@ -208,7 +204,7 @@ TEST(SharedParams, TheEndGivesWholeParametersMemoryOfTheirOwn) {
     kept[rank] = flat.items()[0].tensor;
     lent[rank] = flat.items()[1].tensor;
     aliases[rank] = kept[rank].detach();
-    flat.lend(1);
+    flat.make_private_copy(1);
     fill(lent[rank], rank);
     flat.abandon("the end");
     group->barrier();

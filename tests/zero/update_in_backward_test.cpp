@@ -1,12 +1,10 @@
 // Units that are updated while the backward goes on, against the usual step.
 #include <gtest/gtest.h>
 
-#include <mutex>
-
 #include "tests/support/errors.h"
 #include "tests/support/modes.h"
 #include "tests/support/ranks.h"
-#include "tests/support/toy.h"
+#include "tests/support/training.h"
 
 namespace tessera::testing {
 
@@ -14,43 +12,6 @@ using engine::Engine;
 using engine::Quantity;
 
 namespace {
-
-struct Trained {
-  std::vector<at::Tensor> states;  // of every parameter: master, both moments
-  std::vector<double> norms;
-};
-
-using Loss = std::function<at::Tensor(const Toy&, Engine&, const at::Tensor&, int rank, int step)>;
-
-at::Tensor usual_loss(const Toy& toy, Engine& engine, const at::Tensor& x, int, int) {
-  return toy_forward(engine, toy, x);
-}
-
-Trained train(const ToyRun& run, int world, const Loss& loss = usual_loss) {
-  Trained trained;
-  run_ranks(world, [&](int rank, const comm::GroupPtr& group) {
-    const Toy toy;
-    Engine engine = toy_engine(run, toy, group);
-    std::vector<double> norms;
-    for (int step = 0; step < 4; ++step) {
-      loss(toy, engine, toy_batch(rank, step), rank, step).backward();
-      engine.step();
-      norms.push_back(engine.global_grad_norm().value());
-    }
-    std::vector<at::Tensor> states;
-    for (size_t i = 0; i < toy.tensors.size(); ++i)
-      for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1})
-        states.push_back(engine.states().get_full(static_cast<int>(i), what));
-    if (rank == 0) trained = {states, norms};
-  });
-  return trained;
-}
-
-void expect_same(const Trained& got, const Trained& expected, const std::string& what) {
-  for (size_t i = 0; i < expected.states.size(); ++i)
-    EXPECT_TRUE(got.states[i].equal(expected.states[i])) << what << ", state " << i;
-  EXPECT_EQ(got.norms, expected.norms) << what;
-}
 
 ToyRun in_backward(ToyRun run) {
   run.in_backward = true;
@@ -65,7 +26,7 @@ TEST(UpdateInBackward, GivesTheBitsOfTheUsualStep) {
       for (int stage = 1; stage <= 3; ++stage)
         for (const int64_t min_unit : {0, 1000}) {
           const ToyRun run{.stage = stage, .clip = 0, .min_unit = min_unit, .precision = mode};
-          expect_same(train(in_backward(run), world), train(run, world),
+          expect_same(train_toy(in_backward(run), world), train_toy(run, world),
                       c10::str("mode ", mode.param, " ", int(mode.master), " ", mode.state, ", stage ", stage, ", ",
                                world, " ranks, units of ", min_unit));
         }
@@ -73,8 +34,9 @@ TEST(UpdateInBackward, GivesTheBitsOfTheUsualStep) {
 
 // A parameter without a gradient on any rank keeps its moments; one that some rank has is updated on all.
 TEST(UpdateInBackward, LeavesParametersWithoutGradientsAlone) {
-  const Loss skips = [](const Toy& toy, Engine& engine, const at::Tensor& x, int rank, int step) {
-    if (step == 0 || (step == 1 && rank == 0)) return usual_loss(toy, engine, x, rank, step);
+  ToyTraining skips;
+  skips.loss = [](const Toy& toy, Engine& engine, const at::Tensor& x, int rank, int step) {
+    if (step == 0 || (step == 1 && rank == 0)) return toy_forward(engine, toy, x);
     engine.pre_forward();
     const at::Tensor h = toy.module(&engine, 0, x, [&] { return at::matmul(x * toy.tensors[2], toy.tensors[3]); });
     const at::Tensor loss = h.square().mean();
@@ -84,7 +46,7 @@ TEST(UpdateInBackward, LeavesParametersWithoutGradientsAlone) {
   for (const int world : {1, 2})
     for (int stage = 1; stage <= 2; ++stage) {
       const ToyRun run{.stage = stage, .clip = 0};
-      expect_same(train(in_backward(run), world, skips), train(run, world, skips), c10::str("stage ", stage));
+      expect_same(train_toy(in_backward(run), world, skips), train_toy(run, world, skips), c10::str("stage ", stage));
     }
 }
 
@@ -107,10 +69,8 @@ TEST(UpdateInBackward, KeepsNoGradients) {
 TEST(UpdateInBackward, ClipsByUnit) {
   for (int stage = 1; stage <= 3; ++stage) {
     const auto states = [&](double clip, int world) {
-      return train({.stage = stage, .clip = 0, .in_backward = true, .unit_clip = clip}, world,
-                   [](const Toy& toy, Engine& engine, const at::Tensor& x, int, int step) {
-                     return usual_loss(toy, engine, toy_batch(0, step), 0, step) + 0 * x.sum();
-                   })
+      const auto batch = [](int, int number) { return toy_batch(0, number); };
+      return train_toy({.stage = stage, .clip = 0, .in_backward = true, .unit_clip = clip}, world, {.batch = batch})
           .states;
     };
     const auto loose = states(1e9, 2), none = states(0, 2), two = states(1e-3, 2), three = states(1e-3, 3);

@@ -5,7 +5,7 @@
 #include <string_view>
 #include <utility>
 
-#include "tessera/comm/wait_circle.h"
+#include "tessera/comm/wait_cycle.h"
 
 namespace tessera::comm {
 namespace {
@@ -213,21 +213,21 @@ std::optional<std::string> CallLog::difference(int peer, const std::string& text
   return std::nullopt;
 }
 
-std::optional<CallLog::Circle> CallLog::circle(const std::function<std::string(int)>& shown) const {
+std::optional<CallLog::Cycle> CallLog::cycle(const std::function<std::string(int)>& shown) const {
   std::string text;
   {
     const std::scoped_lock lock(mutex_);
     text = std::to_string(kWaitFields) + ";" + wait_text();
   }
   const ShownWait mine = read_wait(text);
-  Circle result;
+  Cycle result;
   std::vector<std::pair<int, std::string>> waits = {{rank_, std::string(mine.call)}};
   for (ShownWait wait = mine; wait.peer >= 0;) {
     result.calls.insert(result.calls.end(), {wait.instance, wait.number});
     const auto peer = static_cast<int>(wait.peer);
     if (peer == rank_) {
       if (!mine.holds_up(wait.instance, wait.number)) return std::nullopt;
-      result.text = circle_text(std::move(waits));
+      result.text = cycle_text(std::move(waits));
       return result;
     }
     const std::string their_text = shown(peer);

@@ -6,8 +6,8 @@
 //   never exchange data: both wait. A rank that has waited for some seconds therefore puts its log on the fault board and
 //   reads those of the others. Two logs that hold different calls under one number prove a mistake. All else proves
 //   nothing: a rank may be late, its text may be old, and it may be at another place of its program.
-//   Ranks that wait for each other in a circle (wait_circle.h) are found by the same texts. Those are old when they are
-//   read; but a circle of which every rank has shown the same wait again since it was seen first, was there all the time
+//   Ranks that wait for each other in a cycle (wait_cycle.h) are found by the same texts. Those are old when they are
+//   read; but a cycle of which every rank has shown the same wait again since it was seen first, was there all the time
 //   in between.
 //   Calls before the last completed one were agreed on, so the log is short however many calls there have been.
 #pragma once
@@ -47,19 +47,19 @@ class CallLog {
   // The calling thread is blocked in a call until rank `peer` makes it too; until it says otherwise (`peer` < 0).
   void block(int64_t instance, int64_t number, int peer);
 
-  // The log as bytes for difference() and circle() of another rank; every one is a later look.
+  // The log as bytes for difference() and cycle() of another rank; every one is a later look.
   std::string text();
   // The first call that this rank and rank `peer`, whose log said `text`, have made differently: "the ranks disagree:
   // rank 0 called ..., rank 1 called ...". A text that is cut off counts as empty.
   std::optional<std::string> difference(int peer, const std::string& text) const;
-  // A circle of ranks that wait for each other, this one among them, as the texts have it, and at which look of each of the
+  // A cycle of ranks that wait for each other, this one among them, as the texts have it, and at which look of each of the
   // others. `shown(rank)`: its last text.
-  struct Circle {
+  struct Cycle {
     std::string text;
     std::vector<int64_t> calls;  // instance and number, from this rank on
     std::map<int, int64_t> looks;
   };
-  std::optional<Circle> circle(const std::function<std::string(int)>& shown) const;
+  std::optional<Cycle> cycle(const std::function<std::string(int)>& shown) const;
 
  private:
   struct Call {

@@ -50,7 +50,7 @@ C10dCore::C10dCore(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::Pr
 }
 
 int64_t C10dCore::count_instance() {
-  check_home({.name = "sibling", .label = {}});
+  check_owner({.name = "sibling", .label = {}});
   const int64_t instance = next_instance(*group_);
   calls_.use(instance);
   return instance;
@@ -70,23 +70,23 @@ std::optional<std::string> C10dCore::compare_calls() {
   board_.show_calls(calls_.text());
   for (int d = 1; d < size_ && d <= kPeersCompared; ++d) {
     const int peer = (rank_ + d) % size_;
-    if (const auto difference = calls_.difference(peer, board_.shown_calls(peer))) return board_.post(*difference);
+    if (const auto difference = calls_.difference(peer, board_.shown_calls(peer))) return board_.report(*difference);
   }
   return std::nullopt;
 }
 
-// The same for a circle of ranks: see Note [Different calls] for why it has to be seen twice.
-std::optional<std::string> C10dCore::look_for_circle() {
-  const auto before = std::exchange(circle_, calls_.circle([this](int rank) { return board_.shown_calls(rank); }));
-  if (!before || !circle_ || before->calls != circle_->calls) return std::nullopt;
-  for (const auto& [rank, look] : circle_->looks) {
+// The same for a cycle of ranks: see Note [Different calls] for why it has to be seen twice.
+std::optional<std::string> C10dCore::look_for_cycle() {
+  const auto before = std::exchange(cycle_, calls_.cycle([this](int rank) { return board_.shown_calls(rank); }));
+  if (!before || !cycle_ || before->calls != cycle_->calls) return std::nullopt;
+  for (const auto& [rank, look] : cycle_->looks) {
     const auto known = before->looks.find(rank);
     if (known == before->looks.end()) return std::nullopt;
     if (known->second < look) continue;
-    circle_ = before;  // not shown again yet
+    cycle_ = before;  // not shown again yet
     return std::nullopt;
   }
-  return board_.post(circle_->text);
+  return board_.report(cycle_->text);
 }
 
 // Gloo does not always end a wait when the peer dies amid a message, and none that waits for another peer: a process of
@@ -100,8 +100,8 @@ std::optional<std::string> C10dCore::look_for_ended(Clock::time_point waiting_si
     if (!pid) continue;
     if (!ended_at_) ended_at_ = now;
     if (now - std::max(*ended_at_, waiting_since) < kEndedFor) return std::nullopt;
-    return board_.post("rank " + std::to_string(rank_) + " lost rank " + std::to_string(peer) + ": its process " +
-                       std::to_string(*pid) + " has ended");
+    return board_.report("rank " + std::to_string(rank_) + " lost rank " + std::to_string(peer) + ": its process " +
+                         std::to_string(*pid) + " has ended");
   }
   return std::nullopt;
 }
@@ -114,10 +114,10 @@ void C10dCore::watch() {
     const auto* const before = current_;
     const auto since = waiting_since_;
     lock.unlock();
-    auto cause = board_.posted();
+    auto cause = board_.reported();
     if (const auto now = Clock::now(); !cause && now - since >= kCompareAfter && now - compared >= kCompareEvery) {
       cause = compare_calls();
-      if (!cause) cause = look_for_circle();
+      if (!cause) cause = look_for_cycle();
       if (!cause) cause = look_for_ended(since);
       compared = now;
     }
@@ -144,17 +144,17 @@ std::string C10dCore::cause() {
   return cause_;
 }
 
-void C10dCore::check_home(const OpInfo& info) const {
-  if (!home_.here()) throw_failed(rank_, size_, info, 0.0, kForkedCopy);
+void C10dCore::check_owner(const OpInfo& info) const {
+  if (!owner_.is_here()) throw_failed(rank_, size_, info, 0.0, kForkedCopy);
 }
 
 void C10dCore::check_alive(const OpInfo& info) {
-  check_home(info);
+  check_owner(info);
   if (auto text = cause(); !text.empty()) throw_failed(rank_, size_, info, 0.0, text);
 }
 
 void C10dCore::finish(std::vector<Transfer>& transfers, const C10dCall& call, Clock::time_point launched) {
-  check_home(call.info);
+  check_owner(call.info);
   bool failed_before = false;
   {
     const std::scoped_lock lock(mutex_);
@@ -199,7 +199,7 @@ void C10dCore::fail(const OpInfo& info, Clock::time_point launched, int peer, co
   if (text.empty()) {
     text = "rank " + std::to_string(rank_) + " in " + describe(info);
     text += peer < 0 ? ": " : " lost rank " + std::to_string(peer) + ": ";
-    text = board_.post(text + plain(what));
+    text = board_.report(text + plain(what));
   }
   if (!asked) {  // other collectives in flight fail too; one of them asks who is still there
     const bool aborted = text.find(kAborted) != std::string::npos, disagree = text.starts_with(kDisagreement);
@@ -214,8 +214,8 @@ void C10dCore::fail(const OpInfo& info, Clock::time_point launched, int peer, co
 }
 
 void C10dCore::abort(const std::string& reason) {
-  if (!home_.here()) return;
-  const std::string text = board_.post("rank " + std::to_string(rank_) + kAborted + reason);
+  if (!owner_.is_here()) return;
+  const std::string text = board_.report("rank " + std::to_string(rank_) + kAborted + reason);
   const std::scoped_lock lock(mutex_);
   if (cause_.empty()) cause_ = text;
   interrupt();

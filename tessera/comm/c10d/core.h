@@ -15,8 +15,8 @@
 
 #include "tessera/comm/c10d/call_log.h"
 #include "tessera/comm/c10d/fault_board.h"
-#include "tessera/comm/home.h"
 #include "tessera/comm/op_info.h"
+#include "tessera/comm/process_owner.h"
 
 namespace tessera::comm {
 
@@ -33,7 +33,7 @@ struct Transfer {
   at::Tensor mark{};  // received behind a large message: one byte, not zero once it is there
 };
 
-// Made by make_at_home(): it has a thread. In a forked copy of the process all calls throw, but abort(), which does nothing.
+// Made by make_owned(): it has a thread. In a forked copy of the process all calls throw, but abort(), which does nothing.
 class C10dCore {
  public:
   C10dCore(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::ProcessGroup> group);
@@ -64,22 +64,22 @@ class C10dCore {
   void give_buffer(at::Tensor buffer);
 
  private:
-  void check_home(const OpInfo& info) const;
+  void check_owner(const OpInfo& info) const;
   void watch();
   std::optional<std::string> compare_calls();
-  std::optional<std::string> look_for_circle();
+  std::optional<std::string> look_for_cycle();
   std::optional<std::string> look_for_ended(std::chrono::steady_clock::time_point waiting_since);
   void interrupt();  // ends the current wait; mutex_ is held
   std::string cause();
 
-  const Home home_;
+  const ProcessOwner owner_;
   const std::shared_ptr<void> keep_alive_;
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const int rank_, size_;
   const int64_t instance_;
   FaultBoard board_;
   CallLog calls_;
-  std::optional<CallLog::Circle> circle_;                          // the watcher's: the last one seen, as is ended_at_
+  std::optional<CallLog::Cycle> cycle_;                            // the watcher's: the last one seen, as is ended_at_
   std::optional<std::chrono::steady_clock::time_point> ended_at_;  // when it saw that a peer's process had ended
 
   std::mutex mutex_;

@@ -11,7 +11,7 @@
 #include "tessera/comm/backends.h"
 #include "tessera/comm/c10d/gloo.h"
 #include "tessera/comm/c10d/group.h"
-#include "tessera/comm/c10d/post.h"
+#include "tessera/comm/c10d/point_to_point.h"
 #include "tessera/comm/c10d/transport.h"
 #include "tessera/comm/c10d/watched_store.h"
 #include "tessera/comm/parts.h"
@@ -188,7 +188,8 @@ Parts environment_parts(const std::vector<MeshShape>& shapes, std::chrono::milli
     const int first = parts.rank_of(parts.part, 0);
     parts.everyone = meet(place, at("everyone"), place.rank, place.size, "tessera_everyone", timeout);
     parts.mesh = meet_in(place, at("mesh"), shapes[parts.part], place.rank - first, first, timeout);
-    parts.post = c10d_post(post_backend(at("post"), place.rank, place.size, timeout, is_loopback(place.address)));
+    parts.p2p = c10d_point_to_point(
+        point_to_point_backend(at("p2p"), place.rank, place.size, timeout, is_loopback(place.address)));
     return parts;
   });
 }
@@ -203,11 +204,12 @@ std::vector<Parts> environment_overlaid_parts(const std::vector<MeshShape>& shap
   return among_others(place, timeout, [&](const StorePtr& store) {
     const auto at = [&](const std::string& name) { return c10::make_intrusive<c10d::PrefixStore>(name, store); };
     const auto everyone = meet(place, at("everyone"), place.rank, place.size, "tessera_everyone", timeout);
-    const auto post = c10d_post(post_backend(at("post"), place.rank, place.size, timeout, is_loopback(place.address)));
+    const auto p2p = c10d_point_to_point(
+        point_to_point_backend(at("p2p"), place.rank, place.size, timeout, is_loopback(place.address)));
     for (Parts& parts : all) {
       parts.everyone = everyone;
       parts.mesh = meet_in(place, at(c10::str("mesh", parts.part)), shapes[parts.part], place.rank, 0, timeout);
-      parts.post = post;
+      parts.p2p = p2p;
     }
     return all;
   });

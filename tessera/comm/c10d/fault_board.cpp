@@ -19,7 +19,7 @@ std::string FaultBoard::key(const std::string& what) const {
   return "tessera/fault/" + group_ + "/" + what;
 }
 
-std::string FaultBoard::post(const std::string& cause) {
+std::string FaultBoard::report(const std::string& cause) {
   if (!store_) return cause;
   try {
     return store_->compareSet(key("cause"), std::string(), cause);
@@ -28,7 +28,7 @@ std::string FaultBoard::post(const std::string& cause) {
   }
 }
 
-std::optional<std::string> FaultBoard::posted() {
+std::optional<std::string> FaultBoard::reported() {
   if (!store_) return std::nullopt;
   try {
     if (!store_->check({key("cause")})) return std::nullopt;

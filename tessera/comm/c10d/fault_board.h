@@ -16,13 +16,13 @@ namespace tessera::comm {
 
 class FaultBoard {
  public:
-  // `store` may be null: then nothing is posted and nothing is known of the others.
+  // `store` may be null: then nothing is reported and nothing is known of the others.
   FaultBoard(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string group);
 
-  // Posts `cause` unless somebody has posted already; returns the cause that came first.
-  std::string post(const std::string& cause);
-  // The first cause, if any rank has posted one.
-  std::optional<std::string> posted();
+  // Reports `cause` unless somebody has already; returns the cause that came first.
+  std::string report(const std::string& cause);
+  // The first cause, if any rank has reported one.
+  std::optional<std::string> reported();
   // Shows `calls` to the other ranks, in place of what this rank showed before.
   void show_calls(const std::string& calls);
   // What rank `rank` has shown last; empty when nothing.

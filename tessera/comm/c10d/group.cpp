@@ -160,8 +160,8 @@ class Messages {
              static_cast<int>((call.instance % kInstances * kCallTags + call.number % kCallTags) * kHashes)),
         hash_(agreement_hash(call.info)) {}
 
-  void receive(const at::Tensor& flat, Span span, int peer) { post(flat, span, peer, false); }
-  void send(const at::Tensor& flat, Span span, int peer) { post(flat, span, peer, true); }
+  void receive(const at::Tensor& flat, Span span, int peer) { add(flat, span, peer, false); }
+  void send(const at::Tensor& flat, Span span, int peer) { add(flat, span, peer, true); }
   // In the order in which to wait.
   std::vector<Transfer> take() {
     marks_.insert(marks_.end(), transfers_.begin(), transfers_.end());
@@ -169,7 +169,7 @@ class Messages {
   }
 
  private:
-  void post(const at::Tensor& flat, Span span, int peer, bool out) {
+  void add(const at::Tensor& flat, Span span, int peer, bool out) {
     if (span.count == 0) return;
     try {
       const at::AutoDispatchBelowADInplaceOrView guard;
@@ -476,7 +476,7 @@ void C10dGroup::do_barrier(Label label) {
 
 GroupPtr make_c10d_group(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::ProcessGroup> group,
                          C10dPath path) {
-  auto core = make_at_home<C10dCore>(std::move(keep_alive), std::move(group));
+  auto core = make_owned<C10dCore>(std::move(keep_alive), std::move(group));
   const int64_t instance = core->instance();
   return std::make_shared<C10dGroup>(std::move(core), path, instance);
 }

@@ -44,7 +44,7 @@ GroupPtr share_within_hosts(const StorePtr& store, const Hosts& hosts, int rank,
   try {
     c10d::PrefixStore of_host("host_" + std::to_string(host), store);
     here = ranks.size() == 1 ? shm_thread_shares(1, timeout + kLonger, ranks)[0]
-                             : shm_meet(of_host, place, static_cast<int>(ranks.size()), timeout + kLonger, ranks);
+                             : shm_rendezvous(of_host, place, static_cast<int>(ranks.size()), timeout + kLonger, ranks);
   } catch (const c10::DistBackendError& error) {
     said = cause_of(error);
   }

@@ -36,7 +36,7 @@ std::string both_have(int rank) {
 
 // What is known to be wrong; empty while all may be well.
 std::string trouble(FaultBoard& board, int rank, int size) {
-  if (const auto cause = board.posted()) return *cause;
+  if (const auto cause = board.reported()) return *cause;
   for (int r = 0; r < size; ++r) {
     const auto pid = r == rank ? std::nullopt : board.ended_process(r);
     if (pid) return "lost rank " + std::to_string(r) + ": its process " + std::to_string(*pid) + " has ended";
@@ -50,7 +50,7 @@ std::string trouble(FaultBoard& board, int rank, int size) {
 
 // The same once the others have had the time to hear of it, through a store that may go with this process.
 [[noreturn]] void fail_all(FaultBoard& board, int rank, int size, const std::string& text) {
-  const std::string first = board.post(text);
+  const std::string first = board.report(text);
   std::this_thread::sleep_for(kHearing);
   fail(rank, size, first);
 }
@@ -114,7 +114,7 @@ void come_together(const StorePtr& store, int rank, int size) {
   FaultBoard board = job_board(store, rank, size);
   if (const auto both = board.show_process()) {
     const std::string text = *both + both_have(rank);
-    board.post(text);
+    board.report(text);
     std::this_thread::sleep_for(kHearing);
     TESSERA_CHECK_VALUE(false, "comm", text, "; give every process a RANK of its own, from 0 to ", size - 1);
   }

@@ -12,8 +12,8 @@
 
 namespace tessera::comm {
 
-// Ranks meet by keys that each waits for from the others (exchange(), shm_meet(), the connections of Gloo), for as long as
-// the store's timeout. Here such a wait looks every half second for a cause that another rank has posted, and for processes
+// Ranks meet by keys that each waits for from the others (exchange(), shm_rendezvous(), the connections of Gloo), for as long as
+// the store's timeout. Here such a wait looks every half second for a cause that another rank has reported, and for processes
 // of this host that have shown themselves on the board and ended. Errors: DistBackendError.
 class WatchedStore final : public c10d::PrefixStore {
  public:

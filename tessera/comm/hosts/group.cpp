@@ -8,8 +8,8 @@
 #include <thread>
 
 #include "tessera/base/error.h"
-#include "tessera/comm/home.h"
 #include "tessera/comm/hosts/stages.h"
+#include "tessera/comm/process_owner.h"
 
 namespace tessera::comm {
 namespace {
@@ -31,7 +31,7 @@ class FailureState {
   }
   // The ranks of this host hear of it in memory; the others that this one aborts, through the back end at hand.
   void fail(const std::string& cause, const std::string& reason) {
-    if (!home_.here()) return;
+    if (!owner_.is_here()) return;
     std::vector<GroupPtr> groups;
     {
       const std::scoped_lock lock(mutex_);
@@ -47,7 +47,7 @@ class FailureState {
   }
 
  private:
-  const Home home_;
+  const ProcessOwner owner_;
   const std::shared_ptr<ShmWorld> here_;
   std::mutex mutex_;
   std::string cause_;
@@ -64,7 +64,7 @@ struct QueuedCall {
 };
 using QueuedCallPtr = std::shared_ptr<QueuedCall>;
 
-// The thread of one group; made by make_at_home(). It holds what calls in flight need, and ends with the group and the last of its handles.
+// The thread of one group; made by make_owned(). It holds what calls in flight need, and ends with the group and the last of its handles.
 class CallQueue {
  public:
   CallQueue(HostsPlace place, std::shared_ptr<FailureState> failure)
@@ -87,7 +87,7 @@ class CallQueue {
   const std::shared_ptr<FailureState>& shared_failure() const { return failure_; }
 
   QueuedCallPtr launch(OpInfo info, std::function<void()> go) {
-    check_home(info);
+    check_owner(info);
     if (const auto cause = failure_->cause(); !cause.empty())
       throw_failed(place_.rank, place_.size(), info, 0.0, cause);
     auto call = std::make_shared<QueuedCall>(QueuedCall{.info = std::move(info), .go = std::move(go)});
@@ -100,7 +100,7 @@ class CallQueue {
   }
 
   void wait(QueuedCall& call) {
-    check_home(call.info);
+    check_owner(call.info);
     std::unique_lock lock(mutex_);
     news_.wait(lock, [&] { return call.finished; });
     if (call.cause.empty()) return;
@@ -109,14 +109,14 @@ class CallQueue {
   }
 
   bool wait_for(const QueuedCall& call, std::chrono::milliseconds limit) {
-    if (!home_.here()) return true;
+    if (!owner_.is_here()) return true;
     std::unique_lock lock(mutex_);
     return news_.wait_for(lock, limit, [&] { return call.finished; });
   }
 
  private:
-  void check_home(const OpInfo& info) const {
-    if (!home_.here()) throw_failed(place_.rank, place_.size(), info, 0.0, kForkedCopy);
+  void check_owner(const OpInfo& info) const {
+    if (!owner_.is_here()) throw_failed(place_.rank, place_.size(), info, 0.0, kForkedCopy);
   }
 
   void run() {
@@ -149,7 +149,7 @@ class CallQueue {
     return failure_->cause();
   }
 
-  const Home home_;
+  const ProcessOwner owner_;
   const HostsPlace place_;
   const std::shared_ptr<FailureState> failure_;
   std::mutex mutex_;
@@ -222,7 +222,7 @@ class HostsGroup final : public Group {
     HostsPlace place = calls_->place();
     place.here = std::make_shared<ShmShare>(place.here->world);
     place.between = between_();
-    return std::make_shared<HostsGroup>(make_at_home<CallQueue>(std::move(place), calls_->shared_failure()), between_);
+    return std::make_shared<HostsGroup>(make_owned<CallQueue>(std::move(place), calls_->shared_failure()), between_);
   }
 
  private:
@@ -242,8 +242,7 @@ class HostsGroup final : public Group {
 GroupPtr hosts_group(Hosts hosts, int rank, ShmSharePtr here, std::function<GroupPtr()> between) {
   auto failure = std::make_shared<FailureState>(here->world);
   HostsPlace place{.hosts = std::move(hosts), .rank = rank, .here = std::move(here), .between = between()};
-  return std::make_shared<HostsGroup>(make_at_home<CallQueue>(std::move(place), std::move(failure)),
-                                      std::move(between));
+  return std::make_shared<HostsGroup>(make_owned<CallQueue>(std::move(place), std::move(failure)), std::move(between));
 }
 
 }  // namespace tessera::comm

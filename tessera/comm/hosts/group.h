@@ -15,7 +15,7 @@
 #include <functional>
 
 #include "tessera/comm/hosts/hosts.h"
-#include "tessera/comm/shm/meeting.h"
+#include "tessera/comm/shm/rendezvous.h"
 
 namespace tessera::comm {
 

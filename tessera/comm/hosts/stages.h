@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "tessera/comm/hosts/hosts.h"
-#include "tessera/comm/shm/meeting.h"
+#include "tessera/comm/shm/rendezvous.h"
 
 namespace tessera::comm {
 

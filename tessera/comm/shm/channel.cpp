@@ -61,7 +61,7 @@ bool ShmChannel::has_space(int64_t place) {
   return true;
 }
 
-void ShmChannel::tell_others(bool space_only) {
+void ShmChannel::ring_others(bool space_only) {
   for (int r = 0; r < size_; ++r) {
     Doorbell& doorbell = ranks_[r].doorbell;
     if (r != rank_ && (!space_only || doorbell.wants_space.load() != 0)) ring(doorbell);
@@ -96,7 +96,7 @@ bool ShmChannel::send_next() {
   if (size_ > 1) op->write(op->written, reinterpret_cast<char*>(&head + 1));
   op->written += 1;
   counters_[rank_].written.store(place + 1);
-  tell_others(false);
+  ring_others(false);
   return true;
 }
 
@@ -147,7 +147,7 @@ bool ShmChannel::receive_next() {
     open_ = nullptr;
   }
   counters_[rank_].consumed.store(place + 1);
-  tell_others(true);
+  ring_others(true);
   if (op.received == steps) {
     op.done = true;
     ring(ranks_[rank_].doorbell);  // for another thread of this rank that waits for it

@@ -49,7 +49,7 @@ class ShmChannel final : public ShmEndpoint {
   SlotHead& slot(int rank, int64_t place) const;
   bool arrived(int rank, int64_t place);
   bool has_space(int64_t place);
-  void tell_others(bool space_only);
+  void ring_others(bool space_only);
 
   const int rank_, size_;
   const std::vector<int> numbers_;

@@ -1,7 +1,7 @@
 #include "tessera/comm/shm/group.h"
 
-#include "tessera/comm/shm/meeting.h"
 #include "tessera/comm/shm/memory.h"
+#include "tessera/comm/shm/rendezvous.h"
 
 namespace tessera::comm {
 namespace {
@@ -66,7 +66,7 @@ class ShmGroup final : public Group {
 }  // namespace
 
 GroupPtr shm_group(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout) {
-  auto group = std::make_shared<ShmGroup>(shm_meet(store, rank, size, timeout));
+  auto group = std::make_shared<ShmGroup>(shm_rendezvous(store, rank, size, timeout));
   group->barrier("all ranks share memory");  // the store may go with rank 0 from here on
   return group;
 }

@@ -9,7 +9,7 @@
 //   world.h has the waits and what happens when a rank is lost.
 //
 //     group      the Group                           op, sum   collectives as scripts of steps
-//     meeting    how ranks come together             pieces    how tensors are cut into records
+//     rendezvous how ranks come together             pieces    how tensors are cut into records
 //     world      one rank: waits, faults             layout    what lies where
 //     channel    calls in flight, records            signal    futex
 //     endpoint   what moves with the channels        segment   the memory

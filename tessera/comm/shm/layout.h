@@ -15,9 +15,9 @@
 
 namespace tessera::comm {
 
-inline constexpr int64_t kChannels = 512;  // address space only, but for the first and those of siblings
-inline constexpr int64_t kSlots = 32;      // records that a rank may be ahead of the slowest reader
-inline constexpr int64_t kMailSlots = 8;   // the same for messages between two ranks
+inline constexpr int64_t kChannels = 512;    // address space only, but for the first and those of siblings
+inline constexpr int64_t kSlots = 32;        // records that a rank may be ahead of the slowest reader
+inline constexpr int64_t kMessageSlots = 8;  // the same for messages between two ranks
 inline constexpr int64_t kPage = 4096;
 
 struct ShmHeader {
@@ -27,7 +27,7 @@ struct ShmHeader {
 };
 static_assert(sizeof(ShmHeader) == kPage && offsetof(ShmHeader, secret) == 0);
 
-// What a rank is blocked in, for the others to see: Note [Waiting in a circle] in wait_circle.h. It belongs to the first of
+// What a rank is blocked in, for the others to see: Note [Wait cycles] in wait_cycle.h. It belongs to the first of
 // a rank's threads that has waited for long.
 struct ShmBlocked {
   std::atomic<uint64_t> version;                // odd: what follows holds
@@ -51,7 +51,7 @@ struct alignas(128) ShmCounters {
 };
 
 // Of the messages from one rank to another.
-struct alignas(128) MailCounters {
+struct alignas(128) MessageCounters {
   std::atomic<int64_t> written;               // records, by the sender
   alignas(64) std::atomic<int64_t> consumed;  // by the receiver
 };
@@ -75,8 +75,9 @@ void put_text(char (&to)[N], std::string_view text) {
 
 inline constexpr int64_t kSlotBytes = static_cast<int64_t>(sizeof(SlotHead)) + kRecordBytes;
 inline constexpr int64_t kRingBytes = kSlots * kSlotBytes;
-inline constexpr int64_t kMailRingBytes = kMailSlots * kSlotBytes + (kPage - kMailSlots * kSlotBytes % kPage) % kPage;
-static_assert(kRingBytes % kPage == 0 && kMailRingBytes % kPage == 0);
+inline constexpr int64_t kMessageRingBytes =
+    kMessageSlots * kSlotBytes + (kPage - kMessageSlots * kSlotBytes % kPage) % kPage;
+static_assert(kRingBytes % kPage == 0 && kMessageRingBytes % kPage == 0);
 
 // Offsets of the parts for `size` ranks.
 struct ShmLayout {
@@ -86,13 +87,15 @@ struct ShmLayout {
   int64_t counters() const { return ranks() + size * static_cast<int64_t>(sizeof(ShmRank)); }
   // The parts before have memory from the start.
   int64_t control() const {
-    const int64_t end = mail_counters() + size * size * static_cast<int64_t>(sizeof(MailCounters));
+    const int64_t end = message_counters() + size * size * static_cast<int64_t>(sizeof(MessageCounters));
     return (end + kPage - 1) / kPage * kPage;
   }
-  int64_t mail_counters() const { return counters() + kChannels * size * static_cast<int64_t>(sizeof(ShmCounters)); }
+  int64_t message_counters() const { return counters() + kChannels * size * static_cast<int64_t>(sizeof(ShmCounters)); }
   int64_t ring(int64_t channel, int64_t rank) const { return control() + (channel * size + rank) * kRingBytes; }
-  int64_t mail_ring(int64_t from, int64_t to) const { return ring(kChannels, 0) + (from * size + to) * kMailRingBytes; }
-  int64_t total() const { return mail_ring(size, 0); }
+  int64_t message_ring(int64_t from, int64_t to) const {
+    return ring(kChannels, 0) + (from * size + to) * kMessageRingBytes;
+  }
+  int64_t total() const { return message_ring(size, 0); }
 };
 
 }  // namespace tessera::comm

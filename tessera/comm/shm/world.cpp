@@ -13,7 +13,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/comm/hosts/hosts.h"
-#include "tessera/comm/wait_circle.h"
+#include "tessera/comm/wait_cycle.h"
 
 namespace tessera::comm {
 namespace {
@@ -63,21 +63,21 @@ std::vector<int> ShmWorld::unseen() const {
 }
 
 // The mutex for a moment, ahead of those who move data.
-struct ShmWorld::Turn {
-  explicit Turn(ShmWorld& world) : world_(world) {
+struct ShmWorld::PriorityLock {
+  explicit PriorityLock(ShmWorld& world) : world_(world) {
     world.launching_.fetch_add(1);
     world.mutex_.lock();
     world.launching_.fetch_sub(1);
   }
-  ~Turn() { world_.mutex_.unlock(); }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
+  ~PriorityLock() { world_.mutex_.unlock(); }
+  PriorityLock(const PriorityLock&) = delete;
+  PriorityLock& operator=(const PriorityLock&) = delete;
   ShmWorld& world_;
 };
 
 int ShmWorld::add_channel() {
-  check_home({.name = "sibling", .label = {}});
-  const Turn turn(*this);
+  check_owner({.name = "sibling", .label = {}});
+  const PriorityLock lock(*this);
   const int channel = static_cast<int>(channels_.size());
   TESSERA_CHECK_VALUE(channel < kChannels, "comm", "a group over shared memory has at most ", kChannels - 1,
                       " siblings");
@@ -88,7 +88,7 @@ int ShmWorld::add_channel() {
 }
 
 int ShmWorld::attach(std::shared_ptr<ShmEndpoint> endpoint) {
-  const Turn turn(*this);
+  const PriorityLock lock(*this);
   attached_.push_back(std::move(endpoint));
   return -static_cast<int>(attached_.size());
 }
@@ -99,9 +99,9 @@ ShmEndpoint& ShmWorld::endpoint(int channel) {
 }
 
 void ShmWorld::leave(int channel) {
-  if (!home_.here()) return;
+  if (!owner_.is_here()) return;
   {
-    const Turn turn(*this);
+    const PriorityLock lock(*this);
     channels_[channel]->leave();
   }
   for (int r = 0; r < size_; ++r)
@@ -118,7 +118,7 @@ std::string ShmWorld::cause() const {
 }
 
 void ShmWorld::fail(const std::string& text) {
-  if (!home_.here()) return;
+  if (!owner_.is_here()) return;
   uint32_t none = 0;
   if (header_.cause_state.compare_exchange_strong(none, 1)) {
     const size_t length = std::min(text.size(), sizeof(header_.cause) - 1);
@@ -134,12 +134,12 @@ void ShmWorld::abort(const std::string& reason) {
   fail("rank " + std::to_string(numbers_[rank_]) + " aborted: " + reason);
 }
 
-void ShmWorld::check_home(const OpInfo& info) const {
-  if (!home_.here()) throw_failed(rank_, size_, info, 0.0, kForkedCopy);
+void ShmWorld::check_owner(const OpInfo& info) const {
+  if (!owner_.is_here()) throw_failed(rank_, size_, info, 0.0, kForkedCopy);
 }
 
 void ShmWorld::check_alive(const OpInfo& info, Clock::time_point since) const {
-  check_home(info);
+  check_owner(info);
   if (header_.cause_state.load() == 0) return;
   throw_failed(rank_, size_, info, std::chrono::duration<double>(Clock::now() - since).count(), cause());
 }
@@ -177,7 +177,7 @@ ShmWorld::Clock::time_point ShmWorld::last_moved(Clock::time_point since) const 
 template <class F>
 void ShmWorld::begin(const OpInfo& info, const F& body) {
   check_alive(info, Clock::now());  // before the mutex, which nobody opens in a forked copy
-  const Turn turn(*this);
+  const PriorityLock lock(*this);
   check_alive(info, Clock::now());
   body();
 }
@@ -244,7 +244,7 @@ bool ShmWorld::sleep(const F& done) {
 }
 
 // Whether another rank may need this very core to go on: it waited here last.
-bool ShmWorld::crowded() {
+bool ShmWorld::shares_core() {
   const int core = sched_getcpu() + 1;
   std::atomic<int>& mine = ranks_[rank_].core;
   if (mine.load() != core) mine.store(core);
@@ -255,16 +255,16 @@ bool ShmWorld::crowded() {
 }
 
 // Shows the others what this thread is blocked in, until the wait ends.
-class ShmWorld::Shown {
+class ShmWorld::ShownWait {
  public:
-  explicit Shown(ShmWorld& world) : world_(world), place_(world.ranks_[world.rank_].blocked) {}
-  ~Shown() { hide(); }
-  Shown(const Shown&) = delete;
-  Shown& operator=(const Shown&) = delete;
+  explicit ShownWait(ShmWorld& world) : world_(world), place_(world.ranks_[world.rank_].blocked) {}
+  ~ShownWait() { hide(); }
+  ShownWait(const ShownWait&) = delete;
+  ShownWait& operator=(const ShownWait&) = delete;
 
   bool shows() const { return shows_; }
   void show(int channel) {
-    const Turn turn(world_);
+    const PriorityLock lock(world_);
     const auto front = world_.channels_[channel]->front();
     if (front && shows_ && place_.number.load() == front->number) return;
     hide();
@@ -324,10 +324,10 @@ std::vector<ShmWorld::Blocked> ShmWorld::holding_up(const Blocked& wait) const {
 }
 
 // Why this rank, which shows what it is blocked in, will never go on; empty when it may. The mutex is held.
-std::string ShmWorld::circle() const {
+std::string ShmWorld::cycle() const {
   const auto mine = blocked(rank_);
   if (!mine) return {};
-  const auto path = find_circle(*mine, [this](const Blocked& node) { return holding_up(node); });
+  const auto path = find_cycle(*mine, [this](const Blocked& node) { return holding_up(node); });
   std::vector<std::pair<int, std::string>> waits;
   for (const Blocked& node : path) {
     waits.emplace_back(numbers_[node.rank], channels_[node.channel]->description(node.rank, node.place));
@@ -336,33 +336,33 @@ std::string ShmWorld::circle() const {
   // All of it was true at one moment if all of them are still in the same wait.
   const bool still = std::all_of(
       path.begin(), path.end(), [&](const Blocked& node) { return ranks_[node.rank].blocked.version == node.version; });
-  return path.empty() || !still ? std::string() : circle_text(std::move(waits));
+  return path.empty() || !still ? std::string() : cycle_text(std::move(waits));
 }
 
 void ShmWorld::wait(int channel, const ShmCall& call, const Wait& how) {
-  Shown shown(*this);
+  ShownWait shown_wait(*this);
   const auto done = [&] { return call.done || header_.cause_state.load() != 0 || (how.until && how.until()); };
   const auto idle = [&] { return Clock::now() - last_moved(how.since); };
   while (!call.done) {
     if (how.until && how.until()) return;
     check_alive(call.info(), how.launched);
     if (try_progress() || done()) continue;
-    const bool shared = crowded();
+    const bool shared = shares_core();
     for (int i = 0; i < 32 && !shared; ++i)
       spin_pause();
     if (shared || idle() > kSelfish) std::this_thread::yield();
     if (idle() < kSpin || sleep(done) || done() || idle() < kLook || try_progress()) continue;
-    if (channel >= 0 && !how.until && idle() >= kCircleAfter) {
-      shown.show(channel);
-      const Turn turn(*this);
-      if (const auto text = shown.shows() ? circle() : std::string(); !text.empty()) fail(text);
+    if (channel >= 0 && !how.until && idle() >= kCycleAfter) {
+      shown_wait.show(channel);
+      const PriorityLock lock(*this);
+      if (const auto text = shown_wait.shows() ? cycle() : std::string(); !text.empty()) fail(text);
     }
     if (const auto text = trouble(channel, call, idle(), how.limit.value_or(timeout())); !text.empty()) fail(text);
   }
 }
 
 bool ShmWorld::wait_until(const ShmCall& call, Clock::time_point end) {
-  const auto over = [&] { return call.done || header_.cause_state.load() != 0 || !home_.here(); };
+  const auto over = [&] { return call.done || header_.cause_state.load() != 0 || !owner_.is_here(); };
   while (!over() && Clock::now() < end) {
     if (!try_progress() && !over()) std::this_thread::yield();
   }
@@ -376,19 +376,19 @@ std::string ShmWorld::join_numbers(std::vector<int> ranks) const {
 }
 
 void ShmWorld::wake() {
-  if (!home_.here()) return;
+  if (!owner_.is_here()) return;
   ring(ranks_[rank_].doorbell);
 }
 
 std::vector<int> ShmWorld::missing(ShmEndpoint& endpoint, const ShmCall& call) {
-  const Turn turn(*this);
+  const PriorityLock lock(*this);
   return endpoint.missing(call);
 }
 
 // Why a call that does not move never will; empty when it may.
 std::string ShmWorld::trouble(int channel, const ShmCall& call, Clock::duration idle, std::chrono::milliseconds limit) {
   ShmEndpoint& calls = [&]() -> ShmEndpoint& {
-    const Turn turn(*this);
+    const PriorityLock lock(*this);
     return endpoint(channel);
   }();
   const std::vector<int> waited_for = missing(calls, call);

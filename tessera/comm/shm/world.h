@@ -22,7 +22,7 @@
 #include <thread>
 #include <vector>
 
-#include "tessera/comm/home.h"
+#include "tessera/comm/process_owner.h"
 #include "tessera/comm/shm/channel.h"
 #include "tessera/comm/shm/segment.h"
 
@@ -74,31 +74,31 @@ class ShmWorld {
   void fail(const std::string& text);
 
  private:
-  struct Turn;
+  struct PriorityLock;
   struct Sleep;
-  class Shown;
+  class ShownWait;
   struct Blocked;
 
   std::string cause() const;
   std::string join_numbers(std::vector<int> ranks) const;
-  void check_home(const OpInfo& info) const;
+  void check_owner(const OpInfo& info) const;
   void check_alive(const OpInfo& info, Clock::time_point since) const;
   template <class F>
   void begin(const OpInfo& info, const F& body);
   bool progress();
   bool try_progress();
   Clock::time_point last_moved(Clock::time_point since) const;
-  bool crowded();
+  bool shares_core();
   template <class F>
   bool sleep(const F& done);
   ShmEndpoint& endpoint(int channel);
   std::vector<int> missing(ShmEndpoint& endpoint, const ShmCall& call);
   std::optional<Blocked> blocked(int rank) const;
   std::vector<Blocked> holding_up(const Blocked& wait) const;
-  std::string circle() const;
+  std::string cycle() const;
   std::string trouble(int channel, const ShmCall& call, Clock::duration idle, std::chrono::milliseconds limit);
 
-  const Home home_;
+  const ProcessOwner owner_;
   const std::shared_ptr<ShmSegment> segment_;
   const int rank_, size_;
   const std::vector<int> numbers_;

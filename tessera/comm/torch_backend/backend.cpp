@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "tessera/base/error.h"
-#include "tessera/comm/torch_backend/mail.h"
+#include "tessera/comm/torch_backend/messages.h"
 #include "tessera/comm/torch_backend/sparse.h"
 #include "tessera/comm/torch_backend/work.h"
 
@@ -146,8 +146,8 @@ class ShmBackend final : public c10d::Backend {
   ShmBackend(ShmSharePtr share, MakeBackend make, SideThreadsPtr threads)
       : Backend(share->world->rank(), share->world->size()),
         share_(std::move(share)),
-        mail_(std::make_shared<ShmMail>(share_->world->segment(), share_->channel, rank_, size_)),
-        mail_channel_(share_->world->attach(mail_)),
+        messages_(std::make_shared<ShmMessages>(share_->world->segment(), share_->channel, rank_, size_)),
+        messages_channel_(share_->world->attach(messages_)),
         progress_thread_(std::make_shared<ProgressThread>(share_->world, std::move(threads))),
         make_(std::move(make)) {}
 
@@ -227,8 +227,8 @@ class ShmBackend final : public c10d::Backend {
   }
 
   const ShmSharePtr share_;
-  const std::shared_ptr<ShmMail> mail_;  // used within launches of the world
-  const int mail_channel_;
+  const std::shared_ptr<ShmMessages> messages_;  // used within launches of the world
+  const int messages_channel_;
   const std::shared_ptr<ProgressThread> progress_thread_;
   const MakeBackend make_;
   std::atomic<uint64_t> number_ = 0;
@@ -395,8 +395,8 @@ WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {
   CallArguments args("tessera:send");
   check_rank("send", to);
   const auto message = shm_send(args.in(args.only(tensors, "tensors")), to, tag);
-  const auto work = handle({{mail_channel_, message}}, std::move(args), c10d::kUnsetTimeout, OpType::SEND);
-  world().launch(mail_channel_, *message, [&] { mail_->send(message); });
+  const auto work = handle({{messages_channel_, message}}, std::move(args), c10d::kUnsetTimeout, OpType::SEND);
+  world().launch(messages_channel_, *message, [&] { messages_->send(message); });
   if (!work->settle_if_finished()) progress_thread_->add(work);  // so that it goes on whatever this rank does
   return work;
 }
@@ -405,8 +405,8 @@ WorkPtr ShmBackend::receive_from(Tensors& tensors, int from, int tag, OpType typ
   CallArguments args("tessera:recv");
   const auto message = shm_receive(args.out(args.only(tensors, "tensors")), from, tag);
   args.label.inputs = tensors;
-  const auto work = handle({{mail_channel_, message}}, std::move(args), c10d::kUnsetTimeout, type);
-  world().launch(mail_channel_, *message, [&] { mail_->receive(message); });
+  const auto work = handle({{messages_channel_, message}}, std::move(args), c10d::kUnsetTimeout, type);
+  world().launch(messages_channel_, *message, [&] { messages_->receive(message); });
   work->settle_if_finished();
   return work;
 }

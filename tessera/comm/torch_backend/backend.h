@@ -6,7 +6,7 @@
 
 #include <functional>
 
-#include "tessera/comm/shm/meeting.h"
+#include "tessera/comm/shm/rendezvous.h"
 #include "tessera/comm/torch_backend/side_threads.h"
 
 namespace tessera::comm {

@@ -27,7 +27,7 @@ bool SideThreads::start(std::function<void()> body) {
 }
 
 bool SideThreads::stop(std::chrono::milliseconds limit) {
-  if (!home_.here()) return true;
+  if (!owner_.is_here()) return true;
   std::unique_lock lock(mutex_);
   stopped_ = true;
   const auto owners = owners_;

@@ -14,7 +14,7 @@
 #include <mutex>
 #include <vector>
 
-#include "tessera/comm/home.h"
+#include "tessera/comm/process_owner.h"
 
 namespace tessera::comm {
 
@@ -34,7 +34,7 @@ class SideThreads : public std::enable_shared_from_this<SideThreads> {
   bool stop(std::chrono::milliseconds limit);
 
  private:
-  const Home home_;
+  const ProcessOwner owner_;
   std::mutex mutex_;
   std::condition_variable ended_;
   std::vector<std::weak_ptr<Owner>> owners_;

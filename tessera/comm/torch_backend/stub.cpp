@@ -1,7 +1,7 @@
 // In place of the back end where the build leaves it out.
 #include "tessera/base/error.h"
 #include "tessera/comm/c10d/gloo.h"
-#include "tessera/comm/c10d/post.h"
+#include "tessera/comm/c10d/point_to_point.h"
 #include "tessera/comm/torch_backend/backend.h"
 #include "tessera/comm/torch_backend/tessera_backend.h"
 
@@ -16,8 +16,8 @@ c10::intrusive_ptr<c10d::Backend> shm_backend(ShmSharePtr, MakeBackend, SideThre
   TESSERA_CHECK_VALUE(false, "comm", "this build has no back end \"tessera\" (TESSERA_TORCH_BACKEND is OFF)");
 }
 
-c10::intrusive_ptr<c10d::Backend> post_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                               std::chrono::milliseconds timeout, bool loopback) {
+c10::intrusive_ptr<c10d::Backend> point_to_point_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                                         int size, std::chrono::milliseconds timeout, bool loopback) {
   return gloo_backend(store, rank, size, timeout, loopback);
 }
 

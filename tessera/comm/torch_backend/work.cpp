@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "tessera/base/error.h"
-#include "tessera/comm/torch_backend/mail.h"
+#include "tessera/comm/torch_backend/messages.h"
 
 namespace tessera::comm {
 namespace {
@@ -263,7 +263,7 @@ ProgressThread::ProgressThread(std::shared_ptr<ShmWorld> world, SideThreadsPtr t
 }
 
 ProgressThread::~ProgressThread() {
-  if (!home_.here()) return;
+  if (!owner_.is_here()) return;
   std::vector<State::Item> rest;
   {
     const std::scoped_lock lock(state_->mutex);

@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/comm/shm/meeting.h"
+#include "tessera/comm/shm/rendezvous.h"
 #include "tessera/comm/torch_backend/side_threads.h"
 
 namespace tessera::comm {
@@ -96,7 +96,7 @@ class ProgressThread {
  private:
   struct State;
 
-  const Home home_;
+  const ProcessOwner owner_;
   const std::shared_ptr<State> state_;  // the threads' too
 };
 

@@ -101,10 +101,7 @@ void Hooks::touch_task(bool from_parameter) {
     if (outermost) {
       in_forward_task_ = forward_depth_ > 0;
       counts_ = false;
-      task_scale_.reset();
-      marks_.clear();
-      allowed_ = passed_outputs_ = false;
-      searched_task_ = -1;
+      loss_guard_ = {};
       if (!in_forward_task_) sink_.backward_begun(calls_to_run());
     }
   }
@@ -135,7 +132,7 @@ bool Hooks::end_task(int id) {
     return false;
   }
   if (counts_) {
-    for (const auto& mark : marks_)
+    for (const auto& mark : loss_guard_.marks)
       mark->spent = true;
   }
   return true;

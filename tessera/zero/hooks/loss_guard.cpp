@@ -11,8 +11,8 @@ void ScaleMark::run(const std::shared_ptr<ScaleMark>& self) {
                 "one scale() allows one backward, and this one was used. Loss scaling is required again: call "
                 "engine.scale(loss) for every backward");
   task = torch::autograd::get_current_graph_task_id();
-  // A mark around this one, run before it, has told everyone the value of both.
-  const bool told = std::any_of(around.begin(), around.end(), [&](const auto& other) {
+  // Of b.scale(a.scale(loss)) the mark of b runs first, and all engines have noted its value, which is that of both.
+  const bool noted = std::any_of(around.begin(), around.end(), [&](const auto& other) {
     const auto mark = other.lock();
     return mark && mark->task == task;
   });
@@ -23,21 +23,23 @@ void ScaleMark::run(const std::shared_ptr<ScaleMark>& self) {
     const std::lock_guard lock(link->mutex);
     if (link->hooks == nullptr) continue;
     link->hooks->touch_task(false);
-    if (!told) link->hooks->note_scale(value);
+    if (!noted) link->hooks->note_scale(value);
     if (link == asked) {
-      link->hooks->marks_.push_back(self);
-      if (!link->hooks->allowed_) link->hooks->check_all_scaled();
-      link->hooks->allowed_ = true;
+      auto& guard = link->hooks->loss_guard_;
+      guard.marks.push_back(self);
+      if (!guard.allowed) link->hooks->check_all_scaled();
+      guard.allowed = true;
     }
   }
 }
 
 void Hooks::note_scale(double value) {
-  TESSERA_CHECK(task_scale_.value_or(value) == value, "engine.scale",
-                "one backward reaches an engine with two scales, ", *task_scale_, " and ", value,
+  std::optional<double>& scale = loss_guard_.scale;
+  TESSERA_CHECK(scale.value_or(value) == value, "engine.scale", "one backward reaches an engine with two scales, ",
+                *scale, " and ", value,
                 ": scale the sum of the losses, or call backward() on each; several engines scale one loss as "
                 "a.scale(b.scale(loss))");
-  task_scale_ = value;
+  scale = value;
 }
 
 namespace {
@@ -115,7 +117,7 @@ at::Tensor Hooks::scale(const at::Tensor& x, double scale) {
 
 void Hooks::check_output() {
   if (excused()) return;
-  passed_outputs_ = true;
+  loss_guard_.passed_outputs = true;
   const auto task = tasks_.find(torch::autograd::get_current_graph_task_id());
   if (task == tasks_.end() || !task->second.plain) return;  // torch.autograd.grad: the parameters will tell
   const bool trained = task_runs([&](torch::autograd::Node& node) {
@@ -128,10 +130,9 @@ void Hooks::check_output() {
 // A gradient came that no mark has announced. It may only be early: parameters beside the outputs are not ordered.
 bool Hooks::refuses_parameter() {
   if (excused()) return false;
-  if (passed_outputs_) return true;
+  if (loss_guard_.passed_outputs) return true;
   const int task = torch::autograd::get_current_graph_task_id();
-  if (searched_task_ == task) return false;
-  searched_task_ = task;
+  if (std::exchange(loss_guard_.searched_task, task) == task) return false;
   const bool marked = task_runs([&](torch::autograd::Node& node) {
     const auto* hook = find_hook<ScaleHook>(node.pre_hooks());
     return hook != nullptr && hook->mark->owner.lock() == link_;
@@ -145,7 +146,8 @@ bool Hooks::refuses_parameter() {
 void Hooks::check_all_scaled() {
   if (!guarded_ || in_forward_task_) return;
   std::vector<torch::autograd::Node*> outputs;
-  std::vector<std::shared_ptr<ScaleMark>> marks = marks_;  // autograd does not list the root, which may be a mark
+  std::vector<std::shared_ptr<ScaleMark>> marks =
+      loss_guard_.marks;  // autograd does not list the root, which may be a mark
   task_runs([&](torch::autograd::Node& node) {
     if (is_output_of(node, link_)) outputs.push_back(&node);
     if (const auto* hook = find_hook<ScaleHook>(node.pre_hooks())) marks.push_back(hook->mark);

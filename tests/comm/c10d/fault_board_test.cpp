@@ -21,11 +21,11 @@ struct FaultBoards : ::testing::Test {
 };
 
 TEST_F(FaultBoards, TheFirstCauseWins) {
-  EXPECT_FALSE(a.posted().has_value());
-  EXPECT_EQ(a.post("first"), "first");
-  EXPECT_EQ(b.post("second"), "first");
-  EXPECT_EQ(b.posted().value(), "first");
-  EXPECT_FALSE(FaultBoard(store, 0, 3, "another group").posted().has_value());
+  EXPECT_FALSE(a.reported().has_value());
+  EXPECT_EQ(a.report("first"), "first");
+  EXPECT_EQ(b.report("second"), "first");
+  EXPECT_EQ(b.reported().value(), "first");
+  EXPECT_FALSE(FaultBoard(store, 0, 3, "another group").reported().has_value());
 }
 
 TEST_F(FaultBoards, TheRollCallNamesTheSilent) {
@@ -74,8 +74,8 @@ TEST(FaultBoard, AStoreThatIsGoneIsReportedAndNotThrown) {
     bool check(const std::vector<std::string>&) override { throw std::runtime_error("reset by peer"); }
   };
   FaultBoard board(c10::make_intrusive<Broken>(), 1, 2, "g");
-  EXPECT_EQ(board.post("mine"), "mine");
-  EXPECT_FALSE(board.posted().has_value());
+  EXPECT_EQ(board.report("mine"), "mine");
+  EXPECT_FALSE(board.reported().has_value());
   board.show_calls("mine");
   EXPECT_EQ(board.shown_calls(1), "");
   board.show_process();
@@ -85,8 +85,8 @@ TEST(FaultBoard, AStoreThatIsGoneIsReportedAndNotThrown) {
 
 TEST(FaultBoard, WorksWithoutAStore) {
   FaultBoard board(nullptr, 0, 2, "g");
-  EXPECT_EQ(board.post("mine"), "mine");
-  EXPECT_FALSE(board.posted().has_value());
+  EXPECT_EQ(board.report("mine"), "mine");
+  EXPECT_FALSE(board.reported().has_value());
   EXPECT_EQ(board.roll_call(100ms), "");
   board.show_calls("mine");
   EXPECT_EQ(board.shown_calls(0), "");

@@ -16,42 +16,6 @@ using testing::message_of;
 using testing::run_gloo_threads;
 using testing::same_bits;
 
-TEST(C10dGroup, RandomCollectivesOverEveryNumberOfRanks) {
-  for (const int size : {1, 2, 3, 5}) {
-    run_gloo_threads(size, [](int, testing::TorchGroup torch) {
-      const auto group = make_c10d_group(nullptr, torch, C10dPath::ByDevice);
-      testing::random_collectives(*group, 120, 31, 20011);
-      group->barrier();
-    });
-  }
-}
-
-TEST(C10dGroup, GivesTheBitsOfTheThreadGroup) {
-  const int size = 3;
-  const int64_t n = 40000;
-  std::vector<at::Tensor> expected(size), got(size);
-  testing::run_ranks(size, [&](int rank, GroupPtr group) {
-    expected[rank] = testing::input(1, rank, n, at::kBFloat16);
-    group->all_reduce(expected[rank], ReduceOp::Avg).wait();
-  });
-  run_gloo_threads(size, [&](int rank, testing::TorchGroup torch) {
-    const auto group = make_c10d_group(nullptr, torch, C10dPath::ByDevice);
-    got[rank] = testing::input(1, rank, n, at::kBFloat16);
-    group->all_reduce(got[rank], ReduceOp::Avg).wait();
-    // Large and small all_reduce and reduce_scatter: one result.
-    auto small = testing::input(1, rank, n, at::kBFloat16).narrow(0, 0, 300).clone();
-    group->all_reduce(small, ReduceOp::Avg).wait();
-    EXPECT_TRUE(same_bits(small, got[rank].narrow(0, 0, 300)));
-    auto parts = testing::input(1, rank, n, at::kBFloat16).narrow(0, 0, 39999).clone();
-    auto part = at::empty({13333}, at::kBFloat16);
-    group->reduce_scatter(part, parts, ReduceOp::Avg).wait();
-    EXPECT_TRUE(same_bits(part, got[rank].narrow(0, rank * 13333, 13333).clone()));
-    group->barrier();
-  });
-  for (int rank = 0; rank < size; ++rank)
-    EXPECT_TRUE(same_bits(expected[rank], got[rank]));
-}
-
 TEST(C10dGroup, TheNativePathUsesTheCollectivesOfTheBackEnd) {
   run_gloo_threads(2, [](int rank, testing::TorchGroup torch) {
     const auto group = make_c10d_group(nullptr, torch, C10dPath::Native);
@@ -100,18 +64,6 @@ TEST(C10dGroup, IsFoundByName) {
              "[comm] no torch process group is registered under 'nobody'");
 }
 
-TEST(C10dGroup, TakesParametersThatRequireGrad) {
-  run_gloo_threads(2, [](int rank, testing::TorchGroup torch) {
-    const auto group = make_c10d_group(nullptr, torch, C10dPath::ByDevice);
-    auto parameter = at::full({30000}, static_cast<float>(rank)).requires_grad_();
-    const auto version = parameter._version();
-    group->broadcast(parameter, 1).wait();
-    EXPECT_EQ(parameter.detach().sum().item<float>(), 30000.0f);
-    EXPECT_EQ(parameter._version(), version);
-    group->barrier();
-  });
-}
-
 TEST(C10dGroup, CountsLikeEveryOtherGroup) {
   run_gloo_threads(2, [](int, testing::TorchGroup torch) {
     const auto group = make_c10d_group(nullptr, torch, C10dPath::ByDevice);
@@ -120,17 +72,6 @@ TEST(C10dGroup, CountsLikeEveryOtherGroup) {
     group->barrier();
     EXPECT_EQ(group->stats().all_reduce.calls, 1);
     EXPECT_EQ(group->stats().all_reduce.bytes, 4000);
-  });
-}
-
-TEST(C10dGroup, HandlesMayOutliveTheGroup) {
-  run_gloo_threads(2, [](int, testing::TorchGroup torch) {
-    auto group = make_c10d_group(nullptr, torch, C10dPath::ByDevice);
-    auto t = at::ones({50000});
-    auto pending = group->all_reduce(t, ReduceOp::Sum);
-    group.reset();
-    pending.wait();
-    EXPECT_EQ(t.sum().item<float>(), 100000.0f);
   });
 }
 

@@ -58,9 +58,9 @@ TEST_F(WatchedStores, NameALostRankUnlessItHasSaidWhatIsWaitedFor) {
   EXPECT_EQ(mine->get_to_str("key"), "value");
 }
 
-TEST_F(WatchedStores, PassOnWhatAnotherRankHasPosted) {
+TEST_F(WatchedStores, PassOnWhatAnotherRankHasReported) {
   const auto mine = watch_store(store, 0, 2);
-  job_board(store, 1, 2).post("rank 1 has no disk");
+  job_board(store, 1, 2).report("rank 1 has no disk");
   EXPECT_HAS(message_of<c10::DistBackendError>([&] { mine->get_to_str("key"); }), "rank 1 has no disk");
 }
 
@@ -90,7 +90,7 @@ TEST(JobStore, ARankThatComesBeforeItsHostHasShownItselfIsNamed) {
   });
   auto board = job_board(c10::make_intrusive<c10d::PrefixStore>("tessera/attempt_0", host), 0, 2);
   board.await_process(0, 20s);
-  board.post("processes 1 and 2 of one host both have RANK 0");
+  board.report("processes 1 and 2 of one host both have RANK 0");
   second.join();
   EXPECT_HAS(said, "processes 1 and 2 of one host both have RANK 0");
 }

@@ -27,25 +27,6 @@ TEST(HostsGroup, RandomCollectivesInFlight) {
   }
 }
 
-TEST(HostsGroup, SiblingsMayBeLaunchedAndWaitedForInAnyOrder) {
-  over_hosts({0, 0, 1, 1}, [](GroupPtr group) {
-    const auto sibling = group->sibling();
-    const int64_t n = 2000000;
-    const int rank = group->rank();
-    at::Tensor a = at::full({n}, 1.0f + rank), b = at::full({n}, 10.0f + rank);
-    const auto one = [&] { return group->all_reduce(a, ReduceOp::Sum, "a"); };
-    const auto other = [&] { return sibling->all_reduce(b, ReduceOp::Sum, "b"); };
-    auto first = rank % 2 == 0 ? one() : other();
-    auto second = rank % 2 == 0 ? other() : one();
-    first.wait();
-    second.wait();
-    EXPECT_TRUE(a.eq(10).all().item<bool>());
-    EXPECT_TRUE(b.eq(46).all().item<bool>());
-    EXPECT_EQ(group->stats().all_reduce.calls, 2);
-    group->barrier();
-  });
-}
-
 TEST(HostsGroup, ALaunchedCallGoesOnByItself) {
   std::latch through(3);
   over_hosts({0, 0, 1, 1}, [&](GroupPtr group) {
@@ -59,18 +40,6 @@ TEST(HostsGroup, ALaunchedCallGoesOnByItself) {
   });
 }
 
-TEST(HostsGroup, HandlesMayOutliveTheGroupAndParametersMayRequireGrad) {
-  over_hosts({0, 0, 1}, [](GroupPtr group) {
-    auto t = at::ones({50000}).requires_grad_();
-    const auto between_ends = group->sibling();
-    auto pending = group->all_reduce(t, ReduceOp::Avg);
-    group.reset();
-    pending.wait();
-    EXPECT_TRUE(t.eq(1).all().item<bool>());
-    between_ends->barrier();
-  });
-}
-
 // What every rank says when some of them fail; nobody goes before all have said it.
 std::vector<std::string> said_by(const std::function<std::string(GroupPtr)>& body) {
   std::vector<std::string> said(4);
@@ -80,18 +49,6 @@ std::vector<std::string> said_by(const std::function<std::string(GroupPtr)>& bod
     ended.arrive_and_wait();
   });
   return said;
-}
-
-TEST(HostsGroup, AnAbortReachesTheRanksOfAllHosts) {
-  const auto said = said_by([](const GroupPtr& group) {
-    if (group->rank() == 2) group->abort("disk on fire");
-    auto t = at::ones({8});
-    return message_of<c10::DistBackendError>([&] { group->all_reduce(t, ReduceOp::Sum, "b").wait(); });
-  });
-  for (int rank = 0; rank < 4; ++rank) {
-    EXPECT_HAS(said[rank], "[comm] rank " + std::to_string(rank) + " of 4: all_reduce (b, 32 B) failed after ");
-    EXPECT_HAS(said[rank], "rank 2 aborted: disk on fire");
-  }
 }
 
 TEST(HostsGroup, DifferentCallsOnOneHostAreNamedOnAll) {

@@ -30,10 +30,6 @@ void run_shm(int size, const Body& body, std::chrono::milliseconds timeout = 2mi
 class ShmGroup : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, ShmGroup, ::testing::Values(2, 3, 4, 5, 8));
 
-TEST_P(ShmGroup, RandomCollectivesInFlight) {
-  run_shm(GetParam(), [](int, GroupPtr group) { testing::random_collectives(*group, 300, 11, 20011); });
-}
-
 // Three groups at once, from a thread each: all ranks, all ranks again, pairs of them. 10,000 calls in all.
 TEST(ShmGroups, TenThousandRandomCollectivesInSeveralGroups) {
   const int size = 4;
@@ -48,26 +44,6 @@ TEST(ShmGroups, TenThousandRandomCollectivesInSeveralGroups) {
   });
 }
 
-TEST_P(ShmGroup, GivesTheBitsOfTheThreadGroup) {
-  const int size = GetParam();
-  for (const int64_t n : {300, 40000, 1300000}) {
-    std::vector<at::Tensor> want(size), got(size);
-    testing::run_ranks(size, [&](int rank, GroupPtr group) {
-      want[rank] = testing::input(1, rank, n, at::kBFloat16);
-      group->all_reduce(want[rank], ReduceOp::Avg).wait();
-    });
-    run_shm(size, [&](int rank, GroupPtr group) {
-      got[rank] = testing::input(1, rank, n, at::kBFloat16);
-      auto parts = got[rank].narrow(0, 0, n / size * size).clone(), part = at::empty({n / size}, at::kBFloat16);
-      group->all_reduce(got[rank], ReduceOp::Avg).wait();
-      group->reduce_scatter(part, parts, ReduceOp::Avg).wait();
-      EXPECT_TRUE(same_bits(part, got[rank].narrow(0, rank * (n / size), n / size).clone()));
-    });
-    for (int rank = 0; rank < size; ++rank)
-      EXPECT_TRUE(same_bits(want[rank], got[rank]));
-  }
-}
-
 TEST_P(ShmGroup, LargeTensorsFlowThroughTheRing) {
   run_shm(GetParam(), [](int, GroupPtr group) {
     for (const int kind : {0, 1, 2, 3, 4}) {
@@ -75,107 +51,6 @@ TEST_P(ShmGroup, LargeTensorsFlowThroughTheRing) {
       l.pending.wait();
       EXPECT_TRUE(same_bits(l.got, l.want)) << kind;
     }
-  });
-}
-
-TEST(ShmGroups, LaunchingDoesNotBlockHoweverMuchIsInFlight) {
-  run_shm(2, [](int rank, GroupPtr group) {
-    std::vector<at::Tensor> data;
-    std::vector<Pending> pending;
-    for (int i = 0; i < 100; ++i) {
-      data.push_back(at::full({100000 + i}, 1.0f + rank));
-      pending.push_back(group->all_reduce(data.back(), ReduceOp::Sum, "x"));
-    }
-    for (Pending& p : pending)
-      p.wait();
-    for (const at::Tensor& t : data)
-      EXPECT_TRUE(t.eq(3).all().item<bool>());
-  });
-}
-
-TEST(ShmGroups, ARankThatHasLaunchedDoesNotHoldUpTheOthers) {
-  const auto groups = shm_thread_groups(2, 2min);
-  auto x = at::ones({10}), y = at::ones({20});
-  auto mine = groups[0]->all_gather(y, x);
-  std::thread other([&] {
-    auto z = at::ones({20}), mine = at::ones({10});
-    groups[1]->all_gather(z, mine).wait();
-  });
-  other.join();  // ends although rank 0 has not waited yet
-  mine.wait();
-}
-
-TEST(ShmGroups, SiblingsMayBeLaunchedAndWaitedForInAnyOrder) {
-  run_shm(2, [](int rank, GroupPtr group) {
-    const auto sibling = group->sibling();
-    const int64_t n = 5000000;  // more than a ring holds
-    at::Tensor a = at::full({n}, 1.0f + rank), b = at::full({n}, 10.0f + rank);
-    auto first = rank == 0 ? group->all_reduce(a, ReduceOp::Sum, "a") : sibling->all_reduce(b, ReduceOp::Sum, "b");
-    auto second = rank == 0 ? sibling->all_reduce(b, ReduceOp::Sum, "b") : group->all_reduce(a, ReduceOp::Sum, "a");
-    first.wait();
-    second.wait();
-    EXPECT_TRUE(a.eq(3).all().item<bool>());
-    EXPECT_TRUE(b.eq(21).all().item<bool>());
-    EXPECT_EQ(group->stats().all_reduce.calls, 2);
-  });
-}
-
-TEST(ShmGroups, DifferentCallsAreNamedOnAllRanks) {
-  run_shm(3, [](int rank, GroupPtr group) {
-    const auto text = message_of<c10::DistBackendError>([&] {
-      auto whole = at::ones({1200}), part = at::ones({400});
-      (rank < 2 ? group->all_gather(whole, part, "unit x") : group->all_gather(whole, part, "unit y")).wait();
-    });
-    EXPECT_HAS(text, "called all_gather (unit x, 4800 B, Float), rank 2 called all_gather (unit y, 4800 B, Float)");
-  });
-}
-
-TEST(ShmGroups, ACircleOfWaitsIsNamed) {
-  for (const int size : {2, 3})
-    run_shm(size, [](int, GroupPtr group) { testing::expect_circle(*group); });
-  run_shm(2, [](int, GroupPtr group) { testing::expect_no_circle(*group, 2500ms); });
-}
-
-TEST(ShmGroups, AbortReachesTheOthersWithItsReason) {
-  run_shm(3, [](int rank, GroupPtr group) {
-    auto t = at::ones({8});
-    if (rank == 2) return group->abort("disk on fire");
-    const auto text = message_of<c10::DistBackendError>([&] { group->all_reduce(t, ReduceOp::Sum, "b").wait(); });
-    EXPECT_HAS(text, "[comm] rank " + std::to_string(rank) + " of 3: all_reduce (b, 32 B) failed");
-    EXPECT_HAS(text, "rank 2 aborted: disk on fire");
-    EXPECT_HAS(message_of<c10::DistBackendError>([&] { group->barrier("later"); }), "disk on fire");
-  });
-}
-
-TEST(ShmGroups, ADestroyedGroupFailsThoseWhoWaitForIt) {
-  run_shm(2, [](int rank, GroupPtr group) {
-    group->barrier();
-    if (rank == 1) return;  // the group dies with the thread
-    EXPECT_HAS(message_of<c10::DistBackendError>([&] { group->barrier("second"); }), "rank 1 destroyed its group");
-  });
-}
-
-TEST(ShmGroups, HandlesMayOutliveTheGroupAndMayBeDropped) {
-  run_shm(2, [](int, GroupPtr group) {
-    auto t = at::ones({50000}), u = at::ones({50000});
-    auto pending = group->all_reduce(t, ReduceOp::Sum);
-    {
-      auto dropped = group->all_reduce(u, ReduceOp::Sum);
-    }
-    group.reset();
-    pending.wait();
-    EXPECT_TRUE(t.eq(2).all().item<bool>());
-    EXPECT_TRUE(u.eq(2).all().item<bool>());
-  });
-}
-
-TEST(ShmGroups, TakeParametersThatRequireGrad) {
-  run_shm(2, [](int rank, GroupPtr group) {
-    auto parameter = at::full({30000}, static_cast<float>(rank)).requires_grad_();
-    const auto version = parameter._version();
-    group->broadcast(parameter, 1).wait();
-    EXPECT_EQ(parameter.detach().sum().item<float>(), 30000.0f);
-    EXPECT_EQ(parameter._version(), version);
   });
 }
 

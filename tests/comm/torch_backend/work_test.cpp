@@ -2,7 +2,7 @@
 
 #include <thread>
 
-#include "tessera/comm/torch_backend/mail.h"
+#include "tessera/comm/torch_backend/messages.h"
 #include "tests/comm/collectives.h"
 
 namespace tessera::comm {
@@ -107,9 +107,9 @@ TEST_F(Handles, CallbacksMayWaitForFutures) {
 TEST_F(Handles, FuturesDoNotWaitForOlderOnes) {
   const auto message = shm_receive(at::zeros({1}), 1, 5);
   ShmWorld& world = *shares[0]->world;
-  const auto mail = std::make_shared<ShmMail>(world.segment(), 0, 0, 2);
-  const int channel = world.attach(mail);
-  world.launch(channel, *message, [&] { mail->receive(message); });
+  const auto messages = std::make_shared<ShmMessages>(world.segment(), 0, 0, 2);
+  const int channel = world.attach(messages);
+  world.launch(channel, *message, [&] { messages->receive(message); });
   const std::vector<ShmWork::Call> calls = {{channel, message}};
   const auto never =
       c10::make_intrusive<ShmWork>(shares[0], progress_threads[0], calls, ShmWork::Result{},

@@ -1,4 +1,4 @@
-#include "tessera/comm/shm/meeting.h"
+#include "tessera/comm/shm/rendezvous.h"
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
@@ -13,12 +13,12 @@ using namespace std::chrono_literals;
 using testing::message_of;
 
 // The last rank is one whose process is not seen, or that brings its own segment.
-struct Meeting : ::testing::Test {
-  std::vector<ShmSharePtr> meet(int size) {
+struct ShmRendezvous : ::testing::Test {
+  std::vector<ShmSharePtr> rendezvous(int size) {
     std::vector<ShmSharePtr> shares(size);
     std::vector<std::thread> ranks;
     for (int r = 0; r < size; ++r)
-      ranks.emplace_back([&, r] { shares[r] = shm_meet(store, r, size, 1min); });
+      ranks.emplace_back([&, r] { shares[r] = shm_rendezvous(store, r, size, 1min); });
     for (auto& rank : ranks)
       rank.join();
     return shares;
@@ -27,8 +27,8 @@ struct Meeting : ::testing::Test {
   c10d::Store& store = *held;
 };
 
-TEST_F(Meeting, GivesAllRanksOneWorld) {
-  const auto shares = meet(3);
+TEST_F(ShmRendezvous, GivesAllRanksOneWorld) {
+  const auto shares = rendezvous(3);
   shares[2]->world->abort("seen by all");
   for (const auto& share : shares) {
     EXPECT_EQ(share->channel, 0);
@@ -38,25 +38,25 @@ TEST_F(Meeting, GivesAllRanksOneWorld) {
   }
 }
 
-TEST_F(Meeting, FailsOnAllRanksWhenOneCannotShare) {
+TEST_F(ShmRendezvous, FailsOnAllRanksWhenOneCannotShare) {
   store.set("tessera/shm/segment", std::string("1 999 5"));  // of a process that has none
   std::string said;
   std::thread other([&] {
     store.set("tessera/shm/joined_0", std::string("ok"));
     store.set("tessera/shm/joined_1", std::string("it has no hands"));
-    said = message_of<c10::DistBackendError>([&] { shm_meet(store, 2, 3, 1min); });
+    said = message_of<c10::DistBackendError>([&] { shm_rendezvous(store, 2, 3, 1min); });
   });
   other.join();
   EXPECT_HAS(said, "[comm] rank 1 of 3 cannot share memory: it has no hands");
 }
 
-TEST_F(Meeting, NeverJoinsAnotherSegmentThanThatOfRank0) {
+TEST_F(ShmRendezvous, NeverJoinsAnotherSegmentThanThatOfRank0) {
   const auto stale = ShmSegment::create(ShmLayout{2}.total());
   stale->reserve(0, ShmLayout{2}.control());
   reinterpret_cast<ShmHeader*>(stale->data())->secret = 17;
   store.set("tessera/shm/segment", std::to_string(getpid()) + " " + std::to_string(stale->fd()) + " 18");
   store.set("tessera/shm/joined_0", std::string("ok"));
-  EXPECT_HAS(message_of<c10::DistBackendError>([&] { shm_meet(store, 1, 2, 1min); }),
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { shm_rendezvous(store, 1, 2, 1min); }),
              "rank 1 of 2 cannot share memory: shared memory: process ");
 }
 

@@ -1,4 +1,4 @@
-#include "tessera/comm/torch_backend/mail.h"
+#include "tessera/comm/torch_backend/messages.h"
 
 #include "tests/comm/collectives.h"
 
@@ -7,9 +7,9 @@ namespace {
 
 using testing::input;
 
-// The mail of all ranks in one thread: nothing may ever need a wait.
-struct Mails : ::testing::Test {
-  explicit Mails(int size = 3) : segment(ShmSegment::create(ShmLayout{size}.total())) {
+// The messages of all ranks in one thread: nothing may ever need a wait.
+struct ShmMessagesTest : ::testing::Test {
+  explicit ShmMessagesTest(int size = 3) : segment(ShmSegment::create(ShmLayout{size}.total())) {
     for (int r = 0; r < size; ++r)
       ranks.emplace_back(segment, 0, r, size);
   }
@@ -27,17 +27,17 @@ struct Mails : ::testing::Test {
     bool moved = true;
     while (moved) {
       moved = false;
-      for (ShmMail& mail : ranks)
-        moved = mail.progress() || moved;
+      for (ShmMessages& messages : ranks)
+        moved = messages.progress() || moved;
     }
   }
   std::shared_ptr<ShmSegment> segment;
-  std::deque<ShmMail> ranks;
+  std::deque<ShmMessages> ranks;
 };
 
-constexpr int64_t kMoreThanARing = kMailSlots * kRecordBytes / 4 * 3 + 5;
+constexpr int64_t kMoreThanARing = kMessageSlots * kRecordBytes / 4 * 3 + 5;
 
-TEST_F(Mails, ArriveWhateverTheirLength) {
+TEST_F(ShmMessagesTest, ArriveWhateverTheirLength) {
   for (const int64_t n : {int64_t{0}, int64_t{1}, kRecordBytes / 4, kRecordBytes / 4 + 1, kMoreThanARing}) {
     const at::Tensor sent = input(1, 0, n, at::kFloat), got = at::zeros({n});
     const auto out = send(0, 2, sent), in = receive(2, 0, got);
@@ -48,7 +48,7 @@ TEST_F(Mails, ArriveWhateverTheirLength) {
   }
 }
 
-TEST_F(Mails, ASmallOneIsThroughBeforeAnybodyReceivesIt) {
+TEST_F(ShmMessagesTest, ASmallOneIsThroughBeforeAnybodyReceivesIt) {
   const auto out = send(0, 1, at::ones({100}));
   ranks[0].progress();
   EXPECT_TRUE(out->done);
@@ -60,7 +60,7 @@ TEST_F(Mails, ASmallOneIsThroughBeforeAnybodyReceivesIt) {
   EXPECT_EQ(ranks[0].missing(*more), std::vector<int>{1});
 }
 
-TEST_F(Mails, AreTakenByTag) {
+TEST_F(ShmMessagesTest, AreTakenByTag) {
   std::vector<ShmMessagePtr> out;
   for (const int64_t tag : {5, 6, 5, 7})
     out.push_back(send(0, 1, at::full({kMoreThanARing}, static_cast<float>(10 * tag + out.size())), tag));
@@ -75,7 +75,7 @@ TEST_F(Mails, AreTakenByTag) {
     EXPECT_TRUE(message->done);
 }
 
-TEST_F(Mails, OfOneTagKeepTheirOrder) {
+TEST_F(ShmMessagesTest, OfOneTagKeepTheirOrder) {
   for (int i = 0; i < 20; ++i)
     send(0, 1, at::full({1000 * i + 1}, i, at::kFloat), 1);
   send(0, 1, at::ones({1}), 2);
@@ -92,7 +92,7 @@ TEST_F(Mails, OfOneTagKeepTheirOrder) {
   }
 }
 
-TEST_F(Mails, FromAnybodySayWhoItWas) {
+TEST_F(ShmMessagesTest, FromAnybodySayWhoItWas) {
   at::Tensor a = at::zeros({3}), b = at::zeros({3});
   const auto first = receive(2, -1, a, 4), second = receive(2, -1, b, 4);
   EXPECT_EQ(ranks[2].missing(*first), (std::vector<int>{0, 1}));
@@ -108,7 +108,7 @@ TEST_F(Mails, FromAnybodySayWhoItWas) {
   EXPECT_EQ(b[0].item<float>(), 8);
 }
 
-TEST_F(Mails, BothWaysAtOnceAndToOneself) {
+TEST_F(ShmMessagesTest, BothWaysAtOnceAndToOneself) {
   at::Tensor a = at::zeros({kMoreThanARing}), b = at::zeros({kMoreThanARing}), c = at::zeros({5});
   send(0, 1, at::ones({kMoreThanARing}));
   send(1, 0, at::full({kMoreThanARing}, 2, at::kFloat));
@@ -120,7 +120,7 @@ TEST_F(Mails, BothWaysAtOnceAndToOneself) {
   EXPECT_TRUE(a.eq(2).all().item<bool>() && b.eq(1).all().item<bool>() && c.eq(3).all().item<bool>());
 }
 
-TEST_F(Mails, OfAnotherLengthAreNamed) {
+TEST_F(ShmMessagesTest, OfAnotherLengthAreNamed) {
   at::Tensor got = at::zeros({3});
   send(0, 1, at::ones({4}), 6);
   receive(1, 0, got, 6);
@@ -129,7 +129,7 @@ TEST_F(Mails, OfAnotherLengthAreNamed) {
             "the ranks disagree: in recv (tag 6, 12 B) rank 0 sends 16 B to rank 1, which expects 12 B");
 }
 
-TEST_F(Mails, ThatHaveBeenWrittenAreNotMissing) {
+TEST_F(ShmMessagesTest, ThatHaveBeenWrittenAreNotMissing) {
   at::Tensor got = at::zeros({4});
   const auto in = receive(1, 0, got);
   EXPECT_EQ(ranks[1].missing(*in), std::vector<int>{0});

@@ -27,8 +27,8 @@ using ShmSharePtr = std::shared_ptr<ShmShare>;
 // afterwards. DistBackendError on all ranks, with one text, when one of them cannot take part (another host or process
 // namespace, no memory) or has not come within the store's timeout. `timeout`: longest wait for a rank later. `numbers`: as
 // for ShmWorld.
-ShmSharePtr shm_meet(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
-                     std::vector<int> numbers = {});
+ShmSharePtr shm_rendezvous(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
+                           std::vector<int> numbers = {});
 
 // The same with threads of this process as ranks: element r is for the thread of rank r.
 std::vector<ShmSharePtr> shm_thread_shares(int size, std::chrono::milliseconds timeout,

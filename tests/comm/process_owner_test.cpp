@@ -1,4 +1,4 @@
-#include "tessera/comm/home.h"
+#include "tessera/comm/process_owner.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -29,11 +29,11 @@ int in_copy(const std::function<bool()>& body, bool whole = false) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
 
-TEST(Home, IsNotInACopy) {
-  const Home home;
-  EXPECT_TRUE(home.here());
-  EXPECT_EQ(in_copy([&] { return !home.here() && Home().here(); }), 0);
-  EXPECT_TRUE(home.here());
+TEST(ProcessOwner, IsNotInACopy) {
+  const ProcessOwner owner;
+  EXPECT_TRUE(owner.is_here());
+  EXPECT_EQ(in_copy([&] { return !owner.is_here() && ProcessOwner().is_here(); }), 0);
+  EXPECT_TRUE(owner.is_here());
 }
 
 struct WithThread {
@@ -41,8 +41,8 @@ struct WithThread {
   std::thread thread{[] { std::this_thread::sleep_for(200ms); }};
 };
 
-TEST(Home, WhatHasThreadsIsNotDestroyedInACopy) {
-  auto made = make_at_home<WithThread>();
+TEST(ProcessOwner, WhatHasThreadsIsNotDestroyedInACopy) {
+  auto made = make_owned<WithThread>();
   const std::weak_ptr<WithThread> known = made;
   EXPECT_EQ(in_copy([&] {
               made.reset();
@@ -53,7 +53,7 @@ TEST(Home, WhatHasThreadsIsNotDestroyedInACopy) {
 }
 
 // A group is of use to its rank after copies of it have called, aborted and gone. The environment says of which kind.
-TEST(Home, CopiesOfGroupsDoNotTouchTheRanks) {
+TEST(ProcessOwner, CopiesOfGroupsDoNotTouchTheRanks) {
   if (!testing::is_rank()) {
     for (const auto& env : {testing::kShared, testing::kGloo, testing::Environment{{"TESSERA_TEST_HOSTS", "2"}}})
       testing::expect_success(testing::run_processes(3, env));
@@ -84,7 +84,7 @@ TEST(Home, CopiesOfGroupsDoNotTouchTheRanks) {
   group->barrier();
 }
 
-TEST(Home, CopiesOfThreadsDoNotHang) {
+TEST(ProcessOwner, CopiesOfThreadsDoNotHang) {
   testing::run_ranks(2, [](int rank, GroupPtr group) {
     group->barrier();
     if (rank == 1) group->barrier();  // most likely blocked when the other forks

@@ -1,4 +1,4 @@
-#include "tessera/comm/c10d/post.h"
+#include "tessera/comm/c10d/point_to_point.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
@@ -10,9 +10,9 @@
 namespace tessera::comm {
 namespace {
 
-class C10dPost final : public Post {
+class C10dPointToPoint final : public PointToPoint {
  public:
-  explicit C10dPost(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
+  explicit C10dPointToPoint(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
 
   int rank() const override { return backend_->getRank(); }
   int size() const override { return backend_->getSize(); }
@@ -94,15 +94,15 @@ class C10dPost final : public Post {
 
 }  // namespace
 
-PostPtr c10d_post(c10::intrusive_ptr<c10d::Backend> backend) {
-  return std::make_shared<C10dPost>(std::move(backend));
+PointToPointPtr c10d_point_to_point(c10::intrusive_ptr<c10d::Backend> backend) {
+  return std::make_shared<C10dPointToPoint>(std::move(backend));
 }
 
-std::vector<PostPtr> thread_posts(int size, std::chrono::milliseconds timeout) {
-  std::vector<PostPtr> posts;
+std::vector<PointToPointPtr> thread_point_to_point(int size, std::chrono::milliseconds timeout) {
+  std::vector<PointToPointPtr> p2p;
   for (auto& share : shm_thread_shares(size, timeout))
-    posts.push_back(c10d_post(shm_backend(std::move(share))));
-  return posts;
+    p2p.push_back(c10d_point_to_point(shm_backend(std::move(share))));
+  return p2p;
 }
 
 }  // namespace tessera::comm

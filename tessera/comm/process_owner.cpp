@@ -1,4 +1,4 @@
-#include "tessera/comm/home.h"
+#include "tessera/comm/process_owner.h"
 
 #include <pthread.h>
 
@@ -18,9 +18,9 @@ std::atomic<uint32_t>& forks() {
 
 }  // namespace
 
-Home::Home() : forks_(forks().load(std::memory_order_relaxed)) {}
+ProcessOwner::ProcessOwner() : forks_(forks().load(std::memory_order_relaxed)) {}
 
-bool Home::here() const {
+bool ProcessOwner::is_here() const {
   return forks().load(std::memory_order_relaxed) == forks_;
 }
 

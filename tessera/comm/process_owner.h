@@ -13,11 +13,11 @@
 
 namespace tessera::comm {
 
-class Home {
+class ProcessOwner {
  public:
-  Home();
+  ProcessOwner();
   // Whether the calling process made this. Costs nothing.
-  bool here() const;
+  bool is_here() const;
 
  private:
   uint32_t forks_;
@@ -25,15 +25,14 @@ class Home {
 
 // Why calls fail in a copy.
 inline constexpr auto kForkedCopy =
-    "this process is a forked copy of the rank and cannot talk to the others; use the engine and its groups only in "
-    "the "
-    "process that made them";
+    "this process is a forked copy of the rank and cannot talk to the others; use the engine and its groups "
+    "only in the process that made them";
 
 // As std::make_shared, but a forked copy of the process never destroys it.
 template <class T, class... Args>
-std::shared_ptr<T> make_at_home(Args&&... args) {
-  return {new T(std::forward<Args>(args)...), [home = Home()](T* made) {
-            if (home.here()) delete made;
+std::shared_ptr<T> make_owned(Args&&... args) {
+  return {new T(std::forward<Args>(args)...), [owner = ProcessOwner()](T* made) {
+            if (owner.is_here()) delete made;
           }};
 }
 

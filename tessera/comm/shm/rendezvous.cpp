@@ -1,4 +1,4 @@
-#include "tessera/comm/shm/meeting.h"
+#include "tessera/comm/shm/rendezvous.h"
 
 #include <sstream>
 
@@ -18,7 +18,7 @@ std::shared_ptr<ShmSegment> create_segment(int size) {
 }
 
 // Rank 0 makes the segment and says where it is; the others open it.
-std::shared_ptr<ShmSegment> meet_in_segment(c10d::Store& store, int rank, int size) {
+std::shared_ptr<ShmSegment> join_segment(c10d::Store& store, int rank, int size) {
   if (rank == 0) {
     auto segment = create_segment(size);
     const ShmPlace place = segment->offer();
@@ -51,13 +51,13 @@ void agree(c10d::Store& store, int rank, int size, const std::string& what, cons
 
 }  // namespace
 
-ShmSharePtr shm_meet(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
-                     std::vector<int> numbers) {
+ShmSharePtr shm_rendezvous(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
+                           std::vector<int> numbers) {
   ShmSharePtr share;
   std::string trouble;
   try {
     share = std::make_shared<ShmShare>(
-        std::make_shared<ShmWorld>(meet_in_segment(store, rank, size), rank, size, timeout, std::move(numbers)));
+        std::make_shared<ShmWorld>(join_segment(store, rank, size), rank, size, timeout, std::move(numbers)));
   } catch (const std::exception& error) {
     trouble = line_of(error);
     if (rank == 0) store.set(kSegmentKey, std::string("none"));

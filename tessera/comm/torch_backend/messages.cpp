@@ -1,4 +1,4 @@
-#include "tessera/comm/torch_backend/mail.h"
+#include "tessera/comm/torch_backend/messages.h"
 
 #include <algorithm>
 
@@ -22,7 +22,7 @@ ShmMessagePtr shm_receive(const at::Tensor& tensor, int from, int64_t tag) {
   return std::make_shared<ShmMessage>("recv", tensor, from, tag);
 }
 
-ShmMail::ShmMail(std::shared_ptr<ShmSegment> segment, int channel, int rank, int size)
+ShmMessages::ShmMessages(std::shared_ptr<ShmSegment> segment, int channel, int rank, int size)
     : segment_(std::move(segment)),
       rank_(rank),
       size_(size),
@@ -32,44 +32,44 @@ ShmMail::ShmMail(std::shared_ptr<ShmSegment> segment, int channel, int rank, int
       has_ring_(size, false),
       incoming_(size) {}
 
-MailCounters& ShmMail::counters(int from, int to) const {
-  return reinterpret_cast<MailCounters*>(segment_->data() + ShmLayout{size_}.mail_counters())[from * size_ + to];
+MessageCounters& ShmMessages::counters(int from, int to) const {
+  return reinterpret_cast<MessageCounters*>(segment_->data() + ShmLayout{size_}.message_counters())[from * size_ + to];
 }
 
-SlotHead& ShmMail::slot(int from, int to, int64_t place) const {
-  return *reinterpret_cast<SlotHead*>(segment_->data() + ShmLayout{size_}.mail_ring(from, to) +
-                                      place % kMailSlots * kSlotBytes);
+SlotHead& ShmMessages::slot(int from, int to, int64_t place) const {
+  return *reinterpret_cast<SlotHead*>(segment_->data() + ShmLayout{size_}.message_ring(from, to) +
+                                      place % kMessageSlots * kSlotBytes);
 }
 
-void ShmMail::send(ShmMessagePtr message) {
+void ShmMessages::send(ShmMessagePtr message) {
   const int to = message->peer;
   if (!has_ring_[to]) {
-    segment_->reserve(ShmLayout{size_}.mail_ring(rank_, to), kMailRingBytes);
+    segment_->reserve(ShmLayout{size_}.message_ring(rank_, to), kMessageRingBytes);
     has_ring_[to] = true;
   }
   sending_[to].push_back(std::move(message));
   busy_ += 1;
 }
 
-void ShmMail::receive(ShmMessagePtr message) {
+void ShmMessages::receive(ShmMessagePtr message) {
   receiving_.push_back(std::move(message));
   busy_ += 1;
 }
 
-void ShmMail::finish(ShmMessage& message) {
+void ShmMessages::finish(ShmMessage& message) {
   busy_ -= 1;
   message.done = true;
   ring(ranks_[rank_].doorbell);  // for another thread of this rank that waits for it
 }
 
-bool ShmMail::send_to(int rank) {
+bool ShmMessages::send_to(int rank) {
   auto& queue = sending_[rank];
-  MailCounters& places = counters(rank_, rank);
+  MessageCounters& places = counters(rank_, rank);
   bool moved = false;
   while (!queue.empty()) {
     ShmMessage& message = *queue.front();
     const int64_t place = places.written.load(std::memory_order_relaxed);
-    if (place - places.consumed.load() >= kMailSlots) break;
+    if (place - places.consumed.load() >= kMessageSlots) break;
     SlotHead& head = slot(rank_, rank, place);
     if (message.moved == 0) {
       head.hash = static_cast<uint64_t>(message.tag);
@@ -88,14 +88,14 @@ bool ShmMail::send_to(int rank) {
   return moved;
 }
 
-bool ShmMail::fits(int from, int64_t bytes, const ShmMessage& message) {
+bool ShmMessages::fits(int from, int64_t bytes, const ShmMessage& message) {
   if (bytes == message.bytes) return true;
   disagreement_ = split_disagreement(describe(message.info()), from, bytes, rank_, message.bytes);
   return false;
 }
 
 // Gives receivers what came before they asked. One whose message is just coming stays.
-bool ShmMail::take_kept() {
+bool ShmMessages::take_kept() {
   bool moved = false;
   for (auto it = receiving_.begin(); it != receiving_.end();) {
     ShmMessage& message = **it;
@@ -125,13 +125,13 @@ bool ShmMail::take_kept() {
 }
 
 // Whether anybody waits for another message of this rank.
-bool ShmMail::awaited(int from) const {
+bool ShmMessages::awaited(int from) const {
   return std::any_of(receiving_.begin(), receiving_.end(),
                      [&](const ShmMessagePtr& message) { return message->peer < 0 || message->peer == from; });
 }
 
 // Finds out where the message at the front belongs; whether it may come.
-bool ShmMail::begin_message(int from, const SlotHead& head) {
+bool ShmMessages::begin_message(int from, const SlotHead& head) {
   Incoming& incoming = incoming_[from];
   const auto tag = static_cast<int64_t>(head.hash);
   // After one that was put aside and not yet taken: those of one tag keep their order.
@@ -154,9 +154,9 @@ bool ShmMail::begin_message(int from, const SlotHead& head) {
   return true;
 }
 
-bool ShmMail::receive_from(int rank) {
+bool ShmMessages::receive_from(int rank) {
   Incoming& incoming = incoming_[rank];
-  MailCounters& places = counters(rank, rank_);
+  MessageCounters& places = counters(rank, rank_);
   bool moved = false;
   while (disagreement_.empty()) {
     const int64_t place = places.consumed.load(std::memory_order_relaxed);
@@ -179,7 +179,7 @@ bool ShmMail::receive_from(int rank) {
   return moved;
 }
 
-bool ShmMail::progress() {
+bool ShmMessages::progress() {
   if (busy_ == 0 || !disagreement_.empty()) return false;
   bool moved = take_kept();
   for (int r = 0; r < size_; ++r) {
@@ -189,23 +189,23 @@ bool ShmMail::progress() {
   return moved;
 }
 
-bool ShmMail::wants_space() {
+bool ShmMessages::wants_space() {
   return std::any_of(sending_.begin(), sending_.end(), [](const auto& queue) { return !queue.empty(); });
 }
 
-bool ShmMail::one_will_do(const ShmCall& message) const {
+bool ShmMessages::one_will_do(const ShmCall& message) const {
   return static_cast<const ShmMessage&>(message).peer < 0;
 }
 
-std::vector<int> ShmMail::missing(const ShmCall& call) {
+std::vector<int> ShmMessages::missing(const ShmCall& call) {
   const auto& message = static_cast<const ShmMessage&>(call);
   std::vector<int> ranks;
   const bool sends = std::string_view(message.info().name) == "send";
   for (int r = 0; r < size_ && !message.done; ++r) {
     if (message.peer >= 0 ? message.peer != r : r == rank_) continue;
-    const MailCounters& places = sends ? counters(rank_, r) : counters(r, rank_);
+    const MessageCounters& places = sends ? counters(rank_, r) : counters(r, rank_);
     const int64_t unread = places.written.load() - places.consumed.load();
-    if (sends ? unread >= kMailSlots : unread == 0) ranks.push_back(r);
+    if (sends ? unread >= kMessageSlots : unread == 0) ranks.push_back(r);
   }
   return ranks;
 }

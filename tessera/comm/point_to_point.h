@@ -15,9 +15,9 @@ namespace tessera::comm {
 // One rank's way to the others. Used by one thread at a time. Tensors are contiguous, on the CPU, of any dtype. Messages of
 // one tag (>= 0) between two ranks arrive in the order in which they were sent, those of different tags in any. Errors:
 // DistBackendError that names the ranks, `label` and bytes, where a peer is lost or silent for longer than the timeout.
-class Post {
+class PointToPoint {
  public:
-  virtual ~Post() = default;  // waits for nobody: what is not taken by then may be lost
+  virtual ~PointToPoint() = default;  // waits for nobody: what is not taken by then may be lost
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
@@ -29,10 +29,11 @@ class Post {
   // Waits until all that was sent is taken.
   virtual void flush() = 0;
 };
-using PostPtr = std::shared_ptr<Post>;
+using PointToPointPtr = std::shared_ptr<PointToPoint>;
 
 // `size` ranks that are threads of this process, over shared memory: element r is for the thread of rank r. `timeout`: longest
 // wait for a peer. Value error in a build without TESSERA_TORCH_BACKEND.
-std::vector<PostPtr> thread_posts(int size, std::chrono::milliseconds timeout = std::chrono::minutes(10));
+std::vector<PointToPointPtr> thread_point_to_point(int size,
+                                                   std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
 }  // namespace tessera::comm

@@ -1,10 +1,10 @@
-#include "tessera/comm/wait_circle.h"
+#include "tessera/comm/wait_cycle.h"
 
 #include "tessera/comm/op_info.h"
 
 namespace tessera::comm {
 
-std::string circle_text(std::vector<std::pair<int, std::string>> waits) {
+std::string cycle_text(std::vector<std::pair<int, std::string>> waits) {
   std::rotate(waits.begin(), std::min_element(waits.begin(), waits.end()), waits.end());
   std::string text(kDisagreement);
   std::string before = ": rank ", after = " is in ";

@@ -29,7 +29,7 @@ class ShmMessage final : public ShmCall {
   char* const data;
   const int64_t bytes;
   std::atomic<int> peer;  // of a receiver from any: the sender, once the message begins to come
-  int64_t moved = 0;      // kept by ShmMail
+  int64_t moved = 0;      // kept by ShmMessages
 
  private:
   at::Tensor tensor_;
@@ -39,9 +39,9 @@ ShmMessagePtr shm_send(const at::Tensor& tensor, int to, int64_t tag);
 ShmMessagePtr shm_receive(const at::Tensor& tensor, int from, int64_t tag);
 
 // One rank's messages, for users of one channel: who has left that sends none.
-class ShmMail final : public ShmEndpoint {
+class ShmMessages final : public ShmEndpoint {
  public:
-  ShmMail(std::shared_ptr<ShmSegment> segment, int channel, int rank, int size);
+  ShmMessages(std::shared_ptr<ShmSegment> segment, int channel, int rank, int size);
 
   // DistBackendError when there is no memory for the ring to a rank that is sent to for the first time.
   void send(ShmMessagePtr message);
@@ -69,7 +69,7 @@ class ShmMail final : public ShmEndpoint {
     std::list<Unexpected> kept;  // in order of arrival
   };
 
-  MailCounters& counters(int from, int to) const;
+  MessageCounters& counters(int from, int to) const;
   SlotHead& slot(int from, int to, int64_t place) const;
   bool send_to(int rank);
   bool receive_from(int rank);

@@ -1,4 +1,4 @@
-// ModelParam: a parameter as a front end hands it over.
+// ParamSpec: a parameter as a front end hands it over.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,7 @@ namespace tessera::zero {
 using ParamId = int;
 
 // Order matters: it is the order of the flat space.
-struct ModelParam {
+struct ParamSpec {
   std::string name = {};   // as in named_parameters()
   at::Tensor tensor = {};  // a leaf; the engine moves its storage into a flat buffer (shard/storage.h)
   int group = -1;          // index of its optimizer group; -1: not optimized (broadcast and cast only)
