@@ -17,9 +17,11 @@ from torch import nn
 
 from tessera import _core
 from tessera._config import load_config
-from tessera.distributed import mesh_sizes
+from tessera._mesh import mesh_sizes
 from tessera.parallel import plan_for
 from tessera.units import UnitPolicy, default_unit_policy
+
+__all__ = ["Estimate", "estimate", "main"]
 
 _TILE = 1 << 22  # elements of an update on the host, of which three are under way
 
