@@ -53,8 +53,8 @@ class EngineMoving:
             raise ConfigError(f"[engine.offload_states] device must be one of {list(DEVICES)}, got '{place}'")
         if not isinstance(self._runner, NativeRunner):
             raise UsageError("[engine.offload_states] needs an optimizer that the engine runs itself, as AdamW")
-        at_stage_3 = self._settings.get("zero_optimization.stage") == 3
-        if at_stage_3 and self._settings.get("zero_optimization.offload_param.device") != "none":
+        partitions = self._settings.placements.shards_params
+        if partitions and self._settings.get("zero_optimization.offload_param.device") != "none":
             raise UsageError("[engine.offload_states] cannot be combined with zero_optimization.offload_param")
         to = DEVICES[place]
         if to is None:
