@@ -31,7 +31,6 @@ from tessera.autocast import (
 from tessera.data import Loader, make_loader
 from tessera.elasticity import with_elastic_batch
 from tessera.engine._checkpoint import EngineCheckpoints
-from tessera.engine._info import EngineGetters
 from tessera.engine._moving import EngineMoving
 from tessera.engine._parallel import TensorParallel
 from tessera.engine._place import keep_place, place
@@ -54,7 +53,7 @@ from tessera.zero._leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_modu
 from tessera.zero._regions import Region, parts_of
 
 
-class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
+class Engine(EngineCheckpoints, EngineMoving):
     """Trains `model` as `config` says. tessera.initialize() builds one from the usual arguments.
 
     `group`: the ranks (a torch ProcessGroup or a group of tessera; default: all processes), which the configuration's

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from tessera import _core
+from tessera.engine._info import EngineGetters
 from tessera.errors import ConfigError, UsageError
-from tessera.optim._runners import NativeRunner, Runner
+from tessera.optim._runners import NativeRunner
 
 KINDS = {
     "optim_states": _core.StateKind.OptimizerStates,
@@ -34,11 +35,7 @@ def kinds_of(include: Iterable[Any] | None) -> list[_core.StateKind]:
     return [KINDS[name] for name in dict.fromkeys(names)]
 
 
-class EngineMoving:
-    core: _core.Engine
-    _settings: _core.Config
-    _runner: Runner | None
-
+class EngineMoving(EngineGetters):
     def offload_states(
         self,
         include: Iterable[Any] | None = None,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tessera import _core
 from tessera.hybrid._layout import Box, Layout, Sizes, inside, sizes_of
 from tessera.hybrid._mailbox import Mailbox, Peer
-from tessera.hybrid._memory import Place, Segment, open_segment, view_of
+from tessera.hybrid._memory import Segment, SegmentPlace, open_segment, view_of
 from tessera.hybrid._object_store import ObjectStore
 
 
@@ -43,7 +43,7 @@ class Header:
     samples: tuple[int, ...] | None = None
     held: tuple[tuple[Box, ...], ...] = ()
     box: tuple[Box, ...] = ()
-    place: Place | None = None
+    place: SegmentPlace | None = None
 
 
 @dataclass(frozen=True)
