@@ -47,17 +47,22 @@ LAYERS = {
 UMBRELLA = "tessera/tessera.h"  # lists layers 0-7; only tests, benches, examples and users include it
 UMBRELLA_LAYER = 7
 
-# Sub-package or module of the Python package -> layer number; what is not named is 0. Those of one number above 0 never
-# see each other, those of layer 0 do.
-PYTHON_LAYERS = {
-    **dict.fromkeys(("optim", "parallel", "sequence", "zero", "_deepspeed"), 1),
-    **dict.fromkeys(("checkpoints", "estimate"), 2),
-    "engine": 3,
-    **dict.fromkeys(("state", "hybrid", "pipeline"), 4),
-    "utils": 5,
-    "__init__": 6,
-    "cli": 7,
-}
+# Sub-packages and modules of the Python package, all of them, the lowest first. Those of one row never see each other.
+PYTHON_ORDER = (
+    "_core errors _copies _loans _outputs flops",
+    "_blobs _config _mesh _version autocast data distributed elasticity launch loss_scale lr_schedules monitor"
+    " recompute units",
+    "_device",
+    "_deepspeed optim parallel sequence zero",
+    "checkpoints estimate",
+    "engine",
+    "hybrid pipeline state",
+    "utils",
+    "__init__",
+    "report",
+    "cli",
+)
+PYTHON_LAYERS = {name: layer for layer, names in enumerate(PYTHON_ORDER) for name in names.split()}
 
 # The package that stands for DeepSpeed is above all (layer 9): it sees them, and none names it.
 ALIAS, ALIAS_NAME = "python/deepspeed_alias/", "deepspeed"
@@ -111,30 +116,35 @@ def check_layers(path: str, text: str) -> Iterator[Finding]:
             yield path, f"layer {here[1]} includes {include} of layer {there[1]}"
 
 
-def imported(text: str) -> Iterator[str]:
-    """The modules of the package that a Python file imports, anywhere in it, without the leading "tessera."."""
+def imported(path: str, text: str) -> Iterator[str]:
+    """Of all imports of a Python file of the package: the module or sub-package beside __init__.py; what is neither is
+    a name of __init__'s."""
+    package = path.split("/")[1:-1]
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            names = [name.name for name in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module == "tessera":
-            names = [f"tessera.{name.name}" for name in node.names]
+            names = [name.name.split(".") for name in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            names = [[*base, name.name] for name in node.names]
         else:
             continue
-        yield from (name.removeprefix("tessera.") for name in names if name.startswith("tessera."))
+        for root, *rest in names:
+            if root == "tessera":
+                yield rest[0] if rest and rest[0] in PYTHON_LAYERS else "__init__"
 
 
 def check_imports(path: str, text: str) -> Iterator[Finding]:
     if not (path.startswith("python/tessera/") and path.endswith(".py")):
         return
     here = path.removeprefix("python/tessera/").removesuffix(".py").split("/")[0]
-    layer = PYTHON_LAYERS.get(here, 0)
-    for module in imported(text):
-        there = module.split(".")[0]
-        other = PYTHON_LAYERS.get(there, 0)
-        if there != here and other > 0 and other >= layer:
-            yield path, f"layer {layer} of the package imports tessera.{module} of layer {other}"
+    if here not in PYTHON_LAYERS:
+        yield path, "is in no layer of the package: give it a place in PYTHON_ORDER of tools/check_layers.py"
+        return
+    layer = PYTHON_LAYERS[here]
+    for there in imported(path, text):
+        if there != here and PYTHON_LAYERS[there] >= layer:
+            yield path, f"layer {layer} of the package imports {there} of layer {PYTHON_LAYERS[there]}"
 
 
 def check_alias(path: str, text: str) -> Iterator[Finding]:

@@ -90,7 +90,7 @@ class Hybrid(Trainer):
     def __init__(self, job: Job, rank: int, ranks: int) -> None:
         parts = example()[0]
         config = CONFIG | {"train_micro_batch_size_per_gpu": ranks}
-        sp, tp = (tessera.distributed.core_group(dist.new_group()) for _ in range(2))
+        sp, tp = (tessera._mesh.core_group(dist.new_group()) for _ in range(2))
         self.groups = [sp, tp]
         axis = tessera._core.Axis
         tower = parts.Tower(new_model(job), sp, rank, ranks)
@@ -120,7 +120,7 @@ class Uniform(Trainer):
     def __init__(self, job: Job, rank: int, ranks: int) -> None:
         cut = {"autotp_size": ranks, "partition_config": {"use_default_specs": False, "layer_specs": RULES}}
         config = CONFIG | {"train_micro_batch_size_per_gpu": ranks, "tensor_parallel": cut}
-        self.groups = [tessera.distributed.core_group()]
+        self.groups = [tessera._mesh.core_group()]
         mesh = tessera.Mesh().set(tessera._core.Axis.Tp, self.groups[0])
         self.engine = tessera.Engine(new_model(job), config, group=mesh)
 
@@ -136,7 +136,7 @@ class Zero3(Trainer):
 
     def __init__(self, job: Job, rank: int, ranks: int) -> None:
         config = CONFIG | {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-        self.groups = [tessera.distributed.core_group()]
+        self.groups = [tessera._mesh.core_group()]
         self.engine = tessera.Engine(new_model(job), config, group=self.groups[0])
         self.rank, self.ranks = rank, ranks
 

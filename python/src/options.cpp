@@ -23,7 +23,9 @@ void bind_options(py::module_& m) {
   py::class_<StagePlacements>(m, "Placements")
       .def_property_readonly("shards_params", &StagePlacements::shards_params)
       .def_property_readonly("shards_grads", &StagePlacements::shards_grads)
-      .def_property_readonly("shards_states", &StagePlacements::shards_states);
+      .def_property_readonly("shards_states", &StagePlacements::shards_states)
+      .def_property_readonly("reduces_every_backward",
+                             [](const StagePlacements& p) { return p.reduce_at == shard::ReduceAt::EveryBackward; });
 
   py::class_<zero::Options>(m, "ZeroOptions")
       .def_readonly("precision", &zero::Options::precision)

@@ -201,6 +201,7 @@ class Placements:
     shards_params: Final[bool]
     shards_grads: Final[bool]
     shards_states: Final[bool]
+    reduces_every_backward: Final[bool]
 
 class ZeroOptions:
     precision: Final[PrecisionPolicy]

@@ -30,6 +30,20 @@ from tessera._deepspeed._save import finish_folder
 from tessera._deepspeed._write import Layout, Source, write_universal
 from tessera.errors import ConfigError, IoError
 
+__all__ = [
+    "LazyTensor",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "export",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+    "main",
+    "open_checkpoint",
+    "state_dict",
+    "to_deepspeed",
+    "to_universal",
+    "zero_to_fp32_main",
+]
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "saved": None}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

@@ -11,6 +11,8 @@ from tessera._config import load_config
 from tessera.elasticity import with_elastic_batch
 from tessera.errors import ConfigError, IoError
 
+__all__ = ["main"]
+
 
 def check(argv: Sequence[str] | None = None) -> int:
     """`tessera check CONFIG`: whether a configuration is valid and served, and what it resolves to."""

@@ -11,6 +11,8 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampl
 
 from tessera.errors import ConfigError
 
+__all__ = ["Loader", "RepeatingLoader"]
+
 ROUTES = ("train", "eval", "predict")
 
 

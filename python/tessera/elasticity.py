@@ -32,6 +32,14 @@ from typing import Any
 from tessera import _core
 from tessera.errors import ConfigError
 
+__all__ = [
+    "ElasticityConfigError",
+    "ElasticityError",
+    "ElasticityIncompatibleWorldSize",
+    "compute_elastic_config",
+    "elasticity_enabled",
+]
+
 _SECTION = "elasticity"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _BY_RANKS, _BY_NODES = 0.1, 0.2  # the versions

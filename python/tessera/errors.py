@@ -3,6 +3,8 @@ NotImplementedError, torch.distributed.DistBackendError)."""
 
 from __future__ import annotations
 
+__all__ = ["ConfigError", "IoError", "UsageError"]
+
 
 class ConfigError(ValueError, AssertionError):
     """A wrong argument or configuration. Also an AssertionError, for callers that expect one."""

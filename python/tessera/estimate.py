@@ -17,9 +17,11 @@ from torch import nn
 
 from tessera import _core
 from tessera._config import load_config
-from tessera.distributed import mesh_sizes
+from tessera._mesh import mesh_sizes
 from tessera.parallel import plan_for
 from tessera.units import UnitPolicy, default_unit_policy
+
+__all__ = ["Estimate", "estimate", "main"]
 
 _TILE = 1 << 22  # elements of an update on the host, of which three are under way
 
@@ -73,12 +75,11 @@ def estimate(
     def share(count: int, sharded: bool) -> int:
         return -(-count // sharing) if sharded else count
 
-    chosen = loaded.get("zero_optimization.stage")
     slices = sharing > 1 or loaded.get(_PARAM_HOME) != "none"  # offload partitions for one rank, too
     found = Estimate(
-        chosen,
+        loaded.get("zero_optimization.stage"),
         share(counts.trained + counts.frozen, places.shards_params) * of_param,
-        share(counts.trained, chosen >= 2) * of_grad,  # stage 1: whole until the accumulation boundary
+        share(counts.trained, places.reduces_every_backward) * of_grad,  # else whole until the accumulation boundary
         share(counts.trained, places.shards_states) * of_states,
         sum(counts.largest) * of_param if places.shards_params and slices else 0,
     )
@@ -99,10 +100,11 @@ def _states_away(
         return found
     away = int(own * config.get("zero_optimization.offload_optimizer.ratio"))
     tiles = min(away, 3 * _TILE) * of_states if home == "nvme" else 0
+    passes = config.placements.reduces_every_backward
     return dataclasses.replace(
         found,
-        # Stage 1 adds up on the device; above it two buckets of a unit's gradients go through, and the rest stays.
-        grads=found.grads if found.stage < 2 else min(found.grads, (own - away + sum(counts.largest)) * of_grad),
+        # Two buckets of a unit's gradients go through, and the rest stays. Stage 1 adds up on the device instead.
+        grads=min(found.grads, (own - away + sum(counts.largest)) * of_grad) if passes else found.grads,
         states=found.states - away * of_states,
         host=found.host + away * of_grad + (away * of_states if home == "cpu" else tiles),
         disk=found.disk + (away * of_states if home == "nvme" else 0),
@@ -110,9 +112,9 @@ def _states_away(
 
 
 def _params_away(found: Estimate, config: _core.Config, of_param: int) -> Estimate:
-    """With offload_param, which only stage 3 has."""
+    """With offload_param, which is for partitioned parameters only."""
     home = config.get(_PARAM_HOME)
-    if home == "none" or found.stage < 3:
+    if home == "none" or not config.placements.shards_params:
         return found
     kept = found.params
     if home == "nvme":  # the first units stay in host memory, the others pass in tiles

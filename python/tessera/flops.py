@@ -17,6 +17,8 @@ from torch import nn
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
+__all__ = ["FlopsProfiler", "ModuleProfile", "get_model_profile"]
+
 _SIZE = torch.Tensor.size  # whatever a class of parameters shows as its size
 
 

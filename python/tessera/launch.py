@@ -26,6 +26,14 @@ from pathlib import Path
 
 from tessera.errors import ConfigError
 
+__all__ = [
+    "encode_world_info",
+    "fetch_hostfile",
+    "main",
+    "parse_inclusion_exclusion",
+    "parse_resource_filter",
+]
+
 HOSTFILE = "/job/hostfile"
 PORT = 29500
 # Of the environment, what the processes of other hosts get too.

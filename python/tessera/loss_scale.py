@@ -6,6 +6,8 @@ from typing import Any
 
 from tessera import _core
 
+__all__ = ["LossScaler"]
+
 _COUNTERS = ("steps", "good_steps", "budget", "overridden")
 
 

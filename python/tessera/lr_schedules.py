@@ -12,6 +12,21 @@ import torch
 from tessera import _core
 from tessera.errors import ConfigError
 
+__all__ = [
+    "LR_RANGE_TEST",
+    "ONE_CYCLE",
+    "VALID_LR_SCHEDULES",
+    "WARMUP_COSINE_LR",
+    "WARMUP_DECAY_LR",
+    "WARMUP_LR",
+    "LRRangeTest",
+    "OneCycle",
+    "Schedule",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+]
+
 WARMUP_LR = "WarmupLR"
 WARMUP_DECAY_LR = "WarmupDecayLR"
 WARMUP_COSINE_LR = "WarmupCosineLR"

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 from tessera import _core
 from tessera.errors import ConfigError
 
+__all__ = ["Event", "Monitor", "Writer"]
+
 Event = tuple[str, float, int]
 
 

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tessera import _core
 
+__all__ = ["Recompute"]
+
 
 class RandomStates:
     """States of random generators by name; fork(name) draws from one of them in place of the device's own."""

@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 import tessera
 
+__all__ = ["collect", "main"]
+
 _PACKAGES = ("numpy", "safetensors", "transformers", "accelerate", "lightning", "peft", "trl", "tensorboard", "wandb")
 _FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "amx_bf16")
 

@@ -15,6 +15,22 @@ from tessera.engine import Engine
 from tessera.errors import ConfigError
 from tessera.optim._states import OptimizerStates
 
+__all__ = [
+    "get_full_fp32_param",
+    "get_full_grad",
+    "get_full_optimizer_state",
+    "get_local_fp32_param",
+    "get_local_grad",
+    "get_local_optimizer_state",
+    "local_range",
+    "set_full_fp32_param",
+    "set_full_grad",
+    "set_full_optimizer_state",
+    "set_local_fp32_param",
+    "set_local_grad",
+    "set_local_optimizer_state",
+]
+
 
 def get_full_fp32_param(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
     return _get_full(engine, param, _core.Quantity.Master)

@@ -9,6 +9,8 @@ from torch.nn.parameter import is_lazy
 
 from tessera import _core
 
+__all__ = ["UnitPolicy", "default_unit_policy"]
+
 UnitPolicy = Callable[[nn.Module], dict[str, str]]
 """From a model to the unit name of each parameter name (as in named_parameters()); absent names join "root"."""
 

@@ -16,7 +16,7 @@ from tessera import state
 from tessera.engine import Engine
 from tessera.errors import ConfigError, UsageError
 from tessera.zero import _leaf
-from tessera.zero._leaf import *  # noqa: F403
+from tessera.zero._leaf import *  # noqa: F403  (tessera.zero has them too; defined there)
 from tessera.zero._owners import engine_of
 
 __all__ = [

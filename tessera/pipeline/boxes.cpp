@@ -30,6 +30,13 @@ std::map<int, Lies> cut_dims(const Layout& layout, const Dims& dims, const Sizes
   return cut;
 }
 
+std::vector<List> rows_in(const Sizes& sizes, int row) {
+  std::vector<List> rows;
+  for (size_t i = 0; i < sizes.size(); i += row)
+    rows.push_back(List(sizes).slice(i, row));
+  return rows;
+}
+
 // Where along a dim each part begins.
 Sizes begins_of(const Sizes& sizes, Lies what, const Layout& layout, int dim, const std::string& where) {
   Sizes begins(sizes.size(), 0);
@@ -41,7 +48,8 @@ Sizes begins_of(const Sizes& sizes, Lies what, const Layout& layout, int dim, co
                           List(sizes), " rows along dim ", dim);
     } else if (what == Lies::Sequence) {
       TESSERA_CHECK_VALUE(sizes[part] == sizes[place], "hybrid", where,
-                          ": batches have sequences of other lengths along dim ", dim, ": ", List(sizes));
+                          ": batches have sequences of other lengths along dim ", dim, ": ",
+                          c10::ArrayRef<List>(rows_in(sizes, row)));
       if (place == 0) continue;
     }
     if (before >= 0) begins[part] = begins[before] + sizes[before];

@@ -1,5 +1,5 @@
-// What the ranks of one side of a link hold of a tensor, and which part goes from which rank to which: pure arithmetic, that of
-// python/tessera/hybrid/_layout.py.
+// What the ranks of one side of a link hold of a tensor, and which part goes from which rank to which: pure arithmetic, of the
+// links of both front ends.
 #pragma once
 
 #include <cstdint>

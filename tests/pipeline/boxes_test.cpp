@@ -50,6 +50,8 @@ TEST(Boxes, PartsThatDoNotFitAreNamed) {
   EXPECT_HAS(error_of([] { whole_of({.batch = 2}, {}, {{3, 4}, {3, 5}}, "here"); }), "[3, 4] and [3, 5]");
   EXPECT_HAS(error_of([] { whole_of({.batch = 2}, {2, {}}, {{3}, {3}}, "here"); }), "batch_dim is 2");
   EXPECT_HAS(error_of([] { wanted_of({.batch = 2}, {}, {5}, Sizes{1, 2}, "here"); }), "are 3, a tensor has 5");
+  EXPECT_HAS(error_of([] { whole_of({.batch = 2, .sequence = 2}, {0, 1}, {{1, 3}, {1, 2}, {1, 3}, {1, 3}}, "here"); }),
+             "other lengths along dim 1: [[3, 2], [3, 3]]");
 }
 
 }  // namespace

@@ -37,4 +37,5 @@ def test_metadata_of_the_project(tmp_path, monkeypatch):
     assert found.metadata["License-Expression"] == "Apache-2.0"
     assert "LICENSE" in found.metadata.get_all("License-File")
     assert len(found.metadata.get_all("Classifier")) > 5
+    assert found.metadata.get_all("Provides-Extra") == ["ray", "tensorboard", "wandb", "comet"]
     assert not found.metadata.get_all("Project-URL"), "no host is ours"

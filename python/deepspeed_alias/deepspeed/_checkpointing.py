@@ -81,7 +81,7 @@ def configure(
 def _tensor_parallel_ranks(mpu: Any) -> _core.Group | None:
     for getter in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
         if hasattr(mpu, getter):
-            from tessera.distributed import core_group
+            from tessera._mesh import core_group
 
             return core_group(getattr(mpu, getter)())
     mesh = _groups._mesh()

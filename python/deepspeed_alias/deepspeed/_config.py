@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tessera._config import load_config, text_of
+from tessera._mesh import core_group
 from tessera.elasticity import with_elastic_batch
 from tessera.errors import ConfigError
 
 import tessera
-from tessera import distributed
 
 ZERO_OPTIMIZATION = "zero_optimization"
 
@@ -256,7 +256,7 @@ class DeepSpeedConfig:
         with translated():
             resolved = load_config(config)
             if world_size is None:
-                world_size = mpu.get_data_parallel_world_size() if mpu is not None else distributed.core_group().size
+                world_size = mpu.get_data_parallel_world_size() if mpu is not None else core_group().size
             batch = with_elastic_batch(resolved, world_size).resolve_batch(world_size)
         tree = resolved.to_dict()
         given = config if isinstance(config, Mapping) else {**tree, ZERO_OPTIMIZATION: _zero_given(resolved)}

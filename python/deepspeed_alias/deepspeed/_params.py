@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from tessera._mesh import core_group
 from tessera.zero._owners import engine_of, holder_of
 from torch import nn
 
-from tessera import _core, distributed
+from tessera import _core
 from tessera.zero import ParamStatus, partition_info
 
 _ids = itertools.count()
@@ -163,7 +164,7 @@ def _place(param: torch.Tensor) -> tuple[int, int]:
     """This rank among those that share the parameter, and their number."""
     engine = engine_of(param)
     if engine is None:
-        group = distributed.core_group()
+        group = core_group()
         return group.rank, group.size
     axes = [_core.Axis.DpShard, _core.Axis.Sp]
     mesh = engine.core.mesh()

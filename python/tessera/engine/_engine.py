@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from tessera import _core, distributed
+from tessera import _core, _mesh, distributed
 from tessera._config import dtype_at, load_config
 from tessera._copies import cast_buffers, own_copies, without_repeats
 from tessera._device import group_device
@@ -31,7 +31,6 @@ from tessera.autocast import (
 from tessera.data import Loader, make_loader
 from tessera.elasticity import with_elastic_batch
 from tessera.engine._checkpoint import EngineCheckpoints
-from tessera.engine._info import EngineGetters
 from tessera.engine._moving import EngineMoving
 from tessera.engine._parallel import TensorParallel
 from tessera.engine._place import keep_place, place
@@ -54,7 +53,7 @@ from tessera.zero._leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_modu
 from tessera.zero._regions import Region, parts_of
 
 
-class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
+class Engine(EngineCheckpoints, EngineMoving):
     """Trains `model` as `config` says. tessera.initialize() builds one from the usual arguments.
 
     `group`: the ranks (a torch ProcessGroup or a group of tessera; default: all processes), which the configuration's
@@ -91,14 +90,14 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
         self._runner = None
         self._loans = Loans()
         device = group_device(group)
-        sizes = distributed.mesh_sizes(self._settings)
+        sizes = _mesh.mesh_sizes(self._settings)
         if sequence_parallel is not None:
             sizes["sp"] = sequence_parallel
         if tensor_parallel is not None:
             sizes["tp"] = tensor_parallel
-        self._mesh, self._own_groups = distributed.core_mesh(group, **sizes)
+        self._mesh, self._own_groups = _mesh.core_mesh(group, **sizes)
         self._dp_rank, self._dp_size = self._mesh.batch_rank(), self._mesh.batch_size()
-        self._world = distributed.world_of(self._mesh)
+        self._world = _mesh.world_of(self._mesh)
         self._warn(self._settings.warnings)
         self._says_what_is_local = self._mesh.size(_core.Axis.Sp) > 1 and self._telling_rank() == 0
         put_back = [keep_optimizer(optimizer), keep_place(model)]
@@ -580,7 +579,7 @@ class Engine(EngineCheckpoints, EngineGetters, EngineMoving):
         self._mesh = _core.Mesh()
         if "_parallel" in self.__dict__:
             self._parallel.release()
-        distributed.discard(self._own_groups)
+        _mesh.discard(self._own_groups)
 
     def _whole_now(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The partitioned parameters that are whole at the moment, and their values."""

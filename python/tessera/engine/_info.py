@@ -10,7 +10,7 @@ from torch import nn
 
 from tessera import _core
 from tessera._config import dtype_at
-from tessera.distributed import OwnGroups
+from tessera._mesh import OwnGroups
 from tessera.engine._parallel import TensorParallel
 from tessera.engine._report import logger
 from tessera.engine._watch import Watch, table

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tessera import _core, distributed
+from tessera import _core, _mesh, distributed
 from tessera._config import choose_config, load_config
 from tessera.engine._engine import Engine
 from tessera.errors import ConfigError
@@ -138,7 +138,7 @@ def _ranks(config: _core.Config, mpu: Any, mesh_param: tuple[int, int] | None) -
     for getter, axes in _MPU_GROUPS:
         if not hasattr(mpu, getter) or (len(axes) > 1 and (sequence == 1 or mesh.batch_size() == 1)):
             continue
-        mesh.set(axes, distributed.core_group(getattr(mpu, getter)()))
+        mesh.set(axes, _mesh.core_group(getattr(mpu, getter)()))
     _check_mesh_param(config, mesh_param, mesh.size(list(_core.Axis.__members__.values())))
     return mesh
 
@@ -162,7 +162,7 @@ def _check_mesh_param(config: _core.Config, mesh_param: tuple[int, int] | None, 
     """`ranks`: a group, or how many there are; None: all."""
     if mesh_param is None:
         return
-    world = ranks if isinstance(ranks, int) else distributed.core_group(ranks).size
+    world = ranks if isinstance(ranks, int) else _mesh.core_group(ranks).size
     data, sequence = mesh_param
     tensor = max(1, config.get("tensor_parallel.autotp_size"))
     if data * sequence * tensor != world:

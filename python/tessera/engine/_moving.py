@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from tessera import _core
+from tessera.engine._info import EngineGetters
 from tessera.errors import ConfigError, UsageError
-from tessera.optim._runners import NativeRunner, Runner
+from tessera.optim._runners import NativeRunner
 
 KINDS = {
     "optim_states": _core.StateKind.OptimizerStates,
@@ -34,11 +35,7 @@ def kinds_of(include: Iterable[Any] | None) -> list[_core.StateKind]:
     return [KINDS[name] for name in dict.fromkeys(names)]
 
 
-class EngineMoving:
-    core: _core.Engine
-    _settings: _core.Config
-    _runner: Runner | None
-
+class EngineMoving(EngineGetters):
     def offload_states(
         self,
         include: Iterable[Any] | None = None,
@@ -53,8 +50,8 @@ class EngineMoving:
             raise ConfigError(f"[engine.offload_states] device must be one of {list(DEVICES)}, got '{place}'")
         if not isinstance(self._runner, NativeRunner):
             raise UsageError("[engine.offload_states] needs an optimizer that the engine runs itself, as AdamW")
-        at_stage_3 = self._settings.get("zero_optimization.stage") == 3
-        if at_stage_3 and self._settings.get("zero_optimization.offload_param.device") != "none":
+        partitions = self._settings.placements.shards_params
+        if partitions and self._settings.get("zero_optimization.offload_param.device") != "none":
             raise UsageError("[engine.offload_states] cannot be combined with zero_optimization.offload_param")
         to = DEVICES[place]
         if to is None:

@@ -41,7 +41,7 @@ def wants_all_used(config: _core.Config) -> bool:
     section = "zero_optimization"
     refuses = not (config.get(f"{section}.ignore_unused_parameters") or config.get("tessera.update_in_backward"))
     away = config.get(f"{section}.offload_optimizer.device") != "none"
-    return refuses and away and config.get(f"{section}.stage") in (1, 2)
+    return refuses and away and config.placements.shards_states and not config.placements.shards_params
 
 
 def check_all_used(core: _core.Engine, numbers: Iterable[int]) -> None:

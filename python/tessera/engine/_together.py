@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tessera import distributed
+from tessera import _mesh
 from tessera._device import group_device
 from tessera.engine._engine import Engine
 from tessera.errors import ConfigError, UsageError
@@ -66,7 +66,7 @@ class Over:
     """The processes that hold the engines; without a group this one."""
 
     def __init__(self, engines: list[Engine], group: Any) -> None:
-        self.group = None if group is None else distributed.core_group(group)
+        self.group = None if group is None else _mesh.core_group(group)
         self._device = torch.device("cpu")
         if isinstance(group, dist.ProcessGroup):
             self._device = group_device(group) or self._device

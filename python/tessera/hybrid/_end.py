@@ -7,8 +7,9 @@ from collections.abc import Hashable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from tessera import _core
 from tessera.errors import ConfigError, UsageError
-from tessera.hybrid._layout import Box, Layout, whole_boxes
+from tessera.hybrid._layout import Box, Layout
 from tessera.hybrid._mailbox import Mailbox, Peer
 from tessera.hybrid._messages import Header, Post
 
@@ -110,13 +111,14 @@ class End:
                 )
 
 
-def wholes(link: Link, headers: list[Header], where: str) -> list[tuple[tuple[int, ...], list[Box]]]:
+def wholes(link: Link, headers: list[Header], where: str) -> list[tuple[list[int], list[Box]]]:
     """Of each tensor of a message: its sizes, and what each part of the source has."""
     count = len(headers[0].metas)
     if any(len(header.metas) != count for header in headers):
         raise ConfigError(f"[hybrid] {where}: ranks of {link.sides[0]} sent {[len(x.metas) for x in headers]} tensors")
     return [
-        whole_boxes(link.source, link.dims, [header.metas[i].shape for header in headers], where) for i in range(count)
+        _core.whole_boxes(link.source, link.dims, [header.metas[i].shape for header in headers], where)
+        for i in range(count)
     ]
 
 

@@ -50,7 +50,7 @@ def _start_of(pid: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class Place:
+class SegmentPlace:
     """Where another process finds a segment."""
 
     pid: int
@@ -71,7 +71,7 @@ class Segment:
         total = max(total, _ALIGNMENT)
         self._fd = os.memfd_create("tessera", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, total)
-        self.place = Place(os.getpid(), self._fd, total)
+        self.place = SegmentPlace(os.getpid(), self._fd, total)
         memory = mmap.mmap(self._fd, total)
         for tensor, offset in zip(tensors, self.offsets, strict=True):
             if tensor.numel() > 0:
@@ -87,7 +87,7 @@ class Segment:
         self.close()
 
 
-def open_segment(place: Place, owner: str) -> mmap.mmap:
+def open_segment(place: SegmentPlace, owner: str) -> mmap.mmap:
     """Maps a segment of a process of this host. Writes stay private to this process."""
     path = f"/proc/{place.pid}/fd/{place.fd}"
     try:

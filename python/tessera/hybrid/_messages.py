@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tessera.hybrid._layout import Box, Layout, Sizes, inside, route, sizes_of
+from tessera import _core
+from tessera.hybrid._layout import Box, Layout, Sizes, inside, sizes_of
 from tessera.hybrid._mailbox import Mailbox, Peer
-from tessera.hybrid._memory import Place, Segment, open_segment, view_of
+from tessera.hybrid._memory import Segment, SegmentPlace, open_segment, view_of
 from tessera.hybrid._object_store import ObjectStore
 
 
@@ -42,7 +43,7 @@ class Header:
     samples: tuple[int, ...] | None = None
     held: tuple[tuple[Box, ...], ...] = ()
     box: tuple[Box, ...] = ()
-    place: Place | None = None
+    place: SegmentPlace | None = None
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class Post:
             data = []
             for meta, boxes, box in zip(metas, held, wanted_by(rank), strict=True):
                 tensor = next(present) if meta.present else None
-                common = route(boxes, part, box)
+                common = _core.route(boxes, part, box)
                 if tensor is not None and common is not None:
                     piece = tensor.detach()[inside(common, boxes[part])] if box else tensor.detach()
                     data.append(piece.cpu().contiguous().view(-1).view(torch.uint8))
@@ -231,7 +232,7 @@ class Post:
         for part, header in enumerate(headers):
             peer = (self._other, layout.holder(part, self._rank))
             commons = [
-                route(boxes, part, box) if meta.present else None
+                _core.route(boxes, part, box) if meta.present else None
                 for meta, boxes, box in zip(header.metas, held, wanted, strict=True)
             ]
             if all(common is None for common in commons):
@@ -265,7 +266,7 @@ def join(message: Message, index: int, held: Sequence[Box], wanted: Box, device:
     metas = [header.metas[index] for header in message.headers]
     found: list[tuple[Box, torch.Tensor]] = []
     for part, (meta, source) in enumerate(zip(metas, message.sources, strict=True)):
-        common = route(held, part, wanted) if meta.present else None
+        common = _core.route(held, part, wanted) if meta.present else None
         if common is None:
             continue
         if isinstance(source, list):

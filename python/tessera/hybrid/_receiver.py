@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree
 
+from tessera import _core
 from tessera.errors import ConfigError, UsageError
 from tessera.hybrid._end import End, Slot, samples_of, wholes
-from tessera.hybrid._layout import Box, wanted_boxes
+from tessera.hybrid._layout import Box
 from tessera.hybrid._messages import Header, Meta, join
 
 if TYPE_CHECKING:
@@ -68,7 +69,9 @@ class Receiver(End):
         whole_of = wholes(link, headers, self._name)
         samples = samples_of(link, headers)
         held = tuple(tuple(boxes) for _, boxes in whole_of)
-        wanted = tuple(tuple(wanted_boxes(link.target, link.dims, whole, samples, self._name)) for whole, _ in whole_of)
+        wanted = tuple(
+            tuple(_core.wanted_boxes(link.target, link.dims, whole, samples, self._name)) for whole, _ in whole_of
+        )
         mine = [boxes[self._part] for boxes in wanted]
         self._post.wired()
         message = self._post.open(kind, headers, held, mine, f"sample {sample!r}")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree
 
+from tessera import _core
 from tessera.errors import ConfigError, UsageError
 from tessera.hybrid._end import End, Slot, samples_of, wholes
-from tessera.hybrid._layout import wanted_boxes
 from tessera.hybrid._messages import Header, Meta, join
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ class Sender(End):
             whole_of = wholes(self.link, headers, self._name)
             together = samples_of(self.link, headers)
             wanted = [
-                wanted_boxes(self.link.target, self.link.dims, whole, together, self._name) for whole, _ in whole_of
+                _core.wanted_boxes(self.link.target, self.link.dims, whole, together, self._name)
+                for whole, _ in whole_of
             ]
             replicas = self.link.target.replicas
             self._post.push(

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from tessera import _core, distributed
+from tessera import _core, _mesh
 from tessera._config import load_config
 from tessera.errors import ConfigError
 from tessera.parallel._apply import Cutter, plan_of
@@ -57,11 +57,11 @@ def shard_model(model: nn.Module, config: Any, *, group: Any = None) -> Parallel
     loaded = load_config(config)
     if plan_of(model) is not None:
         raise ConfigError("[shard_model] the model is cut already")
-    made = distributed.OwnGroups()
+    made = _mesh.OwnGroups()
     if group is not None:
-        ranks = distributed.core_group(group)
+        ranks = _mesh.core_group(group)
     else:
-        mesh, made = distributed.core_mesh(None, **distributed.mesh_sizes(loaded))
+        mesh, made = _mesh.core_mesh(None, **_mesh.mesh_sizes(loaded))
         ranks = mesh.group(_core.Axis.Tp)
     try:
         plan = make_plan(model, loaded, ranks.size)
@@ -70,7 +70,7 @@ def shard_model(model: nn.Module, config: Any, *, group: Any = None) -> Parallel
         if made:  # they end here; the engine brings its own
             cutter.ranks.bind(None)
     finally:
-        distributed.discard(made)
+        _mesh.discard(made)
     return plan
 
 

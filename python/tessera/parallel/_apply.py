@@ -35,7 +35,7 @@ from tessera.parallel._regions import (
     EnterRegion,
     JoinSequence,
     LeaveMixed,
-    Regions,
+    SequenceRegions,
     SplitSequence,
     refuse_router_loss,
 )
@@ -286,7 +286,7 @@ class Cutter:
             self._undo.append(handle.remove)
         self._plan.add_notes(path, attention, found)
 
-    def _cut_sequence(self, regions: Regions, columns: dict[str, dict[str, ParamCut]]) -> None:
+    def _cut_sequence(self, regions: SequenceRegions, columns: dict[str, dict[str, ParamCut]]) -> None:
         for path in regions.inner:
             module = self._model.get_submodule(path)
             layers = {name: cut for name, child in module.named_children() if (cut := cut_of(child)) is not None}
@@ -305,7 +305,7 @@ class Cutter:
         for path in regions.summed:
             self._sum(path, self._model.get_submodule(path))
 
-    def _cut_mixed(self, regions: Regions) -> None:
+    def _cut_mixed(self, regions: SequenceRegions) -> None:
         for path in regions.mixed:
             module = self._model.get_submodule(path)
             for child in module.modules():

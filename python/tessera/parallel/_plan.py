@@ -12,7 +12,7 @@ from tessera import _core
 from tessera.errors import ConfigError
 from tessera.parallel._attention import check_heads
 from tessera.parallel._modules import EXPERTS
-from tessera.parallel._regions import KEY, Regions, find_regions
+from tessera.parallel._regions import KEY, SequenceRegions, find_regions
 from tessera.parallel._rules import Rules, facts_of, model_type, rules_for
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class ParallelPlan:
     skipped: list[str]  # names of parameters that a rule leaves whole
     summed: list[str]  # those of them whose gradient a rule sums
     vocab_parallel: bool = False
-    regions: Regions | None = None  # where activations are cut along the sequence
+    regions: SequenceRegions | None = None  # where activations are cut along the sequence
     warnings: list[str] = dataclasses.field(default_factory=list)  # beside those of the core
     notes: dict[str, str] = dataclasses.field(default_factory=dict)  # by what is noted: the first module it is true of
 

@@ -41,7 +41,7 @@ SERVED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt_neox", "bloom", *MI
 
 
 @dataclasses.dataclass(frozen=True)
-class Regions:
+class SequenceRegions:
     """Where the sequence is cut. Paths in the model."""
 
     first: str  # the first block
@@ -69,7 +69,7 @@ class _Reason(Exception):
     """Why a model does not take it."""
 
 
-def find_regions(model: nn.Module, plan: _core.ParallelPlan) -> Regions:
+def find_regions(model: nn.Module, plan: _core.ParallelPlan) -> SequenceRegions:
     """ConfigError with the reason for models that do not take it."""
     kind = model_type(model)
     try:
@@ -84,7 +84,7 @@ def find_regions(model: nn.Module, plan: _core.ParallelPlan) -> Regions:
     return found
 
 
-def _find(model: nn.Module, plan: _core.ParallelPlan) -> Regions:
+def _find(model: nn.Module, plan: _core.ParallelPlan) -> SequenceRegions:
     decisions = [d for d in plan.decisions if d.partition != _core.Partition.Skip and not d.vocabulary]
     listed = _list_of_blocks(model, [d.path for d in decisions])
     blocks = list(model.get_submodule(listed).named_children())
@@ -96,7 +96,7 @@ def _find(model: nn.Module, plan: _core.ParallelPlan) -> Regions:
     if found.sums and getattr(text_config(model), ROUTER_LOSS, False):
         raise _Reason(f"its configuration has {ROUTER_LOSS}, and the gradient of the router's own loss would be summed")
     last = _last_norm(model, listed)
-    return Regions(
+    return SequenceRegions(
         f"{listed}.{blocks[0][0]}",
         last,
         tuple(found.inner),
@@ -109,7 +109,7 @@ def _find(model: nn.Module, plan: _core.ParallelPlan) -> Regions:
 
 @dataclasses.dataclass
 class _Found:
-    """Fields of Regions in the making."""
+    """Fields of SequenceRegions in the making."""
 
     takes_mixed: bool
     inner: list[str] = dataclasses.field(default_factory=list)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tessera import _core, distributed
+from tessera import _core, _mesh
 from tessera._config import load_config
 from tessera.engine import Engine, step_together
 from tessera.engine._together import Over
@@ -55,7 +55,7 @@ class PipelineEngine(Engine):
         with self._told():
             check(model, loaded, group)
         assert isinstance(model, PipelineModule)
-        sizes = distributed.mesh_sizes(loaded) | {
+        sizes = _mesh.mesh_sizes(loaded) | {
             axis: size for axis, size in (("sp", sequence_parallel), ("tp", tensor_parallel)) if size is not None
         }
         self._broken = self._inside = ""
@@ -82,7 +82,7 @@ class PipelineEngine(Engine):
                 )
             self._connect()
         except BaseException:
-            distributed.discard(self._grid.groups)
+            _mesh.discard(self._grid.groups)
             raise
 
     @contextlib.contextmanager
@@ -363,4 +363,4 @@ class PipelineEngine(Engine):
         super().destroy()
         self.__dict__.pop("_over", None)
         self.__dict__.pop("_feed", None)
-        distributed.discard(self._grid.groups)
+        _mesh.discard(self._grid.groups)

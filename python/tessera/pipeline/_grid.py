@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tessera import _core, distributed
+from tessera import _core
 from tessera._device import group_device
+from tessera._mesh import OwnGroups, core_group
 from tessera.pipeline._wire import Peer
 
 
@@ -17,7 +18,7 @@ class Grid:
     """The process groups of a pipeline of `stages` stages over all processes.
 
     Rank r is on stage r // size, at place r % size; the ranks of one place are one pipeline, and those of one stage an
-    engine. `shards`, `sp`, `tp`: as in distributed.core_mesh(), inside a stage. Collective over all processes.
+    engine. `shards`, `sp`, `tp`: as in core_mesh(), inside a stage. Collective over all processes.
     """
 
     def __init__(self, stages: int, shards: int = -1, sp: int = 1, tp: int = 1) -> None:
@@ -27,7 +28,7 @@ class Grid:
         self.stage, self.place = divmod(rank, self.size)
         self.rank = rank
         self.device = group_device(None)  # of all processes: a mesh does not say
-        self.groups = distributed.OwnGroups()
+        self.groups = OwnGroups()
         self.stage_ranks: Any = None  # as Engine takes it: None is all processes
         if stages > 1:
             rows = [list(range(stage * self.size, (stage + 1) * self.size)) for stage in range(stages)]
@@ -47,7 +48,7 @@ class Grid:
                 for row in rows
                 for number in range(self.size)
             }
-            mesh.set(axes, distributed.core_group(self.new_group([list(part) for part in sorted(parts)])))
+            mesh.set(axes, core_group(self.new_group([list(part) for part in sorted(parts)])))
         return mesh
 
     def new_group(self, rows: list[list[int]]) -> Any:

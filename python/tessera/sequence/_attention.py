@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tessera import _core
-from tessera.distributed import core_group
+from tessera._mesh import core_group
 from tessera.errors import ConfigError
 
 _HEADS = 2  # dim of [sequence, batch, heads, head_dim] and of [batch, sequence, heads, head_dim]

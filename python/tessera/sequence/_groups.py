@@ -7,7 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from tessera import _core
-from tessera.distributed import core_group, init_distributed
+from tessera._mesh import core_group
+from tessera.distributed import init_distributed
 from tessera.errors import ConfigError
 
 

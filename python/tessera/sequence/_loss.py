@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tessera import _core
-from tessera.distributed import core_group
+from tessera._mesh import core_group
 from tessera.errors import ConfigError
 from tessera.sequence._tiled import IGNORED
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from tessera.zero import _leaf
 from tessera.zero._hooks import register_external_parameter, unregister_external_parameter
 from tessera.zero._init import Init
-from tessera.zero._leaf import *  # noqa: F403
+from tessera.zero._leaf import *  # noqa: F403  (tessera.utils has them too, as deepspeed.utils does)
 from tessera.zero._owners import ParamStatus, PartitionInfo, partition_info
 from tessera.zero._regions import GatheredParameters
 

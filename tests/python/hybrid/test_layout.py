@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tessera._core import route, wanted_boxes, whole_boxes
 from tessera.errors import ConfigError
-from tessera.hybrid._layout import Dims, Layout, inside, route, sizes_of, wanted_boxes, whole_boxes
+from tessera.hybrid._layout import Dims, Layout, inside, sizes_of
 
 layouts = st.builds(Layout, st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
 
@@ -52,7 +53,12 @@ def test_replicas_take_turns():
         (Layout(batch=2), Dims(2), [(2, 3), (2, 3)], "batch_dim is 2"),
         (Layout(sequence=2), Dims(0, 1), [(2, 3), (1, 3)], "do not fit together"),
         (Layout(batch=2, sequence=2), Dims(0, 1), [(2, 3), (1, 3), (2, 3), (2, 3)], "rows along dim 0"),
-        (Layout(batch=2, sequence=2), Dims(0, 1), [(1, 3), (1, 2), (1, 3), (1, 3)], "other lengths"),
+        (
+            Layout(batch=2, sequence=2),
+            Dims(0, 1),
+            [(1, 3), (1, 2), (1, 3), (1, 3)],
+            r"other lengths along dim 1: \[\[3, 2\], \[3, 3\]\]",
+        ),
     ],
 )
 def test_parts_that_do_not_fit(layout, dims, shapes, message):
