@@ -147,7 +147,7 @@ docs: $(VENV)/stamp-docs $(VENV)/stamp-package
 	@echo "build/docs/python/index.html, build/docs/cpp/index.html"
 
 # What `import tessera` does not import.
-PUBLIC_MODULES := checkpoints errors estimate launch loss_scale report units
+PUBLIC_MODULES := checkpoints distributed errors estimate launch loss_scale report units
 
 lint: $(VENV)/stamp-lint
 	$(PY) tools/check_layers.py
