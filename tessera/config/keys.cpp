@@ -108,7 +108,7 @@ std::vector<Key> zero_rows() {
       {FIELD(zero_optimization.overlap_comm), "reduce while the backward goes on; unset: yes"},
       {FIELD(zero_optimization.compute_grad_norm), "compute the norm of the gradients"},
       {FIELD(zero_optimization.load_from_fp32_weights), "loading takes the master weights of the checkpoint"},
-      {FIELD(zero_optimization.elastic_checkpoint), "no effect: other numbers of ranks always load a checkpoint"},
+      {FIELD(zero_optimization.elastic_checkpoint), "no effect: Tessera loads a checkpoint at any number of ranks"},
       {"zero_optimization.offload_optimizer.device",
        ENUM_FIELD(zero_optimization.offload_optimizer.device, OffloadDevice, "none", "cpu", "nvme"),
        "where optimizer states live"},
@@ -186,7 +186,8 @@ std::vector<Key> zero_rows() {
       {FIELD(zero_optimization.mics_shard_size), "ranks of one shard group; -1: all", at_least(-1)},
       {FIELD(zero_optimization.mics_hierarchical_params_gather), "gather in two levels"},
       {FIELD(zero_optimization.memory_efficient_linear),
-       "no effect: Linear is torch's own, and in stage 3 its gathered weight is never kept for the backward"},
+       "no effect: Linear is torch's own, whose weight in stage 3 goes after the forward and comes back for the "
+       "backward"},
       {FIELD(zero_optimization.pipeline_loading_checkpoint), "ranks load a checkpoint one after the other"},
       {FIELD(zero_optimization.override_module_apply), "gather one module at a time in Module.apply"},
       {FIELD(zero_optimization.log_trace_cache_warnings), "log when modules run in another order than before"},

@@ -74,7 +74,7 @@ const std::vector<Unread>& unread() {
       {"zero_optimization.use_multi_rank_bucket_allreduce", "one reduction always has the parts of all ranks"},
       {"zero_optimization.allgather_partitions", "updated parameters are always gathered"},
       {"zero_optimization.allgather_bucket_size",
-       "a gather is a unit: tessera.min_unit_elements elements or more, a reduce_bucket_size at most"},
+       "a gather is a unit, whose size tessera.min_unit_elements and reduce_bucket_size say"},
       {"zero_optimization.compute_grad_norm", "the norm is always computed"},
       {"zero_optimization.sub_group_size", "the update is one pass, with offload in tiles of their own size"},
       {"zero_optimization.offload_optimizer.cpuadam_cores_perc", "the update takes torch.get_num_threads() threads"},

@@ -138,10 +138,6 @@ TEST(Session, Bf16ConvertsParametersAndKeepsBuffersUnlessTheyAreAskedFor) {
 // All that has no effect, and progress, whatever axis the ranks are on.
 TEST(Session, OneRankTells) {
   using comm::Axis;
-  struct Kept : c10::WarningHandler {
-    void process(const c10::Warning& warning) override { lines.push_back(warning.msg()); }
-    std::vector<std::string> lines;
-  };
   const auto tells = [](const testing::AxisSizes& axes, int stage, int steps) {
     const auto config = Config::from_json(c10::str(R"({"train_micro_batch_size_per_gpu": 1, "steps_per_print": 2,
       "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "data_parallel_size": 4, "dataloader_drop_last": true,
@@ -150,8 +146,7 @@ TEST(Session, OneRankTells) {
     std::mutex mutex;
     std::vector<std::string> lines;
     testing::run_axes(axes, [&](int, const comm::Mesh& mesh) {
-      Kept kept;
-      const c10::WarningUtils::WarningHandlerGuard guard(&kept);
+      const testing::KeptWarnings kept;
       Session s(torch::nn::Linear(2, 2).ptr(), config, mesh);
       for (int step = 0; step < steps; ++step)
         train_step(s);
