@@ -164,7 +164,8 @@ void bind_attention(py::module_& m) {
       .def_readonly("queries", &Heads::queries)
       .def_readonly("keys", &Heads::keys)
       .def_readonly("repeat", &Heads::repeat);
-  m.def("deal_heads", &deal_heads, py::arg("queries"), py::arg("keys"), py::arg("ranks"));
+  m.def("deal_heads", &deal_heads, py::arg("queries"), py::arg("keys"), py::arg("ranks"),
+        py::arg("label") = "parallel");
   m.def(
       "to_heads",
       [](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const SequenceCut& cut) {

@@ -51,7 +51,8 @@ def init_distributed(
 
     Ranks come from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them, or from the arguments. Without
     either the process is a world of its own and opens no port. `dist_backend` None: nccl where CUDA runs, else gloo;
-    "tessera" is that of register_backend().
+    "tessera" is that of register_backend(). `verbose` and `config` are not read: they are there for callers that pass
+    them.
     """
     if not dist.is_available():
         raise RuntimeError("[init_distributed] this torch has no torch.distributed")

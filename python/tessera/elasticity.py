@@ -219,7 +219,7 @@ def _section(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ElasticityConfigError("[elasticity] the configuration has no section elasticity")
     try:
         section: dict[str, Any] = _core.Config.from_dict({_SECTION: dict(config[_SECTION])}).to_dict()[_SECTION]
-    except ValueError as error:
+    except ConfigError as error:
         raise ElasticityConfigError(str(error)) from None
     wrong = []
     if not section["enabled"]:

@@ -1,5 +1,5 @@
-"""Errors of the front end. Errors of the core arrive as the built-in classes (ValueError, RuntimeError,
-NotImplementedError, torch.distributed.DistBackendError)."""
+"""Errors of the package. Those of the core arrive as the same classes (its value errors as ConfigError), what is not
+served as NotImplementedError, a lost peer as torch.distributed.DistBackendError."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@
 #include <unordered_map>
 
 #include "tessera/config/lookup.h"
+#include "tessera/config/served.h"
 #include "tessera/config/text.h"
 
 namespace tessera::config {
@@ -240,7 +241,7 @@ std::string reference_table() {
   for (const Key& key : keys()) {
     const std::string also = key.aliases.empty() ? "" : " (also `" + join(key.aliases, "`, `") + "`)";
     out += "| `" + key.path + "`" + also + " | " + allowed(key) + " | `" + value_text(key, defaults) + "` | " +
-           key.meaning + " |\n";
+           key.meaning + (unread_row(key.path) != nullptr ? "; no effect, see above" : "") + " |\n";
   }
   for (const Legacy& key : legacy_keys()) {
     out += "| `" + key.path + "` | - | `unset` | " + key.meaning + " |\n";

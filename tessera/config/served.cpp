@@ -6,6 +6,7 @@
 #include "tessera/base/error.h"
 #include "tessera/config/lookup.h"
 #include "tessera/config/precision.h"
+#include "tessera/config/rules.h"
 #include "tessera/config/text.h"
 
 namespace tessera::config {
@@ -65,15 +66,48 @@ const std::vector<Refusal>& refusals() {
 const std::vector<Unread>& unread() {
   static const std::vector<Unread> all{
       {"data_parallel_size", "the process group says how many ranks there are"},
+      {"optimizer.legacy_fusion", "native optimizers are one fused pass"},
+      {"prescale_gradients", "sum and division are one operation"},
+      {"gradient_predivide_factor", "sum and division are one operation"},
+      {"sparse_gradients", "sparse gradients are always taken, and travel dense"},
+      {"zero_optimization.contiguous_gradients", "gradients are always contiguous"},
+      {"zero_optimization.use_multi_rank_bucket_allreduce", "one reduction always has the parts of all ranks"},
+      {"zero_optimization.allgather_partitions", "updated parameters are always gathered"},
+      {"zero_optimization.allgather_bucket_size",
+       "a gather is a unit, whose size tessera.min_unit_elements and reduce_bucket_size say"},
+      {"zero_optimization.compute_grad_norm", "the norm is always computed"},
       {"zero_optimization.sub_group_size", "the update is one pass, with offload in tiles of their own size"},
       {"zero_optimization.offload_optimizer.cpuadam_cores_perc", "the update takes torch.get_num_threads() threads"},
+      {"zero_optimization.offload_optimizer.fast_init", "first states are always written tile by tile"},
+      {"zero_optimization.stage3_use_all_reduce_for_fetch_params", "parameters are fetched by an all-gather"},
+      {"zero_optimization.stage3_allgather_sequential", "a unit is gathered at once"},
       {"zero_optimization.mics_hierarchical_params_gather", "the gather has one level"},
+      {"zero_optimization.pipeline_loading_checkpoint", "ranks load at the same time, each its own part"},
       {"zero_optimization.override_module_apply", "wrap Module.apply in GatheredParameters"},
+      {"zero_optimization.log_trace_cache_warnings", "modules may run in any order; it is not logged"},
       {"zero_optimization.enable_sanity_checks", "what can be checked is checked"},
+      {"zero_optimization.save_muon_momentum_buffer_in_memory", "it lives where the other states do"},
+      {"tensor_parallel.vocab_parallel_ce_backend", "the loss over a cut vocabulary is Tessera's own"},
+      {"tensor_parallel.injection_policy_tuple", "tensor_parallel.partition_config"},
+      {"tensor_parallel.keep_module_on_host", "the model moves to the engine's device, then it is cut"},
+      {"tensor_parallel.replace_with_kernel_inject", "modules keep their own kernels"},
       {"checkpoint.use_node_local_storage", "give such a folder yourself"},
+      {"checkpoint.parallel_write.pipeline_stage", "all ranks always share the writing of Tessera's files"},
+      {"checkpoint.checkpoint_serialization", "Tessera's files are raw values, those of format deepspeed zip archives"},
+      {"checkpoint.writer", "checkpoint.asynchronous"},
+      {"checkpoint.async_io", "checkpoint.asynchronous"},
       {"pipeline.stages", "PipelineModule(num_stages=...)"},
       {"pipeline.partition", "PipelineModule(partition_method=...)"},
       {"pipeline.seed_layers", "PipelineModule(seed_layers=...)"},
+      {"pipeline.use_reentrant", "layers are recomputed as with use_reentrant=False"},
+      {"pipeline.pipe_partitioned", "activations travel whole", false},
+      {"pipeline.grad_partitioned", "gradients travel whole", false},
+      {"activation_checkpointing.contiguous_memory_optimization", "inputs stay where they are"},
+      {"activation_checkpointing.number_checkpoints", "no buffer is set aside for them"},
+      {"timers.throughput.enabled", "wall_clock_breakdown logs times", false},
+      {"timers.throughput.synchronized", "wall_clock_breakdown waits for the device", false},
+      {"compile.*", "it is part of deepcompile, which is not served"},
+      {"elasticity.min_time", "ranks come and go when the launcher says so"},
   };
   return all;
 }
@@ -91,6 +125,7 @@ const std::vector<Refusal>& python_only() {
        [](C c) { return c.activation_checkpointing.partition_activations; }},
       {"tessera.sequence_parallel_norms", "true", [](C c) { return c.tessera.sequence_parallel_norms; }},
       {"elasticity.enabled", "true", [](C c) { return c.elasticity.enabled; }},
+      {"checkpoint.format", "deepspeed", [](C c) { return c.checkpoint.format == CheckpointFormat::DeepSpeed; }},
   };
   return all;
 }
@@ -98,6 +133,8 @@ const std::vector<Refusal>& python_only() {
 const std::vector<Refusal>& python_reads() {
   using C = const Config&;
   static const std::vector<Refusal> all{
+      {"wall_clock_breakdown", "true: nothing is logged, core().phases() has the times",
+       [](C c) { return c.wall_clock_breakdown; }},
       {"memory_breakdown", "true", [](C c) { return c.memory_breakdown; }},
       {"dump_state", "true", [](C c) { return c.dump_state; }},
       {"zero_optimization.ignore_unused_parameters", "false",
@@ -106,15 +143,43 @@ const std::vector<Refusal>& python_reads() {
       {"log_level", "any", [](C c) { return c.log_level.has_value(); }},
       {"activation_checkpointing.cpu_checkpointing", "true",
        [](C c) { return c.activation_checkpointing.cpu_checkpointing; }},
+      {"activation_checkpointing.synchronize_checkpoint_boundary", "true",
+       [](C c) { return c.activation_checkpointing.synchronize_checkpoint_boundary; }},
+      {"activation_checkpointing.profile", "true", [](C c) { return c.activation_checkpointing.profile; }},
+      {"dataloader_drop_last", "true", [](C c) { return c.dataloader_drop_last; }},
+      {"checkpoint.random_state", "true", [](C c) { return c.checkpoint.random_state; }},
+      {"tensor_parallel.dtype", "any", [](C c) { return c.given.contains("tensor_parallel.dtype"); }},
+      {"tensor_parallel.tp.tp_grain_size", "> 1", [](C c) { return c.tensor_parallel.tp.tp_grain_size > 1; }},
+      {"tensor_parallel.tp_overlap_comm", "false: parallel::Region::overlap says it",
+       [](C c) { return c.given.contains("tensor_parallel.tp_overlap_comm") && !c.tensor_parallel.tp_overlap_comm; }},
+      {"tensor_parallel.vocab_parallel_lm_head", "true",
+       [](C c) {
+         const Value& wish = c.tensor_parallel.vocab_parallel_lm_head;
+         return !wish.is_null() && wish != Value(false);
+       }},
   };
   return all;
 }
 
+const Unread* unread_row(const std::string& path) {
+  const auto& refused = refusals();
+  if (std::any_of(refused.begin(), refused.end(), [&](const Refusal& row) { return path == row.key; })) return nullptr;
+  const auto found = std::find_if(unread().begin(), unread().end(), [&](const Unread& row) {
+    const std::string_view key = row.key;
+    return key.ends_with(".*") ? path.starts_with(key.substr(0, key.size() - 1)) : path == key;
+  });
+  return found == unread().end() ? nullptr : &*found;
+}
+
 void warn_of_unread(const Config& config, Report& report) {
-  for (const Unread& row : unread()) {
-    if (config.given.contains(row.key) && config.get(row.key) != Config{}.get(row.key)) {
-      report.warning(row.key, std::string("has no effect in this version; ") + row.instead);
-    }
+  const Config defaults;
+  for (const Key& key : keys()) {
+    const Unread* row = unread_row(key.path);
+    if (row == nullptr) continue;
+    const Value value = value_of(key, config), usual = value_of(key, defaults);
+    const bool set = config.given.contains(key.path) || value != usual;  // a tree filled by hand has no `given`
+    if (set && value != (row->done ? Value(*row->done) : usual))
+      report.warning(key.path, std::string("has no effect in this version; ") + row->instead);
   }
 }
 
@@ -133,14 +198,18 @@ std::vector<std::string> asked_for(const std::vector<Refusal>& rows, const Confi
 }  // namespace
 
 std::vector<std::string> check_cpp_serves(const Config& config) {
-  const std::vector<std::string> lines = asked_for(python_only(), config);
-  TESSERA_CHECK_BUILT(lines.empty(), "config",
+  const std::vector<std::string> refused = asked_for(python_only(), config);
+  TESSERA_CHECK_BUILT(refused.empty(), "config",
                       "the configuration asks for what only the Python front end serves; leave it out:\n  ",
-                      join(lines, "\n  "));
-  std::vector<std::string> warnings = asked_for(python_reads(), config);
-  for (std::string& line : warnings)
-    line += ": has no effect in C++";
-  return warnings;
+                      join(refused, "\n  "));
+  std::vector<std::string> lines = config.warnings;
+  Report rules;  // of a tree filled by hand, which nobody has looked at
+  check_rules(config, rules);
+  for (const std::string& line : rules.warnings())
+    if (std::find(lines.begin(), lines.end(), line) == lines.end()) lines.push_back(line);
+  for (const std::string& line : asked_for(python_reads(), config))
+    lines.push_back(line + ": has no effect in C++");
+  return lines;
 }
 
 void check_served(const Config& config) {
@@ -161,13 +230,11 @@ std::pair<std::string, std::string> state_of(const Key& key) {
     return std::find_if(rows.begin(), rows.end(), [&](const auto& row) { return key.path == row.key; });
   };
   if (const auto row = in(refusals()); row != refusals().end()) return {"served but for these values", row->when};
-  if (in(unread()) != unread().end()) return {"no effect; another value than the default is a warning", ""};
+  if (unread_row(key.path) != nullptr) return {"no effect; asking for what is not done is a warning", ""};
   if (in(python_only()) != python_only().end() || in(python_reads()) != python_reads().end())
     return {"served from Python", ""};
-  const bool idle = key.meaning.find("no effect") != std::string::npos ||
-                    key.meaning.find("without effect") != std::string::npos ||
-                    key.meaning.starts_with("part of deepcompile");
-  return {idle ? "no effect: so it is always, or it chooses an implementation elsewhere" : "served", ""};
+  const bool always = key.meaning.starts_with("no effect: ");
+  return {always ? "no effect: what it asks for is done whatever its value" : "served", ""};
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // What of a valid configuration this version carries out.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,8 +12,8 @@ namespace tessera::config {
 
 // Not-implemented error that names every key of `config` that asks for something not served.
 void check_served(const Config& config);
-// The same for the C++ front end, of what only the Python one serves. Returns a warning for each key that changes no
-// result and that C++ does not read.
+// The same for the C++ front end, of what only the Python one serves. Returns the lines to be told, once: the warnings of the
+// configuration, also of one that was filled by hand, and of what C++ does not read.
 std::vector<std::string> check_cpp_serves(const Config& config);
 
 // The rows behind check_served, for docs/config.md.
@@ -25,12 +26,15 @@ const std::vector<Refusal>& refusals();
 const std::vector<Refusal>& python_only();
 const std::vector<Refusal>& python_reads();
 
-// Keys that are accepted and read by nothing. Another value than the default is a warning with what to do instead.
+// Keys that are accepted and read by nothing. Asking for something else than what is done is a warning with what is done, or
+// what to do, instead.
 struct Unread {
-  const char* key;
+  const char* key;  // "section.*": all of the section that have no row elsewhere
   const char* instead;
+  std::optional<bool> done = {};  // unset: the default
 };
 const std::vector<Unread>& unread();
+const Unread* unread_row(const std::string& path);  // null: none
 void warn_of_unread(const Config& config, Report& report);
 
 // Every key by what this version does with it, as a table of docs/config.md.

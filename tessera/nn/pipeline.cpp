@@ -123,7 +123,7 @@ Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const Pipelin
 
 Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
                    std::shared_ptr<StageLayers> module, Ties ties, bool told) try
-    : Session(module, config, parts.mesh, nullptr, units_of_layers),
+    : Session(module, config, parts.mesh, nullptr, units_of_layers, parts.part == 0),
       parts_(parts),
       options_(options),
       module_(std::move(module)),

@@ -1,5 +1,6 @@
 #include "tessera/nn/session.h"
 
+#include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
 
@@ -36,13 +37,12 @@ comm::Mesh environment_mesh(const Config& config) {
 }
 
 Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
-                 const Construction* building, const UnitPolicy& policy)
-    : module_(std::move(module)) {
+                 const Construction* building, const UnitPolicy& policy, bool tells)
+    : module_(std::move(module)), tells_(tells && mesh.rank(comm::kAxes) == 0) {
   TESSERA_CHECK_VALUE(module_ != nullptr, "initialize", "the module is null");
   config.validate();
   check_axes(config, mesh);
-  for (const std::string& line : config::check_cpp_serves(config))
-    if (mesh.rank(comm::kBatchAxes) == 0) TORCH_WARN(line);
+  tell(config::check_cpp_serves(config));
   const auto optimizer = config::native_optimizer(config);
   TESSERA_CHECK_VALUE(optimizer, "initialize",
                       "the configuration names no optimizer that runs in C++; set optimizer.type to one of ",
@@ -52,8 +52,8 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
                       config.scheduler.type, "' exists in Python only");
   gathers_for_export_ =
       !config::placements(config).shards_params() || config.zero_optimization.stage3_gather_16bit_weights_on_model_save;
-  save_options_.asynchronous = config.checkpoint.asynchronous;
-  save_options_.keep_last = static_cast<int>(config.checkpoint.keep_last);
+  steps_per_print_ = config.steps_per_print.value_or(0);
+  read_checkpoint_section(config);
   auto options = engine::options_from(config, mesh.size(comm::kBatchAxes));
   const std::vector<optim::GroupOptions> groups{optimizer->defaults};
   base_lrs_ = {optimizer->defaults.lr};
@@ -67,8 +67,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   if (config::placements(config).shards_params()) {
     const engine::Outline model = outline(*module_);
     const engine::Leaves marked = engine::configured_leaves(model, config.zero_optimization);
-    for (const std::string& line : marked.warnings)
-      if (mesh.rank(comm::kBatchAxes) == 0) TORCH_WARN(line);
+    tell(marked.warnings);
     leaves = engine::outermost(model, marked.modules);
     units = engine::partition_units(model, units, leaves);
   }
@@ -85,11 +84,27 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   apply_schedule();
 }
 
+void Session::read_checkpoint_section(const Config& config) {
+  const auto& section = config.checkpoint;
+  save_options_.asynchronous = section.asynchronous;
+  save_options_.keep_last = static_cast<int>(section.keep_last);
+  using Tags = engine::SaveOptions::Tags;
+  save_options_.tags = section.tag_validation == config::TagValidation::Fail   ? Tags::Fail
+                       : section.tag_validation == config::TagValidation::Warn ? Tags::Warn
+                                                                               : Tags::Ignore;
+  if (section.load_universal) load_from_.latest = "latest_universal";
+  loads_masters_ = config.zero_optimization.load_from_fp32_weights;
+}
+
+void Session::tell(const std::vector<std::string>& warnings) const {
+  for (const std::string& line : tells_ ? warnings : std::vector<std::string>())
+    TORCH_WARN(line);
+}
+
 void Session::warn_of_region() const {
-  if (core_->mesh().rank(comm::kBatchAxes) != 0) return;
-  TORCH_WARN(
-      "[engine] forward runs without autocast: its configuration does not enable torch_autocast, so the autocast "
-      "region around it is switched off inside");
+  tell(
+      {"[engine] forward runs without autocast: its configuration does not enable torch_autocast, so the autocast "
+       "region around it is switched off inside"});
 }
 
 at::Tensor Session::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
@@ -97,12 +112,21 @@ at::Tensor Session::backward(const at::Tensor& loss, bool retain_graph, bool sca
 }
 
 bool Session::step(std::optional<double> global_norm) {
+  const int64_t steps = core_->global_steps();
   const bool applied = core_->step({}, global_norm);
   if (applied) {
     ++schedule_steps_;
     apply_schedule();
   }
+  if (core_->global_steps() != steps) tell_progress();
   return applied;
+}
+
+void Session::tell_progress() const {
+  if (!tells_ || steps_per_print_ == 0 || core_->global_steps() % steps_per_print_ != 0) return;
+  const std::string line = c10::str("[tessera] step=", core_->global_steps(), ", skipped=", core_->skipped_steps(),
+                                    ", lr=", at::ArrayRef<double>(lr()), "\n");
+  std::fputs(line.c_str(), stderr);
 }
 
 // Names of a tied parameter besides the one that the engine has for it, by that one.
@@ -140,11 +164,14 @@ std::string Session::save_checkpoint(const std::string& dir, std::optional<engin
   part.run = nlohmann::json{{"schedule_steps", schedule_steps_}}.dump();
   for (const auto& buffer : module_->named_buffers())
     part.tensors.push_back({buffer.key(), "buffer", buffer.value()});
-  return core_->checkpoints().save(dir, options.value_or(save_options_), std::move(part));
+  engine::SaveOptions chosen = options.value_or(save_options_);
+  if (chosen.tags == engine::SaveOptions::Tags::Ignore) chosen.tags = save_options_.tags;
+  return core_->checkpoints().save(dir, chosen, std::move(part));
 }
 
 bool Session::load_checkpoint(const std::string& dir, const std::string& tag, engine::Restore::Options options) {
-  std::optional<engine::Restore> found = core_->checkpoints().open(dir, tag, options);
+  options.from_master = options.from_master && loads_masters_;
+  std::optional<engine::Restore> found = core_->checkpoints().open(dir, tag, options, load_from_);
   if (!found) return false;
   const checkpoint::Reader& reader = found->reader();
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers;

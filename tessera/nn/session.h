@@ -39,8 +39,9 @@ class Session {
   // Collective: the parameters of rank 0 are broadcast. Value error when the configuration names no native optimizer
   // or is wrong, or asks for other ranks along sp or tp than `mesh` has; not-implemented error for keys that are not served.
   // `building`: who partitioned parameters of the module before, or null. `policy`: which parameters travel together.
+  // `tells`: the mesh's first rank warns and writes progress lines (steps_per_print) to standard error, for all ranks.
   Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
-          const Construction* building = nullptr, const UnitPolicy& policy = default_unit_policy);
+          const Construction* building = nullptr, const UnitPolicy& policy = default_unit_policy, bool tells = true);
 
   // backward of loss, with the loss scale where the mode has one; `loss.backward()` is as good in fp32 and bf16.
   // Returns loss / gradient_accumulation_steps, or the loss for scale_wrt_gas = false.
@@ -57,7 +58,8 @@ class Session {
   bool step(std::optional<double> global_norm = {});
 
   // Checkpoints (engine/checkpoint.h), the same files as Python's; options that are not given are those of the
-  // configuration's section `checkpoint`. Collective. save returns the tag. load: false when there is no `latest`.
+  // configuration's section `checkpoint`, and weights come from masters only where load_from_fp32_weights does not say no.
+  // Collective. save returns the tag. load: false when there is no `latest`.
   std::string save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options = {});
   bool load_checkpoint(const std::string& dir, const std::string& tag = "", engine::Restore::Options options = {});
   // Weights and buffers in the compute dtype for other tools, in `dir`: ".bin" for torch.load(), or ".safetensors"; several
@@ -84,13 +86,16 @@ class Session {
   const engine::Engine& core() const { return *core_; }
 
  protected:
-  // A forward has switched an autocast region of the caller's off. Rank 0 says so.
+  // A forward has switched an autocast region of the caller's off. One rank says so.
   void warn_of_region() const;
   // The scope of parameters that belong to no Hooked module.
   const ScopeLink& rest() const { return rest_; }
 
  private:
   void apply_schedule();
+  void read_checkpoint_section(const Config& config);
+  void tell(const std::vector<std::string>& warnings) const;
+  void tell_progress() const;
   std::map<std::string, std::vector<std::string>> aliases() const;
 
   std::shared_ptr<torch::nn::Module> module_;
@@ -100,7 +105,11 @@ class Session {
   std::vector<double> base_lrs_;
   int64_t schedule_steps_ = 0;
   engine::SaveOptions save_options_;
+  engine::Foreign load_from_;
+  bool loads_masters_ = true;
   bool gathers_for_export_ = true;
+  bool tells_ = false;
+  int64_t steps_per_print_ = 0;  // 0: never
 };
 
 }  // namespace tessera::nn

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -29,8 +30,8 @@ struct Heads {
   Sizes queries, keys;  // [rank]
   int64_t repeat = 1;   // of each key/value head, where there are fewer than ranks
 };
-// Value errors: fewer query heads than ranks; query heads that the key/value heads do not divide.
-Heads deal_heads(int64_t queries, int64_t keys, int ranks);
+// Value errors, of the origin `label`: fewer query heads than ranks; query heads that the key/value heads do not divide.
+Heads deal_heads(int64_t queries, int64_t keys, int ranks, const std::string& label = "parallel");
 
 struct Dealt {
   at::Tensor query, key, value;  // whole sequence, this rank's heads; strided views where that saves a copy

@@ -1,5 +1,8 @@
 #include "tessera/config/served.h"
 
+#include <cctype>
+#include <set>
+
 #include "support.h"
 #include "tessera/config/lookup.h"
 
@@ -85,14 +88,83 @@ TEST(Served, TheStateTableOfTheDocsIsUpToDate) {
 }
 
 TEST(Served, WhatIsReadByNothingWarns) {
-  const Config config = Config::from_json(
-      R"({"data_parallel_size": 4, "zero_optimization": {"override_module_apply": false, "sub_group_size": 1e9}})");
-  ASSERT_EQ(config.warnings.size(), 2u);
-  EXPECT_EQ(config.warnings[0],
+  const std::vector<std::pair<const char*, std::vector<std::string>>> rows{
+      {R"({"data_parallel_size": 4, "zero_optimization": {"override_module_apply": false, "sub_group_size": 1e9}})",
+       {"zero_optimization.override_module_apply", "data_parallel_size"}},
+      {R"({"prescale_gradients": true, "zero_optimization": {"stage": 1, "allgather_bucket_size": 2e8}})",
+       {"prescale_gradients", "zero_optimization.allgather_bucket_size"}},
+      {R"({"sparse_gradients": true, "optimizer": {"type": "Adam", "legacy_fusion": true}})",
+       {"optimizer.legacy_fusion", "sparse_gradients"}},
+      {R"({"zero_optimization": {"contiguous_gradients": false, "compute_grad_norm": false,
+           "offload_optimizer": {"device": "none", "fast_init": true}}})",
+       {"zero_optimization.contiguous_gradients", "zero_optimization.compute_grad_norm",
+        "zero_optimization.offload_optimizer.fast_init"}},
+      {R"({"tensor_parallel": {"vocab_parallel_ce_backend": "liger", "keep_module_on_host": true}})",
+       {"tensor_parallel.vocab_parallel_ce_backend", "tensor_parallel.keep_module_on_host"}},
+      {R"({"checkpoint": {"writer": {"type": "fast"}, "checkpoint_serialization": false,
+           "parallel_write": {"pipeline_stage": true}}})",
+       {"checkpoint.parallel_write.pipeline_stage", "checkpoint.checkpoint_serialization", "checkpoint.writer"}},
+      {R"({"activation_checkpointing": {"number_checkpoints": 4, "contiguous_memory_optimization": true}})",
+       {"activation_checkpointing.contiguous_memory_optimization", "activation_checkpointing.number_checkpoints"}},
+      {R"({"pipeline": {"pipe_partitioned": true, "use_reentrant": true}, "timers": {"throughput": {"enabled": true}}})",
+       {"pipeline.use_reentrant", "pipeline.pipe_partitioned", "timers.throughput.enabled"}},
+      {R"({"compile": {"free_activation": true, "passes": ["prefetch"], "double_buffer": true}})",
+       {"compile.free_activation", "compile.passes"}},
+      {R"({"compile": {"deepcompile": true}})", {}},  // refused
+      {R"({"elasticity": {"min_time": 20}})", {"elasticity.min_time"}},
+      // What is done anyway, as many files have it.
+      {R"({"bf16": {"enabled": true, "immediate_grad_update": true}, "zero_optimization": {"stage": 2,
+           "contiguous_gradients": true, "round_robin_gradients": true, "elastic_checkpoint": true, "reduce_scatter": true,
+           "allgather_partitions": true, "allgather_bucket_size": 5e8, "overlap_comm": true, "reduce_bucket_size": 2e8,
+           "offload_optimizer": {"device": "cpu", "pin_memory": true, "pipeline_read": true, "fast_init": false}}})",
+       {}},
+      {R"({"activation_checkpointing": {"partition_activations": false, "contiguous_memory_optimization": false,
+           "number_checkpoints": null}, "timers": {"throughput": {"enabled": false, "synchronized": false}},
+           "pipeline": {"pipe_partitioned": false, "grad_partitioned": false}, "optimizer": {"type": "Muon"},
+           "zero_optimization": {"stage": 3, "reduce_scatter": false, "memory_efficient_linear": false}})",
+       {}},
+  };
+  for (const auto& [json, keys] : rows) {
+    const Config config = Config::from_json(json);
+    ASSERT_EQ(config.warnings.size(), keys.size()) << json << "\n" << join(config.warnings, "\n");
+    for (size_t i = 0; i < keys.size(); ++i)
+      EXPECT_HAS(config.warnings[i], keys[i] + ": has no effect in this version; ");
+  }
+  EXPECT_EQ(Config::from_json(R"({"data_parallel_size": 4})").warnings[0],
             "data_parallel_size: has no effect in this version; the process group says how many ranks there are");
-  EXPECT_HAS(config.warnings[1], "zero_optimization.override_module_apply: has no effect");
-  for (const Unread& row : unread())
-    EXPECT_NE(find_key(row.key), nullptr) << row.key;
+}
+
+// "served" is said of what has no other row: a key that no source names is not.
+TEST(Served, WhatIsServedHasAReader) {
+  const std::filesystem::path root = TESSERA_SOURCE_DIR;
+  const std::set<std::string> tables{"keys.cpp",   "sections.h", "zero_section.h",
+                                     "served.cpp", "config.h",   "_getters.py"};
+  std::set<std::string> words;
+  for (const char* folder : {"tessera", "python"})
+    for (const auto& file : std::filesystem::recursive_directory_iterator(root / folder)) {
+      const std::string type = file.path().extension().string();
+      if (tables.contains(file.path().filename().string()) || (type != ".cpp" && type != ".h" && type != ".py"))
+        continue;
+      std::ifstream in(file.path());
+      for (std::string line, word; std::getline(in, line); word.clear()) {
+        if (line.find("= _key(") != std::string::npos) continue;  // shows it only
+        for (const char c : line + " ") {
+          if (std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_') {
+            word += c;
+          } else {
+            words.insert(std::exchange(word, {}));
+          }
+        }
+      }
+    }
+  ASSERT_GT(words.size(), 1000u);
+  const std::string table = state_table();
+  for (const Key& key : keys())
+    for (const char* state : {"\n| served |", "\n| served from Python |"}) {
+      const std::string row = table.substr(table.find(state) + 1);
+      if (row.substr(0, row.find('\n')).find("`" + key.path + "`") == std::string::npos) continue;
+      EXPECT_TRUE(words.contains(key.path.substr(key.path.rfind('.') + 1))) << key.path << " is read by nothing";
+    }
 }
 
 TEST(Served, CppRefusesWhatOnlyPythonServes) {
@@ -102,11 +174,45 @@ TEST(Served, CppRefusesWhatOnlyPythonServes) {
   EXPECT_HAS(text, "only the Python front end serves");
   EXPECT_HAS(text, "csv_monitor.enabled (true)");
   EXPECT_HAS(text, "comms_logger.enabled (true)");
-  const Config harmless = Config::from_json(R"({"log_level": "info"})");
-  EXPECT_EQ(check_cpp_serves(harmless), (std::vector<std::string>{"log_level (any): has no effect in C++"}));
+  EXPECT_HAS(error_of<c10::NotImplementedError>(
+                 [] { check_cpp_serves(Config::from_json(R"({"checkpoint": {"format": "deepspeed"}})")); }),
+             "checkpoint.format (deepspeed)");
+}
+
+TEST(Served, CppWarnsOfAllThatHasNoEffectThere) {
+  const std::vector<std::pair<const char*, std::vector<std::string>>> rows{
+      {R"({"steps_per_print": 5, "checkpoint": {"tag_validation": "fail", "load_universal": true}})", {}},
+      {R"({"log_level": "info"})", {"log_level (any): has no effect in C++"}},
+      {R"({"dataloader_drop_last": true})", {"dataloader_drop_last (true): has no effect in C++"}},
+      {R"({"checkpoint": {"random_state": true}})", {"checkpoint.random_state (true): has no effect in C++"}},
+      {R"({"activation_checkpointing": {"profile": true}})",
+       {"activation_checkpointing.profile (true): has no effect in C++"}},
+      {R"({"tensor_parallel": {"dtype": "fp32", "vocab_parallel_lm_head": true, "tp_overlap_comm": true}})",
+       {"tensor_parallel.dtype (any): has no effect in C++",
+        "tensor_parallel.vocab_parallel_lm_head (true): has no effect in C++"}},
+      {R"({"tensor_parallel": {"vocab_parallel_lm_head": false, "tp_overlap_comm": false}})",
+       {"tensor_parallel.tp_overlap_comm (false: parallel::Region::overlap says it): has no effect in C++"}},
+      {R"({"nonsense": 1, "data_parallel_size": 2, "wall_clock_breakdown": true})",
+       {"nonsense: unknown key, ignored",
+        "data_parallel_size: has no effect in this version; the process group says how many ranks there are",
+        "wall_clock_breakdown (true: nothing is logged, core().phases() has the times): has no effect in C++"}},
+  };
+  for (const auto& [json, lines] : rows)
+    EXPECT_EQ(check_cpp_serves(Config::from_json(json)), lines) << json;
+  Config by_hand;
+  by_hand.elasticity.min_time = 20;
+  EXPECT_EQ(check_cpp_serves(by_hand),
+            (std::vector<std::string>{
+                "elasticity.min_time: has no effect in this version; ranks come and go when the launcher says so"}));
 }
 
 TEST(Served, EveryRowNamesAKeyAndDefaultsAreServed) {
+  for (const Unread& row : unread()) {
+    const std::string key = row.key;
+    const bool known =
+        key.ends_with(".*") ? !names_in(key.substr(0, key.size() - 2)).empty() : find_key(key) != nullptr;
+    EXPECT_TRUE(known) << key;
+  }
   for (const auto& rows : {refusals(), python_only(), python_reads()}) {
     for (const Refusal& row : rows) {
       EXPECT_NE(find_key(row.key), nullptr) << row.key;

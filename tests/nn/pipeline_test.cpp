@@ -176,6 +176,23 @@ TEST(Pipeline, StagesSkipAStepTogether) {
   });
 }
 
+TEST(Pipeline, OneStageTells) {
+  std::mutex mutex;
+  std::vector<std::string> lines;
+  const Case c{.ranks = 2, .zero = 1, .more = R"("data_parallel_size": 4, "steps_per_print": 1, )"};
+  ::testing::internal::CaptureStderr();
+  testing::run_stages(c, [&](const comm::Parts& parts) {
+    const testing::KeptWarnings kept;
+    Pipeline engine(c.list(parts.mesh), c.config(), parts, c.options());
+    engine.train_batch(data_of(c, parts, 0));
+    const std::scoped_lock lock(mutex);
+    lines.insert(lines.end(), kept.lines.begin(), kept.lines.end());
+  });
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "[tessera] step=1, skipped=0, lr=[0.01]\n");
+  ASSERT_EQ(lines.size(), 1u) << ::testing::PrintToString(lines);
+  EXPECT_HAS(lines[0], "data_parallel_size: has no effect");
+}
+
 TEST(Pipeline, EvaluatesWithoutGradients) {
   const Case c{.chunks = 2};
   testing::run_stages(c, [&](const comm::Parts& parts) {

@@ -5,9 +5,12 @@
 #include <torch/nn.h>
 
 #include <filesystem>
+#include <mutex>
 
 #include "tessera/io/file.h"
 #include "tests/io/temp_folder.h"
+#include "tests/support/errors.h"
+#include "tests/support/ranks.h"
 
 namespace tessera::nn {
 namespace {
@@ -130,6 +133,77 @@ TEST(Session, Bf16ConvertsParametersAndKeepsBuffersUnlessTheyAreAskedFor) {
     EXPECT_EQ(net->running_mean.scalar_type(), dtype) << "as in Python";
     EXPECT_EQ(net->num_batches_tracked.scalar_type(), at::kLong);
   }
+}
+
+// All that has no effect, and progress, whatever axis the ranks are on.
+TEST(Session, OneRankTells) {
+  using comm::Axis;
+  const auto tells = [](const testing::AxisSizes& axes, int stage, int steps) {
+    const auto config = Config::from_json(c10::str(R"({"train_micro_batch_size_per_gpu": 1, "steps_per_print": 2,
+      "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "data_parallel_size": 4, "dataloader_drop_last": true,
+      "zero_optimization": {"leaf_module": {"name_suffixes": ["nowhere"]}, "stage": )",
+                                                   stage, "}}"));
+    std::mutex mutex;
+    std::vector<std::string> lines;
+    testing::run_axes(axes, [&](int, const comm::Mesh& mesh) {
+      const testing::KeptWarnings kept;
+      Session s(torch::nn::Linear(2, 2).ptr(), config, mesh);
+      for (int step = 0; step < steps; ++step)
+        train_step(s);
+      const std::scoped_lock lock(mutex);
+      lines.insert(lines.end(), kept.lines.begin(), kept.lines.end());
+    });
+    return lines;
+  };
+  for (const testing::AxisSizes& axes :
+       std::vector<testing::AxisSizes>{{{Axis::DpShard, 2}},
+                                       {{Axis::Sp, 2}},
+                                       {{Axis::Tp, 2}},
+                                       {{Axis::DpShard, 2}, {Axis::Sp, 2}, {Axis::Tp, 2}}}) {
+    ::testing::internal::CaptureStderr();
+    EXPECT_EQ(tells(axes, 1, 5).size(), 2u);
+    EXPECT_EQ(::testing::internal::GetCapturedStderr(),
+              "[tessera] step=2, skipped=0, lr=[0.5]\n[tessera] step=4, skipped=0, lr=[0.5]\n");
+    const auto lines = tells(axes, 3, 0);
+    ASSERT_EQ(lines.size(), 3u) << ::testing::PrintToString(lines);
+    EXPECT_HAS(lines[0], "data_parallel_size: has no effect in this version");
+    EXPECT_EQ(lines[1], "dataloader_drop_last (true): has no effect in C++");
+    EXPECT_HAS(lines[2], "nowhere");
+  }
+}
+
+TEST(Session, CheckpointsAreAsTheConfigurationSays) {
+  const io::TempFolder folder;
+  const auto of = [](const std::string& more, comm::Mesh mesh = {}) {
+    return Session(torch::nn::Linear(2, 2).ptr(),
+                   Config::from_json(R"({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true},
+      "optimizer": {"type": "SGD"}, )" +
+                                     more + "}"),
+                   std::move(mesh));
+  };
+  auto saved = of(R"("steps_per_print": null)");
+  saved.core().states().set_full(0, shard::Quantity::Master, at::full({2, 2}, 1.001F));
+  saved.save_checkpoint(folder.path(), engine::SaveOptions{.tag = "here"});
+  const auto master = [&](const char* more) {
+    auto s = of(more);
+    EXPECT_TRUE(s.load_checkpoint(folder.path()));
+    return s.core().states().get_full(0, shard::Quantity::Master)[0][0].item<float>();
+  };
+  EXPECT_EQ(master(R"("zero_optimization": {"stage": 1})"), 1.001F);
+  EXPECT_EQ(master(R"("zero_optimization": {"stage": 1, "load_from_fp32_weights": false})"), 1.0F);
+
+  auto universal = of(R"("checkpoint": {"load_universal": true})");
+  EXPECT_HAS(testing::error_of([&] { universal.load_checkpoint(folder.path()); }), "'latest_universal'");
+
+  for (const bool fails : {true, false})
+    testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+      auto s =
+          of(fails ? R"("checkpoint": {"tag_validation": "fail"})" : R"("checkpoint": {"tag_validation": "ignore"})",
+             comm::Mesh(group));
+      const std::string text = testing::error_of(
+          [&] { s.save_checkpoint(folder / "two", engine::SaveOptions{.tag = "tag" + std::to_string(rank)}); });
+      EXPECT_EQ(text.find("different tags") != std::string::npos, fails) << text;
+    });
 }
 
 TEST(Session, WeightsForOtherTools) {

@@ -86,7 +86,8 @@ TEST(Attention, Heads) {
   EXPECT_EQ(heads(6, 2, 3), (std::tuple(Sizes{2, 2, 2}, Sizes{2, 2, 2}, 3)));
   EXPECT_EQ(heads(5, 1, 4), (std::tuple(Sizes{2, 1, 1, 1}, Sizes{2, 1, 1, 1}, 5)));
   EXPECT_HAS(error_of([] { deal_heads(3, 3, 4); }), "3 query heads are too few for 4 ranks (sequence_parallel_size)");
-  EXPECT_HAS(error_of([] { deal_heads(4, 3, 2); }), "3 key/value heads do not divide 4");
+  EXPECT_HAS(error_of([] { deal_heads(4, 3, 2, "mine"); }),
+             "[mine] sequence parallel attention: 3 key/value heads do not divide 4");
 }
 
 TEST(Attention, Errors) {

@@ -134,6 +134,8 @@ def test_attention() -> None:
 
     run_ranks(2, body)
     assert _core.deal_heads(queries=12, keys=3, ranks=2).queries == [8, 4]
+    with pytest.raises(tessera.ConfigError, match=r"^\[mine\] sequence parallel attention: 3 query heads are too few"):
+        _core.deal_heads(3, 3, 4, label="mine")
 
 
 def test_cost() -> None:

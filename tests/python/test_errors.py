@@ -18,16 +18,16 @@ def test_classes() -> None:
     assert issubclass(tessera.UsageError, RuntimeError) and issubclass(tessera.UsageError, AssertionError)
 
 
-def test_errors_of_the_core_are_builtin_classes() -> None:
+def test_errors_of_the_core_are_those_of_the_package() -> None:
     engine = tessera.Engine(make(), config())
-    with pytest.raises(ValueError, match=r"\[engine.*shape"):
+    with pytest.raises(tessera.ConfigError, match=r"\[engine.*shape"):
         tessera.state.set_full_grad(engine, engine.module.gain, torch.ones(3))
     with pytest.raises(IndexError), engine.no_sync():
         raise IndexError
     engine(*batch(0)).backward()  # no_sync was left
     engine.step()
     engine.destroy()
-    with pytest.raises(RuntimeError, match="destroyed"):
+    with pytest.raises(tessera.UsageError, match="destroyed"):
         engine.step()
 
 

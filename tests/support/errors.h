@@ -1,4 +1,4 @@
-// Test support: what an error says.
+// Test support: what an error or a warning says.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -7,6 +7,7 @@
 #include <exception>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 // `text` contains `part`.
 #define EXPECT_HAS(text, part) EXPECT_NE(std::string(text).find(part), std::string::npos) << (text)
@@ -39,5 +40,12 @@ std::string message_of(const F& call) {
   ADD_FAILURE() << "nothing was thrown";
   return {};
 }
+
+// The warnings of this thread while it lives.
+struct KeptWarnings : c10::WarningHandler {
+  void process(const c10::Warning& warning) override { lines.push_back(warning.msg()); }
+  std::vector<std::string> lines;
+  c10::WarningUtils::WarningHandlerGuard guard{this};
+};
 
 }  // namespace tessera::testing

@@ -228,7 +228,7 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
         super().destroy()
         _groups.forget(self)
 
-    def compile(  # type: ignore[override]
+    def compile(
         self,
         backend: Any = "inductor",
         compile_kwargs: dict[str, Any] | None = None,

@@ -132,7 +132,7 @@ class Engine(EngineCheckpoints, EngineMoving):
 
     def _warn(self, lines: list[str]) -> None:
         """Once, of what all ranks would say alike."""
-        for line in lines if self._dp_rank == 0 else []:
+        for line in lines if self._telling_rank() == 0 else []:
             logger.warning(line)
 
     def _partitions(self) -> bool:
@@ -316,7 +316,7 @@ class Engine(EngineCheckpoints, EngineMoving):
         with self._partition.forward():
             switched_off = core.pre_forward()
             try:
-                if switched_off and self._dp_rank == 0:
+                if switched_off and self._telling_rank() == 0:
                     logger.warning(
                         "[engine] forward runs without autocast: its configuration does not enable torch_autocast, so "
                         "the torch.autocast region around it is switched off inside"
@@ -547,8 +547,8 @@ class Engine(EngineCheckpoints, EngineMoving):
         with Region(parts_of(self.module.parameters(), writable=False)):
             yield True
 
-    def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
-        """torch.compile of the module in place; a second call does nothing. Stage 3: unit by unit."""
+    def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None) -> None:
+        """torch.compile of the module in place, with `compile_kwargs`; once. Stage 3: unit by unit."""
         if not self.is_compiled:
             self._partition.hide_from_compiler(self.module)
             self.module.compile(backend=backend, **(compile_kwargs or {}))

@@ -16,22 +16,9 @@ from tessera.errors import ConfigError
 _HEADS = 2  # dim of [sequence, batch, heads, head_dim] and of [batch, sequence, heads, head_dim]
 
 
-def deal(queries: int, keys: int, ranks: int, label: str) -> _core.Heads:
-    """How many heads each rank has; ConfigError where they cannot be dealt out."""
-    try:
-        return _core.deal_heads(queries, keys, ranks)
-    except ValueError as error:
-        raise ConfigError(f"[{label}] {_message(error)}") from None
-
-
 def check_parts(parts: Any, label: str) -> None:
     if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
         raise ConfigError(f"[{label}] parts must be an integer of 1 or more, got {parts!r}")
-
-
-def _message(error: Exception) -> str:
-    """Of an error of the core, without its origin."""
-    return str(error).split("\n", 1)[0].removeprefix("[parallel] ")
 
 
 def seq_all_to_all(
@@ -139,7 +126,7 @@ class DistributedAttention(nn.Module):
         if self.group.size == 1:
             query, key = self._rotated(query, key, rotary_pos_emb, sequence)
             return self.local_attn(query, key, value, *args, **kwargs)
-        deal(query.size(_HEADS), key.size(_HEADS), self.group.size, "DistributedAttention")
+        _core.deal_heads(query.size(_HEADS), key.size(_HEADS), self.group.size, "DistributedAttention")
         parts = _core.HeadParts(query, key, value, _core.SequenceCut(self.group, sequence, parts=self.parts))
         flat = False
         for part in range(len(parts)):

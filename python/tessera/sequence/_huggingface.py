@@ -21,7 +21,7 @@ from torch import nn
 
 from tessera import _core
 from tessera.errors import ConfigError
-from tessera.sequence._attention import check_parts, deal
+from tessera.sequence._attention import check_parts
 from tessera.sequence._documents import Attention, Ranges, attend, documents
 from tessera.sequence._groups import SequenceParallelGroups, initialize_sequence_parallel
 
@@ -152,7 +152,7 @@ class UlyssesSPAttentionHF:
     ) -> tuple[torch.Tensor, None]:
         self._check(module, query, key, kwargs)
         rows = self._documents(kwargs, query.size(2) * self.group.size)
-        deal(query.size(1), key.size(1), self.group.size, _LABEL)
+        _core.deal_heads(query.size(1), key.size(1), self.group.size, _LABEL)
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # to [batch, sequence, heads, head_dim]
         parts = _core.HeadParts(q, k, v, _core.SequenceCut(self.group, 1, parts=self.parts))
         kwargs = {name: given for name, given in kwargs.items() if name not in _LOCAL_LENGTHS}

@@ -51,3 +51,10 @@ def test_a_destroyed_engine_leaves_a_module_that_runs(stage: int) -> None:
     assert torch.equal(engine(x, y), expected)
     engine.destroy()
     assert torch.equal(model(x, y), expected)
+
+
+def test_arguments_that_nobody_reads_are_refused() -> None:
+    engine = tessera.Engine(make(), config())
+    with pytest.raises(TypeError, match="fullgraph"):
+        engine.compile(fullgraph=True)  # type: ignore[call-arg]
+    engine.destroy()

@@ -7,7 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-from support import PROCESSES, config, engines, make
+import torch
+from support import PROCESSES, batch, config, make, run_mesh
+
+import tessera
 
 PROGRAM = """
 import logging, sys
@@ -62,9 +65,21 @@ def test_the_users_own_logging_rules(setup: str, expected: list[str], tmp_path: 
     assert lines == expected
 
 
-def test_warnings_of_the_configuration_come_from_one_rank(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("axis", ["dp", "sp", "tp"])
+def test_warnings_come_from_one_rank(axis: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "tessera")
-    engines(make(), 2, config(1, data_parallel_size=4), lambda engine, rank: None)
-    assert [record.message for record in caplog.records if "data_parallel" in record.message] == [
-        "data_parallel_size: has no effect in this version; the process group says how many ranks there are"
-    ]
+    models = [make(), make()]
+
+    def body(rank: int, mesh: tessera.Mesh) -> None:
+        engine = tessera.Engine(models[rank], config(1, data_parallel_size=4), group=mesh)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            engine(*batch(rank))
+        engine.destroy()
+
+    run_mesh(body, **{axis: 2})
+    words = ("data_parallel", "without autocast")
+    lines = [record.message for record in caplog.records if any(word in record.message for word in words)]
+    assert len(lines) == 2 and "switched off inside" in lines[1]
+    assert (
+        lines[0] == "data_parallel_size: has no effect in this version; the process group says how many ranks there are"
+    )
