@@ -561,21 +561,3 @@ def test_an_exception_in_backward_keeps_what_had_accumulated(stage: int, unit: i
     expected = plain_grads(model, 2, lambda m, rank: use(m, m, rank))
     for grads in engines(model, 2, cfg, body):
         assert_close(grads, expected)
-
-
-def test_double_backward_does_not_corrupt() -> None:
-    model = make()
-    plain = copy.deepcopy(model)
-    engine = tessera.Engine(model, config(0))
-    x, y = batch(0)
-    leaf = x.clone().requires_grad_(True)
-
-    def penalty(m: Any) -> torch.Tensor:
-        loss = m(leaf, y)
-        (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
-        return loss + gradient.pow(2).sum()
-
-    penalty(engine).backward()
-    penalty(plain).backward()
-    assert_close(full_grads(engine), {name: p.grad for name, p in plain.named_parameters()})
-    engine.destroy()

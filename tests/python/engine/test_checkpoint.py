@@ -336,6 +336,7 @@ def test_16bit_weights_of_a_live_engine(stage: int, world: int, tmp_path: Path) 
         steps(engine, rank, 0, 1)
         assert engine.save_16bit_model(tmp_path)
         assert engine.save_fp16_model(tmp_path, "trained.safetensors")
+        assert engine.save_16bit_model(tmp_path, "small.bin", exclude_frozen_parameters=True)
         assert engine.save_16bit_model(tmp_path / "st", "model.safetensors", True, max_shard_size=100)
         assert engine.save_16bit_model(tmp_path / "bin", max_shard_size="100")
         with pytest.raises(tessera.errors.IoError, match=r"pytorch_model\.bin"):
@@ -355,6 +356,8 @@ def test_16bit_weights_of_a_live_engine(stage: int, world: int, tmp_path: Path) 
     assert state["first.weight"].dtype == torch.bfloat16
     assert state.pop("_extra_state") == {"calls": 1}
     assert same(state, held)
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in state.values()), "no more than the tensor"
+    assert torch.load(tmp_path / "small.bin").keys() == model.state_dict().keys() - {"frozen"}
     model.load_state_dict(state, strict=False)
 
     whole = load_file(tmp_path / "trained.safetensors")
