@@ -231,6 +231,40 @@ def assert_close(
             torch.testing.assert_close(got.float(), value.float(), msg=lambda m, n=name: f"{n}: {m}", **tolerance)
 
 
+def one_backward(model: Any, rank: int) -> None:
+    model(*batch(rank)).backward()
+
+
+def same_gradients(
+    model: nn.Module,
+    world: int,
+    cfg: dict[str, Any],
+    body: Callable[[Any, int], Any] = one_backward,
+    plain: Callable[[Any, int], Any] | None = None,
+    then: Callable[[Any, int], Any] | None = None,
+    scale: float = 1.0,
+    bf16: bool = False,
+) -> None:
+    """What body(engine, rank) leaves is `scale` times what `plain` (None: body) leaves in plain PyTorch.
+    then(engine, rank): when the gradients were read."""
+    want = plain_grads(model, world, body if plain is None else plain, scale)
+
+    def on_engine(engine: tessera.Engine, rank: int) -> Any:
+        body(engine, rank)
+        grads = full_grads(engine)
+        if then is not None:
+            then(engine, rank)
+        return grads
+
+    for grads in engines(model, world, cfg, on_engine):
+        assert_close(grads, want, bf16)
+
+
+def applied_step(engine: tessera.Engine, rank: int) -> None:
+    engine.step()
+    assert engine.was_step_applied()
+
+
 def weights(model: nn.Module) -> dict[str, torch.Tensor | None]:
     with tessera.zero.GatheredParameters(model.parameters()):
         return {name: param.detach().clone() for name, param in model.named_parameters()}

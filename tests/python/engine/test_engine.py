@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import (
     Net,
+    applied_step,
     assert_close,
     batch,
     config,
@@ -18,6 +19,7 @@ from support import (
     mse,
     plain_grads,
     run_ranks,
+    same_gradients,
     shard_group,
     weights,
     with_client,
@@ -27,6 +29,11 @@ from torch import nn
 import tessera
 
 STAGES = [0, 1, 2, 3]
+
+
+def several(model: Any, rank: int, count: int) -> None:
+    for k in range(count):
+        model(*batch(10 * rank + k)).backward()
 
 
 def micro(engine: Any, seed: int) -> None:
@@ -67,22 +74,16 @@ def test_accumulation_and_counters(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_manual_boundary(stage: int) -> None:
-    model = make()
-
-    def body(engine: tessera.Engine, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> None:
         for k in range(4):
             engine.set_gradient_accumulation_boundary(k == 3)
             assert engine.is_gradient_accumulation_boundary() == (k == 3)
             engine(*batch(10 * rank + k)).backward()
-            if k == 3:
-                grads = full_grads(engine)
-            engine.step()
-            assert engine.was_step_applied() == (k == 3)
-        return grads
+            if k < 3:
+                engine.step()
+                assert not engine.was_step_applied()
 
-    expected = plain_grads(model, 2, lambda m, rank: [m(*batch(10 * rank + k)).backward() for k in range(4)])
-    for grads in engines(model, 2, config(stage), body):
-        assert_close(grads, expected)
+    same_gradients(make(), 2, config(stage), body, lambda m, rank: several(m, rank, 4), applied_step)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -117,7 +118,7 @@ def test_unmanaged_accumulation_equals_managed(stage: int) -> None:
 def test_no_sync_is_local(stage: int) -> None:
     model = make()
 
-    def body(engine: tessera.Engine, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> None:
         shard_group(engine).reset_stats()
         with engine.no_sync():
             engine(*batch(rank)).backward()
@@ -131,39 +132,28 @@ def test_no_sync_is_local(stage: int) -> None:
             with pytest.raises(RuntimeError, match="no_sync"), engine.no_sync():
                 pass
         engine(*batch(rank + 10)).backward()
-        return full_grads(engine)
 
     def plain(m: nn.Module, rank: int) -> None:
         m(*batch(rank)).backward()
         m(*batch(rank + 10)).backward()
 
-    for grads in engines(model, 2, config(stage), body):
-        assert_close(grads, plain_grads(model, 2, plain))
+    same_gradients(model, 2, config(stage), body, plain)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_coalesced_reduction(stage: int) -> None:
-    model = make()
-
-    def body(engine: tessera.Engine, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> None:
         shard_group(engine).reset_stats()
         with engine.coalesce_grad_reduction():
-            for k in range(3):
-                engine(*batch(10 * rank + k)).backward()
+            several(engine, rank, 3)
             stats = shard_group(engine).stats()
             assert stats.all_reduce.calls + stats.reduce_scatter.calls == 0
             with pytest.raises(RuntimeError, match="coalesce_grad_reduction"):
                 engine.step()
             with pytest.raises(RuntimeError, match="no_sync"), engine.no_sync():
                 pass
-        grads = full_grads(engine)
-        engine.step()
-        assert engine.was_step_applied()
-        return grads
 
-    expected = plain_grads(model, 2, lambda m, rank: [m(*batch(10 * rank + k)).backward() for k in range(3)])
-    for grads in engines(model, 2, config(stage), body):
-        assert_close(grads, expected)
+    same_gradients(make(), 2, config(stage), body, lambda m, rank: several(m, rank, 3), applied_step)
 
 
 @pytest.mark.parametrize("call", ["engine", "module", "optimizer"])
