@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import OPTIMIZERS, Net, batch, config, engines, make, run, weights, with_client
+from support import OPTIMIZERS, Net, batch, config, engines, make, run, weights
 from torch import nn
 
 import tessera
@@ -40,21 +40,21 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 def test_a_run_goes_on_with_every_optimizer(name: str, stage: int, tmp_path: Path) -> None:
     cfg = config(stage, zero_allow_untested_optimizer=True)
 
-    def save(engine: Any, client: Any, rank: int) -> Any:
+    def save(engine: Any, rank: int) -> Any:
         steps(engine, rank, 0, 3)
-        client.param_groups[0]["lr"] = client.param_groups[0]["lr"] * 0.5
+        engine.client_optimizer.param_groups[0]["lr"] = engine.client_optimizer.param_groups[0]["lr"] * 0.5
         assert engine.save_checkpoint(tmp_path)
         return steps(engine, rank, 3, 3), weights(engine.module)
 
-    def load(engine: Any, client: Any, rank: int) -> Any:
+    def load(engine: Any, rank: int) -> Any:
         path, state = engine.load_checkpoint(tmp_path)
         assert path == str(tmp_path / "global_step3")
         assert state == {}
         assert engine.global_steps == 3
         return steps(engine, rank, 3, 3), weights(engine.module)
 
-    saved = with_client(make(Net), 2, cfg, OPTIMIZERS[name], save)
-    loaded = with_client(make(Net, seed=5), 2, cfg, OPTIMIZERS[name], load)
+    saved = engines(make(Net), 2, cfg, save, client=OPTIMIZERS[name])
+    loaded = engines(make(Net, seed=5), 2, cfg, load, client=OPTIMIZERS[name])
     for (losses, values), (losses_after, values_after) in zip(saved, loaded, strict=True):
         assert losses == losses_after
         assert same(values, values_after)
@@ -70,19 +70,19 @@ def test_states_of_a_clients_optimizer_move_between_ranks_and_stages(name: str, 
             for k in keys
         }
 
-    def save(engine: Any, client: Any, rank: int) -> Any:
+    def save(engine: Any, rank: int) -> Any:
         run(engine, rank, 2)
         engine.save_checkpoint(tmp_path)
         return states(engine)
 
-    def load(engine: Any, client: Any, rank: int) -> Any:
+    def load(engine: Any, rank: int) -> Any:
         engine.load_checkpoint(tmp_path)
         return states(engine)
 
-    saved = with_client(make(Net), 2, config(2, zero_allow_untested_optimizer=True), OPTIMIZERS[name], save)
+    saved = engines(make(Net), 2, config(2, zero_allow_untested_optimizer=True), save, client=OPTIMIZERS[name])
     for world, stage in ((1, 0), (3, 1), (2, 3)):
         cfg = config(stage, zero_allow_untested_optimizer=True)
-        for values in with_client(make(Net, seed=5), world, cfg, OPTIMIZERS[name], load):
+        for values in engines(make(Net, seed=5), world, cfg, load, client=OPTIMIZERS[name]):
             assert same(values, saved[0])
 
 
@@ -328,8 +328,9 @@ def test_a_full_disk_or_a_folder_without_rights_is_an_error_and_training_goes_on
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world", [1, 2])
 def test_16bit_weights_of_a_live_engine(stage: int, world: int, tmp_path: Path) -> None:
-    cfg = config(stage, bf16=True, data_types={"buffer_dtype": "bf16"})
-    cfg["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    cfg = config(
+        stage, bf16=True, zero={"stage3_gather_16bit_weights_on_model_save": True}, data_types={"buffer_dtype": "bf16"}
+    )
     load_file = pytest.importorskip("safetensors.torch").load_file
 
     def body(engine: Any, rank: int) -> Any:
@@ -491,7 +492,7 @@ def test_what_fails_on_one_rank_is_an_error_on_all_and_training_goes_on(form: st
     cfg = config(1, zero_allow_untested_optimizer=True, checkpoint={"format": form})
     said = "save_dir" if what == "save_dir" else "cannot save"
 
-    def body(engine: Any, client: Any, rank: int) -> None:
+    def body(engine: Any, rank: int) -> None:
         run(engine, rank, 1)
         bad = rank == (1 if what in ("save_dir", "optimizer") else 0)
         arguments: dict[str, Any] = {"client_state": {"f": lambda: 0} if bad and what == "client_state" else {}}
@@ -500,13 +501,13 @@ def test_what_fails_on_one_rank_is_an_error_on_all_and_training_goes_on(form: st
         if what == "extra":
             engine.module.extra = lambda: 0
         if what == "optimizer" and bad:
-            client.state[client.param_groups[0]["params"][0]]["f"] = lambda: 0
+            engine.client_optimizer.state[engine.client_optimizer.param_groups[0]["params"][0]]["f"] = lambda: 0
         with pytest.raises(tessera.errors.ConfigError, match=said):
             engine.save_checkpoint("" if bad and what == "save_dir" else tmp_path, **arguments)
         run(engine, rank, 1)
 
     more = {"lr_scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 2)} if what == "schedule" else {}
-    with_client(make(WithExtra), 2, cfg, OPTIMIZERS["rmsprop"], body, **more)
+    engines(make(WithExtra), 2, cfg, body, client=OPTIMIZERS["rmsprop"], **more)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

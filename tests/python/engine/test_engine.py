@@ -22,7 +22,6 @@ from support import (
     same_gradients,
     shard_group,
     weights,
-    with_client,
 )
 from torch import nn
 
@@ -210,7 +209,7 @@ def test_clipping_by_hand_equals_the_configured(stage: int, way: str) -> None:
         return torch.optim.SGD(params, lr=rate)
 
     def train(clipping: float) -> Any:
-        def body(engine: tessera.Engine, _client: Any, rank: int) -> Any:
+        def body(engine: tessera.Engine, rank: int) -> Any:
             for k in range(4):
                 engine.backward(engine(*batch(10 * rank + k)))
                 if clipping == 0 and k % 2:
@@ -225,7 +224,7 @@ def test_clipping_by_hand_equals_the_configured(stage: int, way: str) -> None:
                 engine.step()
             return weights(engine.module)
 
-        return with_client(make(), 2, config(stage, 2, gradient_clipping=clipping, **more), factory, body)
+        return engines(make(), 2, config(stage, 2, gradient_clipping=clipping, **more), body, client=factory)
 
     for got, want in zip(train(0.0), train(0.1), strict=True):
         assert_close(got, want, bf16=bool(more))

@@ -22,12 +22,9 @@ ADAM = {"type": "AdamW", "params": {"lr": 0.01}}
 
 
 def away(stage: int, folder: Path, params: bool = False, **more: Any) -> dict[str, Any]:
-    cfg = config(stage, optimizer=ADAM, bf16=True, **more)
     disk = {"device": "nvme", "nvme_path": str(folder)}
-    cfg["zero_optimization"]["offload_optimizer"] = disk
-    if params:
-        cfg["zero_optimization"]["offload_param"] = disk | {"max_in_cpu": 0}
-    return cfg
+    zero = {"offload_optimizer": disk} | ({"offload_param": disk | {"max_in_cpu": 0}} if params else {})
+    return config(stage, optimizer=ADAM, bf16=True, zero=zero, **more)
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -81,9 +78,8 @@ def test_unused_parameters_are_an_error_where_the_configuration_says_so(stage: i
                 return self.head(self.embed(x)).square().mean()
             return super().forward(x, y)
 
-    cfg = config(stage, accumulation=2, optimizer=ADAM)
-    cfg["zero_optimization"].update(ignore_unused_parameters=False, offload_optimizer={"device": "cpu"})
-    engines(make(Skipping), world, cfg, body)
+    zero = {"ignore_unused_parameters": False, "offload_optimizer": {"device": "cpu"}}
+    engines(make(Skipping), world, config(stage, accumulation=2, optimizer=ADAM, zero=zero), body)
 
 
 @PLACES
@@ -231,8 +227,8 @@ def test_states_away_for_a_while(stage: int, tmp_path: Path) -> None:
                 assert engine.core.memory().disk == 0
         return weights(engine.module)
 
-    cfg = config(stage, optimizer=ADAM, bf16=True)
-    cfg["zero_optimization"]["offload_optimizer"] = {"device": "none", "nvme_path": str(tmp_path)}
+    zero = {"offload_optimizer": {"device": "none", "nvme_path": str(tmp_path)}}
+    cfg = config(stage, optimizer=ADAM, bf16=True, zero=zero)
     moves = False
     here = engines(make(), 2, cfg, body)
     moves = True
@@ -292,8 +288,7 @@ def test_checkpoints_of_states_on_a_disk(stage: int, params: bool, tmp_path: Pat
 
 
 def test_host_memory_on_a_cpu_says_so_once(capfd: pytest.CaptureFixture[str]) -> None:
-    cfg = config(1, optimizer=ADAM)
-    cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    cfg = config(1, optimizer=ADAM, zero={"offload_optimizer": {"device": "cpu"}})
     engine = tessera.initialize(model=make(), config=cfg)[0]
     assert capfd.readouterr().err.count("changes nothing") == 1
     assert engine.core.memory().host == 0

@@ -78,10 +78,10 @@ def ours(model: nn.Module, stage: int, world: int, accumulation: int, bf16: bool
         stage,
         accumulation,
         bf16,
+        zero,
         gradient_clipping=0.5,
         optimizer={"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
     )
-    cfg["zero_optimization"] |= zero
     return engines(model, world, cfg, body)
 
 
@@ -127,8 +127,8 @@ def test_bucket_size_does_not_change_a_bit(stage: int, world: int) -> None:
                 engine.step()
             return weights(engine.module)
 
-        cfg = config(stage, zero_optimization={"stage": stage, **zero})
-        cfg["tessera"] = {"min_unit_elements": 1}
+        # Stage 3 with the persistence threshold of the defaults.
+        cfg = config(stage, zero_optimization={"stage": stage, **zero}, tessera={"min_unit_elements": 1})
         return engines(Odd(), world, cfg, body)[0]
 
     want = run()

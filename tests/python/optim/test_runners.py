@@ -7,19 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
-    OPTIMIZERS,
-    Factory,
-    assert_close,
-    batch,
-    config,
-    engines,
-    make,
-    run,
-    train_plain,
-    weights,
-    with_client,
-)
+from support import OPTIMIZERS, Factory, assert_close, batch, config, engines, make, run, train_plain, weights
 from torch import nn
 
 import tessera
@@ -38,7 +26,7 @@ def test_bf16_masters(kind: str, stage: int) -> None:
         "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-5),
     }[kind]
 
-    def body(engine: tessera.Engine, client: Any, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> Any:
         first = {
             name: tessera.state.get_full_fp32_param(engine, p).clone() for name, p in engine.module.named_parameters()
         }
@@ -51,7 +39,7 @@ def test_bf16_masters(kind: str, stage: int) -> None:
         return None
 
     cfg = config(stage, bf16=True, zero_allow_untested_optimizer=True)
-    with_client(model, 2, cfg, factory, body)
+    engines(model, 2, cfg, body, client=factory)
 
 
 def test_client_identity_and_live_state_at_stage_0() -> None:
@@ -222,21 +210,21 @@ def test_weights_and_states_are_all_of_a_run(stage: int, kind: str, mode: str) -
     def masters(engine: tessera.Engine) -> dict[str, torch.Tensor | None]:
         return {n: tessera.state.get_full_fp32_param(engine, p) for n, p in engine.module.named_parameters()}
 
-    def first(engine: tessera.Engine, client: Any, rank: int) -> Any:
+    def first(engine: tessera.Engine, rank: int) -> Any:
         steps(engine, 0, 3, rank)
         saved[rank] = copy.deepcopy((engine.module_state_dict(), engine.optimizer.state_dict()))
         steps(engine, 3, 5, rank)
         return masters(engine)
 
-    def second(engine: tessera.Engine, client: Any, rank: int) -> Any:
+    def second(engine: tessera.Engine, rank: int) -> Any:
         module, optimizer = saved[rank]
         engine.load_module_state_dict(module)
         engine.optimizer.load_state_dict(optimizer)
         steps(engine, 3, 5, rank)
         return masters(engine)
 
-    want = with_client(make(), 2, cfg, OPTIMIZERS[kind], first)
-    got = with_client(make(seed=9), 2, cfg, OPTIMIZERS[kind], second)
+    want = engines(make(), 2, cfg, first, client=OPTIMIZERS[kind])
+    got = engines(make(seed=9), 2, cfg, second, client=OPTIMIZERS[kind])
     for a, b in zip(got, want, strict=True):
         assert all(torch.equal(a[name], b[name]) for name in b)
 

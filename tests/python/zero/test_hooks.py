@@ -50,10 +50,7 @@ def test_parameters_are_whole_only_in_their_modules() -> None:
         for names in seen:
             assert {name.split(".")[1] for name in names if name.startswith("blocks")} in ({"0"}, {"1"})
 
-    cfg = config(3)
-    cfg["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
-    cfg["tessera"] = {"min_unit_elements": 1}
-    engines(make(), 2, cfg, body)
+    engines(make(), 2, config(3, zero={"stage3_prefetch_bucket_size": 0}, tessera={"min_unit_elements": 1}), body)
 
 
 def test_small_parameters_stay() -> None:
@@ -62,9 +59,7 @@ def test_small_parameters_stay() -> None:
         engine(*batch(rank)).backward()
         engine.step()
 
-    cfg = config(3)
-    cfg["zero_optimization"]["stage3_param_persistence_threshold"] = 7
-    engines(make(), 2, cfg, body)
+    engines(make(), 2, config(3, zero={"stage3_param_persistence_threshold": 7}), body)
 
 
 class Tied(nn.Module):

@@ -64,9 +64,8 @@ def test_leaf_modules_with_different_experts_do_not_hang(world: int, min_unit: i
         engine.step()
         weights(engine.module)
 
-    cfg = config(3)
-    cfg["zero_optimization"]["leaf_module"] = {"classes": ["Experts"]}
-    cfg["tessera"] = {"min_unit_elements": min_unit}
+    leaves = {"leaf_module": {"classes": ["Experts"]}}
+    cfg = config(3, zero=leaves, tessera={"min_unit_elements": min_unit})
     same_gradients(make(Mixture), world, cfg, pattern, then=step)
 
 
@@ -96,8 +95,7 @@ def test_leaf_marks(zero: Any) -> None:
 
 
 def test_a_leaf_of_the_configuration_that_matches_nothing_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    cfg = config(3)
-    cfg["zero_optimization"]["leaf_module"] = {"classes": ["Missing"], "names": "nowhere"}
+    cfg = config(3, zero={"leaf_module": {"classes": ["Missing"], "names": "nowhere"}})
     with caplog.at_level(logging.WARNING, logger="tessera"):
         tessera.Engine(make(), cfg).destroy()
     text = caplog.text
@@ -112,8 +110,7 @@ def test_modules_finer_than_the_threshold_are_leaves(
 ) -> None:
     """A layer has 6 modules (itself, the list, four experts) with 4 * 56 elements: 37.3 each."""
     model = make(Mixture, 2)
-    cfg = config(3)
-    cfg["zero_optimization"]["stage3_module_granularity_threshold"] = threshold
+    cfg = config(3, zero={"stage3_module_granularity_threshold": threshold})
 
     def body(engine: tessera.Engine, rank: int) -> Any:
         found = tessera.utils.get_z3_leaf_modules(engine.module)
