@@ -245,6 +245,32 @@ def assert_close(
             torch.testing.assert_close(got.float(), value.float(), msg=lambda m, n=name: f"{n}: {m}", **tolerance)
 
 
+def micro(engine: Any, seed: int) -> None:
+    engine(*batch(seed)).backward()
+    engine.step()
+
+
+def losses_of(engine: Any, rank: int = 0, first: int = 0, count: int = 2) -> list[float]:
+    """Of micro-batches first, first + 1, ... of this rank, which are trained."""
+    losses = []
+    for k in range(first, first + count):
+        loss = engine(*(t.to(engine.device) for t in batch(10 * rank + k)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def masters(engine: tessera.Engine) -> dict[str, torch.Tensor]:
+    """Collective: the fp32 values of trained parameters by name."""
+    values = {name: tessera.state.get_full_fp32_param(engine, p) for name, p in engine.module.named_parameters()}
+    return {name: value.clone() for name, value in values.items() if value is not None}
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
 def one_backward(model: Any, rank: int) -> None:
     model(*batch(rank)).backward()
 

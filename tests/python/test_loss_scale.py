@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Net, batch, config, engines, free_port, full_grads, make, mse, run_processes, weights
+from support import Net, batch, config, engines, free_port, full_grads, make, mse, run_processes, same_bits, weights
 from tessera.loss_scale import LossScaler
 
 import tessera
@@ -23,10 +23,6 @@ def fp16(stage: int = 0, accumulation: int = 1, section: dict[str, Any] | None =
 
 def poisoned(loss: torch.Tensor, here: bool) -> torch.Tensor:
     return loss * float("inf") if here else loss
-
-
-def equal(a: Any, b: Any) -> bool:
-    return all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -48,16 +44,16 @@ def test_unscaled_backward_raises_on_every_rank_and_the_engine_goes_on(stage: in
                 torch.autograd.backward([engine(x), engine(x)], [torch.ones_like(out)] * 2)
             assert all(param.grad is None for param in engine.module.parameters())
             assert not engine.core.has_gradients()
-            assert equal(weights(engine.module), before)
+            assert same_bits(weights(engine.module), before)
             engine.scale(mse(engine(x), y)).backward()
             engine.step()
             assert engine.was_step_applied() and engine.global_steps == iteration + 1
             after = weights(engine.module)
-            assert not equal(after, before)
+            assert not same_bits(after, before)
             before = after
         engine.module(*batch(rank)).backward()  # beside the engine: not guarded, an update of the usual size
         engine.step()
-        assert engine.was_step_applied() and not equal(weights(engine.module), before)
+        assert engine.was_step_applied() and not same_bits(weights(engine.module), before)
 
     engines(make(), world, fp16(stage), body)
 
@@ -107,7 +103,7 @@ def test_a_refused_backward_leaves_no_factor(stage: int) -> None:
     results = []
     for body.refused in (False, True):
         results.append(engines(make(), 2, fp16(stage, accumulation=4), body)[0])
-    assert equal(*results)
+    assert same_bits(*results)
 
 
 def test_an_output_that_only_hands_inputs_through_needs_no_scale() -> None:
@@ -207,7 +203,7 @@ def test_overflow_schedule(stage: int) -> None:
             engine.backward(poisoned(engine(*batch(rank)), bad and rank == 1))
             engine.step()
             assert engine.was_step_applied() is not bad and engine.optimizer.overflow is bad
-            assert equal(weights(engine.module), before) is bad
+            assert same_bits(weights(engine.module), before) is bad
             assert engine.lr_scheduler.last_batch_iteration == done + (not bad)
             assert (engine.global_steps, engine.skipped_steps) == (number + 1, skipped)
             assert engine.optimizer.cur_scale == engine.optimizer.loss_scale == scale, number
@@ -399,4 +395,4 @@ def test_processes(tmp_path: Path) -> None:
     first = torch.load(tmp_path / "0-0.pt")
     for stage in STAGES:
         for rank in range(2):
-            assert equal(torch.load(tmp_path / f"{stage}-{rank}.pt"), first)
+            assert same_bits(torch.load(tmp_path / f"{stage}-{rank}.pt"), first)

@@ -16,9 +16,12 @@ from support import (
     engines,
     full_grads,
     make,
+    masters,
+    micro,
     mse,
     plain_grads,
     run_ranks,
+    same_bits,
     same_gradients,
     shard_group,
     weights,
@@ -33,11 +36,6 @@ STAGES = [0, 1, 2, 3]
 def several(model: Any, rank: int, count: int) -> None:
     for k in range(count):
         model(*batch(10 * rank + k)).backward()
-
-
-def micro(engine: Any, seed: int) -> None:
-    engine(*batch(seed)).backward()
-    engine.step()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -174,7 +172,7 @@ def test_zero_grad_makes_a_replay_bit_equal(stage: int, bf16: bool, call: str) -
     model = make()
     cfg = config(stage, bf16=bf16)
     for got, want in zip(engines(model, 2, cfg, body), engines(model, 2, cfg, direct), strict=True):
-        assert all(torch.equal(got[name], want[name]) for name in want)
+        assert same_bits(got, want)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -265,7 +263,7 @@ def test_nan_gradients_skip_the_step_in_bf16(stage: int) -> None:
         assert engine.lr_scheduler.last_batch_iteration == -1
         assert engine.optimizer.overflow
         after = weights(engine.module)
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert same_bits(before, after)
         micro(engine, rank)
         assert engine.was_step_applied() and not engine.optimizer.overflow
         assert engine.lr_scheduler.last_batch_iteration == 0
@@ -395,8 +393,7 @@ def test_loading_weights_after_initialize(stage: int, bf16: bool, way: str) -> N
             want = source.get_parameter(name).to(dtype).float() - 0.1 * grads[name]
             torch.testing.assert_close(param.float(), want.to(dtype).float(), rtol=1e-2 if bf16 else 1e-5, atol=1e-5)
         load(engine)
-        for name, param in engine.module.named_parameters():
-            master = tessera.state.get_full_fp32_param(engine, param)
+        for name, master in masters(engine).items():
             assert torch.equal(master, source.get_parameter(name).to(dtype).float()), name
 
     engines(make(), 2, config(stage, bf16=bf16), body)
@@ -413,12 +410,11 @@ def test_a_partial_load_leaves_other_masters_exact(stage: int, way: str) -> None
 
     def body(engine: tessera.Engine, rank: int) -> None:
         micro(engine, rank)
-        read = lambda: {n: tessera.state.get_full_fp32_param(engine, p) for n, p in engine.module.named_parameters()}  # noqa: E731
-        before = read()
+        before = masters(engine)
         assert any(not torch.equal(v, v.bfloat16().float()) for v in before.values()), "masters hold more than bf16"
         fn = {"custom_load_fn": write} if way == "custom_load_fn" else {}
         engine.load_module_state_dict({"head.weight": loaded}, strict=False, **fn)
-        after = read()
+        after = masters(engine)
         assert torch.equal(after.pop("head.weight"), loaded.bfloat16().float())
         assert all(torch.equal(value, before[name]) for name, value in after.items())
 
@@ -437,7 +433,7 @@ def test_ranks_start_with_the_values_of_rank_0() -> None:
     models = [make(Net, seed=rank) for rank in range(3)]
     want = weights(models[0])
     for values in run_ranks(3, body):
-        assert all(torch.equal(values[name], want[name]) for name in want)
+        assert same_bits(values, want)
 
 
 def test_thawed_parameters_warn() -> None:

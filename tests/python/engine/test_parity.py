@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, config, engines, mse, plain_grads, shard_group, weights
+from support import assert_close, config, engines, masters, mse, plain_grads, same_bits, shard_group, weights
 from torch import nn
 
 import tessera
@@ -71,8 +71,7 @@ def ours(model: nn.Module, stage: int, world: int, accumulation: int, bf16: bool
             engine(*data(rank, k)).backward()
             engine.step()
         assert engine.global_steps == STEPS
-        masters = {n: tessera.state.get_full_fp32_param(engine, p).clone() for n, p in engine.module.named_parameters()}
-        return {**{f"master {n}": m for n, m in masters.items()}, **weights(engine.module)}
+        return {**{f"master {name}": value for name, value in masters(engine).items()}, **weights(engine.module)}
 
     cfg = config(
         stage,
@@ -134,9 +133,9 @@ def test_bucket_size_does_not_change_a_bit(stage: int, world: int) -> None:
     want = run()
     for size in (1, 17, 40):
         got = run(reduce_bucket_size=size)
-        assert all(torch.equal(got[name], want[name]) for name in want)
+        assert same_bits(got, want)
     got = run(overlap_comm=False)
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert same_bits(got, want)
 
 
 def test_collectives_of_a_step() -> None:

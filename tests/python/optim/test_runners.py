@@ -7,7 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from support import OPTIMIZERS, Factory, assert_close, batch, config, engines, make, run, train_plain, weights
+from support import (
+    OPTIMIZERS,
+    Factory,
+    assert_close,
+    batch,
+    config,
+    engines,
+    losses_of,
+    make,
+    masters,
+    run,
+    same_bits,
+    train_plain,
+    weights,
+)
 from torch import nn
 
 import tessera
@@ -26,17 +40,13 @@ def test_bf16_masters(kind: str, stage: int) -> None:
         "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-5),
     }[kind]
 
-    def body(engine: tessera.Engine, rank: int) -> Any:
-        first = {
-            name: tessera.state.get_full_fp32_param(engine, p).clone() for name, p in engine.module.named_parameters()
-        }
+    def body(engine: tessera.Engine, rank: int) -> None:
+        first = masters(engine)
         assert all(torch.equal(first[name], p.bfloat16().float()) for name, p in weights(model).items())
         run(engine, rank, 5)
-        for name, param in engine.module.named_parameters():
-            master = tessera.state.get_full_fp32_param(engine, param)
-            assert torch.equal(master.bfloat16(), param), name
+        for name, master in masters(engine).items():
+            assert torch.equal(master.bfloat16(), engine.module.get_parameter(name)), name
             assert not torch.equal(master, first[name]), name
-        return None
 
     cfg = config(stage, bf16=True, zero_allow_untested_optimizer=True)
     engines(model, 2, cfg, body, client=factory)
@@ -202,31 +212,23 @@ def test_weights_and_states_are_all_of_a_run(stage: int, kind: str, mode: str) -
     cfg = config(stage, zero_allow_untested_optimizer=True, **sections[mode])
     saved: dict[int, Any] = {}
 
-    def steps(engine: tessera.Engine, first: int, last: int, rank: int) -> None:
-        for k in range(first, last):
-            engine.backward(engine(*batch(10 * rank + k)))
-            engine.step()
-
-    def masters(engine: tessera.Engine) -> dict[str, torch.Tensor | None]:
-        return {n: tessera.state.get_full_fp32_param(engine, p) for n, p in engine.module.named_parameters()}
-
     def first(engine: tessera.Engine, rank: int) -> Any:
-        steps(engine, 0, 3, rank)
+        losses_of(engine, rank, 0, 3)
         saved[rank] = copy.deepcopy((engine.module_state_dict(), engine.optimizer.state_dict()))
-        steps(engine, 3, 5, rank)
+        losses_of(engine, rank, 3, 2)
         return masters(engine)
 
     def second(engine: tessera.Engine, rank: int) -> Any:
         module, optimizer = saved[rank]
         engine.load_module_state_dict(module)
         engine.optimizer.load_state_dict(optimizer)
-        steps(engine, 3, 5, rank)
+        losses_of(engine, rank, 3, 2)
         return masters(engine)
 
     want = engines(make(), 2, cfg, first, client=OPTIMIZERS[kind])
     got = engines(make(seed=9), 2, cfg, second, client=OPTIMIZERS[kind])
     for a, b in zip(got, want, strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in b)
+        assert same_bits(a, b)
 
 
 def test_masters_of_another_model_are_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import OPTIMIZERS, assert_close, config, engines, make, run, train_plain, weights
+from support import OPTIMIZERS, assert_close, config, engines, make, masters, run, same_bits, train_plain, weights
 
 import tessera
 from tessera import state, utils
@@ -60,9 +60,9 @@ def test_written_values_rule_the_next_step(stage: int, bf16: bool) -> None:
             f"{key} {name}": utils.safe_get_full_optimizer_state(param, key)
             for name, param in named
             for key in KEYS["rmsprop"]
-        } | {name: state.get_full_fp32_param(engine, param) for name, param in named}
+        } | masters(engine)
         run(engine, rank + 5, 1)
-        return {name: state.get_full_fp32_param(engine, param) for name, param in named}
+        return masters(engine)
 
     def written(engine: tessera.Engine, rank: int) -> Any:
         run(engine, rank + 7, 1)
@@ -73,12 +73,12 @@ def test_written_values_rule_the_next_step(stage: int, bf16: bool) -> None:
                 assert torch.equal(utils.safe_get_full_optimizer_state(param, key), source[rank][f"{key} {name}"])
             state.set_full_fp32_param(engine, param, source[rank][name])
         run(engine, rank + 5, 1)
-        return {name: state.get_full_fp32_param(engine, param) for name, param in named}
+        return masters(engine)
 
     wanted = engines(make(), 2, own(stage, bf16), trained, client=OPTIMIZERS["rmsprop"])
     got = engines(make(), 2, own(stage, bf16), written, client=OPTIMIZERS["rmsprop"])
     for a, b in zip(got, wanted, strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in b)
+        assert same_bits(a, b)
 
 
 @pytest.mark.parametrize("stage", STAGES)

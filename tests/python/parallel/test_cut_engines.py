@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, config, engines, run_mesh
+from support import assert_close, config, engines, masters, run_mesh
 from test_models import assert_near, assert_same, compare, settings, train, train_and_end, train_plain
 from tiny_models import LEARNED, LLAMA, MODELS, learned, learned_rules, of, text
 from torch import nn
@@ -234,7 +234,7 @@ def test_a_clients_optimizer_and_its_states_are_cut_too(stage: int) -> None:
     def body(engine: tessera.Engine, rank: int) -> Any:
         engine(**text(1)).loss.backward()
         engine.step()
-        return {n: tessera.state.get_full_fp32_param(engine, p).clone() for n, p in engine.module.named_parameters()}
+        return masters(engine)
 
     for found in engines(begun, {"tp": 2}, cfg, body, client=client):
         for name, param in start.named_parameters():
