@@ -19,7 +19,7 @@ import pytest
 import stand_in
 import torch
 import torch.distributed as dist
-from support import Net, batch, config, make
+from support import Net, batch, config, losses_of, make
 from tessera.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 from torch import nn
 
@@ -49,13 +49,7 @@ def engine_on(device: str, cfg: dict[str, Any], **more: Any) -> tessera.Engine:
 
 
 def train(engine: tessera.Engine, steps: int = 4, first: int = 0) -> list[float]:
-    losses = []
-    for step in range(first, first + steps):
-        loss = engine(*(t.to(engine.device) for t in batch(step)))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return losses_of(engine, 0, first, steps)
 
 
 def masters(engine: tessera.Engine) -> list[torch.Tensor]:
@@ -68,16 +62,25 @@ def equal(mine: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(mine) == len(other) and all(map(torch.equal, mine, other))
 
 
+def train_alike(engines: list[tessera.Engine], what: Any = None) -> None:
+    """To the same losses and the same masters."""
+    losses = [train(engine) for engine in engines]
+    assert losses[0] == losses[1], (what, losses)
+    assert equal(*map(masters, engines)), what
+
+
+def on_both(cfg: dict[str, Any]) -> list[tessera.Engine]:
+    return [engine_on(device, cfg) for device in ("cpu", DEVICE)]
+
+
 def test_every_mode_and_stage() -> None:
     for name, mode in MODES.items():
         for stage in range(4):
             cfg = config(stage, accumulation=2, **ADAM, **mode)
             if name == "fp16 master" and stage == 0:
                 continue  # refused, as anywhere
-            engines = [engine_on(device, cfg) for device in ("cpu", DEVICE)]
-            losses = [train(engine) for engine in engines]
-            assert losses[0] == losses[1], (name, stage, losses)
-            assert equal(*map(masters, engines)), (name, stage)
+            engines = on_both(cfg)
+            train_alike(engines, (name, stage))
             assert engines[0].skipped_steps == engines[1].skipped_steps
             assert (engines[0].skipped_steps > 0) == (name == "fp16 overflow"), (name, engines[0].skipped_steps)
 
@@ -98,16 +101,14 @@ def test_states_in_host_memory_and_on_a_disk() -> None:
                 moved = memory.master + memory.states + params
                 found = (memory.grads, moved) if where == "nvme" else (moved + memory.grads, 0)
                 assert (memory.host, memory.disk) == found and memory.grads > 0, (name, stage, where)
-                losses = [train(engine) for engine in engines]
-                assert losses[0] == losses[1], (name, stage, where)
-                assert equal(*map(masters, engines)), (name, stage, where)
+                train_alike(engines, (name, stage, where))
                 engines[1].destroy()
 
 
 def test_states_away_for_a_while() -> None:
     for stage in (1, 2, 3):
-        engines = [engine_on(device, config(stage, **ADAM, **MODES["fp16"])) for device in ("cpu", DEVICE)]
-        losses = [train(engine) for engine in engines]
+        engines = on_both(config(stage, **ADAM, **MODES["fp16"]))
+        train_alike(engines)
         library = stand_in.load(sys.argv[1])
         before = library.tessera_stand_in_bytes()
         engines[1].offload_states()
@@ -116,9 +117,7 @@ def test_states_away_for_a_while() -> None:
         assert before - library.tessera_stand_in_bytes() >= memory.host
         engines[1].reload_states()
         assert engines[1].core.memory().host == 0
-        losses = [train(engine) for engine in engines]
-        assert losses[0] == losses[1]
-        assert equal(*map(masters, engines))
+        train_alike(engines)
 
 
 def test_autocast_as_a_plain_loop() -> None:
@@ -148,21 +147,16 @@ def test_autocast_as_a_plain_loop() -> None:
 
 def test_optimizers() -> None:
     for kind in ("Adam", "SGD", "Lion", "Adagrad"):
-        cfg = config(1, optimizer={"type": kind, "params": {"lr": 0.01}}, bf16=True)
-        engines = [engine_on(device, cfg) for device in ("cpu", DEVICE)]
-        assert train(engines[0]) == train(engines[1])
-        assert equal(*map(masters, engines)), kind
+        train_alike(on_both(config(1, optimizer={"type": kind, "params": {"lr": 0.01}}, bf16=True)), kind)
 
 
 def test_a_client_optimizer() -> None:
-    results = []
+    engines = []
     for device in ("cpu", DEVICE):
         model = make().to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        engine = tessera.initialize(model=model, optimizer=optimizer, config=config(2, bf16=True))[0]
-        results.append((train(engine), masters(engine)))
-    assert results[0][0] == results[1][0]
-    assert equal(results[0][1], results[1][1])
+        engines.append(tessera.initialize(model=model, optimizer=optimizer, config=config(2, bf16=True))[0])
+    train_alike(engines)
 
 
 def test_regions_and_state() -> None:
@@ -190,15 +184,13 @@ def test_regions_and_state() -> None:
 
 def test_zero_init() -> None:
     cfg = config(3, **ADAM, bf16=True)
-    found = []
+    engines = []
     for device in ("cpu", DEVICE):
         torch.manual_seed(0)
         with tessera.zero.Init(config=cfg), torch.device(device):
             model = Net()
-        engine = tessera.initialize(model=model, config=cfg)[0]
-        found.append((train(engine), masters(engine)))
-    assert found[0][0] == found[1][0]
-    assert equal(found[0][1], found[1][1])
+        engines.append(tessera.initialize(model=model, config=cfg)[0])
+    train_alike(engines)
 
 
 def test_backward_as_pytorch_does_it() -> None:
@@ -225,20 +217,19 @@ def test_backward_as_pytorch_does_it() -> None:
 def test_checkpointing_and_hooks() -> None:
     """Recomputation and a user's hook run on the device's own thread."""
 
-    def run(device: str) -> tuple[list[float], list[torch.Tensor], int]:
+    calls: dict[str, int] = {"cpu": 0, DEVICE: 0}
+    engines = []
+    for device in calls:
         model = make().to(device)
-        calls = []
         for block in model.blocks:
             plain = block.forward
             block.forward = lambda x, plain=plain: torch.utils.checkpoint.checkpoint(plain, x, use_reentrant=False)
-        engine = tessera.initialize(model=model, config=config(3, **ADAM))[0]
-        model.head.weight.register_post_accumulate_grad_hook(lambda p: calls.append(p))
-        return train(engine), masters(engine), len(calls)
-
-    mine, other = run(DEVICE), run("cpu")
-    assert mine[0] == other[0]
-    assert equal(mine[1], other[1])
-    assert mine[2] == other[2]
+        engines.append(tessera.initialize(model=model, config=config(3, **ADAM))[0])
+        model.head.weight.register_post_accumulate_grad_hook(
+            lambda _, device=device: calls.update({device: 1 + calls[device]})
+        )
+    train_alike(engines)
+    assert calls["cpu"] == calls[DEVICE]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import runpy
 import sys
@@ -83,13 +84,18 @@ def batch(seed: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 5, generator=generator), torch.randn(rows, 3, generator=generator)
 
 
-def config(stage: int = 0, accumulation: int = 1, bf16: bool = False, **more: Any) -> dict[str, Any]:
-    """Without clipping, so that plain PyTorch is easy to write beside it. Stage 3: every parameter is partitioned."""
+def config(
+    stage: int = 0, accumulation: int = 1, bf16: bool = False, zero: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    """Without clipping, so that plain PyTorch is easy to write beside it. Stage 3: every parameter is partitioned.
+    `zero`: more of zero_optimization."""
     result: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
+        "zero_optimization": {"stage": stage}
+        | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
+        | (zero or {}),
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     }
     if bf16:
@@ -206,19 +212,27 @@ def _run(world: int, body: Callable[[int], Any], abort: Callable[[int, str], Non
 
 
 def engines(
-    model: nn.Module, world: int, cfg: dict[str, Any], body: Callable[[tessera.Engine, int], Any], **kwargs: Any
+    model: nn.Module,
+    ranks: int | dict[str, int],
+    cfg: dict[str, Any],
+    body: Callable[[Any, int], Any],
+    client: Callable[[Any], torch.optim.Optimizer] | None = None,
+    **kwargs: Any,
 ) -> list[Any]:
-    """body(engine, rank) on every rank, each with its own copy of `model`."""
-    copies = [copy.deepcopy(model) for _ in range(world)]
+    """body(engine, rank) on every rank, each with its own copy of `model` and what client(its parameters) makes.
+    `ranks`: how many, or the sizes of run_mesh()."""
+    sizes = ranks if isinstance(ranks, dict) else {"dp": ranks}
+    copies = [copy.deepcopy(model) for _ in range(math.prod(sizes.get(axis, 1) for axis in ("dp", "sp", "tp")))]
 
-    def run(rank: int, group: tessera.Group) -> Any:
-        engine = tessera.Engine(copies[rank], cfg, group=group, **kwargs)
+    def run(rank: int, group: Any) -> Any:
+        own = {} if client is None else {"optimizer": client(copies[rank].parameters())}
+        engine = tessera.Engine(copies[rank], cfg, group=group, **own, **kwargs)
         try:
             return body(engine, rank)
         finally:
             engine.destroy()
 
-    return run_ranks(world, run)
+    return run_mesh(run, **sizes) if isinstance(ranks, dict) else run_ranks(ranks, run)
 
 
 def shard_group(engine: tessera.Engine) -> tessera.Group:
@@ -271,6 +285,66 @@ def assert_close(
             torch.testing.assert_close(got.float(), value.float(), msg=lambda m, n=name: f"{n}: {m}", **tolerance)
 
 
+def micro(engine: Any, seed: int) -> None:
+    engine(*batch(seed)).backward()
+    engine.step()
+
+
+def losses_of(engine: Any, rank: int = 0, first: int = 0, count: int = 2) -> list[float]:
+    """Of micro-batches first, first + 1, ... of this rank, which are trained."""
+    losses = []
+    for k in range(first, first + count):
+        loss = engine(*(t.to(engine.device) for t in batch(10 * rank + k)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def masters(engine: tessera.Engine) -> dict[str, torch.Tensor]:
+    """Collective: the fp32 values of trained parameters by name."""
+    values = {name: tessera.state.get_full_fp32_param(engine, p) for name, p in engine.module.named_parameters()}
+    return {name: value.clone() for name, value in values.items() if value is not None}
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def one_backward(model: Any, rank: int) -> None:
+    model(*batch(rank)).backward()
+
+
+def same_gradients(
+    model: nn.Module,
+    world: int,
+    cfg: dict[str, Any],
+    body: Callable[[Any, int], Any] = one_backward,
+    plain: Callable[[Any, int], Any] | None = None,
+    then: Callable[[Any, int], Any] | None = None,
+    scale: float = 1.0,
+    bf16: bool = False,
+) -> None:
+    """What body(engine, rank) leaves is `scale` times what `plain` (None: body) leaves in plain PyTorch.
+    then(engine, rank): when the gradients were read."""
+    want = plain_grads(model, world, body if plain is None else plain, scale)
+
+    def on_engine(engine: tessera.Engine, rank: int) -> Any:
+        body(engine, rank)
+        grads = full_grads(engine)
+        if then is not None:
+            then(engine, rank)
+        return grads
+
+    for grads in engines(model, world, cfg, on_engine):
+        assert_close(grads, want, bf16)
+
+
+def applied_step(engine: tessera.Engine, rank: int) -> None:
+    engine.step()
+    assert engine.was_step_applied()
+
+
 def weights(model: nn.Module) -> dict[str, torch.Tensor | None]:
     with tessera.zero.GatheredParameters(model.parameters()):
         return {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -294,27 +368,6 @@ def run(engine: Any, rank: int, steps: int) -> None:
     for k in range(steps):
         engine(*batch(10 * rank + k)).backward()
         engine.step()
-
-
-def with_client(
-    model: nn.Module,
-    world: int,
-    cfg: dict[str, Any],
-    factory: Factory,
-    body: Callable[[Any, Any, int], Any],
-    **kwargs: Any,
-) -> list[Any]:
-    copies = [copy.deepcopy(model) for _ in range(world)]
-
-    def on_rank(rank: int, group: tessera.Group) -> Any:
-        client = factory(copies[rank].parameters())
-        engine = tessera.Engine(copies[rank], cfg, optimizer=client, group=group, **kwargs)
-        try:
-            return body(engine, client, rank)
-        finally:
-            engine.destroy()
-
-    return run_ranks(world, on_rank)
 
 
 OPTIMIZERS: dict[str, Factory] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Net, batch, config, engines, make, mse, run_ranks, weights
+from support import Net, batch, config, engines, make, masters, mse, run_ranks, weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -98,9 +98,7 @@ def train(engine: tessera.Engine, rank: int, steps: int, accumulation: int = 1) 
         else:
             engine.scale(loss).backward()
         engine.step()
-    return losses, {
-        name: tessera.state.get_full_fp32_param(engine, param) for name, param in engine.module.named_parameters()
-    }
+    return losses, masters(engine)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -265,7 +263,7 @@ def test_no_cast_outlives_its_weights(stage: int) -> None:
                 engine.step()
                 with torch.no_grad():
                     assert engine(x, y) != held_out
-        return {n: tessera.state.get_full_fp32_param(engine, p) for n, p in engine.module.named_parameters()}
+        return masters(engine)
 
     for got in engines(model, 2, cast_config(stage), body):
         for name, value in want.items():
@@ -352,14 +350,14 @@ def test_engines_of_different_modes_in_one_process(stage: int) -> None:
                 engine.backward(loss)
             for engine in many:
                 engine.step()
-        masters = [{n: tessera.state.get_full_fp32_param(e, p) for n, p in e.module.named_parameters()} for e in many]
+        found = [masters(engine) for engine in many]
         assert [engine.loss_scaler.needed for engine in many] == [False, True, False, False]
         for engine in many:
             engine.destroy()
-        return losses, masters
+        return losses, found
 
-    losses, masters = run_ranks(2, body)[0]
-    for seen, got, (want_losses, want) in zip(losses, masters, alone, strict=True):
+    losses, found = run_ranks(2, body)[0]
+    for seen, got, (want_losses, want) in zip(losses, found, alone, strict=True):
         assert seen == want_losses
         assert all(got[name].equal(value) for name, value in want.items())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Net, batch, config, engines, make, weights
+from support import Net, batch, config, engines, make, masters, weights
 from torch import nn
 
 import tessera
@@ -32,9 +32,7 @@ def saved(request: Any, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor], 
         engine(*batch(rank)).backward()
         engine.step()
         engine.save_checkpoint(tmp_path / "run")
-        params = dict(engine.module.named_parameters())
-        masters = {n: tessera.state.get_full_fp32_param(engine, p) for n, p in params.items()}
-        return {n: w if masters[n] is None else masters[n] for n, w in weights(engine.module).items()}
+        return {**weights(engine.module), **masters(engine)}
 
     return tmp_path / "run", engines(model, 2, config(stage, bf16=bf16), body)[0], model
 

@@ -40,8 +40,7 @@ class Views(Net):
 def test_views_of_one_memory_keep_their_own_form(stage: int, tmp_path: Path) -> None:
     model = make(Views)
     want = dict(model.state_dict())
-    cfg = config(stage)
-    cfg["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    cfg = config(stage, zero={"stage3_gather_16bit_weights_on_model_save": True})
 
     def body(engine: tessera.Engine, rank: int) -> None:
         assert engine.save_16bit_model(str(tmp_path), f"{rank}.bin")

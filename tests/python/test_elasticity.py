@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import make, run_ranks
+from support import engines, make
 from tessera.elasticity import (
     ElasticityConfigError,
     ElasticityError,
@@ -18,7 +18,6 @@ from tessera.elasticity import (
     valid_devices,
 )
 
-import tessera
 from tessera import ConfigError
 
 
@@ -150,14 +149,7 @@ def test_wrong_sections(config: dict[str, Any], says: str, monkeypatch: pytest.M
 
 def engine_of(world: int, **more: Any) -> list[tuple[int, int, int]]:
     cfg = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **section(**more.pop("section", {})), **more}
-
-    def body(rank: int, group: Any) -> tuple[int, int, int]:
-        engine = tessera.Engine(make(), cfg, group=group)
-        found = engine.get_batch_info()
-        engine.destroy()
-        return found
-
-    return run_ranks(world, body)
+    return engines(make(), world, cfg, lambda engine, rank: engine.get_batch_info())
 
 
 def test_an_engine_takes_the_batch_of_its_world() -> None:

@@ -83,8 +83,8 @@ def test_losses_are_those_of_plain_pytorch(name: str, checkpointing: bool) -> No
             losses.append(loss.item())
         return losses
 
-    cfg = config(3, optimizer={"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}})
-    cfg["tessera"] = {"min_unit_elements": 1}
+    adam = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
+    cfg = config(3, optimizer=adam, tessera={"min_unit_elements": 1})
     per_rank = engines(model, world, cfg, body)
     mean = [sum(losses) / world for losses in zip(*per_rank, strict=True)]
     torch.testing.assert_close(torch.tensor(mean), torch.tensor(expected), rtol=2e-4, atol=2e-4)
@@ -94,8 +94,8 @@ def test_losses_are_those_of_plain_pytorch(name: str, checkpointing: bool) -> No
 @pytest.mark.parametrize("name", MODELS)
 def test_from_pretrained_loads_what_an_engine_and_a_checkpoint_export(name: str, file: str, tmp_path: Path) -> None:
     model = MODELS[name]()
-    cfg = config(3, bf16=True, optimizer={"type": "AdamW", "params": {"lr": 1e-2}})
-    cfg["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    adam = {"type": "AdamW", "params": {"lr": 1e-2}}
+    cfg = config(3, bf16=True, zero={"stage3_gather_16bit_weights_on_model_save": True}, optimizer=adam)
 
     def body(engine: tessera.Engine, rank: int) -> dict[str, torch.Tensor]:
         engine(input_ids=tokens(rank, 0), labels=tokens(rank, 0)).loss.backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -27,42 +26,35 @@ def rates(schedule: Any, steps: int) -> list[float]:
     return seen
 
 
-def test_warmup_log() -> None:
-    schedule = lr_schedules.WarmupLR(optimizer(), warmup_min_lr=0.0, warmup_max_lr=0.1, warmup_num_steps=10)
-    expected = [0.0] + [0.1 * math.log(i + 1) / math.log(10) for i in range(10)] + [0.1] * 3
-    assert rates(schedule, 14) == pytest.approx(expected)
+WARMUP = {"warmup_num_steps": 4, "warmup_type": "linear"}
+RANGE = {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 2}
+CYCLE = {"cycle_min_lr": [0.01], "cycle_max_lr": [0.1], "cycle_min_mom": [0.7], "cycle_first_step_size": 4}
 
 
-def test_warmup_linear_takes_the_optimizers_rate() -> None:
-    schedule = lr_schedules.WarmupLR(optimizer(0.3), warmup_num_steps=4, warmup_type="linear")
-    assert rates(schedule, 7) == pytest.approx([0.0, 0.0, 0.075, 0.15, 0.225, 0.3, 0.3])
-
-
-def test_warmup_decay() -> None:
-    schedule = lr_schedules.WarmupDecayLR(
-        optimizer(), total_num_steps=8, warmup_max_lr=0.1, warmup_num_steps=4, warmup_type="linear"
-    )
-    expected = [0.0, 0.0, 0.025, 0.05, 0.075, 0.1, 0.075, 0.05, 0.025, 0.0, 0.0]
-    assert rates(schedule, 11) == pytest.approx(expected)
-
-
-def test_warmup_cosine() -> None:
-    schedule = lr_schedules.WarmupCosineLR(
-        optimizer(0.2), total_num_steps=8, warmup_num_steps=4, warmup_type="linear", cos_min_ratio=0.1
-    )
-    values = rates(schedule, 10)
-    assert values[:5] == pytest.approx([0.0, 0.0, 0.05, 0.1, 0.15])
-    assert values[5:9] == pytest.approx([0.2 * (0.1 + 0.9 * (1 + math.cos(math.pi * k / 4)) / 2) for k in (1, 2, 3, 4)])
-
-
-def test_range_test() -> None:
-    schedule = lr_schedules.LRRangeTest(optimizer(), lr_range_test_min_lr=0.01, lr_range_test_step_size=2)
-    values = rates(schedule, 6)
-    assert values[0] == pytest.approx(0.01) and values[-1] > values[1]
-    stairs = lr_schedules.LRRangeTest(
-        optimizer(), lr_range_test_min_lr=0.01, lr_range_test_step_size=2, lr_range_test_staircase=True
-    )
-    assert len(set(rates(stairs, 6))) <= 4
+# The numbers of every option are the core's (tests/optim/schedule_test.cpp); these say that the arguments reach it.
+@pytest.mark.parametrize(
+    ("name", "kwargs", "expected"),
+    [
+        ("WarmupLR", {"warmup_max_lr": 0.2, "warmup_num_steps": 2}, [0.0, 0.0, 0.2, 0.2]),
+        ("WarmupLR", WARMUP, [0.0, 0.0, 0.025, 0.05, 0.075, 0.1, 0.1]),
+        (
+            "WarmupDecayLR",
+            {"total_num_steps": 8, "warmup_max_lr": 0.1, **WARMUP},
+            [0.0, 0.0, 0.025, 0.05, 0.075, 0.1, 0.075, 0.05, 0.025, 0.0, 0.0],
+        ),
+        (
+            "WarmupCosineLR",
+            {"total_num_steps": 6, "cos_min_ratio": 0.1, **WARMUP},
+            [0.0, 0.0, 0.025, 0.05, 0.075, 0.055, 0.01],
+        ),
+        ("LRRangeTest", RANGE, [0.01, 0.015, 0.02, 0.025, 0.03, 0.035]),
+        ("LRRangeTest", {"lr_range_test_staircase": True, **RANGE}, [0.01, 0.01, 0.02, 0.02, 0.03, 0.03]),
+        ("OneCycle", {"cycle_second_step_size": 0, **CYCLE}, [0.01, 0.0325, 0.055, 0.0775, 0.1, 0.01, 0.01, 0.01]),
+    ],
+)
+def test_rates(name: str, kwargs: dict[str, Any], expected: list[float]) -> None:
+    base = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert rates(getattr(lr_schedules, name)(base, **kwargs), len(expected)) == pytest.approx(expected)
 
 
 def test_one_cycle_moves_momentum_the_other_way() -> None:
@@ -87,20 +79,6 @@ def test_one_cycle_leaves_the_momentum_of_sgd_alone() -> None:
         schedule = lr_schedules.OneCycle(base, cycle_min_lr=0.01, cycle_max_lr=0.1)
     schedule.step()
     assert base.param_groups[0]["momentum"] == 0.5 and schedule.get_mom() == [0.5]
-
-
-def test_one_cycle_without_a_second_half_falls_at_once() -> None:
-    base = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=0.1)
-    schedule = lr_schedules.OneCycle(
-        base,
-        cycle_min_lr=[0.01],
-        cycle_max_lr=[0.1],
-        cycle_min_mom=[0.7],
-        cycle_first_step_size=4,
-        cycle_second_step_size=0,
-    )
-    values = rates(schedule, 8)
-    assert max(values) == pytest.approx(0.1) and values[-1] == pytest.approx(0.01)
 
 
 def test_state_dict_and_last_lr() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import config, engines, make, run_mesh, run_ranks
+from support import config, engines, make, run_ranks
 from tessera.recompute import RandomStates, Recompute
 from torch import nn
 
@@ -156,13 +156,10 @@ def test_an_engine_reads_its_section(stage: int) -> None:
 def test_partitioned_inputs_of_an_engine_lie_along_tp() -> None:
     cfg = config(1, activation_checkpointing={"partition_activations": True})
 
-    def body(rank: int, mesh: tessera.Mesh) -> float:
-        engine = tessera.Engine(make(Wide), cfg, group=mesh)
-        try:
-            before = mesh.group(_core.Axis.Tp).stats().all_gather.calls
-            engine.recompute(engine.module, torch.ones(6, 5, requires_grad=True) * 1).sum().backward()
-            return mesh.group(_core.Axis.Tp).stats().all_gather.calls - before
-        finally:
-            engine.destroy()
+    def body(engine: tessera.Engine, rank: int) -> float:
+        group = engine.core.mesh().group(_core.Axis.Tp)
+        before = group.stats().all_gather.calls
+        engine.recompute(engine.module, torch.ones(6, 5, requires_grad=True) * 1).sum().backward()
+        return group.stats().all_gather.calls - before
 
-    assert all(calls > 0 for calls in run_mesh(body, tp=2))
+    assert all(calls > 0 for calls in engines(make(Wide), {"tp": 2}, cfg, body))

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from support import Net, batch, config, engines, make, run, weights
+from support import Net, config, engines, make, micro, run, weights
 from torch import nn
 
 import tessera
-
-
-def micro(engine: Any, seed: int) -> None:
-    engine(*batch(seed)).backward()
-    engine.step()
 
 
 def test_custom_unit_policy_and_default() -> None:

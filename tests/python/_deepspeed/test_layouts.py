@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Net, batch, config, engines, make, run, weights
+from support import Net, batch, config, engines, make, run, same_bits, weights
 from tessera._deepspeed import _save
 from tessera._deepspeed._pt import PtFile
 from tessera._deepspeed._pt_writer import write_pt
@@ -53,10 +53,6 @@ def full(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def saved(folder: Path, stage: int = 2, world: int = 2, **more: Any) -> dict[str, torch.Tensor]:
     def body(engine: Any, rank: int) -> Any:
         run(engine, rank, 2)
@@ -82,13 +78,13 @@ def loaded(folder: Path, stage: int = 1, world: int = 1, **more: Any) -> dict[st
 @pytest.mark.parametrize("stage", range(4))
 def test_comes_back(stage: int, world: int, tmp_path: Path) -> None:
     known = saved(tmp_path / "a", stage, world)
-    assert same(loaded(tmp_path / "a", (stage + 1) % 4, 3 - world // 2), known)
+    assert same_bits(loaded(tmp_path / "a", (stage + 1) % 4, 3 - world // 2), known)
     # Once more from there, without an engine, to another stage and number of ranks; stage 0 has no names.
     if stage > 0:
         assert checkpoints.to_deepspeed(tmp_path / "a", tmp_path / "b", stage=(stage + 2) % 4, world_size=4) == TAG
-        assert same(loaded(tmp_path / "b"), known)
+        assert same_bits(loaded(tmp_path / "b"), known)
         name = checkpoints.to_universal(tmp_path / "a", tmp_path / "b")
-        assert same(loaded(tmp_path / "b", tag=name), known)
+        assert same_bits(loaded(tmp_path / "b", tag=name), known)
         state = checkpoints.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "b", name)
         assert state["blocks.1.linear.weight"] is state["blocks.0.linear.weight"]
         assert all(torch.equal(state[name], value.float()) for name, value in known.items() if " " not in name)
@@ -102,7 +98,7 @@ def test_a_saved_run_of_ours_becomes_theirs(tmp_path: Path) -> None:
         out = tmp_path / f"out{stage}"
         command = ["deepspeed", str(tmp_path / "ours"), str(out), "--stage", str(stage), "--world-size", str(world)]
         assert checkpoints.main(command) == 0
-        assert same(loaded(out), known)
+        assert same_bits(loaded(out), known)
         names = sorted(path.name for path in (out / TAG).iterdir())
         assert len(names) == (1 if stage == 0 else 2 * world if stage == 3 else 1 + world)
         assert all(name.startswith("bf16_") for name in names if "optim" in name)
@@ -181,7 +177,7 @@ def test_states_of_a_clients_optimizer(name: str, stage: int, tmp_path: Path) ->
 
     first = engines(make(Tied), 2, cfg, save, optimizer=factory)
     for before, after in zip(first, engines(make(Tied, seed=4), 2, cfg, load, optimizer=factory), strict=True):
-        assert before[0] and same(before[0], after[0])
+        assert before[0] and same_bits(before[0], after[0])
         assert before[1] == after[1]
 
 
@@ -211,7 +207,7 @@ def test_objects_of_the_client_and_frozen_parameters_left_out(
         assert checkpoints.main(arguments) == 1
         assert "pathlib" in capsys.readouterr().err
         assert checkpoints.main([*arguments, "--trusted"]) == 0
-        assert same(
+        assert same_bits(
             checkpoints.state_dict(tmp_path / command[0], f"{TAG0}_universal" if len(command) == 1 else None), known
         )
 
@@ -259,7 +255,7 @@ def test_damage_is_refused_and_named(how: str, stage: int, tmp_path: Path) -> No
         before = full(engine)
         with pytest.raises(IoError, match=str(a)):
             engine.load_checkpoint(a)
-        assert same(full(engine), before)
+        assert same_bits(full(engine), before)
 
     engines(make(Tied, seed=4), 2, config(1, bf16=True, **FORMAT), body)
 
@@ -322,10 +318,10 @@ def test_a_failed_save_leaves_the_former_one(when: str, tmp_path: Path, monkeypa
         patch.setattr(*((_save.Layout, "write") if when == "write" else (_save, "finish_folder")), fail)
         engines(make(Tied, seed=4), 2, config(2, bf16=True, **FORMAT), body)
     assert sorted(os.listdir(tmp_path)) == listed
-    assert same(loaded(tmp_path), known)
+    assert same_bits(loaded(tmp_path), known)
     # Over the same tag, where a save before was killed.
     (tmp_path / ".tessera-saving" / TAG).mkdir(parents=True)
-    assert same(saved(tmp_path, stage=3, world=1), loaded(tmp_path))
+    assert same_bits(saved(tmp_path, stage=3, world=1), loaded(tmp_path))
     assert not (tmp_path / ".tessera-saving").exists()
 
 

@@ -9,18 +9,12 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from support import batch, config, free_port, make, run_processes
+from support import config, free_port, losses_of, make, run_processes
 from torch import nn
 
 
 def built(cfg: dict[str, Any]) -> Any:
     return deepspeed.initialize(model=make(), config=cfg)[0]
-
-
-def train(engine: Any, steps: int = 2, rank: int = 0) -> None:
-    for k in range(steps):
-        engine.backward(engine(*batch(10 * rank + k)))
-        engine.step()
 
 
 def test_monitor_master(tmp_path: Path) -> None:
@@ -58,7 +52,7 @@ def test_a_monitor_by_itself(tmp_path: Path) -> None:
 def test_an_engine_has_a_monitor_and_timers(tmp_path: Path) -> None:
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     engine = built(config(1, csv_monitor=section, wall_clock_breakdown=True))
-    train(engine)
+    losses_of(engine)
     assert engine.monitor.enabled and engine.wall_clock_breakdown()
     assert (tmp_path / "job" / "Train_Samples_lr.csv").exists()
     timers = engine.get_wall_clock_timers()
@@ -70,7 +64,7 @@ def test_an_engine_has_a_monitor_and_timers(tmp_path: Path) -> None:
 
 def test_the_log_of_collectives(caplog: pytest.LogCaptureFixture) -> None:
     engine = built(config(1, comms_logger={"enabled": True}))
-    train(engine)
+    losses_of(engine)
     summary = deepspeed.comm.log_summary(return_dict=True)
     assert summary is not None  # one rank: nothing travels
     assert deepspeed.comm.log_summary() is None
@@ -118,7 +112,7 @@ def test_lamb_by_its_old_name() -> None:
     model = make()
     optimizer = FusedLamb(model.parameters(), lr=0.01)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config(2))[0]
-    train(engine)
+    losses_of(engine)
     assert engine.was_step_applied()
     engine.destroy()
     with pytest.raises(NotImplementedError, match="max_grad_norm"):

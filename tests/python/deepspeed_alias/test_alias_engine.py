@@ -14,7 +14,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from support import batch, config, make
+from support import batch, config, losses_of, make
 from torch import nn
 
 
@@ -23,23 +23,13 @@ def start(stage: int = 0, **more: Any) -> Any:
     return deepspeed.initialize(model=make(), config=config(stage, **more), **keywords)
 
 
-def train(engine: Any, steps: int = 2) -> list[float]:
-    losses = []
-    for k in range(steps):
-        loss = engine(*batch(k))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 def test_returns_an_engine_of_exactly_this_type() -> None:
     engine, optimizer, loader, schedule = start(2)
     assert type(engine) is deepspeed.DeepSpeedEngine
     assert optimizer is engine.optimizer and loader is None and schedule is None
     assert torch.distributed.is_initialized()
     assert {name.partition(".")[0] for name, _ in engine.named_parameters()} == {"module"}
-    assert len(train(engine)) == 2
+    assert len(losses_of(engine)) == 2
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -56,7 +46,7 @@ def test_config_is_the_users_own_dict(stage: int) -> None:
     assert engine.zero_optimization_stage() == stage and engine.steps_per_print() is None
     assert engine._config.zero_config.stage == stage
     assert engine._config.train_micro_batch_size_per_gpu == 4
-    train(engine)
+    losses_of(engine)
 
 
 FORMS = {
@@ -157,10 +147,10 @@ def test_reductions_are_coalesced_with_zero(stage: int) -> None:
 
 def test_what_callers_assign() -> None:
     engine, *_ = start(1)
-    train(engine, 1)
+    losses_of(engine, count=1)
     engine.global_steps, engine.skipped_steps, engine.global_samples = 7, 2, 99
     engine.micro_steps += 4
-    train(engine, 1)
+    losses_of(engine, count=1)
     counters = (engine.micro_steps, engine.global_steps, engine.skipped_steps, engine.global_samples)
     assert counters == (6, 8, 2, 103)
     engine.communication_data_type = torch.float32
@@ -184,7 +174,7 @@ def test_errors_of_arguments_are_assertions() -> None:
 
 def test_forms_of_arguments(tmp_path: Path) -> None:
     engine, *_ = deepspeed.initialize(args={"local_rank": 0}, model=make(), config_params=config(), mpu=None)
-    train(engine)
+    losses_of(engine)
     without = {key: value for key, value in config(3).items() if key != "optimizer"}
     engine, optimizer, *_ = deepspeed.initialize(
         args=argparse.Namespace(device_rank=0), model=make(), config=without, model_parameters=[], optimizer=None
@@ -200,7 +190,7 @@ def test_forms_of_arguments(tmp_path: Path) -> None:
         optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.1),
         lr_scheduler=lambda base: torch.optim.lr_scheduler.LambdaLR(base, lambda step: 1 / (1 + step)),
     )
-    train(engine, 1)
+    losses_of(engine, count=1)
     assert schedule.get_last_lr() == [0.05]
 
 
@@ -273,7 +263,7 @@ def test_optimizers_by_their_old_names_run_natively(name: str, stage: int) -> No
     client = found(model.parameters(), lr=1e-2, **OPTIMIZERS[name])
     engine, *_ = deepspeed.initialize(model=model, optimizer=client, config=config(stage))
     assert type(engine._runner).__name__ == "NativeRunner"
-    first, *_, last = train(engine, 4)
+    first, *_, last = losses_of(engine, count=4)
     assert engine.global_steps == 4 and first != last
 
 
@@ -308,7 +298,7 @@ def test_members_that_programs_read() -> None:
     assert engine._is_gradient_accumulation_boundary is engine.is_gradient_accumulation_boundary() is False
     engine.set_gradient_accumulation_boundary(is_boundary=True)
     assert engine._is_gradient_accumulation_boundary
-    train(engine, 1)
+    losses_of(engine, count=1)
     assert engine.global_steps == 1 and engine._global_grad_norm > 0
     engine._backward_epilogue()
     engine.empty_partition_cache()
@@ -323,7 +313,7 @@ def test_members_that_programs_read() -> None:
 
 def test_throughput_is_counted() -> None:
     engine, *_ = start()
-    train(engine, 4)
+    losses_of(engine, count=4)
     assert engine.tput_timer.global_step_count == 4 and engine.tput_timer.avg_samples_per_sec() > 0
 
 
@@ -339,7 +329,7 @@ def test_checkpoints_and_fp32_weights(tmp_path: Path) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     engine, *_ = start(2)
-    train(engine)
+    losses_of(engine)
     engine.save_checkpoint(tmp_path, client_state={"any": Path("object")})
     assert (tmp_path / "latest").read_text() == "global_step2"
     assert {entry.name for entry in tmp_path.iterdir()} == {"global_step2", "latest", "zero_to_fp32.py"}
@@ -351,7 +341,7 @@ def test_checkpoints_and_fp32_weights(tmp_path: Path) -> None:
     again, *_ = start(2)
     path, client = again.load_checkpoint(str(tmp_path))
     assert path is not None and client == {"any": Path("object")}
-    assert train(again) == train(engine)
+    assert losses_of(again) == losses_of(engine)
     fp32 = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
     assert fp32.keys() == engine.module.state_dict().keys()
     from deepspeed.checkpoint import ds_to_universal
@@ -369,7 +359,7 @@ def test_destroy_twice_and_another_engine_on_the_same_module() -> None:
     model = make()
     for stage in (3, 1, 2):
         engine, *_ = deepspeed.initialize(model=model, config=config(stage))
-        train(engine)
+        losses_of(engine)
         engine.destroy()
         engine.destroy()
     assert type(next(model.parameters())) is nn.Parameter

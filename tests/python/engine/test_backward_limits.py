@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from support import Net, assert_close, batch, config, engines, full_grads, make, plain_grads
+from support import (
+    Net,
+    applied_step,
+    assert_close,
+    batch,
+    config,
+    engines,
+    full_grads,
+    make,
+    one_backward,
+    same_gradients,
+)
 from torch.utils.checkpoint import checkpoint
 
 import tessera
@@ -16,17 +27,14 @@ STAGES = [0, 1, 2, 3]
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_backward_that_is_to_be_differentiated_is_refused_by_name(stage: int) -> None:
-    def body(engine: tessera.Engine, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> None:
         with pytest.raises(RuntimeError, match=r"create_graph=True.*torch.autograd.grad"):
             engine(*batch(rank)).backward(create_graph=True)
         assert all(param.grad is None for param in engine.module.parameters())
         assert not engine.core.has_gradients()
         engine(*batch(rank)).backward()
-        return full_grads(engine)
 
-    want = plain_grads(make(), 2, lambda m, rank: m(*batch(rank)).backward())
-    for grads in engines(make(), 2, config(stage), body):
-        assert_close(grads, want)
+    same_gradients(make(), 2, config(stage), body, one_backward)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -99,18 +107,12 @@ def critic(m: Any, rank: int) -> torch.Tensor:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("form", [penalty, weight_penalty, third_order, critic])
 def test_gradients_of_gradients(form: Any, stage: int) -> None:
-    def body(engine: tessera.Engine, rank: int) -> Any:
+    def twice(m: Any, rank: int) -> None:
         for _ in range(2):  # the second one finds what the first one left
-            engine.zero_grad()
-            form(engine, rank).backward()
-        grads = full_grads(engine)
-        engine.step()
-        assert engine.was_step_applied()
-        return grads
+            m.zero_grad()
+            form(m, rank).backward()
 
-    want = plain_grads(make(), 2, lambda m, rank: form(m, rank).backward())
-    for grads in engines(make(), 2, config(stage), body):
-        assert_close(grads, want)
+    same_gradients(make(), 2, config(stage), twice, then=applied_step)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -122,12 +124,7 @@ def test_a_weight_used_detached_beside_its_tracked_use(stage: int, times: int) -
         for time in range(times):
             loss.backward(retain_graph=time < times - 1)
 
-    def body(engine: tessera.Engine, rank: int) -> Any:
-        run(engine, rank)
-        return full_grads(engine)
-
-    for grads in engines(make(Detached), 2, config(stage), body):
-        assert_close(grads, plain_grads(make(Detached), 2, run))
+    same_gradients(make(Detached), 2, config(stage), run)
 
 
 class Checkpointed(torch.nn.Module):

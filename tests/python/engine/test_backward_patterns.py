@@ -15,6 +15,7 @@ import torch
 from support import (
     Block,
     Net,
+    applied_step,
     assert_close,
     batch,
     config,
@@ -22,8 +23,10 @@ from support import (
     full_grads,
     make,
     mse,
+    one_backward,
     plain_grads,
     run_ranks,
+    same_gradients,
     weights,
 )
 from torch import nn
@@ -286,42 +289,33 @@ def test_input_gradients_are_plain(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_engine_backward_is_loss_backward(stage: int) -> None:
-    model = make()
-
-    def body(engine: tessera.Engine, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> None:
         loss = engine(*batch(rank))
         returned = engine.backward(loss)
         torch.testing.assert_close(returned, loss.detach() / 2)
         engine.step()
         engine(*batch(rank + 2)).backward()  # direct and engine.backward may be mixed
-        return full_grads(engine)
 
     def plain(m: nn.Module, rank: int) -> None:
         m(*batch(rank)).backward()
         m(*batch(rank + 2)).backward()
 
-    expected = plain_grads(model, 2, plain, scale=0.5)
-    for grads in engines(model, 2, config(stage, accumulation=2), body):
-        assert_close(grads, expected)
+    same_gradients(make(), 2, config(stage, accumulation=2), body, plain, scale=0.5)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_scale_wrt_gas_false_is_for_one_call(stage: int) -> None:
-    model = make()
-
-    def body(engine: tessera.Engine, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> None:
         loss = engine(*batch(rank))
         assert engine.backward(loss, scale_wrt_gas=False) == loss.detach()
         engine.step()
         engine(*batch(rank + 2)).backward()
-        return full_grads(engine)
 
     def plain(m: nn.Module, rank: int) -> None:
         m(*batch(rank)).backward()
         (m(*batch(rank + 2)) / 2).backward()
 
-    for grads in engines(model, 2, config(stage, accumulation=2), body):
-        assert_close(grads, plain_grads(model, 2, plain))
+    same_gradients(make(), 2, config(stage, accumulation=2), body, plain)
 
 
 PAIRS = [(0, 2, False, False), (1, 2, False, False), (2, 1, True, False), (0, 1, False, True), (2, 2, True, True)]
@@ -508,10 +502,7 @@ class Failing(Net):
 @pytest.mark.parametrize("call", ["direct", "engine"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_exception_leaves_the_engine_usable(stage: int, call: str, where: str) -> None:
-    model = make(Failing)
-    expected = plain_grads(model, 2, lambda m, rank: m(*batch(rank)).backward())
-
-    def body(engine: tessera.Engine, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> None:
         engine.module.fail_in = where
         with pytest.raises(OSError, match="boom"):
             loss = engine(*batch(rank + 4))
@@ -519,13 +510,8 @@ def test_an_exception_leaves_the_engine_usable(stage: int, call: str, where: str
         engine.module.fail_in = ""
         engine.zero_grad()
         engine(*batch(rank)).backward()
-        grads = full_grads(engine)
-        engine.step()
-        assert engine.was_step_applied()
-        return grads
 
-    for grads in engines(model, 2, config(stage), body):
-        assert_close(grads, expected)
+    same_gradients(make(Failing), 2, config(stage), body, one_backward, applied_step)
 
 
 class FailingBetween(Failing):
@@ -540,9 +526,9 @@ class FailingBetween(Failing):
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_exception_in_backward_keeps_what_had_accumulated(stage: int, unit: int) -> None:
     """As in PyTorch: gradients from before the exception stay until zero_grad()."""
-    model = make(FailingBetween)
 
-    def use(m: Any, module: nn.Module, rank: int) -> None:
+    def use(m: Any, rank: int) -> None:
+        module = m.module if isinstance(m, tessera.Engine) else m
         m(*batch(rank + 8)).backward()
         module.fail_in = "between"
         with pytest.raises(OSError, match="boom"):
@@ -550,32 +536,5 @@ def test_an_exception_in_backward_keeps_what_had_accumulated(stage: int, unit: i
         module.fail_in = ""
         m(*batch(rank)).backward()
 
-    def body(engine: tessera.Engine, rank: int) -> Any:
-        use(engine, engine.module, rank)
-        grads = full_grads(engine)
-        engine.step()
-        assert engine.was_step_applied()
-        return grads
-
     cfg = config(stage, tessera={"min_unit_elements": unit})
-    expected = plain_grads(model, 2, lambda m, rank: use(m, m, rank))
-    for grads in engines(model, 2, cfg, body):
-        assert_close(grads, expected)
-
-
-def test_double_backward_does_not_corrupt() -> None:
-    model = make()
-    plain = copy.deepcopy(model)
-    engine = tessera.Engine(model, config(0))
-    x, y = batch(0)
-    leaf = x.clone().requires_grad_(True)
-
-    def penalty(m: Any) -> torch.Tensor:
-        loss = m(leaf, y)
-        (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
-        return loss + gradient.pow(2).sum()
-
-    penalty(engine).backward()
-    penalty(plain).backward()
-    assert_close(full_grads(engine), {name: p.grad for name, p in plain.named_parameters()})
-    engine.destroy()
+    same_gradients(make(FailingBetween), 2, cfg, use, then=applied_step)

@@ -15,24 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import OPTIMIZERS, Net, batch, config, engines, make, run, weights, with_client
+from support import OPTIMIZERS, Net, config, engines, losses_of, make, run, same_bits, weights
 from torch import nn
 
 import tessera
-
-
-def steps(engine: Any, rank: int, first: int, count: int) -> list[float]:
-    losses = []
-    for k in range(first, first + count):
-        loss = engine(*batch(10 * rank + k))
-        loss.backward()
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -40,24 +26,24 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 def test_a_run_goes_on_with_every_optimizer(name: str, stage: int, tmp_path: Path) -> None:
     cfg = config(stage, zero_allow_untested_optimizer=True)
 
-    def save(engine: Any, client: Any, rank: int) -> Any:
-        steps(engine, rank, 0, 3)
-        client.param_groups[0]["lr"] = client.param_groups[0]["lr"] * 0.5
+    def save(engine: Any, rank: int) -> Any:
+        losses_of(engine, rank, 0, 3)
+        engine.client_optimizer.param_groups[0]["lr"] = engine.client_optimizer.param_groups[0]["lr"] * 0.5
         assert engine.save_checkpoint(tmp_path)
-        return steps(engine, rank, 3, 3), weights(engine.module)
+        return losses_of(engine, rank, 3, 3), weights(engine.module)
 
-    def load(engine: Any, client: Any, rank: int) -> Any:
+    def load(engine: Any, rank: int) -> Any:
         path, state = engine.load_checkpoint(tmp_path)
         assert path == str(tmp_path / "global_step3")
         assert state == {}
         assert engine.global_steps == 3
-        return steps(engine, rank, 3, 3), weights(engine.module)
+        return losses_of(engine, rank, 3, 3), weights(engine.module)
 
-    saved = with_client(make(Net), 2, cfg, OPTIMIZERS[name], save)
-    loaded = with_client(make(Net, seed=5), 2, cfg, OPTIMIZERS[name], load)
+    saved = engines(make(Net), 2, cfg, save, client=OPTIMIZERS[name])
+    loaded = engines(make(Net, seed=5), 2, cfg, load, client=OPTIMIZERS[name])
     for (losses, values), (losses_after, values_after) in zip(saved, loaded, strict=True):
         assert losses == losses_after
-        assert same(values, values_after)
+        assert same_bits(values, values_after)
 
 
 @pytest.mark.parametrize("name", ["adamw", "amsgrad", "rmsprop"])
@@ -70,20 +56,20 @@ def test_states_of_a_clients_optimizer_move_between_ranks_and_stages(name: str, 
             for k in keys
         }
 
-    def save(engine: Any, client: Any, rank: int) -> Any:
+    def save(engine: Any, rank: int) -> Any:
         run(engine, rank, 2)
         engine.save_checkpoint(tmp_path)
         return states(engine)
 
-    def load(engine: Any, client: Any, rank: int) -> Any:
+    def load(engine: Any, rank: int) -> Any:
         engine.load_checkpoint(tmp_path)
         return states(engine)
 
-    saved = with_client(make(Net), 2, config(2, zero_allow_untested_optimizer=True), OPTIMIZERS[name], save)
+    saved = engines(make(Net), 2, config(2, zero_allow_untested_optimizer=True), save, client=OPTIMIZERS[name])
     for world, stage in ((1, 0), (3, 1), (2, 3)):
         cfg = config(stage, zero_allow_untested_optimizer=True)
-        for values in with_client(make(Net, seed=5), world, cfg, OPTIMIZERS[name], load):
-            assert same(values, saved[0])
+        for values in engines(make(Net, seed=5), world, cfg, load, client=OPTIMIZERS[name]):
+            assert same_bits(values, saved[0])
 
 
 KEYS = {
@@ -121,7 +107,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("stage", range(4))
 def test_the_module_comes_back_with_all_it_has(stage: int, tmp_path: Path) -> None:
     def save(engine: Any, rank: int) -> Any:
-        steps(engine, rank, 0, 2)
+        losses_of(engine, rank, 0, 2)
         engine.save_checkpoint(tmp_path, exclude_frozen_parameters=False)
         engine.save_checkpoint(tmp_path / "trained", exclude_frozen_parameters=True)
         return engine.module_state_dict()
@@ -157,14 +143,14 @@ def test_schedules_go_on(schedule: str, tmp_path: Path) -> None:
         cfg["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.3, "warmup_num_steps": 9}}
 
     def save(engine: Any, rank: int) -> Any:
-        steps(engine, rank, 0, 3)
+        losses_of(engine, rank, 0, 3)
         engine.save_checkpoint(tmp_path, tag="a")
-        steps(engine, rank, 3, 3)
+        losses_of(engine, rank, 3, 3)
         return engine.get_lr()
 
     def load(engine: Any, rank: int) -> Any:
         engine.load_checkpoint(tmp_path, tag="a")
-        steps(engine, rank, 3, 3)
+        losses_of(engine, rank, 3, 3)
         return engine.get_lr()
 
     assert engines(make(Net), 1, cfg, save, **more) == engines(make(Net), 1, cfg, load, **more)
@@ -175,7 +161,7 @@ def test_client_state_tags_and_latest(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="no file 'latest'"):
             assert engine.load_checkpoint(tmp_path) == (None, None)
         engine.save_checkpoint(str(tmp_path), tag=7, client_state={"epoch": 3, "best": torch.ones(2)})
-        steps(engine, rank, 0, 1)
+        losses_of(engine, rank, 0, 1)
         engine.save_checkpoint(tmp_path, save_latest=False)
         assert (tmp_path / "latest").read_text() == "7"
         path, state = engine.load_checkpoint(tmp_path)
@@ -206,7 +192,7 @@ class Custom:
 def test_objects_are_unpickled_only_where_the_caller_trusts_them(tmp_path: Path) -> None:
     def body(engine: Any, rank: int) -> None:
         engine.save_checkpoint(tmp_path, client_state={"custom": Custom()})
-        steps(engine, rank, 0, 1)
+        losses_of(engine, rank, 0, 1)
         with pytest.raises(tessera.errors.IoError, match="trusted=True"):
             engine.load_checkpoint(tmp_path)
         assert engine.global_steps == 1  # nothing has changed
@@ -218,22 +204,22 @@ def test_objects_are_unpickled_only_where_the_caller_trusts_them(tmp_path: Path)
 
 def test_parts_of_a_load(tmp_path: Path) -> None:
     def body(engine: Any, rank: int) -> None:
-        steps(engine, rank, 0, 2)
+        losses_of(engine, rank, 0, 2)
         engine.save_checkpoint(tmp_path)
         saved = weights(engine.module)
-        steps(engine, rank, 2, 1)
+        losses_of(engine, rank, 2, 1)
         engine.load_checkpoint(tmp_path, load_module_only=True)
         assert engine.global_steps == 3
-        assert same(weights(engine.module), saved)
+        assert same_bits(weights(engine.module), saved)
         seen: list[str] = []
 
         def custom(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
             seen.extend(src)
             dst.load_state_dict(src)
 
-        steps(engine, rank, 3, 1)
+        losses_of(engine, rank, 3, 1)
         engine.load_checkpoint(tmp_path, custom_load_fn=custom, load_optimizer_states=False)
-        assert same(weights(engine.module), saved)
+        assert same_bits(weights(engine.module), saved)
         assert set(seen) == set(saved)
         assert engine.global_steps == 2
 
@@ -247,13 +233,13 @@ def test_asynchronous_saves(stage: int, tmp_path: Path) -> None:
     def body(engine: Any, rank: int) -> Any:
         at = {}
         for k in range(4):
-            steps(engine, rank, k, 1)
+            losses_of(engine, rank, k, 1)
             engine.save_checkpoint(tmp_path)
             at[k + 1] = weights(engine.module)
         engine.wait_for_checkpoint()
         for k in (3, 4):
             engine.load_checkpoint(tmp_path, f"global_step{k}")
-            assert same(weights(engine.module), at[k])
+            assert same_bits(weights(engine.module), at[k])
 
     engines(make(Net), 2, cfg, body)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step3", "global_step4", "latest"]
@@ -319,7 +305,7 @@ def test_a_full_disk_or_a_folder_without_rights_is_an_error_and_training_goes_on
     def body(engine: Any, rank: int) -> None:
         with pytest.raises(tessera.errors.IoError, match="cannot make the folder"):
             engine.save_checkpoint(tmp_path / "file" / "deeper")
-        steps(engine, rank, 0, 1)
+        losses_of(engine, rank, 0, 1)
         assert engine.save_checkpoint(tmp_path)
 
     engines(make(Net), 2, config(2), body)
@@ -328,14 +314,16 @@ def test_a_full_disk_or_a_folder_without_rights_is_an_error_and_training_goes_on
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world", [1, 2])
 def test_16bit_weights_of_a_live_engine(stage: int, world: int, tmp_path: Path) -> None:
-    cfg = config(stage, bf16=True, data_types={"buffer_dtype": "bf16"})
-    cfg["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    cfg = config(
+        stage, bf16=True, zero={"stage3_gather_16bit_weights_on_model_save": True}, data_types={"buffer_dtype": "bf16"}
+    )
     load_file = pytest.importorskip("safetensors.torch").load_file
 
     def body(engine: Any, rank: int) -> Any:
-        steps(engine, rank, 0, 1)
+        losses_of(engine, rank, 0, 1)
         assert engine.save_16bit_model(tmp_path)
         assert engine.save_fp16_model(tmp_path, "trained.safetensors")
+        assert engine.save_16bit_model(tmp_path, "small.bin", exclude_frozen_parameters=True)
         assert engine.save_16bit_model(tmp_path / "st", "model.safetensors", True, max_shard_size=100)
         assert engine.save_16bit_model(tmp_path / "bin", max_shard_size="100")
         with pytest.raises(tessera.errors.IoError, match=r"pytorch_model\.bin"):
@@ -344,7 +332,7 @@ def test_16bit_weights_of_a_live_engine(stage: int, world: int, tmp_path: Path) 
             engine.save_16bit_model(tmp_path / "trained.safetensors", "x.safetensors")
         held = engine.module_state_dict()
         copies = {name: value.clone() for name, value in held.items() if name != "_extra_state"}
-        steps(engine, rank, 1, 1)
+        losses_of(engine, rank, 1, 1)
         return copies
 
     model = make(Tied)
@@ -354,7 +342,9 @@ def test_16bit_weights_of_a_live_engine(stage: int, world: int, tmp_path: Path) 
     assert state["second.weight"].data_ptr() == state["first.weight"].data_ptr()
     assert state["first.weight"].dtype == torch.bfloat16
     assert state.pop("_extra_state") == {"calls": 1}
-    assert same(state, held)
+    assert same_bits(state, held)
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in state.values()), "no more than the tensor"
+    assert torch.load(tmp_path / "small.bin").keys() == model.state_dict().keys() - {"frozen"}
     model.load_state_dict(state, strict=False)
 
     whole = load_file(tmp_path / "trained.safetensors")
@@ -437,11 +427,11 @@ def test_what_is_of_numpy_needs_no_trust(what: str, form: str, tmp_path: Path) -
     model = make(WithExtra if what == "extra" else Net)
 
     def save(engine: Any, rank: int) -> Any:
-        steps(engine, rank, 0, 2)
+        losses_of(engine, rank, 0, 2)
         if what == "rate":
             set_rate(engine, np.float64(0.05))
         engine.save_checkpoint(tmp_path, client_state=client)
-        return steps(engine, rank, 2, 2), engine.get_lr()
+        return losses_of(engine, rank, 2, 2), engine.get_lr()
 
     def load(engine: Any, rank: int) -> Any:
         engine.module.extra = None
@@ -449,7 +439,7 @@ def test_what_is_of_numpy_needs_no_trust(what: str, form: str, tmp_path: Path) -
         if what == "extra":
             assert engine.module.extra["stream"].getvalue() == b"\x00scales\xff"
             assert np.array_equal(engine.module.extra["array"], np.arange(3.0)) and engine.module.extra["number"] == 2
-        return steps(engine, rank, 2, 2), engine.get_lr()
+        return losses_of(engine, rank, 2, 2), engine.get_lr()
 
     assert engines(model, 2, cfg, save, **more) == engines(model, 2, cfg, load, **more)
 
@@ -466,10 +456,10 @@ def test_trust_is_for_all_of_a_checkpoint_and_only_what_is_asked_for_is_read(for
     more = {"lr_scheduler": lambda optimizer: Opaque(optimizer, lambda step: 0.5**step)}
 
     def body(engine: Any, rank: int) -> None:
-        steps(engine, rank, 0, 2)
+        losses_of(engine, rank, 0, 2)
         engine.save_checkpoint(tmp_path)
         rate = engine.get_lr()
-        steps(engine, rank, 2, 1)
+        losses_of(engine, rank, 2, 1)
         with pytest.raises(tessera.errors.IoError, match=r"test_checkpoint\.Custom.*trusted=True"):
             engine.load_checkpoint(tmp_path)
         assert engine.global_steps == 3
@@ -488,7 +478,7 @@ def test_what_fails_on_one_rank_is_an_error_on_all_and_training_goes_on(form: st
     cfg = config(1, zero_allow_untested_optimizer=True, checkpoint={"format": form})
     said = "save_dir" if what == "save_dir" else "cannot save"
 
-    def body(engine: Any, client: Any, rank: int) -> None:
+    def body(engine: Any, rank: int) -> None:
         run(engine, rank, 1)
         bad = rank == (1 if what in ("save_dir", "optimizer") else 0)
         arguments: dict[str, Any] = {"client_state": {"f": lambda: 0} if bad and what == "client_state" else {}}
@@ -497,13 +487,13 @@ def test_what_fails_on_one_rank_is_an_error_on_all_and_training_goes_on(form: st
         if what == "extra":
             engine.module.extra = lambda: 0
         if what == "optimizer" and bad:
-            client.state[client.param_groups[0]["params"][0]]["f"] = lambda: 0
+            engine.client_optimizer.state[engine.client_optimizer.param_groups[0]["params"][0]]["f"] = lambda: 0
         with pytest.raises(tessera.errors.ConfigError, match=said):
             engine.save_checkpoint("" if bad and what == "save_dir" else tmp_path, **arguments)
         run(engine, rank, 1)
 
     more = {"lr_scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 2)} if what == "schedule" else {}
-    with_client(make(WithExtra), 2, cfg, OPTIMIZERS["rmsprop"], body, **more)
+    engines(make(WithExtra), 2, cfg, body, client=OPTIMIZERS["rmsprop"], **more)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

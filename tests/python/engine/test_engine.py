@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import (
     Net,
+    applied_step,
     assert_close,
     batch,
     config,
     engines,
     full_grads,
     make,
+    masters,
+    micro,
     mse,
     plain_grads,
     run_ranks,
+    same_bits,
+    same_gradients,
     shard_group,
     weights,
-    with_client,
 )
 from torch import nn
 
@@ -30,9 +33,9 @@ import tessera
 STAGES = [0, 1, 2, 3]
 
 
-def micro(engine: Any, seed: int) -> None:
-    engine(*batch(seed)).backward()
-    engine.step()
+def several(model: Any, rank: int, count: int) -> None:
+    for k in range(count):
+        model(*batch(10 * rank + k)).backward()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -68,22 +71,16 @@ def test_accumulation_and_counters(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_manual_boundary(stage: int) -> None:
-    model = make()
-
-    def body(engine: tessera.Engine, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> None:
         for k in range(4):
             engine.set_gradient_accumulation_boundary(k == 3)
             assert engine.is_gradient_accumulation_boundary() == (k == 3)
             engine(*batch(10 * rank + k)).backward()
-            if k == 3:
-                grads = full_grads(engine)
-            engine.step()
-            assert engine.was_step_applied() == (k == 3)
-        return grads
+            if k < 3:
+                engine.step()
+                assert not engine.was_step_applied()
 
-    expected = plain_grads(model, 2, lambda m, rank: [m(*batch(10 * rank + k)).backward() for k in range(4)])
-    for grads in engines(model, 2, config(stage), body):
-        assert_close(grads, expected)
+    same_gradients(make(), 2, config(stage), body, lambda m, rank: several(m, rank, 4), applied_step)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -118,7 +115,7 @@ def test_unmanaged_accumulation_equals_managed(stage: int) -> None:
 def test_no_sync_is_local(stage: int) -> None:
     model = make()
 
-    def body(engine: tessera.Engine, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> None:
         shard_group(engine).reset_stats()
         with engine.no_sync():
             engine(*batch(rank)).backward()
@@ -132,39 +129,28 @@ def test_no_sync_is_local(stage: int) -> None:
             with pytest.raises(RuntimeError, match="no_sync"), engine.no_sync():
                 pass
         engine(*batch(rank + 10)).backward()
-        return full_grads(engine)
 
     def plain(m: nn.Module, rank: int) -> None:
         m(*batch(rank)).backward()
         m(*batch(rank + 10)).backward()
 
-    for grads in engines(model, 2, config(stage), body):
-        assert_close(grads, plain_grads(model, 2, plain))
+    same_gradients(model, 2, config(stage), body, plain)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_coalesced_reduction(stage: int) -> None:
-    model = make()
-
-    def body(engine: tessera.Engine, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> None:
         shard_group(engine).reset_stats()
         with engine.coalesce_grad_reduction():
-            for k in range(3):
-                engine(*batch(10 * rank + k)).backward()
+            several(engine, rank, 3)
             stats = shard_group(engine).stats()
             assert stats.all_reduce.calls + stats.reduce_scatter.calls == 0
             with pytest.raises(RuntimeError, match="coalesce_grad_reduction"):
                 engine.step()
             with pytest.raises(RuntimeError, match="no_sync"), engine.no_sync():
                 pass
-        grads = full_grads(engine)
-        engine.step()
-        assert engine.was_step_applied()
-        return grads
 
-    expected = plain_grads(model, 2, lambda m, rank: [m(*batch(10 * rank + k)).backward() for k in range(3)])
-    for grads in engines(model, 2, config(stage), body):
-        assert_close(grads, expected)
+    same_gradients(make(), 2, config(stage), body, lambda m, rank: several(m, rank, 3), applied_step)
 
 
 @pytest.mark.parametrize("call", ["engine", "module", "optimizer"])
@@ -186,7 +172,7 @@ def test_zero_grad_makes_a_replay_bit_equal(stage: int, bf16: bool, call: str) -
     model = make()
     cfg = config(stage, bf16=bf16)
     for got, want in zip(engines(model, 2, cfg, body), engines(model, 2, cfg, direct), strict=True):
-        assert all(torch.equal(got[name], want[name]) for name in want)
+        assert same_bits(got, want)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -221,7 +207,7 @@ def test_clipping_by_hand_equals_the_configured(stage: int, way: str) -> None:
         return torch.optim.SGD(params, lr=rate)
 
     def train(clipping: float) -> Any:
-        def body(engine: tessera.Engine, _client: Any, rank: int) -> Any:
+        def body(engine: tessera.Engine, rank: int) -> Any:
             for k in range(4):
                 engine.backward(engine(*batch(10 * rank + k)))
                 if clipping == 0 and k % 2:
@@ -236,7 +222,7 @@ def test_clipping_by_hand_equals_the_configured(stage: int, way: str) -> None:
                 engine.step()
             return weights(engine.module)
 
-        return with_client(make(), 2, config(stage, 2, gradient_clipping=clipping, **more), factory, body)
+        return engines(make(), 2, config(stage, 2, gradient_clipping=clipping, **more), body, client=factory)
 
     for got, want in zip(train(0.0), train(0.1), strict=True):
         assert_close(got, want, bf16=bool(more))
@@ -277,7 +263,7 @@ def test_nan_gradients_skip_the_step_in_bf16(stage: int) -> None:
         assert engine.lr_scheduler.last_batch_iteration == -1
         assert engine.optimizer.overflow
         after = weights(engine.module)
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert same_bits(before, after)
         micro(engine, rank)
         assert engine.was_step_applied() and not engine.optimizer.overflow
         assert engine.lr_scheduler.last_batch_iteration == 0
@@ -285,14 +271,6 @@ def test_nan_gradients_skip_the_step_in_bf16(stage: int) -> None:
 
     cfg = config(stage, bf16=True, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}})
     engines(model, 2, cfg, body)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gradient_is_none_after_backward(stage: int) -> None:
-    engine = tessera.Engine(make(), config(stage))
-    engine(*batch(0)).backward()
-    assert all(p.grad is None for p in engine.module.parameters())
-    engine.destroy()
 
 
 def test_gradient_is_live_at_stage_0() -> None:
@@ -391,26 +369,32 @@ def test_loading_weights_after_initialize(stage: int, bf16: bool, way: str) -> N
     source = make(Net, seed=5)
     dtype = torch.bfloat16 if bf16 else torch.float32
 
-    def body(engine: tessera.Engine, rank: int) -> Any:
-        micro(engine, rank)
+    def load(engine: tessera.Engine) -> None:
         state = {name: value.clone() for name, value in source.state_dict().items()}
         if way == "engine":
             engine.load_module_state_dict(state)
-        else:
-            with tessera.zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
-                if way == "module":
-                    engine.module.load_state_dict(state)
-                else:
-                    for name in ("embed", "blocks", "head"):
-                        getattr(engine.module, name).load_state_dict(getattr(source, name).state_dict())
-                    with torch.no_grad():
-                        engine.module.gain.copy_(source.gain)
+            return
+        with tessera.zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
+            if way == "module":
+                engine.module.load_state_dict(state)
+            else:
+                for name in ("embed", "blocks", "head"):
+                    getattr(engine.module, name).load_state_dict(getattr(source, name).state_dict())
+                with torch.no_grad():
+                    engine.module.gain.copy_(source.gain)
+
+    def body(engine: tessera.Engine, rank: int) -> None:
+        micro(engine, rank)
+        load(engine)
         engine(*batch(rank)).backward()
         grads = full_grads(engine)
         engine.step()
         for name, param in weights(engine.module).items():
             want = source.get_parameter(name).to(dtype).float() - 0.1 * grads[name]
             torch.testing.assert_close(param.float(), want.to(dtype).float(), rtol=1e-2 if bf16 else 1e-5, atol=1e-5)
+        load(engine)
+        for name, master in masters(engine).items():
+            assert torch.equal(master, source.get_parameter(name).to(dtype).float()), name
 
     engines(make(), 2, config(stage, bf16=bf16), body)
 
@@ -426,12 +410,11 @@ def test_a_partial_load_leaves_other_masters_exact(stage: int, way: str) -> None
 
     def body(engine: tessera.Engine, rank: int) -> None:
         micro(engine, rank)
-        read = lambda: {n: tessera.state.get_full_fp32_param(engine, p) for n, p in engine.module.named_parameters()}  # noqa: E731
-        before = read()
+        before = masters(engine)
         assert any(not torch.equal(v, v.bfloat16().float()) for v in before.values()), "masters hold more than bf16"
         fn = {"custom_load_fn": write} if way == "custom_load_fn" else {}
         engine.load_module_state_dict({"head.weight": loaded}, strict=False, **fn)
-        after = read()
+        after = masters(engine)
         assert torch.equal(after.pop("head.weight"), loaded.bfloat16().float())
         assert all(torch.equal(value, before[name]) for name, value in after.items())
 
@@ -450,28 +433,7 @@ def test_ranks_start_with_the_values_of_rank_0() -> None:
     models = [make(Net, seed=rank) for rank in range(3)]
     want = weights(models[0])
     for values in run_ranks(3, body):
-        assert all(torch.equal(values[name], want[name]) for name in want)
-
-
-def test_save_16bit_model(tmp_path: Path) -> None:
-    class Tied(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.again = self.head
-            self.head.bias.requires_grad_(False)
-
-    engine = tessera.Engine(make(Tied), config(2, bf16=True))
-    micro(engine, 0)
-    assert engine.save_16bit_model(tmp_path / "out")
-    loaded = torch.load(tmp_path / "out" / "pytorch_model.bin")
-    assert loaded.keys() == engine.module.state_dict().keys()
-    for name, value in engine.module.state_dict().items():
-        assert torch.equal(loaded[name], value)
-        assert loaded[name].untyped_storage().nbytes() == value.nbytes, "no more than the tensor itself"
-    assert loaded["head.weight"].data_ptr() == loaded["again.weight"].data_ptr()
-    engine.save_16bit_model(tmp_path, "small.bin", exclude_frozen_parameters=True)
-    assert "head.bias" not in torch.load(tmp_path / "small.bin")
-    engine.destroy()
+        assert same_bits(values, want)
 
 
 def test_thawed_parameters_warn() -> None:

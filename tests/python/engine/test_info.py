@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from support import batch, config, make
+from support import config, make, micro
 
 import tessera
-
-
-def micro(engine: Any, seed: int) -> None:
-    engine(*batch(seed)).backward()
-    engine.step()
 
 
 def test_batch_setters() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Net, batch, config, make
+from support import batch, config, make
 from torch import nn
 
 import tessera
@@ -148,16 +148,3 @@ def test_without_optimizer_forward_only(bf16: bool) -> None:
 def test_what_is_not_served_is_refused_by_name(more: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match=r"graph_harvesting|stage|offload_optimizer|MuAdam"):
         tessera.initialize(model=make(), config=config(**more))
-
-
-def test_buffers_keep_their_dtype_and_parameters_do_not() -> None:
-    class WithBuffers(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("table", torch.ones(3))
-            self.register_buffer("count", torch.zeros(2, dtype=torch.long))
-
-    engine = tessera.initialize(model=make(WithBuffers), config=config(1, bf16=True))[0]
-    assert engine.module.table.dtype == torch.float32 and engine.module.count.dtype == torch.long
-    assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
-    engine.destroy()

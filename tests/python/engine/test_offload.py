@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Net, batch, config, engines, make, run, run_ranks, weights
+from support import Net, batch, config, engines, make, run, run_ranks, same_bits, weights
 
 import tessera
 
@@ -22,16 +22,9 @@ ADAM = {"type": "AdamW", "params": {"lr": 0.01}}
 
 
 def away(stage: int, folder: Path, params: bool = False, **more: Any) -> dict[str, Any]:
-    cfg = config(stage, optimizer=ADAM, bf16=True, **more)
     disk = {"device": "nvme", "nvme_path": str(folder)}
-    cfg["zero_optimization"]["offload_optimizer"] = disk
-    if params:
-        cfg["zero_optimization"]["offload_param"] = disk | {"max_in_cpu": 0}
-    return cfg
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+    zero = {"offload_optimizer": disk} | ({"offload_param": disk | {"max_in_cpu": 0}} if params else {})
+    return config(stage, optimizer=ADAM, bf16=True, zero=zero, **more)
 
 
 PLACES = pytest.mark.parametrize(("stage", "params"), [(1, False), (2, False), (3, False), (3, True)])
@@ -55,7 +48,7 @@ def test_frozen_parameters_leaf_modules_and_several_backwards(
         tessera.zero.set_z3_leaf_modules(model, [type(model.blocks[1])])
     here = engines(model, world, config(stage, optimizer=ADAM, bf16=True), body)
     for results, want in zip(engines(model, world, away(stage, tmp_path, params), body), here, strict=True):
-        assert same(results, want)
+        assert same_bits(results, want)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -81,9 +74,8 @@ def test_unused_parameters_are_an_error_where_the_configuration_says_so(stage: i
                 return self.head(self.embed(x)).square().mean()
             return super().forward(x, y)
 
-    cfg = config(stage, accumulation=2, optimizer=ADAM)
-    cfg["zero_optimization"].update(ignore_unused_parameters=False, offload_optimizer={"device": "cpu"})
-    engines(make(Skipping), world, cfg, body)
+    zero = {"ignore_unused_parameters": False, "offload_optimizer": {"device": "cpu"}}
+    engines(make(Skipping), world, config(stage, accumulation=2, optimizer=ADAM, zero=zero), body)
 
 
 @PLACES
@@ -143,7 +135,7 @@ def test_parameters_on_a_disk_are_read_and_written_in_regions(world: int, tmp_pa
     for cfg in (config(3, optimizer=ADAM, bf16=True), away(3, tmp_path / "disk", params=True)):
         cfg["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
         found += [*engines(make(), world, cfg, body), torch.load(tmp_path / "weights" / "pytorch_model.bin")]
-    assert all(map(same, found[: world + 1], found[world + 1 :]))
+    assert all(map(same_bits, found[: world + 1], found[world + 1 :]))
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -156,7 +148,7 @@ def test_parameters_on_a_disk_and_the_update_in_the_backward(world: int, tmp_pat
     more = {"tessera": {"update_in_backward": True, "min_unit_elements": 1}}
     here = engines(make(), world, config(3, optimizer=ADAM) | finite, body)
     there = engines(make(), world, away(3, tmp_path, params=True, **more) | finite, body)
-    assert all(map(same, here, there))
+    assert all(map(same_bits, here, there))
 
 
 def test_models_that_are_built_on_a_disk(tmp_path: Path) -> None:
@@ -171,7 +163,7 @@ def test_models_that_are_built_on_a_disk(tmp_path: Path) -> None:
     plain = tessera.initialize(model=make(), config=config(3, optimizer=ADAM, bf16=True))[0]
     for one in (engine, plain):
         run(one, 0, 2)
-    assert same(weights(engine.module), weights(plain.module))
+    assert same_bits(weights(engine.module), weights(plain.module))
     for one in (engine, plain):
         one.destroy()
 
@@ -191,7 +183,7 @@ def test_models_that_are_built_on_a_disk(tmp_path: Path) -> None:
         run(engine, rank, 2)
         return weights(engine.module)
 
-    assert all(map(same, run_ranks(2, built), engines(make(), 2, config(3, optimizer=ADAM, bf16=True), body)))
+    assert all(map(same_bits, run_ranks(2, built), engines(make(), 2, config(3, optimizer=ADAM, bf16=True), body)))
     with pytest.raises(ValueError, match=r"offload_param\.nvme_path"):
         tessera.zero.Init(remote_device="nvme")
     with pytest.raises(ValueError, match="remote_device must be one of"):
@@ -231,12 +223,12 @@ def test_states_away_for_a_while(stage: int, tmp_path: Path) -> None:
                 assert engine.core.memory().disk == 0
         return weights(engine.module)
 
-    cfg = config(stage, optimizer=ADAM, bf16=True)
-    cfg["zero_optimization"]["offload_optimizer"] = {"device": "none", "nvme_path": str(tmp_path)}
+    zero = {"offload_optimizer": {"device": "none", "nvme_path": str(tmp_path)}}
+    cfg = config(stage, optimizer=ADAM, bf16=True, zero=zero)
     moves = False
     here = engines(make(), 2, cfg, body)
     moves = True
-    assert all(map(same, engines(make(), 2, cfg, body), here))
+    assert all(map(same_bits, engines(make(), 2, cfg, body), here))
 
 
 def test_states_that_cannot_go_away(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -288,12 +280,11 @@ def test_checkpoints_of_states_on_a_disk(stage: int, params: bool, tmp_path: Pat
     here, there = config(stage, optimizer=ADAM, bf16=True), away(stage, tmp_path / "disk", params)
     for first, second in ((here, there), (there, here), (there, there)):
         want = engines(make(), 2, first, body)[0]
-        assert same(engines(make(seed=5), 2, second, resumed)[0], want)
+        assert same_bits(engines(make(seed=5), 2, second, resumed)[0], want)
 
 
 def test_host_memory_on_a_cpu_says_so_once(capfd: pytest.CaptureFixture[str]) -> None:
-    cfg = config(1, optimizer=ADAM)
-    cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    cfg = config(1, optimizer=ADAM, zero={"offload_optimizer": {"device": "cpu"}})
     engine = tessera.initialize(model=make(), config=cfg)[0]
     assert capfd.readouterr().err.count("changes nothing") == 1
     assert engine.core.memory().host == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import OPTIMIZERS, Net, config, make, run, weights, with_client
+from support import OPTIMIZERS, Net, config, engines, make, run, weights
 from tessera.errors import ConfigError
 
 import tessera
@@ -84,21 +84,21 @@ def test_rates_take_the_kind_that_the_group_has(there: str, here: str, schedule:
     if schedule:
         more["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
-    def save(engine: Any, client: Any, rank: int) -> Any:
+    def save(engine: Any, rank: int) -> Any:
         run(engine, rank, 2)
         engine.save_checkpoint(tmp_path)
         run(engine, rank, 2)
-        return weights(engine.module), float(client.param_groups[0]["lr"])
+        return weights(engine.module), float(engine.client_optimizer.param_groups[0]["lr"])
 
-    def load(engine: Any, client: Any, rank: int) -> Any:
-        kind = type(client.param_groups[0]["lr"])
+    def load(engine: Any, rank: int) -> Any:
+        kind = type(engine.client_optimizer.param_groups[0]["lr"])
         engine.load_checkpoint(tmp_path)
         run(engine, rank, 2)
-        assert type(client.param_groups[0]["lr"]) is kind
-        return weights(engine.module), float(client.param_groups[0]["lr"])
+        assert type(engine.client_optimizer.param_groups[0]["lr"]) is kind
+        return weights(engine.module), float(engine.client_optimizer.param_groups[0]["lr"])
 
-    known, rate = with_client(make(Net), 2, cfg, RATES[there], save, **more)[0]
-    found, rate_after = with_client(make(Net, seed=3), 2, cfg, RATES[here], load, **more)[0]
+    known, rate = engines(make(Net), 2, cfg, save, client=RATES[there], **more)[0]
+    found, rate_after = engines(make(Net, seed=3), 2, cfg, load, client=RATES[here], **more)[0]
     assert rate_after == pytest.approx(rate)
     for name, value in known.items():
         torch.testing.assert_close(found[name], value)
@@ -130,25 +130,26 @@ def test_states_of_other_shapes_go_on_with_the_same_cut_only(
 ) -> None:
     cfgs = [config(stage, zero_allow_untested_optimizer=True) for stage, _ in (there, here)]
 
-    def parts(engine: Any, client: Any, rank: int) -> set[Any]:
+    def parts(engine: Any, rank: int) -> set[Any]:
         stage = engine.config.get("zero_optimization.stage")
         ranges = [(n, *engine.core.local_range(n), stage == 0) for n in range(len(engine.core.params()))]
         return {part for part in ranges if part[1] < part[2]}
 
     model = make(Net, 64, 1)
     of = [
-        set().union(*with_client(model, n, cfg, Blocks, parts)) for cfg, (_, n) in zip(cfgs, (there, here), strict=True)
+        set().union(*engines(model, n, cfg, parts, client=Blocks))
+        for cfg, (_, n) in zip(cfgs, (there, here), strict=True)
     ]
     fits = of[1] <= of[0]
     assert fits == (here == there or here[0] == there[0] == 0)
 
-    def save(engine: Any, client: Any, rank: int) -> Any:
+    def save(engine: Any, rank: int) -> Any:
         run(engine, rank, 2)
         engine.save_checkpoint(tmp_path)
         run(engine, rank, 2)
         return weights(engine.module)
 
-    def load(engine: Any, client: Any, rank: int) -> Any:
+    def load(engine: Any, rank: int) -> Any:
         if fits:
             engine.load_checkpoint(tmp_path)
             run(engine, rank, 2)
@@ -161,8 +162,8 @@ def test_states_of_other_shapes_go_on_with_the_same_cut_only(
         engine.load_checkpoint(tmp_path, load_optimizer_states=False)
         return None
 
-    known = with_client(model, there[1], cfgs[0], Blocks, save)[0]
-    found = with_client(make(Net, 64, 1, seed=4), here[1], cfgs[1], Blocks, load)[0]
+    known = engines(model, there[1], cfgs[0], save, client=Blocks)[0]
+    found = engines(make(Net, 64, 1, seed=4), here[1], cfgs[1], load, client=Blocks)[0]
     if found is not None and there[1] == here[1]:
         assert all(torch.equal(value, found[name]) for name, value in known.items())
     if there[0] == 0:
@@ -170,14 +171,14 @@ def test_states_of_other_shapes_go_on_with_the_same_cut_only(
 
 
 def test_deepspeeds_files_cannot_hold_states_of_other_shapes(tmp_path: Path) -> None:
-    def body(engine: Any, client: Any, rank: int) -> None:
+    def body(engine: Any, rank: int) -> None:
         run(engine, rank, 1)
         with pytest.raises((ConfigError, tessera.errors.IoError), match="'blocks' of"):
             engine.save_checkpoint(tmp_path)
         run(engine, rank, 1)
 
     cfg = config(2, zero_allow_untested_optimizer=True, checkpoint={"format": "deepspeed"})
-    with_client(make(Net), 2, cfg, Blocks, body)
+    engines(make(Net), 2, cfg, body, client=Blocks)
 
 
 @pytest.mark.parametrize("name", ["adamw", "amsgrad"])
@@ -188,7 +189,7 @@ def test_moments_that_are_not_loaded_stay(name: str, tmp_path: Path) -> None:
         get = tessera.state.get_full_optimizer_state
         return [get(engine, p, kind) for p in engine.module.parameters() for kind in ("exp_avg", "step")]
 
-    def body(engine: Any, client: Any, rank: int) -> None:
+    def body(engine: Any, rank: int) -> None:
         run(engine, rank, 2)
         engine.save_checkpoint(tmp_path)
         known = weights(engine.module)
@@ -200,4 +201,4 @@ def test_moments_that_are_not_loaded_stay(name: str, tmp_path: Path) -> None:
             assert torch.equal(tessera.state.get_full_fp32_param(engine, param), known[param_name])
         run(engine, rank, 1)
 
-    with_client(make(Net), 2, config(2, zero_allow_untested_optimizer=True), OPTIMIZERS[name], body)
+    engines(make(Net), 2, config(2, zero_allow_untested_optimizer=True), body, client=OPTIMIZERS[name])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, config, engines, mse, plain_grads, shard_group, weights
+from support import assert_close, config, engines, masters, mse, plain_grads, same_bits, shard_group, weights
 from torch import nn
 
 import tessera
@@ -71,17 +71,16 @@ def ours(model: nn.Module, stage: int, world: int, accumulation: int, bf16: bool
             engine(*data(rank, k)).backward()
             engine.step()
         assert engine.global_steps == STEPS
-        masters = {n: tessera.state.get_full_fp32_param(engine, p).clone() for n, p in engine.module.named_parameters()}
-        return {**{f"master {n}": m for n, m in masters.items()}, **weights(engine.module)}
+        return {**{f"master {name}": value for name, value in masters(engine).items()}, **weights(engine.module)}
 
     cfg = config(
         stage,
         accumulation,
         bf16,
+        zero,
         gradient_clipping=0.5,
         optimizer={"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
     )
-    cfg["zero_optimization"] |= zero
     return engines(model, world, cfg, body)
 
 
@@ -127,16 +126,16 @@ def test_bucket_size_does_not_change_a_bit(stage: int, world: int) -> None:
                 engine.step()
             return weights(engine.module)
 
-        cfg = config(stage, zero_optimization={"stage": stage, **zero})
-        cfg["tessera"] = {"min_unit_elements": 1}
+        # Stage 3 with the persistence threshold of the defaults.
+        cfg = config(stage, zero_optimization={"stage": stage, **zero}, tessera={"min_unit_elements": 1})
         return engines(Odd(), world, cfg, body)[0]
 
     want = run()
     for size in (1, 17, 40):
         got = run(reduce_bucket_size=size)
-        assert all(torch.equal(got[name], want[name]) for name in want)
+        assert same_bits(got, want)
     got = run(overlap_comm=False)
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert same_bits(got, want)
 
 
 def test_collectives_of_a_step() -> None:

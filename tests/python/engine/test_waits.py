@@ -8,20 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
-    Net,
-    assert_close,
-    batch,
-    config,
-    engines,
-    full_grads,
-    make,
-    mse,
-    plain_grads,
-    run_ranks,
-    weights,
-    with_client,
-)
+from support import Net, assert_close, batch, config, engines, full_grads, make, mse, plain_grads, run_ranks, weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -184,12 +171,12 @@ def test_a_graph_may_end_anywhere_while_a_step_runs(stage: int) -> None:
             assert not thread.is_alive(), "the graph's hooks wait for the step"
             return super().step(closure)
 
-    def body(engine: tessera.Engine, client: Any, rank: int) -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
         for _ in range(2):
             engine(*batch(rank)).backward()
-            client.kept = [engine(*batch(rank + 2))]
+            engine.client_optimizer.kept = [engine(*batch(rank + 2))]
             engine.step()
-            assert engine.was_step_applied() and not client.kept
+            assert engine.was_step_applied() and not engine.client_optimizer.kept
 
     cfg = config(stage, bf16=True, zero_allow_untested_optimizer=True)
-    with_client(make(), 2, cfg, lambda params: Slow(params, lr=0.1), body)
+    engines(make(), 2, cfg, body, client=lambda params: Slow(params, lr=0.1))

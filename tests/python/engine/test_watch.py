@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import PAIR_SPECS, Net, Pair, batch, config, engines, make, run, run_mesh
+from support import PAIR_SPECS, Net, Pair, batch, config, engines, make, run
 from tessera.engine._watch import table
 
 import tessera
@@ -155,15 +155,11 @@ def test_collectives_of_a_cut_model_are_timed_too() -> None:
     cuts = {"autotp_size": 2, "partition_config": PAIR_SPECS}
     cfg = config(1, comms_logger={"enabled": True}, tensor_parallel=cuts)
 
-    def body(rank: int, mesh: tessera.Mesh) -> list[dict[str, Any]]:
-        engine = tessera.Engine(make(Pair), cfg, group=mesh)
-        try:
-            engine(torch.ones(4, 6)).backward()
-            return engine.comm_summary()
-        finally:
-            engine.destroy()
+    def body(engine: tessera.Engine, rank: int) -> list[dict[str, Any]]:
+        engine(torch.ones(4, 6)).backward()
+        return engine.comm_summary()
 
-    assert all(rows for rows in run_mesh(body, tp=2))
+    assert all(engines(make(Pair), {"tp": 2}, cfg, body))
 
 
 def test_a_table() -> None:

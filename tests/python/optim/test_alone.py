@@ -32,6 +32,10 @@ PAIRS: dict[str, tuple[Make, Make]] = {
         lambda p: optim.FusedAdam(p, lr=0.01, weight_decay=0.1, adam_w_mode=False),
         lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
     ),
+    "fused adamw": (
+        lambda p: optim.FusedAdam(p, lr=0.01, weight_decay=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    ),
     "adagrad": (
         lambda p: optim.Adagrad(p, 0.05, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.2),
         lambda p: torch.optim.Adagrad(p, 0.05, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.2),
@@ -83,6 +87,31 @@ def test_numbers_and_state_dicts_are_torchs(kind: str) -> None:
         assert [group["lr"] for group in optimizer.param_groups] == [mine.param_groups[0]["lr"], 0.02]
         train(net, optimizer, 3)
     assert_close(weights(model), weights(plain))
+
+
+def lion(params: list[torch.Tensor], states: list[torch.Tensor], lr: float, b1: float, b2: float, wd: float) -> None:
+    for p, m in zip(params, states, strict=True):
+        direction = (b1 * m + (1 - b1) * p.grad).sign()
+        p.data.mul_(1 - lr * wd).sub_(lr * direction)
+        m.mul_(b2).add_(p.grad, alpha=1 - b2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_lion(stage: int) -> None:
+    model, plain = make(), make()
+    moments = [torch.zeros_like(p) for p in plain.parameters()]
+    cfg = config(stage, optimizer={"type": "Lion", "params": {"lr": 0.01, "weight_decay": 0.1}})
+    engine = tessera.initialize(model=model, config=cfg)[0]
+    assert type(engine.basic_optimizer) is optim.Lion
+    for k in range(3):
+        engine(*batch(k)).backward()
+        engine.step()
+        plain.zero_grad()
+        plain(*batch(k)).backward()
+        lion(list(plain.parameters()), moments, 0.01, 0.9, 0.99, 0.1)
+    assert_close(weights(model), weights(plain))
+    assert set(engine.optimizer.state[model.gain]) == {"step", "exp_avg"}
+    engine.destroy()
 
 
 @pytest.mark.parametrize("kind", RULES)
@@ -224,7 +253,7 @@ def test_what_is_refused_changes_nothing(kind: str) -> None:
         (nn.Parameter(torch.ones(2, dtype=torch.float64)), "is torch.float64"),
         (nn.Parameter(torch.ones(2, device="meta")), "is on meta"),
     ):
-        if kind == "fused" and says == "is on meta":
+        if kind.startswith("fused") and says == "is on meta":
             continue  # on a device that has kernels
         param.grad = torch.ones_like(param)
         refused(param, says)
@@ -243,6 +272,8 @@ def test_flags_and_states_of_others_are_refused_by_name() -> None:
     momentum.step()
     with pytest.raises(tessera.ConfigError, match=r"parameter 0 has no exp_avg, exp_avg_sq; it has momentum_buffer"):
         optim.Adam([param]).load_state_dict(momentum.state_dict())
+    with pytest.raises(ValueError, match=r"lr.*beta"):
+        optim.FusedAdam([param], lr=-1, betas=(0.9, 1.0))
     with pytest.raises(tessera.ConfigError, match="lr_decay"):
         optim.Adagrad([param], lr_decay=-1)
     with pytest.raises(tessera.ConfigError, match=r"stochastic_rounding of Lion"):

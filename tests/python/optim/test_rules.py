@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import OPTIMIZERS, assert_close, batch, config, make, run, train_plain, weights, with_client
+from support import OPTIMIZERS, assert_close, batch, config, engines, make, run, train_plain, weights
 
 import tessera
 
@@ -22,15 +22,15 @@ def test_client_optimizers_equal_plain_torch(kind: str, stage: int, world: int) 
     plain = copy.deepcopy(model)
     train_plain(plain, OPTIMIZERS[kind], world, 4)
 
-    def body(engine: tessera.Engine, client: Any, rank: int) -> Any:
-        assert engine.basic_optimizer is client
-        assert engine.optimizer.param_groups is client.param_groups
-        assert (engine.optimizer is client) == (stage == 0)
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        assert engine.basic_optimizer is engine.client_optimizer
+        assert engine.optimizer.param_groups is engine.client_optimizer.param_groups
+        assert (engine.optimizer is engine.client_optimizer) == (stage == 0)
         run(engine, rank, 4)
         return weights(engine.module)
 
     cfg = config(stage, zero_allow_untested_optimizer=True)
-    for got in with_client(model, world, cfg, OPTIMIZERS[kind], body):
+    for got in engines(model, world, cfg, body, client=OPTIMIZERS[kind]):
         for name, value in weights(plain).items():
             torch.testing.assert_close(got[name], value, rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 

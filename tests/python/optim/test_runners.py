@@ -14,11 +14,13 @@ from support import (
     batch,
     config,
     engines,
+    losses_of,
     make,
+    masters,
     run,
+    same_bits,
     train_plain,
     weights,
-    with_client,
 )
 from torch import nn
 
@@ -38,20 +40,16 @@ def test_bf16_masters(kind: str, stage: int) -> None:
         "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-5),
     }[kind]
 
-    def body(engine: tessera.Engine, client: Any, rank: int) -> Any:
-        first = {
-            name: tessera.state.get_full_fp32_param(engine, p).clone() for name, p in engine.module.named_parameters()
-        }
+    def body(engine: tessera.Engine, rank: int) -> None:
+        first = masters(engine)
         assert all(torch.equal(first[name], p.bfloat16().float()) for name, p in weights(model).items())
         run(engine, rank, 5)
-        for name, param in engine.module.named_parameters():
-            master = tessera.state.get_full_fp32_param(engine, param)
-            assert torch.equal(master.bfloat16(), param), name
+        for name, master in masters(engine).items():
+            assert torch.equal(master.bfloat16(), engine.module.get_parameter(name)), name
             assert not torch.equal(master, first[name]), name
-        return None
 
     cfg = config(stage, bf16=True, zero_allow_untested_optimizer=True)
-    with_client(model, 2, cfg, factory, body)
+    engines(model, 2, cfg, body, client=factory)
 
 
 def test_client_identity_and_live_state_at_stage_0() -> None:
@@ -100,36 +98,6 @@ def test_a_client_brings_its_states(stage: int, kind: str) -> None:
     reference.step()
     assert_close(weights(model), weights(plain))
     engine.destroy()
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kind", ["adamw", "nesterov", "rmsprop"])
-def test_state_dict_round_trip(stage: int, kind: str, bf16: bool) -> None:
-    """Weights and states saved on each rank continue in a new engine, bit for bit."""
-    model = make()
-    cfg = config(stage, bf16=bf16, zero_allow_untested_optimizer=True)
-    saved: dict[int, Any] = {}
-
-    def first(engine: tessera.Engine, client: Any, rank: int) -> Any:
-        run(engine, rank, 3)
-        masters = {n: tessera.state.get_full_fp32_param(engine, p).clone() for n, p in engine.module.named_parameters()}
-        saved[rank] = (masters, copy.deepcopy(engine.optimizer.state_dict()))
-        run(engine, rank + 5, 2)
-        return weights(engine.module)
-
-    def second(engine: tessera.Engine, client: Any, rank: int) -> Any:
-        masters, state = saved[rank]
-        for name, param in engine.module.named_parameters():
-            tessera.state.set_full_fp32_param(engine, param, masters[name])
-        engine.optimizer.load_state_dict(state)
-        run(engine, rank + 5, 2)
-        return weights(engine.module)
-
-    want = with_client(model, 2, cfg, OPTIMIZERS[kind], first)
-    got = with_client(model, 2, cfg, OPTIMIZERS[kind], second)
-    for a, b in zip(got, want, strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in b)
 
 
 def test_sharded_states_are_this_ranks_part() -> None:
@@ -194,26 +162,20 @@ def test_a_step_that_raised_may_be_tried_again(stage: int, autocast: str) -> Non
         assert engine.was_step_applied()
         assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6)
         result = weights(engine.module)
+        if tries > 1:  # what was there may be dropped, too
+            client.fail = True
+            engine.backward(engine(*batch(0)))
+            with pytest.raises(OSError, match="boom"):
+                engine.step()
+            client.fail = False
+            engine.zero_grad()
+            engine.backward(engine(*batch(0)))
+            engine.step()
+            assert engine.was_step_applied()
         engine.destroy()
         return result
 
     assert_close(train(2), train(1))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_external_optimizer_that_raises(stage: int) -> None:
-    model = make()
-    client = Raises(model.parameters())
-    engine = tessera.Engine(model, config(stage, zero_allow_untested_optimizer=True), optimizer=client)
-    engine(*batch(0)).backward()
-    with pytest.raises(OSError, match="boom"):
-        engine.step()
-    client.fail = False
-    engine.zero_grad()
-    engine(*batch(0)).backward()
-    engine.step()
-    assert engine.was_step_applied()
-    engine.destroy()
 
 
 def test_load_state_dict_on_the_client_keeps_exact_states() -> None:
@@ -232,12 +194,17 @@ def test_load_state_dict_on_the_client_keeps_exact_states() -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("mode", ["bf16", "balanced", "fp16"])
-@pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
+# Without torch's "step" in its states, balanced SGD would draw other roundings.
+KINDS = [(kind, mode) for kind in ("adamw", "nesterov", "rmsprop") for mode in ("fp32", "bf16", "balanced", "fp16")]
+KINDS.remove(("nesterov", "balanced"))
+
+
+@pytest.mark.parametrize(("kind", "mode"), KINDS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_and_states_are_all_of_a_run(stage: int, kind: str, mode: str) -> None:
     """What the module holds in 16 bits comes back exact: state_dict() has the masters."""
     sections: dict[str, dict[str, Any]] = {
+        "fp32": {},
         "bf16": {"bf16": True},
         "balanced": {"bf16": True, "tessera": {"state_bytes": 10}},
         "fp16": {"fp16": {"enabled": True, "initial_scale_power": 6}},
@@ -245,31 +212,23 @@ def test_weights_and_states_are_all_of_a_run(stage: int, kind: str, mode: str) -
     cfg = config(stage, zero_allow_untested_optimizer=True, **sections[mode])
     saved: dict[int, Any] = {}
 
-    def steps(engine: tessera.Engine, first: int, last: int, rank: int) -> None:
-        for k in range(first, last):
-            engine.backward(engine(*batch(10 * rank + k)))
-            engine.step()
-
-    def masters(engine: tessera.Engine) -> dict[str, torch.Tensor | None]:
-        return {n: tessera.state.get_full_fp32_param(engine, p) for n, p in engine.module.named_parameters()}
-
-    def first(engine: tessera.Engine, client: Any, rank: int) -> Any:
-        steps(engine, 0, 3, rank)
+    def first(engine: tessera.Engine, rank: int) -> Any:
+        losses_of(engine, rank, 0, 3)
         saved[rank] = copy.deepcopy((engine.module_state_dict(), engine.optimizer.state_dict()))
-        steps(engine, 3, 5, rank)
+        losses_of(engine, rank, 3, 2)
         return masters(engine)
 
-    def second(engine: tessera.Engine, client: Any, rank: int) -> Any:
+    def second(engine: tessera.Engine, rank: int) -> Any:
         module, optimizer = saved[rank]
         engine.load_module_state_dict(module)
         engine.optimizer.load_state_dict(optimizer)
-        steps(engine, 3, 5, rank)
+        losses_of(engine, rank, 3, 2)
         return masters(engine)
 
-    want = with_client(make(), 2, cfg, OPTIMIZERS[kind], first)
-    got = with_client(make(seed=9), 2, cfg, OPTIMIZERS[kind], second)
+    want = engines(make(), 2, cfg, first, client=OPTIMIZERS[kind])
+    got = engines(make(seed=9), 2, cfg, second, client=OPTIMIZERS[kind])
     for a, b in zip(got, want, strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in b)
+        assert same_bits(a, b)
 
 
 def test_masters_of_another_model_are_refused() -> None:

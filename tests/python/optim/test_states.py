@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import OPTIMIZERS, assert_close, config, make, run, train_plain, weights, with_client
+from support import OPTIMIZERS, assert_close, config, engines, make, masters, run, same_bits, train_plain, weights
 
 import tessera
 from tessera import state, utils
@@ -31,7 +31,7 @@ def test_full_values_are_those_of_plain_torch(kind: str, stage: int, world: int)
     plain = make()
     reference = train_plain(plain, OPTIMIZERS[kind], world, 2)
 
-    def body(engine: tessera.Engine, client: Any, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> Any:
         run(engine, rank, 2)
         for param, expected in zip(engine.module.parameters(), plain.parameters(), strict=True):
             for key in KEYS[kind]:
@@ -44,7 +44,7 @@ def test_full_values_are_those_of_plain_torch(kind: str, stage: int, world: int)
             full = utils.safe_get_full_optimizer_state(param, KEYS[kind][0])
             assert torch.equal(local.reshape(-1), full.reshape(-1)[begin:end])
 
-    with_client(make(), world, own(stage), OPTIMIZERS[kind], body)
+    engines(make(), world, own(stage), body, client=OPTIMIZERS[kind])
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -53,18 +53,18 @@ def test_written_values_rule_the_next_step(stage: int, bf16: bool) -> None:
     """Two engines meet at the same states: one by training, one by writing what the other has."""
     source: dict[int, dict[str, torch.Tensor]] = {}
 
-    def trained(engine: tessera.Engine, client: Any, rank: int) -> Any:
+    def trained(engine: tessera.Engine, rank: int) -> Any:
         run(engine, rank, 3)
         named = list(engine.module.named_parameters())
         source[rank] = {
             f"{key} {name}": utils.safe_get_full_optimizer_state(param, key)
             for name, param in named
             for key in KEYS["rmsprop"]
-        } | {name: state.get_full_fp32_param(engine, param) for name, param in named}
+        } | masters(engine)
         run(engine, rank + 5, 1)
-        return {name: state.get_full_fp32_param(engine, param) for name, param in named}
+        return masters(engine)
 
-    def written(engine: tessera.Engine, client: Any, rank: int) -> Any:
+    def written(engine: tessera.Engine, rank: int) -> Any:
         run(engine, rank + 7, 1)
         named = list(engine.module.named_parameters())
         for name, param in named:
@@ -73,17 +73,17 @@ def test_written_values_rule_the_next_step(stage: int, bf16: bool) -> None:
                 assert torch.equal(utils.safe_get_full_optimizer_state(param, key), source[rank][f"{key} {name}"])
             state.set_full_fp32_param(engine, param, source[rank][name])
         run(engine, rank + 5, 1)
-        return {name: state.get_full_fp32_param(engine, param) for name, param in named}
+        return masters(engine)
 
-    wanted = with_client(make(), 2, own(stage, bf16), OPTIMIZERS["rmsprop"], trained)
-    got = with_client(make(), 2, own(stage, bf16), OPTIMIZERS["rmsprop"], written)
+    wanted = engines(make(), 2, own(stage, bf16), trained, client=OPTIMIZERS["rmsprop"])
+    got = engines(make(), 2, own(stage, bf16), written, client=OPTIMIZERS["rmsprop"])
     for a, b in zip(got, wanted, strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in b)
+        assert same_bits(a, b)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_local_values_are_written(stage: int) -> None:
-    def body(engine: tessera.Engine, client: Any, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> Any:
         run(engine, rank, 1)
         for param in engine.module.parameters():
             local = state.get_local_optimizer_state(engine, param, "square_avg")
@@ -96,14 +96,14 @@ def test_local_values_are_written(stage: int) -> None:
             with pytest.raises(ValueError, match="values here, not 1000"):
                 state.set_local_optimizer_state(engine, weight, "square_avg", torch.ones(1000))
 
-    with_client(make(), 2, own(stage), OPTIMIZERS["rmsprop"], body)
+    engines(make(), 2, own(stage), body, client=OPTIMIZERS["rmsprop"])
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_errors_are_those_of_all_ranks(stage: int) -> None:
     """A parameter of one element belongs to one rank only: the other one has no state to look at."""
 
-    def body(engine: tessera.Engine, client: Any, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> Any:
         gain = engine.module.gain
         assert utils.safe_get_full_optimizer_state(gain, "square_avg") is None, "no step yet"
         with pytest.raises(ValueError, match="no state 'square_avg' of this parameter yet"):
@@ -116,17 +116,17 @@ def test_errors_are_those_of_all_ranks(stage: int) -> None:
         run(engine, rank, 1)
         assert utils.safe_get_full_optimizer_state(gain, "step").item() == 2
 
-    with_client(make(), 2, own(stage), OPTIMIZERS["rmsprop"], body)
+    engines(make(), 2, own(stage), body, client=OPTIMIZERS["rmsprop"])
 
 
 def test_states_that_are_not_by_element() -> None:
-    def body(engine: tessera.Engine, client: Any, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> Any:
         run(engine, rank, 1)
         with pytest.raises(ValueError, match=r"'row_var' is not one value for each element: read optimizer\.state"):
             utils.safe_get_full_optimizer_state(engine.module.head.weight, "row_var")
         assert utils.safe_get_full_optimizer_state(engine.module.head.bias, "variance").shape == (3,)
 
-    with_client(make(), 2, own(0), torch.optim.Adafactor, body)
+    engines(make(), 2, own(0), body, client=torch.optim.Adafactor)
 
 
 def test_a_frozen_parameter_has_none() -> None:

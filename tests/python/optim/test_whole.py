@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import PAIR_SPECS, Pair, batch, config, make, run, run_mesh, train_plain, weights, with_client
+from support import PAIR_SPECS, Pair, batch, config, engines, make, run, train_plain, weights
 from tessera.optim._whole import Lamb, Muon, muon_groups, orthogonal
 from torch import nn
 
@@ -34,11 +34,11 @@ def test_slices_are_updated_as_whole_parameters(stage: int, world: int, kind: st
     model, plain = make(), make()
     train_plain(plain, FACTORIES[kind], world, 3)
 
-    def body(engine: tessera.Engine, client: Any, rank: int) -> dict[str, torch.Tensor | None]:
+    def body(engine: tessera.Engine, rank: int) -> dict[str, torch.Tensor | None]:
         run(engine, rank, 3)
         return weights(engine.module)
 
-    for found in with_client(model, world, config(stage), FACTORIES[kind], body):
+    for found in engines(model, world, config(stage), body, client=FACTORIES[kind]):
         for name, value in weights(plain).items():
             assert found[name] is not None and value is not None
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-3 if kind == "muon" else 1e-5)
@@ -46,49 +46,49 @@ def test_slices_are_updated_as_whole_parameters(stage: int, world: int, kind: st
 
 @pytest.mark.parametrize("kind", FACTORIES)
 def test_states_outlive_the_engine_and_steps_that_lack_gradients(kind: str) -> None:
-    def body(engine: tessera.Engine, client: Any, rank: int) -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
         run(engine, rank, 2)
         engine(*batch(rank)).backward()
         engine.step()
         assert engine.was_step_applied()
         engine.destroy()
-        assert client.shards.whole(torch.ones(2), torch.ones(2)).numel() == 2
-        names = {name for state in client.state.values() for name in state}
+        assert engine.client_optimizer.shards.whole(torch.ones(2), torch.ones(2)).numel() == 2
+        names = {name for state in engine.client_optimizer.state.values() for name in state}
         assert names == {"lamb": {"step", "exp_avg", "exp_avg_sq"}}.get(
             kind, {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
         )
 
-    with_client(make(), 2, config(0), FACTORIES[kind], body)
+    engines(make(), 2, config(0), body, client=FACTORIES[kind])
 
 
 @pytest.mark.parametrize("kind", FACTORIES)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_bf16_masters_move_in_fp32(stage: int, kind: str) -> None:
-    def body(engine: tessera.Engine, client: Any, rank: int) -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
         run(engine, rank, 2)
         for param in engine.module.parameters():
             assert tessera.state.get_full_fp32_param(engine, param).dtype == torch.float32
 
-    with_client(make(), 2, config(stage, bf16=True), FACTORIES[kind], body)
+    engines(make(), 2, config(stage, bf16=True), body, client=FACTORIES[kind])
 
 
 @pytest.mark.parametrize("kind", FACTORIES)
 def test_checkpoints_hold_the_states(kind: str, tmp_path: Any) -> None:
     """Resumed at another number of ranks: the slices lie elsewhere, the run goes on."""
 
-    def first(engine: tessera.Engine, client: Any, rank: int) -> Any:
+    def first(engine: tessera.Engine, rank: int) -> Any:
         run(engine, 0, 2)
         engine.save_checkpoint(tmp_path)
         run(engine, 0, 2)
         return weights(engine.module)
 
-    def second(engine: tessera.Engine, client: Any, rank: int) -> Any:
+    def second(engine: tessera.Engine, rank: int) -> Any:
         engine.load_checkpoint(tmp_path)
         run(engine, 0, 2)
         return weights(engine.module)
 
-    expected = with_client(make(), 2, config(2), FACTORIES[kind], first)[0]
-    for found in with_client(make(seed=5), 3, config(2), FACTORIES[kind], second):
+    expected = engines(make(), 2, config(2), first, client=FACTORIES[kind])[0]
+    for found in engines(make(seed=5), 3, config(2), second, client=FACTORIES[kind]):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-3 if kind == "muon" else 1e-5)
 
@@ -236,19 +236,13 @@ def test_matrices_that_tensor_parallelism_cuts(kind: str) -> None:
         plain(x).backward()
         optimizer.step()
         optimizer.zero_grad()
-    copies = [copy.deepcopy(model) for _ in range(4)]
 
-    def body(rank: int, mesh: tessera.Mesh) -> dict[str, Any]:
-        client = FACTORIES[kind](copies[rank].parameters())
-        engine = tessera.Engine(copies[rank], cfg, optimizer=client, group=mesh)
-        try:
-            for _ in range(2):
-                engine(x).backward()
-                engine.step()
-            return engine.module_state_dict()
-        finally:
-            engine.destroy()
+    def body(engine: tessera.Engine, rank: int) -> dict[str, Any]:
+        for _ in range(2):
+            engine(x).backward()
+            engine.step()
+        return engine.module_state_dict()
 
-    for found in run_mesh(body, dp=2, tp=2):
+    for found in engines(model, {"dp": 2, "tp": 2}, cfg, body, client=FACTORIES[kind]):
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-3 if kind == "muon" else 1e-5)

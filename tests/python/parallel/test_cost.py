@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-import copy
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from support import run_mesh
+from support import engines
 from test_models import settings
 from tiny_models import LLAMA, MODELS, of, text
 
 import tessera
 from tessera import _core
 
+WIDE = LLAMA | {"hidden_size": 96, "num_attention_heads": 24, "num_key_value_heads": 24}
 
-@pytest.mark.parametrize("tp", [2, 3, 4, 8])
-def test_a_step_sends_what_the_model_says(tp: int) -> None:
-    model = of("Llama", LLAMA | {"hidden_size": 96, "num_attention_heads": 24, "num_key_value_heads": 24})()
-    copies = [copy.deepcopy(model) for _ in range(tp)]
-    want = tessera.parallel.cost(model, length=6, batch=2, tp=tp, dtype=torch.float32)
 
-    def body(rank: int, mesh: tessera.Mesh) -> int:
-        engine = tessera.Engine(copies[rank], settings(tp, {"preset_model": "llama"}), group=mesh)
-        engine(**text(0)).loss.backward()  # the first forward compares inputs
-        group = mesh.group(_core.Axis.Tp)
+@pytest.mark.parametrize("vocabulary", [False, True])
+@pytest.mark.parametrize(
+    ("tp", "replays", "regions"),
+    [(tp, False, False) for tp in (2, 3, 4, 8)] + [(2, False, True), (2, True, True), (4, False, True)],
+)
+def test_a_step_sends_what_the_model_says(tp: int, replays: bool, regions: bool, vocabulary: bool) -> None:
+    model = of("Llama", WIDE)().train()
+    if replays:
+        model.gradient_checkpointing_enable()
+    options: dict[str, Any] = {"vocab_parallel": vocabulary, "recompute": replays, "sequence_parallel_norms": regions}
+    want = tessera.parallel.cost(model, length=8, batch=2, tp=tp, dtype=torch.float32, **options)
+    rules = {"preset_model": "llama"} | ({"vocab_parallel_lm_head": True} if vocabulary else {})
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        engine(**text(0, length=8)).loss.backward()  # the first forward compares inputs
+        group = engine.core.mesh().group(_core.Axis.Tp)
         group.reset_stats()
-        engine(**text(0)).loss.backward()
-        counted = group.stats().all_reduce.bytes
-        engine.destroy()
-        return counted
+        engine(**text(0, length=8)).loss.backward()
+        return group.stats()
 
     assert "tp" in want.text()
-    for counted in run_mesh(body, tp=tp):
-        assert counted == want.axes["tp"]["all_reduce"].bytes
+    cfg = settings(tp, rules, tessera={"sequence_parallel_norms": regions})
+    for stats in engines(model, {"tp": tp}, cfg, body):
+        for operation, traffic in want.axes["tp"].items():
+            counted = getattr(stats, operation)
+            assert (counted.bytes, counted.calls) == (traffic.bytes, traffic.calls), operation
 
 
 def test_from_a_configuration_alone() -> None:

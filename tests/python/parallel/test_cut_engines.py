@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, config, run_mesh
+from support import assert_close, config, engines, masters, run_mesh
 from test_models import assert_near, assert_same, compare, settings, train, train_and_end, train_plain
 from tiny_models import LEARNED, LLAMA, MODELS, learned, learned_rules, of, text
 from torch import nn
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import tessera
 from tessera.parallel import ColumnLinear, RowLinear
 
+REGIONS = {"tessera": {"sequence_parallel_norms": True}}
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
 
 
@@ -28,19 +29,6 @@ def llama() -> nn.Module:
 
 def adam(tp: int, stage: int = 0, **more: Any) -> dict[str, Any]:
     return settings(tp, {}, stage=stage, **more) | {"optimizer": ADAM}
-
-
-def on_mesh(model: nn.Module, cfg: dict[str, Any], body: Any, tp: int = 2, dp: int = 1, **kwargs: Any) -> list[Any]:
-    copies = [copy.deepcopy(model) for _ in range(tp * dp)]
-
-    def run(rank: int, mesh: tessera.Mesh) -> Any:
-        engine = tessera.Engine(copies[rank], cfg, group=mesh, **kwargs)
-        try:
-            return body(engine, rank)
-        finally:
-            engine.destroy()
-
-    return run_mesh(run, dp=dp, tp=tp)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -57,14 +45,18 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_precisions_follow_the_whole_model(precision: str, stage: int) -> None:
-    batches = [text(0), text(1), text(2)]
+ALONG_TOO = [("bf16", 1, REGIONS), ("autocast", 3, REGIONS), ("bf16 states", 2, REGIONS)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "regions"), [(name, stage, {}) for name in PRECISIONS for stage in (1, 3)] + ALONG_TOO
+)
+def test_precisions_follow_the_whole_model(precision: str, stage: int, regions: dict[str, Any]) -> None:
+    batches = [text(step, length=8) for step in range(3)]
     body = lambda engine, rank: train(engine, batches)  # noqa: E731
     more = PRECISIONS[precision]
-    want = on_mesh(llama(), adam(1, stage, **more), body, tp=1)[0]
-    for got in on_mesh(llama(), adam(2, stage, **more), body):
+    want = engines(llama(), {"tp": 1}, adam(1, stage, **more), body)[0]
+    for got in engines(llama(), {"tp": 2}, adam(2, stage, **more, **regions), body):
         torch.testing.assert_close(got["losses"], want["losses"], rtol=2e-2, atol=0)
         torch.testing.assert_close(got["norms"], want["norms"], rtol=5e-2, atol=0)
         assert_close(got["weights"], want["weights"], bf16=True)
@@ -82,7 +74,7 @@ def test_accumulation_and_direct_backward_of_several_losses() -> None:
                 engine.step()
         return {n: tessera.state.get_full_grad(engine, p) for n, p in engine.module.named_parameters()}
 
-    for grads in on_mesh(model, adam(2, stage=2, accumulation=2), body):
+    for grads in engines(model, {"tp": 2}, adam(2, stage=2, accumulation=2), body):
         for name, param in plain.named_parameters():
             assert_near(name, grads[name], param.grad, 1e-5, 1e-2)
 
@@ -104,7 +96,7 @@ def test_blocks_that_are_replayed_or_compiled(how: str) -> None:
     cfg = settings(2, {}, stage=3)
     if how == "compile":  # dynamo is not for several threads
         cfg = settings(2, {})
-    for got in on_mesh(model, cfg, body):
+    for got in engines(model, {"tp": 2}, cfg, body):
         assert_same(got, want)
 
 
@@ -124,7 +116,7 @@ def test_modules_keep_their_identity_and_are_recognizable() -> None:
         copied = copy.deepcopy(engine.module)
         torch.testing.assert_close(copied(**text(0)).loss, engine(**text(0)).loss)
 
-    on_mesh(model, adam(2), body)
+    engines(model, {"tp": 2}, adam(2), body)
     assert before.keys() == dict(model.named_modules()).keys()
 
 
@@ -144,7 +136,7 @@ def test_state_dicts_are_whole_and_may_be_loaded(stage: int, tmp_path: Path) -> 
 
     cfg = adam(2, stage)
     cfg["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    on_mesh(model, cfg, body, dp=2)
+    engines(model, {"tp": 2, "dp": 2}, cfg, body)
     assert_close(torch.load(tmp_path / "pytorch_model.bin"), want)
 
 
@@ -176,7 +168,7 @@ def test_checkpoints_load_at_other_sizes(name: str, tmp_path: Path) -> None:
             engine.save_checkpoint(str(tmp_path))
             return states(engine)
 
-        last = on_mesh(model, adam(tp, stage_of(number)), body, tp=tp, dp=dp)[0]
+        last = engines(model, {"tp": tp, "dp": dp}, adam(tp, stage_of(number)), body)[0]
 
 
 def test_a_failure_gives_the_model_back_whole() -> None:
@@ -228,25 +220,23 @@ def test_a_clients_optimizer_and_its_states_are_cut_too(stage: int) -> None:
     start(**text(0)).loss.backward()
     plain.step()
     plain.zero_grad()
-    copies = [copy.deepcopy(start) for _ in range(2)]
-    optimizers = [torch.optim.AdamW(c.parameters(), lr=1e-2) for c in copies]
-    for optimizer in optimizers:
-        optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    begun, states = copy.deepcopy(start), copy.deepcopy(plain.state_dict())
     start(**text(1)).loss.backward()
     plain.step()
+    cfg = adam(2, stage) | {"gradient_clipping": 0.0}
+    del cfg["optimizer"]
 
-    def body(rank: int, mesh: tessera.Mesh) -> Any:
-        cfg = adam(2, stage)
-        del cfg["optimizer"]
-        cfg["gradient_clipping"] = 0.0
-        engine = tessera.Engine(copies[rank], cfg, group=mesh, optimizer=optimizers[rank])
+    def client(params: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(params, lr=1e-2)
+        optimizer.load_state_dict(copy.deepcopy(states))
+        return optimizer
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
         engine(**text(1)).loss.backward()
         engine.step()
-        found = {n: tessera.state.get_full_fp32_param(engine, p).clone() for n, p in engine.module.named_parameters()}
-        engine.destroy()
-        return found
+        return masters(engine)
 
-    for found in run_mesh(body, tp=2):
+    for found in engines(begun, {"tp": 2}, cfg, body, client=client):
         for name, param in start.named_parameters():
             assert_near(name, found[name], param.detach(), 1e-4)
 
@@ -285,7 +275,7 @@ def test_frozen_parameters_are_cut_and_shared_as_well() -> None:
         frozen = {n: v for n, v in engine.module_state_dict().items() if ".layers.0." in n}
         assert_close(frozen, {n: want[n] for n in frozen})
 
-    on_mesh(model, adam(2, 1), body, dp=2)
+    engines(model, {"tp": 2, "dp": 2}, adam(2, 1), body)
 
 
 class Own(nn.Module):
@@ -425,7 +415,7 @@ def test_ranks_with_different_data_are_told() -> None:
         engine(**text(0))
         engine(**text(1 + rank))  # once is enough
 
-    on_mesh(llama(), adam(2), body)
+    engines(llama(), {"tp": 2}, adam(2), body)
 
 
 @pytest.mark.parametrize(
@@ -487,14 +477,12 @@ def test_what_would_train_wrong_is_told(how: str, whole: tuple[str, ...], error:
 )
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_column_without_its_row_is_named(specs: list[dict[str, Any]], message: str, stage: int) -> None:
-    def body(rank: int, mesh: tessera.Mesh) -> None:
-        rules = {"partition_config": {"layer_specs": specs}}
-        engine = tessera.Engine(MODELS["own"][0](), settings(2, rules, stage=stage), group=mesh)
+    def body(engine: tessera.Engine, rank: int) -> None:
         with pytest.raises(ValueError, match=message):
             engine(**text(0))
-        engine.destroy()
 
-    run_mesh(body, tp=2)
+    cfg = settings(2, {"partition_config": {"layer_specs": specs}}, stage=stage)
+    engines(MODELS["own"][0](), {"tp": 2}, cfg, body)
 
 
 @pytest.mark.parametrize("how", ["reentrant", "replays", "compile", "again"])

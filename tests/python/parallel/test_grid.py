@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, config, full_grads, run_mesh
+from support import assert_close, config, engines, full_grads
 from torch import nn
 
 import tessera
@@ -37,11 +37,8 @@ def settings(tp: int, sp: int, stage: int, precision: str, **more: Any) -> dict[
 def curve(
     model: nn.Module, tp: int, sp: int, dp: int, cfg: dict[str, Any], batches: list[list[Any]], replicas: int = 1
 ) -> list[float]:
-    copies = [copy.deepcopy(model) for _ in range(tp * sp * dp)]
-
-    def body(rank: int, mesh: tessera.Mesh) -> list[float]:
-        groups = register(copies[rank], mesh) if sp > 1 else None
-        engine = tessera.Engine(copies[rank], cfg, group=mesh)
+    def body(engine: tessera.Engine, rank: int) -> list[float]:
+        groups = register(engine.module, engine.core.mesh()) if sp > 1 else None
         data = rank // (tp * sp)
         losses = []
         for parts in batches:
@@ -49,10 +46,9 @@ def curve(
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        engine.destroy()
         return losses
 
-    ranks = run_mesh(body, dp=dp, sp=sp, tp=tp, replicas=replicas)
+    ranks = engines(model, {"dp": dp, "sp": sp, "tp": tp, "replicas": replicas}, cfg, body)
     return [sum(step) / len(step) for step in zip(*ranks, strict=True)]
 
 
@@ -121,13 +117,9 @@ def test_gradients_of_tp_2_beside_sp_2(more: dict[str, Any], stage: int) -> None
     whole = copy.deepcopy(model)
     plain_loss(whole, batch).backward()
     want = {name: param.grad for name, param in whole.named_parameters()}
-    copies = [copy.deepcopy(model) for _ in range(4)]
 
-    def body(rank: int, mesh: tessera.Mesh) -> None:
-        groups = register(copies[rank], mesh)
-        engine = tessera.Engine(copies[rank], settings(2, 2, stage, "fp32", **more), group=mesh)
-        engine.backward(shared_loss(engine, batch, groups))
+    def body(engine: tessera.Engine, rank: int) -> None:
+        engine.backward(shared_loss(engine, batch, register(engine.module, engine.core.mesh())))
         assert_close(full_grads(engine), want)
-        engine.destroy()
 
-    run_mesh(body, sp=2, tp=2)
+    engines(model, {"sp": 2, "tp": 2}, settings(2, 2, stage, "fp32", **more), body)

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, run_mesh
-from test_cut_engines import PRECISIONS, adam, on_mesh
+from support import engines, run_mesh
+from test_cut_engines import REGIONS, adam
 from test_models import assert_same, compare, settings, train, train_plain
 from tiny_models import LLAMA, MODELS, of, text
 from torch import nn
 
 import tessera
 from tessera import _core
-
-REGIONS = {"tessera": {"sequence_parallel_norms": True}}
 
 
 @pytest.mark.parametrize(
@@ -51,18 +49,6 @@ def test_models_compute_what_the_whole_ones_do(name: str, tp: int, more: dict[st
     compare(name, tp, **{"length": 8, **more}, **REGIONS)
 
 
-@pytest.mark.parametrize(("precision", "stage"), [("bf16", 1), ("autocast", 3), ("bf16 states", 2)])
-def test_precisions_follow_the_whole_model(precision: str, stage: int) -> None:
-    batches = [text(step, length=8) for step in range(3)]
-    body = lambda engine, rank: train(engine, batches)  # noqa: E731
-    more = PRECISIONS[precision]
-    want = on_mesh(of("Llama", LLAMA)(), adam(1, stage, **more), body, tp=1)[0]
-    for got in on_mesh(of("Llama", LLAMA)(), adam(2, stage, **more, **REGIONS), body):
-        torch.testing.assert_close(got["losses"], want["losses"], rtol=2e-2, atol=0)
-        torch.testing.assert_close(got["norms"], want["norms"], rtol=5e-2, atol=0)
-        assert_close(got["weights"], want["weights"], bf16=True)
-
-
 def kept(engine: tessera.Engine) -> dict[int, int]:
     """Bytes of what a forward keeps for the backward and has the width of the model, by storage."""
     found: dict[int, int] = {}
@@ -82,36 +68,9 @@ def kept(engine: tessera.Engine) -> dict[int, int]:
 def test_what_lies_between_blocks_is_a_part(tp: int) -> None:
     model, head_input = of("Llama", LLAMA)(), 2 * 8 * LLAMA["hidden_size"] * 4
     body = lambda engine, rank: sum(kept(engine).values())  # noqa: E731
-    whole = on_mesh(model, adam(tp), body, tp=tp)[0]
-    for part in on_mesh(model, adam(tp, **REGIONS), body, tp=tp):
+    whole = engines(model, {"tp": tp}, adam(tp), body)[0]
+    for part in engines(model, {"tp": tp}, adam(tp, **REGIONS), body):
         assert part == (whole - head_input) // tp + head_input
-
-
-@pytest.mark.parametrize("vocabulary", [False, True])
-@pytest.mark.parametrize(("tp", "replays"), [(2, False), (2, True), (4, False)])
-def test_a_step_sends_what_the_formula_says(tp: int, replays: bool, vocabulary: bool) -> None:
-    model = of("Llama", LLAMA)().train()
-    if replays:
-        model.gradient_checkpointing_enable()
-    copies = [copy.deepcopy(model) for _ in range(tp)]
-    options: dict[str, Any] = {"vocab_parallel": vocabulary, "recompute": replays, "sequence_parallel_norms": True}
-    want = tessera.parallel.cost(model, length=8, batch=2, tp=tp, dtype=torch.float32, **options)
-
-    def body(rank: int, mesh: tessera.Mesh) -> Any:
-        rules = {"preset_model": "llama"} | ({"vocab_parallel_lm_head": True} if vocabulary else {})
-        engine = tessera.Engine(copies[rank], settings(tp, rules, **REGIONS), group=mesh)
-        engine(**text(0, length=8)).loss.backward()  # the first forward compares inputs
-        group = mesh.group(_core.Axis.Tp)
-        group.reset_stats()
-        engine(**text(0, length=8)).loss.backward()
-        stats = group.stats()
-        engine.destroy()
-        return stats
-
-    for stats in run_mesh(body, tp=tp):
-        for operation, traffic in want.axes["tp"].items():
-            counted = getattr(stats, operation)
-            assert (counted.bytes, counted.calls) == (traffic.bytes, traffic.calls), operation
 
 
 def test_inputs_that_are_parts_are_not_cut_again() -> None:
@@ -126,7 +85,7 @@ def test_inputs_that_are_parts_are_not_cut_again() -> None:
         return train(engine, batches)
 
     cfg = settings(2, {}, **REGIONS, activation_checkpointing={"partition_activations": True})
-    for got in on_mesh(model, cfg, body):
+    for got in engines(model, {"tp": 2}, cfg, body):
         assert_same(got, want)
 
 
@@ -170,7 +129,7 @@ def test_mixed_modules_without_gradients_and_with_a_loss_of_their_own(name: str)
                 engine(**text(0, length=8), output_router_logits=True)
         return found
 
-    for found in on_mesh(made, settings(2, own, **REGIONS), body):
+    for found in engines(made, {"tp": 2}, settings(2, own, **REGIONS), body):
         for length, logits in zip((7, 8), found, strict=True):
             torch.testing.assert_close(logits, made(**text(0, length=length)).logits)
 
@@ -185,7 +144,7 @@ def test_lengths_that_do_not_divide() -> None:
         return odd
 
     model = of("Llama", LLAMA)()
-    for odd in on_mesh(model, adam(2, **REGIONS), body):
+    for odd in engines(model, {"tp": 2}, adam(2, **REGIONS), body):
         torch.testing.assert_close(odd, model(**text(0, length=7)).logits)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support import free_port, run_processes
+from support import Block, free_port, run_processes
 from tessera.pipeline._module import units_of_layers
 from torch import nn
 from torch.nn import functional as F
@@ -18,16 +18,6 @@ import tessera
 from tessera.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 
 VOCABULARY, WIDTH = 11, 6
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
 
 
 def scale(x: torch.Tensor) -> torch.Tensor:
@@ -44,7 +34,7 @@ def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def layers(tied: bool = False, blocks: int = 6) -> list[Any]:
-    middle = [LayerSpec(Block) for _ in range(blocks)]
+    middle = [LayerSpec(Block, WIDTH) for _ in range(blocks)]
     middle.insert(2, scale)
     if tied:
         ends = [TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH)]

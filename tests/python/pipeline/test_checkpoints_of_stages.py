@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stages import Block, Whole, config, data, in_processes, layers, loss_fn, module, pipeline, weights
+from stages import WIDTH, Block, Whole, config, data, in_processes, layers, loss_fn, module, pipeline, weights
 
 import tessera
 from tessera import checkpoints
@@ -83,7 +83,7 @@ def misfits(rank: int, folder: Path) -> None:
     engine = pipeline(module(2), CONFIG)
     engine.save_checkpoint(folder, tag="right")
     engine.destroy()
-    longer = PipelineModule([*layers()[:-1], LayerSpec(Block), layers()[-1]], num_stages=2, loss_fn=loss_fn)
+    longer = PipelineModule([*layers()[:-1], LayerSpec(Block, WIDTH), layers()[-1]], num_stages=2, loss_fn=loss_fn)
     shorter = PipelineModule(layers()[:-1], num_stages=2, loss_fn=loss_fn)
     cases = [
         (longer, r"not in the checkpoint: .*layers\.9"),

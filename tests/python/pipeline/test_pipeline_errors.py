@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stages import Block, batch, config, data, in_processes, layers, loss_fn, module, pipeline, start
+from stages import WIDTH, Block, batch, config, data, in_processes, layers, loss_fn, module, pipeline, start
 from support import PROCESSES, free_port
 from torch import nn
 
@@ -118,7 +118,7 @@ class Fails(Block):
     """In its third forward, in one of several ways."""
 
     def __init__(self, how: str) -> None:
-        super().__init__()
+        super().__init__(WIDTH)
         self.how = how
         self.calls = 0
 

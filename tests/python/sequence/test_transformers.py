@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from readme_text import BATCH, LENGTH, llama, plain_loss, text_batch
-from support import assert_close, config, full_grads, run_mesh, weights
+from support import assert_close, config, engines, full_grads, run_mesh, weights
 from tessera.sequence import SequenceParallelGroups, UlyssesSPAttentionHF, mean_over_sequence
 from tessera.sequence._loader import cut_batch
 from torch import nn
@@ -293,17 +293,14 @@ def test_wrong_registrations(case: str) -> None:
 
 @pytest.mark.parametrize("registered", [False, True])
 def test_attention_that_stays_local_is_told_of(registered: bool, caplog: pytest.LogCaptureFixture) -> None:
-    copies = [llama() for _ in range(2)]
-
-    def body(rank: int, mesh: tessera.Mesh) -> None:
-        engine = tessera.Engine(copies[rank], config(0, sequence_parallel_size=2), group=mesh)
+    def body(engine: tessera.Engine, rank: int) -> None:
+        mesh = engine.core.mesh()
         if registered:  # after the engine is early enough
-            register(copies[rank], mesh)
+            register(engine.module, mesh)
         for _ in range(2):
             shared_loss(engine, text_batch(0), groups_of(mesh)).backward()
-        engine.destroy()
 
-    run_mesh(body, sp=2)
+    engines(llama(), {"sp": 2}, config(0, sequence_parallel_size=2), body)
     told = [record.message for record in caplog.records if "attention of LlamaForCausalLM is local" in record.message]
     assert len(told) == (0 if registered else 1)
 

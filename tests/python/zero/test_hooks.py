@@ -18,13 +18,19 @@ from support import (
     gathered,
     make,
     mse,
+    one_backward,
     plain_grads,
+    same_gradients,
     shard_group,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import tessera
+
+
+def none_is_whole(engine: tessera.Engine, rank: int) -> None:
+    assert gathered(engine) == []
 
 
 def test_parameters_are_whole_only_in_their_modules() -> None:
@@ -44,10 +50,7 @@ def test_parameters_are_whole_only_in_their_modules() -> None:
         for names in seen:
             assert {name.split(".")[1] for name in names if name.startswith("blocks")} in ({"0"}, {"1"})
 
-    cfg = config(3)
-    cfg["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
-    cfg["tessera"] = {"min_unit_elements": 1}
-    engines(make(), 2, cfg, body)
+    engines(make(), 2, config(3, zero={"stage3_prefetch_bucket_size": 0}, tessera={"min_unit_elements": 1}), body)
 
 
 def test_small_parameters_stay() -> None:
@@ -56,9 +59,7 @@ def test_small_parameters_stay() -> None:
         engine(*batch(rank)).backward()
         engine.step()
 
-    cfg = config(3)
-    cfg["zero_optimization"]["stage3_param_persistence_threshold"] = 7
-    engines(make(), 2, cfg, body)
+    engines(make(), 2, config(3, zero={"stage3_param_persistence_threshold": 7}), body)
 
 
 class Tied(nn.Module):
@@ -89,19 +90,11 @@ class Bias(nn.Module):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_parameters_of_other_modules_are_gathered_with_their_user(accumulation: int) -> None:
-    model = make(Tied)
-
     def pattern(m: Any, rank: int) -> None:
         for k in range(2):
             m(*batch(rank + k)).backward()
 
-    def body(engine: tessera.Engine, rank: int) -> Any:
-        pattern(engine, rank)
-        assert gathered(engine) == []
-        return full_grads(engine)
-
-    for grads in engines(model, 2, config(3, accumulation), body):
-        assert_close(grads, plain_grads(model, 2, pattern, scale=1 / accumulation))
+    same_gradients(make(Tied), 2, config(3, accumulation), pattern, then=none_is_whole, scale=1 / accumulation)
 
 
 def test_registered_external_parameters() -> None:
@@ -124,17 +117,15 @@ def test_registered_external_parameters() -> None:
 
     model = make(Model)
 
-    def body(engine: tessera.Engine, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> None:
         module = engine.module
         with pytest.raises(RuntimeError, match="register_external_parameter"):
             engine(*batch(rank))
         assert gathered(engine) == []
         tessera.zero.register_external_parameter(module.reader, module.first.weight)
         engine(*batch(rank)).backward()
-        return full_grads(engine)
 
-    for grads in engines(model, 2, config(3), body):
-        assert_close(grads, plain_grads(model, 2, lambda m, rank: m(*batch(rank)).backward()))
+    same_gradients(model, 2, config(3), body, one_backward)
     with pytest.raises(tessera.UsageError, match="Parameter"):
         tessera.zero.register_external_parameter(model.reader, torch.ones(1))  # type: ignore[arg-type]
     with pytest.raises(tessera.UsageError, match="not registered"):
@@ -174,21 +165,17 @@ def test_lora_style_frozen_weights() -> None:
     for mode in range(3):
         model.mode = mode
 
-        def body(engine: tessera.Engine, rank: int) -> Any:
+        def body(engine: tessera.Engine, rank: int) -> None:
             for _ in range(2):
                 engine(*batch(rank)).backward()
                 assert gathered(engine) == []
             assert engine.core.memory().states < 4 * 3 * 28 * 8
-            return full_grads(engine)
 
         def pattern(m: nn.Module, rank: int) -> None:
             for _ in range(2):
                 m(*batch(rank)).backward()
 
-        adam = {"type": "AdamW", "params": {"lr": 0.01}}
-        want = plain_grads(model, 2, pattern)
-        for grads in engines(model, 2, config(3, optimizer=adam), body):
-            assert_close(grads, want)
+        same_gradients(model, 2, config(3, optimizer={"type": "AdamW", "params": {"lr": 0.01}}), body, pattern)
 
 
 @pytest.mark.parametrize("early_stop", [False, True])
@@ -213,9 +200,7 @@ def test_a_recomputation_that_fails_leaves_nothing_behind(early_stop: bool) -> N
                 x = checkpoint(block, x, use_reentrant=False)
             return x
 
-    model = make(Model)
-
-    def body(engine: tessera.Engine, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> None:
         with set_checkpoint_early_stop(early_stop):
             Shaky.fail = True
             loss = engine(*batch(rank))
@@ -227,11 +212,8 @@ def test_a_recomputation_that_fails_leaves_nothing_behind(early_stop: bool) -> N
             Shaky.fail = False
             shard_group(engine).barrier()
             engine(*batch(rank)).backward()
-        assert gathered(engine) == []
-        return full_grads(engine)
 
-    for grads in engines(model, 2, config(3), body):
-        assert_close(grads, plain_grads(model, 2, lambda m, rank: m(*batch(rank)).backward()))
+    same_gradients(make(Model), 2, config(3), body, one_backward, none_is_whole)
 
 
 class Stop(KeyboardInterrupt):  # torch runs a module's hooks for Exceptions only
@@ -255,15 +237,7 @@ def test_a_child_that_stops_past_its_hooks_does_not_unwatch_its_parent() -> None
                 self.child(x)
             return torch.tanh(x @ self.weight)
 
-    model = make(Model)
-
-    def body(engine: tessera.Engine, rank: int) -> Any:
-        engine(*batch(rank)).backward()
-        assert gathered(engine) == []
-        return full_grads(engine)
-
-    for grads in engines(model, 2, config(3, tessera={"min_unit_elements": 1}), body):
-        assert_close(grads, plain_grads(model, 2, lambda m, rank: m(*batch(rank)).backward()))
+    same_gradients(make(Model), 2, config(3, tessera={"min_unit_elements": 1}), then=none_is_whole)
 
 
 INTERRUPTED: dict[str, Any] = {
@@ -294,9 +268,7 @@ def test_an_interrupted_forward_leaves_nothing_behind(way: str, then: str, min_u
             super().__init__()
             self.blocks = nn.ModuleList(Shaky(7) for _ in range(2))
 
-    model = make(Model)
-
-    def body(engine: tessera.Engine, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> None:
         block = engine.module.blocks[0]
         block.interrupted = True
         with pytest.raises(Stop), tessera.zero.GatheredParameters(engine.module.head.parameters()):
@@ -311,17 +283,18 @@ def test_an_interrupted_forward_leaves_nothing_behind(way: str, then: str, min_u
             block.linear(torch.ones(2, 7)).sum().backward()
             engine.zero_grad()
         engine(*batch(rank)).backward()
-        grads = full_grads(engine)
+
+    def then_a_child(engine: tessera.Engine, rank: int) -> None:
+        block = engine.module.blocks[0]
         assert gathered(engine) == [] and not engine.core.inside_module()
         engine.zero_grad()
         block.linear(torch.ones(2, 7)).sum().backward()
         with pytest.raises(RuntimeError, match="is partitioned"):
             block.linear.weight.sum()
         engine.step()
-        return grads
 
-    for grads in engines(model, 2, config(3, tessera={"min_unit_elements": min_unit}), body):
-        assert_close(grads, plain_grads(model, 2, lambda m, rank: m(*batch(rank)).backward()))
+    cfg = config(3, tessera={"min_unit_elements": min_unit})
+    same_gradients(make(Model), 2, cfg, body, one_backward, then_a_child)
 
 
 def test_dynamic_models_and_evaluation_between_steps() -> None:
@@ -380,9 +353,7 @@ def test_peak_does_not_grow_over_steps() -> None:
             sizes.append(engine.core.memory().buckets)
         assert sizes[-1] == sizes[3]
 
-    cfg = config(3)
-    cfg["tessera"] = {"min_unit_elements": 1}
-    engines(make(Net, 16, 4), 2, cfg, body)
+    engines(make(Net, 16, 4), 2, config(3, tessera={"min_unit_elements": 1}), body)
 
 
 def test_a_compilation_on_another_thread_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,31 +362,24 @@ def test_a_compilation_on_another_thread_changes_nothing(monkeypatch: pytest.Mon
     def flag(value: bool) -> Any:
         return lambda *_: monkeypatch.setattr(torch.compiler, "_is_compiling_flag", value)
 
-    def body(engine: tessera.Engine, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> None:
         for block in engine.module.blocks:
             block.linear.register_forward_pre_hook(flag(True))
             block.register_forward_hook(flag(False))
         engine(*batch(rank)).backward()
-        assert gathered(engine) == []
-        return full_grads(engine)
 
-    cfg = config(3)
-    cfg["tessera"] = {"min_unit_elements": 1}
-    model = make()
-    for grads in engines(model, 2, cfg, body):
-        assert_close(grads, plain_grads(model, 2, lambda m, r: m(*batch(r)).backward()))
+    same_gradients(make(), 2, config(3, tessera={"min_unit_elements": 1}), body, one_backward, none_is_whole)
 
 
 def test_compiled_blocks_are_compiled_once() -> None:
     """Whole graphs, the gradients of plain PyTorch, and no recompilation in later steps."""
-    model = make(Net, 8, 2)
     frames: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
         frames.append(1)
         return graph.forward
 
-    def body(engine: tessera.Engine, rank: int) -> Any:
+    def body(engine: tessera.Engine, rank: int) -> None:
         if rank == 0:
             for block in engine.module.blocks:
                 block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
@@ -426,9 +390,5 @@ def test_compiled_blocks_are_compiled_once() -> None:
             assert gathered(engine) == []
             counts.append(len(frames))
         assert rank == 1 or counts[0] == counts[-1] > 0
-        return full_grads(engine)
 
-    cfg = config(3)
-    cfg["tessera"] = {"min_unit_elements": 1}
-    for grads in engines(model, 2, cfg, body):
-        assert_close(grads, plain_grads(model, 2, lambda m, rank: m(*batch(rank)).backward()))
+    same_gradients(make(Net, 8, 2), 2, config(3, tessera={"min_unit_elements": 1}), body, one_backward)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Net, batch, config, free_port, run_processes, run_ranks
+from support import Net, batch, config, free_port, masters, run_processes, run_ranks, same_bits, weights
 from tessera.zero._init import EarlyParameters
 from tessera.zero._owners import holder_of
 from torch import nn
@@ -30,11 +30,6 @@ def is_partitioned(param: torch.Tensor) -> bool:
         assert "is partitioned" in str(error) and "GatheredParameters" in str(error)
         return True
     return False
-
-
-def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    with zero.GatheredParameters(model.parameters()):
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
 class Numbered(Net):
@@ -60,7 +55,7 @@ def test_an_engine_trains_what_was_built_in_partitions(stage: int) -> None:
         for step in range(3):
             engine(*batch(10 * step + rank)).backward()
             engine.step()
-        result = {n: tessera.state.get_full_fp32_param(engine, p).clone() for n, p in engine.module.named_parameters()}
+        result = masters(engine)
         engine.destroy()
         return result
 
@@ -71,11 +66,11 @@ def test_an_engine_trains_what_was_built_in_partitions(stage: int) -> None:
         info = zero.partition_info(model.head.weight)
         assert info is not None and info.status == zero.ParamStatus.NOT_AVAILABLE and info.partitioned
         assert [p.shape for p in model.parameters()] == [p.shape for p in Net().parameters()]
-        got, want = values(model), values(Numbered(0))
-        assert all(torch.equal(got[name], want[name]) for name in want), "rank 0's values hold"
+        got, want = weights(model), weights(Numbered(0))
+        assert same_bits(got, want), "rank 0's values hold"
         plain = train(Numbered(0), rank, group)
         early = train(model, rank, group)
-        assert all(torch.equal(early[name], plain[name]) for name in plain)
+        assert same_bits(early, plain)
 
     run_ranks(3, body)
 
@@ -96,8 +91,8 @@ def test_what_construction_code_reads_is_partitioned_again(monkeypatch: pytest.M
     def body(rank: int, group: tessera.Group) -> None:
         with zero.Init(data_parallel_group=group, dtype=torch.float32):
             model = Probe()
-        got, want = values(model), values(Numbered())
-        assert all(torch.equal(got[name], want[name]) for name in want)
+        got, want = weights(model), weights(Numbered())
+        assert same_bits(got, want)
 
     run_ranks(2, body)
     assert most == 1
@@ -130,7 +125,7 @@ def test_a_chain_of_constructors_sees_whole_parameters() -> None:
         assert torch.equal(model.count, torch.arange(3)), "not floating point: whole, as it was"
         assert model.positions.dtype == torch.float32
         assert not is_partitioned(outside.weight) and outside.weight.dtype == torch.float32
-        assert torch.equal(values(model)["weight"], torch.full((5, 3), 2.0, dtype=torch.bfloat16))
+        assert torch.equal(weights(model)["weight"], torch.full((5, 3), 2.0, dtype=torch.bfloat16))
 
     run_ranks(2, body)
     assert nn.Linear.__init__ is LINEAR_INIT
@@ -157,18 +152,18 @@ def test_meta_skip_init_copies_ties_and_existing_modules() -> None:
             with torch.device("meta"):
                 ghost = nn.Linear(3, 3)
         assert all(is_partitioned(p) for p in [*model.parameters(), *alone.parameters()])
-        assert torch.equal(values(model)["fast.weight"], torch.ones(6, 4))
+        assert torch.equal(weights(model)["fast.weight"], torch.ones(6, 4))
         assert model.tied.weight is model.fast.weight
         assert ghost.weight.is_meta
         with pytest.raises(tessera.ConfigError, match=r"'weight'.*meta"):
             tessera.Engine(ghost, config(3), group=group)
-        first, second = (values(layer) for layer in model.stack.layers)
-        assert all(torch.equal(first[name], second[name]) for name in first)
+        first, second = (weights(layer) for layer in model.stack.layers)
+        assert same_bits(first, second)
 
         existing = Numbered()
         zero.Init(module=existing, data_parallel_group=group, dtype=torch.float32)
         assert all(is_partitioned(p) for p in existing.parameters())
-        assert all(torch.equal(a, b) for a, b in zip(values(existing).values(), Numbered().parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(weights(existing).values(), Numbered().parameters(), strict=True))
 
     run_ranks(2, body)
 
@@ -187,8 +182,8 @@ def test_frozen_parameters_and_engines_built_inside() -> None:
         for step in range(2):
             engine(*batch(10 * step + rank)).backward()
             engine.step()
-        assert torch.equal(values(model)["blocks.0.linear.weight"], Numbered().blocks[0].linear.weight)
-        assert not torch.equal(values(model)["head.weight"], Numbered().head.weight)
+        assert torch.equal(weights(model)["blocks.0.linear.weight"], Numbered().blocks[0].linear.weight)
+        assert not torch.equal(weights(model)["head.weight"], Numbered().head.weight)
         engine.destroy()
 
     run_ranks(2, body)
@@ -289,7 +284,7 @@ def build_in_process(rank: int, port: int, folder: str) -> None:
     with zero.Init(dtype=torch.float32):
         llama = LlamaForCausalLM(options)
     partitioned = all(is_partitioned(p) for p in llama.parameters())
-    state = values(llama)
+    state = weights(llama)
     torch.manual_seed(7)
     plain = LlamaForCausalLM(options)
     same = all(torch.equal(state[name], param) for name, param in plain.named_parameters())
@@ -328,10 +323,10 @@ def test_data_that_a_parent_replaced_is_the_value(stage: int) -> None:
     def run(rank: int, group: tessera.Group) -> None:
         with zero.Init(data_parallel_group=group, config_dict_or_path=config(3)):
             model = Replacing()
-        assert torch.equal(values(model)["first.weight"], torch.full((8, 8), 3.0))
+        assert torch.equal(weights(model)["first.weight"], torch.full((8, 8), 3.0))
         model.first.weight.data = torch.full((8, 8), 4.0)
         engine = tessera.Engine(model, config(stage), group=group)
-        assert torch.equal(values(model)["first.weight"], torch.full((8, 8), 4.0))
+        assert torch.equal(weights(model)["first.weight"], torch.full((8, 8), 4.0))
         engine(torch.randn(2, 8)).backward()
         engine.step()
         engine.destroy()

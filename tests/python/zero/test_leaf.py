@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, batch, config, engines, full_grads, gathered, make, mse, plain_grads, weights
+from support import (
+    assert_close,
+    batch,
+    config,
+    engines,
+    full_grads,
+    gathered,
+    make,
+    mse,
+    plain_grads,
+    same_gradients,
+    weights,
+)
 from torch import nn
 
 import tessera
@@ -43,24 +55,18 @@ class Mixture(nn.Module):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("min_unit", [1, 1 << 20])
 def test_leaf_modules_with_different_experts_do_not_hang(world: int, min_unit: int) -> None:
-    model = make(Mixture)
-
     def pattern(m: Any, rank: int) -> None:
         for k in range(3):  # several backwards of one step
             m(*batch(rank + k), rank, k).backward()
 
-    def body(engine: tessera.Engine, rank: int) -> Any:
-        pattern(engine, rank)
+    def step(engine: tessera.Engine, rank: int) -> None:
         assert gathered(engine) == []
-        grads = full_grads(engine)
         engine.step()
-        return grads, weights(engine.module)
+        weights(engine.module)
 
-    cfg = config(3)
-    cfg["zero_optimization"]["leaf_module"] = {"classes": ["Experts"]}
-    cfg["tessera"] = {"min_unit_elements": min_unit}
-    for grads, _ in engines(model, world, cfg, body):
-        assert_close(grads, plain_grads(model, world, pattern))
+    leaves = {"leaf_module": {"classes": ["Experts"]}}
+    cfg = config(3, zero=leaves, tessera={"min_unit_elements": min_unit})
+    same_gradients(make(Mixture), world, cfg, pattern, then=step)
 
 
 @pytest.mark.parametrize("zero", [tessera.zero, tessera.utils], ids=["zero", "utils"])
@@ -89,8 +95,7 @@ def test_leaf_marks(zero: Any) -> None:
 
 
 def test_a_leaf_of_the_configuration_that_matches_nothing_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    cfg = config(3)
-    cfg["zero_optimization"]["leaf_module"] = {"classes": ["Missing"], "names": "nowhere"}
+    cfg = config(3, zero={"leaf_module": {"classes": ["Missing"], "names": "nowhere"}})
     with caplog.at_level(logging.WARNING, logger="tessera"):
         tessera.Engine(make(), cfg).destroy()
     text = caplog.text
@@ -105,8 +110,7 @@ def test_modules_finer_than_the_threshold_are_leaves(
 ) -> None:
     """A layer has 6 modules (itself, the list, four experts) with 4 * 56 elements: 37.3 each."""
     model = make(Mixture, 2)
-    cfg = config(3)
-    cfg["zero_optimization"]["stage3_module_granularity_threshold"] = threshold
+    cfg = config(3, zero={"stage3_module_granularity_threshold": threshold})
 
     def body(engine: tessera.Engine, rank: int) -> Any:
         found = tessera.utils.get_z3_leaf_modules(engine.module)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import batch, config, engines, make, run_processes
+from support import batch, config, engines, losses_of, make, run_processes, weights
 from torch import nn
 
 import tessera
@@ -30,19 +30,11 @@ def private(stage: int, **more: Any) -> dict[str, Any]:
 
 
 def steps_of(engine: tessera.Engine, rank: int, first: int = 0, steps: int = 3) -> list[float]:
-    losses = []
-    for step in range(first, first + steps * engine.gradient_accumulation_steps()):
-        loss = engine(*batch(10 * step + rank))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return losses_of(engine, rank, first, steps * engine.gradient_accumulation_steps())
 
 
 def values_of(engine: tessera.Engine) -> list[torch.Tensor]:
-    params = list(engine.module.parameters())
-    with tessera.zero.GatheredParameters(params):
-        return [param.detach().clone() for param in params]
+    return list(weights(engine.module).values())
 
 
 def random_values(params: Iterable[torch.Tensor], seed: int) -> None:

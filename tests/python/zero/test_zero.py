@@ -194,9 +194,7 @@ def test_state_dict_and_file_have_whole_values(tmp_path: Any) -> None:
         assert engine.save_16bit_model(str(tmp_path), f"{rank}.bin")
         return state
 
-    cfg = config(3)
-    cfg["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    for state in engines(model, 2, cfg, body):
+    for state in engines(model, 2, config(3, zero={"stage3_gather_16bit_weights_on_model_save": True}), body):
         assert_close(state, dict(model.state_dict()))
     assert_close(torch.load(tmp_path / "0.bin"), dict(model.state_dict()))
 
