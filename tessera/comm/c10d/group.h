@@ -10,8 +10,10 @@
 namespace tessera::comm {
 
 enum class C10dPath {
-  ByDevice,  // messages between pairs of ranks and our own sums for CPU tensors, native collectives for others
-  Native,    // always the native collectives (their order of summation and rounding)
+  // Messages between pairs of ranks and our own sums for CPU tensors, native collectives for others. The second round of a
+  // large all_reduce or broadcast leaves in wait(): ranks wait for those of a group and of its siblings in one order.
+  ByDevice,
+  Native,  // always the native collectives (their order of summation and rounding)
 };
 
 GroupPtr make_c10d_group(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::ProcessGroup> group, C10dPath path);
