@@ -13,13 +13,13 @@ using namespace std::chrono_literals;
 using testing::message_of;
 using testing::same_bits;
 
-using Body = std::function<void(int, GroupPtr)>;
+using RankBody = std::function<void(int, GroupPtr)>;
 
 // body() of a rank whose data may not outlive it: it stays until all have ended.
 class StayingRanks {
  public:
   explicit StayingRanks(int size) : ended_(size) {}
-  void run(const Body& body, int rank, GroupPtr group) {
+  void run(const RankBody& body, int rank, GroupPtr group) {
     const GroupPtr alive = group->sibling();
     try {
       body(rank, std::move(group));
@@ -34,15 +34,15 @@ class StayingRanks {
   std::latch ended_;
 };
 
-void over_threads(int size, const Body& body) {
+void over_threads(int size, const RankBody& body) {
   testing::run_ranks(size, body);
 }
 
-void over_shm(int size, const Body& body) {
+void over_shm(int size, const RankBody& body) {
   testing::run_threads(shm_thread_groups(size, 2min), body);
 }
 
-void over_gloo(int size, const Body& body) {
+void over_gloo(int size, const RankBody& body) {
   StayingRanks ranks(size);
   testing::run_gloo_threads(size, [&](int rank, testing::TorchGroup torch) {
     ranks.run(body, rank, make_c10d_group(nullptr, std::move(torch), C10dPath::ByDevice));
@@ -50,7 +50,7 @@ void over_gloo(int size, const Body& body) {
 }
 
 // On two hosts, in turns.
-void over_hosts(int size, const Body& body) {
+void over_hosts(int size, const RankBody& body) {
   std::vector<int> host_of;
   for (int rank = 0; rank < size; ++rank)
     host_of.push_back(rank % 2);
@@ -62,7 +62,7 @@ void over_hosts(int size, const Body& body) {
 
 struct BackEnd {
   const char* name;
-  void (*run)(int size, const Body& body);
+  void (*run)(int size, const RankBody& body);
   int size = 2;     // of EveryGroupOfSize
   int calls = 0;    // random ones
   int largest = 0;  // of their tensors
@@ -74,7 +74,7 @@ const BackEnd kOverThreads{"threads", &over_threads}, kOverShm{"shm", &over_shm}
     kOverHosts{"hosts", &over_hosts};
 
 struct EveryGroup : ::testing::TestWithParam<BackEnd> {
-  void run(int size, const Body& body) { GetParam().run(size, body); }
+  void run(int size, const RankBody& body) { GetParam().run(size, body); }
 };
 std::string back_end_name(const ::testing::TestParamInfo<BackEnd>& info) {
   return info.param.name;
