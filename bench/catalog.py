@@ -29,6 +29,7 @@ PLAIN = ["autograd", "bare", "ddp"]
 LOW = ["tessera:1+10", "tessera:1+8", "deepspeed:1+10"]
 MEMORY_LOW = [f"{own}+{states}" for states in (10, 8) for own in OWN[1:]]
 MEMORY_LOW += [*(f"{peer}+8" for peer in PEERS), "deepspeed:1+10", "deepspeed:3+10"]
+EARLY = ["tessera:3+early", "tessera:3+8+early"]  # the update in the backward
 OVER_GLOO = ["tessera:2+gloo", "tessera:3+gloo"]  # of several ranks
 NOT_QUICK = ["tessera:0", "tessera:2", "deepspeed:2", OVER_GLOO[0]]
 TABLES = ["tessera:1+16", "tessera:1", "tessera:1+10", "tessera:1+8", "tessera:1+8+nearest"]
@@ -100,8 +101,16 @@ BENCHES: dict[str, Bench] = {
     "memory": Bench(
         "Memory of model states",
         bench_memory,
-        PLAIN[1:] + OWN + PEERS + DEEPSPEED + MEMORY_LOW,
-        ["bare", "ddp", "tessera:1", "fsdp2:2", *QUICK_OWN, *(peer for peer in MEMORY_LOW if peer != "tessera:3+10")],
+        PLAIN[1:] + OWN + PEERS + DEEPSPEED + MEMORY_LOW + EARLY,
+        [
+            "bare",
+            "ddp",
+            "tessera:1",
+            "fsdp2:2",
+            *QUICK_OWN,
+            *EARLY,
+            *(peer for peer in MEMORY_LOW if peer != "tessera:3+10"),
+        ],
         (["125M"], ["10M"]),
         alone=True,
     ),
