@@ -16,8 +16,8 @@ endif()
 
 file(STRINGS ${TESSERA_TORCH_DIR}/version.py _tessera_version REGEX "^__version__ *=")
 string(REGEX MATCH "[0-9]+\\.[0-9]+" TESSERA_TORCH_VERSION "${_tessera_version}")
-if(TESSERA_TORCH_VERSION VERSION_LESS 2.13)
-  message(FATAL_ERROR "Tessera needs torch >= 2.13; ${TESSERA_TORCH_DIR} is ${TESSERA_TORCH_VERSION}")
+if(TESSERA_TORCH_VERSION VERSION_LESS 2.11)
+  message(FATAL_ERROR "Tessera needs torch >= 2.11; ${TESSERA_TORCH_DIR} is ${TESSERA_TORCH_VERSION}")
 endif()
 
 if(NOT TARGET tessera::torch)

@@ -5,6 +5,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include "tessera/base/error.h"
+#include "tessera/shard/compat.h"
 
 namespace tessera::shard {
 
@@ -63,7 +64,7 @@ c10::StorageImpl* storage_of(const at::Tensor& param) {
 }
 
 void point(c10::StorageImpl& storage, void* data) {
-  storage.clear_data_ptr_access_error_msg_();
+  compat::allow_access(storage);
   storage.set_data_ptr_noswap(c10::DataPtr(data, storage.device()));
 }
 
@@ -71,7 +72,7 @@ void rebind(const at::Tensor& param, const at::Tensor& flat, Range range) {
   const auto drop = [](void* kept) { delete static_cast<at::Tensor*>(kept); };
   auto kept = std::make_unique<at::Tensor>(flat);
   c10::DataPtr data(address(flat, range.begin), kept.release(), drop, flat.device());
-  storage_of(param)->clear_data_ptr_access_error_msg_();
+  compat::allow_access(*storage_of(param));
   storage_of(param)->set_data_ptr_noswap(std::move(data));
 }
 

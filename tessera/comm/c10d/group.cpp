@@ -24,6 +24,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
+#include "tessera/comm/c10d/compat.h"
 #include "tessera/comm/c10d/core.h"
 #include "tessera/comm/c10d/transport.h"
 #include "tessera/comm/c10d/watched_store.h"
@@ -485,7 +486,7 @@ namespace {
 
 // Whether the tensors of the group can only be CPU tensors that Gloo, or we ourselves, would carry.
 bool only_cpu(c10d::ProcessGroup& group) {
-  if (!group.hasBackendForDeviceType(c10::DeviceType::CPU)) return false;
+  if (!compat::has_backend_for(group, c10::DeviceType::CPU)) return false;
   const std::string name = group.getBackend(c10::DeviceType::CPU)->getBackendName();
   const bool accelerator = at::accelerator::getAccelerator() && at::accelerator::deviceCount() > 0;
   return (name == "gloo" || name == "tessera") && (!accelerator || group.getDeviceTypes().size() == 1);

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "tessera/base/error.h"
+#include "tessera/comm/c10d/compat.h"
 #include "tessera/comm/torch_backend/messages.h"
 #include "tessera/comm/torch_backend/sparse.h"
 #include "tessera/comm/torch_backend/work.h"
@@ -363,7 +364,7 @@ WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,
     const Tensor from = args.in(in[i]), to = args.out(out[i]);
     ops.push_back(shm_reduce_scatter(rank_, size_, to, from, reduction(options.reduceOp, to.scalar_type()), {}));
   }
-  return launch(ops, std::move(args), options, OpType::REDUCE_SCATTER_TENSOR_COALESCED);
+  return launch(ops, std::move(args), options, compat::reduce_scatter_coalesced<OpType>());
 }
 
 WorkPtr ShmBackend::alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_splits,
