@@ -323,4 +323,6 @@ if __name__ == "__main__":
         if name.startswith("test_"):
             before = library.tessera_stand_in_launches()
             test()
+            found = stand_in.races(library)
+            assert not found, (name, found)
             print(f"{name}: passed, {library.tessera_stand_in_launches() - before} kernels")

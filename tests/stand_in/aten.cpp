@@ -18,10 +18,17 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
+#include <functional>
+#include <utility>
+#include <vector>
 
+#include "tests/stand_in/allocators.h"
+#include "tests/stand_in/late_copies.h"
 #include "tests/stand_in/memory.h"
 #include "tests/stand_in/stand_in.h"
+#include "tests/stand_in/uses.h"
 
 namespace tessera::stand_in {
 namespace {
@@ -53,31 +60,104 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, Maybe<c10::ScalarType
   return at::detail::empty_strided_generic(size, stride, c10::GetAllocator(c10::kPrivateUse1), kKeys, type);
 }
 
-// The same memory as a tensor of the host: what copies read and write. A tensor of the host is itself.
+// The same memory as a tensor of the host that does not keep it: what copies read and write.
 Tensor host_view(const Tensor& t) {
-  if (t.is_cpu()) return t;
-  TORCH_CHECK(t.is_privateuseone(), "[stand_in] no copies from or to ", t.device());
-  const at::TensorOptions options = t.options().device(c10::kCPU);
+  TORCH_CHECK(t.is_privateuseone() || t.is_cpu(), "[stand_in] no copies from or to ", t.device());
+  const at::TensorOptions options = t.options().device(c10::kCPU).pinned_memory(false);
   if (t.numel() == 0) return at::empty(t.sizes(), options);
   TORCH_CHECK(t.data_ptr() != nullptr, "[stand_in] the tensor has no memory");
-  Tensor view = at::from_blob(to_host(t.data_ptr()), t.sizes(), t.strides(), options);
+  void* memory = t.is_cpu() ? t.data_ptr() : to_host(t.data_ptr());
+  Tensor view = at::from_blob(memory, t.sizes(), t.strides(), options);
   if (t.is_complex()) view._set_conj(t.is_conj());
   view._set_neg(t.is_neg());
   return view;
 }
 
+// An operator that runs on the CPU, with copies there and back that a device would not make. What it uses is its
+// arguments; operators inside count for nothing.
+thread_local bool inside = false;
+class Operator {
+ public:
+  Operator() : outermost_(!std::exchange(inside, true)) {}
+  ~Operator() { inside = !outermost_; }
+  Operator(const Operator&) = delete;
+  Operator& operator=(const Operator&) = delete;
+
+  Operator& reads(const Tensor& t, const char* part) { return uses(t, false, part); }
+  Operator& writes(const Tensor& t, const char* part) { return uses(t, true, part); }
+  Operator& uses(const Tensor& t, bool writes, const char* part) {
+    if (outermost_ && t.defined() && t.is_privateuseone() && !is_named(t)) {
+      if (uses_.empty()) stream_ = current_stream(t.device().index());
+      if (writes) written_.push_back(t.unsafeGetTensorImpl());
+      add_uses(uses_, t, writes, part);
+    }
+    return *this;
+  }
+  // What was named so far is one piece of work.
+  void give(const char* name) {
+    if (!uses_.empty()) stand_in::give(stream_, name, uses_);
+    uses_.clear();
+  }
+  Tensor results(const char* name, const Tensor& t) {
+    writes(t, "result").give(name);
+    return t;
+  }
+  // The operator's result is one of the host.
+  void wait() {
+    if (outermost_) host_waits_for(stream_);
+  }
+
+ private:
+  bool is_named(const Tensor& t) const {  // a result that is an argument
+    return std::find(written_.begin(), written_.end(), t.unsafeGetTensorImpl()) != written_.end();
+  }
+
+  const bool outermost_;
+  std::vector<const c10::TensorImpl*> written_;
+  Stream stream_ = 0;
+  std::vector<Use> uses_;
+};
+
 std::atomic<void (*)(bool to_host, int64_t bytes)> on_copy{nullptr};
 
-void copy_now(const Tensor& src, const Tensor& dst) {
-  if (const auto notice = on_copy.load(); notice != nullptr && src.is_cpu() != dst.is_cpu())
-    notice(dst.is_cpu(), static_cast<int64_t>(src.nbytes()));
-  host_view(dst).copy_(host_view(src));
+std::function<void()> copy_of(const Tensor& src, const Tensor& dst) {
+  return [from = host_view(src), to = host_view(dst)] { to.copy_(from); };
 }
 
+void copy_to_device(const Tensor& src, const Tensor& dst) {
+  const Stream from = current_stream(src.device().index()), to = current_stream(dst.device().index());
+  order(from, clock_of(to));
+  Operator().reads(src, "src").writes(dst, "dst").give("aten::copy_");
+  order(to, clock_of(from));
+  copy_of(src, dst)();
+}
+
+// As torch does it on CUDA: page-locked memory is used later where nothing has to be converted on the host.
 Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
-  const Tensor &there = src.is_cpu() ? dst : src, &other = src.is_cpu() ? src : dst;
-  const bool pageable = other.is_cpu() && !other.is_pinned();
-  copy_on_current_stream(there.device().index(), !non_blocking || pageable, [src, dst] { copy_now(src, dst); });
+  if (inside) {
+    host_view(dst).copy_(host_view(src));
+    return dst;
+  }
+  if (!src.is_cpu() && !dst.is_cpu()) {
+    copy_to_device(src, dst);
+    return dst;
+  }
+  const bool to_host = dst.is_cpu();
+  const Tensor &there = to_host ? src : dst, &host = to_host ? dst : src;
+  const bool at_once = !host.is_contiguous() || (!to_host && src.scalar_type() != dst.scalar_type());
+  const bool late = non_blocking && !at_once && host.numel() > 0 && is_pinned(host.data_ptr());
+  std::vector<Use> uses;
+  add_uses(uses, src, false, "src");
+  add_uses(uses, dst, true, "dst");
+  const Stream stream = current_stream(there.device().index());
+  if (const auto notice = on_copy.load(); notice != nullptr) notice(to_host, static_cast<int64_t>(src.nbytes()));
+  const uint64_t number = give(stream, to_host ? "copy to the host" : "copy from the host", uses);
+  if (late) {
+    do_late({stream, number, uses[to_host ? 0 : uses.size() - 1].bytes, whole(host), to_host, copy_of(src, dst)});
+  } else {
+    copy_of(src, dst)();
+    if (!non_blocking || to_host) host_waits_for(stream);
+  }
   return dst;
 }
 
@@ -87,6 +167,9 @@ Tensor copy_from_and_resize(const Tensor& src, const Tensor& dst) {
 }
 
 at::Scalar local_scalar_dense(const Tensor& t) {
+  Operator op;
+  op.reads(t, "self").give("aten::item");
+  op.wait();
   return at::native::_local_scalar_dense_cpu(host_view(t));
 }
 
@@ -129,20 +212,26 @@ Tensor& set_empty(Tensor& t) {
 Tensor convolution(const Tensor& input, const Tensor& weight, const Maybe<Tensor>& bias, IntArrayRef stride,
                    IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
                    int64_t groups) {
+  Operator op;
+  op.reads(input, "input").reads(weight, "weight").reads(bias.value_or(Tensor()), "bias").give("aten::convolution");
   const Maybe<Tensor> host_bias = bias && bias->defined() ? Maybe<Tensor>(bias->cpu()) : std::nullopt;
-  return at::convolution(input.cpu(), weight.cpu(), host_bias, stride, padding, dilation, transposed, output_padding,
-                         groups)
-      .to(input.device());
+  const Tensor out = at::convolution(input.cpu(), weight.cpu(), host_bias, stride, padding, dilation, transposed,
+                                     output_padding, groups);
+  return op.results("aten::convolution", out.to(input.device()));
 }
 
 std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
                                                         IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
                                                         bool transposed, IntArrayRef output_padding, int64_t groups,
                                                         std::array<bool, 3> wanted) {
+  Operator op;
+  op.reads(grad, "grad").reads(input, "input").reads(weight, "weight").give("aten::convolution_backward");
   const int64_t outputs = grad.size(1);
   const auto grads = at::convolution_backward(grad.cpu(), input.cpu(), weight.cpu(), IntArrayRef(outputs), stride,
                                               padding, dilation, transposed, output_padding, groups, wanted);
-  const auto back = [&](const Tensor& t) { return t.defined() ? t.to(input.device()) : t; };
+  const auto back = [&](const Tensor& t) {
+    return t.defined() ? op.results("aten::convolution_backward", t.to(input.device())) : t;
+  };
   return {back(std::get<0>(grads)), back(std::get<1>(grads)), back(std::get<2>(grads))};
 }
 
@@ -150,15 +239,48 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad, cons
 // other operators, with other bits.
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Maybe<Tensor>& mask, double dropout,
                  bool causal, Maybe<double> scale, bool gqa) {
+  Operator op;
+  const char* name = "aten::scaled_dot_product_attention";
+  op.reads(q, "query").reads(k, "key").reads(v, "value").reads(mask.value_or(Tensor()), "attn_mask").give(name);
   const Maybe<Tensor> host_mask = mask && mask->defined() ? Maybe<Tensor>(mask->cpu()) : std::nullopt;
-  return at::scaled_dot_product_attention(q.cpu(), k.cpu(), v.cpu(), host_mask, dropout, causal, scale, gqa)
-      .to(q.device());
+  const Tensor out =
+      at::scaled_dot_product_attention(q.cpu(), k.cpu(), v.cpu(), host_mask, dropout, causal, scale, gqa);
+  return op.results(name, out.to(q.device()));
 }
 
-void record_stream(Tensor&, c10::Stream) {}  // memory is never in use by work that is not done
+void record_stream(Tensor& t, c10::Stream stream) {
+  device_allocator().recordStream(t.storage().data_ptr(), stream);
+}
 
-void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  at::native::cpu_fallback(op, stack, /*error_on_views=*/true);  // a view of a copy is no view
+void add_values(Operator& op, const at::IValue& value, bool writes, const char* part) {
+  if (value.isTensor()) {
+    op.uses(value.toTensor(), writes, part);
+  } else if (value.isList()) {
+    for (const at::IValue& element : value.toListRef())
+      add_values(op, element, writes, part);
+  }
+}
+
+void on_cpu(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
+  const c10::FunctionSchema& schema = handle.schema();
+  const char* name = schema.name().c_str();
+  Operator op;
+  size_t i = stack->size() - schema.arguments().size();
+  for (const c10::Argument& argument : schema.arguments()) {
+    const bool writes = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    add_values(op, (*stack)[i++], writes, argument.name().c_str());
+  }
+  op.give(name);
+  at::native::cpu_fallback(handle, stack, /*error_on_views=*/true);  // a view of a copy is no view
+  i = stack->size() - schema.returns().size();
+  bool of_the_host = false;
+  for (; i < stack->size(); ++i) {
+    const at::IValue& result = (*stack)[i];
+    add_values(op, result, true, "result");
+    of_the_host |= !result.isTensor() && !result.isList();
+  }
+  op.give(name);
+  if (of_the_host) op.wait();
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <initializer_list>
 #include <iterator>
 #include <limits>
 #include <stdexcept>
@@ -9,6 +10,7 @@
 #include <string_view>
 
 #include "tessera/kernels/table.h"
+#include "tests/stand_in/clocks.h"
 #include "tests/stand_in/memory.h"
 #include "tests/stand_in/stand_in.h"
 
@@ -37,15 +39,35 @@ constexpr size_t entry(std::string_view name) {
 }
 
 template <size_t kEntry>
-void launch(void* stream) {
+void launch(void* handle, std::initializer_list<Use> uses) {
   static_assert(kEntry < std::size(kEntries));
-  if (stream != stream_handle(current_device())) {
-    throw std::runtime_error(std::string("[stand_in] ") + kEntries[kEntry] + ": not the stream of the current device");
+  const Stream stream = stream_of_handle(handle);
+  if (stream < 0 || stream / kStreams != current_device()) {
+    throw std::runtime_error(std::string("[stand_in] ") + kEntries[kEntry] + ": not a stream of the current device");
   }
   if (fail_next.exchange(false)) {
     throw std::runtime_error(std::string("[stand_in] ") + kEntries[kEntry] + ": the launch failed, as was asked for");
   }
   ++launches[kEntry];
+  give(stream, kEntries[kEntry], uses);
+}
+
+Use use(const char* part, bool writes, const void* p, size_t element, int64_t n) {
+  return {bytes_at(p, p == nullptr ? 0 : element * static_cast<size_t>(n)), writes, part};
+}
+Use reads(const char* part, const void* p, DType dtype, int64_t n) {
+  return use(part, false, p, size_of(dtype), n);
+}
+Use writes(const char* part, const void* p, DType dtype, int64_t n) {
+  return use(part, true, p, size_of(dtype), n);
+}
+
+template <size_t kEntry>
+void launch(void* stream, const UpdateRange& r) {
+  launch<kEntry>(stream,
+                 {writes("master", r.master, DType::F32, r.n), writes("residual", r.residual, DType::BF16, r.n),
+                  writes("weight", r.weight, r.weight_dtype, r.n), reads("grad", r.grad, r.grad_dtype, r.n),
+                  writes("state0", r.state0, r.state_dtype, r.n), writes("state1", r.state1, r.state_dtype, r.n)});
 }
 
 template <class T>
@@ -76,60 +98,83 @@ UpdateRange host(const UpdateRange& range) {
 }
 
 void adam(const AdamRule& rule, const UpdateRange& range, float grad_scale, void* stream) {
-  launch<entry("adam")>(stream);
-  reference_table().adam(rule, host(range), grad_scale);
+  const UpdateRange there = host(range);
+  launch<entry("adam")>(stream, there);
+  reference_table().adam(rule, there, grad_scale);
 }
 void sgd(const SgdRule& rule, const UpdateRange& range, float grad_scale, void* stream) {
-  launch<entry("sgd")>(stream);
-  reference_table().sgd(rule, host(range), grad_scale);
+  const UpdateRange there = host(range);
+  launch<entry("sgd")>(stream, there);
+  reference_table().sgd(rule, there, grad_scale);
 }
 void lion(const LionRule& rule, const UpdateRange& range, float grad_scale, void* stream) {
-  launch<entry("lion")>(stream);
-  reference_table().lion(rule, host(range), grad_scale);
+  const UpdateRange there = host(range);
+  launch<entry("lion")>(stream, there);
+  reference_table().lion(rule, there, grad_scale);
 }
 void adagrad(const AdagradRule& rule, const UpdateRange& range, float grad_scale, void* stream) {
-  launch<entry("adagrad")>(stream);
-  reference_table().adagrad(rule, host(range), grad_scale);
+  const UpdateRange there = host(range);
+  launch<entry("adagrad")>(stream, there);
+  reference_table().adagrad(rule, there, grad_scale);
 }
 
 void scaled_copy(void* dst, DType to, const void* src, DType from, float scale, int64_t n, void* stream) {
-  launch<entry("scaled_copy")>(stream);
-  reference_table().scaled_copy(host(dst, to), to, host(src, from), from, scale, n);
+  dst = host(dst, to);
+  src = host(src, from);
+  launch<entry("scaled_copy")>(stream, {reads("src", src, from, n), writes("dst", dst, to, n)});
+  reference_table().scaled_copy(dst, to, src, from, scale, n);
 }
 void scaled_add(void* dst, DType to, const void* src, DType from, float scale, int64_t n, void* stream) {
-  launch<entry("scaled_add")>(stream);
-  reference_table().scaled_add(host(dst, to), to, host(src, from), from, scale, n);
+  dst = host(dst, to);
+  src = host(src, from);
+  launch<entry("scaled_add")>(stream, {reads("src", src, from, n), writes("dst", dst, to, n)});
+  reference_table().scaled_add(dst, to, src, from, scale, n);
 }
 void scaled_copy_stochastic(void* dst, DType to, const void* src, DType from, float scale, int64_t n,
                             const RandomKey& random, void* stream) {
-  launch<entry("scaled_copy_stochastic")>(stream);
-  reference_table().scaled_copy_stochastic(host(dst, to), to, host(src, from), from, scale, n, random);
+  dst = host(dst, to);
+  src = host(src, from);
+  launch<entry("scaled_copy_stochastic")>(stream, {reads("src", src, from, n), writes("dst", dst, to, n)});
+  reference_table().scaled_copy_stochastic(dst, to, src, from, scale, n, random);
 }
 void scaled_add_stochastic(void* dst, DType to, const void* src, DType from, float scale, int64_t n,
                            const RandomKey& random, void* stream) {
-  launch<entry("scaled_add_stochastic")>(stream);
-  reference_table().scaled_add_stochastic(host(dst, to), to, host(src, from), from, scale, n, random);
+  dst = host(dst, to);
+  src = host(src, from);
+  launch<entry("scaled_add_stochastic")>(stream, {reads("src", src, from, n), writes("dst", dst, to, n)});
+  reference_table().scaled_add_stochastic(dst, to, src, from, scale, n, random);
 }
 
 void split(void* weight, void* residual, const float* src, int64_t n, void* stream) {
-  launch<entry("split")>(stream);
-  reference_table().split(host(weight, DType::BF16), host(residual, DType::BF16), host(src, DType::F32), n);
+  weight = host(weight, DType::BF16);
+  residual = host(residual, DType::BF16);
+  src = host(src, DType::F32);
+  launch<entry("split")>(stream, {reads("src", src, DType::F32, n), writes("weight", weight, DType::BF16, n),
+                                  writes("residual", residual, DType::BF16, n)});
+  reference_table().split(weight, residual, src, n);
 }
 void join(float* dst, const void* weight, const void* residual, int64_t n, void* stream) {
-  launch<entry("join")>(stream);
-  reference_table().join(host(dst, DType::F32), host(weight, DType::BF16), host(residual, DType::BF16), n);
+  dst = host(dst, DType::F32);
+  weight = host(weight, DType::BF16);
+  residual = host(residual, DType::BF16);
+  launch<entry("join")>(stream, {reads("weight", weight, DType::BF16, n), reads("residual", residual, DType::BF16, n),
+                                 writes("dst", dst, DType::F32, n)});
+  reference_table().join(dst, weight, residual, n);
 }
 
 void sum_of_squares(const void* src, DType dtype, int64_t n, double* lanes, double* sums, void* stream) {
-  launch<entry("sum_of_squares")>(stream);
   const auto* from = static_cast<const char*>(host(src, dtype));
-  double* to = host(sums, sizeof(double));
+  lanes = host(lanes, sizeof(double));
+  sums = host(sums, sizeof(double));
+  launch<entry("sum_of_squares")>(
+      stream, {reads("src", from, dtype, n), use("lanes", true, lanes, sizeof(double), sum_blocks(n) * kSumLanes),
+               use("sums", true, sums, sizeof(double), sum_blocks(n))});
   // All of the scratch memory is written: a caller with too little of it, or who reads it, shall see that.
-  std::fill_n(host(lanes, sizeof(double)), sum_blocks(n) * kSumLanes, std::numeric_limits<double>::quiet_NaN());
+  std::fill_n(lanes, sum_blocks(n) * kSumLanes, std::numeric_limits<double>::quiet_NaN());
   for (int64_t b = 0; b < sum_blocks(n); ++b) {
     const int64_t begin = b * kSumBlock;
     const char* block = from + begin * static_cast<int64_t>(size_of(dtype));
-    to[b] = reference_table().sum_of_squares(block, dtype, std::min(kSumBlock, n - begin));
+    sums[b] = reference_table().sum_of_squares(block, dtype, std::min(kSumBlock, n - begin));
   }
 }
 

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/kernels/device_table.h"
-#include "tests/stand_in/memory.h"
+#include "tests/stand_in/clocks.h"
 #include "tests/stand_in/stand_in.h"
 #include "tests/support/errors.h"
 
@@ -24,13 +24,14 @@ TEST(StandInKernels, WhatADeviceWouldRefuse) {
     return error_of([&] { device.scaled_copy(dst, DType::F32, p, DType::F32, 1, 2, stream); });
   };
   EXPECT_EQ(copy(p + 4, kStream), "");
-  EXPECT_HAS(copy(p + 4, nullptr), "scaled_copy: not the stream");
+  EXPECT_HAS(copy(p + 4, nullptr), "scaled_copy: not a stream");
   EXPECT_HAS(copy(host, kStream), "a host pointer");
   EXPECT_HAS(copy(reinterpret_cast<char*>(p) + 2, kStream), "not aligned");
   EXPECT_HAS(copy(at::ones({2}, at::Device(at::kPrivateUse1, 1)).data_ptr(), kStream), "another device");
+  EXPECT_HAS(copy(p + 4, stream_handle(kStreams)), "not a stream of the current device");
   {
     const c10::DeviceGuard guard(at::Device(at::kPrivateUse1, 1));
-    EXPECT_HAS(copy(p + 4, kStream), "not the stream");
+    EXPECT_HAS(copy(p + 4, kStream), "another device");
   }
   const int64_t before = tessera_stand_in_launches();
   tessera_stand_in_fail_next_launch();

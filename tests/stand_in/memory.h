@@ -1,4 +1,4 @@
-// Devices of the stand-in accelerator: addresses, streams, and which one is current.
+// Devices of the stand-in accelerator: addresses, and which one is current.
 //
 // Note [Device addresses]
 //   The address of the host memory behind it, with one bit set and the device's index above the 48 bits of a host
@@ -9,7 +9,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <stdexcept>
 #include <string>
 
@@ -22,15 +21,6 @@ constexpr uintptr_t kDeviceBit = uintptr_t{1} << 55;
 static_assert(uintptr_t{kDevices} << kAddressBits <= kDeviceBit);
 
 int current_device();  // of the calling thread; within the library only
-
-// `copy`, on a device's stream for copies (where it is the current one of the thread): now, or, unless it blocks, when somebody
-// waits for it. See device.cpp.
-void copy_on_current_stream(int device, bool blocks, std::function<void()> copy);
-
-// The stream of a device that computes, as kernels take it. Not an address.
-inline void* stream_handle(int device) {
-  return reinterpret_cast<void*>(uintptr_t{0x7e55e2a0} + static_cast<uintptr_t>(device));
-}
 
 inline bool on_device(const void* p) {
   return (reinterpret_cast<uintptr_t>(p) & kDeviceBit) != 0;

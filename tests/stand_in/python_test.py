@@ -102,10 +102,36 @@ def test_autocast() -> None:
     assert linear.weight.grad.dtype == torch.float32
 
 
+def test_streams() -> None:
+    side, other = torch.Stream(DEVICE), torch.Stream(DEVICE)
+    assert side.native_handle != other.native_handle
+    main = torch.accelerator.current_stream()
+    t = torch.ones(8, device=DEVICE)
+    for ordered in (True, False):
+        with side:
+            assert torch.accelerator.current_stream() == side
+            side.wait_stream(main)
+            t.add_(1)
+        assert torch.accelerator.current_stream() == main
+        if ordered:
+            main.wait_event(side.record_event())
+        t.mul_(2)
+        found = stand_in.races(library)
+        assert len(found) == 0 if ordered else "aten::mul (out) on stream 0 of device 0 writes" in found[1], found
+        torch.accelerator.synchronize()
+    assert t.tolist() == [10] * 8
+    host = torch.zeros(8).pin_memory()
+    host.copy_(t, non_blocking=True)
+    assert host.isnan().all(), "nobody has waited"
+    main.synchronize()
+    assert host.tolist() == t.tolist()
+
+
 if __name__ == "__main__":
     library = stand_in.load(sys.argv[1])
     for name, test in list(globals().items()):
         if name.startswith("test_"):
             test()
+            assert not stand_in.races(library), name
             print(f"{name}: passed")
     assert library.tessera_stand_in_bytes() == 0, "memory of the device was not freed"

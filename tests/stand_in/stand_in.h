@@ -4,13 +4,13 @@
 //   accelerator is, and host code that touches device memory crashes there too. Loading the library registers the
 //   devices: link it, or call load() of stand_in.py.
 //   Operators run on the CPU: at::native::cpu_fallback copies arguments to the host and results back, so the bits are
-//   the CPU's. Random numbers are drawn from the CPU's generator. Work on a device's own stream is done when the call
-//   returns. It has one more, for copies: a copy there that does not block is done no sooner than somebody waits for it
-//   (an event, the stream), so that who does not wait reads what was there before, and shows it.
+//   the CPU's. Random numbers are drawn from the CPU's generator. There are any number of streams and events. Work is done
+//   when the call returns, copies that do not block excepted; that two pieces of work need an order and have none is found
+//   all the same, and told by tessera_stand_in_races(): Note [Races] in clocks.h.
 //   Four, because autograd has one thread for each device: ranks in one process whose hooks wait for each other need a
 //   device each.
 //   It is also the devices' library of kernels, tessera_device_table() of kernels/device_table.h. They run the
-//   reference, refuse host pointers, pointers of a device that is not current and streams but its own, and are counted.
+//   reference, refuse host pointers, pointers and streams of a device that is not current, and are counted.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,10 @@ int64_t tessera_stand_in_launches();                      // kernels of the tabl
 int64_t tessera_stand_in_launches_of(const char* entry);  // of one entry, "adam"; -1: no such entry
 void tessera_stand_in_fail_next_launch();                 // the next kernel throws std::runtime_error instead
 int64_t tessera_stand_in_bytes();                         // memory in use, of all devices
-// `notice` is called before every copy between host and device, when and on the thread where it is done; null: no more.
+// `notice` is called before every copy between host and device, by who asks for it; null: no more.
 void tessera_stand_in_on_copy(void (*notice)(bool to_host, int64_t bytes));
 void tessera_stand_in_set_capacity(int64_t bytes);  // of each device; what is more is out of memory
+// Races found since the last call, a line each; "": none. The text is the calling thread's until it calls again.
+const char* tessera_stand_in_races();
 }
 #pragma GCC visibility pop

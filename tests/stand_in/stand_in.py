@@ -13,6 +13,7 @@ def load(path: str | Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for name in ("launches", "launches_of", "bytes"):
         getattr(library, f"tessera_stand_in_{name}").restype = ctypes.c_int64
+    library.tessera_stand_in_races.restype = ctypes.c_char_p
     if not hasattr(torch, "privateuseone"):
         # What torch's Python code asks of a device type; without the module it makes no tensor there.
         module = types.ModuleType("torch.privateuseone")
@@ -21,7 +22,7 @@ def load(path: str | Path) -> ctypes.CDLL:
         module.current_device = lambda: torch.accelerator.current_device_index()
         module.set_device = torch.accelerator.set_device_index
         module.device = lambda device: torch.accelerator.device_index(torch.device(device).index)
-        module.synchronize = lambda device=None: None
+        module.synchronize = torch.accelerator.synchronize
         module.manual_seed_all = lambda seed: None  # the CPU's generator serves
         module._is_in_bad_fork = lambda: False
         module.get_rng_state = lambda device=None: torch.get_rng_state()
@@ -29,3 +30,8 @@ def load(path: str | Path) -> ctypes.CDLL:
         module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
         torch._register_device_module("privateuseone", module)
     return library
+
+
+def races(library: ctypes.CDLL) -> list[str]:
+    """What the race detector found since the last call."""
+    return library.tessera_stand_in_races().decode().splitlines()
