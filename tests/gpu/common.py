@@ -1,7 +1,7 @@
 """What the stages share: what the runner asked for, the device, results that grow case by case, clocks.
 
-A stage is a process of its own. The runner tells it what it needs in one environment variable, TESSERA_GPU (JSON), which
-the ranks and tools that a stage starts inherit."""
+A stage is a process of its own. The runner tells it what it needs in one environment variable, TESSERA_GPU (JSON),
+which the ranks and tools that a stage starts inherit."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def device_is_lost() -> bool:
 
 
 class Results:
-    """Cases by name: {"ok": bool, "seconds": s, ...}. Written after each, so that a stage that is stopped has told most."""
+    """Cases by name: {"ok": bool, "seconds": s, ...}. Written after each: a stage that is stopped has told most."""
 
     def __init__(self, stage: str, starts_cuda: bool = True) -> None:
         self.starts_cuda = starts_cuda and CUDA  # not in a process that forks

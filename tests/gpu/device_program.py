@@ -1,5 +1,5 @@
-"""tests/python/device_program.py with this device in place of the stand-in. What has the CPU's bits there is close to the CPU
-here: matrix products differ."""
+"""tests/python/device_program.py with this device in place of the stand-in. What has the CPU's bits there is close to
+the CPU here: matrix products differ."""
 
 from __future__ import annotations
 

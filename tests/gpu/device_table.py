@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes as C
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from common import ASKED, CUDA, DEVICE, DRY, ROOT, WORK
+from common import ASKED, CUDA, DEVICE, DRY, WORK
+from host_kernels import compile_for_the_host, up_to_date
 
 VERSION, SUM_BLOCK, SUM_LANES = 2, 4096, 32
 F32, BF16, F16 = 0, 1, 2
@@ -67,9 +67,9 @@ class Adagrad(C.Structure):
     _fields_ = doubles("clr", "eps", "weight_decay")
 
 
-P, I, V, F, U8 = C.POINTER, C.c_int64, C.c_void_p, C.c_float, C.c_uint8
-SCALED = C.CFUNCTYPE(None, V, U8, V, U8, F, I, V)
-STOCHASTIC = C.CFUNCTYPE(None, V, U8, V, U8, F, I, P(Key), V)
+P, I64, V, F, U8 = C.POINTER, C.c_int64, C.c_void_p, C.c_float, C.c_uint8
+SCALED = C.CFUNCTYPE(None, V, U8, V, U8, F, I64, V)
+STOCHASTIC = C.CFUNCTYPE(None, V, U8, V, U8, F, I64, P(Key), V)
 
 
 class Table(C.Structure):
@@ -81,9 +81,9 @@ class Table(C.Structure):
         ("scaled_add", SCALED),
         ("scaled_copy_stochastic", STOCHASTIC),
         ("scaled_add_stochastic", STOCHASTIC),
-        ("split", C.CFUNCTYPE(None, V, V, V, I, V)),
-        ("join", C.CFUNCTYPE(None, V, V, V, I, V)),
-        ("sum_of_squares", C.CFUNCTYPE(None, V, U8, I, V, V, V)),
+        ("split", C.CFUNCTYPE(None, V, V, V, I64, V)),
+        ("join", C.CFUNCTYPE(None, V, V, V, I64, V)),
+        ("sum_of_squares", C.CFUNCTYPE(None, V, U8, I64, V, V, V)),
     ]
 
 
@@ -206,28 +206,9 @@ def host_library() -> Path:
     if (brought := Path(ASKED.kit or "/nowhere", "libtessera_cuda_host.so")).exists():
         return brought
     found = WORK / "libtessera_cuda_host.so"
-    sources = [*sorted((ROOT / "tessera" / "kernels" / "cuda").glob("*.cu"))]
-    sources.append(ROOT / "tessera" / "kernels" / "cuda" / "device_table.cpp")
-    if not found.exists() or any(source.stat().st_mtime > found.stat().st_mtime for source in sources):
-        compile_for_the_host(sources, found)
+    if not up_to_date(found):
+        compile_for_the_host(found)
     return found
-
-
-def compile_for_the_host(sources: list[Path], to: Path) -> None:
-    to.parent.mkdir(parents=True, exist_ok=True)
-    options = [
-        "-std=c++20",
-        "-O2",
-        "-ffp-contract=off",
-        "-fPIC",
-        "-shared",
-        "-Wno-unknown-pragmas",
-        "-D__CUDA_ARCH__=800",
-    ]
-    folders = ["-I", str(ROOT / "tests" / "kernels" / "cuda" / "host"), "-I", str(ROOT)]
-    scratch = to.with_suffix(".new")
-    subprocess.run(["g++", *options, *folders, "-x", "c++", *map(str, sources), "-o", str(scratch)], check=True)
-    scratch.replace(to)
 
 
 def device_library() -> Path:

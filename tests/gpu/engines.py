@@ -1,4 +1,4 @@
-"""Small engines for the stages that compare bits: a net with awkward parameters, every precision mode, the plain loop."""
+"""Small engines for the stages that compare bits: a net with awkward parameters, every precision mode, a plain loop."""
 
 from __future__ import annotations
 

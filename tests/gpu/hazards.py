@@ -1,5 +1,5 @@
-"""What can go wrong on a device only: streams here, lifetimes and memory in two more modules. Every case says in its name
-what it would show. The device is kept busy, so that what does not wait for it runs ahead."""
+"""What can go wrong on a device only: streams here, lifetimes and memory in two more modules. Every case says in its
+name what it would show. The device is kept busy, so that what does not wait for it runs ahead."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The stage `install`: Tessera from the kit, as it is installed, or built from this checkout with the torch that is there; and
-DeepSpeed, where the kit has it. Usage: install.py, or install.py compile, which compiles what DeepSpeed will want."""
+"""The stage `install`: Tessera from the kit, as it is installed, or built from this checkout with the torch that is
+there; and DeepSpeed, where the kit has it. Usage: install.py, or `install.py compile` for
+what DeepSpeed will want."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def peers() -> dict[str, Any]:
 
 
 def for_compilers() -> None:
-    """DeepSpeed compiles for the card that is there; it cannot read names such as 9.0a. The compiler may be a package."""
+    """DeepSpeed compiles for the card that is there; it cannot read names such as 9.0a. nvcc may be of a package."""
     if CUDA:
         os.environ["TORCH_CUDA_ARCH_LIST"] = "{}.{}".format(*torch.cuda.get_device_capability(0))
     folders = [Path(path, "nvidia") for path in sys.path if path]

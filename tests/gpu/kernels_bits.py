@@ -1,5 +1,5 @@
-"""Every form of every kernel on the device beside the same sources compiled for the host: the same bits. With sizes that the
-project's tests do not reach: several turns of the grid, indices above 2^32."""
+"""Every form of every kernel on the device beside the same sources compiled for the host: the same bits. With sizes
+that the project's tests do not reach: several turns of the grid, indices above 2^32."""
 
 from __future__ import annotations
 

@@ -6,12 +6,13 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-import tessera.utils
 import torch
 from common import CUDA, DEVICE, DRY, SMALL, Results, allocated, no_differences, sync
 from engines import ALL, HOST, LR, PARAM, apart, batch, config, early, engine_of, masters, net, train, unlike
-from tessera.zero import GatheredParameters
+from tessera.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import nn
+
+from tessera.zero import GatheredParameters
 
 
 class Asked(Exception):
@@ -124,8 +125,9 @@ def channels_last() -> dict[str, Any]:
     found = []
     for form in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(4)
-        model = Convolutions().to(DEVICE).to(memory_format=form)
-        other = Convolutions().to(DEVICE)
+        model: Any = Convolutions().to(DEVICE)
+        model.to(memory_format=form)
+        other: Any = Convolutions().to(DEVICE)
         other.load_state_dict(model.state_dict())
         other.to(memory_format=form)
         engine = engine_of(config(2, "fp32", gradient_clipping=0), model)
@@ -163,9 +165,10 @@ def regions() -> dict[str, Any]:
     weight = engine.module.blocks[0].up.weight
     with GatheredParameters(weight, modifier_rank=0), torch.no_grad():
         weight.fill_(0.5)
-    read = tessera.utils.safe_get_full_fp32_param(weight)
+    read = safe_get_full_fp32_param(weight)
+    assert read is not None
     ok = bool(read.eq(0.5).all())
-    tessera.utils.safe_set_full_fp32_param(weight, torch.full_like(read, 0.25))
+    safe_set_full_fp32_param(weight, torch.full_like(read, 0.25))
     with GatheredParameters(weight):
         ok = ok and bool(weight.float().eq(0.25).all()) and weight.device == DEVICE
     where = {str(v.device) for v in engine.module_state_dict().values()}

@@ -1,11 +1,13 @@
 """A Llama trained by every contender, each in a process of its own: usage llama.py SIZE.
 
-Memory: what torch's allocator has given out (allocated) after the construction, after a step and at most, and what it holds
-(reserved). Time: medians of steps by events, the first ones not counted."""
+Memory: what torch's allocator has given out (allocated) after the construction, after a step and at most, and what it
+holds (reserved). Time: medians of steps by events, the first ones not counted."""
 
 from __future__ import annotations
 
 import gc
+import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -19,8 +21,22 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import llama_models as models
 import torch
-from common import ASKED, CUDA, DEVICE, DRY, SMALL, WORK, Results, allocated, gb, median, peak, plain, reset_peak
-from common import seconds_left, sync
+from common import (
+    CUDA,
+    DEVICE,
+    DRY,
+    SMALL,
+    WORK,
+    Results,
+    allocated,
+    gb,
+    median,
+    peak,
+    plain,
+    reset_peak,
+    seconds_left,
+    sync,
+)
 
 ORDER = [
     "torch:fp32+autocast",
@@ -73,7 +89,7 @@ def timed_steps(one: models.Built, data: list[torch.Tensor], losses: list[torch.
         walls.append(time.perf_counter())
     sync()
     wall = (time.perf_counter() - walls[0]) / (len(walls) - 1) * 1e3
-    host = [(b - a) * 1e3 for a, b in zip(walls, walls[1:], strict=False)]
+    host = [(b - a) * 1e3 for a, b in itertools.pairwise(walls)]
     ms = [begin.elapsed_time(end) for begin, end in marks] or host
     return {"warm_s": warm_s, "wall_ms": wall, "step_ms": median(ms), "step_ms_range": [min(ms), max(ms)]}
 
@@ -177,12 +193,8 @@ def row(name: str, c: dict[str, Any]) -> str:
 def main(size: str) -> None:
     r = Results("llama" if size == "1.3B" else f"llama_{size}", starts_cuda=False)
     # Once, for all children. DeepSpeed is imported after the fork: it may start CUDA.
-    import importlib.util
-
-    import tessera  # noqa: F401
-    import torch._dynamo
-    import torch.distributed.fsdp  # noqa: F401
-
+    for library in ("tessera", "torch._dynamo", "torch.distributed.fsdp"):
+        importlib.import_module(library)
     if importlib.util.find_spec("transformers"):
         from transformers import LlamaForCausalLM  # noqa: F401
     names = QUICK if DRY else ORDER if size == "1.3B" else LARGE
@@ -195,7 +207,7 @@ def main(size: str) -> None:
             r.left_out(name, "not installed")
     table = [row(name, c) for name, c in r.data["cases"].items() if c["ok"]]
     r.note(table=table, size="tiny" if SMALL else size)
-    print("\n".join(table), f"of {ASKED.end - time.time():.0f} s are left", sep="\n")
+    print("\n".join(table))
     r.end()
 
 

@@ -1,7 +1,8 @@
 """The benchmark's Llama, from a configuration without weights, and what trains it: one contender by its name.
 
-KIND:STATES[+WORD...]: STATES are bytes a parameter (weights and what the optimizer keeps; fp32 and bf16 are plain PyTorch's), the
-words say what else is on: autocast, early (the update in the backward), host (optimizer states there), params (they too)."""
+KIND:STATES[+WORD...]: STATES are bytes a parameter, of weights and of what the optimizer keeps (fp32 and bf16: plain
+PyTorch's); words say what else is on: autocast, early (the update in the backward), host (optimizer states there),
+params (they too)."""
 
 from __future__ import annotations
 
@@ -76,11 +77,11 @@ def build_model(size: Sizes, dtype: torch.dtype) -> nn.Module:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(DEVICE):
-            model = transformers_llama(size) if importlib.util.find_spec("transformers") else plain_llama(size)
+        with DEVICE:
+            model: nn.Module = (transformers_llama if importlib.util.find_spec("transformers") else plain_llama)(size)
     finally:
         torch.set_default_dtype(before)
-    return model.to(DEVICE).train()
+    return model.train()
 
 
 def transformers_llama(size: Sizes) -> nn.Module:
@@ -118,7 +119,7 @@ def plain_llama(size: Sizes) -> nn.Module:
 
 
 def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    inner = getattr(model, "module", model)
+    inner: Any = getattr(model, "module", model)
     if hasattr(inner, "generate"):  # Transformers shifts the labels itself
         return model(input_ids=ids, labels=ids).loss
     return model(ids, ids.roll(-1, 1))
@@ -147,16 +148,14 @@ class Built:
 def prepare(one: Contender) -> None:
     """What a process does before it makes the model: imports, a group."""
     if one.kind == "tessera":
-        import tessera  # noqa: F401
+        importlib.import_module("tessera")
     if one.kind not in ("fsdp2", "deepspeed"):
         return
     port = str(29000 + os.getpid() % 1000)
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     back_end = "nccl" if CUDA else "gloo"
     if one.kind == "deepspeed":
-        import deepspeed
-
-        deepspeed.init_distributed(back_end)
+        importlib.import_module("deepspeed").init_distributed(back_end)
     else:
         torch.distributed.init_process_group(back_end)
 
@@ -202,8 +201,7 @@ def of_engine(one: Contender, model: nn.Module, rows: int) -> Built:
 
         engine = tessera.initialize(model=model, config=config)[0]
         return Built(engine, engine.backward, engine.step, engine=engine)
-    import deepspeed
-
+    deepspeed = importlib.import_module("deepspeed")
     # Its own optimizer, compiled at first use, only where states are in host memory; else torch's, which is faster.
     if "host" in one.words:
         config["train_batch_size"] = rows

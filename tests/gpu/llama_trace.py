@@ -1,5 +1,5 @@
-"""torch.profiler around steps of the Llama: kernels of Tessera, copies beside kernels, waits, gaps. The traces lie beside the
-results."""
+"""torch.profiler around steps of the Llama: kernels of Tessera, copies beside kernels, waits, gaps. The traces lie
+beside the results."""
 
 from __future__ import annotations
 

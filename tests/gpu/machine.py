@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata as metadata
 import platform
 import shutil
@@ -79,10 +80,12 @@ def bandwidth() -> dict[str, float]:
     n, part = (1 << 20, 1 << 18) if SMALL else (1 << 31, 1 << 29)
     a, b = (torch.empty(n, dtype=torch.uint8, device="cuda") for _ in range(2))
     found = {"d2d_gb_s": 2 * n / median(times(lambda: b.copy_(a), 10)) / 1e6}
+    d = a[:part]
     for name, pinned in (("pinned", True), ("pageable", False)):
-        h, d = torch.empty(part, dtype=torch.uint8, pin_memory=pinned), a[:part]
-        found[f"h2d_{name}_gb_s"] = part / median(times(lambda: d.copy_(h, non_blocking=True), 5)) / 1e6
-        found[f"d2h_{name}_gb_s"] = part / median(times(lambda: h.copy_(d, non_blocking=True), 5)) / 1e6
+        h = torch.empty(part, dtype=torch.uint8, pin_memory=pinned)
+        for way, to, of in (("h2d", d, h), ("d2h", h, d)):
+            ms = median(times(functools.partial(to.copy_, of, non_blocking=True), 5))
+            found[f"{way}_{name}_gb_s"] = part / ms / 1e6
     return found
 
 

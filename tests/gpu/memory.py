@@ -108,8 +108,8 @@ def locked() -> dict[str, int]:
 
 
 def page_locked(stage: int, zero: dict[str, Any]) -> dict[str, Any]:
-    """What an engine asks for is what it takes. Layers have no power of two of elements, and the allocator of page-locked
-    memory rounds to powers of two. Two witnesses: torch's own count, and what the system has left."""
+    """What an engine asks for is what it takes. Layers have no power of two of elements, and torch's allocator of
+    page-locked memory rounds to powers of two. Two witnesses: torch's own count, and what the system has left."""
     width, layers = (64, 2) if SMALL else (2112, 24)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(DEVICE)
@@ -199,17 +199,17 @@ def out_of_memory(phase: str, cfg: dict[str, Any]) -> dict[str, Any]:
     engine = engine_of(cfg)
     losses = [train(cfg, steps=1, first=k, engine=engine, keep=True)["losses"] for k in range(2)]
     before, said = masters(engine), ""
-    loss = None if phase == "forward" else engine(*batch(2))
+    loss: Any = None if phase == "forward" else engine(*batch(2))
     if phase == "forward":
         loss, said = attempt(lambda: engine(*batch(2)), 0)
     elif phase == "backward":
-        done, said = attempt(lambda: engine.backward(loss), 0)
+        _, said = attempt(lambda: engine.backward(loss), 0)
     else:
         engine.backward(loss)
         loss_of_step = loss.detach()
         del loss
         loss = loss_of_step
-        done, said = attempt(engine.step, 0)
+        _, said = attempt(engine.step, 0)
     changed = said and [n for n, m in masters(engine).items() if not torch.equal(m, before[n])]
     if said and phase == "step":
         engine.step()

@@ -91,7 +91,9 @@ def places(folder: str) -> dict[str, tuple[int, dict[str, Any]]]:
 
 def accumulated(mode: str) -> dict[str, Any]:
     base = train(config(2, mode, accumulation=3), steps=2)
-    off = {s: unlike(train(config(s, mode, accumulation=3), steps=2), base) for s in stages_of(mode) if s != 2}
+    off: dict[Any, Any] = {}
+    for stage in stages_of(mode):
+        off[stage] = unlike(train(config(stage, mode, accumulation=3), steps=2), base)
     off["host"] = unlike(train(config(2, mode, accumulation=3, zero=HOST), steps=2), base)
     off["all host"] = unlike(train(config(3, mode, accumulation=3, zero=ALL), steps=2), base)
     return no_differences({k: v for k, v in off.items() if v})
@@ -135,7 +137,7 @@ def another_mode(mode: str, into: str) -> dict[str, Any]:
     engine = engine_of(config(3, into))
     engine.load_checkpoint(folder)
     after = masters(engine)
-    whole = {n: m for n, m in before.items()} if into in ("fp32", "bf16 14", "bf16 16", "fp16 16") else None
+    whole = dict(before) if into in ("fp32", "bf16 14", "bf16 16", "fp16 16") else None
     want = whole or {n: m.bfloat16().float() for n, m in before.items()}
     off = {n: float((after[n] - m).abs().max()) for n, m in want.items() if not torch.allclose(after[n], m, rtol=2**-7)}
     if whole:
@@ -195,9 +197,9 @@ def checkpoints(r: Results) -> None:
             name = f"{mode}: a checkpoint of stage {stage} into stage {into}{', host' if zero else ''}"
             r.case(name, resumed, mode, stage, into, zero)
         r.case(f"{mode}: a load that fails changes nothing", a_failed_load, mode)
-    for mode, into in itertools.permutations(SAVED[:1] + SAVED[-1:] if DRY else SAVED, 2):
-        if "fp16" not in mode + into or {mode, into} == {"fp32", "fp16 16"}:
-            r.case(f"a checkpoint of {mode} into {into}", another_mode, mode, into)
+    for mode, other in itertools.permutations(SAVED[:1] + SAVED[-1:] if DRY else SAVED, 2):
+        if "fp16" not in mode + other or {mode, other} == {"fp32", "fp16 16"}:
+            r.case(f"a checkpoint of {mode} into {other}", another_mode, mode, other)
 
 
 def main() -> None:

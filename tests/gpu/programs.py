@@ -1,5 +1,5 @@
-"""The stages `kernel_test`, `sanitizer` and `ctests`: the project's own C++ tests, of the kit or of a build tree. Usage:
-programs.py STAGE."""
+"""The stages `kernel_test`, `sanitizer` and `ctests`: the project's own C++ tests, of the kit or of a build tree.
+Usage: programs.py STAGE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stage `pytests`: the project's own Python tests on a machine that has a GPU, to their end where the box is wide enough."""
+"""The stage `pytests`: the project's own Python tests on a machine that has a GPU, to their end if time allows it."""
 
 from __future__ import annotations
 

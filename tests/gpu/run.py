@@ -1,12 +1,13 @@
 """Whether Tessera is right and fast on this machine's GPU: `python tests/gpu/run.py`, or `make gpu`.
 
-Stages in time boxes, the most telling first, each a process of its own; a failed one stops no other. results.json, page.md
-and logs.tar.gz are renewed after each, so that a run that is cut has told most. Names choose stages (with NAME=SECONDS for
-another box); `rest` is what earlier calls left out. docs/devices.md says more."""
+Stages in time boxes, the most telling first, each a process of its own; a failed one stops no other. results.json,
+page.md and logs.tar.gz are renewed after each, so that a run that is cut has told most. Names choose stages,
+NAME=SECONDS with another box; `rest` is what earlier calls left out. docs/devices.md says more."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -128,10 +129,8 @@ def ended(process: subprocess.Popen[bytes], box: float) -> str:
         status = "ok" if process.wait(box) == 0 else "failed"
     except subprocess.TimeoutExpired:
         status = "timeout"
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
     return status
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from collections import defaultdict
@@ -88,7 +89,7 @@ def summary(events: list[Event]) -> dict[str, Any]:
     busy = merged((e["ts"], e["ts"] + e["dur"]) for e in kernels)
     span = busy[-1][1] - busy[0][0] if busy else 0
     used = sum(end - begin for begin, end in busy)
-    gaps = sorted((b[0] - a[1] for a, b in zip(busy, busy[1:], strict=False)), reverse=True)
+    gaps = sorted((b[0] - a[1] for a, b in itertools.pairwise(busy)), reverse=True)
     runtime = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     slow = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaEventQuery", *WAITS)
     ours = [e for e in kernels if "tessera" in e["name"]]

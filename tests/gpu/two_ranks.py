@@ -1,5 +1,5 @@
-"""One rank over the device's own back end (NCCL): where things go and a group's calls. Two ranks on one device over Gloo, with
-tensors of the device: c10d's own collectives. Two ranks with a device each, where there are two."""
+"""One rank over the device's own back end (NCCL): where things go and a group's calls. Two ranks on one device over
+Gloo, with tensors of the device: c10d's own collectives. Two ranks with a device each, where there are two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from common import CUDA, DEVICE, DRY, WORK, Results, no_differences, seconds_left, sync
 from engines import ALL, HOST, apart, batch, config, early, engine_of, exact, masters, net, stages_of, train, unlike
 
@@ -115,7 +114,7 @@ def rank_of_gloo(rank: int, world: int, port: int) -> None:
 
 
 def rank_of_a_program(rank: int, world: int, port: int) -> None:
-    """The README's loop, started for two ranks: init_distributed() chooses what they talk over and where they compute."""
+    """The README's loop, started for two ranks: init_distributed() chooses what they talk over, and where."""
     exact()
     rank_environment(rank, world, port, rank)
     torch.set_num_threads(1 if DRY else 2)
@@ -139,7 +138,7 @@ def start(body: Any, seconds: float) -> None:
     with socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    context = mp.start_processes(body, (2, port), nprocs=2, start_method="spawn", join=False)
+    context = torch.multiprocessing.spawn(body, (2, port), nprocs=2, join=False)
     end = time.monotonic() + seconds
     while any(p.is_alive() for p in context.processes) and time.monotonic() < end:
         time.sleep(0.1)
@@ -163,9 +162,15 @@ def one_rank() -> dict[str, Any]:
     return found
 
 
+def world_name() -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    return str(group.group_name)
+
+
 def calls_of_a_group() -> dict[str, Any]:
     """Each gives what it should, on the device and, for what ranks tell each other, on the CPU where the group can."""
-    group = _core.c10d_group(dist.group.WORLD.group_name)
+    group = _core.c10d_group(world_name())
     x = torch.arange(8.0, device=DEVICE)
     out, sent = torch.full_like(x, -1), x.clone()
     group.all_gather(out, x, "a check")
@@ -178,7 +183,7 @@ def calls_of_a_group() -> dict[str, Any]:
 
 def over_the_group(stage: int) -> dict[str, Any]:
     """The same bits with the group as without one."""
-    group = _core.c10d_group(dist.group.WORLD.group_name)
+    group = _core.c10d_group(world_name())
     cfg = config(stage, "bf16 14")
     engine = tessera.Engine(net().to(DEVICE), cfg, group=group)
     with_group = train(cfg, engine=engine)
@@ -200,17 +205,17 @@ def of_two(number: int, bases: dict[str, Any]) -> dict[str, Any]:
     for f in found:
         if "error" in f:
             raise RuntimeError(f["error"] + f["trace"])
-    differ = unlike(*found, losses=False)
+    differ = unlike(found[0], found[1], losses=False)
     if case.saves:
         return {"ok": not differ, "ranks differ": differ}
     # A back end's own collectives have their own order of summation: stages may differ in the last place.
-    base = bases.setdefault((case.mode, case.early), found[0])
+    base = bases.setdefault(f"{case.mode} {case.early}", found[0])
     worst, same = apart(found[0], base), not unlike(found[0], base)
     return {"ok": not differ and worst < 0.5, "worst_in_lr": worst, "same bits": same, "ranks differ": differ}
 
 
 def of_a_program() -> dict[str, Any]:
-    """Both train to the same weights, each on a device of its own or both on the CPU; or both say that they share a device."""
+    """Both train to the same weights, each on a device of its own; or both say that they share one."""
     found = loaded([f"program-{rank}.pt" for rank in range(2)])
     errors = [f["error"] for f in found if "error" in f]
     if errors:
@@ -218,7 +223,7 @@ def of_a_program() -> dict[str, Any]:
         return {"ok": said and len(errors) == 2 and torch.cuda.device_count() < 2, "errors": errors}
     where = [f["device"] for f in found]
     alone = not CUDA or where[0] != where[1] or found[0]["back end"] == "gloo"
-    ok = alone and not unlike(*found, losses=False) and not any(f.get("elsewhere") for f in found)
+    ok = alone and not unlike(found[0], found[1], losses=False) and not any(f.get("elsewhere") for f in found)
     return {"ok": ok, "devices": where, "back end": found[0]["back end"]}
 
 
