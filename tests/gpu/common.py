@@ -30,7 +30,7 @@ class Asked:
 
     dry: bool = False  # all on the CPU, tiny
     small: bool = False  # tiny, where the device is: under a tool that makes everything slow
-    work: str = str(ROOT / "build" / "gpu" / "work")
+    work: str = str(ROOT / "build" / "gpu-work")
     out: str = str(ROOT / "build" / "gpu")
     kit: str = ""  # folder of `make gpu-kit`
     end: float = float("inf")  # when the stage must have ended, by time.time()

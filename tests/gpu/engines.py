@@ -113,9 +113,9 @@ def config(
         "gradient_clipping": 0.5,
         "zero_optimization": section,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
-        **copy.deepcopy(MODES[mode]),
+        "tessera": {"min_unit_elements": 1},  # every block is a unit
     }
-    for key, value in more.items():
+    for key, value in [*copy.deepcopy(MODES[mode]).items(), *more.items()]:
         cfg[key] = cfg.get(key, {}) | value if isinstance(value, dict) else value
     return cfg
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from common import CUDA, DEVICE, ROOT
 from engines import LOW
+from install import for_compilers
 from torch import nn
 
 LR, CLIP, WEIGHT_DECAY = 1e-4, 1.0, 0.01
@@ -81,7 +82,7 @@ def build_model(size: Sizes, dtype: torch.dtype) -> nn.Module:
             model: nn.Module = (transformers_llama if importlib.util.find_spec("transformers") else plain_llama)(size)
     finally:
         torch.set_default_dtype(before)
-    return model.train()
+    return model.to(DEVICE).train()
 
 
 def transformers_llama(size: Sizes) -> nn.Module:
@@ -155,6 +156,7 @@ def prepare(one: Contender) -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     back_end = "nccl" if CUDA else "gloo"
     if one.kind == "deepspeed":
+        for_compilers()
         importlib.import_module("deepspeed").init_distributed(back_end)
     else:
         torch.distributed.init_process_group(back_end)

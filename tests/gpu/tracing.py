@@ -37,10 +37,14 @@ def waits_within(events: list[Event], phases: Iterable[str]) -> dict[str, dict[s
     """Waits of the host, on whatever thread, by the record_function() ranges that they lie in."""
     found: dict[str, dict[str, int]] = {}
     for phase in phases:
-        ranges = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == phase and "dur" in e]
+        ranges = [
+            (e["ts"], e["ts"] + e["dur"])
+            for e in events
+            if e.get("name") == phase and e.get("cat") == "user_annotation"
+        ]
         calls: dict[str, int] = defaultdict(int)
         for e in events:
-            if e.get("name") in WAITS and any(begin <= e["ts"] < end for begin, end in ranges[:1]):
+            if e.get("name") in WAITS and any(begin <= e["ts"] < end for begin, end in ranges):
                 calls[e["name"]] += 1
         found[phase] = dict(calls)
     return found

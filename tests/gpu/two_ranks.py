@@ -237,7 +237,6 @@ def main() -> None:
     r.case(f"one rank over {over}: calls of the group", calls_of_a_group)
     for stage in (0, 2, 3):
         r.case(f"one rank over {over}: stage {stage} over the group itself", over_the_group, stage)
-    dist.destroy_process_group()
     start(rank_of_a_program, min(60 if DRY else 30, seconds_left() / 3))
     r.case("two ranks of a program", of_a_program)
     start(rank_of_gloo, seconds_left() - 4)
