@@ -76,7 +76,8 @@ def text(stages: Stages) -> str:
         numbers = " | ".join(str(n or "") for n in counts(stage))
         lines.append(f"| {name} | {stage['status']} | {stage['seconds']} | {numbers} |")
     bad = [f"- {name}: {failure}" for name, stage in stages.items() for failure in failures(stage)]
-    lines += ["", f"## Failed: {len(bad)}", "", *bad] if bad else ["", "Nothing failed."]
+    whole = all(stage["status"] == "ok" for stage in stages.values())
+    lines += ["", f"## Failed: {len(bad)}", "", *bad] if bad else ["", "Nothing failed."] if whole else []
     for name, stage in stages.items():
         lines += details(name, stage.get("results", {}))
     return "\n".join(lines) + "\n"

@@ -75,12 +75,13 @@ class Run:
             "kit": str(Path(self.options.kit).resolve()) if self.options.kit else "",
             "end": time.time() + box - GRACE,
         }
-        paths = [self.work / "site", self.work / "peers", os.environ.get("PYTHONPATH", "")]
+        given = [Path(p).resolve() for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+        paths = [self.work / "site", self.work / "peers", *given]
         return (
             os.environ
             | {
                 "TESSERA_GPU": json.dumps(asked),
-                "PYTHONPATH": os.pathsep.join(map(str, filter(None, paths))),
+                "PYTHONPATH": os.pathsep.join(map(str, paths)),
                 # cmake and ninja of this Python: an old cmake of the system does not know a new nvcc.
                 "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
                 "PYTHONUNBUFFERED": "1",
