@@ -107,50 +107,77 @@ class Run:
         for line in list(page.failures(found))[:8]:
             print(f"  failed: {line[:220]}", flush=True)
 
-    def stage(self, stage: Stage, box: int) -> str:
+    def start(self, stage: Stage, box: int, behind: bool = False) -> Started | None:
+        """None where no time is left. `behind`: the others have the first claim on the cores."""
         box = min(box, self.left())
         if box < LEAST:
             self.note(stage, "left out", 0)
-            return "left out"
-        began = time.monotonic()
+            return None
         (self.work / f"{stage.name}.json").unlink(missing_ok=True)
-        command = [sys.executable, str(HERE / stage.program[0]), *stage.program[1:]]
+        command = ["nice", "-n", "5"] if behind else []
+        command += [sys.executable, str(HERE / stage.program[0]), *stage.program[1:]]
         with open(self.work / f"{stage.name}.log", "w") as log:
             process = subprocess.Popen(
                 command, stdout=log, stderr=log, cwd=self.work, env=self.environment(box), start_new_session=True
             )
-            status = ended(process, box)
-        self.note(stage, status, time.monotonic() - began, process.returncode)
+        return Started(stage, box, time.monotonic(), process)
+
+    def finish(self, started: Started | None) -> str:
+        """The process and all that it started are gone afterwards."""
+        if started is None:
+            return "left out"
+        process, status = started.process, "timeout"
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = "ok" if process.wait(started.began + started.box - time.monotonic()) == 0 else "failed"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self.note(started.stage, status, time.monotonic() - started.began, process.returncode)
         return status
 
+    def all_of(self, stages: list[tuple[Stage, int]], beside: str | None) -> bool:
+        """Whether all was well. `beside` runs as soon as there is something to run, while the others go on."""
+        good, behind = True, None
+        for stage, box in stages:
+            if stage.name == beside:
+                continue
+            status = self.finish(self.start(stage, box))
+            good = good and status == "ok"
+            if stage.name == "install" and status != "ok":
+                print(f"Tessera is not installed: {self.work / 'install.log'}")
+                return False
+            if stage.name == "install":
+                behind = next((self.start(s, b, behind=True) for s, b in stages if s.name == beside), None)
+        return self.finish(behind) == "ok" and good if beside else good
 
-def ended(process: subprocess.Popen[bytes], box: float) -> str:
-    """The process and all that it started are gone afterwards."""
-    try:
-        status = "ok" if process.wait(box) == 0 else "failed"
-    except subprocess.TimeoutExpired:
-        status = "timeout"
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    return status
+
+@dataclass(frozen=True)
+class Started:
+    stage: Stage
+    box: int
+    began: float  # by time.monotonic()
+    process: subprocess.Popen[bytes]
 
 
 def chosen(options: argparse.Namespace, runs: dict[str, dict[str, Any]]) -> list[tuple[Stage, int]]:
-    """Stages and boxes, in the order of STAGES; `install` is among them where another needs it."""
+    """Stages and boxes: those named, in the order of their names, or in that of STAGES. `env` and `install` come first,
+    and `install` always where another stage needs it."""
     boxes = dict(word.partition("=")[::2] for word in options.stages)
-    known = {stage.name for stage in STAGES} | {"rest"}
-    if unknown := [name for name in boxes if name not in known]:
-        raise SystemExit(f"no stage is called {', '.join(unknown)}; {', '.join(s.name for s in STAGES)}, rest")
-
-    def wanted(stage: Stage) -> bool:
-        if not boxes:
-            return stage.dry or not options.dry
-        late = "rest" in boxes and runs.get(stage.name, {}).get("status") != "ok" and (stage.dry or not options.dry)
-        needed = stage.name == "install" and set(boxes) != {"env"}
-        return stage.name in boxes or late or needed
-
-    return [(s, int(boxes.get(s.name) or s.box)) for s in STAGES if wanted(s)]
+    known = {stage.name: stage for stage in STAGES}
+    if unknown := [name for name in [*boxes, *filter(None, [options.beside])] if name not in known and name != "rest"]:
+        raise SystemExit(f"no stage is called {', '.join(unknown)}; {', '.join(known)}, rest")
+    run = [stage for stage in STAGES if stage.dry or not options.dry]
+    if "rest" in boxes:
+        run = [s for s in run if s.name in boxes or runs.get(s.name, {}).get("status") != "ok"]
+    elif boxes:
+        run = [known[name] for name in boxes]
+    if options.beside and known[options.beside] not in run:
+        run.append(known[options.beside])
+    install = [known["install"]] if {s.name for s in run} - {"env"} else []
+    first = [s for s in run if s.name == "env"] + install
+    return [(s, int(boxes.get(s.name) or s.box)) for s in first + [s for s in run if s not in first]]
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -165,6 +192,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
         "--out", default=str(ROOT / "build" / "gpu"), metavar="DIR", help="for results.json and page.md"
     )
     parser.add_argument("--work", metavar="DIR", help="for logs and what is installed (default: under build/)")
+    parser.add_argument("--beside", metavar="STAGE", help="runs beside the others, which then measure less well")
     parser.add_argument("--kit", metavar="DIR", help="what `make gpu-kit` made")
     return parser.parse_args(arguments)
 
@@ -180,13 +208,7 @@ def main() -> int:
     run = Run(options, work, out, time.time() + options.seconds)
     if options.stages and (work / "stages").exists():
         run.runs = json.loads((work / "stages").read_text())
-    good = True
-    for stage, box in chosen(options, run.runs):
-        status = run.stage(stage, box)
-        good = good and status == "ok"
-        if stage.name == "install" and status != "ok":
-            print(f"Tessera is not installed: {work / 'install.log'}")
-            break
+    good = run.all_of(chosen(options, run.runs), options.beside)
     print(page.write(work, out, run.runs)[:9000])
     return 0 if good else 1
 

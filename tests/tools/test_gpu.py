@@ -52,6 +52,8 @@ def test_stages_are_chosen():
     assert names() == [stage.name for stage in run.STAGES]
     assert "llama_7B" not in names("--dry")
     assert names("parity") == ["install", "parity"]
+    assert names("trace", "parity", "env") == ["env", "install", "trace", "parity"]
+    assert names("trace", "--beside", "pytests") == ["install", "trace", "pytests"]
     assert names("env") == ["env"]
     assert {stage.name: box for stage, box in run.chosen(options("pytests=300"), {})}["pytests"] == 300
     done = {"env": {"status": "ok"}, "parity": {"status": "timeout"}, "install": {"status": "ok"}}
@@ -78,7 +80,7 @@ def test_a_stage_that_fails_or_hangs_stops_no_other(tmp_path, capsys):
         (tmp_path / f"{name}.py").write_text(text)
     one = runner(tmp_path, 60)
     found = {
-        name: one.stage(run.Stage(name, box, (str(tmp_path / f"{name}.py"),), ""), box)
+        name: one.finish(one.start(run.Stage(name, box, (str(tmp_path / f"{name}.py"),), ""), box))
         for name, box in (("crashes", 20), ("hangs", 6), ("ends", 20))
     }
     assert found == {"crashes": "failed", "hangs": "timeout", "ends": "ok"}
@@ -88,7 +90,20 @@ def test_a_stage_that_fails_or_hangs_stops_no_other(tmp_path, capsys):
 
 def test_no_stage_begins_without_time(tmp_path):
     one = runner(tmp_path, 3)
-    assert one.stage(run.STAGES[0], 30) == "left out"
+    assert one.finish(one.start(run.STAGES[0], 30)) == "left out"
+
+
+def test_a_stage_beside_others(tmp_path):
+    """It starts when there is something to run, and may take as long as they do."""
+    for name in ("a", "b", "install"):
+        says = f"open({str(tmp_path / name)!r}, 'w').write(str(time.monotonic()))"
+        (tmp_path / f"{name}.py").write_text(f"import time; {says}; time.sleep({2 if name == 'b' else 1})")
+    stages = [(run.Stage(name, 20, (str(tmp_path / f"{name}.py"),), ""), 20) for name in ("install", "a", "b")]
+    one = runner(tmp_path, 60)
+    assert one.all_of(stages, "b")
+    began = {name: float((tmp_path / name).read_text()) for name in ("a", "b", "install")}
+    assert began["install"] + 1 <= began["b"] < began["a"] + 1
+    assert [one.runs[name]["status"] for name in ("install", "a", "b")] == ["ok"] * 3
 
 
 def test_cases_that_fail_are_on_the_page():
