@@ -19,7 +19,7 @@ CMAKE_FILES := CMakeLists.txt CMakePresets.json $(wildcard cmake/*)
 PACKAGE_FILES := $(shell find tessera python -name '__pycache__' -prune -o -type f -print 2>/dev/null) pyproject.toml $(CMAKE_FILES)
 CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.inc' 2>/dev/null)
 
-.PHONY: help demo tables test test-cpp test-python test-tools test-peers test-clients bench docs lint tidy sanitize asan tsan format clean package
+.PHONY: help demo tables test test-cpp test-python test-tools test-peers test-clients gpu gpu-kit bench docs lint tidy sanitize asan tsan format clean package
 .DELETE_ON_ERROR:
 help:
 	@echo "make demo    train a small GPT on 2 ranks and compare it with plain PyTorch (output in demo-out/)"
@@ -28,6 +28,8 @@ help:
 	@echo "make test-tools  tests of the benchmark's runner and of the checks of the sources"
 	@echo "make test-peers  checkpoints exchanged with DeepSpeed itself, programs that run on both"
 	@echo "make test-clients  Transformers, Accelerate, PEFT, TRL, Lightning and Ray Train on the deepspeed alias"
+	@echo "make gpu     whether Tessera is right and fast on this machine's GPU (KIT=folder: without a build; tries: ARGS=--list)"
+	@echo "make gpu-kit  what 'make gpu' takes along to a machine without a network (its Python, of its torch: PYTHON=...)"
 	@echo "make bench   build and run the benchmarks"
 	@echo "make docs    API reference in build/docs (pdoc; with doxygen installed the C++ headers too)"
 	@echo "make lint    layer rules, clang-format, ruff, mypy"
@@ -120,6 +122,18 @@ $(ROOT)/.venv-%/stamp-alias: $(ALIAS_FILES) $(ROOT)/.venv-%/stamp-packages
 test-clients: $(ROOT)/.venv-clients/stamp-alias $(ROOT)/.venv-clients-4/stamp-alias $(VENV)/stamp-package
 	$(ROOT)/.venv-clients/bin/python -m pytest $(WORKERS:loadfile=load) tests/clients $(ARGS)
 	$(ROOT)/.venv-clients-4/bin/python -m pytest $(WORKERS:loadfile=load) tests/clients -k trainer $(ARGS)
+
+# On a machine with a GPU (docs/devices.md). With a kit nothing is built or fetched, and the system's Python serves.
+ifdef KIT
+gpu:
+	$(PYTHON) tests/gpu/run.py --kit $(KIT) $(ARGS)
+else
+gpu: $(VENV)/stamp-test $(VENV)/stamp-package
+	$(PY) tests/gpu/run.py $(ARGS)
+endif
+
+gpu-kit:
+	$(PYTHON) tests/gpu/prepare.py --jobs $(JOBS) $(ARGS) $(PYTHON)
 
 # DeepSpeed compiles against the installed torch, so it cannot be installed in isolation.
 $(VENV)/stamp-bench: requirements/bench.txt $(VENV)/stamp-demo
