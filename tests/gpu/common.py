@@ -1,6 +1,6 @@
 """What the stages share: what the runner asked for, the device, results that grow case by case, clocks.
 
-A stage is a process of its own. The runner tells it what it needs in one environment variable, TESSERA_GPU (JSON),
+A stage is a process of its own. The runner tells it what it needs in one environment variable, GPU_STAGE (JSON),
 which the ranks and tools that a stage starts inherit."""
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Asked:
     again: bool = False  # the stage was started again after an error that its process could not get rid of
 
     def environment(self) -> dict[str, str]:
-        return {"TESSERA_GPU": json.dumps(asdict(self))}
+        return {"GPU_STAGE": json.dumps(asdict(self))}
 
 
-ASKED = Asked(**json.loads(os.environ.get("TESSERA_GPU", "{}")))
+ASKED = Asked(**json.loads(os.environ.get("GPU_STAGE", "{}")))
 DRY, SMALL, WORK, OUT = ASKED.dry, ASKED.dry or ASKED.small, Path(ASKED.work), Path(ASKED.out)
 CUDA = torch.cuda.is_available() and not DRY
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")

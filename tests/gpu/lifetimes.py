@@ -58,7 +58,7 @@ def after_step(engine: Any) -> None:
 def destroyed(cfg: dict[str, Any], until: Callable[[Any], None]) -> dict[str, Any]:
     """What is on a side stream when an engine ends must not be written into memory that others have by then."""
     bad = 0
-    for _ in range(1 if SMALL else 8):
+    for _ in range(1 if SMALL else 4):
         engine = engine_of(cfg)
         train(cfg, steps=2, engine=engine, keep=True)
         busy()

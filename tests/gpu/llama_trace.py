@@ -3,6 +3,7 @@ beside the results."""
 
 from __future__ import annotations
 
+import gc
 import gzip
 import os
 import shutil
@@ -56,6 +57,7 @@ def main() -> None:
     r = Results("trace")
     for name in TRACED:
         r.case(name, traced, name, need=10)
+        gc.collect()
         if CUDA:
             torch.cuda.empty_cache()
     r.end()
