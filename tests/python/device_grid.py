@@ -1,6 +1,6 @@
-"""Every way to train, in every mode, stage and place of the states, on the stand-in accelerator of tests/stand_in: usage
-device_grid.py PATH-OF-LIBRARY [--part 0/7] [--only TEXT]. A row has the bits of a plain run of its mode on the default stream,
-and its race detector finds nothing."""
+"""Every way to train, in every mode, stage and place of the states, on the stand-in accelerator of tests/stand_in or a
+real one: usage device_grid.py PATH-OF-LIBRARY|cuda [--sample] [--part 0/7] [--only TEXT]. A row has the bits of a plain
+run of its mode on the default stream, and the stand-in's race detector finds nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import tessera
 from tessera.zero import GatheredParameters
 
-DEVICE = "privateuseone"
+DEVICE = "cuda" if sys.argv[1:2] == ["cuda"] else "privateuseone"
 STEPS = 3
 FOLDER = tempfile.TemporaryDirectory()
 LOW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -475,6 +475,14 @@ ROWS = [
 ]
 
 
+def sample() -> list[Row]:
+    """Every way in every stage and place, with the modes in turns."""
+    alike: dict[tuple[int, str, str], list[Row]] = {}
+    for row in ROWS:
+        alike.setdefault((row.stage, row.place, row.way), []).append(row)
+    return [rows[i % len(rows)] for i, rows in enumerate(alike.values())]
+
+
 def check(row: Row, library: Any) -> str:
     """What is wrong with it; "" where nothing is."""
     way = WAYS[row.way]
@@ -489,21 +497,23 @@ def check(row: Row, library: Any) -> str:
     except Exception as error:
         traceback.print_exc()
         wrong = f"{type(error).__name__}: {error}"
-    races = stand_in.races(library)
+    races = stand_in.races(library) if library else []
     return "\n  ".join(filter(None, [wrong, *races]))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("library")
+    parser.add_argument("library", help="of the stand-in accelerator, or 'cuda'")
+    parser.add_argument("--sample", action="store_true", help="one row of those that differ in their mode only")
     parser.add_argument("--part", default="0/1", help="every n-th row, from the i-th: i/n")
     parser.add_argument("--only", default="", help="rows whose name has this")
     args = parser.parse_args()
-    library = stand_in.load(args.library)
+    library = stand_in.load(args.library) if DEVICE != "cuda" else None
+    torch.use_deterministic_algorithms(DEVICE == "cuda", warn_only=True)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     first, every = map(int, args.part.split("/"))
-    rows = [row for row in ROWS[first::every] if args.only in str(row)]
+    rows = [row for row in (sample() if args.sample else ROWS)[first::every] if args.only in str(row)]
     failed = 0
     for row in rows:
         if wrong := check(row, library):
