@@ -5,6 +5,7 @@ which the ranks and tools that a stage starts inherit."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import statistics
@@ -44,6 +45,15 @@ ASKED = Asked(**json.loads(os.environ.get("GPU_STAGE", "{}")))
 DRY, SMALL, WORK, OUT = ASKED.dry, ASKED.dry or ASKED.small, Path(ASKED.work), Path(ASKED.out)
 CUDA = torch.cuda.is_available() and not DRY
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
+
+
+def module_of(file: Path, name: str) -> Any:
+    """A file of the checkout whose folder is not on the path, under another name."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, file
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def seconds_left() -> float:

@@ -3,14 +3,13 @@ the CPU here: matrix products differ."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import types
 from typing import Any
 from unittest import mock
 
 import torch
-from common import CUDA, DEVICE, DRY, ROOT, Results, allocated
+from common import CUDA, DEVICE, DRY, ROOT, Results, allocated, module_of
 from torch import nn
 
 # Several devices, back ends of the stand-in's type, bits of losses.
@@ -48,10 +47,7 @@ def program() -> Any:
     folder = ROOT / "tests" / "python"
     sys.path.insert(0, str(folder))
     sys.argv[1:] = ["none"]
-    spec = importlib.util.spec_from_file_location("program_of_the_tests", folder / "device_program.py")
-    assert spec is not None and spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_of(folder / "device_program.py", "program_of_the_tests")
 
     def train_alike(engines: list[Any], what: Any = None) -> None:
         losses = [module.train(engine) for engine in engines]

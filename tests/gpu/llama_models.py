@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import CUDA, DEVICE, ROOT
+from common import CUDA, DEVICE, ROOT, module_of
 from engines import LOW
 from install import for_compilers
 from torch import nn
@@ -100,7 +100,7 @@ def transformers_llama(size: Sizes) -> nn.Module:
         tie_word_embeddings=False,
         use_cache=False,
     )
-    model: nn.Module = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
     if size.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -108,10 +108,7 @@ def transformers_llama(size: Sizes) -> nn.Module:
 
 def plain_llama(size: Sizes) -> nn.Module:
     assert not size.recompute, "needs transformers"
-    spec = importlib.util.spec_from_file_location("bench_llama", ROOT / "bench" / "llama.py")
-    assert spec is not None and spec.loader is not None
-    bench: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
+    bench = module_of(ROOT / "bench" / "llama.py", "llama_of_the_benchmarks")
     sizes = bench.LlamaSizes(
         size.hidden, size.heads, size.heads, size.inner, size.layers, size.vocabulary, size.rows, size.length
     )

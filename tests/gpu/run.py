@@ -76,7 +76,7 @@ class Run:
             "end": time.time() + box - GRACE,
         }
         given = [Path(p).resolve() for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-        paths = [self.work / "site", self.work / "peers", *given]
+        paths = [*(self.work / name for name in ("site", "peers", "tools")), *given]
         return (
             os.environ
             | {
