@@ -237,6 +237,7 @@ void Unsharder::use(int unit, bool in_backward) {
   trace.use(unit);
   Entry& entry = entries_[unit];
   if (entry.flat->state() == ParamState::Ready) {
+    entry.flat->use();
     entry.kept = false;
   } else {
     make_ready(entry);
@@ -260,6 +261,7 @@ void Unsharder::start(Entry& entry, bool exact) {
   try {
     telling(entry, [&] { entry.flat->begin_gather(*entry.group, bucket, staging); });
   } catch (...) {
+    entry.flat->take_bucket();
     if (bucket.defined()) pool_.release(bucket);
     if (staging.defined()) staging_.release(staging);
     throw;
@@ -388,6 +390,7 @@ void Unsharder::hold(int unit, bool writable) {
   FlatParams& flat = *entry.flat;
   if (!flat.sharded()) return;
   if (flat.state() != ParamState::Ready) make_ready(entry, /*exact=*/true);
+  flat.use();
   telling(entry, [&] { flat.make_exact(*entry.group); });
   if (writable && flat.is_in_space()) {
     const int64_t size = flat.layout().size();
