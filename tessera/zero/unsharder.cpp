@@ -299,17 +299,15 @@ void Unsharder::make_ready(Entry& entry, bool exact) {
   }
 }
 
-// The one unit that the last pass used next. Looking further ahead would cost memory and gain nothing: one gather at
-// a time fills the network.
+// The one unit that the last pass used next, whatever its size. Looking further ahead would cost memory and gain nothing:
+// one gather at a time fills the network.
 void Unsharder::prefetch(const Trace& trace) {
   const int next = trace.next();
-  if (next < 0) return;
+  if (next < 0 || !options_.prefetch) return;
   Entry& entry = entries_[next];
   if (entry.flat->shares()) return;  // nothing has to travel
   const int64_t size = entry.flat->layout().size();
-  if (entry.flat->state() != ParamState::Sharded || size > options_.prefetch || live_ + size > options_.max_live)
-    return;
-  start(entry);
+  if (entry.flat->state() == ParamState::Sharded && live_ + size <= options_.max_live) start(entry);
 }
 
 // What the last pass used soon after the present unit, and nothing else.
