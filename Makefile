@@ -25,7 +25,7 @@ help:
 	@echo "make demo    train a small GPT on 2 ranks and compare it with plain PyTorch (output in demo-out/)"
 	@echo "make tables  memory, time and loss of the low-precision modes beside plain PyTorch (long; a look: ARGS=--quick)"
 	@echo "make test    build Tessera and run its tests"
-	@echo "make test-tools  tests of the benchmark's runner and of the checks of the sources"
+	@echo "make test-tools  tests of the benchmark's runner and of the checks of the sources; the whole grid of devices"
 	@echo "make test-peers  checkpoints exchanged with DeepSpeed itself, programs that run on both"
 	@echo "make test-clients  Transformers, Accelerate, PEFT, TRL, Lightning and Ray Train on the deepspeed alias"
 	@echo "make bench   build and run the benchmarks"
@@ -83,8 +83,8 @@ test-cpp: $(VENV)/stamp-test build/release/stamp-configure-tests
 test-python: $(VENV)/stamp-test test-cpp $(VENV)/stamp-package
 	$(PY) -m pytest $(WORKERS) tests/python $(ARGS)
 
-# What only developers use: the benchmark's runner and pages, the checks of the sources. One test is skipped until test-cpp has
-# built the stand-in accelerator.
+# What only developers use: the benchmark's runner and pages, the checks of the sources; and the whole grid of which test-python
+# has a sample. Two tests are skipped until test-cpp has built the stand-in accelerator.
 test-tools: $(VENV)/stamp-test $(VENV)/stamp-package
 	$(PY) -m pytest $(WORKERS) tests/tools $(ARGS)
 

@@ -117,7 +117,7 @@ class Allocator final : public c10::DeviceAllocator {
   // free only once they are through.
   void settle(Stream stream) {
     for (const Block& block : std::exchange(released_[stream], {})) {
-      const Bytes bytes = bytes_at(block.host, block.bytes);
+      const Bytes bytes = bytes_at(block.host, rounded(block.bytes));  // of all who had it
       check_released(bytes, stream, block.users);
       std::vector<void*>& there = free_[{stream, rounded(block.bytes)}];
       if (block.users.empty() && there.size() < kKept) {

@@ -145,15 +145,15 @@ Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
   const bool to_host = dst.is_cpu();
   const Tensor &there = to_host ? src : dst, &host = to_host ? dst : src;
   const bool at_once = !host.is_contiguous() || (!to_host && src.scalar_type() != dst.scalar_type());
-  const bool late = non_blocking && !at_once && host.numel() > 0 && is_pinned(host.data_ptr());
-  std::vector<Use> uses;
-  add_uses(uses, src, false, "src");
-  add_uses(uses, dst, true, "dst");
+  const bool direct = !at_once && host.numel() > 0 && is_pinned(host.data_ptr()), late = direct && non_blocking;
+  std::vector<Use> uses;  // not of other memory of the host, which has no stream
+  if (!to_host || direct) add_uses(uses, dst, true, "dst");
+  if (to_host || direct) add_uses(uses, src, false, "src");
   const Stream stream = current_stream(there.device().index());
   if (const auto notice = on_copy.load(); notice != nullptr) notice(to_host, static_cast<int64_t>(src.nbytes()));
   const uint64_t number = give(stream, to_host ? "copy to the host" : "copy from the host", uses);
   if (late) {
-    do_late({stream, number, uses[to_host ? 0 : uses.size() - 1].bytes, whole(host), to_host, copy_of(src, dst)});
+    do_late({stream, number, whole(there), whole(host), to_host, copy_of(src, dst)});
   } else {
     copy_of(src, dst)();
     if (!non_blocking || to_host) host_waits_for(stream);

@@ -242,6 +242,11 @@ void found(std::string finding) {
 
 }  // namespace tessera::stand_in
 
+void tessera_stand_in_use(const char* work, const void* p, int64_t bytes, bool writes) {
+  using namespace tessera::stand_in;
+  give(current_stream(device_of(p)), work, {{bytes_at(p, static_cast<size_t>(bytes)), writes, ""}});
+}
+
 const char* tessera_stand_in_races() {
   static thread_local std::string text;
   tessera::stand_in::check_all_released();

@@ -104,7 +104,7 @@ def test_autocast() -> None:
 
 def test_streams() -> None:
     side, other = torch.Stream(DEVICE), torch.Stream(DEVICE)
-    assert side.native_handle != other.native_handle
+    assert side.stream_id != other.stream_id
     main = torch.accelerator.current_stream()
     t = torch.ones(8, device=DEVICE)
     for ordered in (True, False):

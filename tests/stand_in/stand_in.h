@@ -28,6 +28,9 @@ int64_t tessera_stand_in_bytes();                         // memory in use, of a
 // `notice` is called before every copy between host and device, by who asks for it; null: no more.
 void tessera_stand_in_on_copy(void (*notice)(bool to_host, int64_t bytes));
 void tessera_stand_in_set_capacity(int64_t bytes);  // of each device; what is more is out of memory
+// The current stream of the memory's device is given work of this name, which reads or writes it. What it does is the
+// caller's; the name lives as long as the process.
+void tessera_stand_in_use(const char* work, const void* p, int64_t bytes, bool writes);
 // Races found since the last call, a line each; "": none. The text is the calling thread's until it calls again.
 const char* tessera_stand_in_races();
 }

@@ -1,0 +1,527 @@
+"""Every way to train, in every mode, stage and place of the states, on the stand-in accelerator of tests/stand_in or a
+real one: usage device_grid.py PATH-OF-LIBRARY|cuda [--sample] [--part 0/7] [--only TEXT]. A row has the bits of a plain
+run of its mode on the default stream, and the stand-in's race detector finds nothing."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "stand_in"))
+
+import stand_in
+import torch
+from tessera.utils import safe_get_full_fp32_param, safe_get_full_grad
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tessera
+from tessera.zero import GatheredParameters
+
+DEVICE = "cuda" if sys.argv[1:2] == ["cuda"] else "privateuseone"
+STEPS = 3
+FOLDER = tempfile.TemporaryDirectory()
+LOW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+BF16, FP16 = {"enabled": True}, {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+CAST = {"enabled": True, "dtype": "bfloat16"}
+
+MODES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "14 bytes": {"bf16": BF16},
+    "16 bytes": {"bf16": BF16, "tessera": {"state_bytes": 16}},
+    "12 bytes": {"bf16": BF16, "tessera": {"state_bytes": 12}},
+    "10 bytes": {"bf16": LOW},
+    "8 bytes": {"bf16": LOW, "tessera": {"state_bytes": 8}},
+    "8 bytes, nearest": {"bf16": LOW, "tessera": {"state_bytes": 8, "rounding": "nearest"}},
+    "fp16": {"fp16": FP16},
+    "fp16, overflow": {"fp16": FP16 | {"initial_scale_power": 40}},
+    "autocast": {"torch_autocast": CAST},
+    "autocast, fp16": {"torch_autocast": CAST | {"dtype": "float16"}},
+    "10 bytes, autocast": {"bf16": LOW, "torch_autocast": CAST},
+    "8 bytes, autocast": {"bf16": LOW, "tessera": {"state_bytes": 8}, "torch_autocast": CAST},
+    "SGD": {"bf16": BF16, "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}},
+    "Lion": {"bf16": BF16, "optimizer": {"type": "Lion", "params": {"lr": 0.001}}},
+    "Adagrad": {"bf16": BF16, "optimizer": {"type": "Adagrad", "params": {"lr": 0.01}}},
+    "Lamb": {"bf16": BF16, "optimizer": {"type": "Lamb", "params": {"lr": 0.01}}},
+    "Muon": {"bf16": BF16, "optimizer": {"type": "Muon", "params": {"lr": 0.01}}},
+}
+
+
+def away(states: str | None, weights: str | None, pin: bool = True) -> dict[str, Any]:
+    more = {"nvme_path": FOLDER.name, "pin_memory": pin}
+    found = {}
+    if states:
+        found["offload_optimizer"] = more | {"device": states}
+    if weights:
+        found["offload_param"] = more | {"device": weights, "max_in_cpu": 0}
+    return found
+
+
+# Where states and weights are -> the stages that can have them there, more of zero_optimization.
+PLACES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "device": ((0, 1, 2, 3), {}),
+    "states in host memory": ((1, 2, 3), away("cpu", None)),
+    "states in pageable memory": ((1, 2), away("cpu", None, pin=False)),
+    "states on a disk": ((1, 2), away("nvme", None)),
+    "weights in host memory": ((3,), away(None, "cpu")),
+    "weights in pageable memory": ((3,), away(None, "cpu", pin=False)),
+    "all in host memory": ((3,), away("cpu", "cpu")),
+    "all on a disk": ((3,), away("nvme", "nvme")),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    mode: str
+    stage: int
+    place: str
+    way: str
+
+    def __str__(self) -> str:
+        return f"{self.mode} / stage {self.stage} / {self.place} / {self.way}"
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks, an embedding, a transposed parameter, one of one element, one without a gradient."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.table = nn.Embedding(19, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.transposed = nn.Parameter((torch.randn(width, 7) / width**0.5).t().contiguous().t())
+        self.gain = nn.Parameter(torch.tensor([1.5]))
+        self.unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, ids: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return (((x @ self.transposed) * self.gain).float() - y).square().mean()
+
+
+def net() -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Net().to(DEVICE)
+
+
+@cache
+def batch(k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + k)
+    ids = torch.stack([torch.randperm(19, generator=generator)[:3] for _ in range(4)]).flatten()
+    return ids.to(DEVICE), torch.randn(ids.numel(), 7, generator=generator).to(DEVICE)
+
+
+def config(mode: str, stage: int, place: str, accumulation: int = 1, early: bool = False) -> dict[str, Any]:
+    """`early`: what the update in the backward asks of a configuration, without it."""
+    own = copy.deepcopy(MODES[mode])
+    own.setdefault("tessera", {})["min_unit_elements"] = 1
+    cfg = {
+        "train_micro_batch_size_per_gpu": 12,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0} | PLACES[place][1],
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        **own,
+    }
+    if early:
+        cfg["gradient_clipping"] = 0
+        if "bf16" in cfg:
+            cfg["bf16"] |= {"check_grad_overflow": False}
+    return cfg
+
+
+def engine_of(cfg: dict[str, Any], model: Net | None = None) -> tessera.Engine:
+    return tessera.initialize(model=model or net(), config=cfg)[0]
+
+
+def micro(engine: tessera.Engine, k: int) -> torch.Tensor:
+    loss = engine(*batch(k))
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
+
+
+def train(engine: tessera.Engine, first: int = 0, steps: int = STEPS) -> list[torch.Tensor]:
+    count = engine.gradient_accumulation_steps()
+    return [micro(engine, k) for k in range(first * count, (first + steps) * count)]
+
+
+Found = dict[str, torch.Tensor]
+
+
+def found_in(engine: tessera.Engine, losses: list[torch.Tensor]) -> Found:
+    """What is compared; the engine is gone."""
+    masters = {name: safe_get_full_fp32_param(p).cpu() for name, p in engine.module.named_parameters()}
+    engine.destroy()
+    return masters | {"losses": torch.stack(losses).cpu()}
+
+
+@contextmanager
+def on(stream: torch.Stream, after: torch.Stream) -> Iterator[None]:
+    """`stream` comes after all of `after`, and `after` goes on after it."""
+    stream.wait_stream(after)
+    try:
+        with stream:
+            yield
+    finally:
+        after.wait_stream(stream)
+
+
+# ---- ways to train: each finds what plain() does.
+def plain(cfg: dict[str, Any]) -> Found:
+    engine = engine_of(cfg)
+    return found_in(engine, train(engine))
+
+
+@contextmanager
+def users_stream() -> Iterator[None]:
+    with on(torch.Stream(DEVICE), torch.accelerator.current_stream()):
+        yield
+
+
+def on_a_stream(cfg: dict[str, Any]) -> Found:
+    engine = engine_of(cfg)
+    with users_stream():
+        losses = train(engine)
+    return found_in(engine, losses)
+
+
+def all_on_a_stream(cfg: dict[str, Any]) -> Found:
+    with users_stream():
+        return plain(cfg)
+
+
+def a_stream_for_each_part(cfg: dict[str, Any]) -> Found:
+    engine, losses = engine_of(cfg), []
+    main, streams = torch.accelerator.current_stream(), [torch.Stream(DEVICE) for _ in range(3)]
+    for k in range(STEPS * engine.gradient_accumulation_steps()):
+        with on(streams[0], main):
+            loss = engine(*batch(k))
+        with on(streams[1], main):
+            engine.backward(loss)
+        with on(streams[2], main):
+            engine.step()
+        losses.append(loss.detach())
+    return found_in(engine, losses)
+
+
+def recomputed(cfg: dict[str, Any], reentrant: bool = False) -> Found:
+    model = net()
+    for block in model.blocks:
+        forward = block.forward
+        block.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=reentrant)
+    engine = engine_of(cfg, model)
+    with users_stream():
+        losses = train(engine)
+    return found_in(engine, losses)
+
+
+def recomputed_reentrant(cfg: dict[str, Any]) -> Found:
+    return recomputed(cfg, reentrant=True)
+
+
+def looked_at(cfg: dict[str, Any]) -> Found:
+    """Between all calls."""
+    engine, losses = engine_of(cfg), []
+    params = list(engine.module.parameters())
+    with users_stream():
+        for k in range(STEPS * engine.gradient_accumulation_steps()):
+            with torch.no_grad():
+                before = engine(*batch(50))
+            with GatheredParameters(params):
+                copies = [p.detach().clone() for p in params]
+            loss = engine(*batch(k))
+            engine.backward(loss)
+            grads = [safe_get_full_grad(p) for p in params]
+            engine.step()
+            state = engine.module_state_dict()
+            losses.append(loss.detach())
+            del before, copies, grads, state
+    return found_in(engine, losses)
+
+
+def resumed(cfg: dict[str, Any], into: dict[str, Any], after: int = 1) -> Found:
+    """The steps after a checkpoint, which is written while the first engine goes on, are those of another one."""
+    engine = engine_of(cfg)
+    losses = train(engine, steps=after)
+    with tempfile.TemporaryDirectory() as folder:
+        engine.save_checkpoint(folder, asynchronous=True)
+        train(engine, first=after, steps=1)
+        engine.wait_for_checkpoint()
+        engine.destroy()
+        engine = engine_of(into)
+        engine.load_checkpoint(folder)
+    losses += train(engine, first=after, steps=STEPS - after)
+    return found_in(engine, losses)
+
+
+def resumed_alike(cfg: dict[str, Any]) -> Found:
+    return resumed(cfg, cfg)
+
+
+def resumed_on_a_stream(cfg: dict[str, Any]) -> Found:
+    with users_stream():
+        return resumed(cfg, cfg)
+
+
+def resumed_in_another_stage(cfg: dict[str, Any]) -> Found:
+    stage = 3 if cfg["zero_optimization"]["stage"] == 1 else 1
+    return resumed(cfg, cfg | {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})
+
+
+def loaded_as_fp32(cfg: dict[str, Any]) -> Found:
+    """The masters, which any mode with fp32 masters holds as they are."""
+    return resumed(cfg, config("fp32", 3, "all in host memory"), after=STEPS)
+
+
+def loaded_as_14_bytes(cfg: dict[str, Any]) -> Found:
+    return resumed(cfg, config("14 bytes", 2, "device"), after=STEPS)
+
+
+def away_for_a_while(cfg: dict[str, Any]) -> Found:
+    engine = engine_of(cfg)
+    with users_stream():
+        losses = train(engine, steps=1)
+        engine.offload_states()
+    engine.reload_states()
+    return found_in(engine, losses + train(engine, first=1, steps=STEPS - 1))
+
+
+def one_loss(cfg: dict[str, Any]) -> Found:
+    """Of two engines."""
+    first, second = engine_of(cfg), engine_of(config("fp32", 2, "device"))
+    losses = []
+    with users_stream():
+        for k in range(STEPS * first.gradient_accumulation_steps()):
+            loss = first(*batch(k))
+            (first.scale(loss) + 0 * second(*batch(k))).backward()
+            first.step()
+            second.step()
+            losses.append(loss.detach())
+    second.destroy()
+    return found_in(first, losses)
+
+
+def two_threads(cfg: dict[str, Any]) -> Found:
+    """An engine each, on streams of their own."""
+    cfgs = [cfg, config("14 bytes", 3, "all in host memory")]
+    engines = [engine_of(c) for c in cfgs]
+    results: list[Any] = [None, None]
+    main = torch.accelerator.current_stream()
+
+    def body(n: int) -> None:
+        try:
+            with on(torch.Stream(DEVICE), main):
+                results[n] = train(engines[n])
+        except BaseException as error:
+            results[n] = error
+
+    threads = [threading.Thread(target=body, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    found = [found_in(*pair) for pair in zip(engines, results, strict=True)]
+    assert not unlike(found[1], base("14 bytes", 1, False)), "the other engine"
+    return found[0]
+
+
+class Asked(Exception):
+    pass
+
+
+def fail(*_: Any) -> None:
+    raise Asked
+
+
+def expect(body: Callable[[], Any]) -> None:
+    try:
+        body()
+    except Asked:
+        return
+    raise AssertionError("no error")
+
+
+def destroyed(cfg: dict[str, Any]) -> Found:
+    """While units are gathered and gradients are on their way; others have their memory then."""
+    for stream in (False, True):
+        for backward in (False, True):
+            engine = engine_of(cfg)
+            block = engine.module.blocks[1]
+            with users_stream() if stream else nullcontext():
+                train(engine, steps=1)
+                if backward:
+                    loss = engine(*batch(1))
+                    handle = block.up.weight.register_hook(fail)
+                    expect(lambda engine=engine, loss=loss: engine.backward(loss))
+                else:
+                    handle = block.register_forward_hook(fail)
+                    expect(lambda engine=engine: engine(*batch(1)))
+                handle.remove()
+                engine.destroy()
+                torch.zeros(1, device=DEVICE)
+    return plain(cfg)
+
+
+def interrupted(cfg: dict[str, Any]) -> Found:
+    """By errors in the forward and in the backward, amid gathers and copies."""
+    engine, losses = engine_of(cfg), []
+    block = engine.module.blocks[1]
+    with users_stream():
+        for k in range(STEPS * engine.gradient_accumulation_steps()):
+            if k % engine.gradient_accumulation_steps() == 0:
+                handle = block.register_forward_hook(fail)
+                expect(lambda k=k: engine(*batch(k)))
+                handle.remove()
+                loss = engine(*batch(k))
+                handle = block.up.weight.register_hook(fail)
+                expect(lambda loss=loss: engine.backward(loss))
+                handle.remove()
+                engine.zero_grad()
+            losses.append(micro(engine, k))
+    return found_in(engine, losses)
+
+
+@dataclass(frozen=True)
+class Way:
+    run: Callable[[dict[str, Any]], Found]
+    accumulation: int = 1
+    early: bool = False
+
+
+WAYS = {
+    "plain": Way(plain),
+    "a user's stream": Way(on_a_stream),
+    "all on a user's stream": Way(all_on_a_stream),
+    "a stream for each part": Way(a_stream_for_each_part),
+    "accumulation": Way(plain, accumulation=2),
+    "accumulation, a user's stream": Way(on_a_stream, accumulation=2),
+    "accumulation, a stream for each part": Way(a_stream_for_each_part, accumulation=2),
+    "early update": Way(plain, early=True),
+    "early update, a user's stream": Way(on_a_stream, early=True),
+    "early update, a stream for each part": Way(a_stream_for_each_part, early=True),
+    "recomputation": Way(recomputed),
+    "recomputation, re-entrant": Way(recomputed_reentrant),
+    "looked at": Way(looked_at, accumulation=2),
+    "checkpoint": Way(resumed_alike),
+    "checkpoint, a user's stream": Way(resumed_on_a_stream),
+    "checkpoint into another stage": Way(resumed_in_another_stage),
+    "checkpoint into fp32": Way(loaded_as_fp32),
+    "checkpoint into 14 bytes": Way(loaded_as_14_bytes),
+    "away for a while": Way(away_for_a_while),
+    "one loss of two engines": Way(one_loss),
+    "two threads": Way(two_threads),
+    "destroyed amid gathers": Way(destroyed),
+    "errors": Way(interrupted, accumulation=2),
+}
+
+
+@cache
+def base(mode: str, accumulation: int, early: bool) -> Found:
+    return plain(config(mode, 1, "device", accumulation, early))
+
+
+def unlike(found: Found, expected: Found) -> list[str]:
+    return [name for name, value in expected.items() if not torch.equal(found[name], value)]
+
+
+def is_served(row: Row) -> bool:
+    """What engines refuse in words is not of the grid."""
+    mode, cfg, way = MODES[row.mode], config(row.mode, row.stage, row.place), WAYS[row.way]
+    zero = cfg["zero_optimization"]
+    runs_itself = row.mode not in ("Lamb", "Muon")
+    scales = "fp16" in mode or row.mode == "autocast, fp16"
+    return not (
+        (row.stage == 0 and (mode.get("bf16") is LOW or way.early or way.run is away_for_a_while))
+        or (way.early and (scales or not runs_itself))
+        or (way.run is away_for_a_while and ("offload_param" in zero or not runs_itself))
+        or (way.run in (loaded_as_fp32, loaded_as_14_bytes) and "optimizer" in mode)
+        or ("offload_optimizer" in zero and not runs_itself)
+        or (row.mode == "Muon" and (row.stage == 3 or way.run is resumed_in_another_stage))
+    )
+
+
+ROWS = [
+    row
+    for mode in MODES
+    for place, (stages, _) in PLACES.items()
+    for stage in stages
+    for way in WAYS
+    if is_served(row := Row(mode, stage, place, way))
+]
+
+
+def sample() -> list[Row]:
+    """Every way in every stage and place, with the modes in turns."""
+    alike: dict[tuple[int, str, str], list[Row]] = {}
+    for row in ROWS:
+        alike.setdefault((row.stage, row.place, row.way), []).append(row)
+    return [rows[i % len(rows)] for i, rows in enumerate(alike.values())]
+
+
+def check(row: Row, library: Any) -> str:
+    """What is wrong with it; "" where nothing is."""
+    way = WAYS[row.way]
+    try:
+        cfg = config(row.mode, row.stage, row.place, way.accumulation, way.early)
+        expected = base(row.mode, way.accumulation, way.early)
+        if way.early:
+            cfg["tessera"]["update_in_backward"] = True
+        found = way.run(cfg)
+        off = unlike(found, expected)
+        wrong = f"other bits: {', '.join(off)}" if off else ""
+    except Exception as error:
+        traceback.print_exc()
+        wrong = f"{type(error).__name__}: {error}"
+    races = stand_in.races(library) if library else []
+    return "\n  ".join(filter(None, [wrong, *races]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("library", help="of the stand-in accelerator, or 'cuda'")
+    parser.add_argument("--sample", action="store_true", help="one row of those that differ in their mode only")
+    parser.add_argument("--part", default="0/1", help="every n-th row, from the i-th: i/n")
+    parser.add_argument("--only", default="", help="rows whose name has this")
+    args = parser.parse_args()
+    library = stand_in.load(args.library) if DEVICE != "cuda" else None
+    torch.use_deterministic_algorithms(DEVICE == "cuda", warn_only=True)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    first, every = map(int, args.part.split("/"))
+    rows = [row for row in (sample() if args.sample else ROWS)[first::every] if args.only in str(row)]
+    failed = 0
+    for row in rows:
+        if wrong := check(row, library):
+            failed += 1
+            print(f"{row}:\n  {wrong}", flush=True)
+    print(f"{len(rows)} rows, {failed} failed")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
