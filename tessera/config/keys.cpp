@@ -138,7 +138,7 @@ std::vector<Key> zero_rows() {
       {FIELD(zero_optimization.offload_param.pin_memory), "page-locked host memory, of a model on a device"},
       {FIELD(zero_optimization.sub_group_size), "elements of one update tile in stage 3", at_least(0)},
       {FIELD(zero_optimization.stage3_prefetch_bucket_size),
-       "elements gathered ahead",
+       "0: nothing is gathered ahead; else the next unit is",
        at_least(0),
        {"prefetch_bucket_size"}},
       {FIELD(zero_optimization.stage3_param_persistence_threshold),

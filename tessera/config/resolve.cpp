@@ -70,7 +70,7 @@ zero::Options zero_options(const Config& config) {
   if (config.tessera.clip_by_unit) options.unit_clipping = config.gradient_clipping;
   if (config.gradient_allreduce_op != GradientOp::Mean) options.gradient_factor = 1.0;
   options.communication = config.communication_data_type;
-  options.gather.prefetch = zero.stage3_prefetch_bucket_size;
+  options.gather.prefetch = zero.stage3_prefetch_bucket_size > 0;
   options.gather.max_live = zero.stage3_max_live_parameters;
   options.gather.persistence_threshold = zero.stage3_param_persistence_threshold;
   options.gather.model_persistence = zero.stage3_model_persistence_threshold;

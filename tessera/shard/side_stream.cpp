@@ -4,24 +4,76 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+
 namespace tessera::shard {
 
-std::shared_ptr<c10::Event> mark(c10::Device device) {
-  auto event = std::make_shared<c10::Event>(device.type());
-  event->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+namespace {
+
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+std::shared_ptr<c10::Event> mark(c10::Stream stream) {
+  auto event = std::make_shared<c10::Event>(stream.device_type());
+  event->record(stream);
   return event;
 }
 
+void come_after(c10::Stream stream, c10::Stream before) {
+  if (stream != before) mark(before)->block(stream);
+}
+
+}  // namespace
+
+std::shared_ptr<c10::Event> mark(c10::Device device) {
+  return mark(current_stream(device));
+}
+
 void come_after(c10::Event& event, c10::Device device) {
-  event.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  event.block(current_stream(device));
+}
+
+void StreamOrder::write(c10::Device device) {
+  if (device.is_cpu()) return;
+  const c10::Stream now = current_stream(device);
+  for (const c10::Stream before : streams_)
+    come_after(now, before);
+  streams_.assign(1, now);
+}
+
+void StreamOrder::read(c10::Device device) {
+  if (device.is_cpu()) return;
+  const c10::Stream now = current_stream(device);
+  if (std::ranges::find(streams_, now) != streams_.end()) return;
+  if (!streams_.empty()) come_after(now, streams_.front());
+  streams_.push_back(now);
+}
+
+void StreamOrder::keep(const at::Tensor& memory, c10::Event* used) const noexcept try {
+  if (!memory.defined() || memory.is_cpu()) return;
+  const c10::impl::VirtualGuardImpl guard(memory.device().type());
+  const auto record = [&](c10::Stream stream) { guard.recordDataPtrOnStream(memory.storage().data_ptr(), stream); };
+  std::ranges::for_each(streams_, record);
+  if (used == nullptr) return;
+  come_after(*used, memory.device());
+  record(current_stream(memory.device()));
+} catch (const std::exception&) {
+  // A device that fails: who uses it next is told.
 }
 
 std::shared_ptr<c10::Event> SideStream::run(c10::Device device, const std::function<void()>& f) {
   if (!stream_) stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
   const auto before = mark(device);
+  const c10::Stream waits = current_stream(device);
   const c10::StreamGuard guard(*stream_);
   come_after(*before, device);
-  f();
+  try {
+    f();
+  } catch (...) {
+    come_after(waits, *stream_);
+    throw;
+  }
   return mark(device);
 }
 

@@ -176,6 +176,8 @@ void BackwardDriver::reduce_now() {
 
 void BackwardDriver::ensure_reduced() {
   const std::lock_guard lock(hooks_.mutex());
+  for (const auto& unit : units_.all())
+    unit->on_this_stream();  // a step may be under another stream than its backwards
   check_all_watched();
   if (unreduced_ || !flushed_) flush();
   reduce_replicas();

@@ -1,6 +1,7 @@
 #include "tessera/zero/bucket_pool.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/Event.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -18,12 +19,14 @@ bool serves(int64_t bucket, int64_t numel) {
 at::Tensor BucketPool::acquire(int64_t numel, const at::TensorOptions& options) {
   // A bucket made in inference_mode could not be written to outside of it.
   const c10::InferenceMode no_inference(false);
-  const auto fit = std::find_if(free_.begin(), free_.end(), [&](const at::Tensor& t) {
-    return serves(t.numel(), numel) && t.dtype() == options.dtype();
+  const auto fit = std::ranges::find_if(free_, [&](const Free& free) {
+    return serves(free.bucket.numel(), numel) && free.bucket.dtype() == options.dtype();
   });
   at::Tensor bucket;
   if (fit != free_.end()) {
-    bucket = *fit;
+    fit->order.write(fit->bucket.device());
+    if (fit->used) shard::come_after(*fit->used, fit->bucket.device());
+    bucket = std::move(fit->bucket);
     free_.erase(fit);
   } else {
     drop_nearly_fitting(numel, options);
@@ -36,28 +39,32 @@ at::Tensor BucketPool::acquire(int64_t numel, const at::TensorOptions& options) 
 
 // The one that the new bucket can stand in for.
 void BucketPool::drop_nearly_fitting(int64_t numel, const at::TensorOptions& options) {
-  const auto found = std::find_if(free_.begin(), free_.end(), [&](const at::Tensor& t) {
-    return serves(numel, t.numel()) && t.dtype() == options.dtype();
+  const auto found = std::ranges::find_if(free_, [&](const Free& free) {
+    return serves(numel, free.bucket.numel()) && free.bucket.dtype() == options.dtype();
   });
-  if (found == free_.end()) return;
-  bytes_ -= static_cast<int64_t>(found->nbytes());
-  free_.erase(found);
+  if (found != free_.end()) drop(found);
+}
+
+// To the allocator, which knows nothing of an event.
+void BucketPool::drop(std::vector<Free>::iterator which) {
+  which->order.keep(which->bucket, which->used.get());
+  bytes_ -= static_cast<int64_t>(which->bucket.nbytes());
+  free_.erase(which);
 }
 
 void BucketPool::free_kept() {
-  for (const at::Tensor& bucket : free_)
-    bytes_ -= static_cast<int64_t>(bucket.nbytes());
-  free_.clear();
+  while (!free_.empty())
+    drop(free_.begin());
 }
 
-void BucketPool::release(const at::Tensor& bucket) {
+void BucketPool::release(const at::Tensor& bucket, std::shared_ptr<c10::Event> used) {
   const c10::InferenceMode no_inference(false);
   const auto whole = static_cast<int64_t>(bucket.storage().nbytes() / bucket.element_size());
-  free_.push_back(bucket.as_strided({whole}, {1}, 0));
-  std::sort(free_.begin(), free_.end(), [](const auto& a, const auto& b) { return a.numel() < b.numel(); });
-  if (free_.size() <= max_kept_) return;
-  bytes_ -= static_cast<int64_t>(free_.front().nbytes());
-  free_.erase(free_.begin());
+  Free free{bucket.as_strided({whole}, {1}, 0), {}, std::move(used)};
+  free.order.write(bucket.device());
+  const auto larger = [&](const Free& other) { return other.bucket.numel() > whole; };
+  free_.insert(std::ranges::find_if(free_, larger), std::move(free));
+  if (free_.size() > max_kept_) drop(free_.begin());
 }
 
 }  // namespace tessera::zero

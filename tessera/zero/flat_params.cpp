@@ -130,6 +130,8 @@ void FlatParams::write(int index, shard::Range part, const at::Tensor& values) {
 
 void FlatParams::begin_gather(comm::Group& group, at::Tensor bucket, at::Tensor staging) {
   TESSERA_ASSERT(state_ == ParamState::Sharded);
+  order_ = {};
+  order_.write(options().device());
   rounded_ = staging.defined();
   if (shares()) {
     if (bucket.defined()) {
@@ -244,6 +246,7 @@ void FlatParams::check_read() {
 void FlatParams::make_exact(comm::Group& group) {
   TESSERA_ASSERT(sharded_ && state_ == ParamState::Ready);
   if (!rounded_) return;
+  order_.write(options().device());
   if (shares()) {
     bucket_.copy_(space_);
   } else if (const std::string label = "exact parameters of unit '" + name_ + "'"; buffer_.is_here()) {
@@ -287,6 +290,7 @@ at::Tensor FlatParams::take_bucket() {
 void FlatParams::finish_gather() {
   TESSERA_ASSERT(state_ == ParamState::Gathering);
   state_ = ParamState::Sharded;
+  order_.write(options().device());
   pending_.wait();
   if (copied_) shard::come_after(*copied_, bucket_.device());
   end_copies();
@@ -319,6 +323,7 @@ void FlatParams::release_items() {
 
 at::Tensor FlatParams::release(std::string* edited) {
   TESSERA_ASSERT(sharded_ && state_ != ParamState::Sharded);
+  order_.write(options().device());
   if (state_ == ParamState::Gathering) {
     state_ = ParamState::Sharded;
     pending_.wait();
@@ -429,8 +434,11 @@ void FlatParams::abandon(const std::string& message) {
     shard::release(*storages_[i], "[zero] parameter '" + items_[i].name + "' is partitioned: " + message);
   }
   state_ = ParamState::Sharded;
-  bucket_.reset();
-  staging_.reset();
+  for (at::Tensor* memory : {&bucket_, &staging_}) {
+    order_.keep(*memory, copied_.get());
+    memory->reset();
+  }
+  if (buffer_.is_here()) order_.keep(buffer_.tensor(), copied_.get());
 }
 
 void broadcast_values(const Ranks& ranks, const std::vector<FlatParams::Item>& items, const std::string& what) {

@@ -118,6 +118,8 @@ class FlatParams {
   // Ready or Gathering -> Sharded; returns the bucket. Nothing may read the parameters any more. `edited` gets the name
   // of a parameter that was written to since it was gathered and not kept by keep_write.
   at::Tensor release(std::string* edited = nullptr);
+  // Ready already, and used again, maybe under another stream.
+  void use() { order_.read(options().device()); }
   // Item `index` was written to on purpose: this rank's slice follows.
   void keep_write(int index);
   // Forgets that item `index` was written to.
@@ -176,7 +178,8 @@ class FlatParams {
   std::vector<at::Tensor> private_copies_;  // private copies of items, or undefined
   at::Tensor staging_;
   at::ScalarType gather_dtype_;
-  bool rounded_ = false;  // the bucket holds values that were cast on the way
+  bool rounded_ = false;      // the bucket holds values that were cast on the way
+  shard::StreamOrder order_;  // of the bucket
   comm::Pending pending_;
   // Of a slice that lives elsewhere.
   std::deque<shard::PendingView> ahead_;  // its first tiles, on their way

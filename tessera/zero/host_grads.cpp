@@ -24,9 +24,13 @@ void HostGrads::store(shard::Range range, const at::Tensor& values) {
   fetch(range).wait().copy_(values);
 }
 
-void GradCopies::leave(const at::Tensor& from, HostGrads& to, std::function<void()> release) {
+GradCopies::~GradCopies() try { finish(); } catch (const std::exception&) {
+  // A device that fails: who uses it next is told.
+}
+
+void GradCopies::leave(const at::Tensor& from, HostGrads& to, Release release) {
   to.copied_ = stream_.run(from.device(), [&] { to.values_.copy_(from, /*non_blocking=*/true); });
-  leaving_.push_back({to.copied_, from.device(), std::move(release)});
+  leaving_.push_back({to.copied_, std::move(release)});
   while (leaving_.size() > kLeaving || (!leaving_.empty() && leaving_.front().copied->query()))
     release_oldest();
 }
@@ -34,8 +38,7 @@ void GradCopies::leave(const at::Tensor& from, HostGrads& to, std::function<void
 void GradCopies::release_oldest() {
   const Leaving oldest = std::move(leaving_.front());
   leaving_.pop_front();
-  shard::come_after(*oldest.copied, oldest.device);
-  oldest.release();
+  oldest.release(oldest.copied);
 }
 
 std::shared_ptr<c10::Event> GradCopies::come_back(HostGrads& from, const at::Tensor& to) {

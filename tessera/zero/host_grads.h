@@ -5,7 +5,8 @@
 //   - A backward adds them up in a bucket of the pool, on the device. Once reduced they are copied to the host, on a stream
 //     beside the one that computes.
 //   - The backward waits for no copy. A bucket goes back to the pool when its copy is over. Where more than kLeaving copies
-//     are on their way, the oldest one's bucket goes back at once: the device, not the host, waits before it is written to.
+//     are on their way, the oldest one's bucket goes back at once, with the copy's event: the stream that writes to it next
+//     waits for that, and no other.
 //   - Who reads the gradients waits for their copy.
 //   - A later backward of the same step brings them back to the device, adds to them and copies them out again. To add on
 //     the host, it would have to wait for the copies. A link that works both ways at once hides the way back, and the bits
@@ -42,8 +43,10 @@ class HostGrads final : public shard::Home {
 // Between a device and host memory, in the order of the calls, beside what the device computes. Never waits, but in finish().
 class GradCopies {
  public:
-  // `release` is called once `from` may be written to by what the current stream is given.
-  void leave(const at::Tensor& from, HostGrads& to, std::function<void()> release);
+  ~GradCopies();
+  // `release` is called once `from` may be written to by what comes after the event.
+  using Release = std::function<void(std::shared_ptr<c10::Event>)>;
+  void leave(const at::Tensor& from, HostGrads& to, Release release);
   // `to` holds them once the event was passed to shard::come_after().
   std::shared_ptr<c10::Event> come_back(HostGrads& from, const at::Tensor& to);
   void finish();  // everything is released
@@ -51,8 +54,7 @@ class GradCopies {
  private:
   struct Leaving {
     std::shared_ptr<c10::Event> copied;
-    c10::Device device;
-    std::function<void()> release;
+    Release release;
   };
   void release_oldest();
 

@@ -46,6 +46,7 @@ void Moving::check() const {
 
 void Moving::leave(Unit& unit, StateKind kind, const HomeMaker& home) {
   using shard::Quantity;
+  unit.on_this_stream();
   switch (kind) {
     case StateKind::OptimizerStates:
       send(unit.states[0], Quantity::State0, home);

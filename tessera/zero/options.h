@@ -17,7 +17,7 @@ using HomeMaker = std::function<shard::HomePtr(shard::Quantity, int64_t size, co
 
 // Stage 3. Sizes in elements.
 struct GatherOptions {
-  int64_t prefetch = 50'000'000;            // the next unit is gathered early if it is not larger; 0: never early
+  bool prefetch = true;                     // the next unit is gathered early
   int64_t max_live = 1'000'000'000;         // no early gather and no keeping beyond this
   int64_t reuse_distance = 0;               // keep a unit whose next use is this near; 0: only if it is the very next
   int64_t persistence_threshold = 100'000;  // parameters up to this size stay whole on every rank

@@ -62,6 +62,7 @@ void Reducer::acquire_partial(Unit& unit) {
 }
 
 void Reducer::release_partial(Unit& unit) {
+  unit.on_this_stream();
   if (unit.partial_pooled) pool_.release(unit.partial);
   unit.partial.reset();
   unit.partial_pooled = false;
@@ -85,6 +86,7 @@ void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, doubl
                 "' got a gradient after its unit was updated in this backward (tessera.update_in_backward): it is used "
                 "in several nested backwards, as with reentrant checkpointing of shared layers; use "
                 "use_reentrant=False, or switch update_in_backward off");
+  unit.on_this_stream();
   if (!unit.accumulates()) {
     acquire_partial(unit);
     unit.move_to(GradState::Accumulating);
@@ -111,6 +113,7 @@ void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, doubl
 }
 
 void Reducer::put(Unit& unit, Param& param, const at::Tensor& values) {
+  unit.on_this_stream();
   if (!unit.accumulates()) {
     acquire_partial(unit);
     unit.move_to(GradState::Accumulating);
@@ -144,6 +147,7 @@ void Reducer::add_sum(Unit& unit, const at::Tensor& to, const at::Tensor& from) 
 
 void Reducer::clear(Unit& unit, Param& param) {
   if (unit.has_sum() && !one_rank(unit)) {
+    unit.on_this_stream();
     const shard::Range r = unit.owned_slice(param);
     unit.gradients().fill(r, 0);
   }
@@ -199,6 +203,7 @@ void Reducer::finish_oldest_replica() {
   InFlight work = std::move(replicas_in_flight_.front());
   const PhaseScope scope(phases_, Phase::Reduce, work.unit->name);
   replicas_in_flight_.pop_front();
+  work.unit->on_this_stream();
   work.pending.wait();
   if (work.sent.defined()) {
     shard::scaled_copy(work.sum, work.sent);
@@ -217,6 +222,7 @@ void Reducer::launch_replicas() {
     const std::string label = "gradients of unit '" + unit->name + "' over replicas";
     InFlight work;
     work.unit = unit;
+    unit->on_this_stream();
     if (unit->host_grads) bring_back(work);
     work.sum = unit->host_grads ? work.before : unit->owned_grads();
     if (work.came) shard::come_after(*work.came, work.sum.device());
@@ -244,7 +250,9 @@ void Reducer::reopen_replicas() {
   replicas_agree_ = false;
   for (Unit* unit : units_) {
     if (mean_of(*unit).op == comm::ReduceOp::Avg || unit->ranks.replicate->rank() == 0) continue;
-    if (unit->has_sum()) unit->gradients().fill({0, unit->owned.size()}, 0);
+    if (!unit->has_sum()) continue;
+    unit->on_this_stream();
+    unit->gradients().fill({0, unit->owned.size()}, 0);
   }
 }
 
@@ -258,6 +266,7 @@ at::Tensor Reducer::cast_to_travel(const Unit& unit, const at::Tensor& values) {
 
 void Reducer::launch(Unit& unit) {
   reopen_replicas();
+  unit.on_this_stream();
   if (!unit.accumulates()) {
     acquire_partial(unit);
     unit.move_to(GradState::Accumulating);
@@ -309,6 +318,7 @@ void Reducer::finish_oldest() {
   in_flight_.pop_front();
   Unit& unit = *work.unit;
   const PhaseScope scope(phases_, Phase::Reduce, unit.name);
+  unit.on_this_stream();
   // Whatever happens, the unit leaves Reducing: after an error only zero_grad() and destroy() remain.
   --unit.in_flight;
   if (unit.grad_state() == GradState::Reducing && unit.in_flight == 0) unit.move_to(GradState::Reduced);
@@ -342,7 +352,8 @@ void Reducer::bring_back(InFlight& work) {
 }
 
 void Reducer::leave(Unit& unit, const at::Tensor& sum, BucketPool& pool, const at::Tensor& bucket) {
-  copies_.leave(sum, *unit.host_grads, [&pool, bucket] { pool.release(bucket); });
+  copies_.leave(sum, *unit.host_grads,
+                [&pool, bucket](std::shared_ptr<c10::Event> copied) { pool.release(bucket, std::move(copied)); });
 }
 
 void Reducer::leave(InFlight& work) {
@@ -406,8 +417,11 @@ void Reducer::launch_rest(bool all_visible) {
   if (all_visible && ranks_.shard->size() > 1) launch_agreement();
 }
 
+// On the stream of who called backward(), where the user goes on.
 void Reducer::finish() {
   drain();
+  for (Unit* unit : units_)
+    unit->on_this_stream();
   begin_backward();
 }
 
@@ -428,8 +442,13 @@ void Reducer::drain() {
 
 void Reducer::abandon() {
   agreement_ = {};
-  replicas_in_flight_.clear();
-  in_flight_.clear();
+  for (auto* works : {&replicas_in_flight_, &in_flight_}) {
+    for (const InFlight& work : *works)
+      for (const at::Tensor* memory : {&work.sent, &work.sum, &work.bucket, &work.present, &work.before})
+        work.unit->order.keep(*memory, work.came.get());
+    works->clear();
+  }
+  copies_.finish();
 }
 
 void Reducer::reset() {

@@ -188,8 +188,8 @@ void Unit::write_master(shard::Range range, const at::Tensor& values) {
     const at::Tensor rest = place_for(residual, tile);
     const at::Tensor weight =
         flat ? place_for(to, tile) : at::empty({tile.size()}, residual.options().dtype(at::kBFloat16));
-    shard::split_master(weight, rest,
-                        values.narrow(0, tile.begin - range.begin, tile.size()).to(at::kFloat).contiguous());
+    const at::Tensor part = values.narrow(0, tile.begin - range.begin, tile.size());
+    shard::split_master(weight, rest, part.to(rest.device(), at::kFloat).contiguous());
     residual.store(tile, rest);
     if (flat) to.store(tile, weight);
   }
@@ -199,6 +199,13 @@ void Unit::flush() const {
   for (const shard::Buffer* buffer : state_buffers())
     if (buffer->defined()) buffer->flush();
   flat->flush();
+}
+
+void Unit::let_go() const noexcept {
+  order.keep(partial);
+  for (const shard::Buffer* buffer : {&grads, &master, &residual, &states[0], &states[1]})
+    if (buffer->defined() && buffer->is_here()) order.keep(buffer->tensor());
+  if (const shard::Buffer slice = weights(); slice.is_here()) order.keep(slice.tensor());
 }
 
 void Unit::refresh_weights() {

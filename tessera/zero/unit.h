@@ -11,6 +11,7 @@
 #include "tessera/optim/optimizer.h"
 #include "tessera/shard/layout.h"
 #include "tessera/shard/placement.h"
+#include "tessera/shard/side_stream.h"
 #include "tessera/shard/storage.h"
 #include "tessera/zero/flat_params.h"
 #include "tessera/zero/host_grads.h"
@@ -101,6 +102,9 @@ class Unit {
   // The part of `param` that this rank owns, in the coordinates of the owned range; empty if none.
   shard::Range owned_slice(const Param& param) const;
 
+  // Who gives the current stream work on its gradients or states calls this first: Note [Streams of the user's].
+  void on_this_stream() { order.write(flat->options().device()); }
+
   // The compute parameter itself is the master: nothing extra is stored.
   bool master_is_weight() const { return !master.defined() && !residual.defined(); }
   LaunchAt launch_at() const { return launch_at_; }
@@ -124,6 +128,8 @@ class Unit {
   std::array<const shard::Buffer*, 4> state_buffers() const { return {&master, &residual, &states[0], &states[1]}; }
   // Returns when what was written to them, or to the weights, is where they live; throws what went wrong on the way.
   void flush() const;
+  // Before it goes: what streams of a device still do with its memory comes to its end first. Local, never waits.
+  void let_go() const noexcept;
   // The owned weights from an fp32 master; nothing to do in the other forms.
   void refresh_weights();
 
@@ -150,6 +156,7 @@ class Unit {
   shard::Buffer residual;  // owned range, int16; amp::Master::Split only
   std::array<shard::Buffer, 2> states;  // owned range
   at::Tensor client_grads;              // owned range, what a client's optimizer reads; only while it runs
+  shard::StreamOrder order;             // of all these
 
  private:
   shard::Buffer make(shard::Quantity what, const at::TensorOptions& options) const;

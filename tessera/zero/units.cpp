@@ -357,6 +357,8 @@ void Units::check_here(const char* call) const {
 
 void Units::release(const std::string& message) {
   unsharder_->abandon(message);
+  for (const auto& unit : units_)
+    unit->let_go();
   units_.clear();
   frozen_.clear();
   places_.clear();

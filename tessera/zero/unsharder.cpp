@@ -237,6 +237,7 @@ void Unsharder::use(int unit, bool in_backward) {
   trace.use(unit);
   Entry& entry = entries_[unit];
   if (entry.flat->state() == ParamState::Ready) {
+    entry.flat->use();
     entry.kept = false;
   } else {
     make_ready(entry);
@@ -260,6 +261,7 @@ void Unsharder::start(Entry& entry, bool exact) {
   try {
     telling(entry, [&] { entry.flat->begin_gather(*entry.group, bucket, staging); });
   } catch (...) {
+    entry.flat->take_bucket();
     if (bucket.defined()) pool_.release(bucket);
     if (staging.defined()) staging_.release(staging);
     throw;
@@ -297,17 +299,15 @@ void Unsharder::make_ready(Entry& entry, bool exact) {
   }
 }
 
-// The one unit that the last pass used next. Looking further ahead would cost memory and gain nothing: one gather at
-// a time fills the network.
+// The one unit that the last pass used next, whatever its size. Looking further ahead would cost memory and gain nothing:
+// one gather at a time fills the network.
 void Unsharder::prefetch(const Trace& trace) {
   const int next = trace.next();
-  if (next < 0) return;
+  if (next < 0 || !options_.prefetch) return;
   Entry& entry = entries_[next];
   if (entry.flat->shares()) return;  // nothing has to travel
   const int64_t size = entry.flat->layout().size();
-  if (entry.flat->state() != ParamState::Sharded || size > options_.prefetch || live_ + size > options_.max_live)
-    return;
-  start(entry);
+  if (entry.flat->state() == ParamState::Sharded && live_ + size <= options_.max_live) start(entry);
 }
 
 // What the last pass used soon after the present unit, and nothing else.
@@ -388,6 +388,7 @@ void Unsharder::hold(int unit, bool writable) {
   FlatParams& flat = *entry.flat;
   if (!flat.sharded()) return;
   if (flat.state() != ParamState::Ready) make_ready(entry, /*exact=*/true);
+  flat.use();
   telling(entry, [&] { flat.make_exact(*entry.group); });
   if (writable && flat.is_in_space()) {
     const int64_t size = flat.layout().size();

@@ -63,6 +63,7 @@ void UpdateInBackward::forget_waiting() {
       left.pending.wait();
     } catch (const std::exception&) {  // nobody needs it any more
     }
+    left.sum.unit->on_this_stream();
     left.sum.release();
   }
 }
@@ -90,6 +91,7 @@ void UpdateInBackward::update_oldest() {
 
 void UpdateInBackward::update(const ArrivedSum& sum, double squares) {
   Unit& unit = *sum.unit;
+  unit.on_this_stream();
   units_.set_broken("a backward ended with an error after it had updated a part of the model");  // until it is over
   units_.unsharder().settle_before_update(units_[unit.params.front().id].number);
   for (size_t i = 0; i < unit.params.size(); ++i)

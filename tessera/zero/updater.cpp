@@ -177,6 +177,7 @@ std::vector<bool> Updater::agree_presence(bool any_missing) {
 void Updater::gather_unit(Unit& unit) {
   if (!units_.states_are_cut(unit.ranks) || unit.flat->sharded() || unit.flat->shares()) return;
   const PhaseScope scope(units_.phases(), Phase::Gather, unit.name);
+  unit.on_this_stream();
   gathers_.push_back(unit.ranks.shard->all_gather(unit.flat->whole(), unit.weights().tensor(),
                                                   "parameters of unit '" + unit.name + "'"));
 }

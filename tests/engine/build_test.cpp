@@ -1,6 +1,10 @@
 #include "tessera/engine/build.h"
 
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
+
+#include "tests/support/ranks.h"
 
 namespace tessera::engine {
 namespace {
@@ -41,6 +45,43 @@ TEST(Build, BatchSizesMustFitTheRanks) {
 TEST(Build, RefusesWhatIsNotServed) {
   const auto config = Config::from_json(R"({"train_batch_size": 1, "graph_harvesting": true})");
   EXPECT_THROW(options_from(config, 1), c10::NotImplementedError);
+}
+
+// Gathers have one bucket where each waits for the one before it to be used, and two where the next one is on its way
+// meanwhile: whatever stage3_prefetch_bucket_size is, unless it is 0.
+TEST(Build, TheNextUnitIsGatheredEarlyWhateverItsSize) {
+  constexpr int64_t kSize = 1 << 17;
+  struct Case {
+    const char* bound;
+    int buckets;
+  };
+  for (const Case& c : {Case{"0", 1}, Case{"1", 2}, Case{"50000000", 2}}) {
+    testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
+      const auto config = Config::from_json(std::string(R"({"train_batch_size": 2, "optimizer": {"type": "SGD"},
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": )") +
+                                            c.bound + "}}");
+      std::vector<ParamSpec> specs;
+      for (const char* name : {"a", "b", "c"})
+        specs.push_back({name, at::ones({kSize}).requires_grad_(true), 0, name});
+      Options options = options_from(config, 2);
+      options.zero.min_unit_elements = 1;
+      Engine engine(options, comm::Mesh(group), specs, {{}});
+      zero::Modules& modules = engine.modules();
+      const int whole = modules.add({});
+      const std::vector<int> layers{modules.add({0}), modules.add({1}), modules.add({2})};
+      const at::NoGradGuard no_grad;
+      for (int pass = 0; pass < 2; ++pass) {
+        modules.enter(whole);
+        for (int i = 0; i < 3; ++i) {
+          modules.enter(layers[i]);
+          EXPECT_EQ(specs[i].tensor.sum().item<double>(), kSize);
+          modules.leave(layers[i], {});
+        }
+        modules.leave(whole, {});
+      }
+      EXPECT_EQ(engine.memory().peak_buckets, c.buckets * kSize * 4) << c.bound;
+    });
+  }
 }
 
 }  // namespace

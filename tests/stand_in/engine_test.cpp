@@ -2,8 +2,12 @@
 // The host cannot read the device's memory, so code that tries crashes here.
 #include "tessera/engine/engine.h"
 
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
+#include "tessera/engine/checkpoint.h"
 #include "tessera/offload/states.h"
 #include "tests/io/temp_folder.h"
 #include "tests/stand_in/staged_group.h"
@@ -32,6 +36,9 @@ Toy toy_on(c10::Device device) {
   return toy;
 }
 
+// The streams of the user's under which micro-batches and steps run.
+enum class Under { Default, One, Turns, StepElsewhere };
+
 struct Training {
   bool on_device;
   ToyRun run;
@@ -40,30 +47,86 @@ struct Training {
   // Where they live on a device.
   offload::StateOptions states = {.residence = shard::Residence::Device};
   offload::StateOptions weights = {.residence = shard::Residence::Device};
+  Under under = Under::Default;
 };
 
-ToyTrained train(const Training& t) {
+// Changes the thread's current stream as Training::under says. The user's part is that a step is over where the next forward
+// runs.
+class UserStreams {
+ public:
+  UserStreams(const Training& t, c10::Device device) : under_(device.is_cpu() ? Under::Default : t.under) {
+    if (under_ == Under::Default) return;
+    guard_.emplace(device.type());
+    steps_ = t.run.accumulation;
+    stepped_ = guard_->getDefaultStream(device);
+    for (int i = 0; i < 2; ++i)
+      streams_.push_back(guard_->getStreamFromGlobalPool(device));
+  }
+  void begin(int micro_batch) {
+    events_ = 0;
+    if (under_ == Under::Default) return;
+    const c10::Stream next = streams_[under_ == Under::Turns ? micro_batch % 2 : 0];
+    if (micro_batch % steps_ == 0) {
+      c10::Event step(next.device_type());
+      step.record(*stepped_);
+      step.block(next);
+    }
+    guard_->exchangeStream(next);
+  }
+  void between() {
+    if (under_ == Under::Default) return;
+    ++events_;
+    const c10::Stream now = guard_->getStream(streams_[0].device());
+    if (events_ == 2 && under_ == Under::StepElsewhere) guard_->exchangeStream(guard_->getDefaultStream(now.device()));
+    if (events_ == 3) stepped_ = guard_->getStream(now.device());
+  }
+
+ private:
+  Under under_;
+  std::optional<c10::impl::VirtualGuardImpl> guard_;
+  std::vector<c10::Stream> streams_;
+  std::optional<c10::Stream> stepped_;
+  int steps_ = 1, events_ = 0;
+};
+
+// What a rank of the training has; `group` is that of the ranks on the CPU.
+c10::Device device_for(const Training& t, int rank) {
+  return t.on_device ? device_of(rank) : c10::Device(at::kCPU);
+}
+
+Engine engine_for(const Training& t, const Toy& toy, comm::GroupPtr group) {
+  if (t.on_device) group = std::make_shared<StagedGroup>(group);
+  engine::Options options = toy_options(t.run);
+  options.rule = t.rule;
+  if (t.on_device) options.zero.home = offload::state_homes(t.states);
+  if (t.on_device) options.zero.weight_home = offload::state_homes(t.weights);
+  // Phases that wait for the device change no result. They would hide what is not ordered.
+  options.time_device = t.run.stage % 2 == 1 && t.under == Under::Default;
+  optim::GroupOptions params = toy_adamw();
+  if (t.rule == optim::Rule::Sgd) params.momentum = 0.9;
+  return {options, comm::Mesh(group), toy.specs(), {params}};
+}
+
+ToyTrained train(const Training& t, ToyTraining how = {}) {
   ToyTrained trained;
-  run_ranks(t.world, [&](int rank, comm::GroupPtr group) {
-    const c10::Device device = t.on_device ? device_of(rank) : c10::Device(at::kCPU);
-    if (t.on_device) group = std::make_shared<StagedGroup>(group);
+  how.moments = t.rule == optim::Rule::Adam ? 2 : 1;
+  run_ranks(t.world, [&](int rank, const comm::GroupPtr& group) {
+    const c10::Device device = device_for(t, rank);
     const Toy toy = toy_on(device);
-    engine::Options options = toy_options(t.run);
-    options.rule = t.rule;
-    if (t.on_device) options.zero.home = offload::state_homes(t.states);
-    if (t.on_device) options.zero.weight_home = offload::state_homes(t.weights);
-    options.time_device = t.run.stage % 2 == 1;  // phases that wait for the device change no result
-    optim::GroupOptions params = toy_adamw();
-    if (t.rule == optim::Rule::Sgd) params.momentum = 0.9;
-    Engine engine(options, comm::Mesh(group), toy.specs(), {params});
-    const auto batch = [&](int of, int number) { return toy_batch(of, number).to(device); };
-    const int moments = t.rule == optim::Rule::Adam ? 2 : 1;
-    ToyTrained mine = train_toy(engine, toy, rank, {.batch = batch, .moments = moments});
-    for (at::Tensor& value : mine.states) {
+    Engine engine = engine_for(t, toy, group);
+    UserStreams streams(t, device);
+    ToyTraining mine = how;
+    mine.batch = [&](int of, int number) {
+      streams.begin(number);
+      return how.batch(of, number).to(device);
+    };
+    mine.between = [&] { streams.between(); };
+    ToyTrained found = train_toy(engine, toy, rank, mine);
+    for (at::Tensor& value : found.states) {
       EXPECT_EQ(value.device(), device);
       value = value.cpu();
     }
-    if (rank == 0) trained = std::move(mine);
+    if (rank == 0) trained = std::move(found);
   });
   return trained;
 }
@@ -233,6 +296,168 @@ TEST(DeviceEngine, WeightsElsewhereLeaveTheDevice) {
       engine.reload_states();
       EXPECT_NEAR(held(), kUnits, 0.1);
       EXPECT_TRUE(specs[3].tensor.cpu().eq(1).all().item<bool>());
+    }
+  }
+}
+
+// Trains as `from` for three micro-batches, the last of which is half of a step, saves, and goes on in an engine as `to`.
+ToyTrained resume(Training from, Training to, bool on_device) {
+  const io::TempFolder folder;
+  ToyTrained trained;
+  from.on_device = to.on_device = on_device;
+  const auto go_on = [](Engine& engine, const Toy& toy, int rank, int begin, int end) {
+    std::vector<double> losses;
+    for (int number = begin; number < end; ++number) {
+      const at::Tensor loss = toy_forward(engine, toy, toy_batch(rank, number).to(toy.tensors[0].device()));
+      loss.backward();
+      engine.step();
+      losses.push_back(loss.item<double>());
+    }
+    return losses;
+  };
+  run_ranks(from.world, [&](int rank, const comm::GroupPtr& group) {
+    const Toy toy = toy_on(device_for(from, rank));
+    Engine engine = engine_for(from, toy, group);
+    go_on(engine, toy, rank, 0, 3);
+    engine.checkpoints().save(folder.path(), {});
+  });
+  run_ranks(to.world, [&](int rank, const comm::GroupPtr& group) {
+    const Toy toy = toy_on(device_for(to, rank));
+    Engine engine = engine_for(to, toy, group);
+    engine.checkpoints().open(folder.path(), "", {})->apply();
+    ToyTrained mine{{}, go_on(engine, toy, rank, 3, 6)};
+    for (const at::Tensor& value : all_states(engine))
+      mine.states.push_back(value.cpu());
+    if (rank == 0) trained = std::move(mine);
+  });
+  return trained;
+}
+
+// Of every mode into the same engine, one of another stage and world, and one of another mode, wherever states live.
+TEST(DeviceEngine, CheckpointsLoadAsOnTheCpu) {
+  const io::TempFolder folder;
+  const std::vector<PrecisionPolicy> modes = all_modes();
+  const auto run = [&](size_t mode, int stage) {
+    return ToyRun{.stage = stage, .accumulation = 2, .precision = modes[mode % modes.size()]};
+  };
+  for (size_t number = 0; number < modes.size(); ++number) {
+    for (const auto residence : {shard::Residence::Device, shard::Residence::Host, shard::Residence::Nvme}) {
+      const offload::StateOptions where{.residence = residence, .folder = folder.path(), .pin_memory = true};
+      const int stage =
+          residence == shard::Residence::Device ? static_cast<int>(number) % 4 : 1 + static_cast<int>(number) % 3;
+      const Training from{.on_device = true, .run = run(number, stage), .world = 2, .states = where, .weights = where};
+      const int other = stage % 3 + 1;
+      for (const Training& to :
+           {Training{.on_device = true, .run = run(number, stage), .world = 2, .states = where, .weights = where},
+            Training{.on_device = true, .run = run(number, other), .world = 1, .states = where},
+            Training{.on_device = true, .run = run(number + 1, other), .world = 2}}) {
+        const std::string what = "mode " + std::to_string(number) + ", stage " + std::to_string(stage) +
+                                 ", residence " + std::to_string(static_cast<int>(residence)) + ", to stage " +
+                                 std::to_string(to.run.stage) + ", world " + std::to_string(to.world);
+        expect_same(resume(from, to, true), resume(from, to, false), what);
+      }
+    }
+  }
+}
+
+// Autograd accumulates on the stream under which the engine was built, runs other nodes on those of their forwards, and ends
+// a backward on its caller's.
+TEST(DeviceEngine, WorksUnderStreamsOfTheUsers) {
+  const io::TempFolder folder;
+  const std::vector<PrecisionPolicy> modes = all_modes();
+  for (const auto under : {Under::One, Under::Turns, Under::StepElsewhere}) {
+    for (const int world : {1, 2}) {
+      for (int stage = 0; stage <= 3; ++stage) {
+        for (const char* where : {"device", "states on the host", "all on the host", "all on a disk"}) {
+          const bool weights = where[0] == 'a';
+          if (where[0] != 'd' && stage == 0) continue;
+          if (weights && stage < 3) continue;
+          for (const bool in_backward : {false, true}) {
+            if (in_backward && stage == 0) continue;
+            const auto home = where == std::string("all on a disk") ? shard::Residence::Nvme : shard::Residence::Host;
+            const offload::StateOptions away{.residence = home, .folder = folder.path(), .pin_memory = true};
+            for (const size_t mode : {0, 2, 5}) {
+              const ToyRun run{.stage = stage,
+                               .accumulation = in_backward ? 1 : 2,
+                               .clip = in_backward ? 0 : 0.5,
+                               .precision = modes[mode],
+                               .in_backward = in_backward};
+              Training training{.on_device = true, .run = run, .world = world, .under = under};
+              if (where[0] != 'd') training.states = away;
+              if (weights) training.weights = away;
+              const std::string what = "streams " + std::to_string(static_cast<int>(under)) + ", world " +
+                                       std::to_string(world) + ", stage " + std::to_string(stage) + ", " + where +
+                                       (in_backward ? ", update in the backward" : "") + ", mode " +
+                                       std::to_string(mode);
+              expect_the_cpus_bits(training, what);
+              EXPECT_STREQ(tessera_stand_in_races(), "") << what;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// What is on its way when an engine ends, after a forward that is under way, or threw, and after a backward: a gather, gradients
+// that leave, or a gather of a disk that fails.
+TEST(DeviceEngine, EndsAmidCopies) {
+  const io::TempFolder folder;
+  const c10::impl::VirtualGuardImpl guard(c10::kPrivateUse1);
+  for (const bool pin : {true, false}) {
+    for (const auto residence : {shard::Residence::Host, shard::Residence::Nvme}) {
+      for (const std::string when : {"in a forward", "after one that threw", "after a backward", "after two"}) {
+        const offload::StateOptions away{.residence = residence, .folder = folder.path(), .pin_memory = pin};
+        const Training t{.on_device = true,
+                         .run = {.stage = 3, .persistence = 0},
+                         .states = away,
+                         .weights = away,
+                         .under = Under::One};
+        const Toy toy = toy_on(device_of(0));
+        Engine engine = engine_for(t, toy, comm::single_group());
+        const c10::StreamGuard under(guard.getStreamFromGlobalPool(device_of(0)));
+        c10::Event built(c10::kPrivateUse1);
+        built.record(guard.getDefaultStream(device_of(0)));
+        built.block(under.current_stream());
+        const auto backward = [&] { toy_forward(engine, toy, toy_batch(0, 0).to(device_of(0))).backward(); };
+        for (int i = 0; i < 2; ++i) {
+          backward();
+          engine.step();
+        }
+        if (when == "in a forward") {
+          engine.modules().enter(toy.modules[0]);
+        } else if (when == "after one that threw") {
+          engine.pre_forward();
+          engine.modules().enter(toy.modules[0]);
+          engine.modules().abort(toy.modules[0]);
+          engine.abort_forward();
+        } else {
+          backward();
+          if (when == "after two") backward();
+        }
+        engine.destroy();
+        EXPECT_STREQ(tessera_stand_in_races(), "") << when << ", pinned " << pin << ", " << static_cast<int>(residence);
+      }
+    }
+  }
+}
+
+// What a user sets may be a tensor of the host, whatever the mode.
+TEST(DeviceEngine, ValuesOfTheHostAreTaken) {
+  for (const PrecisionPolicy& mode : all_modes()) {
+    for (int stage = 0; stage <= 3; ++stage) {
+      const Toy toy = toy_on(device_of(0));
+      Engine engine = toy_engine({.stage = stage, .precision = mode}, toy, comm::single_group());
+      toy_forward(engine, toy, toy_batch(0, 0).to(device_of(0))).backward();
+      zero::StateAccess& states = engine.states();
+      const at::Tensor value = at::full({5, 3}, 0.75);
+      for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1, Quantity::Gradient}) {
+        states.set_full(4, what, value);
+        EXPECT_TRUE(states.get_full(4, what).cpu().equal(value));
+        states.set_local(4, what, (value + 1).flatten());
+        EXPECT_TRUE(states.get_full(4, what).cpu().equal(value + 1));
+      }
+      EXPECT_TRUE(states.gather_full(4, value.flatten()).cpu().equal(value));
     }
   }
 }

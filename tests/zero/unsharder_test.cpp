@@ -79,7 +79,7 @@ void on_two_ranks(GatherOptions options, const std::function<void(Chain&, const 
 
 GatherOptions no_prefetch() {
   GatherOptions options;
-  options.prefetch = 0;
+  options.prefetch = false;
   return options;
 }
 
@@ -139,11 +139,9 @@ TEST(Unsharder, TheNextUnitOfTheLastPassIsGatheredEarly) {
 }
 
 TEST(Unsharder, BudgetsLimitPrefetching) {
-  GatherOptions small;
-  small.prefetch = 63;
   GatherOptions crowded;
   crowded.max_live = 127;
-  for (const GatherOptions& options : {small, crowded}) {
+  for (const GatherOptions& options : {no_prefetch(), crowded}) {
     on_two_ranks(options, [](Chain& chain, const comm::GroupPtr&) {
       chain.forward({0, 1, 2});
       EXPECT_EQ(chain.forward({0, 1, 2}), "100 010 001");
