@@ -405,8 +405,8 @@ Pending C10dGroup::do_broadcast(at::Tensor tensor, int root, Label label) {
 
 Pending C10dGroup::do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits,
                                  std::vector<int64_t> in_splits, Label label) {
-  if (on_host(in))
-    return host_->all_to_all(std::move(out), std::move(in), std::move(out_splits), std::move(in_splits), label);
+  if (on_host(in))  // splits count elements by now
+    return host_->all_to_all(flat_view(out), flat_view(in), std::move(out_splits), std::move(in_splits), label);
   const OpInfo info = describe_call("all_to_all", in, label);
   TESSERA_CHECK_VALUE(out_splits[rank()] == in_splits[rank()], "comm", describe(info), ": rank ", rank(), " sends ",
                       in_splits[rank()], " elements to itself and expects ", out_splits[rank()]);
