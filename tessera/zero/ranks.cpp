@@ -21,7 +21,7 @@ Ranks::Ranks(const comm::Mesh& mesh, comm::Axes varies)
 Ranks Ranks::siblings() const {
   Ranks own = *this;
   for (comm::GroupPtr* group : {&own.shard, &own.replicate, &own.model})
-    if ((*group)->size() > 1) *group = (*group)->sibling();
+    if ((*group)->size() > 1) *group = (*group)->sibling(device);
   return own;
 }
 
