@@ -1,6 +1,6 @@
 # Every target prepares what it needs: system check, virtual environment, packages, build. A second run only does what
 # changed. Variables: PYTHON (interpreter that makes the environment), JOBS (parallel compile jobs), ARGS (passed on to
-# the demo, pytest or the benchmarks), CMAKE_ARGS (passed on to CMake).
+# the demo, pytest or the benchmarks), PYTESTS (files and folders for `make test`), CMAKE_ARGS (passed on to CMake).
 # TORCH: which torch, each with an environment and a build tree of its own. Empty: the version of requirements/torch.txt.
 # A version, TORCH=2.15.0. "system": the one that $(PYTHON) has; then all that it has is used, and pip is asked for the rest.
 PYTHON ?= python3
@@ -9,6 +9,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # C++ tests at once: many of them wait, for ranks that do not come.
 TEST_JOBS := $(shell echo $$((2 * $(JOBS))))
 ARGS ?=
+PYTESTS ?= tests/python
 
 ROOT := $(CURDIR)
 VENV := $(ROOT)/.venv$(TORCH:%=-torch-%)
@@ -111,7 +112,7 @@ test-cpp: $(VENV)/stamp-test $(BUILD)/stamp-configure-tests
 	$(CTEST) --test-dir $(BUILD) -j $(TEST_JOBS) --output-on-failure
 
 test-python: $(VENV)/stamp-test test-cpp $(VENV)/stamp-package
-	$(PY) -m pytest $(WORKERS) tests/python $(ARGS)
+	$(PY) -m pytest $(WORKERS) $(PYTESTS) $(ARGS)
 
 # What only developers use: the benchmark's runner and pages, the checks of the sources; and the whole grid of which test-python
 # has a sample. Two tests are skipped until test-cpp has built the stand-in accelerator.
