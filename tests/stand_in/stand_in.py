@@ -21,6 +21,9 @@ def load(path: str | Path) -> ctypes.CDLL:
         module.current_device = lambda: torch.accelerator.current_device_index()
         module.set_device = torch.accelerator.set_device_index
         module.device = lambda device: torch.accelerator.device_index(torch.device(device).index)
+        module.get_device_properties = lambda device: types.SimpleNamespace(
+            name="stand-in", uuid=f"stand-in {torch.device(device).index}"
+        )
         module.synchronize = lambda device=None: None
         module.manual_seed_all = lambda seed: None  # the CPU's generator serves
         module._is_in_bad_fork = lambda: False
