@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+
+# Before torch looks for devices: these tests and their programs mean the CPU, or the stand-in.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 import torch

@@ -25,7 +25,7 @@ template <class F>
 void attempt(const F& step) noexcept {
   try {
     step();
-  } catch (const std::exception&) {
+  } catch (...) {
     // Nobody can be told: a failure of the group is its next call's to report.
   }
 }

@@ -46,8 +46,8 @@ class OwnGroup {
   const std::shared_ptr<C10dCore> core_;
   c10::Device device_;
   c10::intrusive_ptr<c10d::Store> store_;
+  std::shared_ptr<c10d::ProcessGroup> group_;  // the last to hold the back end: see HoldProcessGroup
   c10::intrusive_ptr<c10d::Backend> backend_;
-  std::shared_ptr<c10d::ProcessGroup> group_;
   std::mutex mutex_;
   std::optional<c10::Event> end_;  // a device's
 };
