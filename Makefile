@@ -151,10 +151,10 @@ test-clients: $(VENV)-clients/stamp-alias $(VENV)-clients-4/stamp-alias $(VENV)/
 # On a machine with a GPU (docs/devices.md). With a kit nothing is built or fetched, and the system's Python serves.
 ifdef KIT
 gpu:
-	$(PYTHON) tests/gpu/run.py --kit $(KIT) $(ARGS)
+	$(PYTHON) tests/gpu/run_stages.py --kit $(KIT) $(ARGS)
 else
 gpu: $(VENV)/stamp-test $(VENV)/stamp-package
-	$(PY) tests/gpu/run.py $(ARGS)
+	$(PY) tests/gpu/run_stages.py $(ARGS)
 endif
 
 gpu-kit:

@@ -15,13 +15,13 @@ sys.path.insert(0, str(GPU))
 
 import page  # noqa: E402
 import project_tests  # noqa: E402
-import run  # noqa: E402
+import run_stages as run  # noqa: E402
 import tracing  # noqa: E402
 
 
 def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     places = ["--out", str(folder / "out"), "--work", str(folder / "work")]
-    command = [sys.executable, str(GPU / "run.py"), "--dry", *places, *arguments]
+    command = [sys.executable, str(GPU / "run_stages.py"), "--dry", *places, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

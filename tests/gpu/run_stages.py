@@ -1,4 +1,4 @@
-"""Whether Tessera is right and fast on this machine's GPU: `python tests/gpu/run.py`, or `make gpu`.
+"""Whether Tessera is right and fast on this machine's GPU: `python tests/gpu/run_stages.py`, or `make gpu`.
 
 Stages in time boxes, the most telling first, each a process of its own; a failed one stops no other. results.json,
 page.md and logs.tar.gz are renewed after each, so that a run that is cut has told most. Names choose stages,
