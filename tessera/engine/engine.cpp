@@ -163,7 +163,11 @@ void Engine::abort_forward() {
   impl_->leave_region();
   if (!impl_->model) return;
   impl_->model->driver.hooks().leave_forward();
-  impl_->model->units.phases().end(Phase::Forward);
+  try {
+    impl_->model->units.phases().end(Phase::Forward);
+  } catch (const std::exception&) {
+    // A device that fails: the error that ends the forward says it.
+  }
 }
 
 // ---------------------------------------------------------------- parts

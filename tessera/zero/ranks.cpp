@@ -34,6 +34,7 @@ void Ranks::broadcast(const at::Tensor& tensor, int root, comm::Label label) con
 }
 
 void Ranks::agree(const at::Tensor& numbers, comm::ReduceOp op, comm::Label label) const {
+  if (all() == 1) return;  // and no wait for the device
   const at::Tensor travelling = numbers.to(device);
   for (const comm::GroupPtr& group : {shard, replicate, model})
     group->all_reduce(travelling, op, label).wait();
@@ -41,6 +42,7 @@ void Ranks::agree(const at::Tensor& numbers, comm::ReduceOp op, comm::Label labe
 }
 
 void Ranks::collect(const at::Tensor& rows, comm::Label label) const {
+  if (all() == 1) return;
   const at::Tensor travelling = rows.to(device);
   shard->all_gather(travelling.flatten(), travelling[shard->rank()].flatten(), label).wait();
   for (const comm::GroupPtr& group : {replicate, model})

@@ -121,7 +121,7 @@ at::Tensor Unit::owned_grads() const {
 }
 
 void Unit::send_grads_to_host() {
-  host_grads = std::make_shared<HostGrads>(owned.size(), grads.options(), options_.pin_memory);
+  host_grads = std::make_shared<HostGrads>(owned.size(), grads.options());
   grads = shard::Buffer(owned.size(), grads.options(), host_grads);
 }
 

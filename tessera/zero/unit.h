@@ -93,7 +93,7 @@ class Unit {
   // The gradients of that range: wherever they live, and a view of them where that is the device.
   shard::Buffer gradients() const;
   at::Tensor owned_grads() const;
-  // From now on they live in host memory: Note [Gradients leave].
+  // From now on they live in host memory, which host_grads->take_memory() makes: Note [Gradients leave].
   void send_grads_to_host();
   // Of gradients, whether or not a buffer is kept for them.
   at::TensorOptions grad_options() const;
