@@ -198,9 +198,15 @@ class TilePipeline::Tile {
 TilePipeline::TilePipeline(Units& units, Ways& ways, double scale, DiskGuard& disks, std::function<void(Unit&)> done)
     : units_(units), ways_(ways), scale_(scale), disks_(disks), done_(std::move(done)) {}
 
+// After an error weights may be on their way to where others write next.
 TilePipeline::~TilePipeline() {
-  for (const Returning& left : returning_)  // after an error
-    shard::StreamOrder().keep(left.from, left.copied.get());
+  for (const Returning& left : returning_) {
+    try {
+      left.copied->synchronize();
+    } catch (const std::exception&) {
+      // A device that fails: who uses it next is told.
+    }
+  }
 }
 
 void TilePipeline::add(Unit& unit, const shard::Buffer& grads, const std::vector<bool>& present) {
@@ -244,10 +250,8 @@ void TilePipeline::update_next() {
 void TilePipeline::arrive() {
   const Returning oldest = std::move(returning_.front());
   returning_.pop_front();
-  disks_.run([&] {
-    oldest.copied->synchronize();
-    oldest.unit->weights_to_write().store(oldest.range, oldest.to);
-  });
+  disks_.run_always([&] { oldest.copied->synchronize(); });
+  disks_.run([&] { oldest.unit->weights_to_write().store(oldest.range, oldest.to); });
 }
 
 void TilePipeline::add(Unit& unit, const shard::Buffer& grads, shard::Range range, std::vector<Segment> segments,

@@ -46,7 +46,7 @@ std::vector<FlatParams::Item> settle_values(const Ranks& ranks, const std::strin
       fresh.push_back(all.back());
     }
   }
-  broadcast_values(ranks, fresh, "unit '" + unit + "'");
+  memory_for([&] { broadcast_values(ranks, fresh, "unit '" + unit + "'"); }, "the values of unit '", unit, "'");
   return all;
 }
 
