@@ -17,7 +17,7 @@ from torch import nn
 
 from tessera import _core, _mesh, distributed
 from tessera._config import dtype_at, load_config
-from tessera._copies import cast_buffers, own_copies, without_repeats
+from tessera._copies import cast_buffers, copy_of, own_copies, without_repeats
 from tessera._device import checked_device, emulated
 from tessera._loans import Loans, step_of, zero_grad_of
 from tessera._outputs import tensors_in
@@ -586,9 +586,10 @@ class Engine(EngineCheckpoints, EngineMoving):
         """The partitioned parameters that are whole at the moment, and their values."""
         found = [(param, self._index.get(id(param), -1)) for param in self.module.parameters()]
         return [
-            (param, param.detach().clone())
+            (param, copy)
             for param, number in found
             if number >= 0 and self.core.partition_of(number).partitioned and self.core.is_gathered(number)
+            if (copy := copy_of(param)) is not None
         ]
 
     def __del__(self) -> None:
