@@ -1,25 +1,36 @@
 # Every target prepares what it needs: system check, virtual environment, packages, build. A second run only does what
 # changed. Variables: PYTHON (interpreter that makes the environment), JOBS (parallel compile jobs), ARGS (passed on to
-# the demo, pytest or the benchmarks).
+# the demo, pytest or the benchmarks), PYTESTS (files and folders for `make test`), CMAKE_ARGS (passed on to CMake).
+# TORCH: which torch, each with an environment and a build tree of its own. Empty: the version of requirements/torch.txt.
+# A version, TORCH=2.15.0. "system": the one that $(PYTHON) has; then all that it has is used, and pip is asked for the rest.
 PYTHON ?= python3
+TORCH ?=
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # C++ tests at once: many of them wait, for ranks that do not come.
 TEST_JOBS := $(shell echo $$((2 * $(JOBS))))
 ARGS ?=
+PYTESTS ?= tests/python
 
 ROOT := $(CURDIR)
-VENV := $(ROOT)/.venv
+VENV := $(ROOT)/.venv$(TORCH:%=-torch-%)
+BUILD := build/$(if $(TORCH),torch-$(TORCH),release)
 PY := $(VENV)/bin/python
-CMAKE := $(VENV)/bin/cmake
-CTEST := $(VENV)/bin/ctest
-export PATH := $(VENV)/bin:$(PATH)
+# env, not make, looks into the PATH below.
+CMAKE := env cmake
+CTEST := env ctest
+PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
+ifeq ($(TORCH),system)
+SCRIPTS := :$(shell $(PYTHON) -c "import sysconfig; print(sysconfig.get_path('scripts'))")
+endif
+export PATH := $(VENV)/bin$(SCRIPTS):$(PATH)
 export VIRTUAL_ENV := $(VENV)
+export TESSERA_BUILD_DIR := $(ROOT)/$(BUILD)
 
 CMAKE_FILES := CMakeLists.txt CMakePresets.json $(wildcard cmake/*)
 PACKAGE_FILES := $(shell find tessera python -name '__pycache__' -prune -o -type f -print 2>/dev/null) pyproject.toml $(CMAKE_FILES)
 CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.inc' 2>/dev/null)
 
-.PHONY: help demo tables test test-cpp test-python test-tools test-peers test-clients bench docs lint tidy sanitize asan tsan format clean package
+.PHONY: help demo tables test test-cpp test-python test-tools test-peers test-clients gpu gpu-kit bench docs lint tidy cuda sanitize asan tsan format clean package
 .DELETE_ON_ERROR:
 help:
 	@echo "make demo    train a small GPT on 2 ranks and compare it with plain PyTorch (output in demo-out/)"
@@ -28,37 +39,57 @@ help:
 	@echo "make test-tools  tests of the benchmark's runner and of the checks of the sources; the whole grid of devices"
 	@echo "make test-peers  checkpoints exchanged with DeepSpeed itself, programs that run on both"
 	@echo "make test-clients  Transformers, Accelerate, PEFT, TRL, Lightning and Ray Train on the deepspeed alias"
+	@echo "make gpu     whether Tessera is right and fast on this machine's GPU (KIT=folder: without a build; ARGS=--list: its stages)"
+	@echo "make gpu-kit  what 'make gpu' takes along to a machine without a network (PYTHON: with that machine's torch)"
 	@echo "make bench   build and run the benchmarks"
 	@echo "make docs    API reference in build/docs (pdoc; with doxygen installed the C++ headers too)"
 	@echo "make lint    layer rules, clang-format, ruff, mypy"
 	@echo "make tidy    clang-tidy over the C++ sources"
+	@echo "make cuda    the CUDA kernels by a compiler from PyPI: warnings, registers and spills, the library without a driver"
 	@echo "make sanitize  C++ tests of the layers with threads under the address, undefined-behaviour and thread sanitizers"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make clean   remove build/ and demo-out/ (the environment .venv stays)"
 
 # ---- environment. One stamp per requirements file; a changed file installs again.
-$(VENV)/bin/python:
+ifeq ($(TORCH),system)
+# Another python3, or another torch in it, starts afresh.
+SYSTEM := $(shell $(PYTHON) -c "import sys, importlib.metadata as m; print(sys.prefix, m.version('torch'))" 2>/dev/null)
+$(if $(SYSTEM),,$(error TORCH=system: $(PYTHON) has no torch))
+$(shell mkdir -p $(BUILD) && echo '$(SYSTEM)' | cmp -s - $(BUILD)/system || echo '$(SYSTEM)' > $(BUILD)/system)
+
+$(VENV)/pyvenv.cfg: $(BUILD)/system
+	@bash tools/check_system.sh system
+	rm -rf $(VENV)
+	$(PYTHON) tools/environment.py make $(VENV)
+	@touch $@
+
+$(VENV)/stamp-%: requirements/%.txt $(wildcard requirements/*.txt) $(VENV)/pyvenv.cfg
+	$(PY) tools/environment.py need $<
+	@touch $@
+else
+$(VENV)/pyvenv.cfg:
 	@bash tools/check_system.sh base
 	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/stamp-%: requirements/%.txt $(wildcard requirements/*.txt) | $(VENV)/pyvenv.cfg
+	$(PIP_INSTALL) -r $< $(if $(TORCH),torch==$(TORCH),-r requirements/torch.txt)
+	@touch $@
+endif
+
+# ---- build. One build tree per preset and torch; the Python package is installed from the release tree.
+RELEASE := --preset release -B $(BUILD)
+$(BUILD)/stamp-configure: $(CMAKE_FILES) $(VENV)/stamp-build
+	$(CMAKE) $(RELEASE) -DPython3_EXECUTABLE=$(PY) -DPython_EXECUTABLE=$(PY) $(CMAKE_ARGS)
 	@touch $@
 
-$(VENV)/stamp-%: requirements/%.txt $(wildcard requirements/*.txt) | $(VENV)/bin/python
-	$(PY) -m pip install --quiet --disable-pip-version-check -r $<
-	@touch $@
-
-# ---- build. One build tree per preset; the Python package is installed from the release tree.
-build/release/stamp-configure: $(CMAKE_FILES) $(VENV)/stamp-build
-	$(CMAKE) --preset release -DPython3_EXECUTABLE=$(PY) -DPython_EXECUTABLE=$(PY)
-	@touch $@
-
-build/release/stamp-configure-tests: build/release/stamp-configure
+$(BUILD)/stamp-configure-tests: $(BUILD)/stamp-configure
 	@bash tools/check_system.sh tests
-	$(CMAKE) --preset release -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON
+	$(CMAKE) $(RELEASE) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON
 	@touch $@
 
-$(VENV)/stamp-package: $(PACKAGE_FILES) build/release/stamp-configure
-	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-	  --no-deps --force-reinstall -C build-dir=build/release .
+$(VENV)/stamp-package: $(PACKAGE_FILES) $(BUILD)/stamp-configure
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP_INSTALL) --no-build-isolation --no-deps --force-reinstall \
+	  --config-settings=build-dir=$(BUILD) .
 	@touch $@
 
 package: $(VENV)/stamp-package
@@ -74,14 +105,14 @@ tables: $(VENV)/stamp-demo $(VENV)/stamp-package
 test: test-cpp test-python
 
 # Python tests run in as many processes as there are cores, each of them a file at a time: many tests start ranks of their own.
-WORKERS := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+WORKERS = $(if $(shell $(PY) -c "import xdist" 2>&1),,-n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
 
-test-cpp: $(VENV)/stamp-test build/release/stamp-configure-tests
-	$(CMAKE) --build build/release -j $(JOBS)
-	$(CTEST) --test-dir build/release -j $(TEST_JOBS) --output-on-failure
+test-cpp: $(VENV)/stamp-test $(BUILD)/stamp-configure-tests
+	$(CMAKE) --build $(BUILD) -j $(JOBS)
+	$(CTEST) --test-dir $(BUILD) -j $(TEST_JOBS) --output-on-failure
 
 test-python: $(VENV)/stamp-test test-cpp $(VENV)/stamp-package
-	$(PY) -m pytest $(WORKERS) tests/python $(ARGS)
+	$(PY) -m pytest $(WORKERS) $(PYTESTS) $(ARGS)
 
 # What only developers use: the benchmark's runner and pages, the checks of the sources; and the whole grid of which test-python
 # has a sample. Two tests are skipped until test-cpp has built the stand-in accelerator.
@@ -91,10 +122,8 @@ test-tools: $(VENV)/stamp-test $(VENV)/stamp-package
 # DeepSpeed in an environment of its own, which sees the packages of $(VENV) and is not seen by it.
 PEERS := $(VENV)/peers
 $(VENV)/stamp-ds: requirements/peers.txt $(VENV)/stamp-test
-	$(PY) -m venv --without-pip $(PEERS)
-	$(PY) -c "import site, sys; print(*site.getsitepackages(), sep='\n')" \
-	  > $$($(PEERS)/bin/python -c "import site; print(site.getsitepackages()[0])")/packages.pth
-	$(PY) -m pip install --quiet --disable-pip-version-check setuptools wheel
+	$(PY) tools/environment.py make $(PEERS)
+	$(PIP_INSTALL) setuptools wheel
 	DS_ACCELERATOR=cpu $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -r $<
 	@touch $@
 
@@ -103,28 +132,38 @@ test-peers: $(VENV)/stamp-ds $(VENV)/stamp-test $(VENV)/stamp-package
 
 # The clients have environments of their own on top of .venv, whose torch and Tessera they see, and nothing of theirs is
 # in .venv. The second one has the Transformers of .venv, an older one.
-.PRECIOUS: $(ROOT)/.venv-%/stamp-packages
-$(ROOT)/.venv-%/stamp-packages: requirements/%.txt $(VENV)/stamp-test
-	$(PY) -m venv --without-pip $(@D)
-	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
-	  > $$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/test-environment.pth
+.PRECIOUS: $(VENV)-%/stamp-packages
+$(VENV)-%/stamp-packages: requirements/%.txt $(VENV)/stamp-test
+	$(PY) tools/environment.py make $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 ALIAS_FILES := $(shell find python/deepspeed_alias -name '*.py' -o -name '*.toml' 2>/dev/null)
 
-$(ROOT)/.venv-%/stamp-alias: $(ALIAS_FILES) $(ROOT)/.venv-%/stamp-packages
+$(VENV)-%/stamp-alias: $(ALIAS_FILES) $(VENV)-%/stamp-packages
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps ./python/deepspeed_alias
 	@touch $@
 
-test-clients: $(ROOT)/.venv-clients/stamp-alias $(ROOT)/.venv-clients-4/stamp-alias $(VENV)/stamp-package
-	$(ROOT)/.venv-clients/bin/python -m pytest $(WORKERS:loadfile=load) tests/clients $(ARGS)
-	$(ROOT)/.venv-clients-4/bin/python -m pytest $(WORKERS:loadfile=load) tests/clients -k trainer $(ARGS)
+test-clients: $(VENV)-clients/stamp-alias $(VENV)-clients-4/stamp-alias $(VENV)/stamp-package
+	$(VENV)-clients/bin/python -m pytest $(WORKERS:loadfile=load) tests/clients $(ARGS)
+	$(VENV)-clients-4/bin/python -m pytest $(WORKERS:loadfile=load) tests/clients -k trainer $(ARGS)
+
+# On a machine with a GPU (docs/devices.md). With a kit nothing is built or fetched, and the system's Python serves.
+ifdef KIT
+gpu:
+	$(PYTHON) tests/gpu/run.py --kit $(KIT) $(ARGS)
+else
+gpu: $(VENV)/stamp-test $(VENV)/stamp-package
+	$(PY) tests/gpu/run.py $(ARGS)
+endif
+
+gpu-kit:
+	$(PYTHON) tests/gpu/prepare.py --jobs $(JOBS) $(ARGS) $(PYTHON)
 
 # DeepSpeed compiles against the installed torch, so it cannot be installed in isolation.
 $(VENV)/stamp-bench: requirements/bench.txt $(VENV)/stamp-demo
-	$(PY) -m pip install --quiet --disable-pip-version-check setuptools wheel
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -r $<
+	$(PIP_INSTALL) setuptools wheel
+	$(PIP_INSTALL) --no-build-isolation -r $<
 	@touch $@
 
 $(VENV)/stamp-peers: $(VENV)/stamp-bench bench/peers.py
@@ -157,9 +196,24 @@ lint: $(VENV)/stamp-lint
 	$(VENV)/bin/mypy
 
 # The wheel of clang-tidy has no omp.h: the compiler's serves.
-tidy: $(VENV)/stamp-tidy build/release/stamp-configure-tests
-	git ls-files "tessera/*.cpp" "python/src/*.cpp" | xargs -P $(JOBS) -n 1 $(VENV)/bin/clang-tidy -p build/release --quiet \
+tidy: $(VENV)/stamp-tidy $(BUILD)/stamp-configure-tests
+	git ls-files "tessera/*.cpp" "python/src/*.cpp" | xargs -P $(JOBS) -n 1 $(VENV)/bin/clang-tidy -p $(BUILD) --quiet \
 	  --extra-arg=-idirafter$$($(CXX) -print-file-name=include)
+
+# The CUDA kernels where neither toolkit nor device is: nvcc is PyPI's, in an environment of its own.
+CUDA := $(ROOT)/.venv-cuda
+$(CUDA)/stamp-packages: requirements/cuda-check.txt requirements/cuda.txt
+	$(PYTHON) -m venv $(CUDA)
+	$(CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+cuda: $(VENV)/stamp-build $(CUDA)/stamp-packages
+	@bash tools/check_system.sh tests
+	CUDACXX=$$(echo $(CUDA)/lib/python3*/site-packages/nvidia/cu13/bin/nvcc) \
+	  $(CUDA)/bin/cmake --preset cuda -DPython3_EXECUTABLE=$(PY)
+	bash -o pipefail -c '$(CUDA)/bin/cmake --build build/cuda -j $(JOBS) --clean-first \
+	  --target kernels_cuda_test kernels_device_table_test 2>&1 | $(PY) tools/check_ptxas.py sm_80 sm_90a sm_100'
+	$(CUDA)/bin/ctest --test-dir build/cuda --output-on-failure -R "^kernels_(cuda|cuda_rounding|device_table)$$"
 
 # The layers that have threads of their own; others: make asan LAYERS="io checkpoint".
 LAYERS := comm zero engine nn

@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
 # Checks for the system packages that pip cannot provide; installs them with apt-get when run as root, else says what to
-# install. Usage: check_system.sh base|tests|bench
+# install. Usage: check_system.sh base|system|tests|bench (system: base, for an environment without a pip of its own)
 set -euo pipefail
 need=()
-python=${PYTHON:-python3}
+python=${PYTHON:-python3} cxx=${CXX:-g++}
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || {
   echo "[setup] Tessera needs Python >= 3.10; set PYTHON=/path/to/python3" >&2
   exit 1
 }
-"$python" -c 'import venv, ensurepip' 2>/dev/null || need+=(python3-venv)
+[ "${1:-base}" = system ] || "$python" -c 'import venv, ensurepip' 2>/dev/null || need+=(python3-venv)
 "$python" -c 'import os, sysconfig, sys
 sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || need+=(python3-dev)
-command -v g++ >/dev/null || need+=(g++)
+command -v "$cxx" >/dev/null || need+=(g++)
 if [ "${1:-base}" = tests ]; then
-  echo '#include <gtest/gtest.h>' | g++ -x c++ -E - >/dev/null 2>&1 || need+=(libgtest-dev)
+  echo '#include <gtest/gtest.h>' | "$cxx" -x c++ -E - >/dev/null 2>&1 || need+=(libgtest-dev)
 fi
 
 if [ "${1:-base}" = bench ]; then
-  echo '#include <benchmark/benchmark.h>' | g++ -x c++ -E - >/dev/null 2>&1 || need+=(libbenchmark-dev)
+  echo '#include <benchmark/benchmark.h>' | "$cxx" -x c++ -E - >/dev/null 2>&1 || need+=(libbenchmark-dev)
 fi
 
 # Optional: io_uring for checkpoints; without it threads do the same.
-if [ "${1:-base}" != base ] && ! echo '#include <liburing.h>' | g++ -x c++ -E - >/dev/null 2>&1; then
+if [ "${1:-base}" != base ] && ! echo '#include <liburing.h>' | "$cxx" -x c++ -E - >/dev/null 2>&1; then
   echo "[setup] without liburing-dev files are written by threads, not by io_uring (optional)" >&2
 fi
 
@@ -39,8 +39,8 @@ if [ ${#need[@]} -gt 0 ]; then
   fi
 fi
 
-version=$(g++ -dumpfullversion -dumpversion)
-if [ "${version%%.*}" -lt 12 ]; then
+version=$("$cxx" -dumpfullversion -dumpversion)
+if [ "${version%%.*}" -lt 12 ] && ! "$cxx" --version | grep -q clang; then
   echo "[setup] Tessera needs g++ >= 12; found $version. Set CXX, or install a newer g++" >&2
   exit 1
 fi

@@ -31,6 +31,8 @@ inline uint64_t mix(uint64_t x) {
 
 struct Batch {
   at::Tensor x, y;  // (rows, context) or this rank's part of it, int64
+
+  Batch to(c10::Device device) const { return {x.to(device), y.to(device)}; }
 };
 
 // The first nine tenths train, the last tenth is held out.

@@ -105,7 +105,7 @@ void train(const Arguments& arguments) {
   auto engine = tessera::initialize(model, config, mesh);  // model: std::shared_ptr to any torch::nn::Module
   if (!resume.empty()) engine.load_checkpoint(resume);
   for (int64_t step = engine.core().global_steps(); step < steps; ++step) {
-    const auto [x, y] = text.batch(step, engine.rank(), engine.size(), rows);
+    const auto [x, y] = text.batch(step, engine.rank(), engine.size(), rows).to(engine.device());
     const at::Tensor loss = engine.forward(x, y);
     loss.backward();
     engine.step();
@@ -119,7 +119,7 @@ void train(const Arguments& arguments) {
   const torch::NoGradGuard no_grad;
   double held_out = 0;
   for (int i = 0; i < 4; ++i) {
-    const auto batch = text.held_out(8, 4, i);
+    const auto batch = text.held_out(8, 4, i).to(engine.device());
     held_out += model->forward(batch.x, batch.y).item<double>() / 4;
   }
   if (prints) {

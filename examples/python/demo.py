@@ -1,8 +1,10 @@
-"""The demo: a byte-level GPT learns real text on two ranks with Tessera, beside the same training in plain PyTorch.
+"""The demo: a byte-level GPT learns real text with Tessera, beside the same training in plain PyTorch: on one or two
+GPUs where there are any, else on two ranks of the CPU.
 
-Starts one process a rank (gloo, one thread each), first for Tessera, then for PyTorch's DistributedDataParallel with
-bf16 weights and fp32 master weights. Writes losses.csv, losses.png and sample.txt to demo-out/. Tessera's run is saved
-there, too, four times; with --resume it goes on from the newest of them, as if it had not been stopped.
+Starts one process a rank (on the CPU gloo, one thread each), first for Tessera, then for PyTorch's
+DistributedDataParallel with bf16 weights and fp32 master weights. Writes losses.csv, losses.png and sample.txt to
+demo-out/. Tessera's run is saved there, too, four times; with --resume it goes on from the newest of them, as if it had
+not been stopped.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", help="any text file; default: the language reference of this Python")
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS)
     parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2, 3))
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, help="default: a rank on each of the first two GPUs; on the CPU 2")
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU, whatever GPUs there are")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
     parser.add_argument("--rows", type=int, default=2, help="samples of one rank in one step")
     parser.add_argument("--context", type=int, default=128)
@@ -36,7 +39,31 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=300, help="bytes of text to generate")
     parser.add_argument("--out", default="demo-out")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the folder --out")
-    return parser.parse_args()
+    args = parser.parse_args()
+    choose_device(args)
+    return args
+
+
+def choose_device(args: argparse.Namespace) -> None:
+    """Whether the ranks have a GPU each (args.gpu), and how many ranks there are; the first line says so. This process
+    only asks: its children use the GPUs."""
+    import torch
+
+    import tessera
+
+    kind, why = torch.accelerator.current_accelerator(check_available=True), ""
+    args.gpu = kind is not None and not args.cpu
+    gpus = torch.accelerator.device_count() if args.gpu else 0
+    if args.gpu and args.ranks is not None and args.ranks > gpus:
+        args.gpu, why = False, f": {args.ranks} ranks, and {gpus} GPU(s)"
+    try:
+        if args.gpu:
+            tessera._core.check_device(kind)
+    except NotImplementedError as error:
+        args.gpu, why = False, f": {str(error).splitlines()[0]}"
+    args.ranks = args.ranks or (min(2, gpus) if args.gpu else 2)
+    where = torch.cuda.get_device_name() if args.gpu and kind.type == "cuda" else kind.type if args.gpu else "the CPU"
+    print(f"demo: {args.ranks} rank(s) on {where}{why}", flush=True)
 
 
 def configuration(args: argparse.Namespace) -> dict:
@@ -86,6 +113,17 @@ class Progress:
             self.bar.close()
 
 
+class OnDevice:
+    """What torch has allocated on a GPU, as the module `memory` has it of the process."""
+
+    def __init__(self, device) -> None:
+        import torch
+
+        module = torch.get_device_module(device)
+        self.now, self.peak = module.memory_allocated, module.max_memory_allocated
+        self.reset_peak = module.reset_peak_memory_stats
+
+
 def make_step(args, model, config):
     """A function (x, y) -> loss that does one whole training step, and the engine where there is one."""
     import torch
@@ -106,11 +144,12 @@ def make_step(args, model, config):
     return train_step, engine
 
 
-def warm_up(args: argparse.Namespace, batch: tuple) -> None:
+def warm_up(args: argparse.Namespace, device, batch: tuple) -> None:
     """A few steps of a tiny model: code pages and imports are not model memory, so load them before the baseline."""
     from gpt import Gpt, GptOptions
 
-    train_step, _ = make_step(args, Gpt(GptOptions(layers=1, width=48, context=args.context)), configuration(args))
+    tiny = Gpt(GptOptions(layers=1, width=48, context=args.context)).to(device)
+    train_step, _ = make_step(args, tiny, configuration(args))
     for _ in range(2):
         train_step(*batch)
 
@@ -124,17 +163,27 @@ def work(args: argparse.Namespace) -> None:
     from gpt import Gpt, GptOptions
     from text import Text, load_text
 
+    import tessera
+
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    tessera.init_distributed(None if args.gpu else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    device, used = torch.device("cpu"), memory
+    if args.gpu:
+        device = torch.accelerator.current_accelerator()
+        used = OnDevice(device)
     text = Text(load_text(args.data), args.context)
-    warm_up(args, text.batch(0, rank, ranks, args.rows))
+
+    def batch(step):
+        return (t.to(device) for t in text.batch(step, rank, ranks, args.rows))
+
+    warm_up(args, device, tuple(batch(0)))
     dist.barrier()
 
-    memory.reset_peak()
-    baseline = memory.now()
+    used.reset_peak()
+    baseline = used.now()
     torch.manual_seed(0)
-    model = Gpt(GptOptions(layers=args.layers, width=args.width, context=args.context))
+    model = Gpt(GptOptions(layers=args.layers, width=args.width, context=args.context)).to(device)
     train_step, engine = make_step(args, model, configuration(args))
     saved = str(Path(args.out, "checkpoint"))
     losses: list[float] = []
@@ -147,13 +196,13 @@ def work(args: argparse.Namespace) -> None:
     tokens = args.rows * args.context * ranks
     start = warm = time.perf_counter()
     for step in range(first, args.steps):
-        loss = train_step(*text.batch(step, rank, ranks, args.rows)).detach().float()
+        loss = train_step(*batch(step)).detach().float()
         dist.all_reduce(loss)
         losses.append(loss.item() / ranks)
         if step == min(first + 4, args.steps - 2):
             warm = time.perf_counter()
         speed = tokens * (step + 1 - first) / (time.perf_counter() - start)
-        progress.show(step + 1, losses[-1], speed, (memory.now() - baseline) / 1e6)
+        progress.show(step + 1, losses[-1], speed, (used.now() - baseline) / 1e6)
         if args.worker == "tessera" and (step + 1) % max(1, args.steps // 4) == 0:
             began = time.perf_counter()
             engine.save_checkpoint(saved, client_state={"losses": losses}, keep_last=1)
@@ -162,11 +211,11 @@ def work(args: argparse.Namespace) -> None:
     speed = tokens * steady / (time.perf_counter() - warm)
     progress.close()
     peaks = [0.0] * ranks
-    dist.all_gather_object(peaks, (memory.peak() - baseline) / 1e6)
+    dist.all_gather_object(peaks, (used.peak() - baseline) / 1e6)
     result = {"name": name, "losses": losses, "speed": speed, "peaks": peaks}
     with whole(args, model):
         if rank == 0:
-            finish(args, model, text, result)
+            finish(args, model, device, text, result)
         dist.barrier()
     # Before the group: whoever holds that last waits for its threads, and DistributedDataParallel does so with the GIL.
     del train_step, engine
@@ -182,7 +231,7 @@ def whole(args, model):
     return tessera.zero.GatheredParameters(model.parameters())
 
 
-def finish(args, model, text, result: dict) -> None:
+def finish(args, model, device, text, result: dict) -> None:
     """Held-out loss and a sample, on rank 0 with all cores; results go to the parent as a file."""
     import torch
 
@@ -192,7 +241,7 @@ def finish(args, model, text, result: dict) -> None:
     torch.set_num_threads(os.cpu_count() or 1)
     with torch.no_grad():
         batches = text.held_out_batches(EVAL_ROWS, EVAL_BATCHES)
-        result["held_out"] = sum(model(x, y).item() for x, y in batches) / EVAL_BATCHES
+        result["held_out"] = sum(model(x.to(device), y.to(device)).item() for x, y in batches) / EVAL_BATCHES
     result["parameters"] = sum(p.numel() for p in model.parameters())
     if args.worker == "tessera":
         prompt = bytes(text.held_out[:64].tolist())
@@ -257,7 +306,8 @@ def print_table(args, results: list[dict]) -> None:
         print(f"{label:32}" + "".join(f"{cell:>18}" for cell in cells))
     masters = "bf16 weights with fp32 masters, " if args.dtype == "bf16" else ""
     print(f"* DistributedDataParallel on the same ranks and batches, {masters}clip_grad_norm_, fused AdamW")
-    print("  peak memory: largest resident size of a rank above its size before the model was made")
+    what = "torch's largest allocation on a rank's GPU" if args.gpu else "largest resident size of a rank"
+    print(f"  peak memory: {what} above that before the model was made")
 
 
 def print_memory(args, result: dict) -> None:

@@ -111,9 +111,9 @@ class Gpt(nn.Module):
     def generate(self, prompt: bytes, count: int, temperature: float = 0.7, seed: int = 0) -> bytes:
         """Continues `prompt` by `count` bytes."""
         generator = torch.Generator().manual_seed(seed)
-        text = torch.tensor([list(prompt)])
+        text, device = torch.tensor([list(prompt)]), self.token.weight.device
         for _ in range(count):
-            last = self.logits(text[:, -self.options.context :])[:, -1].float()
+            last = self.logits(text[:, -self.options.context :].to(device))[:, -1].float().cpu()
             chances = torch.softmax(last / temperature, dim=-1)
             text = torch.cat([text, torch.multinomial(chances, 1, generator=generator)], dim=1)
         return bytes(text[0, len(prompt) :].tolist())

@@ -61,7 +61,7 @@ def main() -> None:
     print(f"weights and gradients: {(held.params + held.grads) // MIB} MiB; optimizer states: {held.states // MIB} MiB")
     print(f"of weights and states, on the disk: {held.disk // MIB} MiB")
     for step in range(args.steps):
-        loss = engine(*text.batch(step, 0, 1, args.rows))
+        loss = engine(*(t.to(engine.device) for t in text.batch(step, 0, 1, args.rows)))
         loss.backward()
         engine.step()
         print(f"step {step} loss {loss.item():.6f}")

@@ -10,6 +10,7 @@
 
 #include "bindings.h"
 #include "tessera/comm/backends.h"
+#include "tessera/comm/c10d/transport.h"
 #include "tessera/comm/c10d/watched_store.h"
 #include "tessera/comm/mesh.h"
 #include "tessera/comm/timed_group.h"
@@ -25,11 +26,12 @@ using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // A process group waits, when it goes, for its threads, and those may wait for the interpreter's lock: to let go of tensors
 // that Python knows. Where ours is the last hold on it, it goes without the lock.
-std::shared_ptr<void> hold(ProcessGroupPtr group) {
-  return {new ProcessGroupPtr(std::move(group)), [](ProcessGroupPtr* held) {
+std::shared_ptr<c10d::ProcessGroup> hold(ProcessGroupPtr group) {
+  c10d::ProcessGroup* const held = group.release();
+  return {held, [](c10d::ProcessGroup* held) {
             std::optional<py::gil_scoped_release> unlocked;
             if (PyGILState_Check() != 0) unlocked.emplace();
-            delete held;
+            ProcessGroupPtr::reclaim(held);
           }};
 }
 
@@ -40,13 +42,21 @@ comm::GroupPtr group_by_name(const std::string& name) {
   } catch (const std::exception&) {
     return comm::c10d_group(name);  // says what is wrong
   }
-  return comm::c10d_group(hold(group), *group);
+  return comm::c10d_group(&hold, *group);
 }
 
 // From here on the other ranks of the group notice when this process ends.
 void show_process(const std::string& name) {
   const auto group = c10d::resolve_process_group(name);
   if (const auto store = group->getStore()) comm::job_board(store, group->getRank(), group->getSize()).show_process();
+}
+
+// What every rank of a process group says; this rank alone where they have no store to meet at.
+std::vector<std::string> tell_ranks(const std::string& name, const std::string& topic, const std::string& text) {
+  const auto group = c10d::resolve_process_group(name);
+  const auto store = group->getStore();
+  if (!store) return {text};
+  return comm::tell_all(store, group->getRank(), group->getSize(), topic, text);
 }
 
 void bind_timed(py::module_& m) {
@@ -129,6 +139,9 @@ void bind_comm(py::module_& m) {
   m.def("open_job_store", &open_job_store, py::arg("address"), py::arg("port"), py::arg("rank"), py::arg("size"),
         py::arg("timeout"), NoGil());
   m.def("show_process", &show_process, py::arg("name"), NoGil());
+  m.def("tell_all", &tell_all, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("topic"), py::arg("text"),
+        NoGil());
+  m.def("tell_ranks", &tell_ranks, py::arg("name"), py::arg("topic"), py::arg("text"), NoGil());
   bind_backend(m);
 
   py::enum_<Axis>(m, "Axis")

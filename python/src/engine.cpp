@@ -6,6 +6,7 @@
 #include "bindings.h"
 #include "tessera/engine/build.h"
 #include "tessera/offload/states.h"
+#include "tessera/shard/device.h"
 #include "tessera/zero/early_params.h"
 
 namespace tessera::python {
@@ -66,6 +67,7 @@ void bind_structs(py::module_& m) {
       .def_readwrite("client_optimizer", &Options::client_optimizer)
       .def_readonly("autocast", &Options::autocast);
 
+  m.def("check_device", &shard::check_device, py::arg("device"), NoGil());
   m.def("engine_options", &options_from, py::arg("config"), py::arg("data_parallel_size"));
 
   py::class_<ParamSpec>(m, "ParamSpec")

@@ -52,3 +52,11 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
     for buffer in module.buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(dtype)
+
+
+def copy_of(param: torch.Tensor) -> torch.Tensor | None:
+    """None where it is released meanwhile, as by autograd's thread of a device after a backward that threw."""
+    try:
+        return param.detach().clone()
+    except RuntimeError:
+        return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tessera import distributed
+from tessera import _core, distributed
 
 
 def move(param: nn.Parameter, device: torch.device) -> None:
@@ -39,24 +39,51 @@ def same_objects(param: nn.Parameter, device: torch.device) -> Iterator[None]:
 
 
 def group_device(group: Any) -> torch.device | None:
-    """The accelerator that `group` (as in core_mesh()) has a back end of its own for, as NCCL for CUDA.
+    """The accelerator that `group` (as in core_mesh()) has a back end of its own for, as NCCL for CUDA: this rank's, as
+    distributed.own_device() has it. None where it has none, and without a process group of torch."""
+    parts = _torch_groups(group)
+    return distributed.own_device(dist.get_backend_config(parts[-1])) if parts else None
 
-    None where it has none (Gloo is the CPU's, whatever else it serves), and without a process group of torch. Of
-    several devices it is the one that the program made the current one, else (that is still the first) that of
-    LOCAL_RANK, which then is the current one.
-    """
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None or not (dist.is_available() and dist.is_initialized()):
+
+def checked_device(group: Any, parameters: Iterable[nn.Parameter] = ()) -> torch.device | None:
+    """group_device(). NotImplementedError on all ranks where one has no kernels for it, or for the device where its
+    `parameters` are; ConfigError on all where the process group needs a device a rank and two have one. Collective."""
+    device = group_device(group)
+    place = next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), device)
+    if place is None:
         return None
+    failure = None
+    try:
+        _core.check_device(place)
+    except NotImplementedError as error:
+        failure = error
+    for part in _torch_groups(group):
+        if part.size() > 1 and distributed.own_device(dist.get_backend_config(part)):
+            distributed.check_own_device(part, place, str(failure or ""))
+    if failure is not None:
+        raise failure
+    return device
+
+
+def _torch_groups(group: Any) -> list[dist.ProcessGroup]:
+    """Those of torch in `group`, as in core_mesh()."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
     if isinstance(group, DeviceMesh):
-        group = group.get_group(group.ndim - 1)
-    if not (group is None or isinstance(group, dist.ProcessGroup)):
-        return None
-    back_ends = dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))
-    own = back_ends.get(kind.type)
-    if own is None or own == back_ends.get("cpu"):
-        return None
-    index, local = torch.accelerator.current_device_index(), distributed.local_rank()
-    if index == 0 and local < torch.accelerator.device_count():
-        torch.accelerator.set_device_index(index := local)
-    return torch.device(kind.type, index)
+        return group.get_all_groups()
+    group = dist.group.WORLD if group is None else group
+    return [group] if isinstance(group, dist.ProcessGroup) else []
+
+
+def emulated(config: _core.Config, device: torch.device) -> list[str]:
+    """The warning of an engine in bf16 on a card without bf16 arithmetic: torch computes in fp32 there and rounds."""
+    autocasts = config.get("torch_autocast.enabled") and config.get("torch_autocast.dtype") != "fp16"
+    if not (autocasts or config.get("bf16.enabled")) or device.type != "cuda" or torch.version.hip is not None:
+        return []
+    major, minor = torch.cuda.get_device_capability(device)
+    if major >= 8:
+        return []
+    return [
+        f"[initialize] bf16 is on, and {device} ({torch.cuda.get_device_name(device)}) has compute capability "
+        f"{major}.{minor}: bf16 arithmetic begins with 8.0, before it is emulated and slow; fp16 is fast there"
+    ]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from tessera import _core
 from tessera.errors import ConfigError
@@ -53,6 +56,9 @@ def init_distributed(
     either the process is a world of its own and opens no port. `dist_backend` None: nccl where CUDA runs, else gloo;
     "tessera" is that of register_backend(). `verbose` and `config` are not read: they are there for callers that pass
     them.
+
+    Where the back end is an accelerator's own, as NCCL, this rank's device (own_device()) is the current one from here
+    on, and the group is bound to it. ConfigError on all ranks where one of them has none, or that of another.
     """
     if not dist.is_available():
         raise RuntimeError("[init_distributed] this torch has no torch.distributed")
@@ -68,20 +74,25 @@ def init_distributed(
     if "tessera" in backend:
         register_backend()
     timeout = timeout or _DEFAULT_TIMEOUT
-    if init_method is None and world_size == 1 and "MASTER_ADDR" not in os.environ:
-        dist.init_process_group(
-            backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
-        return
-    if init_method is None:
-        store = torch._C._distributed_c10d.PrefixStore(
-            "default_pg", _job_store(rank, world_size, distributed_port, timeout)
-        )
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    alone = init_method is None and world_size == 1 and "MASTER_ADDR" not in os.environ
+    if alone:
+        store: Any = torch._C._distributed_c10d.HashStore()
+    elif init_method is None:
+        store = _job_store(rank, world_size, distributed_port, timeout)
     else:
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
-    assert dist.group.WORLD is not None
-    _core.show_process(dist.group.WORLD.group_name)
+        store, rank, world_size = next(rendezvous(init_method, rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+    store = torch._C._distributed_c10d.PrefixStore("default_pg", store)
+
+    back_ends = str(dist.distributed_c10d.BackendConfig(dist.Backend(backend)))
+    device = own_device(back_ends)
+    told = _Told(back_ends, device, "" if device else _why_none(back_ends, chosen=dist_backend is not None))
+    told.check("init_distributed", lambda text: _core.tell_all(store, rank, world_size, "devices", text))
+    bound = device if "nccl" in backend else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
+    if not alone:
+        assert dist.group.WORLD is not None
+        _core.show_process(dist.group.WORLD.group_name)
 
 
 def _place(rank: int, world_size: int, environment: dict[str, int]) -> tuple[int, int]:
@@ -159,6 +170,105 @@ def free_port() -> int:
 def local_rank() -> int:
     """LOCAL_RANK, or 0 where no launcher set it."""
     return _environment(True).get("LOCAL_RANK", 0)
+
+
+# ---- the devices of ranks
+
+
+def own_device(back_ends: str) -> torch.device | None:
+    """The accelerator that one of `back_ends` ("cpu:gloo,cuda:nccl") is for alone, as NCCL for CUDA; None where there
+    is none (Gloo is the CPU's, whatever else it serves).
+
+    Of several devices it is the one that the program made the current one, else (that is still the first) that of
+    LOCAL_RANK, which then is the current one.
+    """
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or kind.type not in _of_accelerators(back_ends):
+        return None
+    index, local = torch.accelerator.current_device_index(), local_rank()
+    if index == 0 and local < torch.accelerator.device_count():
+        torch.accelerator.set_device_index(index := local)
+    return torch.device(kind.type, index)
+
+
+def check_own_device(group: dist.ProcessGroup, device: torch.device, no_kernels: str = "") -> None:
+    """ConfigError on all ranks of `group`, whose back end is an accelerator's own, where one has the device of another;
+    NotImplementedError where one says why it has `no_kernels` for its. Collective."""
+    told = _Told(dist.get_backend_config(group), device, "", no_kernels)
+    told.check("initialize", lambda text: _core.tell_ranks(group.group_name, "devices", text))
+
+
+def _of_accelerators(back_ends: str) -> dict[str, str]:
+    """Device types with a back end that is not the CPU's too."""
+    by_type = dict(entry.split(":", 1) for entry in back_ends.split(","))
+    return {kind: name for kind, name in by_type.items() if kind != "cpu" and name != by_type.get("cpu")}
+
+
+def _why_none(back_ends: str, chosen: bool) -> str:
+    """What is missing where own_device() finds no device; "" where none is needed. `chosen`: the caller named the back
+    end; else others may have found a better one, and the reason is theirs to know."""
+    kinds = _of_accelerators(back_ends)
+    if chosen and not kinds:
+        return ""
+    kind = next(iter(kinds), "cuda")
+    try:
+        if kind == "cuda":
+            torch.cuda.init()
+        return f"torch sees no device of type {kind!r}"
+    except (AssertionError, RuntimeError) as error:
+        return f"torch sees no device of type {kind!r}: {str(error).splitlines()[0]}"
+
+
+class _Told:
+    """What each rank tells the others before they talk through a back end."""
+
+    def __init__(self, back_ends: str, device: torch.device | None, why_none: str, no_kernels: str = "") -> None:
+        self.needed = device is not None or bool(_of_accelerators(back_ends))
+        self.said = {"back_ends": back_ends, "host": socket.gethostname(), "why_none": why_none, "uuid": ""}
+        self.said["no_kernels"] = no_kernels.split("\n", 1)[0]
+        if device is not None:
+            module = torch.get_device_module(device.type)
+            known = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+            name = getattr(known, "name", "")
+            self.said |= {
+                "device": f"{device} ({name})" if name else str(device),
+                "uuid": str(getattr(known, "uuid", "")),
+            }
+
+    def check(self, origin: str, tell: Callable[[str], list[str]]) -> None:
+        """ConfigError on all ranks where the ranks cannot talk so. Collective, by way of `tell`."""
+        ranks = [json.loads(text) for text in tell(json.dumps(self.said))]
+        for rank, said in enumerate(ranks):
+            if said["back_ends"] != ranks[0]["back_ends"] or ("device" not in said and self.needed):
+                raise ConfigError(f"[{origin}] {_unlike(rank, ranks)}")
+            if said["no_kernels"]:
+                raise NotImplementedError(f"[{origin}] rank {rank} (host {said['host']!r}): {said['no_kernels']}")
+        holders: dict[str, int] = {}
+        for rank, said in enumerate(ranks):
+            first = holders.setdefault(said["uuid"], rank) if said["uuid"] else rank
+            if first != rank:
+                raise ConfigError(f"[{origin}] {_shared(first, rank, said)}")
+
+
+def _unlike(rank: int, ranks: list[dict[str, str]]) -> str:
+    told = [
+        f"rank {r} (host {ranks[r]['host']!r}) has the back end {ranks[r]['back_ends']!r}"
+        + (f"; {ranks[r]['why_none']}" if ranks[r]["why_none"] else "")
+        for r in sorted({0, rank})
+    ]
+    return (
+        ", ".join(told) + ". All ranks need a device, or none may: mend that rank's, or let all talk over Gloo: "
+        'tessera.init_distributed(dist_backend="gloo")'
+    )
+
+
+def _shared(first: int, rank: int, said: dict[str, str]) -> str:
+    return (
+        f"ranks {first} and {rank} of host {said['host']!r} have one device, {said['device']}, and the back end "
+        f"{said['back_ends']!r} needs one for each rank. Start no more ranks on a host than it has devices (tessera "
+        "launch --num_gpus, torchrun --nproc-per-node; a rank's device is that of LOCAL_RANK unless the program chose "
+        'another), or let them talk over Gloo: tessera.init_distributed(dist_backend="gloo")'
+    )
 
 
 def prepare(dist_init_required: bool | None, distributed_port: int) -> None:

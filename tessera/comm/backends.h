@@ -1,7 +1,10 @@
 // Factories of the group back ends.
 #pragma once
 
+#include <c10/util/intrusive_ptr.h>
+
 #include <chrono>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -24,12 +27,15 @@ GroupPtr single_group();
 std::vector<GroupPtr> thread_groups(int size, std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
 // The ranks of a torch process group registered under `name` (the default group of torch.distributed
-// is "0"; Python's ProcessGroup.group_name gives it): over that group, or over shared memory where it
-// carries CPU tensors by Gloo, see Note [Choice of transport] in c10d/transport.h. Collective. Value error
-// when no such group is registered.
+// is "0"; Python's ProcessGroup.group_name gives it): over that group, or over shared memory for CPU tensors that it
+// would carry by Gloo, see Note [Choice of transport] in c10d/transport.h. Collective. Value error when no such group is
+// registered.
 GroupPtr c10d_group(const std::string& name);
-// The same, for a process group at hand.
-GroupPtr c10d_group(std::shared_ptr<void> keep_alive, c10d::ProcessGroup& group);
+// How a front end holds a process group: what it returns lets go of it. Empty: as any object.
+using HoldProcessGroup =
+    std::function<std::shared_ptr<c10d::ProcessGroup>(c10::intrusive_ptr<c10d::ProcessGroup> group)>;
+// The same, for a process group at hand; `hold` is for those of siblings too.
+GroupPtr c10d_group(const HoldProcessGroup& hold, c10d::ProcessGroup& group);
 
 // The world group of this process from the usual environment: RANK, WORLD_SIZE, MASTER_ADDR,
 // MASTER_PORT (set by torchrun --no-python or by hand). WORLD_SIZE unset or 1: single_group(). Else

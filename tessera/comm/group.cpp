@@ -165,8 +165,8 @@ Pending Group::all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> ou
   return do_all_to_all(std::move(out), std::move(in), std::move(out_splits), std::move(in_splits), label);
 }
 
-GroupPtr Group::sibling() {
-  GroupPtr group = do_sibling();
+GroupPtr Group::sibling(c10::Device device) {
+  GroupPtr group = do_sibling(device);
   group->counts_ = counts_;
   return group;
 }

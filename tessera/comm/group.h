@@ -110,9 +110,10 @@ class Group {
   at::Tensor shared_memory(int64_t bytes, Label label = {});
 
   // A group of the same ranks whose calls are ordered on their own, so that work of two kinds need not agree on one
-  // order. Counts into this group's stats and fails with it. Collective in the sense of order: every rank makes its
-  // siblings in the same order.
-  GroupPtr sibling();
+  // order. It is for tensors of `device`. Counts into this group's stats and fails with it. Collective: every rank makes
+  // its siblings in the same order, and waits for the others where a back end needs a communicator more, see Note [Siblings
+  // of a device] in c10d/own_group.h.
+  GroupPtr sibling(c10::Device device = c10::kCPU);
 
   // Makes every pending and future collective of this group fail, on the other ranks too where the
   // back end can tell them, with `reason` in their message. Local, never blocks.
@@ -130,7 +131,7 @@ class Group {
   virtual Pending do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits,
                                 std::vector<int64_t> in_splits, Label label) = 0;
   virtual void do_barrier(Label label) = 0;
-  virtual GroupPtr do_sibling() = 0;
+  virtual GroupPtr do_sibling(c10::Device device) = 0;
   virtual at::Tensor do_shared_memory(int64_t, Label) { return {}; }
 
  private:

@@ -54,7 +54,7 @@ class SingleGroup final : public Group {
     return {};
   }
   void do_barrier(Label label) override { check("barrier", at::Tensor(), label); }
-  GroupPtr do_sibling() override { return single_group(); }
+  GroupPtr do_sibling(c10::Device) override { return single_group(); }
   at::Tensor do_shared_memory(int64_t bytes, Label label) override {
     check("shared_memory", at::Tensor(), label);
     return at::zeros({bytes}, at::kByte);

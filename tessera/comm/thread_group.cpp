@@ -437,7 +437,9 @@ class ThreadGroup final : public Group {
     call.info.label = label;
     send(std::move(call), {}, {}).wait();
   }
-  GroupPtr do_sibling() override { return std::make_shared<ThreadGroup>(world_, rank_, world_->add_channel(rank_)); }
+  GroupPtr do_sibling(c10::Device) override {
+    return std::make_shared<ThreadGroup>(world_, rank_, world_->add_channel(rank_));
+  }
 
  private:
   RankCall make_call(const char* name, const at::Tensor& out, const at::Tensor& in, const at::Tensor& full,

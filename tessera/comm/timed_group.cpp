@@ -67,7 +67,7 @@ class TimedGroup final : public Group {
       return Pending();
     }).wait();
   }
-  GroupPtr do_sibling() override { return timed_group(group_->sibling(), record_); }
+  GroupPtr do_sibling(c10::Device device) override { return timed_group(group_->sibling(device), record_); }
   at::Tensor do_shared_memory(int64_t bytes, Label label) override { return group_->shared_memory(bytes, label); }
 
  private:

@@ -167,7 +167,7 @@ Checkpointer::~Checkpointer() {
 void Checkpointer::span(comm::GroupPtr group, std::vector<int> copies) {
   wait();
   const c10::Device device = ranks_of(engine_).device;
-  ranks_.emplace(zero::Ranks(group->size() > 1 ? group->sibling() : std::move(group)));
+  ranks_.emplace(zero::Ranks(group->size() > 1 ? group->sibling(device) : std::move(group)));
   ranks_->device = device;
   spans_ = true;
   copies_ = std::move(copies);

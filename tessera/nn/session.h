@@ -78,6 +78,10 @@ class Session {
   // Learning rates that the next update uses, one per param group.
   std::vector<double> lr() const;
 
+  // Where the parameters are, and inputs belong.
+  c10::Device device() const {
+    return core_->params().empty() ? c10::Device(c10::kCPU) : core_->params().front().tensor.device();
+  }
   int rank() const { return core_->mesh().rank(comm::kBatchAxes); }
   int size() const { return core_->mesh().size(comm::kBatchAxes); }
 

@@ -21,7 +21,9 @@ struct Loaded {
 Loaded load(c10::DeviceType type) {
   const std::string library = "libtessera_" + c10::DeviceTypeName(type, /*lower_case=*/true) + ".so";
   void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) return {nullptr, std::string("its kernels were not found (") + dlerror() + ")"};
+  if (handle == nullptr)
+    return {nullptr, std::string("its kernels were not found (") + dlerror() +
+                         "); build Tessera where that device's compiler is found"};
   const auto entry = reinterpret_cast<TesseraDeviceTable>(dlsym(handle, kEntry));
   if (entry == nullptr) return {nullptr, library + " has no " + kEntry + "()"};
   const kernels::DeviceTable* const table = entry();
@@ -46,7 +48,7 @@ const kernels::DeviceTable& device_kernels(c10::DeviceType type) {
   const Loaded& found = loaded(type);
   TESSERA_CHECK_BUILT(found.table != nullptr, "shard.device", "tensors on device type '",
                       c10::DeviceTypeName(type, true), "' cannot be trained: ", found.why_not,
-                      "; move the model to the CPU, or build Tessera where that device's compiler is found");
+                      "; or move the model to the CPU");
   return *found.table;
 }
 

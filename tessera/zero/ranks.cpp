@@ -21,7 +21,7 @@ Ranks::Ranks(const comm::Mesh& mesh, comm::Axes varies)
 Ranks Ranks::siblings() const {
   Ranks own = *this;
   for (comm::GroupPtr* group : {&own.shard, &own.replicate, &own.model})
-    if ((*group)->size() > 1) *group = (*group)->sibling();
+    if ((*group)->size() > 1) *group = (*group)->sibling(device);
   return own;
 }
 
@@ -34,7 +34,7 @@ void Ranks::broadcast(const at::Tensor& tensor, int root, comm::Label label) con
 }
 
 void Ranks::agree(const at::Tensor& numbers, comm::ReduceOp op, comm::Label label) const {
-  if (all() == 1) return;  // and no wait for the device
+  if (all() == 1) return;
   const at::Tensor travelling = numbers.to(device);
   for (const comm::GroupPtr& group : {shard, replicate, model})
     group->all_reduce(travelling, op, label).wait();
@@ -42,7 +42,7 @@ void Ranks::agree(const at::Tensor& numbers, comm::ReduceOp op, comm::Label labe
 }
 
 void Ranks::collect(const at::Tensor& rows, comm::Label label) const {
-  if (all() == 1) return;
+  if (all() == 1) return;  // to and from the device would be two waits for nothing
   const at::Tensor travelling = rows.to(device);
   shard->all_gather(travelling.flatten(), travelling[shard->rank()].flatten(), label).wait();
   for (const comm::GroupPtr& group : {replicate, model})

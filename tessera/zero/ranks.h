@@ -23,7 +23,7 @@ struct Ranks {
   // `varies`: the axes along which a parameter differs (a slice of another rank's, or an expert of its own). Its gradients
   // and values are not exchanged along them.
   explicit Ranks(const comm::Mesh& mesh, comm::Axes varies = {});
-  // The same ranks in groups of their own (comm::Group::sibling). Collective.
+  // The same ranks in groups of their own for tensors of `device` (comm::Group::sibling). Collective.
   Ranks siblings() const;
 
   // Of those that exchange gradients: how many, and this one's place, replica by replica.

@@ -144,9 +144,10 @@ void Units::make_sets(const comm::Mesh& mesh) {
   for (auto& [varies, set] : sets_) {
     for (const comm::GroupPtr& group : {set.ranks.shard, set.ranks.replicate, set.ranks.model})
       if (group->size() > 1) mesh_groups_.push_back(group);
-    set.ranks = set.ranks.siblings();
     if (!params_.empty()) set.ranks.device = params_.front().tensor.device();
-    set.gathers = partitions && set.ranks.shard->size() > 1 ? set.ranks.shard->sibling() : set.ranks.shard;
+    set.ranks = set.ranks.siblings();
+    const bool gathers = partitions && set.ranks.shard->size() > 1;
+    set.gathers = gathers ? set.ranks.shard->sibling(set.ranks.device) : set.ranks.shard;
   }
 }
 

@@ -27,7 +27,7 @@ void releasing_if_it_throws(const ArrivedSum& sum, const F& f) {
 UpdateInBackward::UpdateInBackward(Units& units, BackwardDriver& driver, Updater& updater)
     : units_(units), updater_(updater), present_(units.count()) {
   if (!on()) return;
-  if (units.options().unit_clipping > 0) norms_ = units.ranks().shard->sibling();
+  if (units.options().unit_clipping > 0) norms_ = units.ranks().shard->sibling(units.ranks().device);
   driver.send_sums_to(this);
 }
 

@@ -49,6 +49,14 @@ void over_gloo(int size, const RankBody& body) {
   });
 }
 
+// The collectives of the back end itself, as those of a device.
+void over_native_gloo(int size, const RankBody& body) {
+  StayingRanks ranks(size);
+  testing::run_gloo_threads(size, [&](int rank, testing::TorchGroup torch) {
+    ranks.run(body, rank, make_c10d_group(nullptr, std::move(torch), C10dPath::Native));
+  });
+}
+
 // On two hosts, in turns.
 void over_hosts(int size, const RankBody& body) {
   std::vector<int> host_of;
@@ -156,22 +164,49 @@ TEST_P(EveryGroup, ARankThatHasLaunchedDoesNotHoldUpTheOthers) {
   });
 }
 
-TEST_P(EveryGroup, SiblingsMayBeLaunchedAndWaitedForInAnyOrder) {
+// Of a group and a sibling, and of two siblings.
+struct EveryGroupWithSiblings : EveryGroup {};
+INSTANTIATE_TEST_SUITE_P(Over, EveryGroupWithSiblings,
+                         ::testing::Values(kOverThreads, kOverShm, kOverGloo, BackEnd{"native_gloo", &over_native_gloo},
+                                           kOverHosts),
+                         back_end_name);
+
+TEST_P(EveryGroupWithSiblings, MayBeLaunchedAndWaitedForInAnyOrder) {
   run(4, [](int rank, GroupPtr group) {
-    const auto sibling = group->sibling();
-    const int64_t n = 2000000;  // more than a ring of shared memory holds
-    at::Tensor a = at::full({n}, 1.0f + rank), b = at::full({n}, 10.0f + rank);
-    const auto one = [&] { return group->all_reduce(a, ReduceOp::Sum, "a"); };
-    const auto other = [&] { return sibling->all_reduce(b, ReduceOp::Sum, "b"); };
-    auto first = rank % 2 == 0 ? one() : other();
-    auto second = rank % 2 == 0 ? other() : one();
-    // Over Gloo wait() sends the second round of a large call, so that waits have an order there.
-    if (GetParam().run == &over_gloo && rank % 2 == 1) std::swap(first, second);
-    first.wait();
-    second.wait();
-    EXPECT_TRUE(a.eq(10).all().item<bool>());
-    EXPECT_TRUE(b.eq(46).all().item<bool>());
-    EXPECT_EQ(group->stats().all_reduce.calls, 2);
+    const auto sibling = group->sibling(), another = group->sibling();
+    const auto opposite = [&](Group& of_a, Group& of_b, int64_t size_a, int64_t size_b) {
+      at::Tensor a = at::full({size_a}, 1.0f + rank), b = at::full({size_b}, 10.0f + rank);
+      const auto one = [&] { return of_a.all_reduce(a, ReduceOp::Sum, "a"); };
+      const auto other = [&] { return of_b.all_reduce(b, ReduceOp::Sum, "b"); };
+      auto first = rank % 2 == 0 ? one() : other();
+      auto second = rank % 2 == 0 ? other() : one();
+      // Over Gloo wait() sends the second round of a large call, so that waits have an order there.
+      if (GetParam().run == &over_gloo && rank % 2 == 1) std::swap(first, second);
+      first.wait();
+      second.wait();
+      EXPECT_TRUE(a.eq(10).all().item<bool>()) << size_a << " " << size_b;
+      EXPECT_TRUE(b.eq(46).all().item<bool>()) << size_a << " " << size_b;
+    };
+    const int64_t large = 2000000;  // more than a ring of shared memory holds
+    opposite(*group, *sibling, large, large);
+    opposite(*sibling, *another, 1000, large);
+    opposite(*another, *group, 1000, 1000);
+    EXPECT_EQ(group->stats().all_reduce.calls, 6);
+  });
+}
+
+// As an engine that is destroyed with its process going on: others are still in a call when the first lets go.
+TEST_P(EveryGroupWithSiblings, EndWithoutTheOthers) {
+  run(3, [](int rank, GroupPtr group) {
+    for (int turn = 0; turn < 3; ++turn) {
+      auto sibling = group->sibling();
+      at::Tensor t = at::full({300000}, 1.0f + rank);
+      if (rank == turn) std::this_thread::sleep_for(100ms);
+      sibling->all_reduce(t, ReduceOp::Sum).wait();
+      EXPECT_TRUE(t.eq(6).all().item<bool>());
+      if (rank == turn) sibling.reset();  // the others' go with the scope, a call of the group later
+      group->barrier();
+    }
   });
 }
 

@@ -10,8 +10,10 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/base/error.h"
+#include "tessera/comm/c10d/group.h"
 #include "tessera/io/file.h"
 #include "tessera/offload/states.h"
+#include "tests/comm/c10d/gloo_threads.h"
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
 #include "tests/support/modes.h"
@@ -127,6 +129,42 @@ TEST(Checkpoint, GoesOnBitForBit) {
         });
       }
     }
+  }
+}
+
+// Over the collectives of a back end itself, as on a device: they meet in the order of calls, and the thread of a save calls
+// beside training.
+TEST(Checkpoint, IsSavedBesideTrainingOverCollectivesWithoutTags) {
+  for (const int stage : {0, 2, 3}) {
+    const TempFolder folder;
+    const auto body = [&](int rank, const comm::GroupPtr& group, bool saves) {
+      const Toy toy, other(7);
+      Engine engine = toy_engine({.stage = stage, .clip = 1e-3}, toy, group);
+      std::vector<Values> were;
+      for (int step = 0; step < 6; ++step) {
+        if (saves) engine.checkpoints().save(folder.path(), {.tag = std::to_string(step), .asynchronous = true});
+        train(engine, toy, rank, step, 1);
+        were.push_back(values_of(engine));
+      }
+      engine.checkpoints().wait();
+      if (!saves) return were;
+      Engine resumed = toy_engine({.stage = stage, .clip = 1e-3}, other, group);
+      for (const int step : {1, 5}) {
+        resumed.checkpoints().open(folder.path(), std::to_string(step), {})->apply();
+        expect_same(values_of(resumed).masters, were[step - 1].masters, at::kFloat, c10::str("step ", step));
+      }
+      return were;
+    };
+    std::vector<Values> want;
+    run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+      const auto were = body(rank, group, false);
+      if (rank == 0) want = were;
+    });
+    run_gloo_threads(2, [&](int rank, TorchGroup torch) {
+      const auto were = body(rank, comm::make_c10d_group(nullptr, torch, comm::C10dPath::Native), true);
+      for (size_t step = 0; step < want.size(); ++step)
+        expect_same(were[step].masters, want[step].masters, at::kFloat, c10::str("stage ", stage, " step ", step));
+    });
   }
 }
 

@@ -251,7 +251,7 @@ class Recorder : public comm::Group {
     return {};
   }
   void do_barrier(comm::Label) override {}
-  comm::GroupPtr do_sibling() override { return nullptr; }
+  comm::GroupPtr do_sibling(c10::Device) override { return nullptr; }
 
  private:
   std::vector<std::string>& events_;

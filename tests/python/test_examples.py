@@ -54,8 +54,7 @@ def train(program: list, folder: Path, config: Path, ranks: int, *more: str | Pa
     """Losses of every step on rank 0 and the held-out loss."""
     command = [*program, "--config", config, "--data", folder / "text.txt", "--weights", folder / "weights.pt"]
     command += ["--steps", str(steps), *SIZES, *more]
-    # The C++ program trains on the CPU.
-    losses = losses_of(run_program(command, ranks, CUDA_VISIBLE_DEVICES="")[0])
+    losses = losses_of(run_program(command, ranks)[0])
     assert len(losses) in (STEPS + 1, STEPS // 2 + 1)  # the whole run, or a half
     return losses
 

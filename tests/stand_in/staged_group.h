@@ -57,7 +57,7 @@ class StagedGroup final : public comm::Group {
     });
   }
   void do_barrier(Label label) override { below_->barrier(label); }
-  comm::GroupPtr do_sibling() override { return std::make_shared<StagedGroup>(below_->sibling()); }
+  comm::GroupPtr do_sibling(c10::Device) override { return std::make_shared<StagedGroup>(below_->sibling()); }
 
  private:
   // The memory of a tensor of the device, which does not keep it.

@@ -23,6 +23,9 @@ def load(path: str | Path) -> ctypes.CDLL:
         module.set_device = torch.accelerator.set_device_index
         module.device = lambda device: torch.accelerator.device_index(torch.device(device).index)
         module.synchronize = torch.accelerator.synchronize
+        module.get_device_properties = lambda device: types.SimpleNamespace(
+            name="stand-in", uuid=f"stand-in {torch.device(device).index}"
+        )
         module.manual_seed_all = lambda seed: None  # the CPU's generator serves
         module._is_in_bad_fork = lambda: False
         module.get_rng_state = lambda device=None: torch.get_rng_state()

@@ -13,7 +13,13 @@ import wheel_metadata  # noqa: E402
 
 @pytest.mark.parametrize(
     ("version", "expected"),
-    [("2.13.0+cpu", "torch==2.13.*"), ("2.14.1", "torch==2.14.*"), ("3.0.0a0+git12", "torch==3.0.*"), (None, "torch")],
+    [
+        ("2.11.0", "torch==2.11.*"),
+        ("2.13.0+cpu", "torch==2.13.*"),
+        ("2.15.1+cu132", "torch==2.15.*"),
+        ("3.0.0a0+git12", "torch==3.0.*"),
+        (None, "torch"),
+    ],
 )
 def test_requirement(version, expected):
     assert wheel_metadata.torch_requirement(version) == expected

@@ -42,7 +42,9 @@ class Recorder final : public comm::Group {
     return inner_->all_to_all(out, in, std::move(o), std::move(i), label);
   }
   void do_barrier(comm::Label label) override { inner_->barrier(label); }
-  comm::GroupPtr do_sibling() override { return std::make_shared<Recorder>(inner_->sibling(), noted_); }
+  comm::GroupPtr do_sibling(c10::Device device) override {
+    return std::make_shared<Recorder>(inner_->sibling(device), noted_);
+  }
 
  private:
   comm::GroupPtr inner_;

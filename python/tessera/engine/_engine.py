@@ -17,8 +17,8 @@ from torch import nn
 
 from tessera import _core, _mesh, distributed
 from tessera._config import dtype_at, load_config
-from tessera._copies import cast_buffers, own_copies, without_repeats
-from tessera._device import group_device
+from tessera._copies import cast_buffers, copy_of, own_copies, without_repeats
+from tessera._device import checked_device, emulated
 from tessera._loans import Loans, step_of, zero_grad_of
 from tessera._outputs import tensors_in
 from tessera.autocast import (
@@ -89,7 +89,7 @@ class Engine(EngineCheckpoints, EngineMoving):
         self.num_local_io_workers = 0
         self._runner = None
         self._loans = Loans()
-        device = group_device(group)
+        device = checked_device(group, model.parameters())
         sizes = _mesh.mesh_sizes(self._settings)
         if sequence_parallel is not None:
             sizes["sp"] = sequence_parallel
@@ -111,6 +111,7 @@ class Engine(EngineCheckpoints, EngineMoving):
             self._parallel = TensorParallel(model, self._settings, self._mesh, cuts=sizes["tp"] > 1)
             self._warn(self._parallel.warnings)
             self.device = place(model, device)
+            self._warn(emulated(self._settings, self.device))
             base = self._build_optimizer(model_parameters)
             self._check_optimizer(base)
             # All that the caller's arguments can make fail comes before the core, which changes the parameters.
@@ -585,9 +586,10 @@ class Engine(EngineCheckpoints, EngineMoving):
         """The partitioned parameters that are whole at the moment, and their values."""
         found = [(param, self._index.get(id(param), -1)) for param in self.module.parameters()]
         return [
-            (param, param.detach().clone())
+            (param, copy)
             for param, number in found
             if number >= 0 and self.core.partition_of(number).partitioned and self.core.is_gathered(number)
+            if (copy := copy_of(param)) is not None
         ]
 
     def __del__(self) -> None:

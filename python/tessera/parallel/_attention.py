@@ -32,6 +32,8 @@ _WHOLE = (
     "kv_a_layernorm",
 )  # of low-rank projections, before the cut
 _QUERIES = ("q_proj", "q", "query", "q_b_proj", "wq", "q_lin", "to_q")
+# scaled_dot_product_attention() on the CPU divides by the number of heads in torch 2.11, not in 2.13.
+_ATTENDS_WITHOUT_HEADS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 _KEYS = ("k_proj", "k", "key", "wk", "k_lin", "to_k")
 
 
@@ -119,6 +121,12 @@ def attention_of(path: str, module: nn.Module, columns: dict[str, ParamCut]) -> 
             raise ConfigError(
                 f"[tensor_parallel] {path}: {heads} heads in {rows} rows of its projections cannot be cut so that rank "
                 f"{rank} has {query.length(rank)} rows; give this module a rule in tensor_parallel.partition_config"
+            )
+        if held == 0 and not _ATTENDS_WITHOUT_HEADS:
+            raise ConfigError(
+                f"[tensor_parallel] {path}: rank {rank} of {len(query.ranges)} has none of {heads} heads, and the "
+                f"attention of torch {torch.__version__} ends the process where there is no head; use a smaller "
+                "autotp_size, or torch 2.13 or newer"
             )
         mine.append((at, at + held // rows))
         at += held // rows

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tessera import _core
-from tessera._device import group_device
+from tessera._device import checked_device, group_device
 from tessera._mesh import OwnGroups, core_group
 from tessera.pipeline._wire import Peer
 
@@ -27,7 +27,7 @@ class Grid:
         self.size = world // stages
         self.stage, self.place = divmod(rank, self.size)
         self.rank = rank
-        self.device = group_device(None)  # of all processes: a mesh does not say
+        self.device = checked_device(None)  # of all processes: a mesh does not say
         self.groups = OwnGroups()
         self.stage_ranks: Any = None  # as Engine takes it: None is all processes
         if stages > 1:

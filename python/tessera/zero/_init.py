@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from tessera import _core, distributed
 from tessera._config import choose_config, load_config
-from tessera._device import group_device, move
+from tessera._device import checked_device, move
 from tessera._mesh import core_mesh, mesh_sizes
 from tessera.errors import ConfigError
 from tessera.zero._owners import Home, holder_of, set_home
@@ -227,7 +227,7 @@ class Init:
             group = mpu.get_data_parallel_group()
         if group is None:
             distributed.prepare(None, 29500)
-        device = group_device(group)
+        device = checked_device(group)
         self._early = EarlyParameters(_mesh(group, loaded), device, *_home(remote_device, pin_memory, loaded))
         self._factories = torch.device(device) if tensor_overrides and device is not None else nullcontext()
         self._building: set[int] = set()  # ids of modules whose __init__ runs

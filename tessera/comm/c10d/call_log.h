@@ -2,7 +2,7 @@
 // a rank that has waited for long compares them and finds who called what instead.
 //
 // Note [Different calls]
-//   Messages between pairs carry a hash of their call in their tag (group.cpp), so ranks that make different calls
+//   Messages between pairs carry a hash of their call in their tag (messages.h), so ranks that make different calls
 //   never exchange data: both wait. A rank that has waited for some seconds therefore puts its log on the fault board and
 //   reads those of the others. Two logs that hold different calls under one number prove a mistake. All else proves
 //   nothing: a rank may be late, its text may be old, and it may be at another place of its program.

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "tessera/base/error.h"
+#include "tessera/comm/c10d/watched_store.h"
+
 namespace tessera::comm {
 namespace {
 
@@ -34,19 +37,37 @@ int64_t next_instance(c10d::ProcessGroup& group) {
   return store->add("tessera/groups/" + group.getGroupName() + "/" + std::to_string(group.getRank()), 1);
 }
 
+FaultBoard board_of(c10d::ProcessGroup& group, int64_t instance) {
+  return {group.getStore(), group.getRank(), group.getSize(), group.getGroupName() + "/" + std::to_string(instance)};
+}
+
 }  // namespace
 
-C10dCore::C10dCore(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::ProcessGroup> group)
-    : keep_alive_(std::move(keep_alive)),
-      group_(std::move(group)),
+std::shared_ptr<c10d::ProcessGroup> hold_group(const HoldProcessGroup& hold,
+                                               c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  if (hold) return hold(std::move(group));
+  c10d::ProcessGroup* const held = group.get();
+  return {held, [group = std::move(group)](c10d::ProcessGroup*) {}};
+}
+
+C10dCore::C10dCore(HoldProcessGroup hold, c10::intrusive_ptr<c10d::ProcessGroup> group)
+    : hold_(std::move(hold)),
+      group_(hold_group(hold_, std::move(group))),
       rank_(group_->getRank()),
       size_(group_->getSize()),
       instance_(next_instance(*group_)),
-      board_(group_->getStore(), rank_, size_, group_->getGroupName() + "/" + std::to_string(instance_)),
+      board_(board_of(*group_, instance_)),
       calls_(rank_) {
   if (size_ == 1) return;
   board_.show_process();
   watcher_ = std::thread([this] { watch(); });
+}
+
+c10::intrusive_ptr<c10d::Store> C10dCore::watched_store(const std::string& name) const {
+  const auto store = group_->getStore();
+  TESSERA_CHECK_VALUE(store, "comm", "process group '", group_->getGroupName(), "' has no store");
+  const auto part = c10::make_intrusive<c10d::PrefixStore>("tessera/" + group_->getGroupName() + "/" + name, store);
+  return c10::make_intrusive<WatchedStore>(part, board_of(*group_, instance_), rank_, size_);
 }
 
 int64_t C10dCore::count_instance() {

@@ -13,12 +13,16 @@
 #include <thread>
 #include <vector>
 
+#include "tessera/comm/backends.h"
 #include "tessera/comm/c10d/call_log.h"
 #include "tessera/comm/c10d/fault_board.h"
 #include "tessera/comm/op_info.h"
 #include "tessera/comm/process_owner.h"
 
 namespace tessera::comm {
+
+std::shared_ptr<c10d::ProcessGroup> hold_group(const HoldProcessGroup& hold,
+                                               c10::intrusive_ptr<c10d::ProcessGroup> group);
 
 // One call of a group, as its log knows it.
 struct C10dCall {
@@ -36,7 +40,7 @@ struct Transfer {
 // Made by make_owned(): it has a thread. In a forked copy of the process all calls throw, but abort(), which does nothing.
 class C10dCore {
  public:
-  C10dCore(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::ProcessGroup> group);
+  C10dCore(HoldProcessGroup hold, c10::intrusive_ptr<c10d::ProcessGroup> group);
   ~C10dCore();
 
   int rank() const { return rank_; }
@@ -47,9 +51,14 @@ class C10dCore {
   // The number of a further Group on this core.
   int64_t count_instance();
   c10d::ProcessGroup& group() { return *group_; }
+  // How this one is held, and others made of it are.
+  const HoldProcessGroup& hold() const { return hold_; }
+  // The part `name` of the group's store, where waits end when the group fails or a rank is lost.
+  c10::intrusive_ptr<c10d::Store> watched_store(const std::string& name) const;
   // Every call is added before its messages are posted.
   CallLog& calls() { return calls_; }
 
+  bool failed() { return !cause().empty(); }
   // Throws when the group has failed before, and in a forked copy.
   void check_alive(const OpInfo& info);
   // Waits for all of them, and releases them. On a failure: settles the cause with the other ranks and throws.
@@ -73,8 +82,8 @@ class C10dCore {
   std::string cause();
 
   const ProcessOwner owner_;
-  const std::shared_ptr<void> keep_alive_;
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const HoldProcessGroup hold_;
+  const std::shared_ptr<c10d::ProcessGroup> group_;
   const int rank_, size_;
   const int64_t instance_;
   FaultBoard board_;

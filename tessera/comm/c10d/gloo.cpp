@@ -1,6 +1,7 @@
 #include "tessera/comm/c10d/gloo.h"
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupWrapper.hpp>
 
 #include <sstream>
 
@@ -22,6 +23,11 @@ c10::intrusive_ptr<c10d::Backend> gloo_backend(const c10::intrusive_ptr<c10d::St
     options->devices.push_back(Gloo::createDefaultDevice());
   }
   return c10::make_intrusive<Gloo>(store, rank, size, options);
+}
+
+c10::intrusive_ptr<c10d::Backend> without_checks(c10::intrusive_ptr<c10d::Backend> backend) {
+  const auto* const wrapper = dynamic_cast<const c10d::ProcessGroupWrapper*>(backend.get());
+  return wrapper ? wrapper->getWrappedPg() : backend;
 }
 
 }  // namespace tessera::comm

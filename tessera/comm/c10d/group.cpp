@@ -6,14 +6,6 @@
 //   buffer, and its all_gather copies through a temporary. It also keeps Note [Order of summation], and a wait on a
 //   message can be interrupted when another rank fails. all_reduce and a large broadcast have a second round of messages
 //   that is sent in wait().
-// Note [Tags]
-//   The tag of a message says which group it belongs to, which round, what call it is part of (its number there, and a
-//   hash of what ranks must agree on) and how long it is. So messages of several calls in flight cannot be mixed up, and
-//   those of different calls never meet: see Note [Different calls] in call_log.h. Numbers repeat after kCallTags calls;
-//   messages with one tag between two ranks arrive in the order in which they were sent.
-// Note [Marks]
-//   When a peer dies, Gloo fails the messages that are posted but not the one that is just arriving: waiting for that one
-//   would take until the timeout. So a long message is followed by a mark of one byte, and marks are waited for first.
 #include "tessera/comm/c10d/group.h"
 
 #include <ATen/DeviceAccelerator.h>
@@ -26,6 +18,8 @@
 #include "tessera/comm/backends.h"
 #include "tessera/comm/c10d/compat.h"
 #include "tessera/comm/c10d/core.h"
+#include "tessera/comm/c10d/messages.h"
+#include "tessera/comm/c10d/own_group.h"
 #include "tessera/comm/c10d/transport.h"
 #include "tessera/comm/c10d/watched_store.h"
 #include "tessera/comm/reduce_rows.h"
@@ -35,19 +29,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kFirstTag = 0x40000000;        // clear of the small tags that people use
-constexpr int kMarkTag = 0x20000000;         // added for the mark after a message
-constexpr int kSecondRound = 0x10000000;     // added for the second round of a call
-constexpr int64_t kInstances = 64;           // groups over one process group before tags repeat
-constexpr int64_t kCallTags = 64;            // calls of one group before tags repeat
-constexpr int64_t kHashes = 1 << 16;         // that tags tell apart
-constexpr int64_t kMarkedBytes = 64 * 1024;  // messages from here on are followed by a mark
-constexpr int64_t kSmallBytes = 64 * 1024;   // up to here one round of whole tensors beats two rounds of parts
-
-// The elements [begin, begin + count) of a flat tensor.
-struct Span {
-  int64_t begin = 0, count = 0;
-};
+constexpr int64_t kSmallBytes = 64 * 1024;  // up to here one round of whole tensors beats two rounds of parts
 
 Span chunk(int64_t total, int index, int parts) {
   const int64_t begin = total * index / parts;
@@ -89,14 +71,16 @@ c10d::ReduceOp native_op(ReduceOp op) {
 
 using Call = C10dCall;
 
-// Turns `then` (may be empty) once the first messages are through; it may post a second round.
+// Turns `then` (may be empty) once the first messages are through; it may post a second round. `own`: what a sibling's
+// native collective runs on.
 class C10dWork final : public Pending::Work {
  public:
   using Then = std::function<std::vector<Transfer>()>;
 
   C10dWork(std::shared_ptr<C10dCore> core, Call call, std::vector<Transfer> transfers, std::vector<at::Tensor> held,
-           Then then, at::Tensor buffer)
+           Then then, at::Tensor buffer, std::shared_ptr<OwnGroup> own = nullptr)
       : core_(std::move(core)),
+        own_(std::move(own)),
         call_(std::move(call)),
         held_(std::move(held)),
         buffer_(std::move(buffer)),
@@ -105,6 +89,7 @@ class C10dWork final : public Pending::Work {
 
   void wait() override {
     core_->finish(transfers_, call_, launched_);
+    if (own_) own_->mark_end();
     if (then_) {
       transfers_ = then_();
       core_->finish(transfers_, call_, launched_);
@@ -143,69 +128,13 @@ class C10dWork final : public Pending::Work {
   }
 
   std::shared_ptr<C10dCore> core_;
+  std::shared_ptr<OwnGroup> own_;
   Call call_;
   std::vector<at::Tensor> held_;
   at::Tensor buffer_;
   std::vector<Transfer> transfers_;  // destroyed before the memory they use
   Then then_;
   Clock::time_point launched_ = Clock::now();
-};
-
-// The messages of one call to and from the peers.
-class Messages {
- public:
-  Messages(C10dCore& core, const Call& call, bool second_round = false)
-      : core_(core),
-        info_(call.info),
-        tag_(kFirstTag + (second_round ? kSecondRound : 0) +
-             static_cast<int>((call.instance % kInstances * kCallTags + call.number % kCallTags) * kHashes)),
-        hash_(agreement_hash(call.info)) {}
-
-  void receive(const at::Tensor& flat, Span span, int peer) { add(flat, span, peer, false); }
-  void send(const at::Tensor& flat, Span span, int peer) { add(flat, span, peer, true); }
-  // In the order in which to wait.
-  std::vector<Transfer> take() {
-    marks_.insert(marks_.end(), transfers_.begin(), transfers_.end());
-    return std::move(marks_);
-  }
-
- private:
-  void add(const at::Tensor& flat, Span span, int peer, bool out) {
-    if (span.count == 0) return;
-    try {
-      const at::AutoDispatchBelowADInplaceOrView guard;
-      const int64_t bytes = span.count * static_cast<int64_t>(flat.element_size());
-      const int tag = tag_of(bytes);
-      transfers_.push_back(start(flat.narrow(0, span.begin, span.count), peer, out, tag));
-      if (bytes < kMarkedBytes) return;
-      const at::Tensor mark = at::full({1}, out ? 1 : 0, at::TensorOptions(at::kByte));
-      Transfer transfer = start(mark, peer, out, tag + kMarkTag);
-      if (out) {
-        transfers_.push_back(std::move(transfer));
-      } else {
-        transfer.mark = mark;
-        marks_.push_back(std::move(transfer));
-      }
-    } catch (const std::exception& error) {
-      core_.fail(info_, Clock::now(), peer, error.what());
-    }
-  }
-
-  int tag_of(int64_t bytes) const {
-    const uint64_t mixed = (hash_ ^ static_cast<uint64_t>(bytes)) * 0x9e3779b97f4a7c15u;  // its top bits depend on all
-    return tag_ + static_cast<int>(mixed / (UINT64_MAX / uint64_t{kHashes} + 1));
-  }
-
-  Transfer start(const at::Tensor& tensor, int peer, bool out, int tag) {
-    std::vector<at::Tensor> one = {tensor};
-    return {out ? core_.group().send(one, peer, tag) : core_.group().recv(one, peer, tag), peer};
-  }
-
-  C10dCore& core_;
-  const OpInfo& info_;
-  const int tag_;
-  const uint64_t hash_;
-  std::vector<Transfer> transfers_, marks_;
 };
 
 char* bytes_of(const at::Tensor& flat, int64_t element) {
@@ -235,13 +164,22 @@ struct Rows {
 
 class C10dGroup final : public Group {
  public:
-  C10dGroup(std::shared_ptr<C10dCore> core, C10dPath path, int64_t instance)
-      : core_(std::move(core)), path_(path), instance_(instance) {}
+  // What `host` carries, if there is one: the CPU tensors.
+  C10dGroup(std::shared_ptr<C10dCore> core, C10dPath path, GroupPtr host)
+      : core_(std::move(core)), path_(path), instance_(core_->instance()), host_(std::move(host)) {}
+  // A sibling for tensors of `device`.
+  C10dGroup(std::shared_ptr<C10dCore> core, C10dPath path, int64_t instance, c10::Device device)
+      : core_(std::move(core)), path_(path), instance_(instance), sibling_of_(device.type()) {
+    if (core_->size() > 1 && native(device)) own_ = make_owned<OwnGroup>(core_, instance, device);
+  }
 
   int rank() const override { return core_->rank(); }
   int size() const override { return core_->size(); }
-  std::string name() const override { return core_->group().getBackendName(); }
-  void abort(const std::string& reason) override { core_->abort(reason); }
+  std::string name() const override;
+  void abort(const std::string& reason) override {
+    if (host_) host_->abort(reason);
+    core_->abort(reason);
+  }
 
  protected:
   Pending do_all_gather(at::Tensor out, at::Tensor in, Label label) override;
@@ -252,13 +190,24 @@ class C10dGroup final : public Group {
                         Label label) override;
   void do_barrier(Label label) override;
   // One core: what fails one group fails both.
-  GroupPtr do_sibling() override { return std::make_shared<C10dGroup>(core_, path_, core_->count_instance()); }
+  GroupPtr do_sibling(c10::Device device) override {
+    if (host_ && device.is_cpu()) return host_->sibling(device);
+    return std::make_shared<C10dGroup>(core_, path_, core_->count_instance(), device);
+  }
+  at::Tensor do_shared_memory(int64_t bytes, Label label) override {
+    return host_ ? host_->shared_memory(bytes, label) : at::Tensor();
+  }
 
  private:
   Call begin(OpInfo info, Splits splits = {});
-  bool native(const at::Tensor& t) const { return path_ == C10dPath::Native || !t.is_cpu(); }
-  Pending native_work(const Call& call, std::vector<at::Tensor> held,
-                      const std::function<c10::intrusive_ptr<c10d::Work>()>& launch);
+  bool on_host(const at::Tensor& t) const { return host_ && t.is_cpu(); }
+  bool native(c10::Device device) const { return path_ == C10dPath::Native || !device.is_cpu(); }
+  bool native(const at::Tensor& t) const { return native(t.device()); }
+  // What the back end's own collectives for `device` run on.
+  c10d::ProcessGroup& native_group(const OpInfo& info, c10::Device device) const;
+  // launch(process group) starts it, for tensors of `device`.
+  Pending native_work(const Call& call, c10::Device device, std::vector<at::Tensor> held,
+                      const std::function<c10::intrusive_ptr<c10d::Work>(c10d::ProcessGroup&)>& launch);
   Pending small_all_reduce(const at::Tensor& flat, const Call& call);
   // Second round: sends our chunk of `flat` to all others and receives theirs.
   static std::vector<Transfer> share_chunks(C10dCore& core, const Call& call, const at::Tensor& flat);
@@ -272,7 +221,28 @@ class C10dGroup final : public Group {
   std::shared_ptr<C10dCore> core_;
   const C10dPath path_;
   const int64_t instance_;
+  const std::optional<c10::DeviceType> sibling_of_{};
+  const GroupPtr host_{};
+  std::shared_ptr<OwnGroup> own_{};
 };
+
+// That of the accelerator's back end too, where it is another one.
+std::string C10dGroup::name() const {
+  c10d::ProcessGroup& group = core_->group();
+  if (!host_) return group.getBackendName();
+  const auto accelerator = at::accelerator::getAccelerator();
+  if (!accelerator || !compat::has_backend_for(group, *accelerator)) return host_->name();
+  const std::string there = group.getBackend(*accelerator)->getBackendName();
+  return there == group.getBackend(c10::DeviceType::CPU)->getBackendName() ? host_->name()
+                                                                           : host_->name() + " and " + there;
+}
+
+c10d::ProcessGroup& C10dGroup::native_group(const OpInfo& info, c10::Device device) const {
+  if (!sibling_of_ || core_->size() == 1) return core_->group();
+  TESSERA_CHECK(own_ && own_->device() == device, "comm", describe(info), ": this group is a sibling for tensors of ",
+                *sibling_of_, ", not of ", device, "; call sibling() with their device");
+  return own_->group();
+}
 
 at::Tensor flat_view(const at::Tensor& t) {
   const at::AutoDispatchBelowADInplaceOrView guard;
@@ -291,24 +261,27 @@ Call C10dGroup::begin(OpInfo info, Splits splits) {
   return {std::move(info), instance_, number};
 }
 
-Pending C10dGroup::native_work(const Call& call, std::vector<at::Tensor> held,
-                               const std::function<c10::intrusive_ptr<c10d::Work>()>& launch) {
+Pending C10dGroup::native_work(const Call& call, c10::Device device, std::vector<at::Tensor> held,
+                               const std::function<c10::intrusive_ptr<c10d::Work>(c10d::ProcessGroup&)>& launch) {
+  c10d::ProcessGroup& group = native_group(call.info, device);
   std::vector<Transfer> transfers;
   try {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    transfers.push_back({launch(), -1});
+    transfers.push_back({launch(group), -1});
   } catch (const std::exception& error) {
     core_->fail(call.info, Clock::now(), -1, error.what());
   }
-  return Pending(std::make_unique<C10dWork>(core_, call, std::move(transfers), std::move(held), nullptr, at::Tensor()));
+  return Pending(
+      std::make_unique<C10dWork>(core_, call, std::move(transfers), std::move(held), nullptr, at::Tensor(), own_));
 }
 
 Pending C10dGroup::do_all_gather(at::Tensor out, at::Tensor in, Label label) {
+  if (on_host(out)) return host_->all_gather(std::move(out), std::move(in), label);
   const Call call = begin(describe_call("all_gather", out, label));
   if (native(out)) {
-    return native_work(call, {out, in}, [&] {
+    return native_work(call, in.device(), {out, in}, [&](c10d::ProcessGroup& group) {
       auto to = flat_view(out), from = flat_view(in);
-      return core_->group()._allgather_base(to, from);
+      return group._allgather_base(to, from);
     });
   }
   const at::Tensor to = flat_view(out), from = flat_view(in);
@@ -321,13 +294,14 @@ Pending C10dGroup::do_all_gather(at::Tensor out, at::Tensor in, Label label) {
 }
 
 Pending C10dGroup::do_reduce_scatter(at::Tensor out, at::Tensor in, ReduceOp op, Label label) {
+  if (on_host(in)) return host_->reduce_scatter(std::move(out), std::move(in), op, label);
   const Call call = begin(describe_call("reduce_scatter", in, label, op));
   if (native(in)) {
-    return native_work(call, {out, in}, [&] {
+    return native_work(call, in.device(), {out, in}, [&](c10d::ProcessGroup& group) {
       auto to = flat_view(out), from = flat_view(in);
       c10d::ReduceScatterOptions options;
       options.reduceOp = native_op(op);
-      return core_->group()._reduce_scatter_base(to, from, options);
+      return group._reduce_scatter_base(to, from, options);
     });
   }
   const at::Tensor to = flat_view(out), from = flat_view(in);
@@ -371,13 +345,14 @@ Pending C10dGroup::small_all_reduce(const at::Tensor& flat, const Call& call) {
 }
 
 Pending C10dGroup::do_all_reduce(at::Tensor tensor, ReduceOp op, Label label) {
+  if (on_host(tensor)) return host_->all_reduce(std::move(tensor), op, label);
   const Call call = begin(describe_call("all_reduce", tensor, label, op));
   if (native(tensor)) {
-    return native_work(call, {tensor}, [&] {
+    return native_work(call, tensor.device(), {tensor}, [&](c10d::ProcessGroup& group) {
       std::vector<at::Tensor> one = {flat_view(tensor)};
       c10d::AllreduceOptions options;
       options.reduceOp = native_op(op);
-      return core_->group().allreduce(one, options);
+      return group.allreduce(one, options);
     });
   }
   const at::Tensor flat = flat_view(tensor);
@@ -399,13 +374,14 @@ Pending C10dGroup::do_all_reduce(at::Tensor tensor, ReduceOp op, Label label) {
 }
 
 Pending C10dGroup::do_broadcast(at::Tensor tensor, int root, Label label) {
+  if (on_host(tensor)) return host_->broadcast(std::move(tensor), root, label);
   const Call call = begin(describe_call("broadcast", tensor, label, ReduceOp::Sum, root));
   if (native(tensor)) {
-    return native_work(call, {tensor}, [&] {
+    return native_work(call, tensor.device(), {tensor}, [&](c10d::ProcessGroup& group) {
       std::vector<at::Tensor> one = {flat_view(tensor)};
       c10d::BroadcastOptions options;
       options.rootRank = root;
-      return core_->group().broadcast(one, options);
+      return group.broadcast(one, options);
     });
   }
   const at::Tensor flat = flat_view(tensor);
@@ -429,6 +405,8 @@ Pending C10dGroup::do_broadcast(at::Tensor tensor, int root, Label label) {
 
 Pending C10dGroup::do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits,
                                  std::vector<int64_t> in_splits, Label label) {
+  if (on_host(in))  // splits count elements by now
+    return host_->all_to_all(flat_view(out), flat_view(in), std::move(out_splits), std::move(in_splits), label);
   const OpInfo info = describe_call("all_to_all", in, label);
   TESSERA_CHECK_VALUE(out_splits[rank()] == in_splits[rank()], "comm", describe(info), ": rank ", rank(), " sends ",
                       in_splits[rank()], " elements to itself and expects ", out_splits[rank()]);
@@ -440,9 +418,9 @@ Pending C10dGroup::do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int6
   const Call call = begin(info, {.sent = bytes(in_splits), .received = bytes(out_splits)});
   const at::Tensor to = flat_view(out), from = flat_view(in);
   if (native(in)) {
-    return native_work(call, {out, in}, [&] {
+    return native_work(call, in.device(), {out, in}, [&](c10d::ProcessGroup& group) {
       auto target = to, source = from;
-      return core_->group().alltoall_base(target, source, out_splits, in_splits);
+      return group.alltoall_base(target, source, out_splits, in_splits);
     });
   }
   const std::vector<Span> received = spans(out_splits), sent = spans(in_splits);
@@ -455,10 +433,13 @@ Pending C10dGroup::do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int6
 
 // Round k: tell the rank 2^k further, hear from the one 2^k before; after log2(n) rounds all have heard of all.
 void C10dGroup::do_barrier(Label label) {
+  if (host_) return host_->barrier(label);
   const Call call = begin({.name = "barrier", .label = std::string(label)});
-  if (path_ == C10dPath::Native || !core_->group().hasBackends() ||
-      core_->group().getDeviceTypes().front().type() != at::kCPU) {
-    native_work(call, {}, [&] { return core_->group().barrier(); }).wait();
+  if (path_ == C10dPath::Native || !compat::has_backend_for(core_->group(), c10::DeviceType::CPU)) {
+    c10d::BarrierOptions options;
+    if (own_) options.device = own_->device();
+    const auto launch = [&](c10d::ProcessGroup& group) { return group.barrier(options); };
+    native_work(call, options.device.value_or(c10::kCPU), {}, launch).wait();
     return;
   }
   const auto launched = Clock::now();
@@ -475,21 +456,23 @@ void C10dGroup::do_barrier(Label label) {
 
 }  // namespace
 
-GroupPtr make_c10d_group(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::ProcessGroup> group,
-                         C10dPath path) {
-  auto core = make_owned<C10dCore>(std::move(keep_alive), std::move(group));
-  const int64_t instance = core->instance();
-  return std::make_shared<C10dGroup>(std::move(core), path, instance);
+GroupPtr make_c10d_group(const HoldProcessGroup& hold, c10::intrusive_ptr<c10d::ProcessGroup> group, C10dPath path,
+                         GroupPtr host) {
+  return std::make_shared<C10dGroup>(make_owned<C10dCore>(hold, std::move(group)), path, std::move(host));
 }
 
 namespace {
 
-// Whether the tensors of the group can only be CPU tensors that Gloo, or we ourselves, would carry.
-bool only_cpu(c10d::ProcessGroup& group) {
+// Whether Gloo, or we ourselves, would carry the group's CPU tensors.
+bool is_ours(c10d::ProcessGroup& group) {
   if (!compat::has_backend_for(group, c10::DeviceType::CPU)) return false;
   const std::string name = group.getBackend(c10::DeviceType::CPU)->getBackendName();
-  const bool accelerator = at::accelerator::getAccelerator() && at::accelerator::deviceCount() > 0;
-  return (name == "gloo" || name == "tessera") && (!accelerator || group.getDeviceTypes().size() == 1);
+  return name == "gloo" || name == "tessera";
+}
+
+// Whether it may meet tensors of a device: torch's "gloo" is for those of every accelerator too.
+bool takes_devices(c10d::ProcessGroup& group) {
+  return at::accelerator::getAccelerator() && at::accelerator::deviceCount() > 0 && group.getDeviceTypes().size() > 1;
 }
 
 std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
@@ -500,21 +483,25 @@ std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
   }
 }
 
-GroupPtr best_group(std::shared_ptr<void> keep_alive, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  struct {  // let go in this order: what keeps alive has the last word
-    std::shared_ptr<void> keep_alive;
-    c10::intrusive_ptr<c10d::ProcessGroup> group;
-  } const both{std::move(keep_alive), group};
-  const auto over_group = [both] { return make_c10d_group(both.keep_alive, both.group, C10dPath::ByDevice); };
+c10::intrusive_ptr<c10d::ProcessGroup> shared(c10d::ProcessGroup& group) {
+  return c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(&group);
+}
+
+GroupPtr best_group(const HoldProcessGroup& hold, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  const auto over_group = [hold, held = hold_group(hold, group)](GroupPtr host = nullptr) {
+    return make_c10d_group(hold, shared(*held), C10dPath::ByDevice, std::move(host));
+  };
   const auto store = group->getStore();
-  if (!store || group->getSize() == 1 || !only_cpu(*group)) return over_group();
+  if (!store || group->getSize() == 1 || !is_ours(*group)) return over_group();
   const int rank = group->getRank(), size = group->getSize();
   try {
     FaultBoard board = job_board(store, rank, size);
     board.show_process();
     const auto fresh = fresh_store(store, "transport/" + group->getGroupName(), rank);
     const auto watched = c10::make_intrusive<WatchedStore>(fresh, std::move(board), rank, size);
-    return choose_transport(watched, rank, size, timeout_of(*group), over_group);
+    GroupPtr host = choose_transport(watched, rank, size, timeout_of(*group), over_group);
+    const bool at_hand = dynamic_cast<C10dGroup*>(host.get()) != nullptr;
+    return at_hand || !takes_devices(*group) ? host : over_group(std::move(host));
   } catch (const c10::DistNetworkError& error) {
     store_lost(rank, size, error);
   }
@@ -522,9 +509,8 @@ GroupPtr best_group(std::shared_ptr<void> keep_alive, const c10::intrusive_ptr<c
 
 }  // namespace
 
-GroupPtr c10d_group(std::shared_ptr<void> keep_alive, c10d::ProcessGroup& group) {
-  return best_group(std::move(keep_alive),
-                    c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(&group));
+GroupPtr c10d_group(const HoldProcessGroup& hold, c10d::ProcessGroup& group) {
+  return best_group(hold, shared(group));
 }
 
 GroupPtr c10d_group(const std::string& name) {

@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "tessera/comm/group.h"
+#include "tessera/comm/backends.h"
 
 namespace tessera::comm {
 
@@ -16,6 +16,8 @@ enum class C10dPath {
   Native,  // always the native collectives (their order of summation and rounding)
 };
 
-GroupPtr make_c10d_group(std::shared_ptr<void> keep_alive, c10::intrusive_ptr<c10d::ProcessGroup> group, C10dPath path);
+// `host`: carries the CPU tensors, if given.
+GroupPtr make_c10d_group(const HoldProcessGroup& hold, c10::intrusive_ptr<c10d::ProcessGroup> group, C10dPath path,
+                         GroupPtr host = nullptr);
 
 }  // namespace tessera::comm

@@ -4,6 +4,7 @@
 
 #include "tessera/base/env.h"
 #include "tessera/base/error.h"
+#include "tessera/comm/c10d/watched_store.h"
 #include "tessera/comm/hosts/group.h"
 #include "tessera/comm/op_info.h"
 #include "tessera/comm/shm/group.h"
@@ -62,6 +63,14 @@ StorePtr fresh_store(const StorePtr& store, const std::string& name, int rank) {
   const std::string prefix = "tessera/" + name;
   const int64_t count = store->add(prefix + "/" + std::to_string(rank), 1);
   return c10::make_intrusive<c10d::PrefixStore>(prefix + "_" + std::to_string(count), store);
+}
+
+std::vector<std::string> tell_all(const StorePtr& store, int rank, int size, const std::string& topic,
+                                  const std::string& text) {
+  FaultBoard board = job_board(store, rank, size);
+  board.show_process();
+  WatchedStore watched(fresh_store(store, topic, rank), std::move(board), rank, size);
+  return exchange(watched, rank, size, topic, text);
 }
 
 std::optional<Hosts> find_hosts(c10d::Store& store, int rank, int size) {

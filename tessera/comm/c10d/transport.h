@@ -12,6 +12,8 @@
 #include <chrono>
 #include <functional>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "tessera/comm/group.h"
 #include "tessera/comm/hosts/hosts.h"
@@ -22,6 +24,11 @@ namespace tessera::comm {
 // order, and keys that an earlier group left in a store that outlives it are never seen.
 c10::intrusive_ptr<c10d::Store> fresh_store(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name,
                                             int rank);
+
+// What every rank says about `topic`, by rank. Collective over the `size` ranks that meet at `store`, as often as they like. A
+// rank that is lost before it says anything is a DistBackendError of the others.
+std::vector<std::string> tell_all(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                  const std::string& topic, const std::string& text);
 
 // Collective over the `size` ranks that meet at `store`, which has no other use. `at_hand` makes a group over the back
 // end at hand, may be called several times and later, when siblings are made; `timeout`: longest wait for a rank later.

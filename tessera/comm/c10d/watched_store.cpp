@@ -62,6 +62,11 @@ WatchedStore::WatchedStore(const StorePtr& store, FaultBoard board, int rank, in
   board_.ended_process(0);  // it may host the store: has to be known before that is gone
 }
 
+StorePtr WatchedStore::clone() {
+  const std::scoped_lock lock(mutex_);
+  return c10::make_intrusive<WatchedStore>(store_->clone(), board_, rank_, size_);
+}
+
 // Throws when the keys will never come.
 void WatchedStore::look(const std::vector<std::string>& keys) {
   const std::scoped_lock lock(mutex_);

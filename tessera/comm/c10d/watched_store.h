@@ -20,6 +20,7 @@ class WatchedStore final : public c10d::PrefixStore {
   // `board`: that of the `size` ranks which use the store.
   WatchedStore(const c10::intrusive_ptr<c10d::Store>& store, FaultBoard board, int rank, int size);
 
+  c10::intrusive_ptr<c10d::Store> clone() override;
   std::vector<uint8_t> get(const std::string& key) override;
   void wait(const std::vector<std::string>& keys) override;
   void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;

@@ -218,7 +218,7 @@ class HostsGroup final : public Group {
       this_place->between->barrier(text);
     }).wait();
   }
-  GroupPtr do_sibling() override {
+  GroupPtr do_sibling(c10::Device) override {
     HostsPlace place = calls_->place();
     place.here = std::make_shared<ShmShare>(place.here->world);
     place.between = between_();

@@ -1,9 +1,11 @@
 #include "tessera/comm/c10d/group.h"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupWrapper.hpp>
 
 #include <latch>
 
+#include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
 #include "tests/comm/c10d/gloo_threads.h"
 #include "tests/comm/collectives.h"
@@ -28,6 +30,108 @@ TEST(C10dGroup, TheNativePathUsesTheCollectivesOfTheBackEnd) {
       }
     }
     group->barrier();
+  });
+}
+
+// Gloo, but for what a test says.
+struct Faulty final : c10d::ProcessGroupGloo {
+  enum Fault { CannotSplit, SplitThrows, AbortThrows };
+  Faulty(const testing::TorchGroup& like, Fault of, const std::string& prefix = "faulty")
+      : ProcessGroupGloo(c10::make_intrusive<c10d::PrefixStore>(prefix, like->getStore()), like->getRank(),
+                         like->getSize(), gloo_of(like)->getOptions()),
+        fault(of),
+        group(like) {}
+
+  static ProcessGroupGloo* gloo_of(const testing::TorchGroup& group) {
+    return dynamic_cast<ProcessGroupGloo*>(group->getBackend(c10::DeviceType::CPU).get());
+  }
+  bool supportsSplitting() const override { return fault != CannotSplit; }
+  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Backend::Options>& options) override {
+    TORCH_CHECK(fault != SplitThrows || getRank() != 1, "no memory for a communicator");
+    if (fault == AbortThrows) return c10::make_intrusive<Faulty>(group, fault, "faulty split");
+    return ProcessGroupGloo::split(store, ranks, options);
+  }
+  void abort() override { TORCH_CHECK(fault != AbortThrows, "the device is lost"); }
+
+  const Fault fault;
+  const testing::TorchGroup group;
+};
+
+// `torch` with such a back end in place of its own; the first keeps what that needs.
+std::pair<testing::TorchGroup, testing::TorchGroup> faulty(testing::TorchGroup torch, Faulty::Fault fault) {
+  using Group = c10d::ProcessGroup;
+  auto group = c10::make_intrusive<Group>(torch->getStore(), torch->getRank(), torch->getSize());
+  group->setBackend(c10::DeviceType::CPU, Group::BackendType::GLOO, c10::make_intrusive<Faulty>(torch, fault));
+  group->setDefaultBackend(Group::BackendType::GLOO);
+  group->setGroupName("faulty");
+  return {std::move(torch), std::move(group)};
+}
+
+TEST(C10dGroup, ASiblingThatOneRankCannotMakeIsAnErrorOfAll) {
+  run_gloo_threads(3, [](int rank, testing::TorchGroup torch) {
+    const auto [below, above] = faulty(std::move(torch), Faulty::SplitThrows);
+    const auto group = make_c10d_group(nullptr, above, C10dPath::Native);
+    const auto begin = std::chrono::steady_clock::now();
+    const auto text = message_of<c10::DistBackendError>([&] { group->sibling(); });
+    EXPECT_HAS(text, "sibling (for tensors of cpu, 0 B) failed");
+    EXPECT_HAS(text, "no memory for a communicator");
+    EXPECT_HAS(text, "rank 1");
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20));
+    EXPECT_HAS(message_of<c10::DistBackendError>([&] { group->barrier(); }), "no memory for a communicator");
+  });
+}
+
+TEST(C10dGroup, ABackEndThatCannotBeSplitIsNamed) {
+  run_gloo_threads(2, [](int, testing::TorchGroup torch) {
+    const auto [below, above] = faulty(std::move(torch), Faulty::CannotSplit);
+    const auto native = make_c10d_group(nullptr, above, C10dPath::Native);
+    EXPECT_HAS(message_of<c10::NotImplementedError>([&] { native->sibling(); }), "'gloo' of cpu cannot be split");
+    EXPECT_HAS(message_of<c10::ValueError>([&] { native->sibling(c10::kCUDA); }), "no back end for tensors of cuda");
+    native->barrier();                                                                     // it is well
+    const auto messages = make_c10d_group(nullptr, above, C10dPath::ByDevice)->sibling();  // needs none
+    messages->barrier();
+  });
+}
+
+TEST(C10dGroup, AnErrorInADestructorEndsNothing) {
+  run_gloo_threads(2, [](int, testing::TorchGroup torch) {
+    const auto [below, above] = faulty(std::move(torch), Faulty::AbortThrows);
+    const auto group = make_c10d_group(nullptr, above, C10dPath::Native);
+    {
+      auto t = at::ones({8});
+      const auto sibling = group->sibling();
+      sibling->all_reduce(t, ReduceOp::Sum).wait();
+      EXPECT_EQ(t.sum().item<float>(), 16);
+    }
+    group->barrier();
+  });
+}
+
+TEST(C10dGroup, ASiblingIsForTheDeviceItWasMadeFor) {
+  run_gloo_threads(2, [](int, testing::TorchGroup torch) {
+    const auto group = make_c10d_group(nullptr, torch, C10dPath::ByDevice);
+    const auto sibling = group->sibling();
+    const auto text = message_of<UsageError>([&] { sibling->broadcast(at::empty({4}, at::kMeta), 0, "x"); });
+    EXPECT_HAS(text,
+               "broadcast (x, 16 B): this group is a sibling for tensors of cpu, not of meta; call sibling() with");
+  });
+}
+
+// torch compares the calls of all ranks then; what carries them is split.
+TEST(C10dGroup, SiblingsUnderTheChecksOfTorch) {
+  run_gloo_threads(2, [](int rank, testing::TorchGroup torch) {
+    using Group = c10d::ProcessGroup;
+    const auto gloo = torch->getBackend(c10::DeviceType::CPU);
+    const auto helper = c10::make_intrusive<Faulty>(torch, Faulty::CannotSplit, "helper");
+    auto checked = c10::make_intrusive<Group>(torch->getStore(), rank, 2);
+    checked->setBackend(c10::DeviceType::CPU, Group::BackendType::CUSTOM,
+                        c10::make_intrusive<c10d::ProcessGroupWrapper>(gloo, helper));
+    checked->setDefaultBackend(Group::BackendType::CUSTOM);
+    checked->setGroupName("checked");
+    auto t = at::full({8}, 1.0f + rank);
+    make_c10d_group(nullptr, checked, C10dPath::Native)->sibling()->all_reduce(t, ReduceOp::Sum).wait();
+    EXPECT_EQ(t.sum().item<float>(), 24);
   });
 }
 

@@ -41,6 +41,24 @@ TEST_F(CudaOnHost, ErrorsOfTheRuntimeAreThrown) {
   EXPECT_EQ(weight[0], 0);
 }
 
+TEST_F(CudaOnHost, SaysWhatIsMissing) {
+  using cuda_on_host::card, cuda_on_host::driver;
+  const auto why = [](int of_driver, int of_card) {
+    driver = of_driver;
+    card = of_card;
+    return cuda::why_unusable();
+  };
+  EXPECT_EQ(why(0, 90), "CUDA has no device: there is no driver (libcuda.so.1); install NVIDIA's");
+  EXPECT_EQ(why(12040, 90),
+            "CUDA has no device: the driver serves CUDA 12.4 and these kernels need 13.0; update the driver, or build "
+            "Tessera with a toolkit that is no newer than it");
+  EXPECT_EQ(why(13000, 70),
+            "the card is of architecture 70, and these kernels were built for 80 and later; build Tessera with "
+            "CMAKE_CUDA_ARCHITECTURES=70");
+  for (const int usable : {80, 86, 100})
+    EXPECT_EQ(why(13010, usable), "");
+}
+
 #ifdef __SANITIZE_ADDRESS__
 TEST_F(CudaOnHost, AccessesAreChecked) {
   split(n);

@@ -162,7 +162,7 @@ def test_states_of_a_clients_optimizer(name: str, stage: int, tmp_path: Path) ->
 
     def state(engine: Any) -> dict[str, Any]:
         get = tessera.state.get_full_optimizer_state
-        params = [(name, param) for name, param in engine.module.named_parameters() if param.requires_grad]
+        params = [(n, param) for n, param in engine.module.named_parameters() if param.requires_grad]
         return {f"{n} {kind}": get(engine, param, kind) for n, param in params for kind in STATES[name]}
 
     def save(engine: Any, rank: int) -> Any:

@@ -12,6 +12,7 @@ from support import batch, config, engines, make, run, weights
 import tessera
 
 
+@pytest.mark.usefixtures("threads_compile")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -58,7 +58,7 @@ def test_from_a_configuration_alone() -> None:
     [
         ("mixtral", "num_local_experts is 4"),
         ("qwen2_moe", "num_experts is 4"),
-        ("deepseek_v3", "n_routed_experts is 4"),
+        ("deepseek_v3", "n_routed_experts is 4|num_local_experts is 4"),
     ],
 )
 def test_experts_are_refused_by_name(name: str, number: str) -> None:

@@ -79,6 +79,7 @@ def test_accumulation_and_direct_backward_of_several_losses() -> None:
             assert_near(name, grads[name], param.grad, 1e-5, 1e-2)
 
 
+@pytest.mark.usefixtures("threads_compile")
 @pytest.mark.parametrize("how", ["checkpointing", "compile"])
 def test_blocks_that_are_replayed_or_compiled(how: str) -> None:
     model = llama().train()
@@ -485,6 +486,7 @@ def test_a_column_without_its_row_is_named(specs: list[dict[str, Any]], message:
     engines(MODELS["own"][0](), {"tp": 2}, cfg, body)
 
 
+@pytest.mark.usefixtures("threads_compile")
 @pytest.mark.parametrize("how", ["reentrant", "replays", "compile", "again"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_learned_activations_in_engines_of_every_kind(how: str, stage: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import config, run_mesh
+from tessera.errors import ConfigError
 from tiny_models import MODELS, Batch
 from torch import nn
 
@@ -190,4 +191,10 @@ THREE = (
 
 @pytest.mark.parametrize(("name", "tp"), [(name, 4) for name in FOUR] + [(name, 3) for name in THREE])
 def test_more_ranks_and_uneven_heads(name: str, tp: int) -> None:
-    compare(name, tp)
+    try:
+        compare(name, tp)
+    except ConfigError as error:
+        if "ends the process where there is no head" not in str(error):
+            raise
+        assert tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+        pytest.skip(str(error))

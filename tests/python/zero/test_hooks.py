@@ -371,6 +371,7 @@ def test_a_compilation_on_another_thread_changes_nothing(monkeypatch: pytest.Mon
     same_gradients(make(), 2, config(3, tessera={"min_unit_elements": 1}), body, one_backward, none_is_whole)
 
 
+@pytest.mark.usefixtures("threads_compile")
 def test_compiled_blocks_are_compiled_once() -> None:
     """Whole graphs, the gradients of plain PyTorch, and no recompilation in later steps."""
     frames: list[int] = []

@@ -20,7 +20,10 @@ struct dim3 {
 inline dim3 gridDim, blockIdx, threadIdx;
 
 using cudaStream_t = struct cudaStream*;
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorInsufficientDriver };
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
+#define CUDART_VERSION 13000
+#define __CUDA_ARCH_LIST__ 800, 900
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -31,6 +34,7 @@ struct cudaLaunchConfig_t {
 namespace cuda_on_host {
 constexpr unsigned kMostBlocks = 3;
 inline cudaError_t next_error = cudaSuccess;  // what launches and copies to come return instead of doing something
+inline int driver = 13000, card = 90;         // the version that the driver serves; 0: there is none
 }  // namespace cuda_on_host
 
 inline cudaError_t cudaMalloc(void** memory, size_t bytes) {
@@ -54,6 +58,16 @@ inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemc
 
 inline cudaError_t cudaGetDeviceCount(int* count) {
   *count = 1;
+  return cuda_on_host::driver < CUDART_VERSION ? cudaErrorInsufficientDriver : cudaSuccess;
+}
+
+inline cudaError_t cudaDriverGetVersion(int* version) {
+  *version = cuda_on_host::driver;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? cuda_on_host::card / 10 : cuda_on_host::card % 10;
   return cudaSuccess;
 }
 

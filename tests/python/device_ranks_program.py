@@ -1,0 +1,105 @@
+"""Ranks whose process group has a back end of the stand-in's own: usage device_ranks_program.py PATH-OF-LIBRARY CASE.
+Each prints what it found; no tensor travels."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "stand_in"))
+
+import stand_in
+import torch
+import torch.distributed as dist
+from support import config, make
+
+import tessera
+from tessera import _core
+
+DEVICE = "privateuseone"
+NAME = "of_the_device"
+
+
+def back_end(*args: Any) -> Any:
+    return dist.ProcessGroupGloo(*args)
+
+
+def found(call: Any) -> str:
+    try:
+        call()
+    except (ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return f"device {torch.accelerator.current_device_index()}"
+
+
+def of_local_rank() -> str:
+    return found(lambda: tessera.init_distributed(NAME))
+
+
+def chosen_by_the_program() -> str:
+    torch.accelerator.set_device_index(3 - int(os.environ["RANK"]))
+    return found(lambda: tessera.init_distributed(NAME))
+
+
+def shared() -> str:
+    os.environ["LOCAL_RANK"] = "2"
+    return found(lambda: tessera.init_distributed(NAME))
+
+
+def shared_over_gloo() -> str:
+    os.environ["LOCAL_RANK"] = "2"
+    return found(lambda: tessera.init_distributed("gloo"))
+
+
+def missing_on_one() -> str:
+    if os.environ["RANK"] == "1":
+        torch.accelerator.current_accelerator = lambda check_available=False: None
+    return found(lambda: tessera.init_distributed(NAME))
+
+
+def another_back_end_on_one() -> str:
+    return found(lambda: tessera.init_distributed(NAME if os.environ["RANK"] == "0" else None))
+
+
+def shared_in_a_group_of_the_program() -> str:
+    dist.init_process_group(NAME)
+    os.environ["LOCAL_RANK"] = "0"
+    model = make()
+    what = found(lambda: tessera.initialize(model=model, config=config(1)))
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    return what
+
+
+def shared_by_models() -> str:
+    dist.init_process_group(NAME)
+    return found(lambda: tessera.initialize(model=make().to(f"{DEVICE}:3"), config=config(3)))
+
+
+def shared_by_zero_init() -> str:
+    dist.init_process_group(NAME)
+    os.environ["LOCAL_RANK"] = "0"
+    return found(lambda: tessera.zero.Init(config_dict_or_path=config(3)))
+
+
+def no_kernels_on_one() -> str:
+    def no_kernels(device: torch.device) -> None:
+        raise NotImplementedError("the driver is too old")
+
+    dist.init_process_group(NAME)
+    if os.environ["RANK"] == "1":
+        _core.check_device = no_kernels
+    return found(lambda: tessera.initialize(model=make(), config=config(1)))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    stand_in.load(sys.argv[1])
+    dist.Backend.register_backend(NAME, back_end, devices=[DEVICE])
+    started = time.monotonic()
+    print(globals()[sys.argv[2]]())
+    assert time.monotonic() - started < 30
+    if dist.is_initialized():
+        dist.destroy_process_group()
