@@ -117,9 +117,17 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   zero::Ranks ranks(m.mesh);
   if (!m.params.empty()) ranks.device = m.params.front().tensor.device();
   check_alike(ranks, m.options, m.params, groups);
-  broadcast_unmanaged(m.mesh, m.options.zero, m.params);
-  m.model = std::make_unique<zero::ShardedModel>(m.options.zero, m.mesh, m.params, options.rule, groups,
-                                                 [impl = &m] { return impl->step_state(); });
+  std::vector<at::ScalarType> dtypes;
+  for (const ParamSpec& spec : m.params)
+    dtypes.push_back(spec.tensor.scalar_type());
+  try {
+    broadcast_unmanaged(m.mesh, m.options.zero, m.params);
+    m.model = std::make_unique<zero::ShardedModel>(m.options.zero, m.mesh, m.params, options.rule, groups,
+                                                   [impl = &m] { return impl->step_state(); });
+  } catch (...) {
+    cast_back(m.params, dtypes);
+    throw;
+  }
   if (options.time_device) m.model->units.phases().wait_for(ranks.device);
   for (ParamSpec& spec : m.params)
     spec.restore = nullptr;   // they hold what restores initial values

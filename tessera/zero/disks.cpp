@@ -21,7 +21,7 @@ std::string DiskGuard::agree(const Ranks& ranks) const {
   ranks.agree(failed, comm::ReduceOp::Max, "state of the disks");
   const int who = static_cast<int>(failed.item<double>());
   if (who == 0 || !failure_.empty()) return failure_;
-  return c10::str("rank ", who - 1, " of this engine could not make or move its model states; see its error");
+  return c10::str("rank ", who - 1, " of this engine could not move its model states; see its error");
 }
 
 }  // namespace tessera::zero

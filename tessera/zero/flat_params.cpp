@@ -439,6 +439,13 @@ void FlatParams::bring_back() {
   storages_.clear();
 }
 
+void FlatParams::make_whole() {
+  if (!sharded_ || slice_.size() != layout_.size()) return;
+  const at::Tensor all = buffer_.read(slice_);
+  for (Item& item : items_)
+    shard::bind(item.tensor, all, item.range, item.form);
+}
+
 void FlatParams::abandon(const std::string& message) {
   if (!sharded_) {
     if (shares()) leave_space();

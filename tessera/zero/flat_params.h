@@ -148,6 +148,8 @@ class FlatParams {
   void bring_back();
   bool is_sent() const { return buffer_.is_sent(); }
 
+  // For good: parameters of one rank that live elsewhere are on the device again. Only abandon() may follow. Local.
+  void make_whole();
   // For good: parameters without data say `message`; shared ones that are whole get memory of their own. Local.
   void abandon(const std::string& message);
 

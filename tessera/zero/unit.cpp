@@ -201,6 +201,14 @@ void Unit::flush() const {
   flat->flush();
 }
 
+void Unit::drop_states() {
+  let_go();
+  partial.reset();
+  host_grads.reset();
+  for (shard::Buffer* buffer : {&grads, &master, &residual, &states[0], &states[1]})
+    buffer->reset();
+}
+
 void Unit::let_go() const noexcept {
   order.keep(partial);
   for (const shard::Buffer* buffer : {&grads, &master, &residual, &states[0], &states[1]})

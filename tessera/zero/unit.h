@@ -128,6 +128,8 @@ class Unit {
   std::array<const shard::Buffer*, 4> state_buffers() const { return {&master, &residual, &states[0], &states[1]}; }
   // Returns when what was written to them, or to the weights, is where they live; throws what went wrong on the way.
   void flush() const;
+  // Gradients, masters and states are gone.
+  void drop_states();
   // Before it goes: what streams of a device still do with its memory comes to its end first. Local, never waits.
   void let_go() const noexcept;
   // The owned weights from an fp32 master; nothing to do in the other forms.

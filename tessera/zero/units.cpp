@@ -77,7 +77,12 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<P
     if (params[i].group >= 0) trained_ids_.push_back(static_cast<ParamId>(i));
   const std::vector<PlannedUnit> planned_units = plan(params);
   shared_ = share(planned_units, params);
-  build(planned_units, params);
+  try {
+    build(planned_units, params);
+  } catch (...) {
+    undo();
+    throw;
+  }
   shared_.written("the initial values");
   number_elements();
   order_launches();
@@ -110,9 +115,28 @@ void Units::build(const std::vector<PlannedUnit>& units, const std::vector<Param
     disks.run([&] { flat->flush(); });
   const std::string failure = disks.agree(ranks());
   if (failure.empty()) return;
-  release("its engine could not be built");
   TORCH_CHECK_WITH(OutOfMemoryError, !of_memory, "[zero] model states could not be made: ", failure);
   TESSERA_CHECK_IO(false, "zero", "model states could not be brought to where they shall live: ", failure);
+}
+
+// What was built goes. Parameters that are whole, or live elsewhere on one rank, keep their values.
+void Units::undo() noexcept try {
+  for (const auto& unit : units_)
+    unit->drop_states();
+  const auto keep = [](FlatParams& flat) {
+    try {
+      flat.make_whole();
+    } catch (const std::exception&) {
+      // No memory for this one: it says that its engine could not be built.
+    }
+  };
+  for (const auto& unit : units_)
+    keep(*unit->flat);
+  for (const auto& flat : frozen_)
+    keep(*flat);
+  release("its engine could not be built");
+} catch (const std::exception&) {
+  // A device that fails: the error that ended the construction says it.
 }
 
 // For gradients that leave the device; all of it at once, and the largest first, so that little is lost.
