@@ -2,6 +2,7 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <exception>
 #include <string>
 
 namespace tessera {
@@ -44,6 +45,14 @@ void Phases::end(Phase phase) {
   settle();
   entry.total.time += Clock::now() - entry.began;
   ++entry.total.times;
+}
+
+PhaseScope::~PhaseScope() {
+  try {
+    phases_.end(phase_);
+  } catch (const std::exception&) {
+    // A device that fails, maybe while its error passes: who uses it next is told.
+  }
 }
 
 NamedRange::NamedRange(std::string_view what, std::string_view of) : range_(at::RecordScope::USER_SCOPE) {

@@ -71,7 +71,7 @@ class PhaseScope {
       : phases_(phases), phase_(phase), range_(phase_name(phase), of) {
     phases_.begin(phase_);
   }
-  ~PhaseScope() { phases_.end(phase_); }
+  ~PhaseScope();
   PhaseScope(const PhaseScope&) = delete;
   PhaseScope& operator=(const PhaseScope&) = delete;
 

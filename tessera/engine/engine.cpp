@@ -117,9 +117,17 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   zero::Ranks ranks(m.mesh);
   if (!m.params.empty()) ranks.device = m.params.front().tensor.device();
   check_alike(ranks, m.options, m.params, groups);
-  broadcast_unmanaged(m.mesh, m.options.zero, m.params);
-  m.model = std::make_unique<zero::ShardedModel>(m.options.zero, m.mesh, m.params, options.rule, groups,
-                                                 [impl = &m] { return impl->step_state(); });
+  std::vector<at::ScalarType> dtypes;
+  for (const ParamSpec& spec : m.params)
+    dtypes.push_back(spec.tensor.scalar_type());
+  try {
+    broadcast_unmanaged(m.mesh, m.options.zero, m.params);
+    m.model = std::make_unique<zero::ShardedModel>(m.options.zero, m.mesh, m.params, options.rule, groups,
+                                                   [impl = &m] { return impl->step_state(); });
+  } catch (...) {
+    cast_back(m.params, dtypes);
+    throw;
+  }
   if (options.time_device) m.model->units.phases().wait_for(ranks.device);
   for (ParamSpec& spec : m.params)
     spec.restore = nullptr;   // they hold what restores initial values
@@ -163,7 +171,11 @@ void Engine::abort_forward() {
   impl_->leave_region();
   if (!impl_->model) return;
   impl_->model->driver.hooks().leave_forward();
-  impl_->model->units.phases().end(Phase::Forward);
+  try {
+    impl_->model->units.phases().end(Phase::Forward);
+  } catch (const std::exception&) {
+    // A device that fails: the error that ends the forward says it.
+  }
 }
 
 // ---------------------------------------------------------------- parts

@@ -25,6 +25,18 @@ void broadcast_unmanaged(const comm::Mesh& mesh, const zero::Options& options, c
   }
 }
 
+void cast_back(const std::vector<ParamSpec>& params, const std::vector<at::ScalarType>& dtypes) noexcept {
+  const c10::AutoGradMode no_grad(false);
+  for (size_t i = 0; i < params.size(); ++i) {
+    try {
+      at::Tensor tensor = params[i].tensor;
+      if (tensor.scalar_type() != dtypes[i]) tensor.set_data(tensor.detach().to(dtypes[i]));
+    } catch (const std::exception&) {
+      // It has no data, or there is no memory: the others are what they were.
+    }
+  }
+}
+
 void broadcast_buffers(const zero::Ranks& ranks, const std::vector<at::Tensor>& buffers, c10::Device device) {
   const c10::AutoGradMode no_grad(false);
   if (ranks.all() == 1 || buffers.empty()) return;

@@ -1,5 +1,7 @@
 #include "tessera/engine/restore.h"
 
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
 #include <deque>
 #include <filesystem>
@@ -298,8 +300,21 @@ void Restore::read_parts(io::Progress& progress) {
   }
 }
 
+// The device's memory that write() takes for a while: where there is none, that is told before the first write.
+void Restore::check_room() const {
+  if (ranks_->device.is_cpu()) return;
+  int64_t longest = 0;
+  for (const Part& part : parts_)
+    longest = std::max(longest, std::min(part.want.range.size(), shard::kTile));
+  together(*ranks_, "room for a load", [&] {
+    at::empty({2 * longest}, at::TensorOptions(at::kFloat).device(ranks_->device));
+    return std::string();
+  });
+}
+
 void Restore::apply() {
   const c10::AutoGradMode no_grad(false);
+  check_room();
   Engine& engine = *engine_;
   zero::StateAccess& states = engine.states();
   states.begin_writes();

@@ -53,6 +53,7 @@ class Restore {
     shard::Quantity quantity;
   };
   void plan(Engine& engine);
+  void check_room() const;
   void read_parts(io::Progress& progress);
   void verify() const;
   void check(const std::vector<std::string>& problems) const;

@@ -1,5 +1,6 @@
 #include "tessera/offload/states.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
@@ -12,6 +13,7 @@
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/shard/host_slabs.h"
 
 namespace tessera::offload {
 
@@ -22,30 +24,66 @@ using shard::Quantity;
 using shard::Range;
 using shard::Residence;
 
-constexpr int64_t kWidest = sizeof(float);            // bytes of an element
-constexpr int64_t kEdges = 2 * io::kDirectAlignment;  // of a tile that begins and ends inside a block
+constexpr int64_t kWidest = sizeof(float);  // bytes of an element
 
+// A power of two where it is one and the allocator begins at a page, as that of CUDA does.
 std::shared_ptr<char> pinned_bytes(int64_t bytes) {
   const auto options = at::TensorOptions(at::kByte).pinned_memory(true);
-  const at::Tensor memory = at::empty({bytes + io::kDirectAlignment}, options);
+  const auto over = [](const at::Tensor& t) {
+    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % io::kDirectAlignment);
+  };
+  at::Tensor memory = at::empty({bytes}, options);
+  if (over(memory) != 0) memory = at::empty({bytes + io::kDirectAlignment}, options);
   auto* const begin = static_cast<char*>(memory.mutable_data_ptr());
-  const auto over = static_cast<int64_t>(reinterpret_cast<uintptr_t>(begin) % io::kDirectAlignment);
-  return {begin + (over == 0 ? 0 : io::kDirectAlignment - over), [memory](char*) {}};
+  return {begin + (over(memory) == 0 ? 0 : io::kDirectAlignment - over(memory)), [memory](char*) {}};
 }
 
+// In pieces of whole tiles.
 class HostHome final : public shard::Home {
  public:
-  HostHome(int64_t size, const at::TensorOptions& options) : values_(at::zeros({size}, options)) {}
+  // `slabs`: page-locked memory; null: ordinary memory.
+  HostHome(int64_t size, const at::TensorOptions& options, const shard::HostSlabsPtr& slabs) : slabs_(slabs) {
+    const auto width = static_cast<int64_t>(options.dtype().itemsize());
+    if (!slabs || size == 0) {
+      pieces_.push_back({0, at::zeros({size}, options)});
+      return;
+    }
+    int64_t begin = 0;
+    for (const at::Tensor& bytes : slabs->take_pieces(size * width, shard::kTile * width)) {
+      pieces_.push_back({begin, bytes.view(options.dtype().toScalarType())});
+      begin += pieces_.back().values.numel();
+    }
+  }
 
   Residence residence() const override { return Residence::Host; }
-  PendingView fetch(Range range) override { return PendingView(values_.narrow(0, range.begin, range.size())); }
+  PendingView fetch(Range range) override {
+    if (range.empty()) return PendingView(pieces_.front().values.narrow(0, 0, 0));
+    std::vector<at::Tensor> parts;
+    each_part(range, [&](const at::Tensor& there, Range) { parts.push_back(there); });
+    return PendingView(parts.size() == 1 ? parts.front() : at::cat(parts));
+  }
   void store(Range range, const at::Tensor& values) override {
-    const at::Tensor there = values_.narrow(0, range.begin, range.size());
-    if (!values.is_cpu() || values.data_ptr() != there.data_ptr()) there.copy_(values);
+    each_part(range, [&](const at::Tensor& there, Range part) {
+      const at::Tensor from = values.narrow(0, part.begin - range.begin, part.size());
+      if (!from.is_cpu() || from.const_data_ptr() != there.const_data_ptr()) there.copy_(from);
+    });
   }
 
  private:
-  at::Tensor values_;
+  struct Piece {
+    int64_t begin;  // its first element
+    at::Tensor values;
+  };
+  template <class F>
+  void each_part(Range range, const F& f) const {
+    for (const auto& [begin, values] : pieces_) {
+      const Range part = shard::intersect(range, {begin, begin + values.numel()});
+      if (!part.empty()) f(values.narrow(0, part.begin - begin, part.size()), part);
+    }
+  }
+
+  shard::HostSlabsPtr slabs_;
+  std::vector<Piece> pieces_;
 };
 
 class NvmeHome final : public shard::Home {
@@ -111,7 +149,7 @@ class Homes {
     if (stays) in_memory += size;
     if (stays && on_cpu) return nullptr;
     if (stays || options_.residence == Residence::Host)
-      return std::make_shared<HostHome>(size, host.pinned_memory(options_.pin_memory));
+      return std::make_shared<HostHome>(size, host, options_.pin_memory ? slabs() : nullptr);
     return std::make_shared<NvmeHome>(file(!on_cpu && options_.pin_memory), size, host);
   }
 
@@ -125,12 +163,20 @@ class Homes {
     return goes;
   }
 
+  // As files.
+  shard::HostSlabsPtr slabs() {
+    std::weak_ptr<shard::HostSlabs>& known = slabs_[std::this_thread::get_id()];
+    shard::HostSlabsPtr slabs = known.lock();
+    if (!slabs) known = slabs = std::make_shared<shard::HostSlabs>();
+    return slabs;
+  }
+
   // An engine is built by one thread; engines of several threads do not wait for each other's transfers.
   std::shared_ptr<NvmeFile> file(bool pinned) {
     std::weak_ptr<NvmeFile>& known = files_[std::this_thread::get_id()];
     std::shared_ptr<NvmeFile> file = known.lock();
     if (!file) {
-      const int64_t bytes = shard::kTile * kWidest + kEdges;
+      const int64_t bytes = shard::kTile * kWidest;  // tiles begin at blocks
       file = std::make_shared<NvmeFile>(options_.folder, options_.buffer_count, bytes, options_.make_queue,
                                         pinned ? MemoryMaker(&pinned_bytes) : MemoryMaker());
       known = file;
@@ -145,6 +191,7 @@ class Homes {
   std::map<std::thread::id, int64_t> in_memory_;  // elements that live there instead
   std::map<Quantity, std::pair<int64_t, int64_t>> counts_;
   std::map<std::thread::id, std::weak_ptr<NvmeFile>> files_;
+  std::map<std::thread::id, std::weak_ptr<shard::HostSlabs>> slabs_;
 };
 
 }  // namespace

@@ -228,8 +228,8 @@ void BackwardDriver::call_gone(ScopeCall& call) {
 }
 
 void BackwardDriver::tasks_ended() {
-  units_.phases().end(Phase::Backward);
   try {
+    units_.phases().end(Phase::Backward);
     units_.unsharder().end_backward();
   } catch (const std::exception&) {
     // As above; and this may run while another exception passes.

@@ -1,4 +1,4 @@
-// Disks: work that may fail on one rank's disk while the others wait for that rank in collectives.
+// Disks: work that may fail on one rank, for its disk or its memory, while the others wait for that rank in collectives.
 #pragma once
 
 #include <string>
@@ -18,6 +18,12 @@ class DiskGuard {
  public:
   // `agrees`: agree() will be called, so what fails is kept until then. Else it is thrown at once.
   explicit DiskGuard(bool agrees) : agrees_(agrees) {}
+  // It agrees, but on the device's memory only; all other errors are thrown.
+  static DiskGuard for_memory() {
+    DiskGuard guard(true);
+    guard.all_ = false;
+    return guard;
+  }
   bool agrees() const { return agrees_; }
   // Nothing happens after a failure.
   template <class F>
@@ -30,11 +36,15 @@ class DiskGuard {
     if (!agrees_) return work();
     try {
       work();
+    } catch (const c10::OutOfMemoryError& error) {
+      keep(error.what_without_backtrace());
     } catch (const c10::ValueError&) {
       throw;
     } catch (const c10::Error& error) {
+      if (!all_) throw;
       keep(error.what_without_backtrace());
     } catch (const std::exception& error) {
+      if (!all_) throw;
       keep(error.what());
     }
   }
@@ -46,7 +56,7 @@ class DiskGuard {
     if (failure_.empty()) failure_ = failure;
   }
 
-  bool agrees_;
+  bool agrees_, all_ = true;
   std::string failure_;
 };
 

@@ -152,6 +152,7 @@ void FlatParams::begin_gather(comm::Group& group, at::Tensor bucket, at::Tensor 
     if (bucket_.is_cpu()) {
       gather();
     } else {
+      if (rounded_) words_ = at::empty({std::min(slice_.size(), shard::kTile)}, options());
       copied_ = side_.run(bucket_.device(), gather);
     }
     staging_ = std::move(staging);
@@ -189,7 +190,8 @@ int64_t FlatParams::read_ahead(int64_t elements) {
   return reading;
 }
 
-// The slice at its place in `space`, with a cast where that has another dtype.
+// The slice at its place in `space`, with a cast where that has another dtype: on the device, by way of words_. torch would
+// cast on the host, into memory that is not page-locked.
 void FlatParams::bring_slice(const at::Tensor& space) {
   const std::vector<shard::Range> tiles = shard::tiles_of({0, slice_.size()});
   for (size_t i = 0; i < tiles.size(); ++i) {
@@ -197,7 +199,12 @@ void FlatParams::bring_slice(const at::Tensor& space) {
       ahead_.push_back(buffer_.fetch(tiles[i + ahead_.size()]));
     const at::Tensor values = ahead_.front().wait();
     const bool pinned = !space.is_cpu() && values.is_pinned();
-    space.narrow(0, slice_.begin + tiles[i].begin, tiles[i].size()).copy_(values, /*non_blocking=*/pinned);
+    const at::Tensor place = space.narrow(0, slice_.begin + tiles[i].begin, tiles[i].size());
+    if (words_.defined()) {
+      place.copy_(words_.narrow(0, 0, values.numel()).copy_(values, /*non_blocking=*/pinned));
+    } else {
+      place.copy_(values, /*non_blocking=*/pinned);
+    }
     ahead_.pop_front();
     if (!pinned || buffer_.residence() != shard::Residence::Nvme) continue;
     copying_.emplace_back(values, shard::mark(space.device()));
@@ -213,9 +220,19 @@ void FlatParams::end_copies() {
     copied->synchronize();
 }
 
+// Where the current stream comes after the copies.
+void FlatParams::drop_words() {
+  order_.keep(words_);
+  words_.reset();
+}
+
 // Note [Parameters elsewhere]
 void FlatParams::gather_slice(comm::Group& group, const at::Tensor& space, const std::string& label) {
   failure_.clear();
+  // Before anything is on its way, as all memory that a gather needs.
+  const bool may_fail = buffer_.residence() == shard::Residence::Nvme && group.size() > 1;
+  const at::Tensor failed =
+      may_fail ? at::zeros({1}, at::TensorOptions(at::kDouble).device(space.device())) : at::Tensor();
   try {
     bring_slice(space);
   } catch (const std::exception& error) {  // memory that runs out, too
@@ -227,8 +244,9 @@ void FlatParams::gather_slice(comm::Group& group, const at::Tensor& space, const
   }
   if (group.size() == 1) return;
   pending_ = group.all_gather(space, space.narrow(0, slice_.begin, slice_.size()), label);
-  if (buffer_.residence() != shard::Residence::Nvme) return;
-  failed_ = at::full({1}, failure_.empty() ? 0.0 : group.rank() + 1.0, at::kDouble).to(space.device());
+  if (!may_fail) return;
+  failed_ = failed;
+  if (!failure_.empty()) failed_.fill_(group.rank() + 1.0);
   read_check_ = group.all_reduce(failed_, comm::ReduceOp::Max, "reads of " + label);
 }
 
@@ -282,6 +300,7 @@ void FlatParams::make_private(const at::Tensor& bucket) {
 }
 
 at::Tensor FlatParams::take_bucket() {
+  drop_words();
   const bool borrowed = is_in_space();
   const at::Tensor bucket = std::exchange(bucket_, at::Tensor());
   return borrowed ? at::Tensor() : bucket;
@@ -293,6 +312,7 @@ void FlatParams::finish_gather() {
   order_.write(options().device());
   pending_.wait();
   if (copied_) shard::come_after(*copied_, bucket_.device());
+  drop_words();
   end_copies();
   check_read();
   if (rounded_ && !shares()) shard::scaled_copy(bucket_, staging_);
@@ -419,6 +439,13 @@ void FlatParams::bring_back() {
   storages_.clear();
 }
 
+void FlatParams::make_whole() {
+  if (!sharded_ || slice_.size() != layout_.size()) return;
+  const at::Tensor all = buffer_.read(slice_);
+  for (Item& item : items_)
+    shard::bind(item.tensor, all, item.range, item.form);
+}
+
 void FlatParams::abandon(const std::string& message) {
   if (!sharded_) {
     if (shares()) leave_space();
@@ -434,7 +461,7 @@ void FlatParams::abandon(const std::string& message) {
     shard::release(*storages_[i], "[zero] parameter '" + items_[i].name + "' is partitioned: " + message);
   }
   state_ = ParamState::Sharded;
-  for (at::Tensor* memory : {&bucket_, &staging_}) {
+  for (at::Tensor* memory : {&bucket_, &staging_, &words_}) {
     order_.keep(*memory, copied_.get());
     memory->reset();
   }

@@ -148,6 +148,8 @@ class FlatParams {
   void bring_back();
   bool is_sent() const { return buffer_.is_sent(); }
 
+  // For good: parameters of one rank that live elsewhere are on the device again. Only abandon() may follow. Local.
+  void make_whole();
   // For good: parameters without data say `message`; shared ones that are whole get memory of their own. Local.
   void abandon(const std::string& message);
 
@@ -159,6 +161,7 @@ class FlatParams {
   void gather_slice(comm::Group& group, const at::Tensor& space, const std::string& label);
   void bring_slice(const at::Tensor& space);
   void end_copies();
+  void drop_words();
   shard::PendingView fetch(shard::Range tile) const;
   void check_read();
   void fill_from_space(const at::Tensor& bucket, const at::Tensor& staging) const;
@@ -186,6 +189,7 @@ class FlatParams {
   shard::SideStream side_;
   std::shared_ptr<c10::Event> copied_;                                      // to the device
   std::deque<std::pair<at::Tensor, std::shared_ptr<c10::Event>>> copying_;  // tiles that cannot be lent again before
+  at::Tensor words_;                                                        // on the device, where they are cast
   std::string failure_;                                                     // of this rank's last read
   at::Tensor failed_;                                                       // 1 + the rank of one that failed, or 0
   comm::Pending read_check_;

@@ -11,8 +11,13 @@ namespace {
 constexpr size_t kLeaving = 1;  // buckets that are copied while the next one fills
 }
 
-HostGrads::HostGrads(int64_t size, const at::TensorOptions& of_device, bool pin)
-    : values_(at::zeros({size}, of_device.device(at::kCPU).pinned_memory(pin))) {}
+HostGrads::HostGrads(int64_t size, const at::TensorOptions& of_device)
+    : size_(size), options_(of_device.device(at::kCPU)) {}
+
+void HostGrads::take_memory(const shard::HostSlabsPtr& slabs) {
+  values_ =
+      slabs && size_ > 0 ? slabs->take(bytes()).view(options_.dtype().toScalarType()) : at::zeros({size_}, options_);
+}
 
 shard::PendingView HostGrads::fetch(shard::Range range) {
   return shard::PendingView(values_.narrow(0, range.begin, range.size()), [copied = copied_] {
@@ -24,7 +29,7 @@ void HostGrads::store(shard::Range range, const at::Tensor& values) {
   fetch(range).wait().copy_(values);
 }
 
-GradCopies::~GradCopies() try { finish(); } catch (const std::exception&) {
+void GradCopies::abandon() noexcept try { finish(); } catch (const std::exception&) {
   // A device that fails: who uses it next is told.
 }
 

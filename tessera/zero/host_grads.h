@@ -21,14 +21,18 @@
 #include <memory>
 
 #include "tessera/shard/buffer.h"
+#include "tessera/shard/host_slabs.h"
 #include "tessera/shard/side_stream.h"
 
 namespace tessera::zero {
 
 class HostGrads final : public shard::Home {
  public:
-  // `of_device`: of the gradients there. `pin`: in page-locked memory, which copies beside other work need.
-  HostGrads(int64_t size, const at::TensorOptions& of_device, bool pin);
+  // `of_device`: of the gradients there. They have memory once take_memory() was called.
+  HostGrads(int64_t size, const at::TensorOptions& of_device);
+  int64_t bytes() const { return size_ * static_cast<int64_t>(options_.dtype().itemsize()); }
+  // Zeros. `slabs`: page-locked memory, which copies beside other work need; null: ordinary memory.
+  void take_memory(const shard::HostSlabsPtr& slabs);
 
   shard::Residence residence() const override { return shard::Residence::Host; }
   shard::PendingView fetch(shard::Range range) override;
@@ -36,6 +40,8 @@ class HostGrads final : public shard::Home {
 
  private:
   friend class GradCopies;
+  int64_t size_;
+  at::TensorOptions options_;
   at::Tensor values_;
   std::shared_ptr<c10::Event> copied_;  // in either direction
 };
@@ -43,13 +49,14 @@ class HostGrads final : public shard::Home {
 // Between a device and host memory, in the order of the calls, beside what the device computes. Never waits, but in finish().
 class GradCopies {
  public:
-  ~GradCopies();
+  ~GradCopies() { abandon(); }
   // `release` is called once `from` may be written to by what comes after the event.
   using Release = std::function<void(std::shared_ptr<c10::Event>)>;
   void leave(const at::Tensor& from, HostGrads& to, Release release);
   // `to` holds them once the event was passed to shard::come_after().
   std::shared_ptr<c10::Event> come_back(HostGrads& from, const at::Tensor& to);
-  void finish();  // everything is released
+  void finish();            // everything is released
+  void abandon() noexcept;  // the same; what fails is forgotten
 
  private:
   struct Leaving {

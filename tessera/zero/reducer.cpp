@@ -8,6 +8,7 @@
 #include "tessera/base/error.h"
 #include "tessera/shard/dtype.h"
 #include "tessera/shard/storage.h"
+#include "tessera/zero/memory_for.h"
 
 namespace tessera::zero {
 
@@ -48,7 +49,8 @@ void Reducer::acquire_partial(Unit& unit) {
     unit.partial = unit.grads.tensor();
     unit.partial_pooled = false;
   } else {
-    unit.partial = pool_.acquire(unit.layout.size(), unit.grad_options());
+    unit.partial = memory_for([&] { return pool_.acquire(unit.layout.size(), unit.grad_options()); },
+                              "the gradients of unit '", unit.name, "'");
     unit.partial_pooled = true;
     for (const shard::Range& gap : unit.layout.padding())
       shard::fill_zero(unit.partial.narrow(0, gap.begin, gap.size()));
@@ -259,7 +261,9 @@ void Reducer::reopen_replicas() {
 // Undefined where the unit travels as it is.
 at::Tensor Reducer::cast_to_travel(const Unit& unit, const at::Tensor& values) {
   if (unit.travel == values.scalar_type()) return {};
-  at::Tensor sent = travel_pool_.acquire(values.numel(), values.options().dtype(unit.travel));
+  at::Tensor sent =
+      memory_for([&] { return travel_pool_.acquire(values.numel(), values.options().dtype(unit.travel)); },
+                 "what travels of unit '", unit.name, "'");
   shard::scaled_copy(sent, values);
   return sent;
 }
@@ -272,8 +276,8 @@ void Reducer::launch(Unit& unit) {
     unit.move_to(GradState::Accumulating);
   }
   zero_unfilled(unit);
-  unit.move_to(Turn::Launched);
   if (one_rank(unit)) {
+    unit.move_to(Turn::Launched);
     unit.move_to(GradState::Reduced);
     unit.sum_arrived();
     if (sink_ != nullptr) {
@@ -287,17 +291,20 @@ void Reducer::launch(Unit& unit) {
   }
   const PhaseScope scope(phases_, Phase::Reduce, unit.name);
   make_room();
+  // Memory first: where there is none, nothing has changed.
+  at::Tensor present;
+  if (sink_ != nullptr)
+    present = memory_for([&] { return filled(unit).to(unit.partial.device()); }, "flags of unit '", unit.name, "'");
+  const at::Tensor sent = cast_to_travel(unit, unit.partial);
+  unit.move_to(Turn::Launched);
   unit.move_to(GradState::Reducing);
   const std::string label = "gradients of unit '" + unit.name + "'";
-  const at::Tensor sent = cast_to_travel(unit, unit.partial);
   const at::Tensor& source = sent.defined() ? sent : unit.partial;
   at::Tensor sum = source.narrow(0, unit.owned.begin, unit.owned.size());
   comm::Pending pending;
   const comm::ReduceOp op = mean_of(unit).op;
-  at::Tensor present;
   comm::Pending presence;
   if (sink_ != nullptr) {
-    present = filled(unit).to(unit.partial.device());
     presence = unit.ranks.shard->all_reduce(present, comm::ReduceOp::Max, label + ", which have one");
   }
   if (unit.grads_are_visible()) {
@@ -309,8 +316,8 @@ void Reducer::launch(Unit& unit) {
   }
   in_flight_.push_back({&unit, std::move(pending), sent, std::move(sum), std::exchange(unit.partial, at::Tensor()),
                         std::exchange(unit.partial_pooled, false), present, std::move(presence)});
-  if (unit.host_grads && unit.has_sum() && unit.in_flight == 0) bring_back(in_flight_.back());
   ++unit.in_flight;
+  if (unit.host_grads && unit.has_sum() && unit.in_flight == 1) bring_back(in_flight_.back());
 }
 
 void Reducer::finish_oldest() {
@@ -323,16 +330,27 @@ void Reducer::finish_oldest() {
   --unit.in_flight;
   if (unit.grad_state() == GradState::Reducing && unit.in_flight == 0) unit.move_to(GradState::Reduced);
   work.pending.wait();
+  work.presence.wait();
+  try {
+    if (!dropping_) use_up(work);
+  } catch (...) {
+    give_back(work);
+    throw;
+  }
+  give_back(work);
+}
+
+// What becomes of a sum. Buckets that it keeps are no longer `work`'s.
+void Reducer::use_up(InFlight& work) {
+  Unit& unit = *work.unit;
   if (const double rest = mean_of(unit).rest; rest != 1.0) shard::scaled_copy(work.sum, work.sum, rest);
   if (sink_ != nullptr) {
-    work.presence.wait();
     const at::Tensor values = work.bucket.narrow(0, unit.owned.begin, unit.owned.size());
-    if (work.sent.defined()) {
-      shard::scaled_copy(values, work.sum);
-      travel_pool_.release(work.sent);
-    }
+    const at::Tensor present = work.present.cpu();
+    if (work.sent.defined()) shard::scaled_copy(values, work.sum);
     unit.sum_arrived();
-    return hand_over(unit, values, work.present.cpu(), work.bucket);
+    work.pooled = false;
+    return hand_over(unit, values, present, work.bucket);
   }
   if (unit.host_grads) return leave(work);
   if (unit.has_sum() && work.pooled) {
@@ -340,14 +358,20 @@ void Reducer::finish_oldest() {
   } else if (work.sum.data_ptr() != unit.owned_grads().data_ptr()) {
     shard::scaled_copy(unit.owned_grads(), work.sum);
   }
-  if (work.sent.defined()) travel_pool_.release(work.sent);
-  if (work.pooled) pool_.release(work.bucket);
   unit.sum_arrived();
+}
+
+// To their pools.
+void Reducer::give_back(InFlight& work) {
+  if (work.sent.defined()) travel_pool_.release(work.sent);
+  if (work.before.defined()) sums_.release(work.before, work.came);
+  if (work.pooled) pool_.release(work.bucket);
 }
 
 // See Note [Gradients leave]; sums_ gets the bucket back in leave().
 void Reducer::bring_back(InFlight& work) {
-  work.before = sums_.acquire(work.unit->owned.size(), work.unit->grad_options());
+  work.before = memory_for([&] { return sums_.acquire(work.unit->owned.size(), work.unit->grad_options()); },
+                           "the sums of unit '", work.unit->name, "'");
   work.came = copies_.come_back(*work.unit->host_grads, work.before);
 }
 
@@ -363,13 +387,13 @@ void Reducer::leave(InFlight& work) {
     if (!work.came) bring_back(work);
     shard::come_after(*work.came, values.device());
     add_sum(unit, work.before, work.sum);
-    pool_.release(work.bucket);
-    leave(unit, work.before, sums_, work.before);
+    const at::Tensor sum = std::exchange(work.before, at::Tensor());
+    leave(unit, sum, sums_, sum);
   } else {
     if (work.sent.defined()) shard::scaled_copy(values, work.sum);
+    work.pooled = false;
     leave(unit, values, pool_, work.bucket);
   }
-  if (work.sent.defined()) travel_pool_.release(work.sent);
   unit.sum_arrived();
 }
 
@@ -389,7 +413,6 @@ void Reducer::hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& pre
   unit.partial_pooled = false;
   for (Param& p : unit.params)
     p.filled = p.has_grad = false;
-  if (dropping_) return pool_.release(bucket);
   sink_->take({&unit, sum, std::move(flags), [this, bucket] { pool_.release(bucket); }});
 }
 
@@ -448,7 +471,7 @@ void Reducer::abandon() {
         work.unit->order.keep(*memory, work.came.get());
     works->clear();
   }
-  copies_.finish();
+  copies_.abandon();
 }
 
 void Reducer::reset() {

@@ -169,6 +169,8 @@ class Reducer {
   at::Tensor filled(const Unit& unit) const;
   void hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& present, const at::Tensor& bucket);
   void finish_oldest();
+  void use_up(InFlight& work);
+  void give_back(InFlight& work);
   void bring_back(InFlight& work);
   void leave(InFlight& work);
   void leave(Unit& unit, const at::Tensor& sum, BucketPool& pool, const at::Tensor& bucket);

@@ -43,8 +43,12 @@ Memory ShardedModel::memory() const {
 }
 
 ShardedModel::~ShardedModel() {
-  driver.remove();
-  units.release("its engine was destroyed; gather it before, or save a checkpoint");
+  try {
+    driver.remove();
+    units.release("its engine was destroyed; gather it before, or save a checkpoint");
+  } catch (const std::exception&) {
+    // A device that fails: who uses it next is told.
+  }
 }
 
 }  // namespace tessera::zero

@@ -14,6 +14,8 @@ namespace tessera::zero {
 
 namespace {
 
+constexpr size_t kReturning = 1;  // tiles of weights whose way back goes on while the next one is updated
+
 // `from`, on a device, on its way to host memory. (torch keeps pinned memory while a copy of it is on its way.)
 shard::PendingView bring_to_host(const at::Tensor& from, bool pin) {
   const at::Tensor there = at::empty(from.sizes(), from.options().device(at::kCPU).pinned_memory(pin));
@@ -74,7 +76,8 @@ std::vector<TilePipeline::Segment> TilePipeline::in_tiles(const std::vector<Segm
 
 // A piece of a unit's update: its buffers' values on their way to who updates, and back. States that do not live on the
 // device are updated by the host, which then takes gradients and weights from the device and sends weights back. Weights
-// that do not live there are one buffer more, and go where the update is.
+// that do not live there are one buffer more, and go where the update is: to the device by way of elsewhere_, memory of the
+// host.
 class TilePipeline::Tile {
  public:
   // `range`: of the owned range, whose gradients are `grads`. `last`: of its unit. `away`: its states do not live on the
@@ -85,26 +88,56 @@ class TilePipeline::Tile {
         range_(range),
         segments_(std::move(segments)),
         last_(last),
+        pin_(pin),
+        device_(grads.options().device()),
         weights_here_(unit.weights().is_here()),
         weights_(fetch_weights()),
         grads_(grads.fetch(range)) {
     for (const shard::Buffer* buffer : buffers())
       views_.push_back(buffer->defined() ? std::optional(buffer->fetch(range)) : std::nullopt);
-    if (!away || grads.options().device().is_cpu()) return;
+    if (device_.is_cpu()) return;
+    if (!away) {
+      travels_ = !weights_here_;
+      return;
+    }
     if (grads.is_here()) grads_ = bring_to_host(grads_.wait(), pin);
     if (!weights_here_) return;
     device_weights_ = weights_.wait();
     weights_ = bring_to_host(device_weights_, pin);
   }
 
+  ~Tile() {
+    if (came_) shard::StreamOrder().keep(here_, came_.get());
+  }
+  Tile(const Tile&) = delete;
+  Tile& operator=(const Tile&) = delete;
+
+  // Weights that live elsewhere set out for the device that updates them.
+  void set_out(shard::SideStream& way) {
+    if (!travels_) return;
+    elsewhere_ = weights_.wait();
+    here_ = at::empty(elsewhere_.sizes(), elsewhere_.options().device(device_).pinned_memory(false));
+    if (!all_written())
+      came_ = way.run(device_, [&] { here_.copy_(elsewhere_, /*non_blocking=*/elsewhere_.is_pinned()); });
+    weights_ = shard::PendingView(here_, [this] {
+      if (came_) shard::come_after(*came_, device_);
+    });
+  }
+
   void update(optim::Rule rule, const std::vector<optim::GroupOptions>& groups, const Options& options, double scale) {
-    if (!weights_here_) weights_ = shard::PendingView(weights_.wait().to(grads_.wait().device()));
     for (const Segment& segment : segments_)
       update(segment, rule, groups[segment.group], options, scale);
-    if (!weights_here_) unit_->weights_to_write().store(range_, weights_.wait());
+    if (!weights_here_ && !travels_) unit_->weights_to_write().store(range_, weights_.wait());
     if (device_weights_.defined()) device_weights_.copy_(weights_.wait(), /*non_blocking=*/true);
     for (size_t i = 0; i < views_.size(); ++i)
       if (views_[i]) buffers()[i]->store(range_, views_[i]->wait());
+  }
+
+  // What set_out() brought sets out for elsewhere_, updated.
+  std::optional<Returning> set_back(shard::SideStream& way) {
+    if (!travels_) return {};
+    const auto copied = way.run(device_, [&] { elsewhere_.copy_(here_, /*non_blocking=*/elsewhere_.is_pinned()); });
+    return Returning{unit_, range_, here_, elsewhere_, copied};
   }
 
   Unit& unit() const { return *unit_; }
@@ -112,14 +145,19 @@ class TilePipeline::Tile {
 
  private:
   std::array<const shard::Buffer*, 4> buffers() const { return unit_->state_buffers(); }
-  // Where the master is apart, and all of them are written, nothing has to come.
-  shard::PendingView fetch_weights() const {
+  // The master is apart, and nothing of the weights stays what it was.
+  bool all_written() const {
     int64_t written = 0;
     for (const Segment& segment : segments_)
       written += segment.range.size();
+    return unit_->master.defined() && written == range_.size();
+  }
+  // Then nothing has to come from a disk.
+  shard::PendingView fetch_weights() const {
     const shard::Buffer weights = unit_->weights();
-    if (weights_here_ || !unit_->master.defined() || written < range_.size()) return weights.fetch(range_);
-    return shard::PendingView(at::empty({range_.size()}, weights.options().device(at::kCPU)));
+    if (weights.residence() != shard::Residence::Nvme || !all_written()) return weights.fetch(range_);
+    const auto host = weights.options().device(at::kCPU).pinned_memory(pin_ && !device_.is_cpu());
+    return shard::PendingView(at::empty({range_.size()}, host));
   }
   at::Tensor arrived(shard::PendingView& values, shard::Range range) const {
     return values.wait().narrow(0, range.begin - range_.begin, range.size());
@@ -146,16 +184,30 @@ class TilePipeline::Tile {
   shard::Range range_;
   std::vector<Segment> segments_;
   bool last_;
+  bool pin_;
+  c10::Device device_;
   bool weights_here_;
+  bool travels_ = false;  // weights that live elsewhere, to the device
   std::vector<std::optional<shard::PendingView>> views_;
   shard::PendingView weights_, grads_;
-  at::Tensor device_weights_;  // where the host updates a copy
+  at::Tensor device_weights_;    // where the host updates a copy
+  at::Tensor elsewhere_, here_;  // where the device does: from where, and there
+  std::shared_ptr<c10::Event> came_;
 };
 
-TilePipeline::TilePipeline(Units& units, double scale, DiskGuard& disks, std::function<void(Unit&)> done)
-    : units_(units), scale_(scale), disks_(disks), done_(std::move(done)) {}
+TilePipeline::TilePipeline(Units& units, Ways& ways, double scale, DiskGuard& disks, std::function<void(Unit&)> done)
+    : units_(units), ways_(ways), scale_(scale), disks_(disks), done_(std::move(done)) {}
 
-TilePipeline::~TilePipeline() = default;
+// After an error weights may be on their way to where others write next.
+TilePipeline::~TilePipeline() {
+  for (const Returning& left : returning_) {
+    try {
+      left.copied->synchronize();
+    } catch (const std::exception&) {
+      // A device that fails: who uses it next is told.
+    }
+  }
+}
 
 void TilePipeline::add(Unit& unit, const shard::Buffer& grads, const std::vector<bool>& present) {
   std::vector<Segment> segments = segments_of(unit, present, units_.options().precision.update_is_random());
@@ -163,7 +215,7 @@ void TilePipeline::add(Unit& unit, const shard::Buffer& grads, const std::vector
   const bool away = !states_on_device(unit);
   segments = in_tiles(segments);
   if (segments.empty()) {
-    finish();
+    update_next();
     done_(unit);
   }
   for (auto begin = segments.begin(); begin != segments.end();) {
@@ -177,11 +229,29 @@ void TilePipeline::add(Unit& unit, const shard::Buffer& grads, const std::vector
 }
 
 void TilePipeline::finish() {
+  update_next();
+  while (!returning_.empty())
+    arrive();
+}
+
+void TilePipeline::update_next() {
   if (!next_) return;
   const NamedRange range("update", next_->unit().name);
-  disks_.run([&] { next_->update(units_.rule(), units_.groups(), units_.options(), scale_); });
+  disks_.run([&] {
+    next_->update(units_.rule(), units_.groups(), units_.options(), scale_);
+    if (auto returning = next_->set_back(ways_.back)) returning_.push_back(std::move(*returning));
+  });
+  while (returning_.size() > kReturning)
+    arrive();
   if (next_->is_last()) done_(next_->unit());
   next_.reset();
+}
+
+void TilePipeline::arrive() {
+  const Returning oldest = std::move(returning_.front());
+  returning_.pop_front();
+  disks_.run_always([&] { oldest.copied->synchronize(); });
+  disks_.run([&] { oldest.unit->weights_to_write().store(oldest.range, oldest.to); });
 }
 
 void TilePipeline::add(Unit& unit, const shard::Buffer& grads, shard::Range range, std::vector<Segment> segments,
@@ -190,7 +260,8 @@ void TilePipeline::add(Unit& unit, const shard::Buffer& grads, shard::Range rang
   disks_.run([&] {
     tile = std::make_unique<Tile>(unit, grads, range, std::move(segments), last, away, units_.options().pin_memory);
   });
-  finish();
+  update_next();
+  if (tile) disks_.run([&] { tile->set_out(ways_.there); });
   if (tile) {
     next_ = std::move(tile);
   } else if (last) {

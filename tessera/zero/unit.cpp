@@ -121,7 +121,7 @@ at::Tensor Unit::owned_grads() const {
 }
 
 void Unit::send_grads_to_host() {
-  host_grads = std::make_shared<HostGrads>(owned.size(), grads.options(), options_.pin_memory);
+  host_grads = std::make_shared<HostGrads>(owned.size(), grads.options());
   grads = shard::Buffer(owned.size(), grads.options(), host_grads);
 }
 
@@ -199,6 +199,14 @@ void Unit::flush() const {
   for (const shard::Buffer* buffer : state_buffers())
     if (buffer->defined()) buffer->flush();
   flat->flush();
+}
+
+void Unit::drop_states() {
+  let_go();
+  partial.reset();
+  host_grads.reset();
+  for (shard::Buffer* buffer : {&grads, &master, &residual, &states[0], &states[1]})
+    buffer->reset();
 }
 
 void Unit::let_go() const noexcept {

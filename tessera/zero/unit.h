@@ -93,7 +93,7 @@ class Unit {
   // The gradients of that range: wherever they live, and a view of them where that is the device.
   shard::Buffer gradients() const;
   at::Tensor owned_grads() const;
-  // From now on they live in host memory: Note [Gradients leave].
+  // From now on they live in host memory, which host_grads->take_memory() makes: Note [Gradients leave].
   void send_grads_to_host();
   // Of gradients, whether or not a buffer is kept for them.
   at::TensorOptions grad_options() const;
@@ -128,6 +128,8 @@ class Unit {
   std::array<const shard::Buffer*, 4> state_buffers() const { return {&master, &residual, &states[0], &states[1]}; }
   // Returns when what was written to them, or to the weights, is where they live; throws what went wrong on the way.
   void flush() const;
+  // Gradients, masters and states are gone.
+  void drop_states();
   // Before it goes: what streams of a device still do with its memory comes to its end first. Local, never waits.
   void let_go() const noexcept;
   // The owned weights from an fp32 master; nothing to do in the other forms.

@@ -3,10 +3,12 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <functional>
 
 #include "tessera/base/error.h"
 #include "tessera/shard/device.h"
 #include "tessera/zero/disks.h"
+#include "tessera/zero/memory_for.h"
 
 namespace tessera::zero {
 
@@ -44,7 +46,7 @@ std::vector<FlatParams::Item> settle_values(const Ranks& ranks, const std::strin
       fresh.push_back(all.back());
     }
   }
-  broadcast_values(ranks, fresh, "unit '" + unit + "'");
+  memory_for([&] { broadcast_values(ranks, fresh, "unit '" + unit + "'"); }, "the values of unit '", unit, "'");
   return all;
 }
 
@@ -75,38 +77,82 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<P
     if (params[i].group >= 0) trained_ids_.push_back(static_cast<ParamId>(i));
   const std::vector<PlannedUnit> planned_units = plan(params);
   shared_ = share(planned_units, params);
-  build(planned_units, params);
+  try {
+    build(planned_units, params);
+  } catch (...) {
+    undo();
+    throw;
+  }
   shared_.written("the initial values");
   number_elements();
   order_launches();
 }
 
-// What one rank's disk refuses is an error of all: each broadcasts the values of all units first.
+// What one rank's disk or device refuses is an error of all: each broadcasts the values of all units first.
 void Units::build(const std::vector<PlannedUnit>& units, const std::vector<ParamSpec>& params) {
   if (options_.home) check_client(params);
-  DiskGuard disks(has_homes());
+  const bool of_memory = !has_homes() && !ranks().device.is_cpu() && ranks().all() > 1;
+  DiskGuard disks = of_memory ? DiskGuard::for_memory() : DiskGuard(has_homes());
   for (const PlannedUnit& planned : units) {
     std::vector<const ParamSpec*> originals;
     for (const ParamId id : planned.items)
       originals.push_back(&params[id]);
     std::vector<FlatParams::Item> items = settle_values(set_of(*originals.front()).ranks, planned.name, originals);
-    disks.run([&] {
+    const auto build_one = [&] {
       if (planned.kind == kFrozen) {
         build_frozen(planned, originals, std::move(items));
       } else {
         build_unit(planned, originals);
       }
-    });
+    };
+    disks.run([&] { memory_for(build_one, "the states of unit '", planned.name, "'"); });
   }
-  if (!has_homes()) return;
+  if (!disks.agrees()) return;
+  disks.run([&] { take_host_memory(); });
   for (const auto& unit : units_)
     disks.run([&] { unit->flush(); });
   for (const auto& flat : frozen_)
     disks.run([&] { flat->flush(); });
   const std::string failure = disks.agree(ranks());
   if (failure.empty()) return;
-  release("its engine could not be built");
+  TORCH_CHECK_WITH(OutOfMemoryError, !of_memory, "[zero] model states could not be made: ", failure);
   TESSERA_CHECK_IO(false, "zero", "model states could not be brought to where they shall live: ", failure);
+}
+
+// What was built goes. Parameters that are whole, or live elsewhere on one rank, keep their values.
+void Units::undo() noexcept try {
+  for (const auto& unit : units_)
+    unit->drop_states();
+  const auto keep = [](FlatParams& flat) {
+    try {
+      flat.make_whole();
+    } catch (const std::exception&) {
+      // No memory for this one: it says that its engine could not be built.
+    }
+  };
+  for (const auto& unit : units_)
+    keep(*unit->flat);
+  for (const auto& flat : frozen_)
+    keep(*flat);
+  release("its engine could not be built");
+} catch (const std::exception&) {
+  // A device that fails: the error that ended the construction says it.
+}
+
+// For gradients that leave the device; all of it at once, and the largest first, so that little is lost.
+void Units::take_host_memory() {
+  int64_t bytes = 0;
+  std::vector<HostGrads*> all;
+  for (const auto& unit : units_) {
+    if (!unit->host_grads) continue;
+    all.push_back(unit->host_grads.get());
+    bytes += all.back()->bytes();
+  }
+  std::ranges::stable_sort(all, std::greater(), &HostGrads::bytes);
+  const auto slabs = options_.pin_memory ? std::make_shared<shard::HostSlabs>() : nullptr;
+  if (slabs) slabs->expect(bytes);
+  for (HostGrads* grads : all)
+    grads->take_memory(slabs);
 }
 
 // Groups of its own: engines under one loss reach their collectives in orders that differ by rank.
@@ -364,6 +410,7 @@ void Units::release(const std::string& message) {
   frozen_.clear();
   places_.clear();
   trained_ids_.clear();
+  if (has_homes() && !ranks().device.is_cpu()) shard::return_host_memory(ranks().device.type());
 }
 
 }  // namespace tessera::zero

@@ -104,6 +104,8 @@ class Units {
   SharedParams share(const std::vector<PlannedUnit>& units, const std::vector<ParamSpec>& params) const;
   at::Tensor space_of(const std::vector<const ParamSpec*>& members);
   void build(const std::vector<PlannedUnit>& units, const std::vector<ParamSpec>& params);
+  void undo() noexcept;
+  void take_host_memory();
   void check_client(const std::vector<ParamSpec>& params) const;
   void build_unit(const PlannedUnit& planned, const std::vector<const ParamSpec*>& originals);
   void build_frozen(const PlannedUnit& planned, const std::vector<const ParamSpec*>& originals,

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/zero/memory_for.h"
 
 namespace tessera::zero {
 
@@ -253,13 +254,16 @@ void Unsharder::start(Entry& entry, bool exact) {
   const auto& options = flat.options();
   const bool rounded = flat.gathers_rounded() && !exact;
   at::Tensor bucket, staging;
-  if (!flat.shares() || rounded) bucket = pool_.acquire(size, options);
-  if (rounded) {
-    const int64_t staged = flat.shares() ? std::min(size, kPiece) : size;
-    staging = staging_.acquire(staged, options.dtype(flat.gather_dtype()));
-  }
-  try {
+  const auto gather = [&] {
+    if (!flat.shares() || rounded) bucket = pool_.acquire(size, options);
+    if (rounded) {
+      const int64_t staged = flat.shares() ? std::min(size, kPiece) : size;
+      staging = staging_.acquire(staged, options.dtype(flat.gather_dtype()));
+    }
     telling(entry, [&] { entry.flat->begin_gather(*entry.group, bucket, staging); });
+  };
+  try {
+    memory_for(gather, "the parameters of unit '", flat.name(), "'");
   } catch (...) {
     entry.flat->take_bucket();
     if (bucket.defined()) pool_.release(bucket);

@@ -12,7 +12,17 @@ namespace tessera::zero {
 
 namespace {
 constexpr size_t kNormsInFlight = 1;
+
+template <class F>
+void releasing_if_it_throws(const ArrivedSum& sum, const F& f) {
+  try {
+    f();
+  } catch (...) {
+    sum.release();
+    throw;
+  }
 }
+}  // namespace
 
 UpdateInBackward::UpdateInBackward(Units& units, BackwardDriver& driver, Updater& updater)
     : units_(units), updater_(updater), present_(units.count()) {
@@ -69,13 +79,14 @@ void UpdateInBackward::forget_waiting() {
 }
 
 void UpdateInBackward::take(ArrivedSum sum) {
-  const double squares = optim::sum_of_squares(sum.values);
+  double squares = 0;
+  at::Tensor total;
+  releasing_if_it_throws(sum, [&] {
+    squares = optim::sum_of_squares(sum.values);
+    if (norms_) total = at::full({1}, squares, at::kDouble).to(sum.values.device());
+  });
   sum.unit->squares = squares;
-  if (!norms_) {
-    update(sum, squares);
-    return;
-  }
-  const at::Tensor total = at::full({1}, squares, at::kDouble).to(sum.values.device());
+  if (!norms_) return update(sum, squares);
   const std::string label = "norm of unit '" + sum.unit->name + "'";
   comm::Pending pending = norms_->all_reduce(total, comm::ReduceOp::Sum, label);
   waiting_.push_back({std::move(sum), total, std::move(pending)});
@@ -97,7 +108,7 @@ void UpdateInBackward::update(const ArrivedSum& sum, double squares) {
   for (size_t i = 0; i < unit.params.size(); ++i)
     present_[unit.params[i].id] = sum.present[i];
   const double scale = optim::clip_coefficient(std::sqrt(squares), units_.options().unit_clipping);
-  updater_.update_unit(unit, sum.values, present_, scale, disks_);
+  releasing_if_it_throws(sum, [&] { updater_.update_unit(unit, sum.values, present_, scale, disks_); });
   sum.release();
 }
 

@@ -14,11 +14,12 @@
 #include "tessera/optim/norm.h"
 #include "tessera/shard/dtype.h"
 #include "tessera/zero/adoption.h"
-#include "tessera/zero/tile_pipeline.h"
 
 namespace tessera::zero {
 
 namespace {
+
+constexpr const char* kHalfDone = "a step ended with an error after it had updated a part of the model";
 
 // The gradients of `slice` (in the coordinates of the flat space, and owned here), without those of some parameters.
 void add_pieces(std::vector<at::Tensor>& pieces, const Unit& unit, shard::Range slice,
@@ -190,18 +191,17 @@ void Updater::finish_gathers() {
 }
 
 void Updater::update_units(const GradientSummary& summary, double scale, DiskGuard& disks) {
-  units_.set_broken("a step ended with an error after it had updated a part of the model");  // until it is over
-  TilePipeline pipeline(units_, scale, disks, [this](Unit& unit) { gather_unit(unit); });
+  units_.set_broken(kHalfDone);  // until it is over
+  TilePipeline pipeline(units_, ways_, scale, disks, [this](Unit& unit) { gather_unit(unit); });
   for (const auto& unit : units_.all())
     pipeline.add(*unit, unit->gradients(), summary.present);
   pipeline.finish();
-  units_.set_broken("");
 }
 
 void Updater::update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present, double scale,
                           DiskGuard& disks) {
   const c10::AutoGradMode no_grad(false);
-  TilePipeline pipeline(units_, scale, disks, [](Unit&) {});
+  TilePipeline pipeline(units_, ways_, scale, disks, [](Unit&) {});
   pipeline.add(unit, shard::Buffer(grads), present);
   pipeline.finish();
   for (Param& p : unit.params)
@@ -252,6 +252,7 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
   agree_on_disks(disks);
   for (const ParamId id : units_.trained_ids())
     if (summary.present[id]) count_update(*units_[id].param);
+  units_.set_broken("");
 }
 
 void Updater::prepare_update() {
@@ -307,6 +308,7 @@ void Updater::update_external(const GradientSummary& summary, double scale, cons
     throw;
   }
   forget();
+  units_.set_broken(kHalfDone);
   for (const auto& unit : units_.all())
     disks.run([&] { unit->refresh_weights(); });
 }

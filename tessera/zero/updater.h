@@ -7,6 +7,7 @@
 
 #include "tessera/zero/backward_driver.h"
 #include "tessera/zero/disks.h"
+#include "tessera/zero/tile_pipeline.h"
 
 namespace tessera::zero {
 
@@ -68,6 +69,7 @@ class Updater {
   Units& units_;
   BackwardDriver& driver_;
   std::vector<comm::Pending> gathers_;
+  TilePipeline::Ways ways_;
 };
 
 }  // namespace tessera::zero

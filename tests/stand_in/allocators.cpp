@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -93,6 +94,10 @@ class Allocator final : public c10::DeviceAllocator {
     const std::lock_guard lock(mutex_);
     capacity_ = bytes;
   }
+  void fail_at(int device, int64_t number) {
+    const std::lock_guard lock(mutex_);
+    fails_at_.at(static_cast<size_t>(device)) = number;
+  }
   int64_t bytes_in_use() {
     const std::lock_guard lock(mutex_);
     int64_t sum = 0;
@@ -109,8 +114,10 @@ class Allocator final : public c10::DeviceAllocator {
  private:
   void count(c10::DeviceIndex device, size_t bytes) {
     c10::CachingAllocator::Stat& stat = bytes_.at(device);
-    TORCH_CHECK_WITH(OutOfMemoryError, stat.current + static_cast<int64_t>(bytes) <= capacity_, "[stand_in] device ",
-                     static_cast<int>(device), " has no room for ", bytes, " bytes");
+    const bool fails = fails_at_.at(device) == 0;
+    if (fails_at_.at(device) >= 0) --fails_at_.at(device);
+    TORCH_CHECK_WITH(OutOfMemoryError, !fails && stat.current + static_cast<int64_t>(bytes) <= capacity_,
+                     "[stand_in] device ", static_cast<int>(device), " has no room for ", bytes, " bytes");
     stat.increase(bytes);
   }
   // What the stream released is its own from here on. What other streams were recorded for goes to the system, since it is
@@ -139,6 +146,11 @@ class Allocator final : public c10::DeviceAllocator {
 
   std::mutex mutex_;
   int64_t capacity_ = int64_t{1} << 40;  // of each device
+  std::array<int64_t, kDevices> fails_at_ = [] {
+    std::array<int64_t, kDevices> none{};
+    none.fill(-1);
+    return none;
+  }();
   std::array<c10::CachingAllocator::Stat, kDevices> bytes_;
   std::map<Stream, std::vector<Block>> released_;  // since the stream asked last
   std::map<std::pair<Stream, size_t>, std::vector<void*>> free_;
@@ -152,11 +164,17 @@ class PinnedAllocator final : public c10::Allocator {
     void* host = allocate_host(bytes);
     const std::lock_guard lock(mutex_);
     blocks_[reinterpret_cast<uintptr_t>(host)] = bytes;
+    taken_ += std::bit_ceil(bytes);
     return {host, host, &release, c10::kCPU};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* dst, const void* src, size_t count) const override { default_copy_data(dst, src, count); }
 
+  // As torch's takes it for CUDA: the next power of two of each.
+  int64_t bytes() const {
+    const std::lock_guard lock(mutex_);
+    return static_cast<int64_t>(taken_);
+  }
   bool owns(const void* p) const {
     const auto address = reinterpret_cast<uintptr_t>(p);
     const std::lock_guard lock(mutex_);
@@ -168,6 +186,7 @@ class PinnedAllocator final : public c10::Allocator {
   static void release(void* host);
   mutable std::mutex mutex_;
   std::map<uintptr_t, size_t> blocks_;
+  size_t taken_ = 0;
 };
 
 // Never destroyed, because tensors may outlive static objects.
@@ -197,6 +216,7 @@ void PinnedAllocator::release(void* host) {
   {
     const std::lock_guard lock(self.mutex_);
     bytes = self.blocks_.extract(reinterpret_cast<uintptr_t>(host)).mapped();
+    self.taken_ -= std::bit_ceil(bytes);
   }
   forget(bytes_at(host, bytes));
   std::free(host);
@@ -225,4 +245,12 @@ int64_t tessera_stand_in_bytes() {
 
 void tessera_stand_in_set_capacity(int64_t bytes) {
   tessera::stand_in::devices().set_capacity(bytes);
+}
+
+int64_t tessera_stand_in_pinned_bytes() {
+  return tessera::stand_in::pinned().bytes();
+}
+
+void tessera_stand_in_fail_allocation(int device, int64_t number) {
+  tessera::stand_in::devices().fail_at(device, number);
 }

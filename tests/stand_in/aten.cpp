@@ -156,6 +156,7 @@ Tensor copy_from(const Tensor& src, const Tensor& dst, bool non_blocking) {
     do_late({stream, number, whole(there), whole(host), to_host, copy_of(src, dst)});
   } else {
     copy_of(src, dst)();
+    notice_wait();
     if (!non_blocking || to_host) host_waits_for(stream);
   }
   return dst;

@@ -1,10 +1,12 @@
 #include "tests/stand_in/clocks.h"
 
 #include <algorithm>
+#include <atomic>
 #include <iterator>
 #include <map>
 #include <mutex>
 #include <set>
+#include <stdexcept>
 
 #include "tests/stand_in/allocators.h"
 #include "tests/stand_in/late_copies.h"
@@ -192,6 +194,10 @@ class Detector {
   std::set<std::string> said_;
 };
 
+// What tests switch is the process's, as the devices are.
+std::atomic<bool> fails{false};
+std::atomic<void (*)()> on_wait{nullptr};
+
 Detector& detector() {
   static auto* the = new Detector;  // tensors may outlive static objects
   return *the;
@@ -204,6 +210,7 @@ std::string name_of(Stream stream) {
 }
 
 uint64_t give(Stream stream, const char* work, const std::vector<Use>& uses) {
+  check_works();
   for (const Use& use : uses)
     do_late_copies_of(use.bytes);
   return detector().give(stream, work, uses);
@@ -240,11 +247,27 @@ void found(std::string finding) {
   detector().found(std::move(finding));
 }
 
+void check_works() {
+  if (fails) throw std::runtime_error("[stand_in] the device fails, as was asked for");
+}
+
+void notice_wait() {
+  if (const auto notice = on_wait.load(); notice != nullptr) notice();
+}
+
 }  // namespace tessera::stand_in
 
 void tessera_stand_in_use(const char* work, const void* p, int64_t bytes, bool writes) {
   using namespace tessera::stand_in;
   give(current_stream(device_of(p)), work, {{bytes_at(p, static_cast<size_t>(bytes)), writes, ""}});
+}
+
+void tessera_stand_in_fail(bool on) {
+  tessera::stand_in::fails = on;
+}
+
+void tessera_stand_in_on_wait(void (*notice)()) {
+  tessera::stand_in::on_wait = notice;
 }
 
 const char* tessera_stand_in_races() {

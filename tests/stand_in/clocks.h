@@ -69,6 +69,8 @@ void check_released(Bytes bytes, Stream stream, const std::vector<Stream>& excep
 void forget(Bytes bytes);  // goes back to the system
 
 void found(std::string finding);
+void check_works();  // throws where tests want the devices to fail
+void notice_wait();  // the host waits: tessera_stand_in_on_wait()
 std::string name_of(Stream stream);
 
 }  // namespace tessera::stand_in

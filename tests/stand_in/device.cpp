@@ -65,8 +65,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(c10::Stream stream) const override { return stream_handle(number_of(stream)); }
   bool queryStream(const c10::Stream& stream) const override { return is_over(clock_of(number_of(stream))); }
-  void synchronizeStream(const c10::Stream& stream) const override { host_waits_for(number_of(stream)); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    check_works();
+    notice_wait();
+    host_waits_for(number_of(stream));
+  }
   void synchronizeDevice(c10::DeviceIndex device) const override {
+    check_works();
+    notice_wait();
     for (int number = 0; number < kStreams; ++number)
       host_waits_for(device * kStreams + number);
   }
@@ -76,15 +82,19 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   // An event is a clock; null: never recorded.
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    check_works();
     if (*event == nullptr) *event = new Clock;
     *static_cast<Clock*>(*event) = clock_of(number_of(stream));
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Clock*>(event); }
   void block(void* event, const c10::Stream& stream) const override {
+    check_works();
     if (event != nullptr) order(number_of(stream), *static_cast<Clock*>(event));
   }
   bool queryEvent(void* event) const override { return event == nullptr || is_over(*static_cast<Clock*>(event)); }
   void synchronizeEvent(void* event) const override {
+    check_works();
+    notice_wait();
     if (event != nullptr) host_waits_for(*static_cast<Clock*>(event));
   }
   double elapsedTime(void*, void*, c10::DeviceIndex) const override { return 0; }

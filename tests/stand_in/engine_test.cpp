@@ -7,6 +7,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+
 #include "tessera/engine/checkpoint.h"
 #include "tessera/offload/states.h"
 #include "tests/io/temp_folder.h"
@@ -218,6 +220,56 @@ TEST(DeviceEngine, TilesPassThroughTheHost) {
   }
 }
 
+// Weights that live elsewhere and that the device updates: tile k + 1 is on its way there, and tile k on its way back, before
+// the host waits for tile k - 1.
+TEST(DeviceEngine, TilesPassThroughTheDevice) {
+  static std::string log;  // '<' a copy to the device, '>' one to the host, 'w' the host waits, once or several times
+  constexpr int64_t kLast = 1 << 16, kSize = 2 * shard::kTile + kLast;
+  at::Tensor weight = at::zeros({kSize}, device_of(0)).requires_grad_(true);
+  engine::Options options = toy_options({.stage = 3, .precision = PrecisionPolicy::fp32()});
+  options.zero.weight_home = offload::state_homes({.residence = shard::Residence::Host, .pin_memory = true});
+  Engine engine(options, comm::Mesh(), {{"w", weight, 0, ""}}, {toy_adamw()});
+  const int module = engine.modules().add({0});
+  engine.modules().enter(module);
+  const at::Tensor loss = weight.sum();
+  engine.modules().leave(module, {loss});
+  loss.backward();
+  tessera_stand_in_on_copy([](bool to_host, int64_t bytes) {
+    if (bytes >= 4 * kLast) log += to_host ? '>' : '<';
+  });
+  tessera_stand_in_on_wait([] {
+    if (!log.empty() && log.back() != 'w') log += 'w';
+  });
+  engine.step();
+  tessera_stand_in_on_copy(nullptr);
+  tessera_stand_in_on_wait(nullptr);
+  EXPECT_EQ(log, "<><>w<>w");
+}
+
+// Weights in host memory that travel in another dtype come as they are and are cast on the device.
+TEST(DeviceEngine, CastsOfWeightsElsewhereDoNotWait) {
+  static std::atomic<int> waits;
+  run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    at::Tensor weight = (at::arange(1000) * 0.001).to(device_of(rank)).requires_grad_(true);
+    engine::Options options = toy_options({.stage = 3, .precision = PrecisionPolicy::fp32()});
+    options.zero.weight_home = offload::state_homes({.residence = shard::Residence::Host, .pin_memory = true});
+    engine::ParamSpec spec{"w", weight, 0, ""};
+    spec.comm = at::kBFloat16;
+    Engine engine(options, comm::Mesh(std::make_shared<StagedGroup>(group)), {spec}, {toy_adamw()});
+    const int module = engine.modules().add({0});
+    group->barrier("built");
+    waits = 0;
+    tessera_stand_in_on_wait([] { ++waits; });
+    engine.modules().enter(module);
+    group->barrier("gathered");
+    tessera_stand_in_on_wait(nullptr);
+    EXPECT_EQ(waits, 0);
+    EXPECT_TRUE(weight.detach().cpu().equal((at::arange(1000) * 0.001).to(at::kBFloat16).to(at::kFloat)));
+    engine.modules().leave(module, {});
+  });
+  EXPECT_STREQ(tessera_stand_in_races(), "");
+}
+
 // Each gradient is copied while the next one is computed, and two buckets serve all of them: the device's memory is weights
 // and these, whatever the stage, also where a step has several backwards.
 TEST(DeviceEngine, GradientsLeaveWhileTheBackwardGoesOn) {
@@ -410,6 +462,7 @@ TEST(DeviceEngine, EndsAmidCopies) {
         const offload::StateOptions away{.residence = residence, .folder = folder.path(), .pin_memory = pin};
         const Training t{.on_device = true,
                          .run = {.stage = 3, .persistence = 0},
+                         .world = 1,
                          .states = away,
                          .weights = away,
                          .under = Under::One};

@@ -25,9 +25,15 @@ int64_t tessera_stand_in_launches();                      // kernels of the tabl
 int64_t tessera_stand_in_launches_of(const char* entry);  // of one entry, "adam"; -1: no such entry
 void tessera_stand_in_fail_next_launch();                 // the next kernel throws std::runtime_error instead
 int64_t tessera_stand_in_bytes();                         // memory in use, of all devices
+int64_t tessera_stand_in_pinned_bytes();                  // page-locked memory, in the powers of two that CUDA's has
 // `notice` is called before every copy between host and device, by who asks for it; null: no more.
 void tessera_stand_in_on_copy(void (*notice)(bool to_host, int64_t bytes));
-void tessera_stand_in_set_capacity(int64_t bytes);  // of each device; what is more is out of memory
+void tessera_stand_in_set_capacity(int64_t bytes);                  // of each device; what is more is out of memory
+void tessera_stand_in_fail_allocation(int device, int64_t number);  // that many from now on go well; -1: all
+void tessera_stand_in_fail(bool on);  // from now on all that the devices are asked for throws, or no longer
+// `notice` is called when the host waits for a device: for an event, a stream, a copy that blocks, or one that torch would lead
+// through memory that is not page-locked; null: no more.
+void tessera_stand_in_on_wait(void (*notice)());
 // The current stream of the memory's device is given work of this name, which reads or writes it. What it does is the
 // caller's; the name lives as long as the process.
 void tessera_stand_in_use(const char* work, const void* p, int64_t bytes, bool writes);
