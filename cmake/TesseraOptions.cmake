@@ -5,6 +5,4 @@ if(TESSERA_SANITIZE)
   # The checks of every access for null (a crash without them) and alignment were half of the compile time.
   add_compile_options(-fsanitize=${TESSERA_SANITIZE} -fno-sanitize=null,alignment -fno-omit-frame-pointer -g1)
   add_link_options(-fsanitize=${TESSERA_SANITIZE})
-  # Without optimisation GCC does not see that a failed check never returns.
-  target_compile_options(tessera_options INTERFACE -Wno-return-type)
 endif()

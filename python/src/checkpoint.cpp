@@ -44,7 +44,7 @@ engine::Foreign foreign(std::string latest, const std::optional<py::function>& m
       const py::module_ errors = py::module_::import("tessera.errors");
       if (e.matches(errors.attr("IoError"))) throw IoError({__func__, __FILE__, __LINE__}, text);
       if (e.matches(errors.attr("ConfigError"))) C10_THROW_ERROR(ValueError, text);
-      TORCH_CHECK(false, e.what());
+      C10_THROW_ERROR(Error, e.what());
     }
   };
   return result;

@@ -12,6 +12,8 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
+#include <string>
+#include <utility>
 
 namespace tessera {
 
@@ -22,17 +24,25 @@ class IoError final : public c10::Error {
   using c10::Error::Error;
 };
 
+template <class Class>
+[[noreturn, gnu::cold, gnu::noinline]] void fail(c10::SourceLocation where, std::string text) {
+  throw Class(where, std::move(text));
+}
+
 }  // namespace tessera
 
-#define TESSERA_CHECK_VALUE(cond, origin, ...) TORCH_CHECK_VALUE(cond, "[" origin "] ", __VA_ARGS__)
-#define TESSERA_CHECK_AS(Class, cond, origin, ...)                                                                  \
-  do {                                                                                                              \
-    if (!(cond)) [[unlikely]] {                                                                                     \
-      throw Class({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, ::c10::str("[" origin "] ", __VA_ARGS__)); \
-    }                                                                                                               \
-  } while (false)
+// Expressions, not statements: of a check of `false` nothing is left but the call, so the compiler sees, without
+// optimisation too, that nothing comes after it.
+#define TESSERA_FAIL(Class, ...) \
+  ::tessera::fail<Class>({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, ::c10::str(__VA_ARGS__))
+#define TESSERA_CHECK_AS(Class, cond, origin, ...) \
+  ((cond) ? static_cast<void>(0) : TESSERA_FAIL(Class, "[" origin "] ", __VA_ARGS__))
+#define TESSERA_CHECK_VALUE(cond, origin, ...) TESSERA_CHECK_AS(::c10::ValueError, cond, origin, __VA_ARGS__)
 #define TESSERA_CHECK(cond, origin, ...) TESSERA_CHECK_AS(::tessera::UsageError, cond, origin, __VA_ARGS__)
 #define TESSERA_CHECK_IO(cond, origin, ...) TESSERA_CHECK_AS(::tessera::IoError, cond, origin, __VA_ARGS__)
-#define TESSERA_CHECK_BUILT(cond, origin, ...) TORCH_CHECK_NOT_IMPLEMENTED(cond, "[" origin "] ", __VA_ARGS__)
-#define TESSERA_CHECK_DIST(cond, origin, ...) TORCH_CHECK_WITH(DistBackendError, cond, "[" origin "] ", __VA_ARGS__)
-#define TESSERA_ASSERT(cond, ...) TORCH_INTERNAL_ASSERT(cond, __VA_ARGS__)
+#define TESSERA_CHECK_BUILT(cond, origin, ...) TESSERA_CHECK_AS(::c10::NotImplementedError, cond, origin, __VA_ARGS__)
+#define TESSERA_CHECK_DIST(cond, origin, ...) TESSERA_CHECK_AS(::c10::DistBackendError, cond, origin, __VA_ARGS__)
+#define TESSERA_ASSERT(cond, ...)                                                   \
+  ((cond) ? static_cast<void>(0)                                                    \
+          : TESSERA_FAIL(::c10::Error, #cond " INTERNAL ASSERT FAILED at " __FILE__ \
+                                             ":" C10_STRINGIZE(__LINE__) ": " __VA_OPT__(, ) __VA_ARGS__))
