@@ -39,6 +39,11 @@ def of_local_rank() -> str:
     return found(lambda: tessera.init_distributed(NAME))
 
 
+def late_on_one() -> str:
+    time.sleep(1.5 * int(os.environ["RANK"]))
+    return of_local_rank()
+
+
 def chosen_by_the_program() -> str:
     torch.accelerator.set_device_index(3 - int(os.environ["RANK"]))
     return found(lambda: tessera.init_distributed(NAME))

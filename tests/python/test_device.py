@@ -38,6 +38,7 @@ def test_a_sample_of_the_grid(stand_in: Path) -> None:
     ("case", "expected"),
     [
         ("of_local_rank", ["device 0", "device 1"]),
+        ("late_on_one", ["device 0", "device 1"]),
         ("chosen_by_the_program", ["device 3", "device 2"]),
         ("shared", [SHARED.format("init_distributed", "HOST", 2)] * 2),
         ("shared_over_gloo", ["device 0", "device 0"]),
@@ -54,6 +55,7 @@ def test_each_rank_has_a_device_of_its_own(case: str, expected: list[str], stand
     program = Path(__file__).parent / "device_ranks_program.py"
     printed = run_program([sys.executable, program, stand_in, case], 2)
     for text, start in zip(printed, expected, strict=True):
+        assert "timed out" not in text, text  # a warning of torch's for each wait that looks around
         assert text.splitlines()[-1].startswith(start.replace("HOST", socket.gethostname())), text
         if start.startswith("ConfigError"):
             assert 'tessera.init_distributed(dist_backend="gloo")' in text

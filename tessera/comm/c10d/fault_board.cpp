@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <sstream>
 #include <thread>
@@ -11,6 +12,16 @@
 #include "tessera/comm/op_info.h"
 
 namespace tessera::comm {
+
+bool come_within(c10d::Store& store, const std::vector<std::string>& keys, std::chrono::milliseconds limit) {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  for (auto pause = std::chrono::milliseconds(1); !store.check(keys);
+       pause = std::min(2 * pause, std::chrono::milliseconds(100))) {
+    if (std::chrono::steady_clock::now() >= end) return false;
+    std::this_thread::sleep_for(pause);
+  }
+  return true;
+}
 
 FaultBoard::FaultBoard(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string group)
     : store_(std::move(store)), rank_(rank), size_(size), group_(std::move(group)) {}
@@ -83,7 +94,7 @@ bool FaultBoard::has_shown(int rank) {
 
 void FaultBoard::await_process(int rank, std::chrono::milliseconds limit) {
   try {
-    store_->wait({process_key(rank)}, limit);
+    come_within(*store_, {process_key(rank)}, limit);
   } catch (const std::exception&) {
     // has_shown() tells what is wrong
   }

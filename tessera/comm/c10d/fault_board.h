@@ -11,8 +11,13 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace tessera::comm {
+
+// Whether all of `keys` come within `limit`. Looks again and again: a wait of the store's own that times out is a warning
+// in torch's log. Throws what the store throws.
+bool come_within(c10d::Store& store, const std::vector<std::string>& keys, std::chrono::milliseconds limit);
 
 class FaultBoard {
  public:

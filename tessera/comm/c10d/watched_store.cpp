@@ -93,11 +93,12 @@ void WatchedStore::wait(const std::vector<std::string>& keys, const milliseconds
   while (true) {
     const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
     try {
-      return PrefixStore::wait(keys, std::clamp(left, milliseconds(1), kSlice));
+      if (come_within(*this, keys, std::clamp(left, milliseconds(0), kSlice))) return;
     } catch (const std::exception&) {
-      look(keys);
-      if (Clock::now() >= end) throw;
+      // look() says what it means
     }
+    look(keys);
+    if (left <= kSlice) return PrefixStore::wait(keys, milliseconds(1));  // its error
   }
 }
 
