@@ -1,5 +1,5 @@
-"""The stages `kernel_test`, `sanitizer` and `ctests`: the project's own C++ tests, of the kit or of a build tree.
-Usage: programs.py STAGE."""
+"""The stages `kernel_test`, `sanitizer` and `ctests`: the project's own C++ tests, of the kit or of a build tree; and
+`examples`: what a newcomer runs first. Usage: programs.py STAGE."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ASKED, CUDA, DRY, ROOT, WORK, Asked, Results, seconds_left
+from common import ASKED, CUDA, DEVICE, DRY, ROOT, WORK, Asked, Results, seconds_left
 from device_table import device_library
 
 HERE = Path(__file__).parent
@@ -112,8 +112,33 @@ def ctest(tree: Path, choice: list[str]) -> dict[str, Any]:
     return found | {"failed": [f"{name}: {how}" for name, how in failed]}
 
 
+def readme() -> dict[str, Any]:
+    """README's first loop as it stands: it learns, and its model is where it should be."""
+    blocks = re.findall(r"```python\n(.*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (WORK / "loop.py").write_text(blocks[0] + '\nprint("on", engine.device, "end")\n')
+    found = ended([sys.executable, str(WORK / "loop.py")])
+    losses = [float(text) for text in re.findall(r"^loss ([\d.]+)$", found["said"], re.MULTILINE)]
+    places = set(re.findall(r"^on (\w+)", found["said"], re.MULTILINE))
+    right = bool(losses) and losses[0] < 1 and places == {DEVICE.type}
+    return found | {"ok": found["ok"] and right, "losses": losses, "devices": sorted(places)}
+
+
+def examples(r: Results) -> None:
+    r.case("the README's loop", readme)
+    demo = [
+        sys.executable,
+        str(ROOT / "examples" / "python" / "demo.py"),
+        "--out",
+        str(WORK / "demo"),
+        "--sample",
+        "20",
+    ]
+    small = ["--steps", "4", "--layers", "2", "--width", "64", "--context", "32"] if DRY else ["--steps", "40"]
+    r.case("the demo", ended, [*demo, "20", *small, *([] if CUDA else ["--ranks", "1"])])
+
+
 if __name__ == "__main__":
     stage = sys.argv[1]
     results = Results(stage, starts_cuda=False)
-    {"kernel_test": kernel_test, "sanitizer": sanitizer, "ctests": ctests}[stage](results)
+    {"kernel_test": kernel_test, "sanitizer": sanitizer, "ctests": ctests, "examples": examples}[stage](results)
     results.end()

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import torch
 from common import DRY, ROOT, WORK, Results, seconds_left
 
 LINE = re.compile(
@@ -32,8 +31,6 @@ def command(junit: Path) -> list[str]:
         found += ["--timeout", "120"]
     if importlib.util.find_spec("ray") is None:
         found += ["--ignore", "tests/python/hybrid"]
-    if torch.__version__ < "2.12":  # its dynamo crashes where ranks are threads
-        found += ["--ignore", "tests/python/engine/test_compile.py"]
     return [*found, "tests/python/test_version.py"] if DRY else [*found, "tests/python"]
 
 

@@ -46,6 +46,7 @@ STAGES = [
     Stage("llama_7B", 110, ("llama.py", "7B"), "7 billion parameters on one device", dry=False),
     Stage("kernel_test", 30, ("programs.py", "kernel_test"), "the project's own test of the kernels"),
     Stage("device_program", 40, ("device_program.py",), "the tests of the stand-in accelerator on this device"),
+    Stage("examples", 60, ("programs.py", "examples"), "the README's first loop, the demo"),
     Stage("pytests", 400, ("project_tests.py",), "the project's own Python tests"),
     Stage("sanitizer", 90, ("programs.py", "sanitizer"), "compute-sanitizer over the kernels"),
     Stage("ctests", 300, ("programs.py", "ctests"), "the project's own C++ tests"),

@@ -110,7 +110,7 @@ TEST(ShmBackend, RefusesWrongArgumentsWithoutHarm) {
     EXPECT_HAS(text([&] { backend->alltoall_base(a, b, splits, wrong); }), "2 splits of 4 rows for 2 ranks and 2 rows");
     EXPECT_HAS(text([&] { backend->alltoall_base(a, c, splits, splits); }), "the output is Float and the input Int");
     c10d::AllreduceOptions scaled;
-    scaled.reduceOp = c10d::makePreMulSum(2.0);
+    scaled.reduceOp = {c10d::ReduceOp::PREMUL_SUM, c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(2.0)};
     EXPECT_HAS(text([&] { backend->allreduce(one, scaled); }), "PREMUL_SUM is not supported");
     one[0].fill_(rank);
     backend->allreduce(one)->wait();
