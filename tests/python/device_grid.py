@@ -504,7 +504,7 @@ def check(row: Row, library: Any) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("library", help="of the stand-in accelerator, or 'cuda'")
-    parser.add_argument("--sample", action="store_true", help="a row of those that differ in their mode only, of a third of them")
+    parser.add_argument("--sample", action="store_true", help="a third of the ways, each in one mode")
     parser.add_argument("--part", default="0/1", help="every n-th row, from the i-th: i/n")
     parser.add_argument("--only", default="", help="rows whose name has this")
     args = parser.parse_args()
