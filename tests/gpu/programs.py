@@ -128,13 +128,11 @@ def examples(r: Results) -> None:
     demo = [
         sys.executable,
         str(ROOT / "examples" / "python" / "demo.py"),
-        "--out",
-        str(WORK / "demo"),
-        "--sample",
-        "20",
+        f"--out={WORK / 'demo'}",
+        "--sample=20",
     ]
     small = ["--steps", "4", "--layers", "2", "--width", "64", "--context", "32"] if DRY else ["--steps", "40"]
-    r.case("the demo", ended, [*demo, "20", *small, *([] if CUDA else ["--ranks", "1"])])
+    r.case("the demo", ended, [*demo, *small, *([] if CUDA else ["--ranks", "1"])])
 
 
 if __name__ == "__main__":

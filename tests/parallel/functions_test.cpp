@@ -1,5 +1,6 @@
 #include "tessera/parallel/functions.h"
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <functional>
