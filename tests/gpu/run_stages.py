@@ -1,4 +1,5 @@
-"""Whether Tessera is right and fast on this machine's GPU: `python tests/gpu/run_stages.py`, or `make gpu`.
+"""Whether Tessera is right and fast on this machine's GPU: `make gpu`, or `python tests/gpu/run_stages.py`; for an
+installed Tessera without a checkout `python -m tessera.gpu`, which has the stages that need none.
 
 Stages in time boxes, the most telling first, each a process of its own; a failed one stops no other. results.json,
 page.md and logs.tar.gz are renewed after each, so that a run that is cut has told most. Names choose stages,
@@ -22,6 +23,7 @@ import page
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+CHECKOUT = (ROOT / "bench").is_dir()  # else the folder is the package tessera.gpu
 
 
 @dataclass(frozen=True)
@@ -31,15 +33,24 @@ class Stage:
     program: tuple[str, ...]
     says: str
     dry: bool = True  # part of a dry run
+    alone: bool = False  # needs no checkout
 
 
 STAGES = [
-    Stage("env", 30, ("machine.py",), "the machine, its tools and its bandwidth"),
-    Stage("install", 300, ("install.py",), "Tessera from the kit, as installed, or from the checkout; always"),
+    Stage("env", 30, ("machine.py",), "the machine, its tools and its bandwidth", alone=True),
+    Stage(
+        "install", 300, ("install.py",), "Tessera from the kit, as installed, or from the checkout; always", alone=True
+    ),
     Stage("kernels_bits", 90, ("kernels_bits.py",), "kernels beside the same sources compiled for the host"),
-    Stage("parity", 120, ("parity.py",), "modes, stages, offload, checkpoints: the same bits; beside plain PyTorch"),
-    Stage("hazards", 150, ("hazards.py",), "streams, lifetimes, waits, page-locked memory, no memory left"),
-    Stage("two_ranks", 100, ("two_ranks.py",), "one rank over NCCL, two over Gloo on one device"),
+    Stage(
+        "parity",
+        120,
+        ("parity.py",),
+        "modes, stages, offload, checkpoints: the same bits; beside plain PyTorch",
+        alone=True,
+    ),
+    Stage("hazards", 150, ("hazards.py",), "streams, lifetimes, waits, page-locked memory, no memory left", alone=True),
+    Stage("two_ranks", 100, ("two_ranks.py",), "one rank over NCCL, two over Gloo on one device", alone=True),
     Stage("llama", 240, ("llama.py", "1.3B"), "a Llama beside PyTorch, FSDP2 and DeepSpeed"),
     Stage("kernels_speed", 30, ("kernels_speed.py",), "bandwidth of each form of the kernels"),
     Stage("trace", 60, ("llama_trace.py",), "profiled steps: copies beside kernels, gaps, waits"),
@@ -166,10 +177,10 @@ def chosen(options: argparse.Namespace, runs: dict[str, dict[str, Any]]) -> list
     """Stages and boxes: those named, in the order of their names, or in that of STAGES. `env` and `install` come first,
     and `install` always where another stage needs it."""
     boxes = dict(word.partition("=")[::2] for word in options.stages)
-    known = {stage.name: stage for stage in STAGES}
+    known = {stage.name: stage for stage in STAGES if CHECKOUT or stage.alone}
     if unknown := [name for name in [*boxes, *filter(None, [options.beside])] if name not in known and name != "rest"]:
         raise SystemExit(f"no stage is called {', '.join(unknown)}; {', '.join(known)}, rest")
-    run = [stage for stage in STAGES if stage.dry or not options.dry]
+    run = [stage for stage in known.values() if stage.dry or not options.dry]
     if "rest" in boxes:
         run = [s for s in run if s.name in boxes or runs.get(s.name, {}).get("status") != "ok"]
     elif boxes:
@@ -190,10 +201,9 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="the stages")
     parser.add_argument("--dry", action="store_true", help="all of it on the CPU, tiny")
     parser.add_argument("--seconds", type=int, default=3600, metavar="N", help="for all stages together")
-    parser.add_argument(
-        "--out", default=str(ROOT / "build" / "gpu"), metavar="DIR", help="for results.json and page.md"
-    )
-    parser.add_argument("--work", metavar="DIR", help="for logs and what is installed (default: under build/)")
+    out = str(ROOT / "build" / "gpu") if CHECKOUT else "tessera-gpu"
+    parser.add_argument("--out", default=out, metavar="DIR", help=f"for results.json and page.md (default: {out})")
+    parser.add_argument("--work", metavar="DIR", help="for logs and what is installed (default: OUT-work)")
     parser.add_argument("--beside", metavar="STAGE", help="runs beside the others, which then measure less well")
     parser.add_argument("--kit", metavar="DIR", help="what `make gpu-kit` made")
     return parser.parse_args(arguments)
@@ -202,10 +212,10 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     options = parsed()
     if options.list:
-        print("\n".join(f"{s.name:15} {s.box:4} s  {s.says}" for s in STAGES))
+        print("\n".join(f"{s.name:15} {s.box:4} s  {s.says}" for s in STAGES if CHECKOUT or s.alone))
         return 0
     out = Path(options.out).resolve()
-    work = Path(options.work or ROOT / "build" / "gpu-work").resolve()
+    work = Path(options.work or f"{out}-work").resolve()
     work.mkdir(parents=True, exist_ok=True)
     run = Run(options, work, out, time.time() + options.seconds)
     if options.stages and (work / "stages").exists():

@@ -40,6 +40,14 @@ def test_every_stage_runs_dry(tmp_path):
     assert "Nothing failed." in (tmp_path / "out" / "page.md").read_text()
 
 
+def test_an_installed_tessera_has_the_stages_that_need_no_checkout(tmp_path):
+    command = [sys.executable, "-m", "tessera.gpu"]
+    listed = subprocess.run([*command, "--list"], capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    assert [line.split()[0] for line in listed.splitlines()] == [stage.name for stage in run.STAGES if stage.alone]
+    subprocess.run([*command, "--dry", "env"], capture_output=True, check=True, cwd=tmp_path)
+    assert "Nothing failed." in (tmp_path / "tessera-gpu" / "page.md").read_text()
+
+
 def options(*arguments: str):
     return run.parsed(list(arguments))
 
