@@ -21,6 +21,8 @@ TRUST = "If you trust it, pass trusted=True (--trusted on the command line), whi
 # In the blob "optimizer-N", beside the states of a parameter that are neither one number nor one for each element: what
 # of the parameter they are of, by cut_of().
 CUT = "tessera.cut"
+# Kinds of tensors that are no optimizer's states.
+OWN_KINDS = frozenset({"weight", "master", "buffer", "rank_buffer", "gradient", "partial_gradient"})
 _ARRAY, _STREAM = "numpy.ndarray", "io.BytesIO"
 _PLAIN = (bool, int, float, complex, str, bytes)
 

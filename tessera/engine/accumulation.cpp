@@ -89,6 +89,7 @@ SavedAccumulation save_accumulation(Engine& engine) {
                    {"flushed", state.flushed},
                    {"scaled", state.scaled},
                    {"replicas_agree", state.replicas_agree},
+                   {"uncounted", engine.has_uncounted_backward()},
                    {"gradient_scale", engine.scaling().gradient_scale()}}
                   .dump();
   for (const zero::HeldGradient& held : accumulation.held()) {

@@ -1,4 +1,5 @@
 // An accumulation that has begun, in a checkpoint: every rank's gradients as they are.
+// Note [Another number of micro-batches] in restore.h says what it means where gradient_accumulation_steps is another.
 //
 // Sums over ranks are tensors of kind "gradient", what a rank has added itself is a "partial_gradient" with the rank in its
 // name. Where ranks, stage and dtype are the same each rank gets back what it had, and the run goes on with the same bits;

@@ -30,10 +30,10 @@ constexpr int64_t kSmall = 1 << 16;  // elements that are not spread over the ra
 
 Json run_of(Engine& engine) {
   Json run;
-  run["counters"] = {{"micro_steps", engine.micro_steps()},
-                     {"global_steps", engine.global_steps()},
-                     {"skipped_steps", engine.skipped_steps()},
-                     {"global_samples", engine.global_samples()}};
+  run["counters"] = {
+      {"micro_steps", engine.micro_steps()},     {"global_steps", engine.global_steps()},
+      {"skipped_steps", engine.skipped_steps()}, {"global_samples", engine.global_samples()},
+      {"begun", engine.begun_micro_steps()},     {"accumulation_steps", engine.options().gradient_accumulation_steps}};
   const amp::GradScaler::State& s = engine.scaling().scaler().state();
   if (engine.scaling().scaler().needed())
     run["scaler"] = {{"scale", s.scale},

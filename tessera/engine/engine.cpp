@@ -27,7 +27,9 @@ struct Engine::Impl {
   std::unique_ptr<Checkpointer> checkpointer;  // last to come, first to go: it reads the model
 
   int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0, global_samples = 0;
-  int64_t counted_backwards = 0;  // by earlier steps
+  int64_t begun = 0;              // micro-steps since the last boundary
+  int64_t counted_backwards = 0;  // by earlier updates
+  int64_t stepped_backwards = 0;  // by earlier calls of step()
   std::optional<bool> boundary_override;
   bool in_step = false, no_sync = false, coalesce = false, applied = false;
   std::optional<double> norm;
@@ -65,7 +67,7 @@ struct Engine::Impl {
   bool boundary() const {
     if (!options.managed_accumulation) return in_step;
     if (boundary_override) return *boundary_override;
-    return (micro_steps + 1) % options.gradient_accumulation_steps == 0;
+    return begun + 1 >= options.gradient_accumulation_steps;
   }
 
   zero::StepState step_state() const {
@@ -261,6 +263,8 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
   }
   m.in_step = false;
   ++m.micro_steps;
+  m.begun = boundary ? 0 : m.begun + 1;
+  m.stepped_backwards = m.model->driver.backwards();
   m.boundary_override.reset();
   if (boundary) m.scaling.step_done(finite);  // last: it may have an error to report
   return m.applied;
@@ -385,6 +389,12 @@ bool Engine::was_step_applied() const {
 int64_t Engine::micro_steps() const {
   return impl_->micro_steps;
 }
+int64_t Engine::begun_micro_steps() const {
+  return impl_->begun;
+}
+bool Engine::has_uncounted_backward() const {
+  return impl_->live("has_uncounted_backward").driver.backwards() != impl_->stepped_backwards;
+}
 int64_t Engine::backwards() const {
   return impl_->live("backwards").driver.backwards();
 }
@@ -400,10 +410,17 @@ int64_t Engine::global_samples() const {
 }
 
 void Engine::set_counters(int64_t micro_steps, int64_t global_steps, int64_t skipped_steps, int64_t global_samples) {
+  if (micro_steps != impl_->micro_steps)
+    set_begun_micro_steps(micro_steps % impl_->options.gradient_accumulation_steps);
   impl_->micro_steps = micro_steps;
   impl_->global_steps = global_steps;
   impl_->skipped_steps = skipped_steps;
   impl_->global_samples = global_samples;
+}
+
+void Engine::set_begun_micro_steps(int64_t begun) {
+  impl_->begun = begun;
+  impl_->boundary_override.reset();
 }
 
 // ---------------------------------------------------------------- optimizer and state access

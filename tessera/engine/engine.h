@@ -100,6 +100,7 @@ class Engine {
   // ---- accumulation
   bool is_gradient_accumulation_boundary() const;
   void set_gradient_accumulation_boundary(bool boundary);  // runtime error in unmanaged mode
+  // From the present micro-batch on; those that have begun an update count, which comes at once where they are enough.
   void set_gradient_accumulation_steps(int64_t steps);
   void set_micro_batch_size(int64_t samples);
   // no_sync: gradients accumulate locally, no collective; at stage >= 2 this holds one full gradient per unit.
@@ -115,13 +116,20 @@ class Engine {
   bool has_gradients() const;
   bool was_step_applied() const;
   int64_t micro_steps() const;
+  // Of these, the ones since the last boundary: an update comes with the one that makes them gradient_accumulation_steps.
+  int64_t begun_micro_steps() const;
+  // A backward has ended that no step() has counted. The same on all ranks.
+  bool has_uncounted_backward() const;
   // Backwards that reached this engine's parameters and ended, whoever started them.
   int64_t backwards() const;
   int64_t global_steps() const;
   int64_t skipped_steps() const;
   // Of all ranks in the optimizer steps so far: micro batches of the steps, unmanaged of the backwards.
   int64_t global_samples() const;
+  // Another number of micro-steps also says how many of them have begun an update: the remainder by
+  // gradient_accumulation_steps; set_begun_micro_steps() says it itself.
   void set_counters(int64_t micro_steps, int64_t global_steps, int64_t skipped_steps, int64_t global_samples);
+  void set_begun_micro_steps(int64_t begun);
   // The norm of the gradients as they are now, before a step. Collective.
   double grad_norm();
   // This rank's part of the square of grad_norm(): the parts of all ranks of the engine add up to it, replicas counted

@@ -57,12 +57,13 @@ bool scales(const amp::GradScaler::State& s) {
 // What the manifest says of the run, all of it checked.
 struct SavedRun {
   int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0, global_samples = 0;
-  std::optional<amp::GradScaler::State> scaler;  // of a run that scaled its loss
-  std::vector<Json> groups;                      // fields of each_field()
+  std::optional<int64_t> begun, accumulation_steps;  // not in older files, nor in those of others
+  std::optional<amp::GradScaler::State> scaler;      // of a run that scaled its loss
+  std::vector<Json> groups;                          // fields of each_field()
 
   // IoError that names file and key.
   SavedRun(const Json& run, const std::string& path);
-  void apply(Engine& engine) const;
+  void apply(Engine& engine, int64_t micro_steps_here, int64_t begun_here) const;
 };
 
 SavedRun::SavedRun(const Json& run, const std::string& path) {
@@ -84,6 +85,11 @@ SavedRun::SavedRun(const Json& run, const std::string& path) {
   global_steps = count(counters, "run.counters", "global_steps");
   skipped_steps = count(counters, "run.counters", "skipped_steps");
   global_samples = count(counters, "run.counters", "global_samples");
+  if (counters.contains("begun")) begun = count(counters, "run.counters", "begun");
+  if (counters.contains("accumulation_steps")) {
+    accumulation_steps = count(counters, "run.counters", "accumulation_steps");
+    good(*accumulation_steps >= 1, "run.counters.accumulation_steps", "is less than 1");
+  }
   // Not of all foreign checkpoints.
   if (run.contains("scaler")) {
     const std::string in = "run.scaler";
@@ -114,8 +120,9 @@ SavedRun::SavedRun(const Json& run, const std::string& path) {
   }
 }
 
-void SavedRun::apply(Engine& engine) const {
-  engine.set_counters(micro_steps, global_steps, skipped_steps, global_samples);
+void SavedRun::apply(Engine& engine, int64_t micro_steps_here, int64_t begun_here) const {
+  engine.set_counters(micro_steps_here, global_steps, skipped_steps, global_samples);
+  engine.set_begun_micro_steps(begun_here);
   if (engine.scaling().scaler().needed() && scaler) engine.scaling().restore(*scaler);
   for (size_t i = 0; i < engine.groups().size() && i < groups.size(); ++i)
     each_field(engine.groups()[i], [&](const char* name, auto& value) {
@@ -210,6 +217,27 @@ void Restore::plan(Engine& engine) {
     if (!of_several_) list("not in the model:", unexpected_);
   }
   check(problems);
+}
+
+// Note [Another number of micro-batches]. `run`: what save_accumulation() said, or nothing.
+void Restore::plan_accumulation(const std::string& run) {
+  const int64_t here = engine_->options().gradient_accumulation_steps;
+  if (!run.empty()) accumulation_ = std::make_unique<RestoredAccumulation>(*engine_, *reader_, run, place_, records_);
+  const int64_t there = run_->accumulation_steps.value_or(here);
+  begun_ = run_->begun.value_or(accumulation_ ? run_->micro_steps % here : 0);
+  if (accumulation_ && !accumulation_->fits()) {
+    anew_ = "with slices or experts that lie otherwise here";
+  } else if (accumulation_ && there != here && Json::parse(run).value("uncounted", true)) {
+    anew_ = c10::str("between a backward and its step(), with gradient_accumulation_steps ", there, ", which is ", here,
+                     " here");
+  } else if (accumulation_ && begun_ * here % there != 0) {
+    anew_ = c10::str("after ", begun_, " of ", there, " micro-batches, which is no whole number of the ", here,
+                     " that are a step here");
+  }
+  if (!anew_.empty()) accumulation_.reset();
+  micro_steps_ = run_->micro_steps - (anew_.empty() ? 0 : begun_);
+  begun_ = accumulation_ ? begun_ * here / there : anew_.empty() && there == here ? begun_ : 0;
+  if (there != here && engine_->options().managed_accumulation) micro_steps_ = run_->global_steps * here + begun_;
 }
 
 void Restore::check(const std::vector<std::string>& problems) const {
@@ -335,21 +363,16 @@ void Restore::apply() {
   engine.refresh_params();
   if (options_.run) {
     engine.zero_grad();
-    run_->apply(engine);
+    run_->apply(engine, micro_steps_, begun_);
     try {
-      if (accumulation_ && accumulation_->fits()) accumulation_->apply();
+      if (accumulation_) accumulation_->apply();
     } catch (const std::exception& e) {
       error = e.what();
     }
   }
-  if (accumulation_begins_anew()) {
-    const int64_t micro = engine.micro_steps(), begun = micro % engine.options().gradient_accumulation_steps;
-    engine.set_counters(micro - begun, engine.global_steps(), engine.skipped_steps(), engine.global_samples());
-    if (place_ == 0)
-      TORCH_WARN("[checkpoint] '", folder_,
-                 "' was saved inside an accumulation, with slices or experts that lie "
-                 "otherwise here: the accumulation begins anew");
-  }
+  if (accumulation_begins_anew() && place_ == 0)
+    TORCH_WARN("[checkpoint] '", folder_, "' was saved inside an accumulation, ", anew_,
+               ": the accumulation begins anew");
   try {
     together(*ranks_, "end of a load", [&] {
       TESSERA_CHECK_IO(error.empty(), "checkpoint", "'", folder_,
@@ -401,9 +424,7 @@ std::optional<Restore> Checkpointer::open(const std::string& dir, const std::str
     restore.ranks_ = &ranks();
     restore.of_several_ = spans_;
     restore.plan(engine_);
-    if (options.run && run.contains("accumulation"))
-      restore.accumulation_ = std::make_unique<RestoredAccumulation>(
-          engine_, *restore.reader_, run["accumulation"].dump(), restore.place_, restore.records_);
+    if (options.run) restore.plan_accumulation(run.contains("accumulation") ? run["accumulation"].dump() : "");
     restore.verify();
     const auto needed = [&](const TensorRecord& record) {
       return options.optimizer || record.kind == kWeight || record.kind == kMaster || record.kind == kBuffer;

@@ -1,4 +1,11 @@
 // Loading a checkpoint into an engine: what it needs of it, checked before anything changes.
+//
+// Note [Another number of micro-batches]
+//   A checkpoint between two updates starts at a boundary, whatever gradient_accumulation_steps was. One that was saved after
+//   b of n micro-batches holds the part b/n of an update's gradient: where the number is m here, it counts as b*m/n of them,
+//   and the update is that of the run that went on, if the batch of an update is the same. Where that is no whole number, or
+//   a backward has no step() yet that says whether it belongs to them, the accumulation begins anew, with a warning.
+//   micro_steps becomes what it would be had the number always been m, as in DeepSpeed: clients count with it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,8 +41,8 @@ class Restore {
   const std::string& folder() const { return folder_; }
   const std::string& tag() const { return tag_; }
   const std::string& client_run() const { return client_run_; }
-  // It was saved inside an accumulation that cannot go on here (RestoredAccumulation::fits()).
-  bool accumulation_begins_anew() const { return accumulation_ != nullptr && !accumulation_->fits(); }
+  // It was saved inside an accumulation that cannot go on here: RestoredAccumulation::fits(), and the note above.
+  bool accumulation_begins_anew() const { return !anew_.empty(); }
   const std::vector<std::string>& missing() const { return missing_; }
   const std::vector<std::string>& unexpected() const { return unexpected_; }
   const checkpoint::Reader& reader() const { return *reader_; }
@@ -53,6 +60,7 @@ class Restore {
     shard::Quantity quantity;
   };
   void plan(Engine& engine);
+  void plan_accumulation(const std::string& run);
   void check_room() const;
   void read_parts(io::Progress& progress);
   void verify() const;
@@ -72,6 +80,8 @@ class Restore {
   std::vector<const checkpoint::ParamRecord*> records_;  // by parameter; null: missing
   std::vector<std::string> missing_, unexpected_;
   std::unique_ptr<RestoredAccumulation> accumulation_;
+  std::string anew_;                     // why there is none, although one was saved
+  int64_t begun_ = 0, micro_steps_ = 0;  // as they will be
   std::shared_ptr<const SavedRun> run_;  // with options_.run
 };
 

@@ -121,6 +121,114 @@ TEST(Accumulation, HasTheSameGradientElsewhere) {
   }
 }
 
+// Note [Another number of micro-batches] in engine/restore.h.
+TEST(Accumulation, ABoundaryIsWhereItBelongsUnderAnotherNumber) {
+  struct Row {
+    int there, begun, here;
+    int left;  // micro-batches until the first update
+    bool goes_on;
+  };
+  const std::vector<Row> rows{{2, 0, 4, 4, false}, {3, 0, 2, 2, false}, {4, 0, 3, 3, false}, {3, 0, 1, 1, false},
+                              {2, 1, 4, 2, true},  {4, 2, 2, 1, true},  {6, 2, 3, 2, true},  {2, 1, 2, 1, true},
+                              {2, 1, 3, 3, false}, {4, 1, 2, 2, false}, {2, 1, 1, 1, false}};
+  for (int stage = 0; stage <= 3; ++stage) {
+    for (const Row& row : rows) {
+      const TempFolder folder;
+      run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+        const Toy toy, other(7);
+        const auto build = [&](const Toy& of, int accumulation) {
+          return toy_engine({.stage = stage, .accumulation = accumulation, .persistence = 4}, of, group);
+        };
+        Engine engine = build(toy, row.there);
+        train(engine, toy, rank, 0, 3 * row.there + row.begun);
+        engine.checkpoints().save(folder.path(), {});
+        Engine resumed = build(other, row.here);
+        auto found = resumed.checkpoints().open(folder.path(), "", {});
+        const std::string what = c10::str("stage ", stage, ", ", row.begun, " of ", row.there, " into ", row.here);
+        EXPECT_EQ(found->accumulation_begins_anew(), row.begun > 0 && !row.goes_on) << what;
+        found->apply();
+        EXPECT_EQ(resumed.has_gradients(), row.goes_on) << what;
+        EXPECT_EQ(resumed.micro_steps(), 3 * row.here + row.here - row.left) << what;
+        for (const int until : {row.left, row.here, row.here}) {
+          const int64_t before = resumed.global_steps();
+          for (int micro = 1; micro <= until; ++micro) {
+            EXPECT_EQ(resumed.is_gradient_accumulation_boundary(), micro == until) << what << ", " << micro;
+            train(resumed, other, rank, 100 + micro, 1);
+            EXPECT_EQ(resumed.global_steps() - before, micro == until ? 1 : 0) << what << ", " << micro;
+          }
+        }
+      });
+    }
+  }
+}
+
+// The batch of an update is the same: two ranks with two micro-batches, one rank with four.
+TEST(Accumulation, TheUpdateIsThatOfTheRunThatWentOn) {
+  for (int stage = 0; stage <= 3; ++stage) {
+    const TempFolder folder;
+    std::vector<at::Tensor> expected;
+    run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+      const Toy toy;
+      Engine engine = toy_engine({.stage = stage, .accumulation = 2}, toy, group);
+      train(engine, toy, rank, 0, 3);
+      engine.checkpoints().save(folder.path(), {});
+      train(engine, toy, rank, 3, 1);
+      if (const auto masters = values_of(engine).masters; rank == 0) expected = masters;
+    });
+    const Toy toy(7);
+    Engine alone = toy_engine({.stage = stage, .accumulation = 4}, toy, comm::single_group());
+    alone.checkpoints().open(folder.path(), "", {})->apply();
+    train(alone, toy, 0, 3, 1);
+    train(alone, toy, 1, 3, 1);
+    EXPECT_EQ(alone.global_steps(), 2);
+    const auto masters = values_of(alone).masters;
+    for (size_t i = 0; i < masters.size(); ++i)
+      EXPECT_TRUE(at::allclose(masters[i], expected[i], 1e-4, 1e-6)) << stage << ", " << i;
+  }
+}
+
+TEST(Accumulation, ABackwardThatNoStepHasCountedGoesOnUnderTheSameNumberOnly) {
+  const TempFolder folder;
+  const Toy toy;
+  Engine engine = toy_engine({.stage = 1, .accumulation = 2}, toy, comm::single_group());
+  train(engine, toy, 0, 0, 1);
+  toy_forward(engine, toy, toy_batch(0, 1)).backward();
+  engine.checkpoints().save(folder.path(), {});
+  engine.destroy();
+  for (const int here : {2, 4}) {
+    Engine resumed = toy_engine({.stage = 1, .accumulation = here}, toy, comm::single_group());
+    resumed.checkpoints().open(folder.path(), "", {})->apply();
+    EXPECT_EQ(resumed.has_gradients(), here == 2);
+    EXPECT_EQ(resumed.is_gradient_accumulation_boundary(), here == 2);
+    resumed.destroy();
+  }
+}
+
+// A count of its own, not a remainder of all micro-steps: what came before with another number, or with boundaries that the
+// user set, shifts nothing.
+TEST(Accumulation, ANumberThatChangesBeginsAtABoundary) {
+  const Toy toy;
+  Engine engine = toy_engine({.stage = 1, .accumulation = 2}, toy, comm::single_group());
+  const auto until_update = [&] {
+    int count = 0;
+    for (const int64_t before = engine.global_steps(); engine.global_steps() == before; ++count)
+      train(engine, toy, 0, count, 1);
+    return count;
+  };
+  for (int step = 0; step < 3; ++step)
+    EXPECT_EQ(until_update(), 2);
+  engine.set_gradient_accumulation_steps(4);
+  EXPECT_EQ(until_update(), 4);
+  train(engine, toy, 0, 0, 2);
+  engine.set_gradient_accumulation_boundary(true);
+  EXPECT_EQ(until_update(), 1);
+  EXPECT_EQ(until_update(), 4) << "after a short one";
+  train(engine, toy, 0, 0, 3);
+  engine.set_gradient_accumulation_steps(2);
+  EXPECT_EQ(until_update(), 1) << "more have begun than are needed";
+  EXPECT_EQ(until_update(), 2);
+}
+
 // Slices and experts have no gradient for another spread: the accumulation begins anew.
 TEST(Accumulation, BeginsAnewWhereItCannotGoOn) {
   const TempFolder folder;

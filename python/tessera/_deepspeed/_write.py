@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from tessera import _core
-from tessera._blobs import CUT, Saved, cut_of
+from tessera._blobs import CUT, OWN_KINDS, Saved, cut_of
 from tessera._deepspeed._pt_writer import Made, Streamed, write_pt
 from tessera.errors import ConfigError
 
@@ -121,7 +122,7 @@ class Source:
         return {**(self.numbers.get(names[0], {}) if names else {}), "step": self.step(names)}
 
     def moments(self, name: str) -> list[str]:
-        return [kind for kind in self.kinds.get(name, {}) if kind not in ("weight", "master", "buffer")]
+        return [kind for kind in self.kinds.get(name, {}) if kind not in OWN_KINDS]
 
     def value_kind(self, name: str) -> str:
         return "master" if "master" in self.kinds.get(name, {}) else "weight"
@@ -240,6 +241,12 @@ class Layout:
     def model_states(self, rank: int) -> dict[str, Any]:
         source, run = self.source, self.source.run
         counters = run["counters"]
+        if rank == 0 and "accumulation" in run:
+            warnings.warn(
+                "[checkpoints] DeepSpeed's files hold no gradients: what has come of an accumulation since the last "
+                "update is left out, and a load begins it anew",
+                stacklevel=2,
+            )
         sizes = {name: torch.Size(param.shape) for name, param in source.params.items()}
         frozen = OrderedDict((name, sizes[name]) for name in source.frozen) if self.stage >= 2 else None
         zero = self.stage > 0

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tessera import _core
-from tessera._blobs import CUT, Saved, cut_of
+from tessera._blobs import CUT, OWN_KINDS, Saved, cut_of
 from tessera.errors import ConfigError
 from tessera.optim._runners import ExternalRunner
 
 if TYPE_CHECKING:
     from tessera.engine._engine import Engine
 
-# Kinds of tensors that are no optimizer's states.
-OWN_KINDS = frozenset({"weight", "master", "buffer", "gradient", "partial_gradient"})
 # A param group's values that the core has by the same name, for runs that were saved from C++; "betas" beside them.
 _FROM_CORE = ("lr", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay")
 # Ranks along these have the same states where those are not sharded.
