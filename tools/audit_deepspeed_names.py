@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Says of every name of `deepspeed` that clients and programs use whether the alias package serves it.
+"""Says of every name of `deepspeed` whether the alias package serves it: of those that clients and programs use, and of
+all that its list (names.txt, written by index_deepspeed_names.py) has.
 
 usage: audit_deepspeed_names.py     with `tessera` and Tessera's `deepspeed` on the path; exit status 1: one is missing
 
@@ -241,8 +242,15 @@ def member_lines(stage: int) -> Iterator[str]:
         engine.destroy()
 
 
+def listed() -> list[tuple[str, str]]:
+    """(module, name) of everything that DeepSpeed has."""
+    from deepspeed import _names
+
+    return [(module, name) for module, found in _names.index().items() for name in found]
+
+
 def lines() -> Iterator[str]:
-    for module, name in names(SERVED) + names(REFUSED) + names(EITHER):
+    for module, name in dict.fromkeys(names(SERVED) + names(REFUSED) + names(EITHER) + listed()):
         state, _, why = state_of(module, name).partition(": ")
         yield f"{state:8} {module}.{name}" + (f": {why}" if why else "")
     for stage in (0, 2, 3):
