@@ -6,7 +6,7 @@ usage: index_deepspeed_names.py FOLDER VERSION     FOLDER: the package `deepspee
 Sources are parsed, not run. A line without indentation is a module, "." the package; below it stand its own names, and
 after "from MODULE:" those that it takes from another one (* all of them). NAME= is a value, NAME=1 a constant that is a
 plain number or word, NAME~ the name in lower case, NAME@MODULE.OTHER a module or what is called otherwise where it is
-from. Private names are there where another module takes them.
+from. Private values are there where another module takes them.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def rows_of(modules: dict[str, Module], name: str, wanted: set[str]) -> dict[str
             there = _binds(modules, source, original)
             rows[""].append(f"{key}@{_short(source)}.{original}" if there else f"{key}=")
     for key, mark in sorted(module.own.items()):
-        if key.startswith("_") and (key not in wanted or key.startswith("__")):
+        if key.startswith("__") or (key.startswith("_") and mark and key not in wanted):
             continue
         if key not in module.taken:
             rows[""].append(key + mark)

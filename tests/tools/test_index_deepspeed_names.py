@@ -30,7 +30,8 @@ try:
 except ImportError:
     a, b = 1, 2
 def _private(): ...
-def _hidden(): ...
+def _own(): ...
+_hidden = 1
 """,
 }
 EXPECTED = """.
@@ -40,7 +41,7 @@ EXPECTED = """.
 .runtime.constants
   NUMBER=3 OTHER="word" SAME~ SUM= TEXT= lower=
 .runtime.parts
-  Engine _private a= b= build
+  Engine _own _private a= b= build
   from .runtime.constants: *
 """
 

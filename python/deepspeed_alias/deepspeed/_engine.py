@@ -17,7 +17,7 @@ from torch import nn
 
 import deepspeed
 import tessera
-from deepspeed import _groups, _optimizers, _params, _tensor_parallel
+from deepspeed import _groups, _optimizers, _params, _sequence_state, _tensor_parallel
 from deepspeed._config import DeepSpeedConfig, DeepSpeedConfigModel, translated, users_dict
 from deepspeed._getters import ConfigGetters, refusal
 from deepspeed._lazy import NotServed
@@ -52,6 +52,9 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
         self._mpu: Any = None
         self.tput_timer = ThroughputTimer(self.train_batch_size)
         self.timers = SynchronizedWallClockTimer()
+        if self._parallel.cuts_params:
+            _tensor_parallel.mark(self.module)
+            vars(self.module)["ds_autotp_parsed"] = True
         if self.zero_optimization_stage() == 3:
             _params.adopt(self.module.parameters())
             # Of the root only, where TRL asks for it: what modules use of others is found out while they run.
@@ -319,6 +322,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, An
     call["args"] = _Rank(call.get("args"))
     if call.get("dist_init_required") is None:
         call["dist_init_required"] = True
+    if call.get("mpu") is _sequence_state:
+        call["mpu"] = _sequence_state.current()
     with translated():
         call["config"] = _tensor_parallel.handed_over(given, call.get("model"))
         built = tessera.initialize(**call, engine_type=functools.partial(_class_for(call.get("model")), given=given))

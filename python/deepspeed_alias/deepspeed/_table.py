@@ -222,10 +222,7 @@ MODULES: dict[str, Rows] = {
     ),
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": _same("tessera.sequence", _ULYSSES_SP, _ULYSSES),
-    "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
-        "initialize_sequence_parallel": f"tessera.sequence:initialize_sequence_parallel!{_ULYSSES}",
-        "*": "deepspeed.utils.groups",
-    },
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": {"=": "deepspeed._sequence_state"},
     "deepspeed.runtime.tensor_parallel": _same("._tensor_parallel", "tp_model_init set_autotp_mode"),
     "deepspeed.runtime.zero": _ZERO,
     "deepspeed.runtime.zero.partition_parameters": {
@@ -328,7 +325,7 @@ MODULES: dict[str, Rows] = {
             _MOE,
         ),
         **_refused("_get_broadcast_src_rank", "a rank that sends first values; it is the group's first"),
-        "initialize_sequence_parallel": f"tessera.sequence:initialize_sequence_parallel!{_ULYSSES}",
+        **_same("._sequence_state", "initialize_sequence_parallel"),
     },
     "deepspeed.utils.zero_to_fp32": {
         **_same("._to_fp32", _TO_FP32),
@@ -404,16 +401,13 @@ MODULES: dict[str, Rows] = {
         **_refused("replace_transformer_layer revert_transformer_layer replace_module", _KERNELS)
     },
     "deepspeed.module_inject.layers": {
-        "LinearLayer": f"tessera.parallel:ColumnLinear!{_AUTOTP}",
-        "LinearAllreduce": f"tessera.parallel:RowLinear!{_AUTOTP}",
-        **_refused(
-            "GatherReplacedLayerParams", "a context that gathers slices; engine.module_state_dict() has whole values"
-        ),
+        **_same("._tensor_parallel", "LinearLayer LinearAllreduce GatherReplacedLayerParams"),
         **_same("._tensor_parallel", "set_autotp_mode is_autotp_training_mode"),
     },
     "deepspeed.module_inject.auto_tp": _refused("AutoTP", f"its planner; {_AUTOTP}, tessera.parallel.plan_for"),
-    "deepspeed.module_inject.tp_shard": _refused(
-        "get_shard_size get_shard_size_list", "sizes of slices; tessera.parallel.plan_for says how a model is cut"
+    "deepspeed.module_inject.tp_shard": _same(
+        "._tensor_parallel",
+        "AutoTPMeta get_shard_size get_shard_size_list set_num_kv_heads get_num_kv_heads set_tp_grain_size",
     ),
     "deepspeed.sequence": {},
     "deepspeed.sequence.layer": {
