@@ -9,8 +9,13 @@ import tessera.sequence as sequence
 import torch.distributed as torch_dist
 
 from deepspeed import _comm as dist  # noqa: F401
+from deepspeed import _lazy
 
 _made: list[Any] = [None, None]  # the world that they are of, and a SequenceParallelGroups
+
+
+def __getattr__(name: str) -> Any:
+    return _lazy.attribute(__name__, name)
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int, **sizes: int) -> Any:

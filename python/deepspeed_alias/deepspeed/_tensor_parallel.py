@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ from tessera.parallel._record import Record, made
 from torch import nn
 
 import tessera
+from deepspeed._config import users_dict
 from tessera import _core, parallel
 
 ROOT = __name__.split(".")[0]
@@ -50,10 +52,12 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
 
 def handed_over(given: Any, model: nn.Module | None) -> Any:
     """What was recorded is noted on the model, where tessera.initialize compares it with the configuration, and is used
-    up. Returns the configuration without the group that only this package knows, with both sizes where it has one."""
+    up. Returns the configuration without the group that only this package knows, with the size."""
     record = _recorded()
     if record is None or model is None:
         return given
+    if isinstance(given, (str, os.PathLike)):
+        given = users_dict(given)
     section = given.get("tensor_parallel") if isinstance(given, Mapping) else None
     inner = (section or {}).get("tp", (section or {}).get("tensor_parallel", {}))
     if not isinstance(inner, Mapping):
@@ -62,12 +66,11 @@ def handed_over(given: Any, model: nn.Module | None) -> Any:
         raise ConfigError("[initialize] tensor_parallel.tp.tp_group is another group than tp_model_init's")
     setattr(sys.modules[ROOT], _RECORD, None)
     parallel.tp_model_init(model, record.size, record.dtype, tp_group=record.group)
-    if not inner:
+    if not isinstance(given, Mapping):
         return given
-    assert section is not None
     tp = {key: value for key, value in inner.items() if key != "tp_group"}
-    size = section.get("autotp_size") or tp.get("tp_size", 0)
-    return {**given, "tensor_parallel": {**section, "tp": tp, "autotp_size": size}}
+    size = (section or {}).get("autotp_size") or tp.get("tp_size") or record.size
+    return {**given, "tensor_parallel": {**(section or {}), **({"tp": tp} if inner else {}), "autotp_size": size}}
 
 
 # ---- layers
