@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import inspect
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -68,8 +69,43 @@ DEFAULT_LEAF_MODULE_NAMES: list[str] = []
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
+class _Regions(threading.local):
+    """Those of GatheredParameters that this thread is in."""
+
+    def __init__(self) -> None:
+        self.open: list[GatheredParameters] = []
+
+
+_regions = _Regions()
+
+
 class GatheredParameters(tessera.zero.GatheredParameters):
     """tessera.zero.GatheredParameters."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        _regions.open.append(self)
+
+    def __exit__(self, *error: Any) -> None:
+        if self in _regions.open:
+            _regions.open.remove(self)
+        super().__exit__(*error)
+
+
+@contextlib.contextmanager
+def writable(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, those that are partitioned are whole and take the first rank's values, also in regions for reading.
+    Collective."""
+    reading = [region for region in _regions.open if region._rank is None]
+    written = {id(param) for region in _regions.open if region._rank is not None for param in region._params}
+    for region in reading:
+        region._open.__exit__(None, None, None)
+    try:
+        with tessera.zero.GatheredParameters([param for param in params if id(param) not in written], modifier_rank=0):
+            yield
+    finally:
+        for region in reading:
+            region._open.__enter__()
 
 
 def is_held(param: torch.Tensor) -> bool:
