@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Says of every name of `deepspeed` that clients and programs use whether the alias package serves it.
+"""Says of every name of `deepspeed` whether the alias package serves it: of those that clients and programs use, and of
+all that its list (names.txt, written by index_deepspeed_names.py) has.
 
 usage: audit_deepspeed_names.py     with `tessera` and Tessera's `deepspeed` on the path; exit status 1: one is missing
 
@@ -52,7 +53,7 @@ deepspeed.runtime.zero.partition_parameters: ZeroParamStatus zero_wrapper_for_fp
   get_accelerator
 deepspeed.runtime.zero.utils: ZeRORuntimeException
 deepspeed.runtime.zero.offload_config: OffloadDeviceEnum OffloadStateTypeEnum
-deepspeed.runtime.utils: move_to_device
+deepspeed.runtime.utils: move_to_device partition_uniform partition_balanced DummyOptim
 deepspeed.runtime.torch_autocast: init_autocast_params has_autocast_dtype
 deepspeed.ops.aio: AsyncIOBuilder
 deepspeed.ops: __compatible_ops__
@@ -88,26 +89,33 @@ deepspeed.runtime.pipe.topology: ProcessTopology PipeDataParallelTopology PipeMo
 deepspeed.utils.groups: _get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size
   _get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size
   _get_sequence_data_parallel_group _get_model_parallel_world_size get_model_parallel_group get_data_parallel_group
+  get_tensor_model_parallel_src_rank _init_tp_mesh_device
 deepspeed.utils.timer: SynchronizedWallClockTimer ThroughputTimer FORWARD_GLOBAL_TIMER BACKWARD_GLOBAL_TIMER
 deepspeed.utils.logging: logger log_dist print_json_dist warning_once
 deepspeed.runtime.constants: ROUTE_TRAIN TRAIN_BATCH_SIZE
 deepspeed.runtime.fp16.loss_scaler: DynamicLossScaler LossScaler INITIAL_LOSS_SCALE
-deepspeed.git_version_info: version compatible_ops installed_ops
+deepspeed.git_version_info: version compatible_ops installed_ops torch_info git_hash git_branch
 deepspeed.runtime.config: DeepSpeedConfig DeepSpeedConfigError get_monitor_config ADAM_OPTIMIZER MUON_OPTIMIZER
 deepspeed.runtime.config_utils: DeepSpeedConfigModel get_scalar_param
 deepspeed.runtime.compiler: is_compile_supported disable is_compiling
-deepspeed.module_inject.layers: set_autotp_mode is_autotp_training_mode
-deepspeed.runtime.sequence_parallel.parallel_state_sp: initialize_sequence_parallel
+deepspeed.module_inject.layers: set_autotp_mode is_autotp_training_mode LinearLayer LinearAllreduce
+  GatherReplacedLayerParams
+deepspeed.module_inject.tp_shard: get_shard_size get_shard_size_list set_num_kv_heads AutoTPMeta
+deepspeed.utils.tensor_fragment: fragment_address
+deepspeed.moe.utils: split_params_into_different_moe_groups_for_optimizer
+deepspeed.accelerator: is_current_accelerator_supported
+deepspeed.runtime.sequence_parallel.parallel_state_sp: initialize_sequence_parallel get_sequence_parallel_group
+  get_sequence_parallel_rank get_sequence_parallel_world_size get_sequence_data_parallel_group get_model_parallel_group
 """
 REFUSED = """
 deepspeed: init_inference InferenceEngine DeepSpeedHybridEngine
-deepspeed.zero: TiledLinear TiledLinearReturnBias MiCS_Init DeepSpeedTensorOverride
+deepspeed.zero: TiledLinear TiledLinearReturnBias DeepSpeedTensorOverride
 deepspeed.moe.layer: MoE
 deepspeed.compression: init_compression
 deepspeed.autotuning: Autotuner
 deepspeed.module_inject.auto_tp: AutoTP
 deepspeed.runtime.sparse_tensor: SparseTensor
-deepspeed.runtime.utils: CheckOverflow partition_balanced
+deepspeed.runtime.utils: CheckOverflow
 deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine: TorchCheckpointEngine
 deepspeed.runtime.lr_schedules: get_config_from_args
 deepspeed.comm.torch: TorchBackend
@@ -149,10 +157,10 @@ zero_sub_group_size zero_use_cpu_optimizer zenflow_config zeropp_loco_param amp_
 compile_autosp compile_autotp compile_zero_optimization_stage curriculum_enabled_legacy curriculum_learning_enabled
 data_efficiency_enabled data_sampling_enabled eigenvalue_enabled get_pld_theta is_deepcompile_active
 is_deepcompile_enabled is_elastic_model_parallel_supported pld_enabled random_ltd_enabled
-uses_parallelization_pass_only
+uses_parallelization_pass_only allreduce_gradients
 """
 ENGINE_REFUSED = """
-aio_config all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain amp_params
+aio_config all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_no_retain amp_params
 autotuning_metric buffered_allreduce_fallback clip_fp32_gradients curriculum_learning_config curriculum_params_legacy
 data_efficiency_config data_sampling_config eigenvalue_max_iter get_compile_time get_deepspeed_compile_backend
 get_optimizer_configuration load_moe_state_dict pld_gamma pld_params pld_theta print_forward_breakdown
@@ -241,8 +249,15 @@ def member_lines(stage: int) -> Iterator[str]:
         engine.destroy()
 
 
+def listed() -> list[tuple[str, str]]:
+    """(module, name) of everything that DeepSpeed has."""
+    from deepspeed import _names
+
+    return [(module, name) for module, found in _names.index().items() for name in found]
+
+
 def lines() -> Iterator[str]:
-    for module, name in names(SERVED) + names(REFUSED) + names(EITHER):
+    for module, name in dict.fromkeys(names(SERVED) + names(REFUSED) + names(EITHER) + listed()):
         state, _, why = state_of(module, name).partition(": ")
         yield f"{state:8} {module}.{name}" + (f": {why}" if why else "")
     for stage in (0, 2, 3):

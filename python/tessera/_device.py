@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tessera import _core, distributed
+from tessera._mesh import RankOrder
 
 
 def move(param: nn.Parameter, device: torch.device) -> None:
@@ -71,7 +72,7 @@ def _torch_groups(group: Any) -> list[dist.ProcessGroup]:
         return []
     if isinstance(group, DeviceMesh):
         return group.get_all_groups()
-    group = dist.group.WORLD if group is None else group
+    group = dist.group.WORLD if group is None or isinstance(group, RankOrder) else group
     return [group] if isinstance(group, dist.ProcessGroup) else []
 
 

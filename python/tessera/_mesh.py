@@ -26,6 +26,26 @@ def core_group(group: Any = None) -> _core.Group:
     return _core.c10d_group(group.group_name)
 
 
+class RankOrder(tuple[int, ...]):
+    """All processes of the job in another order than their numbers', for core_mesh() to lay out."""
+
+
+def order_of(slices: Any) -> RankOrder | None:
+    """For torch groups that each hold the slices of one model (`slices`: this rank's): the order in which they follow
+    one another; None where that is the processes' own. ConfigError where they are no layout of all. Collective."""
+    world = dist.get_world_size()
+    rows: list[list[int]] = [[]] * world
+    dist.all_gather_object(rows, dist.get_process_group_ranks(slices))
+    parts = sorted({tuple(sorted(row)) for row in rows})
+    order = [rank for part in parts for rank in part]
+    columns = [sorted(part[place] for part in parts) for place in range(len(parts[0]))]
+    if sorted(order) != list(range(world)) or len({len(part) for part in parts}) > 1:
+        raise ConfigError(f"[initialize] tp_group: the groups {parts} are no equal parts of {world} processes")
+    if columns != [[part[place] for part in parts] for place in range(len(parts[0]))]:
+        raise ConfigError(f"[initialize] tp_group: ranks of the groups {parts} have their places in another order")
+    return None if order == list(range(world)) else RankOrder(order)
+
+
 def world_of(mesh: _core.Mesh) -> tuple[int, int]:
     """(rank, size) among all processes of the job; among the ranks of `mesh` where torch knows no others."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -56,16 +76,17 @@ def mesh_sizes(config: _core.Config) -> dict[str, int]:
 def core_mesh(group: Any = None, shards: int = -1, sp: int = 1, tp: int = 1) -> tuple[_core.Mesh, OwnGroups]:
     """The ranks of an engine on the core's axes, and the process groups that were created for it.
 
-    `group`: all these ranks, as in core_group(); or a DeviceMesh with dimensions named dp_replicate, dp_shard, sp, tp,
-    or without such names of one dimension (dp_shard) or two (dp_replicate, dp_shard); or a mesh of the core. `tp`
-    consecutive ranks hold slices of one model, `sp` neighbours of those one sequence, of the rest `shards` (> 0) share
-    model states and the others replicate them; where that needs new process groups, the call is collective over all
-    processes of torch.distributed."""
+    `group`: all these ranks, as in core_group(), or all processes as a RankOrder; or a DeviceMesh with dimensions named
+    dp_replicate, dp_shard, sp, tp, or without such names of one dimension (dp_shard) or two (dp_replicate, dp_shard);
+    or a mesh of the core. `tp` consecutive ranks hold slices of one model, `sp` neighbours of those one sequence, of
+    the rest `shards` (> 0) share model states and the others replicate them; where that needs new process groups, the
+    call is collective over all processes of torch.distributed."""
     if isinstance(group, (_core.Mesh, DeviceMesh)):
         mesh = _from_device_mesh(group) if isinstance(group, DeviceMesh) else group
         _check_axis(mesh, _core.Axis.Sp, sp, "sequence_parallel_size")
         _check_axis(mesh, _core.Axis.Tp, tp, "tensor_parallel.autotp_size")
         return mesh, OwnGroups(along=_groups_of(group) if isinstance(group, DeviceMesh) else {})
+    order, group = (group, None) if isinstance(group, RankOrder) else (None, group)
     whole = core_group(group)
     shape = _core.mesh_shape(whole.size, shards, sp, tp)
     if shape.size(_core.Axis.DpShard) == whole.size:
@@ -77,7 +98,7 @@ def core_mesh(group: Any = None, shards: int = -1, sp: int = 1, tp: int = 1) -> 
             "[config] zero_optimization.mics_shard_size, sequence_parallel_size and tensor_parallel.autotp_size need "
             "torch process groups; with groups of tessera pass a Mesh with these axes"
         )
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    ranks = order or dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     mesh, made = _core.Mesh(), OwnGroups()
     for axes in shape.groups():
         rows = {tuple(ranks[other] for other in shape.ranks_along(axes, number)) for number in range(len(ranks))}

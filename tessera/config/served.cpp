@@ -49,10 +49,10 @@ const std::vector<Refusal>& refusals() {
        [](C c) { return c.zero_optimization.zero_quantized_nontrainable_weights; }},
       {"zero_optimization.zero_quantized_gradients", "true",
        [](C c) { return c.zero_optimization.zero_quantized_gradients; }},
-      {"data_types.grad_accum_dtype", "other than fp32 and the dtype of the parameters",
+      {"data_types.grad_accum_dtype", "at stage 0 other than fp32 and the dtype of the parameters",
        [](C c) {
          const auto dtype = c.data_types.grad_accum_dtype.value_or(c10::ScalarType::Float);
-         return dtype != c10::ScalarType::Float && dtype != precision(c).param;
+         return c.zero_optimization.stage == 0 && dtype != c10::ScalarType::Float && dtype != precision(c).param;
        }},
       {"optimizer.type", "MuAdam, MuAdamW, MuSGD, OneBit*, ZeroOneAdam", unserved_type},
       {"optimizer.params", "fp32_optimizer_states false beside 16-bit masters without bf16_optimizer_states",

@@ -202,3 +202,11 @@ def get_accelerator() -> Accelerator:
 
 def set_accelerator(accelerator: Any) -> None:
     _current[:] = [accelerator]
+
+
+# Names of devices for which DeepSpeed has a class, which Tessera reaches through torch.accelerator.
+SUPPORTED_ACCELERATOR_LIST = ["cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu"]
+
+
+def is_current_accelerator_supported() -> bool:
+    return get_accelerator().device_name() in SUPPORTED_ACCELERATOR_LIST

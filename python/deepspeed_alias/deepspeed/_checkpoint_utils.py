@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
 import torch
+
+
+@dataclasses.dataclass
+class SubparamShape:
+    """How a packed weight's parts lie: in checkpoints of DeepSpeed."""
+
+    patterns: list[str]
+    shape: tuple[Any, ...]
+    partition_dim: int
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

@@ -63,7 +63,9 @@ def configure(
     if deepspeed_config is not None:
         from tessera._config import load_config
 
-        section = load_config(deepspeed_config).to_dict()["activation_checkpointing"]
+        from deepspeed._config import read
+
+        section = load_config(read(deepspeed_config)).to_dict()["activation_checkpointing"]
 
     def chosen(value: bool | None, key: str) -> bool:
         return bool(section.get(key, False) if value is None else value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -54,14 +55,41 @@ _BEYOND_JSON = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z
 _LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.S)
 
 
+def read(given: Any) -> Any:
+    """The path of a file that is HJSON and not JSON as its dict; anything else as it is."""
+    if not isinstance(given, (str, os.PathLike)) or not os.path.isfile(given):
+        return given
+    with open(given, encoding="utf-8") as file:
+        text = file.read()
+    try:
+        _as_people_write(text)
+    except ValueError as error:
+        try:
+            import hjson  # type: ignore[import-untyped]
+        except ImportError:
+            raise DeepSpeedConfigError(
+                f"[config] '{os.fspath(given)}' is no JSON ({error}); HJSON is read where hjson is installed"
+            ) from None
+        try:
+            return hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+        except hjson.HjsonDecodeError as worse:
+            raise DeepSpeedConfigError(f"[config] '{os.fspath(given)}' is no JSON and no HJSON: {worse}") from None
+    return given
+
+
+def _as_people_write(text: str) -> Any:
+    text = _BEYOND_JSON.sub(lambda found: found[1] or " ", text)
+    return json.loads(_LAST_COMMA.sub(lambda found: found[1] or "", text))
+
+
 def users_dict(given: Any) -> dict[str, Any]:
     """A configuration as the user wrote it: the dict itself, or what a file or text (that the core accepts) holds."""
     if isinstance(given, tessera.Config):
         return given.to_dict()
     if isinstance(given, Mapping):
         return given if isinstance(given, dict) else dict(given)
-    text = _BEYOND_JSON.sub(lambda found: found[1] or " ", text_of(given))
-    return json.loads(_LAST_COMMA.sub(lambda found: found[1] or " ", text))
+    given = read(given)
+    return given if isinstance(given, dict) else _as_people_write(text_of(given))
 
 
 # Sections whose values pydantic checks in DeepSpeed.
@@ -111,8 +139,9 @@ def _raise_validation_error(text: str, found: list[tuple[str, str]], cause: Conf
     raise ValidationError.from_exception_data("DeepSpeed configuration, read by Tessera", lines) from cause
 
 
-class DeepSpeedConfigModel:
-    """One section: its keys as attributes, by both spellings where there are two. ValidationError for wrong ones."""
+class Section:
+    """One section of the configuration: its keys as attributes, by both spellings where there are two. ValidationError
+    for wrong ones."""
 
     _section = ""
 
@@ -125,7 +154,7 @@ class DeepSpeedConfigModel:
         self._fill(tree, values)
 
     @classmethod
-    def _of(cls, tree: Mapping[str, Any], given: Mapping[str, Any]) -> DeepSpeedConfigModel:
+    def _of(cls, tree: Mapping[str, Any], given: Mapping[str, Any]) -> Section:
         made = cls.__new__(cls)
         made._fill(tree, given)
         return made
@@ -134,11 +163,12 @@ class DeepSpeedConfigModel:
         self._values = dict(tree)
         for name, value in tree.items():
             if name in _OFFLOAD:
-                value = _OFFLOAD[name]._of(value, given[name]) if given.get(name) else None
+                asked = given.get(name) or (value["device"] != "none" and {})  # by the deprecated key, too
+                value = _OFFLOAD[name]._of(value, asked) if asked is not False else None
             elif name == "device":
                 value = OffloadDeviceEnum(value)
             elif isinstance(value, Mapping):
-                value = DeepSpeedConfigModel._of(value, given.get(name) or {})
+                value = Section._of(value, given.get(name) or {})
             setattr(self, name, value)
             if name.startswith("stage3_"):
                 setattr(self, name.removeprefix("stage3_"), value)
@@ -152,7 +182,7 @@ class DeepSpeedConfigModel:
         return f"{type(self).__name__}({self._values})"
 
 
-class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
+class DeepSpeedZeroOffloadOptimizerConfig(Section):
     _section = "zero_optimization.offload_optimizer"
 
     def __init__(self, **values: Any) -> None:
@@ -160,7 +190,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
         self._fill(whole._values["offload_optimizer"], values)
 
 
-class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
+class DeepSpeedZeroOffloadParamConfig(Section):
     _section = "zero_optimization.offload_param"
 
     def __init__(self, **values: Any) -> None:
@@ -168,21 +198,26 @@ class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
         self._fill(whole._values["offload_param"], values)
 
 
-_OFFLOAD: dict[str, type[DeepSpeedConfigModel]] = {
+_OFFLOAD: dict[str, type[Section]] = {
     "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
     "offload_param": DeepSpeedZeroOffloadParamConfig,
 }
 
 
-class DeepSpeedZeroConfig(DeepSpeedConfigModel):
+class DeepSpeedZeroConfig(Section):
     _section = ZERO_OPTIMIZATION
 
+    def _fill(self, tree: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        super()._fill(tree, given)
+        if tree.get("overlap_comm") is None:
+            self.overlap_comm = tree["stage"] == 3  # what DeepSpeed says of a key that is not given
 
-class DeepSpeedFP16Config(DeepSpeedConfigModel):
+
+class DeepSpeedFP16Config(Section):
     _section = "fp16"
 
 
-class DeepSpeedBF16Config(DeepSpeedConfigModel):
+class DeepSpeedBF16Config(Section):
     _section = "bf16"
 
 
@@ -191,23 +226,23 @@ def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     return DeepSpeedZeroConfig(**({"stage": int(section)} if isinstance(section, bool) else section))
 
 
-class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
+class DeepSpeedZeroLeafModuleConfig(Section):
     _section = "zero_optimization.leaf_module"
 
 
-class TensorBoardConfig(DeepSpeedConfigModel):
+class TensorBoardConfig(Section):
     _section = "tensorboard"
 
 
-class CSVConfig(DeepSpeedConfigModel):
+class CSVConfig(Section):
     _section = "csv_monitor"
 
 
-class WandbConfig(DeepSpeedConfigModel):
+class WandbConfig(Section):
     _section = "wandb"
 
 
-class CometConfig(DeepSpeedConfigModel):
+class CometConfig(Section):
     _section = "comet"
 
 
@@ -221,7 +256,7 @@ class DeepSpeedMonitorConfig:
         self.resolved = tessera.Config.from_dict(values)
         tree = self.resolved.to_dict()
         for name in _MONITORS:
-            setattr(self, name, DeepSpeedConfigModel._of(tree[name], values.get(name) or {}))
+            setattr(self, name, Section._of(tree[name], values.get(name) or {}))
         self.enabled = any(tree[name]["enabled"] for name in _MONITORS)
 
 
@@ -254,6 +289,7 @@ class DeepSpeedConfig:
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None, world_size: int | None = None) -> None:
         with translated():
+            config = read(config)
             resolved = load_config(config)
             if world_size is None:
                 world_size = mpu.get_data_parallel_world_size() if mpu is not None else core_group().size

@@ -17,8 +17,8 @@ from torch import nn
 
 import deepspeed
 import tessera
-from deepspeed import _groups, _optimizers, _params, _tensor_parallel
-from deepspeed._config import DeepSpeedConfig, DeepSpeedConfigModel, translated, users_dict
+from deepspeed import _groups, _optimizers, _params, _schedules, _sequence_state, _tensor_parallel
+from deepspeed._config import DeepSpeedConfig, Section, read, translated, users_dict
 from deepspeed._getters import ConfigGetters, refusal
 from deepspeed._lazy import NotServed
 from deepspeed._logging import logger
@@ -45,6 +45,7 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
         vars(self)["_given"] = users_dict(config if given is None else given)
         super().__init__(model, config, **kwargs)
         self._config = DeepSpeedConfig(self._settings, world_size=self.dp_world_size)
+        _schedules.shown(self.lr_scheduler)
         self._averages = True
         self.training_data = kwargs.get("training_data")
         self._parameter_offload: DeepSpeedZeRoOffload | None = None
@@ -52,6 +53,9 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
         self._mpu: Any = None
         self.tput_timer = ThroughputTimer(self.train_batch_size)
         self.timers = SynchronizedWallClockTimer()
+        if self._parallel.cuts_params:
+            _tensor_parallel.mark(self.module)
+            vars(self.module)["ds_autotp_parsed"] = True
         if self.zero_optimization_stage() == 3:
             _params.adopt(self.module.parameters())
             # Of the root only, where TRL asks for it: what modules use of others is found out while they run.
@@ -197,6 +201,15 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
         state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         return state if self.global_rank == 0 else None
 
+    def allreduce_gradients(self, bucket_size: int = _optimizers.MEMORY_OPT_ALLREDUCE_SIZE) -> None:
+        """The backward reduces them; at a boundary they have come when this returns, which is collective then."""
+        if self.is_gradient_accumulation_boundary():
+            self.core.grad_norm()
+
+    def zero_overlap_comm(self) -> bool:
+        """As given, else what DeepSpeed resolves: true at stage 3. (Here it is done at every stage that can.)"""
+        return self._config.zero_config.overlap_comm
+
     def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
         """Of each param group the names and shapes of what it trains."""
         specs = self.core.params()
@@ -249,8 +262,8 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
         """What the user has written: the dict that was given, or what the file or text holds."""
         return self._given
 
-    def tensor_parallel_config(self) -> DeepSpeedConfigModel:
-        return DeepSpeedConfigModel._of(self._settings.get("tensor_parallel"), {})
+    def tensor_parallel_config(self) -> Section:
+        return Section._of(self._settings.get("tensor_parallel"), {})
 
     @property
     def mpu(self) -> Any:
@@ -315,10 +328,12 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, An
     """tessera.initialize with a DeepSpeedEngine. Creates the process group of torch.distributed where there is none."""
     logger.info("DeepSpeed info: version=%s, served by Tessera %s", deepspeed.__version__, tessera.__version__)
     call = _ARGUMENTS.bind(*args, **kwargs).arguments
-    given = choose_config(call.get("args"), call.get("config"), call.pop("config_params", None))
+    given = read(choose_config(call.get("args"), call.get("config"), call.pop("config_params", None)))
     call["args"] = _Rank(call.get("args"))
     if call.get("dist_init_required") is None:
         call["dist_init_required"] = True
+    if call.get("mpu") is _sequence_state:
+        call["mpu"] = _sequence_state.current()
     with translated():
         call["config"] = _tensor_parallel.handed_over(given, call.get("model"))
         built = tessera.initialize(**call, engine_type=functools.partial(_class_for(call.get("model")), given=given))

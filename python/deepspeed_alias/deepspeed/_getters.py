@@ -90,7 +90,7 @@ _REFUSED = {
     "DeepCompile (section `compile`); engine.compile() is torch.compile": "get_autosp_backend get_autotp_backend "
     "get_compile_time get_deepcompile_backend get_deepspeed_compile_backend register_compile_pass",
     "reductions of one's own; the core reduces gradients in the backward, engine.no_sync() delays them": ""
-    "all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain sparse_all_gather "
+    "all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_no_retain sparse_all_gather "
     "buffered_allreduce_fallback sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain",
     "clipping apart from the step; gradient_clipping, or engine.clip_grad_norm_()": "clip_fp32_gradients",
     "a choice of a class; engine.basic_optimizer is what was chosen": "get_optimizer_configuration",

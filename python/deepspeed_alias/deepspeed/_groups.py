@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 import torch.distributed as dist
+from tessera.errors import ConfigError
 
 from deepspeed._lazy import NotServed
 from tessera import _core
@@ -46,7 +47,7 @@ def group_of(engine: Any, axis: _core.Axis, getter: str, mpu: Any) -> Any:
     if mpu is not None and hasattr(mpu, getter):
         return getattr(mpu, getter)()
     if engine is None:
-        return dist.group.WORLD
+        return _made_early().get(axis, dist.group.WORLD)
     mesh = engine.core.mesh()
     if mesh.size(axis) == dist.get_world_size():
         return dist.group.WORLD
@@ -54,6 +55,33 @@ def group_of(engine: Any, axis: _core.Axis, getter: str, mpu: Any) -> Any:
 
 
 _own_group: list[Any] = [None, None]  # the world that it is of, and the group
+
+
+_early: list[Any] = [None, {}]  # the world that they are of, and groups by axis: before there is an engine
+
+
+def _made_early() -> dict[_core.Axis, Any]:
+    if _early[0] is not dist.group.WORLD:
+        _early[:] = [dist.group.WORLD, {}]
+    return _early[1]
+
+
+def _init_tp_mesh_device(tensor_model_parallel_size: int = 1, data_parallel_size: int | None = None) -> Any:
+    """Groups of ranks that follow one another, for slices of a model, and those across them: what the getters give as
+    long as no engine is built. Returns (data-parallel group, tensor-parallel group). Collective over all processes."""
+    early, world = _made_early(), dist.get_world_size()
+    if not early:
+        size = tensor_model_parallel_size
+        if size < 1 or world % size or data_parallel_size not in (None, world // size):
+            raise ConfigError(
+                f"[groups] {size} tensor-parallel x {data_parallel_size or world // max(1, size)} data-parallel ranks "
+                f"are not the {world} processes"
+            )
+        rows = [list(range(first, first + size)) for first in range(0, world, size)]
+        columns = [list(range(first, world, size)) for first in range(size)]
+        early[_core.Axis.Tp] = dist.new_subgroups_by_enumeration(rows)[0]
+        early[_core.Axis.DpShard] = dist.new_subgroups_by_enumeration(columns)[0]
+    return early[_core.Axis.DpShard], early[_core.Axis.Tp]
 
 
 def _alone() -> Any:
@@ -101,13 +129,24 @@ def _get_tensor_model_parallel_group() -> Any:
 
 
 def _get_model_parallel_world_size() -> int:
-    mesh = _mesh()
-    return 1 if mesh is None else mesh.size(_core.Axis.Tp)
+    mesh, early = _mesh(), _early_tensor_group()
+    return mesh.size(_core.Axis.Tp) if mesh is not None else 1 if early is None else dist.get_world_size(early)
 
 
 def _get_model_parallel_rank() -> int:
-    mesh = _mesh()
-    return 0 if mesh is None else mesh.rank(_core.Axis.Tp)
+    mesh, early = _mesh(), _early_tensor_group()
+    return mesh.rank(_core.Axis.Tp) if mesh is not None else 0 if early is None else dist.get_rank(early)
+
+
+def _early_tensor_group() -> Any:
+    return _made_early().get(_core.Axis.Tp) if dist.is_initialized() else None
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """The number, among all processes, of the first rank that holds a slice of this one's model."""
+    if _get_model_parallel_world_size() == 1:
+        return dist.get_rank()
+    return dist.get_process_group_ranks(_get_tensor_model_parallel_group())[0]
 
 
 _get_model_parallel_group = _get_tensor_model_parallel_group

@@ -45,6 +45,33 @@ def _is_of(ranks: Iterable[int] | None, rank: int) -> bool:
     return -1 in wanted or rank in wanted or rank == -1
 
 
+@functools.lru_cache(None)
+def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
+    log_dist(message, ranks, level)
+
+
+def log_dist_once(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    _log_once(message, None if ranks is None else tuple(ranks), level)
+
+
+def get_dist_msg(message: str, ranks: Iterable[int] | None = None) -> str | None:
+    """With the rank before it; None on other ranks."""
+    rank = _rank()
+    return f"[Rank {rank}] {message}" if _is_of(ranks, rank) else None
+
+
+def print_dist(message: str, ranks: Iterable[int] | None = None) -> None:
+    text = get_dist_msg(message, ranks)
+    if text is not None:
+        print(text)
+
+
+def print_configuration(args: object, name: str) -> None:
+    logger.info("%s:", name)
+    for key, value in sorted(vars(args).items()):
+        logger.info("  %s %s", key.ljust(29, "."), value)
+
+
 def print_json_dist(message: dict[str, object], ranks: Iterable[int] | None = None, path: str | None = None) -> None:
     """Writes the message, with the rank, to a file."""
     rank = _rank()
@@ -63,11 +90,19 @@ def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None
         logger.info(message)
 
 
-def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+def get_log_level_from_string(log_level_str: str) -> int:
     level = log_levels.get(log_level_str.lower())
     if level is None:
         raise ValueError(f"[deepspeed] log level must be one of {', '.join(log_levels)}, got {log_level_str!r}")
-    (custom_logger or logger).setLevel(level)
+    return level
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
+
+
+def get_current_level() -> int:
+    return logger.getEffectiveLevel()
 
 
 def should_log_le(max_log_level_str: str) -> bool:

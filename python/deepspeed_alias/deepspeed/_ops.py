@@ -192,6 +192,15 @@ _PARTS = {
 }
 
 compatible_ops = dict(_PARTS.values())
+accelerator_name = ""  # none that parts were compiled for
+# Of the torch that is there, in DeepSpeed's writing: versions as "major.minor", "0.0" for what there is not.
+torch_info = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "cuda_version": torch.version.cuda or "0.0",
+    "nccl_version": "0.0",
+    "hip_version": getattr(torch.version, "hip", None) or "0.0",
+    "bf16_support": True,
+}
 
 
 class OpBuilder:

@@ -1,12 +1,15 @@
 """What old callers expect of partitioned parameters: `ds_*` attributes, and the shape (0,) while they are partitioned.
 
 A parameter that an engine of stage 3 or zero.Init holds gets a class of its own for that time: DsParameter beside the
-class it had. Its real shape stays what it is, and so does all that runs in C++; Python sees (0,) while nobody may read.
+class it had. Its real shape stays what it is, and so does all that runs in C++; Python sees (0,) while nobody may read:
+programs do, but not the modules of Tessera and of torch (which compares shapes when it recomputes).
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +18,7 @@ from tessera._mesh import core_group
 from tessera.zero._owners import engine_of, holder_of
 from torch import nn
 
+from deepspeed._lazy import NotServed
 from tessera import _core
 from tessera.zero import ParamStatus, partition_info
 
@@ -72,8 +76,9 @@ class DsParameter(nn.Parameter):
 
     @property
     def ds_tensor(self) -> torch.Tensor:
-        """A copy of this rank's even piece of the flat parameter, the last one padded with zeros. Collective while the
-        parameter is partitioned: Tessera cuts units, not parameters, so that pieces come from other ranks."""
+        """A copy of this rank's even piece of the flat parameter, the last one padded with zeros; writing to it is an
+        error. Collective while the parameter is partitioned: Tessera cuts units, not parameters, so that pieces come
+        from other ranks."""
         rank = _place(self)[0]
         whole = self.ds_status is ParamStatus.AVAILABLE
         if not whole:
@@ -86,7 +91,8 @@ class DsParameter(nn.Parameter):
                 self.partition()
         if piece.numel() < size:
             piece = torch.cat([piece, piece.new_zeros(size - piece.numel())])
-        piece.ds_numel = size  # type: ignore[attr-defined]
+        piece = piece.as_subclass(_Piece)
+        piece.ds_numel = size
         return piece
 
     def partition_numel(self) -> int:
@@ -123,19 +129,57 @@ class DsParameter(nn.Parameter):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        return _EMPTY if self._is_away() else _whole_shape(self)
+        return self._shape_for(sys._getframe(1))
 
     def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
+        shape = self._shape_for(sys._getframe(1))
+        return shape if dim is None else shape[dim]
 
     def numel(self) -> int:
-        return self.shape.numel()
+        return self._shape_for(sys._getframe(1)).numel()
 
     nelement = numel
+
+    def _shape_for(self, caller: types.FrameType) -> torch.Size:
+        if caller.f_globals.get("__name__", "").startswith(_SEE_THE_WHOLE) or not self._is_away():
+            return _whole_shape(self)
+        return _EMPTY
 
     def _is_away(self) -> bool:
         info = partition_info(self)
         return info is not None and info.status is ParamStatus.NOT_AVAILABLE
+
+
+class _Piece(torch.Tensor):
+    """A copy of a piece, to be read: what is written to it would be lost."""
+
+    ds_numel: int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        into = (kwargs or {}).get("out")
+        writes = name.endswith("_") and not name.endswith("__")
+        writes |= name in ("__setitem__", "__set__") or (name.startswith("__i") and name.rstrip("_")[2:] in _IN_PLACE)
+        if (writes and args and isinstance(args[0], _Piece)) or isinstance(into, _Piece):
+            raise NotServed(
+                "[deepspeed] p.ds_tensor is a copy, and what is written to it is lost: write to p inside "
+                "zero.GatheredParameters(p, modifier_rank=0), or with deepspeed.utils.safe_set_local_fp32_param()"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and any(
+                isinstance(arg, _Piece) and _alias(result, arg) for arg in args
+            ):
+                return result.as_subclass(_Piece)
+            return result.as_subclass(torch.Tensor) if isinstance(result, _Piece) else result
+
+
+_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"}
+
+
+def _alias(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
 
 
 class _Done:
@@ -146,6 +190,7 @@ class _Done:
 
 
 _EMPTY = torch.Size([0])
+_SEE_THE_WHOLE = ("tessera.", "torch.")  # beginnings of the names of modules
 _classes: dict[type, type] = {}
 
 

@@ -77,6 +77,19 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
     return item
 
 
+def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
+    """`item` with those of its tensors that the criterion wants on `device`, in lists, tuples and dicts."""
+    if isinstance(item, (list, tuple)):
+        return type(item)(copy_to_device(value, device, criterion_func) for value in item)
+    if isinstance(item, dict):
+        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
+    return item.to(device) if criterion_func(item) else item
+
+
+def empty_cache() -> None:
+    get_accelerator().empty_cache()
+
+
 def see_memory_usage(message: str, force: bool = False) -> None:
     if force:
         device = get_accelerator()

@@ -39,10 +39,14 @@ _ZERO = {
     **_same("tessera.zero", "register_external_parameter unregister_external_parameter"),
     "ZeroParamStatus": "tessera.zero:ParamStatus",
     **_refused("TiledLinear TiledLinearReturnBias", "tiled linear layers; stage 3 gathers one unit at a time"),
-    **_refused("MiCS_Init", "MiCS_Init; zero_optimization.mics_shard_size needs no context of its own"),
+    **_same("._zero", "MiCS_Init"),
     **_refused("DeepSpeedTensorOverride", "tensor overrides; zero.Init(tensor_overrides=...)"),
 }
 
+_BWC = (
+    "bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size bwc_tensor_model_parallel_group "
+    "bwc_pipeline_parallel_world_size bwc_pipeline_parallel_group"
+)
 _PIPE = _same("tessera.pipeline", "PipelineModule LayerSpec TiedLayerSpec")
 _TOPOLOGIES = _same(
     "tessera.pipeline._topology",
@@ -64,7 +68,8 @@ _TO_FP32 = (
     "load_state_dict_from_zero_checkpoint"
 )
 _SCHEDULES = {
-    **_same("tessera.lr_schedules", "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest VALID_LR_SCHEDULES"),
+    **_same("._schedules", "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest"),
+    "VALID_LR_SCHEDULES": "tessera.lr_schedules:VALID_LR_SCHEDULES",
     **_same("tessera.lr_schedules", "WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR ONE_CYCLE LR_RANGE_TEST"),
     **_same("tessera.lr_schedules", "WARMUP_LOG_RATE WARMUP_LINEAR_RATE"),
     **_texts(
@@ -103,6 +108,7 @@ _ZERO2, _ZERO3 = (
     f"estimate_{stage}_model_states_mem_needs_all_cold"
     for stage in ("zero2", "zero3")
 )
+_TP_CONFIG = "AUTOTP_MODE TPConfig TPTrainingConfig get_tensor_parallel_config"
 _MUON = (
     "Muon MuonWithAuxAdam SingleDeviceMuon SingleDeviceMuonWithAuxAdam zeropower_via_newtonschulz5 "
     "zeropower_via_gram_newtonschulz"
@@ -150,9 +156,10 @@ MODULES: dict[str, Rows] = {
         **_TYPES,
     },
     "deepspeed.runtime.precision_config": _same("._config", "DeepSpeedFP16Config DeepSpeedBF16Config"),
-    "deepspeed.runtime.config_utils": _same(
-        "._config", "DeepSpeedConfigModel get_scalar_param dict_raise_error_on_duplicate_keys"
-    ),
+    "deepspeed.runtime.config_utils": {
+        **_same("._config_model", "DeepSpeedConfigModel"),
+        **_same("._config", "get_scalar_param dict_raise_error_on_duplicate_keys"),
+    },
     "deepspeed.runtime.constants": {f"ROUTE_{name.upper()}": f"={name}" for name in ("train", "eval", "predict")}
     | _texts(
         "TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU GRADIENT_ACCUMULATION_STEPS OPTIMIZER SCHEDULER "
@@ -168,11 +175,11 @@ MODULES: dict[str, Rows] = {
     "deepspeed.runtime.utils": {
         **_same("._small", "move_to_device see_memory_usage is_model_parallel_parameter get_global_norm"),
         **_same("._small", "clip_grad_norm_ ensure_directory_exists set_random_seed required_torch_version"),
-        **_same("._small", "call_to_str noop_decorator"),
+        **_same("._small", "call_to_str noop_decorator copy_to_device empty_cache"),
+        **_same("._helpers", "DummyOptim noop_context prefix_sum_inc partition_uniform partition_balanced"),
+        **_same("._helpers", "get_only_unique_item has_inf_or_nan is_invalid_grad_norm get_tensor_bytes"),
+        **_same("._helpers", "get_global_norm_of_tensors clip_tensors_by_global_norm"),
         **_refused("CheckOverflow get_grad_norm get_weight_norm", _REDUCED),
-        **_refused(
-            "partition_uniform partition_balanced", "cuts of a list; PipelineModule(partition_method=...) cuts layers"
-        ),
     },
     "deepspeed.runtime.base_optimizer": _same("._optimizers", "DeepSpeedOptimizer ZeROOptimizer"),
     "deepspeed.runtime.bf16_optimizer": _same("._optimizers", "BF16_Optimizer"),
@@ -182,9 +189,7 @@ MODULES: dict[str, Rows] = {
     "deepspeed.runtime.fp16.loss_scaler": {
         **_SCALER,
         **_refused("CreateLossScaler", "scalers of one's own; section `fp16`, engine.loss_scaler"),
-        "DynamicLossScaler": "tessera.loss_scale:LossScaler",
-        "LossScaler": "tessera.loss_scale:LossScaler",
-        "LossScalerBase": "tessera.loss_scale:LossScaler",
+        **_same("._loss_scaler", "DynamicLossScaler LossScaler LossScalerBase"),
     },
     "deepspeed.runtime.fp16.onebit": _refused("OnebitAdam OnebitLamb ZeroOneAdam", "1-bit optimizers"),
     "deepspeed.runtime.torch_autocast": {"*": "tessera.autocast"},
@@ -222,11 +227,10 @@ MODULES: dict[str, Rows] = {
     ),
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": _same("tessera.sequence", _ULYSSES_SP, _ULYSSES),
-    "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
-        "initialize_sequence_parallel": f"tessera.sequence:initialize_sequence_parallel!{_ULYSSES}",
-        "*": "deepspeed.utils.groups",
-    },
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": {"=": "deepspeed._sequence_state"},
     "deepspeed.runtime.tensor_parallel": _same("._tensor_parallel", "tp_model_init set_autotp_mode"),
+    "deepspeed.runtime.tensor_parallel.config": _same("._tp_config", _TP_CONFIG),
+    "deepspeed.runtime.tensor_parallel.init_utils": _same("._tp_config", "load_ds_config infer_config_dtype"),
     "deepspeed.runtime.zero": _ZERO,
     "deepspeed.runtime.zero.partition_parameters": {
         **_ZERO,
@@ -237,7 +241,6 @@ MODULES: dict[str, Rows] = {
         **_same("._zero", "_orig_torch_linspace _orig_torch_rand is_zero_param shutdown_init_context"),
         **_same("._zero", "restore_init_context InsertPostInitMethodToModuleSubClasses"),
         **_refused("free_param", "freeing by hand; leave zero.GatheredParameters"),
-        **_refused("assert_ints_same_as_other_ranks", "a check between ranks; the engine makes them itself"),
         "get_accelerator": "._accelerator:get_accelerator",
         "print_rank_0": "._logging:print_rank_0",
     },
@@ -253,7 +256,7 @@ MODULES: dict[str, Rows] = {
         "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum OffloadStateTypeEnum",
     ),
     "deepspeed.runtime.zero.leaf_module_config": {
-        "DEFAULT_LEAF_MODULE_CLASSES": "tessera.zero:DEFAULT_LEAF_MODULE_CLASSES",
+        **_same("._zero", "DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES"),
         "DeepSpeedZeroLeafModuleConfig": "._config:DeepSpeedZeroLeafModuleConfig",
     },
     "deepspeed.runtime.zero.muon": {},
@@ -262,7 +265,11 @@ MODULES: dict[str, Rows] = {
         **_refused("muon_update adam_update", "a step as a function; tessera.optim.Muon is the optimizer"),
     },
     "deepspeed.runtime.zero.muon.muon_optimizer": _same("._ops", "MuonWithAuxAdam"),
-    "deepspeed.runtime.zero.utils": _same("._zero", "ZeRORuntimeException is_zero_supported_optimizer is_zero_param"),
+    "deepspeed.runtime.zero.utils": {
+        **_same("._zero", "ZeRORuntimeException is_zero_supported_optimizer is_zero_param"),
+        **_same("._helpers", "apply_to_tensors_only is_builtin_type isinstance_namedtuple get_lst_from_rank0"),
+        **_same("._helpers", "assert_ints_same_as_other_ranks assert_lst_len_same_as_other_ranks"),
+    },
     "deepspeed.runtime.zero.stage_1_and_2": {
         **_same("._optimizers", "DeepSpeedZeroOptimizer"),
         **_same("._estimators", _ZERO2),
@@ -272,9 +279,10 @@ MODULES: dict[str, Rows] = {
         **_same("._estimators", _ZERO3),
     },
     "deepspeed.runtime.zero.tiling": _refused("TiledLinear TiledLinearReturnBias", "tiled linear layers"),
-    "deepspeed.runtime.zero.mics": _refused(
-        "MiCS_Init MiCS_Optimizer", "MiCS classes; zero_optimization.mics_shard_size"
-    ),
+    "deepspeed.runtime.zero.mics": {
+        **_same("._zero", "MiCS_Init"),
+        **_refused("MiCS_Optimizer", "an optimizer of its own; zero_optimization.mics_shard_size"),
+    },
     "deepspeed.comm": {
         **_refused("mpi_discovery", "a search of its own; init_distributed() reads the variables of Open MPI"),
         "*": "._comm",
@@ -286,11 +294,14 @@ MODULES: dict[str, Rows] = {
     ),
     "deepspeed.comm.torch": _refused("TorchBackend", "back ends as objects; torch.distributed has them"),
     "deepspeed.accelerator": {
-        **_same("._accelerator", "get_accelerator set_accelerator"),
+        **_same("._accelerator", "get_accelerator set_accelerator is_current_accelerator_supported"),
         "DeepSpeedAccelerator": "._accelerator:Accelerator",
     },
     "deepspeed.accelerator.abstract_accelerator": {"DeepSpeedAccelerator": "._accelerator:Accelerator"},
-    "deepspeed.accelerator.real_accelerator": _same("._accelerator", "get_accelerator set_accelerator"),
+    "deepspeed.accelerator.real_accelerator": _same(
+        "._accelerator",
+        "get_accelerator set_accelerator is_current_accelerator_supported SUPPORTED_ACCELERATOR_LIST",
+    ),
     "deepspeed.utils": {
         **_same("tessera.utils", f"{_SAFE} {_LEAF}"),
         **_same("._logging", "logger log_dist set_log_level_from_string LoggerFactory"),
@@ -304,20 +315,31 @@ MODULES: dict[str, Rows] = {
     "deepspeed.utils.logging": _same(
         "._logging",
         "logger log_dist print_rank_0 set_log_level_from_string LoggerFactory log_levels should_log_le "
-        "print_json_dist warning_once",
+        "print_json_dist warning_once log_dist_once get_dist_msg print_dist print_configuration "
+        "get_log_level_from_string get_current_level",
     ),
-    "deepspeed.utils.torch": _same("._small", "required_torch_version"),
+    "deepspeed.utils.torch": {
+        **_same("._small", "required_torch_version"),
+        **_same("._helpers", "is_functorch_transforming jit_script_compat register_grad_hook"),
+    },
+    "deepspeed.utils.bwc": _same("._helpers", _BWC),
+    "deepspeed.utils.exceptions": _same("._helpers", "DeprecatedException"),
+    "deepspeed.utils.module_utils": _same("._helpers", "recursive_getattr recursive_setattr"),
+    "deepspeed.utils.numa": _same("._helpers", "parse_range parse_range_list"),
     "deepspeed.utils.debug": _refused(
         "debug_extract_module_and_param_names debug_clear_module_and_param_names debug_module2name debug_param2name "
         "debug_param2name_id debug_param2name_id_shape printflock log_rank_file",
         "names for debugging; engine.param_names",
     ),
-    "deepspeed.utils.tensor_fragment": _same("tessera.utils", _SAFE),
+    "deepspeed.utils.tensor_fragment": {
+        **_same("tessera.utils", _SAFE),
+        **_same("._helpers", "fragment_address"),
+    },
     "deepspeed.utils.z3_leaf_module": _same("tessera.utils", _LEAF),
     "deepspeed.utils.nvtx": _same("._small", "instrument_w_nvtx"),
     "deepspeed.utils.timer": {
-        **_same("._timers", _TIMERS),
-        **_refused("NoopTimer", "timers that do nothing; wall_clock_breakdown false times nothing"),
+        **_same("._timers", f"{_TIMERS} NoopTimer"),
+        **_same("._helpers", "trim_mean"),
     },
     "deepspeed.utils.init_on_device": _same("._small", "OnDevice"),
     "deepspeed.utils.groups": {
@@ -328,7 +350,7 @@ MODULES: dict[str, Rows] = {
             _MOE,
         ),
         **_refused("_get_broadcast_src_rank", "a rank that sends first values; it is the group's first"),
-        "initialize_sequence_parallel": f"tessera.sequence:initialize_sequence_parallel!{_ULYSSES}",
+        **_same("._sequence_state", "initialize_sequence_parallel"),
     },
     "deepspeed.utils.zero_to_fp32": {
         **_same("._to_fp32", _TO_FP32),
@@ -352,12 +374,17 @@ MODULES: dict[str, Rows] = {
     "deepspeed.ops.op_builder.cpu": {"*": "._ops"},
     "deepspeed.ops.transformer": _refused("DeepSpeedTransformerLayer DeepSpeedTransformerConfig", _KERNELS),
     "deepspeed.ops.sparse_attention": _refused("SparseSelfAttention SparsityConfig", _KERNELS),
-    "deepspeed.git_version_info": {"version": "deepspeed:__version__", "compatible_ops": "._ops:compatible_ops"}
-    | {"installed_ops": "._ops:compatible_ops"},
+    "deepspeed.git_version_info": {
+        "version": "deepspeed:__version__",
+        **dict.fromkeys(("compatible_ops", "installed_ops"), "._ops:compatible_ops"),
+        **dict.fromkeys(("git_hash", "git_branch"), "deepspeed:__git_hash__"),
+        **_same("._ops", "torch_info accelerator_name"),
+    },
     "deepspeed.checkpoint": {
         **_same("._checkpoint_utils", "clone_tensors_for_torch_save"),
         **_refused("DeepSpeedCheckpoint", _UNIVERSAL),
     },
+    "deepspeed.checkpoint.universal_checkpoint": _same("._checkpoint_utils", "SubparamShape"),
     "deepspeed.checkpoint.utils": _same(
         "._checkpoint_utils",
         "clone_tensors_for_torch_save get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank "
@@ -404,16 +431,13 @@ MODULES: dict[str, Rows] = {
         **_refused("replace_transformer_layer revert_transformer_layer replace_module", _KERNELS)
     },
     "deepspeed.module_inject.layers": {
-        "LinearLayer": f"tessera.parallel:ColumnLinear!{_AUTOTP}",
-        "LinearAllreduce": f"tessera.parallel:RowLinear!{_AUTOTP}",
-        **_refused(
-            "GatherReplacedLayerParams", "a context that gathers slices; engine.module_state_dict() has whole values"
-        ),
+        **_same("._tensor_parallel", "LinearLayer LinearAllreduce GatherReplacedLayerParams"),
         **_same("._tensor_parallel", "set_autotp_mode is_autotp_training_mode"),
     },
     "deepspeed.module_inject.auto_tp": _refused("AutoTP", f"its planner; {_AUTOTP}, tessera.parallel.plan_for"),
-    "deepspeed.module_inject.tp_shard": _refused(
-        "get_shard_size get_shard_size_list", "sizes of slices; tessera.parallel.plan_for says how a model is cut"
+    "deepspeed.module_inject.tp_shard": _same(
+        "._tensor_parallel",
+        "AutoTPMeta get_shard_size get_shard_size_list set_num_kv_heads get_num_kv_heads set_tp_grain_size",
     ),
     "deepspeed.sequence": {},
     "deepspeed.sequence.layer": {
@@ -426,7 +450,9 @@ MODULES: dict[str, Rows] = {
     "deepspeed.moe.layer": _refused("MoE", _MOE),
     "deepspeed.moe.utils": {
         **_same("._small", "is_moe_param"),
-        **_refused("split_params_into_different_moe_groups_for_optimizer", _MOE),
+        **_same("._helpers", "has_moe_layers is_moe_param_group split_params_into_shared_and_expert_params"),
+        **_same("._helpers", "split_params_grads_into_shared_and_expert_params"),
+        **_same("._helpers", "split_params_into_different_moe_groups_for_optimizer"),
     },
     "deepspeed.inference": {},
     "deepspeed.inference.engine": _refused("InferenceEngine", _INFERENCE),

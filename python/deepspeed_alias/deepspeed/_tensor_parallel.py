@@ -1,17 +1,28 @@
-"""tp_model_init: recorded for the process, until the next initialize hands it to the model that it is given."""
+"""tp_model_init: recorded for the process, until the next initialize hands it to the model that it is given. And layers
+that are cut by hand, their whole values, and sizes of slices."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
 import sys
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from tessera.errors import ConfigError
+import torch.distributed as dist
+from tessera._mesh import core_group
+from tessera.errors import ConfigError, UsageError
+from tessera.parallel._apply import cuts_of
+from tessera.parallel._modules import cut_of
 from tessera.parallel._record import Record, made
 from torch import nn
 
-from tessera import parallel
+import tessera
+from deepspeed._config import users_dict
+from tessera import _core, parallel
 
 ROOT = __name__.split(".")[0]
 _RECORD = "_TP_MODEL_INIT_ARGS"  # of the package: programs set it to None by hand
@@ -41,10 +52,12 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
 
 def handed_over(given: Any, model: nn.Module | None) -> Any:
     """What was recorded is noted on the model, where tessera.initialize compares it with the configuration, and is used
-    up. Returns the configuration without the group that only this package knows, with both sizes where it has one."""
+    up. Returns the configuration without the group that only this package knows, with the size."""
     record = _recorded()
     if record is None or model is None:
         return given
+    if isinstance(given, (str, os.PathLike)):
+        given = users_dict(given)
     section = given.get("tensor_parallel") if isinstance(given, Mapping) else None
     inner = (section or {}).get("tp", (section or {}).get("tensor_parallel", {}))
     if not isinstance(inner, Mapping):
@@ -53,9 +66,241 @@ def handed_over(given: Any, model: nn.Module | None) -> Any:
         raise ConfigError("[initialize] tensor_parallel.tp.tp_group is another group than tp_model_init's")
     setattr(sys.modules[ROOT], _RECORD, None)
     parallel.tp_model_init(model, record.size, record.dtype, tp_group=record.group)
-    if not inner:
+    if not isinstance(given, Mapping):
         return given
-    assert section is not None
     tp = {key: value for key, value in inner.items() if key != "tp_group"}
-    size = section.get("autotp_size") or tp.get("tp_size", 0)
-    return {**given, "tensor_parallel": {**section, "tp": tp, "autotp_size": size}}
+    size = (section or {}).get("autotp_size") or tp.get("tp_size") or record.size
+    return {**given, "tensor_parallel": {**(section or {}), **({"tp": tp} if inner else {}), "autotp_size": size}}
+
+
+# ---- layers
+
+
+class _CutLayer(type):
+    """Called with a linear layer, makes it one that is cut; those are its instances."""
+
+    _kind: str
+
+    def __call__(cls, module: nn.Module, mp_group: Any = None, *args: Any, **kwargs: Any) -> nn.Module:
+        if mp_group is None:
+            return module  # a layer that stays whole
+        with _whole_for_good(module):
+            layer = cls._cut(module, _core_group_of(mp_group), *args, **kwargs)  # type: ignore[attr-defined]
+        mark(layer)
+        return layer
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        cut = cut_of(instance) if isinstance(instance, nn.Module) else None
+        return cut is not None and cut.kind == cls._kind
+
+
+_core_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # they take a rendezvous to make
+
+
+def _core_group_of(group: Any) -> Any:
+    if group not in _core_groups:
+        _core_groups[group] = core_group(group)
+    return _core_groups[group]
+
+
+class LinearLayer(metaclass=_CutLayer):
+    """A linear layer of which this rank keeps its outputs: the same object, changed. `name` and `tp_meta` say whether
+    they are dealt out by whole heads."""
+
+    _kind = "column"
+
+    @staticmethod
+    def _cut(
+        module: nn.Module,
+        group: Any,
+        skip_partition: bool = False,
+        gather_output: bool = False,
+        name: str = "",
+        tp_meta: AutoTPMeta | None = None,
+    ) -> nn.Module:
+        if skip_partition:
+            raise UsageError("[LinearLayer] skip_partition with a group is not served; give it the whole layer")
+        heads = _kv_heads_of(tp_meta)
+        return parallel.column_linear(module, group, gather=gather_output, kv_heads=heads, name=str(name))
+
+    @classmethod
+    def from_weights(
+        cls,
+        weight_shape: Any = None,
+        dtype: torch.dtype = torch.half,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        gather_output: bool = False,
+    ) -> nn.Module:
+        """A whole layer of these values."""
+        out, inputs = weight_shape if weight is None else weight.shape
+        layer = nn.Linear(inputs, out, bias=bias is not None, dtype=None if weight is None else weight.dtype)
+        if weight is not None:
+            layer.weight = nn.Parameter(weight)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias)
+        return layer
+
+
+class LinearAllreduce(metaclass=_CutLayer):
+    """A linear layer of which this rank keeps its inputs; its outputs are the sum over the ranks."""
+
+    _kind = "row"
+
+    @staticmethod
+    def _cut(module: nn.Module, group: Any, name: str = "", tp_meta: AutoTPMeta | None = None) -> nn.Module:
+        return parallel.row_linear(module, group, kv_heads=_kv_heads_of(tp_meta), name=str(name))
+
+
+@contextlib.contextmanager
+def _whole_for_good(module: nn.Module) -> Any:
+    from tessera.zero._init import whole_for_good
+
+    for param in module.parameters(recurse=False):
+        if tessera.zero.partition_info(param) is not None:
+            whole_for_good(param)
+    yield
+
+
+class _Whole:
+    """p.gather_params([p]) and p._tp_partition([p]) of the parameters of one layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self._open: dict[int, parallel.WholeSlices] = {}
+
+    def gather(self, params: Iterable[torch.Tensor | None]) -> None:
+        for param in params:
+            if param is not None and id(param) not in self._open:
+                self._open[id(param)] = parallel.WholeSlices([param], self._layer)
+                self._open[id(param)].__enter__()
+
+    def part(self, params: Iterable[torch.Tensor | None]) -> None:
+        for param in params:
+            held = self._open.pop(id(param), None)
+            if held is not None:
+                held.__exit__()
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class _Of:
+    """A method of _Whole, on parameters: copies and pickles of them have none."""
+
+    def __init__(self, whole: _Whole, method: str) -> None:
+        self._call = getattr(whole, method)
+
+    def __call__(self, params: Iterable[torch.Tensor | None]) -> None:
+        self._call(params)
+
+    __deepcopy__, __reduce__ = _Whole.__deepcopy__, _Whole.__reduce__
+
+
+def mark(model: nn.Module) -> None:
+    """What is a slice in `model` gets the attributes that callers look for."""
+    for module in model.modules():
+        cuts = cuts_of_one(module)
+        if not cuts:
+            continue
+        vars(module)["ds_is_replaced_module"] = True
+        whole = _Whole(module)
+        for param in cuts:
+            vars(param).update(
+                ds_is_replaced_module=True, gather_params=_Of(whole, "gather"), _tp_partition=_Of(whole, "part")
+            )
+
+
+def cuts_of_one(module: nn.Module) -> list[nn.Parameter]:
+    cut = cut_of(module)
+    return [p for name in (cut.params if cut is not None else ()) if (p := module._parameters.get(name)) is not None]
+
+
+class GatherReplacedLayerParams:
+    """Inside, those of `params` that are slices are whole, and those that stage 3 partitions too. What is written to
+    them stays, but for partitioned ones. Collective."""
+
+    def __init__(self, params: torch.Tensor | Iterable[torch.Tensor], module: nn.Module, enabled: bool = True) -> None:
+        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        model = getattr(module, "module", module) if isinstance(module, tessera.Engine) else module
+        cuts = cuts_of(model)
+        self.enabled = enabled and any(id(param) in cuts for param in given)
+        self.params, self.module = given, module
+        self._model = model
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._stack.enter_context(tessera.zero.GatheredParameters(self.params))
+            self._stack.enter_context(parallel.WholeSlices(self.params, self._model))
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+
+# ---- sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoTPMeta:
+    """What decides how a dim is dealt out."""
+
+    num_kv_heads: int | None = None
+    num_attention_heads: int | None = None
+    n_embd: int | None = None
+    tp_grain_size: int = 1
+
+    @classmethod
+    def from_model_config(cls, model_config: Any, tp_grain_size: int = 1) -> AutoTPMeta:
+        from tessera.parallel._rules import facts_of_config
+
+        if model_config is None:
+            return cls(tp_grain_size=tp_grain_size)
+        facts = facts_of_config(getattr(model_config, "text_config", None) or model_config)
+        return cls(facts.kv_heads or None, facts.heads or None, facts.hidden or None, tp_grain_size)
+
+
+_of_process: list[int | None] = [None, None]  # what set_num_kv_heads() and set_tp_grain_size() said
+
+
+def set_num_kv_heads(num: int | None) -> None:
+    """For get_shard_size() without an AutoTPMeta, from now on."""
+    _of_process[0] = num
+
+
+def get_num_kv_heads() -> int | None:
+    return _of_process[0]
+
+
+def set_tp_grain_size(num: int) -> None:
+    _of_process[1] = num
+
+
+def _kv_heads_of(meta: AutoTPMeta | None) -> int:
+    return (meta.num_kv_heads if meta is not None else _of_process[0]) or 0
+
+
+def get_shard_size_list(total_size: int, mp_size: int, meta: Any = None, name: Any = None) -> list[int]:
+    """Of each rank. `meta`: an AutoTPMeta; or, as in older versions, the name."""
+    if meta is not None and not isinstance(meta, AutoTPMeta):
+        meta, name = None, meta
+    heads = _core.heads_for(str(name), total_size, _kv_heads_of(meta)) if _kv_heads_of(meta) else 0
+    grain = (meta.tp_grain_size if meta is not None else _of_process[1]) or 1
+    return list(_core.part_sizes(total_size, mp_size, heads, grain if total_size >= grain else 1))
+
+
+def get_shard_size(
+    total_size: int, mp_size: int, meta: Any = None, name: Any = None, rank: int | None = None, mp_group: Any = None
+) -> int:
+    """Of one rank of the group: `rank`, else this process's."""
+    if meta is not None and not isinstance(meta, AutoTPMeta):
+        # (total_size, mp_size, name, rank) of older versions.
+        meta, name, rank = None, meta, name if rank is None else rank
+    if rank is None:
+        if mp_group is None and dist.get_world_size() != mp_size:
+            raise ConfigError(f"[get_shard_size] which of {mp_size} ranks? Give rank or mp_group")
+        rank = dist.get_rank(mp_group)
+    return get_shard_size_list(total_size, mp_size, meta, name)[rank]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from deepspeed._logging import log_dist
 
@@ -127,3 +128,33 @@ class SynchronizedWallClockTimer:
         for name in means if reset else []:
             self.timers[name].reset()
         return means
+
+
+class NoopTimer:
+    """Timers that time nothing."""
+
+    class Timer:
+        def start(self, **_: Any) -> None: ...
+
+        def stop(self, **_: Any) -> None: ...
+
+        def reset(self) -> None: ...
+
+        def elapsed(self, **_: Any) -> float:
+            return 0.0
+
+        def mean(self) -> float:
+            return 0.0
+
+    def __init__(self) -> None:
+        self.timer = self.Timer()
+
+    def __call__(self, name: str) -> Timer:
+        return self.timer
+
+    def get_timers(self) -> dict[str, Timer]:
+        return {}
+
+    def log(self, names: Iterable[str], **_: Any) -> None: ...
+
+    def get_mean(self, names: Iterable[str], **_: Any) -> None: ...

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed import _zero
 from tessera import checkpoints
 
 
@@ -45,8 +46,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> Any:
+    """The model with the checkpoint's values, also inside zero.GatheredParameters. Collective at stage 3."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    with _zero.writable(model.parameters()):
+        model.load_state_dict(state, strict=False)
     return model
 
 

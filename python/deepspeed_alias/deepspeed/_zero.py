@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterator
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 import tessera
 from deepspeed import _params
+from deepspeed._config import read
 from tessera import distributed
 
 
@@ -26,23 +29,83 @@ class ZeroParamType(enum.Enum):
     REMOTE = 3
 
 
+_OF_INIT = inspect.signature(tessera.zero.Init.__init__)
+
+
 class Init(tessera.zero.Init):
     """tessera.zero.Init; creates the process group where there is none, as DeepSpeed does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("enabled", True):
+        given = _OF_INIT.bind(self, *args, **kwargs).arguments
+        if given.get("enabled", True):
             distributed.init_distributed()
-        super().__init__(*args, **kwargs)
+        for name in {"config_dict_or_path", "config"} & given.keys():
+            given[name] = read(given[name])
+        super().__init__(**{name: value for name, value in given.items() if name != "self"})
 
-    __init__.__signature__ = __import__("inspect").signature(tessera.zero.Init.__init__)  # type: ignore[attr-defined]
+    __init__.__signature__ = _OF_INIT  # type: ignore[attr-defined]
 
     def _partition(self, module: nn.Module) -> None:
         super()._partition(module)
         _params.adopt(p for p in dict.values(module._parameters) if p is not None and is_held(p))
 
 
+class MiCS_Init(Init):
+    """Init, for groups of zero_optimization.mics_shard_size ranks (of the configuration), each with a whole model."""
+
+    def __init__(
+        self,
+        module: Any = None,
+        data_parallel_group: Any = None,
+        sequence_data_parallel_group: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(module, sequence_data_parallel_group or data_parallel_group, *args, **kwargs)
+
+
+DEFAULT_LEAF_MODULE_CLASSES = list(tessera.zero.DEFAULT_LEAF_MODULE_CLASSES)
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
+
+
+class _Regions(threading.local):
+    """Those of GatheredParameters that this thread is in."""
+
+    def __init__(self) -> None:
+        self.open: list[GatheredParameters] = []
+
+
+_regions = _Regions()
+
+
 class GatheredParameters(tessera.zero.GatheredParameters):
     """tessera.zero.GatheredParameters."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        _regions.open.append(self)
+
+    def __exit__(self, *error: Any) -> None:
+        if self in _regions.open:
+            _regions.open.remove(self)
+        super().__exit__(*error)
+
+
+@contextlib.contextmanager
+def writable(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, those that are partitioned are whole and take the first rank's values, also in regions for reading.
+    Collective."""
+    reading = [region for region in _regions.open if region._rank is None]
+    written = {id(param) for region in _regions.open if region._rank is not None for param in region._params}
+    for region in reading:
+        region._open.__exit__(None, None, None)
+    try:
+        with tessera.zero.GatheredParameters([param for param in params if id(param) not in written], modifier_rank=0):
+            yield
+    finally:
+        for region in reading:
+            region._open.__enter__()
 
 
 def is_held(param: torch.Tensor) -> bool:

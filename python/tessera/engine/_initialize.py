@@ -59,8 +59,9 @@ def initialize(
     _check_local_rank(args)
     distributed.prepare(dist_init_required, distributed_port)
     record = take_record(model, loaded, mpu)
+    ranks = _ranks(loaded, mpu, mesh_param)
     if record is not None and record.group is not None:
-        _check_neighbours(record.group)
+        ranks = _mesh.order_of(record.group)
     with suspended():
         build: Any = engine_type or getattr(model, "_tessera_engine", Engine)
         engine = build(
@@ -71,23 +72,12 @@ def initialize(
             lr_scheduler=lr_scheduler,
             training_data=training_data,
             collate_fn=collate_fn,
-            group=_ranks(loaded, mpu, mesh_param),
+            group=ranks,
             sequence_parallel=mesh_param[1] if mesh_param is not None else None,
             tensor_parallel=record.size if record is not None else None,
             unit_policy=unit_policy,
         )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _check_neighbours(group: Any) -> None:
-    """The ranks of tp_model_init's tp_group are those that a mesh gives a model's slices to."""
-    ranks = torch.distributed.get_process_group_ranks(group)
-    first = ranks[0] - ranks[0] % len(ranks)
-    if ranks != list(range(first, first + len(ranks))):
-        raise NotImplementedError(
-            f"[initialize] tp_model_init's tp_group has the ranks {ranks}; slices of one model are on ranks that "
-            "follow one another, from a multiple of their number on; for others pass an mpu or a DeviceMesh"
-        )
 
 
 def _check_local_rank(args: Any) -> None:

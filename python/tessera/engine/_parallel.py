@@ -14,6 +14,7 @@ from tessera.parallel import is_model_parallel_parameter
 from tessera.parallel._apply import Cutter, bind, cuts_of, plan_of
 from tessera.parallel._cuts import ParamCut
 from tessera.parallel._draws import Draws
+from tessera.parallel._hand import bind_hand, has_rules, share
 from tessera.parallel._inputs import check_same_inputs, explain_sizes
 from tessera.parallel._inside import Watch
 from tessera.parallel._modules import Ranks
@@ -32,7 +33,8 @@ class TensorParallel:
         self._mesh = mesh
         self._group = mesh.group(_core.Axis.Tp)
         self._overlap = overlaps(config)
-        self._ranks: Ranks | None = None
+        self._ranks: Ranks | None = bind_hand(model, self._group)
+        self._by_hand = self._ranks is not None
         self._cuts: dict[int, ParamCut] = {}
         self._checked = False
         self._seen = False  # a forward with gradients
@@ -44,7 +46,7 @@ class TensorParallel:
         self._is_cut = self.plan is not None
         if self._is_cut:
             self._ranks = bind(model, self._group)
-        elif cuts:
+        elif cuts and (not self._by_hand or has_rules(config)):
             self.plan = make_plan(model, config, self._group.size)
             self.warnings = [f"[tensor_parallel] {line}" for line in [*self.plan.core.warnings, *self.plan.warnings]]
         if config.get(KEY):
@@ -62,7 +64,7 @@ class TensorParallel:
     @property
     def cuts_params(self) -> bool:
         """What ranks of a tensor-parallel group hold of some parameters are slices."""
-        return self.plan is not None and self._group.size > 1
+        return (self.plan is not None or self._by_hand) and self._group.size > 1
 
     @property
     def cuts_sequence(self) -> bool:
@@ -87,6 +89,8 @@ class TensorParallel:
     def settle(self) -> None:
         """The model stays cut from here on."""
         self._undo = None
+        if self._by_hand and self._ranks is not None:
+            share(self._model, self._ranks)
 
     def undo(self) -> None:
         """Whole again, where cut() was called and settle() not. Collective."""

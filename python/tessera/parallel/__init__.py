@@ -1,7 +1,8 @@
 """Tensor parallelism: a model's weights cut over the ranks of a group, without a change of the model.
 
 tessera.initialize does it where the configuration says tensor_parallel.autotp_size; see docs/tensor_parallel.md. Here
-is what can be done before: shard_model() and load_slices(), for models that no rank can hold whole; tp_model_init().
+is what can be done before: shard_model() and load_slices(), for models that no rank can hold whole; column_linear() and
+row_linear(), for layers that a program cuts itself; tp_model_init(). And afterwards: WholeSlices.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tessera._config import load_config
 from tessera.errors import ConfigError
 from tessera.parallel._apply import Cutter, plan_of
 from tessera.parallel._cost import cost
+from tessera.parallel._hand import WholeSlices, column_linear, row_linear
 from tessera.parallel._load import load_slices
 from tessera.parallel._modules import (
     ColumnLinear,
@@ -33,10 +35,13 @@ __all__ = [
     "RowLinear",
     "SharedTailLinear",
     "VocabEmbedding",
+    "WholeSlices",
+    "column_linear",
     "cost",
     "is_model_parallel_parameter",
     "load_slices",
     "plan_for",
+    "row_linear",
     "shard_model",
     "tp_model_init",
 ]

@@ -67,7 +67,7 @@ def cuts_of(model: nn.Module) -> dict[int, ParamCut]:
     return found
 
 
-def _is_uneven(model: nn.Module) -> bool:
+def is_uneven(model: nn.Module) -> bool:
     """Ranks have slices of several sizes of one parameter."""
     return any(len({of.length(rank) for rank in range(len(of.ranges))}) > 1 for of in cuts_of(model).values())
 
@@ -129,7 +129,7 @@ class Cutter:
             for name, sizes in widths.items():
                 self._put(self._model.get_submodule(path), name, sizes[self.ranks.rank])
         self._put(self._model, _PLAN, self._plan)
-        self.ranks.draws.uneven = _is_uneven(self._model)
+        self.ranks.draws.uneven = is_uneven(self._model)
 
     # ---------------------------------------------------------------- modules
 
@@ -451,7 +451,7 @@ def bind(model: nn.Module, group: _core.Group) -> Ranks:
         )
     ranks.bind(group)
     ranks.draws = Draws(has_draws(model))
-    ranks.draws.uneven = _is_uneven(model)
+    ranks.draws.uneven = is_uneven(model)
     for module in model.modules():  # copies of parameters come without marks and hooks
         cut = cut_of(module)
         for name in cut.params if cut is not None else ():

@@ -49,6 +49,11 @@ class Ranks:
             )
         return self._group
 
+    @property
+    def is_free(self) -> bool:
+        """Out of a pickle, or of an engine that is gone."""
+        return self._group is None
+
     def bind(self, group: _core.Group | None) -> None:
         self._group = group
 

@@ -11,7 +11,7 @@ from torch import nn
 from tessera import _core
 from tessera.errors import ConfigError
 from tessera.parallel._attention import check_heads
-from tessera.parallel._modules import EXPERTS
+from tessera.parallel._modules import EXPERTS, cut_of
 from tessera.parallel._regions import KEY, SequenceRegions, find_regions
 from tessera.parallel._rules import Rules, facts_of, model_type, rules_for
 
@@ -128,6 +128,8 @@ def _modules(model: nn.Module) -> Iterator[_core.PlanModule]:
     names = set(_core.width_names())
     for path, module in model.named_modules():
         kind, weight = _kind(module), module._parameters.get("weight")
+        if cut_of(module) is not None:  # by hand: it stays as it is
+            kind, weight = _core.ModuleKind.Other, None
         if kind in (_core.ModuleKind.Linear, _core.ModuleKind.Conv1D, _core.ModuleKind.Other):
             if _used_by_parent(model, path):
                 kind, weight = _core.ModuleKind.Other, None

@@ -11,10 +11,11 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from deepspeed.runtime.config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.config import DeepSpeedBF16Config, DeepSpeedConfig, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum, get_zero_config
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, OffloadDeviceEnum
 from support import config, make
+from torch import nn
 
 import tessera
 
@@ -154,3 +155,82 @@ def test_refused_keys_are_named(key: str, value: Any) -> None:
         given[section]["stage"] = 3
     with pytest.raises(NotImplementedError, match=key.removesuffix(".enabled")):
         deepspeed.initialize(model=make(), config={**config(), **given})
+
+
+HJSON = """{
+  # as people write it
+  train_batch_size: 4
+  optimizer: {type: AdamW
+              params: {lr: 0.25}}
+  zero_optimization: {stage: 2}
+}"""
+
+
+def test_files_that_are_hjson(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(HJSON)
+    for given in (path, str(path)):
+        engine = deepspeed.initialize(model=make(), config=given)[0]
+        assert engine.zero_optimization_stage() == 2 and engine.get_lr() == [0.25]
+        assert engine.config["optimizer"]["params"]["lr"] == 0.25
+        engine.destroy()
+    assert DeepSpeedConfig(str(path)).train_batch_size == 4
+    with deepspeed.zero.Init(config_dict_or_path=str(path), enabled=True):
+        nn.Linear(2, 2)
+    path.write_text("{a: 1, a: 2}")
+    with pytest.raises(ValueError, match="given twice: a"):
+        deepspeed.initialize(model=make(), config=str(path))
+    path.write_text("{a: [1")
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="no JSON and no HJSON"):
+        deepspeed.initialize(model=make(), config=str(path))
+
+
+def test_sections_of_a_programs_own() -> None:
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+    from pydantic import Field, ValidationError
+
+    class Inner(DeepSpeedConfigModel):
+        size: int = 3
+
+    class Mine(DeepSpeedConfigModel):
+        rate: float = 0.5
+        names: list[str] = []
+        inner: Inner = Inner()
+        name: str = Field(
+            "", json_schema_extra={"deprecated": True, "new_param": "names", "new_param_fn": lambda x: [x]}
+        )
+        size: int = Field(0, json_schema_extra={"deprecated": True, "new_param": "inner.size"})
+
+    assert Mine(rate=2, inner={"size": 4}).inner.size == 4 and Mine(rate="auto").rate == 0.5
+    assert Mine(name="a").names == ["a"] and Mine(size=9).inner.size == 9
+    with pytest.raises(ValidationError):
+        Mine(no_such=1)
+    with pytest.raises(ValidationError):
+        Mine(strict=True, rate="auto")
+    with pytest.raises(AssertionError, match="names"):
+        Mine(name="a", names=["b"])
+
+
+def test_what_deepspeed_resolves() -> None:
+    assert DeepSpeedZeroConfig(stage=3, cpu_offload=True).offload_optimizer.device == "cpu"
+    assert DeepSpeedZeroConfig(stage=3, cpu_offload_param=True).offload_param.device == "cpu"
+    assert DeepSpeedZeroConfig(stage=3).offload_optimizer is None
+    for stage in range(4):
+        assert DeepSpeedZeroConfig(stage=stage).overlap_comm == (stage == 3)
+        engine = deepspeed.initialize(model=make(), config=config(stage))[0]
+        assert engine.zero_overlap_comm() == (stage == 3)
+        engine.destroy()
+    assert DeepSpeedZeroConfig(stage=2, overlap_comm=True).overlap_comm is True
+    model = make()
+    deepspeed.tp_model_init(model, tp_size=1, dtype=torch.float32)
+    assert deepspeed.initialize(model=model, config=config())[0].autotp_size() == 1
+
+
+def test_the_section_of_tensor_parallelism() -> None:
+    from deepspeed.runtime.tensor_parallel.config import TPConfig, TPTrainingConfig, get_tensor_parallel_config
+    from deepspeed.runtime.tensor_parallel.init_utils import infer_config_dtype, load_ds_config
+
+    found = get_tensor_parallel_config({"tensor_parallel": {"autotp_size": 2, "tp": {"tp_grain_size": 8}}})
+    assert (found.autotp_size, found.tensor_parallel.tp_grain_size) == (2, 8) and TPTrainingConfig().autotp_size == 0
+    assert TPConfig(tp_size=2).tp_size == 2 and load_ds_config({"a": 1}) == {"a": 1}
+    assert infer_config_dtype({"bf16": {"enabled": True}}) is torch.bfloat16 and infer_config_dtype({}) is None

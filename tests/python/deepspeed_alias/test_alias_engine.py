@@ -90,9 +90,9 @@ def test_getters() -> None:
     assert engine.tensor_parallel_config().autotp_size == 0 and engine.is_first_weights_partition_group()
     assert engine.param_names[engine.module.gain] == "gain" and engine.mpu is None
     assert engine.is_map_style_dataset([]) and not engine.is_iterable_style_dataset([])
-    assert not hasattr(engine, "allreduce_gradients")
-    with pytest.raises(NotImplementedError, match=r"engine\.allreduce_gradients is not served.*no_sync"):
-        engine.allreduce_gradients()
+    assert not hasattr(engine, "sparse_allreduce")
+    with pytest.raises(NotImplementedError, match=r"engine\.sparse_allreduce is not served.*no_sync"):
+        engine.sparse_allreduce()
     engine, *_ = start(2)
     assert engine.zero_cpu_offload() is engine.zero_use_cpu_optimizer() is False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import importlib
 import logging
 import types
 from pathlib import Path
@@ -306,3 +307,201 @@ def test_schedules_have_the_attributes_that_programs_read() -> None:
     cosine = deepspeed.runtime.lr_schedules.WarmupCosineLR(optimizer, 10, warmup_num_steps=2)
     cosine.step(5)
     assert cosine.get_lr_ratio() == pytest.approx(cosine.get_lr()[0] / 0.5) and cosine.total_num_steps == 10
+
+
+def test_values_and_lists() -> None:
+    from deepspeed.runtime import utils
+    from deepspeed.runtime.zero import utils as zero_utils
+
+    assert utils.partition_uniform(7, 3) == [0, 3, 5, 7] and utils.partition_uniform(2, 4) == [0, 1, 2, 2, 2]
+    assert utils.partition_balanced([1, 1, 4, 1], 2) == [0, 2, 4] and utils.prefix_sum_inc([3, 4, 5]) == [3, 7, 12]
+    assert utils.get_only_unique_item([2, 2]) == 2
+    with pytest.raises(RuntimeError, match="one value"):
+        utils.get_only_unique_item([1, 2])
+    bad = torch.tensor([1.0, float("nan")])
+    assert utils.has_inf_or_nan(bad) and not utils.has_inf_or_nan(torch.ones(2))
+    assert utils.is_invalid_grad_norm(-1.0) and utils.is_invalid_grad_norm(bad) and not utils.is_invalid_grad_norm(0.5)
+    tensors = [torch.full((2,), 3.0), torch.full((2,), 4.0)]
+    assert utils.get_tensor_bytes({"a": [tensors, 3]}) == 16
+    norm = utils.clip_tensors_by_global_norm(tensors, max_norm=1.0)
+    assert norm == pytest.approx(50**0.5) and utils.get_global_norm_of_tensors(tensors) == pytest.approx(1.0)
+    assert utils.DummyOptim([1]).param_groups == [{"params": [1]}]
+    doubled = zero_utils.apply_to_tensors_only(lambda t: t * 2, Both([torch.ones(1)], {"x": torch.ones(1)}))
+    assert type(doubled) is Both and doubled.a[0].item() == doubled.b["x"].item() == 2
+    assert zero_utils.is_builtin_type(3) and not zero_utils.is_builtin_type(Both(1, 2))
+    moved = utils.copy_to_device([torch.ones(1), (torch.ones(3),)], "meta", lambda t: t.numel() > 1)
+    assert not moved[0].is_meta and moved[1][0].is_meta
+
+
+def test_names_logs_and_versions(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    from deepspeed import git_version_info
+    from deepspeed.accelerator import is_current_accelerator_supported
+    from deepspeed.utils import bwc, module_utils, numa, timer
+    from deepspeed.utils import logging as logs
+    from deepspeed.utils.torch import is_functorch_transforming, register_grad_hook
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    module_utils.recursive_setattr(model, "0.0", nn.Identity())
+    assert isinstance(module_utils.recursive_getattr(model, "0.0"), nn.Identity)
+    assert numa.parse_range_list("0,2-4") == [0, 2, 3, 4] and is_current_accelerator_supported()
+    with pytest.raises(ValueError, match="do not grow"):
+        numa.parse_range_list("3,1")
+    assert git_version_info.torch_info["version"] == ".".join(torch.__version__.split(".")[:2])
+    mpu = types.SimpleNamespace(get_model_parallel_rank=lambda: 3, get_tensor_model_parallel_rank=lambda: 5)
+    assert bwc.bwc_tensor_model_parallel_rank(mpu) == 5 and bwc.bwc_tensor_model_parallel_rank(None) == 0
+    assert bwc.bwc_pipeline_parallel_world_size(mpu) == 1 and bwc.bwc_tensor_model_parallel_group(mpu) is None
+    assert not is_functorch_transforming() and torch.func.vmap(lambda x: x * is_functorch_transforming())(torch.ones(1))
+    seen: list[Any] = []
+    weight = nn.Parameter(torch.ones(1))
+    register_grad_hook(weight, seen.append)
+    (weight * 2).sum().backward()
+    assert seen[0] is weight and timer.trim_mean([1.0, 2.0, 9.0], 0.4) == 2.0
+    assert timer.NoopTimer()("a").elapsed() == 0.0 and timer.NoopTimer().get_timers() == {}
+    with caplog.at_level(logging.INFO, logger="tessera"):
+        logs.log_dist_once("only once", ranks=[0])
+        logs.log_dist_once("only once", ranks=[0])
+        logs.print_configuration(types.SimpleNamespace(width=7), "settings")
+    assert caplog.text.count("only once") == 1 and "width" in caplog.text
+    logs.print_dist("shown", [0])
+    assert "shown" in capsys.readouterr().out and logs.get_log_level_from_string("ERROR") == logging.ERROR
+
+
+def test_groups_of_a_dense_model() -> None:
+    from deepspeed.moe import utils
+
+    weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    groups = utils.split_params_into_different_moe_groups_for_optimizer({"params": iter(weights), "name": "all"})
+    assert groups == [{"params": weights, "name": "all"}] and utils.has_moe_layers(make()) == (False, 0)
+    assert utils.split_params_into_different_moe_groups_for_optimizer(tuple(groups)) == groups
+    weights[1].allreduce = False
+    assert utils.split_params_into_shared_and_expert_params(weights) == ([weights[0]], [weights[1]])
+    with pytest.raises(NotImplementedError, match="leaf_module"):
+        utils.split_params_into_different_moe_groups_for_optimizer(groups)
+    with pytest.raises(ValueError, match="param groups must be"):
+        utils.split_params_into_different_moe_groups_for_optimizer(3)
+
+
+class _Saved:
+    """Pickles as an object of DeepSpeed's, built without its __init__."""
+
+    def __init__(self, module: str, name: str, **state: Any) -> None:
+        self._made = (_without_init, (getattr(importlib.import_module(module), name),), state)
+
+    def __reduce__(self) -> Any:
+        return self._made
+
+
+def _without_init(cls: type) -> Any:
+    return cls.__new__(cls)
+
+
+def test_classes_that_lie_in_checkpoints(tmp_path: Path) -> None:
+    """torch.load() of a program's own finds them, with or without weights_only."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, LossScalerBase
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    scalers = "deepspeed.runtime.fp16.loss_scaler"
+    saved = {
+        "stage": ZeroStageEnum.gradients,
+        "place": _Saved("deepspeed.utils.tensor_fragment", "fragment_address", numel=7, start=2),
+        "fixed": _Saved(scalers, "LossScaler", cur_scale=8.0, dynamic=False),
+        "moving": _Saved(scalers, "DynamicLossScaler", cur_scale=4.0, dynamic=True, min_scale=1, cur_hysteresis=2),
+        "part": _Saved("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", patterns=["a"], partition_dim=0),
+    }
+    torch.save(saved, tmp_path / "x.pt")
+    found = torch.load(tmp_path / "x.pt", weights_only=False)
+    assert found["place"] == fragment_address(numel=7, start=2) and found["stage"] == 2
+    assert isinstance(found["fixed"], LossScaler) and found["fixed"].loss_scale == 8.0
+    assert isinstance(found["moving"], DynamicLossScaler) and found["moving"].cur_scale == 4.0
+    assert found["part"].patterns == ["a"]
+    places = {
+        "place": fragment_address(7, 2),
+        "fixed": LossScaler(8),
+        "moving": DynamicLossScaler(4, 1000, 1, 2, False),
+    }
+    torch.save(places, tmp_path / "y.pt")
+    with torch.serialization.safe_globals([fragment_address, LossScaler, DynamicLossScaler]):
+        assert torch.load(tmp_path / "y.pt")["place"].start == 2
+    engine, *_ = deepspeed.initialize(model=make(), config=config(2))
+    own = engine.optimizer.loss_scaler
+    assert isinstance(own, LossScaler) and isinstance(own, LossScalerBase) and not isinstance(own, DynamicLossScaler)
+    assert not isinstance(3, LossScaler) and LossScaler(2).scale_loss(torch.ones(1)) == 2
+
+
+def test_leaf_modules_and_the_init_of_shards() -> None:
+    from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
+
+    assert isinstance(DEFAULT_LEAF_MODULE_CLASSES, list) and DEFAULT_LEAF_MODULE_CLASSES
+    cfg = config(3, zero={"mics_shard_size": 1})
+    with deepspeed.zero.MiCS_Init(config_dict_or_path=cfg):
+        model = make()
+    engine, *_ = deepspeed.initialize(model=model, config=cfg)
+    engine.backward(engine(*batch(0)))
+    engine.allreduce_gradients()
+    engine.step()
+    assert engine.mics_shard_size() == 1 and engine.global_steps == 1
+
+
+# Of each schedule: its arguments, and attributes that DeepSpeed's has with them (read off 0.19.8).
+SCHEDULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "WarmupLR": (
+        {"warmup_min_lr": 0.1, "warmup_max_lr": 0.5, "warmup_num_steps": 7},
+        {"delta_lrs": [0.4], "warmup_type": "log", "inverse_log_warm_up": 0.5138983423697507, "warmup_num_steps": 7},
+    ),
+    "WarmupDecayLR": (
+        {"total_num_steps": 20, "warmup_num_steps": 5, "warmup_type": "linear", "warmup_max_lr": 0.01},
+        {"delta_lrs": [0.01], "warmup_type": "linear", "total_num_steps": 20},
+    ),
+    "WarmupCosineLR": (
+        {"total_num_steps": 9, "warmup_num_steps": 2, "cos_min_ratio": 0.25},
+        {"org_lrs": [0.5], "cos_min_ratio": 0.25, "warmup_min_ratio": 0.0, "warmup_type": "log"},
+    ),
+    "LRRangeTest": (
+        {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 3, "lr_range_test_staircase": True},
+        {"min_lr": [0.01], "step_size": 3, "step_rate": 1.0, "staircase": True},
+    ),
+    "OneCycle": (
+        {"cycle_min_lr": 0.1, "cycle_max_lr": 0.4, "cycle_first_step_size": 3, "cycle_second_step_size": 5},
+        {
+            "min_lrs": [0.1],
+            "max_lrs": [0.4],
+            "min_moms": [(0.8, 0.99)],
+            "max_moms": [(0.9, 0.99)],
+            "total_size": 8,
+            "step_ratio": 0.375,
+            "first_step_size": 3,
+            "second_step_size": 5,
+            "first_stair_count": 0,
+            "second_stair_count": 0,
+            "decay_step_size": 0,
+            "skip_lr_decay": True,
+            "skip_mom_decay": True,
+            "cycle_momentum": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_schedules_by_hand_and_by_configuration(kind: str) -> None:
+    arguments, expected = SCHEDULES[kind]
+    cls = getattr(deepspeed.runtime.lr_schedules, kind)
+    optimizer = {"type": "AdamW", "params": {"lr": 0.5, "betas": [0.7, 0.95]}}
+    cfg = config(1) | {"optimizer": optimizer, "scheduler": {"type": kind, "params": arguments}}
+    engine, client, _, configured = deepspeed.initialize(model=make(), config=cfg)
+    alone = torch.optim.AdamW(nn.Linear(1, 1).parameters(), lr=0.5, betas=(0.7, 0.95))
+    for schedule, owner in ((cls(alone, **arguments), alone), (configured, client)):
+        assert type(schedule) is cls
+        for name, value in expected.items():
+            got = getattr(schedule, name)
+            assert got == value or got == pytest.approx(value), name
+        assert not hasattr(schedule, "no_such_thing")
+        cycles = kind == "OneCycle"
+        assert owner.param_groups[0]["betas"][1] == (0.99 if cycles else 0.95)
+        schedule.step()
+        assert owner.param_groups[0]["betas"][1] == (0.99 if cycles else 0.95)
+    if cycles:
+        engine.backward(engine(*batch(0)))
+        engine.step()
+        assert engine.get_mom()[0][1] == 0.99

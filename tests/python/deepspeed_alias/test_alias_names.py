@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import deepspeed
@@ -34,6 +35,45 @@ def test_every_row_resolves_or_refuses_by_name(module: str, name: str) -> None:
         with pytest.raises(NotImplementedError):
             found.something  # noqa: B018
         assert not hasattr(found, "something") and not isinstance(torch.nn.Linear(1, 1), found)
+
+
+def test_every_name_that_deepspeed_has_is_there() -> None:
+    """Served, or refused by name when it is used."""
+    served = 0
+    for module, name in audit.listed():
+        found = getattr(importlib.import_module(module), name)
+        if not isinstance(found, _lazy._RefusingType):
+            served += 1
+            continue
+        assert isinstance(found, type(Exception)) and not isinstance(3, found)
+        with pytest.raises(NotImplementedError, match=r"\[deepspeed\] deepspeed\.[\w.]+ is not served by Tessera: .+"):
+            found("anything", at="all")
+    assert 4000 < served < len(audit.listed()) and len(audit.listed()) > 9000
+
+
+@pytest.mark.parametrize("use", [len, bool, list, int, lambda x: x[0], lambda x: 3 in x, lambda x: x + 1])
+def test_what_stands_for_a_value_is_refused_when_it_is_used(use: Any) -> None:
+    from deepspeed.runtime.engine import CASTABLE_DTYPES
+
+    with pytest.raises(NotImplementedError, match="CASTABLE_DTYPES"):
+        use(CASTABLE_DTYPES)
+
+
+def test_what_the_list_knows_besides_names() -> None:
+    """Constants have their values, names of modules are the modules, and a name is one thing wherever it is found."""
+    from deepspeed.autotuning import constants
+    from deepspeed.runtime import engine
+    from deepspeed.utils.exceptions import DeprecatedException
+
+    assert constants.AUTOTUNING_END_PROFILE_STEP_DEFAULT == 5 and constants.AUTOTUNING == "autotuning"
+    assert engine.dist is deepspeed.comm and engine.lr_schedules is deepspeed.runtime.lr_schedules
+    assert deepspeed.ops.op_builder.cpu.cpu_adam.CPUAdamBuilder is deepspeed.ops.op_builder.CPUAdamBuilder
+    assert deepspeed.runtime.zero.stage3.GatheredParameters is deepspeed.zero.GatheredParameters
+    with pytest.raises(ValueError):
+        try:
+            raise ValueError
+        except DeprecatedException:
+            raise AssertionError from None
 
 
 @pytest.mark.parametrize(("module", "name"), audit.names(audit.SERVED))
@@ -79,7 +119,7 @@ def test_one_object_under_all_its_names() -> None:
     assert deepspeed.comm.comm is deepspeed.comm is deepspeed.dist
     assert deepspeed.DeepSpeedEngine is deepspeed.runtime.engine.DeepSpeedEngine
     assert deepspeed.utils.logger is deepspeed.utils.logging.logger
-    assert deepspeed.runtime.lr_schedules.WarmupLR is tessera.lr_schedules.WarmupLR
+    assert issubclass(deepspeed.runtime.lr_schedules.WarmupLR, tessera.lr_schedules.WarmupLR)
 
 
 @pytest.mark.parametrize("name", ["initialize", "init_distributed", "zero.Init", "checkpointing.configure"])

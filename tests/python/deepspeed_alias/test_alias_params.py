@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, zero_wrapper_for_fp_tensor_constructor
-from support import Net, batch, config, make, run_ranks
+from support import Net, batch, config, free_port, make, run_processes, run_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 WORLD = 2
 
@@ -60,6 +63,36 @@ def test_attributes_of_a_partitioned_parameter() -> None:
     pieces = on_ranks(body)
     flat = torch.cat([whole.reshape(-1), torch.zeros(1)])
     torch.testing.assert_close(torch.cat(pieces), flat)
+
+
+WRITES: list[Callable[[torch.Tensor], Any]] = [
+    lambda x: x.copy_(torch.ones(18)),
+    lambda x: x.data.zero_(),
+    lambda x: x.detach().mul_(2),
+    lambda x: x[:2].fill_(1),
+    lambda x: x.view(-1, 2).add_(1),
+    lambda x: x.__setitem__(0, 3.0),
+    lambda x: x.__iadd__(1),
+    lambda x: setattr(x, "data", torch.ones(18)),
+    lambda x: torch.add(x, 1, out=x),
+]
+
+
+def test_pieces_are_for_reading() -> None:
+    """What is written to a copy would be lost: an error for each way to write, and none for reading."""
+
+    def body(engine: Any, rank: int) -> None:
+        piece = engine.module.embed.weight.ds_tensor
+        before = piece.tolist()
+        for write in WRITES:
+            with torch.no_grad(), pytest.raises(NotImplementedError, match="modifier_rank=0"):
+                write(piece)
+        assert piece.tolist() == before and piece.ds_numel == 18
+        own = torch.zeros(18).copy_(piece).add_(piece)
+        assert torch.equal(own, 2 * piece) and (piece.clone().add_(1) - piece - 1).abs().max() < 1e-6
+        assert type(piece * 2) is torch.Tensor and piece.float().sum().isfinite() and piece.numpy().shape == (18,)
+
+    on_ranks(body)
 
 
 def test_trains_with_them_and_gives_the_class_back() -> None:
@@ -127,3 +160,89 @@ def test_generation_needs_no_hooks_removed() -> None:
         assert all(p.numel() == 0 for p in engine.parameters())
 
     on_ranks(body)
+
+
+class Replayed(Net):
+    """Blocks that are computed again in the backward."""
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_recomputation_does_not_see_the_empty_shape() -> None:
+    """Frozen weights are saved by the graph, whose shapes torch compares when it computes a block again."""
+    for frozen in ("norm", "linear"):
+        model = make(Replayed)
+        for block in model.blocks:
+            getattr(block, frozen).requires_grad_(False)
+        copies = [copy.deepcopy(model) for _ in range(WORLD)]
+
+        def run(rank: int, group: Any, copies: list[Any] = copies) -> None:
+            engine = deepspeed.DeepSpeedEngine(copies[rank], config(3), group=group)
+            for step in range(2):
+                engine(*batch(step)).backward()
+                engine.step()
+            engine.destroy()
+
+        run_ranks(WORLD, run)
+
+
+class Cut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.down(torch.relu(self.up(self.norm(x))))).square().mean()
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Cut() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(layer(x) for layer in self.layers)
+
+
+def around_init(rank: int, port: int, folder: str) -> None:
+    """initialize inside zero.Init; a model of zero.Init that is cut; values loaded into a gather for reading."""
+    from deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
+
+    deepspeed.init_distributed("gloo", verbose=False, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    with deepspeed.zero.Init(config_dict_or_path=config(3)):
+        engine, *_ = deepspeed.initialize(model=make(), config=config(3))
+    engine(*batch(0)).backward()
+    engine.step()
+    engine.save_checkpoint(folder)
+    want = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    for region in (contextlib.nullcontext, deepspeed.zero.GatheredParameters):
+        for modifier in (None, 0) if region is not contextlib.nullcontext else (None,):
+            engine(*batch(1)).backward()
+            engine.step()
+            assert not torch.equal(engine.module_state_dict()["head.weight"], want["head.weight"])
+            params = list(engine.module.parameters())
+            with region() if region is contextlib.nullcontext else region(params, modifier_rank=modifier):
+                load_state_dict_from_zero_checkpoint(engine.module, folder)
+            found = engine.module_state_dict()
+            assert all(torch.equal(found[name], value) for name, value in want.items())
+    engine.destroy()
+    for rules in ({}, {"partition_config": {"layer_specs": SPECS}}):
+        cfg = config(3, tensor_parallel={"autotp_size": 2, **rules})
+        with deepspeed.zero.Init(config_dict_or_path=cfg):
+            model = Blocks()
+        engine, *_ = deepspeed.initialize(model=model, config=cfg)
+        assert engine.module.layers[0].up.out_features == 4
+        engine(torch.ones(2, 6)).backward()
+        engine.step()
+        engine.destroy()
+
+
+SPECS = [{"patterns": [".*up"], "partition_type": "column"}, {"patterns": [".*down"], "partition_type": "row"}]
+
+
+def test_around_init(tmp_path: Path) -> None:
+    run_processes(WORLD, around_init, free_port(), str(tmp_path))
