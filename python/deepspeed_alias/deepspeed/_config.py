@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import importlib
 import json
 import os
 import re
@@ -125,18 +126,18 @@ def translated() -> Iterator[None]:
 
 def _raise_validation_error(text: str, found: list[tuple[str, str]], cause: ConfigError) -> None:
     try:
-        from pydantic_core import PydanticCustomError, ValidationError  # type: ignore[import-not-found]
+        core: Any = importlib.import_module("pydantic_core")
     except ImportError:
         raise DeepSpeedConfigError(text) from cause
     lines = [
         {
-            "type": PydanticCustomError("value_error", "{reason}", {"reason": reason}),
+            "type": core.PydanticCustomError("value_error", "{reason}", {"reason": reason}),
             "loc": tuple(path.split(".")),
             "input": None,
         }
         for path, reason in found
     ]
-    raise ValidationError.from_exception_data("DeepSpeed configuration, read by Tessera", lines) from cause
+    raise core.ValidationError.from_exception_data("DeepSpeed configuration, read by Tessera", lines) from cause
 
 
 class Section:

@@ -208,7 +208,7 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
 
     def zero_overlap_comm(self) -> bool:
         """As given, else what DeepSpeed resolves: true at stage 3. (Here it is done at every stage that can.)"""
-        return self._config.zero_config.overlap_comm
+        return self._config.zero_config.overlap_comm  # type: ignore[attr-defined]
 
     def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
         """Of each param group the names and shapes of what it trains."""
