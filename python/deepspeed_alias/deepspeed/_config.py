@@ -65,7 +65,7 @@ def read(given: Any) -> Any:
         _as_people_write(text)
     except ValueError as error:
         try:
-            import hjson  # type: ignore[import-untyped]
+            import hjson
         except ImportError:
             raise DeepSpeedConfigError(
                 f"[config] '{os.fspath(given)}' is no JSON ({error}); HJSON is read where hjson is installed"
@@ -125,7 +125,7 @@ def translated() -> Iterator[None]:
 
 def _raise_validation_error(text: str, found: list[tuple[str, str]], cause: ConfigError) -> None:
     try:
-        from pydantic_core import PydanticCustomError, ValidationError  # type: ignore[import-not-found]
+        from pydantic_core import PydanticCustomError, ValidationError
     except ImportError:
         raise DeepSpeedConfigError(text) from cause
     lines = [
