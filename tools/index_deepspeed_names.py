@@ -87,6 +87,8 @@ def _value(name: str, node: ast.expr | None) -> str:
 def modules_of(folder: Path) -> dict[str, Module]:
     found = {}
     for path in sorted(folder.rglob("*.py")):
+        if path.name == "git_version_info_installed.py":  # of an installation only
+            continue
         parts = ["deepspeed", *path.relative_to(folder).with_suffix("").parts]
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,11 +48,24 @@ def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """In place: who holds a buffer sees it."""
-    for buffer in module.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
+def cast_buffers(module: nn.Module, dtype: torch.dtype | None, in_fp32: Iterable[str] = ()) -> None:
+    """To `dtype`, where that is given, and those whose names have one of the patterns `in_fp32` to fp32; in place: who
+    holds a buffer sees it."""
+    kept = [re.compile(pattern.replace("*", ".*")) for pattern in in_fp32]
+    for name, buffer in module.named_buffers():
+        to = torch.float32 if any(pattern.search(name) for pattern in kept) else dtype
+        if buffer.is_floating_point() and to is not None:
+            buffer.data = buffer.data.to(to)
+
+
+def named_for_fp32(module: nn.Module, in_fp16: bool) -> list[str]:
+    """Patterns of what models of Transformers in `module` want in fp32, for cast_buffers()."""
+    found: dict[str, None] = {}
+    for path, child in module.named_modules():
+        names = [*(getattr(child, "_keep_in_fp32_modules_strict", None) or ())]
+        names += (getattr(child, "_keep_in_fp32_modules", None) or ()) if in_fp16 else ()
+        found.update(dict.fromkeys(f"^{re.escape(path)}\\.*{name}" if path else name for name in names))
+    return list(found)
 
 
 def copy_of(param: torch.Tensor) -> torch.Tensor | None:

@@ -115,7 +115,7 @@ def to_deepspeed(
     *,
     trusted: bool = False,
 ) -> str:
-    """Writes the checkpoint as DeepSpeed 0.19.6 would have at that ZeRO stage on `world_size` ranks, into `out` under
+    """Writes the checkpoint as DeepSpeed 0.19.8 would have at that ZeRO stage on `world_size` ranks, into `out` under
     its own tag, which is returned. The run that loads it there must have that stage and number of ranks. `trusted`:
     objects that are no plain data, as of a client_state, are unpickled to be written, which can run code."""
     source, name = _source(folder, tag, trusted)

@@ -8,8 +8,8 @@ void check(const PrecisionPolicy& policy) {
   const auto [param, grad, master, state, rounding, grad_rounding, skip_nonfinite] = policy;
   TESSERA_CHECK_VALUE(param == at::kFloat || param == at::kBFloat16 || param == at::kHalf, "amp.precision",
                       "param must be fp32, bf16 or fp16, got ", param);
-  TESSERA_CHECK_VALUE(grad == at::kFloat || grad == param, "amp.precision", "grad must be fp32 or the dtype of param, ",
-                      param, "; got ", grad);
+  TESSERA_CHECK_VALUE(grad == at::kFloat || grad == at::kBFloat16 || grad == at::kHalf, "amp.precision",
+                      "grad must be fp32, bf16 or fp16, got ", grad);
   TESSERA_CHECK_VALUE(param != at::kFloat || master == Master::Weight, "amp.precision",
                       "fp32 parameters are their own masters: master must be Weight");
   TESSERA_CHECK_VALUE(param == at::kBFloat16 || master != Master::Split, "amp.precision",

@@ -62,7 +62,7 @@ struct PrecisionPolicy {
 
 // Value error, which says what would do, unless:
 //   param   fp32, bf16 or fp16
-//   grad    fp32 or the dtype of param
+//   grad    fp32, bf16 or fp16, whatever the param is
 //   master  Weight with fp32 parameters; Split with bf16 ones only
 //   state   fp32, or bf16 where param is not fp16: that is for processors without bf16
 void check(const PrecisionPolicy& policy);

@@ -66,6 +66,7 @@ struct Config {
   std::optional<std::string> log_level;
   bool dataloader_drop_last = false;
   bool graph_harvesting = false;
+  bool disable_python_gc = false;
 
   Checkpoint checkpoint;
   Pipeline pipeline;

@@ -91,6 +91,10 @@ std::vector<Key> first_rows() {
       {FIELD(data_types.grad_accum_dtype), "dtype in which gradients accumulate and are reduced"},
       {FIELD(data_types.param_dtype), "may only restate the dtype of the precision mode"},
       {FIELD(data_types.buffer_dtype), "dtype of module buffers; unset: kept as they are"},
+      {FIELD(data_types.keep_in_fp32_modules),
+       "in 16-bit modes: buffers that stay fp32, by patterns anywhere in their names (* is anything); unset: what a "
+       "model "
+       "of Transformers says of itself"},
   };
 }
 
@@ -234,6 +238,7 @@ std::vector<Key> later_rows() {
       {FIELD(log_level), "smallest level that is logged", one_of({"debug", "info", "warning", "error", "critical"})},
       {FIELD(dataloader_drop_last), "the data loader drops the last incomplete batch"},
       {FIELD(graph_harvesting), "capture and replay device graphs"},
+      {FIELD(disable_python_gc), "no collection of Python's cycles while an engine lives"},
       {"checkpoint.tag_validation", ENUM_FIELD(checkpoint.tag_validation, TagValidation, "ignore", "warn", "fail"),
        "what to do when ranks save under different tags"},
       {"checkpoint.format", ENUM_FIELD(checkpoint.format, CheckpointFormat, "tessera", "deepspeed"),

@@ -57,6 +57,8 @@ struct DataTypes {
   std::optional<c10::ScalarType> grad_accum_dtype;
   std::optional<c10::ScalarType> param_dtype;
   std::optional<c10::ScalarType> buffer_dtype;
+  // Patterns of names of buffers that are fp32 in 16-bit modes. Unset: what a model of Transformers says of itself.
+  std::optional<std::vector<std::string>> keep_in_fp32_modules;
 };
 
 struct TensorParallelGroup {

@@ -31,6 +31,11 @@ bool unserved_states(const Config& c) {
   return off && low;
 }
 
+bool per_head(const Config& c) {
+  const auto found = c.optimizer.params.find("per_head_muon");
+  return found != c.optimizer.params.end() && (found->second == Value(true) || found->second == Value(1));
+}
+
 }  // namespace
 
 const std::vector<Refusal>& refusals() {
@@ -57,7 +62,9 @@ const std::vector<Refusal>& refusals() {
       {"optimizer.type", "MuAdam, MuAdamW, MuSGD, OneBit*, ZeroOneAdam", unserved_type},
       {"optimizer.params", "fp32_optimizer_states false beside 16-bit masters without bf16_optimizer_states",
        unserved_states},
+      {"optimizer.params", "per_head_muon true", per_head},
       {"graph_harvesting", "true", [](C c) { return c.graph_harvesting; }},
+      {"disable_python_gc", "true: gc.disable() in the program", [](C c) { return c.disable_python_gc; }},
       {"compile.deepcompile", "true", [](C c) { return c.compile.deepcompile; }},
   };
   return all;

@@ -80,7 +80,9 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   core_ = std::make_shared<engine::Engine>(options, std::move(mesh), std::move(specs), groups);
   core_->broadcast_buffers(module_->buffers());
   rest_ = connect_scopes(*module_, core_, leaves);
-  if (config.data_types.buffer_dtype) cast_buffers(*module_, *config.data_types.buffer_dtype);
+  const bool is_16bit = core_->options().zero.precision.param != at::kFloat;
+  const auto kept = config.data_types.keep_in_fp32_modules.value_or(std::vector<std::string>());
+  cast_buffers(*module_, config.data_types.buffer_dtype, is_16bit ? kept : std::vector<std::string>());
   apply_schedule();
 }
 

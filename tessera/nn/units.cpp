@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <regex>
 #include <string>
 #include <unordered_set>
 
@@ -125,9 +126,23 @@ void mark_autocast(const torch::nn::Module& module, const std::vector<std::strin
   }
 }
 
-void cast_buffers(const torch::nn::Module& module, at::ScalarType dtype) {
-  for (const at::Tensor& buffer : module.buffers()) {
-    if (buffer.is_floating_point()) buffer.set_data(buffer.to(dtype));
+void cast_buffers(const torch::nn::Module& module, std::optional<at::ScalarType> dtype,
+                  const std::vector<std::string>& in_fp32) {
+  std::vector<std::regex> kept;
+  for (const std::string& pattern : in_fp32) {
+    try {
+      kept.emplace_back(std::regex_replace(pattern, std::regex("\\*"), ".*"));
+    } catch (const std::regex_error& error) {
+      TESSERA_CHECK_VALUE(false, "config", "data_types.keep_in_fp32_modules: '", pattern,
+                          "' is no pattern: ", error.what());
+    }
+  }
+  for (const auto& item : module.named_buffers()) {
+    const at::Tensor& buffer = item.value();
+    const bool keep = std::any_of(kept.begin(), kept.end(),
+                                  [&](const std::regex& pattern) { return std::regex_search(item.key(), pattern); });
+    const auto to = keep ? std::optional(at::kFloat) : dtype;
+    if (buffer.is_floating_point() && to) buffer.set_data(buffer.to(*to));
   }
 }
 

@@ -33,7 +33,9 @@ void mark_autocast(const torch::nn::Module& module, const std::vector<std::strin
 // The classes where the configuration names none.
 std::vector<std::string> default_autocast_modules();
 
-// Floating-point buffers of `module` (running means and the like) become `dtype`, in place: who holds one sees it. Local.
-void cast_buffers(const torch::nn::Module& module, at::ScalarType dtype);
+// Floating-point buffers of `module` (running means and the like) become `dtype`, where that is given, and those whose names have
+// one of the patterns `in_fp32` (data_types.keep_in_fp32_modules) fp32, in place: who holds one sees it. Local.
+void cast_buffers(const torch::nn::Module& module, std::optional<at::ScalarType> dtype,
+                  const std::vector<std::string>& in_fp32);
 
 }  // namespace tessera::nn

@@ -17,8 +17,10 @@ using testing::mode;
 TEST(PrecisionPolicy, ModesPass) {
   for (PrecisionPolicy policy : testing::all_modes()) {
     EXPECT_NO_THROW(check(policy)) << policy.param;
-    policy.grad = at::kFloat;
-    EXPECT_NO_THROW(check(policy)) << policy.param << " with fp32 gradients";
+    for (const at::ScalarType grad : {at::kFloat, at::kBFloat16, at::kHalf}) {
+      policy.grad = grad;
+      EXPECT_NO_THROW(check(policy)) << policy.param << " with gradients in " << grad;
+    }
   }
   EXPECT_NO_THROW(check(PrecisionPolicy::bf16()));
   EXPECT_NO_THROW(check(PrecisionPolicy::fp16()));
@@ -38,11 +40,9 @@ TEST(PrecisionPolicy, OthersAreValueErrors) {
   expect(mode(at::kBFloat16, Master::Weight, at::kHalf), "state must be fp32 or bf16, got Half");
   for (const Master master : {Master::Fp32, Master::Weight})
     expect(mode(at::kHalf, master, at::kBFloat16), "fp16 parameters go with fp32 states");
-  for (const at::ScalarType grad : {at::kHalf, at::kDouble}) {
-    PrecisionPolicy policy = PrecisionPolicy::bf16();
-    policy.grad = grad;
-    expect(policy, "grad must be fp32 or the dtype of param, BFloat16");
-  }
+  PrecisionPolicy policy = PrecisionPolicy::bf16();
+  policy.grad = at::kDouble;
+  expect(policy, "grad must be fp32, bf16 or fp16, got Double");
 }
 
 }  // namespace

@@ -75,8 +75,8 @@ class Pairs(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return self.items[index]
 
 
-def accelerator(stage: int | None) -> Accelerator:
-    """`stage` None: as the environment of `accelerate launch` says."""
+def accelerator(stage: int | None, layout: str = "tessera") -> Accelerator:
+    """`stage` None: as the environment of `accelerate launch` says. `layout`: of checkpoints."""
     AcceleratorState._reset_state(True)
     plugin = None
     if stage is not None:
@@ -84,6 +84,7 @@ def accelerator(stage: int | None) -> Accelerator:
             zero_stage=stage, gradient_accumulation_steps=ACCUMULATION, gradient_clipping=CLIP, zero3_init_flag=False
         )
         plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        plugin.deepspeed_config["checkpoint"] = {"format": layout}
     return Accelerator(
         deepspeed_plugin=plugin,
         gradient_accumulation_steps=ACCUMULATION,
@@ -126,10 +127,10 @@ def trains_as_plain(stage: int | None) -> None:
     acc.free_memory()
 
 
-def saves_and_loads(stage: int) -> None:
+def saves_and_loads(stage: int, layout: str = "tessera") -> None:
     """save_state in the middle, load_state into a new run: the same losses and weights, bit for bit."""
-    acc = accelerator(stage)
-    place = os.path.join(shared_folder(), f"accelerate{stage}")
+    acc = accelerator(stage, layout)
+    place = os.path.join(shared_folder(), f"accelerate{stage}{layout}")
     parts = prepared(acc)
     train(acc, parts, 0, 4)
     acc.save_state(place)
@@ -192,6 +193,9 @@ def main() -> None:
     for stage in (0, 1, 2, 3):
         paths[f"trains as plain, stage {stage}"] = functools.partial(trains_as_plain, stage)
         paths[f"saves and loads, stage {stage}"] = functools.partial(saves_and_loads, stage)
+        paths[f"saves and loads DeepSpeed's files, stage {stage}"] = functools.partial(
+            saves_and_loads, stage, "deepspeed"
+        )
         paths[f"state dict, stage {stage}"] = functools.partial(state_dict, stage)
     paths["Ray Train's loop"] = ray_loop
     run(paths)

@@ -122,7 +122,9 @@ TEST(Session, InputsAreCastInPythonOnly) {
 
 TEST(Session, Bf16ConvertsParametersAndKeepsBuffersUnlessTheyAreAskedFor) {
   for (const auto& [keys, dtype] :
-       {std::pair("", at::kFloat), {R"(, "data_types": {"buffer_dtype": "bf16"})", at::kBFloat16}}) {
+       {std::pair("", at::kFloat),
+        {R"(, "data_types": {"buffer_dtype": "bf16"})", at::kBFloat16},
+        {R"(, "data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["run*mean", "var"]})", at::kFloat}}) {
     torch::nn::BatchNorm1d net(3);
     Session s(net.ptr(),
               Config::from_json(std::string(R"({"train_batch_size": 1, "bf16": {"enabled": true},
@@ -131,6 +133,7 @@ TEST(Session, Bf16ConvertsParametersAndKeepsBuffersUnlessTheyAreAskedFor) {
               comm::Mesh());
     EXPECT_EQ(net->weight.scalar_type(), at::kBFloat16);
     EXPECT_EQ(net->running_mean.scalar_type(), dtype) << "as in Python";
+    EXPECT_EQ(net->running_var.scalar_type(), dtype);
     EXPECT_EQ(net->num_batches_tracked.scalar_type(), at::kLong);
   }
 }

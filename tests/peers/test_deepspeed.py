@@ -315,3 +315,15 @@ def test_ours_is_in_one_piece_and_read_here(ours: Any, tmp_path: Path) -> None:
         (loaded,) = tessera_engines(1, 1, precision, body)
         saved = known[name][0][0]
         assert_same(loaded, {**saved, "scaler": {}}, "fp32")
+
+
+def test_the_list_of_its_names_is_that_of_this_version() -> None:
+    """What the alias package answers for (python/deepspeed_alias/deepspeed/names.txt)."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(root / "tools" / "index_deepspeed_names.py")]
+    find = (
+        "from importlib import metadata, util; print(util.find_spec('deepspeed').origin, metadata.version('deepspeed'))"
+    )
+    found = subprocess.run([PEERS, "-c", find], capture_output=True, text=True, check=True).stdout.split()
+    done = subprocess.run([*command, str(Path(found[0]).parent), found[1]], capture_output=True, text=True, check=True)
+    assert done.stdout == (root / "python" / "deepspeed_alias" / "deepspeed" / "names.txt").read_text()

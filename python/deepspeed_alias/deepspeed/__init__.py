@@ -10,8 +10,8 @@ from deepspeed._guard import refuse_beside_deepspeed
 refuse_beside_deepspeed(__file__)
 _lazy.install()
 
-__version__ = version = "0.19.6+tessera.0.1.0"
-__version_major__, __version_minor__, __version_patch__ = 0, 19, 6
+__version__ = version = "0.19.8+tessera.0.1.0"
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
 __git_hash__ = __git_branch__ = None
 
 if not TYPE_CHECKING:

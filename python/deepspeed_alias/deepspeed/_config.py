@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import importlib
 import json
 import os
 import re
@@ -66,7 +65,7 @@ def read(given: Any) -> Any:
         _as_people_write(text)
     except ValueError as error:
         try:
-            import hjson  # type: ignore[import-untyped]
+            import hjson
         except ImportError:
             raise DeepSpeedConfigError(
                 f"[config] '{os.fspath(given)}' is no JSON ({error}); HJSON is read where hjson is installed"
@@ -126,18 +125,18 @@ def translated() -> Iterator[None]:
 
 def _raise_validation_error(text: str, found: list[tuple[str, str]], cause: ConfigError) -> None:
     try:
-        core: Any = importlib.import_module("pydantic_core")
+        from pydantic_core import PydanticCustomError, ValidationError
     except ImportError:
         raise DeepSpeedConfigError(text) from cause
     lines = [
         {
-            "type": core.PydanticCustomError("value_error", "{reason}", {"reason": reason}),
+            "type": PydanticCustomError("value_error", "{reason}", {"reason": reason}),
             "loc": tuple(path.split(".")),
             "input": None,
         }
         for path, reason in found
     ]
-    raise core.ValidationError.from_exception_data("DeepSpeed configuration, read by Tessera", lines) from cause
+    raise ValidationError.from_exception_data("DeepSpeed configuration, read by Tessera", lines) from cause
 
 
 class Section:

@@ -21,7 +21,7 @@ from deepspeed import _groups, _optimizers, _params, _schedules, _sequence_state
 from deepspeed._config import DeepSpeedConfig, Section, read, translated, users_dict
 from deepspeed._getters import ConfigGetters, refusal
 from deepspeed._lazy import NotServed
-from deepspeed._logging import logger
+from deepspeed._logging import logger, warning_once
 from deepspeed._timers import SynchronizedWallClockTimer, ThroughputTimer
 from deepspeed._zero import DeepSpeedZeRoOffload
 from tessera import _core
@@ -220,12 +220,22 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
 
     def save_checkpoint(self, save_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> bool:
         """As tessera.Engine's, and with ZeRO the program zero_to_fp32.py beside the tags."""
+        self._say_layout()
         saved = super().save_checkpoint(save_dir, *args, **kwargs)
         if self.zero_optimization():
             if self.global_rank == 0:
                 put_script(os.fspath(save_dir), os.path.join(save_dir, f".zero_to_fp32-{os.getpid()}"))
             self.core.agree_max(0.0)  # it is there when any rank returns
         return saved
+
+    def _say_layout(self) -> None:
+        """With the first checkpoint of this process, where the configuration does not say which files it has."""
+        if self._telling_rank() == 0 and "checkpoint.format" not in self._settings.given:
+            warning_once(
+                "[engine.save_checkpoint] checkpoints have Tessera's layout: any world and stage loads it, and "
+                'zero_to_fp32.py reads it; with "checkpoint": {"format": "deepspeed"} they have the files of DeepSpeed'
+                " (mp_rank_*_model_states.pt and the like)"
+            )
 
     save_checkpoint.__signature__ = inspect.signature(tessera.Engine.save_checkpoint)  # type: ignore[attr-defined]
 

@@ -85,6 +85,9 @@ def warning_once(message: str) -> None:
     logger.warning(message)
 
 
+vars(logger).update(warning_once=warning_once, log_dist_once=log_dist_once)  # callers find them there
+
+
 def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
     if _rank() in (-1, 0) and (debug or force):
         logger.info(message)

@@ -130,6 +130,10 @@ class FP16_Optimizer(DeepSpeedOptimizer):
     """Stage 0 with fp16 or bf16 parameters and fp32 masters."""
 
     @property
+    def low_precision_dtype(self) -> torch.dtype:
+        return self._owner.get_data_types()[0]
+
+    @property
     def fp32_groups_flat(self) -> list[torch.Tensor]:
         return self._flat_masters()
 
@@ -152,15 +156,20 @@ class FP16_UnfusedOptimizer(FP16_Optimizer):
         return found
 
 
+class _UnfusedBF16(BF16_Optimizer, FP16_UnfusedOptimizer):
+    """What DeepSpeed has in bf16 beside FusedAdam's: unfused, by one class or the other."""
+
+
 def class_for(engine: tessera.Engine) -> type[DeepSpeedOptimizer]:
     stage = engine.zero_optimization_stage()
     if stage == 3:
         return DeepSpeedZeroOptimizer_Stage3
     if stage > 0:
         return DeepSpeedZeroOptimizer
+    fused = isinstance(engine.basic_optimizer, _ops.FusedAdam)
     if engine.bfloat16_enabled():
-        return BF16_Optimizer
-    return FP16_Optimizer if isinstance(engine.basic_optimizer, _ops.FusedAdam) else FP16_UnfusedOptimizer
+        return BF16_Optimizer if fused else _UnfusedBF16
+    return FP16_Optimizer if fused else FP16_UnfusedOptimizer
 
 
 # What the configuration builds -> what DeepSpeed calls that: without optimizer offload, and with it.

@@ -20,7 +20,7 @@ from tessera._blobs import CUT, OWN_KINDS, Saved, cut_of
 from tessera._deepspeed._pt_writer import Made, Streamed, write_pt
 from tessera.errors import ConfigError
 
-VERSION = "0.19.6"  # of DeepSpeed whose files these are
+VERSION = "0.19.8"  # of DeepSpeed whose files these are
 _CHUNK = 1 << 22  # elements in memory
 _ALIGNMENT = 2  # of flat groups of stages 1 and 2, in elements for each rank
 _SUB_GROUP = 1_000_000_000  # elements, the default of its stage3_sub_group_size

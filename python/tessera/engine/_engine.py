@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from tessera import _core, _mesh, distributed
-from tessera._config import dtype_at, load_config
-from tessera._copies import cast_buffers, copy_of, own_copies, without_repeats
+from tessera._config import load_config
+from tessera._copies import copy_of, own_copies, without_repeats
 from tessera._device import checked_device, emulated
 from tessera._loans import Loans, step_of, zero_grad_of
 from tessera._outputs import tensors_in
@@ -33,7 +33,7 @@ from tessera.elasticity import with_elastic_batch
 from tessera.engine._checkpoint import EngineCheckpoints
 from tessera.engine._moving import EngineMoving
 from tessera.engine._parallel import TensorParallel
-from tessera.engine._place import keep_place, place
+from tessera.engine._place import keep_place, place, settle_buffers
 from tessera.engine._preflight import check_all_used, check_modules, wants_all_used
 from tessera.engine._report import logger
 from tessera.engine._watch import Watch
@@ -187,9 +187,7 @@ class Engine(EngineCheckpoints, EngineMoving):
         leaves = leaf_paths(self.module) if self._settings.placements.shards_params else []
         covers = set(units.values())
         self._partition = Partition(self, self.core, self._loans, self.module, self._index, covers, leaves)
-        buffer_dtype = dtype_at(self._settings, "data_types.buffer_dtype")
-        if buffer_dtype is not None:
-            cast_buffers(self.module, buffer_dtype)
+        settle_buffers(self.module, self._settings)
         if self._settings.placements.shards_states and not isinstance(self.module, torch.jit.ScriptModule):
             self._loans.put(self.module, "zero_grad", zero_grad_of(weakref.ref(self), self.module))
             self._loans.keep_off_copies(self.module)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from tessera import _core
+from tessera._config import dtype_at
+from tessera._copies import cast_buffers, named_for_fp32
 from tessera._device import same_objects
+from tessera.errors import ConfigError
 from tessera.zero._owners import holder_of
 
 
@@ -23,6 +28,18 @@ def place(model: nn.Module, device: torch.device | None) -> torch.device:
         with same_objects(parameters[0], device):
             model.to(device)
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def settle_buffers(model: nn.Module, settings: _core.Config) -> None:
+    """Their dtypes, as data_types of the configuration says."""
+    in_fp16, in_bf16 = settings.get("fp16.enabled"), settings.get("bf16.enabled")
+    kept = settings.get("data_types.keep_in_fp32_modules")
+    if kept is None:
+        kept = named_for_fp32(model, in_fp16)
+    try:
+        cast_buffers(model, dtype_at(settings, "data_types.buffer_dtype"), kept if in_fp16 or in_bf16 else ())
+    except re.error as error:
+        raise ConfigError(f"[config] data_types.keep_in_fp32_modules: {error} in {kept}") from None
 
 
 def keep_place(model: nn.Module) -> Callable[[], None]:

@@ -170,6 +170,7 @@ def _from_config(
     name, params = config.get("optimizer.type"), _given(config.get("optimizer.params"))
     kind = _core.optimizer_kind(config)
     params.pop("fp32_optimizer_states", None)  # the configuration's precision says it
+    params.pop("per_head_muon", None)  # true is refused
     cls: type[torch.optim.Optimizer]
     if name.lower() == "muon":
         cls = optim.Muon

@@ -214,7 +214,7 @@ def test_class_of_the_optimizer_says_the_stage(stage: int, more: Any, module: st
     import importlib
 
     engine, optimizer, *_ = start(stage, **more)
-    assert type(optimizer) is getattr(importlib.import_module(module), name)
+    assert isinstance(optimizer, getattr(importlib.import_module(module), name))
     assert isinstance(optimizer, deepspeed.runtime.base_optimizer.DeepSpeedOptimizer)
     assert isinstance(optimizer.optimizer, deepspeed.ops.adam.FusedAdam if "optimizer" in more else torch.optim.SGD)
     assert optimizer.clip_grad == 0 and getattr(optimizer, "cpu_offload", False) is False

@@ -361,7 +361,8 @@ def test_names_logs_and_versions(capsys: pytest.CaptureFixture[str], caplog: pyt
         logs.log_dist_once("only once", ranks=[0])
         logs.log_dist_once("only once", ranks=[0])
         logs.print_configuration(types.SimpleNamespace(width=7), "settings")
-    assert caplog.text.count("only once") == 1 and "width" in caplog.text
+        logs.logger.warning_once("from the logger")
+    assert caplog.text.count("only once") == 1 and "width" in caplog.text and "from the logger" in caplog.text
     logs.print_dist("shown", [0])
     assert "shown" in capsys.readouterr().out and logs.get_log_level_from_string("ERROR") == logging.ERROR
 

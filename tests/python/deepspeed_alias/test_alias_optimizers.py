@@ -164,3 +164,19 @@ def test_nothing_of_it_is_in_tessera() -> None:
         make(), {**config(1), "zero_optimization": {"stage": 1, **CPU}}, optimizer=torch.optim.AdamW
     )
     assert type(engine.basic_optimizer) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_stage_0_says_its_dtype_and_scale(mode: str, dtype: torch.dtype) -> None:
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config(0) | {mode: {"enabled": True}})[0]
+    found = engine.optimizer
+    assert isinstance(found, FP16_UnfusedOptimizer) and isinstance(found, BF16_Optimizer) == (mode == "bf16")
+    scale = found.loss_scale_config
+    assert found.low_precision_dtype is dtype and scale.dynamic_loss_scale == (mode == "fp16")
+    assert scale.cur_scale == (1 if mode == "bf16" else 2**16)
+    engine.destroy()

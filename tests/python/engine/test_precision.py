@@ -174,3 +174,64 @@ def test_buffers_keep_their_dtype_unless_the_configuration_names_one(
         engine.step()
         assert norm.running_mean.abs().sum() > 0
     engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, {"shift": torch.float32, "routed": torch.bfloat16}),  # what the model says of itself
+        (["routed", "no_*_such"], {"shift": torch.bfloat16, "routed": torch.float32}),
+        (["s*t$"], {"shift": torch.float32, "routed": torch.bfloat16}),
+        ([], {"shift": torch.bfloat16, "routed": torch.bfloat16}),
+    ],
+)
+def test_buffers_that_stay_in_fp32(given: list[str] | None, expected: dict[str, torch.dtype]) -> None:
+    class Routing(nn.Linear):
+        _keep_in_fp32_modules_strict = ("shift",)
+        _keep_in_fp32_modules = ("routed",)
+
+    model = nn.Sequential(Routing(5, 4, bias=False))
+    for name in expected:
+        model[0].register_buffer(name, torch.zeros(2, dtype=torch.bfloat16))  # as a loader in bf16 leaves it
+    types: dict[str, Any] = {"buffer_dtype": "bf16"} | ({} if given is None else {"keep_in_fp32_modules": given})
+    engine = tessera.Engine(model, config(1, bf16=True) | {"data_types": types, "optimizer": ADAM})
+    assert {name: getattr(model[0], name).dtype for name in expected} == expected
+    engine.destroy()
+    engine = tessera.Engine(model, config(1) | {"data_types": {"keep_in_fp32_modules": given or []}, "optimizer": ADAM})
+    assert {name: getattr(model[0], name).dtype for name in expected} == expected  # of 16-bit modes only
+    engine.destroy()
+    if given:
+        with pytest.raises(ValueError, match="keep_in_fp32_modules"):
+            types["keep_in_fp32_modules"] = ["("]
+            tessera.Engine(model, config(1, bf16=True) | {"data_types": types, "optimizer": ADAM})
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("mode", "grad"), [("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "fp16"), ("fp16", "bf16"), ("fp16", "fp32")]
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_accumulate_in_another_dtype(world: int, mode: str, grad: str, stage: int) -> None:
+    """As near the mode's own run as the dtype is fine; what a rank holds of them has that dtype."""
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    section = {} if mode == "fp32" else {mode: {"enabled": True} | ({"loss_scale": 8} if mode == "fp16" else {})}
+
+    def body(engine: tessera.Engine, rank: int) -> list[float]:
+        losses = []
+        for k in range(6):
+            loss = engine(*batch(10 * rank + k))
+            engine.backward(loss)
+            losses.append(loss.item())
+            engine.step()
+        return losses
+
+    def run(types: dict[str, str]) -> list[float]:
+        cfg = config(stage, accumulation=2, optimizer=ADAM, data_types=types, **section)
+
+        def checked(engine: tessera.Engine, rank: int) -> list[float]:
+            assert engine.core.options().zero.precision.grad == dtypes[types.get("grad_accum_dtype", mode)]
+            return body(engine, rank)
+
+        return engines(make(), world, cfg, checked)[0]
+
+    torch.testing.assert_close(run({"grad_accum_dtype": grad}), run({}), rtol=2e-2, atol=0)
