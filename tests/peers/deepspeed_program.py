@@ -27,6 +27,7 @@ from deepspeed.accelerator import get_accelerator
 
 def build(job: dict[str, Any]) -> Any:
     net = m.make()
+    net.turned.data = net.turned.data.contiguous()  # DeepSpeed 0.19.8 sends first values as bytes, which need it
     config = m.config(job["stage"], job["precision"], **job.get("more", {}))
     return deepspeed.initialize(model=net, model_parameters=m.groups(net), config=config)[0]
 
