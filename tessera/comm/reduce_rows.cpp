@@ -4,6 +4,8 @@
 #include <c10/util/Half.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+
+#include "tessera/base/cpu.h"
 #endif
 
 #include <algorithm>
@@ -25,7 +27,7 @@ namespace {
 #if defined(__x86_64__)
 #define TESSERA_WIDE __attribute__((target("avx2"), flatten))
 bool has_wide() {
-  return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("f16c") != 0;
+  return __builtin_cpu_supports("avx2") != 0 && has_f16c();
 }
 #else
 #define TESSERA_WIDE

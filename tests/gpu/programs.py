@@ -131,7 +131,7 @@ def examples(r: Results) -> None:
         f"--out={WORK / 'demo'}",
         "--sample=20",
     ]
-    small = ["--steps", "4", "--layers", "2", "--width", "64", "--context", "32"] if DRY else ["--steps", "40"]
+    small = ["--steps", "4", "--layers", "1", "--width", "48", "--context", "24"] if DRY else ["--steps", "40"]
     r.case("the demo", ended, [*demo, *small, *([] if CUDA else ["--ranks", "1"])])
 
 

@@ -35,7 +35,7 @@ TEST(Sizes, Parts) {
   EXPECT_HAS(error_of([] { part_sizes(10, 2, {.heads = 4}); }), "4 heads do not divide 10");
   for (const auto& [total, parts, rule] : std::vector<std::tuple<int64_t, int, SizeRule>>{
            {0, 2, {}}, {8, 0, {}}, {8, 2, {.heads = -1}}, {8, 2, {.grain = 0}}})
-    EXPECT_HAS(error_of([&] { part_sizes(total, parts, rule); }), "must be positive");
+    EXPECT_HAS(error_of([&t = total, &p = parts, &r = rule] { part_sizes(t, p, r); }), "must be positive");
 }
 
 TEST(Sizes, RuleFollowsTheName) {
@@ -101,7 +101,7 @@ TEST(Sizes, WrongShapes) {
       {{{{3}, {-1}}}, {96}, "weight of two dims"},
   };
   for (const auto& [shape, weight, message] : cases) {
-    const std::string error = error_of([&] { resolve(shape, weight, "layer_specs[1]"); });
+    const std::string error = error_of([&s = shape, &w = weight] { resolve(s, w, "layer_specs[1]"); });
     EXPECT_HAS(error, message);
     EXPECT_HAS(error, "layer_specs[1]");
   }

@@ -20,7 +20,8 @@ TEST(TesseraBackend, IsSharedMemoryOrGloo) {
     setenv("TESSERA_TRANSPORT", transport.c_str(), 1);
     std::vector<std::thread> ranks;
     for (int r = 0; r < 2; ++r)
-      ranks.emplace_back([&, r] { EXPECT_EQ(tessera_backend(store, r, 2, 1min)->getBackendName(), name); });
+      ranks.emplace_back(
+          [&store, &expected = name, r] { EXPECT_EQ(tessera_backend(store, r, 2, 1min)->getBackendName(), expected); });
     for (auto& rank : ranks)
       rank.join();
   }
