@@ -29,6 +29,8 @@ if(NOT TARGET tessera::torch)
     INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${TESSERA_TORCH_DIR}/include;${TESSERA_TORCH_DIR}/include/torch/csrc/api/include"
     INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED;USE_C10D_GLOO"
     INTERFACE_COMPILE_OPTIONS "-fopenmp;-Wno-deprecated-declarations"
+    # GCC's runtime is torch's own, below; clang calls that of LLVM, beside it.
+    INTERFACE_LINK_OPTIONS "$<$<CXX_COMPILER_ID:Clang>:-fopenmp>"
     INTERFACE_LINK_LIBRARIES
       "${TESSERA_TORCH_DIR}/lib/libtorch_cpu.so;${TESSERA_TORCH_DIR}/lib/libc10.so;${_tessera_gomp}")
 endif()

@@ -145,7 +145,7 @@ TEST_P(SharedEngines, HaveTheBitsOfPrivateOnes) {
   const auto [stage, world] = GetParam();
   for (Case c : cases()) {
     c.run.stage = stage;
-    const Body body = [&](Engine& engine, const Toy& toy, int rank) {
+    const Body body = [&, world = world](Engine& engine, const Toy& toy, int rank) {
       return live_through(engine, toy, rank, world, c.run.accumulation);
     };
     const auto apart = on_ranks(Over::Threads, world, c.run, body);

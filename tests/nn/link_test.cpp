@@ -83,7 +83,7 @@ Weights trained_whole() {
 }
 
 using Sides = std::vector<comm::MeshShape>;
-constexpr Link kLink{.sequence_dim = 1, .sides = {"tower", "reader"}};
+const Link kLink{.sequence_dim = 1, .sides = {"tower", "reader"}};
 
 comm::MeshShape shape(int batch, int sp, int tp) {
   return comm::MeshShape{{1, batch, sp, tp}};

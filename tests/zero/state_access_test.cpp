@@ -104,7 +104,7 @@ TEST(StateAccess, MastersReachTheModuleWhenRefreshed) {
   over_stages({1, 3}, kBf16, [](const ToyRank& on) {
     const auto& [engine, toy, rank, stage, group] = on;
     engine.states().set_full(3, Quantity::Master, at::full({17, 5}, 0.75));
-    const auto reached = [&] {
+    const auto reached = [&engine = engine, &toy = toy] {
       engine.regions().open({3});
       const bool equal = toy.tensors[3].detach().equal(at::full({17, 5}, 0.75, at::kBFloat16));
       engine.regions().close({3});
