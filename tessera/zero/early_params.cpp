@@ -21,7 +21,7 @@ EarlyParams::EarlyParams(Ranks ranks, HomeMaker home) : ranks_(std::move(ranks))
 // Null where this rank's slice could not be written; all ranks throw then.
 std::unique_ptr<FlatParams> EarlyParams::partition(std::vector<FlatParams::Item> items, at::ScalarType dtype) const {
   std::unique_ptr<FlatParams> flat;
-  DiskGuard disks(home_ != nullptr);
+  RankGuard disks(home_ != nullptr);
   disks.run([&] {
     const std::string title = items.front().name;
     flat = std::make_unique<FlatParams>(title, std::move(items), dtype, ranks_.shard->rank(), ranks_.shard->size(),
@@ -32,9 +32,8 @@ std::unique_ptr<FlatParams> EarlyParams::partition(std::vector<FlatParams::Item>
   return flat;
 }
 
-void EarlyParams::agree(const DiskGuard& disks) const {
-  const std::string failure = home_ ? disks.agree(ranks_) : "";
-  TESSERA_CHECK_IO(failure.empty(), "zero", "parameters could not be brought to where they shall live: ", failure);
+void EarlyParams::agree(const RankGuard& disks) const {
+  if (home_) disks.agree(ranks_).check("[zero] parameters could not be brought to where they shall live: ");
 }
 
 // Those that still are partitioned, or would be with more ranks.
@@ -102,7 +101,7 @@ void EarlyParams::release(const std::vector<int>& numbers, Writes writes, int wr
   TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < ranks_.size()), "zero.GatheredParameters",
                       "modifier_rank ", writer, " is no rank of a group of ", ranks_.size());
   std::string edited;
-  DiskGuard disks(home_ != nullptr);
+  RankGuard disks(home_ != nullptr);
   for (Entry* e : held(numbers)) {
     if (!std::exchange(e->open, false)) continue;
     FlatParams& flat = *e->flat;

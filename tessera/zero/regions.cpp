@@ -75,7 +75,7 @@ void Regions::take_writes(const std::vector<ParamId>& ids, Writes writes, int wr
     }
   }
   units_.shared().readers_done("the writes of a region");
-  DiskGuard disks(any_elsewhere(ids));
+  RankGuard disks(any_elsewhere(ids));
   for (const ParamId id : ids)
     disks.run([&] { take_write(id); });
   units_.shared().written("the writes of a region");
@@ -104,16 +104,13 @@ bool Regions::any_elsewhere(const std::vector<ParamId>& ids) const {
   });
 }
 
-void Regions::agree_on_disks(const std::vector<ParamId>& ids, DiskGuard& disks) {
+void Regions::agree_on_disks(const std::vector<ParamId>& ids, RankGuard& disks) {
   if (!disks.agrees()) return;
   for (const ParamId id : ids) {
     const Place& place = units_[id];
     disks.run_always([&] { place.trained() ? place.unit->flush() : place.flat->flush(); });
   }
-  const std::string failure = disks.agree(units_.ranks());
-  if (failure.empty()) return;
-  units_.set_broken(failure);
-  units_.check_whole();
+  units_.check_came_to_end(disks.agree(units_.ranks()));
 }
 
 void Regions::close(const std::vector<ParamId>& params, Writes writes, int writer) {

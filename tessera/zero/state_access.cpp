@@ -20,15 +20,15 @@ const shard::Buffer& state_of(const Unit& unit, Quantity what) {
 }
 
 // For work on states that may live on a disk.
-DiskGuard guard_of(const Unit& unit) {
-  return DiskGuard(!states_on_device(unit));
+RankGuard guard_of(const Unit& unit) {
+  return RankGuard(!states_on_device(unit));
 }
 
 // An error of one rank's disk is one of all ranks that hold the parameter.
-void agree_on(const DiskGuard& disks, const Place& place, const char* caller) {
+void agree_on(const RankGuard& disks, const Place& place, const char* caller) {
   if (!disks.agrees()) return;
-  const std::string failure = disks.agree(place.unit->ranks);
-  TESSERA_CHECK_IO(failure.empty(), "engine", caller, "() of the state of parameter '", place.name(), "': ", failure);
+  disks.agree(place.unit->ranks)
+      .check(c10::str("[engine] ", caller, "() of the state of parameter '", place.name(), "': "));
 }
 
 }  // namespace
@@ -65,7 +65,7 @@ bool StateAccess::is_there(const Place& place, Quantity what) const {
   return what == Quantity::Master || state_of(*place.unit, what).defined();
 }
 
-void StateAccess::write_owned(const Place& place, Quantity what, const at::Tensor& values, DiskGuard& disks) {
+void StateAccess::write_owned(const Place& place, Quantity what, const at::Tensor& values, RankGuard& disks) {
   Unit& unit = *place.unit;
   const shard::Range r = unit.owned_slice(*place.param);
   switch (what) {
@@ -273,7 +273,7 @@ void StateAccess::set_local(ParamId param, Quantity what, const at::Tensor& valu
                       place.param->name, "', the value has ", value.numel());
   const bool replicated = units_.placements().states == shard::Placement::Replicate;
   const shard::Form& form = place.param->form;
-  DiskGuard disks(/*agrees=*/false);
+  RankGuard disks(/*agrees=*/false);
   write_owned(place, what, replicated ? shard::flatten_like_param(value.view(form.sizes), form) : value.flatten(),
               disks);
 }
@@ -378,7 +378,7 @@ at::Tensor StateAccess::get_full(ParamId param, Quantity what) {
       return get_full(param, what);
     }
   }
-  DiskGuard disks = guard_of(*place.unit);
+  RankGuard disks = guard_of(*place.unit);
   at::Tensor mine;
   disks.run([&] {
     if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
@@ -398,7 +398,7 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
   const Place& place = units_.trained(param, "set_full");
   Param& p = *place.param;
   const at::Tensor flat = flat_of(place, value, "engine.set_full");
-  DiskGuard disks = guard_of(*place.unit);
+  RankGuard disks = guard_of(*place.unit);
   disks.run([&] {
     if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
   });

@@ -7,8 +7,8 @@
 
 #include "tessera/base/error.h"
 #include "tessera/shard/device.h"
-#include "tessera/zero/disks.h"
 #include "tessera/zero/memory_for.h"
+#include "tessera/zero/rank_guard.h"
 
 namespace tessera::zero {
 
@@ -16,6 +16,8 @@ namespace {
 
 // Kinds of parameters, see PlanItem.
 constexpr int kPartitioned = 0, kResident = 1, kFrozen = 2;
+constexpr const char* kHalfWritten =
+    "the last update did not come to its end, weights and states do not belong together: load a checkpoint";
 
 void check_params(const std::vector<ParamSpec>& params, const std::vector<optim::GroupOptions>& groups) {
   const ParamSpec* first = nullptr;
@@ -92,7 +94,7 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<P
 void Units::build(const std::vector<PlannedUnit>& units, const std::vector<ParamSpec>& params) {
   if (options_.home) check_client(params);
   const bool of_memory = !has_homes() && !ranks().device.is_cpu() && ranks().all() > 1;
-  DiskGuard disks = of_memory ? DiskGuard::for_memory() : DiskGuard(has_homes());
+  RankGuard disks = of_memory ? RankGuard::for_memory() : RankGuard(has_homes());
   for (const PlannedUnit& planned : units) {
     std::vector<const ParamSpec*> originals;
     for (const ParamId id : planned.items)
@@ -113,10 +115,7 @@ void Units::build(const std::vector<PlannedUnit>& units, const std::vector<Param
     disks.run([&] { unit->flush(); });
   for (const auto& flat : frozen_)
     disks.run([&] { flat->flush(); });
-  const std::string failure = disks.agree(ranks());
-  if (failure.empty()) return;
-  TORCH_CHECK_WITH(OutOfMemoryError, !of_memory, "[zero] model states could not be made: ", failure);
-  TESSERA_CHECK_IO(false, "zero", "model states could not be brought to where they shall live: ", failure);
+  disks.agree(ranks()).check("[zero] model states could not be made, or brought to where they shall live: ");
 }
 
 // What was built goes. Parameters that are whole, or live elsewhere on one rank, keep their values.
@@ -390,11 +389,20 @@ shard::Range Units::local_range(const Place& place) const {
 }
 
 void Units::check_whole() const {
-  TESSERA_CHECK_IO(
-      broken_.empty(), "zero",
-      "the last update did not come to its end, weights and states do not belong together: load a checkpoint "
-      "(",
-      broken_, ")");
+  TESSERA_CHECK_IO(broken_.empty(), "zero", kHalfWritten, " (", broken_, ")");
+}
+
+void Units::check_came_to_end(const Failure& failure) {
+  if (failure.text.empty()) return;
+  set_broken(failure.text);
+  failure.check(c10::str("[zero] ", kHalfWritten, ": "));
+}
+
+void Units::fail_alone(c10::OutOfMemoryError& error) const {
+  if (ranks().all() == 1 || dynamic_cast<const AgreedOutOfMemory*>(&error) != nullptr) throw;
+  abort_groups(1, error.what_without_backtrace());
+  error.add_context("[zero] the other ranks cannot go on without this one: all that they have in common has ended");
+  throw;
 }
 
 void Units::check_here(const char* call) const {

@@ -119,7 +119,7 @@ void UpdateInBackward::launch_end() {
 }
 
 void UpdateInBackward::finish_end() {
-  DiskGuard disks = std::exchange(disks_, DiskGuard(false));
+  RankGuard disks = std::exchange(disks_, RankGuard(false));
   updater_.finish_gathers(disks);
   units_.set_broken("");
 }

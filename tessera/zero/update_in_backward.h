@@ -51,7 +51,7 @@ class UpdateInBackward final : private SumSink {
   comm::GroupPtr norms_;  // with clipping
   std::deque<Waiting> waiting_;
   std::vector<bool> present_;
-  DiskGuard disks_{false};
+  RankGuard disks_{false};
 };
 
 }  // namespace tessera::zero
