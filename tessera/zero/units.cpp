@@ -324,8 +324,16 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Param
     members.push_back(std::move(member));
   }
   const Set& set = set_of(*originals.front());
-  auto unit = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
+  auto made = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
                                      set.ranks, space_of(originals));
+  Unit* const unit = made.get();
+  units_.push_back(std::move(made));  // it has the parameters from here on, and undo() finds it
+  const int number = unsharder_->add(unit->flat.get(), set.gathers);
+  unit_of_number_.push_back(unit);
+  for (size_t i = 0; i < unit->params.size(); ++i) {
+    Param& p = unit->params[i];
+    places_[p.id] = {unit->flat.get(), static_cast<int>(i), number, unit, &p};
+  }
   TESSERA_CHECK_VALUE(
       rule_ != optim::Rule::External || !unit->master_is_weight() ||
           unit->flat->residence() == shard::Residence::Device,
@@ -339,13 +347,6 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Param
   if (rule_ != optim::Rule::External) unit->allocate_states(names.count, groups_, rule_);
   const bool host_updates = !states_on_device(*unit) && !unit->flat->options().device().is_cpu();
   if (host_updates && unit->grads.defined() && !unit->grads_are_visible()) unit->send_grads_to_host();
-  const int number = unsharder_->add(unit->flat.get(), set.gathers);
-  unit_of_number_.push_back(unit.get());
-  for (size_t i = 0; i < unit->params.size(); ++i) {
-    Param& p = unit->params[i];
-    places_[p.id] = {unit->flat.get(), static_cast<int>(i), number, unit.get(), &p};
-  }
-  units_.push_back(std::move(unit));
 }
 
 void Units::build_frozen(const PlannedUnit& planned, const std::vector<const ParamSpec*>& originals,
