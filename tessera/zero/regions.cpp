@@ -30,7 +30,7 @@ at::Tensor Regions::held_values(ParamId param) const {
   return shard::flatten_like_param(tensor, tensor);
 }
 
-void Regions::open(const std::vector<ParamId>& params, bool writable) {
+void Regions::open(const std::vector<ParamId>& params, bool writable) try {
   const std::vector<ParamId> ids = units_.held(params, "gather");
   units_.check_here("gather");
   const std::lock_guard lock(driver_.hooks().mutex());
@@ -58,6 +58,8 @@ void Regions::open(const std::vector<ParamId>& params, bool writable) {
     const Unit* unit = place.unit;
     if (unit != nullptr && unit->residual.defined()) open.before = unit->owned_values(place.item).clone();
   }
+} catch (c10::OutOfMemoryError& error) {
+  units_.fail_alone(error);
 }
 
 // Not every write can be seen (p.data.copy_() leaves no trace), so all parameters of the region are taken; masters that
@@ -113,7 +115,7 @@ void Regions::agree_on_disks(const std::vector<ParamId>& ids, RankGuard& disks) 
   units_.check_came_to_end(disks.agree(units_.ranks()));
 }
 
-void Regions::close(const std::vector<ParamId>& params, Writes writes, int writer) {
+void Regions::close(const std::vector<ParamId>& params, Writes writes, int writer) try {
   TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < units_.ranks().size()),
                       "zero.GatheredParameters", "modifier_rank ", writer, " is no rank of a group of ",
                       units_.ranks().size());
@@ -137,6 +139,8 @@ void Regions::close(const std::vector<ParamId>& params, Writes writes, int write
     }
   }
   if (failure) std::rethrow_exception(failure);
+} catch (c10::OutOfMemoryError& error) {
+  units_.fail_alone(error);
 }
 
 }  // namespace tessera::zero

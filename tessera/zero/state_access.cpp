@@ -319,7 +319,7 @@ at::Tensor StateAccess::flat_of(const Place& place, const at::Tensor& whole, con
   return flat;
 }
 
-at::Tensor StateAccess::gather_full(ParamId param, const at::Tensor& part) {
+at::Tensor StateAccess::gather_full(ParamId param, const at::Tensor& part) try {
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
   const Place& place = units_.trained(param, "gather_full");
@@ -329,6 +329,8 @@ at::Tensor StateAccess::gather_full(ParamId param, const at::Tensor& part) {
                       " elements of parameter '", p.name, "', the part has ", part.defined() ? part.numel() : 0);
   const bool shaped = part.sizes() == p.tensor.sizes();
   return whole_of(place, gather_flat(place, shaped ? shard::flatten_like_param(part, p.form) : part.flatten()));
+} catch (c10::OutOfMemoryError& error) {
+  units_.fail_alone(error);
 }
 
 at::Tensor StateAccess::local_part(ParamId param, const at::Tensor& full) {
@@ -364,7 +366,7 @@ at::Tensor StateAccess::local_gradient(const Place& place) const {
   return whole_of(place, mine);
 }
 
-at::Tensor StateAccess::get_full(ParamId param, Quantity what) {
+at::Tensor StateAccess::get_full(ParamId param, Quantity what) try {
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
   const Place& place = units_.trained(param, "get_full");
@@ -390,9 +392,11 @@ at::Tensor StateAccess::get_full(ParamId param, Quantity what) {
   if (what == Quantity::Gradient)
     driver_.reducer().reduce_replicas_of(*place.unit, full, "gradient of '" + p.name + "'");
   return whole_of(place, full);
+} catch (c10::OutOfMemoryError& error) {
+  units_.fail_alone(error);
 }
 
-void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value) {
+void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value) try {
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
   const Place& place = units_.trained(param, "set_full");
@@ -423,6 +427,8 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
                       "' has no such state");
   write_owned(place, what, flat.narrow(0, mine.begin, mine.size()), disks);
   agree_on(disks, place, "set_full");
+} catch (c10::OutOfMemoryError& error) {
+  units_.fail_alone(error);
 }
 
 }  // namespace tessera::zero

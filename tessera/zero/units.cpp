@@ -90,7 +90,8 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<P
   order_launches();
 }
 
-// What one rank's disk or device refuses is an error of all: each broadcasts the values of all units first.
+// What one rank's disk or device refuses is an error of all: each broadcasts the values of all units first. (Where there is no
+// memory for these the ranks' groups end.)
 void Units::build(const std::vector<PlannedUnit>& units, const std::vector<ParamSpec>& params) {
   if (options_.home) check_client(params);
   const bool of_memory = !has_homes() && !ranks().device.is_cpu() && ranks().all() > 1;
