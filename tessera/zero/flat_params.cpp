@@ -238,7 +238,7 @@ void FlatParams::gather_slice(comm::Group& group, const at::Tensor& space, const
   } catch (const std::exception& error) {  // memory that runs out, too
     ahead_.clear();
     end_copies();
-    if (group.size() == 1) throw;
+    if (!may_fail) throw;
     const auto* known = dynamic_cast<const c10::Error*>(&error);
     failure_ = known == nullptr ? error.what() : known->what_without_backtrace();
   }
