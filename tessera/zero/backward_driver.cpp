@@ -277,6 +277,11 @@ void BackwardDriver::resume(bool unreduced, bool flushed, bool scaled, bool repl
 
 void BackwardDriver::remove() {
   hooks_.remove();
+  try {
+    if (sink_ != nullptr) sink_->drop();
+  } catch (const std::exception&) {
+    // A device that fails: who uses it next is told.
+  }
   reducer_->abandon();
 }
 

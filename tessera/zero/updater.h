@@ -47,6 +47,8 @@ class Updater {
   // A client's optimizer is given the gradients themselves, and no copy in another dtype.
   bool client_reads_gradients() const;
   void scale_gradients(double scale);  // what this rank owns of them; local
+  // Drops gathers in flight, of an update that threw; only destroy may follow.
+  void abandon() { gathers_.clear(); }
   // Writes masters back into the compute parameters (after masters were edited). Collective for sharded states.
   void refresh_params();
 
