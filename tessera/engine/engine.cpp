@@ -490,12 +490,17 @@ const Phases& Engine::phases() const {
 void Engine::destroy() {
   if (!impl_->model) return;
   std::exception_ptr error;
-  try {
+  const auto attempt = [&](const auto& work) {
+    try {
+      work();
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
+  };
+  attempt([&] {
     if (impl_->checkpointer) impl_->checkpointer->wait();
-    impl_->model->moving.weights_come_back();  // they keep their values
-  } catch (const IoError&) {
-    error = std::current_exception();
-  }
+  });
+  attempt([&] { impl_->model->moving.weights_come_back(); });  // they keep their values
   impl_->checkpointer.reset();
   impl_->scaling.attach(nullptr);
   impl_->model.reset();

@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "tessera/base/error.h"
@@ -114,11 +115,21 @@ void Moving::come_back() {
   return_memory(at::kCPU);
 }
 
+// Those that can, also when there is an error.
 void Moving::weights_come_back() {
+  std::exception_ptr failure;
+  const auto bring = [&](FlatParams& flat) {
+    try {
+      flat.bring_back();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  };
   for (const auto& unit : units_.all())
-    unit->flat->bring_back();
+    bring(*unit->flat);
   for (const auto& flat : units_.frozen())
-    flat->bring_back();
+    bring(*flat);
+  if (failure) std::rethrow_exception(failure);
 }
 
 }  // namespace tessera::zero
