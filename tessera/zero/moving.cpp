@@ -113,6 +113,7 @@ void Moving::come_back() {
     unit->partial = unit->grads.tensor();
   units_.set_away(false);
   return_memory(at::kCPU);
+  units_.return_host_memory();
 }
 
 // Those that can, also when there is an error.

@@ -420,7 +420,11 @@ void Units::release(const std::string& message) {
   frozen_.clear();
   places_.clear();
   trained_ids_.clear();
-  if (has_homes() && !ranks().device.is_cpu()) shard::return_host_memory(ranks().device.type());
+  return_host_memory();
+}
+
+void Units::return_host_memory() const noexcept {
+  if ((has_homes() || was_away_) && !ranks().device.is_cpu()) shard::return_host_memory(ranks().device.type());
 }
 
 }  // namespace tessera::zero

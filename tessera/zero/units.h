@@ -90,7 +90,12 @@ class Units {
   // Some of the model was moved off the device for a while (moving.h): state error where `call` needs it.
   void check_here(const char* call) const;
   bool is_away() const { return away_; }
-  void set_away(bool away) { away_ = away; }
+  void set_away(bool away) {
+    away_ = away;
+    was_away_ = was_away_ || away;
+  }
+  // Page-locked memory that nothing needs any more, of what lives elsewhere or was moved, goes back to the system.
+  void return_host_memory() const noexcept;
   // Frees gradients, states and places; parameters without data say `message`. Local.
   void release(const std::string& message);
 
@@ -138,7 +143,7 @@ class Units {
   std::vector<Unit*> unit_of_number_;
   std::unique_ptr<Unsharder> unsharder_;
   std::string broken_;
-  bool away_ = false;
+  bool away_ = false, was_away_ = false;
 };
 
 }  // namespace tessera::zero
