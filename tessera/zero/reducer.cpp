@@ -329,9 +329,9 @@ void Reducer::finish_oldest() {
   // Whatever happens, the unit leaves Reducing: after an error only zero_grad() and destroy() remain.
   --unit.in_flight;
   if (unit.grad_state() == GradState::Reducing && unit.in_flight == 0) unit.move_to(GradState::Reduced);
-  work.pending.wait();
-  work.presence.wait();
   try {
+    work.pending.wait();
+    work.presence.wait();
     if (!dropping_) use_up(work);
   } catch (...) {
     give_back(work);

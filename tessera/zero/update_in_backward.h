@@ -43,6 +43,7 @@ class UpdateInBackward final : private SumSink {
   void launch_end() override;
   void finish_end() override;
   void update(const ArrivedSum& sum, double squares);
+  void update_from(const ArrivedSum& sum, double squares);
   void update_oldest();
   void forget_waiting();
 
