@@ -118,14 +118,18 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   m.params = std::move(params);
   zero::Ranks ranks(m.mesh);
   if (!m.params.empty()) ranks.device = m.params.front().tensor.device();
-  check_alike(ranks, m.options, m.params, groups);
   std::vector<at::ScalarType> dtypes;
   for (const ParamSpec& spec : m.params)
     dtypes.push_back(spec.tensor.scalar_type());
   try {
+    check_alike(ranks, m.options, m.params, groups);
     broadcast_unmanaged(m.mesh, m.options.zero, m.params);
     m.model = std::make_unique<zero::ShardedModel>(m.options.zero, m.mesh, m.params, options.rule, groups,
                                                    [impl = &m] { return impl->step_state(); });
+  } catch (const c10::OutOfMemoryError& error) {
+    zero::end_groups(error, ranks);
+    cast_back(m.params, dtypes);
+    throw;
   } catch (...) {
     cast_back(m.params, dtypes);
     throw;
@@ -140,7 +144,14 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
 Engine::~Engine() = default;
 
 void Engine::broadcast_buffers(const std::vector<at::Tensor>& buffers) {
-  if (impl_->options.broadcast_buffers) engine::broadcast_buffers(zero::Ranks(impl_->mesh), buffers, impl_->device);
+  if (!impl_->options.broadcast_buffers) return;
+  const zero::Ranks ranks(impl_->mesh);
+  try {
+    engine::broadcast_buffers(ranks, buffers, impl_->device);
+  } catch (const c10::OutOfMemoryError& error) {
+    zero::end_groups(error, ranks);
+    throw;
+  }
 }
 
 // ---------------------------------------------------------------- forward
@@ -254,6 +265,9 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
   if (boundary) {
     try {
       finite = m.apply(external, global_norm);
+    } catch (c10::OutOfMemoryError& error) {
+      m.in_step = false;
+      m.model->units.fail_alone(error);
     } catch (...) {
       m.in_step = false;
       throw;
@@ -311,18 +325,22 @@ void Engine::zero_grad() {
   impl_->scaling.gradients_dropped();
 }
 
-double Engine::grad_norm() {
+double Engine::grad_norm() try {
   zero::ShardedModel& model = impl_->here("grad_norm");
   model.driver.ensure_reduced();
   return model.updater.summarize().norm / impl_->scaling.gradient_scale();
+} catch (c10::OutOfMemoryError& error) {
+  impl_->model->units.fail_alone(error);
 }
 
-double Engine::norm_contribution(const std::vector<int>& without) {
+double Engine::norm_contribution(const std::vector<int>& without) try {
   zero::ShardedModel& model = impl_->here("norm_contribution");
   impl_->check_keeps_gradients("norm_contribution");
   model.driver.ensure_reduced();
   const double scale = impl_->scaling.gradient_scale();
   return model.updater.norm_contribution(without) / (scale * scale);
+} catch (c10::OutOfMemoryError& error) {
+  impl_->model->units.fail_alone(error);
 }
 
 // ---------------------------------------------------------------- accumulation
@@ -438,8 +456,10 @@ const std::vector<ParamSpec>& Engine::params() const {
   return impl_->params;
 }
 
-void Engine::refresh_params() {
+void Engine::refresh_params() try {
   impl_->here("refresh_params").updater.refresh_params();
+} catch (c10::OutOfMemoryError& error) {
+  impl_->model->units.fail_alone(error);
 }
 void Engine::adopt_params() {
   zero::adopt_params(impl_->here("adopt_params").units, /*compare=*/true);
@@ -487,12 +507,17 @@ const Phases& Engine::phases() const {
 void Engine::destroy() {
   if (!impl_->model) return;
   std::exception_ptr error;
-  try {
+  const auto attempt = [&](const auto& work) {
+    try {
+      work();
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
+  };
+  attempt([&] {
     if (impl_->checkpointer) impl_->checkpointer->wait();
-    impl_->model->moving.weights_come_back();  // they keep their values
-  } catch (const IoError&) {
-    error = std::current_exception();
-  }
+  });
+  attempt([&] { impl_->model->moving.weights_come_back(); });  // they keep their values
   impl_->checkpointer.reset();
   impl_->scaling.attach(nullptr);
   impl_->model.reset();

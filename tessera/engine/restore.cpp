@@ -21,6 +21,7 @@
 #include "tessera/io/concurrently.h"
 #include "tessera/io/file.h"
 #include "tessera/io/progress.h"
+#include "tessera/zero/memory_for.h"
 
 namespace tessera::engine {
 
@@ -328,14 +329,16 @@ void Restore::read_parts(io::Progress& progress) {
   }
 }
 
-// The device's memory that write() takes for a while: where there is none, that is told before the first write.
+// The device's memory that a tile takes while it is written (its values in fp32, a weight and a residual): where there is none,
+// that is told before the first write.
 void Restore::check_room() const {
   if (ranks_->device.is_cpu()) return;
-  int64_t longest = 0;
+  int64_t elements = 0;
   for (const Part& part : parts_)
-    longest = std::max(longest, std::min(part.want.range.size(), shard::kTile));
+    elements = std::min(elements + part.want.range.size(), shard::kTile);
   together(*ranks_, "room for a load", [&] {
-    at::empty({2 * longest}, at::TensorOptions(at::kFloat).device(ranks_->device));
+    zero::memory_for([&] { at::empty({2 * elements}, at::TensorOptions(at::kFloat).device(ranks_->device)); },
+                     "what a load writes");
     return std::string();
   });
 }
@@ -347,6 +350,12 @@ void Restore::apply() {
   zero::StateAccess& states = engine.states();
   states.begin_writes();
   std::string error;
+  bool of_memory = false;
+  const auto note = [&](const std::exception& e) {
+    const auto* known = dynamic_cast<const c10::Error*>(&e);
+    of_memory = dynamic_cast<const c10::OutOfMemoryError*>(&e) != nullptr;
+    error = known == nullptr ? e.what() : known->what_without_backtrace();
+  };
   io::Progress progress("loading '" + folder_ + "'", bytes_of_all(parts_));
   try {
     read_parts(progress);
@@ -354,20 +363,24 @@ void Restore::apply() {
       states.reset(id, quantity);
     states.flush();
   } catch (const std::exception& e) {
-    error = e.what();
+    note(e);
   }
   states.end_writes();
   for (int id = 0; id < static_cast<int>(records_.size()); ++id)
     if (options_.optimizer && records_[id] != nullptr && engine.params()[id].group >= 0)
       states.set_param_step(id, records_[id]->trained ? records_[id]->step : 0);
-  engine.refresh_params();
+  try {
+    engine.refresh_params();
+  } catch (const std::exception& e) {
+    note(e);
+  }
   if (options_.run) {
     engine.zero_grad();
     run_->apply(engine, micro_steps_, begun_);
     try {
       if (accumulation_) accumulation_->apply();
     } catch (const std::exception& e) {
-      error = e.what();
+      note(e);
     }
   }
   if (accumulation_begins_anew() && place_ == 0)
@@ -375,8 +388,11 @@ void Restore::apply() {
                ": the accumulation begins anew");
   try {
     together(*ranks_, "end of a load", [&] {
-      TESSERA_CHECK_IO(error.empty(), "checkpoint", "'", folder_,
-                       "' could not be read to its end, the engine has changed in part: load again. ", error);
+      const std::string text =
+          c10::str("[checkpoint] '", folder_,
+                   "' could not be loaded to its end, the engine has changed in part: load again. ", error);
+      if (of_memory) TESSERA_FAIL(c10::OutOfMemoryError, text);
+      if (!error.empty()) TESSERA_FAIL(IoError, text);
       return std::string();
     });
   } catch (const c10::Error& e) {

@@ -9,7 +9,7 @@
 
 namespace tessera::engine {
 
-enum Outcome : char { kFine = 'f', kValue = 'v', kDisk = 'd', kOther = 'o' };
+enum Outcome : char { kFine = 'f', kValue = 'v', kDisk = 'd', kMemory = 'm', kOther = 'o' };
 
 // Runs f, which returns a text, on every rank. Then either all have the texts, by rank, or all throw what one of them threw.
 template <class F>
@@ -21,6 +21,8 @@ std::vector<std::string> together(const zero::Ranks& ranks, comm::Label label, c
     mine = std::string(1, kValue) + e.what_without_backtrace();
   } catch (const IoError& e) {
     mine = std::string(1, kDisk) + e.what_without_backtrace();
+  } catch (const c10::OutOfMemoryError& e) {
+    mine = std::string(1, kMemory) + e.what_without_backtrace();
   } catch (const c10::Error& e) {
     mine = std::string(1, kOther) + e.what_without_backtrace();
   } catch (const std::exception& e) {
@@ -34,6 +36,7 @@ std::vector<std::string> together(const zero::Ranks& ranks, comm::Label label, c
     const std::string where = texts.size() > 1 ? " (rank " + std::to_string(r) + ")" : "";
     if (outcome == kValue) C10_THROW_ERROR(ValueError, texts[r] + where);
     if (outcome == kDisk) throw IoError({__func__, __FILE__, __LINE__}, texts[r] + where);
+    TORCH_CHECK_WITH(OutOfMemoryError, outcome != kMemory, texts[r], where);
     TORCH_CHECK(false, texts[r], where);
   }
   return texts;

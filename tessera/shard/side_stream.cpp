@@ -50,6 +50,10 @@ void StreamOrder::read(c10::Device device) {
   streams_.push_back(now);
 }
 
+void StreamOrder::end(c10::Device device) noexcept try { write(device); } catch (const std::exception&) {
+  // Who uses it next is told.
+}
+
 void StreamOrder::keep(const at::Tensor& memory, c10::Event* used) const noexcept try {
   if (!memory.defined() || memory.is_cpu()) return;
   const c10::impl::VirtualGuardImpl guard(memory.device().type());

@@ -37,6 +37,8 @@ class StreamOrder {
   void write(c10::Device device);
   // It may read: it comes after what the last writer was given so far.
   void read(c10::Device device);
+  // The same as write(), before keep(). Of a device that fails nothing is ordered.
+  void end(c10::Device device) noexcept;
   // `memory` is about to be let go of: it is not lent again before all of that is done, and what comes before `used`.
   void keep(const at::Tensor& memory, c10::Event* used = nullptr) const noexcept;
 

@@ -53,13 +53,15 @@ void BackwardDriver::send_sums_to(SumSink* sink) {
   reducer_->send_sums_to(sink);
 }
 
-void BackwardDriver::backward_begun(const std::vector<ScopeCall*>& calls) {
+void BackwardDriver::backward_begun(const std::vector<ScopeCall*>& calls) try {
   units_.check_here("backward");
   if (sink_ != nullptr) sink_->backward_begun();
   reducer_->begin_backward();
   units_.unsharder().begin_backward(calls);
   units_.phases().drop(Phase::Backward);
   units_.phases().begin(Phase::Backward);
+} catch (c10::OutOfMemoryError& error) {
+  units_.fail_alone(error);
 }
 
 bool BackwardDriver::is_visible_view(const Place& place, const at::Tensor& grad) {
@@ -67,7 +69,7 @@ bool BackwardDriver::is_visible_view(const Place& place, const at::Tensor& grad)
          (grad.numel() == 0 || grad.storage().is_alias_of(place.unit->grads.tensor().storage()));
 }
 
-void BackwardDriver::before_accumulate(ParamId id, at::Tensor& grad) {
+void BackwardDriver::before_accumulate(ParamId id, at::Tensor& grad) try {
   const Place& place = units_[id];
   if (!grad.defined()) {
     if (place.param->has_grad) reducer_->clear(*place.unit, *place.param);  // the user dropped it
@@ -78,9 +80,11 @@ void BackwardDriver::before_accumulate(ParamId id, at::Tensor& grad) {
   if (is_visible_view(place, old) && place.param->has_grad) return;
   reducer_->clear(*place.unit, *place.param);
   reducer_->accumulate(*place.unit, *place.param, old, 1.0);
+} catch (c10::OutOfMemoryError& error) {
+  units_.fail_alone(error);
 }
 
-void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const BackwardInfo& backward) {
+void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const BackwardInfo& backward) try {
   const Place& place = units_[id];
   const StepState step = step_();
   if (sink_ != nullptr) check_once(backward);
@@ -99,6 +103,8 @@ void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const Backward
   }
   units_.unsharder().gradient_arrived(place.number, place.item);
   if (!backward.in_forward) reducer_->fired(*place.unit, *place.param, may_reduce(step));
+} catch (c10::OutOfMemoryError& error) {
+  units_.fail_alone(error);
 }
 
 // With a sink: what it cannot take back.
@@ -111,11 +117,13 @@ void BackwardDriver::check_once(const BackwardInfo& backward) const {
                 "tessera.update_in_backward cannot: switch it off");
 }
 
-bool BackwardDriver::end_backward(int round) {
+bool BackwardDriver::end_backward(int round) try {
   if (round == 0) ++backwards_;
   if (const StepState step = step_(); may_reduce(step)) return flush_round(round, step);
   unreduced_ = true;
   return false;
+} catch (c10::OutOfMemoryError& error) {
+  units_.fail_alone(error);
 }
 
 // See Note [Ends] in hooks.h.
@@ -169,9 +177,11 @@ void BackwardDriver::show_remote_grads() {
   }
 }
 
-void BackwardDriver::reduce_now() {
+void BackwardDriver::reduce_now() try {
   const std::lock_guard lock(hooks_.mutex());
   flush();
+} catch (c10::OutOfMemoryError& error) {
+  units_.fail_alone(error);
 }
 
 void BackwardDriver::ensure_reduced() {
@@ -212,11 +222,13 @@ void BackwardDriver::call_opened(ScopeCall& call, bool again) {
   units_.unsharder().call_opened(call, again);
 }
 
-void BackwardDriver::call_closed(ScopeCall& call, const BackwardInfo& backward) {
+void BackwardDriver::call_closed(ScopeCall& call, const BackwardInfo& backward) try {
   for (const int number : units_.unsharder().call_closed(call)) {
     Unit* unit = units_.of_number(number);
     if (unit != nullptr && !backward.in_forward) reducer_->over(*unit, may_reduce(step_()));
   }
+} catch (c10::OutOfMemoryError& error) {
+  units_.fail_alone(error);
 }
 
 void BackwardDriver::call_gone(ScopeCall& call) {
@@ -265,6 +277,11 @@ void BackwardDriver::resume(bool unreduced, bool flushed, bool scaled, bool repl
 
 void BackwardDriver::remove() {
   hooks_.remove();
+  try {
+    if (sink_ != nullptr) sink_->drop();
+  } catch (const std::exception&) {
+    // A device that fails: who uses it next is told.
+  }
   reducer_->abandon();
 }
 

@@ -21,7 +21,7 @@ EarlyParams::EarlyParams(Ranks ranks, HomeMaker home) : ranks_(std::move(ranks))
 // Null where this rank's slice could not be written; all ranks throw then.
 std::unique_ptr<FlatParams> EarlyParams::partition(std::vector<FlatParams::Item> items, at::ScalarType dtype) const {
   std::unique_ptr<FlatParams> flat;
-  DiskGuard disks(home_ != nullptr);
+  RankGuard disks(home_ != nullptr);
   disks.run([&] {
     const std::string title = items.front().name;
     flat = std::make_unique<FlatParams>(title, std::move(items), dtype, ranks_.shard->rank(), ranks_.shard->size(),
@@ -32,9 +32,8 @@ std::unique_ptr<FlatParams> EarlyParams::partition(std::vector<FlatParams::Item>
   return flat;
 }
 
-void EarlyParams::agree(const DiskGuard& disks) const {
-  const std::string failure = home_ ? disks.agree(ranks_) : "";
-  TESSERA_CHECK_IO(failure.empty(), "zero", "parameters could not be brought to where they shall live: ", failure);
+void EarlyParams::agree(const RankGuard& disks) const {
+  if (home_) disks.agree(ranks_).check("[zero] parameters could not be brought to where they shall live: ");
 }
 
 // Those that still are partitioned, or would be with more ranks.
@@ -56,7 +55,7 @@ void EarlyParams::take_replaced(Entry& entry) {
   entry.flat = partition(std::move(items), old.dtype());
 }
 
-int EarlyParams::add(std::string name, at::Tensor tensor, at::ScalarType dtype) {
+int EarlyParams::add(std::string name, at::Tensor tensor, at::ScalarType dtype) try {
   const c10::AutoGradMode no_grad(false);
   TESSERA_CHECK_VALUE(!tensor.is_meta(), "zero", "parameter '", name, "' is on the meta device and has no values");
   TESSERA_CHECK_VALUE(tensor.is_leaf() && at::isFloatingType(tensor.scalar_type()), "zero", "parameter '", name,
@@ -72,9 +71,12 @@ int EarlyParams::add(std::string name, at::Tensor tensor, at::ScalarType dtype) 
     freed_ = 0;
   }
   return static_cast<int>(entries_.size()) - 1;
+} catch (const c10::OutOfMemoryError& error) {
+  end_groups(error, ranks_);
+  throw;
 }
 
-void EarlyParams::gather(const std::vector<int>& numbers) {
+void EarlyParams::gather(const std::vector<int>& numbers) try {
   const std::vector<Entry*> entries = held(numbers);
   for (const Entry* e : entries) {
     TESSERA_CHECK(!e->open, "zero.GatheredParameters", "parameter '", e->flat->name(),
@@ -95,14 +97,17 @@ void EarlyParams::gather(const std::vector<int>& numbers) {
   }
   for (FlatParams* flat : begun)
     flat->finish_gather();
+} catch (const c10::OutOfMemoryError& error) {
+  end_groups(error, ranks_);
+  throw;
 }
 
-void EarlyParams::release(const std::vector<int>& numbers, Writes writes, int writer) {
+void EarlyParams::release(const std::vector<int>& numbers, Writes writes, int writer) try {
   const c10::AutoGradMode no_grad(false);
   TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < ranks_.size()), "zero.GatheredParameters",
                       "modifier_rank ", writer, " is no rank of a group of ", ranks_.size());
   std::string edited;
-  DiskGuard disks(home_ != nullptr);
+  RankGuard disks(home_ != nullptr);
   for (Entry* e : held(numbers)) {
     if (!std::exchange(e->open, false)) continue;
     FlatParams& flat = *e->flat;
@@ -122,6 +127,9 @@ void EarlyParams::release(const std::vector<int>& numbers, Writes writes, int wr
   agree(disks);
   TESSERA_CHECK(edited.empty(), "zero", "in-place modification of parameter '", edited,
                 "' while it was gathered for reading is lost; edit it inside GatheredParameters(..., modifier_rank=0)");
+} catch (const c10::OutOfMemoryError& error) {
+  end_groups(error, ranks_);
+  throw;
 }
 
 bool EarlyParams::is_gathered(int number) const {

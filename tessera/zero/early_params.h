@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "tessera/zero/disks.h"
 #include "tessera/zero/flat_params.h"
 #include "tessera/zero/options.h"
+#include "tessera/zero/rank_guard.h"
 
 namespace tessera::zero {
 
@@ -46,7 +46,7 @@ class EarlyParams {
   };
   void take_replaced(Entry& entry);
   std::unique_ptr<FlatParams> partition(std::vector<FlatParams::Item> items, at::ScalarType dtype) const;
-  void agree(const DiskGuard& disks) const;
+  void agree(const RankGuard& disks) const;
   std::vector<Entry*> held(const std::vector<int>& numbers);
 
   Ranks ranks_;

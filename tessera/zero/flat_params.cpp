@@ -238,7 +238,7 @@ void FlatParams::gather_slice(comm::Group& group, const at::Tensor& space, const
   } catch (const std::exception& error) {  // memory that runs out, too
     ahead_.clear();
     end_copies();
-    if (group.size() == 1) throw;
+    if (!may_fail) throw;
     const auto* known = dynamic_cast<const c10::Error*>(&error);
     failure_ = known == nullptr ? error.what() : known->what_without_backtrace();
   }
@@ -451,9 +451,9 @@ void FlatParams::abandon(const std::string& message) {
     if (shares()) leave_space();
     return;
   }
+  order_.end(options().device());  // what is in flight ends on the current stream
   pending_ = {};
   read_check_ = {};
-  failed_.reset();
   ahead_.clear();
   copying_.clear();
   for (size_t i = 0; i < items_.size(); ++i) {
@@ -461,7 +461,7 @@ void FlatParams::abandon(const std::string& message) {
     shard::release(*storages_[i], "[zero] parameter '" + items_[i].name + "' is partitioned: " + message);
   }
   state_ = ParamState::Sharded;
-  for (at::Tensor* memory : {&bucket_, &staging_, &words_}) {
+  for (at::Tensor* memory : {&bucket_, &staging_, &words_, &failed_}) {
     order_.keep(*memory, copied_.get());
     memory->reset();
   }

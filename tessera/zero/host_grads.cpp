@@ -34,7 +34,12 @@ void GradCopies::abandon() noexcept try { finish(); } catch (const std::exceptio
 }
 
 void GradCopies::leave(const at::Tensor& from, HostGrads& to, Release release) {
-  to.copied_ = stream_.run(from.device(), [&] { to.values_.copy_(from, /*non_blocking=*/true); });
+  try {
+    to.copied_ = stream_.run(from.device(), [&] { to.values_.copy_(from, /*non_blocking=*/true); });
+  } catch (...) {
+    release(nullptr);
+    throw;
+  }
   leaving_.push_back({to.copied_, std::move(release)});
   while (leaving_.size() > kLeaving || (!leaving_.empty() && leaving_.front().copied->query()))
     release_oldest();

@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "tessera/base/error.h"
@@ -112,13 +113,24 @@ void Moving::come_back() {
     unit->partial = unit->grads.tensor();
   units_.set_away(false);
   return_memory(at::kCPU);
+  units_.return_host_memory();
 }
 
+// Those that can, also when there is an error.
 void Moving::weights_come_back() {
+  std::exception_ptr failure;
+  const auto bring = [&](FlatParams& flat) {
+    try {
+      flat.bring_back();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  };
   for (const auto& unit : units_.all())
-    unit->flat->bring_back();
+    bring(*unit->flat);
   for (const auto& flat : units_.frozen())
-    flat->bring_back();
+    bring(*flat);
+  if (failure) std::rethrow_exception(failure);
 }
 
 }  // namespace tessera::zero

@@ -329,9 +329,9 @@ void Reducer::finish_oldest() {
   // Whatever happens, the unit leaves Reducing: after an error only zero_grad() and destroy() remain.
   --unit.in_flight;
   if (unit.grad_state() == GradState::Reducing && unit.in_flight == 0) unit.move_to(GradState::Reduced);
-  work.pending.wait();
-  work.presence.wait();
   try {
+    work.pending.wait();
+    work.presence.wait();
     if (!dropping_) use_up(work);
   } catch (...) {
     give_back(work);
@@ -463,12 +463,20 @@ void Reducer::drain() {
     finish_oldest();
 }
 
+// Dropping a collective has the current stream wait for it; memory goes back after that.
 void Reducer::abandon() {
+  shard::StreamOrder here;
+  here.end(ranks_.device);
   agreement_ = {};
+  here.keep(late_);
   for (auto* works : {&replicas_in_flight_, &in_flight_}) {
-    for (const InFlight& work : *works)
+    for (InFlight& work : *works) {
+      work.unit->order.end(ranks_.device);
+      work.pending = {};
+      work.presence = {};
       for (const at::Tensor* memory : {&work.sent, &work.sum, &work.bucket, &work.present, &work.before})
         work.unit->order.keep(*memory, work.came.get());
+    }
     works->clear();
   }
   copies_.abandon();

@@ -30,7 +30,7 @@ at::Tensor Regions::held_values(ParamId param) const {
   return shard::flatten_like_param(tensor, tensor);
 }
 
-void Regions::open(const std::vector<ParamId>& params, bool writable) {
+void Regions::open(const std::vector<ParamId>& params, bool writable) try {
   const std::vector<ParamId> ids = units_.held(params, "gather");
   units_.check_here("gather");
   const std::lock_guard lock(driver_.hooks().mutex());
@@ -58,6 +58,8 @@ void Regions::open(const std::vector<ParamId>& params, bool writable) {
     const Unit* unit = place.unit;
     if (unit != nullptr && unit->residual.defined()) open.before = unit->owned_values(place.item).clone();
   }
+} catch (c10::OutOfMemoryError& error) {
+  units_.fail_alone(error);
 }
 
 // Not every write can be seen (p.data.copy_() leaves no trace), so all parameters of the region are taken; masters that
@@ -75,7 +77,7 @@ void Regions::take_writes(const std::vector<ParamId>& ids, Writes writes, int wr
     }
   }
   units_.shared().readers_done("the writes of a region");
-  DiskGuard disks(any_elsewhere(ids));
+  RankGuard disks(any_elsewhere(ids));
   for (const ParamId id : ids)
     disks.run([&] { take_write(id); });
   units_.shared().written("the writes of a region");
@@ -104,19 +106,16 @@ bool Regions::any_elsewhere(const std::vector<ParamId>& ids) const {
   });
 }
 
-void Regions::agree_on_disks(const std::vector<ParamId>& ids, DiskGuard& disks) {
+void Regions::agree_on_disks(const std::vector<ParamId>& ids, RankGuard& disks) {
   if (!disks.agrees()) return;
   for (const ParamId id : ids) {
     const Place& place = units_[id];
     disks.run_always([&] { place.trained() ? place.unit->flush() : place.flat->flush(); });
   }
-  const std::string failure = disks.agree(units_.ranks());
-  if (failure.empty()) return;
-  units_.set_broken(failure);
-  units_.check_whole();
+  units_.check_came_to_end(disks.agree(units_.ranks()));
 }
 
-void Regions::close(const std::vector<ParamId>& params, Writes writes, int writer) {
+void Regions::close(const std::vector<ParamId>& params, Writes writes, int writer) try {
   TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < units_.ranks().size()),
                       "zero.GatheredParameters", "modifier_rank ", writer, " is no rank of a group of ",
                       units_.ranks().size());
@@ -140,6 +139,8 @@ void Regions::close(const std::vector<ParamId>& params, Writes writes, int write
     }
   }
   if (failure) std::rethrow_exception(failure);
+} catch (c10::OutOfMemoryError& error) {
+  units_.fail_alone(error);
 }
 
 }  // namespace tessera::zero

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "tessera/zero/backward_driver.h"
-#include "tessera/zero/disks.h"
+#include "tessera/zero/rank_guard.h"
 
 namespace tessera::zero {
 
@@ -31,7 +31,7 @@ class Regions {
   void take_writes(const std::vector<ParamId>& ids, Writes writes, int writer);
   void take_write(ParamId id);
   bool any_elsewhere(const std::vector<ParamId>& ids) const;
-  void agree_on_disks(const std::vector<ParamId>& ids, DiskGuard& disks);
+  void agree_on_disks(const std::vector<ParamId>& ids, RankGuard& disks);
 
   Units& units_;
   BackwardDriver& driver_;

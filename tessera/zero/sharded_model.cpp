@@ -45,6 +45,7 @@ Memory ShardedModel::memory() const {
 ShardedModel::~ShardedModel() {
   try {
     driver.remove();
+    updater.abandon();
     units.release("its engine was destroyed; gather it before, or save a checkpoint");
   } catch (const std::exception&) {
     // A device that fails: who uses it next is told.

@@ -20,15 +20,15 @@ const shard::Buffer& state_of(const Unit& unit, Quantity what) {
 }
 
 // For work on states that may live on a disk.
-DiskGuard guard_of(const Unit& unit) {
-  return DiskGuard(!states_on_device(unit));
+RankGuard guard_of(const Unit& unit) {
+  return RankGuard(!states_on_device(unit));
 }
 
 // An error of one rank's disk is one of all ranks that hold the parameter.
-void agree_on(const DiskGuard& disks, const Place& place, const char* caller) {
+void agree_on(const RankGuard& disks, const Place& place, const char* caller) {
   if (!disks.agrees()) return;
-  const std::string failure = disks.agree(place.unit->ranks);
-  TESSERA_CHECK_IO(failure.empty(), "engine", caller, "() of the state of parameter '", place.name(), "': ", failure);
+  disks.agree(place.unit->ranks)
+      .check(c10::str("[engine] ", caller, "() of the state of parameter '", place.name(), "': "));
 }
 
 }  // namespace
@@ -65,7 +65,7 @@ bool StateAccess::is_there(const Place& place, Quantity what) const {
   return what == Quantity::Master || state_of(*place.unit, what).defined();
 }
 
-void StateAccess::write_owned(const Place& place, Quantity what, const at::Tensor& values, DiskGuard& disks) {
+void StateAccess::write_owned(const Place& place, Quantity what, const at::Tensor& values, RankGuard& disks) {
   Unit& unit = *place.unit;
   const shard::Range r = unit.owned_slice(*place.param);
   switch (what) {
@@ -273,7 +273,7 @@ void StateAccess::set_local(ParamId param, Quantity what, const at::Tensor& valu
                       place.param->name, "', the value has ", value.numel());
   const bool replicated = units_.placements().states == shard::Placement::Replicate;
   const shard::Form& form = place.param->form;
-  DiskGuard disks(/*agrees=*/false);
+  RankGuard disks(/*agrees=*/false);
   write_owned(place, what, replicated ? shard::flatten_like_param(value.view(form.sizes), form) : value.flatten(),
               disks);
 }
@@ -319,7 +319,7 @@ at::Tensor StateAccess::flat_of(const Place& place, const at::Tensor& whole, con
   return flat;
 }
 
-at::Tensor StateAccess::gather_full(ParamId param, const at::Tensor& part) {
+at::Tensor StateAccess::gather_full(ParamId param, const at::Tensor& part) try {
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
   const Place& place = units_.trained(param, "gather_full");
@@ -329,6 +329,8 @@ at::Tensor StateAccess::gather_full(ParamId param, const at::Tensor& part) {
                       " elements of parameter '", p.name, "', the part has ", part.defined() ? part.numel() : 0);
   const bool shaped = part.sizes() == p.tensor.sizes();
   return whole_of(place, gather_flat(place, shaped ? shard::flatten_like_param(part, p.form) : part.flatten()));
+} catch (c10::OutOfMemoryError& error) {
+  units_.fail_alone(error);
 }
 
 at::Tensor StateAccess::local_part(ParamId param, const at::Tensor& full) {
@@ -364,7 +366,7 @@ at::Tensor StateAccess::local_gradient(const Place& place) const {
   return whole_of(place, mine);
 }
 
-at::Tensor StateAccess::get_full(ParamId param, Quantity what) {
+at::Tensor StateAccess::get_full(ParamId param, Quantity what) try {
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
   const Place& place = units_.trained(param, "get_full");
@@ -378,7 +380,7 @@ at::Tensor StateAccess::get_full(ParamId param, Quantity what) {
       return get_full(param, what);
     }
   }
-  DiskGuard disks = guard_of(*place.unit);
+  RankGuard disks = guard_of(*place.unit);
   at::Tensor mine;
   disks.run([&] {
     if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
@@ -390,15 +392,17 @@ at::Tensor StateAccess::get_full(ParamId param, Quantity what) {
   if (what == Quantity::Gradient)
     driver_.reducer().reduce_replicas_of(*place.unit, full, "gradient of '" + p.name + "'");
   return whole_of(place, full);
+} catch (c10::OutOfMemoryError& error) {
+  units_.fail_alone(error);
 }
 
-void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value) {
+void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value) try {
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
   const Place& place = units_.trained(param, "set_full");
   Param& p = *place.param;
   const at::Tensor flat = flat_of(place, value, "engine.set_full");
-  DiskGuard disks = guard_of(*place.unit);
+  RankGuard disks = guard_of(*place.unit);
   disks.run([&] {
     if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
   });
@@ -423,6 +427,8 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
                       "' has no such state");
   write_owned(place, what, flat.narrow(0, mine.begin, mine.size()), disks);
   agree_on(disks, place, "set_full");
+} catch (c10::OutOfMemoryError& error) {
+  units_.fail_alone(error);
 }
 
 }  // namespace tessera::zero

@@ -6,7 +6,7 @@
 
 #include "tessera/shard/named_shard.h"
 #include "tessera/zero/backward_driver.h"
-#include "tessera/zero/disks.h"
+#include "tessera/zero/rank_guard.h"
 
 namespace tessera::zero {
 
@@ -87,7 +87,7 @@ class StateAccess {
   shard::Range in_owned(const Place& place, shard::Range range) const;
   at::Tensor read_owned(const Place& place, Quantity what) const;
   at::Tensor read_owned(const Place& place, Quantity what, shard::Range range) const;
-  void write_owned(const Place& place, Quantity what, const at::Tensor& values, DiskGuard& disks);
+  void write_owned(const Place& place, Quantity what, const at::Tensor& values, RankGuard& disks);
   at::Tensor gather_flat(const Place& place, const at::Tensor& part);
   at::Tensor local_gradient(const Place& place) const;
   at::Tensor whole_of(const Place& place, const at::Tensor& flat) const;

@@ -195,7 +195,7 @@ class TilePipeline::Tile {
   std::shared_ptr<c10::Event> came_;
 };
 
-TilePipeline::TilePipeline(Units& units, Ways& ways, double scale, DiskGuard& disks, std::function<void(Unit&)> done)
+TilePipeline::TilePipeline(Units& units, Ways& ways, double scale, RankGuard& disks, std::function<void(Unit&)> done)
     : units_(units), ways_(ways), scale_(scale), disks_(disks), done_(std::move(done)) {}
 
 // After an error weights may be on their way to where others write next.

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "tessera/shard/side_stream.h"
-#include "tessera/zero/disks.h"
+#include "tessera/zero/rank_guard.h"
 #include "tessera/zero/units.h"
 
 namespace tessera::zero {
@@ -21,7 +21,7 @@ class TilePipeline {
     shard::SideStream there, back;
   };
   // `done` is told of every unit in turn, also after a failure: the collectives go on, or the other ranks would wait.
-  TilePipeline(Units& units, Ways& ways, double scale, DiskGuard& disks, std::function<void(Unit&)> done);
+  TilePipeline(Units& units, Ways& ways, double scale, RankGuard& disks, std::function<void(Unit&)> done);
   ~TilePipeline();
 
   // Gradients of the owned range are `grads`, multiplied by `scale`. `present`: by parameter of the model; the others are left
@@ -51,7 +51,7 @@ class TilePipeline {
   Units& units_;
   Ways& ways_;
   double scale_;
-  DiskGuard& disks_;
+  RankGuard& disks_;
   std::function<void(Unit&)> done_;
   std::unique_ptr<Tile> next_;
   std::deque<Returning> returning_;

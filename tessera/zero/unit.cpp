@@ -209,11 +209,12 @@ void Unit::drop_states() {
     buffer->reset();
 }
 
-void Unit::let_go() const noexcept {
+void Unit::let_go() noexcept {
+  order.end(flat->options().device());
   order.keep(partial);
   for (const shard::Buffer* buffer : {&grads, &master, &residual, &states[0], &states[1]})
     if (buffer->defined() && buffer->is_here()) order.keep(buffer->tensor());
-  if (const shard::Buffer slice = weights(); slice.is_here()) order.keep(slice.tensor());
+  if (flat->residence() == shard::Residence::Device) order.keep(weights().tensor());
 }
 
 void Unit::refresh_weights() {

@@ -131,7 +131,7 @@ class Unit {
   // Gradients, masters and states are gone.
   void drop_states();
   // Before it goes: what streams of a device still do with its memory comes to its end first. Local, never waits.
-  void let_go() const noexcept;
+  void let_go() noexcept;
   // The owned weights from an fp32 master; nothing to do in the other forms.
   void refresh_weights();
 

@@ -7,8 +7,8 @@
 
 #include "tessera/base/error.h"
 #include "tessera/shard/device.h"
-#include "tessera/zero/disks.h"
 #include "tessera/zero/memory_for.h"
+#include "tessera/zero/rank_guard.h"
 
 namespace tessera::zero {
 
@@ -16,6 +16,8 @@ namespace {
 
 // Kinds of parameters, see PlanItem.
 constexpr int kPartitioned = 0, kResident = 1, kFrozen = 2;
+constexpr const char* kHalfWritten =
+    "the last update did not come to its end, weights and states do not belong together: load a checkpoint";
 
 void check_params(const std::vector<ParamSpec>& params, const std::vector<optim::GroupOptions>& groups) {
   const ParamSpec* first = nullptr;
@@ -88,11 +90,12 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<P
   order_launches();
 }
 
-// What one rank's disk or device refuses is an error of all: each broadcasts the values of all units first.
+// What one rank's disk or device refuses is an error of all: each broadcasts the values of all units first. (Where there is no
+// memory for these the ranks' groups end.)
 void Units::build(const std::vector<PlannedUnit>& units, const std::vector<ParamSpec>& params) {
   if (options_.home) check_client(params);
   const bool of_memory = !has_homes() && !ranks().device.is_cpu() && ranks().all() > 1;
-  DiskGuard disks = of_memory ? DiskGuard::for_memory() : DiskGuard(has_homes());
+  RankGuard disks = of_memory ? RankGuard::for_memory() : RankGuard(has_homes());
   for (const PlannedUnit& planned : units) {
     std::vector<const ParamSpec*> originals;
     for (const ParamId id : planned.items)
@@ -113,10 +116,7 @@ void Units::build(const std::vector<PlannedUnit>& units, const std::vector<Param
     disks.run([&] { unit->flush(); });
   for (const auto& flat : frozen_)
     disks.run([&] { flat->flush(); });
-  const std::string failure = disks.agree(ranks());
-  if (failure.empty()) return;
-  TORCH_CHECK_WITH(OutOfMemoryError, !of_memory, "[zero] model states could not be made: ", failure);
-  TESSERA_CHECK_IO(false, "zero", "model states could not be brought to where they shall live: ", failure);
+  disks.agree(ranks()).check("[zero] model states could not be made, or brought to where they shall live: ");
 }
 
 // What was built goes. Parameters that are whole, or live elsewhere on one rank, keep their values.
@@ -325,8 +325,16 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Param
     members.push_back(std::move(member));
   }
   const Set& set = set_of(*originals.front());
-  auto unit = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
+  auto made = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
                                      set.ranks, space_of(originals));
+  Unit* const unit = made.get();
+  units_.push_back(std::move(made));  // it has the parameters from here on, and undo() finds it
+  const int number = unsharder_->add(unit->flat.get(), set.gathers);
+  unit_of_number_.push_back(unit);
+  for (size_t i = 0; i < unit->params.size(); ++i) {
+    Param& p = unit->params[i];
+    places_[p.id] = {unit->flat.get(), static_cast<int>(i), number, unit, &p};
+  }
   TESSERA_CHECK_VALUE(
       rule_ != optim::Rule::External || !unit->master_is_weight() ||
           unit->flat->residence() == shard::Residence::Device,
@@ -340,13 +348,6 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Param
   if (rule_ != optim::Rule::External) unit->allocate_states(names.count, groups_, rule_);
   const bool host_updates = !states_on_device(*unit) && !unit->flat->options().device().is_cpu();
   if (host_updates && unit->grads.defined() && !unit->grads_are_visible()) unit->send_grads_to_host();
-  const int number = unsharder_->add(unit->flat.get(), set.gathers);
-  unit_of_number_.push_back(unit.get());
-  for (size_t i = 0; i < unit->params.size(); ++i) {
-    Param& p = unit->params[i];
-    places_[p.id] = {unit->flat.get(), static_cast<int>(i), number, unit.get(), &p};
-  }
-  units_.push_back(std::move(unit));
 }
 
 void Units::build_frozen(const PlannedUnit& planned, const std::vector<const ParamSpec*>& originals,
@@ -390,11 +391,20 @@ shard::Range Units::local_range(const Place& place) const {
 }
 
 void Units::check_whole() const {
-  TESSERA_CHECK_IO(
-      broken_.empty(), "zero",
-      "the last update did not come to its end, weights and states do not belong together: load a checkpoint "
-      "(",
-      broken_, ")");
+  TESSERA_CHECK_IO(broken_.empty(), "zero", kHalfWritten, " (", broken_, ")");
+}
+
+void Units::check_came_to_end(const Failure& failure) {
+  if (failure.text.empty()) return;
+  set_broken(failure.text);
+  failure.check(c10::str("[zero] ", kHalfWritten, ": "));
+}
+
+void Units::fail_alone(c10::OutOfMemoryError& error) const {
+  if (ranks().all() == 1 || dynamic_cast<const AgreedOutOfMemory*>(&error) != nullptr) throw;
+  abort_groups(1, error.what_without_backtrace());
+  error.add_context("[zero] the other ranks cannot go on without this one: all that they have in common has ended");
+  throw;
 }
 
 void Units::check_here(const char* call) const {
@@ -410,7 +420,11 @@ void Units::release(const std::string& message) {
   frozen_.clear();
   places_.clear();
   trained_ids_.clear();
-  if (has_homes() && !ranks().device.is_cpu()) shard::return_host_memory(ranks().device.type());
+  return_host_memory();
+}
+
+void Units::return_host_memory() const noexcept {
+  if ((has_homes() || was_away_) && !ranks().device.is_cpu()) shard::return_host_memory(ranks().device.type());
 }
 
 }  // namespace tessera::zero

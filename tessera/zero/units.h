@@ -32,6 +32,8 @@ struct Place {
   const std::string& name() const { return flat->items()[item].name; }
 };
 
+struct Failure;
+
 class Units {
  public:
   // Collective: rank 0's values are broadcast. Parameters become views of flat buffers. `params` must outlive this.
@@ -79,10 +81,21 @@ class Units {
   void check_whole() const;
   // Why they do not, the same on all ranks; empty once all of them were written.
   void set_broken(const std::string& why) { broken_ = why; }
+  // The same by what ranks agreed on, which is thrown. Nothing happens where all went well.
+  void check_came_to_end(const Failure& failure);
+  // Of an error, amid a call that all ranks make, while it is handled; it goes on. Where only this rank has it, the others
+  // would wait for this one in collectives, or meet its next call in one that looks alike: all that these ranks have in
+  // common ends with the reason.
+  [[noreturn]] void fail_alone(c10::OutOfMemoryError& error) const;
   // Some of the model was moved off the device for a while (moving.h): state error where `call` needs it.
   void check_here(const char* call) const;
   bool is_away() const { return away_; }
-  void set_away(bool away) { away_ = away; }
+  void set_away(bool away) {
+    away_ = away;
+    was_away_ = was_away_ || away;
+  }
+  // Page-locked memory that nothing needs any more, of what lives elsewhere or was moved, goes back to the system.
+  void return_host_memory() const noexcept;
   // Frees gradients, states and places; parameters without data say `message`. Local.
   void release(const std::string& message);
 
@@ -130,7 +143,7 @@ class Units {
   std::vector<Unit*> unit_of_number_;
   std::unique_ptr<Unsharder> unsharder_;
   std::string broken_;
-  bool away_ = false;
+  bool away_ = false, was_away_ = false;
 };
 
 }  // namespace tessera::zero

@@ -33,13 +33,27 @@ void Unsharder::Trace::use(int unit) {
 Unsharder::Unsharder(const GatherOptions& options, Phases& phases, Failed failed)
     : options_(options), failed_(std::move(failed)), phases_(phases) {}
 
-// The ranks of the group have the same error.
+// Who fails before a gather, for its memory or its device, is missed by all others; what went wrong with a disk the ranks of
+// the group know.
 template <class F>
 void Unsharder::telling(const Entry& entry, const F& gather) {
+  const auto tell = [&](int ranks, const std::string& why) {
+    if (failed_) failed_(ranks, why);
+  };
   try {
     gather();
   } catch (const IoError& error) {
-    if (failed_) failed_(entry.group->size(), error.what_without_backtrace());
+    tell(entry.group->size(), error.what_without_backtrace());
+    throw;
+  } catch (const UsageError&) {  // of the program's, which is the same on all ranks
+    throw;
+  } catch (const c10::DistBackendError&) {  // the groups have ended
+    throw;
+  } catch (const c10::Error& error) {
+    tell(1, error.what_without_backtrace());
+    throw;
+  } catch (const std::exception& error) {
+    tell(1, error.what());
     throw;
   }
 }
@@ -260,10 +274,10 @@ void Unsharder::start(Entry& entry, bool exact) {
       const int64_t staged = flat.shares() ? std::min(size, kPiece) : size;
       staging = staging_.acquire(staged, options.dtype(flat.gather_dtype()));
     }
-    telling(entry, [&] { entry.flat->begin_gather(*entry.group, bucket, staging); });
+    entry.flat->begin_gather(*entry.group, bucket, staging);
   };
   try {
-    memory_for(gather, "the parameters of unit '", flat.name(), "'");
+    telling(entry, [&] { memory_for(gather, "the parameters of unit '", flat.name(), "'"); });
   } catch (...) {
     entry.flat->take_bucket();
     if (bucket.defined()) pool_.release(bucket);

@@ -37,7 +37,7 @@ namespace tessera::zero {
 
 class Unsharder {
  public:
-  // `failed(ranks, why)`: a gather met a disk that fails; so many ranks know.
+  // `failed(ranks, why)`: a gather met memory, a device or a disk that fails; so many ranks know.
   using Failed = std::function<void(int ranks, const std::string& why)>;
   Unsharder(const GatherOptions& options, Phases& phases, Failed failed = {});
 

@@ -81,14 +81,15 @@ void UpdateInBackward::forget_waiting() {
 void UpdateInBackward::take(ArrivedSum sum) {
   double squares = 0;
   at::Tensor total;
+  comm::Pending pending;
   releasing_if_it_throws(sum, [&] {
     squares = optim::sum_of_squares(sum.values);
-    if (norms_) total = at::full({1}, squares, at::kDouble).to(sum.values.device());
+    if (!norms_) return;
+    total = at::full({1}, squares, at::kDouble).to(sum.values.device());
+    pending = norms_->all_reduce(total, comm::ReduceOp::Sum, "norm of unit '" + sum.unit->name + "'");
   });
   sum.unit->squares = squares;
   if (!norms_) return update(sum, squares);
-  const std::string label = "norm of unit '" + sum.unit->name + "'";
-  comm::Pending pending = norms_->all_reduce(total, comm::ReduceOp::Sum, label);
   waiting_.push_back({std::move(sum), total, std::move(pending)});
   if (waiting_.size() > kNormsInFlight) update_oldest();
 }
@@ -96,11 +97,20 @@ void UpdateInBackward::take(ArrivedSum sum) {
 void UpdateInBackward::update_oldest() {
   Waiting oldest = std::move(waiting_.front());
   waiting_.pop_front();
-  oldest.pending.wait();
-  update(oldest.sum, oldest.squares.item<double>());
+  double squares = 0;
+  releasing_if_it_throws(oldest.sum, [&] {
+    oldest.pending.wait();
+    squares = oldest.squares.item<double>();
+  });
+  update(oldest.sum, squares);
 }
 
 void UpdateInBackward::update(const ArrivedSum& sum, double squares) {
+  releasing_if_it_throws(sum, [&] { update_from(sum, squares); });
+  sum.release();
+}
+
+void UpdateInBackward::update_from(const ArrivedSum& sum, double squares) {
   Unit& unit = *sum.unit;
   unit.on_this_stream();
   units_.set_broken("a backward ended with an error after it had updated a part of the model");  // until it is over
@@ -108,8 +118,7 @@ void UpdateInBackward::update(const ArrivedSum& sum, double squares) {
   for (size_t i = 0; i < unit.params.size(); ++i)
     present_[unit.params[i].id] = sum.present[i];
   const double scale = optim::clip_coefficient(std::sqrt(squares), units_.options().unit_clipping);
-  releasing_if_it_throws(sum, [&] { updater_.update_unit(unit, sum.values, present_, scale, disks_); });
-  sum.release();
+  updater_.update_unit(unit, sum.values, present_, scale, disks_);
 }
 
 void UpdateInBackward::launch_end() {
@@ -119,7 +128,7 @@ void UpdateInBackward::launch_end() {
 }
 
 void UpdateInBackward::finish_end() {
-  DiskGuard disks = std::exchange(disks_, DiskGuard(false));
+  RankGuard disks = std::exchange(disks_, RankGuard(false));
   updater_.finish_gathers(disks);
   units_.set_broken("");
 }

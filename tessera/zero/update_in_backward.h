@@ -43,6 +43,7 @@ class UpdateInBackward final : private SumSink {
   void launch_end() override;
   void finish_end() override;
   void update(const ArrivedSum& sum, double squares);
+  void update_from(const ArrivedSum& sum, double squares);
   void update_oldest();
   void forget_waiting();
 
@@ -51,7 +52,7 @@ class UpdateInBackward final : private SumSink {
   comm::GroupPtr norms_;  // with clipping
   std::deque<Waiting> waiting_;
   std::vector<bool> present_;
-  DiskGuard disks_{false};
+  RankGuard disks_{false};
 };
 
 }  // namespace tessera::zero

@@ -190,7 +190,7 @@ void Updater::finish_gathers() {
     p.wait();
 }
 
-void Updater::update_units(const GradientSummary& summary, double scale, DiskGuard& disks) {
+void Updater::update_units(const GradientSummary& summary, double scale, RankGuard& disks) {
   units_.set_broken(kHalfDone);  // until it is over
   TilePipeline pipeline(units_, ways_, scale, disks, [this](Unit& unit) { gather_unit(unit); });
   for (const auto& unit : units_.all())
@@ -199,7 +199,7 @@ void Updater::update_units(const GradientSummary& summary, double scale, DiskGua
 }
 
 void Updater::update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present, double scale,
-                          DiskGuard& disks) {
+                          RankGuard& disks) {
   const c10::AutoGradMode no_grad(false);
   TilePipeline pipeline(units_, ways_, scale, disks, [](Unit&) {});
   pipeline.add(unit, shard::Buffer(grads), present);
@@ -213,24 +213,21 @@ void Updater::launch_gathers() {
     gather_unit(*unit);
 }
 
-void Updater::finish_gathers(DiskGuard& disks) {
+void Updater::finish_gathers(RankGuard& disks) {
   finish_gathers();
   agree_on_disks(disks);
 }
 
-DiskGuard Updater::guard() const {
-  return DiskGuard(!std::ranges::all_of(units_.all(), [](const auto& unit) { return lives_on_device(*unit); }));
+RankGuard Updater::guard() const {
+  return RankGuard(!std::ranges::all_of(units_.all(), [](const auto& unit) { return lives_on_device(*unit); }));
 }
 
 // Where states or weights live on a disk, an update is over when they are there, on all ranks or on none.
-void Updater::agree_on_disks(DiskGuard& disks) {
+void Updater::agree_on_disks(RankGuard& disks) {
   if (!disks.agrees()) return;
   for (const auto& unit : units_.all())
     disks.run_always([&] { unit->flush(); });
-  const std::string failure = disks.agree(units_.ranks());
-  if (failure.empty()) return;
-  units_.set_broken(failure);
-  units_.check_whole();
+  units_.check_came_to_end(disks.agree(units_.ranks()));
 }
 
 void Updater::update(const GradientSummary& summary, double scale, const std::function<void()>& external) {
@@ -240,7 +237,7 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
   driver_.hooks().hear_news();
   units_.unsharder().settle_before_update();
   prepare_update();
-  DiskGuard disks = guard();
+  RankGuard disks = guard();
   if (units_.rule() == optim::Rule::External) {
     update_external(summary, scale, external, disks);
     launch_gathers();
@@ -283,7 +280,7 @@ void Updater::scale_gradients(double scale) {
 }
 
 void Updater::update_external(const GradientSummary& summary, double scale, const std::function<void()>& external,
-                              DiskGuard& disks) {
+                              RankGuard& disks) {
   TESSERA_CHECK_VALUE(external, "engine.step",
                       "this engine was built for a client's optimizer; step() needs its update");
   for (const auto& unit : units_.all()) {
@@ -319,7 +316,7 @@ void Updater::refresh_params() {
   check_no_region_writes();
   adopt_params(units_, /*compare=*/false);
   units_.shared().readers_done("a refresh");
-  DiskGuard disks = guard();
+  RankGuard disks = guard();
   for (const auto& unit : units_.all()) {
     disks.run([&] { unit->refresh_weights(); });
     gather_unit(*unit);

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "tessera/zero/backward_driver.h"
-#include "tessera/zero/disks.h"
+#include "tessera/zero/rank_guard.h"
 #include "tessera/zero/tile_pipeline.h"
 
 namespace tessera::zero {
@@ -34,19 +34,21 @@ class Updater {
   void update(const GradientSummary& summary, double scale, const std::function<void()>& external);
   // The part of update() that is this rank's own, for one unit: its gradients of the owned range are `grads`.
   void update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present, double scale,
-                   DiskGuard& disks);
+                   RankGuard& disks);
   // The other part, for all that are updated so: their weights on all ranks. Collective.
   void launch_gathers();
   // Also: what went wrong with any rank's disk is an error on all of them.
-  void finish_gathers(DiskGuard& disks);
+  void finish_gathers(RankGuard& disks);
   // Of an update; it agrees where states or weights do not live on the device.
-  DiskGuard guard() const;
+  RankGuard guard() const;
   // Takes in what the user did to parameters since the last update. State error where a region holds them. Local.
   void prepare_update();
 
   // A client's optimizer is given the gradients themselves, and no copy in another dtype.
   bool client_reads_gradients() const;
   void scale_gradients(double scale);  // what this rank owns of them; local
+  // Drops gathers in flight, of an update that threw; only destroy may follow.
+  void abandon() { gathers_.clear(); }
   // Writes masters back into the compute parameters (after masters were edited). Collective for sharded states.
   void refresh_params();
 
@@ -58,11 +60,11 @@ class Updater {
   std::vector<bool> agree_presence(bool any_missing);
   void gather_unit(Unit& unit);
   void finish_gathers();
-  void update_units(const GradientSummary& summary, double scale, DiskGuard& disks);
+  void update_units(const GradientSummary& summary, double scale, RankGuard& disks);
   static void count_update(Param& param);
-  void agree_on_disks(DiskGuard& disks);
+  void agree_on_disks(RankGuard& disks);
   void update_external(const GradientSummary& summary, double scale, const std::function<void()>& external,
-                       DiskGuard& disks);
+                       RankGuard& disks);
   at::ScalarType client_dtype() const;
   void check_no_region_writes() const;
 

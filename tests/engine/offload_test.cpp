@@ -207,7 +207,7 @@ TEST(OffloadEngine, AConstructionThatFailsOnOneRankFailsOnAll) {
         auto options = toy_options({.stage = std::min(stage, 3), .bf16 = true});
         (stage == 4 ? options.zero.weight_home : options.zero.home) = rank == 1 ? home : on_disk(folder.path());
         const auto what = error_of<IoError>([&] { Engine(options, comm::Mesh(group), toy.specs(), {toy_adamw()}); });
-        EXPECT_HAS(what, rank == 1 ? text : "rank 1 of this engine could not move its model states");
+        EXPECT_HAS(what, rank == 1 ? text : "rank 1 of this engine failed; see its error");
       });
       EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
     }
@@ -252,7 +252,7 @@ TEST(OffloadEngine, AFaultInAStepIsSaidUntilACheckpointIsLoaded) {
         const char* mine = kind == Kind::Short      ? "ends at byte"
                            : kind == Kind::NoMemory ? "bad_alloc"
                                                     : "Input/output error";
-        const std::string text = rank == 1 ? mine : "rank 1 of this engine could not move its model states";
+        const std::string text = rank == 1 ? mine : "rank 1 of this engine failed; see its error";
         const auto access = [&] {  // rank 1 has a part of some of them
           for (int id = 0; const auto& spec : toy.specs()) {
             if (kind == Kind::WriteError) engine.states().set_full(id, Quantity::State0, at::zeros_like(spec.tensor));

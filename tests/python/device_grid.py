@@ -73,10 +73,12 @@ PLACES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "device": ((0, 1, 2, 3), {}),
     "states in host memory": ((1, 2, 3), away("cpu", None)),
     "states in pageable memory": ((1, 2), away("cpu", None, pin=False)),
-    "states on a disk": ((1, 2), away("nvme", None)),
+    "states on a disk": ((1, 2, 3), away("nvme", None)),
     "weights in host memory": ((3,), away(None, "cpu")),
     "weights in pageable memory": ((3,), away(None, "cpu", pin=False)),
+    "weights on a disk": ((3,), away(None, "nvme")),
     "all in host memory": ((3,), away("cpu", "cpu")),
+    "weights on a disk, states in host memory": ((3,), away("cpu", "nvme")),
     "all on a disk": ((3,), away("nvme", "nvme")),
 }
 

@@ -5,6 +5,7 @@ the CPU, and host code that touches device memory crashes."""
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import sys
 import tempfile
@@ -314,6 +315,124 @@ def test_errors() -> None:
         tessera.initialize(model=model, config=config(1))
     with pytest.raises((NotImplementedError, ValueError), match="meta"):
         tessera.initialize(model=make().to("meta"), config=config(1))
+
+
+def with_and_without_offload() -> Iterator[dict[str, Any]]:
+    yield config(2, **ADAM, bf16=True)
+    host = {"device": "cpu", "pin_memory": True}
+    everything = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": host, "offload_param": host}
+    yield config(3, **ADAM, bf16=True) | {"zero_optimization": everything}
+
+
+def no_memory(body: Any) -> Iterator[str]:
+    gc.collect()  # engines of before
+    for error in stand_in.each_allocation(stand_in.load(sys.argv[1]), body):
+        assert isinstance(error, torch.OutOfMemoryError), repr(error)
+        assert "has no room for" in str(error)
+        yield str(error)
+
+
+def build_without_memory(cfg: dict[str, Any]) -> None:
+    expected = train(engine_on(DEVICE, cfg), 2)
+    models = [make().to(DEVICE)]
+
+    def build() -> tessera.Engine:
+        return tessera.initialize(model=models[0], config=cfg)[0]
+
+    failed = 0
+    for said in no_memory(build):
+        failed += 1
+        assert "no memory for" in said, said
+        assert models[0](*(t.to(DEVICE) for t in batch(0))).isfinite(), said
+        assert train(build(), 2) == expected, (failed, said)
+        models[0] = make().to(DEVICE)
+    assert failed > 10, failed
+
+
+def test_no_memory_in_the_construction() -> None:
+    """The model is a plain one again, where it was, and can be given to another engine."""
+    for cfg in with_and_without_offload():
+        build_without_memory(cfg)
+    with process_group(f"{DEVICE}:of_the_device"):
+        models, failed = [make()], 0
+        for _ in no_memory(lambda: tessera.initialize(model=models[-1], config=config(2, bf16=True))):
+            failed += 1
+            assert {p.device.type for p in models[-1].parameters()} == {"cpu"}, failed
+            models.append(make())
+        assert failed > 10, failed
+
+
+def step_without_memory(cfg: dict[str, Any]) -> None:
+    engine = engine_on(DEVICE, cfg)
+    expected = train(engine, 4), masters(engine)
+    engine = engine_on(DEVICE, cfg)
+    losses, failed = train(engine, 1), 0
+    for _ in no_memory(lambda: losses.extend(train(engine, 1, first=1))):
+        failed += 1
+        engine.zero_grad()
+    assert failed > 3, failed
+    assert losses + train(engine, 2, first=2) == expected[0]
+    assert equal(masters(engine), expected[1])
+
+
+def test_no_memory_in_a_step() -> None:
+    """It can be done again."""
+    for cfg in with_and_without_offload():
+        step_without_memory(cfg)
+
+
+def load_without_memory(cfg: dict[str, Any], folder: str) -> None:
+    engines = [engine_on(DEVICE, cfg)]
+    train(engines[0], 2)
+    engines[0].save_checkpoint(folder)
+    expected = train(engines[0], 1, first=2), masters(engines[0])
+    engines[0] = engine_on(DEVICE, cfg)
+    before, failed, refused = masters(engines[0]), 0, 0
+    for said in no_memory(lambda: engines[0].load_checkpoint(folder)):
+        failed += 1
+        if "load again" in said:
+            with pytest.raises(tessera.errors.IoError, match="load a checkpoint"):
+                train(engines[0], 1)
+            engines[0] = engine_on(DEVICE, cfg)
+        else:
+            refused += 1
+            assert equal(masters(engines[0]), before), said
+    assert refused > 0, failed
+    assert train(engines[0], 1, first=2) == expected[0]
+    assert equal(masters(engines[0]), expected[1])
+
+
+def test_no_memory_in_a_load() -> None:
+    """It is refused, and nothing has changed; or steps are errors until another load."""
+    for cfg in with_and_without_offload():
+        with tempfile.TemporaryDirectory() as folder:
+            load_without_memory(cfg, folder)
+
+
+def test_destroy_comes_to_its_end() -> None:
+    """Whatever fails in it, which it tells: copies of the optimizer's states, and weights that were moved away."""
+    library = stand_in.load(sys.argv[1])
+    for away in (False, True):
+        for memory in (False, True):
+            engine = engine_on(DEVICE, config(2, **ADAM, bf16=True))
+            train(engine, 1)
+            if away:
+                engine.offload_states()
+            library.tessera_stand_in_fail(not memory)
+            library.tessera_stand_in_fail_allocation(0, 0 if memory else -1)
+            with pytest.raises(RuntimeError, match="has no room for" if memory else "the device fails") as caught:
+                engine.destroy()
+            assert isinstance(caught.value, torch.OutOfMemoryError) == memory
+            library.tessera_stand_in_fail(False)
+            library.tessera_stand_in_fail_allocation(0, -1)
+            engine.destroy()
+            assert len(engine.optimizer.state) == 0
+            with pytest.raises(RuntimeError, match="was destroyed"):
+                engine.step()
+            if not away:
+                assert train(engine_on(DEVICE, config(2, **ADAM, bf16=True)), 1)
+                assert tessera.initialize(model=engine.module, config=config(2, **ADAM, bf16=True))
+            stand_in.races(library)  # of what a device that fails was not told
 
 
 if __name__ == "__main__":

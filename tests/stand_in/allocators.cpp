@@ -17,15 +17,15 @@
 namespace tessera::stand_in {
 namespace {
 
-constexpr size_t kAlignment = 64;
+constexpr size_t kAlignment = 64, kPage = 4096;
 constexpr size_t kKept = 64;  // blocks of a size and stream that wait for who asks again
 
-size_t rounded(size_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+size_t rounded(size_t bytes, size_t to = kAlignment) {
+  return (bytes + to - 1) / to * to;
 }
 
-void* allocate_host(size_t bytes) {
-  void* host = std::aligned_alloc(kAlignment, rounded(bytes));
+void* allocate_host(size_t bytes, size_t alignment = kAlignment) {
+  void* host = std::aligned_alloc(alignment, rounded(bytes, alignment));
   TORCH_CHECK_WITH(OutOfMemoryError, host != nullptr, "[stand_in] no memory for ", bytes, " bytes");
   return host;
 }
@@ -156,21 +156,41 @@ class Allocator final : public c10::DeviceAllocator {
   std::map<std::pair<Stream, size_t>, std::vector<void*>> free_;
 };
 
-// Ordinary host memory, but remembered. It goes once copies that use it are done, as torch's does.
-class PinnedAllocator final : public c10::Allocator {
+// Ordinary host memory, but remembered. As CUDA's: of the next power of two, released once copies that use it are done, and
+// kept for who asks again until the cache is emptied.
+class PinnedAllocator final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, c10::kCPU};
-    void* host = allocate_host(bytes);
     const std::lock_guard lock(mutex_);
+    const size_t whole = std::bit_ceil(bytes);
+    std::vector<void*>& there = kept_[whole];
+    void* host = nullptr;
+    if (there.empty()) {
+      host = allocate_host(whole, kPage);
+      taken_ += whole;
+    } else {
+      host = there.back();
+      there.pop_back();
+    }
     blocks_[reinterpret_cast<uintptr_t>(host)] = bytes;
-    taken_ += std::bit_ceil(bytes);
     return {host, host, &release, c10::kCPU};
   }
+  bool record_event(void*, void*, c10::Stream) override { return true; }  // late copies are known
+  void empty_cache() override {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [bytes, blocks] : std::exchange(kept_, {})) {
+      taken_ -= bytes * blocks.size();
+      std::ranges::for_each(blocks, std::free);
+    }
+  }
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* dst, const void* src, size_t count) const override { default_copy_data(dst, src, count); }
 
-  // As torch's takes it for CUDA: the next power of two of each.
+  // Lent and kept.
   int64_t bytes() const {
     const std::lock_guard lock(mutex_);
     return static_cast<int64_t>(taken_);
@@ -185,7 +205,8 @@ class PinnedAllocator final : public c10::Allocator {
  private:
   static void release(void* host);
   mutable std::mutex mutex_;
-  std::map<uintptr_t, size_t> blocks_;
+  std::map<uintptr_t, size_t> blocks_;         // lent
+  std::map<size_t, std::vector<void*>> kept_;  // by size
   size_t taken_ = 0;
 };
 
@@ -216,10 +237,10 @@ void PinnedAllocator::release(void* host) {
   {
     const std::lock_guard lock(self.mutex_);
     bytes = self.blocks_.extract(reinterpret_cast<uintptr_t>(host)).mapped();
-    self.taken_ -= std::bit_ceil(bytes);
   }
   forget(bytes_at(host, bytes));
-  std::free(host);
+  const std::lock_guard lock(self.mutex_);
+  self.kept_[std::bit_ceil(bytes)].push_back(host);
 }
 
 }  // namespace
@@ -227,7 +248,7 @@ void PinnedAllocator::release(void* host) {
 c10::DeviceAllocator& device_allocator() {
   return devices();
 }
-c10::Allocator& pinned_allocator() {
+at::HostAllocator& pinned_allocator() {
   return pinned();
 }
 bool is_pinned(const void* p) {

@@ -147,6 +147,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 [[maybe_unused]] const bool registered = [] {
   c10::register_privateuse1_backend("privateuseone");  // its own name: torch then takes it for the accelerator
   c10::SetAllocator(c10::kPrivateUse1, &device_allocator());
+  at::setHostAllocator(c10::kPrivateUse1, &pinned_allocator());
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   return true;
 }();

@@ -246,6 +246,38 @@ TEST(DeviceEngine, TilesPassThroughTheDevice) {
   EXPECT_EQ(log, "<><>w<>w");
 }
 
+// For the norm, which is the check for inf and NaN too; nothing else waits, also where parameters have no gradient. Two ranks
+// tell each other of it by way of the device, and wait for that.
+TEST(DeviceEngine, AStepWaitsForTheDeviceOnce) {
+  static std::atomic<int> waits;
+  for (const int world : {1, 2}) {
+    for (int stage = 0; stage <= 3; ++stage) {
+      for (const PrecisionPolicy& mode : {PrecisionPolicy::fp32(), PrecisionPolicy::bf16()}) {
+        run_ranks(world, [&](int rank, const comm::GroupPtr& group) {
+          const Toy toy = toy_on(device_of(rank));
+          std::vector<engine::ParamSpec> specs = toy.specs();
+          if (world == 1) specs.push_back({"unused", at::ones({3}, device_of(0)).requires_grad_(true), 0, "root"});
+          const engine::Options options = toy_options({.stage = stage, .persistence = 0, .precision = mode});
+          const comm::GroupPtr mine = world > 1 ? std::make_shared<StagedGroup>(group) : group;
+          Engine engine(options, comm::Mesh(mine), specs, {toy_adamw()});
+          const at::Tensor batch = toy_batch(rank, 0).to(device_of(rank));
+          for (int number = 0; number < 2; ++number) {
+            toy_forward(engine, toy, batch).backward();
+            group->barrier("before a step");
+            waits = 0;
+            if (number == 1) tessera_stand_in_on_wait([] { ++waits; });
+            group->barrier("from here on");
+            engine.step();
+            group->barrier("after a step");
+            tessera_stand_in_on_wait(nullptr);
+          }
+        });
+        EXPECT_EQ(waits, world == 1 ? 1 : 2 * 3) << "world " << world << ", stage " << stage;
+      }
+    }
+  }
+}
+
 // Weights in host memory that travel in another dtype come as they are and are cast on the device.
 TEST(DeviceEngine, CastsOfWeightsElsewhereDoNotWait) {
   static std::atomic<int> waits;
@@ -446,50 +478,6 @@ TEST(DeviceEngine, WorksUnderStreamsOfTheUsers) {
             }
           }
         }
-      }
-    }
-  }
-}
-
-// What is on its way when an engine ends, after a forward that is under way, or threw, and after a backward: a gather, gradients
-// that leave, or a gather of a disk that fails.
-TEST(DeviceEngine, EndsAmidCopies) {
-  const io::TempFolder folder;
-  const c10::impl::VirtualGuardImpl guard(c10::kPrivateUse1);
-  for (const bool pin : {true, false}) {
-    for (const auto residence : {shard::Residence::Host, shard::Residence::Nvme}) {
-      for (const std::string when : {"in a forward", "after one that threw", "after a backward", "after two"}) {
-        const offload::StateOptions away{.residence = residence, .folder = folder.path(), .pin_memory = pin};
-        const Training t{.on_device = true,
-                         .run = {.stage = 3, .persistence = 0},
-                         .world = 1,
-                         .states = away,
-                         .weights = away,
-                         .under = Under::One};
-        const Toy toy = toy_on(device_of(0));
-        Engine engine = engine_for(t, toy, comm::single_group());
-        const c10::StreamGuard under(guard.getStreamFromGlobalPool(device_of(0)));
-        c10::Event built(c10::kPrivateUse1);
-        built.record(guard.getDefaultStream(device_of(0)));
-        built.block(under.current_stream());
-        const auto backward = [&] { toy_forward(engine, toy, toy_batch(0, 0).to(device_of(0))).backward(); };
-        for (int i = 0; i < 2; ++i) {
-          backward();
-          engine.step();
-        }
-        if (when == "in a forward") {
-          engine.modules().enter(toy.modules[0]);
-        } else if (when == "after one that threw") {
-          engine.pre_forward();
-          engine.modules().enter(toy.modules[0]);
-          engine.modules().abort(toy.modules[0]);
-          engine.abort_forward();
-        } else {
-          backward();
-          if (when == "after two") backward();
-        }
-        engine.destroy();
-        EXPECT_STREQ(tessera_stand_in_races(), "") << when << ", pinned " << pin << ", " << static_cast<int>(residence);
       }
     }
   }

@@ -1,107 +1,37 @@
-// Engines where the device's memory ends, or the device itself: an error that says so, and nothing half done.
+// Engines where the device's memory ends: an error that says so, and nothing half done.
 #include <gtest/gtest.h>
 
-#include "tessera/offload/states.h"
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <functional>
+
+#include "tessera/engine/checkpoint.h"
 #include "tests/io/temp_folder.h"
-#include "tests/stand_in/staged_group.h"
-#include "tests/stand_in/stand_in.h"
+#include "tests/stand_in/trainee.h"
 #include "tests/support/errors.h"
-#include "tests/support/modes.h"
 #include "tests/support/ranks.h"
-#include "tests/support/training.h"
 
 namespace tessera::testing {
 
-using engine::Engine;
-using shard::Residence;
-
 namespace {
 
-c10::Device device_for_limits(int rank) {
-  return {c10::kPrivateUse1, static_cast<c10::DeviceIndex>(rank)};
-}
-
-struct Limited {
-  ToyRun run;
-  Residence states = Residence::Device, weights = Residence::Device;
-  bool timed = false;
-};
-
-std::string text_of(const Limited& row) {
-  return "stage " + std::to_string(row.run.stage) + (row.run.in_backward ? ", in the backward" : "") + ", states " +
-         std::to_string(static_cast<int>(row.states)) + ", weights " + std::to_string(static_cast<int>(row.weights)) +
-         ", " + c10::toString(row.run.precision->param);
-}
-
-std::vector<Limited> limited_rows() {
-  std::vector<Limited> all;
-  const auto modes = all_modes();
-  for (int stage = 0; stage <= 3; ++stage) {
-    for (const size_t mode : {0, 2, 5}) {
-      for (const bool in_backward : {false, true}) {
-        const ToyRun run{
-            .stage = stage, .clip = in_backward ? 0 : 0.5, .precision = modes[mode], .in_backward = in_backward};
-        if (in_backward && stage == 0) continue;
-        all.push_back({run});
-        if (stage > 0) all.push_back({run, Residence::Host});
-        if (stage == 3) all.push_back({run, Residence::Host, Residence::Host});
-        if (stage == 3) all.push_back({run, Residence::Device, Residence::Host});
-      }
-    }
-  }
-  return all;
-}
-
-struct Trainee {
-  explicit Trainee(const Limited& r, int rank = 0, bool builds = true) : row(r), device(device_for_limits(rank)) {
-    for (at::Tensor& t : toy.tensors)
-      t = t.detach().to(device).requires_grad_(true);
-    if (builds) build(comm::single_group());
-  }
-  void build(comm::GroupPtr group) {
-    engine::Options options = toy_options(row.run);
-    options.time_device = row.timed;
-    const auto home = [](Residence where) { return offload::state_homes({.residence = where, .pin_memory = true}); };
-    if (row.states != Residence::Device) options.zero.home = home(row.states);
-    if (row.weights != Residence::Device) options.zero.weight_home = home(row.weights);
-    if (group->size() > 1) group = std::make_shared<StagedGroup>(group);
-    engine = std::make_unique<Engine>(options, comm::Mesh(group), toy.specs(), std::vector{toy_adamw()});
-  }
-
-  void step(int number) {
-    toy_forward(*engine, toy, toy_batch(0, number).to(device)).backward();
-    engine->step();
-  }
-  std::vector<at::Tensor> states() {
-    std::vector<at::Tensor> all;
-    for (const at::Tensor& t : all_states(*engine))
-      all.push_back(t.cpu());
-    return all;
-  }
-
-  Limited row;
-  c10::Device device;
-  Toy toy;
-  std::unique_ptr<Engine> engine;
-};
-
-// f() with the n-th allocation of the device failing, for n = 0, 1, ... until nothing fails. `after`: what is left of a
-// failure, whose text it gets.
-void fail_everywhere(int device, const std::function<void()>& f, const std::function<void(const std::string&)>& after) {
+// For n = 0, 1, ... until nothing fails. `after`: what is left of a failure, whose text it gets.
+void fail_everywhere(const std::function<void()>& f, const std::function<void(const std::string&)>& after) {
   for (int64_t number = 0;; ++number) {
     ASSERT_LT(number, 1000);
-    tessera_stand_in_fail_allocation(device, number);
-    std::string text;
-    try {
-      f();
-    } catch (const c10::Error& error) {
-      text = error.what_without_backtrace();
-    }
-    tessera_stand_in_fail_allocation(device, -1);
-    if (text.empty()) return;
-    EXPECT_HAS(text, "has no room for");
-    after(text);
+    const Outcome outcome = outcome_without_memory(0, number, f);
+    if (outcome.text.empty()) return;
+    EXPECT_TRUE(outcome.of_memory) << outcome.text;
+    EXPECT_HAS(outcome.text, "has no room for");
+    after(outcome.text);
   }
+}
+
+// On rank 1 of two, for some n. `f(rank, group, number)` calls outcome_without_memory() there; false: nothing failed.
+void fail_on_one_rank(const std::function<bool(int64_t number)>& f) {
+  for (int64_t number = 0; f(number); ++number)
+    ASSERT_LT(number, 1000);
 }
 
 }  // namespace
@@ -133,7 +63,7 @@ TEST(Limits, AStepWithoutMemoryCanBeDoneAgain) {
         begin();
       }
     };
-    fail_everywhere(0, [&] { trainee->step(1); }, again);
+    fail_everywhere([&] { trainee->step(1); }, again);
     EXPECT_GT(failed, 10) << text_of(row);
     const bool whole_always = !row.run.in_backward && row.weights == row.states;
     EXPECT_TRUE(!whole_always || broken == 0) << text_of(row);
@@ -143,50 +73,214 @@ TEST(Limits, AStepWithoutMemoryCanBeDoneAgain) {
   }
 }
 
-// On all ranks of the engine. The model of one rank is what it was, but for rounding, and can be given to another engine.
+// Allocations that a step of the model makes without an engine.
+int allocations_of_the_model(const ToyRun& run) {
+  Toy toy;
+  for (at::Tensor& t : toy.tensors)
+    t = t.detach().to(device_for_limits(0), run.precision->param).requires_grad_(true);
+  int number = 0;
+  fail_everywhere([&] { toy.loss(toy_batch(0, 1).to(device_for_limits(0))).backward(); },
+                  [&](const std::string&) {
+                    ++number;
+                    for (at::Tensor& t : toy.tensors)
+                      t.mutable_grad().reset();
+                  });
+  return number;
+}
+
+struct Call {
+  const char* name;
+  std::function<void(Trainee&)> make;
+};
+
+std::vector<Call> calls_of_all_ranks() {
+  return {{"a step", [](Trainee& t) { t.step(1); }},
+          {"a region",
+           [](Trainee& t) {
+             t.engine->regions().open({0, 1, 2, 3, 4}, /*writable=*/true);
+             t.engine->regions().close({0, 1, 2, 3, 4}, zero::Writes::FromRank, 0);
+           }},
+          {"a value", [](Trainee& t) { t.engine->states().get_full(3, engine::Quantity::Master); }}};
+}
+
+// What two ranks have when memory fails on the second one: the same error, or all that they have in common ends with it. None
+// waits for the other's timeout, and no call meets another one. What the model lacks memory for is its own affair.
+TEST(Limits, AStepWithoutMemoryOnOneOfTwoRanksIsOneOfBoth) {
+  for (const Limited& row : limited_rows({2}, /*small=*/false)) {
+    for (const Call& call : calls_of_all_ranks()) {
+      const bool steps = call.name == std::string("a step");
+      if (!steps && row.run.in_backward) continue;
+      int failed = 0, of_model = 0;
+      fail_on_one_rank([&](int64_t number) {
+        std::array<Outcome, 2> first, next;
+        bool the_models = false;
+        const auto begin = std::chrono::steady_clock::now();
+        run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+          Trainee trainee(row, rank, /*builds=*/false);
+          trainee.build(group);
+          trainee.step(0);
+          const auto make = [&] { call.make(trainee); };
+          first[rank] = rank == 1 ? outcome_without_memory(1, number, make) : outcome_of(make);
+          if (rank == 1 && steps && first[1].of_memory && !first[1].has("[zero] ")) {
+            the_models = true;
+            return group->abort("the model has no memory");
+          }
+          outcome_of([&] { trainee.engine->zero_grad(); });
+          next[rank] = outcome_of([&] { trainee.step(2); });
+        });
+        const std::string what = text_of(row) + ", " + call.name + ", allocation " + std::to_string(number) + ": ";
+        EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(60)) << what;
+        EXPECT_STREQ(tessera_stand_in_races(), "") << what;
+        if (the_models) return ++of_model > 0;
+        if (first[1].text.empty()) {
+          EXPECT_EQ(first[0].text + next[0].text + next[1].text, "") << what;
+          return false;
+        }
+        ++failed;
+        EXPECT_TRUE(first[1].of_memory && first[1].has("has no room for")) << what << first[1].text;
+        if (first[0].of_memory) {
+          EXPECT_TRUE(first[0].has("ran out of memory")) << what << first[0].text;
+          EXPECT_EQ(next[0].text, next[1].text.empty() ? "" : next[0].text) << what << next[1].text;
+        } else {
+          EXPECT_TRUE(first[0].text.empty() || first[0].has("has no room for")) << what << first[0].text;
+          for (const Outcome& outcome : next)
+            EXPECT_TRUE(outcome.has("has no room for") || outcome.has("load a checkpoint") ||
+                        outcome.has("call step()"))
+                << what << outcome.text;
+        }
+        return true;
+      });
+      EXPECT_TRUE(failed > 0 || !steps) << text_of(row) << ", " << call.name;
+      EXPECT_LE(of_model, allocations_of_the_model(row.run)) << text_of(row);
+    }
+  }
+}
+
+// The model of one rank is what it was, but for rounding, and can be given to another engine.
 TEST(Limits, AnEngineWithoutMemoryIsNotBuilt) {
-  for (const int world : {1, 2}) {
-    for (const Limited& row : limited_rows()) {
+  for (const bool small : {true, false}) {
+    for (const Limited& row : limited_rows({0, 2, 5}, small)) {
       if (row.run.in_backward) continue;
       const int64_t before = tessera_stand_in_bytes(), pinned = tessera_stand_in_pinned_bytes();
-      const int failing = world - 1;
-      for (const int64_t number : {0, 3, 5}) {
-        run_ranks(world, [&](int rank, const comm::GroupPtr& group) {
-          std::string text;
-          Trainee trainee(row, rank, /*builds=*/false);
-          if (rank == failing) tessera_stand_in_fail_allocation(failing, number);
-          try {
-            trainee.build(group);
-          } catch (const c10::Error& error) {
-            text = error.what_without_backtrace();
-          }
-          tessera_stand_in_fail_allocation(failing, -1);
-          const std::string what =
-              text_of(row) + ", allocation " + std::to_string(number) + ", rank " + std::to_string(rank);
-          const bool says = text.find("no memory for the ") != std::string::npos;
-          EXPECT_NE(text, "") << what;
-          if (world > 1) return;  // one whose agreements find no memory, too
-          EXPECT_TRUE(says) << what << ": " << text;
-          const Toy plain;
+      {
+        Trainee expected(row);
+        for (int step = 0; step < 2; ++step)
+          expected.step(step);
+        const Toy plain;
+        auto trainee = std::make_unique<Trainee>(row, 0, /*builds=*/false);
+        int failed = 0;
+        const auto build = [&] { trainee->build(comm::single_group()); };
+        fail_everywhere(build, [&](const std::string& text) {
+          const std::string what = text_of(row) + ", allocation " + std::to_string(failed++);
+          EXPECT_HAS(text, "no memory for the ");
           for (size_t i = 0; i < plain.tensors.size(); ++i) {
-            const at::Tensor& is = trainee.toy.tensors[i];
+            const at::Tensor& is = trainee->toy.tensors[i];
             EXPECT_EQ(is.scalar_type(), at::kFloat) << what;
             EXPECT_TRUE(at::allclose(is.detach().cpu(), plain.tensors[i].detach(), 1e-2)) << what;
           }
-          EXPECT_TRUE(trainee.toy.loss(toy_batch(0, 0).to(device_for_limits(0))).isfinite().item<bool>()) << what;
-          trainee.build(group);
-          Trainee expected(row);
-          for (int step = 0; step < 2; ++step) {
-            trainee.step(step);
-            expected.step(step);
-          }
-          expect_same(trainee.states(), expected.states(), what);
+          EXPECT_TRUE(trainee->toy.loss(toy_batch(0, 0).to(device_for_limits(0))).isfinite().item<bool>()) << what;
+          build();
+          for (int step = 0; step < 2; ++step)
+            trainee->step(step);
+          expect_same(trainee->states(), expected.states(), what);
+          trainee = std::make_unique<Trainee>(row, 0, /*builds=*/false);
         });
-        if (world > 1) tessera_stand_in_races();  // of collectives that an error ended
-        EXPECT_EQ(tessera_stand_in_bytes(), before) << text_of(row);
-        EXPECT_EQ(tessera_stand_in_pinned_bytes(), pinned) << text_of(row);
+        EXPECT_GT(failed, 5) << text_of(row);
       }
+      EXPECT_EQ(tessera_stand_in_bytes(), before) << text_of(row);
+      EXPECT_EQ(tessera_stand_in_pinned_bytes(), pinned) << text_of(row);
+      EXPECT_STREQ(tessera_stand_in_races(), "") << text_of(row);
     }
+  }
+}
+
+// Nor on any other rank.
+TEST(Limits, AnEngineOfTwoRanksWithoutMemoryIsNotBuilt) {
+  for (const Limited& row : limited_rows({2}, /*small=*/false)) {
+    if (row.run.in_backward) continue;
+    const int64_t before = tessera_stand_in_bytes(), pinned = tessera_stand_in_pinned_bytes();
+    fail_on_one_rank([&](int64_t number) {
+      std::array<Outcome, 2> found;
+      run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+        Trainee trainee(row, rank, /*builds=*/false);
+        const auto build = [&] { trainee.build(group); };
+        found[rank] = rank == 1 ? outcome_without_memory(1, number, build) : outcome_of(build);
+      });
+      if (found[1].text.empty()) {
+        EXPECT_EQ(found[0].text, "");
+        return false;
+      }
+      const std::string what = text_of(row) + ", allocation " + std::to_string(number) + ": ";
+      EXPECT_TRUE(found[1].of_memory && found[1].has("has no room for")) << what << found[1].text;
+      EXPECT_TRUE(found[0].has("has no room for") || (found[0].of_memory && found[0].has("ran out of memory")))
+          << what << found[0].text;
+      return true;
+    });
+    EXPECT_STREQ(tessera_stand_in_races(), "") << text_of(row);
+    EXPECT_EQ(tessera_stand_in_bytes(), before) << text_of(row);
+    EXPECT_EQ(tessera_stand_in_pinned_bytes(), pinned) << text_of(row);
+  }
+}
+
+// A value error after the parameters were given away is no other case.
+TEST(Limits, AnEngineThatIsRefusedLeavesTheModel) {
+  Trainee trainee({{.stage = 3, .persistence = 0}, Residence::Device, Residence::Host}, 0, /*builds=*/false);
+  engine::Options options = toy_options(trainee.row.run);
+  options.rule = optim::Rule::External;
+  options.zero.weight_home = offload::state_homes({.residence = Residence::Host, .pin_memory = true});
+  EXPECT_HAS(
+      error_of<c10::ValueError>([&] { Engine(options, comm::Mesh(), trainee.toy.specs(), std::vector{toy_adamw()}); }),
+      "a client's own optimizer");
+  const Toy plain;
+  for (size_t i = 0; i < plain.tensors.size(); ++i)
+    EXPECT_TRUE(trainee.toy.tensors[i].detach().cpu().equal(plain.tensors[i].detach())) << i;
+}
+
+// Of a checkpoint that was saved inside an accumulation: it is refused, and nothing has changed, or steps are errors until
+// another load comes to its end.
+TEST(Limits, ALoadWithoutMemoryIsRefusedOrSaysThatItIsHalfDone) {
+  for (Limited row : limited_rows({0, 2, 4}, /*small=*/false)) {
+    if (row.run.in_backward) continue;
+    row.run.accumulation = 2;
+    const io::TempFolder folder;
+    const auto load = [&](Trainee& t) { t.engine->checkpoints().open(folder.path(), "", {})->apply(); };
+    std::vector<at::Tensor> expected, before;
+    {
+      Trainee saved(row);
+      for (int number = 0; number < 3; ++number)
+        saved.step(number);
+      saved.engine->checkpoints().save(folder.path(), {});
+      saved.step(3);
+      expected = saved.states();
+    }
+    std::unique_ptr<Trainee> trainee;
+    const auto begin = [&] {
+      trainee = std::make_unique<Trainee>(row);
+      for (int number = 10; number < 12; ++number)
+        trainee->step(number);
+      before = trainee->states();
+    };
+    begin();
+    int refused = 0, failed = 0;
+    fail_everywhere([&] { load(*trainee); },
+                    [&](const std::string& text) {
+                      const std::string what = text_of(row) + ", allocation " + std::to_string(failed++) + ": " + text;
+                      if (outcome_of([&] { trainee->engine->states().check_whole(); }).text.empty()) {
+                        ++refused;
+                        expect_same(trainee->states(), before, what);
+                      } else {
+                        EXPECT_HAS(text, "load again");
+                        EXPECT_HAS(error_of([&] { trainee->step(12); }), "load a checkpoint") << what;
+                      }
+                      load(*trainee);
+                      trainee->step(3);
+                      expect_same(trainee->states(), expected, what);
+                      begin();
+                    });
+    EXPECT_GT(refused, 0) << text_of(row);
+    trainee->step(3);
+    expect_same(trainee->states(), expected, text_of(row));
+    EXPECT_STREQ(tessera_stand_in_races(), "") << text_of(row);
   }
 }
 
@@ -203,23 +297,117 @@ TEST(Limits, AGatherWithoutMemoryIsNamed) {
   trainee.step(1);
 }
 
-// Destructors and destroy() do not end the program with an error of the device.
-TEST(Limits, EnginesEndOnADeviceThatFails) {
-  for (Limited row : limited_rows()) {
-    for (const bool timed : {false, true}) {
-      row.timed = timed;
-      for (const std::string when : {"between", "in a forward", "after a backward"}) {
-        Trainee trainee(row);
+// Buckets come back to their pools where what they were lent for ends with an error.
+TEST(Limits, ErrorsKeepNoBuckets) {
+  static std::atomic<bool> breaks;
+  Trainee trainee({{.stage = 2, .min_unit = 1}, Residence::Host});
+  for (int number = 0; number < 2; ++number)
+    trainee.step(number);
+  const int64_t before = trainee.engine->memory().buckets;
+  tessera_stand_in_on_copy([](bool to_host, int64_t) {
+    if (to_host && breaks.exchange(false)) throw std::runtime_error("the copy breaks");
+  });
+  for (int number = 2; number < 6; ++number) {
+    const at::Tensor loss = toy_forward(*trainee.engine, trainee.toy, toy_batch(0, number).to(trainee.device));
+    breaks = true;
+    EXPECT_HAS(error_of([&] { loss.backward(); }), "the copy breaks");
+    trainee.engine->zero_grad();
+  }
+  tessera_stand_in_on_copy(nullptr);
+  trainee.step(2);
+  EXPECT_LE(trainee.engine->memory().buckets, before);
+
+  const auto fails = std::make_shared<std::string>();
+  run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    Trainee mine({{.stage = 2, .clip = 0, .min_unit = 1, .in_backward = true, .unit_clip = 0.5}}, rank, false);
+    mine.build(group, fails);
+    for (int number = 0; number < 2; ++number)
+      mine.step(number);
+    const int64_t had = mine.engine->memory().buckets;
+    group->barrier("before");
+    if (rank == 0) *fails = "norm of unit";
+    group->barrier("from here on");
+    for (int number = 2; number < 6; ++number) {
+      EXPECT_HAS(error_of([&] { mine.step(number); }), "fails, as was asked for");
+      mine.engine->zero_grad();
+    }
+    group->barrier("up to here");
+    if (rank == 0) fails->clear();
+    group->barrier("behind");
+    mine.step(2);
+    EXPECT_LE(mine.engine->memory().buckets, had);
+  });
+}
+
+// Weights in host memory that cannot be read on one of two ranks: it says so, and the other does not wait.
+TEST(Limits, WeightsThatOneRankCannotReadAreAnErrorOfBoth) {
+  struct Fragile final : shard::Home {
+    Fragile(shard::HomePtr home, std::shared_ptr<std::atomic<bool>> breaks)
+        : below(std::move(home)), broken(std::move(breaks)) {}
+    Residence residence() const override { return below->residence(); }
+    shard::PendingView fetch(shard::Range range) override {
+      TORCH_CHECK(!*broken, "these weights cannot be read");
+      return below->fetch(range);
+    }
+    void store(shard::Range range, const at::Tensor& values) override { below->store(range, values); }
+    shard::HomePtr below;
+    std::shared_ptr<std::atomic<bool>> broken;
+  };
+  for (const bool rounded : {false, true}) {
+    std::array<std::string, 2> first, next;
+    run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+      const auto breaks = std::make_shared<std::atomic<bool>>(false);
+      engine::Options options = toy_options({.stage = 3, .persistence = 0});
+      options.zero.weight_home = [breaks, make = offload::state_homes({.pin_memory = true})](auto... args) {
+        return std::make_shared<Fragile>(make(args...), breaks);
+      };
+      Trainee trainee({}, rank, /*builds=*/false);
+      std::vector<engine::ParamSpec> specs = trainee.toy.specs();
+      if (rounded)
+        for (engine::ParamSpec& spec : specs)
+          spec.comm = at::kBFloat16;
+      trainee.engine = std::make_unique<Engine>(options, comm::Mesh(std::make_shared<StagedGroup>(group)), specs,
+                                                std::vector{toy_adamw()});
+      trainee.step(0);
+      *breaks = rank == 1;
+      first[rank] = error_of([&] { trainee.step(1); });
+      *breaks = false;
+      next[rank] = error_of([&] {
+        trainee.engine->zero_grad();
+        trainee.step(2);
+      });
+    });
+    for (const std::string& text : {first[0], first[1], next[0], next[1]})
+      EXPECT_HAS(text, "these weights cannot be read");
+    EXPECT_STREQ(tessera_stand_in_races(), "");
+  }
+}
+
+// Also that of states that were away for a while.
+TEST(Limits, PageLockedMemoryGoesBackToTheSystem) {
+  using enum zero::StateKind;
+  const std::vector<zero::StateKind> kinds{OptimizerStates, Masters, Weights, Gradients, Buckets};
+  const int64_t before = tessera_stand_in_pinned_bytes();
+  for (const auto states : {Residence::Device, Residence::Host}) {
+    for (const bool weights : {false, true}) {
+      for (const bool reloads : {true, false}) {
+        const std::string what = "states " + std::to_string(static_cast<int>(states)) + (weights ? ", weights" : "") +
+                                 (reloads ? ", reloaded" : "");
+        Trainee trainee({{.stage = 3}, states, weights ? Residence::Host : Residence::Device});
         trainee.step(0);
-        if (when == "in a forward" && !trainee.toy.modules.empty() && trainee.toy.modules[0] >= 0)
-          trainee.engine->modules().enter(trainee.toy.modules[0]);
-        if (when == "after a backward")
-          toy_forward(*trainee.engine, trainee.toy, toy_batch(0, 1).to(trainee.device)).backward();
-        tessera_stand_in_fail(true);
-        EXPECT_HAS(error_of([&] { trainee.step(2); }), "the device fails");
-        trainee.engine.reset();
-        tessera_stand_in_fail(false);
-        tessera_stand_in_races();  // of what it was not told
+        const int64_t built = tessera_stand_in_pinned_bytes();
+        if (states == Residence::Device && !weights) {
+          EXPECT_EQ(built, before);
+          trainee.engine->offload_states(kinds);
+          EXPECT_GT(tessera_stand_in_pinned_bytes(), before);
+          if (reloads) {
+            trainee.engine->reload_states();
+            EXPECT_EQ(tessera_stand_in_pinned_bytes(), before) << what;
+            trainee.step(1);
+          }
+        }
+        trainee.engine->destroy();
+        EXPECT_EQ(tessera_stand_in_pinned_bytes(), before) << what;
       }
     }
   }

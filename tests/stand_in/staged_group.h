@@ -9,7 +9,9 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "tessera/base/error.h"
@@ -21,7 +23,9 @@ namespace tessera::testing {
 
 class StagedGroup final : public comm::Group {
  public:
-  explicit StagedGroup(comm::GroupPtr below) : below_(std::move(below)) {}
+  // `fails`: calls whose label has it throw, before any other rank is asked for anything; null, "": none.
+  explicit StagedGroup(comm::GroupPtr below, std::shared_ptr<const std::string> fails = nullptr)
+      : below_(std::move(below)), fails_(std::move(fails)) {}
 
   int rank() const override { return below_->rank(); }
   int size() const override { return below_->size(); }
@@ -33,31 +37,31 @@ class StagedGroup final : public comm::Group {
   using Label = comm::Label;
 
   Pending do_all_gather(at::Tensor out, at::Tensor in, Label label) override {
-    return staged("all_gather", out, in, [&](const at::Tensor& host_out, const at::Tensor& host_in) {
+    return staged("all_gather", label, out, in, [&](const at::Tensor& host_out, const at::Tensor& host_in) {
       return below_->all_gather(host_out, host_in, label);
     });
   }
   Pending do_reduce_scatter(at::Tensor out, at::Tensor in, comm::ReduceOp op, Label label) override {
-    return staged("reduce_scatter", out, in, [&](const at::Tensor& host_out, const at::Tensor& host_in) {
+    return staged("reduce_scatter", label, out, in, [&](const at::Tensor& host_out, const at::Tensor& host_in) {
       return below_->reduce_scatter(host_out, host_in, op, label);
     });
   }
   Pending do_all_reduce(at::Tensor tensor, comm::ReduceOp op, Label label) override {
-    return staged("all_reduce", tensor, tensor,
+    return staged("all_reduce", label, tensor, tensor,
                   [&](const at::Tensor& host, const at::Tensor&) { return below_->all_reduce(host, op, label); });
   }
   Pending do_broadcast(at::Tensor tensor, int root, Label label) override {
-    return staged("broadcast", tensor, tensor,
+    return staged("broadcast", label, tensor, tensor,
                   [&](const at::Tensor& host, const at::Tensor&) { return below_->broadcast(host, root, label); });
   }
   Pending do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits, std::vector<int64_t> in_splits,
                         Label label) override {
-    return staged("all_to_all", out, in, [&](const at::Tensor& host_out, const at::Tensor& host_in) {
+    return staged("all_to_all", label, out, in, [&](const at::Tensor& host_out, const at::Tensor& host_in) {
       return below_->all_to_all(host_out, host_in, std::move(out_splits), std::move(in_splits), label);
     });
   }
   void do_barrier(Label label) override { below_->barrier(label); }
-  comm::GroupPtr do_sibling(c10::Device) override { return std::make_shared<StagedGroup>(below_->sibling()); }
+  comm::GroupPtr do_sibling(c10::Device) override { return std::make_shared<StagedGroup>(below_->sibling(), fails_); }
 
  private:
   // The memory of a tensor of the device, which does not keep it.
@@ -74,10 +78,10 @@ class StagedGroup final : public comm::Group {
     Work(Pending inner, at::Tensor host, at::Tensor target, c10::Event done)
         : inner_(std::move(inner)), host_(std::move(host)), target_(std::move(target)), done_(std::move(done)) {}
     void wait() override {
+      done_.block(device().getStream(target_.device()));  // also where the call has failed
       inner_.wait();
       const at::NoGradGuard no_grad;
       memory(target_).copy_(host_);
-      done_.block(device().getStream(target_.device()));
     }
     bool wait_for(std::chrono::milliseconds limit) override { return inner_.wait_for(limit); }
 
@@ -88,7 +92,9 @@ class StagedGroup final : public comm::Group {
   };
 
   template <class Launch>
-  Pending staged(const char* name, const at::Tensor& out, const at::Tensor& in, const Launch& launch) {
+  Pending staged(const char* name, Label label, const at::Tensor& out, const at::Tensor& in, const Launch& launch) {
+    const bool fails = fails_ && !fails_->empty() && label.find(*fails_) != Label::npos;
+    TESSERA_CHECK_DIST(!fails, "staged", label, " fails, as was asked for");
     const at::NoGradGuard no_grad;
     if (!stream_) stream_ = device().getStreamFromGlobalPool(out.device());
     c10::Event before(at::kPrivateUse1), done(at::kPrivateUse1);
@@ -101,11 +107,17 @@ class StagedGroup final : public comm::Group {
     }
     done.record(*stream_);
     const at::Tensor host_in = memory(in).clone(), host_out = out.is_same(in) ? host_in : memory(out).clone();
-    return Pending(std::make_unique<Work>(launch(host_out, host_in), host_out, out, std::move(done)));
+    try {
+      return Pending(std::make_unique<Work>(launch(host_out, host_in), host_out, out, std::move(done)));
+    } catch (...) {  // it does not run
+      done.block(device().getStream(out.device()));
+      throw;
+    }
   }
 
   std::optional<c10::Stream> stream_;
   const comm::GroupPtr below_;
+  const std::shared_ptr<const std::string> fails_;
 };
 
 }  // namespace tessera::testing

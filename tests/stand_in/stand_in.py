@@ -1,7 +1,9 @@
 """The stand-in accelerator in Python: `load(path)` gives torch's type "privateuseone" four devices. See stand_in.h."""
 
 import ctypes
+import itertools
 import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -14,6 +16,8 @@ def load(path: str | Path) -> ctypes.CDLL:
     for name in ("launches", "launches_of", "bytes"):
         getattr(library, f"tessera_stand_in_{name}").restype = ctypes.c_int64
     library.tessera_stand_in_races.restype = ctypes.c_char_p
+    library.tessera_stand_in_fail_allocation.argtypes = (ctypes.c_int, ctypes.c_int64)
+    library.tessera_stand_in_fail.argtypes = (ctypes.c_bool,)
     if not hasattr(torch, "privateuseone"):
         # What torch's Python code asks of a device type; without the module it makes no tensor there.
         module = types.ModuleType("torch.privateuseone")
@@ -33,6 +37,20 @@ def load(path: str | Path) -> ctypes.CDLL:
         module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
         torch._register_device_module("privateuseone", module)
     return library
+
+
+def each_allocation(library: ctypes.CDLL, body: Callable[[], object]) -> Iterator[Exception]:
+    """What body() raises where the first allocation of device 0 fails, where the second one does, ... until none."""
+    for number in itertools.count():
+        library.tessera_stand_in_fail_allocation(0, number)
+        try:
+            body()
+            return
+        except Exception as raised:
+            error = raised
+        finally:
+            library.tessera_stand_in_fail_allocation(0, -1)
+        yield error
 
 
 def races(library: ctypes.CDLL) -> list[str]:

@@ -457,8 +457,7 @@ class Engine(EngineCheckpoints, EngineMoving):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients accumulate on this rank, without communication. Any stage; at stage 2 this holds one full
-        gradient of the model."""
+        """Gradients accumulate on this rank, without communication. Any stage; stage 2 holds a full gradient then."""
         self.core.begin_no_sync()
         try:
             yield
@@ -560,34 +559,35 @@ class Engine(EngineCheckpoints, EngineMoving):
         """Removes hooks, frees buffers and gives the client's optimizer back with its states. Parameters keep their
         values; in stage 3 those of a region that is open (zero.GatheredParameters). Safe to call twice; afterwards the
         module is as plain as before and can get a new engine."""
-        built = "core" in self.__dict__
-        if built and self.core.destroyed():
+        if "core" in self.__dict__ and self.core.destroyed():
             return
-        if self._runner is not None:
-            self._runner.release()
-        if "_watch" in self.__dict__:
-            self._watch.close()
-        self._loans.give_back()
-        if built:
-            whole = self._whole_now()
-            self.core.destroy()
-            for param, value in whole:
-                param.data = value
-        if "_parallel" in self.__dict__:
-            self._parallel.undo()
-        self._mesh = _core.Mesh()
-        if "_parallel" in self.__dict__:
-            self._parallel.release()
-        _mesh.discard(self._own_groups)
+        with contextlib.ExitStack() as steps:  # from the last to the first, whatever fails
+            steps.callback(_mesh.discard, self._own_groups)
+            if "_parallel" in self.__dict__:
+                steps.callback(self._parallel.release)
+            steps.callback(setattr, self, "_mesh", _core.Mesh())
+            if "_parallel" in self.__dict__:
+                steps.callback(self._parallel.undo)
+            if "core" in self.__dict__:
+                steps.callback(self._destroy_core)
+            steps.callback(self._loans.give_back)
+            if "_watch" in self.__dict__:
+                steps.callback(self._watch.close)
+            if self._runner is not None:
+                steps.callback(self._runner.release)
 
-    def _whole_now(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The partitioned parameters that are whole at the moment, and their values."""
-        return [
-            (param, copy)
-            for param in self.module.parameters()
-            if (number := self._index.get(id(param), -1)) >= 0 and self.core.partition_of(number).partitioned
-            if self.core.is_gathered(number) and (copy := copy_of(param)) is not None
-        ]
+    def _destroy_core(self) -> None:
+        whole: dict[torch.Tensor, torch.Tensor] = {}  # of partitioned parameters that are so at the moment
+        try:
+            for param in self.module.parameters():
+                number = self._index.get(id(param), -1)
+                here = number >= 0 and self.core.partition_of(number).partitioned and self.core.is_gathered(number)
+                if here and (copy := copy_of(param)) is not None:
+                    whole[param] = copy
+        finally:
+            self.core.destroy()
+        for gathered, value in whole.items():
+            gathered.data = value
 
     def __del__(self) -> None:
         # At the interpreter's end nobody is left to give anything back to, and torch may be half gone.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
+import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -43,13 +46,20 @@ def settle_buffers(model: nn.Module, settings: _core.Config) -> None:
 
 
 def keep_place(model: nn.Module) -> Callable[[], None]:
-    """What moves `model` back to the device where it is now, if it has left it."""
-    first = next(model.parameters(), None)
-    origin = None if first is None else first.device
+    """What moves `model` back to the device where it is now, if some of it has left it."""
+
+    def devices() -> set[torch.device]:
+        return {t.device for t in (*model.parameters(), *model.buffers())}
+
+    before = devices()
 
     def move_back() -> None:
-        if first is not None and origin is not None and first.device != origin:
-            with same_objects(first, origin):
-                model.to(origin)
+        if len(before) != 1 or devices() == before:
+            return
+        traceback.clear_frames(sys.exc_info()[2])  # where torch swaps tensors nobody else may hold them
+        (origin,) = before
+        moved = [p for p in model.parameters() if p.device != origin]
+        with same_objects(moved[0], origin) if moved else nullcontext():
+            model.to(origin)
 
     return move_back

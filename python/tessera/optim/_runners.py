@@ -211,7 +211,9 @@ class NativeRunner(Runner):
             memory = self._core.memory()
             # Because they have no room here. (Parameters may be away, too.)
             away = self._core.states_are_away() or memory.host + memory.disk > memory.params
-            self.base.state = defaultdict(dict, {} if away else self._view.copied())
+            self.base.state = defaultdict(dict)  # also where there is no memory for copies
+            if not away:
+                self.base.state.update(self._view.copied())
 
 
 def _call(reference: weakref.ref[NativeRunner], method: str, *args: Any) -> None:

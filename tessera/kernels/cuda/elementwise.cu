@@ -84,9 +84,12 @@ std::string why_unusable() {
     newest_card = std::max(newest_card, 10 * major + minor);
   }
   if (newest_card >= oldest) return "";
+  constexpr int kOldestOf13 = 75;
+  const bool dropped = newest_card < kOldestOf13 && CUDART_VERSION >= 13000;
   return "the card is of architecture " + std::to_string(newest_card) + ", and these kernels were built for " +
          std::to_string(oldest) +
-         " and later; build Tessera with CMAKE_CUDA_ARCHITECTURES=" + std::to_string(newest_card);
+         " and later; build Tessera with CMAKE_CUDA_ARCHITECTURES=" + std::to_string(newest_card) +
+         (dropped ? " and a toolkit of CUDA 12, the last one that knows it" : "");
 }
 
 void scaled_copy(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n, void* stream) {

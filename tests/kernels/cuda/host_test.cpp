@@ -54,7 +54,10 @@ TEST_F(CudaOnHost, SaysWhatIsMissing) {
             "Tessera with a toolkit that is no newer than it");
   EXPECT_EQ(why(13000, 70),
             "the card is of architecture 70, and these kernels were built for 80 and later; build Tessera with "
-            "CMAKE_CUDA_ARCHITECTURES=70");
+            "CMAKE_CUDA_ARCHITECTURES=70 and a toolkit of CUDA 12, the last one that knows it");
+  EXPECT_EQ(why(13000, 75),
+            "the card is of architecture 75, and these kernels were built for 80 and later; build Tessera with "
+            "CMAKE_CUDA_ARCHITECTURES=75");
   for (const int usable : {80, 86, 100})
     EXPECT_EQ(why(13010, usable), "");
 }

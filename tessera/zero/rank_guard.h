@@ -1,4 +1,4 @@
-// Disks: work that may fail on one rank, for its disk or its memory, while the others wait for that rank in collectives.
+// RankGuard: work that may fail on one rank, for its disk or its memory, while the others wait for that rank in collectives.
 #pragma once
 
 #include <string>
@@ -13,14 +13,30 @@ namespace tessera::zero {
 bool states_on_device(const Unit& unit);
 bool lives_on_device(const Unit& unit);
 
+// An OutOfMemoryError that all ranks of an engine have, so that none waits for another.
+class AgreedOutOfMemory final : public c10::OutOfMemoryError {
+  using c10::OutOfMemoryError::OutOfMemoryError;
+};
+
+// Where only this rank has `error`: the groups of `ranks` end with it, so that the others do not wait for this one.
+void end_groups(const c10::OutOfMemoryError& error, const Ranks& ranks);
+
+// What ranks agreed on.
+struct Failure {
+  std::string text{};      // this rank's, else that another one has one; empty: none
+  bool of_memory = false;  // the device's; the same on all ranks
+  // Throws it behind `what`: as AgreedOutOfMemory, else as an IoError.
+  void check(const std::string& what) const;
+};
+
 // The collectives between pieces of such work are made all the same; at the end all ranks agree on how it went.
-class DiskGuard {
+class RankGuard {
  public:
   // `agrees`: agree() will be called, so what fails is kept until then. Else it is thrown at once.
-  explicit DiskGuard(bool agrees) : agrees_(agrees) {}
+  explicit RankGuard(bool agrees) : agrees_(agrees) {}
   // It agrees, but on the device's memory only; all other errors are thrown.
-  static DiskGuard for_memory() {
-    DiskGuard guard(true);
+  static RankGuard for_memory() {
+    RankGuard guard(true);
     guard.all_ = false;
     return guard;
   }
@@ -28,7 +44,7 @@ class DiskGuard {
   // Nothing happens after a failure.
   template <class F>
   void run(const F& work) {
-    if (failure_.empty()) run_always(work);
+    if (mine_.text.empty()) run_always(work);
   }
   // Keeps the first failure, of memory too; not errors of the caller's, which all ranks have.
   template <class F>
@@ -37,7 +53,7 @@ class DiskGuard {
     try {
       work();
     } catch (const c10::OutOfMemoryError& error) {
-      keep(error.what_without_backtrace());
+      keep(error.what_without_backtrace(), /*of_memory=*/true);
     } catch (const c10::ValueError&) {
       throw;
     } catch (const c10::Error& error) {
@@ -48,16 +64,16 @@ class DiskGuard {
       keep(error.what());
     }
   }
-  // This rank's failure, else that another one has one; empty: there is none. Collective.
-  std::string agree(const Ranks& ranks) const;
+  // Collective.
+  Failure agree(const Ranks& ranks) const;
 
  private:
-  void keep(const std::string& failure) {
-    if (failure_.empty()) failure_ = failure;
+  void keep(const std::string& failure, bool of_memory = false) {
+    if (mine_.text.empty()) mine_ = {failure, of_memory};
   }
 
   bool agrees_, all_ = true;
-  std::string failure_;
+  Failure mine_;
 };
 
 }  // namespace tessera::zero
