@@ -154,6 +154,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] != ROOT:  # an import that nobody else has found
+            return None
         module, _, last = fullname.rpartition(".")
         if last == "__main__" and "main" in MODULES.get(module, {}):  # for `python -m module`
             return importlib.machinery.ModuleSpec(fullname, self, origin="Tessera")

@@ -3,6 +3,7 @@ callers that ask a module, or pass it as `mpu`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tessera.sequence as sequence
@@ -31,43 +32,24 @@ def current() -> Any:
     return _made[1]
 
 
-def get_sequence_parallel_group() -> Any:
-    return current().get_sequence_parallel_group()
+def _of_current(name: str) -> Callable[[], Any]:
+    def get() -> Any:
+        return getattr(current(), name)()
+
+    get.__name__ = get.__qualname__ = name
+    return get
 
 
-def get_sequence_parallel_rank() -> int:
-    return current().get_sequence_parallel_rank()
-
-
-def get_sequence_parallel_world_size() -> int:
-    return current().get_sequence_parallel_world_size()
-
-
-def get_sequence_data_parallel_group() -> Any:
-    return current().get_sequence_data_parallel_group()
-
-
-def get_sequence_data_parallel_rank() -> int:
-    return current().get_sequence_data_parallel_rank()
-
-
-def get_sequence_data_parallel_world_size() -> int:
-    return current().get_sequence_data_parallel_world_size()
-
-
+get_sequence_parallel_group = _of_current("get_sequence_parallel_group")
+get_sequence_parallel_rank = _of_current("get_sequence_parallel_rank")
+get_sequence_parallel_world_size = _of_current("get_sequence_parallel_world_size")
+get_sequence_data_parallel_group = _of_current("get_sequence_data_parallel_group")
+get_sequence_data_parallel_rank = _of_current("get_sequence_data_parallel_rank")
+get_sequence_data_parallel_world_size = _of_current("get_sequence_data_parallel_world_size")
+get_data_parallel_group = _of_current("get_data_parallel_group")
+get_data_parallel_rank = _of_current("get_data_parallel_rank")
+get_data_parallel_world_size = _of_current("get_data_parallel_world_size")
 # "Model parallel" is the one axis beside the data-parallel one.
 get_model_parallel_group = get_sequence_parallel_group
 get_model_parallel_rank = get_sequence_parallel_rank
 get_model_parallel_world_size = get_sequence_parallel_world_size
-
-
-def get_data_parallel_group() -> Any:
-    return current().get_data_parallel_group()
-
-
-def get_data_parallel_rank() -> int:
-    return current().get_data_parallel_rank()
-
-
-def get_data_parallel_world_size() -> int:
-    return current().get_data_parallel_world_size()

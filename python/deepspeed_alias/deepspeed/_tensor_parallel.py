@@ -234,8 +234,10 @@ class GatherReplacedLayerParams:
 
     def __enter__(self) -> None:
         if self.enabled:
-            self._stack.enter_context(tessera.zero.GatheredParameters(self.params))
-            self._stack.enter_context(parallel.WholeSlices(self.params, self._model))
+            with contextlib.ExitStack() as entered:  # both or none
+                entered.enter_context(tessera.zero.GatheredParameters(self.params))
+                entered.enter_context(parallel.WholeSlices(self.params, self._model))
+                self._stack = entered.pop_all()
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()

@@ -137,11 +137,13 @@ class WholeSlices:
     def __enter__(self) -> None:
         if self._slices:
             raise UsageError("[WholeSlices] entered twice")
+        if self._ranks is None:
+            return
+        group = self._ranks.group
         with torch.no_grad():
-            for param, cut in self._cuts:
-                assert self._ranks is not None
-                whole = cut.gather(param.detach(), self._ranks.group, "whole value of a cut parameter")
-                self._slices.append(param.data)
+            wholes = [cut.gather(param.detach(), group, "whole value of a cut parameter") for param, cut in self._cuts]
+            self._slices = [param.data for param, _ in self._cuts]
+            for (param, _), whole in zip(self._cuts, wholes, strict=True):
                 param.data = whole
 
     def __exit__(self, *error: Any) -> None:
