@@ -58,6 +58,7 @@ UpdateRange range_of(const Buffers& b, const Shape& shape) {
   if (shape.form.master.residual) r.residual = b.residual.as();
   if (shape.form.master.weight) r.weight = b.weight.as();
   r.weight_dtype = shape.form.master.weight_dtype;
+  r.adopts = shape.form.master.adopts;
   r.grad = b.grad.as();
   r.grad_dtype = shape.grad;
   r.state0 = b.state0.as();
@@ -73,7 +74,7 @@ Streams streams_of(const Buffers& b, const Shape& shape) {
   Streams s;
   if (master.master) s.update4 = {b.master.as<char>()};
   if (master.residual) s.update2 = {b.residual.as<char>()};
-  if (master.weight) (master.master ? s.write2 : s.update2).push_back(b.weight.as<char>());
+  if (master.weight) (master.master && !master.adopts ? s.write2 : s.update2).push_back(b.weight.as<char>());
   auto& states = shape.form.state_dtype == DType::F32 ? s.update4 : s.update2;
   if (shape.states > 0) states.push_back(b.state0.as<char>());
   if (shape.states > 1) states.push_back(b.state1.as<char>());

@@ -144,6 +144,14 @@ void bind_checkpoint(py::module_& m) {
             return state;
           },
           py::arg("param"), py::arg("kind"), NoGil())
+      .def(
+          "buffer",
+          [](const Restore& r, const std::string& name) -> std::optional<at::Tensor> {
+            at::Tensor value = r.buffer(name);
+            if (!value.defined()) return std::nullopt;
+            return value;
+          },
+          py::arg("name"), NoGil())
       .def("apply", &Restore::apply, NoGil());
 
   m.def(

@@ -166,6 +166,10 @@ void bind_comm(py::module_& m) {
       .def("ranks_along", &MeshShape::ranks_along, py::arg("axes"), py::arg("rank"))
       .def("groups", &MeshShape::groups);
   m.def("mesh_shape", &mesh_shape, py::arg("world"), py::arg("shards") = -1, py::arg("sp") = 1, py::arg("tp") = 1);
+  m.def(
+      "check_asked",
+      [](Group& group, c10::Device device, int shards, int sp, int tp) { check_asked(group, device, shards, sp, tp); },
+      py::arg("group"), py::arg("device"), py::arg("shards"), py::arg("sp"), py::arg("tp"), NoGil());
   py::class_<Mesh>(m, "Mesh")
       .def(py::init<>())
       .def(py::init<GroupPtr>(), py::arg("dp_shard"))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -73,14 +74,17 @@ def mesh_sizes(config: _core.Config) -> dict[str, int]:
     }
 
 
-def core_mesh(group: Any = None, shards: int = -1, sp: int = 1, tp: int = 1) -> tuple[_core.Mesh, OwnGroups]:
+def core_mesh(
+    group: Any = None, shards: int = -1, sp: int = 1, tp: int = 1, device: Any = None
+) -> tuple[_core.Mesh, OwnGroups]:
     """The ranks of an engine on the core's axes, and the process groups that were created for it.
 
     `group`: all these ranks, as in core_group(), or all processes as a RankOrder; or a DeviceMesh with dimensions named
     dp_replicate, dp_shard, sp, tp, or without such names of one dimension (dp_shard) or two (dp_replicate, dp_shard);
     or a mesh of the core. `tp` consecutive ranks hold slices of one model, `sp` neighbours of those one sequence, of
     the rest `shards` (> 0) share model states and the others replicate them; where that needs new process groups, the
-    call is collective over all processes of torch.distributed."""
+    call is collective over all processes of torch.distributed. `device`: where the ranks of `group` talk (None: the
+    CPU), which first compare what they ask for."""
     if isinstance(group, (_core.Mesh, DeviceMesh)):
         mesh = _from_device_mesh(group) if isinstance(group, DeviceMesh) else group
         _check_axis(mesh, _core.Axis.Sp, sp, "sequence_parallel_size")
@@ -88,6 +92,7 @@ def core_mesh(group: Any = None, shards: int = -1, sp: int = 1, tp: int = 1) -> 
         return mesh, OwnGroups(along=_groups_of(group) if isinstance(group, DeviceMesh) else {})
     order, group = (group, None) if isinstance(group, RankOrder) else (None, group)
     whole = core_group(group)
+    _core.check_asked(whole, torch.device("cpu") if device is None else device, shards, sp, tp)
     shape = _core.mesh_shape(whole.size, shards, sp, tp)
     if shape.size(_core.Axis.DpShard) == whole.size:
         world = dist.group.WORLD if group is None else group

@@ -1,5 +1,10 @@
 #include "tessera/comm/mesh.h"
 
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <sstream>
+
 #include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
 
@@ -71,6 +76,37 @@ MeshShape mesh_shape(int world, int shards, int sp, int tp) {
                       "(zero_optimization.mics_shard_size), ",
                       shards);
   return {{batch / shards, shards, sp, tp}};
+}
+
+std::string asked_text(int shards, int sp, int tp) {
+  return c10::str("zero_optimization.mics_shard_size ", shards > 0 ? shards : -1, ", sequence_parallel_size ", sp,
+                  ", tensor_parallel.autotp_size ", tp);
+}
+
+void check_asked(const std::vector<std::string>& asked) {
+  for (size_t rank = 1; rank < asked.size(); ++rank) {
+    std::istringstream first(asked[0]), other(asked[rank]);
+    std::string a, b;
+    while (std::getline(first, a, ',') && std::getline(other, b, ','))
+      TESSERA_CHECK_VALUE(a == b, "comm.mesh", "ranks ask for different meshes: rank 0 has ", a.substr(a[0] == ' '),
+                          ", rank ", rank, " has ", b.substr(b[0] == ' '), "; give all ranks the same configuration");
+  }
+}
+
+void check_asked(Group& group, c10::Device device, int shards, int sp, int tp) {
+  if (group.size() == 1) return;
+  at::Tensor all = at::zeros({group.size(), 3}, at::kLong);
+  all[group.rank()].copy_(at::tensor({shards, sp, tp}, at::kLong));
+  at::Tensor travelling = all.to(device);
+  group.all_gather(travelling.flatten(), travelling[group.rank()].flatten(), "sizes of a mesh").wait();
+  all = travelling.cpu();
+  std::vector<std::string> asked;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const at::Tensor row = all[rank];
+    const auto number = [&](int i) { return static_cast<int>(row[i].item<int64_t>()); };
+    asked.push_back(asked_text(number(0), number(1), number(2)));
+  }
+  check_asked(asked);
 }
 
 Mesh::Mesh() : single_(single_group()) {}

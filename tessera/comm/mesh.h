@@ -70,6 +70,14 @@ struct MeshShape {
 // replicate them; otherwise all of them share. Value error where the numbers do not divide.
 MeshShape mesh_shape(int world, int shards = -1, int sp = 1, int tp = 1);
 
+// What every rank asks of a mesh, by rank: "key size, key size, ...", with the same keys. Value error that names the first one
+// that differs.
+void check_asked(const std::vector<std::string>& asked);
+// The same of what mesh_shape() takes, under the keys of a configuration, on all ranks alike. Collective over `group`, where
+// no group along an axis has been made yet: those that ask for another mesh would wait for each other there.
+void check_asked(Group& group, c10::Device device, int shards, int sp, int tp);
+std::string asked_text(int shards, int sp, int tp);
+
 // Groups are handed in; an axis that is not set has one rank. Immutable once built.
 class Mesh {
  public:

@@ -19,6 +19,8 @@ Options options_from(const config::Config& config, int data_parallel_size) {
   options.managed_accumulation = config.managed_gradient_accumulation;
   options.precision_of_model = !config::casts_model(config);
   options.sequence_communication = config.seq_parallel_communication_data_type;
+  if (!config.scheduler.type.empty())
+    options.schedule = config.scheduler.type + " " + config::Value(config.scheduler.params).text();
   options.time_device = config.wall_clock_breakdown;
   options.broadcast_buffers = config.tessera.broadcast_buffers;
   options.accumulate_in = config.data_types.grad_accum_dtype;

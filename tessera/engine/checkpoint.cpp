@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "tessera/base/error.h"
@@ -12,6 +13,7 @@
 #include "tessera/engine/group_fields.h"
 #include "tessera/engine/logical.h"
 #include "tessera/engine/together.h"
+#include "tessera/io/crc32c.h"
 #include "tessera/io/file.h"
 #include "tessera/io/progress.h"
 
@@ -233,7 +235,6 @@ std::vector<Item> Checkpointer::items(const SaveOptions& options, const ClientPa
   }
   SavedAccumulation accumulation = save_accumulation(engine_);
   std::move(accumulation.items.begin(), accumulation.items.end(), std::back_inserter(items));
-  if (!is_first_of_engine()) return items;
   for (const ClientTensor& t : client.tensors) {
     if (t.tensor.numel() == 0) continue;
     items.push_back({t.name,
@@ -250,9 +251,36 @@ std::vector<Item> Checkpointer::items(const SaveOptions& options, const ClientPa
   return items;
 }
 
+// Of this rank's buffers, those that the first rank of its engine has otherwise, under their own names. Collective.
+std::vector<ClientTensor> Checkpointer::own_buffers(const ClientPart& client) {
+  std::map<std::string, std::string> mine;
+  const auto all = together(ranks(), "buffers of a checkpoint", [&] {
+    for (const ClientTensor& t : client.tensors) {
+      if (t.kind != kBuffer || t.tensor.numel() == 0) continue;
+      const at::Tensor values = t.tensor.detach().cpu().contiguous();
+      mine[t.name] =
+          c10::str(t.tensor.sizes(), values.scalar_type(), io::crc32c(values.const_data_ptr(), values.nbytes()));
+    }
+    return Json{{"first", is_first_of_engine()}, {"buffers", mine}}.dump();
+  });
+  int first = ranks().place();
+  while (first > 0 && !Json::parse(all[first]).at("first").get<bool>())
+    --first;
+  const auto theirs = Json::parse(all[first]).at("buffers").get<std::map<std::string, std::string>>();
+  std::vector<ClientTensor> own;
+  for (const ClientTensor& t : client.tensors) {
+    const auto found = mine.find(t.name);
+    if (found == mine.end() || t.kind != kBuffer) continue;
+    if (const auto other = theirs.find(t.name); other == theirs.end() || other->second != found->second)
+      own.push_back({buffer_name_of(t.name, ranks().place()), kRankBuffer, t.tensor});
+  }
+  return own;
+}
+
 checkpoint::Manifest Checkpointer::manifest(const SaveOptions& options, const ClientPart& client) {
   checkpoint::Manifest manifest;
   Json run = run_of(engine_);
+  run["ranks"] = c10::str(ranks().all(), ": ", spread_of(engine_.mesh()));
   run["client"] = Json::parse(client.run, nullptr, /*allow_exceptions=*/false);
   TESSERA_CHECK_VALUE(run["client"].is_object(), "checkpoint", "the client's part of the run is not a JSON object");
   const std::string accumulation = save_accumulation(engine_).run;
@@ -308,6 +336,8 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
   auto job = std::make_shared<Job>();
   job->dir = std::filesystem::absolute(dir).string();  // a save in the background outlives a chdir()
   job->options = options;
+  std::vector<ClientTensor> own = own_buffers(client);
+  if (!is_first_of_engine()) client.tensors = std::move(own);
   const auto plans = together(ranks(), "start of a checkpoint", [&] {
     engine_.states().check_whole();
     engine_.adopt_params();

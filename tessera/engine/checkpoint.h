@@ -27,7 +27,8 @@ struct SaveOptions {
   enum class Tags { Ignore, Warn, Fail } tags = Tags::Ignore;
 };
 
-// A tensor of the front end's, all of it, the same on all ranks of the data; rank 0 writes it.
+// A tensor of the front end's, all of it; the first rank writes it, as the value of all. A "buffer" that is another one on
+// other ranks is written by these too (kRankBuffer in logical.h).
 struct ClientTensor {
   std::string name, kind;
   at::Tensor tensor;
@@ -86,6 +87,7 @@ class Checkpointer {
 
  private:
   struct Job;
+  std::vector<ClientTensor> own_buffers(const ClientPart& client);
   std::vector<checkpoint::Item> items(const SaveOptions& options, const ClientPart& client);
   checkpoint::Manifest manifest(const SaveOptions& options, const ClientPart& client);
   void stage(std::vector<checkpoint::Item>& items);

@@ -8,6 +8,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/heap.h"
+#include "tessera/engine/agreement.h"
 #include "tessera/engine/checkpoint.h"
 #include "tessera/engine/initial_values.h"
 #include "tessera/engine/preflight.h"
@@ -30,6 +31,7 @@ struct Engine::Impl {
   int64_t begun = 0;              // micro-steps since the last boundary
   int64_t counted_backwards = 0;  // by earlier updates
   int64_t stepped_backwards = 0;  // by earlier calls of step()
+  int64_t empty_steps = 0;        // of those since the last boundary, without a backward of their own
   std::optional<bool> boundary_override;
   bool in_step = false, no_sync = false, coalesce = false, applied = false;
   std::optional<double> norm;
@@ -75,7 +77,15 @@ struct Engine::Impl {
     return {boundary(), no_sync || coalesce, mean, scaling.gradient_scale()};
   }
 
-  bool apply(const std::function<void()>& external, std::optional<double> global_norm);
+  bool apply(const std::function<void()>& external, std::optional<double> global_norm, int64_t empty);
+
+  // Of the gradients as they are. Value error where ranks differ in what they step by.
+  zero::GradientSummary summarize(const char* call, int64_t empty, std::optional<double> norm = {}) const {
+    const StepTerms terms{call, options.gradient_accumulation_steps, empty, model->units.groups()};
+    zero::GradientSummary summary = model->updater.summarize(norm, terms.digest());
+    if (!summary.alike) terms.refuse(model->units.ranks());
+    return summary;
+  }
 
   void count_samples() {
     const int64_t before = std::exchange(counted_backwards, model->driver.backwards());
@@ -145,9 +155,10 @@ Engine::~Engine() = default;
 
 void Engine::broadcast_buffers(const std::vector<at::Tensor>& buffers) {
   if (!impl_->options.broadcast_buffers) return;
-  const zero::Ranks ranks(impl_->mesh);
+  zero::Ranks ranks(impl_->mesh);
+  ranks.device = impl_->device;
   try {
-    engine::broadcast_buffers(ranks, buffers, impl_->device);
+    zero::broadcast_words(ranks, buffers, 0, "initial values of buffers");
   } catch (const c10::OutOfMemoryError& error) {
     zero::end_groups(error, ranks);
     throw;
@@ -259,12 +270,13 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
                       "global_norm at a step that is no accumulation boundary, where nothing is clipped: give it where "
                       "is_gradient_accumulation_boundary() is true");
   if (global_norm) m.check_keeps_gradients("step");
+  const int64_t empty = m.empty_steps + (has_uncounted_backward() ? 0 : 1);
   m.in_step = true;
   bool finite = true;
   m.applied = false;
   if (boundary) {
     try {
-      finite = m.apply(external, global_norm);
+      finite = m.apply(external, global_norm, empty);
     } catch (c10::OutOfMemoryError& error) {
       m.in_step = false;
       m.model->units.fail_alone(error);
@@ -278,6 +290,7 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
   m.in_step = false;
   ++m.micro_steps;
   m.begun = boundary ? 0 : m.begun + 1;
+  m.empty_steps = boundary ? 0 : empty;
   m.stepped_backwards = m.model->driver.backwards();
   m.boundary_override.reset();
   if (boundary) m.scaling.step_done(finite);  // last: it may have an error to report
@@ -285,11 +298,11 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
 }
 
 // The boundary's part of a step. False when gradients had inf or NaN.
-bool Engine::Impl::apply(const std::function<void()>& external, std::optional<double> global_norm) {
+bool Engine::Impl::apply(const std::function<void()>& external, std::optional<double> global_norm, int64_t empty) {
   model->units.check_whole();
   model->driver.ensure_reduced();
   if (global_norm) *global_norm *= scaling.gradient_scale();
-  const zero::GradientSummary summary = model->updater.summarize(global_norm);
+  const zero::GradientSummary summary = summarize("step()", empty, global_norm);
   if (model->early.on()) {
     norm = summary.norm;
     applied = true;
@@ -328,7 +341,7 @@ void Engine::zero_grad() {
 double Engine::grad_norm() try {
   zero::ShardedModel& model = impl_->here("grad_norm");
   model.driver.ensure_reduced();
-  return model.updater.summarize().norm / impl_->scaling.gradient_scale();
+  return impl_->summarize("grad_norm()", 0).norm / impl_->scaling.gradient_scale();
 } catch (c10::OutOfMemoryError& error) {
   impl_->model->units.fail_alone(error);
 }

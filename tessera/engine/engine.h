@@ -37,6 +37,7 @@ struct Options {
   bool time_device = false;       // phases begin and end when the device has done its work (base/phases.h)
   bool broadcast_buffers = true;  // broadcast_buffers() does what it says, and nothing without this
   std::string nvme_path;          // where offload_states() may put what goes to a disk
+  std::string schedule;           // what the configuration says of it, which all ranks must have alike
   std::string client_optimizer;   // Rule::External: class and hyper-parameters, which all ranks must have alike
   amp::ScalerOptions scaler;      // loss scaling
   amp::AutocastOptions autocast;  // what forward computes in
@@ -92,7 +93,8 @@ class Engine {
   // between clipping and refresh with the master gradients in place (states().local_view(i, Gradient), fp32).
   // `global_norm`: clip to this norm, of several engines (see norm_contribution()), instead of to the engine's own; one
   // that is not finite skips the step in every precision, as an overflow does. The same on all ranks. Value error, with
-  // nothing counted, for a negative one, for different ones, and between boundaries, where nothing is clipped.
+  // nothing counted, for a negative one, for different ones, and between boundaries, where nothing is clipped; at a boundary
+  // also, on all ranks, where they differ in rates, accumulation steps or calls (Note [What ranks step by] in agreement.h).
   bool step(const std::function<void()>& external = {}, std::optional<double> global_norm = {});
   // Drops every accumulated gradient, also p.grad. Local.
   void zero_grad();
@@ -147,7 +149,7 @@ class Engine {
   // Writes masters back into the compute parameters (after masters were edited). Collective for sharded states.
   void refresh_params();
   // Takes the values of compute parameters that were edited or loaded as new masters; untouched ones keep the bits of
-  // theirs. step() and reading a master do so too, except for edits that torch does not count (p.data.copy_()). Local.
+  // theirs. step() and reading a master do so too. Local.
   void adopt_params();
 
   // Moves what of `kinds` lives on the device to host memory or into a file in Options::nvme_path, until reload_states():

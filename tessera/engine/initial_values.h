@@ -16,8 +16,4 @@ void broadcast_unmanaged(const comm::Mesh& mesh, const zero::Options& options, c
 // of those that were converted, the values that rounding left. Local.
 void cast_back(const std::vector<ParamSpec>& params, const std::vector<at::ScalarType>& dtypes) noexcept;
 
-// Rank 0's values of a module's buffers (strided, of any dtype), in place. `device`: where ranks talk. Collective; all
-// ranks have buffers of the same sizes and dtypes.
-void broadcast_buffers(const zero::Ranks& ranks, const std::vector<at::Tensor>& buffers, c10::Device device);
-
 }  // namespace tessera::engine

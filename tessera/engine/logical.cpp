@@ -46,6 +46,17 @@ std::string file_name_of(const Engine& engine, const ParamSpec& spec) {
   return spec.name + checkpoint::suffix_of(place_of(engine, spec));
 }
 
+std::string spread_of(const comm::Mesh& mesh) {
+  std::string text;
+  for (const comm::Axis axis : comm::kAxes)
+    if (mesh.size(axis) > 1) text += c10::str(text.empty() ? "" : " x ", axis_name(axis), " ", mesh.size(axis));
+  return text;
+}
+
+std::string buffer_name_of(const std::string& name, int place) {
+  return name + checkpoint::suffix_of({{"rank", place, 0}});
+}
+
 zero::Ranks ranks_of(const Engine& engine) {
   zero::Ranks ranks(engine.mesh());
   if (!engine.params().empty()) ranks.device = engine.params().front().tensor.device();

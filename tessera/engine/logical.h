@@ -11,7 +11,10 @@ namespace tessera::engine {
 
 inline constexpr const char* kWeight = "weight";
 inline constexpr const char* kMaster = "master";
-inline constexpr const char* kBuffer = "buffer";
+inline constexpr const char* kBuffer = "buffer";  // of the first rank
+// Of a rank where it is another one than the first's (statistics of a batch): named for the rank, and its own again where
+// spread_of() is the same. Nobody else reads it.
+inline constexpr const char* kRankBuffer = "rank_buffer";
 // "weight", "master" or the state's name in torch.
 std::string kind_of(Engine& engine, Quantity quantity);
 
@@ -24,6 +27,11 @@ std::vector<checkpoint::Along> place_of(const Engine& engine, const ParamSpec& s
 std::vector<std::vector<checkpoint::Along>> places_of(const Engine& engine, const ParamSpec& spec);
 // Its name with this rank's place.
 std::string file_name_of(const Engine& engine, const ParamSpec& spec);
+
+// How ranks lie on axes, as a text.
+std::string spread_of(const comm::Mesh& mesh);
+// The name of a rank's own buffer; `place` among all ranks that save.
+std::string buffer_name_of(const std::string& name, int place);
 
 // All ranks of the engine, whose groups may take tensors of its device only.
 zero::Ranks ranks_of(const Engine& engine);

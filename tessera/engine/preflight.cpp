@@ -1,16 +1,13 @@
 #include "tessera/engine/preflight.h"
 
-#include <ATen/ops/tensor.h>
-#include <ATen/ops/zeros.h>
-
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <sstream>
 #include <unordered_map>
 
 #include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
+#include "tessera/engine/agreement.h"
 #include "tessera/shard/storage.h"
 #include "tessera/zero/hooks.h"
 
@@ -56,6 +53,7 @@ std::string text_of(const ParamSpec& spec, bool whole) {
   if (!spec.varies.empty()) text << ", differs along " << spec.varies.name();
   if (!shard::Form(spec.tensor).strides.empty() && !spec.tensor.is_contiguous())
     text << ", strides " << spec.tensor.strides();
+  if (spec.tensor.scalar_type() != at::kFloat) text << ", " << spec.tensor.scalar_type();
   text << (spec.group < 0 ? ", not optimized" : ", param group " + std::to_string(spec.group)) << ", unit '"
        << spec.unit << "'";
   if (spec.comm) text << ", travels in " << *spec.comm;
@@ -89,6 +87,7 @@ std::vector<std::string> lines_of(const Options& options, const std::vector<Para
   add("precision: parameters ", p.param, ", gradients ", p.grad, ", states ", p.state, ", master ", int(p.master),
       ", rounding ", int(p.rounding), " ", int(p.grad_rounding), ", skips overflows ", p.skip_nonfinite);
   add("optimizer ", int(options.rule), " ", options.client_optimizer);
+  add("scheduler ", options.schedule);
   add("gradient_accumulation_steps ", options.gradient_accumulation_steps);
   add("gradient_clipping ", options.gradient_clipping);
   add("managed_gradient_accumulation ", options.managed_accumulation, ", reduction in the step ", zero.reduce_at_step);
@@ -110,43 +109,6 @@ std::vector<std::string> lines_of(const Options& options, const std::vector<Para
   for (const ParamSpec& spec : params)
     lines.push_back(text_of(spec, whole));
   return lines;
-}
-
-// FNV-1a, cut to what a double holds exactly.
-double hash_of(const std::vector<std::string>& lines) {
-  uint64_t hash = 14695981039346656037ULL;
-  for (const std::string& line : lines) {
-    for (const char c : line + "\n")
-      hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
-  }
-  return static_cast<double>(hash >> 12);
-}
-
-// `text` of the rank with place() `root`, on all of them.
-std::string broadcast(const zero::Ranks& ranks, const std::string& text, int root) {
-  const bool mine = ranks.place() == root;
-  at::Tensor size = at::zeros({1}, at::kDouble);
-  if (mine) size.fill_(static_cast<double>(text.size()));
-  ranks.agree(size, comm::ReduceOp::Max, "what ranks built");
-  const at::Tensor bytes = at::zeros({std::max<int64_t>(1, static_cast<int64_t>(size.item<double>()))}, at::kByte);
-  if (mine) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
-  ranks.agree(bytes, comm::ReduceOp::Max, "what ranks built");
-  return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(size.item<double>())};
-}
-
-std::vector<std::string> split(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);)
-    lines.push_back(line);
-  return lines;
-}
-
-std::string joined(const std::vector<std::string>& lines) {
-  std::string text;
-  for (const std::string& line : lines)
-    text += line + "\n";
-  return text;
 }
 
 }  // namespace
@@ -193,33 +155,6 @@ amp::PrecisionPolicy precision_of_model(const std::vector<ParamSpec>& params, st
   return {dtype, grad.value_or(dtype), amp::Master::Weight, dtype == at::kHalf ? at::kFloat : dtype};
 }
 
-namespace {
-
-void check_same(const zero::Ranks& ranks, const std::vector<std::string>& mine) {
-  if (ranks.all() == 1) return;
-  const double hash = hash_of(mine);
-  at::Tensor bounds = at::tensor({hash, -hash}, at::kDouble);
-  ranks.agree(bounds, comm::ReduceOp::Max, "what ranks built");
-  if (bounds[0].item<double>() == -bounds[1].item<double>()) return;
-
-  const std::vector<std::string> first = split(broadcast(ranks, joined(mine), 0));
-  size_t at = 0;
-  while (at < first.size() && at < mine.size() && first[at] == mine[at])
-    ++at;
-  const bool differs = at < first.size() || at < mine.size();
-  at::Tensor other = at::tensor({differs ? -ranks.place() : -ranks.all()}, at::kDouble);
-  ranks.agree(other, comm::ReduceOp::Max, "what ranks built");
-  const int rank = static_cast<int>(-other.item<double>());
-  const auto line = [&](const std::vector<std::string>& lines) { return at < lines.size() ? lines[at] : "nothing"; };
-  const std::string difference =
-      broadcast(ranks, "rank 0 has " + line(first) + ", rank " + std::to_string(rank) + " has " + line(mine), rank);
-  TESSERA_CHECK_VALUE(false, "engine", "ranks build different engines: ", difference,
-                      "; give all ranks the same model, optimizer and configuration (a module that iterates over a set "
-                      "registers its parameters in another order in every process)");
-}
-
-}  // namespace
-
 void check_update_in_backward(const Options& options, const comm::Mesh& mesh) {
   std::vector<std::string> all = zero::UpdateInBackward::excluded(options.zero, options.rule, mesh);
   if (options.gradient_accumulation_steps > 1) all.emplace_back("gradient_accumulation_steps above 1");
@@ -237,8 +172,14 @@ void check_alike(const zero::Ranks& ranks, const Options& options, const std::ve
                  const std::vector<optim::GroupOptions>& groups) {
   zero::Ranks data = ranks;
   data.model = comm::single_group();
-  check_same(data, lines_of(options, params, groups, /*whole=*/false));
-  if (ranks.model->size() > 1) check_same(ranks, lines_of(options, params, groups, /*whole=*/true));
+  const auto check = [&](const zero::Ranks& among, bool whole) {
+    check_same(
+        among, lines_of(options, params, groups, whole), "engine", "ranks build different engines",
+        "give all ranks the same model, optimizer and configuration (a module that iterates over a set registers "
+        "its parameters in another order in every process)");
+  };
+  check(data, /*whole=*/false);
+  if (ranks.model->size() > 1) check(ranks, /*whole=*/true);
 }
 
 }  // namespace tessera::engine

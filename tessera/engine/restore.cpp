@@ -267,14 +267,38 @@ void Restore::verify() const {
     reader_->verify(*parts[i].record, parts[i].want);
     if (place_ == 0) progress.add(bytes_of(parts[i]));
   });
-  for (const TensorRecord& record : reader_->manifest().tensors)
-    if (record.kind == kBuffer) reader_->verify(record, {{}, record.order, {0, record.numel()}});
+  for (const TensorRecord& record : reader_->manifest().tensors) {
+    const TensorRecord* found = record.kind == kBuffer ? buffer_of(record.name) : nullptr;
+    if (found != nullptr) reader_->verify(*found, {{}, found->order, {0, found->numel()}});
+  }
   for (const auto& [name, file] : reader_->manifest().blobs)
     reader_->blob(name);
   for (int id = 0; id < static_cast<int>(records_.size()); ++id)
     for (const std::string& kind : options_.client_kinds)
       client_state(id, kind);
   if (accumulation_) accumulation_->verify();
+}
+
+const TensorRecord* Restore::buffer_of(const std::string& name) const {
+  const TensorRecord* own = same_ranks_ ? reader_->find(buffer_name_of(name, place_), kRankBuffer) : nullptr;
+  return own != nullptr ? own : reader_->find(name, kBuffer);
+}
+
+at::Tensor Restore::buffer(const std::string& name) const {
+  const TensorRecord* record = buffer_of(name);
+  return record == nullptr ? at::Tensor() : reader_->read_whole(*record);
+}
+
+void Restore::warn_of_buffers() const {
+  std::set<std::string> names;
+  for (const TensorRecord& record : reader_->manifest().tensors)
+    if (record.kind == kRankBuffer) names.insert(record.name.substr(0, record.name.rfind('@')));
+  if (names.empty() || same_ranks_ || place_ != 0) return;
+  std::string text;
+  for (const std::string& name : names)
+    text += c10::str(text.empty() ? "'" : ", '", name, "'");
+  TORCH_WARN("[checkpoint] the ranks that saved '", folder_, "' had each its own values of ", text,
+             ", and lie otherwise here: all ranks have those of the first");
 }
 
 at::Tensor Restore::client_state(int param, const std::string& kind) const {
@@ -346,6 +370,7 @@ void Restore::check_room() const {
 void Restore::apply() {
   const c10::AutoGradMode no_grad(false);
   check_room();
+  warn_of_buffers();
   Engine& engine = *engine_;
   zero::StateAccess& states = engine.states();
   states.begin_writes();
@@ -439,11 +464,13 @@ std::optional<Restore> Checkpointer::open(const std::string& dir, const std::str
     restore.place_ = ranks().place();
     restore.ranks_ = &ranks();
     restore.of_several_ = spans_;
+    restore.same_ranks_ = run.value("ranks", "") == c10::str(ranks().all(), ": ", spread_of(engine_.mesh()));
     restore.plan(engine_);
     if (options.run) restore.plan_accumulation(run.contains("accumulation") ? run["accumulation"].dump() : "");
     restore.verify();
     const auto needed = [&](const TensorRecord& record) {
-      return options.optimizer || record.kind == kWeight || record.kind == kMaster || record.kind == kBuffer;
+      return options.optimizer || record.kind == kWeight || record.kind == kMaster || record.kind == kBuffer ||
+             record.kind == kRankBuffer;
     };
     restore.reader_->verify_blocks(needed, ranks().place(), static_cast<int>(first.size()));
     return Json(restore.unexpected_).dump();

@@ -48,6 +48,8 @@ class Restore {
   const checkpoint::Reader& reader() const { return *reader_; }
   // This rank's elements; undefined where the checkpoint has none.
   at::Tensor client_state(int param, const std::string& kind) const;
+  // The value of a buffer, this rank's own where it was saved by as many; undefined where the checkpoint has none.
+  at::Tensor buffer(const std::string& name) const;
   // Puts it into the engine. Collective. An error of the disk in the middle leaves the engine changed in part, and says so.
   void apply();
 
@@ -64,6 +66,8 @@ class Restore {
   void check_room() const;
   void read_parts(io::Progress& progress);
   void verify() const;
+  const checkpoint::TensorRecord* buffer_of(const std::string& name) const;
+  void warn_of_buffers() const;
   void check(const std::vector<std::string>& problems) const;
   void check_unexpected(const std::vector<std::string>& of_all_ranks);
   const checkpoint::ParamRecord* record_of(const ParamSpec& spec, std::vector<std::string>& problems) const;
@@ -72,6 +76,7 @@ class Restore {
   int place_ = 0;  // this rank's, of all
   const zero::Ranks* ranks_ = nullptr;
   Options options_;
+  bool same_ranks_ = false;  // as those that saved
   bool of_several_ = false;  // what is not in this engine may be in another one
   std::string folder_, tag_, client_run_;
   std::unique_ptr<checkpoint::Reader> reader_;

@@ -49,7 +49,14 @@ TESSERA_ELEMENT void store_stochastic(void* p, DType dtype, int64_t i, float val
 }
 
 TESSERA_ELEMENT float load_master(const UpdateRange& range, int64_t i) {
-  if (range.master != nullptr) return read<float>(range.master, i);
+  if (range.master != nullptr) {
+    const float master = read<float>(range.master, i);
+    if (!range.adopts) return master;
+    const float weight = load(range.weight, range.weight_dtype, i);
+    const float rounded = range.weight_dtype == DType::BF16 ? float_from_bf16(bf16_from_float(master))
+                                                            : float_from_f16(f16_from_float(master));
+    return rounded == weight ? master : weight;
+  }
   if (range.residual == nullptr) return load(range.weight, range.weight_dtype, i);
   return join_float({read<uint16_t>(range.weight, i), read<uint16_t>(range.residual, i)});
 }

@@ -12,7 +12,7 @@ namespace tessera::kernels {
 
 // One range of a flat shard, n elements each. Any alignment. The master weights are, in and out, one of
 //   master               fp32, which is the compute weight too
-//   master, and weight   fp32, and a 16-bit copy of it for compute (out, nearest even)
+//   master, and weight   fp32, and a 16-bit copy of it for compute (out, nearest even; `adopts`: also in, see there)
 //   weight and residual  a bf16 weight and 16 bits that together are the exact fp32 value (Note [Split master], convert.h)
 //   weight               16 bits, rounded as `rounding` says
 struct UpdateRange {
@@ -21,7 +21,9 @@ struct UpdateRange {
   void* residual = nullptr;
   void* weight = nullptr;
   DType weight_dtype = DType::BF16;  // BF16 or F16
-  const void* grad = nullptr;        // in
+  // Master and weight: where the weight is not the master's rounding, somebody has written to it, and it is the master.
+  bool adopts = false;
+  const void* grad = nullptr;  // in
   DType grad_dtype = DType::F32;
   void* state0 = nullptr;          // Adam, Lion: exp_avg. SGD: momentum_buffer. Adagrad: sum
   void* state1 = nullptr;          // Adam: exp_avg_sq

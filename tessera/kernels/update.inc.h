@@ -155,7 +155,7 @@ struct AdagradStep {
 
 // Where the master weights are (UpdateRange): load and store them, by bounds as of Random if `stochastic`. `natural`: this
 // order is the faster one where the states are fp32, too. `bytes`: of all its streams, an element.
-template <class Weight>
+template <class Weight, bool adopts = false>
 struct Fp32Master {  // and a copy of type Weight, or None
   static constexpr bool stochastic = false, natural = true;
   static constexpr int bytes = F32::bytes + Weight::bytes;
@@ -168,12 +168,24 @@ struct Fp32Master {  // and a copy of type Weight, or None
   }
   template <Order order, class Lanes>
   TESSERA_INLINE Pair load(int64_t i, Lanes lanes) const {
-    return F32::load<order>(master, i, lanes);
+    const Pair w = F32::load<order>(master, i, lanes);
+    if constexpr (adopts) {
+      const Pair written = Weight::template load<order>(weight, i, lanes);
+      return {held(w.a, written.a), held(w.b, written.b)};
+    }
+    return w;
   }
   template <Order order, class Lanes>
   TESSERA_INLINE void store(int64_t i, Lanes lanes, const Pair& w, U) const {
     F32::store<order>(master, i, lanes, w);
     Weight::template store<order>(weight, i, lanes, w);
+  }
+
+ private:
+  // The master, where the weight is its rounding; a NaN is none's.
+  static TESSERA_INLINE F held(F w, F written) {
+    const F rounded = w == w ? Weight::rounded(w) : w;
+    return rounded == written ? w : written;
   }
 };
 
@@ -295,7 +307,9 @@ void update_masters(const Step& step, const UpdateRange& range, float grad_scale
   if (range.master != nullptr) {
     if (range.weight == nullptr) return update_streams<Fp32Master<None>, State>(step, range, grad_scale);
     return with_weight<State, Bf16, F16>(range.weight_dtype, [&](auto type) {
-      update_streams<Fp32Master<decltype(type)>, State>(step, range, grad_scale);
+      using Weight = decltype(type);
+      if (range.adopts) return update_streams<Fp32Master<Weight, true>, State>(step, range, grad_scale);
+      update_streams<Fp32Master<Weight>, State>(step, range, grad_scale);
     });
   }
   if (range.residual != nullptr) return update_streams<SplitMaster, State>(step, range, grad_scale);

@@ -145,6 +145,10 @@ struct Bf16 : Halves {
     if constexpr (order == Order::Natural) return {(F)bits.a, (F)bits.b};
     return {(F)bits.a, (F)(bits.b & 0xffff0000u)};
   }
+  static TESSERA_INLINE F rounded(F x) {  // but a NaN
+    const U bits = (U)x;
+    return (F)((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
+  }
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x) {
     const U upper = uppers<order>((U)x.a, (U)x.b);
@@ -181,6 +185,7 @@ struct F16 : Halves {
     const F a = widen_f16(raw.a), b = widen_f16(raw.b);
     return order == Order::Natural ? Pair{a, b} : Pair{even_of(a, b), odd_of(a, b)};
   }
+  static TESSERA_INLINE F rounded(F x) { return widen_f16(narrow_f16(x)); }
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x) {
     const Pair y = order == Order::Natural ? x : Pair{low_mix(x.a, x.b), high_mix(x.a, x.b)};

@@ -175,16 +175,15 @@ bool Session::load_checkpoint(const std::string& dir, const std::string& tag, en
   options.from_master = options.from_master && loads_masters_;
   std::optional<engine::Restore> found = core_->checkpoints().open(dir, tag, options, load_from_);
   if (!found) return false;
-  const checkpoint::Reader& reader = found->reader();
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers;
   for (const auto& buffer : module_->named_buffers()) {
-    const checkpoint::TensorRecord* record = reader.find(buffer.key(), "buffer");
-    TESSERA_CHECK_VALUE(record != nullptr || !options.strict, "checkpoint", "buffer '", buffer.key(),
+    const at::Tensor value = found->buffer(buffer.key());
+    TESSERA_CHECK_VALUE(value.defined() || !options.strict, "checkpoint", "buffer '", buffer.key(),
                         "' is not in the checkpoint");
-    if (record == nullptr) continue;
-    TESSERA_CHECK_VALUE(record->shape == buffer.value().sizes(), "checkpoint", "buffer '", buffer.key(), "' has shape ",
-                        at::IntArrayRef(record->shape), " there and ", buffer.value().sizes(), " here");
-    buffers.emplace_back(buffer.value(), reader.read_whole(*record));
+    if (!value.defined()) continue;
+    TESSERA_CHECK_VALUE(value.sizes() == buffer.value().sizes(), "checkpoint", "buffer '", buffer.key(), "' has shape ",
+                        value.sizes(), " there and ", buffer.value().sizes(), " here");
+    buffers.emplace_back(buffer.value(), value);
   }
   found->apply();
   const at::NoGradGuard no_grad;

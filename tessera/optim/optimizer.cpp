@@ -60,6 +60,7 @@ void add_weights(const UpdateSlice& slice, kernels::UpdateRange& range) {
   if (slice.weight.defined()) {
     check_tensor(slice, slice.weight, range.n, "weight");
     range.weight = slice.weight.mutable_data_ptr();
+    range.adopts = slice.adopts && slice.master.defined();
     range.weight_dtype = shard::kernel_dtype(slice.weight.scalar_type());
     TESSERA_CHECK_VALUE(range.weight_dtype != kernels::DType::F32, "optim.update",
                         "weight must be bfloat16 or float16; an fp32 compute weight is the master");

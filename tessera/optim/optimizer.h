@@ -68,6 +68,7 @@ struct UpdateSlice {
   at::Tensor master;                // fp32
   at::Tensor residual;              // int16, beside a bf16 weight
   at::Tensor weight;                // bf16 or fp16
+  bool adopts = false;              // beside an fp32 master: elements that are not its rounding are the master
   at::Tensor grad;                  // fp32, bf16 or fp16
   std::array<at::Tensor, 2> state;  // all fp32 or all bf16
   // How a weight that is its own master and bf16 states are rounded; Stochastic by the bits of `random`, whose `first`

@@ -20,7 +20,10 @@ void adopt_param(const Place& place, bool compare) {
   if (unit.flat->sharded() || unit.flat->has_private_copy(place.item) || unit.flat->is_sent()) return;
   const at::Tensor& weights = unit.flat->whole();
   const bool bound = is_bound(p, unit);
-  if (bound && p.tensor._version() == p.version && !(compare && unit.differs_from_master(p))) return;
+  if (bound && p.tensor._version() == p.version) {
+    if (compare) unit.adopt_written(p);
+    return;
+  }
   TESSERA_CHECK(p.tensor.sizes() == p.form.sizes && p.tensor.scalar_type() == weights.scalar_type(), "engine",
                 "parameter '", p.name, "' became a tensor of shape ", p.tensor.sizes(), " and dtype ",
                 p.tensor.scalar_type(), "; build a new engine for a changed model");
@@ -38,6 +41,7 @@ void adopt_param(const Place& place, bool compare) {
   if (changed && !unit.master_is_weight()) unit.set_master_from(p, p.tensor.detach());
   if (!bound) shard::bind(p.tensor, weights, p.range, p.form);
   p.version = p.tensor._version();
+  p.ahead = false;
 }
 
 void adopt_params(const Units& units, bool compare) {

@@ -51,7 +51,7 @@ void EarlyParams::take_replaced(Entry& entry) {
   const c10::AutoGradMode no_grad(false);
   const FlatParams& old = *entry.flat;
   std::vector<FlatParams::Item> items{{old.name(), old.items().front().tensor, {}}};
-  broadcast_values(ranks_, items, "parameter '" + old.name() + "'");
+  broadcast_words(ranks_, {items.front().tensor}, 0, "initial values of parameter '" + old.name() + "'");
   entry.flat = partition(std::move(items), old.dtype());
 }
 
@@ -63,7 +63,7 @@ int EarlyParams::add(std::string name, at::Tensor tensor, at::ScalarType dtype) 
   shard::check_device(tensor.device());
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
   std::vector<FlatParams::Item> items{{std::move(name), std::move(tensor), {}}};
-  broadcast_values(ranks_, items, "parameter '" + items.front().name + "'");
+  broadcast_words(ranks_, {items.front().tensor}, 0, "initial values of parameter '" + items.front().name + "'");
   entries_.push_back({partition(std::move(items), dtype)});
   freed_ += bytes;
   if (freed_ >= kTrimAfter) {
@@ -114,6 +114,7 @@ void EarlyParams::release(const std::vector<int>& numbers, Writes writes, int wr
     if (writes == Writes::None) {
       if (flat.was_written(0)) edited = flat.name();
     } else {
+      flat.take_replaced(0);
       if (writes == Writes::FromRank) {
         ranks_.broadcast(flat.whole(), writer, "new values of '" + flat.name() + "'");
       }

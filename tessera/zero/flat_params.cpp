@@ -1,6 +1,5 @@
 #include "tessera/zero/flat_params.h"
 
-#include <ATen/ops/cat.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -363,17 +362,29 @@ at::Tensor FlatParams::release(std::string* edited) {
   return take_bucket();
 }
 
-void FlatParams::keep_write(int index) {
+// Its storage is another one then, which becomes one of ours.
+void FlatParams::take_replaced(int index) {
   TESSERA_ASSERT(state_ == ParamState::Ready);
+  Item& item = items_[index];
+  const bool apart = has_private_copy(index);
+  const at::Tensor& there = apart ? private_copies_[index] : whole();
+  const shard::Range range = apart ? shard::Range{0, item.range.size()} : item.range;
+  if (sharded_ ? !is_replaced(index) : shard::is_bound(item.tensor, there, range, item.form)) return;
+  TESSERA_CHECK(item.tensor.sizes() == item.form.sizes && item.tensor.scalar_type() == dtype(), "zero",
+                "the data of parameter '", item.name, "' was replaced by a tensor of shape ", item.tensor.sizes(),
+                " and dtype ", item.tensor.scalar_type(), "; it is ", at::IntArrayRef(item.form.sizes), " and ",
+                dtype());
+  view(index).copy_(item.tensor.detach());
+  if (!sharded_) return shard::bind(item.tensor, there, range, item.form);
+  storages_[index] = shard::make_released(item.tensor, item.form, options(), message(item));
+  shard::point(*storages_[index], values(index).mutable_data_ptr());
+}
+
+void FlatParams::keep_write(int index) {
+  take_replaced(index);
   mark(index);
   if (!sharded_ && !has_private_copy(index)) return;
   const Item& item = items_[index];
-  if (has_private_copy(index) &&
-      !shard::is_bound(item.tensor, private_copies_[index], {0, item.range.size()}, item.form)) {
-    TESSERA_CHECK(item.tensor.numel() == item.range.size(), "zero", "the data of parameter '", item.name,
-                  "' was replaced by a tensor of another size");
-    private_copies_[index].copy_(shard::flatten_like_param(item.tensor, item.form));
-  }
   const shard::Range range = item.range, mine = shard::intersect(range, slice_);
   if (mine.empty()) return;
   const shard::Range part{mine.begin - range.begin, mine.end - range.begin};
@@ -466,30 +477,6 @@ void FlatParams::abandon(const std::string& message) {
     memory->reset();
   }
   if (buffer_.is_here()) order_.keep(buffer_.tensor(), copied_.get());
-}
-
-void broadcast_values(const Ranks& ranks, const std::vector<FlatParams::Item>& items, const std::string& what) {
-  if (ranks.all() == 1 || items.empty()) return;
-  std::vector<at::Tensor> flat;
-  flat.reserve(items.size());
-  for (const FlatParams::Item& item : items) {
-    flat.push_back(shard::flatten_like_param(item.tensor, item.tensor).to(at::kFloat));
-  }
-  const at::Tensor all = flat.size() == 1 ? flat.front().contiguous() : at::cat(flat);
-  flat.clear();
-  ranks.broadcast(all, 0, "initial values of " + what);
-  int64_t begin = 0;
-  for (const FlatParams::Item& item : items) {
-    const int64_t n = item.tensor.numel();
-    const at::Tensor value = all.narrow(0, begin, n);
-    const at::Tensor mine = item.tensor.detach();
-    if (mine.is_non_overlapping_and_dense()) {
-      mine.copy_(value.as_strided(mine.sizes(), mine.strides(), value.storage_offset()));
-    } else {
-      mine.copy_(value.view(mine.sizes()));
-    }
-    begin += n;
-  }
 }
 
 }  // namespace tessera::zero

@@ -120,6 +120,9 @@ class FlatParams {
   at::Tensor release(std::string* edited = nullptr);
   // Ready already, and used again, maybe under another stream.
   void use() { order_.read(options().device()); }
+  // Ready: where the user gave item `index` other data (p.data = ...), its values come to where the item lies, and it lies
+  // there again. State error for another shape or dtype.
+  void take_replaced(int index);
   // Item `index` was written to on purpose: this rank's slice follows.
   void keep_write(int index);
   // Forgets that item `index` was written to.
@@ -194,8 +197,5 @@ class FlatParams {
   at::Tensor failed_;                                                       // 1 + the rank of one that failed, or 0
   comm::Pending read_check_;
 };
-
-// Rank 0's values into every rank's tensors (whole ones), one collective for all of them. `what` is for messages.
-void broadcast_values(const Ranks& ranks, const std::vector<FlatParams::Item>& items, const std::string& what);
 
 }  // namespace tessera::zero

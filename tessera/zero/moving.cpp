@@ -77,7 +77,7 @@ bool Moving::leave(const std::vector<StateKind>& kinds, const HomeMaker& home) {
   const c10::AutoGradMode no_grad(false);
   check();
   units_.unsharder().settle_before_update();
-  adopt_params(units_, /*compare=*/false);
+  adopt_params(units_, /*compare=*/true);
   const auto has = [&](StateKind kind) { return std::ranges::find(kinds, kind) != kinds.end(); };
   units_.set_away(true);  // also when this throws: some may be
   for (const auto& unit : units_.all())
@@ -109,6 +109,8 @@ void Moving::come_back() {
       buffer->bring_back();
   }
   weights_come_back();
+  for (const auto& unit : units_.all())
+    unit->note_master();
   for (Unit* unit : std::exchange(accumulating_, {}))
     unit->partial = unit->grads.tensor();
   units_.set_away(false);

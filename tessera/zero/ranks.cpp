@@ -1,11 +1,13 @@
 #include "tessera/zero/ranks.h"
 
 #include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <cstring>
 
 #include "tessera/comm/backends.h"
+#include "tessera/shard/storage.h"
 
 namespace tessera::zero {
 
@@ -82,6 +84,26 @@ std::vector<std::string> Ranks::gather_text(const std::string& text, comm::Label
     }
   }
   return texts;
+}
+
+// As bytes: no back end looks at them. Each tensor's begin where any dtype may.
+void broadcast_words(const Ranks& ranks, const std::vector<at::Tensor>& tensors, int root, comm::Label label) {
+  constexpr int64_t kWidest = 16;  // bytes of an element
+  const c10::AutoGradMode no_grad(false);
+  if (ranks.all() == 1 || tensors.empty()) return;
+  std::vector<int64_t> begins{0};
+  for (const at::Tensor& tensor : tensors)
+    begins.push_back(begins.back() + (tensor.numel() * tensor.element_size() + kWidest - 1) / kWidest * kWidest);
+  const at::Tensor all = at::empty({begins.back()}, at::TensorOptions(at::kByte).device(ranks.device));
+  const auto words = [&](size_t i) {
+    const at::Tensor& like = tensors[i];
+    return all.narrow(0, begins[i], like.numel() * like.element_size()).view(like.scalar_type());
+  };
+  for (size_t i = 0; i < tensors.size(); ++i)
+    words(i).copy_(shard::flatten_like_param(tensors[i].detach(), tensors[i]));
+  ranks.broadcast(all, root, label);
+  for (size_t i = 0; i < tensors.size(); ++i)
+    tensors[i].detach().copy_(shard::view_as_param(words(i), {0, tensors[i].numel()}, tensors[i]));
 }
 
 }  // namespace tessera::zero

@@ -46,4 +46,8 @@ struct Ranks {
   std::vector<std::string> gather_text(const std::string& text, comm::Label label) const;
 };
 
+// The values of `root` (as in Ranks::broadcast) into every rank's `tensors`, in place: their own words, of any dtype, in one
+// collective. The tensors are strided, and of the same sizes and dtypes on all ranks. Collective; returns when done.
+void broadcast_words(const Ranks& ranks, const std::vector<at::Tensor>& tensors, int root, comm::Label label);
+
 }  // namespace tessera::zero

@@ -62,20 +62,36 @@ void Regions::open(const std::vector<ParamId>& params, bool writable) try {
   units_.fail_alone(error);
 }
 
+// The writer's values, also of what nobody holds here.
+void Regions::broadcast(const std::vector<ParamId>& params, int writer) const {
+  for (const ParamId id : params) {
+    const Place& place = units_[id];
+    const at::Tensor& tensor = units_.params()[id].tensor;
+    const at::Tensor values = place.held() ? place.flat->values(place.item) : tensor.detach();
+    broadcast_words(units_.ranks_of(id), {values}, units_.writer_of(id, writer),
+                    "new values of '" + units_.params()[id].name + "'");
+  }
+}
+
 // Not every write can be seen (p.data.copy_() leaves no trace), so all parameters of the region are taken; masters that
 // still round to the parameter's values keep their bits.
-void Regions::take_writes(const std::vector<ParamId>& ids, Writes writes, int writer) {
+void Regions::take_writes(const std::vector<ParamId>& params, Writes writes, int writer) {
   const c10::AutoGradMode no_grad(false);
+  const std::vector<ParamId> ids = units_.held(params, "release");
   for (const ParamId id : ids) {
     TESSERA_CHECK(open_[id].writable, "zero.GatheredParameters", "parameter '", units_[id].name(),
                   "' was gathered for reading only; gather it for writing where a rank's values shall hold");
   }
-  if (writes == Writes::FromRank) {
-    for (const ParamId id : ids) {
-      const Place& place = units_[id];
-      units_.ranks().broadcast(place.flat->values(place.item), writer, "new values of '" + place.name() + "'");
+  std::exception_ptr failure;  // of this rank: the others get the writer's values all the same
+  for (const ParamId id : ids) {
+    try {
+      units_[id].flat->take_replaced(units_[id].item);
+    } catch (...) {
+      failure = std::current_exception();
     }
   }
+  if (writes == Writes::FromRank) broadcast(params, writer);
+  if (failure) std::rethrow_exception(failure);
   units_.shared().readers_done("the writes of a region");
   RankGuard disks(any_elsewhere(ids));
   for (const ParamId id : ids)
@@ -94,7 +110,10 @@ void Regions::take_write(ParamId id) {
   if (unit == nullptr || unit->master_is_weight()) return;
   Param& param = unit->params[place.item];
   const bool changed = split ? !unit->owned_values(place.item).equal(before) : unit->differs_from_master(param);
-  if (changed) unit->set_master_from(param, place.flat->view(place.item));
+  if (changed) {
+    unit->set_master_from(param, place.flat->view(place.item));
+    param.ahead = false;
+  }
   param.version = param.tensor._version();
 }
 
@@ -124,7 +143,7 @@ void Regions::close(const std::vector<ParamId>& params, Writes writes, int write
   std::exception_ptr failure;
   try {
     if (writes != Writes::None) units_.check_here("release");
-    if (writes != Writes::None) take_writes(ids, writes, writer);
+    if (writes != Writes::None) take_writes(params, writes, writer);
   } catch (...) {
     failure = std::current_exception();
   }

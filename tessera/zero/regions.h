@@ -1,4 +1,5 @@
-// Regions: where a user reads or edits whole parameters. Parameters that are not partitioned pass through.
+// Regions: where a user reads or edits whole parameters. Parameters that are not partitioned are so anyway; a writer's values
+// hold of them too, in every stage.
 #pragma once
 
 #include <vector>
@@ -19,7 +20,8 @@ class Regions {
   // Collective, all ranks with the same `params`. State error for a parameter that is in an open region. `writable` false:
   // for reading, and close() with Writes::None; it spares shared parameters a private copy.
   void open(const std::vector<ParamId>& params, bool writable = true);
-  // Collective. `writer` counts as Ranks::rank() does.
+  // Collective. `writer` counts as Ranks::rank() does; of a parameter that differs along axes, the values of the rank hold
+  // that has the writer's place along the others.
   void close(const std::vector<ParamId>& params, Writes writes = Writes::None, int writer = 0);
 
  private:
@@ -28,7 +30,8 @@ class Regions {
     bool writable = false;
     at::Tensor before{};  // of whole parameters with a split master: their owned values when it began
   };
-  void take_writes(const std::vector<ParamId>& ids, Writes writes, int writer);
+  void broadcast(const std::vector<ParamId>& params, int writer) const;
+  void take_writes(const std::vector<ParamId>& params, Writes writes, int writer);
   void take_write(ParamId id);
   bool any_elsewhere(const std::vector<ParamId>& ids) const;
   void agree_on_disks(const std::vector<ParamId>& ids, RankGuard& disks);

@@ -73,6 +73,7 @@ void StateAccess::write_owned(const Place& place, Quantity what, const at::Tenso
       units_.shared().readers_done("new masters");
       disks.run([&] {
         unit.write_master(r, values);
+        place.param->ahead = true;
         unit.flush();
       });
       units_.shared().written("new masters");
@@ -193,7 +194,10 @@ void StateAccess::write(ParamId param, Quantity what, shard::Range range, const 
   if (!place.trained()) return place.flat->write(place.item, range, values);
   Unit& unit = *place.unit;
   const shard::Range there = in_owned(place, range);
-  if (what == Quantity::Master) return unit.write_master(there, values);
+  if (what == Quantity::Master) {
+    place.param->ahead = true;
+    return unit.write_master(there, values);
+  }
   TESSERA_CHECK_VALUE(what == Quantity::State0 || what == Quantity::State1, "engine", "no such value can be written");
   const shard::Buffer& state = state_of(unit, what);
   TESSERA_CHECK_VALUE(state.defined(), "engine", "parameter '", place.name(), "' has no such state");
@@ -252,7 +256,7 @@ void StateAccess::set_param_step(ParamId param, int64_t step) {
 
 at::Tensor StateAccess::local_view(ParamId param, Quantity what) {
   const Place& place = units_.trained(param, "local_view");
-  if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
+  if (what == Quantity::Master) adopt_param(place, /*compare=*/true);
   if (what == Quantity::Gradient && !place.param->has_grad) return {};
   const bool replicated = units_.placements().states == shard::Placement::Replicate;
   const at::Tensor part = read_owned(place, what);
@@ -265,7 +269,7 @@ void StateAccess::set_local(ParamId param, Quantity what, const at::Tensor& valu
   const Place& place = units_.trained(param, "set_local");
   TESSERA_CHECK_VALUE(what != Quantity::Weight, "engine.set_local", "weights are written through the parameter ('",
                       place.param->name, "')");
-  if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
+  if (what == Quantity::Master) adopt_param(place, /*compare=*/true);
   TESSERA_CHECK_VALUE(is_there(place, what), "engine.set_local", "there is nothing of this kind for parameter '",
                       place.param->name, "' now");
   const int64_t mine = place.unit->owned_slice(*place.param).size();
@@ -383,7 +387,7 @@ at::Tensor StateAccess::get_full(ParamId param, Quantity what) try {
   RankGuard disks = guard_of(*place.unit);
   at::Tensor mine;
   disks.run([&] {
-    if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
+    if (what == Quantity::Master) adopt_param(place, /*compare=*/true);
     mine = read_owned(place, what);
   });
   agree_on(disks, place, "get_full");
@@ -404,7 +408,7 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
   const at::Tensor flat = flat_of(place, value, "engine.set_full");
   RankGuard disks = guard_of(*place.unit);
   disks.run([&] {
-    if (what == Quantity::Master) adopt_param(place, /*compare=*/false);
+    if (what == Quantity::Master) adopt_param(place, /*compare=*/true);
   });
   if (what == Quantity::Gradient) {
     TESSERA_CHECK(!units_.options().update_in_backward, "engine.set_full",

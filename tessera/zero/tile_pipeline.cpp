@@ -30,7 +30,8 @@ struct TilePipeline::Segment {
   shard::Range range;  // in the coordinates of the owned range
   int group = 0;
   int64_t step = 0;
-  uint64_t first = 0;  // number of the first element in the model, where it matters
+  uint64_t first = 0;   // number of the first element in the model, where it matters
+  bool adopts = false;  // see Unit::adopts()
 };
 
 // `numbered`: the elements of a segment are those of the whole model from `first` on, one after the other.
@@ -43,16 +44,21 @@ std::vector<TilePipeline::Segment> TilePipeline::segments_of(const Unit& unit, c
     if (mine.empty()) continue;
     if (!present[p.id]) {
       open = false;
-    } else if (numbered) {
+      continue;
+    }
+    const bool adopts = unit.adopts(p);
+    if (numbered) {
       const int64_t skipped = unit.owned.begin + mine.begin - p.range.begin;
       shard::for_stretches(p.cut, {skipped, skipped + mine.size()}, [&](shard::Range r, int64_t number) {
         const int64_t begin = mine.begin + r.begin - skipped;
-        segments.push_back({{begin, begin + r.size()}, p.group, p.step + 1, p.first + static_cast<uint64_t>(number)});
+        segments.push_back(
+            {{begin, begin + r.size()}, p.group, p.step + 1, p.first + static_cast<uint64_t>(number), adopts});
       });
-    } else if (open && segments.back().group == p.group && segments.back().step == p.step + 1) {
+    } else if (open && segments.back().group == p.group && segments.back().step == p.step + 1 &&
+               segments.back().adopts == adopts) {
       segments.back().range.end = mine.end;
     } else {
-      segments.push_back({mine, p.group, p.step + 1});
+      segments.push_back({mine, p.group, p.step + 1, 0, adopts});
       open = true;
     }
   }
@@ -172,6 +178,7 @@ class TilePipeline::Tile {
     optim::UpdateSlice slice;
     slice.master = fp32_weights ? weights : arrived(0, segment.range);
     if (!fp32_weights) slice.weight = weights;
+    slice.adopts = segment.adopts;
     slice.residual = arrived(1, segment.range);
     slice.grad = arrived(grads_, segment.range);
     slice.state = {arrived(2, segment.range), arrived(3, segment.range)};

@@ -1,6 +1,8 @@
 #include "tessera/zero/unit.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
 
 #include <algorithm>
 
@@ -88,6 +90,7 @@ Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options&
   }
   for (Param& p : params)
     p.version = p.tensor._version();
+  note_master();
 }
 
 at::TensorOptions Unit::grad_options() const {
@@ -162,6 +165,25 @@ bool Unit::differs_from_master(const Param& param) const {
   });
 }
 
+bool Unit::adopts(const Param& param) const {
+  return master.defined() && !flat->sharded() && !param.ahead && master_version() == known_master_;
+}
+
+// Of a device nothing is waited for; what lives elsewhere is written where it must be.
+void Unit::adopt_written(const Param& param) {
+  const shard::Range range = owned_slice(param);
+  if (!adopts(param) || range.empty()) return;
+  for (const shard::Range tile : shard::tiles_of(range)) {
+    const at::Tensor old = master.read(tile), written = weights().read(tile).to(old.device());
+    const at::Tensor same = old.to(written.scalar_type()) == written;
+    if (!old.is_cpu() || !same.all().item<bool>()) write_master(tile, at::where(same, old, written.to(at::kFloat)));
+  }
+}
+
+void Unit::note_master() {
+  if (master.defined()) known_master_ = master_version();
+}
+
 void Unit::set_master_from(const Param& param, const at::Tensor& values) {
   const shard::Range mine = shard::intersect(param.range, owned);
   if (mine.empty()) return;
@@ -180,7 +202,12 @@ at::Tensor Unit::read_master(shard::Range range) const {
 }
 
 void Unit::write_master(shard::Range range, const at::Tensor& values) {
-  if (master.defined()) return master.write(range, values);
+  if (master.defined()) {
+    const bool known = master_version() == known_master_;
+    master.write(range, values);
+    if (known) note_master();
+    return;
+  }
   if (!residual.defined()) return weights_to_write().write(range, values);
   // Before there are flat parameters: their constructor makes the weights.
   const shard::Buffer to = flat ? weights_to_write() : shard::Buffer();
@@ -225,6 +252,9 @@ void Unit::refresh_weights() {
     shard::scaled_copy(weight, master.read(tile));
     to.store(tile, weight);
   }
+  for (Param& p : params)
+    p.ahead = false;
+  note_master();
 }
 
 }  // namespace tessera::zero

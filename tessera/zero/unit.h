@@ -58,6 +58,7 @@ struct Param {
   uint64_t first = 0;      // number of the whole's first element among all of the model: the key of random bits
   int64_t step = 0;        // updates applied
   uint32_t version = 0;    // tensor version after our last write: a difference is a user's edit
+  bool ahead = false;      // its masters were written to, and its weights have not followed
   uint64_t additions = 0;  // of this rank to its gradient since the last step, as far as rounded stochastically
   bool has_grad = false;   // this rank saw a gradient since the last step
   bool filled = false;     // its slot in `partial` holds a contribution
@@ -118,6 +119,13 @@ class Unit {
   void fill_state(int state, const Param& param, double value);
   // A weight of `param` that this rank owns is not its master's rounding. Never so without an fp32 master.
   bool differs_from_master(const Param& param) const;
+  // See Note [Writes that torch does not count] in adoption.h: whether weights of `param` that are not the rounding of their
+  // fp32 masters were written to.
+  bool adopts(const Param& param) const;
+  // Such ones that this rank owns become masters.
+  void adopt_written(const Param& param);
+  // Its buffer may be another tensor now.
+  void note_master();
   // Masters of the owned range from `param`'s present values (any dtype), shape of the parameter.
   void set_master_from(const Param& param, const at::Tensor& values);
   // Masters of `range` of the owned range: a view where they are a buffer, else a copy, fp32.
@@ -164,6 +172,9 @@ class Unit {
   shard::Buffer make(shard::Quantity what, const at::TensorOptions& options) const;
 
   Options options_;
+  uint32_t master_version() const { return master.is_here() ? master.tensor()._version() : 0; }
+
+  uint32_t known_master_ = 0;  // version after our last write: another one is that of a user who wrote to a view
   GradState grad_state_ = GradState::Empty;
   Turn turn_ = Turn::Waiting;
   bool has_sum_ = false;

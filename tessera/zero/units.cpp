@@ -36,19 +36,21 @@ void check_params(const std::vector<ParamSpec>& params, const std::vector<optim:
   }
 }
 
-// Gives every parameter of a unit its values, equal on all ranks.
+// Gives every parameter of a unit its values, equal on all ranks: its own words, in the dtype that it comes with.
 std::vector<FlatParams::Item> settle_values(const Ranks& ranks, const std::string& unit,
                                             const std::vector<const ParamSpec*>& members) {
-  std::vector<FlatParams::Item> all, fresh;
+  std::vector<FlatParams::Item> all;
+  std::vector<at::Tensor> fresh;
   for (const ParamSpec* p : members) {
     all.push_back({p->name, p->tensor});
     if (p->restore) {
       p->restore();
     } else {
-      fresh.push_back(all.back());
+      fresh.push_back(p->tensor);
     }
   }
-  memory_for([&] { broadcast_values(ranks, fresh, "unit '" + unit + "'"); }, "the values of unit '", unit, "'");
+  memory_for([&] { broadcast_words(ranks, fresh, 0, "initial values of unit '" + unit + "'"); }, "the values of unit '",
+             unit, "'");
   return all;
 }
 
@@ -185,6 +187,15 @@ void Units::abort_groups(int informed, const std::string& why) const {
 
 const Units::Set& Units::set_of(const ParamSpec& param) const {
   return sets_.at(param.varies.only(several_));
+}
+
+// Ranks along dp_shard and sp are numbered together, sp fastest.
+int Units::writer_of(ParamId id, int rank) const {
+  const Ranks &all = ranks(), &own = ranks_of(id);
+  const int shard = rank % all.shard->size(), many = own.shard->size();
+  const bool along_sp = params_[id].varies.only(several_).has(comm::Axis::Sp);
+  const int place = along_sp ? shard / (all.shard->size() / many) : shard % many;
+  return (own.replicate->size() > 1 ? rank / all.shard->size() : 0) * many + place;
 }
 
 std::vector<const Ranks*> Units::rank_sets() const {

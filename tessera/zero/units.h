@@ -63,6 +63,8 @@ class Units {
   // Those of every unit, by the axes along which its parameters differ; ranks() first.
   std::vector<const Ranks*> rank_sets() const;
   const Ranks& ranks_of(ParamId id) const { return set_of(params_[id]).ranks; }
+  // Of those, the number of the rank that has the place of `rank` (as Ranks::rank() of ranks() counts) along their axes.
+  int writer_of(ParamId id, int rank) const;
   const SharedParams& shared() const { return shared_; }
   optim::Rule rule() const { return rule_; }
   std::vector<optim::GroupOptions>& groups() { return groups_; }

@@ -118,14 +118,16 @@ double Updater::norm_contribution(const std::vector<ParamId>& without) {
   return squares[ranks.shard->rank()][0] + own;
 }
 
-GradientSummary Updater::summarize(std::optional<double> norm) {
+GradientSummary Updater::summarize(std::optional<double> norm, double said) {
   const int ranks = units_.ranks().shard->size(), me = units_.ranks().shard->rank();
-  at::Tensor sums = at::zeros({ranks, 6}, at::kDouble);
-  // rank: squares, parameters without a gradient, late gradients, scaled, largest and least given norm
+  at::Tensor sums = at::zeros({ranks, 8}, at::kDouble);
+  // rank: squares, parameters without a gradient, late gradients, scaled, largest and least given norm, and number said
   auto table = sums.accessor<double, 2>();
   if (!norm) add_squares(table);
   table[me][4] = given_norm(norm);
   table[me][5] = -given_norm(norm);
+  table[me][6] = said;
+  table[me][7] = -said;
   if (!units_.options().update_in_backward) {  // it has used them up
     for (const ParamId id : units_.trained_ids())
       table[me][1] += units_[id].param->has_grad ? 0 : 1;
@@ -145,10 +147,12 @@ GradientSummary Updater::summarize(std::optional<double> norm) {
     missing += table[r][1];
     late += table[r][2];
     summary.scaled = summary.scaled || table[r][3] > 0;
+    summary.alike = summary.alike && table[r][6] == said && table[r][7] == -said;
   }
+  if (!summary.alike) return summary;
   if (late > 0) {  // on all ranks alike
     reduce_late();
-    return summarize(norm);
+    return summarize(norm, said);
   }
   summary.norm = norm ? *norm : std::sqrt(total + sum_of_varying_squares());
   summary.finite = std::isfinite(summary.norm);
@@ -204,8 +208,7 @@ void Updater::update_unit(Unit& unit, const at::Tensor& grads, const std::vector
   TilePipeline pipeline(units_, ways_, scale, disks, [](Unit&) {});
   pipeline.add(unit, shard::Buffer(grads), present);
   pipeline.finish();
-  for (Param& p : unit.params)
-    if (present[p.id]) count_update(p);
+  count_updates(unit, present);
 }
 
 void Updater::launch_gathers() {
@@ -247,18 +250,29 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
   finish_gathers();
   units_.shared().written("an update");
   agree_on_disks(disks);
-  for (const ParamId id : units_.trained_ids())
-    if (summary.present[id]) count_update(*units_[id].param);
+  for (const auto& unit : units_.all())
+    count_updates(*unit, summary.present);
   units_.set_broken("");
 }
 
 void Updater::prepare_update() {
   check_no_region_writes();
-  adopt_params(units_, /*compare=*/false);
+  // A client's optimizer has passes of its own, and many.
+  adopt_params(units_, /*compare=*/units_.rule() == optim::Rule::External);
+}
+
+void Updater::count_updates(Unit& unit, const std::vector<bool>& present) {
+  bool all = true;
+  for (Param& p : unit.params) {
+    if (present[p.id]) count_update(p);
+    all = all && present[p.id];
+  }
+  if (all) unit.note_master();
 }
 
 void Updater::count_update(Param& param) {
   ++param.step;
+  param.ahead = false;
   // As an in-place update by torch would: a graph kept over the step cannot be used again silently.
   param.tensor.unsafeGetTensorImpl()->bump_version();
   param.version = param.tensor._version();

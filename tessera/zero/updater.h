@@ -15,6 +15,7 @@ struct GradientSummary {
   double norm = 0;  // global L2 norm; not finite if a gradient is not
   bool finite = true;
   bool scaled = false;        // some backward on some rank carried a loss scale
+  bool alike = true;          // all ranks said the same; else nothing else is known
   std::vector<bool> present;  // per parameter: some rank has a gradient
 };
 
@@ -24,7 +25,8 @@ class Updater {
 
   // Norm, finite check and presence, agreed on all ranks. Collective. Gradients must be reduced. `norm`: given, as it is
   // with the gradients' scale, instead of that of these gradients; value error, on all ranks, where they give another.
-  GradientSummary summarize(std::optional<double> norm = {});
+  // `said`: a finite number that ranks compare.
+  GradientSummary summarize(std::optional<double> norm = {}, double said = 0);
   // The squares of the gradients that count on this rank: summed over all ranks they are the square of the norm, whatever
   // is replicated or cut. Not finite if one of them is not. `without`: parameters that do not count. Collective. Gradients
   // must be reduced.
@@ -41,7 +43,8 @@ class Updater {
   void finish_gathers(RankGuard& disks);
   // Of an update; it agrees where states or weights do not live on the device.
   RankGuard guard() const;
-  // Takes in what the user did to parameters since the last update. State error where a region holds them. Local.
+  // Takes in what the user did to parameters since the last update, as far as the update itself does not (adoption.h). State
+  // error where a region holds them. Local.
   void prepare_update();
 
   // A client's optimizer is given the gradients themselves, and no copy in another dtype.
@@ -62,6 +65,7 @@ class Updater {
   void finish_gathers();
   void update_units(const GradientSummary& summary, double scale, RankGuard& disks);
   static void count_update(Param& param);
+  static void count_updates(Unit& unit, const std::vector<bool>& present);
   void agree_on_disks(RankGuard& disks);
   void update_external(const GradientSummary& summary, double scale, const std::function<void()>& external,
                        RankGuard& disks);

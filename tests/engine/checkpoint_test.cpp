@@ -363,4 +363,35 @@ TEST(Checkpoint, ARunWithoutScalingLeavesTheScaleAlone) {
   });
 }
 
+// Statistics of batches: each rank's own where ranks lie as they did, else the first's.
+TEST(Checkpoint, BuffersOfEveryRankComeBack) {
+  using comm::Axis;
+  const AxisSizes there{{Axis::DpShard, 2}, {Axis::Tp, 2}};
+  const TempFolder folder;
+  const auto build = [](const Toy& toy, const comm::Mesh& mesh) {
+    return Engine(toy_options({.stage = 1}), mesh, toy.specs(), {toy_adamw()});
+  };
+  run_axes(there, [&](int rank, const comm::Mesh& mesh) {
+    const Toy toy;
+    Engine engine = build(toy, mesh);
+    engine::ClientPart part;
+    part.tensors = {{"mean", "buffer", at::full({3}, rank)},
+                    {"count", "buffer", at::full({}, 7, at::kLong)},
+                    {"none", "buffer", at::empty({0})}};
+    engine.checkpoints().save(folder.path(), {.asynchronous = true}, part);
+    engine.checkpoints().wait();
+  });
+  for (const AxisSizes& here : std::vector<AxisSizes>{
+           there, {{Axis::DpShard, 4}}, {{Axis::DpShard, 1}}, {{Axis::DpReplicate, 2}, {Axis::DpShard, 2}}}) {
+    run_axes(here, [&](int rank, const comm::Mesh& mesh) {
+      const Toy toy(3);
+      Engine engine = build(toy, mesh);
+      const auto found = engine.checkpoints().open(folder.path(), "", {});
+      EXPECT_TRUE(found->buffer("mean").eq(here == there ? rank : 0).all().item<bool>()) << rank;
+      EXPECT_EQ(found->buffer("count").item<int64_t>(), 7);
+      EXPECT_FALSE(found->buffer("other").defined());
+    });
+  }
+}
+
 }  // namespace tessera::testing

@@ -9,25 +9,6 @@
 
 namespace tessera::testing {
 
-namespace {
-
-// Of widths that leave the next one unaligned; one is a view that is not contiguous, one has no elements.
-std::vector<at::Tensor> buffers_of(int rank) {
-  return {at::full({3}, rank + 1, at::kBool), at::full({2, 3}, rank + 0.5, at::kDouble).t(), at::zeros({0}),
-          at::full({5}, rank, at::kBFloat16), at::full({}, rank + 7, at::kLong)};
-}
-
-}  // namespace
-
-TEST(InitialValues, BuffersOfAnyDtypeBecomeRankZeros) {
-  run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
-    const auto buffers = buffers_of(2 * rank), want = buffers_of(0);
-    engine::broadcast_buffers(zero::Ranks(group), buffers, at::kCPU);
-    for (size_t i = 0; i < buffers.size(); ++i)
-      EXPECT_TRUE(buffers[i].equal(want[i])) << "buffer " << i;
-  });
-}
-
 TEST(InitialValues, ParametersThatTheModelDoesNotHoldAreSharedAndCast) {
   run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
     const std::vector<engine::ParamSpec> specs{{"frozen", at::full({3}, rank + 1.5)},

@@ -13,11 +13,17 @@ struct MasterForm {
   const char* name;
   bool master, residual, weight;
   DType weight_dtype;
+  bool adopts = false;
 };
 constexpr MasterForm kMasterForms[] = {
-    {"fp32", true, false, false, DType::BF16},       {"fp32+bf16", true, false, true, DType::BF16},
-    {"fp32+fp16", true, false, true, DType::F16},    {"split", false, true, true, DType::BF16},
-    {"bf16_alone", false, false, true, DType::BF16}, {"fp16_alone", false, false, true, DType::F16},
+    {"fp32", true, false, false, DType::BF16},
+    {"fp32+bf16", true, false, true, DType::BF16},
+    {"fp32+fp16", true, false, true, DType::F16},
+    {"split", false, true, true, DType::BF16},
+    {"bf16_alone", false, false, true, DType::BF16},
+    {"fp16_alone", false, false, true, DType::F16},
+    {"fp32+bf16_adopted", true, false, true, DType::BF16, true},
+    {"fp32+fp16_adopted", true, false, true, DType::F16, true},
 };
 
 struct Form {

@@ -189,6 +189,35 @@ TEST(Reference, WeightsAreTheRoundedMaster) {
   }
 }
 
+TEST(Reference, WeightsThatWereWrittenToAreTheMaster) {
+  for (const Table* table : available_tables()) {
+    for (const DType dtype : {DType::BF16, DType::F16}) {
+      Buffer master(DType::F32, kCount), weight(dtype, kCount), grad(DType::F32, kCount);
+      master.fill_random(1).sprinkle(2);
+      grad.fill({0});
+      const Buffer before = master;
+      std::vector<float> expected(kCount);
+      for (int64_t i = 0; i < kCount; ++i) {
+        testing::put(weight.data(), dtype, i, i % 5 == 0 ? 0.25f : master.at(i));
+        Buffer rounded(dtype, 1);
+        testing::put(rounded.data(), dtype, 0, before.at(i));
+        expected[i] = rounded.at(0) == weight.at(i) ? before.at(i) : weight.at(i);
+      }
+      UpdateRange range;
+      range.n = kCount;
+      range.master = master.floats();
+      range.weight = weight.data();
+      range.weight_dtype = dtype;
+      range.adopts = true;
+      range.grad = grad.data();
+      table->sgd({0.0, 0, 0, 0}, range, 1.0f);
+      for (int64_t i = 0; i < kCount; ++i)
+        EXPECT_TRUE(master.at(i) == expected[i] || (std::isnan(master.at(i)) && std::isnan(expected[i])))
+            << table->name << " " << i << ": " << master.at(i) << " is not " << expected[i];
+    }
+  }
+}
+
 TEST(Reference, ElementwiseIsTorchs) {
   at::manual_seed(5);
   const auto x = at::randn({kCount}), y = at::randn({kCount});

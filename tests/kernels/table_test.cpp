@@ -86,6 +86,9 @@ struct UpdateBuffers {
       weight.sprinkle(10);
     }
     if (form.master.residual) reference_table().split(weight.data(), residual.data(), master.floats(), n);
+    // Every third weight, and hard ones, were written to.
+    for (int64_t i = 0; form.master.adopts && i < n; ++i)
+      if (i % 3 != 0) testing::put(weight.data(), form.master.weight_dtype, i, master.at(i));
   }
   UpdateRange range(int64_t n) {
     UpdateRange r;
@@ -94,6 +97,7 @@ struct UpdateBuffers {
     if (form.master.residual) r.residual = residual.data();
     if (form.master.weight) r.weight = weight.data();
     r.weight_dtype = form.master.weight_dtype;
+    r.adopts = form.master.adopts;
     r.grad = grad.data();
     r.grad_dtype = grad_dtype;
     r.state0 = state0.data();

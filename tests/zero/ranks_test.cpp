@@ -130,6 +130,31 @@ TEST(HybridSharding, GradientsMayBeReadAndSetBetweenMicroBatches) {
   }
 }
 
+// Of widths that leave the next one unaligned; one is a view that is not contiguous, one has no elements. The words of the
+// 16-bit ones are NaNs with payloads: packed bytes in the place of numbers.
+TEST(Ranks, BroadcastWordsOfAnyDtype) {
+  const auto of = [](int rank) {
+    const at::Tensor packed = at::arange(0x7f80 + rank, 0x8040 + rank, at::kInt).to(at::kShort);
+    return std::vector<at::Tensor>{at::full({3}, rank > 0, at::kBool),
+                                   at::full({2, 3}, rank + 0.5, at::kDouble).t(),
+                                   at::zeros({0}),
+                                   packed.view(at::kBFloat16),
+                                   packed.view(at::kHalf).clone(),
+                                   at::full({4, 4}, rank, at::kFloat).slice(1, 0, 4, 2),
+                                   at::full({}, rank + 7, at::kLong),
+                                   at::full({3}, rank, at::kComplexDouble)};
+  };
+  run_ranks(3, [&](int rank, const comm::GroupPtr& group) {
+    const auto mine = of(rank), want = of(2);
+    zero::broadcast_words(Ranks(group), mine, 2, "values");
+    for (size_t i = 0; i < mine.size(); ++i) {
+      const bool halves = mine[i].element_size() == 2;
+      const auto bits = [&](const at::Tensor& t) { return halves ? t.view(at::kShort) : t; };
+      EXPECT_TRUE(bits(mine[i]).equal(bits(want[i]))) << "tensor " << i;
+    }
+  });
+}
+
 TEST(HybridSharding, RegionsTakeTheWritesOfAnyRank) {
   run_meshes(2, 2, [](int rank, const comm::Mesh& mesh) {
     const Toy toy;

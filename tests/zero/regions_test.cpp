@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "tests/support/errors.h"
+#include "tests/support/modes.h"
 #include "tests/support/partitioned.h"
 
 namespace tessera::testing {
@@ -35,6 +36,86 @@ TEST(Regions, RegionsGiveWholeValuesAndTakeOneRanksWrites) {
           EXPECT_EQ(gathered(engine), "");
         },
         bf16);
+  }
+}
+
+// Partitioned, resident, whole, frozen and shared ones, however they are written to.
+TEST(Regions, AWritersValuesHoldOnAllRanksInEveryStage) {
+  const std::vector<std::function<void(at::Tensor)>> ways{
+      [](at::Tensor p) { fill(p, 1.5); }, [](at::Tensor p) { p.variable_data().fill_(1.5); },
+      [](at::Tensor p) { p.set_data(at::full_like(p.detach(), 1.5)); }};
+  for (int stage = 0; stage <= 3; ++stage) {
+    for (const amp::PrecisionPolicy& mode : all_modes()) {
+      for (const bool share : {false, true}) {
+        for (size_t way = 0; way < ways.size(); ++way) {
+          std::array<std::vector<at::Tensor>, 3> after;
+          run_ranks(3, [&](int rank, const comm::GroupPtr& group) {
+            const Toy toy;
+            auto specs = toy.specs();  // "a" and "b" are below the threshold of stage 3
+            for (const int frozen : {1, 4}) {
+              specs[frozen].group = -1;
+              at::Tensor(toy.tensors[frozen]).requires_grad_(false);
+            }
+            const ToyRun run{.stage = stage, .clip = 0, .precision = mode, .share = share};
+            Engine engine(toy_options(run), comm::Mesh(group), specs, {toy_adamw()});
+            engine.regions().open(kAll);
+            if (rank == 2)
+              for (const at::Tensor& tensor : toy.tensors)
+                ways[way](tensor);
+            engine.regions().close(kAll, zero::Writes::FromRank, 2);
+            const std::string what = c10::str("stage ", stage, ", ", mode.param, " ", int(mode.master), ", shared ",
+                                              share, ", way ", way, ", rank ", rank, ": ");
+            const auto values = [&] {
+              std::vector<at::Tensor> all;
+              engine.regions().open(kAll);
+              for (const at::Tensor& tensor : toy.tensors)
+                all.push_back(tensor.detach().to(at::kFloat, false, /*copy=*/true));
+              engine.regions().close(kAll);
+              return all;
+            };
+            for (const at::Tensor& value : values())
+              EXPECT_TRUE(value.eq(1.5).all().item<bool>()) << what << value;
+            for (const int trained : {0, 2, 3})
+              EXPECT_TRUE(engine.states().get_full(trained, Quantity::Master).eq(1.5).all().item<bool>()) << what;
+            engine.scaling().scale(toy_forward(engine, toy, toy_batch(rank, 0))).backward();
+            engine.step();
+            after[rank] = values();
+          });
+          for (size_t i = 0; i < after[0].size(); ++i)
+            EXPECT_TRUE(after[1][i].equal(after[0][i]) && after[2][i].equal(after[0][i])) << stage << ", " << i;
+        }
+      }
+    }
+  }
+}
+
+// A slice or an expert is another tensor on other ranks: there the rank in the writer's place along the other axes writes.
+TEST(Regions, OfWhatDiffersAlongAxesEachKeepsItsOwn) {
+  using comm::Axis;
+  for (const Axis axis : {Axis::Tp, Axis::DpShard, Axis::DpReplicate}) {
+    for (const int stage : {0, 1, 2, 3}) {
+      run_axes({{Axis::DpReplicate, 2}, {Axis::DpShard, 2}, {Axis::Tp, 2}}, [&](int rank, const comm::Mesh& mesh) {
+        std::vector<engine::ParamSpec> specs{{"own", at::zeros({8}).requires_grad_(true), 0, "a"},
+                                             {"frozen", at::zeros({8}), -1, "a"},
+                                             {"all", at::zeros({8}).requires_grad_(true), 0, "a"}};
+        specs[0].varies = specs[1].varies = axis;
+        auto options = toy_options({.stage = stage});
+        Engine engine(options, mesh, specs, {toy_adamw()});
+        constexpr int kWriter = 1;  // of its slice of the model: number 0 along dp_replicate, 1 along dp_shard
+        engine.regions().open({0, 1, 2});
+        for (const auto& spec : specs)
+          spec.tensor.detach().fill_(rank);
+        engine.regions().close({0, 1, 2}, zero::Writes::FromRank, kWriter);
+        engine.regions().open({0, 1, 2});
+        const int tp = mesh.rank(Axis::Tp), shard = mesh.rank(Axis::DpShard), replicate = mesh.rank(Axis::DpReplicate);
+        const int from = axis == Axis::Tp ? 2 + tp : axis == Axis::DpShard ? 2 * shard : 4 * replicate + 2;
+        for (const int own : {0, 1})
+          EXPECT_TRUE(specs[own].tensor.eq(from).all().item<bool>())
+              << comm::axis_name(axis) << ", stage " << stage << ", rank " << rank << ": " << specs[own].tensor;
+        EXPECT_TRUE(specs[2].tensor.eq(2).all().item<bool>()) << specs[2].tensor;
+        engine.regions().close({0, 1, 2});
+      });
+    }
   }
 }
 

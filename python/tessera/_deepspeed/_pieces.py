@@ -18,6 +18,33 @@ DTYPE_NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.complex64: "C64", torch.complex128: "C128",
 }  # fmt: skip
+# Keys of a model-states file that are DeepSpeed's own; all others are the client's.
+OWN_KEYS = frozenset(
+    [
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "csr_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "universal_checkpoint_info",
+        "num_experts",
+    ]
+)
 _MOST_PIECES = 1 << 16  # of a tensor whose elements do not lie one after the other
 
 
@@ -82,6 +109,11 @@ def shape_of(value: Any) -> tuple[int, ...]:
 def number_of(value: Any) -> int:
     """A plain number, or one of an enumeration."""
     return int(value.args[0] if isinstance(value, Inert) else value)
+
+
+def ranks_text(world: int) -> str:
+    """What a run of ours says of data-parallel ranks (spread_of in engine/logical.h)."""
+    return f"{world}: dp_shard {world}" if world > 1 else "1: "
 
 
 def names_in(folder: str) -> list[str]:

@@ -23,11 +23,13 @@ from tessera._blobs import CUT, cut_of, pickled
 from tessera._deepspeed._pickle import Inert, TensorRef
 from tessera._deepspeed._pieces import (
     DTYPE_NAMES,
+    OWN_KEYS,
     Ordered,
     Piece,
     file_record,
     names_in,
     number_of,
+    ranks_text,
     shape_of,
     sharded,
     whole,
@@ -36,33 +38,6 @@ from tessera._deepspeed._pt import PtFile
 from tessera.errors import IoError
 
 LOOKED_FOR = "DeepSpeed's '*_model_states.pt'"
-# Keys of a model-states file that are DeepSpeed's own; all others are the client's.
-OWN_KEYS = frozenset(
-    [
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "csr_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-        "universal_checkpoint_info",
-        "num_experts",
-    ]
-)
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
@@ -74,6 +49,7 @@ class Hints:
     # The optimizer's parameters by group, in order, with whether they are trained: files of stage 0 have no names.
     groups: list[list[tuple[str, bool]]] | None = None
     accumulation: int | None = None
+    optimizer: bool = True  # its states are wanted
 
 
 @dataclass
@@ -107,7 +83,7 @@ def manifest_of(folder: str, hints: Hints | None = None, trusted: bool = False, 
 
 class _Layout:
     def __init__(self, folder: str, names: list[str], hints: Hints, trusted: bool, skip: bool) -> None:
-        self.folder, self.hints, self._objects = folder, hints, (trusted, skip)
+        self.folder, self.hints, self._objects, self._skips = folder, hints, (trusted, skip), skip
         self.files: dict[str, PtFile] = {}
         self.trained: dict[str, _Trained] = {}
         self.groups: list[dict[str, Any]] = []  # hyper-parameters
@@ -167,6 +143,11 @@ class _Layout:
             if sharded:
                 raise IoError(
                     f"[checkpoint] '{self.folder}' has no '*_optim_states.pt', which hold the weights of stage 3"
+                )
+            if self.state.get("param_shapes") and self.hints.optimizer and not self._skips:
+                raise IoError(
+                    f"[checkpoint] '{self.folder}' has no '*_optim_states.pt', which hold masters and moments of "
+                    "stages 1 and 2; its weights alone are loaded with load_optimizer_states=False"
                 )
             self._read_stage0()
             return 0
@@ -471,6 +452,7 @@ class _Layout:
                 tensors.append(
                     self._tensor(name, "buffer", value.shape, value.dtype, list(whole(self.model_file, value)))
                 )
+        tensors += self._rank_buffers(buffers)
         numbers = {name: record.numbers for name, record in self.trained.items() if record.numbers}
         if numbers:
             blobs["optimizer-0"] = numbers
@@ -504,6 +486,23 @@ class _Layout:
             for piece in pieces
         ]
         return record
+
+    def _rank_buffers(self, buffers: list[str]) -> list[dict[str, Any]]:
+        """Of stage 3, where every rank has files of its own: those that are other ones than rank 0's."""
+        found = []
+        for rank, name in sorted(self.models.items()) if self.stage == 3 and buffers else ():
+            file = self.open(name)
+            for buffer in buffers:
+                value, first = file.value["module"].get(buffer), self.state["module"].get(buffer)
+                if rank == 0 or not isinstance(value, TensorRef) or not isinstance(first, TensorRef):
+                    continue
+                if torch.equal(file.read(value), self.model_file.read(first)):
+                    continue
+                pieces = list(whole(file, value))
+                found.append(
+                    self._tensor(f"{buffer}@rank={rank}", "rank_buffer", tuple(value.shape), value.dtype, pieces)
+                )
+        return found
 
     def _frozen_parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype, list[Piece]]]:
         """Of stage 3, whose module holds nothing of them."""
@@ -540,6 +539,7 @@ class _Layout:
                 "skipped_steps": int(self.state["skipped_steps"]),
                 "global_samples": int(self.state.get("global_samples", 0)),
             },
+            "ranks": ranks_text(int(self.state["dp_world_size"])),
             "groups": [],
             "client": {},
             "source": {

@@ -17,6 +17,7 @@ import torch
 
 from tessera import _core
 from tessera._blobs import CUT, OWN_KINDS, Saved, cut_of
+from tessera._deepspeed._pieces import ranks_text
 from tessera._deepspeed._pt_writer import Made, Streamed, write_pt
 from tessera.errors import ConfigError
 
@@ -138,15 +139,18 @@ class Source:
         shape = tuple(self.kinds[name][kind][0]) if name in self.kinds else tuple(self.params[name].shape)
         return Streamed(dtype, shape, lambda: self.chunks(name, kind, dtype, 0, math.prod(shape)))
 
-    def module(self) -> OrderedDict[str, Any]:
-        """The state dict in the dtypes that the module computed in; tied names have one tensor."""
+    def module(self, rank: int = 0) -> OrderedDict[str, Any]:
+        """The state dict in the dtypes that the module computed in; tied names have one tensor. Buffers as `rank` has
+        them."""
         state: OrderedDict[str, Any] = OrderedDict()
         for param in self.params.values():
             value = self.whole(param.name, self.value_kind(param.name), param.dtype)
             for name in (param.name, *param.aliases):
                 state[name] = value
         for name in self.buffers():
-            state[name] = self.whole(name, "buffer", self.kinds[name]["buffer"][1])
+            own = f"{name}@rank={rank}"
+            name_of, kind = (own, "rank_buffer") if own in self.kinds else (name, "buffer")
+            state[name] = self.whole(name_of, kind, self.kinds[name_of][kind][1])
         for prefix, value in self.extra.items():
             state[f"{prefix}._extra_state" if prefix else "_extra_state"] = value
         return state
@@ -252,7 +256,7 @@ class Layout:
         zero = self.stage > 0
         aliases = {alias: param.name for param in source.params.values() for alias in param.aliases}
         return {
-            "module": self._sharded_module() if self.stage == 3 else source.module(),
+            "module": self._sharded_module(rank) if self.stage == 3 else source.module(),
             "buffer_names": source.buffers(),
             "optimizer": None if zero else self._whole_optimizer(),
             "param_shapes": [OrderedDict((n, sizes[n]) for n in g.names) for g in self.groups] if zero else None,
@@ -275,9 +279,9 @@ class Layout:
             **source.client,
         }
 
-    def _sharded_module(self) -> OrderedDict[str, Any]:
+    def _sharded_module(self, rank: int) -> OrderedDict[str, Any]:
         """Nothing of the parameters: they are in the optim-states and the fragments."""
-        state = self.source.module()
+        state = self.source.module(rank if self.source.run.get("ranks") == ranks_text(self.world) else 0)
         for param in self.source.params.values():
             state.update(dict.fromkeys((param.name, *param.aliases), torch.empty(0, dtype=param.dtype)))
         return state

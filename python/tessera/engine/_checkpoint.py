@@ -17,7 +17,8 @@ import torch
 from tessera import _core
 from tessera._blobs import Saved, pickled
 from tessera._copies import own_copies
-from tessera._deepspeed._read import LOOKED_FOR, OWN_KEYS, Hints, manifest_of
+from tessera._deepspeed._pieces import OWN_KEYS
+from tessera._deepspeed._read import LOOKED_FOR, Hints, manifest_of
 from tessera.checkpoints import shard_bytes
 from tessera.engine._optimizer_parts import (
     client_states,
@@ -210,7 +211,7 @@ def _load(
         run=not module_only,
         from_master=engine._settings.get("zero_optimization.load_from_fp32_weights"),
         latest="latest_universal" if engine._settings.get("checkpoint.load_universal") else "latest",
-        manifest=lambda found: manifest_of(found, _hints(engine), trusted),
+        manifest=lambda found: manifest_of(found, _hints(engine, optimizer), trusted),
         names=LOOKED_FOR,
     )
     if restore is None:
@@ -224,7 +225,7 @@ def _load(
         saved = Saved(reader, trusted)
         client = saved.blob("client_state", {})
         extra = saved.part("extra", {})
-        buffers = _buffers_from(engine, reader, strict and custom_load_fn is None)
+        buffers = _buffers_from(engine, restore, strict and custom_load_fn is None)
         states = states_from(engine, restore, saved, _names(engine)) if optimizer else None
         groups = groups_from(engine, saved, reader) if optimizer else None
         run = json.loads(reader.run())
@@ -418,8 +419,8 @@ def _save_state_dict(engine: Engine, state: dict[str, Any], path: str) -> None:
 # ---------------------------------------------------------------- pieces of a load
 
 
-def _hints(engine: Engine) -> Hints:
-    return Hints(engine._group_names or None, engine.gradient_accumulation_steps())
+def _hints(engine: Engine, optimizer: bool) -> Hints:
+    return Hints(engine._group_names or None, engine.gradient_accumulation_steps(), optimizer)
 
 
 def _put_random_states(states: dict[str, Any]) -> None:
@@ -434,10 +435,8 @@ def _put_random_states(states: dict[str, Any]) -> None:
         torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(states["device"])
 
 
-def _buffers_from(
-    engine: Engine, reader: _core.CheckpointReader, strict: bool
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    saved = {name for name, kind, *_ in reader.tensors() if kind == "buffer"}
+def _buffers_from(engine: Engine, restore: _core.Restore, strict: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    saved = {name for name, kind, *_ in restore.reader.tensors() if kind == "buffer"}
     here = _buffers(engine)
     missing, more = sorted(here.keys() - saved), [] if engine._of_several else sorted(saved - here.keys())
     if strict and (missing or more):
@@ -446,7 +445,7 @@ def _buffers_from(
         )
     found = []
     for name, buffer in here.items():
-        value = reader.read(name, "buffer")
+        value = restore.buffer(name)
         if value is None:
             continue
         if value.shape != buffer.shape:

@@ -4,12 +4,11 @@ forward, backward and step, and keeps what only Python has (schedules, loaders, 
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -32,6 +31,7 @@ from tessera.data import Loader, make_loader
 from tessera.elasticity import with_elastic_batch
 from tessera.engine._checkpoint import EngineCheckpoints
 from tessera.engine._moving import EngineMoving
+from tessera.engine._norms import EngineNorms
 from tessera.engine._parallel import TensorParallel
 from tessera.engine._place import keep_place, place, settle_buffers
 from tessera.engine._preflight import check_all_used, check_modules, wants_all_used
@@ -53,7 +53,7 @@ from tessera.zero._leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_modu
 from tessera.zero._regions import Region, parts_of
 
 
-class Engine(EngineCheckpoints, EngineMoving):
+class Engine(EngineCheckpoints, EngineMoving, EngineNorms):
     """Trains `model` as `config` says. tessera.initialize() builds one from the usual arguments.
 
     `group`: the ranks (a torch ProcessGroup or a group of tessera; default: all processes), which the configuration's
@@ -95,7 +95,7 @@ class Engine(EngineCheckpoints, EngineMoving):
             sizes["sp"] = sequence_parallel
         if tensor_parallel is not None:
             sizes["tp"] = tensor_parallel
-        self._mesh, self._own_groups = _mesh.core_mesh(group, **sizes)
+        self._mesh, self._own_groups = _mesh.core_mesh(group, **sizes, device=device)
         self._dp_rank, self._dp_size = self._mesh.batch_rank(), self._mesh.batch_size()
         self._world = _mesh.world_of(self._mesh)
         self._warn(self._settings.warnings)
@@ -407,38 +407,6 @@ class Engine(EngineCheckpoints, EngineMoving):
         """Drops every accumulated gradient, in the engine and in p.grad."""
         self.core.zero_grad()
         super().zero_grad(set_to_none=True)
-
-    def grad_norm(self) -> float:
-        """Global L2 norm of the gradients as they are now, before a step. Collective."""
-        self._trainable("grad_norm")
-        return self.core.grad_norm()
-
-    def norm_contribution(self, without: Iterable[nn.Parameter] = ()) -> float:
-        """This rank's part of the square of grad_norm(): those of all ranks add up to it, replicas counted once,
-        without a loss scale. `without`: parameters that do not count, as copies of what another engine counts.
-        Collective."""
-        self._trainable("norm_contribution")
-        return self.core.norm_contribution([self._index[id(param)] for param in without])
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """torch.nn.utils.clip_grad_norm_ for gradients that are not in p.grad; between a backward and step(). Returns
-        the norm that they had. Those with inf or NaN are left to step(), which clips to gradient_clipping (1.0, if the
-        configuration does not say) in any case, without a pass of its own. Collective."""
-        if self._updates_in_backward:
-            raise UsageError(
-                "[engine.clip_grad_norm_] tessera.update_in_backward has used the gradients when it is called; set "
-                "gradient_clipping and tessera.clip_by_unit, or switch update_in_backward off"
-            )
-        if norm_type != 2:
-            raise NotImplementedError(f"[engine.clip_grad_norm_] norm_type {norm_type} is not served; use 2.0")
-        norm = self.grad_norm()
-        scale = max_norm / (norm + 1e-6)
-        if scale < 1 and math.isfinite(norm):
-            for number in self._optimized:
-                view = self.core.local_view(number, _core.Quantity.Gradient)
-                if view is not None:
-                    view.detach().mul_(scale)
-        return torch.tensor(norm, device=self.device)
 
     # ---------------------------------------------------------------- accumulation
 

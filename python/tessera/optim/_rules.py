@@ -101,6 +101,22 @@ def native_rule(optimizer: torch.optim.Optimizer) -> NativeRule | None:
     return rule
 
 
+def note_group(group: Group, options: _core.GroupOptions) -> None:
+    """Copies what of an optimizer's hyper-parameters are numbers at hand: for ranks to compare."""
+
+    def note(name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_cpu:
+            value = value.item()
+        if _is_number(value):
+            setattr(options, name, float(value))
+
+    for name in ("lr", "eps", "weight_decay", "momentum", "dampening", "lr_decay"):
+        note(name, group.get(name))
+    betas = group.get("betas")
+    for name, value in zip(("beta1", "beta2"), betas if isinstance(betas, (tuple, list)) else (), strict=False):
+        note(name, value)
+
+
 def is_tested(optimizer: torch.optim.Optimizer) -> bool:
     """True for classes that are known to work on slices of parameters."""
     return _class_of(optimizer) in _ELEMENTWISE or isinstance(optimizer, WholeOptimizer)

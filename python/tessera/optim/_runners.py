@@ -12,7 +12,7 @@ import torch
 
 from tessera import _core
 from tessera.errors import UsageError
-from tessera.optim._rules import NativeRule, read_group
+from tessera.optim._rules import NativeRule, note_group, read_group
 from tessera.optim._states import QUANTITIES, CoreStates, OptimizerStates, OwnStates
 
 _SIZE = torch.Tensor.size  # whatever a class of parameters shows as its size
@@ -231,6 +231,7 @@ class ExternalRunner(Runner):
     ) -> None:
         self.base = base
         self._core = core
+        self._groups = core.groups()
         self._originals = [list(group["params"]) for group in base.param_groups]
         # (number in the core, the parameter, the tensor that is updated)
         self._masters: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -268,6 +269,12 @@ class ExternalRunner(Runner):
         if state:
             self.base.state[master] = {name: self._slice_like(value, master, number) for name, value in state.items()}
         return master
+
+    def before_step(self) -> None:
+        super().before_step()
+        for index, (group, options) in enumerate(zip(self.base.param_groups, self._groups, strict=True)):
+            note_group(group, options)
+            self._core.set_group(index, options)
 
     def run(self) -> None:
         for number, _, master in self._masters:

@@ -13,6 +13,7 @@ from torch import nn
 
 from tessera import _core, _mesh
 from tessera._config import load_config
+from tessera._device import group_device
 from tessera.errors import ConfigError
 from tessera.parallel._apply import Cutter, plan_of
 from tessera.parallel._cost import cost
@@ -66,7 +67,7 @@ def shard_model(model: nn.Module, config: Any, *, group: Any = None) -> Parallel
     if group is not None:
         ranks = _mesh.core_group(group)
     else:
-        mesh, made = _mesh.core_mesh(None, **_mesh.mesh_sizes(loaded))
+        mesh, made = _mesh.core_mesh(None, **_mesh.mesh_sizes(loaded), device=group_device(None))
         ranks = mesh.group(_core.Axis.Tp)
     try:
         plan = make_plan(model, loaded, ranks.size)

@@ -38,6 +38,7 @@ class Grid:
 
     def _mesh(self, rows: list[list[int]], shards: int, sp: int, tp: int) -> Any:
         """Of this stage; its groups are made together with those of the others."""
+        _core.check_asked(core_group(None), self.device or torch.device("cpu"), shards, sp, tp)
         shape = _core.mesh_shape(self.size, shards, sp, tp)
         if shape.size(_core.Axis.DpShard) == self.size:
             return self.new_group(rows)

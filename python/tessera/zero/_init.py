@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from tessera import _core, distributed
 from tessera._config import choose_config, load_config
-from tessera._device import checked_device, move
+from tessera._device import checked_device, group_device, move
 from tessera._mesh import core_mesh, mesh_sizes
 from tessera.errors import ConfigError
 from tessera.zero._owners import Home, holder_of, set_home
@@ -331,7 +331,7 @@ def _home(remote_device: Any, pin_memory: bool, config: _core.Config | None) -> 
 def _mesh(group: Any, config: _core.Config | None) -> _core.Mesh:
     # Over the ranks of all slices of the model, too: what is to be cut is whole as yet.
     sizes = {} if config is None else {**mesh_sizes(config), "tp": 1}
-    mesh, _ = core_mesh(group, **sizes)
+    mesh, _ = core_mesh(group, **sizes, device=group_device(group))
     expected = int(os.environ.get("WORLD_SIZE", "1"))
     if group is None and mesh.batch_size() == 1 and expected > 1:
         raise RuntimeError(

@@ -53,18 +53,13 @@ def _drop(parts: list[Part]) -> None:
 def parts_of(params: Iterable[torch.Tensor], writable: bool) -> list[Part]:
     """Where `params` are that are to be gathered. `writable`: some rank's values may hold in the end."""
     numbers: dict[int, tuple[Holder, list[int]]] = {}
-    shares: dict[int, bool] = {}  # engines, where it matters
     for param in params:
         found = holder_of(param)
         if found is None:
             continue
         holder, number = found
-        if isinstance(holder, _core.Engine) and not home_of(param):
-            # Whole on every rank. One rank's values could hold only after writes to memory that all ranks have.
-            if id(holder) not in shares:
-                shares[id(holder)] = writable and holder.memory().shared > 0
-            if not shares[id(holder)]:
-                continue
+        if not writable and isinstance(holder, _core.Engine) and not home_of(param):
+            continue  # whole on every rank
         numbers.setdefault(id(holder), (holder, []))[1].append(number)
     return list(numbers.values())
 
@@ -72,10 +67,11 @@ def parts_of(params: Iterable[torch.Tensor], writable: bool) -> list[Part]:
 class GatheredParameters:
     """Inside the `with`, `params` (one parameter, a list or any iterable) are whole; afterwards partitioned again.
 
-    Collective: every rank opens and closes the region with the same parameters. Parameters that are not partitioned
-    pass through; those of a model that zero.Init built need no engine. `modifier_rank`: what that rank (of the
-    data-parallel group) writes holds on all ranks; None: writing is an error (UsageError, when the region ends).
-    With tessera.shared_parameters `modifier_rank` counts for parameters that are not partitioned, too.
+    Collective: every rank opens and closes the region with the same parameters. Those of a model that zero.Init built
+    need no engine. `modifier_rank`: what that rank (of the data-parallel group) writes holds on all ranks, in every
+    stage and also of small and frozen parameters; of an expert or a slice, what the rank in its place writes. None:
+    writing is an error (UsageError, when the region ends), but of parameters that are not partitioned, where it is each
+    rank's own affair.
     `fwd_module`: also registers the parameters as external to that module. Regions must not overlap. A whole unit is
     gathered, also for one parameter of it.
     """

@@ -135,18 +135,40 @@ Mesh meet_in(const Place& place, const StorePtr& store, const MeshShape& shape, 
   return mesh;
 }
 
-// The groups of `shape` that this process is in. Collective.
-Mesh meet_along(const Place& place, const MeshShape& shape, std::chrono::milliseconds timeout) {
-  if (shape.size(Axis::DpShard) == place.size) return Mesh(environment_group(timeout));
-  return among_others(place, timeout,
-                      [&](const StorePtr& store) { return meet_in(place, store, shape, place.rank, 0, timeout); });
+// check_asked() of what every rank writes into the store.
+void compare(const Place& place, const StorePtr& store, const std::string& asked) {
+  const auto key = [](int rank) { return "asked_" + std::to_string(rank); };
+  store->set(key(place.rank), asked);
+  std::vector<std::string> of_all;
+  for (int rank = 0; rank < place.size; ++rank)
+    of_all.push_back(store->get_to_str(key(rank)));
+  check_asked(of_all);
+}
+
+std::string text_of(const std::vector<MeshShape>& shapes) {
+  std::string text;
+  for (size_t part = 0; part < shapes.size(); ++part)
+    for (const Axis axis : kAxes)
+      text += c10::str(text.empty() ? "" : ", ", axis_name(axis), " ", shapes[part].size(axis), " in part ", part);
+  return text;
+}
+
+// The groups of `shape` that this process is in, once all ranks have `asked` for the same. Collective.
+Mesh meet_along(const Place& place, const std::string& asked, const MeshShape& shape,
+                std::chrono::milliseconds timeout) {
+  if (place.size == 1) return {};
+  return among_others(place, timeout, [&](const StorePtr& store) {
+    compare(place, store, asked);
+    if (shape.size(Axis::DpShard) < place.size) return meet_in(place, store, shape, place.rank, 0, timeout);
+    return Mesh(meet(place, store, place.rank, place.size, "tessera_world", timeout));
+  });
 }
 
 }  // namespace
 
 Mesh environment_mesh(int shards, int sp, int tp, std::chrono::milliseconds timeout) {
   const Place place = read_place();
-  return meet_along(place, mesh_shape(place.size, shards, sp, tp), timeout);
+  return meet_along(place, asked_text(shards, sp, tp), mesh_shape(place.size, shards, sp, tp), timeout);
 }
 
 Mesh environment_mesh(const std::map<Axis, int>& sizes, std::chrono::milliseconds timeout) {
@@ -163,7 +185,7 @@ Mesh environment_mesh(const std::map<Axis, int>& sizes, std::chrono::millisecond
   TESSERA_CHECK_VALUE(rest ? place.size % product == 0 : place.size == product, "comm", "a mesh of ", text, " has ",
                       product, " ranks, which ", rest ? "do not divide" : "are not", " WORLD_SIZE ", place.size);
   if (rest) shape.sizes[static_cast<size_t>(Axis::DpShard)] = place.size / product;
-  return meet_along(place, shape, timeout);
+  return meet_along(place, text_of({shape}), shape, timeout);
 }
 
 int environment_size() {
@@ -185,6 +207,7 @@ Parts environment_parts(const std::vector<MeshShape>& shapes, std::chrono::milli
   }
   return among_others(place, timeout, [&](const StorePtr& store) {
     const auto at = [&](const char* name) { return c10::make_intrusive<c10d::PrefixStore>(name, store); };
+    compare(place, store, text_of(shapes));
     const int first = parts.rank_of(parts.part, 0);
     parts.everyone = meet(place, at("everyone"), place.rank, place.size, "tessera_everyone", timeout);
     parts.mesh = meet_in(place, at("mesh"), shapes[parts.part], place.rank - first, first, timeout);
@@ -203,6 +226,7 @@ std::vector<Parts> environment_overlaid_parts(const std::vector<MeshShape>& shap
   if (place.size == 1) return all;
   return among_others(place, timeout, [&](const StorePtr& store) {
     const auto at = [&](const std::string& name) { return c10::make_intrusive<c10d::PrefixStore>(name, store); };
+    compare(place, store, text_of(shapes));
     const auto everyone = meet(place, at("everyone"), place.rank, place.size, "tessera_everyone", timeout);
     const auto p2p = c10d_point_to_point(
         point_to_point_backend(at("p2p"), place.rank, place.size, timeout, is_loopback(place.address)));

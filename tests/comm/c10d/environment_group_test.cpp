@@ -229,6 +229,23 @@ TEST(EnvironmentMesh, AxesInTheirOrder) {
   mesh.group(kStateAxes)->barrier();
 }
 
+// Told before anybody waits in a group that not all ranks make.
+TEST(EnvironmentMesh, RanksThatAskForOthersAreTold) {
+  if (!in_ranks({2, 4}, kGloo)) return;
+  const bool odd = std::string(std::getenv("RANK")) == "1";
+  const auto begin = std::chrono::steady_clock::now();
+  const auto error = [](const auto& build) { return message_of<c10::ValueError>(build); };
+  EXPECT_HAS(error([&] { environment_mesh(odd ? 1 : -1, 1, 1, 60s); }),
+             "different meshes: rank 0 has zero_optimization.mics_shard_size -1, rank 1 has "
+             "zero_optimization.mics_shard_size 1");
+  EXPECT_HAS(error([&] { environment_mesh(-1, odd ? 2 : 1, 1, 60s); }), "rank 1 has sequence_parallel_size 2");
+  EXPECT_HAS(error([&] { environment_mesh(-1, 1, odd ? 2 : 1, 60s); }), "rank 1 has tensor_parallel.autotp_size 2");
+  EXPECT_HAS(error([&] { environment_mesh({{odd ? Axis::Sp : Axis::Tp, 2}}, 60s); }), "rank 1 has sp 2 in part 0");
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);
+  const auto mesh = environment_mesh(-1, 1, 1, 60s);
+  mesh.group(Axis::DpShard)->barrier();
+}
+
 TEST(EnvironmentMesh, AxesThatDoNotFitAreRefused) {
   EXPECT_EQ(environment_mesh({{Axis::Tp, 1}}).size(Axis::Tp), 1);
   const Environment env({{"WORLD_SIZE", "6"}, {"RANK", "0"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "1"}});

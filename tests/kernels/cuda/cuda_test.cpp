@@ -18,6 +18,7 @@ using testing::Buffer;
 using testing::Form;
 using testing::forms;
 using testing::kDTypes;
+using testing::put;
 
 const DeviceTable& cuda_table() {
   return *tessera_device_table();
@@ -100,6 +101,8 @@ TEST_F(Cuda, UpdatesGiveTheBitsOfTheReference) {
           state1.fill_random(7, true).sprinkle(8);
           grad.fill_random(9).sprinkle(10);
           if (form.master.residual) reference_table().split(weight.data(), residual.data(), master.floats(), n);
+          for (int64_t i = 0; form.master.adopts && i < n; ++i)  // every third was written to
+            if (i % 3 != 0) put(weight.data(), form.master.weight_dtype, i, master.at(i));
           Buffer* buffers[] = {&master, &weight, &residual, &state0, &state1};
           std::vector<Buffer> actual;
           for (const Buffer* buffer : buffers)
@@ -117,6 +120,7 @@ TEST_F(Cuda, UpdatesGiveTheBitsOfTheReference) {
             if (form.master.weight) r.weight = at(1);
             if (form.master.residual) r.residual = at(2);
             r.weight_dtype = form.master.weight_dtype;
+            r.adopts = form.master.adopts;
             r.state0 = at(3);
             r.state1 = at(4);
             r.state_dtype = form.state_dtype;

@@ -343,3 +343,19 @@ def test_old_ones_go_and_options_are_checked(tmp_path: Path) -> None:
     engines(make(Tied), 2, config(1, bf16=True, **FORMAT), body)
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["c", "e"]
     assert (tmp_path / "latest").read_text() == "c"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_optim_states_that_are_all_missing(stage: int, tmp_path: Path) -> None:
+    known = saved(tmp_path, stage)
+    for path in tmp_path.rglob("*_optim_states.pt"):
+        path.unlink()
+    with pytest.raises(IoError, match=r"has no '\*_optim_states\.pt', which hold"):
+        loaded(tmp_path)
+    if stage == 3:
+        return
+    for more in ({"load_optimizer_states": False}, {"load_module_only": True}):
+        weights_only = loaded(tmp_path, **more)
+        assert torch.equal(weights_only["head.weight"], known["head.weight"].bfloat16().float())
+    with pytest.raises(IoError, match="has no"):
+        checkpoints.to_deepspeed(tmp_path, tmp_path / "out", stage=1, world_size=1)

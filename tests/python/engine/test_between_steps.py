@@ -96,6 +96,79 @@ def test_an_action_between_steps_is_not_felt(action: str, dtype: str, stage: int
     assert not torch.equal(expected["square.weight"], make(Images).square.weight.to(expected["square.weight"].dtype))
 
 
+def clamp_by_numpy(param: torch.Tensor) -> None:
+    words = param.data.detach().view(torch.int16 if param.element_size() == 2 else torch.int32).numpy()
+    words[:] = torch.clamp(param.data, -0.05, 0.05).view(torch.from_numpy(words).dtype).numpy()
+
+
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "data": lambda p: p.data.clamp_(-0.05, 0.05),
+    "no_grad": lambda p: p.detach().clamp_(-0.05, 0.05),
+    "replaced": lambda p: setattr(p, "data", p.data.clamp(-0.05, 0.05)),
+    "numpy": clamp_by_numpy,
+}
+MODES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+    "fp16, offload": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+    "fp16, client": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+    "bf16, client": {"bf16": {"enabled": True}},
+}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_between_steps_holds(write: str, mode: str, stage: int) -> None:
+    """The clipping of a critic's weights: every way to write, every mode, also of resident parameters of stage 3."""
+    offload = {"offload_optimizer": {"device": "cpu"}} if "offload" in mode and stage > 0 else {}
+    client = (lambda p: torch.optim.RMSprop(p, lr=1e-3)) if "client" in mode else None
+    cfg = config(stage, zero=offload, zero_allow_untested_optimizer=True, **MODES[mode])
+    cfg["zero_optimization"]["stage3_param_persistence_threshold"] = 1000
+    if client is None:
+        cfg["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}}
+
+    def body(engine: Any, rank: int) -> None:
+        for step in range(3):
+            engine.backward(engine(*batch(2 * step + rank)))
+            engine.step()
+            assert engine.was_step_applied()
+            if step > 0:  # an update from the clamped values: no further than the rate allows
+                for name, param in engine.module.named_parameters():
+                    assert param.detach().abs().max() <= 0.05 + 2 * 1e-3 + 1e-2 * ("client" in mode), (name, step)
+            for param in engine.module.parameters():
+                WRITES[write](param)
+            for param in engine.module.parameters():
+                master = tessera.state.get_full_fp32_param(engine, param)
+                assert master.abs().max() <= 0.05 + 1e-3, step
+
+    engines(make(Net), 2, cfg, body, client=client)
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_master_that_was_set_holds_too(stage: int) -> None:
+    cfg = config(stage, fp16={"enabled": True, "initial_scale_power": 4})
+    cfg["optimizer"]["params"]["lr"] = 0.0
+
+    def body(engine: Any, rank: int) -> None:
+        head, gain = engine.module.head.weight, engine.module.gain
+        for step in range(2):
+            engine.backward(engine(*batch(2 * step + rank)))
+            value = 0.3 + step + 1e-5  # no number of fp16
+            tessera.state.set_full_fp32_param(engine, head, torch.full((3, 7), value))
+            gain.data.fill_(2.0 + step)
+            engine.step()
+            assert engine.was_step_applied()
+            torch.testing.assert_close(
+                tessera.state.get_full_fp32_param(engine, head), torch.full((3, 7), value), rtol=1e-7, atol=0
+            )
+            assert head.detach().eq(torch.tensor(value).half()).all()
+            assert gain.item() == 2.0 + step
+
+    engines(make(Net), 2, cfg, body)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_gradients_past_the_engine_are_refused(stage: int) -> None:
     def body(engine: tessera.Engine, rank: int) -> None:

@@ -179,6 +179,110 @@ def test_partition_info(stage: int) -> None:
     assert zero.partition_info(model.head.weight) is None
 
 
+class Parts(nn.Module):
+    """Partitioned, resident (small), frozen and frozen small parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 40), nn.Linear(40, 3)
+        self.frozen = nn.Parameter(torch.randn(40, 5), requires_grad=False)
+        self.small = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x.to(self.up.weight.dtype))) + x.to(self.frozen.dtype) @ self.frozen.t()
+        return (self.down(hidden) + self.small - y).float().square().mean()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_writers_values_hold_in_every_stage(stage: int, mode: str, shared: bool) -> None:
+    cfg = config(stage, zero={"stage3_param_persistence_threshold": 50}, tessera={"shared_parameters": shared})
+    if mode != "fp32":
+        cfg[mode] = {"enabled": True}
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        params = dict(engine.module.named_parameters())
+        with GatheredParameters(params.values(), modifier_rank=1):
+            if rank == 1:
+                for param in params.values():
+                    param.data.fill_(0.25)
+        for param in params.values():
+            if param.requires_grad:
+                assert tessera.state.get_full_fp32_param(engine, param).eq(0.25).all()
+        state = engine.module_state_dict()
+        assert all(value.eq(0.25).all() for value in state.values()), state
+        engine.backward(engine(*batch(rank)))
+        engine.step()
+        return {name: value.clone() for name, value in engine.module_state_dict().items()}
+
+    first, second, third = engines(make(Parts), 3, cfg, body)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]) and torch.equal(value, third[name]), name
+
+
+def test_one_rank_replaces_data_while_a_model_is_built() -> None:
+    def body(rank: int, group: tessera.Group) -> None:
+        with zero.Init(data_parallel_group=group, config_dict_or_path=config(3)):
+            layer = nn.Linear(6, 7)
+        for _ in range(2):
+            with GatheredParameters(layer.weight, modifier_rank=1):
+                if rank == 1:
+                    layer.weight.data = torch.full((7, 6), 3.0)
+            with GatheredParameters(layer.weight):
+                assert layer.weight.eq(3).all()
+
+    run_ranks(2, body)
+
+
+PACKED = torch.arange(0x7F00, 0x8100, dtype=torch.int32).to(torch.int16)  # NaNs with payloads among them, of both signs
+
+
+class Packed(nn.Module):
+    """A frozen parameter whose words are no numbers (packed 4-bit weights), one of another dtype, and a trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.words = nn.Parameter(PACKED.clone().view(torch.bfloat16), requires_grad=False)
+        self.bytes = nn.Parameter(torch.arange(64, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(self.words.view(torch.int16), PACKED)
+        return self.linear(x.to(self.linear.weight.dtype)).float().square().mean()
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", range(4))
+def test_frozen_words_travel_as_they_are(stage: int, world: int, early: bool, tmp_path: Any) -> None:
+    cfg = config(stage, bf16=True)
+
+    def check(engine: tessera.Engine) -> None:
+        state = engine.module_state_dict()
+        assert torch.equal(state["words"].view(torch.int16), PACKED)
+        assert torch.equal(state["bytes"], torch.arange(64, dtype=torch.uint8))
+
+    def body(rank: int, group: tessera.Group) -> None:
+        with zero.Init(data_parallel_group=group, config_dict_or_path=cfg, enabled=early):
+            model = Packed()
+        if rank > 0 and not early:
+            model.words.data.zero_()
+        engine = tessera.Engine(model, cfg, group=group)
+        check(engine)
+        engine.backward(engine(batch(rank)[0]))
+        engine.step()
+        check(engine)
+        engine.save_checkpoint(tmp_path)
+        with GatheredParameters(model.words, modifier_rank=0):
+            model.words.data.zero_()
+        engine.load_checkpoint(tmp_path)
+        check(engine)
+        engine.destroy()
+
+    run_ranks(world, body)
+
+
 def test_ordinary_parameters_pass_through() -> None:
     layer = nn.Linear(2, 2)
     with GatheredParameters(layer.parameters(), modifier_rank=0), torch.no_grad():

@@ -1,0 +1,171 @@
+"""Ranks that differ where they must not: an error on all of them, at the next step at the latest, that names it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import OPTIMIZERS, batch, config, free_port, make, micro, run_processes, run_ranks, weights
+
+import tessera
+
+
+def refusals(world: int, body: Callable[[int, tessera.Group], None]) -> list[str]:
+    """What every rank says, which must be the same."""
+
+    def run(rank: int, group: tessera.Group) -> str:
+        with pytest.raises(ValueError) as refused:
+            body(rank, group)
+        return str(refused.value)
+
+    texts = run_ranks(world, run)
+    assert len(set(texts)) == 1, texts
+    return texts
+
+
+def set_rate(engine: Any, value: float) -> None:
+    for group in engine.basic_optimizer.param_groups:
+        group["lr"] = torch.full_like(group["lr"], value) if isinstance(group["lr"], torch.Tensor) else value
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("client", [None, "adamw", "rmsprop", "tensor lr"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_rates(world: int, client: str | None, stage: int) -> None:
+    """As a ReduceLROnPlateau over losses of one rank sets them; nothing is updated, and equal ones go on."""
+
+    def body(rank: int, group: tessera.Group) -> None:
+        model = make()
+        own = None if client is None else OPTIMIZERS[client](model.parameters())
+        cfg = config(stage, zero_allow_untested_optimizer=True)
+        engine = tessera.Engine(model, cfg, optimizer=own, group=group)
+        micro(engine, rank)
+        set_rate(engine, 0.01)
+        before = engine.module_state_dict()
+        before = {name: value.clone() for name, value in before.items()}
+        set_rate(engine, 0.01 if rank < world - 1 else 0.002)
+        try:
+            micro(engine, rank)
+        finally:
+            assert engine.global_steps == 1
+            for name, value in engine.module_state_dict().items():
+                assert torch.equal(value, before[name])
+            set_rate(engine, 0.005)
+            engine.step()
+            assert engine.global_steps == 2 and engine.was_step_applied()
+
+    want = rf"ranks do not step alike: rank 0 has lr 0\.0(1|099\d+) in param group 0, rank {world - 1} has lr 0\.00(2|200\d+)"
+    assert all(re.search(want, text) for text in refusals(world, body))
+
+
+def one_step_more(engine: Any) -> None:
+    engine.step()
+
+
+def another_batch(engine: Any) -> None:
+    engine.set_train_batch_size(2 * engine.train_batch_size())
+
+
+CALLS = {
+    one_step_more: r"rank 0 has 0 calls of engine\.step\(\) without a backward before them, rank 1 has 1 calls",
+    another_batch: r"rank 0 has gradient_accumulation_steps (\d), rank 1 has gradient_accumulation_steps",
+}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_a_call_more_on_one_rank(call: Any, accumulation: int, stage: int) -> None:
+    """Where every backward reduces, the first collective that not all ranks make says it."""
+
+    def body(rank: int, group: tessera.Group) -> str:
+        engine = tessera.Engine(make(), config(stage, accumulation=accumulation), group=group)
+        for k in range(accumulation + 1):
+            micro(engine, 10 * rank + k)
+        if rank == 1:
+            call(engine)
+        for k in range(8):
+            micro(engine, 100 + 10 * rank + k)
+        return ""
+
+    def run(rank: int, group: tessera.Group) -> str:
+        try:
+            return body(rank, group)
+        except Exception as error:
+            return str(error)
+
+    start = time.monotonic()
+    texts = run_ranks(2, run)
+    assert time.monotonic() - start < 20
+    for text in texts:
+        assert re.search(CALLS[call] + "|the ranks disagree", text), text
+    if stage < 2 or (stage == 2 and call is one_step_more and accumulation == 1):
+        assert "ranks do not step alike" in texts[0]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_norm_that_one_rank_asks_for(stage: int) -> None:
+    def body(rank: int, group: tessera.Group) -> None:
+        engine = tessera.Engine(make(), config(stage), group=group)
+        engine(*batch(rank)).backward()
+        if rank == 1:
+            engine.grad_norm()
+        engine.step()
+
+    text = refusals(2, body)[0]
+    assert "rank 0 has a call of engine.step(), rank 1 has a call of engine.grad_norm()" in text
+
+
+def test_the_schedule() -> None:
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.1}}
+
+    def body(rank: int, group: tessera.Group) -> None:
+        own = {**schedule, "params": {**schedule["params"], "warmup_num_steps": 10 + rank}}
+        tessera.Engine(make(), config(1, scheduler=own), group=group)
+
+    text = refusals(2, body)[0]
+    assert "rank 0 has scheduler WarmupLR" in text and '"warmup_num_steps": 11' in text
+
+
+MESHES: dict[str, dict[str, Any]] = {
+    "zero_optimization.mics_shard_size": {"zero": {"mics_shard_size": 1}},
+    "sequence_parallel_size": {"sequence_parallel_size": 2},
+    "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
+    "sequence_parallel_size, which does not divide": {"sequence_parallel_size": 3},
+}
+
+
+@pytest.mark.parametrize("key", MESHES)
+def test_a_mesh(key: str) -> None:
+    def body(rank: int, group: tessera.Group) -> None:
+        cfg = config(3, **(MESHES[key] if rank == 1 else {}))
+        tessera.Engine(make(), cfg, group=group)
+
+    assert f"ranks ask for different meshes: rank 0 has {key.split(',')[0]}" in refusals(2, body)[0]
+
+
+def mesh_of_processes(rank: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    start = time.monotonic()
+    for key in list(MESHES)[:3]:
+        for build in (tessera.initialize, tessera.zero.Init):
+            if build is tessera.zero.Init and "autotp" in key:
+                continue  # it partitions over all ranks, before anything is cut
+            cfg = config(3, **(MESHES[key] if rank == 1 else {}))
+            with pytest.raises(ValueError, match=f"different meshes: rank 0 has {key}"):
+                build(model=make(), config=cfg) if build is tessera.initialize else build(config_dict_or_path=cfg)
+    assert time.monotonic() - start < 20
+    engine = tessera.initialize(model=make(), config=config(1))[0]
+    micro(engine, rank)
+    assert engine.global_steps == 1 and weights(engine.module)
+    dist.destroy_process_group()
+
+
+def test_a_mesh_of_processes() -> None:
+    """Before any of them waits for the others in a group that they do not make."""
+    run_processes(2, mesh_of_processes, free_port())

@@ -1,0 +1,126 @@
+"""What a resumed run begins with: where its accumulation is, its moments, each rank's buffers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import OPTIMIZERS, Net, batch, config, engines, losses_of, make, run, same_bits
+from tessera.errors import ConfigError
+from torch import nn
+
+import tessera
+
+
+def engine_of(**more: Any) -> Any:
+    return tessera.initialize(model=make(Net), config=config(1, **more))[0]
+
+
+@pytest.mark.parametrize("form", ["tessera", "deepspeed"])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_constant_batch_on_fewer_ranks_begins_at_a_boundary(stage: int, form: str, tmp_path: Path) -> None:
+    """gradient_accumulation_steps becomes another number by itself."""
+    cfg = {**config(stage, checkpoint={"format": form}), "train_batch_size": 16}
+    del cfg["gradient_accumulation_steps"]
+
+    def save(engine: Any, rank: int) -> None:
+        run(engine, rank, 6)
+        engine.save_checkpoint(tmp_path)
+
+    def load(engine: Any, rank: int) -> None:
+        run(engine, rank, 1)
+        engine.load_checkpoint(tmp_path)
+        assert engine.gradient_accumulation_steps() == 4 and engine.micro_steps == 12
+        for k in range(1, 13):
+            assert engine.is_gradient_accumulation_boundary() == (k % 4 == 0)
+            run(engine, rank, 1)
+            assert engine.global_steps == 3 + k // 4
+
+    engines(make(Net), 2, cfg, save)
+    engines(make(Net, seed=5), 1, cfg, load)
+
+
+def test_deepspeeds_files_say_that_they_hold_no_gradients(tmp_path: Path) -> None:
+    engine = engine_of(accumulation=2, checkpoint={"format": "deepspeed"})
+    run(engine, 0, 3)
+    with pytest.warns(UserWarning, match="hold no gradients"):
+        engine.save_checkpoint(tmp_path)
+    other = engine_of(accumulation=2)
+    run(other, 0, 1)
+    other.load_checkpoint(tmp_path)
+    assert not other.core.has_gradients() and not other.is_gradient_accumulation_boundary()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(5, 3), nn.BatchNorm1d(3)
+        self.register_buffer("same", torch.arange(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.norm(self.linear(x.to(self.linear.weight.dtype))) - y).square().mean()
+
+
+def buffers_of(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+
+
+@pytest.mark.parametrize("form", ["tessera", "deepspeed"])
+@pytest.mark.parametrize("stage", range(4))
+def test_buffers_of_every_rank_come_back(
+    stage: int, form: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cfg = config(stage, checkpoint={"format": form})
+
+    def save(engine: Any, rank: int) -> Any:
+        losses_of(engine, rank, 0, 2)
+        engine.save_checkpoint(tmp_path)
+        return buffers_of(engine)
+
+    def load(engine: Any, rank: int) -> Any:
+        engine.load_checkpoint(tmp_path)
+        return buffers_of(engine)
+
+    saved = engines(make(Normed), 2, cfg, save)
+    assert not torch.equal(saved[0]["norm.running_mean"], saved[1]["norm.running_mean"])
+    own = form == "tessera" or stage == 3  # DeepSpeed's other files have one rank's
+    for rank, buffers in enumerate(engines(make(Normed, seed=5), 2, cfg, load)):
+        assert same_bits(buffers, saved[rank if own else 0])
+    others = engines(make(Normed, seed=5), 3, cfg, load)
+    said = capfd.readouterr().err
+    assert ("each its own values of 'norm.running_mean', 'norm.running_var'" in said) is own, said
+    assert all(same_bits(buffers, saved[0]) for buffers in others)
+
+
+def test_equal_buffers_are_written_once(tmp_path: Path) -> None:
+    engines(make(Normed), 2, config(1), lambda engine, rank: engine.save_checkpoint(tmp_path))
+    kinds = {kind for _, kind, *_ in tessera.checkpoints._open(tmp_path, None, False).tensors()}
+    assert "buffer" in kinds and "rank_buffer" not in kinds
+
+
+@pytest.mark.parametrize("form", ["tessera", "deepspeed"])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", ["adamw", "momentum", "adagrad", "amsgrad", "rmsprop", "adamax"])
+def test_a_checkpoint_before_the_first_step_leaves_no_old_moments(
+    name: str, stage: int, form: str, tmp_path: Path
+) -> None:
+    cfg = config(stage, zero_allow_untested_optimizer=True, checkpoint={"format": form})
+
+    def body(engine: Any, rank: int) -> None:
+        engine.save_checkpoint(tmp_path)
+        fresh = losses_of(engine, rank, 0, 4)
+        engine.load_checkpoint(tmp_path)
+        assert losses_of(engine, rank, 0, 4) == fresh
+
+    engines(make(Net), 2, cfg, body, client=OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1.0])
+def test_a_norm_that_is_none_is_refused(value: float) -> None:
+    engine = engine_of()
+    engine(*batch(0)).backward()
+    with pytest.raises(ConfigError, match="max_norm must be a number >= 0"):
+        engine.clip_grad_norm_(value)
+    engine.step()
