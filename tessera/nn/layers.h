@@ -39,9 +39,12 @@ namespace detail {
 
 inline constexpr size_t kMostArguments = 6;
 
+template <size_t>
+using Argument = const at::Tensor&;
+
 template <class F, size_t... I>
 constexpr bool takes(std::index_sequence<I...>) {
-  return std::is_invocable_v<F&, decltype((void(I), std::declval<const at::Tensor&>()))...>;
+  return std::is_invocable_v<F&, Argument<I>...>;
 }
 
 template <class F, size_t... I>
@@ -191,9 +194,7 @@ class Layers {
       };
     } else {
       layer.call = [m = module.get(), name = layer.name](const Tensors& x) {
-        auto forward = [m](auto&&... a) -> decltype(m->forward(std::forward<decltype(a)>(a)...)) {
-          return m->forward(std::forward<decltype(a)>(a)...);
-        };
+        detail::Bound<M*, detail::OwnForward> forward{m, {}};
         return detail::call_with(name, forward, x, std::make_index_sequence<detail::kMostArguments>());
       };
     }
