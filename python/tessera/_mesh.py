@@ -82,9 +82,9 @@ def core_mesh(
     `group`: all these ranks, as in core_group(), or all processes as a RankOrder; or a DeviceMesh with dimensions named
     dp_replicate, dp_shard, sp, tp, or without such names of one dimension (dp_shard) or two (dp_replicate, dp_shard);
     or a mesh of the core. `tp` consecutive ranks hold slices of one model, `sp` neighbours of those one sequence, of
-    the rest `shards` (> 0) share model states and the others replicate them; where that needs new process groups, the
-    call is collective over all processes of torch.distributed. `device`: where the ranks of `group` talk (None: the
-    CPU), which first compare what they ask for."""
+    the rest `shards` (> 0) share model states and the others replicate them. Collective, but for a mesh: the ranks of
+    `group`, which talk on `device` (None: the CPU), compare what they ask for, and where that needs new process groups
+    all processes of torch.distributed make them."""
     if isinstance(group, (_core.Mesh, DeviceMesh)):
         mesh = _from_device_mesh(group) if isinstance(group, DeviceMesh) else group
         _check_axis(mesh, _core.Axis.Sp, sp, "sequence_parallel_size")

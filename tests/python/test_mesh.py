@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from support import run_ranks
 from tessera._mesh import OwnGroups, core_group, core_mesh, discard, mesh_sizes, world_of
 from tessera.errors import ConfigError
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,11 +26,13 @@ def alone() -> Iterator[None]:
 
 
 def test_groups_of_the_core_are_taken_as_they_are() -> None:
-    group = tessera.thread_groups(2)[1]
-    assert core_group(group) is group
-    mesh, made = core_mesh(group)
-    assert [mesh.size(axis) for axis in AXES] == [1, 2, 1, 1] and made == [] and made.along == {}
-    assert core_mesh(mesh)[0] is mesh and world_of(mesh) == (1, 2)
+    def body(rank: int, group: tessera.Group) -> None:
+        assert core_group(group) is group
+        mesh, made = core_mesh(group)
+        assert [mesh.size(axis) for axis in AXES] == [1, 2, 1, 1] and made == [] and made.along == {}
+        assert core_mesh(mesh)[0] is mesh and world_of(mesh) == (rank, 2)
+
+    run_ranks(2, body)
 
 
 def test_one_process_needs_no_process_group(alone: None) -> None:
@@ -41,8 +44,12 @@ def test_one_process_needs_no_process_group(alone: None) -> None:
 def test_sizes_that_need_process_groups_of_torch() -> None:
     sizes = mesh_sizes(tessera.Config.from_json('{"sequence_parallel_size": 2}'))
     assert sizes == {"shards": -1, "sp": 2, "tp": 1}
-    with pytest.raises(ConfigError, match="pass a Mesh with these axes"):
-        core_mesh(tessera.thread_groups(2)[0], **sizes)
+
+    def body(_: int, group: tessera.Group) -> None:
+        with pytest.raises(ConfigError, match="pass a Mesh with these axes"):
+            core_mesh(group, **sizes)
+
+    run_ranks(2, body)
     with pytest.raises(ConfigError, match="sequence_parallel_size is 2, but the mesh has 1 ranks along 'sp'"):
         core_mesh(_core.Mesh(tessera.thread_groups(2)[0]), **sizes)
 
