@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -268,6 +270,15 @@ def test_waiting_ends():
     link = Link("x", timeout=0.5)
     with pytest.raises(dist.DistBackendError, match=r"rank 0 of source .* did not send sample 3 within 0.5 s"):
         link.receiver(dist.HashStore(), 0).receive(3)
+
+
+def test_a_link_waits_as_long_as_the_group_of_its_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=0.5))
+    try:
+        with pytest.raises(dist.DistBackendError, match=r"did not send sample 3 within 0.5 s"):
+            Link("x").receiver(dist.HashStore(), 0).receive(3)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_both_sides_in_one_process_need_memory():
