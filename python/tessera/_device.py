@@ -52,8 +52,7 @@ def group_timeout() -> datetime.timedelta | None:
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None:
         return None
-    back_end = world._get_backend(group_device(None) or torch.device("cpu"))
-    return getattr(getattr(back_end, "options", None), "_timeout", None)
+    return _core.group_timeout(world.group_name, group_device(None) or torch.device("cpu"))
 
 
 def checked_device(group: Any, parameters: Iterable[nn.Parameter] = ()) -> torch.device | None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from link_ranks import both_sides, split
 from support import run_ranks
+from tessera.distributed import register_backend
 from tessera.errors import ConfigError, UsageError
 from tessera.hybrid import Layout, Link, hand_over
 
@@ -272,8 +273,10 @@ def test_waiting_ends():
         link.receiver(dist.HashStore(), 0).receive(3)
 
 
-def test_a_link_waits_as_long_as_the_group_of_its_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=0.5))
+@pytest.mark.parametrize("back_end", ["gloo", "tessera"])
+def test_a_link_waits_as_long_as_the_group_of_its_process(back_end):
+    register_backend()
+    dist.init_process_group(back_end, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=0.5))
     try:
         with pytest.raises(dist.DistBackendError, match=r"did not send sample 3 within 0.5 s"):
             Link("x").receiver(dist.HashStore(), 0).receive(3)
