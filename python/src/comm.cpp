@@ -51,6 +51,15 @@ void show_process(const std::string& name) {
   if (const auto store = group->getStore()) comm::job_board(store, group->getRank(), group->getSize()).show_process();
 }
 
+// How long a wait in the group may take; nothing where its back end does not tell.
+std::optional<std::chrono::milliseconds> group_timeout(const std::string& name, const c10::Device& device) {
+  try {
+    return c10d::resolve_process_group(name)->getBackend(device.type())->getBackendOptions()->timeout;
+  } catch (const c10::Error&) {
+    return std::nullopt;
+  }
+}
+
 // What every rank of a process group says; this rank alone where they have no store to meet at.
 std::vector<std::string> tell_ranks(const std::string& name, const std::string& topic, const std::string& text) {
   const auto group = c10d::resolve_process_group(name);
@@ -139,6 +148,7 @@ void bind_comm(py::module_& m) {
   m.def("open_job_store", &open_job_store, py::arg("address"), py::arg("port"), py::arg("rank"), py::arg("size"),
         py::arg("timeout"), NoGil());
   m.def("show_process", &show_process, py::arg("name"), NoGil());
+  m.def("group_timeout", &group_timeout, py::arg("name"), py::arg("device"));
   m.def("tell_all", &tell_all, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("topic"), py::arg("text"),
         NoGil());
   m.def("tell_ranks", &tell_ranks, py::arg("name"), py::arg("topic"), py::arg("text"), NoGil());

@@ -268,6 +268,7 @@ void bind_state(EngineClass& c) {
           py::arg("param"), py::arg("what"), NoGil())
       .def("set_local", on(&Engine::states, &zero::StateAccess::set_local), py::arg("param"), py::arg("what"),
            py::arg("value"), NoGil())
+      .def("complete_gradient", on(&Engine::states, &zero::StateAccess::complete_gradient), py::arg("param"), NoGil())
       .def("named_shards", on(&Engine::states, &zero::StateAccess::named_shards))
       .def(
           "read_shard", [](Engine& e, const shard::NamedShard& shard) { return e.states().read_shard(shard); },

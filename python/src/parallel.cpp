@@ -276,6 +276,7 @@ void bind_plan_input(py::module_& m) {
       .def_readwrite("rules", &PlanOptions::rules)
       .def_readwrite("strict", &PlanOptions::strict)
       .def_readwrite("grain", &PlanOptions::grain)
+      .def_readwrite("expert_grain", &PlanOptions::expert_grain)
       .def_readwrite("embedding_dim", &PlanOptions::embedding_dim)
       .def_readwrite("head_names", &PlanOptions::head_names)
       .def_readwrite("vocab_parallel", &PlanOptions::vocab_parallel);

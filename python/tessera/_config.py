@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import enum
 import os
 import sys
@@ -62,12 +63,14 @@ def text_of(config: str | os.PathLike[str]) -> str:
 
 
 def _decode(text: str) -> str:
-    try:
-        return base64.urlsafe_b64decode(text).decode()
-    except (binascii.Error, UnicodeDecodeError, ValueError):
+    decoded = ""
+    with contextlib.suppress(binascii.Error, UnicodeDecodeError, ValueError):
+        decoded = base64.urlsafe_b64decode(text).decode()
+    if not decoded.strip():
         raise ConfigError(
             f"[initialize] config is neither a file that exists nor JSON text, nor url-safe base64 of it: {text!r:.200}"
-        ) from None
+        )
+    return decoded
 
 
 def _plain(value: Any, depth: int = 0) -> Any:

@@ -205,6 +205,7 @@ class PlanOptions:
     rules: list[PartitionRule]
     strict: bool
     grain: int
+    expert_grain: int
     embedding_dim: int
     head_names: list[str]
     vocab_parallel: bool

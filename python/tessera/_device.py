@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,14 @@ def group_device(group: Any) -> torch.device | None:
     distributed.own_device() has it. None where it has none, and without a process group of torch."""
     parts = _torch_groups(group)
     return distributed.own_device(dist.get_backend_config(parts[-1])) if parts else None
+
+
+def group_timeout() -> datetime.timedelta | None:
+    """That of the default group, where its back end says: torch gives new groups one of its own. None without one."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is None:
+        return None
+    return _core.group_timeout(world.group_name, group_device(None) or torch.device("cpu"))
 
 
 def checked_device(group: Any, parameters: Iterable[nn.Parameter] = ()) -> torch.device | None:

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ if not dist.is_initialized():
     # of tensors that Python knows, may run into Python's end: that aborts the process.
     import torch.distributed.nn.functional
 
-_DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 def register_backend() -> None:
@@ -73,12 +74,15 @@ def init_distributed(
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if "tessera" in backend:
         register_backend()
-    timeout = timeout or _DEFAULT_TIMEOUT
+    timeout = timeout or DEFAULT_TIMEOUT
     alone = init_method is None and world_size == 1 and "MASTER_ADDR" not in os.environ
     if alone:
         store: Any = torch._C._distributed_c10d.HashStore()
-    elif init_method is None:
-        store = _job_store(rank, world_size, distributed_port, timeout)
+    elif init_method is None or init_method == "env://":
+        store = _job_store(rank, world_size, *_master(world_size, distributed_port), timeout)
+    elif init_method.startswith("tcp://"):
+        rank, world_size, address, port = _told_by(init_method, rank, world_size)
+        store = _job_store(rank, world_size, address, port, timeout, init_method)
     else:
         store, rank, world_size = next(rendezvous(init_method, rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
@@ -115,8 +119,8 @@ def _place(rank: int, world_size: int, environment: dict[str, int]) -> tuple[int
     return rank, world_size
 
 
-def _job_store(rank: int, world_size: int, distributed_port: int, timeout: datetime.timedelta) -> Any:
-    """The store at MASTER_ADDR:MASTER_PORT, with all ranks there."""
+def _master(world_size: int, distributed_port: int) -> tuple[str, int]:
+    """Where the ranks meet, from the environment."""
     address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if world_size == 1 else None)
     if address is None:
         raise ConfigError(
@@ -125,13 +129,32 @@ def _job_store(rank: int, world_size: int, distributed_port: int, timeout: datet
     text = os.environ.get("MASTER_PORT") or str(distributed_port)
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise ConfigError(f"[init_distributed] MASTER_PORT is {text!r}; it must be a port, 1 to 65535")
+    return address, int(text)
+
+
+def _told_by(init_method: str, rank: int, world_size: int) -> tuple[int, int, str, int]:
+    """Rank, number of ranks, address and port of tcp://ADDRESS:PORT?rank=..&world_size=.."""
     try:
-        return _core.open_job_store(address, int(text), rank, world_size, timeout)
+        url = urlsplit(init_method)
+        port, said = url.port, {key: int(values[0]) for key, values in parse_qs(url.query).items()}
+    except ValueError as error:
+        raise ConfigError(f"[init_distributed] init_method {init_method!r}: {error}") from None
+    if not url.hostname or not port:
+        raise ConfigError(f"[init_distributed] init_method {init_method!r} must be tcp://ADDRESS:PORT")
+    return *_place(said.get("rank", rank), said.get("world_size", world_size), {}), url.hostname, port
+
+
+def _job_store(
+    rank: int, world_size: int, address: str, port: int, timeout: datetime.timedelta, method: str = ""
+) -> Any:
+    """The store there, with all ranks there."""
+    try:
+        return _core.open_job_store(address, port, rank, world_size, timeout)
     except RuntimeError as error:
         reason = str(error).split("\n", 1)[0].removeprefix("[comm] ")
+        where = method or f"MASTER_ADDR {address}, MASTER_PORT {port}"
         raise dist.DistBackendError(
-            f"[init_distributed] rank {rank} of {world_size} could not meet the others at MASTER_ADDR {address}, "
-            f"MASTER_PORT {text}: {reason}"
+            f"[init_distributed] rank {rank} of {world_size} could not meet the others at {where}: {reason}"
         ) from None
 
 

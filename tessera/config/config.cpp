@@ -1,6 +1,7 @@
 #include "tessera/config/config.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -63,11 +64,14 @@ Config Config::from_json(const std::string& text) {
 }
 
 Config Config::from_file(const std::string& path) {
+  std::error_code ignored;
+  TESSERA_CHECK_VALUE(!std::filesystem::is_directory(path, ignored), "config", "the configuration ", path,
+                      " is a folder; give the JSON file itself");
   std::ifstream file(path);
   TESSERA_CHECK_VALUE(file.good(), "config", "cannot read the configuration file ", path);
   std::ostringstream text;
-  text << file.rdbuf();
-  TESSERA_CHECK_VALUE(file.good() || file.eof(), "config", "cannot read the configuration file ", path);
+  text << file.rdbuf();  // fails where there is nothing to copy
+  TESSERA_CHECK_VALUE(!text.str().empty(), "config", "the configuration file ", path, " is empty or cannot be read");
   return from_json(text.str());
 }
 

@@ -40,6 +40,13 @@ void check_apart(const std::vector<ParamSpec>& params) {
   }
 }
 
+void check_real(const ParamSpec& spec) {
+  TESSERA_CHECK_VALUE(spec.group < 0 || !spec.tensor.is_complex(), "engine", "parameter '", spec.name, "' is ",
+                      spec.tensor.scalar_type(),
+                      ", which is not trained in any precision: make its real and imaginary parts a parameter "
+                      "(torch.view_as_real(param)) and use torch.view_as_complex() of it, or freeze it");
+}
+
 bool trains(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
@@ -131,6 +138,7 @@ void check_params(const std::vector<ParamSpec>& params, const amp::PrecisionPoli
                         first->second->name, "'");
     TESSERA_CHECK_VALUE(!zero::Hooks::is_watched(tensor), "engine", "parameter '", spec.name,
                         "' already belongs to a live engine; call destroy() on that engine first");
+    check_real(spec);
   }
   check_apart(params);
   amp::check(precision);
@@ -140,6 +148,7 @@ amp::PrecisionPolicy precision_of_model(const std::vector<ParamSpec>& params, st
   const ParamSpec* first = nullptr;
   for (const ParamSpec& spec : params) {
     if (spec.group < 0) continue;
+    check_real(spec);
     const at::ScalarType dtype = spec.tensor.scalar_type();
     TESSERA_CHECK_VALUE(trains(dtype), "engine", "parameter '", spec.name, "' is ", dtype,
                         ", which is not trained: convert the model (model.float()), or enable bf16 or fp16 in the "

@@ -3,6 +3,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "tessera/base/error.h"
 #include "tessera/config/resolve.h"
@@ -222,7 +223,6 @@ double Pipeline::train_batch(const BatchSource& data) {
   return in_batch([&] {
     run.execute(table);
     most_live_ = std::max(most_live_, run.most_live);
-    ties_.check_gradients();
     const double loss = mean_of(run.losses);
     ties_.sum_gradients();
     step_together(*this, parts_, ties_.copies());
@@ -283,7 +283,7 @@ Tensors Pipeline::forward(int chunk, const Tensors& inputs) {
   return made;
 }
 
-// Over all ranks of the last stage. From here on all ranks have come to the end of their tables.
+// Over all ranks of the last stage; NaN where they compute none. From here on all ranks have come to the end of their tables.
 double Pipeline::mean_of(const std::vector<at::Tensor>& losses) {
   at::Tensor total = at::zeros({}, at::kFloat);
   for (const at::Tensor& loss : losses)
@@ -297,7 +297,7 @@ double Pipeline::mean_of(const std::vector<at::Tensor>& losses) {
   }
   if (parts_.p2p) parts_.p2p->flush();
   under_way_ = false;
-  return sum / std::max(1.0, ranks);
+  return ranks > 0 ? sum / ranks : std::numeric_limits<double>::quiet_NaN();
 }
 
 }  // namespace tessera::nn

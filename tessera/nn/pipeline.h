@@ -42,7 +42,7 @@ struct PipelineOptions {
 };
 
 struct Evaluation {
-  double loss = 0;
+  double loss = 0;               // NaN where there is no loss function and the last layer returns none
   std::vector<Tensors> outputs;  // of the last layer, by micro-batch; on the last stage
 };
 

@@ -27,6 +27,10 @@ struct Received : torch::autograd::Function<Received> {
   static Tensors backward(torch::autograd::AutogradContext*, Tensors gradients) { return gradients; }
 };
 
+bool is_loss(const Tensors& made) {
+  return made.size() == 1 && made[0].defined() && made[0].numel() == 1;
+}
+
 Tensors received(Tensors tensors) {
   for (at::Tensor& t : tensors)
     if (t.defined() && t.requires_grad() && c10::GradMode::is_enabled()) t = Received::apply(t);
@@ -84,9 +88,11 @@ void PipelineRun::forward(Place place) {
   if (!first) live.inputs = trained(inputs);
   if (last) {
     if (!trains_) outputs.push_back(made);
-    const at::Tensor loss = loss_of(made, micro);
-    losses.push_back(loss.detach().to(at::kFloat));
-    live.outputs = {loss};
+    if (trains_ || engine_.options_.loss || is_loss(made)) {
+      const at::Tensor loss = loss_of(made, micro);
+      losses.push_back(loss.detach().to(at::kFloat));
+      live.outputs = {loss};
+    }
   } else {
     live.outputs = trained(made);
     made_[place] = std::move(made);

@@ -15,11 +15,10 @@ constexpr int kFirstTag = 1 << 15;  // clear of those of activations and of link
 
 }  // namespace
 
-Ties::Ties(const comm::Parts& parts, const StageLayers& module)
-    : parts_(parts), keys_(module.ties().size()), in_place_(keys_, true) {
-  int key = 0;
+Ties::Ties(const comm::Parts& parts, const StageLayers& module) : parts_(parts), in_place_(module.ties().size(), true) {
   for (const auto& [name, stages] : module.ties()) {
-    const int number = key++;
+    const int number = static_cast<int>(keys_.size());
+    keys_.push_back(name);
     if (std::find(stages.begin(), stages.end(), parts.part) == stages.end()) continue;
     Tie tie{c10::str("tied_modules.", name, "."), number, parts.part == stages[0], {}, {}};
     for (const int stage : tie.first ? std::vector<int>(stages.begin() + 1, stages.end()) : std::vector{stages[0]}) {
@@ -63,7 +62,10 @@ Tensors Ties::meet(Tie& tie, const Tensors& own, const F& join) {
 // Units may lie otherwise on another stage: then a place holds other elements of its copy.
 void Ties::attach(engine::Engine& engine) {
   engine_ = &engine;
-  std::vector<double> same(keys_, 1);
+  const size_t keys = keys_.size();
+  std::vector<double> own(keys,
+                          1);  // by key: whether places have the same elements, and how many parameters are trained
+  own.resize(2 * keys, -1);
   for (Tie& tie : ties_) {
     std::vector<int64_t> ranges;
     for (size_t i = 0; i < engine.params().size(); ++i) {
@@ -76,29 +78,55 @@ void Ties::attach(engine::Engine& engine) {
     }
     const at::Tensor mine = at::tensor(ranges, at::kLong);
     const Tensors first = meet(tie, {mine}, [&](const std::vector<Tensors>&) { return Tensors{mine}; });
-    same[tie.key] = at::equal(first[0], mine) ? 1 : 0;
+    own[tie.key] = at::equal(first[0], mine) ? 1 : 0;
+    own[keys + tie.key] = static_cast<double>(tie.numbers.size());
   }
-  if (keys_ == 0) return;
-  for (const auto& row : rows_of(parts_, same, "where tied weights lie"))
-    for (size_t key = 0; key < keys_; ++key)
+  counts_.assign(keys, -1);
+  if (keys == 0) return;
+  for (const auto& row : rows_of(parts_, own, "where tied weights lie")) {
+    for (size_t key = 0; key < keys; ++key) {
       in_place_[key] = in_place_[key] && row[key] != 0;
+      const int count = static_cast<int>(row[keys + key]);
+      TESSERA_CHECK_VALUE(count < 0 || counts_[key] < 0 || count == counts_[key], "pipeline", "tied layers '",
+                          keys_[key], "' have ", counts_[key], " and ", count,
+                          " trained parameters on two stages; freeze the same ones on all");
+      counts_[key] = std::max(counts_[key], count);
+    }
+  }
 }
 
-void Ties::check_gradients() const {
-  for (const Tie& tie : ties_)
-    for (const int number : tie.numbers)
-      TESSERA_CHECK(engine_->states().local_view(number, engine::Quantity::Gradient).defined(), "pipeline", "'",
-                    engine_->params()[number].name, "' has no gradient on stage ", parts_.part,
-                    ": its layer there was not used in this batch; a tied layer must be used in every place of the "
-                    "list");
+std::vector<std::vector<bool>> Ties::used() const {
+  std::vector<double> own;
+  std::vector<std::vector<bool>> used;
+  for (size_t key = 0; key < keys_.size(); ++key) {
+    const auto tie =
+        std::find_if(ties_.begin(), ties_.end(), [&](const Tie& each) { return static_cast<size_t>(each.key) == key; });
+    for (int i = 0; i < counts_[key]; ++i)
+      own.push_back(tie != ties_.end() &&
+                    engine_->states().local_view(tie->numbers[i], engine::Quantity::Gradient).defined());
+    used.emplace_back(counts_[key], false);
+  }
+  if (own.empty()) return used;
+  for (const auto& row : rows_of(parts_, own, "which tied weights have gradients")) {
+    auto value = row.begin();
+    for (auto& of_key : used)
+      for (auto&& each : of_key)
+        each = each || *value++ != 0;
+  }
+  return used;
 }
 
 void Ties::sum_gradients() {
   const at::NoGradGuard no_grad;
   zero::StateAccess& states = engine_->states();
+  const std::vector<std::vector<bool>> used = this->used();
   for (Tie& tie : ties_) {
+    std::vector<int> numbers;  // of those that any place used; the others have no gradient, as in the whole model
+    for (size_t i = 0; i < tie.numbers.size(); ++i)
+      if (used[tie.key][i]) numbers.push_back(tie.numbers[i]);
     Tensors views, own;
-    for (const int number : tie.numbers) {
+    for (const int number : numbers) {
+      states.complete_gradient(number);
       views.push_back(in_place_[tie.key] ? states.local_view(number, engine::Quantity::Gradient)
                                          : states.get_full(number, engine::Quantity::Gradient));
       own.push_back(views.back().detach().to(at::kFloat));
@@ -116,7 +144,7 @@ void Ties::sum_gradients() {
       if (in_place_[tie.key]) {
         views[i].detach().copy_(total[i]);
       } else {
-        states.set_full(tie.numbers[i], engine::Quantity::Gradient, total[i]);
+        states.set_full(numbers[i], engine::Quantity::Gradient, total[i]);
       }
     }
   }

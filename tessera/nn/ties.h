@@ -25,9 +25,7 @@ class Ties {
   void attach(engine::Engine& engine);
   // Numbers of the engine's parameters that an earlier stage has, too.
   const std::vector<int>& copies() const { return copies_; }
-  // UsageError for a copy that has no gradient: the other stages could not tell. Local.
-  void check_gradients() const;
-  // Every copy's gradient becomes the sum of all copies'. Collective.
+  // Every copy's gradient becomes the sum of all copies', where a place has one. Collective.
   void sum_gradients();
   // Who may wait for this stage hears of it.
   std::vector<pipeline::Wire*> outgoing() const;
@@ -44,12 +42,15 @@ class Ties {
     std::vector<int> numbers = {};                                // of the engine's parameters that are trained
     int64_t messages = 0;
   };
+  // By key and parameter: whether any rank of a stage that has it has a gradient. Collective.
+  std::vector<std::vector<bool>> used() const;
   // The first stage gets those of all others and returns what `join` makes of them, on all stages.
   template <class F>
   Tensors meet(Tie& tie, const Tensors& own, const F& join);
 
   const comm::Parts parts_;
-  const size_t keys_;
+  std::vector<std::string> keys_;
+  std::vector<int> counts_;  // by key: trained parameters
   std::vector<Tie> ties_;
   std::vector<bool> in_place_;  // by key: all copies of a rank's place are the same elements
   std::vector<int> copies_;

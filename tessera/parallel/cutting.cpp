@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <numeric>
 
 #include <c10/util/ArrayRef.h>
 
@@ -145,10 +146,19 @@ Decision& PlanBuilder::cut_experts(const Module& module, Partition partition, co
                       ": gate_up_proj of ", c10::IntArrayRef(wide), " and down_proj of ", c10::IntArrayRef(narrow),
                       " do not fit");
   const int64_t inner = plain ? narrow[2] : narrow[1];
-  const SizeRule size{0, options_.grain};
+  const SizeRule size{0, std::lcm(options_.grain, options_.expert_grain)};
+  TESSERA_CHECK_VALUE(
+      options_.size == 1 || options_.expert_grain == 1 ||
+          (inner % options_.expert_grain == 0 && inner / size.grain >= options_.size),
+      "parallel", module.path, ": experts of an inner width of ", inner, " cannot be dealt out to ", options_.size,
+      " ranks in multiples of ", size.grain,
+      ": torch's grouped product, which the model's configuration asks for, takes rows of whole 16 bytes (",
+      options_.expert_grain,
+      " elements); use fewer ranks (tensor_parallel.autotp_size), a smaller tp.tp_grain_size, or other "
+      "products (model.set_experts_implementation(\"eager\"))");
   // Experts with biases (gpt-oss) have gate and up one element after the other: pairs stay together.
   if (&module == up && up->bias > 0)
-    return cut(module, partition, plain ? 1 : 2, rule, {2 * inner}, {{0, 2 * options_.grain}});
+    return cut(module, partition, plain ? 1 : 2, rule, {2 * inner}, {{0, 2 * size.grain}});
   if (&module == up) return cut(module, partition, plain ? 1 : 2, rule, {inner, inner}, {size});
   return cut(module, partition, plain ? 2 : 1, rule, {inner}, {size});
 }

@@ -141,6 +141,10 @@ Subs subs_of_qkv(PlanBuilder& builder, const Module& m, Layout layout, int64_t o
     TESSERA_CHECK_VALUE(heads % kCodegenBlocks == 0 && kv_heads == heads, "parallel", m.path, ": ", heads,
                         " heads are not ", kCodegenBlocks, " blocks of query, value and key");
     const int64_t many = heads / kCodegenBlocks;
+    // Its code reshapes into the four blocks, which it cannot do with no heads.
+    TESSERA_CHECK_VALUE(many >= builder.options().size, "parallel", m.path, ": ", heads, " heads are ", kCodegenBlocks,
+                        " blocks of ", many, ", each of which needs a head for each of ", builder.options().size,
+                        " ranks; use at most ", many, " (tensor_parallel.autotp_size)");
     return {Sizes(3 * kCodegenBlocks, many * head_dim), std::vector<SizeRule>(3 * kCodegenBlocks, {.heads = many})};
   }
   if (layout == Layout::Heads) return {{outputs}, {{.heads = kv_heads}}};

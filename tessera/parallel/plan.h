@@ -64,6 +64,8 @@ struct PlanOptions {
   std::vector<Rule> rules;  // the first match wins; empty: heuristics
   bool strict = false;      // a Linear that no rule names is a value error
   int64_t grain = 1;
+  int64_t expert_grain =
+      1;                  // of the inner width of experts in one tensor: a value error where a rank would get another
   int embedding_dim = 1;  // along which a matched embedding is cut
   std::vector<std::string> head_names{"lm_head", "embed_out"};
   bool vocab_parallel = false;  // cut embedding and head over the vocabulary

@@ -400,11 +400,27 @@ at::Tensor StateAccess::get_full(ParamId param, Quantity what) try {
   units_.fail_alone(error);
 }
 
+// Where no backward ran all of the unit is zeros, else what it is is there.
+void StateAccess::make_gradient(const Place& place) {
+  Param& p = *place.param;
+  if (place.unit->grad_state() == GradState::Empty) driver_.settle_empty_units();
+  p.has_grad = p.filled = true;
+  if (place.unit->grads_are_visible())
+    p.tensor.mutable_grad() = shard::view_as_param(place.unit->grads.tensor(), p.range, p.form);
+}
+
+void StateAccess::complete_gradient(ParamId param) {
+  const std::lock_guard lock(driver_.hooks().mutex());
+  const c10::AutoGradMode no_grad(false);
+  const Place& place = units_.trained(param, "complete_gradient");
+  if (!place.param->has_grad) make_gradient(place);
+}
+
 void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value) try {
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
   const Place& place = units_.trained(param, "set_full");
-  Param& p = *place.param;
+  const Param& p = *place.param;
   const at::Tensor flat = flat_of(place, value, "engine.set_full");
   RankGuard disks = guard_of(*place.unit);
   disks.run([&] {
@@ -417,14 +433,8 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
       place.unit->partial.narrow(0, p.range.begin, p.range.size()).copy_(flat);
       return;
     }
-    if (place.unit->grad_state() == GradState::Empty) {
-      driver_.settle_empty_units();
-    }
     driver_.reduce_replicas();
-    p.has_grad = p.filled = true;
-    if (place.unit->grads_are_visible()) {
-      p.tensor.mutable_grad() = shard::view_as_param(place.unit->grads.tensor(), p.range, p.form);
-    }
+    make_gradient(place);
   }
   const shard::Range mine = units_.local_range(place);
   TESSERA_CHECK_VALUE(what != Quantity::Weight && is_there(place, what), "engine.set_full", "parameter '", p.name,

@@ -68,6 +68,9 @@ class StateAccess {
   // Writes it, whether or not there is a view. Value error when there is nothing of this kind, or another size. Local,
   // but for masters where parameters are shared: collective then.
   void set_local(ParamId param, Quantity what, const at::Tensor& value);
+  // A gradient of zeros where this engine has none: another engine has one for the same weight. Once all gradients are
+  // reduced. Local.
+  void complete_gradient(ParamId param);
   // This rank's part of the parameter's flattened elements: [begin, end).
   std::pair<int64_t, int64_t> local_range(ParamId param) const;
 
@@ -80,6 +83,7 @@ class StateAccess {
   double agree_max(double value);
 
  private:
+  void make_gradient(const Place& place);
   void add_shards(ParamId id, std::vector<shard::NamedShard>& shards) const;
   shard::NamedShard shard_of(ParamId id, Quantity what, shard::Range range, at::ScalarType dtype, bool cut) const;
   at::Tensor read_weight(ParamId param, shard::Range part) const;

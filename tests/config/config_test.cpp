@@ -127,7 +127,8 @@ TEST(Config, ValidatesATreeFilledByHand) {
 
 TEST(Config, FileErrorsNameTheFile) {
   EXPECT_HAS(error_of([] { Config::from_file("/nowhere/x.json"); }), "/nowhere/x.json");
-  EXPECT_NE(error_of([] { Config::from_file("/"); }), "");
+  EXPECT_HAS(error_of([] { Config::from_file("/tmp"); }), "the configuration /tmp is a folder; give the JSON file");
+  EXPECT_HAS(error_of([] { Config::from_file("/dev/null"); }), "/dev/null is empty or cannot be read");
 }
 
 Config triple(std::optional<int64_t> total, std::optional<int64_t> micro, std::optional<int64_t> steps) {

@@ -89,6 +89,13 @@ TEST(Preflight, DtypesThatNobodyTrainsAndMixedOnesAreRefusedByName) {
   Toy toy;
   toy.tensors[3].set_data(toy.tensors[3].detach().to(at::kDouble));
   EXPECT_HAS(refusal(toy, toy.specs(), of_model(1)), "'w1' is Double, which is not trained");
+  for (const bool low : {false, true}) {  // a precision section casts no complex one
+    Toy wave;
+    wave.tensors[3].set_data(wave.tensors[3].detach().to(at::kComplexFloat));
+    auto options = of_model(1);
+    if (low) options.zero.precision.param = options.zero.precision.grad = at::kBFloat16;
+    EXPECT_HAS(refusal(wave, wave.specs(), options), "'w1' is ComplexFloat, which is not trained in any precision");
+  }
   toy.tensors[3].set_data(toy.tensors[3].detach().to(at::kBFloat16));
   EXPECT_HAS(refusal(toy, toy.specs(), of_model(1)), "several dtypes: 'a' is Float, 'w1' BFloat16");
   auto specs = toy.specs();

@@ -147,6 +147,10 @@ TEST(Pipeline, TiedWeightsAreOne) {
                         Case{.stages = 3, .ranks = 2, .zero = 1, .dtype = "bf16"}, Case{.chunks = 2, .dtype = "fp16"},
                         Case{.chunks = 3, .schedule = "interleaved", .zero = 1, .interval = 1}})
     expect_close(tied(c));
+  for (Case c : {Case{}, Case{.ranks = 2, .zero = 2, .clip = 0.1}}) {
+    c.list = [](const comm::Mesh&) { return testing::tied_layers(/*idle=*/true); };
+    expect_close(c);
+  }
 }
 
 TEST(Pipeline, StagesMayBeCutByTensorParallelism) {
@@ -209,6 +213,12 @@ TEST(Pipeline, EvaluatesWithoutGradients) {
     EXPECT_NEAR(found.loss, engine.is_last_stage() ? sum / 6 : found.loss, 1e-6);
     expect_same(testing::weights_of(engine.module()), before, "evaluation");
     EXPECT_TRUE(engine.module().is_training());
+    PipelineOptions without = c.options();
+    without.loss = nullptr;
+    Pipeline plain(layers(), c.config(), parts, without);
+    const Evaluation outputs = plain.eval_batch(data_of(c, parts, 0), 6);
+    EXPECT_TRUE(std::isnan(outputs.loss));
+    EXPECT_EQ(outputs.outputs.size(), found.outputs.size());
   });
 }
 
@@ -339,8 +349,13 @@ TEST(Pipeline, NamesWhatItCannotDo) {
                                       "bf16_optimizer_states": true},)";
   expect({.zero = 1, .more = low}, "updates round at random",
          [](int, Case&, Layers& list) { list = testing::tied_layers(); });
-  expect({}, "'tied_modules.ends.weight' has no gradient on stage 1", [](int, Case&, Layers& list) {
-    const auto make = [] { return torch::nn::Linear(torch::nn::LinearOptions(6, testing::kWidth).bias(false)); };
+  expect({}, "tied layers 'ends' have 2 and 0 trained parameters on two stages", [](int part, Case&, Layers& list) {
+    const auto make = [part] {
+      torch::nn::Linear made(6, testing::kWidth);
+      for (at::Tensor& param : made->parameters())
+        param.requires_grad_(part == 0);
+      return made;
+    };
     list = Layers();
     list.tied("ends", make).add(testing::Block(testing::kWidth)).add(testing::Block(testing::kWidth));
     list.tied("ends", make, [](torch::nn::Linear&, const at::Tensor& x) { return x.narrow(-1, 0, 3); });

@@ -93,15 +93,16 @@ inline Layers functions_last() {
   return list;
 }
 
-// The first and the last layer share a weight [kWidth, 6].
-inline Layers tied_layers() {
-  const auto make = [] { return fresh(0, torch::nn::Linear(torch::nn::LinearOptions(6, kWidth).bias(false))); };
+// The first and the last layer share a weight [kWidth, 6], and a bias that the last one does not use; `idle`: nor the weight.
+inline Layers tied_layers(bool idle = false) {
+  const auto make = [] { return fresh(0, torch::nn::Linear(6, kWidth)); };
   Layers list;
   list.tied("ends", make);
   for (const int number : {1, 2, 3, 4})
     list.build([number] { return fresh(number, Block(kWidth)); });
-  list.tied("ends", make,
-            [](torch::nn::Linear& ends, const at::Tensor& x) { return at::matmul(x, ends->weight).narrow(-1, 0, 3); });
+  list.tied("ends", make, [idle](torch::nn::Linear& ends, const at::Tensor& x) {
+    return (idle ? x : at::matmul(x, ends->weight)).narrow(-1, 0, 3);
+  });
   return list;
 }
 

@@ -164,6 +164,10 @@ TEST(Heuristics, Codegen) {
   model.facts.heads = model.facts.kv_heads = 2;
   model.facts.head_dim = 8;
   EXPECT_HAS(error_of([&] { plan_for(model, 2); }), "2 heads are not 4 blocks");
+  model.facts.heads = model.facts.kv_heads = 4;
+  model.facts.head_dim = 4;
+  EXPECT_HAS(error_of([&] { plan_for(model, 2); }),
+             "4 heads are 4 blocks of 1, each of which needs a head for each of 2 ranks");
 }
 
 TEST(Heuristics, WidthsOfAttentions) {
@@ -245,6 +249,22 @@ TEST(Heuristics, TurnedWeights) {
     if (m.kind == Module::Kind::Experts) m.bias = 8;
   EXPECT_EQ(brief(*plan_for(turned, 2).find("model.layers.0.mlp.experts", "gate_up_proj")),
             "column 2: 0-24 / 24-48");  // pairs of gate and up
+}
+
+// Rows of whole 16 bytes for each rank, here 8 elements of two bytes.
+TEST(Heuristics, GrainOfExperts) {
+  const Model model = mixtral(true);
+  PlanOptions options;
+  options.expert_grain = 8;
+  const auto plan = [&](int size) {
+    options.size = size;
+    return make_plan(model.modules, model.facts, options);
+  };
+  EXPECT_EQ(brief(*plan(2).find("model.layers.0.mlp.experts", "gate_up_proj")), "column 1: 0-16,24-40 / 16-24,40-48");
+  EXPECT_EQ(brief(*plan(2).find("model.layers.0.mlp.experts", "down_proj")), "row 2: 0-16 / 16-24");
+  EXPECT_HAS(error_of([&] { plan(4); }), "inner width of 24 cannot be dealt out to 4 ranks in multiples of 8");
+  options.expert_grain = 16;
+  EXPECT_HAS(error_of([&] { plan(2); }), "in multiples of 16: torch's grouped product");
 }
 
 }  // namespace tessera::parallel

@@ -393,6 +393,14 @@ def test_two_processes_of_one_rank_are_named() -> None:
     assert time.monotonic() - begin < 100  # far below the timeout
 
 
+def test_a_mute_port_ends_what_comes_by_a_method() -> None:
+    with socket.socket() as mute, pytest.raises(dist.DistBackendError, match="does not answer as a store"):
+        mute.bind(("127.0.0.1", 0))
+        mute.listen(8)
+        method = f"tcp://127.0.0.1:{mute.getsockname()[1]}?rank=1&world_size=2"
+        tessera.init_distributed("gloo", init_method=method)
+
+
 def test_process_group_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.distributed.is_initialized()
     engine = tessera.initialize(model=make(), config=config())[0]

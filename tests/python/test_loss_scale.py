@@ -234,6 +234,26 @@ def test_overflow_at_the_minimum(stage: int) -> None:
     engines(make(), 2, fp16(stage, section=section), body)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_stages_skip_the_same_steps(world: int) -> None:
+    """Where they have the same hysteresis: stage 0 has none, as in DeepSpeed."""
+
+    def body(engine: tessera.Engine, rank: int) -> list[tuple[float, bool, float]]:
+        steps = []
+        for step in range(20):
+            loss = 300 * engine(*batch(20 * rank + step))
+            engine.backward(loss)
+            engine.step()
+            steps.append((loss.item(), engine.was_step_applied(), engine.loss_scaler.loss_scale))
+        return steps
+
+    section = {"initial_scale_power": 16, "hysteresis": 1, "loss_scale_window": 5}
+    adam = {"type": "AdamW", "params": {"lr": 0.01}}
+    first, *others = (engines(make(), world, fp16(stage, 1, section, optimizer=adam), body)[0] for stage in STAGES)
+    assert others == [first] * 3
+    assert 2 < sum(applied for _, applied, _ in first) < 18, first
+
+
 def test_gradients_stay_scaled_until_the_step() -> None:
     for stage in STAGES:
 

@@ -59,7 +59,7 @@ def read(given: Any) -> Any:
     """The path of a file that is HJSON and not JSON as its dict; anything else as it is."""
     if not isinstance(given, (str, os.PathLike)) or not os.path.isfile(given):
         return given
-    with open(given, encoding="utf-8") as file:
+    with open(given, encoding="utf-8", errors="replace") as file:
         text = file.read()
     try:
         _as_people_write(text)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tessera.data import RepeatingLoader
 from tessera.errors import ConfigError
 from tessera.pipeline._topology import PipeDataParallelTopology, PipelineParallelGrid, PipeModelDataParallelTopology
@@ -91,9 +92,40 @@ class PipelineEngine(DeepSpeedEngine, TesseraPipelineEngine):
         self.agg_train_loss = super().train_batch(self._batches(self.data_iterator))
         return self.agg_train_loss
 
-    def eval_batch(self, data_iter: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-        """As tessera's, of what set_batch_fn()'s function makes of the micro-batches."""
-        return super().eval_batch(self._batches(data_iter), *args, **kwargs)  # type: ignore[arg-type]
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """The mean loss of what set_batch_fn()'s function makes of the micro-batches; where none is computed
+        (`compute_loss`, or no loss_fn and no loss from the last layer) the mean of the outputs, on the last stage, and
+        with `reduce_output` None all of them. `return_logits`: those of the last micro-batch, too."""
+        found = super().eval_batch(
+            self._batches(data_iter),  # type: ignore[arg-type]
+            compute_loss,
+            compute_loss,
+            reduce_output,
+            bcast_loss,
+            num_micro_batches,
+        )
+        loss, outputs = found if compute_loss else (None, found)
+        if loss is None and outputs is not None:
+            loss = outputs if reduce_output is None else self._mean_of(outputs)
+        return (loss, outputs[-1] if outputs is not None else None) if return_logits else loss
+
+    def _mean_of(self, outputs: list[Any]) -> Any:
+        """Over micro-batches and data-parallel ranks; of several tensors one by one."""
+        if not isinstance(outputs[0], torch.Tensor):
+            return [self._mean_of(list(each)) for each in zip(*outputs, strict=True)]
+        mean = torch.stack(outputs).mean(0)
+        if self.is_data_parallel:
+            dist.all_reduce(mean, group=self.data_parallel_group)
+            mean /= self.grid.data_parallel_size
+        return mean
 
     # ---- what needs nothing done
 

@@ -8,6 +8,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tessera import _core
+from tessera._device import group_timeout
+from tessera.distributed import DEFAULT_TIMEOUT
 from tessera.errors import ConfigError, UsageError
 from tessera.hybrid._layout import Box, Layout
 from tessera.hybrid._mailbox import Mailbox, Peer
@@ -38,8 +40,9 @@ class End:
         if engine is not None and Layout.of(engine) != layout:
             raise ConfigError(f"[hybrid] {names[side]} is {layout}, but the mesh of its engine is {Layout.of(engine)}")
         self._engine = engine
-        self._mailbox = Mailbox(store, f"link/{link.name}", (side, rank), names, link.timeout)
-        self._post = Post(self._mailbox, self._layouts, link.transport, link.timeout)
+        timeout = (group_timeout() or DEFAULT_TIMEOUT).total_seconds() if link.timeout is None else link.timeout
+        self._mailbox = Mailbox(store, f"link/{link.name}", (side, rank), names, timeout)
+        self._post = Post(self._mailbox, self._layouts, link.transport, timeout)
         self._part = rank // layout.replicas
         self._number = 0  # of the next message
         self._step = 0

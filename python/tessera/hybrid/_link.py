@@ -21,8 +21,9 @@ class Link:
     `name`: unique among the links of a store. `source`, `target`: the ranks of both sides. `batch_dim`: the dim of
     every tensor along which batches of ranks lie; `sequence_dim`: the one that ranks of a sequence cut, which for
     packed tokens may be the same. `sides`: what the two are called in errors. `timeout`: seconds that a rank waits for
-    another one. `transport`: "auto" (memory between processes of one host, a Gloo process group between hosts),
-    "group" (the process group everywhere) or "ray" (Ray's object store everywhere; for actor groups).
+    another one; None: those of the process group where it waits, 600 without one. `transport`: "auto" (memory between
+    processes of one host, a Gloo process group between hosts), "group" (the process group everywhere) or "ray" (Ray's
+    object store everywhere; for actor groups).
     """
 
     name: str
@@ -31,7 +32,7 @@ class Link:
     batch_dim: int = 0
     sequence_dim: int | None = None
     sides: tuple[str, str] = SIDES
-    timeout: float = 600.0
+    timeout: float | None = None
     transport: str = "auto"
 
     def __post_init__(self) -> None:

@@ -48,6 +48,11 @@ def build_optimizer(
         built = maybe
     if isinstance(built, torch.optim.LBFGS):
         raise NotImplementedError("[initialize] torch.optim.LBFGS needs a closure, which engine.step() does not take")
+    if isinstance(built, torch.optim.SparseAdam):
+        raise NotImplementedError(
+            "[initialize] torch.optim.SparseAdam takes sparse gradients only, and an engine's are dense, those of "
+            "nn.Embedding(sparse=True) too; use Adam or AdamW"
+        )
     if any(group.get("stochastic_rounding") for group in built.param_groups):
         raise ConfigError(
             f"[initialize] stochastic_rounding of {type(built).__name__} is for programs without an engine; an engine "

@@ -77,6 +77,7 @@ def make_plan(model: nn.Module, config: _core.Config, size: int) -> ParallelPlan
     options.rules = rules.rules
     options.strict = rules.strict
     options.grain = config.get("tensor_parallel.tp.tp_grain_size")
+    options.expert_grain = _expert_grain(model, config)
     options.embedding_dim = rules.embedding_dim
     options.head_names = list(rules.head_names)
     options.vocab_parallel = bool(config.get("tensor_parallel.vocab_parallel_lm_head"))
@@ -89,6 +90,16 @@ def make_plan(model: nn.Module, config: _core.Config, size: int) -> ParallelPlan
     regions = find_regions(model, core) if size > 1 and config.get(KEY) else None
     fused = _cut_as_one(core, rules, model_type(model)) if size > 1 else []
     return ParallelPlan(core, size, rules.source, list(kept), summed, options.vocab_parallel, regions, fused)
+
+
+def _expert_grain(model: nn.Module, config: _core.Config) -> int:
+    """torch's grouped product, which Transformers 5 takes for experts, wants rows of whole 16 bytes."""
+    experts = [module for module in model.modules() if _kind(module) == _core.ModuleKind.Experts]
+    configs = [getattr(module, "config", None) for module in experts]
+    if not any(getattr(of, "_experts_implementation", None) == "grouped_mm" for of in configs):
+        return 1
+    sizes = [module._parameters[name].itemsize for module in experts for name in EXPERTS]  # type: ignore[union-attr]
+    return max(1, 16 // min(_core.precision(config).param.itemsize, *sizes))
 
 
 def _cut_as_one(core: _core.ParallelPlan, rules: Rules, kind: str) -> list[str]:

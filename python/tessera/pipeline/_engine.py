@@ -181,6 +181,7 @@ class PipelineEngine(Engine):
             self.max_live_activations = max(self.max_live_activations, run.most_live)
             self._ties.sum_gradients(self)
             step_together(self, self._everyone, copies=self._ties.copies)
+        assert loss is not None
         return loss
 
     def eval_batch(
@@ -196,7 +197,8 @@ class PipelineEngine(Engine):
         rank.
 
         `return_logits`: (loss, outputs), a list of what the last layer returned for each micro-batch; None on other
-        stages. `compute_loss=False`: those outputs alone. `bcast_loss` is DeepSpeed's; the loss is on all ranks anyway.
+        stages. `compute_loss=False`: those outputs alone; so it is, with None for the loss, without a loss_fn where the
+        last layer does not return one, a tensor of one element. `bcast_loss` is DeepSpeed's; the loss is on all ranks.
         """
         self._check_usable("eval_batch")
         if reduce_output not in ("avg", None):
@@ -214,16 +216,17 @@ class PipelineEngine(Engine):
         outputs = run.outputs if self.is_last_stage() else None
         if not compute_loss:
             return outputs
-        return (loss, outputs) if return_logits else loss
+        if return_logits:
+            return loss, outputs
+        return outputs if loss is None else loss
 
-    def _execute(self, run: Run, table: Any) -> torch.Tensor:
-        """Runs the table; the mean loss of all ranks of the last stage. An error of any rank is one of all."""
+    def _execute(self, run: Run, table: Any) -> torch.Tensor | None:
+        """Runs the table; the mean loss of all ranks of the last stage, None where they compute none. An error of any
+        rank is one of all."""
         problem: Exception | None = None
         self._under_way = True
         try:
             run.execute(table)
-            if run.trains:
-                self._ties.check_gradients(self)
         except dist.DistBackendError:
             raise
         except Exception as error:
@@ -239,7 +242,9 @@ class PipelineEngine(Engine):
             wire.flush()
         self._under_way = False
         losses = [loss for _, has_loss, loss in rows if has_loss]
-        return torch.tensor(sum(losses) / max(1, len(losses)), dtype=torch.float32, device=self.device)
+        if not losses:
+            return None
+        return torch.tensor(sum(losses) / len(losses), dtype=torch.float32, device=self.device)
 
     def _share_failure(self, problem: Exception | None) -> NoReturn:
         """Some rank could not go on: its error there, and what it said on all others."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tessera import _core
-from tessera._device import checked_device, group_device
+from tessera._device import checked_device, group_timeout
 from tessera._mesh import OwnGroups, core_group
 from tessera.pipeline._wire import Peer
 
@@ -54,7 +53,7 @@ class Grid:
 
     def new_group(self, rows: list[list[int]]) -> Any:
         """The group of the row that this rank is in, None without one; of every process the same rows."""
-        group = dist.new_subgroups_by_enumeration(rows, timeout=_timeout())[0]
+        group = dist.new_subgroups_by_enumeration(rows, timeout=group_timeout())[0]
         if group is not None:
             self.groups.append(group)
         return group
@@ -67,11 +66,3 @@ class Grid:
     def peer(self, stage: int) -> Peer:
         stage %= self.stages
         return Peer(stage * self.size + self.place, stage)
-
-
-def _timeout() -> datetime.timedelta | None:
-    """That of the default group, where its back end says: torch gives new groups one of its own."""
-    world = dist.group.WORLD
-    assert world is not None
-    back_end = world._get_backend(group_device(None) or torch.device("cpu"))
-    return getattr(getattr(back_end, "options", None), "_timeout", None)

@@ -165,6 +165,8 @@ class Run:
         loss_fn = self.engine.module.loss_fn
         loss = outputs if loss_fn is None else loss_fn(outputs, self._batch(micro)[1])
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            if loss_fn is None and not self.trains:
+                return outputs  # of a model without a loss
             who = "the last layer" if loss_fn is None else "loss_fn"
             what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ConfigError(f"[pipeline] the loss must be a tensor of one element, {who} returned {what}")

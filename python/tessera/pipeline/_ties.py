@@ -59,37 +59,44 @@ class Ties:
         """Where the copies lie in `engine`, once it is built. In every place of the stages they must be the same
         elements, or they are summed as a whole: units may lie otherwise on another stage. Collective."""
         mine = {
-            name: engine.core.local_range(engine._index[id(param)])
+            name: engine.core.local_range(engine._index[id(param)]) if engine._optimizes(param) else None
             for name, param, *_ in self._tied
-            if engine._optimizes(param)
         }
-        everyone = [(self._grid.place, mine)]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            everyone = [(0, {})] * dist.get_world_size()
-            dist.all_gather_object(everyone, (self._grid.place, mine))
         parts: dict[str, dict[int, set[Any]]] = {}
-        for place, ranges in everyone:
+        for place, ranges in engine._of_all((self._grid.place, mine)):
             for name, part in ranges.items():
                 parts.setdefault(name, {}).setdefault(place, set()).add(part)
-        self._in_place = {name: all(len(part) == 1 for part in places.values()) for name, places in parts.items()}
-
-    def check_gradients(self, engine: PipelineEngine) -> None:
-        """UsageError for a copy that the batch did not use: the others could not tell."""
-        for name, param, _, _ in self._tied:
-            if not engine._optimizes(param):
-                continue
-            if engine.core.local_view(engine._index[id(param)], _core.Quantity.Gradient) is None:
+        for name, places in sorted(parts.items()):
+            trained = {part is not None for part in set().union(*places.values())}
+            if len(trained) > 1:
                 raise UsageError(
-                    f"[pipeline] '{name}' has no gradient on stage {self._grid.stage}: its layer there was not used "
-                    "in this batch; a tied layer must be used in every place of the list"
+                    f"[pipeline] '{name}' is trained on one stage and frozen on another; freeze it on all or on none"
                 )
+            if trained == {True}:
+                self._in_place[name] = all(len(part) == 1 for part in places.values())
+
+    def _used(self, engine: PipelineEngine) -> set[str]:
+        """Those of which a rank of any stage has a gradient. Collective."""
+        if not self._in_place:
+            return set()
+        here = {
+            name
+            for name, param, *_ in self._tied
+            if name in self._in_place
+            and engine.core.local_view(engine._index[id(param)], _core.Quantity.Gradient) is not None
+        }
+        rows = engine._over.rows([float(name in here) for name in self._in_place])
+        return {name for name, used in zip(self._in_place, rows.any(0).tolist(), strict=True) if used}
 
     def sum_gradients(self, engine: PipelineEngine) -> None:
-        """Every copy's gradient becomes the sum of all copies'."""
+        """Every copy's gradient becomes the sum of all copies'; one that was not used in its place adds zero. What no
+        place used has no gradient, as in the whole model. Collective."""
+        used = self._used(engine)
         for name, param, group, _ in self._tied:
-            if not engine._optimizes(param):
+            if name not in used:
                 continue
             number = engine._index[id(param)]
+            engine.core.complete_gradient(number)
             if self._in_place[name]:
                 own = engine.core.local_view(number, _core.Quantity.Gradient)
                 assert own is not None

@@ -1,13 +1,12 @@
 #include "tessera/comm/c10d/watched_store.h"
 
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
-
 #include <algorithm>
 #include <numeric>
 #include <thread>
 
 #include "tessera/base/env.h"
 #include "tessera/base/error.h"
+#include "tessera/comm/c10d/reach_store.h"
 #include "tessera/comm/op_info.h"
 
 namespace tessera::comm {
@@ -160,8 +159,7 @@ StorePtr open_job_store(const std::string& address, int port, int rank, int size
   options.timeout = timeout;
   options.multiTenant = true;
   const auto open = [&] {
-    StorePtr store = c10::make_intrusive<c10d::TCPStore>(address, options);
-    store = c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store));
+    StorePtr store = c10::make_intrusive<c10d::PrefixStore>(prefix, reach_store(address, options));
     come_together(store, rank, size);
     return store;
   };

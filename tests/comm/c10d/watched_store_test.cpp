@@ -1,5 +1,7 @@
 #include "tessera/comm/c10d/watched_store.h"
 
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -93,6 +95,26 @@ TEST(JobStore, ARankThatComesBeforeItsHostHasShownItselfIsNamed) {
   board.report("processes 1 and 2 of one host both have RANK 0");
   second.join();
   EXPECT_HAS(said, "processes 1 and 2 of one host both have RANK 0");
+}
+
+// A program that takes connections and says nothing has the port: all ranks end, long before the timeout.
+TEST(JobStore, AMuteHolderOfThePortEndsAllRanks) {
+  const int mute = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in place{.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+  socklen_t size = sizeof(place);
+  ASSERT_EQ(bind(mute, reinterpret_cast<sockaddr*>(&place), size), 0);
+  ASSERT_EQ(listen(mute, 8), 0);
+  getsockname(mute, reinterpret_cast<sockaddr*>(&place), &size);
+  std::string said[2];
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank)
+    ranks.emplace_back([&, rank] {
+      said[rank] = message_of<c10::Error>([&] { open_job_store("127.0.0.1", ntohs(place.sin_port), rank, 2, 1min); });
+    });
+  for (std::thread& rank : ranks)
+    rank.join();
+  EXPECT_HAS(said[0], "EADDRINUSE");
+  EXPECT_HAS(said[1], "does not answer as a store: another program has the port");
 }
 
 TEST_F(WatchedStores, ARankMayComeAgainAndInPlaceOfOneThatHasEnded) {

@@ -115,6 +115,26 @@ def test_calls_of_programs_for_it() -> None:
     in_processes(4, calls)
 
 
+def evaluation(rank: int) -> None:
+    """Of a model without a loss: outputs, and their mean over micro-batches and data-parallel ranks."""
+    model = PipelineModule(layers(), num_stages=2, seed_layers=True)
+    engine = deepspeed.initialize(model=model, config=config(1))[0]
+    rows = [batch(10 * (rank % 2) + number) for number in range(4)]
+    every = engine.eval_batch(iter(rows), reduce_output=None)
+    mean, last = engine.eval_batch(iter(rows), return_logits=True)
+    assert (every is None) == (mean is None) == (last is None) == (rank < 2)
+    if every is not None:
+        assert len(every) == 4 and torch.equal(last, every[3])
+        means = [torch.empty_like(last) for _ in range(2)]
+        dist.all_gather(means, sum(every) / 4, engine.data_parallel_group)
+        torch.testing.assert_close(mean, sum(means) / 2)
+    engine.destroy()
+
+
+def test_evaluation_without_a_loss() -> None:
+    in_processes(4, evaluation)
+
+
 def test_names_are_those_of_the_package() -> None:
     assert PipelineModule is tessera.pipeline.PipelineModule is deepspeed.PipelineModule
     assert TiedLayerSpec is tessera.pipeline.TiedLayerSpec

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from link_ranks import both_sides, split
 from support import run_ranks
+from tessera.distributed import register_backend
 from tessera.errors import ConfigError, UsageError
 from tessera.hybrid import Layout, Link, hand_over
 
@@ -268,6 +271,17 @@ def test_waiting_ends():
     link = Link("x", timeout=0.5)
     with pytest.raises(dist.DistBackendError, match=r"rank 0 of source .* did not send sample 3 within 0.5 s"):
         link.receiver(dist.HashStore(), 0).receive(3)
+
+
+@pytest.mark.parametrize("back_end", ["gloo", "tessera"])
+def test_a_link_waits_as_long_as_the_group_of_its_process(back_end):
+    register_backend()
+    dist.init_process_group(back_end, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=0.5))
+    try:
+        with pytest.raises(dist.DistBackendError, match=r"did not send sample 3 within 0.5 s"):
+            Link("x").receiver(dist.HashStore(), 0).receive(3)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_both_sides_in_one_process_need_memory():

@@ -157,6 +157,7 @@ FOUR = (
     "phi3, four keys",
     "bloom",
     "chatglm",
+    "packed experts",
     "falcon, all heads",
     "falcon, one key",
     "gpt_bigcode",
@@ -198,3 +199,18 @@ def test_more_ranks_and_uneven_heads(name: str, tp: int) -> None:
             raise
         assert tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
         pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "message"),
+    [
+        ("codegen", {}, "8 heads are 4 blocks of 2, each of which needs a head for each of 4 ranks"),
+        ("packed experts", {"bf16": {"enabled": True}}, "width of 24 cannot be dealt out to 4 ranks in multiples of 8"),
+    ],
+)
+def test_what_cannot_be_dealt_out_is_refused_before_anything_is_cut(
+    name: str, precision: dict[str, Any], message: str
+) -> None:
+    model, _, own = MODELS[name]
+    with pytest.raises(ConfigError, match=message):
+        tessera.parallel.plan_for(model(), settings(4, own, **precision))

@@ -127,6 +127,38 @@ class GlmMlp(nn.Module):
         return self.dense_4h_to_h(F.silu(gate) * up)
 
 
+class PackedExperts(nn.Module):
+    """Two experts in one tensor, each with half of the tokens; as Transformers 5 has them."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.config = tf.PretrainedConfig()
+        self.config._experts_implementation = "grouped_mm"
+        self.gate_up_proj = nn.Parameter(0.2 * torch.randn(2, 2 * inner, hidden))
+        self.down_proj = nn.Parameter(0.2 * torch.randn(2, hidden, inner))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, -2)
+        ends = torch.tensor([len(tokens) // 2, len(tokens)], dtype=torch.int32)
+        gate, up = F.grouped_mm(tokens, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, -1)
+        return F.grouped_mm(F.silu(gate) * up, self.down_proj.transpose(1, 2), offs=ends).view_as(x)
+
+
+class PackedBlock(GlmBlock):
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+        self.mlp = nn.ModuleDict({"experts": PackedExperts(32, 24)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.self_attention(self.input_layernorm(x))
+        return x + self.mlp["experts"](self.post_attention_layernorm(x))
+
+
+def packed() -> nn.Module:
+    torch.manual_seed(0)
+    return ChatGLMModel(PackedBlock)
+
+
 class LearnedAttention(GlmAttention):
     """With a norm of each head and a temperature of all, under names that nothing knows."""
 
@@ -301,6 +333,16 @@ OWN_RULES = {
     }
 }
 
+PACKED_RULES = {
+    "partition_config": {
+        "layer_specs": [
+            {"patterns": [r".*\.query_key_value\.weight$"], "shape": [3, -1]},
+            {"patterns": [r".*experts\.gate_up_proj$"]},
+            {"patterns": [r".*\.dense\.weight$", r".*experts\.down_proj$"], "partition_type": "row"},
+        ]
+    }
+}
+
 # name -> (model, batches, its section of the configuration beside autotp_size)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], dict[str, Any]]] = {
     "llama": (of("Llama", LLAMA), text, {}),
@@ -345,6 +387,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], dict[str,
     ),
     "chatglm": (chatglm, text, {"preset_model": "chatglm"}),
     "chatglm, with a configuration": (chatglm_with_config, text, {"preset_model": "chatglm"}),
+    "packed experts": (packed, text, PACKED_RULES),
     "learned": (learned, text, learned_rules(*LEARNED)),
     "learned, summed by rules": (
         learned,
@@ -364,6 +407,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], dict[str,
     "opt": (of("OPT", NEOX, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0), text, {}),
     "gptj": (of("GPTJ", GPT, rotary_dim=4, **NO_DROPS), text, {}),
     "codegen": (of("CodeGen", GPT, n_head=8, rotary_dim=2, **NO_DROPS), text, {}),
+    "codegen, uneven": (of("CodeGen", GPT, n_embd=48, n_head=12, rotary_dim=2, **NO_DROPS), text, {}),
     "gpt2, rules": (of("GPT2", GPT, **NO_DROPS), text, GPT2_RULES),  # Conv1D
     "t5": (of("T5", T5, feed_forward_proj="gated-gelu"), pairs, {}),
     "whisper": (of("Whisper", WHISPER), sounds, {}),

@@ -25,20 +25,36 @@ def scale(x: torch.Tensor) -> torch.Tensor:
     return x * 1.5
 
 
+class Embedding(nn.Embedding):
+    """With positions, which the head does not use."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY, WIDTH)
+        self.positions = nn.Parameter(torch.randn(5, WIDTH))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + self.positions
+
+
 def logits(module: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, module.weight)
+
+
+def idle(module: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
+    """Uses nothing of it."""
+    return x @ torch.linspace(-1, 1, WIDTH * VOCABULARY).view(WIDTH, VOCABULARY)
 
 
 def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs.float().flatten(0, 1), labels.flatten())
 
 
-def layers(tied: bool = False, blocks: int = 6) -> list[Any]:
+def layers(tied: bool | str = False, blocks: int = 6) -> list[Any]:
     middle = [LayerSpec(Block, WIDTH) for _ in range(blocks)]
     middle.insert(2, scale)
     if tied:
-        ends = [TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH)]
-        return [*ends, *middle, TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH, forward_fn=logits)]
+        head = TiedLayerSpec("embed", Embedding, forward_fn=idle if tied == "idle" else logits)
+        return [TiedLayerSpec("embed", Embedding), *middle, head]
     return [LayerSpec(nn.Embedding, VOCABULARY, WIDTH), *middle, LayerSpec(nn.Linear, WIDTH, VOCABULARY)]
 
 
@@ -68,7 +84,7 @@ def config(stage: int = 0, micro_batches: int = 4, dtype: str = "fp32", **more: 
     return result | more
 
 
-def module(stages: int, tied: bool = False, **more: Any) -> PipelineModule:
+def module(stages: int, tied: bool | str = False, **more: Any) -> PipelineModule:
     return PipelineModule(layers(tied), num_stages=stages, loss_fn=loss_fn, seed_layers=True, **more)
 
 

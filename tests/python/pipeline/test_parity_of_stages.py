@@ -125,7 +125,7 @@ def test_copies_of_tied_weights_stay_equal() -> None:
     in_processes(4, copies_stay_equal)
 
 
-def against_plain_pytorch(rank: int, tied: bool) -> None:
+def against_plain_pytorch(rank: int, tied: bool | str) -> None:
     reference = PipelineModule(layers(tied), num_stages=1, loss_fn=loss_fn, seed_layers=True)
     engine = pipeline(module(2, tied), config(0, 4, gradient_clipping=0.05))
     optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01, weight_decay=0.0)
@@ -155,8 +155,8 @@ def against_plain_pytorch(rank: int, tied: bool) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_against_plain_pytorch(tied: bool) -> None:
+@pytest.mark.parametrize("tied", [False, True, "idle"])
+def test_against_plain_pytorch(tied: bool | str) -> None:
     in_processes(2, against_plain_pytorch, tied)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from support import PROCESSES, free_port
 from torch import nn
 
 import tessera
-from tessera.pipeline import LayerSpec, PipelineModule, StageFailed, TiedLayerSpec
+from tessera.pipeline import LayerSpec, PipelineModule, StageFailed
 
 
 def test_calls_that_one_stage_alone_cannot_make() -> None:
@@ -196,23 +195,28 @@ def test_a_lost_stage_is_named_in_bounded_time() -> None:
         assert "stage 1 (rank 1) is lost" in text
 
 
-def tied_but_idle(rank: int) -> None:
-    """A copy that a batch does not use."""
+def frozen_on_one_stage(rank: int) -> None:
+    model = module(2, tied=True)
+    model.tied_modules["embed"].requires_grad_(rank == 0)
+    with pytest.raises(tessera.UsageError, match=r"'tied_modules\.embed\.positions' is trained on one stage and"):
+        pipeline(model, config(1))
 
-    def unused(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return x @ torch.ones(6, 11)
 
-    ends = [TiedLayerSpec("embed", nn.Embedding, 11, 6) for _ in range(2)]
-    ends[1].forward_fn = unused
-    model = PipelineModule([ends[0], *layers()[1:-1], ends[1]], num_stages=2, loss_fn=loss_fn)
-    engine = pipeline(model, config(1))
-    source: Iterator[Any] = data(0)
-    with pytest.raises(
-        tessera.UsageError if rank else StageFailed, match=r"'tied_modules\.embed\.weight' has no gradient"
-    ):
-        engine.train_batch(source)
+def test_a_tied_layer_that_one_stage_freezes() -> None:
+    in_processes(2, frozen_on_one_stage)
+
+
+def evaluates_without_a_loss(rank: int) -> None:
+    engine = pipeline(PipelineModule(layers(), num_stages=2, seed_layers=True), config(1))
+    found = engine.eval_batch(data(0), num_micro_batches=2)
+    both = engine.eval_batch(data(0), return_logits=True, num_micro_batches=2)
+    assert both[0] is None and (found is None) == (both[1] is None) == (rank == 0)
+    if rank == 1:
+        assert [tuple(output.shape) for output in found] == [(3, 5, 11)] * 2 and torch.equal(found[1], both[1][1])
+    with pytest.raises(tessera.ConfigError if rank else StageFailed, match="the loss must be a tensor of one element"):
+        engine.train_batch(data(0))
     engine.destroy()
 
 
-def test_a_tied_layer_that_a_batch_does_not_use() -> None:
-    in_processes(2, tied_but_idle)
+def test_a_model_without_a_loss_can_be_evaluated() -> None:
+    in_processes(2, evaluates_without_a_loss)

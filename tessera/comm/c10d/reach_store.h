@@ -1,0 +1,14 @@
+// torch's store at an address, in bounded time.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <string>
+
+namespace tessera::comm {
+
+// As c10d::TCPStore(address, options), whose client waits without end for the first word of whoever listens there. Here it is a
+// DistNetworkError that a listener says nothing for 15 s, or that all of it takes as long more than options.timeout.
+c10::intrusive_ptr<c10d::Store> reach_store(const std::string& address, const c10d::TCPStoreOptions& options);
+
+}  // namespace tessera::comm
