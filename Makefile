@@ -30,13 +30,12 @@ CMAKE_FILES := CMakeLists.txt CMakePresets.json $(wildcard cmake/*)
 PACKAGE_FILES := $(shell find tessera python -name '__pycache__' -prune -o -type f -print 2>/dev/null) pyproject.toml $(CMAKE_FILES)
 CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.inc' 2>/dev/null)
 
-.PHONY: help demo tables test test-cpp test-python test-models test-tools test-peers test-clients gpu gpu-kit bench docs lint tidy cuda sanitize asan tsan format clean package
+.PHONY: help demo tables test test-cpp test-python test-tools test-peers test-clients gpu gpu-kit bench docs lint tidy cuda sanitize asan tsan format clean package
 .DELETE_ON_ERROR:
 help:
 	@echo "make demo    train a small GPT on 2 ranks and compare it with plain PyTorch (output in demo-out/)"
 	@echo "make tables  memory, time and loss of the low-precision modes beside plain PyTorch (long; a look: ARGS=--quick)"
 	@echo "make test    build Tessera and run its tests"
-	@echo "make test-models  the tests of models with Transformers 5, a part of make test"
 	@echo "make test-tools  tests of the benchmark's runner and of the checks of the sources; the whole grid of devices"
 	@echo "make test-peers  checkpoints exchanged with DeepSpeed itself, programs that run on both"
 	@echo "make test-clients  Transformers, Accelerate, PEFT, TRL, Lightning and Ray Train on the deepspeed alias"
@@ -103,8 +102,7 @@ demo: $(VENV)/stamp-demo $(VENV)/stamp-package
 tables: $(VENV)/stamp-demo $(VENV)/stamp-package
 	$(PY) bench/run.py tables --noisy $(ARGS)
 
-# The tests of models once more with another major version of Transformers, unless PYTESTS chooses others.
-test: test-cpp test-python $(if $(SYSTEM)$(filter-out tests/python,$(PYTESTS)),,test-models)
+test: test-cpp test-python
 
 # Python tests run in as many processes as there are cores, each of them a file at a time: many tests start ranks of their own.
 WORKERS = $(if $(shell $(PY) -c "import xdist" 2>&1),,-n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
@@ -115,10 +113,6 @@ test-cpp: $(VENV)/stamp-test $(BUILD)/stamp-configure-tests
 
 test-python: $(VENV)/stamp-test test-cpp $(VENV)/stamp-package
 	$(PY) -m pytest $(WORKERS) $(PYTESTS) $(ARGS)
-
-MODEL_TESTS := $(addprefix tests/python/,parallel sequence test_huggingface.py)
-test-models: $(VENV)-models/stamp-packages test-python
-	$(VENV)-models/bin/python -m pytest $(WORKERS) $(MODEL_TESTS) $(ARGS)
 
 # What only developers use: the benchmark's runner and pages, the checks of the sources; and the whole grid of which test-python
 # has a sample. Two tests are skipped until test-cpp has built the stand-in accelerator.
@@ -150,9 +144,12 @@ $(VENV)-%/stamp-alias: $(ALIAS_FILES) $(VENV)-%/stamp-packages
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps ./python/deepspeed_alias
 	@touch $@
 
+# Tests of models, which .venv runs with Transformers 4, with 5.
+MODEL_TESTS := $(addprefix tests/python/,parallel sequence test_huggingface.py)
 test-clients: $(VENV)-clients/stamp-alias $(VENV)-clients-4/stamp-alias $(VENV)/stamp-package
 	$(VENV)-clients/bin/python -m pytest $(WORKERS:loadfile=load) tests/clients $(ARGS)
 	$(VENV)-clients-4/bin/python -m pytest $(WORKERS:loadfile=load) tests/clients -k trainer $(ARGS)
+	$(VENV)-clients/bin/python -m pytest $(WORKERS) $(MODEL_TESTS) $(ARGS)
 
 # On a machine with a GPU (docs/devices.md). With a kit nothing is built or fetched, and the system's Python serves.
 ifdef KIT
