@@ -1,0 +1,62 @@
+"""Whether a model still has the parameters that its engine was built of: Note [Replaced parameters] in
+tessera/engine/contents.h."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tessera import _core
+from tessera.errors import UsageError
+
+
+class Contents:
+    """`known`: the parameters of the engine, and those that are to join it, now. `warn`: says lines, once for all
+    ranks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        known: Callable[[], Iterable[torch.Tensor]],
+        warn: Callable[[list[str]], None],
+    ) -> None:
+        self._known = known
+        self._warn = warn
+        self._built = _named(model)
+        self._note(model)
+
+    def _note(self, model: nn.Module) -> None:
+        self._model = model
+        modules = list(model.modules())
+        self._parts: list[Iterable[Any]] = [
+            *(module._parameters.values() for module in modules),
+            *(module._modules.values() for module in modules),
+        ]
+        self._seen = list(itertools.chain.from_iterable(self._parts))
+
+    def fault(self, model: nn.Module) -> str:
+        """What is wrong with `model`, without an origin; empty where nothing is. Local."""
+        now = list(itertools.chain.from_iterable(self._parts))
+        if model is self._model and len(now) == len(self._seen) and all(map(operator.is_, now, self._seen)):
+            return ""
+        fault, warning = _core.compare_contents(self._built, _named(model), {id(p) for p in self._known()})
+        if not fault:
+            self._note(model)
+            self._warn([warning] if warning else [])
+        return fault
+
+    def check(self, model: nn.Module, call: str) -> None:
+        """UsageError where something is. Local."""
+        if fault := self.fault(model):
+            raise UsageError(f"[engine.{call}] {fault}")
+
+
+def _named(model: nn.Module) -> list[tuple[str, int, bool]]:
+    """What functional_call() has put into a module is no Parameter, and goes again."""
+    named = model.named_parameters(remove_duplicate=False)
+    return [(name, id(param), param.requires_grad) for name, param in named if isinstance(param, nn.Parameter)]
