@@ -136,6 +136,8 @@ def generates() -> None:
 
 def main() -> None:
     paths: dict[str, Any] = {}
+    for stage in (0, 1):
+        paths[f"packed experts, stage {stage}"] = functools.partial(trains_lora, "packed experts", stage)
     for stage in (2, 3):
         for kind in ADAPTERS:
             paths[f"{kind}, stage {stage}"] = functools.partial(trains_lora, kind, stage)

@@ -12,8 +12,8 @@
 namespace tessera::nn {
 namespace {
 
-struct NetImpl : torch::nn::Module {
-  NetImpl() {
+struct HeadedImpl : torch::nn::Module {
+  HeadedImpl() {
     body = register_module(
         "body", torch::nn::Sequential(torch::nn::Linear(6, 6), torch::nn::LayerNorm(torch::nn::LayerNormOptions({6}))));
     head = register_module("head", torch::nn::Linear(6, 2));
@@ -23,34 +23,34 @@ struct NetImpl : torch::nn::Module {
   torch::nn::Linear head{nullptr};
 };
 
-Config config(int stage) {
+Config config_of_stage(int stage) {
   return Config::from_json(c10::str(R"({"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD"},
     "zero_optimization": {"stage": )",
                                     stage, "}}"));
 }
 
-struct Case {
+struct Replacement {
   std::string name;
-  std::function<void(NetImpl&)> act;
+  std::function<void(HeadedImpl&)> act;
   std::string said;
 };
 
 TEST(Contents, WhatTheForwardUsesAndTheEngineDoesNotHaveIsRefusedOnAllRanks) {
-  const std::vector<Case> cases{
-      {"member", [](NetImpl& net) { net.head->weight = torch::randn({2, 6}, at::requires_grad()); }, "head.weight"},
-      {"module", [](NetImpl& net) { net.head = net.replace_module("head", torch::nn::Linear(6, 2)); },
+  const std::vector<Replacement> cases{
+      {"member", [](HeadedImpl& net) { net.head->weight = torch::randn({2, 6}, at::requires_grad()); }, "head.weight"},
+      {"module", [](HeadedImpl& net) { net.head = net.replace_module("head", torch::nn::Linear(6, 2)); },
        "head.weight, head.bias: replaced"},
-      {"added", [](NetImpl& net) { net.body->push_back(torch::nn::Linear(6, 6)); },
+      {"added", [](HeadedImpl& net) { net.body->push_back(torch::nn::Linear(6, 6)); },
        "body.2.weight, body.2.bias: added"},
       {"frozen",
-       [](NetImpl& net) {
+       [](HeadedImpl& net) {
          net.body->push_back(torch::nn::Linear(6, 6));
          net.body->parameters()[4].requires_grad_(false);
          net.body->parameters()[5].requires_grad_(false);
        },
        ""},
       {"values",
-       [](NetImpl& net) {
+       [](HeadedImpl& net) {
          const torch::NoGradGuard no_grad;
          net.head->bias.fill_(1);
        },
@@ -58,11 +58,11 @@ TEST(Contents, WhatTheForwardUsesAndTheEngineDoesNotHaveIsRefusedOnAllRanks) {
   };
   const auto folder = std::filesystem::temp_directory_path() / "tessera_contents_test";
   for (int stage = 0; stage < 4; ++stage) {
-    for (const Case& c : cases) {
+    for (const Replacement& c : cases) {
       SCOPED_TRACE(c10::str(c.name, " in stage ", stage));
       testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
-        auto net = std::make_shared<NetImpl>();
-        Config of_ranks = config(stage);
+        auto net = std::make_shared<HeadedImpl>();
+        Config of_ranks = config_of_stage(stage);
         auto engine = initialize(net, of_ranks, comm::Mesh(group));
         engine.forward(torch::ones({4, 6})).backward();
         EXPECT_TRUE(engine.step());
@@ -90,8 +90,8 @@ TEST(Contents, WhatTheForwardUsesAndTheEngineDoesNotHaveIsRefusedOnAllRanks) {
 
 TEST(Contents, ARankAloneIsNamed) {
   testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
-    auto net = std::make_shared<NetImpl>();
-    auto engine = initialize(net, config(1), comm::Mesh(group));
+    auto net = std::make_shared<HeadedImpl>();
+    auto engine = initialize(net, config_of_stage(1), comm::Mesh(group));
     auto before = net->head->weight;
     if (rank == 1) net->head->weight = torch::randn({2, 6}, at::requires_grad());
     engine.forward(torch::ones({4, 6})).backward();
