@@ -12,21 +12,21 @@ import torch
 from torch import nn
 
 from tessera import _core
+from tessera.engine._report import logger
 from tessera.errors import UsageError
 
 
 class Contents:
-    """`known`: the parameters of the engine, and those that are to join it, now. `warn`: says lines, once for all
-    ranks."""
+    """`known`: the parameters of the engine, and those that are to join it, now. `tells`: this rank warns, for all."""
 
     def __init__(
         self,
         model: nn.Module,
         known: Callable[[], Iterable[torch.Tensor]],
-        warn: Callable[[list[str]], None],
+        tells: bool,
     ) -> None:
         self._known = known
-        self._warn = warn
+        self._tells = tells
         self._built = _named(model)
         self._note(model)
 
@@ -47,7 +47,8 @@ class Contents:
         fault, warning = _core.compare_contents(self._built, _named(model), {id(p) for p in self._known()})
         if not fault:
             self._note(model)
-            self._warn([warning] if warning else [])
+            if warning and self._tells:
+                logger.warning(warning)
         return fault
 
     def check(self, model: nn.Module, call: str) -> None:

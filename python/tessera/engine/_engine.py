@@ -260,13 +260,11 @@ class Engine(EngineCheckpoints, EngineMoving, EngineNorms):
         return not self._settings.placements.shards_states and self.core.options().zero.precision.master_is_param()
 
     def _contents_now(self, core: _core.Engine, base: torch.optim.Optimizer | None) -> Contents:
-        tells = self._telling_rank() == 0
-
         def known() -> list[torch.Tensor]:
             joining = [] if base is None else params_of(base.param_groups)
             return [*(spec.tensor for spec in core.params()), *joining]
 
-        return Contents(self.module, known, lambda lines: [logger.warning(line) for line in lines if tells])
+        return Contents(self.module, known, tells=self._telling_rank() == 0)
 
     def _masters(self) -> dict[str, torch.Tensor]:
         """This rank's part of the fp32 masters by name; empty where the parameters are the masters."""
