@@ -16,6 +16,9 @@ from tessera.engine._report import logger
 from tessera.errors import UsageError
 
 
+_END = (object(),)  # behind all that is compared: a list that has grown does not pass for a beginning
+
+
 class Contents:
     """`known`: the parameters of the engine, and those that are to join it, now. `tells`: this rank warns, for all."""
 
@@ -32,17 +35,15 @@ class Contents:
 
     def _note(self, model: nn.Module) -> None:
         self._model = model
-        modules = list(model.modules())
-        self._parts: list[Iterable[Any]] = [
-            *(module._parameters.values() for module in modules),
-            *(module._modules.values() for module in modules),
-        ]
-        self._seen = list(itertools.chain.from_iterable(self._parts))
+        parts = [part for module in model.modules() for part in (module._parameters, module._modules)]
+        self._empty = [part for part in parts if not part]
+        self._values: list[Iterable[Any]] = [*(part.values() for part in parts if part), _END]
+        self._seen = list(itertools.chain.from_iterable(self._values))
 
     def fault(self, model: nn.Module) -> str:
         """What is wrong with `model`, without an origin; empty where nothing is. Local."""
-        now = list(itertools.chain.from_iterable(self._parts))
-        if model is self._model and len(now) == len(self._seen) and all(map(operator.is_, now, self._seen)):
+        now = itertools.chain.from_iterable(self._values)
+        if model is self._model and not any(self._empty) and all(map(operator.is_, now, self._seen)):
             return ""
         fault, warning = _core.compare_contents(self._built, _named(model), {id(p) for p in self._known()})
         if not fault:
