@@ -39,6 +39,20 @@ int64_t id_of(const at::Tensor& tensor) {
   return reinterpret_cast<int64_t>(tensor.unsafeGetTensorImpl());
 }
 
+std::vector<const void*> pointers(const std::vector<at::Tensor>& tensors) {
+  std::vector<const void*> found;
+  for (const at::Tensor& tensor : tensors)
+    found.push_back(tensor.unsafeGetTensorImpl());
+  return found;
+}
+
+std::vector<const void*> pointers(const std::vector<std::shared_ptr<torch::nn::Module>>& modules) {
+  std::vector<const void*> found;
+  for (const auto& module : modules)
+    found.push_back(module.get());
+  return found;
+}
+
 std::vector<engine::NamedParam> named(const torch::nn::Module& module) {
   std::vector<engine::NamedParam> params;
   for (const auto& item : module.named_parameters())
@@ -48,37 +62,49 @@ std::vector<engine::NamedParam> named(const torch::nn::Module& module) {
 
 }  // namespace
 
-Contents::Contents(std::shared_ptr<torch::nn::Module> module)
-    : module_(std::move(module)), built_(named(*module_)), params_(module_->parameters()) {
-  for (const auto& part : module_->named_modules("", /*include_self=*/false)) {
-    const size_t before = members_.size();
-    for (const auto& [name, handle] : members_of(*part.value())) {
-      const auto own = part.value()->named_parameters(/*recurse=*/false);
-      const at::Tensor* param = own.find(name);
-      if (param != nullptr && param->is_same(*handle))
-        members_.push_back({handle, param->unsafeGetTensorImpl(), part.key() + "." + name});
-    }
-    if (members_.size() > before) kept_.push_back(part.value());
-  }
+Contents::Contents(std::shared_ptr<torch::nn::Module> module) : module_(std::move(module)), built_(named(*module_)) {
+  note(module_, "");
+  for (const auto& part : module_->named_modules("", /*include_self=*/false))
+    note(part.value(), part.key());
 }
 
-std::string Contents::fault() const {
-  const std::vector<at::Tensor> now = module_->parameters();
-  const auto same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
-  if (!std::ranges::equal(now, params_, same)) {
-    std::unordered_set<int64_t> known;
-    for (const at::Tensor& param : params_)
-      known.insert(id_of(param));
-    if (std::string fault = engine::compare_contents(built_, named(*module_), known).fault; !fault.empty())
-      return fault;
+void Contents::note(const std::shared_ptr<torch::nn::Module>& part, const std::string& path) {
+  const auto own = part->named_parameters(/*recurse=*/false);
+  parts_.push_back({part, pointers(part->children()), pointers(own.values())});
+  size_t members = 0;
+  for (const auto& [name, handle] : members_of(*part)) {
+    const at::Tensor* param = own.find(name);
+    if (param == nullptr || !param->is_same(*handle)) continue;
+    members_.push_back({handle, param->unsafeGetTensorImpl(), (path.empty() ? "" : path + ".") + name});
+    ++members;
   }
-  for (const Member& member : members_)
+  parts_.back().is_layer = members > 0 && members == own.size();
+}
+
+// Names are not made: they would cost most.
+bool Contents::same_objects() const {
+  return std::ranges::all_of(parts_, [](const Part& part) {
+    return pointers(part.module->children()) == part.children &&
+           (part.is_layer || pointers(part.module->parameters(/*recurse=*/false)) == part.params);
+  });
+}
+
+engine::ContentsReport Contents::report() const {
+  engine::ContentsReport report;
+  if (!same_objects()) {
+    std::unordered_set<int64_t> known;
+    for (const engine::NamedParam& param : built_)
+      known.insert(param.id);
+    report = engine::compare_contents(built_, named(*module_), known);
+  }
+  for (const Member& member : members_) {
+    if (!report.fault.empty()) break;
     if (member.handle->unsafeGetTensorImpl() != member.param)
-      return member.name +
-             ": the layer's member was given another tensor after the engine was built, which trains and saves the one "
-             "that is "
-             "registered; copy values into that one (torch::NoGradGuard, copy_())";
-  return {};
+      report.fault = member.name +
+                     ": the layer's member was given another tensor after the engine was built, which trains and saves "
+                     "the one that is registered; copy values into that one (torch::NoGradGuard, copy_())";
+  }
+  return report;
 }
 
 }  // namespace tessera::nn

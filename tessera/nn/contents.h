@@ -16,23 +16,29 @@ class Contents {
  public:
   explicit Contents(std::shared_ptr<torch::nn::Module> module);
 
-  // What is wrong, without an origin; empty where nothing is. Besides modules that were added or replaced, it sees a layer of torch
+  // See engine::compare_contents. Besides modules that were added or replaced, it sees a layer of torch
   // or of Tessera whose member was given another tensor (`linear->weight = tensor`): its forward reads the member, and the
   // registered parameter gets no gradient. Local.
-  std::string fault() const;
+  engine::ContentsReport report() const;
 
  private:
+  struct Part {
+    std::shared_ptr<torch::nn::Module> module;
+    std::vector<const void*> children, params;  // its own
+    bool is_layer = false;                      // whose forward reads members and nothing else
+  };
   struct Member {
     const at::Tensor* handle;
     const void* param;
     std::string name;
   };
+  void note(const std::shared_ptr<torch::nn::Module>& part, const std::string& path);
+  bool same_objects() const;
 
   std::shared_ptr<torch::nn::Module> module_;
-  std::vector<std::shared_ptr<torch::nn::Module>> kept_;  // whose members these are
+  std::vector<Part> parts_;
   std::vector<Member> members_;
   std::vector<engine::NamedParam> built_;
-  std::vector<at::Tensor> params_;
 };
 
 }  // namespace tessera::nn

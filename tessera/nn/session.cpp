@@ -163,6 +163,12 @@ bool Session::save_16bit_model(const std::string& dir, const std::string& name, 
   return true;
 }
 
+std::string Session::fault() {
+  const engine::ContentsReport report = contents_->report();
+  if (!report.warning.empty() && !std::exchange(told_of_frozen_, true)) tell({report.warning});
+  return report.fault;
+}
+
 // On all ranks alike.
 void Session::check_contents(const char* call) {
   const std::string wrong = fault();

@@ -90,8 +90,8 @@ class Session {
   engine::Engine& core() { return *core_; }
   const engine::Engine& core() const { return *core_; }
 
-  // See nn::Contents.
-  std::string fault() const { return contents_->fault(); }
+  // What is wrong with the module's parameters, without an origin (nn::Contents); empty where nothing is. Local.
+  std::string fault();
 
  protected:
   // A forward has switched an autocast region of the caller's off. One rank says so.
@@ -110,6 +110,7 @@ class Session {
   std::shared_ptr<torch::nn::Module> module_;
   std::shared_ptr<engine::Engine> core_;
   std::unique_ptr<Contents> contents_;
+  bool told_of_frozen_ = false;  // that came later
   ScopeLink rest_;
   std::optional<optim::ScheduleOptions> schedule_;
   std::vector<double> base_lrs_;

@@ -34,7 +34,7 @@ namespace {
 bool step_all(const std::vector<Session*>& engines, const comm::Parts& parts, const std::vector<int>& copies) {
   bool boundary = false, between = false;
   std::string fault;
-  for (const Session* engine : engines) {
+  for (Session* engine : engines) {
     const engine::Engine& core = engine->core();
     (!core.options().managed_accumulation || core.is_gradient_accumulation_boundary() ? boundary : between) = true;
     if (boundary && fault.empty()) fault = engine->fault();

@@ -15,7 +15,6 @@ from tessera import _core
 from tessera.engine._report import logger
 from tessera.errors import UsageError
 
-
 _END = (object(),)  # behind all that is compared: a list that has grown does not pass for a beginning
 
 
