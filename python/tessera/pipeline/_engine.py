@@ -224,7 +224,6 @@ class PipelineEngine(Engine):
             run.execute(table)
             if run.trains:
                 self._ties.check_gradients(self)
-                self._contents.check(self.module, "train_batch")
         except dist.DistBackendError:
             raise
         except Exception as error:
