@@ -16,6 +16,7 @@ namespace py = pybind11;
 void bind_checkpoint(py::module_& m);   // engine/checkpoint.h, checkpoint/reader.h
 void bind_comm(py::module_& m);         // comm/backends.h, comm/mesh.h
 void bind_config(py::module_& m);       // config/config.h, config/precision.h, config/resolve.h, config/served.h
+void bind_contents(py::module_& m);     // engine/contents.h
 void bind_engine(py::module_& m);       // engine/engine.h
 void bind_optimizer(py::module_& m);    // optim/optimizer.h
 void bind_options(py::module_& m);      // amp/autocast.h, amp/precision.h, shard/placement.h, zero/options.h

@@ -191,7 +191,8 @@ void bind_training(EngineClass& c) {
       .def("override_loss_scale", on(&Engine::scaling, &engine::Scaling::override_scale), py::arg("scale"))
       .def("restore_scaler", on(&Engine::scaling, &engine::Scaling::restore), py::arg("state"))
       .def("gradient_loss_scale", on(&Engine::scaling, &engine::Scaling::gradient_scale))
-      .def("step", &Engine::step, py::arg("external") = py::none(), py::arg("global_norm") = py::none(), NoGil())
+      .def("step", &Engine::step, py::arg("external") = py::none(), py::arg("global_norm") = py::none(),
+           py::arg("fault") = "", NoGil())
       .def("zero_grad", &Engine::zero_grad, NoGil())
       .def("is_gradient_accumulation_boundary", &Engine::is_gradient_accumulation_boundary)
       .def("set_gradient_accumulation_boundary", &Engine::set_gradient_accumulation_boundary, py::arg("boundary"))

@@ -4,9 +4,34 @@
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <memory>
+#include <utility>
+
 namespace tessera::compat {
 
 // Owning handle of an autograd node, whatever torch makes it.
 using NodePtr = decltype(torch::autograd::Edge::function);
+
+template <class P>
+inline constexpr bool kIsStd = requires(const P& p) { p.owner_before(p); };  // std::shared_ptr
+
+template <class N, class P = NodePtr, class... A>
+P make_node(A&&... arguments) {
+  if constexpr (kIsStd<P>) {
+    return std::make_shared<N>(std::forward<A>(arguments)...);
+  } else {
+    return P(c10::make_intrusive<N>(std::forward<A>(arguments)...));
+  }
+}
+
+// The handle that does not keep it alive.
+template <class P>
+auto weak(const P& node) {
+  if constexpr (kIsStd<P>) {
+    return std::weak_ptr<typename P::element_type>(node);
+  } else {
+    return c10::weak_intrusive_ptr<typename P::element_type>(node);
+  }
+}
 
 }  // namespace tessera::compat

@@ -93,6 +93,7 @@ double StepTerms::digest() const {
   digest.add(call);
   digest.add(static_cast<double>(accumulation_steps));
   digest.add(static_cast<double>(empty_steps));
+  digest.add(fault);
   for (const optim::GroupOptions& group : groups)
     each_field(group, [&](const char*, auto value) { digest.add(static_cast<double>(value)); });
   return digest.value();
@@ -107,6 +108,7 @@ void StepTerms::refuse(const zero::Ranks& ranks) const {
       const std::string text = std::is_same_v<T, bool> ? (value ? "true" : "false") : text_of(value);
       lines.push_back(c10::str(name, " ", text, " in param group ", i));
     });
+  lines.emplace_back(fault.empty() ? "all parameters that its engine was built of" : fault);
   check_same(
       ranks, lines, "engine.step", "ranks do not step alike",
       "all ranks call forward, backward and step() alike, and have the same rates (a schedule that follows a loss "

@@ -36,6 +36,7 @@ struct StepTerms {
   int64_t accumulation_steps;
   int64_t empty_steps;  // calls of step() for this update that no backward preceded
   const std::vector<optim::GroupOptions>& groups;
+  std::string_view fault = {};  // why this rank cannot step
 
   double digest() const;
   // Where digests differ. Collective; value error, always.

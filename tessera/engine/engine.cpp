@@ -77,13 +77,16 @@ struct Engine::Impl {
     return {boundary(), no_sync || coalesce, mean, scaling.gradient_scale()};
   }
 
-  bool apply(const std::function<void()>& external, std::optional<double> global_norm, int64_t empty);
+  bool apply(const std::function<void()>& external, std::optional<double> global_norm, int64_t empty,
+             const std::string& fault);
 
   // Of the gradients as they are. Value error where ranks differ in what they step by.
-  zero::GradientSummary summarize(const char* call, int64_t empty, std::optional<double> norm = {}) const {
-    const StepTerms terms{call, options.gradient_accumulation_steps, empty, model->units.groups()};
+  zero::GradientSummary summarize(const char* call, int64_t empty, std::optional<double> norm = {},
+                                  const std::string& fault = {}) const {
+    const StepTerms terms{call, options.gradient_accumulation_steps, empty, model->units.groups(), fault};
     zero::GradientSummary summary = model->updater.summarize(norm, terms.digest());
     if (!summary.alike) terms.refuse(model->units.ranks());
+    TESSERA_CHECK(fault.empty(), "engine.step", fault);
     return summary;
   }
 
@@ -258,7 +261,7 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
 
 // ---------------------------------------------------------------- step
 
-bool Engine::step(const std::function<void()>& external, std::optional<double> global_norm) {
+bool Engine::step(const std::function<void()>& external, std::optional<double> global_norm, const std::string& fault) {
   Impl& m = *impl_;
   const PhaseScope scope(m.here("step").units.phases(), Phase::Step);
   TESSERA_CHECK(!m.no_sync && !m.coalesce, "engine.step", "It is illegal to call Engine.step() inside ",
@@ -276,7 +279,7 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
   m.applied = false;
   if (boundary) {
     try {
-      finite = m.apply(external, global_norm, empty);
+      finite = m.apply(external, global_norm, empty, fault);
     } catch (c10::OutOfMemoryError& error) {
       m.in_step = false;
       m.model->units.fail_alone(error);
@@ -298,11 +301,12 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
 }
 
 // The boundary's part of a step. False when gradients had inf or NaN.
-bool Engine::Impl::apply(const std::function<void()>& external, std::optional<double> global_norm, int64_t empty) {
+bool Engine::Impl::apply(const std::function<void()>& external, std::optional<double> global_norm, int64_t empty,
+                         const std::string& fault) {
   model->units.check_whole();
   model->driver.ensure_reduced();
   if (global_norm) *global_norm *= scaling.gradient_scale();
-  const zero::GradientSummary summary = summarize("step()", empty, global_norm);
+  const zero::GradientSummary summary = summarize("step()", empty, global_norm, fault);
   if (model->early.on()) {
     norm = summary.norm;
     applied = true;

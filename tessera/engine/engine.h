@@ -95,7 +95,9 @@ class Engine {
   // that is not finite skips the step in every precision, as an overflow does. The same on all ranks. Value error, with
   // nothing counted, for a negative one, for different ones, and between boundaries, where nothing is clipped; at a boundary
   // also, on all ranks, where they differ in rates, accumulation steps or calls (Note [What ranks step by] in agreement.h).
-  bool step(const std::function<void()>& external = {}, std::optional<double> global_norm = {});
+  // `fault`: why this rank cannot step; at a boundary a state error on all ranks, with nothing updated or counted.
+  bool step(const std::function<void()>& external = {}, std::optional<double> global_norm = {},
+            const std::string& fault = {});
   // Drops every accumulated gradient, also p.grad. Local.
   void zero_grad();
 

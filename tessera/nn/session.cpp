@@ -80,6 +80,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   core_ = std::make_shared<engine::Engine>(options, std::move(mesh), std::move(specs), groups);
   core_->broadcast_buffers(module_->buffers());
   rest_ = connect_scopes(*module_, core_, leaves);
+  contents_ = std::make_unique<Contents>(module_);
   const bool is_16bit = core_->options().zero.precision.param != at::kFloat;
   const auto kept = config.data_types.keep_in_fp32_modules.value_or(std::vector<std::string>());
   cast_buffers(*module_, config.data_types.buffer_dtype, is_16bit ? kept : std::vector<std::string>());
@@ -115,7 +116,8 @@ at::Tensor Session::backward(const at::Tensor& loss, bool retain_graph, bool sca
 
 bool Session::step(std::optional<double> global_norm) {
   const int64_t steps = core_->global_steps();
-  const bool applied = core_->step({}, global_norm);
+  const bool boundary = !core_->options().managed_accumulation || core_->is_gradient_accumulation_boundary();
+  const bool applied = core_->step({}, global_norm, boundary ? fault() : "");
   if (applied) {
     ++schedule_steps_;
     apply_schedule();
@@ -145,6 +147,7 @@ std::map<std::string, std::vector<std::string>> Session::aliases() const {
 
 bool Session::save_16bit_model(const std::string& dir, const std::string& name, const ExportOptions& options) {
   if (!gathers_for_export_) return false;
+  check_contents("save_16bit_model");
   const auto aliases = this->aliases();
   std::vector<engine::LiveTensor> tensors;
   for (int id = 0; id < static_cast<int>(core_->params().size()); ++id) {
@@ -160,7 +163,20 @@ bool Session::save_16bit_model(const std::string& dir, const std::string& name, 
   return true;
 }
 
+std::string Session::fault() {
+  const engine::ContentsReport report = contents_->report();
+  if (!report.warning.empty() && !std::exchange(told_of_frozen_, true)) tell({report.warning});
+  return report.fault;
+}
+
+// On all ranks alike.
+void Session::check_contents(const char* call) {
+  const std::string wrong = fault();
+  core_->checkpoints().exchange("", wrong.empty() ? "" : c10::str("[engine.", call, "] ", wrong));
+}
+
 std::string Session::save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options) {
+  check_contents("save_checkpoint");
   engine::ClientPart part;
   part.aliases = aliases();
   part.run = nlohmann::json{{"schedule_steps", schedule_steps_}}.dump();

@@ -17,6 +17,7 @@
 #include "tessera/engine/checkpoint.h"
 #include "tessera/engine/engine.h"
 #include "tessera/nn/construction.h"
+#include "tessera/nn/contents.h"
 #include "tessera/nn/scope.h"
 #include "tessera/nn/units.h"
 #include "tessera/offload/states.h"
@@ -54,7 +55,7 @@ class Session {
   double loss_scale() const { return core_->scaling().scaler().scale(); }
 
   // Collective. Counts a micro-step; at a boundary: clip, update, next learning rate. True when weights were updated.
-  // `global_norm`: see engine::Engine::step.
+  // `global_norm`: see engine::Engine::step. State error, on all ranks, for a module whose parameters were replaced.
   bool step(std::optional<double> global_norm = {});
 
   // Checkpoints (engine/checkpoint.h), the same files as Python's; options that are not given are those of the
@@ -89,6 +90,9 @@ class Session {
   engine::Engine& core() { return *core_; }
   const engine::Engine& core() const { return *core_; }
 
+  // What is wrong with the module's parameters, without an origin (nn::Contents); empty where nothing is. Local.
+  std::string fault();
+
  protected:
   // A forward has switched an autocast region of the caller's off. One rank says so.
   void warn_of_region() const;
@@ -97,6 +101,7 @@ class Session {
 
  private:
   void apply_schedule();
+  void check_contents(const char* call);
   void read_checkpoint_section(const Config& config);
   void tell(const std::vector<std::string>& warnings) const;
   void tell_progress() const;
@@ -104,6 +109,8 @@ class Session {
 
   std::shared_ptr<torch::nn::Module> module_;
   std::shared_ptr<engine::Engine> core_;
+  std::unique_ptr<Contents> contents_;
+  bool told_of_frozen_ = false;  // that came later
   ScopeLink rest_;
   std::optional<optim::ScheduleOptions> schedule_;
   std::vector<double> base_lrs_;

@@ -33,14 +33,20 @@ namespace {
 
 bool step_all(const std::vector<Session*>& engines, const comm::Parts& parts, const std::vector<int>& copies) {
   bool boundary = false, between = false;
-  for (const Session* engine : engines) {
+  std::string fault;
+  for (Session* engine : engines) {
     const engine::Engine& core = engine->core();
     (!core.options().managed_accumulation || core.is_gradient_accumulation_boundary() ? boundary : between) = true;
+    if (boundary && fault.empty()) fault = engine->fault();
   }
-  for (const auto& row : rows_of(parts, {boundary ? 1.0 : 0.0, between ? 1.0 : 0.0}, "engines that step together"))
+  const std::vector<double> own{boundary ? 1.0 : 0.0, between ? 1.0 : 0.0, fault.empty() ? 0.0 : 1.0};
+  for (const auto& row : rows_of(parts, own, "engines that step together")) {
     TESSERA_CHECK(boundary != between && (row[0] != 0) == boundary && (row[1] != 0) == between, "engine.step",
                   "the engines were stepped apart: some are at an accumulation boundary, others between two; give them "
                   "the same gradient_accumulation_steps and step them together only");
+    TESSERA_CHECK(row[2] == 0, "engine.step",
+                  fault.empty() ? "parameters were replaced in an engine of another rank; see its error" : fault);
+  }
   std::optional<double> norm;
   if (boundary) {
     double own = 0, squares = 0;

@@ -20,7 +20,8 @@ void adopt_param(const Place& place, bool compare) {
   if (unit.flat->sharded() || unit.flat->has_private_copy(place.item) || unit.flat->is_sent()) return;
   const at::Tensor& weights = unit.flat->whole();
   const bool bound = is_bound(p, unit);
-  if (bound && p.tensor._version() == p.version) {
+  if (bound && !p.writes.any(p.tensor)) {
+    p.writes.forget(p.tensor);
     if (compare) unit.adopt_written(p);
     return;
   }
@@ -40,7 +41,7 @@ void adopt_param(const Place& place, bool compare) {
   }
   if (changed && !unit.master_is_weight()) unit.set_master_from(p, p.tensor.detach());
   if (!bound) shard::bind(p.tensor, weights, p.range, p.form);
-  p.version = p.tensor._version();
+  p.writes.forget(p.tensor);
   p.ahead = false;
 }
 

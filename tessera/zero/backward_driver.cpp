@@ -23,13 +23,11 @@ void BackwardDriver::follow_params() {
     const Place& place = units_[id];
     if (!place.flat->sharded() && !is_bound(*place.param, *place.unit)) adopt_param(place, /*compare=*/false);
     const at::Tensor& tensor = place.param->tensor;
-    if (tensor.requires_grad() && !hooks_.watches(tensor, id))
-      hooks_.watch(tensor, id, place.unit->grads_are_visible());
+    if (tensor.requires_grad() && !hooks_.watches(tensor)) hooks_.watch(tensor, id, place.unit->grads_are_visible());
   }
 }
 
-// A conversion (module.float()) gives a parameter a new accumulator, without our hook until follow_params(). Gradients
-// that came by that way were not scaled, not reduced and are not ours to guess.
+// Gradients that came past our hook (Note [Accumulators change]) were not scaled, not reduced and are not ours to guess.
 void BackwardDriver::check_all_watched() const {
   for (const ParamId id : units_.trained_ids()) {
     const Param& p = *units_[id].param;
@@ -37,9 +35,9 @@ void BackwardDriver::check_all_watched() const {
     // Stage 0: the conversion took along what was reduced.
     if (!grad.defined() || (units_[id].unit->grads_are_visible() && p.has_grad)) continue;
     TESSERA_CHECK(
-        !p.tensor.requires_grad() || hooks_.watches(p.tensor, id), "zero", "parameter '", p.name,
-        "' was converted (module.to(...)) and got gradients past the engine: call the engine, not its module, "
-        "for the first forward after a conversion; engine.zero_grad() drops them");
+        !p.tensor.requires_grad() || hooks_.watches(p.tensor), "zero", "parameter '", p.name,
+        "' was converted (module.to(...)) after a first register_hook() and got gradients past the engine: call the "
+        "engine, not its module, for the first forward after that; engine.zero_grad() drops them");
   }
 }
 

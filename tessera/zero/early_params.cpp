@@ -157,7 +157,7 @@ void EarlyParams::restore(int number) {
 
 void EarlyParams::prune() {
   for (Entry& e : entries_) {
-    if (e.flat != nullptr && e.flat->items().front().tensor.use_count() == 1) e = {};
+    if (e.flat != nullptr && e.flat->is_alone(0)) e = {};
   }
 }
 

@@ -59,13 +59,13 @@ FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType
   }
   buffer_ = away ? shard::Buffer(slice_.size(), options, away) : shard::Buffer(mine);
   if (away) buffer_.write({0, slice_.size()}, mine);
+  writes_.resize(items_.size());
   for (Item& item : items_) {
     if (sharded_) {
       storages_.push_back(shard::make_released(item.tensor, item.form, options, message(item)));
     } else {
       shard::bind(item.tensor, buffer_.tensor(), item.range, item.form);
     }
-    versions_.push_back(item.tensor._version());
   }
   if (sharded_) state_ = ParamState::Sharded;
 }
@@ -330,7 +330,7 @@ void FlatParams::point_items() {
   const auto width = static_cast<int64_t>(bucket_.element_size());
   for (size_t i = 0; i < items_.size(); ++i) {
     shard::point(*storages_[i], base + items_[i].range.begin * width);
-    versions_[i] = items_[i].tensor._version();
+    mark(static_cast<int>(i));
   }
 }
 

@@ -27,6 +27,7 @@
 #include "tessera/shard/layout.h"
 #include "tessera/shard/side_stream.h"
 #include "tessera/shard/storage.h"
+#include "tessera/zero/hooks/write_count.h"
 #include "tessera/zero/options.h"
 #include "tessera/zero/ranks.h"
 
@@ -126,10 +127,12 @@ class FlatParams {
   // Item `index` was written to on purpose: this rank's slice follows.
   void keep_write(int index);
   // Forgets that item `index` was written to.
-  void mark(int index) { versions_[index] = items_[index].tensor._version(); }
+  void mark(int index) { writes_[index].forget(items_[index].tensor); }
   // The user gave the parameter other data (p.data = ...) while it was sharded.
   bool is_replaced(int item) const { return shard::storage_of(items_[item].tensor) != storages_[item]; }
-  bool was_written(int item) const { return items_[item].tensor._version() != versions_[item]; }
+  bool was_written(int item) const { return writes_[item].any(items_[item].tensor); }
+  // Nobody else holds the parameter's tensor.
+  bool is_alone(int item) const { return items_[item].tensor.use_count() == (writes_[item].holds() ? 2 : 1); }
 
   ParamPartition partition_of(int index) const;
   // Elements `part` of the flattened item, which this rank holds, 1-D: a view where they live on the device, else a copy.
@@ -173,7 +176,7 @@ class FlatParams {
   std::string name_;
   std::vector<Item> items_;
   std::vector<c10::StorageImpl*> storages_;  // of those without data: to see that nobody replaced one
-  std::vector<uint32_t> versions_;           // at the last gather
+  std::vector<WriteCount> writes_;           // since the last gather
   shard::Layout layout_;
   shard::Range slice_;
   bool sharded_ = false;

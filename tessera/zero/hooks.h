@@ -5,6 +5,12 @@
 //   term outside forward, a custom output class, a module called directly, or a graph through two engines need no
 //   special case. Hooks on outputs only mark their graph task early, so that a nested backward is known as nested.
 //
+// Note [Accumulators change]
+//   set_() (torch's register_parametrization() calls it) and conversions (p.data = t of another dtype) make torch forget a
+//   parameter's accumulator, while graphs still hold that, and make another one in the next forward, or at the next use. So our
+//   hook is on the parameter itself, where every accumulator of it comes by before it runs, and is given the hooks that it lacks.
+//   A user's first register_hook() takes it off; until the next forward puts it back, the accumulator that we keep has its hooks.
+//
 // Note [Once]
 //   1/gradient_accumulation_steps is applied where a parameter gradient is accumulated, 1/data-parallel size where it is
 //   reduced (reducer.h), and nowhere else: gradients of inputs and torch.autograd.grad are plain PyTorch's.
@@ -88,10 +94,10 @@ class Hooks {
 
   // Another live engine has hooked `param`.
   static bool is_watched(const at::Tensor& param);
-  // Hooks the accumulator of `param` (requires grad). `stash`: also call before_accumulate.
+  // Hooks `param` (requires grad). `stash`: also call before_accumulate.
   void watch(const at::Tensor& param, ParamId id, bool stash);
-  // False also where a conversion of `param` (p.data = tensor of another dtype) made autograd forget the hooked one.
-  bool watches(const at::Tensor& param, ParamId id) const;
+  // False also where a user has taken our hook off: Note [Accumulators change].
+  bool watches(const at::Tensor& param) const;
   // Marks the graph tasks that will pass these outputs. Ignores tensors without a graph and functorch wrappers.
   void watch_outputs(const std::vector<at::Tensor>& outputs);
 
@@ -148,10 +154,6 @@ class Hooks {
   friend struct HookAccess;
   friend struct ScaleMark;
   struct Token;
-  struct Accumulator {
-    compat::NodePtr node;
-    uintptr_t post_hook = 0;
-  };
   struct Deferred {
     int task;
     std::shared_ptr<ScopeCall> call;
@@ -169,6 +171,7 @@ class Hooks {
     bool plain = false;  // .backward() without inputs=: done even if no parameter hook runs
   };
 
+  void follow(compat::NodePtr node, ParamId id, bool stash);
   void touch_task(bool from_parameter);
   bool leave_to_outer_task();
   void touch_outer_task();
@@ -187,7 +190,7 @@ class Hooks {
 
   HookSink& sink_;
   std::shared_ptr<Link> link_;
-  std::vector<Accumulator> accumulators_;  // by parameter
+  std::vector<compat::NodePtr> accumulators_;  // by parameter, the last one: it lives as long as somebody holds it
   std::unordered_map<int, Task> tasks_;
   std::vector<Deferred> deferred_;  // closings of calls
   int forward_depth_ = 0;

@@ -114,7 +114,7 @@ void Regions::take_write(ParamId id) {
     unit->set_master_from(param, place.flat->view(place.item));
     param.ahead = false;
   }
-  param.version = param.tensor._version();
+  param.writes.forget(param.tensor);
 }
 
 // On all ranks alike.

@@ -89,7 +89,7 @@ Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options&
     launch_at_ = LaunchAt::Flush;
   }
   for (Param& p : params)
-    p.version = p.tensor._version();
+    p.writes.forget(p.tensor);
   note_master();
 }
 

@@ -57,7 +57,7 @@ struct Param {
   shard::CutPtr cut{};     // which elements of a whole it is
   uint64_t first = 0;      // number of the whole's first element among all of the model: the key of random bits
   int64_t step = 0;        // updates applied
-  uint32_t version = 0;    // tensor version after our last write: a difference is a user's edit
+  WriteCount writes{};     // by the user, since our last one
   bool ahead = false;      // its masters were written to, and its weights have not followed
   uint64_t additions = 0;  // of this rank to its gradient since the last step, as far as rounded stochastically
   bool has_grad = false;   // this rank saw a gradient since the last step

@@ -275,7 +275,7 @@ void Updater::count_update(Param& param) {
   param.ahead = false;
   // As an in-place update by torch would: a graph kept over the step cannot be used again silently.
   param.tensor.unsafeGetTensorImpl()->bump_version();
-  param.version = param.tensor._version();
+  param.writes.forget_own(param.tensor);
 }
 
 // torch wants gradients in the dtype of what they update.

@@ -18,6 +18,18 @@ STEPS = 4
 ROWS = 2  # of a rank and micro-batch
 LENGTH = 12
 VOCABULARY = 64
+TINY: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attn_implementation": "eager",
+}
 
 
 def rank() -> int:
@@ -33,21 +45,17 @@ def llama(**more: Any) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    options = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        attn_implementation="eager",
-        **more,
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(intermediate_size=48, **TINY, **more))
+
+
+def mixture() -> Any:
+    """The same with mixtures of experts, whose weights lie in one parameter each."""
+    import transformers
+
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(intermediate_size=16, num_local_experts=4, num_experts_per_tok=2, **TINY)
     )
-    return transformers.LlamaForCausalLM(options)
 
 
 def rows(count: int, seed: int = 0) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""PEFT's LoRA and TRL's SFTTrainer over the Trainer, beside the same without DeepSpeed; TRL's generation inside a model
-of stage 3 and its frozen reference model."""
+"""PEFT's adapters and TRL's SFTTrainer over the Trainer, beside the same without DeepSpeed; TRL's generation inside a
+model of stage 3 and its frozen reference model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import transformers
 import trl
 from accelerate.state import PartialState
-from common import ROWS, STEPS, VOCABULARY, assert_equal, assert_losses, llama, rows, run, shared_folder, whole
+from common import ROWS, STEPS, VOCABULARY, assert_equal, assert_losses, llama, mixture, rows, run, shared_folder, whole
 from trainer import arguments, config, losses, trainer, without
 from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
 
@@ -23,10 +23,28 @@ def lora() -> peft.LoraConfig:
     return peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
-def with_lora() -> Any:
-    model = llama()
+# PEFT's ways to take hold of a model that differ in kind: a layer around one, a weight that is another one while its
+# module runs, layers that are copies of each other, a penalty on parameters outside of the modules that own them.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "LoRA": {"target_modules": ["q_proj", "v_proj"]},
+    "packed experts": {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    },
+    "replicated layers": {"target_modules": ["q_proj", "v_proj"], "layer_replication": [[0, 2], [1, 2]]},
+    "AdaLoRA": {"target_modules": ["q_proj", "v_proj"], "init_r": 6, "target_r": 4, "total_step": 100},
+}
+
+
+def adapted(kind: str, stage: int = 0) -> Any:
+    """In stage 3 the model was partitioned as it was built."""
+    import deepspeed
+
+    with deepspeed.zero.Init(dtype=torch.float32, enabled=stage == 3):
+        model = mixture() if kind == "packed experts" else llama()
     torch.manual_seed(3)
-    return peft.get_peft_model(model, lora())
+    make = peft.AdaLoraConfig if kind == "AdaLoRA" else functools.partial(peft.LoraConfig, r=4)
+    return peft.get_peft_model(model, make(lora_alpha=8, task_type="CAUSAL_LM", **ADAPTERS[kind]))
 
 
 def chosen(stage: int) -> dict[str, Any]:
@@ -34,19 +52,22 @@ def chosen(stage: int) -> dict[str, Any]:
 
 
 @functools.cache
-def plain_lora() -> tuple[list[float], dict[str, torch.Tensor]]:
-    made = trainer(arguments("plain-lora", None), with_lora())
+def plain_lora(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    made = trainer(arguments("plain-lora", None), adapted(kind))
     made.train()
     model = made.accelerator.unwrap_model(made.model)
     return losses(made), {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def trains_lora(stage: int) -> None:
-    expected, weights = plain_lora()
-    made = trainer(arguments(f"lora{stage}", chosen(stage)), with_lora())
+def trains_lora(kind: str, stage: int) -> None:
+    expected, weights = plain_lora(kind)
+    args = arguments(f"lora{stage}", chosen(stage))
+    made = trainer(args, adapted(kind, stage))
     made.train()
     assert_losses(losses(made), expected, 1e-4)
     assert_equal(whole(made.model), weights, 1e-4)
+    if kind != "LoRA":
+        return
     made.save_model()
     place = os.path.join(shared_folder(), f"lora{stage}")
     PartialState().wait_for_everyone()
@@ -115,8 +136,11 @@ def generates() -> None:
 
 def main() -> None:
     paths: dict[str, Any] = {}
+    for stage in (0, 1):
+        paths[f"packed experts, stage {stage}"] = functools.partial(trains_lora, "packed experts", stage)
     for stage in (2, 3):
-        paths[f"LoRA, stage {stage}"] = functools.partial(trains_lora, stage)
+        for kind in ADAPTERS:
+            paths[f"{kind}, stage {stage}"] = functools.partial(trains_lora, kind, stage)
         paths[f"SFTTrainer, stage {stage}"] = functools.partial(trains_sft, stage, False)
     paths["SFTTrainer with LoRA, stage 3"] = functools.partial(trains_sft, 3, True)
     paths["generation and a reference model, stage 3"] = generates

@@ -56,12 +56,13 @@ TEST(Agreement, RanksOfEveryAxisCompareRatesAtAStep) {
 
 TEST(Agreement, ADigestTellsEveryFieldFromEveryOther) {
   std::vector<optim::GroupOptions> groups{toy_adamw(), toy_adamw()};
-  const auto digest = [&](const char* call, int64_t steps, int64_t empty) {
-    return engine::StepTerms{call, steps, empty, groups}.digest();
+  const auto digest = [&](const char* call, int64_t steps, int64_t empty, const char* fault = "") {
+    return engine::StepTerms{call, steps, empty, groups, fault}.digest();
   };
   const double same = digest("step()", 2, 0);
   EXPECT_EQ(digest("step()", 2, 0), same);
-  for (const double other : {digest("grad_norm()", 2, 0), digest("step()", 3, 0), digest("step()", 2, 1)})
+  for (const double other : {digest("grad_norm()", 2, 0), digest("step()", 3, 0), digest("step()", 2, 1),
+                             digest("step()", 2, 0, "a: replaced")})
     EXPECT_NE(other, same);
   groups[1].lr = std::nextafter(groups[1].lr, 1.0);
   EXPECT_NE(digest("step()", 2, 0), same);

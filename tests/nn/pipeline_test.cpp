@@ -327,6 +327,23 @@ TEST(Pipeline, DataThatCannotBeReadEndsTheBatchBeforeAnythingIsComputed) {
   });
 }
 
+TEST(Pipeline, AParameterThatIsReplacedOnOneStageIsRefusedOnAll) {
+  const Case c{.stages = 3};
+  testing::run_stages(c, [&](const comm::Parts& parts) {
+    Pipeline engine(layers(), c.config(), parts, c.options());
+    torch::nn::LinearImpl* linear = nullptr;
+    for (const auto& module : engine.module().modules(/*include_self=*/false))
+      if (auto* found = module->as<torch::nn::LinearImpl>()) linear = found;
+    const at::Tensor old = linear->bias;
+    if (engine.is_last_stage()) linear->bias = at::zeros_like(old).requires_grad_();
+    EXPECT_HAS(
+        error_of([&] { engine.train_batch(data_of(c, parts, 0)); }),
+        engine.is_last_stage() ? "bias: the layer's member" : "parameters were replaced in an engine of another rank");
+    linear->bias = old;
+    EXPECT_GT(engine.train_batch(data_of(c, parts, 1)), 0) << "the engine goes on";
+  });
+}
+
 TEST(Pipeline, NamesWhatItCannotDo) {
   const auto expect = [](Case c, const std::string& text, const std::function<void(int, Case&, Layers&)>& change) {
     for (const std::string& error : errors_of(c, [&](const comm::Parts& parts) {

@@ -125,6 +125,11 @@ class DsParameter(nn.Parameter):
             "persist": self.ds_persist,
         }
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = super().__deepcopy__(memo)
+        disown([made])  # the copy is in nobody's care
+        return made
+
     # ---- the shape that callers see
 
     @property

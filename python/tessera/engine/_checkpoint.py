@@ -155,6 +155,7 @@ def _save(
     # Whatever fails on one rank fails here, before the first of them counts on the others.
     with _together(engine):
         _check_arguments(save_dir, client_state, as_deepspeed, asynchronous)
+        engine._contents.check(engine.module, "save_checkpoint")
         options = _core.SaveOptions(
             tag="" if tag is None else str(tag),
             latest=save_latest and not as_deepspeed,

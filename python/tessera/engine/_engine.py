@@ -30,6 +30,7 @@ from tessera.autocast import (
 from tessera.data import Loader, make_loader
 from tessera.elasticity import with_elastic_batch
 from tessera.engine._checkpoint import EngineCheckpoints
+from tessera.engine._contents import Contents
 from tessera.engine._moving import EngineMoving
 from tessera.engine._norms import EngineNorms
 from tessera.engine._parallel import TensorParallel
@@ -196,6 +197,7 @@ class Engine(EngineCheckpoints, EngineMoving, EngineNorms):
         self._wants_all_used = wants_all_used(self._settings)
         self.basic_optimizer = base
         self.optimizer = self._visible_optimizer(options)
+        self._contents = self._contents_now(self.core, base)
 
     def _units(self, policy: UnitPolicy) -> dict[str, str]:
         units = policy(self.module)
@@ -256,6 +258,13 @@ class Engine(EngineCheckpoints, EngineMoving, EngineNorms):
 
     def _params_are_masters(self) -> bool:
         return not self._settings.placements.shards_states and self.core.options().zero.precision.master_is_param()
+
+    def _contents_now(self, core: _core.Engine, base: torch.optim.Optimizer | None) -> Contents:
+        def known() -> list[torch.Tensor]:
+            joining = [] if base is None else params_of(base.param_groups)
+            return [*(spec.tensor for spec in core.params()), *joining]
+
+        return Contents(self.module, known, tells=self._telling_rank() == 0)
 
     def _masters(self) -> dict[str, torch.Tensor]:
         """This rank's part of the fp32 masters by name; empty where the parameters are the masters."""
@@ -379,7 +388,8 @@ class Engine(EngineCheckpoints, EngineMoving, EngineNorms):
         """Counts a micro-step; at an accumulation boundary clips, updates, advances the schedule and drops gradients.
         `global_norm`: what to clip by in place of the engine's own norm, the same on all ranks; inf or NaN skips the
         step in every precision. tessera.step_together() makes that of several engines. ValueError, with nothing
-        counted, for one that is negative or not the same, and between boundaries. Collective."""
+        counted, for one that is negative or not the same, and between boundaries. UsageError, on all ranks and with
+        nothing updated, where parameters of the module were replaced since the engine was built. Collective."""
         runner = self._trainable("step")
         core = self.core
         self._partition.end_stray()
@@ -390,7 +400,8 @@ class Engine(EngineCheckpoints, EngineMoving, EngineNorms):
         if boundary and self._wants_all_used:
             check_all_used(core, self._optimized)
         try:
-            applied = core.step(runner.external, global_norm)
+            fault = self._contents.fault(self.module) if boundary else ""
+            applied = core.step(runner.external, global_norm, fault)
         finally:
             if isinstance(self.optimizer, Optimizer) and core.global_steps() != steps:
                 self.optimizer.overflow = not core.was_step_applied()

@@ -39,7 +39,8 @@ def step_together(
         raise ConfigError("[step_together] there are no engines; a process without one passes the group of all")
     boundaries = [_at_boundary(engine) for engine in mine]
     over = Over(mine, group)
-    apart = over.rows([float(any(boundaries)), float(not all(boundaries))])
+    fault = _fault(mine, boundaries)
+    apart = over.rows([float(any(boundaries)), float(not all(boundaries)), float(bool(fault))])
     boundary, between = bool(apart[:, 0].any()), bool(apart[:, 1].any())
     if boundary and between:
         where = "; ".join(f"rank {rank}: {_moment(row)}" for rank, row in enumerate(apart.tolist()))
@@ -47,6 +48,8 @@ def step_together(
             f"[step_together] the engines were stepped apart: some are at an accumulation boundary, others between two "
             f"({where}). Give them the same gradient_accumulation_steps and step them together only"
         )
+    if apart[:, 2].any():
+        raise UsageError(f"[step_together] {fault or 'parameters were replaced on another rank; see its error'}")
     norm = _common_norm(mine, over, copies) if boundary else None
     _step_each(mine, norm)
     return norm
@@ -57,8 +60,14 @@ def _at_boundary(engine: Engine) -> bool:
     return not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary()
 
 
+def _fault(engines: list[Engine], boundaries: list[bool]) -> str:
+    ready = (engine for engine, boundary in zip(engines, boundaries, strict=True) if boundary)
+    found = (engine._contents.fault(engine.module) for engine in ready)
+    return next(filter(None, found), "")
+
+
 def _moment(row: list[float]) -> str:
-    boundary, between = row
+    boundary, between, _ = row
     return "both" if boundary and between else "boundary" if boundary else "between" if between else "no engine"
 
 

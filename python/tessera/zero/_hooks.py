@@ -48,9 +48,15 @@ def _use_in(module: nn.Module, param: torch.Tensor) -> None:
         return
     scope = module.__dict__.get(_SCOPE)
     if scope is None:  # a module without parameters of its own
-        partition.hook(module, home[0].add_module([home[1]]))
+        scope = home[0].add_module([home[1]])
+        partition.hook(module, scope)
+        if home[0].inside_module():
+            partition.hooked_late.add(scope)
     else:
         home[0].register_external(scope, home[1])
+    # Its first call may be under way, which no hook has seen begin: the one around it has the parameter, too.
+    if scope in partition.hooked_late and home[0].inside_module():
+        home[0].use_elsewhere(home[1])
 
 
 class _Parameters(StandIn):
@@ -178,6 +184,7 @@ class Partition:
         self._loans = loans
         self._calls = _Calls()
         self._forwards = 0  # of the engine, under way
+        self.hooked_late: set[int] = set()  # numbers of modules that were hooked in the present one
         self._set_homes(model, index, None)
         covered, leaf_paths = set(covers), tuple(leaves)
         scopes: dict[str, _Scope] = {}  # of modules that cover others
@@ -227,6 +234,8 @@ class Partition:
         """Around a forward of the engine: module calls that it interrupts end with it, and those that an earlier one
         outside of it left end before."""
         self.end_stray()
+        if self._forwards == 0:
+            self.hooked_late.clear()
         depth, self._forwards = len(self._calls), self._forwards + 1
         try:
             yield

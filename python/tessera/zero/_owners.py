@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tessera.zero._hooks import Partition
 
 _HOME = "_tessera_home"  # of parameters: Home
+_COPIER = "__deepcopy__"  # of parameters that are partitioned: _Copier
 
 
 class Holder(Protocol):
@@ -46,13 +47,40 @@ class Home:
         self.partition = None if partition is None else weakref.ref(partition)
 
 
+class _Copier:
+    """copy.deepcopy of a partitioned parameter: a whole one, in nobody's care. Collective, unless it is whole."""
+
+    __slots__ = ("_param",)
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self._param = weakref.ref(param)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # as Home
+
+    def __call__(self, memo: dict[int, Any]) -> Any:
+        param = self._param()
+        assert param is not None
+        found = holder_of(param)
+        if found is None or found[0].is_gathered(found[1]):
+            return type(param).__deepcopy__(param, memo)
+        holder, number = found
+        holder.gather([number], False)
+        try:
+            return type(param).__deepcopy__(param, memo)
+        finally:
+            holder.release([number], _core.Writes.None_, 0)
+
+
 def set_home(param: torch.Tensor, home: Home, loans: Loans | None = None) -> None:
     """`loans`: takes it off again, and what was there before."""
-    if loans is None:
-        setattr(param, _HOME, home)
-    else:
-        vars(param).pop(_HOME, None)
-        loans.put(param, _HOME, home)
+    partitions = loans is None or home.partition is not None
+    for name, value in ((_HOME, home), (_COPIER, _Copier(param) if partitions else None)):
+        vars(param).pop(name, None)
+        if value is not None and loans is None:
+            vars(param)[name] = value
+        elif value is not None and loans is not None:
+            loans.put(param, name, value)
 
 
 def holder_of(param: torch.Tensor) -> tuple[Holder, int] | None:

@@ -27,8 +27,7 @@ std::vector<compat::NodePtr> Hooks::producers_of(const std::vector<at::Tensor>& 
   for (const at::Tensor& t : inputs) {
     if (!t.defined() || is_functorch_wrapper(t) || !t.requires_grad()) continue;
     compat::NodePtr node = t.is_leaf() ? torch::autograd::impl::gradient_edge(t).function : maker_of(t);
-    const auto trained = [](const auto& hook) { return dynamic_cast<const ReadyHook*>(hook.get()) != nullptr; };
-    if (!node || std::any_of(node->post_hooks().begin(), node->post_hooks().end(), trained)) continue;
+    if (!node || find_hook<ParamHook>(node->tensor_pre_hooks()) != nullptr) continue;
     if (std::find(nodes.begin(), nodes.end(), node) == nodes.end()) nodes.push_back(std::move(node));
   }
   return nodes;

@@ -156,8 +156,8 @@ void Hooks::task_gone(int id) {
 void Hooks::remove() {
   const std::lock_guard lock(link_->mutex);
   link_->hooks = nullptr;
-  for (const Accumulator& a : accumulators_) {
-    if (a.node) a.node->del_post_hook(a.post_hook);
+  for (const compat::NodePtr& node : accumulators_) {
+    if (node) std::erase_if(node->tensor_pre_hooks(), [&](const auto& hook) { return is_of(hook, link_); });
   }
   accumulators_.clear();
   tasks_.clear();

@@ -72,7 +72,7 @@ struct Behind {
         if (!through) continue;
       }
       if (find_hook<OutputHook>(node->pre_hooks()) != nullptr) outputs.push_back(node);
-      if (const auto* end = find_hook<ReadyHook>(node->post_hooks())) {
+      if (const auto* end = find_hook<ParamHook>(node->tensor_pre_hooks())) {
         if (std::find(ends.begin(), ends.end(), end->link) == ends.end()) ends.push_back(end->link);
       }
       for (const auto& edge : node->next_edges()) {
@@ -121,7 +121,7 @@ void Hooks::check_output() {
   const auto task = tasks_.find(torch::autograd::get_current_graph_task_id());
   if (task == tasks_.end() || !task->second.plain) return;  // torch.autograd.grad: the parameters will tell
   const bool trained = task_runs([&](torch::autograd::Node& node) {
-    const auto* hook = find_hook<ReadyHook>(node.post_hooks());
+    const auto* hook = find_hook<ParamHook>(node.tensor_pre_hooks());
     return hook != nullptr && hook->link == link_;
   });
   if (trained) HookAccess::refuse_unscaled();

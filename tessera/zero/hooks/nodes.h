@@ -75,6 +75,11 @@ struct HookAccess {
     link->hooks->sink_.gradient_ready(id, param.mutable_grad(), link->hooks->info());
   }
 
+  static void follow(const LinkPtr& link, ParamId id, bool stash) {
+    const std::lock_guard lock(link->mutex);
+    if (link->hooks != nullptr) link->hooks->follow(torch::autograd::get_current_node(), id, stash);
+  }
+
   static void output(const LinkPtr& link) {
     const std::lock_guard lock(link->mutex);
     if (link->hooks == nullptr) return;
@@ -156,6 +161,19 @@ struct ReadyHook final : torch::autograd::FunctionPostHook {
   torch::autograd::AccumulateGrad* node;  // owns this hook
 };
 
+// On the parameter: Note [Accumulators change].
+struct ParamHook final : torch::autograd::FunctionPreHook {
+  ParamHook(LinkPtr l, ParamId i, bool s) : link(std::move(l)), id(i), stash(s) {}
+  variable_list operator()(const variable_list& grads) override {
+    HookAccess::follow(link, id, stash);
+    return grads;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
+  LinkPtr link;
+  ParamId id;
+  bool stash;
+};
+
 // Tells the engine that a node is about to run.
 template <void (*tell)(const LinkPtr&)>
 struct NodeHook final : torch::autograd::FunctionPreHook {
@@ -208,6 +226,12 @@ const H* find_hook(const List& hooks) {
     if (const auto* found = dynamic_cast<const H*>(hook.get())) return found;
   }
   return nullptr;
+}
+
+template <class Hook>
+bool is_of(const Hook& hook, const LinkPtr& link) {
+  const auto* ours = dynamic_cast<const ParamHook*>(hook.get());
+  return ours != nullptr && ours->link == link;
 }
 
 // Does the running graph task run a node that `wanted` is true for?

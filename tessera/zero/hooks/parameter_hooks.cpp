@@ -1,16 +1,32 @@
-// Hooks: on the gradient accumulators of parameters.
+// Hooks: on parameters and their gradient accumulators.
 
 #include "tessera/zero/hooks/nodes.h"
 
 namespace tessera::zero {
 
+namespace {
+
+using PreHooks = std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>;
+
+// Those on the tensor; none where autograd does not know it.
+const PreHooks* hooks_on(const at::Tensor& param) {
+  return torch::autograd::impl::get_autograd_meta(param) == nullptr ? nullptr : &torch::autograd::impl::hooks(param);
+}
+
+}  // namespace
+
 bool Hooks::is_watched(const at::Tensor& param) {
-  const auto node = torch::autograd::impl::try_get_grad_accumulator(param);
-  if (!node) return false;
-  return std::any_of(node->post_hooks().begin(), node->post_hooks().end(), [](const auto& hook) {
-    const auto* ready = dynamic_cast<const ReadyHook*>(hook.get());
-    return ready != nullptr && ready->link->hooks != nullptr;
-  });
+  const PreHooks* hooks = hooks_on(param);
+  return hooks != nullptr && std::any_of(hooks->begin(), hooks->end(), [](const auto& hook) {
+           const auto* ours = dynamic_cast<const ParamHook*>(hook.get());
+           return ours != nullptr && ours->link->hooks != nullptr;
+         });
+}
+
+bool Hooks::watches(const at::Tensor& param) const {
+  const PreHooks* hooks = hooks_on(param);
+  return hooks != nullptr &&
+         std::any_of(hooks->begin(), hooks->end(), [&](const auto& hook) { return is_of(hook, link_); });
 }
 
 void Hooks::watch(const at::Tensor& param, ParamId id, bool stash) {
@@ -18,18 +34,24 @@ void Hooks::watch(const at::Tensor& param, ParamId id, bool stash) {
   const torch::autograd::AutoGradMode with_grad(true);
   auto node = torch::autograd::impl::grad_accumulator(param);
   TESSERA_CHECK(node, "zero.hooks", "parameter does not require gradients");
-  auto* accumulate = dynamic_cast<torch::autograd::AccumulateGrad*>(&*node);
-  TESSERA_ASSERT(accumulate != nullptr);
-  if (stash) accumulate->add_pre_hook(std::make_unique<BeforeHook>(link_, id, accumulate));
-  const auto key = accumulate->add_post_hook(std::make_unique<ReadyHook>(link_, id, accumulate));
+  torch::autograd::impl::hooks(param).push_back(std::make_unique<ParamHook>(link_, id, stash));
   if (accumulators_.size() <= static_cast<size_t>(id)) accumulators_.resize(id + 1);
-  if (accumulators_[id].node) accumulators_[id].node->del_post_hook(accumulators_[id].post_hook);
-  accumulators_[id] = {std::move(node), key};
+  follow(std::move(node), id, stash);
 }
 
-bool Hooks::watches(const at::Tensor& param, ParamId id) const {
-  if (static_cast<size_t>(id) >= accumulators_.size() || accumulators_[id].post_hook == 0) return false;
-  return torch::autograd::impl::try_get_grad_accumulator(param) == accumulators_[id].node;
+// `node` accumulates the gradient of parameter `id`, or gives it to torch.autograd.grad.
+void Hooks::follow(compat::NodePtr node, ParamId id, bool stash) {
+  auto* accumulate = node ? dynamic_cast<torch::autograd::AccumulateGrad*>(&*node) : nullptr;
+  if (accumulate == nullptr) return;
+  const auto& hooks = accumulate->post_hooks();
+  const auto ready = [&](const auto& hook) {
+    const auto* ours = dynamic_cast<const ReadyHook*>(hook.get());
+    return ours != nullptr && ours->link == link_;
+  };
+  if (std::any_of(hooks.begin(), hooks.end(), ready)) return;
+  if (stash) accumulate->add_pre_hook(std::make_unique<BeforeHook>(link_, id, accumulate));
+  accumulate->add_post_hook(std::make_unique<ReadyHook>(link_, id, accumulate));
+  accumulators_[id] = std::move(node);
 }
 
 }  // namespace tessera::zero

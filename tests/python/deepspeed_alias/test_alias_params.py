@@ -246,3 +246,14 @@ SPECS = [{"patterns": [".*up"], "partition_type": "column"}, {"patterns": [".*do
 
 def test_around_init(tmp_path: Path) -> None:
     run_processes(WORLD, around_init, free_port(), str(tmp_path))
+
+
+def test_a_copy_is_whole_and_plain() -> None:
+    whole = make().embed.weight.detach()
+
+    def body(engine: Any, rank: int) -> None:
+        made = copy.deepcopy(engine.module).embed.weight
+        assert type(made) is nn.Parameter and made.shape == (7, 5) and torch.equal(made, whole)
+        assert engine.module.embed.weight.shape == (0,)
+
+    on_ranks(body)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Net, batch, config, engines, make, mse, run_ranks
+from support import Net, batch, config, engines, make, mse, run_ranks, same_bits
 from torch import nn
 
 import tessera
@@ -170,10 +170,30 @@ def test_a_master_that_was_set_holds_too(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_by_the_module_itself_after_a_conversion(stage: int) -> None:
+    def train(converts: bool) -> Any:
+        def body(engine: tessera.Engine, rank: int) -> dict[str, torch.Tensor]:
+            loss_of(engine, rank, 0).backward()
+            engine.step()
+            if converts:
+                through(torch.float64)(engine.module)
+            loss_of(engine.module, rank, 1).backward()
+            engine.step()
+            return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+
+        return engines(make(Images), 2, config(stage), body)[0]
+
+    assert same_bits(train(True), train(False))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_gradients_past_the_engine_are_refused(stage: int) -> None:
+    """A first register_hook() takes the engine's off, a conversion the accumulator; no forward of the engine comes."""
+
     def body(engine: tessera.Engine, rank: int) -> None:
         loss_of(engine, rank, 0).backward()
         engine.step()
+        engine.module.square.weight.register_hook(lambda grad: grad)
         through(torch.float64)(engine.module)
         loss_of(engine.module, rank, 1).backward()
         with pytest.raises(RuntimeError, match="was converted"):

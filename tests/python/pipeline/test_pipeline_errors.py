@@ -105,6 +105,12 @@ def refused_together(rank: int) -> None:
         tessera.UsageError if rank else StageFailed, match=r"pass data_iter there|could not read its data"
     ):
         engine.train_batch(data(0) if rank == 0 else None)
+    linear = next(m for m in engine.module.modules() if isinstance(m, nn.Linear))
+    old = linear.bias
+    linear.bias = nn.Parameter(torch.zeros(old.shape)) if rank else old
+    with pytest.raises(tessera.UsageError, match="bias: replaced after" if rank else "replaced on another rank"):
+        engine.train_batch(data(0))
+    linear.bias = old
     assert float(engine.train_batch(data(0))) > 0, "it goes on"
     engine.destroy()
 

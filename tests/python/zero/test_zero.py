@@ -21,13 +21,12 @@ from tessera.zero import GatheredParameters
     [
         lambda p: p + 1,
         lambda p: p.sum().item(),
-        lambda p: copy.deepcopy(p),
         lambda p: repr(p),
         lambda p: p.numpy(force=True),
         lambda p: p.data.copy_(torch.zeros(3, 7)),
         lambda p: torch.save(p, "/dev/null"),
     ],
-    ids=["add", "item", "deepcopy", "repr", "numpy", "write", "save"],
+    ids=["add", "item", "repr", "numpy", "write", "save"],
 )
 def test_reading_a_partitioned_parameter_names_it(read: Any) -> None:
     def body(engine: tessera.Engine, rank: int) -> None:
@@ -86,9 +85,9 @@ def test_copies_of_a_module_are_plain(way: str, stage: int) -> None:
     inputs = torch.ones(4, 7 if way == "of a block" else 5)
 
     def body(engine: tessera.Engine, rank: int) -> None:
-        with GatheredParameters(engine.module.parameters()):
+        with GatheredParameters(engine.module.parameters() if way == "pickle" else []):
             other = COPIES[way](engine.module)
-        if stage == 3:
+        if stage == 3 and way == "pickle":
             with pytest.raises(RuntimeError, match="is partitioned"):
                 COPIES[way](engine.module)
         engine(*batch(rank)).backward()

@@ -89,6 +89,38 @@ TEST(Hooks, SeveralBackwardsOfOneStepAddUp) {
   });
 }
 
+// set_() makes torch forget the accumulator that the graph so far leads to.
+TEST(Hooks, EveryAccumulatorOfAParameterIsFollowed) {
+  const auto loss = [](const Toy& toy) {
+    at::Tensor sum = at::zeros({});
+    for (int use = 1; use <= 3; ++use) {
+      for (at::Tensor t : toy.tensors) {
+        sum = sum + (t * use).sum();
+        const at::NoGradGuard no_grad;
+        t.set_(t);
+      }
+    }
+    return sum;
+  };
+  const auto expected = plain_grads(loss);
+  every_stage([&](Engine& engine, const Toy& toy, int) {
+    for (int backward = 1; backward <= 2; ++backward) {
+      engine.pre_forward();
+      const at::Tensor sum = loss(toy);
+      engine.post_forward({sum});
+      sum.backward();
+      std::vector<at::Tensor> times;
+      for (const at::Tensor& grad : expected)
+        times.push_back(grad * backward);
+      expect_grads(engine, times, "several accumulators");
+    }
+    EXPECT_TRUE(engine.step());
+    EXPECT_TRUE(zero::Hooks::is_watched(toy.tensors[0]));
+    engine.destroy();
+    EXPECT_FALSE(zero::Hooks::is_watched(toy.tensors[0]));
+  });
+}
+
 TEST(Hooks, AutogradGradHasNoSideEffect) {
   every_stage([](Engine& engine, const Toy& toy, int stage) {
     const at::Tensor x = data().clone().requires_grad_(true);

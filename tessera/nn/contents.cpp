@@ -1,0 +1,110 @@
+#include "tessera/nn/contents.h"
+
+#include <torch/nn/modules.h>
+
+#include <algorithm>
+
+#include "tessera/nn/parallel.h"
+
+namespace tessera::nn {
+
+namespace {
+
+using Handles = std::vector<std::pair<const char*, const at::Tensor*>>;
+
+template <class M>
+void append(const torch::nn::Module& module, Handles& handles) {
+  const auto* layer = dynamic_cast<const M*>(&module);
+  if (layer == nullptr) return;
+  if constexpr (requires { layer->weight; }) handles.emplace_back("weight", &layer->weight);
+  if constexpr (requires { layer->bias; }) handles.emplace_back("bias", &layer->bias);
+}
+
+template <class... M>
+Handles handles_of(const torch::nn::Module& module) {
+  Handles handles;
+  (append<M>(module, handles), ...);
+  return handles;
+}
+
+Handles members_of(const torch::nn::Module& module) {
+  using namespace torch::nn;  // NOLINT(google-build-using-namespace): a list of its layers
+  return handles_of<LinearImpl, BilinearImpl, EmbeddingImpl, EmbeddingBagImpl, Conv1dImpl, Conv2dImpl, Conv3dImpl,
+                    ConvTranspose1dImpl, ConvTranspose2dImpl, ConvTranspose3dImpl, LayerNormImpl, GroupNormImpl,
+                    BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl, InstanceNorm1dImpl, InstanceNorm2dImpl,
+                    InstanceNorm3dImpl, PReLUImpl, ColumnLinearImpl, RowLinearImpl, VocabEmbeddingImpl>(module);
+}
+
+int64_t id_of(const at::Tensor& tensor) {
+  return reinterpret_cast<int64_t>(tensor.unsafeGetTensorImpl());
+}
+
+std::vector<const void*> pointers(const std::vector<at::Tensor>& tensors) {
+  std::vector<const void*> found;
+  for (const at::Tensor& tensor : tensors)
+    found.push_back(tensor.unsafeGetTensorImpl());
+  return found;
+}
+
+std::vector<const void*> pointers(const std::vector<std::shared_ptr<torch::nn::Module>>& modules) {
+  std::vector<const void*> found;
+  for (const auto& module : modules)
+    found.push_back(module.get());
+  return found;
+}
+
+std::vector<engine::NamedParam> named(const torch::nn::Module& module) {
+  std::vector<engine::NamedParam> params;
+  for (const auto& item : module.named_parameters())
+    params.push_back({item.key(), id_of(item.value()), item.value().requires_grad()});
+  return params;
+}
+
+}  // namespace
+
+Contents::Contents(std::shared_ptr<torch::nn::Module> module) : module_(std::move(module)), built_(named(*module_)) {
+  note(module_, "");
+  for (const auto& part : module_->named_modules("", /*include_self=*/false))
+    note(part.value(), part.key());
+}
+
+void Contents::note(const std::shared_ptr<torch::nn::Module>& part, const std::string& path) {
+  const auto own = part->named_parameters(/*recurse=*/false);
+  parts_.push_back({part, pointers(part->children()), pointers(own.values())});
+  size_t members = 0;
+  for (const auto& [name, handle] : members_of(*part)) {
+    const at::Tensor* param = own.find(name);
+    if (param == nullptr || !param->is_same(*handle)) continue;
+    members_.push_back({handle, param->unsafeGetTensorImpl(), (path.empty() ? "" : path + ".") + name});
+    ++members;
+  }
+  parts_.back().is_layer = members > 0 && members == own.size();
+}
+
+// Names are not made: they would cost most.
+bool Contents::same_objects() const {
+  return std::ranges::all_of(parts_, [](const Part& part) {
+    return pointers(part.module->children()) == part.children &&
+           (part.is_layer || pointers(part.module->parameters(/*recurse=*/false)) == part.params);
+  });
+}
+
+engine::ContentsReport Contents::report() const {
+  engine::ContentsReport report;
+  if (!same_objects()) {
+    std::unordered_set<int64_t> known;
+    for (const engine::NamedParam& param : built_)
+      known.insert(param.id);
+    report = engine::compare_contents(built_, named(*module_), known);
+  }
+  for (const Member& member : members_) {
+    if (!report.fault.empty()) break;
+    if (member.handle->unsafeGetTensorImpl() != member.param)
+      report.fault = member.name +
+                     ": the layer's member was given another tensor after the engine was built, which trains and saves "
+                     "the one that is registered; copy values into that one (torch::NoGradGuard, copy_())";
+  }
+  return report;
+}
+
+}  // namespace tessera::nn

@@ -1,0 +1,110 @@
+#include "tessera/nn/contents.h"
+
+#include <gtest/gtest.h>
+#include <torch/nn.h>
+
+#include <filesystem>
+
+#include "tessera/nn/engine.h"
+#include "tests/support/errors.h"
+#include "tests/support/ranks.h"
+
+namespace tessera::nn {
+namespace {
+
+struct HeadedImpl : torch::nn::Module {
+  HeadedImpl() {
+    body = register_module(
+        "body", torch::nn::Sequential(torch::nn::Linear(6, 6), torch::nn::LayerNorm(torch::nn::LayerNormOptions({6}))));
+    head = register_module("head", torch::nn::Linear(6, 2));
+  }
+  at::Tensor forward(const at::Tensor& x) { return head(body->forward(x)).square().mean(); }
+  torch::nn::Sequential body{nullptr};
+  torch::nn::Linear head{nullptr};
+};
+
+Config config_of_stage(int stage) {
+  return Config::from_json(c10::str(R"({"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD"},
+    "zero_optimization": {"stage": )",
+                                    stage, "}}"));
+}
+
+struct Replacement {
+  std::string name;
+  std::function<void(HeadedImpl&)> act;
+  std::string said;
+};
+
+TEST(Contents, WhatTheForwardUsesAndTheEngineDoesNotHaveIsRefusedOnAllRanks) {
+  const std::vector<Replacement> cases{
+      {"member", [](HeadedImpl& net) { net.head->weight = torch::randn({2, 6}, at::requires_grad()); }, "head.weight"},
+      {"module", [](HeadedImpl& net) { net.head = net.replace_module("head", torch::nn::Linear(6, 2)); },
+       "head.weight, head.bias: replaced"},
+      {"added", [](HeadedImpl& net) { net.body->push_back(torch::nn::Linear(6, 6)); },
+       "body.2.weight, body.2.bias: added"},
+      {"frozen",
+       [](HeadedImpl& net) {
+         net.body->push_back(torch::nn::Linear(6, 6));
+         net.body->parameters()[4].requires_grad_(false);
+         net.body->parameters()[5].requires_grad_(false);
+       },
+       ""},
+      {"values",
+       [](HeadedImpl& net) {
+         const torch::NoGradGuard no_grad;
+         net.head->bias.fill_(1);
+       },
+       ""},
+  };
+  const auto folder = std::filesystem::temp_directory_path() / "tessera_contents_test";
+  for (int stage = 0; stage < 4; ++stage) {
+    for (const Replacement& c : cases) {
+      SCOPED_TRACE(c10::str(c.name, " in stage ", stage));
+      testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
+        auto net = std::make_shared<HeadedImpl>();
+        Config of_ranks = config_of_stage(stage);
+        auto engine = initialize(net, of_ranks, comm::Mesh(group));
+        engine.forward(torch::ones({4, 6})).backward();
+        EXPECT_TRUE(engine.step());
+        c.act(*net);
+        engine.forward(torch::ones({4, 6})).backward();
+        if (c.said.empty()) {
+          EXPECT_TRUE(engine.step());
+          return;
+        }
+        for (const auto& call : {std::function<void()>([&] { engine.step(); }),
+                                 std::function<void()>([&] { engine.save_checkpoint(folder); })}) {
+          try {
+            call();
+            ADD_FAILURE() << "no error";
+          } catch (const std::exception& error) {
+            EXPECT_NE(std::string(error.what()).find(c.said), std::string::npos) << error.what();
+          }
+        }
+        EXPECT_EQ(engine.core().global_steps(), 1);
+      });
+    }
+  }
+  EXPECT_FALSE(std::filesystem::exists(folder / "latest"));
+}
+
+TEST(Contents, ARankAloneIsNamed) {
+  testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    auto net = std::make_shared<HeadedImpl>();
+    auto engine = initialize(net, config_of_stage(1), comm::Mesh(group));
+    auto before = net->head->weight;
+    if (rank == 1) net->head->weight = torch::randn({2, 6}, at::requires_grad());
+    engine.forward(torch::ones({4, 6})).backward();
+    try {
+      engine.step();
+      ADD_FAILURE() << "no error";
+    } catch (const c10::ValueError& error) {
+      EXPECT_NE(std::string(error.what()).find("rank 1 has head.weight"), std::string::npos) << error.what();
+    }
+    net->head->weight = before;
+    EXPECT_TRUE(engine.step());
+  });
+}
+
+}  // namespace
+}  // namespace tessera::nn
