@@ -42,6 +42,11 @@ class Session {
   // `tells`: the mesh's first rank warns and writes progress lines (steps_per_print) to standard error, for all ranks.
   Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
           const Construction* building = nullptr, const UnitPolicy& policy = default_unit_policy, bool tells = true);
+  // One schedule moves the rates of a core: there are no copies.
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+  Session(Session&&) = default;
+  Session& operator=(Session&&) = default;
 
   // backward of loss, with the loss scale where the mode has one; `loss.backward()` is as good in fp32 and bf16.
   // Returns loss / gradient_accumulation_steps, or the loss for scale_wrt_gas = false.

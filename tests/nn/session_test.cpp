@@ -65,6 +65,18 @@ TEST(Session, TheScheduleMovesTheLearningRateAtEveryAppliedStep) {
   }
 }
 
+TEST(Session, TheScheduleHasOneOwner) {
+  static_assert(!std::is_copy_constructible_v<Session> && !std::is_copy_assignable_v<Session>);
+  auto first = session(R"({"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}})");
+  train_step(first);
+  const auto rates = first.lr();
+  Session second = std::move(first);
+  EXPECT_EQ(second.lr(), rates);
+  train_step(second);
+  EXPECT_NE(second.lr(), rates);
+}
+
 TEST(Session, TheScheduleWaitsForTheBoundary) {
   auto s = session(R"({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2,
     "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
