@@ -95,6 +95,8 @@ double StepTerms::digest() const {
   digest.add(static_cast<double>(empty_steps));
   for (const optim::GroupOptions& group : groups)
     each_field(group, [&](const char*, auto value) { digest.add(static_cast<double>(value)); });
+  for (const std::string& line : params)
+    digest.add(line);
   return digest.value();
 }
 
@@ -107,10 +109,11 @@ void StepTerms::refuse(const zero::Ranks& ranks) const {
       const std::string text = std::is_same_v<T, bool> ? (value ? "true" : "false") : text_of(value);
       lines.push_back(c10::str(name, " ", text, " in param group ", i));
     });
-  check_same(
-      ranks, lines, "engine.step", "ranks do not step alike",
-      "all ranks call forward, backward and step() alike, and have the same rates (a schedule that follows a loss "
-      "needs one that all ranks have reduced)");
+  lines.insert(lines.end(), params.begin(), params.end());
+  check_same(ranks, lines, "engine.step", "ranks do not step alike",
+             "all ranks call forward, backward and step() alike, train the same parameters and have the same rates (a "
+             "schedule "
+             "that follows a loss needs one that all ranks have reduced)");
   TESSERA_CHECK_VALUE(false, "engine.step", "ranks do not step alike");
 }
 

@@ -391,9 +391,15 @@ void Restore::apply() {
     note(e);
   }
   states.end_writes();
-  for (int id = 0; id < static_cast<int>(records_.size()); ++id)
-    if (options_.optimizer && records_[id] != nullptr && engine.params()[id].group >= 0)
-      states.set_param_step(id, records_[id]->trained ? records_[id]->step : 0);
+  for (int id = 0; id < static_cast<int>(records_.size()); ++id) {
+    if (!options_.optimizer || records_[id] == nullptr) continue;
+    const int64_t step = records_[id]->trained ? records_[id]->step : 0;
+    if (engine.params()[id].group >= 0) {
+      states.set_param_step(id, step);
+    } else if (step > 0) {
+      engine.leave_moments_out(id);
+    }
+  }
   try {
     engine.refresh_params();
   } catch (const std::exception& e) {
@@ -430,6 +436,7 @@ void Restore::apply() {
 std::optional<Restore> Checkpointer::open(const std::string& dir, const std::string& given,
                                           const Restore::Options& options, const Foreign& foreign) {
   wait();
+  engine_.join();
   const auto first = together(ranks(), "name of a checkpoint", [&]() -> std::string {
     if (ranks().place() != 0) return "";
     const std::string tag = given.empty() ? checkpoint::latest_tag(dir, foreign.latest) : given;

@@ -97,6 +97,8 @@ class Session {
  protected:
   // A forward has switched an autocast region of the caller's off. One rank says so.
   void warn_of_region() const;
+  // Nothing is cut along tp. (A stage of a pipeline may be so.)
+  void warn_of_cuts() const;
   // The scope of parameters that belong to no Hooked module.
   const ScopeLink& rest() const { return rest_; }
 
@@ -105,6 +107,7 @@ class Session {
   void read_checkpoint_section(const Config& config);
   void tell(const std::vector<std::string>& warnings) const;
   void tell_progress() const;
+  void tell_of_step();
   std::map<std::string, std::vector<std::string>> aliases() const;
 
   std::shared_ptr<torch::nn::Module> module_;
@@ -118,7 +121,8 @@ class Session {
   bool loads_masters_ = true;
   bool gathers_for_export_ = true;
   bool tells_ = false;
-  int64_t steps_per_print_ = 0;  // 0: never
+  bool checks_sequence_ = false;  // until its first update: whether anything exchanges parts of the sequence
+  int64_t steps_per_print_ = 0;   // 0: never
 };
 
 }  // namespace tessera::nn

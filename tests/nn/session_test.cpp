@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "tessera/io/file.h"
+#include "tessera/nn/engine.h"
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
@@ -62,6 +63,25 @@ TEST(Session, TheScheduleMovesTheLearningRateAtEveryAppliedStep) {
   for (int64_t step = 0; step < 6; ++step) {
     EXPECT_EQ(s.lr(), at(step)) << step;
     train_step(s);
+  }
+}
+
+// Ranks along axes over which the model does nothing.
+TEST(Session, AxesThatCutNothingAreToldOnce) {
+  for (const comm::Axis axis : {comm::Axis::Tp, comm::Axis::Sp}) {
+    testing::run_axes({{axis, 2}}, [&](int rank, const comm::Mesh& mesh) {
+      const testing::KeptWarnings kept;
+      const auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}})");
+      auto engine = initialize(torch::nn::Linear(2, 2), config, mesh);
+      for (int i = 0; i < 3; ++i) {
+        engine.forward(at::ones({1, 2})).sum().backward();
+        engine.step();
+      }
+      ASSERT_EQ(kept.lines.size(), rank == 0 ? 1U : 0U);
+      const char* text =
+          axis == comm::Axis::Tp ? "no module of the model is cut over them" : "no attention of the model";
+      if (rank == 0) EXPECT_HAS(kept.lines[0], text);
+    });
   }
 }
 

@@ -152,6 +152,7 @@ def _save(
     keep_last = config.get("checkpoint.keep_last") if keep_last is None else keep_last
     as_deepspeed = config.get("checkpoint.format") == "deepspeed"
     engine.wait_for_checkpoint()
+    engine._join()
     # Whatever fails on one rank fails here, before the first of them counts on the others.
     with _together(engine):
         _check_arguments(save_dir, client_state, as_deepspeed, asynchronous)
@@ -204,6 +205,7 @@ def _load(
     trusted: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:
     folder = os.fspath(load_dir)
+    engine._join()
     optimizer = optimizer and not module_only
     restore = _core.open_checkpoint(
         engine.core,
