@@ -154,8 +154,6 @@ class Engine {
   // Those that wait are trained from here on; step(), saving and loading do so too. Value error, on all ranks, where they
   // wait for different ones. Collective.
   void join();
-  // For Restore: what was saved of its moments is left out, as it has none here. Local.
-  void leave_moments_out(int param);
   // Which have joined since the last call.
   std::vector<int> take_joined();
 

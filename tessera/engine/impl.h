@@ -32,7 +32,7 @@ struct Engine::Impl {
   std::optional<bool> boundary_override;
   bool in_step = false, no_sync = false, coalesce = false, applied = false;
   std::optional<double> norm;
-  std::vector<int> joined, without_moments;
+  std::vector<int> joined;
   bool scale_by_accumulation = true;  // for the engine.backward() in progress
   Scaling scaling;
   c10::DeviceType device = at::kCPU;

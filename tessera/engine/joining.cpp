@@ -1,5 +1,4 @@
 // Parameters that begin to be trained while the engine lives: Note [Joining] in zero/joining.h.
-#include <algorithm>
 #include <utility>
 
 #include "tessera/engine/agreement.h"
@@ -42,10 +41,6 @@ void Engine::Impl::join(const std::vector<int>& waiting) {
     throw;
   }
   joined.insert(joined.end(), waiting.begin(), waiting.end());
-  std::vector<std::string> names;
-  for (const int id : waiting)
-    if (std::ranges::find(without_moments, id) != without_moments.end()) names.push_back(params[id].name);
-  notices.joins_without(names);
 }
 
 int Engine::add_group(const optim::GroupOptions& group) {
@@ -85,10 +80,6 @@ void Engine::join() {
   check_same(model.units.ranks(), impl_->joining_lines(waiting), "engine", "ranks do not train the same parameters",
              "all ranks call requires_grad_() and add_param_group() alike");
   if (!waiting.empty()) impl_->join(waiting);
-}
-
-void Engine::leave_moments_out(int param) {
-  impl_->without_moments.push_back(param);
 }
 
 std::vector<int> Engine::take_joined() {

@@ -84,14 +84,6 @@ void Notices::updated(const zero::Units& units, const std::vector<bool>& present
           "other steps, say so with zero_optimization.ignore_unused_parameters true"));
 }
 
-void Notices::joins_without(const std::vector<std::string>& names) {
-  if (names.empty()) return;
-  add(told_of_moments_,
-      c10::str("[engine] ", listed(names),
-               ": trained from here on with new moments; the checkpoint that was loaded has theirs, and "
-               "they were frozen then: thaw them (requires_grad True) before load_checkpoint"));
-}
-
 std::vector<std::string> Notices::take() {
   return std::exchange(texts_, {});
 }

@@ -17,14 +17,12 @@ class Notices {
   void no_backward();
   // After an update: trained parameters whose gradient is missing on all ranks, at the first update that had any.
   void updated(const zero::Units& units, const std::vector<bool>& present);
-  // These join, and a load had to leave out what was saved of their moments.
-  void joins_without(const std::vector<std::string>& names);
   std::vector<std::string> take();
 
  private:
   void add(bool& told, const std::string& text);
 
-  bool mute_ = false, told_of_step_ = false, told_of_unused_ = false, told_of_moments_ = false;
+  bool mute_ = false, told_of_step_ = false, told_of_unused_ = false;
   std::vector<std::string> texts_;
 };
 

@@ -391,15 +391,9 @@ void Restore::apply() {
     note(e);
   }
   states.end_writes();
-  for (int id = 0; id < static_cast<int>(records_.size()); ++id) {
-    if (!options_.optimizer || records_[id] == nullptr) continue;
-    const int64_t step = records_[id]->trained ? records_[id]->step : 0;
-    if (engine.params()[id].group >= 0) {
-      states.set_param_step(id, step);
-    } else if (step > 0) {
-      engine.leave_moments_out(id);
-    }
-  }
+  for (int id = 0; id < static_cast<int>(records_.size()); ++id)
+    if (options_.optimizer && records_[id] != nullptr && engine.params()[id].group >= 0)
+      states.set_param_step(id, records_[id]->trained ? records_[id]->step : 0);
   try {
     engine.refresh_params();
   } catch (const std::exception& e) {

@@ -240,7 +240,7 @@ void Session::apply_schedule() {
   auto& groups = core_->groups();
   const auto rule = core_->options().rule;
   const bool has_betas = rule == optim::Rule::Adam || rule == optim::Rule::Lion;
-  for (size_t i = 0; i < groups.size(); ++i) {
+  for (size_t i = 0; i < values.lr.size(); ++i) {  // one that was added later keeps its rate
     groups[i].lr = values.lr[i];
     if (has_betas && !values.momentum.empty()) {
       groups[i].beta1 = values.momentum[i];

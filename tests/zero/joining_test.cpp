@@ -18,14 +18,18 @@ const zero::HomeMaker kHostHomes = [](shard::Quantity, int64_t size, const at::T
   return std::make_shared<HostHome>(size, options);
 };
 
-// The toy, of which kLate are frozen when the engine is built.
-Engine half_frozen(const engine::Options& options, const Toy& toy, const comm::GroupPtr& group) {
-  std::vector<engine::ParamSpec> specs = toy.specs();
+void freeze(std::vector<engine::ParamSpec>& specs) {
   for (const size_t i : kLate) {
     specs[i].tensor.set_requires_grad(false);
     specs[i].group = -1;
     specs[i].joins = 0;
   }
+}
+
+// The toy, of which kLate are frozen when the engine is built.
+Engine half_frozen(const engine::Options& options, const Toy& toy, const comm::GroupPtr& group) {
+  std::vector<engine::ParamSpec> specs = toy.specs();
+  freeze(specs);
   return Engine(options, comm::Mesh(group), specs, {toy_adamw()});
 }
 
@@ -56,6 +60,22 @@ void expect_like_from_the_start(const engine::Options& options, int world, const
 }
 
 }  // namespace
+
+TEST(Joining, AmongReplicas) {
+  run_axes({{comm::Axis::DpReplicate, 2}, {comm::Axis::DpShard, 2}}, [&](int rank, const comm::Mesh& mesh) {
+    for (int stage = 1; stage <= 3; ++stage) {
+      const auto trained = [&](bool late) {
+        const Toy toy;
+        std::vector<engine::ParamSpec> specs = toy.specs();
+        if (late) freeze(specs);
+        Engine engine(toy_options({.stage = stage, .clip = 0}), mesh, specs, {toy_adamw()});
+        if (late) thaw(toy);
+        return train_toy(engine, toy, rank, {.steps = 3}).states;
+      };
+      expect_same(trained(true), trained(false), c10::str("stage ", stage));
+    }
+  });
+}
 
 TEST(Joining, AsTrainedFromTheStartInEveryStageAndPrecision) {
   for (const int world : {1, 2}) {

@@ -89,7 +89,6 @@ class EngineJoining:
 
 
 def _rename(names: list[list[tuple[str, bool]]], spec: _core.ParamSpec) -> None:
-    names += [[] for _ in range(spec.group + 1 - len(names))]
     group = names[spec.group]
     if (spec.name, False) in group:
         group[group.index((spec.name, False))] = (spec.name, True)
@@ -103,6 +102,7 @@ def _take_groups(engine: Engine) -> None:
     listed = [p for group in runner.base.param_groups for p in group["params"]]
     for number, params in runner.grown():
         runner.take_group(number, params)
+        engine._group_names += [[] for _ in range(number + 1 - len(engine._group_names))]
         for param in params:
             place = engine._index.get(id(param))
             if place is None:
@@ -112,7 +112,9 @@ def _take_groups(engine: Engine) -> None:
                 name = engine.core.param(place).name
                 raise UsageError(f"[engine] '{name}' was added to param group {number}, and is in another one")
             engine.core.set_joins(place, number)
-            engine._frozen.pop(engine.core.param(place).name, None)
+            name = engine.core.param(place).name
+            engine._frozen.pop(name, None)
+            engine._group_names[number].append((name, False))
     runner.note_sizes()
 
 
@@ -123,6 +125,7 @@ def _add(engine: Engine, param: torch.Tensor, group: int) -> None:
     name = names.get(id(param), f"optimizer.{len(specs)}")
     number = engine.core.add_param(_core.ParamSpec(name, param, -1, ROOT, joins=group))
     engine._index[id(param)] = number
+    engine._group_names[group].append((name, False))
     set_home(param, Home(engine.core, number, engine), engine._loans)
 
 

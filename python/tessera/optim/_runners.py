@@ -267,6 +267,8 @@ class ExternalRunner(Runner):
     """The client's optimizer updates: the module's own parameters where they are the masters and whole, else fp32
     masters that take the parameters' places in param_groups (this rank's slices, empty ones left out)."""
 
+    states: OwnStates
+
     def __init__(
         self, core: _core.Engine, base: torch.optim.Optimizer, index: Mapping[int, int], on_params: bool
     ) -> None:

@@ -183,14 +183,6 @@ def test_checkpoints(kind: str | None, stage: int, tmp_path: Path) -> None:
         for got in engines(second, 2, cfg, load, client):
             assert_close(got, want[0])
 
-    def too_late(engine: Any, rank: int) -> None:
-        engine.load_checkpoint(tmp_path)
-        engine.module.requires_grad_(True)
-        steps(engine, rank, 3, 2)
-
-    with pytest.warns(UserWarning, match=r"'blocks.0.norm.weight'.* trained from here on with new moments"):
-        engines(half_frozen(), 2, cfg, too_late, client)
-
 
 @pytest.mark.parametrize("stage", range(3))
 @pytest.mark.parametrize("what", ["thawed", "frozen", "added"])
