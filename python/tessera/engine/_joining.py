@@ -75,8 +75,9 @@ class EngineJoining:
             spec = engine.core.param(number)
             listed = groups[spec.group]["params"]
             if not any(param is spec.tensor for param in listed):
-                listed.append(spec.tensor)
-            _rename(engine._group_names, spec)
+                number_of = engine._runner.numbers(engine._index)
+                listed.insert(_place([number_of.get(id(p), -1) for p in listed], number), spec.tensor)
+            _rename(engine, spec, number)
             engine._runner.joined(number, spec.tensor, spec.group)
         engine._optimized |= frozenset(numbers)
 
@@ -88,12 +89,18 @@ class EngineJoining:
         self._settle_joined()
 
 
-def _rename(names: list[list[tuple[str, bool]]], spec: _core.ParamSpec) -> None:
-    group = names[spec.group]
+def _place(numbers: list[int], number: int) -> int:
+    """Where a group has it that had it from the start."""
+    return next((place for place, other in enumerate(numbers) if other > number), len(numbers))
+
+
+def _rename(engine: Engine, spec: _core.ParamSpec, number: int) -> None:
+    group = engine._group_names[spec.group]
     if (spec.name, False) in group:
         group[group.index((spec.name, False))] = (spec.name, True)
-    else:
-        group.append((spec.name, True))
+        return
+    number_of = {other.name: n for n, other in enumerate(engine.core.params())}
+    group.insert(_place([number_of[name] for name, _ in group], number), (spec.name, True))
 
 
 def _take_groups(engine: Engine) -> None:

@@ -154,6 +154,10 @@ class Runner:
         """It knows of all that there are."""
         self._sizes = _sizes_of(self.base)
 
+    def numbers(self, index: Mapping[int, int]) -> dict[int, int]:
+        """Of what the param groups have, by id: `index` has those of parameters."""
+        return dict(index)
+
     def joined(self, number: int, param: torch.Tensor, group: int) -> None:
         """The core trains `param`, of this group, from here on."""
         raise NotImplementedError
@@ -331,6 +335,9 @@ class ExternalRunner(Runner):
         self._sizes = _sizes_of(self.base)
         if target is not None:
             self._took(number, param, target)
+
+    def numbers(self, index: Mapping[int, int]) -> dict[int, int]:
+        return {**index, **{id(target): number for number, _, target in self._masters}}
 
     def _took(self, number: int, param: torch.Tensor, target: torch.Tensor) -> None:
         self.states.add(number, target)

@@ -149,12 +149,13 @@ def test_muon_keeps_matrices_apart(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("kind", [None, "adamw", "rmsprop"])
-def test_checkpoints(kind: str | None, stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["tessera", "deepspeed"])
+def test_checkpoints(form: str, kind: str | None, stage: int, tmp_path: Path) -> None:
     """Of a run where it has joined, in one where it is trained from the start, and the other way round; thawed before
     the load, it goes on with what was saved."""
     client = None if kind is None else OPTIMIZERS[kind]
     more = {"optimizer": ADAM} if kind is None else {}
-    cfg = config(stage, zero_allow_untested_optimizer=True, **more)
+    cfg = config(stage, zero_allow_untested_optimizer=True, checkpoint={"format": form}, **more)
 
     def steps(engine: Any, rank: int, first: int, count: int) -> dict[str, torch.Tensor]:
         for k in range(first, first + count):
