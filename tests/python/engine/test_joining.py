@@ -185,7 +185,7 @@ def test_checkpoints(form: str, kind: str | None, stage: int, tmp_path: Path) ->
             assert_close(got, want[0])
 
 
-@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("what", ["thawed", "frozen", "added"])
 def test_ranks_that_differ(what: str, stage: int) -> None:
     def body(rank: int, group: Any) -> str:
