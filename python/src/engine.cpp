@@ -73,8 +73,9 @@ void bind_structs(py::module_& m) {
   py::class_<ParamSpec>(m, "ParamSpec")
       .def(py::init([](std::string name, at::Tensor tensor, int group, std::string unit,
                        const std::shared_ptr<zero::EarlyParams>& early, int number, std::optional<at::ScalarType> comm,
-                       comm::Axes varies, const std::optional<CutArgs>& cut) {
+                       comm::Axes varies, const std::optional<CutArgs>& cut, int joins) {
              ParamSpec spec{std::move(name), std::move(tensor), group, std::move(unit)};
+             spec.joins = joins;
              spec.comm = comm;
              spec.varies = varies;
              if (cut) spec.cut = to_cut(*cut);
@@ -83,11 +84,12 @@ void bind_structs(py::module_& m) {
            }),
            py::arg("name"), py::arg("tensor"), py::arg("group"), py::arg("unit"), py::arg("early") = py::none(),
            py::arg("number") = -1, py::arg("comm") = py::none(), py::arg("varies") = comm::Axes{},
-           py::arg("cut") = py::none())
+           py::arg("cut") = py::none(), py::arg("joins") = -1)
       .def_readonly("name", &ParamSpec::name)
       .def_readonly("tensor", &ParamSpec::tensor)
       .def_readonly("group", &ParamSpec::group)
       .def_readonly("unit", &ParamSpec::unit)
+      .def_readonly("joins", &ParamSpec::joins)
       .def_readonly("comm", &ParamSpec::comm)
       .def_readonly("varies", &ParamSpec::varies)
       .def_property_readonly(
@@ -226,6 +228,7 @@ void bind_counters(EngineClass& c) {
       .def("norm_contribution", &Engine::norm_contribution, py::arg("without") = std::vector<int>{}, NoGil())
       .def("was_step_applied", &Engine::was_step_applied)
       .def("has_gradients", &Engine::has_gradients)
+      .def("take_notices", &Engine::take_notices)
       .def("micro_steps", &Engine::micro_steps)
       .def("backwards", &Engine::backwards)
       .def("global_steps", &Engine::global_steps)
@@ -254,7 +257,14 @@ void bind_counters(EngineClass& c) {
 }
 
 void bind_state(EngineClass& c) {
-  c.def("params", &Engine::params, py::return_value_policy::reference_internal)
+  c.def("params", &Engine::params, py::return_value_policy::copy)  // there may be more of them, elsewhere
+      .def(
+          "param", [](const Engine& e, size_t number) { return e.params().at(number); }, py::arg("number"))
+      .def("add_group", &Engine::add_group, py::arg("group"))
+      .def("add_param", &Engine::add_param, py::arg("param"), NoGil())
+      .def("set_joins", &Engine::set_joins, py::arg("param"), py::arg("group"))
+      .def("join", &Engine::join, NoGil())
+      .def("take_joined", &Engine::take_joined)
       .def("param_step", on(&Engine::states, &zero::StateAccess::param_step), py::arg("param"))
       .def("set_param_step", on(&Engine::states, &zero::StateAccess::set_param_step), py::arg("param"), py::arg("step"))
       .def(

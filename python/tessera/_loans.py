@@ -133,6 +133,20 @@ def step_of(engine: weakref.ref[Any]) -> Callable[..., Any]:
     return step
 
 
+def zero_grad_of_optimizer(engine: weakref.ref[Any]) -> Callable[..., None]:
+    """optimizer.zero_grad() of a client's optimizer whose gradients an engine keeps."""
+
+    @functools.wraps(torch.optim.Optimizer.zero_grad)
+    def zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        live = engine()
+        if live is None or live.core.destroyed():
+            type(optimizer).zero_grad(optimizer, set_to_none)
+        else:
+            live.core.zero_grad()
+
+    return zero_grad
+
+
 def zero_grad_of(engine: weakref.ref[Any], module: nn.Module) -> Callable[..., None]:
     """module.zero_grad() where gradients are not in p.grad."""
 

@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampler
 
+from tessera._random import aside
 from tessera.errors import ConfigError
 
 __all__ = ["Loader", "RepeatingLoader"]
@@ -18,7 +20,8 @@ ROUTES = ("train", "eval", "predict")
 
 class Loader:
     """A DataLoader whose sampler gets a new epoch number, and so a new order, at every pass. Its position can be saved:
-    after load_state_dict() the next pass, or the one under way, gives the batches that were to come."""
+    after load_state_dict() the next pass, or the one under way, gives the batches that were to come, and draws nothing
+    from the random generators that the pass had drawn before it was saved (the seed of its iterator, of a sampler)."""
 
     def __init__(self, loader: TorchLoader[Any], first_epoch: int = 0, world_size: int = 1) -> None:
         self.loader = loader
@@ -28,6 +31,8 @@ class Loader:
         self._taken = 0  # batches of the pass under way
         self._skip = 0  # of the next one
         self._loads = 0
+        self._begin_with: torch.Tensor | None = None  # of the next one, where it goes on
+        self.begin: torch.Tensor | None = None  # torch's generator when the pass under way began
 
     def __iter__(self) -> Iterator[Any]:
         """A pass begins with its first batch."""
@@ -49,34 +54,46 @@ class Loader:
             self.loader.sampler.set_epoch(self.epoch)
         self.epoch += 1
         self._under_way, self._taken = True, skip
+        self.begin, self._begin_with = self._begin_with, None
+        if skip == 0 or self.begin is None:
+            self.begin = torch.get_rng_state()
         return skip
 
     def _from(self, skip: int) -> Iterator[Any]:
-        batches = self.loader.batch_sampler
         if skip == 0:
             return iter(self.loader)
+        with aside(self.begin):
+            return self._after(skip)
+
+    def _after(self, skip: int) -> Iterator[Any]:
+        batches = self.loader.batch_sampler
         if batches is None or isinstance(self.loader.dataset, IterableDataset):
-            return itertools.islice(iter(self.loader), skip, None)
+            return _after(iter(self.loader), skip)
+        after = _After(batches, skip)
         rest = TorchLoader(
             self.loader.dataset,
-            batch_sampler=_After(batches, skip),
+            batch_sampler=after,
             num_workers=self.loader.num_workers,
             collate_fn=self.loader.collate_fn,
             pin_memory=self.loader.pin_memory,
         )
-        return iter(rest)
+        iterator = iter(rest)
+        after.start()  # it draws once the iterator has drawn its seed
+        return iterator
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The pass under way and the samples of all ranks that it has given."""
         samples = self._taken * (self.batch_size or 1) * self._world_size
         return {"epoch": self.epoch - 1 if self._under_way else self.epoch, "samples": samples}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """For the next pass; with another batch size or number of ranks it begins at the batch that holds the place."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """For the next pass; with another batch size or number of ranks it begins at the batch that holds the place.
+        `begin` beside what state_dict() gave: where torch's generator was when the pass began, on this rank."""
         self.epoch = state["epoch"]
         self._under_way, self._taken = False, 0
         self._loads += 1
         self._skip = state["samples"] // ((self.batch_size or 1) * self._world_size)
+        self._begin_with = state.get("begin")
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -95,14 +112,30 @@ class Loader:
 
 
 class _After:
-    """The batches of a sampler after the first ones."""
+    """The batches of a sampler after the first ones, once."""
 
     def __init__(self, batches: Iterable[Any], skip: int) -> None:
         self.batches = batches
         self.skip = skip
+        self.rest: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self.batches), self.skip, None)
+        return self
+
+    def start(self) -> Iterator[Any]:
+        if self.rest is None:
+            self.rest = _after(iter(self.batches), self.skip)
+        return self.rest
+
+    def __next__(self) -> Any:
+        return next(self.start())
+
+
+def _after(iterator: Iterator[Any], skip: int) -> Iterator[Any]:
+    """Now: what is left out draws its random numbers before this returns."""
+    for _ in itertools.islice(iterator, skip):
+        pass
+    return iterator
 
 
 class RepeatingLoader:

@@ -96,7 +96,7 @@ class Schedule:
 
     def _apply(self, values: _core.ScheduleValues) -> None:
         groups = self.optimizer.param_groups
-        for group, lr in zip(groups, values.lr, strict=True):
+        for group, lr in zip(groups, values.lr, strict=False):  # one that was added later keeps its rate
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:

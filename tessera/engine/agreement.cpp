@@ -96,6 +96,8 @@ double StepTerms::digest() const {
   digest.add(fault);
   for (const optim::GroupOptions& group : groups)
     each_field(group, [&](const char*, auto value) { digest.add(static_cast<double>(value)); });
+  for (const std::string& line : params)
+    digest.add(line);
   return digest.value();
 }
 
@@ -109,10 +111,10 @@ void StepTerms::refuse(const zero::Ranks& ranks) const {
       lines.push_back(c10::str(name, " ", text, " in param group ", i));
     });
   lines.emplace_back(fault.empty() ? "all parameters that its engine was built of" : fault);
-  check_same(
-      ranks, lines, "engine.step", "ranks do not step alike",
-      "all ranks call forward, backward and step() alike, and have the same rates (a schedule that follows a loss "
-      "needs one that all ranks have reduced)");
+  lines.insert(lines.end(), params.begin(), params.end());
+  check_same(ranks, lines, "engine.step", "ranks do not step alike",
+             "all ranks call forward, backward and step() alike, train the same parameters and have the same rates (a "
+             "schedule that follows a loss needs one that all ranks have reduced)");
   TESSERA_CHECK_VALUE(false, "engine.step", "ranks do not step alike");
 }
 

@@ -36,7 +36,8 @@ struct StepTerms {
   int64_t accumulation_steps;
   int64_t empty_steps;  // calls of step() for this update that no backward preceded
   const std::vector<optim::GroupOptions>& groups;
-  std::string_view fault = {};  // why this rank cannot step
+  std::string_view fault = {};           // why this rank cannot step
+  std::vector<std::string> params = {};  // of those that begin or cease to be trained, what they do
 
   double digest() const;
   // Where digests differ. Collective; value error, always.

@@ -25,6 +25,8 @@ Options options_from(const config::Config& config, int data_parallel_size) {
   options.broadcast_buffers = config.tessera.broadcast_buffers;
   options.accumulate_in = config.data_types.grad_accum_dtype;
   const config::ZeroOptimization& zero = config.zero_optimization;
+  options.says_some_unused =
+      zero.ignore_unused_parameters && config.given.contains("zero_optimization.ignore_unused_parameters");
   options.nvme_path = zero.offload_optimizer.nvme_path.value_or(zero.offload_param.nvme_path.value_or(""));
   options.scaler = config::scaler_options(config);
   options.autocast = config::autocast_options(config);

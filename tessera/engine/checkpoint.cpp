@@ -332,6 +332,7 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
   TESSERA_CHECK_VALUE(options.keep_last >= 0, "checkpoint", "keep_last is a number of checkpoints, or 0 for all, not ",
                       options.keep_last);
   wait();
+  engine_.join();
   const c10::AutoGradMode no_grad(false);
   auto job = std::make_shared<Job>();
   job->dir = std::filesystem::absolute(dir).string();  // a save in the background outlives a chdir()

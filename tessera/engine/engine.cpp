@@ -3,13 +3,12 @@
 #include <ATen/TensorOperators.h>
 
 #include <algorithm>
-#include <map>
 #include <utility>
 
 #include "tessera/base/error.h"
 #include "tessera/base/heap.h"
 #include "tessera/engine/agreement.h"
-#include "tessera/engine/checkpoint.h"
+#include "tessera/engine/impl.h"
 #include "tessera/engine/initial_values.h"
 #include "tessera/engine/preflight.h"
 #include "tessera/offload/states.h"
@@ -17,92 +16,6 @@
 #include "tessera/zero/adoption.h"
 
 namespace tessera::engine {
-
-struct Engine::Impl {
-  explicit Impl(const Options& o) : options(o), scaling(o.scaler) {}
-
-  Options options;
-  comm::Mesh mesh;
-  std::vector<ParamSpec> params;
-  std::unique_ptr<zero::ShardedModel> model;
-  std::unique_ptr<Checkpointer> checkpointer;  // last to come, first to go: it reads the model
-
-  int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0, global_samples = 0;
-  int64_t begun = 0;              // micro-steps since the last boundary
-  int64_t counted_backwards = 0;  // by earlier updates
-  int64_t stepped_backwards = 0;  // by earlier calls of step()
-  int64_t empty_steps = 0;        // of those since the last boundary, without a backward of their own
-  std::optional<bool> boundary_override;
-  bool in_step = false, no_sync = false, coalesce = false, applied = false;
-  std::optional<double> norm;
-  bool scale_by_accumulation = true;  // for the engine.backward() in progress
-  Scaling scaling;
-  c10::DeviceType device = at::kCPU;
-  std::vector<amp::AutocastRegion> regions;  // of the forwards under way
-  bool told_of_region = false;
-  std::map<std::pair<shard::Residence, bool>, zero::HomeMaker> homes;  // of offload_states(), by where and pinned
-
-  zero::ShardedModel& live(const char* call) const {
-    TESSERA_CHECK(model != nullptr, "engine", call, ": the engine was destroyed; build a new one");
-    return *model;
-  }
-
-  // The same, with all of it on the device.
-  zero::ShardedModel& here(const char* call) const {
-    zero::ShardedModel& found = live(call);
-    found.units.check_here(call);
-    return found;
-  }
-
-  void check_accumulates(const char* call, int64_t steps = 2) const {
-    TESSERA_CHECK(!live(call).early.on() || steps == 1, "engine", call,
-                  ": with tessera.update_in_backward every backward is a step; switch it off to accumulate gradients");
-  }
-
-  void check_keeps_gradients(const char* call) const {
-    TESSERA_CHECK(
-        !live(call).early.on(), "engine", call,
-        ": with tessera.update_in_backward the model is updated before several engines know their norm; switch "
-        "it off");
-  }
-
-  bool boundary() const {
-    if (!options.managed_accumulation) return in_step;
-    if (boundary_override) return *boundary_override;
-    return begun + 1 >= options.gradient_accumulation_steps;
-  }
-
-  zero::StepState step_state() const {
-    const double mean = scale_by_accumulation ? 1.0 / static_cast<double>(options.gradient_accumulation_steps) : 1.0;
-    return {boundary(), no_sync || coalesce, mean, scaling.gradient_scale()};
-  }
-
-  bool apply(const std::function<void()>& external, std::optional<double> global_norm, int64_t empty,
-             const std::string& fault);
-
-  // Of the gradients as they are. Value error where ranks differ in what they step by.
-  zero::GradientSummary summarize(const char* call, int64_t empty, std::optional<double> norm = {},
-                                  const std::string& fault = {}) const {
-    const StepTerms terms{call, options.gradient_accumulation_steps, empty, model->units.groups(), fault};
-    zero::GradientSummary summary = model->updater.summarize(norm, terms.digest());
-    if (!summary.alike) terms.refuse(model->units.ranks());
-    TESSERA_CHECK(fault.empty(), "engine.step", fault);
-    return summary;
-  }
-
-  void count_samples() {
-    const int64_t before = std::exchange(counted_backwards, model->driver.backwards());
-    const int64_t batches =
-        options.managed_accumulation ? options.gradient_accumulation_steps : counted_backwards - before;
-    global_samples += options.micro_batch_size * mesh.size(comm::kBatchAxes) * batches;
-  }
-
-  void leave_region() {
-    if (regions.empty()) return;
-    regions.back().leave();
-    regions.pop_back();
-  }
-};
 
 Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
                const std::vector<optim::GroupOptions>& groups)
@@ -129,6 +42,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
     m.options.zero.communication = options.sequence_communication;
   if (m.options.zero.update_in_backward) check_update_in_backward(m.options, m.mesh);
   m.params = std::move(params);
+  m.notices.settle(m.mesh.rank(comm::kAxes) != 0, options.says_some_unused);
   zero::Ranks ranks(m.mesh);
   if (!m.params.empty()) ranks.device = m.params.front().tensor.device();
   std::vector<at::ScalarType> dtypes;
@@ -273,7 +187,14 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
                       "global_norm at a step that is no accumulation boundary, where nothing is clipped: give it where "
                       "is_gradient_accumulation_boundary() is true");
   if (global_norm) m.check_keeps_gradients("step");
-  const int64_t empty = m.empty_steps + (has_uncounted_backward() ? 0 : 1);
+  const bool trains = has_uncounted_backward();
+  // Gradients may come from the user, between two updates.
+  const auto given = [&] {
+    const auto shown = [&](int id) { return m.params[id].tensor.grad().defined(); };
+    return m.model->driver.has_gradients() || std::ranges::any_of(m.model->units.trained_ids(), shown);
+  };
+  if (!trains && (m.begun > 0 || !given())) m.notices.no_backward();
+  const int64_t empty = m.empty_steps + (trains ? 0 : 1);
   m.in_step = true;
   bool finite = true;
   m.applied = false;
@@ -310,6 +231,7 @@ bool Engine::Impl::apply(const std::function<void()>& external, std::optional<do
   if (model->early.on()) {
     norm = summary.norm;
     applied = true;
+    notices.updated(model->units, model->early.present());
     model->driver.drop_gradients();
     model->early.reset();
     return summary.finite;
@@ -327,6 +249,7 @@ bool Engine::Impl::apply(const std::function<void()>& external, std::optional<do
     model->updater.update(summary, scale, external);
     norm = unscaled;
     applied = true;
+    notices.updated(model->units, summary.present);
   } else {
     ++skipped_steps;
   }
@@ -355,7 +278,17 @@ double Engine::norm_contribution(const std::vector<int>& without) try {
   impl_->check_keeps_gradients("norm_contribution");
   model.driver.ensure_reduced();
   const double scale = impl_->scaling.gradient_scale();
-  return model.updater.norm_contribution(without) / (scale * scale);
+  const std::vector<int> waiting = model.driver.waiting();
+  Digest digest;
+  for (const std::string& line : impl_->joining_lines(waiting))
+    digest.add(line);
+  std::optional<double> mine = model.updater.norm_contribution(without, digest.value());
+  if (!mine || !waiting.empty()) {
+    join();
+    model.driver.ensure_reduced();
+    mine = model.updater.norm_contribution(without, 0);
+  }
+  return *mine / (scale * scale);
 } catch (c10::OutOfMemoryError& error) {
   impl_->model->units.fail_alone(error);
 }
@@ -442,6 +375,10 @@ int64_t Engine::skipped_steps() const {
 
 int64_t Engine::global_samples() const {
   return impl_->global_samples;
+}
+
+std::vector<std::string> Engine::take_notices() {
+  return impl_->notices.take();
 }
 
 void Engine::set_counters(int64_t micro_steps, int64_t global_steps, int64_t skipped_steps, int64_t global_samples) {

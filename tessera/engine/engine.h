@@ -35,6 +35,7 @@ struct Options {
   std::optional<at::ScalarType> accumulate_in;  // then: the dtype of gradients, where it is not the parameters'
   std::optional<at::ScalarType> sequence_communication;  // zero.communication where several ranks share a sequence
   bool time_device = false;       // phases begin and end when the device has done its work (base/phases.h)
+  bool says_some_unused = false;  // the user knows of parameters that have no part in a loss
   bool broadcast_buffers = true;  // broadcast_buffers() does what it says, and nothing without this
   std::string nvme_path;          // where offload_states() may put what goes to a disk
   std::string schedule;           // what the configuration says of it, which all ranks must have alike
@@ -134,6 +135,9 @@ class Engine {
   // gradient_accumulation_steps; set_begun_micro_steps() says it itself.
   void set_counters(int64_t micro_steps, int64_t global_steps, int64_t skipped_steps, int64_t global_samples);
   void set_begun_micro_steps(int64_t begun);
+  // What a step that trains less than it seems has to say to the user (notices.h), each once; for the front end to tell. Only
+  // on the first rank of the engine.
+  std::vector<std::string> take_notices();
   // The norm of the gradients as they are now, before a step. Collective.
   double grad_norm();
   // This rank's part of the square of grad_norm(): the parts of all ranks of the engine add up to it, replicas counted
@@ -141,6 +145,19 @@ class Engine {
   // common norm is the sum over all ranks of all engines, its root what step() of each takes as global_norm. `without`:
   // numbers of parameters that do not count, as copies of what another engine counts. Collective.
   double norm_contribution(const std::vector<int>& without = {});
+
+  // ---- parameters that begin to be trained: Note [Joining] in zero/joining.h
+  // Both local: one more param group, one more parameter, without a group (ParamSpec::joins); their numbers. Value error for
+  // a group that needs states which the others' rule has not, and for what preflight.h refuses.
+  int add_group(const optim::GroupOptions& group);
+  int add_param(ParamSpec param);
+  // The group that a parameter without one would join; -1: none. Local.
+  void set_joins(int param, int group);
+  // Those that wait are trained from here on; step(), saving and loading do so too. Value error, on all ranks, where they
+  // wait for different ones. Collective.
+  void join();
+  // Which have joined since the last call.
+  std::vector<int> take_joined();
 
   // ---- optimizer
   std::vector<optim::GroupOptions>& groups();  // edit lr and friends between steps

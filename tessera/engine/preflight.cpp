@@ -41,8 +41,8 @@ void check_apart(const std::vector<ParamSpec>& params) {
 }
 
 void check_real(const ParamSpec& spec) {
-  TESSERA_CHECK_VALUE(spec.group < 0 || !spec.tensor.is_complex(), "engine", "parameter '", spec.name, "' is ",
-                      spec.tensor.scalar_type(),
+  TESSERA_CHECK_VALUE((spec.group < 0 && spec.joins < 0) || !spec.tensor.is_complex(), "engine", "parameter '",
+                      spec.name, "' is ", spec.tensor.scalar_type(),
                       ", which is not trained in any precision: make its real and imaginary parts a parameter "
                       "(torch.view_as_real(param)) and use torch.view_as_complex() of it, or freeze it");
 }
@@ -118,30 +118,46 @@ std::vector<std::string> lines_of(const Options& options, const std::vector<Para
   return lines;
 }
 
+void check_tensor(const ParamSpec& spec) {
+  const at::Tensor& tensor = spec.tensor;
+  TESSERA_CHECK_VALUE(!tensor.is_meta(), "engine", "parameter '", spec.name,
+                      "' is on the meta device and has no values; materialize the module first (to_empty(), then its "
+                      "initialization), inside zero.Init where it is too large for one rank");
+  TESSERA_CHECK_VALUE(!tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python), "engine", "parameter '",
+                      spec.name,
+                      "' is a tensor subclass with operators of its own (a DTensor, a quantized weight), whose memory "
+                      "an engine cannot lay out; hand over plain tensors (dtensor.full_tensor() or .to_local())");
+  TESSERA_CHECK_VALUE(!spec.cut || tensor.is_contiguous(), "engine", "parameter '", spec.name,
+                      "' is cut and not contiguous; make it so (param.data = param.data.contiguous())");
+  TESSERA_CHECK_VALUE(!zero::Hooks::is_watched(tensor), "engine", "parameter '", spec.name,
+                      "' already belongs to a live engine; call destroy() on that engine first");
+}
+
 }  // namespace
 
 void check_params(const std::vector<ParamSpec>& params, const amp::PrecisionPolicy& precision) {
   std::unordered_map<const void*, const ParamSpec*> seen;
   for (const ParamSpec& spec : params) {
-    const at::Tensor& tensor = spec.tensor;
-    TESSERA_CHECK_VALUE(!tensor.is_meta(), "engine", "parameter '", spec.name,
-                        "' is on the meta device and has no values; materialize the module first (to_empty(), then its "
-                        "initialization), inside zero.Init where it is too large for one rank");
-    TESSERA_CHECK_VALUE(
-        !tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python), "engine", "parameter '", spec.name,
-        "' is a tensor subclass with operators of its own (a DTensor, a quantized weight), whose memory "
-        "an engine cannot lay out; hand over plain tensors (dtensor.full_tensor() or .to_local())");
-    TESSERA_CHECK_VALUE(!spec.cut || tensor.is_contiguous(), "engine", "parameter '", spec.name,
-                        "' is cut and not contiguous; make it so (param.data = param.data.contiguous())");
-    const auto [first, added] = seen.emplace(tensor.unsafeGetTensorImpl(), &spec);
+    check_tensor(spec);
+    const auto [first, added] = seen.emplace(spec.tensor.unsafeGetTensorImpl(), &spec);
     TESSERA_CHECK_VALUE(added, "engine", "parameter '", spec.name, "' is given more than once, also as '",
                         first->second->name, "'");
-    TESSERA_CHECK_VALUE(!zero::Hooks::is_watched(tensor), "engine", "parameter '", spec.name,
-                        "' already belongs to a live engine; call destroy() on that engine first");
     check_real(spec);
   }
   check_apart(params);
   amp::check(precision);
+}
+
+void check_added(const std::vector<ParamSpec>& present, const ParamSpec& param) {
+  check_tensor(param);
+  check_real(param);
+  for (const ParamSpec& spec : present) {
+    TESSERA_CHECK_VALUE(!spec.tensor.is_same(param.tensor), "engine", "parameter '", param.name,
+                        "' is given more than once, also as '", spec.name, "'");
+    TESSERA_CHECK_VALUE(spec.name != param.name, "engine", "there are two parameters '", param.name, "'");
+  }
+  TESSERA_CHECK_VALUE(trains(param.tensor.scalar_type()), "engine", "parameter '", param.name, "' is ",
+                      param.tensor.scalar_type(), ", which is not trained: convert it (param.float())");
 }
 
 amp::PrecisionPolicy precision_of_model(const std::vector<ParamSpec>& params, std::optional<at::ScalarType> grad) {

@@ -11,6 +11,8 @@ namespace tessera::engine {
 // Value error, by name, for a parameter that no engine can take: without values, given twice, with memory that another
 // one has too, of a dtype that is not trained, or held by another live engine. Local.
 void check_params(const std::vector<ParamSpec>& params, const amp::PrecisionPolicy& precision);
+// The same of one that comes later, beside those that are `present`. Local.
+void check_added(const std::vector<ParamSpec>& present, const ParamSpec& param);
 
 // The policy of a model that no precision section casts: its own dtype, with the states torch would have; `grad`: the
 // dtype gradients accumulate in, if another. Value error for trained parameters of several dtypes, or one that is not

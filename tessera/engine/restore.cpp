@@ -430,6 +430,7 @@ void Restore::apply() {
 std::optional<Restore> Checkpointer::open(const std::string& dir, const std::string& given,
                                           const Restore::Options& options, const Foreign& foreign) {
   wait();
+  engine_.join();
   const auto first = together(ranks(), "name of a checkpoint", [&]() -> std::string {
     if (ranks().place() != 0) return "";
     const std::string tag = given.empty() ? checkpoint::latest_tag(dir, foreign.latest) : given;

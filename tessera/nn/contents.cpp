@@ -89,12 +89,14 @@ bool Contents::same_objects() const {
   });
 }
 
-engine::ContentsReport Contents::report() const {
+engine::ContentsReport Contents::report(const std::vector<engine::ParamSpec>& params) const {
   engine::ContentsReport report;
   if (!same_objects()) {
     std::unordered_set<int64_t> known;
     for (const engine::NamedParam& param : built_)
       known.insert(param.id);
+    for (const engine::ParamSpec& param : params)
+      known.insert(id_of(param.tensor));
     report = engine::compare_contents(built_, named(*module_), known);
   }
   for (const Member& member : members_) {

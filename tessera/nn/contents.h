@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tessera/engine/contents.h"
+#include "tessera/engine/engine.h"
 
 namespace tessera::nn {
 
@@ -18,8 +19,8 @@ class Contents {
 
   // See engine::compare_contents. Besides modules that were added or replaced, it sees a layer of torch
   // or of Tessera whose member was given another tensor (`linear->weight = tensor`): its forward reads the member, and the
-  // registered parameter gets no gradient. Local.
-  engine::ContentsReport report() const;
+  // registered parameter gets no gradient. `params`: the engine's, with those that came later. Local.
+  engine::ContentsReport report(const std::vector<engine::ParamSpec>& params) const;
 
  private:
   struct Part {

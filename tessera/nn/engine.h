@@ -22,7 +22,9 @@ class Engine : public Session {
  public:
   Engine(std::shared_ptr<M> module, const Config& config, comm::Mesh mesh, const Construction* building = nullptr,
          const UnitPolicy& policy = default_unit_policy)
-      : Session(module, config, std::move(mesh), building, policy), module_(std::move(module)) {}
+      : Session(module, config, std::move(mesh), building, policy), module_(std::move(module)) {
+    warn_of_cuts();
+  }
 
   // module->forward(args...) of this rank's micro-batch. Local in stages 0 to 2, collective in stage 3 (hooked.h). An
   // exception of the module passes through and leaves the engine usable.

@@ -1,5 +1,6 @@
 #include "tessera/nn/session.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -76,6 +77,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
     mark_autocast(*module_, config.torch_autocast.lower_precision_safe_modules.value_or(default_autocast_modules()),
                   options.autocast.dtype, specs);
   }
+  checks_sequence_ = mesh.size(comm::Axis::Sp) > 1;
   if (building != nullptr) building->hand_over(specs);
   core_ = std::make_shared<engine::Engine>(options, std::move(mesh), std::move(specs), groups);
   core_->broadcast_buffers(module_->buffers());
@@ -110,6 +112,17 @@ void Session::warn_of_region() const {
        "region around it is switched off inside"});
 }
 
+void Session::warn_of_cuts() const {
+  const int ranks = core_->mesh().size(comm::Axis::Tp);
+  const auto cut = [](const engine::ParamSpec& spec) { return spec.varies.has(comm::Axis::Tp); };
+  if (ranks == 1 || std::ranges::any_of(core_->params(), cut)) return;
+  tell({c10::str(
+      "[initialize] the mesh has ", ranks,
+      " ranks along 'tp' (tensor_parallel.autotp_size), and no module of the model is cut over them: all train "
+      "the same whole model; build it of the layers in tessera/nn/parallel.h, or leave the ranks to data "
+      "parallelism")});
+}
+
 at::Tensor Session::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
   return core_->backward(loss, retain_graph, scale_wrt_gas);
 }
@@ -118,12 +131,27 @@ bool Session::step(std::optional<double> global_norm) {
   const int64_t steps = core_->global_steps();
   const bool boundary = !core_->options().managed_accumulation || core_->is_gradient_accumulation_boundary();
   const bool applied = core_->step({}, global_norm, boundary ? fault() : "");
+  tell_of_step();
   if (applied) {
     ++schedule_steps_;
     apply_schedule();
   }
   if (core_->global_steps() != steps) tell_progress();
   return applied;
+}
+
+void Session::tell_of_step() {
+  for (const std::string& line : core_->take_notices())
+    TORCH_WARN(line);
+  if (!checks_sequence_ || !core_->was_step_applied()) return;
+  checks_sequence_ = false;
+  const comm::GroupPtr sequence = core_->mesh().group(comm::Axis::Sp);
+  if (sequence->rank() != 0 || sequence->stats().all_to_all.calls > 0) return;
+  tell({c10::str(
+      "[engine.step] the mesh has ", sequence->size(),
+      " ranks along 'sp' (sequence_parallel_size), and no attention of the model has exchanged parts of a "
+      "sequence over mesh.group(Axis::Sp): what is no attention may treat each part alone, an attention needs "
+      "parallel::DistributedAttention; without a cut sequence the ranks train the same twice")});
 }
 
 void Session::tell_progress() const {
@@ -164,7 +192,7 @@ bool Session::save_16bit_model(const std::string& dir, const std::string& name, 
 }
 
 std::string Session::fault() {
-  const engine::ContentsReport report = contents_->report();
+  const engine::ContentsReport report = contents_->report(core_->params());
   if (!report.warning.empty() && !std::exchange(told_of_frozen_, true)) tell({report.warning});
   return report.fault;
 }
@@ -228,7 +256,7 @@ void Session::apply_schedule() {
   auto& groups = core_->groups();
   const auto rule = core_->options().rule;
   const bool has_betas = rule == optim::Rule::Adam || rule == optim::Rule::Lion;
-  for (size_t i = 0; i < groups.size(); ++i) {
+  for (size_t i = 0; i < values.lr.size(); ++i) {  // one that was added later keeps its rate
     groups[i].lr = values.lr[i];
     if (has_betas && !values.momentum.empty()) {
       groups[i].beta1 = values.momentum[i];

@@ -43,6 +43,11 @@ class Session {
   // `tells`: the mesh's first rank warns and writes progress lines (steps_per_print) to standard error, for all ranks.
   Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
           const Construction* building = nullptr, const UnitPolicy& policy = default_unit_policy, bool tells = true);
+  // One schedule moves the rates of a core: there are no copies.
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+  Session(Session&&) = default;
+  Session& operator=(Session&&) = default;
 
   // backward of loss, with the loss scale where the mode has one; `loss.backward()` is as good in fp32 and bf16.
   // Returns loss / gradient_accumulation_steps, or the loss for scale_wrt_gas = false.
@@ -96,6 +101,8 @@ class Session {
  protected:
   // A forward has switched an autocast region of the caller's off. One rank says so.
   void warn_of_region() const;
+  // Nothing is cut along tp. (A stage of a pipeline may be so.)
+  void warn_of_cuts() const;
   // The scope of parameters that belong to no Hooked module.
   const ScopeLink& rest() const { return rest_; }
 
@@ -105,6 +112,7 @@ class Session {
   void read_checkpoint_section(const Config& config);
   void tell(const std::vector<std::string>& warnings) const;
   void tell_progress() const;
+  void tell_of_step();
   std::map<std::string, std::vector<std::string>> aliases() const;
 
   std::shared_ptr<torch::nn::Module> module_;
@@ -120,7 +128,8 @@ class Session {
   bool loads_masters_ = true;
   bool gathers_for_export_ = true;
   bool tells_ = false;
-  int64_t steps_per_print_ = 0;  // 0: never
+  bool checks_sequence_ = false;  // until its first update: whether anything exchanges parts of the sequence
+  int64_t steps_per_print_ = 0;   // 0: never
 };
 
 }  // namespace tessera::nn

@@ -11,7 +11,7 @@
 namespace tessera::nn {
 namespace {
 
-constexpr int kFirstTag = 1 << 15;  // clear of those of activations and of links
+constexpr int kTiesTag = 1 << 15;  // clear of those of activations and of links
 
 }  // namespace
 
@@ -25,7 +25,7 @@ Ties::Ties(const comm::Parts& parts, const StageLayers& module) : parts_(parts),
       const int rank = parts.rank_of(stage, parts.place());
       for (auto* wires : {&tie.there, &tie.back})
         wires->push_back(std::make_unique<pipeline::Wire>(parts.p2p, pipeline::Peer{rank, stage_name(parts, rank)},
-                                                          kFirstTag + number, at::kCPU, "tied weights"));
+                                                          kTiesTag + number, at::kCPU, "tied weights"));
     }
     for (const auto& param : module.named_parameters())
       if (param.key().starts_with(tie.name)) tie.params.emplace_back(param.key(), param.value());

@@ -62,6 +62,7 @@ std::vector<engine::ParamSpec> param_specs(const torch::nn::Module& module, cons
     const auto unit = units.find(item.key());
     specs.push_back(
         {item.key(), tensor, tensor.requires_grad() ? 0 : -1, unit == units.end() ? zero::kRootUnit : unit->second});
+    specs.back().joins = 0;
   }
   mark_cuts(module, specs);
   return specs;

@@ -2,6 +2,9 @@
 
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "tessera/base/error.h"
 #include "tessera/shard/storage.h"
 #include "tessera/zero/adoption.h"
@@ -22,13 +25,35 @@ void BackwardDriver::follow_params() {
   for (const ParamId id : units_.trained_ids()) {
     const Place& place = units_[id];
     if (!place.flat->sharded() && !is_bound(*place.param, *place.unit)) adopt_param(place, /*compare=*/false);
-    const at::Tensor& tensor = place.param->tensor;
-    if (tensor.requires_grad() && !hooks_.watches(tensor)) hooks_.watch(tensor, id, place.unit->grads_are_visible());
+    watch(place.param->tensor, id, place.unit->grads_are_visible());
   }
+  for (const ParamId id : waiting()) {
+    units_.check_joins(id);
+    watch(units_.params()[id].tensor, id, /*stash=*/true);
+  }
+}
+
+void BackwardDriver::watch(const at::Tensor& param, ParamId id, bool stash) {
+  if (param.requires_grad() && !hooks_.watches(param)) hooks_.watch(param, id, stash);
+}
+
+std::vector<ParamId> BackwardDriver::waiting() const {
+  std::vector<ParamId> ids;
+  for (const ParamId id : units_.may_join()) {
+    const at::Tensor& tensor = units_.params()[id].tensor;
+    if (tensor.requires_grad() && (hooks_.watches(tensor) || !Hooks::is_watched(tensor))) ids.push_back(id);
+  }
+  return ids;
 }
 
 // Gradients that came past our hook (Note [Accumulators change]) were not scaled, not reduced and are not ours to guess.
 void BackwardDriver::check_all_watched() const {
+  for (const ParamId id : waiting()) {
+    const ParamSpec& spec = units_.params()[id];
+    TESSERA_CHECK(!spec.tensor.grad().defined() || hooks_.watches(spec.tensor), "zero", "parameter '", spec.name,
+                  "' began to require gradients and got them past the engine: call the engine, not its module, for the "
+                  "first forward after requires_grad_(True); engine.zero_grad() drops them");
+  }
   for (const ParamId id : units_.trained_ids()) {
     const Param& p = *units_[id].param;
     const at::Tensor& grad = p.tensor.grad();
@@ -69,6 +94,11 @@ bool BackwardDriver::is_visible_view(const Place& place, const at::Tensor& grad)
 
 void BackwardDriver::before_accumulate(ParamId id, at::Tensor& grad) try {
   const Place& place = units_[id];
+  if (!place.trained()) {
+    so_far_[id] = std::exchange(grad, at::Tensor());
+    return;
+  }
+  if (!place.unit->grads_are_visible()) return;  // it was watched so while it waited
   if (!grad.defined()) {
     if (place.param->has_grad) reducer_->clear(*place.unit, *place.param);  // the user dropped it
     return;
@@ -86,6 +116,11 @@ void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const Backward
   const Place& place = units_[id];
   const StepState step = step_();
   if (sink_ != nullptr) check_once(backward);
+  if (!place.trained()) {
+    keep_waiting(id, grad, backward);
+    if (place.held()) units_.unsharder().gradient_arrived(place.number, place.item);
+    return;
+  }
   if (grad.defined()) {
     at::Tensor dense = grad.is_sparse() ? grad.to_dense() : grad;
     grad.reset();
@@ -103,6 +138,20 @@ void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const Backward
   if (!backward.in_forward) reducer_->fired(*place.unit, *place.param, may_reduce(step));
 } catch (c10::OutOfMemoryError& error) {
   units_.fail_alone(error);
+}
+
+// Note [Joining] in joining.h: the sum of all that came, in p.grad, where the user may drop it.
+void BackwardDriver::keep_waiting(ParamId id, at::Tensor& grad, const BackwardInfo& backward) {
+  at::Tensor sum = std::exchange(so_far_[id], at::Tensor());
+  if (grad.defined()) {
+    const c10::AutoGradMode no_grad(false);
+    const StepState step = step_();
+    const double scale = step.gradient_scale * (step.loss_scale / backward.loss_scale);
+    scaled_ = scaled_ || backward.loss_scale != 1;
+    const at::Tensor more = (grad.is_sparse() ? grad.to_dense() : grad).detach().to(at::kFloat) * scale;
+    sum = (sum.defined() ? sum.to(at::kFloat) + more : more).to(units_.options().precision.grad);
+  }
+  grad = sum;
 }
 
 // With a sink: what it cannot take back.
@@ -208,10 +257,45 @@ void BackwardDriver::adopt_visible_grads() {
   }
 }
 
+void BackwardDriver::take_joined(const std::vector<ParamId>& ids) try {
+  const std::lock_guard lock(hooks_.mutex());
+  const c10::AutoGradMode no_grad(false);
+  std::vector<Unit*> all, joined;
+  for (const auto& unit : units_.all()) {
+    all.push_back(unit.get());
+    if (std::ranges::any_of(ids, [&](ParamId id) { return units_[id].unit == unit.get(); }))
+      joined.push_back(unit.get());
+  }
+  if (sink_ != nullptr && flushed_) sink_->backward_begun();
+  for (const ParamId id : ids) {
+    const Place& place = units_[id];
+    const at::Tensor grad = std::exchange(place.param->tensor.mutable_grad(), at::Tensor());
+    if (grad.defined()) reducer_->accumulate(*place.unit, *place.param, grad.is_sparse() ? grad.to_dense() : grad, 1.0);
+  }
+  reducer_->join(std::move(all), joined, /*with_others=*/!flushed_);
+  if (sink_ != nullptr && flushed_) {
+    sink_->launch_end();
+    sink_->finish_end();
+  }
+  follow_params();
+  if (units_.placements().grads != shard::Placement::Replicate) return;
+  for (const ParamId id : ids) {
+    const Place& place = units_[id];
+    if (place.param->has_grad)
+      place.param->tensor.mutable_grad() =
+          shard::view_as_param(place.unit->grads.tensor(), place.param->range, place.param->form);
+  }
+  if (flushed_ && units_.ranks().size() > 1) show_remote_grads();
+} catch (c10::OutOfMemoryError& error) {
+  units_.fail_alone(error);
+}
+
 void BackwardDriver::drop_gradients() {
   const std::lock_guard lock(hooks_.mutex());
   reducer_->reset();
   unreduced_ = flushed_ = scaled_ = false;
+  for (const ParamId id : units_.may_join())
+    if (const at::Tensor& tensor = units_.params()[id].tensor; hooks_.watches(tensor)) tensor.mutable_grad().reset();
   for (const ParamId id : units_.trained_ids())
     units_[id].param->tensor.mutable_grad().reset();
 }

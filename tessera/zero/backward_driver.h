@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 
 #include "tessera/zero/hooks.h"
@@ -40,6 +41,10 @@ class BackwardDriver final : private HookSink {
   // Along the replicas of hybrid sharding only. Collective.
   void reduce_replicas();
   void drop_gradients();
+  // Frozen parameters that require a gradient now and have a group to join; not those that another engine watches. Local.
+  std::vector<ParamId> waiting() const;
+  // These are trained now: what waited of their gradients counts, and is reduced where that of the others was. Collective.
+  void take_joined(const std::vector<ParamId>& ids);
   // The user sets gradients where no backward ran: what they do not set is zero.
   void settle_empty_units();
 
@@ -72,6 +77,8 @@ class BackwardDriver final : private HookSink {
   void call_closed(ScopeCall& call, const BackwardInfo& backward) override;
   void call_gone(ScopeCall& call) override;
 
+  void watch(const at::Tensor& param, ParamId id, bool stash);
+  void keep_waiting(ParamId id, at::Tensor& grad, const BackwardInfo& backward);
   bool may_reduce(const StepState& step) const;
   void check_once(const BackwardInfo& backward) const;
   bool flush_round(int round, const StepState& step);
@@ -85,6 +92,7 @@ class BackwardDriver final : private HookSink {
   std::function<StepState()> step_;
   std::unique_ptr<Reducer> reducer_;
   SumSink* sink_ = nullptr;
+  std::map<ParamId, at::Tensor> so_far_;  // of gradients that wait, while autograd makes the next one
   bool scaled_ = false;
   int64_t backwards_ = 0;
   bool unreduced_ = false;

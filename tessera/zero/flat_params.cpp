@@ -450,6 +450,21 @@ void FlatParams::bring_back() {
   storages_.clear();
 }
 
+void FlatParams::leave(const at::Tensor& all) {
+  TESSERA_ASSERT(!sharded_ || state_ == ParamState::Sharded);
+  slice_to_write();  // nothing is on its way any more
+  for (Item& item : items_)
+    shard::bind(item.tensor, all, item.range, item.form);
+  items_.clear();
+  storages_.clear();
+  versions_.clear();
+  private_copies_.clear();
+  sharded_ = false;
+  state_ = ParamState::Ready;
+  buffer_ = {};
+  space_.reset();
+}
+
 void FlatParams::make_whole() {
   if (!sharded_ || slice_.size() != layout_.size()) return;
   const at::Tensor all = buffer_.read(slice_);

@@ -154,6 +154,10 @@ class FlatParams {
   void bring_back();
   bool is_sent() const { return buffer_.is_sent(); }
 
+  // While they are gathered: all items in memory of their own, where they stay. leave() follows once they are not.
+  at::Tensor copy_all() const { return whole().clone(); }
+  // For good: the items live in `all`, which copy_all() gave, and this holds nothing any more. Local.
+  void leave(const at::Tensor& all);
   // For good: parameters of one rank that live elsewhere are on the device again. Only abandon() may follow. Local.
   void make_whole();
   // For good: parameters without data say `message`; shared ones that are whole get memory of their own. Local.

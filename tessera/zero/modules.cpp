@@ -13,11 +13,21 @@ Modules::Modules(Units& units, BackwardDriver& driver) : units_(units), driver_(
 int Modules::add(const std::vector<ParamId>& params) {
   const std::vector<ParamId> held = units_.held(params, "modules().add");
   if (!units_.unsharder().any_sharded()) return -1;
+  params_.push_back(held);
+  return units_.unsharder().add_scope(units_of(held));
+}
+
+std::vector<int> Modules::units_of(const std::vector<ParamId>& params) const {
   std::vector<int> numbers;
-  numbers.reserve(held.size());
-  for (const ParamId id : held)
+  numbers.reserve(params.size());
+  for (const ParamId id : params)
     numbers.push_back(units_[id].number);
-  return units_.unsharder().add_scope(std::move(numbers));
+  return numbers;
+}
+
+void Modules::follow_units() {
+  for (size_t module = 0; module < params_.size(); ++module)
+    units_.unsharder().set_scope(static_cast<int>(module), units_of(params_[module]));
 }
 
 void Modules::check(int module) const {
@@ -25,11 +35,17 @@ void Modules::check(int module) const {
                       "; use what modules().add() returned");
 }
 
+void Modules::note(int module, ParamId param) {
+  std::vector<ParamId>& params = params_[module];
+  if (std::ranges::find(params, param) == params.end()) params.push_back(param);
+}
+
 void Modules::register_external(int module, ParamId param) {
   const Place& place = units_.at(param, "register_external");
   if (!place.held()) return;
   check(module);
   const std::lock_guard lock(driver_.hooks().mutex());
+  note(module, param);
   units_.unsharder().extend_scope(module, place.number, Hooks::inside_task());
 }
 
@@ -40,6 +56,7 @@ void Modules::use_elsewhere(ParamId param) {
   const int scope = units_.unsharder().holding_scope();
   TESSERA_CHECK(scope >= 0, "zero", "parameter '", place.name(),
                 "' is partitioned and no module of the engine is running; use GatheredParameters");
+  note(scope, param);
   units_.unsharder().extend_scope(scope, place.number, Hooks::inside_task());
 }
 

@@ -25,16 +25,21 @@ class Modules {
   // it is gathered with that module's. Collective when such a module is running.
   void use_elsewhere(ParamId param);
   void register_external(int module, ParamId param);
+  // Parameters lie in other units now. No forward is under way.
+  void follow_units();
   // Ends calls whose end was never told, before a new outermost forward.
   void end_stray();
 
  private:
   void check(int module) const;
+  void note(int module, ParamId param);
+  std::vector<int> units_of(const std::vector<ParamId>& params) const;
   void watch_call_of(std::vector<int> units, const std::vector<at::Tensor>& outputs,
                      const std::vector<compat::NodePtr>& producers, bool open_now);
 
   Units& units_;
   BackwardDriver& driver_;
+  std::vector<std::vector<ParamId>> params_;  // by module
   // Producers of the inputs of module calls under way, innermost last; empty for those inside others.
   std::vector<std::vector<compat::NodePtr>> producers_;
 };

@@ -33,6 +33,7 @@ struct ParamSpec {
   // Which elements of a whole it is; null: all. Random bits follow the numbers of the whole, so that results do not depend
   // on the cut; it must be contiguous then.
   shard::CutPtr cut = {};
+  int joins = -1;  // without a group: that which it joins when it requires a gradient (joining.h); -1: none
 };
 
 }  // namespace tessera::zero

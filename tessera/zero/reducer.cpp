@@ -458,6 +458,15 @@ void Reducer::reduce_late() {
   finish();
 }
 
+void Reducer::join(std::vector<Unit*> units, const std::vector<Unit*>& joined, bool with_others) {
+  units_ = std::move(units);
+  begin_backward();
+  if (with_others) return;
+  for (Unit* unit : joined)
+    launch(*unit);
+  finish();
+}
+
 void Reducer::drain() {
   while (!in_flight_.empty())
     finish_oldest();

@@ -126,6 +126,9 @@ class Reducer {
   // Whether owned gradients are the sum over all ranks: the same on all of them.
   bool replicas_agree() const { return replicas_agree_ || ranks_.replicate->size() == 1; }
   void set_replicas_agree(bool agree) { replicas_agree_ = agree; }
+  // There are more units, in launch order: `joined` among them, whose gradients came past their launch and are reduced now,
+  // unless the others are to be reduced yet (`with_others`). Between backwards; collective, all ranks with the same.
+  void join(std::vector<Unit*> units, const std::vector<Unit*>& joined, bool with_others);
   // Waits for collectives in flight (after a backward that threw).
   void drain();
   // Drops collectives in flight without throwing; only destroy may follow.

@@ -23,6 +23,8 @@ class Regions {
   // Collective. `writer` counts as Ranks::rank() does; of a parameter that differs along axes, the values of the rank hold
   // that has the writer's place along the others.
   void close(const std::vector<ParamId>& params, Writes writes = Writes::None, int writer = 0);
+  // There are more parameters. Local.
+  void params_changed() { open_.resize(static_cast<size_t>(units_.count())); }
 
  private:
   struct Open {

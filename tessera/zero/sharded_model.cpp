@@ -11,6 +11,7 @@ ShardedModel::ShardedModel(const Options& options, const comm::Mesh& mesh, const
       regions(units, driver),
       updater(units, driver),
       early(units, driver, updater),
+      joining(units, driver, modules, regions, early),
       states(units, driver),
       accumulation(units, driver),
       moving(units, driver) {}

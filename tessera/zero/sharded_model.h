@@ -4,6 +4,7 @@
 
 #include "tessera/zero/accumulation.h"
 #include "tessera/zero/backward_driver.h"
+#include "tessera/zero/joining.h"
 #include "tessera/zero/modules.h"
 #include "tessera/zero/moving.h"
 #include "tessera/zero/regions.h"
@@ -39,6 +40,7 @@ struct ShardedModel {
   Regions regions;
   Updater updater;
   UpdateInBackward early;
+  Joining joining;
   StateAccess states;
   Accumulation accumulation;
   Moving moving;

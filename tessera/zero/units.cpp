@@ -79,6 +79,7 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<P
       options_.gather, phases_, [this](int informed, const std::string& why) { abort_groups(informed, why); });
   for (size_t i = 0; i < params.size(); ++i)
     if (params[i].group >= 0) trained_ids_.push_back(static_cast<ParamId>(i));
+  params_changed();
   const std::vector<PlannedUnit> planned_units = plan(params);
   shared_ = share(planned_units, params);
   try {
@@ -90,6 +91,7 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<P
   shared_.written("the initial values");
   number_elements();
   order_launches();
+  built_ = true;
 }
 
 // What one rank's disk or device refuses is an error of all: each broadcasts the values of all units first. (Where there is no
@@ -98,6 +100,8 @@ void Units::build(const std::vector<PlannedUnit>& units, const std::vector<Param
   if (options_.home) check_client(params);
   const bool of_memory = !has_homes() && !ranks().device.is_cpu() && ranks().all() > 1;
   RankGuard disks = of_memory ? RankGuard::for_memory() : RankGuard(has_homes());
+  const auto first_unit = static_cast<std::ptrdiff_t>(units_.size());
+  const auto first_frozen = static_cast<std::ptrdiff_t>(frozen_.size());
   for (const PlannedUnit& planned : units) {
     std::vector<const ParamSpec*> originals;
     for (const ParamId id : planned.items)
@@ -113,11 +117,9 @@ void Units::build(const std::vector<PlannedUnit>& units, const std::vector<Param
     disks.run([&] { memory_for(build_one, "the states of unit '", planned.name, "'"); });
   }
   if (!disks.agrees()) return;
-  disks.run([&] { take_host_memory(); });
-  for (const auto& unit : units_)
-    disks.run([&] { unit->flush(); });
-  for (const auto& flat : frozen_)
-    disks.run([&] { flat->flush(); });
+  disks.run([&] { take_host_memory(first_unit); });
+  std::for_each(units_.begin() + first_unit, units_.end(), [&](auto& unit) { disks.run([&] { unit->flush(); }); });
+  std::for_each(frozen_.begin() + first_frozen, frozen_.end(), [&](auto& flat) { disks.run([&] { flat->flush(); }); });
   disks.agree(ranks()).check("[zero] model states could not be made, or brought to where they shall live: ");
 }
 
@@ -141,15 +143,15 @@ void Units::undo() noexcept try {
   // A device that fails: the error that ended the construction says it.
 }
 
-// For gradients that leave the device; all of it at once, and the largest first, so that little is lost.
-void Units::take_host_memory() {
+// For gradients of units from `first` on that leave the device; all of it at once, and the largest first, so that little is lost.
+void Units::take_host_memory(std::ptrdiff_t first) {
   int64_t bytes = 0;
   std::vector<HostGrads*> all;
-  for (const auto& unit : units_) {
-    if (!unit->host_grads) continue;
+  std::for_each(units_.begin() + first, units_.end(), [&](const auto& unit) {
+    if (!unit->host_grads) return;
     all.push_back(unit->host_grads.get());
     bytes += all.back()->bytes();
-  }
+  });
   std::ranges::stable_sort(all, std::greater(), &HostGrads::bytes);
   const auto slabs = options_.pin_memory ? std::make_shared<shard::HostSlabs>() : nullptr;
   if (slabs) slabs->expect(bytes);
@@ -223,6 +225,10 @@ void Units::number_elements() {
 // units, which modules all over the model use, last.
 void Units::order_launches() {
   std::reverse(units_.begin(), units_.end());
+  root_and_flush_last();
+}
+
+void Units::root_and_flush_last() {
   std::stable_partition(units_.begin(), units_.end(), [](const auto& u) { return !u->root; });
   std::stable_partition(units_.begin(), units_.end(), [](const auto& u) { return u->launch_at() != LaunchAt::Flush; });
 }
@@ -276,6 +282,11 @@ std::vector<PlannedUnit> Units::plan(const std::vector<ParamSpec>& params) const
     items.push_back({p.unit, p.tensor.numel(), 0, kFrozen, travels_of(kFrozen, p)});
     ids.push_back(static_cast<ParamId>(i));
   }
+  return plan_of(items, ids);
+}
+
+// `ids`: of the items.
+std::vector<PlannedUnit> Units::plan_of(const std::vector<PlanItem>& items, const std::vector<ParamId>& ids) const {
   std::vector<PlannedUnit> units = plan_units(items, options_.min_unit_elements, options_.reduce_bucket_size);
   for (PlannedUnit& unit : units)
     for (int& item : unit.items)
@@ -306,6 +317,7 @@ SharedParams Units::share(const std::vector<PlannedUnit>& units, const std::vect
 
 // Undefined where nothing is shared.
 at::Tensor Units::space_of(const std::vector<const ParamSpec*>& members) {
+  if (built_) return {};  // all of it is given away
   std::vector<int64_t> numels;
   numels.reserve(members.size());
   for (const ParamSpec* p : members)
@@ -419,8 +431,95 @@ void Units::fail_alone(c10::OutOfMemoryError& error) const {
 }
 
 void Units::check_here(const char* call) const {
+  TESSERA_CHECK(ended_.empty(), "engine", call, ": ", ended_);
   TESSERA_CHECK(!away_, "engine", call,
                 ": states of this engine were moved off the device by offload_states(); call reload_states() first");
+}
+
+// ---------------------------------------------------------------- joining
+
+void Units::params_changed() {
+  places_.resize(params_.size());
+  may_join_.clear();
+  for (size_t i = 0; i < params_.size(); ++i)
+    if (params_[i].group < 0 && params_[i].joins >= 0) may_join_.push_back(static_cast<ParamId>(i));
+}
+
+void Units::check_joins(ParamId id) const {
+  const at::ScalarType dtype = params_[id].tensor.scalar_type(), trained = options_.precision.param;
+  TESSERA_CHECK_VALUE(
+      dtype == trained, "engine", "parameter '", params_[id].name, "' begins to be trained and is ", dtype,
+      ", the engine trains ", trained,
+      ": convert it before the engine is built, or enable bf16 or fp16 in the configuration, which casts "
+      "all");
+}
+
+std::vector<PlanItem> Units::items_to_join(const std::vector<ParamId>& ids) const {
+  const bool partitions = placements_.params == shard::Placement::Shard;
+  std::vector<PlanItem> items;
+  for (const ParamId id : ids) {
+    const ParamSpec& p = params_[id];
+    check_joins(id);
+    TESSERA_CHECK_VALUE(sets_.contains(p.varies.only(several_)), "zero", "parameter '", p.name, "' differs along ",
+                        p.varies.name(), ", as no parameter did when the engine was built; build a new one");
+    const bool stays = partitions && !(places_[id].held() && places_[id].flat->sharded());
+    const int kind = stays ? kResident : kPartitioned;
+    items.push_back({p.unit, p.tensor.numel(), p.group, kind, travels_of(kind, p)});
+  }
+  return items;
+}
+
+// What is partitioned of `ids` leaves its unit, whose other parameters are to be built anew. They are all whole meanwhile.
+std::vector<PlannedUnit> Units::leave_frozen(const std::vector<ParamId>& ids) {
+  std::vector<PlannedUnit> rest;
+  for (auto flat = frozen_.begin(); flat != frozen_.end();) {
+    const auto lies_here = [&](ParamId id) { return places_[id].flat == flat->get(); };
+    if (std::ranges::none_of(ids, lies_here)) {
+      ++flat;
+      continue;
+    }
+    PlannedUnit others{(*flat)->name(), kFrozen, "", false, {}};
+    std::vector<ParamId> members;
+    for (ParamId id = 0; id < count(); ++id) {
+      if (!lies_here(id)) continue;
+      members.push_back(id);
+      if (std::ranges::find(ids, id) == ids.end()) others.items.push_back(id);
+    }
+    const int number = places_[members.front()].number;
+    unsharder_->hold(number, /*writable=*/false);
+    const at::Tensor all = (*flat)->copy_all();
+    unsharder_->unhold(number);
+    (*flat)->leave(all);
+    for (const ParamId id : members)
+      places_[id] = {};
+    left_.push_back(std::move(*flat));
+    flat = frozen_.erase(flat);
+    if (!others.items.empty()) rest.push_back(std::move(others));
+  }
+  return rest;
+}
+
+void Units::join(const std::vector<ParamId>& ids) {
+  const c10::AutoGradMode no_grad(false);
+  check_params(params_, groups_);
+  const std::vector<PlannedUnit> joined = plan_of(items_to_join(ids), ids);
+  unsharder_->settle_before_update();
+  try {
+    std::vector<PlannedUnit> all = leave_frozen(ids);
+    all.insert(all.end(), joined.begin(), joined.end());
+    build(all, params_);
+  } catch (const std::exception& error) {
+    const auto* known = dynamic_cast<const c10::Error*>(&error);
+    ended_ = c10::str("parameters could not join this engine, which ends with that (",
+                      known == nullptr ? error.what() : known->what_without_backtrace(), "); build a new one");
+    throw;
+  }
+  for (const ParamId id : ids)
+    trained_ids_.push_back(id);
+  std::ranges::sort(trained_ids_);
+  params_changed();
+  number_elements();
+  root_and_flush_last();
 }
 
 void Units::release(const std::string& message) {
@@ -429,6 +528,7 @@ void Units::release(const std::string& message) {
     unit->let_go();
   units_.clear();
   frozen_.clear();
+  left_.clear();
   places_.clear();
   trained_ids_.clear();
   return_host_memory();

@@ -98,6 +98,15 @@ class Units {
   }
   // Page-locked memory that nothing needs any more, of what lives elsewhere or was moved, goes back to the system.
   void return_host_memory() const noexcept;
+  // Those without a group that would join one: see Note [Joining] in joining.h.
+  const std::vector<ParamId>& may_join() const { return may_join_; }
+  // Value error for a dtype that is not the trained ones'.
+  void check_joins(ParamId id) const;
+  // params() has grown, or other parameters may join. Local.
+  void params_changed();
+  // `ids`, which have a group now, get units and states, by what builds them at construction. Partitioned ones stay so, the
+  // others stay whole. Value error before anything is touched. Where it throws later the engine has ended. Collective.
+  void join(const std::vector<ParamId>& ids);
   // Frees gradients, states and places; parameters without data say `message`. Local.
   void release(const std::string& message);
 
@@ -120,13 +129,17 @@ class Units {
   at::Tensor space_of(const std::vector<const ParamSpec*>& members);
   void build(const std::vector<PlannedUnit>& units, const std::vector<ParamSpec>& params);
   void undo() noexcept;
-  void take_host_memory();
+  void take_host_memory(std::ptrdiff_t first);
   void check_client(const std::vector<ParamSpec>& params) const;
   void build_unit(const PlannedUnit& planned, const std::vector<const ParamSpec*>& originals);
   void build_frozen(const PlannedUnit& planned, const std::vector<const ParamSpec*>& originals,
                     std::vector<FlatParams::Item> items);
   void number_elements();
   void order_launches();
+  void root_and_flush_last();
+  std::vector<PlanItem> items_to_join(const std::vector<ParamId>& ids) const;
+  std::vector<PlannedUnit> leave_frozen(const std::vector<ParamId>& ids);
+  std::vector<PlannedUnit> plan_of(const std::vector<PlanItem>& items, const std::vector<ParamId>& ids) const;
 
   Options options_;
   Phases phases_;
@@ -141,10 +154,12 @@ class Units {
   std::vector<std::unique_ptr<Unit>> units_;
   std::vector<std::unique_ptr<FlatParams>> frozen_;
   std::vector<Place> places_;
-  std::vector<ParamId> trained_ids_;
+  std::vector<ParamId> trained_ids_, may_join_;
+  std::vector<std::unique_ptr<FlatParams>> left_;  // of frozen_, empty: the unsharder has their numbers
+  bool built_ = false;                             // what comes now joins
   std::vector<Unit*> unit_of_number_;
   std::unique_ptr<Unsharder> unsharder_;
-  std::string broken_;
+  std::string broken_, ended_;
   bool away_ = false, was_away_ = false;
 };
 

@@ -67,12 +67,21 @@ int Unsharder::add(FlatParams* flat, comm::GroupPtr group) {
   return static_cast<int>(entries_.size()) - 1;
 }
 
-int Unsharder::add_scope(std::vector<int> units) {
+std::vector<int> Unsharder::sharded_of(std::vector<int> units) const {
   std::sort(units.begin(), units.end());
   units.erase(std::unique(units.begin(), units.end()), units.end());
   std::erase_if(units, [&](int unit) { return !entries_[unit].flat->sharded(); });
-  scopes_.push_back(std::move(units));
+  return units;
+}
+
+int Unsharder::add_scope(std::vector<int> units) {
+  scopes_.push_back(sharded_of(std::move(units)));
   return static_cast<int>(scopes_.size()) - 1;
+}
+
+void Unsharder::set_scope(int scope, std::vector<int> units) {
+  TESSERA_ASSERT(!under_way(scope));
+  scopes_[scope] = sharded_of(std::move(units));
 }
 
 void Unsharder::extend_scope(int scope, int unit, bool in_backward) {

@@ -49,6 +49,8 @@ class Unsharder {
 
   // ---- forward. A scope is a module: the units its forward and backward read.
   int add_scope(std::vector<int> units);
+  // No call of it is under way.
+  void set_scope(int scope, std::vector<int> units);
   // The scope reads one more unit, from now on: a parameter of another module.
   void extend_scope(int scope, int unit, bool in_backward);
   // The innermost scope under way that holds its units itself; -1 outside.
@@ -140,6 +142,7 @@ class Unsharder {
   static bool in_use(const Entry& entry) {
     return entry.holds + entry.regions > 0 || !entry.calls.empty() || entry.again;
   }
+  std::vector<int> sharded_of(std::vector<int> units) const;
   void settle(int unit);
   void settle_all(const std::vector<int>& units);
   bool worth_keeping(int unit) const;

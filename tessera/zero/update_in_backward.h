@@ -28,6 +28,10 @@ class UpdateInBackward final : private SumSink {
   bool on() const { return units_.options().update_in_backward; }
   // The optimizer step is over.
   void reset();
+  // There are more parameters. Local.
+  void params_changed() { present_.resize(units_.count()); }
+  // By parameter: updated since then.
+  const std::vector<bool>& present() const { return present_; }
 
  private:
   // With clipping: its norm is on its way.

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
@@ -103,13 +104,14 @@ void Updater::reduce_late() {
   driver_.reduce_replicas();
 }
 
-double Updater::norm_contribution(const std::vector<ParamId>& without) {
+std::optional<double> Updater::norm_contribution(const std::vector<ParamId>& without, double said) {
   for (const ParamId id : without)
     units_.trained(id, "norm_contribution");
   const Ranks& ranks = units_.ranks();
-  const at::Tensor late = at::full({1}, driver_.reducer().has_late() ? 1.0 : 0.0, at::kDouble);
+  const at::Tensor late = at::tensor({driver_.reducer().has_late() ? 1.0 : 0.0, said, -said}, at::kDouble);
   ranks.agree(late, comm::ReduceOp::Max, "late gradients");
-  if (late.item<double>() > 0) reduce_late();
+  if (late[1].item<double>() != said || late[2].item<double>() != -said) return {};
+  if (late[0].item<double>() > 0) reduce_late();
   const double own = varying_squares(without);
   if (ranks.replicate->rank() > 0 || ranks.model->rank() > 0) return own;
   const at::Tensor rows = at::zeros({ranks.shard->size(), 1}, at::kDouble);

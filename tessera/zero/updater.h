@@ -30,7 +30,8 @@ class Updater {
   // The squares of the gradients that count on this rank: summed over all ranks they are the square of the norm, whatever
   // is replicated or cut. Not finite if one of them is not. `without`: parameters that do not count. Collective. Gradients
   // must be reduced.
-  double norm_contribution(const std::vector<ParamId>& without);
+  // `said`: a finite number that ranks compare; without a value where they differ.
+  std::optional<double> norm_contribution(const std::vector<ParamId>& without, double said);
   // Gradients are multiplied by `scale` (unscale and clip). Parameters without a gradient on any rank are left alone.
   // `external` (Rule::External) updates the masters. Collective: refreshes the compute parameters.
   void update(const GradientSummary& summary, double scale, const std::function<void()>& external);

@@ -47,10 +47,23 @@ struct Data {
   at::Tensor x = torch::randn({8, 5}), y = torch::randn({8, 3});
 };
 
+void require_grad(const torch::nn::Module& module, bool yes) {
+  for (at::Tensor& p : module.parameters())
+    p.set_requires_grad(yes);
+}
+
+// What a program does before step `i`, where it trains the head late, and ceases to train the blocks.
+void change(const PairNet& net, int i, bool late) {
+  if (!late) return;
+  require_grad(*net.head, i >= 2);
+  require_grad(*net.blocks, i < 4);
+}
+
 // Weights after 5 steps of plain PyTorch on the whole batch.
-std::vector<at::Tensor> plain(PairNet& net, const Data& data) {
+std::vector<at::Tensor> plain(PairNet& net, const Data& data, bool late = false) {
   torch::optim::AdamW optimizer(net.parameters(), torch::optim::AdamWOptions(0.01).weight_decay(0.1));
   for (int i = 0; i < 5; ++i) {
+    change(net, i, late);
     optimizer.zero_grad();
     std::get<0>(net.forward(data.x, data.y)).backward();
     optimizer.step();
@@ -69,12 +82,13 @@ TEST(Engine, TrainsAsPlainPyTorchOnOneAndTwoRanks) {
   torch::manual_seed(1);
   const Data data;
   PairNet start;
-  PairNet reference;
-  copy(reference, start);
-  const auto expected = plain(reference, data);
   const io::TempFolder disk;
-  for (int stage = 0; stage <= 3; ++stage) {
-    const int ranks = 2;
+  for (int run = 0; run < 8; ++run) {
+    const int ranks = 2, stage = run / 2;
+    const bool late = run % 2 == 1;
+    PairNet reference;
+    copy(reference, start);
+    const auto expected = plain(reference, data, late);
     const std::string on_disk = R"({"device": "nvme", "max_in_cpu": 0, "nvme_path": ")" + disk.path() + "\"}";
     const std::string away = stage == 2
                                  ? R"(, "offload_optimizer": {"device": "nvme", "nvme_path": ")" + disk.path() + "\"}"
@@ -86,10 +100,12 @@ TEST(Engine, TrainsAsPlainPyTorchOnOneAndTwoRanks) {
       threads.emplace_back([&, rank] {
         auto net = std::make_shared<PairNet>();
         copy(*net, start);
+        change(*net, 0, late);
         auto engine = initialize(net, adamw_config(stage, ranks, away), comm::Mesh(groups[rank]));
         EXPECT_EQ(engine.rank(), rank);
         EXPECT_EQ(engine.size(), ranks);
         for (int i = 0; i < 5; ++i) {
+          change(*net, i, late);
           const auto x = data.x.narrow(0, 4 * rank, 4), y = data.y.narrow(0, 4 * rank, 4);
           std::get<0>(engine.forward(x, y)).backward();
           EXPECT_TRUE(engine.step());
@@ -100,7 +116,7 @@ TEST(Engine, TrainsAsPlainPyTorchOnOneAndTwoRanks) {
         std::iota(all.begin(), all.end(), 0);
         engine.core().regions().open(all);
         for (size_t i = 0; i < expected.size(); ++i) {
-          EXPECT_TRUE(at::allclose(net->parameters()[i], expected[i], 1e-5, 1e-6)) << "stage " << stage;
+          EXPECT_TRUE(at::allclose(net->parameters()[i], expected[i], 1e-5, 1e-6)) << "stage " << stage << late;
         }
         engine.core().regions().close(all);
       });

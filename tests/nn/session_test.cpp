@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "tessera/io/file.h"
+#include "tessera/nn/engine.h"
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
@@ -41,7 +42,9 @@ TEST(Session, AxesOfTheConfigurationAreThoseOfTheMesh) {
 
 void train_step(Session& s) {
   s.core().pre_forward();
-  at::Tensor loss = s.core().params()[0].tensor.sum();
+  at::Tensor loss = at::zeros({});
+  for (const auto& spec : s.core().params())
+    loss = loss + spec.tensor.sum();
   s.core().post_forward({loss});
   loss.backward();
   EXPECT_TRUE(s.step());
@@ -63,6 +66,37 @@ TEST(Session, TheScheduleMovesTheLearningRateAtEveryAppliedStep) {
     EXPECT_EQ(s.lr(), at(step)) << step;
     train_step(s);
   }
+}
+
+// Ranks along axes over which the model does nothing.
+TEST(Session, AxesThatCutNothingAreToldOnce) {
+  for (const comm::Axis axis : {comm::Axis::Tp, comm::Axis::Sp}) {
+    testing::run_axes({{axis, 2}}, [&](int rank, const comm::Mesh& mesh) {
+      const testing::KeptWarnings kept;
+      const auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}})");
+      auto engine = initialize(torch::nn::Linear(2, 2), config, mesh);
+      for (int i = 0; i < 3; ++i) {
+        engine.forward(at::ones({1, 2})).sum().backward();
+        engine.step();
+      }
+      ASSERT_EQ(kept.lines.size(), rank == 0 ? 1U : 0U);
+      const char* text =
+          axis == comm::Axis::Tp ? "no module of the model is cut over them" : "no attention of the model";
+      if (rank == 0) EXPECT_HAS(kept.lines[0], text);
+    });
+  }
+}
+
+TEST(Session, TheScheduleHasOneOwner) {
+  static_assert(!std::is_copy_constructible_v<Session> && !std::is_copy_assignable_v<Session>);
+  auto first = session(R"({"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}})");
+  train_step(first);
+  const auto rates = first.lr();
+  Session second = std::move(first);
+  EXPECT_EQ(second.lr(), rates);
+  train_step(second);
+  EXPECT_NE(second.lr(), rates);
 }
 
 TEST(Session, TheScheduleWaitsForTheBoundary) {
@@ -164,7 +198,8 @@ TEST(Session, OneRankTells) {
                                        {{Axis::Tp, 2}},
                                        {{Axis::DpShard, 2}, {Axis::Sp, 2}, {Axis::Tp, 2}}}) {
     ::testing::internal::CaptureStderr();
-    EXPECT_EQ(tells(axes, 1, 5).size(), 2u);
+    const bool cuts_sequence = axes.contains(Axis::Sp);  // and nothing exchanges its parts
+    EXPECT_EQ(tells(axes, 1, 5).size(), cuts_sequence ? 3u : 2u);
     EXPECT_EQ(::testing::internal::GetCapturedStderr(),
               "[tessera] step=2, skipped=0, lr=[0.5]\n[tessera] step=4, skipped=0, lr=[0.5]\n");
     const auto lines = tells(axes, 3, 0);

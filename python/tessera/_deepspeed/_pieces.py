@@ -18,6 +18,7 @@ DTYPE_NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.complex64: "C64", torch.complex128: "C128",
 }  # fmt: skip
+OWN_STEPS = "tessera_steps"  # of optim-states, beside DeepSpeed's keys: by parameter
 # Keys of a model-states file that are DeepSpeed's own; all others are the client's.
 OWN_KEYS = frozenset(
     [

@@ -24,6 +24,7 @@ from tessera._deepspeed._pickle import Inert, TensorRef
 from tessera._deepspeed._pieces import (
     DTYPE_NAMES,
     OWN_KEYS,
+    OWN_STEPS,
     Ordered,
     Piece,
     file_record,
@@ -168,7 +169,14 @@ class _Layout:
         else:
             self._read_flat(files, states)
         self._read_common(states[0])
+        self._read_steps(files[0], files[0].value)
         return stage
+
+    def _read_steps(self, file: PtFile, holder: dict[str, Any]) -> None:
+        """Beside those of flat groups, where we wrote the file."""
+        for name, step in holder.get(OWN_STEPS, {}).items():
+            if name in self.trained:
+                self.trained[name].step = self._step(file, {"step": step})
 
     def _read_common(self, state: dict[str, Any]) -> None:
         scaler = state.get("loss_scaler")
@@ -317,6 +325,7 @@ class _Layout:
                     if ref.shape != value.shape:
                         file.fail(f"has {kind} of shape {ref.shape} for '{name}' of shape {value.shape}")
                     self.trained[name].tensors[kind] = ref.dtype, list(whole(file, ref))
+        self._read_steps(file, saved)
 
     def _read_stage0_flat(self, master: TensorRef, state: dict[str, Any], names: list[str]) -> None:
         parts, step, numbers = self._group_states([self.model_file], [master], [state])

@@ -17,7 +17,7 @@ import torch
 
 from tessera import _core
 from tessera._blobs import CUT, OWN_KINDS, Saved, cut_of
-from tessera._deepspeed._pieces import ranks_text
+from tessera._deepspeed._pieces import OWN_STEPS, ranks_text
 from tessera._deepspeed._pt_writer import Made, Streamed, write_pt
 from tessera.errors import ConfigError
 
@@ -117,6 +117,15 @@ class Source:
         """Of a flat group, in the form that the optimizer there has."""
         step = max((int(self.numbers.get(name, {}).get("step", self.params[name].step)) for name in names), default=0)
         return torch.tensor(float(step)) if self.torch_optimizer() else step
+
+    def steps_beside(self, groups: list[list[str]]) -> dict[str, Any]:
+        """Of parameters that had fewer updates than their flat group, as they joined later: how many. A key of our own,
+        as DeepSpeed has one number for all of a group."""
+        steps: dict[str, int] = {}
+        for names in groups:
+            own = {name: int(self.step([name])) for name in names}
+            steps |= {name: step for name, step in own.items() if step != max(own.values())}
+        return {OWN_STEPS: steps} if steps else {}
 
     def scalars(self, names: list[str]) -> dict[str, Any]:
         """States that a flat group has beside its tensors."""
@@ -330,6 +339,7 @@ class Layout:
         }
         optimizer = {"state": flat, "param_groups": source.param_groups([[n] for n in flat])}
         masters_flat = [self._range(g, 0, size, size, "master") for g, size in zip(self.groups, sizes, strict=True)]
+        common |= source.steps_beside([group.names for group in self.groups])
         return {**common, "optimizer_state_dict": optimizer, "fp32_groups_flat": masters_flat}
 
     def _clip(self) -> float:
@@ -339,7 +349,8 @@ class Layout:
 
     def optim_states(self, rank: int) -> dict[str, Any]:
         state = self._sharded_state(rank) if self.stage == 3 else self._flat_group_state(rank)
-        return {"optimizer_state_dict": state, "ds_config": self.source.config, "ds_version": VERSION}
+        steps = self.source.steps_beside([group.names for group in self.groups])
+        return {"optimizer_state_dict": state, "ds_config": self.source.config, "ds_version": VERSION, **steps}
 
     def _flat_group_state(self, rank: int) -> dict[str, Any]:
         """Stages 1 and 2."""
@@ -471,4 +482,4 @@ def write_universal(source: Source, folder: str) -> None:
             for file, kind in kinds.items():
                 value = source.whole(name, kind, torch.float32)
                 write_pt(os.path.join(own, f"{file}.pt"), {"param": value, "cat_dim": 0})
-            write_pt(os.path.join(own, "step.pt"), source.step(group.names))
+            write_pt(os.path.join(own, "step.pt"), source.step([name]))

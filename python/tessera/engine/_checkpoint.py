@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from tessera._blobs import Saved, pickled
 from tessera._copies import own_copies
 from tessera._deepspeed._pieces import OWN_KEYS
 from tessera._deepspeed._read import LOOKED_FOR, Hints, manifest_of
+from tessera._random import put_random_states, random_states
 from tessera.checkpoints import shard_bytes
 from tessera.engine._optimizer_parts import (
     client_states,
@@ -152,6 +152,7 @@ def _save(
     keep_last = config.get("checkpoint.keep_last") if keep_last is None else keep_last
     as_deepspeed = config.get("checkpoint.format") == "deepspeed"
     engine.wait_for_checkpoint()
+    engine._join()
     # Whatever fails on one rank fails here, before the first of them counts on the others.
     with _together(engine):
         _check_arguments(save_dir, client_state, as_deepspeed, asynchronous)
@@ -170,7 +171,10 @@ def _save(
         numbers, states = client_states(engine, names)
         blobs = _blobs(engine, client_state, numbers)
         if config.get("checkpoint.random_state") if random_state is None else random_state:
-            blobs[f"random-{_core.checkpoint_place(engine.core)}"] = pickled(_random_states(), "the random generators")
+            random = random_states()
+            if (begin := getattr(engine.training_dataloader, "begin", None)) is not None:
+                random["pass"] = begin
+            blobs[f"random-{_core.checkpoint_place(engine.core)}"] = pickled(random, "the random generators")
         run = {}
         if hasattr(engine.lr_scheduler, "last_batch_iteration"):
             run["schedule_steps"] = engine.lr_scheduler.last_batch_iteration + 1
@@ -202,6 +206,7 @@ def _load(
     trusted: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:
     folder = os.fspath(load_dir)
+    engine._join()
     optimizer = optimizer and not module_only
     restore = _core.open_checkpoint(
         engine.core,
@@ -233,7 +238,7 @@ def _load(
         foreign = not module_only and "source" in run
         schedule_state = saved.part("schedule") if (schedule and not module_only) or foreign else None
         loader = None if module_only else saved.run.get("loader")
-        random_states = None if module_only else saved.blob(f"random-{_core.checkpoint_place(engine.core)}")
+        random = None if module_only else saved.blob(f"random-{_core.checkpoint_place(engine.core)}")
     restore.apply()
     for buffer, value in buffers:
         with torch.no_grad():
@@ -253,9 +258,10 @@ def _load(
         elif schedule_state is not None:
             client.setdefault("lr_scheduler", schedule_state)  # as DeepSpeed gives what it does not load
         if loader is not None and hasattr(engine.training_dataloader, "load_state_dict"):
-            engine.training_dataloader.load_state_dict(loader)
-        if random_states is not None:
-            _put_random_states(random_states)
+            begin = {} if random is None or "pass" not in random else {"begin": random["pass"]}
+            engine.training_dataloader.load_state_dict(loader | begin)
+        if random is not None:
+            put_random_states(random)
     return restore.folder, client
 
 
@@ -350,17 +356,6 @@ def _blobs(engine: Engine, client_state: dict[str, Any], numbers: dict[str, Any]
     return blobs
 
 
-def _random_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state()
-        states["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
-    if torch.accelerator.is_available():
-        module = torch.get_device_module(torch.accelerator.current_accelerator())
-        states["device"] = module.get_rng_state()
-    return states
-
-
 # ---------------------------------------------------------------- weights for other tools
 
 
@@ -422,18 +417,6 @@ def _save_state_dict(engine: Engine, state: dict[str, Any], path: str) -> None:
 
 def _hints(engine: Engine, optimizer: bool) -> Hints:
     return Hints(engine._group_names or None, engine.gradient_accumulation_steps(), optimizer)
-
-
-def _put_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if "numpy" in states:
-        import numpy
-
-        name, keys, *rest = states["numpy"]
-        numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
-    if "device" in states and torch.accelerator.is_available():
-        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(states["device"])
 
 
 def _buffers_from(engine: Engine, restore: _core.Restore, strict: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:

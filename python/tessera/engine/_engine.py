@@ -18,7 +18,7 @@ from tessera import _core, _mesh, distributed
 from tessera._config import load_config
 from tessera._copies import copy_of, own_copies, without_repeats
 from tessera._device import checked_device, emulated
-from tessera._loans import Loans, step_of, zero_grad_of
+from tessera._loans import Loans, step_of, zero_grad_of, zero_grad_of_optimizer
 from tessera._outputs import tensors_in
 from tessera.autocast import (
     PARAM_COMM_DTYPE_ATTR_NAME,
@@ -31,6 +31,7 @@ from tessera.data import Loader, make_loader
 from tessera.elasticity import with_elastic_batch
 from tessera.engine._checkpoint import EngineCheckpoints
 from tessera.engine._contents import Contents
+from tessera.engine._joining import EngineJoining, groups_of_frozen
 from tessera.engine._moving import EngineMoving
 from tessera.engine._norms import EngineNorms
 from tessera.engine._parallel import TensorParallel
@@ -40,7 +41,7 @@ from tessera.engine._report import logger
 from tessera.engine._watch import Watch
 from tessera.errors import ConfigError, UsageError
 from tessera.loss_scale import LossScaler
-from tessera.optim._factory import build_optimizer, build_schedule, describe, keep_optimizer, params_of
+from tessera.optim._factory import as_lists, build_optimizer, build_schedule, describe, keep_optimizer, params_of
 from tessera.optim._rules import native_rule, read_group
 from tessera.optim._runners import ExternalRunner, NativeRunner, Runner
 from tessera.optim._slices import SlicesRunner
@@ -54,7 +55,7 @@ from tessera.zero._leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_modu
 from tessera.zero._regions import Region, parts_of
 
 
-class Engine(EngineCheckpoints, EngineMoving, EngineNorms):
+class Engine(EngineCheckpoints, EngineJoining, EngineMoving, EngineNorms):
     """Trains `model` as `config` says. tessera.initialize() builds one from the usual arguments.
 
     `group`: the ranks (a torch ProcessGroup or a group of tessera; default: all processes), which the configuration's
@@ -113,7 +114,10 @@ class Engine(EngineCheckpoints, EngineMoving, EngineNorms):
             self._warn(self._parallel.warnings)
             self.device = place(model, device)
             self._warn(emulated(self._settings, self.device))
+            model_parameters = as_lists(model_parameters)
             base = self._build_optimizer(model_parameters)
+            own = not isinstance(optimizer, torch.optim.Optimizer)
+            self._joins = groups_of_frozen(model, base, model_parameters, own)
             self._check_optimizer(base)
             # All that the caller's arguments can make fail comes before the core, which changes the parameters.
             self.lr_scheduler = build_schedule(self._settings, optimizer, base, lr_scheduler)
@@ -184,7 +188,8 @@ class Engine(EngineCheckpoints, EngineMoving, EngineNorms):
         taken_over(self.module)
         self._index = {id(spec.tensor): number for number, spec in enumerate(specs)}
         self._optimized = frozenset(index.values())
-        self._frozen = {s.name: s.tensor for s in specs if s.group < 0 and not s.tensor.requires_grad}
+        # Of these nobody has said who trains them.
+        self._frozen = {s.name: s.tensor for s in specs if s.group < 0 > s.joins and not s.tensor.requires_grad}
         leaves = leaf_paths(self.module) if self._settings.placements.shards_params else []
         covers = set(units.values())
         self._partition = Partition(self, self.core, self._loans, self.module, self._index, covers, leaves)
@@ -237,6 +242,7 @@ class Engine(EngineCheckpoints, EngineMoving, EngineNorms):
                 *early_of(param),
                 get_comm_dtype(param) if marked and has_comm_dtype(param) else None,
                 *self._parallel.spec_of(param),
+                joins=self._joins.get(id(param), -1),
             )
             for name, param in named
         ]
@@ -291,11 +297,13 @@ class Engine(EngineCheckpoints, EngineMoving, EngineNorms):
         """The client's own object where its states can be what it expects (stage 0, fp32), else a wrapper."""
         if self._runner is None:
             return None
-        if not self._params_are_masters():
-            return Optimizer(self, self._runner)
         base = self._runner.base
-        self._loans.put(base, "step", types.MethodType(step_of(weakref.ref(self)), base))
-        return base
+        this = weakref.ref(self)
+        self._loans.put(base, "step", types.MethodType(step_of(this), base))
+        if self._params_are_masters():
+            return base
+        self._loans.put(base, "zero_grad", types.MethodType(zero_grad_of_optimizer(this), base))
+        return Optimizer(self, self._runner)
 
     def _telling_rank(self) -> int:
         """This rank's number among those of the engine; number 0 tells of progress."""
@@ -311,8 +319,7 @@ class Engine(EngineCheckpoints, EngineMoving, EngineNorms):
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
         core = self.core
-        if self._frozen:
-            self._warn_of_thawed()
+        self._follow_params()
         if self._says_what_is_local:  # now: registration may come after the engine
             self._says_what_is_local = False
             self._warn(attends_locally(self.module))
@@ -339,16 +346,6 @@ class Engine(EngineCheckpoints, EngineMoving, EngineNorms):
             finally:
                 self._parallel.end_forward(self.device)
         return outputs
-
-    def _warn_of_thawed(self) -> None:
-        thawed = [name for name, param in self._frozen.items() if param.requires_grad]
-        if thawed:
-            self._frozen = {}
-            warnings.warn(
-                f"[engine] {', '.join(thawed)}: frozen when the engine was built, requires gradients now; this engine "
-                "neither reduces its gradients nor updates it: destroy() the engine and build a new one to train it",
-                stacklevel=3,
-            )
 
     def _trainable(self, call: str) -> Runner:
         if self.core.destroyed():
@@ -392,6 +389,7 @@ class Engine(EngineCheckpoints, EngineMoving, EngineNorms):
         nothing updated, where parameters of the module were replaced since the engine was built. Collective."""
         runner = self._trainable("step")
         core = self.core
+        self._follow_params()
         self._partition.end_stray()
         steps = core.global_steps()
         boundary = not self.managed_gradient_accumulation() or core.is_gradient_accumulation_boundary()
@@ -401,10 +399,13 @@ class Engine(EngineCheckpoints, EngineMoving, EngineNorms):
             check_all_used(core, self._optimized)
         try:
             fault = self._contents.fault(self.module) if boundary else ""
-            applied = core.step(runner.external, global_norm, fault)
+            applied = core.step(None if runner.external is None else self._update, global_norm, fault)
         finally:
+            self._settle_joined()
             if isinstance(self.optimizer, Optimizer) and core.global_steps() != steps:
                 self.optimizer.overflow = not core.was_step_applied()
+        for line in core.take_notices():
+            warnings.warn(line, stacklevel=2)
         if core.global_steps() == steps:
             return
         runner.after_step(applied)
@@ -413,6 +414,12 @@ class Engine(EngineCheckpoints, EngineMoving, EngineNorms):
         if applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._watch.stepped(self)
+
+    def _update(self) -> None:
+        self._settle_joined()
+        update = self._trainable("step").external
+        assert update is not None
+        update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops every accumulated gradient, in the engine and in p.grad."""

@@ -46,6 +46,7 @@ def build_optimizer(
         if maybe is None:
             return None
         built = maybe
+    _check_of_model(built, model)
     if isinstance(built, torch.optim.LBFGS):
         raise NotImplementedError("[initialize] torch.optim.LBFGS needs a closure, which engine.step() does not take")
     if isinstance(built, torch.optim.SparseAdam):
@@ -69,6 +70,18 @@ def build_optimizer(
             f"{' without tensor parallelism' if is_cut else ''}"
         )
     return built
+
+
+def _check_of_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Parameters beside the model's own (a loss's) are trained too; with none of these it is another model's."""
+    params = params_of(optimizer.param_groups)
+    own = {id(param) for param in model.parameters()}
+    if params and own and own.isdisjoint(map(id, params)):
+        raise ConfigError(
+            f"[initialize] {type(optimizer).__name__} holds no parameter of the model, which nothing would train: "
+            "build it over the parameters of the very module that is handed over (not of a copy, nor of one whose "
+            "parameters were replaced since)"
+        )
 
 
 def keep_optimizer(optimizer: Any) -> Callable[[], None]:
@@ -136,6 +149,13 @@ def trainable_groups(model: nn.Module, model_parameters: Any, keep_empty: bool =
             item for item in group["params"] if (item[1] if isinstance(item, tuple) else item).requires_grad
         ]
     return [group for group in groups if group["params"] or keep_empty]
+
+
+def as_lists(model_parameters: Any) -> list[Any] | None:
+    """With all that can be read once only in lists."""
+    if model_parameters is None:
+        return None
+    return [{**one, "params": _as_list(one["params"])} if isinstance(one, dict) else one for one in model_parameters]
 
 
 def _as_list(params: Any) -> list[Any]:
@@ -232,8 +252,21 @@ def build_schedule(config: _core.Config, optimizer: Any, base: torch.optim.Optim
                 "[initialize] lr_scheduler must be a scheduler or a callable that builds one, got "
                 f"{type(lr_scheduler).__name__}"
             )
-        return None if base is None else lr_scheduler(base)
+        lr_scheduler = None if base is None else lr_scheduler(base)
+    _check_of_optimizer(lr_scheduler, base)
     return lr_scheduler
+
+
+def _check_of_optimizer(schedule: Any, base: torch.optim.Optimizer | None) -> None:
+    """ConfigError for a schedule that moves the rates of another optimizer."""
+    own = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
+    if base is None or not isinstance(own, list):
+        return
+    if {id(group) for group in own}.isdisjoint(map(id, base.param_groups)):
+        raise ConfigError(
+            f"[initialize] lr_scheduler is a {type(schedule).__name__} of another optimizer than the engine's, whose "
+            "rates it would not move: build it over that one, or pass a callable that gets it"
+        )
 
 
 def _schedule_from_config(kind: str, params: dict[str, Any], base: torch.optim.Optimizer) -> Any:

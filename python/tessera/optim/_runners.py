@@ -36,7 +36,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     ) -> None:
         self._core = core
         self._params = params
-        self._index = index
+        self._index = dict(index)
         self._names = names
         self._rule = rule
 
@@ -99,6 +99,10 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def add(self, param: torch.Tensor, number: int) -> None:
+        self._index[id(param)] = number
+        self._params.append(param)
+
     def copied(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Plain dicts with copies, to live without the engine."""
         return {
@@ -125,9 +129,38 @@ class Runner:
         """Called before every step at a boundary."""
         if _sizes_of(self.base) != self._sizes:
             raise UsageError(
-                "[engine.step] the optimizer's param groups, or parameters in them, were added or removed after the "
-                "engine was built and would train without it; destroy() it and call tessera.initialize again with all"
+                "[engine.step] param groups of the optimizer, or parameters in them, were removed after the engine was "
+                "built; freeze what is not to be trained (requires_grad False), or destroy() the engine and call "
+                "tessera.initialize again with the others"
             )
+
+    def has_grown(self) -> bool:
+        """There are parameters, or groups, that it does not know of."""
+        sizes = _sizes_of(self.base)
+        known = [*self._sizes, *[-1] * (len(sizes) - len(self._sizes))]
+        return len(known) == len(sizes) and any(a > b for a, b in zip(sizes, known, strict=True))
+
+    def grown(self) -> list[tuple[int, list[torch.Tensor]]]:
+        """These parameters, by the number of their group."""
+        groups = self.base.param_groups
+        sizes = [*self._sizes, *[0] * (len(groups) - len(self._sizes))]
+        return [(n, list(g["params"][size:])) for n, (g, size) in enumerate(zip(groups, sizes, strict=True))]
+
+    def take_group(self, number: int, params: list[torch.Tensor]) -> None:
+        """The core has the group with this number, too, which got these parameters."""
+        raise NotImplementedError
+
+    def note_sizes(self) -> None:
+        """It knows of all that there are."""
+        self._sizes = _sizes_of(self.base)
+
+    def numbers(self, index: Mapping[int, int]) -> dict[int, int]:
+        """Of what the param groups have, by id: `index` has those of parameters."""
+        return dict(index)
+
+    def joined(self, number: int, param: torch.Tensor, group: int) -> None:
+        """The core trains `param`, of this group, from here on."""
+        raise NotImplementedError
 
     def after_step(self, applied: bool) -> None:
         """Called after it."""
@@ -184,6 +217,18 @@ class NativeRunner(Runner):
                 del self._view[param]
         self._adopt(states)
 
+    def take_group(self, number: int, params: list[torch.Tensor]) -> None:
+        if number < len(self._groups):
+            return
+        options = _core.GroupOptions()
+        read_group(self._rule, self.base, number, options)
+        self._core.add_group(options)
+        self._groups = self._core.groups()
+
+    def joined(self, number: int, param: torch.Tensor, group: int) -> None:
+        self._view.add(param, number)
+        self._sizes = _sizes_of(self.base)
+
     def before_step(self) -> None:
         super().before_step()
         if self.base.state is not self._view:  # the client put another one there
@@ -225,6 +270,8 @@ def _call(reference: weakref.ref[NativeRunner], method: str, *args: Any) -> None
 class ExternalRunner(Runner):
     """The client's optimizer updates: the module's own parameters where they are the masters and whole, else fp32
     masters that take the parameters' places in param_groups (this rank's slices, empty ones left out)."""
+
+    states: OwnStates
 
     def __init__(
         self, core: _core.Engine, base: torch.optim.Optimizer, index: Mapping[int, int], on_params: bool
@@ -270,6 +317,31 @@ class ExternalRunner(Runner):
             self.base.state[master] = {name: self._slice_like(value, master, number) for name, value in state.items()}
         return master
 
+    def take_group(self, number: int, params: list[torch.Tensor]) -> None:
+        if number == len(self._groups):
+            self._core.add_group(_core.GroupOptions())
+            self._groups = self._core.groups()
+            self._originals.append([])
+        known = {id(param) for param in self._originals[number]}
+        self._originals[number] += [param for param in params if id(param) not in known]
+
+    def joined(self, number: int, param: torch.Tensor, group: int) -> None:
+        listed = self.base.param_groups[group]["params"]
+        place = next(place for place, other in enumerate(listed) if other is param)
+        target = self._target(param, {id(param): number})
+        listed[place : place + 1] = [] if target is None else [target]
+        if not any(param is other for other in self._originals[group]):
+            self._originals[group].append(param)
+        self._sizes = _sizes_of(self.base)
+        if target is not None:
+            self._took(number, param, target)
+
+    def numbers(self, index: Mapping[int, int]) -> dict[int, int]:
+        return {**index, **{id(target): number for number, _, target in self._masters}}
+
+    def _took(self, number: int, param: torch.Tensor, target: torch.Tensor) -> None:
+        self.states.add(number, target)
+
     def before_step(self) -> None:
         super().before_step()
         for index, (group, options) in enumerate(zip(self.base.param_groups, self._groups, strict=True)):
@@ -293,7 +365,7 @@ class ExternalRunner(Runner):
 
     def _is_of(self, value: torch.Tensor, number: int) -> bool:
         """It has one element for each of the parameter."""
-        return value.dim() > 0 and list(value.shape) == self._core.params()[number].whole_sizes
+        return value.dim() > 0 and list(value.shape) == self._core.param(number).whole_sizes
 
     def _slice_like(self, value: Any, master: torch.Tensor, number: int) -> Any:
         if isinstance(value, torch.Tensor) and self._is_of(value, number):

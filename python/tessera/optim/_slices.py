@@ -21,12 +21,15 @@ class EngineShards:
     def __init__(self, core: _core.Engine, numbers: Mapping[int, int], cut: bool) -> None:
         """`numbers`: id of a slice -> number of its parameter. `cut`: slices lie on several ranks."""
         self._core = core
-        self._numbers = numbers
+        self._numbers = dict(numbers)
         self._group = core.mesh().group(_STATES) if cut else None
+
+    def add(self, param: torch.Tensor, number: int) -> None:
+        self._numbers[id(param)] = number
 
     def whole(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         number = self._numbers[id(param)]
-        if list(part.shape) == self._core.params()[number].whole_sizes:
+        if list(part.shape) == self._core.param(number).whole_sizes:
             return part
         return self._core.gather_full(number, part)
 
@@ -49,7 +52,7 @@ class EngineShards:
         return torch.where(torch.tensor(sliced, device=sums.device), sums, total).sqrt()
 
     def _is_model_slice(self, param: torch.Tensor) -> bool:
-        spec = self._core.params()[self._numbers[id(param)]]
+        spec = self._core.param(self._numbers[id(param)])
         return spec.whole_sizes != list(torch.Tensor.size(spec.tensor))
 
 
@@ -87,6 +90,13 @@ class SlicesRunner(ExternalRunner):
             target = torch.empty(0, device=param.device).requires_grad_(True)
             self._masters.append((number, param, target))
         return target
+
+    def _took(self, number: int, param: torch.Tensor, target: torch.Tensor) -> None:
+        assert isinstance(self.base.shards, EngineShards)
+        self.base.shards.add(target, number)
+        if target.numel() > 0:
+            self._masters_with_values.append((number, param, target))
+            super()._took(number, param, target)
 
     def release(self) -> None:
         del self.base.shards

@@ -89,7 +89,10 @@ class OwnStates:
     def __init__(self, core: _core.Engine, base: torch.optim.Optimizer, targets: Mapping[int, torch.Tensor]) -> None:
         self._core = core
         self._base = base
-        self._targets = targets
+        self._targets = dict(targets)
+
+    def add(self, number: int, target: torch.Tensor) -> None:
+        self._targets[number] = target
 
     def get_full(self, number: int, key: str) -> torch.Tensor | None:
         value, kind = self._look(number, key)

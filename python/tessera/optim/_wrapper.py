@@ -21,6 +21,7 @@ class Owner(Protocol):
     def loss_scaler(self) -> LossScaler: ...
     def step(self) -> None: ...
     def zero_grad(self) -> None: ...
+    def _follow_params(self) -> None: ...
     def _masters(self) -> dict[str, torch.Tensor]: ...
     def _load_masters(self, masters: dict[str, torch.Tensor], /) -> None: ...
 
@@ -87,10 +88,11 @@ class Optimizer(torch.optim.Optimizer):
             self.loss_scaler.load_state_dict(scaler)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise NotImplementedError(
-            "[Optimizer] add_param_group: the parameters of an engine are fixed; destroy() it and call "
-            "tessera.initialize again with all groups"
-        )
+        """As in torch, on all ranks alike. Its parameters are trained from the next step on; not of the model: by the
+        values of rank 0. See docs/training.md."""
+        engine = self._live_engine()
+        self.optimizer.add_param_group(param_group)
+        engine._follow_params()
 
     @property
     def loss_scaler(self) -> LossScaler:

@@ -180,3 +180,22 @@ def test_stage_0_says_its_dtype_and_scale(mode: str, dtype: torch.dtype) -> None
     assert found.low_precision_dtype is dtype and scale.dynamic_loss_scale == (mode == "fp16")
     assert scale.cur_scale == (1 if mode == "bf16" else 2**16)
     engine.destroy()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_thawed_or_added_is_trained(stage: int) -> None:
+    model, extra = make(), torch.nn.Parameter(torch.ones(3))
+    model.head.requires_grad_(False)
+    cfg = {**config(stage), "optimizer": ADAM}
+    engine, optimizer, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=cfg)
+    run(engine, 0, 1)
+    before = weights(model)
+    model.head.requires_grad_(True)
+    optimizer.add_param_group({"params": [extra]})
+    for k in range(2):
+        engine.backward((engine(batch(k)[0]) * extra).square().mean())
+        engine.step()
+    after = weights(model)
+    assert not any(torch.equal(after[name], value) for name, value in before.items()) and (extra != 1).all()
+    assert deepspeed.utils.safe_get_full_fp32_param(model.head.weight) is not None
+    engine.destroy()

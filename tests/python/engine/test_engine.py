@@ -436,16 +436,6 @@ def test_ranks_start_with_the_values_of_rank_0() -> None:
         assert same_bits(values, want)
 
 
-def test_thawed_parameters_warn() -> None:
-    model = make()
-    model.head.bias.requires_grad_(False)
-    engine = tessera.Engine(model, config(1))
-    model.head.bias.requires_grad_(True)
-    with pytest.warns(UserWarning, match=r"head\.bias.*frozen"):
-        engine(*batch(0))
-    engine.destroy()
-
-
 def test_progress_line(caplog: pytest.LogCaptureFixture) -> None:
     engine = tessera.Engine(make(), config(steps_per_print=2))
     with caplog.at_level("INFO", logger="tessera"):

@@ -124,3 +124,55 @@ def test_a_norm_that_is_none_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match="max_norm must be a number >= 0"):
         engine.clip_grad_norm_(value)
     engine.step()
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((5,), index / 32)
+
+
+class Drawn(torch.utils.data.IterableDataset[torch.Tensor]):
+    """Its rows are random."""
+
+    def __iter__(self) -> Any:
+        return (torch.randn(5) for _ in range(32))
+
+
+@pytest.mark.parametrize("kind", ["rows", "random order", "workers", "stream"])
+def test_what_is_drawn_after_a_resume_amid_an_epoch(kind: str, tmp_path: Path) -> None:
+    """Dropout, and the order that a sampler has drawn, are those of the run that went on."""
+    cfg = config(1, checkpoint={"random_state": True})
+
+    def engine_and_batches() -> Any:
+        data: Any = Drawn() if kind == "stream" else Rows()
+        sampler = torch.utils.data.RandomSampler(data) if kind == "random order" else None
+        engine = tessera.Engine(make(lambda: nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.5))), cfg)
+        engine.num_local_io_workers = 1 if kind == "workers" else 0
+        engine.training_dataloader = engine.deepspeed_io(data, data_sampler=sampler)
+        return engine, iter(engine.training_dataloader)
+
+    def steps(engine: Any, batches: Any, count: int) -> list[Any]:
+        seen = []
+        for x in (next(batches) for _ in range(count)):
+            loss = engine(x).square().mean()
+            engine.backward(loss)
+            engine.step()
+            seen.append((x.tolist(), loss.item()))
+        return seen
+
+    torch.manual_seed(7)
+    engine, batches = engine_and_batches()
+    steps(engine, batches, 3)
+    engine.save_checkpoint(tmp_path)
+    drawn = torch.get_rng_state()
+    want = steps(engine, batches, 4)
+    engine.destroy()
+    torch.manual_seed(8)
+    engine, batches = engine_and_batches()
+    engine.load_checkpoint(tmp_path)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert steps(engine, batches, 4) == want
+    engine.destroy()

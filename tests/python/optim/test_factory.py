@@ -99,9 +99,10 @@ def test_defaults_are_those_of_the_cpp_front_end(kind: str) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_untested_optimizers_are_gated(stage: int) -> None:
     factory: Factory = lambda p: torch.optim.RMSprop(p)  # noqa: E731
-    for optimizer in (factory(make().parameters()), factory):
+    model = make()
+    for optimizer in (factory(model.parameters()), factory):
         with pytest.raises(tessera.ConfigError, match="zero_allow_untested_optimizer"):
-            tessera.Engine(make(), config(stage), optimizer=optimizer)
+            tessera.Engine(model, config(stage), optimizer=optimizer)
     with pytest.raises(tessera.ConfigError, match="zero_allow_untested_optimizer"):
         tessera.Engine(make(), config(stage, optimizer={"type": "RMSprop"}))
     for kind, says in ((torch.optim.LBFGS, "needs a closure"), (torch.optim.SparseAdam, "sparse gradients only")):

@@ -1,0 +1,103 @@
+// What is behind Engine: for engine.cpp and joining.cpp.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tessera/base/error.h"
+#include "tessera/engine/checkpoint.h"
+#include "tessera/engine/engine.h"
+#include "tessera/engine/notices.h"
+
+namespace tessera::engine {
+
+struct Engine::Impl {
+  explicit Impl(const Options& o) : options(o), scaling(o.scaler) {}
+
+  Options options;
+  comm::Mesh mesh;
+  std::vector<ParamSpec> params;
+  std::unique_ptr<zero::ShardedModel> model;
+  std::unique_ptr<Checkpointer> checkpointer;  // last to come, first to go: it reads the model
+
+  int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0, global_samples = 0;
+  int64_t begun = 0;              // micro-steps since the last boundary
+  int64_t counted_backwards = 0;  // by earlier updates
+  int64_t stepped_backwards = 0;  // by earlier calls of step()
+  int64_t empty_steps = 0;        // of those since the last boundary, without a backward of their own
+  std::optional<bool> boundary_override;
+  bool in_step = false, no_sync = false, coalesce = false, applied = false;
+  std::optional<double> norm;
+  std::vector<int> joined;
+  bool scale_by_accumulation = true;  // for the engine.backward() in progress
+  Scaling scaling;
+  c10::DeviceType device = at::kCPU;
+  std::vector<amp::AutocastRegion> regions;  // of the forwards under way
+  bool told_of_region = false;
+  Notices notices;
+  std::map<std::pair<shard::Residence, bool>, zero::HomeMaker> homes;  // of offload_states(), by where and pinned
+
+  zero::ShardedModel& live(const char* call) const {
+    TESSERA_CHECK(model != nullptr, "engine", call, ": the engine was destroyed; build a new one");
+    return *model;
+  }
+
+  // The same, with all of it on the device.
+  zero::ShardedModel& here(const char* call) const {
+    zero::ShardedModel& found = live(call);
+    found.units.check_here(call);
+    return found;
+  }
+
+  void check_accumulates(const char* call, int64_t steps = 2) const {
+    TESSERA_CHECK(!live(call).early.on() || steps == 1, "engine", call,
+                  ": with tessera.update_in_backward every backward is a step; switch it off to accumulate gradients");
+  }
+
+  void check_keeps_gradients(const char* call) const {
+    TESSERA_CHECK(
+        !live(call).early.on(), "engine", call,
+        ": with tessera.update_in_backward the model is updated before several engines know their norm; switch "
+        "it off");
+  }
+
+  bool boundary() const {
+    if (!options.managed_accumulation) return in_step;
+    if (boundary_override) return *boundary_override;
+    return begun + 1 >= options.gradient_accumulation_steps;
+  }
+
+  zero::StepState step_state() const {
+    const double mean = scale_by_accumulation ? 1.0 / static_cast<double>(options.gradient_accumulation_steps) : 1.0;
+    return {boundary(), no_sync || coalesce, mean, scaling.gradient_scale()};
+  }
+
+  bool apply(const std::function<void()>& external, std::optional<double> global_norm, int64_t empty,
+             const std::string& fault);
+
+  // In joining.cpp. Of the gradients as they are, and of those that join with it. Value error where ranks differ in what they
+  // step by.
+  zero::GradientSummary summarize(const char* call, int64_t empty, std::optional<double> norm = {},
+                                  const std::string& fault = {});
+  std::vector<std::string> joining_lines(const std::vector<int>& waiting) const;
+  void join(const std::vector<int>& waiting);
+
+  void count_samples() {
+    const int64_t before = std::exchange(counted_backwards, model->driver.backwards());
+    const int64_t batches =
+        options.managed_accumulation ? options.gradient_accumulation_steps : counted_backwards - before;
+    global_samples += options.micro_batch_size * mesh.size(comm::kBatchAxes) * batches;
+  }
+
+  void leave_region() {
+    if (regions.empty()) return;
+    regions.back().leave();
+    regions.pop_back();
+  }
+};
+
+}  // namespace tessera::engine

@@ -1,0 +1,92 @@
+// Parameters that begin to be trained while the engine lives: Note [Joining] in zero/joining.h.
+#include <utility>
+
+#include "tessera/engine/agreement.h"
+#include "tessera/engine/impl.h"
+#include "tessera/engine/preflight.h"
+
+namespace tessera::engine {
+
+// Of the gradients as they are, and of those that join with it. Value error where ranks differ in what they step by.
+zero::GradientSummary Engine::Impl::summarize(const char* call, int64_t empty, std::optional<double> norm,
+                                              const std::string& fault) {
+  const std::vector<int> waiting = model->driver.waiting();
+  StepTerms terms{
+      call, options.gradient_accumulation_steps, empty, model->units.groups(), fault, joining_lines(waiting)};
+  for (const int id : model->units.ranks().all() > 1 ? model->units.trained_ids() : std::vector<int>())
+    if (!params[id].tensor.requires_grad()) terms.params.push_back("parameter '" + params[id].name + "' frozen");
+  zero::GradientSummary summary = model->updater.summarize(norm, terms.digest());
+  if (!summary.alike) terms.refuse(model->units.ranks());
+  TESSERA_CHECK(fault.empty(), "engine.step", fault);
+  if (waiting.empty()) return summary;
+  join(waiting);
+  model->driver.ensure_reduced();
+  return model->updater.summarize(norm);
+}
+
+std::vector<std::string> Engine::Impl::joining_lines(const std::vector<int>& waiting) const {
+  std::vector<std::string> lines;
+  for (const int id : waiting)
+    lines.push_back(c10::str("parameter '", params[id].name, "' of shape ", params[id].tensor.sizes(),
+                             " trained from here on in param group ", params[id].joins));
+  return lines;
+}
+
+// All ranks do.
+void Engine::Impl::join(const std::vector<int>& waiting) {
+  for (const int id : waiting)
+    params[id].group = params[id].joins;
+  try {
+    model->joining.join(waiting);
+  } catch (...) {
+    for (const int id : waiting)
+      params[id].group = -1;
+    throw;
+  }
+  joined.insert(joined.end(), waiting.begin(), waiting.end());
+}
+
+int Engine::add_group(const optim::GroupOptions& group) {
+  std::vector<optim::GroupOptions>& groups = impl_->here("add_group").units.groups();
+  std::vector<optim::GroupOptions> all = groups;
+  all.push_back(group);
+  const optim::Rule rule = impl_->options.rule;
+  TESSERA_CHECK_VALUE(groups.empty() || optim::state_names(rule, all).count == optim::state_names(rule, groups).count,
+                      "engine.add_group",
+                      "the new param group has momentum, and the others have no memory for it: build a new engine");
+  groups = all;
+  return static_cast<int>(groups.size()) - 1;
+}
+
+int Engine::add_param(ParamSpec param) {
+  zero::ShardedModel& model = impl_->here("add_param");
+  check_added(impl_->params, param);
+  const zero::Options& zero = impl_->options.zero;
+  if (zero.cast) param.tensor.set_data(param.tensor.detach().to(zero.precision.param));
+  impl_->params.push_back(std::move(param));
+  model.joining.params_changed();
+  return static_cast<int>(impl_->params.size()) - 1;
+}
+
+void Engine::set_joins(int param, int group) {
+  zero::ShardedModel& model = impl_->here("set_joins");
+  ParamSpec& spec = impl_->params.at(param);
+  TESSERA_CHECK_VALUE(group < static_cast<int>(model.units.groups().size()), "engine.set_joins",
+                      "there is no param group ", group);
+  spec.joins = group;
+  model.joining.params_changed();
+}
+
+void Engine::join() {
+  zero::ShardedModel& model = impl_->here("join");
+  const std::vector<int> waiting = model.driver.waiting();
+  check_same(model.units.ranks(), impl_->joining_lines(waiting), "engine", "ranks do not train the same parameters",
+             "all ranks call requires_grad_() and add_param_group() alike");
+  if (!waiting.empty()) impl_->join(waiting);
+}
+
+std::vector<int> Engine::take_joined() {
+  return std::exchange(impl_->joined, {});
+}
+
+}  // namespace tessera::engine

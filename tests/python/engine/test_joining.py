@@ -1,0 +1,233 @@
+"""Parameters that begin, or cease, to be trained while the engine lives: as plain PyTorch trains them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import OPTIMIZERS, Net, assert_close, batch, config, engines, make, masters, mse, run_ranks
+from torch import nn
+
+import tessera
+
+STEPS = 10
+RATE = {"lr": 0.02}
+
+
+def half_frozen() -> nn.Module:
+    model = make(Net)
+    for param in (*model.blocks[0].parameters(), *model.head.parameters(), model.gain):
+        param.requires_grad_(False)
+    return model
+
+
+def change(k: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: nn.Parameter) -> None:
+    """What a script does before step `k`."""
+    if k == 2:
+        model.blocks[0].linear.weight.requires_grad_(True)
+        model.head.requires_grad_(True)
+    if k == 4:
+        model.embed.requires_grad_(False)
+    if k == 5:
+        model.gain.requires_grad_(True)
+        optimizer.add_param_group({"params": [model.gain, extra], **RATE})
+    if k == 7:
+        model.embed.requires_grad_(True)
+        model.blocks[0].norm.requires_grad_(True)
+
+
+def loss_of(model: Any, rank: int, k: int, extra: torch.Tensor) -> torch.Tensor:
+    x, y = batch(100 * rank + k)
+    return mse(model(x) * extra, y)
+
+
+def plain(factory: Any, world: int, accumulation: int) -> dict[str, torch.Tensor]:
+    model, extra = half_frozen(), nn.Parameter(torch.ones(3))
+    optimizer = factory([p for p in model.parameters() if p is not model.gain])
+    for k in range(STEPS):
+        change(k, model, optimizer, extra)
+        for rank in range(world):
+            for m in range(accumulation):
+                factor = extra if k >= 5 else extra.detach()
+                (loss_of(model, rank, 10 * k + m, factor) / (world * accumulation)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()} | {"extra": extra.detach().clone()}
+
+
+def trained(engine: Any, rank: int, accumulation: int, optimizer: Any = None) -> dict[str, torch.Tensor]:
+    extra = nn.Parameter(torch.ones(3))
+    for k in range(STEPS):
+        change(k, engine.module, optimizer or engine.optimizer, extra)
+        for m in range(accumulation):
+            engine.backward(loss_of(engine, rank, 10 * k + m, extra if k >= 5 else extra.detach()))
+            engine.step()
+    values = engine.module_state_dict()
+    return {name: value.detach().float().clone() for name, value in values.items()} | {"extra": extra.detach().float()}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("kind", ["adamw", "momentum", "rmsprop", "amsgrad"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_as_in_plain_pytorch(kind: str, stage: int, world: int) -> None:
+    """With a client's optimizer, that holds what is frozen, too."""
+    want = plain(OPTIMIZERS[kind], world, 2)
+    cfg = config(stage, accumulation=2, zero_allow_untested_optimizer=True)
+    models = [half_frozen() for _ in range(world)]
+
+    def body(rank: int, group: Any) -> Any:
+        model = models[rank]
+        client = OPTIMIZERS[kind]([p for p in model.parameters() if p is not model.gain])
+        engine = tessera.Engine(model, cfg, optimizer=client, group=group)
+        values = trained(engine, rank, 2, client)
+        engine.destroy()
+        owned = {id(p) for g in client.param_groups for p in g["params"]}
+        assert {id(p) for p in model.parameters()} <= owned
+        return values
+
+    for got in run_ranks(world, body):
+        assert_close(got, want)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    "offload": {"zero": {"offload_optimizer": {"device": "nvme"}}},
+    "offload all": {"zero": {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}},
+    "shared": {"tessera": {"shared_parameters": True}},
+    "in backward": {"tessera": {"update_in_backward": True}},
+    "unmanaged": {"managed_gradient_accumulation": False},
+    "lamb": {"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}},
+}
+
+
+ADAM = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.01}}
+
+
+def serves(mode: str, stage: int) -> bool:
+    return stage == 3 or (mode != "offload all" and (stage > 0 or mode not in ("offload", "shared", "in backward")))
+
+
+@pytest.mark.parametrize(("mode", "stage"), [(m, s) for m in MODES for s in range(4) if serves(m, s)])
+def test_from_the_configuration_in_every_mode(mode: str, stage: int, tmp_path: Path) -> None:
+    """As plain PyTorch, or, where that has no such optimizer, stage 0."""
+
+    def settings(stage: int) -> dict[str, Any]:
+        more: dict[str, Any] = {"optimizer": ADAM} | MODES[mode]
+        for section in more.get("zero", {}).values():
+            section["nvme_path"] = str(tmp_path)
+        return config(stage, **more)
+
+    def body(engine: Any, rank: int) -> Any:
+        return trained(engine, rank, 1)
+
+    want = engines(half_frozen(), 2, settings(0), body)[0] if mode == "lamb" else plain(OPTIMIZERS["adamw"], 2, 1)
+    for got in engines(half_frozen(), 2, settings(stage), body):
+        assert_close(got, want, bf16=mode in ("bf16", "fp16"))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_muon_keeps_matrices_apart(stage: int) -> None:
+    """What is thawed joins the group whose rule is its own."""
+
+    def body(engine: Any, rank: int) -> Any:
+        engine.module.head.requires_grad_(True)
+        for k in range(3):
+            engine.backward(loss_of(engine, rank, k, torch.ones(3)))
+            engine.step()
+        return {group["use_muon"]: len(group["params"]) for group in engine.optimizer.param_groups}
+
+    muon = {"type": "Muon", "params": {"lr": 0.01}}
+    cfg = config(stage, optimizer=muon, zero={"reduce_scatter": False})
+    assert engines(half_frozen(), 1, cfg, body) == [{True: 2, False: 6}]
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("kind", [None, "adamw", "rmsprop"])
+@pytest.mark.parametrize("form", ["tessera", "deepspeed"])
+def test_checkpoints(form: str, kind: str | None, stage: int, tmp_path: Path) -> None:
+    """Of a run where it has joined, in one where it is trained from the start, and the other way round; thawed before
+    the load, it goes on with what was saved."""
+    client = None if kind is None else OPTIMIZERS[kind]
+    more = {"optimizer": ADAM} if kind is None else {}
+    cfg = config(stage, zero_allow_untested_optimizer=True, checkpoint={"format": form}, **more)
+
+    def steps(engine: Any, rank: int, first: int, count: int) -> dict[str, torch.Tensor]:
+        for k in range(first, first + count):
+            engine(*batch(10 * rank + k)).backward()
+            engine.step()
+        return masters(engine)
+
+    def save(engine: Any, rank: int) -> Any:
+        steps(engine, rank, 0, 2)
+        engine.module.requires_grad_(True)
+        steps(engine, rank, 2, 1)
+        engine.save_checkpoint(tmp_path)
+        return steps(engine, rank, 3, 2)
+
+    def load(engine: Any, rank: int) -> Any:
+        engine.module.requires_grad_(True)
+        engine.load_checkpoint(tmp_path)
+        return steps(engine, rank, 3, 2)
+
+    for first, second in (
+        (half_frozen(), make(Net, seed=5)),
+        (make(Net), half_frozen()),
+        (half_frozen(), half_frozen()),
+    ):
+        want = engines(first, 2, cfg, save, client)
+        for got in engines(second, 2, cfg, load, client):
+            assert_close(got, want[0])
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("what", ["thawed", "frozen", "added"])
+def test_ranks_that_differ(what: str, stage: int) -> None:
+    def body(rank: int, group: Any) -> str:
+        model = half_frozen()
+        engine = tessera.initialize(model=model, config=config(stage), engine_type=of_group(group))[0]
+        if rank == 1:
+            if what == "added":
+                engine.optimizer.add_param_group({"params": [model.gain.requires_grad_(True)]})
+            else:
+                (model.head.bias if what == "thawed" else model.embed.bias).requires_grad_(what == "thawed")
+        engine(*batch(rank)).backward()
+        with pytest.raises(ValueError, match="ranks do not step alike") as refused:
+            engine.step()
+        assert engine.global_steps == 0
+        return str(refused.value)
+
+    name = {"thawed": "head.bias", "frozen": "embed.bias", "added": "param group 1"}[what]
+    texts = run_ranks(2, body)
+    assert all(name in text for text in texts), texts
+
+
+def of_group(group: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: tessera.Engine(*args, **(kwargs | {"group": group}))
+
+
+def test_what_no_group_has_is_told() -> None:
+    model = half_frozen()
+    own = [p for p in model.parameters() if p.requires_grad]
+    engine = tessera.Engine(model, config(1), optimizer=torch.optim.SGD(own, lr=0.1))
+    model.head.bias.requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"head\.bias: requires gradients now.*add_param_group"):
+        engine(*batch(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine(*batch(0)).backward()
+        engine.optimizer.add_param_group({"params": [model.head.bias]})
+        before = model.head.bias.detach().clone()
+        engine(*batch(0)).backward()
+        engine.step()
+    assert not torch.equal(model.head.bias, before)
+    engine.optimizer.add_param_group({"params": [model.gain]})
+    with pytest.raises(RuntimeError, match="is in another one"):
+        engine.optimizer.param_groups[0]["params"].append(model.gain)
+        engine(*batch(0))
+    engine.destroy()
