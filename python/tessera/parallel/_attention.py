@@ -33,6 +33,8 @@ _WHOLE = (
 )  # of low-rank projections, before the cut
 _QUERIES = ("q_proj", "q", "query", "q_b_proj", "wq", "q_lin", "to_q")
 # scaled_dot_product_attention() on the CPU divides by the number of heads in torch 2.11, not in 2.13.
+# Classes of Transformers whose code cannot reshape for no head (Falcon's: of its newer decoder).
+_NEEDS_A_HEAD = ("Bloom", "DeepseekV2", "Falcon", "GPT2", "OPT", "T5", "Whisper")
 _ATTENDS_WITHOUT_HEADS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 _KEYS = ("k_proj", "k", "key", "wk", "k_lin", "to_k")
 
@@ -128,9 +130,19 @@ def attention_of(path: str, module: nn.Module, columns: dict[str, ParamCut]) -> 
                 f"attention of torch {torch.__version__} ends the process where there is no head; use a smaller "
                 "autotp_size, or torch 2.13 or newer"
             )
+        if held == 0 and _needs_a_head(module):
+            raise ConfigError(
+                f"[tensor_parallel] {path}: rank {rank} of {len(query.ranges)} has none of {heads} heads, and the code "
+                f"of {type(module).__name__} needs one; use a smaller autotp_size"
+            )
         mine.append((at, at + held // rows))
         at += held // rows
     return Attention(path, module, heads, mine, columns)
+
+
+def _needs_a_head(module: nn.Module) -> bool:
+    kind = type(module).__name__.removesuffix("Attention")
+    return kind in _NEEDS_A_HEAD and (kind != "Falcon" or getattr(module, "new_decoder_architecture", False))
 
 
 def follow(attention: Attention, rank: int, decided: set[str], explicit: Callable[[str], bool]) -> Follow:

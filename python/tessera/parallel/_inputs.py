@@ -69,7 +69,13 @@ def _gather_text(text: bytes, group: _core.Group, device: torch.device) -> list[
 
 def explain_sizes(model: nn.Module, error: BaseException) -> ConfigError | None:
     """What a shape error of a forward of a cut model comes from, where a slice of a column layer's outputs went into a
-    layer that is whole; None where that is not seen."""
+    layer that is whole, or this rank has none; None where that is not seen."""
+    empty = isinstance(error, ZeroDivisionError) or "0 elements" in str(error)
+    if empty and (path := _empty_column(model)) is not None:
+        return ConfigError(
+            f"[tensor_parallel] this rank has no outputs of {path}, and the model's code cannot compute without a head "
+            f"({error}); use a smaller autotp_size"
+        )
     about_sizes = type(error) is RuntimeError and ("shape" in str(error) or "size" in str(error))
     where = _innermost(model, error) if about_sizes else None
     if where is None:
@@ -92,6 +98,14 @@ def explain_sizes(model: nn.Module, error: BaseException) -> ConfigError | None:
                 f"and a rank has {mine} of its {total} outputs ({cut.rule}); in tensor_parallel.partition_config give "
                 f"{path} a rule with partition_type row, or that of {name} gather_output"
             )
+    return None
+
+
+def _empty_column(model: nn.Module) -> str | None:
+    for path, module in model.named_modules():
+        cut = cut_of(module)
+        if cut is not None and cut.kind == "column" and cut.own_weight().length(cut.ranks.rank) == 0:
+            return path
     return None
 
 

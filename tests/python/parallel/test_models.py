@@ -14,6 +14,7 @@ from tiny_models import MODELS, Batch
 from torch import nn
 
 import tessera
+from tessera.parallel import _attention
 
 STEPS = 3
 CLIP = 0.5
@@ -201,16 +202,28 @@ def test_more_ranks_and_uneven_heads(name: str, tp: int) -> None:
         pytest.skip(str(error))
 
 
+HEADLESS = ("bloom", "deepseek_v2", "falcon", "gpt2, rules", "opt", "t5", "whisper")
+
+
 @pytest.mark.parametrize(
-    ("name", "precision", "message"),
+    ("name", "tp", "precision", "message"),
     [
-        ("codegen", {}, "8 heads are 4 blocks of 2, each of which needs a head for each of 4 ranks"),
-        ("packed experts", {"bf16": {"enabled": True}}, "width of 24 cannot be dealt out to 4 ranks in multiples of 8"),
+        ("codegen", 4, {}, "8 heads are 4 blocks of 2, each of which needs a head for each of 4 ranks"),
+        ("packed experts", 4, {"bf16": {"enabled": True}}, "24 cannot be dealt out to 4 ranks in multiples of 8"),
+        *((name, 5, {}, r"has none of 4 heads, and the (code|attention) of ") for name in HEADLESS),
     ],
 )
 def test_what_cannot_be_dealt_out_is_refused_before_anything_is_cut(
-    name: str, precision: dict[str, Any], message: str
+    name: str, tp: int, precision: dict[str, Any], message: str
 ) -> None:
     model, _, own = MODELS[name]
     with pytest.raises(ConfigError, match=message):
-        tessera.parallel.plan_for(model(), settings(4, own, **precision))
+        tessera.parallel.plan_for(model(), settings(tp, own, **precision))
+
+
+def test_code_that_needs_a_head_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_attention, "_NEEDS_A_HEAD", ())
+    with pytest.raises(
+        ConfigError, match=r"no outputs of \S+_proj, and the model's code cannot compute without a head"
+    ):
+        compare("opt", 5)
