@@ -457,7 +457,7 @@ void FlatParams::leave(const at::Tensor& all) {
     shard::bind(item.tensor, all, item.range, item.form);
   items_.clear();
   storages_.clear();
-  versions_.clear();
+  writes_.clear();
   private_copies_.clear();
   sharded_ = false;
   state_ = ParamState::Ready;
