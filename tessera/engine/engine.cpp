@@ -25,6 +25,7 @@ struct Engine::Impl {
   comm::Mesh mesh;
   std::vector<ParamSpec> params;
   std::unique_ptr<zero::ShardedModel> model;
+  std::optional<zero::Ranks> savers;           // of the checkpointer
   std::unique_ptr<Checkpointer> checkpointer;  // last to come, first to go: it reads the model
 
   int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0, global_samples = 0;
@@ -136,6 +137,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
     broadcast_unmanaged(m.mesh, m.options.zero, m.params);
     m.model = std::make_unique<zero::ShardedModel>(m.options.zero, m.mesh, m.params, options.rule, groups,
                                                    [impl = &m] { return impl->step_state(); });
+    m.savers.emplace(ranks.siblings());
   } catch (const c10::OutOfMemoryError& error) {
     zero::end_groups(error, ranks);
     cast_back(m.params, dtypes);
@@ -218,7 +220,7 @@ zero::Accumulation& Engine::accumulation() {
 }
 Checkpointer& Engine::checkpoints() {
   impl_->here("checkpoints");
-  if (!impl_->checkpointer) impl_->checkpointer = std::make_unique<Checkpointer>(*this);
+  if (!impl_->checkpointer) impl_->checkpointer = std::make_unique<Checkpointer>(*this, *impl_->savers);
   return *impl_->checkpointer;
 }
 Scaling& Engine::scaling() {
@@ -532,6 +534,7 @@ void Engine::destroy() {
   });
   attempt([&] { impl_->model->moving.weights_come_back(); });  // they keep their values
   impl_->checkpointer.reset();
+  impl_->savers.reset();
   impl_->scaling.attach(nullptr);
   impl_->model.reset();
   impl_->mesh = comm::Mesh();  // who destroys the groups next waits for none of this engine

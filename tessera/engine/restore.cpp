@@ -430,8 +430,8 @@ void Restore::apply() {
 std::optional<Restore> Checkpointer::open(const std::string& dir, const std::string& given,
                                           const Restore::Options& options, const Foreign& foreign) {
   wait();
-  const auto first = together(ranks(), "name of a checkpoint", [&]() -> std::string {
-    if (ranks().place() != 0) return "";
+  const auto first = together(ranks_, "name of a checkpoint", [&]() -> std::string {
+    if (ranks_.place() != 0) return "";
     const std::string tag = given.empty() ? checkpoint::latest_tag(dir, foreign.latest) : given;
     TESSERA_CHECK_VALUE(!tag.empty() || foreign.latest == Foreign().latest, "checkpoint", "there is no file '",
                         foreign.latest, "' in '", dir, "' that says which checkpoint to load");
@@ -451,7 +451,7 @@ std::optional<Restore> Checkpointer::open(const std::string& dir, const std::str
   if (first[0].empty()) return std::nullopt;
   Restore restore;
   restore.options_ = options;
-  const auto left = together(ranks(), "what a checkpoint holds", [&] {
+  const auto left = together(ranks_, "what a checkpoint holds", [&] {
     const Json said = Json::parse(first[0]);
     restore.tag_ = said["tag"];
     restore.folder_ = checkpoint::folder_of(dir, restore.tag_);
@@ -461,10 +461,10 @@ std::optional<Restore> Checkpointer::open(const std::string& dir, const std::str
       restore.run_ = std::make_shared<const SavedRun>(
           run, (std::filesystem::path(restore.folder_) / checkpoint::kManifestName).string());
     restore.client_run_ = run.contains("client") ? run["client"].dump() : "{}";
-    restore.place_ = ranks().place();
-    restore.ranks_ = &ranks();
+    restore.place_ = ranks_.place();
+    restore.ranks_ = &ranks_;
     restore.of_several_ = spans_;
-    restore.same_ranks_ = run.value("ranks", "") == c10::str(ranks().all(), ": ", spread_of(engine_.mesh()));
+    restore.same_ranks_ = run.value("ranks", "") == c10::str(ranks_.all(), ": ", spread_of(engine_.mesh()));
     restore.plan(engine_);
     if (options.run) restore.plan_accumulation(run.contains("accumulation") ? run["accumulation"].dump() : "");
     restore.verify();
@@ -472,7 +472,7 @@ std::optional<Restore> Checkpointer::open(const std::string& dir, const std::str
       return options.optimizer || record.kind == kWeight || record.kind == kMaster || record.kind == kBuffer ||
              record.kind == kRankBuffer;
     };
-    restore.reader_->verify_blocks(needed, ranks().place(), static_cast<int>(first.size()));
+    restore.reader_->verify_blocks(needed, ranks_.place(), static_cast<int>(first.size()));
     return Json(restore.unexpected_).dump();
   });
   if (spans_) restore.check_unexpected(left);
