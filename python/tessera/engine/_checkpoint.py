@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tessera import _core
-from tessera._blobs import Saved, pickled
+from tessera._blobs import Saved, count_of, of_kind, pickled
 from tessera._copies import own_copies
 from tessera._deepspeed._pieces import OWN_KEYS
 from tessera._deepspeed._read import LOOKED_FOR, Hints, manifest_of
 from tessera.checkpoints import shard_bytes
+from tessera.data import Loader
 from tessera.engine._optimizer_parts import (
     client_states,
     groups_from,
@@ -28,7 +29,7 @@ from tessera.engine._optimizer_parts import (
     put_states,
     states_from,
 )
-from tessera.errors import ConfigError
+from tessera.errors import ConfigError, IoError
 from tessera.optim._runners import NativeRunner
 
 if TYPE_CHECKING:
@@ -230,9 +231,15 @@ def _load(
         groups = groups_from(engine, saved, reader) if optimizer else None
         run = json.loads(reader.run())
         foreign = not module_only and "source" in run
-        schedule_state = saved.part("schedule") if (schedule and not module_only) or foreign else None
+        schedule_state = saved.part("schedule", kind=object) if (schedule and not module_only) or foreign else None
         loader = None if module_only else saved.run.get("loader")
-        random_states = None if module_only else saved.blob(f"random-{_core.checkpoint_place(engine.core)}")
+        if loader is not None and isinstance(engine.training_dataloader, Loader):
+            for key in ("epoch", "samples"):
+                count_of(of_kind(loader, dict, "the loader's state").get(key), f"the loader's '{key}'")
+        own = f"random-{_core.checkpoint_place(engine.core)}"
+        random_states = None if module_only else saved.blob(own)
+        if random_states is not None:
+            _check_random_states(random_states, own)
     restore.apply()
     for buffer, value in buffers:
         with torch.no_grad():
@@ -282,6 +289,8 @@ def _together(engine: Engine) -> Iterator[None]:
 def _check_arguments(save_dir: Any, client_state: dict[str, Any], as_deepspeed: bool, asynchronous: bool) -> None:
     if not save_dir:
         raise ConfigError("[engine.save_checkpoint] save_dir is empty; name a folder")
+    if not isinstance(client_state, dict):
+        raise ConfigError(f"[engine.save_checkpoint] client_state is a dict, not a {type(client_state).__name__}")
     if "checkpoint_parallel_dimensions" in client_state:
         raise KeyError("[engine.save_checkpoint] client_state must not contain 'checkpoint_parallel_dimensions'")
     if as_deepspeed and asynchronous:
@@ -433,6 +442,20 @@ def _put_random_states(states: dict[str, Any]) -> None:
         numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
     if "device" in states and torch.accelerator.is_available():
         torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(states["device"])
+
+
+def _check_random_states(states: dict[str, Any], name: str) -> None:
+    """Generators of their own take them."""
+    try:
+        torch.Generator().set_state(states["torch"])
+        random.Random().setstate(states["python"])
+        if "numpy" in states:
+            import numpy
+
+            of, keys, *rest = states["numpy"]
+            numpy.random.RandomState().set_state((of, keys.numpy().astype("uint32"), *rest))
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
+        raise IoError(f"[checkpoint] '{name}' is damaged: no state of the generators: {error}") from error
 
 
 def _buffers_from(engine: Engine, restore: _core.Restore, strict: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
