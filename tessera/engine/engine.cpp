@@ -8,6 +8,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/heap.h"
+#include "tessera/base/transforms.h"
 #include "tessera/engine/agreement.h"
 #include "tessera/engine/checkpoint.h"
 #include "tessera/engine/initial_values.h"
@@ -172,7 +173,10 @@ void Engine::broadcast_buffers(const std::vector<at::Tensor>& buffers) {
 bool Engine::pre_forward() {
   zero::ShardedModel& model = impl_->here("forward");
   Phases& phases = model.units.phases();
-  model.driver.follow_params();
+  {
+    const transforms::Suspended plain;
+    model.driver.follow_params();
+  }
   if (!model.driver.hooks().in_forward()) {
     model.modules.end_stray();
     phases.drop(Phase::Forward);
