@@ -1,6 +1,7 @@
 #include "tessera/engine/checkpoint.h"
 #include "tessera/checkpoint/export.h"
 #include "tessera/engine/export.h"
+#include "tessera/engine/saved_run.h"
 #include "tessera/engine/together.h"
 
 #include <pybind11/stl.h>
@@ -8,6 +9,7 @@
 #include "bindings.h"
 #include "tessera/base/error.h"
 #include "tessera/io/lock.h"
+#include "tessera/io/safetensors.h"
 
 namespace tessera::python {
 
@@ -96,7 +98,11 @@ void bind_checkpoint(py::module_& m) {
                all.emplace_back(file.name, file.bytes);
              return all;
            })
-      .def("run", [](const Reader& r) { return r.manifest().run; })
+      .def("run",
+           [](const Reader& r) {
+             engine::SavedRun(r.manifest().run, r.folder());  // throws where its values cannot be
+             return r.manifest().run;
+           })
       .def("blobs",
            [](const Reader& r) {
              std::vector<std::string> names;
@@ -196,6 +202,15 @@ void bind_checkpoint(py::module_& m) {
       py::arg("engine"), py::arg("tensors"), py::arg("folder"), py::arg("name"), py::arg("max_shard_bytes"), NoGil());
   m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"), py::arg("file") = "latest");
   // The text of a manifest (checkpoint/manifest.h) that is a JSON object.
+  m.def(
+      "safetensors_entries",
+      [](const std::string& path) {
+        std::vector<std::tuple<std::string, at::ScalarType, std::vector<int64_t>, int64_t>> all;
+        for (const io::TensorEntry& entry : io::read_safetensors(io::File::open(path)).tensors)
+          all.emplace_back(entry.name, entry.dtype, entry.shape, entry.begin);
+        return all;
+      },
+      py::arg("path"));
   m.def("sealed_manifest", &checkpoint::sealed, py::arg("json"));
   m.def("save_checkpoint", &save, py::arg("engine"), py::arg("dir"), py::arg("options"), py::arg("run"),
         py::arg("blobs"), py::arg("tensors"), py::arg("states"), py::arg("aliases"), NoGil());

@@ -21,6 +21,7 @@ TRUST = "If you trust it, pass trusted=True (--trusted on the command line), whi
 # In the blob "optimizer-N", beside the states of a parameter that are neither one number nor one for each element: what
 # of the parameter they are of, by cut_of().
 CUT = "tessera.cut"
+LARGEST = 1 << 53  # number that a file can have, as in checkpoint/node.h
 # Kinds of tensors that are no optimizer's states.
 OWN_KINDS = frozenset({"weight", "master", "buffer", "rank_buffer", "gradient", "partial_gradient"})
 _ARRAY, _STREAM = "numpy.ndarray", "io.BytesIO"
@@ -120,9 +121,60 @@ class Saved:
         self.run: dict[str, Any] = {}
         self.run = self.blob("python", {})
 
-    def blob(self, name: str, default: Any = None) -> Any:
-        return unpickled(self.reader.blob(name), f"'{name}'", self._trusted) if name in self.names else default
+    def blob(self, name: str, default: Any = None, kind: type = dict) -> Any:
+        """IoError where it is none of this kind."""
+        if name not in self.names:
+            return default
+        return of_kind(unpickled(self.reader.blob(name), f"'{name}'", self._trusted), kind, f"'{name}'")
 
-    def part(self, name: str, default: Any = None) -> Any:
+    def part(self, name: str, default: Any = None, kind: type = dict) -> Any:
         """A blob of its own; in older checkpoints a part of "python"."""
-        return self.run[name] if name in self.run else self.blob(name, default)
+        if name in self.run:
+            return of_kind(self.run[name], kind, f"'{name}'")
+        return self.blob(name, default, kind)
+
+    def optimizers(self) -> list[tuple[str, dict[str, Any]]]:
+        """What ranks have saved of each parameter's states, with the blob's name."""
+        found = []
+        for blob in sorted(self.names):
+            if blob.startswith("optimizer-"):
+                states = self.blob(blob)
+                for name, state in states.items():
+                    of_kind(state, dict, f"'{blob}', '{name}'")
+                    _check_cut(state.get(CUT), f"'{blob}', '{name}'")
+                found.append((blob, states))
+        return found
+
+    def param_groups(self) -> list[dict[str, Any]] | None:
+        groups: list[dict[str, Any]] | None = self.part("param_groups", kind=list)
+        return groups and [of_kind(group, dict, "'param_groups'") for group in groups]
+
+    def group_names(self) -> list[list[str]] | None:
+        groups: list[list[str]] | None = self.run.get("group_names")
+        if groups is not None:
+            for group in of_kind(groups, list, "'python', 'group_names'"):
+                for name in of_kind(group, list, "'python', 'group_names'"):
+                    of_kind(name, str, "'python', 'group_names'")
+        return groups
+
+
+def of_kind(value: Any, kind: type, what: str) -> Any:
+    if not isinstance(value, kind):
+        raise IoError(f"[checkpoint] {what} is damaged: a {type(value).__name__} in the place of a {kind.__name__}")
+    return value
+
+
+def count_of(value: Any, what: str) -> int:
+    """A number that counts something, of a file."""
+    if type(value) is not int or not 0 <= value <= LARGEST:
+        raise IoError(f"[checkpoint] {what} is damaged: {value!r:.40} is no number that can be")
+    return value
+
+
+def _check_cut(cut: Any, what: str) -> None:
+    if cut is not None:
+        parts = of_kind(cut, list, what)
+        if len(parts) != 5:
+            raise IoError(f"[checkpoint] {what} is damaged: {len(parts)} numbers say what of the parameter it is of")
+        for number in (*parts[:2], *of_kind(parts[2], list, what), *parts[3:]):
+            count_of(number, what)

@@ -1,12 +1,13 @@
 #include "tessera/checkpoint/manifest.h"
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 #include <sstream>
+#include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/node.h"
 #include "tessera/checkpoint/numbering.h"
 #include "tessera/io/crc32c.h"
 #include "tessera/io/safetensors.h"
@@ -15,11 +16,12 @@ namespace tessera::checkpoint {
 
 namespace {
 
-using Json = nlohmann::ordered_json;
+using Json = Node::Json;
 using shard::Range;
 
 constexpr const char* kFormat = "tessera";
-constexpr const char* kComplexDouble = "C128";  // in the files pairs of F64: safetensors has no word for it
+constexpr int64_t kMostRuns = int64_t{1} << 26;  // of a tensor: what cuts along its last dims make
+constexpr const char* kComplexDouble = "C128";   // in the files pairs of F64: safetensors has no word for it
 
 // ---- the text's own checksum, of all that follows it: a flipped digit would be another number
 
@@ -108,66 +110,30 @@ Json json_of(const ParamRecord& param) {
 
 // ---- reading
 
-// A value of the text and how errors name it.
-struct Node {
-  const Json& json;
-  const std::string& path;
-  std::string where;
+Range read_range(const Node& node) {
+  const std::vector<int64_t> pair = node.numbers();
+  node.check(pair.size() == 2 && pair[0] <= pair[1], "is not a range");
+  return {pair[0], pair[1]};
+}
 
-  [[noreturn]] void fail(const std::string& what) const {
-    TESSERA_CHECK_IO(false, "checkpoint", "'", path, "', ", where, ": ", what);
-    std::abort();  // not reached
-  }
-  void check(bool good, const char* what) const {
-    if (!good) fail(what);
-  }
-  Node at(const std::string& key) const {
-    check(json.is_object() && json.contains(key), ("has no '" + key + "'").c_str());
-    return {json[key], path, where + "." + key};
-  }
-  bool has(const std::string& key) const { return json.is_object() && json.contains(key); }
-  std::string text() const {
-    check(json.is_string(), "is not a text");
-    return json.get<std::string>();
-  }
-  int64_t number(int64_t limit = int64_t{1} << 60) const {
-    check(json.is_number_integer() && json >= 0 && json <= limit, "is not a number that can be");
-    return json.get<int64_t>();
-  }
-  std::vector<int64_t> numbers(int64_t limit = int64_t{1} << 60) const {
-    std::vector<int64_t> all;
-    each([&](const Node& node) { all.push_back(node.number(limit)); });
-    return all;
-  }
-  Range range() const {
-    const std::vector<int64_t> pair = numbers();
-    check(pair.size() == 2 && pair[0] <= pair[1], "is not a range");
-    return {pair[0], pair[1]};
-  }
-  template <class F>
-  void each(F&& f) const {
-    check(json.is_array(), "is not a list");
-    for (size_t i = 0; i < json.size(); ++i)
-      f(Node{json[i], path, where + "[" + std::to_string(i) + "]"});
-  }
-  at::ScalarType dtype() const {
-    const std::string name = text();
-    if (name == kComplexDouble) return at::kComplexDouble;
-    if (const auto dtype = io::dtype_of(name)) return *dtype;
-    fail("is no dtype");
-  }
-  // Where the manifest is, or (`deep`) in a folder below.
-  std::string file_name(bool deep = false) const {
-    std::string name = text();
-    std::string part;
-    std::istringstream parts(name + "/");
-    bool good = name.find('\0') == std::string::npos && (deep || name.find('/') == std::string::npos);
-    while (good && std::getline(parts, part, '/'))
-      good = !part.empty() && part.size() < 256 && part[0] != '.';
-    check(good, "is not the name of a file in this folder");
-    return name;
-  }
-};
+at::ScalarType read_dtype(const Node& node) {
+  const std::string name = node.text();
+  if (name == kComplexDouble) return at::kComplexDouble;
+  if (const auto dtype = io::dtype_of(name)) return *dtype;
+  node.fail("is no dtype");
+}
+
+// Where the manifest is, or (`deep`) in a folder below.
+std::string read_file_name(const Node& node, bool deep) {
+  std::string name = node.text();
+  std::string part;
+  std::istringstream parts(name + "/");
+  bool good = name.find('\0') == std::string::npos && (deep || name.find('/') == std::string::npos);
+  while (good && std::getline(parts, part, '/'))
+    good = !part.empty() && part.size() < 256 && part[0] != '.';
+  node.check(good, "is not the name of a file in this folder");
+  return name;
+}
 
 std::vector<int64_t> read_shape(const Node& node) {
   std::vector<int64_t> shape = node.numbers();
@@ -183,22 +149,23 @@ Slice read_slice(const Node& node, const TensorRecord& record) {
   Slice slice{node.at("dim").number(static_cast<int64_t>(record.shape.size()) - 1), {}};
   int64_t rows = 0;
   node.at("ranges").each([&](const Node& range) {
-    slice.ranges.push_back(range.range());
+    slice.ranges.push_back(read_range(range));
     range.check(slice.ranges.back().end <= record.shape[slice.dim], "is beyond the tensor");
     rows += slice.ranges.back().size();
+    range.check(rows <= record.shape[slice.dim], "has elements that are there twice");
   });
-  node.check(rows > 0 && rows <= record.shape[slice.dim], "has no elements, or some twice");
+  node.check(rows > 0, "has no elements");
   return slice;
 }
 
 Piece read_piece(const Node& node, const TensorRecord& record, const std::vector<FileRecord>& files) {
   Piece piece;
-  piece.file = static_cast<int>(node.at("file").number());
-  node.check(piece.file < static_cast<int>(files.size()), "is in a file that is not listed");
+  piece.file = node.at("file").number<int>();
+  node.check(std::cmp_less(piece.file, files.size()), "is in a file that is not listed");
   piece.offset = node.at("offset").number();
-  piece.range = node.at("range").range();
-  if (node.has("slice")) piece.slice = static_cast<int>(node.at("slice").number());
-  node.check(piece.slice < static_cast<int>(record.slices.size()), "is of a slice that is not listed");
+  piece.range = read_range(node.at("range"));
+  if (node.has("slice")) piece.slice = node.at("slice").number<int>();
+  node.check(std::cmp_less(piece.slice, record.slices.size()), "is of a slice that is not listed");
   const Slice* slice = piece.slice < 0 ? nullptr : &record.slices[piece.slice];
   node.check(!piece.range.empty() && piece.range.end <= numel_of(record.shape, slice), "is beyond the tensor");
   const int64_t bytes = piece.range.size() * static_cast<int64_t>(c10::elementSize(record.dtype));
@@ -222,7 +189,7 @@ TensorRecord read_tensor(const Node& node, const std::vector<FileRecord>& files)
   record.name = node.at("name").text();
   record.kind = node.at("kind").text();
   const Node here{node.json, node.path, "tensor '" + record.name + "' (" + record.kind + ")"};
-  record.dtype = here.at("dtype").dtype();
+  record.dtype = read_dtype(here.at("dtype"));
   record.shape = read_shape(here.at("shape"));
   if (here.has("order")) {
     record.order = here.at("order").numbers();
@@ -240,24 +207,41 @@ TensorRecord read_tensor(const Node& node, const std::vector<FileRecord>& files)
 }
 
 ParamRecord read_param(const Node& node) {
-  ParamRecord param{node.at("name").text(), read_shape(node.at("shape")), node.at("dtype").dtype()};
-  node.at("trained").check(node.at("trained").json.is_boolean(), "is not true or false");
-  param.trained = node.at("trained").json.get<bool>();
+  ParamRecord param{node.at("name").text(), read_shape(node.at("shape")), read_dtype(node.at("dtype"))};
+  param.trained = node.at("trained").flag();
   param.step = node.at("step").number();
   if (node.has("aliases")) node.at("aliases").each([&](const Node& alias) { param.aliases.push_back(alias.text()); });
   if (node.has("along"))
     node.at("along").each([&](const Node& n) {
-      param.along.push_back({n.at("axis").text(), n.at("place").number(), n.at("of").number()});
+      const int64_t of = n.at("of").number<int>();
+      param.along.push_back({n.at("axis").text(), n.at("place").number(of - 1), of});
     });
   node.check(param.name.ends_with(suffix_of(param.along)), "has a name without its place");
   return param;
 }
 
-// Every element in exactly one piece. Pieces fit into their files, so there are no more runs than bytes on the disk.
+// No more than runs_of() makes.
+int64_t count_runs(const TensorRecord& record, const Piece& piece) {
+  if (piece.slice < 0) return 1;
+  const Slice& slice = record.slices[piece.slice];
+  int64_t rows = 1;  // of the dims before the cut one, in all
+  for (int64_t dim = 0; dim < slice.dim; ++dim)
+    rows *= record.shape[dim];
+  const int64_t length = numel_of(record.shape, &slice) / rows;
+  const auto parts = static_cast<int64_t>(slice.ranges.size());
+  return std::min(kMostRuns, piece.range.size() / length + 2) * parts;
+}
+
+// Every element in exactly one piece.
 void check_cover(const TensorRecord& record, const std::string& path) {
-  int64_t elements = 0;
-  for (const Piece& piece : record.pieces)
+  int64_t elements = 0, count = 0;
+  for (const Piece& piece : record.pieces) {
     elements += piece.range.size();
+    count += count_runs(record, piece);
+    TESSERA_CHECK_IO(elements <= record.numel() && count <= kMostRuns, "checkpoint", "'", path, "', tensor '",
+                     record.name, "' (", record.kind, "): its pieces have more elements than it, or lie in more than ",
+                     kMostRuns, " parts of it");
+  }
   TESSERA_CHECK_IO(elements == record.numel(), "checkpoint", "'", path, "', tensor '", record.name, "' (", record.kind,
                    "): its pieces have ", elements, " elements, it has ", record.numel());
   std::vector<Run> runs;
@@ -290,8 +274,8 @@ void check_files(const Manifest& manifest, const std::string& path) {
 }
 
 FileRecord read_file(const Node& node) {
-  FileRecord file{node.at("name").file_name(node.has("blocks")), node.at("bytes").number()};
-  if (node.has("crc32c")) file.checksum = static_cast<uint32_t>(node.at("crc32c").number(UINT32_MAX));
+  FileRecord file{read_file_name(node.at("name"), node.has("blocks")), node.at("bytes").number()};
+  if (node.has("crc32c")) file.checksum = node.at("crc32c").number<uint32_t>();
   file.raw = node.has("blocks");
   int64_t end = 0;
   if (file.raw)
@@ -366,21 +350,18 @@ std::string sealed(const std::string& json) {
 
 Manifest parse_manifest(const std::string& text, const std::string& path) {
   check_seal(text, path);
-  const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const Json json = parsed(text);
   const Node root{json, path, "the manifest"};
-  root.check(json.is_object(), "is not a JSON object");
   root.check(root.at("format").text() == kFormat, "is of another format");
   const int64_t version = root.at("version").number();
   TESSERA_CHECK_IO(version == kVersion, "checkpoint", "'", path, "' has version ", version, ", this library reads ",
                    kVersion);
   Manifest manifest;
   manifest.id = root.at("id").text();
-  manifest.run = root.at("run").json.dump();
-  root.at("run").check(root.at("run").json.is_object(), "is not a JSON object");
+  manifest.run = root.at("run").object().json.dump();
   root.at("files").each([&](const Node& node) { manifest.files.push_back(read_file(node)); });
   const Node blobs = root.at("blobs");
-  blobs.check(blobs.json.is_object(), "is not a JSON object");
-  for (const auto& [name, value] : blobs.json.items())
+  for (const auto& [name, value] : blobs.object().json.items())
     manifest.blobs[name] = read_blob({value, path, "blob '" + name + "'"});
   std::set<std::string> names;
   root.at("params").each([&](const Node& node) {

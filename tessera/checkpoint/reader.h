@@ -25,6 +25,7 @@ class Reader {
  public:
   // Of the manifest text of `folder`; files are opened when they are needed.
   Reader(std::string folder, const std::string& manifest_text);
+  const std::string& folder() const { return folder_; }
   Reader(Reader&&) noexcept;
   ~Reader();
 

@@ -4,9 +4,10 @@
 #include <ATen/TensorOperators.h>
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
+#include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/node.h"
 #include "tessera/checkpoint/numbering.h"
 #include "tessera/engine/logical.h"
 
@@ -14,7 +15,8 @@ namespace tessera::engine {
 
 namespace {
 
-using Json = nlohmann::ordered_json;
+using checkpoint::Node;
+using Json = Node::Json;
 using checkpoint::Along;
 using checkpoint::TensorRecord;
 
@@ -109,22 +111,22 @@ SavedAccumulation save_accumulation(Engine& engine) {
   return saved;
 }
 
-RestoredAccumulation::RestoredAccumulation(Engine& engine, const checkpoint::Reader& reader, const std::string& run,
-                                           int place, const std::vector<const checkpoint::ParamRecord*>& records)
+RestoredAccumulation::RestoredAccumulation(Engine& engine, const checkpoint::Reader& reader,
+                                           const SavedRunAccumulation& said, int place,
+                                           const std::vector<const checkpoint::ParamRecord*>& records)
     : engine_(engine), reader_(reader) {
   TESSERA_CHECK_VALUE(!engine.options().zero.update_in_backward, "engine.load_checkpoint",
                       "this checkpoint was saved inside an accumulation, and tessera.update_in_backward accumulates "
                       "nothing: load it with update_in_backward off");
-  const Json said = Json::parse(run);
-  scale_ = said.at("gradient_scale");
-  state_.scaled = said.at("scaled");
-  if (said.at("spread") == spread_of(engine)) {
-    state_.unreduced = said.at("unreduced");
-    state_.flushed = said.at("flushed");
-    state_.replicas_agree = said.at("replicas_agree");
-    plan_same(records, reader.blob(blob_of_accumulation(place)));
+  scale_ = said.gradient_scale;
+  state_.scaled = said.scaled;
+  if (said.spread == spread_of(engine)) {
+    state_.unreduced = said.unreduced;
+    state_.flushed = said.flushed;
+    state_.replicas_agree = said.replicas_agree;
+    plan_same(records, blob_of_accumulation(place));
   } else {
-    plan_other(records, run);
+    plan_other(records, said);
   }
 }
 
@@ -138,10 +140,17 @@ void RestoredAccumulation::add(int id, bool reduced, std::vector<Source> sources
 }
 
 void RestoredAccumulation::plan_same(const std::vector<const checkpoint::ParamRecord*>& records,
-                                     const std::string& counts) {
+                                     const std::string& blob) {
   std::map<std::string, zero::GradientCounts> by_name;
-  for (const Json& c : Json::parse(counts))
-    by_name[c.at("name")] = {-1, c.at("has_grad"), c.at("filled"), c.at("has_sum"), c.at("additions"), c.at("sums")};
+  const Json counts = checkpoint::parsed(reader_.blob(blob));
+  Node{counts, reader_.folder(), blob}.each([&](const Node& c) {
+    by_name[c.at("name").text()] = {-1,
+                                    c.at("has_grad").flag(),
+                                    c.at("filled").flag(),
+                                    c.at("has_sum").flag(),
+                                    c.at("additions").number<uint64_t>(),
+                                    c.at("sums").number<uint64_t>()};
+  });
   for (const bool reduced : {true, false}) {
     for (int id = 0; id < static_cast<int>(records.size()); ++id) {
       const ParamSpec& spec = engine_.params()[id];
@@ -160,10 +169,11 @@ void RestoredAccumulation::plan_same(const std::vector<const checkpoint::ParamRe
 }
 
 void RestoredAccumulation::plan_other(const std::vector<const checkpoint::ParamRecord*>& records,
-                                      const std::string& run) {
-  const Json said = Json::parse(run);
-  const int ranks = said.at("ranks"), replicas = said.at("replicas");
-  const double contributions = said.at("contributions");
+                                      const SavedRunAccumulation& said) {
+  const int ranks = said.ranks, replicas = said.replicas;
+  const double contributions = said.contributions;
+  TESSERA_CHECK_IO(std::cmp_less_equal(ranks, reader_.manifest().blobs.size()), "checkpoint", "'", reader_.folder(),
+                   "': 'run.accumulation.ranks' is ", ranks, ", and fewer have said what they added");
   const bool replicas_add = contributions == ranks && ranks > 1;  // Note [Averaging] in zero/reducer.h
   zero::Accumulation& accumulation = engine_.accumulation();
   const bool reduced = accumulation.reduces();

@@ -13,6 +13,7 @@
 #include "tessera/checkpoint/reader.h"
 #include "tessera/checkpoint/writer.h"
 #include "tessera/engine/engine.h"
+#include "tessera/engine/saved_run.h"
 
 namespace tessera::engine {
 
@@ -29,8 +30,8 @@ std::string blob_of_accumulation(int place);
 
 class RestoredAccumulation {
  public:
-  // `run`: what save_accumulation() said. `records`: by parameter, null where the checkpoint has none.
-  RestoredAccumulation(Engine& engine, const checkpoint::Reader& reader, const std::string& run, int place,
+  // `records`: by parameter, null where the checkpoint has none.
+  RestoredAccumulation(Engine& engine, const checkpoint::Reader& reader, const SavedRunAccumulation& said, int place,
                        const std::vector<const checkpoint::ParamRecord*>& records);
 
   // False: parameters that are slices or experts are spread otherwise here, so the accumulation begins anew.
@@ -49,8 +50,8 @@ class RestoredAccumulation {
     checkpoint::Want want;
     std::vector<Source> sources;
   };
-  void plan_same(const std::vector<const checkpoint::ParamRecord*>& records, const std::string& counts);
-  void plan_other(const std::vector<const checkpoint::ParamRecord*>& records, const std::string& run);
+  void plan_same(const std::vector<const checkpoint::ParamRecord*>& records, const std::string& blob);
+  void plan_other(const std::vector<const checkpoint::ParamRecord*>& records, const SavedRunAccumulation& said);
   void add(int id, bool reduced, std::vector<Source> sources);
 
   Engine& engine_;

@@ -168,9 +168,9 @@ Checkpointer::~Checkpointer() {
 
 void Checkpointer::span(comm::GroupPtr group, std::vector<int> copies) {
   wait();
-  const c10::Device device = ranks_of(engine_).device;
-  ranks_.emplace(zero::Ranks(group->size() > 1 ? group->sibling(device) : std::move(group)));
-  ranks_->device = device;
+  const c10::Device device = ranks_.device;
+  ranks_ = zero::Ranks(group->size() > 1 ? group->sibling(device) : std::move(group));
+  ranks_.device = device;
   spans_ = true;
   copies_ = std::move(copies);
 }
@@ -183,11 +183,6 @@ bool Checkpointer::is_copy(int param) const {
   return std::find(copies_.begin(), copies_.end(), param) != copies_.end();
 }
 
-const zero::Ranks& Checkpointer::ranks() {
-  if (!ranks_) ranks_.emplace(ranks_of(engine_).siblings());
-  return *ranks_;
-}
-
 void Checkpointer::wait() {
   if (thread_.joinable()) thread_.join();
   const std::string error = std::exchange(error_, "");
@@ -195,7 +190,7 @@ void Checkpointer::wait() {
 }
 
 std::vector<std::string> Checkpointer::exchange(const std::string& text, const std::string& error) {
-  return together(ranks(), "texts of a checkpoint", [&] {
+  return together(ranks_, "texts of a checkpoint", [&] {
     TESSERA_CHECK_IO(error.empty(), "checkpoint", error);
     return text;
   });
@@ -254,7 +249,7 @@ std::vector<Item> Checkpointer::items(const SaveOptions& options, const ClientPa
 // Of this rank's buffers, those that the first rank of its engine has otherwise, under their own names. Collective.
 std::vector<ClientTensor> Checkpointer::own_buffers(const ClientPart& client) {
   std::map<std::string, std::string> mine;
-  const auto all = together(ranks(), "buffers of a checkpoint", [&] {
+  const auto all = together(ranks_, "buffers of a checkpoint", [&] {
     for (const ClientTensor& t : client.tensors) {
       if (t.kind != kBuffer || t.tensor.numel() == 0) continue;
       const at::Tensor values = t.tensor.detach().cpu().contiguous();
@@ -263,7 +258,7 @@ std::vector<ClientTensor> Checkpointer::own_buffers(const ClientPart& client) {
     }
     return Json{{"first", is_first_of_engine()}, {"buffers", mine}}.dump();
   });
-  int first = ranks().place();
+  int first = ranks_.place();
   while (first > 0 && !Json::parse(all[first]).at("first").get<bool>())
     --first;
   const auto theirs = Json::parse(all[first]).at("buffers").get<std::map<std::string, std::string>>();
@@ -272,7 +267,7 @@ std::vector<ClientTensor> Checkpointer::own_buffers(const ClientPart& client) {
     const auto found = mine.find(t.name);
     if (found == mine.end() || t.kind != kBuffer) continue;
     if (const auto other = theirs.find(t.name); other == theirs.end() || other->second != found->second)
-      own.push_back({buffer_name_of(t.name, ranks().place()), kRankBuffer, t.tensor});
+      own.push_back({buffer_name_of(t.name, ranks_.place()), kRankBuffer, t.tensor});
   }
   return own;
 }
@@ -280,7 +275,7 @@ std::vector<ClientTensor> Checkpointer::own_buffers(const ClientPart& client) {
 checkpoint::Manifest Checkpointer::manifest(const SaveOptions& options, const ClientPart& client) {
   checkpoint::Manifest manifest;
   Json run = run_of(engine_);
-  run["ranks"] = c10::str(ranks().all(), ": ", spread_of(engine_.mesh()));
+  run["ranks"] = c10::str(ranks_.all(), ": ", spread_of(engine_.mesh()));
   run["client"] = Json::parse(client.run, nullptr, /*allow_exceptions=*/false);
   TESSERA_CHECK_VALUE(run["client"].is_object(), "checkpoint", "the client's part of the run is not a JSON object");
   const std::string accumulation = save_accumulation(engine_).run;
@@ -339,7 +334,7 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
   job->options = options;
   std::vector<ClientTensor> own = own_buffers(client);
   if (!is_first_of_engine()) client.tensors = std::move(own);
-  const auto plans = together(ranks(), "start of a checkpoint", [&] {
+  const auto plans = together(ranks_, "start of a checkpoint", [&] {
     engine_.states().check_whole();
     engine_.adopt_params();
     const std::string tag = options.tag.empty() ? "global_step" + std::to_string(engine_.global_steps()) : options.tag;
@@ -347,7 +342,7 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
     job->items = items(options, client);
     job->manifest = manifest(options, client);
     const std::string id = checkpoint::new_id();
-    if (ranks().place() == 0) job->mark.emplace(checkpoint::folder_of(job->dir, tag), id);
+    if (ranks_.place() == 0) job->mark.emplace(checkpoint::folder_of(job->dir, tag), id);
     return id + tag;
   });
   const size_t digits = checkpoint::new_id().size();
@@ -357,25 +352,25 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
                                   : c10::str("ranks save under different tags: '", plans[0].substr(digits), "' and '",
                                              plan.substr(digits), "'");
     TESSERA_CHECK_VALUE(same || options.tags == SaveOptions::Tags::Warn, "checkpoint", text);
-    if (!same && ranks().place() == 0) TORCH_WARN("[checkpoint] ", text);
+    if (!same && ranks_.place() == 0) TORCH_WARN("[checkpoint] ", text);
   }
   job->id = plans[0].substr(0, digits);
   job->tag = plans[0].substr(digits);
   job->manifest.id = job->id;
-  job->tells_all = spans_ && is_first_of_engine() && ranks().place() != 0;
+  job->tells_all = spans_ && is_first_of_engine() && ranks_.place() != 0;
   job->blobs = std::move(client.blobs);
   if (const std::string counts = save_accumulation(engine_).blob; !counts.empty())
-    job->blobs[blob_of_accumulation(ranks().place())] = counts;
+    job->blobs[blob_of_accumulation(ranks_.place())] = counts;
   // A copy in memory of states that live on a disk would be what that avoids.
   if (!options.asynchronous || engine_.memory().disk > 0) {
-    job->run(ranks());
+    job->run(ranks_);
     return job->tag;
   }
-  together(ranks(), "copies for a checkpoint", [&] { return stage(job->items), std::string(); });
+  together(ranks_, "copies for a checkpoint", [&] { return stage(job->items), std::string(); });
   thread_ = std::thread([this, job] {
     const c10::AutoGradMode no_grad(false);
     try {
-      job->run(*ranks_);
+      job->run(ranks_);
     } catch (const c10::Error& e) {
       error_ = e.what_without_backtrace();
     } catch (const std::exception& e) {

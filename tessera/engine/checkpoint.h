@@ -67,14 +67,16 @@ struct Foreign {
 // on all, after which the engine is as it was.
 class Checkpointer {
  public:
-  explicit Checkpointer(Engine& engine) : engine_(engine) {}
+  // `ranks`: those of the engine, in groups that nobody else uses. They are made where the engine is built, so that the others
+  // see a rank that waits in its first save.
+  Checkpointer(Engine& engine, zero::Ranks ranks) : engine_(engine), ranks_(std::move(ranks)) {}
   ~Checkpointer();
 
   // See Note [Checkpoints of several engines]. `group`: all ranks of all engines, in the order of the parts. `copies`:
   // parameters of this engine that another one writes.
   void span(comm::GroupPtr group, std::vector<int> copies);
   // This rank's number among those of the engine (or of all engines); number 0 writes what is the same on all.
-  int place() { return ranks().place(); }
+  int place() { return ranks_.place(); }
   // The texts of all ranks, by number; an error text of one is an error on all.
   std::vector<std::string> exchange(const std::string& text, const std::string& error);
   // Returns the tag. A checkpoint that was complete before stays so until the new one is.
@@ -91,13 +93,12 @@ class Checkpointer {
   std::vector<checkpoint::Item> items(const SaveOptions& options, const ClientPart& client);
   checkpoint::Manifest manifest(const SaveOptions& options, const ClientPart& client);
   void stage(std::vector<checkpoint::Item>& items);
-  const zero::Ranks& ranks();
 
   bool is_first_of_engine() const;
   bool is_copy(int param) const;
 
   Engine& engine_;
-  std::optional<zero::Ranks> ranks_;  // groups of its own: a save in the background meets no other collective
+  zero::Ranks ranks_;  // a save in the background meets no other collective
   bool spans_ = false;
   std::vector<int> copies_;
   std::vector<at::Tensor> staging_;  // host memory that asynchronous saves keep

@@ -7,6 +7,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/heap.h"
+#include "tessera/base/transforms.h"
 #include "tessera/engine/agreement.h"
 #include "tessera/engine/impl.h"
 #include "tessera/engine/initial_values.h"
@@ -53,6 +54,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
     broadcast_unmanaged(m.mesh, m.options.zero, m.params);
     m.model = std::make_unique<zero::ShardedModel>(m.options.zero, m.mesh, m.params, options.rule, groups,
                                                    [impl = &m] { return impl->step_state(); });
+    m.savers.emplace(ranks.siblings());
   } catch (const c10::OutOfMemoryError& error) {
     zero::end_groups(error, ranks);
     cast_back(m.params, dtypes);
@@ -87,7 +89,10 @@ void Engine::broadcast_buffers(const std::vector<at::Tensor>& buffers) {
 bool Engine::pre_forward() {
   zero::ShardedModel& model = impl_->here("forward");
   Phases& phases = model.units.phases();
-  model.driver.follow_params();
+  {
+    const transforms::Suspended plain;
+    model.driver.follow_params();
+  }
   if (!model.driver.hooks().in_forward()) {
     model.modules.end_stray();
     phases.drop(Phase::Forward);
@@ -135,7 +140,7 @@ zero::Accumulation& Engine::accumulation() {
 }
 Checkpointer& Engine::checkpoints() {
   impl_->here("checkpoints");
-  if (!impl_->checkpointer) impl_->checkpointer = std::make_unique<Checkpointer>(*this);
+  if (!impl_->checkpointer) impl_->checkpointer = std::make_unique<Checkpointer>(*this, *impl_->savers);
   return *impl_->checkpointer;
 }
 Scaling& Engine::scaling() {
@@ -473,6 +478,7 @@ void Engine::destroy() {
   });
   attempt([&] { impl_->model->moving.weights_come_back(); });  // they keep their values
   impl_->checkpointer.reset();
+  impl_->savers.reset();
   impl_->scaling.attach(nullptr);
   impl_->model.reset();
   impl_->mesh = comm::Mesh();  // who destroys the groups next waits for none of this engine

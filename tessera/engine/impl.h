@@ -22,6 +22,7 @@ struct Engine::Impl {
   comm::Mesh mesh;
   std::vector<ParamSpec> params;
   std::unique_ptr<zero::ShardedModel> model;
+  std::optional<zero::Ranks> savers;           // of the checkpointer
   std::unique_ptr<Checkpointer> checkpointer;  // last to come, first to go: it reads the model
 
   int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0, global_samples = 0;

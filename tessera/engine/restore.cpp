@@ -6,17 +6,14 @@
 #include <deque>
 #include <filesystem>
 #include <future>
-#include <limits>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <set>
-#include <type_traits>
 
 #include "tessera/base/error.h"
 #include "tessera/checkpoint/numbering.h"
 #include "tessera/engine/checkpoint.h"
-#include "tessera/engine/group_fields.h"
 #include "tessera/engine/logical.h"
+#include "tessera/engine/saved_run.h"
 #include "tessera/engine/together.h"
 #include "tessera/io/concurrently.h"
 #include "tessera/io/file.h"
@@ -48,88 +45,7 @@ int64_t bytes_of_all(const std::vector<P>& parts) {
   return bytes;
 }
 
-// A saved run without scaling: older files have a record of its scale too.
-bool scales(const amp::GradScaler::State& s) {
-  return s.overridden || s.scale != 1 || s.good_steps != 0 || s.budget != 1;
-}
-
 }  // namespace
-
-// What the manifest says of the run, all of it checked.
-struct SavedRun {
-  int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0, global_samples = 0;
-  std::optional<int64_t> begun, accumulation_steps;  // not in older files, nor in those of others
-  std::optional<amp::GradScaler::State> scaler;      // of a run that scaled its loss
-  std::vector<Json> groups;                          // fields of each_field()
-
-  // IoError that names file and key.
-  SavedRun(const Json& run, const std::string& path);
-  void apply(Engine& engine, int64_t micro_steps_here, int64_t begun_here) const;
-};
-
-SavedRun::SavedRun(const Json& run, const std::string& path) {
-  const auto good = [&](bool condition, const std::string& key, const char* what) {
-    TESSERA_CHECK_IO(condition, "checkpoint", "'", path, "': '", key, "' ", what);
-  };
-  const auto at = [&](const Json& of, const std::string& in, const char* key) -> const Json& {
-    good(of.is_object() && of.contains(key), in + "." + key, "is missing");
-    return of.at(key);
-  };
-  const auto count = [&](const Json& of, const std::string& in, const char* key) {
-    const Json& value = at(of, in, key);
-    good(value.is_number_integer() && value >= 0 && value <= std::numeric_limits<int64_t>::max(), in + "." + key,
-         "is no count");
-    return value.get<int64_t>();
-  };
-  const Json& counters = at(run, "run", "counters");
-  micro_steps = count(counters, "run.counters", "micro_steps");
-  global_steps = count(counters, "run.counters", "global_steps");
-  skipped_steps = count(counters, "run.counters", "skipped_steps");
-  global_samples = count(counters, "run.counters", "global_samples");
-  if (counters.contains("begun")) begun = count(counters, "run.counters", "begun");
-  if (counters.contains("accumulation_steps")) {
-    accumulation_steps = count(counters, "run.counters", "accumulation_steps");
-    good(*accumulation_steps >= 1, "run.counters.accumulation_steps", "is less than 1");
-  }
-  // Not of all foreign checkpoints.
-  if (run.contains("scaler")) {
-    const std::string in = "run.scaler";
-    const Json &s = run.at("scaler"), &scale = at(s, in, "scale"), &overridden = at(s, in, "overridden");
-    good(scale.is_number() && scale > 0 && scale <= std::numeric_limits<float>::max(), in + ".scale",
-         "is no number > 0");
-    good(overridden.is_boolean(), in + ".overridden", "is neither true nor false");
-    const amp::GradScaler::State state{scale, count(s, in, "steps"), count(s, in, "good_steps"), count(s, in, "budget"),
-                                       overridden};
-    good(state.budget >= 1, in + ".budget", "is less than 1");
-    if (scales(state)) scaler = state;
-  }
-  const Json& all = at(run, "run", "groups");
-  good(all.is_array(), "run.groups", "is no list");
-  for (const Json& group : all) {
-    const std::string in = c10::str("run.groups[", groups.size(), "]");
-    good(group.is_object(), in, "is no object");
-    optim::GroupOptions options;
-    each_field(options, [&]<class T>(const char* name, T&) {
-      if (!group.contains(name)) return;
-      const Json& value = group.at(name);
-      if constexpr (std::is_same_v<T, bool>)
-        good(value.is_boolean(), in + "." + name, "is neither true nor false");
-      else
-        good(value.is_number(), in + "." + name, "is no number");
-    });
-    groups.push_back(group);
-  }
-}
-
-void SavedRun::apply(Engine& engine, int64_t micro_steps_here, int64_t begun_here) const {
-  engine.set_counters(micro_steps_here, global_steps, skipped_steps, global_samples);
-  engine.set_begun_micro_steps(begun_here);
-  if (engine.scaling().scaler().needed() && scaler) engine.scaling().restore(*scaler);
-  for (size_t i = 0; i < engine.groups().size() && i < groups.size(); ++i)
-    each_field(engine.groups()[i], [&](const char* name, auto& value) {
-      if (groups[i].contains(name)) groups[i].at(name).get_to(value);
-    });
-}
 
 // Null, or a problem, where there is none that fits.
 const checkpoint::ParamRecord* Restore::record_of(const ParamSpec& spec, std::vector<std::string>& problems) const {
@@ -157,6 +73,10 @@ const checkpoint::ParamRecord* Restore::record_of(const ParamSpec& spec, std::ve
   };
   problems.push_back(c10::str("'", spec.name, "' is ", said(other->along), " there and ", said(along), " here"));
   return nullptr;
+}
+
+const std::string& Restore::client_run() const {
+  return run_->client;
 }
 
 void Restore::plan(Engine& engine) {
@@ -220,25 +140,32 @@ void Restore::plan(Engine& engine) {
   check(problems);
 }
 
-// Note [Another number of micro-batches]. `run`: what save_accumulation() said, or nothing.
-void Restore::plan_accumulation(const std::string& run) {
+// Note [Another number of micro-batches].
+void Restore::plan_accumulation() {
   const int64_t here = engine_->options().gradient_accumulation_steps;
-  if (!run.empty()) accumulation_ = std::make_unique<RestoredAccumulation>(*engine_, *reader_, run, place_, records_);
+  if (run_->accumulation)
+    accumulation_ = std::make_unique<RestoredAccumulation>(*engine_, *reader_, *run_->accumulation, place_, records_);
   const int64_t there = run_->accumulation_steps.value_or(here);
+  const auto times_here = [&](int64_t steps) {
+    int64_t product = 0;
+    TESSERA_CHECK_IO(!__builtin_mul_overflow(steps, here, &product), "checkpoint", "'", folder_, "' has ", steps,
+                     " steps, more than can be with gradient_accumulation_steps ", here);
+    return product;
+  };
   begun_ = run_->begun.value_or(accumulation_ ? run_->micro_steps % here : 0);
   if (accumulation_ && !accumulation_->fits()) {
     anew_ = "with slices or experts that lie otherwise here";
-  } else if (accumulation_ && there != here && Json::parse(run).value("uncounted", true)) {
+  } else if (accumulation_ && there != here && run_->accumulation->uncounted) {
     anew_ = c10::str("between a backward and its step(), with gradient_accumulation_steps ", there, ", which is ", here,
                      " here");
-  } else if (accumulation_ && begun_ * here % there != 0) {
+  } else if (accumulation_ && times_here(begun_) % there != 0) {
     anew_ = c10::str("after ", begun_, " of ", there, " micro-batches, which is no whole number of the ", here,
                      " that are a step here");
   }
   if (!anew_.empty()) accumulation_.reset();
-  micro_steps_ = run_->micro_steps - (anew_.empty() ? 0 : begun_);
-  begun_ = accumulation_ ? begun_ * here / there : anew_.empty() && there == here ? begun_ : 0;
-  if (there != here && engine_->options().managed_accumulation) micro_steps_ = run_->global_steps * here + begun_;
+  micro_steps_ = std::max<int64_t>(0, run_->micro_steps - (anew_.empty() ? 0 : begun_));
+  begun_ = accumulation_ ? times_here(begun_) / there : anew_.empty() && there == here ? begun_ : 0;
+  if (there != here && engine_->options().managed_accumulation) micro_steps_ = times_here(run_->global_steps) + begun_;
 }
 
 void Restore::check(const std::vector<std::string>& problems) const {
@@ -431,8 +358,8 @@ std::optional<Restore> Checkpointer::open(const std::string& dir, const std::str
                                           const Restore::Options& options, const Foreign& foreign) {
   wait();
   engine_.join();
-  const auto first = together(ranks(), "name of a checkpoint", [&]() -> std::string {
-    if (ranks().place() != 0) return "";
+  const auto first = together(ranks_, "name of a checkpoint", [&]() -> std::string {
+    if (ranks_.place() != 0) return "";
     const std::string tag = given.empty() ? checkpoint::latest_tag(dir, foreign.latest) : given;
     TESSERA_CHECK_VALUE(!tag.empty() || foreign.latest == Foreign().latest, "checkpoint", "there is no file '",
                         foreign.latest, "' in '", dir, "' that says which checkpoint to load");
@@ -452,28 +379,25 @@ std::optional<Restore> Checkpointer::open(const std::string& dir, const std::str
   if (first[0].empty()) return std::nullopt;
   Restore restore;
   restore.options_ = options;
-  const auto left = together(ranks(), "what a checkpoint holds", [&] {
+  const auto left = together(ranks_, "what a checkpoint holds", [&] {
     const Json said = Json::parse(first[0]);
     restore.tag_ = said["tag"];
     restore.folder_ = checkpoint::folder_of(dir, restore.tag_);
     restore.reader_ = std::make_unique<checkpoint::Reader>(restore.folder_, said["manifest"].get<std::string>());
-    const Json run = Json::parse(restore.reader_->manifest().run);
-    if (options.run)
-      restore.run_ = std::make_shared<const SavedRun>(
-          run, (std::filesystem::path(restore.folder_) / checkpoint::kManifestName).string());
-    restore.client_run_ = run.contains("client") ? run["client"].dump() : "{}";
-    restore.place_ = ranks().place();
-    restore.ranks_ = &ranks();
+    restore.run_ = std::make_shared<const SavedRun>(
+        restore.reader_->manifest().run, (std::filesystem::path(restore.folder_) / checkpoint::kManifestName).string());
+    restore.place_ = ranks_.place();
+    restore.ranks_ = &ranks_;
     restore.of_several_ = spans_;
-    restore.same_ranks_ = run.value("ranks", "") == c10::str(ranks().all(), ": ", spread_of(engine_.mesh()));
+    restore.same_ranks_ = restore.run_->ranks == c10::str(ranks_.all(), ": ", spread_of(engine_.mesh()));
     restore.plan(engine_);
-    if (options.run) restore.plan_accumulation(run.contains("accumulation") ? run["accumulation"].dump() : "");
+    if (options.run) restore.plan_accumulation();
     restore.verify();
     const auto needed = [&](const TensorRecord& record) {
       return options.optimizer || record.kind == kWeight || record.kind == kMaster || record.kind == kBuffer ||
              record.kind == kRankBuffer;
     };
-    restore.reader_->verify_blocks(needed, ranks().place(), static_cast<int>(first.size()));
+    restore.reader_->verify_blocks(needed, ranks_.place(), static_cast<int>(first.size()));
     return Json(restore.unexpected_).dump();
   });
   if (spans_) restore.check_unexpected(left);

@@ -40,7 +40,7 @@ class Restore {
 
   const std::string& folder() const { return folder_; }
   const std::string& tag() const { return tag_; }
-  const std::string& client_run() const { return client_run_; }
+  const std::string& client_run() const;
   // It was saved inside an accumulation that cannot go on here: RestoredAccumulation::fits(), and the note above.
   bool accumulation_begins_anew() const { return !anew_.empty(); }
   const std::vector<std::string>& missing() const { return missing_; }
@@ -62,7 +62,7 @@ class Restore {
     shard::Quantity quantity;
   };
   void plan(Engine& engine);
-  void plan_accumulation(const std::string& run);
+  void plan_accumulation();
   void check_room() const;
   void read_parts(io::Progress& progress);
   void verify() const;
@@ -78,7 +78,7 @@ class Restore {
   Options options_;
   bool same_ranks_ = false;  // as those that saved
   bool of_several_ = false;  // what is not in this engine may be in another one
-  std::string folder_, tag_, client_run_;
+  std::string folder_, tag_;
   std::unique_ptr<checkpoint::Reader> reader_;
   std::vector<Part> parts_;
   std::vector<std::pair<int, shard::Quantity>> unborn_;  // states of parameters that had not been updated yet
@@ -87,7 +87,7 @@ class Restore {
   std::unique_ptr<RestoredAccumulation> accumulation_;
   std::string anew_;                     // why there is none, although one was saved
   int64_t begun_ = 0, micro_steps_ = 0;  // as they will be
-  std::shared_ptr<const SavedRun> run_;  // with options_.run
+  std::shared_ptr<const SavedRun> run_;
 };
 
 }  // namespace tessera::engine

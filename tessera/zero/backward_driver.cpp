@@ -307,7 +307,7 @@ void BackwardDriver::call_opened(ScopeCall& call, bool again) {
 void BackwardDriver::call_closed(ScopeCall& call, const BackwardInfo& backward) try {
   for (const int number : units_.unsharder().call_closed(call)) {
     Unit* unit = units_.of_number(number);
-    if (unit != nullptr && !backward.in_forward) reducer_->over(*unit, may_reduce(step_()));
+    if (unit != nullptr && !backward.in_forward && backward.counts) reducer_->over(*unit, may_reduce(step_()));
   }
 } catch (c10::OutOfMemoryError& error) {
   units_.fail_alone(error);

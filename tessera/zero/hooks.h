@@ -59,6 +59,7 @@ namespace tessera::zero {
 struct BackwardInfo {
   double loss_scale = 1;    // what its gradients are multiplied by: 1 without a mark
   bool in_forward = false;  // it belongs to a forward in progress (a function that runs backward in its forward)
+  bool counts = true;       // it is one of the user's, as far as is known: not of torch.autograd.grad
 };
 
 // What the hooks report. Called with the hooks' mutex held, on whatever thread autograd uses.
@@ -177,7 +178,7 @@ class Hooks {
   void touch_outer_task();
   std::vector<ScopeCall*> calls_to_run() const;
   void note_scale(double value);
-  BackwardInfo info() const { return {loss_guard_.scale.value_or(1.0), in_forward_task_}; }
+  BackwardInfo info() const { return {loss_guard_.scale.value_or(1.0), in_forward_task_, counts_}; }
   bool excused() const { return !guarded_ || loss_guard_.allowed || in_forward_task_; }
   void check_output();
   void check_all_scaled();

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "tessera/base/error.h"
+#include "tessera/base/transforms.h"
 #include "tessera/shard/storage.h"
 
 namespace tessera::zero {
@@ -31,6 +32,7 @@ at::Tensor Regions::held_values(ParamId param) const {
 }
 
 void Regions::open(const std::vector<ParamId>& params, bool writable) try {
+  const transforms::Suspended plain;
   const std::vector<ParamId> ids = units_.held(params, "gather");
   units_.check_here("gather");
   const std::lock_guard lock(driver_.hooks().mutex());
@@ -135,6 +137,7 @@ void Regions::agree_on_disks(const std::vector<ParamId>& ids, RankGuard& disks) 
 }
 
 void Regions::close(const std::vector<ParamId>& params, Writes writes, int writer) try {
+  const transforms::Suspended plain;
   TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < units_.ranks().size()),
                       "zero.GatheredParameters", "modifier_rank ", writer, " is no rank of a group of ",
                       units_.ranks().size());

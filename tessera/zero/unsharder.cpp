@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/base/transforms.h"
 #include "tessera/zero/memory_for.h"
 
 namespace tessera::zero {
@@ -153,9 +154,11 @@ void Unsharder::leave(int scope, bool in_backward, bool recorded) {
   const Active active = stack_.back();
   stack_.pop_back();
   if (!active.nested) {
+    const bool unseen = transforms::record_graph();
     for (const int unit : scopes_[scope]) {
       Entry& entry = entries_[unit];
       --entry.holds;
+      entry.again = entry.again || unseen;
       entry.kept = recorded && !in_backward && worth_keeping(unit);
     }
     settle_all(scopes_[scope]);
@@ -224,7 +227,7 @@ std::vector<int> Unsharder::call_closed(ScopeCall& call) {
   for (const int unit : call.units) {
     Entry& entry = entries_[unit];
     std::erase(entry.calls, &call);
-    if (--entry.pending == 0) over.push_back(unit);
+    if (--entry.pending == 0 && !entry.again) over.push_back(unit);
   }
   settle_all(call.units);
   return over;
@@ -257,6 +260,7 @@ void Unsharder::end_backward() {
 // ---------------------------------------------------------------- gathering
 
 void Unsharder::use(int unit, bool in_backward) {
+  const transforms::Suspended plain;
   Trace& trace = in_backward ? backward_ : forward_;
   trace.use(unit);
   Entry& entry = entries_[unit];
@@ -390,6 +394,7 @@ void Unsharder::settle_all(const std::vector<int>& units) {
 }
 
 void Unsharder::release(Entry& entry) {
+  const transforms::Suspended plain;
   FlatParams& flat = *entry.flat;
   entry.kept = false;
   flat.forget_ahead();
@@ -411,6 +416,7 @@ void Unsharder::release_unused(bool kept_too) {
 }
 
 void Unsharder::hold(int unit, bool writable) {
+  const transforms::Suspended plain;
   Entry& entry = entries_[unit];
   FlatParams& flat = *entry.flat;
   if (!flat.sharded()) return;

@@ -7,8 +7,8 @@
 //           inside of which no other call ran, is over when all parameters of the unit that require a gradient have it.
 //           (For other calls that would be too early: the weight may be used detached as well.) At the end of the
 //           outermost backward all calls are over.
-//   again   a backward with create_graph used it. The new graph may read the weights at any time, so they stay until the
-//           step. The same on all ranks.
+//   again   a backward with create_graph used it, or a forward inside a transformation of torch.func that differentiates. Their
+//           graphs may read the weights at any time, so they stay until the step. The same on all ranks.
 //   kept    its next use comes before any other unit's, or within the reuse distance that the configuration asks for
 //   A unit nobody keeps is released at once; buckets are lent to the next unit.
 //
@@ -62,7 +62,7 @@ class Unsharder {
   // The units a ScopeCall should watch for the innermost call, of `scope`.
   std::vector<int> watched(int scope) const;
   bool had_inner_calls() const { return !stack_.empty() && stack_.back().outer; }  // of the innermost call
-  // Ends the innermost call of `scope`. `recorded`: it left a graph behind.
+  // Ends the innermost call of `scope`. `recorded`: it left a graph behind, which hooks see.
   void leave(int scope, bool in_backward, bool recorded);
   // Ends a forward that threw, and scopes that never ended inside it.
   void abort(int scope, bool in_backward);
@@ -76,7 +76,7 @@ class Unsharder {
   void call_made(ScopeCall& call);  // a graph holds it now
   // Its backward begins: gathers. Collective. `again`: with create_graph.
   void call_opened(ScopeCall& call, bool again);
-  // Its inputs' gradients are complete. Returns units whose last open call this was.
+  // Its inputs' gradients are complete. Returns units whose last open call this was, and which no graph of create_graph reads.
   std::vector<int> call_closed(ScopeCall& call);
   void call_gone(ScopeCall& call);  // its graph was freed
   // Parameter `item` got its gradient.

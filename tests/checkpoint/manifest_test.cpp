@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "tessera/base/error.h"
+#include "tests/support/numbers.h"
 
 namespace tessera::checkpoint {
 
@@ -89,6 +90,36 @@ TEST(Manifest, WhatCannotBeIsRefused) {
   }
   for (const char* text : {"", "{", "[]", "{\"crc32c\": \"00000000\",}"})
     EXPECT_THROW(parse_manifest(text, "m"), IoError) << text;
+}
+
+// Also where the checksum of the text is good: what is read is what is there.
+TEST(Manifest, NoNumberWraps) {
+  Manifest m = some();
+  m.params[0].name += "@dp_shard=0";
+  m.params[0].along = {{"dp_shard", 0, 2}};
+  const std::string text = to_text(m);
+  nlohmann::ordered_json good = nlohmann::ordered_json::parse(text);
+  good.erase("crc32c");
+  int refused = 0;
+  testing::each_wrong_number(good, [&](const std::string& pointer, const nlohmann::ordered_json& json) {
+    const std::string wrong = sealed(json.dump(1));
+    try {
+      EXPECT_EQ(to_text(parse_manifest(wrong, "m")), wrong) << pointer;
+    } catch (const IoError& error) {
+      ++refused;
+      EXPECT_NE(std::string(error.what()).find("'m'"), std::string::npos) << pointer;
+    }
+  });
+  EXPECT_GT(refused, 500);
+}
+
+TEST(Manifest, NoMorePartsThanCanBe) {
+  Manifest m = some();
+  const int64_t rows = int64_t{1} << 40;
+  m.files[0].bytes = rows * 8;
+  m.tensors = {{"w", "master", {rows, 2}, {}, at::kFloat, {{1, {{0, 1}}}}, {{0, 0, 0, {0, rows}, {}}}}};
+  m.tensors[0].pieces[0].checksums.resize(rows * 4 / kChecksumBlock);
+  EXPECT_THROW(parse_manifest(to_text(m), "m"), IoError);
 }
 
 TEST(Manifest, NoByteCanBeAnother) {

@@ -3,9 +3,14 @@
 
 #include <gtest/gtest.h>
 
+#include <fstream>
+
+#include "tessera/io/crc32c.h"
+#include "tessera/io/file.h"
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
 #include "tests/support/modes.h"
+#include "tests/support/numbers.h"
 #include "tests/support/saved.h"
 
 namespace tessera::testing {
@@ -230,6 +235,55 @@ TEST(Accumulation, ANumberThatChangesBeginsAtABoundary) {
 }
 
 // Slices and experts have no gradient for another spread: the accumulation begins anew.
+// In what the manifest says of the run; loaded by as many ranks, and by others.
+TEST(Accumulation, NoNumberOfTheRunWraps) {
+  using Json = nlohmann::ordered_json;
+  const TempFolder folder;
+  run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    const Toy toy;
+    Engine engine = toy_engine({.stage = 2, .accumulation = kMicro}, toy, group);
+    begin(engine, toy, rank, false);
+    engine.checkpoints().save(folder.path(), {.tag = "t"});
+  });
+  const std::string path = folder / "t/manifest.json";
+  const std::string text = io::read_text(path, 1 << 30);
+  Json good = Json::parse(text);
+  good.erase("crc32c");
+  good["run"]["client"]["schedule_steps"] = 1;
+  for (const int accumulation : {kMicro, 6})
+    run_ranks(1, [&](int, const comm::GroupPtr& group) {
+      const Toy toy;
+      Engine engine = toy_engine({.stage = 2, .accumulation = accumulation}, toy, group);
+      const auto before = engine.micro_steps();
+      each_wrong_number(good["run"], [&](const std::string& pointer, const Json& run) {
+        Json json = good;
+        json["run"] = run;
+        std::ofstream(path) << checkpoint::sealed(json.dump());
+        try {
+          engine.checkpoints().open(folder.path(), "t", {});
+        } catch (const IoError& error) {
+          EXPECT_HAS(std::string(error.what()), folder.path());
+        }
+        EXPECT_EQ(engine.micro_steps(), before) << pointer;
+      });
+      std::ofstream(path) << text;
+      engine.checkpoints().open(folder.path(), "t", {})->apply();
+    });
+  // What each rank has said of its own gradients.
+  for (const std::string& said : std::vector<std::string>{"{", "[{\"name\": 3}]", "[3]"}) {
+    const std::string id = good["id"], name = id + "-bad.bin";
+    std::ofstream(folder / ("t/" + name)) << said;
+    good["blobs"]["accumulation-0"] = {
+        {"name", name}, {"bytes", said.size()}, {"crc32c", io::crc32c(said.data(), said.size())}};
+    std::ofstream(path) << checkpoint::sealed(good.dump());
+    run_ranks(2, [&](int, const comm::GroupPtr& group) {
+      const Toy toy;
+      Engine engine = toy_engine({.stage = 2, .accumulation = kMicro}, toy, group);
+      EXPECT_HAS((message_of<IoError>([&] { engine.checkpoints().open(folder.path(), "t", {}); })), "accumulation-0");
+    });
+  }
+}
+
 TEST(Accumulation, BeginsAnewWhereItCannotGoOn) {
   const TempFolder folder;
   const auto build = [](const comm::Mesh& mesh, int stage) {

@@ -163,19 +163,22 @@ TEST(Restore, ARecordOfARunIsCheckedByKey) {
     };
     EXPECT_EQ(try_with("/run/scaler/scale", 4.0), "");
     const std::vector<std::tuple<const char*, Json, const char*>> rows{
-        {"/run", Json::object(), "'run.counters'"},
-        {"/run/counters", 3, "'run.counters.micro_steps'"},
-        {"/run/counters/global_steps", -5, "'run.counters.global_steps'"},
-        {"/run/counters/global_samples", 1.5, "'run.counters.global_samples'"},
-        {"/run/groups", nullptr, "'run.groups'"},
-        {"/run/groups/0", "x", "'run.groups[0]'"},
-        {"/run/groups/0/lr", "0.1", "'run.groups[0].lr'"},
-        {"/run/groups/0/lr", nullptr, "'run.groups[0].lr'"},
-        {"/run/groups/0/maximize", 1, "'run.groups[0].maximize'"},
-        {"/run/scaler", nullptr, "'run.scaler.scale'"},
-        {"/run/scaler/scale", 0, "'run.scaler.scale'"},
-        {"/run/scaler/budget", 0, "'run.scaler.budget'"},
-        {"/run/scaler/steps", "2", "'run.scaler.steps'"}};
+        {"/run", Json::object(), "run: has no 'counters'"},
+        {"/run/counters", 3, "run.counters: has no 'micro_steps'"},
+        {"/run/counters/global_steps", -5, "run.counters.global_steps:"},
+        {"/run/counters/global_samples", 1.5, "run.counters.global_samples:"},
+        {"/run/groups", nullptr, "run.groups:"},
+        {"/run/groups/0", "x", "run.groups[0]:"},
+        {"/run/groups/0/lr", "0.1", "run.groups[0].lr:"},
+        {"/run/groups/0/lr", nullptr, "run.groups[0].lr:"},
+        {"/run/groups/0/maximize", 1, "run.groups[0].maximize:"},
+        {"/run/ranks", 2, "run.ranks:"},
+        {"/run/client", 2, "run.client:"},
+        {"/run/client/schedule_steps", "2", "run.client.schedule_steps:"},
+        {"/run/scaler", nullptr, "run.scaler: has no 'scale'"},
+        {"/run/scaler/scale", 0, "run.scaler.scale:"},
+        {"/run/scaler/budget", 0, "run.scaler.budget:"},
+        {"/run/scaler/steps", "2", "run.scaler.steps:"}};
     for (const auto& [pointer, value, key] : rows) {
       const std::string error = try_with(pointer, value);
       EXPECT_HAS(error, key);

@@ -223,27 +223,37 @@ def one_backward_more(engine: tessera.Engine, rank: int) -> None:
     engine.step()
 
 
-def uneven(rank: int, port: int, transport: str) -> None:
+def first_save(engine: tessera.Engine, rank: int) -> None:
+    """Rank 0 alone, as programs save that know only whole models."""
+    if rank == 0:
+        engine.save_checkpoint("/nowhere")
+    run(engine, rank, 2)
+
+
+def uneven(rank: int, port: int, transport: str, stage: int, what: Any) -> None:
     enter(rank, 2, port, transport)
-    engine = tessera.initialize(model=make(), config=config(3))[0]
+    engine = tessera.initialize(model=make(), config=config(stage))[0]
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match=ONE_BACKWARD_MORE):
-        one_backward_more(engine, rank)
+    with pytest.raises(RuntimeError, match=UNEVEN):
+        what(engine, rank)
     assert time.monotonic() - begin < 60  # far below the timeout
     os._exit(0)
 
 
-ONE_BACKWARD_MORE = r"the ranks disagree: rank 0 (called|is in) \w+ \(.*, rank 1 (called|in) \w+ \("
+UNEVEN = r"the ranks disagree: rank 0 (called|is in) \w+ \(.*, rank 1 (called|in) \w+ \("
 
 
 @pytest.mark.parametrize("transport", ["threads", "auto", "gloo"])
-def test_ranks_with_different_numbers_of_backwards_are_named(transport: str) -> None:
-    """Stage 3 orders gathers and reductions apart, so the ranks call nothing different in either."""
+@pytest.mark.parametrize(("what", "stage"), [(one_backward_more, 3), (first_save, 1), (first_save, 3)])
+def test_ranks_whose_calls_are_not_those_of_others_are_named(what: Any, stage: int, transport: str) -> None:
+    """Gathers, reductions and saves are ordered apart, so the ranks call nothing different in any."""
     if transport != "threads":
-        run_processes(2, uneven, free_port(), transport)
+        run_processes(2, uneven, free_port(), transport, stage, what)
         return
-    with pytest.raises(RuntimeError, match=ONE_BACKWARD_MORE):
-        engines(make(), 2, config(3), one_backward_more)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=UNEVEN):
+        engines(make(), 2, config(stage), what)
+    assert time.monotonic() - begin < 30
 
 
 def threads_of_gloo() -> list[str]:
@@ -326,10 +336,14 @@ def test_a_forked_copy_of_an_engine_does_not_end_it(backend: str, transport: str
     mp.start_processes(forking, (2, free_port(), backend, transport, shards), nprocs=2, start_method=method)
 
 
-def lost_early(rank: int, port: int, transport: str, lost: int, over: Any) -> None:
-    """Killed when all have met, before anybody builds an engine."""
+def lost_early(rank: int, port: int, transport: str, lost: int, before: int, over: Any) -> None:
+    """Killed when all have met, before anybody builds an engine, or the next one."""
     enter(rank, 3, port, transport)
     tessera.init_distributed("gloo")
+    for _ in range(before):
+        engine = tessera.initialize(model=make(), config=config(2))[0]
+        run(engine, rank, 1)
+        engine.destroy()
     over.wait(120)
     if rank == lost:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -341,10 +355,12 @@ def lost_early(rank: int, port: int, transport: str, lost: int, over: Any) -> No
     os._exit(0)
 
 
+@pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize(("transport", "lost"), [("auto", 1), ("gloo", 1), ("auto", 0)])
-def test_a_rank_that_is_lost_before_the_first_engine_is_named(transport: str, lost: int) -> None:
+def test_a_rank_that_is_lost_before_an_engine_is_named(transport: str, lost: int, before: int) -> None:
     port, over = free_port(), PROCESSES.Barrier(3)
-    ranks = [PROCESSES.Process(target=lost_early, args=(rank, port, transport, lost, over)) for rank in range(3)]
+    args = (port, transport, lost, before, over)
+    ranks = [PROCESSES.Process(target=lost_early, args=(rank, *args)) for rank in range(3)]
     for process in ranks:
         process.start()
     for process in ranks:

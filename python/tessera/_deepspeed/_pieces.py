@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tessera._blobs import LARGEST
 from tessera._deepspeed._pickle import Block, Inert, TensorRef, dense_order
 from tessera._deepspeed._pt import PtFile
 
@@ -46,6 +47,7 @@ OWN_KEYS = frozenset(
         "num_experts",
     ]
 )
+_MOST_RANKS = 1 << 20
 _MOST_PIECES = 1 << 16  # of a tensor whose elements do not lie one after the other
 
 
@@ -107,9 +109,24 @@ def shape_of(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def number_of(value: Any) -> int:
+def number_of(value: Any, most: int = LARGEST) -> int:
     """A plain number, or one of an enumeration."""
-    return int(value.args[0] if isinstance(value, Inert) else value)
+    number = int(value.args[0] if isinstance(value, Inert) else value)
+    if not 0 <= number <= most:
+        raise ValueError(f"{number!r:.40} is no number that can be")
+    return number
+
+
+def ranks_of(file: PtFile) -> int:
+    """How many wrote a model-states file and those beside it."""
+    try:
+        return number_of(file.value["dp_world_size"], _MOST_RANKS)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        file.fail(f"does not say how many ranks wrote it: {error}")
+
+
+def some_of(ranks: list[int]) -> str:
+    return f"{ranks[:8]}" if len(ranks) <= 8 else f"{ranks[:8]} and {len(ranks) - 8} more"
 
 
 def ranks_text(world: int) -> str:

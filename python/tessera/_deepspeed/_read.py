@@ -30,9 +30,11 @@ from tessera._deepspeed._pieces import (
     file_record,
     names_in,
     number_of,
+    ranks_of,
     ranks_text,
     shape_of,
     sharded,
+    some_of,
     whole,
 )
 from tessera._deepspeed._pt import PtFile
@@ -152,16 +154,16 @@ class _Layout:
                 )
             self._read_stage0()
             return 0
-        world = int(self.state["dp_world_size"])
+        world = ranks_of(self.model_file)
         missing = sorted(set(range(world)) - optims.keys())
         if missing or len(optims) != world:
             raise IoError(
                 f"[checkpoint] '{self.folder}' was written by {world} ranks and has optim-states of {sorted(optims)}: "
-                f"missing {missing}"
+                f"missing {some_of(missing)}"
             )
         files = [self.open(optims[rank]) for rank in range(world)]
         states = [file.value["optimizer_state_dict"] for file in files]
-        stage = number_of(states[0].get("zero_stage", 1))
+        stage = number_of(states[0].get("zero_stage", 1), 3)
         if sharded != (stage == 3):
             files[0].fail(f"is of stage {stage}, the model-states beside it are not: of two checkpoints")
         if sharded:
@@ -184,7 +186,7 @@ class _Layout:
             self._set_scaler(scaler.state)
 
     def _set_scaler(self, state: dict[str, Any]) -> None:
-        scale, steps = float(state["cur_scale"]), int(state.get("cur_iter", 0))
+        scale, steps = float(state["cur_scale"]), number_of(state.get("cur_iter", 0))
         if scale == 1 and ("cur_iter" not in state or state.get("dynamic_loss_scale") is False):
             return  # what the modes without loss scaling have
         self.scaler = {
@@ -284,7 +286,7 @@ class _Layout:
 
     def _step(self, file: PtFile, state: dict[str, Any]) -> int:
         value = file.plain(state.get("step", 0))
-        return int(value.item() if isinstance(value, torch.Tensor) else value)
+        return number_of(value.item() if isinstance(value, torch.Tensor) else value)
 
     def _add(self, name: str, shape: tuple[int, ...], step: int, numbers: dict[str, Any]) -> None:
         if name in self.trained:
@@ -402,7 +404,7 @@ class _Layout:
                         record.tensors["master" if state == "fp32" else state] = value.dtype, list(whole(file, value))
         self.group_names = [list(shapes) for shapes in self._shapes()]
         self._read_common(common)
-        return 3 if sharded else number_of(common.get("zero_stage", 1))
+        return 3 if sharded else number_of(common.get("zero_stage", 1), 3)
 
     # ------------------------------------------------------------ the manifest
 
@@ -517,11 +519,12 @@ class _Layout:
         """Of stage 3, whose module holds nothing of them."""
         if self.stage != 3 or not self.state.get("frozen_param_shapes"):
             return {}
-        world = int(self.state["dp_world_size"])
+        world = ranks_of(self.model_file)
         missing = sorted(set(range(world)) - self.models.keys())
         if missing:
             raise IoError(
-                f"[checkpoint] '{self.folder}' has no model-states of ranks {missing}, which hold frozen parameters"
+                f"[checkpoint] '{self.folder}' has no model-states of ranks {some_of(missing)}, which hold frozen "
+                "parameters"
             )
         files = [self.open(self.models[rank]) for rank in range(world)]
         parts = {}
@@ -540,22 +543,22 @@ class _Layout:
         return self.hints.accumulation or (steps if isinstance(steps, int) and steps > 0 else 1)
 
     def _run(self) -> dict[str, Any]:
-        steps = int(self.state["global_steps"])
+        steps = number_of(self.state["global_steps"])
         run: dict[str, Any] = {
             "counters": {
                 "micro_steps": steps * self._accumulation(),
                 "global_steps": steps,
-                "skipped_steps": int(self.state["skipped_steps"]),
-                "global_samples": int(self.state.get("global_samples", 0)),
+                "skipped_steps": number_of(self.state["skipped_steps"]),
+                "global_samples": number_of(self.state.get("global_samples", 0)),
             },
-            "ranks": ranks_text(int(self.state["dp_world_size"])),
+            "ranks": ranks_text(ranks_of(self.model_file)),
             "groups": [],
             "client": {},
             "source": {
                 "format": "DeepSpeed, universal" if self.universal else "DeepSpeed",
                 "version": str(self.state.get("ds_version")),
                 "stage": self.stage,
-                "ranks": int(self.state["dp_world_size"]),
+                "ranks": ranks_of(self.model_file),
             },
         }
         for group in self.groups:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tessera import _core
-from tessera._blobs import CUT, OWN_KINDS, Saved, cut_of
+from tessera._blobs import CUT, OWN_KINDS, Saved, cut_of, of_kind
 from tessera._deepspeed._pieces import OWN_STEPS, ranks_text
 from tessera._deepspeed._pt_writer import Made, Streamed, write_pt
 from tessera.errors import ConfigError
@@ -58,16 +58,15 @@ class Source:
         saved = Saved(reader, trusted)
         self.run: dict[str, Any] = json.loads(reader.run())
         self.client: dict[str, Any] = saved.blob("client_state", {})
-        self.config: dict[str, Any] = saved.run.get("config") or {}
+        self.config: dict[str, Any] = of_kind(saved.run.get("config") or {}, dict, "'python', 'config'")
         self.extra: dict[str, Any] = saved.part("extra", {})
-        self._group_names: list[list[str]] | None = saved.run.get("group_names")
-        self._param_groups: list[dict[str, Any]] | None = saved.part("param_groups")
-        self._schedule: Any = saved.part("schedule")
+        self._group_names: list[list[str]] | None = saved.group_names()
+        self._param_groups: list[dict[str, Any]] | None = saved.param_groups()
+        self._schedule: Any = saved.part("schedule", kind=object)
         # States of a client's optimizer that are not one value for each element, by parameter.
         self.numbers: dict[str, dict[str, Any]] = {}
-        for name in reader.blobs():
-            if name.startswith("optimizer-"):
-                self.numbers.update(saved.blob(name))
+        for _, states in saved.optimizers():
+            self.numbers.update(states)
         for name, state in self.numbers.items():
             shape = self.params[name].shape if name in self.params else []
             if state.pop(CUT, None) not in (None, cut_of(0, math.prod(shape), shape)):
@@ -168,7 +167,7 @@ class Source:
         return [name for name, kinds in self.kinds.items() if "buffer" in kinds]
 
     def schedule(self) -> Any:
-        steps = self.run["client"].get("schedule_steps")
+        steps = self.run.get("client", {}).get("schedule_steps")
         if self._schedule is None and steps is not None:
             return {"last_batch_iteration": steps - 1}
         return self._schedule

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tessera import _core
-from tessera._blobs import Saved, pickled
+from tessera._blobs import Saved, count_of, of_kind, pickled
 from tessera._copies import own_copies
 from tessera._deepspeed._pieces import OWN_KEYS
 from tessera._deepspeed._read import LOOKED_FOR, Hints, manifest_of
-from tessera._random import put_random_states, random_states
+from tessera._random import check_random_states, put_random_states, random_states
 from tessera.checkpoints import shard_bytes
+from tessera.data import Loader
 from tessera.engine._optimizer_parts import (
     client_states,
     groups_from,
@@ -236,9 +237,15 @@ def _load(
         groups = groups_from(engine, saved, reader) if optimizer else None
         run = json.loads(reader.run())
         foreign = not module_only and "source" in run
-        schedule_state = saved.part("schedule") if (schedule and not module_only) or foreign else None
+        schedule_state = saved.part("schedule", kind=object) if (schedule and not module_only) or foreign else None
         loader = None if module_only else saved.run.get("loader")
-        random = None if module_only else saved.blob(f"random-{_core.checkpoint_place(engine.core)}")
+        if loader is not None and isinstance(engine.training_dataloader, Loader):
+            for key in ("epoch", "samples"):
+                count_of(of_kind(loader, dict, "the loader's state").get(key), f"the loader's '{key}'")
+        own = f"random-{_core.checkpoint_place(engine.core)}"
+        random = None if module_only else saved.blob(own)
+        if random is not None:
+            check_random_states(random, own)
     restore.apply()
     for buffer, value in buffers:
         with torch.no_grad():
@@ -289,6 +296,8 @@ def _together(engine: Engine) -> Iterator[None]:
 def _check_arguments(save_dir: Any, client_state: dict[str, Any], as_deepspeed: bool, asynchronous: bool) -> None:
     if not save_dir:
         raise ConfigError("[engine.save_checkpoint] save_dir is empty; name a folder")
+    if not isinstance(client_state, dict):
+        raise ConfigError(f"[engine.save_checkpoint] client_state is a dict, not a {type(client_state).__name__}")
     if "checkpoint_parallel_dimensions" in client_state:
         raise KeyError("[engine.save_checkpoint] client_state must not contain 'checkpoint_parallel_dimensions'")
     if as_deepspeed and asynchronous:

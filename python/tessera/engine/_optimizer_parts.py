@@ -87,8 +87,8 @@ def states_from(
     kinds = sorted({kind for _, kind, *_ in reader.tensors()} - OWN_KINDS)
     own = f"optimizer-{_core.checkpoint_place(engine.core)}"
     numbers: dict[str, list[dict[str, Any]]] = {}
-    for blob in sorted(saved.names, key=lambda blob: (blob == own, blob)):  # this rank's own last: it holds
-        for name, state in saved.blob(blob).items() if blob.startswith("optimizer-") else ():
+    for _, of_rank in sorted(saved.optimizers(), key=lambda blob: (blob[0] == own, blob[0])):  # its own last: it holds
+        for name, state in of_rank.items():
             numbers.setdefault(name, []).append(state)
     specs = engine.core.params()
     records = {alias: p for p in reader.params() for alias in (p.name, *p.aliases)}
@@ -131,12 +131,12 @@ class SavedGroup:
 def groups_from(engine: Engine, saved: Saved, reader: _core.CheckpointReader) -> list[SavedGroup | None] | None:
     """By param group here: the one in the checkpoint that has its parameters; None where it has none of them. None in
     all: a run of C++. ConfigError where parameters of one group have other values of several there."""
-    values = saved.part("param_groups")
+    values = saved.param_groups()
     if values is None or engine.basic_optimizer is None:
         return None
     there = [SavedGroup(number, of) for number, of in enumerate(values)]
     here = [[name for name, _ in group] for group in engine._group_names]
-    names = saved.run.get("group_names")
+    names = saved.group_names()
     if names is None or len(names) != len(there):
         if len(there) != len(here):
             raise ConfigError(

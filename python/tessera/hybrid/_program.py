@@ -111,6 +111,8 @@ class Program:
             manifest = json.loads((folder / _MANIFEST).read_text())
         except (OSError, ValueError) as error:
             raise IoError(f"[hybrid] there is no complete checkpoint to load in {root}: {error}") from None
+        if not _is_manifest(manifest):
+            raise IoError(f"[hybrid] {folder / _MANIFEST} is damaged: it is no manifest of a program's checkpoint")
         if manifest["groups"].keys() != self._groups.keys():
             raise ConfigError(
                 f"[hybrid] {folder} is of the groups {list(manifest['groups'])}, the program has {list(self._groups)}"
@@ -132,6 +134,14 @@ class Program:
         if self._folder is None:
             raise UsageError(f"[hybrid] {call}() needs a folder; give the Program one")
         return self._folder
+
+
+def _is_manifest(value: Any) -> bool:
+    """`parts` is a folder beside it, and none elsewhere."""
+    if not isinstance(value, dict) or not isinstance(value.get("groups"), dict) or "state" not in value:
+        return False
+    parts = value.get("parts", "")
+    return isinstance(parts, str) and (not parts or (parts.startswith(_PARTS) and "/" not in parts))
 
 
 def _write(path: Path, text: str) -> None:

@@ -3,6 +3,7 @@ master weights (ExternalRunner)."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from tessera import _core
-from tessera.errors import UsageError
+from tessera.errors import ConfigError, IoError, UsageError
 from tessera.optim._rules import NativeRule, note_group, read_group
 from tessera.optim._states import QUANTITIES, CoreStates, OptimizerStates, OwnStates
 
@@ -39,6 +40,10 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         self._index = dict(index)
         self._names = names
         self._rule = rule
+
+    def indices(self) -> list[int]:
+        """In the core, of all its parameters."""
+        return list(self._index.values())
 
     def manages(self, param: object) -> bool:
         return id(param) in self._index
@@ -77,13 +82,13 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
             self._core.set_param_step(index, max(1, self._core.param_step(index)))
 
     def _write(self, index: int, quantity: _core.Quantity, value: torch.Tensor) -> None:
+        """This rank's part, or all of it. Local: ranks may hold a part of other parameters each, and load alone."""
         view = self._core.local_view(index, quantity)
         if view is None:
             return
-        if value.shape == view.shape:
-            self._core.set_local(index, quantity, value.detach().to(view.device))
-        else:
-            self._core.set_full(index, quantity, value.detach().to(view.device))
+        value = value.detach().to(view.device)
+        part = value if value.shape == view.shape else self._core.local_part(index, value)
+        self._core.set_local(index, quantity, part)
 
     def __delitem__(self, param: torch.Tensor) -> None:
         index = self._index[id(param)]
@@ -185,12 +190,32 @@ class NativeRunner(Runner):
         self.states = CoreStates(core, names, rule.counts_steps)
         self._view = StateView(core, params, index, names, rule)
         self._loading: Mapping[str, Any] | None = None
-        self._adopt(base.state)
+        self._adopt_on_all(base.state)
         this = weakref.ref(self)
         self._hooks = [
             base.register_load_state_dict_pre_hook(lambda _, loaded: _call(this, "_before_load", loaded)),
             base.register_load_state_dict_post_hook(lambda _: _call(this, "_after_load")),
         ]
+
+    def _adopt_on_all(self, state: Mapping[Any, Any]) -> None:
+        """What fails on one rank is an error on all, and so are states of other steps. Collective."""
+        problem: Exception | None = None
+        steps = 0.0
+        try:
+            self._adopt(state)
+            steps = float(sum(self._core.param_step(index) * (1 + index) for index in self._view.indices()))
+        except Exception as error:
+            problem = error
+        most, least = self._core.agree_max(steps if problem is None else math.inf), -self._core.agree_max(-steps)
+        if problem is not None:
+            raise problem
+        if most == math.inf:
+            raise IoError("[optimizer] another rank could not take the optimizer's states, and says why")
+        if most != least:
+            raise ConfigError(
+                "[optimizer] the ranks' optimizers bring states of different steps: step them alike on all ranks "
+                "before the engine is made, or load a checkpoint after"
+            )
 
     def _adopt(self, state: Mapping[Any, Any]) -> None:
         """Takes states from plain dicts, and shows its own in their place."""

@@ -147,6 +147,9 @@ class OwnStates:
         state = self._of(number)
         kind = _Kind(int(self._core.agree_max(float(self._kind(number, state, key)))))
         self._refuse(kind, key, state)
+        begin, end = self._core.local_range(number)
+        if kind == _Kind.PART and self._core.agree_max(float(key not in state and begin < end)) > 0:
+            raise ConfigError(f"[state] some ranks have no state {key!r} of their part of this parameter")
         return state.get(key), kind
 
     def _kind(self, number: int, state: dict[str, Any], key: str) -> _Kind:

@@ -3,49 +3,38 @@
 from __future__ import annotations
 
 import inspect
-import json
 import mmap
 import os
-import struct
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from tessera import _core
 from tessera.errors import ConfigError, IoError
 from tessera.parallel._apply import cuts_of, ranks_of
-
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 
 
 class _File:
     """One file; its tensors are views of the mapped file."""
 
     def __init__(self, path: str) -> None:
+        self._entries = {entry[0]: entry for entry in _core.safetensors_entries(path)}
         try:
             with open(path, "rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                self._header = json.loads(file.read(length))
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError, struct.error) as error:
+        except (OSError, ValueError) as error:
             raise IoError(f"[load_slices] cannot read '{path}': {error}") from None
-        self._data = 8 + length
-        self._header.pop("__metadata__", None)
 
     def names(self) -> list[str]:
-        return list(self._header)
+        return list(self._entries)
 
     def tensor(self, name: str) -> torch.Tensor:
-        entry = self._header[name]
-        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        _, dtype, shape, offset = self._entries[name]
         count = torch.Size(shape).numel()
         if count == 0:
             return torch.empty(shape, dtype=dtype)
-        offset = self._data + entry["data_offsets"][0]
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
 
 

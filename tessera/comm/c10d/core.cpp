@@ -38,7 +38,8 @@ int64_t next_instance(c10d::ProcessGroup& group) {
 }
 
 FaultBoard board_of(c10d::ProcessGroup& group, int64_t instance) {
-  return {group.getStore(), group.getRank(), group.getSize(), group.getGroupName() + "/" + std::to_string(instance)};
+  return job_board(group.getStore(), group.getRank(), group.getSize(),
+                   group.getGroupName() + "/" + std::to_string(instance));
 }
 
 }  // namespace

@@ -141,7 +141,7 @@ void compare(const Place& place, const StorePtr& store, const std::string& asked
   store->set(key(place.rank), asked);
   std::vector<std::string> of_all;
   for (int rank = 0; rank < place.size; ++rank)
-    of_all.push_back(store->get_to_str(key(rank)));
+    of_all.push_back(said_by(*store, key(rank), rank));
   check_asked(of_all);
 }
 

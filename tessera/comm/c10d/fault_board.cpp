@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "tessera/base/error.h"
 #include "tessera/comm/hosts/hosts.h"
 #include "tessera/comm/op_info.h"
 
@@ -23,8 +24,25 @@ bool come_within(c10d::Store& store, const std::vector<std::string>& keys, std::
   return true;
 }
 
-FaultBoard::FaultBoard(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string group)
-    : store_(std::move(store)), rank_(rank), size_(size), group_(std::move(group)) {}
+std::string said_by(c10d::Store& store, const std::string& key, int rank) try {
+  return store.get_to_str(key);
+} catch (const c10::DistStoreError& error) {
+  TESSERA_FAIL(c10::DistBackendError, "[comm] rank ", rank, " did not come within ", store.getTimeout().count() / 1000,
+               " s (dead, or busy elsewhere): ", error.what_without_backtrace());
+}
+
+namespace {
+
+// The same for all groups over a store, whose ranks are the same.
+std::string process_key(int rank) {
+  return "tessera/fault/process/" + std::to_string(rank);
+}
+
+}  // namespace
+
+FaultBoard::FaultBoard(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string group,
+                       c10::intrusive_ptr<c10d::Store> job)
+    : store_(std::move(store)), job_(std::move(job)), rank_(rank), size_(size), group_(std::move(group)) {}
 
 std::string FaultBoard::key(const std::string& what) const {
   return "tessera/fault/" + group_ + "/" + what;
@@ -76,7 +94,7 @@ std::optional<std::string> FaultBoard::show_process() {
     const std::string there = store_->compareSet(name, std::string(), mine);
     if (there == mine) return std::nullopt;
     const auto other = process_of(rank_);
-    if (other && other->start != 0 && start_of_process(other->pid) != other->start) {  // of an earlier attempt
+    if (other && other->has_ended()) {  // of an earlier attempt
       store_->set(name, mine);
       processes_.erase(rank_);
       return std::nullopt;
@@ -100,16 +118,19 @@ void FaultBoard::await_process(int rank, std::chrono::milliseconds limit) {
   }
 }
 
-std::string FaultBoard::process_key(int rank) const {
-  return key("process/" + std::to_string(rank));
+bool FaultBoard::Process::has_ended() const {
+  return start != 0 && start_of_process(pid) != start;
 }
 
 std::optional<FaultBoard::Process> FaultBoard::process_of(int rank) {
   if (const auto known = processes_.find(rank); known != processes_.end()) return known->second;
   const std::string name = process_key(rank);
   try {
-    if (!store_ || !store_->check({name})) return std::nullopt;
-    std::istringstream text(store_->get_to_str(name));
+    c10d::Store* there = nullptr;
+    for (c10d::Store* store : {store_.get(), job_.get()})
+      if (there == nullptr && store != nullptr && store->check({name})) there = store;
+    if (there == nullptr) return std::nullopt;
+    std::istringstream text(there->get_to_str(name));
     Process process;
     std::string host;
     std::getline(text >> process.pid >> process.start >> std::ws, host);
@@ -122,8 +143,7 @@ std::optional<FaultBoard::Process> FaultBoard::process_of(int rank) {
 
 std::optional<int> FaultBoard::ended_process(int rank) {
   const auto process = process_of(rank);
-  if (!process || process->start == 0 || start_of_process(process->pid) == process->start) return std::nullopt;
-  return process->pid;
+  return process && process->has_ended() ? std::optional(process->pid) : std::nullopt;
 }
 
 std::string FaultBoard::roll_call(std::chrono::milliseconds limit) {

@@ -19,10 +19,15 @@ namespace tessera::comm {
 // in torch's log. Throws what the store throws.
 bool come_within(c10d::Store& store, const std::vector<std::string>& keys, std::chrono::milliseconds limit);
 
+// What rank `rank` sets `key` to. DistBackendError that names the rank when the store's timeout is over.
+std::string said_by(c10d::Store& store, const std::string& key, int rank);
+
 class FaultBoard {
  public:
-  // `store` may be null: then nothing is reported and nothing is known of the others.
-  FaultBoard(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string group);
+  // `store` may be null: then nothing is reported and nothing is known of the others. `job`: where the same ranks have shown
+  // their processes before; a rank that ended before it came to `store` is known from there.
+  FaultBoard(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string group,
+             c10::intrusive_ptr<c10d::Store> job = nullptr);
 
   // Reports `cause` unless somebody has already; returns the cause that came first.
   std::string report(const std::string& cause);
@@ -32,31 +37,30 @@ class FaultBoard {
   void show_calls(const std::string& calls);
   // What rank `rank` has shown last; empty when nothing.
   std::string shown_calls(int rank);
-  // Tells the others which process this rank is. Where another one has said that it is this rank, and has not been seen to
+  // Tells the others, in all groups of the store, which process this rank is. Where another one has said that it is this rank, and has not been seen to
   // end, it stays; returns "processes 12 and 34 of one host".
   std::optional<std::string> show_process();
   // Whether rank `rank` has shown its process. Throws what the store throws.
   bool has_shown(int rank);
   // Waits for that, so long at most.
   void await_process(int rank, std::chrono::milliseconds limit);
-  // The id of the process that rank `rank` was, where it was one of this host and has ended. What is known of a rank is kept:
-  // for one thread.
+  struct Process {
+    int pid = 0;
+    uint64_t start = 0;  // 0: of another host
+    bool has_ended() const;
+  };
+  // What rank `rank` has shown. It is kept: for one thread.
+  std::optional<Process> process_of(int rank);
+  // The id of the process that rank `rank` was, where it was one of this host and has ended.
   std::optional<int> ended_process(int rank);
   // Marks this rank as alive, waits up to `limit` for the same mark of the others, and describes those without one:
   // "no answer within 2.0 s from rank(s) 2 (dead, or busy outside of any collective)". Empty when all answered.
   std::string roll_call(std::chrono::milliseconds limit);
 
  private:
-  struct Process {
-    int pid = 0;
-    uint64_t start = 0;  // 0: of another host
-  };
-
   std::string key(const std::string& what) const;
-  std::string process_key(int rank) const;
-  std::optional<Process> process_of(int rank);
 
-  c10::intrusive_ptr<c10d::Store> store_;
+  c10::intrusive_ptr<c10d::Store> store_, job_;
   int rank_, size_;
   std::string group_;
   std::map<int, Process> processes_;  // by rank

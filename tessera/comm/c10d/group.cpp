@@ -495,10 +495,7 @@ GroupPtr best_group(const HoldProcessGroup& hold, const c10::intrusive_ptr<c10d:
   if (!store || group->getSize() == 1 || !is_ours(*group)) return over_group();
   const int rank = group->getRank(), size = group->getSize();
   try {
-    FaultBoard board = job_board(store, rank, size);
-    board.show_process();
-    const auto fresh = fresh_store(store, "transport/" + group->getGroupName(), rank);
-    const auto watched = c10::make_intrusive<WatchedStore>(fresh, std::move(board), rank, size);
+    const auto watched = watch_fresh_store(store, "transport/" + group->getGroupName(), rank, size);
     GroupPtr host = choose_transport(watched, rank, size, timeout_of(*group), over_group);
     const bool at_hand = dynamic_cast<C10dGroup*>(host.get()) != nullptr;
     return at_hand || !takes_devices(*group) ? host : over_group(std::move(host));

@@ -59,18 +59,9 @@ GroupPtr share_within_hosts(const StorePtr& store, const Hosts& hosts, int rank,
 
 }  // namespace
 
-StorePtr fresh_store(const StorePtr& store, const std::string& name, int rank) {
-  const std::string prefix = "tessera/" + name;
-  const int64_t count = store->add(prefix + "/" + std::to_string(rank), 1);
-  return c10::make_intrusive<c10d::PrefixStore>(prefix + "_" + std::to_string(count), store);
-}
-
 std::vector<std::string> tell_all(const StorePtr& store, int rank, int size, const std::string& topic,
                                   const std::string& text) {
-  FaultBoard board = job_board(store, rank, size);
-  board.show_process();
-  WatchedStore watched(fresh_store(store, topic, rank), std::move(board), rank, size);
-  return exchange(watched, rank, size, topic, text);
+  return exchange(*watch_fresh_store(store, topic, rank, size), rank, size, topic, text);
 }
 
 std::optional<Hosts> find_hosts(c10d::Store& store, int rank, int size) {

@@ -20,11 +20,6 @@
 
 namespace tessera::comm {
 
-// A part of `store` that nobody has used: the next one under `name`, counted by each rank for itself. Ranks ask in one
-// order, and keys that an earlier group left in a store that outlives it are never seen.
-c10::intrusive_ptr<c10d::Store> fresh_store(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name,
-                                            int rank);
-
 // What every rank says about `topic`, by rank. Collective over the `size` ranks that meet at `store`, as often as they like. A
 // rank that is lost before it says anything is a DistBackendError of the others.
 std::vector<std::string> tell_all(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,

@@ -1,6 +1,7 @@
 #include "tessera/comm/c10d/watched_store.h"
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 #include <thread>
 
@@ -18,7 +19,8 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 constexpr auto kSlice = milliseconds(500);
 constexpr auto kHearing = std::chrono::seconds(2);
-constexpr auto kAnswer = std::chrono::seconds(5);  // of a store that is there
+constexpr auto kConnection = std::chrono::seconds(2);  // until the host is looked at again
+constexpr auto kAnswer = std::chrono::seconds(5);      // of a store that is there
 
 std::string first_line(const std::exception& error) {
   const std::string text = error.what();
@@ -45,6 +47,68 @@ std::string trouble(FaultBoard& board, int rank, int size) {
 
 [[noreturn]] void fail(int rank, int size, const std::string& text) {
   TESSERA_CHECK_DIST(false, "comm", "rank ", rank, " of ", size, ": ", text);
+}
+
+// What open_job_store() returns: it knows where all ranks of the job have shown their processes.
+class JobStore final : public c10d::PrefixStore {
+ public:
+  JobStore(const std::string& prefix, StorePtr job, int size) : PrefixStore(prefix, std::move(job)), size_(size) {}
+  StorePtr clone() override { return c10::make_intrusive<JobStore>(prefix_, store_->clone(), size_); }
+  const StorePtr& job() const { return store_; }
+  int size() const { return size_; }
+
+ private:
+  const int size_;
+};
+
+// Where the ranks of `store` have shown their processes before, where those are all of the job's.
+StorePtr job_of(StorePtr store, int size) {
+  while (auto* const part = dynamic_cast<c10d::PrefixStore*>(store.get())) {
+    if (const auto* const job = dynamic_cast<JobStore*>(part)) return job->size() == size ? job->job() : nullptr;
+    store = part->getUnderlyingStore();
+  }
+  return nullptr;
+}
+
+// Who hosted the store at a place when this process was there before. A host that has ended will not come again, and torch would
+// wait for it. Never destroyed, as what else may be used at the end of the process.
+struct StoreHosts {
+  std::mutex mutex;
+  std::map<std::string, FaultBoard::Process> by_place;
+
+  static StoreHosts& known() {
+    static auto& hosts = *new StoreHosts;
+    return hosts;
+  }
+  void note(const std::string& place, const FaultBoard::Process& host) {
+    const std::scoped_lock lock(mutex);
+    by_place[place] = host;
+  }
+  std::optional<FaultBoard::Process> at(const std::string& place) {
+    const std::scoped_lock lock(mutex);
+    const auto host = by_place.find(place);
+    return host == by_place.end() ? std::nullopt : std::optional(host->second);
+  }
+};
+
+// The store at a place. Where its host is known, a connection is tried as long as that runs.
+StorePtr connect(const std::string& address, c10d::TCPStoreOptions options, const std::string& place, int rank,
+                 int size) {
+  const auto host = options.isServer ? std::nullopt : StoreHosts::known().at(place);
+  const auto timeout = options.timeout;
+  const auto end = Clock::now() + timeout;
+  while (host && !host->has_ended()) {
+    try {
+      options.timeout = std::min<milliseconds>(timeout, kConnection);
+      const StorePtr store = reach_store(address, options);
+      store->setTimeout(timeout);
+      return store;
+    } catch (const c10::DistError&) {
+      if (Clock::now() >= end) throw;
+    }
+  }
+  if (host) fail(rank, size, c10::str("lost rank 0: its process ", host->pid, ", which hosted the store, has ended"));
+  return reach_store(address, options);
 }
 
 // The same once the others have had the time to hear of it, through a store that may go with this process.
@@ -105,14 +169,26 @@ void store_lost(int rank, int size, const std::exception& error) {
   fail(rank, size, unreachable(error));
 }
 
-FaultBoard job_board(const StorePtr& store, int rank, int size) {
-  return {store, rank, size, "job"};
+FaultBoard job_board(const StorePtr& store, int rank, int size, const std::string& group) {
+  return {store, rank, size, group, job_of(store, size)};
+}
+
+StorePtr fresh_store(const StorePtr& store, const std::string& name, int rank) {
+  const std::string prefix = "tessera/" + name;
+  const int64_t count = store->add(prefix + "/" + std::to_string(rank), 1);
+  return c10::make_intrusive<c10d::PrefixStore>(prefix + "_" + std::to_string(count), store);
 }
 
 StorePtr watch_store(const StorePtr& store, int rank, int size) {
   FaultBoard board = job_board(store, rank, size);
   board.show_process();
   return c10::make_intrusive<WatchedStore>(store, std::move(board), rank, size);
+}
+
+StorePtr watch_fresh_store(const StorePtr& store, const std::string& name, int rank, int size) {
+  FaultBoard board = job_board(store, rank, size);
+  board.show_process();
+  return c10::make_intrusive<WatchedStore>(fresh_store(store, name, rank), std::move(board), rank, size);
 }
 
 void come_together(const StorePtr& store, int rank, int size) {
@@ -152,15 +228,19 @@ StorePtr open_job_store(const std::string& address, int port, int rank, int size
   // A torchrun agent keeps its store over restarts, and a process may come several times: none may see another's keys.
   const std::string prefix =
       "tessera/attempt_" + std::to_string(env::get_int("TORCHELASTIC_RESTART_COUNT").value_or(0));
+  const bool hosted = env::get("TORCHELASTIC_USE_AGENT_STORE").value_or("") != "True";
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(port);
-  options.isServer = rank == 0 && env::get("TORCHELASTIC_USE_AGENT_STORE").value_or("") != "True";
+  options.isServer = rank == 0 && hosted;
   options.waitWorkers = false;  // come_together() follows
   options.timeout = timeout;
   options.multiTenant = true;
+  const std::string place = address + ":" + std::to_string(port);
   const auto open = [&] {
-    StorePtr store = c10::make_intrusive<c10d::PrefixStore>(prefix, reach_store(address, options));
+    StorePtr store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect(address, options, place, rank, size));
     come_together(store, rank, size);
+    const auto host = job_board(store, rank, size).process_of(0);
+    if (hosted && host) StoreHosts::known().note(place, *host);
     return store;
   };
   StorePtr store;
@@ -180,7 +260,7 @@ StorePtr open_job_store(const std::string& address, int port, int rank, int size
     fail(rank, size, first_line(error));
   }
   const int64_t count = store->add("groups_of_rank_" + std::to_string(rank), 1);
-  return c10::make_intrusive<c10d::PrefixStore>(std::to_string(count), store);
+  return c10::make_intrusive<JobStore>(std::to_string(count), store, size);
 }
 
 }  // namespace tessera::comm

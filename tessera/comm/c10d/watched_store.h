@@ -36,18 +36,27 @@ class WatchedStore final : public c10d::PrefixStore {
 // Throws the DistBackendError for an error of the store itself.
 [[noreturn]] void store_lost(int rank, int size, const std::exception& error);
 
-// The board on which the ranks that meet at `store` show their processes.
-FaultBoard job_board(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
+// The board of a group whose ranks meet at `store`: "job", where they have nothing more in common yet.
+FaultBoard job_board(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                     const std::string& group = "job");
 
-// `store` with a board of its own, on which this rank shows itself.
+// `store`, whose waits end when one of the `size` ranks that have come to it, or to its job, is lost. This rank shows itself.
 c10::intrusive_ptr<c10d::Store> watch_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
+// The same of fresh_store(store, name): the ranks that have come to `store` are known.
+c10::intrusive_ptr<c10d::Store> watch_fresh_store(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name,
+                                                  int rank, int size);
+// A part of `store` that nobody has used: the next one under `name`, counted by each rank for itself. Ranks ask in one
+// order, and keys that an earlier group left in a store that outlives it are never seen.
+c10::intrusive_ptr<c10d::Store> fresh_store(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name,
+                                            int rank);
 
 // Shows the others that this process is rank `rank`, and waits for them, for as long as the store's timeout. Value error
 // when another process is that rank; DistBackendError that says who has come and who has not.
 void come_together(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
 
 // The store of a job at address:port, which rank 0 hosts (or torchrun's agent, as the environment says), with all ranks
-// there. Nobody has used it: a process may come here several times.
+// there. Nobody has used it: a process may come here several times. Boards of all its ranks over it, or over a part of it,
+// know the processes that came before.
 c10::intrusive_ptr<c10d::Store> open_job_store(const std::string& address, int port, int rank, int size,
                                                std::chrono::milliseconds timeout);
 

@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "tessera/base/env.h"
+#include "tessera/comm/c10d/fault_board.h"
 
 namespace tessera::comm {
 
@@ -70,7 +71,7 @@ std::vector<std::string> exchange(c10d::Store& store, int rank, int size, const 
   std::vector<std::string> all;
   all.reserve(size);
   for (int r = 0; r < size; ++r)
-    all.push_back(store.get_to_str(key(r)));
+    all.push_back(said_by(store, key(r), r));
   return all;
 }
 

@@ -13,7 +13,7 @@ namespace tessera::comm {
 c10::intrusive_ptr<c10d::Backend> tessera_backend(const c10::intrusive_ptr<c10d::Store>& given, int rank, int size,
                                                   std::chrono::milliseconds timeout, const SideThreadsPtr& threads) {
   using StorePtr = c10::intrusive_ptr<c10d::Store>;
-  const StorePtr store = watch_store(fresh_store(given, "backend", rank), rank, size);
+  const StorePtr store = watch_fresh_store(given, "backend", rank, size);
   const auto hosts = find_hosts(*store, rank, size);
   const bool one_host = hosts && hosts->count() == 1;
   ShmSharePtr share;

@@ -308,6 +308,36 @@ TEST(EnvironmentGroup, ARankWhoseProcessHasEndedIsMissedByThoseWhoWait) {
   EXPECT_TRUE(await_marks("told", {0, 1}));
 }
 
+// The others come to the next meeting, where it has not been.
+TEST(EnvironmentGroup, ARankThatEndsBetweenTwoGroupsIsNamed) {
+  if (!testing::is_rank()) {
+    for (const char* lost : {"0", "2"})
+      for (const char* transport : {"gloo", "auto"})
+        expect_success(run_processes(3, {{"TESSERA_TRANSPORT", transport}, {"TESSERA_TEST_LOST", lost}}),
+                       std::stoi(lost));
+    return;
+  }
+  const int lost = std::stoi(std::getenv("TESSERA_TEST_LOST"));
+  std::vector<int> others{0, 1, 2};
+  std::erase(others, lost);
+  {
+    const auto mesh = environment_mesh(-1, 1, 1, 10min);
+    const int rank = mesh.rank(kAxes);
+    mesh.group(Axis::DpShard)->barrier();
+    leave_mark("met");
+    if (rank == lost) {
+      EXPECT_TRUE(await_marks("met", others));
+      raise(SIGKILL);
+    }
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  const auto text = message_of<c10::DistBackendError>([] { environment_mesh(-1, 1, 1, 10min); });
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);
+  EXPECT_HAS(text, "lost rank " + std::to_string(lost) + ": its process ");
+  leave_mark("told");
+  EXPECT_TRUE(await_marks("told", others));
+}
+
 TEST(EnvironmentGroup, AnAbortReachesBlockedRanksWithItsReason) {
   if (!in_ranks({3}, kGloo)) return;
   const auto group = environment_group(60s);

@@ -55,7 +55,7 @@ TEST_F(FaultBoards, AnEndedProcessOfThisHostIsFound) {
   siginfo_t info;
   waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT);
   const auto say = [&](int pid, uint64_t start, const std::string& host) {
-    store->set("tessera/fault/g/process/1", std::to_string(pid) + " " + std::to_string(start) + " " + host);
+    store->set("tessera/fault/process/1", std::to_string(pid) + " " + std::to_string(start) + " " + host);
     return FaultBoard(store, 0, 3, "g").ended_process(1);
   };
   EXPECT_EQ(say(child, 1, host_id()), child);

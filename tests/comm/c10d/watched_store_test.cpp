@@ -25,7 +25,7 @@ struct WatchedStores : ::testing::Test {
   pid_t show_ended() {
     const pid_t child = fork();
     if (child == 0) pause();
-    store->set("tessera/fault/job/process/1",
+    store->set("tessera/fault/process/1",
                std::to_string(child) + " " + std::to_string(start_of_process(child)) + " " + host_id());
     kill(child, SIGKILL);
     waitpid(child, nullptr, 0);
@@ -74,7 +74,7 @@ TEST_F(WatchedStores, ComingTogetherSaysWhoIsMissing) {
 }
 
 TEST_F(WatchedStores, ComingTogetherNamesTwoOfOneRank) {
-  store->set("tessera/fault/job/process/1", std::string("1 1 another host"));
+  store->set("tessera/fault/process/1", std::string("1 1 another host"));
   EXPECT_HAS(message_of<c10::ValueError>([&] { come_together(store, 1, 2); }),
              "processes 1 and " + std::to_string(getpid()) + " of two hosts both have RANK 1");
   EXPECT_HAS(message_of<c10::DistBackendError>([&] { come_together(store, 0, 3); }), "both have RANK 1");

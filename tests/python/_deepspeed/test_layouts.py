@@ -359,3 +359,20 @@ def test_optim_states_that_are_all_missing(stage: int, tmp_path: Path) -> None:
         assert torch.equal(weights_only["head.weight"], known["head.weight"].bfloat16().float())
     with pytest.raises(IoError, match="has no"):
         checkpoints.to_deepspeed(tmp_path, tmp_path / "out", stage=1, world_size=1)
+
+
+@pytest.mark.parametrize("number", [2**31, 2**53, 2**64, -1, 0, 1.5e300, "2", None])
+@pytest.mark.parametrize("key", ["dp_world_size", "global_steps", "skipped_steps", "global_samples"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_numbers_that_cannot_be(stage: int, key: str, number: Any, tmp_path: Path) -> None:
+    """In bounded time and memory."""
+    saved(tmp_path, stage)
+    for path in (tmp_path / TAG).glob("*model_states.pt"):
+        value = torch.load(path, weights_only=False)
+        torch.save({**value, key: number}, path)
+    can_be = number in ((2, "2") if key == "dp_world_size" else (2**31, 2**53, 0, "2"))
+    try:
+        loaded(tmp_path)
+        assert can_be
+    except IoError as error:
+        assert not can_be and str(tmp_path) in str(error) and len(str(error)) < 1000

@@ -3,17 +3,19 @@ test_parity.py, test_distributed.py and in C++."""
 
 from __future__ import annotations
 
+import copy
 import enum
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import Net, batch, config, engines, make, run, run_ranks, same_bits, weights
+from support import OPTIMIZERS, Net, batch, config, engines, make, run, run_ranks, same_bits, weights
 
 import tessera
 
@@ -302,6 +304,58 @@ def test_a_clients_own_optimizer(tmp_path: Path) -> None:
     cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     engine = tessera.initialize(model=make(), optimizer=None, config=cfg | {"optimizer": ADAM})[0]
     engine.destroy()
+
+
+def stepped(name: str) -> Callable[[Any], torch.optim.Optimizer]:
+    """That has stepped before there is an engine: also one whose moments came with load_state_dict()."""
+
+    def make_it(params: Any) -> torch.optim.Optimizer:
+        params = list(params)
+        optimizer = OPTIMIZERS[name](params)
+        for k, param in enumerate(params):
+            param.grad = torch.linspace(0, 1 + k, param.numel()).view(param.shape)
+        optimizer.step()
+        optimizer.zero_grad()
+        if name != "adamw":
+            return optimizer
+        other = OPTIMIZERS[name](params)
+        other.load_state_dict(optimizer.state_dict())
+        return other
+
+    return make_it
+
+
+@pytest.mark.parametrize("name", ["adagrad", "adamw", "momentum"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_optimizers_that_bring_states(stage: int, name: str, tmp_path: Path) -> None:
+    """Ranks hold parts of other parameters each, one-dimensional ones whole or not at all. Loaded later, too."""
+
+    def body(engine: Any, rank: int) -> Any:
+        early = copy.deepcopy(engine.basic_optimizer.state_dict())
+        run(engine, rank, 2)
+        engine.basic_optimizer.load_state_dict(early)
+        run(engine, rank, 2)
+        engine.save_checkpoint(folder := tmp_path / str(engine.core.memory().disk > 0))
+        run(engine, rank, 1)
+        engine.load_checkpoint(folder)
+        run(engine, rank, 1)
+        return weights(engine.module)
+
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    for more in ({}, {"bf16": True}):
+        here = engines(make(Net), 2, config(stage, **more), body, client=stepped(name))
+        there = engines(make(Net), 2, config(stage, zero=zero, **more), body, client=stepped(name))
+        assert all(same_bits(a, b) for a, b in zip(here, there, strict=True))
+
+
+def test_ranks_that_bring_other_states_are_told() -> None:
+    def body(rank: int, group: Any) -> None:
+        model = make(Net)
+        optimizer = (stepped("adamw") if rank == 0 else OPTIMIZERS["adamw"])(model.parameters())
+        with pytest.raises(ValueError, match="bring states of different steps"):
+            tessera.Engine(model, config(1), group=group, optimizer=optimizer)
+
+    run_ranks(2, body)
 
 
 def test_the_folder_is_made_or_named(tmp_path: Path) -> None:

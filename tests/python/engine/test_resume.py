@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import OPTIMIZERS, Net, batch, config, engines, losses_of, make, run, same_bits
-from tessera.errors import ConfigError
+from support import OPTIMIZERS, Net, batch, config, engines, losses_of, make, run, same_bits, weights
+from tessera._blobs import CUT, pickled
+from tessera.errors import ConfigError, IoError
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import tessera
+from tessera import _core
 
 
 def engine_of(**more: Any) -> Any:
@@ -176,3 +180,57 @@ def test_what_is_drawn_after_a_resume_amid_an_epoch(kind: str, tmp_path: Path) -
     assert torch.equal(torch.get_rng_state(), drawn)
     assert steps(engine, batches, 4) == want
     engine.destroy()
+
+
+def with_blob(folder: Path, name: str, value: Any) -> None:
+    """The checkpoint says that, and its checksums are good."""
+    path = folder / "t" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["crc32c"]
+    manifest["blobs"][name] = {"hex": pickled(value, name).hex()}
+    path.write_text(tessera._core.sealed_manifest(json.dumps(manifest)))
+
+
+BAD_BLOBS: list[tuple[str, Any]] = [
+    *((name, value) for name in ("python", "client_state", "extra", "random-0") for value in ([1], None, 2**64)),
+    ("param_groups", {}),
+    ("param_groups", [3]),
+    ("optimizer-0", [1]),
+    ("optimizer-0", {"embed.weight": 3}),
+    ("optimizer-0", {"embed.weight": {CUT: [0, 1, [2]]}}),
+    ("optimizer-0", {"embed.weight": {CUT: [0, 2**64, [2], 0, 1]}}),
+    ("python", {"group_names": [3]}),
+    ("python", {"loader": {"epoch": 2**64, "samples": 0}}),
+    ("random-0", {"torch": torch.zeros(3, dtype=torch.uint8)}),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_BLOBS)
+def test_a_blob_of_another_kind_is_named(name: str, value: Any, tmp_path: Path) -> None:
+    """On all ranks, and the engine is as it was."""
+
+    def body(engine: Any, rank: int) -> None:
+        engine.save_checkpoint(tmp_path, tag="t", random_state=True)
+        rank or with_blob(tmp_path, name, value)
+        _core.checkpoint_exchange(engine.core, "", "")
+        run(engine, rank, 2)
+        before = weights(engine.module)
+        with pytest.raises((IoError, ConfigError), match=name if name != "python" else "python|loader"):
+            engine.load_checkpoint(tmp_path)
+        assert same_bits(weights(engine.module), before) and engine.global_steps == 2
+        run(engine, rank, 1)
+
+    data = TensorDataset(torch.randn(8, 5))
+    engines(
+        make(Net),
+        2,
+        config(1, zero_allow_untested_optimizer=True),
+        body,
+        client=lambda p: torch.optim.Adamax(p, lr=0.01),
+        training_data=data,
+    )
+
+
+def test_a_client_state_is_a_dict(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="client_state is a dict, not a list"):
+        engine_of().save_checkpoint(tmp_path, client_state=[1])

@@ -131,3 +131,7 @@ def test_checkpoints_that_are_not_there(ray_cluster, tmp_path):
         program.save("a")
     with pytest.raises(ConfigError, match=r"of the groups .'others'."):
         program.load("a")  # as it was
+    for text in ("[]", '{"groups": 3, "state": 0}', '{"groups": {"numbers": 1}, "state": 0, "parts": "../b"}'):
+        (tmp_path / "a" / "program.json").write_text(text)
+        with pytest.raises(IoError, match=r"program\.json is damaged"):
+            program.load("a")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -400,6 +402,25 @@ def test_buffers_that_stay_empty_are_named(tmp_path: Path) -> None:
     tessera.parallel.shard_model(meta, cfg, group=tessera.thread_groups(1)[0])
     assert tessera.parallel.load_slices(meta, tmp_path) == []
     assert meta[0].mask.equal(torch.ones(4)) and not meta[0].weight.is_meta
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"data_offsets": [2**32, 2**32 + 64]},
+        {"data_offsets": [-4, 60]},
+        {"shape": [2**31, 2**33]},
+        {"dtype": "F128"},
+        3,
+    ],
+)
+def test_a_file_whose_header_cannot_be_is_named(entry: Any, tmp_path: Path) -> None:
+    good = {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}
+    header = json.dumps({"0.weight": entry if entry == 3 else good | entry}).encode()
+    for length in (len(header), 2**63, 2**64 - 1):
+        (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", length) + header + bytes(64))
+        with pytest.raises(tessera.errors.IoError, match=r"a\.safetensors"):
+            tessera.parallel.load_slices(nn.Sequential(nn.Linear(4, 4, bias=False)), tmp_path)
 
 
 # ---------------------------------------------------------------- wrong use

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import batch, config, engines, make
+from gradient_penalties import PENALTIES
+from support import batch, config, engines, make, same_bits, weights
 from tessera._config import load_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -51,6 +52,21 @@ def test_the_bits_of_the_usual_step(stage: int, more: dict[str, Any], world: int
     for (losses, values), (other_losses, other_values) in zip(late, early, strict=True):
         assert losses == other_losses
         assert all(torch.equal(a, b) for a, b in zip(values, other_values, strict=True))
+
+
+@pytest.mark.parametrize("form", PENALTIES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_of_gradients(stage: int, form: Any) -> None:
+    """What torch.autograd.grad goes through is no backward of the engine's."""
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        for _ in range(3):
+            form(engine, rank).backward()
+            engine.step()
+        return weights(engine.module)
+
+    late, early = (engines(make(), 2, settings(stage, early), body) for early in (False, True))
+    assert all(same_bits(a, b) for a, b in zip(late, early, strict=True))
 
 
 class Checkpointed(nn.Module):

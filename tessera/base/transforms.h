@@ -1,0 +1,18 @@
+// Transformations of torch.func (grad, vmap, jvp, jacrev, hessian, ...) that are under way on this thread.
+#pragma once
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+namespace tessera::transforms {
+
+// One of them records a graph of its own, which no hook sees: its tensors wrap those that parameters are.
+bool record_graph();
+
+// Meanwhile operators do what they do outside of all transformations, which would wrap the tensors that they make. For work on
+// an engine's own tensors, which switches nothing that shall outlast it: at its end all keys of the dispatcher are as before.
+class Suspended {
+  c10::impl::ExcludeDispatchKeyGuard keys_{c10::DispatchKeySet(
+      {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
+};
+
+}  // namespace tessera::transforms

@@ -1,0 +1,96 @@
+#include "tessera/engine/saved_run.h"
+
+#include <type_traits>
+
+#include "tessera/checkpoint/node.h"
+#include "tessera/engine/engine.h"
+#include "tessera/engine/group_fields.h"
+
+namespace tessera::engine {
+
+namespace {
+
+using checkpoint::Node;
+using Json = Node::Json;
+
+// A saved run without scaling: older files have a record of its scale too.
+bool scales(const amp::GradScaler::State& s) {
+  return s.overridden || s.scale != 1 || s.good_steps != 0 || s.budget != 1;
+}
+
+double read_scale(const Node& node) {
+  node.check(node.real() > 0, "is no number > 0");
+  return node.real();
+}
+
+amp::GradScaler::State read_scaler(const Node& node) {
+  return {read_scale(node.at("scale")), node.at("steps").number(), node.at("good_steps").number(),
+          node.at("budget").number(Node::kLargest, 1), node.at("overridden").flag()};
+}
+
+Json read_group(const Node& node) {
+  optim::GroupOptions options;
+  node.object();
+  each_field(options, [&]<class T>(const char* name, T&) {
+    if (!node.has(name)) return;
+    if constexpr (std::is_same_v<T, bool>)
+      node.at(name).flag();
+    else
+      node.at(name).real();
+  });
+  return node.json;
+}
+
+SavedRunAccumulation read_accumulation(const Node& node) {
+  SavedRunAccumulation saved;
+  saved.spread = node.at("spread").text();
+  saved.contributions = read_scale(node.at("contributions"));
+  saved.ranks = node.at("ranks").number<int>(Node::kLargest, 1);
+  saved.replicas = node.at("replicas").number<int>(saved.ranks, 1);
+  saved.unreduced = node.at("unreduced").flag();
+  saved.flushed = node.at("flushed").flag();
+  saved.scaled = node.at("scaled").flag();
+  saved.replicas_agree = node.at("replicas_agree").flag();
+  if (node.has("uncounted")) saved.uncounted = node.at("uncounted").flag();
+  saved.gradient_scale = read_scale(node.at("gradient_scale"));
+  return saved;
+}
+
+}  // namespace
+
+SavedRun::SavedRun(const std::string& text, const std::string& path) {
+  const Json json = checkpoint::parsed(text);
+  const Node run{json, path, "run"};
+  const Node counters = run.at("counters");
+  micro_steps = counters.at("micro_steps").number();
+  global_steps = counters.at("global_steps").number();
+  skipped_steps = counters.at("skipped_steps").number();
+  global_samples = counters.at("global_samples").number();
+  if (counters.has("begun")) begun = counters.at("begun").number();
+  if (counters.has("accumulation_steps"))
+    accumulation_steps = counters.at("accumulation_steps").number(Node::kLargest, 1);
+  // Not of all foreign checkpoints.
+  if (run.has("scaler")) scaler = read_scaler(run.at("scaler"));
+  if (scaler && !scales(*scaler)) scaler.reset();
+  run.at("groups").each([&](const Node& group) { groups.push_back(read_group(group)); });
+  if (run.has("accumulation")) accumulation = read_accumulation(run.at("accumulation"));
+  if (run.has("ranks")) ranks = run.at("ranks").text();
+  if (run.has("source")) run.at("source").object();
+  client = "{}";
+  if (!run.has("client")) return;
+  const Node of_client = run.at("client").object();
+  if (of_client.has("schedule_steps")) of_client.at("schedule_steps").number();
+  client = of_client.json.dump();
+}
+
+void SavedRun::apply(Engine& engine, int64_t micro_steps_here, int64_t begun_here) const {
+  engine.set_counters(micro_steps_here, global_steps, skipped_steps, global_samples);
+  engine.set_begun_micro_steps(begun_here);
+  if (engine.scaling().scaler().needed() && scaler) engine.scaling().restore(*scaler);
+  for (size_t i = 0; i < engine.groups().size() && i < groups.size(); ++i)
+    each_field(engine.groups()[i], [&](const char* name, auto& value) {
+      if (groups[i].contains(name)) groups[i].at(name).get_to(value);
+    });
+}
+
+}  // namespace tessera::engine

@@ -1,0 +1,40 @@
+// What a manifest says of the run, all of it checked where it is read.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/amp/grad_scaler.h"
+
+namespace tessera::engine {
+
+class Engine;
+
+// Of an accumulation that had begun: what save_accumulation() said.
+struct SavedRunAccumulation {
+  std::string spread;
+  double contributions = 1;
+  int ranks = 1, replicas = 1;
+  bool unreduced = false, flushed = false, scaled = false, replicas_agree = false;
+  bool uncounted = true;  // a backward had no step() yet
+  double gradient_scale = 1;
+};
+
+struct SavedRun {
+  int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0, global_samples = 0;
+  std::optional<int64_t> begun, accumulation_steps;  // not in older files, nor in those of others
+  std::optional<amp::GradScaler::State> scaler;      // of a run that scaled its loss
+  std::vector<nlohmann::ordered_json> groups;        // fields of each_field()
+  std::optional<SavedRunAccumulation> accumulation;
+  std::string ranks;   // that saved it, and how they lay
+  std::string client;  // of the front end, a JSON object
+
+  // `run`: a JSON object, of the manifest `path`. IoError that names file and key.
+  SavedRun(const std::string& run, const std::string& path);
+  void apply(Engine& engine, int64_t micro_steps_here, int64_t begun_here) const;
+};
+
+}  // namespace tessera::engine
