@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import queue
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +23,54 @@ _LOOK = 0.25  # seconds between two looks at who is still there
 # own wait() cannot be left early without a warning on the terminal.
 _SHARE, _SLEEP = 0.05, 2e-3
 
+_ANSWER = 5.0  # seconds that a store may need for its part
+
 Peer = tuple[str, int]  # side, rank
 
 
 C10D: Any = torch._C._distributed_c10d  # the stores; torch.distributed does not list them
+
+
+class _Asker:
+    """Makes calls of a store on a thread of its own: a client of torch's waits for an answer without end, and the
+    process that hosts the store may be stopped."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, args=(self._calls,), name="tessera link", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._calls.put, None)
+        self.is_stuck = False
+
+    @staticmethod
+    def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        while (call := calls.get()) is not None:
+            call()
+            del call
+
+    def ask(self, call: Callable[[], Any], seconds: float) -> Any:
+        """What `call` returns or raises. TimeoutError after so many seconds, and from then on."""
+        if threading.current_thread() is self._thread:  # inside another call
+            return call()
+        done, found = threading.Event(), list[Any]()
+
+        def run() -> None:
+            try:
+                found.append((call(), None))
+            except BaseException as error:
+                found.append((None, error))
+            finally:
+                done.set()
+
+        if not self.is_stuck:
+            self._calls.put(run)
+            self.is_stuck = not done.wait(seconds)
+        if self.is_stuck:
+            raise TimeoutError
+        result, error = found[0]
+        if error is not None:
+            raise error
+        return result
 
 
 class Mailbox:
@@ -36,6 +83,7 @@ class Mailbox:
         self.me = me
         self._names = names
         self._timeout = timeout
+        self._asker = _Asker()
         self._peers: dict[Peer, Process] = {}
         self.aborted = False
         self.process = Process.this()
@@ -57,11 +105,14 @@ class Mailbox:
         return self._exchange()
 
     def put(self, key: str, note: Any) -> None:
-        with self._reaching("leave a note for"):
-            self._store.set(key, pickle.dumps(note))
+        self._ask("leave a note for", lambda: self._store.set(key, pickle.dumps(note)))
 
     def take(self, key: str, peer: Peer, what: str, check: Callable[[Peer], None] | None = None) -> Any:
         """The note that `peer` leaves under `key`; it stays there. `check` raises where it will never come."""
+        waits = self._timeout + _ANSWER
+        return self._within(waits, f"read {what} of", lambda: self._take(key, peer, what, check))
+
+    def _take(self, key: str, peer: Peer, what: str, check: Callable[[Peer], None] | None) -> Any:
         begin = look = time.monotonic()
         while not self._there(key):
             now = time.monotonic()
@@ -87,17 +138,19 @@ class Mailbox:
 
     def peek(self, key: str) -> Any:
         """The note under `key`, None where there is none."""
-        with self._reaching("look for a note of"):
+
+        def look() -> Any:
             return pickle.loads(self._store.get(key)) if self._store.check([key]) else None
+
+        return self._ask("look for a note of", look)
 
     def drop(self, key: str) -> None:
         with contextlib.suppress(RuntimeError):
-            self._store.delete_key(key)
+            self._ask("take a note from", lambda: self._store.delete_key(key))
 
     def count(self, key: str, more: int = 1) -> int:
         """Adds to the number under `key`, 0 at first, and returns it."""
-        with self._reaching("leave a note for"):
-            return int(self._store.add(key, more))
+        return int(self._ask("leave a note for", lambda: self._store.add(key, more)))
 
     def process_of(self, peer: Peer) -> Process:
         """Waits until the peer has come."""
@@ -109,7 +162,7 @@ class Mailbox:
         """Whoever waits for this rank raises, with `reason`."""
         self.aborted = True
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"failed/{self.me[0]}/{self.me[1]}", pickle.dumps(reason))
+            self.put(f"failed/{self.me[0]}/{self.me[1]}", reason)
 
     def runs(self, peer: Peer) -> bool:
         """False where `peer` is known to have failed or ended."""
@@ -128,6 +181,24 @@ class Mailbox:
         reason = self.peek(f"failed/{peer[0]}/{peer[1]}")
         end = f"(process {self._peers[peer].pid}) has ended" if reason is None else f"failed: {reason}"
         raise dist.DistBackendError(f"[hybrid] {self.name(self.me)} waits for {what}, but {self.name(peer)} {end}")
+
+    def _ask(self, what: str, call: Callable[[], Any]) -> Any:
+        """`call` of the store."""
+
+        def reach() -> Any:
+            with self._reaching(what):
+                return call()
+
+        return self._within(self._timeout, what, reach)
+
+    def _within(self, seconds: float, what: str, call: Callable[[], Any]) -> Any:
+        try:
+            return self._asker.ask(call, seconds)
+        except TimeoutError:
+            raise dist.DistBackendError(
+                f"[hybrid] {self.name(self.me)} cannot {what} the others: the store of the link does not answer within "
+                f"{seconds:g} s; the process that hosts it may be stopped"
+            ) from None
 
     @contextlib.contextmanager
     def _reaching(self, what: str) -> Any:

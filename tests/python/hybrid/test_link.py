@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -11,7 +12,7 @@ from link_ranks import both_sides, split
 from support import run_ranks
 from tessera.distributed import register_backend
 from tessera.errors import ConfigError, UsageError
-from tessera.hybrid import Layout, Link, hand_over
+from tessera.hybrid import Layout, Link, _mailbox, hand_over
 
 LAYOUTS = {
     "1": Layout(),
@@ -271,6 +272,35 @@ def test_waiting_ends():
     link = Link("x", timeout=0.5)
     with pytest.raises(dist.DistBackendError, match=r"rank 0 of source .* did not send sample 3 within 0.5 s"):
         link.receiver(dist.HashStore(), 0).receive(3)
+
+
+class StoppedHost(dist.Store):
+    """As a client whose host has stopped: no answer to what is asked from some moment on."""
+
+    def __init__(self):
+        super().__init__()
+        self.stopped, self.values = False, {}
+
+    def set(self, key, value):
+        self.values[key] = value
+
+    def check(self, keys):
+        while self.stopped:
+            time.sleep(0.1)
+        return all(key in self.values for key in keys)
+
+
+def test_a_store_that_does_not_answer_ends_every_call(monkeypatch):
+    monkeypatch.setattr(_mailbox, "_ANSWER", 0.3)
+    store = StoppedHost()
+    receiver = Link("x", timeout=0.2).receiver(store, 0)
+    store.stopped = True
+    try:
+        for _ in range(2):
+            with pytest.raises(dist.DistBackendError, match=r"the store of the link does not answer within 0\.5 s"):
+                receiver.receive(3)
+    finally:
+        store.stopped = False
 
 
 @pytest.mark.parametrize("back_end", ["gloo", "tessera"])
