@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from tessera.errors import IoError
-
 
 def random_states() -> dict[str, Any]:
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
@@ -34,21 +32,6 @@ def put_random_states(states: dict[str, Any]) -> None:
         numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
     if "device" in states and torch.accelerator.is_available():
         torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(states["device"])
-
-
-def check_random_states(states: dict[str, Any], name: str) -> None:
-    """IoError that names `name` where generators of their own do not take them."""
-    try:
-        torch.Generator().set_state(states["torch"])
-        torch.Generator().set_state(states.get("pass", states["torch"]))
-        random.Random().setstate(states["python"])
-        if "numpy" in states:
-            import numpy
-
-            of, keys, *rest = states["numpy"]
-            numpy.random.RandomState().set_state((of, keys.numpy().astype("uint32"), *rest))
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
-        raise IoError(f"[checkpoint] '{name}' is damaged: no state of the generators: {error}") from error
 
 
 @contextmanager

@@ -10,6 +10,7 @@
 #include "tessera/checkpoint/node.h"
 #include "tessera/checkpoint/numbering.h"
 #include "tessera/engine/logical.h"
+#include "tessera/engine/saved_run.h"
 
 namespace tessera::engine {
 

@@ -13,9 +13,10 @@
 #include "tessera/checkpoint/reader.h"
 #include "tessera/checkpoint/writer.h"
 #include "tessera/engine/engine.h"
-#include "tessera/engine/saved_run.h"
 
 namespace tessera::engine {
+
+struct SavedRunAccumulation;
 
 inline constexpr const char* kGradient = "gradient";
 inline constexpr const char* kPartialGradient = "partial_gradient";

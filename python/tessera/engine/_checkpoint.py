@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from random import Random
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from tessera._blobs import Saved, count_of, of_kind, pickled
 from tessera._copies import own_copies
 from tessera._deepspeed._pieces import OWN_KEYS
 from tessera._deepspeed._read import LOOKED_FOR, Hints, manifest_of
-from tessera._random import check_random_states, put_random_states, random_states
+from tessera._random import put_random_states, random_states
 from tessera.checkpoints import shard_bytes
 from tessera.data import Loader
 from tessera.engine._optimizer_parts import (
@@ -29,7 +30,7 @@ from tessera.engine._optimizer_parts import (
     put_states,
     states_from,
 )
-from tessera.errors import ConfigError
+from tessera.errors import ConfigError, IoError
 from tessera.optim._runners import NativeRunner
 
 if TYPE_CHECKING:
@@ -245,7 +246,7 @@ def _load(
         own = f"random-{_core.checkpoint_place(engine.core)}"
         random = None if module_only else saved.blob(own)
         if random is not None:
-            check_random_states(random, own)
+            _check_random_states(random, own)
     restore.apply()
     for buffer, value in buffers:
         with torch.no_grad():
@@ -426,6 +427,21 @@ def _save_state_dict(engine: Engine, state: dict[str, Any], path: str) -> None:
 
 def _hints(engine: Engine, optimizer: bool) -> Hints:
     return Hints(engine._group_names or None, engine.gradient_accumulation_steps(), optimizer)
+
+
+def _check_random_states(states: dict[str, Any], name: str) -> None:
+    """IoError that names `name` where generators of their own do not take them."""
+    try:
+        torch.Generator().set_state(states["torch"])
+        torch.Generator().set_state(states.get("pass", states["torch"]))
+        Random().setstate(states["python"])
+        if "numpy" in states:
+            import numpy
+
+            of, keys, *rest = states["numpy"]
+            numpy.random.RandomState().set_state((of, keys.numpy().astype("uint32"), *rest))
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
+        raise IoError(f"[checkpoint] '{name}' is damaged: no state of the generators: {error}") from error
 
 
 def _buffers_from(engine: Engine, restore: _core.Restore, strict: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
