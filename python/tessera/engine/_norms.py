@@ -23,7 +23,11 @@ class EngineNorms:
         """Global L2 norm of the gradients as they are now, before a step. Collective."""
         engine = cast("Engine", self)
         engine._trainable("grad_norm")
-        return engine.core.grad_norm()
+        engine._follow_params()
+        try:
+            return engine.core.grad_norm()
+        finally:
+            engine._settle_joined()
 
     def norm_contribution(self, without: Iterable[nn.Parameter] = ()) -> float:
         """This rank's part of the square of grad_norm(): those of all ranks add up to it, replicas counted once,
@@ -31,7 +35,11 @@ class EngineNorms:
         Collective."""
         engine = cast("Engine", self)
         engine._trainable("norm_contribution")
-        return engine.core.norm_contribution([engine._index[id(param)] for param in without])
+        engine._follow_params()
+        try:
+            return engine.core.norm_contribution([engine._index[id(param)] for param in without])
+        finally:
+            engine._settle_joined()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """torch.nn.utils.clip_grad_norm_ for gradients that are not in p.grad; between a backward and step(). Returns

@@ -231,3 +231,25 @@ def test_what_no_group_has_is_told() -> None:
         engine.optimizer.param_groups[0]["params"].append(model.gain)
         engine(*batch(0))
     engine.destroy()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_of_the_first_step_are_clipped(world: int, stage: int) -> None:
+    """By hand, too."""
+
+    def body(engine: Any, rank: int) -> None:
+        extra = nn.Parameter(torch.ones(3))
+        engine.backward(loss_of(engine, rank, 0, extra.detach()))
+        engine.step()
+        engine.module.head.requires_grad_(True)
+        engine.optimizer.add_param_group({"params": [extra], **RATE})
+        engine.backward(loss_of(engine, rank, 1, extra))
+        had = engine.clip_grad_norm_(1e-3).item()
+        params = [*engine.module.head.parameters(), extra]
+        assert had > 1e-2 and engine.grad_norm() == pytest.approx(1e-3, rel=1e-3)
+        for param in params:
+            assert tessera.state.get_full_grad(engine, param).norm() <= 1.001e-3
+        engine.step()
+
+    engines(half_frozen(), world, config(stage, lr=0.02), body)
