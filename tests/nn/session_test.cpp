@@ -82,7 +82,9 @@ TEST(Session, AxesThatCutNothingAreToldOnce) {
       ASSERT_EQ(kept.lines.size(), rank == 0 ? 1U : 0U);
       const char* text =
           axis == comm::Axis::Tp ? "no module of the model is cut over them" : "no attention of the model";
-      if (rank == 0) EXPECT_HAS(kept.lines[0], text);
+      if (rank == 0) {
+        EXPECT_HAS(kept.lines[0], text);
+      }
     });
   }
 }

@@ -100,7 +100,9 @@ TEST(JobStore, ARankThatComesBeforeItsHostHasShownItselfIsNamed) {
 // A program that takes connections and says nothing has the port: all ranks end, long before the timeout.
 TEST(JobStore, AMuteHolderOfThePortEndsAllRanks) {
   const int mute = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in place{.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+  sockaddr_in place{};
+  place.sin_family = AF_INET;
+  place.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   socklen_t size = sizeof(place);
   ASSERT_EQ(bind(mute, reinterpret_cast<sockaddr*>(&place), size), 0);
   ASSERT_EQ(listen(mute, 8), 0);
