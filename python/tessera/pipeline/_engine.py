@@ -353,6 +353,7 @@ class PipelineEngine(Engine):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         if self._settings.get("checkpoint.format") == "deepspeed":
             self._not_served('save_checkpoint with checkpoint.format "deepspeed"', 'use the format "tessera"')
+        self._join()  # it writes to the names of this stage
         own, self._group_names = self._group_names, self._names_of_all()
         try:
             return super().save_checkpoint(*args, **kwargs)

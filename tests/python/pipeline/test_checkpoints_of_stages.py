@@ -62,6 +62,31 @@ def test_a_run_goes_on_with_another_number_of_stages(tmp_path: Path, tied: bool)
     assert set(state) == names, "each tensor once, and all of them"
 
 
+def thawed_before_a_save(rank: int, folder: Path) -> None:
+    def blocks(model: Any) -> list[Any]:
+        return [part for part in model.modules() if isinstance(part, Block)]
+
+    model = module(2)
+    for block in blocks(model):
+        block.linear.requires_grad_(False)
+    first = pipeline(model, EXACT)
+    go_on(first, 1)
+    for block in blocks(first.module):
+        block.linear.requires_grad_(True)
+    first.save_checkpoint(folder)
+    assert all(trained for group in first._group_names for _, trained in group)
+    expected = go_on(first)
+    first.destroy()
+    again = pipeline(module(2, base_seed=7), EXACT)
+    again.load_checkpoint(folder)
+    assert go_on(again) == expected
+    again.destroy()
+
+
+def test_what_is_thawed_before_a_save(tmp_path: Path) -> None:
+    in_processes(2, thawed_before_a_save, tmp_path)
+
+
 def from_one_engine(rank: int, folder: Path) -> None:
     whole = Whole(CONFIG, None)
     go_on(whole, 1)
