@@ -39,7 +39,8 @@ int knock(const addrinfo& to) {
   return error;
 }
 
-// Whether somebody listens there; nothing where that is not known: a host that does not answer, or a queue that is full.
+}  // namespace
+
 std::optional<bool> listens(const std::string& address, int port) {
   addrinfo wanted{};
   wanted.ai_socktype = SOCK_STREAM;
@@ -54,8 +55,6 @@ std::optional<bool> listens(const std::string& address, int port) {
   }
   return there;
 }
-
-}  // namespace
 
 StorePtr reach_store(const std::string& address, const c10d::TCPStoreOptions& options) {
   // On a thread, which is left behind where no word comes: nothing ends torch's wait.

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <optional>
 #include <string>
 
 namespace tessera::comm {
@@ -10,5 +11,8 @@ namespace tessera::comm {
 // As c10d::TCPStore(address, options), whose client waits without end for the first word of whoever listens there. Here it is a
 // DistNetworkError that a listener says nothing for 15 s, or that all of it takes as long more than options.timeout.
 c10::intrusive_ptr<c10d::Store> reach_store(const std::string& address, const c10d::TCPStoreOptions& options);
+
+// Whether somebody listens there; nothing where that is not known: a host that does not answer, or a queue that is full.
+std::optional<bool> listens(const std::string& address, int port);
 
 }  // namespace tessera::comm

@@ -16,18 +16,30 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using Host = std::optional<FaultBoard::Process>;
 
 constexpr auto kSlice = milliseconds(500);
 constexpr auto kHearing = std::chrono::seconds(2);
 constexpr auto kConnection = std::chrono::seconds(2);  // until the host is looked at again
 constexpr auto kAnswer = std::chrono::seconds(5);      // of a store that is there
+constexpr auto kEnd = std::chrono::seconds(2);         // of a process whose connections have ended
 
 std::string first_line(const std::exception& error) {
   const std::string text = error.what();
   return text.substr(0, text.find('\n'));
 }
 
-std::string unreachable(const std::exception& error) {
+std::string lost(int rank, int pid) {
+  return "lost rank " + std::to_string(rank) + ": its process " + std::to_string(pid) + " has ended";
+}
+
+// What an error of the store means that process `host` of rank 0 may have hosted. A process loses its connections before it
+// has ended.
+std::string unreachable(const std::exception& error, const Host& host = std::nullopt) {
+  const auto end = Clock::now() + kEnd;
+  while (host && host->start != 0 && !host->has_ended() && Clock::now() < end)
+    std::this_thread::sleep_for(milliseconds(20));
+  if (host && host->has_ended()) return lost(0, host->pid);
   return "the store cannot be reached; the process that hosts it (usually rank 0) may have ended: " + first_line(error);
 }
 
@@ -40,7 +52,7 @@ std::string trouble(FaultBoard& board, int rank, int size) {
   if (const auto cause = board.reported()) return *cause;
   for (int r = 0; r < size; ++r) {
     const auto pid = r == rank ? std::nullopt : board.ended_process(r);
-    if (pid) return "lost rank " + std::to_string(r) + ": its process " + std::to_string(*pid) + " has ended";
+    if (pid) return lost(r, *pid);
   }
   return {};
 }
@@ -70,8 +82,8 @@ StorePtr job_of(StorePtr store, int size) {
   return nullptr;
 }
 
-// Who hosted the store at a place when this process was there before. A host that has ended will not come again, and torch would
-// wait for it. Never destroyed, as what else may be used at the end of the process.
+// Who hosted the store at a place when this process was there before. Where it has ended and nobody has come in its place, torch
+// would wait for it. Never destroyed, as what else may be used at the end of the process.
 struct StoreHosts {
   std::mutex mutex;
   std::map<std::string, FaultBoard::Process> by_place;
@@ -84,17 +96,16 @@ struct StoreHosts {
     const std::scoped_lock lock(mutex);
     by_place[place] = host;
   }
-  std::optional<FaultBoard::Process> at(const std::string& place) {
+  Host at(const std::string& place) {
     const std::scoped_lock lock(mutex);
     const auto host = by_place.find(place);
     return host == by_place.end() ? std::nullopt : std::optional(host->second);
   }
 };
 
-// The store at a place. Where its host is known, a connection is tried as long as that runs.
-StorePtr connect(const std::string& address, c10d::TCPStoreOptions options, const std::string& place, int rank,
-                 int size) {
-  const auto host = options.isServer ? std::nullopt : StoreHosts::known().at(place);
+// The store at a place. Where its `host` is known, a connection is tried as long as that runs; another process that listens
+// there since is the new rank 0, and `host` is not known.
+StorePtr connect(const std::string& address, c10d::TCPStoreOptions options, Host& host, int rank, int size) {
   const auto timeout = options.timeout;
   const auto end = Clock::now() + timeout;
   while (host && !host->has_ended()) {
@@ -107,7 +118,8 @@ StorePtr connect(const std::string& address, c10d::TCPStoreOptions options, cons
       if (Clock::now() >= end) throw;
     }
   }
-  if (host) fail(rank, size, c10::str("lost rank 0: its process ", host->pid, ", which hosted the store, has ended"));
+  if (host && listens(address, options.port) != true) fail(rank, size, lost(0, host->pid));
+  host.reset();
   return reach_store(address, options);
 }
 
@@ -116,6 +128,40 @@ StorePtr connect(const std::string& address, c10d::TCPStoreOptions options, cons
   const std::string first = board.report(text);
   std::this_thread::sleep_for(kHearing);
   fail(rank, size, first);
+}
+
+// come_together() at a store that `host` hosts, where that is known.
+void meet_at(const StorePtr& store, int rank, int size, const Host& host) {
+  FaultBoard board = job_board(store, rank, size);
+  if (const auto both = board.show_process()) {
+    const std::string text = *both + both_have(rank);
+    board.report(text);
+    std::this_thread::sleep_for(kHearing);
+    TESSERA_CHECK_VALUE(false, "comm", text, "; give every process a RANK of its own, from 0 to ", size - 1);
+  }
+  const auto begin = Clock::now();
+  std::vector<int> missing(size), came;
+  std::iota(missing.begin(), missing.end(), 0);
+  while (true) {
+    try {
+      const auto there =
+          std::stable_partition(missing.begin(), missing.end(), [&](int r) { return !board.has_shown(r); });
+      came.insert(came.end(), there, missing.end());
+      missing.erase(there, missing.end());
+    } catch (const std::exception& error) {
+      fail(rank, size, unreachable(error, host));
+    }
+    if (missing.empty()) return;
+    std::string text = trouble(board, rank, size);
+    const auto waited = std::chrono::duration_cast<std::chrono::seconds>(Clock::now() - begin);
+    if (text.empty() && waited >= store->getTimeout()) {
+      std::sort(came.begin(), came.end());
+      text = "rank(s) " + join(missing) + " did not come within " + std::to_string(waited.count()) + " s, rank(s) " +
+             join(came) + " did";
+    }
+    if (!text.empty()) fail_all(board, rank, size, text);
+    board.await_process(missing.front(), kSlice);
+  }
 }
 
 }  // namespace
@@ -137,7 +183,7 @@ void WatchedStore::look(const std::vector<std::string>& keys) {
   try {
     if (check(keys)) return;  // whatever became of who set them
   } catch (const std::exception& error) {
-    if (text.empty()) text = unreachable(error);
+    if (text.empty()) text = unreachable(error, board_.process_of(0));
   }
   if (!text.empty()) fail_all(board_, rank_, size_, text);
 }
@@ -192,36 +238,7 @@ StorePtr watch_fresh_store(const StorePtr& store, const std::string& name, int r
 }
 
 void come_together(const StorePtr& store, int rank, int size) {
-  FaultBoard board = job_board(store, rank, size);
-  if (const auto both = board.show_process()) {
-    const std::string text = *both + both_have(rank);
-    board.report(text);
-    std::this_thread::sleep_for(kHearing);
-    TESSERA_CHECK_VALUE(false, "comm", text, "; give every process a RANK of its own, from 0 to ", size - 1);
-  }
-  const auto begin = Clock::now();
-  std::vector<int> missing(size), came;
-  std::iota(missing.begin(), missing.end(), 0);
-  while (true) {
-    try {
-      const auto there =
-          std::stable_partition(missing.begin(), missing.end(), [&](int r) { return !board.has_shown(r); });
-      came.insert(came.end(), there, missing.end());
-      missing.erase(there, missing.end());
-    } catch (const std::exception& error) {
-      fail(rank, size, unreachable(error));
-    }
-    if (missing.empty()) return;
-    std::string text = trouble(board, rank, size);
-    const auto waited = std::chrono::duration_cast<std::chrono::seconds>(Clock::now() - begin);
-    if (text.empty() && waited >= store->getTimeout()) {
-      std::sort(came.begin(), came.end());
-      text = "rank(s) " + join(missing) + " did not come within " + std::to_string(waited.count()) + " s, rank(s) " +
-             join(came) + " did";
-    }
-    if (!text.empty()) fail_all(board, rank, size, text);
-    board.await_process(missing.front(), kSlice);
-  }
+  meet_at(store, rank, size, std::nullopt);
 }
 
 StorePtr open_job_store(const std::string& address, int port, int rank, int size, milliseconds timeout) {
@@ -237,10 +254,11 @@ StorePtr open_job_store(const std::string& address, int port, int rank, int size
   options.multiTenant = true;
   const std::string place = address + ":" + std::to_string(port);
   const auto open = [&] {
-    StorePtr store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect(address, options, place, rank, size));
-    come_together(store, rank, size);
-    const auto host = job_board(store, rank, size).process_of(0);
-    if (hosted && host) StoreHosts::known().note(place, *host);
+    Host host = options.isServer ? std::nullopt : StoreHosts::known().at(place);
+    StorePtr store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect(address, options, host, rank, size));
+    meet_at(store, rank, size, host);
+    if (const Host now = job_board(store, rank, size).process_of(0); hosted && now)
+      StoreHosts::known().note(place, *now);
     return store;
   };
   StorePtr store;

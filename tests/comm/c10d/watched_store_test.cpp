@@ -5,12 +5,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "tessera/comm/hosts/hosts.h"
 #include "tests/comm/collectives.h"
+#include "tests/comm/process_ranks.h"
 #include "tests/support/processes.h"
 
 namespace tessera::comm {
@@ -117,6 +119,40 @@ TEST(JobStore, AMuteHolderOfThePortEndsAllRanks) {
     rank.join();
   EXPECT_HAS(said[0], "EADDRINUSE");
   EXPECT_HAS(said[1], "does not answer as a store: another program has the port");
+}
+
+// Rank 1 is there for a second time and waits for a rank 2 as its host is killed; process 2 is the next host, at the same place.
+TEST(JobStore, AHostThatEndsWhileOthersWaitIsNamedAndAnotherTakesItsPlace) {
+  if (!testing::in_ranks({3}, {}, /*lost=*/0)) return;
+  std::signal(SIGPIPE, SIG_IGN);
+  const int process = std::stoi(std::getenv("RANK"));
+  const auto open = [](int rank, int size) {
+    return open_job_store("127.0.0.1", std::stoi(std::getenv("MASTER_PORT")), rank, size, 1min);
+  };
+  if (process == 0) {
+    const auto store = open(0, 2);
+    EXPECT_TRUE(testing::await_marks("comes", {1}));
+    std::this_thread::sleep_for(1s);
+    raise(SIGKILL);
+  } else if (process == 1) {
+    open(1, 2);
+    testing::leave_mark("comes");
+    EXPECT_HAS(message_of<c10::DistBackendError>([&] { open(1, 3); }), "rank 1 of 3: lost rank 0: its process ");
+    testing::leave_mark("told");
+    c10::intrusive_ptr<c10d::Store> store;
+    for (const auto end = std::chrono::steady_clock::now() + 30s; !store && std::chrono::steady_clock::now() < end;) {
+      try {
+        store = open(1, 2);
+      } catch (const c10::DistBackendError& error) {
+        EXPECT_HAS(std::string(error.what()), "lost rank 0");  // nobody listens yet
+      }
+    }
+    ASSERT_TRUE(store);
+    store->set("key", "value");
+  } else {
+    EXPECT_TRUE(testing::await_marks("told", {1}));
+    EXPECT_EQ(open(0, 2)->get_to_str("key"), "value");
+  }
 }
 
 TEST_F(WatchedStores, ARankMayComeAgainAndInPlaceOfOneThatHasEnded) {
