@@ -7,11 +7,21 @@
 
 #include <exception>
 #include <functional>
+#include <string>
 #include <thread>
+#include <vector>
 
 namespace tessera::testing {
 
 using TorchGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// Returns when all ranks have come: who releases its group earlier takes connections with it that others are just making.
+inline void await_all(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
+  const auto key = [](int r) { return "made_" + std::to_string(r); };
+  store->set(key(rank), std::string("1"));
+  for (int r = 0; r < size; ++r)
+    store->get(key(r));
+}
 
 // Runs fn(rank, process group) on `size` threads; rethrows the first exception.
 inline void run_gloo_threads(int size, const std::function<void(int, TorchGroup)>& fn) {
@@ -29,6 +39,7 @@ inline void run_gloo_threads(int size, const std::function<void(int, TorchGroup)
         group->setBackend(c10::DeviceType::CPU, Group::BackendType::GLOO, gloo);
         group->setDefaultBackend(Group::BackendType::GLOO);
         group->setGroupName("threads");
+        await_all(store, rank, size);
         fn(rank, group);
       } catch (...) {
         errors[rank] = std::current_exception();

@@ -18,12 +18,14 @@ TEST(TesseraBackend, IsSharedMemoryOrGloo) {
   for (const auto& [transport, name] : std::vector<std::pair<std::string, std::string>>{
            {"auto", "tessera"}, {"gloo", "gloo"}, {"shared_memory", "tessera"}}) {
     setenv("TESSERA_TRANSPORT", transport.c_str(), 1);
+    std::vector<c10::intrusive_ptr<c10d::Backend>> made(2);  // released once both are there
     std::vector<std::thread> ranks;
     for (int r = 0; r < 2; ++r)
-      ranks.emplace_back(
-          [&store, &expected = name, r] { EXPECT_EQ(tessera_backend(store, r, 2, 1min)->getBackendName(), expected); });
+      ranks.emplace_back([&, r] { made[r] = tessera_backend(store, r, 2, 1min); });
     for (auto& rank : ranks)
       rank.join();
+    for (const auto& backend : made)
+      EXPECT_EQ(backend->getBackendName(), name);
   }
   unsetenv("TESSERA_TRANSPORT");
   unsetenv("GLOO_SOCKET_IFNAME");
