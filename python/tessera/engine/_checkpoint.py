@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +22,7 @@ from tessera._deepspeed._read import LOOKED_FOR, Hints, manifest_of
 from tessera._random import put_random_states, random_states
 from tessera.checkpoints import shard_bytes
 from tessera.data import Loader
+from tessera.engine._on_all import on_all
 from tessera.engine._optimizer_parts import (
     client_states,
     groups_from,
@@ -156,7 +157,7 @@ def _save(
     engine.wait_for_checkpoint()
     engine._join()
     # Whatever fails on one rank fails here, before the first of them counts on the others.
-    with _together(engine):
+    with on_all(engine):
         _check_arguments(save_dir, client_state, as_deepspeed, asynchronous)
         engine._contents.check(engine.module, "save_checkpoint")
         options = _core.SaveOptions(
@@ -229,7 +230,7 @@ def _load(
         return None, None
     reader = restore.reader
     # All that can be refused is looked at before anything changes, on any rank.
-    with _together(engine):
+    with on_all(engine):
         saved = Saved(reader, trusted)
         client = saved.blob("client_state", {})
         extra = saved.part("extra", {})
@@ -271,24 +272,6 @@ def _load(
         if random is not None:
             put_random_states(random)
     return restore.folder, client
-
-
-@contextlib.contextmanager
-def _together(engine: Engine) -> Iterator[None]:
-    """What fails inside on one rank is an error on all of them: there its own, elsewhere one that says it. Nothing in
-    it may be collective. Collective."""
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        problem = error
-    text = "" if problem is None else str(problem) or type(problem).__name__
-    texts = _core.checkpoint_exchange(engine.core, text, "")
-    if problem is not None:
-        raise problem
-    for rank, said in enumerate(texts):
-        if said:
-            raise ConfigError(f"{said} (rank {rank})")
 
 
 # ---------------------------------------------------------------- pieces of a save
