@@ -570,7 +570,7 @@ class _Layout:
             numbers = {key: float(v) for key, v in group.items() if type(v) in (int, float) and math.isfinite(v)}
             one: dict[str, Any] = {key: numbers[key] for key in ("lr", "eps", "weight_decay") if key in numbers}
             betas = group.get("betas")
-            if isinstance(betas, (tuple, list)) and len(betas) == 2:
+            if isinstance(betas, (tuple, list)) and [type(beta) in (int, float) for beta in betas] == [True, True]:
                 one |= {"beta1": float(betas[0]), "beta2": float(betas[1])}
             run["groups"].append(one)
         if self.scaler is not None:
