@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tessera import _core
-from tessera._blobs import CUT, OWN_KINDS, Saved, cut_of, of_kind
+from tessera._blobs import CUT, OWN_KINDS, Saved, check_like, cut_of, of_kind
 from tessera._deepspeed._pieces import OWN_BUFFERS, OWN_STEPS, ranks_text
 from tessera._deepspeed._pt_writer import Made, Streamed, write_pt
 from tessera.errors import ConfigError
@@ -68,6 +68,7 @@ class Source:
         for _, states in saved.optimizers():
             self.numbers.update(states)
         for name, state in self.numbers.items():
+            check_like(state.get("step", 0), 0, f"the optimizer's state of '{name}', 'step'", finite=True)
             shape = self.params[name].shape if name in self.params else []
             if state.pop(CUT, None) not in (None, cut_of(0, math.prod(shape), shape)):
                 self.refuse(name)

@@ -27,6 +27,19 @@ def part_of(core: _core.Engine, number: int) -> list[Any]:
     )
 
 
+def part_in(core: _core.Engine, number: int, value: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of a value that is whole, or of all of its slice of the model; None where it is neither."""
+    spec = core.param(number)
+    if list(value.shape) == spec.whole_sizes:
+        return core.local_part(number, value)
+    size = torch.Tensor.size(spec.tensor)
+    if value.shape != size:
+        return None
+    begin, end = core.local_range(number)
+    form = torch.empty_strided(size, spec.tensor.stride(), dtype=value.dtype, device=value.device)
+    return form.copy_(value).as_strided((size.numel(),), (1,))[begin:end]
+
+
 def taken(core: _core.Engine, number: int, state: dict[str, Any]) -> dict[str, Any]:
     """What the core here takes of such states. ConfigError where they are a part of another cut."""
     if CUT not in state:

@@ -93,7 +93,13 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         if view is None:
             return
         value = value.detach().to(view.device)
-        part = value if value.shape == view.shape else self._core.local_part(index, value)
+        part = value if value.shape == view.shape else _parts.part_in(self._core, index, value)
+        if part is None:
+            sizes = self._core.param(index).whole_sizes
+            raise ConfigError(
+                f"[optimizer] a state of '{self._core.param(index).name}' has shape {list(value.shape)}: neither that "
+                f"of the parameter, {sizes}, nor of this rank's part of it, {list(view.shape)}"
+            )
         self._core.set_local(index, quantity, part)
 
     def __delitem__(self, param: torch.Tensor) -> None:
@@ -446,9 +452,9 @@ class ExternalRunner(Runner):
         return value.dim() > 0 and list(value.shape) == self._core.param(number).whole_sizes
 
     def _slice_like(self, value: Any, master: torch.Tensor, number: int) -> Any:
-        if isinstance(value, torch.Tensor) and self._is_of(value, number):
-            return self._core.local_part(number, value.detach()).float().view(master.shape).clone()
-        return value
+        tensor = isinstance(value, torch.Tensor) and value.dim() > 0
+        part = _parts.part_in(self._core, number, value.detach()) if tensor else None
+        return value if part is None else part.float().view(master.shape).clone()
 
     def gather(self, numbers: Collection[int]) -> dict[int, dict[str, Any]]:
         """A rank that has no part of a parameter hears of its states from the others."""

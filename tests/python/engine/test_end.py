@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import OPTIMIZERS, assert_close, batch, config, make, run_ranks, weights
+from support import OPTIMIZERS, PAIR_SPECS, Pair, assert_close, batch, config, make, run_mesh, run_ranks, weights
 from tessera.errors import ConfigError, UsageError
 
 import tessera
@@ -146,3 +146,33 @@ def test_offloaded_states_end_with_the_engine_but_in_a_region(world: int, tmp_pa
         train_plain(model, optimizer, world, 4)
 
     over(1, world, "adamw", body, **offload)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", ["adamw", "adamax"])
+def test_slices_of_a_model_go_on_in_an_engine_of_the_same_mesh(name: str, stage: int, dp: int) -> None:
+    """Tensor parallelism: the module stays cut."""
+    cfg = settings(stage) | {"tensor_parallel": {"autotp_size": 2, "partition_config": PAIR_SPECS}}
+    first, second = ([copy.deepcopy(make(Pair)) for _ in range(2 * dp)] for _ in range(2))
+
+    def train_pair(engine: Any, rank: int, steps: int) -> None:
+        for _ in range(steps):
+            engine(torch.full((4, 6), 1.0 + rank // 2)).backward()
+            engine.step()
+
+    def body(rank: int, mesh: Any) -> None:
+        through = tessera.Engine(first[rank], cfg, optimizer=CLIENTS[name](first[rank].parameters()), group=mesh)
+        train_pair(through, rank, 4)
+        model, optimizer = second[rank], CLIENTS[name](second[rank].parameters())
+        engine = tessera.Engine(model, cfg, optimizer=optimizer, group=mesh)
+        train_pair(engine, rank, 2)
+        with GatheredParameters(model.parameters()):
+            engine.destroy()
+        engine = tessera.Engine(model, cfg, optimizer=optimizer, group=mesh)
+        train_pair(engine, rank, 2)
+        assert_close(weights(model), weights(first[rank]))
+        for one in (through, engine):
+            one.destroy()
+
+    run_mesh(body, dp=dp, tp=2)

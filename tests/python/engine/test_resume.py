@@ -299,6 +299,18 @@ def test_a_schedule_of_torch_that_cannot_be_is_named(kind: str, value: Any, tmp_
     check_refused(tmp_path, config(2), "schedule", value, "schedule", lr_scheduler=SCHEDULES[kind])
 
 
+def test_a_damaged_step_is_named_by_a_conversion(tmp_path: Path) -> None:
+    model = make(Net)
+    cfg = config(1, zero_allow_untested_optimizer=True)
+    engine = tessera.Engine(model, cfg, optimizer=torch.optim.Adamax(model.parameters()))
+    run(engine, 0, 1)
+    engine.save_checkpoint(tmp_path, tag="t")
+    with_blob(tmp_path, "optimizer-0", {"embed.weight": {"step": "x"}})
+    with pytest.raises(IoError, match=r"embed\.weight', 'step' is damaged"):
+        tessera.checkpoints.to_deepspeed(tmp_path, tmp_path / "out", stage=1, world_size=1)
+    engine.destroy()
+
+
 def test_a_client_state_is_a_dict(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="client_state is a dict, not a list"):
         engine_of().save_checkpoint(tmp_path, client_state=[1])
