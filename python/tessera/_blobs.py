@@ -4,7 +4,9 @@ come back as they were."""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import math
 import pickle
 import re
 import sys
@@ -127,6 +129,9 @@ class Saved:
             return default
         return of_kind(unpickled(self.reader.blob(name), f"'{name}'", self._trusted), kind, f"'{name}'")
 
+    def has(self, name: str) -> bool:
+        return name in self.run or name in self.names
+
     def part(self, name: str, default: Any = None, kind: type = dict) -> Any:
         """A blob of its own; in older checkpoints a part of "python"."""
         if name in self.run:
@@ -169,6 +174,59 @@ def count_of(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value <= LARGEST:
         raise IoError(f"[checkpoint] {what} is damaged: {value!r:.40} is no number that can be")
     return value
+
+
+def check_like(value: Any, present: Any, what: str, finite: bool = False) -> None:
+    """IoError where `value`, of a file, cannot take the place of `present`: another kind, a count beyond its bounds,
+    with `finite` a number that is none. What cannot be known (None here, objects) passes."""
+    if isinstance(present, str):
+        of_kind(value, str, what)
+    elif isinstance(present, bool):
+        if value is not None and not (isinstance(value, int) and value in (0, 1)):  # None: torch chooses
+            raise _misfit(value, present, what)
+    elif _is_number(present):
+        if not _is_number(value) or _is_beyond(value) or (finite and not math.isfinite(value)):
+            raise _misfit(value, present, what)
+    elif isinstance(present, dict):
+        for key in of_kind(value, dict, what).keys() & present.keys():
+            check_like(value[key], present[key], f"{what}, {key!r}", finite)
+    elif isinstance(present, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or (isinstance(present, tuple) and len(value) != len(present)):
+            raise _misfit(value, present, what)
+        same = len(value) == len(present)  # else lists by param group, of other groups
+        for place, one in enumerate(value if same or all(map(_is_number, present)) else ()):
+            if present:
+                check_like(one, present[place if same else 0], what, finite)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _is_beyond(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) > LARGEST
+
+
+def _misfit(value: Any, present: Any, what: str) -> IoError:
+    return IoError(f"[checkpoint] {what} is damaged: {value!r:.40} in the place of a {type(present).__name__}")
+
+
+def check_taken(what: str, taker: Any, take: Callable[[Any], Any], value: Any, held: Any) -> None:
+    """IoError where `take`, of the object `taker`, raises at `value`. The object is as before: it takes `held`."""
+    kept = dict(getattr(taker, "__dict__", {}))
+    try:
+        take(value)
+    except Exception as error:  # of any kind that objects of a client have
+        raise IoError(
+            f"[checkpoint] {what} is damaged, or of another object than a {type(taker).__name__}, which does not take "
+            f"it: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        with contextlib.suppress(Exception):
+            take(held)
+        if kept:
+            vars(taker).clear()
+            vars(taker).update(kept)
 
 
 def _check_cut(cut: Any, what: str) -> None:

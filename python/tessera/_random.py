@@ -16,10 +16,40 @@ def random_states() -> dict[str, Any]:
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         states["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
-    if torch.accelerator.is_available():
-        module = torch.get_device_module(torch.accelerator.current_accelerator())
-        states["device"] = module.get_rng_state()
+    if (device := _device()) is not None:
+        states["device"] = device.get_rng_state()
     return states
+
+
+def _device() -> Any:
+    """The module of torch for the accelerator of this machine."""
+    here = torch.accelerator.is_available()
+    return torch.get_device_module(torch.accelerator.current_accelerator()) if here else None
+
+
+def try_random_states(states: dict[str, Any]) -> None:
+    """Raises where the generators do not take them. They stay as they are."""
+    torch.Generator().set_state(states["torch"])
+    torch.Generator().set_state(states.get("pass", states["torch"]))
+    random.Random().setstate(states["python"])
+    if "numpy" in states:
+        import numpy
+
+        of, keys, *rest = states["numpy"]
+        numpy.random.RandomState().set_state((of, keys.numpy().astype("uint32"), *rest))
+    if "device" in states:
+        _try_on_device(states["device"])
+
+
+def _try_on_device(state: Any) -> None:
+    if not isinstance(state, torch.Tensor):
+        raise TypeError(f"a {type(state).__name__} in the place of the device's")
+    if (device := _device()) is not None:
+        now = device.get_rng_state()
+        try:
+            device.set_rng_state(state)
+        finally:
+            device.set_rng_state(now)
 
 
 def put_random_states(states: dict[str, Any]) -> None:
@@ -30,8 +60,8 @@ def put_random_states(states: dict[str, Any]) -> None:
 
         name, keys, *rest = states["numpy"]
         numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
-    if "device" in states and torch.accelerator.is_available():
-        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(states["device"])
+    if "device" in states and (device := _device()) is not None:
+        device.set_rng_state(states["device"])
 
 
 @contextmanager

@@ -196,6 +196,13 @@ std::vector<std::string> Checkpointer::exchange(const std::string& text, const s
   });
 }
 
+void Checkpointer::on_all(const std::function<void()>& f) {
+  together(ranks_, "what ranks check alone", [&] {
+    f();
+    return std::string();
+  });
+}
+
 std::vector<Item> Checkpointer::items(const SaveOptions& options, const ClientPart& client) {
   std::vector<Item> items;
   zero::StateAccess& states = engine_.states();
@@ -246,10 +253,12 @@ std::vector<Item> Checkpointer::items(const SaveOptions& options, const ClientPa
   return items;
 }
 
-// Of this rank's buffers, those that the first rank of its engine has otherwise, under their own names. Collective.
+// Of this rank's buffers, those that the first rank of its engine has otherwise, under their own names; what waits to join
+// the engine has joined. Collective.
 std::vector<ClientTensor> Checkpointer::own_buffers(const ClientPart& client) {
   std::map<std::string, std::string> mine;
   const auto all = together(ranks_, "buffers of a checkpoint", [&] {
+    engine_.join();
     for (const ClientTensor& t : client.tensors) {
       if (t.kind != kBuffer || t.tensor.numel() == 0) continue;
       const at::Tensor values = t.tensor.detach().cpu().contiguous();
@@ -327,7 +336,6 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
   TESSERA_CHECK_VALUE(options.keep_last >= 0, "checkpoint", "keep_last is a number of checkpoints, or 0 for all, not ",
                       options.keep_last);
   wait();
-  engine_.join();
   const c10::AutoGradMode no_grad(false);
   auto job = std::make_shared<Job>();
   job->dir = std::filesystem::absolute(dir).string();  // a save in the background outlives a chdir()

@@ -79,6 +79,9 @@ class Checkpointer {
   int place() { return ranks_.place(); }
   // The texts of all ranks, by number; an error text of one is an error on all.
   std::vector<std::string> exchange(const std::string& text, const std::string& error);
+  // Runs f on every rank: an error of one is an error on all. In f nothing is collective but what all ranks of this engine
+  // fail in alike.
+  void on_all(const std::function<void()>& f);
   // Returns the tag. A checkpoint that was complete before stays so until the new one is.
   std::string save(const std::string& dir, const SaveOptions& options, ClientPart client = {});
   // Until an asynchronous save is complete; throws its error, once. save() and load() do so first.

@@ -357,8 +357,8 @@ void Restore::apply() {
 std::optional<Restore> Checkpointer::open(const std::string& dir, const std::string& given,
                                           const Restore::Options& options, const Foreign& foreign) {
   wait();
-  engine_.join();
   const auto first = together(ranks_, "name of a checkpoint", [&]() -> std::string {
+    engine_.join();
     if (ranks_.place() != 0) return "";
     const std::string tag = given.empty() ? checkpoint::latest_tag(dir, foreign.latest) : given;
     TESSERA_CHECK_VALUE(!tag.empty() || foreign.latest == Foreign().latest, "checkpoint", "there is no file '",

@@ -224,8 +224,13 @@ double Pipeline::train_batch(const BatchSource& data) {
     run.execute(table);
     most_live_ = std::max(most_live_, run.most_live);
     const double loss = mean_of(run.losses);
-    ties_.sum_gradients();
-    step_together(*this, parts_, ties_.copies());
+    try {
+      ties_.sum_gradients();
+      step_together(*this, parts_, ties_.copies());
+    } catch (...) {
+      core().zero_grad();  // the next batch is not added to this one
+      throw;
+    }
     return loss;
   });
 }

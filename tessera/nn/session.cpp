@@ -215,20 +215,27 @@ std::string Session::save_checkpoint(const std::string& dir, std::optional<engin
   return core_->checkpoints().save(dir, chosen, std::move(part));
 }
 
-bool Session::load_checkpoint(const std::string& dir, const std::string& tag, engine::Restore::Options options) {
-  options.from_master = options.from_master && loads_masters_;
-  std::optional<engine::Restore> found = core_->checkpoints().open(dir, tag, options, load_from_);
-  if (!found) return false;
+// Each with the value that it shall have.
+std::vector<std::pair<at::Tensor, at::Tensor>> Session::buffers_of(const engine::Restore& found, bool strict) const {
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers;
   for (const auto& buffer : module_->named_buffers()) {
-    const at::Tensor value = found->buffer(buffer.key());
-    TESSERA_CHECK_VALUE(value.defined() || !options.strict, "checkpoint", "buffer '", buffer.key(),
+    const at::Tensor value = found.buffer(buffer.key());
+    TESSERA_CHECK_VALUE(value.defined() || !strict, "checkpoint", "buffer '", buffer.key(),
                         "' is not in the checkpoint");
     if (!value.defined()) continue;
     TESSERA_CHECK_VALUE(value.sizes() == buffer.value().sizes(), "checkpoint", "buffer '", buffer.key(), "' has shape ",
                         value.sizes(), " there and ", buffer.value().sizes(), " here");
     buffers.emplace_back(buffer.value(), value);
   }
+  return buffers;
+}
+
+bool Session::load_checkpoint(const std::string& dir, const std::string& tag, engine::Restore::Options options) {
+  options.from_master = options.from_master && loads_masters_;
+  std::optional<engine::Restore> found = core_->checkpoints().open(dir, tag, options, load_from_);
+  if (!found) return false;
+  std::vector<std::pair<at::Tensor, at::Tensor>> buffers;
+  core_->checkpoints().on_all([&] { buffers = buffers_of(*found, options.strict); });
   found->apply();
   const at::NoGradGuard no_grad;
   for (const auto& [buffer, value] : buffers)

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/backends.h"
@@ -114,6 +115,7 @@ class Session {
   void tell_progress() const;
   void tell_of_step();
   std::map<std::string, std::vector<std::string>> aliases() const;
+  std::vector<std::pair<at::Tensor, at::Tensor>> buffers_of(const engine::Restore& found, bool strict) const;
 
   std::shared_ptr<torch::nn::Module> module_;
   std::shared_ptr<engine::Engine> core_;

@@ -4,6 +4,7 @@
 #include <ATen/ops/tensor.h>
 
 #include <cmath>
+#include <exception>
 #include <optional>
 
 #include "tessera/base/error.h"
@@ -31,6 +32,28 @@ std::string stage_name(const comm::Parts& parts, int rank) {
 
 namespace {
 
+// What fails on the ranks of one engine is an error on all.
+double common_norm(const std::vector<Session*>& engines, const comm::Parts& parts, const std::vector<int>& copies) {
+  double own = 0, squares = 0;
+  std::exception_ptr problem;
+  try {
+    for (Session* engine : engines)
+      own += engine->core().norm_contribution(copies);
+  } catch (const c10::DistBackendError&) {
+    throw;
+  } catch (...) {
+    problem = std::current_exception();
+  }
+  const auto rows = rows_of(parts, {own, problem ? 1.0 : 0.0}, "the norm of several engines");
+  if (problem) std::rethrow_exception(problem);
+  for (size_t rank = 0; rank < rows.size(); ++rank) {
+    TESSERA_CHECK(rows[rank][1] == 0, "engine.step", "no engine was stepped: the norm failed on rank ", rank,
+                  ", see the error there");
+    squares += rows[rank][0];
+  }
+  return std::sqrt(squares);
+}
+
 bool step_all(const std::vector<Session*>& engines, const comm::Parts& parts, const std::vector<int>& copies) {
   bool boundary = false, between = false;
   std::string fault;
@@ -48,14 +71,7 @@ bool step_all(const std::vector<Session*>& engines, const comm::Parts& parts, co
                   fault.empty() ? "parameters were replaced in an engine of another rank; see its error" : fault);
   }
   std::optional<double> norm;
-  if (boundary) {
-    double own = 0, squares = 0;
-    for (Session* engine : engines)
-      own += engine->core().norm_contribution(copies);
-    for (const auto& row : rows_of(parts, {own}, "the norm of several engines"))
-      squares += row[0];
-    norm = std::sqrt(squares);
-  }
+  if (boundary) norm = common_norm(engines, parts, copies);
   bool applied = false;
   for (Session* engine : engines)
     applied = engine->step(norm);

@@ -341,6 +341,9 @@ TEST(Pipeline, AParameterThatIsReplacedOnOneStageIsRefusedOnAll) {
         engine.is_last_stage() ? "bias: the layer's member" : "parameters were replaced in an engine of another rank");
     linear->bias = old;
     EXPECT_GT(engine.train_batch(data_of(c, parts, 1)), 0) << "the engine goes on";
+    Pipeline fresh(layers(), c.config(), parts, c.options());
+    fresh.train_batch(data_of(c, parts, 1));
+    EXPECT_EQ(engine.core().global_grad_norm(), fresh.core().global_grad_norm()) << "without what came before";
   });
 }
 

@@ -9,7 +9,9 @@
 
 #include "tessera/io/file.h"
 #include "tessera/nn/engine.h"
+#include "tessera/nn/together.h"
 #include "tests/io/temp_folder.h"
+#include "tests/nn/stages.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 
@@ -244,6 +246,66 @@ TEST(Session, CheckpointsAreAsTheConfigurationSays) {
           [&] { s.save_checkpoint(folder / "two", engine::SaveOptions{.tag = "tag" + std::to_string(rank)}); });
       EXPECT_EQ(text.find("different tags") != std::string::npos, fails) << text;
     });
+}
+
+// What a rank finds wrong alone: the others do not wait for it.
+TEST(Session, WhatOneRankCannotLoadIsAnErrorOnAll) {
+  const io::TempFolder folder;
+  testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    const auto session_with = [&](int64_t size) {
+      auto module = std::make_shared<torch::nn::LinearImpl>(2, 2);
+      Session s(module, Config::from_json(R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}})"),
+                comm::Mesh(group));
+      module->register_buffer("counts", at::zeros({size}));
+      return s;
+    };
+    session_with(2).save_checkpoint(folder.path());
+    auto other = session_with(2 + rank);
+    const at::Tensor weight = other.core().params()[0].tensor, before = weight.clone();
+    EXPECT_HAS(testing::error_of<c10::ValueError>([&] { other.load_checkpoint(folder.path()); }),
+               "buffer 'counts' has shape [2] there and [3] here");
+    EXPECT_TRUE(weight.equal(before));
+    train_step(other);
+  });
+}
+
+// Two engines on two ranks each, where one rank of the first thaws what the other does not: an error on all four.
+TEST(Session, EnginesOfOneProgramHearOfRanksOfOneThatDiffer) {
+  comm::MeshShape pair;
+  pair.sizes[static_cast<size_t>(comm::Axis::DpShard)] = 2;
+  for (const std::string call : {"step", "save", "load"}) {
+    const io::TempFolder folder;
+    testing::run_parts({pair, pair}, [&](const comm::Parts& parts) {
+      auto module = std::make_shared<torch::nn::Module>();
+      module->register_module(parts.part == 0 ? "first" : "second", torch::nn::Linear(2, 2));
+      const at::Tensor bias = module->parameters()[1].set_requires_grad(false);
+      Session s(module, Config::from_json(R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}})"),
+                parts.mesh);
+      s.core().checkpoints().span(parts.everyone, {});
+      s.save_checkpoint(folder.path());
+      const auto begin = [&](bool thawed) {
+        bias.requires_grad_(thawed);
+        s.core().pre_forward();
+        const at::Tensor loss = module->parameters()[0].sum() + bias.sum();
+        s.core().post_forward({loss});
+        loss.backward();
+      };
+      begin(parts.part == 1 || parts.mesh.rank(comm::kBatchAxes) == 1);
+      const std::string text = testing::error_of([&] {
+        if (call == "step")
+          step_together(s, parts);
+        else if (call == "save")
+          s.save_checkpoint(folder.path());
+        else
+          s.load_checkpoint(folder.path());
+      });
+      const bool heard = call == "step" && parts.part == 1;
+      EXPECT_HAS(text, heard ? "no engine was stepped: the norm failed on rank 0" : "do not train the same parameters");
+      s.core().zero_grad();
+      begin(true);
+      EXPECT_TRUE(step_together(s, parts)) << "the engines go on";
+    });
+  }
 }
 
 TEST(Session, WeightsForOtherTools) {

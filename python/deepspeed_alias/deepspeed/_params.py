@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tessera._mesh import core_group
-from tessera.zero._owners import engine_of, holder_of
+from tessera.zero._owners import Mark, engine_of, holder_of
 from torch import nn
 
 from deepspeed._lazy import NotServed
@@ -26,15 +26,12 @@ _ids = itertools.count()
 _STATE = "_ds_state"
 
 
-class _State:
+class _State(Mark):
     """What a parameter keeps from one question to the next."""
 
     def __init__(self) -> None:
         self.id = next(_ids)
         self.sub_modules: set[int] = set()
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
 
 
 class DsParameter(nn.Parameter):

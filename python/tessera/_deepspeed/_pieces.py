@@ -20,6 +20,8 @@ DTYPE_NAMES = {
     torch.complex64: "C64", torch.complex128: "C128",
 }  # fmt: skip
 OWN_STEPS = "tessera_steps"  # of optim-states, beside DeepSpeed's keys: by parameter
+# A file of our own beside DeepSpeed's, which it ignores: buffers that ranks have otherwise than rank 0, "NAME@rank=N".
+OWN_BUFFERS = "tessera_rank_buffers.pt"
 # Keys of a model-states file that are DeepSpeed's own; all others are the client's.
 OWN_KEYS = frozenset(
     [

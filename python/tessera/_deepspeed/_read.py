@@ -23,6 +23,7 @@ from tessera._blobs import CUT, cut_of, pickled
 from tessera._deepspeed._pickle import Inert, TensorRef
 from tessera._deepspeed._pieces import (
     DTYPE_NAMES,
+    OWN_BUFFERS,
     OWN_KEYS,
     OWN_STEPS,
     Ordered,
@@ -92,6 +93,7 @@ class _Layout:
         self.groups: list[dict[str, Any]] = []  # hyper-parameters
         self.group_names: list[list[str]] = []
         self.scaler: dict[str, Any] | None = None
+        self.has_buffers = OWN_BUFFERS in names
         self.universal = os.path.isdir(os.path.join(folder, "zero"))
         models, optims = self._ranks(names)
         self.model_file = self.open(models[min(models)])
@@ -460,9 +462,7 @@ class _Layout:
         for name in buffers:
             value = module.get(name)
             if isinstance(value, TensorRef):
-                tensors.append(
-                    self._tensor(name, "buffer", value.shape, value.dtype, list(whole(self.model_file, value)))
-                )
+                tensors.append(self._buffer(name, "buffer", self.model_file, value))
         tensors += self._rank_buffers(buffers)
         numbers = {name: record.numbers for name, record in self.trained.items() if record.numbers}
         if numbers:
@@ -499,7 +499,7 @@ class _Layout:
         return record
 
     def _rank_buffers(self, buffers: list[str]) -> list[dict[str, Any]]:
-        """Of stage 3, where every rank has files of its own: those that are other ones than rank 0's."""
+        """Those that are other ones than rank 0's: of stage 3, where every rank has files of its own, and in ours."""
         found = []
         for rank, name in sorted(self.models.items()) if self.stage == 3 and buffers else ():
             file = self.open(name)
@@ -507,13 +507,18 @@ class _Layout:
                 value, first = file.value["module"].get(buffer), self.state["module"].get(buffer)
                 if rank == 0 or not isinstance(value, TensorRef) or not isinstance(first, TensorRef):
                     continue
-                if torch.equal(file.read(value), self.model_file.read(first)):
-                    continue
-                pieces = list(whole(file, value))
-                found.append(
-                    self._tensor(f"{buffer}@rank={rank}", "rank_buffer", tuple(value.shape), value.dtype, pieces)
-                )
+                if not torch.equal(file.read(value), self.model_file.read(first)):
+                    found.append(self._buffer(f"{buffer}@rank={rank}", "rank_buffer", file, value))
+        if self.has_buffers:
+            file = self.open(OWN_BUFFERS)
+            for name, value in file.value.items():
+                if not isinstance(value, TensorRef) or name.rpartition("@rank=")[0] not in buffers:
+                    file.fail(f"has {name!r:.80}, which is no tensor of a buffer")
+                found.append(self._buffer(name, "rank_buffer", file, value))
         return found
+
+    def _buffer(self, name: str, kind: str, file: PtFile, value: TensorRef) -> dict[str, Any]:
+        return self._tensor(name, kind, tuple(value.shape), value.dtype, list(whole(file, value)))
 
     def _frozen_parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype, list[Piece]]]:
         """Of stage 3, whose module holds nothing of them."""
@@ -565,7 +570,7 @@ class _Layout:
             numbers = {key: float(v) for key, v in group.items() if type(v) in (int, float) and math.isfinite(v)}
             one: dict[str, Any] = {key: numbers[key] for key in ("lr", "eps", "weight_decay") if key in numbers}
             betas = group.get("betas")
-            if isinstance(betas, (tuple, list)) and len(betas) == 2:
+            if isinstance(betas, (tuple, list)) and [type(beta) in (int, float) for beta in betas] == [True, True]:
                 one |= {"beta1": float(betas[0]), "beta2": float(betas[1])}
             run["groups"].append(one)
         if self.scaler is not None:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from tessera import _core
-from tessera._blobs import CUT, OWN_KINDS, Saved, cut_of, of_kind
-from tessera._deepspeed._pieces import OWN_STEPS, ranks_text
+from tessera._blobs import CUT, OWN_KINDS, Saved, check_like, cut_of, of_kind
+from tessera._deepspeed._pieces import OWN_BUFFERS, OWN_STEPS, ranks_text
 from tessera._deepspeed._pt_writer import Made, Streamed, write_pt
 from tessera.errors import ConfigError
 
@@ -68,6 +68,7 @@ class Source:
         for _, states in saved.optimizers():
             self.numbers.update(states)
         for name, state in self.numbers.items():
+            check_like(state.get("step", 0), 0, f"the optimizer's state of '{name}', 'step'", finite=True)
             shape = self.params[name].shape if name in self.params else []
             if state.pop(CUT, None) not in (None, cut_of(0, math.prod(shape), shape)):
                 self.refuse(name)
@@ -166,6 +167,11 @@ class Source:
     def buffers(self) -> list[str]:
         return [name for name, kinds in self.kinds.items() if "buffer" in kinds]
 
+    def rank_buffers(self) -> dict[str, Any]:
+        """Those that ranks have otherwise than rank 0."""
+        own = {name: kinds["rank_buffer"] for name, kinds in self.kinds.items() if "rank_buffer" in kinds}
+        return {name: self.whole(name, "rank_buffer", dtype) for name, (_, dtype) in own.items()}
+
     def schedule(self) -> Any:
         steps = self.run.get("client", {}).get("schedule_steps")
         if self._schedule is None and steps is not None:
@@ -243,6 +249,8 @@ class Layout:
             files.append((f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", lambda: self.model_states(rank)))
         elif rank == 0:
             files.append(("mp_rank_00_model_states.pt", lambda: self.model_states(rank)))
+            if self.source.run.get("ranks") == ranks_text(self.world) and self.source.rank_buffers():
+                files.append((OWN_BUFFERS, self.source.rank_buffers))
         if self.stage > 0:
             prefix = "bf16_" if self.source.is_bf16() else ""
             files.append((f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", lambda: self.optim_states(rank)))

@@ -8,26 +8,28 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from random import Random
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from tessera import _core
-from tessera._blobs import Saved, count_of, of_kind, pickled
+from tessera._blobs import Saved, check_taken, count_of, of_kind, pickled
 from tessera._copies import own_copies
 from tessera._deepspeed._pieces import OWN_KEYS
 from tessera._deepspeed._read import LOOKED_FOR, Hints, manifest_of
-from tessera._random import put_random_states, random_states
+from tessera._random import put_random_states, random_states, try_random_states
 from tessera.checkpoints import shard_bytes
 from tessera.data import Loader
+from tessera.engine._on_all import on_all
 from tessera.engine._optimizer_parts import (
+    check_groups,
     client_states,
     groups_from,
     put_groups,
     put_schedule,
     put_states,
+    schedule_from,
     states_from,
 )
 from tessera.errors import ConfigError, IoError
@@ -156,7 +158,7 @@ def _save(
     engine.wait_for_checkpoint()
     engine._join()
     # Whatever fails on one rank fails here, before the first of them counts on the others.
-    with _together(engine):
+    with on_all(engine):
         _check_arguments(save_dir, client_state, as_deepspeed, asynchronous)
         engine._contents.check(engine.module, "save_checkpoint")
         options = _core.SaveOptions(
@@ -229,24 +231,26 @@ def _load(
         return None, None
     reader = restore.reader
     # All that can be refused is looked at before anything changes, on any rank.
-    with _together(engine):
+    with on_all(engine):
         saved = Saved(reader, trusted)
         client = saved.blob("client_state", {})
-        extra = saved.part("extra", {})
+        extra = _extra_from(engine, saved)
         buffers = _buffers_from(engine, restore, strict and custom_load_fn is None)
         states = states_from(engine, restore, saved, _names(engine)) if optimizer else None
         groups = groups_from(engine, saved, reader) if optimizer else None
+        check_groups(engine, groups)
         run = json.loads(reader.run())
         foreign = not module_only and "source" in run
-        schedule_state = saved.part("schedule", kind=object) if (schedule and not module_only) or foreign else None
-        loader = None if module_only else saved.run.get("loader")
-        if loader is not None and isinstance(engine.training_dataloader, Loader):
-            for key in ("epoch", "samples"):
-                count_of(of_kind(loader, dict, "the loader's state").get(key), f"the loader's '{key}'")
+        schedule_state = None
+        if ((schedule and not module_only) or foreign) and saved.has("schedule"):
+            schedule_state = saved.part("schedule", kind=object)
+            if schedule and not module_only:
+                schedule_state = schedule_from(engine, schedule_state, groups)
         own = f"random-{_core.checkpoint_place(engine.core)}"
         random = None if module_only else saved.blob(own)
         if random is not None:
             _check_random_states(random, own)
+        loader = None if module_only else _loader_from(engine, saved, random)
     restore.apply()
     for buffer, value in buffers:
         with torch.no_grad():
@@ -262,33 +266,14 @@ def _load(
         put_groups(engine, groups)
     if not module_only:
         if schedule:
-            put_schedule(engine, schedule_state, json.loads(restore.run), groups)
+            put_schedule(engine, schedule_state, json.loads(restore.run))
         elif schedule_state is not None:
             client.setdefault("lr_scheduler", schedule_state)  # as DeepSpeed gives what it does not load
-        if loader is not None and hasattr(engine.training_dataloader, "load_state_dict"):
-            begin = {} if random is None or "pass" not in random else {"begin": random["pass"]}
-            engine.training_dataloader.load_state_dict(loader | begin)
+        if loader is not None:
+            engine.training_dataloader.load_state_dict(loader)
         if random is not None:
             put_random_states(random)
     return restore.folder, client
-
-
-@contextlib.contextmanager
-def _together(engine: Engine) -> Iterator[None]:
-    """What fails inside on one rank is an error on all of them: there its own, elsewhere one that says it. Nothing in
-    it may be collective. Collective."""
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        problem = error
-    text = "" if problem is None else str(problem) or type(problem).__name__
-    texts = _core.checkpoint_exchange(engine.core, text, "")
-    if problem is not None:
-        raise problem
-    for rank, said in enumerate(texts):
-        if said:
-            raise ConfigError(f"{said} (rank {rank})")
 
 
 # ---------------------------------------------------------------- pieces of a save
@@ -430,16 +415,8 @@ def _hints(engine: Engine, optimizer: bool) -> Hints:
 
 
 def _check_random_states(states: dict[str, Any], name: str) -> None:
-    """IoError that names `name` where generators of their own do not take them."""
     try:
-        torch.Generator().set_state(states["torch"])
-        torch.Generator().set_state(states.get("pass", states["torch"]))
-        Random().setstate(states["python"])
-        if "numpy" in states:
-            import numpy
-
-            of, keys, *rest = states["numpy"]
-            numpy.random.RandomState().set_state((of, keys.numpy().astype("uint32"), *rest))
+        try_random_states(states)
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
         raise IoError(f"[checkpoint] '{name}' is damaged: no state of the generators: {error}") from error
 
@@ -464,6 +441,30 @@ def _buffers_from(engine: Engine, restore: _core.Restore, strict: bool) -> list[
             )
         found.append((buffer, value))
     return found
+
+
+def _extra_from(engine: Engine, saved: Saved) -> dict[str, Any]:
+    """What set_extra_state() of modules here takes."""
+    extra: dict[str, Any] = saved.part("extra", {})
+    modules = dict(engine.module.named_modules())
+    for prefix, value in extra.items():
+        if (module := modules.get(prefix)) is not None:
+            what = f"'extra', get_extra_state() of '{prefix}',"
+            check_taken(what, module, module.set_extra_state, value, module.get_extra_state())
+    return extra
+
+
+def _loader_from(engine: Engine, saved: Saved, random: dict[str, Any] | None) -> Any:
+    """The state that the loader here shall take; None for none."""
+    loader, state = engine.training_dataloader, saved.run.get("loader")
+    if state is None or not hasattr(loader, "load_state_dict"):
+        return None
+    if not isinstance(loader, Loader):
+        check_taken("the loader's state", loader, loader.load_state_dict, state, loader.state_dict())
+        return state
+    for key in ("epoch", "samples"):
+        count_of(of_kind(state, dict, "the loader's state").get(key), f"the loader's '{key}'")
+    return state if random is None or "pass" not in random else state | {"begin": random["pass"]}
 
 
 def _load_extra(engine: Engine, extra: dict[str, Any]) -> None:

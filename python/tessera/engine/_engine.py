@@ -4,7 +4,6 @@ forward, backward and step, and keeps what only Python has (schedules, loaders, 
 from __future__ import annotations
 
 import contextlib
-import sys
 import types
 import warnings
 import weakref
@@ -16,7 +15,7 @@ from torch import nn
 
 from tessera import _core, _mesh, distributed
 from tessera._config import load_config
-from tessera._copies import copy_of, own_copies, without_repeats
+from tessera._copies import own_copies, without_repeats
 from tessera._device import checked_device, emulated
 from tessera._loans import Loans, step_of, zero_grad_of, zero_grad_of_optimizer
 from tessera._outputs import tensors_in
@@ -31,6 +30,7 @@ from tessera.data import Loader, make_loader
 from tessera.elasticity import with_elastic_batch
 from tessera.engine._checkpoint import EngineCheckpoints
 from tessera.engine._contents import Contents
+from tessera.engine._end import EngineEnd
 from tessera.engine._joining import EngineJoining, groups_of_frozen
 from tessera.engine._moving import EngineMoving
 from tessera.engine._norms import EngineNorms
@@ -55,7 +55,7 @@ from tessera.zero._leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_modu
 from tessera.zero._regions import Region, parts_of
 
 
-class Engine(EngineCheckpoints, EngineJoining, EngineMoving, EngineNorms):
+class Engine(EngineCheckpoints, EngineEnd, EngineJoining, EngineMoving, EngineNorms):
     """Trains `model` as `config` says. tessera.initialize() builds one from the usual arguments.
 
     `group`: the ranks (a torch ProcessGroup or a group of tessera; default: all processes), which the configuration's
@@ -90,6 +90,7 @@ class Engine(EngineCheckpoints, EngineJoining, EngineMoving, EngineNorms):
         self.collate_fn = collate_fn
         self.num_local_io_workers = 0
         self._runner = None
+        self._open_regions = []
         self._loans = Loans()
         device = checked_device(group, model.parameters())
         sizes = _mesh.mesh_sizes(self._settings)
@@ -156,13 +157,6 @@ class Engine(EngineCheckpoints, EngineJoining, EngineMoving, EngineNorms):
                 f"[initialize] zero_optimization.stage {self._settings.get('zero_optimization.stage')} requires an "
                 "optimizer; pass one or use stage 0"
             )
-
-    def _give_up(self) -> None:
-        """A construction failed, on all ranks alike: the module and the client's optimizer are their owner's again."""
-        if "core" in self.__dict__:
-            with contextlib.suppress(RuntimeError):
-                self.core.gather(list(range(len(self.core.params()))), False)
-        self.destroy()
 
     def _build_core(self, base: torch.optim.Optimizer | None, policy: UnitPolicy) -> None:
         rule = None if base is None else native_rule(base)
@@ -255,9 +249,11 @@ class Engine(EngineCheckpoints, EngineJoining, EngineMoving, EngineNorms):
         if rule is not None:
             return NativeRunner(self.core, base, rule, index)
         if isinstance(base, WholeOptimizer):
-            cut = self._settings.placements.shards_states and self.seq_dp_world_size > 1
-            return SlicesRunner(self.core, base, index, self._params_are_masters(), cut)
+            return SlicesRunner(self.core, base, index, self._params_are_masters(), self._cuts_states())
         return ExternalRunner(self.core, base, index, on_params=self._params_are_masters())
+
+    def _cuts_states(self) -> bool:
+        return self._settings.placements.shards_states and self.seq_dp_world_size > 1
 
     def _optimizes(self, param: torch.Tensor) -> bool:
         return self._index.get(id(param)) in self._optimized
@@ -540,45 +536,6 @@ class Engine(EngineCheckpoints, EngineJoining, EngineMoving, EngineNorms):
     @property
     def is_compiled(self) -> bool:
         return self.module._compiled_call_impl is not None
-
-    def destroy(self) -> None:
-        """Removes hooks, frees buffers and gives the client's optimizer back with its states. Parameters keep their
-        values; in stage 3 those of a region that is open (zero.GatheredParameters). Safe to call twice; afterwards the
-        module is as plain as before and can get a new engine."""
-        if "core" in self.__dict__ and self.core.destroyed():
-            return
-        with contextlib.ExitStack() as steps:  # from the last to the first, whatever fails
-            steps.callback(_mesh.discard, self._own_groups)
-            if "_parallel" in self.__dict__:
-                steps.callback(self._parallel.release)
-            steps.callback(setattr, self, "_mesh", _core.Mesh())
-            if "_parallel" in self.__dict__:
-                steps.callback(self._parallel.undo)
-            if "core" in self.__dict__:
-                steps.callback(self._destroy_core)
-            steps.callback(self._loans.give_back)
-            if "_watch" in self.__dict__:
-                steps.callback(self._watch.close)
-            if self._runner is not None:
-                steps.callback(self._runner.release)
-
-    def _destroy_core(self) -> None:
-        whole: dict[torch.Tensor, torch.Tensor] = {}  # of partitioned parameters that are so at the moment
-        try:
-            for param in self.module.parameters():
-                number = self._index.get(id(param), -1)
-                here = number >= 0 and self.core.partition_of(number).partitioned and self.core.is_gathered(number)
-                if here and (copy := copy_of(param)) is not None:
-                    whole[param] = copy
-        finally:
-            self.core.destroy()
-        for gathered, value in whole.items():
-            gathered.data = value
-
-    def __del__(self) -> None:
-        # At the interpreter's end nobody is left to give anything back to, and torch may be half gone.
-        if "core" in self.__dict__ and not sys.is_finalizing():
-            self.destroy()
 
     def _not_served(self, call: str, instead: str) -> NoReturn:
         raise NotImplementedError(f"[engine.{call}] is not served by this version; {instead}")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tessera import _core
+from tessera.engine._on_all import on_all
 from tessera.errors import UsageError
 from tessera.optim._whole import Muon, muon_groups
 from tessera.units import ROOT
@@ -82,11 +83,13 @@ class EngineJoining:
         engine._optimized |= frozenset(numbers)
 
     def _join(self) -> None:
-        """Before a save or a load. Collective."""
+        """Before a save or a load. Collective, over all engines that save together."""
         engine = cast("Engine", self)
-        self._follow_params()
-        engine.core.join()
-        self._settle_joined()
+        with on_all(engine):
+            self._follow_params()
+        with on_all(engine):
+            engine.core.join()
+            self._settle_joined()
 
 
 def _place(numbers: list[int], number: int) -> int:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tessera import _core
-from tessera._blobs import CUT, OWN_KINDS, Saved, cut_of
-from tessera.errors import ConfigError
+from tessera._blobs import CUT, OWN_KINDS, Saved, check_like, check_taken, cut_of
+from tessera.errors import ConfigError, IoError
 from tessera.optim._runners import ExternalRunner
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _FROM_CORE = ("lr", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay")
 # Ranks along these have the same states where those are not sharded.
 _COPIES = [_core.Axis.DpReplicate, _core.Axis.DpShard, _core.Axis.Sp]
+_COUNTS = frozenset({"last_epoch", "last_batch_iteration"})  # what a schedule is nothing without
 # Of schedules of torch: lists with one entry for each param group.
 _OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
@@ -103,10 +104,17 @@ def states_from(
             part = restore.client_state(number, kind)
             if part is not None:
                 state[kind] = part.to(target.device).as_strided(target.shape, target.stride())
+        _check_state(state, runner.base.state.get(target) or {}, f"the optimizer's state of '{record.name}'")
         if state and "step" not in state and record.step > 0:
             state["step"] = torch.tensor(float(record.step))
         result[number] = state
     return result
+
+
+def _check_state(state: dict[str, Any], present: dict[str, Any], what: str) -> None:
+    """IoError for numbers that are none. All that is known of a client's optimizer is what it has now, and "step"."""
+    for key, value in state.items():
+        check_like(value, present.get(key, 0 if key == "step" else None), f"{what}, {key!r}", finite=key == "step")
 
 
 def put_states(engine: Engine, states: dict[int, dict[str, Any]]) -> None:
@@ -151,7 +159,7 @@ def groups_from(engine: Engine, saved: Saved, reader: _core.CheckpointReader) ->
         found = {name: of[own.get(name, name)] for name in group if own.get(name, name) in of}
         first = next(iter(found.values()), None)
         for name, other in found.items():
-            if first is not None and not _equal(other.values, first.values):
+            if first is not None and other is not first and not _equal(other.values, first.values):
                 raise ConfigError(
                     f"[engine.load_checkpoint] param group {number} here has '{next(iter(found))}', which is of group "
                     f"{first.number} there, and '{name}', which is of group {other.number} with other values: {_ADVICE}"
@@ -162,6 +170,28 @@ def groups_from(engine: Engine, saved: Saved, reader: _core.CheckpointReader) ->
     return [
         there[n] if group is None and n < len(there) and n not in taken else group for n, group in enumerate(result)
     ]
+
+
+def check_groups(engine: Engine, saved: list[SavedGroup | None] | None) -> None:
+    """IoError for a value that is of another kind than the group's, or no number."""
+    for group, of in zip(_groups_of(engine), saved or (), strict=False):
+        for key, value in _taken(group, of):
+            what = f"'param_groups', '{key}' of group {of.number if of else 0}"
+            check_like(value, _present(group, key), what, finite=True)
+
+
+def _groups_of(engine: Engine) -> list[dict[str, Any]]:
+    return [] if engine.basic_optimizer is None else engine.basic_optimizer.param_groups
+
+
+def _taken(group: dict[str, Any], of: SavedGroup | None) -> list[tuple[str, Any]]:
+    """What a group takes of a saved one."""
+    values = {} if of is None else of.values
+    return [(key, value) for key, value in values.items() if key in group or key.startswith("initial_")]
+
+
+def _present(group: dict[str, Any], key: str) -> Any:
+    return group.get("lr") if key == "initial_lr" else group.get(key)
 
 
 _ADVICE = (
@@ -198,20 +228,35 @@ def put_groups(engine: Engine, saved: list[SavedGroup | None] | None) -> None:
             group.update({key: _of_kind(value, group[key]) for key, value in values.items() if key in group})
         return
     for group, of in zip(groups, saved, strict=True):
-        rate = group.get("lr")
-        for key, value in of.values.items() if of is not None else ():
-            if key in group or key.startswith("initial_"):
-                group[key] = _of_kind(value, rate if key == "initial_lr" else group.get(key))
+        taken = [(key, _of_kind(value, _present(group, key))) for key, value in _taken(group, of)]
+        group.update(taken)
 
 
-def put_schedule(
-    engine: Engine, saved: dict[str, Any] | None, run: dict[str, Any], groups: list[SavedGroup | None] | None
-) -> None:
+def schedule_from(engine: Engine, saved: Any, groups: list[SavedGroup | None] | None) -> Any:
+    """What the schedule here shall take of a saved one. IoError where it cannot; the schedule is as before."""
+    schedule = engine.lr_scheduler
+    if not hasattr(schedule, "load_state_dict"):
+        return saved
+    state = saved if groups is None else _schedule_for(saved, groups, engine)
+    present = schedule.state_dict() if hasattr(schedule, "state_dict") else None
+    if isinstance(present, dict):
+        check_like(state, present, "'schedule'")
+        for key in _COUNTS & present.keys() - state.keys():
+            raise IoError(
+                f"[checkpoint] 'schedule' is damaged, or of another schedule than a {type(schedule).__name__}: it has "
+                f"no '{key}'. Load another tag, or pass load_lr_scheduler_states=False"
+            )
+    check_taken("'schedule'", schedule, schedule.load_state_dict, state, present)
+    return state
+
+
+def put_schedule(engine: Engine, saved: Any, run: dict[str, Any]) -> None:
+    """`saved`: of schedule_from(), None where there is none."""
     schedule = engine.lr_scheduler
     if not hasattr(schedule, "load_state_dict"):
         return
     if saved is not None:
-        schedule.load_state_dict(saved if groups is None else _schedule_for(saved, groups, engine))
+        schedule.load_state_dict(saved)
     elif "schedule_steps" in run and hasattr(schedule, "last_batch_iteration"):
         schedule.load_state_dict({"last_batch_iteration": run["schedule_steps"] - 1})
     rates_saved = any("lr" in group for group in run.get("groups", []))

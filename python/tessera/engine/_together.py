@@ -95,10 +95,21 @@ class Over:
 def _common_norm(engines: list[Engine], over: Over, copies: list[nn.Parameter]) -> float:
     if over.group is None:
         return math.sqrt(sum(engine.grad_norm() ** 2 for engine in engines))
-    squares = sum(
-        engine.norm_contribution([param for param in copies if engine._optimizes(param)]) for engine in engines
-    )
-    return math.sqrt(sum(over.rows([squares])[:, 0].tolist()))
+    squares, problem = 0.0, None
+    try:
+        for engine in engines:
+            squares += engine.norm_contribution([param for param in copies if engine._optimizes(param)])
+    except dist.DistBackendError:
+        raise
+    except Exception as error:  # of the ranks of one engine
+        problem = error
+    rows = over.rows([squares, float(problem is not None)])
+    if problem is not None:
+        raise problem
+    if rows[:, 1].any():
+        ranks = ", ".join(map(str, rows[:, 1].nonzero().flatten().tolist()))
+        raise UsageError(f"[step_together] no engine was stepped: the norm failed on rank {ranks}, see the error there")
+    return math.sqrt(sum(rows[:, 0].tolist()))
 
 
 def _step_each(engines: list[Engine], norm: float | None) -> None:

@@ -3,19 +3,24 @@ master weights (ExternalRunner)."""
 
 from __future__ import annotations
 
+import json
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from tessera import _core
+from tessera._blobs import CUT
 from tessera.errors import ConfigError, IoError, UsageError
+from tessera.optim import _parts
 from tessera.optim._rules import NativeRule, note_group, read_group
 from tessera.optim._states import QUANTITIES, CoreStates, OptimizerStates, OwnStates
 
+_ELSEWHERE = "[optimizer] another rank could not take the optimizer's states, and says why"
+_NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float}
 _SIZE = torch.Tensor.size  # whatever a class of parameters shows as its size
 
 
@@ -38,7 +43,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         self._core = core
         self._params = params
         self._index = dict(index)
-        self._names = names
+        self.names = names
         self._rule = rule
 
     def indices(self) -> list[int]:
@@ -64,14 +69,15 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         state: dict[str, Any] = {}
         if self._rule.counts_steps:
             state["step"] = torch.tensor(float(self._core.param_step(index)))
-        for name, quantity in zip(self._names, QUANTITIES, strict=False):
+        for name, quantity in zip(self.names, QUANTITIES, strict=False):
             state[name] = self._core.local_view(index, quantity)
         return state
 
     def __setitem__(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
         index = self._index[id(param)]
+        state = _parts.taken(self._core, index, dict(state))
         found = False
-        for name, quantity in zip(self._names, QUANTITIES, strict=False):
+        for name, quantity in zip(self.names, QUANTITIES, strict=False):
             value = state.get(name)
             if value is not None:
                 self._write(index, quantity, value)
@@ -87,12 +93,18 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         if view is None:
             return
         value = value.detach().to(view.device)
-        part = value if value.shape == view.shape else self._core.local_part(index, value)
+        part = value if value.shape == view.shape else _parts.part_in(self._core, index, value)
+        if part is None:
+            sizes = self._core.param(index).whole_sizes
+            raise ConfigError(
+                f"[optimizer] a state of '{self._core.param(index).name}' has shape {list(value.shape)}: neither that "
+                f"of the parameter, {sizes}, nor of this rank's part of it, {list(view.shape)}"
+            )
         self._core.set_local(index, quantity, part)
 
     def __delitem__(self, param: torch.Tensor) -> None:
         index = self._index[id(param)]
-        for quantity in QUANTITIES[: len(self._names)]:
+        for quantity in QUANTITIES[: len(self.names)]:
             view = self._core.local_view(index, quantity)
             if view is not None:
                 self._core.set_local(index, quantity, torch.zeros_like(view))
@@ -108,14 +120,12 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         self._index[id(param)] = number
         self._params.append(param)
 
-    def copied(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Plain dicts with copies, to live without the engine."""
-        return {
-            param: {
-                name: _shaped_like(value, param).clone() for name, value in self[param].items() if value is not None
-            }
-            for param in self
-        }
+    def number(self, param: torch.Tensor) -> int:
+        return self._index[id(param)]
+
+    def copied(self, param: torch.Tensor) -> dict[str, Any]:
+        """A plain dict with copies, to live without the engine."""
+        return {name: _shaped_like(value, param).clone() for name, value in self[param].items() if value is not None}
 
 
 class Runner:
@@ -170,8 +180,24 @@ class Runner:
     def after_step(self, applied: bool) -> None:
         """Called after it."""
 
-    def release(self) -> None:
-        """Gives the optimizer back to its owner."""
+    def gather(self, numbers: Collection[int]) -> dict[int, dict[str, Any]]:
+        """The whole states of these parameters, by their numbers in the core, for release(). Without those that cannot
+        be. Collective."""
+        raise NotImplementedError
+
+    def release(self, cut: bool, whole: Mapping[int, dict[str, Any]]) -> None:
+        """Gives the optimizer back to its owner, with the states of gather(), and with this rank's of other parameters:
+        where they are `cut` these are parts (optim/_parts.py)."""
+        raise NotImplementedError
+
+    def _gathered(self, number: int, param: torch.Tensor, keys: Iterable[str]) -> dict[str, Any] | None:
+        state = {}
+        for key in keys:
+            value = self.states.get_full(number, key)
+            if value is None or (value.dim() > 0 and value.shape != _SIZE(param)):
+                return None  # of a model that is cut, too
+            state[key] = value.clone() if value.dim() == 0 else value.to(param.device, copy=True)
+        return state
 
 
 class NativeRunner(Runner):
@@ -190,6 +216,7 @@ class NativeRunner(Runner):
         self.states = CoreStates(core, names, rule.counts_steps)
         self._view = StateView(core, params, index, names, rule)
         self._loading: Mapping[str, Any] | None = None
+        _parts.warn_of_ended(core, base.state.values())
         self._adopt_on_all(base.state)
         this = weakref.ref(self)
         self._hooks = [
@@ -210,7 +237,7 @@ class NativeRunner(Runner):
         if problem is not None:
             raise problem
         if most == math.inf:
-            raise IoError("[optimizer] another rank could not take the optimizer's states, and says why")
+            raise IoError(_ELSEWHERE)
         if most != least:
             raise ConfigError(
                 "[optimizer] the ranks' optimizers bring states of different steps: step them alike on all ranks "
@@ -274,16 +301,32 @@ class NativeRunner(Runner):
             for hook in self.base._optimizer_step_post_hooks.values():
                 hook(self.base, (), {})
 
-    def release(self) -> None:
+    def gather(self, numbers: Collection[int]) -> dict[int, dict[str, Any]]:
+        keys = [*(["step"] if self._rule.counts_steps else []), *self._view.names]
+        found = {}
+        for param in self._view if self.base.state is self._view else ():
+            number = self._view.number(param)
+            state = self._gathered(number, param, keys) if number in numbers else None
+            if state is not None:
+                found[number] = state
+        return found
+
+    def release(self, cut: bool, whole: Mapping[int, dict[str, Any]]) -> None:
         for hook in self._hooks:
             hook.remove()
-        if self.base.state is self._view:
-            memory = self._core.memory()
-            # Because they have no room here. (Parameters may be away, too.)
-            away = self._core.states_are_away() or memory.host + memory.disk > memory.params
-            self.base.state = defaultdict(dict)  # also where there is no memory for copies
-            if not away:
-                self.base.state.update(self._view.copied())
+        if self.base.state is not self._view:
+            return
+        memory = self._core.memory()
+        # Because they have no room here. (Parameters may be away, too.)
+        away = self._core.states_are_away() or memory.host + memory.disk > memory.params
+        self.base.state = defaultdict(dict)  # also where there is no memory for copies
+        states = {}
+        for param in self._view:
+            number = self._view.number(param)
+            states[param] = whole[number] if number in whole else {} if away else self._view.copied(param)
+            if number not in whole and (cut or away):
+                states[param][CUT] = _parts.part_of(self._core, number)
+        _parts.leave(self.base, states)
 
 
 def _call(reference: weakref.ref[NativeRunner], method: str, *args: Any) -> None:
@@ -309,12 +352,26 @@ class ExternalRunner(Runner):
         self._masters: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._on_params = on_params
         self._step = base.step  # the owner's, before Engine puts its own there
-        for group in base.param_groups:
-            group["params"] = [
-                target for param in group["params"] if (target := self._target(param, index)) is not None
-            ]
+        self._brings_states = len(base.state) > 0
+        _parts.warn_of_ended(core, base.state.values())
+        self._take_params(index)
         self._sizes = _sizes_of(base)
         self.states = OwnStates(core, base, {number: target for number, _, target in self._masters})
+
+    def _take_params(self, index: Mapping[int, int]) -> None:
+        """What fails on one rank is an error on all. Collective."""
+        problem: Exception | None = None
+        try:
+            for group in self.base.param_groups:
+                targets = [self._target(param, index) for param in group["params"]]
+                group["params"] = [target for target in targets if target is not None]
+        except Exception as error:
+            problem = error
+        failed = self._core.agree_max(0.0 if problem is None else 1.0) > 0
+        if problem is not None:
+            raise problem
+        if failed:
+            raise IoError(_ELSEWHERE)
 
     @property
     def external(self) -> Callable[[], None]:
@@ -333,11 +390,11 @@ class ExternalRunner(Runner):
                 self._cut_states(param, number)
             return param
         view = self._core.local_view(number, _core.Quantity.Master)
+        state = _parts.taken(self._core, number, self.base.state.pop(param, {}))
         if view is None or view.numel() == 0:
             return None
         master = view.detach().requires_grad_(True)
         self._masters.append((number, param, master))
-        state = self.base.state.pop(param, None)
         if state:
             self.base.state[master] = {name: self._slice_like(value, master, number) for name, value in state.items()}
         return master
@@ -383,7 +440,9 @@ class ExternalRunner(Runner):
 
     def _cut_states(self, param: torch.Tensor, number: int) -> None:
         """States from before the model was cut."""
-        state = self.base.state.get(param, {})
+        state = _parts.taken(self._core, number, self.base.state.get(param, {}))
+        if state:
+            self.base.state[param] = state
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape != _SIZE(param) and self._is_of(value, number):
                 state[name] = self._core.local_part(number, value.detach()).view(_SIZE(param)).clone()
@@ -393,11 +452,35 @@ class ExternalRunner(Runner):
         return value.dim() > 0 and list(value.shape) == self._core.param(number).whole_sizes
 
     def _slice_like(self, value: Any, master: torch.Tensor, number: int) -> Any:
-        if isinstance(value, torch.Tensor) and self._is_of(value, number):
-            return self._core.local_part(number, value.detach()).float().view(master.shape).clone()
-        return value
+        tensor = isinstance(value, torch.Tensor) and value.dim() > 0
+        part = _parts.part_in(self._core, number, value.detach()) if tensor else None
+        return value if part is None else part.float().view(master.shape).clone()
 
-    def release(self) -> None:
+    def gather(self, numbers: Collection[int]) -> dict[int, dict[str, Any]]:
+        """A rank that has no part of a parameter hears of its states from the others."""
+        kinds = {
+            number: {key: type(value).__name__ for key, value in self.base.state.get(target, {}).items()}
+            for number, _, target in self._masters
+        }
+        of_all: dict[int, dict[str, str]] = {}
+        for text in _core.checkpoint_exchange(self._core, json.dumps(list(kinds.items())), ""):
+            for number, keys in json.loads(text):
+                of_all.setdefault(number, {}).update(keys)
+        found = {}
+        for number in sorted(of_all.keys() & numbers):
+            try:
+                state = self._gathered(number, self._core.param(number).tensor, sorted(of_all[number]))
+            except ConfigError:  # on all ranks: neither numbers nor one value for each element
+                continue
+            if state is not None:
+                kinds_of = of_all[number]
+                found[number] = {
+                    key: _NUMBERS[kinds_of[key]](value.item()) if kinds_of[key] in _NUMBERS else value
+                    for key, value in state.items()
+                }
+        return found
+
+    def release(self, cut: bool, whole: Mapping[int, dict[str, Any]]) -> None:
         groups = self.base.param_groups
         if _sizes_of(self.base) == self._sizes:
             for group, params in zip(groups, self._originals, strict=True):
@@ -406,10 +489,18 @@ class ExternalRunner(Runner):
             param_of = {id(master): param for _, param, master in self._masters}
             for group in groups:
                 group["params"] = [param_of.get(id(param), param) for param in group["params"]]
+        states: dict[torch.Tensor, dict[str, Any]] = {}
         for _, param, master in self._masters:
             state = None if self._on_params else self.base.state.pop(master, None)
             if state:
-                self.base.state[param] = {name: _shaped_like(value, param) for name, value in state.items()}
+                states[param] = {name: _shaped_like(value, param) for name, value in state.items()}
+        stepped = self._brings_states or self._core.global_steps() > 0
+        for number, spec in enumerate(self._core.params() if cut else ()):
+            if number in whole:
+                states[spec.tensor] = whole[number]
+            elif spec.group >= 0 and (spec.tensor in states or stepped):
+                states.setdefault(spec.tensor, {})[CUT] = _parts.part_of(self._core, number)
+        _parts.leave(self.base, states)
 
 
 def _sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:

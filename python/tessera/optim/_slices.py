@@ -98,6 +98,6 @@ class SlicesRunner(ExternalRunner):
             self._masters_with_values.append((number, param, target))
             super()._took(number, param, target)
 
-    def release(self) -> None:
+    def release(self, cut: bool, whole: Mapping[int, dict[str, Any]]) -> None:
         del self.base.shards
-        super().release()
+        super().release(cut, whole)

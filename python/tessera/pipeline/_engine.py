@@ -179,8 +179,12 @@ class PipelineEngine(Engine):
         with self._in_batch("train_batch"):
             loss = self._execute(run, table)
             self.max_live_activations = max(self.max_live_activations, run.most_live)
-            self._ties.sum_gradients(self)
-            step_together(self, self._everyone, copies=self._ties.copies)
+            try:
+                self._ties.sum_gradients(self)
+                step_together(self, self._everyone, copies=self._ties.copies)
+            except BaseException:
+                self.zero_grad()  # the next batch is not added to this one
+                raise
         assert loss is not None
         return loss
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from tessera.zero._hooks import Partition
 
 _HOME = "_tessera_home"  # of parameters: Home
-_COPIER = "__deepcopy__"  # of parameters that are partitioned: _Copier
+_COPIER = "__deepcopy__"  # _Copier
+_PICKLER = "__reduce_ex__"  # _Pickler
 
 
 class Holder(Protocol):
@@ -31,14 +32,27 @@ class Holder(Protocol):
     def inside_module(self) -> bool: ...
 
 
-class Home:
+class Mark:
+    """The value of an attribute of a parameter that its copies and pickles are made without."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self  # _Copier takes it off
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # in an attribute that is pickled alone
+
+
+def _marks_in(attributes: dict[str, Any]) -> list[str]:
+    return [name for name, value in attributes.items() if isinstance(value, Mark)]
+
+
+class Home(Mark):
     """Where a parameter lives: its holder, its number there, with an engine that engine, and, where it partitions, the
     hooks around it."""
 
     __slots__ = ("engine", "holder", "number", "partition")
-
-    def __reduce__(self) -> Any:
-        return type(None), ()  # a pickled parameter lives nowhere
 
     def __init__(self, holder: Holder, number: int, engine: Any = None, partition: Partition | None = None) -> None:
         self.holder = weakref.ref(holder)
@@ -47,22 +61,37 @@ class Home:
         self.partition = None if partition is None else weakref.ref(partition)
 
 
-class _Copier:
-    """copy.deepcopy of a partitioned parameter: a whole one, in nobody's care. Collective, unless it is whole."""
-
+class _OfParam(Mark):
     __slots__ = ("_param",)
 
     def __init__(self, param: torch.Tensor) -> None:
         self._param = weakref.ref(param)
 
-    def __reduce__(self) -> Any:
-        return type(None), ()  # as Home
-
-    def __call__(self, memo: dict[int, Any]) -> Any:
+    @property
+    def param(self) -> torch.Tensor:
         param = self._param()
         assert param is not None
+        return param
+
+
+class _Copier(_OfParam):
+    """copy.deepcopy of a parameter: a whole one, in nobody's care. Of a partitioned one collective, unless it is
+    whole."""
+
+    __slots__ = ()
+
+    def __call__(self, memo: dict[int, Any]) -> Any:
+        made = self._copy(memo)
+        for name in _marks_in(vars(made)):
+            del vars(made)[name]
+        return made
+
+    def _copy(self, memo: dict[int, Any]) -> Any:
+        param = self.param
+        home: Home = vars(param)[_HOME]
         found = holder_of(param)
-        if found is None or found[0].is_gathered(found[1]):
+        partitions = home.engine is None or home.partition is not None
+        if found is None or not partitions or found[0].is_gathered(found[1]):
             return type(param).__deepcopy__(param, memo)
         holder, number = found
         holder.gather([number], False)
@@ -72,14 +101,30 @@ class _Copier:
             holder.release([number], _core.Writes.None_, 0)
 
 
+class _Pickler(_OfParam):
+    """What pickle and torch.save write of a parameter, whole or with an error: one in nobody's care, of plain data."""
+
+    __slots__ = ()
+
+    def __call__(self, protocol: Any) -> Any:
+        param = self.param
+        attributes = vars(param)
+        marks = {name: attributes.pop(name) for name in _marks_in(attributes)}
+        try:
+            make, arguments, *rest = type(param).__reduce_ex__(param, protocol)
+            # What is made of them is written later, when the marks are there again.
+            return (make, tuple(dict(one) if one is attributes else one for one in arguments), *rest)
+        finally:
+            attributes.update(marks)
+
+
 def set_home(param: torch.Tensor, home: Home, loans: Loans | None = None) -> None:
     """`loans`: takes it off again, and what was there before."""
-    partitions = loans is None or home.partition is not None
-    for name, value in ((_HOME, home), (_COPIER, _Copier(param) if partitions else None)):
+    for name, value in ((_HOME, home), (_COPIER, _Copier(param)), (_PICKLER, _Pickler(param))):
         vars(param).pop(name, None)
-        if value is not None and loans is None:
+        if loans is None:
             vars(param)[name] = value
-        elif value is not None and loans is not None:
+        else:
             loans.put(param, name, value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from tessera import _core
 from tessera.errors import UsageError
 from tessera.zero._hooks import register_external_parameter
-from tessera.zero._owners import Holder, holder_of, home_of
+from tessera.zero._owners import Holder, engine_of, holder_of, home_of
 
 Part = tuple[Holder, list[int]]  # parameters of one holder, by their numbers there
 
@@ -88,6 +89,8 @@ class GatheredParameters:
         self._params = list(params) if enabled else []
         self._rank = modifier_rank
         self._open = Region([])
+        self._ids = frozenset(map(id, self._params))
+        self._engines: list[weakref.ref[Any]] = []  # whose these parameters are, while they are gathered
         if fwd_module is not None:
             for param in self._params:
                 register_external_parameter(fwd_module, param)
@@ -98,9 +101,16 @@ class GatheredParameters:
         writes = _core.Writes.None_ if self._rank is None else _core.Writes.FromRank
         self._open = Region(parts, writes, self._rank or 0)
         self._open.__enter__()
+        engines = {id(of): of for param in self._params if (of := engine_of(param)) is not None}
+        for engine in engines.values():
+            engine._open_regions.append(self._ids)
+        self._engines = [weakref.ref(engine) for engine in engines.values()]
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         region, self._open = self._open, Region([])
+        for engine in filter(None, (known() for known in self._engines)):
+            engine._open_regions.remove(self._ids)
+        self._engines = []
         try:
             region.__exit__(kind, error, trace)
         except RuntimeError as failure:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support import Net, batch, config, engines, make, run, same_bits, weights
-from tessera._deepspeed import _save
+from tessera._deepspeed import _save, _write
 from tessera._deepspeed._pt import PtFile
 from tessera._deepspeed._pt_writer import write_pt
 from tessera.errors import ConfigError, IoError
@@ -376,3 +376,38 @@ def test_numbers_that_cannot_be(stage: int, key: str, number: Any, tmp_path: Pat
         assert can_be
     except IoError as error:
         assert not can_be and str(tmp_path) in str(error) and len(str(error)) < 1000
+
+
+def changed(value: Any, key: str, new: Any) -> Any:
+    """A nested value with `new` under every `key`."""
+    if isinstance(value, dict):
+        return {name: new if name == key else changed(one, key, new) for name, one in value.items()}
+    return [changed(one, key, new) for one in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("lr_scheduler", [1]), ("last_batch_iteration", "x"), ("lr", "x"), ("betas", (0.9, "x")), ("param_groups", [3])],
+)
+@pytest.mark.parametrize("stage", range(4))
+def test_values_of_another_kind(
+    stage: int, key: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the place of a schedule's or of a param group's: named on all ranks, and the engine is as it was."""
+    warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 8}}
+    adam = {"type": "AdamW", "params": {"lr": 0.01}}
+    cfg = config(stage, bf16=True, **{**FORMAT, "optimizer": adam}, scheduler=warmup)
+
+    def body(engine: Any, rank: int) -> None:
+        run(engine, rank, 1)
+        engine.save_checkpoint(tmp_path)
+        run(engine, rank, 1)
+        before = full(engine), engine.lr_scheduler.state_dict(), engine.get_lr()
+        with pytest.raises(IoError, match=r"damaged|model_states|optim_states"):
+            engine.load_checkpoint(tmp_path)
+        assert same_bits(full(engine), before[0]) and engine.global_steps == 2
+        assert (engine.lr_scheduler.state_dict(), engine.get_lr()) == before[1:]
+        run(engine, rank, 1)
+
+    monkeypatch.setattr(_write, "write_pt", lambda path, written: write_pt(path, changed(written, key, value)))
+    engines(make(Tied), 2, cfg, body)

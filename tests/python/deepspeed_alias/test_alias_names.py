@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 import runpy
 import subprocess
 import sys
@@ -49,6 +50,19 @@ def test_every_name_that_deepspeed_has_is_there() -> None:
         with pytest.raises(NotImplementedError, match=r"\[deepspeed\] deepspeed\.[\w.]+ is not served by Tessera: .+"):
             found("anything", at="all")
     assert 4000 < served < len(audit.listed()) and len(audit.listed()) > 9000
+
+
+def needed_by_tests() -> list[str]:
+    """The rows of docs/deepspeed_tests.md."""
+    text = (Path(__file__).parents[3] / "docs" / "deepspeed_tests.md").read_text()
+    return re.findall(r"`(deepspeed\.[\w.]+)`", text.split("refused by the tests: begin -->")[1].split("<!--")[0])
+
+
+def test_what_deepspeeds_tests_need_and_is_not_served_is_refused() -> None:
+    names = [name for name in needed_by_tests() if not name.endswith("unwrap_model_for_generation")]
+    assert len(names) > 20
+    for name in names:
+        assert audit.state_of(*name.rsplit(".", 1)).startswith("refused: "), name
 
 
 @pytest.mark.parametrize("use", [len, bool, list, int, lambda x: x[0], lambda x: 3 in x, lambda x: x + 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 from support import OPTIMIZERS, Net, batch, config, engines, losses_of, make, run, same_bits, weights
 from tessera._blobs import CUT, pickled
+from tessera._deepspeed._pieces import OWN_BUFFERS
+from tessera._random import random_states
 from tessera.errors import ConfigError, IoError
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -89,17 +92,19 @@ def test_buffers_of_every_rank_come_back(
 
     saved = engines(make(Normed), 2, cfg, save)
     assert not torch.equal(saved[0]["norm.running_mean"], saved[1]["norm.running_mean"])
-    own = form == "tessera" or stage == 3  # DeepSpeed's other files have one rank's
     for rank, buffers in enumerate(engines(make(Normed, seed=5), 2, cfg, load)):
-        assert same_bits(buffers, saved[rank if own else 0])
+        assert same_bits(buffers, saved[rank])
     others = engines(make(Normed, seed=5), 3, cfg, load)
     said = capfd.readouterr().err
-    assert ("each its own values of 'norm.running_mean', 'norm.running_var'" in said) is own, said
+    assert "each its own values of 'norm.running_mean', 'norm.running_var'" in said
     assert all(same_bits(buffers, saved[0]) for buffers in others)
 
 
-def test_equal_buffers_are_written_once(tmp_path: Path) -> None:
-    engines(make(Normed), 2, config(1), lambda engine, rank: engine.save_checkpoint(tmp_path))
+@pytest.mark.parametrize("form", ["tessera", "deepspeed"])
+def test_equal_buffers_are_written_once(form: str, tmp_path: Path) -> None:
+    cfg = config(1, checkpoint={"format": form})
+    engines(make(Normed), 2, cfg, lambda engine, rank: engine.save_checkpoint(tmp_path))
+    assert not list(tmp_path.rglob(OWN_BUFFERS))
     kinds = {kind for _, kind, *_ in tessera.checkpoints._open(tmp_path, None, False).tensors()}
     assert "buffer" in kinds and "rank_buffer" not in kinds
 
@@ -195,40 +200,115 @@ BAD_BLOBS: list[tuple[str, Any]] = [
     *((name, value) for name in ("python", "client_state", "extra", "random-0") for value in ([1], None, 2**64)),
     ("param_groups", {}),
     ("param_groups", [3]),
+    *(
+        ("param_groups", [{key: value}])
+        for key, value in [
+            *(("lr", value) for value in ("x", [1], None, {}, float("nan"), 2**70)),
+            *(("betas", value) for value in (0.9, (0.9,), (0.9, "x"))),
+            ("maximize", "no"),
+            ("initial_lr", "x"),
+        ]
+    ),
     ("optimizer-0", [1]),
     ("optimizer-0", {"embed.weight": 3}),
+    ("optimizer-0", {"embed.weight": {"step": "x"}}),
     ("optimizer-0", {"embed.weight": {CUT: [0, 1, [2]]}}),
     ("optimizer-0", {"embed.weight": {CUT: [0, 2**64, [2], 0, 1]}}),
     ("python", {"group_names": [3]}),
     ("python", {"loader": {"epoch": 2**64, "samples": 0}}),
     ("random-0", {"torch": torch.zeros(3, dtype=torch.uint8)}),
+    ("random-0", random_states() | {"device": [1]}),
+    ("extra", {"counted": "x"}),
+    *(("schedule", value) for value in ([1], None, {}, "x")),
+    *(("schedule", {"last_batch_iteration": value}) for value in ("x", None, [1], 2**70, 0.5)),
 ]
+
+
+class Counted(nn.Module):
+    """Has an extra state, a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state + 0
+
+
+class Counting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = Counted()
+
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 8}}
+
+
+def of_the_run(engine: Any) -> Any:
+    """What a load changes, beside tensors."""
+    groups = [{**group, "params": None} for group in engine.basic_optimizer.param_groups]
+    loader = engine.training_dataloader.state_dict()
+    return copy.deepcopy(
+        (engine.global_steps, groups, engine.lr_scheduler.state_dict(), engine.module.counted.count, loader)
+    )
+
+
+SCHEDULES: dict[str, Any] = {  # of torch, by what the client makes
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+    "cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, 20),
+    "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+}
+
+
+def check_refused(folder: Path, cfg: dict[str, Any], name: str, value: Any, match: str, **how: Any) -> None:
+    """load_checkpoint() says IoError on all ranks, and the engine is as it was. `how`: of engines()."""
+
+    def body(engine: Any, rank: int) -> None:
+        run(engine, rank, 1)
+        engine.save_checkpoint(folder, tag="t", random_state=True)
+        engine.load_checkpoint(folder)
+        _core.checkpoint_exchange(engine.core, "", "")
+        rank or with_blob(folder, name, value)
+        _core.checkpoint_exchange(engine.core, "", "")
+        run(engine, rank, 2)
+        before, of_run = weights(engine.module), of_the_run(engine)
+        with pytest.raises(IoError, match=match):
+            engine.load_checkpoint(folder)
+        assert same_bits(weights(engine.module), before) and of_the_run(engine) == of_run
+        run(engine, rank, 1)
+
+    engines(make(Counting), 2, cfg, body, training_data=TensorDataset(torch.randn(8, 5)), **how)
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_BLOBS)
 def test_a_blob_of_another_kind_is_named(name: str, value: Any, tmp_path: Path) -> None:
-    """On all ranks, and the engine is as it was."""
+    cfg = config(1, zero_allow_untested_optimizer=True, scheduler=WARMUP)
+    match = {"python": "python|loader", "optimizer-0": "optimizer-0|optimizer's state"}.get(name, name)
+    check_refused(tmp_path, cfg, name, value, match, client=lambda p: torch.optim.Adamax(p, lr=0.01))
 
-    def body(engine: Any, rank: int) -> None:
-        engine.save_checkpoint(tmp_path, tag="t", random_state=True)
-        rank or with_blob(tmp_path, name, value)
-        _core.checkpoint_exchange(engine.core, "", "")
-        run(engine, rank, 2)
-        before = weights(engine.module)
-        with pytest.raises((IoError, ConfigError), match=name if name != "python" else "python|loader"):
-            engine.load_checkpoint(tmp_path)
-        assert same_bits(weights(engine.module), before) and engine.global_steps == 2
-        run(engine, rank, 1)
 
-    data = TensorDataset(torch.randn(8, 5))
-    engines(
-        make(Net),
-        2,
-        config(1, zero_allow_untested_optimizer=True),
-        body,
-        client=lambda p: torch.optim.Adamax(p, lr=0.01),
-        training_data=data,
-    )
+@pytest.mark.parametrize("value", [{}, [], {"last_epoch": "x"}, {"last_epoch": 2, "base_lrs": ["x"]}, 3])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_of_torch_that_cannot_be_is_named(kind: str, value: Any, tmp_path: Path) -> None:
+    check_refused(tmp_path, config(2), "schedule", value, "schedule", lr_scheduler=SCHEDULES[kind])
+
+
+def test_a_damaged_step_is_named_by_a_conversion(tmp_path: Path) -> None:
+    model = make(Net)
+    cfg = config(1, zero_allow_untested_optimizer=True)
+    engine = tessera.Engine(model, cfg, optimizer=torch.optim.Adamax(model.parameters()))
+    run(engine, 0, 1)
+    engine.save_checkpoint(tmp_path, tag="t")
+    with_blob(tmp_path, "optimizer-0", {"embed.weight": {"step": "x"}})
+    with pytest.raises(IoError, match=r"embed\.weight', 'step' is damaged"):
+        tessera.checkpoints.to_deepspeed(tmp_path, tmp_path / "out", stage=1, world_size=1)
+    engine.destroy()
 
 
 def test_a_client_state_is_a_dict(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import math
 import queue
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from support import Net, assert_close, batch, config, engines, free_port, make, 
 from torch import nn
 
 import tessera
+from tessera import _core
 
 CLIP = 0.05
 STEPS = 2
@@ -277,6 +280,43 @@ def test_engines_that_were_stepped_apart_are_an_error_on_all_ranks(across: bool)
             engine.destroy()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("call", ["step", "save", "load"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_joins_on_some_ranks_of_one_engine_is_an_error_on_all(stage: int, call: str, tmp_path: Path) -> None:
+    """Two engines on two ranks each. Nobody waits for the ranks of the other one."""
+    halves = [*tessera.thread_groups(2), *tessera.thread_groups(2)]
+    models: list[Any] = [make(Net), make(First)]
+
+    def body(rank: int, everyone: tessera.Group) -> None:
+        model = copy.deepcopy(models[rank // 2])
+        late = model.head if rank < 2 else model.out
+        late.requires_grad_(False)
+        engine = tessera.Engine(model, config(stage), group=halves[rank])
+        _core.span_checkpoints(engine.core, everyone, [])
+        engine.save_checkpoint(tmp_path)
+        late.requires_grad_(rank > 0)
+        engine(batch(rank)[0]).square().mean().backward()
+        calls: dict[str, Any] = {
+            "step": lambda: tessera.step_together(engine, everyone),
+            "save": lambda: engine.save_checkpoint(tmp_path),
+            "load": lambda: engine.load_checkpoint(tmp_path),
+        }
+        begun = time.monotonic()
+        with pytest.raises(
+            (tessera.ConfigError, tessera.UsageError),
+            match=r"do not train the same|no engine was stepped: the norm failed on",
+        ):
+            calls[call]()
+        assert time.monotonic() - begun < 20 and engine.global_steps == 0
+        late.requires_grad_(True)
+        engine.zero_grad()
+        engine(batch(rank)[0]).square().mean().backward()
+        assert tessera.step_together(engine, everyone) > 0 and engine.global_steps == 1
+        engine.destroy()
+
+    run_ranks(4, body)
 
 
 def test_wrong_arguments() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,6 +211,37 @@ def frozen_on_one_stage(rank: int) -> None:
 
 def test_a_tied_layer_that_one_stage_freezes() -> None:
     in_processes(2, frozen_on_one_stage)
+
+
+def thawed_on_one_rank(rank: int, folder: Path) -> None:
+    def linears(model: Any) -> list[Any]:
+        return [part.linear for part in model.modules() if isinstance(part, Block)]
+
+    fresh = pipeline(module(2), config(1))
+    fresh.train_batch(data(0))
+    model = module(2)
+    for linear in linears(model):
+        linear.requires_grad_(False)
+    engine = pipeline(model, config(1))
+    begun = time.monotonic()
+    for linear in linears(engine.module):
+        linear.requires_grad_(rank != 0)
+    said = r"do not train the same parameters|no engine was stepped: the norm failed on rank 0"
+    with pytest.raises((tessera.ConfigError, tessera.UsageError), match=said):
+        engine.train_batch(data(1))
+    with pytest.raises(tessera.ConfigError, match=said):
+        engine.save_checkpoint(folder)
+    assert time.monotonic() - begun < 30 and engine.global_steps == 0
+    for linear in linears(engine.module):
+        linear.requires_grad_(True)
+    engine.train_batch(data(0))
+    assert engine.get_global_grad_norm() == pytest.approx(fresh.get_global_grad_norm(), rel=1e-5)
+    for one in (fresh, engine):
+        one.destroy()
+
+
+def test_what_joins_on_one_rank_of_a_stage_is_an_error_on_all(tmp_path: Path) -> None:
+    in_processes(4, thawed_on_one_rank, tmp_path)
 
 
 def evaluates_without_a_loss(rank: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +46,34 @@ def test_a_copy_is_whole_and_of_nobody(stage: int) -> None:
         engine.step()
 
     engines(make(), 2, config(stage), body)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_saved_of_a_living_engines_module_is_plain(stage: int, early: bool, tmp_path: Path) -> None:
+    """torch.load() takes it with weights_only; an attribute of the client's comes along."""
+
+    def body(rank: int, group: tessera.Group) -> None:
+        cfg = config(stage)
+        with tessera.zero.Init(config_dict_or_path=cfg, data_parallel_group=group, enabled=early):
+            model: Any = Net()
+        model.head.weight.note = "mine"
+        engine = tessera.Engine(model, cfg, group=group)
+        params = dict(engine.module.named_parameters())
+        with tessera.zero.GatheredParameters(params.values()):
+            torch.save({**engine.module.state_dict(keep_vars=True), "one": params["gain"]}, tmp_path / str(rank))
+            plain = pickle.loads(pickle.dumps(params["embed.weight"]))
+            loaded = torch.load(tmp_path / str(rank), weights_only=True)
+            for name, param in [*params.items(), ("one", params["gain"])]:
+                assert type(loaded[name]) is nn.Parameter and torch.equal(loaded[name], param)
+                assert vars(loaded[name]) == ({"note": "mine"} if name == "head.weight" else {})
+            assert torch.equal(plain, params["embed.weight"]) and vars(plain) == {}
+        torch.testing.assert_close(copy.deepcopy(loaded["gain"]), loaded["gain"])
+        one_backward(engine, rank)
+        engine.step()
+        engine.destroy()
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("shares", [True, False])

@@ -1,0 +1,35 @@
+"""What one rank alone can find wrong, told to all: before anything that they do together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tessera import _core
+from tessera.errors import ConfigError, IoError, UsageError
+
+if TYPE_CHECKING:
+    from tessera.engine._engine import Engine
+
+_KINDS = (ConfigError, IoError, UsageError)  # that all ranks raise where one does; other kinds are the first elsewhere
+
+
+@contextlib.contextmanager
+def on_all(engine: Engine) -> Iterator[None]:
+    """What fails inside on one rank is an error on all of them, of all engines that save together: there its own,
+    elsewhere one that says it. Inside there is nothing collective but what all ranks of this engine fail in alike.
+    Collective."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    kind = next((number for number, kind in enumerate(_KINDS) if isinstance(problem, kind)), 0)
+    text = "" if problem is None else f"{kind}{str(problem) or type(problem).__name__}"
+    texts = _core.checkpoint_exchange(engine.core, text, "")
+    if problem is not None:
+        raise problem
+    for rank, said in enumerate(texts):
+        if said:
+            raise _KINDS[int(said[0])](f"{said[1:]} (rank {rank})")
