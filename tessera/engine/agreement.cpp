@@ -93,28 +93,38 @@ double StepTerms::digest() const {
   digest.add(call);
   digest.add(static_cast<double>(accumulation_steps));
   digest.add(static_cast<double>(empty_steps));
+  digest.add(static_cast<double>(begun));
+  digest.add(static_cast<double>(micro_batches));
   digest.add(fault);
   for (const optim::GroupOptions& group : groups)
     each_field(group, [&](const char*, auto value) { digest.add(static_cast<double>(value)); });
+  for (const std::string& line : client)
+    digest.add(line);
   for (const std::string& line : params)
     digest.add(line);
   return digest.value();
 }
 
 void StepTerms::refuse(const zero::Ranks& ranks) const {
-  std::vector<std::string> lines{c10::str("a call of engine.", call),
+  std::vector<std::string> lines{fault.empty() ? "nothing that keeps it from a step" : std::string(fault),
+                                 c10::str("a call of engine.", call),
                                  c10::str("gradient_accumulation_steps ", accumulation_steps),
-                                 c10::str(empty_steps, " calls of engine.step() without a backward before them")};
+                                 c10::str(empty_steps, " calls of engine.step() without a backward before them"),
+                                 c10::str(begun + 1, " calls of engine.step() in this update"),
+                                 c10::str(micro_batches, " micro-batches outside of no_sync() in this update")};
   for (size_t i = 0; i < groups.size(); ++i)
     each_field(groups[i], [&]<class T>(const char* name, T value) {
       const std::string text = std::is_same_v<T, bool> ? (value ? "true" : "false") : text_of(value);
       lines.push_back(c10::str(name, " ", text, " in param group ", i));
     });
-  lines.emplace_back(fault.empty() ? "all parameters that its engine was built of" : fault);
+  lines.insert(lines.end(), client.begin(), client.end());
   lines.insert(lines.end(), params.begin(), params.end());
-  check_same(ranks, lines, "engine.step", "ranks do not step alike",
-             "all ranks call forward, backward and step() alike, train the same parameters and have the same rates (a "
-             "schedule that follows a loss needs one that all ranks have reduced)");
+  check_same(
+      ranks, lines, "engine.step", "ranks do not step alike",
+      "all ranks call forward, backward and step() alike (what a rank has more of belongs into no_sync()), train "
+      "the same parameters and have the same rates (a schedule that follows a loss needs one that all ranks have "
+      "reduced)");
+  TESSERA_CHECK(fault.empty(), "engine.step", fault);
   TESSERA_CHECK_VALUE(false, "engine.step", "ranks do not step alike");
 }
 

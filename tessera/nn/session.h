@@ -99,6 +99,8 @@ class Session {
   std::string fault();
 
  protected:
+  // Before a forward: with tessera.update_in_backward its backward refuses what step() would. Local.
+  void look_before_update();
   // A forward has switched an autocast region of the caller's off. One rank says so.
   void warn_of_region() const;
   // Nothing is cut along tp. (A stage of a pipeline may be so.)

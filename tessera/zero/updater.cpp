@@ -120,12 +120,12 @@ std::optional<double> Updater::norm_contribution(const std::vector<ParamId>& wit
   return squares[ranks.shard->rank()][0] + own;
 }
 
-GradientSummary Updater::summarize(std::optional<double> norm, double said) {
+GradientSummary Updater::summarize(std::optional<double> norm, double said, bool counts) {
   const int ranks = units_.ranks().shard->size(), me = units_.ranks().shard->rank();
   at::Tensor sums = at::zeros({ranks, 8}, at::kDouble);
   // rank: squares, parameters without a gradient, late gradients, scaled, largest and least given norm, and number said
   auto table = sums.accessor<double, 2>();
-  if (!norm) add_squares(table);
+  if (!norm && counts) add_squares(table);
   table[me][4] = given_norm(norm);
   table[me][5] = -given_norm(norm);
   table[me][6] = said;

@@ -13,7 +13,7 @@ import torch
 
 from tessera import _core
 from tessera.errors import ConfigError, IoError, UsageError
-from tessera.optim._rules import NativeRule, note_group, read_group
+from tessera.optim._rules import NativeRule, note_group, other_names, other_terms, read_group
 from tessera.optim._states import QUANTITIES, CoreStates, OptimizerStates, OwnStates
 
 _SIZE = torch.Tensor.size  # whatever a class of parameters shows as its size
@@ -314,6 +314,7 @@ class ExternalRunner(Runner):
                 target for param in group["params"] if (target := self._target(param, index)) is not None
             ]
         self._sizes = _sizes_of(base)
+        self._names = [other_names(group) for group in base.param_groups]
         self.states = OwnStates(core, base, {number: target for number, _, target in self._masters})
 
     @property
@@ -347,6 +348,7 @@ class ExternalRunner(Runner):
             self._core.add_group(_core.GroupOptions())
             self._groups = self._core.groups()
             self._originals.append([])
+            self._names.append(other_names(self.base.param_groups[number]))
         known = {id(param) for param in self._originals[number]}
         self._originals[number] += [param for param in params if id(param) not in known]
 
@@ -372,6 +374,8 @@ class ExternalRunner(Runner):
         for index, (group, options) in enumerate(zip(self.base.param_groups, self._groups, strict=True)):
             note_group(group, options)
             self._core.set_group(index, options)
+        groups = enumerate(zip(self.base.param_groups, self._names, strict=True))
+        self._core.set_client_terms([line for n, (group, names) in groups for line in other_terms(group, n, names)])
 
     def run(self) -> None:
         for number, _, master in self._masters:
