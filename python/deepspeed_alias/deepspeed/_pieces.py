@@ -75,9 +75,16 @@ def settle(params: Iterable[torch.Tensor], state: str) -> None:
     for _, kept in alone:
         _check_alone(kept)
     # Inside a region the parameter itself is there to be written to.
-    shared = [(param, kept) for param, kept in out if kept.lent.shared and not _is_open(param)]
-    if not shared:
-        return
+    by_engine: dict[int, list[Any]] = {}
+    for param, kept in out:
+        if kept.lent is not None and kept.lent.shared and not _is_open(param):
+            by_engine.setdefault(id(engine_of(param)), []).append((param, kept))
+    for shared in by_engine.values():
+        _settle_shared(shared)
+
+
+def _settle_shared(shared: list[Any]) -> None:
+    """Of one engine, or of none."""
     rows = _rows(shared[0][0], [flag for _, kept in shared for flag in _flags(kept.lent, steps_of(shared[0][0]))])
     held, written, late = rows.view(len(shared), 3).unbind(1)
     if late.any():
