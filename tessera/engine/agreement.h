@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "tessera/engine/group_fields.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/zero/ranks.h"
 
@@ -37,15 +38,18 @@ void check_same(const zero::Ranks& ranks, const std::vector<std::string>& mine, 
 struct StepTerms {
   const char* call;
   int64_t accumulation_steps = 1;
-  int64_t empty_steps = 0;    // calls of step() for this update that no backward preceded
-  int64_t begun = 0;          // all of them, without this one
-  int64_t micro_batches = 0;  // for this update, as BackwardDriver counts them
+  int64_t empty_steps = 0;  // calls of step() for this update that no backward preceded
+  int64_t begun = 0;        // all of them, without this one
+  int64_t unstepped = 0;    // micro-batches for it that had none of their own (BackwardDriver::unstepped())
   std::span<const optim::GroupOptions> groups{};
   std::span<const std::string> client{};  // what else a client's optimizer updates by, as "name value in ..."
   std::string_view fault{};               // why this rank cannot step
-  std::vector<std::string> params{};      // of those that begin or cease to be trained, what they do
+  std::span<const DeviceTerm> on_device{};
+  std::vector<std::string> params{};  // of those that begin or cease to be trained, what they do
 
   double digest() const;
+  // Of what is on the device, there: a number that a double holds exactly, or undefined.
+  at::Tensor shown() const;
   // Where digests differ, or all have the same fault: value error, or a state error with the fault. Collective.
   [[noreturn]] void refuse(const zero::Ranks& ranks) const;
 };

@@ -218,6 +218,7 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
   m.begun = boundary ? 0 : m.begun + 1;
   m.empty_steps = boundary ? 0 : empty;
   m.stepped_backwards = m.model->driver.backwards();
+  m.model->driver.step_counted();
   m.boundary_override.reset();
   if (boundary) m.scaling.step_done(finite);  // last: it may have an error to report
   return m.applied;
@@ -434,8 +435,9 @@ void Engine::set_fault(const std::string& fault) {
   impl_->fault = fault;
 }
 
-void Engine::set_client_terms(const std::vector<std::string>& lines) {
+void Engine::set_client_terms(const std::vector<std::string>& lines, const std::vector<DeviceTerm>& on_device) {
   impl_->client_terms = lines;
+  impl_->device_terms = on_device;
 }
 
 std::vector<optim::GroupOptions>& Engine::groups() {

@@ -19,6 +19,7 @@
 
 #include "tessera/amp/autocast.h"
 #include "tessera/comm/mesh.h"
+#include "tessera/engine/group_fields.h"
 #include "tessera/engine/scaling.h"
 #include "tessera/zero/sharded_model.h"
 
@@ -102,9 +103,9 @@ class Engine {
             const std::string& fault = {});
   // zero::Options::update_in_backward: the same for the backwards to come, which compare what they update by. Local.
   void set_fault(const std::string& fault);
-  // What a client's optimizer updates by besides groups(), as "name value in param group 0": compared by all ranks as
-  // groups() are. Local.
-  void set_client_terms(const std::vector<std::string>& lines);
+  // What a client's optimizer updates by besides groups(): compared by all ranks as groups() are. `lines`: "name value in
+  // param group 0". Local.
+  void set_client_terms(const std::vector<std::string>& lines, const std::vector<DeviceTerm>& on_device = {});
   // Drops every accumulated gradient, also p.grad. Local.
   void zero_grad();
 

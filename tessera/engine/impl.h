@@ -35,6 +35,7 @@ struct Engine::Impl {
   int64_t empty_steps = 0;        // of those since the last boundary, without a backward of their own
   std::string fault;              // why a backward may not update; Engine::set_fault()
   std::vector<std::string> client_terms;
+  std::vector<DeviceTerm> device_terms;
   std::optional<bool> boundary_override;
   bool in_step = false, no_sync = false, coalesce = false, applied = false;
   std::optional<double> norm;

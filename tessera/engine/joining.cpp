@@ -12,7 +12,7 @@ zero::GradientSummary Engine::Impl::summarize(const char* call, int64_t empty, s
                                               const Fault& fault, bool updated) {
   const std::vector<int> waiting = model->driver.waiting();
   const StepTerms terms = this->terms(call, empty, fault.text, waiting, updated);
-  zero::GradientSummary summary = model->updater.summarize(norm, terms.digest(), /*counts=*/fault.text.empty());
+  zero::GradientSummary summary = model->updater.summarize(norm, terms.digest(), terms.shown(), fault.text.empty());
   if (summary.alike && fault.own) std::rethrow_exception(fault.own);
   if (!summary.alike || !fault.text.empty()) terms.refuse(model->units.ranks());
   if (waiting.empty()) return summary;
@@ -27,12 +27,13 @@ StepTerms Engine::Impl::terms(const char* call, int64_t empty, const std::string
                   .accumulation_steps = options.gradient_accumulation_steps,
                   .empty_steps = empty,
                   .begun = begun,
-                  .micro_batches = options.managed_accumulation ? model->driver.micro_batches() : 0,
+                  .unstepped = options.managed_accumulation ? model->driver.unstepped() : 0,
                   .fault = why,
                   .params = joining_lines(waiting)};
   if (updated) return terms;
   terms.groups = model->units.groups();
   terms.client = client_terms;
+  if (model->units.ranks().all() > 1) terms.on_device = device_terms;
   for (const int id : model->units.ranks().all() > 1 ? model->units.trained_ids() : std::vector<int>())
     if (!params[id].tensor.requires_grad()) terms.params.push_back("parameter '" + params[id].name + "' frozen");
   return terms;

@@ -172,7 +172,7 @@ bool BackwardDriver::end_backward(int round) try {
   const StepState step = step_();
   if (round == 0) {
     ++backwards_;
-    if (!step.hold && std::exchange(forward_came_, false)) ++micro_batches_;
+    if (!step.hold && std::exchange(forward_came_, false)) unstepped_ += since_step_++ > 0 ? 1 : 0;
   }
   if (may_reduce(step)) return flush_round(round, step);
   unreduced_ = true;
@@ -307,7 +307,7 @@ void BackwardDriver::drop_gradients() {
   const std::lock_guard lock(hooks_.mutex());
   reducer_->reset();
   unreduced_ = flushed_ = scaled_ = forward_came_ = false;
-  micro_batches_ = 0;
+  since_step_ = unstepped_ = 0;
   for (const ParamId id : units_.may_join())
     if (const at::Tensor& tensor = units_.params()[id].tensor; hooks_.watches(tensor)) tensor.mutable_grad().reset();
   for (const ParamId id : units_.trained_ids())

@@ -64,9 +64,11 @@ class BackwardDriver final : private HookSink {
   int64_t backwards() const { return backwards_; }
   // A forward of the engine's, with gradients, began: the backward after it is that of another micro-batch.
   void forward_begun() { forward_came_ = true; }
-  // Micro-batches since the last update or drop_gradients(): backwards that ended after a forward, outside of no_sync and
-  // coalesce. Further ones of the same forward (several losses) are none.
-  int64_t micro_batches() const { return micro_batches_; }
+  // The micro-batches so far are counted.
+  void step_counted() { since_step_ = 0; }
+  // Of those since the last update or drop_gradients(): that another one followed without a step() between, outside of no_sync
+  // and coalesce. Several backwards of one forward (several losses) are one.
+  int64_t unstepped() const { return unstepped_; }
 
   // Sums over ranks go there from here on, and no buffer keeps them. `sink` must outlive the driver.
   void send_sums_to(SumSink* sink);
@@ -100,7 +102,7 @@ class BackwardDriver final : private HookSink {
   SumSink* sink_ = nullptr;
   std::map<ParamId, at::Tensor> so_far_;  // of gradients that wait, while autograd makes the next one
   bool scaled_ = false;
-  int64_t backwards_ = 0, micro_batches_ = 0;
+  int64_t backwards_ = 0, since_step_ = 0, unstepped_ = 0;
   bool forward_came_ = false;
   bool unreduced_ = false;
   bool flushed_ = false;

@@ -100,6 +100,33 @@ TEST(Agreement, RanksThatCannotStepAlikeAreToldAndGoOn) {
   }
 }
 
+// The CPU stands for a device.
+TEST(Agreement, NumbersOfAClientsOptimizerAreComparedWhereTheyAre) {
+  for (const AxisSizes& sizes : std::vector<AxisSizes>{
+           {{Axis::DpShard, 2}}, {{Axis::DpReplicate, 2}, {Axis::DpShard, 2}}, {{Axis::DpShard, 1}, {Axis::Tp, 2}}}) {
+    for (int stage = 0; stage <= 3; ++stage) {
+      run_axes(sizes, [&](int rank, const comm::Mesh& mesh) {
+        const Toy toy;
+        Engine engine(toy_options({.stage = stage, .clip = 0}), mesh, toy.specs(), {toy_adamw()});
+        const auto step = [&](double first, double second, const char* line) {
+          engine.set_client_terms({line}, {{"lr", "in param group 0", at::full({}, first)},
+                                           {"lr", "in param group 1", at::full({1}, second)}});
+          toy_forward(engine, toy, toy_batch(mesh.rank(comm::kBatchAxes), 0)).backward();
+          const std::string text = error_of([&] { engine.step(); });
+          engine.zero_grad();
+          return text;
+        };
+        EXPECT_EQ(step(0.5, 0.25, "alpha 1"), "");
+        const std::string swapped = rank == 1 ? step(0.25, 0.5, "alpha 1") : step(0.5, 0.25, "alpha 1");
+        EXPECT_HAS(swapped, "rank 0 has lr 0.5 in param group 0, rank 1 has lr 0.25 in param group 0");
+        EXPECT_HAS(step(0.5, 0.25, rank == 1 ? "alpha 2" : "alpha 1"), "rank 0 has alpha 1, rank 1 has alpha 2");
+        EXPECT_EQ(step(0.5, 0.5, "alpha 1"), "");
+        EXPECT_EQ(engine.global_steps(), 2);
+      });
+    }
+  }
+}
+
 TEST(Agreement, MicroBatchesAreCountedByForwards) {
   over_stages({2}, {.accumulation = 2, .clip = 0}, [](const ToyRank& on) {
     const auto forward = [&] { return toy_forward(on.engine, on.toy, toy_batch(on.rank, 0)); };

@@ -130,6 +130,17 @@ def other_terms(group: Group, number: int, names: list[str]) -> list[str]:
     return [f"{name} {_text(group.get(name))} in param group {number}" for name in names]
 
 
+def device_terms(group: Group, number: int, names: list[str]) -> list[tuple[str, str, torch.Tensor]]:
+    """Numbers on a device, for which the host need not wait to compare them."""
+    found = []
+    for name in (*_NOTED[2:], *names):
+        value = group.get(name)
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, torch.Tensor) and one.numel() == 1 and not one.is_cpu and not one.is_complex():
+                found.append((name, f"in param group {number}", one))
+    return found
+
+
 def _text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return _text(value.item()) if value.numel() == 1 and value.is_cpu else "a tensor"

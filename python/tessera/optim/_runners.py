@@ -13,7 +13,7 @@ import torch
 
 from tessera import _core
 from tessera.errors import ConfigError, IoError, UsageError
-from tessera.optim._rules import NativeRule, note_group, other_names, other_terms, read_group
+from tessera.optim._rules import NativeRule, device_terms, note_group, other_names, other_terms, read_group
 from tessera.optim._states import QUANTITIES, CoreStates, OptimizerStates, OwnStates
 
 _SIZE = torch.Tensor.size  # whatever a class of parameters shows as its size
@@ -374,8 +374,11 @@ class ExternalRunner(Runner):
         for index, (group, options) in enumerate(zip(self.base.param_groups, self._groups, strict=True)):
             note_group(group, options)
             self._core.set_group(index, options)
-        groups = enumerate(zip(self.base.param_groups, self._names, strict=True))
-        self._core.set_client_terms([line for n, (group, names) in groups for line in other_terms(group, n, names)])
+        lines, on_device = [], []
+        for index, (group, names) in enumerate(zip(self.base.param_groups, self._names, strict=True)):
+            lines += other_terms(group, index, names)
+            on_device += device_terms(group, index, names)
+        self._core.set_client_terms(lines, on_device)
 
     def run(self) -> None:
         for number, _, master in self._masters:
