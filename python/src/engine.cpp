@@ -195,6 +195,17 @@ void bind_training(EngineClass& c) {
       .def("gradient_loss_scale", on(&Engine::scaling, &engine::Scaling::gradient_scale))
       .def("step", &Engine::step, py::arg("external") = py::none(), py::arg("global_norm") = py::none(),
            py::arg("fault") = "", NoGil())
+      .def("set_fault", &Engine::set_fault, py::arg("fault"))
+      .def(
+          "set_client_terms",
+          [](Engine& e, const std::vector<std::string>& lines,
+             const std::vector<std::tuple<std::string, std::string, at::Tensor>>& on_device) {
+            std::vector<engine::DeviceTerm> terms;
+            for (const auto& [name, where, value] : on_device)
+              terms.push_back({name, where, value});
+            e.set_client_terms(lines, terms);
+          },
+          py::arg("lines"), py::arg("on_device"))
       .def("zero_grad", &Engine::zero_grad, NoGil())
       .def("is_gradient_accumulation_boundary", &Engine::is_gradient_accumulation_boundary)
       .def("set_gradient_accumulation_boundary", &Engine::set_gradient_accumulation_boundary, py::arg("boundary"))

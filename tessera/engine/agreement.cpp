@@ -1,5 +1,7 @@
 #include "tessera/engine/agreement.h"
 
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
@@ -11,7 +13,6 @@
 #include <type_traits>
 
 #include "tessera/base/error.h"
-#include "tessera/engine/group_fields.h"
 
 namespace tessera::engine {
 
@@ -93,28 +94,53 @@ double StepTerms::digest() const {
   digest.add(call);
   digest.add(static_cast<double>(accumulation_steps));
   digest.add(static_cast<double>(empty_steps));
+  digest.add(static_cast<double>(begun));
+  digest.add(static_cast<double>(unstepped));
   digest.add(fault);
   for (const optim::GroupOptions& group : groups)
     each_field(group, [&](const char*, auto value) { digest.add(static_cast<double>(value)); });
+  for (const std::string& line : client)
+    digest.add(line);
   for (const std::string& line : params)
     digest.add(line);
   return digest.value();
 }
 
+// Bits times odd numbers, so that each counts in its place.
+at::Tensor StepTerms::shown() const {
+  if (on_device.empty()) return {};
+  std::vector<at::Tensor> terms;
+  for (size_t i = 0; i < on_device.size(); ++i) {
+    const auto factor = static_cast<int64_t>(0x9E3779B97F4A7C15ULL * (2 * i + 1));
+    const at::Tensor value = on_device[i].value.detach().to(on_device[0].value.device(), at::kDouble);
+    terms.push_back(value.reshape({1}).view(at::kLong) * factor);
+  }
+  const at::Tensor sum = at::cat(terms).sum();
+  return sum.bitwise_right_shift(12).bitwise_and((int64_t{1} << 52) - 1).to(at::kDouble);
+}
+
 void StepTerms::refuse(const zero::Ranks& ranks) const {
-  std::vector<std::string> lines{c10::str("a call of engine.", call),
+  std::vector<std::string> lines{fault.empty() ? "nothing that keeps it from a step" : std::string(fault),
+                                 c10::str("a call of engine.", call),
                                  c10::str("gradient_accumulation_steps ", accumulation_steps),
-                                 c10::str(empty_steps, " calls of engine.step() without a backward before them")};
+                                 c10::str(empty_steps, " calls of engine.step() without a backward before them"),
+                                 c10::str(begun + 1, " calls of engine.step() in this update"),
+                                 c10::str(unstepped, " micro-batches without a step() of their own in this update")};
   for (size_t i = 0; i < groups.size(); ++i)
     each_field(groups[i], [&]<class T>(const char* name, T value) {
       const std::string text = std::is_same_v<T, bool> ? (value ? "true" : "false") : text_of(value);
       lines.push_back(c10::str(name, " ", text, " in param group ", i));
     });
-  lines.emplace_back(fault.empty() ? "all parameters that its engine was built of" : fault);
+  lines.insert(lines.end(), client.begin(), client.end());
+  for (const DeviceTerm& term : on_device)
+    lines.push_back(c10::str(term.name, " ", text_of(term.value.item<double>()), " ", term.where));
   lines.insert(lines.end(), params.begin(), params.end());
-  check_same(ranks, lines, "engine.step", "ranks do not step alike",
-             "all ranks call forward, backward and step() alike, train the same parameters and have the same rates (a "
-             "schedule that follows a loss needs one that all ranks have reduced)");
+  check_same(
+      ranks, lines, "engine.step", "ranks do not step alike",
+      "all ranks call forward, backward and step() alike (what a rank has more of belongs into no_sync()), train "
+      "the same parameters and have the same rates (a schedule that follows a loss needs one that all ranks have "
+      "reduced)");
+  TESSERA_CHECK(fault.empty(), "engine.step", fault);
   TESSERA_CHECK_VALUE(false, "engine.step", "ranks do not step alike");
 }
 

@@ -1,10 +1,12 @@
 // What all ranks of an engine must have alike: compared by a number, and told by name where it differs.
 #pragma once
 
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "tessera/engine/group_fields.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/zero/ranks.h"
 
@@ -30,17 +32,25 @@ void check_same(const zero::Ranks& ranks, const std::vector<std::string>& mine, 
 //   A rank that differs in a rate, in the number of micro-batches, or in a call would follow its own course, silently: updates
 //   are of slices, and collectives that mean different steps still match. So the digest of these goes with the norm, which
 //   all ranks exchange at every update anyway, and costs no collective. Where it differs, all of them know, before anything is
-//   updated or counted, and find out what it is.
+//   updated or counted, and find out what it is. Update in the backward: ranks compare what it updates by with its first
+//   gradient (Note [Update in the backward]), and step() only the calls.
+//   Numbers of backwards may differ where that is meant: several losses of one forward, and all inside no_sync().
 struct StepTerms {
   const char* call;
-  int64_t accumulation_steps;
-  int64_t empty_steps;  // calls of step() for this update that no backward preceded
-  const std::vector<optim::GroupOptions>& groups;
-  std::string_view fault = {};           // why this rank cannot step
-  std::vector<std::string> params = {};  // of those that begin or cease to be trained, what they do
+  int64_t accumulation_steps = 1;
+  int64_t empty_steps = 0;  // calls of step() for this update that no backward preceded
+  int64_t begun = 0;        // all of them, without this one
+  int64_t unstepped = 0;    // micro-batches for it that had none of their own (BackwardDriver::unstepped())
+  std::span<const optim::GroupOptions> groups{};
+  std::span<const std::string> client{};  // what else a client's optimizer updates by, as "name value in ..."
+  std::string_view fault{};               // why this rank cannot step
+  std::span<const DeviceTerm> on_device{};
+  std::vector<std::string> params{};  // of those that begin or cease to be trained, what they do
 
   double digest() const;
-  // Where digests differ. Collective; value error, always.
+  // Of what is on the device, there: a number that a double holds exactly, or undefined.
+  at::Tensor shown() const;
+  // Where digests differ, or all have the same fault: value error, or a state error with the fault. Collective.
   [[noreturn]] void refuse(const zero::Ranks& ranks) const;
 };
 

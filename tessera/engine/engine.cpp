@@ -1,6 +1,7 @@
 #include "tessera/engine/engine.h"
 
 #include <ATen/TensorOperators.h>
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <utility>
@@ -68,6 +69,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
     spec.restore = nullptr;   // they hold what restores initial values
   heap::return_free_pages();  // the storages that the parameters had
   m.scaling.attach(&m.model->driver);
+  if (m.model->early.on()) m.compare_in_backward();
 }
 
 Engine::~Engine() = default;
@@ -98,6 +100,7 @@ bool Engine::pre_forward() {
     phases.drop(Phase::Forward);
   }
   model.driver.hooks().enter_forward();
+  if (c10::GradMode::is_enabled()) model.driver.forward_begun();
   impl_->regions.emplace_back(impl_->options.autocast, impl_->device);
   const bool first = impl_->regions.back().switched_off() && !impl_->told_of_region;
   impl_->told_of_region = impl_->told_of_region || first;
@@ -182,16 +185,10 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
 
 bool Engine::step(const std::function<void()>& external, std::optional<double> global_norm, const std::string& fault) {
   Impl& m = *impl_;
-  const PhaseScope scope(m.here("step").units.phases(), Phase::Step);
-  TESSERA_CHECK(!m.no_sync && !m.coalesce, "engine.step", "It is illegal to call Engine.step() inside ",
-                m.no_sync ? "no_sync" : "coalesce_grad_reduction", " context manager; leave it first");
-  TESSERA_CHECK_VALUE(!global_norm || !(*global_norm < 0), "engine.step", "global_norm must not be negative, got ",
-                      global_norm.value_or(0), "; it is the root of the sum of all engines' norm_contribution()");
+  const PhaseScope scope(m.live("step").units.phases(), Phase::Step);
   const bool boundary = !m.options.managed_accumulation || m.boundary();
-  TESSERA_CHECK_VALUE(!global_norm || boundary, "engine.step",
-                      "global_norm at a step that is no accumulation boundary, where nothing is clipped: give it where "
-                      "is_gradient_accumulation_boundary() is true");
-  if (global_norm) m.check_keeps_gradients("step");
+  Impl::Fault why{boundary ? fault : ""};
+  m.check_step(boundary, global_norm, why);
   const bool trains = has_uncounted_backward();
   // Gradients may come from the user, between two updates.
   const auto given = [&] {
@@ -205,7 +202,7 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
   m.applied = false;
   if (boundary) {
     try {
-      finite = m.apply(external, global_norm, empty, fault);
+      finite = m.apply(external, global_norm, empty, why);
     } catch (c10::OutOfMemoryError& error) {
       m.in_step = false;
       m.model->units.fail_alone(error);
@@ -221,18 +218,48 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
   m.begun = boundary ? 0 : m.begun + 1;
   m.empty_steps = boundary ? 0 : empty;
   m.stepped_backwards = m.model->driver.backwards();
+  m.model->driver.step_counted();
   m.boundary_override.reset();
   if (boundary) m.scaling.step_done(finite);  // last: it may have an error to report
   return m.applied;
 }
 
+void Engine::Impl::check_for_all(bool boundary, Fault& fault, const std::function<void()>& check) const {
+  if (!boundary) return check();
+  try {
+    check();
+  } catch (const c10::Error& error) {
+    if (!fault.text.empty()) return;
+    fault = {error.what_without_backtrace(), std::current_exception()};
+  }
+}
+
+// What this rank alone may have against a step.
+void Engine::Impl::check_step(bool boundary, std::optional<double> global_norm, Fault& fault) const {
+  if (!model->units.is_away()) here("step");
+  check_for_all(boundary, fault, [&] {
+    here("step");
+    TESSERA_CHECK(!no_sync && !coalesce, "engine.step", "It is illegal to call Engine.step() inside ",
+                  no_sync ? "no_sync" : "coalesce_grad_reduction", " context manager; leave it first");
+    TESSERA_CHECK_VALUE(!global_norm || !(*global_norm < 0), "engine.step", "global_norm must not be negative, got ",
+                        global_norm.value_or(0), "; it is the root of the sum of all engines' norm_contribution()");
+    TESSERA_CHECK_VALUE(!global_norm || boundary, "engine.step",
+                        "global_norm at a step that is no accumulation boundary, where nothing is clipped: give it "
+                        "where is_gradient_accumulation_boundary() is true");
+    if (global_norm) check_keeps_gradients("step");
+  });
+}
+
 // The boundary's part of a step. False when gradients had inf or NaN.
 bool Engine::Impl::apply(const std::function<void()>& external, std::optional<double> global_norm, int64_t empty,
-                         const std::string& fault) {
+                         Fault& fault) {
   model->units.check_whole();
-  model->driver.ensure_reduced();
+  const bool updated = model->early.on() && model->driver.flushed();
+  if (updated && !fault.own) fault.text.clear();  // the next backward looks at what it would update
+  check_for_all(true, fault, [&] { model->driver.check_all_watched(); });
+  if (!model->units.is_away()) model->driver.ensure_reduced();
   if (global_norm) *global_norm *= scaling.gradient_scale();
-  const zero::GradientSummary summary = summarize("step()", empty, global_norm, fault);
+  const zero::GradientSummary summary = summarize("step()", empty, global_norm, fault, updated);
   if (model->early.on()) {
     norm = summary.norm;
     applied = true;
@@ -272,6 +299,7 @@ void Engine::zero_grad() {
 
 double Engine::grad_norm() try {
   zero::ShardedModel& model = impl_->here("grad_norm");
+  model.driver.check_all_watched();
   model.driver.ensure_reduced();
   return impl_->summarize("grad_norm()", 0).norm / impl_->scaling.gradient_scale();
 } catch (c10::OutOfMemoryError& error) {
@@ -281,6 +309,7 @@ double Engine::grad_norm() try {
 double Engine::norm_contribution(const std::vector<int>& without) try {
   zero::ShardedModel& model = impl_->here("norm_contribution");
   impl_->check_keeps_gradients("norm_contribution");
+  model.driver.check_all_watched();
   model.driver.ensure_reduced();
   const double scale = impl_->scaling.gradient_scale();
   const std::vector<int> waiting = model.driver.waiting();
@@ -401,6 +430,15 @@ void Engine::set_begun_micro_steps(int64_t begun) {
 }
 
 // ---------------------------------------------------------------- optimizer and state access
+
+void Engine::set_fault(const std::string& fault) {
+  impl_->fault = fault;
+}
+
+void Engine::set_client_terms(const std::vector<std::string>& lines, const std::vector<DeviceTerm>& on_device) {
+  impl_->client_terms = lines;
+  impl_->device_terms = on_device;
+}
 
 std::vector<optim::GroupOptions>& Engine::groups() {
   return impl_->live("groups").units.groups();

@@ -19,6 +19,7 @@
 
 #include "tessera/amp/autocast.h"
 #include "tessera/comm/mesh.h"
+#include "tessera/engine/group_fields.h"
 #include "tessera/engine/scaling.h"
 #include "tessera/zero/sharded_model.h"
 
@@ -96,9 +97,15 @@ class Engine {
   // that is not finite skips the step in every precision, as an overflow does. The same on all ranks. Value error, with
   // nothing counted, for a negative one, for different ones, and between boundaries, where nothing is clipped; at a boundary
   // also, on all ranks, where they differ in rates, accumulation steps or calls (Note [What ranks step by] in agreement.h).
-  // `fault`: why this rank cannot step; at a boundary a state error on all ranks, with nothing updated or counted.
+  // `fault`: why this rank cannot step; at a boundary an error on all ranks, with nothing updated or counted. So is what the
+  // engine itself has against a step on some ranks only (a call inside no_sync, states that are away).
   bool step(const std::function<void()>& external = {}, std::optional<double> global_norm = {},
             const std::string& fault = {});
+  // zero::Options::update_in_backward: the same for the backwards to come, which compare what they update by. Local.
+  void set_fault(const std::string& fault);
+  // What a client's optimizer updates by besides groups(): compared by all ranks as groups() are. `lines`: "name value in
+  // param group 0". Local.
+  void set_client_terms(const std::vector<std::string>& lines, const std::vector<DeviceTerm>& on_device = {});
   // Drops every accumulated gradient, also p.grad. Local.
   void zero_grad();
 

@@ -1,9 +1,19 @@
 // The hyper-parameters of a group, by name.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
 #include "tessera/optim/optimizer.h"
 
 namespace tessera::engine {
+
+// One of a client's optimizer that lies on the device, where the host does not wait for it.
+struct DeviceTerm {
+  std::string name, where;  // "lr", "in param group 0"
+  at::Tensor value;         // of one element
+};
 
 template <class G, class F>
 void each_field(G& group, const F& f) {

@@ -1,6 +1,8 @@
 // What is behind Engine: for engine.cpp and joining.cpp.
 #pragma once
 
+#include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -9,6 +11,7 @@
 #include <vector>
 
 #include "tessera/base/error.h"
+#include "tessera/engine/agreement.h"
 #include "tessera/engine/checkpoint.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/notices.h"
@@ -30,6 +33,9 @@ struct Engine::Impl {
   int64_t counted_backwards = 0;  // by earlier updates
   int64_t stepped_backwards = 0;  // by earlier calls of step()
   int64_t empty_steps = 0;        // of those since the last boundary, without a backward of their own
+  std::string fault;              // why a backward may not update; Engine::set_fault()
+  std::vector<std::string> client_terms;
+  std::vector<DeviceTerm> device_terms;
   std::optional<bool> boundary_override;
   bool in_step = false, no_sync = false, coalesce = false, applied = false;
   std::optional<double> norm;
@@ -77,13 +83,26 @@ struct Engine::Impl {
     return {boundary(), no_sync || coalesce, mean, scaling.gradient_scale()};
   }
 
-  bool apply(const std::function<void()>& external, std::optional<double> global_norm, int64_t empty,
-             const std::string& fault);
+  // Why a step() may not be, and who says so: an error of its own is thrown where all ranks have it.
+  struct Fault {
+    std::string text;
+    std::exception_ptr own;
+  };
+  bool apply(const std::function<void()>& external, std::optional<double> global_norm, int64_t empty, Fault& fault);
+  // Runs `check`; at a boundary its error is for all ranks to hear.
+  void check_for_all(bool boundary, Fault& fault, const std::function<void()>& check) const;
+  void check_step(bool boundary, std::optional<double> global_norm, Fault& fault) const;
 
-  // In joining.cpp. Of the gradients as they are, and of those that join with it. Value error where ranks differ in what they
-  // step by.
+  // What an update goes by, or, where the backward has updated, the calls only.
+  StepTerms terms(const char* call, int64_t empty, const std::string& why, const std::vector<int>& waiting,
+                  bool updated) const;
+  // Note [Update in the backward]
+  void compare_in_backward();
+
+  // In joining.cpp. Of the gradients as they are, and of those that join with it. Error where ranks differ in what they step
+  // by, or one cannot. `updated`: by the backward.
   zero::GradientSummary summarize(const char* call, int64_t empty, std::optional<double> norm = {},
-                                  const std::string& fault = {});
+                                  const Fault& fault = {}, bool updated = false);
   std::vector<std::string> joining_lines(const std::vector<int>& waiting) const;
   void join(const std::vector<int>& waiting);
 

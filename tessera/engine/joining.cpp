@@ -9,19 +9,41 @@ namespace tessera::engine {
 
 // Of the gradients as they are, and of those that join with it. Value error where ranks differ in what they step by.
 zero::GradientSummary Engine::Impl::summarize(const char* call, int64_t empty, std::optional<double> norm,
-                                              const std::string& fault) {
+                                              const Fault& fault, bool updated) {
   const std::vector<int> waiting = model->driver.waiting();
-  StepTerms terms{
-      call, options.gradient_accumulation_steps, empty, model->units.groups(), fault, joining_lines(waiting)};
-  for (const int id : model->units.ranks().all() > 1 ? model->units.trained_ids() : std::vector<int>())
-    if (!params[id].tensor.requires_grad()) terms.params.push_back("parameter '" + params[id].name + "' frozen");
-  zero::GradientSummary summary = model->updater.summarize(norm, terms.digest());
-  if (!summary.alike) terms.refuse(model->units.ranks());
-  TESSERA_CHECK(fault.empty(), "engine.step", fault);
+  const StepTerms terms = this->terms(call, empty, fault.text, waiting, updated);
+  zero::GradientSummary summary = model->updater.summarize(norm, terms.digest(), terms.shown(), fault.text.empty());
+  if (summary.alike && fault.own) std::rethrow_exception(fault.own);
+  if (!summary.alike || !fault.text.empty()) terms.refuse(model->units.ranks());
   if (waiting.empty()) return summary;
   join(waiting);
   model->driver.ensure_reduced();
   return model->updater.summarize(norm);
+}
+
+StepTerms Engine::Impl::terms(const char* call, int64_t empty, const std::string& why, const std::vector<int>& waiting,
+                              bool updated) const {
+  StepTerms terms{.call = call,
+                  .accumulation_steps = options.gradient_accumulation_steps,
+                  .empty_steps = empty,
+                  .begun = begun,
+                  .unstepped = options.managed_accumulation ? model->driver.unstepped() : 0,
+                  .fault = why,
+                  .params = joining_lines(waiting)};
+  if (updated) return terms;
+  terms.groups = model->units.groups();
+  terms.client = client_terms;
+  if (model->units.ranks().all() > 1) terms.on_device = device_terms;
+  for (const int id : model->units.ranks().all() > 1 ? model->units.trained_ids() : std::vector<int>())
+    if (!params[id].tensor.requires_grad()) terms.params.push_back("parameter '" + params[id].name + "' frozen");
+  return terms;
+}
+
+void Engine::Impl::compare_in_backward() {
+  const auto terms_now = [this] { return terms("backward()", empty_steps, fault, model->driver.waiting(), false); };
+  model->early.compare_by(
+      [this, terms_now] { return zero::UpdateInBackward::Terms{terms_now().digest(), !fault.empty()}; },
+      [terms_now](const zero::Ranks& ranks) { terms_now().refuse(ranks); });
 }
 
 std::vector<std::string> Engine::Impl::joining_lines(const std::vector<int>& waiting) const {

@@ -13,13 +13,17 @@ namespace {
 
 constexpr size_t kNamed = 8;
 
-// The same for all members of a list: parts of the path that are numbers do not count.
+// The same for all members of a list: parts of the path that are numbers, or end in one (expert_3), do not count.
 std::string kind_of(const std::string& name) {
+  const auto is_digit = [](char c) { return c >= '0' && c <= '9'; };
   std::string kind;
   std::istringstream parts(name);
   for (std::string part; std::getline(parts, part, '.');) {
-    const bool number = !part.empty() && std::ranges::all_of(part, [](char c) { return c >= '0' && c <= '9'; });
-    kind += (number ? "*" : part) + ".";
+    size_t end = part.size();
+    while (end > 0 && is_digit(part[end - 1]))
+      --end;
+    const bool numbered = end < part.size() && (end == 0 || part[end - 1] == '_');
+    kind += (numbered ? part.substr(0, end) + "*" : part) + ".";
   }
   return kind;
 }
@@ -34,54 +38,62 @@ std::string listed(const std::vector<std::string>& names) {
 
 }  // namespace
 
-std::vector<std::string> never_used(const std::vector<std::string>& names, const std::vector<bool>& used) {
-  std::set<std::string> kinds;
+std::vector<std::string> never_used(const std::vector<std::string>& names, const std::vector<int>& used, int steps) {
+  std::set<std::string> may_be;
   for (size_t i = 0; i < names.size(); ++i)
-    if (used[i]) kinds.insert(kind_of(names[i]));
+    if (used[i] > 0 && (used[i] < steps || steps == 1)) may_be.insert(kind_of(names[i]));
   std::vector<std::string> never;
   for (size_t i = 0; i < names.size(); ++i)
-    if (!kinds.contains(kind_of(names[i]))) never.push_back(names[i]);
+    if (used[i] == 0 && !may_be.contains(kind_of(names[i]))) never.push_back(names[i]);
   return never;
 }
 
 void Notices::settle(bool mute, bool some_unused) {
   mute_ = mute;
-  told_of_unused_ = some_unused;
+  watches_ = !some_unused;
 }
 
-void Notices::add(bool& told, const std::string& text) {
-  if (!std::exchange(told, true) && !mute_) texts_.push_back(text);
+void Notices::add(const std::string& text) {
+  if (!mute_) texts_.push_back(text);
 }
 
 void Notices::no_backward() {
-  add(told_of_step_,
-      "[engine.step] no backward has reached this engine since the last step(): this one trains nothing, and is "
+  if (std::exchange(told_of_step_, true)) return;
+  add("[engine.step] no backward has reached this engine since the last step(): this one trains nothing, and is "
       "counted "
       "as any other (accumulation, schedule); call step() once after each backward");
 }
 
 void Notices::updated(const zero::Units& units, const std::vector<bool>& present) {
-  if (told_of_unused_) return;
+  const auto came = [&](zero::ParamId id) { return present[id]; };
+  if (!watches_ || std::ranges::none_of(units.trained_ids(), came)) return;
+  ++updates_;
+  uses_.resize(present.size());
   std::vector<std::string> names;
-  std::vector<bool> used;
+  std::vector<int> used;
+  bool any = false;
   for (const zero::ParamId id : units.trained_ids()) {
     const zero::ParamSpec& spec = units.params()[id];
     if (!spec.tensor.requires_grad()) continue;
+    Use& use = uses_[id];
+    ++use.trained;
+    use.used += present[id] ? 1 : 0;
+    if (use.trained < updates_) continue;  // it came later
     names.push_back(spec.name);
-    used.push_back(present[id]);
+    used.push_back(use.used);
+    any = any || use.used == 0;
   }
-  if (std::ranges::find(used, true) == used.end()) return;
-  const std::vector<std::string> never = never_used(names, used);
-  if (never.empty()) {
-    told_of_unused_ = true;
-    return;
-  }
-  add(told_of_unused_,
-      c10::str(
-          "[engine.step] ", listed(never),
-          ": trained, but with no part in the loss of the first step, and so without a gradient and never updated; "
-          "freeze what is not used (requires_grad False), tie by one and the same parameter, or, where it is used in "
-          "other steps, say so with zero_optimization.ignore_unused_parameters true"));
+  watches_ = any && updates_ < kWatched;
+  if (updates_ == 1) tell_of_unused(never_used(names, used, 1), "the first step, which has");
+  if (updates_ == kWatched)
+    tell_of_unused(never_used(names, used, kWatched), c10::str("all of the first ", kWatched, " steps, which have"));
+}
+
+void Notices::tell_of_unused(const std::vector<std::string>& names, const std::string& when) {
+  if (names.empty()) return;
+  add(c10::str("[engine.step] ", listed(names), ": trained, and without a gradient in ", when,
+               " left what is so as it was; freeze what is not used (requires_grad False), tie by one and the same "
+               "parameter, or, where other steps use it, say so with zero_optimization.ignore_unused_parameters true"));
 }
 
 std::vector<std::string> Notices::take() {

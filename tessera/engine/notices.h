@@ -15,19 +15,29 @@ class Notices {
   void settle(bool mute, bool some_unused);
   // step() without a backward since the last one.
   void no_backward();
-  // After an update: trained parameters whose gradient is missing on all ranks, at the first update that had any.
+  // After an update: trained parameters whose gradient is missing on all ranks, of the first updates that had any: at the
+  // first what it says, and again where kWatched have passed.
   void updated(const zero::Units& units, const std::vector<bool>& present);
   std::vector<std::string> take();
 
- private:
-  void add(bool& told, const std::string& text);
+  static constexpr int kWatched = 10;
 
-  bool mute_ = false, told_of_step_ = false, told_of_unused_ = false;
+ private:
+  struct Use {
+    int trained = 0, used = 0;  // in so many updates
+  };
+  void add(const std::string& text);
+  void tell_of_unused(const std::vector<std::string>& names, const std::string& when);
+
+  bool mute_ = false, told_of_step_ = false, watches_ = true;
+  int updates_ = 0;
+  std::vector<Use> uses_;  // by parameter
   std::vector<std::string> texts_;
 };
 
-// Of the parameters with these names: those that were not used, `used` being parallel to `names`, without those of a list
-// (experts, layers) another member of which had its like used, as they may be used in other steps.
-std::vector<std::string> never_used(const std::vector<std::string>& names, const std::vector<bool>& used);
+// Of the parameters with these names, used in so many of `steps` steps: those that none used. Without those of a list
+// (experts, layers; also numbered names as expert_3) where that may be meant: of one step where another member had its like
+// used, of several where another one's was used in some of them only.
+std::vector<std::string> never_used(const std::vector<std::string>& names, const std::vector<int>& used, int steps);
 
 }  // namespace tessera::engine

@@ -30,6 +30,7 @@ class Engine : public Session {
   // exception of the module passes through and leaves the engine usable.
   template <class... A>
   auto forward(A&&... args) {
+    look_before_update();
     Scope scope(core());
     if (scope.switched_off()) warn_of_region();
     ModuleScope rest(this->rest());

@@ -1,5 +1,7 @@
 #include "tessera/nn/session.h"
 
+#include <c10/core/GradMode.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <map>
@@ -189,6 +191,10 @@ bool Session::save_16bit_model(const std::string& dir, const std::string& name, 
     tensors.push_back({{buffer.key()}, -1, buffer.value()});
   engine::export_weights(*core_, tensors, dir, name, options.max_shard_bytes);
   return true;
+}
+
+void Session::look_before_update() {
+  if (core_->options().zero.update_in_backward && c10::GradMode::is_enabled()) core_->set_fault(fault());
 }
 
 std::string Session::fault() {

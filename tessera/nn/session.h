@@ -61,7 +61,8 @@ class Session {
   double loss_scale() const { return core_->scaling().scaler().scale(); }
 
   // Collective. Counts a micro-step; at a boundary: clip, update, next learning rate. True when weights were updated.
-  // `global_norm`: see engine::Engine::step. State error, on all ranks, for a module whose parameters were replaced.
+  // `global_norm`: see engine::Engine::step. Error, on all ranks and with nothing updated, for a module whose
+  // parameters were replaced, on some of them or all; with tessera.update_in_backward it is the backward's.
   bool step(std::optional<double> global_norm = {});
 
   // Checkpoints (engine/checkpoint.h), the same files as Python's; options that are not given are those of the
@@ -100,6 +101,8 @@ class Session {
   std::string fault();
 
  protected:
+  // Before a forward: with tessera.update_in_backward its backward refuses what step() would. Local.
+  void look_before_update();
   // A forward has switched an autocast region of the caller's off. One rank says so.
   void warn_of_region() const;
   // Nothing is cut along tp. (A stage of a pipeline may be so.)

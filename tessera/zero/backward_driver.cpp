@@ -47,7 +47,8 @@ std::vector<ParamId> BackwardDriver::waiting() const {
 }
 
 // Gradients that came past our hook (Note [Accumulators change]) were not scaled, not reduced and are not ours to guess.
-void BackwardDriver::check_all_watched() const {
+void BackwardDriver::check_all_watched() {
+  const std::lock_guard lock(hooks_.mutex());
   for (const ParamId id : waiting()) {
     const ParamSpec& spec = units_.params()[id];
     TESSERA_CHECK(!spec.tensor.grad().defined() || hooks_.watches(spec.tensor), "zero", "parameter '", spec.name,
@@ -115,7 +116,10 @@ void BackwardDriver::before_accumulate(ParamId id, at::Tensor& grad) try {
 void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const BackwardInfo& backward) try {
   const Place& place = units_[id];
   const StepState step = step_();
-  if (sink_ != nullptr) check_once(backward);
+  if (sink_ != nullptr) {
+    check_once(backward);
+    if (!backward.in_forward) sink_->compare();
+  }
   if (!place.trained()) {
     keep_waiting(id, grad, backward);
     if (place.held()) units_.unsharder().gradient_arrived(place.number, place.item);
@@ -165,8 +169,12 @@ void BackwardDriver::check_once(const BackwardInfo& backward) const {
 }
 
 bool BackwardDriver::end_backward(int round) try {
-  if (round == 0) ++backwards_;
-  if (const StepState step = step_(); may_reduce(step)) return flush_round(round, step);
+  const StepState step = step_();
+  if (round == 0) {
+    ++backwards_;
+    if (!step.hold && std::exchange(forward_came_, false)) unstepped_ += since_step_++ > 0 ? 1 : 0;
+  }
+  if (may_reduce(step)) return flush_round(round, step);
   unreduced_ = true;
   return false;
 } catch (c10::OutOfMemoryError& error) {
@@ -179,6 +187,7 @@ bool BackwardDriver::flush_round(int round, const StepState& step) {
   const bool visible = units_.placements().grads == shard::Placement::Replicate;
   switch (round) {
     case 0:
+      if (sink_ != nullptr) sink_->compare();
       reducer_->launch_rest(visible);
       return true;
     case 1:
@@ -189,12 +198,17 @@ bool BackwardDriver::flush_round(int round, const StepState& step) {
       if (step.boundary) reducer_->launch_replicas();
       if (sink_ != nullptr) sink_->launch_end();
       return true;
-    default:
+    case 3:
       reducer_->finish_replicas();
       if (sink_ != nullptr) sink_->finish_end();
       unreduced_ = false;
-      flushed_ = true;
+      flushed_ = sink_ == nullptr || !sink_->refuses();
       if (visible && units_.ranks().size() > 1) show_remote_grads();
+      return !flushed_;
+    default:  // the other engines of this backward are through
+      --backwards_;
+      drop_gradients();
+      sink_->refuse();
       return false;
   }
 }
@@ -235,7 +249,6 @@ void BackwardDriver::ensure_reduced() {
   const std::lock_guard lock(hooks_.mutex());
   for (const auto& unit : units_.all())
     unit->on_this_stream();  // a step may be under another stream than its backwards
-  check_all_watched();
   if (unreduced_ || !flushed_) flush();
   reduce_replicas();
   if (units_.placements().grads == shard::Placement::Replicate) adopt_visible_grads();
@@ -266,7 +279,7 @@ void BackwardDriver::take_joined(const std::vector<ParamId>& ids) try {
     if (std::ranges::any_of(ids, [&](ParamId id) { return units_[id].unit == unit.get(); }))
       joined.push_back(unit.get());
   }
-  if (sink_ != nullptr && flushed_) sink_->backward_begun();
+  if (sink_ != nullptr && flushed_) sink_->prepare();
   for (const ParamId id : ids) {
     const Place& place = units_[id];
     const at::Tensor grad = std::exchange(place.param->tensor.mutable_grad(), at::Tensor());
@@ -293,7 +306,8 @@ void BackwardDriver::take_joined(const std::vector<ParamId>& ids) try {
 void BackwardDriver::drop_gradients() {
   const std::lock_guard lock(hooks_.mutex());
   reducer_->reset();
-  unreduced_ = flushed_ = scaled_ = false;
+  unreduced_ = flushed_ = scaled_ = forward_came_ = false;
+  since_step_ = unstepped_ = 0;
   for (const ParamId id : units_.may_join())
     if (const at::Tensor& tensor = units_.params()[id].tensor; hooks_.watches(tensor)) tensor.mutable_grad().reset();
   for (const ParamId id : units_.trained_ids())

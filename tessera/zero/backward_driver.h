@@ -36,6 +36,8 @@ class BackwardDriver final : private HookSink {
 
   // Everything accumulated so far is reduced on return. Collective where something is left to reduce.
   void ensure_reduced();
+  // State error where a gradient came past the hooks: to be asked before the former. Local.
+  void check_all_watched();
   // Reduces now, whatever the policy. Collective.
   void reduce_now();
   // Along the replicas of hybrid sharding only. Collective.
@@ -60,6 +62,13 @@ class BackwardDriver final : private HookSink {
   void resume(bool unreduced, bool flushed, bool scaled, bool replicas_agree);
   // Backwards of the user's that ended, since the beginning.
   int64_t backwards() const { return backwards_; }
+  // A forward of the engine's, with gradients, began: the backward after it is that of another micro-batch.
+  void forward_begun() { forward_came_ = true; }
+  // The micro-batches so far are counted.
+  void step_counted() { since_step_ = 0; }
+  // Of those since the last update or drop_gradients(): that another one followed without a step() between, outside of no_sync
+  // and coalesce. Several backwards of one forward (several losses) are one.
+  int64_t unstepped() const { return unstepped_; }
 
   // Sums over ranks go there from here on, and no buffer keeps them. `sink` must outlive the driver.
   void send_sums_to(SumSink* sink);
@@ -83,7 +92,6 @@ class BackwardDriver final : private HookSink {
   void check_once(const BackwardInfo& backward) const;
   bool flush_round(int round, const StepState& step);
   void flush();
-  void check_all_watched() const;
   void adopt_visible_grads();
   void show_remote_grads();
   static bool is_visible_view(const Place& place, const at::Tensor& grad);
@@ -94,7 +102,8 @@ class BackwardDriver final : private HookSink {
   SumSink* sink_ = nullptr;
   std::map<ParamId, at::Tensor> so_far_;  // of gradients that wait, while autograd makes the next one
   bool scaled_ = false;
-  int64_t backwards_ = 0;
+  int64_t backwards_ = 0, since_step_ = 0, unstepped_ = 0;
+  bool forward_came_ = false;
   bool unreduced_ = false;
   bool flushed_ = false;
   Hooks hooks_;  // last: removed first

@@ -43,9 +43,13 @@ void Ranks::agree(const at::Tensor& numbers, comm::ReduceOp op, comm::Label labe
   if (!device.is_cpu()) numbers.copy_(travelling);
 }
 
-void Ranks::collect(const at::Tensor& rows, comm::Label label) const {
+void Ranks::collect(const at::Tensor& rows, comm::Label label, const at::Tensor& shown) const {
   if (all() == 1) return;  // to and from the device would be two waits for nothing
   const at::Tensor travelling = rows.to(device);
+  if (shown.defined()) {
+    const at::Tensor own = travelling[shard->rank()];
+    own.narrow(0, own.numel() - shown.numel(), shown.numel()).copy_(shown);
+  }
   shard->all_gather(travelling.flatten(), travelling[shard->rank()].flatten(), label).wait();
   for (const comm::GroupPtr& group : {replicate, model})
     if (group->size() > 1) group->all_reduce(travelling.flatten(), comm::ReduceOp::Max, label).wait();

@@ -40,8 +40,9 @@ struct Ranks {
   // return when done.
   void agree(const at::Tensor& numbers, comm::ReduceOp op, comm::Label label) const;
   // Every rank of the shard group fills its row of `rows` (a row for each of them) and gets those of the others, each
-  // number the largest that a replica or a slice of the model has.
-  void collect(const at::Tensor& rows, comm::Label label) const;
+  // number the largest that a replica or a slice of the model has. `shown` (of `device`, or undefined): the last numbers of
+  // the own row, which the host need not know.
+  void collect(const at::Tensor& rows, comm::Label label, const at::Tensor& shown = {}) const;
   // The texts of all(), by place(). Collective; returns when done.
   std::vector<std::string> gather_text(const std::string& text, comm::Label label) const;
 };

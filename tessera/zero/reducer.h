@@ -74,12 +74,20 @@ class SumSink {
  public:
   virtual ~SumSink() = default;
   virtual void backward_begun() = 0;
+  // Sums will come.
+  virtual void prepare() = 0;
+  // The first gradient of a backward is there, or its end: before its first sum is launched. Once a backward; collective.
+  virtual void compare() = 0;
   virtual void take(ArrivedSum sum) = 0;
   // The gradients are dropped: what was taken and not used yet, of a backward that threw, is forgotten.
   virtual void drop() = 0;
   // The last sums have come. Launches collectives, and waits for them.
   virtual void launch_end() = 0;
   virtual void finish_end() = 0;
+  // All ranks refuse this backward: what came was dropped. The same on all of them, once a sum has come.
+  virtual bool refuses() = 0;
+  // Says why. Collective; throws.
+  virtual void refuse() = 0;
 };
 
 class Reducer {

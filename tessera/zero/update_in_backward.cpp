@@ -1,8 +1,12 @@
 #include "tessera/zero/update_in_backward.h"
 
 #include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cmath>
+#include <optional>
 #include <utility>
 
 #include "tessera/base/error.h"
@@ -25,10 +29,15 @@ void releasing_if_it_throws(const ArrivedSum& sum, const F& f) {
 }  // namespace
 
 UpdateInBackward::UpdateInBackward(Units& units, BackwardDriver& driver, Updater& updater)
-    : units_(units), updater_(updater), present_(units.count()) {
+    : units_(units), updater_(updater), ranks_(units.ranks()), present_(units.count()) {
   if (!on()) return;
-  if (units.options().unit_clipping > 0) norms_ = units.ranks().shard->sibling(units.ranks().device);
+  ranks_ = ranks_.siblings();
   driver.send_sums_to(this);
+}
+
+void UpdateInBackward::compare_by(std::function<Terms()> terms, std::function<void(const Ranks&)> refuse) {
+  terms_ = std::move(terms);
+  refuse_ = std::move(refuse);
 }
 
 std::vector<std::string> UpdateInBackward::excluded(const Options& options, optim::Rule rule, const comm::Mesh& mesh) {
@@ -57,17 +66,52 @@ void UpdateInBackward::reset() {
 void UpdateInBackward::backward_begun() {
   units_.check_whole();
   forget_waiting();
+  compared_ = refuses_ = false;
+  prepare();
+}
+
+void UpdateInBackward::prepare() {
   updater_.prepare_update();
   disks_ = updater_.guard();
 }
 
+void UpdateInBackward::compare() {
+  if (std::exchange(compared_, true) || !terms_) return;
+  const Terms mine = terms_();
+  refuses_ = mine.refuses;
+  if (ranks_.all() == 1) return;
+  const comm::Label label = "what a backward updates by";
+  bounds_ = at::tensor({mine.said, -mine.said}, at::kDouble).to(ranks_.device);
+  ranks_.model->all_reduce(bounds_, comm::ReduceOp::Max, label).wait();  // slices of a model run side by side
+  comparison_ = ranks_.shard->all_reduce(bounds_, comm::ReduceOp::Max, label);
+}
+
+bool UpdateInBackward::refuses() {
+  if (!bounds_.defined()) return refuses_;
+  std::optional<c10::StreamGuard> aside;  // the answer does not wait for what the backward has queued
+  if (!ranks_.device.is_cpu())
+    aside.emplace(c10::impl::VirtualGuardImpl(ranks_.device.type()).getStreamFromGlobalPool(ranks_.device));
+  comparison_.wait();
+  const at::Tensor bounds = std::exchange(bounds_, at::Tensor()).cpu();
+  refuses_ = refuses_ || bounds[0].item<double>() != -bounds[1].item<double>();
+  return refuses_;
+}
+
 void UpdateInBackward::drop() {
+  compared_ = refuses_ = false;
   forget_waiting();
   reset();
 }
 
 // Of a backward that threw.
 void UpdateInBackward::forget_waiting() {
+  if (bounds_.defined()) {
+    try {
+      comparison_.wait();
+    } catch (const std::exception&) {  // nobody needs it any more
+    }
+    bounds_.reset();
+  }
   for (Waiting& left : std::exchange(waiting_, {})) {
     try {
       left.pending.wait();
@@ -79,17 +123,21 @@ void UpdateInBackward::forget_waiting() {
 }
 
 void UpdateInBackward::take(ArrivedSum sum) {
+  bool unused = false;
+  releasing_if_it_throws(sum, [&] { unused = refuses(); });
+  if (unused) return sum.release();
+  const bool clips = units_.options().unit_clipping > 0;
   double squares = 0;
   at::Tensor total;
   comm::Pending pending;
   releasing_if_it_throws(sum, [&] {
     squares = optim::sum_of_squares(sum.values);
-    if (!norms_) return;
+    if (!clips) return;
     total = at::full({1}, squares, at::kDouble).to(sum.values.device());
-    pending = norms_->all_reduce(total, comm::ReduceOp::Sum, "norm of unit '" + sum.unit->name + "'");
+    pending = ranks_.shard->all_reduce(total, comm::ReduceOp::Sum, "norm of unit '" + sum.unit->name + "'");
   });
   sum.unit->squares = squares;
-  if (!norms_) return update(sum, squares);
+  if (!clips) return update(sum, squares);
   waiting_.push_back({std::move(sum), total, std::move(pending)});
   if (waiting_.size() > kNormsInFlight) update_oldest();
 }
@@ -124,7 +172,7 @@ void UpdateInBackward::update_from(const ArrivedSum& sum, double squares) {
 void UpdateInBackward::launch_end() {
   while (!waiting_.empty())
     update_oldest();
-  updater_.launch_gathers();
+  if (!refuses()) updater_.launch_gathers();
 }
 
 void UpdateInBackward::finish_end() {

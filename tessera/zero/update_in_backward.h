@@ -6,10 +6,14 @@
 //   all its gradients are there; what does so all the same (a weight used detached as well) gets torch's own error, as after
 //   an in-place update. Other ranks' weights are gathered at the end of the backward, so that a forward before step() sees
 //   one model. step() counts, and reports the norm.
+//   What ranks must have alike is compared before the first unit is updated: a number that travels with the first gradient,
+//   and is waited for with the first sum, by when all ranks have sent it. Where it differs, or a rank cannot step, the sums
+//   still come, so that all ranks make the same calls, and go unused; the backward ends with an error, on all of them.
 //   Bits are those of the usual step. What must be known before the first unit is updated excludes it: see excluded().
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -19,6 +23,12 @@ namespace tessera::zero {
 
 class UpdateInBackward final : private SumSink {
  public:
+  // What a backward updates by, for ranks to compare.
+  struct Terms {
+    double said = 0;       // a finite number
+    bool refuses = false;  // this rank cannot step
+  };
+
   // Takes the driver's sums where the options say so, and else does nothing.
   UpdateInBackward(Units& units, BackwardDriver& driver, Updater& updater);
 
@@ -26,6 +36,9 @@ class UpdateInBackward final : private SumSink {
   static std::vector<std::string> excluded(const Options& options, optim::Rule rule, const comm::Mesh& mesh);
 
   bool on() const { return units_.options().update_in_backward; }
+  // `terms`: asked once a backward. `refuse`: throws where those of ranks differ, or this rank refuses. Collective over the
+  // ranks that it is given.
+  void compare_by(std::function<Terms()> terms, std::function<void(const Ranks&)> refuse);
   // The optimizer step is over.
   void reset();
   // There are more parameters. Local.
@@ -42,6 +55,10 @@ class UpdateInBackward final : private SumSink {
   };
 
   void backward_begun() override;
+  void prepare() override;
+  void compare() override;
+  bool refuses() override;
+  void refuse() override { refuse_(ranks_); }
   void take(ArrivedSum sum) override;
   void drop() override;
   void launch_end() override;
@@ -53,7 +70,12 @@ class UpdateInBackward final : private SumSink {
 
   Units& units_;
   Updater& updater_;
-  comm::GroupPtr norms_;  // with clipping
+  std::function<Terms()> terms_;
+  std::function<void(const Ranks&)> refuse_;
+  Ranks ranks_;        // of its own, for what is compared and norms of units
+  at::Tensor bounds_;  // of what ranks say, on their way
+  comm::Pending comparison_;
+  bool compared_ = false, refuses_ = false;
   std::deque<Waiting> waiting_;
   std::vector<bool> present_;
   RankGuard disks_{false};

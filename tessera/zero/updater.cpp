@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
@@ -120,12 +121,13 @@ std::optional<double> Updater::norm_contribution(const std::vector<ParamId>& wit
   return squares[ranks.shard->rank()][0] + own;
 }
 
-GradientSummary Updater::summarize(std::optional<double> norm, double said) {
+GradientSummary Updater::summarize(std::optional<double> norm, double said, const at::Tensor& shown, bool counts) {
   const int ranks = units_.ranks().shard->size(), me = units_.ranks().shard->rank();
-  at::Tensor sums = at::zeros({ranks, 8}, at::kDouble);
-  // rank: squares, parameters without a gradient, late gradients, scaled, largest and least given norm, and number said
+  at::Tensor sums = at::zeros({ranks, 10}, at::kDouble);
+  // rank: squares, parameters without a gradient, late gradients, scaled, largest and least given norm, number said, and
+  // number shown
   auto table = sums.accessor<double, 2>();
-  if (!norm) add_squares(table);
+  if (!norm && counts) add_squares(table);
   table[me][4] = given_norm(norm);
   table[me][5] = -given_norm(norm);
   table[me][6] = said;
@@ -137,7 +139,7 @@ GradientSummary Updater::summarize(std::optional<double> norm, double said) {
   table[me][2] = driver_.reducer().has_late() ? 1 : 0;
   table[me][3] = driver_.scaled() ? 1 : 0;
   // Reduced gradients, and with them the squares, are the same in all replicas; the counts are of local gradients.
-  units_.ranks().collect(sums, "gradient norm");
+  units_.ranks().collect(sums, "gradient norm", shown.defined() ? at::stack({shown, -shown}) : shown);
 
   GradientSummary summary;
   double total = 0, missing = 0, late = 0;
@@ -150,11 +152,12 @@ GradientSummary Updater::summarize(std::optional<double> norm, double said) {
     late += table[r][2];
     summary.scaled = summary.scaled || table[r][3] > 0;
     summary.alike = summary.alike && table[r][6] == said && table[r][7] == -said;
+    summary.alike = summary.alike && table[r][8] == table[0][8] && table[r][9] == -table[r][8];
   }
   if (!summary.alike) return summary;
   if (late > 0) {  // on all ranks alike
     reduce_late();
-    return summarize(norm, said);
+    return summarize(norm, said, shown);
   }
   summary.norm = norm ? *norm : std::sqrt(total + sum_of_varying_squares());
   summary.finite = std::isfinite(summary.norm);

@@ -25,8 +25,10 @@ class Updater {
 
   // Norm, finite check and presence, agreed on all ranks. Collective. Gradients must be reduced. `norm`: given, as it is
   // with the gradients' scale, instead of that of these gradients; value error, on all ranks, where they give another.
-  // `said`: a finite number that ranks compare.
-  GradientSummary summarize(std::optional<double> norm = {}, double said = 0);
+  // `said`: a finite number that ranks compare; `shown`: another one, on the device, or undefined. `counts`: false for a rank
+  // whose gradients nobody will use.
+  GradientSummary summarize(std::optional<double> norm = {}, double said = 0, const at::Tensor& shown = {},
+                            bool counts = true);
   // The squares of the gradients that count on this rank: summed over all ranks they are the square of the norm, whatever
   // is replicated or cut. Not finite if one of them is not. `without`: parameters that do not count. Collective. Gradients
   // must be reduced.

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <mutex>
 
 #include "tests/support/errors.h"
@@ -34,12 +35,16 @@ TEST(Agreement, RanksOfEveryAxisCompareRatesAtAStep) {
             Engine engine(toy_options(run), mesh, toy.specs(), {toy_adamw(), toy_adamw()});
             const int batch = mesh.rank(comm::kBatchAxes);
             train(engine, toy, batch, 0, 1);
+            const std::vector<at::Tensor> before = values_of(engine).masters;
             if (rank == odd) engine.groups()[1].weight_decay = 0.25;
-            toy_forward(engine, toy, toy_batch(batch, 1)).backward();
-            const std::string text = error_of([&] { engine.step(); });
+            const auto backward = [&] { toy_forward(engine, toy, toy_batch(batch, 1)).backward(); };
+            if (!in_backward) backward();
+            const std::string text = error_of([&] { in_backward ? backward() : (void)engine.step(); });
             EXPECT_EQ(engine.global_steps(), 1);
             EXPECT_EQ(engine.micro_steps(), 1);
+            expect_same(values_of(engine).masters, before, at::kFloat, "master");
             engine.groups()[1].weight_decay = 0.25;
+            if (in_backward) backward();
             engine.step();
             EXPECT_EQ(engine.global_steps(), 2);
             const std::scoped_lock lock(mutex);
@@ -54,10 +59,98 @@ TEST(Agreement, RanksOfEveryAxisCompareRatesAtAStep) {
   }
 }
 
+// What one rank alone has against its step, and numbers of micro-batches that differ.
+TEST(Agreement, RanksThatCannotStepAlikeAreToldAndGoOn) {
+  struct Case {
+    std::string said;
+    std::function<void(Engine&)> before, after;  // of rank 1: ahead of step(), and to mend it
+    int least_stage = 0;
+  };
+  const std::vector<zero::StateKind> kinds{zero::StateKind::OptimizerStates, zero::StateKind::Masters};
+  const std::vector<Case> cases{
+      {"rank 1 has [engine.step] It is illegal to call Engine.step() inside no_sync",
+       [](Engine& e) { e.begin_no_sync(); }, [](Engine& e) { e.end_no_sync(); }},
+      {"states of this engine were moved off the device",
+       [&](Engine& e) { e.offload_states(kinds, shard::Residence::Nvme); }, [](Engine& e) { e.reload_states(); }, 1},
+      {"rank 0 has 1 calls of engine.step() in this update, rank 1 has 2 calls",
+       [](Engine& e) { e.set_begun_micro_steps(1); }, [](Engine& e) { e.set_begun_micro_steps(0); }},
+  };
+  for (const Case& c : cases) {
+    for (int stage = c.least_stage; stage <= 3; ++stage) {
+      SCOPED_TRACE(c10::str(c.said, " in stage ", stage));
+      run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+        const Toy toy;
+        engine::Options options = toy_options({.stage = stage, .clip = 0});
+        options.nvme_path = std::filesystem::temp_directory_path();
+        Engine engine(options, comm::Mesh(group), toy.specs(), {toy_adamw()});
+        train(engine, toy, rank, 0, 1);
+        const std::vector<at::Tensor> before = values_of(engine).masters;
+        toy_forward(engine, toy, toy_batch(rank, 1)).backward();
+        if (rank == 1) c.before(engine);
+        const std::string text = error_of([&] { engine.step(); });
+        EXPECT_HAS(text, c.said);
+        EXPECT_HAS(text, "ranks do not step alike: rank 0 has ");
+        if (rank == 1) c.after(engine);
+        expect_same(values_of(engine).masters, before, at::kFloat, "master");
+        EXPECT_EQ(engine.global_steps(), 1);
+        EXPECT_TRUE(engine.step());
+        EXPECT_EQ(engine.global_steps(), 2);
+      });
+    }
+  }
+}
+
+// The CPU stands for a device.
+TEST(Agreement, NumbersOfAClientsOptimizerAreComparedWhereTheyAre) {
+  for (const AxisSizes& sizes : std::vector<AxisSizes>{
+           {{Axis::DpShard, 2}}, {{Axis::DpReplicate, 2}, {Axis::DpShard, 2}}, {{Axis::DpShard, 1}, {Axis::Tp, 2}}}) {
+    for (int stage = 0; stage <= 3; ++stage) {
+      run_axes(sizes, [&](int rank, const comm::Mesh& mesh) {
+        const Toy toy;
+        Engine engine(toy_options({.stage = stage, .clip = 0}), mesh, toy.specs(), {toy_adamw()});
+        const auto step = [&](double first, double second, const char* line) {
+          engine.set_client_terms({line}, {{"lr", "in param group 0", at::full({}, first)},
+                                           {"lr", "in param group 1", at::full({1}, second)}});
+          toy_forward(engine, toy, toy_batch(mesh.rank(comm::kBatchAxes), 0)).backward();
+          const std::string text = error_of([&] { engine.step(); });
+          engine.zero_grad();
+          return text;
+        };
+        EXPECT_EQ(step(0.5, 0.25, "alpha 1"), "");
+        const std::string swapped = rank == 1 ? step(0.25, 0.5, "alpha 1") : step(0.5, 0.25, "alpha 1");
+        EXPECT_HAS(swapped, "rank 0 has lr 0.5 in param group 0, rank 1 has lr 0.25 in param group 0");
+        EXPECT_HAS(step(0.5, 0.25, rank == 1 ? "alpha 2" : "alpha 1"), "rank 0 has alpha 1, rank 1 has alpha 2");
+        EXPECT_EQ(step(0.5, 0.5, "alpha 1"), "");
+        EXPECT_EQ(engine.global_steps(), 2);
+      });
+    }
+  }
+}
+
+TEST(Agreement, MicroBatchesAreCountedByForwards) {
+  over_stages({2}, {.accumulation = 2, .clip = 0}, [](const ToyRank& on) {
+    const auto forward = [&] { return toy_forward(on.engine, on.toy, toy_batch(on.rank, 0)); };
+    const bool odd = on.rank == 1;
+    at::Tensor loss = forward();
+    loss.backward({}, /*retain_graph=*/odd && on.stage < 2);
+    if (odd && on.stage < 2) loss.backward();  // another loss of the same forward
+    on.engine.step();
+    if (odd && on.stage < 3) {
+      on.engine.begin_no_sync();
+      forward().backward();
+      on.engine.end_no_sync();
+    }
+    forward().backward();
+    EXPECT_TRUE(on.engine.step());
+  });
+}
+
 TEST(Agreement, ADigestTellsEveryFieldFromEveryOther) {
   std::vector<optim::GroupOptions> groups{toy_adamw(), toy_adamw()};
   const auto digest = [&](const char* call, int64_t steps, int64_t empty, const char* fault = "") {
-    return engine::StepTerms{call, steps, empty, groups, fault}.digest();
+    return engine::StepTerms{
+        .call = call, .accumulation_steps = steps, .empty_steps = empty, .groups = groups, .fault = fault}
+        .digest();
   };
   const double same = digest("step()", 2, 0);
   EXPECT_EQ(digest("step()", 2, 0), same);

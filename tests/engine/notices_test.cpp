@@ -10,8 +10,8 @@ namespace tessera::testing {
 TEST(Notices, MembersOfAListMayBeUsedInOtherSteps) {
   using Names = std::vector<std::string>;
   const Names names{"experts.0.up", "experts.1.up", "experts.1.gate", "fc1.weight", "fc2.weight", "layers.7.dead"};
-  const std::vector<bool> used{true, false, false, true, false, false};
-  EXPECT_EQ(engine::never_used(names, used), (Names{"experts.1.gate", "fc2.weight", "layers.7.dead"}));
+  const std::vector<int> used{1, 0, 0, 1, 0, 0};
+  EXPECT_EQ(engine::never_used(names, used, 1), (Names{"experts.1.gate", "fc2.weight", "layers.7.dead"}));
 }
 
 // Each once, on the first rank; nothing of what plain PyTorch trains as well.
@@ -31,13 +31,21 @@ TEST(Notices, AStepThatTrainsLessThanItSeemsSaysSoOnce) {
         ASSERT_EQ(said.size(), rank == 0 ? 2U : 0U) << stage;
         if (rank == 0) {
           EXPECT_HAS(said[0], "no backward has reached this engine");
-          EXPECT_HAS(said[1], "'dead': trained, but with no part in the loss of the first step");
+          EXPECT_HAS(said[1], "'dead': trained, and without a gradient in the first step");
         }
         train(engine, toy, rank, 2, 2);
         EXPECT_TRUE(engine.take_notices().empty());
       });
     }
   }
+}
+
+TEST(Notices, WhatSeveralStepsDidNotUseIsNamed) {
+  using Names = std::vector<std::string>;
+  const Names names{"layers.0.w",     "layers.1.w",     "experts.0.w", "experts.1.w",
+                    "mlp.expert_0.w", "mlp.expert_1.w", "heads.a.w",   "heads.b.w"};
+  EXPECT_EQ(engine::never_used(names, {10, 0, 4, 0, 9, 0, 10, 0}, 10), (Names{"layers.1.w", "heads.b.w"}));
+  EXPECT_EQ(engine::never_used(names, {1, 0, 0, 1, 1, 0, 1, 0}, 1), (Names{"heads.b.w"}));
 }
 
 TEST(Notices, NothingIsSaidOfWhatIsRight) {

@@ -35,6 +35,44 @@ struct Replacement {
   std::string said;
 };
 
+// tessera.update_in_backward: before the backward has updated anything.
+TEST(Contents, AnUpdateInTheBackwardIsRefusedBeforeIt) {
+  for (int stage = 1; stage < 4; ++stage) {
+    for (const int ranks : {1, 2}) {
+      SCOPED_TRACE(c10::str(ranks, " ranks in stage ", stage));
+      testing::run_ranks(ranks, [&](int rank, const comm::GroupPtr& group) {
+        auto net = std::make_shared<HeadedImpl>();
+        const auto config = Config::from_json(c10::str(
+            R"({"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD"}, "gradient_clipping": 0,
+              "tessera": {"update_in_backward": true}, "zero_optimization": {"stage": )",
+            stage, "}}"));
+        auto engine = initialize(net, config, comm::Mesh(group));
+        const auto masters = [&] {
+          std::vector<at::Tensor> all;
+          for (size_t i = 0; i < engine.core().params().size(); ++i)
+            all.push_back(engine.core().states().get_full(static_cast<int>(i), zero::Quantity::Master).clone());
+          return all;
+        };
+        const auto backward = [&] { engine.forward(torch::ones({4, 6})).backward(); };
+        backward();
+        EXPECT_TRUE(engine.step());
+        const auto before = masters();
+        const at::Tensor kept = net->head->weight;
+        if (rank == ranks - 1) net->head->weight = torch::randn({2, 6}, at::requires_grad());
+        EXPECT_HAS(testing::error_of(backward), "head.weight: the layer's member was given another tensor");
+        const auto after = masters();
+        for (size_t i = 0; i < before.size(); ++i)
+          EXPECT_TRUE(after[i].equal(before[i]));
+        EXPECT_EQ(engine.core().global_steps(), 1);
+        net->head->weight = kept;
+        backward();
+        EXPECT_TRUE(engine.step());
+        EXPECT_FALSE(masters()[0].equal(before[0]));
+      });
+    }
+  }
+}
+
 TEST(Contents, WhatTheForwardUsesAndTheEngineDoesNotHaveIsRefusedOnAllRanks) {
   const std::vector<Replacement> cases{
       {"member", [](HeadedImpl& net) { net.head->weight = torch::randn({2, 6}, at::requires_grad()); }, "head.weight"},

@@ -43,6 +43,7 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
     def __init__(self, model: nn.Module, config: Any, *, given: Any = None, **kwargs: Any) -> None:
         """`given`: the configuration as the user wrote it, where `config` is made of it."""
         vars(self)["_given"] = users_dict(config if given is None else given)
+        _params.settle(model.parameters())
         super().__init__(model, config, **kwargs)
         self._config = DeepSpeedConfig(self._settings, world_size=self.dp_world_size)
         _schedules.shown(self.lr_scheduler)
@@ -93,6 +94,7 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
     # ---- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        _params.settle_engine(self)
         self.tput_timer.start()
         return super().forward(*args, **kwargs)
 
@@ -102,6 +104,7 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
         return super().backward(loss, retain_graph, scale_wrt_gas)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None, *, global_norm: float | None = None) -> None:
+        _params.settle_engine(self)
         steps = self.global_steps
         if not self._averages and self.is_gradient_accumulation_boundary():
             self._sum_gradients()
@@ -109,6 +112,14 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
         if self.wall_clock_breakdown() and self.global_steps != steps:
             self.timers.take(self._watch.step_seconds)
         self.tput_timer.stop(global_step=self.global_steps != steps)
+
+    def _join(self) -> None:
+        _params.settle_engine(self)
+        super()._join()
+
+    def _whole(self) -> Any:
+        _params.settle_engine(self)
+        return super()._whole()
 
     @property
     def gradient_average(self) -> bool:

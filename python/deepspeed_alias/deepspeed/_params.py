@@ -18,7 +18,7 @@ from tessera._mesh import core_group
 from tessera.zero._owners import Mark, engine_of, holder_of
 from torch import nn
 
-from deepspeed._lazy import NotServed
+from deepspeed import _pieces
 from tessera import _core
 from tessera.zero import ParamStatus, partition_info
 
@@ -32,6 +32,7 @@ class _State(Mark):
     def __init__(self) -> None:
         self.id = next(_ids)
         self.sub_modules: set[int] = set()
+        self.lent: _pieces.Lent | None = None
 
 
 class DsParameter(nn.Parameter):
@@ -73,24 +74,32 @@ class DsParameter(nn.Parameter):
 
     @property
     def ds_tensor(self) -> torch.Tensor:
-        """A copy of this rank's even piece of the flat parameter, the last one padded with zeros; writing to it is an
-        error. Collective while the parameter is partitioned: Tessera cuts units, not parameters, so that pieces come
-        from other ranks."""
-        rank = _place(self)[0]
+        """This rank's even piece of the flat parameter, the last one padded with zeros: a copy, since Tessera cuts
+        units, not parameters. What is written to it is the parameter's from the next forward, step(), save, region or
+        reading of a piece on; UsageError there where every rank holds the parameter whole. Collective while the
+        parameter is partitioned."""
+        rank, ranks = _place(self)
         whole = self.ds_status is ParamStatus.AVAILABLE
+        if whole and ranks == 1 and self.is_contiguous():
+            return _named(self.detach().as_subclass(torch.Tensor).view(-1))
+        settle([self])
         if not whole:
             self.all_gather()
         try:
             size = self.partition_numel()
-            piece = self.detach().reshape(-1)[rank * size : (rank + 1) * size].clone()
+            piece = self.detach().as_subclass(torch.Tensor).reshape(-1)[rank * size : (rank + 1) * size].clone()
         finally:
             if not whole:
                 self.partition()
         if piece.numel() < size:
             piece = torch.cat([piece, piece.new_zeros(size - piece.numel())])
-        piece = piece.as_subclass(_Piece)
-        piece.ds_numel = size
-        return piece
+        state, steps = _state(self), _pieces.steps_of(self)
+        if state.lent is None:
+            state.lent = _pieces.Lent(_named(piece), steps, shared=not whole)
+            _note_lent(self)
+        else:
+            state.lent.read(piece, steps)
+        return state.lent.piece
 
     def partition_numel(self) -> int:
         """Elements of ds_tensor."""
@@ -98,7 +107,9 @@ class DsParameter(nn.Parameter):
 
     def all_gather(self, param_list: Iterable[nn.Parameter] | None = None, async_op: bool = False) -> None:
         """Whole until partition(). Collective."""
-        for holder, numbers in _by_holder(param_list or [self]):
+        params = list(param_list or [self])
+        settle(params)
+        for holder, numbers in _by_holder(params):
             holder.gather(numbers, False)
 
     def all_gather_coalesced(self, params: Iterable[nn.Parameter], **_: Any) -> _Done:
@@ -152,38 +163,6 @@ class DsParameter(nn.Parameter):
         return info is not None and info.status is ParamStatus.NOT_AVAILABLE
 
 
-class _Piece(torch.Tensor):
-    """A copy of a piece, to be read: what is written to it would be lost."""
-
-    ds_numel: int
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        into = (kwargs or {}).get("out")
-        writes = name.endswith("_") and not name.endswith("__")
-        writes |= name in ("__setitem__", "__set__") or (name.startswith("__i") and name.rstrip("_")[2:] in _IN_PLACE)
-        if (writes and args and isinstance(args[0], _Piece)) or isinstance(into, _Piece):
-            raise NotServed(
-                "[deepspeed] p.ds_tensor is a copy, and what is written to it is lost: write to p inside "
-                "zero.GatheredParameters(p, modifier_rank=0), or with deepspeed.utils.safe_set_local_fp32_param()"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and any(
-                isinstance(arg, _Piece) and _alias(result, arg) for arg in args
-            ):
-                return result.as_subclass(_Piece)
-            return result.as_subclass(torch.Tensor) if isinstance(result, _Piece) else result
-
-
-_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"}
-
-
-def _alias(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
-
-
 class _Done:
     """The handle of a gather that is over."""
 
@@ -191,6 +170,31 @@ class _Done:
         """Nothing is left to wait for."""
 
 
+def _named(piece: torch.Tensor) -> torch.Tensor:
+    piece.ds_numel = piece.numel()  # type: ignore[attr-defined]
+    return piece
+
+
+def _note_lent(param: torch.Tensor) -> None:
+    engine = engine_of(param)
+    if engine is not None:
+        vars(engine).setdefault(LENT, []).append(param)
+
+
+def settle(params: Iterable[torch.Tensor]) -> None:
+    """What was written to their ds_tensor holds. Collective."""
+    _pieces.settle([param for param in params if isinstance(param, DsParameter)], _STATE)
+
+
+def settle_engine(engine: Any) -> None:
+    """The same of all that an engine has given out. Collective."""
+    lent = vars(engine).get(LENT)
+    if lent:
+        settle(lent)
+        vars(engine)[LENT] = [param for param in lent if _state(param).lent is not None]
+
+
+LENT = "_lent_pieces"  # of an engine: parameters
 _EMPTY = torch.Size([0])
 _SEE_THE_WHOLE = ("tessera.", "torch.")  # beginnings of the names of modules
 _classes: dict[type, type] = {}

@@ -83,6 +83,7 @@ class GatheredParameters(tessera.zero.GatheredParameters):
     """tessera.zero.GatheredParameters."""
 
     def __enter__(self) -> None:
+        _params.settle(self._params)
         super().__enter__()
         _regions.open.append(self)
 

@@ -32,6 +32,7 @@ from tessera.engine._checkpoint import EngineCheckpoints
 from tessera.engine._contents import Contents
 from tessera.engine._end import EngineEnd
 from tessera.engine._joining import EngineJoining, groups_of_frozen
+from tessera.engine._look import EngineLook
 from tessera.engine._moving import EngineMoving
 from tessera.engine._norms import EngineNorms
 from tessera.engine._parallel import TensorParallel
@@ -55,7 +56,7 @@ from tessera.zero._leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_modu
 from tessera.zero._regions import Region, parts_of
 
 
-class Engine(EngineCheckpoints, EngineEnd, EngineJoining, EngineMoving, EngineNorms):
+class Engine(EngineCheckpoints, EngineEnd, EngineJoining, EngineLook, EngineMoving, EngineNorms):
     """Trains `model` as `config` says. tessera.initialize() builds one from the usual arguments.
 
     `group`: the ranks (a torch ProcessGroup or a group of tessera; default: all processes), which the configuration's
@@ -315,14 +316,12 @@ class Engine(EngineCheckpoints, EngineEnd, EngineJoining, EngineMoving, EngineNo
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
         core = self.core
-        self._follow_params()
+        self._look_before_forward()
         if self._says_what_is_local:  # now: registration may come after the engine
             self._says_what_is_local = False
             self._warn(attends_locally(self.module))
         if self._input_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self._input_dtype)
-        if self._updates_in_backward and torch.is_grad_enabled() and self._runner is not None:
-            self._runner.before_step()  # the backward reads the learning rates
         self._parallel.before_forward(args, kwargs, self.device)
         with self._partition.forward():
             switched_off = core.pre_forward()
@@ -381,21 +380,29 @@ class Engine(EngineCheckpoints, EngineEnd, EngineJoining, EngineMoving, EngineNo
         """Counts a micro-step; at an accumulation boundary clips, updates, advances the schedule and drops gradients.
         `global_norm`: what to clip by in place of the engine's own norm, the same on all ranks; inf or NaN skips the
         step in every precision. tessera.step_together() makes that of several engines. ValueError, with nothing
-        counted, for one that is negative or not the same, and between boundaries. UsageError, on all ranks and with
-        nothing updated, where parameters of the module were replaced since the engine was built. Collective."""
+        counted, for one that is negative or not the same, and between boundaries. At a boundary, on all ranks and with
+        nothing updated or counted: ValueError where they differ in what they step by (rates, micro-batches, calls) or
+        one of them cannot step, which gets its own error; UsageError where parameters of the module were replaced since
+        the engine was built. With tessera.update_in_backward the backward has looked, before it updated anything.
+        Collective."""
         runner = self._trainable("step")
         core = self.core
-        self._follow_params()
-        self._partition.end_stray()
         steps = core.global_steps()
         boundary = not self.managed_gradient_accumulation() or core.is_gradient_accumulation_boundary()
-        if boundary and not self._updates_in_backward:
-            runner.before_step()
+        fault, problem = "", None
+        if boundary:
+            fault, problem = self._look(before_step=not self._updates_in_backward)
+        else:
+            self._follow_params()
+        self._partition.end_stray()
         if boundary and self._wants_all_used:
             check_all_used(core, self._optimized)
         try:
-            fault = self._contents.fault(self.module) if boundary else ""
             applied = core.step(None if runner.external is None else self._update, global_norm, fault)
+        except Exception:
+            if problem is not None:
+                raise problem  # noqa: B904 (what the others have stands above it)
+            raise
         finally:
             self._settle_joined()
             if isinstance(self.optimizer, Optimizer) and core.global_steps() != steps:

@@ -37,9 +37,16 @@ def step_together(
         raise ConfigError("[step_together] copies are counted elsewhere; pass the group of all processes")
     if not mine and group is None:
         raise ConfigError("[step_together] there are no engines; a process without one passes the group of all")
+    try:
+        return _step(mine, Over(mine, group), copies)
+    finally:
+        for engine in mine:
+            engine._looked = None
+
+
+def _step(mine: list[Engine], over: Over, copies: list[nn.Parameter]) -> float | None:
     boundaries = [_at_boundary(engine) for engine in mine]
-    over = Over(mine, group)
-    fault = _fault(mine, boundaries)
+    fault, problem = _fault(mine, boundaries)
     apart = over.rows([float(any(boundaries)), float(not all(boundaries)), float(bool(fault))])
     boundary, between = bool(apart[:, 0].any()), bool(apart[:, 1].any())
     if boundary and between:
@@ -49,7 +56,9 @@ def step_together(
             f"({where}). Give them the same gradient_accumulation_steps and step them together only"
         )
     if apart[:, 2].any():
-        raise UsageError(f"[step_together] {fault or 'parameters were replaced on another rank; see its error'}")
+        if problem is not None:
+            raise problem
+        raise UsageError(f"[step_together] {fault or 'another rank cannot step; see its error'}")
     norm = _common_norm(mine, over, copies) if boundary else None
     _step_each(mine, norm)
     return norm
@@ -60,10 +69,14 @@ def _at_boundary(engine: Engine) -> bool:
     return not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary()
 
 
-def _fault(engines: list[Engine], boundaries: list[bool]) -> str:
-    ready = (engine for engine, boundary in zip(engines, boundaries, strict=True) if boundary)
-    found = (engine._contents.fault(engine.module) for engine in ready)
-    return next(filter(None, found), "")
+def _fault(engines: list[Engine], boundaries: list[bool]) -> tuple[str, Exception | None]:
+    """The first thing that keeps one of them from its step; the others are not to step then."""
+    for engine, boundary in zip(engines, boundaries, strict=True):
+        if boundary:
+            engine._looked = engine._look(before_step=not engine._updates_in_backward)
+            if engine._looked[0]:
+                return engine._looked
+    return "", None
 
 
 def _moment(row: list[float]) -> str:

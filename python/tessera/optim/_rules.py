@@ -117,6 +117,38 @@ def note_group(group: Group, options: _core.GroupOptions) -> None:
         note(name, value)
 
 
+_NOTED = ("params", "param_names", "lr", "eps", "weight_decay", "momentum", "dampening", "lr_decay", "betas")
+
+
+def other_names(group: Group) -> list[str]:
+    """Of what a client's optimizer has in a param group from the start: what note_group() leaves, to be compared."""
+    return sorted(name for name in group if name not in _NOTED)
+
+
+def other_terms(group: Group, number: int, names: list[str]) -> list[str]:
+    """These as lines. What comes later is the optimizer's own memory: ranks without a part of a group may lack it."""
+    return [f"{name} {_text(group.get(name))} in param group {number}" for name in names]
+
+
+def device_terms(group: Group, number: int, names: list[str]) -> list[tuple[str, str, torch.Tensor]]:
+    """Numbers on a device, for which the host need not wait to compare them."""
+    found = []
+    for name in (*_NOTED[2:], *names):
+        value = group.get(name)
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, torch.Tensor) and one.numel() == 1 and not one.is_cpu and not one.is_complex():
+                found.append((name, f"in param group {number}", one))
+    return found
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _text(value.item()) if value.numel() == 1 and value.is_cpu else "a tensor"
+    if isinstance(value, (tuple, list)) and len(value) <= 16:
+        return f"({', '.join(map(_text, value))})"
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
+
+
 def is_tested(optimizer: torch.optim.Optimizer) -> bool:
     """True for classes that are known to work on slices of parameters."""
     return _class_of(optimizer) in _ELEMENTWISE or isinstance(optimizer, WholeOptimizer)

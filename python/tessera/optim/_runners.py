@@ -16,7 +16,7 @@ from tessera import _core
 from tessera._blobs import CUT
 from tessera.errors import ConfigError, IoError, UsageError
 from tessera.optim import _parts
-from tessera.optim._rules import NativeRule, note_group, read_group
+from tessera.optim._rules import NativeRule, device_terms, note_group, other_names, other_terms, read_group
 from tessera.optim._states import QUANTITIES, CoreStates, OptimizerStates, OwnStates
 
 _ELSEWHERE = "[optimizer] another rank could not take the optimizer's states, and says why"
@@ -356,6 +356,7 @@ class ExternalRunner(Runner):
         _parts.warn_of_ended(core, base.state.values())
         self._take_params(index)
         self._sizes = _sizes_of(base)
+        self._names = [other_names(group) for group in base.param_groups]
         self.states = OwnStates(core, base, {number: target for number, _, target in self._masters})
 
     def _take_params(self, index: Mapping[int, int]) -> None:
@@ -404,6 +405,7 @@ class ExternalRunner(Runner):
             self._core.add_group(_core.GroupOptions())
             self._groups = self._core.groups()
             self._originals.append([])
+            self._names.append(other_names(self.base.param_groups[number]))
         known = {id(param) for param in self._originals[number]}
         self._originals[number] += [param for param in params if id(param) not in known]
 
@@ -429,6 +431,11 @@ class ExternalRunner(Runner):
         for index, (group, options) in enumerate(zip(self.base.param_groups, self._groups, strict=True)):
             note_group(group, options)
             self._core.set_group(index, options)
+        lines, on_device = [], []
+        for index, (group, names) in enumerate(zip(self.base.param_groups, self._names, strict=True)):
+            lines += other_terms(group, index, names)
+            on_device += device_terms(group, index, names)
+        self._core.set_client_terms(lines, on_device)
 
     def run(self) -> None:
         for number, _, master in self._masters:

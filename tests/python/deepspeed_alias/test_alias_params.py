@@ -65,6 +65,10 @@ def test_attributes_of_a_partitioned_parameter() -> None:
     torch.testing.assert_close(torch.cat(pieces), flat)
 
 
+def into_numpy(x: torch.Tensor) -> None:
+    x.view(torch.int16).numpy()[3:5] = 0x3C00
+
+
 WRITES: list[Callable[[torch.Tensor], Any]] = [
     lambda x: x.copy_(torch.ones(18)),
     lambda x: x.data.zero_(),
@@ -73,26 +77,100 @@ WRITES: list[Callable[[torch.Tensor], Any]] = [
     lambda x: x.view(-1, 2).add_(1),
     lambda x: x.__setitem__(0, 3.0),
     lambda x: x.__iadd__(1),
-    lambda x: setattr(x, "data", torch.ones(18)),
+    lambda x: setattr(x, "data", torch.ones(18, dtype=x.dtype)),
+    lambda x: x.set_(torch.ones(18, dtype=x.dtype)),
     lambda x: torch.add(x, 1, out=x),
+    lambda x: torch.max(torch.ones(2, 18, dtype=x.dtype), 0, out=(x, torch.empty(18, dtype=torch.long))),
+    lambda x: torch._foreach_add_([x], 1),
+    lambda x: x.chunk(3)[1].fill_(2),
+    lambda x: x.view(2, 9).unbind(0)[1].fill_(2),
+    lambda x: x.split(6)[2].zero_(),
+    lambda x: nn.init.constant_(tensor=x, val=0.5),
+    lambda x: nn.init.normal_(x),
+    into_numpy,
 ]
 
 
-def test_pieces_are_for_reading() -> None:
-    """What is written to a copy would be lost: an error for each way to write, and none for reading."""
+@pytest.mark.parametrize("mode", [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 8}}])
+def test_what_is_written_to_a_piece_holds(mode: dict[str, Any]) -> None:
+    def body(engine: Any, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        weight = engine.module.embed.weight
+        pairs = []
+        for number, write in enumerate(WRITES):
+            piece = weight.ds_tensor
+            with torch.no_grad():
+                write(piece)
+            wrote = piece.detach().clone()
+            if number % 2 == 0:
+                engine(*batch(rank))
+            else:
+                with deepspeed.zero.GatheredParameters([weight]):
+                    assert torch.equal(weight.detach().view(-1)[18 * rank : 18 * rank + 17], wrote[:17])
+            pairs.append((wrote, deepspeed.utils.safe_get_full_fp32_param(weight)))
+            del piece, wrote
+        engine.backward(engine(*batch(rank)))
+        engine.step()
+        assert engine._lent_pieces == [] and weight._ds_state.lent is None
+        moved = deepspeed.utils.safe_get_full_fp32_param(weight) - pairs[-1][1]
+        assert 0 < float(moved.abs().max()) < 0.5
+        return pairs
+
+    for (first, whole), (second, same) in zip(*on_ranks(body, **mode), strict=True):
+        assert torch.equal(whole, same)
+        assert torch.equal(torch.cat([first, second])[:35].float(), whole.view(-1))
+
+
+def test_pieces_that_cannot_be_taken_over() -> None:
+    """Of a parameter that is whole, and of an update before: an error on all ranks, at the next call."""
 
     def body(engine: Any, rank: int) -> None:
-        piece = engine.module.embed.weight.ds_tensor
-        before = piece.tolist()
-        for write in WRITES:
-            with torch.no_grad(), pytest.raises(NotImplementedError, match="modifier_rank=0"):
-                write(piece)
-        assert piece.tolist() == before and piece.ds_numel == 18
-        own = torch.zeros(18).copy_(piece).add_(piece)
-        assert torch.equal(own, 2 * piece) and (piece.clone().add_(1) - piece - 1).abs().max() < 1e-6
-        assert type(piece * 2) is torch.Tensor and piece.float().sum().isfinite() and piece.numpy().shape == (18,)
+        weight = engine.module.embed.weight
+        with deepspeed.zero.GatheredParameters([weight]):
+            weight.ds_tensor.fill_(1)
+        with pytest.raises(RuntimeError, match=r"holds whole .* modifier_rank=0"):
+            engine(*batch(rank))
+        piece, part = weight.ds_tensor, weight.ds_tensor.view(2, 9)[1]
+        values = piece.tolist()
+        engine.backward(engine(*batch(rank)))
+        engine.step()
+        assert piece.tolist() == values and weight.ds_tensor is piece and piece.tolist() != values
+        del piece
+        engine.backward(engine(*batch(rank)))
+        engine.step()
+        if rank == 0:
+            part.zero_()
+        with pytest.raises(RuntimeError, match="read before an update"):
+            engine(*batch(rank))
+        assert engine(*batch(rank)).isfinite() and engine.global_steps == 2
 
     on_ranks(body)
+
+
+def init_by_pieces(rank: int, port: int, dtype: str) -> None:
+    """As clients initialize partitions, before there is an engine."""
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    cfg = config(3, **({dtype: {"enabled": True}} if dtype else {}))
+    with deepspeed.zero.Init(config_dict_or_path=cfg):
+        model = Net()
+    torch.manual_seed(rank)
+    wrote = {}
+    for name, param in model.named_parameters():
+        nn.init.normal_(param.ds_tensor, std=0.3)
+        torch.distributed.all_reduce(param.ds_tensor)
+        wrote[name] = torch.empty(WORLD * param.partition_numel(), dtype=param.dtype)
+        torch.distributed.all_gather_into_tensor(wrote[name], param.ds_tensor)
+    engine, *_ = deepspeed.initialize(model=model, config=cfg)
+    for name, param in model.named_parameters():
+        whole = deepspeed.utils.safe_get_full_fp32_param(param)
+        assert torch.equal(whole.view(-1), wrote[name][: param.ds_numel].float())
+    engine.backward(engine(*batch(rank)))
+    engine.step()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", ["", "bf16", "fp16"])
+def test_a_client_that_initializes_pieces(dtype: str) -> None:
+    run_processes(WORLD, init_by_pieces, free_port(), dtype)
 
 
 def test_trains_with_them_and_gives_the_class_back() -> None:

@@ -229,7 +229,8 @@ def test_what_no_group_has_is_told() -> None:
     engine.optimizer.add_param_group({"params": [model.gain]})
     with pytest.raises(RuntimeError, match="is in another one"):
         engine.optimizer.param_groups[0]["params"].append(model.gain)
-        engine(*batch(0))
+        engine(*batch(0)).backward()
+        engine.step()
     engine.destroy()
 
 

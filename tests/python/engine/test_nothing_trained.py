@@ -105,12 +105,48 @@ def test_a_parameter_without_a_gradient_is_named_once(stage: int, bf16: bool) ->
         with pytest.warns(UserWarning) as told:
             engines(Parts(unused=True), ranks, config(stage, bf16=bf16), body)
         (text,) = [str(w.message) for w in told if "engine.step" in str(w.message)]
-        assert "'fc2.weight', 'fc2.bias': trained, but with no part in the loss" in text and "experts" not in text
+        assert "'fc2.weight', 'fc2.bias': trained, and without a gradient in the first step" in text
+        assert "experts" not in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engines(Parts(unused=False), 2, config(stage, bf16=bf16), body)
         said = config(stage, bf16=bf16, zero={"ignore_unused_parameters": True})
         engines(Parts(unused=True), 2, said, body)
+
+
+class Lists(nn.Module):
+    """A list of layers whose last one nothing reaches; heads by name, of which one is never asked for; experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.heads = nn.ModuleDict({name: nn.Linear(5, 3) for name in ("a", "b", "c")})
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, step: int) -> torch.Tensor:
+        x = self.layers[1](self.layers[0](x))
+        x = self.experts[1](x) if step % 2 else x
+        return ((self.heads["ab"[step % 2]](x) - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+def test_what_several_steps_did_not_use_is_named(stage: int, ranks: int) -> None:
+    """After the first step what is known then; where a list's members are used now and then, nothing."""
+
+    def body(engine: Any, rank: int) -> None:
+        for k in range(15):
+            engine.backward(engine(*batch(k), step=k))
+            engine.step()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        engines(Lists(), ranks, config(stage), body)
+    first, later = [str(w.message) for w in told if "engine.step" in str(w.message)]
+    assert "without a gradient in the first step, which has left" in first and "never" not in first
+    assert all(name in first for name in ("heads.b.weight", "heads.c.weight", "experts.0")) and "layers" not in first
+    assert "without a gradient in all of the first 10 steps" in later
+    assert later.count("'heads.c.") == 2 and later.count("'layers.2.") == 2 and later.count("'") == 8, later
 
 
 @pytest.mark.parametrize("stage", range(4))

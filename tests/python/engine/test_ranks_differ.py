@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable
@@ -10,7 +11,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import OPTIMIZERS, batch, config, free_port, make, micro, run_processes, run_ranks, weights
+from support import (
+    OPTIMIZERS,
+    assert_close,
+    batch,
+    config,
+    engines,
+    free_port,
+    make,
+    masters,
+    micro,
+    run_processes,
+    run_ranks,
+    same_bits,
+    weights,
+)
 
 import tessera
 
@@ -107,6 +122,110 @@ def test_a_call_more_on_one_rank(call: Any, accumulation: int, stage: int) -> No
         assert re.search(CALLS[call] + "|the ranks disagree", text), text
     if stage < 2 or (stage == 2 and call is one_step_more and accumulation == 1):
         assert "ranks do not step alike" in texts[0]
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("what", ["a boundary", "a step fewer"])
+def test_another_number_of_micro_batches(what: str, stage: int) -> None:
+    """Told at the first update; and once the ranks have begun alike again, they go on."""
+
+    def body(rank: int, group: tessera.Group) -> str:
+        engine = tessera.Engine(make(), config(stage, accumulation=2), group=group)
+        micro(engine, rank)
+        micro(engine, rank)
+        before = {name: value.clone() for name, value in masters(engine).items()}
+        try:
+            for k in range(4):
+                odd = rank == 1 and k == 0
+                if odd and what == "a boundary":
+                    engine.set_gradient_accumulation_boundary(True)
+                engine(*batch(10 * rank + k)).backward()
+                if not (odd and what == "a step fewer"):
+                    engine.step()
+        except Exception as error:
+            if stage < 2:
+                assert engine.global_steps == 1 and same_bits(masters(engine), before)
+                if rank == 1 and what == "a boundary":
+                    engine.set_gradient_accumulation_boundary(False)
+                    engine.step()
+                engine.zero_grad()
+                micro(engine, rank)
+                assert engine.global_steps == 2 and not same_bits(masters(engine), before)
+            return str(error)
+        return "silent"
+
+    start = time.monotonic()
+    texts = run_ranks(2, body)
+    assert time.monotonic() - start < 20
+    lines = {
+        "a boundary": r"rank 0 has 2 calls of engine\.step\(\) in this update, rank 1 has 1 calls",
+        "a step fewer": r"rank 0 has 0 micro-batches without a step\(\) of their own in this update, rank 1 has 1",
+    }
+    for text in texts:
+        assert re.search(lines[what] if stage < 2 else "the ranks disagree|do not step alike", text), text
+
+
+@pytest.mark.parametrize("managed", [True, False])
+@pytest.mark.parametrize("stage", range(3))
+def test_numbers_of_backwards_that_may_differ(stage: int, managed: bool) -> None:
+    """Rank 1 has one loss, the others, of one forward or of two in no_sync(), are rank 0's."""
+
+    def losses(model: Any, rank: int) -> list[torch.Tensor]:
+        both = [model(*batch(20 + k)) for k in range(2 - rank)]
+        return [*both, 3 * both[0]] if rank == 0 else both
+
+    def body(engine: Any, rank: int) -> dict[str, torch.Tensor]:
+        *more, last = losses(engine, rank)
+        with engine.no_sync() if managed or stage == 2 else contextlib.nullcontext():
+            for loss in more:
+                loss.backward(retain_graph=True)
+        last.backward()
+        engine.step()
+        assert engine.global_steps == 1
+        return masters(engine)
+
+    def several(engine: Any, rank: int) -> dict[str, torch.Tensor]:
+        """At a micro-batch that reduces nothing."""
+        loss = engine(*batch(20))
+        for k in range(2 - rank):
+            ((3 - 2 * k) * loss).backward(retain_graph=True)
+        engine.step()
+        engine(*batch(21)).backward()
+        engine.step()
+        assert engine.global_steps == 1
+        return masters(engine)
+
+    def expected(terms: list[tuple[int, float]]) -> dict[str, torch.Tensor]:
+        model = make()
+        sum(factor * model(*batch(20 + k)) for k, factor in terms).backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        return {name: value.detach() for name, value in model.named_parameters()}
+
+    cfg = config(stage, managed_gradient_accumulation=managed)
+    for values in engines(make(), 2, cfg, body):
+        assert_close(values, expected([(0, (1 + 3 + 1) / 2), (1, 0.5)]))
+    if stage < 2 and managed:
+        for values in engines(make(), 2, config(stage, accumulation=2), several):
+            assert_close(values, expected([(0, (3 + 1 + 3) / 4), (1, 0.5)]))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_other_keys_of_a_client_s_optimizer(stage: int) -> None:
+    """Those that it had from the start: what an optimizer adds is its own memory."""
+
+    def body(rank: int, group: tessera.Group) -> None:
+        model = make()
+        own = torch.optim.RMSprop(model.parameters(), lr=0.01)
+        engine = tessera.Engine(model, config(stage, zero_allow_untested_optimizer=True), optimizer=own, group=group)
+        micro(engine, rank)
+        engine.basic_optimizer.param_groups[0]["memory"] = rank
+        micro(engine, rank)
+        assert engine.global_steps == 2
+        engine.basic_optimizer.param_groups[0]["alpha"] = 0.9 if rank == 1 else 0.99
+        micro(engine, rank)
+
+    text = refusals(2, body)[0]
+    assert "rank 0 has alpha 0.99 in param group 0, rank 1 has alpha 0.9 in param group 0" in text
 
 
 @pytest.mark.parametrize("stage", range(4))
