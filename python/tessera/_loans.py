@@ -133,6 +133,20 @@ def step_of(engine: weakref.ref[Any]) -> Callable[..., Any]:
     return step
 
 
+def add_param_group_of(engine: weakref.ref[Any]) -> Callable[..., None]:
+    """optimizer.add_param_group() of a client's optimizer in the care of an engine, which takes the group too."""
+
+    @functools.wraps(torch.optim.Optimizer.add_param_group)
+    def add_param_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        live = engine()
+        if live is None or live.core.destroyed():
+            type(optimizer).add_param_group(optimizer, param_group)
+        else:
+            live._add_group(param_group)
+
+    return add_param_group
+
+
 def zero_grad_of_optimizer(engine: weakref.ref[Any]) -> Callable[..., None]:
     """optimizer.zero_grad() of a client's optimizer whose gradients an engine keeps."""
 

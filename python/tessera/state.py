@@ -3,7 +3,8 @@
 Full values are fp32 and have the shape of the parameter; reading and writing them is collective. Local ones are what
 this rank holds, fp32 too (views where it is held so): shaped like the parameter at stage 0, else 1-D and possibly
 empty. Everything is None for parameters that are not optimized, and for gradients outside the time between a backward
-and its step.
+and its step. A parameter that waits to be trained (thawed, or of an added param group) joins with the first collective
+call for it here; until then its local values are None.
 """
 
 from __future__ import annotations
@@ -45,22 +46,22 @@ def get_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str) -> t
     """`key` as in torch's optimizer state: "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", ..., and "step", a tensor
     without dimensions. Of an optimizer that runs itself, any that has one value for each element, or one for all; None
     before its first step."""
-    number = _number(engine, param)
+    number = _joined(engine, param)
     return _states(engine).get_full(number, key) if number in engine._optimized else None
 
 
 def set_full_fp32_param(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> None:
     """Sets the master and the parameter itself."""
-    engine.core.set_full(_number(engine, param), _core.Quantity.Master, value)
+    engine.core.set_full(_joined(engine, param), _core.Quantity.Master, value)
     engine.core.refresh_params()
 
 
 def set_full_grad(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> None:
-    engine.core.set_full(_number(engine, param), _core.Quantity.Gradient, value)
+    engine.core.set_full(_joined(engine, param), _core.Quantity.Gradient, value)
 
 
 def set_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str, value: torch.Tensor) -> None:
-    number = _optimized(engine, _number(engine, param))
+    number = _optimized(engine, _joined(engine, param))
     _states(engine).set_full(number, key, value)
 
 
@@ -84,6 +85,7 @@ def local_range(engine: Engine, param: torch.Tensor) -> tuple[int, int]:
 
 def set_local_fp32_param(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> None:
     """Sets this rank's part of the master. Collective: the parameter is refreshed on all ranks."""
+    _joined(engine, param)
     _set_local(engine, param, _core.Quantity.Master, value)
     engine.core.refresh_params()
 
@@ -104,8 +106,17 @@ def _number(engine: Engine, param: torch.Tensor) -> int:
     return number
 
 
-def _get_full(engine: Engine, param: torch.Tensor, what: _core.Quantity) -> torch.Tensor | None:
+def _joined(engine: Engine, param: torch.Tensor) -> int:
+    """Its number, once what waits to be trained has joined. Collective for one that has a group and is not trained,
+    frozen or not: ranks that differ there are told."""
     number = _number(engine, param)
+    if number not in engine._optimized and engine.core.param(number).joins >= 0:
+        engine._join()
+    return number
+
+
+def _get_full(engine: Engine, param: torch.Tensor, what: _core.Quantity) -> torch.Tensor | None:
+    number = _joined(engine, param)
     return engine.core.get_full(number, what) if number in engine._optimized else None
 
 

@@ -5,7 +5,8 @@
 //   and those of a module that is added or swapped, are used by the forward, and neither updated nor saved. So front ends compare
 //   the objects of their modules with those that were there, before every update and save, which costs tens of nanoseconds an
 //   object. Only where some differ this function looks at names: a parameter that is elsewhere in the model now
-//   (torch's register_parametrization, a wrapper around its module) is the engine's as before.
+//   (torch's register_parametrization, a wrapper around its module) is the engine's as before. Frozen ones that came later are
+//   only told of; once they require gradients they are what was added.
 #pragma once
 
 #include <cstdint>

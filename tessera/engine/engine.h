@@ -154,11 +154,16 @@ class Engine {
   double norm_contribution(const std::vector<int>& without = {});
 
   // ---- parameters that begin to be trained: Note [Joining] in zero/joining.h
-  // Both local: one more param group, one more parameter, without a group (ParamSpec::joins); their numbers. Value error for
-  // a group that needs states which the others' rule has not, and for what preflight.h refuses.
+  // One more param group, one more parameter, without a group (ParamSpec::joins); their numbers. Local, but for a parameter
+  // with ParamSpec::restore, which is whole from here on. Value error, with nothing changed, for what check_addition() refuses.
   int add_group(const optim::GroupOptions& group);
   int add_param(ParamSpec param);
-  // The group that a parameter without one would join; -1: none. Local.
+  // Of several at once, and of parameters (`known`, by number) that are to join a group: value error, by name, for a group that
+  // needs states which the others have not, for a parameter that could not be trained beside the others, and for what preflight.h
+  // refuses. Local.
+  void check_addition(const std::vector<optim::GroupOptions>& groups, const std::vector<ParamSpec>& params,
+                      const std::vector<int>& known = {}) const;
+  // The group that a parameter without one would join; -1: none. Value error as above. Local.
   void set_joins(int param, int group);
   // Those that wait are trained from here on; step(), saving and loading do so too. Value error, on all ranks, where they
   // wait for different ones. Collective.

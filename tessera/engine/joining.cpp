@@ -68,22 +68,40 @@ void Engine::Impl::join(const std::vector<int>& waiting) {
   joined.insert(joined.end(), waiting.begin(), waiting.end());
 }
 
-int Engine::add_group(const optim::GroupOptions& group) {
-  std::vector<optim::GroupOptions>& groups = impl_->here("add_group").units.groups();
-  std::vector<optim::GroupOptions> all = groups;
-  all.push_back(group);
+void Engine::check_addition(const std::vector<optim::GroupOptions>& groups, const std::vector<ParamSpec>& params,
+                            const std::vector<int>& known) const {
+  zero::Units& units = impl_->here("add_group").units;
+  std::vector<optim::GroupOptions> all = units.groups();
+  const size_t present = all.size();
+  all.insert(all.end(), groups.begin(), groups.end());
   const optim::Rule rule = impl_->options.rule;
-  TESSERA_CHECK_VALUE(groups.empty() || optim::state_names(rule, all).count == optim::state_names(rule, groups).count,
-                      "engine.add_group",
-                      "the new param group has momentum, and the others have no memory for it: build a new engine");
-  groups = all;
+  TESSERA_CHECK_VALUE(
+      present == 0 || optim::state_names(rule, all).count == optim::state_names(rule, units.groups()).count, "engine",
+      "the new param group has momentum, and the engine was built of groups without, which left out the memory for it: "
+      "give it momentum 0, or destroy() the engine and build a new one with this group");
+  for (const ParamSpec& param : params) {
+    check_added(impl_->params, param);
+    check_added({params.data(), &param}, param);
+    TESSERA_CHECK_VALUE(param.joins < static_cast<int>(all.size()), "engine", "parameter '", param.name,
+                        "' names param group ", param.joins, " of ", all.size());
+    if (!impl_->options.zero.cast) units.check_joins(param);
+  }
+  for (const int id : known)
+    if (const ParamSpec& param = impl_->params.at(id); param.tensor.requires_grad()) units.check_joins(param);
+}
+
+int Engine::add_group(const optim::GroupOptions& group) {
+  check_addition({group}, {});
+  std::vector<optim::GroupOptions>& groups = impl_->model->units.groups();
+  groups.push_back(group);
   return static_cast<int>(groups.size()) - 1;
 }
 
 int Engine::add_param(ParamSpec param) {
-  zero::ShardedModel& model = impl_->here("add_param");
-  check_added(impl_->params, param);
+  check_addition({}, {param});
+  zero::ShardedModel& model = *impl_->model;
   const zero::Options& zero = impl_->options.zero;
+  if (param.restore) std::exchange(param.restore, nullptr)();
   if (zero.cast) param.tensor.set_data(param.tensor.detach().to(zero.precision.param));
   impl_->params.push_back(std::move(param));
   model.joining.params_changed();
@@ -95,6 +113,7 @@ void Engine::set_joins(int param, int group) {
   ParamSpec& spec = impl_->params.at(param);
   TESSERA_CHECK_VALUE(group < static_cast<int>(model.units.groups().size()), "engine.set_joins",
                       "there is no param group ", group);
+  check_addition({}, {}, {param});
   spec.joins = group;
   model.joining.params_changed();
 }
@@ -102,8 +121,17 @@ void Engine::set_joins(int param, int group) {
 void Engine::join() {
   zero::ShardedModel& model = impl_->here("join");
   const std::vector<int> waiting = model.driver.waiting();
-  check_same(model.units.ranks(), impl_->joining_lines(waiting), "engine", "ranks do not train the same parameters",
+  std::vector<std::string> lines = impl_->joining_lines(waiting);
+  std::exception_ptr fault;
+  try {
+    model.driver.follow_waiting();
+  } catch (const c10::Error& error) {
+    fault = std::current_exception();
+    lines.emplace_back(error.what_without_backtrace());
+  }
+  check_same(model.units.ranks(), lines, "engine", "ranks do not train the same parameters",
              "all ranks call requires_grad_() and add_param_group() alike");
+  if (fault) std::rethrow_exception(fault);
   if (!waiting.empty()) impl_->join(waiting);
 }
 

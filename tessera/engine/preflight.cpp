@@ -15,6 +15,22 @@ namespace tessera::engine {
 
 namespace {
 
+// Bytes from the first element to the last.
+int64_t span_of(const at::Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d)
+    last += (tensor.size(d) - 1) * tensor.stride(d);
+  return (last + 1) * tensor.element_size();
+}
+
+// By their storages alone, which may be of partitioned parameters.
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0 || !a.has_storage() || !b.has_storage()) return false;
+  if (a.storage().unsafeGetStorageImpl() != b.storage().unsafeGetStorageImpl()) return false;
+  const int64_t first = a.storage_offset() * a.element_size(), second = b.storage_offset() * b.element_size();
+  return first < second + span_of(b) && second < first + span_of(a);
+}
+
 // Two parameters with common memory are one value for torch and two for an engine, which would untie them.
 void check_apart(const std::vector<ParamSpec>& params) {
   struct Bytes {
@@ -25,11 +41,8 @@ void check_apart(const std::vector<ParamSpec>& params) {
   for (const ParamSpec& spec : params) {
     const at::Tensor& t = spec.tensor;
     if (t.numel() == 0 || spec.restore || !t.has_storage() || t.storage().data() == nullptr) continue;
-    int64_t last = 0;
-    for (int64_t d = 0; d < t.dim(); ++d)
-      last += (t.size(d) - 1) * t.stride(d);
     const auto* begin = static_cast<const char*>(t.const_data_ptr());
-    all.push_back({begin, begin + (last + 1) * t.element_size(), &spec});
+    all.push_back({begin, begin + span_of(t), &spec});
   }
   std::sort(all.begin(), all.end(), [](const Bytes& a, const Bytes& b) { return a.begin < b.begin; });
   for (size_t i = 1; i < all.size(); ++i) {
@@ -148,12 +161,15 @@ void check_params(const std::vector<ParamSpec>& params, const amp::PrecisionPoli
   amp::check(precision);
 }
 
-void check_added(const std::vector<ParamSpec>& present, const ParamSpec& param) {
+void check_added(std::span<const ParamSpec> present, const ParamSpec& param) {
   check_tensor(param);
   check_real(param);
   for (const ParamSpec& spec : present) {
     TESSERA_CHECK_VALUE(!spec.tensor.is_same(param.tensor), "engine", "parameter '", param.name,
                         "' is given more than once, also as '", spec.name, "'");
+    TESSERA_CHECK_VALUE(!overlap(spec.tensor, param.tensor), "engine", "parameter '", param.name,
+                        "' lies in the memory of '", spec.name,
+                        "', and is another Parameter; use that one itself, or clone its values");
     TESSERA_CHECK_VALUE(spec.name != param.name, "engine", "there are two parameters '", param.name, "'");
   }
   TESSERA_CHECK_VALUE(trains(param.tensor.scalar_type()), "engine", "parameter '", param.name, "' is ",

@@ -1,6 +1,7 @@
 // Preflight: what is checked before an engine touches a model, so that a refused model is as it was.
 #pragma once
 
+#include <span>
 #include <vector>
 
 #include "tessera/engine/engine.h"
@@ -12,7 +13,7 @@ namespace tessera::engine {
 // one has too, of a dtype that is not trained, or held by another live engine. Local.
 void check_params(const std::vector<ParamSpec>& params, const amp::PrecisionPolicy& precision);
 // The same of one that comes later, beside those that are `present`. Local.
-void check_added(const std::vector<ParamSpec>& present, const ParamSpec& param);
+void check_added(std::span<const ParamSpec> present, const ParamSpec& param);
 
 // The policy of a model that no precision section casts: its own dtype, with the states torch would have; `grad`: the
 // dtype gradients accumulate in, if another. Value error for trained parameters of several dtypes, or one that is not

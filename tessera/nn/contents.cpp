@@ -16,8 +16,24 @@ template <class M>
 void append(const torch::nn::Module& module, Handles& handles) {
   const auto* layer = dynamic_cast<const M*>(&module);
   if (layer == nullptr) return;
-  if constexpr (requires { layer->weight; }) handles.emplace_back("weight", &layer->weight);
-  if constexpr (requires { layer->bias; }) handles.emplace_back("bias", &layer->bias);
+  const auto add = [&](const char* name, const at::Tensor& member) { handles.emplace_back(name, &member); };
+  if constexpr (requires { layer->weight; }) add("weight", layer->weight);
+  if constexpr (requires { layer->bias; }) add("bias", layer->bias);
+  if constexpr (requires { layer->in_proj_weight; }) {
+    add("in_proj_weight", layer->in_proj_weight);
+    add("in_proj_bias", layer->in_proj_bias);
+    add("q_proj_weight", layer->q_proj_weight);
+    add("k_proj_weight", layer->k_proj_weight);
+    add("v_proj_weight", layer->v_proj_weight);
+    add("bias_k", layer->bias_k);
+    add("bias_v", layer->bias_v);
+  }
+  if constexpr (requires { layer->weight_ih; }) {
+    add("weight_ih", layer->weight_ih);
+    add("weight_hh", layer->weight_hh);
+    add("bias_ih", layer->bias_ih);
+    add("bias_hh", layer->bias_hh);
+  }
 }
 
 template <class... M>
@@ -32,7 +48,8 @@ Handles members_of(const torch::nn::Module& module) {
   return handles_of<LinearImpl, BilinearImpl, EmbeddingImpl, EmbeddingBagImpl, Conv1dImpl, Conv2dImpl, Conv3dImpl,
                     ConvTranspose1dImpl, ConvTranspose2dImpl, ConvTranspose3dImpl, LayerNormImpl, GroupNormImpl,
                     BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl, InstanceNorm1dImpl, InstanceNorm2dImpl,
-                    InstanceNorm3dImpl, PReLUImpl, ColumnLinearImpl, RowLinearImpl, VocabEmbeddingImpl>(module);
+                    InstanceNorm3dImpl, PReLUImpl, MultiheadAttentionImpl, RNNCellImpl, LSTMCellImpl, GRUCellImpl,
+                    ColumnLinearImpl, RowLinearImpl, VocabEmbeddingImpl>(module);
 }
 
 int64_t id_of(const at::Tensor& tensor) {

@@ -218,6 +218,7 @@ double Pipeline::train_batch(const BatchSource& data) {
   const auto micro_batches = static_cast<int>(core().options().gradient_accumulation_steps);
   const pipeline::Shape shape{stages(), micro_batches, options_.chunks};
   const pipeline::Table table = pipeline::training(schedule_, shape, stage());
+  ties_.follow();
   PipelineRun run(*this, shape, read(data, micro_batches), /*trains=*/true);
   module_->train();
   return in_batch([&] {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/engine/agreement.h"
 #include "tessera/nn/together.h"
 
 namespace tessera::nn {
@@ -59,40 +60,91 @@ Tensors Ties::meet(Tie& tie, const Tensors& own, const F& join) {
   return joined;
 }
 
-// Units may lie otherwise on another stage: then a place holds other elements of its copy.
 void Ties::attach(engine::Engine& engine) {
   engine_ = &engine;
+  for (const Tie& tie : ties_)
+    for (size_t i = 0; i < engine.params().size() && !tie.first; ++i)
+      if (engine.params()[i].name.starts_with(tie.name)) copies_.push_back(static_cast<int>(i));
+  compare();
+}
+
+std::vector<int> Ties::trained(const Tie& tie) const {
+  std::vector<int> numbers;
+  for (size_t i = 0; i < engine_->params().size(); ++i) {
+    const engine::ParamSpec& param = engine_->params()[i];
+    if (param.name.starts_with(tie.name) && param.group >= 0 && param.tensor.requires_grad())
+      numbers.push_back(static_cast<int>(i));
+  }
+  return numbers;
+}
+
+void Ties::follow() {
+  if (keys_.empty()) return;
+  std::exception_ptr problem;
+  try {
+    engine_->join();
+  } catch (const c10::DistBackendError&) {
+    throw;
+  } catch (const std::exception&) {
+    problem = std::current_exception();
+  }
+  const bool changed = std::ranges::any_of(ties_, [&](const Tie& tie) { return tie.numbers != trained(tie); });
+  bool any = false;
+  const auto rows = rows_of(parts_, {problem ? 1.0 : 0.0, changed ? 1.0 : 0.0}, "which tied weights are trained");
+  if (problem) std::rethrow_exception(problem);
+  for (int rank = 0; rank < static_cast<int>(rows.size()); ++rank) {
+    TESSERA_CHECK(rows[rank][0] == 0, "pipeline", stage_name(parts_, rank),
+                  " could not train what was thawed; see its error");
+    any = any || rows[rank][1] != 0;
+  }
+  if (any) compare();
+}
+
+// Units may lie otherwise on another stage: then a place holds other elements of its copy.
+void Ties::compare() {
   const size_t keys = keys_.size();
-  std::vector<double> own(keys,
-                          1);  // by key: whether places have the same elements, and how many parameters are trained
-  own.resize(2 * keys, -1);
+  if (keys == 0) return;
+  // By key: whether places have the same elements, how many parameters are trained, and which ones.
+  std::vector<double> own(keys, 1);
+  own.resize(3 * keys, -1);
+  std::vector<std::vector<int>> numbers;
   for (Tie& tie : ties_) {
+    numbers.push_back(trained(tie));
     std::vector<int64_t> ranges;
-    for (size_t i = 0; i < engine.params().size(); ++i) {
-      const engine::ParamSpec& param = engine.params()[i];
-      if (!param.name.starts_with(tie.name) || param.group < 0) continue;
-      tie.numbers.push_back(static_cast<int>(i));
-      if (!tie.first) copies_.push_back(static_cast<int>(i));
-      const auto [begin, end] = engine.states().local_range(static_cast<int>(i));
+    engine::Digest names;
+    for (const int number : numbers.back()) {
+      const auto [begin, end] = engine_->states().local_range(number);
       ranges.insert(ranges.end(), {begin, end});
+      names.add(engine_->params()[number].name);
     }
     const at::Tensor mine = at::tensor(ranges, at::kLong);
     const Tensors first = meet(tie, {mine}, [&](const std::vector<Tensors>&) { return Tensors{mine}; });
     own[tie.key] = at::equal(first[0], mine) ? 1 : 0;
-    own[keys + tie.key] = static_cast<double>(tie.numbers.size());
+    own[keys + tie.key] = static_cast<double>(numbers.back().size());
+    own[2 * keys + tie.key] = names.value();
   }
-  counts_.assign(keys, -1);
-  if (keys == 0) return;
+  std::vector<int> counts(keys, -1);
+  std::vector<double> names(keys, -1);
+  std::vector<bool> in_place(keys, true);
   for (const auto& row : rows_of(parts_, own, "where tied weights lie")) {
     for (size_t key = 0; key < keys; ++key) {
-      in_place_[key] = in_place_[key] && row[key] != 0;
+      in_place[key] = in_place[key] && row[key] != 0;
       const int count = static_cast<int>(row[keys + key]);
-      TESSERA_CHECK_VALUE(count < 0 || counts_[key] < 0 || count == counts_[key], "pipeline", "tied layers '",
-                          keys_[key], "' have ", counts_[key], " and ", count,
-                          " trained parameters on two stages; freeze the same ones on all");
-      counts_[key] = std::max(counts_[key], count);
+      if (count < 0) continue;
+      TESSERA_CHECK_VALUE(counts[key] < 0 || count == counts[key], "pipeline", "tied layers '", keys_[key], "' have ",
+                          counts[key], " and ", count,
+                          " trained parameters on two stages; freeze and thaw the same ones on all");
+      TESSERA_CHECK_VALUE(counts[key] < 0 || row[2 * keys + key] == names[key], "pipeline", "tied layers '", keys_[key],
+                          "' have other trained parameters on one stage than on another; freeze and thaw the same ones "
+                          "on all");
+      counts[key] = count;
+      names[key] = row[2 * keys + key];
     }
   }
+  for (size_t i = 0; i < ties_.size(); ++i)
+    ties_[i].numbers = std::move(numbers[i]);
+  counts_ = std::move(counts);
+  in_place_ = std::move(in_place);
 }
 
 std::vector<std::vector<bool>> Ties::used() const {

@@ -23,6 +23,9 @@ class Ties {
 
   // From here on the parameters of this engine. Collective.
   void attach(engine::Engine& engine);
+  // Before a batch: what was frozen or thawed since takes part, or does not. Value error, on all ranks, where a copy is
+  // trained and another one is not. Collective.
+  void follow();
   // Numbers of the engine's parameters that an earlier stage has, too.
   const std::vector<int>& copies() const { return copies_; }
   // Every copy's gradient becomes the sum of all copies', where a place has one. Collective.
@@ -39,9 +42,12 @@ class Ties {
     std::vector<std::unique_ptr<pipeline::Wire>> there,
         back;  // from the first stage: to each other one; else to the first
     std::vector<std::pair<std::string, at::Tensor>> params = {};  // of the module
-    std::vector<int> numbers = {};                                // of the engine's parameters that are trained
+    std::vector<int> numbers = {};                                // of the engine's that are trained: trained()
     int64_t messages = 0;
   };
+  // The engine's, that are trained now.
+  std::vector<int> trained(const Tie& tie) const;
+  void compare();
   // By key and parameter: whether any rank of a stage that has it has a gradient. Collective.
   std::vector<std::vector<bool>> used() const;
   // The first stage gets those of all others and returns what `join` makes of them, on all stages.

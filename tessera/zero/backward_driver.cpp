@@ -27,9 +27,20 @@ void BackwardDriver::follow_params() {
     if (!place.flat->sharded() && !is_bound(*place.param, *place.unit)) adopt_param(place, /*compare=*/false);
     watch(place.param->tensor, id, place.unit->grads_are_visible());
   }
+  follow_waiting();
+}
+
+void BackwardDriver::follow_waiting() {
   for (const ParamId id : waiting()) {
-    units_.check_joins(id);
-    watch(units_.params()[id].tensor, id, /*stash=*/true);
+    const at::Tensor& tensor = units_.params()[id].tensor;
+    units_.check_joins(units_.params()[id]);
+    if (hooks_.watches(tensor)) continue;
+    if (has_gradients()) {
+      check_watched(id);
+    } else {
+      tensor.mutable_grad().reset();
+    }
+    watch(tensor, id, /*stash=*/true);
   }
 }
 
@@ -49,12 +60,8 @@ std::vector<ParamId> BackwardDriver::waiting() const {
 // Gradients that came past our hook (Note [Accumulators change]) were not scaled, not reduced and are not ours to guess.
 void BackwardDriver::check_all_watched() {
   const std::lock_guard lock(hooks_.mutex());
-  for (const ParamId id : waiting()) {
-    const ParamSpec& spec = units_.params()[id];
-    TESSERA_CHECK(!spec.tensor.grad().defined() || hooks_.watches(spec.tensor), "zero", "parameter '", spec.name,
-                  "' began to require gradients and got them past the engine: call the engine, not its module, for the "
-                  "first forward after requires_grad_(True); engine.zero_grad() drops them");
-  }
+  for (const ParamId id : waiting())
+    check_watched(id);
   for (const ParamId id : units_.trained_ids()) {
     const Param& p = *units_[id].param;
     const at::Tensor& grad = p.tensor.grad();
@@ -65,6 +72,15 @@ void BackwardDriver::check_all_watched() {
         "' was converted (module.to(...)) after a first register_hook() and got gradients past the engine: call the "
         "engine, not its module, for the first forward after that; engine.zero_grad() drops them");
   }
+}
+
+void BackwardDriver::check_watched(ParamId id) const {
+  const ParamSpec& spec = units_.params()[id];
+  TESSERA_CHECK(
+      !spec.tensor.grad().defined() || hooks_.watches(spec.tensor), "zero", "parameter '", spec.name,
+      "' began to require gradients and got them past the engine: call the engine, not its module, for the first "
+      "forward after requires_grad_(True), and add_param_group() before the first backward of an update; "
+      "engine.zero_grad() drops them");
 }
 
 bool BackwardDriver::may_reduce(const StepState& step) const {
@@ -308,8 +324,12 @@ void BackwardDriver::drop_gradients() {
   reducer_->reset();
   unreduced_ = flushed_ = scaled_ = forward_came_ = false;
   since_step_ = unstepped_ = 0;
-  for (const ParamId id : units_.may_join())
-    if (const at::Tensor& tensor = units_.params()[id].tensor; hooks_.watches(tensor)) tensor.mutable_grad().reset();
+  const auto drop = [&](ParamId id) {
+    const at::Tensor& tensor = units_.params()[id].tensor;
+    if (hooks_.watches(tensor) || (tensor.requires_grad() && !Hooks::is_watched(tensor))) tensor.mutable_grad().reset();
+  };
+  std::ranges::for_each(units_.may_join(), drop);
+  std::ranges::for_each(units_.left_out(), drop);
   for (const ParamId id : units_.trained_ids())
     units_[id].param->tensor.mutable_grad().reset();
 }

@@ -33,6 +33,9 @@ class BackwardDriver final : private HookSink {
   // Before a forward: what the user did to parameters since the last one. Takes in data that was replaced and hooks
   // parameters that began to require gradients. Local.
   void follow_params();
+  // The second of these, of those that wait to be trained. What they have in p.grad from before is not of this update: it
+  // is dropped, or, where the update has begun, a state error. Local.
+  void follow_waiting();
 
   // Everything accumulated so far is reduced on return. Collective where something is left to reduce.
   void ensure_reduced();
@@ -87,6 +90,7 @@ class BackwardDriver final : private HookSink {
   void call_gone(ScopeCall& call) override;
 
   void watch(const at::Tensor& param, ParamId id, bool stash);
+  void check_watched(ParamId id) const;
   void keep_waiting(ParamId id, at::Tensor& grad, const BackwardInfo& backward);
   bool may_reduce(const StepState& step) const;
   void check_once(const BackwardInfo& backward) const;

@@ -74,9 +74,11 @@ std::string FlatParams::message(const Item& item) const {
   return "[zero] parameter '" + item.name +
          "' is partitioned over the ranks and not gathered now; read or edit it inside GatheredParameters, or use it "
          "in "
-         "the forward of the module that owns it (register_external_parameter for another module). In a backward: the "
-         "forward must return what its gradients come from; a tensor kept elsewhere (on self, in a closure) cannot be "
-         "seen";
+         "the forward of the module that owns it (register_external_parameter for another module; a module that "
+         "zero.Init "
+         "built after the engine: optimizer.add_param_group makes it whole). In a backward: the forward must return "
+         "what "
+         "its gradients come from; a tensor kept elsewhere (on self, in a closure) cannot be seen";
 }
 
 shard::Buffer FlatParams::slice_values() const {

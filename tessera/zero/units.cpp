@@ -78,7 +78,11 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<P
   unsharder_ = std::make_unique<Unsharder>(
       options_.gather, phases_, [this](int informed, const std::string& why) { abort_groups(informed, why); });
   for (size_t i = 0; i < params.size(); ++i)
-    if (params[i].group >= 0) trained_ids_.push_back(static_cast<ParamId>(i));
+    if (params[i].group >= 0) {
+      trained_ids_.push_back(static_cast<ParamId>(i));
+    } else if (!params[i].tensor.requires_grad()) {
+      left_out_.push_back(static_cast<ParamId>(i));
+    }
   params_changed();
   const std::vector<PlannedUnit> planned_units = plan(params);
   shared_ = share(planned_units, params);
@@ -396,7 +400,8 @@ const Place& Units::at(ParamId id, const char* call) const {
 const Place& Units::trained(ParamId id, const char* call) const {
   const Place& place = at(id, call);
   TESSERA_CHECK_VALUE(place.trained(), "engine", call, ": parameter '", params_[id].name,
-                      "' is not optimized and has no states");
+                      "' is not optimized and has no states",
+                      params_[id].joins >= 0 ? "; once it is thawed it joins with the next step(), or by join()" : "");
   return place;
 }
 
@@ -443,15 +448,23 @@ void Units::params_changed() {
   may_join_.clear();
   for (size_t i = 0; i < params_.size(); ++i)
     if (params_[i].group < 0 && params_[i].joins >= 0) may_join_.push_back(static_cast<ParamId>(i));
+  std::erase_if(left_out_, [&](ParamId id) { return params_[id].group >= 0 || params_[id].joins >= 0; });
 }
 
-void Units::check_joins(ParamId id) const {
-  const at::ScalarType dtype = params_[id].tensor.scalar_type(), trained = options_.precision.param;
-  TESSERA_CHECK_VALUE(
-      dtype == trained, "engine", "parameter '", params_[id].name, "' begins to be trained and is ", dtype,
-      ", the engine trains ", trained,
-      ": convert it before the engine is built, or enable bf16 or fp16 in the configuration, which casts "
-      "all");
+void Units::check_joins(const ParamSpec& param) const {
+  const at::ScalarType dtype = param.tensor.scalar_type(), trained = options_.precision.param;
+  TESSERA_CHECK_VALUE(dtype == trained, "engine", "parameter '", param.name, "' begins to be trained and is ", dtype,
+                      ", the engine trains ", trained,
+                      ": convert it before the engine has it, or enable bf16 or fp16 in the configuration, which casts "
+                      "all");
+  TESSERA_CHECK_VALUE(param.tensor.is_leaf(), "engine", "parameter '", param.name, "' is not a leaf tensor");
+  const c10::Device device = ranks().device;
+  TESSERA_CHECK_VALUE(param.tensor.device().type() == device.type(), "engine", "parameter '", param.name,
+                      "' begins to be trained on device '", param.tensor.device(), "', the engine trains on '", device,
+                      "': move it there first");
+  TESSERA_CHECK_VALUE(sets_.contains(param.varies.only(several_)), "engine", "parameter '", param.name,
+                      "' differs along ", param.varies.name(),
+                      ", as no parameter did when the engine was built; build a new one");
 }
 
 std::vector<PlanItem> Units::items_to_join(const std::vector<ParamId>& ids) const {
@@ -459,9 +472,7 @@ std::vector<PlanItem> Units::items_to_join(const std::vector<ParamId>& ids) cons
   std::vector<PlanItem> items;
   for (const ParamId id : ids) {
     const ParamSpec& p = params_[id];
-    check_joins(id);
-    TESSERA_CHECK_VALUE(sets_.contains(p.varies.only(several_)), "zero", "parameter '", p.name, "' differs along ",
-                        p.varies.name(), ", as no parameter did when the engine was built; build a new one");
+    check_joins(p);
     const bool stays = partitions && !(places_[id].held() && places_[id].flat->sharded());
     const int kind = stays ? kResident : kPartitioned;
     items.push_back({p.unit, p.tensor.numel(), p.group, kind, travels_of(kind, p)});

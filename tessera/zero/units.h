@@ -100,8 +100,10 @@ class Units {
   void return_host_memory() const noexcept;
   // Those without a group that would join one: see Note [Joining] in joining.h.
   const std::vector<ParamId>& may_join() const { return may_join_; }
-  // Value error for a dtype that is not the trained ones'.
-  void check_joins(ParamId id) const;
+  // Those of no group, frozen when the engine was built. Once they require gradients nobody here uses them.
+  const std::vector<ParamId>& left_out() const { return left_out_; }
+  // Value error for one that could not be trained beside those that are.
+  void check_joins(const ParamSpec& param) const;
   // params() has grown, or other parameters may join. Local.
   void params_changed();
   // `ids`, which have a group now, get units and states, by what builds them at construction. Partitioned ones stay so, the
@@ -154,7 +156,7 @@ class Units {
   std::vector<std::unique_ptr<Unit>> units_;
   std::vector<std::unique_ptr<FlatParams>> frozen_;
   std::vector<Place> places_;
-  std::vector<ParamId> trained_ids_, may_join_;
+  std::vector<ParamId> trained_ids_, may_join_, left_out_;
   std::vector<std::unique_ptr<FlatParams>> left_;  // of frozen_, empty: the unsharder has their numbers
   bool built_ = false;                             // what comes now joins
   std::vector<Unit*> unit_of_number_;

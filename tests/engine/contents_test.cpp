@@ -15,6 +15,8 @@ TEST(Contents, WhatIsReplacedOrAddedIsNamedAndWhatMovedIsNot) {
   EXPECT_EQ(compare({{"a", 1}, {"b", 2}, {"tied", 2}}).fault.substr(0, 14), "tied: replaced");  // tied otherwise
   EXPECT_EQ(compare({{"a", 3, false}}).fault.substr(0, 11), "a: replaced");
   EXPECT_EQ(compare({{"a", 1}, {"c", 4}}).fault.substr(0, 8), "c: added");
+  const ContentsReport still = compare_contents({{"a", 1, false}}, {{"a", 3, false}}, {1});
+  EXPECT_NE(still.fault.find("a: replaced after the engine was built, which saves"), std::string::npos) << still.fault;
   const ContentsReport frozen = compare({{"a", 1}, {"c", 4, false}});
   EXPECT_EQ(frozen.fault, "");
   EXPECT_NE(frozen.warning.find("c: frozen"), std::string::npos);

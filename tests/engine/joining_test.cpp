@@ -64,7 +64,55 @@ TEST(Joining, AGroupThatNeedsOtherStatesIsRefused) {
   optim::GroupOptions group;
   Engine engine(options, comm::Mesh(), toy.specs(), {group});
   group.momentum = 0.9;
-  EXPECT_HAS(message_of<c10::ValueError>([&] { engine.add_group(group); }), "has momentum");
+  for (int i = 0; i < 2; ++i)
+    EXPECT_HAS(message_of<c10::ValueError>([&] { engine.add_group(group); }), "has momentum");
+  EXPECT_EQ(engine.groups().size(), 1);
+  const auto refused = [&](const at::Tensor& tensor) {
+    const engine::ParamSpec param{.name = "extra", .tensor = tensor, .unit = "root", .joins = 0};
+    return message_of<c10::ValueError>([&] { engine.add_param(param); });
+  };
+  EXPECT_HAS(refused(at::ones({2}, at::kDouble).requires_grad_(true)), "'extra' is Double");
+  EXPECT_HAS(refused(toy.tensors[0].detach().requires_grad_(true)), "'extra' lies in the memory of");
+  EXPECT_EQ(engine.params().size(), 5);
+  EXPECT_EQ(engine.add_param({.name = "extra", .tensor = at::ones({2}).requires_grad_(true), .joins = 0}), 5);
+}
+
+// What no group has, or had none of, in p.grad.
+TEST(Joining, GradientsFromBeforeItsGroupHasItDoNotCount) {
+  for (const int world : {1, 2}) {
+    for (int stage = 0; stage <= 3; ++stage) {
+      run_ranks(world, [&](int rank, const comm::GroupPtr& group) {
+        const Toy toy;
+        std::vector<engine::ParamSpec> specs = toy.specs();
+        specs[3].tensor.set_requires_grad(false);
+        specs[3].group = -1;
+        Engine engine(toy_options({.stage = stage, .clip = 0}), comm::Mesh(group), specs, {toy_adamw()});
+        at::Tensor late = at::Tensor(toy.tensors[3]).set_requires_grad(true),
+                   extra = at::ones({3}).requires_grad_(true);
+        train_with(engine, toy, extra, rank, 0, 2);
+        EXPECT_FALSE(late.grad().defined()) << "step() drops it";
+        engine.set_joins(3, 0);
+        engine.add_param({.name = "extra", .tensor = extra, .joins = 0});
+        EXPECT_TRUE(extra.grad().defined());
+        engine.join();
+        at::Tensor expected = at::zeros({3});
+        for (int each = 0; each < world; ++each) {
+          const at::NoGradGuard no_grad;
+          engine.pre_forward();
+          const at::Tensor out = toy.outputs(toy_batch(each, 2), &engine);
+          engine.post_forward({out});
+          expected += 2 * out.square().sum(0) / out.numel() / world;
+        }
+        engine.pre_forward();
+        const at::Tensor loss = (toy.outputs(toy_batch(rank, 2), &engine) * extra).square().mean();
+        engine.post_forward({loss});
+        loss.backward();
+        if (stage < 2) engine.grad_norm();  // reduces
+        EXPECT_TRUE(at::allclose(engine.states().get_full(5, Quantity::Gradient), expected)) << "in stage " << stage;
+        engine.step();
+      });
+    }
+  }
 }
 
 // Saved by an engine where it has joined, loaded where it was trained from the start, and the other way round.

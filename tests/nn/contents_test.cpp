@@ -14,11 +14,18 @@ namespace {
 
 struct HeadedImpl : torch::nn::Module {
   HeadedImpl() {
+    attention = register_module("attention", torch::nn::MultiheadAttention(6, 2));
+    cell = register_module("cell", torch::nn::GRUCell(6, 6));
     body = register_module(
         "body", torch::nn::Sequential(torch::nn::Linear(6, 6), torch::nn::LayerNorm(torch::nn::LayerNormOptions({6}))));
     head = register_module("head", torch::nn::Linear(6, 2));
   }
-  at::Tensor forward(const at::Tensor& x) { return head(body->forward(x)).square().mean(); }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor row = cell(x).unsqueeze(1);
+    return head(body->forward(std::get<0>(attention(row, row, row)).squeeze(1))).square().mean();
+  }
+  torch::nn::MultiheadAttention attention{nullptr};
+  torch::nn::GRUCell cell{nullptr};
   torch::nn::Sequential body{nullptr};
   torch::nn::Linear head{nullptr};
 };
@@ -76,6 +83,9 @@ TEST(Contents, AnUpdateInTheBackwardIsRefusedBeforeIt) {
 TEST(Contents, WhatTheForwardUsesAndTheEngineDoesNotHaveIsRefusedOnAllRanks) {
   const std::vector<Replacement> cases{
       {"member", [](HeadedImpl& net) { net.head->weight = torch::randn({2, 6}, at::requires_grad()); }, "head.weight"},
+      {"attention", [](HeadedImpl& net) { net.attention->in_proj_weight = torch::randn({18, 6}, at::requires_grad()); },
+       "attention.in_proj_weight"},
+      {"cell", [](HeadedImpl& net) { net.cell->bias_hh = torch::randn({18}, at::requires_grad()); }, "cell.bias_hh"},
       {"module", [](HeadedImpl& net) { net.head = net.replace_module("head", torch::nn::Linear(6, 2)); },
        "head.weight, head.bias: replaced"},
       {"added", [](HeadedImpl& net) { net.body->push_back(torch::nn::Linear(6, 6)); },
@@ -124,6 +134,37 @@ TEST(Contents, WhatTheForwardUsesAndTheEngineDoesNotHaveIsRefusedOnAllRanks) {
     }
   }
   EXPECT_FALSE(std::filesystem::exists(folder / "latest"));
+}
+
+TEST(Contents, AFrozenLayerThatCameLaterAndIsThawedIsWhatWasAdded) {
+  for (int stage = 0; stage < 4; ++stage) {
+    for (const int world : {1, 2}) {
+      testing::run_ranks(world, [&](int, const comm::GroupPtr& group) {
+        auto net = std::make_shared<HeadedImpl>();
+        auto engine = initialize(net, config_of_stage(stage), comm::Mesh(group));
+        torch::nn::Linear late(6, 6);
+        for (at::Tensor& param : late->parameters())
+          param.requires_grad_(false);
+        net->body->push_back(late);
+        const auto step = [&] {
+          engine.forward(torch::ones({4, 6})).backward();
+          return engine.step();
+        };
+        EXPECT_TRUE(step());
+        for (at::Tensor& param : late->parameters())
+          param.requires_grad_(true);
+        for (int i = 0; i < 2; ++i)
+          EXPECT_HAS(testing::error_of(step), "body.2.weight, body.2.bias: added");
+        EXPECT_EQ(engine.core().global_steps(), 1);
+        engine.core().add_param({.name = "body.2.weight", .tensor = late->weight, .unit = "late", .joins = 0});
+        engine.core().add_param({.name = "body.2.bias", .tensor = late->bias, .unit = "late", .joins = 0});
+        engine.core().zero_grad();
+        const at::Tensor before = late->bias.detach().clone();
+        EXPECT_TRUE(step());
+        EXPECT_FALSE(late->bias.equal(before));
+      });
+    }
+  }
 }
 
 TEST(Contents, ARankAloneIsNamed) {

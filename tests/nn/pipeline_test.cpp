@@ -32,7 +32,8 @@ BatchSource data_of(const Case& c, const comm::Parts& parts, int step) {
 
 // Weights of all stages after so many steps; what every rank sees is compared on the way.
 testing::Trained train_stages(const Case& c, int steps, int first = 0, const std::string& from = "",
-                              const std::string& to = "") {
+                              const std::string& to = "",
+                              const std::function<void(torch::nn::Module&, int)>& before = {}) {
   testing::Trained result;
   std::mutex mutex;
   testing::run_stages(c, [&](const comm::Parts& parts) {
@@ -40,8 +41,10 @@ testing::Trained train_stages(const Case& c, int steps, int first = 0, const std
     EXPECT_TRUE(from.empty() || engine.load_checkpoint(from));
     EXPECT_EQ(engine.core().global_steps(), first);
     std::vector<double> losses;
-    for (int step = first; step < first + steps; ++step)
+    for (int step = first; step < first + steps; ++step) {
+      if (before) before(engine.module(), step);
       losses.push_back(engine.train_batch(data_of(c, parts, step)));
+    }
     EXPECT_EQ(engine.core().micro_steps(), (first + steps) * c.micro_batches);
     if (steps > 0) {
       EXPECT_EQ(engine.max_live_activations(),
@@ -151,6 +154,33 @@ TEST(Pipeline, TiedWeightsAreOne) {
     c.list = [](const comm::Mesh&) { return testing::tied_layers(/*idle=*/true); };
     expect_close(c);
   }
+}
+
+// Frozen when they are built and for the first step, thawed for the second and the third, frozen for the fourth.
+TEST(Pipeline, TiedWeightsAreOneThatMayBeFrozenAndThawed) {
+  const auto thaw = [](torch::nn::Module& module, int step) {
+    for (const auto& param : module.named_parameters())
+      if (param.key().starts_with("tied_modules.")) at::Tensor(param.value()).requires_grad_(step == 1 || step == 2);
+  };
+  constexpr int kLong = 4;
+  const std::string units = R"("tessera": {"min_unit_elements": 0},)";
+  for (const Case& each : {Case{.zero = 1, .clip = 0.1}, Case{.ranks = 2, .zero = 2, .clip = 0.1, .more = units}}) {
+    Case c = each;
+    c.list = [](const comm::Mesh&) { return testing::tied_layers(/*idle=*/false, /*frozen=*/true); };
+    const auto expected = testing::train_whole(c, kLong, thaw), got = train_stages(c, kLong, 0, "", "", thaw);
+    EXPECT_NEAR(got.norm, expected.norm, 1e-4 * expected.norm);
+    for (const auto& [name, value] : expected.weights)
+      EXPECT_TRUE(at::allclose(got.weights.at(name), value, 1e-5, 1e-5)) << c.name() << ": " << name;
+  }
+  const Case c{.zero = 1};
+  testing::run_stages(c, [&](const comm::Parts& parts) {
+    Pipeline engine(testing::tied_layers(/*idle=*/false, /*frozen=*/true), c.config(), parts, c.options());
+    thaw(engine.module(), engine.is_first_stage() ? 0 : 1);
+    for (int i = 0; i < 2; ++i)
+      EXPECT_HAS(error_of([&] { engine.train_batch(data_of(c, parts, 0)); }), "trained parameters on two stages");
+    thaw(engine.module(), 1);
+    EXPECT_GT(engine.train_batch(data_of(c, parts, 0)), 0) << "the engine goes on";
+  });
 }
 
 TEST(Pipeline, StagesMayBeCutByTensorParallelism) {

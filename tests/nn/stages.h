@@ -94,8 +94,14 @@ inline Layers functions_last() {
 }
 
 // The first and the last layer share a weight [kWidth, 6], and a bias that the last one does not use; `idle`: nor the weight.
-inline Layers tied_layers(bool idle = false) {
-  const auto make = [] { return fresh(0, torch::nn::Linear(6, kWidth)); };
+// `frozen`: both are so.
+inline Layers tied_layers(bool idle = false, bool frozen = false) {
+  const auto make = [frozen] {
+    torch::nn::Linear made = fresh(0, torch::nn::Linear(6, kWidth));
+    for (at::Tensor& param : made->parameters())
+      param.requires_grad_(!frozen);
+    return made;
+  };
   Layers list;
   list.tied("ends", make);
   for (const int number : {1, 2, 3, 4})
@@ -211,7 +217,8 @@ struct Trained {
 };
 
 // The same layers on one engine over the ranks of one stage: what a pipeline must come to.
-inline Trained train_whole(const Case& c, int steps) {
+// `before` is called with the module before every step.
+inline Trained train_whole(const Case& c, int steps, const std::function<void(torch::nn::Module&, int)>& before = {}) {
   struct Whole : nn::StageLayers {
     using StageLayers::StageLayers;
     Tensors forward(const Tensors& x) { return run(0, x); }
@@ -226,6 +233,7 @@ inline Trained train_whole(const Case& c, int steps) {
     whole.tp = 1;
     nn::Engine<Whole> engine(module, whole.config(), comm::Mesh(group), nullptr, nn::units_of_layers);
     for (int step = 0; step < steps; ++step) {
+      if (before) before(*module, step);
       at::Tensor total = at::zeros({});
       for (int64_t micro = 0; micro < c.micro_batches; ++micro) {
         const MicroBatch batch = batch_of(rank, step, micro, c.type());

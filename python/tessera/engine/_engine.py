@@ -17,7 +17,7 @@ from tessera import _core, _mesh, distributed
 from tessera._config import load_config
 from tessera._copies import own_copies, without_repeats
 from tessera._device import checked_device, emulated
-from tessera._loans import Loans, step_of, zero_grad_of, zero_grad_of_optimizer
+from tessera._loans import Loans, add_param_group_of, step_of, zero_grad_of, zero_grad_of_optimizer
 from tessera._outputs import tensors_in
 from tessera.autocast import (
     PARAM_COMM_DTYPE_ATTR_NAME,
@@ -297,6 +297,7 @@ class Engine(EngineCheckpoints, EngineEnd, EngineJoining, EngineLook, EngineMovi
         base = self._runner.base
         this = weakref.ref(self)
         self._loans.put(base, "step", types.MethodType(step_of(this), base))
+        self._loans.put(base, "add_param_group", types.MethodType(add_param_group_of(this), base))
         if self._params_are_masters():
             return base
         self._loans.put(base, "zero_grad", types.MethodType(zero_grad_of_optimizer(this), base))

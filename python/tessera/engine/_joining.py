@@ -5,6 +5,7 @@ them, and the client's optimizer of what has joined."""
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,9 +13,10 @@ from torch import nn
 
 from tessera import _core
 from tessera.engine._on_all import on_all
-from tessera.errors import UsageError
+from tessera.errors import ConfigError, UsageError
 from tessera.optim._whole import Muon, muon_groups
 from tessera.units import ROOT
+from tessera.zero._init import early_of
 from tessera.zero._owners import Home, set_home
 
 if TYPE_CHECKING:
@@ -57,6 +59,20 @@ def _fits(base: torch.optim.Optimizer, group: dict[str, Any], model: nn.Module, 
 class EngineJoining:
     """What an Engine does with them."""
 
+    def _add_group(self, group: dict[str, Any]) -> None:
+        """optimizer.add_param_group(). With a group that is refused all is as before."""
+        engine = cast("Engine", self)
+        base = engine._trainable("optimizer.add_param_group").base
+        count = len(base.param_groups)
+        type(base).add_param_group(base, group)
+        try:
+            self._follow_params()
+        except BaseException as error:
+            del base.param_groups[count:]
+            if isinstance(error, (ConfigError, UsageError)):
+                raise type(error)(f"{error}; the param group was not added{_strangers(engine, group)}") from None
+            raise
+
     def _follow_params(self) -> None:
         """The core is told of what begins to be trained. Local."""
         engine = cast("Engine", self)
@@ -86,6 +102,8 @@ class EngineJoining:
         """Before a save or a load. Collective, over all engines that save together."""
         engine = cast("Engine", self)
         with on_all(engine):
+            if engine._runner is not None:
+                engine._runner.check_kept()
             self._follow_params()
         with on_all(engine):
             engine.core.join()
@@ -109,34 +127,61 @@ def _rename(engine: Engine, spec: _core.ParamSpec, number: int) -> None:
 def _take_groups(engine: Engine) -> None:
     runner = engine._runner
     assert runner is not None
-    listed = [p for group in runner.base.param_groups for p in group["params"]]
-    for number, params in runner.grown():
+    grown = runner.grown()
+    groups = {number: runner.options_of(number) for number, _ in grown if number >= len(engine.core.groups())}
+    joining = _joining(engine, grown)
+    known = [number for number in (engine._index.get(id(param)) for param, _ in joining) if number is not None]
+    specs = _specs(engine, [(param, group) for param, group in joining if id(param) not in engine._index])
+    engine.core.check_addition(list(groups.values()), specs, known)
+    for options in groups.values():
+        engine.core.add_group(options)
+    for spec in specs:
+        engine._index[id(spec.tensor)] = number = engine.core.add_param(spec)
+        set_home(spec.tensor, Home(engine.core, number, engine), engine._loans)
+    for number, params in grown:
         runner.take_group(number, params)
         engine._group_names += [[] for _ in range(number + 1 - len(engine._group_names))]
-        for param in params:
-            place = engine._index.get(id(param))
-            if place is None:
-                _add(engine, param, number)
-                continue
-            if place in engine._optimized or sum(param is other for other in listed) > 1:
-                name = engine.core.param(place).name
-                raise UsageError(f"[engine] '{name}' was added to param group {number}, and is in another one")
-            engine.core.set_joins(place, number)
-            name = engine.core.param(place).name
-            engine._frozen.pop(name, None)
-            engine._group_names[number].append((name, False))
+    for param, group in joining:
+        number = engine._index[id(param)]
+        engine.core.set_joins(number, group)
+        name = engine.core.param(number).name
+        engine._frozen.pop(name, None)
+        engine._group_names[group].append((name, False))
     runner.note_sizes()
 
 
-def _add(engine: Engine, param: torch.Tensor, group: int) -> None:
-    """One that the engine has not seen: of a module that came later, or of none."""
-    specs = engine.core.params()
-    names = {id(p): name for name, p in engine.module.named_parameters()}
-    name = names.get(id(param), f"optimizer.{len(specs)}")
-    number = engine.core.add_param(_core.ParamSpec(name, param, -1, ROOT, joins=group))
-    engine._index[id(param)] = number
-    engine._group_names[group].append((name, False))
-    set_home(param, Home(engine.core, number, engine), engine._loans)
+def _joining(engine: Engine, grown: list[tuple[int, list[torch.Tensor]]]) -> list[tuple[torch.Tensor, int]]:
+    """What has come, with its group."""
+    assert engine._runner is not None
+    listed = Counter(id(p) for group in engine._runner.base.param_groups for p in group["params"])
+    joining = [(param, group) for group, params in grown for param in params]
+    for param, group in joining:
+        if engine._optimizes(param) or listed[id(param)] > 1:
+            name = next((name for name, p in engine.module.named_parameters() if p is param), "a parameter")
+            raise UsageError(
+                f"[engine] '{name}' was added to param group {group}, and is in another one: change the rates "
+                "of that one"
+            )
+    return joining
+
+
+def _specs(engine: Engine, joining: list[tuple[torch.Tensor, int]]) -> list[_core.ParamSpec]:
+    """Of those that the engine has not seen: of a module that came later, or of none."""
+    names = {id(param): name for name, param in engine.module.named_parameters()}
+    first = len(engine.core.params())
+    return [
+        _core.ParamSpec(
+            names.get(id(param), f"optimizer.{first + number}"), param, -1, ROOT, *early_of(param), joins=group
+        )
+        for number, (param, group) in enumerate(joining)
+    ]
+
+
+def _strangers(engine: Engine, group: dict[str, Any]) -> str:
+    """What tells parameters that have no name in the model."""
+    named = {id(param) for param in engine.module.parameters()}
+    others = [tuple(param.shape) for param in group["params"] if id(param) not in named]
+    return f"; no module of the model has its parameters of the shapes {others}" if others else ""
 
 
 def _warn_of_thawed(engine: Engine) -> None:

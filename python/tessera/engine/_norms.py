@@ -22,7 +22,7 @@ class EngineNorms:
     def grad_norm(self) -> float:
         """Global L2 norm of the gradients as they are now, before a step. Collective."""
         engine = cast("Engine", self)
-        engine._trainable("grad_norm")
+        engine._trainable("grad_norm").check_kept()
         engine._follow_params()
         try:
             return engine.core.grad_norm()
@@ -34,7 +34,7 @@ class EngineNorms:
         without a loss scale. `without`: parameters that do not count, as copies of what another engine counts.
         Collective."""
         engine = cast("Engine", self)
-        engine._trainable("norm_contribution")
+        engine._trainable("norm_contribution").check_kept()
         engine._follow_params()
         try:
             return engine.core.norm_contribution([engine._index[id(param)] for param in without])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tessera import _core
+from tessera.errors import ConfigError
 from tessera.optim._alone import Adagrad, Adam, AdamW, FusedAdam, KernelOptimizer, Lion
 from tessera.optim._whole import WholeOptimizer
 
@@ -155,10 +156,10 @@ def is_tested(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def read_group(rule: NativeRule, optimizer: torch.optim.Optimizer, index: int, options: _core.GroupOptions) -> None:
-    """Copies the present hyper-parameters of a param group. ValueError when they left what the kernels compute."""
+    """Copies the present hyper-parameters of a param group. ConfigError when they left what the kernels compute."""
     group = optimizer.param_groups[index]
     if not _runs_natively(group):
-        raise ValueError(
+        raise ConfigError(
             f"[engine.step] param group {index} asks for what this engine was not built for (a tensor as a rate, "
             f"{', '.join(_FOREIGN_FLAGS)}); set it before tessera.initialize"
         )

@@ -142,24 +142,34 @@ class Runner:
 
     def before_step(self) -> None:
         """Called before every step at a boundary."""
-        if _sizes_of(self.base) != self._sizes:
+        self.check_kept()
+
+    def check_kept(self) -> None:
+        """UsageError where something was taken out of the param groups."""
+        if not self._kept(_sizes_of(self.base)):
             raise UsageError(
-                "[engine.step] param groups of the optimizer, or parameters in them, were removed after the engine was "
+                "[engine] param groups of the optimizer, or parameters in them, were removed after the engine was "
                 "built; freeze what is not to be trained (requires_grad False), or destroy() the engine and call "
                 "tessera.initialize again with the others"
             )
 
     def has_grown(self) -> bool:
-        """There are parameters, or groups, that it does not know of."""
+        """There are parameters, or groups, that it does not know of, and nothing is missing: check_kept()."""
         sizes = _sizes_of(self.base)
-        known = [*self._sizes, *[-1] * (len(sizes) - len(self._sizes))]
-        return len(known) == len(sizes) and any(a > b for a, b in zip(sizes, known, strict=True))
+        return sizes != self._sizes and self._kept(sizes)
+
+    def _kept(self, sizes: list[int]) -> bool:
+        return len(sizes) >= len(self._sizes) and all(a >= b for a, b in zip(sizes, self._sizes, strict=False))
 
     def grown(self) -> list[tuple[int, list[torch.Tensor]]]:
         """These parameters, by the number of their group."""
         groups = self.base.param_groups
         sizes = [*self._sizes, *[0] * (len(groups) - len(self._sizes))]
         return [(n, list(g["params"][size:])) for n, (g, size) in enumerate(zip(groups, sizes, strict=True))]
+
+    def options_of(self, number: int) -> _core.GroupOptions:
+        """Of a group that the core does not have yet."""
+        raise NotImplementedError
 
     def take_group(self, number: int, params: list[torch.Tensor]) -> None:
         """The core has the group with this number, too, which got these parameters."""
@@ -269,12 +279,12 @@ class NativeRunner(Runner):
                 del self._view[param]
         self._adopt(states)
 
-    def take_group(self, number: int, params: list[torch.Tensor]) -> None:
-        if number < len(self._groups):
-            return
+    def options_of(self, number: int) -> _core.GroupOptions:
         options = _core.GroupOptions()
         read_group(self._rule, self.base, number, options)
-        self._core.add_group(options)
+        return options
+
+    def take_group(self, number: int, params: list[torch.Tensor]) -> None:
         self._groups = self._core.groups()
 
     def joined(self, number: int, param: torch.Tensor, group: int) -> None:
@@ -400,10 +410,12 @@ class ExternalRunner(Runner):
             self.base.state[master] = {name: self._slice_like(value, master, number) for name, value in state.items()}
         return master
 
+    def options_of(self, number: int) -> _core.GroupOptions:
+        return _core.GroupOptions()
+
     def take_group(self, number: int, params: list[torch.Tensor]) -> None:
-        if number == len(self._groups):
-            self._core.add_group(_core.GroupOptions())
-            self._groups = self._core.groups()
+        self._groups = self._core.groups()
+        if number == len(self._originals):
             self._originals.append([])
             self._names.append(other_names(self.base.param_groups[number]))
         known = {id(param) for param in self._originals[number]}

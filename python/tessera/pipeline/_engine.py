@@ -173,6 +173,7 @@ class PipelineEngine(Engine):
         self._trainable("train_batch")
         shape = self._shape(self.micro_batches)
         table = training(self._settings.get("pipeline.schedule"), shape, self._grid.stage)
+        self._ties.follow(self)
         batches = self._feed.read(data_iter, shape.micro_batches)
         self.train()
         run = Run(self, self._wires, shape, self._grid.stage, batches, trains=True)

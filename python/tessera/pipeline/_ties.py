@@ -25,6 +25,8 @@ class Ties:
         self._grid = grid
         self._tied: list[tuple[str, nn.Parameter, dist.ProcessGroup, int]] = []  # name, parameter, group, first stage
         self._in_place: dict[str, bool] = {}
+        self._trained: set[str] = set()
+        self._any = any(len(stages) > 1 for stages in model.tied_stages().values())  # on all ranks alike
         for key, stages in model.tied_stages().items():
             if len(stages) == 1:
                 continue
@@ -55,17 +57,40 @@ class Ties:
         """The parameters of this stage that an earlier one has, too."""
         return [param for _, param, _, first in self._tied if first != self._grid.stage]
 
+    def follow(self, engine: PipelineEngine) -> None:
+        """Before a batch: what was frozen or thawed since takes part, or does not. UsageError, on all ranks, where a
+        copy is trained and another one is not. Collective."""
+        if not self._any:
+            return
+        problem: Exception | None = None
+        try:
+            engine._join()
+        except dist.DistBackendError:
+            raise
+        except Exception as error:
+            problem = error
+        rows = engine._over.rows([problem is not None, self._trained != self._trained_in(engine)])
+        if rows[:, 0].any():
+            engine._share_failure(problem)
+        if rows[:, 1].any():
+            self.attach(engine)
+
+    def _trained_in(self, engine: PipelineEngine) -> set[str]:
+        return {name for name, param, *_ in self._tied if engine._optimizes(param) and param.requires_grad}
+
     def attach(self, engine: PipelineEngine) -> None:
         """Where the copies lie in `engine`, once it is built. In every place of the stages they must be the same
         elements, or they are summed as a whole: units may lie otherwise on another stage. Collective."""
+        here = self._trained_in(engine)
         mine = {
-            name: engine.core.local_range(engine._index[id(param)]) if engine._optimizes(param) else None
+            name: engine.core.local_range(engine._index[id(param)]) if name in here else None
             for name, param, *_ in self._tied
         }
         parts: dict[str, dict[int, set[Any]]] = {}
         for place, ranges in engine._of_all((self._grid.place, mine)):
             for name, part in ranges.items():
                 parts.setdefault(name, {}).setdefault(place, set()).add(part)
+        in_place: dict[str, bool] = {}
         for name, places in sorted(parts.items()):
             trained = {part is not None for part in set().union(*places.values())}
             if len(trained) > 1:
@@ -73,7 +98,9 @@ class Ties:
                     f"[pipeline] '{name}' is trained on one stage and frozen on another; freeze it on all or on none"
                 )
             if trained == {True}:
-                self._in_place[name] = all(len(part) == 1 for part in places.values())
+                in_place[name] = all(len(part) == 1 for part in places.values())
+
+        self._in_place, self._trained = in_place, here
 
     def _used(self, engine: PipelineEngine) -> set[str]:
         """Those of which a rank of any stage has a gradient. Collective."""

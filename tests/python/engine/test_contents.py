@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import Block, Net, batch, config, engines, make, masters, micro, run_ranks, same_bits
+from support import Block, Net, batch, config, engines, make, masters, micro, mse, run_ranks, same_bits
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 import tessera
+from tessera import checkpoints
 
 
 class Model(Net):
@@ -44,13 +45,34 @@ def assign_state(model: Any) -> None:
     model.load_state_dict({name: fresh(p) for name, p in model.named_parameters(remove_duplicate=False)}, assign=True)
 
 
+def plain(module: nn.Module, name: str = "weight") -> None:
+    """Torch's setattr takes a tensor where nothing is registered."""
+    other = fresh(getattr(module, name)).data
+    delattr(module, name)
+    setattr(module, name, other)
+
+
+def buffer(module: nn.Module) -> None:
+    other = fresh(module.weight).data
+    del module.weight
+    module.register_buffer("weight", other)
+
+
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "assign=True": (assign_state, r"embed\.weight.*: replaced"),
     "attribute": (lambda m: setattr(m.head, "weight", fresh(m.head.weight)), r"head\.weight: replaced"),
     "one element": (lambda m: setattr(m, "gain", fresh(m.gain)), r"gain: replaced"),
     "tied": (lambda m: setattr(m.tied, "weight", fresh(m.tied.weight)), r"tied\.weight: replaced"),
     "tied later": (lambda m: setattr(m.blocks[0].linear, "weight", m.blocks[1].linear.weight), "weight: replaced"),
-    "frozen": (lambda m: setattr(m.frozen, "weight", fresh(m.frozen.weight)), r"frozen\.weight: replaced"),
+    "frozen": (
+        lambda m: setattr(m.frozen, "weight", fresh(m.frozen.weight)),
+        r"frozen\.weight: replaced after the engine was built, which saves what",
+    ),
+    "plain tensor": (lambda m: plain(m.head), r"head\.weight: replaced"),
+    "tied, plain tensor": (lambda m: plain(m.tied), r"\btied\.weight: replaced"),
+    "buffer": (lambda m: buffer(m.head), r"head\.weight: replaced"),
+    "hidden": (lambda m: vars(m.head).update(weight=fresh(m.head.weight)), r"head\.weight: replaced"),
+    "hidden module": (lambda m: vars(m).update(head=nn.Linear(7, 3)), r"head\.weight, head\.bias: replaced"),
     "list": (lambda m: m.scales.__setitem__(1, fresh(m.scales[1])), r"scales\.1: replaced"),
     "module": (lambda m: setattr(m, "head", nn.Linear(7, 3)), r"head\.weight, head\.bias: replaced"),
     "added": (lambda m: m.blocks.append(Block(7)), r"blocks\.2\.norm\.weight.*: added"),
@@ -117,10 +139,22 @@ def parametrize_head(model: Any) -> None:
         parametrize.register_parametrization(model.head, "weight", Twice())
 
 
+def without_bias(model: Any) -> None:
+    del model.frozen.bias
+    model.frozen.bias = None
+
+
+def pruned(model: Any) -> None:
+    with tessera.zero.GatheredParameters(model.head.weight):
+        prune.identity(model.head, "weight")
+
+
 SERVED: dict[str, Callable[[Any], Any]] = {
     "values": lambda m: m.load_state_dict(m.state_dict()),
     "wrapped": wrap_last,
     "parametrized": parametrize_head,
+    "pruned": pruned,
+    "without": without_bias,
     "removed": lambda m: m.frozen.register_parameter("unused", None),
     "put back": lambda m: (setattr(m.head, "weight", old := m.head.weight), setattr(m.head, "weight", old)),
 }
@@ -160,6 +194,41 @@ def test_a_frozen_part_that_comes_later_is_told_once(caplog: pytest.LogCaptureFi
     engines(make(), 2, config(1), body)
     assert [r.message for r in caplog.records if "teacher" in r.message].__len__() == 1
     assert "teacher.weight, teacher.bias: frozen" in caplog.text
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_frozen_part_that_is_thawed_is_what_was_added(world: int, stage: int, tmp_path: Path) -> None:
+    """As PEFT's add_adapter() and set_adapter()."""
+
+    def loss(engine: Any, seed: int) -> torch.Tensor:
+        x, y = batch(seed)
+        return mse(engine.module.late(engine(x)), y)
+
+    def body(engine: Any, rank: int) -> None:
+        engine.module.late = late = nn.Linear(3, 3).requires_grad_(False)
+        nn.init.eye_(late.weight)
+        engine.backward(loss(engine, rank))
+        engine.step()
+        late.requires_grad_(True)
+        for _ in range(2):
+            engine.backward(loss(engine, rank))
+            with pytest.raises(tessera.UsageError, match=r"late\.weight, late\.bias: added .* add_param_group"):
+                engine.step()
+        with pytest.raises(tessera.UsageError, match=r"late\.weight, late\.bias: added"):
+            engine.save_checkpoint(tmp_path)
+        assert engine.global_steps == 1
+        engine.optimizer.add_param_group({"params": list(late.parameters())})
+        with pytest.raises(tessera.UsageError, match=r"late\.\w+' began to require gradients.*zero_grad"):
+            loss(engine, rank)
+        engine.zero_grad()
+        engine.backward(loss(engine, rank))
+        engine.step()
+        assert not torch.equal(late.weight, torch.eye(3))
+        engine.save_checkpoint(tmp_path, tag="late")
+
+    engines(make(), world, config(stage), body)
+    assert "late.weight" in checkpoints.state_dict(tmp_path)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

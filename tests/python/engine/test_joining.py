@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from support import OPTIMIZERS, Net, assert_close, batch, config, engines, make, masters, mse, run_ranks
+from support import (
+    OPTIMIZERS,
+    Net,
+    assert_close,
+    batch,
+    config,
+    engines,
+    make,
+    masters,
+    micro,
+    mse,
+    run_ranks,
+    same_bits,
+)
 from torch import nn
 
 import tessera
@@ -222,6 +236,9 @@ def test_what_no_group_has_is_told() -> None:
         warnings.simplefilter("error")
         engine(*batch(0)).backward()
         engine.optimizer.add_param_group({"params": [model.head.bias]})
+        with pytest.raises(tessera.UsageError, match=r"head\.bias' .* before the first backward of an update"):
+            engine(*batch(0))  # what it got for this update was not scaled as that of the others
+        engine.zero_grad()
         before = model.head.bias.detach().clone()
         engine(*batch(0)).backward()
         engine.step()
@@ -254,3 +271,121 @@ def test_gradients_of_the_first_step_are_clipped(world: int, stage: int) -> None
         engine.step()
 
     engines(half_frozen(), world, config(stage, lr=0.02), body)
+
+
+BEFORE: dict[str, dict[str, Any]] = {"fp32": {}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("mode", BEFORE)
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_from_before_a_group_has_it_do_not_count(world: int, mode: str, stage: int) -> None:
+    """Those of thawed parameters go with every step, as all others; and a step that overflows leaves nothing."""
+
+    def body(engine: Any, rank: int) -> None:
+        head, stranger = engine.module.head, nn.Parameter(torch.ones(3))
+
+        def backward(seed: int, factor: float = 1.0) -> None:
+            engine.backward(loss_of(engine, rank, seed, stranger) * factor)
+
+        head.requires_grad_(True)
+        for seed, factor in enumerate((1.0, 1e30 if mode == "fp16" else 1.0, 1.0)):
+            backward(seed, factor)
+            engine.step()
+            assert head.weight.grad is None and head.bias.grad is None
+        skipped = engine.skipped_steps
+        assert skipped == (mode == "fp16") and stranger.grad is not None
+        engine.optimizer.add_param_group({"params": [*head.parameters(), stranger], **RATE})
+        if stage % 2:
+            assert tessera.state.get_full_fp32_param(engine, stranger) is not None, "it joins here"
+        want = plain_grads(engine, stranger, 4, world)
+        backward(4)
+        for param, value in want.items():
+            got = tessera.state.get_full_grad(engine, param) / engine.loss_scaler.loss_scale
+            torch.testing.assert_close(got, value, rtol=2e-2 if mode == "fp16" else 1e-4, atol=1e-3)
+        engine.step()
+        assert engine.skipped_steps == skipped
+
+    def client(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in params if p.requires_grad], lr=0.1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engines(half_frozen(), world, config(stage, **BEFORE[mode]), body, client)
+
+
+def plain_grads(engine: Any, stranger: torch.Tensor, seed: int, world: int) -> dict[torch.Tensor, torch.Tensor]:
+    """Of the head and `stranger`."""
+    with tessera.zero.GatheredParameters(list(engine.module.parameters())):
+        model = copy.deepcopy(engine.module).float()
+    other = nn.Parameter(stranger.detach().float().clone())
+    for rank in range(world):
+        (loss_of(model, rank, seed, other) / world).backward()
+    of = {engine.module.head.weight: model.head.weight, engine.module.head.bias: model.head.bias, stranger: other}
+    return {param: plain.grad for param, plain in of.items() if plain.grad is not None}
+
+
+def double(model: Any) -> list[torch.Tensor]:
+    return list(nn.Linear(3, 3).double().parameters())
+
+
+def of_its_memory(model: Any) -> list[torch.Tensor]:
+    return [nn.Parameter(model.embed.weight.detach())]
+
+
+REFUSED: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
+    "momentum": (lambda m: {"params": [m.gain], "momentum": 0.9}, "has momentum, .*momentum 0, or destroy"),
+    "double": (lambda m: {"params": double(m)}, r"is Double.*float\(\).*was not added.*\(3, 3\), \(3,\)"),
+    "in the model": (lambda m: {"params": [m.odd.requires_grad_(True)]}, "'odd' begins to be trained and is Double"),
+    "twice": (lambda m: {"params": [m.gain, m.embed.bias]}, "more than one"),
+    "memory": (lambda m: {"params": of_its_memory(m)}, "lies in the memory of 'embed.weight'"),
+    "rate": (lambda m: {"params": [m.gain], "lr": torch.tensor(0.1)}, "a tensor as a rate"),
+}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_group_that_is_refused_is_not_added(world: int, kind: str, stage: int, tmp_path: Path) -> None:
+    group_of, said = REFUSED[kind]
+    model = half_frozen()
+    model.odd = nn.Parameter(torch.ones(2, dtype=torch.double), requires_grad=False)
+
+    def body(engine: Any, rank: int, tries: bool) -> dict[str, torch.Tensor]:
+        optimizer = engine.optimizer
+        micro(engine, rank)
+        for _ in range(2 if tries else 0):
+            before = optimizer.param_groups[:]
+            with pytest.raises(ValueError, match=said):
+                optimizer.add_param_group(group_of(engine.module))
+            assert optimizer.param_groups == before
+            engine.module.odd.requires_grad_(False)
+        micro(engine, rank + 1)
+        optimizer.add_param_group({"params": [engine.module.gain.requires_grad_(True)], "lr": 0.2})
+        micro(engine, rank + 2)
+        engine.save_checkpoint(tmp_path / str(tries))
+        return masters(engine)
+
+    def client(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in params if p.requires_grad], lr=0.1)
+
+    want, got = (engines(model, world, config(stage), lambda *a, t=t: body(*a, t), client) for t in (False, True))
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+    assert "gain" in got[0]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_groups_that_are_taken_out(stage: int, tmp_path: Path) -> None:
+    def body(engine: Any, rank: int) -> None:
+        optimizer = engine.optimizer
+        optimizer.add_param_group({"params": [engine.module.gain.requires_grad_(True)], "lr": 0.2})
+        engine(*batch(rank)).backward()
+        taken = optimizer.param_groups.pop()
+        for call in (engine.step, engine.grad_norm, lambda: engine.save_checkpoint(tmp_path)):
+            with pytest.raises(tessera.UsageError, match="were removed after the engine was built"):
+                call()
+        optimizer.param_groups.append(taken)
+        engine.step()
+        assert engine.module.gain.detach() != 1.5
+
+    engines(half_frozen(), 1, config(stage), body)

@@ -160,6 +160,58 @@ def test_against_plain_pytorch(tied: bool | str) -> None:
     in_processes(2, against_plain_pytorch, tied)
 
 
+def thawed(rank: int, zero: int, folder: Path) -> None:
+    """Beside plain PyTorch, where both ends are one layer; two data-parallel ranks of each stage."""
+
+    reference = PipelineModule(layers(tied=True), num_stages=1, loss_fn=loss_fn, seed_layers=True)
+    model = module(2, tied=True)
+    ends = list(model.tied_modules["embed"].parameters())
+
+    def set_trained(trained: bool) -> None:
+        for param in (*ends, *reference.tied_modules["embed"].parameters()):
+            param.requires_grad_(trained)
+
+    set_trained(False)
+    cfg = config(zero, 4, gradient_clipping=0.05, tessera={"min_unit_elements": 0})
+    engine = pipeline(model, cfg)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01, weight_decay=0.0)
+    places = dist.get_world_size() // 2
+    source, sources = data(rank % places), [data(place) for place in range(places)]
+    for step in range(5):
+        if step > 0:
+            set_trained(step != 2)  # the second time with moments
+        for _ in range(4):
+            for each in sources:
+                inputs, labels = next(each)
+                (loss_fn(reference(inputs), labels) / (4 * places)).backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.train_batch(source)
+        assert engine.get_global_grad_norm() == pytest.approx(float(norm), rel=1e-4), step
+        plain = weights(reference)
+        for name, value in weights(engine.module).items():
+            torch.testing.assert_close(value, plain[name], rtol=1e-4, atol=1e-5)
+    engine.save_checkpoint(folder)
+    for name, value in checkpoints.state_dict(folder).items():
+        torch.testing.assert_close(value, plain[name], rtol=1e-4, atol=1e-5)
+    if rank < places:
+        ends[0].requires_grad_(False)
+    for _ in range(2):
+        with pytest.raises(tessera.UsageError, match=r"embed\.\w+' is trained on one stage and frozen on another"):
+            engine.train_batch(source)
+    ends[0].requires_grad_(True)
+    engine.train_batch(source)
+    assert engine.global_steps == 6
+    engine.destroy()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_tied_layer_that_is_frozen_and_thawed(world: int, zero: int, tmp_path: Path) -> None:
+    in_processes(world, thawed, zero, tmp_path)
+
+
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import os
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Net, batch, config, free_port, masters, run_processes, run_ranks, same_bits, weights
+from support import Net, batch, config, free_port, make, masters, run_processes, run_ranks, same_bits, weights
 from tessera.zero._init import EarlyParameters
 from tessera.zero._owners import holder_of
 from torch import nn
@@ -332,3 +333,36 @@ def test_data_that_a_parent_replaced_is_the_value(stage: int) -> None:
         engine.destroy()
 
     run_ranks(2, run)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_built_so_later_and_added_is_whole_and_trained(world: int, stage: int) -> None:
+    model, values_of_late = make(), nn.Linear(3, 3).state_dict()
+
+    def body(rank: int, group: tessera.Group) -> None:
+        values = []
+        for early in (False, True):
+            engine = tessera.Engine(copy.deepcopy(model), config(stage), group=group)
+            with zero.Init(enabled=early, data_parallel_group=group, dtype=torch.float32):
+                engine.module.late = nn.Linear(3, 3)
+            with zero.GatheredParameters(list(engine.module.late.parameters()), modifier_rank=0), torch.no_grad():
+                engine.module.late.load_state_dict(values_of_late)
+            late = engine.module.late
+            if early:
+                with zero.Init(data_parallel_group=group, dtype=torch.bfloat16):
+                    other = nn.Linear(3, 3)
+                with pytest.raises(tessera.ConfigError, match="is BFloat16"):
+                    engine.optimizer.add_param_group({"params": list(other.parameters())})
+                assert is_partitioned(other.weight) == (world == 2)
+            engine.optimizer.add_param_group({"params": list(late.parameters()), "lr": 0.05})
+            for step in range(2):
+                x, y = batch(10 * step + rank)
+                engine.backward((late(engine(x)) - y).square().mean())
+                engine.step()
+            assert not is_partitioned(late.weight)
+            values.append(masters(engine))
+            engine.destroy()
+        assert same_bits(*values) and "late.weight" in values[0]
+
+    run_ranks(world, body)
