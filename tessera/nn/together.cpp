@@ -3,7 +3,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <optional>
 
 #include "tessera/base/error.h"
@@ -50,8 +52,12 @@ bool step_all(const std::vector<Session*>& engines, const comm::Parts& parts, co
   std::optional<double> norm;
   if (boundary) {
     double own = 0, squares = 0;
-    for (Session* engine : engines)
-      own += engine->core().norm_contribution(copies);
+    for (Session* engine : engines) {
+      std::vector<int> without;
+      std::ranges::copy_if(copies, std::back_inserter(without),
+                           [&](int id) { return engine->core().params()[id].group >= 0; });
+      own += engine->core().norm_contribution(without);
+    }
     for (const auto& row : rows_of(parts, {own}, "the norm of several engines"))
       squares += row[0];
     norm = std::sqrt(squares);
