@@ -3,8 +3,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 
+#include <algorithm>
 #include <cmath>
 #include <exception>
+#include <iterator>
 #include <optional>
 
 #include "tessera/base/error.h"
@@ -37,8 +39,12 @@ double common_norm(const std::vector<Session*>& engines, const comm::Parts& part
   double own = 0, squares = 0;
   std::exception_ptr problem;
   try {
-    for (Session* engine : engines)
-      own += engine->core().norm_contribution(copies);
+    for (Session* engine : engines) {
+      std::vector<int> without;
+      std::ranges::copy_if(copies, std::back_inserter(without),
+                           [&](int id) { return engine->core().params()[id].group >= 0; });
+      own += engine->core().norm_contribution(without);
+    }
   } catch (const c10::DistBackendError&) {
     throw;
   } catch (...) {
