@@ -149,8 +149,8 @@ class Runner:
         if not self._kept(_sizes_of(self.base)):
             raise UsageError(
                 "[engine] param groups of the optimizer, or parameters in them, were removed after the engine was "
-                "built; freeze what is not to be trained (requires_grad False), or destroy() the engine and call "
-                "tessera.initialize again with the others"
+                "built; put them back and freeze what is not to be trained (requires_grad False), or destroy() the "
+                "engine and call tessera.initialize again with the others"
             )
 
     def has_grown(self) -> bool:
