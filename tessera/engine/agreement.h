@@ -48,7 +48,7 @@ struct StepTerms {
   std::vector<std::string> params{};  // of those that begin or cease to be trained, what they do
 
   double digest() const;
-  // Of what is on the device, there: a number that a double holds exactly, or undefined.
+  // With what is on the device, there: a number that a double holds exactly; undefined where nothing is.
   at::Tensor shown() const;
   // Where digests differ, or all have the same fault: value error, or a state error with the fault. Collective.
   [[noreturn]] void refuse(const zero::Ranks& ranks) const;

@@ -123,9 +123,9 @@ std::optional<double> Updater::norm_contribution(const std::vector<ParamId>& wit
 
 GradientSummary Updater::summarize(std::optional<double> norm, double said, const at::Tensor& shown, bool counts) {
   const int ranks = units_.ranks().shard->size(), me = units_.ranks().shard->rank();
-  at::Tensor sums = at::zeros({ranks, 10}, at::kDouble);
-  // rank: squares, parameters without a gradient, late gradients, scaled, largest and least given norm, number said, and
-  // number shown
+  at::Tensor sums = at::zeros({ranks, 8}, at::kDouble);
+  // rank: squares, parameters without a gradient, late gradients, scaled, largest and least given norm, and number said, whose
+  // place the one that is shown takes
   auto table = sums.accessor<double, 2>();
   if (!norm && counts) add_squares(table);
   table[me][4] = given_norm(norm);
@@ -151,8 +151,7 @@ GradientSummary Updater::summarize(std::optional<double> norm, double said, cons
     missing += table[r][1];
     late += table[r][2];
     summary.scaled = summary.scaled || table[r][3] > 0;
-    summary.alike = summary.alike && table[r][6] == said && table[r][7] == -said;
-    summary.alike = summary.alike && table[r][8] == table[0][8] && table[r][9] == -table[r][8];
+    summary.alike = summary.alike && table[r][6] == table[0][6] && table[r][7] == -table[r][6];
   }
   if (!summary.alike) return summary;
   if (late > 0) {  // on all ranks alike

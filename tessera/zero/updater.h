@@ -25,7 +25,7 @@ class Updater {
 
   // Norm, finite check and presence, agreed on all ranks. Collective. Gradients must be reduced. `norm`: given, as it is
   // with the gradients' scale, instead of that of these gradients; value error, on all ranks, where they give another.
-  // `said`: a finite number that ranks compare; `shown`: another one, on the device, or undefined. `counts`: false for a rank
+  // `said`: a finite number that ranks compare; `shown`: one on the device in its place, or undefined. `counts`: false for a rank
   // whose gradients nobody will use.
   GradientSummary summarize(std::optional<double> norm = {}, double said = 0, const at::Tensor& shown = {},
                             bool counts = true);
