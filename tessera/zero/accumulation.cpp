@@ -48,7 +48,8 @@ void Accumulation::begin(const State& state) {
   for (const GradientCounts& counts : state.counts) {
     Unit& unit = *units_[counts.param].unit;
     if (!counts.has_sum || unit.has_sum()) continue;
-    unit.grads.fill({0, unit.grads.size()}, 0);
+    unit.make_grads(unit.owned.size());
+    unit.grads.fill({0, unit.owned.size()}, 0);
     unit.move_to(GradState::Reduced);
     unit.sum_arrived();
   }

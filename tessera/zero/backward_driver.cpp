@@ -88,7 +88,8 @@ void BackwardDriver::backward_begun(const std::vector<ScopeCall*>& calls) try {
 }
 
 bool BackwardDriver::is_visible_view(const Place& place, const at::Tensor& grad) {
-  return shard::is_bound(grad, place.unit->grads.tensor(), place.param->range, place.param->form) &&
+  return place.unit->grads.has_memory() &&
+         shard::is_bound(grad, place.unit->grads.tensor(), place.param->range, place.param->form) &&
          (grad.numel() == 0 || grad.storage().is_alias_of(place.unit->grads.tensor().storage()));
 }
 
@@ -300,6 +301,13 @@ void BackwardDriver::drop_gradients() {
     units_[id].param->tensor.mutable_grad().reset();
 }
 
+void BackwardDriver::used_up(Unit& unit) {
+  const std::lock_guard lock(hooks_.mutex());
+  reducer_->forget(unit);
+  for (Param& p : unit.params)
+    p.tensor.mutable_grad().reset();
+}
+
 void BackwardDriver::call_opened(ScopeCall& call, bool again) {
   units_.unsharder().call_opened(call, again);
 }
@@ -337,7 +345,8 @@ bool BackwardDriver::reads_local_gradient(const Place& place) {
 void BackwardDriver::settle_empty_units() {
   for (const auto& unit : units_.all()) {
     if (unit->grad_state() != GradState::Empty) continue;
-    unit->grads.fill({0, unit->grads.size()}, 0);
+    unit->make_grads(unit->owned.size());
+    unit->grads.fill({0, unit->owned.size()}, 0);
     unit->move_to(GradState::Reduced);
     unit->sum_arrived();
   }

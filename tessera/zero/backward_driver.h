@@ -41,6 +41,8 @@ class BackwardDriver final : private HookSink {
   // Along the replicas of hybrid sharding only. Collective.
   void reduce_replicas();
   void drop_gradients();
+  // Those of a unit that is updated: their memory goes. Local.
+  void used_up(Unit& unit);
   // Frozen parameters that require a gradient now and have a group to join; not those that another engine watches. Local.
   std::vector<ParamId> waiting() const;
   // These are trained now: what waited of their gradients counts, and is reduced where that of the others was. Collective.

@@ -44,23 +44,25 @@ Reducer::Mean Reducer::mean_of(const Unit& unit) const {
 }
 
 void Reducer::acquire_partial(Unit& unit) {
-  const bool persistent = unit.grads.defined() && !unit.host_grads && unit.grads.size() == unit.layout.size();
-  if (persistent && (one_rank(unit) || (!unit.has_sum() && unit.in_flight == 0))) {
+  const bool in_grads =
+      unit.accumulates_in_grads() && (one_rank(unit) || (!unit.has_sum() && unit.in_flight == 0));
+  if (in_grads) {
+    unit.make_grads(unit.layout.size());
     unit.partial = unit.grads.tensor();
-    unit.partial_pooled = false;
   } else {
     unit.partial = memory_for([&] { return pool_.acquire(unit.layout.size(), unit.grad_options()); },
                               "the gradients of unit '", unit.name, "'");
-    unit.partial_pooled = true;
-    for (const shard::Range& gap : unit.layout.padding())
-      shard::fill_zero(unit.partial.narrow(0, gap.begin, gap.size()));
-    if (unit.host_grads && one_rank(unit) && unit.has_sum())
+  }
+  unit.partial_pooled = !in_grads;
+  if (one_rank(unit) && unit.has_sum()) {  // it goes on there
+    if (unit.host_grads)
       shard::come_after(*copies_.come_back(*unit.host_grads, unit.partial), unit.partial.device());
+    return;
   }
-  if (!(one_rank(unit) && unit.has_sum())) {
-    for (Param& p : unit.params)
-      p.filled = false;
-  }
+  for (const shard::Range& gap : unit.layout.padding())
+    shard::fill_zero(unit.partial.narrow(0, gap.begin, gap.size()));
+  for (Param& p : unit.params)
+    p.filled = false;
 }
 
 void Reducer::release_partial(Unit& unit) {
@@ -268,6 +270,14 @@ at::Tensor Reducer::cast_to_travel(const Unit& unit, const at::Tensor& values) {
   return sent;
 }
 
+// Where the first sum of a step goes: what outlives its reduction. None where it lies elsewhere.
+shard::Buffer Reducer::memory_of_sum(const Unit& unit) const {
+  if (sink_ != nullptr || unit.host_grads || unit.grads_are_visible() || unit.has_sum() || unit.in_flight > 0) return {};
+  shard::Buffer own = shard::Buffer::without_memory(unit.owned.size(), unit.grad_options());
+  memory_for([&] { own.make(); }, "the gradients of unit '", unit.name, "'");
+  return own;
+}
+
 void Reducer::launch(Unit& unit) {
   reopen_replicas();
   unit.on_this_stream();
@@ -295,12 +305,14 @@ void Reducer::launch(Unit& unit) {
   at::Tensor present;
   if (sink_ != nullptr)
     present = memory_for([&] { return filled(unit).to(unit.partial.device()); }, "flags of unit '", unit.name, "'");
+  const shard::Buffer own = memory_of_sum(unit);
   const at::Tensor sent = cast_to_travel(unit, unit.partial);
   unit.move_to(Turn::Launched);
   unit.move_to(GradState::Reducing);
   const std::string label = "gradients of unit '" + unit.name + "'";
   const at::Tensor& source = sent.defined() ? sent : unit.partial;
   at::Tensor sum = source.narrow(0, unit.owned.begin, unit.owned.size());
+  if (own.defined()) unit.grads = own;  // contributions that lay there live on in `partial`
   comm::Pending pending;
   const comm::ReduceOp op = mean_of(unit).op;
   comm::Pending presence;
@@ -310,8 +322,7 @@ void Reducer::launch(Unit& unit) {
   if (unit.grads_are_visible()) {
     pending = unit.ranks.shard->all_reduce(source, op, label);
   } else {
-    const bool first = !unit.has_sum() && unit.in_flight == 0 && !sent.defined();
-    if (first && unit.partial_pooled && sink_ == nullptr && !unit.host_grads) sum = unit.owned_grads();
+    if (own.defined() && !sent.defined()) sum = own.tensor();
     pending = unit.ranks.shard->reduce_scatter(sum, source, op, label);
   }
   in_flight_.push_back({&unit, std::move(pending), sent, std::move(sum), std::exchange(unit.partial, at::Tensor()),
@@ -365,7 +376,11 @@ void Reducer::use_up(InFlight& work) {
 void Reducer::give_back(InFlight& work) {
   if (work.sent.defined()) travel_pool_.release(work.sent);
   if (work.before.defined()) sums_.release(work.before, work.came);
-  if (work.pooled) pool_.release(work.bucket);
+  if (work.pooled) {
+    pool_.release(work.bucket);
+  } else if (!work.unit->grads_are_visible()) {
+    work.unit->order.keep(work.bucket);
+  }
 }
 
 // See Note [Gradients leave]; sums_ gets the bucket back in leave().
@@ -445,6 +460,7 @@ void Reducer::finish() {
   drain();
   for (Unit* unit : units_)
     unit->on_this_stream();
+  if (std::ranges::none_of(units_, [](const Unit* unit) { return unit->host_grads != nullptr; })) free_buckets();
   begin_backward();
 }
 
@@ -499,16 +515,21 @@ void Reducer::reset() {
   drain();
   dropping_ = false;
   if (sink_ != nullptr) sink_->drop();
-  for (Unit* unit : units_) {
-    if (unit->partial.defined()) release_partial(*unit);
-    unit->move_to(GradState::Empty);
-    for (Param& p : unit->params) {
-      p.filled = p.has_grad = false;
-      p.additions = 0;
-    }
-  }
+  for (Unit* unit : units_)
+    forget(*unit);
+  free_buckets();
   replicas_agree_ = false;
   begin_backward();
+}
+
+void Reducer::forget(Unit& unit) {
+  if (unit.partial.defined()) release_partial(unit);
+  unit.drop_grads();
+  unit.move_to(GradState::Empty);
+  for (Param& p : unit.params) {
+    p.filled = p.has_grad = false;
+    p.additions = 0;
+  }
 }
 
 }  // namespace tessera::zero

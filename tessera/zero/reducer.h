@@ -37,6 +37,13 @@
 //   optimizer step. Nothing of it happens inside a backward, where ranks of different replicas need not be at the same
 //   place.
 //
+// Note [Gradients on demand]
+//   A unit has memory for gradients from its first contribution of a step until the update has read them: at the end of a
+//   forward there is none, after the update of a unit none of that unit. With several ranks contributions lie in buckets,
+//   whole, or where they are reduced at the boundary only (stage 1) in memory of the unit's; its first reduction makes the
+//   memory of the slice that this rank owns, and with it the whole goes. Buckets are kept for other units of the same
+//   backward, no longer.
+//
 // Note [Gradients live once]
 //   The hook copies (first micro-batch) or adds (later ones) p.grad into the flat gradient, scaled and converted in that
 //   one pass, and drops p.grad. Nothing is zeroed between steps: `filled` says which slots are valid, and slots without
@@ -144,8 +151,10 @@ class Reducer {
   int64_t peak_pool_bytes() const {  // of each pool by itself
     return pool_.peak_bytes() + travel_pool_.peak_bytes() + sums_.peak_bytes();
   }
-  // Forgets all gradients: every unit Empty.
+  // Forgets all gradients: every unit Empty, and nothing of them held.
   void reset();
+  // Those of one unit, of which no reduction is on its way.
+  void forget(Unit& unit);
 
  private:
   struct InFlight {
@@ -166,6 +175,7 @@ class Reducer {
   bool comes_soon(InFlight& work);
   void make_room();
   void zero_unfilled(Unit& unit);
+  shard::Buffer memory_of_sum(const Unit& unit) const;
   void launch(Unit& unit);
   at::Tensor cast_to_travel(const Unit& unit, const at::Tensor& values);
   void launch_complete();

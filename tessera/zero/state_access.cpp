@@ -51,7 +51,7 @@ at::Tensor StateAccess::read_owned(const Place& place, Quantity what, shard::Ran
     case Quantity::Master:
       return unit.read_master(r);
     case Quantity::Gradient:
-      if (!unit.grads.defined()) return {};
+      if (!unit.grads.has_memory()) return {};
       return unit.client_grads.defined() ? unit.client_grads.narrow(0, r.begin, r.size()) : unit.gradients().read(r);
     case Quantity::State0:
     case Quantity::State1:

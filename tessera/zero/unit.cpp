@@ -9,6 +9,7 @@
 #include "tessera/base/error.h"
 #include "tessera/shard/dtype.h"
 #include "tessera/shard/storage.h"
+#include "tessera/zero/memory_for.h"
 
 namespace tessera::zero {
 
@@ -61,13 +62,13 @@ Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options&
   const bool sharded = placements.states == Placement::Shard;
   owned = sharded ? layout.shard(rank) : shard::Range{0, layout.size()};
   grads_visible_ = placements.grads == Placement::Replicate;
-  const bool whole_grads = size == 1 || grads_visible_ || placements.reduce_at == shard::ReduceAt::Boundary;
+  in_grads_ = size == 1 || grads_visible_ || placements.reduce_at == shard::ReduceAt::Boundary;
 
   const auto on_device = params.front().tensor.options().requires_grad(false);
   const auto& policy = options.precision;
   using shard::Quantity;
   if (!options.update_in_backward)
-    grads = shard::Buffer(whole_grads ? layout.size() : owned.size(), on_device.dtype(policy.grad));
+    grads = shard::Buffer::without_memory(owned.size(), on_device.dtype(policy.grad));
   if (policy.master == amp::Master::Fp32) master = make(Quantity::Master, on_device.dtype(at::kFloat));
   if (policy.master == amp::Master::Split) residual = make(Quantity::Master, on_device.dtype(at::kShort));
   travel = policy.grad;
@@ -126,6 +127,21 @@ at::Tensor Unit::owned_grads() const {
 void Unit::send_grads_to_host() {
   host_grads = std::make_shared<HostGrads>(owned.size(), grads.options());
   grads = shard::Buffer(owned.size(), grads.options(), host_grads);
+}
+
+void Unit::make_grads(int64_t numel) {
+  if (grads.size() != numel) {
+    drop_grads();
+    grads = shard::Buffer::without_memory(numel, grads.options());
+  }
+  memory_for([&] { grads.make(); }, "the gradients of unit '", name, "'");
+}
+
+void Unit::drop_grads() {
+  if (!grads.has_memory() || !grads.is_here()) return;
+  on_this_stream();
+  order.keep(grads.tensor());
+  grads = shard::Buffer::without_memory(owned.size(), grads.options());
 }
 
 shard::Buffer Unit::weights_to_write() {
@@ -240,7 +256,7 @@ void Unit::let_go() noexcept {
   order.end(flat->options().device());
   order.keep(partial);
   for (const shard::Buffer* buffer : {&grads, &master, &residual, &states[0], &states[1]})
-    if (buffer->defined() && buffer->is_here()) order.keep(buffer->tensor());
+    if (buffer->has_memory() && buffer->is_here()) order.keep(buffer->tensor());
   if (flat->residence() == shard::Residence::Device) order.keep(weights().tensor());
 }
 

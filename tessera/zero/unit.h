@@ -96,6 +96,14 @@ class Unit {
   at::Tensor owned_grads() const;
   // From now on they live in host memory, which host_grads->take_memory() makes: Note [Gradients leave].
   void send_grads_to_host();
+  // Contributions of several backwards add up in `grads`: they are whole there until they are reduced, on one rank and in
+  // stage 0 after that too.
+  bool accumulates_in_grads() const { return in_grads_ && grads.defined() && !host_grads; }
+  // Memory of the device for `numel` of them, the layout's or those of the owned range; contents are undefined where there
+  // was none of that size. Note [Gradients on demand]
+  void make_grads(int64_t numel);
+  // That memory goes, in the order of all streams.
+  void drop_grads();
   // Of gradients, whether or not a buffer is kept for them.
   at::TensorOptions grad_options() const;
   // The weights of parameter `item` that this rank owns: a view where they live on the device, else a copy.
@@ -150,8 +158,8 @@ class Unit {
   shard::Layout layout;
   shard::Range owned;                // range of the flat space whose states this rank keeps
   std::unique_ptr<FlatParams> flat;  // compute parameters, param dtype
-  // Whole (stages 0, 1, or one rank) or the owned range (stage 2, in host memory always); grad dtype. None where the
-  // backward updates.
+  // Sums of the owned range, grad dtype; before they are reduced, all contributions where accumulates_in_grads(). Without
+  // memory in between. None where the backward updates.
   shard::Buffer grads;
   std::shared_ptr<HostGrads> host_grads;  // where they live that do not live on the device; else null
   at::Tensor partial;  // local contributions, whole: `grads` itself or a pooled bucket; undefined while Empty
@@ -178,7 +186,7 @@ class Unit {
   GradState grad_state_ = GradState::Empty;
   Turn turn_ = Turn::Waiting;
   bool has_sum_ = false;
-  bool grads_visible_ = false;
+  bool grads_visible_ = false, in_grads_ = false;
   LaunchAt launch_at_ = LaunchAt::Complete;
 };
 

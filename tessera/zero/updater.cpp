@@ -198,7 +198,10 @@ void Updater::finish_gathers() {
 
 void Updater::update_units(const GradientSummary& summary, double scale, RankGuard& disks) {
   units_.set_broken(kHalfDone);  // until it is over
-  TilePipeline pipeline(units_, ways_, scale, disks, [this](Unit& unit) { gather_unit(unit); });
+  TilePipeline pipeline(units_, ways_, scale, disks, [this](Unit& unit) {
+    gather_unit(unit);
+    driver_.used_up(unit);
+  });
   for (const auto& unit : units_.all())
     pipeline.add(*unit, unit->gradients(), summary.present);
   pipeline.finish();
