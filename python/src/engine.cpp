@@ -223,7 +223,7 @@ void bind_modules(EngineClass& c) {
 }
 
 void bind_counters(EngineClass& c) {
-  c.def("global_grad_norm", &Engine::global_grad_norm)
+  c.def("global_grad_norm", &Engine::global_grad_norm, NoGil())
       .def("grad_norm", &Engine::grad_norm, NoGil())
       .def("norm_contribution", &Engine::norm_contribution, py::arg("without") = std::vector<int>{}, NoGil())
       .def("was_step_applied", &Engine::was_step_applied)

@@ -3,6 +3,7 @@
 #include <ATen/TensorOperators.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "tessera/base/error.h"
@@ -235,11 +236,12 @@ bool Engine::Impl::apply(const std::function<void()>& external, std::optional<do
   const zero::GradientSummary summary = summarize("step()", empty, global_norm, fault);
   if (model->early.on()) {
     norm = summary.norm;
+    unread_norm = summary.unread;
     applied = true;
     notices.updated(model->units, model->early.present());
     model->driver.drop_gradients();
     model->early.reset();
-    return summary.finite;
+    return true;  // nothing is skipped
   }
   const bool skips =
       global_norm || options.zero.precision.skip_nonfinite || scaling.scaler().needed() || summary.scaled;
@@ -351,6 +353,13 @@ void Engine::end_coalesce() {
 // ---------------------------------------------------------------- what happened
 
 std::optional<double> Engine::global_grad_norm() const {
+  if (impl_->unread_norm.defined()) {
+    const at::Tensor squares = std::exchange(impl_->unread_norm, at::Tensor()).cpu();
+    double sum = 0;
+    for (int64_t i = 0; i < squares.numel(); ++i)
+      sum += squares.const_data_ptr<double>()[i];
+    impl_->norm = std::sqrt(sum);
+  }
   return impl_->norm;
 }
 bool Engine::has_gradients() const {

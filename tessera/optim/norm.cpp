@@ -1,6 +1,7 @@
 #include "tessera/optim/norm.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
 
@@ -63,24 +64,36 @@ double sum_of_squares(const at::Tensor& tensor) {
   return sums_of_squares({tensor})[0];
 }
 
+at::Tensor squares_there(const at::Tensor& tensor) {
+  check(tensor);
+  return tensor.is_cpu() ? at::scalar_tensor(sum_on_cpu(tensor), at::kDouble) : sum_on_device(tensor);
+}
+
 std::vector<double> sums_of_squares(const std::vector<at::Tensor>& tensors) {
-  std::vector<double> sums(tensors.size());
+  std::vector<at::Tensor> numbers;
+  numbers.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors)
+    numbers.push_back(squares_there(tensor));
+  return read_numbers(numbers);
+}
+
+std::vector<double> read_numbers(const std::vector<at::Tensor>& numbers) {
+  std::vector<double> values(numbers.size());
   std::vector<at::Tensor> on_device;
   std::vector<size_t> places;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    check(tensors[i]);
-    if (tensors[i].is_cpu()) {
-      sums[i] = sum_on_cpu(tensors[i]);
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (numbers[i].is_cpu()) {
+      values[i] = numbers[i].item<double>();
     } else {
-      on_device.push_back(sum_on_device(tensors[i]));
+      on_device.push_back(numbers[i]);
       places.push_back(i);
     }
   }
-  if (on_device.empty()) return sums;
+  if (on_device.empty()) return values;
   const at::Tensor read = at::stack(on_device).cpu();
   for (size_t i = 0; i < places.size(); ++i)
-    sums[places[i]] = read.const_data_ptr<double>()[i];
-  return sums;
+    values[places[i]] = read.const_data_ptr<double>()[i];
+  return values;
 }
 
 double clip_coefficient(double norm, double max_norm) {

@@ -13,6 +13,10 @@ namespace tessera::optim {
 double sum_of_squares(const at::Tensor& tensor);
 // That of each. Waits for a device once.
 std::vector<double> sums_of_squares(const std::vector<at::Tensor>& tensors);
+// Without a wait: a number (0-d, double) where the tensor is.
+at::Tensor squares_there(const at::Tensor& tensor);
+// Such numbers, on the CPU and on one device. Waits for that once.
+std::vector<double> read_numbers(const std::vector<at::Tensor>& numbers);
 
 // Factor of torch.nn.utils.clip_grad_norm_: min(1, max_norm / (norm + 1e-6)); 1 when max_norm is 0
 // (clipping off).

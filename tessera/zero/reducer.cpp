@@ -1,6 +1,7 @@
 #include "tessera/zero/reducer.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -44,8 +45,7 @@ Reducer::Mean Reducer::mean_of(const Unit& unit) const {
 }
 
 void Reducer::acquire_partial(Unit& unit) {
-  const bool in_grads =
-      unit.accumulates_in_grads() && (one_rank(unit) || (!unit.has_sum() && unit.in_flight == 0));
+  const bool in_grads = unit.accumulates_in_grads() && (one_rank(unit) || (!unit.has_sum() && unit.in_flight == 0));
   if (in_grads) {
     unit.make_grads(unit.layout.size());
     unit.partial = unit.grads.tensor();
@@ -55,8 +55,7 @@ void Reducer::acquire_partial(Unit& unit) {
   }
   unit.partial_pooled = !in_grads;
   if (one_rank(unit) && unit.has_sum()) {  // it goes on there
-    if (unit.host_grads)
-      shard::come_after(*copies_.come_back(*unit.host_grads, unit.partial), unit.partial.device());
+    if (unit.host_grads) shard::come_after(*copies_.come_back(*unit.host_grads, unit.partial), unit.partial.device());
     return;
   }
   for (const shard::Range& gap : unit.layout.padding())
@@ -272,7 +271,8 @@ at::Tensor Reducer::cast_to_travel(const Unit& unit, const at::Tensor& values) {
 
 // Where the first sum of a step goes: what outlives its reduction. None where it lies elsewhere.
 shard::Buffer Reducer::memory_of_sum(const Unit& unit) const {
-  if (sink_ != nullptr || unit.host_grads || unit.grads_are_visible() || unit.has_sum() || unit.in_flight > 0) return {};
+  if (sink_ != nullptr || unit.host_grads || unit.grads_are_visible() || unit.has_sum() || unit.in_flight > 0)
+    return {};
   shard::Buffer own = shard::Buffer::without_memory(unit.owned.size(), unit.grad_options());
   memory_for([&] { own.make(); }, "the gradients of unit '", unit.name, "'");
   return own;
@@ -304,7 +304,8 @@ void Reducer::launch(Unit& unit) {
   // Memory first: where there is none, nothing has changed.
   at::Tensor present;
   if (sink_ != nullptr)
-    present = memory_for([&] { return filled(unit).to(unit.partial.device()); }, "flags of unit '", unit.name, "'");
+    present = memory_for([&] { return shard::sent_to(unit.partial.device(), filled(unit)); }, "flags of unit '",
+                         unit.name, "'");
   const shard::Buffer own = memory_of_sum(unit);
   const at::Tensor sent = cast_to_travel(unit, unit.partial);
   unit.move_to(Turn::Launched);
@@ -326,7 +327,8 @@ void Reducer::launch(Unit& unit) {
     pending = unit.ranks.shard->reduce_scatter(sum, source, op, label);
   }
   in_flight_.push_back({&unit, std::move(pending), sent, std::move(sum), std::exchange(unit.partial, at::Tensor()),
-                        std::exchange(unit.partial_pooled, false), present, std::move(presence)});
+                        std::exchange(unit.partial_pooled, false), present, std::move(presence),
+                        std::ranges::all_of(unit.params, &Param::filled)});
   ++unit.in_flight;
   if (unit.host_grads && unit.has_sum() && unit.in_flight == 1) bring_back(in_flight_.back());
 }
@@ -357,7 +359,7 @@ void Reducer::use_up(InFlight& work) {
   if (const double rest = mean_of(unit).rest; rest != 1.0) shard::scaled_copy(work.sum, work.sum, rest);
   if (sink_ != nullptr) {
     const at::Tensor values = work.bucket.narrow(0, unit.owned.begin, unit.owned.size());
-    const at::Tensor present = work.present.cpu();
+    const at::Tensor present = work.has_all ? at::ones({work.present.numel()}, at::kInt) : work.present.cpu();
     if (work.sent.defined()) shard::scaled_copy(values, work.sum);
     unit.sum_arrived();
     work.pooled = false;
@@ -436,7 +438,7 @@ void Reducer::launch_agreement() {
   late_ = at::zeros({static_cast<int64_t>(units_.size())}, at::kInt);
   for (size_t i = 0; i < units_.size(); ++i)
     late_.data_ptr<int>()[i] = units_[i]->grad_state() == GradState::Late ? 1 : 0;
-  late_ = late_.to(ranks_.device);
+  late_ = shard::sent_to(ranks_.device, late_);
   agreement_ = ranks_.shard->all_reduce(late_, comm::ReduceOp::Max, "units with late gradients");
 }
 

@@ -160,12 +160,14 @@ class Reducer {
   struct InFlight {
     Unit* unit = nullptr;
     comm::Pending pending;
-    at::Tensor sent;       // where the unit travels in another dtype: its contributions
-    at::Tensor sum;        // of the owned range
-    at::Tensor bucket;     // the contributions
-    bool pooled = false;   // they lie in a bucket of the pool
-    at::Tensor present{};  // by parameter, with a sink
+    at::Tensor sent;      // where the unit travels in another dtype: its contributions
+    at::Tensor sum;       // of the owned range
+    at::Tensor bucket;    // the contributions
+    bool pooled = false;  // they lie in a bucket of the pool
+    // With a sink, by parameter: whether a rank has a gradient, which need not be asked where this one has all.
+    at::Tensor present{};
     comm::Pending presence{};
+    bool has_all = false;
     at::Tensor before{};  // of gradients in host memory: what they were, on its way back
     std::shared_ptr<c10::Event> came{};
   };

@@ -67,8 +67,7 @@ Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options&
   const auto on_device = params.front().tensor.options().requires_grad(false);
   const auto& policy = options.precision;
   using shard::Quantity;
-  if (!options.update_in_backward)
-    grads = shard::Buffer::without_memory(owned.size(), on_device.dtype(policy.grad));
+  if (!options.update_in_backward) grads = shard::Buffer::without_memory(owned.size(), on_device.dtype(policy.grad));
   if (policy.master == amp::Master::Fp32) master = make(Quantity::Master, on_device.dtype(at::kFloat));
   if (policy.master == amp::Master::Split) residual = make(Quantity::Master, on_device.dtype(at::kShort));
   travel = policy.grad;

@@ -166,7 +166,7 @@ class Unit {
   bool partial_pooled = false;
   at::ScalarType travel;   // dtype of contributions and sums on their way; cast where it is not that of grads
   uint64_t sums = 0;       // added to it since the last step, as far as rounded stochastically
-  double squares = 0;      // sum of squares of the owned gradients that the backward updated with
+  at::Tensor squares;      // sum of squares of the owned gradients that the backward updated with, where they were
   int fired = 0;           // params whose hook ran in the running backward
   int expected = 0;        // params that require gradients
   int in_flight = 0;       // reductions on their way

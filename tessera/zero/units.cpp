@@ -535,7 +535,8 @@ void Units::release(const std::string& message) {
 }
 
 void Units::return_host_memory() const noexcept {
-  if ((has_homes() || was_away_) && !ranks().device.is_cpu()) shard::return_host_memory(ranks().device.type());
+  const bool had_some = has_homes() || was_away_ || ranks().all() > 1;  // what ranks tell each other passes through it
+  if (had_some && !ranks().device.is_cpu()) shard::return_host_memory(ranks().device.type());
 }
 
 }  // namespace tessera::zero

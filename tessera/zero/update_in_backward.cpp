@@ -1,6 +1,6 @@
 #include "tessera/zero/update_in_backward.h"
 
-#include <ATen/ops/full.h>
+#include <ATen/ops/clone.h>
 
 #include <cmath>
 #include <utility>
@@ -49,8 +49,10 @@ std::vector<std::string> UpdateInBackward::excluded(const Options& options, opti
 }
 
 void UpdateInBackward::reset() {
-  for (const auto& unit : units_.all())
-    unit->squares = 0;
+  for (const auto& unit : units_.all()) {
+    unit->order.keep(unit->squares);
+    unit->squares.reset();
+  }
   std::fill(present_.begin(), present_.end(), false);
 }
 
@@ -79,17 +81,16 @@ void UpdateInBackward::forget_waiting() {
 }
 
 void UpdateInBackward::take(ArrivedSum sum) {
-  double squares = 0;
   at::Tensor total;
   comm::Pending pending;
   releasing_if_it_throws(sum, [&] {
-    squares = optim::sum_of_squares(sum.values);
+    const at::Tensor squares = optim::squares_there(sum.values);
+    sum.unit->squares = squares;
     if (!norms_) return;
-    total = at::full({1}, squares, at::kDouble).to(sum.values.device());
+    total = squares.reshape({1}).clone();
     pending = norms_->all_reduce(total, comm::ReduceOp::Sum, "norm of unit '" + sum.unit->name + "'");
   });
-  sum.unit->squares = squares;
-  if (!norms_) return update(sum, squares);
+  if (!norms_) return update(sum, 1);
   waiting_.push_back({std::move(sum), total, std::move(pending)});
   if (waiting_.size() > kNormsInFlight) update_oldest();
 }
@@ -97,27 +98,26 @@ void UpdateInBackward::take(ArrivedSum sum) {
 void UpdateInBackward::update_oldest() {
   Waiting oldest = std::move(waiting_.front());
   waiting_.pop_front();
-  double squares = 0;
+  double scale = 1;
   releasing_if_it_throws(oldest.sum, [&] {
     oldest.pending.wait();
-    squares = oldest.squares.item<double>();
+    scale = optim::clip_coefficient(std::sqrt(oldest.squares.item<double>()), units_.options().unit_clipping);
   });
-  update(oldest.sum, squares);
+  update(oldest.sum, scale);
 }
 
-void UpdateInBackward::update(const ArrivedSum& sum, double squares) {
-  releasing_if_it_throws(sum, [&] { update_from(sum, squares); });
+void UpdateInBackward::update(const ArrivedSum& sum, double scale) {
+  releasing_if_it_throws(sum, [&] { update_from(sum, scale); });
   sum.release();
 }
 
-void UpdateInBackward::update_from(const ArrivedSum& sum, double squares) {
+void UpdateInBackward::update_from(const ArrivedSum& sum, double scale) {
   Unit& unit = *sum.unit;
   unit.on_this_stream();
   units_.set_broken("a backward ended with an error after it had updated a part of the model");  // until it is over
   units_.unsharder().settle_before_update(units_[unit.params.front().id].number);
   for (size_t i = 0; i < unit.params.size(); ++i)
     present_[unit.params[i].id] = sum.present[i];
-  const double scale = optim::clip_coefficient(std::sqrt(squares), units_.options().unit_clipping);
   updater_.update_unit(unit, sum.values, present_, scale, disks_);
 }
 

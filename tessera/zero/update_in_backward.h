@@ -6,6 +6,9 @@
 //   all its gradients are there; what does so all the same (a weight used detached as well) gets torch's own error, as after
 //   an in-place update. Other ranks' weights are gathered at the end of the backward, so that a forward before step() sees
 //   one model. step() counts, and reports the norm.
+//   Where nothing is clipped the host waits for nothing: the squares of a unit stay on its device until somebody asks for the
+//   norm; with several ranks that is step(). A rank that has gradients for all of a unit need not know of the others' to
+//   update it.
 //   Bits are those of the usual step. What must be known before the first unit is updated excludes it: see excluded().
 #pragma once
 
@@ -46,8 +49,8 @@ class UpdateInBackward final : private SumSink {
   void drop() override;
   void launch_end() override;
   void finish_end() override;
-  void update(const ArrivedSum& sum, double squares);
-  void update_from(const ArrivedSum& sum, double squares);
+  void update(const ArrivedSum& sum, double scale);
+  void update_from(const ArrivedSum& sum, double scale);
   void update_oldest();
   void forget_waiting();
 

@@ -246,38 +246,6 @@ TEST(DeviceEngine, TilesPassThroughTheDevice) {
   EXPECT_EQ(log, "<><>w<>w");
 }
 
-// For the norm, which is the check for inf and NaN too; nothing else waits, also where parameters have no gradient. Two ranks
-// tell each other of it by way of the device, and wait for that.
-TEST(DeviceEngine, AStepWaitsForTheDeviceOnce) {
-  static std::atomic<int> waits;
-  for (const int world : {1, 2}) {
-    for (int stage = 0; stage <= 3; ++stage) {
-      for (const PrecisionPolicy& mode : {PrecisionPolicy::fp32(), PrecisionPolicy::bf16()}) {
-        run_ranks(world, [&](int rank, const comm::GroupPtr& group) {
-          const Toy toy = toy_on(device_of(rank));
-          std::vector<engine::ParamSpec> specs = toy.specs();
-          if (world == 1) specs.push_back({"unused", at::ones({3}, device_of(0)).requires_grad_(true), 0, "root"});
-          const engine::Options options = toy_options({.stage = stage, .persistence = 0, .precision = mode});
-          const comm::GroupPtr mine = world > 1 ? std::make_shared<StagedGroup>(group) : group;
-          Engine engine(options, comm::Mesh(mine), specs, {toy_adamw()});
-          const at::Tensor batch = toy_batch(rank, 0).to(device_of(rank));
-          for (int number = 0; number < 2; ++number) {
-            toy_forward(engine, toy, batch).backward();
-            group->barrier("before a step");
-            waits = 0;
-            if (number == 1) tessera_stand_in_on_wait([] { ++waits; });
-            group->barrier("from here on");
-            engine.step();
-            group->barrier("after a step");
-            tessera_stand_in_on_wait(nullptr);
-          }
-        });
-        EXPECT_EQ(waits, world == 1 ? 1 : 2 * 3) << "world " << world << ", stage " << stage;
-      }
-    }
-  }
-}
-
 // Weights in host memory that travel in another dtype come as they are and are cast on the device.
 TEST(DeviceEngine, CastsOfWeightsElsewhereDoNotWait) {
   static std::atomic<int> waits;

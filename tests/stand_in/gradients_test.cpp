@@ -20,11 +20,12 @@ constexpr int64_t kSize = 1 << 16, kUnits = 4;
 
 // Units of one weight each, one module after the other.
 struct Chain {
-  Chain(const ToyRun& run, int rank, comm::GroupPtr group) : group_(std::move(group)) {
+  Chain(const ToyRun& run, int rank, comm::GroupPtr group, bool unused = false) : group_(std::move(group)) {
     const c10::Device device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(rank));
     for (int i = 0; i < kUnits; ++i)
-      specs.push_back({"w" + std::to_string(i), at::ones({kSize}, device).requires_grad_(true), 0,
-                       "u" + std::to_string(i)});
+      specs.push_back(
+          {"w" + std::to_string(i), at::ones({kSize}, device).requires_grad_(true), 0, "u" + std::to_string(i)});
+    if (unused) specs.push_back({"unused", at::ones({3}, device).requires_grad_(true), 0, "u0"});
     const bool several = group_->size() > 1;
     const comm::GroupPtr mine = several ? std::make_shared<StagedGroup>(group_) : group_;
     engine.emplace(toy_options(run), comm::Mesh(mine), specs, std::vector{toy_adamw()});
@@ -35,9 +36,9 @@ struct Chain {
     engine->pre_forward();
     at::Tensor x = at::ones({}, specs[0].tensor.device());
     for (int i = 0; i < kUnits; ++i) {
-      engine->modules().enter(modules[i]);
+      if (modules[i] >= 0) engine->modules().enter(modules[i]);
       x = x + (specs[i].tensor * x).sum() * 1e-6;
-      engine->modules().leave(modules[i], {x});
+      if (modules[i] >= 0) engine->modules().leave(modules[i], {x});
     }
     engine->post_forward({x});
     return x;
@@ -98,6 +99,50 @@ TEST(DeviceGradients, ExistFromTheBackwardToTheUpdate) {
           expect(0, "after zero_grad()");
         });
         EXPECT_STREQ(tessera_stand_in_races(), "") << what;
+      }
+    }
+  }
+}
+
+// For the norm, which is the check for inf and NaN too; nothing else waits, also where parameters have no gradient. Ranks tell
+// each other of it, and of these, in one exchange; in stage 0 also at the end of a backward, whose gradients the user may look
+// at. The update in the backward waits for nothing, but for what ranks tell each other in step().
+TEST(DeviceGradients, TheHostWaitsOnceAStep) {
+  static std::atomic<int> waits;
+  for (const int world : {1, 2}) {
+    for (int stage = 0; stage <= 3; ++stage) {
+      for (const bool early : {false, true}) {
+        if (early && stage == 0) continue;
+        for (PrecisionPolicy mode : {PrecisionPolicy::fp32(), PrecisionPolicy::bf16()}) {
+          mode.skip_nonfinite = mode.skip_nonfinite && !early;
+          const std::string what = "stage " + std::to_string(stage) + ", world " + std::to_string(world) +
+                                   (early ? ", update in the backward" : "");
+          run_ranks(world, [&](int rank, const comm::GroupPtr& group) {
+            const ToyRun run{
+                .stage = stage, .clip = early ? 0.0 : 1.0, .persistence = 0, .precision = mode, .in_backward = early};
+            Chain chain(run, rank, group, /*unused=*/!early);
+            const auto waits_of = [&](const std::function<void()>& f) {
+              group->barrier("before");
+              waits = 0;
+              tessera_stand_in_on_wait([] { ++waits; });
+              group->barrier("from here on");
+              f();
+              group->barrier("after");
+              tessera_stand_in_on_wait(nullptr);
+              return waits.load();
+            };
+            for (int number = 0; number < 2; ++number) {
+              const at::Tensor loss = chain.forward();
+              const bool tells = world == 2 && stage == 0;
+              const int in_backward = waits_of([&] { loss.backward(); });
+              const int in_step = waits_of([&] { chain.engine->step(); });
+              if (number == 0) continue;  // memory that is page-locked for the first time
+              EXPECT_EQ(in_backward, tells ? 2 : 0) << what;
+              EXPECT_EQ(in_step, early && world == 1 ? 0 : world) << what;
+            }
+            EXPECT_GT(chain.engine->global_grad_norm().value(), 0) << what;
+          });
+        }
       }
     }
   }
