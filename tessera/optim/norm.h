@@ -15,6 +15,14 @@ double sum_of_squares(const at::Tensor& tensor);
 std::vector<double> sums_of_squares(const std::vector<at::Tensor>& tensors);
 // Without a wait: a number (0-d, double) where the tensor is.
 at::Tensor squares_there(const at::Tensor& tensor);
+// Part of a row of elements, 1-D, from element `begin` on.
+struct Piece {
+  int64_t begin;
+  at::Tensor values;
+};
+// As squares_there() of `size` elements in a row, with its bits: those of `pieces`, in order and without overlap, and zeros
+// between them.
+at::Tensor squares_there(int64_t size, const std::vector<Piece>& pieces, const at::TensorOptions& options);
 // Such numbers, on the CPU and on one device. Waits for that once.
 std::vector<double> read_numbers(const std::vector<at::Tensor>& numbers);
 

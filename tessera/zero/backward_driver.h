@@ -72,7 +72,7 @@ class BackwardDriver final : private HookSink {
  private:
   void backward_begun(const std::vector<ScopeCall*>& calls) override;
   void before_accumulate(ParamId id, at::Tensor& grad) override;
-  void gradient_ready(ParamId id, at::Tensor& grad, const BackwardInfo& backward) override;
+  void gradient_ready(ParamId id, at::Tensor& grad, const BackwardInfo& backward, bool alone) override;
   bool end_backward(int round) override;
   void tasks_ended() override;
   void call_opened(ScopeCall& call, bool again) override;

@@ -44,6 +44,17 @@ Reducer::Mean Reducer::mean_of(const Unit& unit) const {
   return {comm::ReduceOp::Avg, factor_ * n};
 }
 
+void Reducer::begin(Unit& unit) {
+  if (unit.accumulates()) return;
+  if (!unit.in_pieces()) {
+    acquire_partial(unit);
+  } else if (!unit.has_sum()) {
+    for (Param& p : unit.params)
+      p.filled = false;
+  }
+  unit.move_to(GradState::Accumulating);
+}
+
 void Reducer::acquire_partial(Unit& unit) {
   const bool in_grads = unit.accumulates_in_grads() && (one_rank(unit) || (!unit.has_sum() && unit.in_flight == 0));
   if (in_grads) {
@@ -84,32 +95,51 @@ void Reducer::make_room() {
     finish_oldest();
 }
 
-void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale) {
+// Where contributions to `param` add up: `row` itself where that is defined, which then is the first of them.
+shard::Memory Reducer::slot(Unit& unit, const Param& param, const at::Tensor& row) {
+  if (!unit.in_pieces()) return shard::memory_of(unit.partial, param.range.begin);
+  Run& run = unit.run_of(param);
+  if (row.defined()) {
+    unit.drop_run(run);
+    run.grad = shard::Buffer(row);
+  } else if (!run.grad.has_memory()) {
+    memory_for([&] { run.grad.make(); }, "the gradients of unit '", unit.name, "'");
+    for (const shard::Range& gap : unit.layout.padding())
+      if (const shard::Range r = shard::intersect(gap, run.range); !r.empty())
+        shard::fill_zero(run.grad.view({r.begin - run.range.begin, r.end - run.range.begin}));
+  }
+  return shard::memory_of(run.grad.tensor(), param.range.begin - run.range.begin);
+}
+
+void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale, bool ours) {
   TESSERA_CHECK(sink_ == nullptr || unit.turn() != Turn::Launched, "zero", "parameter '", param.name,
                 "' got a gradient after its unit was updated in this backward (tessera.update_in_backward): it is used "
                 "in several nested backwards, as with reentrant checkpointing of shared layers; use "
                 "use_reentrant=False, or switch update_in_backward off");
   unit.on_this_stream();
-  if (!unit.accumulates()) {
-    acquire_partial(unit);
-    unit.move_to(GradState::Accumulating);
-  }
+  begin(unit);
   // Forms are dense, so equal strides mean equal order in memory.
   at::Tensor source = grad;
   if (grad.strides() != param.form.strides) source = shard::flatten_like_param(grad, param.form);
   if (source.scalar_type() == at::kDouble) source = source.to(at::kFloat);
+  at::Tensor row;  // that may be kept as it is
+  if (unit.in_pieces() && unit.run_of(param).alone && !param.filled && (ours || !source.is_alias_of(grad)) &&
+      source.dtype() == unit.grad_options().dtype())
+    row = source.dim() == 1 ? source : shard::flatten_like_param(source, param.form);
   const int64_t n = param.range.size();
   if (one_rank(unit)) scale *= mean_of(unit).rest;
+  const shard::Memory to = slot(unit, param, row), from = shard::memory_of(source);
   if (!param.filled) {
-    shard::scaled_copy(shard::memory_of(unit.partial, param.range.begin), shard::memory_of(source), scale, n);
+    if (to.data != from.data || scale != 1) shard::scaled_copy(to, from, scale, n);
   } else if (stochastic_) {
     const uint64_t rank = static_cast<uint64_t>(unit.ranks.rank()) << kRankShift, number = param.additions++;
     shard::for_stretches(param.cut, {0, n}, [&](shard::Range r, int64_t first) {
-      shard::scaled_add(shard::memory_of(unit.partial, param.range.begin + r.begin), shard::memory_of(source, r.begin),
-                        scale, r.size(), key_of(param, rank + static_cast<uint64_t>(first), number));
+      const at::Tensor sum = unit.contribution(param);
+      shard::scaled_add(shard::memory_of(sum, r.begin), shard::memory_of(source, r.begin), scale, r.size(),
+                        key_of(param, rank + static_cast<uint64_t>(first), number));
     });
   } else {
-    shard::scaled_add(shard::memory_of(unit.partial, param.range.begin), shard::memory_of(source), scale, n);
+    shard::scaled_add(to, from, scale, n);
   }
   param.filled = true;
   param.has_grad = true;
@@ -117,11 +147,9 @@ void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, doubl
 
 void Reducer::put(Unit& unit, Param& param, const at::Tensor& values) {
   unit.on_this_stream();
-  if (!unit.accumulates()) {
-    acquire_partial(unit);
-    unit.move_to(GradState::Accumulating);
-  }
-  unit.partial.narrow(0, param.range.begin, param.range.size()).copy_(values);
+  begin(unit);
+  if (unit.in_pieces()) unit.make_run(param);
+  unit.contribution(param).copy_(values);
   param.filled = true;
 }
 
@@ -154,6 +182,7 @@ void Reducer::clear(Unit& unit, Param& param) {
     const shard::Range r = unit.owned_slice(param);
     unit.gradients().fill(r, 0);
   }
+  if (unit.in_pieces() && unit.run_of(param).alone) unit.drop_run(unit.run_of(param));
   param.filled = false;
   param.has_grad = false;
 }
@@ -197,9 +226,8 @@ void Reducer::launch_complete() {
 }
 
 void Reducer::zero_unfilled(Unit& unit) {
-  for (const Param& p : unit.params) {
-    if (!p.filled) shard::fill_zero(unit.partial.narrow(0, p.range.begin, p.range.size()));
-  }
+  for (const Param& p : unit.params)
+    if (!p.filled && !(unit.in_pieces() && !unit.run_of(p).grad.has_memory())) shard::fill_zero(unit.contribution(p));
 }
 
 void Reducer::finish_oldest_replica() {
@@ -278,27 +306,27 @@ shard::Buffer Reducer::memory_of_sum(const Unit& unit) const {
   return own;
 }
 
+void Reducer::launch_alone(Unit& unit) {
+  unit.move_to(Turn::Launched);
+  unit.move_to(GradState::Reduced);
+  unit.sum_arrived();
+  const at::Tensor bucket = std::exchange(unit.partial, at::Tensor());
+  unit.partial_pooled = false;
+  if (sink_ != nullptr) {
+    return hand_over(unit, bucket, filled(unit), [this, &unit, bucket] {
+      if (bucket.defined()) pool_.release(bucket);
+      unit.drop_grads();
+    });
+  }
+  if (unit.host_grads) leave(unit, bucket, pool_, bucket);
+}
+
 void Reducer::launch(Unit& unit) {
   reopen_replicas();
   unit.on_this_stream();
-  if (!unit.accumulates()) {
-    acquire_partial(unit);
-    unit.move_to(GradState::Accumulating);
-  }
+  begin(unit);
   zero_unfilled(unit);
-  if (one_rank(unit)) {
-    unit.move_to(Turn::Launched);
-    unit.move_to(GradState::Reduced);
-    unit.sum_arrived();
-    if (sink_ != nullptr) {
-      const at::Tensor bucket = std::exchange(unit.partial, at::Tensor());
-      return hand_over(unit, bucket, filled(unit), bucket);
-    }
-    const at::Tensor bucket = std::exchange(unit.partial, at::Tensor());
-    unit.partial_pooled = false;
-    if (unit.host_grads) leave(unit, bucket, pool_, bucket);
-    return;
-  }
+  if (one_rank(unit)) return launch_alone(unit);
   const PhaseScope scope(phases_, Phase::Reduce, unit.name);
   make_room();
   // Memory first: where there is none, nothing has changed.
@@ -363,7 +391,7 @@ void Reducer::use_up(InFlight& work) {
     if (work.sent.defined()) shard::scaled_copy(values, work.sum);
     unit.sum_arrived();
     work.pooled = false;
-    return hand_over(unit, values, present, work.bucket);
+    return hand_over(unit, values, present, [this, bucket = work.bucket] { pool_.release(bucket); });
   }
   if (unit.host_grads) return leave(work);
   if (unit.has_sum() && work.pooled) {
@@ -422,7 +450,7 @@ at::Tensor Reducer::filled(const Unit& unit) const {
   return flags;
 }
 
-void Reducer::hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& present, const at::Tensor& bucket) {
+void Reducer::hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& present, std::function<void()> release) {
   std::vector<bool> flags(unit.params.size());
   for (size_t i = 0; i < flags.size(); ++i)
     flags[i] = present.const_data_ptr<int>()[i] != 0;
@@ -430,7 +458,7 @@ void Reducer::hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& pre
   unit.partial_pooled = false;
   for (Param& p : unit.params)
     p.filled = p.has_grad = false;
-  sink_->take({&unit, sum, std::move(flags), [this, bucket] { pool_.release(bucket); }});
+  sink_->take({&unit, sum, std::move(flags), std::move(release)});
 }
 
 // Which units got gradients after their launch, on any rank.

@@ -30,8 +30,9 @@ struct TilePipeline::Segment {
   shard::Range range;  // in the coordinates of the owned range
   int group = 0;
   int64_t step = 0;
-  uint64_t first = 0;   // number of the first element in the model, where it matters
-  bool adopts = false;  // see Unit::adopts()
+  uint64_t first = 0;            // number of the first element in the model, where it matters
+  bool adopts = false;           // see Unit::adopts()
+  const Param* param = nullptr;  // the first one
 };
 
 // `numbered`: the elements of a segment are those of the whole model from `first` on, one after the other.
@@ -52,13 +53,13 @@ std::vector<TilePipeline::Segment> TilePipeline::segments_of(const Unit& unit, c
       shard::for_stretches(p.cut, {skipped, skipped + mine.size()}, [&](shard::Range r, int64_t number) {
         const int64_t begin = mine.begin + r.begin - skipped;
         segments.push_back(
-            {{begin, begin + r.size()}, p.group, p.step + 1, p.first + static_cast<uint64_t>(number), adopts});
+            {{begin, begin + r.size()}, p.group, p.step + 1, p.first + static_cast<uint64_t>(number), adopts, &p});
       });
     } else if (open && segments.back().group == p.group && segments.back().step == p.step + 1 &&
-               segments.back().adopts == adopts) {
+               segments.back().adopts == adopts && segments.back().param->run == p.run) {
       segments.back().range.end = mine.end;
     } else {
-      segments.push_back({mine, p.group, p.step + 1, 0, adopts});
+      segments.push_back({mine, p.group, p.step + 1, 0, adopts, &p});
       open = true;
     }
   }
@@ -95,10 +96,10 @@ class TilePipeline::Tile {
         segments_(std::move(segments)),
         last_(last),
         pin_(pin),
-        device_(grads.options().device()),
+        device_(unit.flat->options().device()),
         weights_here_(unit.weights().is_here()),
         weights_(fetch_weights()),
-        grads_(grads.fetch(range)) {
+        grads_(grads.defined() ? std::optional(grads.fetch(range)) : std::nullopt) {
     for (const shard::Buffer* buffer : buffers())
       views_.push_back(buffer->defined() ? std::optional(buffer->fetch(range)) : std::nullopt);
     if (device_.is_cpu()) return;
@@ -106,7 +107,7 @@ class TilePipeline::Tile {
       travels_ = !weights_here_;
       return;
     }
-    if (grads.is_here()) grads_ = bring_to_host(grads_.wait(), pin);
+    if (grads.is_here()) grads_ = bring_to_host(grads_->wait(), pin);
     if (!weights_here_) return;
     device_weights_ = weights_.wait();
     weights_ = bring_to_host(device_weights_, pin);
@@ -171,6 +172,11 @@ class TilePipeline::Tile {
   at::Tensor arrived(size_t buffer, shard::Range range) {
     return views_[buffer] ? arrived(*views_[buffer], range) : at::Tensor();
   }
+  at::Tensor gradient(const Segment& segment) {
+    if (grads_) return arrived(*grads_, segment.range);
+    const auto [buffer, there] = unit_->gradient(*segment.param, segment.range);
+    return buffer.view(there);
+  }
   void update(const Segment& segment, optim::Rule rule, const optim::GroupOptions& group, const Options& options,
               double scale) {
     const at::Tensor weights = arrived(weights_, segment.range);
@@ -180,7 +186,7 @@ class TilePipeline::Tile {
     if (!fp32_weights) slice.weight = weights;
     slice.adopts = segment.adopts;
     slice.residual = arrived(1, segment.range);
-    slice.grad = arrived(grads_, segment.range);
+    slice.grad = gradient(segment);
     slice.state = {arrived(2, segment.range), arrived(3, segment.range)};
     slice.rounding = options.precision.rounding;
     slice.random = {options.seed, static_cast<uint64_t>(segment.step), segment.first};
@@ -196,9 +202,10 @@ class TilePipeline::Tile {
   bool weights_here_;
   bool travels_ = false;  // weights that live elsewhere, to the device
   std::vector<std::optional<shard::PendingView>> views_;
-  shard::PendingView weights_, grads_;
-  at::Tensor device_weights_;    // where the host updates a copy
-  at::Tensor elsewhere_, here_;  // where the device does: from where, and there
+  shard::PendingView weights_;
+  std::optional<shard::PendingView> grads_;  // none where they lie in pieces
+  at::Tensor device_weights_;                // where the host updates a copy
+  at::Tensor elsewhere_, here_;              // where the device does: from where, and there
   std::shared_ptr<c10::Event> came_;
 };
 

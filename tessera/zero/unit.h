@@ -6,8 +6,10 @@
 #include <array>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "tessera/optim/norm.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/shard/layout.h"
 #include "tessera/shard/placement.h"
@@ -55,6 +57,7 @@ struct Param {
   shard::Range range;      // in the flat space
   shard::Form form{};      // there
   shard::CutPtr cut{};     // which elements of a whole it is
+  int run = -1;            // of Unit::runs, where in_pieces()
   uint64_t first = 0;      // number of the whole's first element among all of the model: the key of random bits
   int64_t step = 0;        // updates applied
   WriteCount writes{};     // by the user, since our last one
@@ -63,6 +66,13 @@ struct Param {
   bool has_grad = false;   // this rank saw a gradient since the last step
   bool filled = false;     // its slot in `partial` holds a contribution
   bool fired = false;      // its hook ran in the running backward
+};
+
+// Parameters that lie one after the other, and whose gradients have memory together; without memory they are zero.
+struct Run {
+  shard::Range range;  // in the flat space
+  bool alone = false;  // one parameter, whose gradient may be a tensor of autograd's
+  shard::Buffer grad;
 };
 
 using shard::kTile;
@@ -99,9 +109,25 @@ class Unit {
   // Contributions of several backwards add up in `grads`: they are whole there until they are reduced, on one rank and in
   // stage 0 after that too.
   bool accumulates_in_grads() const { return in_grads_ && grads.defined() && !host_grads; }
+  // Gradients lie in `runs`: one rank, where all of the unit lives on the device. Note [Gradients in pieces] in reducer.h
+  bool in_pieces() const { return !runs.empty(); }
+  void lie_in_pieces();
+  // Memory for the run of `param`, zeros; nothing happens where there is some.
+  void make_run(const Param& param);
+  void drop_run(Run& run);
+  Run& run_of(const Param& param) { return runs[param.run]; }
+  // The buffer that has the gradient of elements `range` of the owned range, all of them of `param`, and where they are there.
+  std::pair<shard::Buffer, shard::Range> gradient(const Param& param, shard::Range range) const;
+  // All elements of `param`: where its contributions add up (while accumulates()), and as p.grad shows them in stage 0.
+  at::Tensor contribution(const Param& param) const;
+  at::Tensor visible(const Param& param) const;
+  // Of elements `range` of the owned range, those that have memory.
+  std::vector<optim::Piece> pieces(shard::Range range) const;
   // Memory of the device for `numel` of them, the layout's or those of the owned range; contents are undefined where there
   // was none of that size. Note [Gradients on demand]
   void make_grads(int64_t numel);
+  // Sums that are zero: in pieces there is nothing to make.
+  void make_sums();
   // That memory goes, in the order of all streams.
   void drop_grads();
   // Of gradients, whether or not a buffer is kept for them.
@@ -161,6 +187,7 @@ class Unit {
   // Sums of the owned range, grad dtype; before they are reduced, all contributions where accumulates_in_grads(). Without
   // memory in between. None where the backward updates.
   shard::Buffer grads;
+  std::vector<Run> runs;                  // instead of `grads`, where in_pieces()
   std::shared_ptr<HostGrads> host_grads;  // where they live that do not live on the device; else null
   at::Tensor partial;  // local contributions, whole: `grads` itself or a pooled bucket; undefined while Empty
   bool partial_pooled = false;

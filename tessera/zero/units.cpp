@@ -371,6 +371,7 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Param
   if (rule_ != optim::Rule::External) unit->allocate_states(names.count, groups_, rule_);
   const bool host_updates = !states_on_device(*unit) && !unit->flat->options().device().is_cpu();
   if (host_updates && unit->grads.defined() && !unit->grads_are_visible()) unit->send_grads_to_host();
+  if (set.ranks.size() == 1 && lives_on_device(*unit)) unit->lie_in_pieces();
 }
 
 void Units::build_frozen(const PlannedUnit& planned, const std::vector<const ParamSpec*>& originals,

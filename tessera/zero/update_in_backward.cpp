@@ -84,7 +84,11 @@ void UpdateInBackward::take(ArrivedSum sum) {
   at::Tensor total;
   comm::Pending pending;
   releasing_if_it_throws(sum, [&] {
-    const at::Tensor squares = optim::squares_there(sum.values);
+    const Unit& unit = *sum.unit;
+    const at::Tensor squares =
+        sum.values.defined()
+            ? optim::squares_there(sum.values)
+            : optim::squares_there(unit.owned.size(), unit.pieces({0, unit.owned.size()}), unit.grad_options());
     sum.unit->squares = squares;
     if (!norms_) return;
     total = squares.reshape({1}).clone();

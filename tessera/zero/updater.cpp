@@ -1,7 +1,6 @@
 #include "tessera/zero/updater.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
@@ -25,12 +24,16 @@ namespace {
 
 constexpr const char* kHalfDone = "a step ended with an error after it had updated a part of the model";
 
-// The gradients of `slice` (in the coordinates of the flat space, and owned here), without those of some parameters.
-void add_pieces(std::vector<at::Tensor>& pieces, const Unit& unit, shard::Range slice,
-                const std::vector<ParamId>& without) {
+// Squares of the gradients of `slice` (in the coordinates of the flat space, and owned here), without those of some
+// parameters.
+void add_squares(std::vector<at::Tensor>& squares, const Unit& unit, shard::Range slice,
+                 const std::vector<ParamId>& without) {
   const auto add = [&](int64_t begin, int64_t end) {
-    if (begin < end)
-      pieces.push_back(unit.gradients().fetch({begin - unit.owned.begin, end - unit.owned.begin}).wait());
+    if (begin >= end) return;
+    const shard::Range range{begin - unit.owned.begin, end - unit.owned.begin};
+    const auto pieces = unit.pieces(range);
+    const at::TensorOptions options = pieces.empty() ? unit.grad_options() : pieces[0].values.options();
+    squares.push_back(optim::squares_there(range.size(), pieces, options));
   };
   for (const Param& p : unit.params) {  // in the order of their places
     if (std::ranges::find(without, p.id) == without.end()) continue;
@@ -80,23 +83,21 @@ Updater::Updater(Units& units, BackwardDriver& driver) : units_(units), driver_(
 // that the bits are the same whether a rank holds one slice or all.
 std::vector<at::Tensor> Updater::squares_of_shared(const std::vector<ParamId>& without) const {
   const Ranks& ranks = units_.ranks();
-  std::vector<at::Tensor> squares, pieces;
+  std::vector<at::Tensor> squares;
   for (const auto& unit : units_.all()) {
     if (&unit->ranks != &ranks) continue;
     if (units_.options().update_in_backward) {
       squares.push_back(unit->squares.defined() ? unit->squares : at::zeros({}, at::kDouble));
     } else {
-      add_pieces(pieces, *unit, unit->layout.shard(ranks.shard->rank()), without);
+      add_squares(squares, *unit, unit->layout.shard(ranks.shard->rank()), without);
     }
   }
-  for (const at::Tensor& piece : pieces)
-    squares.push_back(optim::squares_there(piece));
   return squares;
 }
 
 // Those of the others: of equal ones, one rank counts.
 std::vector<at::Tensor> Updater::squares_of_varying(const std::vector<ParamId>& without) const {
-  std::vector<at::Tensor> squares, pieces;
+  std::vector<at::Tensor> squares;
   for (const auto& unit : units_.all()) {
     const Ranks& ranks = unit->ranks;
     if (&ranks == &units_.ranks() || ranks.replicate->rank() > 0) continue;
@@ -105,11 +106,9 @@ std::vector<at::Tensor> Updater::squares_of_varying(const std::vector<ParamId>& 
     if (units_.options().update_in_backward) {
       if (unit->squares.defined()) squares.push_back(unit->squares);
     } else {
-      add_pieces(pieces, *unit, unit->owned, without);
+      add_squares(squares, *unit, unit->owned, without);
     }
   }
-  for (const at::Tensor& piece : pieces)
-    squares.push_back(optim::squares_there(piece));
   return squares;
 }
 
@@ -181,9 +180,13 @@ GradientSummary Updater::summarize(std::optional<double> norm, double said) {
   const std::vector<double> flags = said_of_presence();
   mine.insert(mine.end(), flags.begin(), flags.end());
   std::vector<at::Tensor> squares;
-  const bool varies = !norm && units_.rank_sets().size() > 1;
-  if (varies) squares.push_back(sum_there(squares_of_varying(), ranks.device));
+  const bool varies = units_.rank_sets().size() > 1;
+  if (varies && !norm) squares.push_back(sum_there(squares_of_varying(), ranks.device));
   if (!norm) std::ranges::copy(squares_of_shared(), std::back_inserter(squares));
+  if (norm) {  // as many numbers as of a rank that gives none
+    const auto counts = [&](const auto& unit) { return &unit->ranks == &ranks && unit->layout.size() > 0; };
+    squares.assign(std::ranges::count_if(units_.all(), counts) + (varies ? 1 : 0), at::zeros({}, at::kDouble));
+  }
 
   GradientSummary summary;
   if (early && ranks.all() == 1) summary.unread = stacked(std::exchange(squares, {}));
@@ -204,7 +207,7 @@ GradientSummary Updater::summarize(std::optional<double> norm, double said) {
     reduce_late();
     return summarize(norm, said);
   }
-  const double varying = varies ? total_of_varying(rows, mine.size()) : 0;
+  const double varying = varies && !norm ? total_of_varying(rows, mine.size()) : 0;
   summary.norm = norm ? *norm : std::sqrt(total(rows, mine.size() + (varies ? 1 : 0)) + varying);
   summary.finite = std::isfinite(summary.norm);
   summary.present = presence(rows);
@@ -277,7 +280,7 @@ void Updater::update_units(const GradientSummary& summary, double scale, RankGua
     driver_.used_up(unit);
   });
   for (const auto& unit : units_.all())
-    pipeline.add(*unit, unit->gradients(), summary.present);
+    pipeline.add(*unit, unit->in_pieces() ? shard::Buffer() : unit->gradients(), summary.present);
   pipeline.finish();
 }
 
@@ -285,7 +288,7 @@ void Updater::update_unit(Unit& unit, const at::Tensor& grads, const std::vector
                           RankGuard& disks) {
   const c10::AutoGradMode no_grad(false);
   TilePipeline pipeline(units_, ways_, scale, disks, [](Unit&) {});
-  pipeline.add(unit, shard::Buffer(grads), present);
+  pipeline.add(unit, grads.defined() ? shard::Buffer(grads) : shard::Buffer(), present);
   pipeline.finish();
   count_updates(unit, present);
 }
@@ -319,6 +322,7 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
   driver_.hooks().hear_news();
   units_.unsharder().settle_before_update();
   prepare_update();
+  complete_pieces(summary.present);
   RankGuard disks = guard();
   if (units_.rule() == optim::Rule::External) {
     update_external(summary, scale, external, disks);
@@ -332,6 +336,14 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
   for (const auto& unit : units_.all())
     count_updates(*unit, summary.present);
   units_.set_broken("");
+}
+
+// Other slices of the model have a gradient where this rank has none.
+void Updater::complete_pieces(const std::vector<bool>& present) {
+  if (units_.options().update_in_backward) return;
+  for (const auto& unit : units_.all())
+    for (const Param& p : unit->params)
+      if (unit->in_pieces() && present[p.id]) unit->make_run(p);
 }
 
 void Updater::prepare_update() {
@@ -369,7 +381,8 @@ bool Updater::client_reads_gradients() const {
 void Updater::scale_gradients(double scale) {
   if (scale == 1.0) return;
   for (const auto& unit : units_.all())
-    shard::scaled_copy(unit->owned_grads(), unit->owned_grads(), scale);
+    for (const optim::Piece& piece : unit->pieces({0, unit->owned.size()}))
+      shard::scaled_copy(piece.values, piece.values, scale);
 }
 
 void Updater::update_external(const GradientSummary& summary, double scale, const std::function<void()>& external,
@@ -377,11 +390,10 @@ void Updater::update_external(const GradientSummary& summary, double scale, cons
   TESSERA_CHECK_VALUE(external, "engine.step",
                       "this engine was built for a client's optimizer; step() needs its update");
   for (const auto& unit : units_.all()) {
-    at::Tensor grads = unit->owned_grads();
-    if (!client_reads_gradients()) {
-      grads = at::empty({unit->owned.size()}, grads.options().dtype(client_dtype()));
-      shard::scaled_copy(grads, unit->owned_grads(), scale);
-    }
+    if (client_reads_gradients()) continue;
+    const at::Tensor grads = at::zeros({unit->owned.size()}, unit->grad_options().dtype(client_dtype()));
+    for (const optim::Piece& piece : unit->pieces({0, unit->owned.size()}))
+      shard::scaled_copy(grads.narrow(0, piece.begin, piece.values.numel()), piece.values, scale);
     unit->client_grads = grads;
   }
   for (const ParamId id : units_.trained_ids())

@@ -37,7 +37,8 @@ class Updater {
   // Gradients are multiplied by `scale` (unscale and clip). Parameters without a gradient on any rank are left alone.
   // `external` (Rule::External) updates the masters. Collective: refreshes the compute parameters.
   void update(const GradientSummary& summary, double scale, const std::function<void()>& external);
-  // The part of update() that is this rank's own, for one unit: its gradients of the owned range are `grads`.
+  // The part of update() that is this rank's own, for one unit: its gradients of the owned range are `grads`, undefined where
+  // they lie in pieces.
   void update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present, double scale,
                    RankGuard& disks);
   // The other part, for all that are updated so: their weights on all ranks. Collective.
@@ -70,6 +71,7 @@ class Updater {
   void gather_unit(Unit& unit);
   void finish_gathers();
   void update_units(const GradientSummary& summary, double scale, RankGuard& disks);
+  void complete_pieces(const std::vector<bool>& present);
   static void count_update(Param& param);
   static void count_updates(Unit& unit, const std::vector<bool>& present);
   void agree_on_disks(RankGuard& disks);

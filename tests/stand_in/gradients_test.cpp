@@ -6,6 +6,8 @@
 #include "tessera/engine/engine.h"
 #include "tests/stand_in/staged_group.h"
 #include "tests/stand_in/stand_in.h"
+#include "tests/support/host_home.h"
+#include "tests/support/modes.h"
 #include "tests/support/ranks.h"
 #include "tests/support/training.h"
 
@@ -143,6 +145,116 @@ TEST(DeviceGradients, TheHostWaitsOnceAStep) {
             EXPECT_GT(chain.engine->global_grad_norm().value(), 0) << what;
           });
         }
+      }
+    }
+  }
+}
+
+namespace {
+
+// Of sizes around those at which gradients lie by themselves, and blocks of the norm end.
+struct Mixed {
+  explicit Mixed(c10::Device device) {
+    const at::Tensor draw = at::arange(1, 40001, at::kFloat).sin();
+    for (const int64_t n : {40000, 3, 4096, 32768, 100, 1, 32767, 36864})
+      tensors.push_back((draw.narrow(0, 0, n) * 0.5).to(device).requires_grad_(true));
+  }
+  at::Tensor loss(engine::Engine& engine, int number) const {
+    engine.pre_forward();
+    at::Tensor x = at::ones({}, tensors[0].options().dtype(at::kFloat).requires_grad(false));
+    for (size_t i = 0; i < tensors.size(); ++i)
+      if (i != 1 || number % 2 == 0) x = x + (tensors[i].to(at::kFloat) * x).square().mean() * (0.1 / (1 + number));
+    engine.post_forward({x});
+    return x;
+  }
+  std::vector<engine::ParamSpec> specs() const {
+    std::vector<engine::ParamSpec> all;
+    for (size_t i = 0; i < tensors.size(); ++i)
+      all.push_back({"w" + std::to_string(i), tensors[i], static_cast<int>(i) / 4, ""});
+    return all;
+  }
+  std::vector<at::Tensor> tensors;
+};
+
+// Masters, moments, norms and, before the last step, gradients.
+std::vector<at::Tensor> trained(const Mixed& model, const engine::Options& options) {
+  Engine engine(options, comm::Mesh(), model.specs(), {toy_adamw(), toy_adamw()});
+  std::vector<at::Tensor> found;
+  for (int number = 0; number < 4; ++number) {
+    model.loss(engine, number).backward();
+    for (size_t i = 0; i < model.tensors.size() && number == 3; ++i)
+      if (const at::Tensor grad = engine.states().get_full(static_cast<int>(i), engine::Quantity::Gradient);
+          grad.defined())
+        found.push_back(grad);
+    engine.step();
+    found.push_back(at::scalar_tensor(engine.global_grad_norm().value_or(0), at::kDouble));
+  }
+  for (const at::Tensor& state : all_states(engine))
+    found.push_back(state);
+  for (at::Tensor& value : found)
+    value = value.cpu();
+  return found;
+}
+
+}  // namespace
+
+// One rank has no flat buffer of gradients; where states live elsewhere it has one. CPU and device, by themselves.
+TEST(DeviceGradients, PiecesHaveTheBitsOfAFlatBuffer) {
+  for (const PrecisionPolicy& mode : all_modes()) {
+    for (const int stage : {0, 2}) {
+      for (const int accumulation : {1, 2}) {
+        for (const auto device : {c10::Device(at::kCPU), c10::Device(c10::kPrivateUse1, 0)}) {
+          if (!device.is_cpu() && stage > 0)
+            continue;  // gradients leave for the host, whose norm has blocks of its own
+          engine::Options options = toy_options({.stage = stage, .accumulation = accumulation, .precision = mode});
+          const std::vector<at::Tensor> in_pieces = trained(Mixed(device), options);
+          options.zero.home = [](shard::Quantity, int64_t size, const at::TensorOptions& of) {
+            return std::make_shared<HostHome>(size, of.device(at::kCPU));
+          };
+          const std::string what = "mode " + std::to_string(mode.bytes_per_parameter()) + ", stage " +
+                                   std::to_string(stage) + ", " + std::to_string(accumulation) + " micro-batches";
+          expect_same(in_pieces, trained(Mixed(device), options), what);
+        }
+      }
+    }
+  }
+  EXPECT_STREQ(tessera_stand_in_races(), "");
+}
+
+// Autograd's tensor becomes the gradient where nobody else has it or its memory; else it is copied.
+TEST(DeviceGradients, AreAutogradsOwnWhereNobodySharesThem) {
+  enum Case { Alone, Kept, TwoOfOneMemory };
+  for (const auto device : {c10::Device(at::kCPU), c10::Device(c10::kPrivateUse1, 0)}) {
+    for (const Case which : {Alone, Kept, TwoOfOneMemory}) {
+      for (const int accumulation : {1, 2}) {
+        const at::Tensor a = at::ones({200, 200}, device).requires_grad_(true);
+        const at::Tensor b = at::ones({40000}, device).requires_grad_(true);
+        const at::Tensor factor = at::arange(40000, at::kFloat).view({200, 200}).to(device);
+        const engine::Options options = toy_options({.stage = 0, .accumulation = accumulation, .clip = 0});
+        Engine engine(options, comm::Mesh(), {{"a", a, 0, ""}, {"b", b, 0, ""}}, {toy_adamw()});
+        at::Tensor kept;
+        const void* made = nullptr;
+        a.register_hook([&](const at::Tensor& grad) {
+          made = grad.const_data_ptr();
+          if (which == Kept) kept = grad;
+          return at::Tensor();
+        });
+        for (int number = 0; number < accumulation; ++number) {
+          engine.pre_forward();
+          const at::Tensor loss = which == TwoOfOneMemory ? ((a + b.view({200, 200})) * factor).sum()
+                                                          : (a * factor).sum() + (b.view({200, 200}) * factor).sum();
+          engine.post_forward({loss});
+          loss.backward();
+          if (number == 0) {
+            EXPECT_EQ(a.grad().const_data_ptr() == made, which == Alone) << which;
+          }
+          EXPECT_TRUE(!kept.defined() || kept.cpu().equal(factor.cpu()));
+          if (number + 1 < accumulation) engine.step();
+        }
+        EXPECT_TRUE(a.grad().cpu().equal(factor.cpu())) << which;
+        EXPECT_TRUE(b.grad().cpu().equal(factor.cpu().flatten())) << which;
+        engine.step();
+        EXPECT_FALSE(a.grad().defined());
       }
     }
   }
