@@ -44,17 +44,22 @@ double sum_on_cpu(const at::Tensor& tensor) {
   return sum;
 }
 
-// A number on the tensor's device, once its stream is there.
-at::Tensor sum_on_device(const at::Tensor& tensor) {
-  const auto dtype = shard::kernel_dtype(tensor.scalar_type());
-  const int64_t n = tensor.numel(), blocks = kernels::sum_blocks(n);
-  const auto options = tensor.options().dtype(at::kDouble);
-  const at::Tensor sums = at::empty({blocks}, options), lanes = at::empty({blocks * kernels::kSumLanes}, options);
-  shard::on_device(tensor.device(), [&](const kernels::DeviceTable& table, void* stream) {
-    table.sum_of_squares(tensor.const_data_ptr(), dtype, n, lanes.mutable_data_ptr<double>(),
-                         sums.mutable_data_ptr<double>(), stream);
+// Of tensors on one device: a number each on it, once its stream is there.
+std::vector<at::Tensor> sums_on_device(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> sums;
+  std::vector<kernels::SumSegment> segments;
+  for (const at::Tensor& tensor : tensors) {
+    const int64_t n = tensor.numel();
+    sums.push_back(at::empty({kernels::sum_blocks(n)}, tensor.options().dtype(at::kDouble)));
+    segments.push_back({tensor.const_data_ptr(), shard::kernel_dtype(tensor.scalar_type()), n,
+                        sums.back().mutable_data_ptr<double>()});
+  }
+  shard::on_device(tensors[0].device(), [&](const kernels::DeviceTable& table, void* stream) {
+    table.sum_of_squares(segments.data(), static_cast<int64_t>(segments.size()), stream);
   });
-  return sums.sum();
+  for (at::Tensor& sum : sums)
+    sum = sum.sum();
+  return sums;
 }
 
 }  // namespace
@@ -72,12 +77,12 @@ std::vector<double> sums_of_squares(const std::vector<at::Tensor>& tensors) {
     if (tensors[i].is_cpu()) {
       sums[i] = sum_on_cpu(tensors[i]);
     } else {
-      on_device.push_back(sum_on_device(tensors[i]));
+      on_device.push_back(tensors[i]);
       places.push_back(i);
     }
   }
   if (on_device.empty()) return sums;
-  const at::Tensor read = at::stack(on_device).cpu();
+  const at::Tensor read = at::stack(sums_on_device(on_device)).cpu();
   for (size_t i = 0; i < places.size(); ++i)
     sums[places[i]] = read.const_data_ptr<double>()[i];
   return sums;
