@@ -25,20 +25,58 @@ shard::PendingView bring_to_host(const at::Tensor& from, bool pin) {
 
 }  // namespace
 
-// Consecutive parameters of an owned range that share group and step count; gaps between them hold zeros.
+// Consecutive elements of an owned range with the hyper-parameters of one update.
 struct TilePipeline::Segment {
   shard::Range range;  // in the coordinates of the owned range
   int group = 0;
   int64_t step = 0;
-  uint64_t first = 0;   // number of the first element in the model, where it matters
   bool adopts = false;  // see Unit::adopts()
+  // Numbers of the elements in the model, where they matter: see optim::UpdateSlice.
+  uint64_t first = 0;
+  int64_t run = 0, stride = 0;
+
+  bool continues(const Segment& s) const { return group == s.group && step == s.step && adopts == s.adopts; }
+  // Appends elements that follow at once, if their numbers go on as those that are here.
+  bool append(shard::Range next, uint64_t number) {
+    const int64_t size = range.size();
+    if (next.begin != range.end) return false;
+    if (run == 0 && number != first + static_cast<uint64_t>(size)) {  // a second run
+      if (next.size() > size || number < first) return false;
+      run = size;
+      stride = static_cast<int64_t>(number - first);
+    } else if (run > 0) {
+      const bool fits = size % run == 0 && next.size() <= run;
+      if (!fits || number != first + static_cast<uint64_t>(size / run * stride)) return false;
+    }
+    range.end = next.end;
+    return true;
+  }
+  // Elements [begin, end) of the owned range, which are some of one run or begin with one.
+  Segment part(int64_t begin, int64_t end) const {
+    const int64_t skipped = begin - range.begin, of_run = run == 0 ? range.size() : run;
+    Segment s = *this;
+    s.range = {begin, end};
+    s.first += static_cast<uint64_t>(skipped / of_run * stride + skipped % of_run);
+    if (end - begin <= of_run) s.run = s.stride = 0;
+    return s;
+  }
 };
 
-// `numbered`: the elements of a segment are those of the whole model from `first` on, one after the other.
+// Gaps between parameters hold zeros, and are updated with them where nothing is `numbered`. Else a parameter that is cut out
+// of a whole one is a segment too where its numbers are regular: a slice along one dimension.
 std::vector<TilePipeline::Segment> TilePipeline::segments_of(const Unit& unit, const std::vector<bool>& present,
                                                              bool numbered) {
   std::vector<Segment> segments;
   bool open = false;
+  const auto add = [&](const Segment& s) {
+    Segment* last = open ? &segments.back() : nullptr;
+    if (last != nullptr && last->continues(s) && !numbered) {
+      last->range.end = s.range.end;
+    } else if (last == nullptr || !last->continues(s) || !last->append(s.range, s.first)) {
+      segments.push_back(s);
+    }
+    open = true;
+  };
   for (const Param& p : unit.params) {
     const shard::Range mine = unit.owned_slice(p);
     if (mine.empty()) continue;
@@ -46,21 +84,18 @@ std::vector<TilePipeline::Segment> TilePipeline::segments_of(const Unit& unit, c
       open = false;
       continue;
     }
-    const bool adopts = unit.adopts(p);
-    if (numbered) {
-      const int64_t skipped = unit.owned.begin + mine.begin - p.range.begin;
-      shard::for_stretches(p.cut, {skipped, skipped + mine.size()}, [&](shard::Range r, int64_t number) {
-        const int64_t begin = mine.begin + r.begin - skipped;
-        segments.push_back(
-            {{begin, begin + r.size()}, p.group, p.step + 1, p.first + static_cast<uint64_t>(number), adopts});
-      });
-    } else if (open && segments.back().group == p.group && segments.back().step == p.step + 1 &&
-               segments.back().adopts == adopts) {
-      segments.back().range.end = mine.end;
-    } else {
-      segments.push_back({mine, p.group, p.step + 1, 0, adopts});
-      open = true;
+    const Segment whole{mine, p.group, p.step + 1, unit.adopts(p)};
+    if (!numbered) {
+      add(whole);
+      continue;
     }
+    const int64_t skipped = unit.owned.begin + mine.begin - p.range.begin;
+    shard::for_stretches(p.cut, {skipped, skipped + mine.size()}, [&](shard::Range r, int64_t number) {
+      Segment s = whole;
+      s.range = {mine.begin + r.begin - skipped, mine.begin + r.end - skipped};
+      s.first = p.first + static_cast<uint64_t>(number);
+      add(s);
+    });
   }
   return segments;
 }
@@ -69,12 +104,11 @@ std::vector<TilePipeline::Segment> TilePipeline::segments_of(const Unit& unit, c
 std::vector<TilePipeline::Segment> TilePipeline::in_tiles(const std::vector<Segment>& segments) {
   std::vector<Segment> pieces;
   for (const Segment& s : segments) {
-    for (int64_t begin = s.range.begin; begin < s.range.end;) {
-      Segment piece = s;
-      piece.range = {begin, std::min((begin / kTile + 1) * kTile, s.range.end)};
-      piece.first += static_cast<uint64_t>(begin - s.range.begin);
-      pieces.push_back(piece);
-      begin = piece.range.end;
+    for (int64_t begin = s.range.begin; begin < s.range.end; begin = pieces.back().range.end) {
+      int64_t end = std::min((begin / kTile + 1) * kTile, s.range.end);
+      const int64_t within = s.run == 0 ? 0 : (begin - s.range.begin) % s.run;
+      if (within > 0) end = std::min(end, begin + s.run - within);  // the rest of a run
+      pieces.push_back(s.part(begin, end));
     }
   }
   return pieces;
@@ -131,8 +165,10 @@ class TilePipeline::Tile {
   }
 
   void update(optim::Rule rule, const std::vector<optim::GroupOptions>& groups, const Options& options, double scale) {
+    std::vector<optim::Update> updates;
     for (const Segment& segment : segments_)
-      update(segment, rule, groups[segment.group], options, scale);
+      updates.push_back({&groups[segment.group], segment.step, slice(segment, options)});
+    optim::update(rule, updates, scale);
     if (!weights_here_ && !travels_) unit_->weights_to_write().store(range_, weights_.wait());
     if (device_weights_.defined()) device_weights_.copy_(weights_.wait(), /*non_blocking=*/true);
     for (size_t i = 0; i < views_.size(); ++i)
@@ -171,8 +207,7 @@ class TilePipeline::Tile {
   at::Tensor arrived(size_t buffer, shard::Range range) {
     return views_[buffer] ? arrived(*views_[buffer], range) : at::Tensor();
   }
-  void update(const Segment& segment, optim::Rule rule, const optim::GroupOptions& group, const Options& options,
-              double scale) {
+  optim::UpdateSlice slice(const Segment& segment, const Options& options) {
     const at::Tensor weights = arrived(weights_, segment.range);
     const bool fp32_weights = weights.scalar_type() == at::kFloat;  // then they are the master
     optim::UpdateSlice slice;
@@ -184,7 +219,9 @@ class TilePipeline::Tile {
     slice.state = {arrived(2, segment.range), arrived(3, segment.range)};
     slice.rounding = options.precision.rounding;
     slice.random = {options.seed, static_cast<uint64_t>(segment.step), segment.first};
-    optim::update(rule, group, segment.step, slice, scale);
+    slice.run = segment.run;
+    slice.stride = segment.stride;
+    return slice;
   }
 
   Unit* unit_;

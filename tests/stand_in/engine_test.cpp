@@ -165,6 +165,47 @@ TEST(DeviceEngine, AllRules) {
   }
 }
 
+// Two units of which each has columns of a matrix, whose random bits are those of its elements there, and two groups.
+std::vector<at::Tensor> train_columns(const PrecisionPolicy& mode, int stage, c10::Device device) {
+  std::vector<engine::ParamSpec> specs;
+  const auto add = [&](const std::string& unit, const char* name, at::IntArrayRef shape, int group) {
+    const at::Tensor values = at::linspace(-1, 1, c10::multiply_integers(shape)).view(shape);
+    specs.push_back({unit + name, values.to(device).requires_grad_(true), group, unit});
+  };
+  for (const std::string unit : {"x", "y"}) {
+    add(unit, "columns", {8, 12}, 0);
+    specs.back().cut = shard::cut_along({8, 30}, 1, {{5, 17}});
+    add(unit, "bias", {7}, 1);
+    add(unit, "more", {40}, 0);
+  }
+  optim::GroupOptions other = toy_adamw();
+  other.lr *= 3;
+  Engine engine(toy_options({.stage = stage, .clip = 0, .persistence = 1 << 20, .precision = mode}), comm::Mesh(),
+                specs, {toy_adamw(), other});
+  for (int step = 0; step < 3; ++step) {
+    at::Tensor loss = at::zeros({}, device);
+    for (const auto& spec : specs)
+      loss = loss + spec.tensor.to(at::kFloat).square().sum();
+    loss.backward();
+    const int64_t before = tessera_stand_in_launches_of("adam");
+    engine.step();
+    const int64_t launches = tessera_stand_in_launches_of("adam") - before;
+    EXPECT_TRUE(device.is_cpu() ? launches == 0 : launches == 1 || launches == 2) << launches;
+  }
+  std::vector<at::Tensor> states;
+  for (const auto& spec : specs)
+    states.push_back(spec.tensor.detach().cpu());
+  return states;
+}
+
+TEST(DeviceEngine, UpdatesAUnitByOneLaunch) {
+  for (const PrecisionPolicy& mode : all_modes()) {
+    for (int stage = 0; stage <= 3; ++stage)
+      expect_same(train_columns(mode, stage, device_of(0)), train_columns(mode, stage, at::kCPU),
+                  "stage " + std::to_string(stage));
+  }
+}
+
 // States in host memory and on a disk, where the host updates them; weights there, with states on the device or not.
 TEST(DeviceEngine, HasTheBitsOfTheCpuWhereverStatesLive) {
   const io::TempFolder folder;
