@@ -74,7 +74,7 @@ struct Eight {
     }
   }
 
-  uint32_t word[4 * kAccesses];
+  uint32_t word[4 * kAccesses] = {};
 
  private:
   template <class F>

@@ -28,7 +28,7 @@ struct Scaled {
   Numbers numbers;
 
   __device__ void operator()(const Eights& eights, int begin) const {
-    Eight<dst_dtype> to{};
+    Eight<dst_dtype> to;
     Eight<src_dtype> from;
     eights.access(begin, [&](const auto& access) {
       access.load(from, src);
@@ -55,7 +55,7 @@ struct Split {
 
   __device__ void operator()(const Eights& eights, int begin) const {
     Eight<DType::F32> whole;
-    SplitEight halves{};
+    SplitEight halves;
     eights.access(begin, [&](const auto& access) { access.load(whole, src); });
     float values[kEight];
 #pragma unroll

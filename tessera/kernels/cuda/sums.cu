@@ -55,7 +55,7 @@ __device__ void add_rows(const SumPiece& piece, int begin, double (&sums)[kEight
   } else {
 #pragma unroll 1
     for (int row = 0; row < kRows && begin + row * kSumLanes < piece.eights.n; ++row) {
-      Eight<dtype> eight{};
+      Eight<dtype> eight;
       Piece{begin + row * int{kSumLanes}, piece.eights.n}.load(eight, piece.src);
       add(eight);
     }

@@ -82,7 +82,7 @@ struct Fp32Weights {
 template <DType half>
 struct MasterAndCopy {
   Eight<DType::F32> master;
-  Eight<half> copy{};
+  Eight<half> copy;
 
   static constexpr bool rounds = false;
   template <class Access>
