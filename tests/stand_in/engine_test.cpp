@@ -262,6 +262,26 @@ TEST(DeviceEngine, TilesPassThroughTheHost) {
   }
 }
 
+// A tile ends within a row of the columns that this is of a matrix: random bits do not change.
+TEST(DeviceEngine, TilesKeepTheNumbersOfACut) {
+  const auto train = [](shard::Residence residence) {
+    const at::Tensor values = at::linspace(-1, 1, 2100 * 2000).view({2100, 2000});
+    std::vector<engine::ParamSpec> specs{{"w", values.to(device_of(0)).requires_grad_(true), 0, ""}};
+    specs[0].cut = shard::cut_along({2100, 2011}, 1, {{5, 2005}});
+    engine::Options options =
+        toy_options({.stage = 1, .clip = 0, .precision = mode(at::kBFloat16, amp::Master::Weight, at::kBFloat16)});
+    options.zero.home = offload::state_homes({.residence = residence});
+    Engine engine(options, comm::Mesh(), specs, {toy_adamw()});
+    for (int step = 0; step < 2; ++step) {
+      specs[0].tensor.to(at::kFloat).square().sum().backward();
+      engine.step();
+    }
+    return specs[0].tensor.detach().cpu();
+  };
+  static_assert(2100 * 2000 > shard::kTile && shard::kTile % 2000 != 0);
+  EXPECT_TRUE(train(shard::Residence::Device).equal(train(shard::Residence::Host)));
+}
+
 // Weights that live elsewhere and that the device updates: tile k + 1 is on its way there, and tile k on its way back, before
 // the host waits for tile k - 1.
 TEST(DeviceEngine, TilesPassThroughTheDevice) {
