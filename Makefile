@@ -45,7 +45,7 @@ help:
 	@echo "make docs    API reference in build/docs (pdoc; with doxygen installed the C++ headers too)"
 	@echo "make lint    layer rules, clang-format, ruff, mypy"
 	@echo "make tidy    clang-tidy over the C++ sources"
-	@echo "make cuda    the CUDA kernels by a compiler from PyPI: warnings, registers and spills, the library without a driver"
+	@echo "make cuda    the CUDA kernels by a compiler from PyPI: warnings, registers, machine code, the library without a driver"
 	@echo "make sanitize  C++ tests of the layers with threads under the address, undefined-behaviour and thread sanitizers"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make clean   remove build/ and demo-out/ (the environment .venv stays)"
@@ -205,6 +205,7 @@ tidy: $(VENV)/stamp-tidy $(BUILD)/stamp-configure-tests
 
 # The CUDA kernels where neither toolkit nor device is: nvcc is PyPI's, in an environment of its own.
 CUDA := $(ROOT)/.venv-cuda
+CUDA_ARCHS := sm_80 sm_90a sm_100
 $(CUDA)/stamp-packages: requirements/cuda-check.txt requirements/cuda.txt
 	$(PYTHON) -m venv $(CUDA)
 	$(CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
@@ -215,7 +216,9 @@ cuda: $(VENV)/stamp-build $(CUDA)/stamp-packages
 	CUDACXX=$$(echo $(CUDA)/lib/python3*/site-packages/nvidia/cu13/bin/nvcc) \
 	  $(CUDA)/bin/cmake --preset cuda -DPython3_EXECUTABLE=$(PY)
 	bash -o pipefail -c '$(CUDA)/bin/cmake --build build/cuda -j $(JOBS) --clean-first \
-	  --target kernels_cuda_test kernels_device_table_test 2>&1 | $(PY) tools/check_ptxas.py sm_80 sm_90a sm_100'
+	  --target kernels_cuda_test kernels_device_table_test 2>&1 | $(PY) tools/check_ptxas.py $(CUDA_ARCHS)'
+	$(PY) tools/check_sass.py $$(echo $(CUDA)/lib/python3*/site-packages/nvidia/cu13/bin/cuobjdump) \
+	  build/cuda/libtessera_cuda.so $(CUDA_ARCHS)
 	$(CUDA)/bin/ctest --test-dir build/cuda --output-on-failure -R "^kernels_(cuda|cuda_rounding|device_table)$$"
 
 # The layers that have threads of their own; others: make asan LAYERS="io checkpoint".

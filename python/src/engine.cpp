@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "tessera/base/transforms.h"
 #include "tessera/engine/build.h"
 #include "tessera/offload/states.h"
 #include "tessera/shard/device.h"
@@ -146,8 +147,17 @@ void bind_residences(py::module_& m) {
       .value("Buckets", zero::StateKind::Buckets);
 }
 
+// transforms::Unobserved, as a context.
+struct Apart {
+  std::optional<transforms::Unobserved> keys;
+};
+
 void bind_early(py::module_& m) {
   using zero::EarlyParams;
+  py::class_<Apart>(m, "Apart")
+      .def(py::init())
+      .def("__enter__", [](Apart& apart) { apart.keys.emplace(); })
+      .def("__exit__", [](Apart& apart, const py::args&) { apart.keys.reset(); });
   using zero::ParamPartition;
   py::enum_<zero::ParamState>(m, "ParamState")
       .value("Sharded", zero::ParamState::Sharded)
@@ -234,7 +244,7 @@ void bind_modules(EngineClass& c) {
 }
 
 void bind_counters(EngineClass& c) {
-  c.def("global_grad_norm", &Engine::global_grad_norm)
+  c.def("global_grad_norm", &Engine::global_grad_norm, NoGil())
       .def("grad_norm", &Engine::grad_norm, NoGil())
       .def("norm_contribution", &Engine::norm_contribution, py::arg("without") = std::vector<int>{}, NoGil())
       .def("was_step_applied", &Engine::was_step_applied)

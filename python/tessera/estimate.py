@@ -32,7 +32,7 @@ class Estimate:
 
     stage: int
     params: int
-    grads: int
+    grads: int  # at the end of a backward; none while a forward runs
     states: int  # masters and moments
     gathered: int  # stage 3: the two largest units, whole: one that runs and one that is fetched
     host: int = 0
@@ -79,12 +79,19 @@ def estimate(
     found = Estimate(
         loaded.get("zero_optimization.stage"),
         share(counts.trained + counts.frozen, places.shards_params) * of_param,
-        share(counts.trained, places.reduces_every_backward) * of_grad,  # else whole until the accumulation boundary
+        share(counts.trained, _passes(loaded)) * of_grad,
         share(counts.trained, places.shards_states) * of_states,
         sum(counts.largest) * of_param if places.shards_params and slices else 0,
     )
     found = _states_away(found, loaded, counts, share(counts.trained, True), of_states, of_grad)
     return _params_away(found, loaded, of_param)
+
+
+def _passes(config: _core.Config) -> bool:
+    """Gradients are reduced in the backward that makes them; else they are whole until the accumulation boundary."""
+    steps = config.get("gradient_accumulation_steps") or (2 if config.get("train_batch_size") else 1)
+    places = config.placements
+    return bool(places.reduces_every_backward or (places.shards_states and steps == 1))
 
 
 _STATE_HOME = "zero_optimization.offload_optimizer.device"
@@ -100,11 +107,10 @@ def _states_away(
         return found
     away = int(own * config.get("zero_optimization.offload_optimizer.ratio"))
     tiles = min(away, 3 * _TILE) * of_states if home == "nvme" else 0
-    passes = config.placements.reduces_every_backward
     return dataclasses.replace(
         found,
         # Two buckets of a unit's gradients go through, and the rest stays. Stage 1 adds up on the device instead.
-        grads=min(found.grads, (own - away + sum(counts.largest)) * of_grad) if passes else found.grads,
+        grads=min(found.grads, (own - away + sum(counts.largest)) * of_grad) if _passes(config) else found.grads,
         states=found.states - away * of_states,
         host=found.host + away * of_grad + (away * of_states if home == "cpu" else tiles),
         disk=found.disk + (away * of_states if home == "nvme" else 0),

@@ -15,4 +15,12 @@ class Suspended {
       {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
 };
 
+// The same of torch's Python modes too, of which one may make tensors without memory (FakeTensorMode). For what Python's garbage
+// collector ends, at any place.
+class Unobserved {
+  Suspended transforms_;
+  c10::impl::ExcludeDispatchKeyGuard keys_{
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+};
+
 }  // namespace tessera::transforms

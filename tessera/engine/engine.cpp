@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "tessera/base/error.h"
@@ -72,7 +73,10 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   if (m.model->early.on()) m.compare_in_backward();
 }
 
-Engine::~Engine() = default;
+Engine::~Engine() {
+  const transforms::Unobserved apart;
+  impl_.reset();
+}
 
 void Engine::broadcast_buffers(const std::vector<at::Tensor>& buffers) {
   if (!impl_->options.broadcast_buffers) return;
@@ -187,7 +191,7 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
   Impl& m = *impl_;
   const PhaseScope scope(m.live("step").units.phases(), Phase::Step);
   const bool boundary = !m.options.managed_accumulation || m.boundary();
-  Impl::Fault why{boundary ? fault : ""};
+  Impl::Fault why{boundary ? fault : "", nullptr};
   m.check_step(boundary, global_norm, why);
   const bool trains = has_uncounted_backward();
   // Gradients may come from the user, between two updates.
@@ -262,11 +266,12 @@ bool Engine::Impl::apply(const std::function<void()>& external, std::optional<do
   const zero::GradientSummary summary = summarize("step()", empty, global_norm, fault, updated);
   if (model->early.on()) {
     norm = summary.norm;
+    unread_norm = summary.unread;
     applied = true;
     notices.updated(model->units, model->early.present());
     model->driver.drop_gradients();
     model->early.reset();
-    return summary.finite;
+    return true;  // nothing is skipped
   }
   const bool skips =
       global_norm || options.zero.precision.skip_nonfinite || scaling.scaler().needed() || summary.scaled;
@@ -380,6 +385,13 @@ void Engine::end_coalesce() {
 // ---------------------------------------------------------------- what happened
 
 std::optional<double> Engine::global_grad_norm() const {
+  if (impl_->unread_norm.defined()) {
+    const at::Tensor squares = std::exchange(impl_->unread_norm, at::Tensor()).cpu();
+    double sum = 0;
+    for (int64_t i = 0; i < squares.numel(); ++i)
+      sum += squares.const_data_ptr<double>()[i];
+    impl_->norm = std::sqrt(sum);
+  }
   return impl_->norm;
 }
 bool Engine::has_gradients() const {
@@ -503,6 +515,7 @@ const Phases& Engine::phases() const {
 
 void Engine::destroy() {
   if (!impl_->model) return;
+  const transforms::Unobserved apart;
   std::exception_ptr error;
   const auto attempt = [&](const auto& work) {
     try {

@@ -39,6 +39,7 @@ struct Engine::Impl {
   std::optional<bool> boundary_override;
   bool in_step = false, no_sync = false, coalesce = false, applied = false;
   std::optional<double> norm;
+  at::Tensor unread_norm;  // GradientSummary::unread of the last step, until norm is asked for
   std::vector<int> joined;
   bool scale_by_accumulation = true;  // for the engine.backward() in progress
   Scaling scaling;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <cstdint>
 
 #include "tessera/kernels/types.h"
@@ -13,11 +14,20 @@ TESSERA_ELEMENT float float_from_bf16(uint16_t half) {
   return std::bit_cast<float>(static_cast<uint32_t>(half) << 16);
 }
 
-// Nearest even. A NaN stays a NaN (its quiet bit is set).
-TESSERA_ELEMENT uint16_t bf16_from_float(float value) {
+TESSERA_ELEMENT bool is_nan(float value) {
+  return value != value;
+}
+
+// Nearest even. `value` is not NaN.
+TESSERA_ELEMENT uint16_t bf16_from_number(float value) {
   const auto bits = std::bit_cast<uint32_t>(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// The same; a NaN stays a NaN (its quiet bit is set).
+TESSERA_ELEMENT uint16_t bf16_from_float(float value) {
+  if (is_nan(value)) return static_cast<uint16_t>((std::bit_cast<uint32_t>(value) >> 16) | 0x40u);
+  return bf16_from_number(value);
 }
 
 TESSERA_ELEMENT float float_from_f16(uint16_t half) {
@@ -68,11 +78,18 @@ TESSERA_ELEMENT uint16_t f16_from_float(float value) {
 // All 16 bits that bf16 drops take part. fp16 drops 13 (the lowest 3 random bits are not used), and more among denormals:
 // there the value is first rounded to the nearest multiple of 2^-37 (2^-13 units), which 13 bits are left of. The smallest
 // normal number is added for that, whose last place it is in fp32.
+TESSERA_ELEMENT bool is_within_bf16(float value) {  // at most the largest finite value, and not NaN
+  return std::fabs(value) <= std::bit_cast<float>(0x7f7f0000u);
+}
+
+// `value` is within bf16.
+TESSERA_ELEMENT uint16_t bf16_stochastic_within(float value, uint32_t random) {
+  return static_cast<uint16_t>((std::bit_cast<uint32_t>(value) + random) >> 16);
+}
+
 TESSERA_ELEMENT uint16_t bf16_stochastic(float value, uint32_t random) {
-  const auto bits = std::bit_cast<uint32_t>(value);
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return bf16_from_float(value);
-  return static_cast<uint16_t>((magnitude > 0x7f7f0000u ? bits : bits + random) >> 16);
+  if (is_nan(value)) return bf16_from_float(value);
+  return bf16_stochastic_within(value, is_within_bf16(value) ? random : 0);
 }
 
 TESSERA_ELEMENT uint16_t f16_stochastic(float value, uint32_t random) {
@@ -101,7 +118,7 @@ struct SplitFloat {
 
 TESSERA_ELEMENT SplitFloat split_float(float value) {
   const auto bits = std::bit_cast<uint32_t>(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((bits >> 16) | 0x40u), 0};
+  if (is_nan(value)) return {static_cast<uint16_t>((bits >> 16) | 0x40u), 0};
   return {static_cast<uint16_t>((bits + 0x8000u) >> 16), static_cast<uint16_t>(bits)};
 }
 

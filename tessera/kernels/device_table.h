@@ -14,12 +14,31 @@
 
 namespace tessera::kernels {
 
-constexpr int kDeviceTableVersion = 2;  // of DeviceTable and of what it points to
+constexpr int kDeviceTableVersion = 3;  // of DeviceTable and of what it points to
 constexpr int64_t kSumBlock = 4096;     // elements that sum_of_squares adds to one number
 
 constexpr int64_t sum_blocks(int64_t n) {
   return (n + kSumBlock - 1) / kSumBlock;
 }
+
+// A range with hyperparameters of its own.
+template <class Rule>
+struct UpdateSegment {
+  Rule rule;
+  UpdateRange range;
+  float grad_scale;
+  // Numbers of the elements, for the random bits: `run` from range.random.first on, then as many `stride` further on, and so
+  // on, as the rows of a matrix of which this is some columns. 0: one run.
+  int64_t run = 0, stride = 0;
+};
+
+// sum_of_squares() of each kSumBlock elements, the last of which may be fewer.
+struct SumSegment {
+  const void* src;
+  DType dtype;
+  int64_t n;
+  double* sums;  // sum_blocks(n) of them
+};
 
 // Contracts are those of update.h, elementwise.h and split.h, and so are the bits (a NaN's payload may differ).
 // Pointers are device pointers, each aligned to its element. Calls return at once: the work is done in order of `stream`,
@@ -29,10 +48,12 @@ struct DeviceTable {
   int version;                    // kDeviceTableVersion
   std::string (*why_unusable)();  // empty where a device can be used, else why not
 
-  void (*adam)(const AdamRule&, const UpdateRange&, float grad_scale, void* stream);
-  void (*sgd)(const SgdRule&, const UpdateRange&, float grad_scale, void* stream);
-  void (*lion)(const LionRule&, const UpdateRange&, float grad_scale, void* stream);
-  void (*adagrad)(const AdagradRule&, const UpdateRange&, float grad_scale, void* stream);
+  // Segments have no element in common that is written. Those that agree on which pointers they have, on dtypes and rounding
+  // share launches.
+  void (*adam)(const UpdateSegment<AdamRule>*, int64_t count, void* stream);
+  void (*sgd)(const UpdateSegment<SgdRule>*, int64_t count, void* stream);
+  void (*lion)(const UpdateSegment<LionRule>*, int64_t count, void* stream);
+  void (*adagrad)(const UpdateSegment<AdagradRule>*, int64_t count, void* stream);
   void (*scaled_copy)(void* dst, DType, const void* src, DType, float scale, int64_t n, void* stream);
   void (*scaled_add)(void* dst, DType, const void* src, DType, float scale, int64_t n, void* stream);
   void (*scaled_copy_stochastic)(void* dst, DType, const void* src, DType, float scale, int64_t n, const RandomKey&,
@@ -41,9 +62,8 @@ struct DeviceTable {
                                 void* stream);
   void (*split)(void* weight_bf16, void* residual, const float* src, int64_t n, void* stream);
   void (*join)(float* dst, const void* weight_bf16, const void* residual, int64_t n, void* stream);
-  // sums[b] = sum_of_squares() of elements [b * kSumBlock, (b + 1) * kSumBlock) below n, for b < sum_blocks(n).
-  // `lanes`: room for sum_blocks(n) * kSumLanes numbers.
-  void (*sum_of_squares)(const void* src, DType, int64_t n, double* lanes, double* sums, void* stream);
+  // Segments of one dtype that follow each other share launches.
+  void (*sum_of_squares)(const SumSegment*, int64_t count, void* stream);
 };
 
 }  // namespace tessera::kernels

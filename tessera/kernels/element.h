@@ -30,32 +30,43 @@ TESSERA_ELEMENT void write(void* p, int64_t i, T value) {
 #endif
 }
 
-TESSERA_ELEMENT float load(const void* p, DType dtype, int64_t i) {
-  if (dtype == DType::F32) return read<float>(p, i);
-  const auto half = read<uint16_t>(p, i);
+// A 16-bit element, of BF16 or F16, as fp32 and back: to nearest even, or by 16 random bits.
+TESSERA_ELEMENT float from_half(uint16_t half, DType dtype) {
   return dtype == DType::BF16 ? float_from_bf16(half) : float_from_f16(half);
+}
+TESSERA_ELEMENT uint16_t to_half(float value, DType dtype) {
+  return dtype == DType::BF16 ? bf16_from_float(value) : f16_from_float(value);
+}
+TESSERA_ELEMENT uint16_t to_half_stochastic(float value, DType dtype, uint32_t random) {
+  return dtype == DType::BF16 ? bf16_stochastic(value, random) : f16_stochastic(value, random);
+}
+
+TESSERA_ELEMENT float load(const void* p, DType dtype, int64_t i) {
+  return dtype == DType::F32 ? read<float>(p, i) : from_half(read<uint16_t>(p, i), dtype);
 }
 
 // Nearest even.
 TESSERA_ELEMENT void store(void* p, DType dtype, int64_t i, float value) {
   if (dtype == DType::F32) return write(p, i, value);
-  write(p, i, dtype == DType::BF16 ? bf16_from_float(value) : f16_from_float(value));
+  write(p, i, to_half(value, dtype));
 }
 
 // By 16 random bits; fp32 is stored as it is.
 TESSERA_ELEMENT void store_stochastic(void* p, DType dtype, int64_t i, float value, uint32_t random) {
   if (dtype == DType::F32) return write(p, i, value);
-  write(p, i, dtype == DType::BF16 ? bf16_stochastic(value, random) : f16_stochastic(value, random));
+  write(p, i, to_half_stochastic(value, dtype, random));
+}
+
+// The master of an fp32 master and a 16-bit copy for compute that somebody may have written to.
+TESSERA_ELEMENT float adopted(float master, uint16_t copy, DType dtype) {
+  const float weight = from_half(copy, dtype);
+  return from_half(to_half(master, dtype), dtype) == weight ? master : weight;
 }
 
 TESSERA_ELEMENT float load_master(const UpdateRange& range, int64_t i) {
   if (range.master != nullptr) {
     const float master = read<float>(range.master, i);
-    if (!range.adopts) return master;
-    const float weight = load(range.weight, range.weight_dtype, i);
-    const float rounded = range.weight_dtype == DType::BF16 ? float_from_bf16(bf16_from_float(master))
-                                                            : float_from_f16(f16_from_float(master));
-    return rounded == weight ? master : weight;
+    return range.adopts ? adopted(master, read<uint16_t>(range.weight, i), range.weight_dtype) : master;
   }
   if (range.residual == nullptr) return load(range.weight, range.weight_dtype, i);
   return join_float({read<uint16_t>(range.weight, i), read<uint16_t>(range.residual, i)});

@@ -41,6 +41,8 @@ constexpr uint64_t kWeyl = 0x9e3779b97f4a7c15u;  // 2^64 over the golden ratio
 struct StepKey {
   uint64_t offset = 0;
   uint64_t mask = 0;
+
+  bool operator==(const StepKey&) const = default;
 };
 
 // The finalizer of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014; constants of Stafford's Mix13).

@@ -15,6 +15,7 @@ struct AdamElement {
   float decay, weight_decay, rest1, beta2, rest2, sqrt_bias2, eps, step_size;
   bool decoupled;
 
+  AdamElement() = default;
   explicit AdamElement(const AdamRule& rule)
       : decay(static_cast<float>(1 - rule.lr * rule.weight_decay)),
         weight_decay(static_cast<float>(rule.weight_decay)),
@@ -25,6 +26,8 @@ struct AdamElement {
         eps(static_cast<float>(rule.eps)),
         step_size(static_cast<float>(rule.lr / rule.bias1)),
         decoupled(rule.decoupled) {}
+
+  bool operator==(const AdamElement&) const = default;
 
   TESSERA_ELEMENT void apply(float& w, float g, float& m, float& v) const {
     if (weight_decay != 0) {
@@ -48,8 +51,11 @@ struct SgdElement {
   static constexpr int states = 0;
   float lr, weight_decay;
 
+  SgdElement() = default;
   explicit SgdElement(const SgdRule& rule)
       : lr(static_cast<float>(rule.lr)), weight_decay(static_cast<float>(rule.weight_decay)) {}
+
+  bool operator==(const SgdElement&) const = default;
 
   TESSERA_ELEMENT void apply(float& w, float g, float&, float&) const {
     if (weight_decay != 0) g = std::fma(weight_decay, w, g);
@@ -62,6 +68,7 @@ struct MomentumElement {
   float lr, weight_decay, momentum, undamped;
   bool nesterov, first_step;
 
+  MomentumElement() = default;
   explicit MomentumElement(const SgdRule& rule)
       : lr(static_cast<float>(rule.lr)),
         weight_decay(static_cast<float>(rule.weight_decay)),
@@ -69,6 +76,8 @@ struct MomentumElement {
         undamped(static_cast<float>(1 - rule.dampening)),
         nesterov(rule.nesterov),
         first_step(rule.first_step) {}
+
+  bool operator==(const MomentumElement&) const = default;
 
   TESSERA_ELEMENT void apply(float& w, float g, float& buffer, float&) const {
     if (weight_decay != 0) g = std::fma(weight_decay, w, g);
@@ -82,6 +91,7 @@ struct LionElement {
   static constexpr int states = 1;
   float lr, decay, beta1, rest1, beta2, rest2;
 
+  LionElement() = default;
   explicit LionElement(const LionRule& rule)
       : lr(static_cast<float>(rule.lr)),
         decay(static_cast<float>(1 - rule.lr * rule.weight_decay)),
@@ -89,6 +99,8 @@ struct LionElement {
         rest1(static_cast<float>(1 - rule.beta1)),
         beta2(static_cast<float>(rule.beta2)),
         rest2(static_cast<float>(1 - rule.beta2)) {}
+
+  bool operator==(const LionElement&) const = default;
 
   TESSERA_ELEMENT void apply(float& w, float g, float& m, float&) const {
     const float blend = std::fma(rest1, g, m * beta1);
@@ -102,10 +114,13 @@ struct AdagradElement {
   static constexpr int states = 1;
   float clr, eps, weight_decay;
 
+  AdagradElement() = default;
   explicit AdagradElement(const AdagradRule& rule)
       : clr(static_cast<float>(rule.clr)),
         eps(static_cast<float>(rule.eps)),
         weight_decay(static_cast<float>(rule.weight_decay)) {}
+
+  bool operator==(const AdagradElement&) const = default;
 
   TESSERA_ELEMENT void apply(float& w, float g, float& sum, float&) const {
     if (weight_decay != 0) g = std::fma(weight_decay, w, g);

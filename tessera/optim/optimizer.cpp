@@ -4,6 +4,7 @@
 #include <array>
 #include <cctype>
 #include <cmath>
+#include <map>
 
 #include "tessera/base/error.h"
 #include "tessera/base/parallel.h"
@@ -111,15 +112,26 @@ auto entry(const kernels::DeviceTable& table, const kernels::AdagradRule&) {
 }
 
 template <class KernelRule>
-void run(const KernelRule& rule, const UpdateSlice& slice, const kernels::UpdateRange& range, double grad_scale) {
-  const auto scale = static_cast<float>(grad_scale);
-  if (!slice.grad.is_cpu()) {
-    return shard::on_device(slice.grad.device(), [&](const kernels::DeviceTable& table, void* stream) {
-      entry(table, rule)(rule, range, scale, stream);
-    });
-  }
-  parallel_ranges(range.n, kGrain, kAlign,
-                  [&](int64_t begin, int64_t end) { kernels::update(rule, kernels::part(range, begin, end), scale); });
+void update_on_cpu(const kernels::UpdateSegment<KernelRule>& segment) {
+  const kernels::UpdateRange& whole = segment.range;
+  const int64_t run = segment.run > 0 ? segment.run : whole.n;
+  parallel_ranges(whole.n, kGrain, kAlign, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t run_end = std::min(end, (begin / run + 1) * run);
+      kernels::UpdateRange range = kernels::part(whole, begin, run_end);
+      range.random.first += static_cast<uint64_t>(begin / run * (segment.stride - run));
+      kernels::update(segment.rule, range, segment.grad_scale);
+      begin = run_end;
+    }
+  });
+}
+
+template <class KernelRule>
+void update_on_device(c10::Device device, const std::vector<kernels::UpdateSegment<KernelRule>>& segments) {
+  if (segments.empty()) return;
+  shard::on_device(device, [&](const kernels::DeviceTable& table, void* stream) {
+    entry(table, segments[0].rule)(segments.data(), static_cast<int64_t>(segments.size()), stream);
+  });
 }
 
 // Powers in double, as torch.optim computes them.
@@ -131,6 +143,38 @@ kernels::AdamRule adam_rule(const GroupOptions& g, int64_t step) {
     rule.sqrt_bias2 = std::sqrt(1 - std::pow(g.beta2, t));
   }
   return rule;
+}
+
+kernels::SgdRule sgd_rule(const GroupOptions& g, int64_t step) {
+  return {g.lr, g.momentum, g.dampening, g.weight_decay, g.nesterov, step == 1};
+}
+kernels::LionRule lion_rule(const GroupOptions& g, int64_t) {
+  return {g.lr, g.beta1, g.beta2, g.weight_decay};
+}
+kernels::AdagradRule adagrad_rule(const GroupOptions& g, int64_t step) {
+  return {g.lr / (1 + static_cast<double>(step - 1) * g.lr_decay), g.eps, g.weight_decay};
+}
+
+// `make_rule`: a group's hyper-parameters at a step, as the kernels have them.
+template <class KernelRule>
+void update_all(Rule rule, const std::vector<Update>& updates, double grad_scale,
+                KernelRule (*make_rule)(const GroupOptions&, int64_t)) {
+  std::vector<kernels::UpdateSegment<KernelRule>> on_cpu;
+  std::map<c10::DeviceIndex, std::vector<kernels::UpdateSegment<KernelRule>>> on_devices;
+  c10::Device device = at::kCPU;
+  for (const auto& [group, step, slice] : updates) {
+    TESSERA_CHECK_VALUE(step >= 1, "optim.update", "steps count from 1, got ", step);
+    const kernels::UpdateRange range = range_of(slice, states_of(rule, *group));
+    if (range.n == 0) continue;
+    const auto scale = static_cast<float>(group->maximize ? -grad_scale : grad_scale);
+    if (!slice.grad.is_cpu()) device = slice.grad.device();
+    auto& segments = slice.grad.is_cpu() ? on_cpu : on_devices[device.index()];
+    segments.push_back({make_rule(*group, step), range, scale, slice.run, slice.stride});
+  }
+  for (const auto& segment : on_cpu)
+    update_on_cpu(segment);
+  for (const auto& [index, segments] : on_devices)
+    update_on_device({device.type(), index}, segments);
 }
 
 struct Type {
@@ -198,28 +242,23 @@ double initial_state(Rule rule, const GroupOptions& group) {
   return rule == Rule::Adagrad ? group.initial_accumulator_value : 0;
 }
 
-void update(Rule rule, const GroupOptions& group, int64_t step, const UpdateSlice& slice, double grad_scale) {
-  TESSERA_ASSERT(rule != Rule::External, "[optim.update] an external optimizer has no kernel");
-  TESSERA_CHECK_VALUE(step >= 1, "optim.update", "steps count from 1, got ", step);
-  const auto range = range_of(slice, states_of(rule, group));
-  if (range.n == 0) return;
-  const double scale = group.maximize ? -grad_scale : grad_scale;
+void update(Rule rule, const std::vector<Update>& updates, double grad_scale) {
   switch (rule) {
     case Rule::Adam:
-      return run(adam_rule(group, step), slice, range, scale);
+      return update_all(rule, updates, grad_scale, adam_rule);
     case Rule::Sgd:
-      return run(
-          kernels::SgdRule{group.lr, group.momentum, group.dampening, group.weight_decay, group.nesterov, step == 1},
-          slice, range, scale);
+      return update_all(rule, updates, grad_scale, sgd_rule);
     case Rule::Lion:
-      return run(kernels::LionRule{group.lr, group.beta1, group.beta2, group.weight_decay}, slice, range, scale);
-    case Rule::Adagrad: {
-      const double clr = group.lr / (1 + static_cast<double>(step - 1) * group.lr_decay);
-      return run(kernels::AdagradRule{clr, group.eps, group.weight_decay}, slice, range, scale);
-    }
+      return update_all(rule, updates, grad_scale, lion_rule);
+    case Rule::Adagrad:
+      return update_all(rule, updates, grad_scale, adagrad_rule);
     case Rule::External:
-      return;
+      TESSERA_ASSERT(false, "[optim.update] an external optimizer has no kernel");
   }
+}
+
+void update(Rule rule, const GroupOptions& group, int64_t step, const UpdateSlice& slice, double grad_scale) {
+  update(rule, {Update{&group, step, slice}}, grad_scale);
 }
 
 }  // namespace tessera::optim

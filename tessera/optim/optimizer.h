@@ -59,7 +59,7 @@ StateNames state_names(Rule rule, const std::vector<GroupOptions>& groups);
 double initial_state(Rule rule, const GroupOptions& group);
 
 // A range of a shard that shares a group and a step count. Tensors are 1-D, contiguous, of equal
-// length, on the CPU. Which are there says where the master weights are (kernels/update.h):
+// length, on one device. Which are there says where the master weights are (kernels/update.h):
 //   master                fp32, the compute weights too
 //   master, weight        fp32, and a 16-bit copy for compute, rounded to nearest
 //   weight, residual      split: together the exact fp32 master
@@ -75,10 +75,22 @@ struct UpdateSlice {
   // is the global index of the slice's element 0.
   kernels::Rounding rounding = kernels::Rounding::Nearest;
   kernels::RandomKey random;
+  // The elements' indices are `run` from there on, then as many `stride` further on, and so on (the columns of a matrix). 0:
+  // one run.
+  int64_t run = 0, stride = 0;
 };
 
-// One fused pass: g = grad * grad_scale, update weights and state. `step` counts from 1. Multi-threaded; the
-// bits do not depend on the number of threads, nor on how a shard is cut into slices.
+// A slice with its group's hyper-parameters. `step` counts from 1.
+struct Update {
+  const GroupOptions* group;
+  int64_t step;
+  UpdateSlice slice;
+};
+
+// One fused pass over each: g = grad * grad_scale, update weights and state. Slices have no element in common. Those on a
+// device share launches, as far as they are of one form. Multi-threaded; the bits do not depend on the number of threads,
+// nor on how a shard is cut into slices. Nothing is changed where a slice does not fit.
+void update(Rule rule, const std::vector<Update>& updates, double grad_scale);
 void update(Rule rule, const GroupOptions& group, int64_t step, const UpdateSlice& slice, double grad_scale);
 
 }  // namespace tessera::optim

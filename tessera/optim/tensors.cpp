@@ -4,7 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 
-#include <optional>
+#include <algorithm>
 
 #include "tessera/base/error.h"
 
@@ -55,32 +55,46 @@ class Flat {
     shaped_.copy_(tensor);
   }
   at::Tensor view() const { return shaped_.as_strided({shaped_.numel()}, {1}); }
+  bool is_copy() const { return !shaped_.is_same(tensor_); }
   void write_back() const {
-    if (!shaped_.is_same(tensor_)) tensor_.copy_(shaped_);
+    if (is_copy()) tensor_.copy_(shaped_);
   }
 
  private:
   at::Tensor tensor_, shaped_;
 };
 
-void update(Rule rule, const GroupOptions& group, const TensorUpdate& tensors, int states, kernels::Rounding rounding,
-            uint64_t seed) {
-  const auto strides = at::infer_dense_strides(tensors.param.sizes(), tensors.param.strides());
-  const Flat param(tensors.param, strides), grad(tensors.grad, strides);
-  std::array<std::optional<Flat>, 2> kept;
-  UpdateSlice slice;
-  (is_half(tensors.param) ? slice.weight : slice.master) = param.view();
-  slice.grad = grad.view();
-  for (int s = 0; s < states; ++s)
-    slice.state.at(s) = kept.at(s).emplace(tensors.state.at(s), strides).view();
-  slice.rounding = rounding;
-  slice.random = {seed, static_cast<uint64_t>(tensors.step), tensors.first};
-  update(rule, group, tensors.step, slice, 1);
-  for (const auto& flat : kept) {
-    if (flat) flat->write_back();
+// A parameter's tensors as an update has them.
+class Flats {
+ public:
+  Flats(const TensorUpdate& tensors, int states, kernels::Rounding rounding, uint64_t seed) {
+    const auto strides = at::infer_dense_strides(tensors.param.sizes(), tensors.param.strides());
+    const auto flat = [&](const at::Tensor& tensor) {
+      flats_.emplace_back(tensor, strides);
+      return flats_.back().view();
+    };
+    (is_half(tensors.param) ? slice_.weight : slice_.master) = flat(tensors.param);
+    for (int s = 0; s < states; ++s)
+      slice_.state.at(s) = flat(tensors.state.at(s));
+    slice_.grad = flat(tensors.grad);
+    slice_.rounding = rounding;
+    slice_.random = {seed, static_cast<uint64_t>(tensors.step), tensors.first};
   }
-  param.write_back();
-}
+
+  const UpdateSlice& slice() const { return slice_; }
+  bool has_copies() const {
+    return std::ranges::any_of(flats_, [](const Flat& flat) { return flat.is_copy(); });
+  }
+  void write_back() {
+    flats_.pop_back();  // the gradient
+    for (const Flat& flat : flats_)
+      flat.write_back();
+  }
+
+ private:
+  std::vector<Flat> flats_;
+  UpdateSlice slice_;
+};
 
 }  // namespace
 
@@ -90,9 +104,18 @@ void update_tensors(Rule rule, const GroupOptions& group, const std::vector<Tens
   const int states = state_names(rule, {group}).count;
   for (size_t number = 0; number < tensors.size(); ++number)
     check(tensors[number], number, states);
+  std::vector<Update> together;  // copies are made for one at a time
   for (const TensorUpdate& one : tensors) {
-    update(rule, group, one, states, rounding, seed);
-    // A backward that saved the value must notice.
+    Flats flats(one, states, rounding, seed);
+    if (flats.has_copies()) {
+      update(rule, group, one.step, flats.slice(), 1);
+      flats.write_back();
+    } else {
+      together.push_back({&group, one.step, flats.slice()});
+    }
+  }
+  update(rule, together, 1);
+  for (const TensorUpdate& one : tensors) {  // a backward that saved the value must notice
     if (!one.param.is_inference()) one.param.unsafeGetTensorImpl()->bump_version();
   }
 }

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 
@@ -24,8 +25,22 @@ Buffer::Buffer(int64_t size, const at::TensorOptions& options, HomePtr home)
 
 Buffer::Buffer(const at::Tensor& values) : size_(values.numel()), options_(values.options()), tensor_(values) {}
 
+Buffer Buffer::without_memory(int64_t size, const at::TensorOptions& options) {
+  Buffer buffer;
+  buffer.size_ = size;
+  buffer.options_ = options;
+  return buffer;
+}
+
+void Buffer::make() {
+  TESSERA_ASSERT(defined());
+  // What is made in inference_mode could not be written to outside of it.
+  const c10::InferenceMode no_inference(false);
+  if (!has_memory()) tensor_ = at::empty({size_}, options_);
+}
+
 const at::Tensor& Buffer::tensor() const {
-  TORCH_INTERNAL_ASSERT(tensor_.defined(), "a buffer that does not live on the device has no tensor there");
+  TORCH_INTERNAL_ASSERT(tensor_.defined(), "a buffer without memory on the device has no tensor there");
   return tensor_;
 }
 
@@ -70,7 +85,7 @@ void Buffer::fill(Range range, double value) const {
 }
 
 void Buffer::send_to(HomePtr home) {
-  if (!defined() || home_ || !home) return;
+  if (!has_memory() || home_ || !home) return;
   for (const Range tile : tiles_of({0, size_}))
     home->store(tile, view(tile));
   home->flush();

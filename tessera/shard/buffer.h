@@ -65,13 +65,19 @@ class Buffer {
   Buffer(int64_t size, const at::TensorOptions& options, HomePtr home = nullptr);
   // `values`, 1-D, themselves.
   explicit Buffer(const at::Tensor& values);
+  // `size` elements on the device of `options` that have no memory until make().
+  static Buffer without_memory(int64_t size, const at::TensorOptions& options);
 
   bool defined() const { return size_ >= 0; }
   void reset() { *this = {}; }
   int64_t size() const { return size_; }
   at::ScalarType dtype() const { return options_.dtype().toScalarType(); }
   const at::TensorOptions& options() const { return options_; }
-  int64_t bytes() const { return defined() ? size_ * static_cast<int64_t>(options_.dtype().itemsize()) : 0; }
+  // Of its memory, wherever that is.
+  int64_t bytes() const { return has_memory() ? size_ * static_cast<int64_t>(options_.dtype().itemsize()) : 0; }
+  bool has_memory() const { return home_ != nullptr || tensor_.defined(); }
+  // Memory whose contents are undefined; nothing happens where there is some. Unchanged when it throws.
+  void make();
   Residence residence() const { return home_ ? home_->residence() : Residence::Device; }
   bool is_here() const { return home_ == nullptr; }  // on the device
 
@@ -89,8 +95,8 @@ class Buffer {
   void write(Range range, const at::Tensor& values) const;
   void fill(Range range, double value) const;
 
-  // From the device to `home` for a while, with its values, and back. Nothing happens where it lives elsewhere anyway, or
-  // is back. Unchanged when it throws. Its memory is free once nobody holds a view of it.
+  // From the device to `home` for a while, with its values, and back. Nothing happens where it lives elsewhere anyway, has no
+  // memory, or is back. Unchanged when it throws. Its memory is free once nobody holds a view of it.
   void send_to(HomePtr home);
   void bring_back();
   bool is_sent() const { return sent_; }

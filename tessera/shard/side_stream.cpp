@@ -1,5 +1,6 @@
 #include "tessera/shard/side_stream.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -32,6 +33,12 @@ std::shared_ptr<c10::Event> mark(c10::Device device) {
 
 void come_after(c10::Event& event, c10::Device device) {
   event.block(current_stream(device));
+}
+
+at::Tensor sent_to(c10::Device device, const at::Tensor& numbers) {
+  if (device.is_cpu()) return numbers;
+  const at::Tensor locked = at::empty(numbers.sizes(), numbers.options().pinned_memory(true));
+  return locked.copy_(numbers).to(device, /*non_blocking=*/true);
 }
 
 void StreamOrder::write(c10::Device device) {

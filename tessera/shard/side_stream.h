@@ -29,6 +29,10 @@ std::shared_ptr<c10::Event> mark(c10::Device device);
 // What the current stream of `device` is given from here on comes after `event`. The host does not wait.
 void come_after(c10::Event& event, c10::Device device);
 
+// What the host has in `numbers`, on `device`: on the CPU itself, else a copy by way of page-locked memory, for which the host
+// does not wait.
+at::Tensor sent_to(c10::Device device, const at::Tensor& numbers);
+
 // The streams that were given work on some memory of a device. On the CPU nothing happens, on one stream no more than a
 // comparison. One thread at a time.
 class StreamOrder {

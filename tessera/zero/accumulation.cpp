@@ -27,10 +27,12 @@ std::vector<HeldGradient> Accumulation::held() const {
     const bool in_place = unit.accumulates() && unit.ranks.size() == 1;  // contributions are added to the sum itself
     if (unit.has_sum() && !in_place) {
       const shard::Range owned = unit.owned_slice(p);
-      if (!owned.empty()) all.push_back({id, true, range_of(id, true), unit.gradients().fetch(owned).wait()});
+      const auto [buffer, there] = unit.gradient(p, owned);
+      if (!owned.empty() && buffer.has_memory())
+        all.push_back({id, true, range_of(id, true), buffer.fetch(there).wait()});
     }
     if (unit.accumulates() && p.filled && !p.range.empty())
-      all.push_back({id, false, {0, p.range.size()}, unit.partial.narrow(0, p.range.begin, p.range.size())});
+      all.push_back({id, false, {0, p.range.size()}, unit.contribution(p)});
   }
   return all;
 }
@@ -48,7 +50,7 @@ void Accumulation::begin(const State& state) {
   for (const GradientCounts& counts : state.counts) {
     Unit& unit = *units_[counts.param].unit;
     if (!counts.has_sum || unit.has_sum()) continue;
-    unit.grads.fill({0, unit.grads.size()}, 0);
+    unit.make_sums();
     unit.move_to(GradState::Reduced);
     unit.sum_arrived();
   }
@@ -63,7 +65,9 @@ void Accumulation::put(const HeldGradient& gradient) {
   if (!gradient.reduced) return driver_.reducer().put(unit, p, gradient.values);
   const shard::Range owned = unit.owned_slice(p);
   TESSERA_ASSERT(unit.has_sum());
-  unit.gradients().write(owned, gradient.values);
+  if (unit.in_pieces()) unit.make_run(p);
+  const auto [buffer, there] = unit.gradient(p, owned);
+  buffer.write(there, gradient.values);
 }
 
 void Accumulation::end(const State& state) {
@@ -71,6 +75,7 @@ void Accumulation::end(const State& state) {
     Unit& unit = *units_[counts.param].unit;
     Param& p = *units_[counts.param].param;
     p.has_grad = counts.has_grad;
+    if (p.has_grad && unit.in_pieces()) unit.make_run(p);
     p.filled = counts.filled;
     p.additions = counts.additions;
     unit.sums = std::max(unit.sums, counts.sums);

@@ -105,8 +105,12 @@ void BackwardDriver::backward_begun(const std::vector<ScopeCall*>& calls) try {
 }
 
 bool BackwardDriver::is_visible_view(const Place& place, const at::Tensor& grad) {
-  return shard::is_bound(grad, place.unit->grads.tensor(), place.param->range, place.param->form) &&
-         (grad.numel() == 0 || grad.storage().is_alias_of(place.unit->grads.tensor().storage()));
+  const auto [buffer, there] = place.unit->gradient(*place.param, place.param->range);
+  if (!buffer.has_memory() || grad.layout() != at::kStrided) return false;
+  const at::Tensor shown = place.unit->visible(*place.param);
+  return grad.sizes() == shown.sizes() && grad.strides() == shown.strides() &&
+         grad.scalar_type() == shown.scalar_type() && grad.const_data_ptr() == shown.const_data_ptr() &&
+         (grad.numel() == 0 || grad.storage().is_alias_of(shown.storage()));
 }
 
 void BackwardDriver::before_accumulate(ParamId id, at::Tensor& grad) try {
@@ -129,7 +133,7 @@ void BackwardDriver::before_accumulate(ParamId id, at::Tensor& grad) try {
   units_.fail_alone(error);
 }
 
-void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const BackwardInfo& backward) try {
+void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const BackwardInfo& backward, bool alone) try {
   const Place& place = units_[id];
   const StepState step = step_();
   if (sink_ != nullptr) {
@@ -148,12 +152,10 @@ void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const Backward
                   "' has shape ", dense.sizes(), ", the parameter ", place.param->tensor.sizes());
     scaled_ = scaled_ || backward.loss_scale != 1;
     reducer_->accumulate(*place.unit, *place.param, dense,
-                         step.gradient_scale * (step.loss_scale / backward.loss_scale));
+                         step.gradient_scale * (step.loss_scale / backward.loss_scale), alone);
   }
   // Also where this graph task brought nothing: before_accumulate took away what earlier ones left.
-  if (place.unit->grads_are_visible() && place.param->has_grad) {
-    grad = shard::view_as_param(place.unit->grads.tensor(), place.param->range, place.param->form);
-  }
+  if (place.unit->grads_are_visible() && place.param->has_grad) grad = place.unit->visible(*place.param);
   units_.unsharder().gradient_arrived(place.number, place.item);
   if (!backward.in_forward) reducer_->fired(*place.unit, *place.param, may_reduce(step));
 } catch (c10::OutOfMemoryError& error) {
@@ -247,7 +249,7 @@ void BackwardDriver::show_remote_grads() {
     const Place& place = units_[id];
     Param& p = *place.param;
     if (p.has_grad || !p.tensor.requires_grad()) continue;
-    const at::Tensor sum = shard::view_as_param(place.unit->grads.tensor(), p.range, p.form);
+    const at::Tensor sum = place.unit->visible(p);
     if (!sum.any().item<bool>()) continue;
     p.has_grad = true;
     p.tensor.mutable_grad() = sum;
@@ -274,15 +276,19 @@ void BackwardDriver::ensure_reduced() {
 void BackwardDriver::adopt_visible_grads() {
   for (const ParamId id : units_.trained_ids()) {
     const Place& place = units_[id];
-    at::Tensor& grad = place.param->tensor.mutable_grad();
-    const at::Tensor view = shard::view_as_param(place.unit->grads.tensor(), place.param->range, place.param->form);
-    if (!grad.defined()) {
-      if (place.param->has_grad) view.zero_();  // the user dropped it
-      place.param->has_grad = false;
+    Unit& unit = *place.unit;
+    Param& p = *place.param;
+    const at::Tensor& grad = p.tensor.mutable_grad();
+    if (!grad.defined()) {  // the user dropped it
+      if (p.has_grad) unit.visible(p).zero_();
+      p.has_grad = false;
       continue;
     }
-    if (!is_visible_view(place, grad)) view.copy_(grad.is_sparse() ? grad.to_dense() : grad);
-    place.param->has_grad = true;
+    if (!is_visible_view(place, grad)) {
+      if (unit.in_pieces()) unit.make_run(p);
+      unit.visible(p).copy_(grad.is_sparse() ? grad.to_dense() : grad);
+    }
+    p.has_grad = true;
   }
 }
 
@@ -310,9 +316,7 @@ void BackwardDriver::take_joined(const std::vector<ParamId>& ids) try {
   if (units_.placements().grads != shard::Placement::Replicate) return;
   for (const ParamId id : ids) {
     const Place& place = units_[id];
-    if (place.param->has_grad)
-      place.param->tensor.mutable_grad() =
-          shard::view_as_param(place.unit->grads.tensor(), place.param->range, place.param->form);
+    if (place.param->has_grad) place.param->tensor.mutable_grad() = place.unit->visible(*place.param);
   }
   if (flushed_ && units_.ranks().size() > 1) show_remote_grads();
 } catch (c10::OutOfMemoryError& error) {
@@ -332,6 +336,13 @@ void BackwardDriver::drop_gradients() {
   std::ranges::for_each(units_.left_out(), drop);
   for (const ParamId id : units_.trained_ids())
     units_[id].param->tensor.mutable_grad().reset();
+}
+
+void BackwardDriver::used_up(Unit& unit) {
+  const std::lock_guard lock(hooks_.mutex());
+  reducer_->forget(unit);
+  for (Param& p : unit.params)
+    p.tensor.mutable_grad().reset();
 }
 
 void BackwardDriver::call_opened(ScopeCall& call, bool again) {
@@ -371,7 +382,7 @@ bool BackwardDriver::reads_local_gradient(const Place& place) {
 void BackwardDriver::settle_empty_units() {
   for (const auto& unit : units_.all()) {
     if (unit->grad_state() != GradState::Empty) continue;
-    unit->grads.fill({0, unit->grads.size()}, 0);
+    unit->make_sums();
     unit->move_to(GradState::Reduced);
     unit->sum_arrived();
   }
@@ -386,8 +397,7 @@ void BackwardDriver::resume(bool unreduced, bool flushed, bool scaled, bool repl
   for (const ParamId id : units_.trained_ids()) {
     const Place& place = units_[id];
     if (place.unit->grads_are_visible() && place.param->has_grad)
-      place.param->tensor.mutable_grad() =
-          shard::view_as_param(place.unit->grads.tensor(), place.param->range, place.param->form);
+      place.param->tensor.mutable_grad() = place.unit->visible(*place.param);
   }
 }
 

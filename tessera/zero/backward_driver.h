@@ -46,6 +46,8 @@ class BackwardDriver final : private HookSink {
   // Along the replicas of hybrid sharding only. Collective.
   void reduce_replicas();
   void drop_gradients();
+  // Those of a unit that is updated: their memory goes. Local.
+  void used_up(Unit& unit);
   // Frozen parameters that require a gradient now and have a group to join; not those that another engine watches. Local.
   std::vector<ParamId> waiting() const;
   // These are trained now: what waited of their gradients counts, and is reduced where that of the others was. Collective.
@@ -82,7 +84,7 @@ class BackwardDriver final : private HookSink {
  private:
   void backward_begun(const std::vector<ScopeCall*>& calls) override;
   void before_accumulate(ParamId id, at::Tensor& grad) override;
-  void gradient_ready(ParamId id, at::Tensor& grad, const BackwardInfo& backward) override;
+  void gradient_ready(ParamId id, at::Tensor& grad, const BackwardInfo& backward, bool alone) override;
   bool end_backward(int round) override;
   void tasks_ended() override;
   void call_opened(ScopeCall& call, bool again) override;

@@ -7,6 +7,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/heap.h"
+#include "tessera/base/transforms.h"
 #include "tessera/shard/device.h"
 #include "tessera/shard/storage.h"
 
@@ -17,6 +18,11 @@ constexpr int64_t kTrimAfter = 32 << 20;  // bytes freed between two calls of he
 }
 
 EarlyParams::EarlyParams(Ranks ranks, HomeMaker home) : ranks_(std::move(ranks)), home_(std::move(home)) {}
+
+EarlyParams::~EarlyParams() {
+  const transforms::Unobserved apart;
+  entries_.clear();
+}
 
 // Null where this rank's slice could not be written; all ranks throw then.
 std::unique_ptr<FlatParams> EarlyParams::partition(std::vector<FlatParams::Item> items, at::ScalarType dtype) const {

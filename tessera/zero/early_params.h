@@ -17,6 +17,9 @@ class EarlyParams {
  public:
   // `home`: where slices live; null: on the device.
   explicit EarlyParams(Ranks ranks, HomeMaker home = {});
+  ~EarlyParams();
+  EarlyParams(const EarlyParams&) = delete;
+  EarlyParams& operator=(const EarlyParams&) = delete;
 
   // Partitions `tensor`, whose values of rank 0, rounded to `dtype`, hold; returns its number. With one rank and no home it
   // stays whole. Collective. IoError, on all ranks, where a rank's slice cannot be brought to its home. Value error unless it is a floating-point leaf with data on a device that this build serves.

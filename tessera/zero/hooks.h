@@ -71,8 +71,9 @@ class HookSink {
   virtual void backward_begun(const std::vector<ScopeCall*>& calls) = 0;
   // p.grad is about to be accumulated into; may move an old value out of it.
   virtual void before_accumulate(ParamId id, at::Tensor& grad) = 0;
-  // p.grad holds the gradient of this graph task for parameter `id` (undefined: zero).
-  virtual void gradient_ready(ParamId id, at::Tensor& grad, const BackwardInfo& backward) = 0;
+  // p.grad holds the gradient of this graph task for parameter `id` (undefined: zero). `alone`: nobody else has it, or memory
+  // of it, or any of its memory is not its.
+  virtual void gradient_ready(ParamId id, at::Tensor& grad, const BackwardInfo& backward, bool alone) = 0;
   // The outermost backward is over: round 0, 1, ... of its end, see Note [Ends]. True while another round is to follow.
   virtual bool end_backward(int round) = 0;
   // No graph task is left, after the last round where it was one of the user's, after torch.autograd.grad, and after a

@@ -62,6 +62,8 @@ void Moving::leave(Unit& unit, StateKind kind, const HomeMaker& home) {
       break;
     case StateKind::Gradients:
       send(unit.grads, Quantity::Gradient, home);
+      for (Run& run : unit.runs)
+        send(run.grad, Quantity::Gradient, home);
       if (unit.partial.defined() && !unit.grads.is_here()) {
         unit.partial.reset();
         accumulating_.push_back(&unit);
@@ -93,7 +95,7 @@ bool Moving::leave(const std::vector<StateKind>& kinds, const HomeMaker& home) {
   const bool any = std::ranges::any_of(units_.all(), [](const auto& unit) {
     const auto gone = [](const shard::Buffer& buffer) { return buffer.is_sent(); };
     return std::ranges::any_of(unit->state_buffers(), [&](const auto* buffer) { return gone(*buffer); }) ||
-           gone(unit->grads) || unit->flat->is_sent();
+           gone(unit->grads) || std::ranges::any_of(unit->runs, gone, &Run::grad) || unit->flat->is_sent();
   });
   units_.set_away(any || std::ranges::any_of(units_.frozen(), [](const auto& flat) { return flat->is_sent(); }));
   return_memory(units_.ranks().device);
@@ -107,6 +109,8 @@ void Moving::come_back() {
   for (const auto& unit : units_.all()) {
     for (shard::Buffer* buffer : {&unit->master, &unit->residual, &unit->states[0], &unit->states[1], &unit->grads})
       buffer->bring_back();
+    for (Run& run : unit->runs)
+      run.grad.bring_back();
   }
   weights_come_back();
   for (const auto& unit : units_.all())

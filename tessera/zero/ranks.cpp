@@ -5,8 +5,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "tessera/comm/backends.h"
+#include "tessera/optim/norm.h"
+#include "tessera/shard/side_stream.h"
 #include "tessera/shard/storage.h"
 
 namespace tessera::zero {
@@ -37,23 +40,33 @@ void Ranks::broadcast(const at::Tensor& tensor, int root, comm::Label label) con
 
 void Ranks::agree(const at::Tensor& numbers, comm::ReduceOp op, comm::Label label) const {
   if (all() == 1) return;
-  const at::Tensor travelling = numbers.to(device);
+  const at::Tensor travelling = shard::sent_to(device, numbers);
   for (const comm::GroupPtr& group : {shard, replicate, model})
-    group->all_reduce(travelling, op, label).wait();
+    if (group->size() > 1) group->all_reduce(travelling, op, label).wait();
   if (!device.is_cpu()) numbers.copy_(travelling);
 }
 
-void Ranks::collect(const at::Tensor& rows, comm::Label label, const at::Tensor& shown) const {
-  if (all() == 1) return;  // to and from the device would be two waits for nothing
-  const at::Tensor travelling = rows.to(device);
-  if (shown.defined()) {
-    const at::Tensor own = travelling[shard->rank()];
-    own.narrow(0, own.numel() - shown.numel(), shown.numel()).copy_(shown);
+std::vector<std::vector<double>> Ranks::gather(std::vector<double> mine, const std::vector<at::Tensor>& computed,
+                                               comm::Label label) const {
+  const bool there = all() > 1 && !computed.empty() && std::ranges::none_of(computed, &at::Tensor::is_cpu);
+  if (!there)
+    for (const double number : optim::read_numbers(computed))
+      mine.push_back(number);
+  if (all() == 1) return {mine};
+  at::Tensor row = shard::sent_to(device, at::tensor(mine, at::kDouble));
+  if (there) row = at::cat({row, at::stack(computed)});
+  const int64_t width = row.numel();
+  for (const comm::GroupPtr& group : {model, shard, replicate}) {
+    if (group->size() == 1) continue;
+    const at::Tensor rows = at::empty({group->size() * row.numel()}, row.options());
+    group->all_gather(rows, row, label).wait();
+    row = rows;
   }
-  shard->all_gather(travelling.flatten(), travelling[shard->rank()].flatten(), label).wait();
-  for (const comm::GroupPtr& group : {replicate, model})
-    if (group->size() > 1) group->all_reduce(travelling.flatten(), comm::ReduceOp::Max, label).wait();
-  if (!device.is_cpu()) rows.copy_(travelling);
+  row = row.cpu();
+  std::vector<std::vector<double>> rows;
+  for (const double* at = row.const_data_ptr<double>(); std::cmp_less(rows.size(), all()); at += width)
+    rows.emplace_back(at, at + width);
+  return rows;
 }
 
 // Along one group after the other: those of the slices of the model, then of the shards, then of the replicas.

@@ -39,10 +39,10 @@ struct Ranks {
   // What ranks tell each other, along all three: numbers in CPU tensors, which travel by way of the device. Collective;
   // return when done.
   void agree(const at::Tensor& numbers, comm::ReduceOp op, comm::Label label) const;
-  // Every rank of the shard group fills its row of `rows` (a row for each of them) and gets those of the others, each
-  // number the largest that a replica or a slice of the model has. `shown` (of `device`, or undefined): the last numbers of
-  // the own row, which the host need not know.
-  void collect(const at::Tensor& rows, comm::Label label, const at::Tensor& shown = {}) const;
+  // Numbers of all(), by place(): `mine`, and behind them `computed` (0-d, double), which may be on the device. As many on all
+  // ranks. Along each group of several ranks one collective; one wait for the device. Returns when done.
+  std::vector<std::vector<double>> gather(std::vector<double> mine, const std::vector<at::Tensor>& computed,
+                                          comm::Label label) const;
   // The texts of all(), by place(). Collective; returns when done.
   std::vector<std::string> gather_text(const std::string& text, comm::Label label) const;
 };

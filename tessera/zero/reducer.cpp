@@ -1,6 +1,7 @@
 #include "tessera/zero/reducer.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -43,24 +44,35 @@ Reducer::Mean Reducer::mean_of(const Unit& unit) const {
   return {comm::ReduceOp::Avg, factor_ * n};
 }
 
-void Reducer::acquire_partial(Unit& unit) {
-  const bool persistent = unit.grads.defined() && !unit.host_grads && unit.grads.size() == unit.layout.size();
-  if (persistent && (one_rank(unit) || (!unit.has_sum() && unit.in_flight == 0))) {
-    unit.partial = unit.grads.tensor();
-    unit.partial_pooled = false;
-  } else {
-    unit.partial = memory_for([&] { return pool_.acquire(unit.layout.size(), unit.grad_options()); },
-                              "the gradients of unit '", unit.name, "'");
-    unit.partial_pooled = true;
-    for (const shard::Range& gap : unit.layout.padding())
-      shard::fill_zero(unit.partial.narrow(0, gap.begin, gap.size()));
-    if (unit.host_grads && one_rank(unit) && unit.has_sum())
-      shard::come_after(*copies_.come_back(*unit.host_grads, unit.partial), unit.partial.device());
-  }
-  if (!(one_rank(unit) && unit.has_sum())) {
+void Reducer::begin(Unit& unit) {
+  if (unit.accumulates()) return;
+  if (!unit.in_pieces()) {
+    acquire_partial(unit);
+  } else if (!unit.has_sum()) {
     for (Param& p : unit.params)
       p.filled = false;
   }
+  unit.move_to(GradState::Accumulating);
+}
+
+void Reducer::acquire_partial(Unit& unit) {
+  const bool in_grads = unit.accumulates_in_grads() && (one_rank(unit) || (!unit.has_sum() && unit.in_flight == 0));
+  if (in_grads) {
+    unit.make_grads(unit.layout.size());
+    unit.partial = unit.grads.tensor();
+  } else {
+    unit.partial = memory_for([&] { return pool_.acquire(unit.layout.size(), unit.grad_options()); },
+                              "the gradients of unit '", unit.name, "'");
+  }
+  unit.partial_pooled = !in_grads;
+  if (one_rank(unit) && unit.has_sum()) {  // it goes on there
+    if (unit.host_grads) shard::come_after(*copies_.come_back(*unit.host_grads, unit.partial), unit.partial.device());
+    return;
+  }
+  for (const shard::Range& gap : unit.layout.padding())
+    shard::fill_zero(unit.partial.narrow(0, gap.begin, gap.size()));
+  for (Param& p : unit.params)
+    p.filled = false;
 }
 
 void Reducer::release_partial(Unit& unit) {
@@ -83,32 +95,51 @@ void Reducer::make_room() {
     finish_oldest();
 }
 
-void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale) {
+// Where contributions to `param` add up: `row` itself where that is defined, which then is the first of them.
+shard::Memory Reducer::slot(Unit& unit, const Param& param, const at::Tensor& row) {
+  if (!unit.in_pieces()) return shard::memory_of(unit.partial, param.range.begin);
+  Run& run = unit.run_of(param);
+  if (row.defined()) {
+    unit.drop_run(run);
+    run.grad = shard::Buffer(row);
+  } else if (!run.grad.has_memory()) {
+    memory_for([&] { run.grad.make(); }, "the gradients of unit '", unit.name, "'");
+    for (const shard::Range& gap : unit.layout.padding())
+      if (const shard::Range r = shard::intersect(gap, run.range); !r.empty())
+        shard::fill_zero(run.grad.view({r.begin - run.range.begin, r.end - run.range.begin}));
+  }
+  return shard::memory_of(run.grad.tensor(), param.range.begin - run.range.begin);
+}
+
+void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale, bool ours) {
   TESSERA_CHECK(sink_ == nullptr || unit.turn() != Turn::Launched, "zero", "parameter '", param.name,
                 "' got a gradient after its unit was updated in this backward (tessera.update_in_backward): it is used "
                 "in several nested backwards, as with reentrant checkpointing of shared layers; use "
                 "use_reentrant=False, or switch update_in_backward off");
   unit.on_this_stream();
-  if (!unit.accumulates()) {
-    acquire_partial(unit);
-    unit.move_to(GradState::Accumulating);
-  }
+  begin(unit);
   // Forms are dense, so equal strides mean equal order in memory.
   at::Tensor source = grad;
   if (grad.strides() != param.form.strides) source = shard::flatten_like_param(grad, param.form);
   if (source.scalar_type() == at::kDouble) source = source.to(at::kFloat);
+  at::Tensor row;  // that may be kept as it is
+  if (unit.in_pieces() && unit.run_of(param).alone && !param.filled && (ours || !source.is_alias_of(grad)) &&
+      source.dtype() == unit.grad_options().dtype())
+    row = source.dim() == 1 ? source : shard::flatten_like_param(source, param.form);
   const int64_t n = param.range.size();
   if (one_rank(unit)) scale *= mean_of(unit).rest;
+  const shard::Memory to = slot(unit, param, row), from = shard::memory_of(source);
   if (!param.filled) {
-    shard::scaled_copy(shard::memory_of(unit.partial, param.range.begin), shard::memory_of(source), scale, n);
+    if (to.data != from.data || scale != 1) shard::scaled_copy(to, from, scale, n);
   } else if (stochastic_) {
     const uint64_t rank = static_cast<uint64_t>(unit.ranks.rank()) << kRankShift, number = param.additions++;
     shard::for_stretches(param.cut, {0, n}, [&](shard::Range r, int64_t first) {
-      shard::scaled_add(shard::memory_of(unit.partial, param.range.begin + r.begin), shard::memory_of(source, r.begin),
-                        scale, r.size(), key_of(param, rank + static_cast<uint64_t>(first), number));
+      const at::Tensor sum = unit.contribution(param);
+      shard::scaled_add(shard::memory_of(sum, r.begin), shard::memory_of(source, r.begin), scale, r.size(),
+                        key_of(param, rank + static_cast<uint64_t>(first), number));
     });
   } else {
-    shard::scaled_add(shard::memory_of(unit.partial, param.range.begin), shard::memory_of(source), scale, n);
+    shard::scaled_add(to, from, scale, n);
   }
   param.filled = true;
   param.has_grad = true;
@@ -116,11 +147,9 @@ void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, doubl
 
 void Reducer::put(Unit& unit, Param& param, const at::Tensor& values) {
   unit.on_this_stream();
-  if (!unit.accumulates()) {
-    acquire_partial(unit);
-    unit.move_to(GradState::Accumulating);
-  }
-  unit.partial.narrow(0, param.range.begin, param.range.size()).copy_(values);
+  begin(unit);
+  if (unit.in_pieces()) unit.make_run(param);
+  unit.contribution(param).copy_(values);
   param.filled = true;
 }
 
@@ -153,6 +182,7 @@ void Reducer::clear(Unit& unit, Param& param) {
     const shard::Range r = unit.owned_slice(param);
     unit.gradients().fill(r, 0);
   }
+  if (unit.in_pieces() && unit.run_of(param).alone) unit.drop_run(unit.run_of(param));
   param.filled = false;
   param.has_grad = false;
 }
@@ -196,9 +226,8 @@ void Reducer::launch_complete() {
 }
 
 void Reducer::zero_unfilled(Unit& unit) {
-  for (const Param& p : unit.params) {
-    if (!p.filled) shard::fill_zero(unit.partial.narrow(0, p.range.begin, p.range.size()));
-  }
+  for (const Param& p : unit.params)
+    if (!p.filled && !(unit.in_pieces() && !unit.run_of(p).grad.has_memory())) shard::fill_zero(unit.contribution(p));
 }
 
 void Reducer::finish_oldest_replica() {
@@ -268,39 +297,51 @@ at::Tensor Reducer::cast_to_travel(const Unit& unit, const at::Tensor& values) {
   return sent;
 }
 
+// Where the first sum of a step goes: what outlives its reduction. None where it lies elsewhere.
+shard::Buffer Reducer::memory_of_sum(const Unit& unit) const {
+  if (sink_ != nullptr || unit.host_grads || unit.grads_are_visible() || unit.has_sum() || unit.in_flight > 0)
+    return {};
+  shard::Buffer own = shard::Buffer::without_memory(unit.owned.size(), unit.grad_options());
+  memory_for([&] { own.make(); }, "the gradients of unit '", unit.name, "'");
+  return own;
+}
+
+void Reducer::launch_alone(Unit& unit) {
+  unit.move_to(Turn::Launched);
+  unit.move_to(GradState::Reduced);
+  unit.sum_arrived();
+  const at::Tensor bucket = std::exchange(unit.partial, at::Tensor());
+  unit.partial_pooled = false;
+  if (sink_ != nullptr) {
+    return hand_over(unit, bucket, filled(unit), [this, &unit, bucket] {
+      if (bucket.defined()) pool_.release(bucket);
+      unit.drop_grads();
+    });
+  }
+  if (unit.host_grads) leave(unit, bucket, pool_, bucket);
+}
+
 void Reducer::launch(Unit& unit) {
   reopen_replicas();
   unit.on_this_stream();
-  if (!unit.accumulates()) {
-    acquire_partial(unit);
-    unit.move_to(GradState::Accumulating);
-  }
+  begin(unit);
   zero_unfilled(unit);
-  if (one_rank(unit)) {
-    unit.move_to(Turn::Launched);
-    unit.move_to(GradState::Reduced);
-    unit.sum_arrived();
-    if (sink_ != nullptr) {
-      const at::Tensor bucket = std::exchange(unit.partial, at::Tensor());
-      return hand_over(unit, bucket, filled(unit), bucket);
-    }
-    const at::Tensor bucket = std::exchange(unit.partial, at::Tensor());
-    unit.partial_pooled = false;
-    if (unit.host_grads) leave(unit, bucket, pool_, bucket);
-    return;
-  }
+  if (one_rank(unit)) return launch_alone(unit);
   const PhaseScope scope(phases_, Phase::Reduce, unit.name);
   make_room();
   // Memory first: where there is none, nothing has changed.
   at::Tensor present;
   if (sink_ != nullptr)
-    present = memory_for([&] { return filled(unit).to(unit.partial.device()); }, "flags of unit '", unit.name, "'");
+    present = memory_for([&] { return shard::sent_to(unit.partial.device(), filled(unit)); }, "flags of unit '",
+                         unit.name, "'");
+  const shard::Buffer own = memory_of_sum(unit);
   const at::Tensor sent = cast_to_travel(unit, unit.partial);
   unit.move_to(Turn::Launched);
   unit.move_to(GradState::Reducing);
   const std::string label = "gradients of unit '" + unit.name + "'";
   const at::Tensor& source = sent.defined() ? sent : unit.partial;
   at::Tensor sum = source.narrow(0, unit.owned.begin, unit.owned.size());
+  if (own.defined()) unit.grads = own;  // contributions that lay there live on in `partial`
   comm::Pending pending;
   const comm::ReduceOp op = mean_of(unit).op;
   comm::Pending presence;
@@ -310,12 +351,12 @@ void Reducer::launch(Unit& unit) {
   if (unit.grads_are_visible()) {
     pending = unit.ranks.shard->all_reduce(source, op, label);
   } else {
-    const bool first = !unit.has_sum() && unit.in_flight == 0 && !sent.defined();
-    if (first && unit.partial_pooled && sink_ == nullptr && !unit.host_grads) sum = unit.owned_grads();
+    if (own.defined() && !sent.defined()) sum = own.tensor();
     pending = unit.ranks.shard->reduce_scatter(sum, source, op, label);
   }
   in_flight_.push_back({&unit, std::move(pending), sent, std::move(sum), std::exchange(unit.partial, at::Tensor()),
-                        std::exchange(unit.partial_pooled, false), present, std::move(presence)});
+                        std::exchange(unit.partial_pooled, false), present, std::move(presence),
+                        std::ranges::all_of(unit.params, &Param::filled)});
   ++unit.in_flight;
   if (unit.host_grads && unit.has_sum() && unit.in_flight == 1) bring_back(in_flight_.back());
 }
@@ -346,11 +387,11 @@ void Reducer::use_up(InFlight& work) {
   if (const double rest = mean_of(unit).rest; rest != 1.0) shard::scaled_copy(work.sum, work.sum, rest);
   if (sink_ != nullptr) {
     const at::Tensor values = work.bucket.narrow(0, unit.owned.begin, unit.owned.size());
-    const at::Tensor present = work.present.cpu();
+    const at::Tensor present = work.has_all ? at::ones({work.present.numel()}, at::kInt) : work.present.cpu();
     if (work.sent.defined()) shard::scaled_copy(values, work.sum);
     unit.sum_arrived();
     work.pooled = false;
-    return hand_over(unit, values, present, work.bucket);
+    return hand_over(unit, values, present, [this, bucket = work.bucket] { pool_.release(bucket); });
   }
   if (unit.host_grads) return leave(work);
   if (unit.has_sum() && work.pooled) {
@@ -365,7 +406,11 @@ void Reducer::use_up(InFlight& work) {
 void Reducer::give_back(InFlight& work) {
   if (work.sent.defined()) travel_pool_.release(work.sent);
   if (work.before.defined()) sums_.release(work.before, work.came);
-  if (work.pooled) pool_.release(work.bucket);
+  if (work.pooled) {
+    pool_.release(work.bucket);
+  } else if (!work.unit->grads_are_visible()) {
+    work.unit->order.keep(work.bucket);
+  }
 }
 
 // See Note [Gradients leave]; sums_ gets the bucket back in leave().
@@ -405,7 +450,7 @@ at::Tensor Reducer::filled(const Unit& unit) const {
   return flags;
 }
 
-void Reducer::hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& present, const at::Tensor& bucket) {
+void Reducer::hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& present, std::function<void()> release) {
   std::vector<bool> flags(unit.params.size());
   for (size_t i = 0; i < flags.size(); ++i)
     flags[i] = present.const_data_ptr<int>()[i] != 0;
@@ -413,7 +458,7 @@ void Reducer::hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& pre
   unit.partial_pooled = false;
   for (Param& p : unit.params)
     p.filled = p.has_grad = false;
-  sink_->take({&unit, sum, std::move(flags), [this, bucket] { pool_.release(bucket); }});
+  sink_->take({&unit, sum, std::move(flags), std::move(release)});
 }
 
 // Which units got gradients after their launch, on any rank.
@@ -421,7 +466,7 @@ void Reducer::launch_agreement() {
   late_ = at::zeros({static_cast<int64_t>(units_.size())}, at::kInt);
   for (size_t i = 0; i < units_.size(); ++i)
     late_.data_ptr<int>()[i] = units_[i]->grad_state() == GradState::Late ? 1 : 0;
-  late_ = late_.to(ranks_.device);
+  late_ = shard::sent_to(ranks_.device, late_);
   agreement_ = ranks_.shard->all_reduce(late_, comm::ReduceOp::Max, "units with late gradients");
 }
 
@@ -445,6 +490,7 @@ void Reducer::finish() {
   drain();
   for (Unit* unit : units_)
     unit->on_this_stream();
+  if (std::ranges::none_of(units_, [](const Unit* unit) { return unit->host_grads != nullptr; })) free_buckets();
   begin_backward();
 }
 
@@ -499,16 +545,21 @@ void Reducer::reset() {
   drain();
   dropping_ = false;
   if (sink_ != nullptr) sink_->drop();
-  for (Unit* unit : units_) {
-    if (unit->partial.defined()) release_partial(*unit);
-    unit->move_to(GradState::Empty);
-    for (Param& p : unit->params) {
-      p.filled = p.has_grad = false;
-      p.additions = 0;
-    }
-  }
+  for (Unit* unit : units_)
+    forget(*unit);
+  free_buckets();
   replicas_agree_ = false;
   begin_backward();
+}
+
+void Reducer::forget(Unit& unit) {
+  if (unit.partial.defined()) release_partial(unit);
+  unit.drop_grads();
+  unit.move_to(GradState::Empty);
+  for (Param& p : unit.params) {
+    p.filled = p.has_grad = false;
+    p.additions = 0;
+  }
 }
 
 }  // namespace tessera::zero

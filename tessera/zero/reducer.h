@@ -37,8 +37,20 @@
 //   optimizer step. Nothing of it happens inside a backward, where ranks of different replicas need not be at the same
 //   place.
 //
+// Note [Gradients on demand]
+//   A unit has memory for gradients from its first contribution of a step until the update has read them: at the end of a
+//   forward there is none, after the update of a unit none of that unit. With several ranks contributions lie in buckets,
+//   whole, or where they are reduced at the boundary only (stage 1) in memory of the unit's; its first reduction makes the
+//   memory of the slice that this rank owns, and with it the whole goes. Buckets are kept for other units of the same
+//   backward, no longer.
+//
+// Note [Gradients in pieces]
+//   On one rank nothing needs gradients in a row. Each parameter that is not small has a tensor of its own: the one that
+//   autograd made, where nobody else has it and it lies as we want it, else a copy. Small ones that lie side by side share
+//   one, into which they are copied. Norm and update take lists of them; what is missing is zero.
+//
 // Note [Gradients live once]
-//   The hook copies (first micro-batch) or adds (later ones) p.grad into the flat gradient, scaled and converted in that
+//   On several ranks the hook copies (first micro-batch) or adds (later ones) p.grad into the flat gradient, scaled and converted in that
 //   one pass, and drops p.grad. Nothing is zeroed between steps: `filled` says which slots are valid, and slots without
 //   a contribution are zeroed when their unit is reduced. Stage 0 gives p.grad back as a view of the flat gradient.
 //
@@ -55,6 +67,7 @@
 #include <vector>
 
 #include "tessera/base/phases.h"
+#include "tessera/shard/dtype.h"
 #include "tessera/zero/bucket_pool.h"
 #include "tessera/zero/ranks.h"
 #include "tessera/zero/unit.h"
@@ -64,7 +77,7 @@ namespace tessera::zero {
 // The sum of a unit's gradients over ranks, on its way to who uses it up.
 struct ArrivedSum {
   Unit* unit;
-  at::Tensor values;              // of the owned range
+  at::Tensor values;              // of the owned range; undefined where they lie in pieces
   std::vector<bool> present;      // by parameter of the unit: some rank has a gradient
   std::function<void()> release;  // ends their use; to be called once
 };
@@ -99,8 +112,8 @@ class Reducer {
   // From here on sums go there. `sink` must outlive the reducer.
   void send_sums_to(SumSink* sink) { sink_ = sink; }
 
-  // Adds scale * grad (dense, shape of the parameter) to the parameter's slot.
-  void accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale);
+  // Adds scale * grad (dense, shape of the parameter) to the parameter's slot. `ours`: nobody else has it or its memory.
+  void accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale, bool ours = false);
   // This rank's contribution to `param` is `values` (1-D), as accumulate() had left it.
   void put(Unit& unit, Param& param, const at::Tensor& values);
   // The sum over ranks is the mean of what they added, times this.
@@ -152,33 +165,41 @@ class Reducer {
   int64_t peak_pool_bytes() const {  // of each pool by itself
     return pool_.peak_bytes() + travel_pool_.peak_bytes() + sums_.peak_bytes();
   }
-  // Forgets all gradients: every unit Empty.
+  // Forgets all gradients: every unit Empty, and nothing of them held.
   void reset();
+  // Those of one unit, of which no reduction is on its way.
+  void forget(Unit& unit);
 
  private:
   struct InFlight {
     Unit* unit = nullptr;
     comm::Pending pending;
-    at::Tensor sent;       // where the unit travels in another dtype: its contributions
-    at::Tensor sum;        // of the owned range
-    at::Tensor bucket;     // the contributions
-    bool pooled = false;   // they lie in a bucket of the pool
-    at::Tensor present{};  // by parameter, with a sink
+    at::Tensor sent;      // where the unit travels in another dtype: its contributions
+    at::Tensor sum;       // of the owned range
+    at::Tensor bucket;    // the contributions
+    bool pooled = false;  // they lie in a bucket of the pool
+    // With a sink, by parameter: whether a rank has a gradient, which need not be asked where this one has all.
+    at::Tensor present{};
     comm::Pending presence{};
+    bool has_all = false;
     at::Tensor before{};  // of gradients in host memory: what they were, on its way back
     std::shared_ptr<c10::Event> came{};
   };
 
+  void begin(Unit& unit);
   void acquire_partial(Unit& unit);
+  static shard::Memory slot(Unit& unit, const Param& param, const at::Tensor& row);
   void release_partial(Unit& unit);
   bool comes_soon(InFlight& work);
   void make_room();
   void zero_unfilled(Unit& unit);
+  shard::Buffer memory_of_sum(const Unit& unit) const;
   void launch(Unit& unit);
   at::Tensor cast_to_travel(const Unit& unit, const at::Tensor& values);
   void launch_complete();
   at::Tensor filled(const Unit& unit) const;
-  void hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& present, const at::Tensor& bucket);
+  void launch_alone(Unit& unit);
+  void hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& present, std::function<void()> release);
   void finish_oldest();
   void use_up(InFlight& work);
   void give_back(InFlight& work);

@@ -26,6 +26,10 @@ Memory ShardedModel::memory() const {
     memory.params += unit->flat->bytes();
     memory.grads += unit->grads.bytes();
     count(unit->grads.residence(), unit->grads.bytes());
+    for (const Run& run : unit->runs) {
+      memory.grads += run.grad.bytes();
+      count(run.grad.residence(), run.grad.bytes());
+    }
     memory.master += unit->master.bytes() + unit->residual.bytes();
     for (const shard::Buffer& state : unit->states)
       memory.states += state.bytes();

@@ -51,13 +51,22 @@ at::Tensor StateAccess::read_owned(const Place& place, Quantity what, shard::Ran
     case Quantity::Master:
       return unit.read_master(r);
     case Quantity::Gradient:
-      if (!unit.grads.defined()) return {};
-      return unit.client_grads.defined() ? unit.client_grads.narrow(0, r.begin, r.size()) : unit.gradients().read(r);
+      if (unit.client_grads.defined()) return unit.client_grads.narrow(0, r.begin, r.size());
+      return read_gradient(place, r);
     case Quantity::State0:
     case Quantity::State1:
       if (const shard::Buffer& state = state_of(unit, what); state.defined()) return state.read(r);
   }
   return {};
+}
+
+// What is missing of a gradient in pieces is zero: another slice of the model may have one.
+at::Tensor StateAccess::read_gradient(const Place& place, shard::Range r) const {
+  const Unit& unit = *place.unit;
+  if (units_.options().update_in_backward) return {};
+  if (!unit.in_pieces() && !unit.grads.has_memory()) return {};
+  const auto [buffer, there] = unit.gradient(*place.param, r);
+  return buffer.has_memory() ? buffer.read(there) : at::zeros({r.size()}, unit.grad_options());
 }
 
 bool StateAccess::is_there(const Place& place, Quantity what) const {
@@ -89,7 +98,8 @@ void StateAccess::write_owned(const Place& place, Quantity what, const at::Tenso
       if (unit.client_grads.defined()) {
         read_owned(place, what).copy_(values);
       } else {
-        unit.gradients().write(r, values);
+        const auto [buffer, there] = unit.gradient(*place.param, r);
+        buffer.write(there, values);
       }
   }
 }
@@ -135,7 +145,7 @@ void StateAccess::add_shards(ParamId id, std::vector<shard::NamedShard>& shards)
   if (!unit.master_is_weight()) add(Quantity::Master, owned, at::kFloat, cut);
   const bool reduced =
       unit.grad_state() == GradState::Reduced && !driver_.unreduced() && driver_.reducer().replicas_agree();
-  if (place.param->has_grad && reduced) add(Quantity::Gradient, owned, unit.grads.dtype(), cut);
+  if (place.param->has_grad && reduced) add(Quantity::Gradient, owned, unit.grad_options().dtype().toScalarType(), cut);
   if (unit.states[0].defined()) add(Quantity::State0, owned, unit.states[0].dtype(), cut);
   if (unit.states[1].defined()) add(Quantity::State1, owned, unit.states[1].dtype(), cut);
 }
@@ -366,7 +376,7 @@ at::Tensor StateAccess::local_gradient(const Place& place) const {
     return {};
   }
   at::Tensor mine = at::zeros({p.range.size()}, p.tensor.options().dtype(at::kFloat).requires_grad(false));
-  if (here) mine.copy_(place.unit->partial.narrow(0, p.range.begin, p.range.size()));
+  if (here) mine.copy_(place.unit->contribution(p));
   return whole_of(place, mine);
 }
 
@@ -404,9 +414,9 @@ at::Tensor StateAccess::get_full(ParamId param, Quantity what) try {
 void StateAccess::make_gradient(const Place& place) {
   Param& p = *place.param;
   if (place.unit->grad_state() == GradState::Empty) driver_.settle_empty_units();
+  if (place.unit->in_pieces()) place.unit->make_run(p);
   p.has_grad = p.filled = true;
-  if (place.unit->grads_are_visible())
-    p.tensor.mutable_grad() = shard::view_as_param(place.unit->grads.tensor(), p.range, p.form);
+  if (place.unit->grads_are_visible()) p.tensor.mutable_grad() = place.unit->visible(p);
 }
 
 void StateAccess::complete_gradient(ParamId param) {
@@ -430,7 +440,7 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
     TESSERA_CHECK(!units_.options().update_in_backward, "engine.set_full",
                   "tessera.update_in_backward keeps no gradients that could be set");
     if (BackwardDriver::reads_local_gradient(place)) {
-      place.unit->partial.narrow(0, p.range.begin, p.range.size()).copy_(flat);
+      place.unit->contribution(p).copy_(flat);
       return;
     }
     driver_.reduce_replicas();

@@ -89,6 +89,7 @@ class StateAccess {
   at::Tensor read_weight(ParamId param, shard::Range part) const;
   bool is_there(const Place& place, Quantity what) const;
   shard::Range in_owned(const Place& place, shard::Range range) const;
+  at::Tensor read_gradient(const Place& place, shard::Range range) const;
   at::Tensor read_owned(const Place& place, Quantity what) const;
   at::Tensor read_owned(const Place& place, Quantity what, shard::Range range) const;
   void write_owned(const Place& place, Quantity what, const at::Tensor& values, RankGuard& disks);

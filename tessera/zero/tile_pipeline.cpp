@@ -25,20 +25,61 @@ shard::PendingView bring_to_host(const at::Tensor& from, bool pin) {
 
 }  // namespace
 
-// Consecutive parameters of an owned range that share group and step count; gaps between them hold zeros.
+// Consecutive elements of an owned range with the hyper-parameters of one update.
 struct TilePipeline::Segment {
   shard::Range range;  // in the coordinates of the owned range
   int group = 0;
   int64_t step = 0;
-  uint64_t first = 0;   // number of the first element in the model, where it matters
-  bool adopts = false;  // see Unit::adopts()
+  bool adopts = false;           // see Unit::adopts()
+  const Param* param = nullptr;  // the first one
+  // Numbers of the elements in the model, where they matter: see optim::UpdateSlice.
+  uint64_t first = 0;
+  int64_t run = 0, stride = 0;
+
+  bool continues(const Segment& s) const {
+    return group == s.group && step == s.step && adopts == s.adopts && param->run == s.param->run;
+  }
+  // Appends elements that follow at once, if their numbers go on as those that are here.
+  bool append(shard::Range next, uint64_t number) {
+    const int64_t size = range.size();
+    if (next.begin != range.end) return false;
+    if (run == 0 && number != first + static_cast<uint64_t>(size)) {  // a second run
+      if (next.size() > size || number < first) return false;
+      run = size;
+      stride = static_cast<int64_t>(number - first);
+    } else if (run > 0) {
+      const bool fits = size % run == 0 && next.size() <= run;
+      if (!fits || number != first + static_cast<uint64_t>(size / run * stride)) return false;
+    }
+    range.end = next.end;
+    return true;
+  }
+  // Elements [begin, end) of the owned range, which are some of one run or begin with one.
+  Segment part(int64_t begin, int64_t end) const {
+    const int64_t skipped = begin - range.begin, of_run = run == 0 ? range.size() : run;
+    Segment s = *this;
+    s.range = {begin, end};
+    s.first += static_cast<uint64_t>(skipped / of_run * stride + skipped % of_run);
+    if (end - begin <= of_run) s.run = s.stride = 0;
+    return s;
+  }
 };
 
-// `numbered`: the elements of a segment are those of the whole model from `first` on, one after the other.
+// Gaps between parameters hold zeros, and are updated with them where nothing is `numbered`. Else a parameter that is cut out
+// of a whole one is a segment too where its numbers are regular: a slice along one dimension.
 std::vector<TilePipeline::Segment> TilePipeline::segments_of(const Unit& unit, const std::vector<bool>& present,
                                                              bool numbered) {
   std::vector<Segment> segments;
   bool open = false;
+  const auto add = [&](const Segment& s) {
+    Segment* last = open ? &segments.back() : nullptr;
+    if (last != nullptr && last->continues(s) && !numbered) {
+      last->range.end = s.range.end;
+    } else if (last == nullptr || !last->continues(s) || !last->append(s.range, s.first)) {
+      segments.push_back(s);
+    }
+    open = true;
+  };
   for (const Param& p : unit.params) {
     const shard::Range mine = unit.owned_slice(p);
     if (mine.empty()) continue;
@@ -46,21 +87,18 @@ std::vector<TilePipeline::Segment> TilePipeline::segments_of(const Unit& unit, c
       open = false;
       continue;
     }
-    const bool adopts = unit.adopts(p);
-    if (numbered) {
-      const int64_t skipped = unit.owned.begin + mine.begin - p.range.begin;
-      shard::for_stretches(p.cut, {skipped, skipped + mine.size()}, [&](shard::Range r, int64_t number) {
-        const int64_t begin = mine.begin + r.begin - skipped;
-        segments.push_back(
-            {{begin, begin + r.size()}, p.group, p.step + 1, p.first + static_cast<uint64_t>(number), adopts});
-      });
-    } else if (open && segments.back().group == p.group && segments.back().step == p.step + 1 &&
-               segments.back().adopts == adopts) {
-      segments.back().range.end = mine.end;
-    } else {
-      segments.push_back({mine, p.group, p.step + 1, 0, adopts});
-      open = true;
+    const Segment whole{mine, p.group, p.step + 1, unit.adopts(p), &p};
+    if (!numbered) {
+      add(whole);
+      continue;
     }
+    const int64_t skipped = unit.owned.begin + mine.begin - p.range.begin;
+    shard::for_stretches(p.cut, {skipped, skipped + mine.size()}, [&](shard::Range r, int64_t number) {
+      Segment s = whole;
+      s.range = {mine.begin + r.begin - skipped, mine.begin + r.end - skipped};
+      s.first = p.first + static_cast<uint64_t>(number);
+      add(s);
+    });
   }
   return segments;
 }
@@ -69,12 +107,11 @@ std::vector<TilePipeline::Segment> TilePipeline::segments_of(const Unit& unit, c
 std::vector<TilePipeline::Segment> TilePipeline::in_tiles(const std::vector<Segment>& segments) {
   std::vector<Segment> pieces;
   for (const Segment& s : segments) {
-    for (int64_t begin = s.range.begin; begin < s.range.end;) {
-      Segment piece = s;
-      piece.range = {begin, std::min((begin / kTile + 1) * kTile, s.range.end)};
-      piece.first += static_cast<uint64_t>(begin - s.range.begin);
-      pieces.push_back(piece);
-      begin = piece.range.end;
+    for (int64_t begin = s.range.begin; begin < s.range.end; begin = pieces.back().range.end) {
+      int64_t end = std::min((begin / kTile + 1) * kTile, s.range.end);
+      const int64_t within = s.run == 0 ? 0 : (begin - s.range.begin) % s.run;
+      if (within > 0) end = std::min(end, begin + s.run - within);  // the rest of a run
+      pieces.push_back(s.part(begin, end));
     }
   }
   return pieces;
@@ -95,10 +132,10 @@ class TilePipeline::Tile {
         segments_(std::move(segments)),
         last_(last),
         pin_(pin),
-        device_(grads.options().device()),
+        device_(unit.flat->options().device()),
         weights_here_(unit.weights().is_here()),
         weights_(fetch_weights()),
-        grads_(grads.fetch(range)) {
+        grads_(grads.defined() ? std::optional(grads.fetch(range)) : std::nullopt) {
     for (const shard::Buffer* buffer : buffers())
       views_.push_back(buffer->defined() ? std::optional(buffer->fetch(range)) : std::nullopt);
     if (device_.is_cpu()) return;
@@ -106,7 +143,7 @@ class TilePipeline::Tile {
       travels_ = !weights_here_;
       return;
     }
-    if (grads.is_here()) grads_ = bring_to_host(grads_.wait(), pin);
+    if (grads.is_here()) grads_ = bring_to_host(grads_->wait(), pin);
     if (!weights_here_) return;
     device_weights_ = weights_.wait();
     weights_ = bring_to_host(device_weights_, pin);
@@ -131,8 +168,10 @@ class TilePipeline::Tile {
   }
 
   void update(optim::Rule rule, const std::vector<optim::GroupOptions>& groups, const Options& options, double scale) {
+    std::vector<optim::Update> updates;
     for (const Segment& segment : segments_)
-      update(segment, rule, groups[segment.group], options, scale);
+      updates.push_back({&groups[segment.group], segment.step, slice(segment, options)});
+    optim::update(rule, updates, scale);
     if (!weights_here_ && !travels_) unit_->weights_to_write().store(range_, weights_.wait());
     if (device_weights_.defined()) device_weights_.copy_(weights_.wait(), /*non_blocking=*/true);
     for (size_t i = 0; i < views_.size(); ++i)
@@ -171,8 +210,12 @@ class TilePipeline::Tile {
   at::Tensor arrived(size_t buffer, shard::Range range) {
     return views_[buffer] ? arrived(*views_[buffer], range) : at::Tensor();
   }
-  void update(const Segment& segment, optim::Rule rule, const optim::GroupOptions& group, const Options& options,
-              double scale) {
+  at::Tensor gradient(const Segment& segment) {
+    if (grads_) return arrived(*grads_, segment.range);
+    const auto [buffer, there] = unit_->gradient(*segment.param, segment.range);
+    return buffer.view(there);
+  }
+  optim::UpdateSlice slice(const Segment& segment, const Options& options) {
     const at::Tensor weights = arrived(weights_, segment.range);
     const bool fp32_weights = weights.scalar_type() == at::kFloat;  // then they are the master
     optim::UpdateSlice slice;
@@ -180,11 +223,13 @@ class TilePipeline::Tile {
     if (!fp32_weights) slice.weight = weights;
     slice.adopts = segment.adopts;
     slice.residual = arrived(1, segment.range);
-    slice.grad = arrived(grads_, segment.range);
+    slice.grad = gradient(segment);
     slice.state = {arrived(2, segment.range), arrived(3, segment.range)};
     slice.rounding = options.precision.rounding;
     slice.random = {options.seed, static_cast<uint64_t>(segment.step), segment.first};
-    optim::update(rule, group, segment.step, slice, scale);
+    slice.run = segment.run;
+    slice.stride = segment.stride;
+    return slice;
   }
 
   Unit* unit_;
@@ -196,9 +241,10 @@ class TilePipeline::Tile {
   bool weights_here_;
   bool travels_ = false;  // weights that live elsewhere, to the device
   std::vector<std::optional<shard::PendingView>> views_;
-  shard::PendingView weights_, grads_;
-  at::Tensor device_weights_;    // where the host updates a copy
-  at::Tensor elsewhere_, here_;  // where the device does: from where, and there
+  shard::PendingView weights_;
+  std::optional<shard::PendingView> grads_;  // none where they lie in pieces
+  at::Tensor device_weights_;                // where the host updates a copy
+  at::Tensor elsewhere_, here_;              // where the device does: from where, and there
   std::shared_ptr<c10::Event> came_;
 };
 

@@ -24,7 +24,7 @@ class TilePipeline {
   TilePipeline(Units& units, Ways& ways, double scale, RankGuard& disks, std::function<void(Unit&)> done);
   ~TilePipeline();
 
-  // Gradients of the owned range are `grads`, multiplied by `scale`. `present`: by parameter of the model; the others are left
+  // Gradients of the owned range are `grads`, not defined() where they lie in pieces, multiplied by `scale`. `present`: by parameter of the model; the others are left
   // alone.
   void add(Unit& unit, const shard::Buffer& grads, const std::vector<bool>& present);
   // The last tile's update, and its way back.

@@ -9,10 +9,14 @@
 #include "tessera/base/error.h"
 #include "tessera/shard/dtype.h"
 #include "tessera/shard/storage.h"
+#include "tessera/zero/memory_for.h"
 
 namespace tessera::zero {
 
 namespace {
+
+// Elements from which on a copy of a gradient costs more than a norm and an update of its own.
+constexpr int64_t kAlone = 1 << 15;
 
 bool may_move(GradState from, GradState to) {
   using enum GradState;
@@ -61,13 +65,12 @@ Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options&
   const bool sharded = placements.states == Placement::Shard;
   owned = sharded ? layout.shard(rank) : shard::Range{0, layout.size()};
   grads_visible_ = placements.grads == Placement::Replicate;
-  const bool whole_grads = size == 1 || grads_visible_ || placements.reduce_at == shard::ReduceAt::Boundary;
+  in_grads_ = size == 1 || grads_visible_ || placements.reduce_at == shard::ReduceAt::Boundary;
 
   const auto on_device = params.front().tensor.options().requires_grad(false);
   const auto& policy = options.precision;
   using shard::Quantity;
-  if (!options.update_in_backward)
-    grads = shard::Buffer(whole_grads ? layout.size() : owned.size(), on_device.dtype(policy.grad));
+  if (!options.update_in_backward) grads = shard::Buffer::without_memory(owned.size(), on_device.dtype(policy.grad));
   if (policy.master == amp::Master::Fp32) master = make(Quantity::Master, on_device.dtype(at::kFloat));
   if (policy.master == amp::Master::Split) residual = make(Quantity::Master, on_device.dtype(at::kShort));
   travel = policy.grad;
@@ -126,6 +129,86 @@ at::Tensor Unit::owned_grads() const {
 void Unit::send_grads_to_host() {
   host_grads = std::make_shared<HostGrads>(owned.size(), grads.options());
   grads = shard::Buffer(owned.size(), grads.options(), host_grads);
+}
+
+void Unit::make_grads(int64_t numel) {
+  if (grads.size() != numel) {
+    drop_grads();
+    grads = shard::Buffer::without_memory(numel, grads.options());
+  }
+  memory_for([&] { grads.make(); }, "the gradients of unit '", name, "'");
+}
+
+void Unit::make_sums() {
+  if (in_pieces()) return;
+  make_grads(owned.size());
+  grads.fill({0, owned.size()}, 0);
+}
+
+void Unit::lie_in_pieces() {
+  bool open = false;
+  for (Param& p : params) {
+    const bool alone = p.range.size() >= kAlone;
+    if (alone || !open) runs.push_back({p.range, alone, shard::Buffer()});
+    runs.back().range.end = std::max(runs.back().range.end, p.range.end);
+    p.run = static_cast<int>(runs.size()) - 1;
+    open = !alone;
+  }
+  for (Run& run : runs)
+    run.grad = shard::Buffer::without_memory(run.range.size(), grad_options());
+}
+
+void Unit::make_run(const Param& param) {
+  Run& run = run_of(param);
+  if (run.grad.has_memory()) return;
+  memory_for([&] { run.grad.make(); }, "the gradients of unit '", name, "'");
+  shard::fill_zero(run.grad.tensor());
+}
+
+void Unit::drop_run(Run& run) {
+  if (!run.grad.has_memory()) return;
+  on_this_stream();
+  if (run.grad.is_here()) order.keep(run.grad.tensor());
+  run.grad = shard::Buffer::without_memory(run.range.size(), grad_options());
+}
+
+std::pair<shard::Buffer, shard::Range> Unit::gradient(const Param& param, shard::Range range) const {
+  if (!in_pieces()) return {gradients(), range};
+  const Run& run = runs[param.run];
+  if (range.empty()) return {run.grad, {}};
+  return {run.grad, {range.begin - run.range.begin, range.end - run.range.begin}};
+}
+
+at::Tensor Unit::contribution(const Param& param) const {
+  if (!in_pieces()) return partial.narrow(0, param.range.begin, param.range.size());
+  return runs[param.run].grad.tensor().narrow(0, param.range.begin - runs[param.run].range.begin, param.range.size());
+}
+
+at::Tensor Unit::visible(const Param& param) const {
+  if (!in_pieces()) return shard::view_as_param(grads.tensor(), param.range, param.form);
+  const int64_t begin = param.range.begin - runs[param.run].range.begin;
+  return shard::view_as_param(runs[param.run].grad.tensor(), {begin, begin + param.range.size()}, param.form);
+}
+
+std::vector<optim::Piece> Unit::pieces(shard::Range range) const {
+  if (!in_pieces()) return {{0, gradients().fetch(range).wait()}};
+  std::vector<optim::Piece> found;
+  for (const Run& run : runs) {
+    const shard::Range part = shard::intersect(run.range, range);
+    if (part.empty() || !run.grad.has_memory()) continue;
+    found.push_back(
+        {part.begin - range.begin, run.grad.view({part.begin - run.range.begin, part.end - run.range.begin})});
+  }
+  return found;
+}
+
+void Unit::drop_grads() {
+  for (Run& run : runs)
+    drop_run(run);
+  if (!grads.has_memory() || !grads.is_here()) return;
+  on_this_stream();
+  order.keep(grads.tensor());
+  grads = shard::Buffer::without_memory(owned.size(), grads.options());
 }
 
 shard::Buffer Unit::weights_to_write() {
@@ -232,6 +315,7 @@ void Unit::drop_states() {
   let_go();
   partial.reset();
   host_grads.reset();
+  runs.clear();
   for (shard::Buffer* buffer : {&grads, &master, &residual, &states[0], &states[1]})
     buffer->reset();
 }
@@ -240,7 +324,9 @@ void Unit::let_go() noexcept {
   order.end(flat->options().device());
   order.keep(partial);
   for (const shard::Buffer* buffer : {&grads, &master, &residual, &states[0], &states[1]})
-    if (buffer->defined() && buffer->is_here()) order.keep(buffer->tensor());
+    if (buffer->has_memory() && buffer->is_here()) order.keep(buffer->tensor());
+  for (const Run& run : runs)
+    if (run.grad.has_memory() && run.grad.is_here()) order.keep(run.grad.tensor());
   if (flat->residence() == shard::Residence::Device) order.keep(weights().tensor());
 }
 

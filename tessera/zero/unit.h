@@ -6,8 +6,10 @@
 #include <array>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "tessera/optim/norm.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/shard/layout.h"
 #include "tessera/shard/placement.h"
@@ -55,6 +57,7 @@ struct Param {
   shard::Range range;      // in the flat space
   shard::Form form{};      // there
   shard::CutPtr cut{};     // which elements of a whole it is
+  int run = -1;            // of Unit::runs, where in_pieces()
   uint64_t first = 0;      // number of the whole's first element among all of the model: the key of random bits
   int64_t step = 0;        // updates applied
   WriteCount writes{};     // by the user, since our last one
@@ -63,6 +66,13 @@ struct Param {
   bool has_grad = false;   // this rank saw a gradient since the last step
   bool filled = false;     // its slot in `partial` holds a contribution
   bool fired = false;      // its hook ran in the running backward
+};
+
+// Parameters that lie one after the other, and whose gradients have memory together; without memory they are zero.
+struct Run {
+  shard::Range range;  // in the flat space
+  bool alone = false;  // one parameter, whose gradient may be a tensor of autograd's
+  shard::Buffer grad;
 };
 
 using shard::kTile;
@@ -96,6 +106,30 @@ class Unit {
   at::Tensor owned_grads() const;
   // From now on they live in host memory, which host_grads->take_memory() makes: Note [Gradients leave].
   void send_grads_to_host();
+  // Contributions of several backwards add up in `grads`: they are whole there until they are reduced, on one rank and in
+  // stage 0 after that too.
+  bool accumulates_in_grads() const { return in_grads_ && grads.defined() && !host_grads; }
+  // Gradients lie in `runs`: one rank, where all of the unit lives on the device. Note [Gradients in pieces] in reducer.h
+  bool in_pieces() const { return !runs.empty(); }
+  void lie_in_pieces();
+  // Memory for the run of `param`, zeros; nothing happens where there is some.
+  void make_run(const Param& param);
+  void drop_run(Run& run);
+  Run& run_of(const Param& param) { return runs[param.run]; }
+  // The buffer that has the gradient of elements `range` of the owned range, all of them of `param`, and where they are there.
+  std::pair<shard::Buffer, shard::Range> gradient(const Param& param, shard::Range range) const;
+  // All elements of `param`: where its contributions add up (while accumulates()), and as p.grad shows them in stage 0.
+  at::Tensor contribution(const Param& param) const;
+  at::Tensor visible(const Param& param) const;
+  // Of elements `range` of the owned range, those that have memory.
+  std::vector<optim::Piece> pieces(shard::Range range) const;
+  // Memory of the device for `numel` of them, the layout's or those of the owned range; contents are undefined where there
+  // was none of that size. Note [Gradients on demand]
+  void make_grads(int64_t numel);
+  // Sums that are zero: in pieces there is nothing to make.
+  void make_sums();
+  // That memory goes, in the order of all streams.
+  void drop_grads();
   // Of gradients, whether or not a buffer is kept for them.
   at::TensorOptions grad_options() const;
   // The weights of parameter `item` that this rank owns: a view where they live on the device, else a copy.
@@ -150,15 +184,16 @@ class Unit {
   shard::Layout layout;
   shard::Range owned;                // range of the flat space whose states this rank keeps
   std::unique_ptr<FlatParams> flat;  // compute parameters, param dtype
-  // Whole (stages 0, 1, or one rank) or the owned range (stage 2, in host memory always); grad dtype. None where the
-  // backward updates.
+  // Sums of the owned range, grad dtype; before they are reduced, all contributions where accumulates_in_grads(). Without
+  // memory in between. None where the backward updates.
   shard::Buffer grads;
+  std::vector<Run> runs;                  // instead of `grads`, where in_pieces()
   std::shared_ptr<HostGrads> host_grads;  // where they live that do not live on the device; else null
   at::Tensor partial;  // local contributions, whole: `grads` itself or a pooled bucket; undefined while Empty
   bool partial_pooled = false;
   at::ScalarType travel;   // dtype of contributions and sums on their way; cast where it is not that of grads
   uint64_t sums = 0;       // added to it since the last step, as far as rounded stochastically
-  double squares = 0;      // sum of squares of the owned gradients that the backward updated with
+  at::Tensor squares;      // sum of squares of the owned gradients that the backward updated with, where they were
   int fired = 0;           // params whose hook ran in the running backward
   int expected = 0;        // params that require gradients
   int in_flight = 0;       // reductions on their way
@@ -178,7 +213,7 @@ class Unit {
   GradState grad_state_ = GradState::Empty;
   Turn turn_ = Turn::Waiting;
   bool has_sum_ = false;
-  bool grads_visible_ = false;
+  bool grads_visible_ = false, in_grads_ = false;
   LaunchAt launch_at_ = LaunchAt::Complete;
 };
 

@@ -375,6 +375,7 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Param
   if (rule_ != optim::Rule::External) unit->allocate_states(names.count, groups_, rule_);
   const bool host_updates = !states_on_device(*unit) && !unit->flat->options().device().is_cpu();
   if (host_updates && unit->grads.defined() && !unit->grads_are_visible()) unit->send_grads_to_host();
+  if (set.ranks.size() == 1 && lives_on_device(*unit)) unit->lie_in_pieces();
 }
 
 void Units::build_frozen(const PlannedUnit& planned, const std::vector<const ParamSpec*>& originals,
@@ -546,7 +547,8 @@ void Units::release(const std::string& message) {
 }
 
 void Units::return_host_memory() const noexcept {
-  if ((has_homes() || was_away_) && !ranks().device.is_cpu()) shard::return_host_memory(ranks().device.type());
+  const bool had_some = has_homes() || was_away_ || ranks().all() > 1;  // what ranks tell each other passes through it
+  if (had_some && !ranks().device.is_cpu()) shard::return_host_memory(ranks().device.type());
 }
 
 }  // namespace tessera::zero

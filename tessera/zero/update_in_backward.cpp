@@ -1,6 +1,6 @@
 #include "tessera/zero/update_in_backward.h"
 
-#include <ATen/ops/full.h>
+#include <ATen/ops/clone.h>
 #include <ATen/ops/tensor.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -11,6 +11,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/optim/norm.h"
+#include "tessera/shard/side_stream.h"
 
 namespace tessera::zero {
 
@@ -33,6 +34,12 @@ UpdateInBackward::UpdateInBackward(Units& units, BackwardDriver& driver, Updater
   if (!on()) return;
   ranks_ = ranks_.siblings();
   driver.send_sums_to(this);
+}
+
+UpdateInBackward::~UpdateInBackward() {
+  forget(bounds_, comparison_);
+  for (Waiting& left : waiting_)
+    forget(left.squares, left.pending);
 }
 
 void UpdateInBackward::compare_by(std::function<Terms()> terms, std::function<void(const Ranks&)> refuse) {
@@ -58,8 +65,10 @@ std::vector<std::string> UpdateInBackward::excluded(const Options& options, opti
 }
 
 void UpdateInBackward::reset() {
-  for (const auto& unit : units_.all())
-    unit->squares = 0;
+  for (const auto& unit : units_.all()) {
+    unit->order.keep(unit->squares);
+    unit->squares.reset();
+  }
   std::fill(present_.begin(), present_.end(), false);
 }
 
@@ -81,7 +90,7 @@ void UpdateInBackward::compare() {
   refuses_ = mine.refuses;
   if (ranks_.all() == 1) return;
   const comm::Label label = "what a backward updates by";
-  bounds_ = at::tensor({mine.said, -mine.said}, at::kDouble).to(ranks_.device);
+  bounds_ = shard::sent_to(ranks_.device, at::tensor({mine.said, -mine.said}, at::kDouble));
   ranks_.model->all_reduce(bounds_, comm::ReduceOp::Max, label).wait();  // slices of a model run side by side
   comparison_ = ranks_.shard->all_reduce(bounds_, comm::ReduceOp::Max, label);
 }
@@ -103,20 +112,20 @@ void UpdateInBackward::drop() {
   reset();
 }
 
+// `memory`, which `pending` writes to, is let go of.
+void UpdateInBackward::forget(at::Tensor& memory, comm::Pending& pending) const noexcept {
+  shard::StreamOrder here;
+  here.end(ranks_.device);
+  pending = {};
+  here.keep(memory);
+  memory.reset();
+}
+
 // Of a backward that threw.
 void UpdateInBackward::forget_waiting() {
-  if (bounds_.defined()) {
-    try {
-      comparison_.wait();
-    } catch (const std::exception&) {  // nobody needs it any more
-    }
-    bounds_.reset();
-  }
+  forget(bounds_, comparison_);
   for (Waiting& left : std::exchange(waiting_, {})) {
-    try {
-      left.pending.wait();
-    } catch (const std::exception&) {  // nobody needs it any more
-    }
+    forget(left.squares, left.pending);
     left.sum.unit->on_this_stream();
     left.sum.release();
   }
@@ -127,17 +136,20 @@ void UpdateInBackward::take(ArrivedSum sum) {
   releasing_if_it_throws(sum, [&] { unused = refuses(); });
   if (unused) return sum.release();
   const bool clips = units_.options().unit_clipping > 0;
-  double squares = 0;
   at::Tensor total;
   comm::Pending pending;
   releasing_if_it_throws(sum, [&] {
-    squares = optim::sum_of_squares(sum.values);
+    const Unit& unit = *sum.unit;
+    const at::Tensor squares =
+        sum.values.defined()
+            ? optim::squares_there(sum.values)
+            : optim::squares_there(unit.owned.size(), unit.pieces({0, unit.owned.size()}), unit.grad_options());
+    sum.unit->squares = squares;
     if (!clips) return;
-    total = at::full({1}, squares, at::kDouble).to(sum.values.device());
+    total = squares.reshape({1}).clone();
     pending = ranks_.shard->all_reduce(total, comm::ReduceOp::Sum, "norm of unit '" + sum.unit->name + "'");
   });
-  sum.unit->squares = squares;
-  if (!clips) return update(sum, squares);
+  if (!clips) return update(sum, 1);
   waiting_.push_back({std::move(sum), total, std::move(pending)});
   if (waiting_.size() > kNormsInFlight) update_oldest();
 }
@@ -145,27 +157,26 @@ void UpdateInBackward::take(ArrivedSum sum) {
 void UpdateInBackward::update_oldest() {
   Waiting oldest = std::move(waiting_.front());
   waiting_.pop_front();
-  double squares = 0;
+  double scale = 1;
   releasing_if_it_throws(oldest.sum, [&] {
     oldest.pending.wait();
-    squares = oldest.squares.item<double>();
+    scale = optim::clip_coefficient(std::sqrt(oldest.squares.item<double>()), units_.options().unit_clipping);
   });
-  update(oldest.sum, squares);
+  update(oldest.sum, scale);
 }
 
-void UpdateInBackward::update(const ArrivedSum& sum, double squares) {
-  releasing_if_it_throws(sum, [&] { update_from(sum, squares); });
+void UpdateInBackward::update(const ArrivedSum& sum, double scale) {
+  releasing_if_it_throws(sum, [&] { update_from(sum, scale); });
   sum.release();
 }
 
-void UpdateInBackward::update_from(const ArrivedSum& sum, double squares) {
+void UpdateInBackward::update_from(const ArrivedSum& sum, double scale) {
   Unit& unit = *sum.unit;
   unit.on_this_stream();
   units_.set_broken("a backward ended with an error after it had updated a part of the model");  // until it is over
   units_.unsharder().settle_before_update(units_[unit.params.front().id].number);
   for (size_t i = 0; i < unit.params.size(); ++i)
     present_[unit.params[i].id] = sum.present[i];
-  const double scale = optim::clip_coefficient(std::sqrt(squares), units_.options().unit_clipping);
   updater_.update_unit(unit, sum.values, present_, scale, disks_);
 }
 

@@ -9,6 +9,9 @@
 //   What ranks must have alike is compared before the first unit is updated: a number that travels with the first gradient,
 //   and is waited for with the first sum, by when all ranks have sent it. Where it differs, or a rank cannot step, the sums
 //   still come, so that all ranks make the same calls, and go unused; the backward ends with an error, on all of them.
+//   Where nothing is clipped the host waits for nothing else: the squares of a unit stay on its device until somebody asks
+//   for the norm; with several ranks that is step(). A rank that has gradients for all of a unit need not know of the
+//   others' to update it.
 //   Bits are those of the usual step. What must be known before the first unit is updated excludes it: see excluded().
 #pragma once
 
@@ -31,6 +34,9 @@ class UpdateInBackward final : private SumSink {
 
   // Takes the driver's sums where the options say so, and else does nothing.
   UpdateInBackward(Units& units, BackwardDriver& driver, Updater& updater);
+  ~UpdateInBackward();
+  UpdateInBackward(const UpdateInBackward&) = delete;
+  UpdateInBackward& operator=(const UpdateInBackward&) = delete;
 
   // What of these options and ranks needs all gradients first, or memory of its own; empty: nothing.
   static std::vector<std::string> excluded(const Options& options, optim::Rule rule, const comm::Mesh& mesh);
@@ -63,9 +69,10 @@ class UpdateInBackward final : private SumSink {
   void drop() override;
   void launch_end() override;
   void finish_end() override;
-  void update(const ArrivedSum& sum, double squares);
-  void update_from(const ArrivedSum& sum, double squares);
+  void update(const ArrivedSum& sum, double scale);
+  void update_from(const ArrivedSum& sum, double scale);
   void update_oldest();
+  void forget(at::Tensor& memory, comm::Pending& pending) const noexcept;
   void forget_waiting();
 
   Units& units_;

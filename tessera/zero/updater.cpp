@@ -1,7 +1,9 @@
 #include "tessera/zero/updater.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
@@ -10,6 +12,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <iterator>
 #include <optional>
 
 #include "tessera/base/error.h"
@@ -23,12 +26,16 @@ namespace {
 
 constexpr const char* kHalfDone = "a step ended with an error after it had updated a part of the model";
 
-// The gradients of `slice` (in the coordinates of the flat space, and owned here), without those of some parameters.
-void add_pieces(std::vector<at::Tensor>& pieces, const Unit& unit, shard::Range slice,
-                const std::vector<ParamId>& without) {
+// Squares of the gradients of `slice` (in the coordinates of the flat space, and owned here), without those of some
+// parameters.
+void add_squares(std::vector<at::Tensor>& squares, const Unit& unit, shard::Range slice,
+                 const std::vector<ParamId>& without) {
   const auto add = [&](int64_t begin, int64_t end) {
-    if (begin < end)
-      pieces.push_back(unit.gradients().fetch({begin - unit.owned.begin, end - unit.owned.begin}).wait());
+    if (begin >= end) return;
+    const shard::Range range{begin - unit.owned.begin, end - unit.owned.begin};
+    const auto pieces = unit.pieces(range);
+    const at::TensorOptions options = pieces.empty() ? unit.grad_options() : pieces[0].values.options();
+    squares.push_back(optim::squares_there(range.size(), pieces, options));
   };
   for (const Param& p : unit.params) {  // in the order of their places
     if (std::ranges::find(without, p.id) == without.end()) continue;
@@ -44,60 +51,98 @@ double given_norm(std::optional<double> norm) {
   return std::isfinite(*norm) ? *norm : -2;
 }
 
+// What ranks tell each other before a step: these, then which parameters have gradients, the number said, and squares.
+enum Said : size_t { kGivenNorm, kLate, kScaled, kMissingElsewhere, kPresence };
+constexpr size_t kFlags = 52;  // in a number, exactly
+
+double sum_of(const std::vector<double>& numbers, size_t first = 0) {
+  double sum = 0;
+  for (size_t i = first; i < numbers.size(); ++i)
+    sum += numbers[i];
+  return sum;
+}
+
+// One after the other, without a wait where all are on a device.
+at::Tensor sum_there(const std::vector<at::Tensor>& numbers, c10::Device device) {
+  const bool read = std::ranges::any_of(numbers, &at::Tensor::is_cpu);
+  if (read) return at::scalar_tensor(sum_of(optim::read_numbers(numbers)), at::kDouble);
+  at::Tensor sum = at::zeros({}, at::TensorOptions(at::kDouble).device(device));
+  for (const at::Tensor& number : numbers)
+    sum = sum + number;
+  return sum;
+}
+
+at::Tensor stacked(const std::vector<at::Tensor>& numbers) {
+  const bool read = numbers.empty() || std::ranges::any_of(numbers, &at::Tensor::is_cpu);
+  return read ? at::tensor(optim::read_numbers(numbers), at::kDouble) : at::stack(numbers);
+}
+
 }  // namespace
 
 Updater::Updater(Units& units, BackwardDriver& driver) : units_(units), driver_(driver) {}
 
-// Squares of the gradients of units that all ranks share: one sum per slice and rank, added in rank order, so that the bits
-// are the same whether a rank holds one slice or all. `rows`: a row for each rank of the shard group, the first column.
-void Updater::add_squares(at::TensorAccessor<double, 2> rows, const std::vector<ParamId>& without) const {
+// Squares of the gradients of units that all ranks share, of this rank's slice. Sums of slices are added in rank order, so
+// that the bits are the same whether a rank holds one slice or all.
+std::vector<at::Tensor> Updater::squares_of_shared(const std::vector<ParamId>& without) const {
   const Ranks& ranks = units_.ranks();
-  if (units_.options().update_in_backward) {
-    for (const auto& unit : units_.all())
-      if (&unit->ranks == &ranks) rows[ranks.shard->rank()][0] += unit->squares;
-    return;
-  }
-  std::vector<at::Tensor> slices;
-  std::vector<int> rank_of;
+  std::vector<at::Tensor> squares;
   for (const auto& unit : units_.all()) {
     if (&unit->ranks != &ranks) continue;
-    for (int r = 0; r < ranks.shard->size(); ++r) {
-      if (units_.placements().states == shard::Placement::Shard && r != ranks.shard->rank()) continue;
-      add_pieces(slices, *unit, unit->layout.shard(r), without);
-      rank_of.resize(slices.size(), r);
+    if (units_.options().update_in_backward) {
+      squares.push_back(unit->squares.defined() ? unit->squares : at::zeros({}, at::kDouble));
+    } else {
+      add_squares(squares, *unit, unit->layout.shard(ranks.shard->rank()), without);
     }
   }
-  const std::vector<double> squares = optim::sums_of_squares(slices);
-  for (size_t i = 0; i < squares.size(); ++i)
-    rows[rank_of[i]][0] += squares[i];
+  return squares;
 }
 
 // Those of the others: of equal ones, one rank counts.
-double Updater::varying_squares(const std::vector<ParamId>& without) const {
-  std::vector<at::Tensor> slices;
-  double sum = 0;
+std::vector<at::Tensor> Updater::squares_of_varying(const std::vector<ParamId>& without) const {
+  std::vector<at::Tensor> squares;
   for (const auto& unit : units_.all()) {
     const Ranks& ranks = unit->ranks;
     if (&ranks == &units_.ranks() || ranks.replicate->rank() > 0) continue;
     if (!ranks.varies_along_model && ranks.model->rank() > 0) continue;
     if (!units_.states_are_cut(ranks) && ranks.shard->rank() > 0) continue;
     if (units_.options().update_in_backward) {
-      sum += unit->squares;
+      if (unit->squares.defined()) squares.push_back(unit->squares);
     } else {
-      add_pieces(slices, *unit, unit->owned, without);
+      add_squares(squares, *unit, unit->owned, without);
     }
   }
-  for (const double squares : optim::sums_of_squares(slices))
-    sum += squares;
-  return sum;
+  return squares;
 }
 
-// Over all ranks.
-double Updater::sum_of_varying_squares() const {
-  if (units_.rank_sets().size() == 1) return 0;
-  const at::Tensor sum = at::full({1}, varying_squares(), at::kDouble);
-  units_.ranks().agree(sum, comm::ReduceOp::Sum, "gradient norm");
-  return sum.item<double>();
+// Of squares of units, which stand from `first` on: slices of replicas, and of the model's other slices, are the same, and
+// count once; where one is not finite the sum is not.
+double Updater::total(const std::vector<std::vector<double>>& rows, size_t first) const {
+  const Ranks& ranks = units_.ranks();
+  const size_t along_model = ranks.model->size(), shards = ranks.shard->size();
+  std::vector<double> of_shard(shards, 0);
+  for (size_t place = 0; place < rows.size(); ++place) {
+    double& most = of_shard[place / along_model % shards];
+    const double sum = sum_of(rows[place], first);
+    if (std::isnan(sum) || sum > most) most = sum;
+  }
+  return sum_of(of_shard);
+}
+
+// Their sum, which stands at `place`, over all ranks: along one group after the other.
+double Updater::total_of_varying(const std::vector<std::vector<double>>& rows, size_t place) const {
+  const Ranks& ranks = units_.ranks();
+  std::vector<double> of_model;
+  for (int slice = 0; slice < ranks.model->size(); ++slice) {
+    std::vector<double> of_replica;
+    for (int replica = 0; replica < ranks.replicate->size(); ++replica) {
+      std::vector<double> of_shard;
+      for (int r = 0; r < ranks.shard->size(); ++r)
+        of_shard.push_back(rows[(replica * ranks.shard->size() + r) * ranks.model->size() + slice][place]);
+      of_replica.push_back(sum_of(of_shard));
+    }
+    of_model.push_back(sum_of(of_replica));
+  }
+  return sum_of(of_model);
 }
 
 void Updater::reduce_late() {
@@ -113,74 +158,113 @@ std::optional<double> Updater::norm_contribution(const std::vector<ParamId>& wit
   ranks.agree(late, comm::ReduceOp::Max, "late gradients");
   if (late[1].item<double>() != said || late[2].item<double>() != -said) return {};
   if (late[0].item<double>() > 0) reduce_late();
-  const double own = varying_squares(without);
-  if (ranks.replicate->rank() > 0 || ranks.model->rank() > 0) return own;
-  const at::Tensor rows = at::zeros({ranks.shard->size(), 1}, at::kDouble);
-  auto squares = rows.accessor<double, 2>();
-  add_squares(squares, without);
-  return squares[ranks.shard->rank()][0] + own;
+  std::vector<at::Tensor> squares = squares_of_varying(without);
+  const size_t varying = squares.size();
+  if (ranks.replicate->rank() == 0 && ranks.model->rank() == 0)
+    std::ranges::copy(squares_of_shared(without), std::back_inserter(squares));
+  const std::vector<double> read = optim::read_numbers(squares);
+  const double own = sum_of({read.begin(), read.begin() + static_cast<std::ptrdiff_t>(varying)});
+  return sum_of(read, varying) + own;
 }
 
 GradientSummary Updater::summarize(std::optional<double> norm, double said, const at::Tensor& shown, bool counts) {
-  const int ranks = units_.ranks().shard->size(), me = units_.ranks().shard->rank();
-  at::Tensor sums = at::zeros({ranks, 8}, at::kDouble);
-  // rank: squares, parameters without a gradient, late gradients, scaled, largest and least given norm, and number said, whose
-  // place the one that is shown takes
-  auto table = sums.accessor<double, 2>();
-  if (!norm && counts) add_squares(table);
-  table[me][4] = given_norm(norm);
-  table[me][5] = -given_norm(norm);
-  table[me][6] = said;
-  table[me][7] = -said;
-  if (!units_.options().update_in_backward) {  // it has used them up
+  const Ranks& ranks = units_.ranks();
+  const bool early = units_.options().update_in_backward;
+  std::vector<double> mine(kPresence);
+  mine[kGivenNorm] = given_norm(norm);
+  mine[kLate] = driver_.reducer().has_late() ? 1 : 0;
+  mine[kScaled] = driver_.scaled() ? 1 : 0;
+  if (!early) {  // it has used them up
     for (const ParamId id : units_.trained_ids())
-      table[me][1] += units_[id].param->has_grad ? 0 : 1;
+      if (&units_[id].unit->ranks != &ranks && !units_[id].param->has_grad) mine[kMissingElsewhere] = 1;
   }
-  table[me][2] = driver_.reducer().has_late() ? 1 : 0;
-  table[me][3] = driver_.scaled() ? 1 : 0;
-  // Reduced gradients, and with them the squares, are the same in all replicas; the counts are of local gradients.
-  units_.ranks().collect(sums, "gradient norm", shown.defined() ? at::stack({shown, -shown}) : shown);
+  const std::vector<double> flags = said_of_presence();
+  mine.insert(mine.end(), flags.begin(), flags.end());
+  std::vector<at::Tensor> squares;
+  const bool varies = units_.rank_sets().size() > 1;
+  if (norm || !counts) {  // as many numbers as of a rank that has some
+    const auto shared = [&](const auto& unit) { return &unit->ranks == &ranks && unit->layout.size() > 0; };
+    squares.assign(std::ranges::count_if(units_.all(), shared) + (varies ? 1 : 0), at::zeros({}, at::kDouble));
+  } else {
+    if (varies) squares.push_back(sum_there(squares_of_varying(), ranks.device));
+    std::ranges::copy(squares_of_shared(), std::back_inserter(squares));
+  }
 
   GradientSummary summary;
-  double total = 0, missing = 0, late = 0;
-  for (int r = 0; r < ranks; ++r) {
-    TESSERA_CHECK_VALUE(table[r][4] == given_norm(norm) && table[r][5] == -given_norm(norm), "engine.step",
+  if (early && ranks.all() == 1) summary.unread = stacked(std::exchange(squares, {}));
+  // Reduced gradients, and with them the squares, are the same in all replicas; the flags are of local gradients.
+  const bool shows = ranks.all() > 1;
+  if (shows) {
+    const c10::Device there = squares.empty() ? c10::Device(c10::kCPU) : squares.front().device();
+    const auto options = at::TensorOptions(at::kDouble).device(there);
+    squares.insert(squares.begin(), shown.defined() ? shown : at::full({}, said, options));
+  }
+  const auto rows = ranks.gather(mine, squares, "gradient norm");
+  const size_t first = mine.size() + (shows ? 1 : 0);
+  bool late = false, missing_elsewhere = false;
+  for (const std::vector<double>& row : rows) {
+    TESSERA_CHECK_VALUE(row[kGivenNorm] == given_norm(norm), "engine.step",
                         "ranks of this engine give different norms: one has ", norm.value_or(-1),
                         " (-1: none), others another; global_norm is the same on all of them");
-    total += table[r][0];
-    missing += table[r][1];
-    late += table[r][2];
-    summary.scaled = summary.scaled || table[r][3] > 0;
-    summary.alike = summary.alike && table[r][6] == table[0][6] && table[r][7] == -table[r][6];
+    late = late || row[kLate] > 0;
+    missing_elsewhere = missing_elsewhere || row[kMissingElsewhere] > 0;
+    summary.scaled = summary.scaled || row[kScaled] > 0;
+    summary.alike = summary.alike && (!shows || row[mine.size()] == rows[0][mine.size()]);
   }
   if (!summary.alike) return summary;
-  if (late > 0) {  // on all ranks alike
+  if (late) {  // on all ranks alike
     reduce_late();
-    return summarize(norm, said, shown);
+    return summarize(norm, said, shown, counts);
   }
-  summary.norm = norm ? *norm : std::sqrt(total + sum_of_varying_squares());
+  const double varying = varies && !norm ? total_of_varying(rows, first) : 0;
+  summary.norm = norm ? *norm : std::sqrt(total(rows, first + (varies ? 1 : 0)) + varying);
   summary.finite = std::isfinite(summary.norm);
-  summary.present = agree_presence(missing > 0);
+  summary.present = presence(rows);
+  if (!missing_elsewhere) return summary;
+  for (const Ranks* others : units_.rank_sets())
+    if (others != &ranks) agree_presence(*others, summary.present);
   return summary;
 }
 
-std::vector<bool> Updater::agree_presence(bool any_missing) {
+// Of parameters that all ranks share, by number: this rank has a gradient.
+std::vector<double> Updater::said_of_presence() const {
+  std::vector<double> numbers;
+  size_t count = 0;
+  for (const ParamId id : units_.trained_ids()) {
+    if (&units_[id].unit->ranks != &units_.ranks()) continue;
+    if (count++ % kFlags == 0) numbers.push_back(0);
+    const bool has = units_.options().update_in_backward || units_[id].param->has_grad;
+    if (has) numbers.back() += std::ldexp(1.0, static_cast<int>((count - 1) % kFlags));
+  }
+  return numbers;
+}
+
+// Some rank has one; of the others' parameters all are taken to have.
+std::vector<bool> Updater::presence(const std::vector<std::vector<double>>& rows) const {
   std::vector<bool> present(units_.count(), true);
-  if (!any_missing) return present;
-  for (const Ranks* ranks : units_.rank_sets()) {
-    std::vector<ParamId> ids;
-    for (const ParamId id : units_.trained_ids())
-      if (&units_[id].unit->ranks == ranks) ids.push_back(id);
-    if (ids.empty()) continue;
-    at::Tensor seen = at::zeros({static_cast<int64_t>(ids.size())}, at::kInt);
-    int* flags = seen.data_ptr<int>();
-    for (size_t i = 0; i < ids.size(); ++i)
-      flags[i] = units_[ids[i]].param->has_grad ? 1 : 0;
-    ranks->agree(seen, comm::ReduceOp::Max, "parameters with gradients");
-    for (size_t i = 0; i < ids.size(); ++i)
-      present[ids[i]] = flags[i] != 0;
+  size_t count = 0;
+  for (const ParamId id : units_.trained_ids()) {
+    if (&units_[id].unit->ranks != &units_.ranks()) continue;
+    const size_t number = kPresence + count / kFlags, bit = count % kFlags;
+    present[id] = std::ranges::any_of(
+        rows, [&](const std::vector<double>& row) { return (static_cast<uint64_t>(row[number]) >> bit & 1) != 0; });
+    ++count;
   }
   return present;
+}
+
+void Updater::agree_presence(const Ranks& ranks, std::vector<bool>& present) const {
+  std::vector<ParamId> ids;
+  for (const ParamId id : units_.trained_ids())
+    if (&units_[id].unit->ranks == &ranks) ids.push_back(id);
+  if (ids.empty()) return;
+  const at::Tensor seen = at::zeros({static_cast<int64_t>(ids.size())}, at::kInt);
+  int* flags = seen.data_ptr<int>();
+  for (size_t i = 0; i < ids.size(); ++i)
+    flags[i] = units_[ids[i]].param->has_grad ? 1 : 0;
+  ranks.agree(seen, comm::ReduceOp::Max, "parameters with gradients");
+  for (size_t i = 0; i < ids.size(); ++i)
+    present[ids[i]] = flags[i] != 0;
 }
 
 void Updater::gather_unit(Unit& unit) {
@@ -200,9 +284,12 @@ void Updater::finish_gathers() {
 
 void Updater::update_units(const GradientSummary& summary, double scale, RankGuard& disks) {
   units_.set_broken(kHalfDone);  // until it is over
-  TilePipeline pipeline(units_, ways_, scale, disks, [this](Unit& unit) { gather_unit(unit); });
+  TilePipeline pipeline(units_, ways_, scale, disks, [this](Unit& unit) {
+    gather_unit(unit);
+    driver_.used_up(unit);
+  });
   for (const auto& unit : units_.all())
-    pipeline.add(*unit, unit->gradients(), summary.present);
+    pipeline.add(*unit, unit->in_pieces() ? shard::Buffer() : unit->gradients(), summary.present);
   pipeline.finish();
 }
 
@@ -210,7 +297,7 @@ void Updater::update_unit(Unit& unit, const at::Tensor& grads, const std::vector
                           RankGuard& disks) {
   const c10::AutoGradMode no_grad(false);
   TilePipeline pipeline(units_, ways_, scale, disks, [](Unit&) {});
-  pipeline.add(unit, shard::Buffer(grads), present);
+  pipeline.add(unit, grads.defined() ? shard::Buffer(grads) : shard::Buffer(), present);
   pipeline.finish();
   count_updates(unit, present);
 }
@@ -244,6 +331,7 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
   driver_.hooks().hear_news();
   units_.unsharder().settle_before_update();
   prepare_update();
+  complete_pieces(summary.present);
   RankGuard disks = guard();
   if (units_.rule() == optim::Rule::External) {
     update_external(summary, scale, external, disks);
@@ -257,6 +345,14 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
   for (const auto& unit : units_.all())
     count_updates(*unit, summary.present);
   units_.set_broken("");
+}
+
+// Other slices of the model have a gradient where this rank has none.
+void Updater::complete_pieces(const std::vector<bool>& present) {
+  if (units_.options().update_in_backward) return;
+  for (const auto& unit : units_.all())
+    for (const Param& p : unit->params)
+      if (unit->in_pieces() && present[p.id]) unit->make_run(p);
 }
 
 void Updater::prepare_update() {
@@ -294,7 +390,8 @@ bool Updater::client_reads_gradients() const {
 void Updater::scale_gradients(double scale) {
   if (scale == 1.0) return;
   for (const auto& unit : units_.all())
-    shard::scaled_copy(unit->owned_grads(), unit->owned_grads(), scale);
+    for (const optim::Piece& piece : unit->pieces({0, unit->owned.size()}))
+      shard::scaled_copy(piece.values, piece.values, scale);
 }
 
 void Updater::update_external(const GradientSummary& summary, double scale, const std::function<void()>& external,
@@ -302,11 +399,10 @@ void Updater::update_external(const GradientSummary& summary, double scale, cons
   TESSERA_CHECK_VALUE(external, "engine.step",
                       "this engine was built for a client's optimizer; step() needs its update");
   for (const auto& unit : units_.all()) {
-    at::Tensor grads = unit->owned_grads();
-    if (!client_reads_gradients()) {
-      grads = at::empty({unit->owned.size()}, grads.options().dtype(client_dtype()));
-      shard::scaled_copy(grads, unit->owned_grads(), scale);
-    }
+    if (client_reads_gradients()) continue;
+    const at::Tensor grads = at::zeros({unit->owned.size()}, unit->grad_options().dtype(client_dtype()));
+    for (const optim::Piece& piece : unit->pieces({0, unit->owned.size()}))
+      shard::scaled_copy(grads.narrow(0, piece.begin, piece.values.numel()), piece.values, scale);
     unit->client_grads = grads;
   }
   for (const ParamId id : units_.trained_ids())

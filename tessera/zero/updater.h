@@ -13,6 +13,8 @@ namespace tessera::zero {
 
 struct GradientSummary {
   double norm = 0;  // global L2 norm; not finite if a gradient is not
+  // Numbers whose sum is its square, where the backward has updated one rank's model: nothing waits for them. Else undefined.
+  at::Tensor unread;
   bool finite = true;
   bool scaled = false;        // some backward on some rank carried a loss scale
   bool alike = true;          // all ranks said the same; else nothing else is known
@@ -37,7 +39,8 @@ class Updater {
   // Gradients are multiplied by `scale` (unscale and clip). Parameters without a gradient on any rank are left alone.
   // `external` (Rule::External) updates the masters. Collective: refreshes the compute parameters.
   void update(const GradientSummary& summary, double scale, const std::function<void()>& external);
-  // The part of update() that is this rank's own, for one unit: its gradients of the owned range are `grads`.
+  // The part of update() that is this rank's own, for one unit: its gradients of the owned range are `grads`, undefined where
+  // they lie in pieces.
   void update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present, double scale,
                    RankGuard& disks);
   // The other part, for all that are updated so: their weights on all ranks. Collective.
@@ -59,14 +62,18 @@ class Updater {
   void refresh_params();
 
  private:
-  void add_squares(at::TensorAccessor<double, 2> rows, const std::vector<ParamId>& without = {}) const;
-  double varying_squares(const std::vector<ParamId>& without = {}) const;
-  double sum_of_varying_squares() const;
+  std::vector<at::Tensor> squares_of_shared(const std::vector<ParamId>& without = {}) const;
+  std::vector<at::Tensor> squares_of_varying(const std::vector<ParamId>& without = {}) const;
+  double total(const std::vector<std::vector<double>>& rows, size_t first) const;
+  double total_of_varying(const std::vector<std::vector<double>>& rows, size_t place) const;
   void reduce_late();
-  std::vector<bool> agree_presence(bool any_missing);
+  std::vector<double> said_of_presence() const;
+  std::vector<bool> presence(const std::vector<std::vector<double>>& rows) const;
+  void agree_presence(const Ranks& ranks, std::vector<bool>& present) const;
   void gather_unit(Unit& unit);
   void finish_gathers();
   void update_units(const GradientSummary& summary, double scale, RankGuard& disks);
+  void complete_pieces(const std::vector<bool>& present);
   static void count_update(Param& param);
   static void count_updates(Unit& unit, const std::vector<bool>& present);
   void agree_on_disks(RankGuard& disks);

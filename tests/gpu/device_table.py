@@ -10,7 +10,7 @@ import torch
 from common import ASKED, CUDA, DEVICE, DRY, WORK
 from host_kernels import compile_for_the_host, up_to_date
 
-VERSION, SUM_BLOCK, SUM_LANES = 2, 4096, 32
+VERSION, SUM_BLOCK = 3, 4096
 F32, BF16, F16 = 0, 1, 2
 DTYPES = {F32: torch.float32, BF16: torch.bfloat16, F16: torch.float16}
 NAMES = {F32: "fp32", BF16: "bf16", F16: "fp16"}
@@ -29,6 +29,7 @@ class Range(C.Structure):
         ("residual", C.c_void_p),
         ("weight", C.c_void_p),
         ("weight_dtype", C.c_uint8),
+        ("adopts", C.c_bool),
         ("grad", C.c_void_p),
         ("grad_dtype", C.c_uint8),
         ("state0", C.c_void_p),
@@ -67,6 +68,29 @@ class Adagrad(C.Structure):
     _fields_ = doubles("clr", "eps", "weight_decay")
 
 
+# A range with its rule and scale, by the rule's class.
+SEGMENTS: dict[type[C.Structure], type[C.Structure]] = {
+    rule: type(
+        f"{rule.__name__}Segment",
+        (C.Structure,),
+        {
+            "_fields_": [
+                ("rule", rule),
+                ("range", Range),
+                ("grad_scale", C.c_float),
+                ("run", C.c_int64),
+                ("stride", C.c_int64),
+            ]
+        },
+    )
+    for rule in (Adam, Sgd, Lion, Adagrad)
+}
+
+
+class SumSegment(C.Structure):
+    _fields_ = [("src", C.c_void_p), ("dtype", C.c_uint8), ("n", C.c_int64), ("sums", C.c_void_p)]
+
+
 P, I64, V, F, U8 = C.POINTER, C.c_int64, C.c_void_p, C.c_float, C.c_uint8
 SCALED = C.CFUNCTYPE(None, V, U8, V, U8, F, I64, V)
 STOCHASTIC = C.CFUNCTYPE(None, V, U8, V, U8, F, I64, P(Key), V)
@@ -76,14 +100,14 @@ class Table(C.Structure):
     _fields_ = [
         ("version", C.c_int),
         ("why_unusable", V),
-        *((rule.__name__.lower(), C.CFUNCTYPE(None, P(rule), P(Range), F, V)) for rule in (Adam, Sgd, Lion, Adagrad)),
+        *((rule.__name__.lower(), C.CFUNCTYPE(None, P(segment), I64, V)) for rule, segment in SEGMENTS.items()),
         ("scaled_copy", SCALED),
         ("scaled_add", SCALED),
         ("scaled_copy_stochastic", STOCHASTIC),
         ("scaled_add_stochastic", STOCHASTIC),
         ("split", C.CFUNCTYPE(None, V, V, V, I64, V)),
         ("join", C.CFUNCTYPE(None, V, V, V, I64, V)),
-        ("sum_of_squares", C.CFUNCTYPE(None, V, U8, I64, V, V, V)),
+        ("sum_of_squares", C.CFUNCTYPE(None, P(SumSegment), I64, V)),
     ]
 
 
@@ -169,9 +193,12 @@ def stream() -> int:
     return torch.cuda.current_stream().cuda_stream if CUDA else 0
 
 
-def update(table: Table, rule: str, data: Data) -> None:
+def update(table: Table, rule: str, *data: Data) -> None:
+    """All of them by one call."""
     entry, struct, _ = RULES[rule]
-    getattr(table, entry)(C.byref(struct), C.byref(data.range()), GRAD_SCALE, stream())
+    segment = SEGMENTS[type(struct)]
+    segments = (segment * len(data))(*(segment(struct, one.range(), GRAD_SCALE, 0, 0) for one in data))
+    getattr(table, entry)(segments, len(data), stream())
 
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -186,9 +213,9 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> int:
 
 def sums(table: Table, src: torch.Tensor, dtype: int) -> torch.Tensor:
     blocks = (src.numel() + SUM_BLOCK - 1) // SUM_BLOCK
-    lanes, found = (torch.zeros(k, dtype=torch.float64, device=src.device) for k in (blocks * SUM_LANES, blocks))
-    on = stream() if src.is_cuda else 0
-    table.sum_of_squares(src.data_ptr(), dtype, src.numel(), lanes.data_ptr(), found.data_ptr(), on)
+    found = torch.zeros(blocks, dtype=torch.float64, device=src.device)
+    segment = SumSegment(src.data_ptr(), dtype, src.numel(), found.data_ptr())
+    table.sum_of_squares(C.byref(segment), 1, stream() if src.is_cuda else 0)
     return found
 
 

@@ -9,9 +9,11 @@ ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ["-std=c++20", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-Wno-unknown-pragmas", "-D__CUDA_ARCH__=800"]
 
 
+FOLDER = ROOT / "tessera" / "kernels" / "cuda"
+
+
 def sources() -> list[Path]:
-    folder = ROOT / "tessera" / "kernels" / "cuda"
-    return [*sorted(folder.glob("*.cu")), folder / "device_table.cpp"]
+    return [*sorted(FOLDER.glob("*.cu")), FOLDER / "device_table.cpp"]
 
 
 def compile_for_the_host(to: Path) -> None:
@@ -23,4 +25,4 @@ def compile_for_the_host(to: Path) -> None:
 
 
 def up_to_date(library: Path) -> bool:
-    return library.exists() and all(source.stat().st_mtime <= library.stat().st_mtime for source in sources())
+    return library.exists() and all(p.stat().st_mtime <= library.stat().st_mtime for p in FOLDER.iterdir())

@@ -109,6 +109,20 @@ def unaligned(device: Table, host: Table) -> dict[str, Any]:
     return no_differences(off)
 
 
+def segments(device: Table, host: Table) -> dict[str, Any]:
+    """Many ranges of all sizes by one call."""
+    off: dict[str, int] = {}
+    cuts = [0, 1, 8, 21, 2048, 2049, 5000, *range(5003, 1 << 16, 797), 1 << 16]
+    for form, rule in itertools.product(FORMS, ("adamw", "lion")):
+        mine = random_data(1 << 16, form, RULES[rule][2], BF16, seed=7)
+        theirs = mine.to(DEVICE)
+        for table, data in ((host, mine), (device, theirs)):
+            update(table, rule, *(data.part(a, b - a) for a, b in itertools.pairwise(cuts)))
+        sync()
+        off |= compared(mine, theirs, f"{rule}, {form}")
+    return no_differences(off)
+
+
 def beyond(device: Table, host: Table, n: int, form: str, rule: str) -> dict[str, Any]:
     """Compared with the host's run of parts: the ends, around 2^28 (the grid's turn), 2^31 and 2^32."""
     data = random_data(n, form, RULES[rule][2], BF16, seed=3, device=DEVICE)
@@ -141,6 +155,7 @@ def main() -> None:
     r.case("split and join", split_and_join, device, host)
     r.case("sums of squares", squares, device, host)
     r.case("ranges at any element", unaligned, device, host)
+    r.case("many ranges at once", segments, device, host)
     large, huge = ((1 << 20) + 5, (1 << 20) + 7) if SMALL else ((1 << 28) + 4097, (1 << 32) + 12289)
     r.case("a grid of more than one turn", beyond, device, host, large, "fp32", "adamw")
     r.case("indices above 2^32", beyond, device, host, huge, "bf16, bf16 states", "lion", need=8)

@@ -47,6 +47,14 @@ def of_update(table: Table, rule: str, form: str, grad: int, copy: float) -> dic
     return rate(lambda: update(table, rule, data), data.bytes(), copy)
 
 
+def of_many(table: Table, count: int, copy: float) -> dict[str, float]:
+    """The 8-byte mode's update of a model of so many parameters, in one call."""
+    form, n = "bf16, bf16 states", N // count
+    data = random_data(n * count, form, 2, BF16, device=DEVICE)
+    parts = [data.part(n * i, n) for i in range(count)]
+    return rate(lambda: update(table, "adamw", *parts), data.bytes(), copy)
+
+
 def of_elementwise(table: Table, name: str, to: int, of: int, scale: float, copy: float) -> dict[str, float]:
     dst = torch.zeros(N, dtype=DTYPES[to], device=DEVICE)
     src = torch.ones(N, dtype=DTYPES[of], device=DEVICE)
@@ -79,6 +87,8 @@ def main() -> None:
     updates += [("lion", "bf16, bf16 states", BF16), ("sgd", "fp32", F32), ("momentum", "split", BF16)]
     for rule, form, grad in updates:
         r.case(f"update {rule}, {form}, grad {NAMES[grad]}", of_update, table, rule, form, grad, copy)
+    for count in (9, 219):
+        r.case(f"update adamw, bf16, bf16 states, {count} ranges", of_many, table, count, copy)
     for name, to, of, scale in (
         ("scaled_copy", BF16, F32, 0.5),
         ("scaled_copy", F32, BF16, 0.5),

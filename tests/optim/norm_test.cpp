@@ -49,6 +49,23 @@ TEST(Norm, NotFiniteWhenAnElementIsNot) {
   EXPECT_TRUE(std::isfinite(sum_of_squares(at::full({100000}, 3e38f))));
 }
 
+TEST(Norm, PiecesHaveTheBitsOfOneRow) {
+  at::manual_seed(3);
+  constexpr int64_t kSize = 300000;
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    at::Tensor row = at::zeros({kSize}, dtype);
+    std::vector<Piece> pieces;
+    for (const auto& [begin, size] : std::vector<std::pair<int64_t, int64_t>>{
+             {32, 65504}, {65536, 1}, {65568, 5000}, {131072, 65536}, {196608, 0}, {200000, 99999}}) {
+      const at::Tensor values = at::randn({size}).to(dtype);
+      row.narrow(0, begin, size).copy_(values);
+      pieces.push_back({begin, values});
+    }
+    EXPECT_EQ(squares_there(kSize, pieces, row.options()).item<double>(), sum_of_squares(row));
+    EXPECT_EQ(squares_there(kSize, {}, row.options()).item<double>(), 0);
+  }
+}
+
 TEST(Norm, RefusesWhatItCannotRead) {
   EXPECT_THROW(sum_of_squares(at::ones({4, 4}).t().slice(0, 0, 2)), c10::ValueError);
   EXPECT_THROW(sum_of_squares(at::ones({4}, at::kDouble)), c10::NotImplementedError);

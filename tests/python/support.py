@@ -206,8 +206,8 @@ def _run(world: int, body: Callable[[int], Any], abort: Callable[[int, str], Non
     for thread in threads:
         thread.join(timeout + 30)
         assert not thread.is_alive(), "a rank hangs"
-    if errors:
-        raise errors[0][1]
+    if errors:  # what another rank's failure makes of a call may be here before that
+        raise min(errors, key=lambda found: isinstance(found[1], torch.distributed.DistBackendError))[1]
     return results
 
 

@@ -4,10 +4,10 @@
 #include <atomic>
 #include <initializer_list>
 #include <iterator>
-#include <limits>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "tessera/kernels/table.h"
 #include "tests/stand_in/clocks.h"
@@ -38,8 +38,9 @@ constexpr size_t entry(std::string_view name) {
   return static_cast<size_t>(std::find(std::begin(kEntries), std::end(kEntries), name) - std::begin(kEntries));
 }
 
+// A launch on a stream of the current device, which may be asked to fail. What it uses is told by used().
 template <size_t kEntry>
-void launch(void* handle, std::initializer_list<Use> uses) {
+Stream launch(void* handle) {
   static_assert(kEntry < std::size(kEntries));
   const Stream stream = stream_of_handle(handle);
   if (stream < 0 || stream / kStreams != current_device()) {
@@ -49,7 +50,17 @@ void launch(void* handle, std::initializer_list<Use> uses) {
     throw std::runtime_error(std::string("[stand_in] ") + kEntries[kEntry] + ": the launch failed, as was asked for");
   }
   ++launches[kEntry];
+  return stream;
+}
+
+template <size_t kEntry>
+void used(Stream stream, std::initializer_list<Use> uses) {
   give(stream, kEntries[kEntry], uses);
+}
+
+template <size_t kEntry>
+void launch(void* handle, std::initializer_list<Use> uses) {
+  used<kEntry>(launch<kEntry>(handle), uses);
 }
 
 Use use(const char* part, bool writes, const void* p, size_t element, int64_t n) {
@@ -63,11 +74,11 @@ Use writes(const char* part, const void* p, DType dtype, int64_t n) {
 }
 
 template <size_t kEntry>
-void launch(void* stream, const UpdateRange& r) {
-  launch<kEntry>(stream,
-                 {writes("master", r.master, DType::F32, r.n), writes("residual", r.residual, DType::BF16, r.n),
-                  writes("weight", r.weight, r.weight_dtype, r.n), reads("grad", r.grad, r.grad_dtype, r.n),
-                  writes("state0", r.state0, r.state_dtype, r.n), writes("state1", r.state1, r.state_dtype, r.n)});
+void used(Stream stream, const UpdateRange& r) {
+  used<kEntry>(stream,
+               {writes("master", r.master, DType::F32, r.n), writes("residual", r.residual, DType::BF16, r.n),
+                writes("weight", r.weight, r.weight_dtype, r.n), reads("grad", r.grad, r.grad_dtype, r.n),
+                writes("state0", r.state0, r.state_dtype, r.n), writes("state1", r.state1, r.state_dtype, r.n)});
 }
 
 template <class T>
@@ -97,25 +108,42 @@ UpdateRange host(const UpdateRange& range) {
   return r;
 }
 
-void adam(const AdamRule& rule, const UpdateRange& range, float grad_scale, void* stream) {
-  const UpdateRange there = host(range);
-  launch<entry("adam")>(stream, there);
-  reference_table().adam(rule, there, grad_scale);
+// Run by run, as the elements are numbered.
+template <class Rule>
+void update(const UpdateSegment<Rule>& segment, const UpdateRange& range,
+            void (*reference)(const Rule&, const UpdateRange&, float)) {
+  const int64_t run = segment.run > 0 ? segment.run : range.n;
+  for (int64_t begin = 0; begin < range.n; begin += run) {
+    UpdateRange one = part(range, begin, std::min(range.n, begin + run));
+    one.random.first = range.random.first + static_cast<uint64_t>(begin / run * segment.stride);
+    reference(segment.rule, one, segment.grad_scale);
+  }
 }
-void sgd(const SgdRule& rule, const UpdateRange& range, float grad_scale, void* stream) {
-  const UpdateRange there = host(range);
-  launch<entry("sgd")>(stream, there);
-  reference_table().sgd(rule, there, grad_scale);
+
+template <size_t kEntry, class Rule>
+void update_all(const UpdateSegment<Rule>* segments, int64_t count, void* handle,
+                void (*reference)(const Rule&, const UpdateRange&, float)) {
+  const Stream stream = launch<kEntry>(handle);
+  std::vector<UpdateRange> ranges;
+  for (int64_t i = 0; i < count; ++i) {
+    ranges.push_back(host(segments[i].range));
+    used<kEntry>(stream, ranges.back());
+  }
+  for (int64_t i = 0; i < count; ++i)
+    update(segments[i], ranges[static_cast<size_t>(i)], reference);
 }
-void lion(const LionRule& rule, const UpdateRange& range, float grad_scale, void* stream) {
-  const UpdateRange there = host(range);
-  launch<entry("lion")>(stream, there);
-  reference_table().lion(rule, there, grad_scale);
+
+void adam(const UpdateSegment<AdamRule>* segments, int64_t count, void* stream) {
+  update_all<entry("adam")>(segments, count, stream, reference_table().adam);
 }
-void adagrad(const AdagradRule& rule, const UpdateRange& range, float grad_scale, void* stream) {
-  const UpdateRange there = host(range);
-  launch<entry("adagrad")>(stream, there);
-  reference_table().adagrad(rule, there, grad_scale);
+void sgd(const UpdateSegment<SgdRule>* segments, int64_t count, void* stream) {
+  update_all<entry("sgd")>(segments, count, stream, reference_table().sgd);
+}
+void lion(const UpdateSegment<LionRule>* segments, int64_t count, void* stream) {
+  update_all<entry("lion")>(segments, count, stream, reference_table().lion);
+}
+void adagrad(const UpdateSegment<AdagradRule>* segments, int64_t count, void* stream) {
+  update_all<entry("adagrad")>(segments, count, stream, reference_table().adagrad);
 }
 
 void scaled_copy(void* dst, DType to, const void* src, DType from, float scale, int64_t n, void* stream) {
@@ -162,19 +190,18 @@ void join(float* dst, const void* weight, const void* residual, int64_t n, void*
   reference_table().join(dst, weight, residual, n);
 }
 
-void sum_of_squares(const void* src, DType dtype, int64_t n, double* lanes, double* sums, void* stream) {
-  const auto* from = static_cast<const char*>(host(src, dtype));
-  lanes = host(lanes, sizeof(double));
-  sums = host(sums, sizeof(double));
-  launch<entry("sum_of_squares")>(
-      stream, {reads("src", from, dtype, n), use("lanes", true, lanes, sizeof(double), sum_blocks(n) * kSumLanes),
-               use("sums", true, sums, sizeof(double), sum_blocks(n))});
-  // All of the scratch memory is written: a caller with too little of it, or who reads it, shall see that.
-  std::fill_n(lanes, sum_blocks(n) * kSumLanes, std::numeric_limits<double>::quiet_NaN());
-  for (int64_t b = 0; b < sum_blocks(n); ++b) {
-    const int64_t begin = b * kSumBlock;
-    const char* block = from + begin * static_cast<int64_t>(size_of(dtype));
-    sums[b] = reference_table().sum_of_squares(block, dtype, std::min(kSumBlock, n - begin));
+void sum_of_squares(const SumSegment* segments, int64_t count, void* handle) {
+  const Stream stream = launch<entry("sum_of_squares")>(handle);
+  for (const SumSegment* segment = segments; segment < segments + count; ++segment) {
+    const auto* from = static_cast<const char*>(host(segment->src, segment->dtype));
+    double* sums = host(segment->sums, sizeof(double));
+    used<entry("sum_of_squares")>(stream, {reads("src", from, segment->dtype, segment->n),
+                                           use("sums", true, sums, sizeof(double), sum_blocks(segment->n))});
+    for (int64_t b = 0; b < sum_blocks(segment->n); ++b) {
+      const int64_t begin = b * kSumBlock;
+      const char* block = from + begin * static_cast<int64_t>(size_of(segment->dtype));
+      sums[b] = reference_table().sum_of_squares(block, segment->dtype, std::min(kSumBlock, segment->n - begin));
+    }
   }
 }
 

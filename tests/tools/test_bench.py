@@ -521,7 +521,8 @@ def test_memory_end_to_end(tmp_path):
     data = json.loads((tmp_path / "memory-1.json").read_text())
     found = data["memory"]["1M, bf16"]
     assert found["Tessera 0"]["formula"] >= 14
-    assert found["Tessera 0"]["resident"] > found["Tessera 1, 8 bytes"]["resident"] > 8
+    # Between steps, when gradients have no memory.
+    assert found["Tessera 0"]["resident"] > found["Tessera 1, 8 bytes"]["resident"] > 6
     assert (tmp_path / "memory-1.png").read_bytes().startswith(b"\x89PNG")
 
 

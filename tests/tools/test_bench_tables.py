@@ -117,7 +117,7 @@ def test_on_a_device(tmp_path, stand_in):
         text = page.split(f"({size}), one sequence")[1]
         assert text.index("torch's allocations on the device") < text.index(turns) < text.index("| Tessera 1, 10 bytes")
     for size, low, high in (("tiny", 1.0, 1.2), ("1M", 1.0, 1.02)):  # padding weighs more in a small model
-        for key, formula in (("tessera:1", 14), ("tessera:1+10", 10)):
+        for key, formula in (("tessera:1", 12), ("tessera:1+10", 8)):  # without gradients
             held = data["states"][size]["memory"][key]["allocated"] / data["states"][size]["parameters"]
             assert low <= held / formula <= high, (size, key, held)
     losses = [data["train"][key]["0"]["pre-training"]["final"] for key in ("tessera:1", "bare+up")]

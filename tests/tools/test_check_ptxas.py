@@ -26,7 +26,7 @@ ptxas info    : Compile time = 2.512 ms
     [
         ({}, None),
         ({"registers": check_ptxas.REGISTERS}, None),
-        ({"registers": check_ptxas.REGISTERS + 1}, "_Z4copyv (sm_90a): 81 registers"),
+        ({"registers": check_ptxas.REGISTERS + 1}, "_Z4copyv (sm_90a): 65 registers"),
         ({"stack": 8}, "8 bytes of stack"),
         ({"stores": 4}, "4 bytes of spills"),
         ({"loads": 12}, "12 bytes of spills"),

@@ -109,7 +109,9 @@ TEST(Moving, OnlyWhatIsAskedFor) {
     }
   };
   const Toy toy;
-  Engine engine(options_for({.stage = 2, .bf16 = true}, folder), comm::Mesh(), toy.specs(), {toy_adamw()});
+  Engine engine(options_for({.stage = 2, .bf16 = true, .accumulation = 2}, folder), comm::Mesh(), toy.specs(),
+                {toy_adamw()});
+  toy_forward(engine, toy, toy_batch(0, 0)).backward();
   for (const StateKind kind : kEverything) {
     engine.offload_states({kind}, shard::Residence::Nvme);
     EXPECT_EQ(engine.memory().disk, bytes(engine.memory(), kind));

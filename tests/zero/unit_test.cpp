@@ -38,7 +38,9 @@ TEST(Unit, BuffersFollowTheStageTable) {
     std::vector<at::Tensor> tensors{at::randn({40}), at::randn({3})};
     const Unit unit = make_unit(tensors, stage, /*bf16=*/true, 1, 2);
     EXPECT_EQ(unit.flat->whole().numel(), 128);
-    EXPECT_EQ(unit.grads.size(), stage == 2 ? 64 : 128);
+    EXPECT_EQ(unit.grads.size(), stage == 0 ? 128 : 64);
+    EXPECT_FALSE(unit.grads.has_memory());
+    EXPECT_EQ(unit.accumulates_in_grads(), stage < 2);
     EXPECT_EQ(unit.residual.size(), stage == 0 ? 128 : 64);
     EXPECT_FALSE(unit.master.defined());
     EXPECT_EQ(unit.grads_are_visible(), stage == 0);

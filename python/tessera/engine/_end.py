@@ -31,7 +31,8 @@ class EngineEnd:
         if "core" in self.__dict__ and engine.core.destroyed():
             return
         states: dict[int, dict[str, Any]] = {}
-        with contextlib.ExitStack() as steps:  # from the last to the first, whatever fails
+        # Apart from modes: the garbage collector may call this wherever torch traces something, with FakeTensorMode on.
+        with _core.Apart(), contextlib.ExitStack() as steps:  # from the last to the first, whatever fails
             steps.callback(_mesh.discard, engine._own_groups)
             if "_parallel" in self.__dict__:
                 steps.callback(engine._parallel.release)

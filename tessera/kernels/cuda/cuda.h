@@ -11,10 +11,10 @@ namespace tessera::kernels::cuda {
 // Empty where a device can be used, else why not.
 std::string why_unusable();
 
-void update(const AdamRule& rule, const UpdateRange& range, float grad_scale, void* stream);
-void update(const SgdRule& rule, const UpdateRange& range, float grad_scale, void* stream);
-void update(const LionRule& rule, const UpdateRange& range, float grad_scale, void* stream);
-void update(const AdagradRule& rule, const UpdateRange& range, float grad_scale, void* stream);
+void update(const UpdateSegment<AdamRule>* segments, int64_t count, void* stream);
+void update(const UpdateSegment<SgdRule>* segments, int64_t count, void* stream);
+void update(const UpdateSegment<LionRule>* segments, int64_t count, void* stream);
+void update(const UpdateSegment<AdagradRule>* segments, int64_t count, void* stream);
 
 void scaled_copy(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n, void* stream);
 void scaled_add(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n, void* stream);
@@ -26,7 +26,7 @@ void scaled_add_stochastic(void* dst, DType dst_dtype, const void* src, DType sr
 void split(void* weight_bf16, void* residual, const float* src, int64_t n, void* stream);
 void join(float* dst, const void* weight_bf16, const void* residual, int64_t n, void* stream);
 
-void sum_of_squares(const void* src, DType dtype, int64_t n, double* lanes, double* sums, void* stream);
+void sum_of_squares(const SumSegment* segments, int64_t count, void* stream);
 
 }  // namespace tessera::kernels::cuda
 

@@ -1,35 +1,56 @@
-// One thread an element, any number of elements.
+// Launches with errors as exceptions.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace tessera::kernels::cuda {
 
-constexpr int kThreads = 256;
-constexpr int64_t kBlocks = 1 << 20;  // at most; larger ranges go round
+// How the blocks of a launch are shared among parts of its work, which have a block at least.
+template <int most>
+struct Shares {
+  int count = 0;         // parts
+  unsigned blocks = 0;   // of all of them
+  unsigned first[most];  // block of each
 
-template <class Body>
-__global__ void __launch_bounds__(kThreads) each_element(int64_t n, Body body) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step)
-    body(i);
-}
+  bool full() const { return count == most; }
+  int add(int64_t more) {
+    first[count] = blocks;
+    blocks += static_cast<unsigned>(more);
+    return count++;
+  }
 
-// body(i), a __device__ function object, for i of [0, n).
-template <class Body>
-void launch(int64_t n, void* stream, const Body& body) {
-  if (n <= 0) return;
-  const int64_t blocks = std::min(kBlocks, (n + kThreads - 1) / kThreads);
+  // Whose a block is, and which of its blocks.
+  struct Share {
+    int part;
+    unsigned block;
+  };
+  __device__ Share of(unsigned block) const {
+    int part = 0;
+    for (int end = count; part + 1 < end;) {
+      const int middle = (part + end) / 2;
+      (first[middle] <= block ? part : end) = middle;
+    }
+    return {part, block - first[part]};
+  }
+};
+
+constexpr size_t kMostArguments = 4096;  // bytes that any driver takes
+
+// Blocks of `threads`; none is well.
+template <class... Parameters>
+void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, void* stream,
+            const std::type_identity_t<Parameters>&... arguments) {
+  if (blocks <= 0) return;
   cudaLaunchConfig_t config{};  // not <<<...>>>: this is C++ for every compiler
   config.gridDim.x = static_cast<unsigned>(blocks);
-  config.blockDim.x = kThreads;
+  config.blockDim.x = static_cast<unsigned>(threads);
   config.stream = static_cast<cudaStream_t>(stream);
-  const cudaError_t error = cudaLaunchKernelEx(&config, each_element<Body>, n, body);
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
   if (error != cudaSuccess) {
     throw std::runtime_error(std::string("[kernels.cuda] a kernel was not launched: ") + cudaGetErrorString(error));
   }

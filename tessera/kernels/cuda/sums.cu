@@ -1,51 +1,68 @@
-// Sums of squares in two passes, so that many threads share the work and the bits are the reference's: a thread adds
-// what one lane of one block has, in order, then a thread adds the lanes of one block.
-#include <type_traits>
+// Sums of squares with the bits of the reference: each lane of a block is added in the order of its elements, then the
+// lanes in the reference's tree.
+#include <algorithm>
 
 #include "tessera/kernels/cuda/cuda.h"
+#include "tessera/kernels/cuda/eight.cuh"
 #include "tessera/kernels/cuda/launch.cuh"
-#include "tessera/kernels/element.h"
 
 namespace tessera::kernels::cuda {
 namespace {
 
-constexpr int kAhead = 8;  // elements that a thread loads before it adds the first: their latencies overlap
+// A sum's block of kSumBlock elements is rows of kSumLanes. A thread has eight lanes: four threads read a row.
+constexpr int kRows = kSumBlock / kSumLanes;
+constexpr int kThreadsOfSum = kSumLanes / kEight;
+constexpr int kSumThreads = 64;  // few, so that multiprocessors get equal shares
+constexpr int kSumBlocks = 10;   // of a multiprocessor: the registers that are left keep a thread's loads together
+constexpr int kSums = kSumThreads / kThreadsOfSum;  // of a block of threads
 
-__device__ double with_square(double sum, double x) {
-  return sum + x * x;  // the product of two floats is exact in double
-}
-
-// Lane i % kSumLanes of block i / kSumLanes. Threads beside each other read elements beside each other.
-template <DType dtype>
-struct LaneSums {
+struct SumPiece {
   const void* src;
-  int64_t n;
-  double* lanes;
-
-  __device__ void operator()(int64_t i) const {
-    using Stored = std::conditional_t<dtype == DType::F32, float, uint16_t>;
-    const int64_t block = i / kSumLanes;
-    const int64_t end = std::min(n, (block + 1) * kSumBlock);
-    int64_t at = block * kSumBlock + i % kSumLanes;
-    double sum = 0;
-    for (; at + (kAhead - 1) * kSumLanes < end; at += kAhead * kSumLanes) {
-      Stored stored[kAhead];
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k)
-        stored[k] = read<Stored>(src, at + k * kSumLanes);
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k)
-        sum = with_square(sum, load(stored, dtype, k));
-    }
-#pragma unroll 1
-    for (; at < end; at += kSumLanes)
-      sum = with_square(sum, load(src, dtype, at));
-    lanes[i] = sum;
-  }
+  double* sums;
+  Eights eights;
 };
 
-// Lanes l, l + width, l + 2 * width and so on: a node of the reference's tree. By recursion, because nvcc keeps the
-// reference's loops, and with them the lanes in memory.
+constexpr int kSumPieces = 96;  // of a launch
+
+struct SumTable {
+  Shares<kSumPieces> shares;
+  SumPiece pieces[kSumPieces];
+};
+static_assert(sizeof(SumTable) <= kMostArguments);
+
+// Adds what a thread has of a block: an eight of every row, from the element `begin` on.
+template <DType dtype>
+__device__ void add_rows(const SumPiece& piece, int begin, double (&sums)[kEight]) {
+  constexpr int kAhead = 8 / Eight<dtype>::kAccesses;  // rows that are loaded before the first is added
+  const auto add = [&](const Eight<dtype>& row) {
+#pragma unroll
+    for (int k = 0; k < kEight; ++k) {
+      const double x = row.value(k);
+      sums[k] = std::fma(x, x, sums[k]);  // the product of two floats is exact in double, so fused or not is the same
+    }
+  };
+  if (piece.eights.aligned && piece.eights.n - begin >= (kRows - 1) * kSumLanes + kEight) {
+#pragma unroll 1
+    for (int row = 0; row < kRows; row += kAhead) {
+      Eight<dtype> ahead[kAhead];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a)
+        Whole{begin + (row + a) * int{kSumLanes}}.load(ahead[a], piece.src);
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a)
+        add(ahead[a]);
+    }
+  } else {
+#pragma unroll 1
+    for (int row = 0; row < kRows && begin + row * kSumLanes < piece.eights.n; ++row) {
+      Eight<dtype> eight;
+      Piece{begin + row * int{kSumLanes}, piece.eights.n}.load(eight, piece.src);
+      add(eight);
+    }
+  }
+}
+
+// Lanes l, l + width, l + 2 * width and so on: a node of the reference's tree.
 template <int width>
 __device__ double tree_sum(const double* lane, int l) {
   if constexpr (width == kSumLanes) {
@@ -55,30 +72,46 @@ __device__ double tree_sum(const double* lane, int l) {
   }
 }
 
-struct BlockSum {
-  const double* lanes;
-  double* sums;
+template <DType dtype>
+__global__ void __launch_bounds__(kSumThreads, kSumBlocks) block_sums(const __grid_constant__ SumTable table) {
+  __shared__ double lanes[kSums * kSumLanes];
+  const auto [number, share] = table.shares.of(blockIdx.x);
+  const SumPiece& piece = table.pieces[number];
+  const int thread = static_cast<int>(threadIdx.x), first = static_cast<int>(share) * kSums;
 
-  __device__ void operator()(int64_t i) const { sums[i] = tree_sum<1>(lanes + i * kSumLanes, 0); }
-};
+  double sums[kEight] = {};
+  const int begin = (first + thread / kThreadsOfSum) * int{kSumBlock} + thread % kThreadsOfSum * kEight;
+  add_rows<dtype>(piece, begin, sums);
+#pragma unroll
+  for (int k = 0; k < kEight; ++k)
+    lanes[thread * kEight + k] = sums[k];
+  __syncthreads();
+  if (thread < kSums && (first + thread) * kSumBlock < piece.eights.n)
+    piece.sums[first + thread] = tree_sum<1>(lanes + thread * kSumLanes, 0);
+}
 
 }  // namespace
 
-void sum_of_squares(const void* src, DType dtype, int64_t n, double* lanes, double* sums, void* stream) {
-  const int64_t blocks = sum_blocks(n);
-  const auto add_lanes = [&](const auto& body) { launch(blocks * kSumLanes, stream, body); };
-  switch (dtype) {
-    case DType::F32:
-      add_lanes(LaneSums<DType::F32>{src, n, lanes});
-      break;
-    case DType::BF16:
-      add_lanes(LaneSums<DType::BF16>{src, n, lanes});
-      break;
-    case DType::F16:
-      add_lanes(LaneSums<DType::F16>{src, n, lanes});
-      break;
+void sum_of_squares(const SumSegment* segments, int64_t count, void* stream) {
+  SumTable table;
+  const auto go = [&](DType dtype) {
+    const auto kernel = dtype == DType::F32 ? block_sums<DType::F32>
+                                            : (dtype == DType::BF16 ? block_sums<DType::BF16> : block_sums<DType::F16>);
+    launch(kernel, table.shares.blocks, kSumThreads, stream, table);
+    table.shares = {};
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    const SumSegment& segment = segments[i];
+    for_pieces(segment.n, [&](int64_t at, int n) {
+      const char* src = static_cast<const char*>(segment.src) + at * static_cast<int64_t>(size_of(segment.dtype));
+      Eights eights = eights_of(n, {{src, segment.dtype}});
+      eights.aligned &= eights.before == 0;  // lanes are counted from the first element
+      const int64_t sums = sum_blocks(n);
+      table.pieces[table.shares.add((sums + kSums - 1) / kSums)] = {src, segment.sums + at / kSumBlock, eights};
+      if (table.shares.full()) go(segment.dtype);
+    });
+    if (i + 1 == count || segments[i + 1].dtype != segment.dtype) go(segment.dtype);
   }
-  launch(blocks, stream, BlockSum{lanes, sums});
 }
 
 }  // namespace tessera::kernels::cuda

@@ -61,7 +61,19 @@ struct HookAccess {
     link->hooks->sink_.before_accumulate(id, param.mutable_grad());
   }
 
-  static void ready(const LinkPtr& link, ParamId id, const at::Tensor& param) {
+  // Beside p.grad only the node's input, which is about to go, may know the memory. (Where somebody else has that tensor,
+  // AccumulateGrad has copied it.)
+  static bool is_alone(const at::Tensor& grad, const variable_list& inputs) {
+    if (!grad.defined() || grad.layout() != at::kStrided || !grad.has_storage() || grad.use_count() != 1) return false;
+    const c10::Storage& storage = grad.storage();
+    const auto shares = [&](const at::Tensor& input) {
+      return input.defined() && input.has_storage() && input.storage().is_alias_of(storage);
+    };
+    const size_t known = 1 + static_cast<size_t>(std::ranges::count_if(inputs, shares));
+    return storage.use_count() == known && storage.nbytes() == grad.nbytes();
+  }
+
+  static void ready(const LinkPtr& link, ParamId id, const at::Tensor& param, const variable_list& inputs) {
     const std::lock_guard lock(link->mutex);
     if (link->hooks == nullptr) return;
     if (torch::autograd::GradMode::is_enabled()) param.mutable_grad().reset();
@@ -72,7 +84,8 @@ struct HookAccess {
       param.mutable_grad().reset();
       refuse_unscaled();
     }
-    link->hooks->sink_.gradient_ready(id, param.mutable_grad(), link->hooks->info());
+    const bool alone = is_alone(param.grad(), inputs);
+    link->hooks->sink_.gradient_ready(id, param.mutable_grad(), link->hooks->info(), alone);
   }
 
   static void follow(const LinkPtr& link, ParamId id, bool stash) {
@@ -151,8 +164,8 @@ struct BeforeHook final : torch::autograd::FunctionPreHook {
 
 struct ReadyHook final : torch::autograd::FunctionPostHook {
   ReadyHook(LinkPtr l, ParamId i, torch::autograd::AccumulateGrad* n) : link(std::move(l)), id(i), node(n) {}
-  variable_list operator()(const variable_list& outputs, const variable_list&) override {
-    HookAccess::ready(link, id, node->variable);
+  variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
+    HookAccess::ready(link, id, node->variable, inputs);
     return outputs;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <functional>
+#include <memory>
+#include <utility>
 
 #include "tessera/kernels/cuda/cuda.h"
 #include "tessera/kernels/table.h"
@@ -61,30 +63,137 @@ class OnDevice {
 };
 
 const int64_t kSizes[] = {0, 1, 31, 257, 4099};
+const int64_t kLarge = 20011;  // several ranges where these are compiled for the host
 
+// What one rule does to ranges, which get hyperparameters of their own by turns.
 struct Case {
   const char* name;
-  std::function<void(const UpdateRange&)> reference, device;
+  std::function<void(const std::vector<UpdateRange>&)> reference, device;
 };
 
 template <class Rule>
-Case make_case(const char* name, const Rule& rule, void (*Table::*entry)(const Rule&, const UpdateRange&, float),
-               void (*DeviceTable::*on_device)(const Rule&, const UpdateRange&, float, void*)) {
-  return {name, [=](const UpdateRange& r) { (reference_table().*entry)(rule, r, -0.37f); },
-          [=](const UpdateRange& r) { (cuda_table().*on_device)(rule, r, -0.37f, nullptr); }};
+std::vector<UpdateSegment<Rule>> segments_of(const std::vector<Rule>& rules, const std::vector<UpdateRange>& ranges) {
+  std::vector<UpdateSegment<Rule>> segments;
+  for (const UpdateRange& range : ranges) {
+    const size_t i = segments.size();
+    segments.push_back({rules[i % rules.size()], range, i % 3 == 0 ? -0.37f : 0.11f});
+    segments.back().range.random.step += i % 2;
+  }
+  return segments;
+}
+
+template <class Rule>
+Case make_case(const char* name, const std::vector<Rule>& rules,
+               void (*Table::*entry)(const Rule&, const UpdateRange&, float),
+               void (*DeviceTable::*on_device)(const UpdateSegment<Rule>*, int64_t, void*)) {
+  return {name,
+          [=](const std::vector<UpdateRange>& ranges) {
+            for (const auto& segment : segments_of(rules, ranges))
+              (reference_table().*entry)(segment.rule, segment.range, segment.grad_scale);
+          },
+          [=](const std::vector<UpdateRange>& ranges) {
+            const auto segments = segments_of(rules, ranges);
+            (cuda_table().*on_device)(segments.data(), static_cast<int64_t>(segments.size()), nullptr);
+          }};
+}
+
+AdamRule adamw() {
+  AdamRule rule{1e-3, 0.9, 0.999, 1e-8, 0.1};
+  rule.bias1 = 1 - 0.9;
+  rule.sqrt_bias2 = std::sqrt(1 - 0.999);
+  return rule;
 }
 
 std::vector<Case> cases() {
-  AdamRule adamw{1e-3, 0.9, 0.999, 1e-8, 0.1}, l2{1e-3, 0.3, 0.95, 1e-6, 0.1, false};
-  adamw.bias1 = 1 - 0.9;
-  adamw.sqrt_bias2 = std::sqrt(1 - 0.999);
-  return {make_case("adamw", adamw, &Table::adam, &DeviceTable::adam),
-          make_case("adam with l2", l2, &Table::adam, &DeviceTable::adam),
-          make_case("sgd", SgdRule{0.1, 0, 0, 0.01}, &Table::sgd, &DeviceTable::sgd),
-          make_case("momentum", SgdRule{0.1, 0.9, 0.1, 0.01}, &Table::sgd, &DeviceTable::sgd),
-          make_case("nesterov", SgdRule{0.1, 0.9, 0, 0, true, false}, &Table::sgd, &DeviceTable::sgd),
-          make_case("lion", LionRule{1e-4, 0.9, 0.99, 0.1}, &Table::lion, &DeviceTable::lion),
-          make_case("adagrad", AdagradRule{1e-2, 1e-10, 0.01}, &Table::adagrad, &DeviceTable::adagrad)};
+  const std::vector<AdamRule> adams{adamw(), {1e-3, 0.3, 0.95, 1e-6, 0.1, false}};
+  const std::vector<SgdRule> sgds{
+      {0.1, 0, 0, 0.01}, {0.1, 0.9, 0.1, 0.01}, {0.1, 0.9, 0, 0, true, false}, {0.1, 0.9, 0.1, 0, false, true}};
+  return {make_case<AdamRule>("adam", adams, &Table::adam, &DeviceTable::adam),
+          make_case<SgdRule>("sgd", sgds, &Table::sgd, &DeviceTable::sgd),
+          make_case<LionRule>("lion", {{1e-4, 0.9, 0.99, 0.1}}, &Table::lion, &DeviceTable::lion),
+          make_case<AdagradRule>("adagrad", {{1e-2, 1e-10, 0.01}}, &Table::adagrad, &DeviceTable::adagrad)};
+}
+
+// The streams of an update twice: for the reference, and on the device.
+class Streams {
+ public:
+  Streams(const Form& form, DType grad_dtype, int64_t n)
+      : form_(form),
+        grad_dtype_(grad_dtype),
+        n_(n),
+        grad_(grad_dtype, n),
+        expected_{{DType::F32, n},
+                  {form.master.weight_dtype, n},
+                  {DType::BF16, n},
+                  {form.state_dtype, n},
+                  {form.state_dtype, n}} {
+    Buffer &master = expected_[0], &weight = expected_[1];
+    master.fill_random(1).sprinkle(2);
+    weight.fill_random(3).sprinkle(4);
+    expected_[3].fill_random(5, true).sprinkle(6);
+    expected_[4].fill_random(7, true).sprinkle(8);
+    grad_.fill_random(9).sprinkle(10);
+    if (form.master.residual) reference_table().split(weight.data(), expected_[2].data(), master.floats(), n);
+    for (int64_t i = 0; form.master.adopts && i < n; ++i)  // every third was written to
+      if (i % 3 != 0) put(weight.data(), form.master.weight_dtype, i, master.at(i));
+    actual_ = expected_;
+    for (size_t k = 0; k < expected_.size(); ++k)
+      device_.push_back(std::make_unique<OnDevice>(actual_[k], dtype(k), n));
+    device_grad_ = std::make_unique<OnDevice>(grad_, grad_dtype, n);
+  }
+
+  UpdateRange reference() {
+    return range([&](size_t k) { return expected_[k].data(); }, grad_.data());
+  }
+  UpdateRange on_device() const {
+    return range([&](size_t k) { return device_[k]->data(); }, device_grad_->data());
+  }
+  void expect_same() {
+    for (size_t k = 0; k < expected_.size(); ++k) {
+      device_[k]->back();
+      actual_[k].expect_same(expected_[k]);
+    }
+  }
+
+ private:
+  DType dtype(size_t k) const {
+    const DType dtypes[] = {DType::F32, form_.master.weight_dtype, DType::BF16, form_.state_dtype, form_.state_dtype};
+    return dtypes[k];
+  }
+  template <class At>
+  UpdateRange range(const At& at, const void* grads) const {
+    UpdateRange r;
+    r.n = n_;
+    if (form_.master.master) r.master = static_cast<float*>(at(0));
+    if (form_.master.weight) r.weight = at(1);
+    if (form_.master.residual) r.residual = at(2);
+    r.weight_dtype = form_.master.weight_dtype;
+    r.adopts = form_.master.adopts;
+    r.state0 = at(3);
+    r.state1 = at(4);
+    r.state_dtype = form_.state_dtype;
+    r.grad = grads;
+    r.grad_dtype = grad_dtype_;
+    r.rounding = form_.rounding;
+    r.random = {5, 6, (uint64_t{1} << 34) - static_cast<uint64_t>(n_ / 2)};
+    return r;
+  }
+
+  Form form_;
+  DType grad_dtype_;
+  int64_t n_;
+  Buffer grad_;
+  std::vector<Buffer> expected_, actual_;
+  std::vector<std::unique_ptr<OnDevice>> device_;
+  std::unique_ptr<OnDevice> device_grad_;
+};
+
+// The parts of a range between cuts.
+std::vector<UpdateRange> parts(const UpdateRange& range, const std::vector<int64_t>& cuts) {
+  std::vector<UpdateRange> list;
+  for (size_t i = 0; i + 1 < cuts.size(); ++i)
+    list.push_back(part(range, cuts[i], cuts[i + 1]));
+  return list;
 }
 
 TEST_F(Cuda, UpdatesGiveTheBitsOfTheReference) {
@@ -93,52 +202,80 @@ TEST_F(Cuda, UpdatesGiveTheBitsOfTheReference) {
       for (DType grad_dtype : kDTypes) {
         for (int64_t n : kSizes) {
           SCOPED_TRACE(std::string(rule.name) + ", " + form.name() + ", n " + std::to_string(n));
-          Buffer master(DType::F32, n), weight(form.master.weight_dtype, n), residual(DType::BF16, n),
-              state0(form.state_dtype, n), state1(form.state_dtype, n), grad(grad_dtype, n);
-          master.fill_random(1).sprinkle(2);
-          weight.fill_random(3).sprinkle(4);
-          state0.fill_random(5, true).sprinkle(6);
-          state1.fill_random(7, true).sprinkle(8);
-          grad.fill_random(9).sprinkle(10);
-          if (form.master.residual) reference_table().split(weight.data(), residual.data(), master.floats(), n);
-          for (int64_t i = 0; form.master.adopts && i < n; ++i)  // every third was written to
-            if (i % 3 != 0) put(weight.data(), form.master.weight_dtype, i, master.at(i));
-          Buffer* buffers[] = {&master, &weight, &residual, &state0, &state1};
-          std::vector<Buffer> actual;
-          for (const Buffer* buffer : buffers)
-            actual.push_back(*buffer);
-          const OnDevice on_device[] = {{actual[0], DType::F32, n},
-                                        {actual[1], form.master.weight_dtype, n},
-                                        {actual[2], DType::BF16, n},
-                                        {actual[3], form.state_dtype, n},
-                                        {actual[4], form.state_dtype, n}};
-          const OnDevice device_grad(grad, grad_dtype, n);
-          const auto range = [&](auto at, const void* grads) {
-            UpdateRange r;
-            r.n = n;
-            if (form.master.master) r.master = static_cast<float*>(at(0));
-            if (form.master.weight) r.weight = at(1);
-            if (form.master.residual) r.residual = at(2);
-            r.weight_dtype = form.master.weight_dtype;
-            r.adopts = form.master.adopts;
-            r.state0 = at(3);
-            r.state1 = at(4);
-            r.state_dtype = form.state_dtype;
-            r.grad = grads;
-            r.grad_dtype = grad_dtype;
-            r.rounding = form.rounding;
-            r.random = {5, 6, (uint64_t{1} << 34) - static_cast<uint64_t>(n / 2)};
-            return r;
-          };
-          rule.reference(range([&](int k) { return buffers[k]->data(); }, grad.data()));
-          rule.device(range([&](int k) { return on_device[k].data(); }, device_grad.data()));
-          for (int k = 0; k < 5; ++k) {
-            on_device[k].back();
-            actual[k].expect_same(*buffers[k]);
-          }
+          Streams streams(form, grad_dtype, n);
+          const std::vector<int64_t> cuts{0, n / 7, n / 7, n / 2, n / 2 + n / 16, n};
+          rule.reference(parts(streams.reference(), cuts));
+          rule.device(parts(streams.on_device(), cuts));
+          streams.expect_same();
           if (HasFailure()) return;
         }
       }
+    }
+  }
+}
+
+// More of them than one launch has room for, and of kinds that cannot share one.
+TEST_F(Cuda, AnyNumberOfSegments) {
+  const int64_t n = 3000;
+  std::vector<AdamRule> rules(11, adamw());
+  for (size_t i = 0; i < rules.size(); ++i)
+    rules[i].lr *= 1 + static_cast<double>(i);
+  const Case adam = make_case<AdamRule>("adam", rules, &Table::adam, &DeviceTable::adam);
+  std::vector<int64_t> cuts;
+  for (int64_t at = 0; at < n; at += 1 + at % 61)
+    cuts.push_back(at);
+  const std::vector<Form> all = forms();
+  std::vector<Streams> streams;
+  std::vector<UpdateRange> expected, actual;
+  for (const Form& form : {all.front(), all.back(), all[all.size() / 2]}) {
+    Streams& one = streams.emplace_back(form, DType::BF16, n);
+    for (const UpdateRange& range : parts(one.reference(), cuts))
+      expected.push_back(range);
+    for (const UpdateRange& range : parts(one.on_device(), cuts))
+      actual.push_back(range);
+  }
+  adam.reference(expected);
+  adam.device(actual);
+  for (Streams& one : streams)
+    one.expect_same();
+}
+
+// A gradient that begins at another element of 16 bytes than the other streams.
+TEST_F(Cuda, StreamsThatAreNotAlignedAlike) {
+  for (const Form& form : forms()) {
+    const int64_t n = 600;
+    SCOPED_TRACE(form.name());
+    Streams streams(form, DType::BF16, n);
+    const auto shifted = [&](UpdateRange range) {
+      const void* grad = range.grad;
+      range = part(range, 8, n - 8);
+      range.grad = static_cast<const uint16_t*>(grad) + 3;
+      return std::vector<UpdateRange>{range};
+    };
+    cases()[0].reference(shifted(streams.reference()));
+    cases()[0].device(shifted(streams.on_device()));
+    streams.expect_same();
+  }
+}
+
+// The columns of a matrix: runs of numbers that are `stride` apart.
+TEST_F(Cuda, NumbersInRuns) {
+  Form form{testing::kMasterForms[4], DType::BF16, Rounding::Stochastic};
+  ASSERT_STREQ(form.master.name, "bf16_alone");
+  for (int64_t run : {1, 3, 8, 21, 64, 997}) {
+    for (int64_t stride : {run, run + 5, int64_t{1} << 33}) {
+      const int64_t n = run == 64 ? kLarge : 1000;
+      SCOPED_TRACE("run " + std::to_string(run) + ", stride " + std::to_string(stride));
+      Streams streams(form, DType::BF16, n);
+      for (int64_t begin = 0; begin < n; begin += run) {
+        UpdateRange row = part(streams.reference(), begin, std::min(n, begin + run));
+        row.random.first = streams.reference().random.first + static_cast<uint64_t>(begin / run * stride);
+        reference_table().adam(adamw(), row, 0.5f);
+      }
+      const UpdateSegment<AdamRule> segment{adamw(), streams.on_device(), 0.5f, run, stride};
+      cuda_table().adam(&segment, 1, nullptr);
+      streams.expect_same();
+      if (HasFailure()) return;
     }
   }
 }
@@ -147,7 +284,7 @@ TEST_F(Cuda, ElementwiseGivesTheBitsOfTheReference) {
   const RandomKey random{1, 2, (uint64_t{1} << 34) - 100};
   for (DType to : kDTypes) {
     for (DType from : kDTypes) {
-      for (int64_t n : kSizes) {
+      for (int64_t n : {int64_t{0}, int64_t{1}, int64_t{31}, int64_t{257}, kLarge}) {
         for (float scale : {1.0f, 0.3f}) {
           Buffer src(from, n), expected(to, n);
           src.fill_random(1).sprinkle(2);
@@ -199,6 +336,7 @@ void expect_split_and_join(int64_t n) {
 TEST_F(Cuda, SplitAndJoinGiveTheBitsOfTheReference) {
   for (int64_t n : kSizes)
     expect_split_and_join(n);
+  expect_split_and_join(kLarge);
 }
 
 // Every sum's bits; two NaNs count as equal.
@@ -211,21 +349,31 @@ void expect_same_sums(const std::vector<double>& actual, const std::vector<doubl
   }
 }
 
-// Of a buffer's blocks; the room for lanes and sums has a number behind it that nobody may touch.
+// Of a buffer's blocks, of all of it and of two parts, of which the second may begin anywhere. The room for sums has a number
+// behind it that nobody may touch.
 void expect_sums_of_squares(Buffer& src, DType dtype, int64_t n) {
   constexpr double untouched = -7;
-  std::vector<double> sums(sum_blocks(n) + 1, untouched), lanes(sum_blocks(n) * kSumLanes + 1, untouched), expected;
-  for (int64_t at = 0; at < n; at += kSumBlock) {
-    const char* block = static_cast<const char*>(src.data()) + at * static_cast<int64_t>(size_of(dtype));
-    expected.push_back(reference_table().sum_of_squares(block, dtype, std::min(kSumBlock, n - at)));
+  const OnDevice in(src, dtype, n);
+  const auto at = [&](void* data, int64_t i) {
+    return static_cast<char*>(data) + i * static_cast<int64_t>(size_of(dtype));
+  };
+  std::vector<double> expected;
+  std::vector<SumSegment> segments;
+  for (const auto& [begin, end] : {std::pair{int64_t{0}, n}, {int64_t{0}, n / 3}, {n / 3, n}}) {
+    segments.push_back({at(in.data(), begin), dtype, end - begin, nullptr});
+    for (int64_t block = begin; block < end; block += kSumBlock)
+      expected.push_back(
+          reference_table().sum_of_squares(at(src.data(), block), dtype, std::min(kSumBlock, end - block)));
   }
   expected.push_back(untouched);
-  const OnDevice in(src, dtype, n), room(lanes), out(sums);
-  cuda_table().sum_of_squares(in.data(), dtype, n, room.doubles(), out.doubles(), nullptr);
-  room.back();
+  std::vector<double> sums(expected.size(), untouched);
+  const OnDevice out(sums);
+  double* to = out.doubles();
+  for (SumSegment& segment : segments)
+    to = (segment.sums = to) + sum_blocks(segment.n);
+  cuda_table().sum_of_squares(segments.data(), static_cast<int64_t>(segments.size()), nullptr);
   out.back();
   expect_same_sums(sums, expected);
-  EXPECT_EQ(lanes.back(), untouched);
 }
 
 TEST_F(Cuda, SumsOfSquaresGiveTheBitsOfTheReference) {
@@ -233,7 +381,7 @@ TEST_F(Cuda, SumsOfSquaresGiveTheBitsOfTheReference) {
   const std::vector<float> denormals = {1e-45f, -1e-39f, 6e-8f, -6.1e-5f, -0.0f};
   const std::vector<float> hard[] = {{-0.0f}, denormals, {1.0f, inf, -2.0f}, {-inf}, {1.0f, std::nanf("")}, {3e38f}};
   for (DType dtype : kDTypes) {
-    for (int64_t n : {0, 1, 31, 32, 33, 224, 225, 256, 257, 4095, 4096, 4097, 3 * 4096 + 5}) {
+    for (int64_t n : {0, 1, 31, 32, 33, 224, 225, 256, 257, 4095, 4096, 4097, 3 * 4096 + 5, 20 * 4096 + 9}) {
       SCOPED_TRACE("type " + std::to_string(static_cast<int>(dtype)) + ", n " + std::to_string(n));
       Buffer src(dtype, n);
       expect_sums_of_squares(src.fill_random(1), dtype, n);

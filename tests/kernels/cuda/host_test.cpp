@@ -62,6 +62,30 @@ TEST_F(CudaOnHost, SaysWhatIsMissing) {
     EXPECT_EQ(why(13010, usable), "");
 }
 
+TEST_F(CudaOnHost, OneLaunchForManySegments) {
+  std::vector<UpdateSegment<LionRule>> segments;
+  for (int64_t i = 0; i + 4 <= n; i += 4) {
+    UpdateRange range;
+    range.n = 4;
+    range.master = src.data() + i;
+    range.grad = weight.data() + i;
+    range.grad_dtype = DType::BF16;
+    range.state0 = residual.data() + i;
+    range.state_dtype = DType::BF16;
+    range.random.first = static_cast<uint64_t>(17 * i);
+    segments.push_back({{1e-4 * static_cast<double>(1 + i % 3), 0.9, 0.99, 0}, range, 1});
+  }
+  const int64_t before = cuda_on_host::launches;
+  cuda::update(segments.data(), static_cast<int64_t>(segments.size()), nullptr);
+  EXPECT_EQ(cuda_on_host::launches, before + 1);
+  std::vector<double> sums(segments.size());
+  std::vector<SumSegment> squares;
+  for (size_t i = 0; i < sums.size(); ++i)
+    squares.push_back({segments[i].range.master, DType::F32, 4, &sums[i]});
+  cuda::sum_of_squares(squares.data(), static_cast<int64_t>(squares.size()), nullptr);
+  EXPECT_EQ(cuda_on_host::launches, before + 2);
+}
+
 #ifdef __SANITIZE_ADDRESS__
 TEST_F(CudaOnHost, AccessesAreChecked) {
   split(n);

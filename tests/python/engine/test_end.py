@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from support import OPTIMIZERS, PAIR_SPECS, Pair, assert_close, batch, config, make, run_mesh, run_ranks, weights
 from tessera.errors import ConfigError, UsageError
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tessera
 from tessera.optim import Lamb
@@ -176,3 +178,25 @@ def test_slices_of_a_model_go_on_in_an_engine_of_the_same_mesh(name: str, stage:
             one.destroy()
 
     run_mesh(body, dp=dp, tp=2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("collected", [False, True])
+def test_an_end_amid_a_trace_leaves_values(stage: int, collected: bool) -> None:
+    """The garbage collector ends engines, and models of zero.Init, wherever torch traces (tensors without memory)."""
+    model = make()
+    engine = tessera.Engine(model, config(stage))
+    train(engine, 0, 0)
+    expected = [param.detach().clone() for param in model.parameters()]
+    with FakeTensorMode():
+        if collected:
+            del engine
+            gc.collect()
+        else:
+            engine.destroy()
+    assert all(map(torch.equal, model.parameters(), expected))
+    with tessera.zero.Init():
+        early = torch.nn.Linear(4, 3)
+    with FakeTensorMode():
+        del early
+        gc.collect()

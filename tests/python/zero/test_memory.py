@@ -150,20 +150,22 @@ def measured() -> dict[Case, Steps]:
 
 
 def formula(case: Case) -> dict[str, float]:
-    """Bytes at the peak of each phase: states, units in flight, activations."""
+    """Bytes at the peak of each phase: states, gradients, units in flight, activations."""
     weights, grads = (2, 2) if case.bf16 else (4, 4)
     optimizer = case.state_bytes - weights - grads  # moments, and what the master adds to the weights
-    divided = [WORLD if case.stage >= stage else 1 for stage in (3, 2, 1)]
-    states = LAYERS * sum(size / n for size, n in zip((weights, grads, optimizer), divided, strict=True))
-    # Two units are gathered, the one in use and the next; the gradients of two are on their way, over Gloo with what is
-    # received for them. These buckets stay for the next step.
-    buckets = (2 * grads if case.stage >= 2 else 0) + (2 * weights if case.stage == 3 else 0)
-    buckets += grads if case.transport == "gloo" else 0
-    # In the backward, a third unit's gradients come in, beside the one that autograd has made.
-    filling = grads + (grads if case.stage >= 2 else 0)
+    kept = LAYERS * (weights / (WORLD if case.stage == 3 else 1) + optimizer / WORLD)
+    # Buckets that stay for the next step: two units are gathered, the one in use and the next; over Gloo what a rank
+    # receives of gradients is one more.
+    kept += (2 * weights if case.stage == 3 else 0) + (grads / WORLD if case.transport == "gloo" else 0)
+    # From the backward to the update a rank has its slice of all gradients, at every stage. Two units' are on their way
+    # and whole, a third unit's come in, beside the one that autograd has made; of the first two there is no slice yet.
+    slices, filling = LAYERS * grads / WORLD, (4 - 2 / WORLD) * grads
     activations = LAYERS * ROWS * WIDTH * weights
-    kept = UNIT * (states + buckets)
-    return {"forward": kept + activations, "backward": kept + UNIT * filling + activations, "step": kept}
+    return {
+        "forward": UNIT * kept + activations,
+        "backward": UNIT * (kept + slices + filling) + activations,
+        "step": UNIT * (kept + slices),
+    }
 
 
 def check(case: Case, steps: Steps) -> None:

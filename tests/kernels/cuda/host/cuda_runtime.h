@@ -1,23 +1,36 @@
 // The part of CUDA that the kernels and their tests use, for the same .cu files compiled as C++: device memory is host
-// memory, and a launch runs the threads of a grid one after the other. Enough for kernels without shared memory and
-// barriers, which ours are. Grids have few blocks, so that the kernels' loops over a grid go round.
+// memory, and a launch runs the threads of a grid one after the other. A kernel may have one barrier, before which it writes
+// nothing but shared memory: the threads of its blocks are run up to it, and then once more as a whole.
 #pragma once
 
-#include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <type_traits>
 
 #define __global__
 #define __device__
-#define __launch_bounds__(threads)
-#undef __builtin_assume
-#define __builtin_assume(condition) ((condition) ? void() : std::abort())
+#define __host__
+#define __shared__ static
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define TESSERA_MOST_ELEMENTS 8192  // so that ranges are cut
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
 };
-inline dim3 gridDim, blockIdx, threadIdx;
+inline dim3 blockIdx, threadIdx;
+
+// Accesses of 16 bytes: the sanitizers see to their alignment.
+struct alignas(16) [[gnu::may_alias]] uint4 {
+  unsigned x, y, z, w;
+};
+inline uint4 __ldcs(const uint4* from) {
+  return *from;
+}
+inline void __stcs(uint4* to, uint4 value) {
+  *to = value;
+}
 
 using cudaStream_t = struct cudaStream*;
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorInsufficientDriver };
@@ -32,10 +45,16 @@ struct cudaLaunchConfig_t {
 };
 
 namespace cuda_on_host {
-constexpr unsigned kMostBlocks = 3;
+struct Barrier {};
+inline bool beyond_barriers = false;
+inline int64_t launches = 0;
 inline cudaError_t next_error = cudaSuccess;  // what launches and copies to come return instead of doing something
 inline int driver = 13000, card = 90;         // the version that the driver serves; 0: there is none
 }  // namespace cuda_on_host
+
+inline void __syncthreads() {
+  if (!cuda_on_host::beyond_barriers) throw cuda_on_host::Barrier{};
+}
 
 inline cudaError_t cudaMalloc(void** memory, size_t bytes) {
   *memory = std::malloc(bytes);
@@ -79,9 +98,22 @@ template <class... Parameters>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const std::type_identity_t<Parameters>&... arguments) {
   if (cuda_on_host::next_error != cudaSuccess) return cuda_on_host::next_error;
-  gridDim.x = std::min(config->gridDim.x, cuda_on_host::kMostBlocks);
-  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+  ++cuda_on_host::launches;
+  const auto reaches_barrier = [&] {
+    try {
+      kernel(arguments...);
+    } catch (cuda_on_host::Barrier) {
+      return true;
+    }
+    return false;
+  };
+  for (blockIdx.x = 0; blockIdx.x < config->gridDim.x; ++blockIdx.x) {
+    cuda_on_host::beyond_barriers = false;
+    bool barrier = false;
     for (threadIdx.x = 0; threadIdx.x < config->blockDim.x; ++threadIdx.x)
+      barrier |= reaches_barrier();
+    cuda_on_host::beyond_barriers = true;
+    for (threadIdx.x = 0; barrier && threadIdx.x < config->blockDim.x; ++threadIdx.x)
       kernel(arguments...);
   }
   return cudaSuccess;

@@ -1,0 +1,263 @@
+// Gradients of engines on a device: the memory that they have and when, and what the host waits for.
+#include <gtest/gtest.h>
+
+#include <atomic>
+
+#include "tessera/engine/engine.h"
+#include "tests/stand_in/staged_group.h"
+#include "tests/stand_in/stand_in.h"
+#include "tests/support/host_home.h"
+#include "tests/support/modes.h"
+#include "tests/support/ranks.h"
+#include "tests/support/training.h"
+
+namespace tessera::testing {
+
+using amp::PrecisionPolicy;
+using engine::Engine;
+
+namespace {
+
+constexpr int64_t kSize = 1 << 16, kUnits = 4;
+
+// Units of one weight each, one module after the other.
+struct Chain {
+  Chain(const ToyRun& run, int rank, comm::GroupPtr group, bool unused = false) : group_(std::move(group)) {
+    const c10::Device device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(rank));
+    for (int i = 0; i < kUnits; ++i)
+      specs.push_back(
+          {"w" + std::to_string(i), at::ones({kSize}, device).requires_grad_(true), 0, "u" + std::to_string(i)});
+    if (unused) specs.push_back({"unused", at::ones({3}, device).requires_grad_(true), 0, "u0"});
+    const bool several = group_->size() > 1;
+    const comm::GroupPtr mine = several ? std::make_shared<StagedGroup>(group_) : group_;
+    engine.emplace(toy_options(run), comm::Mesh(mine), specs, std::vector{toy_adamw()});
+    for (int i = 0; i < kUnits; ++i)
+      modules.push_back(engine->modules().add({i}));
+  }
+  at::Tensor forward() {
+    engine->pre_forward();
+    at::Tensor x = at::ones({}, specs[0].tensor.device());
+    for (int i = 0; i < kUnits; ++i) {
+      if (modules[i] >= 0) engine->modules().enter(modules[i]);
+      x = x + (specs[i].tensor * x).sum() * 1e-6;
+      if (modules[i] >= 0) engine->modules().leave(modules[i], {x});
+    }
+    engine->post_forward({x});
+    return x;
+  }
+  // All ranks' memory is a device's; what they have is looked at while none goes on.
+  int64_t bytes() {
+    group_->barrier("before a look");
+    const int64_t found = tessera_stand_in_bytes() / group_->size();
+    group_->barrier("after a look");
+    return found;
+  }
+  // Of this engine, but for gradients.
+  int64_t held() const {
+    const Engine::Memory memory = engine->memory();
+    return memory.params + memory.master + memory.states + memory.buckets;
+  }
+
+  std::vector<engine::ParamSpec> specs;
+  std::optional<Engine> engine;
+  std::vector<int> modules;
+
+ private:
+  comm::GroupPtr group_;
+};
+
+}  // namespace
+
+// At the end of a forward there is none, at the end of a backward what the stage owes, after the update none again.
+TEST(DeviceGradients, ExistFromTheBackwardToTheUpdate) {
+  for (const int world : {1, 2}) {
+    for (int stage = 0; stage <= 3; ++stage) {
+      for (const PrecisionPolicy& mode : {PrecisionPolicy::fp32(), PrecisionPolicy::bf16()}) {
+        const std::string what = "stage " + std::to_string(stage) + ", world " + std::to_string(world);
+        const int64_t before = tessera_stand_in_bytes();
+        run_ranks(world, [&](int rank, const comm::GroupPtr& group) {
+          const ToyRun run{.stage = stage, .accumulation = 2, .persistence = 0, .precision = mode};
+          Chain chain(run, rank, group);
+          const int64_t whole = kUnits * kSize * static_cast<int64_t>(at::elementSize(mode.grad));
+          const auto gradients = [&] { return chain.bytes() - before / world - chain.held(); };
+          const auto expect = [&](int64_t bytes, const char* when) {
+            EXPECT_NEAR(static_cast<double>(gradients()), static_cast<double>(bytes), 4096) << what << ", " << when;
+          };
+          for (int step = 0; step < 2; ++step) {
+            for (int micro = 0; micro < 2; ++micro) {
+              const int64_t owed = stage < 2 && micro == 0 ? whole : stage == 0 ? whole : whole / world;
+              at::Tensor loss = chain.forward();
+              expect(micro == 0 ? 0 : stage < 2 ? whole : whole / world, "end of a forward");
+              loss.backward();
+              loss.reset();
+              expect(owed, "end of a backward");
+              EXPECT_EQ(chain.engine->memory().grads, owed) << what;
+              chain.engine->step();
+            }
+            expect(0, "after a step");
+          }
+          chain.forward().backward();
+          chain.engine->zero_grad();
+          expect(0, "after zero_grad()");
+        });
+        EXPECT_STREQ(tessera_stand_in_races(), "") << what;
+      }
+    }
+  }
+}
+
+// For the norm, which is the check for inf and NaN too; nothing else waits, also where parameters have no gradient. Ranks tell
+// each other of it, and of these, in one exchange; in stage 0 also at the end of a backward, whose gradients the user may look
+// at. The update in the backward waits for nothing, but for what ranks tell each other: before the first unit, and in step().
+TEST(DeviceGradients, TheHostWaitsOnceAStep) {
+  static std::atomic<int> waits;
+  for (const int world : {1, 2}) {
+    for (int stage = 0; stage <= 3; ++stage) {
+      for (const bool early : {false, true}) {
+        if (early && stage == 0) continue;
+        for (PrecisionPolicy mode : {PrecisionPolicy::fp32(), PrecisionPolicy::bf16()}) {
+          mode.skip_nonfinite = mode.skip_nonfinite && !early;
+          const std::string what = "stage " + std::to_string(stage) + ", world " + std::to_string(world) +
+                                   (early ? ", update in the backward" : "");
+          run_ranks(world, [&](int rank, const comm::GroupPtr& group) {
+            const ToyRun run{
+                .stage = stage, .clip = early ? 0.0 : 1.0, .persistence = 0, .precision = mode, .in_backward = early};
+            Chain chain(run, rank, group, /*unused=*/!early);
+            const auto waits_of = [&](const std::function<void()>& f) {
+              group->barrier("before");
+              waits = 0;
+              tessera_stand_in_on_wait([] { ++waits; });
+              group->barrier("from here on");
+              f();
+              group->barrier("after");
+              tessera_stand_in_on_wait(nullptr);
+              return waits.load();
+            };
+            for (int number = 0; number < 2; ++number) {
+              const at::Tensor loss = chain.forward();
+              const bool tells = world == 2 && (stage == 0 || early);
+              const int in_backward = waits_of([&] { loss.backward(); });
+              const int in_step = waits_of([&] { chain.engine->step(); });
+              if (number == 0) continue;  // memory that is page-locked for the first time
+              EXPECT_EQ(in_backward, tells ? 2 : 0) << what;
+              EXPECT_EQ(in_step, early && world == 1 ? 0 : world) << what;
+            }
+            EXPECT_GT(chain.engine->global_grad_norm().value(), 0) << what;
+          });
+        }
+      }
+    }
+  }
+}
+
+namespace {
+
+// Of sizes around those at which gradients lie by themselves, and blocks of the norm end.
+struct Mixed {
+  explicit Mixed(c10::Device device) {
+    const at::Tensor draw = at::arange(1, 40001, at::kFloat).sin();
+    for (const int64_t n : {40000, 3, 4096, 32768, 100, 1, 32767, 36864})
+      tensors.push_back((draw.narrow(0, 0, n) * 0.5).to(device).requires_grad_(true));
+  }
+  at::Tensor loss(engine::Engine& engine, int number) const {
+    engine.pre_forward();
+    at::Tensor x = at::ones({}, tensors[0].options().dtype(at::kFloat).requires_grad(false));
+    for (size_t i = 0; i < tensors.size(); ++i)
+      if (i != 1 || number % 2 == 0) x = x + (tensors[i].to(at::kFloat) * x).square().mean() * (0.1 / (1 + number));
+    engine.post_forward({x});
+    return x;
+  }
+  std::vector<engine::ParamSpec> specs() const {
+    std::vector<engine::ParamSpec> all;
+    for (size_t i = 0; i < tensors.size(); ++i)
+      all.push_back({"w" + std::to_string(i), tensors[i], static_cast<int>(i) / 4, ""});
+    return all;
+  }
+  std::vector<at::Tensor> tensors;
+};
+
+// Masters, moments, norms and, before the last step, gradients.
+std::vector<at::Tensor> trained(const Mixed& model, const engine::Options& options) {
+  Engine engine(options, comm::Mesh(), model.specs(), {toy_adamw(), toy_adamw()});
+  std::vector<at::Tensor> found;
+  for (int number = 0; number < 4; ++number) {
+    model.loss(engine, number).backward();
+    for (size_t i = 0; i < model.tensors.size() && number == 3; ++i)
+      if (const at::Tensor grad = engine.states().get_full(static_cast<int>(i), engine::Quantity::Gradient);
+          grad.defined())
+        found.push_back(grad);
+    engine.step();
+    found.push_back(at::scalar_tensor(engine.global_grad_norm().value_or(0), at::kDouble));
+  }
+  for (const at::Tensor& state : all_states(engine))
+    found.push_back(state);
+  for (at::Tensor& value : found)
+    value = value.cpu();
+  return found;
+}
+
+}  // namespace
+
+// One rank has no flat buffer of gradients; where states live elsewhere it has one. CPU and device, by themselves.
+TEST(DeviceGradients, PiecesHaveTheBitsOfAFlatBuffer) {
+  for (const PrecisionPolicy& mode : all_modes()) {
+    for (const int stage : {0, 2}) {
+      for (const int accumulation : {1, 2}) {
+        for (const auto device : {c10::Device(at::kCPU), c10::Device(c10::kPrivateUse1, 0)}) {
+          if (!device.is_cpu() && stage > 0)
+            continue;  // gradients leave for the host, whose norm has blocks of its own
+          engine::Options options = toy_options({.stage = stage, .accumulation = accumulation, .precision = mode});
+          const std::vector<at::Tensor> in_pieces = trained(Mixed(device), options);
+          options.zero.home = [](shard::Quantity, int64_t size, const at::TensorOptions& of) {
+            return std::make_shared<HostHome>(size, of.device(at::kCPU));
+          };
+          const std::string what = "mode " + std::to_string(mode.bytes_per_parameter()) + ", stage " +
+                                   std::to_string(stage) + ", " + std::to_string(accumulation) + " micro-batches";
+          expect_same(in_pieces, trained(Mixed(device), options), what);
+        }
+      }
+    }
+  }
+  EXPECT_STREQ(tessera_stand_in_races(), "");
+}
+
+// Autograd's tensor becomes the gradient where nobody else has it or its memory; else it is copied.
+TEST(DeviceGradients, AreAutogradsOwnWhereNobodySharesThem) {
+  enum Case { Alone, Kept, TwoOfOneMemory };
+  for (const auto device : {c10::Device(at::kCPU), c10::Device(c10::kPrivateUse1, 0)}) {
+    for (const Case which : {Alone, Kept, TwoOfOneMemory}) {
+      for (const int accumulation : {1, 2}) {
+        const at::Tensor a = at::ones({200, 200}, device).requires_grad_(true);
+        const at::Tensor b = at::ones({40000}, device).requires_grad_(true);
+        const at::Tensor factor = at::arange(40000, at::kFloat).view({200, 200}).to(device);
+        const engine::Options options = toy_options({.stage = 0, .accumulation = accumulation, .clip = 0});
+        Engine engine(options, comm::Mesh(), {{"a", a, 0, ""}, {"b", b, 0, ""}}, {toy_adamw()});
+        at::Tensor kept;
+        const void* made = nullptr;
+        a.register_hook([&](const at::Tensor& grad) {
+          made = grad.const_data_ptr();
+          if (which == Kept) kept = grad;
+          return at::Tensor();
+        });
+        for (int number = 0; number < accumulation; ++number) {
+          engine.pre_forward();
+          const at::Tensor loss = which == TwoOfOneMemory ? ((a + b.view({200, 200})) * factor).sum()
+                                                          : (a * factor).sum() + (b.view({200, 200}) * factor).sum();
+          engine.post_forward({loss});
+          loss.backward();
+          if (number == 0) {
+            EXPECT_EQ(a.grad().const_data_ptr() == made, which == Alone) << which;
+          }
+          EXPECT_TRUE(!kept.defined() || kept.cpu().equal(factor.cpu()));
+          if (number + 1 < accumulation) engine.step();
+        }
+        EXPECT_TRUE(a.grad().cpu().equal(factor.cpu())) << which;
+        EXPECT_TRUE(b.grad().cpu().equal(factor.cpu().flatten())) << which;
+        engine.step();
+        EXPECT_FALSE(a.grad().defined());
+      }
+    }
+  }
+}
+
+}  // namespace tessera::testing
