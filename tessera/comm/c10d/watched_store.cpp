@@ -103,14 +103,15 @@ struct StoreHosts {
   }
 };
 
-// The store at a place. Where its `host` is known, a connection is tried as long as that runs; another process that listens
-// there since is the new rank 0, and `host` is not known.
-StorePtr connect(const std::string& address, c10d::TCPStoreOptions options, Host& host, int rank, int size) {
+// The store at a place, which `host` hosts where that is known, or hosted: who listens there once it has ended is the new rank 0,
+// or what is left of it for a moment. So each try is short.
+StorePtr connect(const std::string& address, c10d::TCPStoreOptions options, const Host& host, int rank, int size) {
+  if (!host) return reach_store(address, options);
   const auto timeout = options.timeout;
   const auto end = Clock::now() + timeout;
-  while (host && !host->has_ended()) {
+  options.timeout = std::min<milliseconds>(timeout, kConnection);
+  while (!host->has_ended() || listens(address, options.port) == true) {
     try {
-      options.timeout = std::min<milliseconds>(timeout, kConnection);
       const StorePtr store = reach_store(address, options);
       store->setTimeout(timeout);
       return store;
@@ -118,9 +119,7 @@ StorePtr connect(const std::string& address, c10d::TCPStoreOptions options, Host
       if (Clock::now() >= end) throw;
     }
   }
-  if (host && listens(address, options.port) != true) fail(rank, size, lost(0, host->pid));
-  host.reset();
-  return reach_store(address, options);
+  fail(rank, size, lost(0, host->pid));
 }
 
 // The same once the others have had the time to hear of it, through a store that may go with this process.
@@ -254,7 +253,7 @@ StorePtr open_job_store(const std::string& address, int port, int rank, int size
   options.multiTenant = true;
   const std::string place = address + ":" + std::to_string(port);
   const auto open = [&] {
-    Host host = options.isServer ? std::nullopt : StoreHosts::known().at(place);
+    const Host host = options.isServer ? std::nullopt : StoreHosts::known().at(place);
     StorePtr store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect(address, options, host, rank, size));
     meet_at(store, rank, size, host);
     if (const Host now = job_board(store, rank, size).process_of(0); hosted && now)
