@@ -25,9 +25,10 @@ struct ReleaseAndDelete {
   }
 };
 
-std::shared_ptr<Engine> make_engine(const engine::Options& options, comm::Mesh mesh,
+std::shared_ptr<Engine> make_engine(engine::Options options, comm::Mesh mesh,
                                     std::vector<engine::ParamSpec> params,
                                     const std::vector<optim::GroupOptions>& groups) {
+  options.zero.reader_lock = [] { return std::make_shared<py::gil_scoped_acquire>(); };
   py::gil_scoped_release no_gil;
   auto engine = std::make_unique<Engine>(options, std::move(mesh), std::move(params), groups);
   return std::shared_ptr<Engine>(engine.release(), ReleaseAndDelete{});

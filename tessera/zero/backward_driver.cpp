@@ -12,7 +12,7 @@
 namespace tessera::zero {
 
 BackwardDriver::BackwardDriver(Units& units, std::function<StepState()> step)
-    : units_(units), step_(std::move(step)), hooks_(*this) {
+    : units_(units), step_(std::move(step)), hooks_(*this, units.options().reader_lock) {
   std::vector<Unit*> order;
   order.reserve(units_.all().size());
   for (const auto& unit : units_.all())

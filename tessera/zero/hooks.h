@@ -50,6 +50,7 @@
 #include <vector>
 
 #include "tessera/base/compat.h"
+#include "tessera/zero/options.h"
 #include "tessera/zero/param_spec.h"
 #include "tessera/zero/scope_call.h"
 
@@ -89,7 +90,8 @@ struct ScaleMark;
 
 class Hooks {
  public:
-  explicit Hooks(HookSink& sink);
+  // `lock` is held while hooks on a parameter change.
+  explicit Hooks(HookSink& sink, ReaderLock lock = {});
   ~Hooks();
   Hooks(const Hooks&) = delete;
   Hooks& operator=(const Hooks&) = delete;
@@ -190,7 +192,10 @@ class Hooks {
   void task_gone(int id);
   void prune_dead_tasks();
 
+  std::shared_ptr<void> without_readers() const { return lock_ ? lock_() : nullptr; }
+
   HookSink& sink_;
+  const ReaderLock lock_;
   std::shared_ptr<Link> link_;
   std::vector<compat::NodePtr> accumulators_;  // by parameter, the last one: it lives as long as somebody holds it
   std::unordered_map<int, Task> tasks_;

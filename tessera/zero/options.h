@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <optional>
 
 #include "tessera/amp/precision.h"
@@ -14,6 +15,10 @@ namespace tessera::zero {
 
 // Where a buffer of a size, of a quantity, lives (offload/states.h); null or unset: on the device.
 using HomeMaker = std::function<shard::HomePtr(shard::Quantity, int64_t size, const at::TensorOptions&)>;
+
+// Keeps whoever walks through autograd's objects from outside away while what it returns lives. Python's garbage collector, on any
+// thread, reads the hooks of every tensor. Unset: nobody does.
+using ReaderLock = std::function<std::shared_ptr<void>()>;
 
 // Stage 3. Sizes in elements.
 struct GatherOptions {
@@ -51,6 +56,7 @@ struct Options {
   // Note [Update in the backward] in update_in_backward.h.
   bool update_in_backward = false;
   double unit_clipping = 0;  // then: largest L2 norm of a unit's gradient; 0: none
+  ReaderLock reader_lock;
 };
 
 // What becomes of in-place edits of parameters that were gathered on request, when they are released.

@@ -26,7 +26,7 @@ void Hooks::hear_news() {
     what(*this);
 }
 
-Hooks::Hooks(HookSink& sink) : sink_(sink), link_(std::make_shared<Link>()) {
+Hooks::Hooks(HookSink& sink, ReaderLock lock) : sink_(sink), lock_(std::move(lock)), link_(std::make_shared<Link>()) {
   link_->hooks = this;
 }
 
@@ -156,6 +156,7 @@ void Hooks::task_gone(int id) {
 void Hooks::remove() {
   const std::lock_guard lock(link_->mutex);
   link_->hooks = nullptr;
+  const auto held = accumulators_.empty() ? nullptr : without_readers();
   for (const compat::NodePtr& node : accumulators_) {
     if (node) std::erase_if(node->tensor_pre_hooks(), [&](const auto& hook) { return is_of(hook, link_); });
   }

@@ -34,7 +34,10 @@ void Hooks::watch(const at::Tensor& param, ParamId id, bool stash) {
   const torch::autograd::AutoGradMode with_grad(true);
   auto node = torch::autograd::impl::grad_accumulator(param);
   TESSERA_CHECK(node, "zero.hooks", "parameter does not require gradients");
-  torch::autograd::impl::hooks(param).push_back(std::make_unique<ParamHook>(link_, id, stash));
+  {
+    const auto held = without_readers();
+    torch::autograd::impl::hooks(param).push_back(std::make_unique<ParamHook>(link_, id, stash));
+  }
   if (accumulators_.size() <= static_cast<size_t>(id)) accumulators_.resize(id + 1);
   follow(std::move(node), id, stash);
 }

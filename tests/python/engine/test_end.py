@@ -5,13 +5,27 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import OPTIMIZERS, PAIR_SPECS, Pair, assert_close, batch, config, make, run_mesh, run_ranks, weights
+from support import (
+    OPTIMIZERS,
+    PAIR_SPECS,
+    Pair,
+    assert_close,
+    batch,
+    config,
+    make,
+    run_mesh,
+    run_processes,
+    run_ranks,
+    weights,
+)
 from tessera.errors import ConfigError, UsageError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -200,3 +214,28 @@ def test_an_end_amid_a_trace_leaves_values(stage: int, collected: bool) -> None:
     with FakeTensorMode():
         del early
         gc.collect()
+
+
+def _end_engines_amid_collections(_: int) -> None:
+    """Python's collector looks at every parameter and its hooks, again and again, while engines begin and end."""
+    model = torch.nn.ParameterList([torch.zeros(2) for _ in range(400)])
+    tessera.Engine(model, config(0), group=tessera.thread_groups(1)[0]).destroy()
+    gc.collect()
+    gc.freeze()
+    model, over = torch.nn.ParameterList([torch.zeros(2) for _ in range(400)]), threading.Event()
+
+    def collect() -> None:
+        while not over.is_set():
+            gc.collect()
+
+    collector = threading.Thread(target=collect)
+    collector.start()
+    sys.setswitchinterval(1e-5)
+    for _ in range(20):
+        tessera.Engine(model, config(0), group=tessera.thread_groups(1)[0]).destroy()
+    over.set()
+    collector.join()
+
+
+def test_an_engine_begins_and_ends_amid_garbage_collections() -> None:
+    run_processes(1, _end_engines_amid_collections)
