@@ -105,7 +105,8 @@ tables: $(VENV)/stamp-demo $(VENV)/stamp-package
 test: test-cpp test-python
 
 # Python tests run in as many processes as there are cores, each of them a file at a time: many tests start ranks of their own.
-WORKERS = $(if $(shell $(PY) -c "import xdist" 2>&1),,-n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
+# One that crashes is not started again, after which pytest-xdist waits without end.
+WORKERS = $(if $(shell $(PY) -c "import xdist" 2>&1),,-n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0)
 
 test-cpp: $(VENV)/stamp-test $(BUILD)/stamp-configure-tests
 	$(CMAKE) --build $(BUILD) -j $(JOBS)
