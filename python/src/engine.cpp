@@ -25,8 +25,7 @@ struct ReleaseAndDelete {
   }
 };
 
-std::shared_ptr<Engine> make_engine(engine::Options options, comm::Mesh mesh,
-                                    std::vector<engine::ParamSpec> params,
+std::shared_ptr<Engine> make_engine(engine::Options options, comm::Mesh mesh, std::vector<engine::ParamSpec> params,
                                     const std::vector<optim::GroupOptions>& groups) {
   options.zero.reader_lock = [] { return std::make_shared<py::gil_scoped_acquire>(); };
   py::gil_scoped_release no_gil;
