@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
@@ -133,7 +134,7 @@ class Runner:
 
     base: torch.optim.Optimizer
     states: OptimizerStates
-    _sizes: list[int]  # of the param groups, as the engine was built with them
+    _known: list[list[torch.Tensor]]  # what the param groups had when it last looked
 
     @property
     def external(self) -> Callable[[], None] | None:
@@ -145,27 +146,42 @@ class Runner:
         self.check_kept()
 
     def check_kept(self) -> None:
-        """UsageError where something was taken out of the param groups."""
-        if not self._kept(_sizes_of(self.base)):
+        """UsageError where something was taken out of the param groups, or is elsewhere in them."""
+        if not self._kept():
             raise UsageError(
-                "[engine] param groups of the optimizer, or parameters in them, were removed after the engine was "
-                "built; put them back and freeze what is not to be trained (requires_grad False), or destroy() the "
-                "engine and call tessera.initialize again with the others"
+                "[engine] param groups of the optimizer, or parameters in them, were removed, exchanged or put in "
+                "another order after the engine was built; put them back and freeze what is not to be trained "
+                "(requires_grad False), or destroy() the engine and call tessera.initialize again with the others"
             )
 
     def has_grown(self) -> bool:
         """There are parameters, or groups, that it does not know of, and nothing is missing: check_kept()."""
-        sizes = _sizes_of(self.base)
-        return sizes != self._sizes and self._kept(sizes)
+        return not self._is_known() and self._kept() and (self._has_groups() or any(new for _, new in self.grown()))
 
-    def _kept(self, sizes: list[int]) -> bool:
-        return len(sizes) >= len(self._sizes) and all(a >= b for a, b in zip(sizes, self._sizes, strict=False))
+    def _has_groups(self) -> bool:
+        return len(self.base.param_groups) > len(self._known)
+
+    def _is_known(self) -> bool:
+        groups = self.base.param_groups
+        return len(groups) == len(self._known) and all(
+            len(group["params"]) == len(known) and all(map(operator.is_, group["params"], known))
+            for group, known in zip(groups, self._known, strict=True)
+        )
+
+    def _kept(self) -> bool:
+        if self._is_known():
+            return True
+        ids = [{id(param) for param in group["params"]} for group in self.base.param_groups]
+        return len(ids) >= len(self._known) and all(
+            there.issuperset(map(id, known)) for there, known in zip(ids, self._known, strict=False)
+        )
 
     def grown(self) -> list[tuple[int, list[torch.Tensor]]]:
         """These parameters, by the number of their group."""
         groups = self.base.param_groups
-        sizes = [*self._sizes, *[0] * (len(groups) - len(self._sizes))]
-        return [(n, list(g["params"][size:])) for n, (g, size) in enumerate(zip(groups, sizes, strict=True))]
+        known = [{id(param) for param in params} for params in self._known]
+        known += [set() for _ in groups[len(known) :]]
+        return [(n, [p for p in g["params"] if id(p) not in known[n]]) for n, g in enumerate(groups)]
 
     def options_of(self, number: int) -> _core.GroupOptions:
         """Of a group that the core does not have yet."""
@@ -177,7 +193,7 @@ class Runner:
 
     def note_sizes(self) -> None:
         """It knows of all that there are."""
-        self._sizes = _sizes_of(self.base)
+        self._known = _params_of(self.base)
 
     def numbers(self, index: Mapping[int, int]) -> dict[int, int]:
         """Of what the param groups have, by id: `index` has those of parameters."""
@@ -219,7 +235,7 @@ class NativeRunner(Runner):
         self.base = base
         self._core = core
         self._rule = rule
-        self._sizes = _sizes_of(base)
+        self._known = _params_of(base)
         self._groups = core.groups()
         params = [p for group in base.param_groups for p in group["params"] if id(p) in index]
         names = _core.state_names(rule.rule, self._groups)
@@ -289,7 +305,7 @@ class NativeRunner(Runner):
 
     def joined(self, number: int, param: torch.Tensor, group: int) -> None:
         self._view.add(param, number)
-        self._sizes = _sizes_of(self.base)
+        self._known = _params_of(self.base)
 
     def before_step(self) -> None:
         super().before_step()
@@ -365,7 +381,7 @@ class ExternalRunner(Runner):
         self._brings_states = len(base.state) > 0
         _parts.warn_of_ended(core, base.state.values())
         self._take_params(index)
-        self._sizes = _sizes_of(base)
+        self._known = _params_of(base)
         self._names = [other_names(group) for group in base.param_groups]
         self.states = OwnStates(core, base, {number: target for number, _, target in self._masters})
 
@@ -428,7 +444,7 @@ class ExternalRunner(Runner):
         listed[place : place + 1] = [] if target is None else [target]
         if not any(param is other for other in self._originals[group]):
             self._originals[group].append(param)
-        self._sizes = _sizes_of(self.base)
+        self._known = _params_of(self.base)
         if target is not None:
             self._took(number, param, target)
 
@@ -501,7 +517,7 @@ class ExternalRunner(Runner):
 
     def release(self, cut: bool, whole: Mapping[int, dict[str, Any]]) -> None:
         groups = self.base.param_groups
-        if _sizes_of(self.base) == self._sizes:
+        if self._is_known():
             for group, params in zip(groups, self._originals, strict=True):
                 group["params"] = params
         else:  # the client changed them
@@ -522,8 +538,8 @@ class ExternalRunner(Runner):
         _parts.leave(self.base, states)
 
 
-def _sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:
-    return [len(group["params"]) for group in optimizer.param_groups]
+def _params_of(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
+    return [list(group["params"]) for group in optimizer.param_groups]
 
 
 def _shaped_like(value: Any, param: torch.Tensor) -> Any:

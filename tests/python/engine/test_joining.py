@@ -382,7 +382,7 @@ def test_groups_that_are_taken_out(stage: int, tmp_path: Path) -> None:
         engine(*batch(rank)).backward()
         taken = optimizer.param_groups.pop()
         for call in (engine.step, engine.grad_norm, lambda: engine.save_checkpoint(tmp_path)):
-            with pytest.raises(tessera.UsageError, match="were removed after the engine was built"):
+            with pytest.raises(tessera.UsageError, match="after the engine was built; put them back"):
                 call()
         optimizer.param_groups.append(taken)
         engine.step()

@@ -32,6 +32,21 @@ def parameter_removed(engine: Any) -> Mend:
     return lambda: params.append(last)
 
 
+def groups_reordered(engine: Any) -> Mend:
+    engine.basic_optimizer.param_groups.reverse()
+    return engine.basic_optimizer.param_groups.reverse
+
+
+def parameters_exchanged(engine: Any) -> Mend:
+    first, second = (group["params"] for group in engine.basic_optimizer.param_groups)
+
+    def exchange() -> None:
+        first[:], second[:] = second[:], first[:]
+
+    exchange()
+    return exchange
+
+
 def rate_of(value: Any) -> Callable[[Any], Mend]:
     def broken(engine: Any) -> Mend:
         group = engine.basic_optimizer.param_groups[0]
@@ -73,14 +88,21 @@ def inside_no_sync(engine: Any) -> Mend:
 
 # What it is, and the words for it.
 NATIVE = {
-    group_removed: "were removed after the engine was built",
-    parameter_removed: "were removed after the engine was built",
+    group_removed: "after the engine was built; put them back",
+    parameter_removed: "after the engine was built; put them back",
+    groups_reordered: "after the engine was built; put them back",
+    parameters_exchanged: "after the engine was built; put them back",
     rate_of("fast"): "asks for what this engine was not built for",
     rate_of(torch.tensor(0.1)): "asks for what this engine was not built for",
     pre_hook: "the user's own",
     in_two_groups: "is in another one",
 }
-CLIENT = {group_removed: NATIVE[group_removed], in_two_groups: "is in another one"}
+CLIENT = {
+    group_removed: NATIVE[group_removed],
+    groups_reordered: NATIVE[groups_reordered],
+    parameters_exchanged: NATIVE[parameters_exchanged],
+    in_two_groups: "is in another one",
+}
 CASES = [(None, *item) for item in NATIVE.items()] + [("rmsprop", *item) for item in CLIENT.items()]
 
 
