@@ -236,19 +236,45 @@ double Pipeline::train_batch(const BatchSource& data) {
   });
 }
 
+namespace {
+
+// While it lives all parts of a module evaluate; then each does what it did before.
+class EvalMode {
+ public:
+  explicit EvalMode(torch::nn::Module& module)
+      : module_(module), training_(module.is_training()), parts_(module.modules(/*include_self=*/false)) {
+    for (const auto& part : parts_)
+      trained_.push_back(part->is_training());
+    module.eval();
+  }
+  ~EvalMode() {
+    module_.train(training_);
+    for (size_t i = 0; i < parts_.size(); ++i)  // train() goes on to what is inside, which comes later
+      parts_[i]->train(trained_[i]);
+  }
+  EvalMode(const EvalMode&) = delete;
+  EvalMode& operator=(const EvalMode&) = delete;
+
+ private:
+  torch::nn::Module& module_;
+  bool training_;
+  std::vector<std::shared_ptr<torch::nn::Module>> parts_;
+  std::vector<bool> trained_;
+};
+
+}  // namespace
+
 Evaluation Pipeline::eval_batch(const BatchSource& data, int64_t micro_batches) {
   check_usable("eval_batch");
   if (micro_batches <= 0) micro_batches = core().options().gradient_accumulation_steps;
   const pipeline::Shape shape{stages(), static_cast<int>(micro_batches), options_.chunks};
   PipelineRun run(*this, shape, read(data, micro_batches), /*trains=*/false);
-  const bool training = module_->is_training();
-  module_->eval();
+  const EvalMode evaluates(*module_);
   Evaluation result = in_batch([&] {
     const at::NoGradGuard no_grad;
     run.execute(pipeline::forward_only(shape, stage()));
     return Evaluation{mean_of(run.losses), {}};
   });
-  module_->train(training);
   result.outputs = std::move(run.outputs);
   return result;
 }

@@ -232,6 +232,8 @@ TEST(Pipeline, EvaluatesWithoutGradients) {
   testing::run_stages(c, [&](const comm::Parts& parts) {
     Pipeline engine(layers(), c.config(), parts, c.options());
     const Weights before = testing::weights_of(engine.module());
+    const auto part = engine.module().children().front();
+    part->eval();
     const Evaluation found = engine.eval_batch(data_of(c, parts, 0), 6);
     EXPECT_EQ(found.outputs.size(), engine.is_last_stage() ? 6u : 0u);
     double sum = 0;
@@ -243,6 +245,8 @@ TEST(Pipeline, EvaluatesWithoutGradients) {
     EXPECT_NEAR(found.loss, engine.is_last_stage() ? sum / 6 : found.loss, 1e-6);
     expect_same(testing::weights_of(engine.module()), before, "evaluation");
     EXPECT_TRUE(engine.module().is_training());
+    EXPECT_FALSE(part->is_training());
+    part->train();
     PipelineOptions without = c.options();
     without.loss = nullptr;
     Pipeline plain(layers(), c.config(), parts, without);

@@ -210,14 +210,15 @@ class PipelineEngine(Engine):
             raise NotImplementedError(f"[engine.eval_batch] reduce_output {reduce_output!r} is not served; use 'avg'")
         shape = self._shape(num_micro_batches or self.micro_batches)
         batches = self._feed.read(data_iter, shape.micro_batches)
-        training_mode = self.module.training
+        modes = [(module, module.training) for module in self.module.modules()]
         self.eval()
         run = Run(self, self._wires, shape, self._grid.stage, batches, trains=False, needs_loss=compute_loss)
         try:
             with self._in_batch("eval_batch"), torch.no_grad():
                 loss = self._execute(run, forward_only(shape, self._grid.stage))
         finally:
-            self.train(training_mode)
+            for module, training in modes:
+                module.training = training
         outputs = run.outputs if self.is_last_stage() else None
         if not compute_loss:
             return outputs

@@ -246,7 +246,11 @@ def test_what_joins_on_one_rank_of_a_stage_is_an_error_on_all(tmp_path: Path) ->
 
 def evaluates_without_a_loss(rank: int) -> None:
     engine = pipeline(PipelineModule(layers(), num_stages=2, seed_layers=True), config(1))
+    *_, part = engine.module.modules()
+    part.eval()
     found = engine.eval_batch(data(0), num_micro_batches=2)
+    assert engine.module.training and not part.training
+    part.train()
     both = engine.eval_batch(data(0), return_logits=True, num_micro_batches=2)
     assert both[0] is None and (found is None) == (both[1] is None) == (rank == 0)
     if rank == 1:
