@@ -60,6 +60,6 @@ class EngineNorms:
         if scale < 1 and math.isfinite(norm):
             for number in engine._optimized:
                 view = engine.core.local_view(number, _core.Quantity.Gradient)
-                if view is not None:
-                    view.detach().mul_(scale)
+                if view is not None:  # a copy, where gradients live in host memory
+                    engine.core.set_local(number, _core.Quantity.Gradient, view.detach().mul_(scale))
         return torch.tensor(norm, device=engine.device)
