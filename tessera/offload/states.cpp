@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
 
 #include <algorithm>
 #include <array>
@@ -60,9 +61,20 @@ class HostHome final : public shard::Home {
     if (range.empty()) return PendingView(pieces_.front().values.narrow(0, 0, 0));
     std::vector<at::Tensor> parts;
     each_part(range, [&](const at::Tensor& there, Range) { parts.push_back(there); });
-    return PendingView(parts.size() == 1 ? parts.front() : at::cat(parts));
+    if (parts.size() == 1) return PendingView(parts.front(), arriving(range));
+    PendingView(at::Tensor(), arriving(range)).wait();
+    return PendingView(at::cat(parts));
+  }
+  bool arrives(Range range, const std::shared_ptr<c10::Event>& event) override {
+    int parts = 0;
+    each_part(range, [&](const at::Tensor&, Range) { ++parts; });
+    if (parts > 1) return false;
+    std::erase_if(arriving_, [&](const auto& a) { return shard::intersect(a.first, range) == a.first; });
+    arriving_.emplace_back(range, event);
+    return true;
   }
   void store(Range range, const at::Tensor& values) override {
+    PendingView(at::Tensor(), arriving(range)).wait();
     each_part(range, [&](const at::Tensor& there, Range part) {
       const at::Tensor from = values.narrow(0, part.begin - range.begin, part.size());
       if (!from.is_cpu() || from.const_data_ptr() != there.const_data_ptr()) there.copy_(from);
@@ -82,8 +94,16 @@ class HostHome final : public shard::Home {
     }
   }
 
+  PendingView::Events arriving(Range range) const {
+    PendingView::Events events;
+    for (const auto& [there, event] : arriving_)
+      if (!shard::intersect(there, range).empty()) events.push_back(event);
+    return events;
+  }
+
   shard::HostSlabsPtr slabs_;
   std::vector<Piece> pieces_;
+  std::vector<std::pair<Range, std::shared_ptr<c10::Event>>> arriving_;  // what streams bring
 };
 
 class NvmeHome final : public shard::Home {

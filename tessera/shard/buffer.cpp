@@ -3,13 +3,28 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 
 #include "tessera/base/error.h"
+#include "tessera/shard/side_stream.h"
 
 namespace tessera::shard {
+
+const at::Tensor& PendingView::wait() {
+  for (const auto& event : std::exchange(events_, {}))
+    if (!event->query()) event->synchronize();
+  if (arrive_) std::exchange(arrive_, {})();
+  return values_;
+}
+
+const at::Tensor& PendingView::wait_on(c10::Device device) {
+  for (const auto& event : std::exchange(events_, {}))
+    come_after(*event, device);
+  return wait();
+}
 
 std::vector<Range> tiles_of(Range range) {
   std::vector<Range> tiles;
@@ -52,6 +67,15 @@ PendingView Buffer::fetch(Range range) const {
 void Buffer::store(Range range, const at::Tensor& values) const {
   TESSERA_ASSERT(defined() && values.numel() == range.size());
   if (home_) home_->store(range, values);
+}
+
+bool Home::arrives(Range, const std::shared_ptr<c10::Event>&) {
+  return false;
+}
+
+bool Buffer::arrives(Range range, const std::shared_ptr<c10::Event>& event) const {
+  TESSERA_ASSERT(home_ != nullptr);
+  return home_->arrives(range, event);
 }
 
 void Buffer::flush() const {

@@ -18,6 +18,10 @@
 
 #include "tessera/shard/layout.h"
 
+namespace c10 {
+struct Event;
+}  // namespace c10
+
 namespace tessera::shard {
 
 enum class Residence : uint8_t { Device, Host, Nvme };
@@ -31,17 +35,20 @@ std::vector<Range> tiles_of(Range range);
 // Values on their way to who works on them.
 class PendingView {
  public:
+  using Events = std::vector<std::shared_ptr<c10::Event>>;
   explicit PendingView(at::Tensor values, std::function<void()> arrive = {})
       : values_(std::move(values)), arrive_(std::move(arrive)) {}
+  // In host memory, where streams bring them until `events`.
+  PendingView(at::Tensor values, Events events) : values_(std::move(values)), events_(std::move(events)) {}
   // Returns when they are there; throws what went wrong on the way.
-  const at::Tensor& wait() {
-    if (arrive_) std::exchange(arrive_, {})();
-    return values_;
-  }
+  const at::Tensor& wait();
+  // The same for what the current stream of `device` is given from here on: the host does not wait for another stream.
+  const at::Tensor& wait_on(c10::Device device);
 
  private:
   at::Tensor values_;
   std::function<void()> arrive_;
+  Events events_;
 };
 
 // Where a buffer lives that does not live on the device.
@@ -53,6 +60,9 @@ class Home {
   // back. What fetch() gave may be stored itself, and is not changed afterwards; store() takes values of any device.
   virtual PendingView fetch(Range range) = 0;
   virtual void store(Range range, const at::Tensor& values) = 0;
+  // A stream writes to what fetch(range) gave, until `event`: true where nothing else is to be done, and fetch() waits for it;
+  // false where `range` is to be stored then.
+  virtual bool arrives(Range range, const std::shared_ptr<c10::Event>& event);
   // Returns when what was stored is there; throws what went wrong on the way.
   virtual void flush() {}
 };
@@ -87,6 +97,7 @@ class Buffer {
   // 1-D; on the device where it lives there, else in host memory.
   PendingView fetch(Range range) const;
   void store(Range range, const at::Tensor& values) const;
+  bool arrives(Range range, const std::shared_ptr<c10::Event>& event) const;  // see Home; only where it lives elsewhere
   void flush() const;
   // On the device: a view where it lives there, else a copy.
   at::Tensor read(Range range) const;

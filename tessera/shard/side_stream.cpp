@@ -73,12 +73,11 @@ void StreamOrder::keep(const at::Tensor& memory, c10::Event* used) const noexcep
   // A device that fails: who uses it next is told.
 }
 
-std::shared_ptr<c10::Event> SideStream::run(c10::Device device, const std::function<void()>& f) {
+std::shared_ptr<c10::Event> SideStream::run(c10::Device device, const std::function<void()>& f, After after) {
   if (!stream_) stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-  const auto before = mark(device);
   const c10::Stream waits = current_stream(device);
   const c10::StreamGuard guard(*stream_);
-  come_after(*before, device);
+  if (after == After::Current) come_after(*stream_, waits);
   try {
     f();
   } catch (...) {

@@ -53,10 +53,11 @@ class StreamOrder {
 // A stream of its own, which it takes when it is first used; all calls for one device.
 class SideStream {
  public:
-  // Calls f() with that stream as the current one. What f() starts comes after what the current stream was given before, and
-  // after what earlier calls started; the event tells when it is done. Where f() throws, what it started comes before what
-  // the current stream is given from here on.
-  std::shared_ptr<c10::Event> run(c10::Device device, const std::function<void()>& f);
+  enum class After : uint8_t { Current, Nothing };
+  // Calls f() with that stream as the current one. What f() starts comes after what earlier calls started and, with
+  // After::Current, what the current stream was given before; the event tells when it is done. Where f() throws, what it
+  // started comes before what the current stream is given from here on.
+  std::shared_ptr<c10::Event> run(c10::Device device, const std::function<void()>& f, After after = After::Current);
 
  private:
   std::optional<c10::Stream> stream_;

@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "tessera/optim/norm.h"
+
 namespace tessera::zero {
 
 namespace {
@@ -20,9 +22,9 @@ void HostGrads::take_memory(const shard::HostSlabsPtr& slabs) {
 }
 
 shard::PendingView HostGrads::fetch(shard::Range range) {
-  return shard::PendingView(values_.narrow(0, range.begin, range.size()), [copied = copied_] {
-    if (copied) copied->synchronize();
-  });
+  squares_.reset();
+  const at::Tensor there = values_.narrow(0, range.begin, range.size());
+  return copied_ ? shard::PendingView(there, {copied_}) : shard::PendingView(there);
 }
 
 void HostGrads::store(shard::Range range, const at::Tensor& values) {
@@ -35,7 +37,9 @@ void GradCopies::abandon() noexcept try { finish(); } catch (const std::exceptio
 
 void GradCopies::leave(const at::Tensor& from, HostGrads& to, Release release) {
   try {
+    to.squares_ = optim::squares_there(from);
     to.copied_ = stream_.run(from.device(), [&] { to.values_.copy_(from, /*non_blocking=*/true); });
+    to.version_ = to.values_._version();
   } catch (...) {
     release(nullptr);
     throw;

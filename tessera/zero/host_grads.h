@@ -7,7 +7,7 @@
 //   - The backward waits for no copy. A bucket goes back to the pool when its copy is over. Where more than kLeaving copies
 //     are on their way, the oldest one's bucket goes back at once, with the copy's event: the stream that writes to it next
 //     waits for that, and no other.
-//   - Who reads the gradients waits for their copy.
+//   - Who reads the gradients waits for their copy. The norm does not: the device makes the squares as they leave.
 //   - A later backward of the same step brings them back to the device, adds to them and copies them out again. To add on
 //     the host, it would have to wait for the copies. A link that works both ways at once hides the way back, and the bits
 //     are those without offload, also in 16 bits.
@@ -38,11 +38,17 @@ class HostGrads final : public shard::Home {
   shard::PendingView fetch(shard::Range range) override;
   void store(shard::Range range, const at::Tensor& values) override;
 
+  // The sum of squares of what is here, on the device, where that was made as they left and nobody has asked for them since, who
+  // might have written to them; else undefined.
+  at::Tensor squares() const { return values_.defined() && values_._version() == version_ ? squares_ : at::Tensor(); }
+
  private:
   friend class GradCopies;
   int64_t size_;
   at::TensorOptions options_;
   at::Tensor values_;
+  at::Tensor squares_;
+  uint32_t version_ = 0;                // of the values then
   std::shared_ptr<c10::Event> copied_;  // in either direction
 };
 

@@ -313,8 +313,8 @@ void Reducer::launch_alone(Unit& unit) {
   const at::Tensor bucket = std::exchange(unit.partial, at::Tensor());
   unit.partial_pooled = false;
   if (sink_ != nullptr) {
-    return hand_over(unit, bucket, filled(unit), [this, &unit, bucket] {
-      if (bucket.defined()) pool_.release(bucket);
+    return hand_over(unit, bucket, filled(unit), [this, &unit, bucket](const auto& used) {
+      if (bucket.defined()) pool_.release(bucket, used);
       unit.drop_grads();
     });
   }
@@ -391,7 +391,8 @@ void Reducer::use_up(InFlight& work) {
     if (work.sent.defined()) shard::scaled_copy(values, work.sum);
     unit.sum_arrived();
     work.pooled = false;
-    return hand_over(unit, values, present, [this, bucket = work.bucket] { pool_.release(bucket); });
+    return hand_over(unit, values, present,
+                     [this, bucket = work.bucket](const auto& used) { pool_.release(bucket, used); });
   }
   if (unit.host_grads) return leave(work);
   if (unit.has_sum() && work.pooled) {
@@ -450,7 +451,7 @@ at::Tensor Reducer::filled(const Unit& unit) const {
   return flags;
 }
 
-void Reducer::hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& present, std::function<void()> release) {
+void Reducer::hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& present, Release release) {
   std::vector<bool> flags(unit.params.size());
   for (size_t i = 0; i < flags.size(); ++i)
     flags[i] = present.const_data_ptr<int>()[i] != 0;

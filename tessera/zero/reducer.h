@@ -77,9 +77,10 @@ namespace tessera::zero {
 // The sum of a unit's gradients over ranks, on its way to who uses it up.
 struct ArrivedSum {
   Unit* unit;
-  at::Tensor values;              // of the owned range; undefined where they lie in pieces
-  std::vector<bool> present;      // by parameter of the unit: some rank has a gradient
-  std::function<void()> release;  // ends their use; to be called once
+  at::Tensor values;          // of the owned range; undefined where they lie in pieces
+  std::vector<bool> present;  // by parameter of the unit: some rank has a gradient
+  // Ends their use, to be called once: nothing uses them any more, but for what comes before the event.
+  std::function<void(const std::shared_ptr<c10::Event>&)> release;
 };
 
 // Who takes sums as they arrive, where no buffer keeps them (Options::update_in_backward). Called within a backward.
@@ -199,7 +200,8 @@ class Reducer {
   void launch_complete();
   at::Tensor filled(const Unit& unit) const;
   void launch_alone(Unit& unit);
-  void hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& present, std::function<void()> release);
+  using Release = decltype(ArrivedSum::release);
+  void hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& present, Release release);
   void finish_oldest();
   void use_up(InFlight& work);
   void give_back(InFlight& work);

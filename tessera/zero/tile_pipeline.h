@@ -6,55 +6,39 @@
 #include <memory>
 #include <vector>
 
-#include "tessera/shard/side_stream.h"
 #include "tessera/zero/rank_guard.h"
-#include "tessera/zero/units.h"
+#include "tessera/zero/tile.h"
 
 namespace tessera::zero {
 
 // The next tile is on its way to who updates it and the last one on its way back while one is updated. Where states and
-// weights live on the device a unit is one tile, and nothing is on its way.
+// weights live on the device a unit is one tile, and nothing is on its way. One at a time for an engine's lanes.
 class TilePipeline {
  public:
-  // Those of weights that live elsewhere to the device that updates them, and back. The caller keeps them.
-  struct Ways {
-    shard::SideStream there, back;
-  };
   // `done` is told of every unit in turn, also after a failure: the collectives go on, or the other ranks would wait.
-  TilePipeline(Units& units, Ways& ways, double scale, RankGuard& disks, std::function<void(Unit&)> done);
+  TilePipeline(Units& units, Lanes& lanes, RankGuard& disks, std::function<void(Unit&)> done = {});
   ~TilePipeline();
 
-  // Gradients of the owned range are `grads`, not defined() where they lie in pieces, multiplied by `scale`. `present`: by parameter of the model; the others are left
-  // alone.
-  void add(Unit& unit, const shard::Buffer& grads, const std::vector<bool>& present);
-  // The last tile's update, and its way back.
+  // Gradients of the owned range are `grads`, not defined() where they lie in pieces, multiplied by `scale`. `present`: by
+  // parameter of the model; the others are left alone.
+  void add(Unit& unit, const shard::Buffer& grads, const std::vector<bool>& present, double scale);
+  // The last tile's update. The event tells when all that was added is updated; null where that is so on the current stream.
+  const std::shared_ptr<c10::Event>& launch();
+  // launch(), and the way back. What the current stream is given from here on comes after it.
   void finish();
 
  private:
-  class Tile;
-  struct Segment;
-  // Weights on their way from the device to `to`, and from there home.
-  struct Returning {
-    Unit* unit;
-    shard::Range range;
-    at::Tensor from, to;
-    std::shared_ptr<c10::Event> copied;
-  };
-
-  static std::vector<Segment> segments_of(const Unit& unit, const std::vector<bool>& present, bool numbered);
-  static std::vector<Segment> in_tiles(const std::vector<Segment>& segments);
-  void add(Unit& unit, const shard::Buffer& grads, shard::Range range, std::vector<Segment> segments, bool last,
-           bool away);
   void update_next();
   void arrive();
+  void wait() noexcept;
 
   Units& units_;
-  Ways& ways_;
-  double scale_;
+  Lanes& lanes_;
   RankGuard& disks_;
   std::function<void(Unit&)> done_;
   std::unique_ptr<Tile> next_;
   std::deque<Returning> returning_;
+  std::shared_ptr<c10::Event> updated_;
 };
 
 }  // namespace tessera::zero

@@ -23,7 +23,7 @@ void releasing_if_it_throws(const ArrivedSum& sum, const F& f) {
   try {
     f();
   } catch (...) {
-    sum.release();
+    sum.release(nullptr);
     throw;
   }
 }
@@ -123,18 +123,19 @@ void UpdateInBackward::forget(at::Tensor& memory, comm::Pending& pending) const 
 
 // Of a backward that threw.
 void UpdateInBackward::forget_waiting() {
+  updater_.drop_units();
   forget(bounds_, comparison_);
   for (Waiting& left : std::exchange(waiting_, {})) {
     forget(left.squares, left.pending);
     left.sum.unit->on_this_stream();
-    left.sum.release();
+    left.sum.release(nullptr);
   }
 }
 
 void UpdateInBackward::take(ArrivedSum sum) {
   bool unused = false;
   releasing_if_it_throws(sum, [&] { unused = refuses(); });
-  if (unused) return sum.release();
+  if (unused) return sum.release(nullptr);
   const bool clips = units_.options().unit_clipping > 0;
   at::Tensor total;
   comm::Pending pending;
@@ -166,23 +167,32 @@ void UpdateInBackward::update_oldest() {
 }
 
 void UpdateInBackward::update(const ArrivedSum& sum, double scale) {
-  releasing_if_it_throws(sum, [&] { update_from(sum, scale); });
-  sum.release();
+  std::shared_ptr<c10::Event> used;
+  releasing_if_it_throws(sum, [&] {
+    try {
+      used = update_from(sum, scale);
+    } catch (...) {
+      updater_.drop_units();
+      throw;
+    }
+  });
+  sum.release(used);
 }
 
-void UpdateInBackward::update_from(const ArrivedSum& sum, double scale) {
+std::shared_ptr<c10::Event> UpdateInBackward::update_from(const ArrivedSum& sum, double scale) {
   Unit& unit = *sum.unit;
   unit.on_this_stream();
   units_.set_broken("a backward ended with an error after it had updated a part of the model");  // until it is over
   units_.unsharder().settle_before_update(units_[unit.params.front().id].number);
   for (size_t i = 0; i < unit.params.size(); ++i)
     present_[unit.params[i].id] = sum.present[i];
-  updater_.update_unit(unit, sum.values, present_, scale, disks_);
+  return updater_.update_unit(unit, sum.values, present_, scale, disks_);
 }
 
 void UpdateInBackward::launch_end() {
   while (!waiting_.empty())
     update_oldest();
+  updater_.finish_units();
   if (!refuses()) updater_.launch_gathers();
 }
 

@@ -70,7 +70,7 @@ class UpdateInBackward final : private SumSink {
   void launch_end() override;
   void finish_end() override;
   void update(const ArrivedSum& sum, double scale);
-  void update_from(const ArrivedSum& sum, double scale);
+  std::shared_ptr<c10::Event> update_from(const ArrivedSum& sum, double scale);
   void update_oldest();
   void forget(at::Tensor& memory, comm::Pending& pending) const noexcept;
   void forget_waiting();

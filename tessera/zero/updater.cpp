@@ -30,6 +30,12 @@ constexpr const char* kHalfDone = "a step ended with an error after it had updat
 // parameters.
 void add_squares(std::vector<at::Tensor>& squares, const Unit& unit, shard::Range slice,
                  const std::vector<ParamId>& without) {
+  const bool all = std::ranges::none_of(
+      unit.params, [&](const Param& p) { return std::ranges::find(without, p.id) != without.end(); });
+  if (all && slice == unit.owned && unit.host_grads && unit.host_grads->squares().defined()) {
+    squares.push_back(unit.host_grads->squares());
+    return;
+  }
   const auto add = [&](int64_t begin, int64_t end) {
     if (begin >= end) return;
     const shard::Range range{begin - unit.owned.begin, end - unit.owned.begin};
@@ -282,24 +288,45 @@ void Updater::finish_gathers() {
     p.wait();
 }
 
+void Updater::abandon() {
+  gathers_.clear();
+  pipeline_.reset();
+  lanes_.on_device.clear();
+  lanes_.on_host.clear();
+}
+
+// Before the first update, so that nothing is half done without memory.
+void Updater::make_room() {
+  RankGuard memory = RankGuard::for_memory();
+  if (lanes_.has_room(units_)) return;
+  memory.run([&] { lanes_.make_room(units_); });
+  memory.agree(units_.ranks()).check("[zero] ");
+}
+
 void Updater::update_units(const GradientSummary& summary, double scale, RankGuard& disks) {
+  make_room();
   units_.set_broken(kHalfDone);  // until it is over
-  TilePipeline pipeline(units_, ways_, scale, disks, [this](Unit& unit) {
+  TilePipeline pipeline(units_, lanes_, disks, [this](Unit& unit) {
     gather_unit(unit);
     driver_.used_up(unit);
   });
   for (const auto& unit : units_.all())
-    pipeline.add(*unit, unit->in_pieces() ? shard::Buffer() : unit->gradients(), summary.present);
+    pipeline.add(*unit, unit->in_pieces() ? shard::Buffer() : unit->gradients(), summary.present, scale);
   pipeline.finish();
 }
 
-void Updater::update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present, double scale,
-                          RankGuard& disks) {
+std::shared_ptr<c10::Event> Updater::update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present,
+                                                 double scale, RankGuard& disks) {
   const c10::AutoGradMode no_grad(false);
-  TilePipeline pipeline(units_, ways_, scale, disks, [](Unit&) {});
-  pipeline.add(unit, grads.defined() ? shard::Buffer(grads) : shard::Buffer(), present);
-  pipeline.finish();
+  if (!pipeline_) pipeline_.emplace(units_, lanes_, disks);
+  pipeline_->add(unit, grads.defined() ? shard::Buffer(grads) : shard::Buffer(), present, scale);
   count_updates(unit, present);
+  return pipeline_->launch();
+}
+
+void Updater::finish_units() {
+  if (pipeline_) pipeline_->finish();
+  pipeline_.reset();
 }
 
 void Updater::launch_gathers() {

@@ -39,10 +39,13 @@ class Updater {
   // Gradients are multiplied by `scale` (unscale and clip). Parameters without a gradient on any rank are left alone.
   // `external` (Rule::External) updates the masters. Collective: refreshes the compute parameters.
   void update(const GradientSummary& summary, double scale, const std::function<void()>& external);
-  // The part of update() that is this rank's own, for one unit: its gradients of the owned range are `grads`, undefined where
-  // they lie in pieces.
-  void update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present, double scale,
-                   RankGuard& disks);
+  // The part of update() that is this rank's own, for one unit after the other: its gradients of the owned range are `grads`,
+  // undefined where they lie in pieces, in use until the event, which is null where the current stream uses them. Until
+  // finish_units() or drop_units().
+  std::shared_ptr<c10::Event> update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present,
+                                          double scale, RankGuard& disks);
+  void finish_units();
+  void drop_units() { pipeline_.reset(); }
   // The other part, for all that are updated so: their weights on all ranks. Collective.
   void launch_gathers();
   // Also: what went wrong with any rank's disk is an error on all of them.
@@ -57,7 +60,7 @@ class Updater {
   bool client_reads_gradients() const;
   void scale_gradients(double scale);  // what this rank owns of them; local
   // Drops gathers in flight, of an update that threw; only destroy may follow.
-  void abandon() { gathers_.clear(); }
+  void abandon();
   // Writes masters back into the compute parameters (after masters were edited). Collective for sharded states.
   void refresh_params();
 
@@ -77,6 +80,7 @@ class Updater {
   static void count_update(Param& param);
   static void count_updates(Unit& unit, const std::vector<bool>& present);
   void agree_on_disks(RankGuard& disks);
+  void make_room();
   void update_external(const GradientSummary& summary, double scale, const std::function<void()>& external,
                        RankGuard& disks);
   at::ScalarType client_dtype() const;
@@ -85,7 +89,8 @@ class Updater {
   Units& units_;
   BackwardDriver& driver_;
   std::vector<comm::Pending> gathers_;
-  TilePipeline::Ways ways_;
+  Lanes lanes_;
+  std::optional<TilePipeline> pipeline_;  // of a backward that updates
 };
 
 }  // namespace tessera::zero

@@ -222,6 +222,12 @@ TEST(DeviceEngine, HasTheBitsOfTheCpuWhereverStatesLive) {
                                    std::to_string(world) + ", residence " + std::to_string(static_cast<int>(residence));
           training.states = away;
           expect_the_cpus_bits(training, what);
+          Training early = training;
+          early.run.clip = 0;
+          early.run.accumulation = 1;
+          early.run.in_backward = true;
+          early.run.precision->skip_nonfinite = false;
+          expect_the_cpus_bits(early, what + ", update in the backward");
           if (stage < 3) continue;
           training.weights = away;
           expect_the_cpus_bits(training, what + ", weights too");
@@ -282,30 +288,60 @@ TEST(DeviceEngine, TilesKeepTheNumbersOfACut) {
   EXPECT_TRUE(train(shard::Residence::Device).equal(train(shard::Residence::Host)));
 }
 
-// Weights that live elsewhere and that the device updates: tile k + 1 is on its way there, and tile k on its way back, before
-// the host waits for tile k - 1.
+// What the device updates and what lives elsewhere, weights or states of 16 bits: nothing waits for the way there or, in host
+// memory, back; of what goes to a disk the host waits for a tile once the next one is on its way back. With the update in the
+// backward gradients stay on the device.
 TEST(DeviceEngine, TilesPassThroughTheDevice) {
   static std::string log;  // '<' a copy to the device, '>' one to the host, 'w' the host waits, once or several times
   constexpr int64_t kLast = 1 << 16, kSize = 2 * shard::kTile + kLast;
-  at::Tensor weight = at::zeros({kSize}, device_of(0)).requires_grad_(true);
-  engine::Options options = toy_options({.stage = 3, .precision = PrecisionPolicy::fp32()});
-  options.zero.weight_home = offload::state_homes({.residence = shard::Residence::Host, .pin_memory = true});
-  Engine engine(options, comm::Mesh(), {{"w", weight, 0, ""}}, {toy_adamw()});
-  const int module = engine.modules().add({0});
-  engine.modules().enter(module);
-  const at::Tensor loss = weight.sum();
-  engine.modules().leave(module, {loss});
-  loss.backward();
-  tessera_stand_in_on_copy([](bool to_host, int64_t bytes) {
-    if (bytes >= 4 * kLast) log += to_host ? '>' : '<';
-  });
-  tessera_stand_in_on_wait([] {
-    if (!log.empty() && log.back() != 'w') log += 'w';
-  });
-  engine.step();
-  tessera_stand_in_on_copy(nullptr);
-  tessera_stand_in_on_wait(nullptr);
-  EXPECT_EQ(log, "<><>w<>w");
+  const PrecisionPolicy fp32 = PrecisionPolicy::fp32(),
+                        narrow = mode(at::kBFloat16, amp::Master::Weight, at::kBFloat16);
+  const io::TempFolder folder;
+  struct Row {
+    bool weights, early;
+    shard::Residence residence;
+    std::string expected;
+    double bytes;  // an element, on the device: weights, and those of gradients and states for the tiles on their way
+  };
+  const double tiles = 3.0 * shard::kTile / kSize;
+  for (const Row& row : {Row{true, false, shard::Residence::Host, "<w><><>", 12 + 4 * tiles},
+                         Row{true, false, shard::Residence::Nvme, "<w><>w<>w", 12 + 4 * tiles},
+                         Row{false, false, shard::Residence::Host, "<<<>><<<>><<<>>", 2 + 6 * tiles},
+                         Row{false, false, shard::Residence::Nvme, "<<<>><<<>>w<<<>>w", 2 + 6 * tiles},
+                         Row{false, true, shard::Residence::Host, "<<>><<>><<>>", 2 + 4 * tiles}}) {
+    const int64_t before = tessera_stand_in_bytes();
+    PrecisionPolicy precision = row.weights ? fp32 : narrow;
+    precision.skip_nonfinite = precision.skip_nonfinite && !row.early;
+    at::Tensor weight = at::zeros({kSize}, device_of(0)).requires_grad_(true);
+    engine::Options options =
+        toy_options({.stage = 3, .clip = row.early ? 0.0 : 1.0, .precision = precision, .in_backward = row.early});
+    (row.weights ? options.zero.weight_home : options.zero.home) =
+        offload::state_homes({.residence = row.residence, .folder = folder.path(), .pin_memory = true});
+    Engine engine(options, comm::Mesh(), {{"w", weight, 0, ""}}, {toy_adamw()});
+    const int module = engine.modules().add({0});
+    for (int number = 0; number < 2; ++number) {  // in the first one memory is made
+      if (module >= 0) engine.modules().enter(module);
+      const at::Tensor loss = weight.sum();
+      if (module >= 0) engine.modules().leave(module, {loss});
+      const auto listen = [&] {
+        log.clear();
+        tessera_stand_in_on_copy([](bool to_host, int64_t bytes) {
+          if (bytes >= 2 * kLast) log += to_host ? '>' : '<';
+        });
+        tessera_stand_in_on_wait([] {
+          if (!log.empty() && log.back() != 'w') log += 'w';
+        });
+      };
+      if (row.early) listen();
+      loss.backward();
+      if (!row.early) listen();
+      engine.step();
+      tessera_stand_in_on_copy(nullptr);
+      tessera_stand_in_on_wait(nullptr);
+    }
+    EXPECT_EQ(log, row.expected);
+    EXPECT_NEAR(static_cast<double>(tessera_stand_in_bytes() - before), row.bytes * kSize, 0.01 * kSize);
+  }
 }
 
 // Weights in host memory that travel in another dtype come as they are and are cast on the device.

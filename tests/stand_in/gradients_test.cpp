@@ -2,8 +2,10 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cmath>
 
 #include "tessera/engine/engine.h"
+#include "tessera/offload/states.h"
 #include "tests/stand_in/staged_group.h"
 #include "tests/stand_in/stand_in.h"
 #include "tests/support/host_home.h"
@@ -258,6 +260,26 @@ TEST(DeviceGradients, AreAutogradsOwnWhereNobodySharesThem) {
       }
     }
   }
+}
+
+// The device makes the squares as they leave, which hold until somebody writes to what has left.
+TEST(DeviceGradients, TheNormIsOfTheGradientsAsTheyAre) {
+  at::Tensor weight = at::ones({1000}, device_of(0)).requires_grad_(true);
+  engine::Options options = toy_options({.stage = 1, .clip = 0, .precision = PrecisionPolicy::fp32()});
+  options.zero.home = offload::state_homes({.residence = shard::Residence::Host, .pin_memory = true});
+  Engine engine(options, comm::Mesh(), {{"w", weight, 0, ""}}, {toy_adamw()});
+  weight.square().sum().backward();
+  const double norm = engine.grad_norm();
+  EXPECT_NEAR(norm, 2 * std::sqrt(1000.0), 1e-3);
+  const auto halve = [&] {
+    const at::Tensor gradient = engine.states().local_view(0, engine::Quantity::Gradient);
+    engine.states().set_local(0, engine::Quantity::Gradient, gradient * 0.5);
+  };
+  halve();
+  EXPECT_NEAR(engine.grad_norm(), norm / 2, 1e-3);
+  halve();
+  engine.step();
+  EXPECT_NEAR(engine.global_grad_norm().value(), norm / 4, 1e-3);
 }
 
 }  // namespace tessera::testing

@@ -1,0 +1,124 @@
+// Tile: a piece of a unit's update, whose values come to who updates them and go home; Lanes: what they come and go by.
+//
+// Note [Where an update is]
+//   - On the device, where all of the unit lives there: it is one tile, and nothing moves.
+//   - On the device too, where little has to come: only weights live elsewhere, or states of 16 bits do. Tiles pass through it: one
+//     is on its way there while one is updated and one goes home, each on a stream of its own beside what computes. So in a backward
+//     that updates they are hidden behind it. Nothing waits for them but who reads what they bring.
+//   - On the host, where fp32 states live elsewhere: they are more bytes than gradients and weights, which come to the host, and
+//     weights go back.
+//   Bits are the same: kernels of the host and of the device have the same ones.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "tessera/shard/side_stream.h"
+#include "tessera/zero/segments.h"
+#include "tessera/zero/units.h"
+
+namespace tessera::zero {
+
+// Where `unit` is updated: its device, or the CPU.
+c10::Device place_of_update(const Unit& unit);
+
+// Memory at the place of an update for tiles on their way.
+class TileRing {
+ public:
+  static constexpr size_t kQuantities = 6;
+  struct Slot {
+    std::shared_ptr<c10::Event> free;  // of its last use
+    std::array<at::Tensor, kQuantities> bytes;
+  };
+  ~TileRing() { clear(); }
+  TileRing() = default;
+  TileRing(const TileRing&) = delete;
+  TileRing& operator=(const TileRing&) = delete;
+
+  // Memory in all slots for `size` elements of a quantity, on `place`; `pin`: page-locked, of the host. Nothing happens where
+  // there is so much.
+  void reserve(size_t quantity, int64_t size, at::ScalarType dtype, c10::Device place, bool pin);
+  Slot& next() { return slots_[next_++ % slots_.size()]; }
+  static at::Tensor view(const Slot& slot, size_t quantity, int64_t size, at::ScalarType dtype);
+  void clear() noexcept;
+
+ private:
+  std::array<Slot, 3> slots_;  // one comes, one is updated, one goes home
+  size_t next_ = 0;
+};
+
+// Of an engine.
+struct Lanes {
+  shard::SideStream there, work, back;
+  TileRing on_device, on_host;
+  size_t units = 0;  // so many have room
+
+  // For tiles of all units. Out of memory: it can be called again.
+  void make_room(const Units& all);
+  // The same on all ranks; so it is where nothing is on its way.
+  bool has_room(const Units& all) const;
+};
+
+// Values on their way from where they were updated to a home that does not take them by itself.
+struct Returning {
+  std::vector<std::pair<shard::Buffer, at::Tensor>> values;
+  shard::Range range;
+  std::shared_ptr<c10::Event> copied;
+};
+
+class Tile {
+ public:
+  // `range`: of the owned range, whose gradients are `grads`, not defined() where they lie in pieces. `last`: of its unit.
+  Tile(Unit& unit, const shard::Buffer& grads, shard::Range range, std::vector<Segment> segments, bool last,
+       double scale, const Options& options);
+
+  ~Tile();
+  Tile(const Tile&) = delete;
+  Tile& operator=(const Tile&) = delete;
+
+  // What lives elsewhere sets out for where it is updated. Waits for the disk.
+  void set_out(Lanes& lanes);
+  // Where the device does it beside the current stream the event tells when it is done; else null.
+  const std::shared_ptr<c10::Event>& update(optim::Rule rule, const std::vector<optim::GroupOptions>& groups,
+                                            Lanes& lanes);
+  // What set_out() brought goes home.
+  std::optional<Returning> set_back(Lanes& lanes);
+
+  Unit& unit() const { return *unit_; }
+  bool is_last() const { return last_; }
+  // The host takes part in the update of this.
+  bool is_of_host() const { return travels_ && place_.is_cpu(); }
+
+ private:
+  // What an update reads or changes, of one buffer.
+  struct Carried {
+    shard::Buffer buffer;
+    std::optional<shard::PendingView> pending;
+    at::Tensor home, here;  // where it lives, and where the update is: the same where it does not travel
+    bool travels = false, reads = true, changes = true;
+  };
+
+  void carry(size_t quantity, const shard::Buffer& buffer, bool reads, bool changes);
+  bool reads_weights() const;
+  at::Tensor part(size_t quantity, shard::Range range) const;
+  at::Tensor gradient(const Segment& segment) const;
+  optim::UpdateSlice slice(const Segment& segment) const;
+  void run(optim::Rule rule, const std::vector<optim::GroupOptions>& groups);
+
+  Unit* unit_;
+  shard::Range range_;
+  std::vector<Segment> segments_;
+  bool last_;
+  double scale_;
+  const Options* options_;
+  c10::Device device_, place_;
+  bool travels_ = false;
+  std::array<Carried, TileRing::kQuantities> carried_;  // weights, gradients, Unit::state_buffers()
+  TileRing::Slot* slot_ = nullptr;
+  std::shared_ptr<c10::Event> came_, updated_;
+};
+
+}  // namespace tessera::zero
