@@ -21,6 +21,10 @@ void copy_beside(const at::Tensor& to, const at::Tensor& from) {
   to.copy_(from, /*non_blocking=*/to.is_cpu() || from.is_pinned());
 }
 
+c10::Device lives_at(bool is_here, const Unit& unit) {
+  return is_here ? unit.flat->options().device() : c10::Device(c10::kCPU);
+}
+
 }  // namespace
 
 c10::Device place_of_update(const Unit& unit) {
@@ -68,10 +72,10 @@ bool Lanes::has_room(const Units& all) const {
 
 void Lanes::make_room(const Units& all) {
   for (const auto& unit : all.all()) {
-    const c10::Device device = unit->flat->options().device(), place = place_of_update(*unit);
+    const c10::Device place = place_of_update(*unit);
     TileRing& ring = place.is_cpu() ? on_host : on_device;
     const auto reserve = [&](size_t quantity, bool is_here, at::ScalarType dtype) {
-      if ((is_here ? device : c10::Device(c10::kCPU)) == place) return;
+      if (lives_at(is_here, *unit) == place) return;
       ring.reserve(quantity, std::min(unit->owned.size(), kTile), dtype, place, all.options().pin_memory);
     };
     reserve(kWeights, unit->weights().is_here(), unit->weights().dtype());
@@ -116,7 +120,7 @@ void Tile::carry(size_t quantity, const shard::Buffer& buffer, bool reads, bool 
   c.buffer = buffer;
   c.reads = reads;
   c.changes = changes;
-  c.travels = (buffer.is_here() ? device_ : c10::Device(c10::kCPU)) != place_;
+  c.travels = lives_at(buffer.is_here(), *unit_) != place_;
   travels_ = travels_ || c.travels;
   if (reads || buffer.residence() != shard::Residence::Nvme) {
     c.pending = buffer.fetch(range_);

@@ -147,7 +147,7 @@ def _take_groups(engine: Engine) -> None:
         name = engine.core.param(number).name
         engine._frozen.pop(name, None)
         engine._group_names[group].append((name, False))
-    runner.note_sizes()
+    runner.note_params()
 
 
 def _joining(engine: Engine, grown: list[tuple[int, list[torch.Tensor]]]) -> list[tuple[torch.Tensor, int]]:

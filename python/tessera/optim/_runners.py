@@ -156,10 +156,9 @@ class Runner:
 
     def has_grown(self) -> bool:
         """There are parameters, or groups, that it does not know of, and nothing is missing: check_kept()."""
-        return not self._is_known() and self._kept() and (self._has_groups() or any(new for _, new in self.grown()))
-
-    def _has_groups(self) -> bool:
-        return len(self.base.param_groups) > len(self._known)
+        if self._is_known() or not self._kept():
+            return False
+        return len(self.base.param_groups) > len(self._known) or any(new for _, new in self.grown())
 
     def _is_known(self) -> bool:
         groups = self.base.param_groups
@@ -191,9 +190,9 @@ class Runner:
         """The core has the group with this number, too, which got these parameters."""
         raise NotImplementedError
 
-    def note_sizes(self) -> None:
+    def note_params(self) -> None:
         """It knows of all that there are."""
-        self._known = _params_of(self.base)
+        self._known = [list(group["params"]) for group in self.base.param_groups]
 
     def numbers(self, index: Mapping[int, int]) -> dict[int, int]:
         """Of what the param groups have, by id: `index` has those of parameters."""
@@ -235,7 +234,7 @@ class NativeRunner(Runner):
         self.base = base
         self._core = core
         self._rule = rule
-        self._known = _params_of(base)
+        self.note_params()
         self._groups = core.groups()
         params = [p for group in base.param_groups for p in group["params"] if id(p) in index]
         names = _core.state_names(rule.rule, self._groups)
@@ -305,7 +304,7 @@ class NativeRunner(Runner):
 
     def joined(self, number: int, param: torch.Tensor, group: int) -> None:
         self._view.add(param, number)
-        self._known = _params_of(self.base)
+        self.note_params()
 
     def before_step(self) -> None:
         super().before_step()
@@ -381,7 +380,7 @@ class ExternalRunner(Runner):
         self._brings_states = len(base.state) > 0
         _parts.warn_of_ended(core, base.state.values())
         self._take_params(index)
-        self._known = _params_of(base)
+        self.note_params()
         self._names = [other_names(group) for group in base.param_groups]
         self.states = OwnStates(core, base, {number: target for number, _, target in self._masters})
 
@@ -444,7 +443,7 @@ class ExternalRunner(Runner):
         listed[place : place + 1] = [] if target is None else [target]
         if not any(param is other for other in self._originals[group]):
             self._originals[group].append(param)
-        self._known = _params_of(self.base)
+        self.note_params()
         if target is not None:
             self._took(number, param, target)
 
@@ -536,10 +535,6 @@ class ExternalRunner(Runner):
             elif spec.group >= 0 and (spec.tensor in states or stepped):
                 states.setdefault(spec.tensor, {})[CUT] = _parts.part_of(self._core, number)
         _parts.leave(self.base, states)
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
-    return [list(group["params"]) for group in optimizer.param_groups]
 
 
 def _shaped_like(value: Any, param: torch.Tensor) -> Any:
