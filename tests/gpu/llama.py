@@ -46,6 +46,8 @@ ORDER = [
     "fsdp2:16",
     "torch:bf16+fp32",
     "tessera:8+early",
+    "tessera:8+host+early",
+    "tessera:8+host",
     "tessera:14+host",
     "torch:fp32+autocast",
     "tessera:fp32+autocast",

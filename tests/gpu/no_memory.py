@@ -15,8 +15,8 @@ from tessera.zero import GatheredParameters
 
 
 @contextmanager
-def nothing_left(really: bool = True, rest: bool = False) -> Iterator[None]:
-    """torch's allocator gives nothing more than, with `rest`, the gaps of what it has."""
+def nothing_left(really: bool = True, least: int = 512) -> Iterator[None]:
+    """torch's allocator gives nothing more than what is left of its gaps without blocks of `least` bytes."""
     if not CUDA or not really:
         yield
         return
@@ -24,7 +24,7 @@ def nothing_left(really: bool = True, rest: bool = False) -> Iterator[None]:
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
-    gaps = [] if rest else taken_gaps()
+    gaps = taken_gaps(least)
     try:
         yield
         torch.cuda.synchronize()
@@ -33,10 +33,10 @@ def nothing_left(really: bool = True, rest: bool = False) -> Iterator[None]:
         gaps.clear()
 
 
-def taken_gaps() -> list[torch.Tensor]:
+def taken_gaps(least: int) -> list[torch.Tensor]:
     """What the allocator has and nobody uses, in blocks."""
     found, size = [], 1 << 30
-    while size >= 512:
+    while size >= least:
         try:
             found.append(torch.empty(size, dtype=torch.uint8, device=DEVICE))
         except torch.OutOfMemoryError:
@@ -101,7 +101,7 @@ def in_construction(cfg: dict[str, Any]) -> dict[str, Any]:
     model = net().to(DEVICE)
     said, usable = "", True
     try:
-        with nothing_left(rest=True):
+        with nothing_left(least=1 << 14):
             engine_of(cfg, model).destroy()
             model = net().to(DEVICE)
     except RuntimeError as error:

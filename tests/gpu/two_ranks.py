@@ -223,7 +223,8 @@ def of_a_program() -> dict[str, Any]:
     errors = [f["error"] for f in found if "error" in f]
     if errors:
         said = all("device" in e or "GPU" in e or "LOCAL_RANK" in e for e in errors)
-        return {"ok": said and len(errors) == 2 and torch.cuda.device_count() < 2, "errors": errors}
+        told = {f"rank {r}": f.get("error", "none")[-160:] for r, f in enumerate(found)}
+        return {"ok": said and len(errors) == 2 and torch.cuda.device_count() < 2, **told}
     where = [f["device"] for f in found]
     alone = not CUDA or where[0] != where[1] or found[0]["back end"] == "gloo"
     ok = alone and not unlike(found[0], found[1], losses=False) and not any(f.get("elsewhere") for f in found)

@@ -90,25 +90,6 @@ void survive_closed_sockets() {
   if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
 }
 
-// A rank that ends takes connections with it that others are just making: nobody leaves before all have theirs, and rank 0, whose
-// process may host the store, goes last.
-void leave_together(const Place& place, const StorePtr& store) {
-  const auto key = [](const char* what, int rank) { return c10::str(what, "_", rank); };
-  const auto await_others = [&](const char* what) {
-    for (int rank = 1; rank < place.size; ++rank)
-      said_by(*store, key(what, rank), rank);
-  };
-  if (place.rank > 0) {
-    store->set(key("made", place.rank), std::string("1"));
-    said_by(*store, "all", 0);
-    store->set(key("leaves", place.rank), std::string("1"));
-    return;
-  }
-  await_others("made");
-  store->set("all", std::string("1"));
-  await_others("leaves");
-}
-
 // body(store): meets the others there.
 template <class F>
 auto among_others(const Place& place, std::chrono::milliseconds timeout, const F& body) {
@@ -120,7 +101,7 @@ auto among_others(const Place& place, std::chrono::milliseconds timeout, const F
     if (place.rank == 0) keep(place.port, store);
     const StorePtr watched = watch_store(store, place.rank, place.size);
     auto made = body(watched);
-    leave_together(place, c10::make_intrusive<c10d::PrefixStore>("end", watched));
+    leave_together(*watched, place.rank, place.size);
     return made;
   } catch (const c10::ValueError&) {
     throw;

@@ -31,6 +31,23 @@ std::string said_by(c10d::Store& store, const std::string& key, int rank) try {
                " s (dead, or busy elsewhere): ", error.what_without_backtrace());
 }
 
+void leave_together(c10d::Store& store, int rank, int size) {
+  const auto key = [](const char* what, int r) { return "end/" + std::string(what) + "_" + std::to_string(r); };
+  const auto await_others = [&](const char* what) {
+    for (int r = 1; r < size; ++r)
+      said_by(store, key(what, r), r);
+  };
+  if (rank > 0) {
+    store.set(key("here", rank), std::string("1"));
+    said_by(store, key("all", 0), 0);
+    store.set(key("leaves", rank), std::string("1"));
+    return;
+  }
+  await_others("here");
+  store.set(key("all", 0), std::string("1"));
+  await_others("leaves");
+}
+
 namespace {
 
 // The same for all groups over a store, whose ranks are the same.

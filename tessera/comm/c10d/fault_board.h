@@ -22,6 +22,10 @@ bool come_within(c10d::Store& store, const std::vector<std::string>& keys, std::
 // What rank `rank` sets `key` to. DistBackendError that names the rank when the store's timeout is over.
 std::string said_by(c10d::Store& store, const std::string& key, int rank);
 
+// Nobody returns before all ranks have come to it, and rank 0, whose process may host the store, is the last: a rank that ends
+// takes with it what others are just reading or connecting to. Collective, once for a store.
+void leave_together(c10d::Store& store, int rank, int size);
+
 class FaultBoard {
  public:
   // `store` may be null: then nothing is reported and nothing is known of the others. `job`: where the same ranks have shown

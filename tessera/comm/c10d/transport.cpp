@@ -61,7 +61,10 @@ GroupPtr share_within_hosts(const StorePtr& store, const Hosts& hosts, int rank,
 
 std::vector<std::string> tell_all(const StorePtr& store, int rank, int size, const std::string& topic,
                                   const std::string& text) {
-  return exchange(*watch_fresh_store(store, topic, rank, size), rank, size, topic, text);
+  const StorePtr fresh = watch_fresh_store(store, topic, rank, size);
+  std::vector<std::string> texts = exchange(*fresh, rank, size, topic, text);
+  leave_together(*fresh, rank, size);
+  return texts;
 }
 
 std::optional<Hosts> find_hosts(c10d::Store& store, int rank, int size) {

@@ -21,7 +21,8 @@
 namespace tessera::comm {
 
 // What every rank says about `topic`, by rank. Collective over the `size` ranks that meet at `store`, as often as they like. A
-// rank that is lost before it says anything is a DistBackendError of the others.
+// rank that is lost before it says anything is a DistBackendError of the others. Rank 0, whose process may host the store, is the
+// last to return, so that what all are told may end it.
 std::vector<std::string> tell_all(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                   const std::string& topic, const std::string& text);
 

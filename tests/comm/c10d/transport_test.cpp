@@ -3,7 +3,9 @@
 #include "tessera/comm/c10d/transport.h"
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <atomic>
 #include <cstdlib>
 #include <thread>
 
@@ -46,6 +48,27 @@ TEST(Transport, IsWhatTheEnvironmentSays) {
   EXPECT_EQ(names("shared_memory", fresh()), std::vector<std::string>(2, "shared memory"));
   EXPECT_EQ(names("gloo", fresh()), std::vector<std::string>(2, "single"));
   EXPECT_HAS(names("carrier", fresh())[0], "TESSERA_TRANSPORT is 'carrier'; it may be auto, gloo or shared_memory");
+}
+
+// Its process may host the store, and end with what it has heard.
+TEST(Transport, RankZeroReturnsWhenAllHaveHeard) {
+  static std::atomic<bool> heard;
+  struct Slow : c10d::PrefixStore {
+    using PrefixStore::PrefixStore;
+    std::vector<uint8_t> get(const std::string& key) override {
+      std::this_thread::sleep_for(100ms);
+      auto value = PrefixStore::get(key);
+      if (std::string(value.begin(), value.end()).find("from 0") != std::string::npos) heard = true;
+      return value;
+    }
+  };
+  heard = false;
+  const auto store = fresh();
+  const std::vector<std::string> both{"from 0", "from 1"};
+  std::thread other([&] { EXPECT_EQ(tell_all(c10::make_intrusive<Slow>("s", store), 1, 2, "topic", "from 1"), both); });
+  EXPECT_EQ(tell_all(c10::make_intrusive<c10d::PrefixStore>("s", store), 0, 2, "topic", "from 0"), both);
+  EXPECT_TRUE(heard);
+  other.join();
 }
 
 TEST(Transport, StaysWithTheBackEndAtHandWhenMemoryCannotBeShared) {
